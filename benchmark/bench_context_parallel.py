@@ -1,13 +1,13 @@
-"""What ranks cost and save on a CPU over gloo: a prefill by context parallelism, decoding by TP.
+"""Costs and savings of ranks on a CPU over gloo: prefill by context parallelism, decoding by TP.
 
     python benchmark/bench_context_parallel.py [--tokens 4096] [--layers 4] [--hidden 512]
         [--steps 20] [--repeat 3] [--sizes 1x1 2x2 4x4 2x1 4x1 4x2] [--json FILE]
 
-A dense model with random weights, fp32. A size is RANKSxCP: so many processes with a thread each,
-in CP sets that split the tokens of a prefill; the ranks of a set split layers. One JSON line a
-size: what is expected by counting, then what was counted and measured, of the slowest rank.
-`cpu_ms` is the processor's time of a rank, which other work on the machine does not lengthen much.
-More ranks than cores save no time: their counts are what such a run is for.
+A dense model with random weights, fp32. A size is RANKSxCP: RANKS processes of one thread each, in
+CP sets that split the tokens of a prefill; the ranks of a set split layers. One JSON line for each
+size: the counts expected on paper, then those counted and measured on the slowest rank. `cpu_ms` is
+the processor's time of a rank, which other work on the machine does not lengthen much. With more
+ranks than cores no time is saved, and only the counts mean something.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class CountedGroup(PlaceInGroup):
             self.seconds += time.perf_counter() - began
 
     def counts(self, steps: int) -> dict[str, float]:
-        """Of one step of `steps`."""
+        """Counts for one step, if there were `steps`."""
         return {
             "collectives": self.collectives / steps,
             "mb_given": round(self.bytes / steps / 1e6, 4),
@@ -80,7 +80,7 @@ class CountedGroup(PlaceInGroup):
 
 
 def expected(args: argparse.Namespace, ranks: int, cp: int) -> dict[str, Any]:
-    """What counting on paper gives for one rank."""
+    """Counts for one rank, derived on paper."""
     tp = ranks // cp
     kv_bytes = 2 * KV_HEADS // tp * (args.hidden // HEADS) * _FP32
     hidden = args.hidden * _FP32
@@ -91,10 +91,10 @@ def expected(args: argparse.Namespace, ranks: int, cp: int) -> dict[str, Any]:
             "tokens_per_rank": per_rank,
             "part_of_the_cpu_time": round(1 / ranks, 3),
             "kv_mb_given_per_layer": round(split * per_rank * kv_bytes / 1e6, 4),
-            # Of keys and values in each layer, and of the last token's hidden state.
+            # Collectives of keys and values in each layer, and of the last token's hidden state.
             "cp": split * (args.layers + 1),
-            # Behind attention and MLP of each layer, and of the embedding. What sampling reads of
-            # other ranks' logits is not part of a step here.
+            # Collectives after attention and MLP of each layer, and of the embedding. Sampling,
+            # which reads other ranks' logits, is not part of a step here.
             "tp": (tp > 1) * (2 * args.layers + 1),
         },
         "decode": {

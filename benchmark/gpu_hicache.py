@@ -58,11 +58,11 @@ L1: Final = ("--page-size", "64", "--max-total-tokens", str(WORKING_SET // 10))
 L2: Final = ("--enable-hierarchical-cache", "--hicache-size", f"{4e-10 * WORKING_SET * KV_BYTES:f}")
 L3: Final = ("--hicache-storage-backend", "mooncake")
 EXPECTED_S: Final = {"GPU only": 66.0, "+ L2": 31.0, "+ Mooncake": 27.0, "pre-populated": 23.0}
-"""The first two are from earlier runs. The others were 29.9 and 30.1 s when requests waited for all
-reads; now a read is cut if computing is faster. For a filled store read at 4.9 GB/s,
-`hicache/simulate_store.py` predicts 0.74 of the time (18.3 instead of 24.7 s). With a store that
-starts empty, the device was busy for half of the run and the reader for two thirds; in the
-simulation, which has no other costs, cutting costs 6% there."""
+"""Expected seconds by server. The first two are from earlier runs. The others were 29.9 and 30.1 s
+when requests waited for all reads; now a read is cut if computing is faster. For a filled store
+read at 4.9 GB/s, `hicache/simulate_store.py` predicts 0.74 of the time (18.3 instead of 24.7 s).
+With a store that starts empty, the device was busy for half of the run and the reader for two
+thirds; in the simulation, which has no other costs, cutting costs 6% there."""
 
 _TOUCH_BYTES: Final = 32 << 20
 

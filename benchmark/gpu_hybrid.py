@@ -5,10 +5,10 @@
 
 Random weights. Shapes are those of Qwen3-Next-80B-A3B with 12 of 48 layers, and of DeepSeek-V3.2
 with 6 of 61 layers (1 dense) and 64 of 256 experts. `steps`: a prefill of 8,192 tokens, and decode
-steps in graphs and without, through ModelRunner; the limit of a decode step of one is reading its
-active weights once, at the speed of a large copy in the same run (target: within 1.5 of it). With
-graphs also the same step again and again (`replayed`), its kernels by time, and prefills of 64
-tokens behind 8,192.
+steps in graphs and without, through ModelRunner; the limit of a decode step of one request is
+reading its active weights once, at the speed of a large copy in the same run (target: at most 1.5
+times that). With graphs also the same step again and again (`replayed`), its kernels by time, and
+prefills of 64 tokens after 8,192.
 `experts`: a layer's experts of 1 to 64 tokens, in kernels for few tokens and in grouped products.
 `server`: TTFT of 8,192 tokens over HTTP, cold and from L2 (target: a fifth).
 """
@@ -98,7 +98,7 @@ def prompt(seed: int, length: int) -> list[int]:
 
 
 def active_bytes(driver: StepDriver, shape: dict[str, Any]) -> float:
-    """Of the weights that a step of one token reads."""
+    """Bytes of the weights that a step of one token reads."""
     experts = shape.get("num_experts") or shape["n_routed_experts"]
     share = shape["num_experts_per_tok"] / experts
     total = 0.0
@@ -109,7 +109,7 @@ def active_bytes(driver: StepDriver, shape: dict[str, Any]) -> float:
 
 
 def device_ms(run: Callable[[], object], times: int) -> float:
-    """Milliseconds of the device for each of `times` runs, queued one behind the other."""
+    """Milliseconds of the device for each of `times` runs, queued one after the other."""
     begun, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
     run()
     begun.record()  # type: ignore[no-untyped-call]

@@ -3,12 +3,12 @@
     python benchmark/gpu_pages.py [--tokens 8192 32768] [--unit-mib 64 128] [--json FILE]
 
 Two processes with a pool of Qwen3-8B's shape each, pages of 64 tokens. The second reads prompts of
-the first with all that a decode server does for it: questions, reads, copies. `run` is one run of
-pages on both sides, `scattered` pages in random order on both. `direct` reads from pool to pool,
-`packed` lets the first process pack pages into units of `--unit-mib`, and `chosen` is what servers
-do (`link_costs.py`). Bytes are compared afterwards. The time is from the first question about pages
-until all are there; `prompt_s` has the other questions too. `copies` are those of one unit between
-a pool and its buffer. Target: 0.80 of the peer copy in the same run.
+the first as a decode server does: questions, reads, copies. `run` is one run of pages on both
+sides, `scattered` pages in random order on both. `direct` reads from pool to pool, `packed` lets
+the first process pack pages into units of `--unit-mib`, and `chosen` is what servers do
+(`link_costs.py`). Bytes are compared afterwards. The time is from the first question about pages
+until all have arrived; `prompt_s` includes the other questions. `copies` are those of one unit
+between a pool and its buffer. Target: 0.80 of the peer copy in the same run.
 
 `--device cpu --layers 2 --tokens 512 --protocol tcp` tries it without GPUs.
 """
@@ -59,7 +59,7 @@ KV_HEADS, HEAD_DIM = 8, 128
 TARGET: Final = 0.8
 TOKEN: Final = FirstToken(token_id=1, prompt_len=1, prompt_digest="")
 ALWAYS: Final = LinkCosts(block_s=1.0, bytes_per_s=1e12, packing_s=0.0)
-"""Where packing always pays."""
+"""Costs with which packing always pays."""
 CHOSEN: Final = LINKS["nvlink_intra"]
 PATIENCE: Final = Patience(bootstrap=60, waiting=60, silence=60)
 
@@ -78,7 +78,7 @@ class Case(NamedTuple):
         return {"direct": None, "packed": ALWAYS, "chosen": CHOSEN}[self.way]
 
     def places(self, pool_pages: int) -> tuple[list[int], list[int]]:
-        """Pages there and here."""
+        """Pages in the first process, and in the second."""
         count = self.tokens // PAGE
         if self.pages == "run":
             return list(range(1, count + 1)), list(range(1, count + 1))
@@ -88,7 +88,7 @@ class Case(NamedTuple):
 
 
 def cases(sizes: Sequence[int], units: Sequence[int]) -> Iterator[Case]:
-    """What is measured, in an order that both processes know."""
+    """The measured cases, in an order that both processes know."""
     room = 1
     for unit in units:
         for size in sizes:
@@ -114,12 +114,12 @@ def peer_copy_gb_s(num_bytes: int) -> float:
 
 
 def pattern(pages: torch.Tensor, number: int) -> torch.Tensor:
-    """What buffer `number` has in each page; exact in bfloat16."""
+    """Values of buffer `number` in each page; exact in bfloat16."""
     return ((pages * 7 + number * 13) % 251).to(torch.bfloat16)
 
 
 def fill(pool: MHATokenToKVPool) -> None:
-    """Pages that can be told apart."""
+    """Fill pages with distinct values."""
     for number, buffer in enumerate(buffer for part in pool.parts for buffer in part):
         rows = buffer.view(-1, PAGE * KV_HEADS * HEAD_DIM)
         pages = torch.arange(len(rows), device=rows.device)
@@ -127,7 +127,7 @@ def fill(pool: MHATokenToKVPool) -> None:
 
 
 def check(pool: MHATokenToKVPool, there: list[int], here: list[int]) -> None:
-    """The pages have come, every byte of them."""
+    """Assert that every byte of the pages has arrived."""
     for number, buffer in enumerate(buffer for part in pool.parts for buffer in part):
         rows = buffer.view(-1, PAGE * KV_HEADS * HEAD_DIM)
         theirs, own = (torch.tensor(pages, device=rows.device) for pages in (there, here))
@@ -136,7 +136,7 @@ def check(pool: MHATokenToKVPool, there: list[int], here: list[int]) -> None:
 
 
 class Side:
-    """What both processes have: a pool, the engine, buffers for each size of units."""
+    """One process's pool, engine, and buffers for each size of units."""
 
     def __init__(
         self, ranks: RankGroup, device: str, layers: int, args: argparse.Namespace
@@ -160,7 +160,7 @@ class Side:
             self.staging[unit] = staging
 
     def copies_gb_s(self, unit: int, page_bytes: int) -> dict[str, float]:
-        """Of one unit between pool and buffer, in random order."""
+        """GB/s of copies of one unit between pool and buffer, in random order."""
         rows = list(self.geometry.page_rows().values())
         buffer = self.staging[unit].take(0)
         assert buffer is not None
@@ -186,7 +186,7 @@ class Side:
 
 
 def serve(side: Side, all_cases: list[Case], units: Sequence[int]) -> dict[int, tuple[str, bytes]]:
-    """The prefill server's part: all prompts are computed. Where each desk is, and its offer."""
+    """The prefill server's part, all prompts computed. Returns each desk's endpoint and offer."""
     found = {}
     for unit in units:
         packer = Packer(side.geometry.page_rows(), side.staging[unit])

@@ -50,10 +50,10 @@ _REQUEST_S: Final = 120.0
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """What is run."""
+    """Sizes of a run."""
 
     flags: tuple[str, ...]
-    """Of every server."""
+    """Flags of every server."""
     env: dict[str, str]
     vocab_size: int
     ttft: dict[int, int]
@@ -63,7 +63,7 @@ class Size:
     load_output: int
     tpot_requests: int
     tpot_rate: float
-    """Requests a second."""
+    """Requests per second."""
     throughput_requests: int
 
 
@@ -97,7 +97,7 @@ TINY: Final = Size(
 
 
 class Prompts:
-    """Random ones, each of them new."""
+    """Random prompts, each of them new."""
 
     def __init__(self, vocab_size: int) -> None:
         self._vocab_size = vocab_size
@@ -121,7 +121,7 @@ class Pair:
 
 @contextlib.contextmanager
 def started(servers: Sequence[EngineServer]) -> Iterator[None]:
-    """They run; started at the same time."""
+    """Start the servers at the same time; they run inside the block."""
     with contextlib.ExitStack() as stack:
         for server in servers:
             stack.callback(server.kill)
@@ -175,7 +175,7 @@ def load(
     times: Sequence[float],
     concurrency: int | None = None,
 ) -> LoadResult:
-    """Send all; every one has to succeed."""
+    """Send all prompts; every request must succeed."""
 
     async def run() -> LoadResult:
         requests = [BenchRequest(ids, output_len) for ids in prompts]
@@ -197,7 +197,7 @@ def load(
 
 
 def one_by_one(url: str, prompts: Sequence[list[int]], output_len: int) -> list[float]:
-    """TTFT of each, in seconds."""
+    """TTFT of each prompt, sent one after the other, in seconds."""
     found = load(url, prompts, output_len, [0.0] * len(prompts), concurrency=1)
     return [result.ttft for result in found.results]
 
@@ -210,7 +210,7 @@ def percentile(values: Sequence[float], share: float) -> float:
 
 
 def both_halves(pair: Pair, ids: list[int], room: int) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Stages as the prefill and as the decode server have measured them."""
+    """Stages of a request as measured by the prefill and by the decode server."""
     body = {
         "input_ids": ids,
         "sampling_params": {"temperature": 0, "max_new_tokens": 2, "ignore_eos": True},
@@ -308,7 +308,7 @@ def run(args: argparse.Namespace, size: Size, model: str | None) -> Iterator[dic
         for section, url in urls.items():
             if section not in wanted:
                 continue
-            # What is made on first use is made now.
+            # Warm up: some things are made on first use.
             warm = [prompts.draw(size.load_input) for _ in range(8)]
             load(url, warm, size.load_output, [0.0] * len(warm))
             if section == "tpot":

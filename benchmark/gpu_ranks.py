@@ -4,11 +4,11 @@ parallelism, against one GPU in the same run.
     python benchmark/gpu_ranks.py sums [--ranks 2] [--json FILE]
     python benchmark/gpu_ranks.py forward [--sizes 1x1 2x1 2x2] [--json FILE]
 
-`sums`: microseconds of one sum and the norm behind it, captured in a CUDA graph of many: the norm
+`sums`: microseconds of one sum and the norm after it, captured in a CUDA graph of many: the norm
 alone, and with the sum by NCCL, by torch's kernel on symmetric memory (copied there before; above
-its limit NCCL's), and in the norm's own kernel. `forward`: a size
-is RANKSxCP, a process a rank; decode steps and prefills, weights are dummies. Each line has what
-was expected before the measurement.
+its limit NCCL's), and in the norm's own kernel. `forward`: a size is RANKSxCP, one process per
+rank; decode steps and prefills, with dummy weights. Each line has the figure expected before the
+measurement.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ from sglang.test.schedulers.rank_processes import run_ranks
 PER_GRAPH: Final = 64
 REPEATS: Final = 9
 WIDTH: Final = 4096
-"""Of a hidden state of Qwen3-8B."""
+"""Elements of a hidden state of Qwen3-8B."""
 SUM_ROWS: Final = (1, 4, 16, 32, 64, 128, 256, 1024, 8192)
 EXPECTED_SUM_US: Final = {
     "by_nccl": {"1": 11.0, "64": 15.0, "8192": 330.0},
     "in_norm": {"1": 4.0, "64": 5.5, "8192": 185.0},
 }
 DECODES: Final = {(1, 1024): 1.55, (64, 2048): 1.7}
-"""Requests and context: how many times as fast two ranks of TP have to be."""
+"""Requests and context, to the speed-up that two ranks of TP must reach."""
 PREFILLS: Final = {8192: 1.75, 32768: 1.8}
 POOL_TOKENS: Final = 163_840
 

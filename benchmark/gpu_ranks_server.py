@@ -1,4 +1,4 @@
-"""Two GPUs against one behind HTTP, and what keeps a decode step of two from half the time.
+"""Two GPUs against one behind HTTP, and why a decode step of two takes more than half the time.
 
     python benchmark/gpu_ranks_server.py [ttft unused kernels] [--json FILE] [--tiny]
 
@@ -42,11 +42,11 @@ Emit = Callable[[dict[str, Any]], None]
 
 TTFT_TARGET: Final = 0.6
 TTFT_EXPECTED: Final = {8192: 0.63, 32768: 0.58}
-"""Of one rank's time from L2: its loads take 22 and 88 ms of 30 and 106."""
+"""Expected shares of one rank's time from L2, whose loads take 22 and 88 ms of 30 and 106."""
 UNUSED_TARGET: Final = 0.98
 UNUSED_EXPECTED: Final = 0.985
 LANDS_S: Final = 0.3
-"""Copies to L2 land within it."""
+"""Seconds within which copies to L2 land."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,11 +56,11 @@ class Scale:
     flags: tuple[str, ...]
     vocab_size: int
     prompts: dict[int, int]
-    """Tokens of a prompt, and how many there are; together they do not fit into `small_l1`."""
+    """Tokens of a prompt to number of prompts; together they do not fit into `small_l1`."""
     small_l1: int
     large_l1: int
     l2_gb: dict[str, float]
-    """Of one rank alone, by part; two have half of it each."""
+    """L2 of one rank alone, in GB, by part; two ranks have half of it each."""
     concurrent: int
     input_len: int
     output_len: int
@@ -178,7 +178,7 @@ def part_ttft(model: str, scale: Scale, out: Emit) -> None:
 
 
 def load(server: EngineServer, scale: Scale, first_seed: int, count: int) -> tuple[float, float]:
-    """Tokens a second, and mean milliseconds of a token after the first."""
+    """Tokens per second, and mean milliseconds of a token after the first."""
     requests = [
         BenchRequest(random_prompt(scale, first_seed + i, scale.input_len), scale.output_len)
         for i in range(count)

@@ -1,4 +1,4 @@
-"""What a decode step consists of on one and on two GPUs, kernel by kernel, inside its graph.
+"""A decode step on one and on two GPUs, kernel by kernel, inside its graph.
 
     python benchmark/gpu_ranks_server.py kernels [--json FILE]
 
@@ -29,7 +29,7 @@ STEPS: Final = 12
 POOL_TOKENS: Final = 163_840
 MOST_KERNELS: Final = 24
 LONGEST_GAP_US: Final = 60.0
-"""What is longer is the CPU's: between steps."""
+"""Longest gap inside a step, in microseconds; longer ones are the CPU's, between steps."""
 _NAME_CHARS: Final = 110
 _ON_DEVICE: Final = ("kernel", "gpu_memcpy", "gpu_memset")
 _ON_CPU: Final = ("cpu_op",)
@@ -38,11 +38,11 @@ Event = Mapping[str, Any]
 
 
 def kernel_sums(events: Sequence[Event], steps: int) -> dict[str, Any]:
-    """Sums of what ran on the device, for each step.
+    """Sums over the device's work, for each step.
 
     Args:
-        events: Of a Chrome trace, `ts` and `dur` in microseconds.
-        steps: How many they are of.
+        events: Events of a Chrome trace, `ts` and `dur` in microseconds.
+        steps: Number of steps that they are of.
 
     Returns:
         `busy_us`, `gaps_us` and `between_steps_us` of a step, how many `launches` it has, and
@@ -132,6 +132,6 @@ def measure(out: Callable[[dict[str, Any]], None], tiny: str | None = None) -> N
                 place = {"ranks": ranks, "rank": rank, "batch": batch}
                 kernels = found.pop("kernels")
                 out({"what": "decode step", **place, **found})
-                # Of two ranks the first one's tell what both do.
+                # With two ranks, the events of the first one stand for both.
                 for kernel in kernels[: MOST_KERNELS if rank == 0 else 0]:
                     out({"what": "kernel of a decode step", **place, **kernel})

@@ -1,4 +1,4 @@
-"""What it costs that prefill and decode servers split heads unlike.
+"""Cost of different splits of heads on prefill and decode servers.
 
     python benchmark/pd_heads.py [--tokens 1024] [--repeat 5] [--strips] [--out FILE]
 
@@ -40,7 +40,7 @@ CASES: Final = {
     "2 ranks to 1": ([(0, 4), (4, 8)], (0, 8)),
     "1 rank to 2": ([(0, 8)], (0, 4)),
 }
-"""Heads of each prefill rank, and of the decode rank."""
+"""Cases by name: heads of each prefill rank, and of the decode rank."""
 
 
 def make_pool(begin: int, end: int, tokens: int) -> MHATokenToKVPool:
@@ -78,7 +78,7 @@ def serve(tokens: int, pipe: Connection) -> None:
 
 def staged(portion: Portion, pages: Sequence[int], read: Callable[[Sequence[Block]], None],
            staging: Staging) -> int:  # fmt: skip
-    """As a decode server does it. The bytes that are read."""
+    """Read as a decode server does. Returns the bytes read."""
     blocks = portion.page_blocks(pages, pages)
     num_bytes = sum(block.length for block in blocks)
     if blocks:
@@ -100,7 +100,7 @@ def staged(portion: Portion, pages: Sequence[int], read: Callable[[Sequence[Bloc
 
 
 def in_strips(portion: Portion, pages: Sequence[int]) -> list[Block]:
-    """The heads of each token by themselves."""
+    """Blocks that read the heads of each token by themselves."""
     blocks = []
     for cut in portion.cuts:
         word, item = cut.own.element_size(), cut.own.shape[2] * cut.own.element_size()

@@ -3,8 +3,8 @@
     python benchmark/remote_weights.py [--tp 1 1] [--layers 6] [--repeat 3] [--out FILE]
 
 One seed and one start at a time, TCP over loopback, a llama of 45 million parameters a layer in
-bfloat16. `--tp` has the ranks of the seed and of what starts. Of each start: the seconds until it
-is healthy, and those that loading the weights took, on the rank that took longest. The file is read
+bfloat16. `--tp` has the ranks of the seed and of the started server. Figures of a start: the
+seconds until it is healthy, and those of loading the weights on the slowest rank. The file is read
 cold (its pages are dropped first) and from the page cache. The peer of the same run is the
 transport alone: reads of as many bytes as the ranks read together, in blocks of 16 MB, between two
 processes.
@@ -81,7 +81,7 @@ def drop_pages(folder: Path) -> None:
 
 
 def start(model: Path, *flags: str) -> dict[str, float]:
-    """Seconds of one start, and of what it says of its weights."""
+    """Seconds of one start, and of loading its weights as its log says."""
     server = EngineServer("--tokenizer-path", str(BUILTIN_MODEL_DIR), *flags, model=str(model))
     started = time.perf_counter()
     with server:

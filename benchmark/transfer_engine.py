@@ -1,4 +1,4 @@
-"""Transfers between two processes: this engine's wrapper beside a bare loop over Mooncake's own.
+"""Transfers between two processes: this engine's wrapper against a bare loop over Mooncake's own.
 
     python benchmark/transfer_engine.py [--megabytes 256] [--rounds 4] [--repeat 5] [--out FILE]
 
@@ -39,7 +39,7 @@ BARE_BATCH = 1024
 
 
 class Case(NamedTuple):
-    """What one line of the results is about."""
+    """The case of one line of the results."""
 
     op: TransferOp
     size: int
@@ -53,7 +53,7 @@ class Bench:
         self._peer = peer
         self._num_bytes = num_bytes
         size = memory_bytes(num_bytes)
-        # Random bytes: zeros would be pages that are all the same one.
+        # Random bytes: untouched zero pages all map to the same physical page.
         self._memory = np.random.default_rng(0).integers(0, 256, size, dtype=np.uint8)
         address = self._memory.ctypes.data
         self._wrapped = MooncakeTransferEngine(LOOPBACK)
@@ -63,7 +63,7 @@ class Bench:
         assert self._bare.register_memory(address, size) == 0
 
     def blocks(self, size: int, gap: int) -> list[Block]:
-        """All that is moved in one turn."""
+        """The blocks that are moved in one turn."""
         local, remote = self._memory.ctypes.data, self._peer.address
         offsets = [index * (size + gap) for index in range(self._num_bytes // size)]
         return [Block(local + offset, remote + offset, size) for offset in offsets]
@@ -111,7 +111,7 @@ class Bench:
 
 
 def memory_bytes(num_bytes: int) -> int:
-    """Room for the blocks of any size with their gaps."""
+    """Bytes that hold the blocks of any size with their gaps."""
     return num_bytes + GAP * (num_bytes // min(BLOCK_SIZES))
 
 

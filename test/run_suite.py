@@ -34,9 +34,9 @@ REPO: Final = Path(__file__).resolve().parents[1]
 UNIT_SUITES: Final = frozenset({"base-a-test-cpu"})
 """Suites whose files start no processes: one pytest runs many of them and imports torch once."""
 PROCESSES: Final = min(2, os.cpu_count() or 1)
-"""Of a unit suite, at the same time. More would import more than they save."""
+"""Processes of a unit suite at the same time. More would cost more imports than they save."""
 ONE_THREAD: Final = {"OMP_NUM_THREADS": "1"}
-"""For processes that share the cores: torch's threads wait for each other by spinning."""
+"""Environment of processes that share cores: torch's threads wait for each other by spinning."""
 
 _REGISTER: Final = re.compile(r"register_(cpu|cuda|npu)_ci")
 _PARAMETERS: Final = ("est_time", "suite", "nightly", "disabled")

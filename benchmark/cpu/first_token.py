@@ -13,7 +13,7 @@ from sglang.test.stores.mooncake_cluster import MooncakeCluster
 
 PROMPT_TOKENS = 4000
 _EVICTING = 2
-"""Prompts after which L1 holds nothing of the one before them."""
+"""Prompts after which L1 holds nothing of earlier ones."""
 _L1_TOKENS = 8704
 
 

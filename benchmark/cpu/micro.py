@@ -1,4 +1,4 @@
-"""Rows that the micro benchmarks measure already: run one, take its figures."""
+"""Rows that micro benchmarks measure: each runs one and takes its figures."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def scheduler_step(quick: bool) -> Outcome:
 
 
 def http_path(quick: bool) -> Outcome:
-    """Requests a second beside the echo's."""
+    """Requests per second, compared with the echo server's."""
     flags = ("--repeat", "2", "--seconds", "2") if quick else ("--repeat", "5")
     (record,) = run_benchmark("micro/bench_http_path.py", *flags)
     keys = ("echo_req_s", "engine_req_s", "concurrency", "cpu_us_per_request", "raw")

@@ -32,7 +32,7 @@ class TransformersPeer:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
-            # As the engine has it: OpenMP's default on a busy machine would flatter us.
+            # The engine's setting: OpenMP's default on a busy machine would slow transformers down.
             env=child_environment({envs.GOMP_SPINCOUNT.name: str(envs.GOMP_SPINCOUNT.get())}),
         )
         self.about = self._read()
@@ -48,7 +48,7 @@ class TransformersPeer:
         self._process.wait()
 
     def ask(self, do: str, prompts: Sequence[Sequence[int]], new: int = 0) -> float:
-        """Seconds of one `prefill` or `generate`, measured over there: no transport in it."""
+        """Seconds of one `prefill` or `generate`, as measured by the other process."""
         assert self._process.stdin is not None
         question = {"do": do, "prompts": [list(prompt) for prompt in prompts], "new": new}
         self._process.stdin.write(json.dumps(question) + "\n")
@@ -74,7 +74,7 @@ class StreamClient:
         """Seconds to the first event of a streamed answer; the cached tokens by tier."""
         params = {"max_new_tokens": 4, "temperature": 0, "ignore_eos": True}
         body = orjson.dumps({"input_ids": prompt, "sampling_params": params, "stream": True})
-        # The server closes what was idle for seconds, as it may be between two rounds.
+        # The server closes connections that were idle for seconds, as between two rounds.
         self._connection.close()
         self._connection.connect()
         started = time.perf_counter()

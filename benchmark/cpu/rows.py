@@ -1,4 +1,4 @@
-"""What a row of the table of CPU targets is, and how its result becomes a record."""
+"""Rows of the table of CPU targets, and their results as records."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Figure:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What a row measured."""
+    """Results of a row."""
 
     figures: list[Figure]
     details: dict[str, Any] = field(default_factory=dict)
@@ -52,9 +52,9 @@ class Row:
     what: str
     target: str
     expected: str
-    """What its writer thought before the first run, so that a surprise shows."""
+    """Figure expected before the first run, so that a surprise shows."""
     measure: Callable[[bool], Outcome]
-    """Takes whether to be quick: fewer rounds, for a look and not for evidence."""
+    """Measures the row; its argument is whether to be quick, with too few rounds for evidence."""
 
 
 def random_prompts(seed: int, count: int, tokens: int) -> list[list[int]]:
@@ -65,7 +65,7 @@ def random_prompts(seed: int, count: int, tokens: int) -> list[list[int]]:
 
 
 def median_ratio(ours: Sequence[float], theirs: Sequence[float]) -> float:
-    """Median of each round's own ratio: what slows a whole round cancels."""
+    """Median of the rounds' ratios, so that a slowdown of a whole round cancels."""
     return statistics.median(a / b for a, b in zip(ours, theirs, strict=True))
 
 

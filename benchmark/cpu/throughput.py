@@ -1,4 +1,4 @@
-"""Throughput: a batch beside transformers and beside one by one, and what unused tiers cost."""
+"""Throughput: a batch against transformers and single requests, and the cost of unused tiers."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def batch(quick: bool) -> Outcome:
 def unused_tiers(quick: bool) -> Outcome:
     """Prompts that nothing ever reuses, with pages of 64: with L2 and L3, and without.
 
-    Many short rounds in turn: what else the machine does changes within seconds.
+    Many short rounds in turn, because the machine's other load changes within seconds.
     """
     rounds = 5 if quick else 80
     concurrency, count, tokens, new_tokens = 8, 12, 1000, 32

@@ -77,7 +77,7 @@ def elapsed_us(work: Callable[[], object], rounds: int) -> float:
 
 
 def hash_figures(tokens: int, page_size: int, rounds: int) -> tuple[dict[str, float], list[str]]:
-    """What hashing a prompt costs per page, and its hashes."""
+    """Costs of hashing a prompt, per page, and its hashes."""
     prompt = RadixKey(np.arange(tokens, dtype=np.uint32))
     raw, step = prompt.ids.tobytes(), page_size * 4
     pages = tokens // page_size
@@ -95,7 +95,7 @@ def hash_figures(tokens: int, page_size: int, rounds: int) -> tuple[dict[str, fl
 def key_figures(
     storage: HiCacheFile, hashes: list[str], extra: list[PoolTransfer], rounds: int
 ) -> dict[str, float]:
-    """What the keys cost per page and pool."""
+    """Costs of the keys per page and pool."""
     names = [PoolName.KV, *(one.name for one in extra)]
     objects = len(hashes) * len(names)
 
@@ -123,7 +123,7 @@ def question_figures(
     rounds: int,
     keys_us: float,
 ) -> dict[str, float]:
-    """What one question about the whole prompt takes, of which the keys are a part."""
+    """Times of one question about the whole prompt, and of the keys in it."""
     pages = [f"{_NAMESPACE}/{page}" for page in hashes]
     ask = elapsed_us(lambda: store.prompts_exist([pages], [None], extra), rounds)
     share = keys_us * len(hashes) * (1 + len(extra)) / ask

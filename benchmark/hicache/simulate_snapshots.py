@@ -1,4 +1,4 @@
-"""What snapshots of answers cost and bring a model with recurrent states: conversations, no model.
+"""Costs and benefits of snapshots of answers for models with recurrent states; runs no model.
 
     python benchmark/hicache/simulate_snapshots.py [--intervals 0 64 256 1024] \\
         [--fractions 0.2 0.5 1] [--state-pages 16 64] [--output-file snapshots.jsonl]

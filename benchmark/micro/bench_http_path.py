@@ -1,12 +1,12 @@
-"""Requests a second through HTTP, tokenizer, scheduler and back, beside a bare FastAPI echo.
+"""Requests per second through HTTP, tokenizer, scheduler and back, against a bare FastAPI echo.
 
     python benchmark/micro/bench_http_path.py [--concurrency 32] [--seconds 3] [--repeat 3]
 
-The server is the real one with a dummy model of one layer of 16, so that nothing is computed to
-speak of; each request is a prompt of about `--words` tokens and one token of answer. The echo
-parses the same body and gives it back. Both get the same client, in turn, in every round. One JSON
-line: medians, the ratio, whose target is 0.25, and what each process spends on a request, which
-says more than the speed on a machine that others use. The client competes with the servers for the
+The server is the real one with a dummy model of one layer of 16, so that almost nothing is
+computed; each request is a prompt of about `--words` tokens and one token of answer. The echo
+parses the same body and returns it. Both get the same client, in turn, in every round. One JSON
+line: medians, the ratio, whose target is 0.25, and the CPU time of each process per request, which
+other load on the machine disturbs less than the speed. The client competes with the servers for the
 machine in both cases.
 """
 
@@ -99,8 +99,7 @@ def cpu_seconds(processes: dict[str, psutil.Process]) -> dict[str, float]:
 
 
 async def send_requests(url: str, body: bytes, concurrency: int, seconds: float) -> int:
-    """How many get their answers, of `concurrency` clients that ask again as soon as they have
-    one."""
+    """Number of answers to `concurrency` clients, each of which sends its next request at once."""
     end = time.perf_counter() + seconds
 
     async def client(session: aiohttp.ClientSession) -> int:
@@ -120,10 +119,10 @@ async def send_requests(url: str, body: bytes, concurrency: int, seconds: float)
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """One measurement of one of the two."""
+    """One measurement of the engine or of the echo."""
 
     speed: float
-    """Requests a second."""
+    """Requests per second."""
     cpu_us: dict[str, float]
     """Microseconds that each process spent on a request."""
 
@@ -131,7 +130,7 @@ class Round:
 def measure_round(
     url: str, body: bytes, processes: dict[str, psutil.Process], args: argparse.Namespace
 ) -> Round:
-    """Requests for `args.seconds`."""
+    """Send requests for `args.seconds`."""
     processes = {**processes, "client": psutil.Process()}
     before, begin = cpu_seconds(processes), time.perf_counter()
     count = asyncio.run(send_requests(url, body, args.concurrency, args.seconds))
@@ -166,7 +165,7 @@ def measure(args: argparse.Namespace) -> dict[str, list[Round]]:
 
 
 def medians(rounds: list[Round]) -> dict[str, float]:
-    """Of what each process spent on a request."""
+    """Median CPU time of each process per request, in microseconds."""
     return {
         name: statistics.median(one.cpu_us[name] for one in rounds) for name in rounds[0].cpu_us
     }

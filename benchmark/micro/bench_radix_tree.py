@@ -1,10 +1,10 @@
-"""What the radix tree costs: match, insert, split, lock, evict, at several page sizes.
+"""Costs of the radix tree: match, insert, split, lock, evict, at several page sizes.
 
     python benchmark/micro/bench_radix_tree.py [--tokens 8192] [--prompts 64] [--repeat 200]
 
 On the CPU, real tree and real allocator without buffers. Prompts share their first half in groups
-of eight, so that paths have several nodes. One JSON line a page size: median microseconds of one
-operation on a prompt of `--tokens`; eviction per prompt that leaves.
+of eight, so that paths have several nodes. One JSON line for each page size: median microseconds of
+one operation on a prompt of `--tokens`; of eviction, per evicted prompt.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class Rig:
         self.tree.match_prefix(MatchPrefixParams(RadixKey(prompt)))
 
     def match_list(self, prompt: list[int]) -> None:
-        """As a request comes: from a list of integers."""
+        """Match a prompt as it arrives: a list of integers."""
         self.tree.match_prefix(MatchPrefixParams(RadixKey(prompt)))
 
     def lock(self, prompt: np.ndarray) -> None:
@@ -92,7 +92,7 @@ class Rig:
 
 
 def microseconds(work: Callable[[_T], object], items: Iterable[_T]) -> list[float]:
-    """Of each call."""
+    """Microseconds of each call."""
     taken = []
     for item in items:
         started = time.perf_counter_ns()

@@ -1,12 +1,12 @@
-"""What a tick and a ballot cost the ranks of one machine, over gloo on loopback.
+"""Costs of a tick and a ballot for the ranks of one machine, over gloo on loopback.
 
     python benchmark/micro/bench_rank_collectives.py [--ranks 2 4 8] [--ticks 2000] [--out FILE]
 
-The ranks are processes. In each tick rank 0 broadcasts a `Tick`, as `Scheduler.run` does, and where
-the case says so all of them make the ballot, `agree`, as the prefix cache does while anything is
-under way. A line says how long rank 0 and the slowest other rank took for each, and how many
-collectives and bytes a tick is. Bytes are those that a collective is given, not those on the wire.
-Further lines compare ways to reduce the ballot's vector.
+The ranks are processes. In each tick rank 0 broadcasts a `Tick`, as `Scheduler.run` does; in some
+cases all ranks then hold the ballot, `agree`, as the prefix cache does while anything is under way.
+A line has the times of rank 0 and of the slowest other rank, and the collectives and bytes of a
+tick. Bytes are those passed to a collective, not those on the wire. Further lines compare ways to
+reduce the ballot's vector.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ WARM_UP: Final = 50
 PROMPTS: Final = {"an empty tick": 0, "a prompt of 1,024": 1024, "a prompt of 32,768": 32768}
 PRELOAD: Final = ("sglang.srt.mem_cache.tree.ballot", "sglang.srt.managers.messages.tick")
 _TURN: Final = 25
-"""Rounds of one way before the next has its turn."""
+"""Rounds of one way in a row, before the next way."""
 
 
 class CountedGroup(GroupCoordinator):
@@ -69,7 +69,7 @@ class CountedGroup(GroupCoordinator):
 
 
 def make_tick(prompt_tokens: int) -> Tick:
-    """With one request, or none."""
+    """A tick with one request, or none."""
     if not prompt_tokens:
         return Tick(1000.0)
     ids = np.arange(prompt_tokens, dtype=np.uint32)
@@ -79,7 +79,7 @@ def make_tick(prompt_tokens: int) -> Tick:
 
 
 def make_books() -> CacheBooks:
-    """Of a cache with a few nodes; the digest costs the same however many there are."""
+    """Books of a cache with a few nodes; their number does not change the digest's cost."""
     root = TreeNode(ROOT_ID, RadixKey([]))
     for number in range(1, 9):
         TreeNode(number, RadixKey(range(64 * number, 64 * number + 64))).attach(root, 64)
@@ -130,14 +130,14 @@ def reduce_ring(values: torch.Tensor, group: dist.ProcessGroup) -> None:
 
 
 def reduce_gathered(values: torch.Tensor, group: dist.ProcessGroup) -> None:
-    """Everybody's values on all ranks, each of which takes the least."""
+    """Gather all values on all ranks; each takes the minimum."""
     rows = [torch.empty_like(values) for _ in range(group.size())]
     dist.all_gather(rows, values, group=group)
     values.copy_(torch.stack(rows).amin(0))
 
 
 def reduce_at_rank_0(values: torch.Tensor, group: dist.ProcessGroup) -> None:
-    """Rank 0 gets all values, and tells the least."""
+    """Gather all values on rank 0, which broadcasts the minimum."""
     is_first = group.rank() == 0
     rows = [torch.empty_like(values) for _ in range(group.size())] if is_first else None
     dist.gather(values, rows, 0, group=group)
@@ -147,7 +147,7 @@ def reduce_at_rank_0(values: torch.Tensor, group: dist.ProcessGroup) -> None:
 
 
 def reduce_over_star(values: torch.Tensor, group: dist.ProcessGroup) -> None:
-    """The same by messages: rank 0 tells each of the others itself, without a tree."""
+    """The same by messages: rank 0 sends the minimum to each rank itself, without a tree."""
     others = range(1, group.size())
     if group.rank():
         group.send([values], 0, 0).wait()
@@ -162,7 +162,7 @@ def reduce_over_star(values: torch.Tensor, group: dist.ProcessGroup) -> None:
 
 
 def reduce_as_the_engine(values: torch.Tensor, group: dist.ProcessGroup) -> None:
-    """What `TorchRankGroup` does."""
+    """Reduce as `TorchRankGroup` does."""
     get_world_group().min_on_cpu(values)
 
 
@@ -173,13 +173,13 @@ WAYS: Final[dict[str, Callable[[torch.Tensor, dist.ProcessGroup], None]]] = {
     "star of messages": reduce_over_star,
     "the engine's": reduce_as_the_engine,
 }
-"""To agree on the vector of a ballot."""
+"""Ways to agree on the vector of a ballot."""
 
 
 def measure_ways(rounds: int) -> dict[str, dict[str, Any]]:
     """One rank's part of all ways, which take turns. Run by each process."""
     group = get_world_group().cpu_group
-    assert group is not None, "a rank alone has nobody to agree with"
+    assert group is not None, "a single rank has no other to agree with"
     cpu = psutil.Process()
     times: dict[str, list[float]] = {name: [] for name in WAYS}
     used = dict.fromkeys(WAYS, 0.0)

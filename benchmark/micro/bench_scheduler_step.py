@@ -1,13 +1,13 @@
-"""What the scheduler adds to a decode step: everything in `Scheduler.step` but the forward.
+"""The scheduler's share of a decode step: everything in `Scheduler.step` but the forward.
 
     python benchmark/micro/bench_scheduler_step.py [--running 16] [--input-len 256] [--steps 200]
         [--waiting 0]
 
 The real scheduler, tree and pools over a tiny random model, in this process and without sockets.
-The forward (model and sampling) is timed by itself and taken off. One JSON line an arrangement
-(page size, with and without the hierarchical cache): median and p99 milliseconds a decode step.
-The target is 1 ms at 16 running, however many wait; `arrival_us` is what each of those took to
-join the queue, all in one tick.
+The time of the forward (model and sampling) is subtracted. One JSON line for each arrangement (page
+size, with and without the hierarchical cache): median and p99 milliseconds per decode step. The
+target is 1 ms with 16 running requests and any number waiting; `arrival_us` is the time of each
+waiting request to join the queue, all in one tick.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What the 32-byte trailer of L3 objects costs: puts and gets with and without hashing the page.
+"""Cost of the 32-byte trailer of L3 objects: puts and gets with and without hashing the page.
 
     python benchmark/micro/bench_trailer.py [--pages 512] [--page-kib 1024] [--repeat 6]
 
@@ -117,7 +117,7 @@ def main() -> None:
                 ("put_raw", verifying, partial(verifying.raw, is_get=False)),
                 ("get_raw", verifying, partial(verifying.raw, is_get=True)),
             ]
-            # Whichever comes second finds warmer memory, so they take turns.
+            # The second one finds warmer memory, so they take turns.
             for steps in (sealed, bare) if turn % 2 else (bare, sealed):
                 for name, bench, work in steps:
                     speed = bench.gb_per_second(work)

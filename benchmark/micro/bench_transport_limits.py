@@ -1,4 +1,4 @@
-"""Which users of Mooncake's transport share its limit of slices in flight, over TCP on loopback.
+"""Users of Mooncake's transport that share its limit of slices in flight, over TCP on loopback.
 
     python benchmark/micro/bench_transport_limits.py [--slices 1024 2000 3072] [--out FILE]
 
@@ -117,7 +117,7 @@ USERS: Final[dict[str, Callable[[dict[str, Any], int], EngineUser | StoreUser]]]
 
 
 def run_case(peer: dict[str, Any], kinds: tuple[str, ...], slices: int, out: Connection) -> None:
-    """In a process of its own: what each thread saw. Sends a record."""
+    """Run a case in this process, and send a record of what each thread saw."""
     users: list[EngineUser | StoreUser] = []
     for kind in kinds:
         users.append(users[-1] if kind == "same" else USERS[kind](peer, slices))
@@ -151,7 +151,7 @@ class Peer(ManagedProcess):
         super().__init__("peer", command, ready=self._facts.exists, log_dir=folder)
 
     def facts(self) -> dict[str, Any]:
-        """Where it is."""
+        """Addresses and session of the peer."""
         ports = [self.master.rpc_port, self.master.metrics_port]
         read: dict[str, Any] = json.loads(self._facts.read_text())
         return {**read, "master": self.master.address, "control_ports": ports}

@@ -1,11 +1,11 @@
-"""CPU time of a request by thread, with HiCache and L3 where nothing hits, and without.
+"""CPU time of a request by thread, without hits: with HiCache and L3, and without them.
 
     GOMP_SPINCOUNT=1000 python benchmark/micro/bench_unused_tiers.py [--rounds 20]
 
 Two schedulers in this process, one on L1 alone and one with L2 and a Mooncake store over TCP,
 compute the same kind of random prompts in turn. The clocks are those of the threads, so that other
-work on the machine makes them noisy (caches) but not meaningless. What waits by asking over and
-over shows as well: Mooncake's caller (`hicache-backup`), the model's threads for each other.
+work on the machine makes them noisy (caches) but not meaningless. Busy waiting counts too: of
+Mooncake's caller (`hicache-backup`), and of the model's threads for each other.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _BUSY_POLL_S: Final = 0.001
 
 
 class CpuClocks:
-    """CPU seconds by what they are spent on.
+    """CPU seconds by thread or process.
 
     Args:
         processes: Other processes, by name.
@@ -55,7 +55,7 @@ class CpuClocks:
         self._forward = self._ignored = 0.0
 
     def read(self) -> Counter[str]:
-        """Since each began; threads that are not Python's are the libraries'."""
+        """CPU seconds of each since its begin; threads that are not Python's are the libraries'."""
         python = {thread.native_id: thread.name for thread in threading.enumerate()}
         now: Counter[str] = Counter()
         for tid in (int(name) for name in os.listdir("/proc/self/task")):
@@ -71,7 +71,7 @@ class CpuClocks:
 
     @contextmanager
     def ignoring_caller(self) -> Iterator[None]:
-        """What the calling thread does inside does not count."""
+        """Do not count the calling thread's work inside the block."""
         started = time.thread_time()
         yield
         self._ignored += time.thread_time() - started
@@ -92,7 +92,7 @@ class CpuClocks:
 
 
 def run_round(rig: SchedulerRig, seed: int) -> None:
-    """`REQUESTS_A_ROUND` prompts that nobody has seen, `AT_ONCE` at a time."""
+    """Run `REQUESTS_A_ROUND` new prompts, `AT_ONCE` at a time."""
     drawn = np.random.default_rng(seed).integers(64, 2048, (REQUESTS_A_ROUND, PROMPT_TOKENS))
     waiting = deque(enumerate(drawn.tolist()))
     running: set[str] = set()
@@ -110,7 +110,7 @@ def run_round(rig: SchedulerRig, seed: int) -> None:
 
 
 def is_done(rig: SchedulerRig, rid: str) -> bool:
-    """Whether the answer is whole; it is forgotten then."""
+    """Whether the answer is complete; if so, it is dropped."""
     result = rig.results.get(rid)
     if result is None or result.finish_reason is None:
         return False
@@ -119,14 +119,14 @@ def is_done(rig: SchedulerRig, rid: str) -> bool:
 
 
 def settle(rig: SchedulerRig) -> None:
-    """Until every write has ended."""
+    """Step until every write has ended."""
     while not rig.scheduler.is_idle():
         rig.step()
         time.sleep(_BUSY_POLL_S)
 
 
 def measure(rounds: int, *, warm_rounds: int, show_progress: bool) -> dict[str, dict[str, float]]:
-    """Median CPU microseconds a request, by arrangement and by thread or process."""
+    """Median CPU microseconds per request, by arrangement and by thread or process."""
     with ExitStack() as stack:
         cluster = stack.enter_context(MooncakeCluster(segment_size="512mb"))
         store = {
@@ -166,7 +166,7 @@ def measure(rounds: int, *, warm_rounds: int, show_progress: bool) -> dict[str, 
 
 
 def medians(samples: list[Counter[str]]) -> dict[str, float]:
-    """Microseconds a request; what takes less than one is left out."""
+    """Median microseconds per request; those below one are left out."""
     names = sorted({name for sample in samples for name in sample})
     a_request = 1e6 / REQUESTS_A_ROUND
     middle = {n: statistics.median(sample[n] for sample in samples) * a_request for n in names}

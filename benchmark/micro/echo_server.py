@@ -1,4 +1,4 @@
-"""A bare FastAPI application that parses a JSON body and gives it back. Usage: PORT."""
+"""A bare FastAPI application that parses a JSON body and returns it. Usage: PORT."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ from sglang.srt.utils.process import stop_process
 
 LOOPBACK: Final = "127.0.0.1"
 START_TIMEOUT_S: Final = 60.0
-"""For a child to serve, on a machine that starts other things too; most need a second or two."""
+"""Seconds until a child must serve, on a busy machine; most need a second or two."""
 _SUSPEND_TIMEOUT_S: Final = 30.0
 _PR_SET_PDEATHSIG: Final = 1
 _LIBC: Final = ctypes.CDLL(None)

@@ -38,8 +38,8 @@ class Router(ManagedProcess):
         Args:
             prefills: URL and bootstrap port of each.
             decodes: URL of each.
-            host: Where it listens.
-            port: There.
+            host: Address that the router listens on.
+            port: Port that it listens on.
             log_dir: An existing directory.
             flags: Further ones of the router.
             plain: URLs of servers that compute whole requests; then there are no others.

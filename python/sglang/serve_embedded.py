@@ -115,7 +115,7 @@ def ask(base_url: str, question: str, api_key: str | None, timeout: float = 120.
 
 
 def server_url(args: ServerArgs) -> str:
-    """Where clients on this machine reach it."""
+    """URL under which clients on this machine reach the server."""
     return base_url("127.0.0.1" if args.host == "0.0.0.0" else args.host, args.port)
 
 
@@ -179,8 +179,8 @@ def answer_and_stay(
 
     Args:
         title: Begins each line.
-        url: Whom to ask.
-        api_key: Of `url`.
+        url: URL of the server to ask.
+        api_key: API key of that server.
         processes: All that were started.
 
     Raises:

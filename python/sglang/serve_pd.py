@@ -59,10 +59,10 @@ def plan(args: ServerArgs, argv: Sequence[str], ports: Sequence[int], num_gpus: 
     """Divide `argv` between the servers.
 
     Args:
-        args: What `argv` means for the prefill server but for its mode.
+        args: Arguments of the prefill server, except for its mode, as `argv` gives them.
         argv: The user's.
         ports: Three free ones of this machine: prefill, bootstrap, decode.
-        num_gpus: Of this machine.
+        num_gpus: GPUs of this machine.
 
     Raises:
         ValueError: A flag does not fit the two servers. One line.

@@ -115,7 +115,7 @@ class SimulatedCache:
         sizes: Pages of the tiers.
         page_size: Tokens.
         policy: Order of eviction.
-        arrangement: Of the tiers.
+        arrangement: Arrangement of the tiers.
         rows: Rows of running requests; None: `serve` needs none.
         states: Recurrent states of the model in L1; None: it has none.
         alignment: Tokens between possible snapshots of recurrent states.

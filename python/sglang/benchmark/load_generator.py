@@ -22,7 +22,7 @@ class LoadResult:
     """The results of a load test."""
 
     results: list[RequestResult]
-    """In the order of the requests."""
+    """Results in the order of the requests."""
     duration: float
     """Seconds from the first request to the last answer."""
     client_cpu_seconds: float

@@ -17,9 +17,9 @@ class RequestResult:
     prompt_tokens: int = 0
     completion_tokens: int = 0
     ttft: float = 0.0
-    """From sending the request to the first token."""
+    """Seconds from sending the request to the first token."""
     latency: float = 0.0
-    """From sending the request to the end of the stream."""
+    """Seconds from sending the request to the end of the stream."""
     itl: list[float] = field(default_factory=list)
     """Times between tokens. Tokens that arrive together share the time equally."""
     text: str = ""

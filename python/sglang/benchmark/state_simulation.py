@@ -45,11 +45,11 @@ class StateSettings:
     """
 
     num_states: int
-    """In L1."""
+    """States that fit into L1."""
     alignment: int
-    """Between possible snapshots."""
+    """Tokens between possible snapshots."""
     track_interval: int = 0
-    """Between the snapshots of a request that decodes; 0: it leaves none."""
+    """Tokens between the snapshots of a request that decodes; 0: it leaves none."""
 
     def __post_init__(self) -> None:
         if self.num_states < MIN_STATES:
@@ -64,7 +64,7 @@ def divide_memory(
     Args:
         ratio: Bytes of states for each byte of pages (`--mamba-full-memory-ratio`).
         state_pages: Pages that take the memory of one state.
-        longest_pages: Of the longest request.
+        longest_pages: Pages of the longest request.
 
     Returns:
         Pages and states; None: they cannot hold the longest request.
@@ -82,8 +82,8 @@ class SimulatedStateCache(SimulatedCache):
         sizes: Pages of the tiers. L2 has as many times the states of L1 as it has pages.
         states: None: of a model with keys and values alone.
         page_size: Tokens.
-        arrangement: Of the tiers.
-        max_tokens: Of the longest prompt with its answer.
+        arrangement: Arrangement of the tiers.
+        max_tokens: Tokens of the longest prompt with its answer.
         chunk_tokens: Most prompt tokens of one step; whole pages.
         policy: Order of eviction.
 

@@ -11,7 +11,7 @@ VERSION: Final = "0.1.0"
 DEFAULT_HOST: Final = "127.0.0.1"
 DEFAULT_PORT: Final = 30000
 DEFAULT_BOOTSTRAP_PORT: Final = 8998
-"""Where decode servers find a prefill server's ranks."""
+"""Port at which decode servers find a prefill server's ranks."""
 
 DEFAULT_PAGE_SIZE: Final = 1
 """Tokens per page without the hierarchical cache."""

@@ -49,7 +49,7 @@ class CustomTestCase(unittest.TestCase):
 
 
 class RunningServer(Protocol):
-    """A server's process, as `subprocess.Popen` has it; its output is in `log_path`."""
+    """A server's process, like `subprocess.Popen`; its output is in `log_path`."""
 
     pid: int
     log_path: Path
@@ -146,7 +146,7 @@ def popen_launch_server(
 def server_flags(
     model: str | None, base_url: str, other_args: Sequence[str] = (), api_key: str | None = None
 ) -> list[str]:
-    """The command line of a server behind its module's name; see `popen_launch_server`.
+    """The command line of a server after its module's name; see `popen_launch_server`.
 
     Raises:
         ValueError: `base_url` has no host or no port.
@@ -162,7 +162,7 @@ def server_flags(
 def await_health(
     process: RunningServer, base_url: str, timeout: float, api_key: str | None = None
 ) -> None:
-    """Wait until `/health` answers 200; errors as of `popen_launch_server`."""
+    """Wait until `/health` answers 200. Raises as `popen_launch_server`."""
     deadline = time.monotonic() + timeout
     while not is_healthy(base_url, api_key):
         status = process.poll()

@@ -107,7 +107,7 @@ def test_simulate_store_divides_prompts_between_a_slow_store_and_the_device() ->
 
 
 def test_simulate_trace_stops_in_time() -> None:
-    """As a command that is typed: the other scripts are forked."""
+    """Run as a typed command; the other scripts are forked."""
     done = subprocess.run(
         [
             *(sys.executable, str(BENCHMARK / "hicache/simulate_trace.py")),

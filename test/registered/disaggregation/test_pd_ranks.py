@@ -38,7 +38,7 @@ FAMILIES: Final[dict[str, dict[str, Any]]] = {
     "qwen3_next": DELTA,
 }
 CP: Final = ("--tp-size", "2", "--attn-cp-size", "2")
-"""Of a prefill server that splits prompts, not heads."""
+"""Flags of a prefill server that splits prompts, not heads."""
 TIERS: Final = ("--tp-size", "2", "--enable-hierarchical-cache", "--hicache-ratio", "2")
 ENV: Final = {
     **TCP,
@@ -125,7 +125,7 @@ def body_of(ids: list[int], wanted: int = 16) -> dict[str, Any]:
 def halves(
     prefill: Prefill, decode: EngineServer, ids: list[int], wanted: int = 16
 ) -> tuple[httpx.Response, httpx.Response]:
-    """What both servers answer to a request, as a router would send it."""
+    """Answers of both servers to a request, sent as a router would send it."""
     meeting = {
         "bootstrap_host": "127.0.0.1",
         "bootstrap_port": prefill.port,

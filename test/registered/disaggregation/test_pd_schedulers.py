@@ -80,7 +80,7 @@ OFFLOAD: Final[dict[str, Any]] = {
     "disaggregation_decode_enable_offload_kvcache": True,
     "hicache_storage_backend": "file",
 }
-"""Of a decode scheduler that writes there."""
+"""Arguments of a decode scheduler that writes to L3."""
 
 
 def make_pair(engine: MooncakeTransferEngine, model: Path, **args: Any) -> PdRig:
@@ -91,7 +91,7 @@ def make_pair(engine: MooncakeTransferEngine, model: Path, **args: Any) -> PdRig
 def pair(
     engine: MooncakeTransferEngine, models: dict[str, Path], request: pytest.FixtureRequest
 ) -> Iterator[PdRig]:
-    """Of the dense model. Its parameter: whether metadata is told; None: as by default."""
+    """A pair with the dense model. Its parameter: whether metadata is told; None: the default."""
     with envs.SGLANG_MOONCAKE_SEND_AUX_TCP.override(getattr(request, "param", None)):
         pair = make_pair(engine, models["qwen3"])
     with pair:
@@ -108,7 +108,7 @@ def single(models: dict[str, Path]) -> SchedulerRig:
 
 
 def said(rig: SchedulerRig, *messages: TokenizedGenerateReqInput) -> list[Collected]:
-    """What `rig` says to `messages` by itself."""
+    """Outputs of `rig` alone for `messages`."""
     for message in messages:
         rig.results.pop(message.rid, None)
     rig.run(*(replaced(message) for message in messages))
@@ -230,7 +230,7 @@ def test_logprobs_of_the_prompt_are_prefills(pair: PdRig, single: SchedulerRig) 
 
 @pytest.mark.parametrize("place", [0, 1, 7])
 def test_stop_tokens_and_stop_strings(pair: PdRig, single: SchedulerRig, place: int) -> None:
-    """At the first word, which prefill has found, as well as later."""
+    """They end a request at the first word, which prefill finds, and later."""
     (free,) = said(single, pair.request("free", PROMPTS[3], greedy(20)))
     token = free.output_ids[place]
     text = Letters().decode([token])
@@ -277,7 +277,7 @@ def test_a_stream_has_its_words_one_by_one(pair: PdRig, single: SchedulerRig) ->
 def test_pages_of_other_sizes(
     engine: MooncakeTransferEngine, models: dict[str, Path], single: SchedulerRig, page_size: int
 ) -> None:
-    """With pages of one token all of a prompt can be cached."""
+    """With pages of one token a whole prompt can be cached."""
     with make_pair(engine, models["qwen3"], page_size=page_size) as pair:
         for turn in "ab":
             check(pair, single, *(pair.request(f"{turn}{i}", p) for i, p in enumerate(PROMPTS)))
@@ -454,7 +454,7 @@ def test_decode_out_of_slots(
     tmp_path: Path,
     offloads: bool,
 ) -> None:
-    """What is retracted there is computed there, or loaded from its L2, and says the same."""
+    """A request retracted there is computed there, or loaded from its L2, with the same output."""
     decode = {
         "pool_tokens": 256,
         "schedule_conservativeness": 0.01,

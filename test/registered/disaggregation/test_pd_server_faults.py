@@ -45,7 +45,7 @@ class Servers:
 
     prefill: EngineServer
     port: int
-    """Of its bootstrap server."""
+    """Port of its bootstrap server."""
     decode: EngineServer
     failing: EngineServer
 
@@ -74,7 +74,7 @@ def servers() -> Iterator[Servers]:
 
 @pytest.fixture(scope="module")
 def url(servers: Servers) -> Iterator[str]:
-    """Of a router in front of the prefill and the good decode server."""
+    """URL of a router in front of the prefill and the good decode server."""
     with router([(servers.prefill, servers.port)], [servers.decode]) as url:
         yield url
 

@@ -183,7 +183,7 @@ def test_upstreams_calls(here: Here, peers: list[TransferPeer]) -> None:
 
 
 def test_three_processes_meet_in_one_memory(here: Here, peers: list[TransferPeer]) -> None:
-    """What this process wrote to one peer is read there by an engine that is no peer's own."""
+    """Bytes that this process wrote to a peer are read there by a third process's engine."""
     third = Here()
     third.sent[:] = 7
     ours, theirs = slice(0, 3 * MIB), slice(3 * MIB, 5 * MIB)

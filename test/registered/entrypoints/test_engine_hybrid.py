@@ -1,4 +1,4 @@
-"""`sglang.Engine` on a random Qwen3-Next over a real Mooncake Store: real processes, states too."""
+"""`sglang.Engine` on a random Qwen3.5 over a real Mooncake Store: real processes, states too."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ STATES: dict[str, Any] = {"max_running_requests": 2, "max_mamba_cache_size": 12}
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("hybrid")
-    save_tiny_checkpoint(path, "qwen3_next", vocab_size=2176, eos_token_id=2)
+    save_tiny_checkpoint(path, "qwen3_5_moe_vision", vocab_size=2176, eos_token_id=2)
     return path
 
 
@@ -39,7 +39,7 @@ def cluster() -> Iterator[MooncakeCluster]:
 
 @pytest.fixture(scope="module")
 def without_cache(model: Path) -> Iterator[sglang.Engine]:
-    """What it says is right."""
+    """An engine without a cache, whose answers are the reference."""
     with start_engine(model, disable_radix_cache=True, **STATES) as engine:
         yield engine
 

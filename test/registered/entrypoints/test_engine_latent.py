@@ -36,7 +36,7 @@ def make_storage_dir(tmp_path: Path) -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def cold(model: Path) -> list[int]:
-    """What an engine without a cache says."""
+    """Answer of an engine without a cache."""
     with start_engine(model, disable_radix_cache=True) as engine:
         return ask(engine, IDS)[0]
 

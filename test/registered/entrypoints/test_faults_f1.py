@@ -28,7 +28,7 @@ GIB: Final = 1 << 30
 GROWTH_BYTES: Final = 256 * MIB
 """Memory that one hostile request may add to the server process: a few copies of a body."""
 MOST_S: Final = 25.0
-"""For a second's work on a machine that also runs other tests."""
+"""Limit of a second's work, on a machine that also runs other tests."""
 
 
 @pytest.fixture(scope="module")

@@ -29,7 +29,7 @@ PROMPT: Final = [300 + (number * 7919) % 1500 for number in range(PAGES * PAGE +
 DRAIN_BOUND_S: Final = 20.0
 DEATH_BOUND_S: Final = 10.0
 GONE_S: Final = 30.0
-"""For processes to end that were killed, on a busy machine."""
+"""Seconds for killed processes to end, on a busy machine."""
 
 
 @pytest.fixture(scope="module")

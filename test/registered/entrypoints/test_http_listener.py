@@ -1,4 +1,4 @@
-"""Where files run out, connections without a request give way, and the others are waited for."""
+"""If file descriptors run out, idle connections are closed, and the others are waited for."""
 
 from __future__ import annotations
 

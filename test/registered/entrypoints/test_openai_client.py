@@ -19,7 +19,7 @@ register_cpu_ci(est_time=15, suite="base-b-test-cpu")
 
 HELLO: Any = [{"role": "user", "content": "hi"}]
 PROMPT = "user:hi|assistant:"
-"""What the test's template makes of HELLO; the echo answers with it."""
+"""HELLO as the test's template renders it; the echo answers with it."""
 
 
 @pytest.fixture(scope="module")

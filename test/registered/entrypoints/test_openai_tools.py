@@ -74,7 +74,7 @@ def ask(server: FrontServer, text: str, **fields: Any) -> Any:
 
 
 class Gathered:
-    """What the deltas of a stream add up to."""
+    """Sum of the deltas of a stream."""
 
     def __init__(self, chunks: Any) -> None:
         self.content = self.reasoning = ""

@@ -31,7 +31,7 @@ ENDLESS: dict[str, Any] = {
 }
 
 GONE_S = 60.0
-"""For a server to end, on a busy machine."""
+"""Seconds for a server to end, on a busy machine."""
 
 
 class Stream:

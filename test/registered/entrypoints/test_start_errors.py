@@ -1,6 +1,6 @@
-"""What cannot start says so in one line with the remedy, and exits non-zero.
+"""A server that cannot start says so in one line with the remedy, and exits non-zero.
 
-Whatever needs no torch to be known is said before a process is started or a weight loaded.
+Errors that can be found without torch come before a process is started or a weight loaded.
 """
 
 from __future__ import annotations

@@ -106,7 +106,7 @@ def test_the_words_of_one_server(protocol: str, memory: str, expected: list[list
 
 
 def test_rows_on_a_gpu() -> None:
-    """What one thread writes another one reads, in whatever order rows are used."""
+    """One thread reads what another one wrote, in whatever order rows are used."""
     rows = MetadataBuffers(8, torch.device("cuda"))
     words = [FirstToken(token_id=n, prompt_len=9, prompt_digest="d" * n) for n in range(8)]
     with ThreadPoolExecutor(4) as pool:

@@ -45,9 +45,9 @@ CASES: Final = [
     (family, cp) for family in FAMILIES for cp in (1, 2) if (family, cp) != ("qwen3_next", 2)
 ]
 SHAPES: Final = (1, 64), (3, 4096), (64, 4096), (700, 1000), (9000, 4096)
-"""Of the tensors that are summed: some by symmetric memory, some by NCCL."""
+"""Shapes of summed tensors: some go through symmetric memory, some through NCCL."""
 VOCAB: Final = 151_935
-"""Odd: the second rank has one token less."""
+"""Vocabulary size; odd, so that the second rank has one token less."""
 GREEDY_ROWS: Final = 1, 3, 64, 300, 1800
 PAGE: Final = 16
 WHOLE: Final = 192
@@ -167,7 +167,7 @@ def test_the_greatest_logit_of_all_ranks() -> None:
 
 
 def logits(path: str, device: str, dtype: str) -> torch.Tensor:
-    """Of two chunks of a prompt, of decode steps, and of a short prompt beside them."""
+    """Logits of two chunks of a prompt, of decode steps, and of a short prompt beside them."""
     config: dict[str, Any] = {"device": device}
     if device == "cuda":
         config["gpu_id"] = get_world_group().rank
@@ -216,7 +216,7 @@ def test_the_same_words_from_every_tier(tmp_path: Path, sizes: tuple[str, str]) 
 
 
 EXPECTED: Final[dict[str, list[int]]] = {}
-"""What one rank said, which is asked first."""
+"""Output of one rank, which runs first."""
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ L2_PAGES = 256
 PROMPTS = [[*range(1000 * number, 1000 * number + 40 * PAGE), 7] for number in range(5)]
 TIMEOUT_S = 1.0
 EPSILON_S = 20.0
-"""Of a busy machine; less than the get of a hanging node takes."""
+"""Slack for a busy machine; less than a get from a hanging node takes."""
 
 
 def test_c7_reads_given_up_while_a_node_hangs_leave_l2_to_others() -> None:

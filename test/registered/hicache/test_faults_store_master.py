@@ -26,7 +26,7 @@ register_cpu_ci(est_time=35, suite="base-b-test-cpu")
 
 TIMEOUT_S = 0.5
 EPSILON_S = 3.0
-"""Of a busy machine. Together they are less than a call without a master takes."""
+"""Slack for a busy machine. With `TIMEOUT_S` it is less than a call without a master takes."""
 PAGE = 64
 FLAGS = (
     "--hicache-storage-backend", "mooncake", "--hicache-storage-prefetch-policy", "timeout",

@@ -21,7 +21,7 @@ TICKS = 20_000
 SECONDS = 45 * 60.0
 WORK = ("tokens from host", "tokens from storage", "evicted from host", "write landed")
 RARE_WORK = ("read late", "read failed", "retractions")
-"""What must have happened: for that which is rare 20,000 ticks may be too few."""
+"""Work that must have happened; for the rare kinds 20,000 ticks may be too few."""
 
 
 @pytest.mark.timeout(1800)

@@ -21,7 +21,7 @@ def moving_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(params=["staged", "in place"])
 def moves(request: pytest.FixtureRequest) -> None:
-    """How pages move, in both ways."""
+    """Runs a test with staged pages, and with pages that move in place."""
     if request.param == "in place":
         request.getfixturevalue("moving_in_place")
 

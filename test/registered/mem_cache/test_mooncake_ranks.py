@@ -23,8 +23,8 @@ PAGES = 40
 
 
 def run_prompt(rigs: StorageRigs, kind: type[CacheRig], group: RankGroup) -> tuple[Reused, int]:
-    """What a rank reuses of the prompt, and the objects that it writes. Nothing that it is to write
-    was there before."""
+    """The part of the prompt that a rank reuses, and the number of objects that it writes, none of
+    which existed before."""
     rig = rigs.make(kind=partial(kind, group=group))
     try:
         reused = rig.run(PROMPT)

@@ -107,7 +107,7 @@ CASES: Final = {
     (signal.SIGSTOP, 0): "rank 0 is stuck or out of reach: no answer from it for 7 s",
     (signal.SIGSTOP, 1): "rank 1 has given no sign of life for 8 s",
 }
-"""What the log says at its end."""
+"""Last words of the log, by signal and rank."""
 
 
 def provoke(model: Path, sig: signal.Signals, rank: int, is_busy: bool) -> tuple[str, bool, float]:

@@ -77,8 +77,7 @@ def push_out(server: EngineServer) -> None:
 
 
 def words_of(server: ForkedServer, *, restarts: bool) -> tuple[list[int], Results]:
-    """What a server says to IDS, the same from every tier and after a restart, and to the
-    battery."""
+    """A server's answers to IDS, equal from every tier and after a restart, and to the battery."""
     cold, found = ask(server)
     assert found == (0, 0, 0)
     assert ask(server) == (cold, SOURCES["L1"])
@@ -111,7 +110,7 @@ def test_ranks_say_what_one_rank_says(tmp_path: Path, family: str) -> None:
 
 
 def check(results: Results) -> None:
-    """What is compared is there."""
+    """Assert that the results have everything that is compared."""
     assert all(answer["ids"] for answers in results.values() for answer in answers)
     (schema,) = results["schema"]
     assert json.loads(schema["text"])["name"] in ("heron", "stork")

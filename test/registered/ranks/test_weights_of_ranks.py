@@ -91,7 +91,7 @@ def digests(server: ForkedServer, size: int) -> list[dict[str, Any]]:
 
 
 def checksums_of_files(model: Path, size: int) -> list[dict[str, list[str]]]:
-    """Of what each rank of a server would load."""
+    """Checksums of the weights that each rank of a server would load."""
     config = ModelConfig.from_path(str(model))
     return [
         {
@@ -173,13 +173,13 @@ def test_a_rank_reads_from_two_nodes(model: Path, tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def seed(model: Path) -> Iterator[ForkedServer]:
-    """Of two ranks. The last test kills one of them."""
+    """A seed of two ranks. The last test kills one of them."""
     with server_of(model, 2, START_SEED) as server:
         yield server
 
 
 def end_of_start(server: ForkedServer) -> str:
-    """What a server that does not start says at last."""
+    """Last line of a server that does not start."""
     process = server.launch()
     try:
         assert wait_until(lambda: process.poll() is not None, 90)

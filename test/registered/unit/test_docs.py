@@ -51,7 +51,7 @@ _ROW_TEST: Final = re.compile(r"def test_([cfp]\d+)_")
 
 
 def spans(text: str) -> list[str]:
-    """What stands in backticks within the prose of `text`."""
+    """Texts in backticks within the prose of `text`."""
     return _SPAN.findall(_FENCE.sub("", text))
 
 

@@ -19,6 +19,7 @@ from sglang.srt.utils.network import wait_until
 from sglang.srt.utils.process import (
     is_alive,
     kill_process_tree,
+    postponing_signals,
     settle_heap,
     start_parent_watch,
     stop_process,
@@ -112,6 +113,45 @@ def test_a_settled_heap_has_no_garbage_and_is_not_collected() -> None:
         assert any(one is later for one in gc.get_objects())
     finally:
         gc.unfreeze()
+
+
+@pytest.mark.parametrize("sig", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_signal_inside_the_block_is_handled_behind_it(sig: signal.Signals, fails: bool) -> None:
+    def unwind(number: int, _: object) -> None:
+        raise SystemExit(128 + number)
+
+    before = signal.signal(sig, unwind)
+    went_on: list[bool] = []
+
+    def be_told_inside() -> None:
+        with postponing_signals():
+            signal.raise_signal(sig)
+            went_on.append(True)
+            if fails:
+                raise ValueError("an import failed as well")
+
+    try:
+        with pytest.raises(SystemExit) as ended:
+            be_told_inside()
+        assert ended.value.code == 128 + sig and went_on
+        assert signal.getsignal(sig) is unwind
+    finally:
+        signal.signal(sig, before)
+
+
+def test_outside_the_main_thread_signals_stay_with_the_main_thread() -> None:
+    before = signal.getsignal(signal.SIGINT)
+    seen: list[object] = []
+
+    def run() -> None:
+        with postponing_signals():
+            seen.append(signal.getsignal(signal.SIGINT))
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    assert seen == [before]
 
 
 @pytest.mark.parametrize(("soft", "hard", "then"), [(64, 200, 200), (64, 100_000, 65536)])

@@ -174,7 +174,7 @@ def refusal(field_name: str) -> str | None:
 
 
 def other_name(field_name: str) -> str | None:
-    """What replaces vLLM's flag `field_name` (underscores) here; None if it is unknown."""
+    """Message about the replacement of vLLM's flag `field_name` (underscores); None: unknown."""
     remedy = _OTHER_NAMES.get(field_name)
     return None if remedy is None else f"unknown flag {_flag(field_name)}: {remedy}"
 

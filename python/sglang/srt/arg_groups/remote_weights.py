@@ -10,7 +10,7 @@ REMOTE_INSTANCE: Final = "remote_instance"
 """The value of `--load-format`."""
 START_SEED: Final = "--remote-instance-weight-loader-start-seed-via-transfer-engine"
 SEED_PATH: Final = "/remote_instance_transfer_engine_info"
-"""Where a seed answers."""
+"""Path at which a seed answers."""
 _PREFIX: Final = "remote_instance_weight_loader_"
 _SEED_IP: Final = f"{_PREFIX}seed_instance_ip"
 _SEED_PORT: Final = f"{_PREFIX}seed_instance_service_port"
@@ -44,7 +44,7 @@ def offers_weights(args: RemoteWeightArgs) -> bool:
 
 
 def seed_host_port(args: RemoteWeightArgs) -> tuple[str, int]:
-    """Where the seed's HTTP server is, of arguments that passed `check_remote_weights`."""
+    """Host and port of the seed's HTTP server; the arguments have passed `check_remote_weights`."""
     host = args.remote_instance_weight_loader_seed_instance_ip
     port = args.remote_instance_weight_loader_seed_instance_service_port
     assert host is not None and port is not None, "checked"

@@ -18,9 +18,18 @@ SUPPORTED_ARCHITECTURES: Final = (
     "Qwen3MoeForCausalLM",
     "Qwen3NextForCausalLM",
     "Qwen3_5ForCausalLM",
+    "Qwen3_5ForConditionalGeneration",
     "Qwen3_5MoeForCausalLM",
+    "Qwen3_5MoeForConditionalGeneration",
 )
 """Values of `architectures` in config.json. `models.registry` has a class for each."""
+
+TEXT_CONFIG: Final = "text_config"
+"""The object of config.json that has the settings of a text model which is a part of the whole."""
+WITH_TEXT_CONFIG: Final = frozenset(
+    {"Qwen3_5ForConditionalGeneration", "Qwen3_5MoeForConditionalGeneration"}
+)
+"""Those of `SUPPORTED_ARCHITECTURES` whose text model is a part; it alone is served."""
 
 
 def supported_architecture(model_path: str) -> str:
@@ -39,13 +48,20 @@ def supported_architecture(model_path: str) -> str:
     raw = read_json(directory / "config.json")
     if raw is None:
         raise ValueError(f"{model_path} has no config.json: it is not a checkpoint directory")
-    if raw.get("quantization_config") is not None:
-        raise ValueError(
-            f"{directory}: config.json has a quantization_config: quantized weights are not "
-            "supported, use the unquantized checkpoint"
-        )
+    text = raw.get(TEXT_CONFIG)
+    for part in (raw, text):
+        if isinstance(part, dict) and part.get("quantization_config") is not None:
+            raise ValueError(
+                f"{directory}: config.json has a quantization_config: quantized weights are not "
+                "supported, use the unquantized checkpoint"
+            )
     names = raw.get("architectures") or []
     for name in names if isinstance(names, list) else [names]:
+        if name in WITH_TEXT_CONFIG and not isinstance(text, dict):
+            raise ValueError(
+                f"{directory}: config.json has no {TEXT_CONFIG}, which the settings of {name}'s "
+                "text model are in: copy the checkpoint again"
+            )
         if name in SUPPORTED_ARCHITECTURES:
             return str(name)
     found = names or f"missing (model_type {raw.get('model_type')!r})"

@@ -6,6 +6,7 @@ Nothing here uses the network.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,7 +15,12 @@ from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig, PretrainedConfig
 
-from sglang.srt.configs.config_file import read_json, supported_architecture
+from sglang.srt.configs.config_file import (
+    TEXT_CONFIG,
+    WITH_TEXT_CONFIG,
+    read_json,
+    supported_architecture,
+)
 from sglang.srt.configs.rope_config import RopeConfig
 
 DTYPES = {
@@ -33,7 +39,10 @@ class ModelConfig:
 
     model_path: str
     architecture: str
+    model_type: str
+    """Of the whole checkpoint, as `architecture` is."""
     hf_config: PretrainedConfig
+    """Of the text model: config.json, or the part of it that `TEXT_CONFIG` names."""
     dtype: torch.dtype
     """Dtype of weights and activations."""
     context_len: int
@@ -53,7 +62,7 @@ class ModelConfig:
     linear_attention_layers: tuple[int, ...] = ()
     """Layers whose state is recurrent; the others have full attention."""
     ssm_dtype: torch.dtype = torch.float32
-    """In which recurrent states are kept."""
+    """Dtype of recurrent states in the pool."""
 
     @classmethod
     def from_path(
@@ -77,7 +86,8 @@ class ModelConfig:
         """
         directory = Path(model_path)
         architecture = supported_architecture(model_path)
-        hf = _parse_hf_config(directory)
+        whole = _parse_hf_config(directory)
+        hf = _text_config(whole, architecture)
         _refuse_unsupported(hf)
         num_heads = positive_int(hf, "num_attention_heads")
         hidden_size = positive_int(hf, "hidden_size")
@@ -93,8 +103,9 @@ class ModelConfig:
         return cls(
             model_path=str(directory),
             architecture=architecture,
+            model_type=whole.model_type,
             hf_config=hf,
-            dtype=_resolve_dtype(dtype, hf, directory),
+            dtype=_resolve_dtype(dtype, (hf, whole), directory),
             context_len=_resolve_context_len(context_length, hf, rope),
             hidden_size=hidden_size,
             intermediate_size=positive_int(hf, _name_of_intermediate_size(hf)),
@@ -104,9 +115,9 @@ class ModelConfig:
             head_dim=head_dim,
             vocab_size=positive_int(hf, "vocab_size"),
             rms_norm_eps=float(hf.rms_norm_eps),
-            tie_word_embeddings=bool(hf.tie_word_embeddings),
+            tie_word_embeddings=bool(whole.tie_word_embeddings),
             rope=rope,
-            eos_token_ids=_eos_token_ids(hf, directory),
+            eos_token_ids=_eos_token_ids((hf, whole), directory),
             linear_attention_layers=linear_layers,
             ssm_dtype=DTYPES[ssm_dtype],
         )
@@ -128,6 +139,24 @@ def _parse_hf_config(directory: Path) -> PretrainedConfig:
         raise ValueError(f"{directory}/config.json is not valid: {cause}") from error
     assert isinstance(config, PretrainedConfig)
     return config
+
+
+def _text_config(whole: PretrainedConfig, architecture: str) -> PretrainedConfig:
+    """The settings of the text model.
+
+    Raises:
+        ValueError: `model_type` is of another architecture.
+    """
+    if architecture not in WITH_TEXT_CONFIG:
+        return whole
+    text = getattr(whole, TEXT_CONFIG)
+    # What the library does not know as a part stays a dictionary.
+    if not isinstance(text, PretrainedConfig):
+        raise ValueError(
+            f"config.json: model_type={whole.model_type!r} is not that of {architecture}: copy the "
+            "checkpoint again"
+        )
+    return text
 
 
 def _refuse_unsupported(hf: PretrainedConfig) -> None:
@@ -175,12 +204,14 @@ def positive_int(hf: PretrainedConfig, name: str) -> int:
     return value
 
 
-def _resolve_dtype(dtype: str, hf: PretrainedConfig, directory: Path) -> torch.dtype:
+def _resolve_dtype(dtype: str, configs: Iterable[PretrainedConfig], directory: Path) -> torch.dtype:
+    """The first of `configs` that has a dtype counts."""
     if dtype in DTYPES:
         return DTYPES[dtype]
     if dtype != "auto":
         raise ValueError(f"dtype {dtype!r} must be one of auto, {', '.join(DTYPES)}")
-    found = getattr(hf, "dtype", None) or _dtype_of_weights(directory) or torch.float32
+    said = (getattr(config, "dtype", None) for config in configs)
+    found = next(filter(None, said), None) or _dtype_of_weights(directory) or torch.float32
     if isinstance(found, str):
         found = DTYPES.get(found.removeprefix("torch."), found)
     if found not in DTYPES.values():
@@ -219,11 +250,12 @@ def _resolve_context_len(requested: int | None, hf: PretrainedConfig, rope: Rope
     return requested
 
 
-def _eos_token_ids(hf: PretrainedConfig, directory: Path) -> tuple[int, ...]:
+def _eos_token_ids(configs: Iterable[PretrainedConfig], directory: Path) -> tuple[int, ...]:
     """The end tokens of both files: chat models have the end of a turn only in the second."""
     generation = read_json(directory / "generation_config.json") or {}
     found: set[int] = set()
-    for value in (getattr(hf, "eos_token_id", None), generation.get("eos_token_id")):
+    said = [getattr(config, "eos_token_id", None) for config in configs]
+    for value in (*said, generation.get("eos_token_id")):
         if value is None:
             continue
         ids = value if isinstance(value, list) else [value]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 SUPPORTED_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
@@ -32,9 +32,9 @@ class RopeConfig:
     truncate: bool = True
     """`yarn`: the two bounds are rounded to whole dimensions."""
     attention_factor: float = 1.0
-    """`yarn`: what cosines and sines are multiplied by."""
+    """`yarn`: factor of cosines and sines."""
     mscale_all_dim: float = 0.0
-    """What models with latent attention scale their scores by; see `score_scale`."""
+    """Coefficient of the score scale of models with latent attention; see `score_scale`."""
 
     def score_scale(self) -> float:
         """The factor of attention scores in models that scale all of a head's dimensions."""
@@ -68,30 +68,23 @@ class RopeConfig:
                 f"rope type {rope_type!r} in config.json is not supported: "
                 f"supported are {', '.join(SUPPORTED_ROPE_TYPES)}"
             )
-        partial = params.get("partial_rotary_factor", 1.0)
-        if may_be_partial and rope_type == "default":
-            return cls(theta=float(theta), partial_rotary_factor=_fraction(partial))
-        if partial != 1.0:
+        partial = _fraction(params.get("partial_rotary_factor", 1.0))
+        if partial != 1.0 and not may_be_partial:
             raise ValueError(
                 f"partial_rotary_factor={partial} in config.json is not supported: "
                 "only 1.0 (all of a head's dimensions rotate) is"
             )
+        plain = cls(theta=float(theta), partial_rotary_factor=partial)
         if rope_type == "default":
-            return cls(theta=float(theta))
+            return plain
         factor = _number(params, "factor", rope_type)
         mscale_all_dim = _number(params, "mscale_all_dim", rope_type, default=0.0)
+        scaled = replace(plain, rope_type=rope_type, factor=factor, mscale_all_dim=mscale_all_dim)
         if rope_type == "linear":
-            return cls(
-                rope_type=rope_type,
-                theta=float(theta),
-                factor=factor,
-                mscale_all_dim=mscale_all_dim,
-            )
+            return scaled
         if rope_type == "yarn":
-            return cls(
-                rope_type=rope_type,
-                theta=float(theta),
-                factor=factor,
+            return replace(
+                scaled,
                 original_max_position_embeddings=int(
                     _number(params, "original_max_position_embeddings", rope_type)
                 ),
@@ -99,13 +92,9 @@ class RopeConfig:
                 beta_slow=_number(params, "beta_slow", rope_type, default=1.0),
                 truncate=bool(params.get("truncate", True)),
                 attention_factor=_attention_factor(params, factor),
-                mscale_all_dim=mscale_all_dim,
             )
-        return cls(
-            rope_type=rope_type,
-            theta=float(theta),
-            factor=factor,
-            mscale_all_dim=mscale_all_dim,
+        return replace(
+            scaled,
             low_freq_factor=_number(params, "low_freq_factor", rope_type),
             high_freq_factor=_number(params, "high_freq_factor", rope_type),
             original_max_position_embeddings=int(

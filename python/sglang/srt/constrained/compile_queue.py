@@ -14,7 +14,7 @@ class CompileJob:
 
     ticket: GrammarTicket
     submitted_at: float
-    """On `time.monotonic`."""
+    """`time.monotonic()` seconds."""
     is_long: bool = False
     """Whether the job may now use the whole compile timeout."""
 

@@ -77,7 +77,7 @@ def read_frame(fd: int, kind: type[T], deadline: float | None = None) -> T:
     Args:
         fd: The reading end of a pipe.
         kind: The type of the message.
-        deadline: On `time.monotonic`; None waits for ever.
+        deadline: `time.monotonic()` seconds; None waits for ever.
 
     Raises:
         EOFError: The other end is closed.

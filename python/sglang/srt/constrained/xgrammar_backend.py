@@ -238,7 +238,7 @@ class XGrammarBackend(GrammarBackend):
 
 
 def _prepared(constraint: Constraint) -> Constraint:
-    """As the library takes it. Raises GrammarError where something in it would be ignored."""
+    """The constraint in the library's form. Raises GrammarError if part of it would be ignored."""
     kind, text = constraint
     if kind is ConstraintKind.JSON_SCHEMA:
         text = prepare_json_schema(text)

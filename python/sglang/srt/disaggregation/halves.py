@@ -57,20 +57,20 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _FIND_S: Final = 5.0
-"""For one question to a bootstrap server."""
+"""Seconds for one question to a bootstrap server."""
 MakeHalf = Callable[["SchedulerState", "Holder"], "Half"]
 PREFILL: Final = "prefill"
 DECODE: Final = "decode"
 _MAX_DECLINING: Final = 32
-"""At once."""
+"""Rooms that are declined at once."""
 _MAX_CONVERSATIONS: Final = 16_384
-"""At once; ZMQ's own limit is 1023, and large servers hold more requests."""
+"""Conversations at once; ZMQ's default of 1,023 sockets is too few for large servers."""
 _ROUTE_BYTES: Final = 2048
 """Most bytes of a rank's route as JSON."""
 
 
 class Engine(Mover, Protocol):
-    """What halves ask of the Transfer Engine; see `MooncakeTransferEngine`."""
+    """The part of the Transfer Engine that halves use; see `MooncakeTransferEngine`."""
 
     def batch_register(self, ptrs: Sequence[int], lengths: Sequence[int]) -> int: ...
     def is_registered(self, ptr: int, length: int) -> bool: ...
@@ -81,7 +81,7 @@ class Engine(Mover, Protocol):
 
 @dataclass(frozen=True, slots=True)
 class HalfServer:
-    """What of a server other servers find."""
+    """The part of a server that other servers find."""
 
     make: MakeHalf
     routes: list[Route]
@@ -105,12 +105,12 @@ def make_half_server(
 
     Args:
         mode: `prefill` or `decode`.
-        host: Where this server listens.
-        pools: Of the model.
-        find_rank: How a decode server finds prefill servers; None: by their bootstrap servers.
+        host: Address that this server listens on.
+        pools: Pools of the model.
+        find_rank: Finds prefill servers for a decode server; None: through their bootstrap servers.
         group: The ranks of this server; None: this one alone.
-        link: For a link on which packing pages may pay; both servers of a pair need one.
-        unit_bytes: With it: of a unit of packed pages, at least `STAGING_BYTES`.
+        link: Costs of a link on which packing pages may pay; both servers of a pair need them.
+        unit_bytes: With `link`, bytes of a unit of packed pages, at least `STAGING_BYTES`.
         prepares_staging: Make the staging buffers now; see `Staging.prepare`.
 
     Raises:
@@ -161,7 +161,7 @@ def _make_metadata(
     """Rows for metadata, registered; None: it is told.
 
     Args:
-        ranges: What is registered already; what the rows lie in is added.
+        ranges: Memory registered already, address to bytes; the rows' memory is added.
     """
     device = metadata_device(pages)
     if device is None:
@@ -244,7 +244,7 @@ class PrefillServers:
     that is being declined.
 
     Args:
-        means: Of its prompts.
+        means: The means that its prompts share.
         instance: Drawn at the start; the same on all ranks of this server, and on no other's.
         failure_prob: The share of prompts that fail by injection.
     """

@@ -30,11 +30,11 @@ logger = logging.getLogger(__name__)
 
 LOST_STATUS: Final = 503
 REMEMBER_S: Final = 60.0
-"""For how long a room that has ended is not given to another request."""
+"""Seconds for which a room that has ended is not given to another request."""
 
 
 class RoomVote(IntEnum):
-    """How far a rank has seen a room come."""
+    """Progress of a room as a rank has seen it."""
 
     FAILED = FAILED
     """It was given up, or its reader is gone."""
@@ -45,7 +45,7 @@ class RoomVote(IntEnum):
 
 
 class Desk(Protocol):
-    """What prefilling asks of `RoomDesk`; see there."""
+    """The part of `RoomDesk` that prefilling uses; see there."""
 
     def open(self, room: int) -> None: ...
     def add_pages(self, room: int, pages: Sequence[int]) -> None: ...
@@ -128,10 +128,10 @@ class PrefillHalf:
         self._rows: dict[int, int] = {}
         """The row of each room that has one."""
         self._rowless: dict[int, FirstToken] = {}
-        """What waits for a row, by room; in this order."""
+        """First tokens that wait for a row, by room, in order."""
         self._ended: list[tuple[Req, FinishReason]] = []
         self._owners: dict[int, str] = {}
-        """The id of the request that has a room."""
+        """The id of each room's request."""
         self._past: dict[int, float] = {}
         """Rooms that have ended, and when, in seconds of the scheduler's ticks; in this order."""
         self._metrics = DisaggregationMetrics(

@@ -33,13 +33,13 @@ _BOOT_ID: Final = Path("/proc/sys/kernel/random/boot_id")
 
 
 def metadata_device(pages: torch.device) -> torch.device | None:
-    """Where `MetadataBuffers` are; None: there are none, and the control connection tells all.
+    """Device of `MetadataBuffers`; None: there are none, and the control connection tells all.
 
     Told by default, since a decode server has to hear that a prompt is complete anyway, and a row
     is one transfer more. INTRA_NODE_NVLINK moves it as the pages: that pool alone has rows on GPUs.
 
     Args:
-        pages: Where the pools are.
+        pages: Device of the pools.
 
     Raises:
         ValueError: SGLANG_MOONCAKE_CUSTOM_MEM_POOL names no pool.
@@ -96,8 +96,8 @@ class MetadataBuffers:
     decode server those that it reads into. Any thread; each row has one owner at a time.
 
     Args:
-        size: How many.
-        device: Where.
+        size: Number of rows.
+        device: Device of the rows.
     """
 
     def __init__(self, size: int, device: torch.device) -> None:
@@ -109,11 +109,11 @@ class MetadataBuffers:
 
     @property
     def device(self) -> torch.device:
-        """Where the rows are."""
+        """Device of the rows."""
         return self._rows.device
 
     def allocations(self) -> dict[int, int]:
-        """What to register: address to bytes."""
+        """Memory to register: address to bytes."""
         return self._runtime.allocations_of([self._rows])
 
     def get_buf_infos(self) -> tuple[list[int], list[int], list[int]]:
@@ -121,7 +121,7 @@ class MetadataBuffers:
         return [self._rows.data_ptr()], [self._rows.nbytes], [ROW_BYTES]
 
     def address(self, index: int) -> int:
-        """Where a row begins."""
+        """Address of a row."""
         return self._rows.data_ptr() + index * ROW_BYTES
 
     def take(self, timeout: float = 0.0) -> int | None:
@@ -150,7 +150,7 @@ class MetadataBuffers:
             self._rows[index, :HEAD_BYTES].zero_()
 
     def get_buf(self, index: int, room: int) -> FirstToken:
-        """What the row has for `room`.
+        """Decode the row's content for `room`.
 
         Raises:
             BadRow: Nothing, or something else.
@@ -162,7 +162,7 @@ class MetadataBuffers:
 
     @contextmanager
     def _beside_steps(self) -> Iterator[None]:
-        """What is queued inside runs beside the scheduler's steps, and has run at the end."""
+        """Run the work queued inside beside the scheduler's steps; wait for it at the end."""
         with self._stream.use():
             yield
             event = self._runtime.make_event()

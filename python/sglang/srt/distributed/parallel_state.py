@@ -38,10 +38,10 @@ _all_gather: Final[Callable[..., object]] = (
 )
 """The second is the first's name before torch 2.13."""
 JOIN_TIMEOUT: Final = timedelta(minutes=10)
-"""For all ranks to come to the rendezvous: the first start of a process can be slow."""
+"""Time for all ranks to come to the rendezvous: the first start of a process can be slow."""
 _TRANSPORT_ERRORS: Final = (dist.DistBackendError, dist.DistNetworkError)
 _GLOO_TRANSPORT: Final = "gloo/transport/"
-"""What gloo's errors of connections have in their text; their type is RuntimeError."""
+"""Text in gloo's connection errors, whose type is RuntimeError."""
 _GLOO_SOURCE: Final = re.compile(r"^\[[^]]*\.cc:\d+\] ")
 _SHORT_BYTES: Final = 256 * KIB
 _NEVER: Final = timedelta(days=365)
@@ -54,7 +54,7 @@ class GroupCoordinator(TensorGroup):
 
     Attributes:
         ranks: Their places in the world, ascending.
-        device_group: For tensors on the device; None: the group is this rank alone.
+        device_group: The group for tensors on the device; None: the group is this rank alone.
         cpu_group: The same ranks over gloo; None likewise.
     """
 
@@ -197,8 +197,8 @@ class GroupCoordinator(TensorGroup):
 
         Args:
             values: Contiguous.
-            reduce: Of a tensor over one dimension, as `torch.sum`.
-            group: Of these ranks.
+            reduce: Reduces a tensor over one dimension, like `torch.sum`.
+            group: The group of these ranks.
         """
         rows = None
         if self._rank == 0:
@@ -219,7 +219,7 @@ class _Groups:
 
 _groups: _Groups | None = None
 _meeting_host = "127.0.0.1"
-"""Where the ranks met: their groups listen on the way to it."""
+"""Host at which the ranks met; their groups listen on the interface towards it."""
 
 
 def init_distributed_environment(backend: str, rendezvous: Rendezvous | None = None) -> None:
@@ -231,7 +231,7 @@ def init_distributed_environment(backend: str, rendezvous: Rendezvous | None = N
 
     Args:
         backend: `DeviceKind.process_group`, or another that torch knows.
-        rendezvous: Where the ranks meet; None: this one is alone.
+        rendezvous: Meeting place of the ranks; None: this rank is alone.
 
     Raises:
         RuntimeError, ValueError: torch has no such backend, or a rank does not come in time;
@@ -430,7 +430,8 @@ def _cause_in(text: str) -> str:
 
 
 def _gloo_listening_towards(host: str) -> AbstractContextManager[None]:
-    """Where gloo listens: it takes the address of the host's name otherwise, which others reach."""
+    """Let gloo listen on the interface towards `host`. By default it takes the address of the
+    host's name, which other machines can reach."""
     interface = envs.GLOO_SOCKET_IFNAME
     if interface.is_set():
         return nullcontext()

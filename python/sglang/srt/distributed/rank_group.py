@@ -18,7 +18,7 @@ import torch
 
 _WORD: Final = np.dtype("<i8")
 _ABSENT: Final = torch.iinfo(torch.int64).max
-"""What a rank puts in the place of another's words, so that MIN takes the other's."""
+"""Placeholder for another rank's words, so that MIN takes the other rank's."""
 
 
 class RanksDiverged(RuntimeError):

@@ -24,7 +24,8 @@ _LATE_S: Final = 2.0
 
 
 class Counts(Protocol):
-    """What the watch asks of the store; every call may raise RuntimeError, or never return."""
+    """The part of the store that the watch uses; every call may raise RuntimeError, or never
+    return."""
 
     def set(self, key: str, value: str, /) -> object: ...
     def check(self, keys: list[str], /) -> bool: ...
@@ -38,7 +39,7 @@ class RankWatch:
     Args:
         counts: A connection to the store for this watch alone.
         rank: This rank.
-        size: How many ranks there are.
+        size: Number of ranks.
         on_lost: Called once, from one of the threads, with one line that names the rank.
         limit_s: Seconds without a sign of life after which a rank counts as lost.
         clock: Seconds, monotonic.

@@ -1,4 +1,4 @@
-"""Where the ranks of a server meet. Needs no torch."""
+"""Meeting place of a server's ranks. Needs no torch."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Rendezvous:
     host: str
     port: int
     listener: socket.socket | None = field(default=None, repr=False)
-    """On rank 0: listens at `host` and `port`. It is given away to the store."""
+    """Rank 0's socket, which listens at `host` and `port`; the store takes it over."""
 
     def for_rank(self, rank: int) -> Rendezvous:
         """The same meeting for another rank of this machine."""
@@ -33,7 +33,7 @@ def open_rendezvous(
 
     Args:
         port: 0: a free one.
-        first_rank: Where it is 0, this machine has rank 0, and listens.
+        first_rank: First rank of this machine; if it is 0, this machine listens.
 
     Raises:
         ValueError: This machine cannot listen there.

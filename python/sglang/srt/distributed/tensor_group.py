@@ -1,4 +1,4 @@
-"""What layers ask of the ranks that share a model: sums and gathered parts of tensors."""
+"""Collectives of layers over the ranks that share a model: sums and gathered parts of tensors."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class PeerParts:
-    """Where a kernel finds the parts of all ranks, in memory of other devices.
+    """Addresses at which a kernel reads the parts of all ranks, in memory of other devices.
 
     Attributes:
-        memories: Addresses in this process: where each rank's memory begins.
-        flags: Bytes from there to the rank's flags, int32 `[MOST_PROGRAMS, size]`; see
+        memories: Address in this process of each rank's memory.
+        flags: Offset in it of the rank's flags, in bytes; int32 `[MOST_PROGRAMS, size]`; see
             `layers/triton_ops/meeting.py`.
         rank: This rank's place.
-        size: How many ranks there are.
-        offset: Bytes from the begin of a rank's memory to its part.
+        size: Number of ranks.
+        offset: Offset in it of the rank's part, in bytes.
     """
 
     memories: tuple[int, ...]
@@ -31,16 +31,16 @@ class PeerParts:
 
 
 MOST_PROGRAMS: Final = 256
-"""Of a kernel in which ranks meet: all of them are on a GPU at the same time."""
+"""Most programs of a kernel in which ranks meet, so that all run on a GPU at the same time."""
 
 
 @dataclass(frozen=True, slots=True)
 class PendingSum:
-    """A sum over the ranks that what reads it has yet to make: see `TensorGroup.sum_later`.
+    """A sum over the ranks that its reader has to make: see `TensorGroup.sum_later`.
 
     Attributes:
-        part: This rank's.
-        peers: Where all ranks' are.
+        part: This rank's addend.
+        peers: Addresses of all ranks' addends.
     """
 
     group: TensorGroup
@@ -53,7 +53,7 @@ class PendingSum:
 
 
 ToAdd: TypeAlias = torch.Tensor | PendingSum | None
-"""What a norm has yet to add to a residual; None: nothing."""
+"""Addend of a residual that the next norm adds; None: nothing."""
 
 
 class TensorGroup(ABC):
@@ -84,11 +84,11 @@ class TensorGroup(ABC):
         """The sum over the ranks: the same bits on all of them.
 
         Args:
-            x: Of the same shape and dtype on all ranks. Its memory may hold the sum.
+            x: A tensor of the same shape and dtype on all ranks. Its memory may take the sum.
         """
 
     def sum_later(self, x: torch.Tensor) -> torch.Tensor | PendingSum:
-        """The sum over the ranks, or what a norm makes it of in its own kernel.
+        """The sum over the ranks, or its parts, which a norm sums in its own kernel.
 
         Args:
             x: `[num_tokens, size]`, of the same shape and dtype on all ranks.
@@ -96,8 +96,8 @@ class TensorGroup(ABC):
         return self.all_reduce(x)
 
     def shared_keys(self, count: int) -> tuple[torch.Tensor, PeerParts] | None:
-        """Memory for int64 `[count]` that kernels of all ranks can read once this rank has
-        written it, and where they find everybody's; None: there is none.
+        """Memory for int64 `[count]` that kernels of all ranks can read once this rank has written
+        it, and the addresses of all ranks' memory; None: there is none.
 
         The next call but one gives the same memory. By then a kernel of this rank has to have met
         those of the others. Not in captures.
@@ -109,7 +109,7 @@ class TensorGroup(ABC):
         """Every rank's `x`, `[size, *x.shape]`, in the order of ranks.
 
         Args:
-            x: Of the same shape and dtype on all ranks.
+            x: A tensor of the same shape and dtype on all ranks.
         """
 
 

@@ -31,8 +31,8 @@ class TorchRankGroup(RankGroup):
 
     Args:
         world: All ranks.
-        attention_tp: Those that split the heads of attention with this one.
-        attention_cp: Those that have the same heads as this one.
+        attention_tp: The ranks that split the heads of attention with this one.
+        attention_cp: The ranks that have the same heads as this one.
     """
 
     def __init__(
@@ -100,7 +100,7 @@ class TorchMin(MinOverRanks):
     """A MIN over gloo groups that nothing else uses.
 
     Attributes:
-        groups: Those of this rank, in the order of the rounds; none of them is this rank alone.
+        groups: Groups of this rank, in the order of the rounds; each has further ranks.
     """
 
     def __init__(self, groups: list[GroupCoordinator]) -> None:

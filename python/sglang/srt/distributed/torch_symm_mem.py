@@ -50,7 +50,7 @@ class TorchSymmMemCommunicator:
         """Exchange memory with the other ranks; all of them do so at the same time.
 
         Args:
-            group: Of the devices.
+            group: The group of the devices.
             device: This rank's, with its index.
 
         Raises:

@@ -21,7 +21,7 @@ _PATH = "/hicache/storage-backend"
 
 
 class AttachBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    """What to attach, or which policies to change."""
+    """The backend to attach, or the policies to change."""
 
     hicache_storage_backend: str
     hicache_storage_backend_extra_config_json: str | None = None

@@ -87,7 +87,7 @@ class Engine:
 
         Args:
             prompt: One text or several; or give `input_ids`.
-            sampling_params: For all prompts, or one for each.
+            sampling_params: Parameters for all prompts, or a list with one for each.
             input_ids: Token ids of one prompt, or of several.
             stream: Return an iterator of cumulative answers.
             fields: Others of the endpoint (`return_logprob`, `rid`, `extra_key`, ...).

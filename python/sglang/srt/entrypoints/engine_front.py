@@ -1,4 +1,4 @@
-"""What server and offline engine share: checked arguments, processes, `TokenizerManager`."""
+"""Base of server and offline engine: checked arguments, processes, `TokenizerManager`."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from sglang.srt.observability.server_metrics import ServerMetrics
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.utils.hf_tokenizer import get_tokenizer
 from sglang.srt.utils.portable_tokenizer import TokenizerData, tokenizer_data
+from sglang.srt.utils.process import postponing_signals
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -36,7 +37,7 @@ _MARGIN_SECONDS: Final = 5.0
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """What the server process itself needs of the model."""
+    """The part of the model that the server process itself needs."""
 
     config: ModelConfig
     tokenizer: PreTrainedTokenizerBase
@@ -52,16 +53,17 @@ def load_model_files(args: ServerArgs) -> LoadedModel:
     Raises:
         ValueError: One line that names what is missing or broken.
     """
-    # Imported late: it takes seconds, while the scheduler's process imports the same.
-    from sglang.srt.configs.model_config import ModelConfig
-
     assert args.model_path is not None, "resolved arguments name the model"
-    config = ModelConfig.from_path(
-        args.model_path, dtype=args.dtype, context_length=args.context_length
-    )
-    tokenizer = get_tokenizer(
-        args.tokenizer_path or args.model_path, trust_remote_code=args.trust_remote_code
-    )
+    with postponing_signals():
+        # Imported late: it takes seconds, while the scheduler's process imports the same.
+        from sglang.srt.configs.model_config import ModelConfig
+
+        config = ModelConfig.from_path(
+            args.model_path, dtype=args.dtype, context_length=args.context_length
+        )
+        tokenizer = get_tokenizer(
+            args.tokenizer_path or args.model_path, trust_remote_code=args.trust_remote_code
+        )
     return LoadedModel(config, tokenizer, ChatTemplate(tokenizer, args.chat_template))
 
 
@@ -144,7 +146,8 @@ class EngineFront:
 
 
 def _start_bootstrap(args: ServerArgs) -> BootstrapServer | None:
-    """Where decode servers will find this one; None: it is no prefill server.
+    """Start the bootstrap server at which decode servers find this one; None: it is no prefill
+    server.
 
     Raises:
         ValueError: The port is taken.
@@ -161,7 +164,7 @@ def _model_info(args: ServerArgs, config: ModelConfig, details: dict[str, Any]) 
         "served_model_name": args.served_model_name,
         "is_generation": True,
         "preferred_sampling_params": None,
-        "model_type": config.hf_config.model_type,
+        "model_type": config.model_type,
         "architectures": [config.architecture],
         "vocab_size": config.vocab_size,
         "context_length": config.context_len,

@@ -25,7 +25,7 @@ from sglang.srt.managers.messages.ipc import IpcAddresses
 from sglang.srt.managers.messages.ready_message import LOST_A_RANK, receive_ready
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.utils.network import IpcNames
-from sglang.srt.utils.process import holding_signals_from_children, set_title
+from sglang.srt.utils.process import holding_signals_from_children, postponing_signals, set_title
 
 if TYPE_CHECKING:
     from sglang.srt.utils.portable_tokenizer import TokenizerData
@@ -53,7 +53,7 @@ class EngineProcesses:
         """Prepare for sockets in the directory of `names`, which is removed by `kill`."""
         self.ipc = IpcAddresses.from_names(names)
         self.ready_details: dict[str, Any] = {}
-        """What the scheduler said when it was ready."""
+        """The scheduler's report when it was ready."""
         self._names = names
         self._children: dict[str, SpawnProcess] = {}
         self._ending = threading.Event()
@@ -64,10 +64,12 @@ class EngineProcesses:
         context = multiprocessing.get_context("spawn")
         reader, writer = context.Pipe(duplex=False)
         child = context.Process(target=target, args=(*args, writer), name=f"sglang-{name}")
-        with _spinning_briefly(), _without_a_main_to_import(), holding_signals_from_children():
-            child.start()
-        writer.close()
-        self._children[name] = child
+        # A signal that comes before the child is known would leave it running.
+        with postponing_signals():
+            with _spinning_briefly(), _without_a_main_to_import(), holding_signals_from_children():
+                child.start()
+            writer.close()
+            self._children[name] = child
         return reader
 
     def await_ready(self, readers: dict[str, Connection]) -> dict[str, dict[str, Any]]:

@@ -64,7 +64,7 @@ async def _generate_token(manager: TokenizerManager) -> ApiError | None:
 
 
 async def model_info(request: Request) -> Response:
-    """What is served."""
+    """The served model."""
     return json_response(context_of(request).model_info)
 
 

@@ -1,4 +1,4 @@
-"""What `/generate` and `Engine.generate` answer."""
+"""Answers of `/generate` and `Engine.generate`."""
 
 from __future__ import annotations
 

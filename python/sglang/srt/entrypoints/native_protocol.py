@@ -6,7 +6,13 @@ from typing import Any, Final
 
 import msgspec
 
-from sglang.srt.entrypoints.http.body import MAX_BATCH, convert, refuse_fields, refuse_own_ids
+from sglang.srt.entrypoints.http.body import (
+    MAX_BATCH,
+    TEXT_ALONE,
+    convert,
+    refuse_fields,
+    refuse_own_ids,
+)
 from sglang.srt.entrypoints.http.bootstrap_fields import rooms_of
 from sglang.srt.entrypoints.http.errors import bad_request
 from sglang.srt.managers.tokenizer.generate_request import GenerateRequest, new_rid, prompt_ids
@@ -21,10 +27,10 @@ _DEFAULT_NEW_TOKENS: Final = SamplingParams().max_new_tokens
 
 _UNSUPPORTED: Final = {
     "input_embeds": "send text or input_ids",
-    "image_data": "this engine serves text models",
-    "video_data": "this engine serves text models",
-    "audio_data": "this engine serves text models",
-    "modalities": "this engine serves text models",
+    "image_data": TEXT_ALONE,
+    "video_data": TEXT_ALONE,
+    "audio_data": TEXT_ALONE,
+    "modalities": TEXT_ALONE,
     "token_ids_logprob": "ask for top_logprobs_num",
     "return_hidden_states": "leave it out",
     "return_routed_experts": "leave it out",

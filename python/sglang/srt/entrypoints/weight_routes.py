@@ -1,4 +1,4 @@
-"""Where this server's weights are, for servers that read them."""
+"""Addresses of this server's weights, for servers that read them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What parsers of tool calls share: text around the calls, and what a stream holds back."""
+"""Base of tool-call parsers: text around the calls, and text that a stream holds back."""
 
 from __future__ import annotations
 

@@ -117,9 +117,9 @@ class Parameter:
 
     name: str
     end: str
-    """What ends the value."""
+    """Text that ends the value."""
     convert: Callable[[str], Any]
-    """From the text of the value."""
+    """Converts the text of the value."""
 
 
 class ParameterFormatDetector(TaggedFormatDetector):

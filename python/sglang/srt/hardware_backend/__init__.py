@@ -1,1 +1,1 @@
-"""What is particular to a kind of device: its facts, its runtime, and kernels that only it has."""
+"""Everything particular to a kind of device: its facts, its runtime, its own kernels."""

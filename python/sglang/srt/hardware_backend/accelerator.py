@@ -1,4 +1,4 @@
-"""What devices with streams of their own have in common.
+"""Base of the runtimes of devices with streams of their own.
 
 `torch.cuda` and `torch.npu` name the same things alike, so that one text serves both and a test
 can record its calls without a device.
@@ -29,7 +29,7 @@ class AcceleratorRuntime(DeviceRuntime):
     """A device with streams.
 
     Args:
-        device: As `api` takes it.
+        device: Device, in the form that `api` takes.
         api: `torch.cuda`, or a module with the same names.
     """
 

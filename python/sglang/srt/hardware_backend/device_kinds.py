@@ -1,4 +1,4 @@
-"""What is known of each kind of device without torch: names, defaults, limits, what it needs.
+"""Facts about each kind of device, known without torch: names, defaults, limits, needed packages.
 
 The one source for the flags that depend on the device. Plain values, any process, any thread.
 """
@@ -18,7 +18,7 @@ class DeviceKind:
 
     name: str
     title: str
-    """With its article, for messages: "a GPU"."""
+    """Name with an article, for messages: "a GPU"."""
     runtime: str
     """Path of the `DeviceRuntime` class: module and name, with a dot between them."""
     attention_backends: tuple[str, ...]
@@ -45,7 +45,7 @@ class DeviceKind:
     package_flags: tuple[tuple[str, str], ...] = ()
     """Fields of the server's arguments, and the values of them that need the package."""
     package_remedy: str = ""
-    """What to install."""
+    """Packages to install."""
 
     def missing_package(self) -> str | None:
         """Why the kind cannot be used here, and what to install; None: its package is there.

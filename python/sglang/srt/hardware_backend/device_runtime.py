@@ -129,7 +129,7 @@ class DeviceRuntime(ABC):
         """A new stream for copies.
 
         Args:
-            name: Of its thread, where it has one.
+            name: Name of its thread, if it has one.
             is_urgent: A forward waits for its copies. Others give way.
         """
 
@@ -218,7 +218,7 @@ class DeviceRuntime(ABC):
 
     @abstractmethod
     def device_name(self) -> str:
-        """What the vendor calls the device; `cpu` for a CPU."""
+        """The vendor's name of the device; `cpu` for a CPU."""
 
 
 RuntimeFactory: TypeAlias = Callable[[str], DeviceRuntime]

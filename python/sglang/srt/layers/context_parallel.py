@@ -1,9 +1,9 @@
 """Context parallelism: the new tokens of a prefill are split over ranks that have the same heads.
 
 A request's new tokens are cut into 2c runs for c ranks; rank r takes run r and run 2c-1-r, so that
-the causal work is even ("zig-zag", Llama 3 herd of models, 2024, section 3.3.2). To attention a run
-is a request of its own, whose prefix reaches to the run's begin: before a layer attends, all ranks
-give each other what they have stored of it, so that their pools are equal.
+the causal work is even ("zig-zag", Llama 3 herd of models, 2024, section 3.3.2). Attention treats a
+run as a request whose prefix reaches to the run's begin. Before a layer attends, the ranks exchange
+what they stored for it, so that their pools are equal.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from sglang.srt.mem_cache.device.state_spec import PoolName
 
 SHORTEST_RUN: Final = 16
-"""Tokens. A request with fewer for each run is computed by one rank; a step without a longer one by
-all of them."""
+"""Fewest tokens of a run. A request too short to split is computed by one rank; a step in which no
+request can be split is computed by every rank."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,9 +34,9 @@ class Run:
     """Some new tokens of one request that follow one another."""
 
     request: int
-    """Its place in the batch."""
+    """The request's place in the batch."""
     begin: int
-    """The first of them, counted from the request's first new token; `end` is behind the last."""
+    """First token, counted from the request's first new token; `end` is exclusive."""
     end: int
 
     @property
@@ -47,11 +47,11 @@ class Run:
 def plan_runs(
     new_lens: Sequence[int], size: int, shortest: int = SHORTEST_RUN
 ) -> list[list[Run]] | None:
-    """Which runs each of `size` ranks computes, in the batch's order; None: no request is split.
+    """Runs that each of `size` ranks computes, in the batch's order; None: no request is split.
 
     Args:
         new_lens: New tokens of each request.
-        shortest: Tokens of a run at least.
+        shortest: Fewest tokens of a run.
     """
     runs: list[list[Run]] = [[] for _ in range(size)]
     is_long = [length >= 2 * size * shortest for length in new_lens]
@@ -76,26 +76,27 @@ def plan_runs(
 
 @dataclass(frozen=True, slots=True)
 class ContextShare:
-    """What one rank computes of a prefill that is split, and how it gets what the others do."""
+    """One rank's share of a split prefill, and its exchange with the other ranks."""
 
     whole: ForwardBatch
     """The step as the scheduler made it."""
     group: TensorGroup
     here: torch.Tensor
-    """int64 `[padded]`: slots of this rank's tokens, then the padding slot: on all ranks equally
-    many."""
+    """int64 `[padded]`: slots of this rank's tokens, padded with slot 0; equally long on all
+    ranks."""
     everywhere: torch.Tensor
-    """int64 `[size * padded]`: the same of all ranks, one after the other."""
+    """int64 `[size * padded]`: `here` of all ranks, one after the other."""
     rows: torch.Tensor
-    """int64 `[n]`: places, among what `ForwardBatch.rows_for_logits` leaves here, of rows that the
-    whole step wants."""
+    """int64 `[n]`: indices of the rows that the whole step needs, among this rank's rows of
+    `ForwardBatch.rows_for_logits`."""
     places: torch.Tensor
-    """int64 `[n]`: which of the whole step's rows these are."""
+    """int64 `[n]`: indices of these rows among those of the whole step."""
     num_places: int
-    """Rows that the whole step wants."""
+    """Rows that the whole step needs."""
 
     def share_stored(self, layer_id: int, pools: Mapping[PoolName, BaseDevicePool]) -> None:
-        """Give the other ranks what this one has stored of a layer, and store what they have."""
+        """Exchange what the ranks stored for a layer; afterwards every rank's pools have all of
+        it."""
         buffers = [
             part[pool.wait_for_layer(layer_id)]
             for pool in pools.values()
@@ -110,21 +111,22 @@ class ContextShare:
             buffer.index_copy_(0, self.everywhere, rows)
 
     def gather_hidden(self, hidden: torch.Tensor) -> torch.Tensor:
-        """The hidden states that the whole step wants, on every rank.
+        """Gather the hidden states that the whole step needs: `[num_places, hidden_size]` on every
+        rank.
 
         Args:
-            hidden: `[n, hidden_size]`: what the model leaves here, by `rows_for_logits`.
+            hidden: `[rows, hidden_size]`: this rank's hidden states of `rows_for_logits`.
         """
         wanted = hidden.new_zeros(self.num_places, hidden.shape[1])
         wanted.index_copy_(0, self.places, hidden.index_select(0, self.rows))
-        return self.group.all_reduce(wanted)  # Each row is another rank's zero.
+        return self.group.all_reduce(wanted)  # Each row is zero on all ranks but one.
 
 
 def split_context(batch: ForwardBatch, group: TensorGroup) -> ForwardBatch | None:
-    """The step that this rank computes of an extend step; None: all of it.
+    """Make the step that is this rank's share of an extend step; None: the step is not split.
 
     Args:
-        batch: Without recurrent states. The same on all ranks.
+        batch: An extend step without recurrent states, the same on all ranks.
         group: The ranks that have the same heads.
     """
     new_lens, prefix_lens = batch.extend_seq_lens_cpu, batch.extend_prefix_lens_cpu
@@ -139,7 +141,7 @@ def split_context(batch: ForwardBatch, group: TensorGroup) -> ForwardBatch | Non
         for own in plan
     ]
     most = max(len(tokens) for tokens in tokens_of)
-    # The slot behind those of all tokens is padding.
+    # The index after the last token's stands for the padding slot.
     padded = np.full((group.size, most), firsts[-1])
     for row, tokens in zip(padded, tokens_of, strict=True):
         row[: len(tokens)] = tokens

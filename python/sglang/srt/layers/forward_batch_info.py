@@ -1,4 +1,4 @@
-"""What a model needs to know of the batch it runs over: plain data, made by the scheduler.
+"""Input of one forward pass: plain data, made by the scheduler.
 
 Units: a slot is the index of one token's keys and values in the device pool. `bs` is the
 number of requests in the batch, `num_tokens` the number of tokens computed in this step.
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class ForwardMode(IntEnum):
-    """What kind of step a batch is."""
+    """Kind of a step: prefill or decode."""
 
     EXTEND = 1
     """Prefill: each request computes the tokens after those that the pool already holds."""
@@ -44,8 +44,9 @@ class Segment(NamedTuple):
     """One request of an extend step: its new tokens are the step's from `begin` on."""
 
     row: int
-    """Of `req_to_token`."""
+    """The request's row of `req_to_token`."""
     begin: int
+    """Index in the step of its first new token."""
     prefix: int
     """Tokens that the pool already holds."""
     new: int
@@ -53,7 +54,7 @@ class Segment(NamedTuple):
 
     @property
     def end(self) -> int:
-        """The step's token behind its last one."""
+        """Index in the step after its last new token."""
         return self.begin + self.new
 
 
@@ -62,28 +63,28 @@ class StateBatch:
     """Slots of recurrent states that a step uses. Tensors are on the model's device."""
 
     slots: torch.Tensor
-    """int64 `[bs]`: each request's running state, which the step overwrites. That of a request
-    without a prefix is zeroed."""
+    """int64 `[bs]`: slot of each request's running state, which the step overwrites. The state of a
+    request without a prefix is zeroed."""
     first_slots: torch.Tensor | None = None
-    """int64 `[bs]`: the states that the step continues from, where they are not all `slots`: that
-    of a cached prefix belongs to the tree, and is only read."""
+    """int64 `[bs]`: slots of the states that the step continues from; None: `slots`. The state of a
+    cached prefix belongs to the tree and is only read."""
     decoded: tuple[torch.Tensor, torch.Tensor] | None = None
-    """Decode only: slots of running states, int64 `[n]`, and those to which they are copied after
-    the step, likewise; None: the step leaves no snapshots."""
+    """Decode only: slots of running states, and slots to which they are copied after the step,
+    int64 `[n]` each; None: the step leaves no snapshots."""
     track_slots: torch.Tensor | None = None
-    """Extend only: int64 `[bs]`: where the step leaves a snapshot of the request's state; 0,
-    padding: none. None: no request has any."""
+    """Extend only: int64 `[bs]`, the slot for a snapshot of each request's state; 0 (padding): no
+    snapshot. None: no request has one."""
     track_lens_cpu: list[int] | None = None
-    """Extend only, with `track_slots`: after how many of each request's new tokens the snapshot is
-    taken; 0: none. What follows it is computed from it."""
+    """Extend only, with `track_slots`: number of each request's new tokens before its snapshot; 0:
+    no snapshot. Later tokens are computed from the snapshot as stored."""
     extend_plan: ExtendPlan | None = None
-    """Extend only: what the layers of linear attention share; see `extend_plan_of`."""
+    """Extend only: the plan that layers of linear attention share; see `extend_plan_of`."""
     short_plan: ShortPlan | None = None
-    """Likewise; see `short_plan_of`."""
+    """Extend only: their plan of a short prefill; see `short_plan_of`."""
 
     @property
     def read_slots(self) -> torch.Tensor:
-        """int64 `[bs]`: the states that the step continues from."""
+        """int64 `[bs]`: slots of the states that the step continues from."""
         return self.slots if self.first_slots is None else self.first_slots
 
     @classmethod
@@ -105,7 +106,7 @@ class ForwardBatch:
 
     forward_mode: ForwardMode
     input_ids: torch.Tensor
-    """int64 `[num_tokens]`: extend: the new tokens of every request, concatenated."""
+    """int64 `[num_tokens]`; in an extend step the new tokens of every request, concatenated."""
     positions: torch.Tensor
     """int64 `[num_tokens]`: place of each token in its own context, from 0."""
     req_pool_indices: torch.Tensor
@@ -119,7 +120,7 @@ class ForwardBatch:
     req_to_token_pool: ReqToTokenPool
     token_to_kv_pool: KVCache
     req_pool_indices_cpu: list[int] | None = None
-    """Extend only: `req_pool_indices`."""
+    """Extend only: `req_pool_indices` as a list."""
     extend_prefix_lens_cpu: list[int] | None = None
     """Extend only: tokens of each request that the pool already holds."""
     extend_seq_lens_cpu: list[int] | None = None
@@ -127,27 +128,28 @@ class ForwardBatch:
     return_logprob: bool = False
     """Whether any request wants the logprobs of its output."""
     top_logprobs_nums: list[int] | None = None
-    """How many of the most likely tokens each request wants logprobs of; None: no request does."""
+    """How many of the most likely tokens each request wants logprobs of; None: none wants any."""
     extend_logprob_start_lens_cpu: list[int] | None = None
     """Extend only: for each request, the first new token whose logits give a prompt logprob; its
     number of new tokens where it wants none. None: no request wants any."""
     extend_input_logprob_token_ids_cpu: list[list[int]] | None = None
-    """Set together with it: the tokens whose logprobs are wanted, each the successor of one."""
+    """Set together with `extend_logprob_start_lens_cpu`: for each request the tokens whose logprobs
+    are wanted, one after each of these new tokens."""
     logits_out: torch.Tensor | None = None
-    """Takes this rank's logits, fp32 `[bs, width]` of `VocabLogits.part`; None: a new tensor. For
-    captured graphs."""
+    """Buffer for this rank's logits, fp32 `[bs, width]` (`VocabLogits.part`); None: a new tensor.
+    For captured graphs."""
     last_rows_in: torch.Tensor | None = None
-    """Extend only: int64 `[bs]` that holds what `last_rows` gives. For captured graphs."""
+    """Extend only: int64 `[bs]`, the buffer that `last_rows` returns. For captured graphs."""
     is_captured: bool = False
-    """The kernels that it launches are replayed for other steps, of which `seq_lens_cpu` knows
-    nothing. For captured graphs."""
+    """Whether the launched kernels are replayed for other steps, whose lengths are not in
+    `seq_lens_cpu`. For captured graphs."""
     on_layer: Callable[[int], None] | None = None
     """Called with each layer's number before its attention is launched. For captured graphs."""
     states: StateBatch | None = None
-    """None: the model keeps no recurrent states."""
+    """Slots of recurrent states; None: the model has none."""
     context_share: ContextShare | None = None
-    """Extend only: this is one rank's part of a step that ranks share; each run of tokens counts as
-    a request. None: it is the whole step. Set by the runner."""
+    """Extend only, set by the runner: this is one rank's share of a step, in which each run of
+    tokens counts as a request. None: it is the whole step."""
     attn_backend: AttentionBackend | None = None
     """Set by the runner, which owns it."""
     pools: Mapping[PoolName, BaseDevicePool] | None = None
@@ -162,7 +164,7 @@ class ForwardBatch:
 
     @property
     def longest_context(self) -> int:
-        """At least the tokens of the longest context; of a captured step, those of any replay."""
+        """Upper bound of the context lengths in tokens; for a captured step, of all replays."""
         if self.is_captured:
             return self.req_to_token_pool.req_to_token.shape[1]
         return max(self.seq_lens_cpu)
@@ -179,7 +181,7 @@ class ForwardBatch:
         return list(map(Segment, rows, begins, prefix_lens, counts))
 
     def begin_layer(self, layer_id: int) -> None:
-        """Attention of a layer is about to be launched."""
+        """Note that a layer's attention is about to be launched."""
         if self.on_layer is not None:
             self.on_layer(layer_id)
         if self.mostly_done is not None:
@@ -188,7 +190,7 @@ class ForwardBatch:
                 self.mostly_done.record()
 
     def rows_for_logits(self) -> torch.Tensor | None:
-        """The step's tokens whose logits are needed: the last one of each request.
+        """Indices of the step's tokens whose logits are needed: the last one of each request.
 
         Returns:
             int64 `[bs]` on the model's device; None: all of them, as in a decode step or where

@@ -1,6 +1,6 @@
-"""Kernels that do in one launch what torch does in several; for the kinds of device that have them.
+"""Fused kernels by kind of device: one launch for what takes torch several.
 
-Layers ask here, and compute with torch's operations, which every device has, where there are none.
+Layers ask here; on devices without fused kernels they use torch's operations.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ GemvConfig: TypeAlias = tuple[int, int, int]
 class DeltaLayout:
     """Where a delta-net layer's projections lie side by side, in columns.
 
-    What belongs to value head `n` of key head `h`, its `repeats`-th part, begins at `q` and `k`
-    plus `h * qk_step`, at `v` and `z` (the gate) plus `h * v_step + n * value_dim`, and at `b` and
-    `a` plus `h * ba_step + n`.
+    Value head `n` of key head `h`, `n` below `repeats`, begins at `q` and `k` plus `h * qk_step`,
+    at `v` and `z` (the gate) plus `h * v_step + n * value_dim`, and at `b` and `a` plus
+    `h * ba_step + n`.
     """
 
     q: int
@@ -40,11 +40,11 @@ class DeltaLayout:
     ba_step: int
     key_heads: int
     repeats: int
-    """Value heads of a key head."""
+    """Value heads per key head."""
     key_dim: int
     value_dim: int
     kernel: int
-    """Inputs that the convolution sees at once."""
+    """Width of the convolution, in tokens."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,49 +56,49 @@ class DeltaStates:
     conv: torch.Tensor
     """`[slots, channels, kernel - 1]`."""
     slots: torch.Tensor
-    """`[bs]`: written."""
+    """`[bs]`: slots that the step writes."""
     read_slots: torch.Tensor
-    """`[bs]`: what the requests continue from."""
+    """`[bs]`: slots that the requests continue from."""
     bounds: torch.Tensor | None = None
     """`[bs + 1]`: where each request's tokens begin and end; None: each has one."""
     track_slots: torch.Tensor | None = None
-    """`[bs]`: where snapshots are left, after `track_lens` tokens; None: there are none."""
+    """`[bs]`: slots for snapshots, taken after `track_lens` tokens; None: there are none."""
     track_lens: torch.Tensor | None = None
-    """`[bs]`; 0: none."""
+    """`[bs]`: new tokens before each snapshot; 0: no snapshot."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertChoice:
-    """How a token's experts are chosen, all of them being one group; see `RouterOptions`."""
+    """How a token's experts are chosen, without groups of experts; see `RouterOptions`."""
 
     top_k: int
     is_softmax: bool
     renormalize: bool
     factor: float
-    """Multiplies the weights of the chosen."""
+    """Multiplies the weights of the chosen experts."""
     correction_bias: torch.Tensor | None
     """fp32 `[num_experts]`."""
     has_shared: bool
     """Whether there is an expert that every token uses."""
     shared_gate: torch.Tensor | None
-    """`[1, hidden_size]`: the sigmoid of this projection is its weight; None: 1."""
+    """`[1, hidden_size]`: projection whose sigmoid is the shared expert's weight; None: it is 1."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertWeights:
-    """A layer's experts: gate and up, and down."""
+    """Weights of a layer's experts."""
 
     gate_up: torch.Tensor
     """`[num_experts, 2 * features, hidden_size]`."""
     down: torch.Tensor
     """`[num_experts, hidden_size, features]`."""
     shared: tuple[torch.Tensor, torch.Tensor] | None
-    """The same of the shared expert, which has as many features, without the first dimension."""
+    """`gate_up` and `down` of the shared expert, without the first dimension; as many features."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FusedKernels:
-    """Functions on tensors of the device. Their contracts are where they are made."""
+    """Functions on tensors of the device. Their modules have the contracts."""
 
     silu_and_mul: Callable[[torch.Tensor], torch.Tensor]
     rms_norm: Callable[[torch.Tensor, torch.Tensor, float, bool], torch.Tensor]
@@ -112,9 +112,9 @@ class FusedKernels:
     gemv: Callable[
         [torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor, GemvConfig], None
     ]
-    """A product of one row."""
+    """One row times a matrix."""
     gated_gemv: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, GemvConfig], None]
-    """A product of one row with a gate and what it gates."""
+    """One row times the matrices of gate and up, with the activation."""
     normalise_rotate_store_: Callable[
         [
             torch.Tensor,
@@ -153,9 +153,9 @@ class FusedKernels:
         [torch.Tensor, ExpertChoice, torch.Tensor], tuple[torch.Tensor, torch.Tensor]
     ]
     run_experts: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, ExpertWeights], torch.Tensor]
-    """For tokens so few that reading the weights of their experts is what takes time."""
+    """For so few tokens that reading their experts' weights takes most of the time."""
     rows_added_in_product: int
-    """Rows from which on a product adds the residual itself."""
+    """Fewest rows for which a product adds the residual itself."""
     has_grouped_mm: bool
     """Whether `torch._grouped_mm` takes bf16 on the device, reading nothing back."""
     runs_fla: bool
@@ -167,13 +167,13 @@ _MODULES: Final[dict[str, str | None]] = {
     "cuda": "sglang.srt.layers.triton_ops.fused",
     "npu": None,
 }
-"""By kind of device: the module whose `KERNELS` they are. None: it has none of its own."""
+"""Module that has the `KERNELS`, by kind of device; None: there are no fused kernels."""
 
 
-# Cached in C: layers that know no device before they run ask in each step.
+# Cached in C: layers that do not know their device when they are made ask in each step.
 @functools.cache
 def fused_kernels(device: torch.device | str) -> FusedKernels | None:
-    """The fused kernels of `device`; None: it has none.
+    """Fused kernels of `device`; None: it has none.
 
     Raises:
         ValueError: The kind of device is not known.

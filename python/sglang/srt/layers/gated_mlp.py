@@ -31,11 +31,11 @@ class GatedMLP(torch.nn.Module):
         )
 
     def forward(self, x: torch.Tensor, residual: torch.Tensor) -> tuple[ToAdd, torch.Tensor]:
-        """`[num_tokens, hidden_size]` to the residual: see `RowParallelLinear.forward`."""
+        """Apply to `x` `[num_tokens, hidden_size]`; the rest as in `RowParallelLinear.forward`."""
         return self.down_proj.forward(self._gated(x), residual)
 
     def part(self, x: torch.Tensor) -> torch.Tensor:
-        """`[num_tokens, hidden_size]` to this rank's part of the output, of the same shape."""
+        """`[num_tokens, hidden_size]` to this rank's addend of the output, of the same shape."""
         return self.down_proj.part(self._gated(x))
 
     def _gated(self, x: torch.Tensor) -> torch.Tensor:

@@ -26,18 +26,18 @@ class GrammarRow:
     """Tokens that the request generated so far; the request's own list, which grows."""
     min_new_tokens: int = 0
     end_ids: tuple[int, ...] = ()
-    """Tokens that may not come before `min_new_tokens` others, unless nothing else may."""
+    """Tokens that are forbidden before `min_new_tokens` others, unless nothing else is allowed."""
 
 
 class GrammarMask:
-    """The masks of one batch, made anew for each step. Holds one bit a vocabulary entry and row."""
+    """Masks of one batch, recomputed in each step. Holds one bit per vocabulary entry and row."""
 
     def __init__(self, rows: Sequence[GrammarRow], batch_size: int, vocab_size: int) -> None:
         self._rows = rows
         self._bitmask = allocate_bitmask(batch_size, vocab_size)
 
     def apply_(self, logits: torch.Tensor) -> None:
-        """Change `[bs, vocab_size]` in place: what a grammar forbids gets minus infinity."""
+        """Change `[bs, vocab_size]` in place: tokens that a grammar forbids get minus infinity."""
         for row in self._rows:
             row.matcher.fill_next_token_bitmask(self._bitmask, row.row)
             if len(row.output_ids) < row.min_new_tokens:
@@ -48,7 +48,7 @@ class GrammarMask:
         mask = self._bitmask[row.row].clone()
         for token in row.end_ids:
             mask[token // _BITS] &= ~_bit(token)
-        # A grammar that is complete leaves nothing but the end: then the minimum gives way.
+        # A complete grammar allows only the end, which then overrides the minimum.
         if mask.any():
             self._bitmask[row.row] = mask
 

@@ -17,11 +17,11 @@ _MAX_LOGITS: Final = 1 << 24
 
 @dataclass(frozen=True, slots=True)
 class InputLogprobs:
-    """For each request of an extend step, the logprobs of the prompt tokens that it asked for."""
+    """For each request of an extend step, the logprobs of the prompt tokens that it asked about."""
 
     values: list[list[float]]
     tops: list[list[list[tuple[float, int]]]]
-    """(logprob, token) of the most likely tokens at each of these places, descending."""
+    """For each value, (logprob, token) of the most likely tokens at its place, descending."""
 
 
 def compute_input_logprobs(
@@ -57,7 +57,7 @@ def compute_input_logprobs(
 
 
 def _rows(batch: ForwardBatch) -> Iterator[int]:
-    """Indices into the step's tokens."""
+    """Indices, into the step's tokens, of the places that `batch` names."""
     starts, token_lists = (
         batch.extend_logprob_start_lens_cpu,
         batch.extend_input_logprob_token_ids_cpu,

@@ -36,7 +36,8 @@ class RMSNorm(WeightedLayer):
         """Add `x` to the residual, and normalise the sum.
 
         Args:
-            x: `[num_tokens, size]`, overwritten, or the parts of it; None: there is nothing to add.
+            x: `[num_tokens, size]`, overwritten, or a sum over ranks still to be made; None:
+                nothing to add.
             residual: `[num_tokens, size]`, overwritten.
 
         Returns:

@@ -35,7 +35,7 @@ def apply_linear(
         x: `[num_tokens, input_size]`.
         weight: `[output_size, input_size]`.
         bias: `[output_size]`.
-        out: Where the result goes: `[num_tokens, output_size]` of `out_dtype`.
+        out: Takes the result: `[num_tokens, output_size]` of `out_dtype`; None: a new tensor.
         out_dtype: Dtype of the result; None: that of `x`. On CUDA the sums are not rounded to the
             dtype of `x` first.
     """
@@ -92,9 +92,9 @@ class MergedColumnParallelLinear(WeightedLayer):
     ) -> None:
         """Args:
         input_size: Features of the input.
-        parts: Name in the checkpoint and this rank's output features of each projection: of one
-            run, or of each run that follows another.
-        placement: Of the layer that the projections belong to: they are not named together.
+        parts: Name in the checkpoint and this rank's output features of each projection: one share,
+            or a share of each of several consecutive runs.
+        placement: The enclosing layer's; checkpoints have no name for the merged projection.
         """
         super().__init__(placement)
         self.parts = [
@@ -123,7 +123,7 @@ class MergedColumnParallelLinear(WeightedLayer):
 class RowParallelLinear(WeightedLayer):
     """A projection of features that a column-parallel layer may have split over the ranks.
 
-    What a rank computes is a part of the sum, to which the first rank alone adds the bias.
+    Each rank computes an addend of the output; only the first rank adds the bias.
     """
 
     def __init__(
@@ -140,20 +140,19 @@ class RowParallelLinear(WeightedLayer):
         self.bias = placement.empty(output_size) if bias and placement.tp_rank == 0 else None
         kernels = fused_kernels(placement.device)
         self._rows_added: int | None = None
-        """Rows from which on the residual is added inside the product; None: never."""
+        """Fewest rows for which the product adds the residual itself; None: it never does."""
         if kernels is not None and self.bias is None and self._group.size == 1:
             self._rows_added = kernels.rows_added_in_product
 
     def forward(self, x: torch.Tensor, residual: torch.Tensor) -> tuple[ToAdd, torch.Tensor]:
-        """Project, towards a residual.
+        """Project, and add the result to the residual if the product can do so.
 
         Args:
             x: `[num_tokens, input_size]`.
             residual: `[num_tokens, output_size]`; its memory may be used.
 
         Returns:
-            What is still to be added to the residual, None where the product has added it, and
-            the residual.
+            What is still to be added to the residual (None: nothing), and the residual.
         """
         if self._rows_added is not None and len(x) >= self._rows_added:
             return None, residual.addmm_(x, self.weight.t())
@@ -163,10 +162,10 @@ class RowParallelLinear(WeightedLayer):
         return self._group.sum_later(self.part(x, out)), residual
 
     def part(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-        """`[num_tokens, input_size]` to this rank's part of `[num_tokens, output_size]`.
+        """Project `[num_tokens, input_size]` to this rank's addend, `[num_tokens, output_size]`.
 
         Args:
-            out: Where it goes.
+            out: Takes the result; None: a new tensor.
         """
         return apply_linear(x, self.weight, self.bias, out=out)
 

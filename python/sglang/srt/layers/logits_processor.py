@@ -1,4 +1,4 @@
-"""From hidden states to logits, for each request's last token alone."""
+"""Logits from hidden states, for each request's last token only."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from sglang.srt.layers.vocab_parallel_embedding import VocabParallelEmbedding
 
 @dataclass(kw_only=True)
 class LogitsProcessorOutput:
-    """What a step gives. The logprobs are filled by the sampler, where they were asked for."""
+    """Output of a step. The sampler fills in the logprobs that requests want."""
 
     logits: VocabLogits
     """Before penalties and temperature."""
     next_token_logprobs: torch.Tensor | None = None
-    """fp32 `[bs]`: of the sampled tokens."""
+    """fp32 `[bs]`: logprobs of the sampled tokens."""
     next_token_top_logprobs_val: torch.Tensor | None = None
-    """fp32 `[bs, max(top_logprobs_nums)]`: the largest of each row, descending."""
+    """fp32 `[bs, max(top_logprobs_nums)]`: the largest logprobs of each row, descending."""
     next_token_top_logprobs_idx: torch.Tensor | None = None
     """int64, of the same shape: the tokens of these logprobs."""
     input_logprobs: InputLogprobs | None = None
-    """Logprobs of prompt tokens; None: no request asked."""
+    """Logprobs of prompt tokens; None: no request wants any."""
 
     @property
     def next_token_logits(self) -> torch.Tensor:

@@ -21,15 +21,15 @@ _NO_COUNTS: Final = torch.empty(0)
 class TokenHistory:
     """The token counts of one request, for its penalties.
 
-    They are made on the device by the first penalised step of the request, and go from batch to
-    batch: the prompt is uploaded once, and output tokens only where no step has counted them. The
-    latest `Penalties` with the request owns the memory; earlier ones must not be used any more.
+    The request's first penalised step makes them on the device, and they go from batch to batch:
+    the prompt is uploaded once, output tokens only if no step has counted them. The latest
+    `Penalties` with the request owns the memory; earlier ones must not be used again.
     """
 
     def __init__(self, prompt_ids: Sequence[int] | TokenArray, output_ids: Sequence[int]) -> None:
         """
         Args:
-            prompt_ids: Tokens.
+            prompt_ids: Tokens of the prompt.
             output_ids: Generated tokens; the list may grow.
         """
         self._prompt_ids = prompt_ids
@@ -39,7 +39,7 @@ class TokenHistory:
         self._counts = self._in_prompt = _NO_COUNTS
 
     def forget(self) -> None:
-        """Give the memory back; the next penalised step uploads everything again."""
+        """Free the memory; the next penalised step uploads everything again."""
         self._num_counted = 0
         self._owner = None
         self._counts = self._in_prompt = _NO_COUNTS
@@ -57,7 +57,7 @@ class TokenHistory:
         return self._counts, self._in_prompt
 
     def move(self, owner: Penalties, counts: torch.Tensor, in_prompt: torch.Tensor) -> None:
-        """The rows are in `owner`'s memory from now on."""
+        """Note that the rows are now in `owner`'s memory."""
         self._owner, self._counts, self._in_prompt = owner, counts, in_prompt
 
     def take_uncounted(self) -> Sequence[int]:
@@ -67,7 +67,7 @@ class TokenHistory:
         return uncounted
 
     def on_step(self, owner: Penalties) -> None:
-        """`owner` counted one more token, which the CPU may not know yet."""
+        """Note that `owner` counted one more token, which the CPU may not know yet."""
         assert self._owner is owner, "another batch has gone on with this request"
         self._num_counted += 1
 
@@ -75,7 +75,7 @@ class TokenHistory:
 class Penalties:
     """Frequency, presence and repetition penalties, from counts kept up to date step by step.
 
-    Memory: 5 bytes a vocabulary entry for each penalised row.
+    Memory: 5 bytes per vocabulary entry and penalised row.
     """
 
     def __init__(

@@ -26,11 +26,11 @@ class Share:
         return self.end - self.begin
 
     def times(self, count: int) -> Share:
-        """The same part of a dimension with `count` elements for each of this one's."""
+        """The same part of a dimension that has `count` elements for each element of this one."""
         return Share(self.begin * count, self.end * count, self.total * count)
 
     def of_state(self, split: RankSplit) -> RankShare:
-        """The same part of a `StateSpec`'s heads."""
+        """This part as a rank's share of a `StateSpec`'s heads."""
         return RankShare(split, self.begin, self.end, self.total)
 
 
@@ -77,10 +77,10 @@ class TensorPlacement:
         return Share(self.tp_rank * size, (self.tp_rank + 1) * size, total)
 
     def kv_head_share(self, num_kv_heads: int) -> Share:
-        """This rank's KV heads; where ranks are more than heads, several ranks have the same one.
+        """This rank's KV heads; with more ranks than heads, several ranks have the same head.
 
         Raises:
-            ValueError: Neither is a multiple of the other.
+            ValueError: Neither number, of heads or ranks, is a multiple of the other.
         """
         if self.tp_size <= num_kv_heads or self.tp_size % num_kv_heads:
             return self.share(num_kv_heads, "KV heads")
@@ -88,7 +88,7 @@ class TensorPlacement:
         return Share(head, head + 1, num_kv_heads)
 
     def kv_state_share(self, num_kv_heads: int) -> RankShare:
-        """The same for a `StateSpec`."""
+        """`kv_head_share` as a rank's share of a `StateSpec`'s heads."""
         heads = self.kv_head_share(num_kv_heads)
         is_split = heads.size * self.tp_size == num_kv_heads
         return heads.of_state(RankSplit.HEADS if is_split else RankSplit.REPLICATED)

@@ -1,4 +1,4 @@
-"""From the projection of queries, keys and values to attention: norms, rotation, the pool."""
+"""Steps between the QKV projection and attention: norms, rotation, storing in the pool."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ class RadixAttention(torch.nn.Module):
     ) -> None:
         """Args:
         num_heads: Query heads of this rank; a multiple of `num_kv_heads`.
-        scaling: Of the scores, before the softmax.
+        scaling: Factor of the scores, before the softmax.
         layer_id: This layer's place in the model.
         kind: Decides which backend runs it.
         """
@@ -56,9 +56,9 @@ class RadixAttention(torch.nn.Module):
             q: `[num_tokens, num_heads, head_dim]`, any strides with dense heads.
             k: `[num_tokens, num_kv_heads, head_dim]`; `v` likewise.
             save_kv_cache: False: `k` and `v` have been stored.
-            rows: Extend only: each request's last new token, int64 `[bs]`, where the others
-                need not attend.
-            index: What chooses the tokens to attend to, for kinds of attention that choose.
+            rows: Extend only: int64 `[bs]`, each request's last token: only these attend. None:
+                all.
+            index: Queries that choose the tokens to attend to, for kinds of attention that choose.
 
         Returns:
             `[num_tokens, num_heads * head_dim]`, or `[bs, ...]` with `rows`.

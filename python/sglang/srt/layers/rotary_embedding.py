@@ -67,7 +67,7 @@ def _yarn_frequencies(rope: RopeConfig, freqs: torch.Tensor) -> torch.Tensor:
 
 
 class RotaryEmbedding(torch.nn.Module):
-    """Angles are computed for each batch in fp32: no table bounds the context's length."""
+    """Rotary angles, computed for each batch in fp32: no table bounds the context length."""
 
     inv_freq: torch.Tensor
 

@@ -18,13 +18,13 @@ _GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)
 _MIX_1 = 0xBF58476D1CE4E5B9 - (1 << 64)
 _MIX_2 = 0x94D049BB133111EB - (1 << 64)
 _UNIFORM_BITS = 48
-"""Few enough that a product with the total mass never rounds up to it."""
+"""Few enough that a product with the total mass never rounds up to the mass."""
 
 _HEAD_TOKENS = 512
 
 
 class Sampler(torch.nn.Module):
-    """Stateless."""
+    """Chooses each row's next token. Stateless."""
 
     @torch.inference_mode()
     def forward(
@@ -86,7 +86,7 @@ def _shift(x: torch.Tensor, bits: int) -> torch.Tensor:
 
 
 def _sample(probs: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
-    """int64 `[n]`: a token of each row of `[n, vocab_size]` probabilities.
+    """Draw a token from each row of `[n, vocab_size]` probabilities: int64 `[n]`.
 
     Args:
         uniform: fp64 `[n]` in [0, 1).
@@ -102,7 +102,7 @@ def _sample(probs: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
 def _sample_filtered(
     probs: torch.Tensor, uniform: torch.Tensor, filtered: FilteredRows
 ) -> torch.Tensor:
-    """Sample from what top-k, top-p and min-p all keep of the unfiltered distribution.
+    """Sample from the tokens of `probs` `[n, vocab_size]` that top-k, top-p and min-p all keep.
 
     Each of the three keeps the first tokens in descending order, a head; together they keep the
     shortest head. Sorting a large vocabulary is slow and heads are short, so the head is looked for
@@ -133,7 +133,7 @@ def _descending(probs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 def _sample_head(
     probs: torch.Tensor, tokens: torch.Tensor, uniform: torch.Tensor, filtered: FilteredRows
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Sample from the kept head of descending `probs`, of `tokens`.
+    """Sample from the kept head of `probs`, which descend; `tokens` are their ids.
 
     Returns:
         Token ids `[n]`, and the smallest probability that was kept, `[n]`.

@@ -18,7 +18,7 @@ from sglang.srt.sampling.sampling_params import SamplingParams
 
 @dataclass(frozen=True, slots=True)
 class FilteredRows:
-    """Rows that sample from the most probable tokens alone."""
+    """Rows that sample only from the most probable tokens."""
 
     rows: torch.Tensor
     """int64 `[n]`."""
@@ -32,7 +32,7 @@ class FilteredRows:
 
 @dataclass(slots=True)
 class SamplingBatchInfo:
-    """What the sampler needs to know of each row.
+    """Sampling parameters of each row of a batch.
 
     Rows are split by how they are sampled, so that a row's tokens never depend on what the
     others asked for: greedy, filtered (top-k, top-p, min-p), and plain.
@@ -42,7 +42,7 @@ class SamplingBatchInfo:
     temperatures: torch.Tensor | None
     """fp32 `[bs, 1]`; 1 for greedy rows. None where all are greedy."""
     plain_rows: torch.Tensor | None
-    """int64: rows that sample from the whole vocabulary; None where there are none."""
+    """int64 `[n]`: rows that sample from the whole vocabulary; None: there are none."""
     filtered: FilteredRows | None
     penalties: Penalties | None
     logit_bias: LogitBias | None
@@ -63,9 +63,9 @@ class SamplingBatchInfo:
         """Collect the parameters of a batch's requests, verified before.
 
         Args:
-            eos_token_ids: What `min_new_tokens` masks, besides a request's stop tokens.
-            histories: Of each request, used for those with a penalty alone; None: empty ones.
-            grammars: The constrained rows. Those mind their own `min_new_tokens`.
+            eos_token_ids: Tokens that `min_new_tokens` masks, besides a request's stop tokens.
+            histories: One for each request, used only for those with a penalty; None: empty ones.
+            grammars: The constrained rows, which apply `min_new_tokens` themselves.
         """
         plain: list[int] = []
         filtered: list[int] = []
@@ -125,7 +125,8 @@ class SamplingBatchInfo:
         )
 
     def adjusted(self, logits: torch.Tensor, steps: torch.Tensor) -> torch.Tensor:
-        """`logits` after penalties, biases and minimum lengths: a copy where anything changes."""
+        """`logits`, fp32 `[bs, vocab_size]`, after penalties, biases, minimum lengths and grammars:
+        a copy if anything changes."""
         if not self.adjusts_logits:
             return logits
         logits = logits.clone()

@@ -1,4 +1,4 @@
-"""The logits of a step, of which each rank has those of its part of the vocabulary."""
+"""Logits of a step, split over the ranks by vocabulary."""
 
 from __future__ import annotations
 
@@ -10,15 +10,14 @@ from sglang.srt.layers.placement import Share
 
 
 class VocabLogits:
-    """Gathered only where all of them are read: greedy rows need the greatest alone.
+    """Logits that are gathered only if all of them are read: greedy rows need only the greatest.
 
     All ranks make the same calls in the same order, and get the same bits. The thread that runs
     the model uses it.
 
     Attributes:
-        part: fp32 `[n, width]`, on all ranks equally wide: this rank's tokens, and behind them what
-            means nothing.
-        tokens: Which tokens this rank has; `total` is the vocabulary's size.
+        part: fp32 `[n, width]`, equally wide on all ranks: this rank's tokens, then garbage.
+        tokens: This rank's tokens; `total` is the vocabulary's size.
     """
 
     def __init__(self, part: torch.Tensor, tokens: Share, group: TensorGroup) -> None:
@@ -29,16 +28,16 @@ class VocabLogits:
 
     @classmethod
     def of(cls, whole: torch.Tensor) -> VocabLogits:
-        """Those of one rank: fp32 `[n, vocab_size]`."""
+        """Logits of a single rank: fp32 `[n, vocab_size]`."""
         size = whole.shape[-1]
         return cls(whole, Share(0, size, size), SingleTensorGroup())
 
     def first(self, count: int) -> VocabLogits:
-        """Those of the first `count` rows."""
+        """Logits of the first `count` rows."""
         return VocabLogits(self.part[:count], self.tokens, self._group)
 
     def whole(self) -> torch.Tensor:
-        """fp32 `[n, vocab_size]`, to be read only. The first call gathers it."""
+        """All logits, fp32 `[n, vocab_size]`, read-only. The first call gathers them."""
         if self._group.size == 1:
             return self.part
         if self._whole is None:

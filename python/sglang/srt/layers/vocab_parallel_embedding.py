@@ -13,9 +13,9 @@ from sglang.srt.layers.weight_slot import NamedSlots, WeightedLayer, WeightSlot
 
 
 class VocabParallelEmbedding(WeightedLayer):
-    """A row of `weight` for each token that this rank has, on all ranks equally many.
+    """Embedding table split over the ranks by token; `weight` has equally many rows on all ranks.
 
-    Rows behind the vocabulary's end are zeros. The same class is the (untied) output head.
+    Rows after the vocabulary's end are zeros. The same class is the (untied) output head.
     """
 
     def __init__(self, vocab_size: int, hidden_size: int, *, placement: TensorPlacement) -> None:
@@ -49,7 +49,7 @@ class VocabParallelEmbedding(WeightedLayer):
         """The logits of `[n, hidden_size]`.
 
         Args:
-            out: Where this rank's go, fp32 `[n, len(weight)]`.
+            out: Takes this rank's logits, fp32 `[n, len(weight)]`; None: a new tensor.
         """
         part = apply_linear(hidden_states, self.weight, out=out, out_dtype=torch.float32)
         return VocabLogits(part, self.tokens, self._group)

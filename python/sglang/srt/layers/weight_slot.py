@@ -1,4 +1,4 @@
-"""Which checkpoint tensor goes where in a model: said by the layers, used by the loader."""
+"""Places of checkpoint tensors in a model: declared by the layers, used by the loader."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class WeightSlot:
 
     dest: torch.Tensor
     shape: tuple[int, ...]
-    """Of the whole tensor in the checkpoint."""
+    """Shape of the whole tensor in the checkpoint."""
     dim: int = 0
     """The dimension that is split."""
     shares: tuple[Share, ...] = ()
@@ -40,7 +40,7 @@ class WeightSlot:
 
     @classmethod
     def of(cls, dest: torch.Tensor, share: Share | None = None, dim: int = 0) -> WeightSlot:
-        """For a tensor of which this rank's part fills `dest` as it is."""
+        """The slot of a tensor whose part on this rank fills `dest`."""
         return cls.of_runs(dest, () if share is None else (share,), dim)
 
     @classmethod
@@ -51,7 +51,7 @@ class WeightSlot:
         dim: int = 0,
         parts: tuple[str, ...] = (),
     ) -> WeightSlot:
-        """For a tensor of several runs, of which this rank's parts fill `dest` one by one."""
+        """The slot of a tensor of several runs, whose parts on this rank fill `dest` in order."""
         shape = list(dest.shape)
         if shares:
             assert shape[dim] == sum(share.size for share in shares), (shape, dim, shares)

@@ -1,4 +1,4 @@
-"""What the scheduler asks of a prefix cache, under the path where readers look for it."""
+"""The interface of prefix caches to the scheduler, under the path where readers look for it."""
 
 from sglang.srt.mem_cache.tree.base_prefix_cache import (
     BasePrefixCache,

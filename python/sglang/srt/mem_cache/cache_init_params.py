@@ -1,4 +1,4 @@
-"""What a prefix cache is built from, under the path where readers look for it."""
+"""Arguments of prefix caches, under the path where readers look for them."""
 
 from sglang.srt.mem_cache.tree.cache_init_params import CacheInitParams
 

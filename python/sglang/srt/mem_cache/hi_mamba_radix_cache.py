@@ -1,6 +1,6 @@
-"""The prefix cache of up to three tiers of a model with recurrent states: its assembly.
+"""Prefix cache of up to three tiers for models with recurrent states.
 
-Its flows are those of every model; states go along. See `docs/hicache.md`.
+Its flows are the same as for other models; states move with the pages. See `docs/hicache.md`.
 """
 
 from __future__ import annotations

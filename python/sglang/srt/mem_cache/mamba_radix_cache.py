@@ -1,6 +1,6 @@
-"""The prefix cache of one tier of a model with recurrent states: its assembly.
+"""Prefix cache of one tier for models with recurrent states.
 
-The tree, its component and its tiers are those of every model: see `tree/state_component.py`.
+Tree, component and tiers are the same as for other models: see `tree/state_component.py`.
 """
 
 from __future__ import annotations
@@ -23,6 +23,6 @@ class MambaRadixCache(RadixCache):
 
 
 def check_has_states(params: CacheInitParams) -> None:
-    """Raise ValueError where the model of `params` keeps no recurrent states."""
+    """Raise ValueError if the model of `params` has no recurrent states."""
     if mamba_pool_of(params) is None:
         raise ValueError("this prefix cache is for models with recurrent states: `model_pools`")

@@ -6,16 +6,16 @@ from sglang.srt.environ import envs
 from sglang.srt.mem_cache.host.host_memory import HostTensorAllocator
 from sglang.srt.mem_cache.host.host_pool import HostKVCache
 from sglang.srt.mem_cache.host.host_pool_group import HostPoolGroup, PoolEntry
-from sglang.srt.mem_cache.host.mamba_host_pool import MambaPoolHost
 from sglang.srt.mem_cache.host.mla_host_pool import (
     DSAIndexerPoolHost,
     MLATokenToKVPoolHost,
     NSAIndexerPoolHost,
 )
 from sglang.srt.mem_cache.host.paged_host_pool import MHATokenToKVPoolHost
+from sglang.srt.mem_cache.host.state_host_pool import MambaPoolHost
 
 HICACHE_HOST_MEMORY_RESERVE_BYTES: Final = envs.HICACHE_HOST_MEMORY_RESERVE_BYTES
-"""The setting; `get()` is the number of bytes that L2 leaves free."""
+"""The setting; `get()` returns the bytes of host memory that L2 leaves free."""
 
 __all__ = [
     "HICACHE_HOST_MEMORY_RESERVE_BYTES",

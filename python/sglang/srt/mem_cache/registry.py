@@ -1,4 +1,4 @@
-"""Which prefix cache a server gets."""
+"""Choice of a server's prefix cache."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from sglang.srt.mem_cache.tree.radix_cache import RadixCache, mamba_pool_of
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TreeCacheBuildContext:
-    """What the choice depends on."""
+    """Inputs of the choice."""
 
     server_args: HiCacheArgs
     params: CacheInitParams
@@ -21,8 +21,8 @@ class TreeCacheBuildContext:
 
 
 def create_tree_cache(ctx: TreeCacheBuildContext) -> RadixCache:
-    """One tier, or the hierarchy where it is enabled; with recurrent states, where the model has
-    some. Raises as `HiRadixCache` does."""
+    """Make the prefix cache: one tier, or the hierarchy if it is enabled; with recurrent states if
+    the model has them. Raises as `HiRadixCache` does."""
     has_states = mamba_pool_of(ctx.params) is not None
     if ctx.enable_hierarchical_cache:
         kind = HiMambaRadixCache if has_states else HiRadixCache

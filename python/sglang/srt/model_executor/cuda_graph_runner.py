@@ -19,6 +19,7 @@ from sglang.srt.layers.vocab_logits import VocabLogits
 from sglang.srt.mem_cache.device.base_device_pool import BaseDevicePool
 from sglang.srt.mem_cache.device.memory_pool import ReqToTokenPool
 from sglang.srt.mem_cache.device.pool_registry import kv_pool
+from sglang.srt.mem_cache.device.state_pool import state_pool
 from sglang.srt.mem_cache.device.state_spec import PoolName
 from sglang.srt.model_executor.graph_capture import Graph, GraphCapture
 
@@ -55,17 +56,17 @@ def graph_batch_sizes(max_batch_size: int | None, max_running_requests: int) -> 
 
 
 def estimate_graph_bytes(max_batch_size: int, vocab_size: int, state_bytes: int = 0) -> int:
-    """Device memory of all graphs and of their logits, gathered and in the order of the vocabulary.
+    """Estimate the bytes of all graphs and of their logits, as gathered and in vocabulary order.
 
     Args:
-        state_bytes: Of one layer's recurrent state of a request.
+        state_bytes: Bytes of one layer's recurrent state of a request.
     """
     per_request = 2 * 4 * vocab_size + _COPIES_OF_STATES * state_bytes
     return max_batch_size * per_request + _FIXED_BYTES
 
 
 class CudaGraphRunner:
-    """Captures when it is made, replays afterwards; one thread uses it, the model's."""
+    """Captures decode steps when it is made, then replays them. For the model's thread only."""
 
     def __init__(
         self,
@@ -78,10 +79,10 @@ class CudaGraphRunner:
         num_logits: int,
     ) -> None:
         """Args:
-        forward: The model's.
-        pools: Of all the model's state.
+        forward: The model's `forward`.
+        pools: Pools of all the model's state.
         batch_sizes: Ascending.
-        num_logits: Of a request, on this rank.
+        num_logits: Logits per request on this rank.
         """
         for pool in pools.values():
             assert pool.layer_transfer_counter is None, "waits cannot be captured"
@@ -155,6 +156,9 @@ class CudaGraphRunner:
 
         return capture.capture(run)
 
+    def _static_states(self, slots: torch.Tensor) -> StateBatch | None:
+        return None if state_pool(self._pools.values()) is None else StateBatch(slots=slots)
+
     def _static_batch(self, size: int) -> ForwardBatch:
         inputs = self._inputs[:, :size]
         return ForwardBatch(
@@ -168,7 +172,7 @@ class CudaGraphRunner:
             req_to_token_pool=self._req_to_token_pool,
             token_to_kv_pool=kv_pool(self._pools),
             pools=self._pools,
-            states=StateBatch(slots=inputs[5]) if PoolName.MAMBA in self._pools else None,
+            states=self._static_states(inputs[5]),
             logits_out=self._logits_out[:size],
             attn_backend=self._attn_backend,
             is_captured=True,

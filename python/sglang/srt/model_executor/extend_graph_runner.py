@@ -1,4 +1,4 @@
-"""Short prefills as CUDA graphs, in pieces between which a layer's load is waited for.
+"""Short prefills as CUDA graphs, one for each layer, so that each layer's load can be waited for.
 
 A question after a long prefix that the cache holds is a prefill of few tokens: running its kernels
 takes the GPU less time than launching them takes the CPU, and the first token waits for that. A
@@ -23,18 +23,19 @@ from sglang.srt.layers.vocab_logits import VocabLogits
 from sglang.srt.mem_cache.device.base_device_pool import BaseDevicePool
 from sglang.srt.mem_cache.device.memory_pool import ReqToTokenPool
 from sglang.srt.mem_cache.device.pool_registry import kv_pool
+from sglang.srt.mem_cache.device.state_pool import state_pool
 from sglang.srt.mem_cache.device.state_spec import PoolName
 from sglang.srt.model_executor.cuda_graph_runner import Forward
 from sglang.srt.model_executor.graph_capture import Graph, GraphCapture
 
 TOKEN_COUNTS: Final = (16, 32, 64, 128, 256)
-"""From some 300 tokens on the GPU takes longer than the CPU."""
+"""Captured numbers of tokens. From some 300 tokens on the GPU takes longer than the CPU."""
 assert TOKEN_COUNTS[-1] <= SHORT, "layers of linear attention plan longer prefills on the CPU"
 MAX_REQUESTS: Final = 8
 
 
 class ExtendGraphRunner:
-    """Captures when it is made, replays afterwards; one thread uses it, the model's."""
+    """Captures prefills when it is made, then replays them. For the model's thread only."""
 
     def __init__(
         self,
@@ -46,10 +47,10 @@ class ExtendGraphRunner:
         num_logits: int,
     ) -> None:
         """Args:
-        forward: The model's.
+        forward: The model's `forward`.
         attn_backend: One that `captures_extend`.
-        pools: Of all the model's state.
-        num_logits: Of a request, on this rank.
+        pools: Pools of all the model's state.
+        num_logits: Logits per request on this rank.
         """
         for pool in pools.values():
             assert pool.layer_transfer_counter is None, "waits cannot be captured"
@@ -59,7 +60,7 @@ class ExtendGraphRunner:
         self._pools = pools
         pool_of = {layer: pool for pool in pools.values() for layer in pool.spec.layers}
         self._waits = sorted(pool_of.items(), key=lambda wait: wait[0])
-        """The model's layers that have state, and a pool that waits for each."""
+        """Layers that have state, ascending, each with a pool that waits for its load."""
         table = req_to_token_pool.req_to_token
         device = table.device
         self._max_requests = min(MAX_REQUESTS, len(table))
@@ -71,7 +72,7 @@ class ExtendGraphRunner:
             self._no_request = torch.tensor([[0], [1], [0], [0], [0], [0]], device=device)
             self._short_plan = (
                 ShortPlan.of([], None, device, self._max_requests)
-                if PoolName.MAMBA in pools
+                if state_pool(pools.values()) is not None
                 else None
             )
             self._requests = self._no_request.repeat(1, self._max_requests)
@@ -133,13 +134,13 @@ class ExtendGraphRunner:
         return LogitsProcessorOutput(logits=self._logits[size].first(requests))
 
     def _states_of(self, forward_batch: ForwardBatch) -> list[torch.Tensor]:
-        """What kernels read of a step's states, in the order of the static tensors."""
+        """Slots and plan of a step's states, in the order of the static tensors."""
         states, num_new = forward_batch.states, forward_batch.extend_seq_lens_cpu
         assert states is not None and num_new is not None, "the maker of the batch gave it states"
         plan = ShortPlan.of(
             num_new, states.track_lens_cpu, forward_batch.input_ids.device, self._max_requests
         )
-        # Where none is left, no slot for one is read.
+        # Without snapshots these slots are not read.
         targets = states.slots if states.track_slots is None else states.track_slots
         return [states.slots, states.read_slots, targets, *plan]
 

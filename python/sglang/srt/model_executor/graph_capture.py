@@ -19,20 +19,20 @@ T = TypeVar("T")
 
 
 class GraphCapture:
-    """Captures runs into one memory pool, so no two of them may be replayed at the same time."""
+    """Captures graphs into one memory pool, so no two of them may be replayed at the same time."""
 
     def __init__(self) -> None:
         self._pool = torch.cuda.graph_pool_handle()
-        gc.collect()  # what dies while a graph is captured might be freed in it
+        gc.collect()  # an object that dies during a capture might be freed in it
         torch.cuda.synchronize()
 
     def capture_sizes(
         self, what: str, sizes: Sequence[int], capture: Callable[[int], T]
     ) -> dict[int, T]:
-        """What `capture` makes of each size, and a line in the log.
+        """Capture each size, and log the time; the results by size.
 
         Args:
-            what: Of the sizes, for the log: "decoding of %s requests".
+            what: Name of the steps for the log, e.g. "decoding of %s requests".
             sizes: Ascending.
         """
         started = time.monotonic()
@@ -47,11 +47,11 @@ class GraphCapture:
         return self.capture_pieces(lambda cut: run())[0]
 
     def capture_pieces(self, run: Callable[[Callable[[], None]], object]) -> list[Graph]:
-        """Graphs to be replayed one after the other.
+        """Capture graphs to be replayed one after the other.
 
         Args:
-            run: Launches, and calls what it is given where the next graph is to begin. It is run
-                a few times before: that compiles kernels and makes library handles, which cannot
+            run: Launches kernels, and calls its argument where the next graph is to begin. It runs
+                a few times before the capture: compiling kernels and making library handles cannot
                 be captured.
         """
         stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]

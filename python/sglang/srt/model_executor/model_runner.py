@@ -41,10 +41,15 @@ from sglang.srt.layers.mla.latent_attention import LatentAttention
 from sglang.srt.mem_cache.allocator import BaseTokenToKVPoolAllocator, make_allocator
 from sglang.srt.mem_cache.device.base_device_pool import BaseDevicePool
 from sglang.srt.mem_cache.device.hybrid_req_pool import HybridReqToTokenPool
-from sglang.srt.mem_cache.device.mamba_pool import MambaPool
 from sglang.srt.mem_cache.device.memory_pool import KVCache, ReqToTokenPool
 from sglang.srt.mem_cache.device.pool_registry import kv_pool, make_pools
-from sglang.srt.mem_cache.device.state_spec import PoolName, bytes_per_state, bytes_per_token
+from sglang.srt.mem_cache.device.state_pool import state_pool
+from sglang.srt.mem_cache.device.state_spec import (
+    ItemKind,
+    PoolName,
+    bytes_per_state,
+    bytes_per_token,
+)
 from sglang.srt.model_executor.cuda_graph_runner import (
     MAX_BATCH_SIZE,
     CudaGraphRunner,
@@ -62,7 +67,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SharedTransferEngine:
-    """What the Transfer Engine of this process is started with; see `MooncakeTransferEngine`."""
+    """Arguments of this process's Transfer Engine; see `MooncakeTransferEngine`."""
 
     hostname: str
     gpu_id: int | None = None
@@ -79,51 +84,52 @@ class ModelRunnerConfig:
     """One of the device's `DeviceKind.kv_cache_dtypes`; "auto" is the model's own."""
     page_size: int = 1
     attention_backend: str | None = None
-    """None: the best of the device."""
+    """The backend's name; None: the best one for the device."""
     load_format: str = "auto"
     random_seed: int = 0
     """Seed of `dummy` weights."""
     seed_instance: SeedAddress | None = None
-    """Where `remote_instance` weights come from."""
+    """The seed of `remote_instance` weights."""
     offers_weights: bool = False
-    """Peers may read the weights; needs a `transfer_engine`."""
+    """Whether peers may read the weights; needs a `transfer_engine`."""
     rendezvous: Rendezvous | None = None
-    """Where the ranks of the server meet; None: this one is alone."""
+    """Meeting place of the server's ranks; None: this rank is alone."""
     attn_cp_size: int = 1
     """See `RankGroup.attn_cp_size`."""
     gpu_id: int | None = None
-    """Which device of its kind; None: the current one."""
+    """Index of the device; None: the current one."""
     tp_group: TensorGroup | None = None
-    """The ranks that split the model's layers; None: attention TP's of the world."""
+    """The ranks that split the model's layers; None: the world's attention TP group."""
     cp_group: TensorGroup | None = None
-    """The ranks that split the tokens of prefills; None: attention CP's of the world."""
+    """The ranks that split the tokens of prefills; None: the world's attention CP group."""
     show_progress: bool = True
     disable_cuda_graph: bool = False
     cuda_graph_max_bs: int | None = None
     """Largest batch whose decoding is captured; None: `max_running_requests`, 256 at most."""
     transfer_engine: SharedTransferEngine | None = None
-    """For features that move this process's memory; None: the server has no such feature."""
+    """Engine of features that move this process's memory; None: the server has no such feature."""
 
 
 class ModelRunner:
-    """Runs batches. One thread uses it after it was made.
+    """Runs batches. Only one thread uses it once it is made.
 
     Attributes:
         model: The model, weights loaded.
-        weight_source: Where its weights came from.
-        remote_instance_transfer_engine: Knows the weights' memory, for servers that read them and
-            to read them itself; None without `offers_weights`.
-        remote_instance_transfer_engine_session_id: Under which peers address it; empty without.
-        model_config: Its configuration.
-        tp_group: The ranks that split its layers.
-        cp_group: The ranks that have the same share of its layers, and split the tokens of
+        weight_source: Source of the weights.
+        remote_instance_transfer_engine: The Transfer Engine with the weights registered, so that
+            peers can read them; None without `offers_weights`.
+        remote_instance_transfer_engine_session_id: Session under which peers address it; empty
+            without `offers_weights`.
+        model_config: The model's configuration.
+        tp_group: The ranks that split the model's layers.
+        cp_group: The ranks that have the same share of the layers, and split the tokens of
             prefills.
-        state_specs: What it keeps per token and per prefix.
-        attn_backend: The backend of all its attention layers.
+        state_specs: State that the model caches per token and per prefix.
+        attn_backend: The backend of all attention layers.
         req_to_token_pool: Slots of each running request; after `init_memory_pool`.
         pools: The device pools (L1), one for each of `state_specs`; after `init_memory_pool`.
         token_to_kv_pool: The one of `pools` whose slots requests own; after `init_memory_pool`.
-        token_to_kv_pool_allocator: Hands out its pages; after `init_memory_pool`.
+        token_to_kv_pool_allocator: Hands out that pool's pages; after `init_memory_pool`.
     """
 
     req_to_token_pool: ReqToTokenPool
@@ -140,9 +146,9 @@ class ModelRunner:
             on_joined: Called when the ranks have met, before anything is loaded.
 
         Raises:
-            RuntimeError: Another device was set in this process, or the Transfer Engine does not
+            RuntimeError: Another device was set in this process, or the Transfer Engine did not
                 start.
-            ValueError: A name or size that is not supported, or damaged weights; one line.
+            ValueError: A name or size is not supported, or weights are damaged; one line.
         """
         if config.page_size < 1:
             raise ValueError(f"page_size={config.page_size} must be at least 1")
@@ -173,7 +179,7 @@ class ModelRunner:
                 f"{config.model_config.architecture} depends on all tokens before, so that ranks "
                 "cannot split a prefill: leave it at 1, and split heads (--tp-size)"
             )
-        # Before the weights are loaded, which takes longer than finding that a name is wrong.
+        # Before the weights are loaded, so that a wrong name is reported at once.
         self._attn_backends = self._make_attention_backends()
         self.attn_backend = join_backends(self._attn_backends)
         self.remote_instance_transfer_engine: MooncakeTransferEngine | None = None
@@ -183,12 +189,12 @@ class ModelRunner:
         self.weight_source = load_weights(self.model, config.model_config, load_config)
 
     def init_torch_distributed(self) -> None:
-        """Make the device current, say so to those who wait for it, and join the other ranks.
+        """Make the device current, notify the threads that wait for that, and join the other ranks.
 
-        A process that is in a world already stays in that one.
+        A process that is in a world already stays in it.
 
         Raises:
-            RuntimeError: Another device was set in this process before, or a rank does not come.
+            RuntimeError: Another device was set in this process before, or a rank did not join.
             ValueError: The numbers of ranks do not fit each other.
         """
         config, device = self.config, self.config.device
@@ -211,10 +217,10 @@ class ModelRunner:
         self._is_first_rank = meeting is None or meeting.rank == 0
 
     def init_shared_mooncake_transfer_engine(self) -> None:
-        """Start the Transfer Engine that features of this server share; none: do nothing.
+        """Start the Transfer Engine that features of this server share, if any does.
 
         Raises:
-            RuntimeError: `init_torch_distributed` has not set a device yet, or the engine does not
+            RuntimeError: `init_torch_distributed` has not set a device yet, or the engine did not
                 start.
             ValueError: A setting cannot work here.
         """
@@ -235,7 +241,7 @@ class ModelRunner:
         self.remote_instance_transfer_engine_session_id = engine.get_session_id()
 
     def _make_attention_backends(self) -> dict[AttentionKind, AttentionBackend]:
-        """One for each kind of the model's layers."""
+        """Make a backend for each kind of the model's layers."""
         specs = {spec.name: spec for spec in self.state_specs}
         configs = {
             layer.kind: AttentionConfig(
@@ -263,12 +269,12 @@ class ModelRunner:
         return bytes_per_state(self.state_specs)
 
     def graph_bytes(self) -> int:
-        """Estimate of the device memory that captured steps take; 0 where there are none."""
+        """Estimated bytes of device memory that captured steps take; 0: there are none."""
         if not self._captures_graphs or not self.attn_backend.can_be_captured:
             return 0
         largest = self.config.cuda_graph_max_bs or MAX_BATCH_SIZE
-        layers = [len(spec.layers) for spec in self.state_specs if spec.name is PoolName.MAMBA]
-        layer_bytes = self.state_bytes() // layers[0] if layers else 0
+        states = (spec for spec in self.state_specs if spec.item is ItemKind.STATE)
+        layer_bytes = max((spec.layer_bytes for spec in states), default=0)
         tokens = max(largest, TOKEN_COUNTS[-1] if self.attn_backend.captures_extend else 0)
         by_context = self.attn_backend.graph_bytes(tokens, self.model_config.context_len)
         return by_context + estimate_graph_bytes(largest, self.model_config.vocab_size, layer_bytes)
@@ -280,7 +286,7 @@ class ModelRunner:
         longest_pass: int = 0,
         num_states: int | None = None,
     ) -> None:
-        """Make the pools and the allocator; warm up and capture graphs where the device does so.
+        """Make the pools and the allocator; warm up and capture graphs if the device does so.
 
         Args:
             max_total_tokens: Slots of the device pool, a multiple of the page size.
@@ -292,7 +298,7 @@ class ModelRunner:
         Raises:
             ValueError: `max_total_tokens` is not a positive multiple of the page size, there is no
                 pool for a kind of state that the model keeps, or the memory that
-                SGLANG_MOONCAKE_CUSTOM_MEM_POOL names cannot be had here.
+                SGLANG_MOONCAKE_CUSTOM_MEM_POOL names is not available here.
         """
         page_size = self.config.page_size
         if max_total_tokens < page_size or max_total_tokens % page_size:
@@ -324,8 +330,8 @@ class ModelRunner:
 
     def _make_row_pool(self, rows: int) -> ReqToTokenPool:
         context_len, device = self.model_config.context_len, self.config.device
-        states = self.pools.get(PoolName.MAMBA)
-        if isinstance(states, MambaPool):
+        states = state_pool(self.pools.values())
+        if states is not None:
             return HybridReqToTokenPool(rows, context_len, device, states)
         return ReqToTokenPool(rows, context_len, device)
 
@@ -334,7 +340,7 @@ class ModelRunner:
         return self._device_kind.captures_graphs and not self.config.disable_cuda_graph
 
     def _capture(self, batch_sizes: list[int]) -> None:
-        """Capture what the attention backends let be captured; decoding of `batch_sizes`."""
+        """Capture decode steps of `batch_sizes` and short prefills, where all backends can."""
         backends = self._attn_backends
         num_logits = -(-self.model_config.vocab_size // self.tp_group.size)
         refusal = uncaptured(backends, lambda backend: backend.can_be_captured)
@@ -365,7 +371,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def forward(self, forward_batch: ForwardBatch) -> LogitsProcessorOutput:
-        """Run one step: stores the new tokens' keys and values, gives the last tokens' logits.
+        """Run one step: store the new tokens' keys and values, return the last tokens' logits.
 
         On CUDA this queues the work and returns. The logits of a captured step are overwritten by
         the next: whatever reads them must be queued before that.
@@ -373,8 +379,8 @@ class ModelRunner:
         output = self._forward(forward_batch)
         states = forward_batch.states
         if states is not None and states.decoded is not None:
-            pool = self.pools[PoolName.MAMBA]
-            assert isinstance(pool, MambaPool)
+            pool = state_pool(self.pools.values())
+            assert pool is not None, "the step has states"
             pool.copy_from(*states.decoded)
         return output
 
@@ -382,7 +388,7 @@ class ModelRunner:
         for graphs in self._graphs:
             if graphs.can_run(forward_batch):
                 return graphs.replay(forward_batch)
-        # Captured prefills are short, and computed whole: a graph gives nothing to other ranks.
+        # Captured prefills are short, so each rank computes all of them: a graph exchanges nothing.
         if self.cp_group.size > 1 and forward_batch.forward_mode.is_extend():
             forward_batch = split_context(forward_batch, self.cp_group) or forward_batch
         forward_batch.attn_backend = self.attn_backend

@@ -14,17 +14,17 @@ CPU_POOL_FRACTION = 0.1
 GPU_STATIC_FRACTION = 0.88
 MAX_RUNNING_REQUESTS = 256
 MIN_TOKENS = 2
-"""One of a prompt and one of its output: with less no request can be served."""
+"""One token of a prompt and one of its output: with fewer no request can be served."""
 FULL_MEMORY_RATIO = 0.9
 """Bytes of recurrent states for each byte of keys and values."""
 REQ_TABLE_BYTES = 256 * MIB
-"""Most that the table of requests' slots may take unless more requests are asked for."""
+"""Upper bound of the table of requests' slots, unless the user asks for more requests."""
 _SLOT_BYTES = 4
 """Bytes of one token in that table."""
 
 
 class Sizing(NamedTuple):
-    """A decision and why it is that."""
+    """A size and the reason for it."""
 
     amount: int
     """Tokens (a multiple of the page size), requests, states or bytes."""
@@ -40,11 +40,11 @@ def pool_budget(
     weight_bytes: int = 0,
     graph_bytes: int = 0,
 ) -> Sizing:
-    """Decide how many bytes all device pools may take, unless their sizes are asked for. Arguments
-    as in `size_kv_pool`.
+    """Decide how many bytes all device pools may take, unless the user asks for sizes. Arguments as
+    in `size_kv_pool`.
 
     Raises:
-        ValueError: The fraction is none.
+        ValueError: `mem_fraction_static` is not between 0 and 1.
     """
     budget, reason = _budget(has_own_memory, total_bytes, mem_fraction_static, weight_bytes)
     if mem_fraction_static is None and has_own_memory:
@@ -69,23 +69,23 @@ def size_kv_pool(
     """Decide how many tokens the device pool (L1) holds.
 
     Args:
-        has_own_memory: Of the device; False: it shares the host's, as a CPU does.
+        has_own_memory: Whether the device has its own memory, or else the host's, as a CPU does.
         kv_bytes_per_token: Bytes of one token's keys and values over all layers.
-        page_size: Tokens per page; one more page, the padding page, is paid for here.
+        page_size: Tokens per page; one more page, the padding page, is counted in.
         total_bytes: Memory of the device.
-        available_bytes: Of it, what is free after the weights were loaded.
+        available_bytes: Memory that is free after the weights were loaded.
         mem_fraction_static: Share of `total_bytes` for weights and pool together; None: on a
             CPU min(1 GiB, 10% of the memory), elsewhere 0.88 less `graph_bytes`.
         max_total_tokens: An upper bound that the user set.
-        weight_bytes: What the weights take of the static share.
-        graph_bytes: What CUDA graphs will take.
-        state_bytes: What recurrent states will take.
+        weight_bytes: Bytes of the weights, part of the static share.
+        graph_bytes: Bytes that CUDA graphs will take.
+        state_bytes: Bytes that recurrent states will take.
         context_len: Longest context of the model. Unless a size was asked for, a GPU's pool holds
             at most `MAX_RUNNING_REQUESTS` of them, so that a small model leaves memory alone.
 
     Raises:
-        ValueError: Not one page fits, or not the shortest request, or the memory for it is not
-            there; names the flag.
+        ValueError: One page or the shortest request does not fit, or the memory is not available;
+            names the flag.
     """
     budget, reason = pool_budget(
         has_own_memory=has_own_memory,
@@ -144,7 +144,7 @@ def _budget(
 def _default_budget(
     budget: int, reason: str, total_bytes: int, available_bytes: int, graph_bytes: int
 ) -> tuple[int, str]:
-    """Leave room for graphs; and where others use the device too, the same reserve as alone."""
+    """Leave room for graphs, and the usual reserve even if others use the device too."""
     reserve = int(total_bytes * (1.0 - GPU_STATIC_FRACTION))
     if available_bytes - reserve < budget:
         budget = available_bytes - reserve
@@ -167,13 +167,13 @@ def size_states(
     snapshots.
 
     Args:
-        budget_bytes: Of all device pools: see `pool_budget`.
-        state_bytes: Of one state over all layers; one more, padding, is paid for here.
-        keeps_snapshots: Whether the states of prefixes are kept. Else there are no more states
-            than running requests.
+        budget_bytes: Bytes of all device pools: see `pool_budget`.
+        state_bytes: Bytes of one state over all layers; one more state, padding, is counted in.
+        keeps_snapshots: Whether states of prefixes are cached; if not, there are only as many
+            states as running requests.
         full_memory_ratio: Bytes of states for each byte of keys and values, at most; None: 0.9.
-        max_states: What the user asked for; then the ratio does not count.
-        max_running_requests: As the user asked; None: `MAX_RUNNING_REQUESTS`.
+        max_states: Number that the user asked for; it overrides the ratio.
+        max_running_requests: Number that the user asked for; None: `MAX_RUNNING_REQUESTS`.
 
     Raises:
         ValueError: Not one state fits; names the flags.
@@ -205,8 +205,8 @@ def size_running_requests(
 ) -> Sizing:
     """Decide how many requests may run at once.
 
-    Without a wish it is what the pool can feed with at least 64 tokens each, at most 256, and
-    few enough that the table of their slots (4 bytes a token of context) stays small.
+    Unless the user asks for a number: as many as the pool can give 64 tokens each, at most 256, and
+    few enough that the table of their slots (4 bytes per token of context) stays small.
 
     Args:
         available_bytes: Memory of the device that weights, pools and states leave free.

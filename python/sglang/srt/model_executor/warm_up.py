@@ -1,4 +1,4 @@
-"""What a GPU does once for each kind of prefill, done before the first request waits for it."""
+"""Warm-up of prefills: one-time work of a GPU, done before the first request."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from sglang.srt.mem_cache.device.memory_pool import KVCache, ReqToTokenPool
 
 NEW_TOKENS = (1, 4, 8, 16, 32, 64)
 IN_CHUNKS = SHORT + CHUNK
-"""Of models with recurrent states: just too long for the kernels that short prefills take."""
+"""New tokens for models with recurrent states: just too many for the kernels of short prefills."""
 PREFIX_TOKENS = 4096
 UNEVEN_TOKENS = 96
-"""Past the end of a whole pass: prefixes of any length take other kernels than those of some."""
+"""Added to a prefix of one pass: prefixes of uneven length use other kernels."""
 
 
 def warm_up_batches(
@@ -32,7 +32,7 @@ def warm_up_batches(
     They read and write the padding page alone. The table must be new: its rows are all zeros.
 
     Args:
-        longest_pass: New tokens that one pass may have.
+        longest_pass: Most new tokens of one pass.
     """
     context = req_to_token_pool.max_context_len
     row = torch.zeros(1, dtype=torch.int64, device=req_to_token_pool.device)
@@ -40,7 +40,7 @@ def warm_up_batches(
     for prefix, new in warm_up_lengths(context, longest_pass, has_states):
         states = StateBatch.running(req_to_token_pool, row)
         if states is not None and new > SHORT:
-            # As behind a hit: with a snapshot, and tokens that follow it.
+            # As after a hit: with a snapshot, and tokens after it.
             states.track_slots, states.track_lens_cpu = row, [(new - 1) // CHUNK * CHUNK]
         zeros = torch.zeros(new, dtype=torch.int64, device=req_to_token_pool.device)
         yield ForwardBatch(
@@ -63,7 +63,7 @@ def warm_up_batches(
 def warm_up_lengths(
     context: int, longest_pass: int, has_states: bool = False
 ) -> list[tuple[int, int]]:
-    """Prefix and new tokens of each step, as far as `context` tokens have room for them."""
+    """Lengths of prefix and new tokens of each step that fits into `context` tokens."""
     short = min(PREFIX_TOKENS, max(0, context - max(NEW_TOKENS)))
     new_long = min(longest_pass, context)
     prefixes = (0, min(longest_pass + UNEVEN_TOKENS, context - new_long))

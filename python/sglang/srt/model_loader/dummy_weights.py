@@ -59,7 +59,7 @@ def dummy_tensor(
     near 1, biases small, matrices by fan-in.
 
     Args:
-        shape: Of the whole weight, whatever part a rank keeps of it.
+        shape: Shape of the whole weight, whatever part a rank keeps of it.
     """
     if len(shape) > 1:
         bound, centre = (3.0 / shape[-1]) ** 0.5, 0.0

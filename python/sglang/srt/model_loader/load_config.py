@@ -1,4 +1,4 @@
-"""Where a model's weights come from and where they go: plain values."""
+"""Source and destination of a model's weights: plain values."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class LoadConfig:
     random_seed: int = 0
     """The seed of `dummy` weights."""
     seed_instance: SeedAddress | None = None
-    """Where `remote_instance` weights come from."""
+    """The seed of `remote_instance` weights."""
     device: str = "cpu"
     tp_group: TensorGroup = field(default_factory=SingleTensorGroup)
     """The ranks that split the model's layers."""

@@ -1,4 +1,4 @@
-"""In which order the parts of weights are read: batches of whole tensors and of rows. Pure."""
+"""Order in which the parts of weights are read: batches of whole tensors and of rows. Pure."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ class Step:
     """One read of a batch.
 
     Attributes:
-        name: Of the tensor.
-        offset: Where its rows come to be in the staging memory; None: they arrive in their place.
+        name: Name of the tensor.
+        offset: Byte offset of its rows in the staging memory; None: they arrive in place.
     """
 
     name: str
@@ -25,7 +25,7 @@ class Step:
     offset: int | None
 
     def block(self, staging: int) -> Block:
-        """What the transport moves, with staging memory at that address."""
+        """The block that the transport moves, with staging memory at the address `staging`."""
         return self.read.block(None if self.offset is None else staging + self.offset)
 
 
@@ -36,7 +36,7 @@ class ReadBatch:
     Attributes:
         steps: Tensors one after the other.
         done: The tensors that are whole when it has ended.
-        num_bytes: That the seed has to give.
+        num_bytes: Bytes that the seed has to give.
         staged: Bytes of staging memory that it takes.
     """
 
@@ -73,10 +73,10 @@ def staging_bytes(plans: Sequence[TensorPlan], most: int) -> int:
 def cut_batches(
     plans: Sequence[TensorPlan], most_bytes: int, most_staged: int
 ) -> Iterator[ReadBatch]:
-    """Batches of about `most_bytes`; a direct read that is larger is alone.
+    """Cut plans into batches of about `most_bytes`; a larger direct read is a batch of its own.
 
     Args:
-        most_staged: Of staging memory, in one batch; see `staging_bytes`.
+        most_staged: Most bytes of staging memory of one batch; see `staging_bytes`.
     """
     batch = ReadBatch()
     for plan in plans:
@@ -100,5 +100,5 @@ def cut_batches(
 
 
 def _aligned(num_bytes: int) -> int:
-    """What follows begins at whole words too."""
+    """`num_bytes`, rounded up to whole words."""
     return -(-num_bytes // _WORD) * _WORD

@@ -17,9 +17,9 @@ from sglang.srt.utils.background_call import BackgroundCall
 from sglang.srt.utils.error_answers import error_text
 
 ANSWER_TIMEOUT_S: Final = 20.0
-"""For one answer. The seed's scheduler gives it between two forward passes."""
+"""Seconds for one answer. The seed's scheduler gives it between two forward passes."""
 DIGEST_TIMEOUT_S: Final = 600.0
-"""Until the seed has read all its weights once, beside what it serves."""
+"""Seconds until the seed has read all its weights once, while it serves."""
 _POLL_S: Final = 0.1
 _MOST_BYTES: Final = 64 * MIB
 """Most bytes of an answer; a tensor takes about 300."""
@@ -33,7 +33,7 @@ class SeedClient:
         self._timeout = answer_timeout
 
     def ask_all(self) -> list[SeedAnswer]:
-        """What the seed tells now of all its ranks, in their order.
+        """Ask for the seed's current answers about all its ranks, in their order.
 
         Raises:
             ValueError: As `ask`, or the answers are not of one server.
@@ -50,7 +50,7 @@ class SeedClient:
         return answers
 
     def ask(self, rank: int) -> SeedAnswer:
-        """What the seed tells now of one rank. Blocks for at most the timeout.
+        """Ask for the seed's current answer about one rank. Blocks for at most the timeout.
 
         Raises:
             ValueError: There is no answer, or it is not a seed's; says what there is.
@@ -81,8 +81,8 @@ class SeedClient:
         """The digests of all ranks, once they are computed.
 
         Args:
-            num_ranks: How many ranks the seed has.
-            deadline: On the clock of `time.monotonic`.
+            num_ranks: Number of the seed's ranks.
+            deadline: `time.monotonic()` seconds.
 
         Raises:
             ValueError: As `ask`, or the time is up.

@@ -15,9 +15,9 @@ class StagingMemory:
     """Two halves that batches use in turn: one is read into while the other is copied from.
 
     Args:
-        engine: Gets to know the memory.
-        num_bytes: Of a half; 0: no batch needs any.
-        device: Of the weights.
+        engine: The engine that the memory is registered with.
+        num_bytes: Bytes of a half; 0: no batch needs any.
+        device: Device of the weights.
         known: Addresses of the allocations that the engine knows already.
 
     Raises:

@@ -1,4 +1,4 @@
-"""What a seed tells of its weights: for each rank, what it holds of each tensor, and where."""
+"""A seed's description of its weights: the parts of tensors of each rank, and their addresses."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class TensorPart(msgspec.Struct, frozen=True, kw_only=True):
         )
 
     def held(self) -> HeldRanges:
-        """What it is of `split_dim`."""
+        """Ranges of `split_dim` that the part has."""
         if self.split_runs:
             return HeldRanges.of(self.split_ranges, self.split_runs)
         return HeldRanges.of([(0, self.shape[0] if self.shape else 1)], ())
@@ -50,7 +50,7 @@ class TensorPart(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class WeightsDigest(msgspec.Struct, frozen=True, kw_only=True):
-    """What takes long to compute: it reads every byte."""
+    """The part of an answer that takes long to compute: it reads every byte."""
 
     identity: str
     """See `weights_identity`; the same of all ranks."""
@@ -60,7 +60,7 @@ class WeightsDigest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class WeightsOffer(msgspec.Struct, frozen=True, kw_only=True):
-    """What a seed tells of one rank beside addresses."""
+    """A seed's description of one rank, without addresses."""
 
     config: dict[str, str]
     """See `config_values`."""
@@ -92,7 +92,7 @@ class SeedAnswer(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def places(self) -> dict[str, MemoryPlace]:
-        """Where each tensor is in the rank's memory."""
+        """Place of each tensor in the rank's memory."""
         return self.remote_instance_transfer_engine_info[1]
 
     def with_digest(self, digest: WeightsDigest) -> SeedAnswer:
@@ -103,7 +103,7 @@ class SeedAnswer(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def place_of(tensor: torch.Tensor) -> MemoryPlace:
-    """Where a contiguous tensor is."""
+    """Place of a contiguous tensor in memory."""
     assert tensor.is_contiguous(), "weights lie in one piece"
     return tensor.data_ptr(), tensor.numel(), tensor.element_size()
 
@@ -113,10 +113,11 @@ def check_offer(weights: WeightsOffer, *, config: Mapping[str, str], protocol: s
 
     Args:
         config: `config_values` of the model here.
-        protocol: Of this process's Transfer Engine.
+        protocol: Protocol of this process's Transfer Engine.
 
     Raises:
-        ValueError: What differs, and the remedy; the first field by name, if it is the model.
+        ValueError: Model or transport differ; names the difference (of a model the first field) and
+            the remedy.
     """
     if weights.protocol != protocol:
         raise ValueError(

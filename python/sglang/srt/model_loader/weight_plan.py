@@ -26,8 +26,8 @@ class PartRead:
 
     Attributes:
         holder: The rank.
-        remote: Address of the first row in its process.
-        row_bytes: Of a row there.
+        remote: Address of the first row in that rank's process.
+        row_bytes: Bytes of a row there.
         skipped: Bytes of a row before those that are wanted.
         dest: uint8 `[rows, bytes]` of the slot; rows are apart where the slot is split by columns.
     """
@@ -47,11 +47,11 @@ class PartRead:
 
     @property
     def num_bytes(self) -> int:
-        """What the seed has to give, at least one byte."""
+        """Bytes that the seed has to give, at least one."""
         return self.dest.numel() if self.is_direct else len(self.dest) * self.row_bytes
 
     def block(self, base: int | None = None) -> Block:
-        """What to read: the part itself, or whole rows to the address `base`."""
+        """The block to read: the part itself, or whole rows to the address `base`."""
         if base is None:
             remote = self.remote + self.skipped
             return Block(self.dest.data_ptr(), remote, self.dest.numel())
@@ -72,8 +72,8 @@ class Cell:
     """Bytes of a slot that are compared with a checksum.
 
     Attributes:
-        holder: The rank of the seed that has given them.
-        index: Which of its checksums of the tensor is theirs.
+        holder: The rank of the seed that gave them.
+        index: Index of their checksum among that rank's checksums of the tensor.
         data: uint8 `[rows, bytes]`.
     """
 
@@ -115,15 +115,16 @@ def cell_views(slot: WeightSlot) -> list[torch.Tensor]:
 def plan_reads(
     answers: Sequence[SeedAnswer], slots: Mapping[str, WeightSlot], *, rank: int
 ) -> list[TensorPlan]:
-    """How all slots are filled, sorted by address here. Replicas of the seed give equally much.
+    """Plan how to fill all slots, sorted by address here. Replicas of the seed give equally much.
 
     Args:
-        answers: Of all ranks of the seed, in their order; the same model's (`check_offer`).
-        slots: Those of the model here.
-        rank: Of this server; ranks begin with different replicas.
+        answers: Answers of all ranks of the seed, in their order, for the same model
+            (`check_offer`).
+        slots: Slots of the model here.
+        rank: Rank of this server; ranks begin with different replicas.
 
     Raises:
-        ValueError: What differs, and the remedy; the first tensor by name.
+        ValueError: Seed and model differ; names the first tensor, the difference and the remedy.
     """
     planner = _Planner(answers, rank % len(answers))
     names = {*slots, *(name for answer in answers for name in answer.weights.tensors)}
@@ -132,7 +133,7 @@ def plan_reads(
 
 
 class _Held:
-    """What a rank of the seed holds of tensors that are alike, and where its cells are."""
+    """Ranges that a rank of the seed holds of tensors that are alike, and its cells."""
 
     def __init__(self, part: TensorPart) -> None:
         self.ranges = part.held()
@@ -147,7 +148,7 @@ class _Planner:
 
     Args:
         answers: See `plan_reads`.
-        first: Which replica begins.
+        first: The replica that begins.
     """
 
     def __init__(self, answers: Sequence[SeedAnswer], first: int) -> None:
@@ -213,7 +214,7 @@ class _Planner:
         return held
 
     def _held_by(self, answer: SeedAnswer, name: str, ours: TensorPart, itemsize: int) -> _Held:
-        """What a rank of the seed holds of a tensor.
+        """Ranges that a rank of the seed holds of a tensor.
 
         Raises:
             ValueError: It has no such tensor, or another one, or is split in other directions.
@@ -271,8 +272,8 @@ def check_checksums(
     """Compare what arrived with what the seed has.
 
     Args:
-        ours: Of each of the plan's cells.
-        digests: Of each rank of the seed.
+        ours: Checksum of each of the plan's cells.
+        digests: Digest of each rank of the seed.
 
     Raises:
         ValueError: Names the tensor, if it differs or has no checksum.

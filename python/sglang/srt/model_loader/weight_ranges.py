@@ -22,11 +22,11 @@ GRID_SIZES: Final = (1, 2, 4, 8)
 
 @dataclass(frozen=True, slots=True)
 class HeldRanges:
-    """What one rank holds of a dimension.
+    """The part of a dimension that one rank holds.
 
     Attributes:
-        ranges: Of each run, ascending; empty ones are left out.
-        grid: Where a checksum ends and another one begins, ascending.
+        ranges: The range held of each run, ascending; empty ones are left out.
+        grid: Bounds between checksums, ascending.
     """
 
     ranges: tuple[Range, ...]
@@ -51,7 +51,7 @@ class HeldRanges:
         return cut_at(self.ranges, self.grid)
 
     def offset_of(self, part: Range) -> int | None:
-        """Where the first element of `part` is among those held; None: not all of it is held."""
+        """Index of the first element of `part` among those held; None: not all of it is held."""
         offset = 0
         for begin, end in self.ranges:
             if begin <= part[0] and part[1] <= end:
@@ -80,7 +80,7 @@ def cut_at(ranges: Iterable[Range], cuts: Sequence[int]) -> list[Range]:
 
 
 def common_parts(wanted: HeldRanges, holders: Sequence[HeldRanges]) -> list[Range]:
-    """What is wanted, in parts of which each holder has all or nothing."""
+    """Cut `wanted` into parts of which each holder has all or nothing."""
     bounds = {bound for holder in holders for part in holder.ranges for bound in part}
     return cut_at(wanted.ranges, sorted(bounds))
 
@@ -89,8 +89,8 @@ class EvenSpread:
     """Chooses among replicas: the one that was asked for the fewest bytes until now.
 
     Args:
-        num_holders: How many there are.
-        first: Who comes first among equals, and after it the next ones.
+        num_holders: Number of replicas.
+        first: The replica that is preferred among equals; after it the next ones.
     """
 
     def __init__(self, num_holders: int, first: int) -> None:

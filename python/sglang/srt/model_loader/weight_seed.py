@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 
 class _Computed(msgspec.Struct, frozen=True, kw_only=True):
-    """What became of one rank's digest."""
+    """Result of computing one rank's digest."""
 
     error: str = ""
     identity: str = ""
@@ -92,7 +92,7 @@ class WeightSeed:
         A collective until the digests are there.
 
         Args:
-            rank: Of this server; the same on all its ranks.
+            rank: A rank of this server; the same number on all its ranks.
 
         Raises:
             ValueError: There is no such rank, or a digest cannot be computed; one line, on all

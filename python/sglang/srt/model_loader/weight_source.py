@@ -1,4 +1,4 @@
-"""Where weights come from, and the account of which slots of a model they have filled."""
+"""Sources of weights, and the account of the slots of a model that they have filled."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ class WeightSource(Protocol):
 
     @property
     def name(self) -> str:
-        """For logs and errors."""
+        """Name of the source, for logs and errors."""
 
     def identity(self) -> str:
-        """What tells these weights from all others: 32 hexadecimal digits. After `fill`.
+        """Digest that identifies these weights: 32 hexadecimal digits. Call it after `fill`.
 
         May read every file, the first time.
         """
@@ -65,8 +65,8 @@ class WeightSlots:
         """The slot of a checkpoint tensor, filled now or just before; None: the model needs it not.
 
         Args:
-            shape: Of the whole tensor.
-            file: Where it is, for errors.
+            shape: Shape of the whole tensor.
+            file: File that has it, for errors.
 
         Raises:
             ValueError: The tensor has no slot, was there before, or has another shape.

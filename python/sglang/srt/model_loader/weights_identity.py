@@ -34,7 +34,7 @@ def weights_identity(
 
     Args:
         load_format: As in `LoadConfig`; "dummy" weights are config.json and the seed.
-        cache_dir: Where digests are remembered; None: `~/.cache/sglang`.
+        cache_dir: Directory in which digests are cached; None: `~/.cache/sglang`.
 
     Returns:
         32 hexadecimal digits.
@@ -131,7 +131,7 @@ class _DigestCache:
 
 
 def _read_cache(path: Path) -> dict[str, str]:
-    """What the file remembers, with anything malformed left out."""
+    """Entries of the cache file, without malformed ones."""
     try:
         entries = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):

@@ -1,4 +1,4 @@
-"""What a model offers to those who load, run and size it."""
+"""Interface of models to the loader, the runner and pool sizing."""
 
 from __future__ import annotations
 
@@ -40,10 +40,10 @@ class CausalLM(Protocol):
         """Whether a checkpoint may hold this tensor though the model computes or shares it."""
 
     def state_specs(self, kv_dtype: torch.dtype) -> tuple[StateSpec, ...]:
-        """What the model keeps per token and per prefix; the KV that others hang on comes first.
+        """State cached per token and per prefix; the spec whose slots others share comes first.
 
         Args:
-            kv_dtype: In which keys, values and latent rows are to be stored.
+            kv_dtype: Dtype in which keys, values and latent rows are stored.
         """
 
     def attention_layers(self) -> Iterator[RadixAttention]:

@@ -24,9 +24,9 @@ _NORM_EPS = 1e-6
 
 
 class LatentProjections(torch.nn.Module):
-    """From hidden states to what queries and rows are made of.
+    """Projections of hidden states to queries and to the parts of latent rows.
 
-    Queries of all heads come from the hidden state, or through a vector that is normalised.
+    Queries are projected from the hidden state, or from a normalised vector of `q_lora_rank`.
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class DeepseekV2AttentionMLA(torch.nn.Module):
         placement: TensorPlacement,
         layer_id: int,
     ) -> None:
-        """Raises ValueError: config.json has sizes that there cannot be."""
+        """Raises ValueError: config.json has impossible sizes."""
         super().__init__()
         self.mla = mla = MLAConfig.from_hf(config.hf_config)
         heads = placement.share(config.num_attention_heads, "attention heads")
@@ -143,7 +143,7 @@ class DeepseekV2AttentionMLA(torch.nn.Module):
         rotation: Rotation,
         forward_batch: ForwardBatch,
     ) -> IndexQuery | None:
-        """What chooses the tokens to attend to; None: nothing does."""
+        """Queries that choose the tokens to attend to; None: all tokens are read."""
         return None
 
 
@@ -174,7 +174,7 @@ class DeepseekV32Attention(DeepseekV2AttentionMLA):
         rotation: Rotation,
         forward_batch: ForwardBatch,
     ) -> IndexQuery | None:
-        """Store the indexer's keys, then ask for tokens where a context has too many."""
+        """Store the indexer's keys; return its queries if a context has more than `topk` tokens."""
         assert forward_batch.pools is not None, "the runner sets it before the model runs"
         pool = forward_batch.pools[PoolName.INDEXER]
         assert isinstance(pool, NSAIndexerPool)

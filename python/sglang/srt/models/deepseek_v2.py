@@ -23,7 +23,7 @@ class DeepseekV2ForCausalLM(LlamaForCausalLM):
     """See `LlamaForCausalLM`. Experts are scored by softmax, maybe in groups."""
 
     def __init__(self, config: ModelConfig, placement: TensorPlacement) -> None:
-        """Raises ValueError: config.json asks for what there is not."""
+        """Raises ValueError: config.json asks for something that is not supported."""
         super().__init__(config, placement)
         self._mla = MLAConfig.from_hf(config.hf_config)
         extra = getattr(config.hf_config, "num_nextn_predict_layers", None) or 0
@@ -94,7 +94,7 @@ class DeepseekV2ForCausalLM(LlamaForCausalLM):
         return (MLASpec.of(layers, self._mla.kv_lora_rank, self._mla.qk_rope_head_dim, kv_dtype),)
 
     def is_redundant(self, name: str) -> bool:
-        """As in the base; layers behind the last one draft tokens, which this engine does not."""
+        """As in the base class, and layers after the last one: they only draft tokens."""
         return super().is_redundant(name) or name.startswith(self._draft_prefixes)
 
 
@@ -150,6 +150,6 @@ class DeepseekV32ForCausalLM(DeepseekV3ForCausalLM):
 
 
 def _check(value: object, name: str, supported: tuple[str, ...]) -> None:
-    """Raise ValueError where a field is there and is none of the supported values."""
+    """Raise ValueError if a field is set to a value that is not supported."""
     if value is not None and value not in supported:
         raise ValueError(f"{name}={value!r} is not supported: {' and '.join(supported)} are")

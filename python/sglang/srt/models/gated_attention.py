@@ -82,7 +82,7 @@ class GatedAttention(torch.nn.Module):
         forward_batch: ForwardBatch,
         rows: torch.Tensor | None,
     ) -> torch.Tensor:
-        """From the projections `[num_tokens, ..., head_dim]` to what is projected next."""
+        """The output projection's input, from the projections `[num_tokens, ..., head_dim]`."""
         attn = self.attn
         q = kernels.prepare_gated_qkv_(
             qkv,

@@ -40,7 +40,7 @@ class SelfAttention(Protocol):
 
 
 MakeAttention = Callable[[ModelConfig, "DecoderOptions", TensorPlacement, int], SelfAttention]
-"""With the placement of a layer, and its number. What it makes is a module."""
+"""Makes the attention module of a layer from the layer's placement and number."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,12 +52,12 @@ class DecoderOptions:
     mlp_bias: bool = False
     qk_norm: bool = False
     sparse: SparseMoeOptions | None = None
-    """What `sparse_layers` have in place of the dense feed-forward part."""
+    """Experts that `sparse_layers` have in place of the dense feed-forward part."""
     sparse_layers: frozenset[int] = frozenset()
     attention: MakeAttention | None = None
     """Makes the attention of each layer; None: `LlamaAttention`."""
     norm: type[RMSNorm] = RMSNorm
-    """Before both parts of a layer, and behind the last layer."""
+    """Norm before both parts of a layer, and after the last layer."""
 
 
 def called_self_attn(make: MakeAttention) -> MakeAttention:
@@ -183,7 +183,7 @@ class LlamaDecoderLayer(torch.nn.Module):
                 and values of the others are stored all the same.
 
         Returns:
-            Output, None where the residual has it already, and residual.
+            Output (None: the residual has it already) and residual.
         """
         normed, residual = self.input_layernorm.add_(x, residual)
         x, residual = self.self_attn.forward(normed, residual, rotation, forward_batch, rows)
@@ -215,14 +215,14 @@ class LlamaModel(torch.nn.Module):
     def forward(
         self, input_ids: torch.Tensor, positions: torch.Tensor, forward_batch: ForwardBatch
     ) -> torch.Tensor:
-        """Hidden states of `ForwardBatch.rows_for_logits`."""
+        """Hidden states of `ForwardBatch.rows_for_logits`, `[rows, hidden_size]`."""
         rotation = self.rotary_emb.forward(positions)
         x: ToAdd = None
         residual = self.embed_tokens.forward(input_ids)
         *most, last = self.decoder_layers
         for layer in most:
             x, residual = layer.forward(x, residual, rotation, forward_batch)
-        # Behind the last layer, each request's last token is the only one that is read.
+        # After the last layer only each request's last token is read.
         rows = forward_batch.rows_for_logits()
         x, residual = last.forward(x, residual, rotation, forward_batch, rows)
         return self.norm.add_(x, residual)[0]
@@ -231,9 +231,14 @@ class LlamaModel(torch.nn.Module):
 class LlamaForCausalLM(torch.nn.Module):
     """A causal language model. Its subclasses differ in `decoder_options`."""
 
+    model_prefix = "model"
+    """What the names of all tensors but the head's begin with in a checkpoint."""
+
     def __init__(self, config: ModelConfig, placement: TensorPlacement) -> None:
         super().__init__()
-        self.model = LlamaModel(config, self.decoder_options(config), placement.at("model"))
+        self.model = LlamaModel(
+            config, self.decoder_options(config), placement.at(self.model_prefix)
+        )
         self.lm_head = (
             None
             if config.tie_word_embeddings

@@ -1,4 +1,8 @@
-"""Qwen3.5, text alone: Qwen3-Next with a projection for each kind, dense or with experts."""
+"""Qwen3.5, text alone: Qwen3-Next with a projection for each kind, dense or with experts.
+
+A checkpoint is of the text model, or has a vision tower beside it. The sections of its rotation
+(mrope) differ in the positions of images alone, so that with text they are one plain rotation.
+"""
 
 from __future__ import annotations
 
@@ -27,3 +31,21 @@ class Qwen3_5MoeForCausalLM(Qwen3_5ForCausalLM):
     @classmethod
     def sparse_options(cls, config: ModelConfig) -> SparseMoeOptions:
         return gated_experts(config, renormalize=True)
+
+
+class _BesideVision(Qwen3_5ForCausalLM):
+    """The text model of a checkpoint that has a vision tower too, whose tensors are not read."""
+
+    model_prefix = "model.language_model"
+
+    def is_redundant(self, name: str) -> bool:
+        """Also the vision tower's."""
+        return super().is_redundant(name) or name.startswith("model.visual.")
+
+
+class Qwen3_5ForConditionalGeneration(_BesideVision):
+    """See `Qwen3_5ForCausalLM`."""
+
+
+class Qwen3_5MoeForConditionalGeneration(_BesideVision, Qwen3_5MoeForCausalLM):
+    """See `Qwen3_5MoeForCausalLM`."""

@@ -16,7 +16,7 @@ class Qwen3MoeForCausalLM(Qwen3ForCausalLM):
 
     @staticmethod
     def decoder_options(config: ModelConfig) -> DecoderOptions:
-        """Raises ValueError: config.json asks for experts that there cannot be."""
+        """Raises ValueError: config.json's numbers of experts contradict one another."""
         return replace(
             Qwen3ForCausalLM.decoder_options(config),
             sparse_layers=sparse_layers(config),
@@ -25,8 +25,7 @@ class Qwen3MoeForCausalLM(Qwen3ForCausalLM):
 
 
 def sparse_layers(config: ModelConfig) -> frozenset[int]:
-    """The layers that have experts: one in every `decoder_sparse_step`, without those that
-    config.json excepts."""
+    """Layers that have experts: one in every `decoder_sparse_step`, except `mlp_only_layers`."""
     hf = config.hf_config
     step = positive_int(hf, "decoder_sparse_step")
     every = range(step - 1, config.num_hidden_layers, step)
@@ -36,14 +35,14 @@ def sparse_layers(config: ModelConfig) -> frozenset[int]:
 def sparse_options(
     config: ModelConfig, *, renormalize: bool, shared: SharedExpertOptions | None = None
 ) -> SparseMoeOptions:
-    """The experts of the Qwen families, which softmax over all of them scores.
+    """Options of the Qwen families' experts, scored by a softmax over all of them.
 
     Args:
         renormalize: Whether the weights of a token's experts are divided by their sum.
-        shared: The expert that every token uses, where there is one.
+        shared: The expert that every token uses; None: there is none.
 
     Raises:
-        ValueError: config.json asks for experts that there cannot be.
+        ValueError: config.json's numbers of experts contradict one another.
     """
     hf = config.hf_config
     num_experts, top_k = positive_int(hf, "num_experts"), positive_int(hf, "num_experts_per_tok")

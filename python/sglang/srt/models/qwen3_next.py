@@ -51,7 +51,7 @@ class Qwen3NextForCausalLM(LlamaForCausalLM):
 
     @classmethod
     def sparse_options(cls, config: ModelConfig) -> SparseMoeOptions:
-        """Their experts."""
+        """Options of the sparse layers' experts."""
         return gated_experts(config, renormalize=bool(config.hf_config.norm_topk_prob))
 
     def state_specs(self, kv_dtype: torch.dtype) -> tuple[StateSpec, ...]:
@@ -63,7 +63,7 @@ class Qwen3NextForCausalLM(LlamaForCausalLM):
         return (*super().state_specs(kv_dtype), states)
 
     def is_redundant(self, name: str) -> bool:
-        """Also what predicts several tokens at once, which the engine does not do."""
+        """As in the base class, and tensors that predict several tokens at once."""
         return super().is_redundant(name) or name.startswith("mtp.")
 
     @classmethod
@@ -82,7 +82,7 @@ class Qwen3NextForCausalLM(LlamaForCausalLM):
 
 
 def _full_or_linear(linear: DeltaNetOptions) -> MakeAttention:
-    """Makes linear attention of these options, and full attention where config.json says so."""
+    """Make linear attention with these options or full attention, as config.json says."""
 
     def make(
         config: ModelConfig, options: DecoderOptions, placement: TensorPlacement, layer_id: int
@@ -95,7 +95,7 @@ def _full_or_linear(linear: DeltaNetOptions) -> MakeAttention:
 
 
 def gated_experts(config: ModelConfig, *, renormalize: bool) -> SparseMoeOptions:
-    """The family's experts, and one that every token uses, gated."""
+    """Options of the family's experts, and of a gated one that every token uses."""
     shared = SharedExpertOptions(
         intermediate_size=positive_int(config.hf_config, "shared_expert_intermediate_size"),
         name="shared_expert",

@@ -16,7 +16,12 @@ from sglang.srt.models.deepseek_v2 import (
 from sglang.srt.models.llama import LlamaForCausalLM
 from sglang.srt.models.qwen2 import Qwen2ForCausalLM
 from sglang.srt.models.qwen3 import Qwen3ForCausalLM
-from sglang.srt.models.qwen3_5 import Qwen3_5ForCausalLM, Qwen3_5MoeForCausalLM
+from sglang.srt.models.qwen3_5 import (
+    Qwen3_5ForCausalLM,
+    Qwen3_5ForConditionalGeneration,
+    Qwen3_5MoeForCausalLM,
+    Qwen3_5MoeForConditionalGeneration,
+)
 from sglang.srt.models.qwen3_moe import Qwen3MoeForCausalLM
 from sglang.srt.models.qwen3_next import Qwen3NextForCausalLM
 
@@ -31,7 +36,9 @@ MODEL_CLASSES: Mapping[str, Callable[[ModelConfig, TensorPlacement], CausalLM]] 
         "Qwen3MoeForCausalLM": Qwen3MoeForCausalLM,
         "Qwen3NextForCausalLM": Qwen3NextForCausalLM,
         "Qwen3_5ForCausalLM": Qwen3_5ForCausalLM,
+        "Qwen3_5ForConditionalGeneration": Qwen3_5ForConditionalGeneration,
         "Qwen3_5MoeForCausalLM": Qwen3_5MoeForCausalLM,
+        "Qwen3_5MoeForConditionalGeneration": Qwen3_5MoeForConditionalGeneration,
     }
 )
 """`configs.config_file.SUPPORTED_ARCHITECTURES` has the same names."""

@@ -28,7 +28,7 @@ class DisaggregationMetrics:
     ) -> None:
         """Args:
         registry: The scheduler's.
-        queues: By a metric's name, how many requests are there now.
+        queues: Functions that count the requests in a queue now, by metric name.
         """
         for name, count in queues.items():
             gauge = Gauge(f"sglang:{name}", _QUEUES[name], registry=registry)
@@ -54,10 +54,10 @@ class DisaggregationMetrics:
 
 
 class TransferMetrics:
-    """What a decode server read, prompt by prompt. Scheduler thread only.
+    """Metrics of a decode server's reads, prompt by prompt. Scheduler thread only.
 
     Args:
-        ways: Of metadata.
+        ways: Ways that metadata come.
     """
 
     def __init__(self, registry: CollectorRegistry, ways: Sequence[str]) -> None:
@@ -81,11 +81,11 @@ class TransferMetrics:
             self._metadata.labels(way)
 
     def on_read(self, num_bytes: int, seconds: float) -> None:
-        """A prompt has come.
+        """Count a prompt that has arrived.
 
         Args:
-            num_bytes: Read of it; 0 where this server had all of it.
-            seconds: With a read in flight.
+            num_bytes: Bytes read of it; 0: this server had all of it.
+            seconds: Seconds with a read in flight.
         """
         self._total.observe(num_bytes / _MEGA)
         if num_bytes and seconds > 0:

@@ -56,7 +56,7 @@ def _bind_somewhere(sock: socket.socket, host: str) -> int:
 
 
 def _first_outgoing_port() -> int:
-    """Of those that the kernel gives to outgoing connections; 0: not known."""
+    """First port that the kernel gives to outgoing connections; 0: not known."""
     try:
         return int(_OUTGOING_PORTS.read_text().split()[0])
     except (OSError, ValueError, IndexError):
@@ -88,7 +88,7 @@ def check_port_available(host: str, port: int, flag: str = "--port") -> None:
     Args:
         host: Name or address of this machine.
         port: 1 to 65535.
-        flag: Where the port comes from, for the error.
+        flag: The flag that set the port, for the error.
 
     Raises:
         ValueError: The port is in use, or `host` is not an address of this machine.

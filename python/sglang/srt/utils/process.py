@@ -49,6 +49,27 @@ def holding_signals_from_children() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
+@contextlib.contextmanager
+def postponing_signals() -> Iterator[None]:
+    """Handle SIGINT and SIGTERM that come inside the block behind it. It does nothing outside
+    the main thread, where no handler runs.
+
+    For imports: C++ that imports Python modules aborts the process where a handler raises in them.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    came: list[int] = []
+    handlers = {one: signal.signal(one, lambda sig, _: came.append(sig)) for one in _GROUP_SIGNALS}
+    try:
+        yield
+    finally:
+        for one, handler in handlers.items():
+            signal.signal(one, handler)
+        for sig in came:
+            signal.raise_signal(sig)
+
+
 def leave_signals_to_parent() -> None:
     """Ignore SIGINT and SIGTERM, because the parent ends this process. Main thread only."""
     for one in _GROUP_SIGNALS:

@@ -81,7 +81,7 @@ class RigRequest:
 
 @dataclass(frozen=True)
 class Reused:
-    """Where the prefix of a prompt came from, in tokens."""
+    """Tokens of a prompt's prefix, by the tier that they came from."""
 
     device: int = 0
     host: int = 0
@@ -142,11 +142,11 @@ class CacheRig:
         return MHATokenToKVPool(size, self.page_size, self.dtype, _HEADS, _DIM, _LAYERS, RIG_DEVICE)
 
     def model_pools(self) -> ModelPools | None:
-        """The kinds of state of the rig's model; None: keys and values alone."""
+        """Pools of the rig's model by kind of state; None: keys and values alone."""
         return None
 
     def snapshot_alignment(self) -> int | None:
-        """Tokens; of a model with recurrent states."""
+        """Tokens between snapshots, for a model with recurrent states."""
         return None
 
     @property

@@ -1,4 +1,4 @@
-"""An artificial second kind of state: a few bytes a page, in some layers of the model.
+"""An artificial second kind of state: a few bytes per page, in some layers of the model.
 
 `MarksPool` is its device pool, `MarksPoolHost` its host pool in any layout. A *mark* is a number of
 `MARK_BYTES` bytes for a page and layer. It stands for an indexer, which shares the anchor's slots,
@@ -31,14 +31,14 @@ _MARK: Final = (StateBuffer("mark", (1,), torch.int64),)
 
 
 def page_marks(*layers: int) -> StateSpec:
-    """Of marks in these layers, one a page of the anchor."""
+    """Spec of marks in these layers, one for each page of the anchor."""
     return StateSpec(
         name=PoolName.INDEXER, layers=layers, buffers=_MARK, indices_from_pool=PoolName.KV
     )
 
 
 def prefix_marks(*layers: int) -> StateSpec:
-    """Of marks in these layers, one a prefix."""
+    """Spec of marks in these layers, one for each prefix."""
     return StateSpec(
         name=PoolName.MAMBA,
         layers=layers,

@@ -14,8 +14,8 @@ NUM_LAYERS = 5
 
 
 class MarksRig(CacheRig):
-    """A `CacheRig` on the CPU that computes a mark a page and layer, from all tokens before its
-    end, and checks those that it reuses."""
+    """A `CacheRig` on the CPU that computes a mark for each page and layer from all tokens up to
+    the page's end, and checks the marks that it reuses."""
 
     def model_pools(self) -> ModelPools:
         self.marks = MarksPool(page_marks(*MARK_LAYERS), self.pool.size, self.page_size)

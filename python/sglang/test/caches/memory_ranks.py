@@ -38,10 +38,10 @@ class _Call:
 
 
 class MemoryExchange:
-    """Where the ranks of one process meet. Any thread.
+    """Collectives between the ranks of one process. Any thread.
 
     Args:
-        size: How many ranks.
+        size: Number of ranks.
         deadline_s: A rank that waits longer for the others fails, and says who is missing.
         attn_cp_size: See `RankGroup.attn_cp_size`.
     """
@@ -60,11 +60,12 @@ class MemoryExchange:
         self._failure: BaseException | None = None
 
     def group(self, rank: int, *, seed: int = 0, most_delay_s: float = 0.0) -> MemoryRankGroup:
-        """Rank `rank`'s way to the others, delayed at each call by up to `most_delay_s`."""
+        """The group of rank `rank`; each call is delayed by up to `most_delay_s`."""
         return MemoryRankGroup(self, rank, random.Random(f"{seed} {rank}"), most_delay_s)
 
     def fail(self, cause: BaseException) -> None:
-        """A rank has failed: the others need not wait for it. The first cause counts."""
+        """Note that a rank has failed, so that the others do not wait for it. The first cause
+        counts."""
         with self._changed:
             self._failure = self._failure or cause
             self._changed.notify_all()
@@ -77,7 +78,8 @@ class MemoryExchange:
         payload: bytes | torch.Tensor | None,
         members: Sequence[int] | None = None,
     ) -> dict[int, bytes | torch.Tensor | None]:
-        """What ranks brought to their `number`-th collective, once all `members` are there.
+        """Wait for all `members` in their `number`-th collective, and return what the ranks
+        brought.
 
         Args:
             kind: The same on all ranks of the exchange, members or not.
@@ -111,7 +113,7 @@ class MemoryExchange:
                 error = RanksDiverged(
                     f"collective {number} is {kinds[first]} on rank {first}, {kind} on rank {rank}"
                 )
-                # Ranks of other members may wait for these in a later call.
+                # Other ranks may wait for these members in a later call.
                 self.fail(error)
                 raise error
 
@@ -124,15 +126,14 @@ def run_on_ranks(
     seed: int = 0,
     most_delay_s: float = 0.0,
 ) -> list[T]:
-    """What `work` returns on each rank, each on a thread of its own; the first error that a rank
-    raises.
+    """Run `work` on each rank, each in its own thread. Returns the results; raises the first error.
 
     Args:
         size: Ranks.
-        work: Is given the rank's group.
-        attn_cp_size: Of the groups.
-        seed: Of the delays.
-        most_delay_s: Of each collective of a rank.
+        work: Gets the rank's group.
+        attn_cp_size: See `RankGroup.attn_cp_size`.
+        seed: Seed of the delays.
+        most_delay_s: Longest delay of a rank's collective.
     """
     exchange = MemoryExchange(size, attn_cp_size=attn_cp_size)
     first: list[BaseException] = []
@@ -173,7 +174,7 @@ class EchoGroup(RankGroup):
 
 
 class PassedOnGroup(RankGroup):
-    """Another group's calls, for those who count or change some of them."""
+    """Passes calls to another group; subclasses count or change some."""
 
     def __init__(self, group: RankGroup) -> None:
         self._group = group
@@ -198,7 +199,7 @@ class PassedOnGroup(RankGroup):
 
 
 class PlaceInGroup(TensorGroup):
-    """A rank's place among others that are not there: what it computes stays its part."""
+    """A rank without the other ranks of its group: what it computes stays a part."""
 
     def __init__(self, rank: int, size: int) -> None:
         self._rank = rank

@@ -15,7 +15,7 @@ from sglang.test.caches.cache_rig import RIG_DEVICE, CacheRig
 LATENT_LAYERS: Final = (0, 1, 2)
 INDEXER_LAYERS: Final = (1, 2)
 NUM_LAYERS: Final = 4
-"""The last one keeps nothing."""
+"""Layers of the model; the last one has no state."""
 _RANK, _ROPE, _INDEX_DIM = 6, 2, 4
 
 
@@ -57,7 +57,7 @@ class MLARig(CacheRig):
                 -values[known:].expand(-1, _ROPE),
             )
         for layer in INDEXER_LAYERS:
-            # At most 253, so that bfloat16 has them exactly.
+            # At most 253, so that bfloat16 represents them exactly.
             keys = (wanted + layer)[:, None].expand(-1, _INDEX_DIM)
             reused = self.indexer.get_index_k_buffer(layer)[old]
             assert torch.equal(reused.to(torch.float64), keys[:known]), layer

@@ -16,7 +16,7 @@ from sglang.test.caches.state_rig import StateRig
 
 _LAYERS, _DIM = 3, 4
 _HEAD_STEP = 1000
-"""Heads differ by it, so that a head in the place of another is found out."""
+"""Difference between the values of neighbouring heads, so that swapped heads are detected."""
 
 
 @dataclass
@@ -58,13 +58,13 @@ class ShardedRig(CacheRig):
 
 _KEY_HEADS, _KEY_DIM, _VALUE_DIM, _KERNEL = 4, 3, 2, 4
 _REPEATS = 2
-"""Heads of values for each of keys."""
+"""Value heads per key head."""
 _CHANNEL_STEP = 300
 
 
 @dataclass
 class ShardedStateRig(ShardedRig, StateRig):
-    """A `StateRig` whose rank has a part of the heads: of keys and values, and of states."""
+    """A `StateRig` whose rank has a part of the heads of keys and values, and of states."""
 
     def __post_init__(self) -> None:
         keys = self._place().share(_KEY_HEADS, "key heads")

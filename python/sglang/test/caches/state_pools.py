@@ -1,6 +1,6 @@
 """Two device pools with slots of their own and the tiers below them, without a tree.
 
-KV in layers 0 to 2; states, one mark a layer, in layers 1 and 3 of four.
+KV in layers 0 to 2; states, one mark per layer, in layers 1 and 3 of four.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """A prefix cache of a made-up model with recurrent states, for tests of the tiers without a model.
 
-A state is a number that depends on all tokens it stands for, so that a request which continues
-from a wrong, stale or misplaced one is found out. `StateRig.run` takes the steps of the scheduler:
-match, load, copy the state to the request's own slot, compute with snapshots at aligned positions,
-insert.
+A state is a number that depends on all tokens before it, so that a wrong, stale or misplaced state
+is detected. `StateRig.run` takes the steps of the scheduler: match, load, copy the state to the
+request's own slot, compute with snapshots at aligned positions, insert.
 """
 
 from __future__ import annotations
@@ -16,6 +15,7 @@ import torch
 from sglang.srt.hardware_backend.device_runtime import on_device
 from sglang.srt.mem_cache.device.mamba_pool import MambaPool, MambaSpec
 from sglang.srt.mem_cache.device.model_pools import ModelPools
+from sglang.srt.mem_cache.device.state_pool import StatePool
 from sglang.srt.mem_cache.tiers.hiradix_cache import HiRadixCache
 from sglang.srt.mem_cache.tree.base_prefix_cache import (
     EvictParams,
@@ -32,7 +32,7 @@ SPEC = MambaSpec.of_shapes(
     (1, 3), (1, 2, 2), (3, 2), ssm_dtype=torch.float32, conv_dtype=torch.bfloat16
 )
 NUM_LAYERS = 4
-"""Of the model: keys and values in the first three, states in the second and the fourth."""
+"""Layers of the model: keys and values in the first three, states in the second and the fourth."""
 
 
 @dataclass(eq=False)
@@ -55,12 +55,14 @@ class StateRig(CacheRig):
 
     num_states: int = 12
     alignment: int = 0
-    """Tokens; 0: a page."""
+    """Tokens between positions for snapshots; 0: a page."""
     spec: MambaSpec = SPEC
 
     def __post_init__(self) -> None:
         self.alignment = self.alignment or self.page_size
         self.mamba = MambaPool(self.spec, self.num_states, RIG_DEVICE)
+        self.slots: StatePool = self.mamba
+        """The pool that hands out the slots."""
         super().__post_init__()
 
     def model_pools(self) -> ModelPools | None:
@@ -71,7 +73,7 @@ class StateRig(CacheRig):
 
     @property
     def states(self) -> StateComponent:
-        """Of the tree."""
+        """The tree's component for states."""
         assert self.tree.states is not None
         return self.tree.states
 
@@ -129,7 +131,7 @@ class StateRig(CacheRig):
         running = request.mamba_pool_idx
         assert running is not None
         if not total:
-            self.mamba.zero(running)
+            self.slots.zero(running)
         elif node is not match.last_device_node or match.mamba_host_hit_length:
             self._wait_for_load()
             self.states.copy_to(node, running)
@@ -147,7 +149,7 @@ class StateRig(CacheRig):
     def compute(
         self, request: StateRequest, ids: Sequence[int], *, snapshot: int | None = None
     ) -> None:
-        """Compute up to the end of `ids`, with a snapshot behind the first `snapshot` tokens."""
+        """Compute up to the end of `ids`, with a snapshot after the first `snapshot` tokens."""
         request.kv_committed_ids = list(ids)
         self._compute(request)
         if snapshot is not None:
@@ -162,17 +164,17 @@ class StateRig(CacheRig):
     def state_slot(self) -> torch.Tensor:
         """A free slot, int64 `[1]` on the CPU."""
         self.until(self._has_free_state)
-        slots = self.mamba.take(1)
+        slots = self.slots.take(1)
         assert slots is not None
         return torch.tensor(slots)
 
     def _has_free_state(self) -> bool:
-        if not self.mamba.available_size():
+        if not self.slots.available_size():
             self.tree.evict(EvictParams(mamba_num=1))
-        return self.mamba.available_size() > 0
+        return self.slots.available_size() > 0
 
     def fill(self, slot: torch.Tensor, request: RigRequest, length: int, ahead: int = 0) -> None:
-        """Write the state behind the first `length` tokens of a request, or a later one."""
+        """Write the state after the first `length` tokens of a request, or a later one."""
         value = state_value(request, length) + ahead
         for layer in range(len(self.spec.layers)):
             temporal, conv = self.state_rows(value, layer)
@@ -180,7 +182,7 @@ class StateRig(CacheRig):
             self.mamba.conv[layer, slot] = conv.to(self.mamba.conv.dtype)
 
     def state_rows(self, value: float, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """What a state made of `value` has in a layer: `temporal` and `conv`, to be broadcast."""
+        """`temporal` and `conv` of a state made of `value` in a layer, to be broadcast."""
         return torch.tensor(value + layer), torch.tensor(value - layer)
 
     def _check_state(self, request: StateRequest, length: int) -> None:
@@ -197,15 +199,15 @@ class StateRig(CacheRig):
     def finish(self, request: RigRequest, *, is_insert: bool = True) -> None:
         super().finish(request, is_insert=is_insert)
         assert isinstance(request, StateRequest) and request.mamba_pool_idx is not None
-        self.mamba.free(request.mamba_pool_idx)
+        self.slots.free(request.mamba_pool_idx)
         request.mamba_pool_idx = None
 
     def flush(self) -> None:
         super().flush()
-        self.mamba.clear()
+        self.slots.clear()
 
     def check(self, running: Sequence[RigRequest] = ()) -> None:
-        """Assert the books, of which `running` hold a part."""
+        """Assert that every slot has one owner: the tree, a free list or one of `running`."""
         table = self.rows.req_to_token
         self.tree.check_integrity(
             [
@@ -217,7 +219,7 @@ class StateRig(CacheRig):
 
 
 def state_value(request: RigRequest, length: int) -> float:
-    """What the state behind the first `length` tokens of a request is made of."""
+    """The number that the state after the first `length` tokens of a request is made of."""
     return float(expected_kv(request.kv_committed_ids[:length], request.extra_key)[-1])
 
 

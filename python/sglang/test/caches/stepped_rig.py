@@ -30,7 +30,7 @@ class SteppedRig(CacheRig):
             _stop_threads(controller.storage_io)
 
     def _finish_with_copies(self, leaving: Any) -> None:
-        # Under write_back an eviction waits for its copies, whatever needs the room.
+        # Under write_back an eviction waits for its copies.
         if leaving.nodes:
             self.writes.run()
         self.writes.at_once = True
@@ -81,7 +81,7 @@ def _stop_threads(storage_io: StorageIO) -> None:
 
 
 def _ungroup(waiting: queue.SimpleQueue[Any]) -> None:
-    """Make a question of its own of each prompt."""
+    """Ask about each prompt in a question of its own."""
     for _ in range(waiting.qsize()):
         one = waiting.get()
         for asked in one if isinstance(one, list) else [one]:
@@ -89,7 +89,7 @@ def _ungroup(waiting: queue.SimpleQueue[Any]) -> None:
 
 
 def _serve(waiting: queue.SimpleQueue[Any], serve: Callable[[], None], count: int | None) -> None:
-    """Let the work of a transfer thread be done here, for the first `count` operations."""
+    """Do a transfer thread's work here, for the first `count` operations."""
     operations = []
     while not waiting.empty():
         operations.append(waiting.get())

@@ -73,7 +73,7 @@ class StorageRigs:
             backend: Name of a backend, or a class of the test.
             l1_pages: Pages of L1.
             extra: Further extra config.
-            kind: Class of the rig, or what makes one.
+            kind: Class of the rig, or a function that makes one.
             settings: Fields of `HiCacheSettings`.
         """
         config = {**self._extra, **(extra or {})}
@@ -98,13 +98,13 @@ class StorageRigs:
 def assert_one_question_for_all_prompts(
     patch: pytest.MonkeyPatch, kind: Callable[..., CacheRig], pool: str, objects: int
 ) -> None:
-    """Two prompts that come in one tick are asked about in one call of the store, for all pools.
+    """Assert that one call asks the store about two prompts of one tick, for all pools.
 
     Args:
         patch: Puts a fake in the place of the store.
         kind: Class of a rig with several kinds of state.
         pool: The kind beside the anchor.
-        objects: How many objects of it the two prompts, of ten and of five pages, have.
+        objects: Number of its objects for the two prompts, of ten and of five pages.
     """
     fakes = FakeMooncakes(patch)
     patch.setattr(mooncake_store, "is_reachable", lambda config: True)

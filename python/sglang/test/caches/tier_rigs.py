@@ -36,7 +36,7 @@ def other_prompts(rig: CacheRig, count: int = 3) -> None:
 
 
 def wait_for(condition: Callable[[], bool]) -> None:
-    """Until `condition` holds, without a tick."""
+    """Wait until `condition` holds, without a tick."""
     deadline = time.monotonic() + 30
     while not condition():
         assert time.monotonic() < deadline
@@ -71,7 +71,7 @@ class FlakyStorage:
             if self.mode == "hole" and name.startswith("batch_get"):
                 result["kv"][2] = CacheOutcome.DAMAGED
             if self.mode == "terse" and name.startswith("batch_get"):
-                # A hole, about which it says nothing: three results for four pages.
+                # A hole that is not reported: three results for four pages.
                 self.real.pool("kv").scatter_pages(
                     args[0][0].host_indices[4:8],  # type: ignore[index]
                     torch.zeros((1, self.real.pool("kv").page_bytes), dtype=torch.uint8),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import tempfile
+from typing import ClassVar
 
 import torch
 from hypothesis import strategies as st
@@ -30,7 +31,7 @@ MAX_PAGES = 6
 
 
 class Tiers(RuleBasedStateMachine):
-    """Prompts over an alphabet of two pages per depth, so that they share and part everywhere."""
+    """Prompts over an alphabet of two pages per depth, so that prefixes branch everywhere."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -39,9 +40,9 @@ class Tiers(RuleBasedStateMachine):
         self.running: list[RigRequest] = []
         self.waiting: dict[str, list[int]] = {}
         self.known: set[PageHash] = set()
-        """The model: every page that was ever computed."""
+        """The reference: every page that was ever computed."""
         self.removed = False
-        """Pages were taken out of L3: holes are allowed from then on."""
+        """Whether pages were removed from L3; holes are allowed from then on."""
 
     @initialize(
         page_size=st.sampled_from((1, 2, 4)),
@@ -103,14 +104,14 @@ class Tiers(RuleBasedStateMachine):
     @precondition(lambda self: self.waiting)
     @rule(which=st.integers(0, 5))
     def look(self, which: int) -> None:
-        """A request is looked at and takes what has landed, but there is no room for it yet."""
+        """A request takes the pages that have landed, but is not admitted yet."""
         assert self.rig is not None
         self.rig.hi.check_prefetch_progress(sorted(self.waiting)[which % len(self.waiting)])
 
     @precondition(lambda self: self.waiting and not self.running)
     @rule(which=st.integers(0, 5), finish=st.booleans())
     def admit(self, which: int, finish: bool) -> None:
-        """Cut or await the prefetch, load, compute; L1 holds one running request for sure."""
+        """Cut or await the prefetch, load, compute; L1 always has room for one running request."""
         assert self.rig is not None
         rid = sorted(self.waiting)[which % len(self.waiting)]
         ids = self.waiting.pop(rid)
@@ -144,13 +145,13 @@ class Tiers(RuleBasedStateMachine):
 
     @rule(shape=shapes)
     def split(self, shape: list[int]) -> None:
-        """A match alone, which cuts nodes wherever the prompt leaves them."""
+        """Only match, which splits nodes where the prompt branches off."""
         assert self.rig is not None
         self.rig.hi.match_prefix(MatchPrefixParams(RadixKey(self.tokens(shape, 0))))
 
     @rule(shape=shapes, quota=st.one_of(st.none(), st.integers(0, MAX_PAGES)))
     def load(self, shape: list[int], quota: int | None) -> None:
-        """Queue a load that no request waits for (its own was aborted since)."""
+        """Queue a load whose request was aborted since."""
         assert self.rig is not None
         match = self.rig.hi.match_prefix(MatchPrefixParams(RadixKey(self.tokens(shape, 0))))
         if match.host_hit_length or match.mamba_host_hit_length:
@@ -205,7 +206,7 @@ class Tiers(RuleBasedStateMachine):
     @precondition(lambda self: self.rig is not None and self.rig.hi.cache_controller.storage_io)
     @rule(which=st.integers(0, 30))
     def lose_an_object(self, which: int) -> None:
-        """The store evicts what it likes."""
+        """The store evicts any object."""
         self.removed = True
         storage_io = self.storage_io()
         assert storage_io.storage is not None
@@ -252,7 +253,7 @@ class Tiers(RuleBasedStateMachine):
             self.folder.cleanup()
 
     def _end(self, rig: SteppedRig) -> None:
-        """Whatever came before, it comes to rest, and the tree gives everything back."""
+        """After any history, the rig comes to rest and the tree can free everything."""
         for request in self.running:
             rig.finish(request)
         for rid in self.waiting:
@@ -267,7 +268,7 @@ class Tiers(RuleBasedStateMachine):
         assert rig.hi.host_pool.available_size() == rig.hi.host_pool.size
 
     def _check_prefix_closed(self, rig: SteppedRig, storage_io: StorageIO) -> None:
-        """What the tree believes to be in L3 is there, and so is all above it."""
+        """Pages that the tree counts as stored are in L3, and so are all pages before them."""
         assert storage_io.storage is not None
         for node in rig.hi.nodes():
             if node.storage_epoch == rig.hi.storage_link.epoch:
@@ -277,7 +278,9 @@ class Tiers(RuleBasedStateMachine):
 
 
 class StateTiers(Tiers):
-    """The same of a model with recurrent states: tiny pools of them on each tier too."""
+    """The same for a model with recurrent states, with tiny pools of states on each tier."""
+
+    rig_class: ClassVar[type[SteppedStateRig]] = SteppedStateRig
 
     @initialize(
         page_size=st.sampled_from((1, 2, 4)),
@@ -301,14 +304,14 @@ class StateTiers(Tiers):
     def make_rig(
         self, l1_pages: int, page_size: int, eviction: str, chosen: HiCacheSettings
     ) -> SteppedRig:
-        return SteppedStateRig(
+        return self.rig_class(
             l1_pages=l1_pages, page_size=page_size, eviction_policy=eviction, settings=chosen,
             num_states=max(4, l1_pages // 3, int(1 + 1 / chosen.hicache_ratio)),
         )  # fmt: skip
 
     @property
     def states(self) -> SteppedStateRig:
-        """The rig, as what it is."""
+        """The rig, with its own type."""
         assert isinstance(self.rig, SteppedStateRig)
         return self.rig
 
@@ -342,11 +345,11 @@ class StateTiers(Tiers):
     @rule(count=st.integers(1, 4))
     def evict_states(self, count: int) -> None:
         rig = self.states
-        before = rig.mamba.available_size(), rig.allocator.available_size()
+        before = rig.slots.available_size(), rig.allocator.available_size()
         can = min(count, rig.tree.mamba_evictable_size())
         result = rig.hi.evict(EvictParams(mamba_num=count))
         assert result.mamba_num_evicted >= can
-        assert rig.mamba.available_size() == before[0] + result.mamba_num_evicted
+        assert rig.slots.available_size() == before[0] + result.mamba_num_evicted
         assert rig.allocator.available_size() == before[1] + result.num_tokens_evicted
 
     @rule(count=st.integers(1, 4))
@@ -359,7 +362,7 @@ class StateTiers(Tiers):
     @precondition(lambda self: self.running)
     @rule()
     def go_on(self) -> None:
-        """What a request has computed so far goes into the tree, and it goes on."""
+        """Insert what a request has computed so far into the tree; the request continues."""
         self.states.hi.cache_unfinished_req(self.running[0])
 
     def own_states(self) -> list[torch.Tensor]:
@@ -370,7 +373,7 @@ class StateTiers(Tiers):
         super()._end(rig)
         assert isinstance(rig, SteppedStateRig)
         assert rig.hi.host_states is not None
-        assert rig.mamba.available_size() == rig.num_states
+        assert rig.slots.available_size() == rig.num_states
         assert rig.hi.host_states.pool.available_size() == rig.hi.host_states.pool.size
 
     def _check_prefix_closed(self, rig: SteppedRig, storage_io: StorageIO) -> None:

@@ -27,8 +27,8 @@ def register_cpu_ci(
         disabled: Why the file does not run; every summary shows it.
         stage: With `runner_config`, gives the suite `{stage}-test-{runner_config}`.
         runner_config: See `stage`.
-        alone: Whether the file needs the machine for itself, as what measures does. Others may run
-            beside one more file.
+        alone: Whether the file needs the machine for itself, e.g. because it measures. Other files
+            may run beside one more file.
     """
 
 

@@ -13,8 +13,8 @@ from types import TracebackType
 import zmq
 
 Fate = Callable[[bytes, bool], Sequence[float]]
-"""Of a message, and whether it is a question: after how many seconds each of its copies arrives;
-none where it is lost."""
+"""From a message, and whether it is a question, the delays in seconds after which its copies
+arrive; empty: it is lost."""
 
 
 def arrives(message: bytes, is_question: bool) -> Sequence[float]:
@@ -23,14 +23,14 @@ def arrives(message: bytes, is_question: bool) -> Sequence[float]:
 
 
 class ControlProxy:
-    """Context manager: who asks at `endpoint` asks at `target`.
+    """Context manager: forwards questions from `endpoint` to `target`.
 
     One thread carries the messages. `fate` may be replaced at any time; `counts` says how many
     messages arrived, were lost and were doubled.
 
     Args:
         target: The desk's endpoint.
-        fate: What becomes of each message; called in the thread.
+        fate: The fate of each message; called in the thread.
     """
 
     def __init__(self, target: str, fate: Fate = arrives) -> None:
@@ -42,7 +42,7 @@ class ControlProxy:
         port = self._front.bind_to_random_port("tcp://127.0.0.1")
         self.endpoint = f"tcp://127.0.0.1:{port}"
         self._backs: dict[bytes, zmq.Socket[bytes]] = {}
-        """By asker: a connection of its own to the desk."""
+        """Each asker's own connection to the desk."""
         self._late: list[tuple[float, int, bytes, bool, bytes]] = []
         """(when, order, asker, whether it is a question, message)."""
         self._order = itertools.count()

@@ -26,7 +26,7 @@ UNWANTED_S, SILENT_S = 300, 10
 
 
 class Clock:
-    """Stands, unless it is moved."""
+    """A clock that stands still, unless it is moved."""
 
     def __init__(self) -> None:
         self.now = 1000.0
@@ -66,7 +66,7 @@ class Asker:
 
 
 def until(is_so: Callable[[], bool]) -> None:
-    """Wait until it is so; fail after ten seconds."""
+    """Wait until `is_so` holds; fail after ten seconds."""
     assert wait_until(is_so, 10, interval=0.005)
 
 

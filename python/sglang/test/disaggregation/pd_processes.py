@@ -49,20 +49,20 @@ class Ended:
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """Where a scheduler is."""
+    """State of a scheduler."""
 
     num_waiting: int
     num_unasked: int
-    """Of a prefill server: those that no decode server has asked for."""
+    """Prefill server: requests that no decode server has asked for."""
     num_holders: int
     num_reads: int
-    """In flight, where they can be held."""
+    """Reads in flight, if reads can be held."""
     num_lingering: int
-    """Requests that have ended and whose slots are still read into."""
+    """Requests that have ended while reads still write to their slots."""
     is_idle: bool
     free_tokens: int
     ended: Mapping[str, Ended]
-    """All requests so far."""
+    """The ends of all requests so far, by id."""
 
 
 class HalfProcess:
@@ -70,7 +70,7 @@ class HalfProcess:
 
     Args:
         mode: `prefill` or `decode`.
-        args: Of `HalfRig`.
+        args: Arguments of `HalfRig`.
         env: Added to the environment.
         holds: Whether reads can be held (`set`). They then block the threads of their prompts.
     """
@@ -87,7 +87,7 @@ class HalfProcess:
         self._process.start()
         theirs.close()
         self.endpoint: str = self._receive()
-        """Of a prefill server's desk."""
+        """Endpoint of a prefill server's desk."""
 
     def __enter__(self) -> HalfProcess:
         return self
@@ -110,23 +110,23 @@ class HalfProcess:
         self._call("set", settings)
 
     def facts(self) -> Facts:
-        """Where it is now."""
+        """The scheduler's state now."""
         facts = self._call("facts", None)
         assert isinstance(facts, Facts)
         return facts
 
     def take_ended(self) -> dict[str, Ended]:
-        """Requests that have ended since the last call; `facts` has them no more."""
+        """Take the requests that have ended since the last call; `facts` no longer has them."""
         ended = self._call("take_ended", None)
         assert isinstance(ended, dict)
         return ended
 
     def check(self) -> None:
-        """Check its books; it must be idle."""
+        """Check the scheduler's books; it must be idle."""
         self._call("check", None)
 
     def until(self, is_so: Callable[[Facts], bool]) -> Facts:
-        """Wait for it: the facts then."""
+        """Wait until `is_so` holds; returns the facts then."""
         deadline = time.monotonic() + _TIMEOUT_S
         while not is_so(facts := self.facts()):
             assert time.monotonic() < deadline, facts
@@ -138,17 +138,17 @@ class HalfProcess:
         return self.until(lambda facts: rid in facts.ended).ended[rid]
 
     def signal(self, number: signal.Signals) -> None:
-        """SIGSTOP, SIGCONT, SIGKILL, ..."""
+        """Send a signal: SIGSTOP, SIGCONT, SIGKILL, ..."""
         assert self._process.pid is not None
         os.kill(self._process.pid, number)
 
     def kill(self) -> None:
-        """Idempotent."""
+        """Kill the process. Idempotent."""
         self._process.kill()
         self._process.join()
 
     def stop(self) -> int | None:
-        """Let it close what it has and exit: its status."""
+        """Let the process close its resources and exit; returns its status."""
         self._pipe.send(("stop", None))
         self._process.join(_TIMEOUT_S)
         return self._process.exitcode
@@ -165,7 +165,7 @@ class HalfProcess:
 
 
 class _Server:
-    """What runs in the process. A host that is an endpoint names the prefill server itself."""
+    """The loop of the process. A host that is an endpoint names the prefill server itself."""
 
     def __init__(self, mode: str, holds: bool, args: dict[str, Any]) -> None:
         torch.set_num_threads(1)
@@ -209,7 +209,7 @@ class _Server:
         if "hold" in settings:
             self._mover.hold = settings["hold"]
             if not self._mover.hold:
-                # In a thread: a read from a stopped peer hangs.
+                # Run in a thread, because a read from a stopped peer hangs.
                 self._mover.release_beside()
 
     def _facts(self, _: None) -> Facts:

@@ -30,18 +30,18 @@ class PdRanks:
     """Context manager: both servers.
 
     Args:
-        model_path: A checkpoint whose layers that many ranks can split.
+        model_path: A checkpoint whose layers these numbers of ranks can split.
         prefill: Ranks of the prefill server.
         decode: Ranks of the decode server.
-        cp_size: Over how many of its ranks the prefill server splits prefills.
-        prefill_args: Of the prefill server alone.
-        decode_args: Of the decode server alone.
-        unit_bytes: Of packed pages; None: they are not packed.
-        args: Of both; as of `SchedulerRig`.
+        cp_size: Number of ranks over which the prefill server splits a prefill.
+        prefill_args: Arguments of the prefill server alone.
+        decode_args: Arguments of the decode server alone.
+        unit_bytes: Bytes of a unit of packed pages; None: pages are not packed.
+        args: Arguments of both; see `SchedulerRig`.
 
     Attributes:
-        movers: What reads for each rank of the decode server.
-        endpoints: By rank of the prefill server: where it is found; to be replaced.
+        movers: The mover that reads for each rank of the decode server.
+        endpoints: Endpoint of each rank of the prefill server; tests may replace them.
     """
 
     def __init__(
@@ -133,18 +133,18 @@ class PdRanks:
         room: int | None = None,
         **fields: Any,
     ) -> ToScheduler:
-        """A message for both, in a room of its own unless `room` names one."""
+        """A request message for both servers, in a new room unless `room` names one."""
         meeting = Bootstrap(LOOPBACK, NEVER_ASKED, next(self._rooms) if room is None else room)
         return self.decode.request(rid, input_ids, params, bootstrap=meeting, **fields)
 
     def step(
         self, to_prefill: Sequence[ToScheduler] = (), to_decode: Sequence[ToScheduler] = ()
     ) -> None:
-        """A tick of each."""
+        """Run a tick of each server."""
         self.prefill.step(*to_prefill)
         self.decode.step(*to_decode)
         if all(server.rigs[0].scheduler.poll_timeout_ms() for server in self.servers):
-            time.sleep(0.0005)  # For the threads that carry messages and bytes.
+            time.sleep(0.0005)  # Yields to the threads that carry messages and bytes.
 
     def until(self, is_so: Callable[[], bool], *messages: ToScheduler) -> None:
         """Send `messages` to both, and step until `is_so`."""
@@ -155,7 +155,7 @@ class PdRanks:
             self.step()
 
     def is_idle(self) -> bool:
-        """Whether both are, on all ranks."""
+        """Whether both servers are idle, on all ranks."""
         rigs = [rig for server in self.servers for rig in server.rigs]
         return all(rig.scheduler.is_idle() for rig in rigs)
 
@@ -172,5 +172,5 @@ class PdRanks:
                 rig.check()
 
     def result(self, rid: str) -> Collected:
-        """What the decode server said."""
+        """Output of the decode server."""
         return self.decode.results[rid]

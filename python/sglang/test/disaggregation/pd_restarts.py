@@ -2,9 +2,9 @@
 
     python -m sglang.test.disaggregation.pd_restarts --times 50
 
-Store client and Transfer Engine are Mooncake's twice in one process, over TCP. Each process serves
-what the last one has left in the store, to a decode process with the same of its own. Every other
-one ends in order, and must exit with 0; the others are killed while a prompt is read from them.
+Mooncake is loaded twice in one process, as store client and as Transfer Engine, over TCP. Each
+process serves what the last one left in the store to a decode process of the same kind. Every other
+process ends in order and must exit with 0; the others are killed while a prompt is read from them.
 """
 
 from __future__ import annotations
@@ -50,18 +50,19 @@ _ARGS: Final[dict[str, Any]] = {
 
 @dataclass(slots=True)
 class Outcome:
-    """What a run has seen."""
+    """Counts and results of a run."""
 
     ended: int = 0
     """Processes that exited with 0."""
     killed: int = 0
     from_storage: list[int] = field(default_factory=list)
-    """Tokens of the prompt, process by process."""
+    """Tokens of the prompt that came from the store, process by process."""
     seconds: float = 0.0
 
 
 def run_restarts(times: int) -> Outcome:
-    """Raises AssertionError for wrong words, a crash, or a prompt that the store has lost."""
+    """One run. Raises AssertionError for wrong words, a crash, or a prompt that the store has
+    lost."""
     began = time.monotonic()
     outcome = Outcome()
     with MooncakeCluster(segment_size="64mb") as cluster:
@@ -102,7 +103,7 @@ def _live(prefill: HalfProcess, decode: HalfProcess, number: int, outcome: Outco
         decode.set(hold=False)
         assert decode.end_of(read.rid).reason.status_code == 503
         outcome.killed += 1
-    # Nothing may stay that the next one's prompt would be found in but the store.
+    # The next process may find its prompt only in the store.
     decode.until(lambda facts: facts.is_idle and not facts.num_reads)
     decode.send(FlushCacheReqInput(req_id=str(number)))
 

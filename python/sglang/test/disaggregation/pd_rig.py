@@ -1,6 +1,6 @@
 """A prefill and a decode scheduler in this process, which move keys and values between their pools.
 
-What carries the bytes is Mooncake's Transfer Engine, or `LocalMover`, which copies memory.
+Mooncake's Transfer Engine carries the bytes, or `LocalMover`, which copies memory.
 """
 
 from __future__ import annotations
@@ -54,9 +54,9 @@ class LocalMover:
 
     Attributes:
         hold: Whether reads stay in flight until `release`.
-        fails: Called with each read's blocks; what it gives is the read's error.
+        fails: Called with each read's blocks; returns the read's error.
         begun: Reads so far.
-        stays_on_host: As of a Transfer Engine.
+        stays_on_host: As in a Transfer Engine.
     """
 
     def __init__(self) -> None:
@@ -65,7 +65,7 @@ class LocalMover:
         self.fails: Callable[[Sequence[Block]], TransferError | None] = lambda blocks: None
         self.begun: list[Transfer] = []
         self._peers: dict[int, str] = {}
-        """Whom a transfer reads from, by its `id`."""
+        """Peer of each transfer, by its `id`."""
 
     def batch_register(self, ptrs: Sequence[int], lengths: Sequence[int]) -> int:
         return 0
@@ -92,7 +92,7 @@ class LocalMover:
         return transfer
 
     def finish(self, transfer: Transfer) -> None:
-        """Move its bytes, or let it fail."""
+        """Move the transfer's bytes, or let it fail."""
         error = self.fails(transfer.blocks)
         if error is None:
             try:
@@ -116,7 +116,7 @@ class LocalMover:
                 self.finish(transfer)
 
     def release_beside(self) -> None:
-        """The same in a thread for each: a read from a server that is stopped hangs."""
+        """`release` in a thread for each read: a read from a stopped server hangs."""
         self.hold = False
         for transfer in self.begun:
             if not transfer.is_settled:
@@ -124,7 +124,7 @@ class LocalMover:
 
 
 class MooncakeMover(LocalMover):
-    """The same through a Transfer Engine, from any process."""
+    """A `LocalMover` through a Transfer Engine, from any process."""
 
     def __init__(self, engine: MooncakeTransferEngine) -> None:
         super().__init__()
@@ -150,7 +150,7 @@ class MooncakeMover(LocalMover):
 
 
 class RecordedEngine:
-    """What it has registered can be taken back."""
+    """A Transfer Engine whose registrations can all be undone."""
 
     def __init__(self, engine: RigEngine) -> None:
         self._engine = engine
@@ -173,7 +173,7 @@ class RecordedEngine:
 
 
 class RigEngine(Engine, Protocol):
-    """An engine whose memory can be taken back."""
+    """An engine whose registrations can be undone."""
 
     def batch_deregister(self, ptrs: Sequence[int]) -> int: ...
 
@@ -184,9 +184,9 @@ class HalfRig(SchedulerRig):
     Args:
         mode: `prefill` or `decode`.
         engine: Moves the bytes.
-        find_rank: How a decode server finds prefill servers.
-        identity: Of the weights.
-        unit_bytes: Of packed pages; None: they are not packed.
+        find_rank: The function by which a decode server finds prefill servers.
+        identity: Identity of the weights.
+        unit_bytes: Bytes of a unit of packed pages; None: pages are not packed.
     """
 
     tick_s: ClassVar[float] = 0.001
@@ -226,7 +226,7 @@ class HalfRig(SchedulerRig):
 
     @property
     def endpoint(self) -> str:
-        """Where a prefill server's first rank answers."""
+        """Endpoint of a prefill server's first rank."""
         return self.routes[0].endpoint
 
 
@@ -250,8 +250,8 @@ class PdRig:
         engine: Moves the bytes.
         checkable: Whether the model is a `CheckableWorker`.
         prefill: Arguments of the prefill scheduler alone.
-        decode: Of the decode scheduler alone.
-        args: Of both; see `HalfRig`.
+        decode: Arguments of the decode scheduler alone.
+        args: Arguments of both; see `HalfRig`.
     """
 
     def __init__(
@@ -267,7 +267,7 @@ class PdRig:
         kind = CheckableHalfRig if checkable else HalfRig
         self.engine = engine
         self.endpoint: str | None = None
-        """Where the decode scheduler finds the prefill scheduler; None: where that listens."""
+        """Endpoint at which the decode scheduler finds the prefill scheduler; None: its own one."""
         self.prefill = kind(model_path, PREFILL, engine, self._find, **{**args, **(prefill or {})})
         self.decode = kind(model_path, DECODE, engine, self._find, **{**args, **(decode or {})})
         self._rooms = itertools.count(1)
@@ -304,16 +304,16 @@ class PdRig:
         room: int | None = None,
         **fields: Any,
     ) -> TokenizedGenerateReqInput:
-        """A message for both, in a room of its own unless `room` names one."""
+        """A request message for both schedulers, in a new room unless `room` names one."""
         meeting = Bootstrap(LOOPBACK, NEVER_ASKED, next(self._rooms) if room is None else room)
         return self.decode.request(rid, input_ids, params, bootstrap=meeting, **fields)
 
     def step(self, to_prefill: Sequence[ToScheduler], to_decode: Sequence[ToScheduler]) -> None:
-        """A tick of each."""
+        """Run a tick of each scheduler."""
         self.prefill.step(*to_prefill)
         self.decode.step(*to_decode)
         if all(rig.scheduler.poll_timeout_ms() for rig in self.rigs):
-            time.sleep(0.0005)  # For the threads that carry messages and bytes.
+            time.sleep(0.0005)  # Yields to the threads that carry messages and bytes.
 
     def until(self, is_so: Callable[[], bool], *messages: ToScheduler) -> None:
         """Send `messages` to both, and step until `is_so`."""
@@ -335,11 +335,11 @@ class PdRig:
             rig.check()
 
     def result(self, rid: str) -> Collected:
-        """What the decode server said."""
+        """Output of the decode scheduler."""
         return self.decode.results[rid]
 
     def describe(self) -> str:
-        """Who is where, for failures."""
+        """State of both schedulers' requests, for failures."""
         return "\n".join(
             f"{name}: waiting {[req.rid for req in queues.waiting]}, "
             f"holding {[req.rid for req in queues.holders()]}"

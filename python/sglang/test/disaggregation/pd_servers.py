@@ -24,7 +24,7 @@ class Halves:
     prefill: list[EngineServer]
     decode: list[EngineServer]
     url: str
-    """Of the router."""
+    """URL of the router."""
 
 
 def prefill_server(
@@ -50,7 +50,7 @@ def router(
 ) -> Iterator[str]:
     """The URL of `sglang_router` in front of servers that are up; it ends with the block.
 
-    It sends a request once, to whatever servers there are, so that clients see what these answer.
+    It never retries and ignores earlier failures of servers, so that clients see their answers.
     """
     with ExitStack() as stack:
         log_dir = stack.enter_context(tempfile.TemporaryDirectory())

@@ -2,11 +2,11 @@
 
     python -m sglang.test.disaggregation.pd_soak --minutes 30 [--seed N]
 
-Two of each kind. A request goes to one prefill and one decode process, as a router would send it;
-some go to one of them alone, some are aborted. A process that is killed is replaced; one that is
-stopped goes on after up to twice the time for which the others bear its silence. Now and then the
-faults pause: then every request must have ended, with its words or with an error that names what
-failed, all processes must be idle, and their books exact: no page is lost, none lingers.
+Two processes of each kind. A request goes to one prefill and one decode process, as a router would
+send it; some go to only one of them, some are aborted. A killed process is replaced; a stopped one
+continues after up to twice the time that the others wait for it. Now and then the faults pause:
+then every request must have ended, with its words or with an error that names what failed, all
+processes must be idle, and their books exact: no page is lost, none lingers.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class _Pending:
     message: TokenizedGenerateReqInput
     sent: float
     to_come: dict[str, HalfProcess]
-    """By mode: who has yet to say how it ends."""
+    """Processes, by mode, that have not reported the request's end yet."""
     was_aborted: bool = False
 
     @property
@@ -92,11 +92,11 @@ class _Pending:
 
 @dataclass(slots=True)
 class Outcome:
-    """What a run has seen."""
+    """Counts and results of a run."""
 
     counts: Counter[str] = field(default_factory=Counter)
     slowest: float = 0.0
-    """Seconds from a request to its end, of those whose process was not stopped at its end."""
+    """Longest time from a request to its end in a process that was not stopped, in seconds."""
     wrong: list[str] = field(default_factory=list)
     hung: list[str] = field(default_factory=list)
 
@@ -109,7 +109,7 @@ class PdSoak:
         self.outcome = Outcome()
         self._processes: dict[str, list[HalfProcess]] = {mode: [] for mode in _MODES}
         self._stopped: dict[HalfProcess, float] = {}
-        """When each goes on, in `time.monotonic()` seconds."""
+        """Time at which each stopped process continues, in `time.monotonic()` seconds."""
         self._pending: dict[str, _Pending] = {}
         self._num_requests = 0
         self._prefixes: list[list[int]] = [prompt(seed, 120, 1000) for seed in range(4)]
@@ -142,7 +142,7 @@ class PdSoak:
         return HalfProcess(mode, ENV, holds=False, **ARGS)
 
     def run(self, seconds: float) -> Outcome:
-        """Rounds for `seconds`, at least one."""
+        """Run rounds for `seconds`, at least one."""
         began = time.monotonic()
         while True:
             self._round()
@@ -153,7 +153,7 @@ class PdSoak:
         rng = self._rng
         end = time.monotonic() + _ROUND_S
         faults = rng.choice((0.0, 0.5, 1.0, 2.0))
-        """Per second."""
+        """Faults per second."""
         next_fault = time.monotonic() + rng.random()
         while (now := time.monotonic()) < end:
             if len(self._pending) < _MAX_PENDING:
@@ -188,7 +188,7 @@ class PdSoak:
             rid=f"r{number}",
             input_ids=token_array(ids),
             sampling_params=greedy(rng.randint(1, 40)),
-            seed=7,  # What is cached depends on it.
+            seed=7,  # The cached tokens depend on it.
             bootstrap=Bootstrap(sides[PREFILL].endpoint, NEVER_ASKED, number),
         )
         if rng.random() < 0.03:
@@ -210,7 +210,7 @@ class PdSoak:
                 process.send(AbortReq(rid=rid))
 
     def _look(self) -> None:
-        """See what has ended, and let those go on that were stopped for long enough."""
+        """Collect ended requests, and continue processes that were stopped for long enough."""
         now = time.monotonic()
         for process, until in list(self._stopped.items()):
             if now >= until:
@@ -300,7 +300,7 @@ class PdSoak:
 
 
 def run_soak(seconds: float, seed: int) -> Outcome:
-    """One run. Raises AssertionError where a process does not come to rest, or pages are lost."""
+    """One run. Raises AssertionError if a process does not come to rest, or pages are lost."""
     with PdSoak(seed) as soak:
         try:
             return soak.run(seconds)

@@ -1,4 +1,4 @@
-"""A prompt on its way between two small pools: the desk, what moves the bytes, and the threads."""
+"""A prompt on its way between two small pools: the desk, the mover of bytes, the threads."""
 
 from __future__ import annotations
 
@@ -47,19 +47,19 @@ class Place:
         self.geometry = PoolGeometry.of([self.pool], "w")
 
     def page(self, page: int) -> torch.Tensor:
-        """All that the pool has of a page: `[buffers, page size, 2]`."""
+        """Content of a page in all buffers: `[buffers, page size, 2]`."""
         span = slice(page * PAGE, (page + 1) * PAGE)
         buffers = [buffer for part in self.pool.parts for buffer in part]
         return torch.stack([buffer[span, 0].clone() for buffer in buffers])
 
 
 class Scene:
-    """Both places, the desk, and what moves bytes.
+    """Both places, the desk, and the mover of bytes.
 
     Args:
-        unit_bytes: Of packed pages; None: they are not packed.
-        link: On which they are.
-        rows: Of metadata, that the desk offers.
+        unit_bytes: Bytes of a unit of packed pages; None: pages are not packed.
+        link: Costs of the link on which pages are packed.
+        rows: Rows of metadata that the desk offers.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class Scene:
         self.unit_bytes = unit_bytes
         self.link = None if unit_bytes is None else link
         self.units, self.staging = self._make_staging(), self._make_staging()
-        """Of the desk, and of the prompts."""
+        """Staging memory of the desk, and of the prompts."""
         session_id = self.mover.get_session_id()
         offer = self.there.geometry.offer(
             "instance", session_id, unit_bytes=unit_bytes or 0, rows=rows
@@ -129,7 +129,7 @@ class Scene:
         return prompt
 
     def failure(self, prompt: WholePrompt) -> str:
-        """Why it did not come."""
+        """Reason why `prompt` did not arrive."""
         assert self.end(prompt).failure is not None
         assert (prompt.first_token, prompt.has_ended) == (None, True)
         return prompt.failure or ""
@@ -146,7 +146,7 @@ class Scene:
         self.assert_read([], [])
 
     def given_up(self) -> str:
-        """Why, as the desk has heard it."""
+        """Reason for which the prompt was given up, as told to the desk."""
         heard: dict[int, str] = {}
 
         def is_heard() -> bool:

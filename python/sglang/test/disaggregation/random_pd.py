@@ -10,7 +10,7 @@ doubled and delayed, reads hang and fail, the desk gives rooms up, and prompts f
 then a request gives its words or ends with an error that names the step. After each round both
 sides are idle, their books exact, and no room is open.
 
-Only the model's arithmetic and what carries the bytes are not real. A run is a function of its
+Only the model's arithmetic and the carrier of the bytes are not real. A run is a function of its
 seed, except for the progress of threads.
 """
 
@@ -84,16 +84,15 @@ class Pending:
 
     sent: Sent
     is_remote: bool
-    """Whether it has a room."""
+    """Whether the request has a room."""
     is_odd: bool
-    """Whether it may fail in a round without faults: a side does not get it, or its room is
-    another's."""
+    """Whether it may fail without faults: one side does not get it, or its room is taken."""
     to_come: set[str]
-    """The sides that have yet to say how it ends."""
+    """The sides that have not reported its end yet."""
 
 
 def draw_args(rng: random.Random, page_size: int) -> dict[str, Any]:
-    """Of one side."""
+    """Draw the arguments of one side."""
     caches = rng.random() < 0.9
     args: dict[str, Any] = {
         "pool_tokens": page_size * rng.choice((96, 256, 512)) // min(page_size, 8),
@@ -115,7 +114,7 @@ def draw_args(rng: random.Random, page_size: int) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def impatient() -> Iterator[None]:
-    """Bounds of seconds, and questions that are repeated soon."""
+    """Shorten timeouts to seconds, and repeat questions soon."""
     repeat = conversation.REPEAT_S
     with (
         envs.SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT.override(_LOST_S),
@@ -136,12 +135,12 @@ class RandomPd:
         self._seed = seed
         self.rng = random.Random(seed)
         self._network = random.Random(self.rng.random())
-        """The proxy's thread has it."""
+        """Random numbers of the proxy's thread."""
         self._reads = random.Random(self.rng.random())
-        """The reading threads have it."""
+        """Random numbers of the reading threads."""
         self.page_size = self.rng.choice((1, 4, 16))
         self.args = {side: draw_args(self.rng, self.page_size) for side in ("prefill", "decode")}
-        # Drawn apart, so that a seed is the same otherwise.
+        # Drawn apart, so that seeds stay the same otherwise.
         self.unit_bytes = random.Random(~seed).choice((None, 4096, 20_000))
         self.outcome = Outcome()
         self._requests = RandomRequests(self.rng, self.page_size)
@@ -168,7 +167,7 @@ class RandomPd:
         with contextlib.ExitStack() as stack:
             stack.enter_context(impatient())
             stack.enter_context(envs.SGLANG_TEST_DISAGG_FAILURE_PROB.override(prob))
-            # Metadata in rows for every other seed, told for the others.
+            # Every other seed has metadata in rows; the others have it in messages.
             stack.enter_context(envs.SGLANG_MOONCAKE_SEND_AUX_TCP.override(self._seed % 2 == 1))
             stack.enter_context(self._watchdog)
             self._pair = stack.enter_context(
@@ -219,7 +218,7 @@ class RandomPd:
         return None
 
     def _forget_a_room(self) -> None:
-        """The desk gives a room up by itself."""
+        """Let the desk give up a room by itself."""
         rooms = list(_prefill_half(self.pair)._owners)
         if rooms:
             _desk(self.pair).end(self.rng.choice(rooms), "the desk gave it up by injection")
@@ -242,7 +241,7 @@ class RandomPd:
             if hangs and rng.random() < 0.2:
                 self._mover.hold = True
             if hangs and rng.random() < 0.1:
-                self._mover.hold = False  # What is in flight stays so.
+                self._mover.hold = False  # Reads in flight stay in flight.
             if rng.random() < 0.03:
                 self._mover.release()
             if self._has_faults and rng.random() < 0.02:
@@ -264,14 +263,14 @@ class RandomPd:
             is_odd = rng.random() < odd
             owner = self._owner if is_odd and rng.random() < 0.5 else None
             if owner in self._pending:
-                # Which of the two gets their room is open, on each side.
+                # Either of the two may get their room, on each side.
                 self._pending[owner].is_odd = True
             else:
                 self._num_rooms += 1
                 self._owner = rid
             meeting = Bootstrap(LOOPBACK, NEVER_ASKED, self._num_rooms)
             message = msgspec.structs.replace(sent.message, bootstrap=meeting)
-            # One that comes to one side alone waits for a second.
+            # A request that comes to only one side waits for a second.
             sides = ["prefill", "decode"]
             if is_odd and owner is None:
                 sides.remove(rng.choice(sides))
@@ -328,7 +327,8 @@ class RandomPd:
             self._step(may_fail)
             now = time.monotonic()
             for rig in pair.rigs:
-                # Their clocks go on by the tick: on a busy machine bounds would take minutes.
+                # The rigs' clocks advance with ticks: with real time, timeouts would take minutes
+                # on a busy machine.
                 rig.now += now - ticked
             ticked = now
             if now - began > _REST_S:
@@ -386,7 +386,7 @@ class RandomPd:
         counts[f"{side}: {'aborted' if is_aborted else 'refused' if is_refused else 'failed'}"] += 1
 
     def _is_too_long(self, sent: Sent) -> bool:
-        """For one of both."""
+        """Whether the prompt is too long for one of the sides."""
         limits = (rig.scheduler.state.limits.max_input_tokens for rig in self.pair.rigs)
         return len(sent.prompt) > min(limits)
 

@@ -1,5 +1,5 @@
-"""Memory that prompts of ever new lengths leave allocated, printed in MB. A process of its own,
-because libraries read their limits once.
+"""Memory that prompts of new lengths leave allocated, printed in MB. A process of its own, because
+libraries read their limits once.
 
     python -m sglang.test.models.memory_by_length CHECKPOINT WARM_FROM FROM TO
 """

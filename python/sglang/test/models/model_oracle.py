@@ -1,4 +1,4 @@
-"""What transformers computes of a tiny checkpoint, and the same asked of a `StepDriver`."""
+"""Reference outputs of transformers for a tiny checkpoint, and comparisons with a `StepDriver`."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ def assert_logits_of_batches(
     """Compare a chunked prompt beside a short one, which then decode together.
 
     Args:
-        model: Gives the right logits.
-        driver: Has run nothing.
+        model: The reference model.
+        driver: A driver that has run nothing.
         cut: Tokens of the long prompt that the first step computes.
         length: Tokens of the long prompt.
     """
     long, short = prompt(length + 4, 1), prompt(21, 2)
     want_long, want_short = reference(model, long), reference(model, short)
-    # A whole prefill beside the first chunk of another, then that one's second chunk.
+    # A whole prefill beside the first chunk of another prompt, then that prompt's second chunk.
     first = driver.extend([(0, short[:17]), (1, long[:cut])]).next_token_logits
     assert_close(first, torch.stack([want_short[16], want_long[cut - 1]]))
     second = driver.extend([(1, long[cut:length])]).next_token_logits
@@ -58,23 +58,31 @@ def assert_logits_of_batches(
 
 
 def logits_of_batches(driver: StepDriver) -> torch.Tensor:
-    """fp32 `[11, vocab]` on the CPU: of two chunks of a prompt beside a short one, and of steps in
-    which both decode. The driver has run nothing."""
+    """fp32 `[11, vocab]` on the CPU: logits of two chunks of a prompt beside a short one, and of
+    steps in which both decode. The driver has run nothing."""
     long, short = prompt(90, 1), prompt(21, 2)
     steps: list[Callable[[], LogitsProcessorOutput]] = [
         partial(driver.extend, [(0, short[:17]), (1, long[:37])]),
         partial(driver.extend, [(1, long[37:86])]),
         *(partial(driver.decode, [(1, long[86 + i]), (0, short[17 + i])]) for i in range(4)),
     ]
-    # At once: the logits of a captured step are overwritten by the next.
+    # Copied at once: the next captured step overwrites these logits.
     return torch.cat([step().next_token_logits.cpu().clone() for step in steps])
 
 
 @torch.inference_mode()
 def assert_greedy_words(
-    model: PreTrainedModel, driver: StepDriver, tokens: list[int], count: int = 256
+    model: PreTrainedModel,
+    driver: StepDriver,
+    tokens: list[int],
+    count: int = 256,
+    chunk: int | None = None,
 ) -> None:
-    """Compare the `count` likeliest tokens after `tokens`. The checkpoint has no end token."""
+    """Compare the `count` likeliest tokens after `tokens`. The checkpoint has no end token.
+
+    Args:
+        chunk: Tokens of the prompt that a step computes; None: all.
+    """
     generate: Any = model.generate
     generated = generate(
         torch.tensor([tokens]),
@@ -85,7 +93,10 @@ def assert_greedy_words(
     )
     want = generated[0, len(tokens) :].tolist()
     assert len(want) == count
-    got = [int(driver.extend([(0, tokens)]).next_token_logits[0].argmax())]
+    size = chunk or len(tokens)
+    for begin in range(0, len(tokens), size):
+        step = driver.extend([(0, tokens[begin : begin + size])])
+    got = [int(step.next_token_logits[0].argmax())]
     while len(got) < count:
         got.append(int(driver.decode([(0, got[-1])]).next_token_logits[0].argmax()))
     assert got == want
@@ -94,8 +105,8 @@ def assert_greedy_words(
 def logits_of_three_steps(
     model: PreTrainedModel, driver: StepDriver, tokens: list[int], cut: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The driver's and `model`'s `[3, vocab]`: of a chunk of `cut` tokens, of all the rest but one,
-    and of the last in a decode step."""
+    """Logits `[3, vocab]` of the driver and of `model`: after a chunk of `cut` tokens, after all
+    the rest but one, and after the last token in a decode step."""
     steps = [driver.extend([(0, tokens[:cut])]), driver.extend([(0, tokens[cut:-1])])]
     steps.append(driver.decode([(0, tokens[-1])]))
     got = torch.cat([step.next_token_logits for step in steps])

@@ -1,4 +1,4 @@
-"""A module that records what is called in it: for tests of code that drives a device's library."""
+"""A module that records calls to it, for tests of code that drives a device's library."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ class RecordedCalls:
     """Stands for a module or whatever comes of calling it. A call is logged as it is written.
 
     Args:
-        log: Gets one line a call.
-        answers: What calls give, by their text; the others give a `RecordedCalls`.
+        log: Gets one line for each call.
+        answers: Results of calls, by their text; other calls return a `RecordedCalls`.
     """
 
     def __init__(self, log: list[str], answers: Mapping[str, Any], name: str = "") -> None:

@@ -19,8 +19,12 @@ from transformers import (
     PreTrainedModel,
     Qwen2Config,
     Qwen2ForCausalLM,
+    Qwen3_5Config,
     Qwen3_5ForCausalLM,
+    Qwen3_5ForConditionalGeneration,
+    Qwen3_5MoeConfig,
     Qwen3_5MoeForCausalLM,
+    Qwen3_5MoeForConditionalGeneration,
     Qwen3_5MoeTextConfig,
     Qwen3_5TextConfig,
     Qwen3Config,
@@ -43,6 +47,32 @@ from sglang.srt.mem_cache.device.mamba_pool import MambaPool
 from sglang.srt.mem_cache.device.state_spec import PoolName
 from sglang.srt.model_executor.model_runner import ModelRunner, ModelRunnerConfig
 
+_VISION: dict[str, Any] = {
+    "depth": 1,
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_heads": 2,
+    "num_position_embeddings": 16,
+    "patch_size": 4,
+}
+
+
+def _beside_vision(config_class: Any) -> Callable[..., Any]:
+    """Makes the config of a text model with these fields and a vision tower."""
+
+    def make(*, tie_word_embeddings: bool = False, **fields: Any) -> Any:
+        return config_class(
+            text_config=fields,
+            vision_config={**_VISION, "out_hidden_size": fields["hidden_size"]},
+            tie_word_embeddings=tie_word_embeddings,
+            # Of the vocabulary, so that random prompts have them.
+            image_token_id=5,
+            video_token_id=6,
+        )
+
+    return make
+
+
 _CLASSES: dict[str, tuple[Any, Any]] = {
     "deepseek_v2": (DeepseekV2Config, DeepseekV2ForCausalLM),
     "deepseek_v3": (DeepseekV3Config, DeepseekV3ForCausalLM),
@@ -54,6 +84,8 @@ _CLASSES: dict[str, tuple[Any, Any]] = {
     "qwen3_next": (Qwen3NextConfig, Qwen3NextForCausalLM),
     "qwen3_5": (Qwen3_5TextConfig, Qwen3_5ForCausalLM),
     "qwen3_5_moe": (Qwen3_5MoeTextConfig, Qwen3_5MoeForCausalLM),
+    "qwen3_5_vision": (_beside_vision(Qwen3_5Config), Qwen3_5ForConditionalGeneration),
+    "qwen3_5_moe_vision": (_beside_vision(Qwen3_5MoeConfig), Qwen3_5MoeForConditionalGeneration),
 }
 _SHAPE = {
     "vocab_size": 160,
@@ -95,10 +127,20 @@ _HYBRID_EXPERTS: dict[str, Any] = {
     "moe_intermediate_size": 32,
     "shared_expert_intermediate_size": 48,
 }
+_MROPE: dict[str, Any] = {
+    "rope_parameters": {
+        "rope_theta": 10000.0,
+        "partial_rotary_factor": 0.5,
+        "mrope_interleaved": True,
+        "mrope_section": [2, 1, 1],
+    }
+}
 _HYBRID_FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3_next": _HYBRID_EXPERTS,
     "qwen3_5": _HYBRID,
     "qwen3_5_moe": _HYBRID_EXPERTS,
+    "qwen3_5_vision": {**_HYBRID, **_MROPE},
+    "qwen3_5_moe_vision": {**_HYBRID_EXPERTS, **_MROPE},
 }
 _FAMILY_SHAPES: dict[str, dict[str, Any]] = {
     **_HYBRID_FAMILIES,
@@ -119,7 +161,7 @@ _FAMILY_SHAPES: dict[str, dict[str, Any]] = {
         "norm_topk_prob": True,
     },
 }
-"""Fields that one family alone has."""
+"""Fields of the config that only one family has."""
 
 
 def save_tiny_checkpoint(
@@ -128,7 +170,8 @@ def save_tiny_checkpoint(
     """Write a random model of `family`, a key of `_CLASSES`; return transformers' model.
 
     Args:
-        overrides: Fields of the family's config, and `max_shard_size` for the writer.
+        overrides: Fields of the family's config, of its text model where that is a part, and
+            `max_shard_size` for the writer.
     """
     config_class, model_class = _CLASSES[family]
     shard = overrides.pop("max_shard_size", "1GB")
@@ -143,7 +186,7 @@ def save_tiny_checkpoint(
             is_scale = name.endswith("norm.weight") and family not in _HYBRID_FAMILIES
             weight.copy_(noise * 0.2 + (1.0 if is_scale else 0.0))
             if name.endswith("A_log"):
-                # A state that forgets within some tokens would hide that it was the wrong one.
+                # A state that forgets within some tokens would hide that it was a wrong one.
                 weight.sub_(5.0)
         for name, buffer in model.named_buffers():
             if name.endswith("e_score_correction_bias"):
@@ -161,8 +204,8 @@ class _Row:
 
 
 Snapshots = Mapping[int, tuple[int, int]]
-"""By row: the slot that takes a snapshot of its state, and in a prefill after how many of its new
-tokens."""
+"""For each row the slot for a snapshot of its state and, in a prefill, the number of its new tokens
+before the snapshot."""
 
 
 class StepDriver:
@@ -252,8 +295,8 @@ class StepDriver:
         return self._run(batch, rows, total)
 
     def continue_from(self, snapshot: int, source: int, rows: Sequence[int], length: int) -> None:
-        """Let `rows`, which are empty, go on after the first `length` tokens of row `source`, whose
-        state is in the slot `snapshot`."""
+        """Let `rows`, which are empty, continue after the first `length` tokens of row `source`,
+        whose state is in the slot `snapshot`."""
         table = self.runner.req_to_token_pool.req_to_token
         states = self.runner.req_to_token_pool.state_slots(self._tensor(rows))
         pool = self.runner.pools[PoolName.MAMBA]

@@ -38,7 +38,7 @@ ADDRESS = SeedAddress(host="127.0.0.1", port=1)
 
 
 def copying(engine: FakeTransferEngine, call: FakeCall) -> int:
-    """What the transport does with reads between two parts of one process."""
+    """Copy the bytes of a read between two parts of one process, as a transport would."""
     for local, remote, length in call.requests:
         ctypes.memmove(local, remote, length)
     return 0
@@ -57,7 +57,7 @@ def start_bare_engine(fakes: FakeTransferEngines) -> MooncakeTransferEngine:
 
 
 class SeedAtHand:
-    """The `SeedClient` of a seed in this process, which tells whatever a test has put there."""
+    """A `SeedClient` of a seed in this process, whose answers tests can replace."""
 
     def __init__(self, answers: Sequence[SeedAnswer]) -> None:
         self.told = list(answers)
@@ -72,11 +72,11 @@ class SeedAtHand:
 
 
 class WeightRig:
-    """A seed with the checkpoint at `path`, and what reads it. The process is on a CPU.
+    """A seed with the checkpoint at `path`, and its readers, all on the CPU.
 
     Args:
-        session_ids: Of the seed's ranks, which are as many.
-        dtype: Of all models.
+        session_ids: Session ids of the seed's ranks, one for each.
+        dtype: Dtype of all models.
     """
 
     def __init__(self, path: Path, session_ids: Sequence[str], dtype: str = "auto") -> None:
@@ -90,7 +90,7 @@ class WeightRig:
 
     @property
     def seed_model(self) -> CausalLM:
-        """Of the seed's first rank."""
+        """Model of the seed's first rank."""
         return self.seed_models[0]
 
     def load_rank(self, rank: int, size: int) -> CausalLM:
@@ -127,7 +127,7 @@ class WeightRig:
         with torch.inference_mode():
             for tensor in model.parameters():
                 tensor.zero_()
-        # What is registered stays alive.
+        # Registered memory stays alive.
         self._models.append(model)
         register_weights(self.engine, (slot for _, slot in model.weight_slots()))
         return model
@@ -135,9 +135,9 @@ class WeightRig:
     def source(
         self, seed: SeedAddress = ADDRESS, *, rank: int = 0, size: int = 1
     ) -> RemoteInstanceWeights:
-        """Reads from the seed."""
+        """A weight source that reads from the seed."""
         load_config = LoadConfig(seed_instance=seed, tp_group=PlaceInGroup(rank, size))
-        # The client's two methods are all that is used of it.
+        # Only the client's two methods are used.
         client: object = self.client
         return RemoteInstanceWeights(
             self.config,
@@ -147,7 +147,7 @@ class WeightRig:
         )
 
     def read(self, rank: int = 0, size: int = 1) -> tuple[CausalLM, RemoteInstanceWeights]:
-        """A model that was read, and where from. Raises as `RemoteInstanceWeights.fill`."""
+        """A model that was read, and its source. Raises as `RemoteInstanceWeights.fill`."""
         model, source = self.empty_model(rank, size), self.source(rank=rank, size=size)
         slots = WeightSlots(model, lambda: None)
         with torch.inference_mode():

@@ -107,7 +107,8 @@ class _Context:
 
     @property
     def is_whole(self) -> bool:
-        """Whether the pool has its one new token too, which the step reads and does not store."""
+        """Whether the pool has the request's one new token too, which the step reads and does not
+        store."""
         return self.num_old == len(self.slots)
 
 
@@ -244,7 +245,7 @@ def _expect(holds: bool, what: str) -> None:
 
 
 def _expect_last(one: _Context, old: _Words) -> None:
-    """The new token of a context that the pool has whole is the one that the pool has."""
+    """Check that the new token of a context that the pool has whole is the pool's last one."""
     token = int(old[-1, 1]) & 0xFFFFFFFF
     _expect(one.new_tokens == [token], f"row {one.row}: {one.new_tokens} instead of {token}")
 

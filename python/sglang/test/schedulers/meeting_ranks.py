@@ -1,4 +1,4 @@
-"""Kernels in which ranks meet, interpreted on a CPU: a process a rank, and memory that all map.
+"""Kernels in which ranks meet, interpreted on a CPU: one process per rank, and memory that all map.
 
     TRITON_INTERPRET=1 python -m sglang.test.schedulers.meeting_ranks 2 3
 
@@ -29,11 +29,11 @@ ROUNDS: Final = 6
 ROWS: Final = 3
 WIDTH: Final = 96
 VOCAB: Final = 9001
-"""Three keys of each of two ranks; not divisible."""
+"""Vocabulary size: three keys for each of two ranks; not divisible."""
 EPS: Final = 1e-6
 _BYTES: Final = 1 << 20
 _KEYS: Final = 512 << 10
-"""Where the places for keys begin; those for sums are before."""
+"""Offset of the memory for keys, in bytes; the memory for sums is before it."""
 _PLACE: Final = 64 << 10
 
 
@@ -61,7 +61,7 @@ class MappedGroup(PlaceInGroup):
 
 
 def logits(generator: torch.Generator, width: int, size: int) -> torch.Tensor:
-    """Of all ranks, with what means nothing behind the last token."""
+    """Logits of all ranks, with garbage after the last token."""
     found = torch.randn(ROWS, width * size, generator=generator)
     found[0, 17] = found[0, VOCAB - 1] = 50.0
     found[1] = float("-inf")
@@ -71,7 +71,7 @@ def logits(generator: torch.Generator, width: int, size: int) -> torch.Tensor:
 
 
 def work(group: MappedGroup) -> None:
-    """One rank's part. Raises AssertionError where a result is wrong."""
+    """One rank's work. Raises AssertionError if a result is wrong."""
     generator = torch.Generator().manual_seed(1)
     rank, size = group.rank, group.size
     weight = torch.randn(WIDTH, generator=generator)
@@ -111,7 +111,7 @@ def forked(act: Callable[[], None]) -> int:
 
 
 def run(size: int) -> bool:
-    """Whether all of `size` ranks got right results, and left no flag."""
+    """Whether all `size` ranks got right results and left no flag set."""
     maps = [mmap.mmap(-1, _BYTES) for _ in range(size)]
     memories = [torch.from_numpy(np.frombuffer(one, dtype=np.uint8)) for one in maps]
     groups = [MappedGroup(memories, rank) for rank in range(size)]

@@ -1,4 +1,4 @@
-"""What must hold in the random driver: of what requests give, and of the tiers at rest."""
+"""Invariants of the random driver: of the outputs of requests, and of the tiers at rest."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from sglang.test.stores.object_store import IN_PLACE, ObjectStore
 
 
 def assert_words(sent: Sent, got: Collected) -> None:
-    """The words that have come so far are those that the prompt must give."""
+    """Assert that the words so far are those that the prompt must give."""
     said = got.output_ids
     if said != sent.words[: len(said)]:
         at = next(i for i, word in enumerate(said) if sent.words[i : i + 1] != [word])
@@ -24,7 +24,7 @@ def assert_words(sent: Sent, got: Collected) -> None:
 
 
 def assert_whole(sent: Sent, got: Collected) -> None:
-    """A request that ended without being aborted gave all that it must."""
+    """Assert that a request that ended without an abort gave all its words."""
     last, rid = got.last, sent.message.rid
     assert last is not None and last.finish_reason is not None
     assert not sent.is_refused, f"{rid} is too long and ran"
@@ -37,7 +37,8 @@ def assert_whole(sent: Sent, got: Collected) -> None:
 
 
 def assert_input_logprobs(sent: Sent, got: Collected) -> None:
-    """A request that ended has the log probabilities that it asked for of its prompt."""
+    """Assert that a request that ended has the log probabilities of its prompt that it asked
+    for."""
     message = sent.message
     if message.logprob_start_len >= 0:
         start = message.logprob_start_len
@@ -46,20 +47,21 @@ def assert_input_logprobs(sent: Sent, got: Collected) -> None:
 
 
 def assert_unpinned(tree: RadixCache) -> None:
-    """At rest no node is kept by anything."""
+    """Assert that at rest no node is pinned or locked."""
     for node in tree.nodes():
         assert not node.host_ref_counter, f"{node} is pinned though nothing is under way"
         assert not node.lock_ref, f"{node} is locked though nothing runs"
 
 
 def assert_stored(tree: RadixCache, store: ObjectStore, backend: str, epoch_began: float) -> None:
-    """L3 has, or has lost since, what the tree takes for stored; this rank gave it no page without
-    those before it that are this rank's to write. What other ranks failed to write it cannot know.
+    """Assert that L3 has, or has lost since, every page that the tree counts as stored, and that
+    this rank wrote no page without the earlier pages that it writes. Failed writes of other ranks
+    are not known here.
 
     Args:
-        store: Of one that breaks its contract nothing is known.
-        backend: Its name.
-        epoch_began: `time.monotonic()` seconds before the tree took to this L3.
+        store: The store; nothing is known of one that breaks its contract.
+        backend: Name of the backend.
+        epoch_began: A time, `time.monotonic()` seconds, before the tree began to use this L3.
     """
     storage_io = tree.cache_controller.storage_io if isinstance(tree, HiRadixCache) else None
     if storage_io is None or storage_io.storage is None or store.breaks_contract:
@@ -83,7 +85,7 @@ def assert_stored(tree: RadixCache, store: ObjectStore, backend: str, epoch_bega
 
 
 def _written_here(storage_io: StorageIO, pages: list[str]) -> list[str]:
-    """Those of `pages`, with their namespace, whose keys and values this rank writes."""
+    """The `pages`, with their namespace, whose keys and values this rank writes."""
     shards = storage_io.store._pools.shards.get(PoolName.KV)
     if shards is None:
         return pages

@@ -40,11 +40,12 @@ SIZES: Final = ((2, 1), (2, 2), (4, 2), (4, 4), (3, 1))
 TICKS_OF_A_SEED: Final = 500
 _MOST_DELAY_S: Final = 0.0005
 _WORK: Final = ("tokens from host", "tokens from storage", "evicted from host", "write landed")
-"""What must happen. One seed in four reads from storage: seeds are drawn until all of it has."""
+"""Work that must happen. One seed in four reads from storage; more are drawn until all of it
+has."""
 _MOST_RUNS: Final = 60
-"""Of three tiers. If a run in four does some work, the chance that none of 60 does is 3e-8."""
+"""Most runs of three tiers. If one in four does some work, the chance that none does is 3e-8."""
 _END: Final = b""
-"""In place of a tick: the run is over."""
+"""Message in place of a tick: the run is over."""
 
 WrapGroup = Callable[[RankGroup], RankGroup]
 
@@ -55,7 +56,7 @@ class RankRig(CheckableRig):
     Args:
         group: The scheduler's ranks.
         referee: The same ranks, to compare their books after each tick; None: without that.
-        args: As of `CheckableRig`.
+        args: Arguments of `CheckableRig`.
     """
 
     def __init__(self, group: RankGroup, referee: RankGroup | None, **args: Any) -> None:
@@ -64,20 +65,20 @@ class RankRig(CheckableRig):
         self.num_ticks = 0
 
     def step(self, *messages: ToScheduler) -> None:
-        """Rank 0: one tick of all ranks, one second later."""
+        """Rank 0: run one tick of all ranks, one second later."""
         self.now += 1.0
         tick = self.scheduler.make_tick(self.now, messages)
         self._tick(self.group.broadcast(encode_tick(tick)))
 
     def follow(self) -> bool:
-        """Any other rank: the next tick; False where there is none."""
+        """Any other rank: run the next tick; False if there is none."""
         payload = self.group.broadcast(None)
         if payload != _END:
             self._tick(payload)
         return payload != _END
 
     def end(self) -> None:
-        """Rank 0: there is no other tick."""
+        """Rank 0: tell the others that there are no more ticks."""
         self.group.broadcast(_END)
 
     def _tick(self, payload: bytes) -> None:
@@ -142,12 +143,12 @@ class RandomRanks(RandomScheduler):
     """One run.
 
     Args:
-        seed: As of `RandomScheduler`.
-        ranks: How many.
-        attn_cp_size: Into how many sets they are divided; see `RankGroup`.
-        setup: In place of the one that the seed draws.
-        wrap_group: Around each rank's group, for a rank that does wrong.
-        has_referee: Compare the books after each tick. Otherwise the ballots alone do.
+        seed: See `RandomScheduler`.
+        ranks: Number of ranks.
+        attn_cp_size: Number of sets that they are divided into; see `RankGroup`.
+        setup: Replaces the setup that the seed draws.
+        wrap_group: Wraps each rank's group, for a rank that misbehaves.
+        has_referee: Whether to compare the books after each tick. If not, only the ballots do.
     """
 
     def __init__(
@@ -203,7 +204,7 @@ class RandomRanks(RandomScheduler):
             assert rank.books == mine, f"rank {number} ends with other books than rank 0"
 
     def _fail(self, error: BaseException) -> None:
-        """A rank has failed: no other is to wait for it."""
+        """Note that a rank has failed, so that no other waits for it."""
         self._exchange.fail(error)
         self._referees.fail(error)
         self.store.set_mood("quick")
@@ -217,7 +218,7 @@ class RandomRanks(RandomScheduler):
 
 
 def run_ranks(seed: int, ranks: int, steps: int, attn_cp_size: int = 1) -> SchedulerOutcome:
-    """One run. What it raises has notes: the state, and the command that repeats the run."""
+    """One run. Exceptions have notes: the state, and the command that repeats the run."""
     run = RandomRanks(seed, ranks, attn_cp_size=attn_cp_size)
     try:
         return run.run(steps)
@@ -229,8 +230,8 @@ def run_ranks(seed: int, ranks: int, steps: int, attn_cp_size: int = 1) -> Sched
 
 
 def run_until_all_happened(ranks: int, steps: int) -> None:
-    """Runs of drawn seeds, each of `TICKS_OF_A_SEED`: at least `steps`, and until all work of the
-    tiers has happened. Raises AssertionError where some never does."""
+    """Run drawn seeds, `TICKS_OF_A_SEED` ticks each: at least `steps` ticks, and until all work of
+    the tiers has happened. Raises AssertionError if some never does."""
     counts: Counter[str] = Counter()
     # A third of the setups has no L3. They run, but do not count.
     least_runs = steps * 2 // 3 // TICKS_OF_A_SEED + 1
@@ -255,8 +256,8 @@ def run_for(
     Prints a line for each seed before it runs. The first failure is raised.
 
     Args:
-        sizes: Ranks and `attn_cp_size`, which take turns.
-        least_ticks: Go on until there were as many ticks.
+        sizes: Pairs of ranks and `attn_cp_size`, which take turns.
+        least_ticks: Fewest ticks of all runs.
 
     Returns:
         The counts of all runs; "ticks" are those of a rank.

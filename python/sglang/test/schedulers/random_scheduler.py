@@ -79,7 +79,7 @@ class CheckableRig(SchedulerRig):
 
 @dataclass(slots=True, kw_only=True)
 class SchedulerOutcome(Outcome):
-    """Of a run, with its configuration."""
+    """Outcome of a run, with its configuration."""
 
     setup: Setup
 

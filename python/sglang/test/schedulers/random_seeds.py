@@ -23,7 +23,7 @@ class Outcome:
     counts: Counter[str] = field(default_factory=Counter)
 
     def describe(self) -> str:
-        """What the seed chose, where that is worth a line."""
+        """A line about what the seed chose, if it is of interest."""
         return ""
 
 
@@ -78,7 +78,7 @@ def assert_random_work(
 
 
 def print_counts(counts: Counter[str]) -> None:
-    """A line for each, by name."""
+    """Print a line for each count, by name."""
     print("\n".join(f"{n:10} {what}" for what, n in sorted(counts.items())))
 
 
@@ -91,8 +91,8 @@ def main(
     """The command line of a driver: exit status 1 if a seed failed.
 
     Args:
-        doc: Of the driver.
-        steps_per_seed: Unless the command line says otherwise.
+        doc: Docstring of the driver.
+        steps_per_seed: Default of the command line.
         run_seed: Takes a seed and the steps; raises for any wrong result.
         argv: Words after the program's name.
     """

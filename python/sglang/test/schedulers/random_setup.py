@@ -95,7 +95,7 @@ class Setup:
         )
 
     def rig_args(self) -> dict[str, Any]:
-        """As `SchedulerRig` takes them."""
+        """Arguments of `SchedulerRig`."""
         args: dict[str, Any] = {
             "pool_tokens": self.l1_pages * self.page_size,
             "max_requests": self.max_requests,
@@ -121,7 +121,7 @@ class Setup:
         return args
 
     def slow_down(self, tree: BasePrefixCache, rng: random.Random) -> None:
-        """Let some copies of `tree`, if it has any, take a while, as drawn from `rng`."""
+        """Delay some copies of `tree`, if it makes any, as drawn from `rng`."""
         if isinstance(tree, HiRadixCache) and self.slow_copies:
             _slow_down_copies(tree, rng, self.slow_copies)
 

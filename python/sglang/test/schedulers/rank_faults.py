@@ -21,27 +21,27 @@ NO_MEMORY: Final = "L2 of this rank does not fit"
 
 
 def cannot_read_weights(rank: int) -> None:
-    """Its checkpoint is damaged, as on a disk of its own."""
+    """The rank's checkpoint is damaged, as on a disk of its own."""
     if rank == FAULTY:
         damaged = ValueError(DAMAGE)
         mock.patch.object(checkpoint_files, "_fill_from_safetensors", side_effect=damaged).start()
 
 
 def has_no_memory(rank: int) -> None:
-    """Its host pool cannot be allocated."""
+    """The rank's host pool cannot be allocated."""
     if rank == FAULTY:
         no_room = ValueError(NO_MEMORY)
         mock.patch.object(HiRadixCache, "build_host_stack", side_effect=no_room).start()
 
 
 def dies_while_it_starts(rank: int) -> None:
-    """Killed before it meets the others, as by the kernel where memory is short."""
+    """The rank is killed before it meets the others, as by the kernel when memory is short."""
     if rank == FAULTY:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
 def evicts_by_itself(rank: int) -> None:
-    """Once, in the first tick of the ballot in which it has pages on the host that nothing uses."""
+    """The rank evicts once, in the first tick in which it has unused pages on the host."""
     if rank != FAULTY:
         return
     check = HiRadixCache.check_hicache_events
@@ -56,7 +56,7 @@ def evicts_by_itself(rank: int) -> None:
 
 
 def kills_while_it_reads_weights(victim: int | None, rank: int) -> None:
-    """After its third batch of weights from another server it kills process `victim`; None: itself.
+    """The rank kills process `victim` (None: itself) after its third batch of a server's weights.
 
     Batches are small.
     """

@@ -41,18 +41,18 @@ def run_ranks(
     device: str = "cpu",
     preload: Sequence[str] = (),
 ) -> list[Any]:
-    """What `work(*args)` gives on each rank of a server of `size` ranks, in their groups.
+    """Run `work(*args)` on each rank of a server of `size` ranks, in their groups. Returns the
+    results.
 
     Args:
-        work: A function at the top of a file, which each rank loads again; what it gives can be
-            sent.
-        device: Kind of the ranks' devices. Where there are several of it, each has one, by its
-            rank.
+        work: A function at the top of a file, which each rank loads again; its result can be sent.
+        device: Kind of the ranks' devices. If there are several, each rank has its own.
         preload: Modules that ranks need and that take long to import. Those of a process's first
             call count.
 
     Raises:
-        RankFailed: It raised on some rank, or a rank died or did not end in time. None is left.
+        RankFailed: `work` raised on some rank, or a rank died or did not end in time. No rank is
+            left.
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["sglang.test.schedulers.rank_processes", *preload])
@@ -110,8 +110,8 @@ def _rank(
         writer.send((True, runpy.run_path(file)[name](*args)))
     except Exception:  # noqa: BLE001 - it is the parent's to raise
         writer.send((False, traceback.format_exc()))
-    # Rank 0 has the store through which others may still be meeting.
+    # Rank 0 has the store in which others may still be meeting.
     with contextlib.suppress(EOFError):
         writer.recv()
-    # Without waiting for other ranks, as the end of a world does.
+    # This does not wait for other ranks, unlike the end of a world.
     os._exit(0)

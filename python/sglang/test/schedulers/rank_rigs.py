@@ -20,17 +20,17 @@ _MOST_DELAY_S = 0.0005
 
 
 class _Rank(SchedulerRig):
-    """One of them. Its thread alone uses it after it was made."""
+    """One rank's scheduler. Only its thread uses it once it is made."""
 
     def take(self, payload: bytes) -> None:
-        """One tick, as it comes from rank 0."""
+        """Run one tick, as it comes from rank 0."""
         for output in self.scheduler.step(decode_tick(payload)):
             assert isinstance(output, BatchTokenIDOutput)
             for one in output.outputs:
                 self._collect(one)
 
     def books(self) -> tuple[int, ...]:
-        """What is equal on all ranks."""
+        """Numbers that must be equal on all ranks."""
         state = self.scheduler.state
         free = state.pools.allocator.available_size()
         return state.queues.digest, self.tree.root_node.tree_digest.value, free
@@ -40,13 +40,13 @@ class RankRigs:
     """`SchedulerRig` for several ranks, stepped together. Their books are compared at each tick.
 
     Args:
-        model_path: A checkpoint whose layers that many ranks can split.
-        size: How many ranks.
-        cp_size: Over how many of them prefills are split.
+        model_path: A checkpoint whose layers `size` ranks can split.
+        size: Number of ranks.
+        cp_size: Number of ranks over which prefills are split.
         make_half: Makes `SchedulerResources.make_half` of a rank and its pools; None: there is
             none.
         tick_s: Seconds between two ticks.
-        args: As of `SchedulerRig`.
+        args: Arguments of `SchedulerRig`.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class RankRigs:
 
     @property
     def results(self) -> dict[str, Collected]:
-        """Of all requests; the words are the same on all ranks."""
+        """Outputs of all requests; the words are the same on all ranks."""
         first, *others = (rig.results for rig in self.rigs)
         for results in others:
             assert results.keys() == first.keys()
@@ -97,7 +97,7 @@ class RankRigs:
         return self.rigs[0].request(rid, input_ids, params, **fields)
 
     def step(self, *messages: ToScheduler) -> None:
-        """One tick of all ranks, `tick_s` after the last one."""
+        """Run one tick of all ranks, `tick_s` after the last one."""
         self._now += self._tick_s
         payload = encode_tick(self.rigs[0].scheduler.make_tick(self._now, messages))
         self.threads.run(lambda rank: self.rigs[rank].take(payload))

@@ -1,4 +1,4 @@
-"""One model on several ranks in one process: a thread and a share of it for each."""
+"""One model on several ranks in one process: each rank has a thread and a share of the model."""
 
 from __future__ import annotations
 
@@ -17,16 +17,17 @@ T = TypeVar("T")
 
 
 class RankThreads:
-    """The ranks of one server, a thread for each, and what they meet in. Close it at the end.
+    """The ranks of one server, a thread for each, and their groups. Close it at the end.
 
     Args:
-        size: How many.
-        cp_size: Over how many of them the tokens of prefills are split; the others split layers.
+        size: Number of ranks.
+        cp_size: Number of ranks over which the tokens of prefills are split; the others split
+            layers.
 
     Attributes:
-        ranks: Where schedulers agree.
-        tp_groups: Of each rank: those that split layers with it.
-        cp_groups: Of each rank: those that split the tokens of prefills with it.
+        ranks: Groups in which schedulers agree.
+        tp_groups: For each rank, the group that splits layers with it.
+        cp_groups: For each rank, the group that splits the tokens of prefills with it.
     """
 
     def __init__(self, size: int, cp_size: int) -> None:
@@ -43,8 +44,8 @@ class RankThreads:
         self._pool = ThreadPoolExecutor(size)
 
     def run(self, work: Callable[[int], T]) -> list[T]:
-        """What `work(rank)` gives on each rank. All run at once; the first error is raised, and no
-        rank waits for one that has failed."""
+        """Run `work(rank)` on all ranks at once; returns the results. The first error is raised,
+        and no rank waits for one that has failed."""
 
         def on(rank: int) -> T:
             try:
@@ -71,7 +72,7 @@ def on_rank_threads(
     cp_size: int = 1,
     **config: Any,
 ) -> list[T]:
-    """What `work` gives on each of `size` ranks of the model at `path`.
+    """Run `work` on each of `size` ranks of the model at `path`; returns the results.
 
     Args:
         work: Takes the rank's driver, and the group that it shares layers with.

@@ -49,7 +49,7 @@ from sglang.test.models.tiny_models import save_tiny_checkpoint
 MAX_STEPS = 5000
 MAX_SECONDS = 60.0
 _WRITING: Final = threading.Lock()
-"""A checkpoint, which rigs of ranks in threads share."""
+"""Held while a checkpoint is written, which rigs of ranks in threads share."""
 RIG_DEVICE = detect_device()
 """A GPU if there is one. Without CUDA graphs, because each rig would capture them again."""
 
@@ -91,8 +91,8 @@ class SchedulerRig:
         tokenizer: Tokenizer for stop strings and patterns.
         grammar_backend: Factory of the backend for constraints.
         overlap: Whether to prepare a step while the last one runs; None: the class attribute.
-        group: The ranks, each with a rig of its own; None: this one alone.
-        tp_group: Those of them that split the model's layers with this one; None: it has them all.
+        group: The ranks, each with its own rig; None: this rank alone.
+        tp_group: The ranks that split the model's layers with this one; None: it has them all.
         cp_group: Ranks that split the tokens of prefills with this one; None: there are none.
         make_half: Makes `SchedulerResources.make_half` of the model's pools; None: there is none.
         args: Fields of `ServerArgs`.
@@ -130,7 +130,7 @@ class SchedulerRig:
         page_size = self.server_args.page_size
         assert page_size is not None
         self.model_pools: ModelPools | None = None
-        """All kinds of state; None: keys and values alone."""
+        """Pools of all kinds of state; None: keys and values alone."""
         self.worker = self.make_worker(model_path, page_size, pool_tokens, max_requests)
         mark_device_set(RIG_DEVICE)
         metrics = SchedulerMetrics()
@@ -197,7 +197,7 @@ class SchedulerRig:
 
     @property
     def pools(self) -> list[BaseDevicePool]:
-        """Of the model."""
+        """Device pools of the model."""
         known = self.model_pools
         return [self.worker.token_to_kv_pool] if known is None else list(known.pools)
 
@@ -220,6 +220,15 @@ class SchedulerRig:
             for of_request in output.outputs:
                 self._collect(of_request)
 
+    def wait_a_tick(self) -> None:
+        """Run one tick, a millisecond after the last one, and let threads work for as long.
+
+        For waits that end by threads: by the scheduler's clock they take no longer than they do.
+        """
+        self.now += 0.001 - self.tick_s
+        self.step()
+        time.sleep(0.001)
+
     def check(self) -> None:
         """Assert that every slot has exactly one owner."""
         self.scheduler.state.check_integrity()
@@ -235,7 +244,7 @@ class SchedulerRig:
                 self.assert_clean()
                 return
             if count >= MAX_STEPS:
-                # What is left to do is done by threads, which need the time that steps take.
+                # The rest is done by threads, which need the time that steps take.
                 time.sleep(0.001)
             counters = self.scheduler.state.counters
             assert time.monotonic() < deadline, f"not idle after {count} steps: {counters}"
@@ -252,12 +261,11 @@ class SchedulerRig:
         return [self.results[rid].output_ids for rid in rids]
 
     def settle(self, seconds: float = 20.0) -> None:
-        """Step until all has ended that threads of L3 do as well, at most so long."""
+        """Step until the threads of L3 have ended their work too, at most for `seconds`."""
         deadline = time.monotonic() + seconds
         while not self.scheduler.is_idle():
             assert time.monotonic() < deadline, self.tree.is_busy()
-            self.step()
-            time.sleep(0.001)
+            self.wait_a_tick()
         self.assert_clean()
 
     def assert_clean(self) -> None:
@@ -265,7 +273,7 @@ class SchedulerRig:
         state = self.scheduler.state
         pools = state.pools
         rows = pools.req_to_token_pool
-        # Without states, of which the tree may have all.
+        # States are left out: the tree may hold all of them.
         assert ReqToTokenPool.available_size(rows) == rows.size
         assert self.tree.protected_size() == 0
         assert state.free_tokens() == state.limits.pool_tokens
@@ -298,4 +306,4 @@ def prompt(seed: int, length: int, vocab_size: int = 160) -> list[int]:
 
 
 PROMPTS: Final = [prompt(seed, length) for seed, length in enumerate((5, 17, 40, 64, 33, 1))]
-"""Some of one page, of several, of one token."""
+"""Prompts of one page, of several pages, of one token."""

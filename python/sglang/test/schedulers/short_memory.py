@@ -1,7 +1,7 @@
-"""Memory that is short on one rank at a time: allocations that fail at random, each by itself.
+"""Short memory on one rank at a time: allocations fail at random, independently.
 
-What all ranks allocate alike (device slots, host pages, states, rows) are numbers in equal books.
-What may fail on one of them is memory of the system: buffers, threads, a client of L3.
+Slots, pages, states and rows are allocated alike on all ranks: they are numbers in equal books.
+Memory of the system may fail on a single rank: buffers, threads, a client of L3.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ class ShortMemory:
     """Lets allocations fail. Any thread.
 
     Args:
-        sites: Where: of those above.
-        chance: Of each allocation there, from 0 to 1.
-        seed: Of the draws, whose order is that of the threads.
+        sites: Places of allocations, of those above.
+        chance: Chance that an allocation there fails, from 0 to 1.
+        seed: Seed of the draws, whose order depends on the threads.
     """
 
     def __init__(self, sites: Iterable[str], chance: float, seed: int) -> None:
@@ -54,7 +54,7 @@ class ShortMemory:
 
     @contextlib.contextmanager
     def on_all_ranks(self) -> Iterator[None]:
-        """Every rank of this process allocates with that chance of failure."""
+        """Let allocations of every rank of this process fail with that chance."""
         gather, create = host_copy._gathered, StorageBackendFactory.create_backend
         start = threading.Thread.start
 
@@ -85,7 +85,7 @@ class ShortMemory:
 
 
 class _TorchOf:
-    """torch, whose `empty` fails as that of a CPU without memory."""
+    """torch, whose `empty` fails as on a CPU without memory."""
 
     def __init__(self, memory: ShortMemory) -> None:
         self._memory = memory

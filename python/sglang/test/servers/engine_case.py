@@ -1,4 +1,4 @@
-"""An `Engine` of a tiny model with an L3: the same words cold, from every tier, after a restart."""
+"""An `Engine` of a tiny model with an L3: same words cold, from every tier, and after a restart."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _WHOLE: Final = 192
 
 
 def start_engine(model: Path, **settings: Any) -> sglang.Engine:
-    """On the CPU, with an L1 of 512 tokens and the built-in model's tokenizer."""
+    """An engine on the CPU, with an L1 of 512 tokens and the built-in model's tokenizer."""
     common = {
         "tokenizer_path": str(BUILTIN_MODEL_DIR),
         "page_size": _PAGE,
@@ -31,7 +31,7 @@ def start_engine(model: Path, **settings: Any) -> sglang.Engine:
 def ask(
     engine: sglang.Engine, ids: list[int], **params: Any
 ) -> tuple[list[int], tuple[int, int, int]]:
-    """The words, and how many tokens came from the device, the host and the store."""
+    """The words, and the numbers of tokens that came from the device, the host and the store."""
     answer = engine.generate(input_ids=ids, sampling_params={**GREEDY, **params})
     found = answer["meta_info"]["cached_tokens_details"]
     return answer["output_ids"], (found["device"], found["host"], found.get("storage", 0))
@@ -40,13 +40,14 @@ def ask(
 def assert_same_words_from_every_tier(
     model: Path, cold: list[int], backend: str, **settings: Any
 ) -> None:
-    """Two engines, one after the other, say `cold` to `IDS`, which comes from each tier in turn.
+    """Assert that two successive engines answer `cold` to `IDS`, which comes from each tier in
+    turn.
 
     Args:
         model: The checkpoint.
-        cold: What an engine without a cache says.
-        backend: Of L3, which has nothing yet.
-        settings: Further ones of the engines.
+        cold: The answer of an engine without a cache.
+        backend: Backend of L3, which is empty.
+        settings: Further settings of the engines.
     """
     settings = {
         "enable_hierarchical_cache": True,

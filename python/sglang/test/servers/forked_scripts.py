@@ -21,7 +21,7 @@ import torch
 from sglang.srt.utils.process import kill_process_tree
 
 _PRELOAD = ["sglang.test.servers.forked_servers", "sglang.test.servers.forked_scripts"]
-"""The first has all that the engine imports."""
+"""Modules to import first; the first one imports all that the engine does."""
 
 
 def run_script(path: Path, *flags: str, timeout: float) -> subprocess.CompletedProcess[str]:
@@ -54,6 +54,6 @@ def _run(path: str, flags: tuple[str, ...], out: str, err: str) -> None:
         os.dup2(os.open(name, os.O_WRONLY | os.O_CREAT), stream.fileno())
     torch.set_num_threads(1)
     sys.argv = [path, *flags]
-    # As python does for a script: modules beside it are found.
+    # Modules beside the script are found, as when Python runs a script.
     sys.path[0] = os.path.dirname(path)
     runpy.run_path(path, run_name="__main__")

@@ -35,11 +35,11 @@ from sglang.test.servers.engine_server import EngineServer
 from sglang.test.test_utils import RunningServer, await_health, new_log_path, server_flags, tail_of
 
 PRELOADED: Final = (http_server, node, detokenizer_manager, run, registry, xgrammar)
-"""What the processes of a server import."""
+"""Modules that the processes of a server import."""
 
 InRank = Callable[[int], None]
-"""Runs in the process of each rank, before anything is built; is given the rank. At the top of a
-module, because it is sent to another process."""
+"""Runs in the process of each rank, before anything is built; gets the rank. It must be at the top
+of a module, because it is sent to another process."""
 
 
 class ForkedProcess(RunningServer):
@@ -89,8 +89,8 @@ class ForkedServer(EngineServer):
     """`EngineServer` whose processes are forked.
 
     Args:
-        args, env, model: As of `EngineServer`; `env` has variables of `envs` alone.
-        in_rank: What each rank does first.
+        args, env, model: See `EngineServer`; `env` has only variables of `envs`.
+        in_rank: Called in each rank first.
     """
 
     def __init__(
@@ -104,7 +104,7 @@ class ForkedServer(EngineServer):
         self._in_rank = in_rank
 
     def launch(self) -> ForkedProcess:
-        """Start the process, and wait for nothing."""
+        """Start the process, without waiting for it."""
         flags = server_flags(self._model, self.url, self._args)
         return ForkedProcess(flags, new_log_path(), self._env, self._in_rank)
 
@@ -117,7 +117,8 @@ def _serve(argv: list[str], log_path: str, env: Mapping[str, str], in_rank: InRa
     log = os.open(log_path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
     os.dup2(log, sys.stdout.fileno())
     os.dup2(log, sys.stderr.fileno())
-    # Each process has one thread: those of more processes than cores wait for each other.
+    # One thread for each process: with more processes than cores, threads would wait for each
+    # other.
     torch.set_num_threads(1)
     fields = envs.fields()
     with contextlib.ExitStack() as stack:
@@ -129,7 +130,7 @@ def _serve(argv: list[str], log_path: str, env: Mapping[str, str], in_rank: InRa
 
 
 class _Forking:
-    """In place of `multiprocessing`'s context for `spawn`."""
+    """Replaces `multiprocessing`'s context for `spawn`."""
 
     def __init__(self, in_rank: InRank | None) -> None:
         self._context = multiprocessing.get_context("fork")
@@ -145,7 +146,7 @@ class _Forking:
 
 
 def _run_child(target: Callable[..., None], args: tuple[Any, ...], in_rank: InRank | None) -> None:
-    """What a child of a server does: `target`, without the sockets of others."""
+    """Run `target` in a child of a server, without the sockets of other processes."""
     meeting = next((arg for arg in args if isinstance(arg, Rendezvous)), None)
     listener = None if meeting is None else meeting.listener
     _close_listeners(-1 if listener is None else listener.fileno())
@@ -155,7 +156,7 @@ def _run_child(target: Callable[..., None], args: tuple[Any, ...], in_rank: InRa
 
 
 def _close_listeners(kept: int) -> None:
-    """Close inherited sockets that listen: who connects to a dead rank is to be refused."""
+    """Close inherited listening sockets, so that connections to a dead rank are refused."""
     for name in os.listdir("/proc/self/fd"):
         fd = int(name)
         with contextlib.suppress(OSError):

@@ -1,4 +1,4 @@
-"""Nearly valid request bodies, for fuzzing a server (row F1)."""
+"""Nearly valid request bodies, for fuzzing a server (row F1 of docs/faults.md)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Requests of all kinds to a server, and what came of them: equal on servers that do the same."""
+"""Requests of all kinds to a server, and their results, which equivalent servers have in common."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ _TIMEOUT_S: Final = 60.0
 
 
 def battery(server: EngineServer) -> Results:
-    """What each kind of request gave, by its name; words and log probabilities alone, nothing that
-    depends on time. Several of them run at once, and some are aborted between them."""
+    """Results by kind of request: only words and log probabilities, nothing that depends on time.
+    Several requests run at once, and some others are aborted."""
     bodies: dict[str, dict[str, Any]] = {
         "shared prefixes": {
             "input_ids": [_SHARED[:length] + prompt(seed, 30) for seed, length in _BRANCHES],
@@ -77,7 +77,7 @@ def battery(server: EngineServer) -> Results:
 
 
 _BRANCHES: Final = ((7, 200), (8, 160), (9, 96), (10, 200), (11, 0), (12, 33))
-"""Seeds of the prompts' ends, and how many tokens they share before these."""
+"""Seeds of the prompts' ends, and the numbers of tokens that prompts share before them."""
 
 
 def _answers(server: EngineServer, body: dict[str, Any]) -> list[Any]:
@@ -88,7 +88,7 @@ def _answers(server: EngineServer, body: dict[str, Any]) -> list[Any]:
 
 
 def _content(answer: Mapping[str, Any]) -> dict[str, Any]:
-    """Of an answer what must be equal; log probabilities apart from what is equal to the bit."""
+    """The parts of an answer that must be equal: log probabilities, and the bit-equal others."""
     meta = answer["meta_info"]
     logprobs = [entry for key in _LOGPROBS for entry in _flat(meta.get(key) or [])]
     return {
@@ -109,7 +109,7 @@ _LOGPROBS: Final = (
 
 
 def _flat(entries: Sequence[Any]) -> list[Any]:
-    """Entries `[logprob, id, ...]`, out of the lists of alternatives of each token."""
+    """Entries `[logprob, id, ...]`, flattened from the lists of alternatives of each token."""
     if entries and all(one is None or isinstance(one[0], list) for one in entries):
         return [entry for one in entries if one is not None for entry in one]
     return list(entries)
@@ -128,7 +128,7 @@ def _leave_early(server: EngineServer, seed: int) -> None:
 
 
 def differences(found: Results, expected: Results, tolerance: float) -> list[str]:
-    """What is not equal, a line each; log probabilities may differ by `tolerance`."""
+    """Differences, one line each; log probabilities may differ by `tolerance`."""
     lines = []
     for name, answers in expected.items():
         for number, (got, want) in enumerate(zip(found[name], answers, strict=True)):

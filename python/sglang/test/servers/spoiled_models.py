@@ -1,4 +1,5 @@
-"""Faulty copies of the built-in model, and starts of a server on them (row F7)."""
+"""Faulty copies of the built-in model, and starts of a server on them (row F7 of
+docs/faults.md)."""
 
 from __future__ import annotations
 

@@ -23,11 +23,11 @@ from sglang.test.test_utils import CustomTestCase
 
 PAGE: Final = 16
 CHUNK: Final = 128
-"""Tokens. `PROMPT` is computed in two chunks, the second of which ends within a page."""
+"""Tokens of a chunk. `PROMPT` is computed in two chunks, the second of which ends within a page."""
 PROMPT: Final = tuple(prompt(1, 200))
 WHOLE_PAGES: Final = len(PROMPT) // PAGE * PAGE
 MIXED: Final = tuple(tuple(prompt(seed, length)) for seed, length in ((2, 9), (3, 333), (4, 70)))
-"""Prompts of one batch: too short to be split, of three chunks, of one."""
+"""Prompts of one batch: one too short to be split, one of three chunks, one of one chunk."""
 _L1_TOKENS: Final = 640
 _WORDS: Final = 12
 
@@ -44,7 +44,7 @@ def words_of_one_rank(model: str, prompts: Sequence[tuple[int, ...]]) -> list[Wo
 
 
 def ask(server: EngineServer, ids: Sequence[int]) -> tuple[Words, Cached]:
-    """The words of a prompt, and where its prefix came from."""
+    """The words of a prompt, and the tiers that its prefix came from."""
     answer = server.generate(ids, max_new_tokens=_WORDS, sampling={"ignore_eos": True})
     return tuple(answer.output_ids), _cached(answer)
 
@@ -67,7 +67,7 @@ def _cached(answer: Answer) -> Cached:
 
 
 def _flags(settings: Mapping[str, object]) -> list[str]:
-    """Flags of `settings`, by name; None: a switch."""
+    """Flags from `settings`, by name; None: a switch."""
     settings = {
         "--tokenizer-path": BUILTIN_MODEL_DIR,
         "--device": "cpu",
@@ -86,9 +86,9 @@ class StorageBackendCase(CustomTestCase):
     """One server for all tests of a subclass, which are run in the order of their names."""
 
     __test__: ClassVar[bool] = False
-    """Of pytest: this class has hooks without answers. Subclasses set it."""
+    """Whether pytest collects the class. Subclasses with all hooks set it."""
     backend_name: ClassVar[str]
-    """As answers name the store."""
+    """Name of the store in answers."""
     server: ClassVar[EngineServer]
 
     @classmethod

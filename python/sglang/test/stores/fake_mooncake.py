@@ -17,8 +17,8 @@ _NOT_FOUND = -704
 class FakeMooncake:
     """One `MooncakeDistributedStore`. Test threads; no locks.
 
-    `calls` has the names of calls that moved, queried or closed, in order. A function in `answers`
-    under the name of a call replaces the dict; it gets the arguments of the call.
+    `calls` has the names of calls that moved, queried or closed, in order. A function in `answers`,
+    under the name of a call, answers in place of the dict; it gets the call's arguments.
     """
 
     def __init__(self, objects: dict[str, bytes]) -> None:

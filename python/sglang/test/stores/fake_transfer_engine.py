@@ -34,23 +34,23 @@ class FakeCall:
 
 @dataclass
 class FakeTransferEngines:
-    """All engine objects that were made, and what they do. Any thread.
+    """All engine objects that were made, and their behaviour. Any thread.
 
-    Give `new_engine` to what makes engine objects.
+    `new_engine` replaces the constructor of engine objects.
     """
 
     initialize_code: int = 0
     register_code: int = 0
     answer: Callable[[FakeTransferEngine, FakeCall], int] = lambda engine, call: 0
-    """What a batch comes to; it may block."""
+    """Returns the result of a batch; may block."""
     made: list[FakeTransferEngine] = field(default_factory=list)
     calls: list[FakeCall] = field(default_factory=list)
-    """Batches with something in them, in their order."""
+    """Batches that are not empty, in their order."""
     contacts: list[str] = field(default_factory=list)
     """Peers that were connected to without a transfer."""
 
     def new_engine(self) -> FakeTransferEngine:
-        """One more."""
+        """Make one more engine object."""
         engine = FakeTransferEngine(self, 15000 + len(self.made))
         self.made.append(engine)
         return engine
@@ -64,7 +64,7 @@ class FakeTransferEngine:
         self._port = port
         self.initialized: list[tuple[str, str, str, str]] = []
         self.forced: list[str] = []
-        """Which of Mooncake's variables stood when it was initialized."""
+        """Mooncake's environment variables that were set when the engine was initialized."""
         self.registered: dict[int, int] = {}
 
     def initialize(self, local_name: str, metadata: str, protocol: str, device: str) -> int:
@@ -124,7 +124,7 @@ def start_engine(fakes: FakeTransferEngines) -> MooncakeTransferEngine:
 def start_over_rdma(
     fakes: FakeTransferEngines, root: Path, patch: pytest.MonkeyPatch
 ) -> MooncakeTransferEngine:
-    """The same over a made-up RDMA device below `root`."""
+    """An engine as of `start_engine`, over a made-up RDMA device below `root`."""
     (root / "mlx5_0").mkdir()
     patch.setenv("MOONCAKE_PROTOCOL", "rdma")
     engine = MooncakeTransferEngine(

@@ -1,4 +1,4 @@
-"""A store that hangs, fails and answers as it is told, and the threads in front of it."""
+"""A store that hangs, fails and answers as a test demands, and the threads in front of it."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ from sglang.srt.mem_cache.tree.tree_node import TreeNode
 
 
 class StandingClock:
-    """Time that passes only where a test or its store says so; in place of the module `time`."""
+    """Replaces the module `time`; time passes only when a test or its store says so."""
 
     def __init__(self) -> None:
         self.now = 0.0
 
     def monotonic(self) -> float:
-        """Seconds."""
+        """The current time in seconds."""
         return self.now
 
     def pass_too_long(self) -> None:
-        """For a call of the store."""
+        """Advance the time by more than a call of the store may take."""
         self.now += 10.0
 
 
@@ -47,18 +47,18 @@ class HangingStore(HiCacheStorage):
     def __init__(self) -> None:
         self.clock = StandingClock()
         self.goes_on = threading.Event()
-        """Transfers that hang wait for it."""
+        """Event that hanging transfers wait for."""
         self.goes_on.set()
         self.hangs: set[str] = set()
         self.raises = self.is_mute = False
         self.asked: list[list[str]] = []
         self.moved: object = None
-        """What it answers to transfers, if anything else than the truth."""
+        """Answer to transfers in place of the true one; None: the truth."""
         self.found: object = None
-        """What it answers to questions, the same."""
+        """Answer to questions in place of the true one; None: the truth."""
         self.absent: set[str] = set()
         self.questions: list[int] = []
-        """Of how many prompts each."""
+        """Number of prompts of each question."""
         self.probe_gate = threading.Event()
         self.probe_gate.set()
 
@@ -122,7 +122,7 @@ class HangingBench:
         self.io.store._breaker._clock = self.clock.monotonic
 
     def read(self, *pages: str) -> CacheOutcome | None:
-        """Read `pages` to the end; how it ended."""
+        """Read `pages` to the end; returns the outcome."""
         operation = self.submit(*pages)
         wait_for(lambda: operation.ended)
         return operation.outcome
@@ -140,7 +140,7 @@ class HangingBench:
         )  # fmt: skip
 
     def write(self, *pages: str) -> CacheOutcome | None:
-        """Write `pages`; how that ended."""
+        """Write `pages`; returns the outcome."""
         operation = StorageOperation(
             node=TreeNode(1, RadixKey([])), host_indices=torch.arange(len(pages)),
             hashes=[PageHash(page) for page in pages], prefix_hashes=[], after=None, epoch=0,
@@ -150,7 +150,7 @@ class HangingBench:
         return operation.outcome
 
     def count(self, call: str, outcome: str) -> float:
-        """Pages whose `call` ended so."""
+        """Pages whose `call` had this outcome."""
         pages: float = self.metrics.pages.labels(call, outcome)._value.get()
         return pages
 

@@ -44,7 +44,7 @@ def make_device_pool(
 
 
 def fill_with_random_bits(pool: PagedDevicePool, seed: int) -> None:
-    """Every slot of every buffer, the padding page included."""
+    """Fill every slot of every buffer, the padding page included."""
     generator = torch.Generator().manual_seed(seed)
     for buffer in chain(*pool.parts):
         raw = buffer.view(-1).view(torch.uint8)

@@ -52,7 +52,7 @@ class Bench:
 
     @property
     def move(self) -> PoolTransfer:
-        """All pages."""
+        """The transfer of all pages."""
         return PoolTransfer(PoolName.KV, host_indices=self.slots, keys=self.keys)
 
     def put(self) -> list[CacheOutcome]:
@@ -66,7 +66,7 @@ class Bench:
         return self.store.batch_get_v2([self.move])["kv"]
 
     def host_is_intact(self) -> bool:
-        """Whether the pool has the bytes that the pages came with."""
+        """Whether the pool has the original bytes of the pages."""
         return host_bytes(self.host, self.device, self.slots, self.pages) == self.wanted
 
     def object_key(self, index: int, pool: str = "kv") -> str:
@@ -74,7 +74,7 @@ class Bench:
         return f"{self.keys[index]}/{pool}"
 
     def raw(self, index: int) -> bytes:
-        """The object of a page, trailer included."""
+        """The bytes of a page's object, trailer included."""
         return bytes(self.store._client.store.get(self.object_key(index)))
 
     def overwrite(self, index: int, raw: bytes) -> None:

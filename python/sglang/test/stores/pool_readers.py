@@ -1,4 +1,4 @@
-"""What device pools see of a model and of a load: a layer, and a counter that notes who waits."""
+"""A layer and a load counter as device pools see them; the counter notes the layers waited for."""
 
 from __future__ import annotations
 

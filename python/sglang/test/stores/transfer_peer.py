@@ -3,8 +3,7 @@
     with TransferPeer(num_bytes=64 << 20) as peer:
         engine.transfer(peer.session_id, TransferOp.WRITE, [Block(ptr, peer.address, 4096)], ...)
 
-`python -m sglang.test.stores.transfer_peer FILE BYTES` is that process: it writes to FILE where it
-is.
+`python -m sglang.test.stores.transfer_peer FILE BYTES` is that process; FILE gets its address.
 """
 
 from __future__ import annotations
@@ -46,12 +45,12 @@ class TransferPeer(ManagedProcess):
 
     @property
     def session_id(self) -> str:
-        """Where it is."""
+        """Session id at which the peer is reached."""
         return str(json.loads(self._facts.read_text())["session_id"])
 
     @property
     def address(self) -> int:
-        """Of its memory."""
+        """Address of the peer's memory."""
         return int(json.loads(self._facts.read_text())["address"])
 
     def __enter__(self) -> TransferPeer:

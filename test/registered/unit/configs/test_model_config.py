@@ -35,6 +35,33 @@ QWEN3: dict[str, Any] = {
 }
 
 
+QWEN3_5_TEXT: dict[str, Any] = {
+    **{name: QWEN3[name] for name in QWEN3 if name not in {"architectures", "rope_theta"}},
+    "model_type": "qwen3_5_text",
+    "num_hidden_layers": 4,
+    "mtp_num_hidden_layers": 1,
+    "attn_output_gate": True,
+    "full_attention_interval": 4,
+    "max_position_embeddings": 262144,
+    "rope_parameters": {
+        "mrope_interleaved": True,
+        "mrope_section": [11, 11, 10],
+        "rope_type": "default",
+        "rope_theta": 10000000,
+        "partial_rotary_factor": 0.25,
+    },
+}
+QWEN3_5: dict[str, Any] = {
+    "architectures": ["Qwen3_5ForConditionalGeneration"],
+    "model_type": "qwen3_5",
+    "image_token_id": 98,
+    "text_config": QWEN3_5_TEXT,
+    "vision_config": {"model_type": "qwen3_5", "depth": 1, "hidden_size": 16, "num_heads": 2},
+    "tie_word_embeddings": True,
+}
+"""As such checkpoints are published."""
+
+
 def write(directory: Path, **changes: Any) -> str:
     config = {key: value for key, value in {**QWEN3, **changes}.items() if value is not ...}
     (directory / "config.json").write_text(json.dumps(config))
@@ -85,6 +112,57 @@ def test_yarn_scales_rotations_and_the_scores_of_latent_attention(tmp_path: Path
     rope = ModelConfig.from_path(write(tmp_path, rope_scaling=plain)).rope
     assert rope.attention_factor == pytest.approx(log + 1)
     assert rope.score_scale() == 1.0
+
+
+def write_nested(directory: Path, text: dict[str, Any], **changes: Any) -> str:
+    config = {**QWEN3_5, "text_config": {**QWEN3_5_TEXT, **text}, **changes}
+    kept = {key: value for key, value in config.items() if value is not ...}
+    (directory / "config.json").write_text(json.dumps(kept))
+    return str(directory)
+
+
+def test_a_text_model_beside_a_vision_tower(tmp_path: Path) -> None:
+    path = write_nested(tmp_path, {})
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [9, 7]}')
+    config = ModelConfig.from_path(path)
+    assert config.architecture == "Qwen3_5ForConditionalGeneration"
+    assert (config.model_type, config.hf_config.model_type) == ("qwen3_5", "qwen3_5_text")
+    assert (config.vocab_size, config.num_hidden_layers, config.hidden_size) == (100, 4, 64)
+    assert (config.dtype, config.context_len) == (torch.bfloat16, 262144)
+    assert config.linear_attention_layers == (0, 1, 2)
+    assert config.rope == RopeConfig(theta=1e7, partial_rotary_factor=0.25)
+    assert config.eos_token_ids == (7, 9)
+    assert config.tie_word_embeddings
+    assert ModelConfig.from_path(path, context_length=5).context_len == 5
+    # What transformers writes: the dtype, and whether embeddings are tied, beside the text model.
+    text = {"torch_dtype": None, "tie_word_embeddings": True, "eos_token_id": [3]}
+    path = write_nested(tmp_path, text, dtype="float16", tie_word_embeddings=False, eos_token_id=4)
+    config = ModelConfig.from_path(path)
+    assert (config.dtype, config.tie_word_embeddings) == (torch.float16, False)
+    assert config.eos_token_ids == (3, 4, 7, 9)
+
+
+@pytest.mark.parametrize(
+    ("text", "changes", "message"),
+    [
+        ({}, {"text_config": ...}, r"no text_config, which the settings of Qwen3_5ForCond"),
+        ({}, {"text_config": [1]}, r"no text_config"),
+        ({}, {"quantization_config": {"quant_method": "fp8"}}, "quantiz"),
+        ({"quantization_config": {"quant_method": "fp8"}}, {}, "quantiz"),
+        ({"hidden_act": "gelu"}, {}, "hidden_act='gelu'"),
+        ({"max_position_embeddings": 0}, {}, "max_position_embeddings=0"),
+        ({"linear_num_key_heads": "two"}, {}, "config.json is not valid"),
+        ({}, {"model_type": "qwen3"}, "model_type='qwen3' is not that of Qwen3_5ForCond"),
+        ({}, {"vision_config": {"depth": "one"}}, "config.json is not valid"),
+        ({}, {"architectures": ["Qwen3VLForConditionalGeneration"]}, "not supported"),
+    ],
+)
+def test_refusals_of_nested_settings_are_one_line(
+    tmp_path: Path, text: dict[str, Any], changes: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message) as caught:
+        ModelConfig.from_path(write_nested(tmp_path, text, **changes))
+    assert "\n" not in str(caught.value)
 
 
 def test_overrides(tmp_path: Path) -> None:

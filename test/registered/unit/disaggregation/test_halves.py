@@ -264,7 +264,7 @@ def test_what_prefill_refuses_does_not_wait_at_decode(mover: LocalMover) -> None
 
 
 def test_a_prefill_server_that_shuts_down_says_so(pair: PdRig) -> None:
-    """What asks hears it, even if the request has only just come."""
+    """A server that asks is told, even if the request has only just come."""
     pair.decode.step(pair.request("a", PROMPTS[6], room=2))
     desk = pair.prefill.scheduler._parts.half._desk  # type: ignore[attr-defined]
     assert wait_until(lambda: bool(desk._waiting), 10, interval=0.001)

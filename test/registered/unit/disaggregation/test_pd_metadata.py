@@ -59,7 +59,7 @@ def metadata_bytes(pair: PdRig) -> tuple[float, float]:
 
 
 def free_rows(pair: PdRig) -> list[int]:
-    """Of both servers."""
+    """Number of free rows on each of both servers."""
     prefill, decode = (rig.scheduler._parts.half for rig in pair.rigs)
     assert isinstance(prefill, PrefillHalf) and isinstance(decode, DecodeHalf)
     assert not (prefill._rows or prefill._rowless)

@@ -1,4 +1,4 @@
-"""What operators and clients are told of requests between two servers: metrics and stages."""
+"""Metrics and stages of requests between two servers, for operators and clients."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def pair(mover: LocalMover) -> Iterator[PdRig]:
 
 
 def value(rig: HalfRig, name: str) -> float:
-    """Of a metric; it must exist."""
+    """Value of a metric, which must exist."""
     found = rig.scheduler.state.metrics.registry.get_sample_value(f"sglang:{name}")
     assert found is not None, name
     return found
@@ -173,7 +173,7 @@ def test_a_request_says_where_its_time_went(pair: PdRig, mover: LocalMover) -> N
 
 
 def test_waiting_for_slots_and_for_a_turn_is_queueing(pair: PdRig, mover: LocalMover) -> None:
-    """Of the decode server, then of the prefill server once it was asked."""
+    """First on the decode server, then on the prefill server once it was asked."""
     state = pair.prefill.scheduler.state
     state.limits = dataclasses.replace(state.limits, max_running_requests=1)
     mover.hold = True

@@ -39,7 +39,7 @@ class FakeDesk:
         """(room, pages), in order."""
         self.tokens: dict[int, FirstToken] = {}
         self.rows: dict[int, int | None] = {}
-        """Of `tokens`."""
+        """Row of each room in `tokens`."""
         self.ended: dict[int, str] = {}
         self.claimed: list[int] = []
         self.claims = True

@@ -70,7 +70,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 
 
 def check_words(pair: PdRanks, alone: SchedulerRig, turn: str) -> None:
-    """What one scheduler says to the prompts, both servers say together."""
+    """Assert that both servers together answer the prompts as one scheduler does."""
     fields: dict[str, Any] = {"return_logprob": True}
     messages = [
         pair.request(f"{turn} {n}", ids, greedy(12), **fields) for n, ids in enumerate(PROMPTS)
@@ -214,7 +214,7 @@ def pair(models: Callable[[str], Path]) -> Iterator[PdRanks]:
 
 
 def words(models: Callable[[str], Path], ids: list[int], number: int = 12) -> list[int]:
-    """What one scheduler says."""
+    """Output of one scheduler."""
     (said,) = SchedulerRig(models("qwen3"), **ARGS).generate([ids], number)
     return said
 

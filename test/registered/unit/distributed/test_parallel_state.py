@@ -19,7 +19,7 @@ register_cpu_ci(est_time=6, suite="base-a-test-cpu")
 
 
 def run(code: str) -> list[str]:
-    """What a new process prints, whose end says nothing on stderr."""
+    """Lines printed by a new process, which must write nothing to stderr."""
     start = (
         "import psutil, torch, torch.distributed as dist\n"
         "from sglang.srt.distributed.parallel_state import init_distributed_environment\n"

@@ -28,7 +28,7 @@ def on_ranks(
     deadline_s: float = 20.0,
     attn_cp_size: int = 1,
 ) -> list[str]:
-    """What `work` gave or raised on each rank."""
+    """Result or error of `work` on each rank."""
     exchange = MemoryExchange(size, deadline_s, attn_cp_size=attn_cp_size)
 
     def on(rank: int) -> str:

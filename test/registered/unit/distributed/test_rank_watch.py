@@ -63,7 +63,7 @@ def join(watch: RankWatch) -> None:
 
 
 def looks(watch: RankWatch, clock: Clock, seconds: int) -> list[str]:
-    """What it finds, looking once a second."""
+    """Findings of a watch that looks once a second."""
     found = []
     for _ in range(seconds):
         clock.now += 1.0

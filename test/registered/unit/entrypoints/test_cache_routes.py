@@ -1,4 +1,4 @@
-"""What the operator's key may attach over HTTP: no files of the server, and no code."""
+"""Backends that the operator's key may attach over HTTP: no files of the server, no code."""
 
 from __future__ import annotations
 

@@ -19,9 +19,9 @@ register_cpu_ci(est_time=4, suite="base-a-test-cpu")
 
 CALLS = "{% for c in m.tool_calls or [] %}<call>NAME{% endfor %}"
 OBJECTS = CALLS.replace("NAME", "{{ c.function.name }} {{ c.function.arguments | tojson }}")
-"""As Qwen's."""
+"""A template like Qwen's, which renders arguments as objects."""
 TEXTS = CALLS.replace("NAME", "{{ c.function.name + ' ' + c.function.arguments }}")
-"""As DeepSeek's, which join strings."""
+"""A template like DeepSeek's, which joins strings."""
 
 
 def render(tmp_path: Path, template: str) -> str:

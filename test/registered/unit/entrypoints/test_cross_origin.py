@@ -35,7 +35,7 @@ class Reply:
 
     @property
     def page_may_read(self) -> bool:
-        """What a browser asks of an answer to a request without cookies."""
+        """Whether a browser lets a page read the answer to a request without cookies."""
         return self.headers.get(ALL) in ("*", PAGE)
 
 
@@ -56,7 +56,7 @@ def ask(
 
 
 def preflight(server: FrontServer, path: str, method: str, **more: str) -> Reply:
-    """As a browser sends it: without the key, which it asks leave to send."""
+    """Send a preflight as a browser does: without the key, which it asks permission to send."""
     headers = {
         "Origin": PAGE,
         "Access-Control-Request-Method": method,

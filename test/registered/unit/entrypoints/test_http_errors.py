@@ -24,6 +24,7 @@ register_cpu_ci(est_time=8, suite="base-a-test-cpu")
 GENERATE, CHAT, COMPLETIONS = "/generate", "/v1/chat/completions", "/v1/completions"
 HELLO = [{"role": "user", "content": "hello"}]
 OBJECT = {"type": "json_object"}
+TEXT_PART = {"type": "text", "text": "What is this?"}
 
 
 @pytest.fixture(scope="module")
@@ -78,6 +79,8 @@ def calls(arguments: dict[str, Any]) -> dict[str, Any]:
     ("path", "body", "names"),
     [
         (GENERATE, {}, ["text", "input_ids"]),
+        (GENERATE, {"text": "a", "image_data": "x"}, ["image_data", "serves text alone"]),
+        (GENERATE, {"text": "a", "video_data": ["x"]}, ["video_data", "serves text alone"]),
         (GENERATE, {"text": "a", "input_ids": [1]}, ["text", "input_ids"]),
         (GENERATE, {"text": ""}, ["text", "empty"]),
         (GENERATE, {"text": 1}, ["text", "str"]),
@@ -202,7 +205,12 @@ def calls(arguments: dict[str, Any]) -> dict[str, Any]:
         (
             CHAT,
             {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
-            ["messages[0].content[0].type", "image_url"],
+            ["messages[0].content[0].type='image_url'", "this server serves text alone"],
+        ),
+        (
+            CHAT,
+            {"messages": [{"role": "user", "content": [TEXT_PART, {"type": "video_url"}]}]},
+            ["messages[0].content[1].type='video_url'", "this server serves text alone"],
         ),
         (CHAT, chat(max_tokens=0), ["max_tokens"]),
         (CHAT, chat(max_completion_tokens=1000), ["max_completion_tokens", "at most"]),

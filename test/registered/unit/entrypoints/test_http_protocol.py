@@ -1,4 +1,4 @@
-"""What arrives before an answer is bounded: heads, chunks, what follows a request or a refusal."""
+"""Data before an answer is bounded: heads, chunks, data after a request or a refusal."""
 
 from __future__ import annotations
 

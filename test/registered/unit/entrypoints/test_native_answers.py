@@ -1,4 +1,4 @@
-"""What `/generate` tells of logprobs: how often in a stream, and at what cost."""
+"""Logprobs in answers of `/generate`: how often in a stream, and at what cost."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is refused before torch is imported: devices whose package is missing, and layouts."""
+"""Refusals before torch is imported: devices whose package is missing, and layouts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How many functions a body passes from its route to the socket, and in which order."""
+"""Number and order of the functions that a body passes from its route to the socket."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What CUDA and NPU runtimes call of their library, and in which order. Needs no device."""
+"""Calls of the CUDA and NPU runtimes to their libraries, in order. Needs no device."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who may know a device by name: its runtime and the files that are for one kind of device alone.
+"""Only a device's runtime and the files for one kind of device may name it.
 
 All other code asks `device_runtime`, `device_kind` or a registry. An `else` after a comparison
 with one name would take every other device for the same one.

@@ -68,7 +68,7 @@ def test_gemv(n: int, k: int, out_dtype: torch.dtype) -> None:
 @pytest.mark.parametrize(("n", "k"), [(64, 512), (12288, 1024), (1004, 256), (152, 3072)])
 @pytest.mark.parametrize("dtype", [HALF, torch.float32])
 def test_gated_gemv(n: int, k: int, dtype: torch.dtype) -> None:
-    """What the two kernels give that it stands for; the same bits where sums have one order."""
+    """Same results as the two kernels that it replaces; same bits if sums have one order."""
     x, weight = random(1, k, seed=5, dtype=dtype), random(2 * n, k, seed=6, dtype=dtype)
     config = gemv.plan(2 * n, k)
     assert config is not None

@@ -1,4 +1,4 @@
-"""What a CPU's libraries keep for each number of tokens is bounded."""
+"""Memory that a CPU's libraries keep for each number of tokens is bounded."""
 
 from __future__ import annotations
 

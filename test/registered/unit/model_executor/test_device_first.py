@@ -37,7 +37,7 @@ class ModelWasReached(Exception):
 
 
 class Start:
-    """What starting a runner on the second NPU calls, in order."""
+    """Calls made by starting a runner on the second NPU, in order."""
 
     def __init__(self, model_path: Path, patch: pytest.MonkeyPatch) -> None:
         self.log: list[str] = []

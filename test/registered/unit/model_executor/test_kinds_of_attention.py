@@ -251,14 +251,16 @@ def test_what_cannot_run_is_refused_by_name(checkpoint: Path) -> None:
     ):
         with pytest.raises(ValueError, match=message):
             create_attention_backends(name, {kind: config})
-    with pytest.raises(ValueError, match="'by_definition' is there for 'uniform' on 'cpu'"):
+    with pytest.raises(
+        ValueError, match="'by_definition' is already registered for 'uniform' on 'cpu'"
+    ):
         register_attention_backend(UNIFORM, "by_definition", "cpu", UniformBackend)
 
 
 def test_a_name_that_only_another_kind_has_leaves_a_kind_its_best(
     checkpoint: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """As where a GPU's default is named, and the model is one of latent attention."""
+    """For example, a GPU's default is named, and the model has latent attention."""
     runner = StepDriver(checkpoint).runner
     config = AttentionConfig(
         num_heads=6,
@@ -270,7 +272,7 @@ def test_a_name_that_only_another_kind_has_leaves_a_kind_its_best(
     with caplog.at_level("INFO"):
         (made,) = create_attention_backends("torch_native", {UNIFORM: config}).values()
     assert isinstance(made, UniformBackend)
-    assert "'uniform' run on 'by_definition': 'torch_native' does not have them" in caplog.text
+    assert "'uniform' run on 'by_definition': 'torch_native' does not support them" in caplog.text
 
 
 class Capturable(UniformBackend):

@@ -1,4 +1,4 @@
-"""What is run once at the start, so that no request waits for it."""
+"""Work that is run once at the start, so that no request waits for it."""
 
 from __future__ import annotations
 

@@ -50,7 +50,7 @@ def parts(model: CausalLM) -> dict[str, torch.Tensor]:
 
 
 def expected(name: str, whole: torch.Tensor, rank: int, size: int) -> torch.Tensor:
-    """By hand: rows of what makes features, columns of what reads them."""
+    """A rank's part by hand: rows of layers that make features, columns of their readers."""
     module = name.split(".")[-2]
     if module in ("k_proj", "v_proj"):
         head = rank * KV_HEADS // size  # two ranks of four have the same head

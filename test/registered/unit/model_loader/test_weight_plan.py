@@ -1,4 +1,4 @@
-"""What is read from which rank of a seed, in which batches, and every way in which seeds differ."""
+"""Plans of reads from a seed's ranks, their batches, and every way in which seeds differ."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ register_cpu_ci(est_time=3, suite="base-a-test-cpu")
 
 CONFIG = {"hidden_size": "4", "rope.theta": "1e4"}
 FAR = 1_000_000
-"""How much higher the memory of a seed's first rank is; of the second twice as much."""
+"""Distance of the seed's first rank's memory from ours, in bytes; the second's is twice that."""
 MERGED = torch.zeros(6, 4)
 BIAS = torch.zeros(3, dtype=torch.bfloat16)
 Slots = dict[str, WeightSlot]

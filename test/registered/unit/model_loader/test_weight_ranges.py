@@ -68,20 +68,20 @@ Split = tuple[list[list[tuple[int, int]]], list[int]]
 
 
 def even(total: int, size: int) -> list[Share]:
-    """Of each rank, where the ranks divide it."""
+    """Share of each rank, if the ranks divide `total`."""
     each = total // size
     return [Share(rank * each, (rank + 1) * each, total) for rank in range(size)]
 
 
 def rounded_up(total: int, size: int) -> list[Share]:
-    """Of each rank, as rows of a vocabulary are split: the last ranks have fewer."""
+    """Share of each rank, as a vocabulary is split: the last ranks have fewer."""
     each = -(-total // size)
     bounds = [min(rank * each, total) for rank in range(size + 1)]
     return [Share(begin, end, total) for begin, end in itertools.pairwise(bounds)]
 
 
 def heads(count: int, dim: int, size: int) -> list[Share]:
-    """Of each rank, where several ranks have the same head if there are too few."""
+    """Share of each rank; several ranks have the same head if there are too few."""
     if size <= count:
         return [share.times(dim) for share in even(count, size)]
     return [
@@ -108,7 +108,7 @@ def tensors(draw: st.DrawFn) -> tuple[list[str], list[tuple[int, int]]]:
 def shares_of(
     kinds: list[str], numbers: list[tuple[int, int]], size: int
 ) -> tuple[list[HeldRanges], int]:
-    """What each rank of a server has, and the length of the dimension."""
+    """Ranges that each rank of a server holds, and the length of the dimension."""
     runs: list[list[Share]] = []
     for kind, (count, dim) in zip(kinds, numbers, strict=True):
         if kind == "heads":
@@ -131,7 +131,7 @@ def shares_of(
 
 
 def memory_of(held: HeldRanges, whole: np.ndarray) -> np.ndarray:
-    """What a rank that holds these ranges has in its memory."""
+    """Memory of a rank that holds these ranges."""
     return np.concatenate([whole[:0], *(whole[begin:end] for begin, end in held.ranges)])
 
 

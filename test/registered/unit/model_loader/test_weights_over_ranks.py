@@ -53,6 +53,7 @@ FAMILIES: Final[dict[str, dict[str, Any]]] = {
     "qwen3_next": DELTA,
     "qwen3_5": DELTA,
     "qwen3_5_moe": DELTA,
+    "qwen3_5_moe_vision": DELTA,
 }
 SIZES: Final = (1, 2, 4)
 
@@ -140,7 +141,7 @@ def test_in_small_batches_through_a_small_memory(
 def test_the_memory_beside_a_ranks_share(
     llama: Path, staged: list[int], there: int, here: int
 ) -> None:
-    """At most one tensor, none where the splits are equal; given back at the end."""
+    """It is at most one tensor, none if the splits are equal; it is freed at the end."""
     with weight_rig(llama, there) as rig:
         model, _ = rig.read(here - 1, here)
         weights = {tensor.untyped_storage().data_ptr() for tensor in raw(model)}

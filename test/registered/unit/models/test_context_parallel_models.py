@@ -31,7 +31,7 @@ SIZES = [(2, 2), (4, 2), (4, 4)]
 
 
 def pools_of(driver: StepDriver, lengths: list[int]) -> list[torch.Tensor]:
-    """What the pools hold of each row's context, in its order; padding left out."""
+    """Content of the pools for each row's context, in order, without padding."""
     table = driver.runner.req_to_token_pool.req_to_token
     slots = torch.cat([table[row, :length].long() for row, length in enumerate(lengths)])
     return [
@@ -133,7 +133,7 @@ def test_models_with_recurrent_states_are_refused(tmp_path: Path) -> None:
 
 
 def test_tokens_that_the_pool_has_already_are_read_from_there(tmp_path: Path) -> None:
-    """As where log probabilities of a cached prompt are wanted: computed again, stored nowhere."""
+    """For example, log probabilities of a cached prompt: computed again, not stored."""
     save_tiny_checkpoint(tmp_path, "qwen3", **SPLIT)
     ids, known = prompt(170, 6), 100
 

@@ -62,7 +62,7 @@ def test_logits_equal_transformers(
 def test_logits_by_flashinfer_equal_transformers(
     tmp_path: Path, kv_heads: int, page_size: int, disable_cuda_graph: bool
 ) -> None:
-    """Where it can: 2-byte values, heads of 128."""
+    """For models that flashinfer takes: 2-byte values, heads of 128."""
     shape = WIDER | {"num_key_value_heads": kv_heads}
     check_logits(
         tmp_path, "qwen3", shape, page_size, disable_cuda_graph, "flashinfer", torch.bfloat16
@@ -71,7 +71,7 @@ def test_logits_by_flashinfer_equal_transformers(
 
 @pytest.mark.parametrize("disable_cuda_graph", [True, False])
 def test_logits_of_experts_equal_transformers(tmp_path: Path, disable_cuda_graph: bool) -> None:
-    """In fp32: rounding to 2 bytes may choose another expert."""
+    """In fp32, because rounding to 2 bytes may choose another expert."""
     check_logits(tmp_path, "qwen3_moe", {}, 64, disable_cuda_graph, "triton", torch.float32)
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from sglang.srt.mem_cache.device.mamba_pool import MambaPool
 from sglang.srt.mem_cache.device.state_spec import PoolName
@@ -23,9 +24,18 @@ from sglang.test.models.model_oracle import (
 )
 from sglang.test.models.tiny_models import StepDriver, save_tiny_checkpoint
 
-register_cpu_ci(est_time=20, suite="base-a-test-cpu")
+register_cpu_ci(est_time=25, suite="base-a-test-cpu")
 
 DENSE_NEXT = {"num_experts": 0, "max_shard_size": "60KB"}
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "partial_rotary_factor": 0.5,
+    "mrope_interleaved": True,
+    "mrope_section": [2, 1, 1],
+    "factor": 4.0,
+    "original_max_position_embeddings": 128,
+}
 CASES = [
     pytest.param("qwen3_next", {}, id="next-experts"),
     pytest.param(
@@ -43,6 +53,10 @@ CASES = [
         id="3.5-linear-layer-last",
     ),
     pytest.param("qwen3_5_moe", {}, id="3.5-experts"),
+    pytest.param("qwen3_5_vision", {"max_shard_size": "60KB"}, id="3.5-beside-vision"),
+    pytest.param("qwen3_5_vision", {"tie_word_embeddings": True}, id="3.5-beside-vision-tied"),
+    pytest.param("qwen3_5_moe_vision", {}, id="3.5-experts-beside-vision"),
+    pytest.param("qwen3_5_vision", {"rope_parameters": YARN}, id="3.5-beside-vision-yarn"),
 ]
 
 
@@ -56,9 +70,14 @@ def test_logits_equal_transformers(
     assert_logits_of_batches(hf, driver, cut=77, length=202)
 
 
-@pytest.mark.parametrize("chunk", [1, 3, 63, 64, 65, 100])
-def test_any_chunks_of_a_prompt_give_the_same_logits(tmp_path: Path, chunk: int) -> None:
-    hf = save_tiny_checkpoint(tmp_path, "qwen3_5")
+@pytest.mark.parametrize(
+    ("family", "chunk"),
+    [*(("qwen3_5", chunk) for chunk in (1, 3, 63, 64, 65, 100)), ("qwen3_5_moe_vision", 65)],
+)
+def test_any_chunks_of_a_prompt_give_the_same_logits(
+    tmp_path: Path, family: str, chunk: int
+) -> None:
+    hf = save_tiny_checkpoint(tmp_path, family)
     driver = StepDriver(tmp_path)
     tokens = prompt(140, 3)
     want = reference(hf, tokens)
@@ -68,11 +87,13 @@ def test_any_chunks_of_a_prompt_give_the_same_logits(tmp_path: Path, chunk: int)
         assert_close(got, want[begin + len(part) - 1 :][:1])
 
 
-@pytest.mark.parametrize("family", ["qwen3_next", "qwen3_5", "qwen3_5_moe"])
+@pytest.mark.parametrize(
+    "family", ["qwen3_next", "qwen3_5", "qwen3_5_moe", "qwen3_5_vision", "qwen3_5_moe_vision"]
+)
 def test_greedy_words_equal_transformers(tmp_path: Path, family: str) -> None:
     hf = save_tiny_checkpoint(tmp_path, family)
     driver = StepDriver(tmp_path, page_size=16)
-    assert_greedy_words(hf, driver, prompt(70, 4))
+    assert_greedy_words(hf, driver, prompt(70, 4), chunk=33)
 
 
 @pytest.mark.parametrize("at", [1, 2, 63, 64, 65, 130, 149, 150])
@@ -136,8 +157,32 @@ def test_states_of_bf16_follow_those_of_fp32(tmp_path: Path) -> None:
         assert str(pool.dtype) == f"torch.{ssm_dtype}"
 
 
+def test_experts_of_a_layer_in_two_tensors_as_they_are_published(tmp_path: Path) -> None:
+    """The form that transformers computes with, and merges others into."""
+    hf = save_tiny_checkpoint(tmp_path, "qwen3_5_moe_vision")
+    tensors = {name: tensor.clone() for name, tensor in hf.state_dict().items()}
+    assert "model.language_model.layers.0.mlp.experts.gate_up_proj" in tensors
+    save_file(tensors, tmp_path / "model.safetensors")
+    assert_logits_of_batches(hf, StepDriver(tmp_path))
+
+
+@pytest.mark.parametrize("family", ["qwen3_5_vision", "qwen3_5_moe_vision"])
+def test_tensors_beside_the_text_model_are_left_unread_by_name(tmp_path: Path, family: str) -> None:
+    """What sees, and what predicts several tokens; others are refused as in any checkpoint."""
+    hf = save_tiny_checkpoint(tmp_path, family)
+    extra = tmp_path / "more.safetensors"
+    save_file({"mtp.fc.weight": torch.zeros(1), "model.visual.x": torch.zeros(1)}, extra)
+    tokens = prompt(9, 13)
+    logits = StepDriver(tmp_path).extend([(0, tokens)]).next_token_logits
+    assert_close(logits, reference(hf, tokens)[-1:])
+    for name in ("model.norm.weight", "model.visuals.x", "visual.x", "model.language_model.mtp.x"):
+        save_file({name: torch.zeros(96)}, extra)
+        with pytest.raises(ValueError, match=f"tensor '{name}' has no place in Qwen3_5.*Cond"):
+            StepDriver(tmp_path)
+
+
 def test_padding_is_no_state(tmp_path: Path) -> None:
-    """Where no request leaves a snapshot, nothing but the running states is written."""
+    """If no request leaves a snapshot, only the running states are written."""
     save_tiny_checkpoint(tmp_path, "qwen3_5")
     driver = StepDriver(tmp_path, num_states=20)
     driver.extend([(0, prompt(30, 11)), (3, prompt(3, 12))])

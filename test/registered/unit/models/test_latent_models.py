@@ -146,7 +146,7 @@ def test_prefixes_are_read_in_pieces_within_bounds(
 def test_devices_without_an_attention_kernel(
     tmp_path: Path, family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What other devices than CPUs compute, on a CPU."""
+    """The path of devices other than CPUs, run on a CPU."""
     for module in (torch_native_backend, mla_backend, dsa_backend):
         monkeypatch.setattr(module, "attend", attend_plainly)
     hf = save_tiny_checkpoint(tmp_path, family, **DENSE)

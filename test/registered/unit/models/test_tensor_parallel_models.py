@@ -33,6 +33,8 @@ CASES = [
     pytest.param("qwen3_next", LINEAR, id="qwen3_next"),
     pytest.param("qwen3_5", {**LINEAR, "linear_num_value_heads": 4}, id="qwen3_5-equal-heads"),
     pytest.param("qwen3_5_moe", LINEAR, id="qwen3_5_moe"),
+    pytest.param("qwen3_5_vision", {**LINEAR, "tie_word_embeddings": True}, id="qwen3_5_vision"),
+    pytest.param("qwen3_5_moe_vision", LINEAR, id="qwen3_5_moe_vision"),
 ]
 
 

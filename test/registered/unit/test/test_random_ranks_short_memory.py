@@ -23,7 +23,7 @@ register_cpu_ci(est_time=20, suite="base-a-test-cpu")
 TICKS = 300
 CHANCE = 0.1
 LEAST_RUNS, MOST_RUNS = 2, 40
-"""Of three tiers: as many as it takes for all that must happen."""
+"""Bounds on runs of three tiers, which go on until all has happened that must."""
 
 
 @pytest.mark.parametrize(

@@ -77,14 +77,13 @@ def administer(rig: CheckableRig, message: ToScheduler) -> None:
     deadline = time.monotonic() + 60
     while not rig.answers:
         assert time.monotonic() < deadline, f"no answer to {message}"
-        rig.step()
-        time.sleep(0.001)
+        rig.wait_a_tick()
     answer = rig.answers.pop()
     assert answer.success, answer.message
 
 
 def ask(rig: CheckableRig, rid: str, seed: int = 1) -> tuple[list[int], int]:
-    """What the prompt gave, and how many of its tokens came from L3."""
+    """Output of the prompt, and the number of its tokens that came from L3."""
     rig.step(rig.request(rid, PROMPT, greedy(6), seed=seed))
     settle(rig)
     got = rig.results[rid]
@@ -96,8 +95,7 @@ def settle(rig: CheckableRig) -> None:
     deadline = time.monotonic() + 60
     while not rig.scheduler.is_idle():
         assert time.monotonic() < deadline, rig.tree.is_busy()
-        rig.step()
-        time.sleep(0.001)
+        rig.wait_a_tick()
     rig.assert_clean()
 
 

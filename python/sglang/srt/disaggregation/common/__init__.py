@@ -1,1 +1,1 @@
-"""What prefill and decode servers say to each other about a request."""
+"""Conversation of prefill and decode servers about a request, and the reads of its pages."""

@@ -28,8 +28,8 @@ def register(host: str, port: int, token: str, route: Route) -> None:
     Args:
         host: Where the bootstrap server listens.
         port: There.
-        token: The one that it has drawn.
-        route: Replaces what was registered for this rank.
+        token: The token that the bootstrap server has drawn.
+        route: Replaces the route that was registered for this rank.
 
     Raises:
         BootstrapError: It does not answer, or refuses.
@@ -39,7 +39,8 @@ def register(host: str, port: int, token: str, route: Route) -> None:
 
 
 def find(host: str, port: int, rank: int, timeout: float) -> Route:
-    """Where a rank of the prefill server at `host`:`port` is. Any thread; blocks.
+    """Find a rank of the prefill server whose bootstrap server is at `host`:`port`. Any thread;
+    blocks.
 
     Asks once. A server that has just been started may answer later: ask again.
 

@@ -1,4 +1,4 @@
-"""Where a rank of a prefill server answers decode servers. Needs no torch."""
+"""Route to a rank of a prefill server, for decode servers. Needs no torch."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ Text: TypeAlias = Annotated[str, msgspec.Meta(min_length=1, max_length=1024)]
 
 
 class Route(msgspec.Struct, frozen=True, kw_only=True):
-    """Where one rank of a prefill server answers decode servers, and who it is."""
+    """Address and identity of one rank of a prefill server, for decode servers."""
 
     rank: Rank
     endpoint: Text
-    """ZMQ's form: `tcp://HOST:PORT`."""
+    """Address in ZMQ's form: `tcp://HOST:PORT`."""
     instance_id: Text
     """Drawn at its start: another one at the same address is another server."""
     num_ranks: Annotated[int, msgspec.Meta(ge=1, le=MAX_RANK + 1)]

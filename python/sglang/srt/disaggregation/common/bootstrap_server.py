@@ -36,7 +36,7 @@ from sglang.srt.utils.network import listening_sockets
 logger = logging.getLogger(__name__)
 
 PATIENCE_S: Final = 10.0
-"""For a client's whole request, and for reading the answer."""
+"""Seconds for a client's whole request, and for reading the answer."""
 MAX_REQUEST_BYTES: Final = 16 * KIB
 """Head and body together; a registration has less than 4 KiB."""
 MAX_CONNECTIONS: Final = 256
@@ -57,7 +57,7 @@ class BootstrapServer:
     """Listens from its making until `close`, in the daemon thread `bootstrap`. Any thread may call.
 
     Attributes:
-        token: What a registration must carry. Hand it to the server's own processes as an argument.
+        token: Secret of registrations. Hand it to the server's own processes as an argument.
     """
 
     def __init__(self, host: str, port: int) -> None:
@@ -188,7 +188,7 @@ class BootstrapServer:
 
 
 class _Request:
-    """What the parser finds, by the names that it calls."""
+    """A request, with the callbacks that the parser calls by name."""
 
     def __init__(self) -> None:
         self.num_bytes = 0

@@ -63,18 +63,18 @@ class Cancellation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Patience:
-    """Seconds that a room waits."""
+    """Seconds that a room waits for something."""
 
     bootstrap: float
-    """For the prefill server to know the room."""
+    """Until the prefill server knows the room."""
     waiting: float
-    """For the next pages, once it does."""
+    """Until the next pages, once it knows the room."""
     silence: float
-    """For any answer of the prefill server."""
+    """Until any answer of the prefill server."""
 
     @property
     def repeat(self) -> float:
-        """For an answer, before a question is asked again."""
+        """Seconds for an answer before a question is repeated."""
         return min(REPEAT_S, self.silence / 4)
 
 
@@ -131,8 +131,8 @@ class Conversation:
         raise RoomFailed(self._cancelled.why)
 
     def keep_alive(self, question: Question, kind: type[_A], timeout: float = 0.0) -> _A | None:
-        """Now and then ask, and wait at most `timeout` seconds for an answer to this or to one
-        before.
+        """Repeat the question now and then, and wait at most `timeout` seconds for an answer to it
+        or to an earlier one.
 
         Raises:
             RoomFailed: As `ask`. The silence begins with the last answer.

@@ -1,4 +1,4 @@
-"""Where the pages and states of a rank's pools are, and which bytes to read for them of another's.
+"""Addresses of pages and states in a rank's pools, and the bytes to read for them from other ranks.
 
 Ranks that split the heads of attention otherwise than their peers need runs of heads. In a page
 these are strips, one for each token, so that whole pages are read and strips copied (`staging`); a
@@ -27,7 +27,7 @@ from sglang.srt.disaggregation.common.protocol import (
 )
 from sglang.srt.distributed.device_communicators.transfer_types import Block
 from sglang.srt.mem_cache.device.base_device_pool import BaseDevicePool, PagedDevicePool
-from sglang.srt.mem_cache.device.mamba_pool import MambaPool
+from sglang.srt.mem_cache.device.state_pool import StatePool
 from sglang.srt.mem_cache.device.state_spec import ItemKind, StateBuffer, StateSpec
 
 STAGING_BYTES: Final = 32 * MIB
@@ -45,9 +45,9 @@ class PoolGeometry:
     """The pages and states of all pools of a server's rank.
 
     Attributes:
-        pools: In the same order on servers of the same model.
-        facts: All that determines the bytes of a head, for errors.
-        tensors: In which the pools are; of paged pools those of each buffer, `[slots, ...]`.
+        pools: The pools, in the same order on servers of the same model.
+        facts: Everything that determines the bytes of a head, for errors.
+        tensors: Tensors of the pools; of paged pools one for each buffer, `[slots, ...]`.
     """
 
     pools: tuple[PoolOffer, ...]
@@ -72,8 +72,8 @@ class PoolGeometry:
             )
             if isinstance(pool, PagedDevicePool):
                 tensors += [buffer for part in pool.parts for buffer in part]
-            elif isinstance(pool, MambaPool):
-                tensors += [pool.temporal, pool.conv]
+            elif isinstance(pool, StatePool):
+                tensors += pool.buffers
             facts[f"pool {spec.name}"] = _shapes(spec, num_heads, pool.dtype)
             facts[f"layers of pool {spec.name}"] = str(list(spec.layers))
             facts[f"heads of pool {spec.name}"] = str(share.total)
@@ -107,11 +107,11 @@ class PoolGeometry:
         unit_bytes: int = 0,
         rows: RowsOffer | None = None,
     ) -> Offer:
-        """What is told to those who want to read.
+        """Offer for servers that want to read.
 
         Args:
             unit_bytes: See `Offer`.
-            rows: Of metadata.
+            rows: Rows of metadata.
         """
         return Offer(
             VERSION,
@@ -145,11 +145,12 @@ class PoolGeometry:
         return "its pages differ: " + "; ".join(unlike)
 
     def portions(self, offers: Sequence[Offer], draw: int) -> list[Portion]:
-        """What to read of each rank of a prefill server, so that all heads are read once.
+        """Portions to read of each rank of a prefill server, so that every head is read once.
 
         Args:
-            offers: Of all ranks that have heads in common with this one; each fits (`why_not`).
-            draw: Any number. Where several ranks have the same heads, it says who gives them.
+            offers: Offers of all ranks that have heads in common with this one; each fits
+                (`why_not`).
+            draw: Any number; it selects a rank if several have the same heads.
 
         Raises:
             CannotServe: No rank has a head, or heads cannot be cut out.
@@ -187,7 +188,7 @@ class WholeBuffer:
 
     Attributes:
         address: Of the buffer there.
-        page_bytes: On both sides.
+        page_bytes: Bytes of a page, on both sides.
         own: This rank's buffer, `[slots, ...]`.
     """
 
@@ -207,9 +208,9 @@ class CutBuffer:
 
     Attributes:
         address: Of the buffer there.
-        page_bytes: There.
+        page_bytes: Bytes of a page there.
         own: This rank's buffer as words `[pages, page_size, words of an item]`.
-        strips: In words of an item.
+        strips: Strips in words of an item.
     """
 
     address: int
@@ -223,7 +224,7 @@ class CutBuffer:
     ) -> CutBuffer:
         """Args:
         tensor: This rank's buffer, `[slots, ...]`.
-        strips: In bytes.
+        strips: Strips in bytes.
         """
         raw = tensor.view(-1, page_size, tensor[0].numel()).view(torch.uint8)
         numbers = [raw.shape[2], other.page_bytes // page_size, *(n for s in strips for n in s)]
@@ -253,7 +254,7 @@ class _States:
 
 @dataclass(frozen=True, slots=True)
 class Portion:
-    """What this rank reads of one rank of a prefill server; nothing, where others give it all.
+    """The part that this rank reads of one rank of a prefill server; empty if others give it all.
 
     Attributes:
         wholes: Buffers of pages with the same heads on both sides.
@@ -281,7 +282,7 @@ class Portion:
         return both * len(self.wholes) + there * len(self.cuts)
 
     def page_blocks(self, theirs: Sequence[int], own: Sequence[int]) -> list[Block]:
-        """What to read for pages `theirs` to get them as pages `own`, but for `cuts`.
+        """Blocks that read pages `theirs` into pages `own`, except for `cuts`.
 
         Pages that follow one another on both sides are one block of each buffer.
         """
@@ -303,7 +304,7 @@ class Portion:
         ]
 
     def state_blocks(self, theirs: int, own: int) -> list[Block]:
-        """What to read for the recurrent state in slot `theirs` to get it in slot `own`."""
+        """Blocks that read the recurrent state in slot `theirs` into slot `own`."""
         return [
             Block(
                 one.mine.address + own * one.mine.page_bytes + here,
@@ -323,7 +324,7 @@ def _page_rows(tensor: torch.Tensor, page_bytes: int) -> torch.Tensor:
 
 
 def _begins(lists: Sequence[Sequence[int]]) -> npt.NDArray[np.int64]:
-    """Where runs of pages begin, which follow one another in all lists; equally many in each."""
+    """Indices where runs begin whose pages are consecutive in all lists; lists are equally long."""
     if not lists[0]:
         return np.empty(0, dtype=np.int64)
     breaks = [np.diff(np.asarray(pages, dtype=np.int64)) != 1 for pages in lists]

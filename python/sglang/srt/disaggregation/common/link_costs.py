@@ -19,8 +19,9 @@ class LinkCosts:
 
     Attributes:
         block_s: Seconds that each block takes beside its bytes.
-        bytes_per_s: Of one large block.
-        packing_s: Seconds until the first unit is packed and known, and after the last is read.
+        bytes_per_s: Bytes per second of one large block.
+        packing_s: Seconds until the first unit is packed and known, plus those after the last is
+            read.
     """
 
     block_s: float

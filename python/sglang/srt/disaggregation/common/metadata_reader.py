@@ -92,7 +92,7 @@ class MetadataReader:
         )
 
     def row_read(self, mover: Mover, timeout: float) -> RowRead:
-        """For one prompt. `timeout`: seconds for a free row, and for the read."""
+        """A read for one prompt. `timeout`: seconds for a free row, and for the read."""
         return RowRead(self, self._rows, mover, timeout)
 
 
@@ -101,7 +101,7 @@ class RowRead:
     prompt's thread; made by `MetadataReader.row_read`.
 
     Attributes:
-        num_bytes: That were read.
+        num_bytes: Bytes read so far.
     """
 
     def __init__(
@@ -119,7 +119,7 @@ class RowRead:
     def run(
         self, offer: Offer, row: int, room: int, where: str, stay: Callable[[], None]
     ) -> FirstToken | None:
-        """What is in row `row` of the prefill server at `where`.
+        """Read row `row` of the prefill server at `where`.
 
         Args:
             stay: Called now and then; may raise RoomFailed.

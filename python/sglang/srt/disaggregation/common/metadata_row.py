@@ -27,7 +27,7 @@ assert _HEAD.size == HEAD_BYTES
 
 
 class BadRow(RoomFailed):
-    """What was read is not what was written for the room."""
+    """A row that was read is not the one written for the room."""
 
     def __init__(self, what: str) -> None:
         super().__init__(f"reading the metadata from the prefill server failed: {what}")
@@ -42,7 +42,7 @@ def pack_row(room: int, words: FirstToken) -> bytes | None:
 
 
 def unpack_row(raw: bytes, room: int) -> FirstToken:
-    """What was written for `room`.
+    """Decode the row that was written for `room`.
 
     Args:
         raw: `ROW_BYTES` bytes.

@@ -43,11 +43,11 @@ class PackedRead:
 
     Args:
         first: The first question: `done` and `known` are 0.
-        session_id: Of the prefill server's Transfer Engine.
-        buffers: What `first.buffers` are here.
+        session_id: Session of the prefill server's Transfer Engine.
+        buffers: Buffers here that correspond to `first.buffers`.
         own: This server's pages, `first.num_pages` of them.
-        talk: With the prefill server.
-        reads: Of this part of the prompt.
+        talk: Conversation with the prefill server.
+        reads: Reads of this part of the prompt.
         waiting: Seconds for a further unit.
     """
 
@@ -196,7 +196,7 @@ class PackedRead:
             self._reads.give_back(buffer)
 
     def _decline(self) -> None:
-        """What may be packed for this question is not wanted."""
+        """Decline the units that may be packed for this question."""
         self._num_done = len(self._units)
         self._advance()
         self._give_buffers_back()

@@ -28,7 +28,7 @@ told. Fewer than there are buffers, so that a reader that is stuck has not all o
 
 @dataclass(slots=True)
 class _Packing:
-    """What one part of a room reads."""
+    """The pages that one part of a room reads."""
 
     number: int
     pages: Sequence[int]
@@ -70,14 +70,14 @@ class Packer:
 
     Args:
         rows: The pools' buffers by address; see `PoolGeometry.page_rows`.
-        staging: Where units are.
+        staging: Buffers of the units.
     """
 
     def __init__(self, rows: Mapping[int, torch.Tensor], staging: Staging) -> None:
         self._rows = rows
         self._staging = staging
         self._packings: dict[_Key, _Packing] = {}
-        """The first is served first, and goes to the end then."""
+        """Packings under way; the first is served next, and then goes to the end."""
         self._on_packed: Callable[[], None] = lambda: None
         self._is_closing = False
         self._changed = threading.Condition()
@@ -98,10 +98,10 @@ class Packer:
         self._thread.start()
 
     def ask(self, ask: Pack, pages: Sequence[int]) -> Packed:
-        """Begin the packing, or note how far its reader has come; what there is for it.
+        """Begin the packing, or note the reader's progress; returns the units for the reader.
 
         Args:
-            pages: Of the room, all that are wanted.
+            pages: All pages of the room that are wanted.
         """
         key = ask.room, ask.part
         with self._changed:

@@ -16,7 +16,7 @@ from sglang.srt.distributed.device_communicators.transfer_types import (
 
 
 class Mover(Protocol):
-    """What a room asks of the Transfer Engine; see `MooncakeTransferEngine.begin`."""
+    """The part of the Transfer Engine that a room uses; see `MooncakeTransferEngine.begin`."""
 
     def begin(
         self, peer: str, op: TransferOp, blocks: Sequence[Block], *, timeout: float | None
@@ -32,7 +32,7 @@ class PageReads:
         timeout: Seconds for each read.
 
     Attributes:
-        num_bytes: That were read.
+        num_bytes: Bytes read so far.
     """
 
     def __init__(self, mover: Mover, staging: Staging, timeout: float) -> None:

@@ -52,30 +52,30 @@ class RowsOffer(msgspec.Struct, frozen=True, array_like=True):
     row_bytes: int
     num_rows: int
     host: str = ""
-    """Where alone they can be read, as `host_identity` says; "": wherever pages can."""
+    """Host on which alone the rows can be read, from `host_identity`; "": wherever pages can be."""
 
 
 class Offer(msgspec.Struct, frozen=True, tag=True):
-    """What a prefill server holds, and where."""
+    """The pages and states that a prefill server holds, and their addresses."""
 
     version: int
     instance_id: str
-    """Drawn at its start."""
+    """Drawn when the server starts."""
     session_id: str
     """The session of its Transfer Engine."""
     layout: str
     """Digest of all that determines a head's bytes: equal ones can be exchanged."""
     layout_facts: dict[str, str]
-    """What the digest is of, for errors."""
+    """The facts that the digest is made of, for errors."""
     pools: list[PoolOffer]
     unit_bytes: int = 0
     """Most bytes of a unit that pages are packed into; 0: they are not packed."""
     rows: RowsOffer | None = None
-    """None: what is found beside keys and values is told."""
+    """Rows of metadata; None: the control connection tells the metadata."""
 
 
 class FirstToken(msgspec.Struct, frozen=True, kw_only=True):
-    """What a prefill server has found beside keys and values."""
+    """Results of a prefill beside keys and values."""
 
     token_id: int | None
     """None: the request wants no token."""
@@ -88,12 +88,12 @@ class FirstToken(msgspec.Struct, frozen=True, kw_only=True):
     top_logprobs: TopLogprobs | None = None
     cached: CachedTokensDetails | None = None
     state_slot: int | None = None
-    """A slot of the prefill server's pool of recurrent states: the one behind the last token of the
-    prompt; None: the model has none."""
+    """Slot, in the prefill server's pool, of the recurrent state after the prompt's last token;
+    None: the model has none."""
     queue_seconds: float = 0.0
-    """From being asked for to the first step for it, by the prefill server's clock."""
+    """Seconds from the first question for it to its first step, by the prefill server's clock."""
     prefill_seconds: float = 0.0
-    """From that step to the token."""
+    """Seconds from that step to the token."""
 
 
 class Hello(msgspec.Struct, frozen=True, tag=True):

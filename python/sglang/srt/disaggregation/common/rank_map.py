@@ -17,8 +17,8 @@ class RankPlace:
 
     Attributes:
         rank: From 0.
-        num_ranks: Of the server; a multiple of `attn_tp_size`.
-        attn_tp_size: Over how many ranks heads are split; see `RankGroup`.
+        num_ranks: Ranks of the server; a multiple of `attn_tp_size`.
+        attn_tp_size: Number of ranks over which heads are split; see `RankGroup`.
     """
 
     rank: int = 0

@@ -52,10 +52,10 @@ STEPS: Final = ("asking", "reading", "confirming")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OwnSlots:
-    """Where a prompt goes in this server's pools.
+    """Place of a prompt in this server's pools.
 
     Attributes:
-        pages: For the prompt's pages from `first_page` on.
+        pages: Pages for the prompt's pages from `first_page` on.
         first_page: Pages of the prompt that this server has already.
         state: The slot for its recurrent state; None: the model has none.
     """
@@ -71,11 +71,11 @@ class Source:
 
     Attributes:
         where: The prefill server, for errors.
-        endpoint: Of the rank.
-        room: There.
+        endpoint: Endpoint of the rank.
+        room: Room of the prompt there.
         reader: See `Reader`.
-        part: Of those of the reader's ranks that ask this one, which is asking.
-        num_parts: How many ask.
+        part: Index of the asking rank among the reader's ranks that ask this one.
+        num_parts: Number of the reader's ranks that ask this one.
     """
 
     where: str
@@ -87,16 +87,15 @@ class Source:
 
 
 class RemotePrompt:
-    """What one rank of a prefill server has of a prompt, on its way. `run` is a thread's work; the
-    others any thread's.
+    """One prefill rank's part of a prompt, on its way. One thread calls `run`, any thread the rest.
 
     Args:
         source: The rank.
-        own: Where it goes.
-        portion_of: What to read of a rank with this offer. May wait for the offers of others;
-            raises RoomFailed.
-        staging: For pages of a rank with other heads, and for packed ones.
-        link: What decides whether pages are packed; None: they are not.
+        own: Place of the prompt in this server's pools.
+        portion_of: Returns what to read of a rank with this offer. May wait for the offers of
+            others; raises RoomFailed.
+        staging: Buffers for pages of a rank with other heads, and for packed pages.
+        link: Costs that decide whether pages are packed; None: they are not.
         metadata: Reads the first token, where the rank has it in a row.
         on_failure: Called with the reason where it will not come, maybe long before `has_ended`.
         cancelled: Ends it soon, when set.
@@ -141,9 +140,9 @@ class RemotePrompt:
         self.has_met = False
         """Whether the prefill server has said that it has the request too."""
         self.read_seconds = 0.0
-        """With a read in flight, or pages being packed for one."""
+        """Seconds with a read in flight, or with pages being packed for one."""
         self.metadata_bytes = {CONTROL: 0, TRANSPORT: 0}
-        """That the first token came in, by their way."""
+        """Bytes that the first token came in, by way."""
 
     @property
     def num_bytes_read(self) -> int:

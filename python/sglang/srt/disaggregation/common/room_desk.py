@@ -46,7 +46,7 @@ _MAX_WAITING: Final = 65_536
 _MAX_UNWANTED: Final = 65_536
 """Rooms that were given up before their requests came."""
 _LAST_WORDS_MS: Final = 1000
-"""For the last answers to leave."""
+"""Milliseconds for the last answers to leave."""
 
 
 @dataclass(slots=True)
@@ -88,12 +88,11 @@ class RoomDesk:
     is forgotten: the last answer may be lost.
 
     Args:
-        offer: What this server holds.
+        offer: The offer of this server.
         host: Address to listen on; a free port of it.
-        unwanted_s: For how many seconds a room is remembered that was given up before its request
-            came.
+        unwanted_s: Seconds for which a room given up before its request came is remembered.
         silent_s: Seconds without a question after which the decode server counts as gone.
-        packer: Packs pages for those that ask for it; the desk starts and closes it.
+        packer: Packs pages for readers that ask for it; the desk starts and closes it.
     """
 
     def __init__(
@@ -132,7 +131,7 @@ class RoomDesk:
         self._units, self._units_in = self._wake_pair("units")
         self._closing = threading.Event()
         self._defect: Exception | None = None
-        """What ended the thread."""
+        """Error that ended the thread."""
         self._decoder = msgspec.msgpack.Decoder(Asked)
         self._bad = BadMessages(logger, "message of a decode server")
         self._thread = threading.Thread(target=self._serve, name="disagg-desk", daemon=True)
@@ -158,15 +157,15 @@ class RoomDesk:
         _wake(self._news_in)
 
     def num_pages(self, room: int) -> int:
-        """How many pages of the prompt are told."""
+        """Number of the prompt's pages that are told."""
         with self._lock:
             return len(self._rooms[room].pages)
 
     def complete(self, room: int, first_token: FirstToken, row: int | None = None) -> None:
-        """All pages are told, and the first token is known.
+        """Note that all pages are told, and the first token is known.
 
         Args:
-            row: Of this server's `MetadataBuffers`, where it is written until the room ends.
+            row: Row of this server's `MetadataBuffers` that has the token until the room ends.
         """
         with self._lock:
             one = self._rooms[room]
@@ -222,8 +221,8 @@ class RoomDesk:
         return claimed
 
     def outcome(self, room: int) -> str | None:
-        """What became of a room that was asked for and is complete: "" where the decode server has
-        it, the reason where it never will; None: it is not decided."""
+        """Outcome of a room that was asked for and is complete: "" if the decode server has it, the
+        reason if it never will; None: not decided yet."""
         now = self._clock()
         with self._lock:
             one = self._rooms[room]
@@ -296,7 +295,7 @@ class RoomDesk:
             return
         question = asked.question
         if isinstance(question, Pack):
-            # What it says counts, also where the sender asks for something else before the answer.
+            # Its progress counts even if the sender asks for something else before the answer.
             with self._lock:
                 self._packed_of(question, self._clock())
         if isinstance(question, Pack) or (isinstance(question, Ask) and question.may_wait):
@@ -389,7 +388,7 @@ class RoomDesk:
         return self._packer.ask(ask, pages)
 
     def _news_of(self, ask: Ask, now: float) -> RoomNews:
-        """What there is to say. The reader is heard of."""
+        """The news for a question. Notes that the reader is alive."""
         one = self._rooms.get(ask.room)
         if one is None:
             return RoomNews(ask.room, is_known=False)

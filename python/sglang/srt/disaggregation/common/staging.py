@@ -26,26 +26,26 @@ from sglang.srt.hardware_backend.device_runtime import device_runtime
 logger = logging.getLogger(__name__)
 
 NUM_BUFFERS: Final = 4
-"""At most; prompts that need one more wait."""
+"""Most buffers; prompts that need one more wait."""
 _ALIGNMENT: Final = 8
 """Bytes: what follows in a buffer begins at whole words."""
 
 
 class Registry(Protocol):
-    """What makes memory known to the transport."""
+    """The part of the Transfer Engine that registers memory."""
 
     def batch_register(self, ptrs: Sequence[int], lengths: Sequence[int]) -> int: ...
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Pages of one buffer of a pool, and where they are in a staging buffer.
+    """Pages of one buffer of a pool, and their place in a staging buffer.
 
     Attributes:
-        place: Of the pool's buffer, in the list of those that are read.
-        offset: Bytes, of the first page.
+        place: Index of the pool's buffer in the list of buffers that are read.
+        offset: Offset of the first page, in bytes.
         begin: The pages `[begin, end)` of those that are read.
-        page_bytes: Of a page.
+        page_bytes: Bytes of a page.
     """
 
     place: int
@@ -60,10 +60,10 @@ class Piece:
         return (self.end - self.begin) * self.page_bytes
 
     def blocks(self, base: int, address: int, theirs: Sequence[int]) -> Iterator[Block]:
-        """What to read into a staging buffer at `base`: pages that follow one another at once.
+        """Blocks to read into a staging buffer at `base`; consecutive pages are one block.
 
         Args:
-            address: Of the pool's buffer there.
+            address: Address of the pool's buffer on the other side.
             theirs: All pages that are read.
         """
         size, first = self.page_bytes, self.begin
@@ -82,8 +82,8 @@ def rounds(page_bytes: Sequence[int], num_pages: int, capacity: int) -> Iterator
     """Pages of all buffers, in as few rounds as fit into `capacity` bytes each.
 
     Args:
-        page_bytes: Of each buffer; none is more than `capacity`.
-        num_pages: Of each.
+        page_bytes: Bytes of a page of each buffer; at most `capacity`.
+        num_pages: Pages of each buffer.
     """
     pieces: list[Piece] = []
     used = 0
@@ -104,7 +104,7 @@ def rounds(page_bytes: Sequence[int], num_pages: int, capacity: int) -> Iterator
 
 
 def unit_bytes_of(pieces: Sequence[Piece]) -> int:
-    """From the begin of a round's buffer to the end of its last piece."""
+    """Bytes from the begin of a round's buffer to the end of its last piece."""
     return pieces[-1].offset + pieces[-1].num_bytes
 
 
@@ -130,7 +130,7 @@ class StagingBuffer:
         scheduler's steps; blocks until it is done.
 
         Args:
-            buffers: That are read.
+            buffers: Buffers that are read.
             own: int64 on the device: pages for all that is read, in order.
         """
         with self._staging.beside_steps():
@@ -164,9 +164,9 @@ class Staging:
 
     Args:
         registry: The transport.
-        device: Where the pools are.
+        device: Device of the pools.
         registered: Addresses of the allocations that the transport knows already.
-        num_bytes: Of a buffer.
+        num_bytes: Bytes of a buffer.
     """
 
     def __init__(
@@ -222,7 +222,7 @@ class Staging:
 
     @contextlib.contextmanager
     def beside_steps(self) -> Iterator[None]:
-        """What is queued inside runs beside the scheduler's steps, and has run at the end."""
+        """Run the work queued inside beside the scheduler's steps; wait for it at the end."""
         with self._stream.use():
             yield
             event = self._runtime.make_event()

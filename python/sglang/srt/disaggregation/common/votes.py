@@ -1,4 +1,4 @@
-"""What the ranks of one server agree has happened to requests whose other half is elsewhere.
+"""Agreement of a server's ranks on the progress of requests whose other half is elsewhere.
 
 Each rank talks to its own peers, so that each learns at another moment that a decode server asks
 for a room, or that a prompt has been read. A vote is how far one rank has seen a request come; the
@@ -40,7 +40,7 @@ class Outcome(NamedTuple):
 @dataclass(slots=True)
 class _Item:
     seen: int
-    """What this rank has seen."""
+    """The vote of this rank."""
     agreed: int
     why: str = ""
 
@@ -58,7 +58,7 @@ class Votes:
         self._group = group
         self._items: dict[int, _Item] = {}
         self._changed: dict[int, None] = {}
-        """With one rank: keys whose vote is not told yet."""
+        """Keys whose vote is not told yet; only with one rank."""
         self._turn = 0
 
     @property
@@ -80,7 +80,7 @@ class Votes:
         """This rank has seen more of `key`. One that is not open, or has failed, stays so.
 
         Args:
-            why: Of a failure.
+            why: Reason of a failure.
         """
         item = self._items.get(key)
         if item is None or item.seen == FAILED or item.seen == vote:
@@ -89,8 +89,8 @@ class Votes:
         self._changed[key] = None
 
     def count(self) -> Sequence[Outcome]:
-        """What is agreed on since the last count, each once. A collective, unless no key is open
-        or there is one rank; a second one where something has failed.
+        """Outcomes agreed on since the last count, each once. A collective, unless no key is open
+        or there is one rank; a second one if a request has failed.
 
         Raises:
             RanksDiverged: Other keys are open on another rank.
@@ -135,7 +135,8 @@ class Votes:
         return list(zip(keys, least[_HEAD:], strict=False))
 
     def _reasons(self, failed: Sequence[int]) -> list[str]:
-        """For each: of the first rank that has a reason, with its name. A collective."""
+        """Reasons of failures, each from the first rank that has one, with its name. A
+        collective."""
         own = [_cut(self._items[key].why) for key in failed]
         texts = gather_texts(self._group, _SEPARATOR.join(own), (_REASON_BYTES + 8) * len(failed))
         by_rank = [text.split(_SEPARATOR) for text in texts]

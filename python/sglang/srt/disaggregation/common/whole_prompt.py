@@ -49,18 +49,18 @@ _POLL_S: Final = 0.1
 """How soon a part that waits for the offers of others sees that it waits in vain."""
 
 FindRank = Callable[[str, int, int], Route]
-"""Where a rank of the prefill server is whose bootstrap server is at a host and port. Asks once and
-may take time; raises BootstrapError."""
+"""From host and port of a bootstrap server, and a rank, the route of that rank of its prefill
+server. Asks once and may take time; raises BootstrapError."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Means:
-    """What all prompts of a rank share.
+    """Means that all prompts of a rank share.
 
     Attributes:
         place: This rank, among those of the decode server.
-        geometry: Of its pools.
-        staging: For pages of ranks with other heads, and for packed ones.
+        geometry: Geometry of its pools.
+        staging: Buffers for pages of ranks with other heads, and for packed pages.
         link: See `RemotePrompt`.
         metadata: Reads first tokens.
     """
@@ -77,11 +77,11 @@ class Means:
 
 
 class WholePrompt:
-    """One prompt on its way. `run` is a thread's work; the others any thread's.
+    """One prompt on its way. One thread calls `run`, any thread the rest.
 
     Args:
-        meeting: Where the prefill server is, and the room.
-        own: Where the prompt goes.
+        meeting: The prefill server's bootstrap server, and the room.
+        own: Place of the prompt in this server's pools.
         means: See there.
         reader: Drawn for this prompt, the same on all ranks of this server.
         fails_at: One of STEPS, which then fails; for tests.
@@ -125,7 +125,7 @@ class WholePrompt:
 
     @property
     def read_seconds(self) -> float:
-        """With a read in flight, of the part that needed longest."""
+        """Seconds with a read in flight, of the part that needed longest."""
         return max((part.read_seconds for part in self._parts), default=0.0)
 
     @property
@@ -208,7 +208,7 @@ class WholePrompt:
         )
 
     def _portion(self, place: int, offer: Offer) -> Portion:
-        """What to read of the part at `place`, once all parts have their offers."""
+        """The portion to read of the part at `place`, once all parts have their offers."""
         with self._lock:
             self._offers[place] = offer
             if len(self._offers) == len(self._parts):
@@ -247,7 +247,7 @@ def decline_room(
 def found(
     find_rank: FindRank, meeting: Bootstrap, rank: int, patience: Patience, cancelled: Cancellation
 ) -> Route:
-    """Where a rank of a room's prefill server is, which may have just been started.
+    """Find a rank of a room's prefill server, which may have just been started.
 
     Raises:
         RoomFailed: It is not found for too long, or the room was cancelled.

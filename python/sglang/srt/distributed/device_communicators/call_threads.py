@@ -21,7 +21,7 @@ class CallThreads:
 
     def __init__(self, name: str) -> None:
         """Args:
-        name: Of every thread.
+        name: Name of every thread.
         """
         self._name = name
         self._idle: list[SimpleQueue[Work | None]] = []

@@ -30,7 +30,7 @@ _MAX_IDLE: Final = 4
 
 
 class RawEngine(Protocol):
-    """What is used of `mooncake.engine.TransferEngine`. Codes: 0 is good."""
+    """The part of `mooncake.engine.TransferEngine` that is used. Code 0 is success."""
 
     def initialize(self, local_name: str, metadata: str, protocol: str, device: str) -> int: ...
 

@@ -1,4 +1,4 @@
-"""What a process's Transfer Engine is started with, decided and checked before anything starts."""
+"""Settings of a process's Transfer Engine, decided and checked before anything starts."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _NEEDS: Final = {
     "nvlink": envs.MC_FORCE_MNNVL,
     "nvlink_intra": envs.MC_INTRANODE_NVLINK,
 }
-"""For tcp only where there is something else, which Mooncake would prefer."""
+"""Variables that force a protocol; tcp needs its own only where Mooncake would prefer another."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,11 +46,11 @@ class EngineSettings:
     hostname: str
     """Name or address of this process for its peers."""
     local_name: str
-    """What the engine is told: the hostname, on Ascend with a port and the NPU."""
+    """The engine's argument: the hostname, on Ascend with a port and the NPU."""
     ib_device: str
     """Comma separated; empty: the transport chooses."""
     variable: EnvOptionalStr | None = None
-    """What Mooncake must find set to install this protocol's transport."""
+    """Variable that must be set for Mooncake to install this protocol's transport."""
 
     @property
     def is_fallback(self) -> bool:
@@ -156,7 +156,8 @@ def _check_memory(protocol: str) -> None:
 
 
 def _has_expandable_segments(conf: str) -> bool:
-    """As torch reads it: `key:value`, comma separated; the last one counts."""
+    """Whether `conf` turns on expandable segments. Read as torch does: `key:value`, comma
+    separated; the last one counts."""
     values = [
         value.strip().lower()
         for key, _, value in (part.partition(":") for part in conf.split(","))

@@ -74,10 +74,11 @@ def resolve_mooncake_protocol(
     """The transport to give to Mooncake: `requested`, or `tcp` where the user allowed that.
 
     Args:
-        requested: From the extra config, the JSON file or MOONCAKE_PROTOCOL, in that order.
+        requested: Protocol from the extra config, the JSON file or MOONCAKE_PROTOCOL, in that
+            order.
         allow_tcp_fallback: SGLANG_MOONCAKE_ALLOW_TCP_FALLBACK: for `rdma` without any device.
-        devices: Those of the host that may be used; see `list_rdma_devices`.
-        supported: What the installed wheel was built with; None where that is not known.
+        devices: Devices of the host that may be used; see `list_rdma_devices`.
+        supported: Protocols that the installed wheel was built with; None: not known.
 
     Raises:
         ValueError: The name is unknown or not supported, the wheel lacks it, or the host has no
@@ -130,7 +131,7 @@ def list_rdma_devices(
     """The host's RDMA devices, sorted by name; empty where there are none.
 
     Args:
-        root: Where sysfs lists them.
+        root: Directory in which sysfs lists them.
         chosen: MOONCAKE_DEVICE: the names of those to be used, comma separated; empty: all.
     """
     wanted = {name.strip() for name in chosen.split(",") if name.strip()}

@@ -58,7 +58,7 @@ __all__ = [
 logger = logging.getLogger(__name__)
 
 _SYNC_TIMEOUT_S: Final = 60.0
-"""For callers that name no deadline: after it nothing more is sent."""
+"""Seconds for callers without a deadline; after them nothing more is sent."""
 
 
 class MooncakeTransferEngine:
@@ -83,10 +83,10 @@ class MooncakeTransferEngine:
         Args:
             hostname: Name or address under which peers reach this process.
             gpu_id: This rank's device.
-            ib_device: See `get_ib_devices_for_gpu`; None: what MOONCAKE_DEVICE says.
+            ib_device: See `get_ib_devices_for_gpu`; None: the value of MOONCAKE_DEVICE.
             new_engine: Makes an engine object of Mooncake's; absent: loads the library.
             supported: Protocols that this makes; absent: those of the installed wheel.
-            rdma_root: Where sysfs lists InfiniBand devices.
+            rdma_root: Directory in which sysfs lists InfiniBand devices.
 
         Raises:
             RuntimeError: No device is set in this process yet, or the engine does not start.
@@ -167,7 +167,7 @@ class MooncakeTransferEngine:
         return self._settings.protocol == "nvlink_intra"
 
     def describe(self) -> dict[str, Any]:
-        """For the server info: the transport as it is used, and what it holds now."""
+        """The transport's settings and its current memory and peers, for the server info."""
         ranges = self._book.ranges()
         with self._lock:
             peers = list(self._peers.values())
@@ -230,8 +230,8 @@ class MooncakeTransferEngine:
 
         Args:
             peer: Its session id.
-            op: Which way.
-            blocks: What; neighbours move together.
+            op: The direction.
+            blocks: The blocks to move; neighbours move together.
             timeout: Seconds. Then nothing more is sent, and what the transport has is in flight
                 until it lets go (`Transfer.in_flight`, `Transfer.wait`); None: wait for that.
 
@@ -254,7 +254,7 @@ class MooncakeTransferEngine:
     def begin(
         self, peer: str, op: TransferOp, blocks: Sequence[Block], *, timeout: float | None
     ) -> Transfer:
-        """`transfer` without waiting: what becomes of it, and its error, the transfer tells.
+        """`transfer` without waiting: the transfer has its outcome and its error.
 
         Args:
             timeout: Seconds after which nothing more is sent; None: everything is.

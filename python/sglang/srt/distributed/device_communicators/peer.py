@@ -1,4 +1,4 @@
-"""What this process keeps about one peer: its connection, its budget, and the calls under way."""
+"""State of one peer in this process: its connection, its budget, and the calls under way."""
 
 from __future__ import annotations
 
@@ -47,7 +47,8 @@ class ConnectionGone(Exception):
 
 
 class TransfersLeft(Exception):
-    """What a failed call left under way cannot be ended without the engine that all peers share."""
+    """Transfers that a failed call left under way cannot be ended without ending the shared
+    engine."""
 
 
 class Peer:
@@ -63,11 +64,11 @@ class Peer:
         """Connected. Replaced as a whole; calls keep the one that they began with."""
         self._num_calls: Counter[PooledEngine] = Counter()
         self._gone: WeakSet[PooledEngine] = WeakSet()
-        """Ended, or another peer's by now."""
+        """Engines that have ended, or belong to another peer by now."""
         self._retired: set[PooledEngine] = set()
-        """To be ended after their last call."""
+        """Engines to be ended after their last call."""
         self._shelved: set[PooledEngine] = set()
-        """To go back to the pool after their last call."""
+        """Engines to go back to the pool after their last call."""
         self._connecting = threading.Lock()
         self._calls: dict[object, float] = {}
         """Calls of the library under way, and when each began."""
@@ -219,7 +220,7 @@ class Peer:
 
 
 def _seconds_until(deadline: float | None) -> float:
-    """For `Lock.acquire`: -1 waits without bound."""
+    """Timeout for `Lock.acquire`, in seconds: -1 waits without bound."""
     return -1 if deadline is None else max(0.0, deadline - time.monotonic())
 
 

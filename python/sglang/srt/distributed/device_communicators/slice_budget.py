@@ -46,8 +46,8 @@ class SliceBudget:
         """Wait for room for `slices` and hold them until `release`.
 
         Args:
-            slices: How many.
-            deadline: On the clock of `time.monotonic`; None: wait as long as it takes.
+            slices: Number of slices.
+            deadline: `time.monotonic()` seconds; None: wait as long as it takes.
 
         Returns:
             Whether they are held; False once the deadline has passed.

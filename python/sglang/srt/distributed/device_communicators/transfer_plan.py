@@ -41,7 +41,7 @@ def merge_blocks(
     """Requests for all blocks, in their order.
 
     Args:
-        blocks: What to move.
+        blocks: The blocks to move.
         ranges: The registered range of each; a request never spans two.
         most: Bytes of a request.
     """

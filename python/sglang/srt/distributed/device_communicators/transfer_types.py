@@ -13,10 +13,10 @@ from enum import Enum
 
 
 class TransferOp(Enum):
-    """Which way bytes go."""
+    """Direction of a transfer."""
 
     WRITE = "write"
-    """From here to the peer; done once the peer's memory has them."""
+    """Bytes go to the peer; the transfer is done once the peer's memory has them."""
     READ = "read"
 
 
@@ -33,7 +33,7 @@ class Block:
 
 
 class BlockOutcome(Enum):
-    """What became of one block."""
+    """Outcome of one block."""
 
     NOT_SENT = "not sent"
     """Not all of it was sent, and nothing of it moves or will move."""
@@ -93,7 +93,7 @@ class Transfer:
 
     def __init__(self, blocks: Sequence[Block], on_settled: Callable[[], None]) -> None:
         """Args:
-        blocks: What is to move.
+        blocks: The blocks to move.
         on_settled: Called once, when nothing is in flight any more; in any thread.
         """
         self.blocks = blocks

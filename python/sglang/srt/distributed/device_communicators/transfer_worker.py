@@ -37,7 +37,7 @@ from sglang.srt.distributed.device_communicators.transfer_types import (
 logger = logging.getLogger(__name__)
 
 OnFailure = Callable[[PooledEngine, Batch, CallFailed], bool]
-"""What to do about a failed call; False: there was no time left for all of it."""
+"""Handles a failed call; returns False if there was not enough time for all of that."""
 
 
 class TransferWorker:
@@ -53,10 +53,10 @@ class TransferWorker:
     ) -> None:
         """Args:
         peer: The other side.
-        op: Which way.
+        op: The direction.
         transfer: Its blocks' outcomes are kept here.
         requests: All of its blocks.
-        deadline: On the clock of `time.monotonic`: nothing is begun after it; None: none.
+        deadline: `time.monotonic()` seconds after which nothing is begun; None: no deadline.
         """
         self._peer = peer
         self._op = op

@@ -34,7 +34,7 @@ class Answer(RequestResponseCycle):
 
 
 class AnswerTransport:
-    """Where an answer is written to.
+    """The transport that an answer is written to.
 
     The head waits for the begin of the body, so that both are one write and wake the client once.
     It does not wait long: every endpoint has the begin of its body when it starts its answer.

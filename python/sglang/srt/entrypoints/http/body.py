@@ -32,6 +32,8 @@ MAX_BATCH: Final = 1024
 """Most prompts in a body."""
 MAX_NAME_CHARS: Final = 64
 """An unknown field's name is cut to this length in errors; known ones are shorter."""
+TEXT_ALONE: Final = "this server serves text alone"
+"""Why images, videos and audio are refused, whatever else a checkpoint's model can see."""
 _LARGE_BYTES: Final = MIB
 
 _MESSAGE: Final = re.compile(r"(?P<problem>.*?)(?: - at `(?P<path>[^`]*)`)?", re.DOTALL)

@@ -10,7 +10,7 @@ MAX_IDLE_CONNECTIONS: Final = 4096
 
 
 class Connection(Protocol):
-    """What can be idle, and be closed."""
+    """A connection that can be idle, and be closed."""
 
     loop: asyncio.AbstractEventLoop
     transport: asyncio.Transport

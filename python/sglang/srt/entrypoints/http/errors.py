@@ -41,7 +41,7 @@ def bad_request(message: str, param: str | None = None) -> ApiError:
 
 
 def as_api_error(error: Exception) -> ApiError | None:
-    """What clients are told of `error`; None for a mistake of the server's own."""
+    """The error that clients get for `error`; None for a mistake of the server's own."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, InvalidRequest):

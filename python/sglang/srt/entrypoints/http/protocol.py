@@ -36,15 +36,15 @@ logger = logging.getLogger(__name__)
 MAX_HEAD_BYTES: Final = 16384
 """Longest head of a request, its empty line included."""
 HEAD_SECONDS: Final = 10.0
-"""From the first byte (or the connection) to the end of a request's head."""
+"""Seconds from the first byte (or the connection) to the end of a request's head."""
 MAX_UNREAD_BYTES: Final = 256 * KIB
 """A connection is paused while more than this of a body waits for its endpoint. As much as asyncio
 receives at once: with uvicorn's 64 KiB, each part of a long prompt pauses and resumes it."""
 DISCARD_SECONDS: Final = 10.0
 DISCARD_BYTES: Final = 64 * MIB
-"""What a client still sends behind an answer that ends its connection is read and thrown away up to
-these bounds (four times the largest body). Many clients send all before they read the answer, and
-closing at once would take the answer away."""
+"""Bounds for discarding data that a client still sends after an answer that ends its connection
+(four times the largest body). Many clients send all before they read the answer, and closing at
+once would take the answer away."""
 
 _HEAD_END: Final = b"\r\n\r\n"
 _UPGRADE: Final = re.compile(rb"\r\nupgrade:", re.IGNORECASE)
@@ -66,11 +66,11 @@ class BoundedProtocol(HttpToolsProtocol):
 
     _outlet: AnswerTransport | None = None
     _timer: asyncio.TimerHandle | None = None
-    """For a head, or for what is discarded."""
+    """Timer for a head, or for discarded data."""
     _meter = BodyMeter(0)
     """Meter of the request under way."""
     _ahead = b""
-    """What came behind a request that is not answered yet."""
+    """Data received after a request that is not answered yet."""
     _discarding = False
     _discarded = 0
     """Bytes thrown away."""
@@ -297,7 +297,7 @@ class BoundedProtocol(HttpToolsProtocol):
 
 
 def _cause_of(error: Exception) -> str:
-    """What the parser says, or what one of the calls above raised."""
+    """Message of the parser, or of the error that one of the callbacks above raised."""
     inner = error.__context__ if isinstance(error, httptools.HttpParserCallbackError) else None
     return str(inner if isinstance(inner, httptools.HttpParserError) else error)
 

@@ -7,7 +7,7 @@ from typing import Any, Final
 
 import msgspec
 
-from sglang.srt.entrypoints.http.body import refuse_fields
+from sglang.srt.entrypoints.http.body import TEXT_ALONE, refuse_fields
 from sglang.srt.entrypoints.http.errors import ApiError, bad_request
 from sglang.srt.entrypoints.openai.chat_template import ChatTemplate
 from sglang.srt.entrypoints.openai.protocol import (
@@ -144,7 +144,7 @@ def _content(field: str, content: str | list[dict[str, Any]] | None) -> str:
         if part.get("type") != "text":
             raise bad_request(
                 f"{field}.content[{index}].type={str(part.get('type'))[:32]!r} is not supported: "
-                "this engine serves text models, send parts of type text",
+                f"{TEXT_ALONE}, send parts of type text",
                 "messages",
             )
         if not isinstance(part.get("text"), str):

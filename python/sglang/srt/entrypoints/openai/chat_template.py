@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 _PROGRAM_ERRORS: Final = (
     ArithmeticError, AttributeError, LookupError, TypeError, ValueError,
 )  # fmt: skip
-"""What a template's expressions raise over values of a wrong type or size."""
+"""Errors of a template's expressions on values of a wrong type or size."""
 
 
 class ChatTemplate:
@@ -51,7 +51,7 @@ class ChatTemplate:
         """The prompt for `messages`; special tokens are part of its text.
 
         Args:
-            tools: In OpenAI's form; see `takes_tools`.
+            tools: Tools in OpenAI's form; see `takes_tools`.
             variables: More variables for the template (`chat_template_kwargs`).
 
         Raises:

@@ -91,7 +91,7 @@ def sampling_params(
 
 
 def _constraint_of_format(body: CommonBody, wanted: ResponseFormat) -> Constraint | None:
-    """What the `response_format` of `body` asks for, None where it asks for nothing."""
+    """Constraint that the `response_format` of `body` asks for; None: it asks for none."""
     try:
         constraint = constraint_of_response_format(msgspec.to_builtins(wanted))
     except ValueError as error:
@@ -143,5 +143,5 @@ def usage_of(states: Sequence[RequestState], cache_report: bool) -> dict[str, An
 
 
 def sglext_of(state: RequestState) -> dict[str, Any]:
-    """What `return_cached_tokens_details` adds to an answer."""
+    """Field that `return_cached_tokens_details` adds to an answer."""
     return {"cached_tokens_details": msgspec.to_builtins(state.cached_tokens_details)}

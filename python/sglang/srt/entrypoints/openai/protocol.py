@@ -10,11 +10,13 @@ from typing import Any, Final, TypeAlias
 
 import msgspec
 
+from sglang.srt.entrypoints.http.body import TEXT_ALONE
+
 Text: TypeAlias = str | None
 
 
 class StreamOptions(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    """What a stream carries beside the text."""
+    """Options of a stream beside the text."""
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
@@ -110,7 +112,7 @@ class ToolCall(msgspec.Struct, kw_only=True):
 
 
 class FunctionSpec(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    """What the model may call."""
+    """A function that the model may call."""
 
     name: str
     description: str | None = None
@@ -213,7 +215,6 @@ class DetokenizeBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 
 
 _TOOLS: Final = "use tools and tool_choice"
-_TEXT: Final = "this engine serves text models"
 
 NOT_SERVED: Final = {
     "structural_tag": "use response_format of type structural_tag",
@@ -231,15 +232,15 @@ NOT_SERVED: Final = {
 CHAT_NOT_SERVED: Final = {
     "functions": _TOOLS,
     "function_call": _TOOLS,
-    "modalities": _TEXT,
-    "audio": _TEXT,
+    "modalities": TEXT_ALONE,
+    "audio": TEXT_ALONE,
     "prediction": "leave it out",
     "web_search_options": "leave it out",
     "verbosity": "say it in the messages",
 }
 MESSAGE_NOT_SERVED: Final = {
     "function_call": "use tool_calls",
-    "audio": _TEXT,
+    "audio": TEXT_ALONE,
 }
 COMPLETION_NOT_SERVED: Final = {
     "suffix": "leave it out",

@@ -31,7 +31,7 @@ _FIELDS_OF_A_CONVERSATION: Final = (
     "tools",
     "tool_choice",
 )
-"""What of a chat request shapes its prompt, besides the messages."""
+"""Fields of a chat request that shape its prompt, besides the messages."""
 
 
 async def models(request: Request) -> Response:
@@ -96,8 +96,7 @@ async def _encode_all(manager: TokenizerManager, texts: list[str], adds: bool) -
 
 
 def _text_of_messages(body: TokenizeBody, context: ServerContext) -> str:
-    """What the chat template makes of `messages`, as for a chat request; refused as that would
-    be."""
+    """Text that the chat template makes of `messages`; same refusals as for a chat request."""
     chat = ChatBody(
         messages=body.messages or [],
         **{field: getattr(body, field) for field in _FIELDS_OF_A_CONVERSATION},

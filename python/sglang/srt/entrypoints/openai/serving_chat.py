@@ -68,7 +68,7 @@ async def chat_completions(request: Request) -> Response:
 
 @dataclass(frozen=True, slots=True)
 class AskedChat:
-    """What a chat body asks of the engine."""
+    """A chat body as requests to the engine."""
 
     body: ChatBody
     tools: ToolUse | None

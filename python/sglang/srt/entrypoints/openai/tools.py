@@ -28,7 +28,7 @@ class ToolUse:
     parser: str
     """Format of the calls, one of `TOOL_CALL_PARSERS`."""
     json_schema: str | None = None
-    """What the whole output must be: one call. None: the model decides."""
+    """Schema of an output that must be one call; None: the model decides."""
     parallel: bool = True
     """Whether more than one call of an output is passed on."""
 

@@ -42,7 +42,7 @@ class FusedAttention:
         self._heads = {"num_heads": num_heads, "num_key_value_heads": num_kv_heads}
         ones = torch.ones(_MASK_SIZE, _MASK_SIZE, dtype=torch.bool, device=device)
         self._causal_mask = ones.triu(1)
-        """What the operator asks for instead of a mask of the batch: True hides."""
+        """The mask that the operator wants in place of the batch's own; True hides."""
 
     def attend_pages(
         self,
@@ -57,8 +57,8 @@ class FusedAttention:
         Args:
             q: `[requests, num_heads, head_dim]`, contiguous.
             kv: Keys and values, each `[pages, page_size, num_kv_heads * head_dim]`, contiguous.
-            block_table: int32 `[requests, pages of the longest context]` on the device. What is
-                behind a context is not read.
+            block_table: int32 `[requests, pages of the longest context]` on the device. Entries
+                past a context's end are not read.
             seq_lens: Tokens of each context; their pages together are at most those of `kv`.
 
         Returns:

@@ -28,7 +28,9 @@ class _DecodeCall:
     begin: int
     end: int
     block_table: torch.Tensor
+    """int32 `[end - begin, pages]`: pages of each context; entries past its end are not read."""
     seq_lens: list[int]
+    """Tokens of each context."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,14 +40,14 @@ class _Prefill:
     begin: int
     end: int
     slots: torch.Tensor
-    """int64 `[context]`: of the whole context, the new tokens included."""
+    """int64 `[context]`: slots of the whole context, new tokens included."""
 
 
 class AscendAttnBackend(AttentionBackend):
-    """One call for a decode step, one for each request of a prefill."""
+    """One call of the operator for a decode step, one for each request of a prefill."""
 
     def __init__(self, config: AttentionConfig) -> None:
-        """Raises ValueError where the operator does not take the model, or is not there."""
+        """Raises ValueError if the operator does not take the model or is not installed."""
         check_ascend(config)
         self._page_size = config.page_size
         self._attention = FusedAttention(config.num_heads, config.num_kv_heads, config.device)
@@ -97,8 +99,8 @@ class AscendAttnBackend(AttentionBackend):
         return torch.cat(outs).flatten(1)
 
     def _plan_decode(self, batch: ForwardBatch) -> list[_DecodeCall]:
-        """Usually one call. The operator counts pages that requests share once for each of them,
-        and takes no more of them than the pool has; more than that go in several calls."""
+        """Split the batch into calls, usually one. The operator counts a page once for each request
+        that has it, and refuses more pages than the pool has; the rest goes into further calls."""
         size = self._page_size
         pool_pages = batch.token_to_kv_pool.size // size + 1
         pages = [-(-length // size) for length in batch.seq_lens_cpu]
@@ -130,7 +132,7 @@ class AscendAttnBackend(AttentionBackend):
 
 
 def check_ascend(config: AttentionConfig) -> None:
-    """Raise ValueError where the operator does not take the model; names the flag to change."""
+    """Raise ValueError if the operator does not take the model; it names the flag to change."""
     name, remedy = "attention backend 'ascend'", "use torch_native"
     if config.dtype not in fused_attention.DTYPES or config.kv_dtype != config.dtype:
         raise ValueError(

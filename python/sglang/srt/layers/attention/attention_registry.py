@@ -1,6 +1,6 @@
-"""Attention backends by kind of attention, by the name that `--attention-backend` takes, by device.
+"""Registry of attention backends by kind of attention, `--attention-backend` name and device.
 
-The backend that is registered first for a kind and a device is the best one there.
+The first backend registered for a kind and a device is the best one there.
 """
 
 from __future__ import annotations
@@ -36,25 +36,27 @@ _BACKENDS: dict[tuple[AttentionKind, str, str], MakeBackend] = {}
 def register_attention_backend(
     kind: AttentionKind, name: str, device_type: str, make: MakeBackend
 ) -> None:
-    """From now on `make` makes the backend `name` for layers of `kind` on such devices.
+    """Register `make` as the backend `name` for layers of `kind` on devices of `device_type`.
 
     Args:
         device_type: Name of a `DeviceKind`.
-        make: Raises ValueError where it does not take the model.
+        make: Makes the backend; raises ValueError if it does not take the model.
 
     Raises:
-        ValueError: Another one is registered.
+        ValueError: A backend is already registered for these three.
     """
     if (kind, name, device_type) in _BACKENDS:
-        raise ValueError(f"attention backend {name!r} is there for {kind!r} on {device_type!r}")
+        raise ValueError(
+            f"attention backend {name!r} is already registered for {kind!r} on {device_type!r}"
+        )
     _BACKENDS[kind, name, device_type] = make
 
 
 def default_attention_backend(device: str, kind: AttentionKind = FULL_ATTENTION) -> str:
-    """The name of the backend that is best on `device`, e.g. "cpu" or "cuda:0".
+    """Name of the best backend for `kind` on `device`, e.g. "cpu" or "cuda:0".
 
     Raises:
-        ValueError: None runs there.
+        ValueError: No backend runs there.
     """
     names = _names(kind, device)
     if not names:
@@ -71,8 +73,8 @@ def create_attention_backend(
     """Make the backend called `name` for layers of one kind.
 
     Raises:
-        ValueError: There is none of that name, which lists those that there are, or it does not
-            run on the device, or not this model.
+        ValueError: No backend has that name (the error lists the names), or it does not run on the
+            device or not with this model.
     """
     make = _BACKENDS.get((kind, name, device_kind(config.device).name))
     if make is not None:
@@ -91,16 +93,16 @@ def create_attention_backend(
 def create_attention_backends(
     name: str | None, configs: Mapping[AttentionKind, AttentionConfig]
 ) -> dict[AttentionKind, AttentionBackend]:
-    """The backends of a model, one for each kind of its layers.
+    """Make the backends of a model, one for each kind of its layers.
 
     Args:
-        name: Taken by every kind that has a backend of that name; the others take their best, and
-            the log says so. None: all take their best.
-        configs: By the kinds of the model's layers.
+        name: Used for every kind that has a backend of that name. Other kinds use their best one,
+            and the log says so. None: every kind uses its best.
+        configs: One for each kind of the model's layers.
 
     Raises:
-        ValueError: As `create_attention_backend`, where no kind at all, of this model or another,
-            has a backend of that name on the device, or where a kind has none.
+        ValueError: On the device no kind, of this model or another, has a backend of that name, or
+            a kind has no backend at all, or a backend does not take the model.
     """
     made: dict[AttentionKind, AttentionBackend] = {}
     for kind, config in configs.items():
@@ -110,16 +112,16 @@ def create_attention_backends(
         if name is None or (is_there and name not in _names(kind, config.device)):
             chosen = best
         else:
-            # A name that is nowhere is refused with the reason.
+            # A name that no kind has here is refused below, with the reason.
             chosen = name
         if name not in (None, chosen):
-            logger.info("Layers of kind %r run on %r: %r does not have them", kind, chosen, name)
+            logger.info("Layers of kind %r run on %r: %r does not support them", kind, chosen, name)
         made[kind] = create_attention_backend(chosen, config, kind)
     return made
 
 
 def _names(kind: AttentionKind, device: str) -> list[str]:
-    """Backends for such layers there, the best first."""
+    """Names of the backends for `kind` on `device`, the best first."""
     device_type = device_kind(device).name
     return [n for k, n, d in _BACKENDS if (k, d) == (kind, device_type)]
 
@@ -147,14 +149,14 @@ def _make_ascend(config: AttentionConfig) -> AttentionBackend:
 
 def _make_flashinfer(config: AttentionConfig) -> AttentionBackend:
     _check_flashinfer(config)
-    # Installed where it is wanted.
+    # flashinfer is an optional package.
     from sglang.srt.layers.attention.flashinfer_backend import FlashInferAttnBackend
 
     return FlashInferAttnBackend(config)
 
 
 def _check_flashinfer(config: AttentionConfig) -> None:
-    """Raise ValueError where the library cannot be used, or not with this model."""
+    """Raise ValueError if the library is not installed or does not take this model."""
     if importlib.util.find_spec("flashinfer") is None:
         raise ValueError(
             "attention backend 'flashinfer' needs the package of that name: "

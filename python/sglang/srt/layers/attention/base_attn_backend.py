@@ -1,4 +1,4 @@
-"""What every attention backend offers."""
+"""Interface of attention backends, and the kinds of attention."""
 
 from __future__ import annotations
 
@@ -19,30 +19,30 @@ if TYPE_CHECKING:
 
 
 AttentionKind = NewType("AttentionKind", str)
-"""What an attention layer computes and keeps, which decides who can run it."""
+"""What an attention layer computes and caches; decides which backends can run it."""
 
 FULL_ATTENTION: Final = AttentionKind("full")
 """Every token sees all tokens up to itself; keys and values are kept per head."""
 
 MLA: Final = AttentionKind("mla")
-"""As `FULL_ATTENTION`, but a latent row is kept that all heads share."""
+"""As `FULL_ATTENTION`, but all heads share one latent row per token."""
 
 DSA: Final = AttentionKind("dsa")
-"""As `MLA`, but every token sees only the tokens that an indexer chooses."""
+"""As `MLA`, but a token sees only the tokens that an indexer chooses."""
 
 
 class IndexQuery(NamedTuple):
-    """What an indexer asks for some tokens: which tokens of their contexts are read."""
+    """An indexer's queries for some tokens; they choose which tokens of the contexts are read."""
 
     q: torch.Tensor
     """`[num_tokens, heads, head_dim]` of the indexer."""
     weights: torch.Tensor
-    """fp32 `[num_tokens, heads]`: of each head's positive products with the keys; scaled."""
+    """fp32 `[num_tokens, heads]`: scaled factors of each head's positive products with keys."""
     topk: int
-    """Tokens to choose; contexts that are not longer are read as a whole."""
+    """Tokens to choose; contexts of at most `topk` tokens are read as a whole."""
 
     def of(self, tokens: slice | torch.Tensor) -> IndexQuery:
-        """The same for some of the tokens: a slice, or their places (int64 `[n]`)."""
+        """The queries of some of the tokens: a slice, or indices (int64 `[n]`)."""
         return IndexQuery(self.q[tokens], self.weights[tokens], self.topk)
 
 
@@ -51,20 +51,20 @@ class AttentionConfig:
     """What the attention layers of one kind have in common, on this rank."""
 
     num_heads: int
-    """Of queries; a multiple of `num_kv_heads`."""
+    """Query heads on this rank; a multiple of `num_kv_heads`."""
     specs: Mapping[PoolName, StateSpec]
-    """All state that the model keeps."""
+    """All state that the model caches, by pool."""
     page_size: int
-    """Tokens of a page of the pools."""
+    """Tokens per page of the pools."""
     dtype: torch.dtype
-    """Of queries, and of keys and values before they are stored."""
+    """Dtype of queries, and of keys and values before they are stored."""
     device: str
     mla: MLAConfig | None = None
     """Sizes of latent attention, for the kinds that have it."""
 
     @cached_property
     def kv(self) -> KVSpec:
-        """Keys and values per head, for the kinds that keep them."""
+        """Spec of the KV pool, for kinds that cache keys and values per head."""
         spec = self.specs[PoolName.KV]
         assert isinstance(spec, KVSpec), f"{spec} has no keys and values per head"
         return spec
@@ -81,12 +81,12 @@ class AttentionConfig:
 
     @cached_property
     def kv_dtype(self) -> torch.dtype:
-        """Of the pool."""
+        """Dtype of the KV pool."""
         return self.kv.dtype
 
     @cached_property
     def group(self) -> int:
-        """Query heads of a KV head."""
+        """Query heads per KV head."""
         return self.num_heads // self.num_kv_heads
 
 
@@ -97,11 +97,12 @@ class AttentionBackend(ABC):
     """
 
     can_be_captured = False
-    """Decoding may be captured in a graph and replayed, with `init_forward_metadata_graph`
-    before each."""
+    """Whether decode steps can be captured in a graph; `init_forward_metadata_graph` runs before
+    each capture and replay."""
 
     captures_extend = False
-    """Short prefills may be captured, with `init_forward_metadata_extend_graph` before each."""
+    """Whether short prefills can be captured; `init_forward_metadata_extend_graph` runs before each
+    capture and replay."""
 
     @abstractmethod
     def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
@@ -110,12 +111,12 @@ class AttentionBackend(ABC):
     def init_forward_metadata_graph(self, forward_batch: ForwardBatch) -> None:
         """Plan a decode step that a graph runs: called before the capture and before each replay.
 
-        What the captured kernels read must stay where it was when the size was first seen. The
-        default is for backends that plan nothing for decoding.
+        Buffers that captured kernels read must keep the addresses they had when the size was first
+        seen. The default does nothing: for backends that decode without a plan.
 
         Args:
-            forward_batch: Of a captured size, with the same tensors every time, which hold the
-                step's input; `seq_lens_cpu` is the step's. Padding is requests of one token.
+            forward_batch: A batch of a captured size. Its tensors are the same every time and hold
+                the step's input; `seq_lens_cpu` is the step's own. Padding requests have one token.
         """
 
     def init_forward_metadata_extend_graph(
@@ -123,23 +124,24 @@ class AttentionBackend(ABC):
     ) -> None:
         """Plan a short prefill that graphs run: called before the capture and before each replay.
 
-        What the captured kernels read must stay where it was when the size was first seen. For
-        backends with `captures_extend`.
+        Buffers that captured kernels read must keep the addresses they had when the size was first
+        seen. Only backends with `captures_extend` implement this.
 
         Args:
-            forward_batch: The step as it is, of at most `num_tokens` and `num_requests`.
-            num_tokens: Of the graphs: those behind the step's own attend to nothing.
-            num_requests: Likewise.
+            forward_batch: The step without padding, of at most `num_tokens` and `num_requests`.
+            num_tokens: Tokens that the graphs compute; those after the step's own attend to
+                nothing.
+            num_requests: Requests that the graphs compute.
         """
         raise NotImplementedError(type(self).__name__)
 
     def graph_bytes(self, num_tokens: int, context_len: int) -> int:
-        """Device memory that captured steps of `num_tokens` hold, where it depends on the longest
-        context that there can be."""
+        """Bytes of device memory that captured steps of `num_tokens` hold and that grow with
+        `context_len`, the longest possible context in tokens."""
         return 0
 
     def warm_up(self) -> None:
-        """Pay what the first use of a library costs, before the first request waits for it."""
+        """Do the one-time work of libraries (plans, compiled kernels) before the first request."""
 
     @abstractmethod
     def forward_extend(
@@ -153,15 +155,16 @@ class AttentionBackend(ABC):
     ) -> torch.Tensor:
         """Attend from new tokens to their prefix and, causally, to each other.
 
-        With `rows`, each request's last new token, only the output of these tokens is wanted, and a
-        backend may leave out the rest. Shapes as in `RadixAttention.forward`.
+        With `rows`, only each request's last new token attends, and only its output is returned.
+        Shapes as in `RadixAttention.forward`.
         """
 
     @abstractmethod
     def forward_decode(
         self, q: torch.Tensor, layer: RadixAttention, forward_batch: ForwardBatch
     ) -> torch.Tensor:
-        """Attend from one token of each request to its whole context, which the pool holds."""
+        """Attend from `q` `[bs, num_heads, head_dim]`, a token of each request, to its whole
+        context."""
 
     def forward(
         self,
@@ -177,10 +180,10 @@ class AttentionBackend(ABC):
     ) -> torch.Tensor:
         """Store K and V, then attend; shapes as in `RadixAttention.forward`.
 
-        `index` is for kinds of attention that choose what is read.
+        `index` is for kinds of attention that choose which tokens are read.
 
-        Storing comes first and writes other slots than any load in flight; reading the pool
-        is what waits for this layer's load, so that copying hides behind the layers before.
+        Storing comes first, to slots that no load in flight writes. Reading the pool waits for this
+        layer's load, so that the load overlaps with earlier layers.
         """
         assert index is None, f"{type(self).__name__} reads whole contexts"
         if save_kv_cache:

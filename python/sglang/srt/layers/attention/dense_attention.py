@@ -1,8 +1,8 @@
-"""Attention of long runs of new tokens by cuDNN, which on Hopper outruns every other way here.
+"""Attention of long runs of new tokens by cuDNN, the fastest way on Hopper.
 
 `benchmark/results/` has the table. cuDNN makes a plan for each new shape, which takes some 35 ms
-of the CPU, more than the attention of a layer. So it is asked for few shapes only: all lengths
-are multiples of `UNIT`. `plan_dense` cuts a request to fit; what is left over goes elsewhere.
+of the CPU, more than the attention of a layer. So it gets few shapes: all lengths are multiples of
+`UNIT`. `plan_dense` cuts a request to fit; the tokens left over go to the Triton kernels.
 """
 
 from __future__ import annotations
@@ -14,25 +14,26 @@ import torch
 from sglang.srt.layers.attention.partial_attention import heads_first
 
 UNIT = 1024
-"""Tokens that lengths are multiples of; from this length on cuDNN is faster than Triton."""
+"""Lengths are multiples of this many tokens; from this length on cuDNN is faster than Triton."""
 
 
 @dataclass(frozen=True, slots=True)
 class DensePlan:
     """How the attention of one request's new tokens is cut.
 
-    Its keys, in token order: `[0, whole)` in pieces that every query sees all of; then those up
-    to the last new token that takes part, causally. The first of these may be a prefix's end:
-    the queries then get rows before them that mean nothing, so that row i sees keys to i.
+    Keys `[0, whole)` are read in pieces, each seen completely by every query. Keys from `whole` to
+    the last new token of the plan are read causally. They may begin with the prefix's end: `pad`
+    rows whose output is dropped are then put before the queries, so that row i sees keys up to i.
     """
 
     pieces: list[tuple[int, int]]
     """Ascending ranges of tokens, of lengths `UNIT` times a power of 2."""
     whole: int
+    """Tokens read in pieces, a multiple of `UNIT`."""
     pad: int
-    """Rows before the first query: tokens of the prefix behind `whole`."""
+    """Rows put before the first query: the tokens of the prefix from `whole` on."""
     count: int
-    """New tokens that take part; `pad + count` is a multiple of `UNIT`. 0: none does."""
+    """New tokens that cuDNN computes; `pad + count` is a multiple of `UNIT`. 0: none."""
 
 
 def plan_dense(prefix: int, num_new: int) -> DensePlan:
@@ -53,14 +54,14 @@ def plan_dense(prefix: int, num_new: int) -> DensePlan:
 def dense_attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float, *, causal: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attend from every query to all keys, or causally where both are the same tokens.
+    """Attend from every query to all keys; with `causal`, from row i to the keys up to i.
 
     Args:
         q: bf16 or fp16 `[num_tokens, num_heads, head_dim]` on a CUDA device.
         k: `[num_keys, num_kv_heads, head_dim]`; `v` likewise, but for its `v_head_dim`.
 
     Returns:
-        Contiguous `[num_tokens, num_heads, v_head_dim]`, and natural logarithms of the masses,
+        Contiguous `[num_tokens, num_heads, v_head_dim]`, and the scores' log-sum-exp (natural),
         contiguous fp32 `[num_heads, num_tokens]`.
     """
     found = torch.ops.aten._scaled_dot_product_cudnn_attention(

@@ -1,13 +1,13 @@
 """DeepSeek Sparse Attention (DSA) in torch alone: latent attention over the tokens that an
 indexer chooses.
 
-A token at position `topk` or behind chooses `topk` tokens of its context by their indexer keys,
-which share the slots of the rows, and attends to the rows of those. Tokens before see all that
-comes before them and are computed as without an indexer.
+A token at position `topk` or later chooses `topk` tokens of its context by their indexer keys, and
+attends to their latent rows. Keys and rows share slots. Earlier tokens see their whole context, as
+without an indexer.
 
-Beyond the memory of its base a layer takes at most `GATHER_BYTES` of rows, `SCORE_BYTES` of
-products, for each of the queries of a block a few numbers per token of the context, and, where that
-does not lie in one piece, a copy of its indexer keys.
+A layer takes this much memory beyond that of the base class: at most `GATHER_BYTES` of rows,
+`SCORE_BYTES` of products, a few numbers per token of the context for each query of a block, and a
+copy of the context's indexer keys if its slots are not consecutive.
 """
 
 from __future__ import annotations
@@ -46,17 +46,17 @@ if TYPE_CHECKING:
     from sglang.srt.layers.radix_attention import RadixAttention
 
 GATHER_BYTES: Final = 64 << 20
-"""Most that chosen rows take when they are gathered, for a few queries at a time."""
+"""Upper bound of the chosen rows gathered at a time."""
 
 
 @dataclass(frozen=True, slots=True)
 class Context:
-    """Where the tokens of one request are, those of this step included."""
+    """Slots of one request's tokens, those of this step included."""
 
     slots: torch.Tensor
     """int64 `[context]` on the pool's device."""
     first_slot: int | None
-    """Where they lie in one piece: its begin."""
+    """The first slot if all are consecutive, else None."""
 
     @classmethod
     def of(cls, slots: Slots, page_size: int, device: torch.device) -> Context:
@@ -66,7 +66,7 @@ class Context:
         return cls(on_device, run.slot if is_whole else None)
 
     def read(self, buffer: torch.Tensor) -> torch.Tensor:
-        """`[slots, ...]` to `[context, ...]`: a view where that is possible."""
+        """Read `[context, ...]` of a buffer `[slots, ...]`: a view if the slots are consecutive."""
         if self.first_slot is not None:
             return buffer.narrow(0, self.first_slot, len(self.slots))
         return buffer.index_select(0, self.slots)
@@ -77,16 +77,17 @@ class DecodeSplit:
     """The requests of a decode step, by whether all of their context is read."""
 
     short_rows: torch.Tensor
-    """int64: rows of the batch."""
+    """int64 `[short]`: rows of the batch that read all of their context."""
     short_plan: DecodePlan | None
-    """Of those, in this order; None: there are none."""
+    """Plan of the short rows, in this order; None: there are none."""
     long_rows: list[int]
+    """Rows of the batch that choose tokens."""
     order: torch.Tensor
-    """int64 `[bs]`: where each row is in the short ones, then the long ones."""
+    """int64 `[bs]`: place of each batch row in the short rows followed by the long rows."""
 
 
 class Pools(NamedTuple):
-    """One layer's state, once it may be read."""
+    """One layer's buffers; `of` waits until they may be read."""
 
     rows: torch.Tensor
     """`[slots, 1, row_dim]`."""
@@ -103,13 +104,13 @@ class Pools(NamedTuple):
 
 
 class DSATorchNativeBackend(MLATorchNativeBackend):
-    """As its base where `index` is None; otherwise with the tokens that it chooses."""
+    """The base class if `index` is None; otherwise attention to the tokens that `index` chooses."""
 
     def __init__(self, config: AttentionConfig, *, view_bytes: int = VIEW_BYTES) -> None:
         super().__init__(config, view_bytes=view_bytes)
         self._slots: Sequence[Slots] = ()
         self._device = torch.device(config.device)
-        # Of the batch at hand: made for the first layer that asks, and kept for the others.
+        # Plans of the current batch: made for the first layer that asks, reused by the others.
         self._contexts: dict[int, Context] = {}
         self._splits: dict[int, DecodeSplit] = {}
 
@@ -186,7 +187,7 @@ class DSATorchNativeBackend(MLATorchNativeBackend):
         outs = []
         for request, segment in enumerate(self._extend_plan):
             prefix = len(self._slots[request]) - (segment.end - segment.begin)
-            # Tokens from here on are at position `topk` or behind.
+            # Tokens from here on are at position `topk` or later.
             choosing = min(max(segment.begin + index.topk - prefix, segment.begin), segment.end)
             if segment.begin < choosing and not (last_only and choosing < segment.end):
                 before = slice(choosing - 1 if last_only else segment.begin, choosing)
@@ -209,7 +210,7 @@ class DSATorchNativeBackend(MLATorchNativeBackend):
 
         Args:
             q: `[n, num_heads, qk_head_dim]`.
-            index: Of the same tokens.
+            index: Indexer queries of the same tokens.
 
         Returns:
             `[n, num_heads * v_head_dim]`.
@@ -248,8 +249,8 @@ def _attend_rows(
         `[n, num_heads * v_head_dim]`.
     """
     absorbed = absorb(q, layer).unsqueeze(1)
-    # A CPU takes token by token: 0.8 ms each, where 28 at a time take 4.5 ms each, most of it for
-    # fresh memory (2,048 rows of 576, 16 heads, bf16, 2 cores).
+    # One token at a time on a CPU: 0.8 ms each, against 4.5 ms each for 28 at a time, most of it
+    # for fresh memory (2,048 rows of 576, 16 heads, bf16, 2 cores).
     step = 1 if q.is_cpu else len(q)
     outs = []
     for begin in range(0, len(q), step):

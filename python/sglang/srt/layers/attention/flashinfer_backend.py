@@ -28,14 +28,14 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 WORKSPACE_BYTES = 256 * MIB
-"""For partial results of contexts that are split; shared, for one batch runs at a time."""
+"""Memory for partial results of split contexts, shared by all wrappers."""
 TENSOR_CORE_GROUP = 4
-"""Query heads of a KV head from which on decoding goes through the matrix units. Kernels without
-them exist for groups of 1, 2, 3, 4 and 8 alone."""
+"""Fewest query heads per KV head for which decoding uses tensor cores. Kernels without tensor cores
+exist only for groups of 1, 2, 3, 4 and 8."""
 
 
 class _Pages(NamedTuple):
-    """Where the contexts of a batch lie."""
+    """Pages that hold the contexts of a batch."""
 
     indptr: torch.Tensor
     """int32 `[bs + 1]`, page-locked: begin and end of each request's pages."""
@@ -48,19 +48,19 @@ class _Pages(NamedTuple):
 class FlashInferAttnBackend(AttentionBackend):
     """Holds the library's wrappers, which hold the plans.
 
-    A wrapper copies its plan to the device through page-locked memory of its own: the next plan
-    waits until that copy is done, which may be an event after the step before.
+    A wrapper copies its plan to the device through page-locked memory of its own. The next plan
+    waits for that copy, which runs only after the steps queued before it.
     """
 
     can_be_captured = True
     attends_new_tokens_directly = True
-    """Prompts without a prefix are read as they were computed, in one piece; False: from the pool.
-    For comparisons."""
+    """Whether prompts without a prefix read the keys and values just computed. False, for
+    comparisons: from the pool."""
     short_tokens = 256
-    """Most new tokens of a batch with prefixes that goes through the kernels which split contexts:
-    those for Hopper do not, and a short question after a long prefix leaves the device idle. On an
-    H200, after 32,000 tokens: 64 new ones take 0.12 ms so and 0.43 ms the other way, 512 new ones
-    0.82 and 0.45 ms."""
+    """Batches with prefixes and at most this many new tokens use the kernels that split contexts.
+    The kernels for Hopper do not split, so a short question after a long prefix leaves the device
+    idle. On an H200, after 32,000 tokens: 64 new tokens take 0.12 ms split and 0.43 ms not split,
+    512 take 0.82 and 0.45 ms."""
 
     def __init__(self, config: AttentionConfig) -> None:
         self._config = config
@@ -77,7 +77,7 @@ class FlashInferAttnBackend(AttentionBackend):
             self._workspace, "NHD", use_tensor_cores=self._use_tensor_cores
         )
         self._captured: dict[int, Any] = {}
-        """By batch size: wrappers whose buffers stay where the graphs read them."""
+        """Wrappers by batch size; their buffers keep the addresses that the graphs read."""
         self._captured_indices: torch.Tensor | None = None
         self._extending = self._paged
         self._decoding = self._eager
@@ -85,10 +85,10 @@ class FlashInferAttnBackend(AttentionBackend):
         self._has_planned = False
 
     def warm_up(self) -> None:
-        """Have the kernels of decoding compiled; those of prefill are used by the warm-up batches.
+        """Compile the kernels of decoding; the warm-up batches compile those of prefill.
 
         Raises:
-            RuntimeError: They cannot be compiled; the compiler's words.
+            RuntimeError: Compilation failed; has the compiler's message.
         """
         logger.info("Loading FlashInfer's kernels; those not compiled before take minutes")
         with self._planning():
@@ -141,7 +141,7 @@ class FlashInferAttnBackend(AttentionBackend):
 
     @contextmanager
     def _planning(self) -> Iterator[None]:
-        """Around every plan: the last one's copy has left the memory that this one writes."""
+        """Wait until the last plan's copy has left the memory that the enclosed plan writes."""
         if self._has_planned:
             self._plan_copied.synchronize()
         yield
@@ -234,5 +234,5 @@ class FlashInferAttnBackend(AttentionBackend):
 
 
 def _pinned(values: Sequence[int]) -> torch.Tensor:
-    """int32 in page-locked memory, which a copy in flight keeps from being reused."""
+    """int32 `[n]` in page-locked memory, which is not reused while a copy from it is in flight."""
     return torch.tensor(values, dtype=torch.int32).pin_memory()

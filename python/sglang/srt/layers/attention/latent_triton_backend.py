@@ -1,10 +1,10 @@
 """Latent attention (MLA), and its sparse form (DSA), on CUDA.
 
-A decode step, and the tokens of short prefills, absorb the up-projections and attend to the rows of
-the pool (`triton_ops/latent.py`), each token to its own list of slots: its context, or what it
-chooses of it (`triton_ops/token_choice.py`). None of that is launched by lengths, so graphs can
-have it. Long prefills project rows up (`projected_attention.py`); where an indexer chooses, only
-their tokens before position `topk` do.
+Decode steps and short prefills absorb the up-projections and attend to the rows of the pool
+(`triton_ops/latent.py`). Each token has its own list of slots: its context, or the tokens chosen
+from it (`triton_ops/token_choice.py`). No launch depends on lengths, so graphs can capture all of
+it. Long prefills project rows up (`projected_attention.py`); with an indexer, only for tokens
+before position `topk`.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ if TYPE_CHECKING:
     from sglang.srt.layers.radix_attention import RadixAttention
 
 SHORT_TOKENS: Final = 256
-"""New tokens of a request that attend to rows; of more of them rows are projected up."""
+"""Requests with at most this many new tokens attend to rows; others project rows up."""
 TOKENS_AT_ONCE: Final = 1024
 """Tokens whose queries are absorbed together."""
 SCORE_BYTES: Final = 256 << 20
-"""Most that the indexer's scores of some tokens take."""
+"""Upper bound of the indexer's scores computed at a time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,15 +51,15 @@ class Questions:
     lens: torch.Tensor
     """int64 `[n]`: tokens of the row that are seen."""
     longest: int
-    """At least all of `lens`."""
+    """Upper bound of `lens`."""
     one_list: bool = False
-    """All have the same row."""
+    """Whether all tokens have the same row."""
 
     def __len__(self) -> int:
         return len(self.rows)
 
     def of(self, tokens: slice) -> Questions:
-        """The same for some of the tokens."""
+        """The lists of some of the tokens."""
         return Questions(self.rows[tokens], self.lens[tokens], self.longest, self.one_list)
 
 
@@ -71,7 +71,7 @@ class _LongSegment:
     prefix_slots: torch.Tensor | None
     """int64 `[prefix]`; None: there is no prefix."""
     questions: Questions
-    """Of its new tokens."""
+    """Lists of its new tokens."""
 
 
 @dataclass(slots=True)
@@ -80,13 +80,13 @@ class _ExtendPlan:
 
     long: list[_LongSegment] = field(default_factory=list)
     short: Questions | None = None
-    """Of the tokens of all other requests."""
+    """Lists of the tokens of all other requests."""
     short_tokens: torch.Tensor | None = None
-    """int64: their places in the batch; None: they are all of it."""
+    """int64 `[n]`: places of these tokens in the batch; None: they are the whole batch."""
 
 
 class LatentTritonBackend(AttentionBackend):
-    """For layers of either kind: where no indexer asks, a token sees all before it."""
+    """Backend of MLA and DSA layers: without an indexer's query a token sees its whole context."""
 
     can_be_captured = True
     captures_extend = True
@@ -96,7 +96,8 @@ class LatentTritonBackend(AttentionBackend):
         self._runtime = device_runtime(config.device)
         self._plan = _ExtendPlan()
         self._captured: dict[int, torch.Tensor] = {}
-        """Rows and lengths of the tokens of a captured prefill, by number of tokens."""
+        """int64 `[2, num_tokens]`, rows and lengths of tokens, by a captured prefill's
+        num_tokens."""
         self._own_rows = torch.arange(TOKENS_AT_ONCE, device=config.device)
 
     def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
@@ -132,7 +133,7 @@ class LatentTritonBackend(AttentionBackend):
         if found is None:
             found = torch.empty((2, num_tokens), dtype=torch.int64, device=table.device)
             self._captured[num_tokens] = found
-        # Tokens behind the step's own see the padding page.
+        # Tokens after the step's own see the padding page.
         padded = torch.tensor([[0], [1]]).repeat(1, num_tokens)
         own = _rows_and_lens(forward_batch.segments())
         padded[:, : own.shape[1]] = own
@@ -192,7 +193,7 @@ class LatentTritonBackend(AttentionBackend):
         forward_batch: ForwardBatch,
         index: IndexQuery | None,
     ) -> torch.Tensor:
-        """One token of each request, which sees all of the context or chooses."""
+        """Attend from one token of each request to its context or, with `index`, to a choice."""
         lens, longest = forward_batch.seq_lens, forward_batch.longest_context
         questions = Questions(forward_batch.req_pool_indices, lens, longest)
         out = _empty_out(q, layer)
@@ -236,7 +237,7 @@ class LatentTritonBackend(AttentionBackend):
     ) -> None:
         segment, choosing = long.segment, long.segment.end
         if index is not None:
-            # Tokens from here on are at position `topk` or behind.
+            # Tokens from here on are at position `topk` or later.
             first = segment.begin + index.topk - segment.prefix
             choosing = min(max(first, segment.begin), segment.end)
         if segment.begin < choosing:
@@ -258,12 +259,12 @@ class LatentTritonBackend(AttentionBackend):
         index: IndexQuery | None,
         out: torch.Tensor,
     ) -> None:
-        """Attend from tokens to their lists, or to what they choose of them.
+        """Attend from tokens to their lists, or with `index` to tokens chosen from them.
 
         Args:
             q: `[n, num_heads, qk_head_dim]`.
-            index: Of the same tokens.
-            out: `[n, num_heads, v_head_dim]`.
+            index: Indexer queries of the same tokens.
+            out: `[n, num_heads, v_head_dim]`, overwritten.
         """
         step = TOKENS_AT_ONCE
         if index is not None:
@@ -282,7 +283,7 @@ class LatentTritonBackend(AttentionBackend):
         questions: Questions,
         index: IndexQuery | None,
     ) -> torch.Tensor:
-        """`[n, num_heads, v_head_dim]`."""
+        """Attend, all tokens at once: `[n, num_heads, v_head_dim]`; arguments as in `_answer`."""
         table, rows, most = forward_batch.req_to_token_pool.req_to_token, questions.rows, 0
         if index is None:
             pool = forward_batch.token_to_kv_pool.get_key_buffer(layer.layer_id)
@@ -307,8 +308,8 @@ def _empty_out(q: torch.Tensor, layer: LatentAttention) -> torch.Tensor:
 
 
 def _rows_and_lens(segments: Sequence[Segment]) -> torch.Tensor:
-    """int64 `[2, num_tokens]` on the CPU: of each new token, the row of its request, and how many
-    tokens it sees."""
+    """int64 `[2, num_tokens]` on the CPU: each new token's row of the table, and tokens that it
+    sees."""
     counts = [segment.new for segment in segments]
     rows = np.repeat([segment.row for segment in segments], counts)
     lens = [np.arange(s.prefix + 1, s.prefix + s.new + 1) for s in segments]

@@ -19,14 +19,14 @@ if TYPE_CHECKING:
 
 
 def join_backends(backends: Mapping[AttentionKind, AttentionBackend]) -> AttentionBackend:
-    """One backend for all layers of a model: the only one there is costs nothing more."""
+    """One backend for all layers of a model; a single backend is returned as it is."""
     return MixedAttnBackend(backends) if len(backends) > 1 else next(iter(backends.values()))
 
 
 def uncaptured(
     backends: Mapping[AttentionKind, AttentionBackend], captures: Callable[[AttentionBackend], bool]
 ) -> str:
-    """Which kinds keep a step from being captured, for the log; "": none does.
+    """Kinds whose backends keep a step from being captured, for the log; "" if none does.
 
     Args:
         captures: Whether a backend lets the step be captured.
@@ -40,7 +40,8 @@ def uncaptured(
 
 
 class MixedAttnBackend(AttentionBackend):
-    """Hands each layer to the backend of its kind. A step can be captured where all of them can."""
+    """Hands each layer to the backend of its kind. A step can be captured if all backends can do
+    so."""
 
     def __init__(self, backends: Mapping[AttentionKind, AttentionBackend]) -> None:
         self._backends = dict(backends)

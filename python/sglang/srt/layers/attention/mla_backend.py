@@ -3,8 +3,8 @@
 A decode step absorbs the up-projections: the rows of the pool are keys and values of a single
 head, whose queries are the model's heads, and are read as dense attention reads them. A prefill
 projects rows up, because scores of many queries cost less over keys than over rows; it reads its
-prefix piece by piece and joins the pieces by their log-sum-exp. So besides the keys and values of
-its new tokens (as many as its queries) it has at most `PIECE_BYTES` of copies of a prefix.
+prefix piece by piece and joins the pieces by their log-sum-exp. So beside the keys and values of
+its new tokens (as many as its queries) it holds at most `PIECE_BYTES` of copies of a prefix.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ if TYPE_CHECKING:
     from sglang.srt.layers.radix_attention import RadixAttention
 
 PIECE_BYTES: Final = 64 << 20
-"""Most that a piece of a prefix takes, gathered or projected up, in one layer."""
+"""Upper bound of one piece of a prefix in one layer, gathered or projected up."""
 
 
 class MLATorchNativeBackend(TorchNativeAttnBackend):
-    """Views of the pool, and gathers where views do not pay; for layers of latent attention."""
+    """Latent attention over views of the pool, or gathers where views do not pay."""
 
     def forward_extend(
         self,
@@ -64,7 +64,7 @@ class MLATorchNativeBackend(TorchNativeAttnBackend):
 
 
 def as_latent(layer: RadixAttention) -> LatentAttention:
-    """The layer, which its kind says is one of latent attention."""
+    """Cast a layer to latent attention, which its kind says it is."""
     assert layer.kind in (MLA, DSA), layer.kind
     return cast("LatentAttention", layer)
 
@@ -87,14 +87,15 @@ def decode_rows(
 
 
 def absorb(q: torch.Tensor, layer: LatentAttention) -> torch.Tensor:
-    """Queries over rows: `[n, num_heads, qk_head_dim]` to `[n, num_heads, row_dim]`."""
+    """Map queries to row space: `[n, num_heads, qk_head_dim]` to `[n, num_heads, row_dim]`."""
     nope = layer.mla.qk_nope_head_dim
     latent = layer.up_projection.absorb(q[..., :nope].transpose(0, 1))
     return torch.cat((latent.transpose(0, 1), q[..., nope:]), dim=-1)
 
 
 def values_of(out: torch.Tensor, layer: LatentAttention) -> torch.Tensor:
-    """Averages of rows `[n, num_heads, row_dim]` to `[n, num_heads * v_head_dim]`."""
+    """Project averages of rows to values: `[n, num_heads, row_dim]` to
+    `[n, heads * v_head_dim]`."""
     latent = out[..., : layer.mla.kv_lora_rank].transpose(0, 1)
     return layer.up_projection.values_of(latent).transpose(0, 1).reshape(len(out), -1)
 
@@ -112,7 +113,7 @@ def extend_segment(
         queries: `[n, num_heads, qk_head_dim]` of all new tokens, or of the last one alone.
         new: `[new tokens, 1, row_dim]`.
         pool: `[slots, 1, row_dim]`.
-        segment: Says where the prefix is.
+        segment: The request's plan, with the slots of its prefix.
 
     Returns:
         `[n, num_heads * v_head_dim]`.
@@ -129,7 +130,7 @@ def extend_segment(
 
 
 def absorbing_pays(num_queries: int, layer: LatentAttention) -> bool:
-    """Whether `num_queries` cost less over a row than over what it is projected up to."""
+    """Whether `num_queries` cost less over a latent row than over its keys and values."""
     mla = layer.mla
     row_dim = mla.kv_lora_rank + mla.qk_rope_head_dim
     saved = 2 * row_dim - mla.qk_head_dim - mla.v_head_dim
@@ -139,7 +140,7 @@ def absorbing_pays(num_queries: int, layer: LatentAttention) -> bool:
 def _pieces(
     pool: torch.Tensor, segment: ExtendSegment, layer: LatentAttention, is_absorbed: bool
 ) -> Iterator[torch.Tensor]:
-    """Rows of a prefix, `[tokens, 1, row_dim]` each; views where it lies in one piece."""
+    """Rows of a prefix, `[tokens, 1, row_dim]` each; views if its slots are consecutive."""
     token_bytes = pool[0].nbytes
     if not is_absorbed:
         mla = layer.mla

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 
 SCORE_BYTES: Final = 256 << 20
-"""Most that the scores of some rows take at a time, where no kernel computes attention."""
+"""Upper bound of the scores computed at a time where no kernel computes attention."""
 
 
 class Partial(NamedTuple):
@@ -44,9 +44,9 @@ def attend(
     Args:
         q: `[n, heads, rows, head_dim]`; strides are free but for the dense last dimension.
         k: `[n, kv_heads, keys, head_dim]`; `kv_heads` divides `heads`.
-        v: `[n, kv_heads, keys, v_head_dim]`. On a CPU another `v_head_dim` than `head_dim` costs a
-            copy of the smaller ones.
-        scale: Of the scores.
+        v: `[n, kv_heads, keys, v_head_dim]`. On a CPU, if `v_head_dim` is not `head_dim`, the
+            narrower tensors are copied with padding.
+        scale: Factor of the scores.
         causal: Row i sees keys 0 to i (rows and keys are then equal in number).
         mask: Added to the scores, broadcast to `[n, heads, rows, keys]`; not with `causal`.
     """
@@ -76,7 +76,7 @@ def _attend_plainly(
 ) -> Partial:
     """`attend` in elementary operations, for devices without such a kernel.
 
-    Takes some rows at a time, so that their scores take at most `SCORE_BYTES`.
+    Computes blocks of rows whose scores take at most `SCORE_BYTES`.
     """
     group = q.shape[1] // k.shape[1]
     wide_k = k.float().repeat_interleave(group, dim=1)
@@ -105,14 +105,14 @@ def merge_two(a: Partial, b: Partial) -> torch.Tensor:
 
 
 class RunningAttention:
-    """Attention over parts of a context that come one after the other, in fp32."""
+    """Attention over parts of a context, added one after the other; sums are fp32."""
 
     def __init__(self, first: Partial) -> None:
         self.out = first.out.float()
         self.lse = first.lse
 
     def add_(self, part: Partial) -> None:
-        """Add keys that no part had."""
+        """Add a part whose keys are in no earlier part."""
         weight = torch.sigmoid(part.lse - self.lse).unsqueeze(-1)
         self.out.lerp_(part.out.float(), weight)
         self.lse = torch.logaddexp(self.lse, part.lse)

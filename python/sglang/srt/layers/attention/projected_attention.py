@@ -21,12 +21,13 @@ if TYPE_CHECKING:
 
 MAX_HEAD_DIM: Final = 192
 MAX_V_HEAD_DIM: Final = 128
-"""Of DeepSeek's models; cuDNN computes them at three quarters of the device's peak."""
+"""Head sizes of DeepSeek's models, which cuDNN computes at three quarters of the device's peak."""
 WARM_UP_TOKENS: Final = 8192
 HEADS_AT_ONCE: Final = 32
-"""Keys and values of 8,192 tokens take 100 and 70 MB then, and fill the device."""
+"""Heads projected at a time. Keys and values of 8,192 tokens then take 100 and 70 MB, and fill the
+device."""
 PIECE_UNITS: Final = 8
-"""Most of a prefix that is projected at a time, in `UNIT`s."""
+"""Longest piece of a prefix that is projected at a time, in `UNIT`s of tokens."""
 
 
 def attend_projected(
@@ -41,16 +42,16 @@ def attend_projected(
 
     Args:
         q: `[n, num_heads, qk_head_dim]` on an accelerator.
-        new: `[n, 1, row_dim]`: their rows.
+        new: `[n, 1, row_dim]`: rows of the new tokens.
         pool: `[slots, 1, row_dim]`.
-        prefix: int64 `[prefix]`: slots; None: there is none.
-        out: `[n, num_heads, v_head_dim]`, the last dimension dense: takes what comes out.
+        prefix: int64 `[prefix]`: slots of the prefix; None: there is none.
+        out: `[n, num_heads, v_head_dim]`, the last dimension dense; overwritten.
     """
     known = 0 if prefix is None else len(prefix)
     pad, count = known % UNIT, len(q)
     behind = -(pad + count) % UNIT
-    # What cuDNN computes is whole units: the prefix's end joins the new tokens, and the rows of
-    # queries before the first mean nothing. No query sees the keys behind the last one.
+    # cuDNN computes whole units: the prefix's end is put before the new tokens, with query rows
+    # whose output is dropped. No query sees the padding keys after the last token.
     tail = F.pad(new, (0, 0, 0, 0, pad, behind))
     if prefix is not None and pad:
         tail[:pad] = pool.index_select(0, prefix[known - pad :])
@@ -68,12 +69,12 @@ def attend_projected(
 
 
 def warm_up(q: torch.Tensor, v: torch.Tensor) -> None:
-    """Have cuDNN make its plans for prefills of up to `WARM_UP_TOKENS` new tokens: a second, or a
-    request's delay.
+    """Have cuDNN make its plans for prefills of up to `WARM_UP_TOKENS` new tokens. This takes a
+    second, which otherwise a request waits for.
 
     Args:
-        q: Like the queries of a token, `[1, num_heads, qk_head_dim]`.
-        v: Like its values, `[1, num_heads, v_head_dim]`.
+        q: A tensor like one token's queries, `[1, num_heads, qk_head_dim]`.
+        v: A tensor like its values, `[1, num_heads, v_head_dim]`.
     """
     if not can_be_dense(q, v):
         return
@@ -110,14 +111,14 @@ def _project(
     keys = values.new_empty((*keys_alone.shape[:2], mla.qk_head_dim))
     keys[..., : mla.qk_nope_head_dim] = keys_alone
     keys[..., mla.qk_nope_head_dim :] = rows[:, :, mla.kv_lora_rank :]
-    # cuDNN's plans are for strides as well.
+    # cuDNN's plans depend on strides too.
     return keys, values.contiguous()
 
 
 def _attend(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float, *, causal: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """As `dense_attention`, with values of another size than keys, and for every dtype."""
+    """`dense_attention` if cuDNN takes the dtype and sizes, else `attend` with the same shapes."""
     if can_be_dense(q, v):
         return dense_attention(q, k, v, scaling, causal=causal)
     out, lse = attend(heads_first(q), heads_first(k), heads_first(v), scale=scaling, causal=causal)

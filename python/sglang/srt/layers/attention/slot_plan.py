@@ -1,7 +1,7 @@
-"""How to read each request's context from the pool: as a view where it lies in one piece.
+"""Plan how each request's context is read from the pool: as a view if its slots are consecutive.
 
-Pure decisions on the CPU, once per batch and shared by all layers. Units: a slot is a row of
-the pool; contexts are lists of slots in token order, whole in pages but for their last one.
+Pure decisions on the CPU, once per batch and shared by all layers. Units: a slot is a row of the
+pool; a context is a list of slots in token order, in whole pages but for the last.
 
 Measured (2 cores, 2 KV heads of 32, bf16, one layer, 16 requests): at 300 tokens each, one
 padded gather takes 0.20 ms and a view per request 0.38 ms; at 2,000 1.21 and 1.18; at 6,000
@@ -20,15 +20,16 @@ import numpy.typing as npt
 import torch
 
 VIEW_BYTES = 384 << 10
-"""Keys and values of one layer from which on a run of slots is read as a view."""
+"""Runs with at least this many bytes of keys and values in one layer are read as views."""
 SPLIT_TOKENS = 2048
-"""Padding that makes one more gather worth its calls."""
+"""Padding, in tokens, above which another gather is worth its calls."""
 
 Slots = npt.NDArray[np.int32]
+"""int32 `[tokens]`: slots of consecutive tokens."""
 
 
 class Run(NamedTuple):
-    """Consecutive tokens in consecutive slots: tokens `[begin, end)` start at `slot`."""
+    """Consecutive tokens in consecutive slots: tokens `[begin, end)` in slots from `slot` on."""
 
     begin: int
     end: int
@@ -49,10 +50,11 @@ class Gather:
 
     rows: list[int]
     row_index: torch.Tensor | None
-    """int64 `[len(rows)]`: `rows`, None where they are the whole batch in its order."""
+    """int64 `[len(rows)]`: `rows`; None if they are the whole batch in its order."""
     slots: torch.Tensor
     """int64 `[len(rows) * width]`. Padding repeats a slot of the same row: always real data."""
     width: int
+    """Tokens of the longest row."""
     mask: torch.Tensor | None
     """`[len(rows), 1, 1, width]`, 0 or -inf; None where nothing is padded."""
 
@@ -66,9 +68,9 @@ class DecodePlan:
     owners: torch.Tensor
     """int64 `[parts]`: batch row of each part, in the order views, then gathers' rows."""
     order: torch.Tensor | None
-    """int64 `[bs]`: parts in row order, where each row has one part; None: rows must be merged."""
+    """int64 `[bs]`: the part of each row; None: some rows have several parts, to be merged."""
     in_order: bool
-    """The parts are the rows, in their order: nothing is left to do after attending."""
+    """Whether the parts are the rows in their order: no output has to be moved."""
 
 
 def longest_run(slots: Slots, page_size: int) -> Run:
@@ -100,9 +102,9 @@ def plan_decode(
 
     Args:
         contexts: Slots of each request, the new token's included.
-        view_tokens: Run length from which on a view is cheaper than a copy.
-        dtype: Of the masks.
-        device: Of the plan's tensors: the pool's.
+        view_tokens: Shortest run that is cheaper to view than to copy.
+        dtype: Dtype of the masks.
+        device: Device of the tensors of the plan: that of the pool.
     """
     views: list[View] = []
     pieces: list[tuple[int, Slots]] = []
@@ -172,9 +174,9 @@ class ExtendSegment:
     begin: int
     end: int
     prefix_run: Run | None
-    """Where the whole prefix lies in one piece."""
+    """Run of the whole prefix if its slots are consecutive."""
     prefix_slots: torch.Tensor | None
-    """int64 `[prefix]` where it does not. Both None: there is no prefix."""
+    """int64 `[prefix]`: slots of the prefix otherwise. Both None: there is no prefix."""
 
 
 def plan_extend(
@@ -187,9 +189,9 @@ def plan_extend(
     """Decide how an extend step reads the prefixes of its requests.
 
     Args:
-        prefixes: Slots of the tokens that the pool already holds, may be empty.
+        prefixes: For each request the slots of tokens that the pool already holds; may be empty.
         extend_lens: New tokens of each request.
-        device: Of the plan's tensors: the pool's.
+        device: Device of the tensors of the plan: that of the pool.
     """
     segments = []
     begin = 0

@@ -1,4 +1,4 @@
-"""Which tokens sparse attention (DSA) reads: scores of an indexer, and the best of them.
+"""Choice of the tokens that sparse attention (DSA) reads, by an indexer's scores.
 
 The choice depends on the scores and on positions alone, not on where tokens are stored.
 """
@@ -12,19 +12,19 @@ import torch
 from sglang.srt.layers.attention.base_attn_backend import IndexQuery
 
 SCORE_BYTES: Final = 32 << 20
-"""Most that the products of queries and keys take at a time, before they are summed over heads."""
+"""Upper bound of the products of queries and keys held at a time, before the sum over heads."""
 
 
 def index_scores(query: IndexQuery, keys: torch.Tensor, *, positions: torch.Tensor) -> torch.Tensor:
     """Scores of all tokens of one context, for some of its tokens.
 
     Args:
-        query: Of `n` tokens.
+        query: Indexer queries of `n` tokens.
         keys: `[context, head_dim]`: the indexer's keys, in the order of the context.
         positions: int64 `[n]`: places of the querying tokens in the context.
 
     Returns:
-        fp32 `[n, context]`; -inf for tokens behind the querying one.
+        fp32 `[n, context]`; -inf for tokens after the querying one.
     """
     n, heads, dim = query.q.shape
     q = query.q.reshape(n * heads, dim).float()
@@ -40,10 +40,11 @@ def index_scores(query: IndexQuery, keys: torch.Tensor, *, positions: torch.Tens
 
 
 def choose_tokens(scores: torch.Tensor, topk: int) -> torch.Tensor:
-    """The `topk` best tokens of each row; of equal ones at the last place the first.
+    """Choose the `topk` best tokens of each row; of equal scores the first tokens win.
 
-    Positive parts make many scores exactly 0, so that ties are common. `torch.topk` says nothing
-    about them; its values are unique, and the places are found from those. Reads nothing back.
+    Ties are common, because taking positive parts makes many scores exactly 0. `torch.topk` does
+    not define which of equal scores it takes, so only its values are used. Nothing is read back to
+    the CPU.
 
     Args:
         scores: fp32 `[n, context]`, with at least `topk` tokens.
@@ -58,6 +59,6 @@ def choose_tokens(scores: torch.Tensor, topk: int) -> torch.Tensor:
     # Each chosen token's rank says where it goes; the others go to a column that is cut off.
     ranks = (chosen.cumsum(dim=-1) - 1).masked_fill_(~chosen, topk)
     places = torch.arange(scores.shape[-1], device=scores.device).expand_as(scores)
-    # Zeros: where scores are not numbers, the places that remain are still places.
+    # Zeros: if scores are NaN, the entries left unset are still valid places.
     out = torch.zeros(len(scores), topk + 1, dtype=torch.int64, device=scores.device)
     return out.scatter_(1, ranks, places)[:, :topk]

@@ -1,9 +1,9 @@
-"""Attention in torch alone: the backend of CPUs.
+"""Attention in torch alone: the default on CPUs.
 
 Shapes: `q` is `[num_tokens, num_heads, head_dim]`, `k` and `v` `[num_tokens, num_kv_heads,
 head_dim]`, `pool_k` and `pool_v` `[slots, num_kv_heads, head_dim]`.
 
-Contexts are read as views of the pool where they lie in one piece (see `slot_plan`); query
+Contexts are read as views of the pool where their slots are consecutive (see `slot_plan`). Query
 heads that share a KV head are stacked as rows of one attention, so that no key is repeated.
 
 Measured for 2,000 new tokens after a prefix of 2,000 (6 query and 2 KV heads of 32, bf16, one
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
 
 class TorchNativeAttnBackend(AttentionBackend):
-    """Views of the pool, and gathers where views do not pay."""
+    """Attention over views of the pool, or gathers where views do not pay."""
 
     def __init__(self, config: AttentionConfig, *, view_bytes: int = VIEW_BYTES) -> None:
         self._config = config
@@ -131,11 +131,11 @@ def decode_by_plan(
     """Attend from one token of each request to its whole context.
 
     Args:
-        plan: Of this batch.
+        plan: The batch's plan.
         q: `[bs, num_kv_heads, heads of a group, head_dim]`.
         pool_k: `[slots, num_kv_heads, head_dim]`; `pool_v` likewise, or the same tensor, which is
             then gathered once.
-        scale: Of the scores.
+        scale: Factor of the scores.
 
     Returns:
         `[bs, num_kv_heads, heads of a group, head_dim]`.

@@ -1,7 +1,7 @@
 """Attention on CUDA: Triton kernels over the paged pool, and cuDNN for long runs of new tokens.
 
-What attention sees is what the pool stores, also of the tokens of the same step: a warm cache
-gives the same words as a cold one, whatever the dtype of the pool.
+Attention reads what the pool stores, also for tokens of the same step. So a warm cache gives the
+same tokens as a cold one, whatever the pool's dtype.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ DENSE_HEAD_DIM = 128
 WARM_UP_TOKENS = 8192
 """New tokens up to which cuDNN's plans are made before the first request."""
 WARM_UP_PIECES = tuple(UNIT << i for i in range(5))
-"""Pieces of a prefix, likewise."""
+"""Lengths of prefix pieces, in tokens, for which plans are made then."""
 
 
 class _DenseSegment(NamedTuple):
@@ -47,7 +47,7 @@ class _DenseSegment(NamedTuple):
     end: int
     plan: DensePlan
     slots: torch.Tensor
-    """int64 `[prefix + end - begin]`: of their context."""
+    """int64 `[prefix + end - begin]`: slots of their context."""
 
 
 @dataclass(slots=True)
@@ -59,7 +59,7 @@ class _ExtendPlan:
 
 
 class TritonAttnBackend(AttentionBackend):
-    """Decoding needs no plan: see `decode_attention`."""
+    """Attention by Triton and cuDNN. Decoding needs no plan: see `decode_attention`."""
 
     can_be_captured = True
     captures_extend = True
@@ -73,7 +73,7 @@ class TritonAttnBackend(AttentionBackend):
         )
         self._plan = _ExtendPlan()
         self._captured: dict[int, ExtendWork] = {}
-        """By number of tokens."""
+        """Work of captured prefills, by number of tokens."""
         self._arrivals = make_arrivals(config.device)
 
     def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
@@ -158,7 +158,8 @@ class TritonAttnBackend(AttentionBackend):
         )
 
     def warm_up(self) -> None:
-        """Have cuDNN make its plans for the usual lengths: a second, or a request's delay."""
+        """Have cuDNN make its plans for the usual lengths, so that no request waits a second for
+        it."""
         if not self._can_be_dense:
             return
         config = self._config
@@ -166,7 +167,7 @@ class TritonAttnBackend(AttentionBackend):
         shape = (WARM_UP_TOKENS, sum(parts), config.head_dim)
         qkv = torch.zeros(shape, dtype=config.dtype, device=config.device)
         views = torch.split(qkv, parts, dim=1)
-        # What follows a prefix is copied: see _attend_densely.
+        # New tokens after a prefix are copied: see _attend_densely.
         copies = [part.contiguous() for part in views]
         prefix = copies[1].new_zeros((WARM_UP_PIECES[-1], *copies[1].shape[1:]))
         for tokens in range(UNIT, WARM_UP_TOKENS + 1, UNIT):
@@ -196,7 +197,7 @@ def _attend_densely(
     """
     plan, slots = segment.plan, segment.slots
     k, v = new
-    # cuDNN's plans are for strides as well: either all are views of one tensor, or all are copies.
+    # cuDNN's plans depend on strides too: all are views of one tensor, or all are copies.
     if plan.pad or pool[0].dtype != q.dtype:
         k, v = (_read(buffer, slots[plan.whole :], q.dtype) for buffer in pool)
         q = F.pad(q, (0, 0, 0, 0, plan.pad, 0))
@@ -204,7 +205,7 @@ def _attend_densely(
     q = q.contiguous() if plan.pieces else q
     for begin, end in plan.pieces:
         piece_k, piece_v = (_read(buffer, slots[begin:end], q.dtype) for buffer in pool)
-        # Apart from the new tokens: no mask of cuDNN covers both, and nothing is read twice.
+        # Prefix and new tokens are attended apart: cuDNN has no mask for both.
         part = dense_attention(q, piece_k, piece_v, scaling, causal=False)
         lse = merge_into_(out, lse, *part)
     return out[plan.pad :]

@@ -14,7 +14,7 @@ from sglang.srt.layers.linear_attention.extend_plan import ExtendPlan
 def convolve_decode(
     x: torch.Tensor, state: torch.Tensor, weight: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """One token of each request.
+    """Convolve one token of each request.
 
     Args:
         x: `[bs, channels]`.
@@ -32,13 +32,13 @@ def convolve_decode(
 def convolve_extend(
     x: torch.Tensor, state: torch.Tensor, weight: torch.Tensor, plan: ExtendPlan
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The new tokens of each request.
+    """Convolve the new tokens of each request.
 
     Args:
         x: `[num_tokens, channels]`, request after request.
         state: `[bs, channels, kernel - 1]`: the inputs before, oldest first.
         weight: `[channels, kernel]`.
-        plan: Of the batch.
+        plan: The batch's plan.
 
     Returns:
         SiLU of the convolution, as `x`; the states after the prefill, as `state`; and those of the
@@ -56,6 +56,6 @@ def convolve_extend(
 
 
 def _states(windows: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
-    """`[n, channels, kernel - 1]` of inputs at int64 `[n, kernel - 1]`."""
+    """States `[n, channels, kernel - 1]`: the inputs at int64 `[n, kernel - 1]` of the windows."""
     rows = windows.index_select(0, places.reshape(-1))
     return rows.view(*places.shape, windows.shape[1]).transpose(1, 2)

@@ -1,4 +1,4 @@
-"""Which implementation of the gated delta rule a device has for prefills in chunks."""
+"""Choice of the gated delta rule's implementation for prefills in chunks, by device."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from sglang.srt.layers.linear_attention.gated_delta_rule import DeltaRuleInputs,
 
 
 class DeltaRule(Protocol):
-    """See `TorchDeltaRule`."""
+    """An implementation of the gated delta rule; see `TorchDeltaRule`."""
 
     def extend(
         self,

@@ -1,4 +1,4 @@
-"""Which rows of a prefill the parts of linear attention read and write: once for all layers."""
+"""Indices of rows that linear attention reads and writes in a prefill, shared by all layers."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ CHUNK: Final = 64
 """Tokens that the delta rule takes at once."""
 
 SHORT: Final = 256
-"""Tokens of a prefill up to which a device with fused kernels computes one after the other."""
+"""Devices with fused kernels compute prefills of at most this many tokens token by token."""
 
 _Ids = npt.NDArray[np.int64]
 
 
 class ShortPlan(NamedTuple):
-    """A prefill whose tokens are computed one after the other. int64 on the device."""
+    """Plan of a prefill that is computed token by token. int64 on the device."""
 
     bounds: torch.Tensor
     """`[bs + 1]`: where each request's tokens begin and end."""
     track_lens: torch.Tensor
-    """`[bs]`: after how many of them the snapshot is taken; 0: none."""
+    """`[bs]`: new tokens before each request's snapshot; 0: no snapshot."""
 
     @classmethod
     def of(
@@ -45,7 +45,7 @@ class ShortPlan(NamedTuple):
         """The plan of a batch.
 
         Args:
-            num_requests: Of the plan, those behind the batch's without tokens; None: the batch's.
+            num_requests: Requests of the plan, the last ones without tokens; None: the batch's.
         """
         count = len(num_new) if num_requests is None else num_requests
         padding = [0] * (count - len(num_new))
@@ -55,12 +55,13 @@ class ShortPlan(NamedTuple):
 
 
 class ExtendPass(NamedTuple):
-    """Tokens of some requests in a row, for kernels that take sequences. int64 on the device."""
+    """Tokens of some requests, concatenated, for kernels that take sequences. int64 on the
+    device."""
 
     tokens: torch.Tensor
-    """Request after request."""
+    """`[pass_tokens]`: tokens of the step, request after request."""
     requests: torch.Tensor
-    """`[n]`."""
+    """`[n]`: the requests."""
     bounds: torch.Tensor
     """`[n + 1]`: where each request's tokens begin and end among `tokens`."""
 
@@ -69,39 +70,39 @@ class ExtendPass(NamedTuple):
 class ExtendPlan:
     """Indices for one prefill of `bs` requests. Tensors are int64 on the device.
 
-    A *window* is the inputs of one request in a row: the `kernel - 1` before the prefill, which its
-    state has, then its new tokens. A *chunk* is up to `CHUNK` tokens of one request. A request's
-    chunks begin at its first new token, and anew where its snapshot is taken. The chunks of all
+    A *window* is the consecutive inputs of one request: the `kernel - 1` before the prefill, which
+    its state has, then its new tokens. A *chunk* is up to `CHUNK` tokens of one request. A
+    request's chunks begin at its first new token, and again after its snapshot. The chunks of all
     requests are computed in rounds: one of each request that has some left.
     """
 
     num_new: tuple[int, ...]
     """New tokens of each request."""
     track_lens: tuple[int, ...]
-    """After how many of them the snapshot is taken; 0: none."""
+    """New tokens before each request's snapshot; 0: no snapshot."""
     window_rows: torch.Tensor
-    """`[num_tokens + bs * (kernel - 1)]`: rows of the new tokens' inputs with those of the states
-    behind them."""
+    """`[num_tokens + bs * (kernel - 1)]`: all windows, as rows of the new tokens' inputs followed
+    by the states' inputs."""
     first_inputs: torch.Tensor
-    """`[num_tokens]`: for each token the place in the windows of the first input that it sees."""
+    """`[num_tokens]`: for each token, the place in the windows of the first input that it sees."""
     last_inputs: torch.Tensor
     """`[bs, kernel - 1]`: places of the inputs that are each request's state after the prefill."""
     tracked_inputs: torch.Tensor
     """`[num_tracked, kernel - 1]`: likewise for the snapshots."""
     chunk_tokens: torch.Tensor
-    """`[num_chunks, CHUNK]`: tokens of each chunk, round by round; `num_tokens` for none."""
+    """`[num_chunks, CHUNK]`: tokens of each chunk, round by round, padded with `num_tokens`."""
     token_places: torch.Tensor
     """`[num_tokens]`: place of each token in the flattened chunks."""
     order: torch.Tensor
-    """`[bs]`: requests by the number of their chunks, most first: those of a round come first."""
+    """`[bs]`: requests, those with most chunks first, so that each round has the first ones."""
     round_sizes: tuple[int, ...]
     """Requests that have a chunk in each round."""
     tracked_rounds: tuple[int, ...]
     """Ascending: the round after which each snapshot is taken."""
     tracked_places: torch.Tensor
-    """`[num_tracked]`: places in `order` of the requests of the snapshots."""
+    """`[num_tracked]`: places in `order` of the requests that have snapshots."""
     tracked: torch.Tensor
-    """`[num_tracked]`: the requests themselves."""
+    """`[num_tracked]`: these requests, as places in the batch."""
 
     @classmethod
     def of(
@@ -115,7 +116,7 @@ class ExtendPlan:
 
         Args:
             num_new: New tokens of each request, at least 1 each.
-            track_lens: After how many of them the snapshot is taken; 0: none. None: none at all.
+            track_lens: New tokens before each request's snapshot; 0: no snapshot. None: all are 0.
             kernel: Inputs that the convolution sees at once.
 
         Raises:
@@ -123,7 +124,9 @@ class ExtendPlan:
         """
         track = list(track_lens or [0] * len(num_new))
         if any(not 0 <= t <= n for t, n in zip(track, num_new, strict=True)):
-            raise ValueError(f"snapshots after {track} tokens of prefills of {list(num_new)}")
+            raise ValueError(
+                f"snapshots after {track} tokens lie beyond prefills of {list(num_new)}"
+            )
         starts = [0, *itertools.accumulate(num_new)]
         chunks = [
             [*_chunks(start, t), *_chunks(start + t, n - t)]
@@ -168,7 +171,8 @@ class ExtendPlan:
 
     @functools.cached_property
     def passes(self) -> tuple[ExtendPass, ExtendPass]:
-        """All tokens up to the snapshots, or all where there is none; and the tokens after."""
+        """The tokens before each snapshot (all tokens of a request without one), and the tokens
+        after."""
         starts = [0, *itertools.accumulate(self.num_new)]
         spans = list(zip(starts, self.num_new, self.track_lens, strict=False))
         first = [(i, start, t or n) for i, (start, n, t) in enumerate(spans)]
@@ -178,7 +182,7 @@ class ExtendPlan:
 
 
 def _pass(spans: list[tuple[int, int, int]], device: torch.device) -> ExtendPass:
-    """Of requests with the first of their tokens and the number of them."""
+    """The pass over `spans`: request, first token and number of tokens of each."""
     tokens = [np.arange(begin, begin + count) for _, begin, count in spans]
     none = np.empty(0, dtype=np.int64)
     bounds = [0, *itertools.accumulate(count for *_, count in spans)]
@@ -204,7 +208,7 @@ def extend_plan_of(forward_batch: ForwardBatch, kernel: int) -> ExtendPlan | Non
     """The plan of a prefill, made for the first layer that asks; None: a decode step.
 
     Args:
-        kernel: Inputs that the convolution sees at once: as many in all layers.
+        kernel: Inputs that the convolution sees at once, the same in all layers.
     """
     if not forward_batch.forward_mode.is_extend():
         return None
@@ -256,7 +260,7 @@ def _window_rows(
 
 
 def _upload(columns: list[_Ids], device: torch.device | str) -> list[torch.Tensor]:
-    """All columns in one copy, in their shapes."""
+    """Upload all columns in one copy; shapes stay."""
     flat = np.concatenate([column.reshape(-1).astype(np.int64) for column in columns])
     staged = device_runtime(device).stage_to_device(torch.from_numpy(flat))
     parts = torch.split(staged, [column.size for column in columns])

@@ -19,13 +19,13 @@ from sglang.srt.layers.linear_attention.gated_delta_rule import DeltaRuleInputs
 
 @dataclass(frozen=True, slots=True)
 class FlaDeltaRule:
-    """A `DeltaRule`; see there."""
+    """The `DeltaRule` by the package's kernels."""
 
     chunks: Callable[..., tuple[torch.Tensor, torch.Tensor]]
 
     @classmethod
     def load(cls) -> FlaDeltaRule:
-        """The package's function. Raises ImportError where it is not installed."""
+        """Import the package's function. Raises ImportError if it is not installed."""
         ops: Any = importlib.import_module("fla.ops.gated_delta_rule")
         return cls(ops.chunk_gated_delta_rule)
 
@@ -55,7 +55,7 @@ class FlaDeltaRule:
         part: ExtendPass,
         out: torch.Tensor,
     ) -> None:
-        """Move the states of a pass on, and fill in the outputs of its tokens."""
+        """Update the states of a pass's requests, and write the outputs of its tokens."""
         tokens = {name: x.index_select(0, part.tokens)[None] for name, x in arguments.items()}
         computed, after = self.chunks(
             **tokens,
@@ -69,7 +69,7 @@ class FlaDeltaRule:
 
 
 def _arguments(inputs: DeltaRuleInputs) -> dict[str, torch.Tensor]:
-    """By the package's names; a head of queries and keys for each head of values."""
+    """Inputs by the package's names, with queries and keys repeated for each value head."""
     repeats = inputs.v.shape[1] // inputs.k.shape[1]
     return {
         "q": inputs.q.repeat_interleave(repeats, dim=1),

@@ -23,7 +23,7 @@ _NORM_EPS = 1e-6
 
 
 class DeltaRuleInputs(NamedTuple):
-    """What the rule reads of each token. `num_heads` is a multiple of `num_key_heads`."""
+    """Inputs of the rule for each token. `num_heads` is a multiple of `num_key_heads`."""
 
     q: torch.Tensor
     """`[num_tokens, num_key_heads, key_dim]`, of any float dtype."""
@@ -37,7 +37,8 @@ class DeltaRuleInputs(NamedTuple):
     """fp32 `[num_tokens, num_heads]`: how far a value is corrected, 0 to 1."""
 
     def normalised(self) -> DeltaRuleInputs:
-        """In fp32, with keys of length 1, queries scaled, and a key for each head of values."""
+        """The inputs in fp32: keys of length 1, queries scaled, both repeated for each value
+        head."""
         repeats = self.v.shape[1] // self.k.shape[1]
         q = _unit(self.q.float()) * self.q.shape[-1] ** -0.5
         k = _unit(self.k.float())
@@ -55,20 +56,20 @@ def _unit(x: torch.Tensor) -> torch.Tensor:
 
 
 class _Chunks(NamedTuple):
-    """What chunks are before their requests' states are known; `[num_chunks, num_heads, ...]`."""
+    """Tensors of chunks that do not depend on states, each `[num_chunks, num_heads, ...]`."""
 
     values: torch.Tensor
-    """`[CHUNK, value_dim]`: the corrections, were the state zero."""
+    """`[CHUNK, value_dim]`: the corrections for a state of zero."""
     reads: torch.Tensor
-    """`[CHUNK, key_dim]`: times the state: what it takes from the corrections."""
+    """`[CHUNK, key_dim]`: their product with the state is subtracted from `values`."""
     scores: torch.Tensor
-    """`[CHUNK, CHUNK]`: of the chunk's own keys for its queries."""
+    """`[CHUNK, CHUNK]`: scores of the chunk's queries for its own keys."""
     queries: torch.Tensor
-    """`[CHUNK, key_dim]`, decayed since the chunk's beginning."""
+    """`[CHUNK, key_dim]`: queries, decayed since the chunk's beginning."""
     keys: torch.Tensor
-    """`[CHUNK, key_dim]`, decayed until its end."""
+    """`[CHUNK, key_dim]`: keys, decayed until its end."""
     decay: torch.Tensor
-    """`[1, 1]`: of the state over the whole chunk."""
+    """`[1, 1]`: decay of the state over the whole chunk."""
 
 
 class TorchDeltaRule:
@@ -77,7 +78,7 @@ class TorchDeltaRule:
     def decode(
         self, inputs: DeltaRuleInputs, state: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """One token of each request.
+        """Compute one token of each request.
 
         Args:
             state: fp32 `[bs, num_heads, key_dim, value_dim]`; its memory is used.
@@ -99,14 +100,14 @@ class TorchDeltaRule:
         plan: ExtendPlan,
         state_dtype: torch.dtype,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """The new tokens of each request.
+        """Compute the new tokens of each request.
 
-        What follows a snapshot is computed from what is kept of it: rounded to `state_dtype`.
+        Tokens after a snapshot continue from the snapshot as stored: rounded to `state_dtype`.
 
         Args:
-            state: fp32 `[bs, num_heads, key_dim, value_dim]`: before the prefill.
-            plan: Of the batch.
-            state_dtype: In which states are kept.
+            state: fp32 `[bs, num_heads, key_dim, value_dim]`: states before the prefill.
+            plan: The batch's plan.
+            state_dtype: Dtype in which states are stored.
 
         Returns:
             fp32 `[num_tokens, num_heads, value_dim]`; the states after the prefill, as `state`;
@@ -138,7 +139,7 @@ class TorchDeltaRule:
 
 
 def _solve(inputs: DeltaRuleInputs, plan: ExtendPlan) -> _Chunks:
-    """All chunks at once: the corrections of a chunk's tokens depend on one another linearly."""
+    """Solve all chunks at once: the corrections of a chunk's tokens are a linear system."""
     q, k, v, g, beta = (_in_chunks(tensor, plan) for tensor in inputs.normalised())
     total = g.cumsum(dim=-1)
     is_past = torch.ones(CHUNK, CHUNK, dtype=torch.bool, device=g.device).tril_()
@@ -146,7 +147,7 @@ def _solve(inputs: DeltaRuleInputs, plan: ExtendPlan) -> _Chunks:
     between = total.unsqueeze(-1) - total.unsqueeze(-2)
     between = between.masked_fill_(~is_past, float("-inf")).exp_()
     scaled = k * beta.unsqueeze(-1)
-    # Only what is below the diagonal is read; the diagonal counts as ones.
+    # Only entries below the diagonal are read; the diagonal counts as ones.
     system = (scaled @ k.transpose(-1, -2)).mul_(between)
     wanted = torch.cat([v * beta.unsqueeze(-1), scaled * total.exp().unsqueeze(-1)], dim=-1)
     solved = torch.linalg.solve_triangular(system, wanted, upper=False, unitriangular=True)

@@ -1,4 +1,4 @@
-"""The norm behind linear attention: scaled, then gated, head by head."""
+"""Norm of linear attention's output: scaled, then gated, head by head."""
 
 from __future__ import annotations
 

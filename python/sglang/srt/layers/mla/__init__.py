@@ -1,1 +1,1 @@
-"""Multi-head latent attention (MLA) as models have it, and the indexer of its sparse form."""
+"""Layers of multi-head latent attention (MLA), and the indexer of its sparse form."""

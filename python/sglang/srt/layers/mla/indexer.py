@@ -34,7 +34,7 @@ class Indexer(WeightedLayer):
         *,
         placement: TensorPlacement,
     ) -> None:
-        """Raises ValueError: queries are not projected through a vector of their own."""
+        """Raises ValueError: config.json has no `q_lora_rank`."""
         super().__init__(placement)
         if mla.q_lora_rank is None:
             raise ValueError("config.json: q_lora_rank is missing: the indexer's queries need it")
@@ -43,7 +43,7 @@ class Indexer(WeightedLayer):
         self.query_weight = placement.empty(heads * dim, mla.q_lora_rank)
         self.key_weight = placement.empty(dim, hidden_size)
         self.norm_weight, self.norm_bias = placement.empty(dim), placement.empty(dim)
-        # In fp32 as in the reference: the weights of heads decide about ranks.
+        # In fp32 as in the reference: the weights of heads decide the ranking of tokens.
         self.heads_weight = replace(placement, dtype=torch.float32).empty(heads, hidden_size)
         self._scale = dim**-0.5 * heads**-0.5
 
@@ -68,7 +68,8 @@ class Indexer(WeightedLayer):
         return self._rotate(k.unsqueeze(1), rotation).squeeze(1)
 
     def _rotate(self, x: torch.Tensor, rotation: Rotation) -> torch.Tensor:
-        """Rotate the first part of `[num_tokens, heads, head_dim]`; pairs are half of it apart."""
+        """Rotate the first `rope_dim` elements of `[num_tokens, heads, head_dim]`, as
+        `apply_rotary`."""
         rotated = apply_rotary(x[..., : self.rope_dim], rotation)
         return torch.cat((rotated, x[..., self.rope_dim :]), dim=-1)
 

@@ -19,7 +19,7 @@ from sglang.srt.layers.weight_slot import NamedSlots, WeightedLayer, WeightSlot
 
 
 class KVUpProjection(WeightedLayer):
-    """From latent vectors to keys (their part without position) and values of this rank's heads.
+    """Projection of latent vectors to keys, without position, and values of this rank's heads.
 
     The two projections are views of one weight, interleaved by head as in a checkpoint.
     """
@@ -74,7 +74,7 @@ class KVUpProjection(WeightedLayer):
 
 
 class LatentAttention(RadixAttention):
-    """Attention over rows of latent vectors: one head of keys, which values are a part of."""
+    """Attention over rows of latent vectors: one KV head, whose values are a part of its keys."""
 
     def __init__(
         self,
@@ -86,8 +86,8 @@ class LatentAttention(RadixAttention):
         kind: AttentionKind = MLA,
     ) -> None:
         """Args:
-        up_projection: Of the same layer.
-        scaling: Of the scores, before the softmax.
+        up_projection: The layer's projection to keys and values.
+        scaling: Factor of the scores, before the softmax.
         """
         row_dim = mla.kv_lora_rank + mla.qk_rope_head_dim
         super().__init__(up_projection.num_heads, row_dim, scaling, 1, layer_id, kind=kind)
@@ -108,7 +108,8 @@ class LatentAttention(RadixAttention):
             q: `[num_tokens, num_heads, qk_nope_head_dim + qk_rope_head_dim]`, rotated.
             row: `[num_tokens, 1, kv_lora_rank + qk_rope_head_dim]`, rotated.
             rows: As in `RadixAttention.forward`.
-            index: What chooses the tokens that each token attends to; None: all up to itself.
+            index: Queries that choose the tokens to attend to; None: each token sees all up to
+                itself.
 
         Returns:
             `[num_tokens, num_heads * v_head_dim]`, or `[bs, ...]` with `rows`.

@@ -1,1 +1,1 @@
-"""Mixture of experts: who computes a token, the experts, and the block around them."""
+"""Mixture of experts: the choice of experts, the experts, and the block around them."""

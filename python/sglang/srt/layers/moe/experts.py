@@ -14,15 +14,15 @@ from sglang.srt.layers.weight_slot import NamedSlots, WeightedLayer, WeightSlot
 
 FEW: Final = 64
 _USES_OF_AN_EXPERT: Final = 2
-"""Tokens that kernels for few take, and how often these use an expert on average: from there on
-grouped products read the weights fewer times."""
+"""Bounds of the kernels for few tokens: tokens, and uses of an expert on average. Above either
+bound, grouped products read the weights fewer times."""
 
 
 class RoutedExperts(WeightedLayer):
     """Gate, up and down projections of all experts, stacked by expert.
 
-    Each rank has some of the intermediate features of every expert, so what it computes is a part
-    of the sum, as for `RowParallelLinear`.
+    Each rank has some of the intermediate features of every expert, so it computes an addend of the
+    output, as in `RowParallelLinear`.
     """
 
     def __init__(
@@ -35,7 +35,7 @@ class RoutedExperts(WeightedLayer):
     ) -> None:
         """Args:
         intermediate_size: Features between the projections of one expert.
-        placement: Of the experts; checkpoints name them `{prefix}.{expert}.gate_proj.weight`.
+        placement: The experts', which checkpoints name `{prefix}.{expert}.gate_proj.weight`.
 
         Raises:
             ValueError: The ranks do not divide the intermediate size.
@@ -56,14 +56,14 @@ class RoutedExperts(WeightedLayer):
         )
 
     def takes_few(self, num_tokens: int, top_k: int) -> bool:
-        """Whether a kernel that reads each token's experts is the faster one."""
+        """Whether the kernels for few tokens, which read each token's experts, are faster."""
         is_rare = num_tokens * top_k <= _USES_OF_AN_EXPERT * self.num_experts
         return num_tokens <= FEW and is_rare
 
     def forward(self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
         """The weighted sum of each token's experts, summed in fp32.
 
-        On an accelerator the launches do not depend on the values, so that graphs can have them.
+        On an accelerator the launches do not depend on the values, so that graphs can capture them.
 
         Args:
             x: `[num_tokens, hidden_size]`.
@@ -101,7 +101,7 @@ class RoutedExperts(WeightedLayer):
         return out.to(x.dtype)
 
     def _grouped(self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-        """Two products over rows sorted by expert; sums as a product, whose addends are fp32."""
+        """Two grouped products over rows sorted by expert; a third product sums in fp32."""
         num_tokens, top_k = ids.shape
         flat_ids, order = ids.flatten().sort(stable=True)
         experts = torch.arange(self.num_experts, device=x.device)
@@ -121,7 +121,7 @@ class RoutedExperts(WeightedLayer):
             scales = weights.where(ids == expert, 0.0).sum(dim=1, keepdim=True)
             inner = silu_and_mul(apply_linear(x, self.gate_up[expert]))
             result = apply_linear(inner, self.down[expert], out_dtype=torch.float32)
-            # An expert that a token does not use may overflow there: 0 times infinity is no 0.
+            # An expert may overflow for a token that does not use it, and 0 times infinity is NaN.
             out += (result * scales).where(scales != 0.0, 0.0)
         return out.to(x.dtype)
 

@@ -27,7 +27,7 @@ class SharedExpertOptions:
 
     intermediate_size: int
     name: str = "shared_experts"
-    """In a checkpoint."""
+    """The expert's name in a checkpoint."""
     has_gate: bool = False
     """Whether its output is scaled by the sigmoid of a projection, called `{name}_gate`."""
 
@@ -38,10 +38,10 @@ class SparseMoeOptions:
 
     hidden_size: int
     intermediate_size: int
-    """Of each routed expert."""
+    """Features of each routed expert."""
     router: RouterOptions
     router_dtype: torch.dtype | None = None
-    """In which the router's weight is kept and multiplied; None: the model's dtype."""
+    """Dtype of the router's weight and of its product; None: the model's dtype."""
     has_correction_bias: bool = False
     """Whether the router has an `e_score_correction_bias`, kept in fp32."""
     shared: SharedExpertOptions | None = None
@@ -92,7 +92,7 @@ class SharedExpertGate(WeightedLayer):
 
 
 class SparseMoeBlock(torch.nn.Module):
-    """Takes the place of a dense feed-forward layer, behind the same call."""
+    """The feed-forward part of a sparse layer, called like the dense `GatedMLP`."""
 
     def __init__(self, options: SparseMoeOptions, placement: TensorPlacement) -> None:
         """Raises ValueError: the ranks do not divide the intermediate sizes."""
@@ -122,7 +122,7 @@ class SparseMoeBlock(torch.nn.Module):
         self._few = self._plan_few() if self._kernels is not None else None
 
     def _plan_few(self) -> tuple[ExpertChoice, ExpertWeights] | None:
-        """What kernels for few tokens take; None: they cannot do it."""
+        """Arguments of the kernels for few tokens; None: the kernels do not take this layer."""
         router, experts = self.gate.options, self.experts
         shared, gate = self.shared_expert, self.shared_expert_gate
         both: tuple[torch.Tensor, torch.Tensor] | None = None
@@ -144,7 +144,8 @@ class SparseMoeBlock(torch.nn.Module):
     def _choose(
         self, kernels: FusedKernels, choice: ExpertChoice, x: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Weights, the shared expert's behind the others, and ids."""
+        """Experts of `x`: weights `[num_tokens, places]`, the shared one's last, and ids
+        `[num_tokens, top_k]`."""
         if not self.gate.options.is_grouped:
             return kernels.choose_experts(self.gate.logits(x), choice, x)
         # The kernel knows no groups of experts.
@@ -163,7 +164,7 @@ class SparseMoeBlock(torch.nn.Module):
             residual: `[num_tokens, hidden_size]`; its memory may be used.
 
         Returns:
-            What is still to be added to the residual, and the residual.
+            What is still to be added to the residual (None: nothing), and the residual.
         """
         few = self._few
         if few is not None and self.experts.takes_few(len(x), few[0].top_k):

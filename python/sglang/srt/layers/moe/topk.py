@@ -90,7 +90,7 @@ def select_experts(
 
 
 def _within_best_groups(ranking: torch.Tensor, options: RouterOptions) -> torch.Tensor:
-    """The ranking, -inf outside each token's best groups."""
+    """The ranking `[num_tokens, num_experts]`, -inf outside each token's best groups."""
     groups = ranking.view(-1, options.num_groups, options.group_size)
     if options.group_score == "max":
         group_scores = groups.amax(dim=-1)
@@ -102,9 +102,9 @@ def _within_best_groups(ranking: torch.Tensor, options: RouterOptions) -> torch.
 
 
 def _best(values: torch.Tensor, count: int) -> torch.Tensor:
-    """int64 `[..., count]`: where the largest values are.
+    """Indices of the largest values, int64 `[..., count]`.
 
-    A stable sort, because `torch.topk` says nothing about the order of equal values.
+    A stable sort, because `torch.topk` does not define the order of equal values.
     """
     order = values.sort(dim=-1, descending=True, stable=True).indices
     return order.narrow(-1, 0, count)

@@ -11,6 +11,7 @@ import triton.language as tl
 def _silu_and_mul_kernel(
     x_ptr: tl.tensor, out_ptr: tl.tensor, size: tl.tensor, BLOCK: tl.constexpr, EVEN: tl.constexpr
 ) -> None:
+    """Grid `(num_tokens, size / BLOCK)`: a program computes BLOCK features of one token."""
     row = tl.program_id(0).to(tl.int64)
     cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     if EVEN:

@@ -16,8 +16,8 @@ from sglang.srt.layers.fused_kernels import DeltaLayout, DeltaStates
 _FEW_REQUESTS = 2
 _VALUES_AT_ONCE = (16, 32)
 _WARPS = (1, 2)
-"""Of a head, in one program, and its warps: so few values that a decode step of few requests fills
-the device, and otherwise more, because each program computes the key and the query again."""
+"""Values of a head per program, and its warps; the first ones for decode steps of at most
+`_FEW_REQUESTS`. Few values fill the device; more values recompute key and query less often."""
 _NORM_EPS: tl.constexpr = tl.constexpr(1e-6)
 
 
@@ -35,9 +35,9 @@ def _convolved(
     KERNEL: tl.constexpr,
     ONE: tl.constexpr,
 ) -> tl.tensor:
-    """SiLU of the convolution at `token`, rounded as it is where it is stored, in fp32.
+    """SiLU of the convolution at `token`, in fp32 but rounded to the dtype of the input.
 
-    Inputs before `begin` are in the state, whose columns end there.
+    Inputs before `begin` are read from the state, which has the last ones before it.
     """
     x = tl.load(x_ptr + token * stride + cols, mask=inside, other=0.0)
     taps = weight_ptr + channels * KERNEL
@@ -48,7 +48,7 @@ def _convolved(
         if ONE:
             seen = tl.load(old, mask=inside, other=0.0).to(tl.float32)
         else:
-            # A comparison of vectors: the interpreter has no masks of single truths.
+            # A vector comparison: Triton's interpreter takes no scalar masks.
             is_old = channels * 0 + at < begin
             seen = tl.load(old, mask=inside & is_old, other=0.0).to(tl.float32)
             new = tl.load(x_ptr + at * stride + cols, mask=inside & ~is_old, other=0.0)
@@ -91,7 +91,7 @@ def _rule_kernel(
     ONE: tl.constexpr,
     TRACK: tl.constexpr,
 ) -> None:
-    """Some values of a head of one request, over all its tokens."""
+    """Compute some values of one head of one request, token after token."""
     request = tl.program_id(2)
     head = tl.program_id(1)
     key_head, nth = head // REPEATS, head % REPEATS
@@ -152,7 +152,7 @@ def _rule_kernel(
                 snapshot = tl.load(track_ptr + request)
                 rounded = state.to(kept)
                 tl.store(temporal_ptr + (snapshot * heads + head) * size + place, rounded, inside)
-                # What follows a snapshot is computed from what is kept of it.
+                # Later tokens continue from the snapshot as stored.
                 state = rounded.to(tl.float32)
     slot = tl.load(write_ptr + request)
     tl.store(temporal_ptr + (slot * heads + head) * size + place, state.to(kept), mask=inside)
@@ -170,7 +170,7 @@ def _inputs_before(
     inside: tl.tensor,
     KERNEL: tl.constexpr,
 ) -> tl.tensor:
-    """Inputs at `at`, `[channels, KERNEL - 1]`: of the state before `begin`."""
+    """Inputs at `at`, `[channels, KERNEL - 1]`; those before `begin` are read from the state."""
     is_old = (at < begin)[None, :] & inside
     old = channels[:, None] * (KERNEL - 1) + (at - begin + KERNEL - 1)[None, :]
     kept = conv_ptr.dtype.element_ty
@@ -250,9 +250,9 @@ def _finish_kernel(
     ONE: tl.constexpr,
     TRACK: tl.constexpr,
 ) -> None:
-    """One head of a token, normalised and gated; behind the tokens, its conv state of a request.
+    """Normalise and gate one head of a token; rows after the tokens write a head's conv state.
 
-    The conv states are here because all programs of the kernel before read them.
+    Conv states are written here because all programs of `_rule_kernel` read them.
     """
     head = tl.program_id(0)
     row = tl.program_id(1).to(tl.int64)
@@ -266,7 +266,7 @@ def _finish_kernel(
         if not ONE:
             known = tl.load(bounds_ptr + requests)
         at = (row * heads + head) * VALUE_DIM + values
-        # Of no request, nothing was computed: padding must not spread what memory has held.
+        # Tokens of no request were not computed: padding must not spread stale memory.
         x = tl.load(attended_ptr + at, mask=is_value, other=0.0)
         x = tl.where(row < known, x, 0.0)
         scale = tl.rsqrt(tl.sum(x * x, axis=0) / VALUE_DIM + eps)
@@ -322,17 +322,17 @@ def attend_linearly(
     norm: tuple[torch.Tensor, float],
     states: DeltaStates,
 ) -> torch.Tensor:
-    """Move the states of all requests on, and give what the output projection takes.
+    """Update the states of all requests, and compute the output projection's input.
 
     Args:
-        x: `[num_tokens, layout.width]` with dense rows: all projections of the layer's input.
+        x: `[num_tokens, columns]` with dense rows: the projections of the layer's input.
         gates: fp32: the convolution's weight `[channels, kernel]`, log of the decay's rate and
             bias of the time step, `[num_heads]` each.
         norm: Weight `[value_dim]` and epsilon of the gated norm.
         states: Read and overwritten.
 
     Returns:
-        `[num_tokens, num_heads * value_dim]` of the dtype of `x`; zeros behind the tokens of all
+        `[num_tokens, num_heads * value_dim]` of the dtype of `x`; zeros after the tokens of all
         requests.
     """
     num_tokens = len(x)

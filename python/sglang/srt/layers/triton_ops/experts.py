@@ -1,7 +1,7 @@
-"""Experts of few tokens: the choice, and two products that read the chosen weights alone.
+"""Experts of few tokens: the choice, and two products that read only the chosen weights.
 
-Bound by reading weights, so no matrix unit is used. What a token takes of its shared expert is one
-more place behind its chosen ones.
+Bound by reading weights, so tensor cores are not used. The shared expert is one more place after a
+token's chosen ones.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ def _choose_kernel(
     RENORMALIZE: tl.constexpr,
     GATE: tl.constexpr,
 ) -> None:
+    """Grid `(num_tokens,)`: a program chooses the experts of one token."""
     token = tl.program_id(0).to(tl.int64)
     experts = tl.arange(0, BLOCK_E)
     inside = experts < EXPERTS
@@ -48,8 +49,8 @@ def _choose_kernel(
         score = 1.0 / (1.0 + tl.exp(-score))
     if BIAS:
         score += tl.load(bias_ptr + experts, mask=inside, other=0.0)
-    # One number orders by score, then by id: ids count down below it.
-    # No score is the least of all integers, so that no expert is chosen twice.
+    # One integer orders by score, then by id: the score above 32 bits of the reversed id. No score
+    # is the least of all integers, so that no expert is chosen twice.
     least = tl.full([BLOCK_E], -1, tl.int64) << 63
     key = tl.where(
         inside, (ordered(score).to(tl.int64) << 32) | (BLOCK_E - 1 - experts).to(tl.int64), least
@@ -96,8 +97,8 @@ def choose_experts(
         x: Contiguous `[num_tokens, hidden_size]`, for the gate of the shared expert.
 
     Returns:
-        fp32 `[num_tokens, places]`: the weights of the chosen experts, and behind them that of
-        the shared one, where there is one; and int32 `[num_tokens, top_k]`: ids.
+        fp32 `[num_tokens, places]`: weights of the chosen experts, then that of the shared one, if
+        any; and int32 `[num_tokens, top_k]`: ids.
     """
     num_tokens, num_experts = logits.shape
     places = choice.top_k + choice.has_shared
@@ -144,7 +145,7 @@ def _gate_up_kernel(
     BLOCK_I: tl.constexpr,
     ONE: tl.constexpr,
 ) -> None:
-    """One feature of an expert, for all tokens that use it: the program of the first computes."""
+    """Compute one feature of an expert for all its tokens, in the program of the first of them."""
     feature = tl.program_id(0)
     token = tl.program_id(1) // PLACES
     place = tl.program_id(1) % PLACES

@@ -19,8 +19,8 @@ from sglang.srt.layers.triton_ops import (
 )
 
 _ROWS_ADDED_IN_PRODUCT: Final = 512
-"""A product of as many rows has time to read what it is added to, and a norm that reads and
-writes the sum by itself takes twice as long: 1% of a long prompt's prefill."""
+"""A product of this many rows hides reading the residual. A norm that adds it takes twice as long
+as one that does not: 1% of a long prompt's prefill."""
 
 KERNELS: Final = FusedKernels(
     silu_and_mul=activation.silu_and_mul,

@@ -1,4 +1,4 @@
-"""Gated attention's small steps: what happens to heads before attention, and the gate behind it."""
+"""Small steps of gated attention: norm, rotation and storing before it, the gate after it."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def _prepare_kernel(
     ROTARY_DIM: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """One head of a token: a query, or a key with its value."""
+    """Process one head of a token: a query, or a key with its value."""
     token = tl.program_id(1).to(tl.int64)
     head = tl.program_id(0)
     dims = tl.arange(0, BLOCK)
@@ -80,9 +80,9 @@ def prepare_gated_qkv_(
     """Normalise and rotate queries and keys, the keys in place, and store keys and values.
 
     Args:
-        qkv: Contiguous `[num_tokens, 2 * num_heads + 2 * num_kv_heads, head_dim]`: a gate behind
+        qkv: Contiguous `[num_tokens, 2 * num_heads + 2 * num_kv_heads, head_dim]`: a gate after
             each query.
-        weights: Zero-centred, of queries and of keys: `[head_dim]` each.
+        weights: Zero-centred norm weights of queries and of keys, `[head_dim]` each.
         angles: Cosines and signed sines, `[num_tokens, 1, rotary_dim]` each.
         loc: int64 `[num_tokens]`: slots.
         k_pool: Contiguous `[slots, num_kv_heads, head_dim]`; `v_pool` likewise.
@@ -129,6 +129,7 @@ def _gate_kernel(
     BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
 ) -> None:
+    """Grid `(heads, num_tokens)`: a program scales one head of one token."""
     head = tl.program_id(0)
     token = tl.program_id(1).to(tl.int64)
     row = token
@@ -144,12 +145,12 @@ def _gate_kernel(
 
 
 def scale_by_gates_(x: torch.Tensor, qkv: torch.Tensor, rows: torch.Tensor | None) -> None:
-    """Multiply attention's output by the sigmoid of each head's gate.
+    """Multiply attention's output by the sigmoid of each head's gate, in place.
 
     Args:
         x: Contiguous `[num_tokens, num_heads * head_dim]`.
         qkv: As `prepare_gated_qkv_` takes it.
-        rows: int64 `[len(x)]`: the token of each row of `x`; None: they are the same.
+        rows: int64 `[len(x)]`: the token of each row of `x`; None: row i is token i.
     """
     head_dim = qkv.shape[2]
     heads = x.shape[1] // head_dim

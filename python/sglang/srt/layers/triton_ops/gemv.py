@@ -1,4 +1,4 @@
-"""One row times a weight matrix: bound by reading the weights once, so no matrix unit is used."""
+"""One row times a weight matrix: bound by reading weights once, so tensor cores are not used."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ def _gemv_kernel(
     BLOCK_K: tl.constexpr,
     BIAS: tl.constexpr,
 ) -> None:
+    """Grid `(n / BLOCK_N,)`: a program computes BLOCK_N outputs."""
     rows = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     cols = tl.arange(0, BLOCK_K)
     weights = weight_ptr + rows.to(tl.int64)[:, None] * K + cols[None, :]
@@ -41,7 +42,7 @@ def _gated_gemv_kernel(
     K: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ) -> None:
-    """One feature: its row of the gate, and N rows behind it that of the other factor."""
+    """Compute one feature, from its row of gate and, N rows below, its row of up."""
     feature = tl.program_id(0).to(tl.int64)
     both = tl.arange(0, 2)
     cols = tl.arange(0, BLOCK_K)
@@ -51,7 +52,7 @@ def _gated_gemv_kernel(
         w = tl.load(weights + begin)
         x = tl.load(x_ptr + begin + cols)
         acc += w.to(tl.float32) * x.to(tl.float32)[None, :]
-    # Rounded where the product and the activation round by themselves.
+    # Rounded where `gemv` and `silu_and_mul` round.
     dtype = out_ptr.dtype.element_ty
     total = tl.sum(acc, axis=1).to(dtype).to(tl.float32)
     gate = tl.sum(tl.where(both == 0, total, 0.0), axis=0)
@@ -81,7 +82,7 @@ def gemv(
         x: `[1, k]`, dense.
         weight: Contiguous `[n, k]`.
         out: `[1, n]`, any float dtype.
-        config: Of `plan`.
+        config: From `plan`.
     """
     n, k = weight.shape
     block_n, block_k, num_warps = config
@@ -107,9 +108,9 @@ def gated_gemv(
 
     Args:
         x: `[1, k]`, dense.
-        weight: Contiguous `[2 * n, k]`: gate, and up behind it.
+        weight: Contiguous `[2 * n, k]`: gate, then up.
         out: `[1, n]`, of the dtype of `x`.
-        config: Of `plan` for the weight's shape.
+        config: From `plan`, for the weight's shape.
     """
     rows, k = weight.shape
     _, block_k, num_warps = config

@@ -1,8 +1,8 @@
-"""The token of the greatest logit, where each GPU has the logits of a part of the vocabulary.
+"""Argmax of logits that are split over GPUs by vocabulary.
 
-Two launches: one finds the greatest of some columns of a row, the other meets the peers' and joins
-what all have found. Logit and token are one number (a key), so that the greatest key is that of the
-greatest logit, and of equal logits of the first token.
+Two launches: one finds the greatest logit of each block of columns, the other waits for the peers
+and joins what all found. A key is an integer of logit and token: the greatest key has the greatest
+logit, and of equal logits the first token.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from sglang.srt.layers.triton_ops.meeting import meet
 from sglang.srt.layers.triton_ops.ordered import ordered
 
 _COLUMNS: Final = 4096
-"""Of a key."""
+"""Columns that one key covers."""
 
 
 @triton.jit
@@ -31,7 +31,7 @@ def _find_keys_kernel(
     begin: tl.tensor,
     BLOCK: tl.constexpr,
 ) -> None:
-    """One row's columns of one key; BLOCK covers them."""
+    """Find the key of one block of a row's columns; BLOCK covers the block."""
     row = tl.program_id(0).to(tl.int64)
     chunk = tl.program_id(1)
     cols = chunk * BLOCK + tl.arange(0, BLOCK)
@@ -53,7 +53,7 @@ def _join_keys_kernel(
     RANKS: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """BLOCK covers the keys of a row."""
+    """Join the keys of rows over all ranks; BLOCK covers one rank's keys of a row."""
     program = tl.program_id(0)
     cols = tl.arange(0, BLOCK)
     meet(memories, flags, RANK, RANKS)
@@ -70,11 +70,11 @@ def _join_keys_kernel(
 
 
 def argmax_of_ranks(part: torch.Tensor, tokens: Share, group: TensorGroup) -> torch.Tensor | None:
-    """int64 `[n]`: see `VocabLogits.argmax`. None: the ranks share no memory for that.
+    """`VocabLogits.argmax`, int64 `[n]`; None: the ranks share no memory for keys.
 
     Args:
         part: fp32 `[n, width]`, dense rows.
-        tokens: What its columns are.
+        tokens: The tokens that its columns stand for.
     """
     rows, width = part.shape
     count = triton.cdiv(width, _COLUMNS)

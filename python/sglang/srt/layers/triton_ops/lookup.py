@@ -1,4 +1,4 @@
-"""Rows of a table of which each rank has a part: this rank's, and zeros for those of others."""
+"""Lookup in a table that is split over ranks: this rank's rows, and zeros for the others."""
 
 from __future__ import annotations
 
@@ -19,10 +19,11 @@ def _look_up_kernel(
     SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
+    """Grid `(ids, size / BLOCK)`: a program copies BLOCK columns of one row."""
     token = tl.program_id(0).to(tl.int64)
     cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     place = tl.load(ids_ptr + token) - begin
-    # For each column: of the row as a whole the interpreter makes no mask.
+    # A vector, because Triton's interpreter takes no scalar masks.
     places = place + tl.zeros([BLOCK], tl.int64)
     is_here = (places >= 0) & (places < count) & (cols < SIZE)
     row = tl.load(weight_ptr + place * SIZE + cols, mask=is_here, other=0.0)
@@ -30,10 +31,10 @@ def _look_up_kernel(
 
 
 def look_up_share(ids: torch.Tensor, weight: torch.Tensor, rows: Share) -> torch.Tensor:
-    """`[n, size]`: a row for each of int64 `[n]`, a new tensor.
+    """Look up a row for each id: a new tensor `[n, size]`.
 
     Args:
-        ids: Dense; rows of all ranks.
+        ids: int64 `[n]`, dense; ids count the rows of all ranks.
         weight: Contiguous `[at least rows.size, size]`.
     """
     assert weight.is_contiguous() and ids.stride(0) == 1

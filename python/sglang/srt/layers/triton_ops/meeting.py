@@ -1,9 +1,9 @@
 """Programs with the same number on all GPUs wait for each other, inside a kernel.
 
-A flag counts: a program adds one to its flag at each peer, and takes one from its own flag of each
-peer once it is there. Telling does not wait for an answer from the other GPU, so that a meeting
-takes one way over the link. A rank that is ahead may tell of its next kernel before a slower one
-has taken the last count. Between two kernels all flags are 0 but for that.
+A flag is a counter: a program increments its flag on each peer, then waits for the flag of each
+peer here and decrements it. An increment needs no answer from the other GPU, so a meeting takes one
+trip over the link. A rank that is ahead may increment for its next kernel before a slower rank has
+decremented. Apart from that all flags are 0 between two kernels.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ import triton.language as tl
 
 @triton.jit
 def meet(memories: tl.tuple, flags: tl.tensor, RANK: tl.constexpr, RANKS: tl.constexpr) -> None:
-    """What peers have written before their kernels may be read from here on.
+    """Wait for the peers; afterwards what they wrote before their kernels may be read.
 
     Args:
-        memories: Where each rank's memory begins.
-        flags: Bytes from there to the flags.
+        memories: Address of each rank's memory.
+        flags: Offset of the flags in it, in bytes.
     """
     first = tl.program_id(0) * RANKS
     for peer in tl.static_range(RANKS):

@@ -19,6 +19,7 @@ def _rms_norm_kernel(
     ADD: tl.constexpr,
     CENTERED: tl.constexpr,
 ) -> None:
+    """Grid `(num_tokens,)`: a program normalises one token; BLOCK covers it."""
     row = tl.program_id(0).to(tl.int64)
     cols = tl.arange(0, BLOCK)
     inside = cols < SIZE
@@ -45,7 +46,7 @@ def rms_norm(
     """Normalise contiguous `[num_tokens, size]` into a new tensor.
 
     Args:
-        is_centered: The factor is 1 + weight, and nothing is rounded before it is applied.
+        is_centered: Whether the factor is 1 + weight, and nothing is rounded before it is applied.
     """
     assert x.is_contiguous()
     out = torch.empty_like(x)

@@ -1,7 +1,7 @@
-"""What happens to queries, keys and values between their projection and attention, in one pass.
+"""All steps between the QKV projection and attention in one kernel.
 
-Per-head norm of queries and keys, rotation, and storing keys and values in the pool. Rounds to
-the model's dtype where the layers that it stands for do.
+Per-head norm of queries and keys, rotation, and storing keys and values in the pool. Rounds to the
+model's dtype where the layers that it replaces do.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def _normalise_rotate_store_kernel(
     BLOCK: tl.constexpr,
     NORM: tl.constexpr,
 ) -> None:
-    """One token's KV head and the queries of its group; BLOCK covers half a head."""
+    """Process one token's KV head and the queries of its group; BLOCK covers half a head."""
     token = tl.program_id(0).to(tl.int64)
     kv_head = tl.program_id(1)
     head_dim = 2 * HALF

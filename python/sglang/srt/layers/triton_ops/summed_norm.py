@@ -1,6 +1,6 @@
-"""Root-mean-square normalisation of a residual and the parts of several GPUs, which it adds.
+"""Root-mean-square normalisation of a residual, to which it first adds the parts of several GPUs.
 
-One launch instead of a sum over the ranks, which writes what a norm then reads. Programs with the
+One launch instead of a sum over the ranks and a norm that reads the sum again. Programs with the
 same number on all GPUs meet before they read each other's parts.
 """
 
@@ -30,6 +30,7 @@ def _summed_norm_kernel(
     BLOCK: tl.constexpr,
     CENTERED: tl.constexpr,
 ) -> None:
+    """Grid `(programs,)`: a program takes every `programs`-th token; BLOCK covers a token."""
     program = tl.program_id(0)
     cols = tl.arange(0, BLOCK)
     inside = cols < SIZE
@@ -42,7 +43,7 @@ def _summed_norm_kernel(
         # In the order of ranks, so that all get the same bits.
         for peer in tl.static_range(RANKS):
             memory = memories[peer] + offset
-            # Known to be aligned, or each number would be loaded by itself.
+            # Declared as aligned: otherwise each number would be loaded by itself.
             part = tl.multiple_of(memory.to(tl.pointer_type(dtype)), 16)
             x += tl.load(part + places, mask=inside, other=0.0).to(tl.float32)
         rounded = x.to(dtype)
@@ -63,7 +64,7 @@ def add_parts_rms_norm_(
     """`residual += sum of all ranks' parts`, and its norm, a new tensor.
 
     Args:
-        peers: Where the parts are, each like `residual`.
+        peers: Memory of the parts, each of the shape and dtype of `residual`.
         residual: Contiguous `[num_tokens, size]`, overwritten; the same on all ranks.
         weight: `[size]`.
         is_centered: See `rms_norm`.

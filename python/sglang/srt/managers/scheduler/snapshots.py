@@ -21,7 +21,7 @@ from sglang.srt.mem_cache.tree.base_prefix_cache import EvictParams
 
 if TYPE_CHECKING:
     from sglang.srt.managers.scheduler.requests.req import Req
-    from sglang.srt.mem_cache.device.mamba_pool import MambaPool
+    from sglang.srt.mem_cache.device.state_pool import StatePool
     from sglang.srt.mem_cache.tree.base_prefix_cache import BasePrefixCache, StatefulRequest
 
 
@@ -37,7 +37,7 @@ class Snapshots:
         ValueError: The interval is no multiple of the distance between possible snapshots.
     """
 
-    def __init__(self, tree: BasePrefixCache, pool: MambaPool | None, interval: int) -> None:
+    def __init__(self, tree: BasePrefixCache, pool: StatePool | None, interval: int) -> None:
         self._tree = tree
         self._alignment = tree.mamba_snapshot_alignment
         self._pool = None if self._alignment is None else pool

@@ -1,4 +1,4 @@
-"""Who may write where: the free list of a device pool, in pages.
+"""The free list of a device pool, in pages.
 
 A page is handed out whole and comes back whole. Free pages are kept in ascending order, so that a
 request's slots are contiguous where they can be and attention may read them through a view.
@@ -36,10 +36,10 @@ class BaseTokenToKVPoolAllocator(ABC):
         Args:
             size: Token slots to hand out; whole pages.
             page_size: Tokens per page.
-            dtype: Of what the slots hold.
-            device: Of the indices.
-            kvcache: The pool whose slots these are; None in tests of the books alone.
-            need_sort: Put returned pages in order before they are handed out again.
+            dtype: Dtype of the pool.
+            device: Device of the indices.
+            kvcache: The pool whose slots these are; None in tests of the free list alone.
+            need_sort: Whether to sort returned pages before they are handed out again.
 
         Raises:
             ValueError: `size` is not a positive number of whole pages.
@@ -70,7 +70,7 @@ class BaseTokenToKVPoolAllocator(ABC):
         return self._kvcache
 
     def clear(self) -> None:
-        """Take everything back."""
+        """Free every page."""
         self.free_pages = torch.arange(1, self.num_pages + 1, dtype=torch.int64, device=self.device)
         self._released: list[torch.Tensor] = []
         self._num_free = self.num_pages
@@ -100,20 +100,19 @@ class BaseTokenToKVPoolAllocator(ABC):
             self.free(torch.cat(grouped))
 
     def merge_and_sort_free(self) -> None:
-        """Make what came back available for handing out, in ascending order."""
+        """Merge returned pages into the free list, in ascending order."""
         if self._released:
             merged = torch.cat([self.free_pages, *self._released])
             self.free_pages = merged.sort().values if self.need_sort else merged
             self._released = []
 
     def free_page_ids(self) -> torch.Tensor:
-        """int64 `[n]`: every free page, by number; a slot divided by the page size. For the self
-        check."""
+        """int64 `[n]`: numbers of the free pages (slot // page_size). For the self check."""
         return torch.cat([self.free_pages, *self._released])
 
     @abstractmethod
     def alloc(self, need_size: int) -> torch.Tensor | None:
-        """`need_size` slots (whole pages), or None where that many are not free."""
+        """Allocate `need_size` slots, int64, in whole pages; None if too few are free."""
 
     @abstractmethod
     def alloc_extend(
@@ -125,30 +124,30 @@ class BaseTokenToKVPoolAllocator(ABC):
         last_loc: torch.Tensor,
         extend_num_tokens: int,
     ) -> torch.Tensor | None:
-        """Slots for the tokens `[prefix_lens, seq_lens)` of each request.
+        """Allocate slots for the tokens `[prefix_lens, seq_lens)` of each request.
 
         Args:
             prefix_lens: int64 `[bs]` on the device: tokens that have slots.
             prefix_lens_cpu: The same on the CPU.
-            seq_lens: int64 `[bs]` on the device: tokens that shall have slots.
+            seq_lens: int64 `[bs]` on the device: tokens that have slots afterwards.
             seq_lens_cpu: The same on the CPU.
-            last_loc: int64 `[bs]` on the device: slot of each last token that has one; anything
-                where there is none.
+            last_loc: int64 `[bs]` on the device: slot of the last token with a slot; any number if
+                there is none.
             extend_num_tokens: `sum(seq_lens - prefix_lens)`.
 
         Returns:
-            int64 `[extend_num_tokens]`, request after request; None (and nothing changed) where
-            not enough pages are free.
+            int64 `[extend_num_tokens]`, request after request; None (and nothing changed) if too
+            few pages are free.
         """
 
     @abstractmethod
     def alloc_decode(
         self, seq_lens: torch.Tensor, seq_lens_cpu: Lengths, last_loc: torch.Tensor
     ) -> torch.Tensor | None:
-        """A slot for the last of `seq_lens` tokens of each request, the others having theirs.
+        """Allocate a slot for the last of each request's `seq_lens` tokens; the others have theirs.
 
         Returns:
-            int64 `[bs]`, or None (and nothing changed) where not enough pages are free.
+            int64 `[bs]`, or None (and nothing changed) if too few pages are free.
         """
 
     def free(self, free_index: torch.Tensor) -> None:
@@ -175,7 +174,7 @@ class BaseTokenToKVPoolAllocator(ABC):
             self._give_pages(slots[:: self.page_size] // self.page_size)
 
     def _take_pages(self, count: int) -> torch.Tensor | None:
-        """The `count` first free pages."""
+        """Take the first `count` free pages; None if fewer are free."""
         if count > self._num_free:
             return None
         if count > self.free_pages.numel():

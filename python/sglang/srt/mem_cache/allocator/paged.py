@@ -16,7 +16,7 @@ class PagedTokenToKVPoolAllocator(BaseTokenToKVPoolAllocator):
     """
 
     def alloc(self, need_size: int) -> torch.Tensor | None:
-        """`need_size` slots, a multiple of the page size."""
+        """Allocate `need_size` slots, a multiple of the page size."""
         assert need_size % self.page_size == 0, f"{need_size} is not whole pages"
         pages = self._take_pages(need_size // self.page_size)
         if pages is None:

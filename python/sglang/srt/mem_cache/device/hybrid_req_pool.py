@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import torch
 
 from sglang.srt.hardware_backend.device_runtime import on_device
-from sglang.srt.mem_cache.device.mamba_pool import MambaPool
 from sglang.srt.mem_cache.device.memory_pool import HasReqPoolIdx, ReqToTokenPool
+from sglang.srt.mem_cache.device.state_pool import StatePool
 
 
 class HybridReqToTokenPool(ReqToTokenPool):
@@ -18,14 +18,14 @@ class HybridReqToTokenPool(ReqToTokenPool):
         mamba_pool: Where the states are. Others may own slots there as well.
     """
 
-    mamba_pool: MambaPool
+    mamba_pool: StatePool
 
     def __init__(
         self,
         size: int,
         max_context_len: int,
         device: torch.device | str,
-        mamba_pool: MambaPool,
+        mamba_pool: StatePool,
         enable_memory_saver: bool = False,
     ) -> None:
         """See `ReqToTokenPool`."""

@@ -22,7 +22,7 @@ from sglang.srt.mem_cache.device.base_device_pool import (
 from sglang.srt.mem_cache.device.state_spec import KVSpec, RankShare
 
 if TYPE_CHECKING:
-    from sglang.srt.mem_cache.device.mamba_pool import MambaPool
+    from sglang.srt.mem_cache.device.state_pool import StatePool
 
 
 class HasReqPoolIdx(Protocol):
@@ -41,7 +41,7 @@ class ReqToTokenPool:
             model keeps none.
     """
 
-    mamba_pool: MambaPool | None = None
+    mamba_pool: StatePool | None = None
 
     def __init__(
         self,

@@ -7,11 +7,12 @@ from typing import TypeVar
 
 import torch
 
-from sglang.srt.mem_cache.device.base_device_pool import BaseDevicePool
+from sglang.srt.mem_cache.device.base_device_pool import BaseDevicePool, PagedDevicePool
 from sglang.srt.mem_cache.device.indexer_pool import IndexerSpec, NSAIndexerPool
 from sglang.srt.mem_cache.device.mamba_pool import MambaPool, MambaSpec
 from sglang.srt.mem_cache.device.memory_pool import KVCache, MHATokenToKVPool
 from sglang.srt.mem_cache.device.mla_pool import MLASpec, MLATokenToKVPool
+from sglang.srt.mem_cache.device.state_pool import StatePool, state_pool
 from sglang.srt.mem_cache.device.state_spec import ItemKind, KVSpec, PoolName, StateSpec
 
 Spec = TypeVar("Spec", bound=StateSpec)
@@ -49,10 +50,23 @@ def make_pools(
         num_states: Slots besides padding of a pool whose slots stand for whole prefixes.
 
     Raises:
-        ValueError: No class holds such state, two specs have one name, or a sidecar's pool is
-            missing; names the state. No memory is taken then.
+        ValueError: No class holds such state, two specs have one name, a sidecar's pool is
+            missing or has other items, or two kinds of states of whole prefixes have slots of their
+            own; names the state. No memory is taken then.
     """
+    _check_specs(specs)
+    sizes = {ItemKind.TOKEN: (size, page_size), ItemKind.STATE: (num_states, 1)}
+    pools = {spec.name: _POOLS[type(spec)](spec, *sizes[spec.item], device) for spec in specs}
+    owner = state_pool(pools.values())
+    for pool in pools.values():
+        if isinstance(pool, StatePool) and owner is not None and pool is not owner:
+            owner.share_slots_with(pool)
+    return pools
+
+
+def _check_specs(specs: Sequence[StateSpec]) -> None:
     names = [spec.name for spec in specs]
+    items = {spec.name: spec.item for spec in specs}
     for spec in specs:
         if names.count(spec.name) > 1:
             raise ValueError(f"the model has two kinds of state called '{spec.name}'")
@@ -61,12 +75,25 @@ def make_pools(
                 f"state '{spec.name}' shares the slots of '{spec.indices_from_pool}', "
                 "which the model does not have"
             )
+        if spec.indices_from_pool and spec.item is not items[spec.indices_from_pool]:
+            raise ValueError(
+                f"state '{spec.name}', one for each {spec.item}, cannot share the slots of "
+                f"'{spec.indices_from_pool}', one for each {items[spec.indices_from_pool]}"
+            )
         if type(spec) not in _POOLS:
             raise ValueError(
                 f"there is no device pool for state '{spec.name}' ({type(spec).__name__})"
             )
-    sizes = {ItemKind.TOKEN: (size, page_size), ItemKind.STATE: (num_states, 1)}
-    return {spec.name: _POOLS[type(spec)](spec, *sizes[spec.item], device) for spec in specs}
+    owners = [
+        spec.name
+        for spec in specs
+        if spec.item is ItemKind.STATE and spec.indices_from_pool is None
+    ]
+    if len(owners) > 1:
+        raise ValueError(
+            f"states '{owners[0]}' and '{owners[1]}' stand for whole prefixes and have slots of "
+            f"their own: let '{owners[1]}' share those of '{owners[0]}' (indices_from_pool)"
+        )
 
 
 def kv_pool(pools: Mapping[PoolName, BaseDevicePool]) -> KVCache:
@@ -84,7 +111,17 @@ def kv_pool(pools: Mapping[PoolName, BaseDevicePool]) -> KVCache:
     return pool
 
 
+def _make_plain_pool(
+    spec: StateSpec, size: int, page_size: int, device: torch.device | str
+) -> BaseDevicePool:
+    """The pool of a kind that has no class of its own."""
+    if spec.item is ItemKind.STATE:
+        return StatePool.from_spec(spec, size, page_size, device)
+    return PagedDevicePool(spec, size, page_size, device)
+
+
 register_pool(KVSpec, MHATokenToKVPool.from_spec)
 register_pool(MLASpec, MLATokenToKVPool.from_spec)
 register_pool(IndexerSpec, NSAIndexerPool)
-register_pool(MambaSpec, lambda spec, size, page_size, device: MambaPool(spec, size, device))
+register_pool(MambaSpec, MambaPool.from_spec)
+register_pool(StateSpec, _make_plain_pool)

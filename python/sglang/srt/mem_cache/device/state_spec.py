@@ -89,7 +89,8 @@ class StateSpec:
     """One kind of state of a model, on one rank.
 
     Raises:
-        ValueError: No layers or no buffers, or layers that are not ascending.
+        ValueError: No layers or no buffers, layers that are not ascending, or a state that stands
+            for a whole prefix and would be needed behind each page.
     """
 
     name: PoolName
@@ -108,6 +109,11 @@ class StateSpec:
             raise ValueError(
                 f"state '{self.name}' needs buffers, and layers in ascending order: "
                 f"{len(self.buffers)} buffers, layers {list(self.layers)}"
+            )
+        trailing = PoolHitPolicy.TRAILING_PAGES
+        if self.item is ItemKind.STATE and self.hit_policy is not trailing:
+            raise ValueError(
+                f"state '{self.name}' stands for a whole prefix: its hit_policy is {trailing}"
             )
 
     @property

@@ -23,7 +23,7 @@ _UNIFIED: Final = 4
 
 
 class _Attributes(ctypes.Structure):
-    """`CUmemcpyAttributes`. Hints of location matter for managed memory alone."""
+    """`CUmemcpyAttributes`. Location hints matter only for managed memory."""
 
     _fields_ = (
         ("source_access_order", ctypes.c_uint),

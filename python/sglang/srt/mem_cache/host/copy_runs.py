@@ -36,7 +36,7 @@ class BufferRuns:
     """
 
     host: npt.NDArray[np.uint64]
-    """Addresses where the first layer is the pool's first."""
+    """Addresses of the runs if the first layer is the pool's first one."""
     places: npt.NDArray[np.uint64]
     """Bytes from the buffer's start."""
     sizes: npt.NDArray[np.uint64]
@@ -96,7 +96,7 @@ class PageRuns:
             layer_stride=layer,
             alignment=math.gcd(rows.alignment, rows.row_bytes),
         )
-        """Where rows are in the buffer; a page's place there is its place in the list."""
+        """Strides of the rows in the buffer; pages have the order of the list."""
 
     def runs(self, pages: npt.NDArray[np.int64], layers: int, buffer_offset: int) -> BufferRuns:
         """The runs of some layers of `pages`; what adjoins on both sides is one.
@@ -191,7 +191,7 @@ def grids_from_pool(
     host_pages: npt.NDArray[np.int64],
     device_pages: npt.NDArray[np.int64],
 ) -> list[CopyGrids]:
-    """As `runs_from_pool`, a copy for all layers of a page: one list for each part.
+    """As `runs_from_pool`, but one copy for all layers of a page. One list for each part.
 
     Args:
         parts: Each has grids (`have_grids`).
@@ -219,7 +219,7 @@ def grids_from_pool(
 
 
 def join_runs(several: Sequence[BufferRuns]) -> BufferRuns:
-    """One list of all of them."""
+    """Join several lists of runs."""
     return BufferRuns(
         np.concatenate([one.host for one in several]),
         np.concatenate([one.places for one in several]),

@@ -1,4 +1,4 @@
-"""Some of the heads of a host pool, as a pool of its own to a backend of L3.
+"""A group of a host pool's heads, as a pool of its own to an L3 backend.
 
 Servers that split heads over different numbers of ranks share objects that hold fewer heads than
 some of them have on a rank. In no layout are such heads of a page one run of bytes: they are
@@ -34,7 +34,7 @@ class _Part(NamedTuple):
 
     begin: int
     end: int
-    """Where its bytes are in a page of the group."""
+    """Bytes `[begin, end)` of a page of the group."""
     outer: tuple[int, ...]
     """Layers and tokens of a page, in the order of the pool's layout."""
     length: int
@@ -51,9 +51,9 @@ def _cut(
     Args:
         items: See `PartedPoolHost.page_items`.
         lengths: See `StateBuffer.head_parts`.
-        index: From 0.
+        index: Index of the piece, from 0.
         num_groups: Divides each of `lengths`.
-        begin: Of the share in a page of the group, in bytes.
+        begin: First byte of the share in a page of the group.
     """
     strips, run, at = [], 0, 0
     for length in lengths:
@@ -72,12 +72,13 @@ class HeadGroupPool:
     as the pool's `gather_pages` and `scatter_pages`.
 
     Args:
-        pool: The pool, of whatever layout.
-        index: Which group, from 0, in the order of heads.
-        num_groups: Into how many the pool's heads are cut.
+        pool: The host pool, of any layout.
+        index: Index of the group, from 0, in the order of heads.
+        num_groups: Number of groups that the pool's heads are cut into.
 
     Raises:
-        ValueError: This kind of state cannot be cut so. Names the pool and what to do.
+        ValueError: This kind of state cannot be cut into these groups. Names the pool and the
+            remedy.
     """
 
     def __init__(self, pool: AnyHostPool, index: int, num_groups: int) -> None:
@@ -112,7 +113,7 @@ class HeadGroupPool:
         return False
 
     def check_pages(self, indices: torch.Tensor) -> None:
-        """The pool's own."""
+        """As the pool's `check_pages`."""
         self._pool.check_pages(indices)
 
     def get_hybrid_pool_buffer(self) -> list[torch.Tensor]:

@@ -101,8 +101,9 @@ class _CpuLoad(PageLoad):
 def copy_pages(source: PageView, pages: PageIndex, target: PageView, to: PageIndex) -> None:
     """Copy `pages` of `source` to the pages `to` of `target`, equally many.
 
-    Pages in any order go through a buffer as large as all of them. Where there is no memory for it
-    they go one by one, which needs none: a forward waits for them, or other ranks have them.
+    Pages in any order go through a buffer as large as all of them. If there is no memory for it,
+    they are copied one by one: the copy must not fail, because a forward waits for it or other
+    ranks have made it.
     """
     try:
         target[to] = _gathered(source, pages)
@@ -142,8 +143,7 @@ def _whole_pages(buffer: torch.Tensor, page_size: int) -> torch.Tensor:
 
 
 def page_index(pages: npt.NDArray[np.int64]) -> PageIndex:
-    """What selects `pages` of a page view; a slice where they are consecutive, which copies once
-    instead of twice."""
+    """Index of `pages` in a page view: a slice if they are consecutive, which saves a copy."""
     if len(pages) and (np.diff(pages) == 1).all():
         return slice(int(pages[0]), int(pages[0]) + len(pages))
     return pages

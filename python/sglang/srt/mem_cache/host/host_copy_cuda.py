@@ -2,9 +2,9 @@
 
 Three ways: copy engines through a device buffer (staged_copy.py); copy engines straight from the
 pool, for backups of long pages whose device slots the CPU knows; and one Triton kernel that reads
-or writes host memory itself, a launch a layer to load, one launch for all layers to back up. Which
-of them, `EngineUse.of` and `prefers_cpu_slots` say. All issue in order with the current stream and
-return without waiting for the device. None loops over pages.
+or writes host memory itself, a launch a layer to load, one launch for all layers to back up.
+`EngineUse.of` and `prefers_cpu_slots` choose. All issue in order with the current stream and return
+without waiting for the device. None loops over pages.
 
 Runs where copies are issued: on CUDA on the scheduler's thread, inside a `CopyStream`.
 """
@@ -34,7 +34,7 @@ from sglang.srt.mem_cache.host.host_rows import PartRows, TokenCopyTuning, part_
 from sglang.srt.mem_cache.host.page_copier import PageCopier, PageLoad, PoolPair
 from sglang.srt.mem_cache.host.staged_copy import StagedBackup, StagedLoad, StagedLoadTuning
 
-# As few multiprocessors as come within 1% of what more of them reach.
+# The fewest multiprocessors that come within 1% of the speed of more.
 LOAD_TUNING: Final = TokenCopyTuning(programs=8, tile_bytes=65536, num_warps=16)
 BACKUP_TUNING: Final = TokenCopyTuning(programs=4, tile_bytes=16384, num_warps=8)
 _LONG_RUN_BYTES: Final = 128 * KIB
@@ -45,14 +45,15 @@ _BACKENDS: Final = (IoBackend.KERNEL.value, IoBackend.DIRECT.value)
 
 @dataclass(frozen=True, slots=True)
 class EngineUse:
-    """Which directions are left to copy engines."""
+    """Whether copy engines do each direction."""
 
     load: bool
     backup: bool
 
     @classmethod
     def of(cls, parts: Sequence[PartRows], page_size: int, io_backend: str) -> EngineUse:
-        """What is fastest; `direct` leaves pages that are runs to copy engines even if short.
+        """Choose what is fastest; with `direct` copy engines move pages that are runs, even short
+        ones.
 
         Layers that are not parts of a page (`layer_first`) are short runs: engines write them at
         0.73 to 0.78 of the link, the kernel at 0.93, and read those of 128 KB at 0.93 to 0.96, the
@@ -143,7 +144,7 @@ class _CudaLoad(PageLoad):
 
 
 class CudaPageCopier(PageCopier):
-    """What stays the same between the copies of one pair of pools."""
+    """Copies between one pair of pools; holds what stays the same from copy to copy."""
 
     def __init__(self, pools: PoolPair) -> None:
         self.parts = tuple(
@@ -188,7 +189,7 @@ class CudaPageCopier(PageCopier):
             copy.issue(range(self.num_layers), to_host=True)
 
     def prefers_cpu_slots(self, io_backend: str) -> bool:
-        """Whether a backup whose device slots are on the CPU spares the device its kernels.
+        """Whether a backup runs without kernels if its device slots are on the CPU.
 
         Copy engines take such pages from the pool itself, a grid of runs for all layers of a page,
         and beside them nothing runs slower. Where every prompt is backed up and none hits, kernels

@@ -43,7 +43,7 @@ class _Part:
     def of(
         cls, host_layers: Sequence[torch.Tensor], device: Sequence[torch.Tensor], page_size: int
     ) -> _Part:
-        """Raises ValueError where a page is not one run of host memory, layer by layer."""
+        """Raises ValueError if a page is not one run of host memory, layer by layer."""
         first = host_layers[0]
         pages, elements, width = len(first), first[0].numel(), first.shape[-1]
         starts = [layer.data_ptr() for layer in host_layers]
@@ -69,7 +69,7 @@ class NpuPageCopier(PageCopier):
     """See the module. Runs where copies are issued, inside a `CopyStream`."""
 
     def __init__(self, pools: PoolPair, *, buffer_bytes: int = BUFFER_BYTES) -> None:
-        """Raises ValueError where the host pool's layout is not one of those that work."""
+        """Raises ValueError if the host pool's layout is none of those that work."""
         self._parts = [
             _Part.of(host, device, pools.page_size)
             for host, device in zip(pools.host, pools.device, strict=True)

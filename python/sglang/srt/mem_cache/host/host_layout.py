@@ -39,7 +39,7 @@ class IoBackend(StrEnum):
     KERNEL = "kernel"
     """Long pages as with `direct`; short ones by a kernel that accesses host memory."""
     KERNEL_ASCEND = "kernel_ascend"
-    """On Ascend NPUs: plain copies of whole pages, and torch's indexed copies on the device."""
+    """Plain copies of whole pages, and torch's indexed copies on the device; for Ascend NPUs."""
 
 
 class PageByteOrder(StrEnum):
@@ -83,9 +83,9 @@ _ENGINES: Final = (IoBackend.DIRECT, HostLayout.PAGE_FIRST_DIRECT)
 _KERNEL_WITH_L3: Final = (IoBackend.KERNEL, HostLayout.PAGE_FIRST)
 _KERNEL: Final = (IoBackend.KERNEL, HostLayout.LAYER_FIRST)
 
-# What `auto` takes: (device, pages are long, there is an L3): the first pair that is not against
-# what was named. On one H200, parts of the speed of one large copy (load, backup; Qwen3-8B, whose
-# tokens have 72 KB of K; benchmark/results/2026-11-21-hicache-transfer.md):
+# Choices of `auto`, by (device, pages are long, there is an L3): the first pair that agrees with
+# the settings given. On one H200, parts of the speed of one large copy (load, backup; Qwen3-8B,
+# whose tokens have 72 KB of K; benchmark/results/2026-11-21-hicache-transfer.md):
 #
 #     page of  page_first_direct, direct  layer_first, kernel  page_first, kernel
 #     64       0.95-0.97  0.93-0.97       0.93  0.92           0.89-0.91  0.95-0.97
@@ -112,7 +112,7 @@ def parse_layout(name: str) -> HostLayout:
 
 
 def check_layout_of_kind(layout: str, known: tuple[HostLayout, ...], kind: str) -> None:
-    """Raise ValueError where a kind of state has other layouts, `known`; names them."""
+    """Raise ValueError unless `layout` is one of a kind of state's, `known`; names them."""
     if layout not in known:
         raise ValueError(
             f"--hicache-mem-layout {layout} is not for {kind}; use one of: {', '.join(known)}"
@@ -151,7 +151,7 @@ def resolve_layout_and_io(
         io_backend: `--hicache-io-backend`.
         layout: `--hicache-mem-layout`.
         has_storage: Whether an L3 backend is configured.
-        page_bytes: Of the shorter of K and V of a page, all layers.
+        page_bytes: Bytes of the shorter of K and V of a page, over all layers.
         known: The layouts that every kind of state of the model has: `auto` takes one of them.
 
     Returns:
@@ -169,7 +169,7 @@ def resolve_layout_and_io(
 
 
 def check_layout_and_io(device: str, io_backend: str, layout: str) -> None:
-    """Refuse what `resolve_layout_and_io` would, which depends on these three alone.
+    """Refuse the settings that `resolve_layout_and_io` refuses, which depends on these three alone.
 
     For the start of a server, which does not know its model's pages yet. Imports no torch.
     """
@@ -177,7 +177,7 @@ def check_layout_and_io(device: str, io_backend: str, layout: str) -> None:
 
 
 def _what_works(device: str, io_backend: str, layout: str) -> tuple[str, list[_Pair]]:
-    """The kind of device, and the pairs that work there and are not against what was named."""
+    """The kind of device, and the pairs that work there and agree with the settings given."""
     kind = device.split(":", 1)[0]
     backends = _LAYOUTS_FOR.get(kind)
     if backends is None:

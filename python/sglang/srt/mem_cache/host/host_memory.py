@@ -22,7 +22,7 @@ from sglang.srt.hardware_backend.device_runtime import DeviceRuntime
 from sglang.srt.mem_cache.host.pinned_memory import allocate_pinned
 
 HOST_DEVICE: Final = "cpu"
-"""Where host pools are."""
+"""Device of host pools."""
 _CGROUP = Path("/sys/fs/cgroup")
 _TOUCH_BYTES = 64 * MIB
 
@@ -61,7 +61,7 @@ def get_allocator_from_storage(allocator_type: str) -> HostTensorAllocator:
     """The allocator called `allocator_type`: `default`, or that of a storage backend.
 
     Raises:
-        ValueError: There is none of that name, or its library cannot be loaded.
+        ValueError: No allocator has that name, or its library cannot be loaded.
     """
     if allocator_type not in _ALLOCATORS:
         raise ValueError(f"allocator_type {allocator_type!r}: use {' or '.join(_ALLOCATORS)}")
@@ -95,7 +95,7 @@ def available_host_bytes() -> int:
 
 
 def check_fits_host_memory(needed: int, what: str, remedy: str) -> None:
-    """Raise ValueError, naming `remedy`, where `needed` bytes would not leave the reserve free."""
+    """Raise ValueError, naming `remedy`, if `needed` bytes would not leave the reserve free."""
     reserve = envs.HICACHE_HOST_MEMORY_RESERVE_BYTES.get()
     available = available_host_bytes()
     if needed > available - reserve:

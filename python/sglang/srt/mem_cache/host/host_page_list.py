@@ -11,7 +11,7 @@ import torch
 
 
 class HostPageList:
-    """Which pages of a pool of `page_num` pages of `page_size` tokens are free. A stack."""
+    """Free pages of a pool of `page_num` pages of `page_size` tokens, as a stack."""
 
     def __init__(self, page_num: int, page_size: int) -> None:
         self.page_num = page_num
@@ -35,7 +35,7 @@ class HostPageList:
     def alloc(self, need_tokens: int) -> torch.Tensor | None:
         """int64 `[need_tokens]` on CPU: slots of whole pages, ascending inside each page.
 
-        None where that many are not free. Raises ValueError for a part of a page.
+        None if too few are free. Raises ValueError for a part of a page.
         """
         if need_tokens < 0 or need_tokens % self.page_size:
             raise ValueError(

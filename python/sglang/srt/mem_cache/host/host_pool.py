@@ -1,4 +1,4 @@
-"""What every host pool (L2) is: pages of one kind of state in host memory.
+"""Base of host pools (L2): pages of one kind of state in host memory.
 
 A pool hands out token slots in whole pages. Slots are int64 CPU tensors; sizes are tokens unless
 a name says pages or bytes. `alloc`, `free` and `clear` belong to the scheduler's thread; copies
@@ -130,8 +130,8 @@ class HostKVCache(ABC, Generic[PoolT]):
     @classmethod
     @abstractmethod
     def shortest_part_bytes(cls, device_pool: PoolT) -> int:
-        """Bytes of one slot over all layers in the shortest part of a page (keys or values): what
-        decides on layout and I/O."""
+        """Bytes of one slot over all layers in the shortest part of a page (keys or values). They
+        decide layout and I/O."""
 
     def get_size_per_token(self) -> int:
         """Bytes of one token's state over all layers."""
@@ -153,8 +153,8 @@ class HostKVCache(ABC, Generic[PoolT]):
         device_indices: torch.Tensor,
         io_backend: str,
     ) -> PageLoad:
-        """A load of whole pages to the device pool, whose layers (0-based in this pool) are still
-        to be issued. The indices must not change before the last of them is."""
+        """Prepare a load of whole pages to the device pool; the caller issues its layers (0-based
+        in this pool). The indices must not change until the last layer is issued."""
 
     def load_to_device_per_layer(
         self,
@@ -200,8 +200,8 @@ class HostKVCache(ABC, Generic[PoolT]):
 
     @property
     def page_format(self) -> str:
-        """What decides the meaning of a page's bytes, beside their order: part of the namespace. It
-        is the same on all ranks, however many split the heads."""
+        """Everything that decides the meaning of a page's bytes, except their order; part of the
+        namespace. The same on all ranks, however many split the heads."""
         page_bytes = self._over_all_heads(self.page_bytes)
         return f"{self.dtype} {self.layer_num} {self.page_size} {page_bytes}"
 
@@ -222,7 +222,7 @@ class HostKVCache(ABC, Generic[PoolT]):
         return self.kv_buffer
 
     def check_pages(self, indices: torch.Tensor) -> None:
-        """Raise ValueError where `indices` are not whole, aligned pages inside the pool."""
+        """Raise ValueError if `indices` are not whole, aligned pages inside the pool."""
         whole_pages(indices, self.page_size, self.page_num)
 
     def get_page_views(self, indices: torch.Tensor) -> list[list[memoryview]]:
@@ -294,7 +294,7 @@ class HostKVCache(ABC, Generic[PoolT]):
     # -- slots -------------------------------------------------------------------------------------
 
     def alloc(self, need_size: int) -> torch.Tensor | None:
-        """Slots of whole pages, int64 `[need_size]`, or None where too few are free."""
+        """Allocate slots of whole pages, int64 `[need_size]`; None if too few are free."""
         return self._pages.alloc(need_size)
 
     def free(self, indices: torch.Tensor) -> int:
@@ -319,14 +319,14 @@ class HostKVCache(ABC, Generic[PoolT]):
 
 
 AnyHostPool: TypeAlias = HostKVCache[Any]
-"""A host pool of whatever kind."""
+"""A host pool of any kind."""
 
 
 def pages_in(budget: float, page_bytes: int, pool: str, setting: str) -> int:
     """How many pages fit in `budget` bytes, which `setting` gives to `pool`.
 
     Raises:
-        ValueError: Not one page.
+        ValueError: Not one page fits.
     """
     pages = int(budget // page_bytes)
     if pages < 1:

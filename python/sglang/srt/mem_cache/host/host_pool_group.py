@@ -83,7 +83,7 @@ class HostPoolGroup:
         self._layers: dict[str, dict[int, int]] = {
             entry.name: self._layers_of(entry) for entry in entries
         }
-        """For each pool its own layer by the model's layer."""
+        """For each pool, its own layer numbers by the model's."""
         self.sidecars = tuple(
             self._sidecar(entry) for entry in entries if entry.spec.indices_from_pool
         )

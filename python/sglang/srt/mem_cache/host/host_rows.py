@@ -1,4 +1,4 @@
-"""Where the rows of a host pool and of its device pool are, as plain addresses and strides.
+"""Addresses and strides of the rows of a host pool and of its device pool.
 
 A *row* is one token of one layer of one part of a page (K, V, a latent vector). Pure data: what the
 CUDA copies and their tests work from.
@@ -18,7 +18,7 @@ _ALIGNMENT = 16
 
 @dataclass(frozen=True, slots=True)
 class TokenCopyTuning:
-    """How much of the device a kernel that copies takes."""
+    """How much of the device a copying kernel takes."""
 
     programs: int
     """Thread blocks, each on a multiprocessor of its own while those are idle."""
@@ -51,9 +51,9 @@ class PartRows:
     rows: HostRows
     host_address: int
     device_addresses: tuple[int, ...]
-    """Per layer: where its rows begin."""
+    """Address of each layer's first row."""
     device_stride: int
-    """Bytes between rows on the device; more than a row where the part is some columns."""
+    """Bytes between rows on the device; more than a row if the part is some columns."""
 
     @property
     def has_device_runs(self) -> bool:

@@ -38,7 +38,7 @@ class MLATokenToKVPoolHost(PagedPoolHost):
 
 
 class HasPages(Protocol):
-    """What a pool without slots of its own needs to know of the pool whose slots it shares."""
+    """A pool whose slots another pool shares."""
 
     @property
     def page_num(self) -> int:
@@ -104,4 +104,4 @@ class NSAIndexerPoolHost(PagedPoolHost):
 
 
 DSAIndexerPoolHost = NSAIndexerPoolHost
-"""The later name of the same attention."""
+"""The same class by the later name of the attention, DSA."""

@@ -23,8 +23,8 @@ class PoolPair:
     host: tuple[tuple[torch.Tensor, ...], ...]
     """Views `[host_pages, page_size, elements]` of host memory, equally far apart in each part."""
     device: tuple[tuple[torch.Tensor, ...], ...]
-    """On the device `[slots, ...]`: contiguous rows, equally far apart in the layers of a part.
-    They adjoin, unless a part is some columns of a buffer."""
+    """Layers on the device, `[slots, ...]`: contiguous rows, equally far apart in the layers of a
+    part. They adjoin, unless a part is some columns of a buffer."""
     page_size: int
     """Tokens."""
     host_pages: int
@@ -80,12 +80,12 @@ _REGISTERED: Final[dict[str, CopierFactory]] = {}
 
 
 def register_page_copier(kind: str, factory: CopierFactory) -> None:
-    """Let `factory` make the copiers of devices whose type is `kind`, from now on."""
+    """Register `factory` for the copiers of devices whose type is `kind`."""
     _REGISTERED[kind] = factory
 
 
 def check_has_copier(device: torch.device | str) -> None:
-    """Raise ValueError where pages of `device` cannot be copied; lists the devices that can."""
+    """Raise ValueError if pages of `device` cannot be copied; lists the devices that can."""
     kind = str(device).partition(":")[0]
     known = (*_BUILT_IN, *_REGISTERED)
     if kind not in known:

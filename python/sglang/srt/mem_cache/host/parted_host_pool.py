@@ -84,7 +84,7 @@ class PartedPoolHost(HostKVCache[PoolT]):
         return copier.begin_load(host_indices, device_indices, io_backend)
 
     def _copier_of(self, device_pool: PoolT) -> PageCopier:
-        """What copies between this pool and `device_pool`, made when first asked for."""
+        """The copier between this pool and `device_pool`, made on first use."""
         if self._copier is None or self._copier[0] is not device_pool:
             self._copier = (device_pool, make_page_copier(self._paired_with(device_pool)))
         return self._copier[1]

@@ -33,7 +33,7 @@ def allocate_pinned(size: int, runtime: DeviceRuntime) -> torch.Tensor:
     of the tensor.
 
     Raises:
-        MemoryError: The machine has not got that much, or the driver refused to lock it.
+        MemoryError: The machine has too little memory, or the driver refused to lock it.
     """
     region, offset = _map(size)
     block = (ctypes.c_uint8 * size).from_buffer(region, offset)
@@ -68,7 +68,7 @@ def _map(size: int) -> tuple[mmap.mmap, int]:
 
 
 def _touch_in_threads(address: int, size: int, cpus_near_device: frozenset[int]) -> None:
-    """Zero memory for the first time, on CPUs near the device where the machine says which."""
+    """Zero memory for the first time, on CPUs near the device if those are known."""
     own = os.sched_getaffinity(0)
     cpus = (cpus_near_device & own) or own
     bar = tqdm(

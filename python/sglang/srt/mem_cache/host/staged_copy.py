@@ -47,8 +47,8 @@ class StagedLoadTuning:
     run_bytes: int = 512 * KIB
 
     def layers_at_once(self, part: PartRows, page_size: int) -> int:
-        """The fewest layers that make runs long enough; equal steps through all of them, but
-        that the first layer comes alone, for a forward waits for it."""
+        """The fewest layers that make runs long enough, in equal steps. Only the first layer comes
+        alone, because a forward waits for it."""
         num_layers = len(part.device_addresses)
         if is_token_major(part, page_size):
             return num_layers
@@ -62,12 +62,12 @@ class Chunk:
     """Pages that fit a buffer."""
 
     pages: npt.NDArray[np.int64]
-    """int64 `[n]`: on the host."""
+    """int64 `[n]`: pages on the host."""
     slots: torch.Tensor
     """int64 `[n * page_size]` on the device."""
     runs: BufferRuns | None = None
     num_layers: int = 0
-    """That `runs` are made for."""
+    """Layers that `runs` are made for."""
 
 
 class _Stage:
@@ -76,7 +76,7 @@ class _Stage:
     Args:
         groups: The parts of a page, in one group or two.
         page_size: Tokens.
-        layers: That a buffer holds of each page.
+        layers: Layers of each page that a buffer holds.
         device: Of the device pool.
         engine: Moves the runs.
     """
@@ -197,7 +197,7 @@ class StagedBackup:
 
 
 class StagedLoad:
-    """Loads a few layers of pages at a time: enough to make a run worth its while."""
+    """Loads a few layers of pages at a time: enough for long runs."""
 
     def __init__(
         self,
@@ -211,7 +211,7 @@ class StagedLoad:
         self._stage = _Stage(groups, page_size, self.layers_at_once, device, engine)
 
     def start(self, host_pages: npt.NDArray[np.int64], device_slots: torch.Tensor) -> list[Chunk]:
-        """Order a load after what the current stream has queued; what to give to `load`.
+        """Order a load after what the current stream has queued; returns the chunks for `load`.
 
         Args:
             host_pages: int64 `[n]`.

@@ -26,6 +26,7 @@ from sglang.srt.hardware_backend.device_runtime import (
 )
 from sglang.srt.mem_cache.allocator.base import BaseTokenToKVPoolAllocator
 from sglang.srt.mem_cache.device.pool_transfer import PoolTransfer, join_transfers
+from sglang.srt.mem_cache.device.state_spec import PoolName
 from sglang.srt.mem_cache.host.host_pool_group import HostPoolGroup
 from sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller import HybridTransfers
 from sglang.srt.mem_cache.l3.pool_parts import StoredPools
@@ -100,6 +101,11 @@ class CacheOperation:
         host = self.transfers[0].host_indices
         assert host is not None
         return host
+
+    def host_slots(self, pool: PoolName) -> torch.Tensor | None:
+        """The host slots of a pool that has slots of its own; None: nothing of it is copied."""
+        found = (one.host_indices for one in self.transfers if one.name == pool)
+        return next(found, None)
 
 
 @dataclass(slots=True)

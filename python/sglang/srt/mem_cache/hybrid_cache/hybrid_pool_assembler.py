@@ -18,8 +18,8 @@ import torch
 from sglang.srt.constants import GB
 from sglang.srt.distributed.rank_group import RankGroup, SingleRank, gather_texts
 from sglang.srt.mem_cache.device.base_device_pool import BaseDevicePool
-from sglang.srt.mem_cache.device.mamba_pool import MambaPool
 from sglang.srt.mem_cache.device.model_pools import ModelPools
+from sglang.srt.mem_cache.device.state_pool import state_pool
 from sglang.srt.mem_cache.device.state_spec import PoolName
 from sglang.srt.mem_cache.host.host_layout import (
     HostLayout,
@@ -167,9 +167,9 @@ def build_mamba_hybrid_stack(
     Raises:
         ValueError: As `build_kv_host_stack`; or the model has no such states.
     """
-    if not any(isinstance(pool, MambaPool) for pool in pools.pools):
+    if state_pool(pools.pools) is None:
         names = ", ".join(pool.spec.name for pool in pools.pools)
-        raise ValueError(f"the model keeps {names}, and no recurrent states ({PoolName.MAMBA})")
+        raise ValueError(f"the model keeps {names}, and no recurrent states")
     return build_kv_host_stack(pools, **settings)
 
 

@@ -29,18 +29,18 @@ class FetchChoice:
 
     def __init__(self, board: PrefetchBoard) -> None:
         self.rates = Rates()
-        """What the ranks agreed on last."""
+        """Rates that the ranks agreed on last."""
         self._board = board
         self._workload: Callable[[], Workload] | None = None
         self._waiting: int | None = None
         self._given_up = 0
 
     def watch(self, workload: Callable[[], Workload]) -> None:
-        """Set the function that tells how much waits to be computed. Without it nothing does."""
+        """Set the function that tells how much waits to be computed. Without it nothing waits."""
         self._workload = workload
 
     def begin_tick(self) -> None:
-        """A tick begins: forget what was known of the queue."""
+        """Begin a tick: forget what was known of the queue."""
         self._waiting = None
 
     def may_begin(self, request_id: str, tokens: int, policy: PrefetchPolicy) -> bool:
@@ -85,7 +85,7 @@ class FetchChoice:
         return cut
 
     def note_read(self) -> None:
-        """Pages have been read, so the rate of reads is known."""
+        """Note that pages have been read, so that the rate of reads is known."""
         self._given_up = 0
 
     def _may_give_up(self) -> bool:

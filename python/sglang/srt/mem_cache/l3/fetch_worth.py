@@ -55,19 +55,19 @@ class PendingRead(NamedTuple):
     missing: int
     """Tokens that need not be computed if they are read."""
     uncached: int
-    """Tokens to be computed if nothing more is read: those, and the ones that the store lacks."""
+    """Tokens to be computed if nothing more is read: `missing`, and those that the store lacks."""
     is_spared: bool = False
-    """It is read even where computing would be sooner."""
+    """Whether it is read even if computing would end sooner."""
 
 
 def overtaken(
     reads: Sequence[PendingRead], rates: Rates, *, ahead: int, waiting: int
 ) -> list[bool]:
-    """Which reads are to be cut, because computing would end sooner.
+    """For each read, whether to cut it because computing would end sooner.
 
     Args:
         reads: In the order in which they are read.
-        rates: Where one is unknown nothing is cut.
+        rates: If one is unknown, nothing is cut.
         ahead: Tokens that the thread reads before them and that no request waits for.
         waiting: Tokens that wait to be computed already.
     """
@@ -88,8 +88,8 @@ def is_hopeless(tokens: int, rates: Rates, *, ahead: int, waiting: int) -> bool:
     """Whether a read of `tokens` is not worth beginning: computing them would end much sooner.
 
     Args:
-        tokens: Those to be read.
-        rates: Where one is unknown nothing is hopeless.
+        tokens: Tokens to be read.
+        rates: If one is unknown, nothing is hopeless.
         ahead: Tokens that are known to be read before it.
         waiting: Tokens that wait to be computed already.
     """

@@ -49,7 +49,7 @@ class GuardedStore:
     Args:
         connect: Called again after failures where there is no client yet.
         namespace: First part of every key.
-        pools: How the pages of a model's pools are objects.
+        pools: How the pages of a model's pools map to objects.
         pass_prefix_keys: Tell the backend the keys of the pages before.
         metrics: Counts what happened.
         degrade: Go on without a client where the first `connect` fails.
@@ -75,7 +75,7 @@ class GuardedStore:
         self.pass_prefix_keys = pass_prefix_keys
         self._metrics = metrics
         self.say = RateLimitedLogger(logger)
-        """For the log lines of both threads."""
+        """Rate-limited log of both threads."""
         self._breaker = CircuitBreaker(self._probe)
         self._call_started: dict[str, float] = {}
         self.timeouts = {"get": RecentTimeouts(), "set": RecentTimeouts()}
@@ -143,8 +143,8 @@ class GuardedStore:
         became of a page. Where nothing is left the store is not called.
 
         Args:
-            kind: Which.
-            parts: As of `parts_of_pages`, the anchor's first, which has all of the pages.
+            kind: Whether to get or to put.
+            parts: As `parts_of_pages` gives them, the anchor's first, which has all of the pages.
             prefix: Hashes of the pages before.
 
         Returns:
@@ -183,7 +183,7 @@ class GuardedStore:
         """How much of `parts` this rank writes, from 0 to 1; the rest is for other ranks.
 
         Args:
-            parts: As of `transfer`.
+            parts: As in `transfer`.
         """
         transfers = self._objects(parts)
         own = [self._pools.to_write(one) for one in transfers]
@@ -207,7 +207,7 @@ class GuardedStore:
     def hit_pages(
         self, prompts: Sequence[Sequence[PageHash]], prefixes: Sequence[Sequence[PageHash]]
     ) -> list[int]:
-        """One question: how many pages the store has of each prompt, in all pools.
+        """Ask, in one call, how many pages of each prompt the store has in all pools.
 
         Args:
             prompts: Page hashes.
@@ -231,9 +231,9 @@ class GuardedStore:
 
     @contextmanager
     def reporting_failures(self, what: str) -> Iterator[None]:
-        """Around a thread's work on the store: whatever it raises, the thread goes on.
+        """Report whatever a thread's work on the store raises, so that the thread goes on.
 
-        After `SystemExit` too, or operations would wait for a thread that has ended.
+        `SystemExit` too, or operations would wait for a thread that has ended.
         """
         try:
             yield
@@ -318,7 +318,8 @@ class GuardedStore:
 
     @contextmanager
     def _watching(self, kind: str) -> Iterator[float]:
-        """Around whatever may hang: it shows in `available`. Yields when it began."""
+        """Register work that may hang, so that `available` shows it. Yields its start
+        (`time.monotonic()`)."""
         started = self._call_started[kind] = time.monotonic()
         try:
             yield started
@@ -327,9 +328,9 @@ class GuardedStore:
 
     @contextmanager
     def _calling(self, kind: str) -> Iterator[None]:
-        """Around each call to the store: one that was stuck trips at its end.
+        """Watch a call to the store; if it was stuck, trip the breaker at its end.
 
-        One that raises trips where that is caught, and not twice.
+        A call that raises trips it where the error is caught, and not here too.
         """
         with self._watching(kind) as started:
             yield

@@ -38,9 +38,9 @@ class PrefetchPolicy(StrEnum):
     BEST_EFFORT = "best_effort"
     """The request does not wait: it uses the pages that have landed."""
     WAIT_COMPLETE = "wait_complete"
-    """Until the read ends, at most `prefetch_timeout_max`, however slow L3 is."""
+    """The request waits until the read ends, at most `prefetch_timeout_max`, however slow L3 is."""
     TIMEOUT = "timeout"
-    """A base time and some more for each 1,024 tokens, and no longer than computing would take."""
+    """It waits a base time plus some for each 1,024 tokens, and no longer than computing takes."""
 
 
 @dataclass(eq=False, slots=True)
@@ -49,7 +49,7 @@ class Read:
 
     operation: PrefetchOperation
     progress: PrefetchProgress = _NO_PROGRESS
-    """What the ranks agreed on last."""
+    """Progress that the ranks agreed on last."""
     needs: dict[str, int] = field(default_factory=dict)
     """How many of the read's pages each request needs, counted from the first; by request."""
 
@@ -330,7 +330,7 @@ class PrefetchBoard:
         return operation.release(begin * self._page_size, end * self._page_size)
 
     def may_schedule(self, request_id: str, policy: PrefetchPolicy) -> bool:
-        """Whether a request has to wait no longer. Depends on agreed progress alone."""
+        """Whether a request need not wait any longer. Depends only on agreed progress."""
         return policy is PrefetchPolicy.BEST_EFFORT or not any(
             read.is_awaited_by(request_id) and not read.progress.expired
             for read in self._by_request.get(request_id, ())

@@ -21,7 +21,7 @@ def _as_given(transfers: list[PoolTransfer]) -> list[PoolTransfer]:
 
 @dataclass(frozen=True, slots=True)
 class StoredPools:
-    """How the pages of a model's pools are objects in L3."""
+    """How the pages of a model's pools map to objects in L3."""
 
     queries: Sequence[PoolTransfer] = ()
     """The pools beside the anchor, and what a prefix needs of each."""
@@ -41,8 +41,8 @@ class StoredPools:
         return self._objects_of(self.resolve(parts))
 
     def to_write(self, transfer: PoolTransfer) -> PoolTransfer:
-        """What of a transfer this rank writes: for a key of several ranks that hold the same bytes
-        exactly one does."""
+        """The part of a transfer that this rank writes. Of the ranks that hold the same bytes
+        exactly one writes a key."""
         keys, slots = transfer.keys or [], transfer.host_indices
         shards, name = self._find(transfer.name)
         if shards is None or shards.num_writers == 1 or not keys:
@@ -81,14 +81,14 @@ def parts_of_pages(
     *,
     last: int | None = None,
 ) -> list[PoolTransfer]:
-    """What `transfers` has for the pages from `begin` to `end`; keys are their hashes.
+    """The parts of `transfers` for the pages from `begin` to `end`; keys are their hashes.
 
     A pool of `ALL_PAGES` has a page for each of `hashes`. A pool of `TRAILING_PAGES` has states
-    behind the pages that its `keys` name; without keys it has one, behind page `last`.
+    after the pages that its `keys` name; without keys it has one, after page `last`.
 
     Args:
-        transfers: Of an operation on all of `hashes`, with host slots.
-        hashes: One a page.
+        transfers: Transfers of an operation on all of `hashes`, with host slots.
+        hashes: One for each page.
         begin: First page.
         end: Page after the last.
         last: Pages that are going to be moved; by default all.
@@ -117,7 +117,8 @@ def parts_of_pages(
 def state_keys(
     transfer: PoolTransfer, hashes: Sequence[PageHash], last: int | None = None
 ) -> list[str]:
-    """Behind which pages the states of a `TRAILING_PAGES` pool stand; see `parts_of_pages`."""
+    """Hashes of the pages that the states of a `TRAILING_PAGES` pool follow; see
+    `parts_of_pages`."""
     if transfer.keys is not None:
         return transfer.keys
     return [hashes[(len(hashes) if last is None else last) - 1]]
@@ -128,14 +129,14 @@ def combined_outcomes(
     transfers: Sequence[PoolTransfer],
     outcomes: Sequence[Sequence[CacheOutcome]],
 ) -> list[CacheOutcome]:
-    """What became of each page of the anchor: LANDED where all its parts have, otherwise what
-    befell the first that has not.
+    """Outcome of each page of the anchor: LANDED if all its parts have landed, otherwise the
+    outcome of the first part that has not.
 
     Args:
-        keys: Of the pages.
+        keys: Keys of the pages.
         transfers: What the store was asked for, the anchor's first. Parts that it was not asked for
             count as landed.
-        outcomes: For each transfer one a key.
+        outcomes: For each transfer, one for each key.
     """
     pages = dict.fromkeys(keys, CacheOutcome.LANDED)
     for transfer, results in zip(transfers, outcomes, strict=True):
@@ -148,12 +149,12 @@ def combined_outcomes(
 def usable_pages(
     landed: int, transfers: Sequence[PoolTransfer], hashes: Sequence[PageHash], last: int
 ) -> int:
-    """Pages of the longest prefix that can be used, of the first `landed` with all their parts.
+    """Pages of the longest usable prefix among the first `landed`, which have all their parts.
 
     With a pool of `TRAILING_PAGES` a prefix ends where it has a state.
 
     Args:
-        landed: Pages.
+        landed: Pages that have landed, from the first on.
         transfers: As `parts_of_pages`.
         hashes: As `parts_of_pages`.
         last: As `parts_of_pages`.

@@ -45,7 +45,7 @@ class StorageIO:
         namespace: First part of every key.
         page_size: Tokens.
         page_bytes: Bytes of a page in all host pools.
-        pages_per_read: Of one get at most: what a call that hangs can keep of the host pools.
+        pages_per_read: Most pages of one get, which a hanging call keeps in the host pools.
         threshold_pages: Shorter hits are not read.
         pass_prefix_keys: Tell the backend the keys of the pages before.
         metrics: Counts what happened.

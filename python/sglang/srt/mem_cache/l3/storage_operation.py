@@ -61,7 +61,7 @@ class PrefetchOperation(_Operation):
     host_indices: torch.Tensor
     """int64 `[len(key) - start]`: host slots of the pages asked for."""
     hashes: list[PageHash]
-    """One a page asked for."""
+    """One for each page asked for."""
     prefix_hashes: list[PageHash]
     """Hashes of the pages before."""
     deadline: float
@@ -76,7 +76,7 @@ class PrefetchOperation(_Operation):
     this operation's."""
 
     hit_pages: int = -1
-    """Transfer thread: what the store reported to this rank; -1 while unknown."""
+    """Transfer thread: pages that the store reported to this rank; -1 while unknown."""
     handed_pages: int = 0
     """Transfer thread: pages that the store may write to, from the first on. Final once the read
     is cut."""
@@ -86,7 +86,7 @@ class PrefetchOperation(_Operation):
     outcome: CacheOutcome | None = None
     """Transfer thread, last of all: from now on it does not touch `host_indices`."""
     agreed_hit: int | None = None
-    """Scheduler: what the store has of it for all ranks; None while unknown."""
+    """Scheduler: pages that the store has for all ranks; None while unknown."""
     wanted_pages: int = field(init=False)
     """Scheduler: pages that requests wait for, from the first on. It is only ever lowered."""
     is_terminated: bool = False
@@ -96,7 +96,7 @@ class PrefetchOperation(_Operation):
     is_spared: bool = False
     """Scheduler: the read is not overtaken, so that it measures how fast reads are."""
     has_state: bool = field(init=False)
-    """A state is read with the pages."""
+    """Whether a state is read with the pages."""
     _answered: threading.Event = field(default_factory=threading.Event)
     _owned: list[tuple[int, int]] = field(init=False)
     """Scheduler: ranges of `host_indices` that are neither the tree's nor free."""
@@ -116,7 +116,7 @@ class PrefetchOperation(_Operation):
         return any(first <= begin and end <= last for first, last in self._owned)
 
     def owned_slots(self) -> torch.Tensor:
-        """Scheduler: their host slots."""
+        """Scheduler: host slots of the tokens that are still this operation's."""
         return self._slots(self._owned)
 
     def publish(self, begin: int, end: int) -> torch.Tensor:

@@ -32,13 +32,13 @@ class StorageReads:
     """The queue of reads and the work of the thread that makes them.
 
     Args:
-        store: Where from.
+        store: The store to read from.
         page_size: Tokens.
         page_bytes: Bytes of a page in all host pools.
-        pages_per_read: Of one get at most: what a call that hangs can keep of the host pools.
+        pages_per_read: Most pages of one get, which a hanging call keeps in the host pools.
         threshold_pages: Shorter hits are not read.
         metrics: Counts what happened.
-        worth: Is told how fast reads are.
+        worth: Receives the measured rates of reads.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class StorageReads:
         self._worth = worth
         self._check_pause = _CHECK_PAUSE_S
         self._check_at = 0.0
-        """`time.monotonic()` seconds: not before."""
+        """`time.monotonic()` seconds before which no check is made."""
         self.queue: queue.SimpleQueue[Prefetches | None] = queue.SimpleQueue()
         """None ends the thread."""
 

@@ -29,7 +29,7 @@ class StorageWrites:
     """The queue of writes and the work of the thread that makes them.
 
     Args:
-        store: Where to.
+        store: The store to write to.
         page_size: Tokens.
         page_bytes: Bytes of a page in all host pools.
         metrics: Counts what happened.
@@ -147,10 +147,10 @@ class StorageWrites:
         """Count writes that have ended.
 
         Args:
-            landed: Pages.
-            sent: Of these, what this rank has written.
-            outcomes: One a write.
-            seconds: All of them together.
+            landed: Pages that have landed.
+            sent: Pages of these that this rank has written.
+            outcomes: One for each write.
+            seconds: Duration of all writes together.
         """
         for outcome in outcomes:
             self._metrics.backup_outcomes.labels(outcome.value).inc()

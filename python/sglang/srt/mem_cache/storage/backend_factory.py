@@ -77,7 +77,7 @@ class StorageBackendFactory:
                 `class_name` in the extra config.
             storage_config: Passed to the backend, and set on it if its constructor does not do so.
             mem_pool_host: The anchor pool.
-            extra_pools: The others, by name.
+            extra_pools: The other pools, by name.
             kwargs: Passed to backends that are not built in.
 
         Raises:
@@ -120,11 +120,11 @@ class StorageBackendFactory:
 
 
 def _register(backend: HiCacheStorage, pools: Mapping[str, StoragePool]) -> None:
-    """Make all pools known to the backend, which is closed where it does not take one.
+    """Register all pools with the backend; close the backend if it refuses one.
 
     Raises:
-        ValueError: Names the pool and its bytes; so does StorageUnavailable, where that is what the
-            backend raised.
+        ValueError: The backend refused a pool; names the pool and its bytes, as does a
+            StorageUnavailable that the backend raised.
     """
     for name, pool in pools.items():
         try:

@@ -267,7 +267,7 @@ class HiCacheStorage(ABC):
         return [key + suffix for key in keys]
 
     def _check_knows_extra_pools(self, name: str) -> None:
-        """Raise ValueError where the class implements calls that know the anchor alone."""
+        """Raise ValueError if the class implements calls that know the anchor alone."""
         mine = type(self)
         of_anchor = [
             f"batch_{kind}_v1"

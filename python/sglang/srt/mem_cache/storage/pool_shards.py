@@ -1,7 +1,7 @@
 """Which heads of a pool one object of L3 holds, and which of several ranks writes it.
 
-Ranks of a server hold other heads of the same pages, or the same. An object has the name of its
-heads and not of a rank, so that ranks with equal bytes share it; one of them writes it.
+Ranks of a server hold different heads of the same pages, or the same heads. An object has the name
+of its heads and not of a rank, so that ranks with equal bytes share it; one of them writes it.
 
 Pure data and functions, any thread; the same on all ranks.
 """
@@ -39,8 +39,8 @@ class StoredObject:
     """One of the objects that a page of a pool is stored as."""
 
     pool: str
-    """The pool as the backend knows it: of the first object the pool's own name, of further ones
-    the name with the heads."""
+    """Name of the pool in the backend: the pool's own for the first object, the name with the heads
+    for further ones."""
     name: str
     """Last part of the object's key: `{pool}[/{heads}]`."""
     group: HeadGroup
@@ -51,11 +51,11 @@ class PoolShards:
     """How a rank's pages of one pool are stored."""
 
     objects: tuple[StoredObject, ...]
-    """What a page consists of, in the order of heads; at least one."""
+    """Objects that a page consists of, in the order of heads; at least one."""
     num_writers: int = 1
     """Ranks that hold the same bytes as this one, itself included."""
     writer: int = 0
-    """Which of them this one is, from 0."""
+    """Index of this rank among them, from 0."""
 
     @classmethod
     def of(
@@ -64,9 +64,9 @@ class PoolShards:
         """The objects of a pool whose heads are split over `ranks`.
 
         Args:
-            pool: Its name.
+            pool: Name of the pool.
             share: The heads that this rank has.
-            ranks: All of them.
+            ranks: The ranks of the server.
             tp_lcm_size: An object holds the heads that one of this many ranks would have; None:
                 those of this rank.
 
@@ -98,17 +98,17 @@ class PoolShards:
 
     @property
     def is_split(self) -> bool:
-        """A page is several objects."""
+        """Whether a page is several objects."""
         return len(self.objects) > 1
 
     @property
     def holds_all_heads(self) -> bool:
-        """A page is one object on all ranks."""
+        """Whether a page is one object on all ranks."""
         return not self.objects[0].group.shard
 
     def writes(self, object_key: str) -> bool:
-        """Whether this rank writes an object that it holds: of the ranks that hold it exactly one
-        does, each of them equally many."""
+        """Whether this rank writes an object that it holds. Exactly one of the ranks that hold an
+        object does; each writes about equally many."""
         if self.num_writers == 1:
             return True
         return xxhash.xxh3_64_intdigest(object_key.encode()) % self.num_writers == self.writer

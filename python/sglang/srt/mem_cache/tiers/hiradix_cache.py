@@ -14,7 +14,6 @@ from typing import Any, ClassVar, Protocol, TypeAlias
 import torch
 
 from sglang.srt.mem_cache.device.model_pools import ModelPools
-from sglang.srt.mem_cache.device.state_spec import PoolName
 from sglang.srt.mem_cache.host.host_pool_group import HostPoolGroup
 from sglang.srt.mem_cache.hybrid_cache.cache_controller import HiCacheController
 from sglang.srt.mem_cache.hybrid_cache.hybrid_pool_assembler import build_kv_host_stack
@@ -371,8 +370,8 @@ def _make_host_states(tree: PrefixTree, controller: HiCacheController) -> HostSt
     states = states_of(tree)
     if states is None:
         return None
-    entry = controller.mem_pool_host.entries[PoolName.MAMBA]
-    host_states = HostStates(tree, entry.host_pool, states.metrics)
+    entry = controller.mem_pool_host.entries[states.pool.spec.name]
+    host_states = HostStates(tree, states, entry.host_pool)
     entry.host_evict_fn = host_states.evict
     return host_states
 

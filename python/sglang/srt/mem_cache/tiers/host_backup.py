@@ -13,8 +13,6 @@ from typing import TYPE_CHECKING, Final
 
 import torch
 
-from sglang.srt.mem_cache.device.pool_transfer import PoolTransfer
-from sglang.srt.mem_cache.device.state_spec import PoolHitPolicy, PoolName
 from sglang.srt.mem_cache.tiers.device_copy import DeviceCopy, num_reached
 from sglang.srt.mem_cache.tree.radix_cache import states_of
 from sglang.srt.mem_cache.tree.tier_flow import TierFlow
@@ -141,11 +139,15 @@ class HostBackup(TierFlow):
     def _begin(self, node: TreeNode, operation: CacheOperation) -> None:
         """Lock what `operation` copies."""
         self._tree.lock(node)
-        host_state = _host_state(operation)
+        host_state = self._host_state(operation)
         if host_state is not None and self._states is not None:
             self._states.lock(node)
         copy = DeviceCopy(node, len(node.key), operation.host_indices, host_state)
         self._writing[operation.operation_id] = copy
+
+    def _host_state(self, operation: CacheOperation) -> torch.Tensor | None:
+        """The host slot of the state that goes along with `operation`."""
+        return None if self._states is None else operation.host_slots(self._states.pool.spec.name)
 
     def _lacks_host_state(self, node: TreeNode) -> bool:
         return node.mamba_value is not None and node.mamba_host_value is None
@@ -157,9 +159,7 @@ class HostBackup(TierFlow):
         extra = []
         if with_state and self._states is not None and self._lacks_host_state(node):
             assert node.mamba_value is not None
-            slot = self._states.on_device(node.mamba_value)
-            trailing = PoolHitPolicy.TRAILING_PAGES
-            extra.append(PoolTransfer(PoolName.MAMBA, device_indices=slot, hit_policy=trailing))
+            extra.append(self._states.transfer(device=node.mamba_value))
         operation = self._controller.write(pages, extra)
         if operation is None and len(pages):
             self._host.make_room(len(pages))
@@ -272,7 +272,7 @@ class HostBackup(TierFlow):
         # Set before the bytes land, which nothing sees: `evict` waits for them.
         if not node.backuped:
             node.set_host_value(operation.host_indices)
-        host_state = _host_state(operation)
+        host_state = self._host_state(operation)
         if host_state is not None:
             assert self._host.states is not None and self._states is not None
             self._host.states.put(node, host_state)
@@ -340,12 +340,6 @@ class HostBackup(TierFlow):
         self._metrics.dropped.labels("unwritten").inc(lost)
         self._say.info("drop", "%d tokens left L1 without a copy in L2", lost)
         return len(value)
-
-
-def _host_state(operation: CacheOperation) -> torch.Tensor | None:
-    """The host slot of the state that goes along with `operation`."""
-    found = (one for one in operation.transfers if one.name is PoolName.MAMBA)
-    return next((one.host_indices for one in found), None)
 
 
 def _part(slots: torch.Tensor, begin: int, end: int) -> torch.Tensor:

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING
 import torch
 
 from sglang.srt.mem_cache.device.pool_transfer import PoolTransfer
-from sglang.srt.mem_cache.device.state_spec import PoolHitPolicy, PoolName
 from sglang.srt.mem_cache.tiers.device_copy import DeviceCopy, num_reached
 from sglang.srt.mem_cache.tree.base_prefix_cache import InitLoadBackParams
 from sglang.srt.mem_cache.tree.radix_cache import states_of
@@ -141,12 +140,7 @@ class HostLoad(TierFlow):
 
     def _state_transfer(self, node: TreeNode, slot: torch.Tensor) -> PoolTransfer:
         assert self._states is not None and node.mamba_host_value is not None
-        return PoolTransfer(
-            PoolName.MAMBA,
-            node.mamba_host_value,
-            self._states.on_device(slot),
-            hit_policy=PoolHitPolicy.TRAILING_PAGES,
-        )
+        return self._states.transfer(node.mamba_host_value, slot)
 
     def _reserve(
         self, tokens: int, above: TreeNode, needs_state: bool

@@ -13,9 +13,10 @@ import torch
 from sglang.srt.mem_cache.tree.integrity import PageBooks
 
 if TYPE_CHECKING:
+    from sglang.srt.mem_cache.device.pool_transfer import PoolTransfer
     from sglang.srt.mem_cache.host.host_pool import AnyHostPool
     from sglang.srt.mem_cache.tree.prefix_tree import PrefixTree
-    from sglang.srt.mem_cache.tree.state_metrics import StateMetrics
+    from sglang.srt.mem_cache.tree.state_component import StateComponent
     from sglang.srt.mem_cache.tree.tree_node import TreeNode
 
 
@@ -26,15 +27,25 @@ class HostStates:
 
     Args:
         tree: Whose nodes.
+        states: The tree's component that has their states in L1.
         pool: L2, of the states.
-        metrics: Counts evictions.
     """
 
-    def __init__(self, tree: PrefixTree, pool: AnyHostPool, metrics: StateMetrics) -> None:
+    def __init__(self, tree: PrefixTree, states: StateComponent, pool: AnyHostPool) -> None:
         self.pool = pool
-        self._evicted = metrics.evicted.labels("host")
+        self._states = states
+        self._evicted = states.metrics.evicted.labels("host")
         self._tree = tree
         self._heap = tree.add_heap(_may_lose_host_state, of_states=True)
+
+    def transfer(self, slot: torch.Tensor, keys: list[str] | None = None) -> PoolTransfer:
+        """The move of a state between L2 and L3.
+
+        Args:
+            slot: In L2, int64 `[1]` on the CPU.
+            keys: The hash of the page that it hangs on; None: the last of the operation.
+        """
+        return self._states.transfer(slot, keys=keys)
 
     def offer(self, node: TreeNode) -> None:
         """The state of `node` may have become one that can leave the host."""

@@ -14,7 +14,6 @@ from enum import StrEnum
 from typing import TYPE_CHECKING, Final
 
 from sglang.srt.mem_cache.device.pool_transfer import PoolTransfer
-from sglang.srt.mem_cache.device.state_spec import PoolHitPolicy, PoolName
 from sglang.srt.mem_cache.l3.storage_operation import StorageOperation
 from sglang.srt.mem_cache.tree.ballot import MAX_SETTLED, Progress, Verdict
 from sglang.srt.mem_cache.tree.radix_key import PageHash
@@ -122,7 +121,7 @@ class StorageBackup(TierFlow):
             prefix_hashes=prefix,
             after=node.parent.backup_op,
             epoch=self._link.epoch,
-            extra_transfers=_state_of(node, hashes),
+            extra_transfers=self._state_of(node, hashes),
         )
         node.protect_host()
         node.backup_op = operation
@@ -211,6 +210,12 @@ class StorageBackup(TierFlow):
                     break
             del self._postponed[node.id]
 
+    def _state_of(self, node: TreeNode, hashes: list[PageHash]) -> list[PoolTransfer]:
+        """The state of `node`, if the host has it; it hangs on the last of its pages' `hashes`."""
+        if self._host.states is None or node.mamba_host_value is None:
+            return []
+        return [self._host.states.transfer(node.mamba_host_value, [hashes[-1]])]
+
     def _unsaved_path(self, node: TreeNode) -> list[TreeNode]:
         """`node` and what was split off above it since it was postponed, top first."""
         path: list[TreeNode] = []
@@ -219,17 +224,3 @@ class StorageBackup(TierFlow):
             path.append(at)
             at = at.parent
         return path[::-1]
-
-
-def _state_of(node: TreeNode, hashes: list[PageHash]) -> list[PoolTransfer]:
-    """The state of `node`, if it is on the host; it hangs on the last of its pages' `hashes`."""
-    if node.mamba_host_value is None:
-        return []
-    return [
-        PoolTransfer(
-            PoolName.MAMBA,
-            node.mamba_host_value,
-            keys=[hashes[-1]],
-            hit_policy=PoolHitPolicy.TRAILING_PAGES,
-        )
-    ]

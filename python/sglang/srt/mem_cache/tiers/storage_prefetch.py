@@ -18,8 +18,6 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 import torch
 
-from sglang.srt.mem_cache.device.pool_transfer import PoolTransfer
-from sglang.srt.mem_cache.device.state_spec import PoolHitPolicy, PoolName
 from sglang.srt.mem_cache.l3.fetch_choice import FetchChoice
 from sglang.srt.mem_cache.l3.hicache_prefetch import PrefetchBoard, PrefetchPolicy, Read
 from sglang.srt.mem_cache.l3.storage_operation import PrefetchOperation
@@ -213,11 +211,14 @@ class StoragePrefetch(TierFlow):
         else:
             reason, host_indices = self._room_for_prefetch(req_id, node, len(rest), least)
         state = None
+        extra = []
         if host_indices is not None and self._host.states is not None:
             state = self._room_for_state(node)
             if state is None:
                 self._host.pool.free(host_indices)
                 reason, host_indices = NoRead.NO_HOST_MEMORY, None
+            else:
+                extra.append(self._host.states.transfer(state))
         if host_indices is None:
             if joined >= least:
                 return NoRead.JOINED
@@ -239,7 +240,7 @@ class StoragePrefetch(TierFlow):
             # It may be read after what was joined.
             deadline=time.monotonic() + self._link.attachment.prefetch_seconds(len(new)),
             epoch=self._link.epoch,
-            extra_transfers=() if state is None else [_state_transfer(state)],
+            extra_transfers=extra,
             host_state=state,
         )
         self.board.start(operation)
@@ -428,10 +429,6 @@ class StoragePrefetch(TierFlow):
                 "an L3 read of %d tokens is cut: computing them is going to be sooner",
                 len(operation.host_indices),
             )
-
-
-def _state_transfer(slot: torch.Tensor) -> PoolTransfer:
-    return PoolTransfer(PoolName.MAMBA, slot, hit_policy=PoolHitPolicy.TRAILING_PAGES)
 
 
 def _path_tokens(node: TreeNode) -> np.ndarray[Any, np.dtype[np.uint32]]:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from sglang.srt.mem_cache.device.mamba_pool import MambaPool
+from sglang.srt.mem_cache.device.state_pool import StatePool, state_pool
 from sglang.srt.mem_cache.tree.base_prefix_cache import (
     BasePrefixCache,
     CacheableRequest,
@@ -357,11 +357,9 @@ def make_tree(params: CacheInitParams) -> PrefixTree:
     )
 
 
-def mamba_pool_of(params: CacheInitParams) -> MambaPool | None:
+def mamba_pool_of(params: CacheInitParams) -> StatePool | None:
     """The recurrent states of the model on the device; None: it has none."""
-    pools = () if params.model_pools is None else params.model_pools.pools
-    found = (pool for pool in pools if isinstance(pool, MambaPool))
-    return next(found, None)
+    return state_pool(() if params.model_pools is None else params.model_pools.pools)
 
 
 def states_of(tree: PrefixTree) -> StateComponent | None:

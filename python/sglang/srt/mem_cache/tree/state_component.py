@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, cast
 import torch
 
 from sglang.srt.hardware_backend.device_runtime import on_device
+from sglang.srt.mem_cache.device.pool_transfer import PoolTransfer
 from sglang.srt.mem_cache.tree.base_prefix_cache import (
     CacheableRequest,
     InsertParams,
@@ -36,7 +37,7 @@ from sglang.srt.mem_cache.tree.state_metrics import StateMetrics
 from sglang.srt.mem_cache.tree.tree_node import TreeNode
 
 if TYPE_CHECKING:
-    from sglang.srt.mem_cache.device.mamba_pool import MambaPool
+    from sglang.srt.mem_cache.device.state_pool import StatePool
     from sglang.srt.mem_cache.tree.prefix_tree import PrefixTree
 
 
@@ -57,7 +58,7 @@ class StateComponent(TreeComponent):
     heap: EvictionHeap
 
     def __init__(
-        self, pool: MambaPool, alignment: int, metrics: StateMetrics | None = None
+        self, pool: StatePool, alignment: int, metrics: StateMetrics | None = None
     ) -> None:
         self.pool = pool
         self.alignment = alignment
@@ -116,6 +117,23 @@ class StateComponent(TreeComponent):
         """
         assert node.mamba_value is not None, f"{node} has no state on the device"
         self.pool.copy_from(self.on_device(node.mamba_value), slot)
+
+    def transfer(
+        self,
+        host: torch.Tensor | None = None,
+        device: torch.Tensor | None = None,
+        keys: list[str] | None = None,
+    ) -> PoolTransfer:
+        """A state's move between tiers; pools that share its slot follow.
+
+        Args:
+            host: Slot in L2, int64 `[1]` on the CPU.
+            device: Slot in L1, int64 `[1]` on the CPU.
+            keys: The hash of the page that it hangs on.
+        """
+        slot = None if device is None else self.on_device(device)
+        spec = self.pool.spec
+        return PoolTransfer(spec.name, host, slot, keys, spec.hit_policy)
 
     def on_device(self, slot: torch.Tensor) -> torch.Tensor:
         """`slot`, which the device itself has to know."""

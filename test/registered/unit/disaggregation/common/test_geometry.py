@@ -157,7 +157,7 @@ STATE_HEADS = 8
 
 
 def heads_of(rank: int, ranks: int, total: int = HEADS) -> RankShare:
-    """As models split them: several ranks have a head where there are more of them."""
+    """Heads of a rank as models split them; with more ranks than heads several share a head."""
     if ranks > total:
         return RankShare(
             RankSplit.REPLICATED, rank * total // ranks, rank * total // ranks + 1, total
@@ -224,7 +224,7 @@ class Rank:
 def read_cuts(
     portion: Portion, theirs: Sequence[int], own: Sequence[int], *, capacity: int
 ) -> None:
-    """What a prompt does with a staging buffer of `capacity` bytes."""
+    """Read the cut buffers of `portion` through a staging buffer of `capacity` bytes."""
     memory = torch.full((capacity,), 7, dtype=torch.uint8)
     memory = memory[-memory.data_ptr() % 8 :]
     index = torch.tensor(own)
@@ -239,7 +239,7 @@ def read_cuts(
 
 
 def cut_bytes(portion: Portion) -> int:
-    """Of a page, what is copied."""
+    """Bytes of a page that are copied."""
     return sum(
         length * cut.own.shape[1] * cut.own.element_size()
         for cut in portion.cuts

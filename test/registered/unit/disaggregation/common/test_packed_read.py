@@ -49,7 +49,7 @@ def fill(scene: Scene, pages: Sequence[int] = THEIRS) -> None:
 
 
 def lengths(scene: Scene) -> list[list[int]]:
-    """Of the blocks of each read."""
+    """Lengths of the blocks of each read."""
     return [[block.length for block in one.blocks] for one in scene.mover.begun]
 
 
@@ -142,7 +142,7 @@ def test_without_memory_pages_are_read_from_pool_to_pool(side: str) -> None:
 def test_messages_that_are_lost_doubled_and_late(
     scene: Scene, monkeypatch: pytest.MonkeyPatch, seed: int
 ) -> None:
-    """Of many prompts at once, which share the memory."""
+    """Many prompts at once share the memory."""
     rng = random.Random(seed)
 
     def fate(message: bytes, is_question: bool) -> Sequence[float]:

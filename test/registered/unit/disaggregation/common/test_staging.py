@@ -48,7 +48,7 @@ def until(is_so: Any) -> None:
 
 
 class Recorded:
-    """What was made known to the transport."""
+    """A registry that records the registered memory."""
 
     def __init__(self) -> None:
         self.ranges: list[tuple[int, int]] = []
@@ -114,7 +114,7 @@ def test_rounds_hold_as_much_as_fits() -> None:
 
 
 def test_no_round_is_longer_than_its_buffer() -> None:
-    """What follows begins at whole words, of which the last may be beyond the end."""
+    """Pieces begin at whole words; the last word may reach beyond the end."""
     for capacity in range(9, 60):
         for pieces in rounds([9, 5, 3], 7, capacity):
             assert unit_bytes_of(pieces) <= capacity
@@ -131,7 +131,7 @@ def test_pages_that_follow_one_another_there_are_one_block() -> None:
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("dim", [1, 3, 4])
 def test_heads_of_any_size_are_copied(dtype: torch.dtype, dim: int) -> None:
-    """What moves at once is a divisor of a head."""
+    """The word that moves at once divides a head."""
     own = torch.zeros(6 * PAGE, 3, dim, dtype=dtype)
     head = dim * dtype.itemsize
     theirs = torch.arange(2 * PAGE * 2 * dim).to(dtype).view(2, PAGE, 2, dim)

@@ -15,7 +15,7 @@ register_cpu_ci(est_time=3, suite="base-a-test-cpu")
 
 
 def on_two_ranks(work: Callable[[int, Votes], list[Outcome]]) -> list[Outcome]:
-    """What `work` finds on both ranks, which must be the same."""
+    """Outcomes of `work` on both ranks, which must be the same."""
 
     def run(group: RankGroup) -> list[Outcome]:
         return work(group.rank, Votes(group))

@@ -52,7 +52,7 @@ class Allocators:
 
 @pytest.fixture
 def made(monkeypatch: pytest.MonkeyPatch) -> Allocators:
-    """With them, `cuda:1` has a runtime that records."""
+    """Recorded allocators; `cuda:1` has a runtime that records too."""
     made = Allocators()
     monkeypatch.setattr(
         "sglang.srt.hardware_backend.device_runtime.device_runtime",

@@ -26,7 +26,7 @@ register_cpu_ci(est_time=3, suite="base-a-test-cpu")
 
 ALL = ("rdma", "tcp", "efa", "ascend", "nvlink", "nvlink_intra", "barex")
 PLAIN = ("rdma", "tcp", "ascend", "barex")
-"""What a wheel without EFA and NVLink has."""
+"""Protocols of a wheel without EFA and NVLink."""
 
 
 class Host:

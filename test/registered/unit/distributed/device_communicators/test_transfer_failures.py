@@ -47,7 +47,7 @@ register_cpu_ci(est_time=6, suite="base-a-test-cpu")
 
 
 class LaterClock:
-    """What a peer takes for the time: the real one, and `ahead` seconds."""
+    """The clock of a peer: real time plus `ahead` seconds."""
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.ahead = 0.0
@@ -78,7 +78,7 @@ def statuses(outcomes: list[BlockOutcome]) -> str:
 def test_a_broken_connection_is_replaced(
     fakes: FakeTransferEngines, engine: MooncakeTransferEngine, peer: str
 ) -> None:
-    """As after a batch that was too large: every later one fails, until the engine object goes."""
+    """For example after too large a batch: later ones fail until the engine object is gone."""
     engine.transfer(peer, TransferOp.WRITE, apart(2), timeout=30)
     poisoned = fakes.made[1]
     fakes.answer = lambda at, call: -1 if at is poisoned else 0

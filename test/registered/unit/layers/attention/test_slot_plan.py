@@ -1,4 +1,4 @@
-"""How contexts are read: what becomes a view, what is gathered, and that nothing is left out."""
+"""Plans of reading contexts: views, gathers, and that no token is left out."""
 
 from __future__ import annotations
 

@@ -167,7 +167,7 @@ def test_a_token_that_is_cached_is_stored_as_padding(
 def attend_by_definition(
     q: torch.Tensor, made: PagedContexts, request: int, length: int
 ) -> torch.Tensor:
-    """From the last of `length` tokens."""
+    """Attention from the last of `length` tokens."""
     return definition(q[request : request + 1], *made.context(request, length)).double()
 
 

@@ -50,7 +50,7 @@ SHAPES = [(8, 2, 128), (6, 2, 16), (7, 1, 80), (2, 2, 64)]
 
 
 def queries(tokens: int, heads: int, head_dim: int, dtype: torch.dtype) -> torch.Tensor:
-    """In half precision beside a pool of bytes."""
+    """Random queries, in half precision if the pool is fp8."""
     return queries_on(tokens, heads, head_dim, HALF if dtype is FP8 else dtype, DEVICE)
 
 

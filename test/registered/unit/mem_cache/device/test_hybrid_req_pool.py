@@ -34,15 +34,16 @@ def slots_of(pool: HybridReqToTokenPool, rows: list[int]) -> list[int]:
 def test_requests_get_zeroed_states_and_keep_them() -> None:
     pool = pool_of(4, 6)
     taken = pool.mamba_pool.take(2)
-    pool.mamba_pool.temporal.fill_(7.0)
-    pool.mamba_pool.conv.fill_(7.0)
+    temporal, conv = pool.mamba_pool.buffers
+    temporal.fill_(7.0)
+    conv.fill_(7.0)
     first, second = Request(), Request()
     assert pool.alloc([first, second]) == [0, 1]
     assert slots_of(pool, [1, 0]) == [4, 3]
     assert pool.alloc([second, first]) == [1, 0], "who has a row keeps it"
     assert slots_of(pool, [1, 0]) == [4, 3]
-    assert pool.mamba_pool.temporal[:, :, 0, 0, 0].tolist() == [[7, 7, 7, 0, 0, 7, 7]] * 2
-    assert pool.mamba_pool.conv[:, :, 4, 2].tolist() == [[7, 7, 7, 0, 0, 7, 7]] * 2
+    assert temporal[:, :, 0, 0, 0].tolist() == [[7, 7, 7, 0, 0, 7, 7]] * 2
+    assert conv[:, :, 4, 2].tolist() == [[7, 7, 7, 0, 0, 7, 7]] * 2
     assert taken == [1, 2]
     assert sorted(pool.running_states()) == [3, 4]
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from sglang.srt.mem_cache.device import pool_registry
-from sglang.srt.mem_cache.device.base_device_pool import BaseDevicePool
+from sglang.srt.mem_cache.device.base_device_pool import BaseDevicePool, PagedDevicePool
 from sglang.srt.mem_cache.device.memory_pool import MHATokenToKVPool
 from sglang.srt.mem_cache.device.pool_registry import make_pools, register_pool
+from sglang.srt.mem_cache.device.state_pool import StatePool, state_pool
 from sglang.srt.mem_cache.device.state_spec import (
     ItemKind,
     KVSpec,
@@ -127,16 +130,42 @@ def test_a_registered_class_makes_its_kind_of_pool() -> None:
         register_pool(IndexerSpec, SharedSlots)
 
 
+def test_a_kind_without_a_class_of_its_own_has_a_pool_of_its_items() -> None:
+    kv = KVSpec.of_heads((0, 1), 1, 2, torch.float32)
+    tokens = replace(RECURRENT, name=PoolName.INDEXER, item=ItemKind.TOKEN)
+    pools = make_pools([kv, tokens, RECURRENT], 8, 4, "cpu", num_states=3)
+    paged, states = pools[PoolName.INDEXER], pools[PoolName.MAMBA]
+    assert type(paged) is PagedDevicePool and (paged.size, paged.page_size) == (8, 4)
+    assert type(states) is StatePool and (states.size, states.page_size) == (3, 1)
+    assert state_pool(pools.values()) is states
+
+
+def test_a_state_of_a_whole_prefix_is_needed_at_its_end_alone() -> None:
+    with pytest.raises(ValueError, match="'mamba' stands for a whole prefix: its hit_policy is tr"):
+        replace(RECURRENT, hit_policy=PoolHitPolicy.ALL_PAGES)
+
+
+class Unheard(StateSpec):
+    """No pool holds it."""
+
+
 @pytest.mark.usefixtures("registry")
 def test_what_cannot_be_held_is_refused_by_name() -> None:
     kv = KVSpec.of_heads((0, 1), 1, 2, torch.float32)
+    unheard = Unheard(name=PoolName.MAMBA, layers=(0,), buffers=RECURRENT.buffers)
+    second = replace(RECURRENT, name=PoolName.INDEXER)
     for specs, message in (
-        ([kv, RECURRENT], "no device pool for state 'mamba' \\(StateSpec\\)"),
+        ([kv, unheard], "no device pool for state 'mamba' \\(Unheard\\)"),
         ([kv, kv], "two kinds of state called 'kv'"),
         ([indexer()], "'indexer' shares the slots of 'kv', which the model does not have"),
+        ([kv, RECURRENT, second], "let 'indexer' share those of 'mamba' \\(indices_from_pool\\)"),
+        (
+            [kv, replace(RECURRENT, indices_from_pool=PoolName.KV)],
+            "'mamba', one for each state, cannot share the slots of 'kv', one for each token",
+        ),
     ):
         with pytest.raises(ValueError, match=message):
-            make_pools(specs, 8, 4, "cpu")
+            make_pools(specs, 8, 4, "cpu", num_states=3)
 
 
 if __name__ == "__main__":

@@ -73,7 +73,7 @@ def do(runs: CopyRuns) -> None:
 def move_rows(
     runs: PageRuns, part: PartRows, buffer: int, pages: list[int], layers: range, *, to_buffer: bool
 ) -> None:
-    """What the kernel does between a buffer and a device pool, row by row."""
+    """Move rows between a buffer and a device pool one by one, as the kernel does."""
     rows = runs.buffer_rows
     for place in range(len(pages) * PAGE):
         page, token = divmod(place, rows.page_tokens)

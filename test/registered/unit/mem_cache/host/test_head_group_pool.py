@@ -12,9 +12,9 @@ from sglang.srt.mem_cache.device.memory_pool import MHATokenToKVPool
 from sglang.srt.mem_cache.host.head_group_pool import HeadGroupPool
 from sglang.srt.mem_cache.host.host_layout import HostLayout
 from sglang.srt.mem_cache.host.host_pool import AnyHostPool
-from sglang.srt.mem_cache.host.mamba_host_pool import MambaPoolHost
 from sglang.srt.mem_cache.host.mla_host_pool import MLATokenToKVPoolHost
 from sglang.srt.mem_cache.host.paged_host_pool import MHATokenToKVPoolHost
+from sglang.srt.mem_cache.host.state_host_pool import MambaPoolHost
 from sglang.test.caches.marks_pool import MarksPool, MarksPoolHost, page_marks
 from sglang.test.caches.mla_pools import make_mla_pool
 from sglang.test.ci.ci_register import register_cpu_ci
@@ -94,7 +94,7 @@ KEY_HEADS, KEY_DIM, VALUE_HEADS, VALUE_DIM, KERNEL = 4, 3, 8, 2, 4
 
 
 def state_pool(layout: str, key_heads: int) -> tuple[MambaPool, AnyHostPool]:
-    """Of `key_heads` heads of keys, with two heads of values each."""
+    """A pool of states with `key_heads` key heads, and two value heads for each."""
     values = 2 * key_heads
     spec = MambaSpec.of_shapes(
         (0, 2),

@@ -37,7 +37,7 @@ IO = "kernel_ascend"
 
 @pytest.fixture
 def as_npu(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
-    """From then on pools in CPU memory are copied as an NPU's, this many bytes of K at once."""
+    """Makes pools in CPU memory copy as an NPU's do, this many bytes of K at once."""
     monkeypatch.setattr(page_copier, "_REGISTERED", {})
 
     def use(buffer_bytes: int) -> None:

@@ -208,7 +208,7 @@ class HostPool(RuleBasedStateMachine):
     @precondition(lambda self: self.pages)
     @rule(which=st.integers(0, 15))
     def copy_flat(self, which: int) -> None:
-        """What a storage backend of a third party does with a page."""
+        """Copy a page as a third party's storage backend does."""
         source = sorted(self.pages)[which % len(self.pages)]
         slots = self.host.alloc(self.page)
         if slots is not None:

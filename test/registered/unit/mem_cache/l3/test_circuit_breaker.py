@@ -95,7 +95,7 @@ def test_who_asks_during_a_probe_is_refused_and_does_not_probe_too() -> None:
 
 @pytest.mark.parametrize("works", [False, True])
 def test_a_probe_has_ended_only_when_its_result_counts(works: bool) -> None:
-    """Who asks between the end of a probe and what follows from it is told what held before."""
+    """A caller between the end of a probe and its result's effect gets the answer of before."""
     store = Store()
     store.breaker.trip()
     store.now, store.works = 1.0, works

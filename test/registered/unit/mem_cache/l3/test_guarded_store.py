@@ -1,4 +1,4 @@
-"""What protects the engine from a store that hangs, fails or breaks its contract."""
+"""Protection of the engine from a store that hangs, fails or breaks its contract."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the Mooncake backend asks of Mooncake, and in which order, where calls fail or hang.
+"""Calls of the Mooncake backend to Mooncake, and their order, when calls fail or hang.
 
 Mooncake is a fake: the real one cannot be made to hang within a second. `test_mooncake_late_writes`
 has the same with a real one.

@@ -19,7 +19,7 @@ PAGES = 20_000
 
 
 def shares(num_heads: int, tp_size: int) -> list[RankShare]:
-    """As the model's loader divides KV heads."""
+    """Shares of KV heads as the model's loader divides them."""
     return [
         TensorPlacement(
             dtype=torch.float32, device="cpu", tp_group=PlaceInGroup(rank, tp_size)
@@ -31,7 +31,7 @@ def shares(num_heads: int, tp_size: int) -> list[RankShare]:
 def shards(
     by_tp_rank: list[RankShare], *, cp: int = 1, tp_lcm_size: int | None = None
 ) -> list[PoolShards]:
-    """Of every rank, in their order."""
+    """Shards of every rank, in the order of ranks."""
     tp = len(by_tp_rank)
     exchange = MemoryExchange(tp * cp, attn_cp_size=cp)
     return [

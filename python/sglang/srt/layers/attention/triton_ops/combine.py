@@ -16,6 +16,7 @@ def _combine_kernel(
     BLOCK_D: tl.constexpr,
     SPLITS: tl.constexpr,
 ) -> None:
+    """Grid `(rows,)`: a program joins the splits of one row."""
     row = tl.program_id(0).to(tl.int64)
     splits = tl.arange(0, SPLITS)
     cols = tl.arange(0, BLOCK_D)
@@ -38,8 +39,8 @@ def combine_splits(parts: torch.Tensor, lse: torch.Tensor, out: torch.Tensor) ->
 
     Args:
         parts: fp32 `[rows, splits, head_dim]`, each normalised by itself.
-        lse: fp32 `[rows, splits]`: base-2 logarithms of their masses, -inf where there is none,
-            +inf in a row whose `out` is there already.
+        lse: fp32 `[rows, splits]`: base-2 log-sum-exp of each split; -inf: the split is empty; +inf
+            in a row whose `out` is final already.
         out: Contiguous `[rows, head_dim]`.
     """
     rows, splits, head_dim = parts.shape
@@ -67,6 +68,7 @@ def _merge_kernel(
     ROWS: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ) -> None:
+    """Grid `(num_tokens, heads / ROWS)`: a program joins ROWS heads of one token."""
     token = tl.program_id(0).to(tl.int64)
     heads = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     cols = tl.arange(0, BLOCK_D)
@@ -93,11 +95,11 @@ def merge_into_(
 
     Args:
         out: Contiguous `[num_tokens, num_heads, head_dim]`; `other` likewise.
-        lse: Contiguous fp32 `[num_heads, num_tokens]`, natural logarithms of the masses;
+        lse: Contiguous fp32 `[num_heads, num_tokens]`, log-sum-exp (natural) of the scores;
             `other_lse` likewise.
 
     Returns:
-        Logarithms of the joined masses, of the shape of `lse`.
+        The log-sum-exp over both parts, of the shape of `lse`.
     """
     num_tokens, num_heads, head_dim = out.shape
     assert out.is_contiguous() and other.is_contiguous()

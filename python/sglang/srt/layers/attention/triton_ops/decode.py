@@ -1,9 +1,9 @@
 """Attention of one token per request over its paged context.
 
-The query heads that share a KV head are the rows of one matrix product, so that the context is
-read once; contexts are split over programs where there are too few requests to fill the device,
-and the program that ends last joins the parts. The grid depends on the size of the batch and not
-on lengths, so it can be captured in a graph.
+The query heads that share a KV head are the rows of one matrix product, so that the context is read
+once. Contexts are split over programs if there are too few requests to fill the device; the program
+that ends last joins the parts. The grid depends on the size of the batch and not on lengths, so it
+can be captured in a graph.
 """
 
 from __future__ import annotations
@@ -58,6 +58,7 @@ def _decode_kernel(
     SPLIT: tl.constexpr,
     WINDOW: tl.constexpr,
 ) -> None:
+    """Grid `(kv_heads, bs, splits)`: a program attends from a group's query heads to one split."""
     # Programs that run together read neighbouring heads of the same tokens.
     kv_head = tl.program_id(0)
     request = tl.program_id(1).to(tl.int64)
@@ -98,7 +99,7 @@ def _decode_kernel(
             part = out_row * splits + split
             tl.store(lse_ptr + part, peak + tl.log2(mass), mask=is_head)
             tl.store(parts_ptr + part[:, None] * HEAD_DIM + dims[None, :], acc, mask=inside)
-            # All of this program has stored before it is counted.
+            # Every thread of this program stores before the program is counted.
             tl.debug_barrier()
             counter = arrivals_ptr + request * NUM_KV_HEADS + kv_head
             if tl.atomic_add(counter, 1, sem="acq_rel") == parts - 1:
@@ -127,7 +128,7 @@ def _join(
     PARTS: tl.constexpr,
 ) -> None:
     """Join the parts of the heads of one group, weighted by their masses, PARTS at a time."""
-    # What other programs have stored is read past the first cache, which nothing keeps true.
+    # Parts of other programs are read past the L1 cache, which is not coherent.
     dims = tl.arange(0, BLOCK_D)
     is_head = tl.arange(0, ROWS) < GROUP
     row = group * GROUP + tl.arange(0, ROWS)
@@ -156,15 +157,15 @@ def _join(
 
 
 def make_arrivals(device: torch.device | str) -> torch.Tensor:
-    """What `decode_attention` counts finished parts in: zeros before and after each call.
+    """Counters of finished parts for `decode_attention`: int32 `[65536]`, zero between calls.
 
-    One for each stream that calls it.
+    Each stream that calls it needs its own.
     """
     return torch.zeros(_MOST_COUNTED, dtype=torch.int32, device=device)
 
 
 def plan_splits(batch_size: int, num_kv_heads: int) -> tuple[int, int]:
-    """How many parts a context is split into at most, a power of 2, and the least tokens of one."""
+    """Most parts that a context is split into, a power of 2, and the fewest tokens of a part."""
     if batch_size * num_kv_heads > _MOST_COUNTED:
         return 1, BLOCK_N
     wanted = PROGRAMS // (batch_size * num_kv_heads)
@@ -193,7 +194,7 @@ def decode_attention(
     splits: tuple[int, int] | None = None,
     launch: tuple[int, int, int] | None = None,
 ) -> torch.Tensor:
-    """Attend.
+    """Attend from one token of each request to its context.
 
     Args:
         q: `[bs, num_heads, head_dim]`, dense but for the first stride.
@@ -202,10 +203,10 @@ def decode_attention(
         req_to_token: int32 `[rows, max_context_len]`.
         req_pool_indices: Integer `[bs]`.
         seq_lens: Integer `[bs]`, at least 1 each.
-        arrivals: Of `make_arrivals`.
+        arrivals: Counters from `make_arrivals`.
         window: Tokens that are seen, the newest included; 0: all.
-        splits: As of `plan_splits`, the default.
-        launch: Tokens a block, warps, stages; None: the fastest.
+        splits: As `plan_splits` gives them; None: its result.
+        launch: Tokens per block, warps, stages; None: the fastest.
 
     Returns:
         `[bs, num_heads * head_dim]`.

@@ -1,7 +1,7 @@
 """Attention of new tokens over a paged context that holds them already.
 
 A block is a run of one request's new tokens times the query heads of one KV head. Contexts are
-split over programs where there are few blocks: a short question after a long prefix.
+split over programs if there are few blocks, as for a short question after a long prefix.
 """
 
 from __future__ import annotations
@@ -46,6 +46,7 @@ def _extend_kernel(
     SPLIT: tl.constexpr,
     WINDOW: tl.constexpr,
 ) -> None:
+    """Grid `(blocks, kv_heads, splits)`: a program attends from ROWS query rows to one split."""
     block = blocks_ptr + tl.program_id(0) * 4
     kv_head = tl.program_id(1)
     split = tl.program_id(2)
@@ -108,15 +109,16 @@ class ExtendWork:
     """
 
     blocks: torch.Tensor
-    """int32 `[num_blocks, 4]`: table row, first token in the batch, its position, tokens."""
+    """int32 `[num_blocks, 4]`: table row, first token in the batch, its position, token count."""
     rows: int
     """Query rows of a block, a power of 2."""
     splits: int
+    """Most parts that a context is split into, a power of 2."""
     begin: int
-    """First token of the batch that is worked on; token numbers in `blocks` count from it."""
+    """First token of the batch that is computed; token numbers in `blocks` count from it."""
     end: int
     is_padded: bool = False
-    """The last tokens may be in no block; their output is zeros."""
+    """Whether the last tokens may be in no block; their output is then zero."""
 
 
 def plan_blocks(
@@ -131,10 +133,11 @@ def plan_blocks(
     """Cut requests into blocks.
 
     Args:
-        segments: For each request its table row, first token in the batch, tokens of its prefix,
-            new tokens; in the order of the batch. Tokens between segments are not worked on.
-        group: Query heads of a KV head.
-        device: Of the pool.
+        segments: For each request its table row, first token in the batch, length of its prefix,
+            number of new tokens; in the order of the batch. Tokens between segments are not
+            computed.
+        group: Query heads per KV head.
+        device: The pool's.
     """
     longest = max(count for _, _, _, count in segments)
     rows = _query_rows(longest, group)
@@ -229,7 +232,7 @@ def extend_attention(
 ) -> None:
     """Attend from the tokens that `work` names.
 
-    Rows of `out` before the first and behind the last of them are not written. Rows between them
+    Rows of `out` before the first and after the last of them are not written. Rows between them
     that `work` does not name get garbage, or zeros where the work is padded.
 
     Args:
@@ -237,7 +240,7 @@ def extend_attention(
         k_pool: As in `decode_attention`; holds the new tokens' keys too.
         out: Contiguous `[num_tokens, num_heads * head_dim]`.
         window: Tokens that a token sees, itself included; 0: all before it.
-        launch: Tokens a block, warps, stages; None: the fastest.
+        launch: Tokens per block, warps, stages; None: the fastest.
     """
     q, out = q[work.begin : work.end], out[work.begin : work.end]
     num_tokens, num_heads, head_dim = q.shape
@@ -254,7 +257,7 @@ def extend_attention(
         if splits > 1:
             lse.fill_(math.inf)  # rows that no block writes have nothing to join
     if launch is None:
-        # fp32 takes twice the shared memory, and its products are made of three.
+        # fp32 takes twice the shared memory, and each product is three TF32 products.
         launch = (64, 4, 3) if q.element_size() == 2 else (32, 4, 2)
     block_n, num_warps, num_stages = launch
     _extend_kernel[(work.blocks.shape[0], num_kv_heads, splits)](

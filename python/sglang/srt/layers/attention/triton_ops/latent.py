@@ -1,10 +1,10 @@
-"""Attention of single tokens over latent rows (MLA), of which values are a part.
+"""Attention of single tokens over latent rows (MLA); values are a part of the rows.
 
 All query heads share the rows of a context, so that a block of heads is one matrix product and a
-row is read once for it. Each token is a question of its own with a list of slots: its request's
-row of the table, or the slots that an indexer has chosen for it. Contexts are split over programs
-where there are too few tokens to fill the device (Flash-Decoding). The grid depends on the number
-of tokens and not on lengths, so it can be captured in a graph.
+row is read once for it. Each token has its own list of slots: its request's row of the table, or
+the slots that an indexer has chosen. Contexts are split over programs if there are too few tokens
+to fill the device (Flash-Decoding). The grid depends on the number of tokens and not on lengths, so
+it can be captured in a graph.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ PROGRAMS: Final = 128
 """Programs that fill the device."""
 MAX_SPLITS: Final = 64
 LAUNCH: Final = (64, 64, 8, 2)
-"""Heads and tokens of a block, warps, stages: the fastest."""
+"""Heads and tokens per block, warps, stages: the fastest."""
 _FP32_LAUNCH: Final = (16, 16, 8, 1)
-"""Twice the shared memory, and products that are made of three."""
+"""The same for fp32, which takes twice the shared memory; each product is three TF32 products."""
 
 
 @triton.jit(do_not_specialize=["splits", "least"])
@@ -57,6 +57,7 @@ def _latent_kernel(
     BLOCK: tl.constexpr,
     SPLIT: tl.constexpr,
 ) -> None:
+    """Grid `(heads / HEADS, tokens, splits)`: a program attends from HEADS heads to one split."""
     # Programs that run together read the same rows.
     heads = tl.program_id(0) * HEADS + tl.arange(0, HEADS)
     token = tl.program_id(1).to(tl.int64)
@@ -117,7 +118,7 @@ def _latent_kernel(
 
 
 def plan_splits(num_tokens: int, head_blocks: int) -> int:
-    """How many parts a context is split into at most, a power of 2."""
+    """Most parts that a context is split into, a power of 2."""
     wanted = min(PROGRAMS // (num_tokens * head_blocks), MAX_SPLITS)
     return 1 << max(0, wanted.bit_length() - 1)
 
@@ -144,8 +145,8 @@ def latent_attention(
         table: int32 `[lists, max_length]`, the last dimension dense: slots.
         rows: Integer `[num_tokens]`: the list of each token.
         lens: Integer `[num_tokens]`, at least 1 each: tokens of the list that are read.
-        most: Bound of `lens`; 0: none.
-        splits: As of `plan_splits`, the default.
+        most: Most tokens of a list that are read; 0: no limit.
+        splits: As `plan_splits` gives them; None: its result.
         launch: As `LAUNCH`.
 
     Returns:

@@ -15,11 +15,11 @@ def split_range(  # type: ignore[no-untyped-def]  # noqa: ANN201
     least: tl.tensor,
     BLOCK_N: tl.constexpr,
 ):
-    """The tokens `[begin, end)` of `[first, last)` that one split takes, and the number of splits
-    that take any.
+    """Tokens `[begin, end)` of `[first, last)` that one split takes, and the number of splits that
+    are not empty.
 
-    A split takes whole blocks, and at least `least` tokens where there are as many. Splits behind
-    the last token take none.
+    A split takes whole blocks, and at least `least` tokens if there are that many. Splits after the
+    last token are empty.
     """
     wanted = tl.minimum(splits, tl.maximum((last - first) // least, 1))
     per_part = tl.cdiv(tl.cdiv(last - first, wanted), BLOCK_N) * BLOCK_N

@@ -19,6 +19,7 @@ def _page_indices_kernel(
     PAGE_SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
+    """Grid `(bs, pages / BLOCK)`: a program writes BLOCK page numbers of one request."""
     request = tl.program_id(0)
     begin = tl.load(indptr_ptr + request)
     count = tl.load(indptr_ptr + request + 1) - begin
@@ -41,7 +42,7 @@ def page_indices(
 
     Args:
         table: int32 `[table rows, tokens]`: slots.
-        rows: int64 `[bs]`.
+        rows: int64 `[bs]`: the table row of each request.
         indptr: int32 `[bs + 1]`: where each request's pages begin and end in the result.
         total: `indptr[-1]`, at least 1.
         longest: Most pages of one request.

@@ -1,6 +1,7 @@
-"""Which tokens sparse attention (DSA) reads, on a GPU: scores of an indexer, and the best of them.
+"""Choice of the tokens that sparse attention (DSA) reads, on a GPU, by an indexer's scores.
 
-As `layers/attention/token_choice.py`, whose ties they share: the first of equal tokens wins.
+Same results as `layers/attention/token_choice.py`, ties included: of equal scores the first tokens
+win.
 """
 
 from __future__ import annotations
@@ -85,11 +86,11 @@ def index_scores(
         table: int32 `[lists, max_length]`, the last dimension dense.
         rows: Integer `[num_tokens]`: the list of each token.
         lens: Integer `[num_tokens]`: tokens of the list that get a score.
-        longest: At least all of `lens`; it decides the launch.
-        one_list: All tokens have the same list, which is read once for several of them.
+        longest: Upper bound of `lens`; it decides the launch.
+        one_list: Whether all tokens have the same list; it is then read once for several of them.
 
     Returns:
-        fp32 `[num_tokens, longest]`; garbage behind a token's length.
+        fp32 `[num_tokens, longest]`; garbage past a token's length.
     """
     num_tokens, num_heads, dim = q.shape
     assert q.is_contiguous() and weights.is_contiguous() and keys.is_contiguous()
@@ -125,7 +126,7 @@ def index_scores(
 
 @triton.jit
 def _keys(scores: tl.tensor, pos: tl.tensor, length: tl.tensor) -> tl.tensor:
-    """Scores as uint32 of the same order, where -0 is 0; 0, below all, where there is none."""
+    """Scores as uint32 keys of the same order; -0 counts as 0. Past `length`: 0, below all keys."""
     score = tl.load(scores + pos, mask=pos < length, other=0.0)
     bits = tl.where(score == 0.0, 0.0, score).to(tl.int32, bitcast=True)
     flip = (bits >> 31) | -2147483648
@@ -144,9 +145,9 @@ def _choose_kernel(
     TOPK: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """Find the lowest key that is chosen, two bits at a time, then take what is not below it.
+    """Find the lowest chosen key, two bits at a time, then take all keys from it up.
 
-    A histogram of digits would read the keys less often; those of Triton take four times as long.
+    A histogram of digits would read the keys less often; Triton's take four times as long.
     """
     token = tl.program_id(0).to(tl.int64)
     length = tl.load(lens_ptr + token).to(tl.int32)
@@ -203,12 +204,12 @@ def choose_slots(
     """The slots of the `topk` best tokens of each list, in the list's order.
 
     Args:
-        scores: fp32 `[num_tokens, longest]`, as of `index_scores`.
-        table: int32 `[lists, max_length]`, as `rows` and `lens` there.
+        scores: fp32 `[num_tokens, longest]`, from `index_scores`.
+        table: As in `index_scores`; `rows` and `lens` likewise.
 
     Returns:
-        int32 `[num_tokens, topk]`. Of a list that is not longer than `topk` it is the whole,
-        and garbage behind.
+        int32 `[num_tokens, topk]`. A list of at most `topk` tokens is returned whole, followed by
+        garbage.
     """
     out = torch.empty((len(scores), topk), dtype=torch.int32, device=scores.device)
     block = min(_CHOICE_BLOCK, max(128, triton.next_power_of_2(scores.shape[1])))

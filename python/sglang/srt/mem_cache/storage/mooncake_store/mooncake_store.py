@@ -176,7 +176,7 @@ class MooncakeStore(MooncakeBaseStore, HiCacheStorage):
     def _get_hybrid_page_component_keys(
         self, pages: Sequence[str], pool_transfers: Sequence[PoolTransfer]
     ) -> list[str]:
-        """Keys of all parts of pages: of the anchor, then of each of the other pools."""
+        """Keys of all parts of pages: first the anchor's, then those of the other pools."""
         pools = [PoolName.KV, *(transfer.name for transfer in pool_transfers)]
         return [key for pool in pools for key in self.object_keys(pages, pool)]
 

@@ -83,7 +83,7 @@ class PoolRows:
         with_checksum: Whether to hash pages that are put and pages that were read.
         allocator: Allocator of the side memory; None takes ordinary memory.
         concurrent_gets: Most batches of gets on the wire at once.
-        others: Of other pools of the same client; memory of equal rows is shared with them.
+        others: Rows of other pools of the same client; rows of equal length share their memory.
         """
         self.pool = pool
         self._with_checksum = with_checksum

@@ -72,8 +72,7 @@ def until(rig: SchedulerRig, condition: Callable[[], bool]) -> None:
     deadline = time.monotonic() + 60
     while not condition():
         assert time.monotonic() < deadline, rig.tree.is_busy()
-        rig.step()
-        time.sleep(0.001)
+        rig.wait_a_tick()
 
 
 def last_of(rig: SchedulerRig, rid: str) -> RequestOutput:

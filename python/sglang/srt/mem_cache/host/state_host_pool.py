@@ -1,4 +1,4 @@
-"""Host pool of recurrent states: a page is one state, of all layers that have such."""
+"""Host pool of states of whole prefixes: a page is one state, with all layers that keep it."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from typing import ClassVar, Self
 
 import torch
 
-from sglang.srt.mem_cache.device.mamba_pool import MambaPool
+from sglang.srt.mem_cache.device.state_pool import StatePool
 from sglang.srt.mem_cache.host.host_layout import HostLayout
 from sglang.srt.mem_cache.host.page_copier import PoolPair
 from sglang.srt.mem_cache.host.parted_host_pool import PartedPoolHost
 
 
-class MambaPoolHost(PartedPoolHost[MambaPool]):
-    """Host pool of recurrent states: a buffer of `temporal`, and one of `conv`.
+class StatePoolHost(PartedPoolHost[StatePool]):
+    """Mirrors a `StatePool`, buffer by buffer.
 
     `layer_first` is `[layer, state, ...]`; `page_first` and `page_first_direct`, which differ in
     the order of tokens alone, are `[state, layer, ...]`. Arguments are those of `HostKVCache`; the
@@ -28,7 +28,7 @@ class MambaPoolHost(PartedPoolHost[MambaPool]):
 
     def __init__(
         self,
-        device_pool: MambaPool,
+        device_pool: StatePool,
         host_to_device_ratio: float,
         host_size: float,
         pin_memory: bool = True,
@@ -52,7 +52,7 @@ class MambaPoolHost(PartedPoolHost[MambaPool]):
 
     @classmethod
     def make(
-        cls, device_pool: MambaPool, *, page_num: int, layout: str, allocator_type: str = "default"
+        cls, device_pool: StatePool, *, page_num: int, layout: str, allocator_type: str = "default"
     ) -> Self:
         return cls(
             device_pool, 0.0, 0.0, allocator_type=allocator_type, layout=layout, page_num=page_num
@@ -67,14 +67,14 @@ class MambaPoolHost(PartedPoolHost[MambaPool]):
         )
         return list(parts), parts
 
-    def _paired_with(self, device_pool: MambaPool) -> PoolPair:
+    def _paired_with(self, device_pool: StatePool) -> PoolPair:
         layer_dim = 1 if self.is_zero_copy else 0
         return PoolPair(
             host=tuple(
                 tuple(pages.view(self.page_num, 1, -1) for pages in part.unbind(layer_dim))
                 for part in self._parts
             ),
-            device=(tuple(device_pool.temporal), tuple(device_pool.conv)),
+            device=tuple(tuple(buffer) for buffer in device_pool.buffers),
             page_size=1,
             host_pages=self.page_num,
             device_pages=device_pool.size + 1,
@@ -93,4 +93,8 @@ class MambaPoolHost(PartedPoolHost[MambaPool]):
         return torch.zeros(self.page_bytes, dtype=torch.uint8)
 
     def _page_shape(self) -> tuple[int, ...]:
-        raise ValueError("a recurrent state, of two buffers, has only its flat form")
+        raise ValueError("a recurrent state has only its flat form")
+
+
+class MambaPoolHost(StatePoolHost):
+    """Mirrors a `MambaPool`: a buffer of `temporal`, and one of `conv`."""

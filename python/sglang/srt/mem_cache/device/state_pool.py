@@ -1,0 +1,152 @@
+"""States of whole prefixes: one slot holds what some layers of a model keep of all tokens so far.
+
+A slot is the running state of a request, or a snapshot of one that is no longer written. Where a
+model has several kinds of such state, one pool hands the slots out, and the others share them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Self
+
+import torch
+
+from sglang.srt.constants import MIB
+from sglang.srt.hardware_backend.device_runtime import on_device
+from sglang.srt.mem_cache.device.base_device_pool import BaseDevicePool
+from sglang.srt.mem_cache.device.state_spec import ItemKind, StateSpec
+
+COPY_BYTES = 256 * MIB
+"""Most bytes that `StatePool.copy_from` holds in between."""
+
+
+class StatePool(BaseDevicePool):
+    """Slots of states. The scheduler's thread owns the list of free ones.
+
+    Slot 0 is padding, which has no owner; slots 1 to `size` are handed out. Whatever writes to a
+    slot is queued on the current stream, so that a slot may be freed while the step that used it
+    last is in flight.
+
+    Attributes:
+        buffers: For each buffer of the spec a tensor `[layers, size + 1, *shape]`.
+    """
+
+    host_pool = "sglang.srt.mem_cache.host.state_host_pool.StatePoolHost"
+
+    def __init__(self, spec: StateSpec, size: int, device: torch.device | str) -> None:
+        """
+        Args:
+            spec: What a slot stores; its item is a state.
+            size: Slots besides padding.
+            device: Where the buffers are.
+
+        Raises:
+            ValueError: `size` is not positive, or an item of `spec` is not a state.
+        """
+        if size < 1:
+            raise ValueError(f"a pool of recurrent states needs at least 1 slot, not {size}")
+        if spec.item is not ItemKind.STATE:
+            raise ValueError(f"state '{spec.name}' has an item for each {spec.item}, not a state")
+        super().__init__(spec, size, device)
+        self.buffers = tuple(
+            torch.zeros(
+                (self.layer_num, size + 1, *buffer.shape), dtype=buffer.dtype, device=self.device
+            )
+            for buffer in spec.buffers
+        )
+        self._sharers: list[StatePool] = []
+        """Those that hold more of each state."""
+        self._is_free: list[bool] = []
+        self._free: list[int] = []
+        self.clear()
+
+    @classmethod
+    def from_spec(
+        cls, spec: StateSpec, size: int, page_size: int, device: torch.device | str
+    ) -> Self:
+        """The pool of `size` states; a page is one, whatever `page_size` is."""
+        return cls(spec, size, device)
+
+    def share_slots_with(self, pool: StatePool) -> None:
+        """From now on `pool`, which has as many slots, holds more of each state: it is copied and
+        zeroed together with this one."""
+        assert pool.size == self.size, f"{pool.spec.name} has other slots"
+        self._sharers.append(pool)
+
+    def available_size(self) -> int:
+        """Slots without an owner."""
+        return len(self._free)
+
+    def free_slot_ids(self) -> list[int]:
+        """Every slot without an owner, in no particular order. For the self check."""
+        return self._free.copy()
+
+    def take(self, n: int) -> list[int] | None:
+        """`n` slots, whose contents are anything; None where fewer are free."""
+        assert self.spec.indices_from_pool is None, f"{self.spec.name} has no slots of its own"
+        if n > len(self._free):
+            return None
+        taken = [self._free.pop() for _ in range(n)]
+        for slot in taken:
+            self._is_free[slot] = False
+        return taken
+
+    def alloc(self, n: int) -> torch.Tensor | None:
+        """As `take`, on the device: int64 `[n]`."""
+        taken = self.take(n)
+        return None if taken is None else on_device(taken, self.device, torch.int64)
+
+    def free(self, slots: torch.Tensor | Sequence[int]) -> None:
+        """Take back `slots`: int64 `[n]`, or numbers. A tensor on a GPU is waited for."""
+        ids = slots.tolist() if isinstance(slots, torch.Tensor) else slots
+        for slot in ids:
+            assert 0 < slot <= self.size, f"there is no state slot {slot}"
+            assert not self._is_free[slot], f"state slot {slot} freed twice"
+            self._is_free[slot] = True
+            self._free.append(slot)
+
+    def clear(self) -> None:
+        """Take back every slot."""
+        self._free = list(range(self.size, 0, -1))  # Popped from the end: low slots first.
+        self._is_free = [False] + [True] * self.size
+
+    def copy_from(self, src: torch.Tensor, dst: torch.Tensor) -> None:
+        """Copy the states of `src` to `dst`, in every layer and in all pools that share slots.
+
+        Args:
+            src: int64 `[n]` on the device; a slot may be there several times.
+            dst: int64 `[n]` on the device; each slot once, and none that is in `src`.
+        """
+        for pool in (self, *self._sharers):
+            at_once = max(1, COPY_BYTES // pool.spec.num_bytes)
+            for some_src, some_dst in zip(
+                torch.split(src, at_once), torch.split(dst, at_once), strict=True
+            ):
+                for buffer in pool.buffers:
+                    buffer.index_copy_(1, some_dst, buffer.index_select(1, some_src))
+
+    def zero(self, slots: torch.Tensor) -> None:
+        """Reset the states of `slots` (int64 `[n]` on the device) to those of no tokens, in all
+        pools that share slots."""
+        for pool in (self, *self._sharers):
+            for buffer in pool.buffers:
+                buffer.index_fill_(1, slots, 0)
+
+    def get_contiguous_buf_infos(self) -> tuple[list[int], list[int], list[int]]:
+        """All layers of the first buffer, then of the next: address, bytes, bytes of a state."""
+        buffers = [layer for buffer in self.buffers for layer in buffer]
+        return (
+            [b.data_ptr() for b in buffers],
+            [b.nbytes for b in buffers],
+            [b[0].nbytes for b in buffers],
+        )
+
+
+def state_pool(pools: Iterable[BaseDevicePool]) -> StatePool | None:
+    """The one of a model's pools that hands out slots of states; None: the model keeps none."""
+    found = (
+        pool
+        for pool in pools
+        if isinstance(pool, StatePool) and pool.spec.indices_from_pool is None
+    )
+    return next(found, None)

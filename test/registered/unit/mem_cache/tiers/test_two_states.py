@@ -1,0 +1,182 @@
+"""Two kinds of state of a prefix: their slots are the same, and they move together, or not at all.
+
+The rig checks both where a request continues, and every key and value.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis.stateful import run_state_machine_as_test
+
+from sglang.srt.environ import envs
+from sglang.srt.mem_cache.tiers.host_backup import WRITE_POLICIES
+from sglang.srt.mem_cache.tree.base_prefix_cache import EvictParams
+from sglang.srt.mem_cache.tree.radix_key import RadixKey
+from sglang.test.caches.cache_rig import HiCacheSettings, Reused
+from sglang.test.caches.storage_rigs import PAGE, StorageRigs
+from sglang.test.caches.tiers_machine import StateTiers
+from sglang.test.caches.two_states_rig import SteppedTwoStatesRig, TwoStatesRig
+from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci
+from sglang.test.schedulers.random_setup import impatient
+from sglang.test.stores.object_store import IN_PLACE, PLAIN, STORE_KEY, ObjectStore
+
+register_cpu_ci(est_time=8, suite="base-a-test-cpu")
+register_cuda_ci(est_time=20, suite="base-b-test-1-gpu-large")
+
+PROMPT = [*range(40), 7]
+"""Ten pages and a token."""
+POOLS = ("indexer", "mamba")
+"""Of both kinds of state."""
+
+
+@pytest.fixture(autouse=True)
+def storage_dir(tmp_path: Path) -> Iterator[Path]:
+    with envs.SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR.override(str(tmp_path)):
+        yield tmp_path
+
+
+@pytest.fixture(name="rigs")
+def make_rigs() -> Iterator[StorageRigs]:
+    with StorageRigs() as made:
+        yield made
+
+
+def two_tiers(**values: object) -> TwoStatesRig:
+    made = HiCacheSettings(**values)  # type: ignore[arg-type]
+    return TwoStatesRig(l1_pages=16, num_states=8, settings=made)
+
+
+def spoil(rig: TwoStatesRig) -> None:
+    """Overwrite every state on the device."""
+    for buffer in (*rig.slots.buffers, *rig.mamba.buffers):
+        buffer.fill_(-1)
+
+
+def state_file(root: Path, pool: str) -> Path:
+    """Where a state behind `PROMPT` is."""
+    page_hash = RadixKey(PROMPT[:40]).page_hashes(PAGE)[-1]
+    (found,) = root.glob(f"*/??/{page_hash}%2F{pool}")
+    return found
+
+
+def test_a_request_continues_from_both_in_l1() -> None:
+    rig = TwoStatesRig()
+    rig.run(PROMPT)
+    assert rig.run(PROMPT) == Reused(device=40)
+    assert rig.run([*PROMPT[:12], 99]) == Reused(), "no state stands there"
+    assert rig.run([*PROMPT[:12], 98]) == Reused(device=12)
+    rig.check()
+
+
+@pytest.mark.parametrize("policy", WRITE_POLICIES)
+@pytest.mark.parametrize("layout", ["layer_first", "page_first", "page_first_direct"])
+def test_both_go_to_the_host_and_come_back(layout: str, policy: str) -> None:
+    rig = two_tiers(hicache_mem_layout=layout, hicache_write_policy=policy)
+    for _ in range(2):
+        rig.run(PROMPT)
+        rig.settle()
+    rig.tree.evict(EvictParams(num_tokens=10_000))
+    spoil(rig)
+    assert rig.run(PROMPT) == Reused(host=40)
+    rig.settle()
+    rig.close()
+
+
+def test_both_come_back_alone_to_pages_that_are_there() -> None:
+    rig = two_tiers()
+    rig.run(PROMPT)
+    rig.settle()
+    assert rig.tree.evict(EvictParams(mamba_num=1)).mamba_num_evicted == 1
+    spoil(rig)
+    assert rig.run(PROMPT) == Reused(device=40)
+    rig.settle()
+    rig.close()
+
+
+@pytest.mark.parametrize("layout", ["layer_first", "page_first", "page_first_direct"])
+def test_both_go_to_files_and_come_back(rigs: StorageRigs, storage_dir: Path, layout: str) -> None:
+    writer, reader = (
+        rigs.make("file", kind=TwoStatesRig, hicache_mem_layout=layout) for _ in range(2)
+    )
+    writer.run(PROMPT)
+    writer.settle()
+    assert all(state_file(storage_dir, pool).is_file() for pool in POOLS)
+    assert reader.run(PROMPT) == Reused(storage=40)
+    reader.settle()
+
+
+@pytest.mark.parametrize("pool", POOLS)
+@pytest.mark.parametrize("trouble", ["lost", "damaged"])
+def test_without_one_of_them_neither_is_served_and_both_heal(
+    rigs: StorageRigs, storage_dir: Path, pool: str, trouble: str
+) -> None:
+    writer, reader, third = (rigs.make("file", kind=TwoStatesRig) for _ in range(3))
+    writer.run(PROMPT)
+    writer.settle()
+    file = state_file(storage_dir, pool)
+    raw = file.read_bytes()
+    if trouble == "lost":
+        file.unlink()
+    else:
+        file.write_bytes(bytes([raw[0] ^ 1]) + raw[1:])
+    assert reader.run(PROMPT) == Reused()
+    reader.settle()
+    assert file.read_bytes() == raw
+    assert third.run(PROMPT) == Reused(storage=40)
+    third.settle()
+
+
+@pytest.mark.parametrize("backend", [PLAIN, IN_PLACE])
+def test_both_are_right_whatever_the_store_does(backend: str) -> None:
+    rng = random.Random(5)
+    with (
+        ObjectStore(5) as store,
+        impatient(),
+        StorageRigs(**{STORE_KEY: store.name, "prefetch_timeout_max": 2.0}) as rigs,
+    ):
+        pair = [
+            rigs.make(backend, kind=TwoStatesRig, l1_pages=14, hicache_ratio=1.5) for _ in range(2)
+        ]
+        reused = 0
+        for _ in range(100):
+            store.set_mood(rng.choice(("well", "quick", "failing", "refusing", "rotten", "full")))
+            first = 1000 * rng.randrange(3)
+            prompt = [*range(first, first + rng.choice((13, 25, 41))), 7]
+            reused += rng.choice(pair).run(prompt).storage
+            if rng.random() < 0.1:
+                store.rot(rng)
+                rng.choice(pair).flush()
+        store.set_mood("quick")
+        store.release()
+        for rig in pair:
+            rig.settle()
+    assert reused, "L3 was of no use"
+    assert not store.contradictions
+
+
+class TwoStatesTiers(StateTiers):
+    """`StateTiers` with two kinds of state in each slot."""
+
+    rig_class = SteppedTwoStatesRig
+
+
+def test_any_order_of_requests_splits_evictions_and_landings() -> None:
+    run_state_machine_as_test(
+        TwoStatesTiers,
+        settings=settings(
+            max_examples=20,
+            stateful_step_count=40,
+            deadline=None,
+            print_blob=True,
+            suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
+        ),
+    )
+
+
+if __name__ == "__main__":
+    raise SystemExit(pytest.main([__file__, "-q"]))
