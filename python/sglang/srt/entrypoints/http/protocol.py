@@ -240,7 +240,7 @@ class BoundedProtocol(HttpToolsProtocol):
         if self.cycle.response_complete:
             return
         self.cycle.body += body
-        # Pausing costs two system calls, and another two when the endpoint reads what is here.
+        # Each pause takes the connection out of the loop's selector, and reading puts it back.
         if len(self.cycle.body) > MAX_UNREAD_BYTES:
             self.flow.pause_reading()
         self.cycle.message_event.set()
