@@ -6,9 +6,9 @@ import importlib.util
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, settings
-from hypothesis.stateful import RuleBasedStateMachine, run_state_machine_as_test
+from hypothesis.stateful import RuleBasedStateMachine
 
+from sglang.test.caches.random_runs import run_machine
 from sglang.test.ci.ci_register import register_cpu_ci
 
 register_cpu_ci(est_time=240, suite="nightly-test-cpu", nightly=True)
@@ -37,16 +37,7 @@ def machine(file: str, name: str) -> type[RuleBasedStateMachine]:
     ],
 )
 def test_long_runs_against_a_dict_of_pages(file: str, name: str, examples: int) -> None:
-    run_state_machine_as_test(
-        machine(file, name),
-        settings=settings(
-            max_examples=examples,
-            stateful_step_count=60,
-            deadline=None,
-            print_blob=True,
-            suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
-        ),
-    )
+    run_machine(machine(file, name), examples, steps=60)
 
 
 if __name__ == "__main__":

@@ -12,6 +12,9 @@ JSON_OBJECT_SCHEMA: Final = '{"type":"object"}'
 """Any JSON object: the meaning of OpenAI's `response_format` of type `json_object`."""
 
 
+_NO_TEXTS: Final = (None,) * 4
+
+
 class ConstraintKind(str, Enum):
     """The sampling parameter that has the text; errors name it."""
 
@@ -41,6 +44,8 @@ def constraint_of(
         ValueError: There are several.
     """
     texts = (json_schema, regex, ebnf, structural_tag)
+    if texts == _NO_TEXTS:
+        return None
     given = [
         Constraint(kind, text)
         for kind, text in zip(ConstraintKind, texts, strict=True)
@@ -49,7 +54,7 @@ def constraint_of(
     if len(given) > 1:
         names = " and ".join(constraint.kind.value for constraint in given)
         raise ValueError(f"{names} are given together: keep one of them")
-    return given[0] if given else None
+    return given[0]
 
 
 def constraint_of_response_format(

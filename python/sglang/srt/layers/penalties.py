@@ -6,6 +6,7 @@ Each class covers the rows that ask for it; a batch without such rows has no ins
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Final
 
 import numpy as np
 import torch
@@ -13,6 +14,8 @@ import torch
 from sglang.srt.hardware_backend.device_runtime import on_device
 from sglang.srt.mem_cache.tree.radix_key import TokenArray, token_array
 from sglang.srt.sampling.sampling_params import SamplingParams
+
+_NO_COUNTS: Final = torch.empty(0)
 
 
 class TokenHistory:
@@ -33,13 +36,13 @@ class TokenHistory:
         self._output_ids = output_ids
         self._num_counted = 0
         self._owner: Penalties | None = None
-        self._counts = self._in_prompt = torch.empty(0)
+        self._counts = self._in_prompt = _NO_COUNTS
 
     def forget(self) -> None:
         """Free the memory; the next penalised step uploads everything again."""
         self._num_counted = 0
         self._owner = None
-        self._counts = self._in_prompt = torch.empty(0)
+        self._counts = self._in_prompt = _NO_COUNTS
 
     def rows(
         self, vocab_size: int, device: torch.device | str

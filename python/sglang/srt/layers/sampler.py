@@ -50,15 +50,16 @@ class Sampler(torch.nn.Module):
             return logits_output.logits.argmax()
         logits = sampling_info.adjusted(logits_output.next_token_logits, steps)
         token_ids = logits.argmax(dim=-1)
-        if not sampling_info.is_all_greedy:
+        temperatures = sampling_info.temperatures
+        if temperatures is not None:
             uniform = uniform_from_seed(seeds, steps)
             if sampling_info.plain_rows is not None:
                 rows = sampling_info.plain_rows
-                scaled = logits.index_select(0, rows) / sampling_info.temperatures[rows]
+                scaled = logits.index_select(0, rows) / temperatures[rows]
                 token_ids[rows] = _sample(scaled.softmax(dim=-1), uniform[rows])
             if sampling_info.filtered is not None:
                 rows = sampling_info.filtered.rows
-                scaled = logits.index_select(0, rows) / sampling_info.temperatures[rows]
+                scaled = logits.index_select(0, rows) / temperatures[rows]
                 token_ids[rows] = _sample_filtered(
                     scaled.softmax(dim=-1), uniform[rows], sampling_info.filtered
                 )

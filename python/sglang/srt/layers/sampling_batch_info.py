@@ -39,9 +39,8 @@ class SamplingBatchInfo:
     """
 
     batch_size: int
-    is_all_greedy: bool
-    temperatures: torch.Tensor
-    """fp32 `[bs, 1]`; 1 for greedy rows."""
+    temperatures: torch.Tensor | None
+    """fp32 `[bs, 1]`; 1 for greedy rows. None where all are greedy."""
     plain_rows: torch.Tensor | None
     """int64 `[n]`: rows that sample from the whole vocabulary; None: there are none."""
     filtered: FilteredRows | None
@@ -86,8 +85,9 @@ class SamplingBatchInfo:
         temperatures = [1.0 if p.is_greedy else p.temperature for p in params]
         return cls(
             batch_size=len(params),
-            is_all_greedy=not plain and not filtered,
-            temperatures=on_device(temperatures, device).unsqueeze(1),
+            temperatures=(
+                on_device(temperatures, device).unsqueeze(1) if plain or filtered else None
+            ),
             plain_rows=on_device(plain, device) if plain else None,
             filtered=_filtered_rows(params, filtered, vocab_size, device) if filtered else None,
             penalties=Penalties(
@@ -108,6 +108,11 @@ class SamplingBatchInfo:
             else None,
             grammar=GrammarMask(grammars, len(params), vocab_size) if grammars else None,
         )
+
+    @property
+    def is_all_greedy(self) -> bool:
+        """Whether no row draws its tokens."""
+        return self.temperatures is None
 
     @property
     def adjusts_logits(self) -> bool:

@@ -87,8 +87,9 @@ def _live(prefill: HalfProcess, decode: HalfProcess, number: int, outcome: Outco
     words = checkable_model.words(message.input_ids.tolist(), message.seed, 8)
     assert ended.output_ids == words, ended
     outcome.from_storage.append(ended.from_storage)
+    # The next process finds in the store what this one has written by now.
+    prefill.until(lambda facts: facts.is_idle)
     if number % 2:
-        prefill.until(lambda facts: facts.is_idle)
         prefill.check()
         status = prefill.stop()
         assert status == 0, f"process {number} exited with {status}"

@@ -19,6 +19,7 @@ from sglang.srt.entrypoints.http.listener import BoundedServer
 from sglang.srt.entrypoints.http.protocol import (
     DISCARD_BYTES,
     MAX_HEAD_BYTES,
+    MAX_UNREAD_BYTES,
     BoundedProtocol,
     bounded_protocol,
 )
@@ -325,6 +326,14 @@ class Transport(asyncio.Transport):
     def __init__(self) -> None:
         super().__init__()
         self.written: list[bytes] = []
+        self.pauses = 0
+        self.is_paused = False
+
+    def pause_reading(self) -> None:
+        self.pauses, self.is_paused = self.pauses + 1, True
+
+    def resume_reading(self) -> None:
+        self.is_paused = False
 
     def write(self, data: bytes | bytearray | memoryview) -> None:
         self.written.append(bytes(data))
@@ -373,6 +382,41 @@ def test_a_response_without_a_body_has_a_head() -> None:
     (only,) = writes_of((GET % 1).replace(b"GET", b"HEAD"))
     assert only.startswith(b"HTTP/1.1 200 OK\r\n")
     assert only.endswith(b"\r\n\r\n")
+
+
+@pytest.mark.parametrize(("size", "pauses"), [(MAX_UNREAD_BYTES, 0), (MAX_UNREAD_BYTES + 1, 1)])
+def test_a_body_that_is_not_read_waits_once_it_is_large(size: int, pauses: int) -> None:
+    seen = bytearray()
+
+    async def read(scope: Any, receive: Any, send: Any) -> None:
+        more = True
+        while more:
+            part = await receive()
+            seen.extend(part["body"])
+            more = part["more_body"]
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body"})
+
+    async def run() -> None:
+        config = uvicorn.Config(read, http=bounded_protocol(), ws="none", log_config=None)
+        config.load()
+        state, transport = ServerState(), Transport()
+        connection: Any = config.http_protocol_class
+        connection = connection(config=config, server_state=state, app_state={})
+        connection.connection_made(transport)
+        head = b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % (size + 1)
+        connection.data_received(head + bytes(size))
+        assert (transport.pauses, transport.is_paused) == (pauses, bool(pauses))
+        while len(seen) < size:
+            await asyncio.sleep(0)
+        assert not transport.is_paused, "its endpoint has read it"
+        connection.data_received(b"x")
+        await asyncio.gather(*state.tasks)
+        assert transport.pauses == pauses
+        connection.connection_lost(None)
+
+    asyncio.run(asyncio.wait_for(run(), 30))
+    assert bytes(seen) == bytes(size) + b"x"
 
 
 def test_a_server_that_ends_lets_go_of_its_port() -> None:

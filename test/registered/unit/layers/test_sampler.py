@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from sglang.srt.layers import sampler as sampler_module
+from sglang.srt.layers import sampling_batch_info
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from sglang.srt.layers.penalties import TokenHistory
 from sglang.srt.layers.sampler import Sampler, uniform_from_seed
@@ -152,6 +153,33 @@ def test_greedy_takes_the_first_maximum_and_ignores_the_seed() -> None:
     for params in (SamplingParams(temperature=0.0), SamplingParams(top_k=1, temperature=5.0)):
         for seed in range(5):
             assert sample(logits, [params] * 2, [seed] * 2, [0, 1]) == [4, 49]
+
+
+@pytest.mark.parametrize(
+    ("temperatures", "uploads", "expected"),
+    [((0.0, 0.0), 0, None), ((0.0, 0.5), 2, [[1.0], [0.5]])],
+    ids=["greedy", "mixed"],
+)
+def test_a_greedy_batch_uploads_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+    temperatures: tuple[float, ...],
+    uploads: int,
+    expected: list[list[float]] | None,
+) -> None:
+    uploaded = []
+
+    def upload(values: list[float], *args: Any) -> torch.Tensor:
+        uploaded.append(values)
+        return torch.tensor(values)
+
+    monkeypatch.setattr(sampling_batch_info, "on_device", upload)
+    params = [SamplingParams(temperature=temperature) for temperature in temperatures]
+    for one in params:
+        one.normalize()
+    info = SamplingBatchInfo.from_reqs(params, VOCAB, "cpu")
+    assert len(uploaded) == uploads, "temperatures, and the rows that are drawn"
+    assert info.is_all_greedy == (expected is None)
+    assert (None if info.temperatures is None else info.temperatures.tolist()) == expected
 
 
 def test_impossible_tokens_are_never_sampled() -> None:

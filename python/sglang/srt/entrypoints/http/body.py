@@ -57,11 +57,12 @@ async def read_body(request: Request, limit: int = MAX_BODY_BYTES) -> bytes:
         async with asyncio.timeout_at(now() + CHUNK_SECONDS) as bound:
             part = await request.receive()
             while part["type"] != "http.disconnect":
-                body += part.get("body", b"")
-                if len(body) > limit:
+                data: bytes = part.get("body", b"")
+                if len(body) + len(data) > limit:
                     raise _too_large(limit)
                 if not part.get("more_body"):
-                    return bytes(body)
+                    return bytes(body) + data if body else data
+                body += data
                 bound.reschedule(min(now() + CHUNK_SECONDS, end))
                 part = await request.receive()
     except TimeoutError:

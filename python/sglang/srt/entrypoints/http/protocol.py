@@ -8,6 +8,7 @@ parsing a body; and it goes on parsing after it has refused a request. This prot
 - One request is parsed at a time; what follows it waits until it is answered.
 - An answer that comes before the whole body ends the connection. The rest of the body is thrown
   away unparsed, for a while, so that the client can read the answer (`_discard`).
+- A connection is paused later, at `MAX_UNREAD_BYTES` of a body that its endpoint has not read.
 - The number of idle connections is bounded (`OpenConnections`).
 - A response's head goes out with the begin of its body (`AnswerTransport`).
 """
@@ -24,7 +25,7 @@ from typing import Final
 import httptools
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from sglang.srt.constants import MIB
+from sglang.srt.constants import KIB, MIB
 from sglang.srt.entrypoints.http.answer import Answer, AnswerTransport, refusal
 from sglang.srt.entrypoints.http.body_meter import BodyMeter
 from sglang.srt.entrypoints.http.connections import MAX_IDLE_CONNECTIONS, OpenConnections
@@ -36,6 +37,9 @@ MAX_HEAD_BYTES: Final = 16384
 """Longest head of a request, its empty line included."""
 HEAD_SECONDS: Final = 10.0
 """Seconds from the first byte (or the connection) to the end of a request's head."""
+MAX_UNREAD_BYTES: Final = 256 * KIB
+"""A connection is paused while more than this of a body waits for its endpoint. As much as asyncio
+receives at once: with uvicorn's 64 KiB, each part of a long prompt pauses and resumes it."""
 DISCARD_SECONDS: Final = 10.0
 DISCARD_BYTES: Final = 64 * MIB
 """Bounds for discarding data that a client still sends after an answer that ends its connection
@@ -233,7 +237,13 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def on_body(self, body: bytes) -> None:
         self._meter.note_body(len(body))
-        super().on_body(body)
+        if self.cycle.response_complete:
+            return
+        self.cycle.body += body
+        # Each pause takes the connection out of the loop's selector, and reading puts it back.
+        if len(self.cycle.body) > MAX_UNREAD_BYTES:
+            self.flow.pause_reading()
+        self.cycle.message_event.set()
 
     # ---- answers go out --------------------------------------------------------------------
 

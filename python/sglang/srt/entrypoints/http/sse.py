@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, AsyncIterator, Coroutine
+from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Mapping
 from typing import Any, Final, TypeVar
 
 import msgspec
@@ -16,6 +16,11 @@ from sglang.srt.entrypoints.http.errors import ApiError, as_api_error, error_bod
 T = TypeVar("T")
 
 DONE: Final = b"data: [DONE]\n\n"
+_STREAM_HEADERS: Final = (
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),
+)
 _encoder: Final = msgspec.json.Encoder()
 
 
@@ -43,8 +48,6 @@ class EventStream(Response):
     after the first event becomes an event of its own.
     """
 
-    media_type = "text/event-stream"
-
     def __init__(self, first: object, events: AsyncGenerator[object, None]) -> None:
         """Take a stream whose `first` event is there already.
 
@@ -54,27 +57,29 @@ class EventStream(Response):
         super().__init__()
         self._first = first
         self._events = events
-        del self.headers["content-length"]
-        self.headers["cache-control"] = "no-cache"
-        self.headers["x-accel-buffering"] = "no"
+
+    def init_headers(self, headers: Mapping[str, str] | None = None) -> None:
+        """Starlette's hook, which would put them together anew for each stream."""
+        self.raw_headers = list(_STREAM_HEADERS)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
+            # The first token goes out before anything is set up for the others.
+            start = {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
+            await send(start)
+            await _send_event(send, self._first)
             with contextlib.suppress(ClientLeft):
                 await unless_client_leaves(receive, self._pump(send))
         finally:
             await self._events.aclose()
 
     async def _pump(self, send: Send) -> None:
-        start = {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
-        await send(start)
         async for event in self._with_errors():
-            await _send_part(send, b"data: " + json_bytes(event) + b"\n\n")
+            await _send_event(send, event)
         await _send_part(send, DONE)
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _with_errors(self) -> AsyncIterator[object]:
-        yield self._first
         try:
             async for event in self._events:
                 yield event
@@ -129,6 +134,10 @@ async def unless_client_leaves(
 async def _wait_until_gone(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
+
+
+async def _send_event(send: Send, event: object) -> None:
+    await _send_part(send, b"data: " + json_bytes(event) + b"\n\n")
 
 
 async def _send_part(send: Send, body: bytes) -> None:

@@ -117,19 +117,20 @@ def make_prefill_batch(
     if not any(ids for _, ids in inputs):
         inputs = []
     is_decode = max(extend_lens) == 1 and not inputs and hicache_consumer_index == -1
-    input_ids, rows_on_device, seq_lens_on_device, seeds, steps = pools.columns(
+    input_ids, rows_on_device, seq_lens_on_device, seeds, steps, positions = pools.columns(
         new_ids,
         rows,
         seq_lens,
         [req.spec.seed for req in reqs],
         [len(req.progress.output_ids) for req in reqs],
+        prefix_lens,
     )
     return ModelWorkerBatch(
         forward=ForwardBatch(
             forward_mode=ForwardMode.DECODE if is_decode else ForwardMode.EXTEND,
             input_ids=input_ids,
             positions=(
-                seq_lens_on_device - 1
+                positions  # of the one token of each request
                 if is_decode
                 else compute_extend_positions(prefix_lens, extend_lens, pools.device)
             ),

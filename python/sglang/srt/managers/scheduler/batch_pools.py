@@ -40,7 +40,7 @@ class BatchPools:
         ids = np.concatenate([np.asarray(column, dtype=np.int64) for column in columns])
         lengths = [len(column) for column in columns]
         staged = device_runtime(self.device).stage_to_device(torch.from_numpy(ids))
-        return torch.split(staged, lengths)
+        return tuple(staged.split_with_sizes(lengths))
 
 
 def release_slots(req: Req, tree: BasePrefixCache, pools: BatchPools) -> None:

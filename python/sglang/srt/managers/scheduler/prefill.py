@@ -92,6 +92,9 @@ class PrefillScheduler:
         self._blocked_by: tuple[int, int] | None = None
         self._blocked_ticks = 0
         self._unawaited_load = -1
+        self._uncounted: list[tuple[Req, int]] = []
+        """Requests that are scheduled for the first time and that the metrics do not know of yet,
+        with `_Prefix.cut`."""
         self._padding_slot = torch.zeros(1, dtype=torch.int64, device=state.pools.device)
         self._shares_prompts = not state.tree.disable
 
@@ -140,6 +143,7 @@ class PrefillScheduler:
             rest = progress.uncommitted_tokens
             if self._alloc(req, rest, prefix.slots) is not None:
                 self._commit(req, prefix)
+                self._count_scheduled()
                 progress.num_in_flight = rest
                 queues.hold(req)
                 return plan.outcome
@@ -152,6 +156,7 @@ class PrefillScheduler:
         """The device was given the step. The tree may have its keys and values now, and copies of
         them may be queued: whatever reads them is queued behind the step."""
         tree = self._state.tree
+        self._count_scheduled()
         for work in works:
             req = work.req
             if work.first_state:
@@ -370,12 +375,20 @@ class PrefillScheduler:
 
     def _report(self, req: Req, details: CachedTokensDetails, cut: int) -> None:
         """What the client and the metrics are told of the first prefill of `req`."""
-        report, num_prompt = req.report, len(req.spec.origin_input_ids)
+        report = req.report
         report.was_scheduled = True
         report.queue_time = max(0.0, self._state.now - report.arrival_time)
         report.stages.queue, report.stage_began = report.queue_time, time.monotonic()
         report.cached_tokens_details = details
         if not req.spec.is_probe:
+            self._uncounted.append((req, cut))
+
+    def _count_scheduled(self) -> None:
+        """Tell the metrics of the requests that were scheduled for the first time. They can wait
+        until the device has its step."""
+        for req, cut in self._uncounted:
+            report, num_prompt = req.report, len(req.spec.origin_input_ids)
+            details = report.cached_tokens_details
             self._state.metrics.on_scheduled(num_prompt, details, report.queue_time)
             self._state.tree.count_lookup(
                 num_prompt,
@@ -384,6 +397,7 @@ class PrefillScheduler:
                 storage=details.storage,
                 cut=cut,
             )
+        self._uncounted.clear()
 
     def _give_up(self, req: Req) -> None:
         """Abort `req`: nothing runs, nothing is in flight, and slots are short. Some are lost."""

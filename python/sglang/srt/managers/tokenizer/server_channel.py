@@ -8,7 +8,6 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import zmq
-import zmq.asyncio
 
 from sglang.srt.managers.messages.io_struct import (
     Message,
@@ -27,7 +26,11 @@ logger = logging.getLogger(__name__)
 
 
 class ServerChannel:
-    """Sends what one turn of the event loop has in one frame, and reads in a task of its own.
+    """Sends what one turn of the event loop has in one frame, and reads when a socket wakes the
+    loop.
+
+    The sockets are plain ones, and neither waits. `zmq.asyncio` would take a future, a task and a
+    turn of the loop more for each message.
 
     All methods are for the event loop that called `start`, but for `call_soon_threadsafe`.
     """
@@ -42,7 +45,7 @@ class ServerChannel:
 
         Args:
             ipc: Where to bind and to connect.
-            on_message: Gets each message.
+            on_message: Gets each message. An exception of it ends the reading.
             on_failure: Gets the reason why no further message will come.
         """
         self._ipc = ipc
@@ -51,11 +54,11 @@ class ServerChannel:
         self._decoder = server_decoder()
         self._bad = BadMessages(logger, "message")
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._context: zmq.asyncio.Context | None = None
+        self._context: zmq.Context[zmq.Socket[bytes]] | None = None
+        self._source: zmq.Socket[bytes] | None = None
         self._sink: zmq.Socket[bytes] | None = None
         self._outbox: list[bytes] = []
         """Encoded messages for the scheduler, until `_flush`."""
-        self._reader: asyncio.Task[None] | None = None
 
     @property
     def is_open(self) -> bool:
@@ -65,22 +68,20 @@ class ServerChannel:
     async def start(self) -> None:
         """Open the sockets on the running loop and begin to read."""
         self._loop = asyncio.get_running_loop()
-        self._context = zmq.asyncio.Context()
-        source = self._context.socket(zmq.PULL)
-        source.set_hwm(0)
-        source.bind(self._ipc.server_input)
-        # A plain socket: without a high-water mark a send never waits, so there is no future in it.
-        self._sink = zmq.Socket(self._context, zmq.PUSH)
+        self._context = zmq.Context()
+        self._source = self._context.socket(zmq.PULL)
+        self._source.set_hwm(0)
+        self._source.bind(self._ipc.server_input)
+        # Without a high-water mark a send never waits.
+        self._sink = self._context.socket(zmq.PUSH)
         self._sink.set_hwm(0)
         self._sink.connect(self._ipc.scheduler_input)
-        self._reader = asyncio.create_task(self._read(source), name="server-channel-reader")
+        self._loop.add_reader(self._source.fileno(), self._read)
+        self._read()  # What came before the loop watched wakes it no more.
 
     async def close(self) -> None:
         """Send what is left and close the sockets. Idempotent."""
-        if self._reader is not None:
-            self._reader.cancel()
-            await asyncio.wait([self._reader])
-            self._reader = None
+        self._stop_reading()
         self._flush()
         if self._context is not None:
             # A little time for the last message; the peer may be gone already.
@@ -118,19 +119,27 @@ class ServerChannel:
             self._sink.send(frame_of(self._outbox), zmq.NOBLOCK)
         self._outbox.clear()
 
-    async def _read(self, source: zmq.asyncio.Socket) -> None:
+    def _read(self) -> None:
+        """Pass on all messages that are there. The descriptor wakes the loop once for what comes
+        after the socket was seen empty, so it has to be seen empty each time."""
+        assert self._source is not None, "it is open while the loop watches it"
         try:
             while True:
-                payload = await source.recv()
                 try:
-                    message = self._decoder.decode(payload)
+                    message = self._decoder.decode(self._source.recv(zmq.NOBLOCK))
+                except zmq.Again:
+                    return
                 except MALFORMED as error:
                     self._bad.add(error)
                     continue
                 self._on_message(message)
-        except asyncio.CancelledError:
-            raise
         except Exception:
             logger.critical("the reader of engine messages failed", exc_info=True)
+            self._stop_reading()
             self._on_failure("the server failed to read the engine's messages; see its log")
-            raise
+
+    def _stop_reading(self) -> None:
+        if self._source is not None and self._loop is not None:
+            self._loop.remove_reader(self._source.fileno())
+            self._source.close(linger=0)
+            self._source = None

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
+from weakref import WeakKeyDictionary
 
 import torch
 
@@ -55,6 +56,9 @@ class PrefixTree:
         self._heaps: list[EvictionHeap] = []
         self.device_heap = self.add_heap(_may_leave_device)
         self._forget_below: Callable[[TreeNode], None] | None = None
+        self._walks: WeakKeyDictionary[RadixKey, list[TreeNode]] = WeakKeyDictionary()
+        """What `walk` gave for keys that are still in use. Forgotten whenever a node joins the
+        tree, leaves it or is split; tiers do not matter."""
         self.components = tuple(components)
         for component in self.components:
             component.bind(self)
@@ -63,6 +67,7 @@ class PrefixTree:
     def reset(self) -> None:
         """Forget every node. The caller clears the pools."""
         self.root = TreeNode(ROOT_ID, RadixKey([]))
+        self._walks.clear()
         self._next_node_id = ROOT_ID + 1
         self._clock = 0
         self.evictable = 0
@@ -93,20 +98,28 @@ class PrefixTree:
         """Nodes that cover the longest known front of `key`, root's child first.
 
         Where the key leaves a node in its middle (at a page boundary), the node is split. Every
-        node on the way is touched.
+        node on the way is touched. A second walk along the same `key` compares no tokens, unless
+        the nodes of the tree are others by then.
         """
         self._clock += 1
-        node, done = self.root, 0
+        path = self._walks.get(key)
+        if path is None:
+            path = self._walks[key] = self._descend(key)
+        for node in path:
+            node.last_access_time = self._clock
+        return path.copy()
+
+    def _descend(self, key: RadixKey) -> list[TreeNode]:
+        node, done, page_size = self.root, 0, self.page_size
         path: list[TreeNode] = []
-        while done + self.page_size <= len(key):
-            rest = key[done:]
-            child = node.children.get(rest.child_key(self.page_size))
+        while done + page_size <= len(key.ids):
+            child = node.children.get(key.child_key(page_size, done))
             if child is None:
                 break
-            common = child.key.match(rest, self.page_size)
-            if common < len(child.key):
-                child = child.split_off_front(common, self._take_id(), self.page_size)
-            child.last_access_time = self._clock
+            common = child.key.match(key, page_size, done)
+            if common < len(child.key.ids):
+                self._walks.clear()
+                child = child.split_off_front(common, self._take_id(), page_size)
             path.append(child)
             done += common
             node = child
@@ -158,6 +171,7 @@ class PrefixTree:
         """A new node below `parent`, on no tier yet."""
         node = TreeNode(self._take_id(), key)
         node.creation_time = node.last_access_time = self._clock
+        self._walks.clear()
         node.attach(parent, self.page_size)
         return node
 
@@ -165,6 +179,7 @@ class PrefixTree:
         """Take a leaf that nothing holds out of the tree."""
         assert not node.children and node.value is None and node.lock_ref == 0
         self.look_ahead.on_delete(node)
+        self._walks.clear()
         node.detach(self.page_size)
 
     def prune(self, node: TreeNode) -> int:
@@ -304,6 +319,8 @@ class PrefixTree:
         check_nodes(self.root, nodes, self.page_size)
         check_digest(self.root, nodes)
         self.look_ahead.check(nodes)
+        for key, path in list(self._walks.items()):
+            assert self._descend(key) == path, f"another walk along {key} is remembered"
         on_device = [node for node in nodes if node.value is not None]
         locked = sum(len(node.key) for node in on_device if node.lock_ref)
         total = sum(len(node.key) for node in on_device)

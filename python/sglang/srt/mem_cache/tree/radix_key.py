@@ -59,7 +59,7 @@ def chain_seed(extra_key: str | None) -> PageHash | None:
 
 
 class RadixKey:
-    """Tokens of a prefix (immutable) with the extra key that separates it.
+    """Tokens of a prefix (immutable) with the extra key that separates it. Equal to itself alone.
 
     Args:
         token_ids: Token ids, each in [0, 2**32).
@@ -69,7 +69,7 @@ class RadixKey:
         OverflowError: A token id does not fit 32 bits.
     """
 
-    __slots__ = ("extra_key", "ids")
+    __slots__ = ("__weakref__", "extra_key", "ids")
 
     def __init__(self, token_ids: Sequence[int] | TokenArray, extra_key: str | None = None) -> None:
         self.ids: TokenArray = token_array(token_ids)
@@ -96,20 +96,23 @@ class RadixKey:
         """The longest front of whole pages."""
         return self[: len(self) // page_size * page_size]
 
-    def match(self, other: RadixKey, page_size: int = 1) -> int:
-        """Tokens of the common front, in whole pages."""
+    def match(self, other: RadixKey, page_size: int = 1, begin: int = 0) -> int:
+        """Tokens of the common front with `other` from its token `begin` on, in whole pages."""
         if self.extra_key != other.extra_key:
             return 0
-        shorter = min(len(self), len(other))
-        different = self.ids[:shorter] != other.ids[:shorter]
-        # argmax finds the first True; without one it says 0, so ask the element.
-        first = int(different.argmax()) if shorter else 0
-        common = first if shorter and different[first] else shorter
+        theirs = other.ids[begin : begin + len(self.ids)]
+        common = len(theirs)
+        different = self.ids[:common] != theirs
+        if common:
+            # argmax finds the first True; without one it says 0, so ask the element.
+            first = int(different.argmax())
+            common = first if different[first] else common
         return common // page_size * page_size
 
-    def child_key(self, page_size: int = 1) -> ChildKey:
-        """The key under which a node starting with these tokens hangs on its parent."""
-        return self.extra_key, self.ids[:page_size].tobytes()
+    def child_key(self, page_size: int = 1, begin: int = 0) -> ChildKey:
+        """The key under which a node starting with the tokens from `begin` on hangs on its
+        parent."""
+        return self.extra_key, self.ids[begin : begin + page_size].tobytes()
 
     def hash_page(self, start: int, end: int, prior_hash: PageHash | None = None) -> PageHash:
         """Hash of tokens `[start, end)`, chained to `prior_hash` (or the extra key's seed)."""

@@ -7,7 +7,6 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     RuleBasedStateMachine,
@@ -15,7 +14,6 @@ from hypothesis.stateful import (
     invariant,
     precondition,
     rule,
-    run_state_machine_as_test,
 )
 
 from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator
@@ -34,6 +32,7 @@ from sglang.srt.mem_cache.tree.radix_key import RadixKey
 from sglang.srt.mem_cache.tree.tree_node import TreeNode
 from sglang.test.caches.cache_rig import CacheRig
 from sglang.test.caches.mla_pools import make_indexer_pool, make_mla_pool
+from sglang.test.caches.random_runs import run_machine
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.stores.host_pools import device_bytes, make_device_pool, page_slots
 
@@ -330,12 +329,7 @@ def _slots(node: TreeNode) -> list[int]:
 
 @pytest.mark.parametrize("machine", [Allocator, HostPool, Radix])
 def test_against_a_dict_of_pages(machine: type[RuleBasedStateMachine]) -> None:
-    run_state_machine_as_test(
-        machine,
-        settings=settings(
-            max_examples=EXAMPLES, stateful_step_count=30, deadline=None, print_blob=True
-        ),
-    )
+    run_machine(machine, EXAMPLES, steps=30)
 
 
 if __name__ == "__main__":

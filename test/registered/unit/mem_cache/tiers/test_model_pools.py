@@ -6,7 +6,6 @@ and values, or indexer keys beside latent rows. The rigs check every one that th
 
 from __future__ import annotations
 
-import random
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -29,11 +28,11 @@ from sglang.srt.mem_cache.host.paged_host_pool import PagedPoolHost
 from sglang.srt.mem_cache.hybrid_cache import cache_controller
 from sglang.srt.mem_cache.storage.mooncake_store import mooncake_store
 from sglang.srt.mem_cache.storage.types import StoragePool
-from sglang.srt.mem_cache.tiers.host_backup import WRITE_POLICIES
 from sglang.srt.mem_cache.tree.radix_key import RadixKey
 from sglang.test.caches.cache_rig import RIG_LAYOUTS, CacheRig, HiCacheSettings, Reused
 from sglang.test.caches.marks_rig import MarksRig
 from sglang.test.caches.mla_rig import MLARig
+from sglang.test.caches.random_runs import run_over_moods
 from sglang.test.caches.storage_rigs import (
     PAGE,
     StorageRigs,
@@ -42,9 +41,8 @@ from sglang.test.caches.storage_rigs import (
     storage_io_of,
 )
 from sglang.test.ci.ci_register import register_cpu_ci
-from sglang.test.schedulers.random_setup import impatient
 from sglang.test.stores.fake_mooncake import FakeMooncake, FakeMooncakes
-from sglang.test.stores.object_store import IN_PLACE, PLAIN, STORE_KEY, ObjectStore
+from sglang.test.stores.object_store import IN_PLACE, PLAIN
 
 register_cpu_ci(est_time=12, suite="base-a-test-cpu")
 
@@ -263,45 +261,10 @@ def test_nothing_is_written_behind_a_page_whose_second_part_was_refused(
     reader.settle()
 
 
-_MOODS = ("well", "quick", "slow", "failing", "refusing", "rotten", "forgetful", "full")
-
-
 @pytest.mark.parametrize("backend", [PLAIN, IN_PLACE])
 @pytest.mark.parametrize("seed", range(3))
 def test_both_kinds_are_right_whatever_the_store_does(backend: str, seed: int, kind: Kind) -> None:
-    """Prompts of four families over small tiers; all that is reused is checked by the rig."""
-    rng = random.Random(seed)
-    with (
-        ObjectStore(seed) as store,
-        impatient(),
-        StorageRigs(**{STORE_KEY: store.name, "prefetch_timeout_max": 2.0}) as rigs,
-    ):
-        pair = [
-            rigs.make(
-                backend,
-                kind=kind,
-                l1_pages=12,
-                hicache_ratio=1.5,
-                hicache_mem_layout=rng.choice(RIG_LAYOUTS),
-                hicache_write_policy=rng.choice(WRITE_POLICIES),
-            )
-            for _ in range(2)
-        ]
-        reused = 0
-        for _ in range(120):
-            store.set_mood(rng.choice(_MOODS))
-            first = 1000 * rng.randrange(4)
-            prompt = [*range(first, first + rng.randrange(4, 41)), 7]
-            reused += rng.choice(pair).run(prompt).storage
-            if rng.random() < 0.1:
-                store.rot(rng)
-                rng.choice(pair).flush()
-        store.set_mood("quick")
-        store.release()
-        for rig in pair:
-            rig.settle()
-        assert reused, "L3 was of no use"
-        assert not store.contradictions
+    run_over_moods(kind, backend, seed, RIG_LAYOUTS, l1_pages=12)
 
 
 # -- who may serve such a model ------------------------------------------------------------------

@@ -13,10 +13,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, settings
-from hypothesis.stateful import (
-    run_state_machine_as_test,
-)
 
 from sglang.srt.environ import envs
 from sglang.srt.mem_cache.tree.base_prefix_cache import (
@@ -26,6 +22,7 @@ from sglang.srt.mem_cache.tree.base_prefix_cache import (
 )
 from sglang.srt.mem_cache.tree.radix_key import RadixKey
 from sglang.test.caches.cache_rig import HiCacheSettings, Reused
+from sglang.test.caches.random_runs import run_machine
 from sglang.test.caches.stepped_rig import SteppedRig
 from sglang.test.caches.tiers_machine import StateTiers, Tiers
 from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci
@@ -39,16 +36,7 @@ EXAMPLES = 50
 
 @pytest.mark.parametrize("kind", [Tiers, StateTiers])
 def test_any_order_of_requests_splits_evictions_and_landings(kind: type[Tiers]) -> None:
-    run_state_machine_as_test(
-        kind,
-        settings=settings(
-            max_examples=EXAMPLES,
-            stateful_step_count=40,
-            deadline=None,
-            print_blob=True,
-            suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
-        ),
-    )
+    run_machine(kind, EXAMPLES)
 
 
 # -- a split at every page, under every kind of operation ----------------------------------------

@@ -5,31 +5,29 @@ The rig checks both where a request continues, and every key and value.
 
 from __future__ import annotations
 
-import random
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, settings
-from hypothesis.stateful import run_state_machine_as_test
 
 from sglang.srt.environ import envs
 from sglang.srt.mem_cache.tiers.host_backup import WRITE_POLICIES
 from sglang.srt.mem_cache.tree.base_prefix_cache import EvictParams
 from sglang.srt.mem_cache.tree.radix_key import RadixKey
 from sglang.test.caches.cache_rig import HiCacheSettings, Reused
+from sglang.test.caches.random_runs import run_machine, run_over_moods
 from sglang.test.caches.storage_rigs import PAGE, StorageRigs
 from sglang.test.caches.tiers_machine import StateTiers
 from sglang.test.caches.two_states_rig import SteppedTwoStatesRig, TwoStatesRig
 from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci
-from sglang.test.schedulers.random_setup import impatient
-from sglang.test.stores.object_store import IN_PLACE, PLAIN, STORE_KEY, ObjectStore
+from sglang.test.stores.object_store import IN_PLACE, PLAIN
 
 register_cpu_ci(est_time=8, suite="base-a-test-cpu")
 register_cuda_ci(est_time=20, suite="base-b-test-1-gpu-large")
 
 PROMPT = [*range(40), 7]
 """Ten pages and a token."""
+LAYOUTS = ("layer_first", "page_first", "page_first_direct")
 POOLS = ("indexer", "mamba")
 """Of both kinds of state."""
 
@@ -74,7 +72,7 @@ def test_a_request_continues_from_both_in_l1() -> None:
 
 
 @pytest.mark.parametrize("policy", WRITE_POLICIES)
-@pytest.mark.parametrize("layout", ["layer_first", "page_first", "page_first_direct"])
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_both_go_to_the_host_and_come_back(layout: str, policy: str) -> None:
     rig = two_tiers(hicache_mem_layout=layout, hicache_write_policy=policy)
     for _ in range(2):
@@ -98,7 +96,7 @@ def test_both_come_back_alone_to_pages_that_are_there() -> None:
     rig.close()
 
 
-@pytest.mark.parametrize("layout", ["layer_first", "page_first", "page_first_direct"])
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_both_go_to_files_and_come_back(rigs: StorageRigs, storage_dir: Path, layout: str) -> None:
     writer, reader = (
         rigs.make("file", kind=TwoStatesRig, hicache_mem_layout=layout) for _ in range(2)
@@ -133,30 +131,7 @@ def test_without_one_of_them_neither_is_served_and_both_heal(
 
 @pytest.mark.parametrize("backend", [PLAIN, IN_PLACE])
 def test_both_are_right_whatever_the_store_does(backend: str) -> None:
-    rng = random.Random(5)
-    with (
-        ObjectStore(5) as store,
-        impatient(),
-        StorageRigs(**{STORE_KEY: store.name, "prefetch_timeout_max": 2.0}) as rigs,
-    ):
-        pair = [
-            rigs.make(backend, kind=TwoStatesRig, l1_pages=14, hicache_ratio=1.5) for _ in range(2)
-        ]
-        reused = 0
-        for _ in range(100):
-            store.set_mood(rng.choice(("well", "quick", "failing", "refusing", "rotten", "full")))
-            first = 1000 * rng.randrange(3)
-            prompt = [*range(first, first + rng.choice((13, 25, 41))), 7]
-            reused += rng.choice(pair).run(prompt).storage
-            if rng.random() < 0.1:
-                store.rot(rng)
-                rng.choice(pair).flush()
-        store.set_mood("quick")
-        store.release()
-        for rig in pair:
-            rig.settle()
-    assert reused, "L3 was of no use"
-    assert not store.contradictions
+    run_over_moods(TwoStatesRig, backend, 5, LAYOUTS, l1_pages=14)
 
 
 class TwoStatesTiers(StateTiers):
@@ -166,16 +141,7 @@ class TwoStatesTiers(StateTiers):
 
 
 def test_any_order_of_requests_splits_evictions_and_landings() -> None:
-    run_state_machine_as_test(
-        TwoStatesTiers,
-        settings=settings(
-            max_examples=20,
-            stateful_step_count=40,
-            deadline=None,
-            print_blob=True,
-            suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
-        ),
-    )
+    run_machine(TwoStatesTiers, 20)
 
 
 if __name__ == "__main__":

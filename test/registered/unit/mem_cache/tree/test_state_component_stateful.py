@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     RuleBasedStateMachine,
@@ -11,11 +10,11 @@ from hypothesis.stateful import (
     invariant,
     precondition,
     rule,
-    run_state_machine_as_test,
 )
 
 from sglang.srt.mem_cache.tree.base_prefix_cache import EvictParams
 from sglang.test.caches.cache_rig import RigRequest
+from sglang.test.caches.random_runs import run_machine
 from sglang.test.caches.state_rig import StateRequest, StateRig, depth
 from sglang.test.ci.ci_register import register_cpu_ci
 
@@ -159,16 +158,7 @@ class States(RuleBasedStateMachine):
 
 
 def test_any_order_of_requests_splits_and_evictions() -> None:
-    run_state_machine_as_test(
-        States,
-        settings=settings(
-            max_examples=60,
-            stateful_step_count=40,
-            deadline=None,
-            print_blob=True,
-            suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
-        ),
-    )
+    run_machine(States, 60)
 
 
 if __name__ == "__main__":

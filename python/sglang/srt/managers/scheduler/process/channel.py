@@ -46,13 +46,14 @@ class ZmqChannel:
     def receive(self, timeout_ms: int) -> list[ToScheduler]:
         """Messages that are there, after waiting at most `timeout_ms` for the first."""
         messages: list[ToScheduler] = []
-        if timeout_ms and not self._source.poll(timeout_ms):
-            return messages
+        self._source.set(zmq.RCVTIMEO, timeout_ms)
+        flags = 0
         while len(messages) < _MAX_MESSAGES_PER_TICK:
             try:
-                payload = self._source.recv(zmq.NOBLOCK)
+                payload = self._source.recv(flags)
             except zmq.Again:
                 break
+            flags = zmq.NOBLOCK
             try:
                 messages += self._decoder.decode(payload)
             except MALFORMED as error:

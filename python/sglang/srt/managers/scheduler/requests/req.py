@@ -50,6 +50,7 @@ class Req:
     report: RequestReport = field(default_factory=RequestReport)
     progress: RequestProgress = field(init=False)
     slots: RequestSlots = field(init=False)
+    _match_key: RadixKey | None = None
 
     def __post_init__(self) -> None:
         self.progress = RequestProgress(self.spec.origin_input_ids)
@@ -95,7 +96,11 @@ class Req:
         return position if position < len(spec.origin_input_ids) - 1 else None
 
     def match_key(self) -> RadixKey:
-        """Tokens that may be looked up in the cache: all but those that give prompt logprobs."""
+        """Tokens that may be looked up in the cache: all but those that give prompt logprobs. The
+        same object until they are more, so that the tree may know it again."""
         wanted = self.next_input_logprob
         length = self.progress.num_tokens if wanted is None else wanted
-        return RadixKey(self.progress.ids_between(0, length), self.spec.extra_key)
+        if self._match_key is None or len(self._match_key) != length:
+            ids = self.progress.ids_between(0, length)
+            self._match_key = RadixKey(ids, self.spec.extra_key)
+        return self._match_key

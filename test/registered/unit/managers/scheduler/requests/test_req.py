@@ -30,6 +30,7 @@ def test_keys_of_a_request_are_of_its_prompt_and_output() -> None:
         message, arrival_number=0, max_request_tokens=64, eos_token_ids=[]
     )
     req = Req(spec)
+    assert req.match_key() is req.match_key(), "the tree knows it again"
     assert (list(req.match_key()), req.match_key().extra_key) == ([5, 6, 7, 8], "k")
     for output in (9, 10):
         progress = req.progress
