@@ -22,7 +22,7 @@ class TensorPart(msgspec.Struct, frozen=True, kw_only=True):
     """The whole tensor's shape."""
     split_dim: int = 0
     split_ranges: tuple[tuple[int, int], ...] = ()
-    """Begin and end of the rank's part of each of `split_runs`; in memory the parts are
+    """Start and end of the rank's part of each of `split_runs`; in memory the parts are
     consecutive."""
     split_runs: tuple[int, ...] = ()
     """Lengths of the runs of `split_dim`, each of which the ranks split; empty: the tensor is never

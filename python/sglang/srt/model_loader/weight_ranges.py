@@ -14,7 +14,7 @@ from itertools import accumulate
 from typing import Final, TypeAlias
 
 Range: TypeAlias = tuple[int, int]
-"""Begin and end."""
+"""First index, and the index after the last."""
 
 GRID_SIZES: Final = (1, 2, 4, 8)
 """Numbers of ranks at whose bounds checksums are split, independent of the seed's own split."""

@@ -325,8 +325,8 @@ def _page_rows(tensor: torch.Tensor, page_bytes: int) -> torch.Tensor:
 
 
 def _begins(lists: Sequence[Sequence[int]]) -> npt.NDArray[np.int64]:
-    """Indices of the begins of runs of pages that are consecutive in all lists. The lists are
-    equally long."""
+    """Index of the first page of each run that is consecutive in all lists. The lists are equally
+    long."""
     if not lists[0]:
         return np.empty(0, dtype=np.int64)
     breaks = [np.diff(np.asarray(pages, dtype=np.int64)) != 1 for pages in lists]

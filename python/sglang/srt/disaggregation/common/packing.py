@@ -1,7 +1,7 @@
 """The prefill server's side of a packing: pages are copied into units for decode servers to read.
 
 A unit is a staging buffer with pages of several buffers of a pool, in the order of `rounds`. It
-belongs to one part of one room from its begin until its reader confirms the read or begins another
+belongs to one part of one room from its start until its reader confirms the read or begins another
 packing, or the room ends. A reader whose room has ended may still read from it: it then learns that
 its room was not held, and discards what it has read.
 """

@@ -40,7 +40,7 @@ class PoolOffer(msgspec.Struct, frozen=True, array_like=True):
     """Whether the pool has recurrent states, each of a whole prompt, and not pages of tokens."""
     page_size: int
     begin: int
-    """Begin of the model's heads `[begin, end)` in the pool. State without heads is one head, which
+    """First of the model's heads `[begin, end)` in the pool. State without heads is one head, which
     all ranks have."""
     end: int
     buffers: list[PoolBuffer]
@@ -102,7 +102,7 @@ class FirstToken(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Hello(msgspec.Struct, frozen=True, tag=True):
-    """Begin of a conversation: asks for the `Offer` of the prefill server."""
+    """Opens a conversation: asks for the `Offer` of the prefill server."""
 
     version: int = VERSION
 

@@ -105,7 +105,7 @@ def rounds(page_bytes: Sequence[int], num_pages: int, capacity: int) -> Iterator
 
 
 def unit_bytes_of(pieces: Sequence[Piece]) -> int:
-    """Bytes from the begin of a round's buffer to the end of its last piece."""
+    """Bytes from the start of a round's buffer to the end of its last piece."""
     return pieces[-1].offset + pieces[-1].num_bytes
 
 

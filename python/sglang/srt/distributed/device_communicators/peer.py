@@ -74,7 +74,7 @@ class Peer:
         """Engines to give back to the pool after their last call."""
         self._connecting = threading.Lock()
         self._calls: dict[object, float] = {}
-        """Begin of each library call in progress."""
+        """Start time of each library call in progress."""
         self._succeeded = 0.0
         """Time of the last successful call."""
         self._is_forgotten = False
@@ -218,7 +218,7 @@ class Peer:
             self._let_go(engine)
 
     def _seconds_without_success(self) -> float:
-        """Seconds since the last successful call, or since the begin of the first call in progress
+        """Seconds since the last successful call, or since the start of the first call in progress
         if that is later."""
         with self._lock:
             now = time.monotonic()

@@ -37,8 +37,8 @@ class Answer(RequestResponseCycle):
 class AnswerTransport:
     """The transport that an answer is written to.
 
-    The head waits for the begin of the body, so that both are one write and wake the client once.
-    The wait is short: every endpoint has the begin of its body when it starts its answer.
+    The head waits for the start of the body, so that both are one write and wake the client once.
+    The wait is short: every endpoint has the first bytes of its body when it starts its answer.
     """
 
     def __init__(self, connection: AnsweringConnection) -> None:

@@ -9,7 +9,7 @@ class StopTrimmer:
     """Holds back the tail of a text that a stop could begin in, and cuts the stop.
 
     The scheduler decides whether a stop was met, and where a pattern may begin to match. The
-    trimmer itself finds the tail that may be the begin of a stop string. State: the held text.
+    trimmer itself finds the tail that may be the start of a stop string. State: the held text.
     """
 
     def __init__(self, stops: Sequence[str], *, keep_match: bool) -> None:

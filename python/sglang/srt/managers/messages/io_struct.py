@@ -205,7 +205,7 @@ class Stages(msgspec.Struct, kw_only=True):
 
     queue: float | None = None
     """Time from its arrival to the first step for it. On a decode server: the wait for slots, plus
-    the time from the prefill server's arrival of it to that step."""
+    the time on the prefill server from the first question for it to that step."""
     prefill: float | None = None
     """Time from the first step for it to its first token, on the server that computed them."""
     transfer: float | None = None

@@ -1,4 +1,4 @@
-"""The tick: rank 0's message to every rank at the begin of a step.
+"""The tick: rank 0's message to every rank at the start of a step.
 
 It has all inputs that ranks could see differently and do not agree on by the cache's ballot or the
 votes of a half: the messages, the time, and which grammars are compiled.
@@ -22,7 +22,7 @@ class GrammarResult(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Tick(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Input of all ranks at the begin of a step."""
+    """Input of all ranks at the start of a step."""
 
     now: float
     """`time.monotonic()` of rank 0."""

@@ -48,7 +48,7 @@ class Half(Protocol):
         """
 
     def tick(self) -> None:
-        """Take what has arrived, and begin the transfers that can begin."""
+        """Act on arrivals and ended transfers, and begin the transfers that can begin."""
 
     def take_ended(self) -> Sequence[tuple[Req, FinishReason]]:
         """Take the requests that have ended on this server."""
