@@ -367,7 +367,7 @@ class RemotePrompt:
         """Read the recurrent state after the prompt, which is ready with the first token."""
         theirs, own = first_token.state_slot, self._own.state
         if (theirs is None) != (own is None):
-            raise RoomFailed("the prefill server does not tell where the recurrent state is")
+            raise RoomFailed("the prefill server has not sent the slot of the recurrent state")
         if theirs is not None and own is not None:
             self._read(talk, offer, portion.state_blocks(theirs, own), len(self._own.pages))
 

@@ -140,7 +140,7 @@ class MooncakeTransferEngine:
             "Mooncake's Transfer Engine: %s over %s", self.get_session_id(), self._settings.protocol
         )
 
-    # -- what it is ------------------------------------------------------------------------------
+    # -- description -----------------------------------------------------------------------------
 
     def get_session_id(self) -> str:
         """`HOST:PORT`, by which peers address this process."""

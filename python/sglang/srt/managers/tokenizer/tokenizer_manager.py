@@ -70,7 +70,7 @@ class TokenizerManager:
         use."""
         self._refusal: str | None = None
 
-    # ---- life ------------------------------------------------------------------------------
+    # ---- start and end ---------------------------------------------------------------------
 
     async def start(self) -> None:
         """Open the sockets on the running loop and begin to read."""

@@ -418,7 +418,7 @@ class HiCacheController:
         self._metrics.breaker_open.set(0)
         return storage_io
 
-    # ---- life ------------------------------------------------------------------------------
+    # ---- start and end ---------------------------------------------------------------------
 
     def reset(self) -> None:
         """Free all host pages of all pools. No copy may be queued or under way."""

@@ -152,7 +152,7 @@ class HiRadixCache(RadixCache):
                 controller.shutdown()
                 raise
 
-    # ---- life ------------------------------------------------------------------------------
+    # ---- start and end ---------------------------------------------------------------------
 
     def reset(self) -> None:
         """Empty L1 and L2. Raises AssertionError while any operation is under way."""

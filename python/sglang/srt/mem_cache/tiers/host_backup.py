@@ -213,7 +213,7 @@ class HostBackup(TierFlow):
         for flow in self._below:
             flow.on_host_landed(nodes)
 
-    # ---- leaving L1 ------------------------------------------------------------------------
+    # ---- eviction from L1 ------------------------------------------------------------------
 
     def evict(self, num_tokens: int) -> int:
         """Free at least `num_tokens` device slots if possible; return the freed tokens.

@@ -72,7 +72,7 @@ class StorageBackup(TierFlow):
         count = len(self._under_way) + len(self._postponed)
         return {"backups": count} if count else {}
 
-    # ---- what is written -------------------------------------------------------------------
+    # ---- writes ----------------------------------------------------------------------------
 
     def on_insert(self, path: list[TreeNode]) -> None:
         if self._link.io is not None:

@@ -135,7 +135,7 @@ class StoragePrefetch(TierFlow):
         """Discard the measured rates: L3 is another one."""
         self._choice.rates = Rates()
 
-    # ---- a request comes -------------------------------------------------------------------
+    # ---- arrival of a request --------------------------------------------------------------
 
     def prefetch_from_storage(
         self,
@@ -289,7 +289,7 @@ class StoragePrefetch(TierFlow):
         self._host.unpin(node)
         return slot
 
-    # ---- it waits --------------------------------------------------------------------------
+    # ---- while a request waits -------------------------------------------------------------
 
     def check_prefetch_progress(self, req_id: str) -> bool:
         if not self.board.may_schedule(req_id, self._link.attachment.prefetch_policy):
@@ -378,7 +378,7 @@ class StoragePrefetch(TierFlow):
                     self._settle_known(read)
             self._used.clear()
 
-    # ---- it waits no more ------------------------------------------------------------------
+    # ---- end of the wait -------------------------------------------------------------------
 
     def on_scheduled(self, rid: str) -> None:
         self._leave(rid)

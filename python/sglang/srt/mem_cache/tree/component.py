@@ -64,7 +64,7 @@ class TreeComponent:
     def release(self, req: CacheableRequest) -> None:
         """`req` has ended: free the slots that it holds for the tree."""
 
-    # ---- leaving ---------------------------------------------------------------------------
+    # ---- eviction --------------------------------------------------------------------------
 
     def on_leave_device(self, node: TreeNode) -> None:
         """The pages of `node` leave the device: take its state off the device too."""

@@ -141,9 +141,9 @@ class StateComponent(TreeComponent):
 
     def check_insert(self, params: InsertParams) -> None:
         if params.mamba_value is None or len(params.mamba_value) != 1:
-            raise ValueError("insert needs a `mamba_value`: the slot of the state behind `key`")
+            raise ValueError("insert needs a `mamba_value`: the slot of the state after `key`")
         if params.key is None or not len(params.key) or len(params.key) % self._tree.page_size:
-            raise ValueError("a state stands behind whole pages: give a `key` of such alone")
+            raise ValueError("a state follows whole pages: give a `key` of whole pages")
 
     def on_insert(self, end: TreeNode, params: InsertParams) -> bool:
         """Take over the state of an insertion for its last node, `end`. True: the tree had a state
@@ -186,7 +186,7 @@ class StateComponent(TreeComponent):
             self.pool.free(holder.mamba_track_slot)
         holder.mamba_track_slot = holder.mamba_last_track_seqlen = None
 
-    # ---- leaving ---------------------------------------------------------------------------
+    # ---- eviction --------------------------------------------------------------------------
 
     def on_leave_device(self, node: TreeNode) -> None:
         if node.mamba_value is not None:

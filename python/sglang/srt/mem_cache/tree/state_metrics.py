@@ -47,7 +47,7 @@ class StateMetrics:
         )
         self.cut = Counter(
             "sglang:mamba_cut_tokens",
-            "Prompt tokens whose pages a tier had, computed for want of a state behind them",
+            "Prompt tokens whose pages a tier had, computed since no state follows them",
             registry=registry,
         )
         self.snapshots = Counter(

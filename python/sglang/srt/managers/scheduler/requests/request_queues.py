@@ -89,7 +89,7 @@ class RequestQueues:
             for rid in self._alive
         }
 
-    # ---- asking --------------------------------------------------------------------------------
+    # ---- queries -------------------------------------------------------------------------------
 
     @property
     def alive(self) -> Collection[Req]:
@@ -219,7 +219,7 @@ class RequestQueues:
         assert id(req) in self._lingering, f"let_go: request {req.rid} does not linger"
         del self._lingering[id(req)]
 
-    # ---- a mark, in whatever state -------------------------------------------------------------
+    # ---- aborting, in any state ----------------------------------------------------------------
 
     def abort(self, req: Req, reason: FinishReason) -> None:
         """`req` ends before the next step. The first reason counts."""
