@@ -33,12 +33,13 @@ logger = logging.getLogger(__name__)
 
 
 class PromptVote(IntEnum):
-    """How far a rank has seen a prompt come."""
+    """Progress of a prompt as a rank has seen it."""
 
     FAILED = FAILED
     COMING = 1
     COME = 2
-    """All of it is there. Of one that is not wanted any more: nothing touches its slots."""
+    """The whole prompt has come; for a prompt that is not wanted any more: no read into its slots
+    is in flight."""
 
 
 class Prompt(Protocol):
@@ -62,16 +63,16 @@ class Prompt(Protocol):
 
 
 class Remote(Protocol):
-    """Prefill servers, as decoding sees them; see `PrefillServers`. None of its calls waits."""
+    """Interface of `PrefillServers` to decoding. No call blocks."""
 
     def begin(self, meeting: Bootstrap, own: OwnSlots) -> Prompt:
-        """Begin to get a prompt."""
+        """Begin to receive a prompt."""
 
     def decline(self, meeting: Bootstrap, reason: str) -> None:
         """Tell a prefill server that its prompt will not be read."""
 
     def close(self) -> None:
-        """End its threads."""
+        """End the threads."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +81,7 @@ class _Wanted:
 
     req: Req
     arrived: float
-    """Seconds, of the scheduler's ticks."""
+    """Time of the arrival, in seconds of the scheduler's ticks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +89,7 @@ class _Coming:
     """A request whose prompt is on its way."""
 
     number: int
-    """Its place among all prompts so far; the same on all ranks."""
+    """Number of the prompt among all prompts so far; the same on all ranks."""
     req: Req
     prompt: Prompt
 
@@ -96,17 +97,17 @@ class _Coming:
 class DecodeHalf:
     """Requests whose prompts prefill servers compute.
 
-    A request waits for slots, then for its prompt, then decodes like any other. One that was
-    retracted meanwhile is computed again here, and before new ones get slots. One that ends while
-    its prompt is read keeps its slots until nothing is in flight to them.
+    A request waits for slots, then for its prompt, then decodes like any other. A retracted request
+    is computed again on this server, before new ones get slots. A request that ends while its
+    prompt is read keeps its slots until no read into them is in flight.
 
-    Each rank reads its own part of a prompt. A request goes on once all ranks have theirs, and
-    fails as soon as one rank's fails (`Votes`).
+    Each rank reads its own part of a prompt. A request goes on once all ranks have their parts, and
+    fails as soon as the part of one rank fails (`Votes`).
 
     Args:
-        state: The scheduler's.
-        holder: Gives requests their slots.
-        remote: Gets their prompts.
+        state: State of the scheduler.
+        holder: Gives slots to requests.
+        remote: Receives their prompts.
         wait_s: Seconds for which a request waits for slots. Prefill servers wait no longer.
         group: The ranks.
     """
@@ -135,7 +136,7 @@ class DecodeHalf:
         self._ended: list[tuple[Req, FinishReason]] = []
         self._received: list[tuple[Req, FirstToken]] = []
         self._owners: dict[int, str] = {}
-        """The id of the request that has a room."""
+        """Id of the request that has a room, by room."""
         registry = state.metrics.registry
         self._metrics = DisaggregationMetrics(
             registry,
@@ -198,7 +199,7 @@ class DecodeHalf:
             else:
                 self._receive(coming[number])
         if self._has_retracted():
-            return  # Else new requests would take the slots that these wait for.
+            return  # Otherwise new requests would take the slots that these wait for.
         now = self._state.now
         for wanted in list(self._wanted.values()):
             req = wanted.req
@@ -211,12 +212,12 @@ class DecodeHalf:
                 break
 
     def _has_retracted(self) -> bool:
-        """Whether requests wait that have decoded already."""
+        """Whether any waiting request has decoded already."""
         waiting = self._state.queues.waiting
         return len(waiting) > len(self._wanted) and any(req.progress.output_ids for req in waiting)
 
     def _look(self) -> None:
-        """Vote for what this rank has seen of the prompts."""
+        """Vote on the progress of the prompts on this rank."""
         for coming in self._coming.values():
             prompt = coming.prompt
             failure = prompt.failure
@@ -249,7 +250,7 @@ class DecodeHalf:
         self._ended.append((req, _lost(why)))
 
     def _why_not(self, req: Req, first: FirstToken) -> str | None:
-        """Why `req` cannot go on with what the prefill server has found, or None."""
+        """Reason why `req` cannot go on with the prefill server's result, or None."""
         spec = req.spec
         ids = spec.origin_input_ids
         if first.prompt_len != len(ids) or first.prompt_digest != prompt_digest(ids):
@@ -273,7 +274,7 @@ class DecodeHalf:
         return None
 
     def _hold(self, req: Req) -> bool:
-        """Give `req` slots and ask for its prompt. False: there is no room now."""
+        """Give slots to `req` and begin to receive its prompt. False: there is no room now."""
         state, queues = self._state, self._state.queues
         outcome = self._holder.hold(req)
         if outcome is not AddOutcome.ADDED:
@@ -289,12 +290,12 @@ class DecodeHalf:
         begin, end = progress.kv_committed_len, progress.num_tokens
         row = state.pools.req_to_token_pool.req_to_token[req.slots.row]
         slots = row[begin:end:page_size]
-        # On a GPU this waits for the step in flight. It must: that step may write to pages which a
-        # request gave back meanwhile, and the reads are not queued behind it.
+        # On a GPU this waits for the step in flight, which is necessary: the step may write to
+        # pages that a request gave back meanwhile, and the reads are not queued after it.
         pages = slots.div(page_size, rounding_mode="floor").tolist()
         state_slot = state.pools.req_to_token_pool.state_of(req.slots.row)
         if state_slot is not None and not pages:
-            device_runtime(state.pools.device).synchronize()  # It is being zeroed.
+            device_runtime(state.pools.device).synchronize()  # The state is being zeroed.
         own = OwnSlots(pages=pages, first_page=begin // page_size, state=state_slot)
         coming = _Coming(self._num_begun, req, self._remote.begin(meeting, own))
         self._num_begun += 1

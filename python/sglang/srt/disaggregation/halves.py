@@ -57,14 +57,14 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _FIND_S: Final = 5.0
-"""Seconds for one question to a bootstrap server."""
+"""Time limit of one request to a bootstrap server, in seconds."""
 MakeHalf = Callable[["SchedulerState", "Holder"], "Half"]
 PREFILL: Final = "prefill"
 DECODE: Final = "decode"
 _MAX_DECLINING: Final = 32
-"""Rooms that are declined at once."""
+"""Most rooms that are being declined at once."""
 _MAX_CONVERSATIONS: Final = 16_384
-"""Conversations at once; ZMQ's default of 1,023 sockets is too few for large servers."""
+"""Most conversations at once; ZMQ's default of 1,023 sockets is too few for large servers."""
 _ROUTE_BYTES: Final = 2048
 """Most bytes of a rank's route as JSON."""
 
@@ -81,7 +81,7 @@ class Engine(Mover, Protocol):
 
 @dataclass(frozen=True, slots=True)
 class HalfServer:
-    """The part of a server that other servers find."""
+    """The half of a server, with the routes by which other servers find its ranks."""
 
     make: MakeHalf
     routes: list[Route]
@@ -107,20 +107,21 @@ def make_half_server(
         mode: `prefill` or `decode`.
         host: Address that this server listens on.
         pools: Pools of the model.
-        find_rank: Finds prefill servers for a decode server; None: through their bootstrap servers.
-        group: The ranks of this server; None: this one alone.
-        link: Costs of a link on which packing pages may pay; both servers of a pair need them.
+        find_rank: Finds ranks of prefill servers for a decode server; None: asks their bootstrap
+            servers.
+        group: The ranks of this server; None: this rank alone.
+        link: Costs of the link, if packing pages may pay on it; both servers of a pair need them.
         unit_bytes: With `link`, bytes of a unit of packed pages, at least `STAGING_BYTES`.
-        prepares_staging: Make the staging buffers now; see `Staging.prepare`.
+        prepares_staging: Whether to make the staging buffers now; see `Staging.prepare`.
 
     Raises:
-        ValueError: The host is not this machine's, or a bound in the environment is not positive;
-            on any rank.
+        ValueError: On any rank, the host is not an address of the machine, or a time limit in the
+            environment is not positive.
         RuntimeError: The transport refuses the memory.
     """
     ranks = group or SingleRank()
     geometry = PoolGeometry.of(pools, weights_identity)
-    # Whole allocations: a peer on the same host maps those, and nothing smaller, over NVLink.
+    # Whole allocations, since over NVLink a peer on the same host can map nothing smaller.
     ranges = device_runtime(pools[0].device).allocations_of(geometry.tensors)
     assert all(
         any(begin <= address < begin + size for begin, size in ranges.items())
@@ -158,16 +159,16 @@ def _place(ranks: RankGroup) -> RankPlace:
 def _make_metadata(
     engine: Engine, pages: torch.device, ranges: dict[int, int]
 ) -> MetadataBuffers | None:
-    """Rows for metadata, registered; None: it is told.
+    """Registered rows for metadata; None: metadata is sent over the control connection.
 
     Args:
-        ranges: Memory registered already, address to bytes; the rows' memory is added.
+        ranges: Registered memory, address to bytes; the rows' memory is added.
     """
     device = metadata_device(pages)
     if device is None:
         return None
     metadata = MetadataBuffers(NUM_ROWS, device)
-    # On a GPU it may lie in an allocation in which weights or pools are.
+    # On a GPU the rows may share an allocation with weights or pools.
     new = {
         address: size
         for address, size in metadata.allocations().items()
@@ -178,12 +179,12 @@ def _make_metadata(
             engine.batch_register(list(new), list(new.values()))
     except RuntimeError as error:
         raise RuntimeError(
-            f"metadata in memory of {device}: {error}; set SGLANG_MOONCAKE_SEND_AUX_TCP=1 to have "
-            "it told, or SGLANG_MOONCAKE_CUSTOM_MEM_POOL=INTRA_NODE_NVLINK to have it beside the "
-            "pages"
+            f"metadata in memory of {device}: {error}; set SGLANG_MOONCAKE_SEND_AUX_TCP=1 to send "
+            "it over the control connection, or "
+            "SGLANG_MOONCAKE_CUSTOM_MEM_POOL=INTRA_NODE_NVLINK to keep it beside the pages"
         ) from error
     ranges.update(new)
-    logger.info("metadata is in rows in memory of %s, and moves as pages do", device)
+    logger.info("metadata is in rows in memory of %s, and is read as pages are", device)
     return metadata
 
 
@@ -238,15 +239,16 @@ def _rows_offer(metadata: MetadataBuffers, engine: Engine) -> RowsOffer:
 
 
 class PrefillServers:
-    """Prefill servers, as a rank of a decode server sees them. Scheduler's thread.
+    """Connections of a rank of a decode server to prefill servers. Scheduler's thread.
 
     Threads: `disagg-prompt`, one for each prompt on its way; `disagg-decline`, one for each room
     that is being declined.
 
     Args:
-        means: The means that its prompts share.
-        instance: Drawn at the start; the same on all ranks of this server, and on no other's.
-        failure_prob: The share of prompts that fail by injection.
+        means: Means that its prompts share.
+        instance: Id drawn at the start, the same on all ranks of this server and different on every
+            other server.
+        failure_prob: Share of prompts that fail by injection.
     """
 
     def __init__(self, means: Means, instance: str, failure_prob: float = 0.0) -> None:
@@ -269,14 +271,14 @@ class PrefillServers:
         return prompt
 
     def decline(self, meeting: Bootstrap, reason: str) -> None:
-        """See `Remote`. Where many are being declined, this one is not: the prefill server then
-        waits in vain for a while."""
+        """See `Remote`. While `_MAX_DECLINING` rooms are being declined, further ones are not:
+        their prefill servers wait in vain until their time limit."""
         is_speaker = self._means.place.rank == 0
         if is_speaker and self._declining.num_busy < _MAX_DECLINING:
             self._declining.submit(lambda: self._decline(meeting, reason))
 
     def close(self) -> None:
-        """Take no more work. What is under way ends by itself."""
+        """Accept no more prompts. Prompts on their way end by themselves."""
         self._threads.close()
         self._declining.close()
 
@@ -310,16 +312,16 @@ def _decode(means: Means, ranks: RankGroup) -> MakeHalf:
 
 
 def _silence() -> int:
-    """Seconds without a word after which the other server counts as gone."""
+    """Seconds without a message after which the other server counts as gone."""
     interval = _seconds(envs.SGLANG_DISAGGREGATION_HEARTBEAT_INTERVAL)
     return interval * _seconds(envs.SGLANG_DISAGGREGATION_HEARTBEAT_MAX_FAILURE)
 
 
 def _seconds(field: EnvInt) -> int:
-    """The value of a bound.
+    """The value of a time limit in the environment.
 
     Raises:
-        ValueError: It is not positive.
+        ValueError: The value is not positive.
     """
     value = field.get()
     if value < 1:

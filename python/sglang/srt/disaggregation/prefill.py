@@ -1,4 +1,4 @@
-"""The scheduler's part of a prefill server: what is computed is held until it has been read."""
+"""The scheduler's part of a prefill server: computed prompts are held until they have been read."""
 
 from __future__ import annotations
 
@@ -37,15 +37,15 @@ class RoomVote(IntEnum):
     """Progress of a room as a rank has seen it."""
 
     FAILED = FAILED
-    """It was given up, or its reader is gone."""
+    """The room was given up, or its reader is gone."""
     OPEN = 1
     ASKED = 2
-    """A decode server asks for it."""
+    """A decode server asks for the room."""
     RECEIVED = 3
 
 
 class Desk(Protocol):
-    """The part of `RoomDesk` that prefilling uses; see there."""
+    """The part of `RoomDesk` that prefilling uses."""
 
     def open(self, room: int) -> None: ...
     def add_pages(self, room: int, pages: Sequence[int]) -> None: ...
@@ -65,9 +65,10 @@ def prompt_digest(ids: TokenArray) -> str:
 
 
 def sampling_digest(params: SamplingParams) -> str:
-    """The digest of all that makes the first token another than the likeliest; "" without any.
+    """Digest of the parameters by which the first token may differ from the likeliest; "" if there
+    are none.
 
-    A seed that a server has drawn is not in it.
+    A seed that a server has drawn is not included.
     """
     draws = None
     if not params.is_greedy:
@@ -87,22 +88,22 @@ def sampling_digest(params: SamplingParams) -> str:
 class PrefillHalf:
     """Requests that a prefill server computes for decode servers.
 
-    A request waits until a decode server asks for it, which then has slots for it. Were it computed
-    before, each server's slots could be full of requests that wait for slots of the other. When it
-    is computed it is held, without decoding, until the decode server has read its pages or is not
-    heard of. One that the decode server gives up ends, wherever it is.
+    A request waits until a decode server asks for it, which then has slots for it. If it were
+    computed before, each server's slots could be full of requests that wait for slots of the other.
+    A computed request is held, without decoding, until the decode server has read its pages or is
+    gone. A request that the decode server gives up ends in any state.
 
-    Each rank has a desk, which ranks of decode servers ask. What the desks have seen counts once
-    the ranks agree on it (`Votes`): a room is asked for when each rank is, and it has been read
-    when each rank's part has.
+    Each rank has a desk, which ranks of decode servers ask. The desks' observations count once the
+    ranks agree on them (`Votes`): a room is asked for when each rank has been asked, and it has
+    been read when each rank's part has.
 
     Args:
-        state: The scheduler's.
+        state: State of the scheduler.
         desk: Answers decode servers.
-        wait_s: Seconds for which a request waits to be asked for.
+        wait_s: Seconds for which a request waits until a decode server asks for it.
         group: The ranks.
-        metadata: Rows for the first tokens; None: the desk tells them. A request whose row is not
-            free yet waits for it, computed and held.
+        metadata: Rows for the first tokens; None: the desk sends them. If no row is free, a
+            computed request is held until one is.
     """
 
     def __init__(
@@ -119,21 +120,22 @@ class PrefillHalf:
         self._votes = Votes(group or SingleRank())
         """Votes on prompts, by room."""
         self._unclaimed: dict[int, float] = {}
-        """When a room's request came, in seconds of the scheduler's ticks; in this order."""
+        """Arrival of the request of each room that was not asked for yet, in seconds of the
+        scheduler's ticks; ascending."""
         self._asked: dict[int, float] = {}
         """`time.monotonic()` at which a decode server was found to ask for a room."""
         self._held: dict[str, tuple[Req, FinishReason]] = {}
-        """Requests that are complete, by id, and how they end if all goes well."""
+        """Complete requests by id, each with its finish reason in case of success."""
         self._metadata = metadata
         self._rows: dict[int, int] = {}
-        """The row of each room that has one."""
+        """Row of each room that has one."""
         self._rowless: dict[int, FirstToken] = {}
         """First tokens that wait for a row, by room, in order."""
         self._ended: list[tuple[Req, FinishReason]] = []
         self._owners: dict[int, str] = {}
-        """The id of each room's request."""
+        """Id of each room's request."""
         self._past: dict[int, float] = {}
-        """Rooms that have ended, and when, in seconds of the scheduler's ticks; in this order."""
+        """End of each ended room, in seconds of the scheduler's ticks; ascending."""
         self._metrics = DisaggregationMetrics(
             state.metrics.registry,
             {
@@ -201,7 +203,7 @@ class PrefillHalf:
             return
         page_size = self._state.limits.page_size
         known = self._desk.num_pages(meeting.room) * page_size
-        # Whole pages, but for the last one of a prompt: no other chunk ends within a page.
+        # Only the last page of a prompt may be partial: no other chunk ends within a page.
         row = self._state.pools.req_to_token_pool.req_to_token[req.slots.row]
         slots = row[known : work.end : page_size]
         self._desk.add_pages(meeting.room, slots.div(page_size, rounding_mode="floor").tolist())
@@ -235,7 +237,7 @@ class PrefillHalf:
         self._complete()
 
     def _complete(self) -> None:
-        """Let the desk know of first tokens, as far as there are rows for them."""
+        """Give first tokens to the desk, while there are rows for them."""
         for room, first_token in list(self._rowless.items()):
             row = None
             if self._metadata is not None:
@@ -271,7 +273,7 @@ class PrefillHalf:
             self._fail_room(room, f"no decode server has asked for it within {self._wait_s:.0f} s")
 
     def _look(self) -> None:
-        """Vote for what this rank's desk has seen."""
+        """Vote on the observations of this rank's desk."""
         for room in self._desk.take_claimed():
             self._votes.see(room, RoomVote.ASKED)
         for room, why in self._desk.take_given_up().items():
@@ -291,7 +293,7 @@ class PrefillHalf:
 
     def _fail(self, req: Req, room: int, why: str) -> None:
         if req.progress.to_abort is not None:
-            return  # Its client wants it no more, or it has failed already.
+            return  # Its client has aborted it, or it has failed already.
         logger.warning("request %s, room %d: %s", req.rid, room, why)
         self._metrics.on_failure(had_met=room not in self._unclaimed)
         reason = FinishReason(type="abort", message=why, status_code=LOST_STATUS)
@@ -309,7 +311,7 @@ class PrefillHalf:
         if meeting is not None and self._owners.get(meeting.room) == req.rid:
             self._held.pop(req.rid, None)
             self._end_room(meeting.room, reason.message or "the request has ended")
-        # A decode server that still reads is told that it read too late.
+        # A decode server that still reads learns that it read too late.
         return True
 
     def take_let_go(self) -> Sequence[Req]:

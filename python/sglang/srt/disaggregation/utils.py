@@ -1,4 +1,4 @@
-"""Metadata of rooms in memory that the transport moves: rows, who has which, and where they are."""
+"""Metadata of rooms in memory that the transport reads: the rows, their owners, their device."""
 
 from __future__ import annotations
 
@@ -27,16 +27,18 @@ from sglang.srt.hardware_backend.device_kinds import CUDA, device_kind
 from sglang.srt.hardware_backend.device_runtime import device_runtime
 
 NUM_ROWS: Final = 512
-"""Rows of a rank: 2 MiB. Requests that need one more wait."""
+"""Rows of a rank, 2 MiB together. Requests that need one more wait."""
 _WORD_BYTES: Final = 4
 _BOOT_ID: Final = Path("/proc/sys/kernel/random/boot_id")
 
 
 def metadata_device(pages: torch.device) -> torch.device | None:
-    """Device of `MetadataBuffers`; None: there are none, and the control connection tells all.
+    """Device of `MetadataBuffers`; None: there are no rows, and metadata is sent over the control
+    connection.
 
-    Told by default, since a decode server has to hear that a prompt is complete anyway, and a row
-    is one transfer more. INTRA_NODE_NVLINK moves it as the pages: that pool alone has rows on GPUs.
+    The control connection is the default, since a decode server needs a message that a prompt is
+    complete anyway, and a row is one more transfer. With INTRA_NODE_NVLINK metadata is read as the
+    pages: only that pool has rows on GPUs.
 
     Args:
         pages: Device of the pools.
@@ -54,7 +56,7 @@ def metadata_device(pages: torch.device) -> torch.device | None:
 
 
 def host_identity() -> str:
-    """A name of this machine since its last start; the same in all its containers."""
+    """Name of this machine until its next start; the same in all its containers."""
     try:
         return _BOOT_ID.read_text().strip()
     except OSError:
@@ -62,10 +64,10 @@ def host_identity() -> str:
 
 
 class ReqToMetadataIdxAllocator:
-    """Rows that are free. Any thread.
+    """The free rows. Any thread.
 
     Args:
-        size: Rows `[0, size)`, all free.
+        size: Number of rows, all free at first.
     """
 
     def __init__(self, size: int) -> None:
@@ -73,18 +75,18 @@ class ReqToMetadataIdxAllocator:
         self._changed = threading.Condition()
 
     def available_size(self) -> int:
-        """How many are free."""
+        """Number of free rows."""
         return len(self._free)
 
     def alloc(self, timeout: float = 0.0) -> int | None:
-        """A row; None: none was free for `timeout` seconds."""
+        """Take a row; None: none was free for `timeout` seconds."""
         with self._changed:
             if not self._changed.wait_for(lambda: bool(self._free), timeout):
                 return None
             return self._free.pop()
 
     def free(self, free_index: int) -> None:
-        """Its owner needs it no more."""
+        """Give back a row that its owner needs no more."""
         with self._changed:
             assert free_index not in self._free, f"row {free_index} is free already"
             self._free.append(free_index)
@@ -92,8 +94,8 @@ class ReqToMetadataIdxAllocator:
 
 
 class MetadataBuffers:
-    """Rows of `ROW_BYTES` (see `metadata_row`): on a prefill server those that it offers, on a
-    decode server those that it reads into. Any thread; each row has one owner at a time.
+    """Rows of `ROW_BYTES` (see `metadata_row`): the rows that a prefill server offers, or those
+    that a decode server reads into. Any thread; each row has one owner at a time.
 
     Args:
         size: Number of rows.
@@ -105,7 +107,7 @@ class MetadataBuffers:
         self._indices = ReqToMetadataIdxAllocator(size)
         self._runtime = device_runtime(device)
         self._stream = self._runtime.make_side_stream()
-        self._stream.follow()  # Of the zeros.
+        self._stream.follow()  # The stream must see the zeros.
 
     @property
     def device(self) -> torch.device:
@@ -117,7 +119,7 @@ class MetadataBuffers:
         return self._runtime.allocations_of([self._rows])
 
     def get_buf_infos(self) -> tuple[list[int], list[int], list[int]]:
-        """Address, bytes, and bytes of a row, for each tensor, of which there is one."""
+        """Address, bytes, and bytes of a row, of the only tensor."""
         return [self._rows.data_ptr()], [self._rows.nbytes], [ROW_BYTES]
 
     def address(self, index: int) -> int:
@@ -125,19 +127,19 @@ class MetadataBuffers:
         return self._rows.data_ptr() + index * ROW_BYTES
 
     def take(self, timeout: float = 0.0) -> int | None:
-        """A row for a new owner; None: none was free for `timeout` seconds."""
+        """Take a row for a new owner; None: none was free for `timeout` seconds."""
         return self._indices.alloc(timeout)
 
     def give_back(self, index: int) -> None:
-        """Its owner needs it no more."""
+        """Give back a row that its owner needs no more."""
         self._indices.free(index)
 
     def set_buf(self, index: int, room: int, words: FirstToken) -> bool:
-        """Write `words`. Peers can read them when it returns. False: they do not fit."""
+        """Write `words`. Peers can read them after the return. False: they do not fit."""
         raw = pack_row(room, words)
         if raw is None:
             return False
-        # In whole words: such short copies to a GPU do not wait behind long ones.
+        # Whole words: such short copies to a GPU do not wait behind long ones.
         raw = raw.ljust(-(-len(raw) // _WORD_BYTES) * _WORD_BYTES, b"\0")
         row = torch.frombuffer(bytearray(raw), dtype=torch.uint8)
         with self._beside_steps():
@@ -145,7 +147,7 @@ class MetadataBuffers:
         return True
 
     def clear(self, index: int) -> None:
-        """Mark it as free. Peers see that when it returns."""
+        """Mark a row as empty. Peers see that after the return."""
         with self._beside_steps():
             self._rows[index, :HEAD_BYTES].zero_()
 
@@ -153,7 +155,7 @@ class MetadataBuffers:
         """Decode the row's content for `room`.
 
         Raises:
-            BadRow: Nothing, or something else.
+            BadRow: The row is empty, or has other content.
         """
         with self._stream.use():
             (row,) = self._runtime.copy_to_host([self._rows[index]]).wait()

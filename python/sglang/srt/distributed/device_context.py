@@ -1,7 +1,7 @@
-"""Whether this process has set its device: what libraries that look for a device context wait for.
+"""Record that this process has set its device, on which libraries with device contexts depend.
 
-Mooncake's transports take the device that is current when they start. One that starts too early
-meets none, or the first one of the machine instead of its rank's.
+Mooncake's transports use the device that is current when they start. A transport that starts too
+early finds no device, or the first one of the machine instead of its rank's.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ class DeviceContext:
         self._lock = threading.Lock()
 
     def mark(self, device: str) -> None:
-        """Say that `device` (`cpu`, `cuda:1`, ...) is current from now on. Idempotent.
+        """Record that `device` (`cpu`, `cuda:1`, ...) is the current device. Idempotent.
 
-        A CPU has no context: it takes none away, and a device that comes later adds one.
+        A CPU has no context, so it does not replace a device, and a device may be set after it.
 
         Raises:
-            RuntimeError: Another device was set before; what was started since uses that one.
+            RuntimeError: Another device was set before, and libraries may use that one.
             ValueError: There is no such kind of device.
         """
         has_context = device_kind(device).has_own_memory
@@ -38,10 +38,10 @@ class DeviceContext:
                 )
 
     def require(self, user: str) -> str:
-        """The device.
+        """The device of this process.
 
         Raises:
-            RuntimeError: None is set yet; names `user`, which came too early.
+            RuntimeError: No device is set yet; names `user`, which started too early.
         """
         with self._lock:
             if self._device is None:
@@ -54,7 +54,7 @@ class DeviceContext:
 
 
 _process = DeviceContext()
-"""Marked only where the device is set."""
+"""Context of this process; marked only by the code that sets the device."""
 
 
 def mark_device_set(device: str) -> None:

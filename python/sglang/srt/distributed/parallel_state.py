@@ -1,9 +1,10 @@
 """The rank of this process in torch.distributed. No other module asks torch.distributed.
 
-A server of `tp_size` ranks has a world of them. `attn_cp_size` divides it into sets: the ranks of a
-set, which follow one another, split the heads of attention among them (attention TP); those at the
+The world has all `tp_size` ranks of a server. `attn_cp_size` divides it into sets: the ranks of a
+set, which are consecutive, split the heads of attention among them (attention TP); ranks at the
 same place in different sets have the same heads and split the tokens of a prefill (attention CP).
-Each group has a gloo twin for messages of the CPU. One thread of each rank uses the groups.
+Each group has a second group over gloo for messages of the CPU. One thread of each rank uses the
+groups.
 """
 
 from __future__ import annotations
@@ -36,26 +37,26 @@ logger = logging.getLogger(__name__)
 _all_gather: Final[Callable[..., object]] = (
     getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 )
-"""The second is the first's name before torch 2.13."""
+"""The function `all_gather_single`; before torch 2.13 its name was `all_gather_into_tensor`."""
 JOIN_TIMEOUT: Final = timedelta(minutes=10)
-"""Time for all ranks to come to the rendezvous: the first start of a process can be slow."""
+"""Time limit for all ranks to reach the rendezvous: the first start of a process can be slow."""
 _TRANSPORT_ERRORS: Final = (dist.DistBackendError, dist.DistNetworkError)
 _GLOO_TRANSPORT: Final = "gloo/transport/"
 """Text in gloo's connection errors, whose type is RuntimeError."""
 _GLOO_SOURCE: Final = re.compile(r"^\[[^]]*\.cc:\d+\] ")
 _SHORT_BYTES: Final = 256 * KIB
 _NEVER: Final = timedelta(days=365)
-"""Ranks wait in a broadcast while the server is idle. `RankWatch` ends those that wait for a rank
-that is gone; a timeout of the transport would end idle servers."""
+"""Timeout of collectives. Ranks wait in a broadcast while the server is idle, so a shorter timeout
+would end idle servers. `RankWatch` ends ranks that wait for a rank that is gone."""
 
 
 class GroupCoordinator(TensorGroup):
     """The ranks of one group, as this rank sees them.
 
     Attributes:
-        ranks: Their places in the world, ascending.
+        ranks: Ranks of the group by their numbers in the world, ascending.
         device_group: The group for tensors on the device; None: the group is this rank alone.
-        cpu_group: The same ranks over gloo; None likewise.
+        cpu_group: The same ranks over gloo; None: the group is this rank alone.
     """
 
     def __init__(
@@ -72,11 +73,11 @@ class GroupCoordinator(TensorGroup):
         self._symm_mem: TorchSymmMemCommunicator | None = None
 
     def open_symmetric_memory(self, device: torch.device) -> None:
-        """Sum tensors by memory that all ranks read. All of them call it, at the same time;
-        where one cannot, all go on without it, and the log says why.
+        """Sum small tensors over symmetric memory, which all ranks read. All ranks call it at the
+        same time. If one of them cannot, all go on without it, and the log has the reason.
 
         Args:
-            device: This rank's, with its index.
+            device: Device of this rank, with its index.
         """
         if self.cpu_group is None or self.device_group is None:
             return
@@ -90,13 +91,13 @@ class GroupCoordinator(TensorGroup):
             self._symm_mem = found
         else:
             logger.info(
-                "Small sums over %d ranks go the way of large ones: %s",
+                "small sums over %d ranks are made like large ones, without symmetric memory: %s",
                 self.size,
                 why or "another rank has no symmetric memory",
             )
 
     def _why_devices_are_apart(self, device: torch.device) -> str | None:
-        """Why this device cannot read the others' memory; None: it can."""
+        """Reason why this device cannot read the others' memory; None: it can."""
         machine = hashlib.sha256(platform.node().encode()).digest()[:7]
         mine = torch.tensor([int.from_bytes(machine, "little"), device.index])
         rows = [torch.empty_like(mine) for _ in self.ranks]
@@ -124,12 +125,12 @@ class GroupCoordinator(TensorGroup):
 
     @property
     def rank_in_group(self) -> int:
-        """`rank`, by the name that SGLang gives it."""
+        """Alias of `rank` with SGLang's name."""
         return self._rank
 
     @property
     def world_size(self) -> int:
-        """`size`, by the name that SGLang gives it."""
+        """Alias of `size` with SGLang's name."""
         return len(self.ranks)
 
     def empty_part(self, shape: Sequence[int], like: torch.Tensor) -> torch.Tensor:
@@ -181,9 +182,9 @@ class GroupCoordinator(TensorGroup):
                 dist.all_reduce(values, dist.ReduceOp.MIN, group=self.cpu_group)
 
     def _goes_by_first(self, values: torch.Tensor, group: dist.ProcessGroup) -> bool:
-        """Whether `_reduce_at_first` is the faster way: gloo's own waits for a neighbour
-        2 * (size - 1) times, which are two hops for two ranks, and makes good use of the links
-        where tensors are long. benchmark/results/2026-11-22-ballot.md has figures."""
+        """Whether `_reduce_at_first` is faster than gloo's own algorithm, which waits for a
+        neighbour 2 * (size - 1) times and uses the links well only for long tensors.
+        benchmark/results/2026-11-22-ballot.md has figures."""
         is_short = self.size > 2 and values.nbytes <= _SHORT_BYTES
         return is_short and dist.get_backend(group) == dist.Backend.GLOO
 
@@ -193,10 +194,11 @@ class GroupCoordinator(TensorGroup):
         reduce: Callable[..., torch.Tensor],
         group: dist.ProcessGroup,
     ) -> None:
-        """Overwrite `values` on all ranks: the first gathers them, reduces, and tells the result.
+        """Overwrite `values` on all ranks: the first gathers them, reduces, and broadcasts the
+        result.
 
         Args:
-            values: Contiguous.
+            values: A contiguous tensor.
             reduce: Reduces a tensor over one dimension, like `torch.sum`.
             group: The group of these ranks.
         """
@@ -219,23 +221,23 @@ class _Groups:
 
 _groups: _Groups | None = None
 _meeting_host = "127.0.0.1"
-"""Host at which the ranks met; their groups listen on the interface towards it."""
+"""Host of the rendezvous; the groups listen on the interface towards it."""
 
 
 def init_distributed_environment(backend: str, rendezvous: Rendezvous | None = None) -> None:
     """Join the world of this server's ranks, unless this process is in one already.
 
     A rank alone needs no port: its store is in its own memory. On one machine gloo listens on
-    loopback. The process leaves the world when it ends: NCCL warns otherwise. One thread, before
-    the device's libraries need a rank.
+    loopback. The process leaves the world when it ends, since NCCL warns otherwise. Call this in
+    one thread, before the device's libraries need a rank.
 
     Args:
         backend: `DeviceKind.process_group`, or another that torch knows.
         rendezvous: Meeting place of the ranks; None: this rank is alone.
 
     Raises:
-        RuntimeError, ValueError: torch has no such backend, or a rank does not come in time;
-            torch's words.
+        RuntimeError, ValueError: torch has no such backend, or a rank does not come in time; with
+            torch's message.
     """
     if dist.is_initialized():
         return
@@ -255,8 +257,8 @@ def init_distributed_environment(backend: str, rendezvous: Rendezvous | None = N
 
 
 def make_store(rendezvous: Rendezvous | None) -> Any:
-    """The store through which ranks find each other; one more connection to it at each call but
-    rank 0's first, which is the store."""
+    """The store through which ranks find each other. Rank 0's first call makes it; every other call
+    makes a new connection to it."""
     if rendezvous is None:
         return dist.HashStore()  # type: ignore[attr-defined]  # public, and not in torch's stubs
     arguments: dict[str, Any] = {"is_master": False}
@@ -311,18 +313,17 @@ def destroy_model_parallel() -> None:
 def create_custom_parallel_group(
     group_ranks: list[int], backend: str = "gloo"
 ) -> dist.ProcessGroup | None:
-    """A group of ranks that each rank names for itself. All ranks of the world call it.
+    """Make a group of ranks that each rank chooses for itself. All ranks of the world call it.
 
     Args:
-        group_ranks: The ranks of this rank's group, itself among them; the same list on each of
-            them, in any order.
+        group_ranks: The ranks of this rank's group, itself included; the same on each of them, in
+            any order.
 
     Returns:
-        None where the group is this rank alone.
+        The group; None: it is this rank alone.
 
     Raises:
-        ValueError: This rank is not in its own group, or a rank names this one and is not named
-            by it.
+        ValueError: This rank is not in its own group, or the groups of the ranks are no partition.
     """
     world, rank = dist.get_world_size(), dist.get_rank()
     mine = torch.full((world,), world, dtype=torch.int64)
@@ -346,7 +347,7 @@ def create_custom_parallel_group(
 
 
 def destroy_custom_parallel_group(group: dist.ProcessGroup | None) -> None:
-    """End a group of `create_custom_parallel_group`. Each rank for itself; None does nothing."""
+    """End a group of `create_custom_parallel_group`. No collective; None is ignored."""
     if group is not None and dist.is_initialized():
         dist.destroy_process_group(group)
 
@@ -357,7 +358,7 @@ def get_world_group() -> GroupCoordinator:
 
 
 get_tp_group: Final = get_world_group
-"""There is no other parallelism around it, so that tensor parallelism's ranks are all ranks."""
+"""The ranks of tensor parallelism are all ranks, since there is no outer parallelism."""
 
 
 def get_attention_tp_group() -> GroupCoordinator:
@@ -371,12 +372,12 @@ def get_attention_cp_group() -> GroupCoordinator:
 
 
 def get_tensor_model_parallel_rank() -> int:
-    """This rank's place among all."""
+    """Number of this rank among all ranks."""
     return _known().world.rank
 
 
 def get_tensor_model_parallel_world_size() -> int:
-    """How many ranks the server has."""
+    """Number of ranks of the server."""
     return _known().world.size
 
 
@@ -390,15 +391,15 @@ def _known() -> _Groups:
 
 
 def _make_group(partition: list[list[int]]) -> GroupCoordinator:
-    """This rank's group of a partition of the world. All ranks make all groups, in one order:
-    torch asks for that."""
+    """Make this rank's group of a partition of the world. All ranks make all groups in the same
+    order, as torch requires."""
     rank = dist.get_rank()
     (mine,) = [group for ranks in partition if (group := _new_group(ranks, rank)) is not None]
     return mine
 
 
 def _new_group(ranks: list[int], rank: int) -> GroupCoordinator | None:
-    """A group with its gloo twin; None: this rank is not in it."""
+    """Make a group and its second group over gloo; None: this rank is not in it."""
     device_group = cpu_group = None
     if len(ranks) > 1:
         device_group = dist.new_group(ranks, backend=dist.get_backend(), timeout=_NEVER)
@@ -412,7 +413,8 @@ def _cpu_world() -> dist.ProcessGroup | None:
 
 @contextmanager
 def _naming_lost_ranks() -> Iterator[None]:
-    """Tell errors of the transport from a rank's own, as when its memory does not suffice."""
+    """Context that turns errors of the transport into `RankLost`, but not a rank's own errors, such
+    as a shortage of memory."""
     try:
         yield
     except RuntimeError as error:
@@ -423,15 +425,15 @@ def _naming_lost_ranks() -> Iterator[None]:
 
 
 def _cause_in(text: str) -> str:
-    """The part of a transport's message that is about this error: gloo begins with a line of its
-    source, and ends with advice."""
+    """The part of a transport's message that describes the error, without gloo's source line and
+    advice."""
     line = text.strip().partition("\n")[0]
     return _GLOO_SOURCE.sub("", line).partition(" This is typically")[0].rstrip(".")
 
 
 def _gloo_listening_towards(host: str) -> AbstractContextManager[None]:
-    """Let gloo listen on the interface towards `host`. By default it takes the address of the
-    host's name, which other machines can reach."""
+    """Context in which gloo listens on the interface towards `host`. Its default is the address of
+    the host's name, which other machines can reach."""
     interface = envs.GLOO_SOCKET_IFNAME
     if interface.is_set():
         return nullcontext()

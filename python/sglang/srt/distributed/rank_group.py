@@ -1,11 +1,11 @@
-"""The ranks of one server as the engine sees them: what rank 0 says, and the least over all.
+"""The ranks of one server as the engine sees them: a broadcast from rank 0, and a MIN over all.
 
 Every rank has a scheduler of its own. A `RankGroup` is made once, where the scheduler is built, and
-handed down to whatever has to agree. Its calls are collectives: all ranks make the same calls in
-the same order, each on its scheduler's thread and never on a thread of copies or storage.
+handed down to all parts that have to agree. Its calls are collectives: all ranks make the same
+calls in the same order, each on its scheduler's thread and never on a thread of copies or storage.
 
-The `size` ranks are `attn_cp_size` sets of `attn_tp_size` ranks. The ranks of a set split attention
-among them; ranks at the same place in different sets hold the same keys and values.
+The `size` ranks are `attn_cp_size` sets of `attn_tp_size` ranks. The ranks of a set split the heads
+of attention among them; ranks at the same place in different sets hold the same keys and values.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ import torch
 
 _WORD: Final = np.dtype("<i8")
 _ABSENT: Final = torch.iinfo(torch.int64).max
-"""Placeholder for another rank's words, so that MIN takes the other rank's."""
+"""Placeholder in the slots of other ranks, so that MIN takes their values."""
 
 
 class RanksDiverged(RuntimeError):
-    """The ranks no longer do the same: going on would corrupt a cache."""
+    """The ranks have diverged: going on would corrupt a cache."""
 
 
 class RankLost(RuntimeError):
-    """Another rank is gone: this one cannot go on without it, and is not the cause."""
+    """Another rank is gone. This rank cannot go on without it, and is not the cause."""
 
 
 class MinOverRanks(ABC):
@@ -48,32 +48,32 @@ class RankGroup(ABC):
     @property
     @abstractmethod
     def rank(self) -> int:
-        """This rank, from 0."""
+        """Number of this rank, from 0."""
 
     @property
     @abstractmethod
     def size(self) -> int:
-        """How many ranks there are."""
+        """Number of ranks."""
 
     @property
     def attn_cp_size(self) -> int:
-        """Over how many ranks the tokens of a prefill are split (context parallelism); divides
-        `size`."""
+        """Number of ranks over which the tokens of a prefill are split (context parallelism);
+        divides `size`."""
         return 1
 
     @property
     def attn_tp_size(self) -> int:
-        """Over how many ranks the heads of attention are split."""
+        """Number of ranks over which the heads of attention are split."""
         return self.size // self.attn_cp_size
 
     @property
     def attn_tp_rank(self) -> int:
-        """Which share of the heads this rank has."""
+        """Index of this rank's share of the heads."""
         return self.rank % self.attn_tp_size
 
     @property
     def attn_cp_rank(self) -> int:
-        """Which of the ranks with the same share this one is."""
+        """Index of this rank among the ranks with the same share of the heads."""
         return self.rank // self.attn_tp_size
 
     @abstractmethod
@@ -81,7 +81,7 @@ class RankGroup(ABC):
         """Rank 0's `payload`, on every rank. Blocks until rank 0 has called.
 
         Args:
-            payload: Any length on rank 0; None on the others.
+            payload: Bytes of any length on rank 0; None on the others.
 
         Raises:
             RanksDiverged: Another rank made another call.
@@ -99,8 +99,8 @@ class RankGroup(ABC):
         """
 
     def open_min(self) -> MinOverRanks:
-        """A MIN with connections of its own, so that its messages never wait behind others. A
-        collective; by default it uses the group's."""
+        """Open a MIN with connections of its own, so that its messages never wait behind others; by
+        default it uses the group's connections. A collective."""
         return _MinOfGroup(self)
 
 
@@ -116,7 +116,7 @@ class _MinOfGroup(MinOverRanks):
 
 
 class SingleRank(RankGroup):
-    """One rank, which agrees with itself."""
+    """A group of one rank."""
 
     @property
     def rank(self) -> int:
@@ -135,12 +135,12 @@ class SingleRank(RankGroup):
 
 
 def gather_texts(group: RankGroup, text: str, max_bytes: int) -> list[str]:
-    """Every rank's `text`, on every rank, in the order of ranks. A collective.
+    """Texts of all ranks, on every rank, in the order of ranks. A collective.
 
     Args:
         group: The ranks.
-        text: This rank's; what of it is over `max_bytes` of UTF-8 is cut off.
-        max_bytes: The same on all ranks; a multiple of 8.
+        text: Text of this rank; it is cut at `max_bytes` of UTF-8.
+        max_bytes: Length limit, the same on all ranks; a multiple of 8.
     """
     words = max_bytes // _WORD.itemsize
     table = torch.full((group.size, words), _ABSENT, dtype=torch.int64)
@@ -153,7 +153,7 @@ def gather_texts(group: RankGroup, text: str, max_bytes: int) -> list[str]:
 
 
 def gather_bytes(group: RankGroup, raw: bytes) -> list[bytes]:
-    """Every rank's `raw`, of any length, on every rank, in the order of ranks. A collective."""
+    """Bytes of all ranks, of any length, on every rank, in the order of ranks. A collective."""
     lengths = torch.full((group.size,), _ABSENT, dtype=torch.int64)
     lengths[group.rank] = len(raw)
     said = []

@@ -1,9 +1,9 @@
-"""Ends the server when a rank is gone, stuck or out of reach, instead of waiting for it for ever.
+"""Ends the server when a rank is gone, stuck or out of reach.
 
-Each rank counts in a key of the store through which they met, and looks at the others' counts. The
-kernel tells of processes that die on this machine sooner than that; this is for those that are
-stopped, for other machines, and for networks. The store is in rank 0's process, and its calls wait
-for an answer without a limit, so that a second thread watches how long a look takes.
+Each rank counts up in a key of the store through which the ranks met, and reads the others' counts.
+A process that dies on this machine is noticed sooner, by its parent; the watch is for stopped
+processes, other machines and networks. The store is in rank 0's process, and its calls wait for an
+answer without a limit, so a second thread watches the duration of a look.
 """
 
 from __future__ import annotations
@@ -18,13 +18,14 @@ logger = logging.getLogger(__name__)
 
 PERIOD_S: Final = 1.0
 LIMIT_S: Final = 8.0
-"""Seconds without a sign of life: what stands still so long will not come back soon."""
+"""Seconds without progress after which a rank counts as lost."""
 _LATE_S: Final = 2.0
-"""A rank that looks this late was stopped itself, perhaps with the whole machine."""
+"""Seconds of delay of a look that show that this rank was stopped itself, perhaps with the whole
+machine."""
 
 
 class Counts(Protocol):
-    """The part of the store that the watch uses; every call may raise RuntimeError, or never
+    """The part of the store that the watch uses. Every call may raise RuntimeError, or never
     return."""
 
     def set(self, key: str, value: str, /) -> object: ...
@@ -41,7 +42,7 @@ class RankWatch:
         rank: This rank.
         size: Number of ranks.
         on_lost: Called once, from one of the threads, with one line that names the rank.
-        limit_s: Seconds without a sign of life after which a rank counts as lost.
+        limit_s: Seconds without progress after which a rank counts as lost.
         clock: Seconds, monotonic.
     """
 
@@ -66,9 +67,10 @@ class RankWatch:
         self._last_look = clock()
         self._seen = {other: (b"", self._last_look) for other in range(size) if other != rank}
         self._num_looks = 0
-        """Those that have ended."""
+        """Number of looks that have ended."""
         self._num_guarded = (-1, 0)
-        """How many of them there were when the guard last came, and how often in a row."""
+        """`_num_looks` at the last call of `guard`, and the number of earlier calls in a row with
+        the same value."""
         self._closed = threading.Event()
         self._told = threading.Lock()
         self._threads = (
@@ -81,25 +83,25 @@ class RankWatch:
             thread.start()
 
     def close(self) -> None:
-        """Watch no more: the server ends in order. Idempotent; does not wait for the threads."""
+        """Stop the watch before an orderly shutdown. Idempotent; does not wait for the threads."""
         self._closed.set()
 
     def guard(self) -> str | None:
-        """Whether looks end, asked once a period: what is wrong, in one line; None: nothing.
+        """Check, once a period, that looks end; return an error in one line, or None.
 
-        It counts its own calls instead of seconds: a process that was stopped makes none.
+        It counts its own calls instead of seconds, since a stopped process makes no calls.
         """
         known, times = self._num_guarded
         times = times + 1 if known == self._num_looks else 0
         self._num_guarded = self._num_looks, times
-        # A period may pass before the next look, and one before the guard comes.
+        # A period may pass before the next look, and another one before the next guard.
         if times * self._period_s > self._limit_s - 2 * self._period_s:
             silent_s = times * self._period_s
             return f"rank 0 is stuck or out of reach: no answer from it for {silent_s:.0f} s"
         return None
 
     def look(self) -> str | None:
-        """Count, and look at the others: what is wrong, in one line; None: nothing."""
+        """Count up, and read the others' counts; return an error in one line, or None."""
         try:
             self._beats += 1
             self._counts.set(_key(self._rank), str(self._beats))

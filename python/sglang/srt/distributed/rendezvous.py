@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rendezvous:
-    """The meeting of a server's ranks, and which of them this one is."""
+    """Address of the meeting of a server's ranks, and the number of this rank."""
 
     rank: int
     size: int
@@ -20,7 +20,7 @@ class Rendezvous:
     """Rank 0's socket, which listens at `host` and `port`; the store takes it over."""
 
     def for_rank(self, rank: int) -> Rendezvous:
-        """The same meeting for another rank of this machine."""
+        """The same rendezvous for another rank of this machine."""
         return replace(self, rank=rank, listener=self.listener if rank == 0 else None)
 
 
@@ -28,15 +28,15 @@ class Rendezvous:
 def open_rendezvous(
     size: int, host: str = "127.0.0.1", port: int = 0, *, first_rank: int = 0
 ) -> Iterator[Rendezvous]:
-    """The meeting as the first rank of a machine sees it. Its socket closes at the end, here: who
-    was handed it has a copy.
+    """Context with the rendezvous of the first rank of a machine. At its end the socket is closed
+    in this process; processes that got the socket have a copy.
 
     Args:
-        port: 0: a free one.
+        port: Port to listen on; 0: a free one.
         first_rank: First rank of this machine; if it is 0, this machine listens.
 
     Raises:
-        ValueError: This machine cannot listen there.
+        ValueError: This machine cannot listen at the address.
     """
     if first_rank:
         yield Rendezvous(rank=first_rank, size=size, host=host, port=port)
@@ -45,7 +45,7 @@ def open_rendezvous(
     try:
         listener = socket.create_server((host, port), family=family)
     except OSError as error:
-        # Python adds the address, which the sentence has already.
+        # Python adds the address, which the message has already.
         why = str(error.strerror or error).partition(" (while")[0]
         raise ValueError(
             f"the ranks cannot meet at {host}:{port} ({why}): give an address of this machine and "

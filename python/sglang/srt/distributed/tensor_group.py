@@ -1,4 +1,4 @@
-"""Collectives of layers over the ranks that share a model: sums and gathered parts of tensors."""
+"""Collectives of layers over the ranks that share a model: sums and gathers of tensors."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ class PeerParts:
     """Addresses at which a kernel reads the parts of all ranks, in memory of other devices.
 
     Attributes:
-        memories: Address in this process of each rank's memory.
-        flags: Offset in it of the rank's flags, in bytes; int32 `[MOST_PROGRAMS, size]`; see
+        memories: Address of each rank's memory in this process.
+        flags: Offset of a rank's flags in its memory, in bytes; int32 `[MOST_PROGRAMS, size]`; see
             `layers/triton_ops/meeting.py`.
-        rank: This rank's place.
+        rank: Number of this rank.
         size: Number of ranks.
-        offset: Offset in it of the rank's part, in bytes.
+        offset: Offset of a rank's part in its memory, in bytes.
     """
 
     memories: tuple[int, ...]
@@ -48,43 +48,46 @@ class PendingSum:
     peers: PeerParts
 
     def sum(self) -> torch.Tensor:
-        """The sum itself, where nothing adds the parts on its way."""
+        """Compute the sum, if no norm adds the parts."""
         return self.group.all_reduce(self.part)
 
 
 ToAdd: TypeAlias = torch.Tensor | PendingSum | None
-"""Addend of a residual that the next norm adds; None: nothing."""
+"""Addend of a residual that the next norm adds; None: no addend."""
 
 
 class TensorGroup(ABC):
-    """Ranks that split layers among them. One thread of each rank, in the same order on all."""
+    """Ranks that split layers among them. One thread of each rank makes the calls, in the same
+    order on all ranks."""
 
     @property
     @abstractmethod
     def rank(self) -> int:
-        """This rank's place in the group, from 0."""
+        """Number of this rank in the group, from 0."""
 
     @property
     @abstractmethod
     def size(self) -> int:
-        """How many ranks there are."""
+        """Number of ranks."""
 
     def empty_part(self, shape: Sequence[int], like: torch.Tensor) -> torch.Tensor:
-        """Memory for this rank's part of a sum: `sum_later` need not copy what is computed there.
+        """Memory for this rank's part of a sum, which `sum_later` then need not copy.
 
-        At most one is in use: the next call gives the same memory, until `sum_later` took it.
+        Only one part is in use at a time: further calls give the same memory until `sum_later` has
+        taken it.
 
         Args:
-            like: Has the part's dtype and device.
+            like: Tensor with the part's dtype and device.
         """
         return like.new_empty(shape)
 
     @abstractmethod
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
-        """The sum over the ranks: the same bits on all of them.
+        """The sum over the ranks, with the same bits on all of them.
 
         Args:
-            x: A tensor of the same shape and dtype on all ranks. Its memory may take the sum.
+            x: A tensor of the same shape and dtype on all ranks. It may be overwritten with the
+                sum.
         """
 
     def sum_later(self, x: torch.Tensor) -> torch.Tensor | PendingSum:
@@ -97,10 +100,10 @@ class TensorGroup(ABC):
 
     def shared_keys(self, count: int) -> tuple[torch.Tensor, PeerParts] | None:
         """Memory for int64 `[count]` that kernels of all ranks can read once this rank has written
-        it, and the addresses of all ranks' memory; None: there is none.
+        it, and the addresses of all ranks' memory; None: there is no shared memory.
 
-        The next call but one gives the same memory. By then a kernel of this rank has to have met
-        those of the others. Not in captures.
+        The next call but one gives the same memory. By then a kernel of this rank must have met
+        those of the other ranks. Not for captures.
         """
         return None
 
@@ -114,7 +117,7 @@ class TensorGroup(ABC):
 
 
 class SingleTensorGroup(TensorGroup):
-    """One rank, which has everything."""
+    """A group of one rank."""
 
     @property
     def rank(self) -> int:

@@ -1,4 +1,4 @@
-"""The ranks of one server over torch.distributed: ticks, and what they agree on."""
+"""`RankGroup` over torch.distributed: ticks and agreements of the ranks of one server."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ _LENGTH_BYTES: Final = 8
 class TorchRankGroup(RankGroup):
     """Messages of the CPU over gloo.
 
-    A message that fits into one frame with its length is one collective, a longer one two. MIN goes
-    over the ranks with the same heads first, then over those that split them; where all ranks are
-    one of these groups there is one round.
+    A message that fits into one frame with its length takes one collective, a longer one two. MIN
+    runs first over the ranks with the same heads, then over those that split them; if one of these
+    groups has all ranks, there is only one round.
 
     Args:
         world: All ranks.
@@ -47,7 +47,7 @@ class TorchRankGroup(RankGroup):
 
     @classmethod
     def of_world(cls) -> TorchRankGroup:
-        """All ranks of this server, in the groups that they are divided into."""
+        """The group of all ranks of this server."""
         return cls(get_world_group(), get_attention_tp_group(), get_attention_cp_group())
 
     @property
@@ -86,7 +86,7 @@ class TorchRankGroup(RankGroup):
         return _min_over(self._rounds, values)
 
     def open_min(self) -> MinOverRanks:
-        # All ranks have as many rounds, though not the same groups in them.
+        # All ranks have equally many rounds, with different groups.
         made = [create_custom_parallel_group(list(group.ranks)) for group in self._rounds]
         return TorchMin(
             [
@@ -97,7 +97,7 @@ class TorchRankGroup(RankGroup):
 
 
 class TorchMin(MinOverRanks):
-    """A MIN over gloo groups that nothing else uses.
+    """A MIN over gloo groups of its own.
 
     Attributes:
         groups: Groups of this rank, in the order of the rounds; each has further ranks.
@@ -123,5 +123,5 @@ def _min_over(rounds: Sequence[GroupCoordinator], values: torch.Tensor) -> torch
 
 
 def _as_tensor(raw: bytes) -> torch.Tensor:
-    """uint8, with memory of its own."""
+    """A copy of `raw` as a uint8 tensor."""
     return torch.from_numpy(np.frombuffer(raw, dtype=np.uint8).copy())

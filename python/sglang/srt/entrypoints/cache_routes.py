@@ -31,14 +31,14 @@ class AttachBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 
 @auth_level(AuthLevel.ADMIN_OPTIONAL)
 async def get_backend(request: Request) -> Response:
-    """The attached backend and the policies; no secrets."""
+    """The attached backend and the policies, without secrets."""
     answer = await _administered(request).manager.control.get_storage()
     return json_response(_checked(answer).data)
 
 
 @auth_level(AuthLevel.ADMIN_OPTIONAL)
 async def attach_backend(request: Request) -> Response:
-    """Attach a backend, or update the policies of the one that is attached."""
+    """Attach a backend, or update the policies of the attached one."""
     context = _administered(request)
     body = await read_json(request, AttachBody)
     if not body.hicache_storage_backend:
@@ -56,10 +56,10 @@ async def attach_backend(request: Request) -> Response:
 
 
 def _check_attachable(context: ServerContext, body: AttachBody) -> None:
-    """Refuse what only the command line may ask for: reading the server's files, running code.
+    """Refuse settings that only the command line may have: files of the server, code to run.
 
     Raises:
-        ApiError: 403 or 400 that names the field.
+        ApiError: 403 or 400; names the field.
     """
     text = body.hicache_storage_backend_extra_config_json
     args = context.args
@@ -100,10 +100,10 @@ async def clear_backend(request: Request) -> Response:
 
 
 def _administered(request: Request) -> ServerContext:
-    """The server's context. The middleware has compared the operator's key, if there is one.
+    """The server's context. The middleware has already checked the operator's key, if there is one.
 
     Raises:
-        ApiError: 400; the server has no operator's key, so this endpoint is closed.
+        ApiError: 400: the server has no operator's key, so this endpoint is closed.
     """
     context = context_of(request)
     if not context.args.admin_api_key:

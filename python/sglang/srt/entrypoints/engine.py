@@ -35,7 +35,7 @@ class Engine:
         """Start the engine, which takes as long as loading the model.
 
         Args:
-            server_args: All settings at once, or as keywords (`model_path=...`).
+            server_args: All settings; None: they are given as keywords (`model_path=...`).
 
         Raises:
             ValueError: A setting is unknown or wrong, the model's files are missing or broken, or
@@ -48,7 +48,8 @@ class Engine:
             server_args = ServerArgs.from_kwargs(**{"log_level": "error", **kwargs})
         if server_args.remote_instance_weight_loader_start_seed_via_transfer_engine:
             raise ValueError(
-                f"{START_SEED} has no effect here: who reads weights asks over HTTP; start a server"
+                f"{START_SEED} has no effect here: other servers ask over HTTP for the addresses "
+                "of weights; start a server"
             )
         configure_logger(server_args.log_level)
         self.server_args = server_args.resolve()
@@ -83,20 +84,20 @@ class Engine:
         stream: bool = False,
         **fields: Any,
     ) -> Any:
-        """As `POST /generate`.
+        """Complete prompts, like `POST /generate`.
 
         Args:
-            prompt: One text or several; or give `input_ids`.
+            prompt: One text or several; None: give `input_ids`.
             sampling_params: Parameters for all prompts, or a list with one for each.
             input_ids: Token ids of one prompt, or of several.
             stream: Return an iterator of cumulative answers.
-            fields: Others of the endpoint (`return_logprob`, `rid`, `extra_key`, ...).
+            fields: Other fields of the endpoint (`return_logprob`, `rid`, `extra_key`, ...).
 
         Returns:
             An answer, a list of them for a batch, or their iterator.
 
         Raises:
-            ValueError: Names the field.
+            ValueError: A field is wrong; names it.
             EngineUnavailable: The engine has died or was shut down.
             RequestFailed: The engine refused the request or failed on it.
         """
@@ -115,7 +116,8 @@ class Engine:
         stream: bool = False,
         **fields: Any,
     ) -> Any:
-        """`generate` for a caller with an event loop of its own; streams are async iterators."""
+        """Like `generate`, for callers with an event loop of their own; streams are async
+        iterators."""
         requests, is_batch = _requests(prompt, sampling_params, input_ids, stream, fields)
         if stream:
             return self._iterate_async(requests, is_batch)
@@ -124,11 +126,12 @@ class Engine:
         return answers if is_batch else answers[0]
 
     def flush_cache(self, timeout: float = 0.0) -> bool:
-        """Empty L1 and L2 after waiting up to `timeout` seconds for idle; whether it was done."""
+        """Empty L1 and L2, after waiting at most `timeout` seconds for the engine to be idle;
+        return whether it was done."""
         return self._submit(self._front.manager.control.flush_cache(timeout)).success
 
     def get_server_info(self) -> dict[str, Any]:
-        """Settings without secrets, and the engine's state now."""
+        """Settings without secrets, and the engine's present state."""
         state = self._submit(self._front.manager.control.internal_state()).data
         details = self._front.context.ready_details
         return {**self.server_args.to_public_dict(), **details, "internal_states": [state]}
@@ -216,6 +219,6 @@ async def _next(answers: AsyncGenerator[dict[str, Any], None]) -> dict[str, Any]
 
 
 def _snapshot(answer: dict[str, Any]) -> dict[str, Any]:
-    """A copy for another thread: the lists inside grow with the next step."""
+    """A copy for another thread, since the lists inside grow with the next step."""
     meta = {k: list(v) if isinstance(v, list) else v for k, v in answer["meta_info"].items()}
     return {**answer, "output_ids": list(answer["output_ids"]), "meta_info": meta}

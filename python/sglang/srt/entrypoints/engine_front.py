@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 DRAIN_SECONDS: Final = 30.0
-"""Time for running requests when a shutdown begins, and again for writing back to L3."""
+"""Seconds for running requests in a shutdown, and as many again for writing back to L3."""
 _MARGIN_SECONDS: Final = 5.0
 
 
@@ -48,14 +48,15 @@ def load_model_files(args: ServerArgs) -> LoadedModel:
     """Read config, tokenizer and chat template; no weights.
 
     Args:
-        args: Resolved.
+        args: Resolved arguments.
 
     Raises:
-        ValueError: One line that names what is missing or broken.
+        ValueError: A file is missing or broken; names it in one line.
     """
     assert args.model_path is not None, "resolved arguments name the model"
     with postponing_signals():
-        # Imported late: it takes seconds, while the scheduler's process imports the same.
+        # Imported late, since it takes seconds, during which the scheduler's process imports the
+        # same.
         from sglang.srt.configs.model_config import ModelConfig
 
         config = ModelConfig.from_path(
@@ -68,13 +69,13 @@ def load_model_files(args: ServerArgs) -> LoadedModel:
 
 
 class EngineFront:
-    """One running engine as the server process sees it. Made before the event loop runs."""
+    """One running engine in the server process. Constructed before the event loop runs."""
 
     def __init__(self, args: ServerArgs) -> None:
         """Start the engine's processes; takes as long as loading the model.
 
         Args:
-            args: Resolved.
+            args: Resolved arguments.
 
         Raises:
             ValueError: The model's files are missing or broken, or L3 cannot work.
@@ -121,13 +122,14 @@ class EngineFront:
         )
 
     async def drain(self, timeout: float) -> bool:
-        """End in order: the scheduler finishes what runs and writes back, then all ends.
+        """Shut down in order: the scheduler finishes running requests and writes back, then all
+        processes end.
 
         Args:
             timeout: Seconds for the scheduler.
 
         Returns:
-            Whether the scheduler ended by itself and well.
+            Whether the scheduler ended by itself, with status 0.
         """
         self.manager.refuse_new("the server is shutting down")
         self.processes.expect_end()
@@ -150,7 +152,7 @@ def _start_bootstrap(args: ServerArgs) -> BootstrapServer | None:
     server.
 
     Raises:
-        ValueError: The port is taken.
+        ValueError: The port is in use.
     """
     if args.disaggregation_mode != PREFILL:
         return None

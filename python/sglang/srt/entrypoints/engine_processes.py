@@ -1,6 +1,6 @@
 """The child processes of one engine: started together, watched, ended together.
 
-The one thread is `engine-watch`, which waits for the death of a child.
+Its only thread is `engine-watch`, which waits for the death of a child.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 SCHEDULER: Final = "scheduler"
-"""Name of the scheduler's process; with several ranks what their names begin with."""
+"""Name of the scheduler's process; with several ranks, prefix of their names."""
 KILL_WAIT: Final = 5.0
 """Seconds for a killed child to disappear."""
 
@@ -43,28 +43,28 @@ class StartError(RuntimeError):
 
 
 class _LostAnotherRank(StartError):
-    """A rank ended since another did, which has the cause."""
+    """A rank ended because another rank ended, which has the cause."""
 
 
 class EngineProcesses:
     """Scheduler and detokenizer of one engine, and the directory of their sockets."""
 
     def __init__(self, names: IpcNames) -> None:
-        """Prepare for sockets in the directory of `names`, which is removed by `kill`."""
+        """Prepare for sockets in the directory of `names`, which `kill` removes."""
         self.ipc = IpcAddresses.from_names(names)
         self.ready_details: dict[str, Any] = {}
-        """The scheduler's report when it was ready."""
+        """Details of the scheduler's ready message."""
         self._names = names
         self._children: dict[str, SpawnProcess] = {}
         self._ending = threading.Event()
         self._lock = threading.Lock()
 
     def start(self, name: str, target: Callable[..., None], args: tuple[Any, ...]) -> Connection:
-        """Start a child that calls `target(*args, ready_pipe)`; gives the pipe's reading end."""
+        """Start a child that calls `target(*args, ready_pipe)`; return the pipe's reading end."""
         context = multiprocessing.get_context("spawn")
         reader, writer = context.Pipe(duplex=False)
         child = context.Process(target=target, args=(*args, writer), name=f"sglang-{name}")
-        # A signal that comes before the child is known would leave it running.
+        # A signal that comes before the child is recorded would leave it running.
         with postponing_signals():
             with _spinning_briefly(), _without_a_main_to_import(), holding_signals_from_children():
                 child.start()
@@ -73,13 +73,13 @@ class EngineProcesses:
         return reader
 
     def await_ready(self, readers: dict[str, Connection]) -> dict[str, dict[str, Any]]:
-        """Wait for the messages of children, as long as all of them live; the messages by name.
+        """Wait for the ready messages of children, while all of them live; return them by name.
 
         Args:
-            readers: The pipe of each; closed afterwards.
+            readers: The pipe of each child, by name; closed afterwards.
 
         Raises:
-            StartError: The first that said why it cannot start, or died without a word.
+            StartError: A child could not start, or died without a message.
         """
         messages: dict[str, dict[str, Any]] = {}
         waiting: dict[Any, str] = {reader: name for name, reader in readers.items()}
@@ -93,7 +93,8 @@ class EngineProcesses:
                 try:
                     messages[name] = self._receive(name, readers[name])
                 except _LostAnotherRank as error:
-                    victim = error  # Another will say more, or has ended without a word.
+                    # Another rank will report the cause, or has died without a message.
+                    victim = error
         if victim is not None:
             raise victim
         return messages
@@ -125,7 +126,7 @@ class EngineProcesses:
             ended = wait([child.sentinel for child in self._children.values()])
             if self._ending.is_set():
                 return
-            # The first to die is the cause; the others may follow.
+            # The first child to die has the cause; the others may follow.
             dead = {
                 name: child for name, child in self._children.items() if child.sentinel in ended
             }
@@ -139,12 +140,12 @@ class EngineProcesses:
         threading.Thread(target=run, name="engine-watch", daemon=True).start()
 
     def expect_end(self) -> None:
-        """Do not report children that end from now on."""
+        """Stop reporting children that end."""
         self._ending.set()
 
     def wait_for_scheduler(self, timeout: float | None) -> bool:
-        """Whether the schedulers of this machine ended by themselves, with status 0, within
-        `timeout` seconds; None: wait for as long as it takes."""
+        """Wait until the schedulers of this machine end; return whether they did so by themselves,
+        with status 0, within `timeout` seconds. None: no time limit."""
         schedulers = {
             name: child for name, child in self._children.items() if name.startswith(SCHEDULER)
         }
@@ -154,7 +155,7 @@ class EngineProcesses:
             if child.exitcode is None:
                 logger.warning("the %s did not end within %.0f s; killed", name, timeout)
             elif child.exitcode != 0:
-                logger.error("the %s ended badly: %s", name, _ending_of(child))
+                logger.error("the %s failed: %s", name, _ending_of(child))
         return all(child.exitcode == 0 for child in schedulers.values())
 
     def kill(self) -> None:
@@ -176,12 +177,12 @@ def launch_subprocesses(
     """Start the engine's processes and wait until they can serve.
 
     Args:
-        server_args: Resolved.
+        server_args: Resolved arguments.
         load_tokenizer: Loads the caller's part of the model while the scheduler loads its own, and
-            gives what the detokenizer needs of it. An error in it ends the start.
+            returns the data that the detokenizer needs. An error in it ends the start.
 
     Raises:
-        StartError: One line with the cause; nothing is left running.
+        StartError: One line with the cause; no process is left running.
     """
     processes = EngineProcesses(IpcNames.create())
     try:
@@ -202,7 +203,7 @@ def launch_ranks(server_args: ServerArgs) -> EngineProcesses:
     """Start the ranks of a machine that is not the first, and wait until they can serve.
 
     Raises:
-        StartError, ValueError: One line with the cause; nothing is left running.
+        StartError, ValueError: One line with the cause; no process is left running.
     """
     processes = EngineProcesses(IpcNames.create())
     try:
@@ -214,7 +215,7 @@ def launch_ranks(server_args: ServerArgs) -> EngineProcesses:
 
 
 def _start_schedulers(processes: EngineProcesses, server_args: ServerArgs) -> dict[str, Connection]:
-    """Start this machine's ranks; the pipe of each by its name, the first rank's first.
+    """Start this machine's ranks; return the pipe of each by its name, the first rank's first.
 
     Raises:
         ValueError: This machine cannot listen at `--dist-init-addr`.
@@ -243,7 +244,7 @@ def _run_scheduler(
     pipe: Connection,
 ) -> None:
     set_title(name)
-    # Imported in the child alone: the parent can start it before it has torch itself.
+    # Imported only in the child, so that the parent can start it before it imports torch itself.
     from sglang.srt.managers.scheduler.process.run import run_scheduler_process
 
     run_scheduler_process(server_args, ipc, rendezvous, pipe)
@@ -258,10 +259,10 @@ def _run_detokenizer(*args: Any) -> None:
 
 @contextlib.contextmanager
 def _without_a_main_to_import() -> Iterator[None]:
-    """Let a program that was read from standard input start children.
+    """Context in which a program that was read from standard input can start children.
 
-    Its `__file__` is `<stdin>`, which `multiprocessing` takes for a path to import. Without
-    `__file__` it starts children as it does for `python -c`.
+    Its `__file__` is `<stdin>`, which `multiprocessing` would import as a path. Without `__file__`
+    children start as for `python -c`.
     """
     main = sys.modules["__main__"]
     file = getattr(main, "__file__", None)
@@ -276,7 +277,8 @@ def _without_a_main_to_import() -> Iterator[None]:
 
 
 def _spinning_briefly() -> contextlib.AbstractContextManager[None]:
-    """Let idle OpenMP threads of the children sleep soon, unless the environment says otherwise.
+    """Context that makes idle OpenMP threads of the children sleep soon, unless the environment has
+    a setting.
 
     libgomp reads the setting once, when torch is imported.
     """
@@ -287,7 +289,7 @@ def _spinning_briefly() -> contextlib.AbstractContextManager[None]:
 
 
 def _ending_of(child: SpawnProcess) -> str:
-    """How a dead child ended, in words."""
+    """Description of a dead child's end."""
     code = child.exitcode
     if code is not None and code < 0:
         with contextlib.suppress(ValueError):

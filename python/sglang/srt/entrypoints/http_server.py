@@ -33,12 +33,13 @@ logger = logging.getLogger(__name__)
 
 EXIT_FAILED: Final = 1
 READY_LINE: Final = "The server is fired up and ready to roll!"
-"""SGLang's own sentence: scripts that start a server wait for it in the log (docs/api.md)."""
+"""SGLang's log line, for which scripts that start a server wait (docs/api.md)."""
 KEEP_ALIVE_SECONDS: Final = 75
-"""How long an idle connection stays open: longer than clients keep theirs (5 to 15 s), so that the
-client closes first. A server that closes first breaks a request that is just being sent."""
+"""Seconds for which an idle connection stays open, more than clients keep theirs (5 to 15 s), so
+that the client closes first. A server that closes first breaks a request that is just being
+sent."""
 DEATH_GRACE_SECONDS: Final = 5.0
-"""Time to tell clients that the engine has died; then the server ends in any case."""
+"""Seconds to send errors to clients after the engine has died; then the server ends in any case."""
 
 
 def create_app(
@@ -46,13 +47,13 @@ def create_app(
 ) -> Starlette:
     """The application of one server. It starts `context.manager` on the loop that serves it.
 
-    Bare Starlette: bodies are decoded by `http_body`, and what FastAPI would add to each request
-    (dependencies, validation, documentation) has no use here.
+    Bare Starlette: `http/body.py` decodes bodies, and FastAPI's additions to each request
+    (dependencies, validation, documentation) have no use here.
 
     Args:
-        context: Shared by all endpoints.
+        context: State that all endpoints share.
         stop: Runs up to its `yield` after the manager has started, the rest when serving ends.
-            Absent: the manager is closed at the end.
+            None: the manager is closed at the end.
     """
 
     @contextlib.asynccontextmanager
@@ -71,7 +72,7 @@ def create_app(
         for route in module.ROUTES
     ]
     app = Starlette(routes=routes, lifespan=lifespan)
-    # A redirect would be built from the client's own Host, and always to http.
+    # A redirect would use the client's own Host header, and always http.
     app.router.redirect_slashes = False
     app.state.context = context
     install_error_handlers(app)
@@ -83,13 +84,13 @@ def create_app(
 
 
 def run_server(args: ServerArgs) -> int:
-    """Serve until a signal or the engine's death; the process's exit status.
+    """Serve until a signal or the engine's death; return the process's exit status.
 
     Args:
-        args: Resolved.
+        args: Resolved arguments.
 
     Raises:
-        ValueError: Settings or files are wrong, or the port is taken.
+        ValueError: Settings or files are wrong, or the port is in use.
         StartError: The engine could not start.
     """
     check_port_available(args.host, args.port)
@@ -131,12 +132,12 @@ class HttpServer(BoundedServer):
         )
         self._front = front
         self._cause: str | None = None
-        """Why the engine died, if it did."""
+        """Cause of the engine's death, if it has died."""
         self._ended_well = True
         self._signalled = False
 
     def serve_blocking(self) -> int:
-        """Serve to the end; the exit status."""
+        """Serve until the end; return the exit status."""
         self.run()
         if self._cause is not None:
             logger.critical("%s; the server ends", self._cause)
@@ -146,7 +147,7 @@ class HttpServer(BoundedServer):
         return 0 if self._ended_well else EXIT_FAILED
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Listen, then say so."""
+        """Listen, then log the ready line."""
         await super().startup(sockets)
         if self.started:
             logger.info("%s %s", READY_LINE, base_url(self.config.host, self.config.port))
@@ -173,7 +174,7 @@ class HttpServer(BoundedServer):
             await self._front.manager.close()
 
     def _on_death(self, cause: str) -> None:
-        """Thread `engine-watch`: tell the clients, then end."""
+        """Send errors to the clients, then end the server. Runs in the thread `engine-watch`."""
         logger.critical("%s", cause)
         self._cause = cause
         self._front.manager.fail_all_threadsafe(cause)

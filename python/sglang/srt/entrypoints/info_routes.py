@@ -1,4 +1,4 @@
-"""Health, what is served and with which settings, load, metrics."""
+"""Health, the served model and its settings, load, metrics."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from sglang.srt.mem_cache.tree.radix_key import token_array
 from sglang.srt.sampling.sampling_params import SamplingParams
 
 HEALTH_TIMEOUT: Final = 20.0
-"""Seconds in which a probe must generate its token."""
+"""Time limit for a probe to generate its token, in seconds."""
 METRICS_TIMEOUT: Final = 3.0
-"""Seconds that a scrape waits for the scheduler, which may be in a long forward pass."""
+"""Seconds that a scrape waits for the scheduler, which may be in a long forward."""
 
 
 async def health(request: Request) -> Response:
-    """200 while requests are taken: all processes live and no shutdown has begun."""
+    """200 while requests are accepted: all processes live and no shutdown has begun."""
     refusal = context_of(request).manager.refusal
     if refusal is not None:
         raise ApiError(503, refusal)
@@ -48,7 +48,7 @@ async def health_generate(request: Request) -> Response:
 
 
 async def _generate_token(manager: TokenizerManager) -> ApiError | None:
-    """Why no token could be generated, or None."""
+    """Generate one token; return the error, or None."""
     probe = GenerateRequest(
         rid=f"{HEALTH_CHECK_RID_PREFIX}_{uuid.uuid4().hex}",
         input_ids=token_array([0]),
@@ -69,7 +69,7 @@ async def model_info(request: Request) -> Response:
 
 
 async def server_info(request: Request) -> Response:
-    """Arguments without secrets, what the engine said at the start, and its state now."""
+    """Arguments without secrets, the engine's ready message, and its present state."""
     context = context_of(request)
     state = await _internal_state(context)
     body = {
@@ -96,7 +96,7 @@ async def get_load(request: Request) -> Response:
 
 
 async def loads(request: Request) -> Response:
-    """Requests and tokens in the engine, beside what it can hold; the newer form of `get_load`."""
+    """Requests and tokens in the engine, and its limits; the newer form of `get_load`."""
     state = await _internal_state(context_of(request))
     running, waiting = state.get("num_running_reqs", 0), state.get("num_waiting_reqs", 0)
     used, pool = state.get("used_tokens", 0), state.get("max_total_num_tokens", 0)
@@ -129,7 +129,7 @@ async def loads(request: Request) -> Response:
 
 
 async def metrics(request: Request) -> Response:
-    """Metrics of the server and, when it answers in time, of the scheduler."""
+    """Metrics of the server and, if the scheduler answers in time, of the scheduler."""
     manager = context_of(request).manager
     if manager.metrics is None:
         raise ApiError(404, "metrics are off: start with --enable-metrics")

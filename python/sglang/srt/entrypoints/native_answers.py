@@ -12,12 +12,12 @@ from sglang.srt.managers.tokenizer.generate_request import GenerateRequest
 from sglang.srt.managers.tokenizer.request_state import RequestState
 
 FREE_ENTRIES: Final = 1024
-"""Up to this many output logprobs are repeated in every event of a stream; see `AnswerWriter`."""
+"""Most output logprobs that are repeated in every event of a stream; see `AnswerWriter`."""
 REPEAT_GROWTH: Final = 1.25
-"""More than that are repeated only after they have grown by this factor."""
+"""Factor by which more logprobs must have grown to be repeated."""
 
 Entry: TypeAlias = tuple[float, int, str | None]
-"""Logprob, token id, the token's text where that is asked for."""
+"""Logprob, token id, and the token's text or None if it is not asked for."""
 FirstEntry: TypeAlias = tuple[None, int, str | None]
 
 
@@ -38,7 +38,8 @@ class AnswerWriter:
     - the output's are in every event up to `FREE_ENTRIES`, then whenever they have grown by
       `REPEAT_GROWTH`, and in the last.
 
-    In all, a stream has at most five times the entries of its last event, beside the free ones.
+    In total, a stream has at most five times the entries of its last event, besides the
+    `FREE_ENTRIES`.
     """
 
     def __init__(
@@ -48,7 +49,7 @@ class AnswerWriter:
         self._tokenizer = tokenizer
         self._with_text = text_in_logprobs
         self._texts: dict[int, str | None] = {}
-        """Texts by token id: the same tokens come often among the alternatives."""
+        """Cache of texts by token id, since the same tokens often recur among the alternatives."""
         self._logprobs: list[Entry] = []
         self._input_logprobs: list[Entry | FirstEntry] = []
         self._input_top_logprobs: list[list[Entry] | None] = []
@@ -56,14 +57,14 @@ class AnswerWriter:
         self._slices = Slices()
         self._told_input = False
         self._told_output = 0
-        """How many entries the output's logprobs had when they were last sent."""
+        """Number of entries of the output's logprobs when they were last sent."""
 
     async def answer(self, state: RequestState) -> dict[str, Any]:
-        """Everything so far, except logprobs that need not be repeated yet."""
+        """The whole answer so far, except logprobs that need not be repeated yet."""
         meta = self._meta_info(state)
         answer = {"text": state.text, "output_ids": state.output_ids, "meta_info": meta}
         if self._request.return_logprob:
-            # The state may grow while logprobs are formatted; the answer must show one moment.
+            # The state may grow while logprobs are formatted; the answer must be consistent.
             answer["output_ids"] = state.output_ids.copy()
             ended = state.ended
             await self._catch_up(state)
@@ -114,8 +115,8 @@ class AnswerWriter:
             await self._slices.did(1 + tops)
 
     async def _add_input(self, state: RequestState) -> None:
-        """Take over the prompt's logprobs, which came with the first output. The first token has
-        none: no token is before it, or the client asked for the tokens after it."""
+        """Add the prompt's logprobs, which came with the first output. The first token has none: no
+        token is before it, or the client asked for the tokens after it."""
         first = self._entry(0.0, state.logprob_ids[0])
         self._input_logprobs.append((None, *first[1:]))
         for value, token_id in zip(state.input_logprobs, state.logprob_ids[1:], strict=False):

@@ -1,4 +1,4 @@
-"""`POST /generate`: its body, and the requests that it asks for."""
+"""`POST /generate`: its body, and the requests made from it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ from sglang.srt.mem_cache.tree.radix_key import TokenArray
 from sglang.srt.sampling.sampling_params import SamplingParams
 
 MAX_BODY_PATTERNS: Final = 64
-"""Different `stop_regex` patterns in one body: all are compiled before any prompt is answered."""
+"""Most different `stop_regex` patterns in one body: all are compiled before any prompt is
+answered."""
 
 _DEFAULT_NEW_TOKENS: Final = SamplingParams().max_new_tokens
 
@@ -75,7 +76,7 @@ class GenerateBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     bootstrap_host: str | list[str] | None = None
     bootstrap_port: int | list[int | None] | None = None
     bootstrap_room: int | list[int] | None = None
-    # Ask for nothing that changes the answer.
+    # Accepted without effect on the answer.
     model: str | None = None
     log_metrics: bool | None = None
     no_logs: bool | None = None
@@ -105,9 +106,9 @@ class GenerateBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 def to_requests(body: GenerateBody) -> tuple[list[GenerateRequest], bool]:
     """The requests of `body`, and whether it is a batch (whose answer is a list).
 
-    With `return_logprob: false` the other logprob fields have no effect; where it is absent, they
-    are refused as a mistake. The samples of one prompt stand together; more than one output makes
-    a batch.
+    With `return_logprob: false` the other logprob fields have no effect; without `return_logprob`
+    they are refused as a mistake. The samples of one prompt are consecutive; more than one output
+    makes a batch.
 
     Raises:
         ApiError: 400 that names the field.
@@ -180,7 +181,7 @@ def _refuse_logprob_fields(body: GenerateBody) -> None:
 
 def _refuse_lost_logprobs(outputs: list[GenerateRequest], is_list: bool) -> None:
     """Refuse prompt logprobs that would not reach the client: the prefill server has them, and a
-    router adds them to the decode server's answer only where that is one object of JSON."""
+    router adds them to the decode server's answer only if that is one JSON object."""
     for wrong, what in (
         (outputs[0].stream, "a stream"),
         (is_list, "several outputs in one body"),
@@ -252,7 +253,7 @@ def _spread(field: str, value: Any, count: int, is_batch: bool) -> list[Any]:
 
 
 def _sampling(values: dict[str, Any] | None, field: str) -> tuple[SamplingParams, int | None, bool]:
-    """The parameters, the default number of tokens if the client named none, `no_stop_trim`."""
+    """The parameters, the default number of tokens if the client named none, and `no_stop_trim`."""
     given = {name: value for name, value in (values or {}).items() if value is not None}
     keeps_stop = given.pop("no_stop_trim", False)
     if not isinstance(keeps_stop, bool):
@@ -264,6 +265,6 @@ def _sampling(values: dict[str, Any] | None, field: str) -> tuple[SamplingParams
     params = convert(given, SamplingParams, field)
     if "max_new_tokens" in given:
         return params, None, keeps_stop
-    # Asking for a least number of tokens raises the default.
+    # A minimum number of tokens raises the default limit.
     params.max_new_tokens = max(_DEFAULT_NEW_TOKENS, params.min_new_tokens)
     return params, _DEFAULT_NEW_TOKENS, keeps_stop

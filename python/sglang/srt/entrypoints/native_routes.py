@@ -28,7 +28,7 @@ MAX_FLUSH_TIMEOUT = 3600.0
 
 
 class AbortBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    """Which request to end, or all."""
+    """The request to end, or all."""
 
     rid: str | None = None
     abort_all: bool | None = None
@@ -55,7 +55,7 @@ async def generate(request: Request) -> Response:
 async def whole_answers(
     manager: TokenizerManager, requests: Sequence[GenerateRequest], with_text: bool = False
 ) -> list[dict[str, Any]]:
-    """Run all requests to their ends; the first that fails ends the others."""
+    """Run all requests to their ends; a failed request ends the others."""
 
     async def one(request: GenerateRequest, state: RequestState) -> dict[str, Any]:
         writer = AnswerWriter(request, manager.tokenizer, text_in_logprobs=with_text)
@@ -71,7 +71,7 @@ async def stream_answers(
     is_batch: bool,
     with_text: bool = False,
 ) -> AsyncGenerator[dict[str, Any], None]:
-    """Cumulative answers as they grow (see `AnswerWriter`), with their `index` in a batch."""
+    """Cumulative answers of growing outputs (see `AnswerWriter`), in a batch with their `index`."""
     with manager.submit(requests) as states:
         streams = [
             _stream_one(AnswerWriter(request, manager.tokenizer, text_in_logprobs=with_text), state)
@@ -93,7 +93,8 @@ async def _stream_one(
 
 @auth_level(AuthLevel.ADMIN_OPTIONAL)
 async def abort_request(request: Request) -> Response:
-    """End a request, or all of them. An unknown id is no error: its request may have just ended."""
+    """Abort a request, or all of them. An unknown id is no error: its request may have just
+    ended."""
     context = context_of(request)
     body = await read_json(request, AbortBody)
     if body.abort_all:
@@ -107,7 +108,7 @@ async def abort_request(request: Request) -> Response:
 
 @auth_level(AuthLevel.ADMIN_OPTIONAL)
 async def flush_cache(request: Request) -> Response:
-    """Empty L1 and L2, waiting up to `timeout` seconds for idle."""
+    """Empty L1 and L2, after waiting at most `timeout` seconds for the engine to be idle."""
     timeout = _flush_timeout(request)
     context: ServerContext = context_of(request)
     answer = await context.manager.control.flush_cache(timeout)

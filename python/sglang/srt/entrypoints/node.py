@@ -1,4 +1,4 @@
-"""A machine that is not the first of its server: it has ranks, and no HTTP."""
+"""A machine that is not the first of its server: it runs ranks, without HTTP."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ EXIT_FAILED: Final = 1
 
 
 def run_node(args: ServerArgs) -> int:
-    """Run this machine's ranks until rank 0 ends them; the process's exit status.
+    """Run this machine's ranks until rank 0 ends them; return the process's exit status.
 
     Args:
-        args: Resolved, with a `node_rank` above 0.
+        args: Resolved arguments, with a `node_rank` above 0.
 
     Raises:
         ValueError: Settings or files are wrong.

@@ -1,6 +1,6 @@
-"""Checks of a start that take a second or two, made before torch is imported or a process started.
+"""Checks of a start that take a second or two, before torch is imported or a process is started.
 
-They decide nothing of their own: whatever uses a file, a store or a variable checks it again.
+They only report errors early: the users of a file, a store or a variable check it again.
 """
 
 from __future__ import annotations
@@ -46,8 +46,7 @@ _SEED_TIMEOUT_S = 2.0
 
 
 def check_start(args: ServerArgs) -> None:
-    """Look at the environment, and at the device, the files and the store that resolved `args`
-    name.
+    """Check the environment, and the device, the files and the store that resolved `args` name.
 
     Raises:
         ValueError: One line with the remedy.
@@ -62,10 +61,10 @@ def check_start(args: ServerArgs) -> None:
 
 
 def check_device(args: ServerArgs) -> None:
-    """Look for the package that the device, or what runs on it alone, needs.
+    """Check that the packages are installed that the device and its features need.
 
     Raises:
-        ValueError: One line that names the flag, and what to install.
+        ValueError: One line that names the flag and the package to install.
     """
     for kind in DEVICE_KINDS.values():
         for field, value in kind.package_flags:
@@ -77,17 +76,18 @@ def check_device(args: ServerArgs) -> None:
 
 
 def check_host_layout(args: ServerArgs) -> None:
-    """Look whether L2's layout and its copies work on the device; on one that is named.
+    """Check that L2's layout and its I/O backend work on the device, if the arguments name a
+    device.
 
     Raises:
-        ValueError: One line that names the flag, and what works on this device.
+        ValueError: One line that names the flag and the values that work on this device.
     """
     if args.enable_hierarchical_cache and args.device != AUTO:
         check_layout_and_io(args.device, args.hicache_io_backend, args.hicache_mem_layout)
 
 
 def check_model(args: ServerArgs) -> None:
-    """Look for the files of the model: config, weights, tokenizer, chat template.
+    """Check the files of the model: config, weights, tokenizer, chat template.
 
     Raises:
         ValueError: One line that names the file.
@@ -102,10 +102,11 @@ def check_model(args: ServerArgs) -> None:
 
 
 def check_seed(args: ServerArgs) -> None:
-    """Look for what reading weights from another server, or letting others read, needs.
+    """Check the requirements of reading weights from another server, and of letting others read.
 
     Raises:
-        ValueError: Mooncake is not there, cannot work here, or nothing listens where the seed is.
+        ValueError: Mooncake is missing or cannot work here, or no server listens at the seed's
+            address.
     """
     if not offers_weights(args):
         return
@@ -119,11 +120,11 @@ def check_seed(args: ServerArgs) -> None:
 
 
 def check_disaggregation(args: ServerArgs) -> None:
-    """Look for what a prefill or decode server needs: Mooncake, and on prefill a free port.
+    """Check the requirements of a prefill or decode server: Mooncake, and for prefill a free port.
 
     Raises:
-        ValueError: Mooncake is not there or cannot work here, the bootstrap port is taken, or a
-            setting of the memory that is transferred is none.
+        ValueError: Mooncake is missing or cannot work here, the bootstrap port is in use, or
+            SGLANG_MOONCAKE_CUSTOM_MEM_POOL is wrong.
     """
     mode = args.disaggregation_mode
     if mode == WHOLE:
@@ -139,7 +140,7 @@ def check_disaggregation(args: ServerArgs) -> None:
 
 
 def check_storage(args: ServerArgs) -> None:
-    """Look for the store of L3, unless the settings allow a start without it.
+    """Check that the store of L3 answers, unless the settings allow a start without it.
 
     Raises:
         ValueError: A setting cannot work, or the store does not answer.
@@ -169,7 +170,7 @@ def _check_mooncake(config: MooncakeStoreConfig, *, may_be_away: bool) -> None:
 
 
 def _check_package(user: str, module: str = "") -> None:
-    """`module`: one that the package must have; none of it is imported."""
+    """Check the package `mooncake`; `module`: a module that it must have. Imports neither."""
     package = importlib.util.find_spec("mooncake")
     cause = None
     if package is None:
@@ -181,14 +182,15 @@ def _check_package(user: str, module: str = "") -> None:
 
 
 def _check_transfer_engine(user: str, devices: str) -> None:
-    """`devices`: as in `_check_protocol`."""
+    """Check the Transfer Engine of `user`; `devices`: InfiniBand devices, comma separated; empty:
+    any."""
     _check_package(user, "mooncake.engine")
     if not envs.ENABLE_ASCEND_TRANSFER_WITH_MOONCAKE.get():
         _check_protocol(envs.MOONCAKE_PROTOCOL.get(), devices)
 
 
 def _check_protocol(requested: str, chosen: str) -> None:
-    """`chosen`: InfiniBand devices, comma separated; empty: any."""
+    """Check a protocol; `chosen`: InfiniBand devices, comma separated; empty: any."""
     resolve_mooncake_protocol(
         requested,
         allow_tcp_fallback=envs.SGLANG_MOONCAKE_ALLOW_TCP_FALLBACK.get(),

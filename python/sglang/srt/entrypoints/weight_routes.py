@@ -17,9 +17,10 @@ _OLDER_PATH: Final = "/get_remote_instance_transfer_engine_info"
 
 
 async def transfer_engine_info(request: Request) -> Response:
-    """Session id and, for each tensor, address, count and element size; checksums beside them.
+    """Session id and, for each tensor, address, number of elements, element size and checksums.
 
-    The first question begins to compute the checksums: until then `weights.digest` is null.
+    The first request starts the computation of the checksums; until its end `weights.digest` is
+    null.
     """
     text = request.query_params.get("rank", "")
     if not (text.isascii() and text.isdecimal() and len(text) < 10):

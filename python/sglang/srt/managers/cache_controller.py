@@ -1,4 +1,4 @@
-"""The controller of copies between the tiers, under the path where readers look for it."""
+"""Re-exports the controller of copies between the tiers at SGLang's path."""
 
 from sglang.srt.mem_cache.hybrid_cache.cache_controller import (
     CacheOperation,

@@ -1,4 +1,4 @@
-"""Ids to text, under the path where readers look for it."""
+"""Re-exports the detokenizer at SGLang's path."""
 
 from sglang.srt.managers.detokenizer.detokenizer_manager import Detokenizer
 

@@ -1,4 +1,4 @@
-"""Messages between the processes, under the path where readers look for them."""
+"""Re-exports the messages between the processes at SGLang's path."""
 
 from sglang.srt.managers.messages.io_struct import AbortReq, TokenizedGenerateReqInput
 

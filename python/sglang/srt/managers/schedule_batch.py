@@ -1,4 +1,4 @@
-"""Requests and batches, under the path where readers look for them."""
+"""Re-exports requests and batches at SGLang's path."""
 
 from sglang.srt.managers.scheduler.batch import DecodeBatch, ModelWorkerBatch
 from sglang.srt.managers.scheduler.requests.req import Req

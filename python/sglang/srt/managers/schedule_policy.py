@@ -1,4 +1,4 @@
-"""Who runs next, under the path where readers look for it."""
+"""Re-exports the scheduling policy at SGLang's path."""
 
 from sglang.srt.managers.scheduler.policy import PrefillAdder, SchedulePolicy
 

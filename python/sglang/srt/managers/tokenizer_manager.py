@@ -1,4 +1,4 @@
-"""The server process side of requests, under the path where readers look for it."""
+"""Re-exports the server process's side of requests at SGLang's path."""
 
 from sglang.srt.managers.tokenizer.tokenizer_manager import TokenizerManager
 

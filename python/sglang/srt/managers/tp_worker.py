@@ -1,4 +1,4 @@
-"""The worker of one rank, under the path where readers look for it."""
+"""Re-exports the worker of one rank at SGLang's path."""
 
 from sglang.srt.managers.scheduler.tp_worker import TpModelWorker
 

@@ -1,4 +1,4 @@
-"""The interface of prefix caches to the scheduler, under the path where readers look for it."""
+"""Re-exports the interface of prefix caches to the scheduler at SGLang's path."""
 
 from sglang.srt.mem_cache.tree.base_prefix_cache import (
     BasePrefixCache,

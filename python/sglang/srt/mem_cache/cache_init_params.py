@@ -1,4 +1,4 @@
-"""Arguments of prefix caches, under the path where readers look for them."""
+"""Re-exports the arguments of prefix caches at SGLang's path."""
 
 from sglang.srt.mem_cache.tree.cache_init_params import CacheInitParams
 

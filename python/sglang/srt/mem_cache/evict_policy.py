@@ -1,4 +1,4 @@
-"""Eviction orders, under the path where readers look for them."""
+"""Re-exports the eviction orders at SGLang's path."""
 
 from sglang.srt.mem_cache.tree.evict_policy import (
     EvictionStrategy,

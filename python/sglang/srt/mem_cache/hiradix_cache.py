@@ -1,4 +1,4 @@
-"""The prefix cache of three tiers, under the path where readers look for it."""
+"""Re-exports the prefix cache of three tiers at SGLang's path."""
 
 from sglang.srt.mem_cache.tiers.hiradix_cache import HiRadixCache
 

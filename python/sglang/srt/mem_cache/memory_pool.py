@@ -1,4 +1,4 @@
-"""L1, device memory: its pools, under the path where readers look for them."""
+"""Re-exports the pools of L1, device memory, at SGLang's path."""
 
 from sglang.srt.mem_cache.device.hybrid_req_pool import HybridReqToTokenPool
 from sglang.srt.mem_cache.device.indexer_pool import NSAIndexerPool

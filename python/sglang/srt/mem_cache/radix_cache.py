@@ -1,4 +1,4 @@
-"""The radix tree of L1, under the path where readers look for it."""
+"""Re-exports the radix tree of L1 at SGLang's path."""
 
 from sglang.srt.mem_cache.tree.radix_cache import RadixCache
 from sglang.srt.mem_cache.tree.radix_key import RadixKey

@@ -1,4 +1,4 @@
-"""The plain data of one forward, under the path where readers look for it."""
+"""Re-exports the plain data of one forward at SGLang's path."""
 
 from sglang.srt.layers.forward_batch_info import ForwardBatch, ForwardMode
 

@@ -1,1 +1,1 @@
-"""Loading a model's weights, and telling one set of weights from another."""
+"""Loading of a model's weights, and their identity."""

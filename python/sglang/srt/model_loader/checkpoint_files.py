@@ -1,4 +1,4 @@
-"""Weights from the files of a checkpoint, and what is wrong with the files."""
+"""Weights from the files of a checkpoint, and errors of the files."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from sglang.srt.model_loader.weights_identity import weights_identity
 
 
 class SafetensorsFiles:
-    """Files that are mapped into memory, of which only this rank's parts are read."""
+    """Safetensors files, mapped into memory; only this rank's parts are read."""
 
     def __init__(self, model_config: ModelConfig, load_config: LoadConfig) -> None:
-        """Raises ValueError: the files are not there, or others are."""
+        """Raises ValueError: the files are missing, or the directory has other weights."""
         self.name = model_config.model_path
         self._format = load_config.load_format
         self._files = weight_files(Path(self.name), self._format)
@@ -35,10 +35,10 @@ class SafetensorsFiles:
 
 
 class PickledFiles:
-    """Pickled state dicts, each of which is in memory as a whole while it is read."""
+    """Pickled state dicts; each is in memory as a whole while it is read."""
 
     def __init__(self, model_config: ModelConfig, load_config: LoadConfig) -> None:
-        """Raises ValueError: the files are not there."""
+        """Raises ValueError: the files are missing."""
         self.name = model_config.model_path
         self._format = load_config.load_format
         self._files = weight_files(Path(self.name), self._format)

@@ -1,7 +1,7 @@
 """Random weights that depend on (seed, name, place) alone: equal bytes on every device.
 
-Made of integer operations and one rounding, which every device does alike, so that ranks and
-hosts agree on them however they were made; on a GPU 16 GB take about a second.
+They are made by integer operations and one rounding, which are equal on every device, so ranks and
+hosts agree on them. On a GPU 16 GB take about a second.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from sglang.srt.model_loader.weight_source import WeightSlots
 from sglang.srt.model_loader.weights_identity import weights_identity
 
 _CHUNK = 1 << 20
-"""Elements that share their two keys. Part of what the weights are."""
+"""Elements that share their two keys. The weights depend on it."""
 
 # A bijection of 32 bits with little bias: hash-prospector's `lowbias32` (Wellons, 2018).
 _MIX_1 = 0x7FEB352D
@@ -25,7 +25,7 @@ _MIX_2 = 0x846CA68B - (1 << 32)
 class DummyWeights:
     """Random weights, each determined by the seed and its name alone.
 
-    A rank makes each weight as a whole where its part of it will be, then keeps the part.
+    A rank makes each whole weight on the device of its part, then keeps the part.
     """
 
     name = "random"
@@ -55,11 +55,11 @@ def dummy_tensor(
 ) -> torch.Tensor:
     """The weight called `name`.
 
-    Scaled so that activations keep their size and outputs depend on the whole context: norms
+    It is scaled so that activations keep their size and outputs depend on the whole context: norms
     near 1, biases small, matrices by fan-in.
 
     Args:
-        shape: Shape of the whole weight, whatever part a rank keeps of it.
+        shape: Shape of the whole weight, not of a rank's part.
     """
     if len(shape) > 1:
         bound, centre = (3.0 / shape[-1]) ** 0.5, 0.0
@@ -79,10 +79,10 @@ def dummy_tensor(
 
 
 def _hash(places: torch.Tensor, digest: int) -> torch.Tensor:
-    """int32 `[n]` to new int32 `[n]`, by a 64-bit digest.
+    """Hash int32 `[n]` to a new int32 `[n]`, by a 64-bit digest.
 
-    Its halves come in at different stages: chunks whose first keys are near one another would
-    be shifted copies otherwise.
+    The halves of the digest are used at different stages; otherwise chunks with similar first keys
+    would be shifted copies.
     """
     x = places + _signed(digest & 0xFFFFFFFF)
     x ^= _shift(x, 16)
@@ -99,5 +99,5 @@ def _signed(word: int) -> int:
 
 
 def _shift(x: torch.Tensor, bits: int) -> torch.Tensor:
-    """Shift right, filling with zeros: torch's int32 fills with the sign."""
+    """Shift right and fill with zeros; torch's shift of int32 fills with the sign."""
     return (x >> bits).bitwise_and_((1 << (32 - bits)) - 1)

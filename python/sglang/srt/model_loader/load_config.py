@@ -15,7 +15,7 @@ class SeedAddress:
     host: str
     port: int
     api_key: str | None = field(default=None, repr=False)
-    """Sent to it; None: it needs none."""
+    """Key that is sent to the server; None: it needs none."""
 
     @property
     def url(self) -> str:
@@ -25,7 +25,7 @@ class SeedAddress:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadConfig:
-    """How to load a model on this rank."""
+    """Settings to load a model on this rank."""
 
     load_format: str = "auto"
     """A key of `loader.WEIGHT_SOURCES`; "auto" is "safetensors"."""

@@ -1,4 +1,4 @@
-"""Making a model with its weights: from files, random, or those of a running server."""
+"""Construction of a model with its weights: from files, random, or of a running server."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ WEIGHT_SOURCES: Mapping[str, Callable[[ModelConfig, LoadConfig], WeightSource]] 
 
 
 def get_model(model_config: ModelConfig, load_config: LoadConfig) -> CausalLM:
-    """This rank's share of a model, with its weights; raises as the two functions below."""
+    """This rank's share of a model, with its weights; raises what the two functions below raise."""
     model = build_model(model_config, load_config)
     load_weights(model, model_config, load_config)
     return model
 
 
 def build_model(model_config: ModelConfig, load_config: LoadConfig) -> CausalLM:
-    """This rank's share of a model, on its device; the weights have any values.
+    """This rank's share of a model, on its device, with uninitialized weights.
 
     Raises:
         ValueError: The model cannot be split over this number of ranks.
@@ -59,7 +59,7 @@ def build_model(model_config: ModelConfig, load_config: LoadConfig) -> CausalLM:
 def load_weights(
     model: CausalLM, model_config: ModelConfig, load_config: LoadConfig
 ) -> WeightSource:
-    """Fill all weights of a model that `build_model` made; return where they came from.
+    """Fill all weights of a model that `build_model` made; return their source.
 
     Raises:
         ValueError: One line that names the load format, or the source and the tensor that is

@@ -17,7 +17,7 @@ class Step:
 
     Attributes:
         name: Name of the tensor.
-        offset: Byte offset of its rows in the staging memory; None: they arrive in place.
+        offset: Byte offset of its rows in the staging memory; None: they are read into place.
     """
 
     name: str
@@ -31,13 +31,13 @@ class Step:
 
 @dataclass(slots=True)
 class ReadBatch:
-    """Reads that are under way at the same time.
+    """Reads that are in flight at the same time.
 
     Attributes:
-        steps: Tensors one after the other.
-        done: The tensors that are whole when it has ended.
-        num_bytes: Bytes that the seed has to give.
-        staged: Bytes of staging memory that it takes.
+        steps: Reads, tensor by tensor.
+        done: The tensors that are complete at the end of the batch.
+        num_bytes: Bytes to read from the seed.
+        staged: Bytes of staging memory that the batch takes.
     """
 
     steps: list[Step] = field(default_factory=list)
@@ -46,7 +46,7 @@ class ReadBatch:
     staged: int = 0
 
     def add(self, name: str, read: PartRead) -> None:
-        """One more read; one that needs it takes staging memory."""
+        """Add a read; it takes staging memory unless it is direct."""
         self.steps.append(Step(name, read, None if read.is_direct else self.staged))
         self.num_bytes += read.num_bytes
         if not read.is_direct:
@@ -61,8 +61,8 @@ class ReadBatch:
 
 
 def staging_bytes(plans: Sequence[TensorPlan], most: int) -> int:
-    """Bytes of staging memory for one batch: half of the largest part that needs it, but at least a
-    row, and at most `most` where a row is not longer. Two batches take turns."""
+    """Bytes of staging memory for one batch: half of the largest part that needs it, limited by
+    `most`, but at least a row. Two batches take turns."""
     staged = [read for plan in plans for read in plan.reads if not read.is_direct]
     if not staged:
         return 0

@@ -1,4 +1,4 @@
-"""Weights that are read from a running server's memory. The server is the seed."""
+"""Weights read from the memory of a running server, the seed."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ from sglang.srt.utils.network import is_loopback
 logger = logging.getLogger(__name__)
 
 _BATCH_BYTES: Final = 256 * MIB
-"""Read in one go, while those read before are hashed."""
+"""Bytes of a batch, which is read while the batch before is hashed."""
 _STAGED_BYTES: Final = 32 * MIB
-"""Most bytes among those that arrive in staging memory."""
+"""Most bytes of a batch that are read into staging memory."""
 _BATCH_TIMEOUT_S: Final = 30.0
 _LEAST_RATE: Final = 10e6
-"""Bytes a second; a slower seed is given up."""
+"""Least rate in bytes per second; a slower seed is given up."""
 
 _Checked: TypeAlias = list[tuple[TensorPlan, list[str]]]
 """Tensors that have arrived, with the checksums of their cells."""
@@ -51,10 +51,10 @@ _Checked: TypeAlias = list[tuple[TensorPlan, list[str]]]
 class RemoteInstanceWeights:
     """This rank's share of the weights of a running server with the same model.
 
-    The server may have other numbers of ranks: of each tensor the parts are read that make up this
-    rank's own, each from one rank of the seed. This process's Transfer Engine knows the memory of
-    the slots (`register_weights`). The seed is read, never written; what arrives is compared with
-    its checksums before anything is served.
+    The seed may have another number of ranks: the parts of each tensor that make up this rank's own
+    are read, each from one rank of the seed. The memory of the slots is registered with this
+    process's Transfer Engine (`register_weights`). The seed is read, never written; the read bytes
+    are compared with its checksums before the server serves.
 
     Threads: one for each rank of the seed, which reads; `weights-digest`, which hashes.
     """
@@ -67,9 +67,11 @@ class RemoteInstanceWeights:
         engine: MooncakeTransferEngine | None = None,
         client: SeedClient | None = None,
     ) -> None:
-        """Args:
-        engine: None: this process's.
-        client: None: one for the seed that `load_config` names.
+        """
+
+        Args:
+            engine: Transfer Engine; None: this process's.
+            client: Client of the seed; None: made from `load_config`.
 
         Raises:
             ValueError: No seed is named, or this process has no Transfer Engine.
@@ -89,18 +91,19 @@ class RemoteInstanceWeights:
         self._config = config_values(model_config.model_path)
         self._identity: str | None = None
         self._staging: StagingMemory | None = None
-        """Kept after an error: what was in flight then may still arrive."""
+        """Staging memory. It is kept after an error, since reads in flight may still write to
+        it."""
 
     def identity(self) -> str:
-        """The seed's; after `fill`."""
+        """The seed's identity. Call it after `fill`."""
         assert self._identity is not None, "asked before the weights were read"
         return self._identity
 
     def fill(self, slots: WeightSlots) -> None:
-        """See `WeightSource`. Bounded: a seed that stalls is given up.
+        """See `WeightSource`. The time is limited: a seed that stalls is given up.
 
         Raises:
-            ValueError: One line with the seed, what differs or what happened to it, and the remedy.
+            ValueError: One line with the seed, the difference or failure, and the remedy.
         """
         try:
             self._fill(slots)
@@ -132,7 +135,7 @@ class RemoteInstanceWeights:
             self._engine.forget_peer(answer.session_id)
 
     def _check_session(self, session_id: str) -> None:
-        """Refuse a session id that would lead elsewhere."""
+        """Refuse a session id that leads to another process than the seed."""
         host, _ = parse_session_id(session_id)
         if is_loopback(host) and not is_loopback(self._host):
             raise ValueError(
@@ -145,10 +148,10 @@ class RemoteInstanceWeights:
     def _read_all(
         self, plans: Sequence[TensorPlan], answers: Sequence[SeedAnswer], slots: WeightSlots
     ) -> _Checked:
-        """Fill the slots; what arrived is hashed while the next is read.
+        """Fill the slots; a batch is hashed while the next one is read.
 
         Raises:
-            TransferError: Not all of it arrived.
+            TransferError: Not all bytes have arrived.
         """
         size = staging_bytes(plans, _STAGED_BYTES)
         staging = self._staging = self._make_staging(plans, size)
@@ -193,7 +196,7 @@ class RemoteInstanceWeights:
         """Read parts of tensors from one rank of the seed.
 
         Raises:
-            TransferError: Not all of it arrived.
+            TransferError: Not all bytes have arrived.
         """
         num_bytes = sum(step.read.num_bytes for step in steps)
         timeout = _BATCH_TIMEOUT_S + num_bytes / _LEAST_RATE
@@ -202,7 +205,7 @@ class RemoteInstanceWeights:
         for step, outcome in zip(steps, transfer.outcomes, strict=True):
             if outcome is BlockOutcome.FAILED:
                 raise TransferError(
-                    f"peer {session_id} no longer has tensor {step.name!r} where it said: it was "
+                    f"peer {session_id} no longer has tensor {step.name!r} at its address: it was "
                     "replaced by another process"
                 )
             if outcome is not BlockOutcome.DONE:
@@ -212,7 +215,8 @@ class RemoteInstanceWeights:
 
 
 def _take_over(checked: _Checked, batch: ReadBatch, staging: StagingMemory, turn: int) -> None:
-    """Put what has arrived in its place, and hash the tensors that are whole."""
+    """Copy a batch's rows from staging memory into place, and hash the tensors that are
+    complete."""
     with torch.inference_mode():
         staging.unpack(batch, turn)
         for plan in batch.done:

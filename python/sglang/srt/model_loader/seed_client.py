@@ -1,4 +1,4 @@
-"""Questions to a seed's HTTP server, each answered or given up in bounded time."""
+"""HTTP client of a seed; all requests have time limits."""
 
 from __future__ import annotations
 
@@ -17,26 +17,26 @@ from sglang.srt.utils.background_call import BackgroundCall
 from sglang.srt.utils.error_answers import error_text
 
 ANSWER_TIMEOUT_S: Final = 20.0
-"""Seconds for one answer. The seed's scheduler gives it between two forward passes."""
+"""Seconds for one answer. The seed's scheduler answers between two forwards."""
 DIGEST_TIMEOUT_S: Final = 600.0
-"""Seconds until the seed has read all its weights once, while it serves."""
+"""Seconds for the seed to read all its weights once, while it serves."""
 _POLL_S: Final = 0.1
 _MOST_BYTES: Final = 64 * MIB
 """Most bytes of an answer; a tensor takes about 300."""
 
 
 class SeedClient:
-    """Asks one seed about its ranks. Errors name the remedy."""
+    """Asks one seed for the answers of its ranks. Errors name the remedy."""
 
     def __init__(self, seed: SeedAddress, *, answer_timeout: float = ANSWER_TIMEOUT_S) -> None:
         self._seed = seed
         self._timeout = answer_timeout
 
     def ask_all(self) -> list[SeedAnswer]:
-        """Ask for the seed's current answers about all its ranks, in their order.
+        """Ask for the seed's present answers about all its ranks, in their order.
 
         Raises:
-            ValueError: As `ask`, or the answers are not of one server.
+            ValueError: `ask` raises it, or the answers are not of the same server.
         """
         first = self.ask(0)
         answers = [first, *(self.ask(rank) for rank in range(1, first.weights.ranks))]
@@ -50,10 +50,10 @@ class SeedClient:
         return answers
 
     def ask(self, rank: int) -> SeedAnswer:
-        """Ask for the seed's current answer about one rank. Blocks for at most the timeout.
+        """Ask for the seed's present answer about one rank. Blocks for at most the timeout.
 
         Raises:
-            ValueError: There is no answer, or it is not a seed's; says what there is.
+            ValueError: There is no answer, or it is not that of a seed; describes it.
         """
         path = f"{SEED_PATH}?{urlencode({'rank': rank})}"
         call = BackgroundCall(
@@ -78,14 +78,14 @@ class SeedClient:
         return _parse(*call.result)
 
     def await_digests(self, num_ranks: int, deadline: float) -> list[WeightsDigest]:
-        """The digests of all ranks, once they are computed.
+        """Wait for the digests of all ranks.
 
         Args:
             num_ranks: Number of the seed's ranks.
             deadline: `time.monotonic()` seconds.
 
         Raises:
-            ValueError: As `ask`, or the time is up.
+            ValueError: `ask` raises it, or the time is up.
         """
         return [self._await_digest(rank, deadline) for rank in range(num_ranks)]
 
@@ -115,7 +115,7 @@ class SeedClient:
 
 
 def _parse(status: int, body: bytes) -> SeedAnswer:
-    """Raises ValueError: It is no seed's answer."""
+    """Raises ValueError: the answer is not that of a seed."""
     if status in (401, 403):
         raise ValueError(
             f"it refuses this server's key (status {status}): start this one with the seed's "

@@ -1,4 +1,4 @@
-"""Memory that rows of a seed arrive in, of which this rank keeps columns."""
+"""Staging memory for rows of a seed, of which this rank needs only some columns."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from sglang.srt.model_loader.read_batches import ReadBatch
 
 
 class StagingMemory:
-    """Two halves that batches use in turn: one is read into while the other is copied from.
+    """Two halves that batches use in turn: one is filled while the other is copied from.
 
     Args:
         engine: The engine that the memory is registered with.
-        num_bytes: Bytes of a half; 0: no batch needs any.
+        num_bytes: Bytes of a half; 0: no batch needs staging memory.
         device: Device of the weights.
         known: Addresses of the allocations that the engine knows already.
 
@@ -35,18 +35,19 @@ class StagingMemory:
         self._memory = torch.empty(2 * num_bytes, dtype=torch.uint8, device=device)
         self._halves = torch.split(self._memory, num_bytes) if num_bytes else (self._memory,) * 2
         self._runtime = device_runtime(device)
-        # It may lie in an allocation that the weights are in too.
+        # It may share an allocation with the weights.
         ranges = self._runtime.allocations_of([self._memory]) if num_bytes else {}
         self._own = {begin: size for begin, size in ranges.items() if begin not in known}
         if self._own:
             engine.batch_register(list(self._own), list(self._own.values()))
 
     def half(self, turn: int) -> torch.Tensor:
-        """uint8, of the batch with that number."""
+        """The half of the batch with number `turn`, as uint8."""
         return self._halves[turn % 2]
 
     def unpack(self, batch: ReadBatch, turn: int) -> None:
-        """Copy to its place what of `batch` has arrived here. Any thread; it is done at the end."""
+        """Copy the staged rows of `batch` into place. Any thread; the copies are complete on
+        return."""
         half = self.half(turn)
         for step in batch.steps:
             if step.offset is not None:
@@ -55,6 +56,6 @@ class StagingMemory:
             self._runtime.synchronize()
 
     def release(self) -> None:
-        """Nothing reads into it any more."""
+        """Deregister the memory; no read into it is in flight."""
         if self._own:
             self._engine.batch_deregister(list(self._own))

@@ -1,4 +1,4 @@
-"""The memory of weights: what is registered with the transport, and checksums of it."""
+"""The memory of weights: registration with the transport, and checksums."""
 
 from __future__ import annotations
 
@@ -15,17 +15,18 @@ from sglang.srt.hardware_backend.device_runtime import device_runtime
 from sglang.srt.layers.weight_slot import WeightSlot
 
 _PIECE_BYTES = 16 * MIB
-"""Bytes of a tensor that are on their way to the host at once."""
+"""Bytes of a tensor that are copied to the host at once."""
 
 
 def register_weights(engine: MooncakeTransferEngine, slots: Iterable[WeightSlot]) -> None:
     """Register the memory of all slots of one model, for as long as the process lives.
 
-    Whole allocations: a peer on the same host maps those, and nothing smaller, over NVLink.
+    Whole allocations are registered, since over NVLink a peer on the same host can map nothing
+    smaller.
 
     Raises:
         RegistrationError: The transport refused.
-        OverlappingRange: Part of it is registered already.
+        OverlappingRange: Part of the memory is registered already.
     """
     tensors = [slot.dest for slot in slots if slot.dest.numel()]
     if tensors:
@@ -36,11 +37,11 @@ def register_weights(engine: MooncakeTransferEngine, slots: Iterable[WeightSlot]
 def checksum(data: torch.Tensor) -> str:
     """xxh3-128 of the bytes of a tensor, row by row, 32 hexadecimal digits. Any device and thread.
 
-    Beside what the device computes: copies have a stream of their own, and hashing releases the
-    interpreter.
+    It runs beside the device's computations: copies have a stream of their own, and hashing
+    releases the interpreter.
 
     Args:
-        data: uint8 `[rows, bytes]`; the bytes of a row follow one another.
+        data: uint8 `[rows, bytes]`; the bytes of a row are contiguous.
     """
     digest = xxhash.xxh3_128()
     runtime = device_runtime(data.device)

@@ -1,4 +1,4 @@
-"""Which files of a checkpoint hold its weights. Looks at names and indices; needs no torch."""
+"""The weight files of a checkpoint, found by names and indices. Needs no torch."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ def weight_files(directory: Path, load_format: str) -> list[Path]:
     """The files that hold a checkpoint's weights, sorted by name.
 
     Args:
-        load_format: "auto" or "safetensors"; "pt" for pickled files, read only when asked for.
+        load_format: "auto" or "safetensors"; "pt" for pickled files, which are read only on demand.
 
     Raises:
-        ValueError: There are none, a shard that the index names is missing or a git-lfs pointer,
-            or the weights are pickled and `load_format` is not "pt".
+        ValueError: There are no weight files; a shard that the index names is missing or a git-lfs
+            pointer; or the weights are pickled and `load_format` is not "pt".
     """
     files = _find(directory, load_format)
     for file in files:
@@ -63,7 +63,7 @@ def _indexed_files(directory: Path, index_name: str) -> list[Path]:
         return []
     try:
         names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-        # An index is data: it may only name files beside itself.
+        # An index is untrusted data: it may only name files in its own directory.
         files = [directory / Path(name).name for name in names]
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{index} is not a valid index ({error}): {REMEDY}") from error

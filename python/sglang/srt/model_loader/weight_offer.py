@@ -17,16 +17,16 @@ class TensorPart(msgspec.Struct, frozen=True, kw_only=True):
     """The part of one checkpoint tensor that a rank holds."""
 
     dtype: str
-    """torch's name of it, like `bfloat16`."""
+    """Name of the dtype in torch, such as `bfloat16`."""
     shape: tuple[int, ...]
     """The whole tensor's shape."""
     split_dim: int = 0
     split_ranges: tuple[tuple[int, int], ...] = ()
-    """Begins and ends of the rank's parts of `split_dim`, one for each of `split_runs`, which
-    follow one another in its memory."""
+    """Begin and end of the rank's part of each of `split_runs`; in memory the parts are
+    consecutive."""
     split_runs: tuple[int, ...] = ()
-    """Lengths of the runs of `split_dim`, which ranks split one by one; empty: the rank has the
-    whole tensor, as it would among any number of ranks."""
+    """Lengths of the runs of `split_dim`, each of which the ranks split; empty: the tensor is never
+    split, for any number of ranks."""
 
     @classmethod
     def of(cls, slot: WeightSlot) -> TensorPart:
@@ -50,13 +50,13 @@ class TensorPart(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class WeightsDigest(msgspec.Struct, frozen=True, kw_only=True):
-    """The part of an answer that takes long to compute: it reads every byte."""
+    """The part of an answer that takes long to compute, since every byte is read."""
 
     identity: str
-    """See `weights_identity`; the same of all ranks."""
+    """See `weights_identity`; the same on all ranks."""
     checksums: dict[str, list[str]]
-    """For each tensor xxh3-128 of the bytes of each cell (`HeldRanges.cells`) in the rank's memory,
-    row by row, 32 hexadecimal digits."""
+    """Checksums of each tensor, one for each cell (`HeldRanges.cells`): xxh3-128 of its bytes in
+    the rank's memory, row by row, 32 hexadecimal digits."""
 
 
 class WeightsOffer(msgspec.Struct, frozen=True, kw_only=True):
@@ -67,10 +67,11 @@ class WeightsOffer(msgspec.Struct, frozen=True, kw_only=True):
     protocol: str
     """The protocol of its Transfer Engine."""
     ranks: int
-    """How many ranks the seed has."""
+    """Number of ranks of the seed."""
     tensors: dict[str, TensorPart]
     digest: WeightsDigest | None = None
-    """None: it is being computed; ask again. All ranks have theirs at the same time."""
+    """Digest of the weights; None: it is being computed, ask again. All ranks get theirs at the
+    same time."""
 
 
 MemoryPlace = tuple[int, int, int]
@@ -82,7 +83,7 @@ class SeedAnswer(msgspec.Struct, frozen=True, kw_only=True):
 
     rank: int
     remote_instance_transfer_engine_info: tuple[str, dict[str, MemoryPlace]]
-    """Session id of the rank's Transfer Engine, and where each tensor is; SGLang's form."""
+    """Session id of the rank's Transfer Engine, and the place of each tensor, in SGLang's form."""
     weights: WeightsOffer
 
     @property
@@ -96,7 +97,7 @@ class SeedAnswer(msgspec.Struct, frozen=True, kw_only=True):
         return self.remote_instance_transfer_engine_info[1]
 
     def with_digest(self, digest: WeightsDigest) -> SeedAnswer:
-        """The same with what has been computed."""
+        """The same answer with `digest`."""
         return msgspec.structs.replace(
             self, weights=msgspec.structs.replace(self.weights, digest=digest)
         )
@@ -109,15 +110,15 @@ def place_of(tensor: torch.Tensor) -> MemoryPlace:
 
 
 def check_offer(weights: WeightsOffer, *, config: Mapping[str, str], protocol: str) -> None:
-    """Refuse a seed of another model, or over another transport.
+    """Refuse a seed with another model or another transport.
 
     Args:
-        config: `config_values` of the model here.
+        config: `config_values` of this server's model.
         protocol: Protocol of this process's Transfer Engine.
 
     Raises:
-        ValueError: Model or transport differ; names the difference (of a model the first field) and
-            the remedy.
+        ValueError: Model or transport differ; names the difference (for a model the first field)
+            and the remedy.
     """
     if weights.protocol != protocol:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""Which bytes of a seed's ranks make up the weights of this rank. Moves nothing."""
+"""Plan of reads: the bytes of a seed's ranks that make up the weights of this rank. No I/O."""
 
 from __future__ import annotations
 
@@ -22,14 +22,15 @@ from sglang.srt.model_loader.weight_ranges import (
 
 @dataclass(frozen=True, slots=True)
 class PartRead:
-    """A part of one tensor on its way from one rank of a seed.
+    """The read of a part of one tensor from one rank of a seed.
 
     Attributes:
-        holder: The rank.
+        holder: The rank of the seed.
         remote: Address of the first row in that rank's process.
-        row_bytes: Bytes of a row there.
-        skipped: Bytes of a row before those that are wanted.
-        dest: uint8 `[rows, bytes]` of the slot; rows are apart where the slot is split by columns.
+        row_bytes: Bytes of a row in that rank's memory.
+        skipped: Bytes of a row before the wanted ones.
+        dest: uint8 `[rows, bytes]` of the slot; rows are not contiguous if the slot is split by
+            columns.
     """
 
     holder: int
@@ -40,14 +41,14 @@ class PartRead:
 
     @property
     def is_direct(self) -> bool:
-        """Whether the part is contiguous on both sides. If not, whole rows are read elsewhere, and
-        the part is copied from there: blocks of a part of a row each would take far longer."""
+        """Whether the part is contiguous on both sides. If not, whole rows are read into staging
+        memory, and the part is copied from there: reads of parts of rows would take far longer."""
         rows, width = self.dest.shape
         return rows == 1 or (width == self.row_bytes and self.dest.is_contiguous())
 
     @property
     def num_bytes(self) -> int:
-        """Bytes that the seed has to give, at least one."""
+        """Bytes to read from the seed, at least one."""
         return self.dest.numel() if self.is_direct else len(self.dest) * self.row_bytes
 
     def block(self, base: int | None = None) -> Block:
@@ -58,11 +59,11 @@ class PartRead:
         return Block(base, self.remote, self.num_bytes)
 
     def rows(self, begin: int, end: int) -> PartRead:
-        """Some of the rows alone."""
+        """The read of rows `[begin, end)` only."""
         return replace(self, remote=self.remote + begin * self.row_bytes, dest=self.dest[begin:end])
 
     def copy_from(self, rows: torch.Tensor) -> None:
-        """Take the part from whole rows, uint8 and as many as they have bytes."""
+        """Copy the part from whole rows, which are uint8 `[rows * row_bytes]`."""
         end = self.skipped + self.dest.shape[1]
         self.dest.copy_(rows.view(-1, self.row_bytes)[:, self.skipped : end])
 
@@ -72,8 +73,8 @@ class Cell:
     """Bytes of a slot that are compared with a checksum.
 
     Attributes:
-        holder: The rank of the seed that gave them.
-        index: Index of their checksum among that rank's checksums of the tensor.
+        holder: The rank of the seed that the bytes are read from.
+        index: Index of the checksum among that rank's checksums of the tensor.
         data: uint8 `[rows, bytes]`.
     """
 
@@ -84,7 +85,7 @@ class Cell:
 
 @dataclass(frozen=True, slots=True)
 class TensorPlan:
-    """How one slot is filled."""
+    """The reads that fill one slot, and the cells to check."""
 
     name: str
     slot: WeightSlot
@@ -95,7 +96,7 @@ class TensorPlan:
 def rows_of(slot: WeightSlot) -> torch.Tensor:
     """A slot's part, or the first copy of it, as uint8 `[rows, bytes]`.
 
-    A row is all that has the same place in the dimensions before the one that is split.
+    A row has all elements with the same indices in the dimensions before the split one.
     """
     first = slot.copies[0]
     place_of(first)
@@ -106,7 +107,7 @@ def rows_of(slot: WeightSlot) -> torch.Tensor:
 
 
 def cell_views(slot: WeightSlot) -> list[torch.Tensor]:
-    """uint8 `[rows, bytes]` of each of a slot's cells."""
+    """The cells of a slot, each as uint8 `[rows, bytes]`."""
     held = TensorPart.of(slot).held()
     data = rows_of(slot)
     return [_columns(data, held, cell) for cell in held.cells()]
@@ -115,12 +116,13 @@ def cell_views(slot: WeightSlot) -> list[torch.Tensor]:
 def plan_reads(
     answers: Sequence[SeedAnswer], slots: Mapping[str, WeightSlot], *, rank: int
 ) -> list[TensorPlan]:
-    """Plan how to fill all slots, sorted by address here. Replicas of the seed give equally much.
+    """Plan the reads for all slots, sorted by address. The bytes are spread evenly over replicas of
+    the seed.
 
     Args:
         answers: Answers of all ranks of the seed, in their order, for the same model
             (`check_offer`).
-        slots: Slots of the model here.
+        slots: Slots of this server's model.
         rank: Rank of this server; ranks begin with different replicas.
 
     Raises:
@@ -133,7 +135,7 @@ def plan_reads(
 
 
 class _Held:
-    """Ranges that a rank of the seed holds of tensors that are alike, and its cells."""
+    """Ranges that a rank of the seed holds of equally split tensors, and its cells."""
 
     def __init__(self, part: TensorPart) -> None:
         self.ranges = part.held()
@@ -155,10 +157,10 @@ class _Planner:
         self._answers = answers
         self._spread = EvenSpread(len(answers), first)
         self._held: dict[TensorPart, _Held] = {}
-        """Layers have the same shapes."""
+        """Cache by part, since layers have the same shapes."""
 
     def plan(self, name: str, slot: WeightSlot | None) -> TensorPlan:
-        """How a slot is filled. Raises as `plan_reads`."""
+        """The plan of one slot. Raises what `plan_reads` raises."""
         if slot is None:
             raise _not_in("this server's model", name)
         ours = TensorPart.of(slot)
@@ -194,7 +196,8 @@ class _Planner:
     def _candidates(
         self, name: str, part: Range, cells: Sequence[Range], holders: Sequence[_Held]
     ) -> list[int]:
-        """Ranks that can give a part, with its cells' checksums. Raises ValueError: none can."""
+        """Ranks that have a part, with checksums of its cells. Raises ValueError: there are
+        none."""
         having = [at for at, held in enumerate(holders) if held.ranges.offset_of(part) is not None]
         if not having:
             raise ValueError(f"tensor {name!r}: {part[0]} to {part[1]} is on none of its ranks")
@@ -217,7 +220,7 @@ class _Planner:
         """Ranges that a rank of the seed holds of a tensor.
 
         Raises:
-            ValueError: It has no such tensor, or another one, or is split in other directions.
+            ValueError: The rank lacks the tensor, has a different one, or splits it in another way.
         """
         theirs, place = answer.weights.tensors.get(name), answer.places.get(name)
         if theirs is None or place is None:
@@ -225,7 +228,7 @@ class _Planner:
         _check_alike(name, theirs, ours)
         held = self._held_of(theirs)
         count = held.num_elements
-        # Some have several copies.
+        # Some slots have several copies.
         if place[2] != itemsize or (place[1] % count if count else place[1]):
             raise ValueError(
                 f"tensor {name!r} has {place[1]} elements of {place[2]} bytes on rank "
@@ -236,7 +239,7 @@ class _Planner:
 
 
 def _check_alike(name: str, theirs: TensorPart, ours: TensorPart) -> None:
-    """Raises ValueError: the tensors are not the same, or are split in other directions."""
+    """Raises ValueError: the tensors differ, or are split in another way."""
     if (theirs.dtype, theirs.shape) != (ours.dtype, ours.shape):
         raise ValueError(
             f"tensor {name!r} is {theirs} there and {ours} here: start both with the same model "
@@ -253,7 +256,7 @@ def _check_alike(name: str, theirs: TensorPart, ours: TensorPart) -> None:
 
 
 def _columns(data: torch.Tensor, held: HeldRanges, part: Range) -> torch.Tensor:
-    """A part of what is held, of `rows_of`."""
+    """Columns of `data` (see `rows_of`), which has the ranges `held`, with the range `part`."""
     offset = held.offset_of(part)
     assert offset is not None, "it is held"
     each = data.shape[1] // held.size
@@ -269,7 +272,7 @@ def _not_in(where: str, name: str) -> ValueError:
 def check_checksums(
     plan: TensorPlan, ours: Sequence[str], digests: Sequence[WeightsDigest]
 ) -> None:
-    """Compare what arrived with what the seed has.
+    """Compare the checksums of the read bytes with those of the seed.
 
     Args:
         ours: Checksum of each of the plan's cells.

@@ -1,8 +1,8 @@
-"""Which ranges of a split tensor ranks hold, and where a range is at another split. Pure.
+"""Ranges that ranks hold of a split tensor, and their places under another split. Pure functions.
 
-A tensor is split along one dimension, which is made of runs that are split one by one (queries,
-keys and values in one matrix are three). A rank holds a range of each run, one after the other.
-Indices are those of the whole tensor's dimension.
+A tensor is split along one dimension, which consists of runs that are split one by one (queries,
+keys and values in one matrix are three runs). A rank holds a range of each run, one after the
+other. Indices are those of the whole tensor's dimension.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ Range: TypeAlias = tuple[int, int]
 """Begin and end."""
 
 GRID_SIZES: Final = (1, 2, 4, 8)
-"""Numbers of ranks at whose bounds checksums are taken, whatever the split of the seed."""
+"""Numbers of ranks at whose bounds checksums are split, independent of the seed's own split."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,8 +25,8 @@ class HeldRanges:
     """The part of a dimension that one rank holds.
 
     Attributes:
-        ranges: The range held of each run, ascending; empty ones are left out.
-        grid: Bounds between checksums, ascending.
+        ranges: The held range of each run, ascending; empty ones are left out.
+        grid: Bounds between the parts with checksums, ascending.
     """
 
     ranges: tuple[Range, ...]
@@ -35,7 +35,7 @@ class HeldRanges:
     @classmethod
     def of(cls, ranges: Iterable[Range], runs: Sequence[int]) -> HeldRanges:
         """Args:
-        ranges: One for each run.
+        ranges: One range for each run.
         runs: Lengths of the runs; empty: the dimension is never split.
         """
         held = tuple((begin, end) for begin, end in ranges if begin < end)
@@ -43,15 +43,16 @@ class HeldRanges:
 
     @property
     def size(self) -> int:
-        """How many elements of the dimension it holds."""
+        """Number of elements of the dimension that the rank holds."""
         return sum(end - begin for begin, end in self.ranges)
 
     def cells(self) -> list[Range]:
-        """The parts of which checksums are taken, ascending."""
+        """The parts with checksums, ascending."""
         return cut_at(self.ranges, self.grid)
 
     def offset_of(self, part: Range) -> int | None:
-        """Index of the first element of `part` among those held; None: not all of it is held."""
+        """Index of the first element of `part` among the held ones; None: not all of `part` is
+        held."""
         offset = 0
         for begin, end in self.ranges:
             if begin <= part[0] and part[1] <= end:
@@ -71,7 +72,7 @@ def grid_of(runs: Sequence[int]) -> list[int]:
 
 
 def cut_at(ranges: Iterable[Range], cuts: Sequence[int]) -> list[Range]:
-    """The same ranges in smaller parts, none of which goes over one of `cuts`, ascending."""
+    """Cut ranges at `cuts`, which are ascending."""
     parts = []
     for begin, end in ranges:
         within = cuts[bisect_right(cuts, begin) : bisect_left(cuts, end)]
@@ -80,17 +81,17 @@ def cut_at(ranges: Iterable[Range], cuts: Sequence[int]) -> list[Range]:
 
 
 def common_parts(wanted: HeldRanges, holders: Sequence[HeldRanges]) -> list[Range]:
-    """Cut `wanted` into parts of which each holder has all or nothing."""
+    """Cut `wanted` into parts that each holder has wholly or not at all."""
     bounds = {bound for holder in holders for part in holder.ranges for bound in part}
     return cut_at(wanted.ranges, sorted(bounds))
 
 
 class EvenSpread:
-    """Chooses among replicas: the one that was asked for the fewest bytes until now.
+    """Chooses among replicas: the one with the fewest assigned bytes.
 
     Args:
         num_holders: Number of replicas.
-        first: The replica that is preferred among equals; after it the next ones.
+        first: The replica that is preferred among equals; then those after it.
     """
 
     def __init__(self, num_holders: int, first: int) -> None:
@@ -98,7 +99,7 @@ class EvenSpread:
         self._first = first
 
     def choose(self, candidates: Sequence[int], num_bytes: int) -> int:
-        """The one of `candidates` that is going to give these bytes."""
+        """Choose one of `candidates`, and assign `num_bytes` to it."""
         count = len(self.num_bytes)
         chosen = min(
             candidates,

@@ -1,4 +1,5 @@
-"""A seed: a server that tells others where its weights are, so that they read them."""
+"""A seed: a server that gives other servers the addresses of its weights, so that they can read
+them."""
 
 from __future__ import annotations
 
@@ -42,7 +43,7 @@ class WeightSeed:
 
     One thread of each rank uses it, the scheduler's; its calls are collectives.
 
-    Threads: `weights-digest` on each rank, from the first question until every byte was read once.
+    Threads: `weights-digest` on each rank, from the first request until every byte was read once.
     """
 
     def __init__(
@@ -57,11 +58,12 @@ class WeightSeed:
         """A collective.
 
         Args:
-            engine: Knows the model's memory (`register_weights`).
+            engine: Transfer Engine, with which the model's memory is registered
+                (`register_weights`).
             group: The ranks of the server.
             config: `config_values` of the model.
-            identity: Tells the weights' identity, or raises ValueError; may read files. Asked on
-                rank 0 alone.
+            identity: Returns the weights' identity, or raises ValueError; may read files. Called
+                only on rank 0.
         """
         self._slots = dict(model.weight_slots())
         self._group = group
@@ -87,9 +89,10 @@ class WeightSeed:
         self._computing: BackgroundCall[_Computed] | None = None
 
     def answer(self, rank: int) -> dict[str, Any]:
-        """A rank's `SeedAnswer` as plain values. Never waits for a digest: without one, ask again.
+        """A rank's `SeedAnswer` as plain values. Never waits for a digest; if it is missing, ask
+        again.
 
-        A collective until the digests are there.
+        A collective until the digests are computed.
 
         Args:
             rank: A rank of this server; the same number on all its ranks.
@@ -109,7 +112,8 @@ class WeightSeed:
         return values
 
     def _take_digests(self) -> None:
-        """Let all ranks compute theirs; once the last has ended, give each other what they have."""
+        """Compute the digests of all ranks in the background; exchange them once all are
+        computed."""
         if self._computing is None:
             self._computing = BackgroundCall(
                 "weights-digest", self._compute, expected=(ValueError, OSError)
@@ -126,7 +130,7 @@ class WeightSeed:
         for rank, one in enumerate(computed):
             if one.error:
                 where = f" on rank {rank}" if len(computed) > 1 else ""
-                raise ValueError(f"the weights' identity cannot be told{where}: {one.error}")
+                raise ValueError(f"the weights' identity cannot be computed{where}: {one.error}")
         self._answers = [
             answer.with_digest(
                 WeightsDigest(identity=computed[0].identity, checksums=one.checksums)
@@ -141,6 +145,8 @@ class WeightSeed:
             name: [checksum(cell) for cell in cell_views(slot)]
             for name, slot in self._slots.items()
         }
-        logger.info("computed the checksums of %d tensors for who reads them", len(checksums))
+        logger.info(
+            "computed the checksums of %d tensors for servers that read them", len(checksums)
+        )
         identity = self._identity() if self._group.rank == 0 else ""
         return _Computed(identity=identity, checksums=checksums)

@@ -1,4 +1,4 @@
-"""Sources of weights, and the account of the slots of a model that they have filled."""
+"""Sources of weights, and the record of the slots of a model that they have filled."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from sglang.srt.models.causal_lm import CausalLM
 
 
 class WeightSource(Protocol):
-    """Has the weights of one model."""
+    """A source of the weights of one model."""
 
     @property
     def name(self) -> str:
@@ -20,11 +20,11 @@ class WeightSource(Protocol):
     def identity(self) -> str:
         """Digest that identifies these weights: 32 hexadecimal digits. Call it after `fill`.
 
-        May read every file, the first time.
+        The first call may read all files.
         """
 
     def fill(self, slots: WeightSlots) -> None:
-        """Fill the slots, each from the tensor of its name, and read no more than this rank's part.
+        """Fill the slots, each from the tensor of its name; read only this rank's parts.
 
         Raises:
             ValueError: One line that names the source and the tensor that is unexpected, torn or
@@ -33,7 +33,7 @@ class WeightSource(Protocol):
 
 
 class WeightSlots:
-    """The slots of a model, and which of them are still empty. One thread uses it."""
+    """The slots of a model, and those that are still empty. One thread uses it."""
 
     def __init__(self, model: CausalLM, on_taken: Callable[[], object]) -> None:
         """Args:
@@ -51,25 +51,26 @@ class WeightSlots:
         return len(self._all)
 
     def empty(self) -> dict[str, WeightSlot]:
-        """The slots that were not taken yet, by the name of their tensor."""
+        """The slots that were not taken yet, by tensor name."""
         return dict(self._empty)
 
     def take_all(self) -> Iterator[tuple[str, WeightSlot]]:
-        """Each slot that is empty, to be filled before the next one is asked for."""
+        """Take each empty slot; the caller fills it before it takes the next."""
         for name, slot in list(self._empty.items()):
             del self._empty[name]
             yield name, slot
             self._on_taken()
 
     def take(self, name: str, shape: tuple[int, ...], file: Path | str) -> WeightSlot | None:
-        """The slot of a checkpoint tensor, filled now or just before; None: the model needs it not.
+        """Take the slot of a checkpoint tensor, which is filled now or was just filled; None: the
+        model does not need the tensor.
 
         Args:
             shape: Shape of the whole tensor.
-            file: File that has it, for errors.
+            file: File with the tensor, for errors.
 
         Raises:
-            ValueError: The tensor has no slot, was there before, or has another shape.
+            ValueError: The tensor has no slot, was found before, or has another shape.
         """
         slot = self._stacked.get(name) or self._all.get(name)
         if slot is None:
@@ -95,10 +96,10 @@ class WeightSlots:
         return slot
 
     def check_filled(self, source: str) -> None:
-        """Raise ValueError where a slot is empty.
+        """Raise ValueError if a slot is empty.
 
         Args:
-            source: The name of what was to fill them.
+            source: Name of the source, for the error.
         """
         if self._empty:
             first = next(iter(self._empty))

@@ -1,8 +1,8 @@
-"""A fingerprint of a model's weights: the part of the cache's namespace that tells models apart.
+"""Identity of a model's weights: the part of the cache's namespace that tells models apart.
 
-xxh3-128 of the contents of config.json and of the weight files. Hashing reads every byte, so
-the digests are kept by path, size and modification time in a small JSON file. That file is a
-cache: where it is damaged or cannot be written, the weights are hashed again.
+It is the xxh3-128 of the contents of config.json and of the weight files. Hashing reads every byte,
+so the digests are kept by path, size and modification time in a small JSON file. That file is a
+cache: if it is damaged or cannot be written, the weights are hashed again.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ def weights_identity(
     """Identity of the weights that `load_format` gives for the directory `model_path`.
 
     Args:
-        load_format: As in `LoadConfig`; "dummy" weights are config.json and the seed.
+        load_format: See `LoadConfig`; the identity of "dummy" weights is made from config.json and
+            the seed.
         cache_dir: Directory in which digests are cached; None: `~/.cache/sglang`.
 
     Returns:
@@ -60,7 +61,7 @@ def config_digest(model_path: str) -> str:
     """xxh3-128 of the directory's config.json, 32 hexadecimal digits.
 
     Raises:
-        ValueError: The directory has none.
+        ValueError: The directory has no config.json.
     """
     return xxhash.xxh3_128_hexdigest(_config_file(model_path).read_bytes())
 
@@ -69,7 +70,7 @@ def config_values(model_path: str) -> dict[str, str]:
     """The values of the directory's config.json as JSON, by name; `a.b` is `b` in the object `a`.
 
     Raises:
-        ValueError: There is none, or it is no JSON object.
+        ValueError: There is no config.json, or it is no JSON object.
     """
     raw = read_json(_config_file(model_path))
     assert raw is not None, "it is there"
@@ -110,7 +111,7 @@ class _DigestCache:
         return self._known[key]
 
     def save(self) -> None:
-        """Add what was hashed to the file, atomically; entries of others stay."""
+        """Add the new digests to the file, atomically; entries of other processes stay."""
         if not self._fresh:
             return
         entries = {**_read_cache(self._path), **self._fresh}

@@ -227,7 +227,7 @@ def test_a_digest_that_fails_is_told_and_tried_again(rig: WeightRig) -> None:
             return False
 
     assert wait_until(has_digest, 30)
-    assert told == ["the weights' identity cannot be told: weights were deleted"]
+    assert told == ["the weights' identity cannot be computed: weights were deleted"]
 
 
 @pytest.mark.parametrize("shape", [(1, 0), (1, 3), (5, 7)])

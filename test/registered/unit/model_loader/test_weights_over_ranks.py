@@ -244,7 +244,7 @@ def test_a_digest_that_fails_on_one_rank_is_told_by_all_and_tried_again(pair: We
             seed.answer(2)
         return errors
 
-    why = "the weights' identity cannot be told on rank 0: weights were deleted"
+    why = "the weights' identity cannot be computed on rank 0: weights were deleted"
     assert run_on_ranks(2, told) == [[why]] * 2
     assert not lines, "rank 0 alone is asked"
 

@@ -1,4 +1,4 @@
-"""A prefill server's ranks: how they make themselves known, and how decode servers find them."""
+"""Client of bootstrap servers: prefill ranks register their routes, decode servers find them."""
 
 from __future__ import annotations
 
@@ -19,20 +19,21 @@ _MAX_ANSWER_BYTES: Final = 64 * KIB
 
 
 class BootstrapError(RuntimeError):
-    """A bootstrap server did not do what was asked; one line that names it and says why."""
+    """A request to a bootstrap server failed; the message, one line, names the server and the
+    reason."""
 
 
 def register(host: str, port: int, token: str, route: Route) -> None:
-    """Make a rank known to its own server's bootstrap server. Blocks, at most for ten seconds.
+    """Register a rank at its own server's bootstrap server. Blocks for at most ten seconds.
 
     Args:
-        host: Where the bootstrap server listens.
-        port: There.
+        host: Host of the bootstrap server.
+        port: Port of the bootstrap server.
         token: The token that the bootstrap server has drawn.
         route: Replaces the route that was registered for this rank.
 
     Raises:
-        BootstrapError: It does not answer, or refuses.
+        BootstrapError: The server does not answer, or refuses.
     """
     body = msgspec.json.encode(Registration(token=token, **msgspec.structs.asdict(route)))
     _ask(host, port, "PUT", ROUTE_PATH, body, REGISTER_TIMEOUT_S)
@@ -42,16 +43,16 @@ def find(host: str, port: int, rank: int, timeout: float) -> Route:
     """Find a rank of the prefill server whose bootstrap server is at `host`:`port`. Any thread;
     blocks.
 
-    Asks once. A server that has just been started may answer later: ask again.
+    Asks once. A server that has just been started may not answer yet: call again.
 
     Args:
-        host: Where the bootstrap server listens.
-        port: There.
-        rank: The prefill server's.
-        timeout: Seconds in all.
+        host: Host of the bootstrap server.
+        port: Port of the bootstrap server.
+        rank: Rank of the prefill server.
+        timeout: Seconds for the whole request.
 
     Raises:
-        BootstrapError: There is no answer in time, the rank is not registered, or it is no
+        BootstrapError: There is no answer in time, the rank is not registered, or the server is no
             bootstrap server.
     """
     path = f"{ROUTE_PATH}?{urlencode({'rank': rank})}"
@@ -78,7 +79,7 @@ def _ask(host: str, port: int, method: str, path: str, body: bytes | None, timeo
         finally:
             connection.close()
 
-    # The connection's own timeout is for each of its parts, which may come slowly without end.
+    # The connection's own timeout is for each part of the answer; slow parts may come without end.
     expected = (OSError, http.client.HTTPException, ValueError)
     call = BackgroundCall("ask-bootstrap", work, expected=expected)
     if not call.wait(timeout) or isinstance(call.error, TimeoutError):

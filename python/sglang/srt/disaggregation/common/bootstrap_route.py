@@ -20,14 +20,14 @@ class Route(msgspec.Struct, frozen=True, kw_only=True):
     endpoint: Text
     """Address in ZMQ's form: `tcp://HOST:PORT`."""
     instance_id: Text
-    """Drawn at its start: another one at the same address is another server."""
+    """Id drawn at the server's start: a different id at the same address is another server."""
     num_ranks: Annotated[int, msgspec.Meta(ge=1, le=MAX_RANK + 1)]
-    """How many ranks the server has."""
+    """Number of ranks of the server."""
     attn_tp_size: Annotated[int, msgspec.Meta(ge=1, le=MAX_RANK + 1)]
-    """Over how many of them the heads of attention are split; see `RankGroup`."""
+    """Number of ranks over which the heads of attention are split; see `RankGroup`."""
 
 
 class Registration(Route, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A route with the proof that a process of the same server sends it."""
+    """A route with a token, which proves that a process of the same server sends it."""
 
     token: Text

@@ -1,4 +1,4 @@
-"""A prefill server's bootstrap server: tells decode servers where the ranks answer.
+"""A prefill server's bootstrap server: gives decode servers the routes of the ranks.
 
     GET /health           200, "OK"
     GET /route?rank=0     a `Route` as JSON; 404 before the rank is registered
@@ -38,9 +38,9 @@ logger = logging.getLogger(__name__)
 PATIENCE_S: Final = 10.0
 """Seconds for a client's whole request, and for reading the answer."""
 MAX_REQUEST_BYTES: Final = 16 * KIB
-"""Head and body together; a registration has less than 4 KiB."""
+"""Most bytes of a request's head and body together; a registration has less than 4 KiB."""
 MAX_CONNECTIONS: Final = 256
-"""More are closed at once: decode servers ask again."""
+"""Most connections; further ones are closed at once, and decode servers ask again."""
 _BACKLOG: Final = 256
 _JOIN_S: Final = 5.0
 _HEALTH_PATH: Final = "/health"
@@ -54,17 +54,19 @@ class _Refusal(Exception):
 
 
 class BootstrapServer:
-    """Listens from its making until `close`, in the daemon thread `bootstrap`. Any thread may call.
+    """Listens from its construction until `close`, in the daemon thread `bootstrap`. Any thread may
+    call.
 
     Attributes:
-        token: Secret of registrations. Hand it to the server's own processes as an argument.
+        token: Secret of registrations, which the server's own processes get as an argument.
     """
 
     def __init__(self, host: str, port: int) -> None:
         """Listen on all addresses of `host`.
 
         Raises:
-            ValueError: The port is taken, or `host` is not this machine's; names the flag.
+            ValueError: The port is in use, or `host` is not an address of this machine; names the
+                flag.
         """
         self.token = secrets.token_hex(16)
         self._routes: dict[int, Route] = {}
@@ -81,7 +83,7 @@ class BootstrapServer:
         self._thread.start()
 
     def register(self, route: Route) -> None:
-        """Tell decode servers of a rank; replaces what was registered for it."""
+        """Register the route of a rank; replaces the one registered before."""
         self._routes[route.rank] = route
         logger.info("rank %d answers decode servers at %s", route.rank, route.endpoint)
 
@@ -121,7 +123,7 @@ class BootstrapServer:
             writer.transport.abort()
 
     async def _answer(self, reader: asyncio.StreamReader) -> bytes:
-        """The answer to the one request that comes, in HTTP's form."""
+        """The HTTP answer to the connection's only request."""
         request = _Request()
         parser = httptools.HttpRequestParser(request)
         try:
@@ -188,7 +190,7 @@ class BootstrapServer:
 
 
 class _Request:
-    """A request, with the callbacks that the parser calls by name."""
+    """A request; its methods are the callbacks that the parser calls by name."""
 
     def __init__(self) -> None:
         self.num_bytes = 0

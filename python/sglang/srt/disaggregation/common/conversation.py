@@ -1,4 +1,4 @@
-"""Questions of a decode server to a prefill server, and how long it waits for answers."""
+"""Questions of a decode server to a prefill server, with time limits for the answers."""
 
 from __future__ import annotations
 
@@ -27,23 +27,23 @@ from sglang.srt.utils.bad_messages import MALFORMED
 logger = logging.getLogger(__name__)
 
 REPEAT_S: Final = 1.0
-"""After so long without an answer a question is asked again, earlier where patience is short."""
+"""Seconds without an answer after which a question is repeated; fewer if patience is short."""
 POLL_S: Final = 0.1
-"""How soon an abort is seen."""
+"""Seconds within which an abort is noticed."""
 ABORTED: Final = "the request was aborted"
 _A = TypeVar("_A", Offer, RoomNews, Packed, Released)
 
 
 class RoomFailed(RuntimeError):
-    """The prompt does not come; the message says which step failed, and why."""
+    """The prompt cannot be received; the message names the failed step and the reason."""
 
 
 class Cancellation:
-    """Says that a prompt is not wanted any more, and why. Any thread."""
+    """Flag that a prompt is not wanted any more, with the reason. Any thread."""
 
     def __init__(self) -> None:
         self.why = ABORTED
-        """Set before `is_set`; the first reason counts."""
+        """Reason, set before `is_set`; the first one counts."""
         self._event = threading.Event()
         self._lock = threading.Lock()
 
@@ -57,20 +57,20 @@ class Cancellation:
         return self._event.is_set()
 
     def wait(self, timeout: float) -> bool:
-        """Wait at most `timeout` seconds; whether it is set then."""
+        """Wait at most `timeout` seconds; return whether it is set then."""
         return self._event.wait(timeout)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Patience:
-    """Seconds that a room waits for something."""
+    """Time limits of a room, in seconds."""
 
     bootstrap: float
-    """Until the prefill server knows the room."""
+    """Time until the prefill server knows the room."""
     waiting: float
-    """Until the next pages, once it knows the room."""
+    """Time until the next pages, once the prefill server knows the room."""
     silence: float
-    """Until any answer of the prefill server."""
+    """Time until any answer of the prefill server."""
 
     @property
     def repeat(self) -> float:
@@ -93,7 +93,7 @@ class Conversation:
         self._cancelled = cancelled
         self._number = 0
         self._heard = time.monotonic()
-        """When the prefill server was last heard of, or began to be asked."""
+        """Time of the prefill server's last answer, or of the first question."""
         self._sent = 0.0
         self._instance_id: str | None = None
         self._decoder = msgspec.msgpack.Decoder(Answered)
@@ -109,15 +109,15 @@ class Conversation:
         self._socket.close()
 
     def tell(self, question: Question) -> None:
-        """Say it once, without waiting for an answer."""
+        """Send a question once, without waiting for an answer."""
         self._number += 1
         self._send(question)
 
     def ask(self, question: Question, kind: type[_A]) -> _A:
-        """The answer, however often it takes to ask.
+        """Ask, and repeat the question until there is an answer of type `kind`.
 
         Raises:
-            RoomFailed: There is none for too long, another instance answers, or the room was
+            RoomFailed: There is no answer in time, another instance answers, or the room was
                 cancelled.
         """
         self._number += 1
@@ -131,11 +131,11 @@ class Conversation:
         raise RoomFailed(self._cancelled.why)
 
     def keep_alive(self, question: Question, kind: type[_A], timeout: float = 0.0) -> _A | None:
-        """Repeat the question now and then, and wait at most `timeout` seconds for an answer to it
+        """Repeat the question if it is due, and wait at most `timeout` seconds for an answer to it
         or to an earlier one.
 
         Raises:
-            RoomFailed: As `ask`. The silence begins with the last answer.
+            RoomFailed: `ask` raises it. The time limit begins with the last answer.
         """
         if self._cancelled.is_set():
             raise RoomFailed(self._cancelled.why)
@@ -144,14 +144,14 @@ class Conversation:
         return answer if isinstance(answer, kind) else None
 
     def begin(self, question: Question) -> None:
-        """Ask, without waiting. What follows, until the next question begins, is one question
-        whose asker comes further: answers to all of it count."""
+        """Ask, without waiting. All questions until the next `begin` are one question with growing
+        progress of the asker: an answer to any of them counts."""
         self._number += 1
         self._heard = time.monotonic()
         self.advance(question)
 
     def advance(self, question: Question) -> None:
-        """The asker of the last question has come further: say so at once."""
+        """Send the last question with the asker's new progress, at once."""
         self._send(question)
         self._sent = time.monotonic()
 
@@ -172,7 +172,7 @@ class Conversation:
             self._socket.send(message, zmq.NOBLOCK)
 
     def _receive(self, timeout: float) -> Answer | None:
-        """The answer to the last question, after at most `timeout` seconds; None: there is none."""
+        """The answer to the last question, after at most `timeout` seconds; None: none has come."""
         if not self._socket.poll(round(timeout * 1000)):
             return None
         try:

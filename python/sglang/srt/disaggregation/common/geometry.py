@@ -1,8 +1,8 @@
 """Addresses of pages and states in a rank's pools, and the bytes to read for them from other ranks.
 
-Ranks that split the heads of attention otherwise than their peers need runs of heads. In a page
-these are strips, one for each token, so that whole pages are read and strips copied (`staging`); a
-recurrent state has all of a run together.
+Ranks that split the heads of attention differently from their peers need runs of heads. In a page a
+run is a strip for each token, so whole pages are read and the strips copied (`staging`); in a
+recurrent state a run is contiguous.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ from sglang.srt.mem_cache.device.state_spec import ItemKind, StateBuffer, StateS
 STAGING_BYTES: Final = 32 * MIB
 """Least bytes of a buffer that pages are read into."""
 _WORDS: Final = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
-"""Words that copies of raw memory move, by their bytes."""
+"""Dtypes of the words that copies of raw memory move, by their bytes."""
 
 
 class CannotServe(ValueError):
-    """Ranks of a prefill server do not have what this one needs; the message says what."""
+    """The ranks of a prefill server lack something that this rank needs; the message names it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +56,7 @@ class PoolGeometry:
 
     @classmethod
     def of(cls, pools: Sequence[BaseDevicePool], weights_identity: str) -> PoolGeometry:
-        """The geometry of a model's pools; requests own slots of one of them, and maybe a state."""
+        """The geometry of a model's pools. Requests own slots of one pool, and maybe a state."""
         offers: list[PoolOffer] = []
         tensors: list[torch.Tensor] = []
         facts = {"weights": weights_identity, "page size": str(pools[0].page_size)}
@@ -86,7 +86,7 @@ class PoolGeometry:
 
     @property
     def digest(self) -> str:
-        """Equal where heads of two servers can be exchanged."""
+        """Digest that is equal on two servers if they can exchange heads."""
         return xxhash.xxh3_128_hexdigest(msgspec.json.encode(sorted(self.facts.items())))
 
     def page_rows(self) -> dict[int, torch.Tensor]:
@@ -107,7 +107,7 @@ class PoolGeometry:
         unit_bytes: int = 0,
         rows: RowsOffer | None = None,
     ) -> Offer:
-        """Offer for servers that want to read.
+        """Offer for servers that read.
 
         Args:
             unit_bytes: See `Offer`.
@@ -125,7 +125,7 @@ class PoolGeometry:
         )
 
     def why_not(self, offer: Offer) -> str | None:
-        """Why nothing of `offer` can be read into these pools; None: its heads can."""
+        """Reason why `offer` cannot be read into these pools; None: its heads fit."""
         if offer.version != VERSION:
             return f"it speaks version {offer.version} of the protocol, this server {VERSION}"
         if offer.layout == self.digest:
@@ -153,7 +153,7 @@ class PoolGeometry:
             draw: Any number; it selects a rank if several have the same heads.
 
         Raises:
-            CannotServe: No rank has a head, or heads cannot be cut out.
+            CannotServe: A head is on none of the ranks, or heads cannot be cut out.
         """
         portions = [Portion([], [], []) for _ in offers]
         tensors = {tensor.data_ptr(): tensor for tensor in self.tensors}
@@ -179,15 +179,15 @@ class PoolGeometry:
 
 
 _Strip = tuple[int, int, int]
-"""Bytes of an item that belong together: where they are here, and there, and how many."""
+"""Contiguous bytes of an item: offset on this rank, offset on the other rank, length."""
 
 
 @dataclass(frozen=True, slots=True)
 class WholeBuffer:
-    """A buffer of a rank whose pages are those of this rank's buffer.
+    """A buffer of another rank whose pages have the same bytes as this rank's.
 
     Attributes:
-        address: Of the buffer there.
+        address: Address of the other rank's buffer.
         page_bytes: Bytes of a page, on both sides.
         own: This rank's buffer, `[slots, ...]`.
     """
@@ -197,18 +197,18 @@ class WholeBuffer:
     own: torch.Tensor
 
     def unpack(self, pages: torch.Tensor, own: torch.Tensor) -> None:
-        """As `CutBuffer.unpack`."""
+        """See `CutBuffer.unpack`."""
         rows = _page_rows(self.own, self.page_bytes)
         rows.index_copy_(0, own, pages.view(rows.dtype).view(len(own), -1))
 
 
 @dataclass(frozen=True, slots=True)
 class CutBuffer:
-    """A buffer of a rank with other heads, of whose pages this rank needs a part.
+    """A buffer of a rank with other heads; this rank needs a part of its pages.
 
     Attributes:
-        address: Of the buffer there.
-        page_bytes: Bytes of a page there.
+        address: Address of the other rank's buffer.
+        page_bytes: Bytes of a page on the other rank.
         own: This rank's buffer as words `[pages, page_size, words of an item]`.
         strips: Strips in words of an item.
     """
@@ -233,7 +233,7 @@ class CutBuffer:
         return cls(other.address, other.page_bytes, raw.view(_WORDS[size]), in_words)
 
     def unpack(self, pages: torch.Tensor, own: torch.Tensor) -> None:
-        """Copy what this rank needs of pages to its own.
+        """Copy the strips that this rank needs from read pages to its own pages.
 
         Args:
             pages: uint8 `[n * page_bytes]` on the device: pages of the other rank.
@@ -254,7 +254,8 @@ class _States:
 
 @dataclass(frozen=True, slots=True)
 class Portion:
-    """The part that this rank reads of one rank of a prefill server; empty if others give it all.
+    """The part that this rank reads from one rank of a prefill server; empty if other ranks give
+    all.
 
     Attributes:
         wholes: Buffers of pages with the same heads on both sides.
@@ -273,11 +274,11 @@ class Portion:
 
     @property
     def page_bytes(self) -> int:
-        """That are read for a page."""
+        """Bytes that are read for a page."""
         return sum(buffer.page_bytes for buffer in self.buffers)
 
     def num_blocks(self, theirs: Sequence[int], own: Sequence[int]) -> int:
-        """How many blocks pages `theirs` are, where they are read from their pools."""
+        """Number of blocks to read pages `theirs` from pool to pool."""
         both, there = (len(_begins(pages)) for pages in ((theirs, own), (theirs,)))
         return both * len(self.wholes) + there * len(self.cuts)
 
@@ -324,7 +325,8 @@ def _page_rows(tensor: torch.Tensor, page_bytes: int) -> torch.Tensor:
 
 
 def _begins(lists: Sequence[Sequence[int]]) -> npt.NDArray[np.int64]:
-    """Indices where runs begin whose pages are consecutive in all lists; lists are equally long."""
+    """Indices of the begins of runs of pages that are consecutive in all lists. The lists are
+    equally long."""
     if not lists[0]:
         return np.empty(0, dtype=np.int64)
     breaks = [np.diff(np.asarray(pages, dtype=np.int64)) != 1 for pages in lists]
@@ -332,7 +334,8 @@ def _begins(lists: Sequence[Sequence[int]]) -> npt.NDArray[np.int64]:
 
 
 def _parts(buffer: StateBuffer, num_heads: int) -> list[int]:
-    """Bytes of the runs of an item that each are split evenly by heads; [] where none are."""
+    """Bytes of the runs of an item that each are split evenly by heads; [] if it cannot be
+    split."""
     parts = buffer.head_parts
     if not parts or any(length % num_heads for length in parts):
         return []
@@ -341,7 +344,7 @@ def _parts(buffer: StateBuffer, num_heads: int) -> list[int]:
 
 
 def _shapes(spec: StateSpec, num_heads: int, dtype: object) -> str:
-    """Shapes of a head in each buffer; of the whole item where heads cannot be cut out."""
+    """Shapes of a head in each buffer; shapes of the whole item if heads cannot be cut out."""
     shapes = []
     for buffer in spec.buffers:
         shape = list(buffer.shape)
@@ -356,7 +359,7 @@ def _shapes(spec: StateSpec, num_heads: int, dtype: object) -> str:
 def _givers(
     own: PoolOffer, theirs: Sequence[PoolOffer], draw: int
 ) -> Iterator[tuple[int, int, int]]:
-    """Who gives which heads `[begin, end)`, in order."""
+    """Runs of heads `[begin, end)` of this rank, each with the index of the rank that gives it."""
     begin = own.begin
     while begin < own.end:
         holders = [i for i, one in enumerate(theirs) if one.begin <= begin < one.end]
@@ -371,10 +374,10 @@ def _givers(
 def _strips(
     own: tuple[PoolOffer, PoolBuffer], their: tuple[PoolOffer, PoolBuffer], begin: int, end: int
 ) -> list[_Strip]:
-    """Heads `[begin, end)` of an item of a buffer.
+    """Strips of heads `[begin, end)` of an item of a buffer.
 
     Raises:
-        CannotServe: They cannot be cut out.
+        CannotServe: The heads cannot be cut out.
     """
     (here, mine), (there, other) = own, their
     if not mine.head_parts or len(mine.head_parts) != len(other.head_parts):

@@ -1,4 +1,4 @@
-"""How a rank of a decode server gets the first token of a prompt: read from its row, or told."""
+"""First tokens of prompts for a rank of a decode server: read from rows, or sent in messages."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 CONTROL: Final = "control"
-"""Told, over the control connection."""
+"""Sent over the control connection."""
 TRANSPORT: Final = "transport"
-"""Read, as pages are."""
+"""Read over the transport of the pages."""
 
 
 class Rows(Protocol):
@@ -40,14 +40,15 @@ class Rows(Protocol):
 
 
 class MetadataReader:
-    """Reads rows of prefill servers into rows here. One for all prompts of a rank; any thread.
+    """Reads rows of prefill servers into rows of this rank. One for all prompts of a rank; any
+    thread.
 
-    A prefill server whose rows cannot be read tells its first tokens from then on, and the log has
-    one warning about that.
+    A prefill server whose rows cannot be read sends its first tokens over the control connection,
+    which is logged once.
 
     Args:
-        rows: Here; None: all are told.
-        host: This one, as `host_identity` says.
+        rows: Rows of this rank; None: all first tokens are sent over the control connection.
+        host: `host_identity` of this host.
     """
 
     def __init__(self, rows: Rows | None = None, host: str = "") -> None:
@@ -58,7 +59,7 @@ class MetadataReader:
         self._lock = threading.Lock()
 
     def reads(self, offer: Offer, where: str) -> bool:
-        """Whether to read the rows of the server at `where`, for all that is known."""
+        """Whether to try to read the rows of the server at `where`."""
         if self._rows is None:
             return False
         with self._lock:
@@ -79,7 +80,7 @@ class MetadataReader:
         return False
 
     def be_told(self, offer: Offer, where: str, why: str) -> None:
-        """Read no more rows of this server."""
+        """Read no more rows of this server, so that it sends its first tokens."""
         with self._lock:
             if offer.instance_id in self._telling:
                 return
@@ -92,13 +93,14 @@ class MetadataReader:
         )
 
     def row_read(self, mover: Mover, timeout: float) -> RowRead:
-        """A read for one prompt. `timeout`: seconds for a free row, and for the read."""
+        """A read for one prompt. `timeout`: seconds to wait for a free row, and seconds for the
+        read."""
         return RowRead(self, self._rows, mover, timeout)
 
 
 class RowRead:
-    """The read of a prompt's row into one here, which belongs to it until it has settled. The
-    prompt's thread; made by `MetadataReader.row_read`.
+    """The read of a prompt's row into a row of this rank, which it owns until it has settled. Used
+    by the prompt's thread; made by `MetadataReader.row_read`.
 
     Attributes:
         num_bytes: Bytes read so far.
@@ -113,7 +115,7 @@ class RowRead:
         self._mover = mover
         self._timeout = timeout
         self._index: int | None = None
-        """The place of the row here."""
+        """Index of the row of this rank."""
         self._transfer: Transfer | None = None
 
     def run(
@@ -122,21 +124,22 @@ class RowRead:
         """Read row `row` of the prefill server at `where`.
 
         Args:
-            stay: Called now and then; may raise RoomFailed.
+            stay: Called repeatedly while the read waits; may raise RoomFailed.
 
         Returns:
-            None: The transport does not move it, so that it has to be told from now on.
+            The content of the row; None: the transport cannot read it, so that the token has to be
+            sent.
 
         Raises:
-            BadRow: It is not the row of `room`.
-            RoomFailed: No row here was free in time; or by `stay`.
+            BadRow: The row is not that of `room`.
+            RoomFailed: No row of this rank was free in time, or `stay` raised it.
         """
         theirs, rows = offer.rows, self._rows
         assert theirs is not None and rows is not None, "rows are read"
         if not 0 <= row < theirs.num_rows:
             raise BadRow(f"there is no row {row} among {theirs.num_rows}")
         self._index = index = self._take(rows, stay)
-        rows.clear(index)  # What an earlier room has left could pass for this one's.
+        rows.clear(index)  # The row of an earlier room could pass for this one's.
         block = Block(rows.address(index), theirs.address + row * ROW_BYTES, ROW_BYTES)
         why = self._move(offer.session_id, block, stay)
         if why is not None:
@@ -158,7 +161,7 @@ class RowRead:
         raise RoomFailed(f"no row for metadata was free in {self._timeout:g} s")
 
     def _move(self, session_id: str, block: Block, stay: Callable[[], None]) -> str | None:
-        """Why it has not come; None: it has."""
+        """Read one block; return the reason of a failure, or None."""
         try:
             transfer = self._mover.begin(
                 session_id, TransferOp.READ, [block], timeout=self._timeout
@@ -175,8 +178,8 @@ class RowRead:
         return None if transfer.is_done else "a row was not read in time, or its address is refused"
 
     def settle(self) -> None:
-        """Wait until nothing is read any more, and give the row back. One that the transport never
-        lets go of is lost. Idempotent."""
+        """Wait until the read has ended, and give the row back. A row that the transport never lets
+        go of is lost. Idempotent."""
         index, self._index = self._index, None
         transfer, self._transfer = self._transfer, None
         if index is None:

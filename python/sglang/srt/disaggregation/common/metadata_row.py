@@ -1,8 +1,8 @@
-"""A row of metadata: what a prefill server has found beside keys and values, as bytes.
+"""A row of metadata: the results of a prefill besides keys and values, as bytes.
 
 bytes 0 to 8     the room
 8 to 16          a checksum of all that follows, and of the room
-16 to 20         how many bytes follow
+16 to 20         the number of bytes that follow
 from 20          a `FirstToken` as msgpack, as answers have it
 """
 
@@ -18,7 +18,7 @@ from sglang.srt.disaggregation.common.conversation import RoomFailed
 from sglang.srt.disaggregation.common.protocol import FirstToken
 
 ROW_BYTES: Final = 4096
-"""Bytes of each row: 128 top logprobs take 1,900."""
+"""Bytes of each row; 128 top logprobs take 1,900."""
 HEAD_BYTES: Final = 20
 _HEAD: Final = struct.Struct("<QQI")
 _LENGTH: Final = struct.Struct("<I")
@@ -27,14 +27,14 @@ assert _HEAD.size == HEAD_BYTES
 
 
 class BadRow(RoomFailed):
-    """A row that was read is not the one written for the room."""
+    """The row that was read is not the one written for the room."""
 
     def __init__(self, what: str) -> None:
         super().__init__(f"reading the metadata from the prefill server failed: {what}")
 
 
 def pack_row(room: int, words: FirstToken) -> bytes | None:
-    """The row, without what it leaves unused; None: it is too long for one."""
+    """The used bytes of a row; None: they do not fit into a row."""
     body = msgspec.msgpack.encode(words)
     if HEAD_BYTES + len(body) > ROW_BYTES:
         return None
@@ -48,7 +48,7 @@ def unpack_row(raw: bytes, room: int) -> FirstToken:
         raw: `ROW_BYTES` bytes.
 
     Raises:
-        BadRow: Nothing was, or something else is there.
+        BadRow: The row is empty, or has other content.
     """
     if not any(raw[:HEAD_BYTES]):
         raise BadRow("the row is empty")
@@ -60,7 +60,7 @@ def unpack_row(raw: bytes, room: int) -> FirstToken:
         raise BadRow("the row is torn: its checksum is of other bytes")
     try:
         return _DECODER.decode(body)
-    except msgspec.DecodeError as error:  # Another version of the server, at the worst.
+    except msgspec.DecodeError as error:  # For example, the other server has another version.
         raise BadRow(f"the row is malformed: {error}") from error
 
 

@@ -1,8 +1,8 @@
 """The decode server's side of a packing: units are read whole, and unpacked into its own pages.
 
-While one unit is read, those behind it are packed and told, and the one before it is unpacked. What
-the reader has (`done`) and knows (`known`) only grows, and so does what the prefill server has
-packed: questions and answers may be lost, doubled or late.
+While one unit is read, later ones are packed and announced, and the one before it is unpacked. The
+reader's numbers of read units (`done`) and known units (`known`) only grow, and so does the number
+of packed units: questions and answers may be lost, doubled or late.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from sglang.srt.disaggregation.common.staging import StagingBuffer, rounds, unit
 from sglang.srt.distributed.device_communicators.transfer_types import Block, Transfer
 
 MOST_BUFFERS: Final = 3
-"""Buffers of this server that one prompt takes: one is unpacked while two reads are under way.
-There are more, so that one prompt that hangs has not all of them."""
+"""Most buffers of this server that one prompt takes: one is unpacked while two reads are in flight.
+The server has more, so that a prompt that hangs cannot hold all of them."""
 _SOON_S: Final = 1e-4
-"""How soon the place of a further unit is noticed at first while another is read; later less so."""
+"""Seconds between the first checks for further units while one is read; later checks are rarer."""
 
 
 @dataclass(frozen=True, slots=True)
 class _UnitRead:
-    """Unit `number` on its way."""
+    """The read of unit `number` in flight."""
 
     number: int
     transfer: Transfer
@@ -39,16 +39,16 @@ class _UnitRead:
 
 
 class PackedRead:
-    """Reads pages of all buffers that way. One thread's; `run` once.
+    """Reads pages of all buffers in units. For one thread; `run` is called once.
 
     Args:
-        first: The first question: `done` and `known` are 0.
+        first: The first question, with `done` and `known` 0.
         session_id: Session of the prefill server's Transfer Engine.
-        buffers: Buffers here that correspond to `first.buffers`.
+        buffers: Buffers of this rank that correspond to `first.buffers`.
         own: This server's pages, `first.num_pages` of them.
         talk: Conversation with the prefill server.
         reads: Reads of this part of the prompt.
-        waiting: Seconds for a further unit.
+        waiting: Seconds to wait for a further unit.
     """
 
     def __init__(
@@ -72,8 +72,8 @@ class PackedRead:
         sizes = [one.page_bytes for one in buffers]
         self._units = list(rounds(sizes, len(own), first.unit_bytes))
         self._places: list[int] = []
-        """Addresses of known units, from the first on; 0 for those that were read before they were
-        told of again."""
+        """Addresses of the known units, in order; 0 for units that were read before they were
+        announced again."""
         self._num_begun = 0
         self._num_done = 0
         self._under_way: deque[_UnitRead] = deque()
@@ -81,12 +81,11 @@ class PackedRead:
         self._num_buffers = 0
         self._nap = _SOON_S
         self._is_asked = False
-        """Whether the prefill server has a question that it has not answered, if nothing was
-        lost."""
+        """Whether a question is unanswered, assuming that no message was lost."""
 
     def run(self, patience: float) -> bool:
-        """Read all. False: no memory was free for it within `patience` seconds on either side; then
-        nothing was read.
+        """Read all pages. False: no memory was free on one of the sides within `patience` seconds,
+        and no page was read.
 
         Raises:
             RoomFailed: See the message.
@@ -98,7 +97,7 @@ class PackedRead:
         self._talk.begin(self._question())
         self._is_asked = True
         moved = time.monotonic()
-        """When a unit was last told of or read."""
+        """Time at which a unit was last announced or read."""
         while self._num_done < len(self._units):
             before = len(self._places), self._num_done
             self._begin_reads()
@@ -137,7 +136,7 @@ class PackedRead:
         self._is_asked = True
 
     def _begin_reads(self) -> None:
-        """Begin reads of known units, as far as there are buffers."""
+        """Begin reads of known units while there are buffers."""
         while self._num_begun < len(self._places) and (self._free or self._take_buffer(0)):
             unit, buffer = self._num_begun, self._free.pop()
             length = unit_bytes_of(self._units[unit])
@@ -147,7 +146,7 @@ class PackedRead:
             self._num_begun += 1
 
     def _wait_for_unit(self, index: torch.Tensor) -> None:
-        """The one that has been read longest. Returns earlier where another could begin."""
+        """Wait for the oldest read. Returns earlier if another read may begin."""
         one = self._under_way[0]
         has_room = bool(self._free) or self._num_buffers < MOST_BUFFERS
         if self._num_begun < len(self._units) and has_room:
@@ -165,7 +164,8 @@ class PackedRead:
         self._free.append(one.buffer)
 
     def _hear(self, timeout: float) -> None:
-        """Take in what the prefill server says, and ask again for what it has not said yet."""
+        """Process an answer of the prefill server, and ask again for units that it has not
+        announced."""
         if not self._is_asked and len(self._places) < len(self._units):
             self._advance()
         answer = self._talk.keep_alive(self._question(), Packed, timeout)
@@ -196,7 +196,7 @@ class PackedRead:
             self._reads.give_back(buffer)
 
     def _decline(self) -> None:
-        """Decline the units that may be packed for this question."""
+        """Decline all units of the question, which may be packed already."""
         self._num_done = len(self._units)
         self._advance()
         self._give_buffers_back()

@@ -1,9 +1,9 @@
 """The prefill server's side of a packing: pages are copied into units for decode servers to read.
 
-A unit is a staging buffer with pages of several of a pool's buffers, in the order of `rounds`. It
-belongs to one part of one room from the moment it is begun until its reader says that it has read
-it, begins another packing, or the room ends. A reader whose room has ended may still read from it:
-it then learns that its room was not held, and throws away what it has read.
+A unit is a staging buffer with pages of several buffers of a pool, in the order of `rounds`. It
+belongs to one part of one room from its begin until its reader confirms the read or begins another
+packing, or the room ends. A reader whose room has ended may still read from it: it then learns that
+its room was not held, and discards what it has read.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 WINDOW: Final = 3
 """Most units of a packing that are packed and not read: one is read while others are packed and
-told. Fewer than there are buffers, so that a reader that is stuck has not all of them."""
+announced. Fewer than all buffers, so that a stuck reader cannot hold all of them."""
 
 
 @dataclass(slots=True)
@@ -33,13 +33,13 @@ class _Packing:
     number: int
     pages: Sequence[int]
     end_page: int
-    """The prompt's page behind `pages`."""
+    """Index in the prompt of the page after `pages`."""
     rows: Sequence[torch.Tensor]
     units: list[list[Piece]]
     done: int = 0
-    """Units that were read."""
+    """Number of units that were read."""
     next: int = 0
-    """The unit that is packed next."""
+    """Number of the unit that is packed next."""
     packed: dict[int, StagingBuffer] = field(default_factory=dict)
     """Buffers of units that have not been read yet, by unit."""
     index: torch.Tensor | None = None
@@ -48,7 +48,7 @@ class _Packing:
     has_ended: bool = False
 
     def give_back(self, done: int) -> None:
-        """So many units were read."""
+        """Free the buffers of the first `done` units, which were read."""
         self.done = max(self.done, min(done, len(self.units)))
         self.next = max(self.next, self.done)
         for unit in [unit for unit in self.packed if unit < self.done]:
@@ -66,7 +66,7 @@ _Key = tuple[int, int]
 
 
 class Packer:
-    """Packs pages. Any thread asks and ends; a thread of its own, `disagg-pack`, copies.
+    """Packs pages. Any thread may call; a thread of its own, `disagg-pack`, copies.
 
     Args:
         rows: The pools' buffers by address; see `PoolGeometry.page_rows`.
@@ -77,7 +77,7 @@ class Packer:
         self._rows = rows
         self._staging = staging
         self._packings: dict[_Key, _Packing] = {}
-        """Packings under way; the first is served next, and then goes to the end."""
+        """Packings in progress; the first is served next, and then moves to the end."""
         self._on_packed: Callable[[], None] = lambda: None
         self._is_closing = False
         self._changed = threading.Condition()
@@ -89,19 +89,19 @@ class Packer:
         return self._staging.num_bytes
 
     def start(self, on_packed: Callable[[], None]) -> None:
-        """Begin to pack.
+        """Start the thread.
 
         Args:
-            on_packed: Called in the packer's thread when there is more to tell.
+            on_packed: Called in the packer's thread when there are new units or a failure.
         """
         self._on_packed = on_packed
         self._thread.start()
 
     def ask(self, ask: Pack, pages: Sequence[int]) -> Packed:
-        """Begin the packing, or note the reader's progress; returns the units for the reader.
+        """Begin the packing, or note the reader's progress; return the units for the reader.
 
         Args:
-            pages: All pages of the room that are wanted.
+            pages: All wanted pages of the room.
         """
         key = ask.room, ask.part
         with self._changed:
@@ -117,13 +117,13 @@ class Packer:
                 return Packed(ask.room, ask.number)  # A message that was late.
             packing.give_back(ask.done)
             self._changed.notify()
-            # They are packed one after the other.
+            # Units are packed in order, so these are consecutive.
             places = [packing.packed[unit].address for unit in sorted(packing.packed)]
             return Packed(ask.room, ask.number, packing.done, places, packing.failure)
 
     def note_read(self, room: int, part: int, have_pages: int) -> None:
-        """The reader has pages of the prompt up to `have_pages`: a packing of these is over,
-        though the question that says so may be lost."""
+        """Note that the reader has the prompt's pages up to `have_pages`: a packing of these is
+        over, even if the question that says so was lost."""
         with self._changed:
             packing = self._packings.get((room, part))
             if packing is not None and have_pages >= packing.end_page:
@@ -131,7 +131,7 @@ class Packer:
                 self._changed.notify()
 
     def end(self, room: int) -> None:
-        """The room has ended: its units are free. Idempotent."""
+        """Free the units of a room that has ended. Idempotent."""
         with self._changed:
             for key in [key for key in self._packings if key[0] == room]:
                 self._end(key)
@@ -153,7 +153,7 @@ class Packer:
         return _Packing(ask.number, list(pages), end_page, rows, units)
 
     def _why_not(self, ask: Pack, pages: Sequence[int]) -> str | None:
-        """Why it cannot be packed."""
+        """Reason why `ask` cannot be packed, or None."""
         if len(pages) != ask.num_pages:
             return "pages were to be packed that are not computed"
         if not ask.buffers or any(address not in self._rows for address in ask.buffers):
@@ -179,7 +179,7 @@ class Packer:
                 key, packing = next(one for one in self._packings.items() if one[1].wants_buffer)
                 buffer = self._take_buffer(packing)
                 if buffer is None and packing.failure is None:
-                    # All are with readers: one that comes back is told by `ask` or `end`.
+                    # All buffers are with readers: `ask` and `end` notify when one comes back.
                     self._changed.wait()
                     continue
                 unit = packing.next

@@ -1,4 +1,4 @@
-"""Reads of one part of a prompt that are under way, and staging buffers that they go through."""
+"""Reads in flight of one part of a prompt, and their staging buffers."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ class Mover(Protocol):
 
 
 class PageReads:
-    """Reads of pages, by the thread of the part.
+    """Reads of pages. Used by the thread of the part.
 
     Args:
         mover: The transport.
-        staging: Its buffers.
+        staging: Staging buffers of the rank.
         timeout: Seconds for each read.
 
     Attributes:
@@ -42,10 +42,10 @@ class PageReads:
         self._timeout = timeout
         self._under_way: list[Transfer] = []
         self._buffers: list[StagingBuffer] = []
-        """Those that were taken."""
+        """Staging buffers that were taken."""
 
     def begin(self, session_id: str, blocks: Sequence[Block]) -> Transfer:
-        """Begin to read. Raises RoomFailed."""
+        """Begin a read. Raises RoomFailed."""
         try:
             transfer = self._mover.begin(session_id, TransferOp.READ, blocks, timeout=self._timeout)
         except TransferError as error:
@@ -54,8 +54,8 @@ class PageReads:
         return transfer
 
     def has_come(self, transfer: Transfer, timeout: float) -> bool:
-        """Whether all bytes are there after at most `timeout` seconds; raises RoomFailed where they
-        never will be."""
+        """Wait at most `timeout` seconds; return whether all bytes are there. Raises RoomFailed if
+        the read has failed."""
         if not transfer.wait(timeout):
             if transfer.is_left:
                 raise RoomFailed("reading from the prefill server failed, and cannot end")
@@ -75,30 +75,30 @@ class PageReads:
         """Wait until all bytes are there; raises RoomFailed.
 
         Args:
-            stay: Called now and then; may raise RoomFailed.
+            stay: Called repeatedly meanwhile; may raise RoomFailed.
         """
         while not self.has_come(transfer, POLL_S):
             stay()
 
     def take(self, timeout: float) -> StagingBuffer | None:
-        """As `Staging.take`; `settle` gives it back at the latest."""
+        """Take a buffer as `Staging.take` does; `settle` gives it back at the latest."""
         buffer = self.staging.take(timeout)
         if buffer is not None:
             self._buffers.append(buffer)
         return buffer
 
     def give_back(self, buffer: StagingBuffer) -> None:
-        """Nothing is read into it any more."""
+        """Give back a buffer into which no read is in flight."""
         self._buffers.remove(buffer)
         buffer.give_back()
 
     def abandon(self) -> None:
-        """Begin nothing more of what is under way."""
+        """Begin no further slices of the reads in flight."""
         for transfer in self._under_way:
             transfer.abandon()
 
     def settle(self) -> bool:
-        """Wait until nothing is read any more, and give all buffers back. False: that is never."""
+        """Wait until all reads have ended, and give all buffers back. False: a read never ends."""
         have_settled = [transfer.wait() for transfer in self._under_way]
         if not all(have_settled):
             return False

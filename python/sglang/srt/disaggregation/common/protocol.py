@@ -1,7 +1,7 @@
 """Messages of the control connection between a decode and a prefill server, as msgpack.
 
-A decode server asks, a prefill server answers. Every question may be repeated: it asks for a state,
-and changes nothing that it has changed already. So messages may be lost, doubled or late.
+A decode server asks, a prefill server answers. All questions are idempotent and may be repeated. So
+messages may be lost, doubled or late.
 """
 
 from __future__ import annotations
@@ -14,22 +14,22 @@ from sglang.srt.disaggregation.common.bootstrap_route import MAX_RANK
 from sglang.srt.managers.messages.io_struct import CachedTokensDetails, TopLogprobs
 
 VERSION: Final = 3
-"""The version of these messages and of their meaning."""
+"""Version of the messages and of their meaning."""
 Reader: TypeAlias = Annotated[str, msgspec.Meta(max_length=64)]
-"""Who reads a prompt, drawn for each, the same on all ranks of the decode server: a room belongs to
-the first reader that asks for it."""
+"""Id of a reader, drawn for each prompt, the same on all ranks of the decode server. A room belongs
+to the first reader that asks for it."""
 Part: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=MAX_RANK)]
-"""Which of the reader's ranks asks, counted among those that read from this rank."""
+"""Index of the asking rank among the reader's ranks that read from this rank."""
 
 
 class PoolBuffer(msgspec.Struct, frozen=True, array_like=True):
-    """One tensor of a pool in a rank's memory: pages, or states, that follow one another."""
+    """One tensor of a pool in a rank's memory: consecutive pages or states."""
 
     address: int
     page_bytes: int
     head_parts: list[int] = []
-    """Bytes of the runs of an item (a token, or a state) that each are split evenly by heads;
-    together the whole item. Empty: it cannot be cut."""
+    """Bytes of the runs of an item (a token, or a state), together the whole item; each run is
+    split evenly by heads. Empty: the item cannot be cut."""
 
 
 class PoolOffer(msgspec.Struct, frozen=True, array_like=True):
@@ -37,22 +37,24 @@ class PoolOffer(msgspec.Struct, frozen=True, array_like=True):
 
     name: str
     is_state: bool
-    """It has recurrent states, each of a whole prompt; else pages of tokens."""
+    """Whether the pool has recurrent states, each of a whole prompt, and not pages of tokens."""
     page_size: int
     begin: int
-    """Heads of the model `[begin, end)` are here. What has no heads is one head of all ranks."""
+    """Begin of the model's heads `[begin, end)` in the pool. State without heads is one head, which
+    all ranks have."""
     end: int
     buffers: list[PoolBuffer]
 
 
 class RowsOffer(msgspec.Struct, frozen=True, array_like=True):
-    """The rows of a rank's `MetadataBuffers`, one for each room that is complete."""
+    """The rows of a rank's `MetadataBuffers`; each complete room has one."""
 
     address: int
     row_bytes: int
     num_rows: int
     host: str = ""
-    """Host on which alone the rows can be read, from `host_identity`; "": wherever pages can be."""
+    """The only host from which the rows can be read, as `host_identity`; "": every host that can
+    read pages."""
 
 
 class Offer(msgspec.Struct, frozen=True, tag=True):
@@ -60,30 +62,32 @@ class Offer(msgspec.Struct, frozen=True, tag=True):
 
     version: int
     instance_id: str
-    """Drawn when the server starts."""
+    """Id drawn at the server's start."""
     session_id: str
     """The session of its Transfer Engine."""
     layout: str
-    """Digest of all that determines a head's bytes: equal ones can be exchanged."""
+    """Digest of all facts that determine a head's bytes: servers with equal digests can exchange
+    heads."""
     layout_facts: dict[str, str]
-    """The facts that the digest is made of, for errors."""
+    """The facts in the digest, for errors."""
     pools: list[PoolOffer]
     unit_bytes: int = 0
-    """Most bytes of a unit that pages are packed into; 0: they are not packed."""
+    """Most bytes of a unit of packed pages; 0: pages are not packed."""
     rows: RowsOffer | None = None
-    """Rows of metadata; None: the control connection tells the metadata."""
+    """Rows of metadata; None: metadata is sent over the control connection."""
 
 
 class FirstToken(msgspec.Struct, frozen=True, kw_only=True):
     """Results of a prefill beside keys and values."""
 
     token_id: int | None
-    """None: the request wants no token."""
+    """The first token; None: the request wants no token."""
     prompt_len: int
     prompt_digest: str
-    """The digest of the prompt's token ids: both servers must mean the same prompt."""
+    """Digest of the prompt's token ids, by which the decode server checks that both have the same
+    prompt."""
     sampling_digest: str = ""
-    """See `sampling_digest`: also where two requests share a room and a prompt."""
+    """See `sampling_digest`. It tells apart two requests that share a room and a prompt."""
     logprob: float | None = None
     top_logprobs: TopLogprobs | None = None
     cached: CachedTokensDetails | None = None
@@ -91,63 +95,67 @@ class FirstToken(msgspec.Struct, frozen=True, kw_only=True):
     """Slot, in the prefill server's pool, of the recurrent state after the prompt's last token;
     None: the model has none."""
     queue_seconds: float = 0.0
-    """Seconds from the first question for it to its first step, by the prefill server's clock."""
+    """Seconds from the first question for the room to the request's first step, by the prefill
+    server's clock."""
     prefill_seconds: float = 0.0
     """Seconds from that step to the token."""
 
 
 class Hello(msgspec.Struct, frozen=True, tag=True):
-    """A decode server begins a conversation: who answers, and what is there?"""
+    """Begin of a conversation: asks for the `Offer` of the prefill server."""
 
     version: int = VERSION
 
 
 class Ask(msgspec.Struct, frozen=True, tag=True):
-    """How far is a room? The answer may wait until there is more than the asker has."""
+    """Asks for the progress of a room. The answer may wait until there is more than the asker
+    has."""
 
     room: int
     reader: Reader
     have_pages: int
-    """How many pages of the prompt, from its first on."""
+    """Number of leading pages of the prompt that the asker has."""
     has_token: bool = False
     may_wait: bool = True
-    """False: only to be heard, and to hear of a failure."""
+    """Whether the answer may wait. False: the question only shows that the asker is alive, and asks
+    for a failure."""
     part: Part = 0
     num_parts: Annotated[int, msgspec.Meta(ge=1, le=MAX_RANK + 1)] = 1
-    """How many of the reader's ranks read from this rank."""
+    """Number of the reader's ranks that read from this rank."""
     wants_words: bool = True
-    """False: the first token is read from its row, where it has one."""
+    """Whether to send the first token. False: it is read from its row, if it has one."""
 
 
 class Pack(msgspec.Struct, frozen=True, tag=True):
-    """Copy pages of a room into units of contiguous memory, which are then read each at once. How
-    far is that? The answer may wait until there are units that the asker does not know.
+    """Asks to copy pages of a room into units of contiguous memory, each of which is then read at
+    once, and for the progress. The answer may wait until there are units that the asker does not
+    know.
 
-    Both servers know by `rounds` which pages are in which unit. A unit's memory belongs to the
-    asker until it says that it has read it, or the room ends.
+    Both servers compute the pages of each unit by `rounds`. A unit's memory belongs to the asker
+    until it confirms the read, or the room ends.
     """
 
     room: int
     reader: Reader
     part: Part
     number: Annotated[int, msgspec.Meta(ge=0)]
-    """This packing's among those of this room and part. A larger one ends those before it."""
+    """Number of the packing in this room and part. A larger one ends the packings before it."""
     buffers: list[int]
     """Addresses of the buffers whose pages are wanted."""
     first_page: Annotated[int, msgspec.Meta(ge=0)]
-    """Its place in the prompt."""
+    """Index of the first page in the prompt."""
     num_pages: Annotated[int, msgspec.Meta(ge=1)]
     unit_bytes: Annotated[int, msgspec.Meta(ge=1)]
     """Most bytes of a unit."""
     done: Annotated[int, msgspec.Meta(ge=0)] = 0
-    """So many units were read, or are not wanted any more."""
+    """Number of leading units that were read, or are not wanted any more."""
     known: int = 0
-    """So many the asker has been told of."""
+    """Number of leading units that were announced to the asker."""
 
 
 class Received(msgspec.Struct, frozen=True, tag=True):
-    """A rank of the decode server has all: once all parts do, the prefill server may let go of the
-    room."""
+    """Confirms that a rank of the decode server has all. Once all parts have confirmed, the prefill
+    server may let go of the room."""
 
     room: int
     reader: Reader
@@ -155,7 +163,7 @@ class Received(msgspec.Struct, frozen=True, tag=True):
 
 
 class GiveUp(msgspec.Struct, frozen=True, tag=True):
-    """The decode server does not want the room any more, or never has."""
+    """Says that the decode server does not want the room any more, or never wanted it."""
 
     room: int
     reader: Reader
@@ -167,16 +175,16 @@ class RoomNews(msgspec.Struct, frozen=True, tag=True):
 
     room: int
     is_known: bool
-    """The prefill server has been sent the request."""
+    """Whether the prefill server has the request."""
     first_page: int = 0
     pages: list[int] = []
     """Pages of the prefill server's pools that hold the prompt, from `first_page` on."""
     first_token: FirstToken | None = None
-    """Set once all pages are there, but where `row` is."""
+    """The first token, set once all pages are there, unless `row` is set."""
     row: int | None = None
-    """Set once all pages are there: the first token is in this row of `Offer.rows`."""
+    """Index of the row of `Offer.rows` with the first token; set once all pages are there."""
     failure: str | None = None
-    """Why the room has ended without success."""
+    """Reason why the room has ended without success."""
 
     @property
     def is_complete(self) -> bool:
@@ -185,16 +193,16 @@ class RoomNews(msgspec.Struct, frozen=True, tag=True):
 
 
 class Packed(msgspec.Struct, frozen=True, tag=True):
-    """How far a packing is."""
+    """Progress of a packing."""
 
     room: int
     number: int
     first: int = 0
-    """The first unit that was not read yet."""
+    """Number of the first unit that was not read yet."""
     places: list[int] = []
-    """Addresses of units that are there, from `first` on."""
+    """Addresses of the packed units, from `first` on."""
     failure: str | None = None
-    """Why there will be no further ones."""
+    """Reason why there will be no further units."""
 
 
 class Released(msgspec.Struct, frozen=True, tag=True):
@@ -202,7 +210,7 @@ class Released(msgspec.Struct, frozen=True, tag=True):
 
     room: int
     was_held: bool
-    """Until now nothing else was written to its pages: what was read of them is right."""
+    """Whether its pages were held until now, so that the data read from them is right."""
 
 
 Question = Hello | Ask | Pack | Received | GiveUp

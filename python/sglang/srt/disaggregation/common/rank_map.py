@@ -1,9 +1,9 @@
-"""Which ranks of a prefill server a rank of a decode server reads from. Plain numbers, any thread.
+"""Map of decode ranks to the prefill ranks that they read from. Plain numbers, any thread.
 
 Both servers split the heads of attention into equal runs, in the order of their ranks. So a rank
-has a span of the heads, as a fraction, and it needs something of exactly those ranks of the other
-server whose spans overlap with its own. It talks to all of them, also where several have the same
-bytes: then each prefill rank knows who its readers are, and when they have all read.
+has a span of the heads, as a fraction, and it needs data of exactly those ranks of the other server
+whose spans overlap with its own. It talks to all of them, even if several have the same bytes, so
+that each prefill rank knows its readers, and when all of them have read.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ class RankPlace:
     """A rank of a server.
 
     Attributes:
-        rank: From 0.
+        rank: Number of the rank, from 0.
         num_ranks: Ranks of the server; a multiple of `attn_tp_size`.
         attn_tp_size: Number of ranks over which heads are split; see `RankGroup`.
     """
@@ -32,7 +32,7 @@ class RankPlace:
         ]
 
     def overlaps(self, other: RankPlace) -> bool:
-        """Whether the two have heads in common, whatever the number of heads."""
+        """Whether the two have heads in common, for any number of heads."""
         own, their = self.rank % self.attn_tp_size, other.rank % other.attn_tp_size
         return (
             own * other.attn_tp_size < (their + 1) * self.attn_tp_size

@@ -1,9 +1,9 @@
 """The decode server's side of a room: reads a prompt from the memory of a prefill server's rank.
 
 The decode server reads; no other server writes into its memory. So its pages are free again as soon
-as its own reads have ended, which it knows itself, whatever becomes of the prefill server. While it
-reads, it goes on asking: the prefill server keeps the pages for those that it hears of, and a
-prefill server that is gone fails the request before the transport has given up.
+as its own reads have ended, even if the prefill server has failed. While it reads, it goes on
+asking: the prefill server keeps the pages only for readers that ask, and a missing answer fails the
+request before the transport gives up.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from sglang.srt.distributed.device_communicators.transfer_types import Block
 logger = logging.getLogger(__name__)
 
 STEPS: Final = ("asking", "reading", "confirming")
-"""Steps of a prompt in which tests let it fail."""
+"""Steps of a prompt in which tests inject a failure."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,8 +56,8 @@ class OwnSlots:
 
     Attributes:
         pages: Pages for the prompt's pages from `first_page` on.
-        first_page: Pages of the prompt that this server has already.
-        state: The slot for its recurrent state; None: the model has none.
+        first_page: Number of leading pages of the prompt that this server has already.
+        state: Slot for the prompt's recurrent state; None: the model has none.
     """
 
     pages: Sequence[int]
@@ -67,10 +67,10 @@ class OwnSlots:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Source:
-    """A rank of a prefill server, and how it knows who asks.
+    """A rank of a prefill server, and the identity of the asking rank.
 
     Attributes:
-        where: The prefill server, for errors.
+        where: Name of the prefill server, for errors.
         endpoint: Endpoint of the rank.
         room: Room of the prompt there.
         reader: See `Reader`.
@@ -87,19 +87,21 @@ class Source:
 
 
 class RemotePrompt:
-    """One prefill rank's part of a prompt, on its way. One thread calls `run`, any thread the rest.
+    """One prefill rank's part of a prompt, on its way. One thread calls `run`; any thread may call
+    the rest.
 
     Args:
-        source: The rank.
+        source: The prefill rank.
         own: Place of the prompt in this server's pools.
-        portion_of: Returns what to read of a rank with this offer. May wait for the offers of
-            others; raises RoomFailed.
+        portion_of: Returns the portion to read of a rank with this offer. May wait for the offers
+            of other ranks; raises RoomFailed.
         staging: Buffers for pages of a rank with other heads, and for packed pages.
-        link: Costs that decide whether pages are packed; None: they are not.
-        metadata: Reads the first token, where the rank has it in a row.
-        on_failure: Called with the reason where it will not come, maybe long before `has_ended`.
-        cancelled: Ends it soon, when set.
-        fails_at: One of STEPS, which then fails; for tests.
+        link: Costs that decide whether pages are packed; None: they are never packed.
+        metadata: Reads the first token, if the rank has it in a row.
+        on_failure: Called with the reason if the prompt cannot be received, maybe long before
+            `has_ended`.
+        cancelled: When set, the prompt ends soon.
+        fails_at: Step of STEPS that fails, for tests.
     """
 
     def __init__(
@@ -136,13 +138,13 @@ class RemotePrompt:
         self._ended = threading.Event()
         self._returned = threading.Event()
         self.first_token: FirstToken | None = None
-        """Set before `has_ended`, where all has come."""
+        """The first token, set before `has_ended` if the whole part was received."""
         self.has_met = False
-        """Whether the prefill server has said that it has the request too."""
+        """Whether the prefill server has confirmed that it has the request."""
         self.read_seconds = 0.0
-        """Seconds with a read in flight, or with pages being packed for one."""
+        """Seconds during which reads were in flight, or pages were packed for them."""
         self.metadata_bytes = {CONTROL: 0, TRANSPORT: 0}
-        """Bytes that the first token came in, by way."""
+        """Bytes of the received first token, by the way that it came."""
 
     @property
     def num_bytes_read(self) -> int:
@@ -150,7 +152,7 @@ class RemotePrompt:
 
     @property
     def has_ended(self) -> bool:
-        """Whether nothing touches the pages any more."""
+        """Whether no read into the pages is in flight any more."""
         return self._ended.is_set()
 
     def join(self) -> None:
@@ -158,8 +160,8 @@ class RemotePrompt:
         self._returned.wait()
 
     def run(self) -> None:
-        """Get it. Never raises; `has_ended` afterwards, unless the transport never lets go of the
-        pages."""
+        """Receive the part. Never raises. `has_ended` is true afterwards, unless the transport
+        never lets go of the pages."""
         try:
             self.first_token = self._receive()
         except RoomFailed as error:
@@ -210,7 +212,7 @@ class RemotePrompt:
     def _ask(self, have: int, *, may_wait: bool = True, wants_words: bool = False) -> Ask:
         """Args:
         have: Pages that were read or are being read.
-        wants_words: The first token is not read from its row.
+        wants_words: Whether the first token has to be sent, and is not read from its row.
         """
         return Ask(
             self._source.room,
@@ -274,7 +276,7 @@ class RemotePrompt:
         theirs: Sequence[int],
         have: int,
     ) -> None:
-        """Read pages `theirs`, which follow the `have` ones that there are."""
+        """Read pages `theirs`, which follow the first `have` pages."""
         coming = have + len(theirs)
         own = self._own.pages[have:coming]
         if self._read_packed(talk, offer, portion, theirs, have):
@@ -298,8 +300,8 @@ class RemotePrompt:
     def _read_packed(
         self, talk: Conversation, offer: Offer, portion: Portion, theirs: Sequence[int], have: int
     ) -> bool:
-        """As `_read_pages`, packed by the prefill server. False: that does not pay, or there is no
-        memory for it soon; then nothing was read."""
+        """Read pages as `_read_pages`, packed by the prefill server. False: packing does not pay,
+        or there is no memory for it soon; no page was read."""
         own = self._own.pages[have : have + len(theirs)]
         buffers = portion.buffers
         unit_bytes = min(offer.unit_bytes, self._reads.staging.num_bytes)
@@ -330,7 +332,8 @@ class RemotePrompt:
             waiting=self._patience.waiting,
         )
         started = time.monotonic()
-        # Who waits as long as it would take without waits at most twice as long as with it.
+        # The patience is the time of a read without packing, so waiting in vain at most doubles the
+        # time.
         has_come = packed.run(self._link.direct_s(num_blocks, num_bytes))
         self.read_seconds += time.monotonic() - started
         return has_come
@@ -346,7 +349,7 @@ class RemotePrompt:
         raise RoomFailed(f"no memory for pages of ranks with other heads was free in {seconds}")
 
     def _read_row(self, talk: Conversation, offer: Offer, row: int) -> FirstToken | None:
-        """The first token from its row; None: it has to be told."""
+        """Read the first token from its row; None: it has to be sent."""
         alive = self._ask(len(self._own.pages), may_wait=False)
         words = self._row_read.run(
             offer,
@@ -361,7 +364,7 @@ class RemotePrompt:
     def _read_state(
         self, talk: Conversation, offer: Offer, portion: Portion, first_token: FirstToken
     ) -> None:
-        """Read the recurrent state behind the prompt, which is there with its first token."""
+        """Read the recurrent state after the prompt, which is ready with the first token."""
         theirs, own = first_token.state_slot, self._own.state
         if (theirs is None) != (own is None):
             raise RoomFailed("the prefill server does not tell where the recurrent state is")
@@ -370,7 +373,7 @@ class RemotePrompt:
 
     def _read(self, talk: Conversation, offer: Offer, blocks: Sequence[Block], have: int) -> None:
         """Args:
-        have: Pages that are there when it has ended.
+        have: Pages that are there after the read.
         """
         if not blocks:
             return
@@ -384,7 +387,7 @@ class RemotePrompt:
 
 
 def cannot_serve(where: str, refusal: str) -> RoomFailed:
-    """The servers of a pair do not fit each other."""
+    """The error for servers of a pair that do not fit each other."""
     return RoomFailed(f"the prefill server at {where} cannot serve this one: {refusal}")
 
 

@@ -1,7 +1,7 @@
 """The prefill server's rooms, and the thread that answers for them.
 
 A room is one request whose other half a decode server computes. Its pages belong to it until the
-decode server says that it has read them, gives it up, or is not heard of any more.
+decode server confirms that it has read them, gives the room up, or asks no more.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ from sglang.srt.utils.bad_messages import MALFORMED, BadMessages
 logger = logging.getLogger(__name__)
 
 LONG_POLL_S: Final = 0.5
-"""How long a question waits for news: shorter than the asker's patience."""
+"""Seconds for which a question waits for news, fewer than the asker's patience."""
 _MAX_WAITING: Final = 65_536
-"""Questions that wait for news at once."""
+"""Most questions that wait for news at once."""
 _MAX_UNWANTED: Final = 65_536
-"""Rooms that were given up before their requests came."""
+"""Most rooms that are remembered as given up before their requests came."""
 _LAST_WORDS_MS: Final = 1000
 """Milliseconds for the last answers to leave."""
 
@@ -54,18 +54,18 @@ class _Room:
     pages: list[int] = field(default_factory=list)
     first_token: FirstToken | None = None
     row: int | None = None
-    """The row of `MetadataBuffers` that has the first token too."""
+    """Index of the row of `MetadataBuffers` that has the first token too."""
     is_complete: bool = False
-    """All pages were told, and the first token."""
+    """Whether all pages and the first token are known."""
     failure: str | None = None
     reader: str | None = None
     """The reader that asked first; None: none has."""
     reading: dict[int, float] = field(default_factory=dict)
-    """When those parts of the reader were last heard of that have not received all."""
+    """Time of the last question of each part of the reader that has not received all."""
     received: set[int] = field(default_factory=set)
     """Parts of the reader that have received all."""
     has_ended: bool = False
-    """The pages were let go of."""
+    """Whether the pages were let go of."""
 
     @property
     def was_received(self) -> bool:
@@ -84,12 +84,12 @@ class _Waiting:
 
 class RoomDesk:
     """Rooms by number. The scheduler's thread opens, fills, ends and forgets them; one thread of
-    the desk, `disagg-desk`, answers decode servers. A room that has ended is answered for until it
-    is forgotten: the last answer may be lost.
+    the desk, `disagg-desk`, answers decode servers. Questions about an ended room are answered
+    until it is forgotten, since the last answer may be lost.
 
     Args:
         offer: The offer of this server.
-        host: Address to listen on; a free port of it.
+        host: Address to listen on, at a free port.
         unwanted_s: Seconds for which a room given up before its request came is remembered.
         silent_s: Seconds without a question after which the decode server counts as gone.
         packer: Packs pages for readers that ask for it; the desk starts and closes it.
@@ -105,7 +105,7 @@ class RoomDesk:
         packer: Packer | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Raises zmq.ZMQError: the host is not an address of this machine."""
+        """Raises zmq.ZMQError if the host is not an address of this machine."""
         self._offer = offer
         self._unwanted_s = unwanted_s
         self._silent_s = silent_s
@@ -113,11 +113,11 @@ class RoomDesk:
         self._clock = clock
         self._rooms: dict[int, _Room] = {}
         self._unwanted: OrderedDict[int, tuple[float, str]] = OrderedDict()
-        """Rooms that were given up before their requests came: when, and why."""
+        """Rooms that were given up before their requests came, with time and reason."""
         self._claimed: list[int] = []
         """Rooms that were first asked for since the scheduler last looked."""
         self._given_up: dict[int, str] = {}
-        """Rooms that were given up since the scheduler last asked, and why."""
+        """Rooms that were given up since the scheduler last looked, with the reason."""
         self._waiting: dict[bytes, _Waiting] = {}
         self._lock = threading.Lock()
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -142,7 +142,8 @@ class RoomDesk:
     # -- the scheduler's side --------------------------------------------------------------------
 
     def open(self, room: int) -> None:
-        """A request has arrived. No other has the room, or it was forgotten."""
+        """Open the room of a request that has arrived. No other request has the room; an earlier
+        one was forgotten."""
         with self._lock:
             assert room not in self._rooms, f"room {room} is open, or has just been"
             self._rooms[room] = one = _Room()
@@ -151,18 +152,19 @@ class RoomDesk:
         _wake(self._news_in)
 
     def add_pages(self, room: int, pages: Sequence[int]) -> None:
-        """The next pages of the prompt are computed. Nothing writes to them until the room ends."""
+        """Add the next computed pages of the prompt. They are not written to until the room
+        ends."""
         with self._lock:
             self._rooms[room].pages += pages
         _wake(self._news_in)
 
     def num_pages(self, room: int) -> int:
-        """Number of the prompt's pages that are told."""
+        """Number of the prompt's pages that were added."""
         with self._lock:
             return len(self._rooms[room].pages)
 
     def complete(self, room: int, first_token: FirstToken, row: int | None = None) -> None:
-        """Note that all pages are told, and the first token is known.
+        """Note that all pages were added, and the first token is known.
 
         Args:
             row: Row of this server's `MetadataBuffers` that has the token until the room ends.
@@ -173,10 +175,10 @@ class RoomDesk:
         _wake(self._news_in)
 
     def end(self, room: int, failure: str | None = None) -> None:
-        """The request ends, and its pages may be overwritten from now on. Idempotent.
+        """End the room; its pages may be overwritten from then on. Idempotent.
 
         Args:
-            failure: Why, where the decode server has not got it all.
+            failure: Reason, if the decode server has not received all.
         """
         with self._lock:
             one = self._rooms[room]
@@ -193,13 +195,13 @@ class RoomDesk:
         _wake(self._news_in)
 
     def forget(self, room: int) -> None:
-        """Answer no more for a room that has ended."""
+        """Forget an ended room, about which no more questions are answered."""
         with self._lock:
             assert self._rooms[room].has_ended, f"room {room} is open"
             del self._rooms[room]
 
     def take_given_up(self) -> Mapping[int, str]:
-        """Rooms that decode servers do not want, and why; each is told once."""
+        """Take the rooms that decode servers have given up, with the reasons."""
         if not self._given_up:
             return {}
         with self._lock:
@@ -207,7 +209,7 @@ class RoomDesk:
         return given_up
 
     def take_claimed(self) -> Sequence[int]:
-        """Rooms that a decode server has begun to ask for; each is told once.
+        """Take the rooms that a decode server has begun to ask for.
 
         Raises:
             RuntimeError: The thread that answers decode servers has failed.
@@ -221,8 +223,8 @@ class RoomDesk:
         return claimed
 
     def outcome(self, room: int) -> str | None:
-        """Outcome of a room that was asked for and is complete: "" if the decode server has it, the
-        reason if it never will; None: not decided yet."""
+        """Outcome of a room that was asked for and is complete: "" if the decode server has
+        received it, a reason if it never will; None: not decided yet."""
         now = self._clock()
         with self._lock:
             one = self._rooms[room]
@@ -235,7 +237,7 @@ class RoomDesk:
             return None
 
     def close(self) -> None:
-        """Answer those that wait for news there are, and end the thread. Idempotent."""
+        """Answer the waiting questions that have news, and end the thread. Idempotent."""
         if not self._closing.is_set():
             self._closing.set()
             if self._packer is not None:
@@ -257,7 +259,7 @@ class RoomDesk:
         try:
             self._answer_all()
         except Exception as error:
-            logger.exception("the desk has ended")
+            logger.exception("the thread that answers decode servers has failed")
             self._defect = error
 
     def _answer_all(self) -> None:
@@ -295,7 +297,8 @@ class RoomDesk:
             return
         question = asked.question
         if isinstance(question, Pack):
-            # Its progress counts even if the sender asks for something else before the answer.
+            # The progress in the question counts even if the sender asks another one before the
+            # answer.
             with self._lock:
                 self._packed_of(question, self._clock())
         if isinstance(question, Pack) or (isinstance(question, Ask) and question.may_wait):
@@ -308,7 +311,7 @@ class RoomDesk:
         before = self._waiting.get(sender)
         if before is None and len(self._waiting) >= _MAX_WAITING:
             return  # It will be repeated.
-        # A question that is repeated has waited since it came first.
+        # A repeated question has waited since it first came.
         is_repeated = before is not None and before.number == number
         until = before.until if before is not None and is_repeated else self._clock() + LONG_POLL_S
         self._waiting[sender] = _Waiting(number, question, until)
@@ -348,7 +351,7 @@ class RoomDesk:
             self._given_up[room] = reason
 
     def _forget(self, now: float) -> None:
-        """Rooms that were given up and whose requests never came."""
+        """Forget rooms that were given up and whose requests never came."""
         while self._unwanted:
             room, (since, _) = next(iter(self._unwanted.items()))
             if now - since <= self._unwanted_s:
@@ -374,7 +377,7 @@ class RoomDesk:
         return self._news_of(question, now)
 
     def _packed_of(self, ask: Pack, now: float) -> Packed:
-        """How far a packing is. The reader is heard of."""
+        """Answer to a packing question. Notes that the reader is alive."""
         one = self._rooms.get(ask.room)
         failure = None
         if one is None or one.reader != ask.reader or ask.part not in one.reading:
@@ -388,7 +391,7 @@ class RoomDesk:
         return self._packer.ask(ask, pages)
 
     def _news_of(self, ask: Ask, now: float) -> RoomNews:
-        """The news for a question. Notes that the reader is alive."""
+        """Answer to a question about a room. Notes that the reader is alive."""
         one = self._rooms.get(ask.room)
         if one is None:
             return RoomNews(ask.room, is_known=False)
@@ -428,7 +431,7 @@ class RoomDesk:
 
 
 def _is_worth_telling(answer: RoomNews | Packed, question: Ask | Pack) -> bool:
-    """Whether the asker does not know it yet."""
+    """Whether the answer has anything that the asker does not know yet."""
     if answer.failure is not None:
         return True
     if isinstance(answer, Packed):

@@ -1,10 +1,11 @@
-"""Registered memory that pages go through, where they are not read from pool to pool.
+"""Staging: registered memory for pages that are not read from pool to pool.
 
-A decode server reads whole pages into a buffer where the ranks of the prefill server have other
-heads, and copies the heads that it needs from there: in a page these are a strip for each token,
-and the transport moves strips of a kilobyte a hundred times slower than pages. A link that moves
-only large blocks fast has buffers on both sides: pages are packed into one of the prefill server
-(`packing`), read at once into one of the decode server (`packed_read`), and copied from there.
+If the ranks of the prefill server have other heads, a decode server reads whole pages into a
+buffer, and copies the heads that it needs from there: in a page these are a strip for each token,
+and the transport moves strips of a kilobyte a hundred times slower than pages. A link that is fast
+only for large blocks has buffers on both sides: pages are packed into a buffer of the prefill
+server (`packing`), read at once into a buffer of the decode server (`packed_read`), and copied from
+there.
 """
 
 from __future__ import annotations
@@ -26,9 +27,9 @@ from sglang.srt.hardware_backend.device_runtime import device_runtime
 logger = logging.getLogger(__name__)
 
 NUM_BUFFERS: Final = 4
-"""Most buffers; prompts that need one more wait."""
+"""Most buffers of a rank; prompts that need one more wait."""
 _ALIGNMENT: Final = 8
-"""Bytes: what follows in a buffer begins at whole words."""
+"""Alignment of pieces in a buffer, in bytes: they begin at whole words."""
 
 
 class Registry(Protocol):
@@ -44,7 +45,7 @@ class Piece:
     Attributes:
         place: Index of the pool's buffer in the list of buffers that are read.
         offset: Offset of the first page, in bytes.
-        begin: The pages `[begin, end)` of those that are read.
+        begin: First of the pages `[begin, end)`, counted among those that are read.
         page_bytes: Bytes of a page.
     """
 
@@ -56,7 +57,7 @@ class Piece:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all its pages."""
+        """Bytes of all pages of the piece."""
         return (self.end - self.begin) * self.page_bytes
 
     def blocks(self, base: int, address: int, theirs: Sequence[int]) -> Iterator[Block]:
@@ -74,12 +75,12 @@ class Piece:
                 first = at
 
     def span(self, memory: torch.Tensor) -> torch.Tensor:
-        """Its bytes in a staging buffer."""
+        """The bytes of the piece in a staging buffer."""
         return memory[self.offset : self.offset + self.num_bytes]
 
 
 def rounds(page_bytes: Sequence[int], num_pages: int, capacity: int) -> Iterator[list[Piece]]:
-    """Pages of all buffers, in as few rounds as fit into `capacity` bytes each.
+    """Divide the pages of all buffers into rounds of at most `capacity` bytes, as few as possible.
 
     Args:
         page_bytes: Bytes of a page of each buffer; at most `capacity`.
@@ -109,7 +110,7 @@ def unit_bytes_of(pieces: Sequence[Piece]) -> int:
 
 
 class StagingBuffer:
-    """One of them. The thread that took it uses it."""
+    """One staging buffer. The thread that took it uses it."""
 
     def __init__(self, memory: torch.Tensor, staging: Staging) -> None:
         self.memory = memory
@@ -126,12 +127,12 @@ class StagingBuffer:
         pieces: Sequence[Piece],
         own: torch.Tensor,
     ) -> None:
-        """Copy what was read as `pieces` to this rank's pages. On the device, beside the
-        scheduler's steps; blocks until it is done.
+        """Copy `pieces`, which were read into the buffer, to this rank's pages. The copy runs on
+        the device, beside the scheduler's steps; blocks until it is done.
 
         Args:
             buffers: Buffers that are read.
-            own: int64 on the device: pages for all that is read, in order.
+            own: int64 on the device: this rank's pages for all pages that are read, in order.
         """
         with self._staging.beside_steps():
             for piece in pieces:
@@ -141,11 +142,11 @@ class StagingBuffer:
     def pack(
         self, rows: Sequence[torch.Tensor], pieces: Sequence[Piece], own: torch.Tensor
     ) -> None:
-        """Copy `pieces` of this rank's pages here; as `unpack`.
+        """Copy `pieces` of this rank's pages into the buffer, in the same way as `unpack`.
 
         Args:
             rows: The pools' buffers as words `[pages, words of a page]`.
-            own: int64 on the device: all pages that are packed, in order.
+            own: int64 on the device: all pages to pack, in order.
         """
         with self._staging.beside_steps():
             for piece in pieces:
@@ -154,13 +155,13 @@ class StagingBuffer:
                 torch.index_select(source, 0, index, out=target)
 
     def give_back(self) -> None:
-        """Nothing reads into it, or from it, any more."""
+        """Give the buffer back; no read into it or from it is in flight."""
         self._staging.give_back(self)
 
 
 class Staging:
-    """The buffers of a rank. Made in the scheduler's thread; others take and give back buffers,
-    which are made when they are first needed, or by `prepare`.
+    """The buffers of a rank. Constructed in the scheduler's thread; other threads take and give
+    back buffers, which are made when they are first needed, or by `prepare`.
 
     Args:
         registry: The transport.
@@ -181,7 +182,7 @@ class Staging:
         self._registry = registry
         self._registered = set(registered)
         self._runtime = device_runtime(device)
-        # The device of this thread: the threads of prompts have another current one.
+        # Set for this thread's device: in the threads of prompts another device is current.
         self._stream = self._runtime.make_side_stream()
         self._free: list[StagingBuffer] = []
         self._num_made = 0
@@ -193,15 +194,15 @@ class Staging:
         return frozenset(self._registered)
 
     def prepare(self) -> None:
-        """Make all buffers now, while nothing is transferred. Once a server was ended by SIGSEGV
-        when it made its first; why is not known: 60,000 registrations beside transfers over TCP did
-        not repeat it."""
+        """Make all buffers now, while no transfer is in flight. A server was once ended by SIGSEGV
+        when it made its first buffer. The cause is not known: 60,000 registrations during transfers
+        over TCP did not reproduce it."""
         with self._changed:
             while self._num_made < NUM_BUFFERS:
                 self._free.append(self._make())
 
     def take(self, timeout: float) -> StagingBuffer | None:
-        """A buffer; None: all were in use for `timeout` seconds."""
+        """Take a buffer; None: all were in use for `timeout` seconds."""
         with self._changed:
             if not self._free and self._num_made < NUM_BUFFERS:
                 self._free.append(self._make())
@@ -231,7 +232,7 @@ class Staging:
 
     def _make(self) -> StagingBuffer:
         memory = torch.empty(self.num_bytes, dtype=torch.uint8, device=self.device)
-        # It may lie in an allocation that the pools are in too.
+        # The buffer may share an allocation with the pools.
         ranges = self._runtime.allocations_of([memory])
         new = [begin for begin in ranges if begin not in self._registered]
         if new:

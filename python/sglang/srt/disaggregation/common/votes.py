@@ -1,9 +1,9 @@
 """Agreement of a server's ranks on the progress of requests whose other half is elsewhere.
 
-Each rank talks to its own peers, so that each learns at another moment that a decode server asks
-for a room, or that a prompt has been read. A vote is how far one rank has seen a request come; the
-least vote of all ranks counts, so that the lowest one, `FAILED`, is all ranks' as soon as it is
-one's.
+Each rank talks to its own peers, so the ranks learn at different moments that a decode server asks
+for a room, or that a prompt has been read. A vote is the progress of a request as one rank sees it.
+The least vote of all ranks counts, so a single vote for `FAILED`, the lowest, fails the request on
+all ranks.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from sglang.srt.distributed.rank_group import RankGroup, RanksDiverged, gather_t
 
 FAILED: Final = 0
 SLOTS: Final = 128
-"""Requests that a round is about: the vector has a fixed size, since unequal ones abort gloo. Of
-more, each has its turn."""
+"""Requests in one round: the vector has a fixed size, since unequal ones abort gloo. If more are
+open, they take turns."""
 _HEAD: Final = 2
 _REASON_BYTES: Final = 512
 """Most bytes of one rank's reason, in UTF-8; the rest is cut off."""
@@ -29,12 +29,12 @@ _SEPARATOR: Final = "\x1f"
 
 
 class Outcome(NamedTuple):
-    """A vote that all ranks agree on from now on."""
+    """A new vote on which all ranks agree."""
 
     key: int
     vote: int
     why: str
-    """Why it failed: the reason of the first rank that has one."""
+    """Reason of a failure, from the first rank that has one."""
 
 
 @dataclass(slots=True)
@@ -48,7 +48,7 @@ class _Item:
 class Votes:
     """Votes by key. Scheduler's thread; all ranks open and close the same keys in the same order.
 
-    With one rank there are no collectives, and nothing takes longer where more keys are open.
+    With one rank there are no collectives, and the cost does not grow with the number of open keys.
 
     Args:
         group: The ranks.
@@ -58,26 +58,26 @@ class Votes:
         self._group = group
         self._items: dict[int, _Item] = {}
         self._changed: dict[int, None] = {}
-        """Keys whose vote is not told yet; only with one rank."""
+        """Keys with a vote that `count` has not returned yet; only with one rank."""
         self._turn = 0
 
     @property
     def is_alone(self) -> bool:
-        """Whether what this rank sees is agreed on."""
+        """Whether there is only one rank, whose votes count at once."""
         return self._group.size == 1
 
     def open(self, key: int, vote: int) -> None:
-        """All ranks begin with `vote`."""
+        """Open `key`, with `vote` as the vote of all ranks."""
         assert key not in self._items, f"{key} is open already"
         self._items[key] = _Item(vote, vote)
 
     def close(self, key: int) -> None:
-        """The request no longer votes. Idempotent."""
+        """Close `key`: there are no more votes on it. Idempotent."""
         self._items.pop(key, None)
         self._changed.pop(key, None)
 
     def see(self, key: int, vote: int, why: str = "") -> None:
-        """This rank has seen more of `key`. One that is not open, or has failed, stays so.
+        """Set this rank's vote on `key`. A key that is not open, or has failed, does not change.
 
         Args:
             why: Reason of a failure.
@@ -89,11 +89,11 @@ class Votes:
         self._changed[key] = None
 
     def count(self) -> Sequence[Outcome]:
-        """Outcomes agreed on since the last count, each once. A collective, unless no key is open
-        or there is one rank; a second one if a request has failed.
+        """Hold a round of votes; return the new outcomes. A collective, unless no key is open or
+        there is one rank; a second collective if a request has failed.
 
         Raises:
-            RanksDiverged: Other keys are open on another rank.
+            RanksDiverged: Another rank has other open keys.
         """
         if not self._items:
             return ()
@@ -124,7 +124,7 @@ class Votes:
         return (keys[begin:] + keys[:begin])[:SLOTS]
 
     def _least(self, keys: list[int]) -> list[tuple[int, int]]:
-        """The keys, and the least vote of all ranks on each."""
+        """The keys, each with the least vote of all ranks."""
         digest = xxhash.xxh3_64_intdigest(np.array(keys, dtype=np.uint64).tobytes()) >> 1
         vector = np.zeros(_HEAD + SLOTS, dtype=np.int64)
         vector[:_HEAD] = digest, -digest

@@ -1,10 +1,8 @@
-"""A prompt on its way to a rank of a decode server, from all ranks of a prefill server that have
-something of it.
+"""A prompt on its way to a rank of a decode server, from all prefill ranks with a part of it.
 
-Each of them is asked by a `RemotePrompt`, the first in the prompt's own thread, the others in
-threads `disagg-part`. When all have said what they hold, it
-is settled which heads are read of whom. The prompt is there when all parts are; one that fails ends
-the others.
+A `RemotePrompt` asks each of these ranks, the first in the prompt's own thread, the others in
+threads `disagg-part`. When all ranks have sent their offers, the portions to read of each are
+settled. The prompt is complete when all parts are; a failed part ends the others.
 """
 
 from __future__ import annotations
@@ -46,11 +44,11 @@ from sglang.srt.managers.messages.io_struct import Bootstrap
 logger = logging.getLogger(__name__)
 
 _POLL_S: Final = 0.1
-"""How soon a part that waits for the offers of others sees that it waits in vain."""
+"""Seconds within which a part that waits for the offers of others notices that it waits in vain."""
 
 FindRank = Callable[[str, int, int], Route]
-"""From host and port of a bootstrap server, and a rank, the route of that rank of its prefill
-server. Asks once and may take time; raises BootstrapError."""
+"""Finds the route of a rank of a prefill server; arguments: host and port of its bootstrap server,
+rank. Asks once and may take time; raises BootstrapError."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,7 +56,7 @@ class Means:
     """Means that all prompts of a rank share.
 
     Attributes:
-        place: This rank, among those of the decode server.
+        place: Place of this rank among those of the decode server.
         geometry: Geometry of its pools.
         staging: Buffers for pages of ranks with other heads, and for packed pages.
         link: See `RemotePrompt`.
@@ -77,14 +75,14 @@ class Means:
 
 
 class WholePrompt:
-    """One prompt on its way. One thread calls `run`, any thread the rest.
+    """One prompt on its way. One thread calls `run`; any thread may call the rest.
 
     Args:
         meeting: The prefill server's bootstrap server, and the room.
         own: Place of the prompt in this server's pools.
-        means: See there.
-        reader: Drawn for this prompt, the same on all ranks of this server.
-        fails_at: One of STEPS, which then fails; for tests.
+        means: Means of all prompts of the rank.
+        reader: Id drawn for this prompt, the same on all ranks of this server.
+        fails_at: Step of STEPS that fails, for tests.
     """
 
     def __init__(
@@ -104,28 +102,29 @@ class WholePrompt:
         self._lock = threading.Lock()
         self._parts: Sequence[RemotePrompt] = ()
         self._offers: dict[int, Offer] = {}
-        """Offers by their part's place in `_parts`."""
+        """Offers by the index of their part in `_parts`."""
         self._has_offers = threading.Event()
         """Set once all parts have offers."""
         self._returned = threading.Event()
         self.first_token: FirstToken | None = None
-        """Set before `has_ended`, where all has come."""
+        """The first token, set before `has_ended` if the whole prompt was received."""
         self.failure: str | None = None
-        """Set where it will not come, maybe long before `has_ended`."""
+        """Reason of a failure, set maybe long before `has_ended`; None: the prompt has not
+        failed."""
 
     @property
     def has_ended(self) -> bool:
-        """Whether nothing touches the slots any more."""
+        """Whether no read into the slots is in flight any more."""
         return self._returned.is_set() and all(part.has_ended for part in self._parts)
 
     @property
     def has_met(self) -> bool:
-        """Whether a rank of the prefill server has said that it has the request too."""
+        """Whether a rank of the prefill server has confirmed that it has the request."""
         return any(part.has_met for part in self._parts)
 
     @property
     def read_seconds(self) -> float:
-        """Seconds with a read in flight, of the part that needed longest."""
+        """Seconds with reads in flight, of the part with the most."""
         return max((part.read_seconds for part in self._parts), default=0.0)
 
     @property
@@ -135,17 +134,17 @@ class WholePrompt:
 
     @property
     def metadata_bytes(self) -> dict[str, int]:
-        """That first tokens came in to all parts, by their way."""
+        """Bytes of the first tokens that all parts received, by the way that they came."""
         ways = (CONTROL, TRANSPORT)
         return {way: sum(part.metadata_bytes[way] for part in self._parts) for way in ways}
 
     def cancel(self, reason: str = ABORTED) -> None:
-        """It is not wanted any more: end soon."""
+        """End soon: the prompt is not wanted any more."""
         self._cancelled.set(reason)
 
     def run(self) -> None:
-        """Get the prompt. Never raises; `has_ended` afterwards, unless the transport never lets go
-        of the slots."""
+        """Receive the prompt. Never raises. `has_ended` is true afterwards, unless the transport
+        never lets go of the slots."""
         try:
             self._parts = self._make_parts()
             for part in self._parts[1:]:
@@ -208,7 +207,7 @@ class WholePrompt:
         )
 
     def _portion(self, place: int, offer: Offer) -> Portion:
-        """The portion to read of the part at `place`, once all parts have their offers."""
+        """The portion to read for the part at `place`, once all parts have their offers."""
         with self._lock:
             self._offers[place] = offer
             if len(self._offers) == len(self._parts):
@@ -231,8 +230,8 @@ def decline_room(
     patience: Patience,
     context: zmq.Context[zmq.Socket[bytes]],
 ) -> None:
-    """Tell a prefill server, once, that its prompt will not be read. A thread's work; never raises:
-    a prefill server that does not hear it waits in vain for a while."""
+    """Tell a prefill server, once, that its prompt will not be read. Runs in a thread of its own.
+    Never raises: if the message is lost, the prefill server waits in vain until its time limit."""
     cancelled = Cancellation()
     try:
         endpoint = found(find_rank, meeting, 0, patience, cancelled).endpoint
@@ -250,7 +249,7 @@ def found(
     """Find a rank of a room's prefill server, which may have just been started.
 
     Raises:
-        RoomFailed: It is not found for too long, or the room was cancelled.
+        RoomFailed: The rank is not found in time, or the room was cancelled.
     """
     deadline = time.monotonic() + patience.silence
     while True:

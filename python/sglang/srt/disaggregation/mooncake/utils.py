@@ -1,4 +1,4 @@
-"""Memory of KV that Mooncake's transports export: what SGLANG_MOONCAKE_CUSTOM_MEM_POOL names."""
+"""Pools of memory for KV that Mooncake's transports export; see SGLANG_MOONCAKE_CUSTOM_MEM_POOL."""
 
 from __future__ import annotations
 
@@ -15,26 +15,27 @@ if TYPE_CHECKING:
 
 
 class CustomMemPool(StrEnum):
-    """Names are compared for equality: one contains another."""
+    """Values of SGLANG_MOONCAKE_CUSTOM_MEM_POOL. They are compared for equality, since one contains
+    another."""
 
     NVLINK = "NVLINK"
     """Mooncake's allocator for NVLink between nodes."""
     BAREX = "BAREX"
-    """That of Barex."""
+    """Mooncake's allocator for Barex."""
     INTRA_NODE_NVLINK = "INTRA_NODE_NVLINK"
-    """Plain memory: the transport within a node exports what `cudaMalloc` gives, and nothing else.
-    Metadata is where the pages are, and moves as they do."""
+    """Plain memory: the transport within a node exports only memory of `cudaMalloc`. Metadata is on
+    the device of the pages, and is read as they are."""
 
 
 _ALLOCATORS: Final = {
     CustomMemPool.NVLINK: "NVLinkAllocator",
     CustomMemPool.BAREX: "BarexAllocator",
 }
-"""Classes of `mooncake.allocator`."""
+"""Names of the classes in `mooncake.allocator`."""
 
 
 def check_mooncake_custom_mem_pool_enabled() -> CustomMemPool | None:
-    """The pool that SGLANG_MOONCAKE_CUSTOM_MEM_POOL names; None: none.
+    """The pool that SGLANG_MOONCAKE_CUSTOM_MEM_POOL names; None: it is not set.
 
     Raises:
         ValueError: There is no such pool.
@@ -52,15 +53,16 @@ def check_mooncake_custom_mem_pool_enabled() -> CustomMemPool | None:
 
 
 def init_mooncake_custom_mem_pool(device: str) -> MemPool | None:
-    """The pool for tensors of KV on `device`, to be kept as long as they; None: torch's memory.
+    """The pool for tensors of KV on `device`, which must live as long as they; None: torch's
+    memory.
 
     Raises:
-        ValueError: The device is no GPU, or the installed wheel does not have the allocator.
+        ValueError: The device is no GPU, or the installed wheel lacks the allocator.
     """
     pool = check_mooncake_custom_mem_pool_enabled()
     if pool is None or pool not in _ALLOCATORS:
         return None
-    import torch  # Those who only look at the name do without it.
+    import torch  # Callers that only check the name need no torch.
 
     from sglang.srt.hardware_backend.device_runtime import device_runtime
 

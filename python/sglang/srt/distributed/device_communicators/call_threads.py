@@ -1,4 +1,4 @@
-"""Threads for calls that may hang: a caller hands one over and waits as long as it likes."""
+"""Threads for calls that may hang: a caller submits a call, and limits its own wait."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ Work = Callable[[], None]
 
 
 class CallThreads:
-    """Runs each piece of work at once, in an idle thread or a new one. Any thread.
+    """Runs each piece of work at once, in an idle thread or a new one. Any thread may call.
 
-    The threads are daemons: one that hangs in a library does not keep the process from ending.
-    Work must not raise. `close` ends the idle ones; the others end with their work.
+    The threads are daemons: a thread that hangs in a library does not keep the process from ending.
+    Work must not raise. `close` ends idle threads; the others end with their work.
     """
 
     def __init__(self, name: str) -> None:
@@ -31,11 +31,11 @@ class CallThreads:
 
     @property
     def num_busy(self) -> int:
-        """Pieces of work under way."""
+        """Number of pieces of work in progress."""
         return self._num_busy
 
     def submit(self, work: Work) -> None:
-        """Run `work` now, beside the caller."""
+        """Run `work` now, in another thread."""
         with self._lock:
             assert not self._closed, f"{self._name}: closed"
             self._num_busy += 1
@@ -48,7 +48,7 @@ class CallThreads:
         inbox.put(work)
 
     def close(self) -> None:
-        """Take no more work. Idempotent."""
+        """Accept no more work, and end the idle threads. Idempotent."""
         with self._lock:
             self._closed = True
             idle, self._idle = self._idle, []

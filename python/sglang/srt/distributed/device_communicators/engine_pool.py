@@ -1,9 +1,11 @@
-"""The Transfer Engine objects of a process: the one that peers know, and those that go to peers.
+"""The Transfer Engine objects of a process: the one that peers know, and those that connect to
+peers.
 
-A peer that hangs while it is connected to blocks every transfer of the engine object that connects
-to it, and one that broke a connection keeps it broken. Over TCP, where an object costs two threads
-and two ports and registration costs nothing, each peer therefore gets one of its own. Over other
-transports all share the process's, where devices and memory are registered, until a peer breaks it.
+A peer that hangs during a connection attempt blocks all transfers of the engine object that
+connects to it, and a connection that a peer broke stays broken. Over TCP an object costs two
+threads and two ports, and registration costs nothing; so each peer gets an object of its own. Over
+other transports devices and memory are registered with the process's object, and all peers share it
+until one breaks it.
 """
 
 from __future__ import annotations
@@ -24,13 +26,14 @@ from sglang.srt.distributed.device_communicators.transfer_types import (
 logger = logging.getLogger(__name__)
 
 _METADATA: Final = "P2PHANDSHAKE"
-"""Engines ask each other; there is no metadata server."""
+"""Argument that makes engines ask each other for metadata, without a metadata server."""
 _MAX_IDLE: Final = 4
-"""Engine objects without a peer that are kept. Ending one holds the interpreter for a second."""
+"""Most engine objects that are kept without a peer. Ending one holds the interpreter for a
+second."""
 
 
 class RawEngine(Protocol):
-    """The part of `mooncake.engine.TransferEngine` that is used. Code 0 is success."""
+    """The part of `mooncake.engine.TransferEngine` that is used here. Code 0 is success."""
 
     def initialize(self, local_name: str, metadata: str, protocol: str, device: str) -> int: ...
 
@@ -50,7 +53,7 @@ class RawEngine(Protocol):
 
 
 class PooledEngine:
-    """One engine object, the peers that it must not be used for any more, and its end."""
+    """One engine object, its end, and the peers that it must not be used for any more."""
 
     def __init__(self, raw: RawEngine, *, is_home: bool = False) -> None:
         self._raw: RawEngine | None = raw
@@ -60,7 +63,7 @@ class PooledEngine:
 
     @property
     def raw(self) -> RawEngine:
-        """Mooncake's object. Who keeps it keeps it from ending."""
+        """Mooncake's object. It does not end while a reference to it is kept."""
         assert self._raw is not None, "ended"
         return self._raw
 
@@ -80,16 +83,17 @@ class PooledEngine:
         )
 
     def end(self) -> None:
-        """End it, and with it all its transfers. No call may be under way.
+        """End the object and all its transfers. No call may be in progress.
 
-        Holds the interpreter for up to a second, in which Mooncake's threads look up.
+        Holds the interpreter for up to a second, until Mooncake's threads notice.
         """
         self._raw = None
         self.ended.set()
 
 
 class EnginePool:
-    """Makes engine objects, lends them to peers, keeps their registrations alike. Any thread."""
+    """Makes engine objects, lends them to peers, and keeps their registrations equal. Any
+    thread."""
 
     def __init__(
         self, settings: EngineSettings, new_engine: Callable[[], RawEngine], book: MemoryBook
@@ -97,7 +101,7 @@ class EnginePool:
         """Start the process's own engine.
 
         Raises:
-            RuntimeError: It does not start.
+            RuntimeError: The engine does not start.
         """
         self._settings = settings
         self._new_engine = new_engine
@@ -111,15 +115,15 @@ class EnginePool:
 
     @property
     def num_engines(self) -> int:
-        """Engine objects that there are, lent or not."""
+        """Number of engine objects, lent or not."""
         return len(self._all)
 
     def take(self, peer: str) -> PooledEngine:
-        """An engine object for connecting to `peer`.
+        """An engine object for a connection to `peer`.
 
         Raises:
-            RuntimeError: A new one does not start.
-            RegistrationError: It does not take this process's memory.
+            RuntimeError: A new object does not start.
+            RegistrationError: It cannot register this process's memory.
         """
         with self._lock:
             if self._settings.protocol != "tcp" and peer not in self.home.spoiled:
@@ -136,7 +140,8 @@ class EnginePool:
         return engine
 
     def put_back(self, engine: PooledEngine, spoiled_for: str) -> None:
-        """Give up an engine object for a peer; others may still get it. No call uses it."""
+        """Take back an engine object, which the peer `spoiled_for` never gets again; other peers
+        may. Calls may use it only if it is the process's own."""
         with self._lock:
             engine.spoiled.add(spoiled_for)
             if engine.is_home:
@@ -152,14 +157,14 @@ class EnginePool:
             ended.end()
 
     def discard(self, engine: PooledEngine) -> None:
-        """End an engine object that no call uses."""
+        """End an engine object. No call may use it."""
         with self._lock:
             if engine in self._all:
                 self._all.remove(engine)
         engine.end()
 
     def register(self, ptrs: Sequence[int], lengths: Sequence[int]) -> None:
-        """Make memory known to every engine object, and enter it into the book: all or nothing.
+        """Register memory with all engine objects, and add it to the book: all ranges or none.
 
         Raises:
             ValueError, OverlappingRange: See `MemoryBook.add`.
@@ -182,7 +187,7 @@ class EnginePool:
         """Undo `register`.
 
         Raises:
-            UnknownRange, RangeInUse: See `MemoryBook.remove`; nothing has changed.
+            UnknownRange, RangeInUse: See `MemoryBook.remove`; no range was removed.
         """
         with self._lock:
             self._book.remove(ptrs)
@@ -190,7 +195,7 @@ class EnginePool:
                 _unregister(engine.raw, ptrs)
 
     def close(self) -> None:
-        """End all engine objects but those that calls use; these end with the calls."""
+        """End all engine objects. Objects in use end with their calls."""
         with self._lock:
             self._closed = True
             ended = [self.home, *self._idle]
@@ -230,5 +235,5 @@ def _register(engine: RawEngine, ptrs: Sequence[int], lengths: Sequence[int]) ->
 
 def _unregister(engine: RawEngine, ptrs: Sequence[int]) -> None:
     for ptr in ptrs:
-        # One by one: a batch stops at the first that is not known.
+        # One by one, since a batch stops at the first unknown range.
         engine.unregister_memory(ptr)

@@ -26,48 +26,50 @@ _ON_IB: Final = ("rdma", "efa")
 """Protocols that InfiniBand devices carry."""
 _ON_CUDA: Final = ("nvlink", "nvlink_intra")
 _ON_PLAIN_MEMORY: Final = ("efa", "nvlink_intra")
-"""Protocols that register what `cudaMalloc` gives, and no memory that was mapped otherwise."""
+"""Protocols that register only memory of `cudaMalloc`, and none that was mapped otherwise."""
 _NEEDS: Final = {
     "tcp": envs.MC_FORCE_TCP,
     "nvlink": envs.MC_FORCE_MNNVL,
     "nvlink_intra": envs.MC_INTRANODE_NVLINK,
 }
-"""Variables that force a protocol; tcp needs its own only where Mooncake would prefer another."""
+"""Variables that force a protocol; tcp needs its variable only if Mooncake would prefer another
+protocol."""
 
 
 @dataclass(frozen=True, slots=True)
 class EngineSettings:
-    """Settled, and known to be possible on this machine as far as that can be seen."""
+    """Settled settings, checked as far as this machine allows."""
 
     requested: str
-    """The protocol that was asked for."""
+    """The requested protocol."""
     protocol: str
-    """The one that is used."""
+    """The protocol in use."""
     hostname: str
     """Name or address of this process for its peers."""
     local_name: str
-    """The engine's argument: the hostname, on Ascend with a port and the NPU."""
+    """Name that the engine gets: the hostname, on Ascend with a port and the NPU."""
     ib_device: str
-    """Comma separated; empty: the transport chooses."""
+    """InfiniBand devices, comma separated; empty: the transport chooses."""
     variable: EnvOptionalStr | None = None
     """Variable that must be set for Mooncake to install this protocol's transport."""
 
     @property
     def is_fallback(self) -> bool:
-        """Whether the user allowed another protocol than the one asked for, and it came to that."""
+        """Whether the protocol in use is not the requested one, which the user has allowed."""
         return self.requested != self.protocol
 
     @property
     def request_bytes(self) -> int:
-        """Most bytes of a request. Where each is a copy by itself, one after the other, parts of a
-        block would gain nothing, and each costs 5 us."""
+        """Most bytes of a request. Over `nvlink_intra` requests are copied one after the other, so
+        smaller ones would gain nothing, and each costs 5 us."""
         return BATCH_BYTES if self.protocol == "nvlink_intra" else REQUEST_BYTES
 
     def export(self) -> None:
-        """Make Mooncake's engine install the transport of this protocol, for good.
+        """Make Mooncake's engine install the transport of this protocol, by an environment variable
+        that stays set.
 
-        It goes by the devices that it sees, and by these variables, not by the name that it is
-        given. To be called before other threads read the environment.
+        The engine chooses by the devices that it finds and by such variables; it ignores the name
+        of the protocol. Call this before other threads read the environment.
         """
         if self.variable is not None and not self.variable.is_set():
             self.variable.set("1")
@@ -82,13 +84,13 @@ def settle_engine(
     devices: Sequence[RdmaDevice],
     supported: Collection[str],
 ) -> EngineSettings:
-    """Decide on the protocol and refuse what cannot work here. Touches no transport.
+    """Decide on the protocol, and refuse settings that cannot work here. Uses no transport.
 
     Args:
         hostname: Name or address under which peers reach this process.
-        device: This process's own, as `mark_device_set` has it.
-        gpu_id: The rank's device; NPUs are told apart by it where ASCEND_NPU_PHY_ID is not set.
-        ib_device: Comma separated; empty: any.
+        device: Device of this process, as given to `mark_device_set`.
+        gpu_id: Index of the rank's device; it identifies an NPU if ASCEND_NPU_PHY_ID is not set.
+        ib_device: InfiniBand devices, comma separated; empty: any.
         devices: All InfiniBand devices of the host.
         supported: Protocols of the installed wheel.
 
@@ -137,7 +139,7 @@ def _chosen(ib_device: str, devices: Sequence[RdmaDevice]) -> list[RdmaDevice]:
 
 
 def _check_memory(protocol: str) -> None:
-    """Look whether the protocol registers memory of the kind that the settings ask for."""
+    """Check that the protocol registers memory of the kind that the settings ask for."""
     pool = check_mooncake_custom_mem_pool_enabled()
     if protocol not in _ON_PLAIN_MEMORY:
         return
@@ -156,8 +158,8 @@ def _check_memory(protocol: str) -> None:
 
 
 def _has_expandable_segments(conf: str) -> bool:
-    """Whether `conf` turns on expandable segments. Read as torch does: `key:value`, comma
-    separated; the last one counts."""
+    """Whether `conf` turns on expandable segments. It is parsed as in torch: `key:value` pairs,
+    comma separated; the last one counts."""
     values = [
         value.strip().lower()
         for key, _, value in (part.partition(":") for part in conf.split(","))

@@ -1,4 +1,4 @@
-"""Which InfiniBand devices serve which GPU: the value of `--disaggregation-ib-device`."""
+"""Parser of `--disaggregation-ib-device`: InfiniBand devices by GPU."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ _FORMS: Final = (
 
 
 def parse_ib_device_config(ib_device_str: str | None) -> dict[int, str] | None:
-    """Devices by GPU, or None where all GPUs share one list (or there is none).
+    """Devices by GPU; None: all GPUs share one list, or there is none.
 
     Args:
         ib_device_str: A comma separated list, a JSON object, or the path of a file with one.
 
     Raises:
-        ValueError: It is none of these; names the flag and the remedy.
+        ValueError: The value is none of these; names the flag and the remedy.
     """
     text = (ib_device_str or "").strip()
     if text.endswith(".json"):
@@ -36,7 +36,7 @@ def get_ib_devices_for_gpu(ib_device_str: str | None, gpu_id: int) -> str | None
     """The devices of one GPU, comma separated; None: the transport chooses.
 
     Raises:
-        ValueError: As `parse_ib_device_config`, and where an object has nothing for this GPU.
+        ValueError: `parse_ib_device_config` raises it, or an object has no devices for this GPU.
     """
     by_gpu = parse_ib_device_config(ib_device_str)
     if by_gpu is None:

@@ -1,6 +1,6 @@
-"""The book of memory that the transport knows: no other address may reach it.
+"""The book of registered memory: only its addresses may reach the transport.
 
-Mooncake takes any address over TCP and reads what is there, or crashes.
+Over TCP Mooncake accepts any address, and reads the memory there or crashes.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class MemoryRange:
     start: int
     end: int
     users: int = field(default=0)
-    """Transfers that may still access it."""
+    """Number of transfers that may still access it."""
 
 
 class MemoryBook:
@@ -37,15 +37,16 @@ class MemoryBook:
         self._lock = threading.Lock()
 
     def ranges(self) -> list[tuple[int, int]]:
-        """(address, bytes) of all that is registered."""
+        """(address, bytes) of all registered ranges."""
         with self._lock:
             return [(known.start, known.end - known.start) for known in self._ranges]
 
     def add(self, ptrs: Sequence[int], lengths: Sequence[int]) -> None:
-        """Enter ranges, all or none.
+        """Add ranges, all or none.
 
         Raises:
-            ValueError: A length below one, an address of nothing, or lists of unlike lengths.
+            ValueError: A length is below 1, an address is not positive, or the lists differ in
+                length.
             OverlappingRange: Bytes are registered already, or named twice.
         """
         if len(ptrs) != len(lengths):
@@ -62,7 +63,7 @@ class MemoryBook:
                 raise
 
     def remove(self, ptrs: Sequence[int]) -> None:
-        """Strike ranges out, all or none.
+        """Remove ranges, all or none.
 
         Raises:
             UnknownRange: No range begins at one of the addresses, or one is named twice.
@@ -90,11 +91,11 @@ class MemoryBook:
             return known is not None and ptr + length <= known.end
 
     def pin(self, blocks: Sequence[Block]) -> list[MemoryRange]:
-        """The range of each block, kept until `unpin`.
+        """Pin the range of each block until `unpin`, and return the ranges.
 
         Raises:
-            UnknownRange: Not all bytes of a block are in one range; nothing is kept.
-            ValueError: A block without bytes, or with a negative address of the peer.
+            UnknownRange: Not all bytes of a block are in one range; no range is pinned.
+            ValueError: A block has no bytes, or a negative address of the peer.
         """
         with self._lock:
             ranges = [self._range_of(index, block) for index, block in enumerate(blocks)]
@@ -103,7 +104,7 @@ class MemoryBook:
             return ranges
 
     def unpin(self, ranges: Sequence[MemoryRange]) -> None:
-        """Let go of what one `pin` kept."""
+        """Undo one `pin`."""
         with self._lock:
             for known in set(ranges):
                 known.users -= 1

@@ -1,4 +1,4 @@
-"""Mooncake's library, loaded with what of its settings differs here from its own defaults."""
+"""Loads Mooncake's library with the settings that differ here from its own defaults."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ENGINE_USER: Final = "Transfer Engine"
 
 
 def load_mooncake() -> ModuleType:
-    """The module `mooncake.store`: its errors alone go to stderr, and its retries are bounded.
+    """Load the module `mooncake.store`. It logs only errors to stderr, and its retries are bounded.
 
     Raises:
         ValueError: The package or a shared library that it needs is missing; names them.
@@ -26,10 +26,10 @@ def load_mooncake() -> ModuleType:
 
 
 def load_transfer_engine() -> ModuleType:
-    """The module `mooncake.engine`, which ends a TCP transfer that stalls after ten seconds.
+    """Load the module `mooncake.engine`. It ends a stalled TCP transfer after ten seconds.
 
-    Its own default is as long as its calls wait: whether a transfer or the call ends first would
-    be chance.
+    Its default limit is as long as its calls wait, so that either the transfer or the call could
+    end first.
 
     Raises:
         ValueError: The package or a shared library that it needs is missing; names them.
@@ -44,7 +44,8 @@ def load_transfer_engine() -> ModuleType:
 
 
 def _load(module: str, user: str) -> ModuleType:
-    # Mooncake reads these while its first library is loaded: nothing else here imports it.
+    # Mooncake reads these variables when its first library is loaded: no other module here may
+    # import it.
     for field in (envs.MC_STORE_CLIENT_SETUP_RETRIES, envs.MC_LOG_LEVEL, envs.GLOG_minloglevel):
         field.export_default()
     try:

@@ -1,7 +1,7 @@
-"""Which transport Mooncake is to use. Deciding only, so that it is one place and tested.
+"""Choice of Mooncake's transport: decisions only, without I/O.
 
-Mooncake takes any string and falls back to TCP in silence where there is no RDMA device; what the
-user asked for and cannot have is an error here instead.
+Mooncake accepts any string, and silently falls back to TCP if there is no RDMA device. Here a
+protocol that the host cannot provide is an error.
 """
 
 from __future__ import annotations
@@ -37,14 +37,15 @@ UNSUPPORTED_PROTOCOLS: Final = (
     "ub",
     "ubshmem",
 )
-"""Mooncake has transports of these names too; nothing here was ever run with them."""
+"""Further transports of Mooncake, with which this engine was never run."""
 
 _BUILD_FLAGS: Final = {
     "efa": "SUPPORT_EFA",
     "nvlink": "SUPPORT_MNNVL",
     "nvlink_intra": "SUPPORT_INTRA_NVLINK",
 }
-"""Attributes of `mooncake.engine`. The other protocols leave no mark in the wheel."""
+"""Attributes of `mooncake.engine` that tell whether the wheel has a protocol. There are none for
+other protocols."""
 
 
 _EFA_DRIVER: Final = "efa"
@@ -52,15 +53,16 @@ _EFA_DRIVER: Final = "efa"
 
 @dataclass(frozen=True, slots=True)
 class RdmaDevice:
-    """A device that the kernel lists under InfiniBand, whatever its transport is."""
+    """A device that the kernel lists under InfiniBand, of any transport."""
 
     name: str
     driver: str
-    """The kernel's driver: `mlx5_core`, `efa`, ...; empty where sysfs does not tell."""
+    """The kernel's driver: `mlx5_core`, `efa`, ...; empty if sysfs does not name it."""
 
     @property
     def is_efa(self) -> bool:
-        """It has no reliable connections, which `rdma` is made of, but Amazon's own transport."""
+        """Whether it is an EFA device: it has Amazon's own transport, and not the reliable
+        connections that `rdma` needs."""
         return self.driver == _EFA_DRIVER
 
 
@@ -71,12 +73,13 @@ def resolve_mooncake_protocol(
     devices: Sequence[RdmaDevice],
     supported: Collection[str] | None = None,
 ) -> str:
-    """The transport to give to Mooncake: `requested`, or `tcp` where the user allowed that.
+    """The transport for Mooncake: `requested`, or `tcp` if the user has allowed a fallback.
 
     Args:
         requested: Protocol from the extra config, the JSON file or MOONCAKE_PROTOCOL, in that
             order.
-        allow_tcp_fallback: SGLANG_MOONCAKE_ALLOW_TCP_FALLBACK: for `rdma` without any device.
+        allow_tcp_fallback: SGLANG_MOONCAKE_ALLOW_TCP_FALLBACK: use `tcp` for `rdma` if there is no
+            device.
         devices: Devices of the host that may be used; see `list_rdma_devices`.
         supported: Protocols that the installed wheel was built with; None: not known.
 
@@ -100,7 +103,7 @@ def resolve_mooncake_protocol(
     if requested != "rdma" or not all(device.is_efa for device in devices):
         return requested
     if devices:
-        # Mooncake would take it for an RDMA device, and fail at the first connection.
+        # Mooncake would use it as an RDMA device, and fail at the first connection.
         raise ValueError(
             f"MOONCAKE_PROTOCOL=rdma, but the only devices here ({names}) are EFA's, which have no "
             "such connections: set MOONCAKE_PROTOCOL=efa, with a mooncake wheel that has it, or tcp"
@@ -128,11 +131,11 @@ def _check_name(requested: str) -> None:
 def list_rdma_devices(
     root: str | Path = "/sys/class/infiniband", *, chosen: str = ""
 ) -> list[RdmaDevice]:
-    """The host's RDMA devices, sorted by name; empty where there are none.
+    """The host's RDMA devices, sorted by name; empty if there are none.
 
     Args:
         root: Directory in which sysfs lists them.
-        chosen: MOONCAKE_DEVICE: the names of those to be used, comma separated; empty: all.
+        chosen: Value of MOONCAKE_DEVICE: names of the devices to use, comma separated; empty: all.
     """
     wanted = {name.strip() for name in chosen.split(",") if name.strip()}
     try:
@@ -153,8 +156,9 @@ def _driver(device: Path) -> str:
 
 
 def wheel_protocols() -> frozenset[str]:
-    """Protocols that the installed wheel does not say it was built without. Imports Mooncake."""
-    # Not as an attribute of the package: while another thread imports it, it has none yet.
+    """Supported protocols, except those that the installed wheel was built without. Imports
+    Mooncake."""
+    # Not by an attribute of the package, which is missing while another thread imports it.
     engine = importlib.import_module("mooncake.engine")
     lacking = {
         protocol for protocol, flag in _BUILD_FLAGS.items() if not getattr(engine, flag, True)

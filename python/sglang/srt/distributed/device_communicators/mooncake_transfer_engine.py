@@ -1,4 +1,4 @@
-"""The Mooncake Transfer Engine of a process: the one place that moves memory between engines.
+"""The Mooncake Transfer Engine of a process: the only place that moves memory between engines.
 
     init_mooncake_transfer_engine("10.0.0.1", gpu_id=0)      once, after the device is set
     engine = get_mooncake_transfer_engine()
@@ -7,7 +7,7 @@
     transfer.outcomes                                        one a block; see `Transfer`
 
 No address outside the registered memory reaches the library, no peer gets more requests at once
-than its transport takes, and no caller waits longer than it says.
+than its transport can take, and no caller waits longer than its time limit.
 """
 
 from __future__ import annotations
@@ -58,14 +58,14 @@ __all__ = [
 logger = logging.getLogger(__name__)
 
 _SYNC_TIMEOUT_S: Final = 60.0
-"""Seconds for callers without a deadline; after them nothing more is sent."""
+"""Time limit in seconds for callers without a deadline, after which no more bytes are sent."""
 
 
 class MooncakeTransferEngine:
-    """Registered memory, peers, and transfers between them. Any thread may call anything.
+    """Registered memory, peers, and transfers between them. Any thread may call all methods.
 
-    Threads: one a transfer under way, named `mooncake-transfer` (`CallThreads`); Mooncake's own,
-    two for each of its engine objects. A peer's trouble holds up calls to that peer alone.
+    Threads: one for each transfer in flight, named `mooncake-transfer` (`CallThreads`); two of
+    Mooncake for each engine object. A peer that hangs delays only the calls to that peer.
     """
 
     def __init__(
@@ -78,14 +78,14 @@ class MooncakeTransferEngine:
         supported: Collection[str] | None = None,
         rdma_root: str | Path = "/sys/class/infiniband",
     ) -> None:
-        """Start it.
+        """Start the engine.
 
         Args:
             hostname: Name or address under which peers reach this process.
-            gpu_id: This rank's device.
+            gpu_id: Index of this rank's device.
             ib_device: See `get_ib_devices_for_gpu`; None: the value of MOONCAKE_DEVICE.
-            new_engine: Makes an engine object of Mooncake's; absent: loads the library.
-            supported: Protocols that this makes; absent: those of the installed wheel.
+            new_engine: Makes an engine object of Mooncake; None: the library's.
+            supported: Protocols of such objects; None: those of the installed wheel.
             rdma_root: Directory in which sysfs lists InfiniBand devices.
 
         Raises:
@@ -121,8 +121,8 @@ class MooncakeTransferEngine:
         """Settle the protocol and start the engine; the constructor does it.
 
         Raises:
-            RuntimeError: It does not start; names transport, address and remedy.
-            ValueError: A setting cannot work here; nothing was started.
+            RuntimeError: The engine does not start; names transport, address and remedy.
+            ValueError: A setting cannot work here; no engine was started.
         """
         if hasattr(self, "_pool"):
             raise RuntimeError("the Transfer Engine of this process runs already")
@@ -154,7 +154,7 @@ class MooncakeTransferEngine:
         return self._settings.protocol
 
     def get_engine(self) -> RawEngine:
-        """The engine object of Mooncake's that peers know. A call of it bypasses all checks."""
+        """Mooncake's engine object that peers know. Calls to it bypass all checks."""
         return self._pool.home.raw
 
     def get_ib_device(self) -> str:
@@ -187,19 +187,19 @@ class MooncakeTransferEngine:
     # -- memory ----------------------------------------------------------------------------------
 
     def register(self, ptr: int, length: int) -> None:
-        """Let peers access `length` bytes at `ptr`, and transfers use them.
+        """Register `length` bytes at `ptr` for transfers and for access by peers.
 
         The owner keeps the memory alive until `deregister`.
 
         Raises:
-            ValueError: There are no such bytes.
+            ValueError: The address or the length is not positive.
             OverlappingRange: Some of them are registered already.
             RegistrationError: The transport refused.
         """
         self.batch_register([ptr], [length])
 
     def batch_register(self, ptrs: Sequence[int], lengths: Sequence[int]) -> int:
-        """`register` for several ranges, all or none. Returns 0."""
+        """Register several ranges, all or none. Returns 0."""
         self._pool.register(ptrs, lengths)
         return 0
 
@@ -217,7 +217,7 @@ class MooncakeTransferEngine:
         self.batch_deregister([ptr])
 
     def batch_deregister(self, ptrs: Sequence[int]) -> int:
-        """`deregister` for several ranges, all or none. Returns 0."""
+        """Deregister several ranges, all or none. Returns 0."""
         self._pool.unregister(ptrs)
         return 0
 
@@ -226,23 +226,24 @@ class MooncakeTransferEngine:
     def transfer(
         self, peer: str, op: TransferOp, blocks: Sequence[Block], *, timeout: float | None
     ) -> Transfer:
-        """Move blocks to or from a peer, and wait for them as long as the caller likes.
+        """Move blocks to or from a peer, and wait for them at most `timeout` seconds.
 
         Args:
-            peer: Its session id.
+            peer: Session id of the peer.
             op: The direction.
             blocks: The blocks to move; neighbours move together.
-            timeout: Seconds. Then nothing more is sent, and what the transport has is in flight
-                until it lets go (`Transfer.in_flight`, `Transfer.wait`); None: wait for that.
+            timeout: Seconds after which no more bytes are sent; blocks that the transport has stay
+                in flight until it lets go of them (`Transfer.in_flight`, `Transfer.wait`). None:
+                wait until it does.
 
         Returns:
-            The transfer, with an outcome a block. It is settled unless the time was up, or a batch
-            failed that cannot be ended (see `Peer.retire`).
+            The transfer, with an outcome for each block. It is settled unless the time was up, or a
+            failed batch cannot be ended (see `Peer.retire`).
 
         Raises:
-            PeerError: The peer is not there, or moves nothing. Nothing is in flight.
-            UnknownRange: A local address is not registered; nothing was sent.
-            ValueError: A block without bytes, or `peer` is no session id.
+            PeerError: The peer is unreachable, or moves no bytes. No block is in flight.
+            UnknownRange: A local address is not registered; no bytes were sent.
+            ValueError: A block has no bytes, or `peer` is no session id.
         """
         transfer = self.begin(peer, op, blocks, timeout=timeout)
         if not transfer.wait(timeout):
@@ -254,13 +255,13 @@ class MooncakeTransferEngine:
     def begin(
         self, peer: str, op: TransferOp, blocks: Sequence[Block], *, timeout: float | None
     ) -> Transfer:
-        """`transfer` without waiting: the transfer has its outcome and its error.
+        """Begin a transfer without waiting for it; the result has its outcomes and its error.
 
         Args:
-            timeout: Seconds after which nothing more is sent; None: everything is.
+            timeout: Seconds after which no more bytes are sent; None: no limit.
 
         Raises:
-            PeerStalled, UnknownRange, ValueError: As `transfer`; nothing was sent.
+            PeerStalled, UnknownRange, ValueError: `transfer` raises them; no bytes were sent.
         """
         remote = self._peer(peer)
         remote.check_moving()
@@ -275,7 +276,7 @@ class MooncakeTransferEngine:
     def transfer_sync(
         self, session_id: str, buffer: int, peer_buffer_address: int, length: int
     ) -> int:
-        """Write one block and wait until it has arrived. 0, or -1 where it has not.
+        """Write one block and wait until it has arrived. Returns 0, or -1 if it has not.
 
         Raises:
             UnknownRange: The local address is not registered.
@@ -289,14 +290,14 @@ class MooncakeTransferEngine:
         peer_buffer_addresses: Sequence[int],
         lengths: Sequence[int],
     ) -> int:
-        """Write blocks and wait until nothing is in flight. 0, or -1 where not all have arrived.
+        """Write blocks and wait until none is in flight. Returns 0, or -1 if not all have arrived.
 
-        A peer that stops answering holds the caller up until the transport gives up; `transfer`
-        takes a deadline and tells what is left.
+        A peer that stops answering blocks the caller until the transport gives up; `transfer` has a
+        time limit and gives the outcome of each block.
 
         Raises:
             UnknownRange: A local address is not registered.
-            ValueError: Lists of unlike lengths, or a block without bytes.
+            ValueError: The lists differ in length, or a block has no bytes.
         """
         blocks = [
             Block(local, remote, length)
@@ -311,9 +312,11 @@ class MooncakeTransferEngine:
         return 0 if transfer.is_done else -1
 
     def send_probe(self, peer_session_id: str) -> int:
-        """0 where the peer accepts a connection within 1.5 s, else -1. A stopped one still does.
+        """Return 0 if the peer accepts a connection within 1.5 s, else -1. A stopped peer still
+        accepts.
 
-        Mooncake's own probe waits for an answer without bound and holds the interpreter meanwhile.
+        Mooncake's own probe waits for an answer without a limit, and holds the interpreter
+        meanwhile.
         """
         return 0 if self._peer(peer_session_id).is_listening() else -1
 
@@ -325,9 +328,10 @@ class MooncakeTransferEngine:
             peer.close()
 
     def close(self) -> None:
-        """End the engine, a second for each engine object. Calls under way end by themselves.
+        """End the engine, which takes a second per engine object. Calls in progress end by
+        themselves.
 
-        Idempotent. Nothing but `close` may be called afterwards.
+        Idempotent. Only `close` may be called afterwards.
         """
         with self._lock:
             was_closed, self._closed = self._closed, True
@@ -360,7 +364,7 @@ def init_mooncake_transfer_engine(
     """The engine of this process, started by the first call; see `MooncakeTransferEngine`.
 
     Raises:
-        ValueError: Also where it runs already with other arguments.
+        ValueError: A setting cannot work here, or the engine runs already with other arguments.
     """
     global _engine, _engine_arguments
     arguments = (hostname, gpu_id, ib_device)

@@ -1,4 +1,4 @@
-"""State of one peer in this process: its connection, its budget, and the calls under way."""
+"""State of one peer in this process: its connection, its budget, and its calls in progress."""
 
 from __future__ import annotations
 
@@ -25,9 +25,10 @@ from sglang.srt.utils.network import can_connect
 logger = logging.getLogger(__name__)
 
 STALLED_AFTER_S: Final = 20.0
-"""Calls under way for so long, of which none succeeds, keep others from beginning."""
+"""Seconds without a successful call, while calls are in progress, after which no further call
+begins."""
 _CONNECT_S: Final = 1.5
-"""TCP repeats a lost packet after one second."""
+"""Seconds for a connection attempt. TCP repeats a lost packet after one second."""
 
 
 class CallFailed(Exception):
@@ -37,9 +38,9 @@ class CallFailed(Exception):
         super().__init__(f"code {code} after {seconds:.0f} s")
         self.seconds = seconds
         self.is_stall = seconds >= _stall_seconds()
-        """It took as long as the transport waits for a sign of the peer."""
+        """Whether the call took as long as the transport waits for progress of the peer."""
         self.may_go_on = num_requests > 1 or self.is_stall
-        """Requests of it may still move."""
+        """Whether requests of the call may still move bytes."""
 
 
 class ConnectionGone(Exception):
@@ -47,48 +48,51 @@ class ConnectionGone(Exception):
 
 
 class TransfersLeft(Exception):
-    """Transfers that a failed call left under way cannot be ended without ending the shared
+    """Transfers that a failed call left in flight cannot be ended without ending the shared
     engine."""
 
 
 class Peer:
-    """One peer, by its session id. Its calls come from worker threads and block no other's."""
+    """One peer, by its session id. Worker threads call it; calls to one peer do not block calls to
+    others."""
 
     def __init__(self, name: str, pool: EnginePool) -> None:
         self.name = name
         self.budget = SliceBudget()
-        """Requests in flight to it, of all users in this process."""
+        """Budget of the requests in flight to the peer, shared by all users in this process."""
         self._address = parse_session_id(name)
         self._pool = pool
         self._engine: PooledEngine | None = None
-        """Connected. Replaced as a whole; calls keep the one that they began with."""
+        """The connected engine. A new connection replaces it; calls keep the engine that they began
+        with."""
         self._num_calls: Counter[PooledEngine] = Counter()
         self._gone: WeakSet[PooledEngine] = WeakSet()
-        """Engines that have ended, or belong to another peer by now."""
+        """Engines that have ended, or were lent to another peer since."""
         self._retired: set[PooledEngine] = set()
-        """Engines to be ended after their last call."""
+        """Engines to end after their last call."""
         self._shelved: set[PooledEngine] = set()
-        """Engines to go back to the pool after their last call."""
+        """Engines to give back to the pool after their last call."""
         self._connecting = threading.Lock()
         self._calls: dict[object, float] = {}
-        """Calls of the library under way, and when each began."""
+        """Begin of each library call in progress."""
         self._succeeded = 0.0
-        """When the last call did."""
+        """Time of the last successful call."""
         self._is_forgotten = False
         self._lock = threading.Lock()
 
     def check_moving(self) -> None:
-        """Raise PeerStalled where a call to this peer hangs: another would only hang too."""
+        """Raise PeerStalled if a call to this peer hangs: another call would hang too."""
         seconds = self._seconds_without_success()
         if seconds > STALLED_AFTER_S:
             raise PeerStalled(self.name, f"has not answered a call for {seconds:.0f} s")
 
     def connect(self, deadline: float | None) -> PooledEngine | None:
-        """The engine object with an open connection; None where another thread's attempt lasts
-        beyond `deadline`. An attempt of one's own blocks for as long as the peer does not answer.
+        """The engine object with an open connection; None: another thread's attempt lasts beyond
+        `deadline`. The caller's own attempt blocks as long as the peer does not answer.
 
         Raises:
-            PeerUnreachable: Nothing accepts connections at its address, or it was forgotten.
+            PeerUnreachable: No process accepts connections at its address, or the peer was
+                forgotten.
         """
         if not self._connecting.acquire(timeout=_seconds_until(deadline)):
             return None
@@ -110,7 +114,7 @@ class Peer:
             raise PeerUnreachable(self.name, "accepts no connection: it is not running")
         engine = self._pool.take(self.name)
         with self._calling(engine):
-            # Nothing to move: only what comes before the first transfer.
+            # An empty transfer, which only opens the connection.
             code = engine.move(TransferOp.READ, self.name, [])
         if code:
             self._pool.put_back(engine, spoiled_for=self.name)
@@ -118,16 +122,16 @@ class Peer:
         return engine
 
     def is_listening(self) -> bool:
-        """Whether it accepts connections. One that is stopped does, for a while."""
+        """Whether the peer accepts connections. A stopped peer still does, for a while."""
         return can_connect(*self._address, timeout=_CONNECT_S)
 
     def call(self, engine: PooledEngine, op: TransferOp, requests: Sequence[Request]) -> None:
         """Move one batch, over the connection of `engine`. Returns when all of it has arrived.
 
         Raises:
-            CallFailed: Not all has. Where it was more than one request, or nothing moved for long,
-                the others may go on, now or when the peer does: see `retire`.
-            ConnectionGone: The connection was given up meanwhile; nothing was sent.
+            CallFailed: Not all of it has arrived. If there was more than one request, or the call
+                stalled, requests may still move bytes, now or when the peer goes on: see `retire`.
+            ConnectionGone: The connection was given up meanwhile; no bytes were sent.
         """
         with self._calling(engine) as started:
             code = engine.move(op, self.name, requests)
@@ -139,11 +143,12 @@ class Peer:
         self._succeeded = time.monotonic()
 
     def retire(self, engine: PooledEngine, failure: CallFailed) -> None:
-        """Use this connection no more; return once nothing of the failed call touches memory.
+        """Give up the connection after a failed call; return once no request of that call touches
+        memory.
 
-        Mooncake returns at the first request that fails; those behind it in the connections'
-        queues stay there, and move as soon as the peer takes them. They end with their engine
-        object, after its other calls: one of these may hang for as long as the peer does.
+        Mooncake returns at the first request that fails. Later requests stay in the connections'
+        queues, and move as soon as the peer takes them. They end with their engine object, which
+        ends after its other calls; one of these may hang as long as the peer does.
 
         Raises:
             TransfersLeft: All peers share the engine object, which therefore cannot be ended.
@@ -160,7 +165,7 @@ class Peer:
             engine.ended.wait()
 
     def close(self) -> None:
-        """Give the connection up for good; calls under way keep it until they return."""
+        """Give up the connection for good. Calls in progress keep it until they return."""
         with self._lock:
             self._is_forgotten = True
             engine, self._engine = self._engine, None
@@ -181,7 +186,7 @@ class Peer:
             logger.warning("the connection to peer %s is given up", self.name)
 
     def _let_go(self, engine: PooledEngine) -> None:
-        """After the last call: end it, or let other peers have it."""
+        """After the last call, end a retired engine, or give a shelved one back to the pool."""
         with self._lock:
             if self._num_calls[engine]:
                 return
@@ -213,7 +218,8 @@ class Peer:
             self._let_go(engine)
 
     def _seconds_without_success(self) -> float:
-        """Since the last call that succeeded, or the first one under way began."""
+        """Seconds since the last successful call, or since the begin of the first call in progress
+        if that is later."""
         with self._lock:
             now = time.monotonic()
             return now - max(min(self._calls.values(), default=now), self._succeeded)
@@ -225,7 +231,7 @@ def _seconds_until(deadline: float | None) -> float:
 
 
 def _stall_seconds() -> float:
-    """How long a call takes that the transport ends for want of progress."""
+    """Seconds without progress after which the transport ends a call."""
     return float(min(envs.MC_TCP_PROGRESS_TIMEOUT_SEC.get(), envs.MC_TCP_STATUS_TIMEOUT_SEC.get()))
 
 

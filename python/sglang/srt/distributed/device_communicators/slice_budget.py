@@ -1,4 +1,4 @@
-"""Bounds how many slices one user of Mooncake's transport has in flight, over all threads.
+"""Bounds the slices that one user of Mooncake's transport has in flight, over all threads.
 
 A slice is one buffer of one request. Beyond 2,048 in flight to a peer Mooncake's TCP transport
 fails or hangs for a minute, and the connection stays broken after that. Each engine object and each
@@ -15,14 +15,14 @@ from contextlib import contextmanager
 from typing import Final
 
 MAX_SLICES: Final = 1024
-"""Half of what was measured to break the transport."""
+"""Most slices in flight: half of the number that was measured to break the transport."""
 
 
 class SliceBudget:
     """A counting semaphore that takes several permits at once, in order of arrival.
 
-    Order matters: without it small puts would starve a large get for ever. Any thread. Permits
-    may be given back by another thread than the one that took them.
+    Without the order small puts would starve a large get. Any thread. A thread may give back
+    permits that another thread took.
     """
 
     def __init__(self, capacity: int = MAX_SLICES) -> None:
@@ -34,12 +34,12 @@ class SliceBudget:
 
     @property
     def in_flight(self) -> int:
-        """Slices held now."""
+        """Number of slices held now."""
         return self._in_flight
 
     @property
     def peak(self) -> int:
-        """Most slices ever held at once."""
+        """Largest number of slices held at once so far."""
         return self._peak
 
     def acquire(self, slices: int, deadline: float | None = None) -> bool:
@@ -47,7 +47,7 @@ class SliceBudget:
 
         Args:
             slices: Number of slices.
-            deadline: `time.monotonic()` seconds; None: wait as long as it takes.
+            deadline: `time.monotonic()` seconds; None: wait without a limit.
 
         Returns:
             Whether they are held; False once the deadline has passed.
@@ -73,14 +73,14 @@ class SliceBudget:
             return has_room
 
     def release(self, slices: int) -> None:
-        """Give back what `acquire` took."""
+        """Give back slices that `acquire` took."""
         with self._condition:
             self._in_flight -= slices
             self._condition.notify_all()
 
     @contextmanager
     def hold(self, slices: int) -> Iterator[None]:
-        """Wait for room for `slices`, and hold them for the length of the block.
+        """Context that waits for room for `slices`, and holds them inside.
 
         Raises:
             ValueError: They can never fit; split the batch.

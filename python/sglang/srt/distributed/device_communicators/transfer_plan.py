@@ -1,8 +1,9 @@
-"""How blocks become requests, and requests batches: pure, any thread.
+"""Plan of a transfer: blocks become requests, and requests become batches. Pure functions, any
+thread.
 
-The transport moves few large requests faster than many small ones, over a few connections a peer:
-neighbours are merged up to a bound that leaves all of these something to do, and what is larger is
-cut there.
+The transport moves few large requests faster than many small ones, over a few connections per peer.
+So neighbours are merged up to a size that still gives all connections work, and larger blocks are
+cut at that size.
 """
 
 from __future__ import annotations
@@ -16,12 +17,13 @@ from sglang.srt.distributed.device_communicators.memory_book import MemoryRange
 from sglang.srt.distributed.device_communicators.transfer_types import Block
 
 REQUEST_BYTES: Final = 16 * MIB
-"""Most bytes of a request, where more of them are under way at once. Mooncake's rates grow up to
-about there."""
+"""Most bytes of a request, if several requests are in flight at once. Mooncake's rates grow up to
+about this size."""
 BATCH_REQUESTS: Final = 512
 """Most requests of one call: two such calls may share a peer's budget."""
 BATCH_BYTES: Final = 256 * MIB
-"""Most bytes of one call, which gives up after two minutes however well it goes: 3 MB/s will do."""
+"""Most bytes of one call. A call gives up after two minutes even if it makes progress, so a rate of
+3 MB/s suffices."""
 
 
 @dataclass(slots=True)
@@ -43,7 +45,7 @@ def merge_blocks(
     Args:
         blocks: The blocks to move.
         ranges: The registered range of each; a request never spans two.
-        most: Bytes of a request.
+        most: Most bytes of a request.
     """
     requests: list[Request] = []
     joined: MemoryRange | None = None
@@ -71,11 +73,12 @@ def _cut(index: int, block: Block, most: int) -> Iterator[Request]:
 
 @dataclass(slots=True)
 class Batch:
-    """Requests of one call, and the blocks `first` to `last` that they are of."""
+    """Requests of one call, which have the blocks `first` to `last`."""
 
     requests: list[Request]
     is_last_whole: bool = True
-    """False: the last block goes on in the next batch."""
+    """Whether the batch has the end of its last block; False: the next batch continues the
+    block."""
 
     @property
     def first(self) -> int:
@@ -89,7 +92,7 @@ class Batch:
 
 
 def cut_batches(requests: Sequence[Request], most: int = BATCH_REQUESTS) -> Iterator[Batch]:
-    """Runs of requests, each what one call takes."""
+    """Runs of requests, each small enough for one call."""
     pending: list[Request] = []
     num_bytes = 0
     for request in requests:
@@ -103,7 +106,7 @@ def cut_batches(requests: Sequence[Request], most: int = BATCH_REQUESTS) -> Iter
 
 
 def one_by_one(batch: Batch) -> Iterator[Batch]:
-    """The requests of a batch, each a batch."""
+    """A batch for each request of `batch`."""
     for single in cut_batches(batch.requests, most=1):
         if single.requests[0] is batch.requests[-1]:
             single.is_last_whole = batch.is_last_whole
@@ -111,7 +114,7 @@ def one_by_one(batch: Batch) -> Iterator[Batch]:
 
 
 def split_merged(batch: Batch, blocks: Sequence[Block]) -> list[Batch]:
-    """A batch of one merged request, block by block; nothing where it is of one block."""
+    """A batch for each block of a merged request; empty if the request has only one block."""
     if batch.first == batch.last:
         return []
     return [

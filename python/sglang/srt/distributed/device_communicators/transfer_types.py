@@ -1,4 +1,4 @@
-"""Words of a transfer between two engines: what is asked, how each block ended, what goes wrong.
+"""Types of a transfer between two engines: blocks, outcomes, errors.
 
 Plain values and one handle, no I/O.
 """
@@ -36,21 +36,21 @@ class BlockOutcome(Enum):
     """Outcome of one block."""
 
     NOT_SENT = "not sent"
-    """Not all of it was sent, and nothing of it moves or will move."""
+    """Not all of its bytes were sent, and none will move any more."""
     IN_FLIGHT = "in flight"
-    """The transport may still access both sides' memory: neither may be used for anything else."""
+    """The transport may still access the memory on both sides, which must not be reused."""
     DONE = "done"
     FAILED = "failed"
-    """The peer refuses it: its address is outside the peer's registered memory. Parts may have
-    moved; nothing moves any more."""
+    """The peer refuses the block: its address is outside the peer's registered memory. Parts may
+    have moved; no bytes will move any more."""
 
 
 class TransferError(RuntimeError):
-    """A transfer did not happen, or not all of it. Nothing of it is in flight."""
+    """A transfer failed, in whole or in part. None of its blocks is in flight."""
 
 
 class PeerError(TransferError):
-    """The peer, not the request, is at fault."""
+    """A transfer failed because of the peer, not of the request."""
 
     def __init__(self, peer: str, what: str) -> None:
         super().__init__(f"peer {peer} {what}")
@@ -58,13 +58,14 @@ class PeerError(TransferError):
 
 
 class PeerUnreachable(PeerError):
-    """Nothing listens at the peer's address, or it breaks off: it ended or was replaced."""
+    """No process listens at the peer's address, or the connection breaks: the peer ended or was
+    replaced."""
 
 
 class PeerStalled(PeerError):
-    """The peer accepts connections and moves nothing: it is stopped, or its network drops packets.
+    """The peer accepts connections and moves no bytes: it is stopped, or its network drops packets.
 
-    What it left in flight is told by `Transfer.outcomes` of the transfer that met it.
+    `Transfer.outcomes` of the failed transfer has the blocks that are still in flight.
     """
 
 
@@ -85,16 +86,17 @@ class RegistrationError(RuntimeError):
 
 
 class Transfer:
-    """One call's blocks under way. The caller's thread and one worker thread share it.
+    """The blocks of one call. The caller's thread and one worker thread share it.
 
     The worker takes runs of blocks one after the other (`begin`, `end`); the caller waits, and may
-    abandon what was not begun. What was begun stays in flight until the transport has let go.
+    abandon blocks that were not begun. Begun blocks stay in flight until the transport lets go of
+    them.
     """
 
     def __init__(self, blocks: Sequence[Block], on_settled: Callable[[], None]) -> None:
         """Args:
         blocks: The blocks to move.
-        on_settled: Called once, when nothing is in flight any more; in any thread.
+        on_settled: Called once, in any thread, when no block is in flight any more.
         """
         self.blocks = blocks
         self._on_settled = on_settled
@@ -103,12 +105,12 @@ class Transfer:
         self._abandoned = False
         self._settled = False
         self._ended = threading.Event()
-        """The worker has ended, or its work no longer matters."""
+        """Set when the worker has ended, or its work no longer matters."""
         self._lock = threading.Lock()
 
     @property
     def outcomes(self) -> list[BlockOutcome]:
-        """One a block, as of now. Those in flight still change."""
+        """The present outcome of each block. Outcomes of blocks in flight still change."""
         with self._lock:
             return list(self._outcomes)
 
@@ -124,26 +126,26 @@ class Transfer:
 
     @property
     def is_settled(self) -> bool:
-        """Whether nothing is in flight any more, and nothing will be."""
+        """Whether no block is in flight, and none will be."""
         return self._settled
 
     @property
     def is_left(self) -> bool:
-        """Whether what is in flight stays so for as long as this process lives."""
+        """Whether blocks stay in flight until this process ends."""
         return self._ended.is_set() and not self._settled
 
     @property
     def error(self) -> Exception | None:
-        """Why it ended early; None where it did not, or has not ended."""
+        """Error that ended the transfer early; None: there is none, or it has not ended."""
         return self._error
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Wait for the end, at most `timeout` seconds; whether it is settled then."""
+        """Wait for the end, at most `timeout` seconds; return whether the transfer is settled."""
         self._ended.wait(timeout)
         return self._settled
 
     def abandon(self) -> None:
-        """Send nothing more. What is in flight stays so, and settles later."""
+        """Begin no further blocks. Blocks in flight settle later."""
         with self._lock:
             self._abandoned = True
             is_over = BlockOutcome.IN_FLIGHT not in self._outcomes
@@ -151,7 +153,8 @@ class Transfer:
             self.settle()
 
     def begin(self, first: int, last: int, deadline: float | None) -> bool:
-        """Worker: blocks `[first, last]` go to the transport now. False: leave it at that."""
+        """Worker: mark blocks `[first, last]` as in flight, to hand them to the transport. False:
+        the transfer was abandoned or the deadline has passed; do not."""
         with self._lock:
             if self._abandoned or (deadline is not None and time.monotonic() >= deadline):
                 return False
@@ -164,7 +167,7 @@ class Transfer:
             self._mark(first, last, outcome)
 
     def settle(self, error: Exception | None = None) -> None:
-        """Worker: nothing is in flight any more. The first call counts."""
+        """Worker: no block is in flight any more. The first call counts."""
         with self._lock:
             is_first, self._settled = not self._settled, True
             if is_first:
@@ -175,11 +178,11 @@ class Transfer:
             self._ended.set()
 
     def leave(self) -> None:
-        """Worker: what is in flight stays so for as long as this process lives."""
+        """Worker: blocks in flight stay so until this process ends."""
         self._ended.set()
 
     def _mark_all_ended(self) -> None:
-        """A worker that met the unexpected leaves blocks as they were begun."""
+        """Mark blocks in flight as not sent: a worker that met an unexpected error leaves some."""
         self._outcomes = [
             BlockOutcome.FAILED if outcome is BlockOutcome.IN_FLIGHT else outcome
             for outcome in self._outcomes
@@ -187,6 +190,6 @@ class Transfer:
 
     def _mark(self, first: int, last: int, outcome: BlockOutcome) -> None:
         for index in range(first, last + 1):
-            # A block that was cut into several requests is no better than the worst of them.
+            # A block that was cut into several requests has the worst of their outcomes.
             if self._outcomes[index] is not BlockOutcome.FAILED:
                 self._outcomes[index] = outcome

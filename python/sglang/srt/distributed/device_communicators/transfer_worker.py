@@ -1,9 +1,9 @@
 """One transfer, from its requests to an outcome for each block. Runs in a worker thread.
 
 A call of the transport has one code for all its requests, and returns at the first that fails.
-Where it is an error, all that the call left is ended first. Then the connection is made anew (it
-may have been broken by an earlier call, or lead to a process that is gone), and the requests go one
-by one: an error then is that request's own.
+After an error, the requests that the call left in flight are ended first. Then a new connection is
+made (the old one may be broken, or lead to a process that is gone), and the requests are sent one
+by one, so that an error belongs to a single request.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from sglang.srt.distributed.device_communicators.transfer_types import (
 logger = logging.getLogger(__name__)
 
 OnFailure = Callable[[PooledEngine, Batch, CallFailed], bool]
-"""Handles a failed call; returns False if there was not enough time for all of that."""
+"""Handles a failed call; returns False if there was not enough time for all of its requests."""
 
 
 class TransferWorker:
@@ -52,11 +52,11 @@ class TransferWorker:
         deadline: float | None,
     ) -> None:
         """Args:
-        peer: The other side.
+        peer: The peer.
         op: The direction.
-        transfer: Its blocks' outcomes are kept here.
-        requests: All of its blocks.
-        deadline: `time.monotonic()` seconds after which nothing is begun; None: no deadline.
+        transfer: Transfer that keeps the outcomes of the blocks.
+        requests: Requests for all of its blocks.
+        deadline: `time.monotonic()` seconds after which no request is begun; None: no deadline.
         """
         self._peer = peer
         self._op = op
@@ -65,7 +65,7 @@ class TransferWorker:
         self._deadline = deadline
 
     def run(self) -> None:
-        """Move all that is begun in time. Never raises: the transfer has the error."""
+        """Move all requests that can begin in time. Never raises: the transfer has the error."""
         error: Exception | None = None
         try:
             for batch in cut_batches(self._requests):
@@ -87,9 +87,9 @@ class TransferWorker:
         self._transfer.settle(error)
 
     def _move(self, batch: Batch) -> bool:
-        """False: there was no time left to begin it."""
+        """Move one batch. False: there was no time left to begin it."""
         num_slices = len(batch.requests)
-        # Connected first: no budget is held while a peer's first answer is awaited.
+        # Connect first, so that no budget is held during the wait for a peer's first answer.
         if self._peer.connect(self._deadline) is None:
             return False
         if not self._peer.budget.acquire(num_slices, self._deadline):
@@ -123,7 +123,7 @@ class TransferWorker:
         return all(self._call(single, self._split_request) for single in one_by_one(batch))
 
     def _split_request(self, engine: PooledEngine, single: Batch, failure: CallFailed) -> bool:
-        """Into its blocks, if the peer refused a request of several."""
+        """Repeat a refused request block by block, if it has several blocks."""
         if failure.is_stall or not self._peer.is_listening():
             self._retire(engine, single, failure)
         blocks = split_merged(single, self._transfer.blocks)
@@ -131,7 +131,8 @@ class TransferWorker:
         return all(self._call(block, self._split_request) for block in blocks)
 
     def _retire(self, engine: PooledEngine, batch: Batch, failure: CallFailed) -> None:
-        """End what a failed batch left. Raises PeerError where the peer is to blame."""
+        """End the requests that a failed batch left in flight. Raises PeerError if the peer caused
+        the failure."""
         self._peer.retire(engine, failure)
         self._end(batch, BlockOutcome.NOT_SENT)
         if failure.is_stall:

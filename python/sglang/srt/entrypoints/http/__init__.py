@@ -1,1 +1,1 @@
-"""HTTP itself: connections, bodies, answers and streams, errors as clients see them."""
+"""The HTTP layer: connections, bodies, answers, streams, and errors as clients see them."""

@@ -1,5 +1,4 @@
-"""How an answer leaves a connection: head and body in one write, and refusals of bytes that are no
-HTTP."""
+"""Writing of answers: head and body in one write, and refusals of bytes that are no HTTP."""
 
 from __future__ import annotations
 
@@ -11,7 +10,8 @@ from typing import Any, Final, Protocol
 from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
 _ONE_WRITE_BYTES: Final = 65536
-"""Joining a head with more than this costs more than a second write."""
+"""Most bytes of body data that are joined with the head: joining more costs more than a second
+write."""
 
 
 class AnsweringConnection(Protocol):
@@ -21,11 +21,12 @@ class AnsweringConnection(Protocol):
     cycle: RequestResponseCycle
 
     def end(self) -> None:
-        """Close the connection behind an answer."""
+        """Close the connection after an answer."""
 
 
 class Answer(RequestResponseCycle):
-    """One request and its answer, which ends the connection where the body is not all here."""
+    """One request and its answer, which ends the connection if the request's body is not
+    complete."""
 
     async def send(self, message: Any) -> None:
         if not self.response_started and self.more_body:
@@ -37,7 +38,7 @@ class AnswerTransport:
     """The transport that an answer is written to.
 
     The head waits for the begin of the body, so that both are one write and wake the client once.
-    It does not wait long: every endpoint has the begin of its body when it starts its answer.
+    The wait is short: every endpoint has the begin of its body when it starts its answer.
     """
 
     def __init__(self, connection: AnsweringConnection) -> None:
@@ -46,8 +47,8 @@ class AnswerTransport:
         self._head: bytes | None = None
 
     def write(self, data: bytes) -> None:
-        """Write `data`, or hold it back: what comes first once the response has started is its
-        head. Only a `100 Continue` comes before."""
+        """Write `data`, or hold it back if it is the head: the first data after the start of the
+        response. Only a `100 Continue` comes before that."""
         if self._head is None and self._connection.cycle.response_started:
             self._head = data
         elif self._head and len(data) <= _ONE_WRITE_BYTES:
@@ -58,7 +59,7 @@ class AnswerTransport:
             self._transport.write(data)
 
     def flush(self) -> None:
-        """Write a head that is still held: the answer has no body."""
+        """Write a head that is still held back, if the answer has no body."""
         if self._head:
             self._transport.write(self._head)
             self._head = b""
@@ -72,7 +73,7 @@ class AnswerTransport:
 
 
 def refusal(status: int, message: str) -> bytes:
-    """A whole answer with an error in the shape of every error; it ends the connection."""
+    """A whole answer with an error in the common format; it ends the connection."""
     kind, code = "invalid_request_error", status
     error = {"message": message, "type": kind, "param": None, "code": code}
     body = json.dumps({"error": error}).encode()

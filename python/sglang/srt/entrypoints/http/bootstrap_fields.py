@@ -1,4 +1,4 @@
-"""`bootstrap_host`, `bootstrap_port`, `bootstrap_room`: the room that a body names for each prompt.
+"""Fields `bootstrap_host`, `bootstrap_port`, `bootstrap_room`: the room of each prompt of a body.
 
 A router adds them when it sends one body to a prefill and to a decode server.
 """
@@ -12,11 +12,11 @@ from sglang.srt.entrypoints.http.errors import bad_request
 from sglang.srt.managers.messages.io_struct import MAX_ROOM, Bootstrap
 
 MAX_HOST_CHARS: Final = 255
-"""More than the longest name that DNS allows."""
+"""Longest host name in characters; DNS allows fewer."""
 
 
 class BootstrapFields(Protocol):
-    """The part of a body that matters here. A list has one value for each prompt."""
+    """The part of a body with the room. A list has one value for each prompt."""
 
     bootstrap_host: str | list[str] | None
     bootstrap_port: int | list[int | None] | None
@@ -24,14 +24,14 @@ class BootstrapFields(Protocol):
 
 
 def rooms_of(body: BootstrapFields, count: int, *, is_batch: bool) -> list[Bootstrap | None]:
-    """The rooms of `count` prompts; all None where the body names none.
+    """The rooms of `count` prompts; all None if the body names none.
 
     Host and port may be one value for all prompts; a port that is null or absent is
     `DEFAULT_BOOTSTRAP_PORT`.
 
     Args:
-        body: Its fields have the types above.
-        count: At least 1.
+        body: Body whose fields have the types above.
+        count: Number of prompts, at least 1.
         is_batch: Whether the body may have lists.
 
     Raises:

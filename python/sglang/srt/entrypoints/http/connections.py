@@ -1,4 +1,4 @@
-"""Which connections of a server have no request, and which of them gives way first."""
+"""The idle connections of a server, and the order in which they are closed."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import asyncio
 from typing import Final, Protocol
 
 MAX_IDLE_CONNECTIONS: Final = 4096
-"""Connections without a request; beyond that the longest idle are closed."""
+"""Most connections without a request; beyond that the longest idle are closed."""
 
 
 class Connection(Protocol):
-    """A connection that can be idle, and be closed."""
+    """A connection that can be closed while it is idle."""
 
     loop: asyncio.AbstractEventLoop
     transport: asyncio.Transport
@@ -22,26 +22,26 @@ class OpenConnections:
     def __init__(self, max_idle: int = MAX_IDLE_CONNECTIONS) -> None:
         self._max_idle = max_idle
         self._idle: dict[Connection, float] = {}
-        """Each with the event loop's time when it fell idle; in the order of these times."""
+        """Time of the event loop at which each connection became idle, ascending."""
 
     @property
     def num_idle(self) -> int:
-        """Connections without a request."""
+        """Number of connections without a request."""
         return len(self._idle)
 
     def add_idle(self, connection: Connection) -> None:
-        """`connection` has no request from now on; closes the longest idle beyond the bound."""
+        """Add `connection`, which has become idle; close the longest idle ones beyond the limit."""
         self._idle.pop(connection, None)
         self._idle[connection] = connection.loop.time()
         while len(self._idle) > self._max_idle:
             self.close_longest_idle()
 
     def remove_idle(self, connection: Connection) -> None:
-        """`connection` has a request, or has ended."""
+        """Remove `connection`, which has a request or has ended."""
         self._idle.pop(connection, None)
 
     def close_longest_idle(self, least_seconds: float = 0.0) -> bool:
-        """Make room for another; False where none has been idle for `least_seconds`."""
+        """Close the longest idle connection; False: none has been idle for `least_seconds`."""
         for connection, since in self._idle.items():
             if connection.loop.time() - since < least_seconds:
                 break

@@ -1,8 +1,8 @@
 """Cross-origin requests (CORS): the headers that let a page of another origin read an answer.
 
-Any origin may ask, as with SGLang. That opens nothing to a page without the key, because a page has
-to send the bearer token itself. Credentials that browsers add by themselves, such as cookies, are
-not allowed with such requests: the server does not read them, but a proxy in front of it may.
+Any origin is allowed, as in SGLang. A page without the key gains no access, because a page has to
+send the bearer token itself. Credentials that browsers add by themselves, such as cookies, are not
+allowed with such requests: the server does not read them, but a proxy in front of it may.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ _METHODS: Final = ("GET", "HEAD", "POST", "PUT", "DELETE", "OPTIONS")
 def add_cross_origin_middleware(app: Starlette) -> None:
     """Let pages of any origin read the answers of `app`.
 
-    Call it after everything that may refuse a request has been added: preflights carry no key, and
-    a page has to be able to read why it was refused.
+    Call it after all middleware that may refuse a request was added: preflights have no key, and a
+    page must be able to read the reason of a refusal.
     """
     app.add_middleware(_CrossOriginMiddleware)
 
@@ -36,7 +36,8 @@ class _CrossOriginMiddleware:
         )
 
     def __call__(self, scope: Scope, receive: Receive, send: Send) -> Awaitable[None]:
-        """Handle one request. Not a coroutine: each event of a stream would pass through it."""
+        """Handle one request. Not a coroutine, since each event of a stream would pass through
+        it."""
         if scope["type"] == "http":
             for name, _ in scope["headers"]:
                 if name == b"origin":

@@ -41,7 +41,7 @@ def bad_request(message: str, param: str | None = None) -> ApiError:
 
 
 def as_api_error(error: Exception) -> ApiError | None:
-    """The error that clients get for `error`; None for a mistake of the server's own."""
+    """The error that clients get for `error`; None: it is an internal error of the server."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, InvalidRequest):
@@ -54,7 +54,7 @@ def as_api_error(error: Exception) -> ApiError | None:
 
 
 def _constraint_field(message: str) -> str | None:
-    """The field's name at the begin of an error of the grammar backend or of `stop_regex`."""
+    """Name of the field with which an error of the grammar backend or of `stop_regex` begins."""
     name = message.partition(":")[0]
     return name if name in (*ConstraintKind.__members__.values(), "stop_regex") else None
 
@@ -87,7 +87,7 @@ def error_response(error: ApiError, headers: dict[str, str] | None = None) -> JS
 
 
 def install_error_handlers(app: Starlette) -> None:
-    """Give every error that leaves an endpoint the one shape."""
+    """Convert all errors that leave an endpoint to the common format."""
 
     async def known(request: Request, error: Exception) -> Response:
         api_error = as_api_error(error)
@@ -104,8 +104,8 @@ def install_error_handlers(app: Starlette) -> None:
 
     async def unknown(request: Request, error: Exception) -> Response:
         logger.error("%s %s failed", request.method, request.url.path, exc_info=error)
-        # uvicorn closes the connection behind an exception. A client that is not told so would
-        # lose the next request that it sends on it.
+        # uvicorn closes the connection after an exception. Without the header a client would lose
+        # the next request that it sends on the connection.
         return error_response(
             ApiError(500, "internal error; the server's log has the cause"),
             {"connection": "close"},

@@ -1,7 +1,7 @@
 """Accepting connections up to the process's limit of open files.
 
-asyncio's own accept loop has no such bound. Without a free file it tries again some thousand times
-a second, logs two lines each time, and closes no idle connection to make room.
+asyncio's own accept loop has no such limit. Without a free file it tries again some thousand times
+a second, logs two lines each time, and does not close idle connections to make room.
 """
 
 from __future__ import annotations
@@ -22,26 +22,26 @@ from sglang.srt.utils.network import listening_sockets
 logger = logging.getLogger(__name__)
 
 ACCEPTS_AT_ONCE: Final = 64
-"""Connections accepted in one turn of the event loop."""
+"""Most connections accepted in one turn of the event loop."""
 PAUSE_SECONDS: Final = 0.1
-"""How long to accept no connection when there is no room."""
+"""Seconds without accepting when there is no room."""
 LEAST_IDLE_SECONDS: Final = 0.25
-"""A connection must have been idle for this long to give way: its first request may be coming."""
+"""Seconds that a connection must have been idle to be closed: its first request may be coming."""
 SPARE_FILES: Final = 256
-"""Files kept free for other uses, and for connections that have just been closed."""
+"""Number of files kept free for other uses, and for connections that were just closed."""
 _NO_ROOM: Final = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
 _SAY_AGAIN_SECONDS: Final = 60.0
 
 
 class Connections(Protocol):
-    """The open connections, as far as the listener needs them."""
+    """The part of the open connections that the listener uses."""
 
     def close_longest_idle(self, least_seconds: float) -> bool:
-        """Make room for another; False where none has been idle for `least_seconds`."""
+        """Close the longest idle connection; False: none has been idle for `least_seconds`."""
 
 
 def most_connections() -> int:
-    """How many connections fit the limit of open files of this process, as it is now."""
+    """Number of connections that fit this process's present limit of open files."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return max(soft - SPARE_FILES, soft // 2)
 
@@ -49,14 +49,14 @@ def most_connections() -> int:
 class Listener:
     """Accepts on `sockets` until `close`. Event loop thread only.
 
-    At the bound a new connection takes the place of one that has been idle for a while. Where none
-    is idle it waits, and the log says so once a minute.
+    At the limit a new connection takes the place of one that has been idle for a while. If none is
+    idle, it waits, which is logged once a minute.
 
     Args:
         make_protocol: Makes the protocol of a connection.
         count: Gives the number of open connections.
         connections: The open connections.
-        most: The bound.
+        most: Most open connections.
     """
 
     def __init__(
@@ -139,7 +139,7 @@ class BoundedServer(uvicorn.Server):
         """Start the application, then accept.
 
         Raises:
-            ValueError: `host` and `port` cannot be listened on.
+            ValueError: The server cannot listen on `host` and `port`.
         """
         config = self.config
         own = listening_sockets(config.host, config.port, config.backlog)

@@ -25,7 +25,7 @@ def _new_renderer() -> ThreadPoolExecutor:
 
 @dataclass(slots=True, kw_only=True)
 class ServerContext:
-    """One server: its arguments, the `TokenizerManager`, and what the engine said at the start."""
+    """One server: its arguments, the `TokenizerManager`, and the engine's ready message."""
 
     args: ServerArgs
     manager: TokenizerManager
@@ -35,9 +35,9 @@ class ServerContext:
     started: float = field(default_factory=time.time)  # noqa: TID251 (a date, for clients)
     memory: MemoryReturner = field(default_factory=MemoryReturner)
     probe: SharedAnswer[ApiError | None] = field(default_factory=lambda: SharedAnswer(1.0))
-    """The last health probe: why no token could be generated, or None."""
+    """Result of the last health probe: the reason why no token could be generated, or None."""
     renderer: ThreadPoolExecutor = field(default_factory=_new_renderer)
-    """One thread, `render`, for chat templates over long conversations."""
+    """The thread `render`, for chat templates over long conversations."""
 
     @property
     def model_name(self) -> str:
@@ -48,7 +48,7 @@ class ServerContext:
 
 
 def context_of(request: Request) -> ServerContext:
-    """The context of the server that `request` came to."""
+    """The context of the server that received `request`."""
     context = request.app.state.context
     assert isinstance(context, ServerContext)
     return context

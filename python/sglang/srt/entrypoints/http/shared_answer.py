@@ -1,4 +1,4 @@
-"""One answer for all callers that ask at the same time, or soon after."""
+"""One answer shared by all callers that ask at the same time, or soon after."""
 
 from __future__ import annotations
 
@@ -13,15 +13,16 @@ class SharedAnswer(Generic[T]):
     """Runs one piece of work at a time. Event loop thread only."""
 
     def __init__(self, fresh_seconds: float) -> None:
-        """Give an answer again for `fresh_seconds` after it came."""
+        """Reuse an answer for `fresh_seconds` seconds."""
         self._fresh_seconds = fresh_seconds
         self._work: asyncio.Task[T] | None = None
         self._ended = 0.0
 
     async def latest(self, ask: Callable[[], Coroutine[Any, Any, T]]) -> T:
-        """The answer that is fresh or under way, or else the one of `ask`. Raises as `ask` does.
+        """The answer that is fresh or in progress, or else that of a new `ask`. Raises what `ask`
+        raises.
 
-        The work goes on where the caller that began it is cancelled: others may wait for it.
+        The work goes on if the caller that began it is cancelled, since others may wait for it.
         """
         now = asyncio.get_running_loop().time
         if self._work is None or (self._work.done() and now() - self._ended >= self._fresh_seconds):

@@ -1,4 +1,4 @@
-"""Several coroutines or streams at once: all results, or items as they come."""
+"""Concurrent coroutines and streams: gathering results, merging items."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from typing import Final, TypeVar
 T = TypeVar("T")
 
 SLICE: Final = 1 << 11
-"""Logprobs that are formatted in one turn of the event loop. That takes a millisecond, or twenty
-where each token's text has to be decoded."""
+"""Number of logprobs that are formatted in one turn of the event loop. They take a millisecond, or
+twenty if each token's text has to be decoded."""
 
 
 class Slices:
-    """Yields to the event loop after every `SLICE` entries."""
+    """Yields control to the event loop after every `SLICE` entries."""
 
     def __init__(self) -> None:
         self._done = 0
 
     async def did(self, count: int) -> None:
-        """Count `count` entries as done."""
+        """Count `count` finished entries; yield if a slice is full."""
         self._done += count
         if self._done >= SLICE:
             self._done = 0
@@ -29,7 +29,7 @@ class Slices:
 
 
 async def gather_or_cancel(work: Sequence[Awaitable[T]]) -> list[T]:
-    """All results in order; the first exception cancels the rest and is raised."""
+    """Wait for all results, in order; the first exception cancels the rest and is raised."""
     if len(work) == 1:
         return [await work[0]]
     tasks = [asyncio.ensure_future(item) for item in work]
@@ -44,9 +44,10 @@ async def gather_or_cancel(work: Sequence[Awaitable[T]]) -> list[T]:
 async def merge(
     streams: Sequence[AsyncGenerator[T, None]],
 ) -> AsyncGenerator[tuple[int, T], None]:
-    """Items of all streams as they come, each with its stream's index, until all have ended."""
+    """Yield the items of all streams as they come, each with its stream's index, until all have
+    ended."""
     if len(streams) == 1:
-        # Several streams need a task for each item, one does not.
+        # Several streams need a task for each item; a single one does not.
         async with aclosing(streams[0]) as stream:
             async for item in stream:
                 yield 0, item

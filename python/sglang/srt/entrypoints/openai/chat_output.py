@@ -1,4 +1,4 @@
-"""A chat model's output in its parts: reasoning, content, tool calls; whole or as it grows."""
+"""A chat model's output split into reasoning, content and tool calls, whole or streamed."""
 
 from __future__ import annotations
 
@@ -12,13 +12,14 @@ from sglang.srt.parser.reasoning_parser import ReasoningParser, ReasoningParseRe
 
 
 class ChatOutput:
-    """The parts of one output. `message` for a whole one, or `feed` and `finish` for a stream.
+    """Splitter of one output. Call `message` for a whole output, or `feed` and `finish` for a
+    stream.
 
     Args:
-        reasoning: Splits off reasoning; None: all of it is content.
-        calls: Splits off calls; None: all of them are content.
-        parallel: False: only the first call is passed on.
-        stream_reasoning: False keeps reasoning until it is complete.
+        reasoning: Parser that splits off reasoning; None: reasoning is content.
+        calls: Parser that splits off calls; None: calls are content.
+        parallel: Whether to pass on more calls than the first.
+        stream_reasoning: Whether to stream reasoning; False: it is held back until it is complete.
     """
 
     def __init__(
@@ -35,7 +36,7 @@ class ChatOutput:
         self._stream_reasoning = stream_reasoning
         self._held_reasoning = ""
         self.has_calls = False
-        """Whether a call was found so far."""
+        """Whether a call was found."""
 
     def message(self, text: str) -> dict[str, Any]:
         """The assistant's message for a whole output."""
@@ -61,7 +62,7 @@ class ChatOutput:
         return [*self._split(self._reasoning.parse_stream_increment(text), ended=False)]
 
     def finish(self) -> list[dict[str, Any]]:
-        """Deltas for what was held back. Call it once, last."""
+        """Deltas for the text held back. Call it once, last."""
         deltas: list[dict[str, Any]] = []
         if self._reasoning is not None:
             deltas += self._split(self._reasoning.finish(), ended=True)
@@ -96,7 +97,7 @@ class ChatOutput:
 
 
 def _call(call: ToolCallItem, *, first: bool) -> dict[str, Any]:
-    """A call, or in a stream the next piece of it."""
+    """A call in OpenAI's form, or in a stream the next piece of a call."""
     if not first:
         return {"index": call.tool_index, "function": {"arguments": call.parameters}}
     return {

@@ -1,4 +1,4 @@
-"""The prompt of a chat request: its messages and tools through the chat template."""
+"""The prompt of a chat request, made from its messages and tools by the chat template."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _RENDER_ARGUMENTS: Final = frozenset(
         "return_assistant_tokens_mask", "add_generation_prompt", "continue_final_message",
     }
 )  # fmt: skip
-"""Arguments of the renderer: a client must not set them as template variables."""
+"""Arguments of the renderer, which a client must not set as template variables."""
 _ROLES: Final = ("system", "developer", "user", "assistant", "tool")
 
 
@@ -36,7 +36,7 @@ def chat_prompt(
     """The text that the model continues.
 
     Args:
-        context_len: Tokens of the longest context, and so the most messages and parts.
+        context_len: Tokens of the longest context, which limits the number of messages and parts.
 
     Raises:
         ApiError: 400 that names the field.
@@ -80,8 +80,8 @@ def chat_prompt(
 
 
 def _check_count(messages: Sequence[ChatMessage], context_len: int) -> None:
-    """Refuse a conversation that cannot fit before it is rendered: each message and each part takes
-    at least one token."""
+    """Refuse a conversation that surely does not fit, before it is rendered: each message and each
+    part takes at least one token."""
     parts = sum(len(one.content) for one in messages if isinstance(one.content, list))
     for count, what in ((len(messages), "messages"), (parts, "parts of content")):
         if count > context_len:
@@ -95,13 +95,13 @@ def _check_count(messages: Sequence[ChatMessage], context_len: int) -> None:
 
 
 def _turn(field: str, message: ChatMessage) -> dict[str, Any]:
-    """The message as templates read it."""
+    """The message in the form that templates read."""
     if message.role not in _ROLES:
         raise bad_request(
             f"{field}.role={message.role[:32]!r} must be one of {', '.join(_ROLES)}", "messages"
         )
     refuse_fields(message, MESSAGE_NOT_SERVED, NEUTRAL)
-    # OpenAI's newer name for the same turn; templates know the older one.
+    # `developer` is OpenAI's newer name for `system`; templates know the older one.
     role = "system" if message.role == "developer" else message.role
     turn: dict[str, Any] = {"role": role}
     if message.tool_calls:
@@ -121,7 +121,7 @@ def _turn(field: str, message: ChatMessage) -> dict[str, Any]:
 
 
 def _call(field: str, call: ToolCall) -> dict[str, Any]:
-    """An earlier call as templates read it: the arguments as an object."""
+    """An earlier call in the form that templates read, with the arguments as an object."""
     arguments = call.function.arguments
     if isinstance(arguments, str):
         try:

@@ -1,4 +1,4 @@
-"""Chat messages to a prompt, by the model's own template or one from a file."""
+"""Rendering of chat messages to a prompt, by the model's own template or one from a file."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ if TYPE_CHECKING:
 _PROGRAM_ERRORS: Final = (
     ArithmeticError, AttributeError, LookupError, TypeError, ValueError,
 )  # fmt: skip
-"""Errors of a template's expressions on values of a wrong type or size."""
+"""Errors that a template's expressions raise for values of a wrong type or size."""
 
 
 class ChatTemplate:
     """Renders conversations; made once per server."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, path: str | None = None) -> None:
-        """Take the template in file `path`, or else the tokenizer's.
+        """Use the template in file `path`; None: the tokenizer's.
 
         Raises:
-            ValueError: The file cannot be read, or holds no template.
+            ValueError: The file cannot be read, or has no template.
         """
         self._tokenizer = tokenizer
         self._template: str | None = None if path is None else read_template(path)
@@ -55,7 +55,7 @@ class ChatTemplate:
             variables: More variables for the template (`chat_template_kwargs`).
 
         Raises:
-            ApiError: 400: there is no template, or it refuses these messages.
+            ApiError: 400: there is no template, or it refuses the messages.
         """
         if not self.exists:
             raise bad_request(
@@ -77,8 +77,8 @@ class ChatTemplate:
             except TypeError:
                 # DeepSeek's templates join the arguments of calls with strings.
                 text = self._tokenizer.apply_chat_template(_with_texts(messages), **options)
-        # A template is a program of the model's author; input that it cannot take is the client's
-        # mistake.
+        # A template is a program of the model's author; input that it cannot process is the
+        # client's mistake.
         except (jinja2.TemplateError, *_PROGRAM_ERRORS) as error:
             cause = " ".join(str(error).split())[:300] or type(error).__name__
             raise bad_request(
@@ -94,7 +94,7 @@ class ChatTemplate:
 
 
 def _with_texts(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The same messages, the arguments of their tool calls as JSON texts."""
+    """The same messages, with the arguments of their tool calls as JSON texts."""
     made = []
     for message in messages:
         calls = []
@@ -110,7 +110,7 @@ def read_template(path: str) -> str:
     """The template in file `path`.
 
     Raises:
-        ValueError: The file cannot be read, or holds no template.
+        ValueError: The file cannot be read, or has no template.
     """
     try:
         text = Path(path).read_text(encoding="utf-8")

@@ -1,4 +1,5 @@
-"""OpenAI's fields to the engine's, and the parts that the answers of both endpoints share."""
+"""Conversion of OpenAI's fields to the engine's, and parts that the answers of both endpoints
+share."""
 
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ from sglang.srt.sampling.sampling_params import MAX_SEED, SamplingParams
 
 MAX_TEMPERATURE: Final = 2.0
 MAX_MODEL_CHARS: Final = 4096
-"""Long enough for a path. Each event of a stream repeats the name, so it is bounded."""
+"""Longest model name in characters, enough for a path. It is limited because each event of a stream
+repeats the name."""
 
 _SAME_NAME: Final = (
     "temperature", "top_p", "top_k", "min_p", "frequency_penalty", "presence_penalty",
@@ -28,7 +30,7 @@ _SAME_NAME: Final = (
 
 
 def check_common(body: CommonBody) -> None:
-    """Refuse fields that are not served, contradict each other or are out of range.
+    """Refuse fields that are not supported, contradict each other or are out of range.
 
     Raises:
         ApiError: 400 that names the field.
@@ -58,9 +60,9 @@ def sampling_params(
     """The engine's parameters for `body`.
 
     Args:
-        max_tokens: The number that the client named, or None.
-        field: The field that it was in.
-        least: The smallest that it may be.
+        max_tokens: Limit of new tokens that the client named, or None.
+        field: Name of that field.
+        least: Least value of `max_tokens`.
 
     Raises:
         ApiError: 400 that names the field.
@@ -71,7 +73,7 @@ def sampling_params(
             raise bad_request(f"{field}={max_tokens} must be at least {least}", field)
         values["max_new_tokens"] = max_tokens
     elif body.min_tokens is not None:
-        # Asking for a least number of tokens raises the default.
+        # A minimum number of tokens raises the default limit.
         values["max_new_tokens"] = max(SamplingParams().max_new_tokens, body.min_tokens)
     if body.min_tokens is not None:
         if body.min_tokens < 0 or (max_tokens is not None and body.min_tokens > max_tokens):
@@ -85,13 +87,13 @@ def sampling_params(
             values[constraint.kind.value] = constraint.text
     seed = body.seed if body.sampling_seed is None else body.sampling_seed
     if seed is not None:
-        # OpenAI's seeds are signed. Dropping the sign bit rarely makes two of them equal.
+        # OpenAI's seeds are signed. Without the sign bit two of them are rarely equal.
         values["sampling_seed"] = seed & MAX_SEED
     return SamplingParams(**{name: value for name, value in values.items() if value is not None})
 
 
 def _constraint_of_format(body: CommonBody, wanted: ResponseFormat) -> Constraint | None:
-    """Constraint that the `response_format` of `body` asks for; None: it asks for none."""
+    """The constraint of the `response_format` of `body`; None: it has none."""
     try:
         constraint = constraint_of_response_format(msgspec.to_builtins(wanted))
     except ValueError as error:
@@ -107,12 +109,12 @@ def _constraint_of_format(body: CommonBody, wanted: ResponseFormat) -> Constrain
 
 
 def new_id(prefix: str) -> str:
-    """A fresh id of an answer."""
+    """A new id of an answer."""
     return f"{prefix}-{uuid.uuid4().hex}"
 
 
 def created_now() -> int:
-    """Seconds since the epoch, as answers carry them."""
+    """Seconds since the epoch, for the field `created` of answers."""
     return int(time.time())  # noqa: TID251 (a date, for clients)
 
 
@@ -143,5 +145,5 @@ def usage_of(states: Sequence[RequestState], cache_report: bool) -> dict[str, An
 
 
 def sglext_of(state: RequestState) -> dict[str, Any]:
-    """Field that `return_cached_tokens_details` adds to an answer."""
+    """The field that `return_cached_tokens_details` adds to an answer."""
     return {"cached_tokens_details": msgspec.to_builtins(state.cached_tokens_details)}

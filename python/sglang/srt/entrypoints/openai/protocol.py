@@ -1,7 +1,7 @@
 """Bodies of OpenAI's endpoints, as its clients and `sglang_router` send them.
 
-A field that changes the answer and is not served is refused by name; one that asks for nothing
-(bookkeeping, or the value that says no) is accepted.
+An unsupported field that would change the answer is refused by name; a field without effect
+(bookkeeping, or a neutral value) is accepted.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class CommonBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     bootstrap_host: str | list[str] | None = None
     bootstrap_port: int | list[int | None] | None = None
     bootstrap_room: int | list[int] | None = None
-    # Bookkeeping of clients and routers: nothing here depends on it.
+    # Bookkeeping of clients and routers, without effect here.
     user: str | None = None
     metadata: dict[str, Any] | None = None
     store: bool | None = None
@@ -95,15 +95,15 @@ class CommonBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 
 
 class FunctionCall(msgspec.Struct, kw_only=True):
-    """A call that an earlier answer made."""
+    """The function and arguments of a call in an earlier answer."""
 
     name: str
     arguments: str | dict[str, Any] | None = None
-    """A JSON object, as text or as it is."""
+    """Arguments as a JSON object, or as its text."""
 
 
 class ToolCall(msgspec.Struct, kw_only=True):
-    """One of an earlier answer's calls."""
+    """A call in an earlier answer."""
 
     function: FunctionCall
     id: str | None = None
@@ -122,20 +122,20 @@ class FunctionSpec(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 
 
 class Tool(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    """One of a request's tools."""
+    """A tool of a request."""
 
     function: FunctionSpec
     type: str = "function"
 
 
 class FunctionName(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    """Names a tool."""
+    """The name of a tool."""
 
     name: str
 
 
 class ToolChoice(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    """The one tool that must be called."""
+    """The only tool that must be called."""
 
     function: FunctionName
     type: str = "function"
@@ -164,7 +164,7 @@ class ChatBody(CommonBody, kw_only=True):
     logprobs: bool | None = None
     top_logprobs: int | None = None
     reasoning_effort: str | None = None
-    """Handed to the chat template."""
+    """Variable for the chat template."""
     chat_template_kwargs: dict[str, Any] | None = None
     continue_final_message: bool | None = None
     add_generation_prompt: bool | None = None
@@ -227,7 +227,7 @@ NOT_SERVED: Final = {
     "data_parallel_rank": "SGLang has data parallelism, this engine does not",
     "routed_dp_rank": "SGLang has data parallelism, this engine does not",
 }
-"""Common fields to why they are refused."""
+"""Refused fields of both endpoints, with the remedy."""
 
 CHAT_NOT_SERVED: Final = {
     "functions": _TOOLS,
@@ -246,4 +246,4 @@ COMPLETION_NOT_SERVED: Final = {
     "suffix": "leave it out",
 }
 NEUTRAL: Final[tuple[Any, ...]] = (None, False, [], "none", "", "auto", ["text"])
-"""Values of the fields above that ask for nothing, where their type is right."""
+"""Neutral values of the fields above, which are accepted."""

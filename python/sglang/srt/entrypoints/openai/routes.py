@@ -22,7 +22,7 @@ from sglang.srt.managers.tokenizer.request_limits import RequestLimits
 from sglang.srt.managers.tokenizer.tokenizer_manager import TokenizerManager
 
 MAX_DETOKENIZED_IDS: Final = 1 << 18
-"""Most ids in one request: decoding more would hold up the event loop."""
+"""Most ids in one request: decoding more would block the event loop."""
 _FIELDS_OF_A_CONVERSATION: Final = (
     "add_generation_prompt",
     "continue_final_message",
@@ -35,12 +35,12 @@ _FIELDS_OF_A_CONVERSATION: Final = (
 
 
 async def models(request: Request) -> Response:
-    """The one model."""
+    """The list of models, which has one."""
     return json_response({"object": "list", "data": [_model_card(context_of(request))]})
 
 
 async def model(request: Request) -> Response:
-    """The model that the path names, if it is the one served."""
+    """The model that the path names, if it is the served one."""
     context = context_of(request)
     name = str(request.path_params["name"])
     if name != context.model_name:
@@ -90,13 +90,13 @@ async def _encode_all(manager: TokenizerManager, texts: list[str], adds: bool) -
     rows = []
     for text in texts:
         rows.append(await manager.tokenize(text, add_special_tokens=adds))
-        # Short texts are encoded on this thread: let other requests run in between.
+        # Short texts are encoded on this thread; other requests may run in between.
         await asyncio.sleep(0)
     return rows
 
 
 def _text_of_messages(body: TokenizeBody, context: ServerContext) -> str:
-    """Text that the chat template makes of `messages`; same refusals as for a chat request."""
+    """The text that the chat template makes of `messages`, with the refusals of a chat request."""
     chat = ChatBody(
         messages=body.messages or [],
         **{field: getattr(body, field) for field in _FIELDS_OF_A_CONVERSATION},

@@ -44,8 +44,8 @@ from sglang.srt.parser.reasoning_parser import ReasoningParser, opened_reasoning
 
 MAX_TOP_LOGPROBS: Final = 20
 MESSAGES_AT_ONCE: Final = 256
-"""Up to this many messages are rendered on the event loop's thread, which takes a millisecond or
-two; more go to the thread `render`."""
+"""Most messages that are rendered on the event loop's thread, which takes a millisecond or two; the
+thread `render` renders longer conversations."""
 
 
 async def chat_completions(request: Request) -> Response:
@@ -68,16 +68,16 @@ async def chat_completions(request: Request) -> Response:
 
 @dataclass(frozen=True, slots=True)
 class AskedChat:
-    """A chat body as requests to the engine."""
+    """A chat body, and its requests to the engine."""
 
     body: ChatBody
     tools: ToolUse | None
     samples: Sequence[GenerateRequest]
-    """One for each choice."""
+    """The requests, one for each choice."""
 
 
 async def whole_answer(asked: AskedChat, context: ServerContext) -> dict[str, Any]:
-    """Run all samples to their ends; the first that fails ends the others."""
+    """Run all samples to their ends; a failed sample ends the others."""
     with context.manager.submit(asked.samples) as states:
         await gather_or_cancel([state.end() for state in states])
         return await ChatAnswers(asked, context).whole(states)
@@ -94,7 +94,7 @@ async def stream_chunks(
 
 
 def to_requests(body: ChatBody, context: ServerContext) -> AskedChat:
-    """The engine's requests for `body`, and how they use tools.
+    """The engine's requests for `body`, and their use of tools.
 
     Raises:
         ApiError: 400 that names the field.
@@ -146,9 +146,9 @@ class ChatAnswers:
         self._body = body
         self._shower = TokenShower(context.manager.tokenizer) if body.logprobs else None
         self._tools = asked.tools
-        # A grammar that holds from the first token leaves the model no room to reason.
+        # A grammar that applies from the first token leaves no room for reasoning.
         constraint = request.sampling_params.constraint
-        # A structural tag leaves free text, and with it reasoning, to the model.
+        # A structural tag allows free text, and with it reasoning.
         is_free = constraint is None or constraint.kind is ConstraintKind.STRUCTURAL_TAG
         splits = body.separate_reasoning is not False and is_free
         self._reasoning_parser = context.args.reasoning_parser if splits else None
@@ -161,7 +161,7 @@ class ChatAnswers:
         }
 
     async def whole(self, states: Sequence[RequestState]) -> dict[str, Any]:
-        """The one answer of a request that does not stream."""
+        """The only answer of a request that does not stream."""
         answer = {
             **self._head,
             "object": "chat.completion",

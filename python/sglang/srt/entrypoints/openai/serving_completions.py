@@ -38,7 +38,7 @@ from sglang.srt.managers.tokenizer.samples import expand_samples
 from sglang.srt.mem_cache.tree.radix_key import TokenArray
 
 DEFAULT_MAX_TOKENS: Final = 16
-"""OpenAI's."""
+"""OpenAI's default of `max_tokens`."""
 MAX_LOGPROBS: Final = 5
 
 
@@ -59,7 +59,7 @@ async def completions(request: Request) -> Response:
 async def whole_answer(
     body: CompletionBody, context: ServerContext, requests: Sequence[GenerateRequest]
 ) -> dict[str, Any]:
-    """Run all requests to their ends; the first that fails ends the others."""
+    """Run all requests to their ends; a failed request ends the others."""
     with context.manager.submit(requests) as states:
         await gather_or_cancel([state.end() for state in states])
         return await CompletionAnswers(body, context, requests).whole(states)
@@ -178,7 +178,7 @@ class CompletionAnswers:
         }
 
     async def whole(self, states: Sequence[RequestState]) -> dict[str, Any]:
-        """The one answer of a request that does not stream."""
+        """The only answer of a request that does not stream."""
         choices = [
             self._choice(
                 index,
@@ -196,7 +196,7 @@ class CompletionAnswers:
         return answer
 
     def _echo(self, index: int) -> str:
-        """The prompt's text where the answer repeats it, else nothing."""
+        """The prompt's text if the answer repeats it, else an empty text."""
         if not self._body.echo:
             return ""
         request = self._requests[index]

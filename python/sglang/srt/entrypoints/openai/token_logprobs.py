@@ -1,4 +1,4 @@
-"""Logprobs in the two forms that OpenAI's endpoints have."""
+"""Logprobs in the two forms of OpenAI's endpoints."""
 
 from __future__ import annotations
 
@@ -20,14 +20,15 @@ class TokenShower:
         self._tokenizer = tokenizer
         self._byte_level = is_byte_level(tokenizer)
         self._bytes: dict[int, bytes] = {}
-        """Bytes by token id: the same tokens come often in prompts and among alternatives."""
+        """Cache of bytes by token id, since the same tokens recur in prompts and among
+        alternatives."""
 
     def text(self, token_id: int) -> str:
-        """The token alone; U+FFFD where it is only part of a character."""
+        """Text of the token alone; U+FFFD if it is only part of a character."""
         return self.raw(token_id).decode(errors="replace")
 
     def raw(self, token_id: int) -> bytes:
-        """The token's own bytes, so that clients can join them to characters."""
+        """Bytes of the token alone, so that clients can join them to characters."""
         shown = self._bytes.get(token_id)
         if shown is None:
             if self._byte_level:
@@ -67,7 +68,7 @@ async def completion_logprobs(
 
     Args:
         text_offset: Characters of the answer before these tokens.
-        with_prompt: Put the prompt's tokens in front.
+        with_prompt: Whether to put the prompt's tokens in front.
     """
     ids = state.output_ids[first : len(state.output_logprobs)]
     values: list[float | None] = [*state.output_logprobs[first:]]

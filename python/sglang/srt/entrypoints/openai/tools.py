@@ -1,4 +1,4 @@
-"""Tools of a chat request: what the template shows, what is enforced, how calls are read."""
+"""Tools of a chat request: their form in templates, enforced calls, the parser of calls."""
 
 from __future__ import annotations
 
@@ -16,32 +16,32 @@ from sglang.srt.function_call.function_call_parser import FunctionCallParser
 
 MAX_TOOLS: Final = 128
 _ENFORCED_FORMAT: Final = "llama3"
-"""The format of an enforced call: a bare object with `name` and `parameters`."""
+"""Parser format of an enforced call, which is a bare object with `name` and `parameters`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolUse:
-    """How one request uses its tools."""
+    """Use of tools by one request."""
 
     shown: list[dict[str, Any]]
-    """The tools as chat templates take them."""
+    """The tools in the form for chat templates."""
     parser: str
     """Format of the calls, one of `TOOL_CALL_PARSERS`."""
     json_schema: str | None = None
-    """Schema of an output that must be one call; None: the model decides."""
+    """Schema of an output that must be one call; None: the model may answer freely."""
     parallel: bool = True
     """Whether more than one call of an output is passed on."""
 
     def new_parser(self) -> FunctionCallParser:
-        """A parser of one output."""
+        """Make a parser of one output."""
         return FunctionCallParser(self.shown, self.parser)
 
 
 def tool_use(body: ChatBody, parser: str | None) -> ToolUse | None:
-    """How `body` uses its tools; None where it uses none.
+    """The use of tools by `body`; None: it uses none.
 
     Args:
-        parser: The server's `--tool-call-parser`.
+        parser: Value of `--tool-call-parser`.
 
     Raises:
         ApiError: 400 that names the field.

@@ -45,11 +45,11 @@ class DeltaNetOptions:
     hidden_size: int
     num_key_heads: int
     num_heads: int
-    """Of values; each head of queries and keys serves as many of them."""
+    """Value heads; each key head serves equally many of them."""
     key_dim: int
     value_dim: int
     kernel: int
-    """Inputs that the convolution sees at once."""
+    """Width of the convolution, in tokens."""
     eps: float
     is_grouped: bool
     """Whether a checkpoint has the projections interleaved, key head by key head (Qwen3-Next), or
@@ -66,7 +66,7 @@ class DeltaNetOptions:
 
     @property
     def num_channels(self) -> int:
-        """Of the convolution: queries, keys and values."""
+        """Channels of the convolution: queries, keys and values."""
         return 2 * self.num_key_heads * self.key_dim + self.num_heads * self.value_dim
 
     def on_rank(self, heads: DeltaNetHeads) -> DeltaNetOptions:
@@ -80,7 +80,7 @@ class DeltaNetOptions:
         conv_dtype: torch.dtype,
         share: RankShare,
     ) -> MambaSpec:
-        """What such layers keep of a prefix.
+        """Spec of the states that such layers keep of a prefix.
 
         Args:
             share: Which value heads of the model these are.
@@ -131,7 +131,7 @@ class DeltaNetProjections(torch.nn.Module):
     """All projections of a layer's input in one product, whichever way a checkpoint has them.
 
     Args:
-        options: Of the rank.
+        options: Options of the rank.
     """
 
     def __init__(
@@ -163,7 +163,7 @@ class DeltaNetProjections(torch.nn.Module):
         )
 
     def layout(self) -> DeltaLayout:
-        """Where `merged` puts what."""
+        """Columns of each projection in the output of `merged`."""
         options = self.options
         keys, repeats = options.num_key_heads, options.num_heads // options.num_key_heads
         key_dim, values = options.key_dim, repeats * options.value_dim
@@ -255,7 +255,8 @@ class GatedDeltaNet(torch.nn.Module):
         forward_batch: ForwardBatch,
         rows: torch.Tensor | None,
     ) -> tuple[ToAdd, torch.Tensor]:
-        """Move the states on, then project towards the residual: see `RowParallelLinear.forward`.
+        """Update the states, then project and add to the residual as `RowParallelLinear.forward`
+        does.
 
         Args:
             x: `[num_tokens, hidden_size]`.
@@ -286,7 +287,8 @@ class GatedDeltaNet(torch.nn.Module):
     def _attend_fused(
         self, kernels: FusedKernels, x: torch.Tensor, forward_batch: ForwardBatch
     ) -> torch.Tensor:
-        """All between the layer's input and its output projection."""
+        """The output projection's input, `[num_tokens, num_heads * value_dim]`, from the layer's
+        input."""
         temporal, conv, states = self._states_of(forward_batch)
         is_extend = forward_batch.forward_mode.is_extend()
         bounds, track_lens = short_plan_of(forward_batch) if is_extend else (None, None)

@@ -40,8 +40,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 MAX_REQUESTS: Final = 1 << 16
-"""Decoders kept at once. Every request's last output drops its decoder; this bounds the memory
-should a last output ever be lost."""
+"""Limit of the decoders kept at once. A request's last output drops its decoder; the limit bounds
+the memory in case last outputs are lost."""
 
 
 class Detokenizer:
@@ -80,7 +80,7 @@ class Detokenizer:
 
 
 def _visible_ids(output: RequestOutput) -> list[int]:
-    """The last output's tokens without the one that stopped the request."""
+    """Tokens of `output` without the one that stopped the request."""
     reason = output.finish_reason
     ids = output.output_ids
     if reason is not None and reason.type == "stop" and ids and ids[-1] == reason.matched:
@@ -136,7 +136,7 @@ def run_detokenizer_process(
     Args:
         server_args: Resolved arguments.
         ipc: Socket addresses of this server.
-        tokenizer: What the parent took out of its own; None: loaded here, with all it imports.
+        tokenizer: Data from the parent's tokenizer; None: the tokenizer is loaded here.
         ready_pipe: Gets one JSON message, `ready_message`.
     """
     leave_signals_to_parent()

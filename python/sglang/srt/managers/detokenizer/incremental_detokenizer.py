@@ -18,7 +18,7 @@ REPLACEMENT: Final = "\N{REPLACEMENT CHARACTER}"
 
 _WINDOW_TOKENS: Final = 64
 _CHARACTER_TOKENS: Final = 4
-"""A character of UTF-8 has at most four bytes, so at most this many tokens."""
+"""Tokens of one character, at most: UTF-8 takes up to four bytes."""
 
 
 class TextDecoder(ABC):
@@ -30,15 +30,15 @@ class TextDecoder(ABC):
 
     @abstractmethod
     def finish(self) -> str:
-        """What is still held back, unfinished characters as U+FFFD. Call it once, last."""
+        """The text still held back, with U+FFFD for unfinished characters. Call it once, last."""
 
 
 DecoderFactory: TypeAlias = Callable[[bool], TextDecoder]
-"""Takes `skip_special_tokens`."""
+"""Makes the decoder of one request; its argument is `skip_special_tokens`."""
 
 
 def make_decoder_factory(tokenizer: DecodingTokenizer) -> DecoderFactory:
-    """The kind of decoder that is exact for `tokenizer`."""
+    """A factory of the decoders that are exact for `tokenizer`."""
     special = special_token_ids(tokenizer)
     if is_byte_level(tokenizer):
         vocabulary = ByteVocabulary(tokenizer)
@@ -64,7 +64,7 @@ class ByteVocabulary:
 
 
 class ByteLevelDecoder(TextDecoder):
-    """For byte-level BPE: constant work per token, the state is at most three bytes."""
+    """Decoder for byte-level BPE: constant work per token, a state of at most three bytes."""
 
     def __init__(self, vocabulary: ByteVocabulary, skipped: frozenset[int]) -> None:
         self._vocabulary = vocabulary
@@ -80,11 +80,11 @@ class ByteLevelDecoder(TextDecoder):
 
 
 class WindowDecoder(TextDecoder):
-    """For any other tokenizer: decodes a sliding window of the last tokens.
+    """Decoder for all other tokenizers: decodes a sliding window of the last tokens.
 
-    What a token looks like may depend on its neighbours (spaces, byte fallback), so new text is
-    the difference between the window decoded with and without the new tokens. All U+FFFD at the
-    end are held back: byte fallback shows one for each byte of a run that is not complete yet.
+    The text of a token may depend on its neighbours (spaces, byte fallback), so new text is the
+    difference between the window decoded with and without the new tokens. All U+FFFD at the end are
+    held back: byte fallback gives one for each byte of an incomplete run.
     """
 
     def __init__(self, tokenizer: DecodingTokenizer, skipped: frozenset[int]) -> None:
@@ -92,9 +92,9 @@ class WindowDecoder(TextDecoder):
         self._skipped = skipped
         self._window: list[int] = []
         self._context = 0
-        """Leading tokens of the window whose text went out long ago."""
+        """Leading tokens of the window that are only context: their text was sent before."""
         self._sent = 0
-        """Characters of the decoded window that went out."""
+        """Characters of the decoded window that were sent."""
 
     def feed(self, token_ids: Sequence[int]) -> str:
         shown = [i for i in token_ids if i not in self._skipped]
@@ -105,7 +105,7 @@ class WindowDecoder(TextDecoder):
         certain = len(text.rstrip(REPLACEMENT))
         whole = certain == len(text)
         if len(self._window) > _WINDOW_TOKENS:
-            # Bytes that are no text at all: only the last few can still become a character.
+            # Invalid UTF-8: only the last few bytes can still become a character.
             certain = max(certain, len(text) - _CHARACTER_TOKENS)
         fresh = text[self._sent : certain]
         self._sent = max(self._sent, certain)
@@ -116,7 +116,7 @@ class WindowDecoder(TextDecoder):
         return self._decode(self._window)[self._sent :]
 
     def _slide(self, whole: bool) -> None:
-        """Forget old tokens, keeping those whose text the next ones may depend on."""
+        """Drop old tokens; keep those that the text of the next ones may depend on."""
         if whole:
             self._drop(self._context)
             self._context = len(self._window)

@@ -1,4 +1,4 @@
-"""Streaming around stops: nothing is sent that may turn out to be part of one."""
+"""Streaming around stops: text that may turn out to be part of one is held back."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from collections.abc import Sequence
 class StopTrimmer:
     """Holds back the tail of a text that a stop could begin in, and cuts the stop.
 
-    The scheduler decides that a stop was met, and from where on a pattern may match; a stop string
-    that may have begun is seen here. State: the held text.
+    The scheduler decides whether a stop was met, and where a pattern may begin to match. The
+    trimmer itself finds the tail that may be the begin of a stop string. State: the held text.
     """
 
     def __init__(self, stops: Sequence[str], *, keep_match: bool) -> None:
@@ -24,13 +24,13 @@ class StopTrimmer:
         self._keep_match = keep_match
         self._held = ""
         self._num_shown = 0
-        """Characters that went out."""
+        """Characters that were sent."""
 
     def feed(self, text: str, shown_chars: int | None = None) -> str:
-        """The part of everything held and `text` that is certain to be shown.
+        """Add `text` to the held text; return the part of both that is certain to be shown.
 
         Args:
-            text: Continues that of the last call.
+            text: New text, which continues that of the last call.
             shown_chars: `RequestOutput.shown_chars`.
         """
         if self._keep_match:
@@ -40,7 +40,7 @@ class StopTrimmer:
         return self._show(text, len(text) - keep, shown_chars)
 
     def finish(self, text: str, shown_chars: int | None = None) -> str:
-        """The rest: as `feed`, but what is not shown now is cut off."""
+        """The rest of the text: like `feed`, but drops what is not shown now."""
         if self._keep_match:
             return text
         text = self._held + text
@@ -55,7 +55,7 @@ class StopTrimmer:
 
 
 def _overlap(text: str, stop: str) -> int:
-    """Characters at the end of `text` that `stop` begins with, or holds whole.
+    """Characters at the end of `text` that `stop` begins with, all of `stop` included.
 
     A whole stop string is held back too: it ends the request, and the message that says so may
     be the next one.

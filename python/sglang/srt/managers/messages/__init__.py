@@ -1,1 +1,1 @@
-"""What the processes say to each other, and how it travels."""
+"""Messages between the processes, and their transport."""

@@ -1,9 +1,9 @@
 """Messages between the server process, the scheduler and the detokenizer.
 
 Every message is a tagged `msgspec.Struct`, encoded as msgpack (never pickle). `encode`, `frame_of`
-and the decoders at the end are the only codec: what one turn of the server's event loop has for the
-scheduler goes in one frame, each other frame is one message. Times are `time.monotonic()` seconds
-of the machine on which all three run, counts are tokens.
+and the decoders at the end are the only codec. The server's messages to the scheduler share one
+frame for each turn of its event loop; every other frame is one message. Times are
+`time.monotonic()` seconds of the machine on which all three run, counts are tokens.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ import numpy.typing as npt
 from sglang.srt.sampling.sampling_params import SamplingParams
 
 PackedTokens: TypeAlias = npt.NDArray[np.uint32]
-"""Token ids; on a socket their bytes, u32 little-endian: a long prompt is copied, not converted."""
+"""Token ids. A message has their bytes, u32 little-endian, so that long prompts need no
+conversion."""
 
 TopLogprobs: TypeAlias = list[tuple[float, int]]
 """(logprob, token id), most likely first."""
@@ -35,13 +36,13 @@ MAX_ROOM: Final = 2**63 - 1
 
 
 class Bootstrap(msgspec.Struct, frozen=True):
-    """The room in which a prefill and a decode server work on one request, and where they meet."""
+    """The room of a request that a prefill and a decode server share, and the bootstrap server."""
 
     host: str
     """Address of the prefill server's bootstrap server."""
     port: int
     room: int
-    """From 0 to `MAX_ROOM`, drawn by the sender of the request, usually a router."""
+    """Number from 0 to `MAX_ROOM`, drawn by the sender of the request, usually a router."""
 
 
 class TokenizedGenerateReqInput(Message):
@@ -51,39 +52,39 @@ class TokenizedGenerateReqInput(Message):
     input_ids: PackedTokens
     sampling_params: SamplingParams
     seed: int
-    """Drives sampling. `sampling_params.sampling_seed`, or drawn by the server."""
+    """Seed of sampling: `sampling_params.sampling_seed`, or drawn by the server."""
     stream: bool = False
     return_logprob: bool = False
     top_logprobs_num: int = 0
     logprob_start_len: int = -1
-    """Prompt logprobs from this token on, which itself has none; -1: none."""
+    """First prompt token of the prompt logprobs, which itself has none; -1: no prompt logprobs."""
     extra_key: str | None = None
     """`extra_key` and `cache_salt` in one unambiguous string, or None."""
     priority: int = 0
     sample_of: str | None = None
-    """Another request with the same prompt, which has to be computed first."""
+    """Id of the request with the same prompt that has to be computed first."""
     bootstrap: Bootstrap | None = None
     """Set on a server that only prefills or only decodes; None: this server does both."""
     created_time: float = 0.0
 
 
 class DeclineRoomReq(Message):
-    """A request was refused before it came to the scheduler: the server with its other half waits
-    for it, unless it is told."""
+    """Tell the server with a request's other half that the request was refused before it came to
+    the scheduler; else that server would wait for it."""
 
     bootstrap: Bootstrap
     reason: str
 
 
 class AbortReq(Message):
-    """End one request, or with `abort_all` every one, in whatever state it is."""
+    """End one request in any state, or with `abort_all` every request."""
 
     rid: str = ""
     abort_all: bool = False
 
 
 class FlushCacheReqInput(Message):
-    """Empty L1 and L2 once idle; waits at most `timeout` seconds for that."""
+    """Empty L1 and L2 once the scheduler is idle; wait at most `timeout` seconds for that."""
 
     req_id: str
     timeout: float = 0.0
@@ -112,7 +113,7 @@ class AttachHiCacheStorageReqInput(Message):
 
 
 class DetachHiCacheStorageReqInput(Message):
-    """Let go of the L3 backend; its objects stay."""
+    """Detach the L3 backend; its objects stay."""
 
     req_id: str
 
@@ -137,7 +138,8 @@ class GetWeightSeedReq(Message):
 
 
 class ShutdownReq(Message):
-    """Finish what runs within `timeout` seconds, write back what is promised, then exit 0."""
+    """Finish running requests within `timeout` seconds, complete pending write-backs, then exit
+    0."""
 
     timeout: float
 
@@ -151,7 +153,7 @@ class ControlReqOutput(Message):
     req_id: str
     success: bool
     message: str = ""
-    """Why not, or what was done. Safe to show to a user."""
+    """The work done, or the reason why not. Safe to show to a user."""
     data: dict[str, Any] = {}
 
 
@@ -159,7 +161,7 @@ class ControlReqOutput(Message):
 
 
 class FinishReason(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """Why a request ended, as `meta_info.finish_reason` shows it."""
+    """Reason why a request ended, as `meta_info.finish_reason` shows it."""
 
     type: str
     """`stop`, `length` or `abort`."""
@@ -173,15 +175,14 @@ class FinishReason(msgspec.Struct, kw_only=True, omit_defaults=True):
 
 
 CLIENT_ABORT_STATUS: Final = 499
-"""Status of a request that was aborted on demand. It ended with the output it had, and did not
-fail."""
+"""Status of a request that was aborted on demand. It did not fail: it keeps the output it had."""
 ABORTED_BY_CLIENT: Final = FinishReason(
     type="abort", message="aborted by the client", status_code=CLIENT_ABORT_STATUS
 )
 
 
 class CachedTokensDetails(msgspec.Struct, kw_only=True, frozen=True):
-    """Where the prefix came from that a request reused when it was first scheduled, in tokens."""
+    """Tokens of the prefix that a request reused when it was first scheduled, by tier."""
 
     device: int = 0
     host: int = 0
@@ -198,24 +199,24 @@ class CachedTokensDetails(msgspec.Struct, kw_only=True, frozen=True):
 class Stages(msgspec.Struct, kw_only=True):
     """Where the time of a request went, in seconds, each measured by the clock of one machine.
 
-    None: the request was not in that stage. They need not add up to the whole: messages take time,
-    and pages are read while later ones are computed.
+    None: the request was not in that stage. The stages need not add up to the whole: messages
+    take time, and pages are read while later ones are computed.
     """
 
     queue: float | None = None
-    """From its arrival to the first step for it. On a decode server: the wait for slots, and then
-    the prefill server's own time from being asked for it to that step."""
+    """Time from its arrival to the first step for it. On a decode server: the wait for slots, plus
+    the time from the prefill server's arrival of it to that step."""
     prefill: float | None = None
-    """From the first step for it to its first token, on the server that computed them."""
+    """Time from the first step for it to its first token, on the server that computed them."""
     transfer: float | None = None
-    """With a read of its pages in flight. On a prefill server: from its first token until the
-    decode server has all pages, which is the part that computing did not hide."""
+    """Time with a read of its pages in flight. On a prefill server: time from its first token until
+    the decode server has all pages, which is the part that computing did not hide."""
     decode: float | None = None
-    """From its first token, or the arrival of that, to its end."""
+    """Time from its first token to its end; on a decode server, from the arrival of that token."""
 
 
 class RequestOutput(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """What is new of one request since the last message about it."""
+    """The new output of one request since the last message about it."""
 
     rid: str
     output_ids: list[int]
@@ -223,25 +224,25 @@ class RequestOutput(msgspec.Struct, kw_only=True, omit_defaults=True):
     finish_reason: FinishReason | None = None
     prompt_tokens: int = 0
     completion_tokens: int = 0
-    """So far, the new ones included."""
+    """Output tokens so far, the new ones included."""
     cached_tokens_details: CachedTokensDetails = CachedTokensDetails()
     output_logprobs: list[float] | None = None
     """One for each of `output_ids`."""
     output_top_logprobs: list[TopLogprobs] | None = None
     input_logprobs: list[float] | None = None
-    """Logprobs of the prompt's tokens after `logprob_start_len`; in the first message alone."""
+    """Logprobs of the prompt's tokens after `logprob_start_len`; only in the first message."""
     input_top_logprobs: list[TopLogprobs] | None = None
     queue_time: float = 0.0
     stages: Stages | None = None
-    """In the last message alone."""
+    """Only in the last message."""
     skip_special_tokens: bool = True
     shown_chars: int | None = None
-    """How much of the text so far may be shown, in characters from the output's begin: up to the
-    stop string or pattern that ended it, or to where a pattern may still match. None: no bound."""
+    """Characters of the output that may be shown: up to the stop string or pattern that ended it,
+    or up to the place where a pattern may still match. None: no bound."""
 
 
 class BatchTokenIDOutput(Message):
-    """Scheduler to detokenizer: everything new of one step."""
+    """Scheduler to detokenizer: all new outputs of one step."""
 
     outputs: list[RequestOutput]
 
@@ -254,7 +255,7 @@ class TextOutput(msgspec.Struct, kw_only=True, omit_defaults=True):
 
 
 class BatchStrOutput(Message):
-    """Detokenizer to server."""
+    """Detokenizer to server: the same outputs with their text."""
 
     outputs: list[TextOutput]
 
@@ -285,7 +286,8 @@ def _pack(value: object) -> bytes:
 
 
 def unpack_tokens(_: object, value: object) -> PackedTokens:
-    """The one type that msgspec does not know; what this raises becomes an error of msgspec's."""
+    """Decoding hook for the one type that msgspec does not know; msgspec wraps the errors it
+    raises."""
     if not isinstance(value, bytes):
         raise TypeError("token ids are bytes, four for each")
     return np.frombuffer(value, dtype=_WIRE_TOKEN)
@@ -295,12 +297,12 @@ _encoder = msgspec.msgpack.Encoder(enc_hook=_pack)
 
 
 def encode(message: msgspec.Struct) -> bytes:
-    """Bytes of one message, or of what has messages in it."""
+    """Bytes of one message, or of a struct that contains messages."""
     return _encoder.encode(message)
 
 
 def frame_of(messages: Sequence[bytes]) -> bytes:
-    """Encoded messages in one frame, in order, which is what the scheduler receives."""
+    """A frame for the scheduler: encoded messages, in order."""
     return _encoder.encode([msgspec.Raw(message) for message in messages])
 
 
@@ -311,10 +313,10 @@ def scheduler_decoder() -> msgspec.msgpack.Decoder[list[ToScheduler]]:
 
 
 def detokenizer_decoder() -> msgspec.msgpack.Decoder[ToDetokenizer]:
-    """Decoder of what the detokenizer receives."""
+    """Decoder of the frames that the detokenizer receives."""
     return msgspec.msgpack.Decoder(BatchTokenIDOutput)
 
 
 def server_decoder() -> msgspec.msgpack.Decoder[ToServer]:
-    """Decoder of what the server process receives."""
+    """Decoder of the frames that the server process receives."""
     return msgspec.msgpack.Decoder(ToServer)

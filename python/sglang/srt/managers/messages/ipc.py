@@ -1,4 +1,4 @@
-"""Where the processes of one server listen for each other.
+"""Addresses at which the processes of one server listen for each other.
 
 Every socket carries `io_struct` messages as msgpack; PULL sides bind, PUSH sides connect:
 

@@ -1,4 +1,4 @@
-"""What a child process tells its parent once, when it can serve or cannot start.
+"""Message of a child process to its parent, sent once, when it can serve or cannot start.
 
 JSON over a `multiprocessing` connection with `send_bytes`: the connection's own `send` pickles.
 """
@@ -11,16 +11,16 @@ from multiprocessing.connection import Connection
 from typing import Any, Final
 
 LOST_A_RANK: Final = 71
-"""Exit status of a rank that ends since another is gone: it is not the cause."""
+"""Exit status of a rank that ends because another is gone: it is not the cause."""
 
 
 def send_ready(pipe: Connection, details: dict[str, Any]) -> None:
-    """Say that the process serves; `details` are plain JSON values."""
+    """Tell the parent that the process serves; `details` are plain JSON values."""
     _send(pipe, {"status": "ready", **details})
 
 
 def send_error(pipe: Connection, message: str) -> None:
-    """Say in one line why the process cannot start."""
+    """Tell the parent in one line why the process cannot start."""
     _send(pipe, {"status": "error", "message": " ".join(message.split())})
 
 
@@ -28,7 +28,7 @@ def receive_ready(pipe: Connection) -> dict[str, Any]:
     """The child's message: `status` is `ready`, or `error` with a `message`.
 
     Raises:
-        EOFError: The child ended without one.
+        EOFError: The child ended without a message.
     """
     message = json.loads(pipe.recv_bytes())
     assert isinstance(message, dict), "children send JSON objects"

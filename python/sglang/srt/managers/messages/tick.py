@@ -1,7 +1,7 @@
-"""The tick: what rank 0 tells every rank at the begin of a step.
+"""The tick: rank 0's message to every rank at the begin of a step.
 
-Whatever ranks could see differently without being agreed on otherwise (the cache's ballot, the
-votes of a half) is here: which messages have come, what time it is, which grammars are compiled.
+It has all inputs that ranks could see differently and do not agree on by the cache's ballot or the
+votes of a half: the messages, the time, and which grammars are compiled.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from sglang.srt.managers.messages.io_struct import ToScheduler, encode, unpack_t
 
 
 class GrammarResult(msgspec.Struct, frozen=True, omit_defaults=True):
-    """The grammar of a request is no longer compiling."""
+    """Result of compiling the grammar of a request."""
 
     rid: str
     failure: str | None = None
-    """Why there is none, for the client; None: it is ready."""
+    """Reason for the client why it failed; None: the grammar is ready."""
 
 
 class Tick(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What all ranks are given at the begin of a step."""
+    """Input of all ranks at the begin of a step."""
 
     now: float
     """`time.monotonic()` of rank 0."""
@@ -30,17 +30,17 @@ class Tick(msgspec.Struct, frozen=True, omit_defaults=True):
     grammars: Sequence[GrammarResult] = ()
     """Grammars of requests that wait or are among the messages."""
     is_idle: bool = False
-    """Nothing has happened for a while: the time to check the books."""
+    """Whether nothing has happened for a while, so that there is time to check the books."""
 
 
 _decoder = msgspec.msgpack.Decoder(Tick, dec_hook=unpack_tokens)
 
 
 def encode_tick(tick: Tick) -> bytes:
-    """For the other ranks."""
+    """Encode a tick for the other ranks."""
     return encode(tick)
 
 
 def decode_tick(payload: bytes) -> Tick:
-    """What `encode_tick` made. Raises `msgspec.DecodeError` on anything else."""
+    """Decode the output of `encode_tick`. Raises `msgspec.DecodeError` on anything else."""
     return _decoder.decode(payload)

@@ -1,1 +1,1 @@
-"""The scheduler process: what is computed next, and the books of every request."""
+"""The scheduler process: decides which requests are computed next, and keeps their books."""

@@ -54,8 +54,8 @@ class ControlHandler:
     """Answers control requests. None of them blocks the loop.
 
     Args:
-        public_args: The server's arguments as they may be shown.
-        weight_seed: Tells other servers where the weights are; None: none may read them.
+        public_args: The server's arguments without its secrets.
+        weight_seed: Gives other servers the addresses of the weights; None: none may read them.
     """
 
     def __init__(
@@ -95,17 +95,17 @@ class ControlHandler:
 
     @property
     def is_waiting(self) -> bool:
-        """Whether something here waits for idleness or a deadline."""
+        """Whether a flush or a shutdown waits for idleness or a deadline."""
         return bool(self._flushes) or self.is_draining
 
     def is_drained(self) -> bool:
-        """Whether the process may end: nothing is left to do, or the time for it is up."""
+        """Whether the process may end: all work is done, or the time for it is up."""
         if self._drain_deadline is None:
             return False
         return not self.busy() or self._state.now >= self._drain_deadline
 
     def busy(self) -> dict[str, int]:
-        """What is not idle, as counts; empty when idle."""
+        """Counts of work that is not done; empty when idle."""
         state = self._state
         counts = {
             "running": state.queues.num_holders,
@@ -116,8 +116,8 @@ class ControlHandler:
         return {kind: count for kind, count in counts.items() if count}
 
     def tick(self) -> None:
-        """Answer for a change of L3 that has ended; flush for those who waited for idleness;
-        refuse those whose time is up."""
+        """Answer a change of L3 that has ended; flush if now idle; refuse flushes whose time is
+        up."""
         self._end_change()
         if not self._flushes:
             return
@@ -135,7 +135,7 @@ class ControlHandler:
         self._flushes = still
 
     def flush_now(self) -> None:
-        """Empty L1 and L2. Nothing may run or be in flight."""
+        """Empty L1 and L2. No request may run, and no copy be in flight."""
         state = self._state
         assert not self.busy(), "flushed while busy"
         state.tree.reset()
@@ -216,7 +216,7 @@ class ControlHandler:
         self._answer(message.req_id, True, data=tree.storage_state())
 
     def _begin_change(self, req_id: str, begin: Callable[[StorageAdministration], None]) -> None:
-        """Begin a change of L3 on an idle hierarchical cache, or say why not."""
+        """Begin a change of L3 on an idle hierarchical cache, or answer with the reason why not."""
         administration = self._state.tree.administration
         if administration is None:
             self._answer(req_id, False, _NO_HIERARCHY)
@@ -232,7 +232,7 @@ class ControlHandler:
             self._change = _PendingChange(req_id, self._state.now + LONGEST_STORAGE_CHANGE_S)
 
     def _end_change(self) -> None:
-        """Answer for the change of L3 under way where it has ended, or has taken too long."""
+        """Answer the change of L3 under way if it has ended, or has taken too long."""
         administration, change = self._state.tree.administration, self._change
         if change is None or administration is None:
             return

@@ -1,4 +1,4 @@
-"""Makes room for one more token of each request that decodes, by retracting some where it must."""
+"""Makes room for one more token of each request that decodes; retracts some if slots are short."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 
 class DecodeView(Protocol):
-    """What decoding sees of a scheduler: see `SchedulerState`."""
+    """The part of `SchedulerState` that decoding uses."""
 
     @property
     def queues(self) -> RequestQueues: ...
@@ -54,16 +54,16 @@ class DecodeScheduler:
     """Prepares decode steps.
 
     Attributes:
-        is_stalled: Slots are short and will come back from copies in flight: until then nothing is
-            admitted and nothing more is retracted.
+        is_stalled: Slots are short and will come back from copies in flight. Until then no request
+            is admitted, and no more are retracted.
     """
 
     def __init__(
         self, state: DecodeView, is_kept: Callable[[Req], bool] = lambda req: False
     ) -> None:
         """Args:
-        is_kept: Whether what is computed of a request's prompt must stay where it is, since another
-            server reads it.
+        is_kept: Whether the computed pages of a request's prompt must stay where they are because
+            another server reads them.
         """
         self._state = state
         self._is_kept = is_kept
@@ -72,7 +72,7 @@ class DecodeScheduler:
         self.is_stalled = False
 
     def gather(self) -> int:
-        """Bring the batch up to date with the requests that decode; how many the next step has."""
+        """Bring the batch up to date with the requests that decode; return its size."""
         state = self._state
         state.decode_batch.follow(state.queues, in_flight=state.in_flight is not None)
         return len(state.decode_batch)
@@ -87,10 +87,12 @@ class DecodeScheduler:
         return info.grammar is None
 
     def prepare(self) -> bool:
-        """Give every request of the gathered batch a slot, evicting as needed, and retracting where
-        no step is in flight: then every request's end is known.
+        """Give every request of the gathered batch a slot; evict as needed.
 
-        False: nothing can run in this tick, or not before the step in flight is processed.
+        Requests are retracted only if no step is in flight, since then it is known which requests
+        have ended.
+
+        False: no step can run in this tick, or none before the step in flight is processed.
         """
         state = self._state
         batch = state.decode_batch
@@ -127,10 +129,10 @@ class DecodeScheduler:
         return pages_to_decode(self._state.decode_batch.next_seq_lens(), page_size) * page_size
 
     def _retract(self) -> None:
-        """Retract the newest requests, one at least, until the others have room.
+        """Retract the newest requests, at least one, until the others have room.
 
-        What they computed goes to the tree, where it can be evicted; where copies of it are in
-        flight, that takes a moment (`is_stalled`).
+        Their computed pages go to the tree, where they can be evicted, though not while they are
+        being copied (`is_stalled`).
         """
         state, queues = self._state, self._state.queues
         reqs = state.decode_batch.reqs
@@ -140,7 +142,7 @@ class DecodeScheduler:
         )
         coming = 0
         while True:
-            # What fills or reads the slots of a held request cannot be told to stop.
+            # A transfer that fills or reads the slots of a held request cannot be stopped.
             computing = [req for req in queues.computing if not self._is_kept(req)]
             candidates = [*queues.decoding, *computing]
             if queues.num_holders == 1:
@@ -172,11 +174,12 @@ class DecodeScheduler:
         state.metrics.retractions.inc()
 
     def _stall_or_give_up(self, req: Req) -> None:
-        """No other request holds slots and `req` is short: only copies can hold the others."""
+        """Wait for copies in flight, or abort `req`: it lacks slots though no other request holds
+        any."""
         self.is_stalled = True
         if self._state.has_device_copies():
             return
-        logger.error("request %s has the pool to itself and no slots: some were lost", req.rid)
+        logger.error("request %s is alone in the pool and lacks slots: some were lost", req.rid)
         message = "the engine ran out of token slots"
         reason = FinishReason(type="abort", message=message, status_code=503)
         self._state.queues.abort(req, reason)

@@ -21,25 +21,26 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _LATE_S: Final = 60.0
-"""Compiling ends within this, one way or another; see `GrammarLimits`."""
+"""Seconds within which every compilation has ended or failed; see `GrammarLimits`."""
 
 
 class GrammarQueue:
-    """Gets the grammars of arriving requests, and their matchers when these are there.
+    """Asks for the grammars of arriving requests, and gives requests their matchers.
 
-    Every rank compiles for itself. Whether a compilation has ended, and how, is rank 0's to say:
-    `look` on rank 0 gives the results for the tick, and all ranks `follow` them.
+    Every rank compiles for itself. Rank 0 decides whether a compilation has ended or failed: its
+    `look` gives the results for the tick, and all ranks `follow` them.
 
     Args:
         make_backend: Called when the first constraint arrives, since the backend costs memory.
-            None: there is none. Raises ValueError where the model cannot be constrained.
+            None: constraints are refused. Raises ValueError if the model cannot be constrained.
     """
 
     def __init__(self, make_backend: Callable[[], GrammarBackend] | None) -> None:
         self._make_backend = make_backend
         self._backend: GrammarBackend | None = None
         self._num_compiling = 0
-        """Rank 0: an upper bound of the requests that wait for a grammar, updated by `look`."""
+        """Rank 0: upper bound of the number of requests that wait for a grammar; `look` updates
+        it."""
         self._asked: dict[str, GrammarTicket] = {}
         """Rank 0, within a tick: tickets of requests that are among its messages."""
 
@@ -50,8 +51,8 @@ class GrammarQueue:
 
         Args:
             queues: The requests that wait.
-            messages: Of the next tick. Their grammars are asked for here already: those that are
-                cached need not wait for the tick after it.
+            messages: Messages of the next tick. Their grammars are asked for at once, so that
+                requests with cached grammars do not wait for a later tick.
         """
         self._asked.clear()
         results: list[GrammarResult] = []
@@ -76,7 +77,7 @@ class GrammarQueue:
         return results
 
     def on_arrival(self, req: Req) -> FinishReason | None:
-        """Ask for the grammar of `req`; why it is refused, or None."""
+        """Ask for the grammar of `req`; return the reason to refuse the request, or None."""
         constraint = req.spec.sampling_params.constraint
         if constraint is None:
             return None
@@ -91,8 +92,8 @@ class GrammarQueue:
         return None
 
     def follow(self, results: Sequence[GrammarResult], queues: RequestQueues) -> None:
-        """All ranks: give matchers to those that wait and whose grammar is ready on rank 0; abort
-        those whose grammar failed there."""
+        """All ranks: give matchers to waiting requests whose grammar is ready on rank 0; abort
+        requests whose grammar failed there."""
         for result in results:
             req = queues.find(result.rid)
             ticket = None if req is None else req.progress.grammar_ticket
@@ -122,7 +123,7 @@ class GrammarQueue:
         ticket.wait(_LATE_S)
         if ticket.state is TicketState.READY:
             return ticket.grammar
-        # Its trial was late or failed here. That of rank 0 has shown that it is harmless.
+        # The trial was late or failed here. Rank 0's trial has shown that the grammar is harmless.
         assert self._backend is not None, "it was asked for the ticket"
         return self._backend.compile_now(ticket.constraint)
 

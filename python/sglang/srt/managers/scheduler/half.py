@@ -1,4 +1,4 @@
-"""What a scheduler asks of that half of its requests which another server computes."""
+"""Interface of a scheduler to the half of its requests that another server computes."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ if TYPE_CHECKING:
 
 
 class Half(Protocol):
-    """A server that only prefills, or only decodes, has one. Scheduler's thread."""
+    """Hooks of a server that only prefills or only decodes. Scheduler's thread."""
 
     def on_arrival(self, req: Req) -> FinishReason | None:
-        """A request was accepted; why it cannot be after all, or None."""
+        """A request was accepted. Returns the reason to refuse it after all, or None."""
 
     def on_refusal(self, message: TokenizedGenerateReqInput, reason: FinishReason) -> None:
         """A request was not accepted."""
 
     def on_declined(self, meeting: Bootstrap, reason: str) -> None:
-        """A request was refused before it came here. Its room may be another request's."""
+        """A request was refused before it came here. Another request may have the same room."""
 
     def is_remote(self, req: Req) -> bool:
         """Whether the prompt of a waiting request is computed elsewhere."""
@@ -38,37 +38,37 @@ class Half(Protocol):
         """A part of a prompt has its keys and values."""
 
     def keeps(self, req: Req) -> bool:
-        """Whether a request whose prompt is complete does not decode here."""
+        """Whether a request with a complete prompt stays held here, since it decodes elsewhere."""
 
     def hand_over(self, req: Req, reason: FinishReason | None) -> None:
-        """The prompt and the first token of a request that is kept are there.
+        """A kept request has its prompt computed and its first token sampled.
 
         Args:
-            reason: Why its first token ends it, or None.
+            reason: Reason why its first token ends it, or None.
         """
 
     def tick(self) -> None:
-        """Look for what has come and what can begin."""
+        """Take what has arrived, and begin the transfers that can begin."""
 
     def take_ended(self) -> Sequence[tuple[Req, FinishReason]]:
-        """Requests that have ended on this server."""
+        """Take the requests that have ended on this server."""
 
     def take_received(self) -> Sequence[tuple[Req, FirstToken]]:
-        """Requests whose prompt has come."""
+        """Take the requests whose prompt has arrived."""
 
     def on_end(self, req: Req, reason: FinishReason) -> bool:
-        """A request ends. Whether nothing touches its slots any more: where something does, it is
-        told to stop, and `take_let_go` has the request later."""
+        """A request ends. True: no transfer uses its slots. False: a transfer does; it is told to
+        stop, and `take_let_go` returns the request later."""
 
     def take_let_go(self) -> Sequence[Req]:
-        """Requests that have ended, and whose slots nothing touches any more."""
+        """Take the ended requests whose slots no transfer uses any more."""
 
     def close(self) -> None:
-        """End what runs beside the scheduler."""
+        """End the threads and transfers of the half."""
 
 
 class NoOtherHalf:
-    """The requests of a server that does both."""
+    """Hooks of a server that does both halves."""
 
     def on_arrival(self, req: Req) -> FinishReason | None:
         return None

@@ -1,4 +1,4 @@
-"""Handles messages: new requests are queued, aborts mark requests, the rest is for control."""
+"""Handles messages: queues new requests, marks requests to abort, passes control requests on."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 
 
 class InputHandler:
-    """Accepts and refuses requests, and ends those that are aborted."""
+    """Accepts and refuses requests, and ends aborted ones."""
 
     def __init__(
         self,
@@ -76,8 +76,7 @@ class InputHandler:
         return bool(self._state.queues.aborted)
 
     def end_aborted(self) -> None:
-        """End the requests that are marked, in whatever state they are. No step may be in
-        flight."""
+        """End the marked requests, in any state. No step may be in flight."""
         state = self._state
         for req in list(state.queues.aborted):
             assert req.progress.to_abort is not None
@@ -86,7 +85,8 @@ class InputHandler:
 
     def _arrive(self, message: TokenizedGenerateReqInput) -> None:
         if self._state.queues.find(message.rid) is not None:
-            # The server refuses these. An answer would end the stream of the request that lives.
+            # The server refuses used ids. An answer would end the stream of the request that has
+            # the id.
             logger.error("dropped a request: rid %s is in use", message.rid)
             return
         refusal = self._why_not(message)
@@ -122,7 +122,7 @@ class InputHandler:
         self._state.counters.aborted += 1
 
     def _why_not(self, message: TokenizedGenerateReqInput) -> FinishReason | None:
-        """Why a request cannot be accepted, or None."""
+        """Reason why a request cannot be accepted, or None."""
         limits = self._state.limits
         num_input = len(message.input_ids)
         if self._control.is_draining:
@@ -146,8 +146,8 @@ class InputHandler:
         return None
 
     def _look_ahead(self, req: Req) -> None:
-        """While the request waits, keep what L1 and L2 have of its prompt, and read from L3 what
-        they lack. A sample shares what is read for the request that computes its prompt."""
+        """While the request waits, keep its cached pages in L1 and L2, and read missing ones from
+        L3. A sample shares the pages that are read for the request that computes its prompt."""
         tree, queues = self._state.tree, self._state.queues
         key = req.match_key()
         match = tree.match_prefix(MatchPrefixParams(key, req=req.slots))

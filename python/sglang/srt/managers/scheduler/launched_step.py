@@ -1,4 +1,4 @@
-"""A step that was launched, until the CPU has its results; and one for which there is no memory."""
+"""A launched step until the CPU has its results, and the error for a step without memory."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ if TYPE_CHECKING:
     from sglang.srt.managers.scheduler.requests.req import Req
 
 _OF_THE_CPU: Final = "can't allocate memory"
-"""In the message of a plain RuntimeError, which is what torch raises for a CPU."""
+"""Part of the message of the RuntimeError that torch raises if the CPU's memory is short."""
 
 
 class StepResult:
     """Next tokens and their logprobs, copied to the CPU while the device goes on.
 
     Args:
-        output: The worker's. The next step may overwrite its tensors: they are read in order with
-            the current stream.
+        output: The worker's output. The next step may overwrite its tensors, so they are read in
+            order with the current stream.
         token_ids: int64 `[bs]`, likewise.
     """
 
@@ -47,7 +47,7 @@ class StepResult:
         self._top_ids: list[list[int]] = []
 
     def wait(self) -> None:
-        """Block until the copies have ended. Before, the other members are empty."""
+        """Block until the copies have ended. Before that the results are empty."""
         values = [None if tensor is None else tensor.tolist() for tensor in self._copies.wait()]
         self.token_ids = values[0] or []
         self._logprobs, self._top_values, self._top_ids = (value or [] for value in values[1:])
@@ -63,18 +63,18 @@ class StepResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaunchedStep:
-    """A batch that the device was given. Exactly one of `works` and `reqs` is not empty."""
+    """A batch that was launched on the device. Exactly one of `works` and `reqs` is not empty."""
 
     result: StepResult
     launched: float
     """`time.monotonic()` seconds."""
     works: list[PrefillWork] = field(default_factory=list)
-    """Row by row, of a prefill batch."""
+    """The rows of a prefill batch; empty for a decode step."""
     mostly_done: Event | None = None
-    """Recorded by a prefill batch where the device has little left to do. See
+    """Event that a prefill batch records when little of its work is left. See
     `Scheduler._launch_prefill`."""
     reqs: list[Req] = field(default_factory=list)
-    """Row by row, of a decode step."""
+    """The rows of a decode step; empty for a prefill batch."""
 
     @property
     def is_prefill(self) -> bool:
@@ -82,17 +82,17 @@ class LaunchedStep:
 
 
 class StepOutOfMemory(RuntimeError):
-    """The device has no memory for a step. Names the settings.
+    """The device has no memory for a step. The message names the settings.
 
     The memory of a step is set aside at start (`model_executor/pool_sizing.py`). The other ranks
-    are in the middle of the same step, some of them waiting for this rank's part of it, so that
-    nothing can be agreed on any more: it ends this rank, and the server with it.
+    are in the middle of the same step and may wait for this rank's part, so that the ranks cannot
+    agree on anything: the error ends this rank, and the server with it.
     """
 
 
 @contextmanager
 def naming_the_remedy() -> Iterator[None]:
-    """Around what runs on the device: raises `StepOutOfMemory` for a shortage of its memory."""
+    """Context for work on the device: turns a shortage of its memory into `StepOutOfMemory`."""
     try:
         yield
     except RuntimeError as error:

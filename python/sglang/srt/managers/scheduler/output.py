@@ -1,4 +1,4 @@
-"""What leaves a scheduler: token ids to the detokenizer, answers to the server."""
+"""Outputs of a scheduler: token ids to the detokenizer, answers to the server."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ if TYPE_CHECKING:
 
 
 class OutputCollector:
-    """Collects what leaves at the end of a tick.
+    """Collects the messages that leave at the end of a tick.
 
     A request that streams has an output for its first token, then one every `stream_interval`
     tokens, and one at its end. Any other request has one at its end.
 
     Args:
-        stream_interval: Tokens.
+        stream_interval: Tokens between two outputs.
     """
 
     def __init__(self, stream_interval: int) -> None:
@@ -40,7 +40,7 @@ class OutputCollector:
         self._outputs.append(_take_new(req))
 
     def refuse(self, output: RequestOutput) -> None:
-        """The only output of a request that was never accepted."""
+        """Add the only output of a request that was never accepted."""
         self._outputs.append(output)
 
     def answer(self, answer: ControlReqOutput) -> None:
@@ -48,7 +48,7 @@ class OutputCollector:
         self._answers.append(answer)
 
     def take(self) -> list[BatchTokenIDOutput | ControlReqOutput]:
-        """What was collected since the last call; tokens first."""
+        """Take the messages collected since the last call; tokens first."""
         taken: list[BatchTokenIDOutput | ControlReqOutput] = []
         if self._outputs:
             taken.append(BatchTokenIDOutput(outputs=self._outputs))
@@ -60,7 +60,7 @@ class OutputCollector:
 
 
 def _take_new(req: Req) -> RequestOutput:
-    """What `req` has to say that was not sent yet, and now is."""
+    """Take the part of the output of `req` that was not sent yet."""
     spec, progress, report = req.spec, req.progress, req.report
     begin = report.num_sent
     report.num_sent = num_output = len(progress.output_ids)

@@ -1,4 +1,4 @@
-"""What a scheduler is made of, and the one place where that is made."""
+"""The parts of a scheduler, and the one place where they are made."""
 
 from __future__ import annotations
 
@@ -72,21 +72,21 @@ class DecodePart(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerResources:
-    """What lies below a scheduler, built by `build_scheduler` or a test. The worker's pools and the
-    tree must be each other's."""
+    """Inputs of a scheduler, built by `build_scheduler` or a test. The tree must be on the worker's
+    pools."""
 
     worker: ModelWorker
     tree: BasePrefixCache
     metrics: SchedulerMetrics
     group: RankGroup = field(default_factory=SingleRank)
-    """The ranks, which are the tree's too."""
+    """The ranks; the tree has the same group."""
     new_decoder: DecoderFactory | None = None
-    """For stop strings and patterns; None: no request may have any."""
+    """Makes the decoders that stop strings and patterns need; None: no request may have any."""
     grammar_backend: Callable[[], GrammarBackend] | None = None
     """Makes the grammar backend when a request first needs it; None: constraints are refused.
-    Raises ValueError where the model cannot be constrained."""
+    Raises ValueError if the model cannot be constrained."""
     weight_seed: WeightSeed | None = None
-    """Tells other servers where the weights are; None: none may read them."""
+    """Gives other servers the addresses of the weights; None: none may read them."""
     make_half: Callable[[SchedulerState, Holder], Half] | None = None
     """Makes the part that talks to servers which compute the other half of requests; None: this
     one computes both."""
@@ -113,10 +113,10 @@ class SchedulerParts:
     outputs: OutputCollector
     half: Half
     overlap: bool = False
-    """Prepare each step while the device runs the one before it. Worth it where launching a
-    forward returns at once."""
+    """Prepare each step while the device runs the one before it. It pays if launching a forward
+    returns at once."""
     forward_guard: ForwardGuard = nullcontext
-    """Entered around launching a forward and around waiting for its end; the watchdog's."""
+    """The watchdog's context, entered to launch a forward and to wait for its end."""
 
 
 def make_parts(server_args: ServerArgs, resources: SchedulerResources) -> SchedulerParts:
@@ -124,7 +124,7 @@ def make_parts(server_args: ServerArgs, resources: SchedulerResources) -> Schedu
 
     Args:
         server_args: Resolved.
-        resources: Used by no other scheduler.
+        resources: Inputs that no other scheduler uses.
     """
     state = _make_state(server_args, resources)
     outputs = OutputCollector(server_args.stream_interval)

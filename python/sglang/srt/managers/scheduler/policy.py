@@ -1,7 +1,7 @@
-"""Who runs next: decisions over plain numbers, the same on every rank.
+"""Order and admission of requests: decisions over plain numbers, the same on every rank.
 
 Nothing here touches a pool, a tree, a clock or a socket. `managers/scheduler/prefill.py` and
-`managers/scheduler/decode.py` carry out what is decided here. Counts are tokens.
+`managers/scheduler/decode.py` carry the decisions out. Counts are tokens.
 
 Source: the scheduler of SGLang (github.com/sgl-project/sglang, `managers/schedule_policy.py`) for
 the rule of how much output to expect (`NewTokenEstimate` and `MAX_RESERVED_NEW_TOKENS`, upstream's
@@ -16,17 +16,18 @@ from enum import Enum
 from typing import Final, Protocol, TypeVar
 
 LPM_MAX_WAITING: Final = 128
-"""Beyond this many waiting requests, matching each of them costs more than the order gains."""
+"""Most waiting requests that are ordered by prefix: matching more costs more than it gains."""
 LPM_MAX_OVERTAKEN: Final = 128
-"""Later requests that may overtake a request; equal to the number that is ordered. Requests that
-share a prefix in use go first, and a request that shares none still gets its turn."""
+"""Later requests that may overtake a request; equal to `LPM_MAX_WAITING`. Requests that share a
+prefix in use go first, and a request that shares none still gets its turn."""
 MAX_RESERVED_NEW_TOKENS: Final = 4096
-"""Tokens. Outputs rarely get as long as their limit; reserving for more would leave slots idle."""
+"""Most output tokens to reserve slots for. Outputs rarely reach their limit; reserving for more
+would leave slots idle."""
 MAX_PREFILLS_IN_TURN: Final = 8
-"""Prefills in a row while requests decode, where a target allows more than one."""
+"""Most prefills in a row while requests decode, if a target allows more than one."""
 MAX_DECODE_STEPS_A_PREFILL: Final = 64
-"""Decode steps for each prefill in a row, at most, while prompts wait: this bounds the delay of
-prompts where even decoding by itself misses the target."""
+"""Most decode steps for each prefill in a row while prompts wait. It bounds the delay of prompts if
+even decoding by itself misses the target."""
 
 
 class SchedulePolicy(str, Enum):
@@ -35,20 +36,22 @@ class SchedulePolicy(str, Enum):
     FCFS = "fcfs"
     """First come, first served."""
     LPM = "lpm"
-    """Longest prefix match first: what is cached is used before it is evicted. A request that
-    `LPM_MAX_OVERTAKEN` later ones have overtaken is overdue, and goes before all that are not."""
+    """Longest prefix match first, so that cached pages are used before they are evicted. A request
+    that `LPM_MAX_OVERTAKEN` later ones have overtaken is overdue: it goes before all that are
+    not."""
 
 
 class Arrival(Protocol):
-    """What ordering needs to know of a request."""
+    """Facts of a request that ordering uses."""
 
     @property
     def arrival_number(self) -> int:
-        """Place in the order of arrival. A request keeps it when it is retracted."""
+        """Place in the order of arrival. A retracted request keeps it."""
 
     @property
     def turn(self) -> int:
-        """Requests admitted since the start, once all that were ahead of it on arrival are."""
+        """Count of requests admitted since the start at which all that were ahead of this one on
+        arrival have been admitted."""
 
 
 R = TypeVar("R", bound=Arrival)
@@ -67,8 +70,8 @@ def order_waiting(
         waiting: Requests.
         matched_tokens: Tokens of a request that are cached; only called for `lpm`.
         num_admitted: Requests admitted since the start. With `lpm` at most `LPM_MAX_OVERTAKEN`
-            later requests go before one that waits, one more for each that was ahead of it on
-            arrival, and those of the batch that is being made. Counts, not clocks, so that ranks
+            later requests go before one that waits, plus one for each that was ahead of it on
+            arrival, plus those of the batch that is being made. Counts, not clocks, so that ranks
             agree.
     """
     if policy is SchedulePolicy.FCFS or len(waiting) > LPM_MAX_WAITING or len(waiting) < 2:
@@ -89,7 +92,7 @@ def ceil_to_page(tokens: int, page_size: int) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchLimits:
-    """What a batch may not exceed."""
+    """Limits of a batch."""
 
     page_size: int
     max_running_requests: int
@@ -115,14 +118,14 @@ class BatchLimits:
 
 
 class AddOutcome(Enum):
-    """What `PrefillAdder.plan` says to one request."""
+    """Answer of `PrefillAdder.plan` to one request."""
 
     ADDED = "added"
     """The whole rest of the prompt is computed now."""
     CHUNKED = "chunked"
-    """A first part of it is computed now; nothing can be added after it."""
+    """A first part of it is computed now; no request can be added after it."""
     NO_MEMORY = "no memory"
-    """The pool cannot hold it beside what runs."""
+    """The pool cannot hold it beside the running requests."""
     NO_BUDGET = "no budget"
     """This batch is full; the next one has room."""
 
@@ -144,9 +147,9 @@ class PrefillAdder:
     """Budgets of one prefill batch. `plan` asks, `commit` takes.
 
     Args:
-        limits: Of any batch.
+        limits: Limits of every batch.
         num_running: Requests that decode, or whose prompt is being computed.
-        reserved_tokens: Slots that those are expected to need yet.
+        reserved_tokens: Slots that those requests are expected to need yet.
     """
 
     def __init__(self, limits: BatchLimits, num_running: int, reserved_tokens: int) -> None:
@@ -159,18 +162,18 @@ class PrefillAdder:
         self._num_added = 0
 
     def plan_next_chunk(self, rest: int) -> AddPlan:
-        """The next part of a prompt that was cut. Its slots were counted when it was added."""
+        """Plan the next part of a prompt that was cut. Its slots were counted when it was added."""
         return self._plan_extend(rest)
 
     def plan(self, rest: int, load: int, new_tokens: int, free_tokens: int) -> AddPlan:
-        """Whether a waiting request may join.
+        """Decide whether a waiting request may join.
 
         Args:
-            rest: Prompt tokens after what is cached. 0: the last one is computed nevertheless, and
-                needs no slot.
+            rest: Prompt tokens after the cached ones. 0: the last token is computed nevertheless,
+                and needs no slot.
             load: Tokens cached on the host, which need device slots before they are loaded.
             new_tokens: Slots to expect for its output.
-            free_tokens: Slots that are free or can be evicted, after locking what it reuses.
+            free_tokens: Slots that are free or can be evicted, after locking the pages it reuses.
         """
         if self._num_running + self._num_added >= self._limits.max_running_requests:
             return AddPlan(AddOutcome.NO_BUDGET)
@@ -180,7 +183,8 @@ class PrefillAdder:
         return self._plan_extend(max(rest, 1))
 
     def commit(self, plan: AddPlan, reserve: int) -> None:
-        """Take what `plan` granted; `reserve`: slots that the request will need after this step."""
+        """Take the tokens that `plan` granted; `reserve`: slots that the request will need after
+        this step."""
         assert plan.is_admitted
         self._num_added += 1
         self._budget -= plan.extend_tokens
@@ -195,7 +199,7 @@ class PrefillAdder:
             # A prompt that exceeds the budget of a batch has a batch to itself.
             is_first = self._num_added == 0
             return AddPlan(AddOutcome.ADDED, rest) if is_first else AddPlan(AddOutcome.NO_BUDGET)
-        # A cut at a page boundary lets the tree take over all that was computed.
+        # A cut at a page boundary lets the tree take over all computed pages.
         part = self._budget // self._limits.page_size * self._limits.page_size
         if part == 0:
             return AddPlan(AddOutcome.NO_BUDGET)
@@ -203,13 +207,13 @@ class PrefillAdder:
 
 
 class Turns:
-    """Whether a prefill or a decode step comes next, where both could.
+    """Decides whether a prefill or a decode step comes next, if both are possible.
 
     Without a target they alternate, so that neither starves. With a target, waiting prompts are
     computed in a row. Decode steps follow until the mean time between tokens since that row began
     is down to the target: after `p` seconds of prefills, with steps of `d` seconds, that takes
-    `p / (target - d)` steps. Tokens come faster and first tokens later. Prefills go in a row since
-    requests that are prefilled together decode together: fuller steps, and fewer of them.
+    `p / (target - d)` steps. Tokens come faster and first tokens later. Prefills go in a row
+    because requests that are prefilled together decode together: steps are fuller, and fewer.
 
     Args:
         target: Mean seconds between two tokens of a request; None: alternate.
@@ -249,9 +253,9 @@ class NewTokenEstimate:
     It starts high, falls with each decode step, and jumps back up when requests were retracted. It
     depends on counts of steps and tokens alone, so that all ranks agree.
 
-    Source: SGLang, whose start (0.7, SGLANG_INIT_NEW_TOKEN_RATIO), linear decay (600 steps,
-    SGLANG_NEW_TOKEN_RATIO_DECAY_STEPS) and scaling by --schedule-conservativeness these are. It
-    goes down to 0.14 of the start, this to 0.2.
+    Source: SGLang, for the start (0.7, SGLANG_INIT_NEW_TOKEN_RATIO), the linear decay (600 steps,
+    SGLANG_NEW_TOKEN_RATIO_DECAY_STEPS) and the scaling by --schedule-conservativeness. SGLang's
+    estimate falls to 0.14 of the start, this one to 0.2.
     """
 
     _START = 0.7
@@ -260,7 +264,7 @@ class NewTokenEstimate:
 
     def __init__(self, conservativeness: float) -> None:
         """Args:
-        conservativeness: Above 1 admits fewer requests; below 1 more.
+        conservativeness: Factor of the start; above 1 admits fewer requests, below 1 more.
         """
         self._ceiling = min(1.0, self._START * conservativeness)
         self._floor = self._ceiling * self._FLOOR_SHARE

@@ -1,4 +1,4 @@
-"""Gives the results of a step to its requests: tokens, logprobs, and whether they end."""
+"""Applies the results of a step to its requests: tokens, logprobs, and ends."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _DEAD_END = FinishReason(
 
 
 class ResultProcessor:
-    """Moves requests on after the forward of their batch."""
+    """Updates requests after the forward of their batch."""
 
     def __init__(
         self,
@@ -48,7 +48,7 @@ class ResultProcessor:
             self._on_decode(step.reqs, step.result)
 
     def _on_prefill(self, works: list[PrefillWork], result: StepResult) -> None:
-        """Requests whose prompts are complete decode from now on, here or elsewhere."""
+        """Let requests with complete prompts decode, here or on another server."""
         state = self._state
         complete: list[Req] = []
         kept: list[Req] = []
@@ -86,8 +86,8 @@ class ResultProcessor:
         self._state.counters.decode_steps += 1
 
     def follow_half(self) -> None:
-        """End the requests that are over since another server has done, or failed to do, the other
-        half; let those decode whose prompt has come from there; take back slots."""
+        """Apply the progress of other servers: end the requests whose other half is done or has
+        failed, let requests decode whose prompt has arrived, take back slots."""
         for req in self._half.take_let_go():
             self._state.release(req)
             self._state.queues.let_go(req)
@@ -113,8 +113,7 @@ class ResultProcessor:
             self._state.queues.join(going_on)
 
     def end(self, req: Req, reason: FinishReason) -> None:
-        """`req` ends now, in whatever state it is. Slots that something still touches come back
-        later."""
+        """End `req`, in any state. Slots that a transfer still uses come back later."""
         state, report = self._state, req.report
         if report.stages.prefill is not None:
             seconds = time.monotonic() - report.stage_began
@@ -147,14 +146,14 @@ class ResultProcessor:
         progress = req.progress
         progress.output_ids.append(token)
         if progress.matcher is not None and not progress.matcher.accept_token(token):
-            # Nothing in the vocabulary fits what the grammar wants next.
+            # No token of the vocabulary continues the grammar.
             self._state.queues.abort(req, _DEAD_END)
         if not req.spec.is_probe:
             self._state.metrics.num_generated += 1
 
     def _end_finished(self, reqs: list[Req]) -> list[Req]:
-        """End those of `reqs` that their newest token ends, and output it for the others, which are
-        returned."""
+        """End those of `reqs` whose newest token ends them; output the token for the others, and
+        return these."""
         going_on: list[Req] = []
         for req, reason in zip(reqs, self._stop_checker.check(reqs), strict=True):
             if reason is not None:

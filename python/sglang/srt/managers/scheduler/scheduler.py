@@ -1,9 +1,10 @@
 """The scheduler of one rank: in every tick it handles messages, launches at most one batch, and
-returns what there is to send.
+returns its outputs.
 
-`step` is the whole of it and does no I/O of its own; `run` is the loop around it. Ranks that are
-given the same ticks decide the same: the state and the message order decide, and what the ranks
-agree on (the cache's ballot, the votes of a half), never a clock or a finished copy of one rank.
+`step` is one tick and does no I/O of its own; `run` is the loop around it. Ranks with the same
+ticks decide the same: decisions depend on the state, the order of messages and the agreements of
+the ranks (the cache's ballot, the votes of a half), never on a clock or a finished copy of one
+rank.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ SchedulerOutput = BatchTokenIDOutput | ControlReqOutput
 
 
 class Channel(Protocol):
-    """Rank 0's way to the other processes."""
+    """Rank 0's connection to the other processes."""
 
     def receive(self, timeout_ms: int) -> list[ToScheduler]:
         """Messages that are there, after waiting at most `timeout_ms` for the first."""
@@ -52,11 +53,11 @@ class Channel(Protocol):
 class Scheduler:
     """Continuous batching over one model worker. One thread uses it.
 
-    A tick launches either a prefill batch or a decode step; where both could be, `Turns` says
-    which, so that neither starves. With `SchedulerParts.overlap` the tick then processes the step
-    that was launched in the tick before: the device runs one while the CPU is busy with the other.
-    Outputs are the same. A request whose end is known only then has run one step too many, whose
-    token is dropped.
+    A tick launches either a prefill batch or a decode step; if both are possible, `Turns` decides,
+    so that neither starves. With `SchedulerParts.overlap` the tick then processes the step that was
+    launched in the tick before: the device runs one step while the CPU is busy with the other.
+    Outputs are the same. A request whose end becomes known only then has run one step too many; the
+    token of that step is dropped.
     """
 
     def __init__(self, parts: SchedulerParts) -> None:
@@ -99,11 +100,11 @@ class Scheduler:
         return self._parts.outputs.take()
 
     def run(self, channel: Channel) -> None:
-        """Rank 0's loop: make ticks, give them to every rank and step, until a shutdown is
+        """Rank 0's loop: make ticks, send them to the other ranks and step, until a shutdown is
         complete.
 
         Args:
-            channel: Where messages come from and go to.
+            channel: Channel that messages come from and go to.
         """
         while not self.is_stopped:
             timeout = self.poll_timeout_ms()
@@ -119,8 +120,8 @@ class Scheduler:
                 channel.send(output)
 
     def run_beside(self) -> None:
-        """The loop of every other rank: step by rank 0's ticks until a shutdown is complete. The
-        outputs are dropped, since rank 0 sends them."""
+        """Loop of every other rank: run rank 0's ticks until a shutdown is complete. The outputs
+        are dropped, since rank 0 sends them."""
         while not self.is_stopped:
             self._step_or_verify(decode_tick(self._parts.group.broadcast(None)))
 
@@ -131,12 +132,12 @@ class Scheduler:
 
         Args:
             now: `time.monotonic()` seconds.
-            messages: What has come since the last.
-            is_idle: Nothing has, for a while.
+            messages: Messages that came since the last tick.
+            is_idle: Whether none has come for a while.
         """
         state = self._state
         is_full = len(state.queues.waiting) >= state.limits.max_queued_requests
-        # Nothing is compiled for requests that are going to be refused.
+        # No grammar is compiled for requests that are going to be refused.
         coming = () if is_full or self._parts.control.is_draining else messages
         return Tick(now, messages, self._parts.grammar.look(state.queues, coming), is_idle)
 
@@ -146,23 +147,23 @@ class Scheduler:
         return self.step(tick)
 
     def close(self) -> None:
-        """End the threads of the cache and what compiles grammars."""
+        """End the threads of the cache, and the grammars' threads and processes."""
         self._parts.half.close()
         self._parts.grammar.close()
         self._state.tree.shutdown()
 
     def is_idle(self) -> bool:
-        """Whether there is nothing to do until a message comes."""
+        """Whether no work is left until a message comes."""
         return not self._parts.control.busy() and not self._parts.control.is_waiting
 
     def poll_timeout_ms(self) -> int:
-        """How long the loop may wait for a message."""
+        """Milliseconds for which the loop may wait for a message."""
         if self._did_forward:
             return 0
         return _IDLE_POLL_MS if self.is_idle() else _BUSY_POLL_MS
 
     def verify_once(self) -> None:
-        """Check the books, unless nothing has run since they were last checked.
+        """Check the books, unless no tick has changed them since the last check.
 
         Raises:
             AssertionError: Slots were lost or have two owners.
@@ -174,11 +175,11 @@ class Scheduler:
 
     def _run_batch(self) -> bool:
         """Launch a step, and process the step before it, which the device ran meanwhile. False:
-        there was nothing to do."""
+        there was no step to launch or process."""
         state = self._state
         was_in_flight = state.in_flight is not None
         launched = self._launch()
-        # While the device computes: issuing copies takes the CPU milliseconds.
+        # Issued while the device computes, since issuing copies takes the CPU milliseconds.
         state.tree.start_writing_host_cache()
         before, state.in_flight = state.in_flight, launched
         if before is not None:
@@ -188,7 +189,7 @@ class Scheduler:
         return launched is not None or was_in_flight
 
     def _settle(self) -> None:
-        """Process the step in flight: from then on the state of every request is known."""
+        """Process the step in flight, after which the state of every request is known."""
         step, self._state.in_flight = self._state.in_flight, None
         if step is not None:
             self._process(step)
@@ -204,15 +205,15 @@ class Scheduler:
         self._last_end = now
 
     def _launch(self) -> LaunchedStep | None:
-        """Launch the next step; None: nothing can run."""
+        """Launch the next step; None: no step can run."""
         state, decoding = self._state, self._state.queues.decoding
         is_prefill_turn = not decoding or (
             self._parts.turns.is_prefills(state.now) and not self._parts.decode.is_stalled
         )
         step = self._launch_prefill() if is_prefill_turn else None
         if step is None and not decoding and state.in_flight is not None:
-            # Only its requests can decode. Their first tokens are sent before the next tick, which
-            # spends a millisecond of the CPU on launching a step for their second.
+            # Only the requests of that step can decode. Send their first tokens now: the next tick
+            # spends a millisecond of the CPU on launching a step for their second tokens.
             self._settle()
             return None
         return step or self._launch_decode()
@@ -224,8 +225,8 @@ class Scheduler:
             self._settle()  # The next part goes on where its logprobs end.
         before = state.in_flight
         if before is not None and before.mostly_done is not None:
-            # Else launching blocks as soon as the driver's queue is full, and holds the interpreter
-            # meanwhile: the threads of L3 would get nothing done during long prefills.
+            # Otherwise launching blocks once the driver's queue is full, and holds the
+            # interpreter's lock: the threads of L3 would stand still during long prefills.
             with self._parts.forward_guard(), naming_the_remedy():
                 before.mostly_done.synchronize()
         scheduled = self._parts.prefill.schedule()
@@ -260,13 +261,13 @@ class Scheduler:
         return LaunchedStep(result=result, launched=started, reqs=list(decoding.reqs))
 
     def _forward(self, batch: ModelWorkerBatch) -> tuple[StepResult, torch.Tensor]:
-        """Launch a forward: its result, and int64 `[bs]` on the device, its tokens."""
+        """Launch a forward; return its result, and its tokens, int64 `[bs]` on the device."""
         with self._parts.forward_guard(), naming_the_remedy():
             output, token_ids = self._parts.worker.forward_batch_generation(batch)
             return StepResult(output, token_ids), token_ids
 
     def _prepare_decode(self) -> bool:
-        """Slots and sampling for the next decode step. False: none can run."""
+        """Prepare slots and sampling of the next decode step. False: none can run."""
         state, decode = self._state, self._parts.decode
         num_ready = decode.gather()
         if state.in_flight is not None and not decode.can_run_ahead():
@@ -278,7 +279,7 @@ class Scheduler:
             return True
         if state.in_flight is None:
             return False
-        # Requests that end with that step may give back enough slots. Else some are retracted.
+        # Requests that end with that step may give back enough slots. If not, some are retracted.
         self._settle()
         return decode.gather() > 0 and decode.prepare()
 

@@ -1,12 +1,12 @@
-"""Recurrent states around a step: where a request starts, and where it leaves a snapshot.
+"""Recurrent states around a step: the state that a request starts from, and its snapshots.
 
 A request never runs on a state of the tree. Its first step reads the state at the end of its
 cached prefix and writes a slot of its own. Steps leave snapshots in spare slots, at positions that
-are known before they are launched, since steps overlap: a running state may be a token too far by
-the time the CPU knows that its request has ended. The tree takes a snapshot over together with the
-pages before it.
+are known before they are launched. The running state itself is no use to the tree: steps overlap,
+so it may be a token too far by the time the CPU knows that its request has ended. The tree takes
+over a snapshot together with the pages before it.
 
-For a model without recurrent states nothing here does anything.
+For a model without recurrent states all calls have no effect.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ class Snapshots:
     """Snapshots of the requests of one scheduler. Scheduler thread only.
 
     Args:
-        tree: Takes snapshots over, and gives its oldest up where slots are short.
-        pool: Where recurrent states are, if the tree keeps some; None: the model has none.
-        interval: Tokens between the snapshots of a request that decodes; 0: none then.
+        tree: Takes over snapshots, and evicts its oldest if slots are short.
+        pool: Pool of the recurrent states, used if the tree keeps states; None: the model has none.
+        interval: Tokens between the snapshots of a request that decodes; 0: it leaves none.
 
     Raises:
         ValueError: The interval is no multiple of the distance between possible snapshots.
@@ -49,32 +49,32 @@ class Snapshots:
             )
 
     def make_room(self) -> None:
-        """A request is about to need a state to run on: if none is free, the tree gives one up."""
+        """Evict a state of the tree if no slot is free for a request that is about to start."""
         if self._pool is not None and not self._pool.available_size():
             self._tree.evict(EvictParams(mamba_num=1))
 
     def shorten(self, extend_len: int, begin: int, branching: int | None) -> int:
-        """How many tokens the first step of a prompt computes.
+        """Number of tokens that the first step of a prompt computes.
 
-        It ends where others have diverged from what is known of the prompt, so that it leaves a
-        snapshot there for those who come next.
+        The step ends where other prompts have diverged from this one, so that it leaves a snapshot
+        there for later prompts.
 
         Args:
-            extend_len: How many it would compute.
+            extend_len: Tokens that it would compute.
             begin: Tokens before them.
-            branching: Tokens before that place; None: there is none.
+            branching: Tokens before the place of divergence; None: there is none.
         """
         if branching is None or not begin < branching < begin + extend_len:
             return extend_len
         return branching - begin
 
     def in_prefill(self, req: Req, extend_len: int) -> tuple[int, int]:
-        """The slot that takes a snapshot of a prefill, and after how many of its tokens; (0, 0):
-        it leaves none."""
+        """Slot for the snapshot of a prefill, and the number of its tokens before it; 0 and 0: none
+        is taken."""
         if self._alignment is None or req.spec.is_probe:
             return 0, 0
         begin = req.progress.kv_committed_len
-        # Behind the last token of a prompt, a state is of no use to the same prompt.
+        # A state after the last token of a prompt is of no use to the same prompt.
         is_last = extend_len == req.progress.uncommitted_tokens
         end = (begin + extend_len - is_last) // self._alignment * self._alignment
         if end <= begin:
@@ -90,15 +90,16 @@ class Snapshots:
     def in_decoding(
         self, reqs: Sequence[Req], seq_lens: Sequence[int]
     ) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Which requests leave a snapshot of a decode step, which is going to be launched.
+        """Choose the requests that leave a snapshot of a decode step, which is going to be
+        launched.
 
         Args:
-            reqs: Row by row.
+            reqs: Requests of the batch, row by row.
             seq_lens: Their context lengths, the token of this step included.
 
         Returns:
-            Their rows in the batch, int64 `[n]`, and the slots that take the snapshots, likewise,
-            on the device; None: no request leaves one.
+            Their rows in the batch, and the slots for the snapshots, both int64 `[n]` on the
+            device; None: no request leaves one.
         """
         if self._alignment is None or not self._interval:
             return None
@@ -115,9 +116,9 @@ class Snapshots:
         return rows, on_device(list(taken.values()), device, torch.int64)
 
     def on_decoded(self, req: Req) -> None:
-        """A decode step of `req` has ended, its token counted: the snapshot that it left, if any,
-        takes the place of the one before. The tree gets the last when the request ends: earlier
-        ones would only cost others theirs."""
+        """A decode step of `req` has ended, and its token is counted. The snapshot that it left, if
+        any, replaces the one before. The tree gets the last one when the request ends: earlier ones
+        would only displace states of other prefixes."""
         slots = req.slots
         if slots.snapshot_in_flight == req.progress.kv_committed_len:
             last = slots.snapshot_slot
@@ -126,8 +127,8 @@ class Snapshots:
             slots.snapshot_in_flight = None
 
     def release(self, req: Req) -> None:
-        """Free the slot that `req` has for its next snapshot. What still writes to it was queued
-        before whatever uses it next."""
+        """Free the slot that `req` has for its next snapshot. A write in flight is safe: it was
+        queued before every later use of the slot."""
         slot, req.slots.snapshot_slot = req.slots.snapshot_slot, None
         if slot is not None:
             assert self._pool is not None, "the pool alone hands out such slots"

@@ -1,4 +1,4 @@
-"""What the parts of a scheduler share: the queues, the pools, the tree, the counts.
+"""State that the parts of a scheduler share: the queues, the pools, the tree, the counts.
 
 Every rank has the same state at every tick. `now` is rank 0's clock on all of them.
 """
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class SchedulerCounters:
-    """Since the start, for the internal state."""
+    """Counts since the start, for the internal state."""
 
     ticks: int = 0
     prefill_batches: int = 0
@@ -46,7 +46,7 @@ class SchedulerCounters:
 
 @dataclass(slots=True, kw_only=True)
 class SchedulerState:
-    """What the parts of a scheduler share. Where a request is, `queues` alone knows."""
+    """State that the parts of a scheduler share. Only `queues` has the states of requests."""
 
     tree: BasePrefixCache
     pools: BatchPools
@@ -61,7 +61,7 @@ class SchedulerState:
     snapshots: Snapshots
     queues: RequestQueues = field(default_factory=RequestQueues)
     in_flight: LaunchedStep | None = None
-    """The step that was launched and whose results have not been processed."""
+    """The launched step whose results have not been processed."""
     counters: SchedulerCounters = field(default_factory=SchedulerCounters)
     now: float = 0.0
     """`time.monotonic()` of rank 0 at the start of this tick."""
@@ -106,12 +106,12 @@ class SchedulerState:
         return ceil_to_page(tokens, self.limits.page_size)
 
     def release(self, req: Req) -> None:
-        """Give back what `req` holds on the device: see `release_slots`."""
+        """Give back all that `req` holds on the device: see `release_slots`."""
         release_slots(req, self.tree, self.pools)
         self.snapshots.release(req)
 
     def check_integrity(self) -> None:
-        """Check that every slot has one owner, and every recurrent state.
+        """Check that every slot and every recurrent state has one owner.
 
         Raises:
             AssertionError: Slots were lost or have two owners.
@@ -135,8 +135,8 @@ class SchedulerState:
         """Sampling parameters of a batch, its requests' history included.
 
         Args:
-            reqs: Row by row.
-            samples: Row by row, whether its token is used; None: all are.
+            reqs: Requests of the batch, row by row.
+            samples: Whether the token of each row is used; None: all are.
         """
         grammars = [
             self._grammar_row(row, req)

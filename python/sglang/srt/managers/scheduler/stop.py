@@ -28,14 +28,14 @@ _decoder = msgspec.msgpack.Decoder(list[FinishReason | None])
 
 
 class StopChecker:
-    """Stop tokens and lengths for all requests, stop strings and patterns for those that have some.
+    """Checks stop tokens and lengths of all requests, and stop strings and patterns where present.
 
-    Patterns and grammars have a budget of CPU time, which no two ranks measure alike. So rank 0
-    alone checks the requests that have one, and tells the others.
+    Patterns and grammars have a budget of CPU time, which differs between ranks. So rank 0 alone
+    checks the requests that have one, and broadcasts the results.
 
     Args:
-        new_decoder: Makes the decoder of a request with stop strings or patterns; None where there
-            is no tokenizer, and then no request may have any.
+        new_decoder: Makes the decoder of a request with stop strings or patterns; None: there is no
+            tokenizer, and no request may have any.
         group: The ranks.
     """
 
@@ -44,8 +44,8 @@ class StopChecker:
         self._group = group
 
     def check(self, reqs: Sequence[Req]) -> list[FinishReason | None]:
-        """Why each of `reqs` ends with its last output token, or None. A collective if one of them
-        has a pattern or a grammar."""
+        """For each of `reqs` the reason why its last output token ends it, or None. A collective if
+        one of them has a pattern or a grammar."""
         timed = [req for req in reqs if _is_timed(req)] if self._group.size > 1 else []
         if not timed:
             return [self._check(req) for req in reqs]
@@ -97,5 +97,5 @@ class StopChecker:
 
 
 def _is_timed(req: Req) -> bool:
-    """Whether CPU time has a part in the end of `req`. Does not change while it runs."""
+    """Whether the end of `req` depends on CPU time. It does not change while the request runs."""
     return req.progress.matcher is not None or bool(req.spec.sampling_params.stop_patterns)

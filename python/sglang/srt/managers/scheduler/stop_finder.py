@@ -23,9 +23,9 @@ MATCH_BURST: Final = 0.002
 """CPU seconds that a request's patterns may use beyond `MATCH_COST`."""
 MATCH_COST: Final = 0.0002
 """CPU seconds for each token. A search that backtracks little takes microseconds; catastrophic
-backtracking takes for ever."""
+backtracking does not end."""
 _TAIL_CHARS: Final = 2 * MAX_MATCH_CHARS
-"""Characters kept for patterns: what is searched, and what lookbehinds and `^` see before it."""
+"""Characters kept for patterns: the searched part, and the context of lookbehinds and `^`."""
 
 
 class StopRegexTooSlow(Exception):
@@ -34,7 +34,7 @@ class StopRegexTooSlow(Exception):
 
 @dataclass(frozen=True, slots=True, order=True)
 class StopMatch:
-    """What ended an output."""
+    """The stop that ended an output."""
 
     begin: int
     """Characters of the output before it."""
@@ -46,8 +46,8 @@ class StopFinder:
     """Decodes one request's output and looks for its stops.
 
     Args:
-        params: Normalised.
-        decoder: New, and used by this request only.
+        params: Normalised parameters.
+        decoder: New decoder for this request alone.
     """
 
     def __init__(self, params: SamplingParams, decoder: TextDecoder) -> None:
@@ -63,22 +63,23 @@ class StopFinder:
         """Characters before `_text`."""
         self._num_fed = 0
         self.match: StopMatch | None = None
-        """What ended the output, once `advance` has found it."""
+        """The stop that ended the output, once `advance` has found it."""
 
     def shown_chars(self, *, ended: bool) -> int | None:
-        """Characters of the output that may be shown, as `RequestOutput.shown_chars`: up to the
-        stop that was found; while the output may grow, up to where a pattern may still match."""
+        """Characters of the output that may be shown, as in `RequestOutput.shown_chars`: up to the
+        stop that was found; while the output may grow, up to the place where a pattern may still
+        match."""
         if self.match is not None:
             return self.match.begin
         return None if ended else min((scan.begin for scan in self._scans), default=None)
 
     def advance(self, output_ids: Sequence[int], *, may_stop: bool) -> StopMatch | None:
-        """Search what the new tokens of `output_ids` add to the text.
+        """Search the text that the new tokens of `output_ids` add.
 
         Args:
             output_ids: All of the output.
-            may_stop: Whether a stop may end the output yet. A stop that is complete before it may
-                does not end the output later either.
+            may_stop: Whether a stop may end the output already. A stop that is complete before that
+                never ends the output.
 
         Returns:
             The stop that the new tokens complete; the first in the text, if several.
@@ -104,7 +105,7 @@ class StopFinder:
         return self.match
 
     def _find_strings(self, old: int) -> list[StopMatch]:
-        """Stop strings that end behind the first `old` characters of the text."""
+        """Stop strings that end after the first `old` characters of the text."""
         found = []
         for stop in self._stops:
             position = self._text.find(stop, max(0, old - len(stop) + 1))
@@ -125,19 +126,19 @@ class _MatchCredit:
         self._seconds = MATCH_BURST
 
     def add(self, num_tokens: int) -> None:
-        """The time that comes with `num_tokens` tokens."""
+        """Add the time of `num_tokens` tokens."""
         self._seconds = min(self._seconds + num_tokens * MATCH_COST, MATCH_BURST)
 
     def search(self, pattern: regex.Pattern[str], text: str, begin: int) -> regex.Match[str] | None:
-        """The first match that begins at `begin` or behind; where there is none, the first
-        beginning of one that the end of the text cuts off."""
+        """The first match that begins at or after `begin`; if there is none, the first partial
+        match that the end of the text cuts off."""
         while self._seconds > 0:
             limit = self._seconds
             started = time.thread_time()
             try:
                 match = pattern.search(text, begin, partial=True, timeout=limit)
             except TimeoutError:
-                # The library's limit is wall time: a thread that had to wait may try again.
+                # The library's limit is wall time: a thread that was descheduled may try again.
                 if time.thread_time() - started >= limit / 2:
                     self._seconds = 0.0
                 continue
@@ -149,11 +150,12 @@ class _MatchCredit:
 
 
 class _PatternScan:
-    """Where one pattern may match, as the text grows.
+    """Search for one pattern in a growing text.
 
-    A search says where the end of the text cuts a match off: no match can begin before that place
-    any more. One exception: an assertion such as `\\B` may have failed only because the text ended
-    there. So the place that the search before gave is used: its end is inside the text by now.
+    A search gives the place where the end of the text cuts a match off: no later match can begin
+    before that place. One exception: an assertion such as `\\B` may have failed only because the
+    text ended there. So the place from the search before is used: the end it saw is now inside the
+    text.
     """
 
     def __init__(self, source: str) -> None:
@@ -164,13 +166,13 @@ class _PatternScan:
         self._pattern = compile_stop_regex(source)
 
     def search(self, text: str, offset: int, credit: _MatchCredit, *, may_stop: bool) -> int | None:
-        """Where the first match begins, None where there is none.
+        """Position at which the first match begins, None if there is none.
 
         Args:
             text: The end of the output.
             offset: Characters before `text`.
-            credit: Pays for it.
-            may_stop: False passes over all matches that there are.
+            credit: CPU time that the search uses.
+            may_stop: False: skip all matches.
         """
         position = self.begin - offset
         match = credit.search(self._pattern, text, position)

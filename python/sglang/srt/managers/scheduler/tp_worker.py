@@ -1,4 +1,4 @@
-"""The model's side of one scheduler: runs a batch and samples its next tokens."""
+"""The model worker of a scheduler: runs a batch and samples its next tokens."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class ModelWorker(Protocol):
-    """What the scheduler needs of a worker."""
+    """Interface of a worker to the scheduler."""
 
     @property
     def req_to_token_pool(self) -> ReqToTokenPool: ...
@@ -37,11 +37,12 @@ class ModelWorker(Protocol):
     def forward_batch_generation(
         self, batch: ModelWorkerBatch
     ) -> tuple[LogitsProcessorOutput, torch.Tensor]:
-        """Run one step; int64 `[bs]` on the device: each request's next token."""
+        """Run one step. The second result is each request's next token, int64 `[bs]` on the
+        device."""
 
 
 class TpModelWorker:
-    """One rank's `ModelRunner`, its pools made, with the sampler. One thread uses it."""
+    """One rank's `ModelRunner` with its pools, and the sampler. One thread uses it."""
 
     def __init__(self, model_runner: ModelRunner) -> None:
         self._runner = model_runner

@@ -22,7 +22,7 @@ def end_process() -> None:
 
 
 class ForwardWatchdog:
-    """Watches how long the forward under way has taken.
+    """Ends the process if the forward under way takes too long.
 
     Owns one daemon thread, `forward-watchdog`. `guard` is for one thread, the scheduler's.
 
@@ -48,7 +48,7 @@ class ForwardWatchdog:
 
     @contextmanager
     def guard(self) -> Iterator[None]:
-        """A forward runs inside the block."""
+        """Context in which a forward runs."""
         self._begin = self._clock()
         try:
             yield

@@ -1,1 +1,1 @@
-"""The side of the server process: bodies to tokens, and answers to those who wait."""
+"""The server process's side of requests: bodies to tokens, and answers to waiting handlers."""

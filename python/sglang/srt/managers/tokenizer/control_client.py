@@ -1,4 +1,4 @@
-"""Questions to the scheduler and their answers, matched by id. Event loop thread only."""
+"""Control requests to the scheduler and their answers, matched by id. Event loop thread only."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from sglang.srt.managers.messages.io_struct import (
 from sglang.srt.managers.tokenizer.generate_request import EngineUnavailable
 
 QUICK_TIMEOUT: Final = 10.0
-"""Seconds for questions that the scheduler answers between two forward passes."""
+"""Seconds for control requests that the scheduler answers between two forwards."""
 STORAGE_TIMEOUT: Final = LONGEST_STORAGE_CHANGE_S + 20.0
-"""Seconds for changes that involve the store: connecting and registering memory takes a while."""
+"""Seconds for changes of L3: connecting and registering memory takes a while."""
 
 _Build: TypeAlias = Callable[[str], Message]
 
@@ -38,19 +38,19 @@ class ControlClient:
         self._waiting: dict[str, asyncio.Future[ControlReqOutput]] = {}
 
     def deliver(self, answer: ControlReqOutput) -> None:
-        """Hand an answer to the caller that waits for it; one that comes too late is dropped."""
+        """Hand an answer to the caller that waits for it; a late answer is dropped."""
         future = self._waiting.get(answer.req_id)
         if future is not None and not future.done():
             future.set_result(answer)
 
     def fail_all(self, error: Exception) -> None:
-        """End all questions with `error`: no answer will come any more."""
+        """End all pending control requests with `error`: no answer will come any more."""
         for future in self._waiting.values():
             if not future.done():
                 future.set_exception(error)
 
     async def flush_cache(self, timeout: float) -> ControlReqOutput:
-        """Empty L1 and L2, after waiting up to `timeout` seconds for idle."""
+        """Empty L1 and L2, after waiting at most `timeout` seconds for the scheduler to be idle."""
         return await self._ask(
             lambda req_id: FlushCacheReqInput(req_id=req_id, timeout=timeout),
             timeout + QUICK_TIMEOUT,
@@ -65,13 +65,13 @@ class ControlClient:
         return await self._ask(lambda req_id: GetMetricsReq(req_id=req_id), timeout)
 
     async def weight_seed(self, rank: int) -> ControlReqOutput:
-        """Where the weights of a rank are, for a server that reads them."""
+        """Addresses of a rank's weights, for a server that reads them."""
         return await self._ask(
             lambda req_id: GetWeightSeedReq(req_id=req_id, rank=rank), QUICK_TIMEOUT
         )
 
     async def get_storage(self) -> ControlReqOutput:
-        """Which L3 backend is attached, and the policies."""
+        """The name of the attached L3 backend, and the policies."""
         return await self._ask(
             lambda req_id: GetHiCacheStorageReqInput(req_id=req_id), QUICK_TIMEOUT
         )
@@ -106,7 +106,7 @@ class ControlClient:
         return await self._ask(lambda req_id: ClearHiCacheReqInput(req_id=req_id), STORAGE_TIMEOUT)
 
     async def _ask(self, build: _Build, timeout: float) -> ControlReqOutput:
-        """Send the message that `build` makes for a fresh id; wait for its answer.
+        """Send the message that `build` makes for a fresh id, and wait for the answer.
 
         Raises:
             EngineUnavailable: No answer within `timeout` seconds, or the engine died.

@@ -1,4 +1,4 @@
-"""One prompt as the front door hands it to `TokenizerManager`, and the errors of requests."""
+"""One prompt as the endpoints hand it to `TokenizerManager`, and the errors of requests."""
 
 from __future__ import annotations
 
@@ -16,17 +16,19 @@ _MAX_TOKEN_ID: Final = 2**32 - 1
 
 
 class InvalidRequest(ValueError):
-    """The client's mistake: HTTP 400 where there is HTTP."""
+    """A mistake of the client; over HTTP its status is 400."""
 
     def __init__(self, message: str, *, field: str | None = None, code: str | None = None) -> None:
-        """`message` says field and remedy; `field` is the field's name alone, for machines."""
+        """`message` names the field and the remedy; `field` is the field's name alone, for
+        programs."""
         super().__init__(message)
         self.field = field
         self.code = code
 
 
 class RequestFailed(RuntimeError):
-    """The engine ended a request that it had taken; `status_code` is the HTTP status that fits."""
+    """The engine ended a request that it had accepted; `status_code` is the HTTP status that
+    fits."""
 
     def __init__(self, message: str, status_code: int) -> None:
         super().__init__(message)
@@ -34,15 +36,16 @@ class RequestFailed(RuntimeError):
 
 
 class EngineUnavailable(RuntimeError):
-    """The engine is shutting down, has died, or did not answer in time: HTTP 503."""
+    """The engine is shutting down, has died, or did not answer in time; over HTTP the status is
+    503."""
 
 
 def prompt_ids(values: Sequence[int], field: str) -> TokenArray:
     """`values` as an array; `check_prompt` compares them with the vocabulary.
 
     Raises:
-        InvalidRequest: One does not fit 32 bits; names `field`.
-        TypeError: One is no whole number.
+        InvalidRequest: A value does not fit 32 bits; names `field`.
+        TypeError: A value is no integer.
     """
     try:
         return token_array(values)
@@ -61,9 +64,11 @@ def new_rid() -> str:
 
 
 class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """One prompt, as its body means it. Exactly one of `text` and `input_ids` is given.
+    """One prompt of a body, with all its parameters. Exactly one of `text` and `input_ids` is
+    given.
 
-    Neither it nor its `sampling_params` change; `tokenized` makes the scheduler's form of both.
+    The request and its `sampling_params` never change; `tokenized` makes the scheduler's form of
+    both.
     """
 
     rid: str = msgspec.field(default_factory=new_rid)
@@ -73,27 +78,27 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     """Whether the tokenizer may add e.g. a BOS to `text`; chat templates bring their own."""
     sampling_params: SamplingParams = msgspec.field(default_factory=SamplingParams)
     default_max_new_tokens: int | None = None
-    """The client named no number of tokens: use this, or what the context has room for if that
-    is less (0: all of it). None: `sampling_params.max_new_tokens` was asked for and must fit."""
+    """Limit of new tokens if the client named none; less if the context has less room; 0: all of
+    that room. None: the client named `sampling_params.max_new_tokens`, which must fit."""
     max_tokens_field: str = "sampling_params.max_new_tokens"
-    """What the client calls that number, for errors."""
+    """The client's name for that number, for errors."""
     prompt_field: str = "text"
-    """What the client calls the prompt, for errors."""
+    """The client's name for the prompt, for errors."""
     sampling_place: str = ""
-    """Prefix of a sampling parameter's name in errors, e.g. `sampling_params[1].` where each prompt
-    of a batch has its own parameters."""
+    """Prefix of a sampling parameter's name in errors, e.g. `sampling_params[1].` if each prompt of
+    a batch has its own parameters."""
     stream: bool = False
     return_logprob: bool = False
     top_logprobs_num: int = 0
     logprob_start_len: int = -1
-    """Prompt logprobs from this token on; -1: of the output alone."""
+    """First prompt token of the prompt logprobs; -1: logprobs of the output alone."""
     no_stop_trim: bool = False
     bootstrap: Bootstrap | None = None
-    """Where the other half of the request is computed; None: here."""
+    """Meeting with the server that computes the other half; None: this server computes both."""
     extra_key: str | None = None
     cache_salt: str | None = None
     priority: int = 0
     num_outputs: int = 1
-    """Requests of the same body, this one included: they share what a body may ask for."""
+    """Requests of the same body, this one included: they share the limits of a body."""
     sample_of: str | None = None
     """Id of the request whose prompt this one shares, as another of its `n` samples."""

@@ -1,9 +1,9 @@
 """Text to token ids without holding up the event loop.
 
-Thread `tokenize` encodes long texts. Short ones are encoded on the caller's thread: handing them
-over would take longer than encoding them. A tokenizer that adds nothing to its core is bypassed:
-the core alone takes a third less time for a short text. Any other tokenizer is copied for the
-thread, since the library's tokenizers must not be used from two threads at once.
+Thread `tokenize` encodes long texts. Short ones are encoded on the caller's thread, because a
+hand-over would take longer. A tokenizer that adds nothing to its Rust core is bypassed: the core
+alone takes a third less time for a short text. Any other tokenizer is copied for the thread, since
+the library's tokenizers must not be used from two threads at once.
 """
 
 from __future__ import annotations
@@ -23,11 +23,12 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 SHORT_CHARS: Final = 4096
-"""Texts up to this many characters take well under a millisecond to encode."""
+"""Characters of the longest text that counts as short: it takes well under a millisecond to
+encode."""
 
 
 Encode: TypeAlias = Callable[[str, bool], list[int]]
-"""Takes the text and whether special tokens may be added."""
+"""Encodes a text; the second argument is whether special tokens may be added."""
 
 
 @dataclass(slots=True)
@@ -49,9 +50,9 @@ class PromptEncoder:
         self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tokenize")
 
     def encode_now(self, requests: Sequence[GenerateRequest]) -> list[TokenArray | None]:
-        """The prompts of `requests`; None where a text is too long to be encoded on this thread.
+        """The prompts of `requests`; None for a text that is too long to be encoded on this thread.
 
-        Samples get the array of the request that they are samples of, which stands before them.
+        Samples share the array of the request that they are samples of, which comes before them.
         """
         prompts: list[TokenArray | None] = []
         first: GenerateRequest | None = None
@@ -69,14 +70,15 @@ class PromptEncoder:
         return prompts
 
     async def encode_long(self, request: GenerateRequest) -> TokenArray:
-        """The prompt of a request for which `encode_now` had None."""
+        """The prompt of a request for which `encode_now` gave None."""
         text = request.text or ""
         return token_array(await self.encode(text, add_special_tokens=request.add_special_tokens))
 
     async def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        """Token ids of `text`, of any length. Not to be changed: others may get the same list.
+        """Token ids of `text`, of any length. The caller must not change the list: other callers
+        may share it.
 
-        A waiting text whose readers are all cancelled leaves the thread's queue.
+        A waiting text leaves the thread's queue when all its callers are cancelled.
         """
         if len(text) <= SHORT_CHARS:
             return self._near(text, add_special_tokens)
@@ -99,12 +101,13 @@ class PromptEncoder:
                 encoding.ids.cancel()
 
     def close(self) -> None:
-        """Let the thread end after what it is doing."""
+        """Let the thread end after the text that it encodes."""
         self._pool.shutdown(wait=False, cancel_futures=True)
 
 
 def _core_encode(tokenizer: PreTrainedTokenizerBase) -> Encode | None:
-    """Encode with the core alone. Nothing changes it later, so any thread may use it."""
+    """A function that encodes with the Rust core alone; None: the tokenizer adds to its core. The
+    core does not change, so any thread may use it."""
     core = core_tokenizer(tokenizer, ("encode", "_encode_plus"))
     if core is None:
         return None

@@ -1,4 +1,4 @@
-"""Every limit a request must keep, checked before the scheduler sees it. Pure; changes nothing.
+"""All limits of a request, checked before the scheduler sees it. Pure functions.
 
 `check_request` comes before the prompt is tokenized, `check_prompt` after it.
 """
@@ -19,19 +19,19 @@ MAX_KEY_CHARS: Final = 4096
 MAX_RID_CHARS: Final = 256
 MAX_TOP_LOGPROBS: Final = 128
 MAX_PROMPT_LOGPROBS: Final = 1 << 19
-"""Logprobs of prompts that one body may ask for: tokens times (1 + `top_logprobs_num`). They pass
+"""Limit of the prompt logprobs of one body: tokens times (1 + `top_logprobs_num`). They pass
 through three processes and take some 100 bytes each in every one."""
 MAX_CHARS_PER_TOKEN: Final = 32
-"""A text with more characters than this for each token that fits is refused before it is
-tokenized, which takes a second and 300 MB for each million. Prose has four to five."""
+"""Characters per token above which a text surely does not fit. It is refused before it is
+tokenized, which takes a second and 300 MB per million characters. Prose has four to five."""
 CHEAP_CHARS: Final = 1 << 16
-"""Texts up to this length are always tokenized, so that an error tells their number of tokens."""
+"""Characters up to which texts are always tokenized, so that errors give the number of tokens."""
 _INT32_MAX: Final = 2**31 - 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestLimits:
-    """What the model and the pools allow, in tokens."""
+    """Limits of the model and the pools, in tokens."""
 
     vocab_size: int
     context_len: int
@@ -40,7 +40,7 @@ class RequestLimits:
     max_queued_requests: int
     """Requests that may wait to be scheduled; those of one body come at once."""
     disaggregation_mode: str = WHOLE
-    """The server's: whether a request needs a room (`prefill`, `decode`) or may have none."""
+    """Mode of the server: a request needs a room (`prefill`, `decode`) or must have none."""
 
     @property
     def max_text_chars(self) -> int:
@@ -50,7 +50,7 @@ class RequestLimits:
 
 
 def check_request(request: GenerateRequest, limits: RequestLimits) -> None:
-    """Check all that can be checked before the prompt is tokenized.
+    """Check a request as far as its prompt's tokens are not needed.
 
     Raises:
         InvalidRequest: Names the field, what is wrong and what is allowed.
@@ -79,7 +79,7 @@ def check_request(request: GenerateRequest, limits: RequestLimits) -> None:
 
 
 def check_prompt(request: GenerateRequest, tokens: TokenArray, limits: RequestLimits) -> None:
-    """Check the prompt's tokens, and everything whose limit depends on their number.
+    """Check the prompt's tokens, and all limits that depend on their number.
 
     Raises:
         InvalidRequest: Names the field, what is wrong and what is allowed.
@@ -113,7 +113,7 @@ def _check_fields(request: GenerateRequest) -> None:
 
 
 def _check_queue(request: GenerateRequest, max_queued_requests: int) -> None:
-    """A body whose requests never fit the queue together is not worth another try."""
+    """Refuse a body whose requests never fit the queue together: another try would not help."""
     if request.num_outputs > max_queued_requests:
         raise InvalidRequest(
             f"n: the body asks for {request.num_outputs} outputs, and at most "
@@ -123,7 +123,8 @@ def _check_queue(request: GenerateRequest, max_queued_requests: int) -> None:
 
 
 def _check_half(request: GenerateRequest, mode: str) -> None:
-    """A half of a request has a room, a whole one has none; the server's own probes are whole."""
+    """Check that a half of a request has a room, and a whole one none. The server's own probes are
+    whole."""
     if request.bootstrap is not None and mode == WHOLE:
         raise InvalidRequest(
             "bootstrap_room: this server serves whole requests (--disaggregation-mode null), and "
@@ -186,7 +187,8 @@ def _check_logprob_start(request: GenerateRequest, prompt_len: int) -> None:
 
 
 def _check_room(request: GenerateRequest, prompt_len: int, limits: RequestLimits) -> None:
-    """A number of tokens that the client named must fit behind the prompt; a default shrinks."""
+    """Check that the number of tokens that the client named fits after the prompt; a default
+    shrinks."""
     params = request.sampling_params
     if request.default_max_new_tokens is None:
         field, wanted = request.max_tokens_field, params.max_new_tokens

@@ -26,7 +26,7 @@ from sglang.srt.mem_cache.tree.radix_key import TokenArray
 
 @dataclass(slots=True)
 class RequestState:
-    """Everything known of one request. Lists only grow; readers keep their own positions."""
+    """State and output of one request. Lists only grow; readers keep their own positions."""
 
     rid: str
     created_time: float
@@ -36,13 +36,13 @@ class RequestState:
     no_stop_trim: bool
     sample_of: str | None = None
     encoding: asyncio.Task[None] | None = None
-    """Tokenizes a long prompt, and sends the request then."""
+    """Task that tokenizes a long prompt and then sends the request."""
     is_sent: bool = False
-    """Whether the scheduler knows of it: not while its prompt is tokenized."""
+    """Whether it was sent to the scheduler, which happens after its prompt is tokenized."""
     prompt_tokens: int = 0
-    """0 until it is sent."""
+    """Tokens of the prompt; 0 until the request is sent."""
     logprob_ids: list[int] = field(default_factory=list)
-    """Prompt tokens from `logprob_start_len` on; empty where their logprobs are not wanted."""
+    """Prompt tokens from `logprob_start_len` on; empty if their logprobs are not wanted."""
     input_logprobs: list[float] = field(default_factory=list)
     """Logprobs of all `logprob_ids` but the first; they come with the first output."""
     input_top_logprobs: list[TopLogprobs] = field(default_factory=list)
@@ -64,7 +64,7 @@ class RequestState:
 
     @classmethod
     def start(cls, request: GenerateRequest, now: float) -> RequestState:
-        """State of a request that was just taken."""
+        """State of a request that was just accepted."""
         return cls(
             rid=request.rid,
             created_time=now,
@@ -90,7 +90,7 @@ class RequestState:
 
     @property
     def ended(self) -> bool:
-        """Whether nothing will be added."""
+        """Whether the request has ended: its output does not grow any more."""
         return self.finish_reason is not None or self.failure is not None
 
     @property
@@ -102,14 +102,14 @@ class RequestState:
         return self._joined
 
     def apply(self, update: TextOutput, stop_text: str = "") -> int:
-        """Add one message's news.
+        """Add the new output of one message.
 
         Args:
-            update: From the detokenizer.
-            stop_text: Text of the token that stopped the request, where it is to be shown.
+            update: Message of the detokenizer.
+            stop_text: Text of the token that stopped the request, if it is to be shown.
 
         Returns:
-            New tokens.
+            Number of new tokens.
         """
         output = update.output
         reason = output.finish_reason
@@ -134,7 +134,7 @@ class RequestState:
         return len(output.output_ids)
 
     def abort_unsent(self) -> None:
-        """End the request by its client's wish, before the scheduler knows of it."""
+        """Abort the request for its client before it is sent to the scheduler."""
         assert not self.is_sent, "the scheduler ends what it knows of"
         if not self.ended:
             self._finish(ABORTED_BY_CLIENT)
@@ -142,7 +142,7 @@ class RequestState:
         self.stop_encoding()
 
     def stop_encoding(self) -> None:
-        """Let a long prompt leave the tokenizing thread's queue."""
+        """Cancel the tokenizing of a long prompt, if it is under way."""
         if self.encoding is not None:
             self.encoding.cancel()
 
@@ -158,9 +158,9 @@ class RequestState:
             self._changed.set()
 
     async def grown(self) -> bool:
-        """Wait for news since the last call. Whether the request has ended, regularly.
+        """Wait for new output or the request's end. True: it has ended without an error.
 
-        For one reader.
+        For one reader only.
 
         Raises:
             InvalidRequest: Its prompt, a long text, has too many tokens.
@@ -170,7 +170,7 @@ class RequestState:
         await self._changed.wait()
         self._changed.clear()
         if isinstance(self.failure, EngineUnavailable):
-            # One error ends all requests; each raises its own, with a traceback of its own.
+            # One failure ends all requests; each raises an error with its own traceback.
             raise EngineUnavailable(str(self.failure)) from self.failure
         if self.failure is not None:
             raise self.failure
@@ -189,12 +189,12 @@ class RequestState:
 
 
 class OutputCursor:
-    """One reader's position in a `RequestState`: what is new since it last looked."""
+    """One reader's position in a `RequestState`; gives the output that is new to that reader."""
 
     def __init__(self, state: RequestState) -> None:
         self.state = state
         self.first_new_token = 0
-        """Index of the first token that `advance` found."""
+        """Index of the first new token of the last `advance`."""
         self._seen_tokens = 0
         self._seen_parts = 0
 

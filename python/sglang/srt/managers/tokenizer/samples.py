@@ -14,28 +14,29 @@ from sglang.srt.managers.tokenizer.generate_request import GenerateRequest, Inva
 from sglang.srt.sampling.sampling_params import MAX_SAMPLES, MAX_SEED
 
 MAX_OUTPUTS: Final = 1024
-"""Prompts times samples in one body."""
+"""Limit of the outputs of one body: prompts times samples."""
 
 _SEED_STEP: Final = 0x9E3779B97F4A7C15
-"""An odd number, so that all samples of one seed get different seeds (modulo 2^63)."""
+"""Distance between the seeds of two samples; odd, so that all seeds differ (modulo 2^63)."""
 
 
 def expand_samples(
     requests: Sequence[GenerateRequest], rooms: Sequence[Bootstrap | None] = ()
 ) -> list[GenerateRequest]:
-    """The requests with each replaced by its `n` samples, in order.
+    """Replace each request by its `n` samples, in order.
 
     The first sample has the request's own id and seed, so it answers as the request alone would.
-    The others wait for it, to find its prompt in the cache; where the client named a seed, each
-    gets one of its own that follows from it. The same holds for the request's room: a prefill and
-    a decode server get the same rooms for the same body.
+    The others wait for it, to find its prompt in the cache. If the client named a seed, each sample
+    gets a seed of its own, derived from it. Rooms are derived in the same way: a prefill and a
+    decode server get the same rooms for the same body.
 
     Args:
-        requests: One for each prompt.
-        rooms: Of all samples, where the client named more than one for each prompt.
+        requests: One request for each prompt.
+        rooms: Rooms of all samples, if the client named more than one for each prompt.
 
     Raises:
-        InvalidRequest: `n` is out of range, the samples are too many, or do not match `rooms`.
+        InvalidRequest: `n` is out of range, there are too many samples, or they do not match
+            `rooms`.
     """
     counts = [request.sampling_params.n for request in requests]
     for n in counts:

@@ -1,4 +1,4 @@
-"""A checked request and its tokens as the scheduler takes them. Pure, but for a drawn seed."""
+"""The scheduler's message for a checked request and its tokens. Pure, but for a drawn seed."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ _SEED_BITS: Final = 63
 def tokenized(
     request: GenerateRequest, tokens: TokenArray, limits: RequestLimits, created_time: float
 ) -> TokenizedGenerateReqInput:
-    """The message for `request`, whose parameters are settled in a copy of their own.
+    """The message for `request`, with a completed copy of its sampling parameters.
 
     Args:
-        request: Passed `check_request`, and with `tokens` `check_prompt`.
+        request: Request that passed `check_request`, and with `tokens` `check_prompt`.
         tokens: The prompt.
-        limits: The server's.
+        limits: Limits of the server.
         created_time: `time.monotonic()` on arrival.
     """
     params = copy.copy(request.sampling_params)
@@ -34,7 +34,7 @@ def tokenized(
     if request.default_max_new_tokens is not None:
         room = limits.context_len - len(tokens)
         default = max(min(request.default_max_new_tokens or room, room), 1)
-        # Asking for a least number of tokens asks for at least as many.
+        # A minimum above the default raises the limit.
         params.max_new_tokens = max(default, params.min_new_tokens)
     seed = params.sampling_seed
     decodes_only = limits.disaggregation_mode == DECODE
@@ -46,7 +46,7 @@ def tokenized(
         stream=request.stream,
         return_logprob=request.return_logprob,
         top_logprobs_num=request.top_logprobs_num,
-        # The prompt is computed where it is prefilled.
+        # The prefill server computes the logprobs of the prompt.
         logprob_start_len=-1 if decodes_only else request.logprob_start_len,
         extra_key=combine_extra_key(request.extra_key, request.cache_salt),
         priority=request.priority,

@@ -46,7 +46,7 @@ logger = logging.getLogger(__name__)
 
 
 class TokenizerManager:
-    """Checks, encodes and sends requests; hands out their outputs as they grow."""
+    """Checks, encodes and sends requests; gives out their outputs as they grow."""
 
     def __init__(
         self,
@@ -66,7 +66,8 @@ class TokenizerManager:
         self._encoder = PromptEncoder(tokenizer)
         self._states: dict[str, RequestState] = {}
         self._leaving: set[str] = set()
-        """Ids whose client has left and whose last output has not come yet: still taken."""
+        """Ids of requests without a client whose last output has not come yet; the ids are still in
+        use."""
         self._refusal: str | None = None
 
     # ---- life ------------------------------------------------------------------------------
@@ -76,17 +77,17 @@ class TokenizerManager:
         await self._channel.start()
 
     async def close(self) -> None:
-        """Fail what is pending and close the sockets. Idempotent."""
+        """Fail pending requests and close the sockets. Idempotent."""
         self.fail_all("the engine has been shut down")
         self._encoder.close()
         await self._channel.close()
 
     def refuse_new(self, reason: str) -> None:
-        """Take no further requests; `reason` is what their clients are told."""
+        """Refuse further requests; their clients get `reason`."""
         self._refusal = reason
 
     def fail_all(self, reason: str) -> None:
-        """The engine has died or ends: end every request and question with `reason`."""
+        """End all requests and control requests with `reason`: the engine has died or ends."""
         self._refusal = self._refusal or reason
         error = EngineUnavailable(reason)
         for state in self._states.values():
@@ -94,7 +95,7 @@ class TokenizerManager:
         self.control.fail_all(error)
 
     def fail_all_threadsafe(self, reason: str) -> None:
-        """`fail_all` from another thread; where the loop has ended, there is nothing to fail."""
+        """Call `fail_all` from another thread; without effect if the loop has ended."""
         self._refusal = self._refusal or reason
         self._channel.call_soon_threadsafe(self.fail_all, reason)
 
@@ -109,7 +110,7 @@ class TokenizerManager:
 
     @property
     def refusal(self) -> str | None:
-        """Why no request is taken, or None."""
+        """Reason why no request is accepted, or None."""
         return self._refusal
 
     # ---- requests --------------------------------------------------------------------------
@@ -118,9 +119,9 @@ class TokenizerManager:
     def submit(self, requests: Sequence[GenerateRequest]) -> Iterator[list[RequestState]]:
         """Check, encode and send the requests of one body; give their states, which grow.
 
-        Nothing is sent unless all pass. A long text is encoded by the encoder's thread, and its
-        request sent when that is done; `RequestState.grown` raises what is wrong with it. Leaving
-        the context aborts what has not ended.
+        No request is sent unless all pass. A long text is encoded by the encoder's thread, and its
+        request is sent after that; `RequestState.grown` raises the errors of its prompt. Leaving
+        the context aborts requests that have not ended.
 
         Raises:
             InvalidRequest: Names the field.
@@ -172,15 +173,15 @@ class TokenizerManager:
         return await self._encoder.encode(text, add_special_tokens=add_special_tokens)
 
     async def abort(self, rid: str) -> None:
-        """End the request `rid` with all its samples; their finish reason is `abort`."""
+        """Abort the request `rid` and all its samples."""
         meant = [state for state in self._states.values() if rid in (state.rid, state.sample_of)]
         _abort_unsent(meant)
-        # The scheduler may still have `rid` where its client has left.
+        # The scheduler may still have `rid` after its client has left.
         for one in {rid, *(state.rid for state in meant if state.is_sent)}:
             self._channel.send(AbortReq(rid=one))
 
     async def abort_all(self) -> None:
-        """End every request."""
+        """Abort every request."""
         _abort_unsent(self._states.values())
         self._channel.send(AbortReq(abort_all=True))
 
@@ -207,7 +208,7 @@ class TokenizerManager:
         state.encoding.add_done_callback(on_done)
 
     def _decline(self, requests: Sequence[GenerateRequest], reason: str) -> None:
-        """Tell those who wait for the other halves of `requests` that these never begin."""
+        """Tell the servers with the other halves of `requests` that these never begin."""
         if self.limits.disaggregation_mode == WHOLE or not self._channel.is_open:
             return
         for request in requests:
@@ -215,7 +216,7 @@ class TokenizerManager:
                 self._channel.send(DeclineRoomReq(bootstrap=request.bootstrap, reason=reason))
 
     def _leave(self, state: RequestState) -> None:
-        """Forget a request that has no reader any more; abort it if it still runs."""
+        """Drop the state of a request that has no reader any more; abort it if it still runs."""
         if self._states.get(state.rid) is not state:
             return
         del self._states[state.rid]
@@ -251,7 +252,8 @@ class TokenizerManager:
                 self._observe_tokens(state, fresh, now)
 
     def _stop_text(self, state: RequestState, output: RequestOutput) -> str:
-        """Text of the stop token, which the detokenizer leaves out, where the client wants it."""
+        """Text of the stop token, which the detokenizer leaves out; empty unless the client wants
+        it."""
         reason = output.finish_reason
         if not state.no_stop_trim or reason is None or not isinstance(reason.matched, int):
             return ""
@@ -276,7 +278,7 @@ class TokenizerManager:
 
 
 def _abort_unsent(states: Iterable[RequestState]) -> None:
-    """End those whose prompt is still being tokenized; the scheduler never hears of them."""
+    """End the requests whose prompt is still being tokenized; they are never sent."""
     for state in list(states):
         if not state.is_sent:
             state.abort_unsent()

@@ -1,4 +1,4 @@
-"""What every device pool is: slots of one kind of state, and the layers that have it.
+"""Base of device pools: slots of one kind of state, and the layers that have it.
 
 A pool is called from the scheduler thread; copy streams read and write its buffers as well, and
 the layer counter keeps their order.
@@ -18,7 +18,7 @@ FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 
 class HasLayerId(Protocol):
-    """What a pool needs to know of an attention layer."""
+    """The part of an attention layer that pools use."""
 
     @property
     def layer_id(self) -> int:
@@ -39,18 +39,18 @@ class BaseDevicePool(ABC):
     """Slots of one kind of state in device memory.
 
     Attributes:
-        spec: What a slot stores, and in which of the model's layers.
+        spec: Spec of the state, with the model's layers that have it.
         size: Slots that can be handed out.
-        page_size: Slots of a page: tokens, or 1 where a slot stands for a whole prefix.
-        dtype: Of the values, as they are read.
-        store_dtype: Of the buffers.
-        device: Where the buffers are.
-        layer_transfer_counter: Orders readers after loads; None: nothing loads.
+        page_size: Slots of a page: tokens, or 1 if a slot holds the state of a whole prefix.
+        dtype: Dtype of the values as they are read.
+        store_dtype: Dtype of the buffers.
+        device: Device of the buffers.
+        layer_transfer_counter: Orders readers after loads; None: there are no loads.
     """
 
     host_pool: ClassVar[str | None] = None
-    """Path of the class that mirrors it on the host, a `HostKVCache`: module and name, with a dot
-    between them. None: the hierarchical cache is refused."""
+    """Dotted path of the class that mirrors it on the host, a `HostKVCache`. None: the hierarchical
+    cache is refused."""
 
     def __init__(
         self, spec: StateSpec, size: int, device: torch.device | str, page_size: int = 1
@@ -80,11 +80,12 @@ class BaseDevicePool(ABC):
         return len(self.spec.layers)
 
     def register_layer_transfer_counter(self, layer_transfer_counter: LayerTransferCounter) -> None:
-        """From now on readers of a layer wait for the load that the counter names."""
+        """Register a counter: readers of a layer then wait for the load that it names."""
         self.layer_transfer_counter = layer_transfer_counter
 
     def wait_for_layer(self, layer_id: int) -> int:
-        """Index of the layer's buffers. On return they may be read; on CUDA, by work queued later.
+        """Wait for the load of a layer; return the index of its buffers. On CUDA only work that is
+        queued later may read them.
 
         Args:
             layer_id: The model's layer.
@@ -97,8 +98,8 @@ class BaseDevicePool(ABC):
         return self._place[layer_id]
 
     def place_to_write(self, layer: HasLayerId | int) -> int:
-        """Index of the layer's buffers, for what stores new tokens. Does not wait: a load fills
-        other slots than a forward computes.
+        """Index of the layer's buffers, to store new tokens. Does not wait, since a load and a
+        forward fill different slots.
 
         Args:
             layer: The attention layer, or its id.
@@ -131,10 +132,10 @@ class PagedDevicePool(BaseDevicePool):
     ) -> None:
         """
         Args:
-            spec: What a slot stores; its item is a token.
+            spec: Spec of the state, whose item is a token.
             size: Token slots besides the padding page.
             page_size: Tokens per page.
-            device: Where the buffers are.
+            device: Device of the buffers.
 
         Raises:
             ValueError: A size is not positive, or `size` is not whole pages.
@@ -142,8 +143,8 @@ class PagedDevicePool(BaseDevicePool):
         if min(size, page_size) < 1 or size % page_size:
             raise ValueError(f"need size and page_size >= 1 and whole pages: {size=}, {page_size=}")
         super().__init__(spec, size, device, page_size)
-        # Zeroed, since the padding page is read by padded batches and garbage may be NaN.
-        # Layers are equally far apart, so that one copy takes a page of all of them.
+        # Zeroed, since padded batches read the padding page, and garbage may be NaN. Layers are
+        # equally far apart, so that one copy takes a page of all of them.
         self.parts = tuple(
             list(
                 torch.zeros(
@@ -177,13 +178,13 @@ def held_layers(
     end_layer: int | None,
     layers: Sequence[int] | None,
 ) -> tuple[int, ...]:
-    """The model layers that a pool holds.
+    """Ids of the model layers that a pool holds.
 
     Args:
-        layer_num: How many.
-        start_layer: The first, where they are consecutive; 0 by default.
-        end_layer: The last one; follows from `layer_num` by default.
-        layers: All of them, where they are not consecutive.
+        layer_num: Number of layers.
+        start_layer: First layer, if they are consecutive; 0 by default.
+        end_layer: Last layer; follows from `layer_num` by default.
+        layers: All layers, if they are not consecutive.
 
     Raises:
         ValueError: The arguments contradict each other.
@@ -196,11 +197,11 @@ def held_layers(
 
 
 def refuse_memory_saver(enabled: bool) -> None:
-    """Raise ValueError where a caller asks for a memory saver, which pools do not have."""
+    """Raise ValueError if `enabled`: pools do not support a memory saver."""
     if enabled:
         raise ValueError("enable_memory_saver is not supported: pass False")
 
 
 def _stored_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Index operations on fp8 are not implemented everywhere; bytes are."""
+    """Dtype of the buffers: uint8 for fp8, for which not all devices have index operations."""
     return torch.uint8 if dtype in FP8_DTYPES else dtype

@@ -1,4 +1,4 @@
-"""Rows of running requests that have a recurrent state each, besides the slots of their tokens."""
+"""Rows of running requests, each with a recurrent state besides its token slots."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class HybridReqToTokenPool(ReqToTokenPool):
     """Gives each request a row and a running state, zeroed, and takes both back together.
 
     Attributes:
-        mamba_pool: Where the states are. Others may own slots there as well.
+        mamba_pool: Pool of the states. The tree may own slots of it as well.
     """
 
     mamba_pool: StatePool
@@ -33,15 +33,15 @@ class HybridReqToTokenPool(ReqToTokenPool):
         self._state_of: list[int] = [0] * size
         """State of each row; 0: the row is free."""
         self._states = torch.zeros(size, dtype=torch.int64, device=device)
-        """The same on the device. Entries of free rows have any value."""
+        """State of each row, on the device. Entries of free rows are undefined."""
         super().__init__(size, max_context_len, device, enable_memory_saver)
 
     def available_size(self) -> int:
-        """Requests for which there are a row and a state."""
+        """Requests for which a row and a state are free."""
         return min(super().available_size(), self.mamba_pool.available_size())
 
     def alloc(self, reqs: Sequence[HasReqPoolIdx]) -> list[int] | None:
-        """As `ReqToTokenPool.alloc`; None also where too few states are free."""
+        """Like `ReqToTokenPool.alloc`; None also if too few states are free."""
         new = [req for req in reqs if req.req_pool_idx is None]
         if len(new) > self.available_size():
             return None
@@ -75,7 +75,7 @@ class HybridReqToTokenPool(ReqToTokenPool):
         return self._state_of[row]
 
     def get_mamba_indices(self, req_indices: torch.Tensor) -> torch.Tensor:
-        """`state_slots`, under upstream's name."""
+        """Alias of `state_slots` with SGLang's name."""
         return self.state_slots(req_indices)
 
     def running_states(self) -> list[int]:

@@ -1,4 +1,4 @@
-"""Keys of the indexer of sparse attention (DSA), in the slots of the latent rows they select."""
+"""Keys of the indexer of sparse attention (DSA), which have the slots of the latent rows."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class IndexerSpec(StateSpec):
     """An indexer key per token: `index_k` `[index_head_dim]`, in the slots of the KV pool.
 
     Raises:
-        ValueError: The dtype is fp8, or as `StateSpec`.
+        ValueError: The dtype is fp8, or `StateSpec` raises it.
     """
 
     name: PoolName = PoolName.INDEXER
@@ -57,13 +57,13 @@ class NSAIndexerPool(PagedDevicePool):
         (self.index_k_buffer,) = self.parts
 
     def get_index_k_buffer(self, layer_id: int) -> torch.Tensor:
-        """Keys of a layer; waits for a load that is filling it."""
+        """Keys of a layer. Waits for a load that fills the layer."""
         return self.index_k_buffer[self.wait_for_layer(layer_id)]
 
     def set_index_k_buffer(
         self, layer: HasLayerId | int, loc: torch.Tensor, index_k: torch.Tensor
     ) -> None:
-        """Store the keys of new tokens. Does not wait: a load fills other slots.
+        """Store the keys of new tokens. Does not wait, since a load fills other slots.
 
         Args:
             layer: The attention layer, or its id.

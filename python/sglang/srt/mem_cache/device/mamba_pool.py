@@ -1,4 +1,4 @@
-"""Recurrent states of linear attention: what the delta-net layers of a model keep of a prefix."""
+"""Recurrent states of linear attention, which the delta-net layers of a model keep of a prefix."""
 
 from __future__ import annotations
 
@@ -40,17 +40,17 @@ class MambaSpec(StateSpec):
 
         Args:
             layers: The delta-net layers.
-            temporal: Value heads, elements of a key, elements of a value: of one rank.
-            conv: Channels (all queries, all keys, all values), and the inputs before the next
-                token that the convolution reads.
-            ssm_dtype: Of `temporal`.
-            conv_dtype: Of `conv`.
-            share: Which of the model's heads these are; None: all of them.
+            temporal: Shape on one rank: value heads, elements of a key, elements of a value.
+            conv: Shape on one rank: channels (all queries, all keys, all values), inputs before the
+                next token that the convolution reads.
+            ssm_dtype: Dtype of `temporal`.
+            conv_dtype: Dtype of `conv`.
+            share: The model's heads that these are; None: all of them.
         """
         heads, key_dim, value_dim = temporal
         values = heads * value_dim
         keys, rest = divmod(conv[0] - values, 2)
-        # Channels that are no queries, keys and values of such heads are not known to be split.
+        # It is not known how to split other channels than queries, keys and values of such heads.
         is_known = rest == 0 and keys > 0 and keys % key_dim == 0
         return cls(
             layers=layers,

@@ -1,4 +1,4 @@
-"""Device memory (L1): the rows that say where each request's tokens lie, and the slots themselves.
+"""Device memory (L1): the rows with the token slots of each request, and the slots themselves.
 
 `ReqToTokenPool` maps (request row, position) to a slot; a `KVCache` holds what a slot stores. The
 allocator and the tree decide who owns a slot. The scheduler thread calls everything here; copy
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class HasReqPoolIdx(Protocol):
-    """What the row pool needs to know of a request."""
+    """The part of a request that the row pool uses."""
 
     req_pool_idx: int | None
 
@@ -37,8 +37,8 @@ class ReqToTokenPool:
     Attributes:
         req_to_token: int32 `[size, max_context_len]` on `device`. Row r, column p is the slot of
             the token at position p. Columns past a request's length are garbage.
-        mamba_pool: Where each request that has a row has a recurrent state as well; None: the
-            model keeps none.
+        mamba_pool: Pool in which each request with a row has a recurrent state; None: the model
+            keeps none.
     """
 
     mamba_pool: StatePool | None = None
@@ -67,10 +67,10 @@ class ReqToTokenPool:
         return len(self._free_rows)
 
     def alloc(self, reqs: Sequence[HasReqPoolIdx]) -> list[int] | None:
-        """Give each request a row (`req_pool_idx`); one that has a row keeps it.
+        """Give each request a row (`req_pool_idx`); a request that has a row keeps it.
 
         Returns:
-            The rows in the order of `reqs`; None (and nothing changed) where too few are free.
+            The rows in the order of `reqs`; None, without any change, if too few are free.
         """
         without_row = [req for req in reqs if req.req_pool_idx is None]
         if len(without_row) > len(self._free_rows):
@@ -80,7 +80,8 @@ class ReqToTokenPool:
         return [req.req_pool_idx for req in reqs if req.req_pool_idx is not None]
 
     def free(self, req: HasReqPoolIdx) -> None:
-        """Take back the request's row. The slots in it must have been handed over before."""
+        """Take back the request's row. The slots in it must have been freed or handed over
+        before."""
         row = req.req_pool_idx
         assert row is not None, "the request holds no row"
         assert row not in self._free_rows, f"row {row} freed twice"
@@ -90,7 +91,7 @@ class ReqToTokenPool:
     def write(self, indices: Any, values: torch.Tensor) -> None:
         """`req_to_token[indices] = values`; `indices` is (row or rows, column or columns)."""
         if not isinstance(indices[1], slice):
-            values = values.to(torch.int32)  # Slices convert while they are copied to.
+            values = values.to(torch.int32)  # An assignment to a slice converts by itself.
         self.req_to_token[indices] = values
 
     def state_slots(self, rows: torch.Tensor) -> torch.Tensor | None:
@@ -105,7 +106,8 @@ class ReqToTokenPool:
         return None
 
     def state_of(self, row: int) -> int | None:
-        """The slot of the running recurrent state of the request at `row`; None: see above."""
+        """The slot of the running recurrent state of the request at `row`; None: the model keeps
+        none."""
         return None
 
     def running_states(self) -> list[int]:
@@ -119,27 +121,27 @@ class ReqToTokenPool:
 
 
 class KVCache(PagedDevicePool):
-    """What attention reads of the token slots of one rank, layer by layer.
+    """Token slots of one rank as attention reads them, layer by layer.
 
-    Layers are the model's: the spec says which of them are held here.
+    Layer ids are those of the model; the spec has the layers of this pool.
     """
 
     @abstractmethod
     def get_key_buffer(self, layer_id: int) -> torch.Tensor:
-        """Keys of a layer; waits for a load that is filling it."""
+        """Keys of a layer. Waits for a load that fills the layer."""
 
     @abstractmethod
     def get_value_buffer(self, layer_id: int) -> torch.Tensor:
-        """Values of a layer; waits for a load that is filling it."""
+        """Values of a layer. Waits for a load that fills the layer."""
 
     @abstractmethod
     def get_kv_buffer(self, layer_id: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values of a layer; waits for a load that is filling it."""
+        """Keys and values of a layer. Waits for a load that fills the layer."""
 
     @abstractmethod
     def kv_buffer_to_write(self, layer_id: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values of a layer, for a kernel that stores new tokens. Does not wait: a load
-        fills other slots than a forward computes."""
+        """Keys and values of a layer, for a kernel that stores new tokens. Does not wait, since a
+        load and a forward fill different slots."""
 
     @abstractmethod
     def set_kv_buffer(
@@ -149,7 +151,7 @@ class KVCache(PagedDevicePool):
         cache_k: torch.Tensor,
         cache_v: torch.Tensor,
     ) -> None:
-        """Store new tokens. Does not wait: a load fills other slots than a forward computes."""
+        """Store new tokens. Does not wait, since a load and a forward fill different slots."""
 
     @abstractmethod
     def get_kv_size_bytes(self) -> tuple[int, int]:
@@ -186,14 +188,14 @@ class MHATokenToKVPool(KVCache):
         """See `KVCache`.
 
         Args:
-            dtype: Of keys and values, as attention sees them.
+            dtype: Dtype of keys and values as attention sees them.
             head_num: KV heads on this rank.
             head_dim: Elements of a key of one head.
             layer_num: Layers held here.
             enable_memory_saver: Refused.
             v_head_dim: Elements of a value of one head; as `head_dim` by default.
             start_layer: See `held_layers`; so are `end_layer` and `layers`.
-            share: Which of the model's heads these are; None: all of them.
+            share: The model's heads that these are; None: all of them.
         """
         refuse_memory_saver(enable_memory_saver)
         held = held_layers(layer_num, start_layer, end_layer, layers)

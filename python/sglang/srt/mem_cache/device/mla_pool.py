@@ -1,7 +1,7 @@
 """Latent rows of multi-head latent attention (MLA).
 
-A token's row is what all heads share: the latent vector that keys and values are projected from,
-then the rotated part of the key. It is the same on every rank.
+All heads share a token's row: the latent vector that keys and values are projected from, then the
+rotated part of the key. It is the same on every rank.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from sglang.srt.mem_cache.device.state_spec import PoolName, StateBuffer, StateS
 
 
 def refuse_fp8(spec: StateSpec, what: str) -> None:
-    """Raise ValueError where a buffer of `spec` is fp8; `what` says whose values they are."""
+    """Raise ValueError if a buffer of `spec` is fp8; `what` names the values in the error."""
     if any(buffer.dtype in FP8_DTYPES for buffer in spec.buffers):
         dtype = str(spec.dtype).removeprefix("torch.")
         raise ValueError(
@@ -36,14 +36,14 @@ class MLASpec(StateSpec):
     """A latent row per token: `latent` `[1, kv_lora_rank + qk_rope_head_dim]`.
 
     Raises:
-        ValueError: The dtype is fp8, or as `StateSpec`.
+        ValueError: The dtype is fp8, or `StateSpec` raises it.
     """
 
     name: PoolName = PoolName.KV
     kv_lora_rank: int
     """Elements of the latent vector, at the row's start."""
     qk_rope_head_dim: int
-    """Elements of the rotated part of the key, which follow."""
+    """Elements of the rotated part of the key, which follows the latent vector."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -100,7 +100,7 @@ class MLATokenToKVPool(KVCache):
         """See `KVCache`.
 
         Args:
-            dtype: Of the rows; fp8 is refused.
+            dtype: Dtype of the rows; fp8 is refused.
             kv_lora_rank: Elements of the latent vector.
             qk_rope_head_dim: Elements of the rotated part of the key.
             layer_num: Layers held here.
@@ -134,11 +134,11 @@ class MLATokenToKVPool(KVCache):
         return pool
 
     def get_key_buffer(self, layer_id: int) -> torch.Tensor:
-        """Whole rows of a layer; waits for a load that is filling it."""
+        """Whole rows of a layer. Waits for a load that fills the layer."""
         return self.kv_buffer[self.wait_for_layer(layer_id)]
 
     def get_value_buffer(self, layer_id: int) -> torch.Tensor:
-        """The latent part of the rows, a view; waits for a load that is filling it."""
+        """The latent part of the rows, as a view. Waits for a load that fills the layer."""
         return self._latent(self.get_key_buffer(layer_id))
 
     def get_kv_buffer(self, layer_id: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -146,7 +146,7 @@ class MLATokenToKVPool(KVCache):
         return rows, self._latent(rows)
 
     def kv_buffer_to_write(self, layer_id: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Whole rows of a layer, and their latent part; does not wait."""
+        """Whole rows of a layer, and their latent part. Does not wait."""
         rows = self.kv_buffer[self.place_to_write(layer_id)]
         return rows, self._latent(rows)
 
@@ -163,7 +163,7 @@ class MLATokenToKVPool(KVCache):
             layer: The attention layer, or its id.
             loc: int64 `[n]`: slots.
             cache_k: `[n, 1, kv_lora_rank + qk_rope_head_dim]`: whole rows, any float dtype.
-            cache_v: Their latent part. It is in `cache_k` already and is not read.
+            cache_v: The latent part of the rows. It is not read, since `cache_k` has it.
         """
         self.kv_buffer[self.place_to_write(layer)].index_copy_(0, loc, cache_k.to(self.dtype))
 
@@ -174,13 +174,13 @@ class MLATokenToKVPool(KVCache):
         cache_k_nope: torch.Tensor,
         cache_k_rope: torch.Tensor,
     ) -> None:
-        """Store the rows of new tokens, whose two parts are apart. Does not wait.
+        """Store the rows of new tokens, given in two parts. Does not wait.
 
         Args:
             layer: The attention layer, or its id.
             loc: int64 `[n]`: slots.
             cache_k_nope: `[n, kv_lora_rank]` or `[n, 1, kv_lora_rank]`: latent vectors.
-            cache_k_rope: `[n, qk_rope_head_dim]` or with a 1 likewise.
+            cache_k_rope: `[n, qk_rope_head_dim]` or `[n, 1, qk_rope_head_dim]`: rotated parts.
         """
         rows = self.kv_buffer[self.place_to_write(layer)]
         count, rank = len(loc), self.kv_lora_rank
@@ -195,12 +195,12 @@ class MLATokenToKVPool(KVCache):
         loc: torch.Tensor,
         dst_dtype: torch.dtype | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Copies of the rows of slots; waits for a load that is filling the layer.
+        """Copies of the rows of slots. Waits for a load that fills the layer.
 
         Args:
             layer: The attention layer, or its id.
             loc: int64 `[n]`: slots.
-            dst_dtype: Of the copies; by default the pool's.
+            dst_dtype: Dtype of the copies; by default the pool's.
 
         Returns:
             Latent vectors `[n, 1, kv_lora_rank]`, and rotated parts `[n, 1, qk_rope_head_dim]`.
@@ -215,7 +215,7 @@ class MLATokenToKVPool(KVCache):
         return self._latent(rows), rows[..., self.kv_lora_rank :]
 
     def get_kv_size_bytes(self) -> tuple[int, int]:
-        """Bytes of the rows, and 0: the values are a part of them."""
+        """Bytes of the rows, and 0 for the values, which are a part of the rows."""
         return sum(b.nbytes for b in self.kv_buffer), 0
 
     def _latent(self, rows: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""The device pools of one model, by kind of state, and which of the model's layers each has."""
+"""The device pools of one model, by kind of state, with the model's layers that each has."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class ModelPools:
-    """All kinds of state that a model keeps, as their pools' specs describe them. The first is the
-    anchor: prefixes are made of its pages.
+    """Pools of all kinds of state that a model keeps. The first is the anchor: prefixes are made of
+    its pages.
 
     Raises:
-        ValueError: A name repeats, a pool has layers that the model does not have, or shares the
-            slots of one that does not come before it or has others.
+        ValueError: A name repeats; a pool has layers that the model does not have; or it shares the
+            slots of a pool that does not come before it or differs in size.
     """
 
     pools: tuple[BaseDevicePool, ...]
@@ -50,8 +50,8 @@ class ModelPools:
         """The pools of a model, the anchor first.
 
         Args:
-            pools: In the order of the model's specs.
-            num_layers: Of the model on this rank; None: up to the last layer with state.
+            pools: Pools in the order of the model's specs.
+            num_layers: Layers of the model on this rank; None: up to the last layer with state.
         """
         all_pools = tuple(pools)
         last = max((pool.end_layer for pool in all_pools), default=-1)

@@ -1,4 +1,4 @@
-"""Device pools by kind of state: which class holds what a model's specs describe."""
+"""Registry of the pool classes by kind of state, from which a model's pools are made."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from sglang.srt.mem_cache.device.state_spec import ItemKind, KVSpec, PoolName, S
 
 Spec = TypeVar("Spec", bound=StateSpec)
 MakePool = Callable[[Spec, int, int, torch.device | str], BaseDevicePool]
-"""Spec, slots besides the padding page, slots of a page, device."""
+"""Makes a pool; arguments: spec, slots besides the padding page, slots of a page, device."""
 
 _POOLS: dict[type[StateSpec], MakePool[StateSpec]] = {}
 
 
 def register_pool(spec_type: type[Spec], make: MakePool[Spec]) -> None:
-    """From now on `make` makes the pools of specs whose class is `spec_type`.
+    """Register `make` for the pools of specs whose class is `spec_type`.
 
     Raises:
         ValueError: Another function is registered for the class.
@@ -40,19 +40,19 @@ def make_pools(
     device: torch.device | str,
     num_states: int = 0,
 ) -> dict[PoolName, BaseDevicePool]:
-    """A pool for each spec, or none.
+    """Make a pool for each spec; all or none.
 
     Args:
-        specs: Of one model; no two have the same name.
+        specs: Specs of one model; no two have the same name.
         size: Token slots besides the padding page, whole pages; pools of tokens share their
             numbers.
         page_size: Tokens of a page.
-        num_states: Slots besides padding of a pool whose slots stand for whole prefixes.
+        num_states: Slots besides padding of a pool of states of whole prefixes.
 
     Raises:
-        ValueError: No class holds such state, two specs have one name, a sidecar's pool is
-            missing or has other items, or two kinds of states of whole prefixes have slots of their
-            own; names the state. No memory is taken then.
+        ValueError: A kind of state has no pool class; two specs have the same name; the pool whose
+            slots a sidecar shares is missing or has other items; or two kinds of states of whole
+            prefixes have slots of their own. Names the state. No memory is taken then.
     """
     _check_specs(specs)
     sizes = {ItemKind.TOKEN: (size, page_size), ItemKind.STATE: (num_states, 1)}
@@ -97,10 +97,10 @@ def _check_specs(specs: Sequence[StateSpec]) -> None:
 
 
 def kv_pool(pools: Mapping[PoolName, BaseDevicePool]) -> KVCache:
-    """The one of a model's pools whose slots requests own; others share them or hang on it.
+    """The pool of a model's pools whose slots requests own; the others share these or depend on it.
 
     Raises:
-        ValueError: The model keeps no keys and values; names what it keeps.
+        ValueError: The model keeps no keys and values; names the kinds of state that it keeps.
     """
     pool = pools.get(PoolName.KV)
     if not isinstance(pool, KVCache):
@@ -114,7 +114,7 @@ def kv_pool(pools: Mapping[PoolName, BaseDevicePool]) -> KVCache:
 def _make_plain_pool(
     spec: StateSpec, size: int, page_size: int, device: torch.device | str
 ) -> BaseDevicePool:
-    """The pool of a kind that has no class of its own."""
+    """The pool of a kind of state that has no class of its own."""
     if spec.item is ItemKind.STATE:
         return StatePool.from_spec(spec, size, page_size, device)
     return PagedDevicePool(spec, size, page_size, device)

@@ -1,4 +1,4 @@
-"""Which slots of which pool move between tiers together. Plain data."""
+"""Transfers of a pool's slots between tiers. Plain data."""
 
 from __future__ import annotations
 
@@ -14,14 +14,15 @@ from sglang.srt.mem_cache.device.state_spec import PoolHitPolicy, PoolName
 
 @dataclass(slots=True)
 class PoolTransfer:
-    """Which slots of which pool move under which page keys, and how a hit counts.
+    """The slots of one pool that move, and their page keys.
 
     Raises:
-        ValueError: `nodes_to_load` is given: the tree knows by itself which nodes it loads.
+        ValueError: `nodes_to_load` is given, which has no effect: the tree itself knows the nodes
+            that it loads.
     """
 
     name: str
-    """A `PoolName`; in calls to a backend also that of a part of a pool."""
+    """A `PoolName`; in calls to a backend also the name of a part of a pool."""
     host_indices: torch.Tensor | None = None
     """int64 `[len(keys) * page_size of the pool]` on CPU: host slots, whole pages."""
     device_indices: torch.Tensor | None = None
@@ -30,9 +31,9 @@ class PoolTransfer:
     """`{namespace}/{page_hash}`, one a page. Backends add pool and shard."""
     hit_policy: PoolHitPolicy = PoolHitPolicy.ALL_PAGES
     nodes_to_load: list[Any] | None = None
-    """Unused."""
+    """Not supported: must be None."""
     indices_from_pool: PoolName | None = None
-    """Take both index tensors from this pool's transfer. Resolved before a backend sees it."""
+    """Pool from whose transfer both index tensors are taken. Resolved before a backend sees it."""
 
     def __post_init__(self) -> None:
         if self.nodes_to_load is not None:
@@ -52,8 +53,8 @@ class SidecarPoolSpec:
 
 
 def join_transfers(lists: Sequence[list[PoolTransfer]]) -> list[PoolTransfer]:
-    """The transfers of several operations as one list: one for each pool, in the order of the
-    operations. A single list is returned as it is."""
+    """Join the transfers of several operations: one for each pool, in the order of the operations.
+    A single list is returned as it is."""
     if len(lists) == 1:
         return lists[0]
     by_pool: dict[str, list[PoolTransfer]] = {}
@@ -73,7 +74,7 @@ def join_transfers(lists: Sequence[list[PoolTransfer]]) -> list[PoolTransfer]:
 
 
 def _joined(parts: list[torch.Tensor | None]) -> torch.Tensor | None:
-    """All of `parts`, which are tensors throughout or None throughout."""
+    """Concatenation of `parts`, which are all tensors or all None."""
     there = [part for part in parts if part is not None]
     assert len(there) in (0, len(parts)), "only some of the transfers have these slots"
     return torch.cat(there) if there else None

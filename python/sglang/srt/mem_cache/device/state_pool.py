@@ -1,7 +1,8 @@
-"""States of whole prefixes: one slot holds what some layers of a model keep of all tokens so far.
+"""States of whole prefixes: one slot holds the state of some layers of a model after all tokens so
+far.
 
-A slot is the running state of a request, or a snapshot of one that is no longer written. Where a
-model has several kinds of such state, one pool hands the slots out, and the others share them.
+A slot is the running state of a request, or a snapshot, which is no longer written. If a model has
+several kinds of such state, one pool hands out the slots, and the others share them.
 """
 
 from __future__ import annotations
@@ -17,15 +18,15 @@ from sglang.srt.mem_cache.device.base_device_pool import BaseDevicePool
 from sglang.srt.mem_cache.device.state_spec import ItemKind, StateSpec
 
 COPY_BYTES = 256 * MIB
-"""Most bytes that `StatePool.copy_from` holds in between."""
+"""Limit of the temporary memory of `StatePool.copy_from`, in bytes."""
 
 
 class StatePool(BaseDevicePool):
-    """Slots of states. The scheduler's thread owns the list of free ones.
+    """Slots of states. The scheduler's thread owns the list of free slots.
 
-    Slot 0 is padding, which has no owner; slots 1 to `size` are handed out. Whatever writes to a
-    slot is queued on the current stream, so that a slot may be freed while the step that used it
-    last is in flight.
+    Slot 0 is padding, which has no owner; slots 1 to `size` are handed out. All writes to a slot
+    are queued on the current stream, so a slot may be freed while the step that used it last is in
+    flight.
 
     Attributes:
         buffers: For each buffer of the spec a tensor `[layers, size + 1, *shape]`.
@@ -36,9 +37,9 @@ class StatePool(BaseDevicePool):
     def __init__(self, spec: StateSpec, size: int, device: torch.device | str) -> None:
         """
         Args:
-            spec: What a slot stores; its item is a state.
+            spec: Spec of the state, whose item is a state.
             size: Slots besides padding.
-            device: Where the buffers are.
+            device: Device of the buffers.
 
         Raises:
             ValueError: `size` is not positive, or an item of `spec` is not a state.
@@ -55,7 +56,7 @@ class StatePool(BaseDevicePool):
             for buffer in spec.buffers
         )
         self._sharers: list[StatePool] = []
-        """Those that hold more of each state."""
+        """Pools that share the slots and hold further parts of each state."""
         self._is_free: list[bool] = []
         self._free: list[int] = []
         self.clear()
@@ -64,12 +65,12 @@ class StatePool(BaseDevicePool):
     def from_spec(
         cls, spec: StateSpec, size: int, page_size: int, device: torch.device | str
     ) -> Self:
-        """The pool of `size` states; a page is one, whatever `page_size` is."""
+        """The pool of `size` states. A page is one state; `page_size` is ignored."""
         return cls(spec, size, device)
 
     def share_slots_with(self, pool: StatePool) -> None:
-        """From now on `pool`, which has as many slots, holds more of each state: it is copied and
-        zeroed together with this one."""
+        """Let `pool`, which has equally many slots, share the slots of this one: it holds further
+        parts of each state, and is copied and zeroed together with this pool."""
         assert pool.size == self.size, f"{pool.spec.name} has other slots"
         self._sharers.append(pool)
 
@@ -78,11 +79,11 @@ class StatePool(BaseDevicePool):
         return len(self._free)
 
     def free_slot_ids(self) -> list[int]:
-        """Every slot without an owner, in no particular order. For the self check."""
+        """All slots without an owner, in no particular order. For the self check."""
         return self._free.copy()
 
     def take(self, n: int) -> list[int] | None:
-        """`n` slots, whose contents are anything; None where fewer are free."""
+        """Take `n` slots with undefined contents; None if fewer are free."""
         assert self.spec.indices_from_pool is None, f"{self.spec.name} has no slots of its own"
         if n > len(self._free):
             return None
@@ -92,12 +93,12 @@ class StatePool(BaseDevicePool):
         return taken
 
     def alloc(self, n: int) -> torch.Tensor | None:
-        """As `take`, on the device: int64 `[n]`."""
+        """Like `take`, but int64 `[n]` on the device."""
         taken = self.take(n)
         return None if taken is None else on_device(taken, self.device, torch.int64)
 
     def free(self, slots: torch.Tensor | Sequence[int]) -> None:
-        """Take back `slots`: int64 `[n]`, or numbers. A tensor on a GPU is waited for."""
+        """Take back `slots`: int64 `[n]`, or numbers. Waits for a tensor on a GPU."""
         ids = slots.tolist() if isinstance(slots, torch.Tensor) else slots
         for slot in ids:
             assert 0 < slot <= self.size, f"there is no state slot {slot}"
@@ -114,8 +115,8 @@ class StatePool(BaseDevicePool):
         """Copy the states of `src` to `dst`, in every layer and in all pools that share slots.
 
         Args:
-            src: int64 `[n]` on the device; a slot may be there several times.
-            dst: int64 `[n]` on the device; each slot once, and none that is in `src`.
+            src: int64 `[n]` on the device; a slot may occur several times.
+            dst: int64 `[n]` on the device; each slot occurs once, and not in `src`.
         """
         for pool in (self, *self._sharers):
             at_once = max(1, COPY_BYTES // pool.spec.num_bytes)
@@ -126,8 +127,7 @@ class StatePool(BaseDevicePool):
                     buffer.index_copy_(1, some_dst, buffer.index_select(1, some_src))
 
     def zero(self, slots: torch.Tensor) -> None:
-        """Reset the states of `slots` (int64 `[n]` on the device) to those of no tokens, in all
-        pools that share slots."""
+        """Zero the states of `slots` (int64 `[n]` on the device), in all pools that share slots."""
         for pool in (self, *self._sharers):
             for buffer in pool.buffers:
                 buffer.index_fill_(1, slots, 0)
@@ -143,7 +143,7 @@ class StatePool(BaseDevicePool):
 
 
 def state_pool(pools: Iterable[BaseDevicePool]) -> StatePool | None:
-    """The one of a model's pools that hands out slots of states; None: the model keeps none."""
+    """The pool of a model's pools that hands out slots of states; None: the model keeps none."""
     found = (
         pool
         for pool in pools

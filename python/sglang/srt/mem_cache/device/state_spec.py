@@ -1,7 +1,8 @@
 """Kinds of state that a model keeps: their names, shapes and layers. Plain data, any thread.
 
-A model describes its state by `StateSpec`s; pools, sizes and what lies below L1 follow from them.
-Units: an item is what one slot of a pool stores in one layer: one token's part, or one state.
+A model describes its state by `StateSpec`s, from which the pools of all tiers and their sizes
+follow. Units: an item is the content of one slot of a pool in one layer: one token's part, or one
+state.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ class PoolName(StrEnum):
 
 
 class PoolHitPolicy(StrEnum):
-    """What a prefix needs of an extra pool to count as a hit."""
+    """Requirement on an extra pool for a prefix to count as a hit."""
 
     ALL_PAGES = "all_pages"
     """A page for each KV page."""
@@ -33,7 +34,7 @@ class PoolHitPolicy(StrEnum):
 
 
 class ItemKind(StrEnum):
-    """What one slot of a pool stands for."""
+    """Unit of state that one slot of a pool holds."""
 
     TOKEN = "token"
     """One token; slots come in pages."""
@@ -42,14 +43,14 @@ class ItemKind(StrEnum):
 
 
 class RankSplit(StrEnum):
-    """How a pool's contents relate to those of the other tensor-parallel ranks."""
+    """Relation of a pool's contents to those of the other tensor-parallel ranks."""
 
     HEADS = "heads"
-    """Each rank has heads of its own."""
+    """Each rank has its own heads."""
     REPLICATED = "replicated"
     """Heads are fewer than ranks: several ranks have the same head."""
     SAME = "same"
-    """There is nothing to split: every rank has the same bytes."""
+    """The contents are not split: every rank has the same bytes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,8 +76,8 @@ class StateBuffer:
     dtype: torch.dtype
     """Type of the values as attention reads them; a pool may store fp8 as bytes."""
     head_parts: tuple[int, ...] = ()
-    """Lengths along the first dimension of runs that each are split evenly by heads; together its
-    whole length. Empty: fewer heads cannot be cut out of it."""
+    """Lengths of runs along the first dimension, together its whole length; each run is split
+    evenly by heads. Empty: the buffer cannot be split by heads."""
 
     @property
     def num_bytes(self) -> int:
@@ -89,8 +90,8 @@ class StateSpec:
     """One kind of state of a model, on one rank.
 
     Raises:
-        ValueError: No layers or no buffers, layers that are not ascending, or a state that stands
-            for a whole prefix and would be needed behind each page.
+        ValueError: There are no layers or no buffers, the layers are not ascending, or a state of
+            whole prefixes has another hit policy than `TRAILING_PAGES`.
     """
 
     name: PoolName
@@ -153,7 +154,7 @@ class KVSpec(StateSpec):
 
         Args:
             v_head_dim: Elements of a value of one head; as `head_dim` by default.
-            share: Which heads of the model these are; None: all of them.
+            share: The model's heads that these are; None: all of them.
         """
         return cls(
             layers=layers,

@@ -1,1 +1,1 @@
-"""Stacks of host pools for models whose state is of one kind or of several."""
+"""Groups of host pools for models with one or several kinds of state."""

@@ -1,10 +1,10 @@
-"""Moves pages between the tiers, of all pools together.
+"""Moves pages between the tiers, for all pools together.
 
-The scheduler thread queues copies here, starts them once a tick, and looks at their
-acknowledgements, which its caller's ballot agrees on. A copy is a list of `PoolTransfer`s, the
-anchor's first; it is acknowledged when the bytes of all of them have landed.
-Threads and streams: a write stream (L1 to L2) and a load stream (L2 to L1), both `CopyStream`s;
-the two threads of `StorageIO` while an L3 backend is attached.
+The scheduler thread queues copies here, starts them once a tick, and reads their acknowledgements,
+on which the ranks agree by the ballot. A copy is a list of `PoolTransfer`s, the anchor's first; it
+is acknowledged when the bytes of all its transfers have landed. Threads and streams: a write stream
+(L1 to L2) and a load stream (L2 to L1), both `CopyStream`s; the two threads of `StorageIO` while an
+L3 backend is attached.
 """
 
 from __future__ import annotations
@@ -44,15 +44,15 @@ logger = logging.getLogger(__name__)
 _WAIT_BOUND_S = 300.0
 _WAIT_STEP_S = 1.0
 _PAGES_AT_ONCE = 32
-"""Pages in a piece of a write. Issuing it takes a millisecond at most: as many copies as there are
-layers and parts, where they are not grids, 2,000 of a large model."""
+"""Pages in a piece of a write. A piece has a copy for each layer and part unless these form grids,
+up to 2,000 for a large model; issuing them takes at most a millisecond."""
 
 
 class LayerDoneCounter:
     """Orders the readers of each layer after the load that fills it.
 
-    A load is a producer: it records an event for each layer of the model, whatever pools have it.
-    A forward names the producer it must wait for; -1 is none. Threads: `update_producer`,
+    A load is a producer: it records an event for each layer of the model, regardless of its pools.
+    A forward names the producer that it must wait for; -1 is none. Threads: `update_producer`,
     `set_consumer` and `wait_until` run on the scheduler's (and the forward's) thread; events are
     recorded by the load stream.
     """
@@ -65,23 +65,23 @@ class LayerDoneCounter:
         self._waiting_for: list[Event] | None = None
 
     def update_producer(self) -> tuple[int, list[Event]]:
-        """A new load: its index, and one event per layer for it to record."""
+        """Register a new load; return its index, and the events for it to record, one per layer."""
         index = self._next
         self._next += 1
         self._events[index] = [self._make_event() for _ in range(self.num_layers)]
         return index, self._events[index]
 
     def set_consumer(self, index: int) -> None:
-        """The next forward reads what load `index` brings; -1: no load."""
+        """Set the load that the next forward must wait for; -1: none."""
         self._waiting_for = self._events.pop(index, None)
 
     def wait_until(self, threshold: int) -> None:
-        """Return when (or order the stream so that) layer `threshold` has been loaded."""
+        """Block until layer `threshold` has been loaded, or order the current stream after that."""
         if self._waiting_for is not None:
             self._waiting_for[threshold].wait()
 
     def reset(self) -> None:
-        """Forget every load. None may be under way."""
+        """Forget all loads. None may be under way."""
         self._events.clear()
         self._waiting_for = None
 
@@ -92,8 +92,8 @@ class CacheOperation:
 
     operation_id: int
     transfers: list[PoolTransfer]
-    """The anchor's first, then those of other pools with slots of their own. Each with int64 slots
-    of whole pages, equally many on each side."""
+    """Transfers of the anchor and of other pools with slots of their own, the anchor's first. Each
+    has int64 slots of whole pages, equally many on each side."""
 
     @property
     def host_indices(self) -> torch.Tensor:
@@ -103,20 +103,21 @@ class CacheOperation:
         return host
 
     def host_slots(self, pool: PoolName) -> torch.Tensor | None:
-        """The host slots of a pool that has slots of its own; None: nothing of it is copied."""
+        """The host slots of a pool that has slots of its own; None: the copy does not involve the
+        pool."""
         found = (one.host_indices for one in self.transfers if one.name == pool)
         return next(found, None)
 
 
 @dataclass(slots=True)
 class _Locating:
-    """Writes that begin when the CPU knows their device slots, and are issued in pieces."""
+    """Writes that wait for their device slots to reach the CPU, and are then issued in pieces."""
 
     operations: list[CacheOperation]
     transfers: list[PoolTransfer]
-    """Those of all operations, joined; the anchor's first."""
+    """Transfers of all operations, joined; the anchor's first."""
     device: HostCopies
-    """The device slots of each transfer."""
+    """Copies of the device slots of each transfer to the CPU."""
     begun: int = 0
     """Tokens of the anchor whose copies have been issued."""
     started: float = 0.0
@@ -126,7 +127,7 @@ class _Locating:
 
 @dataclass(frozen=True, slots=True)
 class HiCacheAck:
-    """A copy under way, which all operations of a tick share."""
+    """A copy under way, shared by all operations of a tick."""
 
     finish_event: Event
     operation_ids: list[int]
@@ -140,11 +141,11 @@ class HiCacheController:
 
     Args:
         token_to_kv_pool_allocator: Allocator of L1, which knows the device pool.
-        mem_pool_host: L2. Its `num_layers` are those that loads signal.
-        page_size: Tokens.
-        io_backend: Resolved; see host_layout.py.
-        metrics: Counts what happened.
-        ranks: All of them, which share L3; by default this one alone.
+        mem_pool_host: Pools of L2. Loads signal its `num_layers` layers.
+        page_size: Tokens of a page.
+        io_backend: Resolved I/O backend; see host_layout.py.
+        metrics: Metrics of copies and transfers.
+        ranks: All ranks, which share L3; by default this one alone.
     """
 
     def __init__(
@@ -185,9 +186,9 @@ class HiCacheController:
             self._warm_up()
 
     def _warm_up(self) -> None:
-        """Copy the padding page of every pool to the host and back, while nothing owns a page.
+        """Copy the padding page of every pool to the host and back, while no page is owned.
 
-        Otherwise the first requests that use L2 wait for kernels to be compiled and for buffers.
+        Without that the first requests that use L2 would wait for compiled kernels and for buffers.
         """
         written, read = [], []
         for entry in self.mem_pool_host.entries.values():
@@ -213,9 +214,9 @@ class HiCacheController:
 
         Args:
             device_indices: The anchor's slots.
-            extra_transfers: Transfers of pools with slots of their own that go along:
-                `device_indices`, and `host_indices` where those are not to be taken from the pool.
-                Pools that share others' slots go along by themselves.
+            extra_transfers: Transfers of other pools with slots of their own: `device_indices`, and
+                `host_indices` unless they are to be taken from the pool. Transfers of pools that
+                share slots are added automatically.
         """
         transfers = self._transfers.reserve_host_pages(device_indices, extra_transfers)
         if transfers is None:
@@ -225,14 +226,14 @@ class HiCacheController:
         return operation
 
     def start_writing(self, *, is_urgent: bool = False, soon: bool = False) -> None:
-        """Issue everything queued as one copy.
+        """Issue all queued writes as one copy.
 
-        On a GPU the device slots of long pages are brought to the CPU first, behind the step that
-        fills them; copy engines then take the pages from the pool, some at each call.
+        On a GPU the device slots of long pages are first copied to the CPU, after the step that
+        fills them; copy engines then copy the pages, some at each call.
 
         Args:
-            is_urgent: Wait for the slots, and issue everything.
-            soon: Another call follows in this tick; issue nothing that can wait for it.
+            is_urgent: Wait for the slots, and issue all writes.
+            soon: Another call follows in this tick; issue only writes that cannot wait for it.
         """
         if self.write_queue:
             operations, self.write_queue = self.write_queue, []
@@ -249,7 +250,7 @@ class HiCacheController:
             if soon and not first.was_passed_over:
                 first.was_passed_over = True
                 break
-            # Where more writes wait, they come faster than pieces are issued.
+            # If more writes wait, they come faster than pieces are issued.
             self._write_more(first, whole=is_urgent or len(self._locating) > 1)
             if first.begun < _slots_of_anchor(first.transfers):
                 break
@@ -267,7 +268,7 @@ class HiCacheController:
         end = total if whole else min(begin + _PAGES_AT_ONCE * self.page_size, total)
         piece = self._transfers.resolve(_piece_of(write, begin, end, is_last=end == total))
         finish = self._runtime.make_event() if end == total else None
-        # The step that fills them has ended: nothing to wait for.
+        # The step that fills the pages has ended, so the copy need not wait for it.
         self._write_stream.submit(lambda: self._copy_to_host(piece, finish), follows_caller=False)
         write.begun = end
         if finish is not None:
@@ -295,7 +296,8 @@ class HiCacheController:
         Args:
             host_indices: The anchor's host slots.
             device_indices: Its device slots.
-            extra_transfers: What of pools with slots of their own comes along, with both.
+            extra_transfers: Transfers of other pools with slots of their own, with host and device
+                slots.
         """
         anchor = self._transfers.of_anchor(host_indices, device_indices)
         operation = CacheOperation(self._take_id(), [anchor, *extra_transfers])
@@ -303,7 +305,7 @@ class HiCacheController:
         return operation
 
     def start_loading(self) -> int:
-        """Issue all queued loads as one; returns its producer index, -1 if nothing was queued."""
+        """Issue all queued loads as one; return its producer index, -1 if none was queued."""
         if not self.load_queue:
             return -1
         index, layer_events = self.layer_done_counter.update_producer()
@@ -329,7 +331,7 @@ class HiCacheController:
         stream: CopyStream,
         copy: Callable[[list[PoolTransfer], Event], None],
     ) -> HiCacheAck:
-        """Begin one copy for all `operations`, whose joined transfers are `transfers`."""
+        """Start one copy for all `operations`, whose joined transfers are `transfers`."""
         finish = self._runtime.make_event()
         ids = [operation.operation_id for operation in operations]
         ack = HiCacheAck(finish, ids, _slots_of_anchor(transfers), time.monotonic())
@@ -344,19 +346,19 @@ class HiCacheController:
     # ---- L3 --------------------------------------------------------------------------------
 
     def get_attn_cp_rank_and_size(self) -> tuple[int, int]:
-        """Which of the ranks with the same heads this one is, and how many there are."""
+        """Number of this rank among the ranks with the same heads, and their count."""
         return self.ranks.attn_cp_rank, self.ranks.attn_cp_size
 
     def _create_prefetch_sync_groups(self) -> None:
-        """Make the groups in which the ranks agree on copies and transfers: those with the same
-        heads, and those that split them; none of a rank alone. A collective, once, after all ranks
-        have made their controllers."""
+        """Make the groups in which the ranks agree on copies and transfers: a group of the ranks
+        with the same heads, and one of the ranks that split the heads; no group of a single rank. A
+        collective, called once, after all ranks have made their controllers."""
         assert self._prefetch_sync is None
         self._prefetch_sync = self.ranks.open_min()
 
     def _all_reduce_prefetch_groups(self, values: torch.Tensor) -> torch.Tensor:
-        """Element-wise MIN over all ranks: see `RankGroup.reduce_min`. Scheduler thread; threads of
-        copies and of L3 make no collectives."""
+        """Element-wise MIN over all ranks: see `RankGroup.reduce_min`. Scheduler thread only:
+        threads of copies and of L3 make no collectives."""
         assert self._prefetch_sync is not None, "the groups are made with the tree"
         return self._prefetch_sync.reduce_min(values)
 
@@ -373,17 +375,18 @@ class HiCacheController:
         namespace: str,
         shards: Mapping[str, PoolShards],
     ) -> StorageIO:
-        """Connect to L3 and start its threads, to be attached or closed. Any thread.
+        """Connect to L3 and start its threads. The caller attaches or closes the result. Any
+        thread.
 
         Args:
             connect: Makes a client with its pools registered.
-            settings: Thresholds, and what to do if the store cannot be reached.
+            settings: Thresholds, and the policy for an unreachable store.
             namespace: First part of every key.
-            shards: By pool, how its pages are objects.
+            shards: Division of a page into objects, by pool.
 
         Raises:
             ValueError: The configuration cannot work.
-            StorageUnavailable: The store cannot be reached and the settings do not allow that.
+            StorageUnavailable: The store cannot be reached, and the settings do not allow that.
         """
         if self._runtime.kind.overlaps_steps:
             share_interpreter()
@@ -403,14 +406,14 @@ class HiCacheController:
         )
 
     def attach_storage_backend(self, storage_io: StorageIO) -> None:
-        """Use `storage_io` from now on. Raises ValueError where another is attached."""
+        """Attach `storage_io`. Raises ValueError if another one is attached."""
         if self.storage_io is not None:
             raise ValueError("a storage backend is attached already; detach it first")
         self.storage_io = storage_io
 
     def detach_storage_backend(self) -> StorageIO | None:
         """Detach L3, whose objects stay. No operation may be under way. Returns the `StorageIO`,
-        which the caller closes; None where none was attached."""
+        which the caller closes; None if none was attached."""
         storage_io, self.storage_io = self.storage_io, None
         self._metrics.breaker_open.set(0)
         return storage_io
@@ -418,7 +421,7 @@ class HiCacheController:
     # ---- life ------------------------------------------------------------------------------
 
     def reset(self) -> None:
-        """Free every host page of every pool. Nothing may be queued or under way."""
+        """Free all host pages of all pools. No copy may be queued or under way."""
         assert not (self.write_queue or self._locating or self.load_queue)
         assert not (self.ack_write_queue or self.ack_load_queue)
         self.mem_pool_host.clear()
@@ -440,8 +443,8 @@ def _slots_of_anchor(transfers: Sequence[PoolTransfer]) -> int:
 
 
 def _piece_of(write: _Locating, begin: int, end: int, *, is_last: bool) -> list[PoolTransfer]:
-    """Transfers of the anchor's tokens from `begin` to `end`. Pools with slots of their own go with
-    the last piece."""
+    """Transfers of the anchor's tokens from `begin` to `end`. The last piece has the transfers of
+    other pools with slots of their own."""
     slots = write.device.wait()
     anchor, host, device = write.transfers[0], write.transfers[0].host_indices, slots[0]
     assert host is not None and device is not None
@@ -453,7 +456,7 @@ def _piece_of(write: _Locating, begin: int, end: int, *, is_last: bool) -> list[
 
 
 def _first_waiting(connect: Callable[[], HiCacheStorage]) -> Callable[[], HiCacheStorage]:
-    """`connect`, retried within a bound while the store cannot be reached."""
+    """`connect` with retries, within a time limit, while the store cannot be reached."""
     deadline = time.monotonic() + _WAIT_BOUND_S
 
     def waiting() -> HiCacheStorage:

@@ -1,7 +1,6 @@
-"""Which pages of extra pools move with the anchor's, for models with several kinds of state.
+"""Transfers of extra pools beside the anchor's, for models with several kinds of state.
 
-The copies and transfers themselves are made by `HiCacheController` and `StorageIO`, as for a dense
-model.
+`HiCacheController` and `StorageIO` execute the transfers, as for a dense model.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from sglang.srt.mem_cache.host.host_pool_group import HostPoolGroup
 
 
 class HybridTransfers:
-    """Completes the transfers of an operation. Scheduler's thread; `resolve` in any thread.
+    """Completes the transfers of an operation. Scheduler's thread; any thread may call `resolve`.
 
     Args:
         group: The model's pools.
@@ -28,11 +27,12 @@ class HybridTransfers:
         self._sidecars = group.sidecars
 
     def of_anchor(self, host: torch.Tensor, device: torch.Tensor) -> PoolTransfer:
-        """The anchor's part of a copy; int64 slots of whole pages, equally many on each side."""
+        """The anchor's transfer of a copy; int64 slots of whole pages, equally many on each
+        side."""
         return PoolTransfer(self._anchor, host, device)
 
     def resolve(self, transfers: list[PoolTransfer]) -> list[PoolTransfer]:
-        """`transfers`, and those of the pools that share the slots of another. Any thread.
+        """`transfers`, and the transfers of pools that share slots with them. Any thread.
 
         Raises:
             ValueError: A transfer takes its slots from a pool that is not among `transfers`.
@@ -44,14 +44,14 @@ class HybridTransfers:
     def reserve_host_pages(
         self, device_indices: torch.Tensor, extra: Sequence[PoolTransfer]
     ) -> list[PoolTransfer] | None:
-        """Take host pages for a write in every pool that has slots of its own, or in none.
+        """Take host pages for a write in all pools that have slots of their own, or in none.
 
-        Returns the transfers, the anchor's first; None where a pool has no room.
+        Returns the transfers, the anchor's first; None if a pool has no room.
 
         Args:
             device_indices: The anchor's slots.
-            extra: Transfers of other pools. Those without `host_indices` get them here, as many as
-                `device_indices`; their pool's `host_evict_fn` makes room.
+            extra: Transfers of other pools. Transfers without `host_indices` get as many as they
+                have `device_indices`; the pool's `host_evict_fn` makes room.
         """
         host_indices = self._group.anchor.alloc(len(device_indices))
         if host_indices is None:
@@ -90,8 +90,8 @@ def _resolve_shared_pool_transfers(
     """Give every transfer its slots, and add the transfers of sidecars.
 
     Args:
-        transfers: The anchor's first. One with `indices_from_pool` takes slots and keys of that
-            pool's transfer.
+        transfers: Transfers, the anchor's first. One with `indices_from_pool` takes the slots and
+            keys of that pool's transfer.
         sidecars: Pools without slots of their own; each moves whenever its owner does.
 
     Raises:

@@ -1,8 +1,7 @@
 """Builds the host pools that mirror a model's device pools, as one group.
 
-Building succeeds whole or raises and keeps no memory: there is never a cache without a pool that
-its model needs. Sizes are settled for all pools, and between all ranks, before any memory is taken;
-what fails on one rank fails on all.
+Building makes all pools that the model needs, or raises and keeps no memory. Sizes are settled for
+all pools, and between all ranks, before any memory is taken; an error on one rank is raised on all.
 """
 
 from __future__ import annotations
@@ -87,27 +86,27 @@ def build_kv_host_stack(
     allocator_type: str = "default",
     ranks: RankGroup | None = None,
 ) -> tuple[str, HostPoolGroup]:
-    """Host pools for every kind of state of a model.
+    """Build host pools for all kinds of state of a model.
 
     Args:
-        pools: L1.
-        ratio: Slots of each pool here per slot there, where `size_gb` is 0.
+        pools: Pools of L1.
+        ratio: Host slots per device slot of each pool, if `size_gb` is 0.
         size_gb: GB (10^9 bytes) of all host pools together, divided between them as device memory
-            is; wins over the ratio.
-        io_backend: As asked for; `auto` chooses, by the anchor's pages.
-        layout: The same.
-        has_storage: An L3 backend is configured.
-        allocator_type: Where the host memory comes from; see `HostKVCache`.
-        ranks: All ranks of the server, which build at the same time; None: this one alone. A pool
-            has as many pages as on the rank with the fewest.
+            is; overrides the ratio.
+        io_backend: Requested I/O backend; `auto` chooses by the anchor's pages.
+        layout: Requested layout; `auto` likewise.
+        has_storage: Whether an L3 backend is configured.
+        allocator_type: Allocator of the host memory; see `HostKVCache`.
+        ranks: All ranks of the server, which build at the same time; None: this rank alone. A pool
+            gets the pages of the rank with the fewest.
 
     Returns:
         The resolved I/O backend, and the pools.
 
     Raises:
-        ValueError: A kind of device pool has no host counterpart, layout or I/O cannot work, or
+        ValueError: A kind of device pool has no host pool, layout or I/O backend cannot work, or
             there is too little memory, on this rank or another. Names the pool, the bytes wanted
-            and those there; of several ranks also which.
+            and available, and with several ranks the rank.
     """
     ranks = ranks or SingleRank()
 
@@ -130,7 +129,7 @@ def build_kv_host_stack(
     planned = on_all_ranks(ranks, plan_all)
     pages = _agree_on_pages(planned.pages, ranks)
     ranks_here = _count_ranks_here(ranks)
-    # No rank takes memory before all have looked whether there is enough.
+    # No rank takes memory before all have checked that there is enough.
     on_all_ranks(ranks, lambda: _check_all_fit(planned.plans, pages, ranks_here))
 
     def build_all() -> list[PoolEntry]:
@@ -165,7 +164,7 @@ def build_mamba_hybrid_stack(
     """`build_kv_host_stack` for a model with recurrent states.
 
     Raises:
-        ValueError: As `build_kv_host_stack`; or the model has no such states.
+        ValueError: `build_kv_host_stack` raises it, or the model has no recurrent states.
     """
     if state_pool(pools.pools) is None:
         names = ", ".join(pool.spec.name for pool in pools.pools)
@@ -185,7 +184,7 @@ def _host_pool_class(pool: BaseDevicePool) -> HostPoolClass:
 
 
 def _pages_of_pools(plans: Sequence[_Plan], ratio: float, size_gb: float) -> dict[PoolName, int]:
-    """Pages of each pool; those that share slots have equally many."""
+    """Pages of each pool; pools that share slots have equally many."""
     setting = f"--hicache-size {size_gb} GB" if size_gb else f"--hicache-ratio {ratio}"
     device_bytes = sum(plan.device_bytes for plan in plans)
     pages: dict[PoolName, int] = {}
@@ -194,7 +193,7 @@ def _pages_of_pools(plans: Sequence[_Plan], ratio: float, size_gb: float) -> dic
         if owner is not None:
             pages[name] = pages[owner]
             continue
-        # What shares its slots comes out of the same part of the memory.
+        # Pools that share its slots share its part of the memory.
         together = [one for one in plans if _owner_of_slots(one, plans) == name]
         share = sum(one.device_bytes for one in together)
         budget = size_gb * GB * (share / device_bytes) if size_gb else ratio * share
@@ -211,14 +210,13 @@ def _owner_of_slots(plan: _Plan, plans: Sequence[_Plan]) -> PoolName:
 
 
 def _agree_on_pages(pages: dict[PoolName, int], ranks: RankGroup) -> dict[PoolName, int]:
-    """For each pool the pages of the rank with the fewest. A collective."""
+    """Pages of each pool on the rank with the fewest. A collective."""
     least = ranks.reduce_min(torch.tensor(list(pages.values()), dtype=torch.int64)).tolist()
     return dict(zip(pages, least, strict=True))
 
 
 def _count_ranks_here(ranks: RankGroup) -> int:
-    """How many of the ranks take host memory of this machine, or of this container. A
-    collective."""
+    """Number of ranks that take host memory of this machine or container. A collective."""
     if ranks.size == 1:
         return 1
     here = socket.gethostname()[:_MOST_NAME_BYTES]
@@ -226,7 +224,7 @@ def _count_ranks_here(ranks: RankGroup) -> int:
 
 
 def _check_all_fit(plans: Sequence[_Plan], pages: dict[PoolName, int], ranks_here: int = 1) -> None:
-    """Raise ValueError where `ranks_here` such host caches do not fit into this machine."""
+    """Raise ValueError if `ranks_here` such host caches do not fit into this machine's memory."""
     wanted = {plan.name: pages[plan.name] * plan.page_bytes for plan in plans}
     each = ", ".join(f"pool {name} {size} bytes" for name, size in wanted.items())
     many = "" if ranks_here == 1 else f", of {ranks_here} ranks"

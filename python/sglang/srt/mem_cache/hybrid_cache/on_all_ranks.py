@@ -13,7 +13,7 @@ from sglang.srt.distributed.rank_group import RankGroup, gather_texts
 from sglang.srt.mem_cache.storage.types import StorageUnavailable
 
 MOST_REASON_BYTES: Final = 1024
-"""Length of one rank's reason in UTF-8; the rest is cut off."""
+"""Most bytes of one rank's reason in UTF-8; the rest is cut off."""
 
 T = TypeVar("T")
 
@@ -21,18 +21,19 @@ T = TypeVar("T")
 def on_all_ranks(
     ranks: RankGroup, work: Callable[[], T], discard: Callable[[T], object] = lambda _: None
 ) -> T:
-    """What `work` returns on this rank, once it has succeeded on all. A collective.
+    """Run `work` on all ranks; return its result on this rank if it has succeeded on all. A
+    collective.
 
-    With one rank this is `work()`, with the exceptions of that.
+    With one rank this is `work()`, with its exceptions.
 
     Args:
-        ranks: All of them.
-        work: May raise any `Exception`.
-        discard: Undoes what `work` has made here where it failed elsewhere.
+        ranks: All ranks.
+        work: Step of this rank; may raise any `Exception`.
+        discard: Undoes the result of `work` on this rank if it failed on another.
 
     Raises:
-        ValueError: It failed on some rank. On every rank the same text, which names the ranks that
-            failed and their reasons; there the cause is the exception.
+        ValueError: `work` failed on at least one rank. The text is the same on all ranks: it names
+            the failed ranks and their reasons. On a failed rank its cause is the exception.
     """
     if ranks.size == 1:
         return work()
@@ -51,7 +52,7 @@ def on_all_ranks(
 
 
 def reason(error: BaseException) -> str:
-    """One line that says what went wrong; never empty."""
+    """One line that describes the error; never empty."""
     text = " ".join(str(error).split())
     if text and isinstance(error, ValueError | StorageUnavailable):
         return text
@@ -59,10 +60,10 @@ def reason(error: BaseException) -> str:
 
 
 def reasons(texts: Sequence[str]) -> str:
-    """The reasons of all ranks in one line, "" where none has one.
+    """The reasons of all ranks in one line; "" if no rank has one.
 
     Args:
-        texts: By rank; "" of a rank that did not fail.
+        texts: Errors by rank; "" for a rank that did not fail.
     """
     return "; ".join(
         f"rank {rank} of {len(texts)}: {text}" for rank, text in enumerate(texts) if text

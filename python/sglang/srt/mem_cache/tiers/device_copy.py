@@ -1,4 +1,4 @@
-"""A copy between L1 and L2 under way, as the flows in both directions know it."""
+"""A copy between L1 and L2 under way, as both flows record it."""
 
 from __future__ import annotations
 
@@ -15,18 +15,19 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class DeviceCopy:
-    """`length` tokens that end at the end of `node`. Splits may have come between: `parts_of`."""
+    """A copy of the `length` tokens up to the end of `node`. After splits several nodes have them:
+    see `parts_of`."""
 
     node: TreeNode
     length: int
     host_indices: torch.Tensor
-    """Host slots of the pages; none where the state is copied alone."""
+    """Host slots of the pages; empty if only the state is copied."""
     host_state: torch.Tensor | None = None
-    """Host slot of the state of `node`, int64 `[1]`, where it goes along."""
+    """Host slot of the state of `node`, int64 `[1]`, if the copy includes it."""
 
 
 def num_reached(acks: Sequence[HiCacheAck]) -> int:
-    """How many copies have ended, from the head of their queue on."""
+    """Number of copies that have ended, from the head of their queue on."""
     count = 0
     for ack in acks:
         if not ack.finish_event.query():

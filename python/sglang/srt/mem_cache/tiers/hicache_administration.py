@@ -1,8 +1,8 @@
 """Changes of L3 while the server runs: one at a time, each in a thread that may fail or hang.
 
-A change has two halves. Its work runs in a thread of its own: reading a configuration, importing a
-backend, connecting, clearing, closing. None of that is ours to bound. What follows runs in the
-scheduler's thread at the tick at which the ranks agree that the work has ended.
+A change has two parts. Its work runs in a thread of its own: reading a configuration, importing a
+backend, connecting, clearing, closing. Its duration cannot be bounded. The rest runs in the
+scheduler's thread, at the tick at which the ranks agree that the work has ended.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from sglang.srt.utils.listeners import log_exposed_ports
 logger = logging.getLogger(__name__)
 
 _MAX_LEFT_BEHIND: Final = 4
-"""Changes that were given up and still hang: each keeps a thread, and whatever it has reached."""
+"""Most changes that were given up and still hang: each keeps a thread and its resources."""
 _TICK_S: Final = 0.01
 _NOT_ATTACHED: Final = "no storage backend is attached"
 _EXPECTED: Final = (ValueError, StorageUnavailable)
@@ -36,11 +36,11 @@ T = TypeVar("T")
 
 
 class ChangeResult(NamedTuple):
-    """How a change ended."""
+    """Outcome of a change."""
 
     done: bool
     message: str
-    """What was done, or why not. One line."""
+    """The work done, or the reason why not. One line."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,9 +67,9 @@ class StorageAdministration(TierFlow):
     while a change is under way.
 
     Args:
-        cache: Above L3.
-        attachment: What is attached.
-        ranks: All of them make the change, or none.
+        cache: The cache above L3.
+        attachment: The attached L3 and its settings.
+        ranks: All ranks; either all make a change or none.
     """
 
     def __init__(
@@ -97,7 +97,8 @@ class StorageAdministration(TierFlow):
         """Attach L3, or change the policies of the one that is attached.
 
         Raises:
-            ValueError: Something is under way, or the write policy does not exist.
+            ValueError: A change or another operation is under way, or the write policy does not
+                exist.
         """
         self._refuse_while_busy()
         if write_policy is not None and write_policy not in WRITE_POLICIES:
@@ -120,9 +121,9 @@ class StorageAdministration(TierFlow):
         self._begin("attaching", work, take_up, discard=PreparedChange.discard)
 
     def begin_detaching(self) -> None:
-        """Let go of L3 at once, and close its client; its objects and the policies stay.
+        """Detach L3 at once, and close its client; its objects and the policies stay.
 
-        Raises ValueError while something is under way.
+        Raises ValueError while a change or another operation is under way.
         """
         self._refuse_while_busy()
         storage_io, name = self._attachment.storage_io, self._attachment.backend
@@ -140,7 +141,7 @@ class StorageAdministration(TierFlow):
     def begin_clearing(self) -> None:
         """Remove this namespace's objects from L3.
 
-        Raises ValueError while something is under way, or without an L3.
+        Raises ValueError while a change or another operation is under way, or without an L3.
         """
         self._refuse_while_busy()
         storage_io, name = self._attachment.storage_io, self._attachment.backend
@@ -151,7 +152,7 @@ class StorageAdministration(TierFlow):
             self._cache.forget_stored()
             return f"cleared {name}"
 
-        # Where it fails, some of the objects may be gone all the same.
+        # If it fails, some of the objects may have been removed nevertheless.
         work = self._unless_too_many_hang(storage_io.clear)
         self._begin("clearing", work, say, on_failure=self._cache.forget_stored)
 
@@ -171,21 +172,24 @@ class StorageAdministration(TierFlow):
         """Start a change.
 
         Args:
-            what: A noun, for messages.
-            work: In its thread. Raises ValueError or StorageUnavailable with one line that says
-                why not; whatever else it raises is described.
-            accept: Scheduler thread: takes the result up on every rank; what was done.
-            discard: Undoes a result that is not taken up, in a thread.
-            on_failure: Scheduler thread: where it failed or was given up.
+            what: Noun for the change in messages.
+            work: Runs in the change's thread. Raises ValueError or StorageUnavailable with the
+                reason in one line; for other exceptions the reason is made from their type and
+                text.
+            accept: Runs in the scheduler thread on all ranks: applies the result, and returns a
+                description of the work done.
+            discard: Runs in a thread: undoes a result that is not accepted.
+            on_failure: Runs in the scheduler thread if the change failed or was given up.
         """
         assert not self.is_under_way
         call = BackgroundCall("hicache-administration", work, expected=_EXPECTED, discard=discard)
         self._change, self._result = _Change(f"{what} of L3", call, accept, on_failure), None
 
     def _unless_too_many_hang(self, work: Callable[[], T]) -> Callable[[], T]:
-        """`work`, or, where too many earlier changes hang on this rank, work that fails.
+        """`work`, or a function that fails if too many earlier changes hang on this rank.
 
-        How many hang differs between ranks. So the refusal is a failure that all agree on.
+        The number of hanging changes differs between ranks. So the refusal is a failure, on which
+        the ranks agree.
         """
         self._left_behind = [call for call in self._left_behind if not call.ended]
         hanging = len(self._left_behind)
@@ -201,7 +205,7 @@ class StorageAdministration(TierFlow):
         return refuse
 
     def wait(self, tick: Callable[[], None]) -> ChangeResult:
-        """Wait for the end of the change, and call `tick` meanwhile."""
+        """Wait for the end of the change, and call `tick` repeatedly meanwhile."""
         deadline = time.monotonic() + LONGEST_STORAGE_CHANGE_S
         while (result := self.take_result()) is None:
             if time.monotonic() > deadline:
@@ -235,14 +239,15 @@ class StorageAdministration(TierFlow):
         self._result = ChangeResult(False, self._why_failed(change.what, error))
 
     def _why_failed(self, what: str, error: BaseException | None) -> str:
-        """Why a change failed, on whichever ranks. A collective, at the tick of the agreement."""
+        """Reasons of all ranks on which a change failed. A collective, at the tick of the
+        agreement."""
         why = "" if error is None else _why(what, error)
         if self._ranks.size == 1:
             return why
         return reasons(gather_texts(self._ranks, why, MOST_REASON_BYTES))
 
     def give_up(self, why: str) -> None:
-        """End the change under way without its result; one that comes later is undone."""
+        """End the change under way without its result; a later result is undone."""
         if self._change is None:
             return
         change, self._change = self._change, None
@@ -252,7 +257,7 @@ class StorageAdministration(TierFlow):
         self._result = ChangeResult(False, f"the {change.what} was given up: {why}")
 
     def take_result(self) -> ChangeResult | None:
-        """How the last change ended; once."""
+        """Take the outcome of the last change."""
         result, self._result = self._result, None
         return result
 

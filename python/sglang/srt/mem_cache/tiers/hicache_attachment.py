@@ -1,4 +1,4 @@
-"""Attaching and detaching L3 at run time: configuration in, a working client or a reason out."""
+"""Attaching and detaching L3 at run time: a working client from a configuration, or an error."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class OpenStorage:
-    """An L3 that has been reached."""
+    """An L3 with an open connection."""
 
     backend: str
     config: dict[str, Any]
@@ -43,27 +43,27 @@ class OpenStorage:
 
 @dataclass(frozen=True, slots=True)
 class PreparedChange:
-    """What an operator wants, with everything done that may fail or take long."""
+    """An operator's change, prepared: all steps that may fail or take long are done."""
 
     prefetch_policy: PrefetchPolicy | None
-    """None: as it is."""
+    """New prefetch policy; None: the present one."""
     storage: OpenStorage | None
-    """None: the one that is attached."""
+    """L3 to attach; None: the attached one stays."""
 
     def discard(self) -> None:
-        """It is not going to be made."""
+        """Undo the preparation: the change is not going to be made."""
         if self.storage is not None:
             self.storage.storage_io.close()
 
 
 class StorageAttachment:
-    """Which backend is attached, with which settings; policies outlive a detachment.
+    """The attached backend and its settings, if any, and the policies, which outlive a detachment.
 
     Args:
         controller: Holds the threads and the client, and knows the ranks.
         weights_identity: Digest of weights and configuration, for the namespace.
-        model_name: Handed to backends.
-        prefetch_policy: To begin with.
+        model_name: Name of the model, for backends.
+        prefetch_policy: The first prefetch policy.
     """
 
     def __init__(
@@ -84,18 +84,18 @@ class StorageAttachment:
 
     @property
     def storage_io(self) -> StorageIO | None:
-        """The threads of what is attached."""
+        """The threads of the attached backend."""
         return self._controller.storage_io
 
     def prefetch_seconds(self, num_tokens: int) -> float:
-        """How long a request may wait for a read of `num_tokens`."""
+        """Seconds for which a request may wait for a read of `num_tokens`."""
         timeout = self.settings.timeout
         if self.prefetch_policy is PrefetchPolicy.WAIT_COMPLETE:
             return timeout.max
         return timeout.seconds_for(num_tokens)
 
     def attach(self, backend: str, extra_config: str | None) -> None:
-        """At start: connect to `backend` and use it.
+        """Connect to `backend` and attach it, at the start of the server.
 
         Raises:
             ValueError: The backend or its configuration cannot work.
@@ -107,8 +107,8 @@ class StorageAttachment:
     def prepare(
         self, backend: str, extra_config: str | None, prefetch_policy: str | None
     ) -> PreparedChange:
-        """While serving: what it takes to attach `backend`, or to update the policy where it is
-        attached. Any thread; changes nothing.
+        """Prepare to attach `backend` while serving, or to update the policy if it is attached. Any
+        thread; the attachment itself does not change.
 
         Raises:
             ValueError: The backend or its configuration cannot work, or another one is attached.
@@ -131,7 +131,7 @@ class StorageAttachment:
         return PreparedChange(policy, None)
 
     def take_up(self, change: PreparedChange) -> str:
-        """Make a prepared change; what was done."""
+        """Make a prepared change; return a description of the work done."""
         self.prefetch_policy = change.prefetch_policy or self.prefetch_policy
         if change.storage is None:
             return "updated the policies"
@@ -139,7 +139,7 @@ class StorageAttachment:
         return f"attached {change.storage.backend}"
 
     def detach(self) -> None:
-        """Let go of the backend, which is to be closed. Idempotent."""
+        """Detach the backend, which the caller closes. Idempotent."""
         self.backend, self._config = None, {}
         self._controller.detach_storage_backend()
 
@@ -240,9 +240,9 @@ class StorageAttachment:
 
 
 def _storage_pools(pool: AnyHostPool, shards: PoolShards) -> list[tuple[str, StoragePool]]:
-    """What a backend knows of a host pool: one pool for each object of a page, by its name.
+    """The parts of a host pool as backends see them: one pool for each object of a page, by name.
 
-    Raises ValueError where the pool cannot be cut by heads.
+    Raises ValueError if the pool cannot be cut by heads.
     """
     if not shards.is_split:
         return [(shards.objects[0].pool, pool)]
@@ -258,9 +258,9 @@ def _settings(backend: str, config: dict[str, Any]) -> StorageSettings:
 
 
 def host_allocator_type(backend: str | None, extra_config: str | None) -> str:
-    """Where L2 must be allocated for this L3: `mooncake` or `default`.
+    """Allocator of L2 that this L3 needs: `mooncake` or `default`.
 
-    Raises ValueError where the configuration cannot work.
+    Raises ValueError if the configuration cannot work.
     """
     if backend != "mooncake":
         return "default"

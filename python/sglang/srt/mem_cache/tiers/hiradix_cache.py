@@ -1,7 +1,7 @@
 """The prefix cache of up to three tiers: the tree, and the flows between its tiers.
 
-`docs/hicache.md` has the way of a page down and up. L3 never fails a request: whatever it does
-shortens a prefix, and is counted with its reason.
+`docs/hicache.md` describes the way of a page down and up. L3 never fails a request: its failures
+only shorten a prefix, and are counted with their reasons.
 
 Threads: the scheduler's only.
 """
@@ -39,7 +39,7 @@ from sglang.srt.mem_cache.tree.radix_key import PageHash, TokenArray
 from sglang.srt.mem_cache.tree.tree_node import TreeNode
 
 BuildHostStack: TypeAlias = Callable[..., tuple[str, HostPoolGroup]]
-"""`build_kv_host_stack`, or one for certain models."""
+"""Type of `build_kv_host_stack` and of its variants for certain models."""
 
 
 class HiCacheArgs(Protocol):
@@ -66,28 +66,28 @@ class HiCacheArgs(Protocol):
 
 
 class HiRadixCache(RadixCache):
-    """Prefix cache of up to three tiers, built from the server's arguments. A collective: where one
-    rank has no memory for it, all of them raise.
+    """Prefix cache of up to three tiers, built from the server's arguments. Construction is a
+    collective: if one rank has no memory for it, all ranks raise.
 
     Raises:
-        ValueError: A layout, size or policy that cannot work; of several ranks whatever failed on
-            one of them, on all, with its name.
+        ValueError: A layout, size or policy cannot work. With several ranks, an error on one rank
+            is raised on all, with the name of that rank.
         StorageUnreachable: L3 cannot be reached and `on_unreachable` is `exit`.
 
     Attributes:
         administration: Changes of L3 at run time.
-        cache_controller: Moves the bytes.
-        host_pool: L2, the anchor's pool.
-        host_pages: L2's books.
-        host_states: Those of its recurrent states; None: the model has none.
-        storage_link: The way to L3.
+        cache_controller: Controller of copies and transfers.
+        host_pool: The anchor's pool in L2.
+        host_pages: Books of L2's pages.
+        host_states: Books of L2's recurrent states; None: the model has none.
+        storage_link: State of the connection to L3.
         host_backup, host_load, storage_backup, storage_prefetch: The flows down and up.
-        metrics: Counts what happened.
+        metrics: Metrics of the tiers.
     """
 
     administration: StorageAdministration
     build_host_stack: ClassVar[BuildHostStack] = staticmethod(build_kv_host_stack)
-    """Makes L2."""
+    """Builds the host pools of L2."""
 
     def __init__(self, params: CacheInitParams, server_args: HiCacheArgs) -> None:
         tree = make_tree(params)
@@ -155,7 +155,7 @@ class HiRadixCache(RadixCache):
     # ---- life ------------------------------------------------------------------------------
 
     def reset(self) -> None:
-        """Empty L1 and L2. Raises AssertionError while anything is under way."""
+        """Empty L1 and L2. Raises AssertionError while any operation is under way."""
         assert not self.is_busy(), f"cannot reset while busy: {self.is_busy()}"
         super().reset()
         for flow in self._flows:
@@ -192,8 +192,8 @@ class HiRadixCache(RadixCache):
             flow.act_on(agreed)
 
     def _all_reduce_attn_groups(self, values: torch.Tensor) -> torch.Tensor:
-        """Element-wise MIN over the ranks whose trees are equal: over attention CP first, then over
-        attention TP. A new tensor; a collective."""
+        """Element-wise MIN over the ranks with equal trees: first over attention CP, then over
+        attention TP. Returns a new tensor. A collective."""
         return self.cache_controller._all_reduce_prefetch_groups(values)
 
     def start_writing_host_cache(self) -> None:
@@ -203,7 +203,7 @@ class HiRadixCache(RadixCache):
 
     @property
     def write_policy(self) -> str:
-        """When pages are copied to L2: one of `WRITE_POLICIES`."""
+        """Policy that decides when pages are copied to L2: one of `WRITE_POLICIES`."""
         return self.host_backup.write_policy
 
     @write_policy.setter
@@ -211,11 +211,12 @@ class HiRadixCache(RadixCache):
         self.host_backup.write_policy = policy
 
     def write_backup(self, node: TreeNode) -> bool:
-        """Queue the copy of a node to the host; False where L2 has no room for it."""
+        """Queue the copy of a node to the host; False if L2 has no room for it."""
         return self.host_backup.write(node)
 
     def evict_host(self, num_tokens: int) -> int:
-        """Free host pages that nothing pins, at least `num_tokens` if there are; tokens freed."""
+        """Free at least `num_tokens` of unpinned host pages, if there are as many; return the freed
+        tokens."""
         return self.host_pages.evict(num_tokens)
 
     def init_load_back(self, params: InitLoadBackParams) -> tuple[torch.Tensor, TreeNode]:
@@ -260,7 +261,7 @@ class HiRadixCache(RadixCache):
         self.storage_prefetch.watch_workload(workload)
 
     def write_backup_storage(self, node: TreeNode) -> str | None:
-        """Queue the write of a node's host pages to L3; None, or the reason why not."""
+        """Queue the write of a node's host pages to L3; return None, or the reason why not."""
         return self.storage_backup.write(node)
 
     # ---- administration --------------------------------------------------------------------
@@ -273,12 +274,13 @@ class HiRadixCache(RadixCache):
         hicache_storage_prefetch_policy: str | None = None,
         hicache_write_policy: str | None = None,
     ) -> ChangeResult:
-        """Attach L3, or change the policies of the one that is attached, and wait for the end.
+        """Attach L3, or change the policies of the attached one, and wait for the end.
 
         `served_model_name` must be None: objects in L3 are named after the model that the server
         was started with.
 
-        Returns whether it was done, and what or why not; unpacks to these two.
+        Returns whether the change was made, and the work done or the reason why not; the result
+        unpacks to these two.
         """
         if served_model_name is not None:
             return ChangeResult(
@@ -294,7 +296,7 @@ class HiRadixCache(RadixCache):
         )
 
     def detach_storage_backend(self) -> ChangeResult:
-        """Let go of L3, and wait for the end; its objects and the policies stay. Idempotent."""
+        """Detach L3, and wait for the end; its objects and the policies stay. Idempotent."""
         return self._change_storage(self.administration.begin_detaching)
 
     def clear_storage_backend(self) -> ChangeResult:
@@ -309,12 +311,13 @@ class HiRadixCache(RadixCache):
         return self.administration.wait(self.check_hicache_events)
 
     def forget_stored(self) -> None:
-        """L3 is another one, or has been cleared: nothing counts as stored any more."""
+        """Mark all nodes as not stored: L3 is another one, or has been cleared."""
         self.storage_link.forget_stored()
         self.storage_prefetch.forget_rates()
 
     def storage_state(self) -> dict[str, Any]:
-        """For `GET /hicache/storage-backend`: backend, its config without secrets, policies."""
+        """Answer to `GET /hicache/storage-backend`: backend, its configuration without secrets,
+        policies."""
         return {**self._attachment.state(), "hicache_write_policy": self.write_policy}
 
     @property
@@ -323,7 +326,7 @@ class HiRadixCache(RadixCache):
         return None if self.storage_link.io is None else self.storage_link.io.backend_name
 
     def tiers(self) -> list[str]:
-        """One line per tier below L1: its size, and why that size."""
+        """One line per tier below L1: its size, and the reason for the size."""
         pool, nbytes = self.host_pool, self.cache_controller.mem_pool_host.nbytes
         states = "" if self.host_states is None else f" and {self.host_states.pool.size} states"
         host = (
@@ -366,7 +369,8 @@ class HiRadixCache(RadixCache):
 
 
 def _make_host_states(tree: PrefixTree, controller: HiCacheController) -> HostStates | None:
-    """The books of the states in L2, if the tree has states; room for one is made by them."""
+    """The books of the states in L2, if the tree has states. They also evict states to make
+    room."""
     states = states_of(tree)
     if states is None:
         return None
@@ -382,7 +386,7 @@ def _make_controller(
     metrics: HiCacheMetrics,
     build_host_stack: BuildHostStack,
 ) -> HiCacheController:
-    """L2, and what moves bytes to and from it."""
+    """Build L2 and its controller."""
     allocator, ranks = params.token_to_kv_pool_allocator, params.tp_cache_group
     allocator_type = on_all_ranks(
         ranks,

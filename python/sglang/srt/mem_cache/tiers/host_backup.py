@@ -1,4 +1,4 @@
-"""L1 to L2: nodes get host pages, and pages leave L1.
+"""Flow from L1 to L2: copies pages to the host, and evicts pages from L1.
 
 Threads: the scheduler's only.
 """
@@ -37,7 +37,7 @@ _SELECTIVE_HITS: Final = 2
 
 @dataclass(slots=True)
 class _Leaving:
-    """What is written back in one round of an eviction: nodes, and the device slots they leave."""
+    """Nodes written back in one round of an eviction, and the device slots that they leave."""
 
     nodes: list[TreeNode] = field(default_factory=list)
     slots: list[torch.Tensor] = field(default_factory=list)
@@ -49,15 +49,16 @@ class HostBackup(TierFlow):
 
     - A node's host pages are set when their bytes have landed, never before.
     - While a copy runs, its device pages are locked and the operation owns its host pages.
-    - A node's state goes in the same copy as its pages, or alone where those are there already.
+    - A node's state goes in the same copy as its pages, or alone if the pages are on the host
+      already.
 
     Args:
-        tree: Whose nodes.
-        host: L2's books.
-        controller: Copies.
+        tree: Tree of the nodes.
+        host: Books of L2.
+        controller: Controller of copies.
         write_policy: One of `WRITE_POLICIES`.
-        metrics: Counts what happened.
-        below: Flows that are told what has landed on the host.
+        metrics: Metrics of the tiers.
+        below: Flows that are notified of pages that have landed on the host.
     """
 
     def __init__(
@@ -81,7 +82,7 @@ class HostBackup(TierFlow):
         self._writing: dict[int, DeviceCopy] = {}
 
     def busy(self) -> dict[str, int]:
-        # A copy whose pages are settled already still holds its place in the queue.
+        # A copy keeps its place in the queue even if an eviction has settled its pages.
         writes = len(self._writing) or len(self._controller.ack_write_queue)
         return {"writes": writes} if writes else {}
 
@@ -105,13 +106,13 @@ class HostBackup(TierFlow):
                 self._save_state(node)
             if node.backuped or node.write_id is not None:
                 continue
-            # Top down, and no further than the first that does not go: writes are prefix-closed.
+            # Top down, up to the first node that is not written: a written node has written
+            # ancestors.
             if (wanted > 1 and node.hit_count < wanted) or not self.write(node):
                 break
 
     def write(self, node: TreeNode) -> bool:
-        """Queue the copy of a node, its state included, to the host; False where L2 has no room for
-        it."""
+        """Queue the copy of a node and its state to the host; False if L2 has no room for it."""
         operation = self._queue_copy(node)
         if operation is None:
             self._say.warning(
@@ -137,7 +138,7 @@ class HostBackup(TierFlow):
         self._begin(node, operation)
 
     def _begin(self, node: TreeNode, operation: CacheOperation) -> None:
-        """Lock what `operation` copies."""
+        """Lock the pages and the state that `operation` copies."""
         self._tree.lock(node)
         host_state = self._host_state(operation)
         if host_state is not None and self._states is not None:
@@ -146,14 +147,15 @@ class HostBackup(TierFlow):
         self._writing[operation.operation_id] = copy
 
     def _host_state(self, operation: CacheOperation) -> torch.Tensor | None:
-        """The host slot of the state that goes along with `operation`."""
+        """The host slot of the state that `operation` includes, if any."""
         return None if self._states is None else operation.host_slots(self._states.pool.spec.name)
 
     def _lacks_host_state(self, node: TreeNode) -> bool:
         return node.mamba_value is not None and node.mamba_host_value is None
 
     def _queue_copy(self, node: TreeNode, *, with_state: bool = True) -> CacheOperation | None:
-        """Queue what of `node` is on the device and not on the host: all of it, or nothing."""
+        """Queue the copy of the pages and the state of `node` that are not on the host: all or
+        none."""
         assert node.value is not None
         pages = node.value[:0] if node.backuped else node.value
         extra = []
@@ -177,12 +179,12 @@ class HostBackup(TierFlow):
             ack = self._controller.ack_write_queue.popleft()
             self._metrics.transfer_seconds.labels("write").observe(time.monotonic() - ack.started)
             for operation_id in ack.operation_ids:
-                # Absent: an eviction has waited for it and settled it.
+                # Absent: an eviction has waited for the copy and settled it.
                 if (copy := self._writing.pop(operation_id, None)) is not None:
                     self._settle(copy)
 
     def _settle(self, copy: DeviceCopy) -> None:
-        """The bytes have landed: publish the host's part, and let go of the device's."""
+        """Set the host pages, whose bytes have landed, and unlock the device pages."""
         parts = list(parts_of(copy.node, copy.length))
         has_pages = len(copy.host_indices) > 0
         if has_pages:
@@ -200,11 +202,11 @@ class HostBackup(TierFlow):
                 self._host.unpin(node)
         self._tree.unlock(copy.node)
         if self._states is not None:
-            # What had become useless went when it was unlocked.
+            # Nodes that had become useless were deleted when they were unlocked.
             landed = [node for node in landed if node.parent is not None]
             if self.write_policy != "write_back":
                 for node in landed:
-                    self._save_state(node)  # One that came while the pages were on their way.
+                    self._save_state(node)  # A state that came while the pages were being copied.
         self._tell_landed(landed[::-1])
 
     def _tell_landed(self, nodes: list[TreeNode]) -> None:
@@ -214,10 +216,10 @@ class HostBackup(TierFlow):
     # ---- leaving L1 ------------------------------------------------------------------------
 
     def evict(self, num_tokens: int) -> int:
-        """Free device slots, at least `num_tokens` if it can; tokens freed.
+        """Free at least `num_tokens` device slots if possible; return the freed tokens.
 
-        Pages with a host copy leave L1; others are dropped or written back. Under `write_back` it
-        waits for those copies, so that the slots are free on return.
+        Pages with a host copy leave L1; others are dropped or written back. Under `write_back` the
+        call waits for those copies, so that the slots are free on return.
         """
         freed = 0
         while freed < num_tokens:
@@ -229,7 +231,8 @@ class HostBackup(TierFlow):
         return freed
 
     def _evict_round(self, num_tokens: int) -> int:
-        """Free at most what can go now: a node above one that is being written back must wait."""
+        """Free the slots that can be freed now: a node above one that is being written back must
+        wait."""
         tree = self._tree
         freed = 0
         leaving = _Leaving()
@@ -245,7 +248,8 @@ class HostBackup(TierFlow):
         return freed
 
     def _leave(self, node: TreeNode, leaving: _Leaving) -> int:
-        """Let a leaf of the device leave it, with its state; device tokens freed. 0: it stays."""
+        """Take a leaf of the device off it, with its state; return the freed device tokens. 0: it
+        stays."""
         tree = self._tree
         is_write_back = self.write_policy == "write_back"
         has_all = not self._lacks_host_state(node) or (bool(node.children) and not is_write_back)
@@ -254,14 +258,14 @@ class HostBackup(TierFlow):
             tree.free_slots(value)
             self._host.offer([node])
             return len(value)
-        # Owed under `write_back`, or because host pages hang below.
+        # A copy is due under `write_back`, or because children have host pages.
         if (is_write_back or node.children) and self._write_back(node, leaving):
             return len(node.key)
         return self._drop(node)
 
     def _write_back(self, node: TreeNode, leaving: _Leaving) -> bool:
-        """Queue a node's copy and take it off the device's books."""
-        # Making room on the host must not take the node itself.
+        """Queue the copy of a node, and take the node off the device."""
+        # Eviction from the host must not evict the node itself.
         node.protect_host()
         operation = self._queue_copy(node)
         if operation is None and node.children:
@@ -269,7 +273,7 @@ class HostBackup(TierFlow):
         if operation is None:
             node.release_host()
             return False
-        # Set before the bytes land, which nothing sees: `evict` waits for them.
+        # Set before the bytes land. No reader sees that, since `evict` waits for them.
         if not node.backuped:
             node.set_host_value(operation.host_indices)
         host_state = self._host_state(operation)
@@ -282,7 +286,7 @@ class HostBackup(TierFlow):
         return True
 
     def _finish_write_back(self, leaving: _Leaving) -> None:
-        """Wait for the copies, and free what they were made from."""
+        """Wait for the copies, and free their device slots."""
         if not leaving.nodes:
             return
         self._controller.start_writing(is_urgent=True)
@@ -293,14 +297,14 @@ class HostBackup(TierFlow):
             self._states.pool.free(slot)
         for node in leaving.nodes:
             self._host.unpin(node)
-        # Leaves were taken first; L3 wants parents first.
+        # Leaves were taken first; L3 needs parents first.
         self._tell_landed([node for node in leaving.nodes[::-1] if node.parent is not None])
 
     def evict_states(self, num: int) -> int:
-        """Free `num` states on the device, if there are candidates; states freed.
+        """Free `num` states on the device if there are enough candidates; return the freed states.
 
-        One that has no host copy is lost with what it leaves useless; but under `write_back` a leaf
-        leaves the device with its pages, and is written back.
+        A state without a host copy is lost, and nodes that become useless are deleted. But under
+        `write_back` a leaf leaves the device with its pages, and is written back.
         """
         states = self._states
         assert states is not None, "this model has no states"
@@ -318,9 +322,10 @@ class HostBackup(TierFlow):
         return freed
 
     def _drop(self, node: TreeNode) -> int:
-        """Forget a node without a host copy, and the host pages below it; device tokens freed.
+        """Delete a node without a host copy, and the host pages below it; return the freed device
+        tokens.
 
-        0 where something below is pinned: the node stays.
+        0: a node below is pinned, and the node stays.
         """
         below = [node]
         for at in below:
@@ -343,6 +348,6 @@ class HostBackup(TierFlow):
 
 
 def _part(slots: torch.Tensor, begin: int, end: int) -> torch.Tensor:
-    """A range of `slots` that keeps nothing else of them alive."""
+    """A copy of a range of `slots`, so that the rest is not kept alive."""
     whole = begin == 0 and end == len(slots)
     return slots if whole else slots[begin:end].clone()

@@ -1,4 +1,4 @@
-"""L2 to L1: host pages that a request needs get device slots and are copied there.
+"""Flow from L2 to L1: copies host pages that a request needs to device slots.
 
 Threads: the scheduler's only.
 """
@@ -34,15 +34,15 @@ class HostLoad(TierFlow):
     """Loads of one tree.
 
     While a load runs, its device pages are locked and its host pages are pinned. The state at the
-    end of the prefix comes with the pages, or alone where they are on the device.
+    end of the prefix is loaded with the pages, or alone if they are on the device.
 
     Args:
-        tree: Whose nodes.
-        host: L2's books.
-        controller: Copies.
-        evict: Frees device slots, at least as many tokens as asked for if it can.
+        tree: Tree of the nodes.
+        host: Books of L2.
+        controller: Controller of copies.
+        evict: Frees at least the given number of device slots if possible.
         evict_states: The same for recurrent states; None: the model has none.
-        metrics: Counts what happened.
+        metrics: Metrics of the tiers.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class HostLoad(TierFlow):
         return {"loads": len(self._loading)} if self._loading else {}
 
     def init_load_back(self, params: InitLoadBackParams) -> tuple[torch.Tensor, TreeNode]:
-        """As `BasePrefixCache.init_load_back`."""
+        """See `BasePrefixCache.init_load_back`."""
         chain: list[TreeNode] = []
         node = params.best_match_node
         while node.value is None and node.parent is not None:
@@ -87,25 +87,25 @@ class HostLoad(TierFlow):
         return slots, last
 
     def _is_usable(self, chain: list[TreeNode], quota: int | None) -> bool:
-        """Whether a prefix may end with `chain`, and be so long (tokens)."""
+        """Whether a prefix may end with `chain`, whose tokens must not exceed `quota`."""
         if self._states is not None and not chain[-1].has_state:
             return False
         return quota is None or sum(len(node.key) for node in chain) <= quota
 
     def _end_on_device(self, node: TreeNode) -> TreeNode:
-        """The last node up to `node`, which is on the device, at which a prefix may end now."""
+        """The last node up to `node` at which a prefix may end now. `node` is on the device."""
         while self._states is not None and node.parent is not None and node.mamba_value is None:
             node = node.parent
         return node
 
     def _load(self, chain: list[TreeNode], last: TreeNode, above: TreeNode) -> torch.Tensor | None:
-        """Queue a load; its device slots, none where the state is loaded alone. None: there is
-        nothing to load, or no room.
+        """Queue a load; return its device slots, empty if only the state is loaded. None: there are
+        no pages and no state to load, or no room.
 
         Args:
-            chain: The nodes whose pages come, from the top; maybe none.
-            last: The end of the prefix, whose state comes if it is not on the device.
-            above: The node on the device that they hang on.
+            chain: The nodes whose pages are loaded, from the top; may be empty.
+            last: The end of the prefix, whose state is loaded if it is not on the device.
+            above: The last node on the device before `chain`.
         """
         needs_state = self._states is not None and last.has_state and last.mamba_value is None
         if not chain and not needs_state:
@@ -145,8 +145,9 @@ class HostLoad(TierFlow):
     def _reserve(
         self, tokens: int, above: TreeNode, needs_state: bool
     ) -> tuple[torch.Tensor, torch.Tensor | None] | None:
-        """Device slots for pages, and one for a state if it is needed; None: no room for both."""
-        # Evicting to make room must not take what is loaded, or what it hangs on.
+        """Allocate device slots for pages, and one for a state if needed; None: no room for
+        both."""
+        # The eviction must not take the nodes to load or their ancestors.
         self._tree.lock(above)
         state = self._alloc_state() if needs_state else None
         allocator = self._tree.allocator

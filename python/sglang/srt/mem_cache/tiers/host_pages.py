@@ -1,4 +1,4 @@
-"""The books of L2: which nodes have host pages, and in which order they lose them.
+"""The books of L2: the nodes with host pages, and the order of their eviction.
 
 Threads: the scheduler's only.
 """
@@ -24,9 +24,9 @@ class HostPages:
     """Host pages of the nodes of one tree. Counts are tokens.
 
     Args:
-        tree: Whose nodes.
-        pool: L2, of the anchor: the pages that prefixes are made of.
-        metrics: Counts evictions.
+        tree: Tree of the nodes.
+        pool: The anchor's pool in L2: the pages that prefixes are made of.
+        metrics: Metrics of evictions.
         states: The books of recurrent states; None: the model has none.
     """
 
@@ -45,7 +45,7 @@ class HostPages:
         tree.watch_leaving(self.forget)
 
     def offer(self, nodes: Iterable[TreeNode]) -> None:
-        """Each of `nodes` may have become one that can leave the host."""
+        """Add those of `nodes` to the candidates that can be evicted from the host."""
         for node in nodes:
             self._heap.offer(node)
 
@@ -58,12 +58,13 @@ class HostPages:
             self._tree.prune(node)
 
     def forget(self, node: TreeNode) -> None:
-        """`node` loses its host pages, if it has any, and what hangs on them."""
+        """Free the host pages of `node`, if it has any, and its host state."""
         if node.host_value is not None:
             self.pool.free(self._take_off_host(node))
 
     def _take_off_host(self, node: TreeNode) -> torch.Tensor:
-        """`node` loses its host pages, which are the caller's to free, and its host state."""
+        """Take the host pages and the host state of `node` off the host. The caller frees the
+        returned pages."""
         value = node.host_value
         assert value is not None and node.parent is not None
         if self.states is not None:
@@ -73,13 +74,14 @@ class HostPages:
         return value
 
     def make_room(self, num_tokens: int) -> None:
-        """Evict until `num_tokens` are free, as far as nothing pins them."""
+        """Evict until `num_tokens` are free, or all other pages are pinned."""
         missing = num_tokens - self.pool.available_size()
         if missing > 0:
             self.evict(missing)
 
     def evict(self, num_tokens: int) -> int:
-        """Free host pages that nothing pins, at least `num_tokens` if there are; tokens freed."""
+        """Free at least `num_tokens` of unpinned host pages, if there are as many; return the freed
+        tokens."""
         slots: list[torch.Tensor] = []
         freed = 0
         while freed < num_tokens and (node := self._heap.pop()) is not None:
@@ -103,7 +105,7 @@ class HostPages:
         """Assert that each host page has one owner.
 
         Args:
-            owned: Pages of operations: owner and int64 slots.
+            owned: Pages that operations own: owner and int64 slots.
         """
         books = PageBooks("host", self.pool.size, self._tree.page_size)
         books.own_pages("the free list", self.pool.free_page_ids())

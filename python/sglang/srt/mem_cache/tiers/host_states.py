@@ -1,4 +1,4 @@
-"""The books of recurrent states in L2: which nodes have one, and in which order they lose it.
+"""The books of recurrent states in L2: the nodes with a host state, and the order of eviction.
 
 Threads: the scheduler's only.
 """
@@ -23,12 +23,12 @@ if TYPE_CHECKING:
 class HostStates:
     """Host states of the nodes of one tree. Counts are states.
 
-    What pins a node's host pages pins its host state too.
+    A pin of a node's host pages pins its host state too.
 
     Args:
-        tree: Whose nodes.
-        states: The tree's component that has their states in L1.
-        pool: L2, of the states.
+        tree: Tree of the nodes.
+        states: The tree's component with the states in L1.
+        pool: Pool of states in L2.
     """
 
     def __init__(self, tree: PrefixTree, states: StateComponent, pool: AnyHostPool) -> None:
@@ -39,26 +39,27 @@ class HostStates:
         self._heap = tree.add_heap(_may_lose_host_state, of_states=True)
 
     def transfer(self, slot: torch.Tensor, keys: list[str] | None = None) -> PoolTransfer:
-        """The move of a state between L2 and L3.
+        """Transfer of a state between L2 and L3.
 
         Args:
-            slot: In L2, int64 `[1]` on the CPU.
-            keys: The hash of the page that it hangs on; None: the last of the operation.
+            slot: Slot in L2, int64 `[1]` on the CPU.
+            keys: Hash of the last page before the state; None: the last page of the operation.
         """
         return self._states.transfer(slot, keys=keys)
 
     def offer(self, node: TreeNode) -> None:
-        """The state of `node` may have become one that can leave the host."""
+        """Add the state of `node` to the candidates if it can be evicted from the host."""
         self._heap.offer(node)
 
     def put(self, node: TreeNode, slot: torch.Tensor, *, is_stored: bool = False) -> None:
-        """Hand a host slot, int64 `[1]`, to `node`, whose pages are on the host.
+        """Give a host slot, int64 `[1]`, to `node`, whose pages are on the host.
 
         Args:
-            is_stored: L3 has it. Otherwise L3 is taken to lack the node, so that it gets the state.
+            is_stored: Whether L3 has the state. If not, the node counts as not stored, so that its
+                state is written.
         """
         if node.mamba_host_value is not None:
-            # Another way was sooner.
+            # Another flow has given the node a host state.
             self.pool.free(slot)
             return
         assert node.backuped, f"{node} gets a host state without host pages"
@@ -70,21 +71,21 @@ class HostStates:
         self._heap.offer(node)
 
     def forget(self, node: TreeNode) -> None:
-        """`node` loses its host state, if it has one."""
+        """Free the host state of `node`, if it has one."""
         if node.mamba_host_value is not None:
             self.pool.free(node.mamba_host_value)
             node.set_mamba_host_value(None)
             self._evicted.inc()
 
     def alloc(self) -> torch.Tensor | None:
-        """A host slot, int64 `[1]`; evicts for it. None where all are in use."""
+        """Allocate a host slot, int64 `[1]`; evicts a state if needed. None: all are in use."""
         if not self.pool.available_size():
             self.evict(1)
         return self.pool.alloc(1)
 
     def evict(self, num: int) -> int:
-        """Free up to `num` host states that nothing pins. Returns how many were freed. What is
-        useless without its state goes too."""
+        """Free up to `num` unpinned host states; return the number of freed ones. Nodes that become
+        useless are deleted too."""
         freed = 0
         while freed < num and (node := self._heap.pop()) is not None:
             self.forget(node)
@@ -96,8 +97,8 @@ class HostStates:
         """Assert that each host state has one owner.
 
         Args:
-            nodes: Of the tree.
-            owned: States of operations: owner and int64 slots.
+            nodes: Nodes of the tree.
+            owned: States that operations own: owner and int64 slots.
         """
         books = PageBooks("states on the host", self.pool.size, 1)
         books.own_pages("the free list", self.pool.free_page_ids())

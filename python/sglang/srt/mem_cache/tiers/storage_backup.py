@@ -1,7 +1,7 @@
-"""L2 to L3: pages that have reached the host are written to the store, parents before children.
+"""Flow from L2 to L3: writes pages that have reached the host to the store, parents first.
 
-`storage_io.py` has the thread that writes. Where a page is refused, nothing that follows it is
-written: a reader finds a prefix or nothing.
+`storage_io.py` has the thread that writes. If the store refuses a page, the pages after it are not
+written: readers find a whole prefix or none.
 
 Threads: the scheduler's only.
 """
@@ -26,33 +26,33 @@ if TYPE_CHECKING:
     from sglang.srt.mem_cache.tree.hicache_metrics import HiCacheMetrics
 
 _BACKUP_SHARE: Final = 0.5
-"""Share of L2 that writes to L3 under way may hold, so that they do not starve it."""
+"""Share of L2 that writes to L3 in flight may pin, so that L2 does not run short."""
 
 
 class NoWrite(StrEnum):
-    """Why a node is not written. Label values of `sglang:hicache_backup_total`."""
+    """Reason why a node is not written. Label values of `sglang:hicache_backup_total`."""
 
     QUEUE_FULL = "queue_full"
-    """Not now: writes under way hold as much of L2 as they may. The only one that is not final
-    until the node is used again."""
+    """Writes in flight pin their whole share of L2. Only this reason is temporary: the write is
+    tried again. For the others the node has to be used again."""
     ORPHAN = "orphan"
-    """L3 lacks what comes before it."""
+    """L3 lacks the pages before it."""
     UNAVAILABLE = "unavailable"
     """L3 may not be asked now."""
     EVICTED = "evicted"
     """It left the host while it waited."""
     SHORT = "short"
-    """A page before it was refused."""
+    """The store refused a page before it."""
 
 
 class StorageBackup(TierFlow):
     """Writes to L3 for one tree.
 
     Args:
-        page_size: Tokens.
-        host: L2's books: pages are pinned while they are written.
-        link: The way to L3.
-        metrics: Counts what happened.
+        page_size: Tokens of a page.
+        host: Books of L2, in which pages are pinned while they are written.
+        link: State of the connection to L3.
+        metrics: Metrics of the tiers.
     """
 
     def __init__(
@@ -64,9 +64,9 @@ class StorageBackup(TierFlow):
         self._metrics = metrics
         self._under_way: deque[StorageOperation] = deque()
         self._tokens = 0
-        """Tokens of the writes under way."""
+        """Tokens of the writes in flight."""
         self._postponed: dict[int, TreeNode] = {}
-        """Nodes that wait for room among the writes under way, by id, parents first."""
+        """Nodes that wait until writes in flight end, by id, parents first."""
 
     def busy(self) -> dict[str, int]:
         count = len(self._under_way) + len(self._postponed)
@@ -76,14 +76,15 @@ class StorageBackup(TierFlow):
 
     def on_insert(self, path: list[TreeNode]) -> None:
         if self._link.io is not None:
-            # What an L3 that was attached, came back or lost pages since does not have.
+            # L3 may lack these pages, if it was attached, came back or lost pages since their
+            # write.
             self._write_all([node for node in path if node.backuped])
 
     def on_host_landed(self, nodes: list[TreeNode]) -> None:
         if self._link.io is None:
             return
         self._write_all(nodes)
-        # Under write_back whole branches may have landed before what they hang on.
+        # Under write_back whole branches may have landed before their ancestors.
         below = deque(child for node in nodes for child in node.children.values())
         while below:
             node = below.popleft()
@@ -104,7 +105,7 @@ class StorageBackup(TierFlow):
                 self._count(refusal)
 
     def write(self, node: TreeNode) -> NoWrite | None:
-        """Queue the write of a node's host pages to L3; None, or why not."""
+        """Queue the write of a node's host pages to L3; return None, or the reason why not."""
         assert self._link.io is not None and node.host_value is not None
         assert node.parent is not None
         refusal = self._refusal(node, node.parent)
@@ -134,13 +135,13 @@ class StorageBackup(TierFlow):
         if not self._link.has_stored(above) and above.backup_op is None:
             return NoWrite.QUEUE_FULL if above.id in self._postponed else NoWrite.ORPHAN
         if not above.backuped_from_root:
-            # A page above that could only be dropped could not leave L1 while this write hangs.
-            # When it reaches the host it brings these along.
+            # If this write hung, an ancestor without a host copy could not be evicted from L1. When
+            # the ancestor reaches the host, these pages are written after it.
             return NoWrite.ORPHAN
         if not self._link.available:
             return NoWrite.UNAVAILABLE
         share = _BACKUP_SHARE * self._host.pool.size
-        # A node larger than the share goes alone: waiting would not make it smaller.
+        # A node larger than the share is written alone: waiting would not make it smaller.
         if self._tokens and self._tokens + len(node.key) > share:
             return NoWrite.QUEUE_FULL
         return None
@@ -177,7 +178,8 @@ class StorageBackup(TierFlow):
             if node.mamba_host_value is not None and not has_written_state:
                 late.append(node)
             elif success:
-                # The epoch of its start: a store that was lost meanwhile may have lost this too.
+                # The epoch of the write's start: if L3 was lost meanwhile, the pages may be lost
+                # too.
                 node.storage_epoch = operation.epoch
             self._host.unpin(node)
         if success and late and self._link.io is not None:
@@ -185,7 +187,7 @@ class StorageBackup(TierFlow):
             self._write_all(late[::-1])
 
     def _give_up_below(self, refused: set[TreeNode]) -> None:
-        """Write nothing that follows a page that was refused, also where it waits for room."""
+        """Drop the postponed writes of descendants of refused nodes."""
         for node in list(self._postponed.values()):
             above: TreeNode | None = node
             while above is not None and above not in refused:
@@ -195,7 +197,7 @@ class StorageBackup(TierFlow):
                 self._count(NoWrite.SHORT)
 
     def _resume_postponed(self) -> None:
-        """Queue the writes for which there was no room, in their order, as far as there is now."""
+        """Queue the postponed writes, in their order, while there is room."""
         while self._postponed:
             node = next(iter(self._postponed.values()))
             if node.parent is None:
@@ -211,13 +213,14 @@ class StorageBackup(TierFlow):
             del self._postponed[node.id]
 
     def _state_of(self, node: TreeNode, hashes: list[PageHash]) -> list[PoolTransfer]:
-        """The state of `node`, if the host has it; it hangs on the last of its pages' `hashes`."""
+        """Transfer of the state of `node`, if the host has it, under the last of the pages'
+        `hashes`."""
         if self._host.states is None or node.mamba_host_value is None:
             return []
         return [self._host.states.transfer(node.mamba_host_value, [hashes[-1]])]
 
     def _unsaved_path(self, node: TreeNode) -> list[TreeNode]:
-        """`node` and what was split off above it since it was postponed, top first."""
+        """`node` and the nodes split off above it since it was postponed, top first."""
         path: list[TreeNode] = []
         at = node
         while at.parent is not None and not self._link.has_stored(at) and at.backup_op is None:

@@ -1,7 +1,7 @@
-"""Asks whether L3 still has what it had.
+"""Checks whether L3 still has stored pages.
 
-A page that it has is not written again, and while it is in L1 or L2 it is not read either: nothing
-else would tell that the store was restarted, or has evicted it.
+A stored page is not written again, and while it is in L1 or L2 it is not read either. So only this
+check detects that the store was restarted, or has evicted pages.
 
 Threads: the scheduler's only.
 """
@@ -20,17 +20,17 @@ if TYPE_CHECKING:
     from sglang.srt.mem_cache.tiers.storage_link import StorageLink
 
 _CHECK_EVERY: Final = 61
-"""Ask L3 on every 61st use of a stored prompt: counted and not timed, so that all ranks ask at the
-same tick; a prime, so that prompts used in rotation all get a turn."""
+"""Re-check L3 on every 61st use of a stored prompt. A count, not a time, so that all ranks check at
+the same tick; a prime, so that prompts used in rotation all get a turn."""
 
 
 class StorageCheck(TierFlow):
-    """Questions whether stored pages are still there, one at a time.
+    """Checks of stored pages, one at a time.
 
     Args:
-        page_size: Tokens.
-        link: The way to L3.
-        has_states: Prompts end with a recurrent state.
+        page_size: Tokens of a page.
+        link: State of the connection to L3.
+        has_states: Whether prompts end with a recurrent state.
     """
 
     def __init__(self, page_size: int, link: StorageLink, *, has_states: bool = False) -> None:
@@ -54,7 +54,7 @@ class StorageCheck(TierFlow):
             return
         stored = list(itertools.takewhile(self._link.has_stored, path))
         while self._has_states and stored and stored[-1].mamba_host_value is None:
-            # A prompt is there up to a state, and L3 is known to have those that the host has.
+            # A stored prompt ends with a state; only states on the host are known to be in L3.
             stored.pop()
         hashes = [page for node in stored for page in node.page_hashes(self._page_size)]
         if not hashes:

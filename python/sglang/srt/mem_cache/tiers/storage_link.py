@@ -1,4 +1,4 @@
-"""What all flows to and from L3 share: whether it may be asked, and since when it is the same one.
+"""State that all flows to and from L3 share: its availability, and its epoch.
 
 Threads: the scheduler's only.
 """
@@ -18,15 +18,15 @@ if TYPE_CHECKING:
 
 
 class StorageLink(TierFlow):
-    """The way to L3, as all ranks agree on it.
+    """State of the connection to L3, as all ranks agree on it.
 
     Args:
-        attachment: What is attached, with which settings.
-        administration: Changes of that at run time.
+        attachment: The attached L3 and its settings.
+        administration: Changes of L3 at run time.
 
     Attributes:
-        epoch: Counts up whenever L3 may have lost what it held. Pages written or read in an
-            earlier epoch do not count as stored.
+        epoch: Counter that is increased whenever L3 may have lost its objects. Pages written or
+            read in an earlier epoch do not count as stored.
     """
 
     def __init__(
@@ -37,25 +37,25 @@ class StorageLink(TierFlow):
         self._administration = administration
         self._answers = True
         self._seen_reconnects = self._agreed_reconnects = 0
-        """How often L3 came back on this rank: as told to the others, and as agreed by all."""
+        """Reconnects of L3 on this rank: as last reported in a ballot, and as agreed by all."""
 
     @property
     def io(self) -> StorageIO | None:
-        """The threads of what is attached; None: nothing is."""
+        """The threads of the attached L3; None: none is attached."""
         return self.attachment.storage_io
 
     @property
     def available(self) -> bool:
-        """Whether L3 may be asked for anything: no call is stuck on any rank, and no operator is
-        changing it."""
+        """Whether calls to L3 are allowed: no call is stuck on any rank, and no change is under
+        way."""
         return self._answers and not self._administration.is_under_way
 
     def has_stored(self, node: TreeNode) -> bool:
-        """Whether L3 has the pages of `node`, as far as is known."""
+        """Whether L3 is believed to have the pages of `node`."""
         return node.parent is None or node.storage_epoch == self.epoch
 
     def forget_stored(self) -> None:
-        """L3 is another one, was cleared, or has lost pages: nothing counts as stored."""
+        """Mark all nodes as not stored: L3 is another one, was cleared, or has lost pages."""
         self.epoch += 1
 
     def is_active(self) -> bool:

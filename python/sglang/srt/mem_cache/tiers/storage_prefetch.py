@@ -1,8 +1,8 @@
-"""L3 to L2: pages that prompts need and no tier above has are read from the store.
+"""Flow from L3 to L2: reads pages that prompts need and that neither L1 nor L2 has.
 
-`hicache_prefetch.py` has the book of the reads under way, `fetch_choice.py` decides which are worth
-it, and `storage_io.py` has the thread that makes them. A failing L3 shortens a prefix, and never
-fails a request.
+`hicache_prefetch.py` has the book of the reads in flight, `fetch_choice.py` decides which reads are
+worth it, and `storage_io.py` has the thread that makes them. A failing L3 shortens a prefix, and
+never fails a request.
 
 Threads: the scheduler's only.
 """
@@ -37,20 +37,21 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _PREFETCH_SHARE: Final = 0.5
-"""Share of L2 that reads under way may hold, so that they do not starve it."""
+"""Share of L2 that reads in flight may hold, so that L2 does not run short."""
 
 
 class NoRead(StrEnum):
-    """Why nothing is read for a prompt. Label values of `sglang:hicache_prefetch_total`."""
+    """Reason why no pages are read for a prompt. Label values of
+    `sglang:hicache_prefetch_total`."""
 
     ORPHAN = "orphan"
-    """What the pages follow has left the tree: they could not be published."""
+    """The pages before it have left the tree, so that read pages could not be published."""
     TOO_SHORT = "too_short"
     """Below the threshold."""
     DUPLICATE = "duplicate"
     """The request has a read already."""
     JOINED = "joined"
-    """Other requests' reads bring all of it."""
+    """Reads of other requests bring all its pages."""
     SAMPLE = "sample"
     """Another request computes the same prompt."""
     MISS = "miss"
@@ -58,28 +59,28 @@ class NoRead(StrEnum):
     UNAVAILABLE = "unavailable"
     """L3 may not be asked now."""
     QUEUE_FULL = "queue_full"
-    """Reads under way hold as many pages, or slots of the ballot, as they may."""
+    """Reads in flight hold their whole share of L2, or all slots of the ballot."""
     SLOWER = "slower_than_computing"
-    """Computing is sooner."""
+    """Computing is faster than reading."""
     NO_HOST_MEMORY = "no_host_memory"
     """L2 is full of pages in use."""
 
 
 _EXPECTED: Final = (NoRead.TOO_SHORT, NoRead.JOINED, NoRead.SAMPLE, NoRead.MISS)
-"""Not worth a line in the log."""
+"""Reasons that are not logged, since they are expected."""
 
 
 class StoragePrefetch(TierFlow):
     """Reads from L3 for one tree.
 
     Args:
-        tree: Where what was read is published.
-        host: L2's books: reads go to its pages.
-        link: The way to L3.
-        metrics: Counts what happened.
+        tree: The tree in which read pages are published.
+        host: Books of L2, to whose pages L3 is read.
+        link: State of the connection to L3.
+        metrics: Metrics of the tiers.
 
     Attributes:
-        board: The reads under way.
+        board: The reads in flight.
     """
 
     def __init__(
@@ -94,9 +95,9 @@ class StoragePrefetch(TierFlow):
         self.board = PrefetchBoard(self.page_size)
         self._choice = FetchChoice(self.board)
         self._loaded: dict[str, int] = {}
-        """Tokens that L3 contributed, by request."""
+        """Number of tokens that L3 contributed, by request."""
         self._used: set[ChildKey] = set()
-        """First pages of what was put on the device or used again since the last tick."""
+        """First pages of prompts that were put on the device or used again since the last tick."""
 
     def busy(self) -> dict[str, int]:
         return {"prefetches": len(self.board)} if len(self.board) else {}
@@ -111,7 +112,7 @@ class StoragePrefetch(TierFlow):
                 yield f"prefetch of {operation.request_id}", operation.host_state
 
     def stuck_tokens(self) -> int:
-        """Host tokens that hanging reads keep though no request waits for them."""
+        """Host tokens that hanging reads hold though no request waits for them."""
         return self.board.stuck_tokens()
 
     def check(self) -> None:
@@ -121,16 +122,17 @@ class StoragePrefetch(TierFlow):
         self._loaded.clear()
 
     def note_prefill(self, tokens: int, seconds: float) -> None:
-        """As `BasePrefixCache.note_prefill`: L3 is read only where that is not much slower."""
+        """See `BasePrefixCache.note_prefill`: L3 is read only if that is not much slower than
+        computing."""
         if self._link.io is not None:
             self._link.io.worth.prefills.add(tokens, seconds)
 
     def watch_workload(self, workload: Callable[[], Workload]) -> None:
-        """As `BasePrefixCache.watch_workload`."""
+        """See `BasePrefixCache.watch_workload`."""
         self._choice.watch(workload)
 
     def forget_rates(self) -> None:
-        """L3 is another one: how fast it is has to be measured again."""
+        """Discard the measured rates: L3 is another one."""
         self._choice.rates = Rates()
 
     # ---- a request comes -------------------------------------------------------------------
@@ -146,22 +148,22 @@ class StoragePrefetch(TierFlow):
         extra_key: str | None = None,
         only_join: bool = False,
     ) -> None:
-        """Read the pages that follow `last_host_node` in the prompt of `req_id`, which begins at
-        the next tick. Those that are being read already are waited for and not read again.
+        """Read the pages that follow `last_host_node` in the prompt of `req_id`. The read begins at
+        the next tick. Pages that are being read already are waited for and not read again.
 
         Args:
-            last_host_node: As matched on arrival.
-            new_input_tokens: The tokens after its end; those past the last whole page are ignored.
-            last_hash: Hash of the node's last page, where the caller knows it.
-            prefix_keys: Hashes of the pages before, where the caller knows them.
-            extra_key: The request's.
-            only_join: Read nothing that is not being read already.
+            last_host_node: Last node that the request matched on arrival.
+            new_input_tokens: The tokens after that node; a partial last page is ignored.
+            last_hash: Hash of the node's last page, if the caller knows it.
+            prefix_keys: Hashes of the pages before, if the caller knows them.
+            extra_key: Extra key of the request.
+            only_join: Start no read; only join reads in flight.
         """
         if self._link.io is None:
             return
         new = RadixKey(new_input_tokens, extra_key)
         if self._host.states is not None:
-            # A state that has seen the last token is of no use: see `StateComponent.usable`.
+            # A state after the last token is of no use: see `StateComponent.usable`.
             new = new[: max(0, len(new) - 1)]
         reason = self._join_or_read(
             req_id,
@@ -188,10 +190,11 @@ class StoragePrefetch(TierFlow):
         *,
         only_join: bool,
     ) -> NoRead | None:
-        """Why nothing is read for `new`, which follows `node`, or None."""
+        """Join reads or start one for `new`, which follows `node`; return None, or the reason why
+        no read was started."""
         is_root = node is self._tree.root
         if node.parent is None and not is_root:
-            # It has left the tree: what follows it could not be published.
+            # The node has left the tree: pages after it could not be published.
             return NoRead.ORPHAN
         settings = self._link.attachment.settings
         least = settings.threshold_pages(self.page_size) * self.page_size
@@ -222,7 +225,7 @@ class StoragePrefetch(TierFlow):
         if host_indices is None:
             if joined >= least:
                 return NoRead.JOINED
-            # Too few to be waited for.
+            # The joined pages are too few to wait for.
             self.board.leave(req_id)
             return reason
         start = len(above) + joined
@@ -237,7 +240,7 @@ class StoragePrefetch(TierFlow):
             host_indices=host_indices,
             hashes=key[start:].page_hashes(self.page_size, prior),
             prefix_hashes=prefix_keys,
-            # It may be read after what was joined.
+            # The time for all of `new`: the read may come after the joined ones.
             deadline=time.monotonic() + self._link.attachment.prefetch_seconds(len(new)),
             epoch=self._link.epoch,
             extra_transfers=extra,
@@ -249,7 +252,8 @@ class StoragePrefetch(TierFlow):
     def _room_for_prefetch(
         self, req_id: str, node: TreeNode, wanted: int, least: int
     ) -> tuple[NoRead | None, torch.Tensor | None]:
-        """Host pages for a read of at most `wanted` tokens after `node`; else why there is none."""
+        """Allocate host pages for a read of at most `wanted` tokens after `node`, or give the
+        reason why there is no read."""
         page = self.page_size
         if wanted < least:
             return NoRead.TOO_SHORT, None
@@ -263,7 +267,7 @@ class StoragePrefetch(TierFlow):
             return NoRead.SLOWER, None
         missing = wanted - self._host.pool.available_size()
         if missing > 0:
-            # Not at the cost of what the read continues.
+            # The eviction must not take the node that the read continues.
             node.protect_host()
             self._host.evict(missing)
             self._host.unpin(node)
@@ -273,12 +277,13 @@ class StoragePrefetch(TierFlow):
         return None, self._host.pool.alloc(wanted)
 
     def _room_for_state(self, node: TreeNode) -> torch.Tensor | None:
-        """A host slot for the state that a read after `node` brings; None: there is none."""
+        """Allocate a host slot for the state that a read after `node` brings; None: there is no
+        room."""
         states = self._host.states
         assert states is not None
         if self.board.held_states() + 1 > max(1.0, _PREFETCH_SHARE * states.pool.size):
             return None
-        # Not at the cost of what the read continues.
+        # The eviction must not take the node that the read continues.
         node.protect_host()
         slot = states.alloc()
         self._host.unpin(node)
@@ -290,7 +295,8 @@ class StoragePrefetch(TierFlow):
         if not self.board.may_schedule(req_id, self._link.attachment.prefetch_policy):
             return False
         for read in self.board.reads_of(req_id):
-            # Only published: it is cut when the request is scheduled, which may be much later.
+            # Landed pages are published now. The read is cut when the request is scheduled, which
+            # may be much later.
             new = self._publish(read, read.needs[req_id]) or 0
             if new:
                 self._loaded[req_id] = self._loaded.get(req_id, 0) + new
@@ -302,15 +308,15 @@ class StoragePrefetch(TierFlow):
         return self._loaded.pop(req_id, 0)
 
     def _publish(self, read: Read, pages: int) -> int | None:
-        """Put what has landed of the first `pages` of a read into the tree; how many tokens were
-        new to it.
+        """Put the landed ones of the first `pages` of a read into the tree; return the number of
+        tokens that were new to the tree.
 
-        The prompt is matched again: what others put there meanwhile stays theirs. None where the
-        tree does not reach up to the read, so that nothing can be used.
+        The prompt is matched again, since other requests may have inserted some of its pages
+        meanwhile. None: the tree lacks pages before the read, so that its pages cannot be used.
         """
         operation = read.operation
         if operation.has_state:
-            # It stands behind the last page, so that no part of the read is of use.
+            # The state is after the last page, so that no part of the read is of use without it.
             pages = read.progress.landed if operation.host_state is not None else 0
         landed = min(pages, read.progress.landed) * self.page_size
         if not landed:
@@ -325,7 +331,7 @@ class StoragePrefetch(TierFlow):
         if begin == landed and operation.has_state and path[-1].backuped:
             self._publish_state(operation, path[-1])
         if not begin < landed or not operation.owns(begin, landed):
-            # Others have brought it, or what was published before has been evicted.
+            # Other flows have brought the pages, or the pages published before have been evicted.
             return 0
         parent = path[-1] if path else self._tree.root
         leaf = self._tree.add_leaf(operation.key[known:end], parent)
@@ -337,17 +343,17 @@ class StoragePrefetch(TierFlow):
         return end - known
 
     def _publish_state(self, operation: PrefetchOperation, node: TreeNode) -> None:
-        """Hand the state that a read has brought, if any, to `node`, which ends where it stands."""
+        """Give the state that a read has brought, if any, to `node`, which ends at its position."""
         if (slot := operation.take_state()) is not None:
             assert self._host.states is not None
             self._host.states.put(node, slot, is_stored=True)
 
     def _settle_known(self, read: Read) -> None:
-        """Mark what the tree has of a read for those who wait for it, and end what it need not
-        bring any more."""
+        """Mark the pages of a read that the tree has as known, for the requests that wait for it,
+        and cut the read if it is not needed any more."""
         operation = read.operation
         path = self._tree.walk(operation.key)
-        # A state behind the whole of what is read is one that its requests can use.
+        # Its requests can use a state at the end of the read.
         known = sum(len(node.key) for node in self._tree.usable(path, len(operation.key) + 1))
         if known <= operation.start:
             return
@@ -364,8 +370,8 @@ class StoragePrefetch(TierFlow):
             self._used.add(path[0].key.child_key(self.page_size))
 
     def _settle_used(self) -> None:
-        """Look at the reads of prompts that begin like those that were computed since the last
-        tick: the tree may have their pages now."""
+        """Settle the reads of prompts with the same first page as prompts that were computed since
+        the last tick: the tree may have their pages now."""
         if self._used:
             for read in self.board.reads():
                 if read.operation.key.child_key(self.page_size) in self._used:
@@ -382,7 +388,8 @@ class StoragePrefetch(TierFlow):
         self._loaded.pop(rid, None)
 
     def _leave(self, rid: str) -> None:
-        """Cut the reads that no other request waits for, and publish what has landed of them."""
+        """Let request `rid` leave its reads: cut those that no other request waits for, and publish
+        their landed pages."""
         for read in self.board.leave(rid):
             if self._publish(read, read.progress.landed) is None:
                 self._metrics.prefetch_outcomes.labels(NoRead.ORPHAN.value).inc()
@@ -397,7 +404,8 @@ class StoragePrefetch(TierFlow):
         self._submit()
 
     def _submit(self) -> None:
-        """Hand on the reads of the prompts that have come since the last tick, as one question."""
+        """Submit the reads of the prompts that have come since the last tick, with one query for
+        all."""
         if started := self.board.take_new():
             assert self._link.io is not None, "L3 is detached when nothing is under way"
             self._link.io.submit_prefetches(started)
@@ -422,11 +430,11 @@ class StoragePrefetch(TierFlow):
             )
 
     def _cut_overtaken(self) -> None:
-        """Let requests go on whose prompts are computed before L3 would bring them."""
+        """Cut the reads that would take longer than computing the prompts."""
         for operation in self._choice.cut_overtaken(self._link.attachment.prefetch_policy):
             self._say.info(
                 "overtaken",
-                "an L3 read of %d tokens is cut: computing them is going to be sooner",
+                "an L3 read of %d tokens is cut: computing them is faster",
                 len(operation.host_indices),
             )
 

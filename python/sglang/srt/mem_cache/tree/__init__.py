@@ -1,1 +1,1 @@
-"""The prefix tree: keys, nodes, structure, books, eviction order, what the ranks agree on."""
+"""The prefix tree: keys, nodes, structure, books, eviction order, agreement of the ranks."""

@@ -1,9 +1,8 @@
-"""One ballot a tick: what the ranks agree has happened.
+"""The ballot: once a tick the ranks agree on the progress of copies and transfers.
 
-Copies and transfers progress at different moments on different ranks, yet every rank must make
-the same decisions. So progress enters a decision only through one int64 vector of fixed size,
-reduced by MIN over the ranks. Ranks whose books differ agree on nothing: each ballot compares a
-digest of them.
+Copies and transfers progress at different moments on different ranks, yet every rank must make the
+same decisions. So progress enters a decision only through one int64 vector of fixed size, reduced
+by MIN over the ranks. Each ballot also compares a digest of the ranks' books, which must be equal.
 
 Layout of the vector: the digest of the books and its negative, `available`, the two `rates`,
 `-has_reconnected`, `writes`, `loads`, `check`, `administration`; a verdict for each backup slot;
@@ -25,9 +24,9 @@ from sglang.srt.distributed.rank_group import RankGroup, RanksDiverged
 from sglang.srt.mem_cache.tree.digest import Books, explain_difference
 
 MAX_PREFETCHES: Final = 64
-"""Prefetches that own host pages at most: the vector has a fixed size (unequal ones abort gloo)."""
+"""Most prefetches that own host pages: the vector has a fixed size (unequal ones abort gloo)."""
 MAX_SETTLED: Final = 256
-"""Writes to L3 that one tick settles at most, for the same reason."""
+"""Most writes to L3 that one tick settles, for the same reason."""
 
 _HEAD: Final = 10
 _SLOT: Final = 5
@@ -36,12 +35,12 @@ _VECTOR_SIZE: Final = _BACKUPS_END + _SLOT * MAX_PREFETCHES
 
 
 class Verdict(IntEnum):
-    """What became of one operation. The least over the ranks counts."""
+    """Outcome of one operation. The least over the ranks counts."""
 
     UNDER_WAY = 0
-    """It is under way on some rank: all ranks wait."""
+    """It is under way on at least one rank: all ranks wait."""
     FAILED = 1
-    """It failed on some rank: it counts on none."""
+    """It failed on at least one rank: it counts on no rank."""
     LANDED = 2
 
     @classmethod
@@ -51,25 +50,25 @@ class Verdict(IntEnum):
 
 
 class Rates(NamedTuple):
-    """Tokens per second, as the ranks agree on them; 0: too little is known."""
+    """Tokens per second, as the ranks agree on them; 0: not measured yet."""
 
     reads: int = 0
     prefills: int = 0
 
 
 class PrefetchProgress(NamedTuple):
-    """How far one prefetch is, in pages."""
+    """Progress of one prefetch, in pages."""
 
     hit: int = -1
     """Pages that the store reported; -1 while unknown."""
     landed: int = 0
-    """Pages whose bytes are in host memory, from the first on."""
+    """Number of leading pages whose bytes are in host memory."""
     ended: bool = False
-    """The transfer no longer touches host memory."""
+    """Whether the transfer no longer touches host memory."""
     expired: bool = False
-    """Its time is up."""
+    """Whether its time is up."""
     handed: int = 0
-    """Pages that the store may have written to, or may be writing to, from the first on."""
+    """Number of leading pages that the store may have written to, or may be writing to."""
 
 
 _NO_RATES: Final = Rates()
@@ -77,30 +76,31 @@ _NO_RATES: Final = Rates()
 
 @dataclasses.dataclass(slots=True)
 class Progress:
-    """What one rank has seen, or what all agree on. Made at every tick."""
+    """Observations of one rank, or the agreement of all. Made at every tick."""
 
     books_digest: int = 0
     """Digest of tree, free counts and queues (`Books`); must be equal on all ranks."""
     available: bool = True
-    """No call to L3 is stuck."""
+    """Whether no call to L3 is stuck."""
     rates: Rates = _NO_RATES
-    """Speeds of reading from L3 and of computing: the slowest rank's; 0 where any rank has none."""
+    """Speeds of reading from L3 and of computing, on the slowest rank; 0 if a rank has none."""
     has_reconnected: bool = False
-    """L3 came back after a failure, perhaps without what it held, since the ranks last agreed that
-    it did."""
+    """Whether L3 came back after a failure, perhaps without its objects, since the ranks last
+    agreed on such a return."""
     writes: int = 0
-    """Copies from L1 to L2 that have ended, from the head of their queue on."""
+    """Number of copies from L1 to L2 that have ended, from the head of their queue on."""
     loads: int = 0
-    """Copies from L2 to L1 that have ended, likewise."""
+    """Number of copies from L2 to L1 that have ended, likewise."""
     check: Verdict = Verdict.UNDER_WAY
-    """Whether L3 still has what it was asked about; `FAILED`: it has lost pages."""
+    """Verdict on the check of L3's pages; `FAILED`: L3 has lost pages."""
     administration: Verdict = Verdict.UNDER_WAY
-    """Whether the change of L3 that an operator has begun can be made."""
+    """Verdict on the preparation of an operator's change of L3."""
     backups: Sequence[Verdict] = ()
     """Verdicts on the writes to L3 that have ended, from the head of their queue on; at most
     `MAX_SETTLED`."""
     prefetches: Sequence[PrefetchProgress] = ()
-    """Reads in the order of the board: those that requests wait for, then those that were cut."""
+    """Progress of the reads in the order of the board: first those that requests wait for, then
+    those that were cut."""
 
 
 def to_vector(progress: Progress) -> torch.Tensor:
@@ -114,7 +114,7 @@ def to_vector(progress: Progress) -> torch.Tensor:
     slots: list[int] = []
     for one in progress.prefetches:
         slots += [one.hit, one.landed, int(one.ended), -int(one.expired), -one.handed]
-    # Mostly zeros (`UNDER_WAY` is one): made by numpy in 3 us, from a list in 33.
+    # Most elements are 0 (such as `UNDER_WAY`): numpy takes 3 us, a list 33 us.
     vector = np.zeros(_VECTOR_SIZE, dtype=np.int64)
     vector[: len(values)] = values
     vector[_BACKUPS_END : _BACKUPS_END + len(slots)] = slots
@@ -122,7 +122,7 @@ def to_vector(progress: Progress) -> torch.Tensor:
 
 
 def from_vector(vector: torch.Tensor, num_prefetches: int) -> Progress:
-    """The agreement in a reduced vector, of ranks whose books are equal."""
+    """The agreement in a reduced vector of ranks with equal books."""
     values = vector.tolist()
     ended = itertools.takewhile(bool, values[_HEAD:_BACKUPS_END])
     begins = range(_BACKUPS_END, _BACKUPS_END + _SLOT * num_prefetches, _SLOT)
@@ -151,16 +151,16 @@ def agree(
     books: Books,
     reduce_min: Callable[[torch.Tensor], torch.Tensor] | None = None,
 ) -> Progress:
-    """What all ranks agree on; with one rank what it saw itself. A collective.
+    """Agree with all ranks on progress; a single rank's own progress counts. A collective.
 
     Args:
-        progress: What this rank has seen. Its `books_digest` is filled in here.
+        progress: Observations of this rank. `books_digest` is filled in here.
         group: The ranks.
-        books: This rank's, as they were when it looked at its progress.
-        reduce_min: Over these ranks; None: the group's.
+        books: Books of this rank at the time of the observations.
+        reduce_min: Element-wise MIN over these ranks; None: the group's.
 
     Raises:
-        RanksDiverged: The books differ. Names the ranks, and for each the first entry.
+        RanksDiverged: The books differ. Names the ranks, and the first difference of each.
     """
     if group.size == 1:
         return progress

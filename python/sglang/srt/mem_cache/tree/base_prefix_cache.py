@@ -1,4 +1,4 @@
-"""What the scheduler asks of a prefix cache, and what a cache asks of a request.
+"""Interfaces of prefix caches to the scheduler, and of requests to a cache.
 
 The trees never import the scheduler's `Req`: they touch it through `CacheableRequest`, and the
 type checker proves that `RequestSlots` fits. Counts are tokens; indices are token slots of a pool.
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 def not_supported(params: object, *names: str) -> ValueError:
-    """The error for a field of `params` that belongs to a kind of state that a cache lacks."""
+    """The error for fields of `params` that belong to a kind of state that the cache lacks."""
     given = ", ".join(f"{name}={getattr(params, name)!r}" for name in names)
     return ValueError(f"{type(params).__name__}: this cache keeps no state for {given}; leave out")
 
@@ -50,7 +50,7 @@ class CacheableRequest(Protocol):
 
     @property
     def extra_key(self) -> str | None:
-        """Separates prefixes: equal tokens under different keys never share pages."""
+        """Key that separates prefixes: equal tokens under different keys never share pages."""
 
     @property
     def priority(self) -> int: ...
@@ -61,33 +61,34 @@ class CacheableRequest(Protocol):
 
     @property
     def kv_committed_ids(self) -> Sequence[int] | TokenArray:
-        """These tokens in order: prompt, then output. Made anew each time."""
+        """Ids of the committed tokens in order: prompt, then output. A new object at each call."""
 
 
 class RunningRequest(CacheableRequest, Protocol):
-    """What `cow_mamba` asks of a request besides."""
+    """A request that `cow_mamba` copies a state for."""
 
     mamba_pool_idx: torch.Tensor | None
-    """int64 `[1]` on the device: the slot that the request runs on, which never is the tree's."""
+    """int64 `[1]` on the device: slot of the request's running state, which the tree never owns."""
 
 
 class StatefulRequest(CacheableRequest, Protocol):
-    """What a cache of recurrent states reads and writes of a request besides."""
+    """The further parts of a request that a cache of recurrent states reads and writes."""
 
     mamba_track_slot: torch.Tensor | None
-    """int64 `[1]` on the CPU: the slot of its newest snapshot, or of its next. The request's, until
-    the tree takes it and leaves None."""
+    """int64 `[1]` on the CPU: slot of its newest snapshot, or of its next. The request owns it
+    until the tree takes it and sets None."""
     mamba_last_track_seqlen: int | None
-    """Tokens that the snapshot in `mamba_track_slot` stands for, at most `kv_committed_len`; None:
-    it holds none that the tree has not been offered."""
+    """Tokens before the snapshot in `mamba_track_slot`, at most `kv_committed_len`; None: there is
+    no snapshot that the tree has not been offered."""
 
 
 @dataclasses.dataclass(slots=True)
 class MatchPrefixParams:
     key: RadixKey
     cow_mamba: bool = False
-    """Copy the state at the end of the match to `mamba_pool_idx` of `req`, unless it has to be
-    loaded first (`mamba_host_hit_length`). The copy is queued on the current stream."""
+    """Whether to copy the state at the end of the match to `mamba_pool_idx` of `req`, unless the
+    state has to be loaded first (`mamba_host_hit_length`). The copy is queued on the current
+    stream."""
     req: CacheableRequest | None = None
 
 
@@ -96,7 +97,7 @@ class InsertParams:
     key: RadixKey | None = None
     value: torch.Tensor | None = None
     mamba_value: torch.Tensor | None = None
-    """int64 `[1]` on the CPU: the slot of the state behind `key`."""
+    """int64 `[1]` on the CPU: slot of the state after `key`."""
     prev_prefix_len: int = 0
     swa_evicted_seqlen: int = 0
     chunked: bool = False
@@ -109,7 +110,8 @@ class InsertResult:
     """Tokens of the key that the tree already had on the device (whole pages)."""
     total_len: int = 0
     mamba_exist: bool = False
-    """The tree had a state there on the device: `mamba_value` stays the caller's."""
+    """Whether the tree had a state there on the device; then the caller still owns
+    `mamba_value`."""
     inserted_host_node: TreeNode | None = None
 
 
@@ -118,7 +120,7 @@ class EvictParams:
     num_tokens: int = 0
     swa_num_tokens: int = 0
     mamba_num: int = 0
-    """States on the device."""
+    """Number of states on the device."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -147,36 +149,37 @@ class InitLoadBackParams:
 
 
 class MatchResult(NamedTuple):
-    """How far each tier reaches into a key. Whole pages; each tier continues the one above."""
+    """The match of a key in each tier. Whole pages; each tier continues the one above."""
 
     device_indices: torch.Tensor
     """int64 `[n]` on the device: slots of the first n tokens."""
     last_device_node: TreeNode
-    """The deepest matched node that is on the device: what to lock."""
+    """The deepest matched node on the device: the node to lock."""
     last_host_node: TreeNode
-    """The deepest matched node of any tier: where an L3 prefetch continues."""
+    """The deepest matched node of any tier: an L3 prefetch continues after it."""
     best_match_node: TreeNode
     """The node to load back from: `last_host_node`, or the device node if nothing is on host."""
     host_hit_length: int = 0
     """Tokens after `device_indices` that are on the host only."""
     swa_host_hit_length: int = 0
     mamba_host_hit_length: int = 0
-    """States to load: 1 where the one at the end is on the host alone, or is being loaded."""
+    """Number of states to load: 1 if the state at the end is only on the host, or is being
+    loaded."""
     mamba_branching_seqlen: int | None = None
-    """Where the pages reach further than the match: the last position among them at which a
-    snapshot would have made the match longer."""
+    """Last position at which a snapshot would have made the match longer, given the cached pages;
+    None: there is none."""
     cache_protected_len: int | None = None
     mamba_cut_length: int = 0
-    """Tokens behind the match whose pages some tier has, but no state that continues them."""
+    """Tokens after the match whose pages a tier has, but without a usable state."""
 
 
 class Workload(NamedTuple):
-    """What a scheduler has yet to compute of prompts, in tokens."""
+    """The parts of prompts that a scheduler has yet to compute, in tokens."""
 
     computing: int
-    """The device was given these, or they follow those in the prompt that is computed in parts."""
+    """Tokens that are in flight, or that remain of the prompt that is computed in parts."""
     waiting: Mapping[str, int]
-    """Tokens of each prompt in the queue that no tier had when it came, by request."""
+    """Tokens of each waiting prompt that neither L1 nor L2 had on its arrival, by request."""
 
 
 class BasePrefixCache(ABC):
@@ -187,44 +190,44 @@ class BasePrefixCache(ABC):
 
     page_size: int
     disable: bool
-    """Nothing is kept across requests."""
+    """Whether the cache keeps no pages across requests."""
     administration: StorageAdministration | None = None
     """Changes of L3 at run time; None: this cache has no tiers below L1."""
     state_metrics: StateMetrics | None = None
-    """Counts what happens to recurrent states; None: the model has none."""
+    """Metrics of recurrent states; None: the model has none."""
 
     @abstractmethod
     def reset(self) -> None:
-        """Forget everything. The allocator is cleared by the caller."""
+        """Forget all nodes. The caller clears the allocator."""
 
     @abstractmethod
     def match_prefix(self, params: MatchPrefixParams) -> MatchResult:
         """The longest cached prefix of `params.key`, in whole pages. The one match function:
         scheduling, prefetch and load-back all use it.
 
-        Where it is the whole key, the scheduler computes the key's last token again without
-        storing anything. A cache of state that this would spoil, such as a recurrent one, leaves
-        out the last page here.
+        If the match is the whole key, the scheduler computes the key's last token again and stores
+        nothing. A cache of state that this would corrupt, such as a recurrent state, leaves the
+        last page out of the match.
         """
 
     @abstractmethod
     def cache_finished_req(self, req: CacheableRequest, is_insert: bool = True) -> None:
-        """Take over what `req` computed (whole pages), free the rest of its slots, unlock."""
+        """Take over the whole pages that `req` computed, free the rest of its slots, unlock."""
 
     @abstractmethod
     def cache_unfinished_req(self, req: CacheableRequest, chunked: bool = False) -> None:
-        """Take over what `req` computed so far and let it go on: its row of the
-        `ReqToTokenPool`, `prefix_indices`, `last_node` and `cache_protected_len` are updated.
+        """Take over the pages that `req` has computed so far; the request goes on. Updates its row
+        of the `ReqToTokenPool`, `prefix_indices`, `last_node` and `cache_protected_len`.
 
         Args:
-            chunked: More of its prompt follows. A tree that counts uses then counts none;
+            chunked: Whether more of its prompt follows. A tree that counts uses then counts none;
                 `RadixCache` counts a request's use when it ends.
         """
 
     @abstractmethod
     def evict(self, params: EvictParams) -> EvictResult:
-        """Free at least `num_tokens` device slots if unlocked pages allow it, and `mamba_num`
-        states. A page that is useless without its state goes with it."""
+        """Free at least `num_tokens` device slots if there are enough unlocked pages, and
+        `mamba_num` states. Pages that are useless without an evicted state are evicted too."""
 
     @abstractmethod
     def inc_lock_ref(self, node: TreeNode) -> IncLockRefResult:
@@ -255,12 +258,12 @@ class BasePrefixCache(ABC):
         """Assert every invariant of the books.
 
         Args:
-            request_slots: For each request that holds slots, the int64 slots it owns itself
+            request_slots: For each request that holds slots, the int64 slots that it owns itself
                 (those after its `cache_protected_len`).
-            request_states: For each request the int64 slots of states that it owns.
+            request_states: For each request the int64 slots of the states that it owns.
 
         Raises:
-            AssertionError: Says which page of which tier has no owner, or two.
+            AssertionError: Names the page and the tier without an owner, or with two.
         """
 
     def supports_mamba(self) -> bool:
@@ -269,28 +272,29 @@ class BasePrefixCache(ABC):
 
     @property
     def mamba_snapshot_alignment(self) -> int | None:
-        """Tokens: snapshots of recurrent states are taken at multiples of it; None: the cache keeps
-        none."""
+        """Tokens of which the positions of snapshots are multiples; None: the cache keeps no
+        recurrent states."""
         return None
 
     def pin_state(self, node: TreeNode) -> int:
         """Keep the recurrent state at the end of `node`, whose pages are locked, on the device.
 
         Returns:
-            Its slot, maybe still being loaded; 0, and nothing is pinned: there is none.
+            Slot of the state, which may still be being loaded; 0: there is no state, and none is
+            pinned.
         """
         return 0
 
     def unpin_state(self, node: TreeNode) -> None:
-        """Undo one `pin_state` that gave a slot."""
+        """Undo one `pin_state` that returned a slot."""
 
     def mamba_evictable_size(self) -> int:
         """States on the device that can be evicted."""
         return 0
 
     def mamba_slots(self) -> dict[str, int]:
-        """Slots of recurrent states on the device: how many there are, and how many are free,
-        evictable or used; empty where the model has none."""
+        """Number of slots of recurrent states on the device: all, free, evictable and used ones;
+        empty if the model has none."""
         return {}
 
     def init_load_back(self, params: InitLoadBackParams) -> tuple[torch.Tensor, TreeNode]:
@@ -302,16 +306,16 @@ class BasePrefixCache(ABC):
         raise NotImplementedError("this cache has no host tier")
 
     def ready_to_load_host_cache(self) -> int:
-        """Start the queued loads as one operation. Returns the consumer index that the batch
-        passes to the pool's layer counter, or -1 where there is nothing to wait for."""
+        """Start the queued loads as one operation. Returns the consumer index that the batch passes
+        to the pool's layer counter, or -1 if there is no load to wait for."""
         return -1
 
     def start_writing_host_cache(self) -> None:
-        """Start the queued copies to the host, in order behind what the device has been given.
-        Otherwise the next tick does."""
+        """Start the queued copies to the host now, in order after all launched work; otherwise the
+        next tick starts them."""
 
     def check_hicache_events(self) -> None:
-        """One scheduler tick: act on finished copies and transfers, as the ranks agree on them.
+        """Run one scheduler tick: act on finished copies and transfers, as the ranks agree on them.
 
         Raises:
             RanksDiverged: The books of the ranks differ.
@@ -319,7 +323,7 @@ class BasePrefixCache(ABC):
 
     @property
     def needs_tick(self) -> bool:
-        """Whether the ranks have something to agree on at the next tick, even if nothing is busy.
+        """Whether the ranks must hold a ballot at the next tick even if no operation is in flight.
         The same on all ranks."""
         return False
 
@@ -334,37 +338,40 @@ class BasePrefixCache(ABC):
         extra_key: str | None = None,
         only_join: bool = False,
     ) -> None:
-        """Start reading the pages after `last_host_node` from L3, in the background; those that
-        are being read already are waited for, and with `only_join` no others."""
+        """Start to read the pages after `last_host_node` from L3 in the background. Pages that are
+        being read already are not read again, and with `only_join` no others are read."""
 
     def check_prefetch_progress(self, req_id: str) -> bool:
-        """True when `req_id` need not wait for L3 any longer. Publishes what has landed; the rest
-        is read on until `note_scheduled`."""
+        """Whether `req_id` need not wait for L3 any longer. Then landed pages are published; the
+        read of the others continues until `note_scheduled`."""
         return True
 
     def pop_prefetch_loaded_tokens(self, req_id: str) -> int:
-        """Tokens that L3 contributed to `req_id`, once."""
+        """Take the number of tokens that L3 contributed to `req_id`."""
         return 0
 
     def note_prefill(self, tokens: int, seconds: float) -> None:
-        """A prefill of `tokens` took `seconds`: what a page that is not found costs."""
+        """Record that a prefill of `tokens` took `seconds`, which is the cost of missing pages."""
 
     def watch_workload(self, workload: Callable[[], Workload]) -> None:
-        """`workload` tells what waits to be computed, as of now, whenever the cache has to know.
-        It takes a moment for each request in the queue."""
+        """Set the function that gives the present workload. Its cost grows with the number of
+        requests in the queue."""
 
     def watch_queues(self, queues: Books) -> None:
-        """`queues` are compared between the ranks, together with the cache's own books."""
+        """Set the queues that are compared between the ranks, together with the cache's own
+        books."""
 
     def note_waiting(self, rid: str, arrival_number: int, node: TreeNode) -> None:
-        """Request `rid` waits, and will use the prefix that ends with `node`: what the queue will
-        use is evicted last. Requests are expected to be served in the order of their numbers."""
+        """Record that request `rid` waits and will use the prefix that ends with `node`. Pages that
+        waiting requests will use are evicted last. Requests are expected to be served in the order
+        of their numbers."""
 
     def note_scheduled(self, rid: str) -> None:
-        """Request `rid` has locked what it uses; it waits no more, and nothing is read for it."""
+        """Record that request `rid` has locked its prefix: it waits no more, and no pages are read
+        for it."""
 
     def release_aborted_request(self, rid: str) -> None:
-        """Forget that a request waits that will not run, and its prefetch."""
+        """Forget a waiting request that will not run, and its prefetch."""
 
     @property
     def storage_backend_name(self) -> str | None:
@@ -372,21 +379,22 @@ class BasePrefixCache(ABC):
         return None
 
     def tiers(self) -> list[str]:
-        """One line per tier below L1: its size, and why that size."""
+        """One line per tier below L1: its size, and the reason for the size."""
         return []
 
     def storage_state(self) -> dict[str, Any]:
-        """L3's backend, its configuration without secrets, policies; empty without such a tier."""
+        """Backend of L3, its configuration without secrets, and the policies; empty without an
+        L3."""
         return {}
 
     def count_lookup(
         self, prompt_tokens: int, *, device: int, host: int, storage: int, cut: int = 0
     ) -> None:
-        """Count for the metrics that a prompt was looked up, how many of its tokens each tier had
-        that no tier above it had, and how many lacked a recurrent state alone (`cut`)."""
+        """Count a looked-up prompt for the metrics: the tokens that each tier had and no tier above
+        it, and the tokens that lacked only a recurrent state (`cut`)."""
 
     def read_metrics(self) -> None:
-        """Bring up to date the metrics that are set when they are read."""
+        """Update the gauges, before the metrics are read."""
 
     def is_busy(self) -> dict[str, int]:
         """Operations in flight by kind; empty when idle."""

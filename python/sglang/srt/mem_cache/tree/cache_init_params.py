@@ -1,4 +1,4 @@
-"""What a prefix cache is built from: plain values, pools and groups; no server arguments."""
+"""Arguments of prefix caches: plain values, pools and groups; no server arguments."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ class CacheInitParams:
     """Arguments of every prefix cache."""
 
     disable: bool
-    """Cache nothing across requests."""
+    """Whether to keep no pages across requests."""
     req_to_token_pool: ReqToTokenPool
     token_to_kv_pool_allocator: BaseTokenToKVPoolAllocator
     page_size: int
-    """Tokens."""
+    """Tokens of a page."""
     eviction_policy: str = "lru"
     weights_identity: str = ""
-    """Digest of weights and configuration: engines that differ in it share nothing in L3."""
+    """Digest of weights and configuration: engines with different digests share no pages in L3."""
     tp_cache_group: RankGroup = dataclasses.field(default_factory=SingleRank)
-    """All ranks whose caches must be equal, whatever splits the model over them. The one group:
-    `attn_cp_cache_group` and `attn_tp_cache_group` of upstream name parts of it."""
+    """All ranks whose caches must be equal, in whichever way the model is split over them. SGLang's
+    `attn_cp_cache_group` and `attn_tp_cache_group` are parts of this group."""
     metrics_registry: CollectorRegistry | None = None
-    """Where the cache registers its metrics; None: it keeps none."""
+    """Registry of the cache's metrics; None: it keeps none."""
     model_pools: ModelPools | None = None
-    """Every kind of state that the model keeps; None: what the allocator hands out, alone."""
+    """Pools of all kinds of state that the model keeps; None: only the allocator's pool."""
     mamba_snapshot_alignment: int | None = None
-    """Tokens: snapshots of recurrent states are taken at multiples of it, which end with a page and
-    with a chunk of the kernel; None: at the end of any page."""
+    """Tokens of which the positions of snapshots are multiples, so that a page and a chunk of the
+    kernel end there; None: the end of any page."""

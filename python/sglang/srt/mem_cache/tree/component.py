@@ -1,6 +1,6 @@
-"""What nodes may own beside pages of the anchor: hooks of the tree, which do nothing by default.
+"""Components of the tree: kinds of state that nodes own beside pages of the anchor.
 
-A component is given to one tree. The tree of a model without further kinds of state has none.
+A component belongs to one tree. The tree of a model without further kinds of state has none.
 
 Threads: the scheduler's only.
 """
@@ -24,51 +24,53 @@ if TYPE_CHECKING:
 
 
 class TreeComponent:
-    """One kind of state that nodes own. Counts are tokens unless a name says otherwise."""
+    """One kind of state that nodes own. The hooks do nothing by default. Counts are tokens unless a
+    name says otherwise."""
 
     def bind(self, tree: PrefixTree) -> None:
-        """`tree`, which is empty, has this component from now on."""
+        """The component was added to `tree`, which is empty."""
 
     def reset(self) -> None:
-        """The tree forgets every node. The caller clears the pools."""
+        """The tree forgets all nodes. The caller clears the pools."""
 
     # ---- matching and inserting ------------------------------------------------------------
 
     def usable(self, path: Sequence[TreeNode], key_len: int) -> int:
-        """How many nodes of `path`, root's child first, a match of a key of `key_len` may use."""
+        """Number of nodes at the front of `path` that a match of a key of `key_len` may use. `path`
+        begins with the root's child."""
         return len(path)
 
     def complete_match(
         self, match: MatchResult, path: Sequence[TreeNode], params: MatchPrefixParams
     ) -> MatchResult:
-        """`match` with what it says about this kind of state.
+        """`match` with the fields of this kind of state filled in.
 
         Args:
-            path: All that the tree has of the key, of which the match may use only a front.
-            params: What was asked.
+            path: All nodes of the key in the tree, of which the match may use only a front.
+            params: Parameters of the match.
         """
         return match
 
     def check_insert(self, params: InsertParams) -> None:
-        """Raise ValueError where `params` lacks what this kind of state needs."""
+        """Raise ValueError if `params` lacks a field that this kind of state needs."""
 
     def insertable(self, req: CacheableRequest, length: int) -> int:
-        """How many of the first `length` tokens of a request the tree may take over."""
+        """Number of leading tokens of a request, at most `length`, that the tree may take over."""
         return length
 
     def take_from(self, req: CacheableRequest, end: TreeNode) -> None:
-        """The tree has taken over the tokens of `req` up to `end`: take over what belongs there."""
+        """The tree has taken over the tokens of `req` up to `end`: take over its state there."""
 
     def release(self, req: CacheableRequest) -> None:
-        """`req` has ended: free what it holds for the tree."""
+        """`req` has ended: free the slots that it holds for the tree."""
 
     # ---- leaving ---------------------------------------------------------------------------
 
     def on_leave_device(self, node: TreeNode) -> None:
-        """The pages of `node` leave the device: so does all that hangs on them."""
+        """The pages of `node` leave the device: take its state off the device too."""
 
     def needs(self, node: TreeNode) -> bool:
-        """Whether `node` can serve a request though nothing hangs below it."""
+        """Whether `node` can serve a request if it has no children."""
         return True
 
     # ---- books -----------------------------------------------------------------------------
@@ -77,6 +79,6 @@ class TreeComponent:
         """Assert this component's invariants.
 
         Args:
-            nodes: All of the tree but the root.
-            request_states: Slots that requests own.
+            nodes: All nodes of the tree but the root.
+            request_states: Slots of states that requests own.
         """

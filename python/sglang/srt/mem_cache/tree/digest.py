@@ -1,12 +1,13 @@
-"""A number that is equal on all ranks while their books are, and what differs when it is not.
+"""Digest of the ranks' books, equal while the books are equal, and a description of differences.
 
-The digest of a tree is a sum over its nodes that each change adds to, so that it costs the same
-however large the tree is. A node is named by its tokens from the root on, never by its slots, which
-no two ranks need have in common.
+The digest of a tree is a sum over its nodes. Each change adds to the sum, so its cost does not grow
+with the tree. A node is named by its tokens from the root on, never by its slots, which may differ
+between ranks.
 
 P(x) is a hash of the prefix that ends at x. A node from a to b that is in a tier of weight w adds
 w * (P(b) - P(a)). Cut at m, its parts add w * (P(m) - P(a)) + w * (P(b) - P(m)), which is the same:
-a split changes nothing. A state that stands behind x adds w * P(x): a split leaves it where it was.
+a split does not change the sum. A state after prefix x adds w * P(x), which a split does not change
+either.
 
 P is xxh3 of the prefix's tokens. Every node keeps the running state of that hash (700 bytes), so
 that a node below it hashes no more than its own tokens.
@@ -34,7 +35,7 @@ PrefixHash: TypeAlias = xxhash.xxh3_64
 """The hash of a prefix, which can be continued."""
 
 MODULUS: Final = (1 << 61) - 1
-"""A prime, so that no weight makes anything vanish."""
+"""Modulus of digests; a prime, so that no product of nonzero factors is 0."""
 DEVICE_WEIGHT: Final = 0x15B0A1C8F3D27E49
 HOST_WEIGHT: Final = 0x0D6E8FEB86659FD9
 STATE_WEIGHT: Final = 0x11C3D05B0E6A97C5
@@ -43,20 +44,20 @@ _STORAGE_WEIGHT: Final = 0x1C3A5C85C97CB312
 _COUNT_WEIGHT: Final = 0x02F1BBCDCBFA53E0
 
 _MAX_ENTRIES: Final = 20_000
-"""Entries of a description, which ranks that differ send each other: a few megabytes."""
+"""Most entries of a description, which ranks with different books exchange: a few megabytes."""
 _MAX_ENTRY_CHARS: Final = 120
 _MAX_DIFFERENCE_BYTES: Final = 512
 
 
 class Books(Protocol):
-    """Something that must be equal on all ranks."""
+    """Data that must be equal on all ranks."""
 
     @property
     def digest(self) -> int:
-        """Equal where the books are, at most 62 bits, not negative."""
+        """Number of at most 62 bits, not negative; equal books have equal digests."""
 
     def describe(self) -> Mapping[str, str]:
-        """What the digest is of: entries by a name that is the same on all ranks."""
+        """Entries of the digest, by names that are the same on all ranks."""
 
 
 def hash_of(name: str) -> int:
@@ -65,12 +66,12 @@ def hash_of(name: str) -> int:
 
 
 def storage_weight(epoch: int) -> int:
-    """Weight of a node that L3 has had since `epoch`; 0 for -1, a node that it does not have."""
+    """Weight of a node whose pages are in L3 since `epoch`; 0 for -1, a node that is not in L3."""
     return _STORAGE_WEIGHT * (epoch + 1)
 
 
 class TreeDigest:
-    """The digest of one tree. The root carries it, and the nodes keep it up to date."""
+    """The digest of one tree. The root holds it, and the nodes keep it up to date."""
 
     __slots__ = ("value",)
 
@@ -78,7 +79,7 @@ class TreeDigest:
         self.value = 0
 
     def change(self, span: int, weight: int) -> None:
-        """What counts `span` is in tiers of `weight` more (or, where negative, less)."""
+        """A node of `span` enters tiers of total weight `weight`; negative: it leaves them."""
         self.value = (self.value + span * weight) % MODULUS
 
 
@@ -88,14 +89,14 @@ def empty_prefix(extra_key: str | None) -> PrefixHash:
 
 
 def prefix_with(before: PrefixHash, tokens: TokenArray) -> PrefixHash:
-    """The prefix that continues `before`, which stays as it is, with `tokens`."""
+    """The prefix `before` continued with `tokens`; `before` itself does not change."""
     prefix = before.copy()
     prefix.update(tokens.data)
     return prefix
 
 
 def span_of(begin: PrefixHash, end: PrefixHash) -> int:
-    """How a node counts that reaches from one prefix to another; below `MODULUS`."""
+    """Factor of a node that reaches from prefix `begin` to prefix `end`; below `MODULUS`."""
     return (end.intdigest() - begin.intdigest()) % MODULUS
 
 
@@ -105,9 +106,9 @@ class CacheBooks:
 
     root: Callable[[], TreeNode]
     counts: dict[str, Callable[[], int]]
-    """Numbers that must be equal, each below 2**61."""
+    """Functions that give numbers which must be equal, each below 2**61."""
     queues: Books | None = None
-    """The scheduler's, once there is one."""
+    """Queues of the scheduler, once there is one."""
 
     @property
     def digest(self) -> int:
@@ -143,11 +144,12 @@ def _state_of(node: TreeNode, begin: int, end: int) -> str:
 
 
 def check_digest(root: TreeNode, nodes: Iterable[TreeNode]) -> None:
-    """Assert that the digest is that of the tree, and that every node counts for what it is.
+    """Assert that the digest is that of the tree, and that the hash and span of each node are
+    right.
 
     Args:
-        root: Of the tree.
-        nodes: All others, parents before children.
+        root: Root of the tree.
+        nodes: All other nodes, parents before children.
     """
     anew = TreeDigest()
     prefixes: dict[int, PrefixHash] = {}
@@ -167,9 +169,9 @@ def check_digest(root: TreeNode, nodes: Iterable[TreeNode]) -> None:
 
 
 def explain_difference(group: RankGroup, books: Books) -> str:
-    """Which ranks differ from rank 0, and in which entry first. A collective.
+    """Name the ranks that differ from rank 0, each with its first different entry. A collective.
 
-    Rank 0's description goes to all ranks, a few megabytes; a line of each comes back.
+    Rank 0 broadcasts its description, a few megabytes; each rank returns one line.
     """
     mine = books.describe()
     raw = group.broadcast(msgspec.msgpack.encode(mine) if group.rank == 0 else None)

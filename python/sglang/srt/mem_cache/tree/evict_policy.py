@@ -1,7 +1,8 @@
-"""Which node goes first: strategies, and the heap that asks them.
+"""Eviction order: strategies, and the heap that uses them.
 
-A strategy maps a node to a priority; the smallest goes first. Recency is the tree's own counter,
-never a clock, and ties are broken by node id, so that every rank evicts the same nodes.
+A strategy maps a node to a priority; the node with the smallest is evicted first. Recency is the
+tree's own counter, never a clock, and ties are broken by node id, so that every rank evicts the
+same nodes.
 """
 
 from __future__ import annotations
@@ -16,30 +17,32 @@ from sglang.srt.mem_cache.tree.tree_node import TreeNode
 
 Priority: TypeAlias = tuple[int, ...]
 EvictionOrder: TypeAlias = tuple[int, Priority]
-"""Smallest first."""
+"""Place of a node in the order of eviction; the smallest is evicted first."""
 
 
 _STALE_FACTOR: Final = 2
 _STALE_SLACK: Final = 64
-"""A heap is built anew once it holds more entries than this makes of its candidates."""
+"""A heap is rebuilt once it has more than `_STALE_FACTOR` entries per candidate and this many
+besides."""
 
 
 class EvictionStrategy(ABC):
     """Orders nodes for eviction."""
 
     grows_with_use: ClassVar[bool] = True
-    """A node's priority never falls while it is used: stale heap entries are then lower bounds."""
+    """Whether a node's priority never falls while it is used, so that stale heap entries are lower
+    bounds."""
 
     recency: Callable[[TreeNode], int] = attrgetter("last_access_time")
-    """When a node was last used, by the tree's counter."""
+    """Time of a node's last use, by the tree's counter."""
 
     @abstractmethod
     def get_priority(self, node: TreeNode) -> Priority:
-        """Smallest first."""
+        """Priority of `node`; the smallest is evicted first."""
 
     def eviction_order(self, node: TreeNode) -> EvictionOrder:
-        """`get_priority`, but what waiting requests will use goes after all else, and of that
-        what is needed last goes first. See `look_ahead.py`."""
+        """`get_priority`, except that nodes which waiting requests will use are evicted after all
+        others, the one needed last first. See `look_ahead.py`."""
         if node.wanted_by:
             return 1, (-node.wanted_by[0],)
         return 0, self.get_priority(node)
@@ -89,7 +92,7 @@ class PriorityStrategy(EvictionStrategy):
         return (node.priority, self.recency(node))
 
     def eviction_order(self, node: TreeNode) -> EvictionOrder:
-        # What the user said weighs more than the queue.
+        # The priority that the user gave weighs more than the queue.
         is_wanted, order = super().eviction_order(node)
         return node.priority, (is_wanted, *order)
 
@@ -122,8 +125,8 @@ def get_eviction_strategy(eviction_policy: str, *, of_states: bool = False) -> E
     """The strategy of that name. Raises ValueError that lists the names.
 
     Args:
-        of_states: For recurrent states: a state is used where a match ends, whereas pages are used
-            by whatever passes.
+        of_states: Whether the strategy orders recurrent states. A state is used if a match ends
+            there, pages if a match passes through them.
     """
     try:
         strategy = _STRATEGIES[eviction_policy.lower()]()
@@ -138,15 +141,15 @@ def get_eviction_strategy(eviction_policy: str, *, of_states: bool = False) -> E
 
 
 class EvictionHeap:
-    """Candidates of one tier, cheapest to lose first.
+    """Candidates of one tier, the first to evict on top.
 
-    Entries are lazy: a node is offered once when it becomes a candidate, and what changed since
-    is found out when it comes up. That makes an eviction O(log n) and a hit free, where a scan of
-    all leaves would make each eviction O(n).
+    Entries are lazy: a node is offered once when it becomes a candidate, and its entry is checked
+    when it reaches the top. That makes an eviction O(log n) and a hit free; a scan of all leaves
+    would make each eviction O(n).
 
     Args:
-        strategy: Gives the order.
-        is_candidate: True while a node may be evicted; asked again when it comes up.
+        strategy: The order of eviction.
+        is_candidate: Whether a node may be evicted; called again when its entry reaches the top.
     """
 
     def __init__(
@@ -161,16 +164,16 @@ class EvictionHeap:
         return node.id in self._members
 
     def offer(self, node: TreeNode) -> None:
-        """Take `node` as a candidate if it is one. Call it whenever it may have become one."""
+        """Add `node` if it is a candidate. Call it whenever the node may have become one."""
         if node.id not in self._members and self._is_candidate(node):
             self._members[node.id] = node
             self._push(node)
 
     def refresh(self, node: TreeNode) -> None:
-        """Look at `node` anew: it may go earlier than when it was offered."""
+        """Update the place of `node`, which may have moved forward since it was offered."""
         if node.id not in self._members:
             return
-        # The entry before this one stays behind, and is found out when it comes up.
+        # The old entry stays in the heap, and is dropped when it reaches the top.
         self._push(node)
         if len(self._heap) > _STALE_FACTOR * len(self._members) + _STALE_SLACK:
             self._rebuild(self._members.values())
@@ -183,7 +186,7 @@ class EvictionHeap:
         heapq.heapify(self._heap)
 
     def pop(self) -> TreeNode | None:
-        """Remove and return the node to evict next; None when there is no candidate."""
+        """Remove and return the node to evict next; None if there is no candidate."""
         if not self._strategy.grows_with_use:
             self._rebuild(self._members.values())
         while self._heap:

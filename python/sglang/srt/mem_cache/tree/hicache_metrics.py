@@ -10,7 +10,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 _SECONDS: Final = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30)
 
 _QUEUES: Final = ("writes", "loads", "prefetches", "backups", "checks")
-"""What `is_busy` of the tiers counts."""
+"""Names of the counts in `is_busy` of the tiers."""
 
 
 class HiCacheMetrics:
@@ -42,12 +42,12 @@ class HiCacheMetrics:
         self.load_back_seconds = seconds("load_back_duration_seconds", "L2 to L1 copies")
         self.prefetched = counter("prefetched_tokens_total", "Tokens read from L3")
         self.backuped = counter("backuped_tokens_total", "Tokens written to L3")
-        self.prefetch_bandwidth = gauge("prefetch_bandwidth", "Of the last L3 read, GB/s")
-        self.backup_bandwidth = gauge("backup_bandwidth", "Of the last L3 write, GB/s")
+        self.prefetch_bandwidth = gauge("prefetch_bandwidth", "Bandwidth of the last L3 read, GB/s")
+        self.backup_bandwidth = gauge("backup_bandwidth", "Bandwidth of the last L3 write, GB/s")
         self._hits = counter("hicache_hit_tokens_total", "Prompt tokens found, by tier", "tier")
         self._misses = counter(
             "hicache_miss_tokens_total",
-            "Prompt tokens that neither a tier nor those above it had, by tier",
+            "Prompt tokens missing in a tier and in those above it, by tier",
             "tier",
         )
         self.prefetch_outcomes = counter(
@@ -72,11 +72,11 @@ class HiCacheMetrics:
         self.breaker_open = gauge("hicache_breaker_open", "1 while L3 is left alone after failures")
 
     def count_lookup(self, prompt_tokens: int, found: Mapping[str, int]) -> None:
-        """A prompt was looked up in every tier of `found`, in the order of the tiers.
+        """Count a prompt that was looked up in every tier of `found`, in the order of the tiers.
 
         Args:
-            prompt_tokens: Its length.
-            found: Tier to the tokens that it had and no tier above it.
+            prompt_tokens: Tokens of the prompt.
+            found: Number of tokens by tier that the tier had and no tier above it.
         """
         missing = prompt_tokens
         for tier, tokens in found.items():
@@ -85,11 +85,11 @@ class HiCacheMetrics:
             self._misses.labels(tier).inc(missing)
 
     def set_state(self, host_used: int, under_way: Mapping[str, int]) -> None:
-        """What is true now, for a reading.
+        """Set the gauges to the present values, before the metrics are read.
 
         Args:
             host_used: Tokens in L2.
-            under_way: Operations by queue; a queue that is not named is empty.
+            under_way: Number of operations by queue; a missing queue is empty.
         """
         self._host_used.set(host_used)
         for queue in _QUEUES:

@@ -1,4 +1,4 @@
-"""Proof of the books: every page of a tier has exactly one owner, every node is well formed.
+"""Checks of the books: every page of a tier has exactly one owner, every node is well formed.
 
 Called by tests and by an idle scheduler; O(pages + nodes).
 """
@@ -23,8 +23,8 @@ class PageBooks:
     Args:
         tier: Name for the messages.
         size: Capacity in tokens, without a padding page.
-        page_size: Tokens.
-        first_page: Number of padding pages before the first that may be owned.
+        page_size: Tokens of a page.
+        first_page: Number of padding pages before the first page that may be owned.
     """
 
     def __init__(self, tier: str, size: int, page_size: int, first_page: int = 0) -> None:
@@ -35,21 +35,22 @@ class PageBooks:
         self._owned: list[tuple[str, PageArray]] = []
 
     def own(self, owner: str, slots: torch.Tensor | None) -> None:
-        """`owner` has the pages that `slots` (int64 token slots, in any number a page) lie in."""
+        """Count `owner` for the pages of `slots` (int64 token slots, any number of them per
+        page)."""
         if slots is not None and len(slots):
             pages = slots.cpu().numpy() // self._page_size
             starts = np.flatnonzero(np.diff(pages, prepend=-1))
             self._owned.append((owner, pages[starts]))
 
     def own_pages(self, owner: str, pages: torch.Tensor) -> None:
-        """`owner` has `pages` (int64, by number, padding pages counted)."""
+        """Count `owner` for `pages` (int64 page numbers, padding pages included)."""
         self._owned.append((owner, pages.cpu().numpy()))
 
     def check(self) -> None:
         """Assert that each page has one owner.
 
         Raises:
-            AssertionError: Names a page that has none, or two, or is outside the pool.
+            AssertionError: Names a page without an owner, with two, or outside the pool.
         """
         named = [pages - self._first for _, pages in self._owned]
         pages = np.concatenate([np.empty(0, dtype=np.int64), *named])
@@ -70,19 +71,19 @@ class PageBooks:
 
 
 def check_nodes(root: TreeNode, nodes: Sequence[TreeNode], page_size: int) -> None:
-    """Assert what holds for each node of a tree by itself and towards its neighbours."""
+    """Assert the invariants of each node of a tree, and of its parent and children."""
     device_children = dict.fromkeys([root.id, *(node.id for node in nodes)], 0)
     host_children = dict(device_children)
     for node in nodes:
         parent = node.parent
-        assert parent is not None, f"{node} hangs on nothing"
-        assert parent.children[node.key.child_key(page_size)] is node, f"{node} is misfiled"
+        assert parent is not None, f"{node} has no parent"
+        assert parent.children[node.key.child_key(page_size)] is node, f"{node}: wrong key"
         assert len(node.key) and len(node.key) % page_size == 0, f"{node}: not whole pages"
         assert node.value is not None or node.backuped, f"{node} is on no tier"
         for value in (node.value, node.host_value):
             assert value is None or len(value) == len(node.key), f"{node}: slots and tokens differ"
         if node.value is not None:
-            assert parent is root or parent.value is not None, f"{node} on a parent off the device"
+            assert parent is root or parent.value is not None, f"{node}: parent off the device"
         if parent is not root:
             assert parent.lock_ref >= node.lock_ref, f"{node} is locked more than its parent"
         device_children[parent.id] += node.value is not None

@@ -1,8 +1,8 @@
-"""What the requests that wait will use: the queue knows part of the future, so eviction heeds it.
+"""Marks of the nodes that waiting requests will use, so that these are evicted last.
 
 A request is matched when it arrives, and the nodes of its prefix are marked until it is scheduled
-or goes away; those that L3 brings meanwhile are marked too. Marked nodes leave a tier after all
-others, the one that is needed last first. Without waiting requests nothing changes.
+or aborted; nodes that are read from L3 meanwhile are marked too. Marked nodes are evicted after all
+others, the one needed last first. Without waiting requests the order of eviction is the usual one.
 
 Source: Gao et al., "Cost-Efficient Large Language Model Serving for Multi-turn Conversations with
 CachedAttention", USENIX ATC'24: scheduler-aware eviction, here on a radix tree.
@@ -20,8 +20,8 @@ from sglang.srt.mem_cache.tree.tree_node import TreeNode
 class LookAhead:
     """The marks of one tree's waiting requests. Scheduler thread only.
 
-    `TreeNode.wanted_by` holds the arrival numbers of those whose prefix ends there or below, in
-    ascending order. A split copies them; where a node is deleted, the mark ends at its parent.
+    `TreeNode.wanted_by` holds the arrival numbers of the requests whose prefix ends there or below,
+    in ascending order. A split copies them; if a node is deleted, its marks end at its parent.
     """
 
     def __init__(self) -> None:
@@ -30,7 +30,7 @@ class LookAhead:
         """The deepest node of each prefix that is still in the tree, by arrival number."""
 
     def add(self, rid: str, arrival: int, node: TreeNode) -> None:
-        """Request `rid` will use `node` and what is above it."""
+        """Request `rid` waits, and will use `node` and its ancestors."""
         self.remove(rid)
         self._arrivals[rid] = arrival
         self._ends[arrival] = node
@@ -38,7 +38,7 @@ class LookAhead:
             bisect.insort(at.wanted_by, arrival)
 
     def extend(self, rid: str, node: TreeNode) -> None:
-        """Request `rid`, if it waits, will use its prompt up to `node`, if not further."""
+        """Request `rid`, if it waits, will use its prompt at least up to `node`."""
         arrival = self._arrivals.get(rid)
         if arrival is None or _is_marked(node, arrival):
             return
@@ -47,7 +47,8 @@ class LookAhead:
             bisect.insort(at.wanted_by, arrival)
 
     def remove(self, rid: str) -> list[TreeNode]:
-        """Request `rid` waits no more; the nodes that it had marked. Unknown ids are fine."""
+        """Drop the marks of request `rid`; return the nodes that had them. Unknown ids are
+        ignored."""
         arrival = self._arrivals.pop(rid, None)
         if arrival is None:
             return []
@@ -63,7 +64,7 @@ class LookAhead:
             self._ends[arrival] = node.parent
 
     def clear(self) -> None:
-        """Forget all; the tree is new."""
+        """Drop all marks: the tree is new."""
         self._arrivals.clear()
         self._ends.clear()
 

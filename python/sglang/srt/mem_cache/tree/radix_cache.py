@@ -1,6 +1,6 @@
-"""The prefix cache of one tier (L1): what requests do with the tree.
+"""The prefix cache of one tier (L1): the operations of requests on the tree.
 
-The hierarchical cache is this one, given flows to the tiers below (`tier_flow.py`).
+The hierarchical cache is this one with flows to the tiers below (`tier_flow.py`).
 
 Threads: the scheduler's only.
 """
@@ -40,21 +40,21 @@ __all__ = ["RadixCache", "RadixKey", "TreeNode"]
 
 
 class RadixCache(BasePrefixCache):
-    """Prefix cache over a tree and the flows that it is given.
+    """Prefix cache over a tree and flows to lower tiers.
 
-    With `params.disable` nothing is kept across requests: no match, no insert.
+    With `params.disable` no pages are kept across requests: no match, no insert.
 
     Args:
-        params: What every prefix cache is built from.
-        tree: Empty; None: one is made.
-        flows: To and from lower tiers, in the order in which they act; none with one tier.
-        evict: Frees device slots, at least as many tokens as asked for if it can, and returns how
-            many; None: pages that leave L1 are forgotten.
+        params: Arguments that all prefix caches have.
+        tree: An empty tree; None: a new one.
+        flows: Flows to and from lower tiers, in the order in which they act; none with one tier.
+        evict: Frees at least the given number of device slots if possible, and returns the number
+            of freed ones; None: pages that leave L1 are dropped.
         evict_states: The same for recurrent states.
 
     Attributes:
-        states: The recurrent states of the tree's nodes; None: the model has none, or nothing is
-            kept.
+        states: The recurrent states of the tree's nodes; None: the model has none, or the cache is
+            disabled.
     """
 
     def __init__(
@@ -112,16 +112,16 @@ class RadixCache(BasePrefixCache):
         return match
 
     def insert(self, params: InsertParams) -> InsertResult:
-        """Insert whole pages of `key` with their device slots; what is over is ignored.
+        """Insert the whole pages of `key` with their device slots; a partial last page is ignored.
 
-        The tree takes the slots of pages that it does not have on the device; the caller keeps
-        (and frees) those of the first `prefix_len` tokens. It takes `mamba_value` too, unless
+        The tree takes the slots of pages that it does not have on the device. The caller keeps (and
+        frees) the slots of the first `prefix_len` tokens. The tree takes `mamba_value` too, unless
         `mamba_exist`.
 
         Raises:
-            ValueError: `key` or `value` is missing, or they differ in length; or a field is set
-                that belongs to a kind of state that this cache does not keep, or one is missing
-                that it needs.
+            ValueError: `key` or `value` is missing, or they differ in length; a field of a kind of
+                state is set that this cache does not keep; or a field is missing that the cache
+                needs.
         """
         is_foreign = params.mamba_value is not None and self.states is None
         if is_foreign or params.prev_prefix_len or params.swa_evicted_seqlen:
@@ -174,7 +174,7 @@ class RadixCache(BasePrefixCache):
             return
         begin, whole = req.cache_protected_len, self._insertable(req)
         if whole <= begin:
-            # It has no page that the tree would take: what it locked is what it used.
+            # The request has no page that the tree would take: it used only the locked pages.
             path = self.tree.path_to(req.last_node)
             for node in path:
                 node.priority = max(node.priority, req.priority)
@@ -202,7 +202,7 @@ class RadixCache(BasePrefixCache):
         req.prefix_indices = slots
 
     def _insertable(self, req: CacheableRequest) -> int:
-        """How many of the tokens of `req` the tree can use."""
+        """Number of tokens of `req` that the tree can use."""
         length = req.kv_committed_len // self.page_size * self.page_size
         for component in self.tree.components:
             length = component.insertable(req, length)
@@ -253,7 +253,7 @@ class RadixCache(BasePrefixCache):
         free_states = pool.available_size()
         if params.mamba_num:
             self._evict_states(params.mamba_num)
-        # Pages go with states, and states with pages.
+        # Evicting states may evict pages, and the other way round.
         missing = params.num_tokens - (tokens - self.total_size())
         if missing > 0:
             self._evict(missing)
@@ -322,11 +322,11 @@ class RadixCache(BasePrefixCache):
         return self.tree.nodes()
 
     def all_values_flatten(self) -> torch.Tensor:
-        """int64: every device slot in the tree."""
+        """int64: all device slots in the tree."""
         return self.tree.values_of(list(self.nodes()))
 
     def pretty_print(self) -> None:
-        """Print the tree, a node a line, indented by depth."""
+        """Print the tree, one node per line, indented by depth."""
         depth = {self.root_node.id: -1}
         for node in self.nodes():
             assert node.parent is not None
@@ -358,7 +358,7 @@ def make_tree(params: CacheInitParams) -> PrefixTree:
 
 
 def mamba_pool_of(params: CacheInitParams) -> StatePool | None:
-    """The recurrent states of the model on the device; None: it has none."""
+    """The pool of the model's recurrent states on the device; None: the model has none."""
     return state_pool(() if params.model_pools is None else params.model_pools.pools)
 
 
@@ -369,6 +369,6 @@ def states_of(tree: PrefixTree) -> StateComponent | None:
 
 
 def _count_hit(path: list[TreeNode]) -> None:
-    """One more request went through `path` to its end."""
+    """Count one more request that used all of `path`."""
     for node in path:
         node.hit_count += 1

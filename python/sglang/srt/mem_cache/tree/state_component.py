@@ -1,13 +1,13 @@
 """Recurrent states in the prefix tree: one slot stands for the whole prefix up to a node's end.
 
-A prefix of a model with such states is usable where the tree has both its pages and the state at
-its end. Slots are evicted apart from pages. A node that has neither a state on any tier nor
-children is useless, and goes.
+A prefix of a model with such states is usable if the tree has both its pages and the state at its
+end. Slots are evicted apart from pages. A node that has neither a state on any tier nor children is
+useless, and is deleted.
 
-A request never runs on a slot of the tree: its first step reads the state and writes a slot of the
-request's own. So a state is locked by copies between tiers, and until the steps that read it are
-launched; what uses its slot next is queued behind them. One that is being loaded is waited for
-layer by layer, as pages are.
+A request never runs on a slot of the tree: its first step reads the state and writes a slot that
+the request owns. So a state is locked only by copies between tiers, and until the steps that read
+it are launched; the next use of its slot is queued after them. A forward waits for a state that is
+being loaded layer by layer, as for pages.
 
 Threads: the scheduler's only.
 """
@@ -47,12 +47,12 @@ class StateComponent(TreeComponent):
     Slots in the tree are int64 `[1]` on the CPU, so that freeing one does not wait for the device.
 
     Args:
-        pool: Where the states are.
-        alignment: Tokens: positions at which a forward can take a snapshot are multiples of it.
-        metrics: Counts what happens to states, in all tiers.
+        pool: Pool of the states.
+        alignment: Tokens of which the positions of snapshots are multiples.
+        metrics: Metrics of states in all tiers.
 
     Attributes:
-        evictable: States on the device that nothing locks.
+        evictable: Number of states on the device that are not locked.
     """
 
     heap: EvictionHeap
@@ -82,7 +82,7 @@ class StateComponent(TreeComponent):
     # ---- matching and inserting ------------------------------------------------------------
 
     def usable(self, path: Sequence[TreeNode], key_len: int) -> int:
-        # The last token is always computed, and the state of the whole key has it already.
+        # The last token is always computed, and the state of the whole key includes it already.
         ends = itertools.accumulate(len(node.key) for node in path)
         fits = sum(1 for _ in itertools.takewhile(lambda end: end < key_len, ends))
         return next((count for count in range(fits, 0, -1) if path[count - 1].has_state), 0)
@@ -108,12 +108,12 @@ class StateComponent(TreeComponent):
     def copy_to(self, node: TreeNode, slot: torch.Tensor) -> None:
         """Queue a copy of the state of `node`, which is on the device, on the current stream.
 
-        Where the state is being loaded, call it when the load has been started, and the current
-        stream waits for it.
+        If the state is being loaded, call this after the load has started; the current stream waits
+        for it.
 
         Args:
-            node: Whose state.
-            slot: int64 `[1]` on the device: where to; not one of the tree's.
+            node: Node with the state.
+            slot: int64 `[1]` on the device: target of the copy, which the tree does not own.
         """
         assert node.mamba_value is not None, f"{node} has no state on the device"
         self.pool.copy_from(self.on_device(node.mamba_value), slot)
@@ -124,19 +124,19 @@ class StateComponent(TreeComponent):
         device: torch.Tensor | None = None,
         keys: list[str] | None = None,
     ) -> PoolTransfer:
-        """A state's move between tiers; pools that share its slot follow.
+        """Transfer of a state between tiers; the pools that share its slot are transferred too.
 
         Args:
             host: Slot in L2, int64 `[1]` on the CPU.
             device: Slot in L1, int64 `[1]` on the CPU.
-            keys: The hash of the page that it hangs on.
+            keys: Hash of the last page before the state.
         """
         slot = None if device is None else self.on_device(device)
         spec = self.pool.spec
         return PoolTransfer(spec.name, host, slot, keys, spec.hit_policy)
 
     def on_device(self, slot: torch.Tensor) -> torch.Tensor:
-        """`slot`, which the device itself has to know."""
+        """`slot` as a tensor on the device, for kernels."""
         return on_device(slot.tolist(), self.pool.device, torch.int64)
 
     def check_insert(self, params: InsertParams) -> None:
@@ -146,14 +146,14 @@ class StateComponent(TreeComponent):
             raise ValueError("a state stands behind whole pages: give a `key` of such alone")
 
     def on_insert(self, end: TreeNode, params: InsertParams) -> bool:
-        """Take over the state of an insertion for its last node, `end`; whether the tree had one
-        there, so that the slot stays the caller's."""
+        """Take over the state of an insertion for its last node, `end`. True: the tree had a state
+        there, and the caller still owns the slot."""
         assert params.mamba_value is not None
         return not self.put_on_device(end, params.mamba_value)
 
     def put_on_device(self, node: TreeNode, slot: torch.Tensor) -> bool:
-        """Hand `slot` to `node`, whose pages are on the device; False where it has a state there,
-        so that `slot` stays the caller's."""
+        """Give `slot` to `node`, whose pages are on the device. False: the node has a state there,
+        and the caller still owns `slot`."""
         if node.mamba_value is not None:
             return False
         assert node.value is not None, f"{node} gets a state without its pages"
@@ -193,7 +193,7 @@ class StateComponent(TreeComponent):
             self.pool.free(self.take_off_device(node))
 
     def take_off_device(self, node: TreeNode) -> torch.Tensor:
-        """`node` loses its state on the device, which nothing locks; its slot, to be freed."""
+        """Take the unlocked state of `node` off the device. The caller frees the returned slot."""
         slot = node.mamba_value
         assert slot is not None and node.mamba_lock_ref == 0, f"{node}: its state is in use"
         node.set_mamba_value(None)
@@ -205,8 +205,8 @@ class StateComponent(TreeComponent):
         return node.has_state
 
     def evict(self, num: int) -> int:
-        """Free `num` slots if there are candidates; slots freed. What is useless without its
-        state goes too. For a tree without lower tiers."""
+        """Free `num` slots if there are enough candidates; return the number of freed slots. Nodes
+        that become useless are deleted too. For a tree without lower tiers."""
         freed = 0
         while freed < num and (node := self.heap.pop()) is not None:
             self.pool.free(self.take_off_device(node))
@@ -262,7 +262,7 @@ def _check_node(node: TreeNode) -> None:
 
 
 def _running_slot(req: CacheableRequest | None) -> torch.Tensor:
-    """Where `req` runs."""
+    """Slot of the running state of `req`."""
     slot = None if req is None else cast(RunningRequest, req).mamba_pool_idx
     if slot is None:
         raise ValueError("cow_mamba needs a `req` with a `mamba_pool_idx` to copy the state to")
@@ -270,7 +270,7 @@ def _running_slot(req: CacheableRequest | None) -> torch.Tensor:
 
 
 def _is_ready(node: TreeNode) -> bool:
-    """Whether the state of `node` is on the device, and not on its way there."""
+    """Whether the state of `node` is on the device; False while it is being loaded."""
     is_loading = node.mamba_lock_ref > 0 and node.mamba_host_value is not None
     return node.mamba_value is not None and not is_loading
 

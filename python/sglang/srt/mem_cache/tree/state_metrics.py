@@ -1,4 +1,4 @@
-"""Prometheus metrics of recurrent states; a model that keeps none has none of them."""
+"""Prometheus metrics of recurrent states, for models that keep such states."""
 
 from __future__ import annotations
 
@@ -14,14 +14,15 @@ _PLACES: Final = {
 
 
 class StateMetrics:
-    """What happened to states, and where they are. A slot holds one state, of all layers.
+    """Counters and gauges of states. A slot holds one state of all layers.
 
     Threads: the scheduler's only.
 
     Attributes:
-        evicted: By tier. A state that leaves a tier with its pages counts too, a flush does not.
-        cut: Prompt tokens.
-        snapshots: By step, `prefill` or `decode`, and outcome: `taken`, or `no_slot`.
+        evicted: Evicted states by tier. A state that leaves a tier with its pages counts too, a
+            flush does not.
+        cut: Prompt tokens that were computed because a state was missing.
+        snapshots: Snapshots by step (`prefill` or `decode`) and outcome (`taken` or `no_slot`).
     """
 
     def __init__(self, registry: CollectorRegistry | None) -> None:
@@ -58,14 +59,15 @@ class StateMetrics:
         self._host: tuple[Gauge, Gauge] | None = None
 
     def set_device(self, *, total: int, free: int, evictable: int) -> None:
-        """What is true now, for a reading. Counts are slots."""
+        """Set the gauges of L1 to the present values, before the metrics are read. Counts are
+        slots."""
         used = total - free - evictable
         self._usage.set(used / total)
         for place, slots in (("used", used), ("evictable", evictable), ("free", free)):
             self._slots[place].set(slots)
 
     def set_host(self, *, total: int, free: int) -> None:
-        """The same of L2."""
+        """The same for L2."""
         if self._host is None:
             self._host = (
                 Gauge(

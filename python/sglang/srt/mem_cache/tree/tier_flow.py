@@ -1,7 +1,7 @@
-"""Pages on their way between two tiers, in one direction: what every such flow is asked.
+"""Interface of flows: a flow moves pages between two tiers in one direction.
 
-A prefix cache is a tree and the flows that it is given. The tree tells them what happens to its
-nodes; once a tick each adds what it has seen to the ballot, and acts on what the ranks agree on.
+A prefix cache is a tree and its flows. The cache notifies the flows of changes of its nodes. Once a
+tick each flow adds its observations to the ballot, and acts on the agreement of the ranks.
 """
 
 from __future__ import annotations
@@ -17,31 +17,32 @@ if TYPE_CHECKING:
 
 
 class TierFlow:
-    """One flow. Every verb does nothing unless the flow overrides it. Scheduler thread only."""
+    """One flow. By default every method has no effect. Scheduler thread only."""
 
     def on_insert(self, path: list[TreeNode]) -> None:
-        """`path`, root's child first, has been put on the device, or was used again."""
+        """The nodes of `path`, root's child first, were put on the device or used again."""
 
     def on_host_landed(self, nodes: list[TreeNode]) -> None:
         """The pages of `nodes`, parents first, have reached the host."""
 
     def on_scheduled(self, rid: str) -> None:
-        """Request `rid` has locked what it uses and waits no more."""
+        """Request `rid` has locked its prefix and waits no more."""
 
     def on_aborted(self, rid: str) -> None:
         """Request `rid` will not run."""
 
     def begin_tick(self) -> None:
-        """Start what was queued since the last tick."""
+        """Start the operations that were queued since the last tick."""
 
     def report(self, progress: Progress) -> None:
-        """Add what this rank has seen to its ballot."""
+        """Add this rank's observations to its ballot."""
 
     def act_on(self, agreed: Progress) -> None:
-        """Do what follows from the agreement of the ranks."""
+        """Act on the agreement of the ranks."""
 
     def is_active(self) -> bool:
-        """Whether there is anything to report: `busy`, asked at every tick."""
+        """Whether the flow has anything to report, by default whether it is busy. Called at every
+        tick."""
         return bool(self.busy())
 
     def busy(self) -> dict[str, int]:
@@ -49,17 +50,17 @@ class TierFlow:
         return {}
 
     def reset(self) -> None:
-        """Forget what belongs to requests and nodes. Nothing may be under way."""
+        """Forget all requests and nodes. No operation may be under way."""
 
     def shutdown(self) -> None:
-        """End what outlives a tick."""
+        """End threads and other resources."""
 
     def owned_host_pages(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Host slots that operations own, which no node shows: owner and int64 slots."""
+        """Host slots that operations own and no node has: owner and int64 slots."""
         return iter(())
 
     def owned_host_states(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """The same of recurrent states."""
+        """The same for recurrent states."""
         return iter(())
 
     def check(self) -> None:

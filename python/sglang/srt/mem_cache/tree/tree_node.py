@@ -1,4 +1,4 @@
-"""One edge of the radix tree: some pages of tokens, and where their KV is."""
+"""One node of the radix tree: some pages of tokens, and their slots on each tier."""
 
 from __future__ import annotations
 
@@ -41,14 +41,15 @@ _COPIED_BY_SPLIT: Final = (
 class TreeNode:
     """A run of whole pages, reached through its parent.
 
-    On the device where `value` is set, on the host where `host_value` is. Every node but the root
-    is on one of them at least, and the nodes on the device are closed under `parent`.
+    The pages are on the device if `value` is set, on the host if `host_value` is set. Every node
+    but the root is on at least one of them. The parent of a node on the device is on the device
+    too.
 
-    A model with recurrent states has them at the *end* of nodes: one stands for the whole prefix.
-    It is on the device where `mamba_value` is set, on the host where `mamba_host_value` is; the
-    pages are there too. A split leaves it with the lower part.
+    A model with recurrent states has them at the *end* of nodes: a state stands for the whole
+    prefix. It is on the device if `mamba_value` is set, on the host if `mamba_host_value` is set;
+    the pages are there too. A split leaves it with the lower part.
 
-    What changes here while the node is in a tree changes the tree's digest (`digest.py`).
+    Setters change the digest of the node's tree too (`digest.py`).
 
     Threads: the scheduler's only.
     """
@@ -88,34 +89,35 @@ class TreeNode:
         self.parent = parent
         self.children: dict[ChildKey, TreeNode] = {}
         self.device_children = 0
-        """Children on the device: counted, since a popular node may have very many on the host."""
+        """Number of children on the device. It is kept because a popular node may have very many
+        children on the host."""
         self.host_children = 0
-        """Children on the host."""
+        """Number of children on the host."""
         self.value: torch.Tensor | None = None
         """int64 `[len(key)]` on the device: token slots."""
         self.host_value: torch.Tensor | None = None
-        """int64 `[len(key)]` on the CPU: token slots of the host pool, their bytes landed."""
+        """int64 `[len(key)]` on the CPU: token slots of the host pool, whose bytes have landed."""
         self.lock_ref = 0
-        """Requests and copies that need `value`, here or below."""
+        """Number of requests and copies that need `value`, here or in descendants."""
         self.host_ref_counter = 0
-        """Copies and transfers that read or write `host_value` or `mamba_host_value`; they also
-        keep the node in the tree."""
+        """Number of copies and transfers that read or write `host_value` or `mamba_host_value`;
+        they also keep the node in the tree."""
         self.mamba_value: torch.Tensor | None = None
-        """int64 `[1]` on the CPU: the slot of the state on the device."""
+        """int64 `[1]` on the CPU: slot of the state on the device."""
         self.mamba_host_value: torch.Tensor | None = None
-        """int64 `[1]` on the CPU: its slot in the host pool, the bytes landed."""
+        """int64 `[1]` on the CPU: slot of the state in the host pool; its bytes have landed."""
         self.mamba_last_access_time = 0
-        """When the state came, or a match last ended here."""
+        """Time, by the tree's counter, at which the state came or a match last ended here."""
         self.mamba_lock_ref = 0
-        """Copies that read or write `mamba_value`, and steps that will read it. They lock the pages
-        too."""
+        """Number of copies that read or write `mamba_value`, and of steps that will read it. They
+        lock the pages too."""
         self.write_id: int | None = None
-        """The device-to-host copy under way for these pages, if any."""
+        """Id of the device-to-host copy under way for these pages, if any."""
         self.backup_op: StorageOperation | None = None
         """The write of these pages to L3 under way, if any."""
         self._storage_epoch = -1
         self.hash_value: list[PageHash] | None = None
-        """Hash of each page, computed when it is first asked for."""
+        """Hash of each page, computed at the first use."""
         self.last_access_time = 0
         self.creation_time = 0
         self.hit_count = 0
@@ -127,24 +129,24 @@ class TreeNode:
         if id == ROOT_ID:
             self.tree_digest = TreeDigest()
         self.prefix: PrefixHash | None = None
-        """Hash of all tokens up to the end of this node, once it has been in a tree. It stays when
-        the node leaves, since a node comes back at the same place only."""
+        """Hash of all tokens up to the end of this node, once it has been in a tree. It remains
+        valid when the node leaves, since a node comes back only at the same place."""
         self.span = 0
-        """How the node counts in the digest."""
+        """Factor of the node in the digest; see `span_of`."""
 
     @property
     def evicted(self) -> bool:
-        """Not on the device."""
+        """Whether its pages are not on the device."""
         return self.value is None
 
     @property
     def backuped(self) -> bool:
-        """On the host."""
+        """Whether its pages are on the host."""
         return self.host_value is not None
 
     @property
     def backuped_from_root(self) -> bool:
-        """On the host with all that is above. True for the root."""
+        """Whether its pages and those of all ancestors are on the host. True for the root."""
         node = self
         while node.parent is not None:
             if not node.backuped:
@@ -154,7 +156,7 @@ class TreeNode:
 
     @property
     def storage_epoch(self) -> int:
-        """The epoch of the L3 backend in which these pages were written or read; -1: in none."""
+        """Epoch of L3 in which these pages were last written or read; -1: never."""
         return self._storage_epoch
 
     @storage_epoch.setter
@@ -198,7 +200,8 @@ class TreeNode:
         return self.mamba_value is not None or self.mamba_host_value is not None
 
     def attach(self, parent: TreeNode, page_size: int) -> None:
-        """Hang this node below `parent`, where it was before if it was in a tree."""
+        """Make this node a child of `parent`; a node that was in a tree comes back at its former
+        place."""
         self.parent = parent
         parent.children[self.key.child_key(page_size)] = self
         parent.device_children += self.value is not None
@@ -213,7 +216,7 @@ class TreeNode:
             self._count_state(self._state_weight())
 
     def detach(self, page_size: int) -> None:
-        """Take this node off its parent. `parent` is None from now on."""
+        """Remove this node from its parent; `parent` becomes None."""
         assert self.parent is not None, "the root stays"
         del self.parent.children[self.key.child_key(page_size)]
         self.parent.device_children -= self.value is not None
@@ -270,7 +273,7 @@ class TreeNode:
             self.tree_digest.change(self.prefix.intdigest(), weight)
 
     def protect_host(self) -> None:
-        """Keep the host pages (and the node) until the matching `release_host`."""
+        """Pin the host pages (and the node) until the matching `release_host`."""
         self.host_ref_counter += 1
 
     def release_host(self) -> None:
@@ -289,11 +292,11 @@ class TreeNode:
         return tokens
 
     def get_last_hash_value(self) -> PageHash | None:
-        """Hash of the last page; None where it has not been computed, or for the root."""
+        """Hash of the last page; None if it has not been computed, and for the root."""
         return self.hash_value[-1] if self.hash_value else None
 
     def page_hashes(self, page_size: int) -> list[PageHash]:
-        """Hash of each page, computed (for the ancestors too) when first asked."""
+        """Hash of each page, computed at the first use, for the ancestors too."""
         missing: list[TreeNode] = []
         node: TreeNode = self
         while node.hash_value is None and node.parent is not None:
@@ -329,8 +332,7 @@ class TreeNode:
 def parts_of(node: TreeNode, length: int) -> Iterator[tuple[TreeNode, int, int]]:
     """The nodes that cover the `length` tokens up to the end of `node`, lowest first.
 
-    Each comes with the range of those tokens that it holds. There are several where splits came
-    between.
+    Each comes with its range of those tokens. There are several nodes if splits came between.
     """
     end = length
     while end > 0:

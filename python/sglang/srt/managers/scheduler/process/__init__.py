@@ -1,1 +1,1 @@
-"""The process of a rank: what is built in it, its loop, its sockets, what ends it."""
+"""The process of a rank: its construction, its loop, its sockets, its end."""

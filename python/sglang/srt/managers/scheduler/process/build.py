@@ -64,7 +64,7 @@ if TYPE_CHECKING:
     from sglang.srt.server_args import ServerArgs
 
 _EXAMPLE_PREFIX: Final = 8192
-"""Tokens."""
+"""Length in tokens of the example prefix in the log line about states."""
 
 
 class _DeviceMemory(TypedDict):
@@ -80,19 +80,19 @@ class _DeviceMemory(TypedDict):
 
 @dataclass(frozen=True, slots=True)
 class BuiltScheduler:
-    """A scheduler that can serve, and what there is to say about it."""
+    """A scheduler that can serve, and the facts that are reported about it."""
 
     scheduler: Scheduler
     group: RankGroup
     server_args: ServerArgs
-    """With what depends on the machine filled in."""
+    """The arguments, with the fields that depend on the machine filled in."""
     tiers: list[str]
     """One line per tier: its size, and why that size."""
     routes: list[dict[str, Any]]
-    """Where decode servers find a prefill server's ranks; empty on others."""
+    """Addresses at which decode servers find a prefill server's ranks; empty on other servers."""
 
     def ready_details(self) -> dict[str, Any]:
-        """For the ready message."""
+        """Details for the ready message."""
         limits = self.scheduler.state.limits
         engine = get_mooncake_transfer_engine()
         return {
@@ -115,17 +115,17 @@ def build_scheduler(
     watchdog: ForwardWatchdog | None = None,
     on_joined: Callable[[], None] = lambda: None,
 ) -> BuiltScheduler:
-    """Load the model, size and make the tiers, and put a scheduler on them.
+    """Load the model, size and allocate the tiers, and make a scheduler for them.
 
     Args:
-        server_args: Resolved.
-        rendezvous: Where the ranks meet; None: this one is alone.
+        server_args: Resolved arguments.
+        rendezvous: Meeting point of the ranks; None: this rank is alone.
         watchdog: Guards forwards.
         on_joined: Called when the ranks have met, before anything is loaded.
 
     Raises:
         ValueError: One line that names the setting and the remedy.
-        StorageUnavailable: L3 cannot be reached, and the settings say not to go on without it.
+        StorageUnavailable: L3 cannot be reached, and the settings forbid a start without it.
         RankLost: Another rank has ended meanwhile.
     """
     server_args = on_this_machine(server_args, detect_device())
@@ -199,14 +199,14 @@ def build_scheduler(
 
 
 def on_this_machine(server_args: ServerArgs, detected: str) -> ServerArgs:
-    """Settle what depends on the device.
+    """The arguments with the fields that depend on the device filled in.
 
     Args:
-        server_args: Resolved.
+        server_args: Resolved arguments.
         detected: The best device of this machine, which `auto` means.
 
     Raises:
-        ValueError: The device named is not there, or cannot do what was asked for.
+        ValueError: The named device is absent, or does not support another setting.
     """
     device = detected if server_args.device == "auto" else server_args.device
     if device != detected:
@@ -214,7 +214,7 @@ def on_this_machine(server_args: ServerArgs, detected: str) -> ServerArgs:
         if absent is not None:
             raise ValueError(f"--device {device}: {absent}; use --device {detected}")
     if server_args.enable_hierarchical_cache:
-        # Before the model is loaded, which takes longer than finding that a name is wrong.
+        # Checked before the model is loaded, so that a wrong name is reported at once.
         check_layout_and_io(device, server_args.hicache_io_backend, server_args.hicache_mem_layout)
     return server_args.on_device(device)
 
@@ -237,8 +237,8 @@ def check_model_flags(server_args: ServerArgs, model_config: ModelConfig) -> Non
 
 
 def init_pools(runner: ModelRunner, server_args: ServerArgs, group: RankGroup) -> list[str]:
-    """Make L1 as large as the flags, the device and the model say, and as the rank with the least
-    memory can; the lines that tell why. A collective.
+    """Allocate L1, as large as the flags, the device and the rank with the least memory allow.
+    Returns log lines with the size of each part and the reason for it. A collective.
 
     Raises:
         ValueError: No size fits; names the flag.
@@ -292,7 +292,7 @@ def init_pools(runner: ModelRunner, server_args: ServerArgs, group: RankGroup) -
 def _size_states(
     runner: ModelRunner, server_args: ServerArgs, memory: _DeviceMemory
 ) -> Sizing | None:
-    """How many recurrent states L1 holds; None: the model has none."""
+    """Number of recurrent states in L1; None: the model has none."""
     if not runner.state_bytes():
         return None
     return size_states(
@@ -306,7 +306,7 @@ def _size_states(
 
 
 def _line_of_states(runner: ModelRunner, num_states: int, why: str) -> str:
-    """What states take of L1, and what a prefix takes of it."""
+    """Log line with the sizes in L1 of all states, and of an example prefix."""
     each = runner.state_bytes()
     prefix_gigabytes = _EXAMPLE_PREFIX * runner.kv_bytes_per_token() / 1e9
     return (
@@ -317,7 +317,7 @@ def _line_of_states(runner: ModelRunner, num_states: int, why: str) -> str:
 
 
 def _longest_pass(server_args: ServerArgs) -> int:
-    """New tokens that a prefill usually has at most; prompts that are not cut may have more."""
+    """Usual limit of new tokens in a prefill; prompts that are not cut may have more."""
     chunk = server_args.chunked_prefill_size
     return server_args.max_prefill_tokens if chunk is None or chunk == -1 else chunk
 
@@ -349,7 +349,8 @@ def _make_tree(
 
 
 def _seed_address(server_args: ServerArgs) -> SeedAddress | None:
-    """Servers of one fleet have one key: the seed gets this server's."""
+    """Address of the seed to read weights from; None: weights are read from files. The seed gets
+    this server's API key, since servers of one fleet have one key."""
     if not reads_weights(server_args):
         return None
     host, port = seed_host_port(server_args)
@@ -357,7 +358,7 @@ def _seed_address(server_args: ServerArgs) -> SeedAddress | None:
 
 
 def _gpu_of(server_args: ServerArgs, rendezvous: Rendezvous | None) -> int | None:
-    """Which device of its kind this rank has; None: there is but one."""
+    """Index of this rank's device among those of its kind; None: there is only one."""
     if not device_kind(server_args.device).has_own_memory:
         return None
     rank = 0 if rendezvous is None else rendezvous.rank
@@ -367,7 +368,7 @@ def _gpu_of(server_args: ServerArgs, rendezvous: Rendezvous | None) -> int | Non
 def _transfer_engine(
     server_args: ServerArgs, rendezvous: Rendezvous | None
 ) -> SharedTransferEngine | None:
-    """What this process's Transfer Engine is started with; None: nothing needs one."""
+    """Start parameters of this process's Transfer Engine; None: no feature needs one."""
     if not offers_weights(server_args) and server_args.disaggregation_mode == "null":
         return None
     name = envs.MOONCAKE_LOCAL_HOSTNAME
@@ -381,7 +382,7 @@ def _transfer_engine(
 def _make_half_server(
     server_args: ServerArgs, runner: ModelRunner, group: RankGroup
 ) -> HalfServer | None:
-    """What talks to the servers that compute the other half; None: this one computes both."""
+    """Connection to the servers that compute the other half; None: this server computes both."""
     if server_args.disaggregation_mode == "null":
         return None
     engine = get_mooncake_transfer_engine()
@@ -399,7 +400,7 @@ def _make_half_server(
 
 
 def _make_weight_seed(runner: ModelRunner, group: RankGroup) -> WeightSeed | None:
-    """What tells other servers where the weights are; None: none may read them. A collective."""
+    """Offer of the weights to other servers; None: none may read them. A collective."""
     engine = runner.remote_instance_transfer_engine
     if engine is None:
         return None

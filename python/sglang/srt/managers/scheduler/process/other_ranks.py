@@ -1,4 +1,4 @@
-"""What the process of one of several ranks does: watch the others, share the cores."""
+"""Work of a process that is one of several ranks: watch the others, share the cores."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _NAMING_S = LIMIT_S + 1.5
-"""Seconds for the watch to find out which rank is gone, where the transport does not say."""
+"""Seconds for the watch to find out which rank is gone, if the transport does not say."""
 
 
 class OtherRanks:
     """The other ranks of this process's server, if there are any. The scheduler's thread uses it.
 
     Args:
-        rendezvous: Where the ranks meet; None: there are no others.
+        rendezvous: Meeting point of the ranks; None: there are no others.
     """
 
     def __init__(self, rendezvous: Rendezvous | None) -> None:
@@ -36,23 +36,23 @@ class OtherRanks:
         self._watch: RankWatch | None = None
 
     def whose(self) -> str:
-        """What an error of this process begins with: the rank, where there are several."""
+        """Prefix of this process's error messages: the rank, if there are several."""
         return "" if self._rendezvous is None else f"rank {self._rendezvous.rank}: "
 
     def watch(self) -> None:
-        """All ranks are there: from now on end this process when one of them is gone."""
+        """Watch the other ranks, which are all there: end this process when one of them is gone."""
         meeting = self._rendezvous
         if meeting is not None:
             self._watch = RankWatch(make_store(meeting), meeting.rank, meeting.size, end_process)
 
     def leave_with(self, group: RankGroup) -> None:
-        """The server ends in order: wait until every rank has left its loop. A collective."""
+        """Wait in an orderly shutdown until every rank has left its loop. A collective."""
         if self._watch is not None:
             self._watch.close()
         group.reduce_min(torch.zeros(1, dtype=torch.int64))
 
     def end_without(self, error: RankLost) -> NoReturn:
-        """A collective failed: end this process, with the name of the rank that is gone."""
+        """End this process after a failed collective; the log names the rank that is gone."""
         logger.critical("%s", error)
         if self._watch is not None:
             time.sleep(_NAMING_S)  # The watch ends the process first.
@@ -60,7 +60,7 @@ class OtherRanks:
 
 
 def end_process(cause: str) -> NoReturn:
-    """End this process since another rank is gone. Any thread."""
+    """End this process because another rank is gone. Any thread."""
     logger.critical("%s: this rank ends", cause)
     logging.shutdown()
     # Not SystemExit: threads of the cache may be in calls that block for minutes.
@@ -68,6 +68,7 @@ def end_process(cause: str) -> NoReturn:
 
 
 def share_cores(ranks_here: int) -> None:
-    """Give torch this rank's part of the machine's cores, unless the environment says how many."""
+    """Give torch this rank's part of the machine's cores, unless the environment sets the
+    number."""
     if ranks_here > 1 and not envs.OMP_NUM_THREADS.is_set():
         torch.set_num_threads(max(torch.get_num_threads() // ranks_here, 1))

@@ -39,22 +39,22 @@ def run_scheduler_process(
 ) -> None:
     """Entry point of the process of a rank. Returns after a `ShutdownReq`, with exit status 0.
 
-    Signals for the process group are the parent's to handle: it drains this process with a
-    message. The process ends with its parent, and with status 1 and the cause in the log when
-    anything here fails; with `LOST_A_RANK` where the cause is that another rank is gone.
+    The parent handles signals for the process group: it drains this process with a message. The
+    process ends with its parent. On a failure it ends with status 1 and the cause in the log; with
+    `LOST_A_RANK` if the cause is that another rank is gone.
 
     Args:
-        server_args: Resolved.
+        server_args: Resolved arguments.
         ipc: Socket addresses of this server.
-        rendezvous: Where the ranks meet, and which this is; None: it is alone.
+        rendezvous: Meeting point of the ranks, and this rank's number; None: it is alone.
         ready_pipe: Gets one JSON message, `ready_message`.
-        parent_pid: Process that this one ends with; by default the one that started it.
+        parent_pid: Process whose end also ends this one; by default the one that started it.
     """
     leave_signals_to_parent()
     rank = 0 if rendezvous is None else rendezvous.rank
     configure_logger(server_args.log_level, f"scheduler {rank}")
     share_cores(ranks_per_node(server_args))
-    # Bars share a lock between processes unless told otherwise: a semaphore that a killed process
+    # Progress bars share a lock between processes by default: a semaphore that a killed process
     # leaves behind, with a warning as the last line of the log.
     tqdm.set_lock(threading.RLock())
     start_parent_watch(os.getppid() if parent_pid is None else parent_pid, ipc.leave_as_orphan)

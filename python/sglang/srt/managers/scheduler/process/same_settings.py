@@ -1,4 +1,4 @@
-"""Settings that all ranks need alike: the machines of a server each have a command line."""
+"""Checks that all ranks have the same settings: each machine of a server has a command line."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ _OF_A_MACHINE: Final = frozenset(
      "admin_api_key", "admin_api_key_file", "log_level", "log_requests", "enable_metrics",
      "node_rank", "dist_init_addr", "base_gpu_id", "mem_fraction_static"}
 )  # fmt: skip
-"""Fields that may differ between machines: paths, addresses, keys, and what of the device's
-memory is used, of which the ranks take the least."""
+"""Fields that may differ between machines: paths, addresses, keys, and the share of the device's
+memory, of which the ranks take the least."""
 _CONFIG: Final = "config.json of the model"
 _DIGEST_BYTES: Final = 32
 _MAX_BYTES: Final = 32768
@@ -31,10 +31,11 @@ def check_same_settings(group: RankGroup, server_args: ServerArgs) -> None:
 
     Args:
         group: The ranks; nothing is built on them yet.
-        server_args: This rank's, resolved.
+        server_args: Resolved arguments of this rank.
 
     Raises:
-        ValueError: The same on all ranks; names the first difference and both values.
+        ValueError: Settings differ. The message is the same on all ranks; it names the first
+            difference and both values.
     """
     mine = "\n".join(_lines(server_args))
     digests = gather_texts(group, xxhash.xxh3_128_hexdigest(mine.encode()), _DIGEST_BYTES)

@@ -1,1 +1,1 @@
-"""One request, and where it is between its arrival and its end."""
+"""One request, and its state between its arrival and its end."""

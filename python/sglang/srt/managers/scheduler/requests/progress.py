@@ -1,4 +1,4 @@
-"""How far a request is: its tokens, and which of them are computed."""
+"""Progress of a request: its tokens, and which of them are computed."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True, eq=False)
 class RequestProgress:
-    """How far a request is. Counts are tokens."""
+    """Progress of a request. Counts are tokens."""
 
     prompt_ids: TokenArray
     """`RequestSpec.origin_input_ids`."""
@@ -35,23 +35,23 @@ class RequestProgress:
     kv_committed_len: int = 0
     """Tokens whose keys and values are in the pool."""
     num_in_flight: int = 0
-    """Tokens after the committed ones that decode steps in flight compute. They have slots; whether
-    the request ends before them, the CPU does not know yet."""
+    """Tokens after the committed ones that decode steps in flight compute. They have slots; the CPU
+    does not know yet whether the request ends before them."""
     finish_reason: FinishReason | None = None
-    """Why it ended; set by `RequestQueues`."""
+    """Reason why it ended; set by `RequestQueues`."""
     to_abort: FinishReason | None = None
-    """Why it ends before the next step; set by `RequestQueues`."""
+    """Reason why it ends before the next step; set by `RequestQueues`."""
     stop_finder: StopFinder | None = None
-    """Has searched `output_ids` for stop strings and patterns; None: there are none, or no output
-    yet."""
+    """Search for stop strings and patterns, up to the end of `output_ids`; None: the request has
+    none, or no output yet."""
     grammar_ticket: GrammarTicket | None = None
     """Set while its grammar compiles: it cannot be scheduled."""
     matcher: GrammarMatcher | None = None
-    """Has accepted `output_ids`; a retracted request keeps it."""
+    """Matcher of its grammar, which has accepted `output_ids`; a retracted request keeps it."""
 
     @property
     def num_tokens(self) -> int:
-        """Prompt and output so far: what a prefill computes."""
+        """Tokens of prompt and output so far, all of which a prefill computes."""
         return len(self.prompt_ids) + len(self.output_ids)
 
     @property

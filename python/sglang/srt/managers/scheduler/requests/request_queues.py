@@ -1,4 +1,5 @@
-"""Where each request is, between its arrival and its end. Nothing else knows, or moves one."""
+"""State of each request between its arrival and its end; the only place that keeps or changes
+it."""
 
 from __future__ import annotations
 
@@ -12,17 +13,18 @@ from sglang.srt.mem_cache.tree.digest import MODULUS, hash_of
 
 
 class RequestState(Enum):
-    """Where a request is. All but those that wait or have ended hold slots."""
+    """State of a request. All but those that wait or have ended hold slots."""
 
     WAITING = "waiting"
-    """To be scheduled."""
+    """Waits to be scheduled."""
     COMPUTING = "computing"
-    """Its prompt is being computed: all that is left of it, or a part (`RequestQueues.partial`)."""
+    """Its prompt is being computed: the whole rest, or a part (`RequestQueues.partial`)."""
     DECODING = "decoding"
     HELD = "held"
-    """It holds slots, and no step of this engine computes for it: another server does, or did."""
+    """It holds slots, and no step of this engine computes it: another server computes its other
+    half."""
     ENDED = "ended"
-    """It lives no more, or has never arrived."""
+    """It has ended, or has never arrived."""
 
 
 _HOLDING: Final = (RequestState.COMPUTING, RequestState.DECODING, RequestState.HELD)
@@ -36,8 +38,8 @@ class RequestQueues:
     """Every request from its arrival to its end, in one state at a time. Scheduler thread only.
 
     `arrive`, `admit`, `cut`, `join`, `hold`, `retract`, `finish` and `let_go` are the only
-    transitions; each asserts that it is allowed. None takes longer where more requests live. The
-    queues are `Books`: the same on all ranks.
+    transitions; each asserts that it is allowed. Each takes constant time. The queues are `Books`:
+    the same on all ranks.
 
         arrive   -> WAITING
         admit    WAITING, or COMPUTING in parts -> COMPUTING
@@ -49,10 +51,11 @@ class RequestQueues:
         let_go   ENDED -> ENDED, without slots
 
     Attributes:
-        num_admitted: How often a request left the queue for slots, since the start.
-        num_joined: How often a request began to decode, since the start.
-        partial: The request whose prompt is computed in parts, while more parts follow. At most
-            one is.
+        num_admitted: Requests that left the queue for slots, since the start; a retracted one
+            counts again.
+        num_joined: Requests that began to decode, since the start; a retracted one counts again.
+        partial: The only request whose prompt is computed in parts, while more parts follow; or
+            None.
     """
 
     def __init__(self) -> None:
@@ -64,7 +67,7 @@ class RequestQueues:
         self._decoding = self._in[RequestState.DECODING]
         self._held = self._in[RequestState.HELD]
         self._lingering: dict[int, Req] = {}
-        """Keyed by `id`, since a living request may have the same rid."""
+        """Ended requests that keep slots, by `id`: a later request may have the same rid."""
         self._aborted: dict[str, Req] = {}
         self.partial: Req | None = None
         self.num_admitted = 0
@@ -79,7 +82,7 @@ class RequestQueues:
         return self._digest
 
     def describe(self) -> Mapping[str, str]:
-        """What the digest is of; see `Books`."""
+        """Entries of the digest; see `Books`."""
         waiting = self._waiting
         return {
             f"request {rid}": "waits" if rid in waiting else "has been admitted"
@@ -90,32 +93,33 @@ class RequestQueues:
 
     @property
     def alive(self) -> Collection[Req]:
-        """Requests that have arrived and not ended, in order of arrival. A live view."""
+        """Requests that have arrived and not ended, in order of arrival. The view follows
+        changes."""
         return self._alive.values()
 
     @property
     def waiting(self) -> Collection[Req]:
-        """Requests that wait to be scheduled, in no particular order. A live view."""
+        """Requests that wait to be scheduled, in no particular order. The view follows changes."""
         return self._waiting.values()
 
     @property
     def computing(self) -> Collection[Req]:
-        """Requests whose prompt is being computed, whole or in parts. A live view."""
+        """Requests whose prompt is being computed, whole or in parts. The view follows changes."""
         return self._computing.values()
 
     @property
     def decoding(self) -> Collection[Req]:
-        """Requests that decode, in the order in which they joined. A live view."""
+        """Requests that decode, in the order in which they joined. The view follows changes."""
         return self._decoding.values()
 
     @property
     def held(self) -> Collection[Req]:
-        """Requests whose slots something else fills or reads. A live view."""
+        """Requests whose slots a transfer fills or reads. The view follows changes."""
         return self._held.values()
 
     @property
     def aborted(self) -> Collection[Req]:
-        """Requests that end before the next step. A live view."""
+        """Requests that end before the next step. The view follows changes."""
         return self._aborted.values()
 
     def holders(self) -> Iterator[Req]:
@@ -127,7 +131,7 @@ class RequestQueues:
 
     @property
     def lingering(self) -> Collection[Req]:
-        """Requests that have ended, and whose slots something still fills or reads. A live view."""
+        """Ended requests whose slots a transfer still fills or reads. The view follows changes."""
         return self._lingering.values()
 
     @property
@@ -137,11 +141,11 @@ class RequestQueues:
         return num_living + len(self._lingering)
 
     def find(self, rid: str) -> Req | None:
-        """The request that lives under the id `rid`."""
+        """The request with the id `rid` that has not ended, or None."""
         return self._alive.get(rid)
 
     def state_of(self, req: Req) -> RequestState:
-        """Where `req` is."""
+        """State of `req`."""
         is_alive = self._alive.get(req.rid) is req
         return self._states[req.rid] if is_alive else RequestState.ENDED
 
@@ -155,7 +159,7 @@ class RequestQueues:
     # ---- transitions ---------------------------------------------------------------------------
 
     def arrive(self, req: Req) -> None:
-        """`req` is new, and waits. Its id must be free."""
+        """Add `req`, which is new and waits. Its id must be free."""
         assert req.rid not in self._alive, f"request {req.rid} is here already"
         assert req.progress.finish_reason is None, f"request {req.rid} has ended"
         req.progress.turn = self.num_admitted + len(self.waiting)
@@ -163,12 +167,12 @@ class RequestQueues:
         self._enter(req, RequestState.WAITING)
 
     def admit(self, req: Req) -> None:
-        """All that is left of the prompt of `req` is computed by the next step."""
+        """The next step computes the whole rest of the prompt of `req`."""
         self._compute(req, "admit")
         self._forget_partial(req)
 
     def cut(self, req: Req) -> None:
-        """A part of the prompt of `req` is computed by the next step, and another by a later."""
+        """The next step computes a part of the prompt of `req`; a later step computes more."""
         assert self.partial in (None, req), "one prompt at a time is computed in parts"
         self._compute(req, "cut")
         self.partial = req
@@ -181,7 +185,7 @@ class RequestQueues:
         self.num_joined += 1
 
     def hold(self, req: Req) -> None:
-        """`req` has slots that something else fills, or reads."""
+        """`req` has slots that a transfer fills or reads."""
         assert req is not self.partial, f"hold: the prompt of request {req.rid} is not complete"
         was_waiting = self.state_of(req) is RequestState.WAITING
         self._leave(req, "hold", RequestState.WAITING, RequestState.COMPUTING)
@@ -200,7 +204,7 @@ class RequestQueues:
         """`req` ends; its id is free again.
 
         Args:
-            lingers: It was held, and keeps its slots until `let_go`.
+            lingers: The request was held, and keeps its slots until `let_go`.
         """
         self._leave(req, "finish", *((RequestState.HELD,) if lingers else _LIVING))
         if lingers:
@@ -211,7 +215,7 @@ class RequestQueues:
         req.progress.finish_reason = reason
 
     def let_go(self, req: Req) -> None:
-        """`req`, which had ended, gave its slots back."""
+        """`req`, which has ended, gave its slots back."""
         assert id(req) in self._lingering, f"let_go: request {req.rid} does not linger"
         del self._lingering[id(req)]
 

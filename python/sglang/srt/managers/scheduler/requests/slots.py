@@ -1,4 +1,4 @@
-"""What a request holds on the device: a row, slots, a lock in the tree, counts of penalties."""
+"""Resources of a request on the device: a row, slots, a lock in the tree, counts of penalties."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ NO_SLOTS = torch.empty(0, dtype=torch.int64)
 
 @dataclass(slots=True, eq=False)
 class RequestSlots:
-    """What a request holds. The tree and the row pool are given this part: it is a
-    `CacheableRequest`, and what that takes from the other parts is read-only.
+    """Resources that a request holds. The tree and the row pool get only this part: it is a
+    `CacheableRequest`, for which the other parts are read-only.
 
     Invariant between two steps: columns `[0, kv_committed_len)` of the row hold slots with the keys
     and values of `kv_committed_ids`; the `num_in_flight` columns after them hold the slots that a
@@ -38,12 +38,13 @@ class RequestSlots:
     mamba_track_slot: torch.Tensor | None = None
     mamba_last_track_seqlen: int | None = None
     snapshot_slot: torch.Tensor | None = None
-    """int64 `[1]` on the CPU: where decode steps leave the next snapshot, while `mamba_track_slot`
-    has the last. The two take turns."""
+    """int64 `[1]` on the CPU: slot of the next snapshot of a decode step; `mamba_track_slot` has
+    the last snapshot. The two slots take turns."""
     snapshot_in_flight: int | None = None
-    """Tokens that the snapshot stands for which a decode step in flight leaves there."""
+    """Tokens of the snapshot that a decode step in flight writes to `snapshot_slot`; None: none is
+    in flight."""
     history: TokenHistory = field(init=False)
-    """Counted by penalties, on the device while the request runs."""
+    """Token counts for penalties, on the device while the request runs."""
 
     def __post_init__(self) -> None:
         self.history = TokenHistory(self.progress.prompt_ids, self.progress.output_ids)
@@ -75,7 +76,7 @@ class RequestSlots:
         return self.req_pool_idx
 
     def own_slots(self, pool: ReqToTokenPool) -> torch.Tensor:
-        """int64: the slots that the request owns itself, which are those after the tree's."""
+        """int64: slots that the request owns itself; they follow the tree's in its row."""
         if self.req_pool_idx is None:
             return NO_SLOTS
         row = pool.req_to_token[self.req_pool_idx]

@@ -1,4 +1,4 @@
-"""What a request asks for, cut to what this engine can give."""
+"""Specification of a request, cut to the limits of this engine."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestSpec:
-    """What was asked. Nothing of it changes."""
+    """Specification of a request. It never changes."""
 
     rid: str
     origin_input_ids: TokenArray
@@ -25,7 +25,7 @@ class RequestSpec:
     arrival_number: int
     """See `policy.Arrival`."""
     max_new_tokens: int
-    """What the client asked for, cut to what the context and the pool can hold."""
+    """Limit of new tokens, cut to the room of the context and the pool."""
     stop_token_ids: frozenset[int] = frozenset()
     stream: bool = False
     return_logprob: bool = False
@@ -36,11 +36,11 @@ class RequestSpec:
     """See `CacheableRequest`."""
     priority: int = 0
     sample_of: str | None = None
-    """The request that computes the same prompt first."""
+    """Id of the request that computes the same prompt first."""
     bootstrap: Bootstrap | None = None
-    """Where the other half of the request is computed; None: here."""
+    """Meeting with the server that computes the other half; None: this server computes both."""
     is_probe: bool = False
-    """A health check: neither counted nor cached."""
+    """Whether it is a health check, which is neither counted nor cached."""
 
     @classmethod
     def from_message(
@@ -52,9 +52,9 @@ class RequestSpec:
         eos_token_ids: Sequence[int],
         is_probe: bool = False,
     ) -> RequestSpec:
-        """What `message` asks for; its prompt is shorter than `max_request_tokens`."""
+        """The specification of `message`, whose prompt is shorter than `max_request_tokens`."""
         params = message.sampling_params
-        # A prefill brings a token in any case; a request that wants none does not get it.
+        # A prefill always samples a token; a request that wants none does not get it.
         most = max(1, min(params.max_new_tokens, max_request_tokens - len(message.input_ids)))
         stops = () if params.ignore_eos else (*eos_token_ids, *(params.stop_token_ids or ()))
         return cls(
