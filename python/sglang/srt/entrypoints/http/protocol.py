@@ -3,14 +3,14 @@
 uvicorn does not bound the size of a request's head, the time it takes to come, or the cost of
 parsing a body; and it goes on parsing after it has refused a request. This protocol differs:
 
-- A head may have `MAX_HEAD_BYTES` and take `HEAD_SECONDS`. `http_body` bounds the body's bytes and
+- A head may have `MAX_HEAD_BYTES` and take `HEAD_SECONDS`. `body.py` bounds the body's bytes and
   seconds, `BodyMeter` what its chunks add.
 - One request is parsed at a time; what follows it waits until it is answered.
 - An answer that comes before the whole body ends the connection. The rest of the body is thrown
   away unparsed, for a while, so that the client can read the answer (`_discard`).
 - A connection is paused later, at `MAX_UNREAD_BYTES` of a body that its endpoint has not read.
 - The number of idle connections is bounded (`OpenConnections`).
-- A response's head goes out with the begin of its body (`AnswerTransport`).
+- A response's head goes out with the first part of its body (`AnswerTransport`).
 """
 
 from __future__ import annotations

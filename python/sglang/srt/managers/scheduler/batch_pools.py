@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True, kw_only=True)
 class BatchPools:
-    """Where batches get their rows and slots."""
+    """Pools from which batches get their rows and slots."""
 
     req_to_token_pool: ReqToTokenPool
     allocator: BaseTokenToKVPoolAllocator

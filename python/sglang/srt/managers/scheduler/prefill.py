@@ -416,7 +416,7 @@ def _reused_tokens(prefix: _Prefix, from_storage: int, num_tokens: int) -> tuple
 
     Args:
         from_storage: Tokens of `prefix.from_host` that were read from L3.
-        num_tokens: Of the request.
+        num_tokens: Tokens of the request.
     """
     device, host, storage = prefix.from_device, prefix.from_host - from_storage, from_storage
     if device + host + storage < num_tokens:

@@ -44,7 +44,7 @@ class ServerChannel:
         """Nothing is opened before `start`.
 
         Args:
-            ipc: Where to bind and to connect.
+            ipc: Addresses to bind and to connect to.
             on_message: Gets each message. An exception of it ends the reading.
             on_failure: Gets the reason why no further message will come.
         """

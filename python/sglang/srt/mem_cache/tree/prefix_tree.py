@@ -33,9 +33,9 @@ class PrefixTree:
 
     Args:
         allocator: Takes device slots back.
-        page_size: Tokens.
+        page_size: Tokens of a page.
         eviction_policy: Name of the order in which nodes leave a tier.
-        components: What nodes own beside pages.
+        components: Kinds of state that nodes own beside pages.
 
     Raises:
         ValueError: The policy is unknown, or a component does not fit the tree.

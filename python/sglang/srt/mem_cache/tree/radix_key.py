@@ -19,7 +19,7 @@ PageHash = NewType("PageHash", str)
 
 TokenArray: TypeAlias = npt.NDArray[np.uint32]
 ChildKey: TypeAlias = tuple[str | None, bytes]
-"""What tells the children of a node apart: the extra key and the tokens of the first page."""
+"""Key of a child in its parent: the extra key and the tokens of the first page."""
 
 _TOKEN_BYTES: Final = 4
 _SEED_DOMAIN = b"sglang-extra-key\0"

@@ -30,7 +30,7 @@ class ZmqChannel:
     """Rank 0's channel. One thread uses it.
 
     Args:
-        ipc: Where to listen and to send.
+        ipc: Addresses to listen on and to send to.
     """
 
     def __init__(self, ipc: IpcAddresses) -> None:

@@ -25,12 +25,12 @@ class RequestReport:
     arrival_time: float = 0.0
     """`time.monotonic()` at which the server process took it."""
     queue_time: float = 0.0
-    """From its arrival to its first prefill."""
+    """Seconds from its arrival to its first prefill."""
     was_scheduled: bool = False
     cached_tokens_details: CachedTokensDetails = _NOTHING_CACHED
-    """What its first prefill found in the cache."""
+    """Cached tokens by tier that its first prefill found."""
     num_sent: int = 0
-    """How many of `output_ids` have been sent to the detokenizer."""
+    """Number of `output_ids` that were sent to the detokenizer."""
     stages: Stages = field(default_factory=Stages)
     """Durations of the stages that are over."""
     stage_began: float = 0.0
