@@ -1,4 +1,4 @@
-"""Every test of the tiers has a directory of its own for the file backend."""
+"""Fixtures of all tests of the tiers: a directory of L3's own for each, and engines over one L3."""
 
 from __future__ import annotations
 
@@ -8,9 +8,16 @@ from pathlib import Path
 import pytest
 
 from sglang.srt.environ import envs
+from sglang.test.caches.storage_rigs import StorageRigs
 
 
 @pytest.fixture(autouse=True)
 def storage_dir(tmp_path: Path) -> Iterator[Path]:
     with envs.SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR.override(str(tmp_path)):
         yield tmp_path
+
+
+@pytest.fixture(name="rigs")
+def make_rigs() -> Iterator[StorageRigs]:
+    with StorageRigs() as made:
+        yield made

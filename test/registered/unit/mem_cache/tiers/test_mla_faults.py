@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import random
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
 
-from sglang.srt.environ import envs
 from sglang.srt.mem_cache.hicache_storage import (
     HiCacheFile,
     HiCacheStorageExtraInfo,
@@ -28,18 +27,6 @@ register_cpu_ci(est_time=6, suite="base-a-test-cpu")
 PROMPT = [*range(40), 7]
 """Ten pages and a token."""
 WHOLE = Reused(storage=40)
-
-
-@pytest.fixture(autouse=True)
-def storage_dir(tmp_path: Path) -> Iterator[Path]:
-    with envs.SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR.override(str(tmp_path)):
-        yield tmp_path
-
-
-@pytest.fixture(name="rigs")
-def make_rigs() -> Iterator[StorageRigs]:
-    with StorageRigs() as made:
-        yield made
 
 
 def make(rigs: StorageRigs, backend: Any = "file", **arguments: Any) -> CacheRig:

@@ -50,12 +50,6 @@ PROMPT = [*range(40), 7]
 """Ten pages and a token."""
 
 
-@pytest.fixture(autouse=True)
-def storage_dir(tmp_path: Path) -> Iterator[Path]:
-    with envs.SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR.override(str(tmp_path)):
-        yield tmp_path
-
-
 Kind = type[MarksRig] | type[MLARig]
 
 
@@ -64,12 +58,6 @@ def kind(request: pytest.FixtureRequest) -> Kind:
     """The rig of a model with two kinds of state."""
     found: Kind = request.param
     return found
-
-
-@pytest.fixture(name="rigs")
-def make_rigs() -> Iterator[StorageRigs]:
-    with StorageRigs() as made:
-        yield made
 
 
 def second_part(root: Path, page: int) -> Path:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -37,18 +36,6 @@ register_cpu_ci(est_time=8, suite="base-a-test-cpu")
 SHARED = list(range(12))
 PROMPT = [*range(40), 7]
 """Ten pages and a token."""
-
-
-@pytest.fixture(autouse=True)
-def storage_dir(tmp_path: Path) -> Iterator[Path]:
-    with envs.SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR.override(str(tmp_path)):
-        yield tmp_path
-
-
-@pytest.fixture(name="rigs")
-def make_rigs() -> Iterator[StorageRigs]:
-    with StorageRigs() as made:
-        yield made
 
 
 def object_file(root: Path, ids: list[int], pool: str) -> Path:

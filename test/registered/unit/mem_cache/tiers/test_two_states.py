@@ -5,12 +5,10 @@ The rig checks both where a request continues, and every key and value.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from sglang.srt.environ import envs
 from sglang.srt.mem_cache.tiers.host_backup import WRITE_POLICIES
 from sglang.srt.mem_cache.tree.base_prefix_cache import EvictParams
 from sglang.srt.mem_cache.tree.radix_key import RadixKey
@@ -30,18 +28,6 @@ PROMPT = [*range(40), 7]
 LAYOUTS = ("layer_first", "page_first", "page_first_direct")
 POOLS = ("indexer", "mamba")
 """Of both kinds of state."""
-
-
-@pytest.fixture(autouse=True)
-def storage_dir(tmp_path: Path) -> Iterator[Path]:
-    with envs.SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR.override(str(tmp_path)):
-        yield tmp_path
-
-
-@pytest.fixture(name="rigs")
-def make_rigs() -> Iterator[StorageRigs]:
-    with StorageRigs() as made:
-        yield made
 
 
 def two_tiers(**values: object) -> TwoStatesRig:
