@@ -35,6 +35,7 @@ from sglang.srt.disaggregation.common.bootstrap_route import Route
 from sglang.srt.disaggregation.common.conversation import Patience
 from sglang.srt.disaggregation.common.geometry import PoolGeometry
 from sglang.srt.disaggregation.common.link_costs import LINKS, LinkCosts
+from sglang.srt.disaggregation.common.metadata_reader import MetadataReader
 from sglang.srt.disaggregation.common.packing import Packer
 from sglang.srt.disaggregation.common.protocol import FirstToken, Offer
 from sglang.srt.disaggregation.common.rank_map import RankPlace
@@ -214,6 +215,7 @@ def read(side: Side, case: Case, endpoint: str, offer: Offer, limit: float) -> d
         geometry=side.geometry,
         mover=side.engine,
         staging=side.staging[case.unit_mib],
+        metadata=MetadataReader(),
         find_rank=lambda *_: route,
         patience=PATIENCE,
         context=context,
@@ -298,7 +300,7 @@ def main() -> None:
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
-    for row in run_ranks(2, measure, args, device=args.device)[1]:
+    for row in run_ranks(2, measure, args, device=args.device, timeout_s=400)[1]:
         record = {"benchmark": "gpu_pages", "protocol": args.protocol, **row}
         emit(record | provenance(), args.json)
 

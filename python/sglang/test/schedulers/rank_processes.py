@@ -10,10 +10,11 @@ import inspect
 import multiprocessing
 import os
 import runpy
+import time
 import traceback
 from collections.abc import Callable, Sequence
-from multiprocessing.connection import Connection
-from typing import Any, Final
+from multiprocessing.connection import Connection, wait
+from typing import Any
 
 import torch
 
@@ -25,8 +26,6 @@ from sglang.srt.distributed.parallel_state import (
 from sglang.srt.distributed.rendezvous import Rendezvous, open_rendezvous
 from sglang.srt.hardware_backend.device_kinds import device_kind
 from sglang.srt.hardware_backend.device_runtime import device_runtime
-
-_TIMEOUT_S: Final = 120.0
 
 
 class RankFailed(AssertionError):
@@ -40,6 +39,7 @@ def run_ranks(
     attn_cp_size: int = 1,
     device: str = "cpu",
     preload: Sequence[str] = (),
+    timeout_s: float = 120.0,
 ) -> list[Any]:
     """Run `work(*args)` on each rank of a server of `size` ranks, in their groups. Returns the
     results.
@@ -49,6 +49,7 @@ def run_ranks(
         device: Kind of the ranks' devices. If there are several, each rank has its own.
         preload: Modules that ranks need and that take long to import. Those of a process's first
             call count.
+        timeout_s: Within this time all ranks end.
 
     Raises:
         RankFailed: `work` raised on some rank, or a rank died or did not end in time. No rank is
@@ -68,7 +69,7 @@ def run_ranks(
             ranks.append(process)
             readers.append(reader)
     try:
-        return [_result(rank, reader) for rank, reader in enumerate(readers)]
+        return _results(readers, timeout_s)
     finally:
         for reader, process in zip(readers, ranks, strict=True):
             reader.close()
@@ -76,16 +77,33 @@ def run_ranks(
             process.join()
 
 
-def _result(rank: int, reader: Connection) -> Any:
-    if not reader.poll(_TIMEOUT_S):
-        raise RankFailed(f"rank {rank} has not ended after {_TIMEOUT_S:.0f} s")
-    try:
-        is_good, value = reader.recv()
-    except EOFError:
-        raise RankFailed(f"rank {rank} died") from None
-    if not is_good:
-        raise RankFailed(f"rank {rank}:\n{value}")
-    return value
+def _results(readers: Sequence[Connection], timeout_s: float) -> list[Any]:
+    """Results in the order of ranks. A rank's traceback ends the wait: others may wait for that
+    rank. A rank that is gone leaves the explanation to the others, if they notice."""
+    deadline = time.monotonic() + timeout_s
+    results: dict[Connection, Any] = {}
+    gone: list[int] = []
+    waited_for = list(readers)
+    while waited_for:
+        ready = wait(waited_for, max(0.0, deadline - time.monotonic()))
+        for reader in [one for one in waited_for if one in ready]:
+            rank = readers.index(reader)
+            waited_for.remove(reader)
+            try:
+                is_good, results[reader] = reader.recv()
+            except EOFError:
+                gone.append(rank)
+            else:
+                if not is_good:
+                    raise RankFailed(f"rank {rank}:\n{results[reader]}")
+        if not ready:
+            break
+    if gone:
+        raise RankFailed(f"ranks that died: {gone}")
+    if waited_for:
+        silent = [readers.index(reader) for reader in waited_for]
+        raise RankFailed(f"ranks that have not ended after {timeout_s:.0f} s: {silent}")
+    return [results[reader] for reader in readers]
 
 
 def _rank(
