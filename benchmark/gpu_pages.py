@@ -59,7 +59,7 @@ REPEATS: Final = 7
 KV_HEADS, HEAD_DIM = 8, 128
 TARGET: Final = 0.8
 TOKEN: Final = FirstToken(token_id=1, prompt_len=1, prompt_digest="")
-ALWAYS: Final = LinkCosts(block_s=1.0, bytes_per_s=1e12, packing_s=0.0)
+ALWAYS: Final = LinkCosts(block_s=1.0, bytes_per_s=1e12, packing_s=0.0, unit_s=0.0)
 """Costs with which packing always pays."""
 CHOSEN: Final = LINKS["nvlink_intra"]
 PATIENCE: Final = Patience(bootstrap=60, waiting=60, silence=60)

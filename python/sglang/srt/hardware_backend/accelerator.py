@@ -37,6 +37,14 @@ class AcceleratorRuntime(DeviceRuntime):
         self._device = device
         self._api = api
 
+    def prepare(self) -> None:
+        """Make the device current: what is started in this process takes the current one, and what
+        touches an NPU finds no context without one."""
+        self.enter_thread()
+
+    @abstractmethod
+    def enter_thread(self) -> None: ...
+
     def set_device(self, index: int) -> None:
         self._api.set_device(index)
 

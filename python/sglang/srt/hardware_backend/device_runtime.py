@@ -118,6 +118,10 @@ class DeviceRuntime(ABC):
     def set_device(self, index: int) -> None:
         """Make the device of this index the calling thread's current one. A CPU is one device."""
 
+    def enter_thread(self) -> None:
+        """Make the device the calling thread's current one. Threads begin with the first device,
+        whatever is current in the thread that starts them. A CPU is one device."""
+
     # -- order ------------------------------------------------------------------------------------
 
     @abstractmethod

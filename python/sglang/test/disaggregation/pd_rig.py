@@ -39,7 +39,7 @@ LOOPBACK = "127.0.0.1"
 NEVER_ASKED = 1
 """A port: rigs find each other without a bootstrap server."""
 _TIMEOUT_S = 60.0
-SLOW_BLOCKS = LinkCosts(block_s=10.0, bytes_per_s=1e12, packing_s=0.0)
+SLOW_BLOCKS = LinkCosts(block_s=10.0, bytes_per_s=1e12, packing_s=0.0, unit_s=0.0)
 """A link on which pages are packed wherever that makes fewer blocks of them, however long the
 prefill server takes for the first unit."""
 

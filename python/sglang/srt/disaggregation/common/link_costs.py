@@ -19,15 +19,17 @@ class LinkCosts:
     """A link on which packing may pay.
 
     Attributes:
-        block_s: Seconds of overhead per block.
+        block_s: Seconds of overhead per block that is read from pool to pool.
         bytes_per_s: Bandwidth of one large block, in bytes per second.
         packing_s: Seconds until the first unit is packed and its reader knows it, plus seconds
             after the last is read.
+        unit_s: Seconds of overhead per unit.
     """
 
     block_s: float
     bytes_per_s: float
     packing_s: float
+    unit_s: float
 
     def direct_s(self, num_blocks: int, num_bytes: int) -> float:
         """Seconds to read blocks from pool to pool."""
@@ -35,7 +37,8 @@ class LinkCosts:
 
     def packed_s(self, num_bytes: int, unit_bytes: int) -> float:
         """Seconds to read the same bytes packed into units."""
-        return self.packing_s + self.direct_s(-(-num_bytes // unit_bytes), num_bytes)
+        num_units = -(-num_bytes // unit_bytes)
+        return self.packing_s + num_units * self.unit_s + num_bytes / self.bytes_per_s
 
     def packing_pays(self, num_blocks: int, num_bytes: int, unit_bytes: int) -> bool:
         """Whether packing `num_blocks` blocks is faster than reading them."""
@@ -43,10 +46,10 @@ class LinkCosts:
 
 
 LINKS: Final[Mapping[str, LinkCosts]] = {
-    # Two H200s (benchmark/results/2026-11-22-gpu-ranks.md): 9,216 blocks of 128 KB in 46 ms, 72 of
-    # 16 MB in 4 ms, while a peer copy has 394 GB/s. `packing_s` is calculated: two copies of a unit
-    # at 1.5 TB/s and two messages.
-    "nvlink_intra": LinkCosts(block_s=5e-6, bytes_per_s=390e9, packing_s=0.4e-3),
+    # Two H200s (benchmark/results/2026-11-23-gpu-pd.md): 9,216 blocks of 128 KB in 46 to 58 ms, 72
+    # of 16 MB in 4 ms, while a peer copy has 394 GB/s. Packed in units of 64 to 256 MiB, 1.2 GB
+    # take 7.6 to 10.4 ms and 4.8 GB take 18 to 34 ms: this line fits all six within 15%.
+    "nvlink_intra": LinkCosts(block_s=5e-6, bytes_per_s=390e9, packing_s=2.5e-3, unit_s=0.3e-3),
 }
 """Costs by protocol. Over other protocols blocks are queued, and pages are read from pool to
 pool."""

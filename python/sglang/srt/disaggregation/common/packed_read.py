@@ -26,7 +26,10 @@ MOST_BUFFERS: Final = 3
 """Most buffers of this server that one prompt takes: one is unpacked while two reads are in flight.
 The server has more, so that a prompt that hangs cannot hold all of them."""
 _SOON_S: Final = 1e-4
-"""Seconds between the first checks for further units while one is read; later checks are rarer."""
+"""Seconds between the first checks for further units while one is read."""
+_RARER: Final = 1.1
+"""Factor by which each check comes later: a unit takes a fraction of a millisecond, and a peer that
+hangs is asked for less and less often."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,7 +154,7 @@ class PackedRead:
         has_room = bool(self._free) or self._num_buffers < MOST_BUFFERS
         if self._num_begun < len(self._units) and has_room:
             if not self._reads.has_come(one.transfer, self._nap):
-                self._nap = min(2 * self._nap, POLL_S)
+                self._nap = min(_RARER * self._nap, POLL_S)
                 self._hear(0.0)
                 return
         else:

@@ -19,11 +19,13 @@ class CallThreads:
     Work must not raise. `close` ends idle threads; the others end with their work.
     """
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, enter: Callable[[], None] = lambda: None) -> None:
         """Args:
         name: Name of every thread.
+        enter: Called once in each thread, before its work.
         """
         self._name = name
+        self._enter = enter
         self._idle: list[SimpleQueue[Work | None]] = []
         self._num_busy = 0
         self._closed = False
@@ -56,6 +58,7 @@ class CallThreads:
             inbox.put(None)
 
     def _serve(self, inbox: SimpleQueue[Work | None]) -> None:
+        self._enter()
         while (work := inbox.get()) is not None:
             work()
             with self._lock:

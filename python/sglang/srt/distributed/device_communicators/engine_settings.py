@@ -15,7 +15,12 @@ from sglang.srt.distributed.device_communicators.mooncake_protocol import (
     RdmaDevice,
     resolve_mooncake_protocol,
 )
-from sglang.srt.distributed.device_communicators.transfer_plan import BATCH_BYTES, REQUEST_BYTES
+from sglang.srt.distributed.device_communicators.transfer_plan import (
+    BATCH_BYTES,
+    COPIES_BYTES,
+    COPY_BYTES,
+    REQUEST_BYTES,
+)
 from sglang.srt.environ import EnvOptionalStr, envs
 from sglang.srt.hardware_backend.device_kinds import CUDA, NPU, device_kind
 from sglang.srt.utils.network import get_free_port
@@ -62,7 +67,16 @@ class EngineSettings:
     def request_bytes(self) -> int:
         """Most bytes of a request. Over `nvlink_intra` requests are copied one after the other, so
         smaller ones would gain nothing, and each costs 5 us."""
-        return BATCH_BYTES if self.protocol == "nvlink_intra" else REQUEST_BYTES
+        return COPY_BYTES if self._copies else REQUEST_BYTES
+
+    @property
+    def batch_bytes(self) -> int:
+        """Most bytes of a call."""
+        return COPIES_BYTES if self._copies else BATCH_BYTES
+
+    @property
+    def _copies(self) -> bool:
+        return self.protocol == "nvlink_intra"
 
     def export(self) -> None:
         """Make Mooncake's engine install the transport of this protocol, by an environment variable

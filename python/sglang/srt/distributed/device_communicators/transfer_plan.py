@@ -22,8 +22,12 @@ about this size."""
 BATCH_REQUESTS: Final = 512
 """Most requests of one call: two such calls may share a peer's budget."""
 BATCH_BYTES: Final = 256 * MIB
-"""Most bytes of one call. A call gives up after two minutes even if it makes progress, so a rate of
-3 MB/s suffices."""
+"""Most bytes of one call over a network. A call gives up after two minutes even if it makes
+progress, so a rate of 3 MB/s suffices."""
+COPY_BYTES: Final = 256 * MIB
+"""Most bytes of a request that is one copy between devices."""
+COPIES_BYTES: Final = 8192 * MIB
+"""Most bytes of a call whose requests are such copies. Between two calls nothing moves."""
 
 
 @dataclass(slots=True)
@@ -91,12 +95,14 @@ class Batch:
         return self.requests[-1].last
 
 
-def cut_batches(requests: Sequence[Request], most: int = BATCH_REQUESTS) -> Iterator[Batch]:
-    """Runs of requests, each small enough for one call."""
+def cut_batches(
+    requests: Sequence[Request], most: int = BATCH_REQUESTS, most_bytes: int = BATCH_BYTES
+) -> Iterator[Batch]:
+    """Runs of requests, each small enough for one call: of at most `most` requests."""
     pending: list[Request] = []
     num_bytes = 0
     for request in requests:
-        if pending and (len(pending) == most or num_bytes + request.length > BATCH_BYTES):
+        if pending and (len(pending) == most or num_bytes + request.length > most_bytes):
             yield Batch(pending, is_last_whole=pending[-1].last != request.first)
             pending, num_bytes = [], 0
         pending.append(request)

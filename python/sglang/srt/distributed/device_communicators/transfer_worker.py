@@ -50,6 +50,7 @@ class TransferWorker:
         transfer: Transfer,
         requests: Sequence[Request],
         deadline: float | None,
+        batch_bytes: int,
     ) -> None:
         """Args:
         peer: The peer.
@@ -57,18 +58,20 @@ class TransferWorker:
         transfer: Transfer that keeps the outcomes of the blocks.
         requests: Requests for all of its blocks.
         deadline: `time.monotonic()` seconds after which no request is begun; None: no deadline.
+        batch_bytes: Most bytes of a call.
         """
         self._peer = peer
         self._op = op
         self._transfer = transfer
         self._requests = requests
         self._deadline = deadline
+        self._batch_bytes = batch_bytes
 
     def run(self) -> None:
         """Move all requests that can begin in time. Never raises: the transfer has the error."""
         error: Exception | None = None
         try:
-            for batch in cut_batches(self._requests):
+            for batch in cut_batches(self._requests, most_bytes=self._batch_bytes):
                 if not self._move(batch):
                     break
         except TransfersLeft:

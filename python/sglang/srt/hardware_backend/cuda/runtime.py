@@ -28,8 +28,7 @@ class CudaRuntime(AcceleratorRuntime):
         self._target = torch.device(device)
         super().__init__(self._target, api)
 
-    def prepare(self) -> None:
-        """Make the device current: what is started in this process takes the current one."""
+    def enter_thread(self) -> None:
         index = self._target.index
         self.set_device(self._api.current_device() if index is None else index)
 

@@ -28,8 +28,7 @@ class NpuRuntime(AcceleratorRuntime):
     def why_absent(self) -> str | None:
         return None if self._api.is_available() else "torch_npu sees no NPU here"
 
-    def prepare(self) -> None:
-        """Make the device current: without one, what touches an NPU finds no context."""
+    def enter_thread(self) -> None:
         self.set_device(self._index)
 
     def stage_to_device(self, tensor: torch.Tensor) -> torch.Tensor:

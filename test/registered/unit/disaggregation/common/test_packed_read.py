@@ -85,7 +85,7 @@ def test_pages_are_packed_as_they_come(scene: Scene) -> None:
 
 def test_what_is_one_block_already_is_not_packed() -> None:
     """Four blocks, or one unit and the time that packing takes."""
-    link = LinkCosts(block_s=1.0, bytes_per_s=1e9, packing_s=3.0)
+    link = LinkCosts(block_s=1.0, bytes_per_s=1e9, packing_s=3.0, unit_s=1.0)
     scene = Scene(1000, link)
     try:
         fill(scene, [4, 5, 6])
@@ -110,7 +110,7 @@ def test_a_page_that_no_unit_holds_is_not_packed() -> None:
 def test_a_server_that_packs_nothing_is_read_from_pool_to_pool() -> None:
     scene = Scene()
     try:
-        scene.link = LinkCosts(block_s=1.0, bytes_per_s=1e9, packing_s=0.0)
+        scene.link = LinkCosts(block_s=1.0, bytes_per_s=1e9, packing_s=0.0, unit_s=0.0)
         fill(scene)
         assert scene.end(scene.begin(OWN)).failure is None
         scene.assert_read(THEIRS, OWN)
@@ -121,7 +121,7 @@ def test_a_server_that_packs_nothing_is_read_from_pool_to_pool() -> None:
 @pytest.mark.parametrize("side", ["here", "there"])
 def test_without_memory_pages_are_read_from_pool_to_pool(side: str) -> None:
     """After as long as that takes."""
-    scene = Scene(UNIT, LinkCosts(block_s=0.005, bytes_per_s=1e9, packing_s=0.0))
+    scene = Scene(UNIT, LinkCosts(block_s=0.005, bytes_per_s=1e9, packing_s=0.0, unit_s=0.0))
     try:
         staging = scene.staging if side == "here" else scene.units
         taken = [staging.take(0) for _ in range(NUM_BUFFERS)]

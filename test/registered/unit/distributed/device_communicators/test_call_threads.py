@@ -29,6 +29,18 @@ def test_idle_threads_are_taken_again() -> None:
     assert wait_until(lambda: not named("reuse"), 30)
 
 
+def test_a_thread_is_prepared_once_before_its_work() -> None:
+    seen: list[tuple[str, int]] = []
+    threads = CallThreads("prepared", lambda: seen.append(("enter", threading.get_ident())))
+    for count in range(1, 4):
+        threads.submit(lambda: seen.append(("work", threading.get_ident())))
+        assert wait_until(lambda: not threads.num_busy, 30)
+        assert len(seen) == count + 1
+    assert [what for what, _ in seen] == ["enter", "work", "work", "work"]
+    assert len({thread for _, thread in seen}) == 1
+    threads.close()
+
+
 def test_work_that_hangs_holds_up_nothing() -> None:
     threads = CallThreads("hang")
     go_on, ran = threading.Event(), threading.Event()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,10 +18,18 @@ from sglang.srt.distributed.device_communicators.mooncake_transfer_engine import
     get_mooncake_transfer_engine,
     init_mooncake_transfer_engine,
 )
+from sglang.srt.distributed.device_communicators.transfer_types import TransferOp
 from sglang.srt.distributed.device_context import DeviceContext, mark_device_set
 from sglang.srt.environ import envs
 from sglang.test.ci.ci_register import register_cpu_ci
-from sglang.test.stores.fake_transfer_engine import FakeTransferEngines
+from sglang.test.stores.fake_transfer_engine import (
+    BASE,
+    FakeCall,
+    FakeTransferEngine,
+    FakeTransferEngines,
+    apart,
+    listening_peer,
+)
 
 register_cpu_ci(est_time=3, suite="base-a-test-cpu")
 
@@ -216,14 +225,52 @@ def test_mooncake_is_made_to_install_what_was_chosen(
 
 
 @pytest.mark.parametrize(
-    ("protocol", "wanted"), [("tcp", 16 * MIB), ("rdma", 16 * MIB), ("nvlink_intra", 256 * MIB)]
+    ("protocol", "request_bytes", "batch_bytes"),
+    [
+        ("tcp", 16 * MIB, 256 * MIB),
+        ("rdma", 16 * MIB, 256 * MIB),
+        ("nvlink_intra", 256 * MIB, 8192 * MIB),
+    ],
 )
 def test_requests_are_cut_where_several_move_at_once(
-    host: Host, protocol: str, wanted: int
+    host: Host, protocol: str, request_bytes: int, batch_bytes: int
 ) -> None:
     host.add_device("mlx5_0", "mlx5_core")
     engine = host.start(protocol)
-    assert (engine.protocol, engine._settings.request_bytes) == (protocol, wanted)
+    assert engine.protocol == protocol
+    settings = engine._settings
+    assert (settings.request_bytes, settings.batch_bytes) == (request_bytes, batch_bytes)
+
+
+def test_the_library_is_called_with_the_process_s_device_as_current(
+    host: Host, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Mooncake maps a peer's memory for the current device of the thread that calls it."""
+    entered: dict[int, str] = {}
+
+    class Runtime:
+        def __init__(self, device: str) -> None:
+            self._device = device
+
+        def enter_thread(self) -> None:
+            entered[threading.get_ident()] = self._device
+
+    monkeypatch.setattr(module, "device_runtime", Runtime)
+    host.set_device("cuda:3")
+    seen: list[str | None] = []
+
+    def answer(_: FakeTransferEngine, call: FakeCall) -> int:
+        if call.requests:
+            seen.append(entered.get(threading.get_ident()))
+        return 0
+
+    host.engines.answer = answer
+    engine = host.start("nvlink_intra")
+    engine.register(BASE, 64 * MIB)
+    with listening_peer() as peer:
+        engine.transfer(peer, TransferOp.READ, apart(3), timeout=30)
+    assert seen == ["cuda:3"]
+    engine.close()
 
 
 @pytest.mark.parametrize(("wheel", "forced"), [(ALL, ["MC_FORCE_TCP"]), (PLAIN, [])])

@@ -10,6 +10,8 @@ from sglang.srt.distributed.device_communicators.memory_book import MemoryRange
 from sglang.srt.distributed.device_communicators.transfer_plan import (
     BATCH_BYTES,
     BATCH_REQUESTS,
+    COPIES_BYTES,
+    COPY_BYTES,
     REQUEST_BYTES,
     Request,
     cut_batches,
@@ -76,6 +78,15 @@ def test_batches_hold_what_a_call_takes() -> None:
         (0, 0, False),
         (0, 1, True),
     ]
+
+
+def test_copies_between_devices_are_one_call() -> None:
+    """72 buffers of a prompt, 16 MB each: between calls the link would be idle."""
+    blocks = [Block(i * 32 * MIB, i * 32 * MIB, 16 * MIB) for i in range(72)]
+    requests = merge_blocks(blocks, [ONE] * len(blocks), COPY_BYTES)
+    (batch,) = cut_batches(requests, most_bytes=COPIES_BYTES)
+    assert batch.requests == requests
+    assert len(list(cut_batches(requests))) == 5
 
 
 def test_a_batch_is_taken_apart_request_by_request_and_those_block_by_block() -> None:
