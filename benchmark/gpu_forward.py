@@ -16,6 +16,8 @@ import argparse
 import json
 import time
 from collections.abc import Callable
+from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -64,7 +66,7 @@ class Rig:
         torch.cuda.synchronize()
         self.init_s = time.monotonic() - begun
         pool = self.runner.token_to_kv_pool
-        for buffer in (*pool.k_buffer, *pool.v_buffer):
+        for buffer in chain.from_iterable(pool.parts):
             values = torch.randn(buffer.shape, dtype=torch.bfloat16, device="cuda")
             buffer.view(pool.dtype).copy_(values)
         held = self.runner.token_to_kv_pool_allocator.alloc(pool_tokens)
@@ -221,9 +223,7 @@ def main() -> None:
             target_or_expected_s=expected.get((prefix, new), 0.0), limit_s=least,
             of_limit=least / sorted(seconds[1:])[1],
         )  # fmt: skip
-        profiled(
-            f"prefill_{new}_after_{prefix}", lambda b=batch: rig.runner.forward(b), args.profile
-        )
+        profiled(f"prefill_{new}_after_{prefix}", partial(rig.runner.forward, batch), args.profile)
     wanted = {(1, 1024): 4.88, (64, 2048): 10.0, (256, 256): 11.5}
     for count, context in wanted:
         rig.lay_out(count, context + args.steps)
@@ -237,7 +237,7 @@ def main() -> None:
         )  # fmt: skip
         profiled(
             f"decode_{count}_x_{context}",
-            lambda c=count, n=context: rig.decode_steps(c, n, 4),
+            partial(rig.decode_steps, count, context, 4),
             args.profile,
         )
     if args.json:

@@ -26,6 +26,7 @@ import asyncio
 import statistics
 import tempfile
 import time
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
@@ -119,7 +120,7 @@ class Store:
              "removed": removed})  # fmt: skip
 
 
-def start(model: str, flags: dict[str, tuple[str, ...]], store: Store, stack: ExitStack,
+def start(model: str, flags: Mapping[str, tuple[str, ...]], store: Store, stack: ExitStack,
           out: Emit) -> dict[str, EngineServer]:  # fmt: skip
     """Start several servers of one model in parallel."""
     begun = time.monotonic()
@@ -212,7 +213,9 @@ async def talk(server: EngineServer) -> tuple[list[list[RequestResult]], float]:
     async with open_session(None) as session:
         begun = time.perf_counter()
         options = RequestOptions(base_url=server.url)
-        results = await converse(session, np.arange(VOCAB_SIZE), CONVERSATIONS, options)
+        results = await converse(
+            session, np.arange(VOCAB_SIZE, dtype=np.uint32), CONVERSATIONS, options
+        )
         return results, time.perf_counter() - begun
 
 

@@ -112,11 +112,11 @@ def device_ms(run: Callable[[], object], times: int) -> float:
     """Milliseconds of the device for each of `times` runs, queued one after the other."""
     begun, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
     run()
-    begun.record()  # type: ignore[no-untyped-call]
+    begun.record()
     for _ in range(times):
         run()
-    ended.record()  # type: ignore[no-untyped-call]
-    ended.synchronize()  # type: ignore[no-untyped-call]
+    ended.record()
+    ended.synchronize()
     return float(begun.elapsed_time(ended)) / times
 
 
@@ -180,7 +180,9 @@ def measure_experts(family: str, model: str, out: Emit) -> None:
         model, page_size=64, pool_tokens=1024, max_requests=2, device="cuda", load_format="dummy",
         disable_cuda_graph=True,
     )  # fmt: skip
-    blocks = [m for m in driver.runner.model.modules() if isinstance(m, SparseMoeBlock)]
+    assert isinstance(driver.runner.model, torch.nn.Module)
+    modules = driver.runner.model.modules()
+    blocks = [module for module in modules if isinstance(module, SparseMoeBlock)]
     hidden = SHAPES[family][2]["hidden_size"]
     for count in (1, 2, 4, 8, 16, 32, 64):
         x = torch.randn(count, hidden, device="cuda", dtype=torch.bfloat16)

@@ -25,6 +25,7 @@ from sglang.benchmark.report import emit, provenance
 from sglang.srt.constants import BUILTIN_MODEL_DIR
 from sglang.srt.managers.messages.io_struct import BatchTokenIDOutput, TokenizedGenerateReqInput
 from sglang.srt.managers.messages.tick import Tick
+from sglang.srt.managers.scheduler.batch import ModelWorkerBatch
 from sglang.srt.managers.scheduler.input import InputHandler
 from sglang.srt.managers.scheduler.launched_step import StepResult
 from sglang.srt.managers.scheduler.prefill import PrefillScheduler
@@ -82,8 +83,10 @@ class Probe:
     def _around_forwards(self) -> None:
         inner = Scheduler._forward
 
-        def forward(scheduler: Scheduler, batch: Any) -> Any:
-            before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        def forward(
+            scheduler: Scheduler, batch: ModelWorkerBatch
+        ) -> tuple[StepResult, torch.Tensor]:
+            before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
             is_prefill = batch.forward.extend_seq_lens_cpu is not None
             before.record()
             result = inner(scheduler, batch)
@@ -91,7 +94,7 @@ class Probe:
             self.forwards.append((is_prefill, before, after))
             return result
 
-        Scheduler._forward = forward  # type: ignore[method-assign]
+        Scheduler._forward = forward  # type: ignore[method-assign, assignment]
 
     def take(self) -> dict[str, Any]:
         """Figures since the last call, in milliseconds."""
@@ -129,7 +132,7 @@ def run_load(scheduler: Scheduler, seed: int) -> float:
     arriving, messages = messages[:CONCURRENT], messages[CONCURRENT:]
     ended = 0
     while ended < REQUESTS:
-        outputs = scheduler.step(Tick(time.time(), arriving))
+        outputs = scheduler.step(Tick(time.monotonic(), arriving))
         finished = sum(
             one.finish_reason is not None
             for output in outputs
@@ -182,7 +185,7 @@ def _settle(scheduler: Scheduler) -> None:
     """Run until idle, outside of the measurement."""
     until = time.monotonic() + 10
     while not scheduler.is_idle() and time.monotonic() < until:
-        scheduler.step(Tick(time.time(), []))
+        scheduler.step(Tick(time.monotonic(), []))
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ import argparse
 import json
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -79,51 +80,50 @@ def prefill(table: list[Row]) -> None:
         k, v = random(context, KV_HEADS, DIM), random(context, KV_HEADS, DIM)
         flops = 4 * HEADS * DIM * (new * prefix + new * (new + 1) / 2)
         base = {"what": "prefill", "prefix": prefix, "new": new}
-        heads_first = [x.transpose(0, 1).unsqueeze(0) for x in (q, k, v)]
+        q_first, k_first, v_first = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))
         cu_q = torch.tensor([0, new], dtype=torch.int32, device="cuda")
         cu_k = torch.tensor([0, context], dtype=torch.int32, device="cuda")
         if not prefix:
             attempt(
                 table,
                 {**base, "by": "cudnn"},
-                lambda q=q, k=k, v=v: dense_attention(q, k, v, SCALE, causal=True),
+                partial(dense_attention, q, k, v, SCALE, causal=True),
                 flops,
             )
             attempt(
                 table,
                 {**base, "by": "sdpa"},
-                lambda x=heads_first: F.scaled_dot_product_attention(
-                    *x, is_causal=True, enable_gqa=True
+                partial(
+                    F.scaled_dot_product_attention,
+                    q_first, k_first, v_first, is_causal=True, enable_gqa=True,
                 ),
                 flops,
-            )
+            )  # fmt: skip
             attempt(
                 table,
                 {**base, "by": "cudnn varlen"},
-                lambda q=q, k=k, v=v, cu=cu_q, n=new: torch.ops.aten._cudnn_attention_forward(
-                    q, k, v, None, cu, cu, n, n, True, 0.0, True, False, scale=SCALE
+                partial(
+                    torch.ops.aten._cudnn_attention_forward,
+                    q, k, v, None, cu_q, cu_q, new, new, True, 0.0, True, False, scale=SCALE,
                 ),
                 flops,
-            )
+            )  # fmt: skip
         else:
             attempt(
                 table,
                 {**base, "by": "cudnn, prefix only"},
-                lambda q=q, k=k[:prefix], v=v[:prefix]: dense_attention(
-                    q, k, v, SCALE, causal=False
-                ),
+                partial(dense_attention, q, k[:prefix], v[:prefix], SCALE, causal=False),
                 4 * HEADS * DIM * new * prefix,
             )
         attempt(
             table,
             {**base, "by": "flash varlen"},
-            lambda q=q, k=k, v=v, a=cu_q, b=cu_k, n=new, c=context: (
-                torch.ops.aten._flash_attention_forward(
-                    q, k, v, a, b, n, c, 0.0, True, False, scale=SCALE
-                )
+            partial(
+                torch.ops.aten._flash_attention_forward,
+                q, k, v, cu_q, cu_k, new, context, 0.0, True, False, scale=SCALE,
             ),
             flops,
-        )
+        )  # fmt: skip
         slots = torch.arange(context, dtype=torch.int32, device="cuda").view(1, -1)
         work = plan_blocks(
             [(0, 0, prefix, new)], group=4, num_kv_heads=KV_HEADS, head_dim=DIM, device="cuda"
@@ -139,9 +139,7 @@ def prefill(table: list[Row]) -> None:
                     "rows": work.rows,
                     "splits": work.splits,
                 },
-                lambda q=q, k=k, v=v, s=slots, w=work, o=out, n=launch: extend_attention(
-                    q, k, v, s, w, SCALE, o, launch=n
-                ),
+                partial(extend_attention, q, k, v, slots, work, SCALE, out, launch=launch),
                 flops,
             )
 
@@ -191,11 +189,13 @@ def decode(table: list[Row]) -> None:
                             "splits": splits,
                             "launch": launch,
                         },
-                        lambda q=q, k=k, v=v, s=slots, r=rows, n=lens, p=splits, c=launch: (
-                            decode_attention(q, k, v, s, r, n, SCALE, arrivals, splits=p, launch=c)
+                        partial(
+                            decode_attention,
+                            q, k, v, slots, rows, lens, SCALE, arrivals,
+                            splits=splits, launch=launch,
                         ),
                         2 * count * context * KV_HEADS * DIM * k.element_size(),
-                    )
+                    )  # fmt: skip
 
 
 def linear(table: list[Row]) -> None:
@@ -207,12 +207,12 @@ def linear(table: list[Row]) -> None:
         for count in (1, 2, 8, 64, 256):
             x = random(count, k)
             base = {"what": "linear", "n": n, "k": k, "rows": count}
-            attempt(table, {**base, "by": "cublas"}, lambda x=x, w=weight: F.linear(x, w), amount)
+            attempt(table, {**base, "by": "cublas"}, partial(F.linear, x, weight), amount)
             if n > 100_000:
                 attempt(
                     table,
                     {**base, "by": "cublas, fp32 out"},
-                    lambda x=x, w=weight: torch.mm(x, w.t(), out_dtype=torch.float32),
+                    partial(torch.mm, x, weight.t(), out_dtype=torch.float32),
                     amount,
                 )
         x, out = random(1, k), random(1, n)
@@ -225,7 +225,7 @@ def linear(table: list[Row]) -> None:
             attempt(
                 table,
                 {"what": "linear", "n": n, "k": k, "rows": 1, "by": "gemv", "config": config},
-                lambda x=x, w=weight, o=out, c=config: gemv.gemv(x, w, None, o, c),
+                partial(gemv.gemv, x, weight, None, out, config),
                 amount,
             )
 
@@ -238,28 +238,29 @@ def fused(table: list[Row]) -> None:
         attempt(
             table,
             {"what": "add_rms_norm", "rows": count},
-            lambda x=x, r=residual, w=weight: norm.add_rms_norm_(x, r, w, 1e-6),
+            partial(norm.add_rms_norm_, x, residual, weight, 1e-6),
             4 * x.nbytes,
         )
         gate_up = random(count, 24576)
         attempt(
             table,
             {"what": "silu_and_mul", "rows": count},
-            lambda g=gate_up: activation.silu_and_mul(g),
+            partial(activation.silu_and_mul, gate_up),
             1.5 * gate_up.nbytes,
         )
         packed, head_weight = random(count, 48, DIM), random(40, DIM)
         angles = random(count, 1, DIM)
         loc = torch.randperm(count, device="cuda")
-        pools = [random(count, KV_HEADS, DIM) for _ in range(2)]
+        k_pool, v_pool = random(count, KV_HEADS, DIM), random(count, KV_HEADS, DIM)
         attempt(
             table,
             {"what": "norm, rotation, store", "rows": count},
-            lambda x=packed, w=head_weight, a=angles, s=loc, p=pools: qkv.normalise_rotate_store_(
-                x, (w, 1e-6), (a, a), s, *p
+            partial(
+                qkv.normalise_rotate_store_,
+                packed, (head_weight, 1e-6), (angles, angles), loc, k_pool, v_pool,
             ),
             2 * packed.nbytes,
-        )
+        )  # fmt: skip
 
 
 def few(table: list[Row]) -> None:
@@ -275,8 +276,14 @@ def few(table: list[Row]) -> None:
         q=0, k=128, v=256, z=512, b=12_288, a=12_290, qk_step=768, v_step=768, ba_step=4,
         key_heads=16, repeats=2, key_dim=128, value_dim=128, kernel=4,
     )  # fmt: skip
-    gates = torch.randn(8192, 4, device="cuda"), *torch.randn(2, 32, device="cuda").unbind()
+    conv_weight = torch.randn(8192, 4, device="cuda")
+    log_decay, time_bias = torch.randn(2, 32, device="cuda")
     temporal, conv = torch.randn(65, 32, 128, 128, device="cuda"), random(65, 8192, 3)
+
+    def attend(x: torch.Tensor, states: DeltaStates) -> torch.Tensor:
+        gates = conv_weight, log_decay, time_bias
+        return delta_net.attend_linearly(x, layout, gates, (x[0, :128], 1e-6), states)
+
     for count in (1, 2, 8, 64):
         x, logits = random(count, 2048), random(count, 512)
         chosen = experts.choose_experts(logits, choice, x)
@@ -284,14 +291,15 @@ def few(table: list[Row]) -> None:
         attempt(
             table,
             {"what": "choice of experts", **base},
-            lambda x=x, y=logits: experts.choose_experts(y, choice, x),
+            partial(experts.choose_experts, logits, choice, x),
             logits.nbytes + x.nbytes,
         )
-        used = len(chosen[1].unique()) * 3 * 512 * 2048 * 2 + sum(w.nbytes for w in shared)
+        num_used = len(chosen[1].unique())  # type: ignore[no-untyped-call]
+        used = num_used * 3 * 512 * 2048 * 2 + sum(w.nbytes for w in shared)
         attempt(
             table,
             {"what": "experts", **base},
-            lambda x=x, c=chosen: experts.run_experts(x, *c, weights),
+            partial(experts.run_experts, x, *chosen, weights),
             used,
         )
         x, slots = random(count, 12_352), torch.arange(1, count + 1, device="cuda")
@@ -303,9 +311,7 @@ def few(table: list[Row]) -> None:
             attempt(
                 table,
                 {"what": f"linear attention, {what}", **base},
-                lambda x=x, s=states: delta_net.attend_linearly(
-                    x, layout, gates, (x[0, :128], 1e-6), s
-                ),
+                partial(attend, x, states),
                 2 * len(own) * temporal[0].nbytes,
             )
 

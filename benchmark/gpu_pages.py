@@ -20,6 +20,7 @@ import os
 import statistics
 import time
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -173,8 +174,8 @@ class Side:
         (portion,) = self.geometry.portions([self.geometry.offer("i", "s")], 0)
         found = {}
         for name, work in (
-            ("pack", lambda: buffer.pack(rows, pieces, index)),
-            ("unpack", lambda: buffer.unpack(portion.wholes, pieces, index)),
+            ("pack", partial(buffer.pack, rows, pieces, index)),
+            ("unpack", partial(buffer.unpack, portion.wholes, pieces, index)),
         ):
             seconds = []
             for _ in range(REPEATS):

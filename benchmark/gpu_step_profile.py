@@ -13,8 +13,9 @@ import json
 import tempfile
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypedDict
 
 import torch
 from gpu_forward import Rig
@@ -35,6 +36,16 @@ _ON_DEVICE: Final = ("kernel", "gpu_memcpy", "gpu_memset")
 _ON_CPU: Final = ("cpu_op",)
 
 Event = Mapping[str, Any]
+
+
+class KernelSum(TypedDict):
+    """Sums over the launches of one kernel, for each step."""
+
+    name: str
+    count: float
+    us: float
+    gap_us: float
+    """Microseconds in which the device has nothing to run before it."""
 
 
 def kernel_sums(events: Sequence[Event], steps: int) -> dict[str, Any]:
@@ -60,11 +71,11 @@ def kernel_sums(events: Sequence[Event], steps: int) -> dict[str, Any]:
         for index, value in enumerate((1.0, length, gap)):
             of_name[index] += value / steps
         end = begin + length if end is None else max(end, begin + length)
-    kernels = [
+    kernels: list[KernelSum] = [
         {"name": name, "count": round(count, 2), "us": round(us, 2), "gap_us": round(gap, 2)}
         for name, (count, us, gap) in sums.items()
     ]
-    kernels.sort(key=lambda one: -float(one["us"]) - float(one["gap_us"]))
+    kernels.sort(key=lambda one: -one["us"] - one["gap_us"])
     return {
         "launches": round(sum(count for count, _, _ in sums.values()), 2),
         "busy_us": round(sum(us for _, us, _ in sums.values()), 1),
@@ -98,7 +109,7 @@ def profile_on_gpu() -> dict[str, dict[str, Any]]:
     for count, context in BATCHES:
         rig.lay_out(count, context + 64)
         ms, _ = rig.decode_steps(count, context, 32)
-        events = profiled(lambda c=count, n=context: rig.decode_steps(c, n, STEPS), _ON_DEVICE)
+        events = profiled(partial(rig.decode_steps, count, context, STEPS), _ON_DEVICE)
         # `decode_steps` makes three steps before those that it is asked for.
         found[f"{count} x {context}"] = {"step_ms": ms, **kernel_sums(events, STEPS + 3)}
     return found

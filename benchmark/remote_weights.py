@@ -113,7 +113,8 @@ def main() -> None:
         save_tiny_checkpoint(
             model, "llama", dtype=torch.bfloat16, num_hidden_layers=args.layers, **SHAPE
         )
-        emit({**provenance(), **measure(model, *args.tp, args.repeat)}, args.out)
+        seed_ranks, ranks = args.tp
+        emit({**provenance(), **measure(model, seed_ranks, ranks, args.repeat)}, args.out)
 
 
 def measure(model: Path, seed_ranks: int, ranks: int, repeat: int) -> dict[str, object]:

@@ -67,7 +67,7 @@ async def _ask_all(url: str, prompts: Sequence[Sequence[int]]) -> None:
 
 def resident(roots: Sequence[int]) -> dict[str, float]:
     """MB (10^6 bytes) of each process of the trees below `roots`, by place and name."""
-    sizes = {}
+    sizes: dict[str, float] = {}
     for root in roots:
         top = psutil.Process(root)
         for index, process in enumerate([top, *top.children(recursive=True)]):

@@ -39,7 +39,8 @@ def generate(model: Any, prompts: torch.Tensor, new_tokens: int) -> list[int]:
 
 
 def main() -> int:
-    model = AutoModelForCausalLM.from_pretrained(sys.argv[1], dtype="auto").eval()
+    model = AutoModelForCausalLM.from_pretrained(sys.argv[1], dtype="auto")
+    model.eval()  # type: ignore[no-untyped-call]
     about = {"dtype": str(model.dtype), "threads": torch.get_num_threads()}
     print(json.dumps(about), flush=True)
     for line in sys.stdin:

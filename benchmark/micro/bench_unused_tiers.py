@@ -17,9 +17,10 @@ import statistics
 import sys
 import threading
 import time
-from collections import Counter, deque
-from collections.abc import Iterator
+from collections import defaultdict, deque
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -54,10 +55,10 @@ class CpuClocks:
         self._own = threading.get_native_id()
         self._forward = self._ignored = 0.0
 
-    def read(self) -> Counter[str]:
+    def read(self) -> defaultdict[str, float]:
         """CPU seconds of each since its begin; threads that are not Python's are the libraries'."""
         python = {thread.native_id: thread.name for thread in threading.enumerate()}
-        now: Counter[str] = Counter()
+        now: defaultdict[str, float] = defaultdict(float)
         for tid in (int(name) for name in os.listdir("/proc/self/task")):
             if tid != self._own:
                 name = python.get(tid, "threads of libraries (model, Mooncake)")
@@ -136,12 +137,16 @@ def measure(rounds: int, *, warm_rounds: int, show_progress: bool) -> dict[str, 
             "global_segment_size": 0,
             "protocol": "tcp",
         }
-        pools = {"pool_tokens": POOL_TOKENS, "max_requests": 64, "page_size": PAGE_SIZE}
+        make_rig = partial(
+            SchedulerRig,
+            Path(BUILTIN_MODEL_DIR),
+            pool_tokens=POOL_TOKENS,
+            max_requests=64,
+            page_size=PAGE_SIZE,
+        )
         rigs = {
-            "without": SchedulerRig(Path(BUILTIN_MODEL_DIR), **pools),
-            "with": SchedulerRig(
-                Path(BUILTIN_MODEL_DIR),
-                **pools,
+            "without": make_rig(),
+            "with": make_rig(
                 enable_hierarchical_cache=True,
                 hicache_storage_backend="mooncake",
                 hicache_storage_backend_extra_config=json.dumps(store),
@@ -151,7 +156,7 @@ def measure(rounds: int, *, warm_rounds: int, show_progress: bool) -> dict[str, 
         for rig in rigs.values():
             stack.callback(rig.close)
             clocks.watch(rig)
-        spent: dict[str, list[Counter[str]]] = {name: [] for name in rigs}
+        spent: dict[str, list[dict[str, float]]] = {name: [] for name in rigs}
         bar = tqdm(range(warm_rounds + rounds), unit="round", disable=not show_progress)
         for turn in bar:
             for number, name in enumerate(rigs if turn % 2 else reversed(rigs)):
@@ -161,15 +166,18 @@ def measure(rounds: int, *, warm_rounds: int, show_progress: bool) -> dict[str, 
                     settle(rigs[name])
                 after = clocks.read()
                 if turn >= warm_rounds:
-                    spent[name].append(Counter({k: after[k] - before[k] for k in after}))
+                    spent[name].append({k: after[k] - before[k] for k in after})
     return {name: medians(samples) for name, samples in spent.items()}
 
 
-def medians(samples: list[Counter[str]]) -> dict[str, float]:
+def medians(samples: Sequence[Mapping[str, float]]) -> dict[str, float]:
     """Median microseconds per request; those below one are left out."""
     names = sorted({name for sample in samples for name in sample})
     a_request = 1e6 / REQUESTS_A_ROUND
-    middle = {n: statistics.median(sample[n] for sample in samples) * a_request for n in names}
+    middle = {
+        name: statistics.median(sample.get(name, 0.0) for sample in samples) * a_request
+        for name in names
+    }
     return {name: round(value, 1) for name, value in middle.items() if value >= 1}
 
 

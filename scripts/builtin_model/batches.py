@@ -56,7 +56,9 @@ class BatchBuilder:
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast) -> None:
         self._tokenizer = tokenizer
-        self._turn_end = tokenizer.convert_tokens_to_ids("<|im_end|>")
+        turn_end = tokenizer.convert_tokens_to_ids("<|im_end|>")
+        assert isinstance(turn_end, int)
+        self._turn_end = turn_end
         self._head = {
             role: tokenizer(f"<|im_start|>{role}\n").input_ids
             for role in ("system", "user", "assistant")

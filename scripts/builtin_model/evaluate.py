@@ -26,7 +26,8 @@ class Answerer:
 
     def __init__(self, directory: Path, device: str, dtype: torch.dtype) -> None:
         self.tokenizer: Any = AutoTokenizer.from_pretrained(directory)
-        self._model = AutoModelForCausalLM.from_pretrained(directory, dtype=dtype).to(device)
+        model: Any = AutoModelForCausalLM.from_pretrained(directory, dtype=dtype)
+        self._model = model.to(device)
 
     def answer(self, messages: list[dict[str, str]]) -> tuple[str, int]:
         """Return the answer's text and the tokens of its prompt."""

@@ -78,7 +78,7 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
     )
     core.decoder = decoders.ByteLevel()
     core.add_special_tokens([PAD, TURN_START, TURN_END])
-    return PreTrainedTokenizerFast(
+    return PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
         tokenizer_object=core,
         eos_token=TURN_END,
         pad_token=PAD,

@@ -56,7 +56,9 @@ class Trainer:
         self.device = device
         self.tokenizer: Any = AutoTokenizer.from_pretrained(PACKAGE_DIR)
         config = AutoConfig.from_pretrained(PACKAGE_DIR)
-        self.model = Qwen3ForCausalLM._from_config(config, dtype=torch.float32).to(device)
+        self.model: Qwen3ForCausalLM = Qwen3ForCausalLM._from_config(  # type: ignore[no-untyped-call]
+            config, dtype=torch.float32
+        ).to(device)
         self.plan = [Stage(stage.length, max(1, round(stage.steps * scale))) for stage in STAGES]
         self.shapes = _shapes(self.plan, step_tokens)
         self.optimizer = _optimizer(self.model, fused=device == "cuda")
@@ -79,7 +81,7 @@ class Trainer:
         logits, targets = self.logits(batch)
         loss = functional.cross_entropy(logits, targets)
         self.optimizer.zero_grad(set_to_none=True)
-        loss.backward()
+        loss.backward()  # type: ignore[no-untyped-call]
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), GRADIENT_NORM)
         self.optimizer.step()
         self.schedule.step()
@@ -98,7 +100,8 @@ class Trainer:
             wrong = (logits.argmax(-1) != targets) & (numbers >= 0)
             count = int(numbers.max()) + 1
             total += count
-            right += count - int(numbers[wrong].unique().numel())
+            wrong_codes = numbers[wrong].unique()  # type: ignore[no-untyped-call]
+            right += count - int(wrong_codes.numel())
         return right / total, total
 
     def save(self, directory: Path) -> None:

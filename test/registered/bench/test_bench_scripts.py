@@ -15,7 +15,7 @@ from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.servers.forked_scripts import run_script
 from sglang.test.servers.forked_servers import ForkedServer
 
-register_cpu_ci(est_time=65, suite="base-b-test-cpu")
+register_cpu_ci(est_time=70, suite="base-b-test-cpu")
 
 BENCHMARK = Path(__file__).parents[3] / "benchmark"
 EVIDENCE = {"date", "command", "commit", "hardware"}
@@ -214,6 +214,17 @@ def test_context_parallel_counts_what_is_expected() -> None:
     # The keys and values of two layers, and a last hidden state of 64 numbers.
     kv = 2 * expected["prefill"]["kv_mb_given_per_layer"]
     assert prefill["cp"]["mb_given"] == pytest.approx(kv + 64 * 4 / 1e6, abs=2e-4)
+
+
+def test_gpu_pages_without_gpus() -> None:
+    small = ("--device", "cpu", "--protocol", "tcp", "--layers", "2", "--tokens", "512")
+    copies, *reads = run("gpu_pages.py", *small, "--unit-mib", "128")
+    assert copies["copies"] == "one unit" and all(one.keys() >= EVIDENCE for one in reads)
+    assert {one["way"] for one in reads} == {"direct", "packed", "chosen"}
+    # K and V of two layers are 4 buffers. 512 tokens are 8 pages, which lie together in a run.
+    blocks = {"run": 4, "scattered": 8 * 4}
+    assert {one["pages"] for one in reads} == set(blocks)
+    assert [one["blocks"] for one in reads] == [blocks[one["pages"]] for one in reads]
 
 
 def test_rank_collectives() -> None:
