@@ -56,7 +56,7 @@ class TwoStatesRig(StateRig):
         value = int(state_value(request, length)) + ahead
         (tally,) = self.slots.buffers
         for place in range(len(TALLY.layers)):
-            tally[place, slot] = torch.tensor([value + place, -value], dtype=torch.int32)
+            tally[place, slot] = tally.new_tensor([value + place, -value])
 
     def _check_state(self, request: StateRequest, length: int) -> None:
         super()._check_state(request, length)
