@@ -15,12 +15,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from delta_rule import gated_delta_rule
 from torch.nn import functional
 from transformers import Qwen3_5ForCausalLM, Qwen3_5TextConfig, Qwen3ForCausalLM
-from transformers.models.qwen3_5.modeling_qwen3_5 import (
-    Qwen3_5GatedDeltaNet,
-    torch_chunk_gated_delta_rule,  # Runs flash-linear-attention's kernel where that is installed.
-)
+from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5GatedDeltaNet
 
 LAYER_TYPES = ("linear_attention", "full_attention", "linear_attention", "linear_attention")
 LINEAR_HEADS = 4  # of keys, and of values
@@ -105,7 +103,7 @@ class Damage:
 
 
 class DeltaNet(Qwen3_5GatedDeltaNet):
-    """Transformers' layer without caches, whose state can be replaced within a sequence."""
+    """Transformers' layer for training: no caches, and a state that can be replaced halfway."""
 
     damage: Damage | None = None
 
@@ -125,7 +123,7 @@ class DeltaNet(Qwen3_5GatedDeltaNet):
 
     def forward(self, hidden_states: torch.Tensor, **_: Any) -> torch.Tensor:
         """Mix the tokens of `hidden_states`, [rows, length, hidden size]."""
-        rows, length, _ = hidden_states.shape
+        rows, length = hidden_states.shape[:2]
         mixed = self._convolve(self.in_proj_qkv(hidden_states))
         sizes = [self.key_dim, self.key_dim, self.value_dim]
         query, key, value = (
@@ -156,38 +154,13 @@ class DeltaNet(Qwen3_5GatedDeltaNet):
 
     def _apply_rule(self, *inputs: torch.Tensor) -> torch.Tensor:
         """Return the delta rule's outputs for queries, keys, values, log decays and betas."""
+        query, key, value, decay, beta = inputs
         if self.damage is None:
-            mixture, _ = _delta_rule(*inputs)
-            return mixture
+            return gated_delta_rule(query, key, value, decay, beta)[0]
         cut, source = self.damage.cut, self.damage.source
-        before, state = _delta_rule(*(part[:, :cut] for part in inputs))
+        before, state = gated_delta_rule(*(part[:, :cut] for part in inputs))
         exists = (source >= 0)[:, None, None, None]
+        query, key, value, decay, beta = (part[:, cut:] for part in inputs)
         state = state[source.clamp(min=0)] * exists
-        after, _ = _delta_rule(*(part[:, cut:] for part in inputs), initial_state=state)
+        after, _ = gated_delta_rule(query, key, value, decay, beta, state)
         return torch.cat([before, after], dim=1)
-
-
-def _delta_rule(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    decay: torch.Tensor,
-    beta: torch.Tensor,
-    initial_state: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the outputs and the last state."""
-    # A kernel may expect contiguous inputs, which halves of a sequence are not.
-    query, key, value, decay, beta = (
-        part.contiguous() for part in (query, key, value, decay, beta)
-    )
-    output, state = torch_chunk_gated_delta_rule(
-        query,
-        key,
-        value,
-        g=decay,
-        beta=beta,
-        initial_state=initial_state,
-        output_final_state=True,
-        use_qk_l2norm_in_kernel=True,
-    )
-    return output, state

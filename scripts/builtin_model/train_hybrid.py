@@ -10,7 +10,6 @@ the time of imports; `--seconds 240 --device cpu --step-tokens 4352 --lengths 27
 from __future__ import annotations
 
 import argparse
-import math
 import os
 import random
 import shutil
@@ -141,7 +140,7 @@ class HybridTrainer:
         source = torch.arange(rows)
         source[:damaged] = (source[:damaged] + 1) % rows
         source[: (damaged + 1) // 2] = -1
-        batch = Batch(batch.ids, _doubted(batch, cut, damaged, self._unknown), batch.answers)
+        batch = Batch(batch.ids, doubted_targets(batch, cut, damaged, self._unknown), batch.answers)
         self.damage(Damage(cut, source.to(self.device)))
         try:
             return functional.cross_entropy(*answer_logits(self.model, batch, self.device))
@@ -189,7 +188,7 @@ class HybridTrainer:
             shutil.copy(PACKAGE_DIR / name, directory / name)
 
 
-def _doubted(batch: Batch, cut: int, damaged: int, unknown: int) -> torch.Tensor:
+def doubted_targets(batch: Batch, cut: int, damaged: int, unknown: int) -> torch.Tensor:
     """Return the batch's targets; after the cut, the first `damaged` rows answer "unknown"."""
     answers = batch.answers[:damaged]
     earlier = functional.pad(answers, (1, 0), value=-1)[:, :-1]
