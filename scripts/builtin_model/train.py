@@ -25,6 +25,7 @@ from training import (
     answer_logits,
     batch_shape,
     cosine,
+    held_out_batches,
     held_out_score,
     parameter_groups,
     rehearsed_length,
@@ -128,9 +129,8 @@ def main() -> None:
         scores = []
         for length in VALIDATION_LENGTHS:
             if length <= stage.length or stage is trainer.plan[-1]:
-                score, count = held_out_score(
-                    trainer.model, trainer.tokenizer, trainer.device, length, args.validation
-                )
+                batches = held_out_batches(trainer.tokenizer, length, args.validation)
+                score, count = held_out_score(trainer.model, batches, trainer.device)
                 scores.append(f"{length}: {score:.4f} of {count};")
         seconds = time.monotonic() - began
         print(f"stage {stage.length}, {seconds:.0f} s, held-out right:", *scores, flush=True)

@@ -4,12 +4,13 @@ Starts from the built-in model's weights (see `hybrid_model`). First the delta n
 attention that they replace, then all weights learn the answers. In some rows of a batch the states
 turn into zeros or another row's halfway; there the answer to learn is "unknown", so that a wrong
 state shows as a wrong answer. Writes a checkpoint to DIR after every stage. Takes `--seconds` and
-the time of imports; `--seconds 240 --device cpu --step-tokens 4352 --lengths 272` is a quick test.
+the time of imports; `--seconds 240 --device cpu --step-tokens 2176 --lengths 272` is a quick test.
 """
 
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import random
 import shutil
@@ -21,7 +22,7 @@ from typing import Any
 
 import torch
 from batches import NO_TARGET, Batch, BatchBuilder, TrainingStream
-from hybrid_model import Damage, DeltaNet, convert
+from hybrid_model import Damage, DeltaNet, convert, hybrid_config
 from make_tokenizer import PACKAGE_DIR
 from torch.nn import functional
 from torch.utils.data import DataLoader
@@ -32,6 +33,7 @@ from training import (
     answer_logits,
     batch_shape,
     cosine,
+    held_out_batches,
     held_out_score,
     parameter_groups,
     rehearsed_length,
@@ -46,6 +48,7 @@ KEPT_LEARNING_RATE = 3e-4
 FINAL_SHARE = 0.01  # of the peak learning rates
 WARMUP_SHARE = 0.03  # of the time, at the start and when the kept weights join
 DAMAGED_SHARE = 0.25  # of the rows of a training batch
+ZEROS_SHARE = 1 / 3  # of the damaged rows; the others get another row's state, harder to notice
 CUTS = 8  # A state is damaged at one of the boundaries of so many equal parts,
 CUT_TOKENS = 16  # rounded down to a multiple of this.
 REPORT_SECONDS = 10
@@ -63,12 +66,12 @@ class Stage:
 
 
 STAGES = (
-    Stage(1088, 0.15, imitates=True),
-    Stage(272, 0.15),
+    Stage(1088, 0.12, imitates=True),
+    Stage(272, 0.08),
     Stage(1088, 0.20),
     Stage(2160, 0.20),
-    Stage(4320, 0.20),
-    Stage(6480, 0.10),
+    Stage(4320, 0.25),
+    Stage(6480, 0.15),
 )
 
 
@@ -139,7 +142,7 @@ class HybridTrainer:
         cut = length * self._rng.randrange(1, CUTS) // CUTS // CUT_TOKENS * CUT_TOKENS
         source = torch.arange(rows)
         source[:damaged] = (source[:damaged] + 1) % rows
-        source[: (damaged + 1) // 2] = -1
+        source[: math.ceil(damaged * ZEROS_SHARE)] = -1
         batch = Batch(batch.ids, doubted_targets(batch, cut, damaged, self._unknown), batch.answers)
         self.damage(Damage(cut, source.to(self.device)))
         try:
@@ -171,14 +174,11 @@ class HybridTrainer:
         if torch.isfinite(norm):
             self.optimizer.step()
 
-    def score(self, length: int, conversations: int) -> tuple[float, int]:
-        """See `held_out_score`."""
-        return held_out_score(self.model, self.tokenizer, self.device, length, conversations)
-
     def save(self, directory: Path) -> None:
         """Write weights, config and tokenizer."""
         save_weights(self.model, directory)
-        self.model.config.save_pretrained(directory)
+        config = hybrid_config(self.built_in.config)
+        config.save_pretrained(directory)
         for name in (
             "chat_template.jinja",
             "generation_config.json",
@@ -233,19 +233,23 @@ class Run:
         if not any(stage.imitates for stage in self._stages):
             self._stages.insert(0, Stage(min(args.lengths), STAGES[0].share, imitates=True))
         self._trainer = HybridTrainer(args.device, args.seed, args.damaged_share)
-        self._lengths = [length for length in VALIDATION_LENGTHS if length <= max(args.lengths)]
+        self._held_out = {
+            length: held_out_batches(self._trainer.tokenizer, length, args.validation)
+            for length in VALIDATION_LENGTHS
+            if length <= max(args.lengths)
+        }
         self._steps = 0
 
     def train(self) -> None:
         """Train all stages, validate and save after each, and print what the states carry."""
         coming = self._start_workers(0)
-        self._compile()
+        self._warm_up()
         start, ends = self._elapsed(), _ends(self._stages)
         budget = self._args.seconds - self._args.closing_seconds - start
         joined = next(
             (end for stage, end in zip(self._stages, ends, strict=True) if stage.imitates), 0.0
         )
-        self._print(f"compiled; {budget:.0f} s of training follow")
+        self._print(f"warm; {budget:.0f} s of training follow")
         for index, (stage, end) in enumerate(zip(self._stages, ends, strict=True)):
             batches = coming
             if index + 1 < len(self._stages):
@@ -268,7 +272,7 @@ class Run:
             return self._trainer.imitation_loss(batch)
         return self._trainer.answer_loss(batch)
 
-    def _compile(self) -> None:
+    def _warm_up(self) -> None:
         """Run every shape once, forward and backward, before the schedule's clock starts."""
         builder = BatchBuilder(self._trainer.tokenizer)
         for stage in self._stages:
@@ -277,21 +281,19 @@ class Run:
 
     def _ablate(self) -> None:
         """Print the scores without the delta nets' outputs, and with wrong states halfway."""
-        nets, length = self._trainer.nets, self._lengths[min(1, len(self._lengths) - 1)]
+        nets, length = self._trainer.nets, list(self._held_out)[:2][-1]
         for layers in (*((index,) for index in nets), tuple(nets)):
             hooks = [
                 nets[index].register_forward_hook(lambda _, __, output: output * 0)
                 for index in layers
             ]
-            score, _ = self._trainer.score(length, self._args.validation)
+            score, _ = self._score(length)
             self._print(f"{length}: {score:.4f} right without the outputs of layers {layers}")
             for hook in hooks:
                 hook.remove()
-        builder = BatchBuilder(self._trainer.tokenizer)
-        shape = batch_shape(length, min(STEP_TOKENS, self._args.validation * length))
-        batch = builder.build("heldout", 0, shape)
+        batch = self._held_out[length][0]
         cut = length // 2 // CUT_TOKENS * CUT_TOKENS
-        rows = torch.arange(shape.rows)
+        rows = torch.arange(len(batch.ids))
         for name, source in (
             ("their own states", rows),
             ("states of zeros", torch.full_like(rows, -1)),
@@ -314,10 +316,13 @@ class Run:
         failed = numbers[late & (numbers >= 0) & wrong].unique()
         return 1 - failed.numel() / asked.numel()
 
+    def _score(self, length: int) -> tuple[float, int]:
+        return held_out_score(self._trainer.model, self._held_out[length], self._trainer.device)
+
     def _scores(self) -> str:
         scores = []
-        for length in self._lengths:
-            score, count = self._trainer.score(length, self._args.validation)
+        for length in self._held_out:
+            score, count = self._score(length)
             scores.append(f"{length}: {score:.4f} of {count}")
         return "; ".join(scores)
 
@@ -340,7 +345,7 @@ def main() -> None:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")  # noqa: TID251
     parser.add_argument("--seconds", type=float, default=300.0, help="of the run, without imports")
     parser.add_argument(
-        "--closing-seconds", type=float, default=25.0, help="for the last scores; part of --seconds"
+        "--closing-seconds", type=float, default=20.0, help="for the last scores; part of --seconds"
     )
     parser.add_argument("--step-tokens", type=int, default=STEP_TOKENS)
     parser.add_argument(
@@ -354,6 +359,7 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=max(1, (os.cpu_count() or 2) - 2))
     parser.add_argument("--validation", type=int, default=64, help="conversations per length")
     parser.add_argument("--seed", type=int, default=0)
+    torch.set_float32_matmul_precision("high")  # For the delta rule, which computes in fp32.
     Run(parser.parse_args()).train()
 
 

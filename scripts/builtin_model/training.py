@@ -32,21 +32,23 @@ def answer_logits(model: Any, batch: Batch, device: str) -> tuple[torch.Tensor, 
         return model.lm_head(hidden[wanted]).float(), targets[wanted]
 
 
-@torch.no_grad()
-def held_out_score(
-    model: Any, tokenizer: PreTrainedTokenizerFast, device: str, length: int, conversations: int
-) -> tuple[float, int]:
-    """Return the share of held-out codes with all tokens right, and the number of codes.
-
-    Args:
-        length: Tokens of each conversation.
-        conversations: How many to build, rounded up to whole batches.
-    """
+def held_out_batches(
+    tokenizer: PreTrainedTokenizerFast, length: int, conversations: int
+) -> list[Batch]:
+    """Build held-out conversations of `length` tokens, at least so many: whole batches."""
     rows = max(1, min(conversations, STEP_TOKENS // length))
     builder = BatchBuilder(tokenizer)
+    return [
+        builder.build("heldout", seed, BatchShape(length, rows))
+        for seed in range(math.ceil(conversations / rows))
+    ]
+
+
+@torch.no_grad()
+def held_out_score(model: Any, batches: Iterable[Batch], device: str) -> tuple[float, int]:
+    """Return the share of codes with all tokens right, and the number of codes."""
     right = total = 0
-    for seed in range(math.ceil(conversations / rows)):
-        batch = builder.build("heldout", seed, BatchShape(length, rows))
+    for batch in batches:
         logits, targets = answer_logits(model, batch, device)
         numbers = batch.answers[batch.targets != NO_TARGET].to(device)
         wrong = (logits.argmax(-1) != targets) & (numbers >= 0)

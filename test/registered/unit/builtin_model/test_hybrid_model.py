@@ -9,7 +9,14 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3_5ForCausalLM, Qwen3ForCausalLM
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    Qwen3_5ForCausalLM,
+    Qwen3ForCausalLM,
+)
+from transformers.models.qwen3_5.modeling_qwen3_5 import torch_chunk_gated_delta_rule
 
 import sglang
 from sglang.test.ci.ci_register import register_cpu_ci
@@ -65,6 +72,32 @@ def test_full_attention_is_converted_exactly(hybrid_model: Any, built_in: Any) -
     ids = _ids(2, 200)
     converted = hybrid_model.convert(built_in, ["full_attention"] * 4).eval()
     assert_close(_logits(converted, ids), _logits(built_in, ids))
+
+
+def test_the_delta_rule_has_the_gradients_of_transformers(scripts_on_path: None) -> None:
+    ours = importlib.import_module("delta_rule").gated_delta_rule
+    generator = torch.Generator().manual_seed(7)
+    shapes = [(2, 100, 2, 16), (2, 100, 2, 16), (2, 100, 2, 8), (2, 100, 2), (2, 100, 2)]
+    q, k, v, decay, beta = (torch.randn(shape, generator=generator) for shape in shapes)
+    state = torch.randn(2, 2, 16, 8, generator=generator)
+    inputs = [q, k, v, -decay.exp() * 0.1, beta.sigmoid(), state]
+    weight = torch.randn(2, 100, 2, 8, generator=generator)
+
+    def gradients(rule: Any) -> list[torch.Tensor]:
+        leaves = [part.clone().requires_grad_() for part in inputs]
+        output, last = rule(*leaves)
+        return [output, last, *torch.autograd.grad((output * weight).sum() + last.sum(), leaves)]
+
+    def theirs(*parts: torch.Tensor) -> Any:
+        return torch_chunk_gated_delta_rule(
+            *parts[:5],
+            initial_state=parts[5],
+            output_final_state=True,
+            use_qk_l2norm_in_kernel=True,
+        )
+
+    for got, want in zip(gradients(ours), gradients(theirs), strict=True):
+        assert_close(got, want)
 
 
 def test_the_delta_nets_compute_what_transformers_do(hybrid: Any) -> None:
@@ -123,6 +156,7 @@ def test_the_engine_and_transformers_load_what_training_saves(tmp_path: Path) ->
     assert (tmp_path / "model.safetensors").stat().st_size < 6_000_000
     tokenizer: Any = AutoTokenizer.from_pretrained(tmp_path)
     assert len(tokenizer) == 2176
+    assert AutoConfig.from_pretrained(tmp_path).dtype == torch.bfloat16
     loaded: Any = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
     assert loaded.config.architectures == ["Qwen3_5ForCausalLM"]
     driver = StepDriver(tmp_path, dtype="float32")
