@@ -15,7 +15,7 @@ import os
 import random
 import shutil
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -49,6 +49,7 @@ FINAL_SHARE = 0.01  # of the peak learning rates
 WARMUP_SHARE = 0.03  # of the time, at the start and when the kept weights join
 DAMAGED_SHARE = 0.25  # of the rows of a training batch
 ZEROS_SHARE = 1 / 3  # of the damaged rows; the others get another row's state, harder to notice
+ONE_LAYER_SHARE = 0.5  # of the batches; in the others, all layers have damaged states
 CUTS = 8  # A state is damaged at one of the boundaries of so many equal parts,
 CUT_TOKENS = 16  # rounded down to a multiple of this.
 REPORT_SECONDS = 10
@@ -144,16 +145,19 @@ class HybridTrainer:
         source[:damaged] = (source[:damaged] + 1) % rows
         source[: math.ceil(damaged * ZEROS_SHARE)] = -1
         batch = Batch(batch.ids, doubted_targets(batch, cut, damaged, self._unknown), batch.answers)
-        self.damage(Damage(cut, source.to(self.device)))
+        layers = list(self.nets)
+        if self._rng.random() < ONE_LAYER_SHARE:
+            layers = [self._rng.choice(layers)]
+        self.damage(Damage(cut, source.to(self.device)), layers)
         try:
             return functional.cross_entropy(*answer_logits(self.model, batch, self.device))
         finally:
-            self.damage(None)
+            self.damage(None, self.nets)
 
-    def damage(self, damage: Damage | None) -> None:
-        """Let every delta net run with these wrong states; None: with its own."""
-        for net in self.nets.values():
-            net.damage = damage
+    def damage(self, damage: Damage | None, layers: Iterable[int]) -> None:
+        """Let the delta nets of these layers run with wrong states; None: with their own."""
+        for layer in layers:
+            self.nets[layer].damage = damage
 
     def step(self, loss: torch.Tensor, progress: float, joined: float) -> None:
         """Take one optimizer step, unless the gradient is not finite.
@@ -294,15 +298,19 @@ class Run:
         batch = self._held_out[length][0]
         cut = length // 2 // CUT_TOKENS * CUT_TOKENS
         rows = torch.arange(len(batch.ids))
-        for name, source in (
-            ("their own states", rows),
-            ("states of zeros", torch.full_like(rows, -1)),
-            ("another conversation's states", rows.roll(1)),
+        zeros = torch.full_like(rows, -1)
+        for name, source, layers in (
+            ("own states", rows, tuple(nets)),
+            ("states of zeros", zeros, tuple(nets)),
+            *(("states of zeros", zeros, (index,)) for index in nets),
+            ("another conversation's states", rows.roll(1), tuple(nets)),
         ):
-            self._trainer.damage(Damage(cut, source.to(self._trainer.device)))
+            self._trainer.damage(Damage(cut, source.to(self._trainer.device)), layers)
             score = self._late_score(batch, cut)
-            self._trainer.damage(None)
-            self._print(f"{length}: {score:.4f} right after token {cut} with {name} there")
+            self._trainer.damage(None, layers)
+            self._print(
+                f"{length}: {score:.4f} right after token {cut} with {name} in layers {layers}"
+            )
 
     @torch.no_grad()
     def _late_score(self, batch: Batch, cut: int) -> float:
