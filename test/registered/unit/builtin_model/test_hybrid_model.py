@@ -101,7 +101,8 @@ def test_the_delta_rule_has_the_gradients_of_transformers(scripts_on_path: None)
 
 
 def test_the_delta_nets_compute_what_transformers_do(hybrid: Any) -> None:
-    theirs = Qwen3_5ForCausalLM._from_config(hybrid.config, dtype=torch.float32).eval()
+    model_class: Any = Qwen3_5ForCausalLM
+    theirs = model_class._from_config(hybrid.config, dtype=torch.float32).eval()
     theirs.load_state_dict(hybrid.state_dict())
     ids = _ids(2, 150)
     torch.testing.assert_close(_logits(hybrid, ids), _logits(theirs, ids), rtol=1e-3, atol=1e-3)
