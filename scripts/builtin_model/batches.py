@@ -116,16 +116,26 @@ class BatchBuilder:
 
 
 class TrainingStream(IterableDataset[Batch]):
-    """The batches of `shapes` in order, distributed over the loader's workers in turn."""
+    """The batches of `shapes` in order, distributed over the loader's workers in turn.
 
-    def __init__(self, tokenizer: PreTrainedTokenizerFast, shapes: Sequence[BatchShape]) -> None:
+    Args:
+        first_seed: Seed of the first batch; those of the next ones follow.
+    """
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerFast,
+        shapes: Sequence[BatchShape],
+        first_seed: int = 0,
+    ) -> None:
         super().__init__()
         self._tokenizer = tokenizer
         self._shapes = shapes
+        self._first_seed = first_seed
 
     def __iter__(self) -> Iterator[Batch]:
         worker = get_worker_info()
         first, stride = (worker.id, worker.num_workers) if worker else (0, 1)
         builder = BatchBuilder(self._tokenizer)
         for step in range(first, len(self._shapes), stride):
-            yield builder.build("train", step, self._shapes[step])
+            yield builder.build("train", self._first_seed + step, self._shapes[step])
