@@ -179,6 +179,11 @@ class DeviceRuntime(ABC):
         On a CPU what the system says is available without swapping.
         """
 
+    @property
+    def starts_kernels_early(self) -> bool:
+        """Whether a kernel may be placed on the device before the one before it has ended."""
+        return False
+
     def can_read(self, index: int) -> bool:
         """Whether kernels of this device can read the memory of this machine's device `index`."""
         return False

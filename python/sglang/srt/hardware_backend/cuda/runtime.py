@@ -15,6 +15,8 @@ from sglang.srt.hardware_backend.accelerator import AcceleratorRuntime, copy_to_
 from sglang.srt.hardware_backend.device_kinds import CUDA
 from sglang.srt.hardware_backend.device_runtime import MemPool
 
+_EARLY_STARTS_FROM: Final = (9, 0)
+"""Compute capability of Hopper."""
 _PCI_DEVICES: Final = Path("/sys/bus/pci/devices")
 
 
@@ -70,6 +72,10 @@ class CudaRuntime(AcceleratorRuntime):
 
     def unregister_host_memory(self, address: int) -> None:
         self._api.cudart().cudaHostUnregister(address)
+
+    @property
+    def starts_kernels_early(self) -> bool:
+        return bool(self._api.get_device_capability(self._target) >= _EARLY_STARTS_FROM)
 
     def can_read(self, index: int) -> bool:
         return bool(self._api.can_device_access_peer(self._target, index))

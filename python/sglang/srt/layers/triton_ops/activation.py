@@ -6,14 +6,22 @@ import torch
 import triton
 import triton.language as tl
 
+from sglang.srt.layers.triton_ops.early_start import await_kernels_before, early_start
+
 
 @triton.jit
 def _silu_and_mul_kernel(
-    x_ptr: tl.tensor, out_ptr: tl.tensor, size: tl.tensor, BLOCK: tl.constexpr, EVEN: tl.constexpr
+    x_ptr: tl.tensor,
+    out_ptr: tl.tensor,
+    size: tl.tensor,
+    BLOCK: tl.constexpr,
+    EVEN: tl.constexpr,
+    EARLY: tl.constexpr,
 ) -> None:
     """Grid `(num_tokens, size / BLOCK)`: a program computes BLOCK features of one token."""
     row = tl.program_id(0).to(tl.int64)
     cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    await_kernels_before(EARLY)
     if EVEN:
         gate = tl.load(x_ptr + row * 2 * size + cols)
         up = tl.load(x_ptr + row * 2 * size + size + cols)
@@ -36,6 +44,12 @@ def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
     out = torch.empty((num_tokens, size), dtype=gate_up.dtype, device=gate_up.device)
     block = min(1024, triton.next_power_of_2(size))
     _silu_and_mul_kernel[(num_tokens, triton.cdiv(size, block))](
-        gate_up, out, size, BLOCK=block, EVEN=size % block == 0, num_warps=4
+        gate_up,
+        out,
+        size,
+        BLOCK=block,
+        EVEN=size % block == 0,
+        num_warps=4,
+        **early_start(gate_up.device),
     )
     return out

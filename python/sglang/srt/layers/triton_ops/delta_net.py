@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 
 from sglang.srt.layers.fused_kernels import DeltaLayout, DeltaStates
+from sglang.srt.layers.triton_ops.early_start import await_kernels_before, early_start
 
 _FEW_REQUESTS = 2
 _VALUES_AT_ONCE = (16, 32)
@@ -90,11 +91,13 @@ def _rule_kernel(
     BLOCK_V: tl.constexpr,
     ONE: tl.constexpr,
     TRACK: tl.constexpr,
+    EARLY: tl.constexpr,
 ) -> None:
     """Compute some values of one head of one request, token after token."""
     request = tl.program_id(2)
     head = tl.program_id(1)
     key_head, nth = head // REPEATS, head % REPEATS
+    await_kernels_before(EARLY)
     if ONE:
         begin = request.to(tl.int64)
         end = begin + 1
@@ -249,6 +252,7 @@ def _finish_kernel(
     BLOCK_V: tl.constexpr,
     ONE: tl.constexpr,
     TRACK: tl.constexpr,
+    EARLY: tl.constexpr,
 ) -> None:
     """Normalise and gate one head of a token; rows after the tokens write a head's conv state.
 
@@ -261,6 +265,7 @@ def _finish_kernel(
     values = tl.arange(0, BLOCK_V)
     is_value = values < VALUE_DIM
     own = nth * VALUE_DIM + values
+    await_kernels_before(EARLY)
     if row < tokens:
         known = row * 0 + tokens
         if not ONE:
@@ -359,7 +364,7 @@ def attend_linearly(
         "Q0": layout.q, "K0": layout.k, "V0": layout.v, "QK_STEP": layout.qk_step,
         "V_STEP": layout.v_step, "KEY_HEADS": layout.key_heads, "REPEATS": layout.repeats,
         "KEY_DIM": layout.key_dim, "VALUE_DIM": value_dim, "KERNEL": layout.kernel,
-        "BLOCK_K": block_k, "ONE": is_one, "TRACK": tracks,
+        "BLOCK_K": block_k, "ONE": is_one, "TRACK": tracks, **early_start(x.device),
     }  # fmt: skip
     _rule_kernel[(triton.cdiv(value_dim, block_v), heads, requests)](
         x, states.conv, states.temporal, conv_weight, a_log, dt_bias, attended, *indices,

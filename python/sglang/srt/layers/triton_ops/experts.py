@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 
 from sglang.srt.layers.fused_kernels import ExpertChoice, ExpertWeights
+from sglang.srt.layers.triton_ops.early_start import await_kernels_before, early_start
 from sglang.srt.layers.triton_ops.ordered import ordered
 
 
@@ -34,11 +35,13 @@ def _choose_kernel(
     BIAS: tl.constexpr,
     RENORMALIZE: tl.constexpr,
     GATE: tl.constexpr,
+    EARLY: tl.constexpr,
 ) -> None:
     """Grid `(num_tokens,)`: a program chooses the experts of one token."""
     token = tl.program_id(0).to(tl.int64)
     experts = tl.arange(0, BLOCK_E)
     inside = experts < EXPERTS
+    await_kernels_before(EARLY)
     logits = logits_ptr + token * EXPERTS
     score = tl.load(logits + experts, mask=inside, other=float("-inf")).to(tl.float32)
     if SOFTMAX:
@@ -125,6 +128,7 @@ def choose_experts(
         RENORMALIZE=choice.renormalize,
         GATE=choice.shared_gate is not None,
         num_warps=1,
+        **early_start(x.device),
     )
     return weights, ids
 
@@ -144,11 +148,13 @@ def _gate_up_kernel(
     BLOCK_H: tl.constexpr,
     BLOCK_I: tl.constexpr,
     ONE: tl.constexpr,
+    EARLY: tl.constexpr,
 ) -> None:
     """Compute one feature of an expert for all its tokens, in the program of the first of them."""
     feature = tl.program_id(0)
     token = tl.program_id(1) // PLACES
     place = tl.program_id(1) % PLACES
+    await_kernels_before(EARLY)
     # Uses of the expert are numbered as the ids are; those of the shared one by token.
     numbers = tl.arange(0, BLOCK_I)
     used = numbers < tokens
@@ -206,12 +212,14 @@ def _down_kernel(
     BLOCK_P: tl.constexpr,
     BLOCK_F: tl.constexpr,
     SHARED: tl.constexpr,
+    EARLY: tl.constexpr,
 ) -> None:
     """One feature of a token: the weighted sum over its experts."""
     feature = tl.program_id(0).to(tl.int64)
     token = tl.program_id(1).to(tl.int64)
     places = tl.arange(0, BLOCK_P)
     chosen = places < TOP_K
+    await_kernels_before(EARLY)
     ids = tl.load(ids_ptr + token * TOP_K + places, mask=chosen, other=0).to(tl.int64)
     weights = tl.load(weights_ptr + token * PLACES + places, mask=chosen, other=0.0)
     inner = inner_ptr + token * PLACES * FEATURES
@@ -271,6 +279,7 @@ def run_experts(
         BLOCK_I=triton.next_power_of_2(num_tokens * max(top_k, 1)),
         ONE=num_tokens == 1,
         num_warps=4,
+        **early_start(x.device),
     )
     _down_kernel[(hidden, num_tokens)](
         inner,
@@ -287,5 +296,6 @@ def run_experts(
         BLOCK_F=min(512, triton.next_power_of_2(features)),
         SHARED=places > top_k,
         num_warps=2,
+        **early_start(x.device),
     )
     return out

@@ -6,6 +6,8 @@ import torch
 import triton
 import triton.language as tl
 
+from sglang.srt.layers.triton_ops.early_start import await_kernels_before, early_start
+
 
 @triton.jit
 def _prepare_kernel(
@@ -25,6 +27,7 @@ def _prepare_kernel(
     HEAD_DIM: tl.constexpr,
     ROTARY_DIM: tl.constexpr,
     BLOCK: tl.constexpr,
+    EARLY: tl.constexpr,
 ) -> None:
     """Process one head of a token: a query, or a key with its value."""
     token = tl.program_id(1).to(tl.int64)
@@ -40,6 +43,7 @@ def _prepare_kernel(
     if head >= HEADS:
         weight_ptr = k_weight_ptr
         row = base + (HEADS + head) * HEAD_DIM
+    await_kernels_before(EARLY)
     x = tl.load(row + dims, mask=inside, other=0.0)
     other = tl.load(row + partner, mask=inside, other=0.0).to(tl.float32)
     dtype = x.dtype
@@ -114,6 +118,7 @@ def prepare_gated_qkv_(
         ROTARY_DIM=cos.shape[-1],
         BLOCK=triton.next_power_of_2(head_dim),
         num_warps=1,
+        **early_start(qkv.device),
     )
     return q
 
@@ -128,10 +133,12 @@ def _gate_kernel(
     HEAD_DIM: tl.constexpr,
     BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
+    EARLY: tl.constexpr,
 ) -> None:
     """Grid `(heads, num_tokens)`: a program scales one head of one token."""
     head = tl.program_id(0)
     token = tl.program_id(1).to(tl.int64)
+    await_kernels_before(EARLY)
     row = token
     if ROWS:
         row = tl.load(rows_ptr + token)
@@ -165,4 +172,5 @@ def scale_by_gates_(x: torch.Tensor, qkv: torch.Tensor, rows: torch.Tensor | Non
         BLOCK=triton.next_power_of_2(head_dim),
         ROWS=rows is not None,
         num_warps=1,
+        **early_start(x.device),
     )

@@ -6,6 +6,8 @@ import torch
 import triton
 import triton.language as tl
 
+from sglang.srt.layers.triton_ops.early_start import await_kernels_before, early_start
+
 
 @triton.jit
 def _gemv_kernel(
@@ -17,13 +19,16 @@ def _gemv_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BIAS: tl.constexpr,
+    EARLY: tl.constexpr,
 ) -> None:
     """Grid `(n / BLOCK_N,)`: a program computes BLOCK_N outputs."""
     rows = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     cols = tl.arange(0, BLOCK_K)
     weights = weight_ptr + rows.to(tl.int64)[:, None] * K + cols[None, :]
-    acc = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
-    for begin in range(0, K, BLOCK_K):
+    first = tl.load(weights)
+    await_kernels_before(EARLY)
+    acc = first.to(tl.float32) * tl.load(x_ptr + cols).to(tl.float32)[None, :]
+    for begin in range(BLOCK_K, K, BLOCK_K):
         w = tl.load(weights + begin)
         x = tl.load(x_ptr + begin + cols)
         acc += w.to(tl.float32) * x.to(tl.float32)[None, :]
@@ -41,14 +46,17 @@ def _gated_gemv_kernel(
     N: tl.constexpr,
     K: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    EARLY: tl.constexpr,
 ) -> None:
     """Compute one feature, from its row of gate and, N rows below, its row of up."""
     feature = tl.program_id(0).to(tl.int64)
     both = tl.arange(0, 2)
     cols = tl.arange(0, BLOCK_K)
     weights = weight_ptr + (feature + both * N)[:, None] * K + cols[None, :]
-    acc = tl.zeros([2, BLOCK_K], tl.float32)
-    for begin in range(0, K, BLOCK_K):
+    first = tl.load(weights)
+    await_kernels_before(EARLY)
+    acc = first.to(tl.float32) * tl.load(x_ptr + cols).to(tl.float32)[None, :]
+    for begin in range(BLOCK_K, K, BLOCK_K):
         w = tl.load(weights + begin)
         x = tl.load(x_ptr + begin + cols)
         acc += w.to(tl.float32) * x.to(tl.float32)[None, :]
@@ -97,6 +105,7 @@ def gemv(
         BLOCK_K=block_k,
         BIAS=bias is not None,
         num_warps=num_warps,
+        **early_start(x.device),
     )
 
 
@@ -116,5 +125,12 @@ def gated_gemv(
     _, block_k, num_warps = config
     assert weight.is_contiguous() and x.stride(-1) == 1
     _gated_gemv_kernel[(rows // 2,)](
-        x, weight, out, N=rows // 2, K=k, BLOCK_K=block_k, num_warps=num_warps
+        x,
+        weight,
+        out,
+        N=rows // 2,
+        K=k,
+        BLOCK_K=block_k,
+        num_warps=num_warps,
+        **early_start(x.device),
     )

@@ -6,6 +6,8 @@ import torch
 import triton
 import triton.language as tl
 
+from sglang.srt.layers.triton_ops.early_start import await_kernels_before, early_start
+
 
 @triton.jit
 def _rms_norm_kernel(
@@ -18,11 +20,14 @@ def _rms_norm_kernel(
     BLOCK: tl.constexpr,
     ADD: tl.constexpr,
     CENTERED: tl.constexpr,
+    EARLY: tl.constexpr,
 ) -> None:
     """Grid `(num_tokens,)`: a program normalises one token; BLOCK covers it."""
     row = tl.program_id(0).to(tl.int64)
     cols = tl.arange(0, BLOCK)
     inside = cols < SIZE
+    weight = tl.load(weight_ptr + cols, mask=inside, other=0.0).to(tl.float32)
+    await_kernels_before(EARLY)
     x = tl.load(x_ptr + row * SIZE + cols, mask=inside, other=0.0)
     dtype = x.dtype
     if ADD:
@@ -31,7 +36,6 @@ def _rms_norm_kernel(
         tl.store(residual_ptr + row * SIZE + cols, x, mask=inside)
     wide = x.to(tl.float32)
     scale = tl.rsqrt(tl.sum(wide * wide, axis=0) / SIZE + eps)
-    weight = tl.load(weight_ptr + cols, mask=inside, other=0.0).to(tl.float32)
     if CENTERED:
         normed = wide * scale * (1.0 + weight)
     else:
@@ -87,4 +91,5 @@ def _launch(
         ADD=residual is not None,
         CENTERED=is_centered,
         num_warps=min(16, max(1, block // 512)),
+        **early_start(x.device),
     )

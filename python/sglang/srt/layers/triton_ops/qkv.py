@@ -10,6 +10,8 @@ import torch
 import triton
 import triton.language as tl
 
+from sglang.srt.layers.triton_ops.early_start import await_kernels_before, early_start
+
 
 @triton.jit
 def _normalise_rotate_store_kernel(
@@ -27,6 +29,7 @@ def _normalise_rotate_store_kernel(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
     NORM: tl.constexpr,
+    EARLY: tl.constexpr,
 ) -> None:
     """Process one token's KV head and the queries of its group; BLOCK covers half a head."""
     token = tl.program_id(0).to(tl.int64)
@@ -39,6 +42,7 @@ def _normalise_rotate_store_kernel(
     head = tl.where(rows < GROUP, kv_head * GROUP + rows, num_heads + kv_head)
     inside = (rows[:, None] <= GROUP) & (cols[None, :] < HALF)
     base = qkv_ptr + token * (num_heads + 2 * NUM_KV_HEADS) * head_dim
+    await_kernels_before(EARLY)
     low_ptr = base + head[:, None] * head_dim + cols[None, :]
     low = tl.load(low_ptr, mask=inside, other=0.0)
     high = tl.load(low_ptr + HALF, mask=inside, other=0.0)
@@ -119,4 +123,5 @@ def normalise_rotate_store_(
         BLOCK=triton.next_power_of_2(half),
         NORM=norm is not None,
         num_warps=1,
+        **early_start(qkv.device),
     )

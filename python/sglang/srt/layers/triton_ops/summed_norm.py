@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 
 from sglang.srt.distributed.tensor_group import MOST_PROGRAMS, PeerParts
+from sglang.srt.layers.triton_ops.early_start import await_kernels_before, early_start
 from sglang.srt.layers.triton_ops.meeting import meet
 
 
@@ -29,12 +30,15 @@ def _summed_norm_kernel(
     SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
     CENTERED: tl.constexpr,
+    EARLY: tl.constexpr,
 ) -> None:
     """Grid `(programs,)`: a program takes every `programs`-th token; BLOCK covers a token."""
     program = tl.program_id(0)
     cols = tl.arange(0, BLOCK)
     inside = cols < SIZE
     weight = tl.load(weight_ptr + cols, mask=inside, other=0.0).to(tl.float32)
+    # The peers are told only of parts that the kernel before has written.
+    await_kernels_before(EARLY)
     meet(memories, flags, RANK, RANKS)
     dtype = residual_ptr.dtype.element_ty
     for row in range(program, rows, tl.num_programs(0)):
@@ -88,5 +92,6 @@ def add_parts_rms_norm_(
         BLOCK=block,
         CENTERED=is_centered,
         num_warps=min(16, max(1, block // 512)),
+        **early_start(residual.device),
     )
     return out

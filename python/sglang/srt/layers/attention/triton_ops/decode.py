@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 
 from sglang.srt.layers.attention.triton_ops.paged import attend_range, split_range
+from sglang.srt.layers.triton_ops.early_start import await_kernels_before, early_start
 
 BLOCK_N = 64
 PROGRAMS = 512
@@ -57,12 +58,14 @@ def _decode_kernel(
     BLOCK: tl.constexpr,
     SPLIT: tl.constexpr,
     WINDOW: tl.constexpr,
+    EARLY: tl.constexpr,
 ) -> None:
     """Grid `(kv_heads, bs, splits)`: a program attends from a group's query heads to one split."""
     # Programs that run together read neighbouring heads of the same tokens.
     kv_head = tl.program_id(0)
     request = tl.program_id(1).to(tl.int64)
     split = tl.program_id(2)
+    await_kernels_before(EARLY)
     length = tl.load(lens_ptr + request).to(tl.int32)
     first = 0
     if WINDOW > 0:
@@ -253,5 +256,6 @@ def decode_attention(
         WINDOW=window,
         num_warps=num_warps,
         num_stages=num_stages,
+        **early_start(q.device),
     )
     return out

@@ -18,6 +18,7 @@ import triton.language as tl
 
 from sglang.srt.layers.attention.triton_ops.combine import combine_splits
 from sglang.srt.layers.attention.triton_ops.paged import split_range
+from sglang.srt.layers.triton_ops.early_start import await_kernels_before, early_start
 
 PROGRAMS: Final = 128
 """Programs that fill the device."""
@@ -56,6 +57,7 @@ def _latent_kernel(
     BLOCK_R: tl.constexpr,
     BLOCK: tl.constexpr,
     SPLIT: tl.constexpr,
+    EARLY: tl.constexpr,
 ) -> None:
     """Grid `(heads / HEADS, tokens, splits)`: a program attends from HEADS heads to one split."""
     # Programs that run together read the same rows.
@@ -64,6 +66,7 @@ def _latent_kernel(
     split = tl.program_id(2)
     is_head = heads < NUM_HEADS
     out_row = token * NUM_HEADS + heads
+    await_kernels_before(EARLY)
     length = tl.load(lens_ptr + token).to(tl.int32)
     if MOST > 0:
         length = tl.minimum(length, MOST)
@@ -197,6 +200,7 @@ def latent_attention(
         SPLIT=count > 1,
         num_warps=num_warps,
         num_stages=num_stages,
+        **early_start(out.device),
     )
     if count > 1:
         combine_splits(parts, lse, out.view(-1, rank))
