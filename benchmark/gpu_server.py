@@ -4,9 +4,9 @@
     python benchmark/gpu_server.py server [--layout auto] [--json FILE]
 
 `scheduler`: CPU time of a decode step with up to 256 running requests, in this process, without
-HTTP. `server`: TTFT cold, from L2 and from L1, and decoding of one sequence, over HTTP. Prompts are random;
-each line has the figure expected before the measurement. `gpu_hicache.py` measures the benefit of
-the tiers for conversations and their cost without hits.
+HTTP. `server`: TTFT cold, from L2 and from L1, and decoding of one sequence, over HTTP. Prompts are
+random; each line has the figure expected before. `gpu_hicache.py` measures the benefit of the
+tiers for conversations and their cost without hits.
 """
 
 from __future__ import annotations

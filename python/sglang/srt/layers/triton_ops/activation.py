@@ -50,6 +50,6 @@ def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
         BLOCK=block,
         EVEN=size % block == 0,
         num_warps=4,
-        **early_start(gate_up.device),
+        **early_start(gate_up),
     )
     return out

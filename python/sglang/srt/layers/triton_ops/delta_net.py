@@ -364,7 +364,7 @@ def attend_linearly(
         "Q0": layout.q, "K0": layout.k, "V0": layout.v, "QK_STEP": layout.qk_step,
         "V_STEP": layout.v_step, "KEY_HEADS": layout.key_heads, "REPEATS": layout.repeats,
         "KEY_DIM": layout.key_dim, "VALUE_DIM": value_dim, "KERNEL": layout.kernel,
-        "BLOCK_K": block_k, "ONE": is_one, "TRACK": tracks, **early_start(x.device),
+        "BLOCK_K": block_k, "ONE": is_one, "TRACK": tracks, **early_start(x),
     }  # fmt: skip
     _rule_kernel[(triton.cdiv(value_dim, block_v), heads, requests)](
         x, states.conv, states.temporal, conv_weight, a_log, dt_bias, attended, *indices,

@@ -7,6 +7,10 @@ read or write, before it makes that call itself, anything that a kernel of the s
 weights it may read. Every program makes the call, also one that has nothing to do; so when a kernel
 has passed it, all kernels before that kernel have ended.
 
+It is off unless SGLANG_KERNELS_START_EARLY is set: decoding of one request gains 1 to 7%
+(benchmark/results/2026-11-23-gpu-early-start.md), but only kernels and chains of them were compared
+with the right results so far, no whole models.
+
 Source: CUDA C++ Programming Guide, "Programmatic Dependent Launch and Synchronization"; Hopper and
 later.
 """
@@ -14,18 +18,22 @@ later.
 from __future__ import annotations
 
 import functools
-from typing import TypedDict
+from typing import Final, TypedDict
 
 import torch
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from sglang.srt.environ import envs
 from sglang.srt.hardware_backend.device_runtime import device_runtime
+
+_FEW_ROWS: Final = 8
+"""More rows keep a kernel busy for long; its start is then a small part."""
 
 
 class EarlyStart(TypedDict, total=False):
-    """Arguments of a launch: the kernel's own, and Triton's if the device can."""
+    """Arguments of a launch: the kernel's own, and Triton's if it starts early."""
 
     EARLY: bool
     launch_pdl: bool
@@ -39,9 +47,17 @@ def await_kernels_before(EARLY: tl.constexpr) -> None:
         gdc_launch_dependents()
 
 
-@functools.cache
-def early_start(device: torch.device) -> EarlyStart:
-    """Arguments for the launch of a kernel that calls `await_kernels_before`."""
-    if device_runtime(device).starts_kernels_early:
+def early_start(x: torch.Tensor) -> EarlyStart:
+    """Arguments for the launch of a kernel that calls `await_kernels_before`.
+
+    Args:
+        x: An input or output of the kernel, whose first dimension counts its rows.
+    """
+    if len(x) <= _FEW_ROWS and _starts_early(x.device):
         return {"EARLY": True, "launch_pdl": True}
     return {"EARLY": False}
+
+
+@functools.cache
+def _starts_early(device: torch.device) -> bool:
+    return envs.SGLANG_KERNELS_START_EARLY.get() and device_runtime(device).starts_kernels_early

@@ -128,7 +128,7 @@ def choose_experts(
         RENORMALIZE=choice.renormalize,
         GATE=choice.shared_gate is not None,
         num_warps=1,
-        **early_start(x.device),
+        **early_start(x),
     )
     return weights, ids
 
@@ -279,7 +279,7 @@ def run_experts(
         BLOCK_I=triton.next_power_of_2(num_tokens * max(top_k, 1)),
         ONE=num_tokens == 1,
         num_warps=4,
-        **early_start(x.device),
+        **early_start(x),
     )
     _down_kernel[(hidden, num_tokens)](
         inner,
@@ -296,6 +296,6 @@ def run_experts(
         BLOCK_F=min(512, triton.next_power_of_2(features)),
         SHARED=places > top_k,
         num_warps=2,
-        **early_start(x.device),
+        **early_start(x),
     )
     return out

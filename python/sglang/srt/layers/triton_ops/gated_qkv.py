@@ -118,7 +118,7 @@ def prepare_gated_qkv_(
         ROTARY_DIM=cos.shape[-1],
         BLOCK=triton.next_power_of_2(head_dim),
         num_warps=1,
-        **early_start(qkv.device),
+        **early_start(qkv),
     )
     return q
 
@@ -172,5 +172,5 @@ def scale_by_gates_(x: torch.Tensor, qkv: torch.Tensor, rows: torch.Tensor | Non
         BLOCK=triton.next_power_of_2(head_dim),
         ROWS=rows is not None,
         num_warps=1,
-        **early_start(x.device),
+        **early_start(x),
     )

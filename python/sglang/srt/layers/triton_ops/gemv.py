@@ -105,7 +105,7 @@ def gemv(
         BLOCK_K=block_k,
         BIAS=bias is not None,
         num_warps=num_warps,
-        **early_start(x.device),
+        **early_start(x),
     )
 
 
@@ -132,5 +132,5 @@ def gated_gemv(
         K=k,
         BLOCK_K=block_k,
         num_warps=num_warps,
-        **early_start(x.device),
+        **early_start(x),
     )

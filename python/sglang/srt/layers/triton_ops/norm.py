@@ -91,5 +91,5 @@ def _launch(
         ADD=residual is not None,
         CENTERED=is_centered,
         num_warps=min(16, max(1, block // 512)),
-        **early_start(x.device),
+        **early_start(x),
     )

@@ -123,5 +123,5 @@ def normalise_rotate_store_(
         BLOCK=triton.next_power_of_2(half),
         NORM=norm is not None,
         num_warps=1,
-        **early_start(qkv.device),
+        **early_start(qkv),
     )

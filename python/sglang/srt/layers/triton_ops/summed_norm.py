@@ -92,6 +92,6 @@ def add_parts_rms_norm_(
         BLOCK=block,
         CENTERED=is_centered,
         num_warps=min(16, max(1, block // 512)),
-        **early_start(residual.device),
+        **early_start(residual),
     )
     return out

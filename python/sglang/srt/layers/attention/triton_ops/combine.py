@@ -6,8 +6,6 @@ import torch
 import triton
 import triton.language as tl
 
-from sglang.srt.layers.triton_ops.early_start import await_kernels_before, early_start
-
 
 @triton.jit
 def _combine_kernel(
@@ -17,13 +15,11 @@ def _combine_kernel(
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
     SPLITS: tl.constexpr,
-    EARLY: tl.constexpr,
 ) -> None:
     """Grid `(rows,)`: a program joins the splits of one row."""
     row = tl.program_id(0).to(tl.int64)
     splits = tl.arange(0, SPLITS)
     cols = tl.arange(0, BLOCK_D)
-    await_kernels_before(EARLY)
     lse = tl.load(lse_ptr + row * SPLITS + splits)
     peak = tl.max(lse, axis=0)
     if peak == float("inf"):
@@ -56,7 +52,6 @@ def combine_splits(parts: torch.Tensor, lse: torch.Tensor, out: torch.Tensor) ->
         BLOCK_D=triton.next_power_of_2(head_dim),
         SPLITS=splits,
         num_warps=4 if splits > 8 else 1,
-        **early_start(out.device),
     )
 
 

@@ -256,6 +256,6 @@ def decode_attention(
         WINDOW=window,
         num_warps=num_warps,
         num_stages=num_stages,
-        **early_start(q.device),
+        **early_start(q),
     )
     return out

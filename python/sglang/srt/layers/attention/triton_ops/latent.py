@@ -200,7 +200,7 @@ def latent_attention(
         SPLIT=count > 1,
         num_warps=num_warps,
         num_stages=num_stages,
-        **early_start(out.device),
+        **early_start(out),
     )
     if count > 1:
         combine_splits(parts, lse, out.view(-1, rank))
