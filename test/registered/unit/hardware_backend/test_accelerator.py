@@ -141,7 +141,7 @@ def test_sizes_are_asked_after_unused_memory_went_back(
     ("capability", "wanted"), [((8, 9), False), ((9, 0), True), ((12, 0), True)]
 )
 def test_kernels_start_early_from_hopper_on(capability: tuple[int, int], wanted: bool) -> None:
-    api = SimpleNamespace(get_device_capability=lambda device: capability)
+    api = types.SimpleNamespace(get_device_capability=lambda device: capability)
     assert CudaRuntime("cuda:1", api).starts_kernels_early is wanted
     assert not device_runtime("cpu").starts_kernels_early
 
