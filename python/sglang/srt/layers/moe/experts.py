@@ -12,10 +12,11 @@ from sglang.srt.layers.linear import apply_linear
 from sglang.srt.layers.placement import TensorPlacement
 from sglang.srt.layers.weight_slot import NamedSlots, WeightedLayer, WeightSlot
 
-FEW: Final = 64
+FEW: Final = 48
 _USES_OF_AN_EXPERT: Final = 2
 """Bounds of the kernels for few tokens: tokens, and uses of an expert on average. Above either
-bound, grouped products read the weights fewer times."""
+bound, grouped products read the weights fewer times: of Qwen3-Next's shape they take 1.28 times as
+long for 32 tokens, and 0.86 for 64 (benchmark/results/2026-11-23-gpu-early-start.md)."""
 
 
 class RoutedExperts(WeightedLayer):
