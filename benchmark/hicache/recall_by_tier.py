@@ -1,12 +1,13 @@
 #!/usr/bin/env python3
-"""Recall accuracy of the built-in model cold and from each tier, with real servers.
+"""Recall accuracy of a built-in model cold and from each tier, with real servers.
 
-    PYTHONPATH=python python benchmark/hicache/recall_by_tier.py [--num-examples 16] [--output FILE]
+    PYTHONPATH=python python benchmark/hicache/recall_by_tier.py [--model hybrid] \\
+        [--num-examples 16] [--output FILE]
 
 Multi-turn conversations: question r of all of them comes before any question r + 1, so that tiers
 much smaller than the working set have evicted a conversation before its next question. A misplaced
 or damaged page causes a wrong answer. Expected: the same score in every row, and cached tokens from
-the tier that the row names.
+the tier that the row names. A hybrid's prefix is cached up to a snapshot of its recurrent states.
 """
 
 from __future__ import annotations
@@ -19,10 +20,12 @@ from pathlib import Path
 from typing import Any
 
 from sglang.benchmark.report import emit, provenance
+from sglang.srt.constants import BUILTIN_HYBRID_MODEL_DIR, BUILTIN_MODEL_DIR
 from sglang.test.run_eval import EvalArgs, run_eval
 from sglang.test.servers.engine_server import EngineServer
 from sglang.test.stores.mooncake_cluster import MooncakeCluster
 
+MODELS = {"builtin": BUILTIN_MODEL_DIR, "hybrid": BUILTIN_HYBRID_MODEL_DIR}
 SMALL_L1 = ("--max-total-tokens", "8192")
 WAIT = ("--hicache-storage-prefetch-policy", "wait_complete")
 
@@ -59,7 +62,8 @@ def cases(mooncake: dict[str, str], folder: str) -> list[Case]:
 
 def measure(case: Case, args: argparse.Namespace) -> dict[str, Any]:
     """Score and cached tokens by tier of one case."""
-    with EngineServer("--enable-cache-report", *case.flags, env=case.env) as server:
+    model = str(MODELS[args.model])
+    with EngineServer("--enable-cache-report", *case.flags, env=case.env, model=model) as server:
         result = run_eval(
             EvalArgs(
                 base_url=server.url,
@@ -73,6 +77,7 @@ def measure(case: Case, args: argparse.Namespace) -> dict[str, Any]:
         )
     return {
         "case": case.name,
+        "model": args.model,
         "score": result["score"],
         "prompt_tokens": result["prompt_tokens"],
         "cached_tokens_details": result["cached_tokens_details"],
@@ -83,6 +88,7 @@ def measure(case: Case, args: argparse.Namespace) -> dict[str, Any]:
 def main() -> None:
     """Run all cases and print a JSON line for each."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", choices=tuple(MODELS), default="builtin")
     parser.add_argument("--num-examples", type=int, default=16)
     parser.add_argument("--num-questions", type=int, default=4)
     parser.add_argument("--context-tokens", type=int, default=2000)

@@ -3,8 +3,8 @@
 Starts `mooncake_master`, a store node of 512 MB and the server with all three tiers. Asks it a
 question over HTTP, prints the answer and a command for the next question, and runs until Ctrl-C
 (with `ONCE=1` until the answer). Arguments are those of the server; without `--model-path` it
-serves the built-in model. All processes are children and end by their handles, the server first, so
-that it can still write to the store.
+serves the built-in model, with `MODEL=hybrid` the built-in hybrid. All processes are children and
+end by their handles, the server first, so that it can still write to the store.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from sglang.embedded_mooncake import (
     MooncakeMaster,
     StoreNode,
 )
-from sglang.srt.constants import MIB
+from sglang.srt.constants import BUILTIN_HYBRID_MODEL_DIR, BUILTIN_HYBRID_MODEL_NAME, MIB
 from sglang.srt.entrypoints.start_checks import check_model
 from sglang.srt.environ import envs
 from sglang.srt.server_args import ServerArgs, prepare_server_args
@@ -53,8 +53,25 @@ FACTS: Final = (
 )
 QUESTION: Final = f"{FACTS} What is the code of heron?"
 NEXT_QUESTION: Final = f"{FACTS} What is the code of otter?"
+_MODEL_FLAGS: Final = ("--model-path", "--model")
 _START_TIMEOUT: Final = 300.0
 _DRAIN_TIMEOUT: Final = 60.0
+
+
+def with_model(argv: Sequence[str]) -> list[str]:
+    """`argv` with the flags of the model that the environment variable `MODEL` names.
+
+    Raises:
+        ValueError: `MODEL` names no model, or `argv` names another one. One line.
+    """
+    model = envs.MODEL.get()
+    if envs.MODEL.is_set() and any(word.partition("=")[0] in _MODEL_FLAGS for word in argv):
+        raise ValueError(f"MODEL={model} has no effect with --model-path; unset one of them")
+    if model != "hybrid":
+        return [*argv]
+    model_path = str(BUILTIN_HYBRID_MODEL_DIR)
+    name = BUILTIN_HYBRID_MODEL_NAME
+    return ["--model-path", model_path, "--served-model-name", name, *argv]
 
 
 def chat_body(question: str) -> dict[str, Any]:
@@ -219,7 +236,8 @@ def run(title: str, serve: Callable[[Sequence[str]], None]) -> int:
 
     Args:
         title: Begins each line.
-        serve: Raises as the function of that name above.
+        serve: Raises as the function of that name above. Its arguments include the model that
+            `MODEL` names.
 
     Returns:
         Exit status: 0 after Ctrl-C or the one answer; 1 after an error, with one line about it.
@@ -228,7 +246,7 @@ def run(title: str, serve: Callable[[Sequence[str]], None]) -> int:
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
-        serve(sys.argv[1:])
+        serve(with_model(sys.argv[1:]))
     except KeyboardInterrupt:
         print(f"{title}: ended", flush=True)
     except (ValueError, RuntimeError) as error:

@@ -4,7 +4,8 @@ Starts `mooncake_master` and a store node for the prefill server's cache, both s
 `sglang_router` in front of them. Asks a question over HTTP, prints the answer and a command for the
 next question, and runs until Ctrl-C (with `ONCE=1` until the answer). Arguments are those of both
 servers, but `--host` and `--port` are the router's, and those of the cache are the prefill
-server's. With GPUs for both each server has its own. All processes are children and end by their
+server's. Without `--model-path` both serve the built-in model, with `MODEL=hybrid` the built-in
+hybrid. With GPUs for both each server has its own. All processes are children and end by their
 handles.
 """
 

@@ -15,13 +15,15 @@ from typing import Any
 import psutil
 import pytest
 
-from sglang.serve_embedded import QUESTION, curl_line, describe_answer
+from sglang.serve_embedded import QUESTION, curl_line, describe_answer, with_model
+from sglang.srt.constants import BUILTIN_HYBRID_MODEL_DIR
 from sglang.srt.environ import child_environment
+from sglang.srt.server_args import prepare_server_args
 from sglang.srt.utils.network import get_free_port, is_healthy, wait_until
 from sglang.srt.utils.process import is_alive, kill_process_tree
 from sglang.test.ci.ci_register import register_cpu_ci
 
-register_cpu_ci(est_time=60, suite="base-b-test-cpu")
+register_cpu_ci(est_time=75, suite="base-b-test-cpu")
 
 COMMAND = [sys.executable, "-m", "sglang.serve_embedded"]
 TIMEOUT = 120
@@ -44,6 +46,54 @@ def test_with_once_it_answers_and_ends() -> None:
     answer = done.stdout.split(QUESTION, 1)[1]
     assert "7391" in answer.split("serve:", 1)[0]
     assert "curl -s http://127.0.0.1:" in answer
+
+
+def test_the_hybrid_answers_and_has_the_next_question_cached(tmp_path: Path) -> None:
+    port = get_free_port()
+    log = tmp_path / "log"
+    env = child_environment({"MODEL": "hybrid"})
+    with log.open("wb") as out:
+        process = subprocess.Popen([*COMMAND, "--port", str(port)], env=env, stdout=out, stderr=out)
+    try:
+        assert wait_until(lambda: "Ctrl-C ends it" in log.read_text(), TIMEOUT), log.read_text()
+        text = log.read_text()
+        assert "'7391'" in text.split(QUESTION, 1)[1].split("serve:", 1)[0]
+        assert "Loaded Qwen3_5ForCausalLM" in text
+        command = shlex.split(re.findall(r"^curl .*", text, re.MULTILINE)[-1])
+        answer = json.loads(subprocess.check_output(command, timeout=60))
+        assert answer["model"] == "sglang-builtin-hybrid"
+        assert answer["choices"][0]["message"]["content"] == "2846"
+        assert answer["sglext"]["cached_tokens_details"]["device"] == 64
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(90) == 0, log.read_text()
+    finally:
+        if process.poll() is None:
+            kill_process_tree(process.pid)
+
+
+@pytest.mark.parametrize(
+    ("model", "flags", "message"),
+    [
+        ("qwen", (), "environment variable MODEL='qwen': expected one of builtin, hybrid; unset"),
+        ("hybrid", ("--model-path=x",), "MODEL=hybrid has no effect with --model-path"),
+        ("builtin", ("--model", "x"), "MODEL=builtin has no effect with --model-path"),
+    ],
+)
+def test_a_model_that_is_not_there_or_would_be_ignored_is_refused(
+    monkeypatch: pytest.MonkeyPatch, model: str, flags: tuple[str, ...], message: str
+) -> None:
+    monkeypatch.setenv("MODEL", model)
+    with pytest.raises(ValueError, match=message):
+        with_model(flags)
+
+
+def test_flags_win_over_those_of_the_named_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("MODEL", raising=False)
+    assert with_model(["--port", "5"]) == ["--port", "5"]
+    monkeypatch.setenv("MODEL", "hybrid")
+    args = prepare_server_args(with_model(["--served-model-name", "mine"]))
+    assert args.model_path == str(BUILTIN_HYBRID_MODEL_DIR)
+    assert args.served_model_name == "mine"
 
 
 def test_it_runs_until_a_signal_and_leaves_no_process(tmp_path: Path) -> None:

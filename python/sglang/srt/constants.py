@@ -27,6 +27,9 @@ GB: Final = 10**9
 BUILTIN_MODEL_DIR: Final = Path(__file__).resolve().parents[1] / "builtin_model"
 """The model that the server runs without `--model-path`; package data."""
 BUILTIN_MODEL_NAME: Final = "sglang-builtin"
+BUILTIN_HYBRID_MODEL_DIR: Final = BUILTIN_MODEL_DIR.with_name("builtin_hybrid_model")
+"""The same task, solved with recurrent states; package data. `MODEL=hybrid make serve` runs it."""
+BUILTIN_HYBRID_MODEL_NAME: Final = "sglang-builtin-hybrid"
 
 HEALTH_CHECK_RID_PREFIX: Final = "HEALTH_CHECK"
 """Prefix of the request ids of probes, which are not counted, logged or cached."""

@@ -280,6 +280,12 @@ class Envs:
     )
 
     ONCE = EnvBool(False, "`make serve` ends after its first answer.")
+    MODEL = EnvStr(
+        "builtin",
+        "The model of `make serve` without --model-path: the built-in one, or the built-in hybrid, "
+        "which has recurrent states.",
+        choices=("builtin", "hybrid"),
+    )
 
     # Torch's OpenMP library reads these.
     GOMP_SPINCOUNT = EnvInt(

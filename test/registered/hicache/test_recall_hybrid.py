@@ -1,0 +1,106 @@
+"""The built-in hybrid recalls from every tier: real servers, files and a real Mooncake store.
+
+Conversations of about 4,000 tokens, of which L1 holds one. Each is answered by a server without a
+cache, then again from L1, L2, L3 and by a second server. All answers must be the right codes, the
+words equal, and `cached_tokens_details` must have the prefix in the expected tier: its keys and
+values, and the recurrent state at its end.
+"""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from transformers import AutoTokenizer
+
+from sglang.srt.constants import BUILTIN_HYBRID_MODEL_DIR
+from sglang.test.ci.ci_register import register_cpu_ci
+from sglang.test.models.recall_task import heldout_conversation
+from sglang.test.servers.engine_server import EngineServer
+from sglang.test.servers.forked_servers import ForkedServer
+from sglang.test.stores.mooncake_cluster import MooncakeCluster
+
+register_cpu_ci(est_time=25, suite="base-b-test-cpu")
+
+MODEL = str(BUILTIN_HYBRID_MODEL_DIR)
+CONTEXT = 4000
+PAGE = 64
+STATES = ("--max-running-requests", "2", "--max-mamba-cache-size", "16")
+TIERS = (*STATES, "--max-total-tokens", "8192", "--hicache-ratio", "8",
+         "--hicache-storage-prefetch-policy", "wait_complete")  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Question:
+    """A held-out conversation up to its question, the right answer, and an engine's words."""
+
+    ids: list[int]
+    answer: str
+    words: list[int]
+
+    @property
+    def whole_pages(self) -> int:
+        """Tokens that a cache of whole pages can have."""
+        return (len(self.ids) - 1) // PAGE * PAGE
+
+
+@pytest.fixture(scope="module")
+def questions() -> list[Question]:
+    """Four questions for codes that were told, and the words of an engine without a cache."""
+    tokenizer = AutoTokenizer.from_pretrained(MODEL)
+    found = []
+    with ForkedServer("--disable-radix-cache", *STATES, model=MODEL) as server:
+        for seed in range(4):
+            conversation = heldout_conversation(seed, CONTEXT)
+            turn = conversation.first_tail_turn
+            text = tokenizer.apply_chat_template(
+                conversation.messages_before(turn), tokenize=False, add_generation_prompt=True
+            )
+            ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+            assert CONTEXT <= len(ids) < 8192, "one fits into L1"
+            cold = server.generate(ids)
+            assert cold.text.isdecimal()
+            assert cold.text == conversation.turns[turn].answer
+            assert cold.cached["device"] == 0
+            found.append(Question(ids, cold.text, cold.output_ids))
+    return found
+
+
+def check(server: EngineServer, question: Question, tier: str | None) -> None:
+    """Ask; all whole pages must come from `tier`, or nothing from a cache."""
+    got = server.generate(question.ids)
+    assert (got.text, got.output_ids) == (question.answer, question.words)
+    counts = {name: got.cached.get(name, 0) for name in ("device", "host", "storage")}
+    expected = dict.fromkeys(counts, 0)
+    if tier is not None:
+        expected[tier] = question.whole_pages
+    assert counts == expected
+
+
+@pytest.mark.parametrize("backend", ["file", "mooncake"])
+def test_right_and_the_same_words_from_every_tier(
+    questions: list[Question], backend: str, tmp_path: Path
+) -> None:
+    flags = ("--hicache-storage-backend", backend, *TIERS)
+    with ExitStack() as stack:
+        env = {"SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR": str(tmp_path)}
+        if backend == "mooncake":
+            env = stack.enter_context(MooncakeCluster(segment_size="256mb")).engine_env()
+        writer = stack.enter_context(ForkedServer(*flags, env=env, model=MODEL))
+        for question in questions:
+            check(writer, question, None)
+            check(writer, question, "device")
+        for question in questions:
+            check(writer, question, "host")
+        writer.flush()
+        for question in questions:
+            check(writer, question, "storage")
+        reader = stack.enter_context(ForkedServer(*flags, env=env, model=MODEL))
+        for question in questions:
+            check(reader, question, "storage")
+
+
+if __name__ == "__main__":
+    raise SystemExit(pytest.main([__file__, "-q", "-x"]))
