@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 
 from sglang.embedded_mooncake import LOOPBACK
-from sglang.srt.arg_groups.remote_weights import SEED_PATH, START_SEED
+from sglang.srt.arg_groups.remote_weights import START_SEED
 from sglang.srt.distributed.device_communicators.mooncake_protocol import wheel_protocols
 from sglang.srt.hardware_backend.device_runtime import detect_device
-from sglang.srt.utils.network import wait_until
 from sglang.test.ci.ci_register import register_cuda_ci
 from sglang.test.servers.engine_server import EngineServer
+from sglang.test.servers.weight_digest import weight_digest
 
 register_cuda_ci(est_time=120, suite="base-b-test-1-gpu-large")
 
@@ -21,18 +19,6 @@ pytestmark = pytest.mark.skipif(detect_device() != "cuda", reason="needs a GPU")
 # Two servers share the GPU.
 FLAGS = ("--mem-fraction-static", "0.3")
 PROMPT = "The code of heron is 7391. What is the code of heron?"
-
-
-def digest(server: EngineServer) -> Any:
-    """Identity and checksums of a server's weights, once it has computed them."""
-    told: list[Any] = []
-
-    def has_digest() -> bool:
-        told.append(server.request("GET", f"{SEED_PATH}?rank=0").body["weights"]["digest"])
-        return told[-1] is not None
-
-    assert wait_until(has_digest, 60)
-    return told[-1]
 
 
 @pytest.mark.parametrize("protocol", ["tcp", "nvlink_intra"])
@@ -51,7 +37,7 @@ def test_the_weights_of_device_memory(protocol: str) -> None:
             info = reader.request("GET", "/server_info").body
             assert info["device"].startswith("cuda")
             assert info["transfer_engine"]["protocol"] == protocol
-            assert digest(reader) == digest(seed)
+            assert weight_digest(reader) == weight_digest(seed)
             want = seed.generate(PROMPT, max_new_tokens=12)
             assert reader.generate(PROMPT, max_new_tokens=12).output_ids == want.output_ids
 
