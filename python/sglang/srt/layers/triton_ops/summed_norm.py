@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from sglang.srt.distributed.tensor_group import MOST_PROGRAMS, PeerParts
-from sglang.srt.layers.triton_ops.early_start import await_kernels_before, early_start
+from sglang.srt.hardware_backend.cuda.early_start import await_kernels_before, early_start
 from sglang.srt.layers.triton_ops.meeting import meet
 
 

@@ -14,8 +14,8 @@ import torch
 import triton
 import triton.language as tl
 
+from sglang.srt.hardware_backend.cuda.early_start import await_kernels_before, early_start
 from sglang.srt.layers.attention.triton_ops.paged import attend_range, split_range
-from sglang.srt.layers.triton_ops.early_start import await_kernels_before, early_start
 
 BLOCK_N = 64
 PROGRAMS = 512

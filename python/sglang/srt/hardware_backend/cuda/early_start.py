@@ -39,7 +39,7 @@ class EarlyStart(TypedDict, total=False):
     launch_pdl: bool
 
 
-@triton.jit
+@triton.jit  # type: ignore[untyped-decorator]
 def await_kernels_before(EARLY: tl.constexpr) -> None:
     """Wait until all kernels before this one have ended, and let the next one start."""
     if EARLY:
