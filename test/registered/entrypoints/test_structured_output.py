@@ -120,8 +120,11 @@ def test_a_call_that_must_be_made_always_parses(client: openai.OpenAI) -> None:
             "required": ["bird"], "additionalProperties": False}}},
         {"type": "function", "function": {"name": "stop"}},
     ]  # fmt: skip
-    names = set()
-    for seed in range(8):
+    names: set[str] = set()
+    # Which tool a seed draws depends on the CPU's rounding.
+    for seed in range(200):
+        if seed >= 8 and len(names) == 2:
+            break
         reply = client.chat.completions.create(
             model="any", messages=ASK, tools=tools, tool_choice="required", temperature=1.0,
             seed=seed, max_tokens=1000,
