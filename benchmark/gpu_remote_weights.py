@@ -19,12 +19,11 @@ from pathlib import Path
 from typing import Any, Final
 
 from sglang.benchmark.report import emit, provenance
-from sglang.embedded_mooncake import LOOPBACK
 from sglang.srt.arg_groups.remote_weights import START_SEED
 from sglang.srt.constants import BUILTIN_MODEL_DIR, MIB
 from sglang.test.models.qwen3_8b import DUMMY_FLAGS, dummy_model
 from sglang.test.servers.engine_server import EngineServer
-from sglang.test.servers.weight_digest import weight_digest
+from sglang.test.servers.seed_servers import remote_flags, weight_digest
 
 EXPECTED_S: Final = 0.06
 """16.4 GB at 280 GB/s, which copies of 16 MB reach."""
@@ -33,29 +32,26 @@ _READ: Final = re.compile(r"read ([\d.]+) MiB from the seed, .* in ([\d.]+) s,")
 _HASHED_S: Final = 240.0
 
 
-def measure(model: str, *, tiny: bool) -> dict[str, Any]:
-    """One start from a running seed."""
+def measure(model: str, repeat: int, *, tiny: bool) -> list[dict[str, Any]]:
+    """Starts from one running seed."""
     env = {"MOONCAKE_PROTOCOL": "tcp" if tiny else "nvlink_intra"}
     tokenizer = ("--tokenizer-path", str(BUILTIN_MODEL_DIR))
     seed_flags: tuple[str, ...] = () if tiny else ("--device", "cuda", "--base-gpu-id", "0")
     own_flags: tuple[str, ...] = () if tiny else ("--device", "cuda", "--base-gpu-id", "1")
     source = tokenizer if tiny else DUMMY_FLAGS
+    starts = []
     with EngineServer(START_SEED, *source, *seed_flags, model=model, env=env) as seed:
-        remote = (
-            "--load-format", "remote_instance",
-            "--remote-instance-weight-loader-seed-instance-ip", LOOPBACK,
-            "--remote-instance-weight-loader-seed-instance-service-port",
-            seed.url.rpartition(":")[2],
-        )  # fmt: skip
-        # It can be a seed itself, so that it tells the digest of its weights.
-        flags = (START_SEED, *tokenizer, *remote, *own_flags)
-        begun = time.monotonic()
-        with EngineServer(*flags, model=model, env=env) as reader:
-            start_s = time.monotonic() - begun
-            ((mib, seconds),) = _READ.findall(reader.process.log_path.read_text())
-            hashes = [weight_digest(server, _HASHED_S) for server in (seed, reader)]
-            assert hashes[0] == hashes[1], "the weights differ"
-    return {"mib": float(mib), "read_s": float(seconds), "start_s": round(start_s, 2)}
+        digest = weight_digest(seed, timeout_s=_HASHED_S)
+        # A reader is a seed itself, so that it tells the digest of its weights.
+        flags = (START_SEED, *tokenizer, *remote_flags(seed), *own_flags)
+        for _ in range(repeat):
+            begun = time.monotonic()
+            with EngineServer(*flags, model=model, env=env) as reader:
+                start_s = round(time.monotonic() - begun, 2)
+                ((mib, seconds),) = _READ.findall(reader.process.log_path.read_text())
+                assert weight_digest(reader, timeout_s=_HASHED_S) == digest, "the weights differ"
+            starts.append({"mib": float(mib), "read_s": float(seconds), "start_s": start_s})
+    return starts
 
 
 def main() -> None:
@@ -68,7 +64,7 @@ def main() -> None:
     args = parser.parse_args()
     with contextlib.ExitStack() as stack:
         model = str(BUILTIN_MODEL_DIR) if args.tiny else stack.enter_context(dummy_model())
-        starts = [measure(model, tiny=args.tiny) for _ in range(args.repeat)]
+        starts = measure(model, args.repeat, tiny=args.tiny)
     median = statistics.median(start["read_s"] for start in starts)
     record = {
         "benchmark": "gpu_remote_weights",

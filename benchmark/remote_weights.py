@@ -36,6 +36,7 @@ from sglang.srt.distributed.device_context import mark_device_set
 from sglang.srt.environ import envs
 from sglang.test.models.tiny_models import save_tiny_checkpoint
 from sglang.test.servers.engine_server import EngineServer
+from sglang.test.servers.seed_servers import remote_flags
 from sglang.test.stores.transfer_peer import TransferPeer
 
 SHAPE = {
@@ -125,16 +126,10 @@ def measure(model: Path, seed_ranks: int, ranks: int, repeat: int) -> dict[str, 
     with EngineServer(
         START_SEED, *tokenizer, "--tp-size", str(seed_ranks), model=str(model)
     ) as seed:
-        remote = (
-            "--load-format", "remote_instance",
-            "--remote-instance-weight-loader-seed-instance-ip", LOOPBACK,
-            "--remote-instance-weight-loader-seed-instance-service-port",
-            seed.url.rpartition(":")[2],
-        )  # fmt: skip
         kinds: dict[str, Callable[[], dict[str, float]]] = {
             "file, cold": lambda: start(model, *size),
             "file, cached": lambda: start(model, *size),
-            "server": lambda: start(model, *size, *remote),
+            "server": lambda: start(model, *size, *remote_flags(seed)),
         }
         for _ in range(repeat):
             for kind, begin in kinds.items():

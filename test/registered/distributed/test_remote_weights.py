@@ -38,6 +38,7 @@ from sglang.srt.model_loader.weight_source import WeightSlots
 from sglang.srt.utils.network import wait_until
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.servers.engine_server import EngineServer
+from sglang.test.servers.seed_servers import remote_flags, weight_digest
 
 register_cpu_ci(est_time=60, suite="base-b-test-cpu")
 
@@ -51,13 +52,8 @@ PROGRESS_S = 4
 def reading(seed: EngineServer, *flags: str, **options: Any) -> EngineServer:
     """A server that reads the weights of another one."""
     return EngineServer(
-        "--load-format", "remote_instance",
-        "--remote-instance-weight-loader-seed-instance-ip", LOOPBACK,
-        "--remote-instance-weight-loader-seed-instance-service-port", seed.url.rpartition(":")[2],
-        *flags,
-        env={**TCP, **options.pop("env", {})},
-        **options,
-    )  # fmt: skip
+        *remote_flags(seed), *flags, env={**TCP, **options.pop("env", {})}, **options
+    )
 
 
 def without_weights(target: Path) -> Path:
@@ -68,14 +64,7 @@ def without_weights(target: Path) -> Path:
 
 def digest(server: EngineServer) -> dict[str, Any]:
     """Identity and checksums of a server's weights, once it has computed them."""
-    told: list[dict[str, Any]] = []
-
-    def has_digest() -> bool:
-        told.append(server.request("GET", f"{OLDER_PATH}?rank=0").body["weights"]["digest"])
-        return told[-1] is not None
-
-    assert wait_until(has_digest, 60)
-    return told[-1]
+    return weight_digest(server, path=OLDER_PATH)
 
 
 def words(server: EngineServer) -> list[Any]:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from sglang.embedded_mooncake import LOOPBACK
 from sglang.srt.arg_groups.remote_weights import START_SEED
 from sglang.srt.distributed.device_communicators.mooncake_protocol import wheel_protocols
 from sglang.srt.hardware_backend.device_runtime import detect_device
 from sglang.test.ci.ci_register import register_cuda_ci
 from sglang.test.servers.engine_server import EngineServer
-from sglang.test.servers.weight_digest import weight_digest
+from sglang.test.servers.seed_servers import remote_flags, weight_digest
 
 register_cuda_ci(est_time=120, suite="base-b-test-1-gpu-large")
 
@@ -26,20 +25,16 @@ def test_the_weights_of_device_memory(protocol: str) -> None:
     if protocol not in wheel_protocols():
         pytest.skip(f"the installed mooncake wheel was built without {protocol}")
     env = {"MOONCAKE_PROTOCOL": protocol}
-    with EngineServer(START_SEED, *FLAGS, env=env) as seed:
-        remote = (
-            "--load-format", "remote_instance",
-            "--remote-instance-weight-loader-seed-instance-ip", LOOPBACK,
-            "--remote-instance-weight-loader-seed-instance-service-port",
-            seed.url.rpartition(":")[2],
-        )  # fmt: skip
-        with EngineServer(*remote, *FLAGS, env=env) as reader:
-            info = reader.request("GET", "/server_info").body
-            assert info["device"].startswith("cuda")
-            assert info["transfer_engine"]["protocol"] == protocol
-            assert weight_digest(reader) == weight_digest(seed)
-            want = seed.generate(PROMPT, max_new_tokens=12)
-            assert reader.generate(PROMPT, max_new_tokens=12).output_ids == want.output_ids
+    with (
+        EngineServer(START_SEED, *FLAGS, env=env) as seed,
+        EngineServer(*remote_flags(seed), *FLAGS, env=env) as reader,
+    ):
+        info = reader.request("GET", "/server_info").body
+        assert info["device"].startswith("cuda")
+        assert info["transfer_engine"]["protocol"] == protocol
+        assert weight_digest(reader) == weight_digest(seed)
+        want = seed.generate(PROMPT, max_new_tokens=12)
+        assert reader.generate(PROMPT, max_new_tokens=12).output_ids == want.output_ids
 
 
 if __name__ == "__main__":

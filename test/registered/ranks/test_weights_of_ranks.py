@@ -18,7 +18,7 @@ from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.constants import BUILTIN_MODEL_DIR
 from sglang.srt.model_loader.load_config import LoadConfig
 from sglang.srt.model_loader.loader import get_model
-from sglang.srt.model_loader.tensor_memory import checksum
+from sglang.srt.model_loader.tensor_memory import checksums
 from sglang.srt.model_loader.weight_plan import cell_views
 from sglang.srt.utils.network import get_free_port, wait_until
 from sglang.test.caches.memory_ranks import PlaceInGroup
@@ -27,6 +27,7 @@ from sglang.test.models.tiny_models import save_tiny_checkpoint
 from sglang.test.schedulers import rank_faults
 from sglang.test.schedulers.scheduler_rig import prompt
 from sglang.test.servers.forked_servers import ForkedProcess, ForkedServer
+from sglang.test.servers.seed_servers import remote_flags, weight_digest
 from sglang.test.test_utils import await_health, new_log_path
 
 register_cpu_ci(est_time=45, suite="base-b-test-cpu")
@@ -60,12 +61,7 @@ def server_of(model: Path, size: int, *flags: str, **options: Any) -> ForkedServ
 def reader_of(
     seed: ForkedServer, model: Path, size: int, *flags: str, **options: Any
 ) -> ForkedServer:
-    return server_of(
-        model, size, "--load-format", "remote_instance",
-        "--remote-instance-weight-loader-seed-instance-ip", LOOPBACK,
-        "--remote-instance-weight-loader-seed-instance-service-port", seed.url.rpartition(":")[2],
-        *flags, **options,
-    )  # fmt: skip
+    return server_of(model, size, *remote_flags(seed), *flags, **options)
 
 
 def without_weights(model: Path, target: Path) -> Path:
@@ -77,17 +73,8 @@ def without_weights(model: Path, target: Path) -> Path:
 
 def digests(server: ForkedServer, size: int) -> list[dict[str, Any]]:
     """Identity and checksums of what each rank has in its memory."""
-    told: list[dict[str, Any]] = []
-
-    def ask(rank: int) -> bool:
-        weights = server.request("GET", f"{SEED_PATH}?rank={rank}").body["weights"]
-        assert weights["ranks"] == size
-        if weights["digest"] is not None:
-            told.append(weights["digest"])
-        return weights["digest"] is not None
-
-    assert all(wait_until(functools.partial(ask, rank), 60) for rank in range(size))
-    return told
+    assert server.request("GET", f"{SEED_PATH}?rank=0").body["weights"]["ranks"] == size
+    return [weight_digest(server, rank) for rank in range(size)]
 
 
 def checksums_of_files(model: Path, size: int) -> list[dict[str, list[str]]]:
@@ -95,7 +82,7 @@ def checksums_of_files(model: Path, size: int) -> list[dict[str, list[str]]]:
     config = ModelConfig.from_path(str(model))
     return [
         {
-            name: [checksum(cell) for cell in cell_views(slot)]
+            name: checksums(cell_views(slot))
             for name, slot in get_model(
                 config, LoadConfig(tp_group=PlaceInGroup(rank, size), show_progress=False)
             ).weight_slots()

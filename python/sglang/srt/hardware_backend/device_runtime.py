@@ -10,14 +10,16 @@ import functools
 import importlib
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, ClassVar, Final, Protocol, TypeAlias
 
+import numpy as np
 import numpy.typing as npt
 import torch
 
 from sglang.srt.hardware_backend.device_kinds import DEVICE_KINDS, DeviceKind
+from sglang.srt.hardware_backend.leaf_hash import host_digests, pieces_of
 
 logger = logging.getLogger(__name__)
 
@@ -169,6 +171,25 @@ class DeviceRuntime(ABC):
     @abstractmethod
     def copy_to_host(self, tensors: Sequence[torch.Tensor | None]) -> HostCopies:
         """Begin to copy tensors to the CPU. Those that are there already are taken as they are."""
+
+    def leaf_digests(self, matrices: Sequence[torch.Tensor]) -> list[bytes]:
+        """Digests of the leaves (`leaf_hash`) of each matrix, row by row.
+
+        It runs beside the device's computations, once what the current stream has queued is done.
+
+        Args:
+            matrices: uint8 `[rows, bytes]` on the device, with any distance between rows.
+        """
+        stream = self.make_side_stream()
+        stream.follow()
+        with stream.use():
+            return [host_digests(self._on_host(pieces_of(matrix))) for matrix in matrices]
+
+    def _on_host(self, pieces: Iterable[torch.Tensor]) -> Iterator[npt.NDArray[np.uint8]]:
+        for piece in pieces:
+            (copy,) = self.copy_to_host([piece]).wait()
+            assert copy is not None
+            yield copy.numpy()
 
     # -- memory -----------------------------------------------------------------------------------
 

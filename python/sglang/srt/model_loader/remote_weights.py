@@ -27,7 +27,7 @@ from sglang.srt.model_loader.load_config import LoadConfig
 from sglang.srt.model_loader.read_batches import ReadBatch, Step, cut_batches, staging_bytes
 from sglang.srt.model_loader.seed_client import DIGEST_TIMEOUT_S, SeedClient
 from sglang.srt.model_loader.staging_memory import StagingMemory
-from sglang.srt.model_loader.tensor_memory import checksum
+from sglang.srt.model_loader.tensor_memory import checksums
 from sglang.srt.model_loader.weight_offer import SeedAnswer, check_offer
 from sglang.srt.model_loader.weight_plan import TensorPlan, check_checksums, plan_reads
 from sglang.srt.model_loader.weight_source import WeightSlots
@@ -128,8 +128,8 @@ class RemoteInstanceWeights:
         plans = plan_reads(answers, wanted, rank=self._rank)
         checked = self._read_all(plans, answers, slots)
         digests = self._client.await_digests(len(answers), time.monotonic() + DIGEST_TIMEOUT_S)
-        for plan, checksums in checked:
-            check_checksums(plan, checksums, digests)
+        for plan, found in checked:
+            check_checksums(plan, found, digests)
         self._identity = digests[0].identity
         for answer in answers:
             self._engine.forget_peer(answer.session_id)
@@ -219,8 +219,9 @@ def _take_over(checked: _Checked, batch: ReadBatch, staging: StagingMemory, turn
     complete."""
     with torch.inference_mode():
         staging.unpack(batch, turn)
+        found = iter(checksums([cell.data for plan in batch.done for cell in plan.cells]))
         for plan in batch.done:
-            checked.append((plan, [checksum(cell.data) for cell in plan.cells]))
+            checked.append((plan, [next(found) for _ in plan.cells]))
             plan.slot.copies[1:].copy_(plan.slot.copies[:1].expand_as(plan.slot.copies[1:]))
 
 

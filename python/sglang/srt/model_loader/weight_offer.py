@@ -55,8 +55,8 @@ class WeightsDigest(msgspec.Struct, frozen=True, kw_only=True):
     identity: str
     """See `weights_identity`; the same on all ranks."""
     checksums: dict[str, list[str]]
-    """Checksums of each tensor, one for each cell (`HeldRanges.cells`): xxh3-128 of its bytes in
-    the rank's memory, row by row, 32 hexadecimal digits."""
+    """Checksums of each tensor, one for each cell (`HeldRanges.cells`): `leaf_hash` of its bytes
+    in the rank's memory, row by row, 32 hexadecimal digits."""
 
 
 class WeightsOffer(msgspec.Struct, frozen=True, kw_only=True):

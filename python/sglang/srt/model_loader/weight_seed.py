@@ -14,7 +14,7 @@ from sglang.srt.distributed.device_communicators.mooncake_transfer_engine import
     MooncakeTransferEngine,
 )
 from sglang.srt.distributed.rank_group import RankGroup, gather_bytes
-from sglang.srt.model_loader.tensor_memory import checksum
+from sglang.srt.model_loader.tensor_memory import checksums
 from sglang.srt.model_loader.weight_offer import (
     SeedAnswer,
     TensorPart,
@@ -141,12 +141,7 @@ class WeightSeed:
 
     def _compute(self) -> _Computed:
         give_way()
-        checksums = {
-            name: [checksum(cell) for cell in cell_views(slot)]
-            for name, slot in self._slots.items()
-        }
-        logger.info(
-            "computed the checksums of %d tensors for servers that read them", len(checksums)
-        )
+        told = {name: checksums(cell_views(slot)) for name, slot in self._slots.items()}
+        logger.info("computed the checksums of %d tensors for servers that read them", len(told))
         identity = self._identity() if self._group.rank == 0 else ""
-        return _Computed(identity=identity, checksums=checksums)
+        return _Computed(identity=identity, checksums=told)

@@ -13,11 +13,12 @@ import torch
 
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.distributed.rank_group import SingleRank
+from sglang.srt.hardware_backend import leaf_hash
 from sglang.srt.model_loader import remote_weights as source_module
 from sglang.srt.model_loader.load_config import LoadConfig, SeedAddress
 from sglang.srt.model_loader.read_batches import cut_batches
 from sglang.srt.model_loader.remote_weights import RemoteInstanceWeights
-from sglang.srt.model_loader.tensor_memory import checksum
+from sglang.srt.model_loader.tensor_memory import checksums
 from sglang.srt.model_loader.weight_offer import SeedAnswer
 from sglang.srt.model_loader.weight_plan import cell_views
 from sglang.srt.model_loader.weight_seed import WeightSeed
@@ -193,7 +194,7 @@ def test_a_digest_is_computed_once_and_not_before_it_is_asked_for(rig: WeightRig
     assert digest["identity"] == IDENTITY
     slots = dict(rig.seed_model.weight_slots())
     assert digest["checksums"] == {
-        name: [checksum(cell) for cell in cell_views(slot)] for name, slot in slots.items()
+        name: checksums(cell_views(slot)) for name, slot in slots.items()
     }
     # What ranks could split is hashed in eighths, the rest as it is.
     assert len(digest["checksums"]["model.layers.0.mlp.down_proj.weight"]) == 8
@@ -230,22 +231,27 @@ def test_a_digest_that_fails_is_told_and_tried_again(rig: WeightRig) -> None:
     assert told == ["the weights' identity cannot be computed: weights were deleted"]
 
 
-@pytest.mark.parametrize("shape", [(1, 0), (1, 3), (5, 7)])
+@pytest.mark.parametrize("shape", [(1, 0), (1, 3), (5, 7), (30, 90)])
 def test_a_checksum_is_of_all_bytes(
     shape: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    data = torch.arange(shape[0] * shape[1], dtype=torch.uint8).view(shape)
-    whole = checksum(data)
+    monkeypatch.setattr(leaf_hash, "LEAF_BYTES", 512)
+    monkeypatch.setattr(leaf_hash, "BLOCK_BYTES", 256)
+    data = torch.arange(shape[0] * shape[1]).to(torch.uint8).view(shape)
+    (whole,) = checksums([data])
     assert len(whole) == 32
     # Columns of a wider matrix have the checksum that they have by themselves.
     wide = torch.zeros(shape[0], shape[1] + 4, dtype=torch.uint8)
     wide[:, 2:-2] = data
     for size in (4, 8, 1 << 20):
-        monkeypatch.setattr("sglang.srt.model_loader.tensor_memory._PIECE_BYTES", size)
-        assert checksum(data) == checksum(wide[:, 2:-2]) == whole
+        monkeypatch.setattr(leaf_hash, "_PIECE_BYTES", size)
+        assert checksums([data, wide[:, 2:-2], data[:0]])[:2] == [whole, whole]
+    # Zeros that pad the last leaf are not bytes of the tensor.
+    longer = torch.nn.functional.pad(data.reshape(1, -1), (0, 1))
+    assert checksums([longer]) != [whole]
     if data.numel():
         data[-1, -1] += 1
-        assert checksum(data) != whole
+        assert checksums([data]) != [whole]
 
 
 if __name__ == "__main__":

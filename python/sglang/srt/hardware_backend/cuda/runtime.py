@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import bisect
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Final
@@ -53,6 +53,14 @@ class CudaRuntime(AcceleratorRuntime):
         if small_copies.suits(tensor):
             return small_copies.download(tensor)
         return copy_to_pinned(tensor)
+
+    def leaf_digests(self, matrices: Sequence[torch.Tensor]) -> list[bytes]:
+        from sglang.srt.hardware_backend.cuda import xxh3
+
+        stream = self.make_side_stream()
+        stream.follow()
+        with self._api.device(self._target), stream.use():
+            return xxh3.leaf_digests(matrices)
 
     def current_stream_handle(self) -> int:
         """The `cudaStream_t` of the current stream; 0 is the default stream."""

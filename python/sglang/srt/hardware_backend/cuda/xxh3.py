@@ -1,0 +1,226 @@
+"""xxh3-128 of device memory, by two kernels.
+
+A hash takes its bytes in blocks of 1 KiB. What a block adds to the hash's eight accumulators does
+not depend on them: one kernel computes that of all blocks at once. Between two blocks the
+accumulators are scrambled: another kernel does so, eight threads a hash.
+
+Source: "XXH3 algorithm overview" in the xxHash specification, for more than 240 bytes, seed 0.
+
+Importing this module needs triton.
+"""
+
+# ruff: noqa: ANN001, ANN202  (the language below the decorator is not Python)
+# mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import triton
+import triton.language as tl
+
+from sglang.srt.constants import MIB
+from sglang.srt.hardware_backend.leaf_hash import BLOCK_BYTES, DIGEST_BYTES, LEAF_BYTES
+
+_WORD: Final = 8
+_STRIPES: Final = tl.constexpr(16)
+_LANES: Final = tl.constexpr(8)
+_BLOCK_WORDS: Final = tl.constexpr(BLOCK_BYTES // _WORD)
+_LEAF_BLOCKS: Final = tl.constexpr(LEAF_BYTES // BLOCK_BYTES)
+_BLOCKS_AT_ONCE: Final = 16
+_LEAVES_AT_ONCE: Final = 8
+_GROUP: Final = 256 * MIB // LEAF_BYTES
+"""Leaves of one launch. What their blocks add takes a sixteenth of their bytes."""
+_COLUMNS: Final = 5
+"""Of the table of leaves: address of the cell, first word, words, words of a row, and from row to
+row."""
+
+_SECRET: Final = bytes.fromhex(
+    "b8fe6c3923a44bbe7c01812cf721ad1cded46de9839097db7240a4a4b7b3671f"
+    "cb79e64eccc0e578825ad07dccff7221b8084674f743248ee03590e6813a264c"
+    "3c2852bb91c300cb88d0658b1b532ea371644897a20df94e3819ef46a9deacd8"
+    "a8fa763fe39c343ff9dcbbc7c70b4f1d8a51e04bcdb45931c89f7ec9d9787364"
+    "eac5ac8334d3ebc3c581a0fffa1363eb170ddd51b7f0da49d316552629d4689e"
+    "2b16be587d47a1fc8ff8b8d17ad031ce45cb3a8f95160428afd7fbcabb4b407e"
+)
+_PRIME32: Final = (0x9E3779B1, 0x85EBCA77, 0xC2B2AE3D)
+_PRIME64: Final = (
+    0x9E3779B185EBCA87, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9, 0x85EBCA77C2B2AE63,
+    0x27D4EB2F165667C5,
+)  # fmt: skip
+_START: Final = (
+    _PRIME32[2], *_PRIME64[:4], _PRIME32[1], _PRIME64[4], _PRIME32[0],
+)  # fmt: skip
+
+# Rows of eight words of the constants: see `_constants`.
+_LAST_KEYS: Final = tl.constexpr(16)
+_SCRAMBLE: Final = tl.constexpr(17)
+_LOW: Final = tl.constexpr(18)
+_HIGH: Final = tl.constexpr(19)
+_FIRST: Final = tl.constexpr(20)
+_PRIMES: Final = tl.constexpr(21)
+
+
+@triton.jit
+def _words(constants, row):
+    return tl.load(constants + row * _LANES + tl.arange(0, _LANES)).to(tl.uint64, bitcast=True)
+
+
+@triton.jit
+def _load_words(cell, first, index, count, row_words, stride):
+    """Words `index` of a leaf; zeros behind its last one."""
+    word = first + index
+    row = word // row_words
+    address = cell + row.to(tl.int64) * stride + (word - row * row_words)
+    return tl.load(address, mask=index < count, other=0).to(tl.uint64, bitcast=True)
+
+
+@triton.jit
+def _sum_blocks(table, constants, sums, COLUMNS: tl.constexpr, BLOCKS: tl.constexpr):
+    """What each block of a leaf adds to the accumulators: `sums`, int64 `[leaves, blocks, 8]`."""
+    leaf = tl.program_id(0)
+    entry = table + leaf * COLUMNS
+    cell = tl.load(entry).to(tl.pointer_type(tl.int64))
+    first = tl.load(entry + 1).to(tl.int32)
+    count = tl.load(entry + 2).to(tl.int32)
+    row_words = tl.load(entry + 3).to(tl.int32)
+    stride = tl.load(entry + 4)
+    blocks = tl.cdiv(count, _BLOCK_WORDS)
+    begin = tl.program_id(1) * BLOCKS
+    if begin < blocks:
+        block = begin + tl.arange(0, BLOCKS)[:, None, None]
+        stripe = tl.arange(0, _STRIPES)[None, :, None]
+        lane = tl.arange(0, _LANES)[None, None, :]
+        at = block * _BLOCK_WORDS + stripe * _LANES
+        own = _load_words(cell, first, at + lane, count, row_words, stride)
+        other = _load_words(cell, first, at + (lane ^ 1), count, row_words, stride)
+        # The last stripe of all has keys of its own.
+        is_last = (block == blocks - 1) & (stripe == _STRIPES - 1)
+        keys = tl.load(constants + tl.where(is_last, _LAST_KEYS, stripe) * _LANES + lane)
+        mixed = own ^ keys.to(tl.uint64, bitcast=True)
+        added = other + (mixed & 0xFFFFFFFF) * (mixed >> 32)
+        total = tl.sum(added.to(tl.int64, bitcast=True), axis=1)
+        block = begin + tl.arange(0, BLOCKS)[:, None]
+        lane = tl.arange(0, _LANES)[None, :]
+        place = (leaf.to(tl.int64) * _LEAF_BLOCKS + block) * _LANES + lane
+        tl.store(sums + place, total, mask=block < blocks)
+
+
+@triton.jit
+def _merge(accumulators, keys, start, LEAVES: tl.constexpr):
+    mixed = accumulators ^ keys[None, :]
+    left, right = tl.split(tl.reshape(mixed, (LEAVES, _LANES // 2, 2)))
+    folded = (left * right) ^ tl.umulhi(left, right)
+    total = (tl.sum(folded.to(tl.int64, bitcast=True), axis=1) + start).to(tl.uint64, bitcast=True)
+    total ^= total >> 37
+    total *= 0x165667919E3779F9
+    return total ^ (total >> 32)
+
+
+@triton.jit
+def _join_blocks(table, constants, sums, digests, leaves, COLUMNS: tl.constexpr,
+                 LEAVES: tl.constexpr):  # fmt: skip
+    """The digests of leaves, from what their blocks add: int64 `[leaves, 2]`, high word first."""
+    leaf = tl.program_id(0) * LEAVES + tl.arange(0, LEAVES)
+    is_there = leaf < leaves
+    count = tl.load(table + leaf * COLUMNS + 2, mask=is_there, other=1).to(tl.int32)
+    blocks = tl.cdiv(count, _BLOCK_WORDS)[:, None]
+    lane = tl.arange(0, _LANES)[None, :]
+    own = sums + (leaf.to(tl.int64) * _LEAF_BLOCKS)[:, None] * _LANES + lane
+    keys = _words(constants, _SCRAMBLE)[None, :]
+    prime = tl.load(constants + _PRIMES * _LANES + 2).to(tl.uint64, bitcast=True)
+    none = tl.zeros((LEAVES, _LANES), tl.int64).to(tl.uint64, bitcast=True)
+    accumulators = none + _words(constants, _FIRST)[None, :]
+    for block in tl.range(0, tl.max(blocks), loop_unroll_factor=8):
+        is_held = is_there[:, None] & (block < blocks)
+        added = tl.load(own + block * _LANES, mask=is_held, other=0)
+        accumulators += added.to(tl.uint64, bitcast=True)
+        scrambled = (accumulators ^ (accumulators >> 47) ^ keys) * prime
+        accumulators = tl.where(block < blocks - 1, scrambled, accumulators)
+    num_bytes = tl.reshape(blocks, (LEAVES,)).to(tl.int64) * (_BLOCK_WORDS * 8)
+    low_start = num_bytes * tl.load(constants + _PRIMES * _LANES)
+    high_start = ~(num_bytes * tl.load(constants + _PRIMES * _LANES + 1))
+    low = _merge(accumulators, _words(constants, _LOW), low_start, LEAVES)
+    high = _merge(accumulators, _words(constants, _HIGH), high_start, LEAVES)
+    tl.store(digests + leaf * 2, high.to(tl.int64, bitcast=True), mask=is_there)
+    tl.store(digests + leaf * 2 + 1, low.to(tl.int64, bitcast=True), mask=is_there)
+
+
+@functools.cache
+def _constants(device: torch.device) -> torch.Tensor:
+    """Int64 `[22, 8]`: keys of the stripes, of the last one, of the scrambling and of both halves;
+    the first accumulators; primes."""
+
+    def keys(offset: int) -> npt.NDArray[np.uint64]:
+        return np.frombuffer(_SECRET, "<u8", 8, offset)
+
+    end = len(_SECRET) - 64
+    offsets = [*range(0, 128, _WORD), end - 7, end, 11, end - 11]
+    rows = [*map(keys, offsets), np.array(_START, np.uint64)]
+    rows.append(np.array([*_PRIME64[:2], _PRIME32[0], 0, 0, 0, 0, 0], np.uint64))
+    return torch.from_numpy(np.stack(rows).view(np.int64)).to(device)
+
+
+def _aligned(cell: torch.Tensor) -> torch.Tensor:
+    """The cell itself, or where its rows are no whole words a copy in one row, padded by zeros."""
+    step = cell.stride(0) if len(cell) > 1 else 0
+    if not (cell.data_ptr() % _WORD or cell.shape[1] % _WORD or step % _WORD):
+        return cell
+    flat = cell.reshape(1, -1)
+    return torch.nn.functional.pad(flat, (0, -flat.shape[1] % _WORD)).clone()
+
+
+def _table(cells: Sequence[torch.Tensor]) -> npt.NDArray[np.int64]:
+    """A row for each leaf."""
+    parts = []
+    for cell in cells:
+        words, leaf_words = cell.numel() // _WORD, LEAF_BYTES // _WORD
+        first = np.arange(0, words, leaf_words)
+        part = np.empty((len(first), _COLUMNS), np.int64)
+        part[:, 0] = cell.data_ptr()
+        part[:, 1] = first
+        part[:, 2] = np.minimum(words - first, leaf_words)
+        part[:, 3] = cell.shape[1] // _WORD
+        part[:, 4] = cell.stride(0) // _WORD
+        parts.append(part)
+    return np.concatenate(parts)
+
+
+def leaf_digests(cells: Sequence[torch.Tensor]) -> list[bytes]:
+    """Digests of the leaves of each cell, one behind the other; see `leaf_hash`.
+
+    Args:
+        cells: uint8 `[rows, bytes]` on one CUDA device, of less than 16 GiB each; the bytes of a
+            row are contiguous.
+
+    Returns:
+        For each cell 16 bytes a leaf, the most significant byte first. They are computed on the
+        current stream; the call waits for it.
+    """
+    sources = [_aligned(cell) for cell in cells]
+    device = cells[0].device
+    table = _table(sources)
+    rows = torch.from_numpy(table).to(device)
+    digests = torch.empty(len(table), 2, dtype=torch.int64, device=device)
+    constants = _constants(device)
+    sums = torch.empty(
+        min(len(table), _GROUP), _LEAF_BLOCKS.value, _LANES.value, dtype=torch.int64, device=device
+    )
+    for begin in range(0, len(table), _GROUP):
+        part, found = rows[begin : begin + _GROUP], digests[begin : begin + _GROUP]
+        most = -(-int(table[begin : begin + _GROUP, 2].max()) // _BLOCK_WORDS.value)
+        _sum_blocks[(len(part), triton.cdiv(most, _BLOCKS_AT_ONCE))](
+            part, constants, sums, COLUMNS=_COLUMNS, BLOCKS=_BLOCKS_AT_ONCE
+        )
+        _join_blocks[(triton.cdiv(len(part), _LEAVES_AT_ONCE),)](
+            part, constants, sums, found, len(part), COLUMNS=_COLUMNS, LEAVES=_LEAVES_AT_ONCE,
+            num_warps=2,
+        )  # fmt: skip
+    told = digests.cpu().numpy().astype(">i8").tobytes()
+    counts = [-(-source.numel() // LEAF_BYTES) * DIGEST_BYTES for source in sources]
+    ends = np.cumsum(counts)
+    return [told[end - count : end] for end, count in zip(ends, counts, strict=True)]
