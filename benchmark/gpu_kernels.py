@@ -270,7 +270,7 @@ def few(table: list[Row]) -> None:
     weights = ExpertWeights(gate_up=gate_up, down=down, shared=shared)
     choice = ExpertChoice(
         top_k=10, is_softmax=True, renormalize=True, factor=1.0, correction_bias=None,
-        has_shared=True, shared_gate=random(1, 2048),
+        has_shared=True, shared_gate=random(1, 2048), groups=1, top_groups=1, two_of_group=False,
     )  # fmt: skip
     layout = DeltaLayout(
         q=0, k=128, v=256, z=512, b=12_288, a=12_290, qk_step=768, v_step=768, ba_step=4,

@@ -271,9 +271,9 @@ class Envs:
     SGLANG_API_KEY = EnvOptionalStr("The key of --api-key, hidden from other users.")
     SGLANG_ADMIN_API_KEY = EnvOptionalStr("The key of --admin-api-key, hidden from other users.")
     SGLANG_KERNELS_START_EARLY = EnvBool(
-        False,
+        True,
         "Let kernels of few tokens start before the kernel before them has ended, on Hopper and "
-        "later: decoding of one request takes 1 to 7% less.",
+        "later.",
     )
     SGLANG_FORWARD_UNKNOWN_TOOLS = EnvBool(
         False, "Return calls of tools that the request did not name; otherwise they stay text."

@@ -69,13 +69,18 @@ class DeltaStates:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertChoice:
-    """How a token's experts are chosen, without groups of experts; see `RouterOptions`."""
+    """How a token's experts are chosen; see `RouterOptions`."""
 
     top_k: int
     is_softmax: bool
     renormalize: bool
     factor: float
     """Multiplies the weights of the chosen experts."""
+    groups: int
+    top_groups: int
+    """Groups that a token may use."""
+    two_of_group: bool
+    """Whether a group is as good as its two best experts together; else as its best one."""
     correction_bias: torch.Tensor | None
     """fp32 `[num_experts]`."""
     has_shared: bool

@@ -178,18 +178,30 @@ def test_what_follows_a_snapshot_is_computed_from_what_is_kept() -> None:
 @pytest.mark.parametrize("scoring", ["softmax", "sigmoid"])
 @pytest.mark.parametrize("renormalize", [True, False])
 @pytest.mark.parametrize("with_bias", [True, False])
-def test_the_choice_is_that_of_torch(scoring: Any, renormalize: bool, with_bias: bool) -> None:
+@pytest.mark.parametrize(
+    "groups", [(1, 1, "max"), (4, 2, "max"), (3, 1, "max"), (4, 2, "top2_sum")]
+)
+def test_the_choice_is_that_of_torch(
+    scoring: Any, renormalize: bool, with_bias: bool, groups: tuple[int, int, Any]
+) -> None:
     """Equal scores as well: the lower id comes first."""
+    num_groups, topk_groups, group_score = groups
     options = RouterOptions(
-        num_experts=24, top_k=5, scoring=scoring, renormalize=renormalize, routed_scaling_factor=2.5
-    )
+        num_experts=24, top_k=5, scoring=scoring, renormalize=renormalize,
+        routed_scaling_factor=2.5, num_groups=num_groups, topk_groups=topk_groups,
+        group_score=group_score,
+    )  # fmt: skip
     logits = (randn(9, 24, seed=4) * 2).round()
+    if group_score == "top2_sum":
+        # Unlike sums that would be equal but for rounding decide nothing here.
+        logits = randn(9, 12, seed=4).repeat_interleave(2, dim=1)
     bias = randn(24, seed=5).round() if with_bias else None
     want, want_ids = select_experts(logits, options, bias)
     x, gate = randn(9, 48, seed=6), randn(1, 48, seed=7)
     choice = ExpertChoice(
         top_k=5, is_softmax=scoring == "softmax", renormalize=renormalize, factor=2.5,
-        correction_bias=bias, has_shared=True, shared_gate=gate,
+        correction_bias=bias, has_shared=True, shared_gate=gate, groups=num_groups,
+        top_groups=topk_groups, two_of_group=group_score == "top2_sum",
     )  # fmt: skip
     weights, ids = KERNELS.choose_experts(logits, choice, x)
     if not with_bias:

@@ -2,14 +2,12 @@
 
 A decode step of few requests is hundreds of kernels of some microseconds each, so that ends and
 starts take a good part of it. A kernel launched with `early_start` is placed on the device as soon
-as all programs of the kernel before it run and have called `await_kernels_before`. It must not
-read or write, before it makes that call itself, anything that a kernel of the same step writes:
-weights it may read. Every program makes the call, also one that has nothing to do; so when a kernel
-has passed it, all kernels before that kernel have ended.
+as all programs of the kernel before it have begun. It must not read or write, before it calls
+`await_kernels_before`, anything that a kernel of the same step writes: weights it may read. Every
+program makes the call, also one that has nothing to do. The call returns when the kernel before has
+ended, which had made the call itself: so all kernels before have ended.
 
-It is off unless SGLANG_KERNELS_START_EARLY is set: decoding of one request gains 1 to 7%
-(benchmark/results/2026-11-23-gpu-early-start.md), but only kernels and chains of them were compared
-with the right results so far, no whole models.
+SGLANG_KERNELS_START_EARLY=0 switches it off.
 
 Source: CUDA C++ Programming Guide, "Programmatic Dependent Launch and Synchronization"; Hopper and
 later.
@@ -41,10 +39,10 @@ class EarlyStart(TypedDict, total=False):
 
 @triton.jit  # type: ignore[untyped-decorator]
 def await_kernels_before(EARLY: tl.constexpr) -> None:
-    """Wait until all kernels before this one have ended, and let the next one start."""
+    """Let the next kernel start, and wait until all kernels before this one have ended."""
     if EARLY:
-        gdc_wait()
         gdc_launch_dependents()
+        gdc_wait()
 
 
 def early_start(x: torch.Tensor) -> EarlyStart:

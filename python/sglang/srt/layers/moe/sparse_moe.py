@@ -10,7 +10,6 @@ from sglang.srt.distributed.tensor_group import PendingSum, ToAdd
 from sglang.srt.layers.fused_kernels import (
     ExpertChoice,
     ExpertWeights,
-    FusedKernels,
     fused_kernels,
 )
 from sglang.srt.layers.gated_mlp import GatedMLP
@@ -135,26 +134,14 @@ class SparseMoeBlock(torch.nn.Module):
             is_softmax=router.scoring == "softmax",
             renormalize=router.renormalize,
             factor=router.routed_scaling_factor,
+            groups=router.num_groups,
+            top_groups=router.topk_groups,
+            two_of_group=router.group_score == "top2_sum",
             correction_bias=self.gate.correction_bias,
             has_shared=shared is not None,
             shared_gate=None if gate is None else gate.weight,
         )
         return choice, ExpertWeights(gate_up=experts.gate_up, down=experts.down, shared=both)
-
-    def _choose(
-        self, kernels: FusedKernels, choice: ExpertChoice, x: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Experts of `x`: weights `[num_tokens, places]`, the shared one's last, and ids
-        `[num_tokens, top_k]`."""
-        if not self.gate.options.is_grouped:
-            return kernels.choose_experts(self.gate.logits(x), choice, x)
-        # The kernel knows no groups of experts.
-        weights, ids = self.gate.forward(x)
-        if choice.has_shared:
-            gate = self.shared_expert_gate
-            own = weights.new_ones(len(x), 1) if gate is None else gate.forward(x).float()
-            weights = torch.cat([weights, own], dim=1)
-        return weights.contiguous(), ids.contiguous()
 
     def forward(self, x: torch.Tensor, residual: torch.Tensor) -> tuple[ToAdd, torch.Tensor]:
         """Run router and experts.
@@ -170,7 +157,8 @@ class SparseMoeBlock(torch.nn.Module):
         if few is not None and self.experts.takes_few(len(x), few[0].top_k):
             assert self._kernels is not None, "there is a plan for its kernels"
             choice, weights = few
-            out = self._kernels.run_experts(x, *self._choose(self._kernels, choice, x), weights)
+            chosen = self._kernels.choose_experts(self.gate.logits(x), choice, x)
+            out = self._kernels.run_experts(x, *chosen, weights)
             return self._group.sum_later(out), residual
         out = self.experts.forward(x, *self.gate.forward(x))
         if self.shared_expert is None:

@@ -16,6 +16,35 @@ from sglang.srt.layers.triton_ops.ordered import ordered
 
 
 @triton.jit
+def _ranking(
+    logits: tl.tensor,
+    bias_ptr: tl.tensor,
+    experts: tl.tensor,
+    inside: tl.tensor,
+    peak: tl.tensor,
+    mass: tl.tensor,
+    SOFTMAX: tl.constexpr,
+    BIAS: tl.constexpr,
+) -> tl.tensor:
+    """What experts are chosen by: their scores, and the bias."""
+    score = tl.load(logits + experts, mask=inside, other=float("-inf")).to(tl.float32)
+    if SOFTMAX:
+        score = tl.exp(score - peak) / mass
+    else:
+        score = 1.0 / (1.0 + tl.exp(-score))
+    if BIAS:
+        score += tl.load(bias_ptr + experts, mask=inside, other=0.0)
+    return score
+
+
+@triton.jit
+def _first_best(key: tl.tensor, ids: tl.tensor, BLOCK: tl.constexpr) -> tl.tensor:
+    """The lowest of the ids with the highest key. Two sums over a warp's 32-bit numbers are one
+    instruction each; one over 64-bit numbers, which could hold both, takes ten."""
+    return tl.min(tl.where(key == tl.max(key, axis=0), ids, BLOCK), axis=0)
+
+
+@triton.jit
 def _choose_kernel(
     logits_ptr: tl.tensor,
     bias_ptr: tl.tensor,
@@ -28,12 +57,17 @@ def _choose_kernel(
     TOP_K: tl.constexpr,
     PLACES: tl.constexpr,
     HIDDEN: tl.constexpr,
+    GROUPS: tl.constexpr,
+    TOP_GROUPS: tl.constexpr,
     BLOCK_E: tl.constexpr,
     BLOCK_P: tl.constexpr,
     BLOCK_H: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+    BLOCK_S: tl.constexpr,
     SOFTMAX: tl.constexpr,
     BIAS: tl.constexpr,
     RENORMALIZE: tl.constexpr,
+    TWO_OF_GROUP: tl.constexpr,
     GATE: tl.constexpr,
     EARLY: tl.constexpr,
 ) -> None:
@@ -43,28 +77,41 @@ def _choose_kernel(
     inside = experts < EXPERTS
     await_kernels_before(EARLY)
     logits = logits_ptr + token * EXPERTS
-    score = tl.load(logits + experts, mask=inside, other=float("-inf")).to(tl.float32)
+    peak = 0.0
+    mass = 0.0
     if SOFTMAX:
-        peak = tl.max(score, axis=0)
-        mass = tl.sum(tl.exp(score - peak), axis=0)
-        score = tl.exp(score - peak) / mass
-    else:
-        score = 1.0 / (1.0 + tl.exp(-score))
-    if BIAS:
-        score += tl.load(bias_ptr + experts, mask=inside, other=0.0)
-    # One integer orders by score, then by id: the score above 32 bits of the reversed id. No score
-    # is the least of all integers, so that no expert is chosen twice.
-    least = tl.full([BLOCK_E], -1, tl.int64) << 63
-    key = tl.where(
-        inside, (ordered(score).to(tl.int64) << 32) | (BLOCK_E - 1 - experts).to(tl.int64), least
-    )
+        logit = tl.load(logits + experts, mask=inside, other=float("-inf")).to(tl.float32)
+        peak = tl.max(logit, axis=0)
+        mass = tl.sum(tl.exp(logit - peak), axis=0)
+    score = _ranking(logits, bias_ptr, experts, inside, peak, mass, SOFTMAX, BIAS)
+    allowed = inside
+    if TOP_GROUPS < GROUPS:
+        SIZE: tl.constexpr = EXPERTS // GROUPS
+        groups = tl.arange(0, BLOCK_G)
+        nth = tl.arange(0, BLOCK_S)[None, :]
+        member = (groups < GROUPS)[:, None] & (nth < SIZE)
+        of_group = groups[:, None] * SIZE + nth
+        ranks = _ranking(logits, bias_ptr, of_group, member, peak, mass, SOFTMAX, BIAS)
+        ranks = tl.where(member, ranks, float("-inf"))
+        group_score = tl.max(ranks, axis=1)
+        if TWO_OF_GROUP:
+            best = tl.where(ranks == group_score[:, None], nth, BLOCK_S)
+            is_first = nth == tl.min(best, axis=1)[:, None]
+            group_score += tl.max(tl.where(is_first, float("-inf"), ranks), axis=1)
+        group_key = tl.where(groups < GROUPS, ordered(group_score), -2147483648)
+        allowed = experts < 0
+        for _ in range(TOP_GROUPS):
+            group = _first_best(group_key, groups, BLOCK_G)
+            allowed |= experts // SIZE == group
+            group_key = tl.where(groups == group, -2147483648, group_key)
+    # No score is the least of all integers, so that no expert is chosen twice.
+    key = tl.where(allowed, ordered(score), -2147483648)
     places = tl.arange(0, BLOCK_P)
     ids = tl.zeros([BLOCK_P], tl.int32)
     for place in range(TOP_K):
-        best = tl.max(key, axis=0)
-        expert = (BLOCK_E - 1 - (best & 0xFFFFFFFF)).to(tl.int32)
+        expert = _first_best(key, experts, BLOCK_E)
         ids = tl.where(places == place, expert, ids)
-        key = tl.where(experts == expert, least, key)
+        key = tl.where(experts == expert, -2147483648, key)
     chosen = places < TOP_K
     weights = tl.load(logits + ids, mask=chosen, other=float("-inf")).to(tl.float32)
     if SOFTMAX:
@@ -120,12 +167,17 @@ def choose_experts(
         TOP_K=choice.top_k,
         PLACES=places,
         HIDDEN=x.shape[1],
+        GROUPS=choice.groups,
+        TOP_GROUPS=choice.top_groups,
         BLOCK_E=triton.next_power_of_2(num_experts),
         BLOCK_P=triton.next_power_of_2(places),
         BLOCK_H=min(1024, triton.next_power_of_2(x.shape[1])),
+        BLOCK_G=triton.next_power_of_2(choice.groups),
+        BLOCK_S=triton.next_power_of_2(num_experts // choice.groups),
         SOFTMAX=choice.is_softmax,
         BIAS=choice.correction_bias is not None,
         RENORMALIZE=choice.renormalize,
+        TWO_OF_GROUP=choice.two_of_group,
         GATE=choice.shared_gate is not None,
         num_warps=1,
         **early_start(x),

@@ -59,21 +59,21 @@ def run_chain(
 
 def test_a_chain_of_early_kernels_has_the_same_bits() -> None:
     weights = layers(1)
-    wanted = run_chain(KERNELS, weights)
-    with envs.SGLANG_KERNELS_START_EARLY.override(True):
-        early_start._starts_early.cache_clear()
-        is_early = early_start.early_start(wanted)["EARLY"]
-        assert is_early == device_runtime(wanted.device).starts_kernels_early
-        for _ in range(TURNS):
-            assert torch.equal(run_chain(KERNELS, weights), wanted)
+    with envs.SGLANG_KERNELS_START_EARLY.override(False):
+        wanted = run_chain(KERNELS, weights)
+    early_start._starts_early.cache_clear()
+    for _ in range(TURNS):
+        assert torch.equal(run_chain(KERNELS, weights), wanted)
 
 
-def test_only_few_rows_start_early_and_only_where_it_is_asked_for() -> None:
+def test_only_few_rows_start_early_unless_it_is_switched_off() -> None:
     few, many = torch.zeros(8, 1, device=DEVICE), torch.zeros(9, 1, device=DEVICE)
-    assert early_start.early_start(few) == {"EARLY": False}
-    with envs.SGLANG_KERNELS_START_EARLY.override(True):
-        early_start._starts_early.cache_clear()
-        assert early_start.early_start(many) == {"EARLY": False}
+    is_able = device_runtime(few.device).starts_kernels_early
+    assert early_start.early_start(few)["EARLY"] == is_able
+    assert early_start.early_start(many) == {"EARLY": False}
+    early_start._starts_early.cache_clear()
+    with envs.SGLANG_KERNELS_START_EARLY.override(False):
+        assert early_start.early_start(few) == {"EARLY": False}
 
 
 if __name__ == "__main__":

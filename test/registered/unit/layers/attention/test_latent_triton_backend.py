@@ -92,7 +92,7 @@ def test_scores_and_choice(heads: int, dim: int) -> None:
         assert torch.equal(chosen[i, : len(slots)], slots)
 
 
-@pytest.mark.parametrize("longest", [1000, 9000])
+@pytest.mark.parametrize("longest", [1000, 9000, 20000])
 def test_of_equal_tokens_the_first_are_chosen(longest: int) -> None:
     generator = torch.Generator().manual_seed(4)
     scores = torch.randint(-2, 3, (4, longest), generator=generator).float()

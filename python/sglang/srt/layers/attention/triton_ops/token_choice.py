@@ -17,7 +17,8 @@ PROGRAMS: Final = 512
 _LAUNCH: Final = (128, 128, 3)
 """Rows of a program's products, tokens times heads; keys of a block; stages."""
 _FP32_LAUNCH: Final = (64, 64, 1)
-_CHOICE_BLOCK: Final = 8192
+_CHOICE_BLOCK: Final = 16384
+_CHOICE_BLOCK_A_WARP: Final = 512
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
@@ -134,6 +135,48 @@ def _keys(scores: tl.tensor, pos: tl.tensor, length: tl.tensor) -> tl.tensor:
 
 
 @triton.jit
+def _counts(key: tl.tensor, lowest: tl.tensor, step: tl.tensor) -> tl.tensor:
+    """Which keys reach one, two and three steps above `lowest`, 20 bits for each: contexts have
+    less than a million tokens."""
+    found = (key >= lowest + step).to(tl.int64)
+    found += (key >= lowest + 2 * step).to(tl.int64) << 20
+    return found + ((key >= lowest + 3 * step).to(tl.int64) << 40)
+
+
+@triton.jit
+def _raised(lowest: tl.tensor, step: tl.tensor, counts: tl.tensor, TOPK: tl.constexpr) -> tl.tensor:
+    """The highest of the four keys that at least TOPK keys reach."""
+    total = tl.sum(counts, axis=0)
+    raised = tl.where((total & 0xFFFFF) >= TOPK, lowest + step, lowest)
+    raised = tl.where((total >> 20 & 0xFFFFF) >= TOPK, lowest + 2 * step, raised)
+    return tl.where((total >> 40) >= TOPK, lowest + 3 * step, raised)
+
+
+@triton.jit
+def _take(
+    key: tl.tensor,
+    pos: tl.tensor,
+    lowest: tl.tensor,
+    missing: tl.tensor,
+    slots: tl.tensor,
+    out: tl.tensor,
+) -> tuple[tl.tensor, tl.tensor]:
+    """Write the slots of keys above `lowest`, and of the first `missing` keys that equal it.
+
+    Returns:
+        How many equal it, and how many were written.
+    """
+    is_equal = key == lowest
+    both = (key > lowest).to(tl.int64) + (is_equal.to(tl.int64) << 32)
+    until = tl.cumsum(both, axis=0)
+    equal, above = (until >> 32).to(tl.int32), until.to(tl.int32)
+    chosen = (key > lowest) | (is_equal & (equal <= missing))
+    place = above + tl.minimum(equal, tl.maximum(missing, 0)) - 1
+    tl.store(out + place, tl.load(slots + pos, mask=chosen, other=0), mask=chosen)
+    return tl.sum(is_equal.to(tl.int32), axis=0), tl.sum(chosen.to(tl.int32), axis=0)
+
+
+@triton.jit
 def _choose_kernel(
     scores_ptr: tl.tensor,
     table_ptr: tl.tensor,
@@ -147,7 +190,8 @@ def _choose_kernel(
 ) -> None:
     """Find the lowest chosen key, two bits at a time, then take all keys from it up.
 
-    A histogram of digits would read the keys less often; Triton's take four times as long.
+    A histogram of digits would read the keys less often; Triton's take four times as long. Up to
+    BLOCK keys stay in registers meanwhile.
     """
     token = tl.program_id(0).to(tl.int64)
     length = tl.load(lens_ptr + token).to(tl.int32)
@@ -163,35 +207,30 @@ def _choose_kernel(
     scores = scores_ptr + token * scores_stride
     lowest = tl.zeros([], tl.uint32)
     step = tl.full([], 1 << 30, tl.uint32)
+    missing = tl.full([], TOPK, tl.int32)
+    if length <= BLOCK:
+        key = _keys(scores, places, length)
+        for _ in range(16):
+            lowest = _raised(lowest, step, _counts(key, lowest, step), TOPK)
+            step = step >> 2
+        missing -= tl.sum((key > lowest).to(tl.int32), axis=0)
+        _take(key, places, lowest, missing, slots, out)
+        return
     for _ in range(16):
-        first, second, third = lowest + step, lowest + 2 * step, lowest + 3 * step
-        # Three counts in one sum: contexts have less than a million tokens.
         counts = tl.zeros([BLOCK], tl.int64)
         for start in range(0, length, BLOCK):
-            key = _keys(scores, start + places, length)
-            counts += (key >= first).to(tl.int64)
-            counts += (key >= second).to(tl.int64) << 20
-            counts += (key >= third).to(tl.int64) << 40
-        total = tl.sum(counts, axis=0)
-        lowest = tl.where((total & 0xFFFFF) >= TOPK, first, lowest)
-        lowest = tl.where((total >> 20 & 0xFFFFF) >= TOPK, second, lowest)
-        lowest = tl.where((total >> 40) >= TOPK, third, lowest)
+            counts += _counts(_keys(scores, start + places, length), lowest, step)
+        lowest = _raised(lowest, step, counts, TOPK)
         step = step >> 2
-    missing = tl.full([], TOPK, tl.int32)
     for start in range(0, length, BLOCK):
         key = _keys(scores, start + places, length)
         missing -= tl.sum((key > lowest).to(tl.int32), axis=0)
-    written = tl.zeros([], tl.int32)
     for start in range(0, length, BLOCK):
         pos = start + places
         key = _keys(scores, pos, length)
-        is_equal = (key == lowest).to(tl.int32)
-        chosen = (key > lowest) | ((is_equal != 0) & (tl.cumsum(is_equal, axis=0) <= missing))
-        chosen_before = tl.cumsum(chosen.to(tl.int32), axis=0)
-        slot = tl.load(slots + pos, mask=chosen, other=0)
-        tl.store(out + written + chosen_before - 1, slot, mask=chosen)
-        missing -= tl.sum(is_equal, axis=0)
-        written += tl.sum(chosen.to(tl.int32), axis=0)
+        equal, written = _take(key, pos, lowest, missing, slots, out)
+        missing -= equal
+        out += written
 
 
 def choose_slots(
@@ -223,6 +262,6 @@ def choose_slots(
         table.stride(0),
         TOPK=topk,
         BLOCK=block,
-        num_warps=16,
+        num_warps=max(4, block // _CHOICE_BLOCK_A_WARP),
     )
     return out
