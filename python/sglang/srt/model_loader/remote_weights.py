@@ -37,7 +37,7 @@ from sglang.srt.utils.network import is_loopback
 logger = logging.getLogger(__name__)
 
 _BATCH_BYTES: Final = 256 * MIB
-"""Bytes of a batch, which is read while the batch before is hashed."""
+"""Bytes of a batch, which is read while batches before it are hashed."""
 _STAGED_BYTES: Final = 32 * MIB
 """Most bytes of a batch that are read into staging memory."""
 _BATCH_TIMEOUT_S: Final = 30.0
@@ -148,7 +148,7 @@ class RemoteInstanceWeights:
     def _read_all(
         self, plans: Sequence[TensorPlan], answers: Sequence[SeedAnswer], slots: WeightSlots
     ) -> _Checked:
-        """Fill the slots; a batch is hashed while the next one is read.
+        """Fill the slots; batches are hashed while later ones are read.
 
         Raises:
             TransferError: Not all bytes have arrived.
@@ -157,13 +157,15 @@ class RemoteInstanceWeights:
         staging = self._staging = self._make_staging(plans, size)
         sessions = [answer.session_id for answer in answers]
         checked: _Checked = []
-        hashing: Future[None] | None = None
+        hashing: list[Future[None]] = []
         started, num_bytes = time.monotonic(), 0
         with (
             ThreadPoolExecutor(1, thread_name_prefix="weights-digest") as hashers,
             ThreadPoolExecutor(len(answers), thread_name_prefix="weights-read") as readers,
         ):
             for turn, batch in enumerate(cut_batches(plans, _BATCH_BYTES, size)):
+                if batch.staged and turn >= 2:
+                    hashing[turn - 2].result()  # Its half of the staging memory is free again.
                 address = staging.half(turn).data_ptr()
                 reads = [
                     readers.submit(self._read, sessions[holder], steps, address)
@@ -172,17 +174,16 @@ class RemoteInstanceWeights:
                 errors = [error for read in reads if (error := read.exception()) is not None]
                 if errors:
                     raise errors[0]
-                if hashing is not None:
-                    hashing.result()
-                hashing = hashers.submit(_take_over, checked, batch, staging, turn)
+                hashing.append(hashers.submit(_take_over, checked, batch, staging, turn))
                 num_bytes += batch.num_bytes
                 for plan in batch.done:
                     slots.take(plan.name, plan.slot.shape, self.name)
-            if hashing is not None:
-                hashing.result()
+            seconds = time.monotonic() - started
+            for call in hashing:
+                call.result()
         staging.release()
         self._staging = None
-        _log_rate(num_bytes, len(answers), time.monotonic() - started)
+        _log_rate(num_bytes, len(answers), seconds, time.monotonic() - started)
         return checked
 
     def _make_staging(self, plans: Sequence[TensorPlan], size: int) -> StagingMemory:
@@ -225,12 +226,13 @@ def _take_over(checked: _Checked, batch: ReadBatch, staging: StagingMemory, turn
             plan.slot.copies[1:].copy_(plan.slot.copies[:1].expand_as(plan.slot.copies[1:]))
 
 
-def _log_rate(num_bytes: int, num_ranks: int, seconds: float) -> None:
+def _log_rate(num_bytes: int, num_ranks: int, read_s: float, hashed_s: float) -> None:
     logger.info(
-        "read %.1f MiB from the seed, which has %d rank%s, in %.2f s, %.2f GB/s",
+        "read %.1f MiB from the seed, which has %d rank%s, in %.2f s, %.2f GB/s; hashed after %.2f s",
         num_bytes / MIB,
         num_ranks,
         "s" if num_ranks > 1 else "",
-        seconds,
-        num_bytes / seconds / 1e9,
+        read_s,
+        num_bytes / read_s / 1e9,
+        hashed_s,
     )
