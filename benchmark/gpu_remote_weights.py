@@ -4,8 +4,8 @@
 
 Qwen3-8B's shape in bf16 (16 GB) with dummy weights. Each start reads them from the seed. `read_s`
 are the seconds of reading, as the server's log has them; the target is 0.2. `hashed_s` are those
-until all that was read is hashed, `start_s` until the server is healthy. Digests of the weights must be equal. `--tiny` tries it without GPUs:
-the built-in model, over TCP.
+until all that was read is hashed, `start_s` until the server is healthy. Digests of the weights
+must be equal. `--tiny` tries it without GPUs: the built-in model, over TCP.
 """
 
 from __future__ import annotations

@@ -9,6 +9,8 @@ from typing import Final, TypeAlias
 
 import torch
 
+from sglang.srt.constants import KIB
+
 
 @dataclass(frozen=True, slots=True)
 class PeerParts:
@@ -21,6 +23,7 @@ class PeerParts:
         rank: Number of this rank.
         size: Number of ranks.
         offset: Offset of a rank's part in its memory, in bytes.
+        inbox: Offset of a rank's inbox, in bytes; see `inbox_bytes`.
     """
 
     memories: tuple[int, ...]
@@ -28,10 +31,20 @@ class PeerParts:
     rank: int
     size: int
     offset: int
+    inbox: int
 
 
 MOST_PROGRAMS: Final = 256
 """Most programs of a kernel in which ranks meet, so that all run on a GPU at the same time."""
+INBOX_ROWS: Final = 64
+INBOX_ROW_BYTES: Final = 32 * KIB
+
+
+def inbox_bytes(num_ranks: int) -> int:
+    """Bytes of the memory to which other ranks write rows: int64
+    `[2, num_ranks, INBOX_ROWS, INBOX_ROW_BYTES / 8]`, then the number of each row's last turn,
+    int32 `[INBOX_ROWS]`. All zero before the first turn; see `layers/triton_ops/inbox.py`."""
+    return 2 * num_ranks * INBOX_ROWS * INBOX_ROW_BYTES + INBOX_ROWS * 4
 
 
 @dataclass(frozen=True, slots=True)

@@ -228,7 +228,8 @@ def _take_over(checked: _Checked, batch: ReadBatch, staging: StagingMemory, turn
 
 def _log_rate(num_bytes: int, num_ranks: int, read_s: float, hashed_s: float) -> None:
     logger.info(
-        "read %.1f MiB from the seed, which has %d rank%s, in %.2f s, %.2f GB/s; hashed after %.2f s",
+        "read %.1f MiB from the seed, which has %d rank%s, in %.2f s, %.2f GB/s; all is hashed "
+        "after %.2f s",
         num_bytes / MIB,
         num_ranks,
         "s" if num_ranks > 1 else "",

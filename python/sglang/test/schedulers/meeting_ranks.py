@@ -20,18 +20,29 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from sglang.srt.distributed.tensor_group import MOST_PROGRAMS, PeerParts
+from sglang.srt.distributed.tensor_group import (
+    INBOX_ROWS,
+    MOST_PROGRAMS,
+    PeerParts,
+    inbox_bytes,
+)
 from sglang.srt.layers.placement import Share
 from sglang.srt.layers.triton_ops import greedy, summed_norm
 from sglang.test.caches.memory_ranks import PlaceInGroup
 
-ROUNDS: Final = 6
+ROUNDS: Final = 18
 ROWS: Final = 3
+SUMS: Final = tuple(
+    (rows, dtype)
+    for rows in (ROWS, INBOX_ROWS, INBOX_ROWS + 1)
+    for dtype in (torch.float32, torch.bfloat16)
+)
+"""Tokens and dtypes of the sums, in turn: some are sent, others read."""
 WIDTH: Final = 96
 VOCAB: Final = 9001
 """Vocabulary size: three keys for each of two ranks; not divisible."""
 EPS: Final = 1e-6
-_BYTES: Final = 1 << 20
+_BYTES: Final = 16 << 20
 _KEYS: Final = 512 << 10
 """Offset of the memory for keys, in bytes; the memory for sums is before it."""
 _PLACE: Final = 64 << 10
@@ -44,11 +55,12 @@ class MappedGroup(PlaceInGroup):
         super().__init__(rank, len(memories))
         self._memories = memories
         self.flags = _BYTES - MOST_PROGRAMS * self.size * 4
+        self.inbox = self.flags - inbox_bytes(self.size)
         self._calls = 0
 
     def place(self, offset: int) -> PeerParts:
         addresses = tuple(memory.data_ptr() for memory in self._memories)
-        return PeerParts(addresses, self.flags, self.rank, self.size, offset)
+        return PeerParts(addresses, self.flags, self.rank, self.size, offset, self.inbox)
 
     def own(self, offset: int, count: int, dtype: torch.dtype) -> torch.Tensor:
         """`[count]` of this rank's memory."""
@@ -79,14 +91,17 @@ def work(group: MappedGroup) -> None:
     for number in range(ROUNDS):
         # Each is the last to come at some time.
         time.sleep(0.02 * ((number + rank) % size))
-        parts = torch.randn(size, ROWS, WIDTH, generator=generator)
-        residual = torch.randn(ROWS, WIDTH, generator=generator)
+        rows, dtype = SUMS[number % len(SUMS)]
+        parts = torch.randn(size, rows, WIDTH, generator=generator).to(dtype)
+        residual = torch.randn(rows, WIDTH, generator=generator).to(dtype)
         offset = number % 2 * _PLACE
-        group.own(offset, ROWS * WIDTH, torch.float32).copy_(parts[rank].flatten())
-        right = residual + parts.sum(0)
+        group.own(offset, rows * WIDTH, dtype).copy_(parts[rank].flatten())
+        right = (residual.float() + parts.float().sum(0)).to(dtype)
         normed = summed_norm.add_parts_rms_norm_(group.place(offset), residual, weight, EPS, False)
         torch.testing.assert_close(residual, right)
-        torch.testing.assert_close(normed, F.rms_norm(right, (WIDTH,), None, EPS) * weight)
+        wanted = F.rms_norm(right.float(), (WIDTH,), None, EPS) * weight
+        bound = 1e-5 if dtype is torch.float32 else 2e-2
+        torch.testing.assert_close(normed.float(), wanted, rtol=bound, atol=bound)
         whole = logits(generator, width, size)
         tokens = Share(rank * width, min((rank + 1) * width, VOCAB), VOCAB)
         part = whole[:, rank * width : (rank + 1) * width]

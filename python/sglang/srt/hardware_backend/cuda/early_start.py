@@ -45,8 +45,17 @@ def await_kernels_before(EARLY: tl.constexpr) -> None:
         gdc_wait()
 
 
+@triton.jit  # type: ignore[untyped-decorator]
+def await_then_start_next(EARLY: tl.constexpr) -> None:
+    """Wait until all kernels before this one have ended, and only then let the next one start: it
+    may read what they have written before it waits itself."""
+    if EARLY:
+        gdc_wait()
+        gdc_launch_dependents()
+
+
 def early_start(x: torch.Tensor) -> EarlyStart:
-    """Arguments for the launch of a kernel that calls `await_kernels_before`.
+    """Arguments for the launch of a kernel that makes one of the two calls.
 
     Args:
         x: An input or output of the kernel, whose first dimension counts its rows.

@@ -97,6 +97,19 @@ def _rule_kernel(
     request = tl.program_id(2)
     head = tl.program_id(1)
     key_head, nth = head // REPEATS, head % REPEATS
+    heads = KEY_HEADS * REPEATS
+    channels = 2 * KEY_HEADS * KEY_DIM + heads * VALUE_DIM
+    keys = tl.arange(0, BLOCK_K)
+    is_key = keys < KEY_DIM
+    values = tl.program_id(0) * BLOCK_V + tl.arange(0, BLOCK_V)
+    is_value = values < VALUE_DIM
+    # No other kernel of the step writes the layer's states: they may be read before the wait.
+    first = tl.load(read_ptr + request)
+    conv = conv_ptr + first * channels * (KERNEL - 1)
+    place = keys[:, None] * VALUE_DIM + values[None, :]
+    inside = is_key[:, None] & is_value[None, :]
+    size = KEY_DIM * VALUE_DIM
+    state = tl.load(temporal_ptr + (first * heads + head) * size + place, mask=inside, other=0.0)
     await_kernels_before(EARLY)
     if ONE:
         begin = request.to(tl.int64)
@@ -106,18 +119,6 @@ def _rule_kernel(
         end = tl.load(bounds_ptr + request + 1)
         if begin >= end:
             return
-    heads = KEY_HEADS * REPEATS
-    channels = 2 * KEY_HEADS * KEY_DIM + heads * VALUE_DIM
-    keys = tl.arange(0, BLOCK_K)
-    is_key = keys < KEY_DIM
-    values = tl.program_id(0) * BLOCK_V + tl.arange(0, BLOCK_V)
-    is_value = values < VALUE_DIM
-    first = tl.load(read_ptr + request)
-    conv = conv_ptr + first * channels * (KERNEL - 1)
-    place = keys[:, None] * VALUE_DIM + values[None, :]
-    inside = is_key[:, None] & is_value[None, :]
-    size = KEY_DIM * VALUE_DIM
-    state = tl.load(temporal_ptr + (first * heads + head) * size + place, mask=inside, other=0.0)
     state = state.to(tl.float32)
     kept = temporal_ptr.dtype.element_ty
     rate = tl.exp(tl.load(a_log_ptr + head))

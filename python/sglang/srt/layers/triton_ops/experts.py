@@ -10,7 +10,11 @@ import torch
 import triton
 import triton.language as tl
 
-from sglang.srt.hardware_backend.cuda.early_start import await_kernels_before, early_start
+from sglang.srt.hardware_backend.cuda.early_start import (
+    await_kernels_before,
+    await_then_start_next,
+    early_start,
+)
 from sglang.srt.layers.fused_kernels import ExpertChoice, ExpertWeights
 from sglang.srt.layers.triton_ops.ordered import ordered
 
@@ -206,7 +210,8 @@ def _gate_up_kernel(
     feature = tl.program_id(0)
     token = tl.program_id(1) // PLACES
     place = tl.program_id(1) % PLACES
-    await_kernels_before(EARLY)
+    # `_down_kernel` begins to read weights once ids are known.
+    await_then_start_next(EARLY)
     # Uses of the expert are numbered as the ids are; those of the shared one by token.
     numbers = tl.arange(0, BLOCK_I)
     used = numbers < tokens
@@ -266,27 +271,40 @@ def _down_kernel(
     SHARED: tl.constexpr,
     EARLY: tl.constexpr,
 ) -> None:
-    """One feature of a token: the weighted sum over its experts."""
+    """One feature of a token: the weighted sum over its experts.
+
+    The kernel before is `_gate_up_kernel`: ids and weights were there when it let this one start.
+    """
     feature = tl.program_id(0).to(tl.int64)
     token = tl.program_id(1).to(tl.int64)
     places = tl.arange(0, BLOCK_P)
     chosen = places < TOP_K
-    await_kernels_before(EARLY)
     ids = tl.load(ids_ptr + token * TOP_K + places, mask=chosen, other=0).to(tl.int64)
     weights = tl.load(weights_ptr + token * PLACES + places, mask=chosen, other=0.0)
     inner = inner_ptr + token * PLACES * FEATURES
-    rows = (ids * HIDDEN + feature) * FEATURES
-    cols = tl.arange(0, BLOCK_F)
-    total = tl.zeros([BLOCK_P, BLOCK_F], tl.float32)
+    own = down_ptr + (ids * HIDDEN + feature)[:, None] * FEATURES
+    own_shared = shared_ptr + feature * FEATURES
+    at = tl.arange(0, BLOCK_F)
+    inside = chosen[:, None] & (at < FEATURES)[None, :]
+    first = tl.load(own + at[None, :], mask=inside, other=0.0)
+    first_shared = tl.zeros([BLOCK_F], first.dtype)
+    if SHARED:
+        first_shared = tl.load(own_shared + at, mask=at < FEATURES, other=0.0)
+    await_kernels_before(EARLY)
+    x = tl.load(inner + places[:, None] * FEATURES + at[None, :], mask=inside, other=0.0)
+    total = first.to(tl.float32) * x.to(tl.float32)
     shared = tl.zeros([BLOCK_F], tl.float32)
-    for begin in range(0, FEATURES, BLOCK_F):
-        at = begin + cols
+    if SHARED:
+        x = tl.load(inner + TOP_K * FEATURES + at, mask=at < FEATURES, other=0.0)
+        shared += first_shared.to(tl.float32) * x.to(tl.float32)
+    for begin in range(BLOCK_F, FEATURES, BLOCK_F):
+        at = begin + tl.arange(0, BLOCK_F)
         inside = chosen[:, None] & (at < FEATURES)[None, :]
-        weight = tl.load(down_ptr + rows[:, None] + at[None, :], mask=inside, other=0.0)
+        weight = tl.load(own + at[None, :], mask=inside, other=0.0)
         x = tl.load(inner + places[:, None] * FEATURES + at[None, :], mask=inside, other=0.0)
         total += weight.to(tl.float32) * x.to(tl.float32)
         if SHARED:
-            weight = tl.load(shared_ptr + feature * FEATURES + at, mask=at < FEATURES, other=0.0)
+            weight = tl.load(own_shared + at, mask=at < FEATURES, other=0.0)
             x = tl.load(inner + TOP_K * FEATURES + at, mask=at < FEATURES, other=0.0)
             shared += weight.to(tl.float32) * x.to(tl.float32)
     summed = tl.sum(tl.sum(total, axis=1) * weights, axis=0)

@@ -1,7 +1,8 @@
 """Root-mean-square normalisation of a residual, to which it first adds the parts of several GPUs.
 
-One launch instead of a sum over the ranks and a norm that reads the sum again. Programs with the
-same number on all GPUs meet before they read each other's parts.
+One launch instead of a sum over the ranks and a norm that reads the sum again. Of few tokens each
+GPU sends its parts to the others (`inbox.py`). Of more, programs with the same number on all GPUs
+meet before they read each other's parts.
 """
 
 from __future__ import annotations
@@ -10,9 +11,34 @@ import torch
 import triton
 import triton.language as tl
 
-from sglang.srt.distributed.tensor_group import MOST_PROGRAMS, PeerParts
+from sglang.srt.distributed.tensor_group import (
+    INBOX_ROW_BYTES,
+    INBOX_ROWS,
+    MOST_PROGRAMS,
+    PeerParts,
+)
 from sglang.srt.hardware_backend.cuda.early_start import await_kernels_before, early_start
+from sglang.srt.layers.triton_ops.inbox import receive, send, turns_of
 from sglang.srt.layers.triton_ops.meeting import meet
+
+
+@triton.jit
+def _normed(
+    rounded: tl.tensor,
+    weight: tl.tensor,
+    eps: tl.tensor,
+    SIZE: tl.constexpr,
+    CENTERED: tl.constexpr,
+) -> tl.tensor:
+    """The norm of one token, in its dtype."""
+    wide = rounded.to(tl.float32)
+    scale = tl.rsqrt(tl.sum(wide * wide, axis=0) / SIZE + eps)
+    if CENTERED:
+        normed = wide * scale * (1.0 + weight)
+    else:
+        # Rounded before the weight is applied: the order that checkpoints were trained with.
+        normed = (wide * scale).to(rounded.dtype).to(tl.float32) * weight
+    return normed.to(rounded.dtype)
 
 
 @triton.jit
@@ -52,14 +78,65 @@ def _summed_norm_kernel(
             x += tl.load(part + places, mask=inside, other=0.0).to(tl.float32)
         rounded = x.to(dtype)
         tl.store(residual_ptr + places, rounded, mask=inside)
-        wide = rounded.to(tl.float32)
-        scale = tl.rsqrt(tl.sum(wide * wide, axis=0) / SIZE + eps)
-        if CENTERED:
-            normed = wide * scale * (1.0 + weight)
-        else:
-            # Rounded before the weight is applied: the order that checkpoints were trained with.
-            normed = (wide * scale).to(dtype).to(tl.float32) * weight
-        tl.store(out_ptr + places, normed.to(dtype), mask=inside)
+        normed = _normed(rounded, weight, eps, SIZE, CENTERED)
+        tl.store(out_ptr + places, normed, mask=inside)
+
+
+@triton.jit
+def _numbers(words: tl.tensor, HALF: tl.constexpr) -> tl.tensor:
+    """The numbers of int32 words in fp32: two of bf16 in each, or one of fp32."""
+    if HALF:
+        low = (words << 16).to(tl.float32, bitcast=True)
+        high = (words & -65536).to(tl.float32, bitcast=True)
+        return tl.reshape(tl.join(low, high), [2 * words.shape[0]])
+    return words.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _sent_norm_kernel(
+    memories: tl.tuple,
+    inbox: tl.tensor,
+    residual_ptr: tl.tensor,
+    weight_ptr: tl.tensor,
+    out_ptr: tl.tensor,
+    offset: tl.tensor,
+    eps: tl.tensor,
+    RANK: tl.constexpr,
+    RANKS: tl.constexpr,
+    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PER_WORD: tl.constexpr,
+    CENTERED: tl.constexpr,
+    EARLY: tl.constexpr,
+) -> None:
+    """Grid `(tokens,)`: a program sends this rank's part of one token, and adds the others'."""
+    row = tl.program_id(0)
+    cols = tl.arange(0, BLOCK)
+    inside = cols < SIZE
+    weight = tl.load(weight_ptr + cols, mask=inside, other=0.0).to(tl.float32)
+    at = tl.arange(0, BLOCK // PER_WORD)
+    is_word = at < SIZE // PER_WORD
+    turns = turns_of(memories, inbox, RANK, RANKS) + row
+    part = (memories[RANK] + offset).to(tl.pointer_type(tl.int32))
+    part = tl.multiple_of(part, 16) + row.to(tl.int64) * (SIZE // PER_WORD)
+    await_kernels_before(EARLY)
+    own = tl.load(part + at, mask=is_word, other=0)
+    turn = tl.load(turns) + 1
+    send(memories, inbox, turn, row, own, at, is_word, RANK, RANKS)
+    dtype = residual_ptr.dtype.element_ty
+    places = row.to(tl.int64) * SIZE + cols
+    x = tl.load(residual_ptr + places, mask=inside, other=0.0).to(tl.float32)
+    # In the order of ranks, so that all get the same bits.
+    for peer in tl.static_range(RANKS):
+        words = own
+        if peer != RANK:
+            words = receive(memories, inbox, turn, row, at, is_word, peer, RANK, RANKS)
+        x += _numbers(words, PER_WORD == 2)
+    tl.store(turns, turn)
+    rounded = x.to(dtype)
+    tl.store(residual_ptr + places, rounded, mask=inside)
+    normed = _normed(rounded, weight, eps, SIZE, CENTERED)
+    tl.store(out_ptr + places, normed, mask=inside)
 
 
 def add_parts_rms_norm_(
@@ -77,6 +154,28 @@ def add_parts_rms_norm_(
     rows, size = residual.shape
     out = torch.empty_like(residual)
     block = triton.next_power_of_2(size)
+    per_word = 4 // residual.element_size()
+    num_warps = min(16, max(1, block // 512))
+    # A word of the inbox has 32 bits of the row.
+    if rows <= INBOX_ROWS and size * 8 // per_word <= INBOX_ROW_BYTES:
+        _sent_norm_kernel[(rows,)](
+            peers.memories,
+            peers.inbox,
+            residual,
+            weight,
+            out,
+            peers.offset,
+            eps,
+            RANK=peers.rank,
+            RANKS=peers.size,
+            SIZE=size,
+            BLOCK=block,
+            PER_WORD=per_word,
+            CENTERED=is_centered,
+            num_warps=num_warps,
+            **early_start(residual),
+        )
+        return out
     _summed_norm_kernel[(min(rows, MOST_PROGRAMS),)](
         peers.memories,
         peers.flags,
@@ -91,7 +190,7 @@ def add_parts_rms_norm_(
         SIZE=size,
         BLOCK=block,
         CENTERED=is_centered,
-        num_warps=min(16, max(1, block // 512)),
+        num_warps=num_warps,
         **early_start(residual),
     )
     return out
