@@ -36,7 +36,7 @@ from sglang.srt.utils.network import is_loopback
 
 logger = logging.getLogger(__name__)
 
-_BATCH_BYTES: Final = 256 * MIB
+_BATCH_BYTES: Final = 1024 * MIB
 """Bytes of a batch, which is read while batches before it are hashed."""
 _STAGED_BYTES: Final = 32 * MIB
 """Most bytes of a batch that are read into staging memory."""

@@ -88,8 +88,10 @@ def _numbers(words: tl.tensor, HALF: tl.constexpr) -> tl.tensor:
     if HALF:
         low = (words << 16).to(tl.float32, bitcast=True)
         high = (words & -65536).to(tl.float32, bitcast=True)
-        return tl.reshape(tl.join(low, high), [2 * words.shape[0]])
-    return words.to(tl.float32, bitcast=True)
+        numbers = tl.reshape(tl.join(low, high), [2 * words.shape[0]])
+    else:
+        numbers = words.to(tl.float32, bitcast=True)
+    return numbers
 
 
 @triton.jit
