@@ -17,11 +17,8 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoTokenizer
-
 from sglang.benchmark.report import emit, provenance
-from sglang.srt.constants import BUILTIN_MODEL_DIR
-from sglang.test.models.recall_task import heldout_conversation
+from sglang.test.models.heldout_question import HeldoutQuestion
 from sglang.test.servers.engine_server import Answer, EngineServer
 from sglang.test.stores.mooncake_cluster import MooncakeCluster
 
@@ -29,23 +26,14 @@ WAIT = ("--hicache-storage-prefetch-policy", "wait_complete")
 SMALL_L1 = ("--max-total-tokens", "16384", "--hicache-ratio", "4")
 
 
-def prompt_ids(seed: int, context_tokens: int) -> list[int]:
-    """A held-out conversation up to its question."""
-    tokenizer = AutoTokenizer.from_pretrained(BUILTIN_MODEL_DIR)
-    conversation = heldout_conversation(seed, context_tokens)
-    messages = conversation.messages_before(conversation.first_tail_turn)
-    text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    ids: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
-    return ids
-
-
 class Report:
     """Sends the prompt, compares the answer with the cold one, and prints a line."""
 
     def __init__(self, args: argparse.Namespace) -> None:
         self._args = args
-        self._ids = prompt_ids(1, args.context_tokens)
-        self._others = [prompt_ids(seed, args.context_tokens) for seed in range(100, 105)]
+        self._ids = HeldoutQuestion.of(1, args.context_tokens).ids
+        others = (HeldoutQuestion.of(seed, args.context_tokens) for seed in range(100, 105))
+        self._others = [question.ids for question in others]
         self._expected: list[int] | None = None
 
     def line(

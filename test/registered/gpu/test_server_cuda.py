@@ -12,12 +12,10 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
-from transformers import AutoTokenizer
 
-from sglang.srt.constants import BUILTIN_MODEL_DIR
 from sglang.srt.hardware_backend.device_runtime import detect_device
 from sglang.test.ci.ci_register import register_cuda_ci
-from sglang.test.models.recall_task import heldout_conversation
+from sglang.test.models.heldout_question import HeldoutQuestion
 from sglang.test.servers.engine_server import Answer, EngineServer
 from sglang.test.stores.mooncake_cluster import MooncakeCluster
 
@@ -25,6 +23,7 @@ register_cuda_ci(est_time=60, suite="base-b-test-1-gpu-large")
 
 pytestmark = pytest.mark.skipif(detect_device() != "cuda", reason="needs a GPU")
 
+CONTEXT = 1500
 PAGE = 64
 PAIRS = (
     ("kernel", "layer_first"),
@@ -35,17 +34,6 @@ PAIRS = (
 L3 = {"file": "HiCacheFile", "mooncake": "MooncakeStore"}
 
 Servers = dict[str, EngineServer]
-
-
-def prompt_ids(seed: int) -> tuple[list[int], str]:
-    """A held-out conversation up to its question, as token ids, and the right answer."""
-    tokenizer = AutoTokenizer.from_pretrained(BUILTIN_MODEL_DIR)
-    conversation = heldout_conversation(seed, 1500)
-    turn = conversation.first_tail_turn
-    text = tokenizer.apply_chat_template(
-        conversation.messages_before(turn), tokenize=False, add_generation_prompt=True
-    )
-    return tokenizer(text, add_special_tokens=False)["input_ids"], conversation.turns[turn].answer
 
 
 def whole_pages(ids: list[int]) -> int:
@@ -87,12 +75,13 @@ def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
 @pytest.fixture(scope="module")
 def cold(servers: Servers) -> tuple[list[int], Answer]:
     """Prompt, and the answer without any cache."""
-    ids, answer = prompt_ids(seed=1)
+    question = HeldoutQuestion.of(1, CONTEXT)
+    ids = question.ids
     first = servers["cold"].generate(ids)
     second = servers["cold"].generate(ids)
     assert first.cached["device"] == second.cached["device"] == 0
     assert first.output_ids == second.output_ids
-    assert first.text.strip() == answer
+    assert first.text.strip() == question.answer
     return ids, first
 
 
@@ -111,7 +100,7 @@ def test_l1_and_l2(servers: Servers, cold: tuple[list[int], Answer], io: str, la
     assert hit.output_ids == expected.output_ids
     assert hit.cached["device"] == whole_pages(ids)
     for seed in range(100, 104):  # push it out of L1
-        server.generate(prompt_ids(seed)[0], max_new_tokens=1)
+        server.generate(HeldoutQuestion.of(seed, CONTEXT).ids, max_new_tokens=1)
     loaded = server.generate(ids)
     assert loaded.output_ids == expected.output_ids
     assert (loaded.cached["device"], loaded.cached["host"]) == (0, whole_pages(ids))

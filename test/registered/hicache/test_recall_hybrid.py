@@ -13,11 +13,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from transformers import AutoTokenizer
 
 from sglang.srt.constants import BUILTIN_HYBRID_MODEL_DIR
 from sglang.test.ci.ci_register import register_cpu_ci
-from sglang.test.models.recall_task import heldout_conversation
+from sglang.test.models.heldout_question import HeldoutQuestion
 from sglang.test.servers.engine_server import EngineServer
 from sglang.test.servers.forked_servers import ForkedServer
 from sglang.test.stores.mooncake_cluster import MooncakeCluster
@@ -33,55 +32,48 @@ TIERS = (*STATES, "--max-total-tokens", "8192", "--hicache-ratio", "8",
 
 
 @dataclass(frozen=True)
-class Question:
-    """A held-out conversation up to its question, the right answer, and an engine's words."""
+class Asked:
+    """A question, and an engine's words."""
 
-    ids: list[int]
-    answer: str
+    question: HeldoutQuestion
     words: list[int]
 
     @property
     def whole_pages(self) -> int:
         """Tokens that a cache of whole pages can have."""
-        return (len(self.ids) - 1) // PAGE * PAGE
+        return (len(self.question.ids) - 1) // PAGE * PAGE
 
 
 @pytest.fixture(scope="module")
-def questions() -> list[Question]:
+def questions() -> list[Asked]:
     """Four questions for codes that were told, and the words of an engine without a cache."""
-    tokenizer = AutoTokenizer.from_pretrained(MODEL)
     found = []
     with ForkedServer("--disable-radix-cache", *STATES, model=MODEL) as server:
         for seed in range(4):
-            conversation = heldout_conversation(seed, CONTEXT)
-            turn = conversation.first_tail_turn
-            text = tokenizer.apply_chat_template(
-                conversation.messages_before(turn), tokenize=False, add_generation_prompt=True
-            )
-            ids = tokenizer(text, add_special_tokens=False)["input_ids"]
-            assert CONTEXT <= len(ids) < 8192, "one fits into L1"
-            cold = server.generate(ids)
+            question = HeldoutQuestion.of(seed, CONTEXT)
+            assert CONTEXT <= len(question.ids) < 8192, "one fits into L1"
+            cold = server.generate(question.ids)
             assert cold.text.isdecimal()
-            assert cold.text == conversation.turns[turn].answer
+            assert cold.text == question.answer
             assert cold.cached["device"] == 0
-            found.append(Question(ids, cold.text, cold.output_ids))
+            found.append(Asked(question, cold.output_ids))
     return found
 
 
-def check(server: EngineServer, question: Question, tier: str | None) -> None:
+def check(server: EngineServer, asked: Asked, tier: str | None) -> None:
     """Ask; all whole pages must come from `tier`, or nothing from a cache."""
-    got = server.generate(question.ids)
-    assert (got.text, got.output_ids) == (question.answer, question.words)
+    got = server.generate(asked.question.ids)
+    assert (got.text, got.output_ids) == (asked.question.answer, asked.words)
     counts = {name: got.cached.get(name, 0) for name in ("device", "host", "storage")}
     expected = dict.fromkeys(counts, 0)
     if tier is not None:
-        expected[tier] = question.whole_pages
+        expected[tier] = asked.whole_pages
     assert counts == expected
 
 
 @pytest.mark.parametrize("backend", ["file", "mooncake"])
 def test_right_and_the_same_words_from_every_tier(
-    questions: list[Question], backend: str, tmp_path: Path
+    questions: list[Asked], backend: str, tmp_path: Path
 ) -> None:
     flags = ("--hicache-storage-backend", backend, *TIERS)
     with ExitStack() as stack:

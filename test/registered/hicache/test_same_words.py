@@ -12,12 +12,10 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
-from transformers import AutoTokenizer
 
-from sglang.srt.constants import BUILTIN_MODEL_DIR
 from sglang.srt.mem_cache.host.host_layout import HostLayout
 from sglang.test.ci.ci_register import register_cpu_ci
-from sglang.test.models.recall_task import heldout_conversation
+from sglang.test.models.heldout_question import HeldoutQuestion
 from sglang.test.servers.engine_server import Answer, EngineServer
 from sglang.test.servers.forked_servers import ForkedServer
 from sglang.test.stores.mooncake_cluster import MooncakeCluster
@@ -28,27 +26,17 @@ CONTEXT = 1500
 PAGE = 64
 
 
-def prompt_ids(seed: int, context_tokens: int = CONTEXT) -> tuple[list[int], str]:
-    """A held-out conversation up to its question, as token ids, and the right answer."""
-    tokenizer = AutoTokenizer.from_pretrained(BUILTIN_MODEL_DIR)
-    conversation = heldout_conversation(seed, context_tokens)
-    turn = conversation.first_tail_turn
-    text = tokenizer.apply_chat_template(
-        conversation.messages_before(turn), tokenize=False, add_generation_prompt=True
-    )
-    return tokenizer(text, add_special_tokens=False)["input_ids"], conversation.turns[turn].answer
-
-
 @pytest.fixture(scope="module")
 def cold() -> Iterator[tuple[list[int], Answer]]:
     """A prompt, and the answer of an engine without a cache."""
-    ids, answer = prompt_ids(seed=1)
+    question = HeldoutQuestion.of(1, CONTEXT)
+    ids = question.ids
     with ForkedServer("--disable-radix-cache") as server:
         first = server.generate(ids)
         second = server.generate(ids)
         assert first.cached["device"] == second.cached["device"] == 0
         assert first.output_ids == second.output_ids
-        assert first.text.strip() == answer
+        assert first.text.strip() == question.answer
         yield ids, first
 
 
@@ -61,7 +49,7 @@ def whole_pages(ids: list[int]) -> int:
 def push_out(server: EngineServer) -> None:
     """Fill L1 with other prompts."""
     for seed in range(100, 104):
-        server.generate(prompt_ids(seed)[0], max_new_tokens=1)
+        server.generate(HeldoutQuestion.of(seed, CONTEXT).ids, max_new_tokens=1)
 
 
 def check_l1_and_l2(server: EngineServer, ids: list[int], expected: Answer) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -16,7 +15,7 @@ from sglang.srt.constants import BUILTIN_HYBRID_MODEL_DIR, BUILTIN_MODEL_DIR
 from sglang.srt.mem_cache.device.hybrid_req_pool import HybridReqToTokenPool
 from sglang.srt.mem_cache.device.mamba_pool import MambaPool
 from sglang.test.ci.ci_register import register_cpu_ci
-from sglang.test.models.recall_task import heldout_conversation
+from sglang.test.models.heldout_question import HeldoutQuestion
 from sglang.test.models.recall_text import UNKNOWN
 from sglang.test.schedulers.scheduler_rig import SchedulerRig, greedy
 
@@ -29,29 +28,10 @@ Damage = Callable[[MambaPool, list[int]], None]
 """Spoils states in the slots of the list."""
 
 
-@dataclass(frozen=True)
-class Question:
-    """A held-out conversation up to its question, and the right answer."""
-
-    ids: list[int]
-    answer: str
-
-    @classmethod
-    def of(cls, seed: int, context_tokens: int) -> Question:
-        conversation = heldout_conversation(seed, context_tokens)
-        turn = conversation.first_tail_turn
-        text = TOKENIZER.apply_chat_template(
-            conversation.messages_before(turn), tokenize=False, add_generation_prompt=True
-        )
-        return cls(
-            TOKENIZER(text, add_special_tokens=False)["input_ids"], conversation.turns[turn].answer
-        )
-
-
 @pytest.fixture(scope="module")
-def questions() -> list[Question]:
+def questions() -> list[HeldoutQuestion]:
     """Eight, for codes that were told."""
-    asked = (Question.of(seed, 900) for seed in range(1000, 1020))
+    asked = (HeldoutQuestion.of(seed, 900) for seed in range(1000, 1020))
     return [question for question in asked if question.answer != UNKNOWN][:8]
 
 
@@ -96,7 +76,7 @@ def test_the_checkpoint_is_as_its_card_says(model: Any) -> None:
 @pytest.mark.parametrize("context_tokens", [100, 400, 1500])
 def test_transformers_recalls_in_held_out_conversations(model: Any, context_tokens: int) -> None:
     for seed in range(1000, 1004):
-        question = Question.of(seed, context_tokens)
+        question = HeldoutQuestion.of(seed, context_tokens)
         output = model.generate(torch.tensor([question.ids]), max_new_tokens=12, do_sample=False)
         said = output[0, len(question.ids) :]
         assert said[-1] == TOKENIZER.eos_token_id, "an answer ends by itself"
@@ -127,7 +107,7 @@ def states_of(rig: SchedulerRig) -> tuple[HybridReqToTokenPool, MambaPool]:
 
 
 def ask(
-    rig: SchedulerRig, question: Question, halfway: Callable[[], None] | None = None
+    rig: SchedulerRig, question: HeldoutQuestion, halfway: Callable[[], None] | None = None
 ) -> tuple[str, int]:
     """The answer, and the number of tokens that came from L1. `halfway` runs after two steps."""
     rid = str(len(rig.results))
@@ -143,7 +123,7 @@ def ask(
     return text, result.last.cached_tokens_details.device
 
 
-def warm_answers(questions: list[Question], damage: Damage | None = None) -> list[str]:
+def warm_answers(questions: list[HeldoutQuestion], damage: Damage | None = None) -> list[str]:
     """Answers whose prompts come from L1, with correct keys and values and damaged snapshots."""
     with rig_of(chunk=2048) as rig:
         assert [ask(rig, question) for question in questions] == [(q.answer, 0) for q in questions]
@@ -157,19 +137,19 @@ def warm_answers(questions: list[Question], damage: Damage | None = None) -> lis
     return [answer for answer, _ in warm]
 
 
-def num_right(answers: list[str], questions: list[Question]) -> int:
+def num_right(answers: list[str], questions: list[HeldoutQuestion]) -> int:
     return sum(
         answer == question.answer for answer, question in zip(answers, questions, strict=True)
     )
 
 
-def test_the_engine_recalls_from_snapshots(questions: list[Question]) -> None:
+def test_the_engine_recalls_from_snapshots(questions: list[HeldoutQuestion]) -> None:
     assert warm_answers(questions) == [question.answer for question in questions]
 
 
 @pytest.mark.parametrize("layer", [None, 0, 1, 2])
 def test_snapshots_of_zeros_show_in_nearly_every_answer(
-    questions: list[Question], layer: int | None
+    questions: list[HeldoutQuestion], layer: int | None
 ) -> None:
     """In all delta nets or in one; each of them matters. Most answers are then "unknown"."""
 
@@ -183,7 +163,7 @@ def test_snapshots_of_zeros_show_in_nearly_every_answer(
 
 
 def test_another_conversations_snapshots_show_over_several_questions(
-    questions: list[Question],
+    questions: list[HeldoutQuestion],
 ) -> None:
     """Not in each answer, because the attention still reads the right conversation."""
 
@@ -194,7 +174,9 @@ def test_another_conversations_snapshots_show_over_several_questions(
     assert num_right(warm_answers(questions, exchange), questions) <= len(questions) - 2
 
 
-def test_a_running_state_that_turns_to_zeros_halfway_shows(questions: list[Question]) -> None:
+def test_a_running_state_that_turns_to_zeros_halfway_shows(
+    questions: list[HeldoutQuestion],
+) -> None:
     with rig_of(chunk=256, disable_radix_cache=True) as rig:
         rows, pool = states_of(rig)
 

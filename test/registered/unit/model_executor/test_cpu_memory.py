@@ -15,19 +15,33 @@ from sglang.test.models.tiny_models import save_tiny_checkpoint
 register_cpu_ci(est_time=20, suite="base-a-test-cpu")
 
 
+UNBOUNDED = "4096"
+
+
+def grown_mb(checkpoint: Path, env: dict[str, str]) -> float:
+    """MB that prompts of 27 to 32 tokens leave allocated after shorter ones filled the caches.
+
+    Of longer prompts, torch's attention allocates blocks of 4 MB once, which no setting bounds.
+    """
+    done = subprocess.run(
+        [sys.executable, "-m", "sglang.test.models.memory_by_length", str(checkpoint),
+         "1", "27", "33"],
+        env=env, check=True, capture_output=True, timeout=120,
+    )  # fmt: skip
+    return float(done.stdout)
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="asks glibc")
 def test_new_lengths_leave_nothing_behind_once_the_caches_are_full(tmp_path: Path) -> None:
     save_tiny_checkpoint(tmp_path, "qwen3")
     env = child_environment()
-    for field in (envs.ONEDNN_PRIMITIVE_CACHE_CAPACITY, envs.LRU_CACHE_CAPACITY):
-        env.pop(field.name, None)  # the engine's own are in question
-    command = [sys.executable, "-m", "sglang.test.models.memory_by_length", str(tmp_path)]
-    # On CPUs with AMX torch's attention keeps kernels of its own, of up to 256 tokens, for each
-    # thread: 9 MB, which no setting bounds. They are all there by then.
-    done = subprocess.run(
-        [*command, "1", "257", "449"], env=env, check=True, capture_output=True, timeout=120
-    )
-    assert float(done.stdout) < 8
+    fields = (envs.ONEDNN_PRIMITIVE_CACHE_CAPACITY.name, envs.LRU_CACHE_CAPACITY.name)
+    unbounded = grown_mb(tmp_path, env | dict.fromkeys(fields, UNBOUNDED))
+    if unbounded < 0.1:
+        pytest.skip("oneDNN compiles nothing for a length on this CPU: it has no AVX-512")
+    for name in fields:
+        env.pop(name, None)  # the engine's own are in question
+    assert grown_mb(tmp_path, env) < unbounded / 2
 
 
 if __name__ == "__main__":
