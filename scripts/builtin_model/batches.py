@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch.utils.data import IterableDataset, get_worker_info
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from transformers import PreTrainedTokenizerFast
 
 from sglang.test.models.recall_task import (
@@ -139,3 +139,11 @@ class TrainingStream(IterableDataset[Batch]):
         builder = BatchBuilder(self._tokenizer)
         for step in range(first, len(self._shapes), stride):
             yield builder.build("train", self._first_seed + step, self._shapes[step])
+
+    def start(self, workers: int) -> Iterator[Batch]:
+        """Start processes that build the batches ahead; 0: `next` builds them in this one."""
+        ahead = 4 if workers else None
+        loader: DataLoader[Batch] = DataLoader(
+            self, batch_size=None, num_workers=workers, prefetch_factor=ahead
+        )
+        return iter(loader)

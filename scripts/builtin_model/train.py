@@ -17,7 +17,6 @@ import torch
 from batches import Batch, BatchShape, TrainingStream
 from make_tokenizer import PACKAGE_DIR
 from torch.nn import functional
-from torch.utils.data import DataLoader
 from training import (
     BETAS,
     GRADIENT_NORM,
@@ -118,7 +117,7 @@ def main() -> None:
 
     trainer = Trainer(args.device, args.step_tokens, args.scale, args.seed)
     stream = TrainingStream(trainer.tokenizer, trainer.shapes)
-    loader = iter(DataLoader(stream, batch_size=None, num_workers=args.workers, prefetch_factor=4))
+    loader = stream.start(args.workers)
     began, done = time.monotonic(), 0
     for stage in trainer.plan:
         for _ in range(stage.steps):

@@ -25,7 +25,6 @@ from batches import NO_TARGET, Batch, BatchBuilder, TrainingStream
 from hybrid_model import Damage, DeltaNet, convert, hybrid_config
 from make_tokenizer import PACKAGE_DIR
 from torch.nn import functional
-from torch.utils.data import DataLoader
 from training import (
     BETAS,
     GRADIENT_NORM,
@@ -214,9 +213,7 @@ def _batches(
         batch_shape(rehearsed_length(lengths, own, step), step_tokens)
         for step in range(STAGE_SEEDS // 10)
     ]
-    stream = TrainingStream(tokenizer, shapes, first_seed=index * STAGE_SEEDS)
-    loader: Any = DataLoader(stream, batch_size=None, num_workers=workers, prefetch_factor=4)
-    return iter(loader)
+    return TrainingStream(tokenizer, shapes, first_seed=index * STAGE_SEEDS).start(workers)
 
 
 def _ends(stages: Sequence[Stage]) -> list[float]:
