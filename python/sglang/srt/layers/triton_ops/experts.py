@@ -279,8 +279,9 @@ def _down_kernel(
     token = tl.program_id(1).to(tl.int64)
     places = tl.arange(0, BLOCK_P)
     chosen = places < TOP_K
-    ids = tl.load(ids_ptr + token * TOP_K + places, mask=chosen, other=0).to(tl.int64)
-    weights = tl.load(weights_ptr + token * PLACES + places, mask=chosen, other=0.0)
+    # Past the L1 cache, which may have what an earlier layer left here until the wait below.
+    choice = token * TOP_K + places
+    ids = tl.load(ids_ptr + choice, mask=chosen, other=0, cache_modifier=".cg").to(tl.int64)
     inner = inner_ptr + token * PLACES * FEATURES
     own = down_ptr + (ids * HIDDEN + feature)[:, None] * FEATURES
     own_shared = shared_ptr + feature * FEATURES
@@ -291,6 +292,7 @@ def _down_kernel(
     if SHARED:
         first_shared = tl.load(own_shared + at, mask=at < FEATURES, other=0.0)
     await_kernels_before(EARLY)
+    weights = tl.load(weights_ptr + token * PLACES + places, mask=chosen, other=0.0)
     x = tl.load(inner + places[:, None] * FEATURES + at[None, :], mask=inside, other=0.0)
     total = first.to(tl.float32) * x.to(tl.float32)
     shared = tl.zeros([BLOCK_F], tl.float32)
