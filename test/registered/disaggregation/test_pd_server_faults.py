@@ -157,7 +157,7 @@ def test_a_room_that_is_taken_is_refused_and_its_owner_unharmed(servers: Servers
         assert wait_until(lambda: state(servers.decode)["num_running_reqs"] == 1, IDLE_S)
         for server in (servers.decode, servers.prefill):
             reply = post(server.url, {**of, **body(2)})
-            assert reply.status_code == 400
+            assert reply.status_code == 400, reply.text
             assert "bootstrap_room 77 belongs to another request" in text_of(reply)
         assert [half.result().status_code for half in halves] == [200, 200]
     assert len(halves[1].result().json()["output_ids"]) == 600

@@ -54,8 +54,8 @@ class AcceleratorRuntime(DeviceRuntime):
     def make_copy_stream(self, name: str, *, is_urgent: bool = True) -> CopyStream:
         return _DeviceCopyStream(self._api, self._device, is_urgent=is_urgent)
 
-    def make_side_stream(self) -> SideStream:
-        return _DeviceSideStream(self._api, self._device)
+    def make_side_stream(self, *, is_urgent: bool = True) -> SideStream:
+        return _DeviceSideStream(self._api, self._device, is_urgent=is_urgent)
 
     def synchronize(self) -> None:
         self._api.synchronize(self._device)
@@ -128,10 +128,10 @@ class _DeviceCopyStream(CopyStream):
 
 
 class _DeviceSideStream(SideStream):
-    def __init__(self, api: Any, device: torch.device | int) -> None:
+    def __init__(self, api: Any, device: torch.device | int, *, is_urgent: bool) -> None:
         self._api = api
         self._device = device
-        self._stream = api.Stream(device, priority=_URGENT)
+        self._stream = api.Stream(device, priority=_URGENT if is_urgent else 0)
 
     def follow(self) -> None:
         self._stream.wait_stream(self._api.current_stream(self._device))

@@ -140,8 +140,12 @@ class DeviceRuntime(ABC):
         """
 
     @abstractmethod
-    def make_side_stream(self) -> SideStream:
-        """A new stream beside the current one."""
+    def make_side_stream(self, *, is_urgent: bool = True) -> SideStream:
+        """A new stream beside the current one.
+
+        Args:
+            is_urgent: A forward waits for its work. That of others does not overtake forwards.
+        """
 
     @abstractmethod
     def synchronize(self) -> None:
@@ -180,10 +184,15 @@ class DeviceRuntime(ABC):
         Args:
             matrices: uint8 `[rows, bytes]` on the device, with any distance between rows.
         """
-        stream = self.make_side_stream()
-        stream.follow()
-        with stream.use():
+        self._hash_stream.follow()
+        with self._hash_stream.use():
             return [host_digests(self._on_host(pieces_of(matrix))) for matrix in matrices]
+
+    @functools.cached_property
+    def _hash_stream(self) -> SideStream:
+        """The stream of `leaf_digests`: one for all calls, since allocators keep memory for each
+        stream."""
+        return self.make_side_stream(is_urgent=False)
 
     def _on_host(self, pieces: Iterable[torch.Tensor]) -> Iterator[npt.NDArray[np.uint8]]:
         for piece in pieces:

@@ -13,6 +13,8 @@ import xxhash
 
 from sglang.srt.constants import KIB, MIB
 
+HASH_NAME: Final = "xxh3-128 of MiBs"
+"""Name of the hash, for hosts that compare theirs."""
 LEAF_BYTES: Final = MIB
 BLOCK_BYTES: Final = KIB
 DIGEST_BYTES: Final = 16

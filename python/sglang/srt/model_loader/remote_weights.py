@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
 from typing import Final, TypeAlias
 
 import torch
@@ -36,8 +37,10 @@ from sglang.srt.utils.network import is_loopback
 
 logger = logging.getLogger(__name__)
 
-_BATCH_BYTES: Final = 1024 * MIB
+_BATCH_BYTES: Final = 256 * MIB
 """Bytes of a batch, which is read while batches before it are hashed."""
+_NVLINK_BATCH_BYTES: Final = 1024 * MIB
+"""The same over NVLink, where what comes between two batches takes as long as 64 MiB."""
 _STAGED_BYTES: Final = 32 * MIB
 """Most bytes of a batch that are read into staging memory."""
 _BATCH_TIMEOUT_S: Final = 30.0
@@ -88,6 +91,7 @@ class RemoteInstanceWeights:
         self._rank = load_config.tp_group.rank
         self._engine = engine
         self._client = client or SeedClient(seed)
+        self._protocol = str(engine.describe()["protocol"])
         self._config = config_values(model_config.model_path)
         self._identity: str | None = None
         self._staging: StagingMemory | None = None
@@ -119,11 +123,7 @@ class RemoteInstanceWeights:
         answers = self._client.ask_all()
         for answer in answers:
             self._check_session(answer.session_id)
-            check_offer(
-                answer.weights,
-                config=self._config,
-                protocol=str(self._engine.describe()["protocol"]),
-            )
+            check_offer(answer.weights, config=self._config, protocol=self._protocol)
         wanted = slots.empty()
         plans = plan_reads(answers, wanted, rank=self._rank)
         checked = self._read_all(plans, answers, slots)
@@ -159,13 +159,19 @@ class RemoteInstanceWeights:
         checked: _Checked = []
         hashing: list[Future[None]] = []
         started, num_bytes = time.monotonic(), 0
+        is_nvlink = self._protocol.startswith("nvlink")
+        most = _NVLINK_BATCH_BYTES if is_nvlink else _BATCH_BYTES
         with (
-            ThreadPoolExecutor(1, thread_name_prefix="weights-digest") as hashers,
             ThreadPoolExecutor(len(answers), thread_name_prefix="weights-read") as readers,
+            ExitStack() as on_end,
         ):
-            for turn, batch in enumerate(cut_batches(plans, _BATCH_BYTES, size)):
-                if batch.staged and turn >= 2:
-                    hashing[turn - 2].result()  # Its half of the staging memory is free again.
+            hashers = ThreadPoolExecutor(1, thread_name_prefix="weights-digest")
+            on_end.callback(hashers.shutdown, cancel_futures=True)  # There are some after an error.
+            for turn, batch in enumerate(cut_batches(plans, most, size)):
+                for before, call in enumerate(hashing):
+                    # Two batches before, its half of the staging memory is free again.
+                    if call.done() or (batch.staged and before <= turn - 2):
+                        call.result()
                 address = staging.half(turn).data_ptr()
                 reads = [
                     readers.submit(self._read, sessions[holder], steps, address)

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 import msgspec
 import torch
 
+from sglang.srt.hardware_backend.leaf_hash import HASH_NAME
 from sglang.srt.layers.weight_slot import WeightSlot
 from sglang.srt.model_loader.weight_ranges import HeldRanges
 
@@ -69,6 +70,8 @@ class WeightsOffer(msgspec.Struct, frozen=True, kw_only=True):
     ranks: int
     """Number of ranks of the seed."""
     tensors: dict[str, TensorPart]
+    hash: str = "xxh3-128"
+    """Name of the checksums' hash. Seeds that do not tell it hash tensors whole."""
     digest: WeightsDigest | None = None
     """Digest of the weights; None: it is being computed, ask again. All ranks get theirs at the
     same time."""
@@ -117,13 +120,18 @@ def check_offer(weights: WeightsOffer, *, config: Mapping[str, str], protocol: s
         protocol: Protocol of this process's Transfer Engine.
 
     Raises:
-        ValueError: Model or transport differ; names the difference (for a model the first field)
-            and the remedy.
+        ValueError: Model, transport or hash differ; names the difference (for a model the first
+            field) and the remedy.
     """
     if weights.protocol != protocol:
         raise ValueError(
             f"it transfers over {weights.protocol}, this server over {protocol}: start both with "
             "the same MOONCAKE_PROTOCOL"
+        )
+    if weights.hash != HASH_NAME:
+        raise ValueError(
+            f"its checksums are {weights.hash}, those of this server {HASH_NAME}: start both with "
+            "the same release"
         )
     for field in sorted({*weights.config, *config}):
         theirs, ours = weights.config.get(field, "missing"), config.get(field, "missing")

@@ -14,6 +14,7 @@ from sglang.srt.distributed.device_communicators.mooncake_transfer_engine import
     MooncakeTransferEngine,
 )
 from sglang.srt.distributed.rank_group import RankGroup, gather_bytes
+from sglang.srt.hardware_backend.leaf_hash import HASH_NAME
 from sglang.srt.model_loader.tensor_memory import checksums
 from sglang.srt.model_loader.weight_offer import (
     SeedAnswer,
@@ -78,6 +79,7 @@ class WeightSeed:
                 config=config,
                 protocol=str(engine.describe()["protocol"]),
                 ranks=group.size,
+                hash=HASH_NAME,
                 tensors={name: TensorPart.of(slot) for name, slot in self._slots.items()},
             ),
         )

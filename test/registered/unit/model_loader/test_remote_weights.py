@@ -126,6 +126,36 @@ def test_a_byte_that_changes_on_the_way_is_noticed(rig: WeightRig) -> None:
     assert "start again" in line
 
 
+def test_hashing_that_fails_ends_the_reading(
+    rig: WeightRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Batches that wait to be hashed are given up; those not read yet stay unread."""
+    monkeypatch.setattr(source_module, "_BATCH_BYTES", 5_000)
+    rig.read()
+    whole = len(rig.fakes.calls)
+    assert whole > 10
+    has_failed = threading.Event()
+
+    def fail(cells: object) -> list[str]:
+        has_failed.set()
+        raise MemoryError("no memory for hashes")
+
+    monkeypatch.setattr(source_module, "checksums", fail)
+    reads = 0
+
+    def after_the_failure(engine: FakeTransferEngine, call: FakeCall) -> int:
+        nonlocal reads
+        reads += 1
+        assert reads == 1 or has_failed.wait(30)
+        return copying(engine, call)
+
+    rig.fakes.answer = after_the_failure
+    with pytest.raises(MemoryError, match="no memory for hashes"):
+        rig.read()
+    assert reads < whole / 2
+    assert not [one for one in threading.enumerate() if one.name.startswith("weights-digest")]
+
+
 def test_a_seed_that_was_replaced_by_another_process(rig: WeightRig) -> None:
     rig.fakes.answer = lambda engine, call: -1 if call.requests else 0
     assert "was replaced by another process" in refusal(rig)

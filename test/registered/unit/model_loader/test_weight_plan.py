@@ -9,6 +9,7 @@ import msgspec
 import pytest
 import torch
 
+from sglang.srt.hardware_backend.leaf_hash import HASH_NAME
 from sglang.srt.layers.placement import Share
 from sglang.srt.layers.weight_slot import WeightSlot
 from sglang.srt.model_loader.read_batches import cut_batches, staging_bytes
@@ -56,7 +57,10 @@ def make_answer(
     places = {name: place_of(slot.dest) for name, slot in slots.items()}
     far = {name: (at + FAR * (rank + 1), count, size) for name, (at, count, size) in places.items()}
     tensors = {name: part(name, TensorPart.of(slot)) for name, slot in slots.items()}
-    fields = {"config": CONFIG, "protocol": "tcp", "ranks": ranks, "tensors": tensors, **offer}
+    fields = {
+        "config": CONFIG, "protocol": "tcp", "ranks": ranks, "hash": HASH_NAME,
+        "tensors": tensors, **offer,
+    }  # fmt: skip
     return SeedAnswer(
         rank=rank,
         remote_instance_transfer_engine_info=(
@@ -240,6 +244,7 @@ def test_a_tensor_that_the_model_here_lacks() -> None:
             {"config": {**CONFIG, "rope.theta": "2e4"}},
             r"another model: rope.theta in its config.json is 2e4, in the one in .* 1e4; give",
         ),
+        ({"hash": "md5"}, "checksums are md5, those of this .*: start both with the same release"),
         ({"config": {"rope.theta": "1e4"}}, "hidden_size in its config.json is missing, in .* 4;"),
         ({"config": {**CONFIG, "x": "9" * 99}}, "x in its config.json is 9{80}, in .* missing;"),
     ],

@@ -54,7 +54,7 @@ class CpuRuntime(DeviceRuntime):
     def make_copy_stream(self, name: str, *, is_urgent: bool = True) -> CopyStream:
         return _CopyThread(name, is_urgent=is_urgent)
 
-    def make_side_stream(self) -> SideStream:
+    def make_side_stream(self, *, is_urgent: bool = True) -> SideStream:
         return _InOrder()
 
     def synchronize(self) -> None:

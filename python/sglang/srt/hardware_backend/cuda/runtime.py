@@ -57,9 +57,8 @@ class CudaRuntime(AcceleratorRuntime):
     def leaf_digests(self, matrices: Sequence[torch.Tensor]) -> list[bytes]:
         from sglang.srt.hardware_backend.cuda import xxh3
 
-        stream = self.make_side_stream()
-        stream.follow()
-        with self._api.device(self._target), stream.use():
+        self._hash_stream.follow()
+        with self._api.device(self._target), self._hash_stream.use():
             return xxh3.leaf_digests(matrices)
 
     def current_stream_handle(self) -> int:

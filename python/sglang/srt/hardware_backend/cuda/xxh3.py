@@ -35,6 +35,7 @@ _BLOCKS_AT_ONCE: Final = 16
 _LEAVES_AT_ONCE: Final = 8
 _GROUP: Final = 256 * MIB // LEAF_BYTES
 """Leaves of one launch. What their blocks add takes a sixteenth of their bytes."""
+_MOST_BYTES: Final = _WORD << 31
 _COLUMNS: Final = 5
 """Of the table of leaves: address of the cell, first word, words, words of a row, and from row to
 row."""
@@ -170,8 +171,9 @@ def _aligned(cell: torch.Tensor) -> torch.Tensor:
     step = cell.stride(0) if len(cell) > 1 else 0
     if not (cell.data_ptr() % _WORD or cell.shape[1] % _WORD or step % _WORD):
         return cell
-    flat = cell.reshape(1, -1)
-    return torch.nn.functional.pad(flat, (0, -flat.shape[1] % _WORD)).clone()
+    padded = torch.zeros(1, -(-cell.numel() // _WORD) * _WORD, dtype=cell.dtype, device=cell.device)
+    padded[0, : cell.numel()].view(cell.shape).copy_(cell)
+    return padded
 
 
 def _table(cells: Sequence[torch.Tensor]) -> npt.NDArray[np.int64]:
@@ -201,6 +203,7 @@ def leaf_digests(cells: Sequence[torch.Tensor]) -> list[bytes]:
         For each cell 16 bytes a leaf, the most significant byte first. They are computed on the
         current stream; the call waits for it.
     """
+    assert all(cell.numel() < _MOST_BYTES for cell in cells), "places in a cell are 32 bits"
     sources = [_aligned(cell) for cell in cells]
     device = cells[0].device
     table = _table(sources)
