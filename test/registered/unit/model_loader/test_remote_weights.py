@@ -132,7 +132,7 @@ def test_hashing_that_fails_ends_the_reading(
     """Batches that wait to be hashed are given up; those not read yet stay unread."""
     monkeypatch.setattr(source_module, "_BATCH_BYTES", 5_000)
     rig.read()
-    whole = len(rig.fakes.calls)
+    whole = sum(bool(call.requests) for call in rig.fakes.calls)
     assert whole > 10
     has_failed = threading.Event()
 
@@ -145,8 +145,8 @@ def test_hashing_that_fails_ends_the_reading(
 
     def after_the_failure(engine: FakeTransferEngine, call: FakeCall) -> int:
         nonlocal reads
-        reads += 1
-        assert reads == 1 or has_failed.wait(30)
+        reads += bool(call.requests)
+        assert reads <= 1 or has_failed.wait(30)
         return copying(engine, call)
 
     rig.fakes.answer = after_the_failure
