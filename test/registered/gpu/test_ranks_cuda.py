@@ -128,7 +128,7 @@ def test_sums() -> None:
 
 def greatest() -> list[list[int]]:
     """One rank's part: tokens of the greatest logits, each of many in a row as the gathered logits
-    have them. Sums in norms come in between, because both kinds of kernel use the same flags."""
+    have them. Sums in norms come in between: those of many rows use the same flags."""
     group = get_attention_tp_group()
     placement = TensorPlacement(dtype=torch.float32, device="cuda", tp_group=group)
     tokens = placement.row_share(VOCAB)

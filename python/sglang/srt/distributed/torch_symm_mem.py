@@ -3,7 +3,7 @@
 A decode step sums some kilobytes twice a layer. NCCL's kernels take longer for each of them than
 one kernel in which every rank reads all parts and adds them ("one shot"). Memory, barriers and that
 kernel are torch's: docs.pytorch.org, "PyTorch Symmetric Memory". If a norm follows, its kernel
-reads the parts itself (`layers/triton_ops/summed_norm.py`).
+makes the sum (`layers/triton_ops/summed_norm.py`).
 """
 
 from __future__ import annotations

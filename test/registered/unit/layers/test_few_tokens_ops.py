@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 
+from sglang.srt.environ import envs
 from sglang.srt.layers.forward_batch_info import ForwardBatch, ForwardMode, StateBatch
 from sglang.srt.layers.fused_kernels import ExpertChoice
 from sglang.srt.layers.layernorm import ZeroCenteredRMSNorm
@@ -32,6 +34,7 @@ DEVICE = triton_device()
 # The interpreter's bf16 is no real one.
 HALF = torch.bfloat16 if DEVICE == "cuda" else torch.float16
 
+from sglang.srt.hardware_backend.cuda import early_start  # noqa: E402
 from sglang.srt.layers.triton_ops.fused import KERNELS  # noqa: E402
 
 
@@ -74,6 +77,19 @@ def on_device(values: list[int] | None) -> torch.Tensor | None:
     return None if values is None else torch.tensor(values, device=DEVICE)
 
 
+def batch_of(pool: MambaPool, num_tokens: int, new: list[int] | None, states: StateBatch) -> Any:
+    """Tokens of several requests; `new` None: a decode step."""
+    nothing: Any = None
+    return ForwardBatch(
+        forward_mode=ForwardMode.DECODE if new is None else ForwardMode.EXTEND,
+        input_ids=torch.zeros(num_tokens, dtype=torch.int64, device=DEVICE),
+        positions=nothing, req_pool_indices=nothing, seq_lens=nothing,
+        seq_lens_cpu=[1] * len(states.slots), out_cache_loc=nothing, req_to_token_pool=nothing,
+        token_to_kv_pool=nothing, states=states, extend_seq_lens_cpu=new,
+        pools={PoolName.MAMBA: pool},
+    )  # fmt: skip
+
+
 def run(
     layer: GatedDeltaNet,
     pool: MambaPool,
@@ -82,16 +98,9 @@ def run(
     states: StateBatch,
     rows: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The layer's output for tokens of several requests; `new` None: a decode step."""
+    """The layer's output for a batch (`batch_of`)."""
     nothing: Any = None
-    batch = ForwardBatch(
-        forward_mode=ForwardMode.DECODE if new is None else ForwardMode.EXTEND,
-        input_ids=torch.zeros(len(x), dtype=torch.int64, device=DEVICE),
-        positions=nothing, req_pool_indices=nothing, seq_lens=nothing,
-        seq_lens_cpu=[1] * len(states.slots), out_cache_loc=nothing, req_to_token_pool=nothing,
-        token_to_kv_pool=nothing, states=states, extend_seq_lens_cpu=new,
-        pools={PoolName.MAMBA: pool},
-    )  # fmt: skip
+    batch = batch_of(pool, len(x), new, states)
     out, _ = layer.forward(x, torch.zeros_like(x), nothing, batch, rows)
     assert isinstance(out, torch.Tensor)
     return out
@@ -192,11 +201,15 @@ def test_the_choice_is_that_of_torch(
         group_score=group_score,
     )  # fmt: skip
     logits = (randn(9, 24, seed=4) * 2).round()
-    if group_score == "top2_sum":
-        # Unlike sums that would be equal but for rounding decide nothing here.
-        logits = randn(9, 12, seed=4).repeat_interleave(2, dim=1)
     bias = randn(24, seed=5).round() if with_bias else None
+    if group_score == "top2_sum":
+        # Two sums of equal scores may be rounded differently, which decides between their groups.
+        logits = randn(9, 24, seed=4)
+        bias = randn(24, seed=5) / 20 if with_bias else None
     want, want_ids = select_experts(logits, options, bias)
+    if group_score == "top2_sum":
+        by_best = dataclasses.replace(options, group_score="max")
+        assert not torch.equal(select_experts(logits, by_best, bias)[1], want_ids)
     x, gate = randn(9, 48, seed=6), randn(1, 48, seed=7)
     choice = ExpertChoice(
         top_k=5, is_softmax=scoring == "softmax", renormalize=renormalize, factor=2.5,
@@ -204,7 +217,7 @@ def test_the_choice_is_that_of_torch(
         top_groups=topk_groups, two_of_group=group_score == "top2_sum",
     )  # fmt: skip
     weights, ids = KERNELS.choose_experts(logits, choice, x)
-    if not with_bias:
+    if not with_bias or group_score == "top2_sum":
         # Sums of scores and biases are rounded differently, which decides between equal ones.
         assert torch.equal(ids.long(), want_ids)
         torch.testing.assert_close(weights[:, :5], want, rtol=1e-5, atol=1e-6)
@@ -214,6 +227,7 @@ def test_the_choice_is_that_of_torch(
     torch.testing.assert_close(weights[:, 5:], F.linear(x, gate).sigmoid(), rtol=1e-5, atol=1e-6)
 
 
+HIDDEN = 32
 PLAIN = RouterOptions(num_experts=16, top_k=3)
 GROUPED = RouterOptions(
     num_experts=16, top_k=3, scoring="sigmoid", num_groups=4, topk_groups=2, group_score="top2_sum"
@@ -221,12 +235,31 @@ GROUPED = RouterOptions(
 
 
 def block_of(
-    dtype: torch.dtype, shared: SharedExpertOptions | None, router: RouterOptions = PLAIN
+    dtype: torch.dtype,
+    shared: SharedExpertOptions | None,
+    router: RouterOptions = PLAIN,
+    width: int = 10,
+    seed: int = 8,
 ) -> SparseMoeBlock:
-    options = SparseMoeOptions(hidden_size=24, intermediate_size=10, router=router, shared=shared)
+    options = SparseMoeOptions(
+        hidden_size=HIDDEN, intermediate_size=width, router=router, shared=shared
+    )
     block = SparseMoeBlock(options, TensorPlacement(dtype=dtype, device=DEVICE))
-    fill(block, 8)
+    fill(block, seed)
     return block
+
+
+def both_ways(block: SparseMoeBlock, x: torch.Tensor) -> list[torch.Tensor]:
+    """What a block gives in torch and by the kernels."""
+    found = []
+    for few in (False, True):
+        block._kernels = KERNELS if few else None
+        block._few = block._plan_few() if few else None
+        assert (block._few is not None) == few
+        out, _ = block.forward(x.clone(), torch.zeros_like(x))
+        assert isinstance(out, torch.Tensor)
+        found.append(out)
+    return found
 
 
 @pytest.mark.parametrize("num_tokens", [1, 5])
@@ -244,17 +277,18 @@ def test_a_block_gives_what_it_gives_in_torch(
     num_tokens: int,
 ) -> None:
     block = block_of(dtype, shared, router)
-    x = randn(num_tokens, 24, seed=num_tokens, dtype=dtype)
-    found = []
-    for few in (False, True):
-        block._kernels = KERNELS if few else None
-        block._few = block._plan_few() if few else None
-        assert (block._few is not None) == few
-        out, _ = block.forward(x.clone(), torch.zeros_like(x))
-        assert isinstance(out, torch.Tensor)
-        found.append(out)
+    x = randn(num_tokens, HIDDEN, seed=num_tokens, dtype=dtype)
+    found = both_ways(block, x)
     # Both round to bf16 in between, at places of their own: its unit is 8e-3.
     assert relative_error(found[1], found[0]) < (1e-5 if dtype is torch.float32 else 1e-2)
+
+
+@pytest.mark.parametrize("width", [512, 513, 1100])
+def test_experts_wider_than_what_a_program_takes_at_once(width: int) -> None:
+    shared = SharedExpertOptions(intermediate_size=width, has_gate=True)
+    block = block_of(torch.float32, shared, width=width)
+    found = both_ways(block, randn(2, HIDDEN, seed=1))
+    assert relative_error(found[1], found[0]) < 1e-5
 
 
 def test_one_expert_of_many_tokens_is_read_by_all() -> None:
@@ -331,6 +365,65 @@ def test_gated_attention_before_and_behind(
         want = got * (gate if chosen is None else gate[rows])
         KERNELS.scale_by_gates_(got, qkv, chosen)
         assert relative_error(got, want) < bound
+
+
+# Chains of them.
+
+
+Layer = tuple[ZeroCenteredRMSNorm, GatedDeltaNet, SparseMoeBlock, MambaPool]
+
+
+def hybrid_layers(count: int, width: int) -> list[Layer]:
+    """Norm, delta net and experts, each with weights and states of its own."""
+    placement = TensorPlacement(dtype=HALF, device=DEVICE)
+    layers = []
+    for seed in range(count):
+        norm = ZeroCenteredRMSNorm(HIDDEN, 1e-6, placement=placement)
+        net = delta_net(HALF)
+        shared = SharedExpertOptions(intermediate_size=width, has_gate=True)
+        block = block_of(HALF, shared, PLAIN, width=width, seed=100 + seed)
+        fill(norm, seed)
+        fill(net, 200 + seed)
+        norm._kernels = net._kernels = block._kernels = KERNELS
+        block._few = block._plan_few()
+        layers.append((norm, net, block, pool_of(net, torch.float32, HALF)))
+    return layers
+
+
+def run_hybrid(layers: list[Layer], tokens: int) -> list[torch.Tensor]:
+    """What two decode steps leave: the residual, and the states of all layers."""
+    nothing: Any = None
+    slots = torch.tensor([3, 7, 1][:tokens], device=DEVICE)
+    for *_, pool in layers:
+        pool.temporal.copy_(randn(*pool.temporal.shape, seed=2))
+        pool.conv.copy_(randn(*pool.conv.shape, seed=3))
+    batches = [batch_of(pool, tokens, None, StateBatch(slots=slots)) for *_, pool in layers]
+    left = []
+    for step in range(2):
+        residual, x = randn(tokens, HIDDEN, seed=step, dtype=HALF), None
+        for (norm, net, block, _), batch in zip(layers, batches, strict=True):
+            normed, residual = norm.add_(x, residual)
+            x, residual = net.forward(normed, residual, nothing, batch, None)
+            normed, residual = norm.add_(x, residual)
+            x, residual = block.forward(normed, residual)
+        left.append(norm.add_(x, residual)[0])
+    return left + [pool.temporal.clone() for *_, pool in layers]
+
+
+@pytest.mark.parametrize("tokens", [1, 3])
+def test_layers_that_start_early_leave_the_same_bits(tokens: int) -> None:
+    """Kernels read the layer's chosen experts and states before they wait. Choices of all layers
+    have the same places in memory, so that what is read too early is another layer's."""
+    turns, count, width = (20, 40, 600) if DEVICE == "cuda" else (1, 2, 20)
+    layers = hybrid_layers(count, width)
+    early_start._starts_early.cache_clear()
+    with envs.SGLANG_KERNELS_START_EARLY.override(False):
+        wanted = run_hybrid(layers, tokens)
+    early_start._starts_early.cache_clear()
+    assert all(torch.isfinite(one).all() for one in wanted)
+    for _ in range(turns):
+        found = run_hybrid(layers, tokens)
+        assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
 
 
 if __name__ == "__main__":

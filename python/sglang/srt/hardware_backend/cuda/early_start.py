@@ -2,10 +2,17 @@
 
 A decode step of few requests is hundreds of kernels of some microseconds each, so that ends and
 starts take a good part of it. A kernel launched with `early_start` is placed on the device as soon
-as all programs of the kernel before it have begun. It must not read or write, before it calls
-`await_kernels_before`, anything that a kernel of the same step writes: weights it may read. Every
-program makes the call, also one that has nothing to do. The call returns when the kernel before has
-ended, which had made the call itself: so all kernels before have ended.
+as all programs of the kernel before it have let it start, which most do first of all. Every program
+calls `await_kernels_before` or `await_then_start_next`, also one that has nothing to do. The call
+returns when the kernel before has ended, which had waited itself: so all kernels before have ended.
+
+Before the call a kernel writes nothing. It reads
+
+- weights;
+- what was written before a kernel of the step that does not start early, such as a lookup of
+  embeddings: that one has waited for all before, and all behind it wait for it;
+- what was written before a kernel that calls `await_then_start_next`, if that is the one before it.
+  Such reads go past the L1 cache, which is only sure to be fresh behind a wait of one's own.
 
 SGLANG_KERNELS_START_EARLY=0 switches it off.
 

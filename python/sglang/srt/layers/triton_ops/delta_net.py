@@ -103,7 +103,8 @@ def _rule_kernel(
     is_key = keys < KEY_DIM
     values = tl.program_id(0) * BLOCK_V + tl.arange(0, BLOCK_V)
     is_value = values < VALUE_DIM
-    # No other kernel of the step writes the layer's states: they may be read before the wait.
+    # Read before the wait: no other kernel of the step writes the layer's states, and slots were
+    # there before the lookup of embeddings, which does not start early.
     first = tl.load(read_ptr + request)
     conv = conv_ptr + first * channels * (KERNEL - 1)
     place = keys[:, None] * VALUE_DIM + values[None, :]

@@ -43,8 +43,8 @@ def _ranking(
 
 @triton.jit
 def _first_best(key: tl.tensor, ids: tl.tensor, BLOCK: tl.constexpr) -> tl.tensor:
-    """The lowest of the ids with the highest key. Two sums over a warp's 32-bit numbers are one
-    instruction each; one over 64-bit numbers, which could hold both, takes ten."""
+    """The lowest of the ids with the highest key. A maximum and a minimum over a warp's 32-bit
+    numbers are one instruction each; a maximum of 64 bits, which could hold both, takes ten."""
     return tl.min(tl.where(key == tl.max(key, axis=0), ids, BLOCK), axis=0)
 
 
@@ -279,7 +279,7 @@ def _down_kernel(
     token = tl.program_id(1).to(tl.int64)
     places = tl.arange(0, BLOCK_P)
     chosen = places < TOP_K
-    # Past the L1 cache, which may have what an earlier layer left here until the wait below.
+    # Past the L1 cache: see `early_start`.
     choice = token * TOP_K + places
     ids = tl.load(ids_ptr + choice, mask=chosen, other=0, cache_modifier=".cg").to(tl.int64)
     inner = inner_ptr + token * PLACES * FEATURES

@@ -152,14 +152,15 @@ def add_parts_rms_norm_(
         weight: `[size]`.
         is_centered: See `rms_norm`.
     """
-    assert residual.is_contiguous()
+    assert residual.is_contiguous() and residual.dtype in (torch.bfloat16, torch.float32)
     rows, size = residual.shape
     out = torch.empty_like(residual)
     block = triton.next_power_of_2(size)
     per_word = 4 // residual.element_size()
     num_warps = min(16, max(1, block // 512))
     # A word of the inbox has 32 bits of the row.
-    if rows <= INBOX_ROWS and size * 8 // per_word <= INBOX_ROW_BYTES:
+    is_short = size % per_word == 0 and size * 8 // per_word <= INBOX_ROW_BYTES
+    if rows <= INBOX_ROWS and is_short:
         _sent_norm_kernel[(rows,)](
             peers.memories,
             peers.inbox,
