@@ -293,7 +293,7 @@ def test_experts_wider_than_what_a_program_takes_at_once(width: int) -> None:
 
 def test_one_expert_of_many_tokens_is_read_by_all() -> None:
     block = block_of(HALF, None)
-    x = randn(1, 24, seed=1, dtype=HALF).expand(6, -1).contiguous()
+    x = randn(1, HIDDEN, seed=1, dtype=HALF).expand(6, -1).contiguous()
     block._kernels, block._few = KERNELS, None
     block._few = block._plan_few()
     assert block._few is not None
