@@ -1,7 +1,8 @@
 """L1 to L2 and back on CUDA: GB/s by layout, I/O backend and page size, and share of the limit.
 
     python benchmark/hicache/bench_transfer.py [--tokens 8192] [--repeat 5] [--output FILE]
-        [--page-sizes 64 16 1] [--no-transfers] [--no-compute] [--no-pinning] [--tune]
+        [--page-sizes 64 16 1] [--pools kv latent indexer states] [--no-transfers] [--no-compute]
+        [--no-pinning] [--tune]
 
 `transfer_rig.py` has the pools and the timing. The limit is one large copy between the same kinds
 of memory, measured in the same run. For both directions at once it is the sum of the speeds of two
@@ -13,13 +14,14 @@ copy, the speed of allocating page-locked memory, and the choice between kernels
 from __future__ import annotations
 
 import argparse
+import itertools
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final
 
 import torch
-from transfer_rig import HEAD_DIM, HEADS, LAYERS, Pools, Timeline, Work
+from transfer_rig import KINDS, KV, Pools, Timeline, Work
 
 from sglang.benchmark.report import emit, provenance
 from sglang.srt.hardware_backend.device_runtime import CopyStream, device_runtime
@@ -60,6 +62,12 @@ EXPECTED: Final[dict[tuple[str, str], dict[str, dict[int, float]]]] = {
         "both": {64: 0.97, 16: 0.97, 4: 0.90, 1: 0.59},
     },
 }
+# Runs of latent rows have 74 KB, of indexer keys 16 KB, of states 2 MB and 48 KB.
+OTHERS_EXPECTED: Final[dict[str, dict[str, dict[int, float]]]] = {
+    "latent": {"load": {64: 0.93}, "backup": {64: 0.94}, "both": {64: 0.82}},
+    "indexer": {"load": {64: 0.91}, "backup": {64: 0.93}, "both": {64: 0.78}},
+    "states": {"load": {1: 0.95}, "backup": {1: 0.95}, "both": {1: 0.85}},
+}
 
 
 def limits(timeline: Timeline, repeat: int) -> dict[str, float]:
@@ -87,27 +95,30 @@ def limits(timeline: Timeline, repeat: int) -> dict[str, float]:
 def transfers(
     timeline: Timeline,
     limit: dict[str, float],
+    kinds: Sequence[str],
     page_sizes: Sequence[int],
     tokens: int,
     repeat: int,
 ) -> Iterator[dict[str, Any]]:
     """Measure each pair of layout and I/O backend, for each page size and direction."""
-    for layout, io_backend in PAIRS:
-        for page_size in page_sizes:
-            pools = Pools(timeline, layout, io_backend, page_size, tokens)
+    for kind, (layout, io_backend) in itertools.product(kinds, PAIRS):
+        for page_size in page_sizes if kind != "states" else [1]:
+            pools = Pools(timeline, KINDS[kind], layout, io_backend, page_size, tokens)
+            expected = EXPECTED[layout, io_backend] if kind == "kv" else OTHERS_EXPECTED[kind]
             timeline.load.submit(pools.load)
             torch.accelerator.synchronize()
             pools.check()
             for name, speed, issue in speeds(timeline, pools, repeat):
                 yield {
                     "section": "transfer",
+                    "pool": kind,
                     "layout": layout,
                     "io_backend": io_backend,
                     "page_size": page_size,
                     "direction": name,
                     "gb_per_second": round(speed, 2),
                     "limit": round(limit[name], 2),
-                    "expected_ratio": EXPECTED[layout, io_backend][name].get(page_size),
+                    "expected_ratio": expected[name].get(page_size),
                     "ratio": round(speed / limit[name], 3),
                     "issue_ms": None if issue is None else round(issue * 1e3, 2),
                 }
@@ -158,7 +169,7 @@ def slowdown(timeline: Timeline, work: Work, stream: CopyStream, repeat: int) ->
 def beside_compute(timeline: Timeline, tokens: int, repeat: int) -> Iterator[dict[str, Any]]:
     """The slowdown of a matrix product of 8192 cubed in bf16 beside copies."""
     for layout, io_backend in PAIRS:
-        pools = Pools(timeline, layout, io_backend, 64, tokens)
+        pools = Pools(timeline, KV, layout, io_backend, 64, tokens)
         for name, work, stream in (
             ("load", pools.load, timeline.load),
             ("backup", pools.backup, timeline.write),
@@ -213,7 +224,7 @@ def tuning(
         ("page_first", 64, False, False, 512),
         ("page_first_direct", 64, True, True, 1024),
     ):
-        pools = Pools(timeline, layout, "kernel", page_size, tokens)
+        pools = Pools(timeline, KV, layout, "kernel", page_size, tokens)
         copier = pools.host._copier_of(pools.device)
         assert isinstance(copier, CudaPageCopier)
         copier.engine_use["kernel"] = EngineUse(load=load_by_engine, backup=backup_by_engine)
@@ -259,6 +270,7 @@ def main() -> None:
     parser.add_argument("--repeat", type=int, default=5)
     parser.add_argument("--output", help="also append the lines to this file")
     parser.add_argument("--page-sizes", type=int, nargs="+", default=[64, 16, 1])
+    parser.add_argument("--pools", choices=list(KINDS), nargs="+", default=["kv"])
     parser.add_argument("--no-transfers", action="store_true")
     parser.add_argument("--no-compute", action="store_true")
     parser.add_argument("--no-pinning", action="store_true")
@@ -274,7 +286,9 @@ def main() -> None:
         for row in tuning(timeline, limit, args.tokens, 3):
             emit(row, args.output)
     if not args.no_transfers:
-        for row in transfers(timeline, limit, args.page_sizes, args.tokens, args.repeat):
+        for row in transfers(
+            timeline, limit, args.pools, args.page_sizes, args.tokens, args.repeat
+        ):
             emit(row, args.output)
     if not args.no_compute:
         for row in beside_compute(timeline, args.tokens, args.repeat):
@@ -294,7 +308,7 @@ def about() -> dict[str, Any]:
         **provenance(),
         "gpu": gpu,
         "torch": torch.__version__,
-        "shape": f"{LAYERS} layers, {HEADS} heads of {HEAD_DIM}, bf16",
+        "shapes": {name: str(kind.spec.buffers) for name, kind in KINDS.items()},
     }
 
 

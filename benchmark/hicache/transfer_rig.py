@@ -1,8 +1,7 @@
 """The rig of `bench_transfer.py`: two streams timed by events, and a pair of pools.
 
-Pools have the shape of Qwen3-8B's KV: 36 layers, 8 heads of 128, bf16. Pages are at random places
-of both pools, their bytes are random, and copied bytes are compared. Loads are issued as by the
-engine: layer by layer, with an event each.
+Pages are at random places of both pools, their bytes are random, and copied bytes are compared.
+Loads are issued as by the engine: layer by layer, with an event each.
 """
 
 from __future__ import annotations
@@ -11,15 +10,55 @@ import statistics
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import TypeAlias
+from dataclasses import dataclass, replace
+from typing import Any, TypeAlias
 
 import torch
 
 from sglang.srt.hardware_backend.device_runtime import CopyStream, device_runtime
-from sglang.srt.mem_cache.device.memory_pool import MHATokenToKVPool
-from sglang.srt.mem_cache.memory_pool_host import MHATokenToKVPoolHost
+from sglang.srt.mem_cache.device.base_device_pool import BaseDevicePool, PagedDevicePool
+from sglang.srt.mem_cache.device.indexer_pool import IndexerSpec
+from sglang.srt.mem_cache.device.mamba_pool import MambaSpec
+from sglang.srt.mem_cache.device.mla_pool import MLASpec
+from sglang.srt.mem_cache.device.pool_registry import make_pools
+from sglang.srt.mem_cache.device.state_pool import StatePool
+from sglang.srt.mem_cache.device.state_spec import ItemKind, KVSpec, PoolName, StateSpec
+from sglang.srt.mem_cache.memory_pool_host import (
+    MambaPoolHost,
+    MHATokenToKVPoolHost,
+    MLATokenToKVPoolHost,
+    NSAIndexerPoolHost,
+)
 
-LAYERS, HEADS, HEAD_DIM = 36, 8, 128
+
+@dataclass(frozen=True)
+class Kind:
+    """A kind of state, and the class of its pool on the host."""
+
+    spec: StateSpec
+    host: Any
+
+
+KV = Kind(KVSpec.of_heads(tuple(range(36)), 8, 128, torch.bfloat16), MHATokenToKVPoolHost)
+KINDS = {
+    "kv": KV,
+    "latent": Kind(MLASpec.of(range(61), 512, 64, torch.bfloat16), MLATokenToKVPoolHost),
+    "indexer": Kind(
+        replace(IndexerSpec.of(range(61), 128, torch.bfloat16), indices_from_pool=None),
+        NSAIndexerPoolHost,
+    ),
+    "states": Kind(
+        MambaSpec.of_shapes(
+            tuple(range(36)), (32, 128, 128), (8192, 3),
+            ssm_dtype=torch.float32, conv_dtype=torch.bfloat16,
+        ),
+        MambaPoolHost,
+    ),
+}  # fmt: skip
+"""Kinds of state: keys and values of Qwen3-8B; latent rows and indexer keys of DeepSeek-V3.2, whose
+indexer has slots of its own here; recurrent states of Qwen3-Next-80B-A3B."""
+TOKENS_OF_STATE = 1024
+"""Tokens for which one state is copied."""
 
 Work: TypeAlias = Callable[[], None]
 
@@ -102,22 +141,24 @@ class Pools:
     """A device pool and a host pool, and two disjoint scattered sets of pages in each."""
 
     def __init__(
-        self, timeline: Timeline, layout: str, io_backend: str, page_size: int, tokens: int
-    ) -> None:
+        self, timeline: Timeline, kind: Kind, layout: str, io_backend: str, page_size: int,
+        tokens: int,
+    ) -> None:  # fmt: skip
         self.io_backend = io_backend
-        self.page_size = page_size
-        self.tokens = tokens
-        self.device = MHATokenToKVPool(
-            2 * tokens, page_size, torch.bfloat16, HEADS, HEAD_DIM, LAYERS, "cuda"
-        )
-        for buffer in (*self.device.k_buffer, *self.device.v_buffer):
+        spec = kind.spec
+        is_state = spec.item is ItemKind.STATE
+        self.page_size = 1 if is_state else page_size
+        count = tokens // (TOKENS_OF_STATE if is_state else page_size)
+        size = 2 * count * self.page_size
+        pools = make_pools([spec], size, self.page_size, "cuda", size)
+        self.device = pools[PoolName(spec.name)]
+        for buffer in self._buffers():
             buffer.normal_()
-        self.host = MHATokenToKVPoolHost(self.device, 1.0, 0, page_size, layout)
-        self.bytes = tokens * self.host.size_per_token
+        self.host = kind.host.make(self.device, page_num=2 * count, layout=layout)
+        self.bytes = count * self.host.page_bytes
         torch.manual_seed(0)
-        device_pages = torch.randperm(2 * tokens // page_size) + 1
-        host_pages = torch.randperm(2 * tokens // page_size)
-        count = tokens // page_size
+        device_pages = torch.randperm(2 * count) + 1
+        host_pages = torch.randperm(2 * count)
         self.source, self.target = (
             self._slots(pages).to("cuda") for pages in (device_pages[:count], device_pages[count:])
         )
@@ -127,6 +168,14 @@ class Pools:
         # Fills the page-locked memory, which would be zeros otherwise.
         timeline.write.submit(self.backup)
         torch.accelerator.synchronize()
+
+    def _buffers(self) -> list[torch.Tensor]:
+        """The buffers of each layer, one item a slot."""
+        pool: BaseDevicePool = self.device
+        if isinstance(pool, StatePool):
+            return [layer for buffer in pool.buffers for layer in buffer]
+        assert isinstance(pool, PagedDevicePool)
+        return [layer for part in pool.parts for layer in part]
 
     def _slots(self, pages: torch.Tensor) -> torch.Tensor:
         return (pages[:, None] * self.page_size + torch.arange(self.page_size)).reshape(-1)
@@ -144,13 +193,13 @@ class Pools:
     def load(self, first: torch.Event | None = None) -> None:
         """Load with an event for each layer, as the engine does; `first` is the first event."""
         load = self.host.begin_load(self.device, self.host_slots, self.target, self.io_backend)
-        for layer in range(LAYERS):
+        for layer in range(self.device.layer_num):
             load.issue(layer)
             event = torch.Event("cuda") if layer or first is None else first
             event.record()
 
     def check(self) -> None:
         """Assert that the loaded bytes equal the original ones."""
-        for buffer in (*self.device.k_buffer, *self.device.v_buffer):
+        for buffer in self._buffers():
             raw = buffer.view(torch.int16)
             assert torch.equal(raw[self.target], raw[self.source]), "the bytes differ"
