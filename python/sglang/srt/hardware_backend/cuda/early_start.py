@@ -11,8 +11,9 @@ Before the call a kernel writes nothing. It reads
 - weights;
 - what was written before a kernel of the step that does not start early, such as a lookup of
   embeddings: that one has waited for all before, and all behind it wait for it;
-- what was written before a kernel that calls `await_then_start_next`, if that is the one before it.
-  Such reads go past the L1 cache, which is only sure to be fresh behind a wait of one's own.
+- what was written before a kernel that calls `await_then_start_next`, if that is the one before it
+  and large: its programs have waited on every multiprocessor, so that no L1 cache holds what was
+  there before.
 
 SGLANG_KERNELS_START_EARLY=0 switches it off.
 

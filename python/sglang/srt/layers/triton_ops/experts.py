@@ -273,15 +273,15 @@ def _down_kernel(
 ) -> None:
     """One feature of a token: the weighted sum over its experts.
 
-    The kernel before is `_gate_up_kernel`: ids and weights were there when it let this one start.
+    The kernel before is `_gate_up_kernel`, so that ids and weights may be read before the wait: see
+    `early_start`.
     """
     feature = tl.program_id(0).to(tl.int64)
     token = tl.program_id(1).to(tl.int64)
     places = tl.arange(0, BLOCK_P)
     chosen = places < TOP_K
-    # Past the L1 cache: see `early_start`.
-    choice = token * TOP_K + places
-    ids = tl.load(ids_ptr + choice, mask=chosen, other=0, cache_modifier=".cg").to(tl.int64)
+    ids = tl.load(ids_ptr + token * TOP_K + places, mask=chosen, other=0).to(tl.int64)
+    weights = tl.load(weights_ptr + token * PLACES + places, mask=chosen, other=0.0)
     inner = inner_ptr + token * PLACES * FEATURES
     own = down_ptr + (ids * HIDDEN + feature)[:, None] * FEATURES
     own_shared = shared_ptr + feature * FEATURES
@@ -292,7 +292,6 @@ def _down_kernel(
     if SHARED:
         first_shared = tl.load(own_shared + at, mask=at < FEATURES, other=0.0)
     await_kernels_before(EARLY)
-    weights = tl.load(weights_ptr + token * PLACES + places, mask=chosen, other=0.0)
     x = tl.load(inner + places[:, None] * FEATURES + at[None, :], mask=inside, other=0.0)
     total = first.to(tl.float32) * x.to(tl.float32)
     shared = tl.zeros([BLOCK_F], tl.float32)
