@@ -51,7 +51,9 @@ def test_silu_and_mul(size: int) -> None:
     assert relative_error(activation.silu_and_mul(x), F.silu(gate) * up) < 5e-3
 
 
-@pytest.mark.parametrize(("n", "k"), [(64, 512), (4096, 1024), (16400, 256), (152, 3072)])
+@pytest.mark.parametrize(
+    ("n", "k"), [(64, 512), (4096, 1024), (3072, 512), (16400, 256), (152, 3072)]
+)
 @pytest.mark.parametrize("out_dtype", [HALF, torch.float32])
 def test_gemv(n: int, k: int, out_dtype: torch.dtype) -> None:
     x, weight, bias = random(1, k, seed=5), random(n, k, seed=6), random(n, seed=7)
