@@ -120,6 +120,9 @@ class FusedKernels:
     """One row times a matrix."""
     gated_gemv: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, GemvConfig], None]
     """One row times the matrices of gate and up, with the activation."""
+    rotary_angles: Callable[
+        [torch.Tensor, torch.Tensor, float, torch.dtype], tuple[torch.Tensor, torch.Tensor]
+    ]
     normalise_rotate_store_: Callable[
         [
             torch.Tensor,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from sglang.srt.layers.activation import scale_by_gates_
 from sglang.srt.layers.attention.base_attn_backend import (
     FULL_ATTENTION,
     AttentionKind,
@@ -49,6 +50,7 @@ class RadixAttention(torch.nn.Module):
         rows: torch.Tensor | None = None,
         *,
         index: IndexQuery | None = None,
+        gates: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Store the new keys and values, then attend.
 
@@ -59,6 +61,7 @@ class RadixAttention(torch.nn.Module):
             rows: Extend only: int64 `[bs]`, each request's last token: only these attend. None:
                 all.
             index: Queries that choose the tokens to attend to, for kinds of attention that choose.
+            gates: Shaped as `q`: the output is multiplied by their sigmoid. None: it is not.
 
         Returns:
             `[num_tokens, num_heads * head_dim]`, or `[bs, ...]` with `rows`.
@@ -73,4 +76,7 @@ class RadixAttention(torch.nn.Module):
                 pool.set_kv_buffer(self, forward_batch.out_cache_loc, k, v)
                 save_kv_cache = False
             share.share_stored(self.layer_id, forward_batch.pools)
-        return backend.forward(q, k, v, self, forward_batch, save_kv_cache, rows, index=index)
+        if gates is not None and not save_kv_cache and forward_batch.forward_mode.is_decode():
+            return backend.forward_decode_gated(q, gates, self, forward_batch)
+        out = backend.forward(q, k, v, self, forward_batch, save_kv_cache, rows, index=index)
+        return out if gates is None else scale_by_gates_(out, gates, rows)

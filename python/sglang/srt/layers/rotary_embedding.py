@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 
 from sglang.srt.configs.rope_config import RopeConfig
+from sglang.srt.layers.fused_kernels import fused_kernels
 from sglang.srt.layers.placement import TensorPlacement
 
 
@@ -75,12 +76,17 @@ class RotaryEmbedding(torch.nn.Module):
         super().__init__()
         self.dtype = placement.dtype
         self.scale = rope.attention_factor
+        self._kernels = fused_kernels(placement.device)
         self.register_buffer(
             "inv_freq", inverse_frequencies(rope, head_dim).to(placement.device), persistent=False
         )
 
     def forward(self, positions: torch.Tensor) -> Rotation:
         """Angles of int64 `[num_tokens]` positions."""
+        if self._kernels is not None:
+            return Rotation(
+                *self._kernels.rotary_angles(positions, self.inv_freq, self.scale, self.dtype)
+            )
         angles = positions.to(torch.float32).unsqueeze(-1) * self.inv_freq
         cos, sin = angles.cos(), angles.sin()
         if self.scale != 1.0:

@@ -59,40 +59,36 @@ class GatedAttention(torch.nn.Module):
         """
         attn = self.attn
         qkv = self.qkv_proj.forward(x).view(len(x), -1, self.head_dim)
-        if self._kernels is not None:
-            attended = self._attend_fused(self._kernels, qkv, rotation, forward_batch, rows)
-            if rows is not None:
-                residual = residual.index_select(0, rows)
-            return self.o_proj.forward(attended, residual)
         sizes = [2 * attn.num_heads, attn.num_kv_heads, attn.num_kv_heads]
         queries, k, v = torch.split(qkv, sizes, dim=1)
-        q, gate = queries[:, ::2], queries[:, 1::2]
-        q = apply_rotary(self.q_norm.forward(q), rotation)
-        k = apply_rotary(self.k_norm.forward(k), rotation)
-        attended = attn.forward(q, k, v, forward_batch, rows=rows)
+        q, gates = queries[:, ::2], queries[:, 1::2]
+        is_stored = self._kernels is not None
+        if self._kernels is not None:
+            q = self._prepare(self._kernels, qkv, rotation, forward_batch)
+        else:
+            q = apply_rotary(self.q_norm.forward(q), rotation)
+            k = apply_rotary(self.k_norm.forward(k), rotation)
+        attended = attn.forward(
+            q, k, v, forward_batch, save_kv_cache=not is_stored, rows=rows, gates=gates
+        )
         if rows is not None:
-            residual, gate = residual.index_select(0, rows), gate.index_select(0, rows)
-        return self.o_proj.forward(attended * gate.flatten(1).sigmoid(), residual)
+            residual = residual.index_select(0, rows)
+        return self.o_proj.forward(attended, residual)
 
-    def _attend_fused(
+    def _prepare(
         self,
         kernels: FusedKernels,
         qkv: torch.Tensor,
         rotation: Rotation,
         forward_batch: ForwardBatch,
-        rows: torch.Tensor | None,
     ) -> torch.Tensor:
-        """The output projection's input, from the projections `[num_tokens, ..., head_dim]`."""
-        attn = self.attn
-        q = kernels.prepare_gated_qkv_(
+        """Queries, from the projections `[num_tokens, ..., head_dim]`; keys in place, and stored
+        with the values."""
+        return kernels.prepare_gated_qkv_(
             qkv,
             (self.q_norm.weight, self.k_norm.weight),
             self.q_norm.eps,
             (rotation.cos, rotation.signed_sin),
             forward_batch.out_cache_loc,
-            *forward_batch.token_to_kv_pool.kv_buffer_to_write(attn.layer_id),
+            *forward_batch.token_to_kv_pool.kv_buffer_to_write(self.attn.layer_id),
         )
-        k, v = qkv[:, 2 * attn.num_heads :].chunk(2, dim=1)
-        attended = attn.forward(q, k, v, forward_batch, save_kv_cache=False, rows=rows)
-        kernels.scale_by_gates_(attended, qkv, rows)
-        return attended

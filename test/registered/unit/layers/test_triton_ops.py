@@ -17,7 +17,7 @@ DEVICE = triton_device()
 HALF = torch.bfloat16 if DEVICE == "cuda" else torch.float16
 
 from sglang.srt.layers.placement import Share  # noqa: E402
-from sglang.srt.layers.triton_ops import activation, gemv, lookup, norm, qkv  # noqa: E402
+from sglang.srt.layers.triton_ops import activation, gemv, lookup, norm, qkv, rotary  # noqa: E402
 
 
 def random(*shape: int, seed: int, dtype: torch.dtype = HALF) -> torch.Tensor:
@@ -82,6 +82,23 @@ def test_gated_gemv(n: int, k: int, dtype: torch.dtype) -> None:
     assert torch.equal(out, apart) if DEVICE == "cpu" else relative_error(out, apart) < 1e-3
     gate, up = (x.double() @ weight.double().t()).chunk(2, dim=-1)
     assert relative_error(out, F.silu(gate) * up) < (1e-5 if dtype is torch.float32 else 5e-3)
+
+
+@pytest.mark.parametrize("half", [24, 32])
+@pytest.mark.parametrize("scale", [1.0, 1.25])
+def test_angles_are_those_of_torch(half: int, scale: float) -> None:
+    """Far positions as well, whose angles are thousands of turns."""
+    positions = torch.tensor([0, 1, 77, 32_767, 1_000_000] * 4, device=DEVICE)
+    freqs = (10_000.0 ** -(torch.arange(half) / half)).to(DEVICE)
+    angles = positions.float()[:, None] * freqs
+    for dtype in (torch.float32, HALF):
+        cos, sin = rotary.rotary_angles(positions, freqs, scale, dtype)
+        wanted = angles.cos() * scale, angles.sin() * scale
+        signed = torch.cat((-wanted[1], wanted[1]), dim=-1)
+        for got, want in ((cos, torch.cat((wanted[0], wanted[0]), dim=-1)), (sin, signed)):
+            assert got.dtype == dtype and got.shape == (20, 1, 2 * half)
+            bound = 1e-3 if dtype is HALF else 1e-6
+            assert relative_error(got.squeeze(1), want.to(dtype)) < bound
 
 
 def test_gemv_leaves_odd_shapes_to_others() -> None:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple, NewType
 import torch
 
 from sglang.srt.configs.mla_config import MLAConfig
+from sglang.srt.layers.activation import scale_by_gates_
 from sglang.srt.mem_cache.device.state_spec import KVSpec, PoolName, StateSpec
 
 if TYPE_CHECKING:
@@ -165,6 +166,16 @@ class AttentionBackend(ABC):
     ) -> torch.Tensor:
         """Attend from `q` `[bs, num_heads, head_dim]`, a token of each request, to its whole
         context."""
+
+    def forward_decode_gated(
+        self,
+        q: torch.Tensor,
+        gates: torch.Tensor,
+        layer: RadixAttention,
+        forward_batch: ForwardBatch,
+    ) -> torch.Tensor:
+        """`forward_decode`, times the sigmoid of `gates`, which are shaped as `q`."""
+        return scale_by_gates_(self.forward_decode(q, layer, forward_batch), gates)
 
     def forward(
         self,

@@ -99,3 +99,12 @@ class MixedAttnBackend(AttentionBackend):
         self, q: torch.Tensor, layer: RadixAttention, forward_batch: ForwardBatch
     ) -> torch.Tensor:
         return self._backends[layer.kind].forward_decode(q, layer, forward_batch)
+
+    def forward_decode_gated(
+        self,
+        q: torch.Tensor,
+        gates: torch.Tensor,
+        layer: RadixAttention,
+        forward_batch: ForwardBatch,
+    ) -> torch.Tensor:
+        return self._backends[layer.kind].forward_decode_gated(q, gates, layer, forward_batch)

@@ -145,6 +145,24 @@ class TritonAttnBackend(AttentionBackend):
     def forward_decode(
         self, q: torch.Tensor, layer: RadixAttention, forward_batch: ForwardBatch
     ) -> torch.Tensor:
+        return self._decode(q, None, layer, forward_batch)
+
+    def forward_decode_gated(
+        self,
+        q: torch.Tensor,
+        gates: torch.Tensor,
+        layer: RadixAttention,
+        forward_batch: ForwardBatch,
+    ) -> torch.Tensor:
+        return self._decode(q, gates, layer, forward_batch)
+
+    def _decode(
+        self,
+        q: torch.Tensor,
+        gates: torch.Tensor | None,
+        layer: RadixAttention,
+        forward_batch: ForwardBatch,
+    ) -> torch.Tensor:
         pool_k, pool_v = forward_batch.token_to_kv_pool.get_kv_buffer(layer.layer_id)
         return decode_attention(
             q,
@@ -155,6 +173,7 @@ class TritonAttnBackend(AttentionBackend):
             forward_batch.seq_lens,
             layer.scaling,
             self._arrivals,
+            gates=gates,
         )
 
     def warm_up(self) -> None:

@@ -18,6 +18,9 @@ from sglang.srt.hardware_backend.cuda.early_start import (
 from sglang.srt.layers.fused_kernels import ExpertChoice, ExpertWeights
 from sglang.srt.layers.triton_ops.ordered import ordered
 
+_FEATURES_OF_ONE = 4
+"""Features that a program of the first product computes for a single token."""
+
 
 @triton.jit
 def _ranking(
@@ -201,13 +204,15 @@ def _gate_up_kernel(
     FEATURES: tl.constexpr,
     TOP_K: tl.constexpr,
     PLACES: tl.constexpr,
+    ROWS: tl.constexpr,
     BLOCK_H: tl.constexpr,
     BLOCK_I: tl.constexpr,
     ONE: tl.constexpr,
     EARLY: tl.constexpr,
 ) -> None:
-    """Compute one feature of an expert for all its tokens, in the program of the first of them."""
-    feature = tl.program_id(0)
+    """Compute ROWS features of an expert for all its tokens, in the program of the first of
+    them."""
+    features = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     token = tl.program_id(1) // PLACES
     place = tl.program_id(1) % PLACES
     # `_down_kernel` begins to read weights once ids are known.
@@ -229,24 +234,24 @@ def _gate_up_kernel(
     if not ONE:  # noqa: SIM102 - known when this is compiled
         if tl.min(tl.where(used, numbers, BLOCK_I), axis=0) < current:
             return
-    weight_ptr += feature.to(tl.int64) * HIDDEN
     cols = tl.arange(0, BLOCK_H)
+    gates = weight_ptr + features.to(tl.int64)[:, None] * HIDDEN + cols[None, :]
     while current < BLOCK_I:
         user = current // per_token
         row = x_ptr + user.to(tl.int64) * HIDDEN
-        gate_sum = tl.zeros([BLOCK_H], tl.float32)
-        up_sum = tl.zeros([BLOCK_H], tl.float32)
+        gate_sum = tl.zeros([ROWS, BLOCK_H], tl.float32)
+        up_sum = tl.zeros([ROWS, BLOCK_H], tl.float32)
         for begin in range(0, HIDDEN, BLOCK_H):
-            at = begin + cols
-            gate = tl.load(weight_ptr + at, mask=at < HIDDEN, other=0.0)
-            up = tl.load(weight_ptr + FEATURES * HIDDEN + at, mask=at < HIDDEN, other=0.0)
-            x = tl.load(row + at, mask=at < HIDDEN, other=0.0).to(tl.float32)
+            inside = begin + cols < HIDDEN
+            gate = tl.load(gates + begin, mask=inside[None, :], other=0.0)
+            up = tl.load(gates + FEATURES * HIDDEN + begin, mask=inside[None, :], other=0.0)
+            x = tl.load(row + begin + cols, mask=inside, other=0.0).to(tl.float32)[None, :]
             gate_sum += gate.to(tl.float32) * x
             up_sum += up.to(tl.float32) * x
-        wide = tl.sum(gate_sum, axis=0)
-        inner = wide / (1.0 + tl.exp(-wide)) * tl.sum(up_sum, axis=0)
+        wide = tl.sum(gate_sum, axis=1)
+        inner = wide / (1.0 + tl.exp(-wide)) * tl.sum(up_sum, axis=1)
         nth = tl.where(place < TOP_K, current % per_token, TOP_K)
-        to = inner_ptr + (user * PLACES + nth).to(tl.int64) * FEATURES + feature
+        to = inner_ptr + (user * PLACES + nth).to(tl.int64) * FEATURES + features
         tl.store(to, inner.to(inner_ptr.dtype.element_ty))
         if ONE:
             current += BLOCK_I
@@ -335,7 +340,8 @@ def run_experts(
     assert (places > top_k) == (experts.shared is not None)
     inner = torch.empty((num_tokens, places, features), dtype=x.dtype, device=x.device)
     out = torch.empty_like(x)
-    _gate_up_kernel[(features, num_tokens * places)](
+    rows = _FEATURES_OF_ONE if num_tokens == 1 and features % _FEATURES_OF_ONE == 0 else 1
+    _gate_up_kernel[(features // rows, num_tokens * places)](
         x,
         experts.gate_up,
         shared[0],
@@ -346,6 +352,7 @@ def run_experts(
         FEATURES=features,
         TOP_K=top_k,
         PLACES=places,
+        ROWS=rows,
         BLOCK_H=min(2048, triton.next_power_of_2(hidden)),
         BLOCK_I=triton.next_power_of_2(num_tokens * max(top_k, 1)),
         ONE=num_tokens == 1,

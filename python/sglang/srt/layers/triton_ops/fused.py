@@ -15,6 +15,7 @@ from sglang.srt.layers.triton_ops import (
     lookup,
     norm,
     qkv,
+    rotary,
     summed_norm,
 )
 
@@ -32,6 +33,7 @@ KERNELS: Final = FusedKernels(
     plan_gemv=gemv.plan,
     gemv=gemv.gemv,
     gated_gemv=gemv.gated_gemv,
+    rotary_angles=rotary.rotary_angles,
     normalise_rotate_store_=qkv.normalise_rotate_store_,
     prepare_gated_qkv_=gated_qkv.prepare_gated_qkv_,
     scale_by_gates_=gated_qkv.scale_by_gates_,

@@ -129,6 +129,7 @@ def _gate_kernel(
     gates_ptr: tl.tensor,
     rows_ptr: tl.tensor,
     stride: tl.tensor,
+    step: tl.tensor,
     HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -144,29 +145,23 @@ def _gate_kernel(
         row = tl.load(rows_ptr + token)
     dims = tl.arange(0, BLOCK)
     inside = dims < HEAD_DIM
-    at = gates_ptr + row * stride + (2 * head + 1) * HEAD_DIM + dims
+    at = gates_ptr + row * stride + head * step + dims
     gate = tl.load(at, mask=inside, other=0.0).to(tl.float32)
     to = x_ptr + (token * HEADS + head) * HEAD_DIM + dims
     x = tl.load(to, mask=inside, other=0.0)
     tl.store(to, (x.to(tl.float32) / (1.0 + tl.exp(-gate))).to(x.dtype), mask=inside)
 
 
-def scale_by_gates_(x: torch.Tensor, qkv: torch.Tensor, rows: torch.Tensor | None) -> None:
-    """Multiply attention's output by the sigmoid of each head's gate, in place.
-
-    Args:
-        x: Contiguous `[num_tokens, num_heads * head_dim]`.
-        qkv: As `prepare_gated_qkv_` takes it.
-        rows: int64 `[len(x)]`: the token of each row of `x`; None: row i is token i.
-    """
-    head_dim = qkv.shape[2]
-    heads = x.shape[1] // head_dim
-    assert x.is_contiguous() and qkv.is_contiguous()
+def scale_by_gates_(x: torch.Tensor, gates: torch.Tensor, rows: torch.Tensor | None) -> None:
+    """See `layers/activation.py`."""
+    _, heads, head_dim = gates.shape
+    assert x.is_contiguous() and gates.stride(2) == 1
     _gate_kernel[(heads, len(x))](
         x,
-        qkv,
+        gates,
         x if rows is None else rows,
-        qkv.stride(0),
+        gates.stride(0),
+        gates.stride(1),
         HEADS=heads,
         HEAD_DIM=head_dim,
         BLOCK=triton.next_power_of_2(head_dim),

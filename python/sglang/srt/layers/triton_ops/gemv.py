@@ -69,7 +69,7 @@ def _gated_gemv_kernel(
     tl.store(out_ptr + feature, (activated * up).to(dtype))
 
 
-_MANY_ROWS = 3072
+_MANY_ROWS = 2048
 """From here on programs of more rows and fewer columns still fill the device; measured for the
 shapes of Qwen3-8B on one and two ranks, Qwen3-Next and DeepSeek-V3.2."""
 

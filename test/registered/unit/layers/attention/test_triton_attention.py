@@ -24,6 +24,7 @@ import triton.language as tl  # noqa: E402
 from sglang.srt.layers.attention.dense_attention import UNIT, plan_dense  # noqa: E402
 from sglang.srt.layers.attention.triton_ops.combine import merge_into_  # noqa: E402
 from sglang.srt.layers.attention.triton_ops.decode import (  # noqa: E402
+    LONG_TOKENS,
     decode_attention,
     make_arrivals,
     plan_splits,
@@ -87,6 +88,31 @@ def test_decode(
             for i, n in enumerate(lens)
         ]
         assert_close(got, torch.cat(want), dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, HALF])
+@pytest.mark.parametrize("shape", [(8, 2, 128), (7, 1, 80)])
+@pytest.mark.parametrize(
+    ("splits", "window"),
+    [((1, 1), 0), ((4, 100), 50), ((128, 64), 0), (None, 0), (None, 50), ((4, LONG_TOKENS), 0)],
+)
+def test_decode_with_gates(
+    shape: tuple[int, int, int], dtype: torch.dtype, splits: tuple[int, int] | None, window: int
+) -> None:
+    """Parts joined by a kernel of their own, by the last program, and contexts in one part."""
+    heads, kv_heads, head_dim = shape
+    lens = [1, 130, 64, 300, 2 * LONG_TOKENS + 5]
+    pool = PagedContexts(lens, kv_heads, head_dim, page_size=16, dtype=dtype, device=DEVICE)
+    q = queries(len(lens), heads, head_dim, dtype)
+    both = queries(len(lens), 2 * heads, head_dim, dtype)
+    gates, arrivals = both[:, 1::2], make_arrivals(DEVICE)
+    at = pool.k, pool.v, pool.table, pool.rows, torch.tensor(lens, device=DEVICE)
+    plain = decode_attention(q, *at, head_dim**-0.5, arrivals, window=window, splits=splits)
+    got = decode_attention(
+        q, *at, head_dim**-0.5, arrivals, gates=gates, window=window, splits=splits
+    )
+    assert not arrivals.any()
+    assert_close(got, plain * gates.flatten(1).sigmoid(), dtype)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -2,8 +2,8 @@
 
 The query heads that share a KV head are the rows of one matrix product, so that the context is read
 once. Contexts are split over programs if there are too few requests to fill the device; the program
-that ends last joins the parts. The grid depends on the size of the batch and not on lengths, so it
-can be captured in a graph.
+that ends last joins the parts, or a kernel of its own where a gate scales the output. The grid
+depends on the size of the batch and not on lengths, so it can be captured in a graph.
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ BLOCK_N = 64
 PROGRAMS = 512
 """Programs that fill the device; more would cost more than they balance."""
 MAX_SPLITS = 32
+JOINED_APART = (256, 32)
+"""Most parts, and tokens of a block, where a kernel of its own joins the parts."""
 LONG_SPLITS = (4, 16)
 LONG_TOKENS = 2048
 LONG_PROGRAMS = 8192
@@ -29,6 +31,7 @@ all waiting: into parts of at least `LONG_TOKENS`, by at most `LONG_PROGRAMS` pr
 that finds nothing to do costs little."""
 _MOST_COUNTED = 1 << 16
 _ROWS_JOINED_AT_ONCE = 64
+_DIMS_JOINED_AT_ONCE = 64
 
 
 @triton.jit(do_not_specialize=["splits", "least"])
@@ -46,6 +49,9 @@ def _decode_kernel(
     scale: tl.tensor,
     parts_ptr: tl.tensor,
     arrivals_ptr: tl.tensor,
+    gates_ptr: tl.tensor,
+    gates_stride: tl.tensor,
+    gates_step: tl.tensor,
     splits: tl.tensor,
     least: tl.tensor,
     NUM_KV_HEADS: tl.constexpr,
@@ -57,6 +63,8 @@ def _decode_kernel(
     BLOCK_D: tl.constexpr,
     BLOCK: tl.constexpr,
     SPLIT: tl.constexpr,
+    GATED: tl.constexpr,
+    APART: tl.constexpr,
     WINDOW: tl.constexpr,
     EARLY: tl.constexpr,
 ) -> None:
@@ -65,8 +73,10 @@ def _decode_kernel(
     kv_head = tl.program_id(0)
     request = tl.program_id(1).to(tl.int64)
     split = tl.program_id(2)
-    await_kernels_before(EARLY)
+    # Written before the lookup of embeddings, which does not start early.
     length = tl.load(lens_ptr + request).to(tl.int32)
+    slots = table_ptr + tl.load(rows_ptr + request).to(tl.int64) * table_stride
+    await_kernels_before(EARLY)
     first = 0
     if WINDOW > 0:
         first = tl.maximum(length - WINDOW, 0)
@@ -81,7 +91,6 @@ def _decode_kernel(
     inside = is_head[:, None] & (dims < HEAD_DIM)[None, :]
     q_at = request * q_stride + heads[:, None] * HEAD_DIM + dims[None, :]
     q = tl.load(q_ptr + q_at, mask=inside, other=0.0)
-    slots = table_ptr + tl.load(rows_ptr + request).to(tl.int64) * table_stride
     peak = tl.full([ROWS], float("-inf"), tl.float32)
     mass = tl.zeros([ROWS], tl.float32)
     acc = tl.zeros([ROWS, BLOCK_D], tl.float32)
@@ -98,22 +107,34 @@ def _decode_kernel(
     )  # fmt: skip
     acc = acc / mass[:, None]
     if SPLIT:  # noqa: SIM102 - known when this is compiled
-        if parts > 1:
+        if APART or parts > 1:
             part = out_row * splits + split
             tl.store(lse_ptr + part, peak + tl.log2(mass), mask=is_head)
             tl.store(parts_ptr + part[:, None] * HEAD_DIM + dims[None, :], acc, mask=inside)
+            if APART:
+                return
             # Every thread of this program stores before the program is counted.
             tl.debug_barrier()
             counter = arrivals_ptr + request * NUM_KV_HEADS + kv_head
             if tl.atomic_add(counter, 1, sem="acq_rel") == parts - 1:
                 tl.store(counter, 0)
                 _join(
-                    parts_ptr, lse_ptr, out_ptr, request * NUM_KV_HEADS + kv_head, parts, splits,
-                    GROUP, HEAD_DIM, BLOCK_D, JOINED_ROWS, JOINED_PARTS,
+                    parts_ptr, lse_ptr, out_ptr, gates_ptr + request * gates_stride, gates_step,
+                    request, kv_head, parts, splits,
+                    NUM_KV_HEADS, GROUP, HEAD_DIM, BLOCK_D, JOINED_ROWS, JOINED_PARTS, GATED,
                 )  # fmt: skip
             return
-    out_at = out_row[:, None] * HEAD_DIM + dims[None, :]
-    tl.store(out_ptr + out_at, acc.to(out_ptr.dtype.element_ty), mask=inside)
+    out = acc.to(out_ptr.dtype.element_ty)
+    if GATED:
+        at = gates_ptr + request * gates_stride + heads[:, None] * gates_step + dims[None, :]
+        out = _gated(out, tl.load(at, mask=inside, other=0.0))
+    tl.store(out_ptr + out_row[:, None] * HEAD_DIM + dims[None, :], out, mask=inside)
+
+
+@triton.jit
+def _gated(out: tl.tensor, gate: tl.tensor) -> tl.tensor:
+    """`out`, rounded already, times the sigmoid of its gate."""
+    return (out.to(tl.float32) / (1.0 + tl.exp(-gate.to(tl.float32)))).to(out.dtype)
 
 
 @triton.jit
@@ -121,20 +142,26 @@ def _join(
     parts_ptr: tl.tensor,
     lse_ptr: tl.tensor,
     out_ptr: tl.tensor,
-    group: tl.tensor,
+    gates_ptr: tl.tensor,
+    gates_step: tl.tensor,
+    request: tl.tensor,
+    kv_head: tl.tensor,
     parts: tl.tensor,
     splits: tl.tensor,
+    NUM_KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
     ROWS: tl.constexpr,
     PARTS: tl.constexpr,
+    GATED: tl.constexpr,
 ) -> None:
     """Join the parts of the heads of one group, weighted by their masses, PARTS at a time."""
     # Parts of other programs are read past the L1 cache, which is not coherent.
     dims = tl.arange(0, BLOCK_D)
     is_head = tl.arange(0, ROWS) < GROUP
-    row = group * GROUP + tl.arange(0, ROWS)
+    head = kv_head * GROUP + tl.arange(0, ROWS)
+    row = request * NUM_KV_HEADS * GROUP + head
     peak = tl.full([ROWS], float("-inf"), tl.float32)
     mass = tl.zeros([ROWS], tl.float32)
     acc = tl.zeros([ROWS, BLOCK_D], tl.float32)
@@ -154,9 +181,59 @@ def _join(
         mass = mass * shrink + tl.sum(weight, axis=1)
         acc = acc * shrink[:, None] + tl.sum(values * weight[:, :, None], axis=1)
         peak = new_peak
-    out_at = row[:, None] * HEAD_DIM + dims[None, :]
+    inside = is_head[:, None] & (dims < HEAD_DIM)[None, :]
     out = (acc / mass[:, None]).to(out_ptr.dtype.element_ty)
-    tl.store(out_ptr + out_at, out, mask=is_head[:, None] & (dims < HEAD_DIM)[None, :])
+    if GATED:
+        at = gates_ptr + head[:, None] * gates_step + dims[None, :]
+        out = _gated(out, tl.load(at, mask=inside, other=0.0))
+    tl.store(out_ptr + row[:, None] * HEAD_DIM + dims[None, :], out, mask=inside)
+
+
+@triton.jit(do_not_specialize=["splits", "least"])
+def _join_gated_kernel(
+    parts_ptr: tl.tensor,
+    lse_ptr: tl.tensor,
+    lens_ptr: tl.tensor,
+    out_ptr: tl.tensor,
+    gates_ptr: tl.tensor,
+    gates_stride: tl.tensor,
+    gates_step: tl.tensor,
+    splits: tl.tensor,
+    least: tl.tensor,
+    NUM_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PARTS: tl.constexpr,
+    WINDOW: tl.constexpr,
+    EARLY: tl.constexpr,
+) -> None:
+    """Grid `(head_dim / BLOCK_D, heads, bs)`: a program joins some elements of one head."""
+    dims = tl.program_id(0) * BLOCK_D + tl.arange(0, BLOCK_D)
+    head = tl.program_id(1)
+    request = tl.program_id(2).to(tl.int64)
+    is_dim = dims < HEAD_DIM
+    # Written before the lookup of embeddings, which does not start early.
+    length = tl.load(lens_ptr + request).to(tl.int32)
+    await_kernels_before(EARLY)
+    first = 0
+    if WINDOW > 0:
+        first = tl.maximum(length - WINDOW, 0)
+    _, _, parts = split_range(first, length, 0, splits, least, BLOCK)
+    gate = tl.load(
+        gates_ptr + request * gates_stride + head * gates_step + dims, mask=is_dim, other=0.0
+    )
+    row = request * NUM_HEADS + head
+    number = tl.arange(0, PARTS)
+    part = row * splits + number
+    there = number < parts
+    lse = tl.load(lse_ptr + part, mask=there, other=float("-inf"))
+    at = part[:, None] * HEAD_DIM + dims[None, :]
+    values = tl.load(parts_ptr + at, mask=there[:, None] & is_dim[None, :], other=0.0)
+    weight = tl.exp2(lse - tl.max(lse, axis=0))
+    joined = tl.sum(values * weight[:, None], axis=0) / tl.sum(weight, axis=0)
+    out = _gated(joined.to(out_ptr.dtype.element_ty), gate)
+    tl.store(out_ptr + row * HEAD_DIM + dims, out, mask=is_dim)
 
 
 def make_arrivals(device: torch.device | str) -> torch.Tensor:
@@ -167,7 +244,7 @@ def make_arrivals(device: torch.device | str) -> torch.Tensor:
     return torch.zeros(_MOST_COUNTED, dtype=torch.int32, device=device)
 
 
-def plan_splits(batch_size: int, num_kv_heads: int) -> tuple[int, int]:
+def plan_splits(batch_size: int, num_kv_heads: int, *, is_gated: bool = False) -> tuple[int, int]:
     """Most parts that a context is split into, a power of 2, and the fewest tokens of a part."""
     if batch_size * num_kv_heads > _MOST_COUNTED:
         return 1, BLOCK_N
@@ -176,7 +253,8 @@ def plan_splits(batch_size: int, num_kv_heads: int) -> tuple[int, int]:
         least, most = LONG_SPLITS
         wanted = min(max(LONG_PROGRAMS // (batch_size * num_kv_heads), least), most)
         return _power_of_two_below(wanted), LONG_TOKENS
-    return _power_of_two_below(min(wanted, MAX_SPLITS)), BLOCK_N
+    most, least = JOINED_APART if is_gated else (MAX_SPLITS, BLOCK_N)
+    return _power_of_two_below(min(wanted, most)), least
 
 
 def _power_of_two_below(number: int) -> int:
@@ -193,6 +271,7 @@ def decode_attention(
     scaling: float,
     arrivals: torch.Tensor,
     *,
+    gates: torch.Tensor | None = None,
     window: int = 0,
     splits: tuple[int, int] | None = None,
     launch: tuple[int, int, int] | None = None,
@@ -207,6 +286,8 @@ def decode_attention(
         req_pool_indices: Integer `[bs]`.
         seq_lens: Integer `[bs]`, at least 1 each.
         arrivals: Counters from `make_arrivals`.
+        gates: `[bs, num_heads, head_dim]` with dense rows: the output is multiplied by their
+            sigmoid. None: it is not.
         window: Tokens that are seen, the newest included; 0: all.
         splits: As `plan_splits` gives them; None: its result.
         launch: Tokens per block, warps, stages; None: the fastest.
@@ -217,7 +298,11 @@ def decode_attention(
     batch_size, num_heads, head_dim = q.shape
     num_kv_heads = k_pool.shape[1]
     assert q.stride()[1:] == (head_dim, 1) and k_pool.is_contiguous() and v_pool.is_contiguous()
-    count, least = plan_splits(batch_size, num_kv_heads) if splits is None else splits
+    if splits is None:
+        splits = plan_splits(batch_size, num_kv_heads, is_gated=gates is not None)
+    count, least = splits
+    # One program would take as long for many parts as all of them took to read the context.
+    joins_apart = gates is not None and count > 1 and least < LONG_TOKENS
     out = torch.empty((batch_size, num_heads * head_dim), dtype=q.dtype, device=q.device)
     parts, lse = out, out
     if count > 1:
@@ -225,7 +310,12 @@ def decode_attention(
         parts = torch.empty((rows, count, head_dim), dtype=torch.float32, device=q.device)
         lse = torch.empty((rows, count), dtype=torch.float32, device=q.device)
     if launch is None:
-        launch = (BLOCK_N, 4, 2 if k_pool.element_size() > 1 else 5)
+        block_n = JOINED_APART[1] if joins_apart else BLOCK_N
+        launch = (block_n, 4, 2 if k_pool.element_size() > 1 else 5)
+    gate_arguments = (out, 0, 0)
+    if gates is not None:
+        assert gates.shape == q.shape and gates.stride(2) == 1
+        gate_arguments = (gates, gates.stride(0), gates.stride(1))
     group = num_heads // num_kv_heads
     block_n, num_warps, num_stages = launch
     _decode_kernel[(num_kv_heads, batch_size, count)](
@@ -242,6 +332,7 @@ def decode_attention(
         scaling * math.log2(math.e),
         parts,
         arrivals,
+        *gate_arguments,
         count,
         least,
         NUM_KV_HEADS=num_kv_heads,
@@ -253,9 +344,30 @@ def decode_attention(
         BLOCK_D=max(16, triton.next_power_of_2(head_dim)),
         BLOCK=block_n,
         SPLIT=count > 1,
+        GATED=gates is not None,
+        APART=joins_apart,
         WINDOW=window,
         num_warps=num_warps,
         num_stages=num_stages,
         **early_start(q),
     )
+    if joins_apart:
+        block_d = min(_DIMS_JOINED_AT_ONCE, triton.next_power_of_2(head_dim))
+        _join_gated_kernel[(triton.cdiv(head_dim, block_d), num_heads, batch_size)](
+            parts,
+            lse,
+            seq_lens,
+            out,
+            *gate_arguments,
+            count,
+            least,
+            NUM_HEADS=num_heads,
+            HEAD_DIM=head_dim,
+            BLOCK_D=block_d,
+            BLOCK=block_n,
+            PARTS=count,
+            WINDOW=window,
+            num_warps=4,
+            **early_start(q),
+        )
     return out
