@@ -160,20 +160,38 @@ class PrefetchBoard:
             if asked * page <= before:
                 break
             reach = min(asked, read.reach)
-            if operation.has_state and reach < read.reach:
-                # The state that it brings stands behind pages that this prompt does not have.
+            is_longer = len(new) > asked * page - before
+            if operation.has_state and not self._brings_state(read, reach, before, is_longer):
                 break
             if reach * page > before:
                 if not operation.owns(before, reach * page):
                     # Some were published, and the tree has evicted them since.
                     break
                 self._add(request_id, read, reach)
-            if reach < asked:
+            if reach < asked and not (operation.has_state and is_longer):
                 # The store lacks a page; the pages after it are of no use.
                 return Joined(max(0, reach * page - before) + start - first, new[:0], prior)
-            done = asked * page - before
-            new, start, prior = new[done:], start + done, operation.hashes[asked - 1]
+            done = reach * page - before
+            new, start, prior = new[done:], start + done, operation.hashes[reach - 1]
+            if reach < asked:
+                # The read ends at the last state of its own prompt. This one may have a later one.
+                break
         return Joined(start - first, new, prior)
+
+    def _brings_state(self, read: Read, reach: int, before: int, is_longer: bool) -> bool:
+        """Whether a request may wait for the first `reach` pages of a read that brings a state.
+
+        Args:
+            before: Tokens of the read's prompt, behind its start, that the request has already.
+            is_longer: The request's prompt goes on where the read's ends.
+        """
+        if reach < read.reach:
+            # The state stands behind pages that this prompt does not have.
+            return False
+        if not is_longer:
+            return True
+        # Only the store's answer says where the read ends, so where the rest begins.
+        return read.progress.hit >= 0 and reach * self._page_size > before
 
     def _add(self, request_id: str, read: Read, pages: int) -> None:
         read.needs[request_id] = pages

@@ -328,8 +328,8 @@ class StoragePrefetch(TierFlow):
         begin = known - operation.start
         if begin < 0:
             return None
-        if begin == landed and operation.has_state and path[-1].backuped:
-            self._publish_state(operation, path[-1])
+        if begin == landed and operation.has_state:
+            self._add_state(operation, path[-1], landed)
         if not begin < landed or not operation.owns(begin, landed):
             # Other flows have brought the pages, or the pages published before have been evicted.
             return 0
@@ -341,6 +341,26 @@ class StoragePrefetch(TierFlow):
         self._publish_state(operation, leaf)
         self._host.offer([leaf])
         return end - known
+
+    def _add_state(self, operation: PrefetchOperation, node: TreeNode, landed: int) -> None:
+        """Give the state that a read has brought to `node`, whose pages the tree has already.
+
+        A host state needs host pages: where the node's are on the device only, and are not being
+        copied, it takes those of the read.
+
+        Args:
+            landed: Tokens of the read that have landed; the node ends there.
+        """
+        begin = landed - len(node.key)
+        if not node.backuped and node.write_id is None and begin >= 0:
+            if operation.host_state is None or not operation.owns(begin, landed):
+                return
+            node.set_host_value(operation.publish(begin, landed))
+            node.hash_value = operation.hashes[begin // self.page_size : landed // self.page_size]
+            node.storage_epoch = operation.epoch
+            self._host.offer([node])
+        if node.backuped:
+            self._publish_state(operation, node)
 
     def _publish_state(self, operation: PrefetchOperation, node: TreeNode) -> None:
         """Give the state that a read has brought, if any, to `node`, which ends at its position."""

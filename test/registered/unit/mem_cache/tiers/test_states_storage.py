@@ -149,8 +149,13 @@ def test_a_state_that_comes_while_its_pages_are_written_is_stored_after_them(
     assert state_files(storage_dir) == 3
 
 
-def test_pages_that_the_tree_has_without_a_state_get_one_from_l3(rigs: StorageRigs) -> None:
-    writer, reader = (rigs.make("file", kind=StateRig) for _ in range(2))
+@pytest.mark.parametrize("policy", ["write_through", "write_back"])
+def test_pages_that_the_tree_has_without_a_state_get_one_from_l3(
+    rigs: StorageRigs, policy: str
+) -> None:
+    """Under `write_back` the pages are on the device alone."""
+    writer = rigs.make("file", kind=StateRig)
+    reader = rigs.make("file", kind=StateRig, hicache_write_policy=policy)
     reader.run([*SHARED, *range(100, 109)])
     reader.match([*SHARED, 90, 91, 92, 93])  # type: ignore[attr-defined]
     reader.settle()
@@ -258,6 +263,33 @@ def test_a_request_waits_for_a_read_only_if_its_state_is_one_that_it_can_use(
             reader.until(lambda rid=rid: reader.tree.check_prefetch_progress(rid))  # type: ignore[misc]
     wanted = {"a": (PROMPT, 40), "same": (PROMPT, 40), "short": ([*SHARED, 300], 12)}
     for rid, (prompt, tokens) in wanted.items():
+        request, reused = reader.admit(rid, prompt)
+        assert reused.total == tokens
+        reader.finish(request)
+    reader.settle()
+
+
+@pytest.mark.parametrize("is_answered", [True, False])
+def test_a_longer_prompt_gets_its_own_state_though_a_shorter_one_is_being_read(
+    rigs: StorageRigs, is_answered: bool
+) -> None:
+    """The read of the shorter prompt ends at that prompt's last state, not where L3 ends."""
+    writer, reader = (rigs.make("file", kind=StateRig) for _ in range(2))
+    longer, shorter = [*range(60), 7], [*range(40), 9]
+    writer.run([*SHARED, 300])
+    writer.run(longer)
+    writer.settle()
+    with HeldReads(reader.hi, pages_per_call=1, calls=0) as held:
+        reader.arrive("shorter", shorter)
+        (read,) = reader.hi.storage_prefetch.board.reads()
+        if is_answered:
+            reader.until(lambda: read.progress.hit == 3)
+        reader.arrive("longer", longer)
+        assert sorted(read.needs) == (["longer", "shorter"] if is_answered else ["shorter"])
+        held.open()
+        for rid in ("shorter", "longer"):
+            reader.until(lambda rid=rid: reader.tree.check_prefetch_progress(rid))  # type: ignore[misc]
+    for rid, prompt, tokens in (("shorter", shorter, 12), ("longer", longer, 60)):
         request, reused = reader.admit(rid, prompt)
         assert reused.total == tokens
         reader.finish(request)
