@@ -26,6 +26,7 @@ from sglang.srt.mem_cache.storage.types import (
     CacheOutcome,
     HiCacheStorageExtraInfo,
     StorageUnavailable,
+    StorageUnreachable,
 )
 from sglang.srt.mem_cache.tree.hicache_metrics import HiCacheMetrics
 from sglang.srt.mem_cache.tree.radix_key import PageHash
@@ -86,7 +87,8 @@ class GuardedStore:
         try:
             self.client = connect()
         except StorageUnavailable as error:
-            if not degrade:
+            # A store that is there and refuses, a pool for example, would refuse again.
+            if not degrade or not isinstance(error, StorageUnreachable):
                 raise
             logger.warning("L3 is unavailable, running without it until it answers: %s", error)
             self.trip()

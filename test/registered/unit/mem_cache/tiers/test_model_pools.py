@@ -299,6 +299,7 @@ def test_a_backend_of_one_pool_is_refused_by_name(
         rigs.make(backend, kind=CacheRig, extra={"tp_lcm_size": 2})
 
 
+@pytest.mark.parametrize("extra", [None, {"on_unreachable": "degrade"}])
 @pytest.mark.parametrize(
     ("error", "raised"),
     [
@@ -308,8 +309,13 @@ def test_a_backend_of_one_pool_is_refused_by_name(
     ],
 )
 def test_a_pool_that_a_backend_cannot_register_is_named_with_its_bytes(
-    rigs: StorageRigs, monkeypatch: pytest.MonkeyPatch, error: Exception, raised: type[Exception]
+    rigs: StorageRigs,
+    monkeypatch: pytest.MonkeyPatch,
+    error: Exception,
+    raised: type[Exception],
+    extra: dict[str, str] | None,
 ) -> None:
+    """Also where a server may start without a store: this one is there, and refuses."""
     closed: list[bool] = []
 
     def register(self: HiCacheFile, pool: StoragePool, name: str) -> None:
@@ -321,7 +327,7 @@ def test_a_pool_that_a_backend_cannot_register_is_named_with_its_bytes(
     pages = 4 * 128  # as `hicache_ratio` says of as many on the device
     message = rf"host pool indexer of {16 * pages} bytes cannot be registered: .*{error}"
     with pytest.raises(raised, match=message):
-        rigs.make("file", kind=MarksRig)
+        rigs.make("file", kind=MarksRig, extra=extra)
     assert closed == [True]
 
 
