@@ -118,7 +118,9 @@ class ServerArgs:
     enable_cache_report: bool = flag(False, "Report cached tokens in the usage of OpenAI answers.")
     stream_interval: int = flag(1, "Tokens between two events of a stream.")
     watchdog_timeout: float = flag(
-        300.0, "Seconds that one forward pass may take before the server ends."
+        300.0,
+        "Seconds that one tick of the scheduler, a forward pass among it, may take before the "
+        "server ends.",
     )
     chat_template: str | None = flag(None, "Jinja file; absent: the tokenizer's own template.")
     grammar_backend: str = flag(

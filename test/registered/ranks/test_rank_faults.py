@@ -144,6 +144,23 @@ def test_a_rank_that_is_gone_ends_the_server(model: Path, sig: signal.Signals) -
         assert was_told, (rank, is_busy)
 
 
+def test_a_rank_whose_scheduler_hangs_ends_the_server(model: Path) -> None:
+    """No forward runs there, and the process shows signs of life."""
+    server = server_of(
+        model, "--enable-hierarchical-cache", "--watchdog-timeout", "4",
+        in_rank=rank_faults.hangs_in_a_tick,
+    )  # fmt: skip
+    with server, generating(server) as said:
+        family = psutil.Process(server.process.pid).children(recursive=True)
+        status, lines, _ = end_of(server, family)
+        log = server.process.log_tail(400)
+    assert status == 1
+    assert any('"error"' in line for line in said[-4:])
+    assert "a tick of the scheduler has taken more than --watchdog-timeout 4 s" in log
+    assert "in hang" in log, "the stacks name the place"
+    assert lines[-1].endswith("; the server ends")
+
+
 FAILURES: Final[dict[str, tuple[InRank, str]]] = {
     "weights": (rank_faults.cannot_read_weights, f"error: rank 1: {rank_faults.DAMAGE}"),
     "memory": (rank_faults.has_no_memory, f"error: rank 1: {rank_faults.NO_MEMORY}"),

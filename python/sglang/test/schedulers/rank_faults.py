@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 from typing import Any, Final
 from unittest import mock
 
@@ -53,6 +54,23 @@ def evicts_by_itself(rank: int) -> None:
 
     patched = mock.patch.object(HiRadixCache, "check_hicache_events", evict_and_check)
     patched.start()
+
+
+def hangs_in_a_tick(rank: int) -> None:
+    """The rank's scheduler stands still in its 30th tick, while its process and its other threads
+    go on."""
+    if rank != FAULTY:
+        return
+    check = HiRadixCache.check_hicache_events
+    ticks: list[None] = []
+
+    def hang(tree: HiRadixCache) -> None:
+        ticks.append(None)
+        if len(ticks) == 30:
+            threading.Event().wait()
+        check(tree)
+
+    mock.patch.object(HiRadixCache, "check_hicache_events", hang).start()
 
 
 def kills_while_it_reads_weights(victim: int | None, rank: int) -> None:

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from sglang.srt.observability.scheduler_metrics import SchedulerMetrics
     from sglang.srt.server_args import ServerArgs
 
-ForwardGuard = Callable[[], AbstractContextManager[object]]
+TickGuard = Callable[[], AbstractContextManager[object]]
 
 
 class PrefillPart(Protocol):
@@ -92,7 +92,7 @@ class SchedulerResources:
     one computes both."""
     overlap: bool = False
     """See `SchedulerParts`."""
-    forward_guard: ForwardGuard = nullcontext
+    tick_guard: TickGuard = nullcontext
     """See `SchedulerParts`."""
 
 
@@ -115,8 +115,8 @@ class SchedulerParts:
     overlap: bool = False
     """Prepare each step while the device runs the one before it. It pays if launching a forward
     returns at once."""
-    forward_guard: ForwardGuard = nullcontext
-    """The watchdog's context, entered to launch a forward and to wait for its end."""
+    tick_guard: TickGuard = nullcontext
+    """The watchdog's context, entered for a tick and for telling the other ranks of it."""
 
 
 def make_parts(server_args: ServerArgs, resources: SchedulerResources) -> SchedulerParts:
@@ -153,7 +153,7 @@ def make_parts(server_args: ServerArgs, resources: SchedulerResources) -> Schedu
         outputs=outputs,
         half=half,
         overlap=resources.overlap,
-        forward_guard=resources.forward_guard,
+        tick_guard=resources.tick_guard,
     )
 
 

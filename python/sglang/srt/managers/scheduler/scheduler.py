@@ -76,6 +76,10 @@ class Scheduler:
 
     def step(self, tick: Tick) -> list[SchedulerOutput]:
         """One tick: messages in, at most one batch, outputs out."""
+        with self._parts.tick_guard():
+            return self._step(tick)
+
+    def _step(self, tick: Tick) -> list[SchedulerOutput]:
         state = self._state
         state.now = tick.now
         state.counters.ticks += 1
@@ -115,7 +119,8 @@ class Scheduler:
                 continue  # The other ranks wait as this one does.
             tick = self.make_tick(time.monotonic(), messages, is_idle=is_idle)
             if self._parts.group.size > 1:
-                self._parts.group.broadcast(encode_tick(tick))
+                with self._parts.tick_guard():
+                    self._parts.group.broadcast(encode_tick(tick))
             for output in self._step_or_verify(tick):
                 channel.send(output)
 
@@ -195,7 +200,7 @@ class Scheduler:
             self._process(step)
 
     def _process(self, step: LaunchedStep) -> None:
-        with self._parts.forward_guard(), naming_the_remedy():
+        with naming_the_remedy():
             self._parts.results.process(step)
         now = time.monotonic()
         if step.is_prefill:
@@ -227,7 +232,7 @@ class Scheduler:
         if before is not None and before.mostly_done is not None:
             # Otherwise launching blocks once the driver's queue is full, and holds the
             # interpreter's lock: the threads of L3 would stand still during long prefills.
-            with self._parts.forward_guard(), naming_the_remedy():
+            with naming_the_remedy():
                 before.mostly_done.synchronize()
         scheduled = self._parts.prefill.schedule()
         if scheduled is None:
@@ -262,7 +267,7 @@ class Scheduler:
 
     def _forward(self, batch: ModelWorkerBatch) -> tuple[StepResult, torch.Tensor]:
         """Launch a forward; return its result, and its tokens, int64 `[bs]` on the device."""
-        with self._parts.forward_guard(), naming_the_remedy():
+        with naming_the_remedy():
             output, token_ids = self._parts.worker.forward_batch_generation(batch)
             return StepResult(output, token_ids), token_ids
 

@@ -1,4 +1,4 @@
-"""Ends the process when a forward hangs, with every thread's stack in the log."""
+"""Ends the process when a tick hangs, with every thread's stack in the log."""
 
 from __future__ import annotations
 
@@ -15,19 +15,20 @@ logger = logging.getLogger(__name__)
 
 
 def end_process() -> None:
-    """Write the stacks of all threads to stderr and exit: a hung forward cannot be unwound."""
+    """Write the stacks of all threads to stderr and exit: a hung tick cannot be unwound."""
     faulthandler.dump_traceback(sys.stderr, all_threads=True)
     logging.shutdown()
     os._exit(70)
 
 
-class ForwardWatchdog:
-    """Ends the process if the forward under way takes too long.
+class TickWatchdog:
+    """Ends the process if the scheduler's tick under way takes too long: a forward or a copy hangs,
+    or another rank does not take part in what all ranks do.
 
-    Owns one daemon thread, `forward-watchdog`. `guard` is for one thread, the scheduler's.
+    Owns one daemon thread, `tick-watchdog`. `guard` is for one thread, the scheduler's.
 
     Args:
-        timeout: Seconds that one forward may take.
+        timeout: Seconds that one tick may take.
         on_hang: Called once from the watchdog's thread.
         clock: Seconds, monotonic.
     """
@@ -43,12 +44,12 @@ class ForwardWatchdog:
         self._clock = clock
         self._begin: float | None = None
         self._closed = threading.Event()
-        self._thread = threading.Thread(target=self._watch, name="forward-watchdog", daemon=True)
+        self._thread = threading.Thread(target=self._watch, name="tick-watchdog", daemon=True)
         self._thread.start()
 
     @contextmanager
     def guard(self) -> Iterator[None]:
-        """Context in which a forward runs."""
+        """Context in which a tick runs."""
         self._begin = self._clock()
         try:
             yield
@@ -65,7 +66,8 @@ class ForwardWatchdog:
             begin = self._begin
             if begin is not None and self._clock() - begin > self._timeout:
                 logger.critical(
-                    "a forward has taken more than --watchdog-timeout %.0f s: ending the process",
+                    "a tick of the scheduler has taken more than --watchdog-timeout %.0f s: "
+                    "ending the process",
                     self._timeout,
                 )
                 self._on_hang()

@@ -32,7 +32,7 @@ from sglang.srt.managers.scheduler.parts import SchedulerResources, make_parts
 from sglang.srt.managers.scheduler.process.same_settings import check_same_settings
 from sglang.srt.managers.scheduler.scheduler import Scheduler
 from sglang.srt.managers.scheduler.tp_worker import TpModelWorker
-from sglang.srt.managers.scheduler.watchdog import ForwardWatchdog
+from sglang.srt.managers.scheduler.watchdog import TickWatchdog
 from sglang.srt.mem_cache.device.model_pools import ModelPools
 from sglang.srt.mem_cache.host.host_layout import check_layout_and_io
 from sglang.srt.mem_cache.registry import TreeCacheBuildContext, create_tree_cache
@@ -112,7 +112,7 @@ class BuiltScheduler:
 def build_scheduler(
     server_args: ServerArgs,
     rendezvous: Rendezvous | None = None,
-    watchdog: ForwardWatchdog | None = None,
+    watchdog: TickWatchdog | None = None,
     on_joined: Callable[[], None] = lambda: None,
 ) -> BuiltScheduler:
     """Load the model, size and allocate the tiers, and make a scheduler for them.
@@ -120,7 +120,7 @@ def build_scheduler(
     Args:
         server_args: Resolved arguments.
         rendezvous: Meeting point of the ranks; None: this rank is alone.
-        watchdog: Guards forwards.
+        watchdog: Guards ticks.
         on_joined: Called when the ranks have met, before anything is loaded.
 
     Raises:
@@ -190,7 +190,7 @@ def build_scheduler(
         and not server_args.disable_overlap_schedule,
     )
     if watchdog is not None:
-        resources = dataclasses.replace(resources, forward_guard=watchdog.guard)
+        resources = dataclasses.replace(resources, tick_guard=watchdog.guard)
     scheduler = Scheduler(make_parts(server_args, resources))
     routes = [] if half_server is None else half_server.routes
     return BuiltScheduler(

@@ -16,7 +16,7 @@ from sglang.srt.managers.messages.ready_message import send_error, send_ready
 from sglang.srt.managers.scheduler.process.build import build_scheduler
 from sglang.srt.managers.scheduler.process.channel import ZmqChannel
 from sglang.srt.managers.scheduler.process.other_ranks import OtherRanks, share_cores
-from sglang.srt.managers.scheduler.watchdog import ForwardWatchdog
+from sglang.srt.managers.scheduler.watchdog import TickWatchdog
 from sglang.srt.mem_cache.hicache_storage import StorageUnavailable
 from sglang.srt.utils.listeners import log_exposed_ports
 from sglang.srt.utils.logging_utils import configure_logger
@@ -58,7 +58,7 @@ def run_scheduler_process(
     # leaves behind, with a warning as the last line of the log.
     tqdm.set_lock(threading.RLock())
     start_parent_watch(os.getppid() if parent_pid is None else parent_pid, ipc.leave_as_orphan)
-    watchdog = ForwardWatchdog(server_args.watchdog_timeout)
+    watchdog = TickWatchdog(server_args.watchdog_timeout)
     others = OtherRanks(rendezvous)
     try:
         built = build_scheduler(server_args, rendezvous, watchdog, others.watch)
