@@ -1,0 +1,153 @@
+"""The same words from every tier and after a restart: a random model of each family that needs it.
+
+The reference is transformers' model, which has no cache of prefixes: its greedy words are those of
+a cold server, of L1, L2 and L3, and of a second server that has only the store of one that ended.
+Other files have the other pairs of a family and a backend: `ranks/test_same_words_of_ranks.py`,
+`entrypoints/test_engine_latent.py`, `entrypoints/test_engine_hybrid.py`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Final
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from sglang.srt.constants import BUILTIN_MODEL_DIR
+from sglang.test.ci.ci_register import register_cpu_ci
+from sglang.test.models.tiny_models import save_tiny_checkpoint
+from sglang.test.schedulers.scheduler_rig import prompt
+from sglang.test.servers.engine_server import EngineServer
+from sglang.test.servers.forked_servers import ForkedServer
+from sglang.test.stores.mooncake_cluster import MooncakeCluster
+
+register_cpu_ci(est_time=25, suite="base-b-test-cpu")
+
+PAGE: Final = 16
+IDS: Final = prompt(1, 200)
+WHOLE: Final = 192
+"""Tokens of the whole pages of `IDS`."""
+OTHER_PAGES: Final = [*prompt(2, WHOLE), *IDS[WHOLE:]]
+"""`IDS` with other tokens where a cache can have them."""
+WORDS: Final = 12
+L1_TOKENS: Final = 512
+NAMES: Final = {"file": "HiCacheFile", "mooncake": "MooncakeStore"}
+"""Backends as answers name them."""
+STATES: Final = ("--max-running-requests", "2", "--max-mamba-cache-size", "12")
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[MooncakeCluster]:
+    """One store for all models: none may read what another has written."""
+    with MooncakeCluster(segment_size="64mb") as running:
+        yield running
+
+
+@dataclass(frozen=True)
+class Asked:
+    """The words of an answer, and the number of its prompt's tokens that came from each tier."""
+
+    words: list[int]
+    store: str
+    """The name of L3's backend."""
+    device: int = 0
+    host: int = 0
+    storage: int = 0
+
+
+def ask(server: EngineServer) -> Asked:
+    answer = server.generate(IDS, max_new_tokens=WORDS, sampling={"ignore_eos": True})
+    found = answer.cached
+    return Asked(
+        answer.output_ids,
+        found["storage_backend"],
+        found["device"],
+        found["host"],
+        found.get("storage", 0),
+    )
+
+
+def words_of(model: PreTrainedModel, ids: list[int]) -> list[int]:
+    """Greedy words of transformers' model, which computes the whole text for each of them."""
+    text = list(ids)
+    with torch.no_grad():
+        for _ in range(WORDS):
+            logits = model(torch.tensor([text]), use_cache=False).logits
+            text.append(int(logits[0, -1].argmax()))
+    return text[len(ids) :]
+
+
+def push_out(server: EngineServer) -> None:
+    """Fill L1 with other prompts."""
+    for seed in range(10, 13):
+        server.generate(prompt(seed, 220), max_new_tokens=1)
+
+
+def flags(backend: str) -> list[str]:
+    words = {
+        "tokenizer-path": BUILTIN_MODEL_DIR,
+        "device": "cpu",
+        "page-size": PAGE,
+        "chunked-prefill-size": 64,
+        "max-total-tokens": L1_TOKENS,
+        "hicache-ratio": 4,
+        "hicache-storage-backend": backend,
+        "hicache-storage-prefetch-policy": "wait_complete",
+        "hicache-storage-backend-extra-config": json.dumps({"prefetch_threshold": PAGE}),
+    }
+    pairs = (text for name, value in words.items() for text in (f"--{name}", str(value)))
+    return ["--enable-hierarchical-cache", *pairs]
+
+
+def check_every_tier(server: ForkedServer, cold: Asked) -> None:
+    """Assert that a server, whose store is empty, and its successor answer alike from each tier.
+
+    Args:
+        server: It runs; its successor does in the end.
+        cold: The answer without a cache.
+    """
+    from_l3 = replace(cold, storage=WHOLE)
+    assert ask(server) == cold
+    assert ask(server) == replace(cold, device=WHOLE)
+    push_out(server)
+    assert ask(server) == replace(cold, host=WHOLE)
+    server.flush()
+    assert ask(server) == from_l3
+    assert server.stop() == 0
+    server.start()
+    assert ask(server) == from_l3, "from the store of a server that ended"
+
+
+@pytest.mark.parametrize(
+    ("family", "backend"),
+    [
+        ("llama", "file"),
+        ("qwen2", "file"),
+        ("deepseek_v2", "file"),
+        ("deepseek_v3", "file"),
+        ("deepseek_v32", "mooncake"),
+        ("qwen3_next", "mooncake"),
+    ],
+)
+def test_the_same_words_cold_from_every_tier_and_after_a_restart(
+    tmp_path: Path, cluster: MooncakeCluster, family: str, backend: str
+) -> None:
+    model = save_tiny_checkpoint(tmp_path / "model", family, vocab_size=2176, eos_token_id=2)
+    words = words_of(model, IDS)
+    assert words != words_of(model, OTHER_PAGES), "words that would hide wrong pages"
+    env = {"SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR": str(tmp_path / "store")}
+    if backend == "mooncake":
+        env = cluster.engine_env()
+    states = STATES if family == "qwen3_next" else ()
+    path = str(tmp_path / "model")
+    with ForkedServer(*flags(backend), *states, env=env, model=path) as server:
+        check_every_tier(server, Asked(words, NAMES[backend]))
+
+
+if __name__ == "__main__":
+    raise SystemExit(pytest.main([__file__, "-q", "-x"]))
