@@ -55,6 +55,9 @@ BACKEND_KEYS: Final[Mapping[str, frozenset[str]]] = {
 }
 """Further keys of each backend. `dynamic` is absent, because its class may read any key."""
 
+MACHINE_KEYS: Final = frozenset({"local_hostname", "device_name", "client_server_address"})
+"""Keys that describe a machine, and so may differ between the machines of a server."""
+
 _PUBLIC_KEYS: Final = CONTROLLER_KEYS.union(*BACKEND_KEYS.values())
 _MAX_BYTES: Final = 64 * 1024
 _MAX_VALUES: Final = 10_000

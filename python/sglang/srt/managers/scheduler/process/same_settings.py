@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
+import pprint
 from typing import TYPE_CHECKING, Final
 
-import xxhash
-
 from sglang.srt.arg_groups.cli import flag_name
-from sglang.srt.distributed.rank_group import RankGroup, gather_texts
+from sglang.srt.arg_groups.extra_config import FLAG, MACHINE_KEYS, without_secrets
+from sglang.srt.distributed.rank_group import RankGroup, gather_bytes, gather_texts
 from sglang.srt.model_loader.weights_identity import config_digest
 
 if TYPE_CHECKING:
@@ -21,9 +23,10 @@ _OF_A_MACHINE: Final = frozenset(
 """Fields that may differ between machines: paths, addresses, keys, and the share of the device's
 memory, of which the ranks take the least."""
 _CONFIG: Final = "config.json of the model"
-_DIGEST_BYTES: Final = 32
-_MAX_BYTES: Final = 32768
+_DIGEST_BYTES: Final = 64
 _MAX_VALUE_CHARS: Final = 120
+"""Characters of a value that an error shows."""
+_ABSENT: Final = ("not set", "")
 
 
 def check_same_settings(group: RankGroup, server_args: ServerArgs) -> None:
@@ -34,39 +37,55 @@ def check_same_settings(group: RankGroup, server_args: ServerArgs) -> None:
         server_args: Resolved arguments of this rank.
 
     Raises:
-        ValueError: Settings differ. The message is the same on all ranks; it names the first
-            difference and both values.
+        ValueError: Settings differ, or a file of settings cannot be read. Of a difference the
+            message is the same on all ranks; it names the first one and both values.
     """
-    mine = "\n".join(_lines(server_args))
-    digests = gather_texts(group, xxhash.xxh3_128_hexdigest(mine.encode()), _DIGEST_BYTES)
+    mine = json.dumps(_settings(server_args)).encode()
+    digests = gather_texts(group, _digest(mine), _DIGEST_BYTES)
     if len(set(digests)) == 1:
         return
-    texts = gather_texts(group, mine, _MAX_BYTES)
+    texts = gather_bytes(group, mine)
     other = next(rank for rank, digest in enumerate(digests) if digest != digests[0])
-    pairs = zip(texts[0].split("\n"), texts[other].split("\n"), strict=False)
-    what, first, second = next(
-        (
-            (name, value, line.partition("\t")[2])
-            for known, line in pairs
-            if known != line
-            for name, _, value in [known.partition("\t")]
-        ),
-        ("some setting", "one value", "another"),
-    )
-    raise ValueError(
-        f"{what} is {first} on rank 0, {second} on rank {other}: give all machines the same"
-    )
+    known, others = json.loads(texts[0]), json.loads(texts[other])
+    name = next(one for one in known | others if known.get(one) != others.get(one))
+    first, second = (settings.get(name, _ABSENT)[0] for settings in (known, others))
+    how = f"is {first} on rank 0, {second} on rank {other}"
+    if first == second:
+        how = f"differs between rank 0 and rank {other}"
+    raise ValueError(f"{name} {how}: give all machines the same")
 
 
-def _lines(server_args: ServerArgs) -> list[str]:
-    """Name and value of each setting, in an order that is the same everywhere."""
+def _settings(server_args: ServerArgs) -> dict[str, tuple[str, str]]:
+    """What is shown of each setting, and a digest of all of it, by name; the order is the same
+    everywhere. Secrets are in digests alone."""
     assert server_args.model_path is not None, "resolved"
-    public = server_args.to_public_dict()
-    return [
-        f"{_CONFIG}\t{config_digest(server_args.model_path)}",
-        *(
-            f"{flag_name(name)}\t{str(value)[:_MAX_VALUE_CHARS]}"
-            for name, value in sorted(public.items())
-            if name not in _OF_A_MACHINE
-        ),
-    ]
+    settings = {_CONFIG: _entry(config_digest(server_args.model_path))}
+    for field, value in sorted(server_args.to_public_dict().items()):
+        if field in _OF_A_MACHINE:
+            continue
+        if flag_name(field) == FLAG:
+            settings |= _of_extra_config(server_args)
+        else:
+            settings[flag_name(field)] = _entry(str(value))
+    return settings
+
+
+def _of_extra_config(server_args: ServerArgs) -> dict[str, tuple[str, str]]:
+    """Likewise the settings of the extra config, each under a name of its own. Those of a file are
+    compared, and its path is not."""
+    config = server_args.extra_config()
+    shown = without_secrets(config)
+    return {
+        f"{FLAG} {key}": _entry(json.dumps(shown[key]), pprint.saferepr(value))
+        for key, value in sorted(config.items())
+        if key not in MACHINE_KEYS
+    }
+
+
+def _entry(shown: str, whole: str | None = None) -> tuple[str, str]:
+    """The beginning of `shown`, and the digest of `whole`; None: of `shown`."""
+    return shown[:_MAX_VALUE_CHARS], _digest((shown if whole is None else whole).encode())
+
+
+def _digest(text: bytes) -> str:
+    return hashlib.sha256(text).hexdigest()
