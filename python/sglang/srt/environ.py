@@ -306,7 +306,12 @@ class Envs:
     LRU_CACHE_CAPACITY = EnvInt(16, "Descriptions of matrix products that torch caches.")
 
     GLOO_SOCKET_IFNAME = EnvOptionalStr(
-        "Network interface on which gloo listens; unset: that of loopback, for one rank."
+        "Network interface on which gloo listens; unset: loopback on one machine, else the "
+        "one on the way to --dist-init-addr."
+    )
+    NCCL_SOCKET_IFNAME = EnvOptionalStr(
+        "Network interfaces of NCCL's sockets, in NCCL's notation (`=eth0` is that one alone); "
+        "unset: like gloo's."
     )
 
     # Mooncake's C++ code reads these; `export_default` sets the defaults of this engine.

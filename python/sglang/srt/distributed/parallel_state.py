@@ -227,8 +227,8 @@ _meeting_host = "127.0.0.1"
 def init_distributed_environment(backend: str, rendezvous: Rendezvous | None = None) -> None:
     """Join the world of this server's ranks, unless this process is in one already.
 
-    A rank alone needs no port: its store is in its own memory. On one machine gloo listens on
-    loopback. The process leaves the world when it ends, since NCCL warns otherwise. Call this in
+    A rank alone needs no port: its store is in its own memory. On one machine gloo and NCCL listen
+    on loopback. The process leaves the world when it ends, since NCCL warns otherwise. Call this in
     one thread, before the device's libraries need a rank.
 
     Args:
@@ -245,6 +245,7 @@ def init_distributed_environment(backend: str, rendezvous: Rendezvous | None = N
     rank, size = 0, 1
     if rendezvous is not None:
         rank, size, _meeting_host = rendezvous.rank, rendezvous.size, rendezvous.host
+    _steer_nccl_towards(_meeting_host)
     with _gloo_listening_towards(_meeting_host):
         dist.init_process_group(
             backend,
@@ -435,9 +436,22 @@ def _gloo_listening_towards(host: str) -> AbstractContextManager[None]:
     """Context in which gloo listens on the interface towards `host`. Its default is the address of
     the host's name, which other machines can reach."""
     interface = envs.GLOO_SOCKET_IFNAME
-    if interface.is_set():
-        return nullcontext()
-    return interface.override("lo" if is_loopback(host) else interface_towards(host))
+    return nullcontext() if interface.is_set() else interface.override(_interface_towards(host))
+
+
+def _steer_nccl_towards(host: str) -> None:
+    """Make NCCL's sockets listen on the interface towards `host`, unless the user has chosen one.
+    Its default is one that other machines can reach.
+
+    NCCL reads the variable when the process makes its first communicator, which can be long after
+    the group, so it stays set.
+    """
+    if not envs.NCCL_SOCKET_IFNAME.is_set():
+        envs.NCCL_SOCKET_IFNAME.set(f"={_interface_towards(host)}")  # NCCL takes "lo" for a prefix.
+
+
+def _interface_towards(host: str) -> str:
+    return "lo" if is_loopback(host) else interface_towards(host)
 
 
 def _leave(world: dist.ProcessGroup | None) -> None:

@@ -10,7 +10,9 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+from sglang.srt.distributed import parallel_state
 from sglang.srt.distributed.parallel_state import init_distributed_environment
+from sglang.srt.distributed.rendezvous import Rendezvous
 from sglang.srt.environ import envs
 from sglang.srt.hardware_backend.device_kinds import DEVICE_KINDS
 from sglang.test.ci.ci_register import register_cpu_ci
@@ -66,6 +68,7 @@ def test_each_kind_of_device_names_its_backend(
     monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
     if chosen is not None:
         monkeypatch.setenv("GLOO_SOCKET_IFNAME", chosen)
+    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "")
     monkeypatch.setattr(dist, "is_initialized", lambda: False)
     monkeypatch.setattr(dist, "init_process_group", record)
     monkeypatch.setattr(atexit, "register", lambda *_: None)
@@ -74,6 +77,43 @@ def test_each_kind_of_device_names_its_backend(
     interface = chosen or "lo"
     assert calls == [(name, 0, 1, interface) for name in ("nccl", "hccl", "gloo")]
     assert envs.GLOO_SOCKET_IFNAME.get() == chosen
+
+
+@pytest.mark.parametrize(
+    ("host", "chosen", "expected"),
+    [
+        (None, None, "=lo"),
+        ("127.0.0.1", None, "=lo"),
+        ("localhost", None, "=lo"),
+        ("10.0.0.1", None, "=eth7"),
+        ("127.0.0.1", "^docker", "^docker"),
+        ("10.0.0.1", "ib0", "ib0"),
+    ],
+)
+def test_nccl_is_steered_before_there_is_a_group_unless_the_user_has_steered_it(
+    monkeypatch: pytest.MonkeyPatch, host: str | None, chosen: str | None, expected: str
+) -> None:
+    set_at_init: list[str | None] = []
+    towards = {"10.0.0.1": "eth7"}
+    # Set first, so that the test's end restores what `init_distributed_environment` sets.
+    monkeypatch.setenv("NCCL_SOCKET_IFNAME", chosen or "")
+    if chosen is None:
+        envs.NCCL_SOCKET_IFNAME.clear()
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    monkeypatch.setattr(parallel_state, "_meeting_host", "127.0.0.1")
+    monkeypatch.setattr(parallel_state, "interface_towards", lambda host: towards[host])
+    monkeypatch.setattr(parallel_state, "make_store", lambda _: None)
+    monkeypatch.setattr(dist, "is_initialized", lambda: False)
+    monkeypatch.setattr(
+        dist,
+        "init_process_group",
+        lambda *_, **__: set_at_init.append(envs.NCCL_SOCKET_IFNAME.get()),
+    )
+    monkeypatch.setattr(atexit, "register", lambda *_: None)
+    meeting = None if host is None else Rendezvous(rank=0, size=2, host=host, port=20_000)
+    init_distributed_environment("nccl", meeting)
+    assert set_at_init == [expected]
+    assert envs.NCCL_SOCKET_IFNAME.get() == expected, "communicators are made later"
 
 
 if __name__ == "__main__":
