@@ -12,7 +12,7 @@ from sglang.srt.mem_cache.device.memory_pool import KVCache, MHATokenToKVPool
 from sglang.srt.mem_cache.device.state_spec import RankShare, RankSplit
 from sglang.test.caches.cache_rig import RIG_DEVICE, CacheRig
 from sglang.test.caches.memory_ranks import PlaceInGroup
-from sglang.test.caches.state_rig import StateRig
+from sglang.test.caches.state_rig import StateRig, distinct_numbers
 
 _LAYERS, _DIM = 3, 4
 _HEAD_STEP = 1000
@@ -71,10 +71,10 @@ class ShardedStateRig(ShardedRig, StateRig):
         values = keys.times(_REPEATS)
         runs = [keys.times(_KEY_DIM), keys.times(_KEY_DIM), values.times(_VALUE_DIM)]
         first = [0, runs[0].total, 2 * runs[0].total]
-        self._state_heads = torch.arange(values.begin, values.end)[:, None, None]
+        self._state_heads = torch.arange(values.begin, values.end, device=RIG_DEVICE)[:, None, None]
         self._channels = torch.cat(
             [at + torch.arange(run.begin, run.end) for at, run in zip(first, runs, strict=True)]
-        )[:, None]
+        )[:, None].to(RIG_DEVICE)
         self.spec = MambaSpec.of_shapes(
             (1, 3),
             (values.size, _KEY_DIM, _VALUE_DIM),
@@ -86,5 +86,9 @@ class ShardedStateRig(ShardedRig, StateRig):
         super().__post_init__()
 
     def state_rows(self, value: float, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
-        temporal, conv = super().state_rows(value, layer)
-        return temporal + _HEAD_STEP * self._state_heads, conv - _CHANNEL_STEP * self._channels
+        elements = distinct_numbers((_KEY_DIM, _VALUE_DIM))
+        inputs = distinct_numbers((_KERNEL - 1,))
+        return (
+            (value + layer + 1) * elements + _HEAD_STEP * self._state_heads,
+            (value - layer + 2) * inputs - _CHANNEL_STEP * self._channels,
+        )

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import prod
 
 import torch
 
@@ -182,8 +183,9 @@ class StateRig(CacheRig):
             self.mamba.conv[layer, slot] = conv.to(self.mamba.conv.dtype)
 
     def state_rows(self, value: float, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """`temporal` and `conv` of a state made of `value` in a layer, to be broadcast."""
-        return torch.tensor(value + layer), torch.tensor(value - layer)
+        """`temporal` and `conv` of a state made of `value` in a layer: elements that all differ."""
+        temporal, conv = (distinct_numbers(buffer.shape) for buffer in self.spec.buffers)
+        return (value + layer + 1) * temporal, (value - layer + 2) * conv
 
     def _check_state(self, request: StateRequest, length: int) -> None:
         assert request.mamba_pool_idx is not None
@@ -221,6 +223,11 @@ class StateRig(CacheRig):
 def state_value(request: RigRequest, length: int) -> float:
     """The number that the state after the first `length` tokens of a request is made of."""
     return float(expected_kv(request.kv_committed_ids[:length], request.extra_key)[-1])
+
+
+def distinct_numbers(shape: tuple[int, ...]) -> torch.Tensor:
+    """Powers of two on the rig's device: a number of few bits times each is exact in bfloat16."""
+    return 2.0 ** torch.arange(prod(shape), device=RIG_DEVICE).view(shape)
 
 
 def depth(node: TreeNode) -> int:
