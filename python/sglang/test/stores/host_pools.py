@@ -13,6 +13,7 @@ from sglang.srt.distributed.device_context import mark_device_set
 from sglang.srt.hardware_backend.device_runtime import detect_device
 from sglang.srt.mem_cache.device.base_device_pool import PagedDevicePool
 from sglang.srt.mem_cache.device.memory_pool import MHATokenToKVPool
+from sglang.srt.mem_cache.device.state_pool import StatePool
 from sglang.srt.mem_cache.hicache_storage import (
     HiCacheStorage,
     HiCacheStorageConfig,
@@ -24,6 +25,9 @@ from sglang.srt.mem_cache.memory_pool_host import MHATokenToKVPoolHost
 
 PAGE = 4
 """Tokens per page of the pools made here."""
+
+AnyDevicePool = PagedDevicePool | StatePool
+"""Pools of token slots, and of states of whole prefixes, whose pages have one slot each."""
 
 
 def make_device_pool(
@@ -43,10 +47,15 @@ def make_device_pool(
     return pool
 
 
-def fill_with_random_bits(pool: PagedDevicePool, seed: int) -> None:
+def buffers_of(pool: AnyDevicePool) -> list[torch.Tensor]:
+    """All layers of the first buffer, then of the next, each contiguous `[slots, ...]`."""
+    return list(chain(*(pool.buffers if isinstance(pool, StatePool) else pool.parts)))
+
+
+def fill_with_random_bits(pool: AnyDevicePool, seed: int) -> None:
     """Fill every slot of every buffer, the padding page included."""
     generator = torch.Generator().manual_seed(seed)
-    for buffer in chain(*pool.parts):
+    for buffer in buffers_of(pool):
         raw = buffer.view(-1).view(torch.uint8)
         raw.copy_(torch.randint(0, 256, raw.shape, generator=generator, dtype=torch.uint8))
 
@@ -70,13 +79,13 @@ def page_slots(pages: list[int], page_size: int = PAGE) -> torch.Tensor:
     return (starts + torch.arange(page_size)).reshape(-1)
 
 
-def device_bytes(pool: PagedDevicePool, slots: torch.Tensor) -> bytes:
+def device_bytes(pool: AnyDevicePool, slots: torch.Tensor) -> bytes:
     """The bytes of `slots` in all buffers, which a round trip must restore."""
-    parts = [buffer[slots].cpu().contiguous() for buffer in chain(*pool.parts)]
+    parts = [buffer[slots].cpu().contiguous() for buffer in buffers_of(pool)]
     return b"".join(part.view(-1).view(torch.uint8).numpy().tobytes() for part in parts)
 
 
-def copy_to_host(pool: PagedDevicePool, host: AnyHostPool, pages: list[int]) -> torch.Tensor:
+def copy_to_host(pool: AnyDevicePool, host: AnyHostPool, pages: list[int]) -> torch.Tensor:
     """Back up device pages to newly allocated host pages, and return their slots."""
     slots = host.alloc(len(pages) * pool.page_size)
     assert slots is not None
@@ -85,7 +94,7 @@ def copy_to_host(pool: PagedDevicePool, host: AnyHostPool, pages: list[int]) -> 
 
 
 def copy_to_device(
-    host: AnyHostPool, pool: PagedDevicePool, slots: torch.Tensor, pages: list[int]
+    host: AnyHostPool, pool: AnyDevicePool, slots: torch.Tensor, pages: list[int]
 ) -> None:
     """Load host slots into device pages, all layers."""
     for layer in range(pool.layer_num):
@@ -125,8 +134,8 @@ class PoolKind:
     """A kind of state and its pools, for `round_trip`."""
 
     name: PoolName
-    make_device_pool: Callable[[int], PagedDevicePool]
-    """Random bits by a seed, in pages of `PAGE` tokens."""
+    make_device_pool: Callable[[int], AnyDevicePool]
+    """Random bits by a seed."""
     host_pool_class: type[HostKVCache[Any]]
 
 
@@ -149,14 +158,15 @@ def round_trip(
     allocator_type: str = "default",
     kind: PoolKind = KEYS_AND_VALUES,
 ) -> None:
-    """Copy device to host to `storage` to host to another device pool; assert equal bytes.
+    """Copy device to host to `storage` to other pages of the host and of another device pool;
+    assert equal bytes, and that no other page of that pool changes.
 
     The bytes depend only on the pages. So a page written from one layout can be read into another
     of the same byte order; existing pages are not written again.
     """
     name = kind.name
 
-    def make_host(device: PagedDevicePool) -> AnyHostPool:
+    def make_host(device: AnyDevicePool) -> AnyHostPool:
         host = kind.host_pool_class.make(
             device, page_num=32, layout=layout, allocator_type=allocator_type
         )
@@ -165,7 +175,8 @@ def round_trip(
 
     device, other = (kind.make_device_pool(seed) for seed in (0, 1))
     writer = make_host(device)
-    writer.alloc(PAGE)
+    page = device.page_size
+    writer.alloc(page)
     slots = copy_to_host(device, writer, pages)
     written = storage.batch_set_v2([PoolTransfer(name, host_indices=slots, keys=keys)])
     assert all(written[name]), written
@@ -177,6 +188,10 @@ def round_trip(
     assert target is not None
     got = storage.batch_get_v2([PoolTransfer(name, host_indices=target, keys=keys)])
     assert all(got[name]), got
-    copy_to_device(reader, other, target, pages)
-    wanted = page_slots(pages)
-    assert device_bytes(other, wanted) == device_bytes(device, wanted)
+    into = [one + 1 for one in pages]
+    others = page_slots([one for one in range(other.size // page + 1) if one not in into], page)
+    untouched = device_bytes(other, others)
+    copy_to_device(reader, other, target, into)
+    wanted = device_bytes(device, page_slots(pages, page))
+    assert device_bytes(other, page_slots(into, page)) == wanted
+    assert device_bytes(other, others) == untouched

@@ -7,7 +7,14 @@ import torch
 
 from sglang.srt.mem_cache.device.mamba_pool import MambaPool, MambaSpec
 from sglang.srt.mem_cache.host.state_host_pool import MambaPoolHost
+from sglang.test.caches.mamba_pools import STATE_DTYPES, make_mamba_pool, mamba_spec
 from sglang.test.ci.ci_register import register_cpu_ci
+from sglang.test.stores.host_pools import (
+    copy_to_device,
+    copy_to_host,
+    device_bytes,
+    fill_with_random_bits,
+)
 
 register_cpu_ci(est_time=2, suite="base-a-test-cpu")
 
@@ -20,10 +27,7 @@ LAYOUTS = ("layer_first", "page_first", "page_first_direct")
 
 
 def filled(size: int = 4) -> MambaPool:
-    pool = MambaPool(SPEC, size, "cpu")
-    pool.temporal.copy_(torch.randn(pool.temporal.shape))
-    pool.conv.copy_(torch.randn(pool.conv.shape))
-    return pool
+    return make_mamba_pool(spec=SPEC, size=size)
 
 
 def host_of(pool: MambaPool, layout: str) -> MambaPoolHost:
@@ -31,19 +35,38 @@ def host_of(pool: MambaPool, layout: str) -> MambaPoolHost:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_states_go_to_the_host_and_come_back(layout: str) -> None:
-    pool = filled()
+@pytest.mark.parametrize("dtypes", STATE_DTYPES)
+def test_states_go_to_the_host_and_come_back(
+    dtypes: tuple[torch.dtype, torch.dtype], layout: str
+) -> None:
+    pool = make_mamba_pool(spec=mamba_spec(dtypes), size=4)
     host = host_of(pool, layout)
-    kept = pool.temporal.clone(), pool.conv.clone()
-    host.backup_from_device_all_layer(pool, torch.tensor([3, 0]), torch.tensor([1, 4]), "direct")
-    pool.temporal.zero_()
-    pool.conv.zero_()
-    for layer in range(2):
-        to = torch.tensor([4, 2])
-        host.load_to_device_per_layer(pool, torch.tensor([3, 0]), to, layer, "direct")
-    for buffer, wanted in zip((pool.temporal, pool.conv), kept, strict=True):
-        assert torch.equal(buffer[:, [4, 2]], wanted[:, [1, 4]])
-        assert not buffer[:, [1, 3]].any()
+    host.alloc(2)
+    slots = copy_to_host(pool, host, [1, 4])
+    kept = device_bytes(pool, torch.tensor([1, 4]))
+    fill_with_random_bits(pool, seed=1)
+    others = torch.tensor([0, 1, 3])
+    untouched = device_bytes(pool, others)
+    copy_to_device(host, pool, slots, [4, 2])
+    assert device_bytes(pool, torch.tensor([4, 2])) == kept
+    assert device_bytes(pool, others) == untouched
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("dtypes", STATE_DTYPES)
+def test_a_layer_comes_back_without_the_others(
+    dtypes: tuple[torch.dtype, torch.dtype], layout: str
+) -> None:
+    pool = make_mamba_pool(spec=mamba_spec(dtypes), size=4)
+    host = host_of(pool, layout)
+    slots = copy_to_host(pool, host, [3])
+    kept = [buffer.view(torch.uint8).clone() for buffer in pool.buffers]
+    fill_with_random_bits(pool, seed=1)
+    before = [buffer.view(torch.uint8).clone() for buffer in pool.buffers]
+    host.load_to_device_per_layer(pool, slots, torch.tensor([2]), 1, "direct")
+    for buffer, old, other in zip(pool.buffers, kept, before, strict=True):
+        other[1, 2] = old[1, 3]
+        assert torch.equal(buffer.view(torch.uint8), other)
 
 
 def test_a_state_has_the_same_bytes_in_every_layout() -> None:

@@ -20,8 +20,10 @@ from sglang.srt.mem_cache.hicache_storage import (
     PoolTransfer,
 )
 from sglang.srt.mem_cache.host.host_layout import HostLayout
+from sglang.srt.mem_cache.memory_pool_host import MambaPoolHost
 from sglang.srt.mem_cache.storage.file_objects import ObjectFiles, escape
 from sglang.srt.mem_cache.storage.page_trailer import TRAILER_BYTES
+from sglang.test.caches.mamba_pools import STATE_DTYPES, mamba_spec, recurrent_states
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.stores.host_pools import (
     PAGE,
@@ -85,6 +87,24 @@ def bench(tmp_path: Path) -> Bench:
 @pytest.mark.parametrize("pages", [[5, 2, 9], [3, 4, 5]])
 def test_round_trip_is_bit_exact(tmp_path: Path, layout: str, pages: list[int]) -> None:
     round_trip(HiCacheFile(storage_config(), str(tmp_path)), layout, page_keys(3), pages)
+
+
+@pytest.mark.parametrize("layout", MambaPoolHost.LAYOUTS)
+@pytest.mark.parametrize("dtypes", STATE_DTYPES)
+def test_recurrent_states_come_back_bit_for_bit(
+    tmp_path: Path, dtypes: tuple[torch.dtype, torch.dtype], layout: str
+) -> None:
+    states = recurrent_states(mamba_spec(dtypes))
+    storage = HiCacheFile(storage_config(), str(tmp_path))
+    round_trip(storage, layout, page_keys(3), [5, 2, 9], kind=states)
+
+
+def test_all_layouts_of_states_share_objects(tmp_path: Path) -> None:
+    storage = HiCacheFile(storage_config(), str(tmp_path))
+    for layout in MambaPoolHost.LAYOUTS:
+        round_trip(storage, layout, page_keys(3), [5, 2, 9], kind=recurrent_states(mamba_spec()))
+    assert storage.get_stats()["set_present_pages"] == 6
+    assert storage.get_stats()["get_pages"] == 9
 
 
 def test_layouts_of_one_byte_order_share_objects(tmp_path: Path) -> None:
