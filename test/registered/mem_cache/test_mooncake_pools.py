@@ -8,16 +8,21 @@ import pytest
 import torch
 
 from sglang.srt.mem_cache.host.host_layout import HostLayout
+from sglang.srt.mem_cache.memory_pool_host import MambaPoolHost
+from sglang.srt.mem_cache.storage.mooncake_store import page_batches
 from sglang.srt.mem_cache.storage.mooncake_store.mooncake_store import MooncakeStore
+from sglang.srt.mem_cache.storage.page_trailer import TRAILER_BYTES
 from sglang.srt.mem_cache.tree.radix_key import RadixKey
 from sglang.test.caches.cache_rig import RIG_LAYOUTS, CacheRig, Reused
+from sglang.test.caches.mamba_pools import STATE_DTYPES, mamba_spec, recurrent_states
 from sglang.test.caches.marks_rig import MarksRig
 from sglang.test.caches.mla_pools import indexer_keys, latent_rows
 from sglang.test.caches.mla_rig import MLARig
 from sglang.test.caches.state_rig import StateRig
 from sglang.test.caches.storage_rigs import PAGE, StorageRigs, storage_io_of
 from sglang.test.ci.ci_register import register_cpu_ci
-from sglang.test.stores.host_pools import PoolKind, page_keys, round_trip, storage_config
+from sglang.test.stores.host_pools import PoolKind, page_keys, round_trip
+from sglang.test.stores.mooncake_bench import sizes_moved
 from sglang.test.stores.mooncake_cluster import MooncakeCluster
 
 register_cpu_ci(est_time=60, suite="base-b-test-cpu")
@@ -54,27 +59,58 @@ def test_both_parts_come_back_or_both_stay_away(
 @pytest.mark.parametrize("kind", [latent_rows, indexer_keys])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_latent_rows_and_indexer_keys_come_back_bit_for_bit(
-    cluster: MooncakeCluster,
+    shared: MooncakeStore,
     kind: Callable[[torch.dtype], PoolKind],
     dtype: torch.dtype,
     layout: str,
 ) -> None:
-    store = MooncakeStore(
-        storage_config(
-            "bits",
-            master_server_address=cluster.master.address,
-            protocol="tcp",
-            global_segment_size="0mb",
-        )
-    )
-    try:
-        store.clear()
-        round_trip(store, layout, page_keys(3, "bits"), [5, 2, 9], kind=kind(dtype))
-    finally:
-        store.close()
+    shared.clear()
+    round_trip(shared, layout, page_keys(3), [5, 2, 9], kind=kind(dtype))
 
 
-@pytest.mark.parametrize("layout", ["layer_first", "page_first", "page_first_direct"])
+@pytest.mark.usefixtures("moves")
+@pytest.mark.parametrize("layout", MambaPoolHost.LAYOUTS)
+@pytest.mark.parametrize("dtypes", STATE_DTYPES)
+def test_recurrent_states_come_back_bit_for_bit(
+    shared: MooncakeStore, dtypes: tuple[torch.dtype, torch.dtype], layout: str
+) -> None:
+    shared.clear()
+    round_trip(shared, layout, page_keys(3), [5, 2, 9], kind=recurrent_states(mamba_spec(dtypes)))
+
+
+@pytest.mark.parametrize("layout", MambaPoolHost.LAYOUTS)
+@pytest.mark.parametrize("dtypes", STATE_DTYPES)
+def test_a_long_state_moves_in_place_in_its_parts(
+    shared: MooncakeStore,
+    monkeypatch: pytest.MonkeyPatch,
+    dtypes: tuple[torch.dtype, torch.dtype],
+    layout: str,
+) -> None:
+    spec = mamba_spec(dtypes, heads=8, dim=112)
+    assert spec.num_bytes >= page_batches.SHORT_PAGE_BYTES
+    parts = [buffer.num_bytes * len(spec.layers) for buffer in spec.buffers]
+    in_one = [[spec.num_bytes + TRAILER_BYTES]]
+    shared.clear()
+    moved = sizes_moved(shared, monkeypatch)
+    round_trip(shared, layout, page_keys(3), [5, 2, 9], kind=recurrent_states(spec))
+    wanted = in_one if layout == HostLayout.LAYER_FIRST else [[*parts, TRAILER_BYTES]]
+    assert moved == [wanted * 3] * 2, "a put and a get of three states"
+
+
+@pytest.mark.parametrize("writer", ["layer_first", "page_first"])
+def test_long_states_of_all_layouts_are_the_same_objects(
+    shared: MooncakeStore, monkeypatch: pytest.MonkeyPatch, writer: str
+) -> None:
+    states = recurrent_states(mamba_spec(heads=8, dim=112))
+    shared.clear()
+    moved = sizes_moved(shared, monkeypatch)
+    for layout in (writer, *MambaPoolHost.LAYOUTS):
+        round_trip(shared, layout, page_keys(3), [5, 2, 9], kind=states)
+    assert len(moved) == 1 + 4, "one put, and a get by each"
+
+
+@pytest.mark.usefixtures("moves")
+@pytest.mark.parametrize("layout", MambaPoolHost.LAYOUTS)
 def test_a_state_comes_back_with_the_pages_that_it_stands_behind(
     cluster: MooncakeCluster, layout: str
 ) -> None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from sglang.srt.mem_cache.device.memory_pool import MHATokenToKVPool
 from sglang.srt.mem_cache.hicache_storage import CacheOutcome, PoolName, PoolTransfer
 from sglang.srt.mem_cache.memory_pool_host import MHATokenToKVPoolHost
+from sglang.srt.mem_cache.storage.mooncake_store.client import MooncakeClient
 from sglang.srt.mem_cache.storage.mooncake_store.mooncake_store import MooncakeStore
+from sglang.srt.mem_cache.storage.mooncake_store.page_batches import PageBatch
 from sglang.test.stores.host_pools import (
     copy_to_host,
     device_bytes,
@@ -33,6 +36,20 @@ def connect(
             **extra,
         )
     )
+
+
+def sizes_moved(store: MooncakeStore, patch: pytest.MonkeyPatch) -> list[list[list[int]]]:
+    """A list that gets an entry for each batch that `store` moves: for each page of the batch the
+    bytes of its pieces, each of which moves from or to memory of its own."""
+    moved: list[list[list[int]]] = []
+    transfer = store._transfer
+
+    def recorded(client: MooncakeClient, batch: PageBatch, *, is_get: bool) -> list[int]:
+        moved.append(batch.sizes)
+        return transfer(client, batch, is_get=is_get)
+
+    patch.setattr(store, "_transfer", recorded)
+    return moved
 
 
 class Bench:
