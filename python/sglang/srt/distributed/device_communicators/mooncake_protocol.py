@@ -33,6 +33,7 @@ UNSUPPORTED_PROTOCOLS: Final = (
     "maca",
     "musa",
     "nvmeof",
+    "rdma_twosided",
     "sunrise_link",
     "ub",
     "ubshmem",

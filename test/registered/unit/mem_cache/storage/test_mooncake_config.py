@@ -148,7 +148,7 @@ def test_protocols() -> None:
     assert "'bogus' is unknown; use one of: rdma, tcp" in refused("bogus", allow_tcp_fallback=True)
     assert refused("rmda").endswith("did you mean rdma?")
     assert "built without it; it has: rdma, tcp" in refused("efa", supported={"tcp", "rdma"})
-    for known_to_mooncake in ("cxl", "hip", "ub", "nvmeof"):
+    for known_to_mooncake in ("cxl", "hip", "ub", "nvmeof", "rdma_twosided"):
         message = refused(known_to_mooncake)
         assert "this engine does not support it; use one of: rdma, tcp" in message
         assert "unknown" not in message
