@@ -29,11 +29,11 @@ class AcceleratorRuntime(DeviceRuntime):
     """A device with streams.
 
     Args:
-        device: Device, in the form that `api` takes.
+        device: Device, in the form that `api` takes; None: the current one.
         api: `torch.cuda`, or a module with the same names.
     """
 
-    def __init__(self, device: torch.device | int, api: Any) -> None:
+    def __init__(self, device: torch.device | int | None, api: Any) -> None:
         self._device = device
         self._api = api
 
@@ -112,7 +112,7 @@ class _StreamEvent:
 class _DeviceCopyStream(CopyStream):
     """The caller issues work into a stream that first waits for the caller's current stream."""
 
-    def __init__(self, api: Any, device: torch.device | int, *, is_urgent: bool) -> None:
+    def __init__(self, api: Any, device: torch.device | int | None, *, is_urgent: bool) -> None:
         self._api = api
         self._device = device
         self._stream = api.Stream(device, priority=_URGENT if is_urgent else 0)
@@ -128,7 +128,7 @@ class _DeviceCopyStream(CopyStream):
 
 
 class _DeviceSideStream(SideStream):
-    def __init__(self, api: Any, device: torch.device | int, *, is_urgent: bool) -> None:
+    def __init__(self, api: Any, device: torch.device | int | None, *, is_urgent: bool) -> None:
         self._api = api
         self._device = device
         self._stream = api.Stream(device, priority=_URGENT if is_urgent else 0)

@@ -259,6 +259,36 @@ def test_an_npu_is_made_current_before_anything_else(
     assert log == ["set_device(1)", "get_device_name(1)", "current_stream(1)"]
 
 
+def test_an_npu_without_an_index_is_the_current_one(
+    log: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ranks set their own device, and ask for the runtime of `npu`."""
+    answers = {
+        "current_device()": 3,
+        "mem_get_info(None)": (3, 10),
+        "current_stream(None)": types.SimpleNamespace(npu_stream=77),
+    }
+    monkeypatch.setitem(sys.modules, "torch_npu", fake_torch_npu(log, answers))
+    runtime = npu_runtime.NpuRuntime("npu")
+    runtime.prepare()
+    assert log == ["current_device()", "set_device(3)"]
+    log.clear()
+    assert runtime.memory() == (3, 10)
+    assert runtime.current_stream_handle() == 77
+    runtime.make_copy_stream("copies")
+    there = FakeTensor(log)
+    there.is_cpu = True
+    runtime.stage_to_device(there)  # type: ignore[arg-type]
+    assert log == [
+        "empty_cache()",
+        "mem_get_info(None)",
+        "current_stream(None)",
+        "Stream(None, priority=-1)",
+        "pin_memory()",
+        "to(npu, True)",
+    ]
+
+
 def test_an_npu_stages_through_locked_memory(npu: npu_runtime.NpuRuntime, log: list[str]) -> None:
     there = FakeTensor(log)
     assert npu.stage_to_device(there) is there  # type: ignore[arg-type, comparison-overlap]

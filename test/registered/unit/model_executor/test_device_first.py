@@ -42,7 +42,8 @@ class Start:
     def __init__(self, model_path: Path, patch: pytest.MonkeyPatch) -> None:
         self.log: list[str] = []
         self._config = ModelConfig.from_path(str(model_path))
-        patch.setitem(sys.modules, "torch_npu", fake_torch_npu(self.log, {}))
+        answers = {"current_device()": 1}  # Asked after `set_device`, as the log shows.
+        patch.setitem(sys.modules, "torch_npu", fake_torch_npu(self.log, answers))
         patch.setattr(device_context, "_process", DeviceContext())
         patch.setattr(mooncake_transfer_engine, "_engine", None)
         patch.setattr(mooncake_transfer_engine, "_engine_arguments", None)
@@ -52,9 +53,20 @@ class Start:
         patch.setattr(mooncake_transfer_engine.MooncakeTransferEngine, "initialize", self._note)
         patch.setattr(model_runner, "build_model", self._model)
 
-    def run(self, kind: type[ModelRunner], engine: SharedTransferEngine | None) -> None:
+    def run(
+        self,
+        kind: type[ModelRunner],
+        engine: SharedTransferEngine | None,
+        *,
+        device: str = "npu:1",
+        gpu_id: int | None = None,
+    ) -> None:
         config = ModelRunnerConfig(
-            model_config=self._config, device="npu:1", show_progress=False, transfer_engine=engine
+            model_config=self._config,
+            device=device,
+            gpu_id=gpu_id,
+            show_progress=False,
+            transfer_engine=engine,
         )
         device_runtime.cache_clear()
         try:
@@ -93,6 +105,18 @@ class SwappedRunner(ModelRunner):
 def test_the_device_comes_before_the_world_and_the_engine(start: Start) -> None:
     start.run(ModelRunner, ENGINE)
     assert start.log == [
+        "set_device(1)",
+        "world over hccl on npu:1",
+        "engine at 10.0.0.1, devices 'mlx5_0'",
+    ]
+
+
+def test_a_rank_of_a_server_stays_on_its_own_device(start: Start) -> None:
+    """Servers name the kind of device and its index apart (`base_gpu_id` and the rank)."""
+    start.run(ModelRunner, ENGINE, device="npu", gpu_id=1)
+    assert start.log == [
+        "set_device(1)",
+        "current_device()",
         "set_device(1)",
         "world over hccl on npu:1",
         "engine at 10.0.0.1, devices 'mlx5_0'",

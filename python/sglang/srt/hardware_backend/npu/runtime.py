@@ -14,22 +14,23 @@ from sglang.srt.hardware_backend.npu.library import load_torch_npu
 
 
 class NpuRuntime(AcceleratorRuntime):
-    """One NPU; `npu` without an index is the first."""
+    """One NPU; `npu` without an index is the current one."""
 
     kind = NPU
 
     def __init__(self, device: str) -> None:
         """Raises ValueError where `torch_npu` cannot be imported, and says what to install."""
-        index = int(device.partition(":")[2] or 0)
-        super().__init__(index, load_torch_npu().npu)
-        self._index = index
-        self._name = f"{self.kind.name}:{index}"
+        index = device.partition(":")[2]
+        self._index = int(index) if index else None
+        self._name = device
+        super().__init__(self._index, load_torch_npu().npu)
 
     def why_absent(self) -> str | None:
         return None if self._api.is_available() else "torch_npu sees no NPU here"
 
     def enter_thread(self) -> None:
-        self.set_device(self._index)
+        index = self._index
+        self.set_device(self._api.current_device() if index is None else index)
 
     def stage_to_device(self, tensor: torch.Tensor) -> torch.Tensor:
         if not tensor.is_cpu:
