@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 from sglang.srt.mem_cache.hicache_storage import CacheOutcome
 from sglang.srt.mem_cache.storage.mooncake_store import page_batches
 from sglang.srt.mem_cache.storage.mooncake_store.mooncake_store import MooncakeStore
-from sglang.test.stores.mooncake_bench import Bench, connect
+from sglang.test.stores.mooncake_bench import Bench, Clients, connect
 from sglang.test.stores.mooncake_cluster import MooncakeCluster
 
 
@@ -38,6 +39,21 @@ def shared(cluster: MooncakeCluster) -> Iterator[MooncakeStore]:
     yield store
     store.close()
     store.close()
+
+
+@pytest.fixture(scope="module")
+def clients(cluster: MooncakeCluster) -> Iterator[Clients]:
+    """Makes further clients, which are closed behind the last test of the file, all at once:
+    Mooncake takes a second for each."""
+    made: list[MooncakeStore] = []
+
+    def make(namespace: str = "ns", **extra: bool) -> MooncakeStore:
+        made.append(connect(cluster, namespace, **extra))
+        return made[-1]
+
+    yield make
+    with ThreadPoolExecutor() as closing:
+        list(closing.map(MooncakeStore.close, made))
 
 
 @pytest.fixture

@@ -4,23 +4,42 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from sglang.embedded_mooncake import MooncakeMaster, StandaloneClient
 from sglang.srt.mem_cache.hicache_storage import (
     CacheOutcome,
+    PoolHitPolicy,
     PoolName,
     PoolTransfer,
     StorageUnavailable,
     StorageUnreachable,
 )
 from sglang.srt.mem_cache.host.host_layout import HostLayout
+from sglang.srt.mem_cache.host.host_pool import AnyHostPool
+from sglang.srt.mem_cache.memory_pool_host import (
+    MambaPoolHost,
+    MLATokenToKVPoolHost,
+    NSAIndexerPoolHost,
+)
 from sglang.srt.mem_cache.storage.mooncake_store import page_batches
 from sglang.srt.mem_cache.storage.mooncake_store.mooncake_store import MooncakeStore
-from sglang.srt.utils.network import get_free_port, wait_until
+from sglang.srt.utils.network import get_free_port
+from sglang.test.caches.mamba_pools import (
+    STATE_DTYPES,
+    make_mamba_pool,
+    mamba_spec,
+    recurrent_states,
+)
+from sglang.test.caches.mla_pools import (
+    INDEXER_KEYS,
+    LATENT_ROWS,
+    make_indexer_pool,
+    make_mla_pool,
+)
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.stores.host_pools import (
     copy_to_host,
@@ -30,9 +49,9 @@ from sglang.test.stores.host_pools import (
     round_trip,
     storage_config,
 )
+from sglang.test.stores.mooncake_standalone import connect, some_pages
 
-# Mooncake's client looks at its server once a second; it does not notice a faster restart.
-register_cpu_ci(est_time=50, suite="base-b-test-cpu", alone=True)
+register_cpu_ci(est_time=20, suite="base-b-test-cpu", alone=True)
 
 LANDED = CacheOutcome.LANDED
 
@@ -51,33 +70,18 @@ def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StandaloneClien
         master.kill()
 
 
-def connect(client: StandaloneClient) -> MooncakeStore:
-    env = client.engine_env()
-    return MooncakeStore(
-        storage_config(
-            master_server_address=env["MOONCAKE_MASTER"],
-            client_server_address=env["MOONCAKE_CLIENT"],
-            protocol="tcp",
-            global_segment_size=0,
-        )
-    )
-
-
-@pytest.fixture
-def store(client: StandaloneClient) -> Iterator[MooncakeStore]:
+@pytest.fixture(scope="module")
+def shared(client: StandaloneClient) -> Iterator[MooncakeStore]:
+    """One client for all tests that neither close it nor break it."""
     made = connect(client)
-    made.clear()
     yield made
     made.close()
 
 
-def some_pages(store: MooncakeStore, count: int = 3) -> PoolTransfer:
-    """Pages in a host pool that is registered with `store`."""
-    device = make_device_pool()
-    host = make_host_pool(device, "page_first_direct", allocator_type="mooncake")
-    slots = copy_to_host(device, host, list(range(count)))
-    store.register_mem_host_pool_v2(host, PoolName.KV)
-    return PoolTransfer(PoolName.KV, host_indices=slots, keys=page_keys(count))
+@pytest.fixture
+def store(shared: MooncakeStore) -> MooncakeStore:
+    shared.clear()
+    return shared
 
 
 @pytest.mark.parametrize("layout", list(HostLayout))
@@ -89,9 +93,64 @@ def test_round_trip_is_bit_exact(
     round_trip(store, layout, page_keys(3), [5, 2, 9], allocator_type="mooncake")
 
 
-def test_objects_outlive_the_engine_that_wrote_them(
-    client: StandaloneClient, store: MooncakeStore
+@pytest.mark.parametrize("layout", list(HostLayout))
+@pytest.mark.usefixtures("moves")
+def test_pages_of_a_second_pool_come_back_bit_for_bit(store: MooncakeStore, layout: str) -> None:
+    for kind in (LATENT_ROWS, INDEXER_KEYS):
+        round_trip(store, layout, page_keys(3), [5, 2, 9], allocator_type="mooncake", kind=kind)
+
+
+@pytest.mark.parametrize("layout", MambaPoolHost.LAYOUTS)
+@pytest.mark.parametrize("dtypes", STATE_DTYPES)
+@pytest.mark.usefixtures("moves")
+def test_recurrent_states_come_back_bit_for_bit(
+    store: MooncakeStore, dtypes: tuple[torch.dtype, torch.dtype], layout: str
 ) -> None:
+    states = recurrent_states(mamba_spec(dtypes))
+    round_trip(store, layout, page_keys(3), [5, 2, 9], allocator_type="mooncake", kind=states)
+
+
+@pytest.mark.usefixtures("moves")
+def test_pages_keys_and_states_move_in_one_call(store: MooncakeStore) -> None:
+    layout, trailing = "page_first_direct", PoolHitPolicy.TRAILING_PAGES
+    devices = make_mla_pool(), make_indexer_pool(), make_mamba_pool()
+    rows, keys, states = devices
+    hosts = (
+        MLATokenToKVPoolHost.make(rows, page_num=32, layout=layout, allocator_type="mooncake"),
+        NSAIndexerPoolHost.make(keys, page_num=32, layout=layout, allocator_type="mooncake"),
+        MambaPoolHost.make(states, page_num=32, layout=layout, allocator_type="mooncake"),
+    )
+    names, pages = (PoolName.KV, PoolName.INDEXER, PoolName.MAMBA), page_keys(3)
+    moves, wanted = [], []
+    for name, device, host in zip(names, devices, hosts, strict=True):
+        store.register_mem_host_pool_v2(host, name)
+        some = [6, 1] if name is PoolName.MAMBA else [5, 2, 9]
+        slots = copy_to_host(device, host, some)
+        policy = trailing if name is PoolName.MAMBA else PoolHitPolicy.ALL_PAGES
+        moves.append(PoolTransfer(name, slots, keys=pages[-len(some) :], hit_policy=policy))
+        wanted.append(host_pages(host, slots))
+    landed = {"kv": [LANDED] * 3, "indexer": [LANDED] * 3, "mamba": [LANDED] * 2}
+    assert store.batch_set_v2(moves) == landed
+    for host in hosts:
+        for buffer in host.get_hybrid_pool_buffer():
+            buffer.view(torch.uint8).zero_()
+    asked = [PoolTransfer(PoolName.INDEXER), PoolTransfer(PoolName.MAMBA, hit_policy=trailing)]
+    assert store.batch_exists_v2(pages, asked).kv_hit_pages == 3
+    assert store.batch_get_v2(moves) == landed
+    assert [
+        host_pages(host, move.host_indices) for host, move in zip(hosts, moves, strict=True)
+    ] == wanted
+
+
+def host_pages(host: AnyHostPool, slots: torch.Tensor | None) -> list[bytes]:
+    """The bytes of each of the pages at `slots`."""
+    assert slots is not None
+    return [b"".join(views) for views in host.get_page_views(slots)]
+
+
+def test_objects_outlive_the_engine_that_wrote_them(client: StandaloneClient) -> None:
+    store = connect(client)
+    store.clear()
     assert store.batch_set_v2([some_pages(store)])["kv"] == [LANDED] * 3
     store.close()
     later = connect(client)
@@ -116,56 +175,46 @@ def test_a_damaged_object_is_detected(store: MooncakeStore) -> None:
 
 @pytest.mark.parametrize("short_page_bytes", [0, page_batches.SHORT_PAGE_BYTES])
 def test_concurrent_gets_put_each_batch_in_its_place(
-    client: StandaloneClient, monkeypatch: pytest.MonkeyPatch, short_page_bytes: int
+    store: MooncakeStore, monkeypatch: pytest.MonkeyPatch, short_page_bytes: int
 ) -> None:
     monkeypatch.setattr(page_batches, "SHORT_PAGE_BYTES", short_page_bytes)
     monkeypatch.setattr(page_batches, "_MAX_BATCH_PAGES", 1)
-    store = connect(client)
-    store.clear()
-    try:
-        for _ in range(3):
-            round_trip(
-                store,
-                "page_first_direct",
-                page_keys(14),
-                list(range(14)),
-                allocator_type="mooncake",
-            )
-    finally:
-        store.close()
+    for _ in range(3):
+        round_trip(
+            store,
+            "page_first_direct",
+            page_keys(14),
+            list(range(14)),
+            allocator_type="mooncake",
+        )
 
 
 def test_a_failed_batch_beside_others_releases_its_memory(
-    client: StandaloneClient, monkeypatch: pytest.MonkeyPatch
+    store: MooncakeStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(page_batches, "_MAX_BATCH_PAGES", 1)
-    store = connect(client)
-    store.clear()
-    try:
-        move = some_pages(store, 12)
-        assert move.keys is not None
-        assert store.batch_set_v2([move])["kv"] == [LANDED] * 12
-        store._client.store.remove(f"{move.keys[5]}/kv", True)
-        for _ in range(8):  # more often than there are rows
-            outcomes = store.batch_get_v2([move])["kv"]
-            assert outcomes[:6] == [LANDED] * 5 + [CacheOutcome.MISS]
-            assert not any(outcomes[6:])
-        transfer = store._transfer
+    move = some_pages(store, 12)
+    assert move.keys is not None
+    assert store.batch_set_v2([move])["kv"] == [LANDED] * 12
+    store._client.store.remove(f"{move.keys[5]}/kv", True)
+    for _ in range(8):  # more often than there are rows
+        outcomes = store.batch_get_v2([move])["kv"]
+        assert outcomes[:6] == [LANDED] * 5 + [CacheOutcome.MISS]
+        assert not any(outcomes[6:])
+    transfer = store._transfer
 
-        def failing(client: Any, batch: page_batches.PageBatch, *, is_get: bool) -> list[int]:
-            if batch.keys[0].startswith(str(move.keys and move.keys[3])):
-                raise StorageUnavailable("the client has gone")
-            return transfer(client, batch, is_get=is_get)
+    def failing(client: Any, batch: page_batches.PageBatch, *, is_get: bool) -> list[int]:
+        if batch.keys[0].startswith(str(move.keys and move.keys[3])):
+            raise StorageUnavailable("the client has gone")
+        return transfer(client, batch, is_get=is_get)
 
-        with monkeypatch.context() as broken:
-            broken.setattr(store, "_transfer", failing)
-            for _ in range(8):
-                with pytest.raises(StorageUnavailable, match="has gone"):
-                    store.batch_get_v2([move])
-        assert store.batch_get_v2([move])["kv"][:5] == [LANDED] * 5
-        assert store.get_stats()["slices_in_flight"] == 0
-    finally:
-        store.close()
+    with monkeypatch.context() as broken:
+        broken.setattr(store, "_transfer", failing)
+        for _ in range(8):
+            with pytest.raises(StorageUnavailable, match="has gone"):
+                store.batch_get_v2([move])
+    assert store.batch_get_v2([move])["kv"][:5] == [LANDED] * 5
+    assert store.get_stats()["slices_in_flight"] == 0
 
 
 def test_memory_that_cannot_be_shared_is_refused_by_name(store: MooncakeStore) -> None:
@@ -186,38 +235,6 @@ def test_an_absent_client_is_reported_at_once(client: StandaloneClient) -> None:
             )
         )
     assert time.monotonic() - begun < 30, "Mooncake itself would try for longer"
-
-
-def moves(store: MooncakeStore, move: PoolTransfer) -> bool:
-    try:
-        return all(store.batch_set_v2([move])["kv"]) and all(store.batch_get_v2([move])["kv"])
-    except StorageUnavailable:
-        return False
-
-
-def test_a_killed_client_serves_again_after_a_restart(tmp_path: Path) -> None:
-    master = MooncakeMaster(tmp_path)
-    process = StandaloneClient(master, tmp_path, segment_bytes=64 << 20)
-    try:
-        master.start()
-        process.start()
-        store = connect(process)
-        move = some_pages(store)
-        assert store.batch_set_v2([move])["kv"] == [LANDED] * 3
-        process.kill()
-        with pytest.raises(StorageUnavailable):
-            store.batch_get_v2([move])
-        assert not store.probe()
-        # Its engine checks it about once a second, and does not notice a faster restart.
-        wait_until(lambda: store._client.store.health_check() != 0, timeout=30)
-        process.start()
-        assert wait_until(store.probe, timeout=60)
-        # The master forgets the objects of the dead process after `client_ttl`.
-        assert wait_until(lambda: moves(store, move), timeout=60)
-        store.close()
-    finally:
-        process.kill()
-        master.kill()
 
 
 if __name__ == "__main__":

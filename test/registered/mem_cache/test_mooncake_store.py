@@ -28,7 +28,7 @@ from sglang.test.stores.host_pools import (
     page_slots,
     round_trip,
 )
-from sglang.test.stores.mooncake_bench import Bench, connect
+from sglang.test.stores.mooncake_bench import Bench, Clients, connect, sizes_moved
 from sglang.test.stores.mooncake_cluster import MooncakeCluster
 
 register_cpu_ci(est_time=30, suite="base-b-test-cpu")
@@ -52,20 +52,18 @@ def test_round_trip_is_bit_exact(shared: MooncakeStore, layout: str, pages: list
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("short_page_bytes", [0, 1 << 30])
 def test_pages_of_two_buffers_are_one_object_in_place_and_staged(
-    cluster: MooncakeCluster,
+    shared: MooncakeStore,
     monkeypatch: pytest.MonkeyPatch,
     dtype: torch.dtype,
     short_page_bytes: int,
 ) -> None:
     monkeypatch.setattr(page_batches, "SHORT_PAGE_BYTES", short_page_bytes)
-    store = connect(cluster)
-    store.clear()
-    round_trip(store, "page_first_kv_split", page_keys(3), [5, 2, 9], kind=keys_and_values(dtype))
-    with store._client.using() as client:
+    shared.clear()
+    round_trip(shared, "page_first_kv_split", page_keys(3), [5, 2, 9], kind=keys_and_values(dtype))
+    with shared._client.using() as client:
         sizes = [len(client.get(f"{key}/kv")) for key in page_keys(3)]
     page_bytes = 2 * 2 * 4 * 3 * 4 * dtype.itemsize  # K and V, heads, dim, layers, tokens
     assert sizes == [page_bytes + TRAILER_BYTES] * 3
-    store.close()
 
 
 def test_layouts_of_one_byte_order_share_objects(shared: MooncakeStore) -> None:
@@ -87,40 +85,30 @@ def test_an_object_is_one_key_with_page_and_trailer(bench: Bench) -> None:
 @pytest.mark.parametrize("writer_stages", [False, True])
 @pytest.mark.parametrize("layout", ["page_first", "page_first_direct"])
 def test_staged_pages_give_the_same_objects(
-    cluster: MooncakeCluster, monkeypatch: pytest.MonkeyPatch, layout: str, writer_stages: bool
+    shared: MooncakeStore, monkeypatch: pytest.MonkeyPatch, layout: str, writer_stages: bool
 ) -> None:
-    peaks = []
+    shared.clear()
+    moved = sizes_moved(shared, monkeypatch)
     for stages, moves in ((writer_stages, "put"), (not writer_stages, "get")):
         limit = 1 << 30 if stages else 0
         monkeypatch.setattr(page_batches, "SHORT_PAGE_BYTES", limit)
-        store = connect(cluster)
-        if moves == "put":
-            store.clear()
-        bench = Bench(store, layout)
+        bench = Bench(shared, layout)
         assert (bench.put() if moves == "put" else bench.get()) == [LANDED] * 3
         assert bench.host_is_intact()
-        peaks.append(store.get_stats()["slices_peak"])
-        store.close()
-    assert peaks == ([3, 9] if writer_stages else [9, 3])
+    pieces = [[len(sizes) for sizes in batch] for batch in moved]
+    assert pieces == ([[1] * 3, [3] * 3] if writer_stages else [[3] * 3, [1] * 3])
 
 
-def test_one_call_queries_several_prompts(cluster: MooncakeCluster) -> None:
-    store = connect(cluster)
-    store.clear()
-    bench = Bench(store, "page_first_direct")
-    assert bench.put() == [LANDED] * 3
+def test_one_call_queries_several_prompts(bench: Bench) -> None:
     absent = page_keys(2, "absent")
     prompts = [bench.keys, absent, [], bench.keys[:1] + absent]
-    found = store.prompts_exist(prompts, [None] * len(prompts))
+    found = bench.store.prompts_exist(prompts, [None] * len(prompts))
     assert [one.kv_hit_pages for one in found] == [3, 0, 0, 1]
-    store.close()
 
 
 @pytest.mark.parametrize("layout", ["page_first_kv_split", "layer_first"])
-def test_more_pages_than_the_budget_and_the_batches_hold(
-    cluster: MooncakeCluster, layout: str
-) -> None:
-    store = connect(cluster)
+def test_more_pages_than_the_budget_and_the_batches_hold(clients: Clients, layout: str) -> None:
+    store = clients()
     store.clear()
     bench = Bench(store, layout, count=1500)
     assert bench.put() == [LANDED] * 1500
@@ -131,11 +119,10 @@ def test_more_pages_than_the_budget_and_the_batches_hold(
     assert 64 <= stats["slices_peak"] <= 1024
     assert stats["slices_in_flight"] == 0
     store.clear()
-    store.close()
 
 
-def test_a_get_and_a_set_at_once_share_one_budget(cluster: MooncakeCluster) -> None:
-    store = connect(cluster)
+def test_a_get_and_a_set_at_once_share_one_budget(shared: MooncakeStore) -> None:
+    store = shared
     store.clear()
     bench = Bench(store, count=1000)
     half = 500 * bench.host.page_size
@@ -158,18 +145,15 @@ def test_a_get_and_a_set_at_once_share_one_budget(cluster: MooncakeCluster) -> N
     assert bench.host_is_intact()
     assert store.get_stats()["slices_peak"] <= 1024
     store.clear()
-    store.close()
 
 
-def test_another_client_reads_the_pages(cluster: MooncakeCluster, bench: Bench) -> None:
-    other = connect(cluster, verify_checksum=False)
+def test_another_client_reads_the_pages(clients: Clients, bench: Bench) -> None:
+    other = clients(verify_checksum=False)
     reader = Bench(other)
     assert reader.get() == [LANDED] * 3
     assert reader.host_is_intact()
-    other.close()
-    stranger = connect(cluster, "other")
+    stranger = clients("other")
     assert stranger.batch_exists_v2(page_keys(3, "other")).kv_hit_pages == 0
-    stranger.close()
 
 
 # -- damage --------------------------------------------------------------------------------------
@@ -321,9 +305,16 @@ def test_hostile_keys_are_ordinary_names(shared: MooncakeStore, key: str) -> Non
     assert torch.equal(got, value)
 
 
+@pytest.fixture(scope="module")
+def neighbour(clients: Clients) -> MooncakeStore:
+    return clients("nXs")
+
+
 @pytest.mark.parametrize("namespace", ["n.s", "a+b(c)[d]", "w-1:bf16^$"])
-def test_clear_removes_this_namespace_only(cluster: MooncakeCluster, namespace: str) -> None:
-    mine, neighbour = connect(cluster, namespace), connect(cluster, "nXs")
+def test_clear_removes_this_namespace_only(
+    clients: Clients, neighbour: MooncakeStore, namespace: str
+) -> None:
+    mine = clients(namespace)
     value = torch.zeros(4)
     for store, key in (
         (mine, f"{namespace}/x"),
@@ -335,10 +326,11 @@ def test_clear_removes_this_namespace_only(cluster: MooncakeCluster, namespace: 
     mine.clear()
     assert not mine.exists(f"{namespace}/x")
     assert neighbour.batch_exists(["nXs/x", f"x{namespace}/x"]) == 2
+
+
+def test_clear_without_a_namespace_is_refused(clients: Clients) -> None:
     with pytest.raises(ValueError, match="namespace"):
-        connect(cluster, "").clear()
-    for store in (mine, neighbour):
-        store.close()
+        clients("").clear()
 
 
 if __name__ == "__main__":

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Protocol
+
 import pytest
 import torch
 
@@ -36,6 +38,12 @@ def connect(
             **extra,
         )
     )
+
+
+class Clients(Protocol):
+    """Makes clients of one cluster, which the maker closes."""
+
+    def __call__(self, namespace: str = "ns", **extra: bool) -> MooncakeStore: ...
 
 
 def sizes_moved(store: MooncakeStore, patch: pytest.MonkeyPatch) -> list[list[list[int]]]:

@@ -1,0 +1,59 @@
+"""A stand-alone `mooncake_client` is killed and restarted below an engine that goes on.
+
+A process can have one client that survives this: Mooncake shares all its memory anew. So this has a
+file of its own.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from sglang.embedded_mooncake import MooncakeMaster, StandaloneClient
+from sglang.srt.mem_cache.hicache_storage import CacheOutcome, PoolTransfer, StorageUnavailable
+from sglang.srt.mem_cache.storage.mooncake_store.mooncake_store import MooncakeStore
+from sglang.srt.utils.network import wait_until
+from sglang.test.ci.ci_register import register_cpu_ci
+from sglang.test.stores.mooncake_standalone import connect, some_pages
+
+# Mooncake's client looks at its server once a second; it does not notice a faster restart.
+register_cpu_ci(est_time=25, suite="base-b-test-cpu", alone=True)
+
+LANDED = CacheOutcome.LANDED
+
+
+def moves(store: MooncakeStore, move: PoolTransfer) -> bool:
+    try:
+        return all(store.batch_set_v2([move])["kv"]) and all(store.batch_get_v2([move])["kv"])
+    except StorageUnavailable:
+        return False
+
+
+def test_a_killed_client_serves_again_after_a_restart(tmp_path: Path) -> None:
+    master = MooncakeMaster(tmp_path)
+    process = StandaloneClient(master, tmp_path, segment_bytes=64 << 20)
+    try:
+        master.start()
+        process.start()
+        store = connect(process)
+        move = some_pages(store)
+        assert store.batch_set_v2([move])["kv"] == [LANDED] * 3
+        process.kill()
+        with pytest.raises(StorageUnavailable):
+            store.batch_get_v2([move])
+        assert not store.probe()
+        # Its engine checks it about once a second, and does not notice a faster restart.
+        wait_until(lambda: store._client.store.health_check() != 0, timeout=30)
+        process.start()
+        assert wait_until(store.probe, timeout=60)
+        # The master forgets the objects of the dead process after `client_ttl`.
+        assert wait_until(lambda: moves(store, move), timeout=60)
+        store.close()
+    finally:
+        process.kill()
+        master.kill()
+
+
+if __name__ == "__main__":
+    raise SystemExit(pytest.main([__file__, "-q"]))
