@@ -16,6 +16,7 @@ from typing import Any
 import psutil
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from sglang.embedded_mooncake import LOOPBACK
 from sglang.srt.arg_groups.remote_weights import SEED_PATH, START_SEED
@@ -35,12 +36,13 @@ from sglang.srt.model_loader.remote_weights import RemoteInstanceWeights
 from sglang.srt.model_loader.seed_client import SeedClient
 from sglang.srt.model_loader.tensor_memory import register_weights
 from sglang.srt.model_loader.weight_source import WeightSlots
+from sglang.srt.model_loader.weights_identity import weights_identity
 from sglang.srt.utils.network import wait_until
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.servers.engine_server import EngineServer
 from sglang.test.servers.seed_servers import remote_flags, weight_digest
 
-register_cpu_ci(est_time=60, suite="base-b-test-cpu")
+register_cpu_ci(est_time=75, suite="base-b-test-cpu")
 
 TCP = {"MOONCAKE_PROTOCOL": "tcp"}
 PROMPT = "The code of heron is 7391. What is the code of heron?"
@@ -153,6 +155,41 @@ def test_an_unlike_reader_is_refused_and_the_seed_serves_on(tmp_path: Path) -> N
             assert re.match(here + message, last_line(reader))
         assert server.process.poll() is None
         assert server.request("GET", "/health").status == 200
+
+
+def change_weights(model: Path) -> None:
+    """Put other weights into the place of a model's, as one who copies a new release does."""
+    file = model / "model.safetensors"
+    tensors = load_file(file)
+    tensors["model.norm.weight"] = -tensors["model.norm.weight"]
+    save_file(tensors, model / "new", metadata={"format": "pt"})
+    (model / "new").rename(file)
+
+
+def test_a_seed_whose_files_have_changed(tmp_path: Path) -> None:
+    """Its readers have what it loaded. They never get the namespace of what the files have now."""
+    model = tmp_path / "model"
+    shutil.copytree(BUILTIN_MODEL_DIR, model)
+    reader_model = str(without_weights(tmp_path / "reader"))
+    loaded = weights_identity(str(model), load_format="auto")
+    with EngineServer(START_SEED, env=TCP, model=str(model)) as server:
+        want = words(server)
+        change_weights(model)
+        line = last_line(reading(server, model=reader_model))
+        assert "it answers with status 400: the weights' identity cannot be computed: " in line
+        assert "model.safetensors has changed since the weights were loaded" in line
+        assert line.endswith("restart this server")
+        assert words(server) == want
+    shutil.rmtree(model)
+    shutil.copytree(BUILTIN_MODEL_DIR, model)
+    store = {"SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR": str(tmp_path / "store")}
+    flags = ("--enable-hierarchical-cache", "--hicache-storage-backend", "file")
+    with EngineServer(START_SEED, *flags, env={**TCP, **store}, model=str(model)) as server:
+        change_weights(model)
+        # It writes to the namespace of what it loaded, and so do its readers.
+        with reading(server, model=reader_model) as reader:
+            assert words(reader) == want
+            assert digest(reader)["identity"] == digest(server)["identity"] == loaded
 
 
 def test_a_server_without_the_flag_and_no_server_at_all(tmp_path: Path) -> None:

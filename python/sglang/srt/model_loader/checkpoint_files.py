@@ -10,9 +10,9 @@ from safetensors import SafetensorError, safe_open
 
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.model_loader.load_config import LoadConfig
-from sglang.srt.model_loader.weight_files import REMEDY, weight_files
+from sglang.srt.model_loader.loaded_files import LoadedFiles
+from sglang.srt.model_loader.weight_files import REMEDY
 from sglang.srt.model_loader.weight_source import WeightSlots
-from sglang.srt.model_loader.weights_identity import weights_identity
 
 
 class SafetensorsFiles:
@@ -21,16 +21,15 @@ class SafetensorsFiles:
     def __init__(self, model_config: ModelConfig, load_config: LoadConfig) -> None:
         """Raises ValueError: the files are missing, or the directory has other weights."""
         self.name = model_config.model_path
-        self._format = load_config.load_format
-        self._files = weight_files(Path(self.name), self._format)
+        self._files = LoadedFiles(self.name, load_config.load_format)
 
     def identity(self) -> str:
         """See `WeightSource`."""
-        return weights_identity(self.name, load_format=self._format)
+        return self._files.identity()
 
     def fill(self, slots: WeightSlots) -> None:
         """See `WeightSource`."""
-        for file in self._files:
+        for file in self._files.weights:
             _fill_from_safetensors(slots, file)
 
 
@@ -40,16 +39,15 @@ class PickledFiles:
     def __init__(self, model_config: ModelConfig, load_config: LoadConfig) -> None:
         """Raises ValueError: the files are missing."""
         self.name = model_config.model_path
-        self._format = load_config.load_format
-        self._files = weight_files(Path(self.name), self._format)
+        self._files = LoadedFiles(self.name, load_config.load_format)
 
     def identity(self) -> str:
         """See `WeightSource`."""
-        return weights_identity(self.name, load_format=self._format)
+        return self._files.identity()
 
     def fill(self, slots: WeightSlots) -> None:
         """See `WeightSource`."""
-        for file in self._files:
+        for file in self._files.weights:
             for name, tensor in _read_pickled(file).items():
                 if not isinstance(tensor, torch.Tensor):
                     raise ValueError(

@@ -31,12 +31,15 @@ class DummyWeights:
     name = "random"
 
     def __init__(self, model_config: ModelConfig, load_config: LoadConfig) -> None:
-        self._path = model_config.model_path
         self._seed = load_config.random_seed
+        # config.json may be another one when the identity is asked for.
+        self._identity = weights_identity(
+            model_config.model_path, load_format="dummy", random_seed=self._seed
+        )
 
     def identity(self) -> str:
         """See `WeightSource`."""
-        return weights_identity(self._path, load_format="dummy", random_seed=self._seed)
+        return self._identity
 
     def fill(self, slots: WeightSlots) -> None:
         """See `WeightSource`."""

@@ -143,7 +143,8 @@ class WeightSeed:
 
     def _compute(self) -> _Computed:
         give_way()
+        # First, since where there is none the checksums are of no use.
+        identity = self._identity() if self._group.rank == 0 else ""
         told = {name: checksums(cell_views(slot)) for name, slot in self._slots.items()}
         logger.info("computed the checksums of %d tensors for servers that read them", len(told))
-        identity = self._identity() if self._group.rank == 0 else ""
         return _Computed(identity=identity, checksums=told)

@@ -20,7 +20,12 @@ class WeightSource(Protocol):
     def identity(self) -> str:
         """Digest that identifies these weights: 32 hexadecimal digits. Call it after `fill`.
 
-        The first call may read all files.
+        It is that of the weights in memory, whatever became of their files since. The first call
+        may read all files.
+
+        Raises:
+            ValueError: Files have changed since they were loaded, before the first call; names the
+                change and the remedy.
         """
 
     def fill(self, slots: WeightSlots) -> None:

@@ -43,7 +43,7 @@ def weights_identity(
     Raises:
         ValueError: The directory has no config.json or no weights.
     """
-    config = _config_file(model_path)
+    config = config_file(model_path)
     if load_format == "dummy":
         digest = xxhash.xxh3_128(b"dummy 2")  # the generator's version
         digest.update(config.read_bytes())
@@ -63,7 +63,7 @@ def config_digest(model_path: str) -> str:
     Raises:
         ValueError: The directory has no config.json.
     """
-    return xxhash.xxh3_128_hexdigest(_config_file(model_path).read_bytes())
+    return xxhash.xxh3_128_hexdigest(config_file(model_path).read_bytes())
 
 
 def config_values(model_path: str) -> dict[str, str]:
@@ -72,7 +72,7 @@ def config_values(model_path: str) -> dict[str, str]:
     Raises:
         ValueError: There is no config.json, or it is no JSON object.
     """
-    raw = read_json(_config_file(model_path))
+    raw = read_json(config_file(model_path))
     assert raw is not None, "it is there"
     return dict(_leaves("", raw))
 
@@ -85,7 +85,8 @@ def _leaves(prefix: str, values: dict[str, Any]) -> Iterator[tuple[str, str]]:
             yield f"{prefix}{name}", json.dumps(value, sort_keys=True)
 
 
-def _config_file(model_path: str) -> Path:
+def config_file(model_path: str) -> Path:
+    """The directory's config.json. Raises ValueError: there is none."""
     config = Path(model_path) / "config.json"
     if not config.is_file():
         raise ValueError(f"{model_path} has no config.json: it is not a checkpoint directory")

@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
 from sglang.srt.configs.model_config import ModelConfig
+from sglang.srt.layers.weight_slot import WeightSlot
+from sglang.srt.model_loader import loaded_files
 from sglang.srt.model_loader.load_config import LoadConfig
 from sglang.srt.model_loader.loader import build_model, get_model, load_weights
+from sglang.srt.model_loader.weight_source import WeightSlots, WeightSource
 from sglang.srt.model_loader.weights_identity import weights_identity
 from sglang.test.caches.memory_ranks import PlaceInGroup
 from sglang.test.ci.ci_register import register_cpu_ci
@@ -185,6 +192,123 @@ def test_a_source_tells_the_identity_of_its_weights(
         found[kind] = source.identity()
         assert found[kind] == weights_identity(str(checkpoint), load_format=kind, random_seed=3)
     assert found["auto"] == found["safetensors"] != found["dummy"]
+
+
+def replace_weights(path: Path) -> None:
+    """A file of the same name and size with other weights, moved into place."""
+    new = load_file(path / "model.safetensors")
+    save_file({name: tensor + 1 for name, tensor in new.items()}, path / "new")
+    (path / "new").rename(path / "model.safetensors")
+
+
+def change_in_place(path: Path) -> None:
+    """Another byte in the file; its size and inode stay."""
+    with (path / "model.safetensors").open("r+b") as file:
+        file.seek(-1, os.SEEK_END)
+        file.write(b"\0")
+
+
+def keep_size_and_time(path: Path) -> None:
+    """Other weights whose file differs in its inode alone, as `rsync -t` leaves it."""
+    stat = (path / "model.safetensors").stat()
+    replace_weights(path)
+    os.utime(path / "model.safetensors", ns=(stat.st_atime_ns, stat.st_mtime_ns))
+
+
+def add_an_index(path: Path, names: Mapping[str, str]) -> None:
+    (path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
+
+
+def add_shards(path: Path) -> None:
+    """An index with another file; the one that was loaded stays."""
+    save_file(load_file(path / "model.safetensors"), path / "b.safetensors")
+    add_an_index(path, {NAME: "b.safetensors"})
+
+
+CHANGES: Sequence[tuple[Callable[[Path], object], str]] = (
+    (replace_weights, "model.safetensors has changed"),
+    (change_in_place, "model.safetensors has changed"),
+    (keep_size_and_time, "model.safetensors has changed"),
+    (lambda path: (path / "model.safetensors").unlink(), "model.safetensors is gone"),
+    (lambda path: (path / "config.json").write_text("{}"), "config.json has changed"),
+    (lambda path: shutil.rmtree(path), "config.json is gone (and 1 more)"),
+    (add_shards, "b.safetensors was added"),
+    (lambda path: add_an_index(path, {NAME: "lost.safetensors"}), "the index has changed"),
+)
+
+
+@pytest.fixture
+def source(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[WeightSource]:
+    """The files of `checkpoint`, loaded. Known digests are in a directory of the test's own."""
+    config, load_config = ModelConfig.from_path(str(checkpoint)), LoadConfig(show_progress=False)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HOME", str(tmp_path_factory.mktemp("home")))
+        yield load_weights(build_model(config, load_config), config, load_config)
+
+
+@pytest.mark.parametrize(("change", "what"), CHANGES)
+def test_files_that_changed_since_do_not_tell_what_was_loaded(
+    checkpoint: Path, source: WeightSource, change: Callable[[Path], object], what: str
+) -> None:
+    change(checkpoint)
+    for _ in range(2):
+        with pytest.raises(ValueError) as caught:
+            source.identity()
+        assert str(caught.value) == (
+            f"{checkpoint}: {what} since the weights were loaded, so that the files no longer tell "
+            "what is in memory: restart this server"
+        )
+
+
+@pytest.mark.parametrize(("change", "what"), CHANGES)
+def test_an_identity_that_was_told_is_told_again(
+    checkpoint: Path, source: WeightSource, change: Callable[[Path], object], what: str
+) -> None:
+    told = source.identity()
+    change(checkpoint)
+    assert source.identity() == told, what
+
+
+def test_files_that_change_while_they_are_hashed(
+    checkpoint: Path, source: WeightSource, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def hash_late(*args: Any, **kwargs: Any) -> str:
+        replace_weights(checkpoint)
+        return weights_identity(*args, **kwargs)
+
+    monkeypatch.setattr(loaded_files, "weights_identity", hash_late)
+    with pytest.raises(ValueError, match=r"model\.safetensors has changed since the weights were"):
+        source.identity()
+
+
+def test_files_that_change_while_they_are_loaded(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config, load_config = ModelConfig.from_path(str(checkpoint)), LoadConfig(show_progress=False)
+    model = build_model(config, load_config)
+    take = WeightSlots.take
+    changes = [change_in_place]
+
+    def take_and_change(slots: WeightSlots, *args: Any) -> WeightSlot | None:
+        while changes:
+            changes.pop()(checkpoint)
+        return take(slots, *args)
+
+    monkeypatch.setattr(WeightSlots, "take", take_and_change)
+    source = load_weights(model, config, load_config)
+    with pytest.raises(ValueError, match=r"model\.safetensors has changed since the weights were"):
+        source.identity()
+
+
+def test_random_weights_are_told_apart_by_the_config_that_they_were_made_for(
+    checkpoint: Path,
+) -> None:
+    config = ModelConfig.from_path(str(checkpoint))
+    load_config = LoadConfig(load_format="dummy", show_progress=False)
+    source = load_weights(build_model(config, load_config), config, load_config)
+    made_for = weights_identity(str(checkpoint), load_format="dummy")
+    (checkpoint / "config.json").write_text("{}")
+    assert source.identity() == made_for
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.distributed.rank_group import SingleRank
 from sglang.srt.hardware_backend import leaf_hash
 from sglang.srt.model_loader import remote_weights as source_module
+from sglang.srt.model_loader import weight_seed as seed_module
 from sglang.srt.model_loader.load_config import LoadConfig, SeedAddress
 from sglang.srt.model_loader.read_batches import cut_batches
 from sglang.srt.model_loader.remote_weights import RemoteInstanceWeights
@@ -259,6 +260,28 @@ def test_a_digest_that_fails_is_told_and_tried_again(rig: WeightRig) -> None:
 
     assert wait_until(has_digest, 30)
     assert told == ["the weights' identity cannot be computed: weights were deleted"]
+
+
+def test_a_seed_without_an_identity_hashes_nothing_else(
+    rig: WeightRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A seed whose files have changed is asked often."""
+    hashed: list[str] = []
+    monkeypatch.setattr(seed_module, "checksums", lambda _: hashed.append("tensor"))
+
+    def changed() -> str:
+        raise ValueError("model.safetensors has changed")
+
+    seed = seed_alone(rig, changed)
+
+    def is_refused() -> bool:
+        try:
+            return bool(seed.answer(0)["weights"]["digest"])
+        except ValueError:
+            return True
+
+    assert wait_until(is_refused, 30)
+    assert not hashed
 
 
 @pytest.mark.parametrize("shape", [(1, 0), (1, 3), (5, 7), (30, 90)])
