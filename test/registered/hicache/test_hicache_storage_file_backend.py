@@ -10,7 +10,7 @@ import pytest
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.servers.storage_backend_case import StorageBackendCase, save_checkpoint
 
-register_cpu_ci(est_time=35, suite="base-b-test-cpu")
+register_cpu_ci(est_time=45, suite="base-b-test-cpu")
 
 
 class FileBackendCase(StorageBackendCase):
@@ -29,16 +29,21 @@ class FileBackendCase(StorageBackendCase):
         )
 
 
-class TestFileBackendQwen330BTP4CP2(FileBackendCase):
-    """Four ranks in two sets: the ballot has a round over the sets and one within them."""
+class TestFileBackendQwen330BCP2(FileBackendCase):
+    """Two ranks with the same heads, which share prompts: the twin of the class over Mooncake."""
 
     __test__ = True
-    tp_size = 4
 
     @classmethod
     def _get_model_name(cls) -> str:
         directory = cls.enterClassContext(tempfile.TemporaryDirectory())
         return save_checkpoint(Path(directory), "qwen3_moe")
+
+
+class TestFileBackendQwen330BTP4CP2(TestFileBackendQwen330BCP2):
+    """Four ranks in two sets: the ballot has a round over the sets and one within them."""
+
+    tp_size = 4
 
 
 class TestFileBackendDeepseekV32CP2(FileBackendCase):

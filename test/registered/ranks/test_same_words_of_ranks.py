@@ -17,7 +17,7 @@ from sglang.test.servers.forked_servers import ForkedServer
 from sglang.test.servers.request_battery import GREEDY, Results, battery, differences
 from sglang.test.stores.mooncake_cluster import MooncakeCluster
 
-register_cpu_ci(est_time=200, suite="base-b-test-cpu")
+register_cpu_ci(est_time=220, suite="base-b-test-cpu")
 
 HEADS: Final[dict[str, Any]] = {"num_attention_heads": 8, "vocab_size": 2176, "eos_token_id": 2}
 """Two KV heads: of four ranks each has one that another has too."""
@@ -132,6 +132,42 @@ def test_ranks_write_to_mooncake_and_read_from_it(tmp_path: Path) -> None:
             assert server.stop() == 0
             server.start()
             assert ask(server) == (cold, SOURCES["L3"])
+
+
+def attach_for_sizes(server: EngineServer) -> None:
+    """Empty L1 and L2, and attach L3 anew: with objects that one, two and four ranks can read."""
+    server.flush()
+    extra = json.dumps({"prefetch_threshold": PAGE, "tp_lcm_size": 4})
+    attach = {
+        "hicache_storage_backend": "file",
+        "hicache_storage_backend_extra_config_json": extra,
+    }
+    for method, body in (("DELETE", None), ("PUT", attach)):
+        answer = server.request(method, "/hicache/storage-backend", body, admin=True)
+        assert answer.status == 200, answer.body
+
+
+@pytest.mark.parametrize(("family", "readers"), [("qwen3", (1, 4)), ("qwen3_next", (1,))])
+def test_servers_of_other_sizes_read_what_two_ranks_wrote(
+    tmp_path: Path, family: str, readers: tuple[int, ...]
+) -> None:
+    model = tmp_path / "model"
+    save_tiny_checkpoint(model, family, **FAMILIES[family] | {"num_key_value_heads": 4})
+    env = {"SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR": str(tmp_path / "store")}
+    with ForkedServer(*flags(family, 2), env=env, model=str(model)) as server:
+        words, found = ask(server)
+        assert found == (0, 0, 0)
+        attach_for_sizes(server)
+        assert ask(server) == (words, (0, 0, 0)), "written with tp_lcm_size too"
+        assert server.stop() == 0
+    for size in readers:
+        with ForkedServer(*flags(family, size), env=env, model=str(model)) as server:
+            # Four ranks have the heads of one object each, so they need no setting.
+            alone = SOURCES["L3"] if size == 4 else (0, 0, 0)
+            assert ask(server) == (words, alone), f"TP {size} without tp_lcm_size"
+            attach_for_sizes(server)
+            assert ask(server) == (words, SOURCES["L3"]), f"TP {size}"
+            assert server.stop() == 0
 
 
 if __name__ == "__main__":
