@@ -1,4 +1,7 @@
-"""Rows C5, C11, C13 and C14 with real servers, and the hit rates that SGLang's tests expect."""
+"""Rows C5, C11, C13 and C14 with real servers, and the hit rates that SGLang's tests expect.
+
+C11, C13 and C14 hold for the built-in hybrid too, whose prefixes end with a recurrent state.
+"""
 
 from __future__ import annotations
 
@@ -13,15 +16,16 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from sglang.srt.constants import BUILTIN_MODEL_DIR
+from sglang.srt.constants import BUILTIN_HYBRID_MODEL_DIR, BUILTIN_MODEL_DIR
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.servers.engine_server import EngineServer
 from sglang.test.servers.forked_servers import ForkedServer
 from sglang.test.stores.mooncake_cluster import MooncakeCluster
 
-register_cpu_ci(est_time=20, suite="base-b-test-cpu")
+register_cpu_ci(est_time=30, suite="base-b-test-cpu")
 
 PAGE = 64
+HYBRID = str(BUILTIN_HYBRID_MODEL_DIR)
 FLAGS = (
     "--hicache-storage-backend", "mooncake", "--hicache-storage-prefetch-policy", "wait_complete",
     "--enable-metrics",
@@ -44,6 +48,19 @@ def cluster() -> Iterator[MooncakeCluster]:
 def server(cluster: MooncakeCluster) -> Iterator[EngineServer]:
     with ForkedServer(*FLAGS, env=cluster.engine_env()) as running:
         yield running
+
+
+@pytest.fixture(scope="module")
+def hybrid(cluster: MooncakeCluster) -> Iterator[EngineServer]:
+    with ForkedServer(*FLAGS, env=cluster.engine_env(), model=HYBRID) as running:
+        yield running
+
+
+@pytest.fixture(params=["server", "hybrid"])
+def either(request: pytest.FixtureRequest) -> EngineServer:
+    """A server of a model without, and one with recurrent states."""
+    found: EngineServer = request.getfixturevalue(request.param)
+    return found
 
 
 def perturbed_model(folder: Path) -> Path:
@@ -76,18 +93,18 @@ def test_c5_engines_that_differ_share_nothing(
 
 
 def test_c13_flushed_prompts_come_from_storage_and_every_other_has_a_counted_reason(
-    server: EngineServer,
+    either: EngineServer,
 ) -> None:
     prompt = tokens(13, 768)
-    cold = server.generate(prompt)
-    server.flush()
-    before = server.metrics()
-    warm = server.generate(prompt)
+    cold = either.generate(prompt)
+    either.flush()
+    before = either.metrics()
+    warm = either.generate(prompt)
     assert warm.output_ids == cold.output_ids
     assert warm.cached["storage"] > 700
-    server.generate(tokens(14, 768))
-    server.generate(tokens(15, 100))
-    after = server.metrics()
+    either.generate(tokens(14, 768))
+    either.generate(tokens(15, 100))
+    after = either.metrics()
     reasons = {
         name: after[name] - before.get(name, 0.0)
         for name in after
@@ -97,14 +114,23 @@ def test_c13_flushed_prompts_come_from_storage_and_every_other_has_a_counted_rea
     assert counted == {"landed": 1, "miss": 1, "too_short": 1}
 
 
-@pytest.mark.parametrize("pages", [5, 12])
-def test_c14_whole_pages_replayed_hit_all_but_the_last(server: EngineServer, pages: int) -> None:
+@pytest.mark.parametrize("pages", [5, 12, 40])
+def test_c14_whole_pages_replayed_hit_all_but_the_last(either: EngineServer, pages: int) -> None:
     prompt = tokens(100 + pages, pages * PAGE)
-    server.generate(prompt)
-    assert server.generate(prompt).cached["device"] >= (pages - 1) * PAGE
-    server.flush()
-    again = server.generate(prompt)
+    either.generate(prompt)
+    assert either.generate(prompt).cached["device"] >= (pages - 1) * PAGE
+    either.flush()
+    again = either.generate(prompt)
     assert again.cached["storage"] >= (pages - 1) * PAGE
+
+
+def test_c14_the_beginning_of_a_cached_prompt_hits_from_its_second_replay(
+    hybrid: EngineServer,
+) -> None:
+    """The exception: a state stands behind the longer prompt, none before the end of this one."""
+    prompt = tokens(150, 12 * PAGE)
+    hybrid.generate(prompt)
+    assert [hybrid.generate(prompt[: 6 * PAGE]).cached["device"] for _ in range(2)] == [0, 5 * PAGE]
 
 
 def test_each_round_of_a_conversation_reuses_the_one_before(server: EngineServer) -> None:
@@ -118,7 +144,10 @@ def test_each_round_of_a_conversation_reuses_the_one_before(server: EngineServer
         history += answer.output_ids
 
 
-def test_c11_abort_storm_leaves_the_books_balanced(cluster: MooncakeCluster) -> None:
+@pytest.mark.parametrize("model", [None, HYBRID], ids=["server", "hybrid"])
+def test_c11_abort_storm_leaves_the_books_balanced(
+    cluster: MooncakeCluster, model: str | None
+) -> None:
     """Requests aborted while queued, prefetching, loading, running and backing up.
 
     The tiers are far smaller than the working set. An idle server checks its books and ends if
@@ -126,9 +155,11 @@ def test_c11_abort_storm_leaves_the_books_balanced(cluster: MooncakeCluster) -> 
     after a flush.
     """
     rng = random.Random(11)
-    small = ("--max-total-tokens", "4096", "--hicache-ratio", "2", "--max-running-requests", "4")
+    small = ["--max-total-tokens", "4096", "--hicache-ratio", "2", "--max-running-requests", "4"]
+    if model is not None:
+        small += ["--max-mamba-cache-size", "8", "--mamba-track-interval", str(PAGE)]
     prompts = [tokens(2000 + seed, rng.randrange(200, 1200)) for seed in range(8)]
-    with ForkedServer(*FLAGS, *small, env=cluster.engine_env()) as server:
+    with ForkedServer(*FLAGS, *small, env=cluster.engine_env(), model=model) as server:
         cold = {i: server.generate(prompt).output_ids for i, prompt in enumerate(prompts)}
         server.flush()
 
@@ -156,6 +187,8 @@ def test_c11_abort_storm_leaves_the_books_balanced(cluster: MooncakeCluster) -> 
         server.flush()
         state = server.request("GET", "/server_info").body
         assert _find(state, "used_tokens") == 0
+        if model is not None:
+            assert _find(state, "free_mamba_slots") == 8
         aborted = _find(state, "aborted")
         assert isinstance(aborted, int) and aborted, "or this test showed nothing"
         for number, prompt in enumerate(prompts):

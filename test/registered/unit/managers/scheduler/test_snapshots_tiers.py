@@ -3,23 +3,29 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
 
 from sglang.srt.environ import envs
 from sglang.srt.managers.messages.io_struct import CachedTokensDetails, FlushCacheReqInput
+from sglang.srt.mem_cache.hicache_storage import (
+    HiCacheFile,
+    HiCacheStorageExtraInfo,
+    PoolTransfer,
+    PoolTransferResult,
+)
 from sglang.srt.mem_cache.tree.base_prefix_cache import EvictParams, MatchPrefixParams
 from sglang.srt.mem_cache.tree.radix_key import RadixKey
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.models.tiny_models import save_tiny_checkpoint
 from sglang.test.schedulers.scheduler_rig import SchedulerRig, greedy, prompt
 
-register_cpu_ci(est_time=20, suite="base-a-test-cpu")
+register_cpu_ci(est_time=25, suite="base-a-test-cpu")
 
 pytestmark = pytest.mark.usefixtures("reads_are_never_late")
 
@@ -37,9 +43,9 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 @pytest.fixture(name="storage_dir", autouse=True)
-def make_storage_dir(tmp_path: Path) -> Iterator[None]:
+def make_storage_dir(tmp_path: Path) -> Iterator[Path]:
     with envs.SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR.override(str(tmp_path / "l3")):
-        yield
+        yield tmp_path / "l3"
 
 
 def rig_of(path: Path, **args: Any) -> SchedulerRig:
@@ -67,6 +73,11 @@ def ask(rig: SchedulerRig, rid: str, ids: list[int], count: int = 10) -> CachedT
     return last.cached_tokens_details
 
 
+def flush(rig: SchedulerRig) -> None:
+    rig.step(FlushCacheReqInput(req_id="flush"))
+    assert rig.answers.pop().success
+
+
 def tiers(details: CachedTokensDetails) -> tuple[int, int, int]:
     return details.device, details.host, details.storage
 
@@ -86,8 +97,7 @@ def test_the_same_words_from_every_tier_and_across_a_restart(
         for seed in range(10, 15):
             ask(rig, f"filler-{seed}", prompt(seed, 120))
         found.append(tiers(ask(rig, "host", ids)))
-        rig.step(FlushCacheReqInput(req_id="flush"))
-        assert rig.answers.pop().success
+        flush(rig)
         found.append(tiers(ask(rig, "storage", ids)))
         assert found == [(0, 0, 0), (96, 0, 0), (0, 96, 0), (0, 0, 96)]
         for rid in ("cold", "device", "host", "storage"):
@@ -149,12 +159,113 @@ def test_what_was_said_comes_back_with_the_next_turn_from_storage(
     ids = prompt(3, 20)
     try:
         ask(rig, "first", ids, 60)
-        rig.step(FlushCacheReqInput(req_id="flush"))
-        assert rig.answers.pop().success
+        flush(rig)
         turn = [*ids, *rig.results["first"].output_ids, *prompt(4, 5)]
         assert tiers(ask(rig, "next", turn)) == (0, 0, 64)
         fresh = SchedulerRig(models["qwen3_5"], disable_radix_cache=True, page_size=PAGE)
         assert [rig.results["next"].output_ids] == fresh.generate([turn], 10)
+    finally:
+        rig.close()
+
+
+# -- states that L3 loses or exchanges, rows C2 and C3 --------------------------------------------
+
+
+class LosesState(HiCacheFile):
+    """Loses an object after it was asked for it."""
+
+    doomed: ClassVar[Path | None] = None
+
+    def __init__(self, storage_config: Any, **_: Any) -> None:
+        super().__init__(storage_config, envs.SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR.get())
+
+    def prompts_exist(
+        self,
+        prompts: Sequence[list[str]],
+        extra_infos: Sequence[HiCacheStorageExtraInfo | None],
+        pool_transfers: Sequence[PoolTransfer] | None = None,
+    ) -> list[PoolTransferResult]:
+        answer = super().prompts_exist(prompts, extra_infos, pool_transfers)
+        if self.doomed is not None:
+            self.doomed.unlink(missing_ok=True)
+        return answer
+
+
+def state_file(storage_dir: Path, ids: list[int]) -> Path:
+    """Where the state behind the last whole page of `ids` is."""
+    page_hash = RadixKey(ids).page_hashes(PAGE)[-1]
+    (found,) = storage_dir.glob(f"*/??/{page_hash}%2Fmamba")
+    return found
+
+
+def test_a_state_lost_between_the_question_and_the_read_changes_no_word(
+    models: dict[str, Path], storage_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    extra = {"backend_name": "loses", "class_name": "LosesState", "module_path": __name__}
+    rig = rig_of(
+        models["qwen3_5"],
+        hicache_storage_backend="dynamic",
+        hicache_storage_backend_extra_config=json.dumps({"prefetch_threshold": PAGE, **extra}),
+    )
+    ids = prompt(6, 100)
+    try:
+        ask(rig, "cold", ids)
+        lost = state_file(storage_dir, ids)
+        flush(rig)
+        with monkeypatch.context() as patch:
+            patch.setattr(LosesState, "doomed", lost)
+            assert tiers(ask(rig, "torn", ids)) == (0, 0, 0)
+        assert lost.is_file(), "written again"
+        flush(rig)
+        assert tiers(ask(rig, "healed", ids)) == (0, 0, 96)
+        words = [rig.results[rid].output_ids for rid in ("cold", "torn", "healed")]
+        assert words == words[:1] * 3
+    finally:
+        rig.close()
+
+
+def test_exchanged_states_change_no_word(models: dict[str, Path], storage_dir: Path) -> None:
+    rig = rig_of(models["qwen3_5"])
+    pair = {"one": prompt(7, 100), "other": prompt(8, 100)}
+    try:
+        for rid, ids in pair.items():
+            ask(rig, f"{rid} cold", ids)
+        files = [state_file(storage_dir, ids) for ids in pair.values()]
+        contents = [file.read_bytes() for file in files]
+        assert len(contents[0]) == len(contents[1])
+        for file, content in zip(files, contents[::-1], strict=True):
+            file.write_bytes(content)
+        for when, found in (("exchanged", 0), ("healed", 96)):
+            flush(rig)
+            for rid, ids in pair.items():
+                assert tiers(ask(rig, f"{rid} {when}", ids)) == (0, 0, found)
+                words = [rig.results[f"{rid} {at}"].output_ids for at in ("cold", when)]
+                assert words[0] == words[1]
+    finally:
+        rig.close()
+
+
+def test_whole_pages_replayed_hit_up_to_the_last_position_for_a_snapshot(
+    models: dict[str, Path],
+) -> None:
+    """Row C14. Chunks of 80 tokens end beside such positions too."""
+    alignment = 4 * PAGE
+    rig = rig_of(
+        models["qwen3_5"],
+        snapshot_alignment=alignment,
+        mamba_track_interval=alignment,
+        chunked_prefill_size=5 * PAGE,
+    )
+    try:
+        for pages in (4, 9, 12):
+            ids = prompt(30 + pages, pages * PAGE)
+            reused = (len(ids) - 1) // alignment * alignment
+            assert tiers(ask(rig, f"cold {pages}", ids)) == (0, 0, 0)
+            assert tiers(ask(rig, f"device {pages}", ids)) == (reused, 0, 0)
+            flush(rig)
+            assert tiers(ask(rig, f"storage {pages}", ids)) == (0, 0, reused)
+            words = [rig.results[f"{at} {pages}"].output_ids for at in ("cold", "storage")]
+            assert words[0] == words[1]
     finally:
         rig.close()
 
