@@ -56,7 +56,7 @@ class BareMooncake(Peer):
 
     def __init__(self, backend: MooncakeStore, host: MHATokenToKVPoolHost, pages: int) -> None:
         # A separate client, set up like the backend's.
-        self._client = MooncakeClient(backend.config, backend.protocol)
+        self._client = MooncakeClient(backend.config, backend.protocol, backend.ib_device)
         self._objects = objects_of(host, pages)
         for tensor in self._objects.memory:
             self._client.register(tensor)

@@ -338,6 +338,7 @@ class Envs:
     MC_FORCE_TCP = EnvOptionalStr("Set: Mooncake's engine uses TCP beside RDMA devices too.")
     MC_FORCE_MNNVL = EnvOptionalStr("Set: Mooncake's engine uses NVLink between nodes.")
     MC_INTRANODE_NVLINK = EnvOptionalStr("Set: Mooncake's engine uses NVLink within a node.")
+    USE_BAREX = EnvOptionalStr("1: Mooncake's engine uses Barex on RDMA devices.")
 
     # Read by torch, not by us.
     TORCH_SYMM_MEM_DISABLE_MULTICAST = EnvStr(

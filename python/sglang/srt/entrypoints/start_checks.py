@@ -25,6 +25,8 @@ from sglang.srt.distributed.device_communicators.mooncake_library import (
     STORE_USER,
 )
 from sglang.srt.distributed.device_communicators.mooncake_protocol import (
+    IB_PROTOCOLS,
+    choose_devices,
     list_rdma_devices,
     resolve_mooncake_protocol,
 )
@@ -34,7 +36,11 @@ from sglang.srt.hardware_backend.device_kinds import DEVICE_KINDS
 from sglang.srt.mem_cache.host.host_layout import AUTO, check_layout_and_io
 from sglang.srt.mem_cache.l3.storage_settings import OnUnreachable, StorageSettings
 from sglang.srt.mem_cache.storage.class_lookup import check_findable, dynamic_class
-from sglang.srt.mem_cache.storage.mooncake_store.client import check_reachable
+from sglang.srt.mem_cache.storage.mooncake_store.client import (
+    DEVICE_FIELD,
+    check_reachable,
+    check_store_protocol,
+)
 from sglang.srt.mem_cache.storage.mooncake_store.config import MooncakeStoreConfig
 from sglang.srt.mem_cache.storage.types import StorageUnreachable
 from sglang.srt.model_loader.weight_files import weight_files
@@ -132,9 +138,7 @@ def check_disaggregation(args: ServerArgs) -> None:
     check_mooncake_custom_mem_pool_enabled()
     envs.SGLANG_MOONCAKE_SEND_AUX_TCP.get()
     devices = args.disaggregation_ib_device or envs.MOONCAKE_DEVICE.get()
-    _check_transfer_engine(
-        f"--disaggregation-mode {mode}", "" if parse_ib_device_config(devices) else devices
-    )
+    _check_transfer_engine(f"--disaggregation-mode {mode}", devices)
     if mode == PREFILL:
         check_port_available(args.host, args.disaggregation_bootstrap_port, BOOTSTRAP_PORT_FLAG)
 
@@ -160,7 +164,8 @@ def check_storage(args: ServerArgs) -> None:
 
 def _check_mooncake(config: MooncakeStoreConfig, *, may_be_away: bool) -> None:
     _check_package(STORE_USER)
-    _check_protocol(config.protocol, config.device_name)
+    check_store_protocol(config)
+    _check_protocol(config.protocol, config.device_name, DEVICE_FIELD)
     if may_be_away:
         return
     try:
@@ -182,17 +187,22 @@ def _check_package(user: str, module: str = "") -> None:
 
 
 def _check_transfer_engine(user: str, devices: str) -> None:
-    """Check the Transfer Engine of `user`; `devices`: InfiniBand devices, comma separated; empty:
-    any."""
+    """Check the Transfer Engine of `user`; `devices`: as `parse_ib_device_config` takes them."""
     _check_package(user, "mooncake.engine")
     if not envs.ENABLE_ASCEND_TRANSFER_WITH_MOONCAKE.get():
-        _check_protocol(envs.MOONCAKE_PROTOCOL.get(), devices)
+        field = "--disaggregation-ib-device (MOONCAKE_DEVICE)"
+        _check_protocol(envs.MOONCAKE_PROTOCOL.get(), devices, field)
 
 
-def _check_protocol(requested: str, chosen: str) -> None:
-    """Check a protocol; `chosen`: InfiniBand devices, comma separated; empty: any."""
+def _check_protocol(requested: str, chosen: str, field: str) -> None:
+    """Check a protocol and the devices that `field` gives for it. Which of them a GPU uses is its
+    process's to check."""
+    devices = list_rdma_devices()
+    by_gpu = parse_ib_device_config(chosen, field=field)
+    if by_gpu is None and requested in IB_PROTOCOLS:
+        devices = choose_devices(chosen, devices, field=field)
     resolve_mooncake_protocol(
         requested,
         allow_tcp_fallback=envs.SGLANG_MOONCAKE_ALLOW_TCP_FALLBACK.get(),
-        devices=list_rdma_devices(chosen=chosen),
+        devices=devices,
     )

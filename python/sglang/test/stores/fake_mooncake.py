@@ -137,4 +137,4 @@ class FakeMooncakes(list[FakeMooncake]):
         patch.setattr(client, "load_mooncake", lambda: module)
         patch.setattr(client, "is_reachable", lambda config: True)
         patch.setattr(client, "check_reachable", lambda config: None)
-        patch.setattr(base_store, "choose_protocol", lambda config: "tcp")
+        patch.setattr(base_store, "settle_protocol", lambda config, device: ("tcp", ""))

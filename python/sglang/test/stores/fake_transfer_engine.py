@@ -69,7 +69,12 @@ class FakeTransferEngine:
 
     def initialize(self, local_name: str, metadata: str, protocol: str, device: str) -> int:
         self.initialized.append((local_name, metadata, protocol, device))
-        variables = (envs.MC_FORCE_TCP, envs.MC_FORCE_MNNVL, envs.MC_INTRANODE_NVLINK)
+        variables = (
+            envs.MC_FORCE_TCP,
+            envs.MC_FORCE_MNNVL,
+            envs.MC_INTRANODE_NVLINK,
+            envs.USE_BAREX,
+        )
         self.forced = [variable.name for variable in variables if variable.is_set()]
         return self._all.initialize_code
 

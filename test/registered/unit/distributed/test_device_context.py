@@ -71,7 +71,7 @@ def test_the_engine_and_the_store_do_nothing_before_it(monkeypatch: pytest.Monke
     def touched(*args: object, **kwargs: object) -> Any:
         raise AssertionError("the library was reached before the device was set")
 
-    monkeypatch.setattr(base_store, "choose_protocol", touched)
+    monkeypatch.setattr(base_store, "settle_protocol", touched)
     monkeypatch.setattr(base_store, "MooncakeClient", touched)
     config = MooncakeStoreConfig.load_from_extra_config(
         {"master_server_address": "127.0.0.1:1", "protocol": "tcp"}

@@ -5,14 +5,19 @@ from __future__ import annotations
 import socket
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from sglang.srt.distributed.device_communicators.mooncake_protocol import RdmaDevice
+from sglang.srt.entrypoints import start_checks
 from sglang.srt.entrypoints.start_checks import (
     check_device,
     check_disaggregation,
     check_host_layout,
+    check_seed,
+    check_storage,
 )
 from sglang.srt.environ import envs
 from sglang.srt.server_args import ServerArgs
@@ -115,6 +120,59 @@ def test_halves_need_mooncake_with_its_transfer_engine(
     with pytest.raises(ValueError, match="there is no package 'mooncake'"):
         check_disaggregation(half(mode))
     check_disaggregation(ServerArgs(model_path="m").resolve())
+
+
+SEED = ServerArgs(
+    model_path="m", remote_instance_weight_loader_start_seed_via_transfer_engine=True
+).resolve()
+STORE = ServerArgs(
+    model_path="m",
+    enable_hierarchical_cache=True,
+    hicache_storage_backend="mooncake",
+    hicache_storage_backend_extra_config='{"on_unreachable": "degrade"}',
+).resolve()
+USERS: dict[str, Callable[[], None]] = {
+    "seed": lambda: check_seed(SEED),
+    "prefill": lambda: check_disaggregation(half("prefill", get_free_port())),
+    "store": lambda: check_storage(STORE),
+}
+
+
+@pytest.fixture
+def rdma_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A host with two devices, on which a fallback to TCP is allowed."""
+    there = [RdmaDevice(f"mlx5_{index}", "mlx5_core") for index in range(2)]
+    monkeypatch.setattr(start_checks, "list_rdma_devices", lambda: there)
+    monkeypatch.setenv("SGLANG_MOONCAKE_ALLOW_TCP_FALLBACK", "1")
+    monkeypatch.setenv("MOONCAKE_MASTER", "127.0.0.1:1")
+    monkeypatch.delenv("MOONCAKE_PROTOCOL", raising=False)
+
+
+@pytest.mark.usefixtures("rdma_host")
+@pytest.mark.parametrize("user", USERS)
+def test_devices_by_gpu_and_misspelt_ones(
+    user: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    check = USERS[user]
+    by_gpu = '{"0": "mlx5_0", "1": "mlx5_1"}'
+    (tmp_path / "x.json").write_text(by_gpu)
+    for devices in ("mlx5_1", by_gpu, str(tmp_path / "x.json")):
+        monkeypatch.setenv("MOONCAKE_DEVICE", devices)
+        check()
+    monkeypatch.setenv("MOONCAKE_DEVICE", "mlx5_9")
+    with pytest.raises(ValueError, match=r"MOONCAKE_DEVICE.* names mlx5_9, which this host does"):
+        check()
+    monkeypatch.setenv("MOONCAKE_DEVICE", "{")
+    with pytest.raises(ValueError, match=r"MOONCAKE_DEVICE.* \{: not JSON"):
+        check()
+
+
+@pytest.mark.usefixtures("rdma_host")
+def test_a_protocol_that_no_store_has_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MOONCAKE_PROTOCOL", "barex")
+    check_seed(SEED)  # whether the wheel has it takes Mooncake's library
+    with pytest.raises(ValueError, match="backend mooncake cannot use MOONCAKE_PROTOCOL=barex"):
+        check_storage(STORE)
 
 
 def test_looking_for_mooncake_loads_nothing() -> None:

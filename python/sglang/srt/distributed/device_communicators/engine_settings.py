@@ -12,7 +12,9 @@ from sglang.srt.disaggregation.mooncake.utils import (
     check_mooncake_custom_mem_pool_enabled,
 )
 from sglang.srt.distributed.device_communicators.mooncake_protocol import (
+    IB_PROTOCOLS,
     RdmaDevice,
+    choose_devices,
     resolve_mooncake_protocol,
 )
 from sglang.srt.distributed.device_communicators.transfer_plan import (
@@ -27,8 +29,7 @@ from sglang.srt.utils.network import get_free_port
 
 logger = logging.getLogger(__name__)
 
-_ON_IB: Final = ("rdma", "efa")
-"""Protocols that InfiniBand devices carry."""
+_DEVICE_FIELD: Final = "--disaggregation-ib-device (MOONCAKE_DEVICE)"
 _ON_CUDA: Final = ("nvlink", "nvlink_intra")
 _ON_PLAIN_MEMORY: Final = ("efa", "nvlink_intra")
 """Protocols that register only memory of `cudaMalloc`, and none that was mapped otherwise."""
@@ -36,6 +37,7 @@ _NEEDS: Final = {
     "tcp": envs.MC_FORCE_TCP,
     "nvlink": envs.MC_FORCE_MNNVL,
     "nvlink_intra": envs.MC_INTRANODE_NVLINK,
+    "barex": envs.USE_BAREX,
 }
 """Variables that force a protocol; tcp needs its variable only if Mooncake would prefer another
 protocol."""
@@ -117,7 +119,9 @@ def settle_engine(
     protocol = resolve_mooncake_protocol(
         requested,
         allow_tcp_fallback=envs.SGLANG_MOONCAKE_ALLOW_TCP_FALLBACK.get(),
-        devices=_chosen(ib_device, devices) if requested in _ON_IB else devices,
+        devices=choose_devices(ib_device, devices, field=_DEVICE_FIELD)
+        if requested in IB_PROTOCOLS
+        else devices,
         supported=supported,
     )
     if protocol != "tcp" and envs.MC_FORCE_TCP.is_set():
@@ -131,25 +135,13 @@ def settle_engine(
             f"MOONCAKE_PROTOCOL={protocol} connects CUDA devices, and this process is on {device}: "
             "set MOONCAKE_PROTOCOL=rdma, or tcp where there is no RDMA device"
         )
-    if protocol not in _ON_IB and ib_device:
+    if protocol not in IB_PROTOCOLS and ib_device:
         logger.warning("%s uses no InfiniBand device: %s is ignored", protocol, ib_device)
     local_name = _ascend_name(hostname, device, gpu_id) if protocol == "ascend" else hostname
     variable = _NEEDS.get(protocol)
     if protocol == "tcp" and not devices and not set(_ON_CUDA) & set(supported):
         variable = None
     return EngineSettings(requested, protocol, hostname, local_name, ib_device, variable)
-
-
-def _chosen(ib_device: str, devices: Sequence[RdmaDevice]) -> list[RdmaDevice]:
-    names = [name for name in ib_device.split(",") if name]
-    there = {device.name: device for device in devices}
-    missing = [name for name in names if name not in there]
-    if missing and devices:
-        raise ValueError(
-            f"--disaggregation-ib-device (MOONCAKE_DEVICE) names {', '.join(missing)}, which this "
-            f"host does not have; it has: {', '.join(there)}"
-        )
-    return [there[name] for name in names if name in there] if names else list(devices)
 
 
 def _check_memory(protocol: str) -> None:

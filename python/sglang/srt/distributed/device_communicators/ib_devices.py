@@ -6,70 +6,76 @@ import json
 from pathlib import Path
 from typing import Final
 
-_FLAG: Final = "--disaggregation-ib-device (or MOONCAKE_DEVICE)"
+_FIELD: Final = "--disaggregation-ib-device (or MOONCAKE_DEVICE)"
 _FORMS: Final = (
     'use a list like mlx5_0,mlx5_1, a JSON object by GPU like {"0": "mlx5_0", "1": "mlx5_1"}, or '
     "the path of a .json file with such an object"
 )
 
 
-def parse_ib_device_config(ib_device_str: str | None) -> dict[int, str] | None:
+def parse_ib_device_config(
+    ib_device_str: str | None, *, field: str = _FIELD
+) -> dict[int, str] | None:
     """Devices by GPU; None: all GPUs share one list, or there is none.
 
     Args:
         ib_device_str: A comma separated list, a JSON object, or the path of a file with one.
+        field: Setting that the value comes from, for the error.
 
     Raises:
-        ValueError: The value is none of these; names the flag and the remedy.
+        ValueError: The value is none of these; names the field and the remedy.
     """
     text = (ib_device_str or "").strip()
+    shown = f"{field} {text}"
     if text.endswith(".json"):
-        return _parse_object(_read(text), text)
+        return _parse_object(_read(text, shown), shown)
     if text.startswith(("{", "[")):
-        return _parse_object(text, text)
+        return _parse_object(text, shown)
     if text:
-        _check_list(text, text)
+        _check_list(text, shown)
     return None
 
 
-def get_ib_devices_for_gpu(ib_device_str: str | None, gpu_id: int) -> str | None:
+def get_ib_devices_for_gpu(
+    ib_device_str: str | None, gpu_id: int, *, field: str = _FIELD
+) -> str | None:
     """The devices of one GPU, comma separated; None: the transport chooses.
 
     Raises:
         ValueError: `parse_ib_device_config` raises it, or an object has no devices for this GPU.
     """
-    by_gpu = parse_ib_device_config(ib_device_str)
+    by_gpu = parse_ib_device_config(ib_device_str, field=field)
     if by_gpu is None:
         return _normalized(ib_device_str or "") or None
     if gpu_id not in by_gpu:
         raise ValueError(
-            f"{_FLAG} has no devices for GPU {gpu_id}, only for {sorted(by_gpu)}; add it"
+            f"{field} has no devices for GPU {gpu_id}, only for {sorted(by_gpu)}; add it"
         )
     return by_gpu[gpu_id]
 
 
-def _read(path: str) -> str:
+def _read(path: str, shown: str) -> str:
     try:
         return Path(path).read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
-        raise ValueError(f"{_FLAG} {path}: cannot be read ({error}); {_FORMS}") from error
+        raise ValueError(f"{shown}: cannot be read ({error}); {_FORMS}") from error
 
 
 def _parse_object(text: str, shown: str) -> dict[int, str]:
     try:
         value = json.loads(text)
     except ValueError as error:
-        raise ValueError(f"{_FLAG} {shown}: not JSON ({error}); {_FORMS}") from error
+        raise ValueError(f"{shown}: not JSON ({error}); {_FORMS}") from error
     if not isinstance(value, dict) or not value:
-        raise ValueError(f"{_FLAG} {shown}: not a JSON object by GPU; {_FORMS}")
+        raise ValueError(f"{shown}: not a JSON object by GPU; {_FORMS}")
     by_gpu: dict[int, str] = {}
     for gpu, devices in value.items():
         if not gpu.isdecimal() or not isinstance(devices, str):
             raise ValueError(
-                f"{_FLAG} {shown}: {gpu!r}: {devices!r} is not a GPU's number with a list; {_FORMS}"
+                f"{shown}: {gpu!r}: {devices!r} is not a GPU's number with a list; {_FORMS}"
             )
         if int(gpu) in by_gpu:
-            raise ValueError(f"{_FLAG} {shown}: GPU {int(gpu)} is named twice; {_FORMS}")
+            raise ValueError(f"{shown}: GPU {int(gpu)} is named twice; {_FORMS}")
         _check_list(devices, shown)
         by_gpu[int(gpu)] = _normalized(devices)
     return by_gpu
@@ -79,7 +85,7 @@ def _check_list(devices: str, shown: str) -> None:
     names = [name.strip() for name in devices.split(",")]
     wrong = [name for name in names if not name or not all(c.isalnum() or c in "_-." for c in name)]
     if wrong:
-        raise ValueError(f"{_FLAG} {shown}: {wrong[0]!r} is no device's name; {_FORMS}")
+        raise ValueError(f"{shown}: {wrong[0]!r} is no device's name; {_FORMS}")
 
 
 def _normalized(devices: str) -> str:

@@ -1,4 +1,4 @@
-"""Choice of Mooncake's transport: decisions only, without I/O.
+"""Choice of Mooncake's transport, and what the host and the wheel have for it.
 
 Mooncake accepts any string, and silently falls back to TCP if there is no RDMA device. Here a
 protocol that the host cannot provide is an error.
@@ -6,6 +6,7 @@ protocol that the host cannot provide is an error.
 
 from __future__ import annotations
 
+import functools
 import importlib
 import logging
 from collections.abc import Collection, Sequence
@@ -26,6 +27,8 @@ SUPPORTED_PROTOCOLS: Final = (
     "nvlink_intra",
     "barex",
 )
+IB_PROTOCOLS: Final = ("rdma", "efa", "barex")
+"""Protocols that InfiniBand devices carry."""
 UNSUPPORTED_PROTOCOLS: Final = (
     "cxl",
     "flagcx",
@@ -45,9 +48,13 @@ _BUILD_FLAGS: Final = {
     "nvlink": "SUPPORT_MNNVL",
     "nvlink_intra": "SUPPORT_INTRA_NVLINK",
 }
-"""Attributes of `mooncake.engine` that tell whether the wheel has a protocol. There are none for
-other protocols."""
-
+"""Attributes of `mooncake.engine` that tell whether the wheel has a protocol."""
+_TRANSPORT_CLASSES: Final = {
+    "ascend": (b"21AscendDirectTransport", b"13HcclTransport", b"26HeterogeneousRdmaTransport"),
+    "barex": (b"14BarexTransport",),
+}
+"""Classes of the transports that no attribute tells of, as the compiler writes their names: length
+first. The wheel's libraries have the name of a class only if they have the class."""
 
 _EFA_DRIVER: Final = "efa"
 
@@ -81,7 +88,7 @@ def resolve_mooncake_protocol(
             order.
         allow_tcp_fallback: SGLANG_MOONCAKE_ALLOW_TCP_FALLBACK: use `tcp` for `rdma` if there is no
             device.
-        devices: Devices of the host that may be used; see `list_rdma_devices`.
+        devices: Devices of the host that may be used; see `choose_devices`.
         supported: Protocols that the installed wheel was built with; None: not known.
 
     Raises:
@@ -101,13 +108,19 @@ def resolve_mooncake_protocol(
             "MOONCAKE_PROTOCOL=efa, but this host has no EFA device: set MOONCAKE_PROTOCOL="
             f"{remedy}"
         )
-    if requested != "rdma" or not all(device.is_efa for device in devices):
+    if requested not in ("rdma", "barex") or not all(device.is_efa for device in devices):
         return requested
     if devices:
         # Mooncake would use it as an RDMA device, and fail at the first connection.
         raise ValueError(
-            f"MOONCAKE_PROTOCOL=rdma, but the only devices here ({names}) are EFA's, which have no "
-            "such connections: set MOONCAKE_PROTOCOL=efa, with a mooncake wheel that has it, or tcp"
+            f"MOONCAKE_PROTOCOL={requested}, but the only devices here ({names}) are EFA's, which "
+            "have no such connections: set MOONCAKE_PROTOCOL=efa, with a mooncake wheel that has "
+            "it, or tcp"
+        )
+    if requested == "barex":
+        raise ValueError(
+            "MOONCAKE_PROTOCOL=barex, but this host has no eRDMA or RDMA device: set "
+            "MOONCAKE_PROTOCOL=tcp"
         )
     if allow_tcp_fallback:
         logger.warning("no RDMA device: Mooncake uses tcp (SGLANG_MOONCAKE_ALLOW_TCP_FALLBACK)")
@@ -129,25 +142,42 @@ def _check_name(requested: str) -> None:
         raise ValueError(f"MOONCAKE_PROTOCOL={requested!r} is unknown; use one of: {known}{hint}")
 
 
-def list_rdma_devices(
-    root: str | Path = "/sys/class/infiniband", *, chosen: str = ""
-) -> list[RdmaDevice]:
+def list_rdma_devices(root: str | Path = "/sys/class/infiniband") -> list[RdmaDevice]:
     """The host's RDMA devices, sorted by name; empty if there are none.
 
     Args:
         root: Directory in which sysfs lists them.
-        chosen: Value of MOONCAKE_DEVICE: names of the devices to use, comma separated; empty: all.
     """
-    wanted = {name.strip() for name in chosen.split(",") if name.strip()}
     try:
         entries = sorted(Path(root).iterdir())
     except OSError:
         return []
-    return [
-        RdmaDevice(entry.name, _driver(entry))
-        for entry in entries
-        if not wanted or entry.name in wanted
-    ]
+    return [RdmaDevice(entry.name, _driver(entry)) for entry in entries]
+
+
+def choose_devices(
+    chosen: str | None, devices: Sequence[RdmaDevice], *, field: str
+) -> list[RdmaDevice]:
+    """Those of the host's `devices` that `chosen` names.
+
+    Args:
+        chosen: Names, comma separated, as `get_ib_devices_for_gpu` returns them; None or empty: all
+            devices.
+        devices: All devices of the host.
+        field: Setting that `chosen` comes from, for the error.
+
+    Raises:
+        ValueError: The host has devices, and not all that are named.
+    """
+    names = [name.strip() for name in (chosen or "").split(",") if name.strip()]
+    there = {device.name: device for device in devices}
+    missing = [name for name in names if name not in there]
+    if missing and devices:
+        raise ValueError(
+            f"{field} names {', '.join(missing)}, which this host does not have; it has: "
+            f"{', '.join(there)}"
+        )
+    return [there[name] for name in names if name in there] if names else list(devices)
 
 
 def _driver(device: Path) -> str:
@@ -164,4 +194,20 @@ def wheel_protocols() -> frozenset[str]:
     lacking = {
         protocol for protocol, flag in _BUILD_FLAGS.items() if not getattr(engine, flag, True)
     }
-    return frozenset(SUPPORTED_PROTOCOLS) - lacking
+    folder = Path(str(engine.__file__)).parent
+    return frozenset(SUPPORTED_PROTOCOLS) - lacking - protocols_without_class(folder)
+
+
+@functools.cache
+def protocols_without_class(folder: Path) -> frozenset[str]:
+    """Protocols of `_TRANSPORT_CLASSES` whose transport is in no shared library of `folder`, the
+    package's own. Imports nothing."""
+    lacking = set(_TRANSPORT_CLASSES)
+    for library in folder.glob("*.so"):
+        content = library.read_bytes()
+        lacking = {
+            protocol
+            for protocol in lacking
+            if not any(name in content for name in _TRANSPORT_CLASSES[protocol])
+        }
+    return frozenset(lacking)

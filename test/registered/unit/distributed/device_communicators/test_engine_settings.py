@@ -34,8 +34,8 @@ from sglang.test.stores.fake_transfer_engine import (
 register_cpu_ci(est_time=3, suite="base-a-test-cpu")
 
 ALL = ("rdma", "tcp", "efa", "ascend", "nvlink", "nvlink_intra", "barex")
-PLAIN = ("rdma", "tcp", "ascend", "barex")
-"""Protocols of a wheel without EFA and NVLink."""
+PLAIN = ("rdma", "tcp")
+"""Protocols of a wheel for CPUs."""
 
 
 class Host:
@@ -89,7 +89,14 @@ def host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Host:
     return made
 
 
-DRIVERS = {"none": (), "mlx": ("mlx5_core",), "efa": ("efa",), "both": ("efa", "mlx5_core")}
+DRIVERS = {
+    "none": (),
+    "mlx": ("mlx5_core",),
+    "erdma": ("erdma",),
+    "efa": ("efa",),
+    "both": ("efa", "mlx5_core"),
+}
+RDMA = {"mlx", "erdma", "both"}
 
 
 @pytest.mark.parametrize("wheel", [ALL, PLAIN], ids=["full wheel", "plain wheel"])
@@ -97,12 +104,24 @@ DRIVERS = {"none": (), "mlx": ("mlx5_core",), "efa": ("efa",), "both": ("efa", "
 @pytest.mark.parametrize(
     ("protocol", "on", "cure"),
     [
-        ("rdma", {"mlx", "both"}, {"none": "PROTOCOL=tcp", "efa": "set MOONCAKE_PROTOCOL=efa"}),
-        ("efa", {"efa", "both"}, {"none": "PROTOCOL=tcp", "mlx": "set MOONCAKE_PROTOCOL=rdma"}),
+        ("rdma", RDMA, {"none": "PROTOCOL=tcp", "efa": "set MOONCAKE_PROTOCOL=efa"}),
+        (
+            "efa",
+            {"efa", "both"},
+            {
+                "none": "PROTOCOL=tcp",
+                "mlx": "set MOONCAKE_PROTOCOL=rdma",
+                "erdma": "set MOONCAKE_PROTOCOL=rdma",
+            },
+        ),
         ("tcp", set(DRIVERS), {}),
         ("nvlink", set(DRIVERS), {}),
         ("nvlink_intra", set(DRIVERS), {}),
-        ("barex", set(DRIVERS), {}),
+        (
+            "barex",
+            RDMA,
+            {"none": "no eRDMA or RDMA device: set MOONCAKE_PROTOCOL=tcp", "efa": "are EFA's"},
+        ),
     ],
 )
 def test_protocol_by_wheel_by_drivers(
@@ -212,6 +231,7 @@ def test_a_fallback_that_is_allowed_is_said_and_shown(
         ("tcp", ["MC_FORCE_TCP"]),
         ("nvlink", ["MC_FORCE_MNNVL"]),
         ("nvlink_intra", ["MC_INTRANODE_NVLINK"]),
+        ("barex", ["USE_BAREX"]),
         ("rdma", []),
     ],
 )
@@ -273,6 +293,18 @@ def test_the_library_is_called_with_the_process_s_device_as_current(
     engine.close()
 
 
+@pytest.mark.parametrize("protocol", ["barex", "rdma"])
+def test_a_fallback_is_for_rdma_alone(
+    host: Host, monkeypatch: pytest.MonkeyPatch, protocol: str
+) -> None:
+    monkeypatch.setenv("SGLANG_MOONCAKE_ALLOW_TCP_FALLBACK", "1")
+    if protocol == "barex":
+        assert "set MOONCAKE_PROTOCOL=tcp" in host.refusal(protocol)
+    host.add_device("mlx5_0", "mlx5_core")
+    message = "names mlx5_9, which this host does not have; it has: mlx5_0"
+    assert message in host.refusal(protocol, ib_device="mlx5_9")
+
+
 @pytest.mark.parametrize(("wheel", "forced"), [(ALL, ["MC_FORCE_TCP"]), (PLAIN, [])])
 def test_tcp_is_forced_only_where_mooncake_would_prefer_something(
     host: Host, wheel: tuple[str, ...], forced: list[str]
@@ -322,6 +354,7 @@ def test_ascend_tells_its_npu(
 
 
 def test_ascend_needs_an_npu_and_its_number(host: Host) -> None:
+    assert "built without it" in host.refusal("ascend", wheel=PLAIN)
     assert "this process is on cuda:0" in host.refusal("ascend")
     host.set_device("npu:0")
     assert "ASCEND_NPU_PHY_ID=-1 is no NPU" in host.refusal("ascend")

@@ -12,8 +12,11 @@ import pytest
 import torch
 
 from sglang.srt.distributed.device_communicators.mooncake_protocol import (
+    SUPPORTED_PROTOCOLS,
     RdmaDevice,
+    choose_devices,
     list_rdma_devices,
+    protocols_without_class,
     resolve_mooncake_protocol,
     wheel_protocols,
 )
@@ -28,7 +31,8 @@ from sglang.srt.mem_cache.hicache_storage import (
     StorageUnreachable,
 )
 from sglang.srt.mem_cache.storage.backend_factory import StorageBackendFactory
-from sglang.srt.mem_cache.storage.mooncake_store import client
+from sglang.srt.mem_cache.storage.mooncake_store import base_store, client
+from sglang.srt.mem_cache.storage.mooncake_store.client import settle_protocol
 from sglang.srt.mem_cache.storage.mooncake_store.codes import get_outcome, set_outcome
 from sglang.srt.mem_cache.storage.mooncake_store.mooncake_store import (
     MooncakeHostTensorAllocator,
@@ -175,8 +179,135 @@ def test_devices_of_a_host_are_listed(tmp_path: Path) -> None:
     (tmp_path / "class" / "rxe0").mkdir()
     found = list_rdma_devices(tmp_path / "class")
     assert found == [MLX, EFA, RdmaDevice("rxe0", "")]
-    assert list_rdma_devices(tmp_path / "class", chosen="rdmap0s6, other") == [EFA]
+
+
+def test_devices_are_chosen_by_name() -> None:
+    def chosen(names: str | None, *devices: RdmaDevice) -> list[RdmaDevice]:
+        return choose_devices(names, devices, field="MOONCAKE_DEVICE")
+
+    assert chosen(None, MLX, EFA) == chosen("", MLX, EFA) == [MLX, EFA]
+    assert chosen("rdmap0s6, mlx5_0", MLX, EFA) == [EFA, MLX]
+    for names in ("mlx5_9", "mlx5_0,mlx5_9"):
+        wanted = "^MOONCAKE_DEVICE names mlx5_9, which this host does not have; it has: mlx5_0$"
+        with pytest.raises(ValueError, match=wanted):
+            chosen(names, MLX)
+    assert chosen("mlx5_9") == []
+
+
+def test_a_wheel_is_known_by_its_classes(tmp_path: Path) -> None:
+    """Wheels have the names of protocols in their messages, whether they have them or not."""
+    wheels = {
+        "cpu": {"engine.so": b"barex ascend Set USE BAREX while barex not compiled"},
+        "barex": {"engine.so": b"N8mooncake14BarexTransportE"},
+        "npu": {"engine.so": b"", "ascend_transport.so": b"N8mooncake21AscendDirectTransportE"},
+        "hccl": {"engine.so": b"N8mooncake13HcclTransportE"},
+        "none": {},
+    }
+    lacking: dict[str, set[str]] = {}
+    for name, libraries in wheels.items():
+        (tmp_path / name).mkdir()
+        for library, content in libraries.items():
+            (tmp_path / name / library).write_bytes(content)
+        lacking[name] = set(protocols_without_class(tmp_path / name))
+    both = {"ascend", "barex"}
+    assert lacking == {
+        "cpu": both,
+        "barex": {"ascend"},
+        "npu": {"barex"},
+        "hccl": {"barex"},
+        "none": both,
+    }
     assert {"rdma", "tcp"} <= wheel_protocols()
+    assert "barex" not in wheel_protocols(), "no published wheel has it"
+
+
+def test_barex_needs_an_rdma_device() -> None:
+    erdma = RdmaDevice("erdma_0", "erdma")
+    assert resolve("barex", [MLX]) == resolve("barex", [EFA, erdma]) == "barex"
+    assert "no eRDMA or RDMA device: set MOONCAKE_PROTOCOL=tcp" in refused("barex")
+    assert "rdmap0s6" in refused("barex", [EFA])
+    assert "set MOONCAKE_PROTOCOL=tcp" in refused("barex", allow_tcp_fallback=True)
+
+
+# -- protocol of a store -------------------------------------------------------------------------
+
+
+MLX_1 = RdmaDevice("mlx5_1", "mlx5_core")
+BY_GPU = '{"0": "mlx5_0", "1": "mlx5_1"}'
+
+
+@pytest.fixture
+def rdma_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A host with two devices, on which a fallback to TCP is allowed."""
+    monkeypatch.setattr(client, "list_rdma_devices", lambda: [MLX, MLX_1])
+    monkeypatch.setenv("SGLANG_MOONCAKE_ALLOW_TCP_FALLBACK", "1")
+
+
+def settle(device: str = "cuda:1", **extra: Any) -> tuple[str, str]:
+    extra = {"master_server_address": "127.0.0.1:1", "protocol": "rdma"} | extra
+    return settle_protocol(MooncakeStoreConfig.load_from_extra_config(extra), device)
+
+
+@pytest.mark.usefixtures("rdma_host")
+def test_a_store_uses_the_devices_of_its_gpu(tmp_path: Path) -> None:
+    assert settle() == ("rdma", "")
+    assert settle("cpu", device_name="mlx5_1, mlx5_0") == ("rdma", "mlx5_1,mlx5_0")
+    (tmp_path / "x.json").write_text(BY_GPU)
+    for config in (BY_GPU, str(tmp_path / "x.json")):
+        assert settle("cuda:0", device_name=config) == ("rdma", "mlx5_0")
+        assert settle("cuda:1", device_name=config) == ("rdma", "mlx5_1")
+        assert settle("cpu", device_name=config, protocol="tcp") == ("tcp", "")
+        with pytest.raises(ValueError, match=r"^MOONCAKE_DEVICE \(device_name\) has no devices"):
+            settle("cuda:2", device_name=config)
+        with pytest.raises(ValueError, match=r"this process has none: use a list"):
+            settle("cpu", device_name=config)
+
+
+@pytest.mark.usefixtures("rdma_host")
+@pytest.mark.parametrize("names", ["mlx5_9", '{"0": "mlx5_0", "1": "mlx5_9"}'])
+def test_a_misspelt_device_is_no_missing_one(names: str) -> None:
+    with pytest.raises(ValueError, match=r"^MOONCAKE_DEVICE \(device_name\) names mlx5_9, which"):
+        settle(device_name=names)
+
+
+@pytest.mark.usefixtures("rdma_host")
+def test_protocols_that_no_store_has_are_settings_that_cannot_work(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Mooncake's own answer, code -1, would pass for a store that is not there."""
+    monkeypatch.setattr(client, "wheel_protocols", lambda: frozenset(SUPPORTED_PROTOCOLS))
+    for protocol in ("barex", "nvlink", "nvlink_intra"):
+        wanted = rf"mooncake cannot use MOONCAKE_PROTOCOL={protocol}: .*set protocol in .*rdma, tcp"
+        with pytest.raises(ValueError, match=wanted):
+            settle(protocol=protocol)
+        attached = settle(protocol=protocol, client_server_address="127.0.0.1:2")
+        assert attached == (protocol, ""), "pages reach the client through shared memory"
+    with pytest.raises(ValueError, match=r"MOONCAKE_PROTOCOL=ascend connects NPUs.*on cuda:1: set"):
+        settle(protocol="ascend")
+    assert settle("npu:0", protocol="ascend") == ("ascend", "")
+
+
+def test_a_store_without_the_wheel_s_transport_is_no_absent_store() -> None:
+    """`wait` and `degrade` are for stores that are not there."""
+    for protocol in ("ascend", "barex"):
+        with pytest.raises(ValueError, match=f"MOONCAKE_PROTOCOL={protocol}") as raised:
+            MooncakeStore(storage_config(master_server_address="127.0.0.1:1", protocol=protocol))
+        assert not isinstance(raised.value, StorageUnavailable)
+        assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize("requested", ["rdma", "tcp"])
+def test_a_store_tells_its_transport(monkeypatch: pytest.MonkeyPatch, requested: str) -> None:
+    monkeypatch.setattr(client, "list_rdma_devices", list)
+    monkeypatch.setenv("SGLANG_MOONCAKE_ALLOW_TCP_FALLBACK", "1")
+    monkeypatch.setattr(base_store, "MooncakeClient", lambda *args: None)
+    store = MooncakeStore(storage_config(master_server_address="127.0.0.1:1", protocol=requested))
+    assert store.describe_transport() == {
+        "protocol": "tcp",
+        "requested_protocol": requested,
+        "is_fallback": requested == "rdma",
+        "ib_device": "",
+    }
 
 
 def test_an_unreachable_master_is_reported_at_once() -> None:
@@ -190,7 +321,7 @@ def test_an_unreachable_master_is_reported_at_once() -> None:
 
 
 def test_rdma_without_a_device_is_reported_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(client, "list_rdma_devices", lambda chosen: [])
+    monkeypatch.setattr(client, "list_rdma_devices", list)
     with pytest.raises(ValueError, match="set MOONCAKE_PROTOCOL=tcp"):
         MooncakeStore(storage_config(master_server_address="127.0.0.1:1"))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+from typing import Any
 
 import torch
 
@@ -11,7 +12,7 @@ from sglang.srt.distributed.device_context import require_device_set
 from sglang.srt.mem_cache.storage.mooncake_store.client import (
     MooncakeClient,
     check_health,
-    choose_protocol,
+    settle_protocol,
 )
 from sglang.srt.mem_cache.storage.mooncake_store.config import MooncakeStoreConfig
 from sglang.srt.mem_cache.storage.types import StorageUnavailable
@@ -29,11 +30,11 @@ class MooncakeBaseStore:
     """
 
     def __init__(self, config: MooncakeStoreConfig) -> None:
-        require_device_set("Mooncake Store")
+        device = require_device_set("Mooncake Store")
         self.config = config
-        self.protocol = choose_protocol(config)
-        """The protocol that Mooncake uses."""
-        self._client = MooncakeClient(config, self.protocol)
+        self.protocol, self.ib_device = settle_protocol(config, device)
+        """The protocol and the InfiniBand devices that Mooncake uses."""
+        self._client = MooncakeClient(config, self.protocol, self.ib_device)
         self._client_lock = threading.Lock()
         """Held while the client is replaced, not while it is used."""
         self._closed = False
@@ -41,6 +42,18 @@ class MooncakeBaseStore:
     def register_buffer(self, tensor: torch.Tensor) -> None:
         """Register the memory of a contiguous CPU tensor with the transport. Idempotent."""
         self._client.register(tensor)
+
+    def describe_transport(self) -> dict[str, Any] | None:
+        """The transport in use, in the words of `MooncakeTransferEngine.describe`; None: a
+        stand-alone client has one of its own, which its `--protocol` chooses."""
+        if self.config.standalone_storage:
+            return None
+        return {
+            "protocol": self.protocol,
+            "requested_protocol": self.config.protocol,
+            "is_fallback": self.protocol != self.config.protocol,
+            "ib_device": self.ib_device,
+        }
 
     def check_server(self) -> None:
         """Ask the master for its health. Raises StorageUnreachable."""
@@ -61,7 +74,7 @@ class MooncakeBaseStore:
             )
         with self._client_lock:
             old = self._client
-            new = MooncakeClient(self.config, self.protocol)
+            new = MooncakeClient(self.config, self.protocol, self.ib_device)
             for tensor in old.registered():
                 new.register(tensor)
             self._client = new

@@ -16,14 +16,25 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Final
 
 from sglang.srt.constants import MIB
-from sglang.srt.distributed.device_communicators.mooncake_library import load_mooncake
+from sglang.srt.distributed.device_communicators.ib_devices import (
+    get_ib_devices_for_gpu,
+    parse_ib_device_config,
+)
+from sglang.srt.distributed.device_communicators.mooncake_library import (
+    STORE_USER,
+    load_mooncake,
+)
 from sglang.srt.distributed.device_communicators.mooncake_protocol import (
+    IB_PROTOCOLS,
+    SUPPORTED_PROTOCOLS,
+    choose_devices,
     list_rdma_devices,
     resolve_mooncake_protocol,
     wheel_protocols,
 )
 from sglang.srt.distributed.device_communicators.slice_budget import SliceBudget
 from sglang.srt.environ import envs
+from sglang.srt.hardware_backend.device_kinds import NPU, device_kind
 from sglang.srt.mem_cache.storage.mooncake_store.config import MooncakeStoreConfig
 from sglang.srt.mem_cache.storage.types import StorageUnavailable, StorageUnreachable
 from sglang.srt.utils.network import can_connect, wait_for_listener_to_end
@@ -33,6 +44,14 @@ logger = logging.getLogger(__name__)
 if TYPE_CHECKING:
     import torch
 
+DEVICE_FIELD: Final = "MOONCAKE_DEVICE (device_name)"
+"""Setting of the InfiniBand devices, for errors."""
+_NOT_IN_STORE: Final = {
+    "nvlink": "Mooncake's store has no such transport",
+    "nvlink_intra": "it moves memory of GPUs, and the store's pages are in host memory",
+    "barex": "Mooncake's store has no such transport",
+}
+"""Protocols of Mooncake's engine with which no store client can be set up, and why."""
 _STANDALONE_SCRATCH_BYTES: Final = 16 * MIB
 """Scratch memory through which a stand-alone client moves small objects other than pages."""
 REACH_SECONDS: Final = 1.5
@@ -53,8 +72,12 @@ class MooncakeClient:
     may be inside one of its calls for up to a minute.
     """
 
-    def __init__(self, config: MooncakeStoreConfig, protocol: str) -> None:
-        """Connect. Raises StorageUnreachable with one line that names the missing service."""
+    def __init__(self, config: MooncakeStoreConfig, protocol: str, ib_device: str) -> None:
+        """Connect, over what `settle_protocol` returned.
+
+        Raises:
+            StorageUnreachable: One line that names the missing service.
+        """
         check_reachable(config)
         self.is_standalone = config.standalone_storage
         self.budget = SliceBudget()
@@ -69,7 +92,7 @@ class MooncakeClient:
         self._changed = threading.Condition()
         self._client_address = config.client_host_port()
         self.store: Any = load_mooncake().MooncakeDistributedStore()
-        code = self._set_up(config, protocol)
+        code = self._set_up(config, protocol, ib_device)
         if code:
             where = f"protocol {protocol}, local_hostname {config.local_hostname}"
             if self.is_standalone:
@@ -86,7 +109,7 @@ class MooncakeClient:
             protocol,
         )
 
-    def _set_up(self, config: MooncakeStoreConfig, protocol: str) -> int:
+    def _set_up(self, config: MooncakeStoreConfig, protocol: str, ib_device: str) -> int:
         code: int
         if self.is_standalone:
             # No memory pool of its own, because the registered memory is already shared with it.
@@ -99,7 +122,7 @@ class MooncakeClient:
             config.global_segment_size,
             config.local_buffer_size,
             protocol,
-            config.device_name,
+            ib_device,
             config.master_server_address,
         )
         return code
@@ -244,15 +267,62 @@ def _lockable() -> str:
     return f"this process may lock {amount} of memory"
 
 
-def choose_protocol(config: MooncakeStoreConfig) -> str:
-    """The transport for this host; see `mooncake_protocol`. Raises ValueError with one line."""
+def check_store_protocol(config: MooncakeStoreConfig) -> None:
+    """Refuse a protocol that only Mooncake's engine has. Raises ValueError with one line.
+
+    A stand-alone client has a transport of its own, and pages reach it through shared memory.
+    """
+    if config.standalone_storage or config.protocol not in _NOT_IN_STORE:
+        return
+    usable = ", ".join(one for one in SUPPORTED_PROTOCOLS if one not in _NOT_IN_STORE)
+    raise ValueError(
+        f"{STORE_USER} cannot use MOONCAKE_PROTOCOL={config.protocol}: "
+        f"{_NOT_IN_STORE[config.protocol]}; set protocol in "
+        f"--hicache-storage-backend-extra-config to one of: {usable}"
+    )
+
+
+def settle_protocol(config: MooncakeStoreConfig, device: str) -> tuple[str, str]:
+    """The protocol and the InfiniBand devices (comma separated; empty: Mooncake chooses) for this
+    process; see `mooncake_protocol`.
+
+    Args:
+        config: Settings of the store.
+        device: Device of this process, as given to `mark_device_set`.
+
+    Raises:
+        ValueError: One line with the setting and the remedy.
+    """
     load_mooncake()
-    return resolve_mooncake_protocol(
+    check_store_protocol(config)
+    devices = list_rdma_devices()
+    names = ""
+    if config.protocol in IB_PROTOCOLS:
+        names = _devices_of(config.device_name, device)
+        devices = choose_devices(names, devices, field=DEVICE_FIELD)
+    protocol = resolve_mooncake_protocol(
         config.protocol,
         allow_tcp_fallback=envs.SGLANG_MOONCAKE_ALLOW_TCP_FALLBACK.get(),
-        devices=list_rdma_devices(chosen=config.device_name),
+        devices=devices,
         supported=wheel_protocols(),
     )
+    if protocol == "ascend" and device_kind(device) is not NPU:
+        raise ValueError(
+            f"MOONCAKE_PROTOCOL=ascend connects NPUs, and this process is on {device}: set "
+            "MOONCAKE_PROTOCOL (protocol) to rdma or tcp"
+        )
+    return protocol, names if protocol in IB_PROTOCOLS else ""
+
+
+def _devices_of(config: str, device: str) -> str:
+    """The InfiniBand devices that `config` has for `device` (`cpu`, `cuda:1`, ...)."""
+    _, _, index = device.partition(":")
+    if not index and parse_ib_device_config(config, field=DEVICE_FIELD) is not None:
+        raise ValueError(
+            f"{DEVICE_FIELD} has devices by GPU, and this process has none: use a list like "
+            "mlx5_0,mlx5_1"
+        )
+    return get_ib_devices_for_gpu(config, int(index or 0), field=DEVICE_FIELD) or ""
 
 
 def is_master_reachable(config: MooncakeStoreConfig) -> bool:
