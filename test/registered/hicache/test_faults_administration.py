@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from sglang.srt.distributed.device_communicators.mooncake_protocol import list_rdma_devices
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.servers.engine_server import EngineServer, HttpReply
 from sglang.test.stores.mooncake_cluster import MooncakeCluster
@@ -50,7 +51,8 @@ def server(cluster: MooncakeCluster) -> Iterator[EngineServer]:
         "--hicache-allow-dynamic-attach",
         "--enable-metrics",
     )
-    with EngineServer(*flags, env=cluster.engine_env()) as running:
+    env = cluster.engine_env() | {"SGLANG_MOONCAKE_ALLOW_TCP_FALLBACK": "1"}
+    with EngineServer(*flags, env=env) as running:
         yield running
 
 
@@ -109,6 +111,29 @@ def test_c17_everything_is_refused_with_counts_while_busy(server: EngineServer) 
             assert "running" in text_of(reply) and "1" in text_of(reply), reply
         assert administer(server, "GET").body == before
     server.flush()
+
+
+def test_the_transport_of_the_store_is_in_the_server_info(server: EngineServer) -> None:
+    def transport() -> object:
+        state = server.request("GET", "/server_info").body["internal_states"][0]
+        return state["hicache"]["hicache_storage_transport"]
+
+    assert transport() is None
+    has_rdma = any(not device.is_efa for device in list_rdma_devices())
+    for requested in ("tcp", *(() if has_rdma else ("rdma",))):
+        extra = json.dumps({"protocol": requested})
+        told = administer(
+            server, "PUT", **MOONCAKE, hicache_storage_backend_extra_config_json=extra
+        )
+        assert told.status == 200
+        assert transport() == {
+            "protocol": "tcp",
+            "requested_protocol": requested,
+            "is_fallback": requested != "tcp",
+            "ib_device": "",
+        }
+        assert administer(server, "DELETE").status == 200
+    assert transport() is None
 
 
 def test_c17_a_life_of_a_backend_over_http(cluster: MooncakeCluster, server: EngineServer) -> None:

@@ -252,6 +252,11 @@ class HiCacheStorage(ABC):
         """Counters since the start: `pages`, `bytes` and so on."""
         return {}
 
+    def describe_transport(self) -> dict[str, Any] | None:
+        """How bytes move to the store, for the server info; None: there is nothing to say. Called
+        on the scheduler's thread: does not block."""
+        return None
+
     # -- shared ----------------------------------------------------------------------------------
 
     def object_key(self, key: str, pool: str) -> str:

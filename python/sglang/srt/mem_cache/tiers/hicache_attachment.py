@@ -144,11 +144,13 @@ class StorageAttachment:
         self._controller.detach_storage_backend()
 
     def state(self) -> dict[str, Any]:
-        """Backend, configuration without secrets, prefetch policy."""
+        """Backend, configuration without secrets, transport, prefetch policy."""
         shown = without_secrets(self._config) if self.backend else None
+        client = self.storage_io.storage if self.backend and self.storage_io else None
         return {
             "hicache_storage_backend": self.backend,
             "hicache_storage_backend_extra_config": shown,
+            "hicache_storage_transport": client and client.describe_transport(),
             "hicache_storage_prefetch_policy": self.prefetch_policy.value,
         }
 

@@ -316,8 +316,8 @@ class HiRadixCache(RadixCache):
         self.storage_prefetch.forget_rates()
 
     def storage_state(self) -> dict[str, Any]:
-        """Answer to `GET /hicache/storage-backend`: backend, its configuration without secrets,
-        policies."""
+        """Answer to `GET /hicache/storage-backend`: backend, its configuration without secrets, its
+        transport, policies."""
         return {**self._attachment.state(), "hicache_write_policy": self.write_policy}
 
     @property
