@@ -77,6 +77,8 @@ class RadixAttention(torch.nn.Module):
                 save_kv_cache = False
             share.share_stored(self.layer_id, forward_batch.pools)
         if gates is not None and not save_kv_cache and forward_batch.forward_mode.is_decode():
-            return backend.forward_decode_gated(q, gates, self, forward_batch)
+            gated = backend.forward_decode_gated(q, gates, self, forward_batch)
+            if gated is not None:
+                return gated
         out = backend.forward(q, k, v, self, forward_batch, save_kv_cache, rows, index=index)
         return out if gates is None else scale_by_gates_(out, gates, rows)

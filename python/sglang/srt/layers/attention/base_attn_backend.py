@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Final, NamedTuple, NewType
 import torch
 
 from sglang.srt.configs.mla_config import MLAConfig
-from sglang.srt.layers.activation import scale_by_gates_
 from sglang.srt.mem_cache.device.state_spec import KVSpec, PoolName, StateSpec
 
 if TYPE_CHECKING:
@@ -173,9 +172,10 @@ class AttentionBackend(ABC):
         gates: torch.Tensor,
         layer: RadixAttention,
         forward_batch: ForwardBatch,
-    ) -> torch.Tensor:
-        """`forward_decode`, times the sigmoid of `gates`, which are shaped as `q`."""
-        return scale_by_gates_(self.forward_decode(q, layer, forward_batch), gates)
+    ) -> torch.Tensor | None:
+        """`forward_decode`, times the sigmoid of `gates`, which are shaped as `q`. None: the
+        backend leaves the gates to the caller."""
+        return None
 
     def forward(
         self,

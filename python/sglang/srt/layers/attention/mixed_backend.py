@@ -106,5 +106,5 @@ class MixedAttnBackend(AttentionBackend):
         gates: torch.Tensor,
         layer: RadixAttention,
         forward_batch: ForwardBatch,
-    ) -> torch.Tensor:
+    ) -> torch.Tensor | None:
         return self._backends[layer.kind].forward_decode_gated(q, gates, layer, forward_batch)
