@@ -47,8 +47,8 @@ def clients(cluster: MooncakeCluster) -> Iterator[Clients]:
     Mooncake takes a second for each."""
     made: list[MooncakeStore] = []
 
-    def make(namespace: str = "ns", **extra: bool) -> MooncakeStore:
-        made.append(connect(cluster, namespace, **extra))
+    def make(namespace: str = "ns", *, verify_checksum: bool = True) -> MooncakeStore:
+        made.append(connect(cluster, namespace, verify_checksum=verify_checksum))
         return made[-1]
 
     yield make

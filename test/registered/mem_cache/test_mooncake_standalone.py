@@ -42,6 +42,7 @@ from sglang.test.caches.mla_pools import (
 )
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.stores.host_pools import (
+    AnyDevicePool,
     copy_to_host,
     make_device_pool,
     make_host_pool,
@@ -113,13 +114,13 @@ def test_recurrent_states_come_back_bit_for_bit(
 @pytest.mark.usefixtures("moves")
 def test_pages_keys_and_states_move_in_one_call(store: MooncakeStore) -> None:
     layout, trailing = "page_first_direct", PoolHitPolicy.TRAILING_PAGES
-    devices = make_mla_pool(), make_indexer_pool(), make_mamba_pool()
-    rows, keys, states = devices
-    hosts = (
+    rows, keys, states = make_mla_pool(), make_indexer_pool(), make_mamba_pool()
+    devices: list[AnyDevicePool] = [rows, keys, states]
+    hosts: list[AnyHostPool] = [
         MLATokenToKVPoolHost.make(rows, page_num=32, layout=layout, allocator_type="mooncake"),
         NSAIndexerPoolHost.make(keys, page_num=32, layout=layout, allocator_type="mooncake"),
         MambaPoolHost.make(states, page_num=32, layout=layout, allocator_type="mooncake"),
-    )
+    ]
     names, pages = (PoolName.KV, PoolName.INDEXER, PoolName.MAMBA), page_keys(3)
     moves, wanted = [], []
     for name, device, host in zip(names, devices, hosts, strict=True):

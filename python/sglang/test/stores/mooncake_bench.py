@@ -43,7 +43,7 @@ def connect(
 class Clients(Protocol):
     """Makes clients of one cluster, which the maker closes."""
 
-    def __call__(self, namespace: str = "ns", **extra: bool) -> MooncakeStore: ...
+    def __call__(self, namespace: str = "ns", *, verify_checksum: bool = True) -> MooncakeStore: ...
 
 
 def sizes_moved(store: MooncakeStore, patch: pytest.MonkeyPatch) -> list[list[list[int]]]:

@@ -190,7 +190,7 @@ def test_a_prefix_is_a_hit_as_far_as_both_pools_have_its_pages(tmp_path: Path) -
     keys, transfers = page_keys(5), []
     for kind, count in ((LATENT_ROWS, 5), (INDEXER_KEYS, 3)):
         device = kind.make_device_pool(0)
-        host = host_of(device, "page_first_direct")
+        host = kind.host_pool_class.make(device, page_num=32, layout="page_first_direct")
         storage.register_mem_host_pool_v2(host, kind.name)
         slots = copy_to_host(device, host, list(range(count)))
         transfers.append(PoolTransfer(kind.name, slots, keys=keys[:count]))
