@@ -157,7 +157,8 @@ def test_c11_abort_storm_leaves_the_books_balanced(
     rng = random.Random(11)
     small = ["--max-total-tokens", "4096", "--hicache-ratio", "2", "--max-running-requests", "4"]
     if model is not None:
-        small += ["--max-mamba-cache-size", "8", "--mamba-track-interval", str(PAGE)]
+        small += ["--max-mamba-cache-size", "8", "--mamba-track-interval", str(PAGE),
+                  "--chunked-prefill-size", "256"]  # fmt: skip
     prompts = [tokens(2000 + seed, rng.randrange(200, 1200)) for seed in range(8)]
     with ForkedServer(*FLAGS, *small, env=cluster.engine_env(), model=model) as server:
         cold = {i: server.generate(prompt).output_ids for i, prompt in enumerate(prompts)}

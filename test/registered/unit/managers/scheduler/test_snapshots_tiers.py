@@ -248,16 +248,16 @@ def test_exchanged_states_change_no_word(models: dict[str, Path], storage_dir: P
 def test_whole_pages_replayed_hit_up_to_the_last_position_for_a_snapshot(
     models: dict[str, Path],
 ) -> None:
-    """Row C14. Chunks of 80 tokens end beside such positions too."""
+    """Row C14. Prompts of one chunk and of two, whose first ends beside such a position."""
     alignment = 4 * PAGE
     rig = rig_of(
         models["qwen3_5"],
         snapshot_alignment=alignment,
         mamba_track_interval=alignment,
-        chunked_prefill_size=5 * PAGE,
+        chunked_prefill_size=9 * PAGE,
     )
     try:
-        for pages in (4, 9, 12):
+        for pages in (8, 12, 16):
             ids = prompt(30 + pages, pages * PAGE)
             reused = (len(ids) - 1) // alignment * alignment
             assert tiers(ask(rig, f"cold {pages}", ids)) == (0, 0, 0)
