@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from sglang.srt.constants import MIB
+from sglang.srt.distributed.device_communicators import peer as peer_module
 from sglang.srt.distributed.device_communicators.mooncake_transfer_engine import (
     MooncakeTransferEngine,
 )
@@ -108,6 +110,17 @@ class FakeTransferEngine:
         else:
             self._all.contacts.append(peer)
         return self._all.answer(self, call)
+
+
+class LaterClock:
+    """The clock of a peer: real time plus `ahead` seconds."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.ahead = 0.0
+        patch.setattr(peer_module, "time", self)
+
+    def monotonic(self) -> float:
+        return time.monotonic() + self.ahead
 
 
 @contextlib.contextmanager

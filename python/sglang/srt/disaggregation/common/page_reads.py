@@ -58,7 +58,9 @@ class PageReads:
         the read has failed."""
         if not transfer.wait(timeout):
             if transfer.is_left:
-                raise RoomFailed("reading from the prefill server failed, and cannot end")
+                raise RoomFailed(
+                    f"reading from the prefill server failed, and cannot end: {transfer.error}"
+                )
             return False
         self._under_way.remove(transfer)
         self.num_bytes += sum(block.length for block in transfer.blocks)

@@ -242,11 +242,12 @@ class MooncakeTransferEngine:
                 wait until it does.
 
         Returns:
-            The transfer, with an outcome for each block. It is settled unless the time was up, or a
-            failed batch cannot be ended (see `Peer.retire`).
+            The transfer, with an outcome for each block. It is settled unless the time was up.
 
         Raises:
-            PeerError: The peer is unreachable, or moves no bytes. No block is in flight.
+            PeerError: The peer is unreachable, or moves no bytes. No block is in flight, unless a
+                failed batch cannot be ended (see `Peer.retire`): its local memory then stays in use
+                (`deregister` raises RangeInUse). `begin` gives a transfer that tells its blocks.
             UnknownRange: A local address is not registered; no bytes were sent.
             ValueError: A block has no bytes, or `peer` is no session id.
         """

@@ -13,22 +13,26 @@ from weakref import WeakSet
 
 from sglang.srt.distributed.device_communicators.engine_pool import EnginePool, PooledEngine
 from sglang.srt.distributed.device_communicators.slice_budget import SliceBudget
-from sglang.srt.distributed.device_communicators.transfer_plan import Request
+from sglang.srt.distributed.device_communicators.transfer_plan import LEAST_RATE, Request
 from sglang.srt.distributed.device_communicators.transfer_types import (
+    PeerError,
     PeerStalled,
     PeerUnreachable,
     TransferOp,
 )
 from sglang.srt.environ import envs
+from sglang.srt.utils.background_call import BackgroundCall
 from sglang.srt.utils.network import can_connect
 
 logger = logging.getLogger(__name__)
 
 STALLED_AFTER_S: Final = 20.0
 """Seconds without a successful call, while calls are in progress, after which no further call
-begins."""
+begins; beside those that the bytes of the calls take at `LEAST_RATE`."""
 _CONNECT_S: Final = 1.5
 """Seconds for a connection attempt. TCP repeats a lost packet after one second."""
+_ANSWER_S: Final = 2.0
+"""Seconds for an answer to a first contact that only shows whether the peer runs."""
 
 
 class CallFailed(Exception):
@@ -37,19 +41,16 @@ class CallFailed(Exception):
     def __init__(self, code: int, seconds: float, num_requests: int) -> None:
         super().__init__(f"code {code} after {seconds:.0f} s")
         self.seconds = seconds
+        self.num_requests = num_requests
         self.is_stall = seconds >= _stall_seconds()
-        """Whether the call took as long as the transport waits for progress of the peer."""
+        """Whether the call took as long as the transport waits for progress of the peer. Calls
+        that move bytes may take as long, and fail for another reason: see `Peer.why_failed`."""
         self.may_go_on = num_requests > 1 or self.is_stall
         """Whether requests of the call may still move bytes."""
 
 
 class ConnectionGone(Exception):
     """The connection was given up before the call began."""
-
-
-class TransfersLeft(Exception):
-    """Transfers that a failed call left in flight cannot be ended without ending the shared
-    engine."""
 
 
 class Peer:
@@ -59,7 +60,9 @@ class Peer:
     def __init__(self, name: str, pool: EnginePool) -> None:
         self.name = name
         self.budget = SliceBudget()
-        """Budget of the requests in flight to the peer, shared by all users in this process."""
+        """Budget of the requests in flight to the peer, shared by all users in this process.
+        Requests that a failed call left in the shared engine hold none: no further call to this
+        peer goes through that engine."""
         self._address = parse_session_id(name)
         self._pool = pool
         self._engine: PooledEngine | None = None
@@ -73,8 +76,8 @@ class Peer:
         self._shelved: set[PooledEngine] = set()
         """Engines to give back to the pool after their last call."""
         self._connecting = threading.Lock()
-        self._calls: dict[object, float] = {}
-        """Start time of each library call in progress."""
+        self._calls: dict[object, tuple[float, int]] = {}
+        """Start time and number of bytes of each library call in progress."""
         self._succeeded = 0.0
         """Time of the last successful call."""
         self._is_forgotten = False
@@ -82,8 +85,8 @@ class Peer:
 
     def check_moving(self) -> None:
         """Raise PeerStalled if a call to this peer hangs: another call would hang too."""
-        seconds = self._seconds_without_success()
-        if seconds > STALLED_AFTER_S:
+        seconds, patience = self._seconds_without_success()
+        if seconds > patience:
             raise PeerStalled(self.name, f"has not answered a call for {seconds:.0f} s")
 
     def connect(self, deadline: float | None) -> PooledEngine | None:
@@ -102,7 +105,8 @@ class Peer:
             engine = self._connect()
             with self._lock:
                 if not self._is_forgotten:
-                    self._engine = engine
+                    if engine not in self._gone:
+                        self._engine = engine
                     return engine
             self._pool.put_back(engine, spoiled_for=self.name)
             raise PeerUnreachable(self.name, "was forgotten by this process")
@@ -113,9 +117,12 @@ class Peer:
         if not self.is_listening():
             raise PeerUnreachable(self.name, "accepts no connection: it is not running")
         engine = self._pool.take(self.name)
-        with self._calling(engine):
-            # An empty transfer, which only opens the connection.
-            code = engine.move(TransferOp.READ, self.name, [])
+        try:
+            with self._calling(engine):
+                # An empty transfer, which only opens the connection.
+                code = engine.move(TransferOp.READ, self.name, [])
+        except ConnectionGone:  # The shared engine, which a failed call gave up just now.
+            return self._connect()
         if code:
             self._pool.put_back(engine, spoiled_for=self.name)
             raise PeerUnreachable(self.name, f"ended its first contact (code {code})")
@@ -133,7 +140,7 @@ class Peer:
                 stalled, requests may still move bytes, now or when the peer goes on: see `retire`.
             ConnectionGone: The connection was given up meanwhile; no bytes were sent.
         """
-        with self._calling(engine) as started:
+        with self._calling(engine, sum(one.length for one in requests)) as started:
             code = engine.move(op, self.name, requests)
             failure = CallFailed(code, time.monotonic() - started, len(requests))
             if code and failure.may_go_on:
@@ -142,27 +149,44 @@ class Peer:
             raise failure
         self._succeeded = time.monotonic()
 
-    def retire(self, engine: PooledEngine, failure: CallFailed) -> None:
+    def why_failed(self, engine: PooledEngine, failure: CallFailed) -> PeerError | None:
+        """Error of a call that failed because of the peer; None: the peer runs, and refused a
+        request or broke the connection. Call `retire` first. Blocks for up to four seconds."""
+        if not self.is_listening():
+            return PeerUnreachable(self.name, "ended during a transfer")
+        if not failure.is_stall:
+            return None
+        # Over the shared engine the requests are not repeated, so that no contact is worth it.
+        if failure.num_requests > 1 and not engine.is_home and self._answers():
+            return None
+        return PeerStalled(self.name, f"moved nothing for {failure.seconds:.0f} s")
+
+    def _answers(self) -> bool:
+        """Whether the peer answers a first contact soon. A stopped peer accepts connections and
+        does not."""
+        deadline = time.monotonic() + _ANSWER_S
+        contact = BackgroundCall(
+            "mooncake-contact", lambda: self.connect(deadline), expected=(PeerError,)
+        )
+        has_ended = contact.wait(_ANSWER_S + 1.0)
+        return has_ended and contact.error is None and contact.result is not None
+
+    def retire(self, engine: PooledEngine, failure: CallFailed) -> bool:
         """Give up the connection after a failed call; return once no request of that call touches
-        memory.
+        memory. False: some may for ever, since all peers share the engine object, which therefore
+        cannot be ended.
 
         Mooncake returns at the first request that fails. Later requests stay in the connections'
         queues, and move as soon as the peer takes them. They end with their engine object, which
         ends after its other calls; one of these may hang as long as the peer does.
-
-        Raises:
-            TransfersLeft: All peers share the engine object, which therefore cannot be ended.
         """
-        if engine.is_home:
-            self._mark_retired(engine)
-            self._pool.put_back(engine, spoiled_for=self.name)
-            if failure.may_go_on:
-                raise TransfersLeft
-            return
         self._mark_retired(engine)
+        if engine.is_home:
+            return not failure.may_go_on
         self._let_go(engine)
         if failure.may_go_on:
             engine.ended.wait()
+        return True
 
     def close(self) -> None:
         """Give up the connection for good. Calls in progress keep it until they return."""
@@ -175,11 +199,16 @@ class Peer:
         self._let_go(engine)
 
     def _mark_retired(self, engine: PooledEngine) -> None:
+        if engine.is_home:
+            self._pool.put_back(engine, spoiled_for=self.name)
         with self._lock:
             was_used = self._engine is engine
             if was_used:
                 self._engine = None
-            if not engine.is_home and engine not in self._gone:
+            if engine.is_home:
+                # Its requests have no budget any more, so that no call may follow.
+                self._gone.add(engine)
+            elif engine not in self._gone:
                 self._shelved.discard(engine)
                 self._retired.add(engine)
         if was_used:
@@ -202,12 +231,12 @@ class Peer:
             self._pool.put_back(engine, spoiled_for=self.name)
 
     @contextmanager
-    def _calling(self, engine: PooledEngine) -> Iterator[float]:
+    def _calling(self, engine: PooledEngine, num_bytes: int = 0) -> Iterator[float]:
         token, started = object(), time.monotonic()
         with self._lock:
             if engine in self._gone:
                 raise ConnectionGone
-            self._calls[token] = started
+            self._calls[token] = started, num_bytes
             self._num_calls[engine] += 1
         try:
             yield started
@@ -217,12 +246,18 @@ class Peer:
                 self._num_calls[engine] -= 1
             self._let_go(engine)
 
-    def _seconds_without_success(self) -> float:
+    def _seconds_without_success(self) -> tuple[float, float]:
         """Seconds since the last successful call, or since the start of the first call in progress
-        if that is later."""
+        if that is later; and how many of them a peer that moves may take."""
         with self._lock:
             now = time.monotonic()
-            return now - max(min(self._calls.values(), default=now), self._succeeded)
+            calls = list(self._calls.values())
+        began = min((started for started, _ in calls), default=now)
+        # Mooncake ends a call itself after a time.
+        moving_s = min(
+            sum(num_bytes for _, num_bytes in calls) / LEAST_RATE, envs.MC_TRANSFER_TIMEOUT.get()
+        )
+        return now - max(began, self._succeeded), STALLED_AFTER_S + moving_s
 
 
 def _seconds_until(deadline: float | None) -> float:

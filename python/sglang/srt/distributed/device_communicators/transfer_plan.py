@@ -23,7 +23,9 @@ BATCH_REQUESTS: Final = 512
 """Most requests of one call: two such calls may share a peer's budget."""
 BATCH_BYTES: Final = 256 * MIB
 """Most bytes of one call over a network. A call gives up after two minutes even if it makes
-progress, so a rate of 3 MB/s suffices."""
+progress, so `LEAST_RATE` suffices."""
+LEAST_RATE: Final = 3e6
+"""Bytes per second with which a peer counts as moving. A call of `BATCH_BYTES` takes 90 s then."""
 COPY_BYTES: Final = 256 * MIB
 """Most bytes of a request that is one copy between devices."""
 COPIES_BYTES: Final = 8192 * MIB

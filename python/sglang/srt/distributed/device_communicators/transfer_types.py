@@ -69,6 +69,11 @@ class PeerStalled(PeerError):
     """
 
 
+class BatchFailed(PeerError):
+    """A batch failed at a peer that runs, and cannot be repeated request by request, since what it
+    left in flight cannot be ended."""
+
+
 class UnknownRange(ValueError):
     """A local address outside the registered ranges."""
 
@@ -131,7 +136,7 @@ class Transfer:
 
     @property
     def is_left(self) -> bool:
-        """Whether blocks stay in flight until this process ends."""
+        """Whether blocks stay in flight until this process ends; `error` tells why."""
         return self._ended.is_set() and not self._settled
 
     @property
@@ -177,8 +182,10 @@ class Transfer:
             self._on_settled()
             self._ended.set()
 
-    def leave(self) -> None:
+    def leave(self, error: Exception) -> None:
         """Worker: blocks in flight stay so until this process ends."""
+        with self._lock:
+            self._error = error
         self._ended.set()
 
     def _mark_all_ended(self) -> None:

@@ -16,7 +16,6 @@ from sglang.srt.distributed.device_communicators.peer import (
     CallFailed,
     ConnectionGone,
     Peer,
-    TransfersLeft,
 )
 from sglang.srt.distributed.device_communicators.transfer_plan import (
     Batch,
@@ -26,9 +25,8 @@ from sglang.srt.distributed.device_communicators.transfer_plan import (
     split_merged,
 )
 from sglang.srt.distributed.device_communicators.transfer_types import (
+    BatchFailed,
     BlockOutcome,
-    PeerStalled,
-    PeerUnreachable,
     Transfer,
     TransferError,
     TransferOp,
@@ -66,6 +64,8 @@ class TransferWorker:
         self._requests = requests
         self._deadline = deadline
         self._batch_bytes = batch_bytes
+        self._has_left = False
+        """Whether blocks stay in flight for good."""
 
     def run(self) -> None:
         """Move all requests that can begin in time. Never raises: the transfer has the error."""
@@ -74,20 +74,22 @@ class TransferWorker:
             for batch in cut_batches(self._requests, most_bytes=self._batch_bytes):
                 if not self._move(batch):
                     break
-        except TransfersLeft:
-            logger.error(
-                "a transfer failed: %d blocks stay in flight with peer %s until this process ends",
-                len(self._transfer.in_flight),
-                self._peer.name,
-            )
-            self._transfer.leave()
-            return
         except TransferError as known:
             error = known
         except Exception as unknown:
             logger.exception("a transfer with peer %s failed", self._peer.name)
             error = TransferError(f"{type(unknown).__name__}: {unknown}")
-        self._transfer.settle(error)
+        if not self._has_left:
+            self._transfer.settle(error)
+            return
+        assert error is not None, "a failure left them"
+        logger.error(
+            "%s; %d blocks stay in flight with peer %s until this process ends",
+            error,
+            len(self._transfer.in_flight),
+            self._peer.name,
+        )
+        self._transfer.leave(error)
 
     def _move(self, batch: Batch) -> bool:
         """Move one batch. False: there was no time left to begin it."""
@@ -97,15 +99,10 @@ class TransferWorker:
             return False
         if not self._peer.budget.acquire(num_slices, self._deadline):
             return False
-        has_let_go = True
         try:
             return self._call(batch, self._split_batch)
-        except TransfersLeft:
-            has_let_go = False
-            raise
         finally:
-            if has_let_go:
-                self._peer.budget.release(num_slices)
+            self._peer.budget.release(num_slices)
 
     def _call(self, batch: Batch, on_failure: OnFailure) -> bool:
         engine = self._peer.connect(self._deadline)
@@ -135,13 +132,20 @@ class TransferWorker:
 
     def _retire(self, engine: PooledEngine, batch: Batch, failure: CallFailed) -> None:
         """End the requests that a failed batch left in flight. Raises PeerError if the peer caused
-        the failure."""
-        self._peer.retire(engine, failure)
-        self._end(batch, BlockOutcome.NOT_SENT)
-        if failure.is_stall:
-            raise PeerStalled(self._peer.name, f"moved nothing for {failure.seconds:.0f} s")
-        if not self._peer.is_listening():
-            raise PeerUnreachable(self._peer.name, "ended during a transfer")
+        the failure, or if they cannot be ended."""
+        has_ended = self._peer.retire(engine, failure)
+        if has_ended:
+            self._end(batch, BlockOutcome.NOT_SENT)
+        self._has_left |= not has_ended
+        error = self._peer.why_failed(engine, failure)
+        if error is None and not has_ended:
+            error = BatchFailed(
+                self._peer.name,
+                f"failed a batch of {failure.num_requests} requests ({failure}): it refuses an "
+                "address, or broke the connection",
+            )
+        if error is not None:
+            raise error
 
     def _begin(self, batch: Batch) -> bool:
         return self._transfer.begin(batch.first, batch.last, self._deadline)

@@ -235,7 +235,7 @@ def test_a_row_that_the_transport_never_lets_go_of(scene: RowScene) -> None:
     until(lambda: bool(scene.mover.begun))
     scene.mover.finish(scene.mover.begun[0])
     until(lambda: bool(scene.row_reads))
-    scene.row_reads[0].leave()
+    scene.row_reads[0].leave(TransferError("peer p ended"))
     assert scene.end(prompt).first_token == TOKEN
     assert prompt.has_ended and bytes_by_way(prompt) == TOLD
     assert scene.own.take() is None

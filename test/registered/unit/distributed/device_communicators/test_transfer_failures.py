@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
-import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
 from sglang.srt.constants import MIB
-from sglang.srt.distributed.device_communicators import peer as peer_module
 from sglang.srt.distributed.device_communicators.mooncake_transfer_engine import (
     MooncakeTransferEngine,
 )
@@ -38,6 +36,7 @@ from sglang.test.stores.fake_transfer_engine import (
     FakeTransferEngine,
     FakeTransferEngines,
     Hanging,
+    LaterClock,
     apart,
     listening_peer,
     start_over_rdma,
@@ -46,18 +45,7 @@ from sglang.test.stores.fake_transfer_engine import (
 register_cpu_ci(est_time=6, suite="base-a-test-cpu")
 
 
-class LaterClock:
-    """The clock of a peer: real time plus `ahead` seconds."""
-
-    def __init__(self, patch: pytest.MonkeyPatch) -> None:
-        self.ahead = 0.0
-        patch.setattr(peer_module, "time", self)
-
-    def monotonic(self) -> float:
-        return time.monotonic() + self.ahead
-
-
-@contextmanager
+@contextlib.contextmanager
 def calling(engine: MooncakeTransferEngine, peer: str) -> Iterator[list[Transfer]]:
     """A transfer of one block in another thread, which has ended when the block has."""
     ended: list[Transfer] = []
@@ -218,26 +206,6 @@ def test_a_transfer_that_made_no_progress_is_the_peers_fault(
     fakes.answer = lambda _, call: 0
     assert engine.transfer(peer, TransferOp.WRITE, apart(1), timeout=30).is_done
     assert len(fakes.made) == 3
-
-
-def test_what_a_failed_batch_left_keeps_its_memory_where_it_cannot_be_ended(
-    fakes: FakeTransferEngines,
-    peer: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    """All peers share the engine object over rdma."""
-    engine = start_over_rdma(fakes, tmp_path, monkeypatch)
-    fakes.answer = lambda _, call: -1 if call.requests else 0
-    transfer = engine.transfer(peer, TransferOp.READ, apart(2), timeout=30)
-    assert transfer.in_flight == [0, 1]
-    assert not transfer.is_settled and not transfer.wait(60) and transfer.is_left
-    assert engine.transfer_sync(peer, BASE, 7, 10) == -1
-    assert f"2 blocks stay in flight with peer {peer}" in caplog.text
-    with pytest.raises(RangeInUse):
-        engine.deregister(BASE)
-    assert engine.describe()["requests_in_flight"] == {peer: 2}
 
 
 def test_a_transfer_that_is_begun_tells_its_end(
