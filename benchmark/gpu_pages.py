@@ -42,6 +42,7 @@ from sglang.srt.disaggregation.common.protocol import FirstToken, Offer
 from sglang.srt.disaggregation.common.rank_map import RankPlace
 from sglang.srt.disaggregation.common.remote_prompt import OwnSlots
 from sglang.srt.disaggregation.common.room_desk import RoomDesk
+from sglang.srt.disaggregation.common.sessions import Sessions
 from sglang.srt.disaggregation.common.staging import Staging, rounds
 from sglang.srt.disaggregation.common.whole_prompt import Means, WholePrompt
 from sglang.srt.distributed.device_communicators.mooncake_transfer_engine import (
@@ -217,6 +218,7 @@ def read(side: Side, case: Case, endpoint: str, offer: Offer, limit: float) -> d
         mover=side.engine,
         staging=side.staging[case.unit_mib],
         metadata=MetadataReader(),
+        sessions=Sessions(side.engine),
         find_rank=lambda *_: route,
         patience=PATIENCE,
         context=context,

@@ -15,6 +15,8 @@ from sglang.srt.constants import MIB
 from sglang.srt.distributed.device_communicators.mooncake_transfer_engine import (
     MooncakeTransferEngine,
 )
+from sglang.srt.distributed.device_communicators.slice_budget import MAX_SLICES
+from sglang.srt.distributed.device_communicators.transfer_plan import BATCH_REQUESTS
 from sglang.srt.distributed.device_communicators.transfer_types import (
     Block,
     BlockOutcome,
@@ -128,6 +130,8 @@ def test_odd_places_and_sizes(here: Here, peers: list[TransferPeer]) -> None:
 def test_ten_thousand_blocks_at_once_from_several_threads(
     here: Here, peers: list[TransferPeer]
 ) -> None:
+    """Seven transfers, six of them with one peer: calls of 512 requests, which without a budget
+    would be 3,072 at once."""
     here.got[:] = 0
     parts = parts_of(4 * KIB, gap=64)[:10_000]
     failures: list[BaseException] = []
@@ -140,8 +144,8 @@ def test_ten_thousand_blocks_at_once_from_several_threads(
             raise
 
     threads = [
-        threading.Thread(target=work, args=(peers[index % 2], parts[index::4]))
-        for index in range(4)
+        threading.Thread(target=work, args=(peers[index == 0], parts[index::6]))
+        for index in range(6)
     ]
     for thread in threads:
         thread.start()
@@ -149,6 +153,8 @@ def test_ten_thousand_blocks_at_once_from_several_threads(
     for thread in threads:
         thread.join(TIMEOUT)
     assert not failures
+    budget = here.engine._peer(peers[0].session_id).budget
+    assert BATCH_REQUESTS <= budget.peak <= MAX_SLICES
     wanted = {peer.session_id: 0 for peer in peers}
     assert wait_until(lambda: here.engine.describe()["requests_in_flight"] == wanted, 30)
 

@@ -25,6 +25,7 @@ from sglang.srt.disaggregation.common.protocol import RowsOffer
 from sglang.srt.disaggregation.common.rank_map import RankPlace
 from sglang.srt.disaggregation.common.remote_prompt import STEPS, OwnSlots
 from sglang.srt.disaggregation.common.room_desk import RoomDesk
+from sglang.srt.disaggregation.common.sessions import Peers, Sessions
 from sglang.srt.disaggregation.common.staging import Staging
 from sglang.srt.disaggregation.common.whole_prompt import (
     FindRank,
@@ -69,7 +70,7 @@ _ROUTE_BYTES: Final = 2048
 """Most bytes of a rank's route as JSON."""
 
 
-class Engine(Mover, Protocol):
+class Engine(Mover, Peers, Protocol):
     """The part of the Transfer Engine that halves use; see `MooncakeTransferEngine`."""
 
     def batch_register(self, ptrs: Sequence[int], lengths: Sequence[int]) -> int: ...
@@ -144,6 +145,7 @@ def make_half_server(
         mover=engine,
         staging=staging,
         metadata=MetadataReader(metadata, host_identity()),
+        sessions=Sessions(engine),
         find_rank=find_rank or _find_rank,
         patience=_patience(),
         context=context,

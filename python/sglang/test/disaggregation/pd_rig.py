@@ -57,6 +57,8 @@ class LocalMover:
         fails: Called with each read's blocks; returns the read's error.
         begun: Reads so far.
         stays_on_host: As in a Transfer Engine.
+        gone: Peers that accept no connection.
+        forgotten: Peers whose connections were given up.
     """
 
     def __init__(self) -> None:
@@ -64,6 +66,8 @@ class LocalMover:
         self.hold = False
         self.fails: Callable[[Sequence[Block]], TransferError | None] = lambda blocks: None
         self.begun: list[Transfer] = []
+        self.gone: set[str] = set()
+        self.forgotten: list[str] = []
         self._peers: dict[int, str] = {}
         """Peer of each transfer, by its `id`."""
 
@@ -78,6 +82,12 @@ class LocalMover:
 
     def get_session_id(self) -> str:
         return "this process"
+
+    def send_probe(self, peer_session_id: str) -> int:
+        return -1 if peer_session_id in self.gone else 0
+
+    def forget_peer(self, session_id: str) -> None:
+        self.forgotten.append(session_id)
 
     def begin(
         self, peer: str, op: TransferOp, blocks: Sequence[Block], *, timeout: float | None
@@ -142,6 +152,12 @@ class MooncakeMover(LocalMover):
     def get_session_id(self) -> str:
         return self._engine.get_session_id()
 
+    def send_probe(self, peer_session_id: str) -> int:
+        return self._engine.send_probe(peer_session_id)
+
+    def forget_peer(self, session_id: str) -> None:
+        self._engine.forget_peer(session_id)
+
     def move(self, peer: str, blocks: Sequence[Block]) -> None:
         done = self._engine.transfer(peer, TransferOp.READ, blocks, timeout=30)
         done.wait()
@@ -157,6 +173,8 @@ class RecordedEngine:
         self._registered: list[int] = []
         self.get_session_id = engine.get_session_id
         self.begin = engine.begin
+        self.send_probe = engine.send_probe
+        self.forget_peer = engine.forget_peer
         self.is_registered = engine.is_registered
 
     @property

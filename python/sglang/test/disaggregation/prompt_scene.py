@@ -19,6 +19,7 @@ from sglang.srt.disaggregation.common.protocol import FirstToken, RowsOffer
 from sglang.srt.disaggregation.common.rank_map import RankPlace
 from sglang.srt.disaggregation.common.remote_prompt import OwnSlots
 from sglang.srt.disaggregation.common.room_desk import RoomDesk
+from sglang.srt.disaggregation.common.sessions import Sessions
 from sglang.srt.disaggregation.common.staging import Staging
 from sglang.srt.disaggregation.common.whole_prompt import Means, WholePrompt
 from sglang.srt.managers.messages.io_struct import Bootstrap
@@ -70,6 +71,7 @@ class Scene:
     ) -> None:
         self.there, self.here = Place(100), Place(500)
         self.mover = LocalMover()
+        self.sessions = Sessions(self.mover)
         self.unit_bytes = unit_bytes
         self.link = None if unit_bytes is None else link
         self.units, self.staging = self._make_staging(), self._make_staging()
@@ -104,6 +106,7 @@ class Scene:
             mover=fields.pop("mover", self.mover),
             staging=self.staging,
             metadata=fields.pop("metadata", MetadataReader()),
+            sessions=self.sessions,
             find_rank=fields.pop("find_rank", lambda *_: one_rank(self.endpoint)),
             patience=patience,
             context=self.context,

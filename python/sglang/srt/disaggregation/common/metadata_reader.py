@@ -104,12 +104,14 @@ class RowRead:
 
     Attributes:
         num_bytes: Bytes read so far.
+        is_lost: Whether the transport never lets go of the row.
     """
 
     def __init__(
         self, reader: MetadataReader, rows: Rows | None, mover: Mover, timeout: float
     ) -> None:
         self.num_bytes = 0
+        self.is_lost = False
         self._reader = reader
         self._rows = rows
         self._mover = mover
@@ -171,7 +173,7 @@ class RowRead:
         self._transfer = transfer
         while not transfer.wait(POLL_S):
             if transfer.is_left:
-                return "reading a row failed, and cannot end"
+                return f"reading a row failed, and cannot end: {transfer.error}"
             stay()
         if transfer.error is not None:
             return str(transfer.error)
@@ -190,4 +192,5 @@ class RowRead:
             assert self._rows is not None, "a row was taken"
             self._rows.give_back(index)
         else:
+            self.is_lost = True
             logger.error("row %d is lost, since the transport does not let go of it", index)

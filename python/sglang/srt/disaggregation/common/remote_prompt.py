@@ -41,6 +41,7 @@ from sglang.srt.disaggregation.common.protocol import (
     Released,
     RoomNews,
 )
+from sglang.srt.disaggregation.common.sessions import Sessions
 from sglang.srt.disaggregation.common.staging import Staging, StagingBuffer, rounds
 from sglang.srt.distributed.device_communicators.transfer_types import Block
 
@@ -98,6 +99,7 @@ class RemotePrompt:
         staging: Buffers for pages of a rank with other heads, and for packed pages.
         link: Costs that decide whether pages are packed; None: they are never packed.
         metadata: Reads the first token, if the rank has it in a row.
+        sessions: Keeps the rank's session while reads may be in flight.
         on_failure: Called with the reason if the prompt cannot be received, maybe long before
             `has_ended`.
         cancelled: When set, the prompt ends soon.
@@ -116,6 +118,7 @@ class RemotePrompt:
         staging: Staging,
         link: LinkCosts | None,
         metadata: MetadataReader,
+        sessions: Sessions,
         patience: Patience,
         context: zmq.Context[zmq.Socket[bytes]],
         cancelled: Cancellation,
@@ -131,6 +134,9 @@ class RemotePrompt:
         self._num_packings = 0
         self._metadata = metadata
         self._row_read = metadata.row_read(mover, patience.waiting)
+        self._sessions = sessions
+        self._session_id: str | None = None
+        """The rank's session, which is kept."""
         self._patience = patience
         self._context = context
         self._cancelled = cancelled
@@ -169,7 +175,8 @@ class RemotePrompt:
         except Exception as error:
             logger.exception("a prompt could not be received")
             self._on_failure(f"receiving the prompt failed: {type(error).__name__}: {error}")
-        if self._reads.settle():
+        has_settled = self._reads.settle()
+        if has_settled:
             self._ended.set()
         else:
             logger.error(
@@ -177,6 +184,8 @@ class RemotePrompt:
                 self._source.room,
             )
         self._row_read.settle()
+        if self._session_id is not None and has_settled and not self._row_read.is_lost:
+            self._sessions.leave(self._session_id)
         self._returned.set()
 
     def _receive(self) -> FirstToken:
@@ -197,6 +206,8 @@ class RemotePrompt:
         if refusal is not None:
             raise cannot_serve(source.where, refusal)
         portion = self._portion_of(offer)
+        self._sessions.enter(offer.session_id, offer.instance_id)
+        self._session_id = offer.session_id
         first_token = self._read_all(talk, offer, portion)
         self._read_state(talk, offer, portion, first_token)
         self._reach("confirming")

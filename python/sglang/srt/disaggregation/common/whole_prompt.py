@@ -38,6 +38,7 @@ from sglang.srt.disaggregation.common.remote_prompt import (
     Source,
     cannot_serve,
 )
+from sglang.srt.disaggregation.common.sessions import Sessions
 from sglang.srt.disaggregation.common.staging import Staging
 from sglang.srt.managers.messages.io_struct import Bootstrap
 
@@ -61,6 +62,7 @@ class Means:
         staging: Buffers for pages of ranks with other heads, and for packed pages.
         link: See `RemotePrompt`.
         metadata: Reads first tokens.
+        sessions: Sessions of all prefill servers.
     """
 
     place: RankPlace
@@ -68,6 +70,7 @@ class Means:
     mover: Mover
     staging: Staging
     metadata: MetadataReader
+    sessions: Sessions
     find_rank: FindRank
     patience: Patience
     context: zmq.Context[zmq.Socket[bytes]]
@@ -160,6 +163,8 @@ class WholePrompt:
             logger.exception("a prompt could not be received")
             self._fail(f"receiving the prompt failed: {type(error).__name__}: {error}")
         self._returned.set()
+        if self.failure is not None:
+            self._means.sessions.probe()
 
     def _fail(self, why: str) -> None:
         with self._lock:
@@ -199,6 +204,7 @@ class WholePrompt:
             mover=means.mover,
             staging=means.staging,
             metadata=means.metadata,
+            sessions=means.sessions,
             link=means.link,
             patience=means.patience,
             context=means.context,

@@ -86,10 +86,20 @@ def test_a_read_that_ends_without_its_bytes(scene: Scene) -> None:
 def test_pages_that_the_transport_never_lets_go_of_stay_taken(scene: Scene) -> None:
     scene.desk.open(ROOM)
     scene.desk.add_pages(ROOM, [4])
-    prompt = scene.begin([9], mover=OtherMover(lambda transfer: transfer.leave()))
+    ended = PeerUnreachable("p", "ended during a transfer")
+    prompt = scene.begin([9], mover=OtherMover(lambda transfer: transfer.leave(ended)))
     scene.end(prompt)
-    assert prompt.failure == "reading from the prefill server failed, and cannot end"
+    assert prompt.failure == (
+        "reading from the prefill server failed, and cannot end: peer p ended during a transfer"
+    )
     assert not prompt.has_ended
+    name = scene.mover.get_session_id()
+    scene.mover.gone = {name, "another"}
+    scene.sessions.enter("another", "i")
+    scene.sessions.leave("another")
+    scene.sessions.probe()
+    until(lambda: scene.mover.forgotten == ["another"])
+    assert scene.sessions.known == [name], "its transfers are in flight"
 
 
 def test_a_peer_that_is_known_to_hang_is_not_asked(scene: Scene) -> None:

@@ -21,6 +21,7 @@ from sglang.srt.disaggregation.common.protocol import PoolBuffer
 from sglang.srt.disaggregation.common.rank_map import RankPlace
 from sglang.srt.disaggregation.common.remote_prompt import OwnSlots
 from sglang.srt.disaggregation.common.room_desk import RoomDesk
+from sglang.srt.disaggregation.common.sessions import Sessions
 from sglang.srt.disaggregation.common.staging import (
     NUM_BUFFERS,
     Piece,
@@ -185,6 +186,7 @@ class Scene:
             mover=self.mover,
             staging=Staging(self.mover, torch.device("cpu")),
             metadata=MetadataReader(),
+            sessions=Sessions(self.mover),
             find_rank=self._find,
             patience=PATIENT,
             context=zmq.Context(),

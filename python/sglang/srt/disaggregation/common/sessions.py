@@ -1,0 +1,130 @@
+"""Sessions of prefill servers' Transfer Engines, and the end of those whose servers are gone.
+
+A connection to a peer costs an engine object: threads, ports, registered memory. Nothing tells the
+decode server that a prefill server has ended while no prompt comes from it. So sessions without
+prompts are probed when a new one is met, when a prompt has failed, and once a minute while prompts
+come; those that accept no connection are forgotten.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from dataclasses import dataclass
+from typing import Final, Protocol
+
+from sglang.srt.utils.background_call import BackgroundCall
+
+logger = logging.getLogger(__name__)
+
+PROBE_EVERY_S: Final = 60.0
+"""Seconds after which a prompt makes all idle sessions be probed again."""
+
+
+class Peers(Protocol):
+    """The part of the Transfer Engine that ends connections; see `MooncakeTransferEngine`."""
+
+    def send_probe(self, peer_session_id: str) -> int: ...
+
+    def forget_peer(self, session_id: str) -> None: ...
+
+
+@dataclass(slots=True)
+class _Session:
+    instance_id: str
+    num_users: int = 0
+    """Number of parts of prompts that may have transfers in flight."""
+
+
+class Sessions:
+    """Sessions that a decode rank has read from. Any thread.
+
+    Args:
+        peers: The transport.
+    """
+
+    def __init__(self, peers: Peers) -> None:
+        self._peers = peers
+        self._known: dict[str, _Session] = {}
+        self._lock = threading.Lock()
+        """Held while a session is forgotten, so that no read of it begins meanwhile."""
+        self._is_probing = False
+        self._is_wanted = False
+        """Whether to probe once more after the probing in progress."""
+        self._probed = time.monotonic()
+
+    @property
+    def known(self) -> list[str]:
+        """Ids of the sessions that were not forgotten."""
+        with self._lock:
+            return list(self._known)
+
+    def enter(self, session_id: str, instance_id: str) -> None:
+        """Keep a session until `leave`: transfers of it begin."""
+        with self._lock:
+            session = self._known.get(session_id)
+            if session is not None and session.instance_id != instance_id:
+                # Another process has the address now. If reads of the old one are still in flight,
+                # the engine ends their connection when they fail.
+                if not session.num_users:
+                    self._forget(session_id)
+                session.instance_id = instance_id
+            is_new = session_id not in self._known
+            if session is None:
+                session = _Session(instance_id)
+            self._known[session_id] = session
+            session.num_users += 1
+            is_due = time.monotonic() >= self._probed + PROBE_EVERY_S
+        if is_new or is_due:
+            self.probe()
+
+    def leave(self, session_id: str) -> None:
+        """Undo `enter`: no transfer is in flight."""
+        with self._lock:
+            self._known[session_id].num_users -= 1
+
+    def probe(self) -> None:
+        """Probe idle sessions in a thread, and forget those of servers that are gone."""
+        with self._lock:
+            if self._is_probing:
+                self._is_wanted = True
+                return
+            if not self._idle():
+                return
+            self._is_probing = True
+        call = BackgroundCall("disagg-sessions", self._probe_all)
+        if call.ended and call.error is not None:  # There may have been no thread for it.
+            with self._lock:
+                self._is_probing = False
+
+    def _probe_all(self) -> None:
+        is_wanted = True
+        while is_wanted:
+            with self._lock:
+                self._is_wanted = False
+                self._probed = time.monotonic()
+                idle = self._idle()
+            try:
+                for session_id in idle:
+                    # Without the lock: a host that is away takes its time.
+                    if self._peers.send_probe(session_id):
+                        self._on_gone(session_id)
+            finally:
+                with self._lock:
+                    is_wanted = self._is_probing = self._is_wanted
+
+    def _on_gone(self, session_id: str) -> None:
+        with self._lock:
+            session = self._known.get(session_id)
+            if session is None or session.num_users:
+                return
+            self._forget(session_id)
+        logger.info("the prefill server with session %s is gone", session_id)
+
+    def _idle(self) -> list[str]:
+        return [name for name, session in self._known.items() if not session.num_users]
+
+    def _forget(self, session_id: str) -> None:
+        del self._known[session_id]
+        self._peers.forget_peer(session_id)

@@ -1,0 +1,182 @@
+"""Sessions of prefill servers: which are kept, which are forgotten, and when."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from sglang.srt.disaggregation.common import sessions as module
+from sglang.srt.disaggregation.common.bootstrap_client import BootstrapError
+from sglang.srt.disaggregation.common.bootstrap_route import Route
+from sglang.srt.disaggregation.common.sessions import Sessions
+from sglang.srt.distributed.device_communicators.transfer_types import PeerUnreachable
+from sglang.srt.utils.network import wait_until
+from sglang.test.ci.ci_register import register_cpu_ci
+from sglang.test.disaggregation.pd_rig import LocalMover
+from sglang.test.disaggregation.prompt_scene import HASTY, ROOM, TOKEN, Scene, until
+
+register_cpu_ci(est_time=5, suite="base-a-test-cpu")
+
+
+@pytest.fixture
+def peers() -> LocalMover:
+    return LocalMover()
+
+
+@pytest.fixture
+def sessions(peers: LocalMover) -> Sessions:
+    return Sessions(peers)
+
+
+@pytest.fixture
+def scene() -> Iterator[Scene]:
+    scene = Scene()
+    yield scene
+    scene.close()
+
+
+def used(sessions: Sessions, session_id: str, instance_id: str = "i") -> None:
+    """A prompt comes from there, and has come."""
+    sessions.enter(session_id, instance_id)
+    sessions.leave(session_id)
+
+
+def test_idle_sessions_of_servers_that_are_gone_end_when_another_is_met(
+    sessions: Sessions, peers: LocalMover
+) -> None:
+    for session_id in ("a", "b", "c"):
+        used(sessions, session_id)
+    peers.gone = {"a", "b"}
+    used(sessions, "d")
+    assert wait_until(lambda: sorted(peers.forgotten) == ["a", "b"], 10)
+    assert sorted(sessions.known) == ["c", "d"]
+
+
+def test_a_session_with_transfers_in_flight_is_kept(sessions: Sessions, peers: LocalMover) -> None:
+    peers.gone = {"a", "b"}
+    sessions.enter("a", "i")
+    sessions.enter("a", "i")
+    used(sessions, "b")
+    sessions.leave("a")
+    sessions.probe()
+    assert wait_until(lambda: peers.forgotten == ["b"], 10)
+    sessions.leave("a")
+    sessions.probe()
+    assert wait_until(lambda: peers.forgotten == ["b", "a"], 10)
+
+
+def test_a_session_of_another_instance_at_its_address_is_made_anew(
+    sessions: Sessions, peers: LocalMover
+) -> None:
+    used(sessions, "a", "old")
+    used(sessions, "a", "old")
+    assert peers.forgotten == []
+    used(sessions, "a", "new")
+    assert peers.forgotten == ["a"]
+    used(sessions, "a", "new")
+    assert (peers.forgotten, sessions.known) == (["a"], ["a"])
+
+
+def test_reads_of_an_old_instance_are_not_cut_off(sessions: Sessions, peers: LocalMover) -> None:
+    sessions.enter("a", "old")
+    used(sessions, "a", "new")
+    sessions.leave("a")
+    assert peers.forgotten == []
+
+
+def test_idle_sessions_are_probed_as_time_passes(
+    sessions: Sessions, peers: LocalMover, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for session_id in ("a", "b"):
+        used(sessions, session_id)
+    peers.gone = {"a"}
+    monkeypatch.setattr(module, "PROBE_EVERY_S", 0.0)
+    used(sessions, "b")
+    assert wait_until(lambda: peers.forgotten == ["a"], 10)
+
+
+class SlowPeers(LocalMover):
+    """Peers whose probes take as long as `may_end` says."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.probed: list[str] = []
+        self.may_end = threading.Event()
+
+    def send_probe(self, peer_session_id: str) -> int:
+        self.probed.append(peer_session_id)
+        assert self.may_end.wait(30)
+        return super().send_probe(peer_session_id)
+
+
+def test_a_probe_that_takes_long_holds_up_no_prompt() -> None:
+    peers = SlowPeers()
+    sessions = Sessions(peers)
+    peers.gone = {"a", "b"}
+    used(sessions, "a")
+    used(sessions, "b")
+    assert wait_until(lambda: bool(peers.probed), 10)
+    used(sessions, "c")
+    sessions.enter("a", "i")
+    for _ in range(3):
+        sessions.probe()
+    assert len(peers.probed) == 1, "one after the other"
+    peers.may_end.set()
+    assert wait_until(lambda: peers.forgotten == ["b"], 10)
+    assert sorted(sessions.known) == ["a", "c"], "a prompt came from the first meanwhile"
+
+
+def test_a_prompt_keeps_its_session_until_its_reads_have_ended(scene: Scene) -> None:
+    name = scene.mover.get_session_id()
+    scene.desk.open(ROOM)
+    scene.desk.add_pages(ROOM, [4])
+    scene.mover.hold = True
+    prompt = scene.begin([9])
+    until(lambda: bool(scene.mover.begun))
+    scene.mover.gone = {name}
+    scene.sessions.enter("another", "i")
+    prompt.cancel()
+    until(lambda: bool(scene.given_up()))
+    scene.sessions.probe()
+    assert (scene.mover.forgotten, name in scene.sessions.known) == ([], True)
+    scene.mover.release()
+    scene.end(prompt)
+    until(lambda: scene.mover.forgotten == [name])
+
+
+def test_a_prompt_that_has_come_leaves_its_session(scene: Scene) -> None:
+    name = scene.mover.get_session_id()
+    scene.desk.open(ROOM)
+    scene.desk.add_pages(ROOM, [4])
+    scene.desk.complete(ROOM, TOKEN)
+    prompt = scene.end(scene.begin([9]))
+    assert prompt.failure is None and scene.sessions.known == [name]
+    scene.mover.gone = {name}
+    scene.sessions.probe()
+    until(lambda: scene.mover.forgotten == [name])
+
+
+def test_a_prompt_that_fails_ends_the_session_of_a_server_that_is_gone(scene: Scene) -> None:
+    name = scene.mover.get_session_id()
+    scene.mover.fails = lambda blocks: PeerUnreachable(name, "ended during a transfer")
+    scene.mover.gone = {name}
+    scene.desk.open(ROOM)
+    scene.desk.add_pages(ROOM, [4])
+    assert "ended during a transfer" in scene.failure(scene.begin([9]))
+    until(lambda: scene.mover.forgotten == [name])
+
+
+def test_a_bootstrap_server_that_is_gone_is_a_reason_to_probe(scene: Scene) -> None:
+    def find(host: str, port: int, rank: int) -> Route:
+        raise BootstrapError("it cannot be reached")
+
+    used(scene.sessions, "old")
+    scene.mover.gone = {"old"}
+    assert "not found" in scene.failure(scene.begin([9], find_rank=find, patience=HASTY))
+    until(lambda: scene.mover.forgotten == ["old"])
+
+
+if __name__ == "__main__":
+    raise SystemExit(pytest.main([__file__, "-q"]))
