@@ -25,7 +25,7 @@ from sglang.test.stores.host_pools import PoolKind, page_keys, round_trip
 from sglang.test.stores.mooncake_bench import sizes_moved
 from sglang.test.stores.mooncake_cluster import MooncakeCluster
 
-register_cpu_ci(est_time=60, suite="base-b-test-cpu")
+register_cpu_ci(est_time=45, suite="base-b-test-cpu")
 
 PROMPT = [*range(160), 7]
 

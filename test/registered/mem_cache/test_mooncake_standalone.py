@@ -52,7 +52,7 @@ from sglang.test.stores.host_pools import (
 )
 from sglang.test.stores.mooncake_standalone import connect, some_pages
 
-register_cpu_ci(est_time=20, suite="base-b-test-cpu", alone=True)
+register_cpu_ci(est_time=10, suite="base-b-test-cpu", alone=True)
 
 LANDED = CacheOutcome.LANDED
 

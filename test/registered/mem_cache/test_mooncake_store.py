@@ -31,7 +31,7 @@ from sglang.test.stores.host_pools import (
 from sglang.test.stores.mooncake_bench import Bench, Clients, connect, sizes_moved
 from sglang.test.stores.mooncake_cluster import MooncakeCluster
 
-register_cpu_ci(est_time=30, suite="base-b-test-cpu")
+register_cpu_ci(est_time=15, suite="base-b-test-cpu")
 
 pytestmark = pytest.mark.usefixtures("moving_in_place")
 
