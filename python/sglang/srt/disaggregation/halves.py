@@ -128,7 +128,7 @@ def make_half_server(
         any(begin <= address < begin + size for begin, size in ranges.items())
         for address in geometry.addresses
     ), "a pool has memory that its geometry does not name"
-    engine.batch_register(list(ranges), list(ranges.values()))
+    _register(engine, ranges)
     metadata = _make_metadata(engine, pools[0].device, ranges)
     packs = link is not None
     staging = Staging(engine, pools[0].device, ranges, unit_bytes if packs else STAGING_BYTES)
@@ -154,6 +154,19 @@ def make_half_server(
     return HalfServer(_decode(means, ranks), [])
 
 
+def _register(engine: Engine, allocations: dict[int, int]) -> dict[int, int]:
+    """Register allocations, address to bytes, that are not registered yet; these are returned. On a
+    GPU pools, rows of metadata, and weights that other servers may read can share one."""
+    new = {
+        address: size
+        for address, size in allocations.items()
+        if not engine.is_registered(address, size)
+    }
+    if new:
+        engine.batch_register(list(new), list(new.values()))
+    return new
+
+
 def _place(ranks: RankGroup) -> RankPlace:
     return RankPlace(ranks.rank, ranks.size, ranks.attn_tp_size)
 
@@ -170,15 +183,8 @@ def _make_metadata(
     if device is None:
         return None
     metadata = MetadataBuffers(NUM_ROWS, device)
-    # On a GPU the rows may share an allocation with weights or pools.
-    new = {
-        address: size
-        for address, size in metadata.allocations().items()
-        if not engine.is_registered(address, size)
-    }
     try:
-        if new:
-            engine.batch_register(list(new), list(new.values()))
+        new = _register(engine, metadata.allocations())
     except RuntimeError as error:
         raise RuntimeError(
             f"metadata in memory of {device}: {error}; set SGLANG_MOONCAKE_SEND_AUX_TCP=1 to send "

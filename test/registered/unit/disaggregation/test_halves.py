@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -10,10 +10,12 @@ import zmq
 
 from sglang.srt.constants import BUILTIN_MODEL_DIR
 from sglang.srt.disaggregation.common import conversation
+from sglang.srt.disaggregation.common.geometry import PoolGeometry
 from sglang.srt.disaggregation.common.remote_prompt import STEPS
 from sglang.srt.disaggregation.halves import make_half_server
 from sglang.srt.distributed.device_communicators.transfer_types import PeerUnreachable
 from sglang.srt.environ import envs
+from sglang.srt.hardware_backend.device_runtime import device_runtime
 from sglang.srt.managers.messages.io_struct import ShutdownReq, TokenizedGenerateReqInput
 from sglang.srt.utils.network import wait_until
 from sglang.test.ci.ci_register import register_cpu_ci
@@ -294,6 +296,32 @@ def test_a_host_that_is_not_this_machines_is_refused(mover: LocalMover) -> None:
         make_half_server(
             "prefill", "192.0.2.1", pair.prefill.pools, "w", mover, lambda *_: one_rank("")
         )
+
+
+class Registering(LocalMover):
+    """Refuses memory that is registered already, as a Transfer Engine does."""
+
+    def __init__(self, known: dict[int, int]) -> None:
+        super().__init__()
+        self.known = known
+
+    def is_registered(self, ptr: int, length: int) -> bool:
+        return self.known.get(ptr) == length
+
+    def batch_register(self, ptrs: Sequence[int], lengths: Sequence[int]) -> int:
+        assert not self.known.keys() & set(ptrs), "it is registered already"
+        self.known |= dict(zip(ptrs, lengths, strict=True))
+        return 0
+
+
+def test_memory_that_is_registered_with_weights_is_not_registered_again() -> None:
+    """On a GPU a small pool can lie in an allocation that has weights for other servers too."""
+    pool = Place(0).pool
+    whole = device_runtime("cpu").allocations_of(PoolGeometry.of([pool], "w").tensors)
+    first = next(iter(whole.items()))
+    engine = Registering(dict([first]))
+    make_half_server("decode", LOOPBACK, [pool], "w", engine, lambda *_: one_rank(""))
+    assert len(whole) > 1 and engine.known == whole
 
 
 @pytest.mark.parametrize(
