@@ -5,10 +5,12 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from sglang.embedded_mooncake import LOOPBACK
 from sglang.srt.constants import MIB
@@ -204,10 +206,12 @@ def test_three_processes_meet_in_one_memory(here: Here, peers: list[TransferPeer
 
 
 def test_the_store_and_the_engine_at_once(here: Here, peers: list[TransferPeer]) -> None:
-    """Each has its transport in this process; neither sees the other's load."""
-    num_pages, rounds = 64, 4
+    """Several threads of each. Each has its transport in this process; neither sees the other's
+    load."""
+    num_pages, rounds, num_writers = 64, 4, 2
     device = make_device_pool(num_pages, head_dim=512)
     host = make_host_pool(device, "page_first_direct")
+    parts = parts_of(4 * KIB, gap=64)[:10_000]
     with MooncakeCluster(num_nodes=1, segment_size="256mb") as cluster:
         store = MooncakeStore(
             storage_config(
@@ -218,23 +222,29 @@ def test_the_store_and_the_engine_at_once(here: Here, peers: list[TransferPeer])
         )
         store.register_mem_host_pool_v2(host, PoolName.KV)
         slots = copy_to_host(device, host, list(range(num_pages)))
-        outcomes: list[object] = []
 
-        def use_store() -> None:
+        def use_store(name: str, own: torch.Tensor) -> list[object]:
+            outcomes: list[object] = []
             for index in range(rounds):
-                transfer = PoolTransfer(
-                    PoolName.KV, host_indices=slots, keys=page_keys(num_pages, f"ns{index}")
-                )
+                keys = page_keys(num_pages // num_writers, f"{name}{index}")
+                transfer = PoolTransfer(PoolName.KV, host_indices=own, keys=keys)
                 outcomes.extend(store.batch_set_v2([transfer])[PoolName.KV])
                 outcomes.extend(store.batch_get_v2([transfer])[PoolName.KV])
+            return outcomes
 
-        thread = threading.Thread(target=use_store)
-        thread.start()
-        parts = parts_of(4 * KIB, gap=64)[:10_000]
-        for _ in range(2):
-            here.round_trip(peers[0], parts)
-        thread.join(TIMEOUT)
-        assert not thread.is_alive()
+        with ThreadPoolExecutor() as pool:
+            stored = [
+                pool.submit(use_store, f"writer{nth}", own)
+                for nth, own in enumerate(slots.chunk(num_writers))
+            ]
+            moved = [
+                pool.submit(here.round_trip, peers[nth % 2], parts[nth::3])
+                for nth in range(3)
+                for _ in range(2)
+            ]
+            outcomes = [one for writer in stored for one in writer.result(TIMEOUT)]
+            for one in moved:
+                one.result(TIMEOUT)
         assert store._client.budget.peak <= 1024
         store.close()
     assert len(outcomes) == 2 * rounds * num_pages
