@@ -94,7 +94,7 @@ def test_decode(
 @pytest.mark.parametrize("shape", [(8, 2, 128), (7, 1, 80)])
 @pytest.mark.parametrize(
     ("splits", "window"),
-    [((1, 1), 0), ((4, 100), 50), ((128, 64), 0), (None, 0), (None, 50), ((4, LONG_TOKENS), 0)],
+    [((1, 1), 0), ((4, 100), 50), ((256, 32), 0), (None, 0), (None, 50), ((4, LONG_TOKENS), 0)],
 )
 def test_decode_with_gates(
     shape: tuple[int, int, int], dtype: torch.dtype, splits: tuple[int, int] | None, window: int
@@ -199,6 +199,8 @@ def test_a_short_question_after_a_long_prefix_is_split() -> None:
 def test_splits_of_decode_fill_the_device() -> None:
     assert [plan_splits(bs, 8)[0] for bs in (1, 4, 16, 32)] == [32, 16, 4, 2]
     assert [plan_splits(bs, 8) for bs in (64, 128, 256)] == [(16, 2048), (8, 2048), (4, 2048)]
+    gated = [plan_splits(bs, 2, is_gated=True) for bs in (1, 2, 4, 256)]
+    assert gated == [(256, 32), (32, 64), (32, 64), (16, 2048)]
 
 
 @triton.jit  # type: ignore[untyped-decorator]

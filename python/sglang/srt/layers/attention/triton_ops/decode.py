@@ -22,7 +22,8 @@ PROGRAMS = 512
 """Programs that fill the device; more would cost more than they balance."""
 MAX_SPLITS = 32
 JOINED_APART = (256, 32)
-"""Most parts, and tokens of a block, where a kernel of its own joins the parts."""
+"""Most parts of a request with gates and few KV heads, and the tokens of their blocks. A kernel of
+its own joins them, so that so many do not take long to join."""
 LONG_SPLITS = (4, 16)
 LONG_TOKENS = 2048
 LONG_PROGRAMS = 8192
@@ -253,8 +254,9 @@ def plan_splits(batch_size: int, num_kv_heads: int, *, is_gated: bool = False) -
         least, most = LONG_SPLITS
         wanted = min(max(LONG_PROGRAMS // (batch_size * num_kv_heads), least), most)
         return _power_of_two_below(wanted), LONG_TOKENS
-    most, least = JOINED_APART if is_gated else (MAX_SPLITS, BLOCK_N)
-    return _power_of_two_below(min(wanted, most)), least
+    if is_gated and wanted >= JOINED_APART[0]:
+        return JOINED_APART
+    return _power_of_two_below(min(wanted, MAX_SPLITS)), BLOCK_N
 
 
 def _power_of_two_below(number: int) -> int:
@@ -310,7 +312,7 @@ def decode_attention(
         parts = torch.empty((rows, count, head_dim), dtype=torch.float32, device=q.device)
         lse = torch.empty((rows, count), dtype=torch.float32, device=q.device)
     if launch is None:
-        block_n = JOINED_APART[1] if joins_apart else BLOCK_N
+        block_n = JOINED_APART[1] if splits == JOINED_APART else BLOCK_N
         launch = (block_n, 4, 2 if k_pool.element_size() > 1 else 5)
     gate_arguments = (out, 0, 0)
     if gates is not None:
