@@ -206,9 +206,9 @@ def test_three_processes_meet_in_one_memory(here: Here, peers: list[TransferPeer
 
 
 def test_the_store_and_the_engine_at_once(here: Here, peers: list[TransferPeer]) -> None:
-    """Several threads of each. Each has its transport in this process; neither sees the other's
-    load."""
-    num_pages, rounds, num_writers = 64, 4, 2
+    """Three threads of the engine, and one each that the store has for gets and for sets. Each has
+    its transport in this process; neither sees the other's load."""
+    num_pages, rounds = 64, 4
     device = make_device_pool(num_pages, head_dim=512)
     host = make_host_pool(device, "page_first_direct")
     parts = parts_of(4 * KIB, gap=64)[:10_000]
@@ -223,31 +223,34 @@ def test_the_store_and_the_engine_at_once(here: Here, peers: list[TransferPeer])
         store.register_mem_host_pool_v2(host, PoolName.KV)
         slots = copy_to_host(device, host, list(range(num_pages)))
 
-        def use_store(name: str, own: torch.Tensor) -> list[object]:
-            outcomes: list[object] = []
-            for index in range(rounds):
-                keys = page_keys(num_pages // num_writers, f"{name}{index}")
-                transfer = PoolTransfer(PoolName.KV, host_indices=own, keys=keys)
-                outcomes.extend(store.batch_set_v2([transfer])[PoolName.KV])
-                outcomes.extend(store.batch_get_v2([transfer])[PoolName.KV])
-            return outcomes
+        mine, others = slots.chunk(2)
 
+        def pages(name: str, host_indices: torch.Tensor) -> PoolTransfer:
+            keys = page_keys(num_pages // 2, name)
+            return PoolTransfer(PoolName.KV, host_indices=host_indices, keys=keys)
+
+        def write() -> list[object]:
+            sets = [store.batch_set_v2([pages(f"new{nth}", mine)]) for nth in range(rounds)]
+            return [one for outcomes in sets for one in outcomes[PoolName.KV]]
+
+        def read() -> list[object]:
+            gets = [store.batch_get_v2([pages("old", others)]) for _ in range(rounds)]
+            return [one for outcomes in gets for one in outcomes[PoolName.KV]]
+
+        store.batch_set_v2([pages("old", others)])
         with ThreadPoolExecutor() as pool:
-            stored = [
-                pool.submit(use_store, f"writer{nth}", own)
-                for nth, own in enumerate(slots.chunk(num_writers))
-            ]
+            stored = [pool.submit(write), pool.submit(read)]
             moved = [
                 pool.submit(here.round_trip, peers[nth % 2], parts[nth::3])
                 for nth in range(3)
                 for _ in range(2)
             ]
-            outcomes = [one for writer in stored for one in writer.result(TIMEOUT)]
+            outcomes = [one for user in stored for one in user.result(TIMEOUT)]
             for one in moved:
                 one.result(TIMEOUT)
         assert store._client.budget.peak <= 1024
         store.close()
-    assert len(outcomes) == 2 * rounds * num_pages
+    assert len(outcomes) == rounds * num_pages
     assert set(outcomes) == {CacheOutcome.LANDED}
 
 
