@@ -268,7 +268,8 @@ def test_servers_that_end_while_idle_do_not_pile_up(here: Here) -> None:
             threads.append(engine_threads())
     assert sessions.known == [name]
     assert here.engine.describe()["engine_objects"] <= 3
-    assert threads[-1] <= threads[1] + 2
+    # An object that was given up takes a second to end, with its threads.
+    assert wait_until(lambda: engine_threads() <= threads[1] + 2, 30)
     sessions.probe()
     assert wait_until(lambda: not sessions.known, 30)
     assert here.engine.describe()["requests_in_flight"] == {}
