@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 
 from sglang.srt.hardware_backend.cuda.early_start import await_kernels_before, early_start
+from sglang.srt.layers.attention.triton_ops.combine import gated
 
 
 @triton.jit
@@ -146,10 +147,10 @@ def _gate_kernel(
     dims = tl.arange(0, BLOCK)
     inside = dims < HEAD_DIM
     at = gates_ptr + row * stride + head * step + dims
-    gate = tl.load(at, mask=inside, other=0.0).to(tl.float32)
+    gate = tl.load(at, mask=inside, other=0.0)
     to = x_ptr + (token * HEADS + head) * HEAD_DIM + dims
     x = tl.load(to, mask=inside, other=0.0)
-    tl.store(to, (x.to(tl.float32) / (1.0 + tl.exp(-gate))).to(x.dtype), mask=inside)
+    tl.store(to, gated(x, gate), mask=inside)
 
 
 def scale_by_gates_(x: torch.Tensor, gates: torch.Tensor, rows: torch.Tensor | None) -> None:

@@ -6,20 +6,42 @@ import torch
 import triton
 import triton.language as tl
 
+from sglang.srt.hardware_backend.cuda.early_start import (
+    EarlyStart,
+    await_kernels_before,
+    early_start,
+)
+
+_GATED_DIMS = 64
+"""Elements of a row that a program joins where there are gates: rows are few then."""
+
+
+@triton.jit
+def gated(out: tl.tensor, gate: tl.tensor) -> tl.tensor:
+    """`out`, rounded already, times the sigmoid of its gate."""
+    return (out.to(tl.float32) / (1.0 + tl.exp(-gate.to(tl.float32)))).to(out.dtype)
+
 
 @triton.jit
 def _combine_kernel(
     parts_ptr: tl.tensor,
     lse_ptr: tl.tensor,
     out_ptr: tl.tensor,
+    gates_ptr: tl.tensor,
+    gates_stride: tl.tensor,
+    gates_step: tl.tensor,
+    HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
     SPLITS: tl.constexpr,
+    GATED: tl.constexpr,
+    EARLY: tl.constexpr,
 ) -> None:
-    """Grid `(rows,)`: a program joins the splits of one row."""
+    """Grid `(rows, head_dim / BLOCK_D)`: a program joins the splits of some elements of one row."""
     row = tl.program_id(0).to(tl.int64)
     splits = tl.arange(0, SPLITS)
-    cols = tl.arange(0, BLOCK_D)
+    cols = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
+    await_kernels_before(EARLY)
     lse = tl.load(lse_ptr + row * SPLITS + splits)
     peak = tl.max(lse, axis=0)
     if peak == float("inf"):
@@ -31,10 +53,18 @@ def _combine_kernel(
     parts = tl.load(parts_ptr + at, mask=inside, other=0.0)
     out = tl.sum(parts * weight[:, None], axis=0) / tl.sum(weight, axis=0)
     out = out.to(out_ptr.dtype.element_ty)
+    if GATED:
+        at = gates_ptr + row // HEADS * gates_stride + row % HEADS * gates_step + cols
+        out = gated(out, tl.load(at, mask=cols < HEAD_DIM, other=0.0))
     tl.store(out_ptr + row * HEAD_DIM + cols, out, mask=cols < HEAD_DIM)
 
 
-def combine_splits(parts: torch.Tensor, lse: torch.Tensor, out: torch.Tensor) -> None:
+def combine_splits(
+    parts: torch.Tensor,
+    lse: torch.Tensor,
+    out: torch.Tensor,
+    gates: torch.Tensor | None = None,
+) -> None:
     """Join the splits of every row.
 
     Args:
@@ -42,16 +72,31 @@ def combine_splits(parts: torch.Tensor, lse: torch.Tensor, out: torch.Tensor) ->
         lse: fp32 `[rows, splits]`: base-2 log-sum-exp of each split; -inf: the split is empty; +inf
             in a row whose `out` is final already.
         out: Contiguous `[rows, head_dim]`.
+        gates: `[bs, num_heads, head_dim]` with dense rows, `bs * num_heads` being the rows: the
+            result is multiplied by their sigmoid. None: it is not.
     """
     rows, splits, head_dim = parts.shape
-    _combine_kernel[(rows,)](
+    block_d = triton.next_power_of_2(head_dim)
+    heads, stride, step = 1, 0, 0
+    early: EarlyStart = {"EARLY": False}
+    if gates is not None:
+        block_d = min(block_d, _GATED_DIMS)
+        heads, stride, step = gates.shape[1], gates.stride(0), gates.stride(1)
+        early = early_start(gates)
+    _combine_kernel[(rows, triton.cdiv(head_dim, block_d))](
         parts,
         lse,
         out,
+        out if gates is None else gates,
+        stride,
+        step,
+        HEADS=heads,
         HEAD_DIM=head_dim,
-        BLOCK_D=triton.next_power_of_2(head_dim),
+        BLOCK_D=block_d,
         SPLITS=splits,
+        GATED=gates is not None,
         num_warps=4 if splits > 8 else 1,
+        **early,
     )
 
 

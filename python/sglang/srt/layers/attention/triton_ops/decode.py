@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 
 from sglang.srt.hardware_backend.cuda.early_start import await_kernels_before, early_start
+from sglang.srt.layers.attention.triton_ops.combine import combine_splits, gated
 from sglang.srt.layers.attention.triton_ops.paged import attend_range, split_range
 
 BLOCK_N = 64
@@ -32,7 +33,6 @@ all waiting: into parts of at least `LONG_TOKENS`, by at most `LONG_PROGRAMS` pr
 that finds nothing to do costs little."""
 _MOST_COUNTED = 1 << 16
 _ROWS_JOINED_AT_ONCE = 64
-_DIMS_JOINED_AT_ONCE = 64
 
 
 @triton.jit(do_not_specialize=["splits", "least"])
@@ -82,12 +82,15 @@ def _decode_kernel(
     if WINDOW > 0:
         first = tl.maximum(length - WINDOW, 0)
     begin, end, parts = split_range(first, length, split, splits, least, BLOCK)
-    if SPLIT:  # noqa: SIM102 - known when this is compiled
-        if begin >= end:
-            return
     heads = kv_head * GROUP + tl.arange(0, ROWS)
     is_head = tl.arange(0, ROWS) < GROUP
     out_row = request * NUM_KV_HEADS * GROUP + heads
+    part = out_row * splits + split
+    if SPLIT:  # noqa: SIM102 - known when this is compiled
+        if begin >= end:
+            if APART:
+                tl.store(lse_ptr + part, tl.full([ROWS], float("-inf"), tl.float32), mask=is_head)
+            return
     dims = tl.arange(0, BLOCK_D)
     inside = is_head[:, None] & (dims < HEAD_DIM)[None, :]
     q_at = request * q_stride + heads[:, None] * HEAD_DIM + dims[None, :]
@@ -109,7 +112,6 @@ def _decode_kernel(
     acc = acc / mass[:, None]
     if SPLIT:  # noqa: SIM102 - known when this is compiled
         if APART or parts > 1:
-            part = out_row * splits + split
             tl.store(lse_ptr + part, peak + tl.log2(mass), mask=is_head)
             tl.store(parts_ptr + part[:, None] * HEAD_DIM + dims[None, :], acc, mask=inside)
             if APART:
@@ -128,14 +130,8 @@ def _decode_kernel(
     out = acc.to(out_ptr.dtype.element_ty)
     if GATED:
         at = gates_ptr + request * gates_stride + heads[:, None] * gates_step + dims[None, :]
-        out = _gated(out, tl.load(at, mask=inside, other=0.0))
+        out = gated(out, tl.load(at, mask=inside, other=0.0))
     tl.store(out_ptr + out_row[:, None] * HEAD_DIM + dims[None, :], out, mask=inside)
-
-
-@triton.jit
-def _gated(out: tl.tensor, gate: tl.tensor) -> tl.tensor:
-    """`out`, rounded already, times the sigmoid of its gate."""
-    return (out.to(tl.float32) / (1.0 + tl.exp(-gate.to(tl.float32)))).to(out.dtype)
 
 
 @triton.jit
@@ -186,55 +182,8 @@ def _join(
     out = (acc / mass[:, None]).to(out_ptr.dtype.element_ty)
     if GATED:
         at = gates_ptr + head[:, None] * gates_step + dims[None, :]
-        out = _gated(out, tl.load(at, mask=inside, other=0.0))
+        out = gated(out, tl.load(at, mask=inside, other=0.0))
     tl.store(out_ptr + row[:, None] * HEAD_DIM + dims[None, :], out, mask=inside)
-
-
-@triton.jit(do_not_specialize=["splits", "least"])
-def _join_gated_kernel(
-    parts_ptr: tl.tensor,
-    lse_ptr: tl.tensor,
-    lens_ptr: tl.tensor,
-    out_ptr: tl.tensor,
-    gates_ptr: tl.tensor,
-    gates_stride: tl.tensor,
-    gates_step: tl.tensor,
-    splits: tl.tensor,
-    least: tl.tensor,
-    NUM_HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK: tl.constexpr,
-    PARTS: tl.constexpr,
-    WINDOW: tl.constexpr,
-    EARLY: tl.constexpr,
-) -> None:
-    """Grid `(head_dim / BLOCK_D, heads, bs)`: a program joins some elements of one head."""
-    dims = tl.program_id(0) * BLOCK_D + tl.arange(0, BLOCK_D)
-    head = tl.program_id(1)
-    request = tl.program_id(2).to(tl.int64)
-    is_dim = dims < HEAD_DIM
-    # Written before the lookup of embeddings, which does not start early.
-    length = tl.load(lens_ptr + request).to(tl.int32)
-    await_kernels_before(EARLY)
-    first = 0
-    if WINDOW > 0:
-        first = tl.maximum(length - WINDOW, 0)
-    _, _, parts = split_range(first, length, 0, splits, least, BLOCK)
-    gate = tl.load(
-        gates_ptr + request * gates_stride + head * gates_step + dims, mask=is_dim, other=0.0
-    )
-    row = request * NUM_HEADS + head
-    number = tl.arange(0, PARTS)
-    part = row * splits + number
-    there = number < parts
-    lse = tl.load(lse_ptr + part, mask=there, other=float("-inf"))
-    at = part[:, None] * HEAD_DIM + dims[None, :]
-    values = tl.load(parts_ptr + at, mask=there[:, None] & is_dim[None, :], other=0.0)
-    weight = tl.exp2(lse - tl.max(lse, axis=0))
-    joined = tl.sum(values * weight[:, None], axis=0) / tl.sum(weight, axis=0)
-    out = _gated(joined.to(out_ptr.dtype.element_ty), gate)
-    tl.store(out_ptr + row * HEAD_DIM + dims, out, mask=is_dim)
 
 
 def make_arrivals(device: torch.device | str) -> torch.Tensor:
@@ -354,22 +303,5 @@ def decode_attention(
         **early_start(q),
     )
     if joins_apart:
-        block_d = min(_DIMS_JOINED_AT_ONCE, triton.next_power_of_2(head_dim))
-        _join_gated_kernel[(triton.cdiv(head_dim, block_d), num_heads, batch_size)](
-            parts,
-            lse,
-            seq_lens,
-            out,
-            *gate_arguments,
-            count,
-            least,
-            NUM_HEADS=num_heads,
-            HEAD_DIM=head_dim,
-            BLOCK_D=block_d,
-            BLOCK=block_n,
-            PARTS=count,
-            WINDOW=window,
-            num_warps=4,
-            **early_start(q),
-        )
+        combine_splits(parts, lse, out.view(-1, head_dim), gates)
     return out
