@@ -19,7 +19,10 @@ from sglang.srt.arg_groups.remote_weights import (
 )
 from sglang.srt.configs.config_file import supported_architecture
 from sglang.srt.disaggregation.mooncake.utils import check_mooncake_custom_mem_pool_enabled
-from sglang.srt.distributed.device_communicators.ib_devices import parse_ib_device_config
+from sglang.srt.distributed.device_communicators.ib_devices import (
+    ENGINE_FIELD,
+    parse_ib_device_config,
+)
 from sglang.srt.distributed.device_communicators.mooncake_library import (
     MOONCAKE_MISSING,
     STORE_USER,
@@ -190,8 +193,7 @@ def _check_transfer_engine(user: str, devices: str) -> None:
     """Check the Transfer Engine of `user`; `devices`: as `parse_ib_device_config` takes them."""
     _check_package(user, "mooncake.engine")
     if not envs.ENABLE_ASCEND_TRANSFER_WITH_MOONCAKE.get():
-        field = "--disaggregation-ib-device (MOONCAKE_DEVICE)"
-        _check_protocol(envs.MOONCAKE_PROTOCOL.get(), devices, field)
+        _check_protocol(envs.MOONCAKE_PROTOCOL.get(), devices, ENGINE_FIELD)
 
 
 def _check_protocol(requested: str, chosen: str, field: str) -> None:

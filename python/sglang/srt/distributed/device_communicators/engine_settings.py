@@ -11,6 +11,7 @@ from sglang.srt.disaggregation.mooncake.utils import (
     CustomMemPool,
     check_mooncake_custom_mem_pool_enabled,
 )
+from sglang.srt.distributed.device_communicators.ib_devices import ENGINE_FIELD
 from sglang.srt.distributed.device_communicators.mooncake_protocol import (
     IB_PROTOCOLS,
     RdmaDevice,
@@ -29,7 +30,6 @@ from sglang.srt.utils.network import get_free_port
 
 logger = logging.getLogger(__name__)
 
-_DEVICE_FIELD: Final = "--disaggregation-ib-device (MOONCAKE_DEVICE)"
 _ON_CUDA: Final = ("nvlink", "nvlink_intra")
 _ON_PLAIN_MEMORY: Final = ("efa", "nvlink_intra")
 """Protocols that register only memory of `cudaMalloc`, and none that was mapped otherwise."""
@@ -119,7 +119,7 @@ def settle_engine(
     protocol = resolve_mooncake_protocol(
         requested,
         allow_tcp_fallback=envs.SGLANG_MOONCAKE_ALLOW_TCP_FALLBACK.get(),
-        devices=choose_devices(ib_device, devices, field=_DEVICE_FIELD)
+        devices=choose_devices(ib_device, devices, field=ENGINE_FIELD)
         if requested in IB_PROTOCOLS
         else devices,
         supported=supported,

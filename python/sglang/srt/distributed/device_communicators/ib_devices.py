@@ -6,7 +6,8 @@ import json
 from pathlib import Path
 from typing import Final
 
-_FIELD: Final = "--disaggregation-ib-device (or MOONCAKE_DEVICE)"
+ENGINE_FIELD: Final = "--disaggregation-ib-device (or MOONCAKE_DEVICE)"
+"""Setting of a Transfer Engine's devices, for errors."""
 _FORMS: Final = (
     'use a list like mlx5_0,mlx5_1, a JSON object by GPU like {"0": "mlx5_0", "1": "mlx5_1"}, or '
     "the path of a .json file with such an object"
@@ -14,7 +15,7 @@ _FORMS: Final = (
 
 
 def parse_ib_device_config(
-    ib_device_str: str | None, *, field: str = _FIELD
+    ib_device_str: str | None, *, field: str = ENGINE_FIELD
 ) -> dict[int, str] | None:
     """Devices by GPU; None: all GPUs share one list, or there is none.
 
@@ -37,16 +38,24 @@ def parse_ib_device_config(
 
 
 def get_ib_devices_for_gpu(
-    ib_device_str: str | None, gpu_id: int, *, field: str = _FIELD
+    ib_device_str: str | None, gpu_id: int | None, *, field: str = ENGINE_FIELD
 ) -> str | None:
     """The devices of one GPU, comma separated; None: the transport chooses.
 
+    Args:
+        gpu_id: None: the process has no GPU.
+
     Raises:
-        ValueError: `parse_ib_device_config` raises it, or an object has no devices for this GPU.
+        ValueError: `parse_ib_device_config` raises it, or an object has no devices for this GPU, or
+            there is none.
     """
     by_gpu = parse_ib_device_config(ib_device_str, field=field)
     if by_gpu is None:
         return _normalized(ib_device_str or "") or None
+    if gpu_id is None:
+        raise ValueError(
+            f"{field} has devices by GPU, and this process has none: use a list like mlx5_0,mlx5_1"
+        )
     if gpu_id not in by_gpu:
         raise ValueError(
             f"{field} has no devices for GPU {gpu_id}, only for {sorted(by_gpu)}; add it"

@@ -103,12 +103,7 @@ class MooncakeTransferEngine:
         self._new_engine = new_engine
         self._supported = wheel_protocols() if supported is None else supported
         config = envs.MOONCAKE_DEVICE.get() if ib_device is None else ib_device
-        if gpu_id is None and parse_ib_device_config(config) is not None:
-            raise ValueError(
-                "--disaggregation-ib-device (or MOONCAKE_DEVICE) has devices by GPU, and this "
-                "process has none: use a list like mlx5_0,mlx5_1"
-            )
-        device_name = get_ib_devices_for_gpu(config, gpu_id or 0) or ""
+        device_name = get_ib_devices_for_gpu(config, gpu_id) or ""
         self._book = MemoryBook()
         # Over NVLink Mooncake maps the peer's memory for the current device of the calling thread.
         # If that is not the pools' device, bytes go through host memory, at a tenth of the rate.

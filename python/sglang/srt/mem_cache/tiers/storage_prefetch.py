@@ -335,11 +335,7 @@ class StoragePrefetch(TierFlow):
             return 0
         parent = path[-1] if path else self._tree.root
         leaf = self._tree.add_leaf(operation.key[known:end], parent)
-        leaf.set_host_value(operation.publish(begin, landed))
-        leaf.hash_value = operation.hashes[begin // self.page_size : landed // self.page_size]
-        leaf.storage_epoch = operation.epoch
-        self._publish_state(operation, leaf)
-        self._host.offer([leaf])
+        self._publish_pages(operation, leaf, begin, landed)
         return end - known
 
     def _add_state(self, operation: PrefetchOperation, node: TreeNode, landed: int) -> None:
@@ -353,14 +349,20 @@ class StoragePrefetch(TierFlow):
         """
         begin = landed - len(node.key)
         if not node.backuped and node.write_id is None and begin >= 0:
-            if operation.host_state is None or not operation.owns(begin, landed):
-                return
-            node.set_host_value(operation.publish(begin, landed))
-            node.hash_value = operation.hashes[begin // self.page_size : landed // self.page_size]
-            node.storage_epoch = operation.epoch
-            self._host.offer([node])
-        if node.backuped:
+            if operation.host_state is not None and operation.owns(begin, landed):
+                self._publish_pages(operation, node, begin, landed)
+        elif node.backuped:
             self._publish_state(operation, node)
+
+    def _publish_pages(
+        self, operation: PrefetchOperation, node: TreeNode, begin: int, end: int
+    ) -> None:
+        """Give `node` the pages of a read from token `begin` to `end`, and its state, if any."""
+        node.set_host_value(operation.publish(begin, end))
+        node.hash_value = operation.hashes[begin // self.page_size : end // self.page_size]
+        node.storage_epoch = operation.epoch
+        self._publish_state(operation, node)
+        self._host.offer([node])
 
     def _publish_state(self, operation: PrefetchOperation, node: TreeNode) -> None:
         """Give the state that a read has brought, if any, to `node`, which ends at its position."""

@@ -16,10 +16,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Final
 
 from sglang.srt.constants import MIB
-from sglang.srt.distributed.device_communicators.ib_devices import (
-    get_ib_devices_for_gpu,
-    parse_ib_device_config,
-)
+from sglang.srt.distributed.device_communicators.ib_devices import get_ib_devices_for_gpu
 from sglang.srt.distributed.device_communicators.mooncake_library import (
     STORE_USER,
     load_mooncake,
@@ -298,7 +295,9 @@ def settle_protocol(config: MooncakeStoreConfig, device: str) -> tuple[str, str]
     devices = list_rdma_devices()
     names = ""
     if config.protocol in IB_PROTOCOLS:
-        names = _devices_of(config.device_name, device)
+        _, _, index = device.partition(":")
+        gpu_id = int(index) if index else None
+        names = get_ib_devices_for_gpu(config.device_name, gpu_id, field=DEVICE_FIELD) or ""
         devices = choose_devices(names, devices, field=DEVICE_FIELD)
     protocol = resolve_mooncake_protocol(
         config.protocol,
@@ -312,17 +311,6 @@ def settle_protocol(config: MooncakeStoreConfig, device: str) -> tuple[str, str]
             "MOONCAKE_PROTOCOL (protocol) to rdma or tcp"
         )
     return protocol, names if protocol in IB_PROTOCOLS else ""
-
-
-def _devices_of(config: str, device: str) -> str:
-    """The InfiniBand devices that `config` has for `device` (`cpu`, `cuda:1`, ...)."""
-    _, _, index = device.partition(":")
-    if not index and parse_ib_device_config(config, field=DEVICE_FIELD) is not None:
-        raise ValueError(
-            f"{DEVICE_FIELD} has devices by GPU, and this process has none: use a list like "
-            "mlx5_0,mlx5_1"
-        )
-    return get_ib_devices_for_gpu(config, int(index or 0), field=DEVICE_FIELD) or ""
 
 
 def is_master_reachable(config: MooncakeStoreConfig) -> bool:
