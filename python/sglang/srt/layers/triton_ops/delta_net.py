@@ -16,9 +16,9 @@ from sglang.srt.layers.fused_kernels import DeltaLayout, DeltaStates
 
 _FEW_REQUESTS = 2
 _VALUES_AT_ONCE = (16, 32)
-_WARPS = (1, 2)
-"""Values of a head per program, and its warps; the first ones for decode steps of at most
-`_FEW_REQUESTS`. Few values fill the device; more values recompute key and query less often."""
+"""Values of a head per program; the first for decode steps of at most `_FEW_REQUESTS`. Few values
+fill the device; more values recompute key and query less often."""
+_WARPS = 2
 _NORM_EPS: tl.constexpr = tl.constexpr(1e-6)
 
 
@@ -34,28 +34,48 @@ def _convolved(
     channels: tl.tensor,
     inside: tl.tensor,
     KERNEL: tl.constexpr,
-    ONE: tl.constexpr,
 ) -> tl.tensor:
     """SiLU of the convolution at `token`, in fp32 but rounded to the dtype of the input.
 
     Inputs before `begin` are read from the state, which has the last ones before it.
     """
-    x = tl.load(x_ptr + token * stride + cols, mask=inside, other=0.0)
     taps = weight_ptr + channels * KERNEL
-    acc = x.to(tl.float32) * tl.load(taps + KERNEL - 1, mask=inside, other=0.0)
+    past = tl.zeros(cols.shape, tl.float32)
     for nth in tl.static_range(KERNEL - 1):
         at = token - (KERNEL - 1) + nth
         old = conv_ptr + channels * (KERNEL - 1) + (at - begin + KERNEL - 1)
-        if ONE:
-            seen = tl.load(old, mask=inside, other=0.0).to(tl.float32)
-        else:
-            # A vector comparison: Triton's interpreter takes no scalar masks.
-            is_old = channels * 0 + at < begin
-            seen = tl.load(old, mask=inside & is_old, other=0.0).to(tl.float32)
-            new = tl.load(x_ptr + at * stride + cols, mask=inside & ~is_old, other=0.0)
-            seen += new.to(tl.float32)
-        acc += seen * tl.load(taps + nth, mask=inside, other=0.0)
+        # A vector comparison: Triton's interpreter takes no scalar masks.
+        is_old = channels * 0 + at < begin
+        seen = tl.load(old, mask=inside & is_old, other=0.0).to(tl.float32)
+        new = tl.load(x_ptr + at * stride + cols, mask=inside & ~is_old, other=0.0)
+        past += (seen + new.to(tl.float32)) * tl.load(taps + nth, mask=inside, other=0.0)
+    tap = tl.load(taps + KERNEL - 1, mask=inside, other=0.0)
+    return _with_newest(x_ptr + token * stride + cols, past, tap, inside)
+
+
+@triton.jit
+def _with_newest(x_ptr: tl.tensor, past: tl.tensor, tap: tl.tensor, inside: tl.tensor) -> tl.tensor:
+    """SiLU of the convolution whose older inputs give `past`, rounded as the input is."""
+    x = tl.load(x_ptr, mask=inside, other=0.0)
+    acc = past + x.to(tl.float32) * tap
     return (acc / (1.0 + tl.exp(-acc))).to(x.dtype).to(tl.float32)
+
+
+@triton.jit
+def _past_of_one(  # type: ignore[no-untyped-def]  # noqa: ANN202
+    conv_ptr: tl.tensor,
+    weight_ptr: tl.tensor,
+    channels: tl.tensor,
+    inside: tl.tensor,
+    KERNEL: tl.constexpr,
+):
+    """What the state gives to the convolution of the next token, and the weight of its input."""
+    taps = weight_ptr + channels * KERNEL
+    past = tl.zeros(channels.shape, tl.float32)
+    for nth in tl.static_range(KERNEL - 1):
+        seen = tl.load(conv_ptr + channels * (KERNEL - 1) + nth, mask=inside, other=0.0)
+        past += seen.to(tl.float32) * tl.load(taps + nth, mask=inside, other=0.0)
+    return past, tl.load(taps + KERNEL - 1, mask=inside, other=0.0)
 
 
 @triton.jit
@@ -106,11 +126,21 @@ def _rule_kernel(
     # Read before the wait: no other kernel of the step writes the layer's states, and slots were
     # there before the lookup of embeddings, which does not start early.
     first = tl.load(read_ptr + request)
+    slot = tl.load(write_ptr + request)
     conv = conv_ptr + first * channels * (KERNEL - 1)
     place = keys[:, None] * VALUE_DIM + values[None, :]
     inside = is_key[:, None] & is_value[None, :]
     size = KEY_DIM * VALUE_DIM
     state = tl.load(temporal_ptr + (first * heads + head) * size + place, mask=inside, other=0.0)
+    rate = tl.exp(tl.load(a_log_ptr + head))
+    bias = tl.load(dt_bias_ptr + head)
+    q_channels = key_head * KEY_DIM + keys
+    k_channels = KEY_HEADS * KEY_DIM + q_channels
+    v_channels = 2 * KEY_HEADS * KEY_DIM + head * VALUE_DIM + values
+    if ONE:
+        q_past, q_tap = _past_of_one(conv, weight_ptr, q_channels, is_key, KERNEL)
+        k_past, k_tap = _past_of_one(conv, weight_ptr, k_channels, is_key, KERNEL)
+        v_past, v_tap = _past_of_one(conv, weight_ptr, v_channels, is_value, KERNEL)
     await_kernels_before(EARLY)
     if ONE:
         begin = request.to(tl.int64)
@@ -122,25 +152,27 @@ def _rule_kernel(
             return
     state = state.to(tl.float32)
     kept = temporal_ptr.dtype.element_ty
-    rate = tl.exp(tl.load(a_log_ptr + head))
-    bias = tl.load(dt_bias_ptr + head)
     track_len = begin * 0
     if TRACK:
         track_len = tl.load(track_lens_ptr + request)
     for token in range(begin, end):
-        q = _convolved(
-            x_ptr, conv, weight_ptr, token, begin, stride, Q0 + key_head * QK_STEP + keys,
-            key_head * KEY_DIM + keys, is_key, KERNEL, ONE,
-        )  # fmt: skip
-        k = _convolved(
-            x_ptr, conv, weight_ptr, token, begin, stride, K0 + key_head * QK_STEP + keys,
-            (KEY_HEADS + key_head) * KEY_DIM + keys, is_key, KERNEL, ONE,
-        )  # fmt: skip
-        v = _convolved(
-            x_ptr, conv, weight_ptr, token, begin, stride,
-            V0 + key_head * V_STEP + nth * VALUE_DIM + values,
-            2 * KEY_HEADS * KEY_DIM + head * VALUE_DIM + values, is_value, KERNEL, ONE,
-        )  # fmt: skip
+        q_cols = Q0 + key_head * QK_STEP + keys
+        k_cols = K0 + key_head * QK_STEP + keys
+        v_cols = V0 + key_head * V_STEP + nth * VALUE_DIM + values
+        if ONE:
+            q = _with_newest(x_ptr + token * stride + q_cols, q_past, q_tap, is_key)
+            k = _with_newest(x_ptr + token * stride + k_cols, k_past, k_tap, is_key)
+            v = _with_newest(x_ptr + token * stride + v_cols, v_past, v_tap, is_value)
+        else:
+            q = _convolved(
+                x_ptr, conv, weight_ptr, token, begin, stride, q_cols, q_channels, is_key, KERNEL
+            )
+            k = _convolved(
+                x_ptr, conv, weight_ptr, token, begin, stride, k_cols, k_channels, is_key, KERNEL
+            )
+            v = _convolved(
+                x_ptr, conv, weight_ptr, token, begin, stride, v_cols, v_channels, is_value, KERNEL
+            )
         row = x_ptr + token * stride + key_head * BA_STEP + nth
         beta = 1.0 / (1.0 + tl.exp(-tl.load(row + B0).to(tl.float32)))
         step = tl.load(row + A0).to(tl.float32) + bias
@@ -159,7 +191,6 @@ def _rule_kernel(
                 tl.store(temporal_ptr + (snapshot * heads + head) * size + place, rounded, inside)
                 # Later tokens continue from the snapshot as stored.
                 state = rounded.to(tl.float32)
-    slot = tl.load(write_ptr + request)
     tl.store(temporal_ptr + (slot * heads + head) * size + place, state.to(kept), mask=inside)
 
 
@@ -267,6 +298,10 @@ def _finish_kernel(
     values = tl.arange(0, BLOCK_V)
     is_value = values < VALUE_DIM
     own = nth * VALUE_DIM + values
+    weight = tl.load(norm_ptr + values, mask=is_value, other=0.0).to(tl.float32)
+    request = tl.maximum(row - tokens, 0)
+    first = tl.load(read_ptr + request)
+    slot = tl.load(write_ptr + request)
     await_kernels_before(EARLY)
     if row < tokens:
         known = row * 0 + tokens
@@ -277,7 +312,6 @@ def _finish_kernel(
         x = tl.load(attended_ptr + at, mask=is_value, other=0.0)
         x = tl.where(row < known, x, 0.0)
         scale = tl.rsqrt(tl.sum(x * x, axis=0) / VALUE_DIM + eps)
-        weight = tl.load(norm_ptr + values, mask=is_value, other=0.0).to(tl.float32)
         gate = tl.load(
             x_ptr + row * stride + Z0 + key_head * V_STEP + own, mask=is_value, other=0.0
         )
@@ -285,7 +319,6 @@ def _finish_kernel(
         normed = x * scale * weight * (wide / (1.0 + tl.exp(-wide)))
         tl.store(out_ptr + at, normed.to(gate.dtype), mask=is_value)
         return
-    request = row - tokens
     if ONE:
         begin = request
         end = begin + 1
@@ -294,8 +327,6 @@ def _finish_kernel(
         end = tl.load(bounds_ptr + request + 1)
         if begin >= end:
             return
-    first = tl.load(read_ptr + request)
-    slot = tl.load(write_ptr + request)
     snapshot = slot * 0
     track_len = slot * 0
     if TRACK:
@@ -371,7 +402,7 @@ def attend_linearly(
     _rule_kernel[(triton.cdiv(value_dim, block_v), heads, requests)](
         x, states.conv, states.temporal, conv_weight, a_log, dt_bias, attended, *indices,
         x.stride(0), layout.key_dim**-0.5, B0=layout.b, A0=layout.a, BA_STEP=layout.ba_step,
-        BLOCK_V=block_v, num_warps=_WARPS[has_more], **shape,
+        BLOCK_V=block_v, num_warps=_WARPS, **shape,
     )  # fmt: skip
     _finish_kernel[(heads, num_tokens + requests)](
         x, states.conv, attended, weight, out, *indices, num_tokens, requests, x.stride(0), eps,

@@ -82,6 +82,9 @@ def _choose_kernel(
     token = tl.program_id(0).to(tl.int64)
     experts = tl.arange(0, BLOCK_E)
     inside = experts < EXPERTS
+    cols = tl.arange(0, BLOCK_H)
+    if GATE:
+        gate = tl.load(gate_ptr + cols, mask=cols < HIDDEN, other=0.0).to(tl.float32)
     await_kernels_before(EARLY)
     logits = logits_ptr + token * EXPERTS
     peak = 0.0
@@ -132,12 +135,13 @@ def _choose_kernel(
     if PLACES > TOP_K:
         shared = 1.0
         if GATE:
-            acc = tl.zeros([BLOCK_H], tl.float32)
-            for begin in range(0, HIDDEN, BLOCK_H):
-                cols = begin + tl.arange(0, BLOCK_H)
-                x = tl.load(x_ptr + token * HIDDEN + cols, mask=cols < HIDDEN, other=0.0)
-                gate = tl.load(gate_ptr + cols, mask=cols < HIDDEN, other=0.0)
-                acc += x.to(tl.float32) * gate.to(tl.float32)
+            x = tl.load(x_ptr + token * HIDDEN + cols, mask=cols < HIDDEN, other=0.0)
+            acc = x.to(tl.float32) * gate
+            for begin in range(BLOCK_H, HIDDEN, BLOCK_H):
+                at = begin + cols
+                x = tl.load(x_ptr + token * HIDDEN + at, mask=at < HIDDEN, other=0.0)
+                more = tl.load(gate_ptr + at, mask=at < HIDDEN, other=0.0)
+                acc += x.to(tl.float32) * more.to(tl.float32)
             shared = 1.0 / (1.0 + tl.exp(-tl.sum(acc, axis=0)))
         weights = tl.where(places == TOP_K, shared, weights)
     tl.store(weights_ptr + token * PLACES + places, weights, mask=places < PLACES)

@@ -44,20 +44,22 @@ def _prepare_kernel(
     if head >= HEADS:
         weight_ptr = k_weight_ptr
         row = base + (HEADS + head) * HEAD_DIM
+    weight = 1.0 + tl.load(weight_ptr + dims, mask=inside, other=0.0).to(tl.float32)
+    other_weight = 1.0 + tl.load(weight_ptr + partner, mask=inside, other=0.0).to(tl.float32)
+    # Angles and slots were written before the lookup of embeddings, which does not start early.
+    turns = dims < ROTARY_DIM
+    angle = token * ROTARY_DIM + dims
+    cos = tl.load(cos_ptr + angle, mask=turns, other=1.0).to(tl.float32)
+    sin = tl.load(sin_ptr + angle, mask=turns, other=0.0).to(tl.float32)
+    loc = tl.load(loc_ptr + token).to(tl.int64)
     await_kernels_before(EARLY)
     x = tl.load(row + dims, mask=inside, other=0.0)
     other = tl.load(row + partner, mask=inside, other=0.0).to(tl.float32)
     dtype = x.dtype
     wide = x.to(tl.float32)
     scale = tl.rsqrt(tl.sum(wide * wide, axis=0) / HEAD_DIM + eps)
-    weight = 1.0 + tl.load(weight_ptr + dims, mask=inside, other=0.0).to(tl.float32)
-    other_weight = 1.0 + tl.load(weight_ptr + partner, mask=inside, other=0.0).to(tl.float32)
     normed = (wide * scale * weight).to(dtype).to(tl.float32)
     other = (other * scale * other_weight).to(dtype).to(tl.float32)
-    turns = dims < ROTARY_DIM
-    angle = token * ROTARY_DIM + dims
-    cos = tl.load(cos_ptr + angle, mask=turns, other=1.0).to(tl.float32)
-    sin = tl.load(sin_ptr + angle, mask=turns, other=0.0).to(tl.float32)
     rotated = ((normed * cos).to(dtype).to(tl.float32) + other * sin).to(dtype)
     if head < HEADS:
         tl.store(q_ptr + (token * HEADS + head) * HEAD_DIM + dims, rotated, mask=inside)
@@ -66,7 +68,7 @@ def _prepare_kernel(
     tl.debug_barrier()
     tl.store(row + dims, rotated, mask=inside)
     kv_head = head - HEADS
-    place = (tl.load(loc_ptr + token).to(tl.int64) * KV_HEADS + kv_head) * HEAD_DIM + dims
+    place = (loc * KV_HEADS + kv_head) * HEAD_DIM + dims
     stored = k_pool_ptr.dtype.element_ty
     tl.store(k_pool_ptr + place, rotated.to(stored), mask=inside)
     v = tl.load(row + KV_HEADS * HEAD_DIM + dims, mask=inside, other=0.0)

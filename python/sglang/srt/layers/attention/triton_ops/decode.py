@@ -16,7 +16,7 @@ import triton.language as tl
 
 from sglang.srt.hardware_backend.cuda.early_start import await_kernels_before, early_start
 from sglang.srt.layers.attention.triton_ops.combine import combine_splits, gated
-from sglang.srt.layers.attention.triton_ops.paged import attend_range, split_range
+from sglang.srt.layers.attention.triton_ops.paged import attend_range, split_range, weigh
 
 BLOCK_N = 64
 PROGRAMS = 512
@@ -33,6 +33,8 @@ all waiting: into parts of at least `LONG_TOKENS`, by at most `LONG_PROGRAMS` pr
 that finds nothing to do costs little."""
 _MOST_COUNTED = 1 << 16
 _ROWS_JOINED_AT_ONCE = 64
+_SECTOR_BYTES = 32
+"""What an L1 cache fetches at once. Rows that share one with the newest are not read early."""
 
 
 @triton.jit(do_not_specialize=["splits", "least"])
@@ -68,6 +70,7 @@ def _decode_kernel(
     APART: tl.constexpr,
     WINDOW: tl.constexpr,
     EARLY: tl.constexpr,
+    EARLY_KV: tl.constexpr,
 ) -> None:
     """Grid `(kv_heads, bs, splits)`: a program attends from a group's query heads to one split."""
     # Programs that run together read neighbouring heads of the same tokens.
@@ -77,11 +80,23 @@ def _decode_kernel(
     # Written before the lookup of embeddings, which does not start early.
     length = tl.load(lens_ptr + request).to(tl.int32)
     slots = table_ptr + tl.load(rows_ptr + request).to(tl.int64) * table_stride
-    await_kernels_before(EARLY)
     first = 0
     if WINDOW > 0:
         first = tl.maximum(length - WINDOW, 0)
     begin, end, parts = split_range(first, length, split, splits, least, BLOCK)
+    dims = tl.arange(0, BLOCK_D)
+    k_head = k_ptr + kv_head * HEAD_DIM
+    v_head = v_ptr + kv_head * HEAD_DIM
+    if EARLY_KV:
+        # Of the kernels since the lookup of embeddings only the layer's own write to its keys and
+        # values, and only those of the newest token.
+        pos = begin + tl.arange(0, BLOCK)
+        slot = tl.load(slots + pos, mask=pos < end, other=0).to(tl.int64)
+        at = slot[:, None] * (NUM_KV_HEADS * HEAD_DIM) + dims[None, :]
+        is_old = (pos < tl.minimum(end, length - 1))[:, None] & (dims < HEAD_DIM)[None, :]
+        k = tl.load(k_head + at, mask=is_old, other=0.0)
+        v = tl.load(v_head + at, mask=is_old, other=0.0)
+    await_kernels_before(EARLY)
     heads = kv_head * GROUP + tl.arange(0, ROWS)
     is_head = tl.arange(0, ROWS) < GROUP
     out_row = request * NUM_KV_HEADS * GROUP + heads
@@ -91,15 +106,20 @@ def _decode_kernel(
             if APART:
                 tl.store(lse_ptr + part, tl.full([ROWS], float("-inf"), tl.float32), mask=is_head)
             return
-    dims = tl.arange(0, BLOCK_D)
     inside = is_head[:, None] & (dims < HEAD_DIM)[None, :]
     q_at = request * q_stride + heads[:, None] * HEAD_DIM + dims[None, :]
     q = tl.load(q_ptr + q_at, mask=inside, other=0.0)
     peak = tl.full([ROWS], float("-inf"), tl.float32)
     mass = tl.zeros([ROWS], tl.float32)
     acc = tl.zeros([ROWS, BLOCK_D], tl.float32)
-    k_head = k_ptr + kv_head * HEAD_DIM
-    v_head = v_ptr + kv_head * HEAD_DIM
+    if EARLY_KV:
+        if end == length:
+            is_new = (pos == length - 1)[:, None] & (dims < HEAD_DIM)[None, :]
+            k = tl.where(is_new, tl.load(k_head + at, mask=is_new, other=0.0), k)
+            v = tl.where(is_new, tl.load(v_head + at, mask=is_new, other=0.0), v)
+        p, _, peak, mass = weigh(q, k, (pos < end)[None, :], peak, mass, scale, False)
+        acc = tl.dot(p.to(q.dtype), v.to(q.dtype), acc, input_precision="tf32x3")
+        begin = tl.minimum(begin + BLOCK, end)
     whole = begin + (end - begin) // BLOCK * BLOCK
     peak, mass, acc = attend_range(
         q, peak, mass, acc, k_head, v_head, slots, begin, whole, heads, scale,
@@ -269,6 +289,7 @@ def decode_attention(
         gate_arguments = (gates, gates.stride(0), gates.stride(1))
     group = num_heads // num_kv_heads
     block_n, num_warps, num_stages = launch
+    starts = early_start(q)
     _decode_kernel[(num_kv_heads, batch_size, count)](
         q,
         k_pool,
@@ -298,9 +319,10 @@ def decode_attention(
         GATED=gates is not None,
         APART=joins_apart,
         WINDOW=window,
+        EARLY_KV=starts["EARLY"] and head_dim * k_pool.element_size() % _SECTOR_BYTES == 0,
         num_warps=num_warps,
         num_stages=num_stages,
-        **early_start(q),
+        **starts,
     )
     if joins_apart:
         combine_splits(parts, lse, out.view(-1, head_dim), gates)

@@ -67,28 +67,44 @@ def attend_range(  # type: ignore[no-untyped-def]  # noqa: ANN201
             k = tl.load(k_ptr + at)
         else:
             k = tl.load(k_ptr + at, mask=dims[None, :] < HEAD_DIM, other=0.0)
-        scores = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision="tf32x3") * scale
-        if not EVEN:
-            seen = pos[None, :] < end
-            if CAUSAL:
-                seen = seen & (pos[None, :] <= q_pos[:, None])
-            if WINDOW > 0:
-                seen = seen & (pos[None, :] > q_pos[:, None] - WINDOW)
-            scores = tl.where(seen, scores, float("-inf"))
-        new_peak = tl.maximum(peak, tl.max(scores, axis=1))
-        if EVEN:
-            base = new_peak
-        else:
-            # A row that has seen nothing yet: -inf less -inf would be NaN.
-            base = tl.where(new_peak == float("-inf"), 0.0, new_peak)
-        shrink = tl.exp2(peak - base)
-        p = tl.exp2(scores - base[:, None])
-        mass = mass * shrink + tl.sum(p, axis=1)
+        seen = pos[None, :] < end
+        if CAUSAL:
+            seen = seen & (pos[None, :] <= q_pos[:, None])
+        if WINDOW > 0:
+            seen = seen & (pos[None, :] > q_pos[:, None] - WINDOW)
+        p, shrink, peak, mass = weigh(q, k, seen, peak, mass, scale, EVEN)
         if HEAD_DIM == BLOCK_D:
             v = tl.load(v_ptr + at)
         else:
             v = tl.load(v_ptr + at, mask=dims[None, :] < HEAD_DIM, other=0.0)
         acc = acc * shrink[:, None]
         acc = tl.dot(p.to(q.dtype), v.to(q.dtype), acc, input_precision="tf32x3")
-        peak = new_peak
     return peak, mass, acc
+
+
+@triton.jit
+def weigh(  # type: ignore[no-untyped-def]  # noqa: ANN201
+    q: tl.tensor,
+    k: tl.tensor,
+    seen: tl.tensor,
+    peak: tl.tensor,
+    mass: tl.tensor,
+    scale: tl.tensor,
+    EVEN: tl.constexpr,
+):
+    """Weights of one block's values, what shrinks the sums before it, and peak and mass after it.
+
+    EVEN: every row sees all of the block, and `seen` is not looked at.
+    """
+    scores = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision="tf32x3") * scale
+    if not EVEN:
+        scores = tl.where(seen, scores, float("-inf"))
+    new_peak = tl.maximum(peak, tl.max(scores, axis=1))
+    if EVEN:
+        base = new_peak
+    else:
+        # A row that has seen nothing yet: -inf less -inf would be NaN.
+        base = tl.where(new_peak == float("-inf"), 0.0, new_peak)
+    shrink = tl.exp2(peak - base)
+    p = tl.exp2(scores - base[:, None])
+    return p, shrink, new_peak, mass * shrink + tl.sum(p, axis=1)
