@@ -1,6 +1,6 @@
 """Models with more state than KV on a GPU: steps against the limits, and what an L2 hit saves.
 
-    python benchmark/gpu_hybrid.py [steps] [server] [experts]
+    python benchmark/gpu_hybrid.py [steps] [server] [experts] [transformers]
         [--families qwen3_next deepseek_v32] [--json FILE]
 
 Random weights. Shapes are those of Qwen3-Next-80B-A3B with 12 of 48 layers, and of DeepSeek-V3.2
@@ -10,6 +10,7 @@ reading its active weights once, at the speed of a large copy in the same run (t
 times that). With graphs also the same step again and again (`replayed`), its kernels by time, and
 prefills of 64 tokens after 8,192.
 `experts`: a layer's experts of 1 to 64 tokens, in kernels for few tokens and in grouped products.
+`transformers`: a prefill and decode steps of the same shape by transformers' own model.
 `server`: TTFT of 8,192 tokens over HTTP, cold and from L2 (target: a fifth).
 """
 
@@ -29,8 +30,9 @@ from unittest import mock
 
 import numpy as np
 import torch
+import transformers
 from gpu_server import Emit, ask
-from transformers import DeepseekV32Config, Qwen3NextConfig
+from transformers import AutoConfig, AutoModelForCausalLM, DeepseekV32Config, Qwen3NextConfig
 
 from sglang.benchmark.device_limits import measure_limits
 from sglang.benchmark.report import emit, provenance
@@ -97,13 +99,13 @@ def prompt(seed: int, length: int) -> list[int]:
     return ids
 
 
-def active_bytes(driver: StepDriver, shape: dict[str, Any]) -> float:
-    """Bytes of the weights that a step of one token reads."""
+def active_bytes(driver: StepDriver, shape: dict[str, Any], but: tuple[str, ...] = ()) -> float:
+    """Bytes of the weights that a step of one token reads, but for some."""
     experts = shape.get("num_experts") or shape["n_routed_experts"]
     share = shape["num_experts_per_tok"] / experts
     total = 0.0
     for name, slot in driver.runner.model.weight_slots():
-        if "embed_tokens" not in name:
+        if not any(part in name for part in ("embed_tokens", *but)):
             total += slot.dest.nbytes * (share if ".mlp.experts." in name else 1.0)
     return total
 
@@ -239,10 +241,13 @@ def measure_steps(family: str, model: str, out: Emit) -> None:
         limits = measure_limits("cuda", torch.bfloat16)
         # A copy reads and writes: half of its bytes would be a lower limit than reading reaches.
         least_ms = active_bytes(driver, shape) / limits.copy_bytes_per_s * 1e3
+        # Two operations for each weight of two bytes; attention comes on top.
+        least_s = active_bytes(driver, shape, ("lm_head",)) * LENGTH / limits.product_flop_per_s
         out(
             {
                 "what": f"steps of {family}", "graphs": len(driver.runner._graphs),
-                "prefill_8192_s": round(seconds[1], 4), "decode_ms": round(step_ms, 3),
+                "prefill_8192_s": round(seconds[1], 4), "prefill_limit_s": round(least_s, 4),
+                "decode_ms": round(step_ms, 3),
                 "active_gb": round(active_bytes(driver, shape) / 1e9, 3),
                 "decode_limit_ms": round(least_ms, 3),
                 "times_the_limit": round(step_ms / least_ms, 2), "target": 1.5,
@@ -253,6 +258,46 @@ def measure_steps(family: str, model: str, out: Emit) -> None:
             measure_replays(family, driver, least_ms, out)
         del driver
         torch.cuda.empty_cache()
+
+
+def measure_transformers(family: str, model: str, out: Emit, device: str = "cuda") -> None:
+    """As `measure_steps`, without graphs, as transformers runs its models."""
+    runtime = device_runtime(device)
+    with torch.device(device):
+        peer = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
+            AutoConfig.from_pretrained(model), dtype=torch.bfloat16
+        )
+    peer.eval()
+    prefills: list[float] = []
+    steps: list[float] = []
+
+    def timed(seconds: list[float], ids: list[int], cache: Any) -> Any:
+        runtime.synchronize()
+        begun = time.perf_counter()
+        output = peer(
+            torch.tensor([ids], device=device), past_key_values=cache, use_cache=True,
+            logits_to_keep=1,
+        )  # fmt: skip
+        runtime.synchronize()
+        seconds.append(time.perf_counter() - begun)
+        return output.past_key_values
+
+    try:
+        with torch.inference_mode():
+            for seed in range(2):
+                cache = timed(prefills, prompt(seed, LENGTH), None)
+            for _ in range(STEPS):
+                cache = timed(steps, [7], cache)
+    except torch.OutOfMemoryError as error:
+        out({"what": f"{family} in transformers", "failed": str(error).splitlines()[0]})
+        return
+    out(
+        {
+            "what": f"{family} in transformers", "transformers": transformers.__version__,
+            "prefill_8192_s": round(prefills[1], 4),
+            "decode_ms": round(statistics.median(steps[4:]) * 1e3, 3),
+        }
+    )  # fmt: skip
 
 
 def measure_server(family: str, model: str, out: Emit) -> None:
@@ -304,6 +349,9 @@ def main() -> None:
         with model_of(family) as model:
             if "server" in args.parts:
                 measure_server(family, model, out)
+            if "transformers" in args.parts:
+                measure_transformers(family, model, out)
+                torch.cuda.empty_cache()
             if "experts" in args.parts:
                 measure_experts(family, model, out)
             if "steps" in args.parts:
