@@ -250,20 +250,21 @@ def test_a_load_takes_as_few_layers_at_once_as_make_long_runs() -> None:
 
 
 @pytest.mark.parametrize(
-    ("layout", "page_size", "io_backend", "load", "backup"),
+    ("layout", "page_size", "io_backend", "use"),
     [
-        ("page_first_direct", 64, "direct", True, True),
-        ("page_first_direct", 1, "direct", True, True),
-        ("layer_first", 64, "kernel", True, False),
-        ("layer_first", 64, "direct", True, False),
-        ("layer_first", 32, "kernel", False, False),
-        ("page_first", 64, "kernel", False, True),
-        ("page_first", 4, "kernel", False, True),
-        ("page_first", 2, "kernel", False, False),
+        ("page_first_direct", 64, "direct", EngineUse(True, True)),
+        ("page_first_direct", 1, "direct", EngineUse(True, True, load_of_one_layer=False)),
+        ("page_first_direct", 32, "kernel", EngineUse(True, True, load_of_one_layer=False)),
+        ("layer_first", 64, "kernel", EngineUse(True, False)),
+        ("layer_first", 64, "direct", EngineUse(True, False)),
+        ("layer_first", 32, "kernel", EngineUse(False, False)),
+        ("page_first", 64, "kernel", EngineUse(False, True)),
+        ("page_first", 4, "kernel", EngineUse(False, True, load_of_one_layer=False)),
+        ("page_first", 2, "kernel", EngineUse(False, False, load_of_one_layer=False)),
     ],
 )
 def test_copy_engines_get_what_they_do_better(
-    layout: str, page_size: int, io_backend: str, load: bool, backup: bool
+    layout: str, page_size: int, io_backend: str, use: EngineUse
 ) -> None:
     row, layers = 2048, 36
     layer, page = page_size * row, layers * page_size * row
@@ -274,7 +275,7 @@ def test_copy_engines_get_what_they_do_better(
     }[layout]
     rows = HostRows(row, page_tokens, page_stride, token_stride, layer_stride, alignment=16)
     part = PartRows(rows, 0, tuple(range(layers)), row)
-    assert EngineUse.of([part, part], page_size, io_backend) == EngineUse(load, backup)
+    assert EngineUse.of([part, part], page_size, io_backend) == use
 
 
 if __name__ == "__main__":
