@@ -290,6 +290,9 @@ def decode_attention(
     group = num_heads // num_kv_heads
     block_n, num_warps, num_stages = launch
     starts = early_start(q)
+    row_bytes = head_dim * k_pool.element_size()
+    # Programs of one short block gain by it; those that read on were not measured.
+    reads_early = starts["EARLY"] and joins_apart and row_bytes % _SECTOR_BYTES == 0
     _decode_kernel[(num_kv_heads, batch_size, count)](
         q,
         k_pool,
@@ -319,7 +322,7 @@ def decode_attention(
         GATED=gates is not None,
         APART=joins_apart,
         WINDOW=window,
-        EARLY_KV=starts["EARLY"] and head_dim * k_pool.element_size() % _SECTOR_BYTES == 0,
+        EARLY_KV=reads_early,
         num_warps=num_warps,
         num_stages=num_stages,
         **starts,
