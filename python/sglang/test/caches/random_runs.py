@@ -34,6 +34,31 @@ def run_machine(kind: type[RuleBasedStateMachine], max_examples: int, steps: int
     )
 
 
+def end_at_any_point(rig: CacheRig, seed: int, *, steps: int) -> None:
+    """Send prompts of four families, whose requests end while they are queued, read, loaded or
+    computed."""
+    rng = random.Random(seed)
+    for step in range(steps):
+        first = 1000 * rng.randrange(4)
+        prompt = [*range(first, first + rng.randrange(4, 41)), 7]
+        match rng.randrange(4):
+            case 0:
+                rig.arrive(f"queued {step}", prompt)
+                rig.tree.release_aborted_request(f"queued {step}")
+            case 1:
+                rig.arrive(f"read {step}", prompt)
+                for _ in range(rng.randrange(3)):
+                    rig.tick()
+                rig.tree.release_aborted_request(f"read {step}")
+            case 2:
+                request, _ = rig.start(prompt)
+                rig.finish(request, is_insert=False)
+            case _:
+                rig.run(prompt)
+        if rng.random() < 0.1:
+            rig.flush()
+
+
 def run_over_moods(
     kind: type[CacheRig], backend: str, seed: int, layouts: Sequence[str], **settings: Any
 ) -> None:

@@ -17,7 +17,7 @@ from sglang.srt.distributed.device_communicators import peer as peer_module
 from sglang.srt.distributed.device_communicators.mooncake_transfer_engine import (
     MooncakeTransferEngine,
 )
-from sglang.srt.distributed.device_communicators.transfer_types import Block
+from sglang.srt.distributed.device_communicators.transfer_types import Block, BlockOutcome
 from sglang.srt.environ import envs
 
 BASE = 1 << 20
@@ -155,6 +155,11 @@ def start_over_rdma(
 def apart(count: int, length: int = 10, gap: int = 20) -> list[Block]:
     """Blocks that do not touch, from `BASE` on."""
     return [Block(BASE + i * gap, 1000 + i * gap, length) for i in range(count)]
+
+
+def statuses(outcomes: list[BlockOutcome]) -> str:
+    """Outcomes of blocks in one line."""
+    return " ".join(outcome.value for outcome in outcomes)
 
 
 class Hanging:

@@ -40,6 +40,7 @@ from sglang.test.stores.fake_transfer_engine import (
     apart,
     listening_peer,
     start_over_rdma,
+    statuses,
 )
 
 register_cpu_ci(est_time=6, suite="base-a-test-cpu")
@@ -57,10 +58,6 @@ def calling(engine: MooncakeTransferEngine, peer: str) -> Iterator[list[Transfer
     thread.start()
     yield ended
     thread.join(30)
-
-
-def statuses(outcomes: list[BlockOutcome]) -> str:
-    return " ".join(outcome.value for outcome in outcomes)
 
 
 def test_a_broken_connection_is_replaced(

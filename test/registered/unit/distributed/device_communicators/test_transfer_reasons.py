@@ -40,6 +40,7 @@ from sglang.test.stores.fake_transfer_engine import (
     apart,
     listening_peer,
     start_over_rdma,
+    statuses,
 )
 
 register_cpu_ci(est_time=5, suite="base-a-test-cpu")
@@ -56,10 +57,6 @@ def slow_failure(clock: LaterClock) -> Callable[[FakeTransferEngine, FakeCall], 
         return -len(call.requests)
 
     return answer
-
-
-def statuses(outcomes: list[BlockOutcome]) -> str:
-    return " ".join(outcome.value for outcome in outcomes)
 
 
 # ---- batches that cannot be ended --------------------------------------------------------------

@@ -3,27 +3,22 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 import torch
 
 from sglang.srt.environ import envs
 from sglang.srt.managers.messages.io_struct import CachedTokensDetails, FlushCacheReqInput
-from sglang.srt.mem_cache.hicache_storage import (
-    HiCacheFile,
-    HiCacheStorageExtraInfo,
-    PoolTransfer,
-    PoolTransferResult,
-)
 from sglang.srt.mem_cache.tree.base_prefix_cache import EvictParams, MatchPrefixParams
 from sglang.srt.mem_cache.tree.radix_key import RadixKey
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.models.tiny_models import save_tiny_checkpoint
 from sglang.test.schedulers.scheduler_rig import SchedulerRig, greedy, prompt
+from sglang.test.stores.losing_store import LosingStore
 
 register_cpu_ci(est_time=25, suite="base-a-test-cpu")
 
@@ -171,26 +166,6 @@ def test_what_was_said_comes_back_with_the_next_turn_from_storage(
 # -- states that L3 loses or exchanges, rows C2 and C3 --------------------------------------------
 
 
-class LosesState(HiCacheFile):
-    """Loses an object after it was asked for it."""
-
-    doomed: ClassVar[Path | None] = None
-
-    def __init__(self, storage_config: Any, **_: Any) -> None:
-        super().__init__(storage_config, envs.SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR.get())
-
-    def prompts_exist(
-        self,
-        prompts: Sequence[list[str]],
-        extra_infos: Sequence[HiCacheStorageExtraInfo | None],
-        pool_transfers: Sequence[PoolTransfer] | None = None,
-    ) -> list[PoolTransferResult]:
-        answer = super().prompts_exist(prompts, extra_infos, pool_transfers)
-        if self.doomed is not None:
-            self.doomed.unlink(missing_ok=True)
-        return answer
-
-
 def state_file(storage_dir: Path, ids: list[int]) -> Path:
     """Where the state behind the last whole page of `ids` is."""
     page_hash = RadixKey(ids).page_hashes(PAGE)[-1]
@@ -201,7 +176,11 @@ def state_file(storage_dir: Path, ids: list[int]) -> Path:
 def test_a_state_lost_between_the_question_and_the_read_changes_no_word(
     models: dict[str, Path], storage_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    extra = {"backend_name": "loses", "class_name": "LosesState", "module_path": __name__}
+    extra = {
+        "backend_name": "losing",
+        "class_name": LosingStore.__name__,
+        "module_path": LosingStore.__module__,
+    }
     rig = rig_of(
         models["qwen3_5"],
         hicache_storage_backend="dynamic",
@@ -213,7 +192,7 @@ def test_a_state_lost_between_the_question_and_the_read_changes_no_word(
         lost = state_file(storage_dir, ids)
         flush(rig)
         with monkeypatch.context() as patch:
-            patch.setattr(LosesState, "doomed", lost)
+            patch.setattr(LosingStore, "doomed", lost)
             assert tiers(ask(rig, "torn", ids)) == (0, 0, 0)
         assert lost.is_file(), "written again"
         flush(rig)

@@ -4,23 +4,19 @@ from __future__ import annotations
 
 import random
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 
-from sglang.srt.mem_cache.hicache_storage import (
-    HiCacheFile,
-    HiCacheStorageExtraInfo,
-    PoolTransfer,
-    PoolTransferResult,
-)
 from sglang.srt.mem_cache.tree.radix_key import RadixKey
 from sglang.test.caches.cache_rig import CacheRig, Reused
 from sglang.test.caches.mla_rig import MLARig
+from sglang.test.caches.random_runs import end_at_any_point
 from sglang.test.caches.storage_rigs import PAGE, StorageRigs, counts
 from sglang.test.ci.ci_register import register_cpu_ci
+from sglang.test.stores.losing_store import LosingStore
 
 register_cpu_ci(est_time=6, suite="base-a-test-cpu")
 
@@ -48,31 +44,12 @@ def part(root: Path, page: int, pool: str) -> Path:
 # -- what is missing, exchanged or late ----------------------------------------------------------
 
 
-class LosesKeys(HiCacheFile):
-    """Loses the indexer keys of a page after it was asked for it."""
-
-    root: ClassVar[Path]
-
-    def __init__(self, storage_config: Any, **_: Any) -> None:
-        super().__init__(storage_config, str(self.root))
-
-    def prompts_exist(
-        self,
-        prompts: Sequence[list[str]],
-        extra_infos: Sequence[HiCacheStorageExtraInfo | None],
-        pool_transfers: Sequence[PoolTransfer] | None = None,
-    ) -> list[PoolTransferResult]:
-        answer = super().prompts_exist(prompts, extra_infos, pool_transfers)
-        part(self.root, 5, "indexer").unlink(missing_ok=True)
-        return answer
-
-
 def test_keys_lost_between_the_question_and_the_read_shorten_the_prefix(
     rigs: StorageRigs, storage_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(LosesKeys, "root", storage_dir, raising=False)
     write(rigs)
-    reader = make(rigs, LosesKeys)
+    monkeypatch.setattr(LosingStore, "doomed", part(storage_dir, 5, "indexer"))
+    reader = make(rigs, LosingStore)
     assert reader.run(PROMPT) == Reused(storage=5 * PAGE)
     reader.settle()
     assert make(rigs).run(PROMPT) == WHOLE, "the reader wrote the keys again"
@@ -123,28 +100,9 @@ def test_damage_to_either_part_is_detected_counted_and_healed(
 
 @pytest.mark.parametrize("seed", range(3))
 def test_aborts_at_any_point_leave_the_books_balanced(rigs: StorageRigs, seed: int) -> None:
-    """Requests end while they are queued, read, loaded or computed; `settle` checks the books."""
-    rng = random.Random(seed)
+    """`settle` checks the books."""
     rig = make(rigs, l1_pages=24, hicache_ratio=1.5)
-    for step in range(60):
-        first = 1000 * rng.randrange(4)
-        prompt = [*range(first, first + rng.randrange(4, 41)), 7]
-        match rng.randrange(4):
-            case 0:
-                rig.arrive(f"queued {step}", prompt)
-                rig.tree.release_aborted_request(f"queued {step}")
-            case 1:
-                rig.arrive(f"read {step}", prompt)
-                for _ in range(rng.randrange(3)):
-                    rig.tick()
-                rig.tree.release_aborted_request(f"read {step}")
-            case 2:
-                request, _ = rig.start(prompt)
-                rig.finish(request, is_insert=False)
-            case _:
-                rig.run(prompt)
-        if rng.random() < 0.1:
-            rig.flush()
+    end_at_any_point(rig, seed, steps=60)
     rig.settle()
     rig.flush()
     assert rig.allocator.available_size() == 24 * PAGE

@@ -8,28 +8,27 @@ from __future__ import annotations
 import random
 import shutil
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
 
-from sglang.srt.environ import envs
 from sglang.srt.mem_cache.hicache_storage import (
     CacheOutcome,
-    HiCacheFile,
     HiCacheStorageExtraInfo,
     PoolTransfer,
-    PoolTransferResult,
 )
 from sglang.srt.mem_cache.tree.base_prefix_cache import EvictParams
 from sglang.srt.mem_cache.tree.radix_key import RadixKey
 from sglang.srt.mem_cache.tree.tree_node import TreeNode
 from sglang.test.caches.cache_rig import CacheRig, Reused
+from sglang.test.caches.random_runs import end_at_any_point
 from sglang.test.caches.state_rig import StateRig
 from sglang.test.caches.storage_rigs import PAGE, StorageRigs, counts, storage_io_of
 from sglang.test.caches.two_states_rig import TwoStatesRig
 from sglang.test.ci.ci_register import register_cpu_ci
+from sglang.test.stores.losing_store import LosingStore
 
 register_cpu_ci(est_time=14, suite="base-a-test-cpu")
 
@@ -79,27 +78,11 @@ def read(rig: CacheRig, rid: str, prompt: list[int]) -> None:
 # -- rows C1 and C2: late, and gone --------------------------------------------------------------
 
 
-class Odd(HiCacheFile):
-    """A file store that is slow with states, or loses one."""
+class Odd(LosingStore):
+    """It can be slow with states, too."""
 
-    doomed: ClassVar[Path | None]
-    """Lost after it was asked for."""
     gate: ClassVar[threading.Event]
     """States are read when this is set; pages are read at once."""
-
-    def __init__(self, storage_config: Any, **_: Any) -> None:
-        super().__init__(storage_config, envs.SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR.get())
-
-    def prompts_exist(
-        self,
-        prompts: Sequence[list[str]],
-        extra_infos: Sequence[HiCacheStorageExtraInfo | None],
-        pool_transfers: Sequence[PoolTransfer] | None = None,
-    ) -> list[PoolTransferResult]:
-        answer = super().prompts_exist(prompts, extra_infos, pool_transfers)
-        if self.doomed is not None:
-            self.doomed.unlink(missing_ok=True)
-        return answer
 
     def batch_get_v2(
         self, transfers: list[PoolTransfer], extra_info: HiCacheStorageExtraInfo | None = None
@@ -112,7 +95,6 @@ class Odd(HiCacheFile):
 
 @pytest.fixture(autouse=True)
 def odd(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(Odd, "doomed", None, raising=False)
     monkeypatch.setattr(Odd, "gate", threading.Event(), raising=False)
     Odd.gate.set()
     yield
@@ -269,28 +251,9 @@ def test_a_damaged_state_is_detected_counted_and_healed(
 
 @pytest.mark.parametrize("seed", range(3))
 def test_aborts_at_any_point_leave_the_books_balanced(rigs: StorageRigs, seed: int) -> None:
-    """Requests end while they are queued, read, loaded or computed; `settle` checks the books."""
-    rng = random.Random(seed)
+    """`settle` checks the books."""
     rig = make(rigs, l1_pages=24, hicache_ratio=1.5)
-    for step in range(50):
-        first = 1000 * rng.randrange(4)
-        prompt = [*range(first, first + rng.randrange(4, 41)), 7]
-        match rng.randrange(4):
-            case 0:
-                rig.arrive(f"queued {step}", prompt)
-                rig.tree.release_aborted_request(f"queued {step}")
-            case 1:
-                rig.arrive(f"read {step}", prompt)
-                for _ in range(rng.randrange(3)):
-                    rig.tick()
-                rig.tree.release_aborted_request(f"read {step}")
-            case 2:
-                request, _ = rig.start(prompt)
-                rig.finish(request, is_insert=False)
-            case _:
-                rig.run(prompt)
-        if rng.random() < 0.1:
-            rig.flush()
+    end_at_any_point(rig, seed, steps=50)
     rig.run(PROMPT)
     rig.settle()
     # No flush, which would free what has no owner.
