@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
+from collections.abc import Callable
 from typing import Any, Final
 from unittest import mock
 
@@ -12,8 +13,12 @@ from sglang.srt.distributed.device_communicators.mooncake_transfer_engine import
     MooncakeTransferEngine,
 )
 from sglang.srt.distributed.device_communicators.transfer_types import Transfer
+from sglang.srt.layers.forward_batch_info import ForwardBatch
+from sglang.srt.mem_cache.hicache_storage import HiCacheFile
+from sglang.srt.mem_cache.host.host_pool_group import HostPoolGroup
 from sglang.srt.mem_cache.tiers.hiradix_cache import HiRadixCache
 from sglang.srt.model_loader import checkpoint_files, remote_weights
+from sglang.srt.models.llama import LlamaDecoderLayer
 
 FAULTY: Final = 1
 """The rank that has the fault."""
@@ -71,6 +76,43 @@ def hangs_in_a_tick(rank: int) -> None:
         check(tree)
 
     mock.patch.object(HiRadixCache, "check_hicache_events", hang).start()
+
+
+STAGES: Final[dict[str, tuple[type, str]]] = {
+    "prefill": (LlamaDecoderLayer, "forward"),
+    "load": (HostPoolGroup, "load"),
+    "write": (HiCacheFile, "batch_set_v2"),
+    "read": (HiCacheFile, "batch_get_v2"),
+}
+"""Methods that run once a scheduler has begun to tick: in a prefill, a load from L2, a write to L3
+and a read from it."""
+_SHORT: Final = 20
+"""Prefills of fewer tokens are left alone."""
+
+
+def ends_in(stage: str, sig: signal.Signals, rank: int) -> None:
+    """The rank gets a signal in the second layer of a prefill, or before a copy."""
+    if rank != FAULTY:
+        return
+    owner, name = STAGES[stage]
+    method: Callable[..., Any] = getattr(owner, name)
+    calls: list[None] = []
+
+    def end(*args: Any, **kwargs: Any) -> Any:
+        batch = next((one for one in args if isinstance(one, ForwardBatch)), None)
+        if batch is None or len(batch.input_ids) >= _SHORT:
+            calls.append(None)
+        if calls and (batch is None or len(calls) == 2):
+            os.kill(os.getpid(), sig)
+        return method(*args, **kwargs)
+
+    def arm(tree: HiRadixCache) -> None:
+        first_tick.stop()
+        mock.patch.object(owner, name, end).start()
+        tree.check_hicache_events()
+
+    first_tick = mock.patch.object(HiRadixCache, "check_hicache_events", arm)
+    first_tick.start()
 
 
 def kills_while_it_reads_weights(victim: int | None, rank: int) -> None:
