@@ -27,7 +27,7 @@ from sglang.test.servers.forked_servers import ForkedServer
 register_cpu_ci(est_time=60, suite="base-b-test-cpu")
 
 END_S: Final = 40.0
-"""Seconds in which a server ends at the latest; it needs ten on a machine that does nothing else."""
+"""Seconds in which a server ends at the latest; it needs ten on a machine that is idle else."""
 PAGE: Final = 16
 CP: Final = ("--attn-cp-size", "2")
 CASES: Final = {
