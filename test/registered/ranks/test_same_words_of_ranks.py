@@ -1,4 +1,5 @@
-"""The same words from one, two and four ranks: tiny models, real servers, every tier."""
+"""The same words from one, two and four ranks, and with context parallelism: tiny models, real
+servers, every tier."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ from sglang.test.servers.forked_servers import ForkedServer
 from sglang.test.servers.request_battery import GREEDY, Results, battery, differences
 from sglang.test.stores.mooncake_cluster import MooncakeCluster
 
-register_cpu_ci(est_time=220, suite="base-b-test-cpu")
+register_cpu_ci(est_time=260, suite="base-b-test-cpu")
 
 HEADS: Final[dict[str, Any]] = {"num_attention_heads": 8, "vocab_size": 2176, "eos_token_id": 2}
 """Two KV heads: of four ranks each has one that another has too."""
@@ -30,8 +31,15 @@ FAMILIES: Final = {
     "qwen3_next": DELTA,
     "qwen3_5": DELTA,
 }
-SIZES: Final = dict.fromkeys(FAMILIES, (1, 2, 4)) | {"qwen3_5": (1, 2)}
-"""Numbers of ranks; the first is the reference."""
+TP: Final = ((1, 1), (2, 1), (4, 1))
+SIZES: Final = {
+    "qwen3": (*TP, (4, 2)),
+    "qwen3_moe": (*TP, (2, 2)),
+    "deepseek_v32": (*TP, (4, 2)),
+    "qwen3_next": TP,
+    "qwen3_5": TP[:2],
+}
+"""Numbers of ranks, and how many of them divide a prompt; the first is the reference."""
 IDS: Final = prompt(1, 200)
 PAGE: Final = 16
 WHOLE: Final = 192
@@ -40,9 +48,10 @@ SOURCES: Final = {"L1": (WHOLE, 0, 0), "L2": (0, WHOLE, 0), "L3": (0, 0, WHOLE)}
 TOLERANCE: Final = 1e-4
 
 
-def flags(family: str, size: int, backend: str = "file") -> list[str]:
+def flags(family: str, size: int, backend: str = "file", *, cp_size: int = 1) -> list[str]:
     words = {
         "tp-size": size,
+        "attn-cp-size": cp_size,
         "device": "cpu",
         "tokenizer-path": BUILTIN_MODEL_DIR,
         "page-size": PAGE,
@@ -98,15 +107,17 @@ def test_ranks_say_what_one_rank_says(tmp_path: Path, family: str) -> None:
     model = tmp_path / "model"
     save_tiny_checkpoint(model, family, **FAMILIES[family])
     expected: tuple[list[int], Results] | None = None
-    for size in SIZES[family]:
-        env = {"SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR": str(tmp_path / f"store-{size}")}
-        with ForkedServer(*flags(family, size), env=env, model=str(model)) as server:
+    for size, cp_size in SIZES[family]:
+        sizes = f"TP {size}, CP {cp_size}"
+        env = {"SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR": str(tmp_path / f"store {sizes}")}
+        words = flags(family, size, cp_size=cp_size)
+        with ForkedServer(*words, env=env, model=str(model)) as server:
             found = words_of(server, restarts=size > 1)
         if expected is None:
             expected = found
             check(found[1])
-        assert found[0] == expected[0], f"TP {size}"
-        assert differences(found[1], expected[1], TOLERANCE) == [], f"TP {size}"
+        assert found[0] == expected[0], sizes
+        assert differences(found[1], expected[1], TOLERANCE) == [], sizes
 
 
 def check(results: Results) -> None:
