@@ -62,6 +62,8 @@ _NAMED: Final = re.compile(
         (
             r"^the prefill server (ended the request|does not know the request)",
             r"^the prefill server let go of the pages",
+            # It let go of the row.
+            r"^reading the metadata from the prefill server failed: the row is (empty|stale|torn)",
             r"^the prefill server at \S+ has not answered for",
             r"^reading from the prefill server failed: peer p is gone by injection$",
             r"^injected by SGLANG_TEST_DISAGG_FAILURE_PROB: (asking|reading|confirming) failed$",
