@@ -64,7 +64,7 @@ _NAMED: Final = re.compile(
             r"^the prefill server (let go of the pages|was replaced|does not know the request)",
             r"^the prefill server (has not computed more|'s pages could not be read)",
             r"^the prefill server's pages could not be read within",
-            r"^reading from the prefill server failed",
+            r"^reading (the metadata )?from the prefill server failed",
             r"^no slots were free for the request within",
             r"^the decode server (gave it up: .|has not been heard of for)",
             r"^no decode server has asked for it within",

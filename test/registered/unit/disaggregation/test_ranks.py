@@ -330,6 +330,7 @@ NAMED: Final = (
     "reading from the prefill server failed: peer p is gone by injection",
     "the prefill server ended the request",
     "the prefill server let go of the pages while they were read",
+    "reading the metadata from the prefill server failed: the row is ",
     "abort",
 )
 
