@@ -216,9 +216,10 @@ class LlamaModel(torch.nn.Module):
         self, input_ids: torch.Tensor, positions: torch.Tensor, forward_batch: ForwardBatch
     ) -> torch.Tensor:
         """Hidden states of `ForwardBatch.rows_for_logits`, `[rows, hidden_size]`."""
-        rotation = self.rotary_emb.forward(positions)
         x: ToAdd = None
+        # The lookup first: angles can start before it has ended, it cannot.
         residual = self.embed_tokens.forward(input_ids)
+        rotation = self.rotary_emb.forward(positions)
         *most, last = self.decoder_layers
         for layer in most:
             x, residual = layer.forward(x, residual, rotation, forward_batch)

@@ -20,6 +20,10 @@ from sglang.srt.layers.triton_ops.ordered import ordered
 
 _FEATURES_OF_ONE = 4
 """Features that a program of the first product computes for a single token."""
+_TAG = tl.constexpr(0x1FFF)
+"""The bits of fp32 that no number of 16 bits uses: an expert's id has room there."""
+_LEAST = tl.constexpr(-2147483648)
+"""No score, and no tagged one, is the least of all integers."""
 
 
 @triton.jit
@@ -52,6 +56,43 @@ def _first_best(key: tl.tensor, ids: tl.tensor, BLOCK: tl.constexpr) -> tl.tenso
 
 
 @triton.jit
+def _tagged(logit: tl.tensor, experts: tl.tensor) -> tl.tensor:
+    """Keys in the order of the logits, numbers of 16 bits in fp32; of equal ones the lower id is
+    greater."""
+    return (ordered(logit) | _TAG) - experts
+
+
+@triton.jit
+def _logit_of(key: tl.tensor) -> tl.tensor:
+    """The logit of a tagged key, in fp32."""
+    bits = tl.where(key < 0, (key | _TAG) ^ 0x7FFFFFFF, (key | _TAG) - _TAG)
+    return bits.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _weigh_shared(
+    x_ptr: tl.tensor,
+    gate_ptr: tl.tensor,
+    to: tl.tensor,
+    HIDDEN: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    EARLY: tl.constexpr,
+) -> None:
+    """Store the weight of a token's shared expert: the sigmoid of a product."""
+    cols = tl.arange(0, BLOCK_H)
+    gate = tl.load(gate_ptr + cols, mask=cols < HIDDEN, other=0.0).to(tl.float32)
+    await_kernels_before(EARLY)
+    x = tl.load(x_ptr + cols, mask=cols < HIDDEN, other=0.0)
+    acc = x.to(tl.float32) * gate
+    for begin in range(BLOCK_H, HIDDEN, BLOCK_H):
+        at = begin + cols
+        x = tl.load(x_ptr + at, mask=at < HIDDEN, other=0.0)
+        more = tl.load(gate_ptr + at, mask=at < HIDDEN, other=0.0)
+        acc += x.to(tl.float32) * more.to(tl.float32)
+    tl.store(to, 1.0 / (1.0 + tl.exp(-tl.sum(acc, axis=0))))
+
+
+@triton.jit
 def _choose_kernel(
     logits_ptr: tl.tensor,
     bias_ptr: tl.tensor,
@@ -76,23 +117,88 @@ def _choose_kernel(
     RENORMALIZE: tl.constexpr,
     TWO_OF_GROUP: tl.constexpr,
     GATE: tl.constexpr,
+    TAGS: tl.constexpr,
     EARLY: tl.constexpr,
 ) -> None:
-    """Grid `(num_tokens,)`: a program chooses the experts of one token."""
+    """Grid `(num_tokens, 1 + GATE)`: a program chooses the experts of one token; another weighs its
+    shared expert. TAGS: experts are chosen by their logits alone, which have 16 bits."""
     token = tl.program_id(0).to(tl.int64)
+    weights_ptr += token * PLACES
+    if GATE:  # noqa: SIM102 - known when this is compiled
+        if tl.program_id(1) == 1:
+            x_ptr += token * HIDDEN
+            _weigh_shared(x_ptr, gate_ptr, weights_ptr + TOP_K, HIDDEN, BLOCK_H, EARLY)
+            return
     experts = tl.arange(0, BLOCK_E)
     inside = experts < EXPERTS
-    cols = tl.arange(0, BLOCK_H)
-    if GATE:
-        gate = tl.load(gate_ptr + cols, mask=cols < HIDDEN, other=0.0).to(tl.float32)
+    places = tl.arange(0, BLOCK_P)
+    chosen = places < TOP_K
     await_kernels_before(EARLY)
     logits = logits_ptr + token * EXPERTS
     peak = 0.0
-    mass = 0.0
+    mass = 1.0
     if SOFTMAX:
         logit = tl.load(logits + experts, mask=inside, other=float("-inf")).to(tl.float32)
-        peak = tl.max(logit, axis=0)
-        mass = tl.sum(tl.exp(logit - peak), axis=0)
+        # What the weights of the chosen ones are divided by is the same for all.
+        if not (TAGS and RENORMALIZE):
+            peak = tl.max(logit, axis=0)
+            mass = tl.sum(tl.exp(logit - peak), axis=0)
+    if TAGS:
+        tagged = tl.where(inside, _tagged(logit, experts), _LEAST)
+        bests = tl.zeros([BLOCK_P], tl.int32)
+        for place in range(TOP_K):
+            best = tl.max(tagged, axis=0)
+            bests = tl.where(places == place, best, bests)
+            tagged = tl.where(tagged == best, _LEAST, tagged)
+        ids = _TAG - (bests & _TAG)
+        weights = tl.where(chosen, _logit_of(bests), float("-inf"))
+        if RENORMALIZE:
+            peak = tl.max(weights, axis=0)
+    else:
+        ids = _best_of_all(
+            logits, bias_ptr, experts, inside, peak, mass, places,
+            EXPERTS, TOP_K, GROUPS, TOP_GROUPS, BLOCK_E, BLOCK_P, BLOCK_G, BLOCK_S,
+            SOFTMAX, BIAS, TWO_OF_GROUP,
+        )  # fmt: skip
+        weights = tl.load(logits + ids, mask=chosen, other=float("-inf")).to(tl.float32)
+    if SOFTMAX:
+        weights = tl.exp(weights - peak) / mass
+    else:
+        weights = 1.0 / (1.0 + tl.exp(-weights))
+    weights = tl.where(chosen, weights, 0.0)
+    if RENORMALIZE:
+        weights = weights / (tl.sum(weights, axis=0) + 1e-20)
+    weights *= factor
+    stored = chosen
+    if PLACES > TOP_K and not GATE:
+        weights = tl.where(places == TOP_K, 1.0, weights)
+        stored = places < PLACES
+    tl.store(weights_ptr + places, weights, mask=stored)
+    tl.store(ids_ptr + token * TOP_K + places, ids, mask=chosen)
+
+
+@triton.jit
+def _best_of_all(
+    logits: tl.tensor,
+    bias_ptr: tl.tensor,
+    experts: tl.tensor,
+    inside: tl.tensor,
+    peak: tl.tensor,
+    mass: tl.tensor,
+    places: tl.tensor,
+    EXPERTS: tl.constexpr,
+    TOP_K: tl.constexpr,
+    GROUPS: tl.constexpr,
+    TOP_GROUPS: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+    SOFTMAX: tl.constexpr,
+    BIAS: tl.constexpr,
+    TWO_OF_GROUP: tl.constexpr,
+) -> tl.tensor:
+    """Ids of the experts with the highest scores, by place; with groups, of the best groups."""
     score = _ranking(logits, bias_ptr, experts, inside, peak, mass, SOFTMAX, BIAS)
     allowed = inside
     if TOP_GROUPS < GROUPS:
@@ -108,44 +214,19 @@ def _choose_kernel(
             best = tl.where(ranks == group_score[:, None], nth, BLOCK_S)
             is_first = nth == tl.min(best, axis=1)[:, None]
             group_score += tl.max(tl.where(is_first, float("-inf"), ranks), axis=1)
-        group_key = tl.where(groups < GROUPS, ordered(group_score), -2147483648)
+        group_key = tl.where(groups < GROUPS, ordered(group_score), _LEAST)
         allowed = experts < 0
         for _ in range(TOP_GROUPS):
             group = _first_best(group_key, groups, BLOCK_G)
             allowed |= experts // SIZE == group
-            group_key = tl.where(groups == group, -2147483648, group_key)
-    # No score is the least of all integers, so that no expert is chosen twice.
-    key = tl.where(allowed, ordered(score), -2147483648)
-    places = tl.arange(0, BLOCK_P)
+            group_key = tl.where(groups == group, _LEAST, group_key)
+    key = tl.where(allowed, ordered(score), _LEAST)
     ids = tl.zeros([BLOCK_P], tl.int32)
     for place in range(TOP_K):
         expert = _first_best(key, experts, BLOCK_E)
         ids = tl.where(places == place, expert, ids)
-        key = tl.where(experts == expert, -2147483648, key)
-    chosen = places < TOP_K
-    weights = tl.load(logits + ids, mask=chosen, other=float("-inf")).to(tl.float32)
-    if SOFTMAX:
-        weights = tl.exp(weights - peak) / mass
-    else:
-        weights = 1.0 / (1.0 + tl.exp(-weights))
-    weights = tl.where(chosen, weights, 0.0)
-    if RENORMALIZE:
-        weights = weights / (tl.sum(weights, axis=0) + 1e-20)
-    weights *= factor
-    if PLACES > TOP_K:
-        shared = 1.0
-        if GATE:
-            x = tl.load(x_ptr + token * HIDDEN + cols, mask=cols < HIDDEN, other=0.0)
-            acc = x.to(tl.float32) * gate
-            for begin in range(BLOCK_H, HIDDEN, BLOCK_H):
-                at = begin + cols
-                x = tl.load(x_ptr + token * HIDDEN + at, mask=at < HIDDEN, other=0.0)
-                more = tl.load(gate_ptr + at, mask=at < HIDDEN, other=0.0)
-                acc += x.to(tl.float32) * more.to(tl.float32)
-            shared = 1.0 / (1.0 + tl.exp(-tl.sum(acc, axis=0)))
-        weights = tl.where(places == TOP_K, shared, weights)
-    tl.store(weights_ptr + token * PLACES + places, weights, mask=places < PLACES)
-    tl.store(ids_ptr + token * TOP_K + places, ids, mask=chosen)
+        key = tl.where(experts == expert, _LEAST, key)
+    return ids
 
 
 def choose_experts(
@@ -166,7 +247,9 @@ def choose_experts(
     assert logits.is_contiguous() and x.is_contiguous()
     weights = torch.empty((num_tokens, places), dtype=torch.float32, device=x.device)
     ids = torch.empty((num_tokens, choice.top_k), dtype=torch.int32, device=x.device)
-    _choose_kernel[(num_tokens,)](
+    has_gate, is_softmax = choice.shared_gate is not None, choice.is_softmax
+    by_logits = is_softmax and choice.correction_bias is None and choice.groups == choice.top_groups
+    _choose_kernel[(num_tokens, 1 + has_gate)](
         logits,
         logits if choice.correction_bias is None else choice.correction_bias,
         x,
@@ -182,14 +265,15 @@ def choose_experts(
         TOP_GROUPS=choice.top_groups,
         BLOCK_E=triton.next_power_of_2(num_experts),
         BLOCK_P=triton.next_power_of_2(places),
-        BLOCK_H=min(1024, triton.next_power_of_2(x.shape[1])),
+        BLOCK_H=min(2048, triton.next_power_of_2(x.shape[1])),
         BLOCK_G=triton.next_power_of_2(choice.groups),
         BLOCK_S=triton.next_power_of_2(num_experts // choice.groups),
-        SOFTMAX=choice.is_softmax,
+        SOFTMAX=is_softmax,
         BIAS=choice.correction_bias is not None,
         RENORMALIZE=choice.renormalize,
         TWO_OF_GROUP=choice.two_of_group,
-        GATE=choice.shared_gate is not None,
+        GATE=has_gate,
+        TAGS=by_logits and logits.element_size() == 2 and num_experts <= _TAG.value,
         num_warps=1,
         **early_start(x),
     )
