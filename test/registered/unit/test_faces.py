@@ -39,10 +39,13 @@ NAMES: Final[Mapping[str, str]] = {
     ),
     "mem_cache.hi_mamba_radix_cache": "HiMambaRadixCache",
     "mem_cache.hiradix_cache": "HiRadixCache",
-    "mem_cache.hybrid_cache.hybrid_pool_assembler": "build_mamba_hybrid_stack",
+    "mem_cache.hybrid_cache.hybrid_pool_assembler": (
+        "build_mamba_hybrid_stack build_nsa_hybrid_stack"
+    ),
     "mem_cache.mamba_radix_cache": "MambaRadixCache",
     "mem_cache.memory_pool": (
-        "HybridReqToTokenPool KVCache MambaPool MHATokenToKVPool MLATokenToKVPool ReqToTokenPool"
+        "DSATokenToKVPool HybridReqToTokenPool KVCache MambaPool MHATokenToKVPool "
+        "MLATokenToKVPool NSATokenToKVPool ReqToTokenPool"
     ),
     "mem_cache.memory_pool_host": (
         "DSAIndexerPoolHost HICACHE_HOST_MEMORY_RESERVE_BYTES HostKVCache HostPoolGroup "

@@ -15,8 +15,7 @@ from sglang.srt.layers.mla.indexer import Indexer
 from sglang.srt.layers.mla.latent_attention import KVUpProjection, LatentAttention
 from sglang.srt.layers.placement import Share, TensorPlacement
 from sglang.srt.layers.rotary_embedding import Rotation, apply_rotary, deinterleave
-from sglang.srt.mem_cache.device.indexer_pool import NSAIndexerPool
-from sglang.srt.mem_cache.device.state_spec import PoolName
+from sglang.srt.mem_cache.device.nsa_pool import NSATokenToKVPool
 from sglang.srt.models.llama import DecoderOptions
 
 _NORM_EPS = 1e-6
@@ -175,9 +174,8 @@ class DeepseekV32Attention(DeepseekV2AttentionMLA):
         forward_batch: ForwardBatch,
     ) -> IndexQuery | None:
         """Store the indexer's keys; return its queries if a context has more than `topk` tokens."""
-        assert forward_batch.pools is not None, "the runner sets it before the model runs"
-        pool = forward_batch.pools[PoolName.INDEXER]
-        assert isinstance(pool, NSAIndexerPool)
+        pool = forward_batch.token_to_kv_pool
+        assert isinstance(pool, NSATokenToKVPool)
         keys = self.indexer.keys(x, rotation)
         pool.set_index_k_buffer(self.attn, forward_batch.out_cache_loc, keys)
         if forward_batch.longest_context <= self.indexer.config.topk:

@@ -12,8 +12,8 @@ from sglang.srt.configs.model_config import ModelConfig, positive_int
 from sglang.srt.layers.moe.sparse_moe import SharedExpertOptions, SparseMoeOptions
 from sglang.srt.layers.moe.topk import RouterOptions
 from sglang.srt.layers.placement import TensorPlacement
-from sglang.srt.mem_cache.device.indexer_pool import IndexerSpec
 from sglang.srt.mem_cache.device.mla_pool import MLASpec
+from sglang.srt.mem_cache.device.nsa_pool import NSASpec
 from sglang.srt.mem_cache.device.state_spec import StateSpec
 from sglang.srt.models.deepseek_attention import DeepseekV2AttentionMLA, DeepseekV32Attention
 from sglang.srt.models.llama import DecoderOptions, LlamaForCausalLM, called_self_attn
@@ -145,8 +145,9 @@ class DeepseekV32ForCausalLM(DeepseekV3ForCausalLM):
     def state_specs(self, kv_dtype: torch.dtype) -> tuple[StateSpec, ...]:
         """Latent rows and, in the same slots, indexer keys of every layer."""
         (latent,) = super().state_specs(kv_dtype)
-        keys = IndexerSpec.of(latent.layers, self._indexer.head_dim, self._index_dtype)
-        return latent, keys
+        assert isinstance(latent, MLASpec)
+        rows = NSASpec.beside(latent, self._indexer.head_dim, self._index_dtype)
+        return rows, rows.indexer
 
 
 def _check(value: object, name: str, supported: tuple[str, ...]) -> None:

@@ -217,7 +217,7 @@ class LlamaModel(torch.nn.Module):
     ) -> torch.Tensor:
         """Hidden states of `ForwardBatch.rows_for_logits`, `[rows, hidden_size]`."""
         x: ToAdd = None
-        # The lookup first: angles can start before it has ended, it cannot.
+        # The lookup comes first: it cannot start early, what comes behind it can.
         residual = self.embed_tokens.forward(input_ids)
         rotation = self.rotary_emb.forward(positions)
         *most, last = self.decoder_layers

@@ -11,6 +11,7 @@ import torch
 
 from sglang.srt.mem_cache.device.base_device_pool import PagedDevicePool
 from sglang.srt.mem_cache.device.indexer_pool import IndexerSpec, NSAIndexerPool
+from sglang.srt.mem_cache.device.nsa_pool import NSATokenToKVPool
 from sglang.srt.mem_cache.hicache_storage import (
     CacheOutcome,
     HiCacheFile,
@@ -211,6 +212,14 @@ def test_sizes() -> None:
     indexer = NSAIndexerPoolHost(make_indexer_pool(), host, "page_first")
     assert (indexer.page_num, indexer.size, indexer.page_bytes) == (32, 128, 96)
     assert DSAIndexerPoolHost is NSAIndexerPoolHost
+
+
+def test_the_pool_of_a_sparse_model_has_both_host_pools() -> None:
+    both = NSATokenToKVPool(64, 4, 6, torch.bfloat16, 2, 3, "cpu", 5, kv_cache_dim=8)
+    rows = MLATokenToKVPoolHost(both, 2.0, 0, PAGE, "page_first")
+    keys = NSAIndexerPoolHost(both, rows, "page_first")
+    assert (rows.page_num, rows.page_bytes) == (32, 4 * 3 * 8 * 2)
+    assert (keys.page_num, keys.page_bytes) == (32, 4 * 3 * 5 * 2)
 
 
 @MAKERS

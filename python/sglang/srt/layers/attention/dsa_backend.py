@@ -37,8 +37,7 @@ from sglang.srt.layers.attention.slot_plan import (
     longest_run,
 )
 from sglang.srt.layers.attention.token_choice import choose_tokens, index_scores
-from sglang.srt.mem_cache.device.indexer_pool import NSAIndexerPool
-from sglang.srt.mem_cache.device.state_spec import PoolName
+from sglang.srt.mem_cache.device.nsa_pool import NSATokenToKVPool
 
 if TYPE_CHECKING:
     from sglang.srt.layers.forward_batch_info import ForwardBatch
@@ -96,11 +95,9 @@ class Pools(NamedTuple):
 
     @classmethod
     def of(cls, forward_batch: ForwardBatch, layer_id: int) -> Pools:
-        assert forward_batch.pools is not None, "the runner sets it before the model runs"
-        indexer = forward_batch.pools[PoolName.INDEXER]
-        assert isinstance(indexer, NSAIndexerPool)
-        rows = forward_batch.token_to_kv_pool.get_key_buffer(layer_id)
-        return cls(rows, indexer.get_index_k_buffer(layer_id))
+        pool = forward_batch.token_to_kv_pool
+        assert isinstance(pool, NSATokenToKVPool)
+        return cls(pool.get_key_buffer(layer_id), pool.get_index_k_buffer(layer_id))
 
 
 class DSATorchNativeBackend(MLATorchNativeBackend):

@@ -65,6 +65,11 @@ class BaseDevicePool(ABC):
         self._place = {layer: place for place, layer in enumerate(spec.layers)}
 
     @property
+    def sidecars(self) -> tuple[BaseDevicePool, ...]:
+        """Pools of other kinds of state in the same slots that were made with this one."""
+        return ()
+
+    @property
     def start_layer(self) -> int:
         """The first model layer held here."""
         return self.spec.layers[0]

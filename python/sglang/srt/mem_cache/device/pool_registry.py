@@ -12,6 +12,7 @@ from sglang.srt.mem_cache.device.indexer_pool import IndexerSpec, NSAIndexerPool
 from sglang.srt.mem_cache.device.mamba_pool import MambaPool, MambaSpec
 from sglang.srt.mem_cache.device.memory_pool import KVCache, MHATokenToKVPool
 from sglang.srt.mem_cache.device.mla_pool import MLASpec, MLATokenToKVPool
+from sglang.srt.mem_cache.device.nsa_pool import NSASpec, NSATokenToKVPool
 from sglang.srt.mem_cache.device.state_pool import StatePool, state_pool
 from sglang.srt.mem_cache.device.state_spec import ItemKind, KVSpec, PoolName, StateSpec
 
@@ -56,7 +57,11 @@ def make_pools(
     """
     _check_specs(specs)
     sizes = {ItemKind.TOKEN: (size, page_size), ItemKind.STATE: (num_states, 1)}
-    pools = {spec.name: _POOLS[type(spec)](spec, *sizes[spec.item], device) for spec in specs}
+    pools: dict[PoolName, BaseDevicePool] = {}
+    for spec in specs:
+        if spec.name not in pools:
+            pool = _POOLS[type(spec)](spec, *sizes[spec.item], device)
+            pools |= {one.spec.name: one for one in (pool, *pool.sidecars)}
     owner = state_pool(pools.values())
     for pool in pools.values():
         if isinstance(pool, StatePool) and owner is not None and pool is not owner:
@@ -122,6 +127,7 @@ def _make_plain_pool(
 
 register_pool(KVSpec, MHATokenToKVPool.from_spec)
 register_pool(MLASpec, MLATokenToKVPool.from_spec)
+register_pool(NSASpec, NSATokenToKVPool.from_spec)
 register_pool(IndexerSpec, NSAIndexerPool)
 register_pool(MambaSpec, MambaPool.from_spec)
 register_pool(StateSpec, _make_plain_pool)

@@ -8,6 +8,7 @@ import torch
 
 from sglang.srt.mem_cache.device.base_device_pool import PagedDevicePool
 from sglang.srt.mem_cache.device.mla_pool import MLATokenToKVPool
+from sglang.srt.mem_cache.device.nsa_pool import NSATokenToKVPool
 from sglang.srt.mem_cache.host.host_layout import HostLayout, PageByteOrder
 from sglang.srt.mem_cache.host.paged_host_pool import PagedPoolHost
 
@@ -67,12 +68,15 @@ class NSAIndexerPoolHost(PagedPoolHost):
         device: str = "cpu",
         allocator_type: str = "default",
     ) -> None:
-        """As `HostKVCache`, with as many pages as `anchor_host`.
+        """As `HostKVCache`, with as many pages as `anchor_host`. Of an `NSATokenToKVPool` it
+        mirrors the pool of keys.
 
         Raises:
             ValueError: The pages of the two device pools are not equally long, or as
                 `PagedPoolHost`.
         """
+        if isinstance(device_pool, NSATokenToKVPool):
+            device_pool = device_pool.index_pool
         if anchor_host.page_size != device_pool.page_size:
             raise ValueError(
                 f"indexer pages of {device_pool.page_size} tokens do not share the slots of pages "

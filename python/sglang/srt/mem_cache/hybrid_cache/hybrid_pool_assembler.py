@@ -17,6 +17,7 @@ import torch
 from sglang.srt.constants import GB
 from sglang.srt.distributed.rank_group import RankGroup, SingleRank, gather_texts
 from sglang.srt.mem_cache.device.base_device_pool import BaseDevicePool
+from sglang.srt.mem_cache.device.indexer_pool import IndexerSpec
 from sglang.srt.mem_cache.device.model_pools import ModelPools
 from sglang.srt.mem_cache.device.state_pool import state_pool
 from sglang.srt.mem_cache.device.state_spec import PoolName
@@ -158,6 +159,19 @@ class HostStackSettings(TypedDict):
     ranks: NotRequired[RankGroup | None]
 
 
+def build_nsa_hybrid_stack(
+    pools: ModelPools, **settings: Unpack[HostStackSettings]
+) -> tuple[str, HostPoolGroup]:
+    """`build_kv_host_stack` for a model with sparse attention: latent rows and indexer keys.
+
+    Raises:
+        ValueError: `build_kv_host_stack` raises it, or the model has no indexer.
+    """
+    if not has_indexer(pools):
+        raise ValueError(f"the model keeps {_names(pools)}, and no indexer keys")
+    return build_kv_host_stack(pools, **settings)
+
+
 def build_mamba_hybrid_stack(
     pools: ModelPools, **settings: Unpack[HostStackSettings]
 ) -> tuple[str, HostPoolGroup]:
@@ -167,9 +181,17 @@ def build_mamba_hybrid_stack(
         ValueError: `build_kv_host_stack` raises it, or the model has no recurrent states.
     """
     if state_pool(pools.pools) is None:
-        names = ", ".join(pool.spec.name for pool in pools.pools)
-        raise ValueError(f"the model keeps {names}, and no recurrent states")
+        raise ValueError(f"the model keeps {_names(pools)}, and no recurrent states")
     return build_kv_host_stack(pools, **settings)
+
+
+def has_indexer(pools: ModelPools) -> bool:
+    """Whether the model keeps keys of an indexer."""
+    return any(isinstance(pool.spec, IndexerSpec) for pool in pools.pools)
+
+
+def _names(pools: ModelPools) -> str:
+    return ", ".join(pool.spec.name for pool in pools.pools)
 
 
 def _host_pool_class(pool: BaseDevicePool) -> HostPoolClass:

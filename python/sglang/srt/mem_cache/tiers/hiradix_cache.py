@@ -9,14 +9,20 @@ Threads: the scheduler's only.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, ClassVar, Protocol, TypeAlias
+from typing import Any, ClassVar, Protocol, TypeAlias, Unpack
 
 import torch
 
 from sglang.srt.mem_cache.device.model_pools import ModelPools
+from sglang.srt.mem_cache.device.pool_transfer import PoolTransfer
 from sglang.srt.mem_cache.host.host_pool_group import HostPoolGroup
 from sglang.srt.mem_cache.hybrid_cache.cache_controller import HiCacheController
-from sglang.srt.mem_cache.hybrid_cache.hybrid_pool_assembler import build_kv_host_stack
+from sglang.srt.mem_cache.hybrid_cache.hybrid_pool_assembler import (
+    HostStackSettings,
+    build_kv_host_stack,
+    build_nsa_hybrid_stack,
+    has_indexer,
+)
 from sglang.srt.mem_cache.hybrid_cache.on_all_ranks import on_all_ranks
 from sglang.srt.mem_cache.tiers.hicache_administration import ChangeResult, StorageAdministration
 from sglang.srt.mem_cache.tiers.hicache_attachment import StorageAttachment, host_allocator_type
@@ -40,6 +46,13 @@ from sglang.srt.mem_cache.tree.tree_node import TreeNode
 
 BuildHostStack: TypeAlias = Callable[..., tuple[str, HostPoolGroup]]
 """Type of `build_kv_host_stack` and of its variants for certain models."""
+
+
+def _build_host_stack(
+    pools: ModelPools, **settings: Unpack[HostStackSettings]
+) -> tuple[str, HostPoolGroup]:
+    build = build_nsa_hybrid_stack if has_indexer(pools) else build_kv_host_stack
+    return build(pools, **settings)
 
 
 class HiCacheArgs(Protocol):
@@ -86,7 +99,7 @@ class HiRadixCache(RadixCache):
     """
 
     administration: StorageAdministration
-    build_host_stack: ClassVar[BuildHostStack] = staticmethod(build_kv_host_stack)
+    build_host_stack: ClassVar[BuildHostStack] = staticmethod(_build_host_stack)
     """Builds the host pools of L2."""
 
     def __init__(self, params: CacheInitParams, server_args: HiCacheArgs) -> None:
@@ -327,13 +340,19 @@ class HiRadixCache(RadixCache):
 
     def tiers(self) -> list[str]:
         """One line per tier below L1: its size, and the reason for the size."""
-        pool, nbytes = self.host_pool, self.cache_controller.mem_pool_host.nbytes
+        pool, group = self.host_pool, self.cache_controller.mem_pool_host
         states = "" if self.host_states is None else f" and {self.host_states.pool.size} states"
+        pools = ", ".join([group.anchor_entry.name, *(one.name for one in self._get_extra_pools())])
         host = (
-            f"L2: {pool.size} tokens{states}, {nbytes / 1e9:.2f} GB of host "
-            f"memory in layout {pool.layout}, I/O {self.cache_controller.io_backend}"
+            f"L2: {pool.size} tokens{states}, {group.nbytes / 1e9:.2f} GB of host memory for "
+            f"{pools} in layout {pool.layout}, I/O {self.cache_controller.io_backend}"
         )
         return [host, self._attachment.describe()]
+
+    def _get_extra_pools(self) -> list[PoolTransfer]:
+        """The pools beside the anchor, whose state moves with its pages: for each one a transfer
+        without slots, with what a hit needs of it."""
+        return self.cache_controller.mem_pool_host.extra_queries
 
     # ---- books -----------------------------------------------------------------------------
 

@@ -1,4 +1,4 @@
-"""MLATokenToKVPool and NSAIndexerPool: rows, views of their parts, and waiting for a load."""
+"""Pools of latent rows and indexer keys: rows, views of their parts, and waiting for a load."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import torch
 from sglang.srt.mem_cache.device.base_device_pool import FP8_DTYPES
 from sglang.srt.mem_cache.device.indexer_pool import IndexerSpec, NSAIndexerPool
 from sglang.srt.mem_cache.device.mla_pool import MLASpec, MLATokenToKVPool
+from sglang.srt.mem_cache.device.nsa_pool import DSATokenToKVPool, NSASpec, NSATokenToKVPool
 from sglang.srt.mem_cache.device.pool_registry import kv_pool, make_pools
 from sglang.srt.mem_cache.device.state_spec import PoolName, RankShare, RankSplit
 from sglang.test.ci.ci_register import register_cpu_ci
@@ -43,6 +44,22 @@ def test_the_pools_of_a_sparse_model_share_their_slots() -> None:
     assert latent.kv_buffer[0].shape == (12, 1, 6)
     assert side.get_index_k_buffer(7).shape == (12, 3)
     assert side.dtype is torch.bfloat16
+
+
+def test_one_pool_of_a_sparse_model_makes_both() -> None:
+    spec = NSASpec.beside(MLA, 3, torch.bfloat16)
+    pools = make_pools([spec, spec.indexer], 8, 4, "cpu")
+    both, slots = kv_pool(pools), torch.tensor([4])
+    assert isinstance(both, NSATokenToKVPool) and DSATokenToKVPool is NSATokenToKVPool
+    assert list(pools) == [PoolName.KV, PoolName.INDEXER]
+    assert pools[PoolName.INDEXER] is both.index_pool
+    assert (both.spec, both.index_pool.spec) == (spec, spec.indexer)
+    assert both.get_kv_size_bytes() == (2 * 12 * 6 * 4 + 2 * 12 * 3 * 2, 0)
+    both.set_kv_buffer(3, slots, torch.ones(1, 1, 6), torch.ones(1, 1, 4))
+    both.set_index_k_buffer(Layer(3), slots, torch.full((1, 3), 2.0))
+    both.move_kv_cache(torch.tensor([9]), slots)
+    assert both.get_key_buffer(3)[9].sum() == both.get_index_k_buffer(3)[9].sum() == 6
+    assert both.get_index_k_buffer(7).abs().sum() == 0
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -130,6 +147,8 @@ def test_what_cannot_be_held_is_refused() -> None:
         MLATokenToKVPool(8, 4, torch.float32, 4, 2, 1, "cpu", True)
     with pytest.raises(ValueError, match="size=6"):
         NSAIndexerPool(INDEXER, 6, 4, "cpu")
+    with pytest.raises(ValueError, match="kv_cache_dim=656: rows of 6 elements are kept"):
+        NSATokenToKVPool(8, 4, 4, torch.float32, 2, 1, "cpu", 3, kv_cache_dim=656)
 
 
 if __name__ == "__main__":

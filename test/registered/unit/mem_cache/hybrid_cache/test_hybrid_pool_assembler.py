@@ -17,6 +17,7 @@ from sglang.srt.mem_cache.device.base_device_pool import BaseDevicePool, PagedDe
 from sglang.srt.mem_cache.device.mamba_pool import MambaPool, MambaSpec
 from sglang.srt.mem_cache.device.memory_pool import MHATokenToKVPool
 from sglang.srt.mem_cache.device.model_pools import ModelPools
+from sglang.srt.mem_cache.device.nsa_pool import NSATokenToKVPool
 from sglang.srt.mem_cache.device.state_spec import StateBuffer, StateSpec
 from sglang.srt.mem_cache.hicache_storage import PoolName
 from sglang.srt.mem_cache.host.host_layout import HostLayout
@@ -25,6 +26,8 @@ from sglang.srt.mem_cache.host.paged_host_pool import PagedPoolHost
 from sglang.srt.mem_cache.hybrid_cache.hybrid_pool_assembler import (
     build_kv_host_stack,
     build_mamba_hybrid_stack,
+    build_nsa_hybrid_stack,
+    has_indexer,
 )
 from sglang.srt.mem_cache.memory_pool_host import (
     HostPoolGroup,
@@ -322,6 +325,24 @@ def build_with_states(pools: ModelPools, **arguments: Any) -> HostPoolGroup:
         "ratio": 2.0, "size_gb": 0.0, "io_backend": "auto", "layout": "auto", "has_storage": True
     }  # fmt: skip
     return build_mamba_hybrid_stack(pools, **(asked | arguments))[1]
+
+
+def test_the_stack_of_a_sparse_model_wants_an_indexer() -> None:
+    asked: Any = {
+        "ratio": 1.0, "size_gb": 0.0, "io_backend": "auto", "layout": "page_first",
+        "has_storage": False,
+    }  # fmt: skip
+    sparse = NSATokenToKVPool(8 * PAGE, PAGE, 6, torch.bfloat16, 2, 3, "cpu", 4)
+    pools = ModelPools.of([sparse, *sparse.sidecars])
+    assert has_indexer(pools)
+    _, group = build_nsa_hybrid_stack(pools, **asked)
+    assert [type(group.get_pool(name)) for name in group.entries] == [
+        MLATokenToKVPoolHost, NSAIndexerPoolHost
+    ]  # fmt: skip
+    dense = ModelPools.of([make_mla_pool()])
+    assert not has_indexer(dense)
+    with pytest.raises(ValueError, match="keeps kv, and no indexer keys"):
+        build_nsa_hybrid_stack(dense, **asked)
 
 
 def test_host_sizes_of_pages_and_states_are_in_the_ratio_of_the_device() -> None:

@@ -1,0 +1,136 @@
+"""Latent rows of sparse attention (DSA, also called NSA), and the indexer's keys in their slots."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from sglang.srt.mem_cache.device.base_device_pool import BaseDevicePool, HasLayerId
+from sglang.srt.mem_cache.device.indexer_pool import IndexerSpec, NSAIndexerPool
+from sglang.srt.mem_cache.device.mla_pool import MLASpec, MLATokenToKVPool
+
+
+@dataclass(frozen=True, kw_only=True)
+class NSASpec(MLASpec):
+    """Latent rows whose pool also makes the pool of the indexer's keys.
+
+    A model has both specs: this one, and `indexer`.
+    """
+
+    indexer: IndexerSpec
+    """Spec of the keys, in the same layers."""
+
+    @classmethod
+    def beside(cls, rows: MLASpec, index_head_dim: int, index_dtype: torch.dtype) -> NSASpec:
+        """The spec of `rows` with keys of `index_head_dim` elements."""
+        return cls(
+            layers=rows.layers,
+            buffers=rows.buffers,
+            share=rows.share,
+            kv_lora_rank=rows.kv_lora_rank,
+            qk_rope_head_dim=rows.qk_rope_head_dim,
+            indexer=IndexerSpec.of(rows.layers, index_head_dim, index_dtype),
+        )
+
+
+class NSATokenToKVPool(MLATokenToKVPool):
+    """Latent rows and indexer keys of the same slots.
+
+    Tiers and transfers move them as two pools, this one and `index_pool`.
+
+    Attributes:
+        index_pool: Pool of the indexer's keys.
+    """
+
+    def __init__(
+        self,
+        size: int,
+        page_size: int,
+        kv_lora_rank: int,
+        dtype: torch.dtype,
+        qk_rope_head_dim: int,
+        layer_num: int,
+        device: torch.device | str,
+        index_head_dim: int,
+        enable_memory_saver: bool = False,
+        kv_cache_dim: int | None = None,
+        start_layer: int | None = None,
+        end_layer: int | None = None,
+        *,
+        layers: Sequence[int] | None = None,
+        index_dtype: torch.dtype | None = None,
+    ) -> None:
+        """See `MLATokenToKVPool`.
+
+        Args:
+            index_head_dim: Elements of an indexer key.
+            kv_cache_dim: Elements of a row; refused unless they are the latent vector and the
+                rotated part.
+            index_dtype: Dtype of the keys; None: as the rows.
+
+        Raises:
+            ValueError: As `MLATokenToKVPool`, or for `kv_cache_dim`.
+        """
+        row_dim = kv_lora_rank + qk_rope_head_dim
+        if kv_cache_dim not in (None, row_dim):
+            raise ValueError(
+                f"kv_cache_dim={kv_cache_dim}: rows of {row_dim} elements are kept, latent vector "
+                "and rotated part as computed; leave it out"
+            )
+        super().__init__(
+            size, page_size, dtype, kv_lora_rank, qk_rope_head_dim, layer_num, device,
+            enable_memory_saver, start_layer=start_layer, end_layer=end_layer, layers=layers,
+        )  # fmt: skip
+        assert isinstance(self.spec, MLASpec)
+        spec = self.spec = NSASpec.beside(self.spec, index_head_dim, index_dtype or dtype)
+        self.index_pool = NSAIndexerPool(spec.indexer, size, page_size, device)
+
+    @classmethod
+    def from_spec(
+        cls, spec: MLASpec, size: int, page_size: int, device: torch.device | str
+    ) -> NSATokenToKVPool:
+        """The pool of `spec`, an `NSASpec`; sizes as in `KVCache`."""
+        assert isinstance(spec, NSASpec), f"{cls.__name__} cannot hold {spec}"
+        pool = cls(
+            size,
+            page_size,
+            spec.kv_lora_rank,
+            spec.dtype,
+            spec.qk_rope_head_dim,
+            len(spec.layers),
+            device,
+            spec.indexer.index_head_dim,
+            layers=spec.layers,
+            index_dtype=spec.indexer.dtype,
+        )
+        assert pool.spec == spec, f"{cls.__name__} cannot hold {spec}"
+        return pool
+
+    @property
+    def sidecars(self) -> tuple[BaseDevicePool, ...]:
+        return (self.index_pool,)
+
+    def get_index_k_buffer(self, layer_id: int) -> torch.Tensor:
+        """See `NSAIndexerPool`."""
+        return self.index_pool.get_index_k_buffer(layer_id)
+
+    def set_index_k_buffer(
+        self, layer: HasLayerId | int, loc: torch.Tensor, index_k: torch.Tensor
+    ) -> None:
+        """See `NSAIndexerPool`."""
+        self.index_pool.set_index_k_buffer(layer, loc, index_k)
+
+    def move_kv_cache(self, tgt_loc: torch.Tensor, src_loc: torch.Tensor) -> None:
+        super().move_kv_cache(tgt_loc, src_loc)
+        self.index_pool.move_kv_cache(tgt_loc, src_loc)
+
+    def get_kv_size_bytes(self) -> tuple[int, int]:
+        """Bytes of rows and keys, and 0 for the values, which are a part of the rows."""
+        keys = sum(buffer.nbytes for buffer in self.index_pool.index_k_buffer)
+        return super().get_kv_size_bytes()[0] + keys, 0
+
+
+DSATokenToKVPool = NSATokenToKVPool
+"""The same class by the later name of the attention, DSA."""
