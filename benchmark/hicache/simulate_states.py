@@ -1,7 +1,7 @@
 """Hit rates of the prefix cache of a model with recurrent states, on the real tree, no model.
 
     python benchmark/hicache/simulate_states.py [--dataset-path mooncake_synthetic_trace.jsonl] \\
-        [--fractions 0.05 0.1 1] [--alignments 64 256 1024] [--state-pages 16 64 256] \\
+        [--copies 5] [--fractions 0.01 0.1 1] [--alignments 64 256 1024] [--state-pages 16 64 256] \\
         [--memory-ratios 0.1 0.9] [--output-file states.jsonl]
 
 Such a model can use a prefix only where the cache has its pages and a snapshot of the state at its
@@ -14,7 +14,9 @@ end. Prints JSON lines: first the run, then one for each replay, of two parts.
   that has all of the memory for pages. A division that cannot hold the longest request is a line
   with `"fits": false`. Snapshots are the first of `--alignments` apart, or more.
 Hit rates are shares of the whole pages of all prompts. Requests are served one after the other and
-answers are not cached. About 30 s. `simulate_snapshots.py` has snapshots of answers.
+answers are not cached. With `--copies` several groups of users send the trace at once, each with
+prompts of its own: pages are more then, and the longest prompt is a smaller part of them. About
+3 minutes. `simulate_snapshots.py` has snapshots of answers.
 """
 
 from __future__ import annotations
@@ -36,7 +38,7 @@ from sglang.benchmark.cache_simulation import (
     TracePrompts,
     replay,
 )
-from sglang.benchmark.mooncake_trace import TraceScale, read_trace
+from sglang.benchmark.mooncake_trace import TraceScale, read_trace, several
 from sglang.benchmark.page_trace import page_trace_of
 from sglang.benchmark.report import emit, provenance, writable_file
 from sglang.benchmark.state_simulation import (
@@ -57,10 +59,11 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add = parser.add_argument
     add("--dataset-path", default=str(_EXCERPT), help="a trace, JSON lines")
     add("--num-prompts", type=int, help="number of requests, from the first one")
+    add("--copies", type=int, default=5, help="groups of users that send the trace")
     add("--scale", type=float, default=1.0, help="divisor of the prompts' lengths")
     add("--page-size", type=int, default=64)
     add("--chunked-prefill-size", type=int, default=8192)
-    add("--fractions", type=float, nargs="+", default=[0.05, 0.1, 0.2, 0.5, 1.0])
+    add("--fractions", type=float, nargs="+", default=[0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0])
     add("--alignments", type=int, nargs="+", default=[64, 256, 1024])
     add("--hicache-ratio", type=float, default=2.0, help="pages of L2 per page of L1")
     add("--state-pages", type=int, nargs="+", default=[16, 64, 256])
@@ -78,7 +81,7 @@ class TraceReplays:
     def __init__(self, args: argparse.Namespace) -> None:
         self._args = args
         scale = TraceScale(length=1 / args.scale)
-        trace = read_trace(args.dataset_path, args.num_prompts)
+        trace = several(read_trace(args.dataset_path, args.num_prompts), args.copies)
         pages = page_trace_of(trace, scale, args.page_size)
         self._prompts = TracePrompts(trace, scale, args.page_size)
         self._dense: dict[tuple[int, Arrangement], float] = {}
@@ -90,7 +93,7 @@ class TraceReplays:
             raise ValueError(
                 f"--fractions {min(args.fractions):g}: of {self.num_pages} pages that is less than "
                 f"the longest request's {self.longest_pages}; begin at "
-                f"{math.ceil(least * 100) / 100:g}"
+                f"{math.ceil(least * 100) / 100:g}, or raise --copies"
             )
 
     def pages_of(self, fraction: float) -> int:

@@ -11,8 +11,9 @@ FAST'25.
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -94,6 +95,18 @@ def read_trace(path: str | Path, limit: int | None = None) -> list[TraceRequest]
             ]
     except OSError as error:
         raise ValueError(f"--dataset-path {path}: {error.strerror}") from error
+
+
+def several(trace: Sequence[TraceRequest], copies: int) -> list[TraceRequest]:
+    """`copies` groups of users at once: each request that often, with ids of its group alone."""
+    beyond = 1 + max((one for request in trace for one in request.hash_ids), default=0)
+    return [
+        dataclasses.replace(
+            request, hash_ids=tuple(copy * beyond + one for one in request.hash_ids)
+        )
+        for request in trace
+        for copy in range(copies)
+    ]
 
 
 def _parsed(line: bytes, where: str) -> TraceRequest:

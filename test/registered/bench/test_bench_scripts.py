@@ -62,12 +62,12 @@ def test_simulate_turns_uses_the_queue() -> None:
 
 def test_simulate_states(tmp_path: Path) -> None:
     output = tmp_path / "states.jsonl"
-    small = ("--num-prompts", "60", "--fractions", "0.5", "1", "--alignments", "64")
+    small = ("--num-prompts", "60", "--copies", "2", "--fractions", "0.5", "1", "--alignments", "64")
     memory = ("--state-pages", "16", "--memory-ratios", "0.3", "99")
     header, unlimited, *records = run(
         "hicache/simulate_states.py", *small, *memory, "--output-file", str(output)
     )
-    assert header.keys() >= EVIDENCE and header["requests"] == 60
+    assert header.keys() >= EVIDENCE and header["requests"] == 120
     best = unlimited["unlimited"]["hit_rate"]
     assert 0 < best <= header["dense_unlimited_hit_rate"]
     sizes, division = records[:4], records[4:]
@@ -80,7 +80,7 @@ def test_simulate_states(tmp_path: Path) -> None:
 
 
 def test_simulate_states_needs_pages_that_hold_the_longest_request() -> None:
-    assert run("hicache/simulate_states.py", "--fractions", "0.01", status=2) == []
+    assert run("hicache/simulate_states.py", "--copies", "1", "--fractions", "0.01", status=2) == []
 
 
 def test_simulate_snapshots_of_answers() -> None:
