@@ -1,6 +1,6 @@
 """Models with more state than KV on a GPU: steps against the limits, and what an L2 hit saves.
 
-    python benchmark/gpu_hybrid.py [steps] [server] [experts] [transformers]
+    python benchmark/gpu_hybrid.py [steps] [server] [experts] [transformers] [unused]
         [--families qwen3_next deepseek_v32] [--json FILE]
 
 Random weights. Shapes are those of Qwen3-Next-80B-A3B with 12 of 48 layers, and of DeepSeek-V3.2
@@ -12,6 +12,8 @@ prefills of 64 tokens after 8,192.
 `experts`: a layer's experts of 1 to 64 tokens, in kernels for few tokens and in grouped products.
 `transformers`: a prefill and decode steps of the same shape by transformers' own model.
 `server`: TTFT of 8,192 tokens over HTTP, cold and from L2 (target: a fifth).
+`unused`: the load of `gpu_hicache.py unused`, which no cache can help, to servers with and without
+L2 (target: at most 2% less).
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, Final
 from unittest import mock
@@ -31,6 +33,7 @@ from unittest import mock
 import numpy as np
 import torch
 import transformers
+from gpu_hicache import compare_unused, start
 from gpu_server import Emit, ask
 from transformers import AutoConfig, AutoModelForCausalLM, DeepseekV32Config, Qwen3NextConfig
 
@@ -75,6 +78,7 @@ SHAPES: Final[dict[str, tuple[Any, str, dict[str, Any]]]] = {
         },
     ),
 }  # fmt: skip
+SMALL_L2: Final = ("--enable-hierarchical-cache", "--hicache-size", "12")
 EXPECTED: Final = {
     ("qwen3_next", "graph ms"): 0.8,
     ("qwen3_next", "L2 ratio"): 0.2,
@@ -334,6 +338,18 @@ def measure_server(family: str, model: str, out: Emit) -> None:
         out({"what": f"decode of one over HTTP, {family}", "ms": (decoded.tpot or 0.0) * 1e3})
 
 
+def measure_unused(family: str, model: str, out: Emit) -> None:
+    states = ("--max-mamba-cache-size", "160") if family == "qwen3_next" else ()
+    plain = (
+        "--max-total-tokens", "98304", "--page-size", "64", "--max-running-requests", "32", *states
+    )  # fmt: skip
+    names = "GPU only", f"+ L2, {family}"
+    flags = dict(zip(names, (plain, (*plain, *SMALL_L2)), strict=True))
+    with ExitStack() as stack:
+        servers = start(model, flags, {}, stack, out)
+        compare_unused(servers, {names[1]: 0.99}, out)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("parts", nargs="*", default=["steps", "server"])
@@ -349,6 +365,8 @@ def main() -> None:
         with model_of(family) as model:
             if "server" in args.parts:
                 measure_server(family, model, out)
+            if "unused" in args.parts:
+                measure_unused(family, model, out)
             if "transformers" in args.parts:
                 measure_transformers(family, model, out)
                 torch.cuda.empty_cache()

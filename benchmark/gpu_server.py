@@ -36,14 +36,18 @@ from sglang.srt.managers.scheduler.scheduler import Scheduler
 from sglang.srt.mem_cache.tree.radix_key import token_array
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.server_args import ServerArgs
-from sglang.test.models.qwen3_8b import DUMMY_FLAGS, VOCAB_SIZE, dummy_model
+from sglang.test.models.qwen3_8b import DUMMY_FLAGS, dummy_model
 from sglang.test.servers.engine_server import EngineServer
 
 Emit = Callable[[dict[str, Any]], None]
 
 
+_VOCABULARY = 100_000
+"""Ids that every measured model has."""
+
+
 def random_prompt(seed: int, length: int) -> list[int]:
-    ids: list[int] = np.random.default_rng(seed).integers(0, VOCAB_SIZE, length).tolist()
+    ids: list[int] = np.random.default_rng(seed).integers(0, _VOCABULARY, length).tolist()
     return ids
 
 

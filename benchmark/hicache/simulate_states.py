@@ -1,8 +1,8 @@
 """Hit rates of the prefix cache of a model with recurrent states, on the real tree, no model.
 
     python benchmark/hicache/simulate_states.py [--dataset-path mooncake_synthetic_trace.jsonl] \\
-        [--copies 5] [--fractions 0.01 0.1 1] [--alignments 64 256 1024] [--state-pages 16 64 256] \\
-        [--memory-ratios 0.1 0.9] [--output-file states.jsonl]
+        [--copies 5] [--fractions 0.01 0.1 1] [--alignments 64 256 1024] \\
+        [--state-pages 16 64 256] [--memory-ratios 0.1 0.9] [--output-file states.jsonl]
 
 Such a model can use a prefix only where the cache has its pages and a snapshot of the state at its
 end. Prints JSON lines: first the run, then one for each replay, of two parts.

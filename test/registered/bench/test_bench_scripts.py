@@ -62,7 +62,17 @@ def test_simulate_turns_uses_the_queue() -> None:
 
 def test_simulate_states(tmp_path: Path) -> None:
     output = tmp_path / "states.jsonl"
-    small = ("--num-prompts", "60", "--copies", "2", "--fractions", "0.5", "1", "--alignments", "64")
+    small = (
+        "--num-prompts",
+        "60",
+        "--copies",
+        "2",
+        "--fractions",
+        "0.5",
+        "1",
+        "--alignments",
+        "64",
+    )
     memory = ("--state-pages", "16", "--memory-ratios", "0.3", "99")
     header, unlimited, *records = run(
         "hicache/simulate_states.py", *small, *memory, "--output-file", str(output)

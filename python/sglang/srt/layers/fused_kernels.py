@@ -19,6 +19,9 @@ from sglang.srt.layers.placement import Share
 
 GemvConfig: TypeAlias = tuple[int, int, int]
 
+MOST_TAPS: Final = 4
+"""The widest convolution that `attend_linearly` takes, in tokens."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeltaLayout:
@@ -44,7 +47,7 @@ class DeltaLayout:
     key_dim: int
     value_dim: int
     kernel: int
-    """Width of the convolution, in tokens."""
+    """Width of the convolution, in tokens: at most `MOST_TAPS`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from sglang.srt.distributed.tensor_group import ToAdd
 from sglang.srt.layers.forward_batch_info import ForwardBatch, StateBatch
 from sglang.srt.layers.fused_kernels import (
+    MOST_TAPS,
     DeltaLayout,
     DeltaStates,
     FusedKernels,
@@ -235,7 +236,7 @@ class GatedDeltaNet(torch.nn.Module):
         self.options = options = options.on_rank(heads)
         self.layer_id = layer_id
         self._rule = delta_rule(placement.device, placement.dtype)
-        self._kernels = fused_kernels(placement.device)
+        self._kernels = fused_kernels(placement.device) if options.kernel <= MOST_TAPS else None
         self.in_proj = DeltaNetProjections(options, heads, placement)
         self._layout = self.in_proj.layout()
         self.gates = DeltaNetGates(options, heads, placement)

@@ -42,6 +42,7 @@ class RoutedExperts(WeightedLayer):
             ValueError: The ranks do not divide the intermediate size.
         """
         super().__init__(placement)
+        assert num_experts <= torch.iinfo(torch.int16).max
         self.num_experts = num_experts
         self.features = placement.share(intermediate_size, "features of an expert")
         self.gate_up = placement.empty(num_experts, 2 * self.features.size, hidden_size)
@@ -69,7 +70,7 @@ class RoutedExperts(WeightedLayer):
         Args:
             x: `[num_tokens, hidden_size]`.
             weights: fp32 `[num_tokens, top_k]`.
-            ids: int64 `[num_tokens, top_k]`: no token has an expert twice.
+            ids: `[num_tokens, top_k]` of any integer dtype: no token has an expert twice.
 
         Returns:
             `[num_tokens, hidden_size]` of the dtype of `x`.
@@ -104,8 +105,9 @@ class RoutedExperts(WeightedLayer):
     def _grouped(self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
         """Two grouped products over rows sorted by expert; a third product sums in fp32."""
         num_tokens, top_k = ids.shape
-        flat_ids, order = ids.flatten().sort(stable=True)
-        experts = torch.arange(self.num_experts, device=x.device)
+        # Sorting takes as many passes as ids have bits.
+        flat_ids, order = ids.flatten().to(torch.int16).sort(stable=True)
+        experts = torch.arange(self.num_experts, dtype=torch.int16, device=x.device)
         ends = torch.searchsorted(flat_ids, experts, right=True, out_int32=True)
         rows = x[order.div(top_k, rounding_mode="floor")]
         inner = silu_and_mul(torch._grouped_mm(rows, self.gate_up.transpose(1, 2), offs=ends))

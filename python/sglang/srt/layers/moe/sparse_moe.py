@@ -118,18 +118,13 @@ class SparseMoeBlock(torch.nn.Module):
                 gate_name = f"{shared.name}_gate"
                 self.shared_expert_gate = SharedExpertGate(hidden_size, placement.at(gate_name))
         self._kernels = fused_kernels(placement.device)
-        self._few = self._plan_few() if self._kernels is not None else None
+        self._choice = self._plan_choice()
+        self._few = self._plan_few()
 
-    def _plan_few(self) -> tuple[ExpertChoice, ExpertWeights] | None:
-        """Arguments of the kernels for few tokens; None: the kernels do not take this layer."""
-        router, experts = self.gate.options, self.experts
-        shared, gate = self.shared_expert, self.shared_expert_gate
-        both: tuple[torch.Tensor, torch.Tensor] | None = None
-        if shared is not None:
-            both = shared.gate_up_proj.weight, shared.down_proj.weight
-            if both[1].shape[1] != experts.features.size:
-                return None
-        choice = ExpertChoice(
+    def _plan_choice(self) -> ExpertChoice:
+        """Argument of the kernel that chooses experts."""
+        router, gate = self.gate.options, self.shared_expert_gate
+        return ExpertChoice(
             top_k=router.top_k,
             is_softmax=router.scoring == "softmax",
             renormalize=router.renormalize,
@@ -138,10 +133,19 @@ class SparseMoeBlock(torch.nn.Module):
             top_groups=router.topk_groups,
             two_of_group=router.group_score == "top2_sum",
             correction_bias=self.gate.correction_bias,
-            has_shared=shared is not None,
+            has_shared=self.shared_expert is not None,
             shared_gate=None if gate is None else gate.weight,
         )
-        return choice, ExpertWeights(gate_up=experts.gate_up, down=experts.down, shared=both)
+
+    def _plan_few(self) -> ExpertWeights | None:
+        """Argument of the kernels for few tokens; None: they do not take this layer."""
+        experts, shared = self.experts, self.shared_expert
+        both: tuple[torch.Tensor, torch.Tensor] | None = None
+        if shared is not None:
+            both = shared.gate_up_proj.weight, shared.down_proj.weight
+            if both[1].shape[1] != experts.features.size:
+                return None
+        return ExpertWeights(gate_up=experts.gate_up, down=experts.down, shared=both)
 
     def forward(self, x: torch.Tensor, residual: torch.Tensor) -> tuple[ToAdd, torch.Tensor]:
         """Run router and experts.
@@ -153,18 +157,25 @@ class SparseMoeBlock(torch.nn.Module):
         Returns:
             What is still to be added to the residual (None: nothing), and the residual.
         """
-        few = self._few
-        if few is not None and self.experts.takes_few(len(x), few[0].top_k):
-            assert self._kernels is not None, "there is a plan for its kernels"
-            choice, weights = few
-            chosen = self._kernels.choose_experts(self.gate.logits(x), choice, x)
-            out = self._kernels.run_experts(x, *chosen, weights)
-            return self._group.sum_later(out), residual
-        out = self.experts.forward(x, *self.gate.forward(x))
+        shared_weight: torch.Tensor | None = None
+        if self._kernels is None:
+            weights, ids = self.gate.forward(x)
+            if self.shared_expert_gate is not None:
+                shared_weight = self.shared_expert_gate.forward(x)
+        else:
+            top_k = self._choice.top_k
+            weights, ids = self._kernels.choose_experts(self.gate.logits(x), self._choice, x)
+            if self._few is not None and self.experts.takes_few(len(x), top_k):
+                out = self._kernels.run_experts(x, weights, ids, self._few)
+                return self._group.sum_later(out), residual
+            if self.shared_expert_gate is not None:
+                shared_weight = weights[:, top_k:].to(x.dtype)
+            weights = weights[:, :top_k]
+        out = self.experts.forward(x, weights, ids)
         if self.shared_expert is None:
             return self._group.sum_later(out), residual
-        if self.shared_expert_gate is not None:
-            out.addcmul_(self.shared_expert_gate.forward(x), self.shared_expert.part(x))
+        if shared_weight is not None:
+            out.addcmul_(shared_weight, self.shared_expert.part(x))
             return self._group.sum_later(out), residual
         if self._group.size > 1:
             # One sum over the ranks for routed and shared experts.

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from sglang.srt.hardware_backend.cuda.early_start import await_kernels_before, early_start
-from sglang.srt.layers.fused_kernels import DeltaLayout, DeltaStates
+from sglang.srt.layers.fused_kernels import MOST_TAPS, DeltaLayout, DeltaStates
 
 _FEW_REQUESTS = 2
 _VALUES_AT_ONCE = (16, 32)
@@ -23,59 +23,39 @@ _NORM_EPS: tl.constexpr = tl.constexpr(1e-6)
 
 
 @triton.jit
-def _convolved(
-    x_ptr: tl.tensor,
-    conv_ptr: tl.tensor,
-    weight_ptr: tl.tensor,
-    token: tl.tensor,
-    begin: tl.tensor,
-    stride: tl.tensor,
-    cols: tl.tensor,
-    channels: tl.tensor,
-    inside: tl.tensor,
-    KERNEL: tl.constexpr,
-) -> tl.tensor:
-    """SiLU of the convolution at `token`, in fp32 but rounded to the dtype of the input.
-
-    Inputs before `begin` are read from the state, which has the last ones before it.
-    """
-    taps = weight_ptr + channels * KERNEL
-    past = tl.zeros(cols.shape, tl.float32)
-    for nth in tl.static_range(KERNEL - 1):
-        at = token - (KERNEL - 1) + nth
-        old = conv_ptr + channels * (KERNEL - 1) + (at - begin + KERNEL - 1)
-        # A vector comparison: Triton's interpreter takes no scalar masks.
-        is_old = channels * 0 + at < begin
-        seen = tl.load(old, mask=inside & is_old, other=0.0).to(tl.float32)
-        new = tl.load(x_ptr + at * stride + cols, mask=inside & ~is_old, other=0.0)
-        past += (seen + new.to(tl.float32)) * tl.load(taps + nth, mask=inside, other=0.0)
-    tap = tl.load(taps + KERNEL - 1, mask=inside, other=0.0)
-    return _with_newest(x_ptr + token * stride + cols, past, tap, inside)
-
-
-@triton.jit
-def _with_newest(x_ptr: tl.tensor, past: tl.tensor, tap: tl.tensor, inside: tl.tensor) -> tl.tensor:
-    """SiLU of the convolution whose older inputs give `past`, rounded as the input is."""
-    x = tl.load(x_ptr, mask=inside, other=0.0)
-    acc = past + x.to(tl.float32) * tap
-    return (acc / (1.0 + tl.exp(-acc))).to(x.dtype).to(tl.float32)
-
-
-@triton.jit
-def _past_of_one(  # type: ignore[no-untyped-def]  # noqa: ANN202
+def _convolution(  # type: ignore[no-untyped-def]  # noqa: ANN202
     conv_ptr: tl.tensor,
     weight_ptr: tl.tensor,
     channels: tl.tensor,
     inside: tl.tensor,
     KERNEL: tl.constexpr,
 ):
-    """What the state gives to the convolution of the next token, and the weight of its input."""
-    taps = weight_ptr + channels * KERNEL
-    past = tl.zeros(channels.shape, tl.float32)
-    for nth in tl.static_range(KERNEL - 1):
-        seen = tl.load(conv_ptr + channels * (KERNEL - 1) + nth, mask=inside, other=0.0)
-        past += seen.to(tl.float32) * tl.load(taps + nth, mask=inside, other=0.0)
-    return past, tl.load(taps + KERNEL - 1, mask=inside, other=0.0)
+    """The weights of a convolution over at most four tokens, the newest token's first; then, from
+    the inputs in the state, what these give to the next token, the one after it and the third."""
+    taps = weight_ptr + channels * KERNEL + KERNEL - 1
+    newest = conv_ptr + channels * (KERNEL - 1) + KERNEL - 2
+    nothing = tl.zeros(channels.shape, tl.float32)
+    t0 = tl.load(taps, mask=inside, other=0.0)
+    t1, t2, t3 = nothing, nothing, nothing
+    x1, x2, x3 = nothing, nothing, nothing
+    if KERNEL > 1:
+        t1 = tl.load(taps - 1, mask=inside, other=0.0)
+        x1 = tl.load(newest, mask=inside, other=0.0).to(tl.float32)
+    if KERNEL > 2:
+        t2 = tl.load(taps - 2, mask=inside, other=0.0)
+        x2 = tl.load(newest - 1, mask=inside, other=0.0).to(tl.float32)
+    if KERNEL > 3:
+        t3 = tl.load(taps - 3, mask=inside, other=0.0)
+        x3 = tl.load(newest - 2, mask=inside, other=0.0).to(tl.float32)
+    return t0, t1, t2, t3, x3 * t3 + x2 * t2 + x1 * t1, x2 * t3 + x1 * t2, x1 * t3
+
+
+@triton.jit
+def _activated(x: tl.tensor, past: tl.tensor, tap: tl.tensor) -> tl.tensor:
+    """SiLU of the convolution whose older inputs give `past`, in fp32 but rounded to the dtype of
+    the input."""
+    acc = past + x.to(tl.float32) * tap
+    return (acc / (1.0 + tl.exp(-acc))).to(x.dtype).to(tl.float32)
 
 
 @triton.jit
@@ -137,10 +117,15 @@ def _rule_kernel(
     q_channels = key_head * KEY_DIM + keys
     k_channels = KEY_HEADS * KEY_DIM + q_channels
     v_channels = 2 * KEY_HEADS * KEY_DIM + head * VALUE_DIM + values
-    if ONE:
-        q_past, q_tap = _past_of_one(conv, weight_ptr, q_channels, is_key, KERNEL)
-        k_past, k_tap = _past_of_one(conv, weight_ptr, k_channels, is_key, KERNEL)
-        v_past, v_tap = _past_of_one(conv, weight_ptr, v_channels, is_value, KERNEL)
+    qt0, qt1, qt2, qt3, q_1st, q_2nd, q_3rd = _convolution(
+        conv, weight_ptr, q_channels, is_key, KERNEL
+    )
+    kt0, kt1, kt2, kt3, k_1st, k_2nd, k_3rd = _convolution(
+        conv, weight_ptr, k_channels, is_key, KERNEL
+    )
+    vt0, vt1, vt2, vt3, v_1st, v_2nd, v_3rd = _convolution(
+        conv, weight_ptr, v_channels, is_value, KERNEL
+    )
     await_kernels_before(EARLY)
     if ONE:
         begin = request.to(tl.int64)
@@ -155,27 +140,34 @@ def _rule_kernel(
     track_len = begin * 0
     if TRACK:
         track_len = tl.load(track_lens_ptr + request)
+    q_cols = Q0 + key_head * QK_STEP + keys
+    k_cols = K0 + key_head * QK_STEP + keys
+    v_cols = V0 + key_head * V_STEP + nth * VALUE_DIM + values
+    b_col = B0 + key_head * BA_STEP + nth
+    a_col = A0 + key_head * BA_STEP + nth
+    row = x_ptr + begin * stride
+    xq = tl.load(row + q_cols, mask=is_key, other=0.0)
+    xk = tl.load(row + k_cols, mask=is_key, other=0.0)
+    xv = tl.load(row + v_cols, mask=is_value, other=0.0)
+    b = tl.load(row + b_col).to(tl.float32)
+    a = tl.load(row + a_col).to(tl.float32)
     for token in range(begin, end):
-        q_cols = Q0 + key_head * QK_STEP + keys
-        k_cols = K0 + key_head * QK_STEP + keys
-        v_cols = V0 + key_head * V_STEP + nth * VALUE_DIM + values
-        if ONE:
-            q = _with_newest(x_ptr + token * stride + q_cols, q_past, q_tap, is_key)
-            k = _with_newest(x_ptr + token * stride + k_cols, k_past, k_tap, is_key)
-            v = _with_newest(x_ptr + token * stride + v_cols, v_past, v_tap, is_value)
-        else:
-            q = _convolved(
-                x_ptr, conv, weight_ptr, token, begin, stride, q_cols, q_channels, is_key, KERNEL
-            )
-            k = _convolved(
-                x_ptr, conv, weight_ptr, token, begin, stride, k_cols, k_channels, is_key, KERNEL
-            )
-            v = _convolved(
-                x_ptr, conv, weight_ptr, token, begin, stride, v_cols, v_channels, is_value, KERNEL
-            )
-        row = x_ptr + token * stride + key_head * BA_STEP + nth
-        beta = 1.0 / (1.0 + tl.exp(-tl.load(row + B0).to(tl.float32)))
-        step = tl.load(row + A0).to(tl.float32) + bias
+        q = _activated(xq, q_1st, qt0)
+        k = _activated(xk, k_1st, kt0)
+        v = _activated(xv, v_1st, vt0)
+        beta = 1.0 / (1.0 + tl.exp(-b))
+        step = a + bias
+        if not ONE:
+            q_1st, q_2nd, q_3rd = q_2nd + xq * qt1, q_3rd + xq * qt2, xq * qt3
+            k_1st, k_2nd, k_3rd = k_2nd + xk * kt1, k_3rd + xk * kt2, xk * kt3
+            v_1st, v_2nd, v_3rd = v_2nd + xv * vt1, v_3rd + xv * vt2, xv * vt3
+            # The next token's inputs come while this one is computed.
+            row = x_ptr + tl.minimum(token + 1, end - 1) * stride
+            xq = tl.load(row + q_cols, mask=is_key, other=0.0)
+            xk = tl.load(row + k_cols, mask=is_key, other=0.0)
+            xv = tl.load(row + v_cols, mask=is_value, other=0.0)
+            b = tl.load(row + b_col).to(tl.float32)
+            a = tl.load(row + a_col).to(tl.float32)
         step = tl.where(step > 20.0, step, tl.log(1.0 + tl.exp(tl.minimum(step, 20.0))))
         q *= tl.rsqrt(tl.sum(q * q, axis=0) + _NORM_EPS) * scale
         k *= tl.rsqrt(tl.sum(k * k, axis=0) + _NORM_EPS)
@@ -382,6 +374,7 @@ def attend_linearly(
     assert x.stride(1) == 1 and conv_weight.is_contiguous()
     assert states.temporal.is_contiguous() and states.conv.is_contiguous()
     assert not is_one or requests == num_tokens
+    assert layout.kernel <= MOST_TAPS
     attended = torch.empty((num_tokens, heads, value_dim), dtype=torch.float32, device=x.device)
     out = torch.empty((num_tokens, heads * value_dim), dtype=x.dtype, device=x.device)
     # Any tensor stands for what is not read.

@@ -461,7 +461,7 @@ def run_experts(
         BLOCK_P=triton.next_power_of_2(top_k),
         BLOCK_F=min(512, triton.next_power_of_2(features)),
         SHARED=places > top_k,
-        num_warps=2,
+        num_warps=1 if num_tokens == 1 else 2,
         **early_start(x),
     )
     return out

@@ -258,7 +258,8 @@ def extend_attention(
             lse.fill_(math.inf)  # rows that no block writes have nothing to join
     if launch is None:
         # fp32 takes twice the shared memory, and each product is three TF32 products.
-        launch = (64, 4, 3) if q.element_size() == 2 else (32, 4, 2)
+        # Sums of 128 rows of 256 do not fit into the registers of four warps.
+        launch = (64, 8 if head_dim > 128 else 4, 3) if q.element_size() == 2 else (32, 4, 2)
     block_n, num_warps, num_stages = launch
     _extend_kernel[(work.blocks.shape[0], num_kv_heads, splits)](
         q,
