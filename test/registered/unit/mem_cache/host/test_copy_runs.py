@@ -5,15 +5,18 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from sglang.srt.mem_cache.device.base_device_pool import PagedDevicePool
+from sglang.srt.constants import KIB
+from sglang.srt.mem_cache.device.base_device_pool import BaseDevicePool, PagedDevicePool
 from sglang.srt.mem_cache.device.memory_pool import MHATokenToKVPool
 from sglang.srt.mem_cache.device.mla_pool import MLATokenToKVPool
 from sglang.srt.mem_cache.host.copy_runs import (
+    CopyGrids,
     CopyRuns,
     PageRuns,
     grids_from_pool,
@@ -25,7 +28,10 @@ from sglang.srt.mem_cache.host.host_copy_cuda import CudaPageCopier, EngineUse
 from sglang.srt.mem_cache.host.host_rows import HostRows, PartRows, part_rows
 from sglang.srt.mem_cache.host.mla_host_pool import MLATokenToKVPoolHost
 from sglang.srt.mem_cache.host.paged_host_pool import PagedPoolHost
+from sglang.srt.mem_cache.host.parted_host_pool import PartedPoolHost
 from sglang.srt.mem_cache.host.staged_copy import StagedLoadTuning
+from sglang.srt.mem_cache.host.state_host_pool import MambaPoolHost
+from sglang.test.caches.mamba_pools import make_mamba_pool, mamba_spec
 from sglang.test.caches.mla_pools import make_mla_pool
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.stores.host_pools import (
@@ -58,7 +64,7 @@ def host_of(device: PagedDevicePool, layout: str) -> PagedPoolHost:
     return make_host_pool(device, layout)
 
 
-def parts_of(host: PagedPoolHost, device: PagedDevicePool) -> list[PartRows]:
+def parts_of(host: PartedPoolHost[Any], device: BaseDevicePool) -> list[PartRows]:
     pools = host._paired_with(device)
     return [part_rows(*part) for part in zip(pools.host, pools.device, strict=True)]
 
@@ -68,6 +74,14 @@ def do(runs: CopyRuns) -> None:
         runs.destinations.tolist(), runs.sources.tolist(), runs.sizes.tolist(), strict=True
     ):
         ctypes.memmove(to, source, size)
+
+
+def do_grids(grids: list[CopyGrids]) -> None:
+    for grid in grids:
+        for source, to in zip(grid.sources.tolist(), grid.destinations.tolist(), strict=True):
+            for run in range(grid.runs):
+                begin = source + run * grid.source_stride
+                ctypes.memmove(to + run * grid.destination_stride, begin, grid.run_bytes)
 
 
 def move_rows(
@@ -110,14 +124,38 @@ def test_a_grid_from_the_pool_is_a_page_of_all_layers(layout: str, v_head_dim: i
     assert all(have_grids(part) for part in parts)
     grids = grids_from_pool(parts, PAGE, np.array(into), np.array(pages))
     assert [len(grid.sources) for grid in grids] == [len(pages)] * 2
-    for grid in grids:
-        for source, to in zip(grid.sources.tolist(), grid.destinations.tolist(), strict=True):
-            for run in range(grid.runs):
-                begin = source + run * grid.source_stride
-                ctypes.memmove(to + run * grid.destination_stride, begin, grid.run_bytes)
+    do_grids(grids)
     other = make_device_pool(v_head_dim=v_head_dim, seed=1)
     copy_to_device(host, other, page_slots(into), pages)
     assert device_bytes(other, page_slots(pages)) == device_bytes(device, page_slots(pages))
+
+
+@pytest.mark.parametrize("layout", ["layer_first", "page_first_direct"])
+def test_a_grid_from_the_pool_is_a_state_of_all_layers(layout: str) -> None:
+    device, other = make_mamba_pool(), make_mamba_pool(seed=1)
+    host = MambaPoolHost.make(device, page_num=8, layout=layout)
+    states, into = torch.tensor([3, 1, 15]), torch.tensor([4, 7, 0])
+    parts = parts_of(host, device)
+    assert all(have_grids(part) for part in parts)
+    grids = grids_from_pool(parts, 1, into.numpy(), states.numpy())
+    assert [(len(grid.sources), grid.runs) for grid in grids] == [(3, 3)] * 2
+    do_grids(grids)
+    load = host.begin_load(other, into, states, "direct")
+    for layer in range(device.layer_num):
+        load.issue(layer)
+    assert device_bytes(other, states) == device_bytes(device, states)
+
+
+@pytest.mark.parametrize(("dim", "straight"), [(112, True), (3, False)])
+def test_states_go_straight_from_the_pool_though_their_conv_states_are_short(
+    dim: int, straight: bool
+) -> None:
+    device = make_mamba_pool(spec=mamba_spec(heads=8, dim=dim))
+    host = MambaPoolHost.make(device, page_num=2, layout="page_first_direct")
+    copier = CudaPageCopier(host._paired_with(device))
+    temporal, conv = (part.rows.row_bytes for part in copier.parts)
+    assert conv < 64 * KIB and (temporal > 64 * KIB) is straight
+    assert copier.prefers_cpu_slots("direct") is straight
 
 
 def test_grids_need_layers_that_are_equally_far_apart_and_not_too_far() -> None:
