@@ -16,7 +16,13 @@ from sglang.benchmark.cache_simulation import (
     TracePrompts,
     replay,
 )
-from sglang.benchmark.mooncake_trace import TokenMaker, TraceRequest, TraceScale, read_trace
+from sglang.benchmark.mooncake_trace import (
+    TokenMaker,
+    TraceRequest,
+    TraceScale,
+    read_trace,
+    several,
+)
 from sglang.benchmark.page_trace import page_trace_of
 from sglang.test.ci.ci_register import register_cpu_ci
 
@@ -138,6 +144,18 @@ def test_errors_name_a_file_that_is_not_a_trace(tmp_path: Path, line: str, messa
     path.write_text(line + "\n")
     with pytest.raises(ValueError, match=message):
         read_trace(path)
+
+
+def test_groups_of_users_share_no_prompts_and_take_turns() -> None:
+    trace = [request(1, 2), request(1, 3), request(0)]
+    both = several(trace, 2)
+    assert [one.hash_ids[0] % 10_004 for one in both] == [1, 1, 1, 1, 0, 0]
+    assert both[::2] == trace
+    ids = [{block for one in both[group::2] for block in one.hash_ids} for group in range(2)]
+    assert not ids[0] & ids[1]
+    unlimited = CacheSizes(l1_pages=50, l2_pages=0)
+    hits = [run(one, unlimited, Arrangement.ONE_TIER).hit_tokens for one in (trace, both)]
+    assert hits == [PAGE, 2 * PAGE]
 
 
 if __name__ == "__main__":

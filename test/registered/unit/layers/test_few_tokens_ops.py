@@ -12,7 +12,7 @@ import torch.nn.functional as F
 
 from sglang.srt.environ import envs
 from sglang.srt.layers.forward_batch_info import ForwardBatch, ForwardMode, StateBatch
-from sglang.srt.layers.fused_kernels import ExpertChoice
+from sglang.srt.layers.fused_kernels import MOST_TAPS, ExpertChoice
 from sglang.srt.layers.layernorm import ZeroCenteredRMSNorm
 from sglang.srt.layers.linear_attention.delta_net import DeltaNetOptions, GatedDeltaNet
 from sglang.srt.layers.moe.sparse_moe import (
@@ -179,6 +179,10 @@ def test_what_follows_a_snapshot_is_computed_from_what_is_kept() -> None:
     assert torch.equal(pool.temporal[:, 4], pool.temporal[:, 3])
     assert torch.equal(pool.conv[:, 4], pool.conv[:, 3])
     assert not torch.equal(pool.temporal[:, 10], pool.temporal[:, 3])
+
+
+def test_wide_convolutions_are_left_to_torch() -> None:
+    assert delta_net(HALF, kernel=MOST_TAPS + 1)._kernels is None
 
 
 # Experts.
