@@ -39,6 +39,9 @@ SIZES: Final = ((2, 1), (2, 2), (4, 2), (4, 4), (3, 1))
 """Numbers of ranks, and of the sets that they are divided into. `(4, 2)` has two rounds of MIN."""
 TICKS_OF_A_SEED: Final = 500
 _MOST_DELAY_S: Final = 0.0005
+_DEADLINE_S: Final = 30.0
+"""Of a rank that waits for others. Less than the limit of a step, so that it says who is missing:
+ranks that have diverged may wait for each other in different collectives."""
 _WORK: Final = ("tokens from host", "tokens from storage", "evicted from host", "write landed")
 """Work that must happen. One seed in four reads from storage; more are drawn until all of it
 has."""
@@ -166,8 +169,8 @@ class RandomRanks(RandomScheduler):
         self._num_ranks = ranks
         self._wrap_group = wrap_group
         self._has_referee = has_referee
-        self._exchange = MemoryExchange(ranks, attn_cp_size=attn_cp_size)
-        self._referees = MemoryExchange(ranks)
+        self._exchange = MemoryExchange(ranks, _DEADLINE_S, attn_cp_size=attn_cp_size)
+        self._referees = MemoryExchange(ranks, _DEADLINE_S)
         self._ranks: list[_Rank] = []
 
     def _make_rig(self) -> CheckableRig:

@@ -17,7 +17,7 @@ from sglang.srt.managers.messages.tick import Tick
 from sglang.srt.managers.scheduler.scheduler import Scheduler, SchedulerOutput
 from sglang.srt.mem_cache.tiers.hiradix_cache import HiRadixCache
 from sglang.srt.mem_cache.tree.ballot import Progress, to_vector
-from sglang.test.caches.memory_ranks import MemoryRankGroup, PassedOnGroup
+from sglang.test.caches.memory_ranks import MemoryRankGroup, PassedOnGroup, RankIsMissing
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.schedulers.random_ranks import RandomRanks, RankRig
 from sglang.test.schedulers.random_setup import impatient
@@ -59,7 +59,8 @@ def test_ranks_that_do_random_work_have_equal_books_at_every_tick(
 @pytest.mark.parametrize("has_referee", [True, False], ids=["every tick", "ballots"])
 def test_ranks_that_act_on_their_own_progress_diverge(seed: int, has_referee: bool) -> None:
     run = RandomRanks(seed, wrap_group=OwnProgress, has_referee=has_referee)
-    with pytest.raises(RanksDiverged):
+    # One that alone has nothing to vote on leaves the other waiting.
+    with pytest.raises((RanksDiverged, RankIsMissing)):
         run.run(TICKS)
 
 
