@@ -16,6 +16,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from sglang.srt.constants import KIB
@@ -78,6 +80,18 @@ class EngineUse:
         return cls(load=load, backup=is_long, load_of_one_layer=one)
 
 
+@dataclass(frozen=True, slots=True)
+class _Slots:
+    """Whole pages on both sides, checked."""
+
+    host: torch.Tensor
+    """int64 `[n * page_size]` on the CPU."""
+    host_pages: npt.NDArray[np.int64]
+    """int64 `[n]`."""
+    device: torch.Tensor
+    """int64 `[n * page_size]` on the device, in order with the current stream."""
+
+
 class PageCopy(ABC):
     """One set of pages on its way, in either direction. Lives until its last layer is issued."""
 
@@ -87,15 +101,10 @@ class PageCopy(ABC):
 
 
 class _KernelCopy(PageCopy):
-    def __init__(self, pool: CudaPageCopier, host: torch.Tensor, device: torch.Tensor) -> None:
+    def __init__(self, pool: CudaPageCopier, slots: _Slots) -> None:
         self._pool = pool
-        whole_pages(host, pool.page_size, pool.host_pages)
-        if device.is_cpu:
-            whole_pages(device, pool.page_size, pool.device_pages)
-        # Made on another stream and maybe freed there while this one still reads it.
-        pool.runtime.keep_for_current_stream(device)
-        self._host_slots = pool.runtime.stage_to_device(host)
-        self._device_slots = pool.runtime.stage_to_device(device)
+        self._host_slots = pool.runtime.stage_to_device(slots.host)
+        self._device_slots = slots.device
 
     def issue(self, layers: range, *, to_host: bool) -> None:
         from sglang.srt.mem_cache.host.token_copy import copy_tokens
@@ -119,19 +128,13 @@ class _StagedLoad(PageCopy):
         self,
         pool: CudaPageCopier,
         stage: StagedLoad,
-        host: torch.Tensor,
-        device: torch.Tensor,
+        slots: _Slots,
         *,
         loads_one_layer: bool,
     ) -> None:
         self._stage = stage
-        pages = whole_pages(host, pool.page_size, pool.host_pages)
-        if device.is_cpu:
-            whole_pages(device, pool.page_size, pool.device_pages)
-        pool.runtime.keep_for_current_stream(device)
-        device = pool.runtime.stage_to_device(device)
-        self._chunks = stage.start(pages, device)
-        self._one_layer = None if loads_one_layer else _KernelCopy(pool, host, device)
+        self._chunks = stage.start(slots.host_pages, slots.device)
+        self._one_layer = None if loads_one_layer else _KernelCopy(pool, slots)
         self._num_layers = pool.num_layers
         self._issued_until = 0
 
@@ -144,14 +147,22 @@ class _StagedLoad(PageCopy):
         else:
             # A load goes from layer 0 on; one that starts elsewhere is of that layer alone.
             in_order = layers.start == self._issued_until
-            step = self._stage.layers_at_once if in_order and layers.start else 1
-            layers = range(layers.start, min(layers.start + step, self._num_layers))
+            layers = self._piece(layers.start) if in_order else layers
         if self._one_layer is not None and len(layers) == 1:
+            ahead = self._piece(layers.stop)
+            if in_order and len(ahead) > 1 and self._chunks:
+                # Most bytes are the engines'; the link idles until they begin.
+                self._stage.fetch(self._chunks[0], ahead)
             self._one_layer.issue(layers, to_host=False)
         else:
             self._stage.load(self._chunks, layers)
         if in_order:
             self._issued_until = layers.stop
+
+    def _piece(self, first: int) -> range:
+        """The layers that come together from `first` on, in a load from layer 0 on."""
+        step = self._stage.layers_at_once if first else 1
+        return range(first, min(first + step, self._num_layers))
 
 
 class _CudaLoad(PageLoad):
@@ -206,7 +217,7 @@ class CudaPageCopier(PageCopier):
         elif self.engine_use[io_backend].backup:
             self._backup_staged(host_indices, device_indices)
         else:
-            copy = _KernelCopy(self, host_indices, device_indices)
+            copy = _KernelCopy(self, self._slots(host_indices, device_indices))
             copy.issue(range(self.num_layers), to_host=True)
 
     def prefers_cpu_slots(self, io_backend: str) -> bool:
@@ -238,15 +249,12 @@ class CudaPageCopier(PageCopier):
             self._copy_engine().copy_grids(grids, stream)
 
     def _backup_staged(self, host: torch.Tensor, device: torch.Tensor) -> None:
-        pages = whole_pages(host, self.page_size, self.host_pages)
-        if device.is_cpu:
-            whole_pages(device, self.page_size, self.device_pages)
-        self.runtime.keep_for_current_stream(device)
+        slots = self._slots(host, device)
         if self._staged is None:
             self._staged = StagedBackup(
                 self.groups, self.page_size, self.device, self._copy_engine()
             )
-        self._staged.backup(pages, self.runtime.stage_to_device(device))
+        self._staged.backup(slots.host_pages, slots.device)
 
     def begin_load(
         self, host_indices: torch.Tensor, device_indices: torch.Tensor, io_backend: str
@@ -257,8 +265,9 @@ class CudaPageCopier(PageCopier):
     def _prepare(self, host: torch.Tensor, device: torch.Tensor, io_backend: str) -> PageCopy:
         check_equally_many(host, device)
         _check_backend(io_backend)
+        slots = self._slots(host, device)
         if not self.engine_use[io_backend].load:
-            return _KernelCopy(self, host, device)
+            return _KernelCopy(self, slots)
         if self._staged_load is None:
             self._staged_load = StagedLoad(
                 self.groups,
@@ -270,10 +279,17 @@ class CudaPageCopier(PageCopier):
         return _StagedLoad(
             self,
             self._staged_load,
-            host,
-            device,
+            slots,
             loads_one_layer=self.engine_use[io_backend].load_of_one_layer,
         )
+
+    def _slots(self, host: torch.Tensor, device: torch.Tensor) -> _Slots:
+        pages = whole_pages(host, self.page_size, self.host_pages)
+        if device.is_cpu:
+            whole_pages(device, self.page_size, self.device_pages)
+        # Made on another stream and maybe freed there while this one still reads it.
+        self.runtime.keep_for_current_stream(device)
+        return _Slots(host, pages, self.runtime.stage_to_device(device))
 
     def _copy_engine(self) -> CopyEngine:
         if self._engine is None:

@@ -68,6 +68,8 @@ class Chunk:
     runs: BufferRuns | None = None
     num_layers: int = 0
     """Layers that `runs` are made for."""
+    fetched: tuple[int, Event] | None = None
+    """The buffer that holds the chunk, and the event to record when it is empty again."""
 
 
 class _Stage:
@@ -220,13 +222,26 @@ class StagedLoad:
         self._stage.side.follow()
         return self._stage.chunks(host_pages, device_slots)
 
+    def fetch(self, chunk: Chunk, layers: range) -> None:
+        """Begin to copy at most `layers_at_once` consecutive layers of one chunk to a buffer.
+
+        `load` of the same layers comes next.
+        """
+        stage = self._stage
+        with stage.side.use():
+            buffer, emptied = stage.next_buffer()
+            stage.run_engine(buffer, chunk, layers, to_host=False)
+        chunk.fetched = buffer, emptied
+
     def load(self, chunks: Sequence[Chunk], layers: range) -> None:
         """Copy at most `layers_at_once` consecutive layers to the device."""
         stage = self._stage
         for chunk in chunks:
-            with stage.side.use():
-                buffer, emptied = stage.next_buffer()
-                stage.run_engine(buffer, chunk, layers, to_host=False)
+            if chunk.fetched is None:
+                self.fetch(chunk, layers)
+            assert chunk.fetched is not None
+            buffer, emptied = chunk.fetched
+            chunk.fetched = None
             stage.side.join()
             stage.run_kernel(buffer, chunk, layers, to_buffer=False)
             emptied.record()
