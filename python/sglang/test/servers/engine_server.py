@@ -85,12 +85,12 @@ class EngineServer:
         assert self._process is not None, "the server was not started"
         return self._process
 
-    def start(self) -> None:
-        """Start the server and wait until it is healthy."""
+    def start(self, timeout: float = DEFAULT_TIMEOUT_FOR_SERVER_LAUNCH) -> None:
+        """Start the server and wait until it is healthy, `timeout` seconds at most."""
         self._process = popen_launch_server(
             self._model,
             self.url,
-            DEFAULT_TIMEOUT_FOR_SERVER_LAUNCH,
+            timeout,
             other_args=self._args,
             env=self._env,
         )

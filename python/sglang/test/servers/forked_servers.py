@@ -108,9 +108,9 @@ class ForkedServer(EngineServer):
         flags = server_flags(self._model, self.url, self._args)
         return ForkedProcess(flags, new_log_path(), self._env, self._in_rank)
 
-    def start(self) -> None:
+    def start(self, timeout: float = 60.0) -> None:
         self._process = self.launch()
-        await_health(self._process, self.url, 60.0)
+        await_health(self._process, self.url, timeout)
 
 
 def _serve(argv: list[str], log_path: str, env: Mapping[str, str], in_rank: InRank | None) -> None:

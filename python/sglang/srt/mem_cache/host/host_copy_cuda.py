@@ -84,8 +84,6 @@ class EngineUse:
 class _Slots:
     """Whole pages on both sides, checked."""
 
-    host: torch.Tensor
-    """int64 `[n * page_size]` on the CPU."""
     host_pages: npt.NDArray[np.int64]
     """int64 `[n]`."""
     device: torch.Tensor
@@ -103,7 +101,7 @@ class PageCopy(ABC):
 class _KernelCopy(PageCopy):
     def __init__(self, pool: CudaPageCopier, slots: _Slots) -> None:
         self._pool = pool
-        self._host_slots = pool.runtime.stage_to_device(slots.host)
+        self._host_pages = pool.runtime.stage_to_device(torch.from_numpy(slots.host_pages))
         self._device_slots = slots.device
 
     def issue(self, layers: range, *, to_host: bool) -> None:
@@ -115,7 +113,8 @@ class _KernelCopy(PageCopy):
                 group[0].rows,
                 table,
                 group[0].device_stride,
-                self._host_slots,
+                self._host_pages,
+                self._pool.page_size,
                 self._device_slots,
                 layers,
                 to_host=to_host,
@@ -147,22 +146,14 @@ class _StagedLoad(PageCopy):
         else:
             # A load goes from layer 0 on; one that starts elsewhere is of that layer alone.
             in_order = layers.start == self._issued_until
-            layers = self._piece(layers.start) if in_order else layers
+            step = self._stage.layers_at_once if in_order and layers.start else 1
+            layers = range(layers.start, min(layers.start + step, self._num_layers))
         if self._one_layer is not None and len(layers) == 1:
-            ahead = self._piece(layers.stop)
-            if in_order and len(ahead) > 1 and self._chunks:
-                # Most bytes are the engines'; the link idles until they begin.
-                self._stage.fetch(self._chunks[0], ahead)
             self._one_layer.issue(layers, to_host=False)
         else:
             self._stage.load(self._chunks, layers)
         if in_order:
             self._issued_until = layers.stop
-
-    def _piece(self, first: int) -> range:
-        """The layers that come together from `first` on, in a load from layer 0 on."""
-        step = self._stage.layers_at_once if first else 1
-        return range(first, min(first + step, self._num_layers))
 
 
 class _CudaLoad(PageLoad):
@@ -289,7 +280,7 @@ class CudaPageCopier(PageCopier):
             whole_pages(device, self.page_size, self.device_pages)
         # Made on another stream and maybe freed there while this one still reads it.
         self.runtime.keep_for_current_stream(device)
-        return _Slots(host, pages, self.runtime.stage_to_device(device))
+        return _Slots(pages, self.runtime.stage_to_device(device))
 
     def _copy_engine(self) -> CopyEngine:
         if self._engine is None:

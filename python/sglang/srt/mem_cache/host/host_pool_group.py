@@ -179,9 +179,14 @@ class HostPoolGroup:
         return entry, transfer.host_indices, transfer.device_indices
 
     def prefers_cpu_slots(self, io_backend: str) -> bool:
-        """Whether backups are faster with their device slots on the CPU. The anchor decides for all
-        pools, since it has most of the bytes."""
-        return self.anchor.prefers_cpu_slots(self.anchor_entry.device_pool, io_backend)
+        """Whether backups of some pool are faster with their device slots on the CPU.
+
+        Of another pool they are then a little slower: its slots go back to the device.
+        """
+        return any(
+            entry.host_pool.prefers_cpu_slots(entry.device_pool, io_backend)
+            for entry in self.entries.values()
+        )
 
     # -- all pools ---------------------------------------------------------------------------------
 

@@ -68,8 +68,6 @@ class Chunk:
     runs: BufferRuns | None = None
     num_layers: int = 0
     """Layers that `runs` are made for."""
-    fetched: tuple[int, Event] | None = None
-    """The buffer that holds the chunk, and the event to record when it is empty again."""
 
 
 class _Stage:
@@ -104,7 +102,7 @@ class _Stage:
         for part in self._parts:
             end = self._offsets[-1] + part.page_bytes * self.chunk_pages
             self._offsets.append(-(-end // _ALIGNMENT) * _ALIGNMENT)
-        self._rows_in_buffer = torch.arange(self.chunk_pages * page_size, device=device)
+        self._pages_in_buffer = torch.arange(self.chunk_pages, device=device)
         self._buffers = [
             torch.empty(self._offsets[-1], dtype=torch.uint8, device=device)
             for _ in range(_BUFFERS)
@@ -162,7 +160,8 @@ class _Stage:
                 rows,
                 table,
                 group[0].device_stride,
-                self._rows_in_buffer[: len(chunk.slots)],
+                self._pages_in_buffer[: len(chunk.pages)],
+                self.page_size,
                 chunk.slots,
                 layers,
                 to_host=to_buffer,
@@ -222,26 +221,13 @@ class StagedLoad:
         self._stage.side.follow()
         return self._stage.chunks(host_pages, device_slots)
 
-    def fetch(self, chunk: Chunk, layers: range) -> None:
-        """Begin to copy at most `layers_at_once` consecutive layers of one chunk to a buffer.
-
-        `load` of the same layers comes next.
-        """
-        stage = self._stage
-        with stage.side.use():
-            buffer, emptied = stage.next_buffer()
-            stage.run_engine(buffer, chunk, layers, to_host=False)
-        chunk.fetched = buffer, emptied
-
     def load(self, chunks: Sequence[Chunk], layers: range) -> None:
         """Copy at most `layers_at_once` consecutive layers to the device."""
         stage = self._stage
         for chunk in chunks:
-            if chunk.fetched is None:
-                self.fetch(chunk, layers)
-            assert chunk.fetched is not None
-            buffer, emptied = chunk.fetched
-            chunk.fetched = None
+            with stage.side.use():
+                buffer, emptied = stage.next_buffer()
+                stage.run_engine(buffer, chunk, layers, to_host=False)
             stage.side.join()
             stage.run_kernel(buffer, chunk, layers, to_buffer=False)
             emptied.record()

@@ -27,13 +27,13 @@ _ELEMENT_TYPES: Final = {8: tl.int64, 4: tl.int32, 2: tl.int16, 1: tl.int8}
 # One binary for each pair of pools and direction: made at start, never while a request waits.
 @triton.jit(
     do_not_specialize=["host_first", "host_second", "num_tokens", "first_layer", "num_layers"],
-    do_not_specialize_on_alignment=["device_table", "host_slots", "device_slots"],
+    do_not_specialize_on_alignment=["device_table", "host_pages", "device_slots"],
 )
 def _copy_tokens(
     host_first,
     host_second,
     device_table,
-    host_slots,
+    host_pages,
     device_slots,
     num_tokens,
     first_layer,
@@ -42,6 +42,7 @@ def _copy_tokens(
     PARTS: tl.constexpr,
     TABLE_STRIDE: tl.constexpr,
     DEVICE_STRIDE: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
     PAGE_TOKENS: tl.constexpr,
     PAGE_STRIDE: tl.constexpr,
     TOKEN_STRIDE: tl.constexpr,
@@ -74,7 +75,8 @@ def _copy_tokens(
 
         tokens = token_tile * TOKENS + tl.arange(0, TOKENS)
         there = tokens < num_tokens
-        host_slot = tl.load(host_slots + tokens, mask=there, other=0)
+        host_page = tl.load(host_pages + tokens // PAGE_SIZE, mask=there, other=0)
+        host_slot = host_page * PAGE_SIZE + tokens % PAGE_SIZE
         device_slot = tl.load(device_slots + tokens, mask=there, other=0)
         host_row = (
             (host_slot // PAGE_TOKENS) * PAGE_STRIDE
@@ -98,7 +100,8 @@ def copy_tokens(
     rows: HostRows,
     device_table: torch.Tensor,
     device_stride: int,
-    host_slots: torch.Tensor,
+    host_pages: torch.Tensor,
+    page_size: int,
     device_slots: torch.Tensor,
     layers: range,
     *,
@@ -112,13 +115,14 @@ def copy_tokens(
         rows: Where the rows of each part are.
         device_table: int64 `[parts, layers of the pool]` on the device: addresses of rows.
         device_stride: Bytes between rows there.
-        host_slots: int64 `[tokens]` on the device.
-        device_slots: int64 `[tokens]` on the device.
+        host_pages: int64 `[pages]` on the device.
+        page_size: Tokens of a page.
+        device_slots: int64 `[pages * page_size]` on the device, those of a page in its order.
         layers: Consecutive layers.
         to_host: The direction.
         tuning: How much of the device to take.
     """
-    count = len(host_slots)
+    count = len(device_slots)
     element = _element_bytes(rows, device_stride)
     row = rows.row_bytes // element
     cols = min(triton.next_power_of_2(row), tuning.tile_bytes // element)
@@ -130,7 +134,7 @@ def copy_tokens(
         host_addresses[0],
         host_addresses[-1],
         device_table,
-        host_slots,
+        host_pages,
         device_slots,
         count,
         layers.start,
@@ -139,6 +143,7 @@ def copy_tokens(
         PARTS=len(host_addresses),
         TABLE_STRIDE=device_table.shape[1],
         DEVICE_STRIDE=device_stride // element,
+        PAGE_SIZE=page_size,
         PAGE_TOKENS=rows.page_tokens,
         PAGE_STRIDE=rows.page_stride // element,
         TOKEN_STRIDE=rows.token_stride // element,

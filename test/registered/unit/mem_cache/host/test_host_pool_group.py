@@ -74,6 +74,15 @@ class Recorded:
     wait = synchronize = record
 
 
+@pytest.mark.parametrize("name", [PoolName.KV, PoolName.INDEXER])
+def test_backups_want_their_slots_on_the_cpu_if_one_pool_does(name: PoolName) -> None:
+    group = Pools().group
+    assert not group.prefers_cpu_slots("direct")
+    vars(group.get_pool(name))["prefers_cpu_slots"] = lambda pool, io: io == "direct"
+    assert group.prefers_cpu_slots("direct")
+    assert not group.prefers_cpu_slots("kernel")
+
+
 def test_a_group_moves_the_pages_of_all_pools() -> None:
     pools = Pools()
     pools.group.backup(pools.transfers(), "direct")

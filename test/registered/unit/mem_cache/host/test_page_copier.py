@@ -144,7 +144,7 @@ def test_a_load_of_a_cuda_pool_stages_its_slots_once_and_launches_a_layer_at_a_t
     staged: list[int] = []
 
     def launch(*args: Any, **_: Any) -> None:
-        launched.append((args[6], args[4].tolist(), args[5].tolist()))
+        launched.append((args[7], args[4].tolist(), args[6].tolist()))
 
     def stage(_: CpuRuntime, tensor: torch.Tensor) -> torch.Tensor:
         staged.append(len(tensor))
@@ -160,12 +160,12 @@ def test_a_load_of_a_cuda_pool_stages_its_slots_once_and_launches_a_layer_at_a_t
     for layer in (0, 1):
         first.issue(layer)
     second.issue(2)
-    assert staged == [4, 4, 4, 4]
-    here = [8, 9, 10, 11]
+    # Four slots on the device and one page on the host, for each load.
+    assert staged == [4, 1, 4, 1]
     assert launched == [
-        (range(1), here, [20, 21, 22, 23]),
-        (range(1, 2), here, [20, 21, 22, 23]),
-        (range(2, 3), here, [24, 25, 26, 27]),
+        (range(1), [2], [20, 21, 22, 23]),
+        (range(1, 2), [2], [20, 21, 22, 23]),
+        (range(2, 3), [2], [24, 25, 26, 27]),
     ]
     assert not copier.prefers_cpu_slots("kernel")
     with pytest.raises(ValueError, match="CUDA pools copy with kernel or direct"):
