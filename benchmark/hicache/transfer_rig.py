@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
@@ -21,13 +21,16 @@ from sglang.srt.mem_cache.device.indexer_pool import IndexerSpec
 from sglang.srt.mem_cache.device.mamba_pool import MambaSpec
 from sglang.srt.mem_cache.device.mla_pool import MLASpec
 from sglang.srt.mem_cache.device.pool_registry import make_pools
+from sglang.srt.mem_cache.device.pool_transfer import PoolTransfer
 from sglang.srt.mem_cache.device.state_pool import StatePool
 from sglang.srt.mem_cache.device.state_spec import ItemKind, KVSpec, PoolName, StateSpec
 from sglang.srt.mem_cache.memory_pool_host import (
+    HostPoolGroup,
     MambaPoolHost,
     MHATokenToKVPoolHost,
     MLATokenToKVPoolHost,
     NSAIndexerPoolHost,
+    PoolEntry,
 )
 
 
@@ -137,6 +140,39 @@ def _rate_of_both(marks: list[list[tuple[torch.Event, torch.Event]]]) -> float:
     return done / (last - first) * 1e3
 
 
+class PoolsTogether:
+    """Pools that move together, as those of one model do: latent rows and indexer keys."""
+
+    def __init__(self, all_pools: Sequence[Pools]) -> None:
+        self._all = all_pools
+        self._group = HostPoolGroup(
+            [
+                PoolEntry.of(pools.host, pools.device, is_anchor=pools is all_pools[0])
+                for pools in all_pools
+            ]
+        )
+        self._io_backend = all_pools[0].io_backend
+        self.bytes = sum(pools.bytes for pools in all_pools)
+
+    def backup(self) -> None:
+        self._group.backup([pools.transfer() for pools in self._all], self._io_backend)
+
+    def backup_elsewhere(self) -> None:
+        self._group.backup([pools.transfer_elsewhere() for pools in self._all], self._io_backend)
+
+    def load(self, first: torch.Event | None = None) -> None:
+        """As `Pools.load`."""
+        events = [torch.Event("cuda") for _ in range(self._group.num_layers)]
+        if first is not None:
+            events[0] = first
+        transfers = [replace(pools.transfer(), device_indices=pools.target) for pools in self._all]
+        self._group.load(transfers, events, self._io_backend)
+
+    def check(self) -> None:
+        for pools in self._all:
+            pools.check()
+
+
 class Pools:
     """A device pool and a host pool, and two disjoint scattered sets of pages in each."""
 
@@ -179,6 +215,12 @@ class Pools:
 
     def _slots(self, pages: torch.Tensor) -> torch.Tensor:
         return (pages[:, None] * self.page_size + torch.arange(self.page_size)).reshape(-1)
+
+    def transfer(self) -> PoolTransfer:
+        return PoolTransfer(self.device.spec.name, self.host_slots, self.source)
+
+    def transfer_elsewhere(self) -> PoolTransfer:
+        return PoolTransfer(self.device.spec.name, self.other_host_slots, self.source)
 
     def backup(self) -> None:
         self.host.backup_from_device_all_layer(
