@@ -283,9 +283,7 @@ def main() -> None:
     parser.add_argument("--repeat", type=int, default=5)
     parser.add_argument("--output", help="also append the lines to this file")
     parser.add_argument("--page-sizes", type=int, nargs="+", default=[64, 16, 1])
-    parser.add_argument(
-        "--pools", choices=[*KINDS, "latent+indexer"], nargs="+", default=["kv"]
-    )
+    parser.add_argument("--pools", choices=[*KINDS, "latent+indexer"], nargs="+", default=["kv"])
     parser.add_argument("--no-transfers", action="store_true")
     parser.add_argument("--no-compute", action="store_true")
     parser.add_argument("--no-pinning", action="store_true")
