@@ -46,19 +46,18 @@ class Rig:
     """A runner whose pages are allocated once, and batches over them."""
 
     def __init__(self, page_size: int, pool_tokens: int, **config: Any) -> None:
-        with dummy_model() as directory:
-            model_config = ModelConfig.from_path(directory)
         begun = time.monotonic()
-        self.runner = ModelRunner(
-            ModelRunnerConfig(
-                model_config=model_config,
-                device="cuda",
-                load_format="dummy",
-                page_size=page_size,
-                show_progress=False,
-                **config,
+        with dummy_model() as directory:
+            self.runner = ModelRunner(
+                ModelRunnerConfig(
+                    model_config=ModelConfig.from_path(directory),
+                    device="cuda",
+                    load_format="dummy",
+                    page_size=page_size,
+                    show_progress=False,
+                    **config,
+                )
             )
-        )
         torch.cuda.synchronize()
         self.load_s = time.monotonic() - begun
         begun = time.monotonic()
