@@ -78,11 +78,7 @@ SHAPES: Final[dict[str, tuple[Any, str, dict[str, Any]]]] = {
         },
     ),
 }  # fmt: skip
-SMALL_L2: Final = (
-    "--enable-hierarchical-cache", "--hicache-size", "12",
-    "--hicache-io-backend", "direct", "--hicache-mem-layout", "page_first_direct",
-)  # fmt: skip
-"""What `auto` takes for the 48 layers of Qwen3-Next-80B-A3B; pages of 12 layers are short."""
+SMALL_L2: Final = ("--enable-hierarchical-cache", "--hicache-size", "12")
 EXPECTED: Final = {
     ("qwen3_next", "graph ms"): 0.8,
     ("qwen3_next", "L2 ratio"): 0.2,

@@ -78,6 +78,11 @@ _LAYOUTS_FOR: Final[dict[str, dict[IoBackend, tuple[HostLayout, ...]]]] = {
 LONG_PAGE_BYTES: Final = 256 * KIB
 """Bytes of K (or V) of a page over all layers from which on copy engines are the faster way."""
 
+_LONG_PAGE_BYTES_BESIDE_STATES: Final = 192 * KIB
+"""The same for models that keep recurrent states as well, whose runs are long: the shortest pages
+that were measured. Where nothing hits, `layer_first` with the kernel took 2.3% of the throughput,
+copy engines nothing (benchmark/results/2026-11-23-gpu-hybrid.md)."""
+
 _Pair = tuple[IoBackend, HostLayout]
 _ENGINES: Final = (IoBackend.DIRECT, HostLayout.PAGE_FIRST_DIRECT)
 _KERNEL_WITH_L3: Final = (IoBackend.KERNEL, HostLayout.PAGE_FIRST)
@@ -142,6 +147,7 @@ def resolve_layout_and_io(
     has_storage: bool,
     page_bytes: int,
     *,
+    has_states: bool = False,
     known: Collection[HostLayout] = tuple(HostLayout),
 ) -> tuple[str, str]:
     """Turn the user's two settings, either of which may be `auto`, into a pair that works.
@@ -152,6 +158,7 @@ def resolve_layout_and_io(
         layout: `--hicache-mem-layout`.
         has_storage: Whether an L3 backend is configured.
         page_bytes: Bytes of the shorter of K and V of a page, over all layers.
+        has_states: Whether the model keeps recurrent states beside pages.
         known: The layouts that every kind of state of the model has: `auto` takes one of them.
 
     Returns:
@@ -164,7 +171,8 @@ def resolve_layout_and_io(
     kind, works = _what_works(device, io_backend, layout)
     if layout == AUTO:
         works = [(io, one) for io, one in works if one in known] or works
-    preferred = _PREFERENCE.get((kind, suits_copy_engines(page_bytes), has_storage), ())
+    long_bytes = _LONG_PAGE_BYTES_BESIDE_STATES if has_states else LONG_PAGE_BYTES
+    preferred = _PREFERENCE.get((kind, page_bytes >= long_bytes, has_storage), ())
     return next((io.value, one.value) for io, one in (*preferred, *works) if (io, one) in works)
 
 

@@ -94,7 +94,8 @@ def build_kv_host_stack(
         ratio: Host slots per device slot of each pool, if `size_gb` is 0.
         size_gb: GB (10^9 bytes) of all host pools together, divided between them as device memory
             is; overrides the ratio.
-        io_backend: Requested I/O backend; `auto` chooses by the anchor's pages.
+        io_backend: Requested I/O backend; `auto` chooses by the anchor's pages, and by whether
+            there are recurrent states.
         layout: Requested layout; `auto` likewise.
         has_storage: Whether an L3 backend is configured.
         allocator_type: Allocator of the host memory; see `HostKVCache`.
@@ -121,6 +122,7 @@ def build_kv_host_stack(
             layout,
             has_storage,
             plans[0].host_pool_class.shortest_part_bytes(device_pool) * device_pool.page_size,
+            has_states=state_pool(pools.pools) is not None,
             known=[one for one in HostLayout if all(one in plan.layouts for plan in plans)],
         )
         for plan in plans:

@@ -43,6 +43,18 @@ def test_what_works(
     assert resolve_layout_and_io(device, io, layout, has_storage, page_kib << 10) == expected
 
 
+@pytest.mark.parametrize("has_storage", [False, True])
+def test_shorter_pages_go_by_copy_engines_beside_recurrent_states(has_storage: bool) -> None:
+    def chosen(page_kib: int, has_states: bool) -> str:
+        io, _ = resolve_layout_and_io(
+            "cuda", "auto", "auto", has_storage, page_kib << 10, has_states=has_states
+        )
+        return io
+
+    assert [chosen(192, states) for states in (False, True)] == ["kernel", "direct"]
+    assert chosen(191, True) == "kernel"
+
+
 @pytest.mark.parametrize(
     ("device", "io", "layout", "message"),
     [

@@ -8,6 +8,7 @@ import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -20,7 +21,7 @@ from sglang.srt.mem_cache.device.model_pools import ModelPools
 from sglang.srt.mem_cache.device.nsa_pool import NSATokenToKVPool
 from sglang.srt.mem_cache.device.state_spec import StateBuffer, StateSpec
 from sglang.srt.mem_cache.hicache_storage import PoolName
-from sglang.srt.mem_cache.host.host_layout import HostLayout
+from sglang.srt.mem_cache.host.host_layout import HostLayout, resolve_layout_and_io
 from sglang.srt.mem_cache.host.host_memory import HostTensorAllocator
 from sglang.srt.mem_cache.host.paged_host_pool import PagedPoolHost
 from sglang.srt.mem_cache.hybrid_cache.hybrid_pool_assembler import (
@@ -325,6 +326,14 @@ def build_with_states(pools: ModelPools, **arguments: Any) -> HostPoolGroup:
         "ratio": 2.0, "size_gb": 0.0, "io_backend": "auto", "layout": "auto", "has_storage": True
     }  # fmt: skip
     return build_mamba_hybrid_stack(pools, **(asked | arguments))[1]
+
+
+def test_recurrent_states_count_in_the_choice_of_a_layout() -> None:
+    name = f"{build_kv_host_stack.__module__}.resolve_layout_and_io"
+    with mock.patch(name, wraps=resolve_layout_and_io) as asked:
+        build_with_states(with_states())
+        build(three_pools())
+    assert [call.kwargs["has_states"] for call in asked.call_args_list] == [True, False]
 
 
 def test_the_stack_of_a_sparse_model_wants_an_indexer() -> None:
