@@ -35,12 +35,12 @@ import zmq
 
 from sglang.benchmark.report import emit, provenance
 from sglang.srt.managers.messages.io_struct import (
+    SCHEDULER_DECODER,
     BatchStrOutput,
     FinishReason,
     RequestOutput,
     TextOutput,
     encode,
-    scheduler_decoder,
 )
 from sglang.srt.managers.messages.ipc import IpcAddresses
 from sglang.srt.utils.network import IpcNames, get_free_port
@@ -164,9 +164,8 @@ def run_engine(ipc: IpcAddresses) -> None:
     source.set_hwm(0)
     source.bind(ipc.scheduler_input)
     sink.connect(ipc.server_input)
-    decoder = scheduler_decoder()
     while True:
-        for message in decoder.decode(source.recv()):
+        for message in SCHEDULER_DECODER.decode(source.recv()):
             time.sleep(_STEP_S)
             rid = getattr(message, "rid", "")
             output = RequestOutput(

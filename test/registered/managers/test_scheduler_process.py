@@ -19,16 +19,16 @@ import zmq
 from sglang.srt.hardware_backend.cuda.runtime import CudaRuntime
 from sglang.srt.hardware_backend.device_runtime import detect_device
 from sglang.srt.managers.messages.io_struct import (
+    DETOKENIZER_DECODER,
+    SERVER_DECODER,
     BatchTokenIDOutput,
     ControlReqOutput,
     GetInternalStateReq,
     ShutdownReq,
     TokenizedGenerateReqInput,
     ToScheduler,
-    detokenizer_decoder,
     encode,
     frame_of,
-    server_decoder,
 )
 from sglang.srt.managers.messages.ipc import IpcAddresses
 from sglang.srt.managers.messages.ready_message import receive_ready
@@ -62,11 +62,11 @@ class Peer:
 
     def tokens(self) -> BatchTokenIDOutput:
         assert self._tokens.poll(_DEADLINE_MS), "no tokens"
-        return detokenizer_decoder().decode(self._tokens.recv())
+        return DETOKENIZER_DECODER.decode(self._tokens.recv())
 
     def answer(self) -> ControlReqOutput:
         assert self._answers.poll(_DEADLINE_MS), "no answer"
-        message = server_decoder().decode(self._answers.recv())
+        message = SERVER_DECODER.decode(self._answers.recv())
         assert isinstance(message, ControlReqOutput)
         return message
 

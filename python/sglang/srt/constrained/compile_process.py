@@ -13,6 +13,7 @@ import psutil
 
 from sglang.srt.constrained.constraint import Constraint
 from sglang.srt.constrained.frames import (
+    VERDICT_DECODER,
     FrameTimeout,
     Hello,
     Task,
@@ -60,7 +61,7 @@ class CompileProcess:
         try:
             write_frame(self._stdin.fileno(), Hello(vocabulary, limits, any_whitespace))
             deadline = time.monotonic() + limits.start_timeout
-            read_frame(self._stdout.fileno(), Verdict, deadline)
+            read_frame(self._stdout.fileno(), VERDICT_DECODER, deadline)
         except (OSError, EOFError, FrameTimeout) as error:
             self.close()
             raise CompileProcessError(
@@ -115,7 +116,7 @@ class CompileProcess:
                         f"{kind}: compiling it took more than {limits.compile_timeout:g} s: "
                         "simplify it"
                     )
-            verdict = read_frame(answer, Verdict, time.monotonic() + _ANSWER_SECONDS)
+            verdict = read_frame(answer, VERDICT_DECODER, time.monotonic() + _ANSWER_SECONDS)
         except (OSError, EOFError, FrameTimeout):
             self.close()
             verdict = Verdict(has_died=True)
@@ -133,7 +134,7 @@ class CompileProcess:
         try:
             write_frame(self._stdin.fileno(), Task())
             deadline = time.monotonic() + _ANSWER_SECONDS
-            read_frame(self._stdout.fileno(), Verdict, deadline)
+            read_frame(self._stdout.fileno(), VERDICT_DECODER, deadline)
         except (OSError, EOFError, FrameTimeout):
             self.close()
 

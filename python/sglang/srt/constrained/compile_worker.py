@@ -27,8 +27,10 @@ import xgrammar
 from sglang.srt.constrained.bitmask import allocate_bitmask
 from sglang.srt.constrained.constraint import Constraint
 from sglang.srt.constrained.frames import (
+    HELLO_DECODER,
+    TASK_DECODER,
+    VERDICT_DECODER,
     Hello,
-    Task,
     Verdict,
     read_frame,
     wait_readable,
@@ -77,14 +79,14 @@ def probe(grammar: XGrammarGrammar, vocab_size: int) -> None:
 
 def serve(read_fd: int, write_fd: int) -> None:
     """Answer tasks until the pipe closes."""
-    hello = read_frame(read_fd, Hello)
+    hello = read_frame(read_fd, HELLO_DECODER)
     limits = hello.limits
     compiler = make_compiler(hello.vocabulary)
     in_use = psutil.Process().memory_info().vms
     ceiling = in_use + limits.compile_memory
     write_frame(write_fd, Verdict())
     while True:
-        task = read_frame(read_fd, Task)
+        task = read_frame(read_fd, TASK_DECODER)
         if task.kind is None:
             continue  # The trial that it was to stop has just ended.
         constraint = Constraint(task.kind, task.text)
@@ -110,7 +112,7 @@ def _forked(trial: Callable[[], Verdict], stop_fd: int) -> Verdict:
     os.close(child_fd)
     try:
         if result_fd in wait_readable(result_fd, stop_fd):
-            return read_frame(result_fd, Verdict)
+            return read_frame(result_fd, VERDICT_DECODER)
     except EOFError:
         pass
     finally:

@@ -43,6 +43,11 @@ class Verdict(msgspec.Struct, frozen=True):
     """The trial ended without an answer, by itself or because it was stopped."""
 
 
+HELLO_DECODER: Final = msgspec.msgpack.Decoder(Hello)
+TASK_DECODER: Final = msgspec.msgpack.Decoder(Task)
+VERDICT_DECODER: Final = msgspec.msgpack.Decoder(Verdict)
+
+
 class FrameTimeout(Exception):
     """The deadline passed before a whole message arrived."""
 
@@ -71,12 +76,12 @@ def wait_readable(*fds: int, seconds: float | None = None) -> set[int]:
     return {fd for fd, _ in poller.poll(None if seconds is None else seconds * 1000)}
 
 
-def read_frame(fd: int, kind: type[T], deadline: float | None = None) -> T:
+def read_frame(fd: int, decoder: msgspec.msgpack.Decoder[T], deadline: float | None = None) -> T:
     """Receive one message.
 
     Args:
         fd: The reading end of a pipe.
-        kind: The type of the message.
+        decoder: The decoder of the expected message.
         deadline: `time.monotonic()` seconds; None waits for ever.
 
     Raises:
@@ -84,7 +89,7 @@ def read_frame(fd: int, kind: type[T], deadline: float | None = None) -> T:
         FrameTimeout: The deadline passed.
     """
     (length,) = _LENGTH.unpack(_read_exactly(fd, _LENGTH.size, deadline))
-    return msgspec.msgpack.decode(_read_exactly(fd, length, deadline), type=kind)
+    return decoder.decode(_read_exactly(fd, length, deadline))
 
 
 def _read_exactly(fd: int, count: int, deadline: float | None) -> bytes:

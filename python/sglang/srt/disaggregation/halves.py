@@ -14,7 +14,7 @@ import torch
 import zmq
 
 from sglang.srt.disaggregation.common.bootstrap_client import find
-from sglang.srt.disaggregation.common.bootstrap_route import Route
+from sglang.srt.disaggregation.common.bootstrap_route import ROUTE_DECODER, Route
 from sglang.srt.disaggregation.common.conversation import Patience
 from sglang.srt.disaggregation.common.geometry import STAGING_BYTES, PoolGeometry
 from sglang.srt.disaggregation.common.link_costs import UNIT_BYTES, LinkCosts
@@ -236,7 +236,7 @@ def _prefill(
     )
     logger.info("decode servers are answered at %s, instance %s", route.endpoint, instance_id)
     texts = gather_texts(ranks, msgspec.json.encode(route).decode(), _ROUTE_BYTES)
-    routes = [msgspec.json.decode(text, type=Route) for text in texts]
+    routes = [ROUTE_DECODER.decode(text) for text in texts]
     return HalfServer(lambda state, _: PrefillHalf(state, desk, wait_s, ranks, metadata), routes)
 
 

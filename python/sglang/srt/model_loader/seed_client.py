@@ -12,7 +12,7 @@ import msgspec
 from sglang.srt.arg_groups.remote_weights import SEED_PATH, START_SEED
 from sglang.srt.constants import MIB
 from sglang.srt.model_loader.load_config import SeedAddress
-from sglang.srt.model_loader.weight_offer import SeedAnswer, WeightsDigest
+from sglang.srt.model_loader.weight_offer import ANSWER_DECODER, SeedAnswer, WeightsDigest
 from sglang.srt.utils.background_call import BackgroundCall
 from sglang.srt.utils.error_answers import error_text
 
@@ -129,7 +129,7 @@ def _parse(status: int, body: bytes) -> SeedAnswer:
     if status != 200:
         raise ValueError(f"it answers with status {status}: {error_text(body)}")
     try:
-        return msgspec.json.decode(body, type=SeedAnswer)
+        return ANSWER_DECODER.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise ValueError(
             f"its answer is not understood ({error}): start both with the same release, the seed "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Final
 
 import msgspec
 import torch
@@ -104,6 +105,10 @@ class SeedAnswer(msgspec.Struct, frozen=True, kw_only=True):
         return msgspec.structs.replace(
             self, weights=msgspec.structs.replace(self.weights, digest=digest)
         )
+
+
+ANSWER_DECODER: Final = msgspec.json.Decoder(SeedAnswer)
+PACKED_ANSWER_DECODER: Final = msgspec.msgpack.Decoder(SeedAnswer)
 
 
 def place_of(tensor: torch.Tensor) -> MemoryPlace:

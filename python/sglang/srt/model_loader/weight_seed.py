@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Final
 
 import msgspec
 import torch
@@ -17,6 +17,7 @@ from sglang.srt.distributed.rank_group import RankGroup, gather_bytes
 from sglang.srt.hardware_backend.leaf_hash import HASH_NAME
 from sglang.srt.model_loader.tensor_memory import checksums
 from sglang.srt.model_loader.weight_offer import (
+    PACKED_ANSWER_DECODER,
     SeedAnswer,
     TensorPart,
     WeightsDigest,
@@ -37,6 +38,9 @@ class _Computed(msgspec.Struct, frozen=True, kw_only=True):
     error: str = ""
     identity: str = ""
     checksums: dict[str, list[str]] = {}
+
+
+_COMPUTED_DECODER: Final = msgspec.msgpack.Decoder(_Computed)
 
 
 class WeightSeed:
@@ -84,7 +88,7 @@ class WeightSeed:
             ),
         )
         self._answers = [
-            msgspec.msgpack.decode(raw, type=SeedAnswer)
+            PACKED_ANSWER_DECODER.decode(raw)
             for raw in gather_bytes(group, msgspec.msgpack.encode(own))
         ]
         self._has_digests = False
@@ -126,7 +130,7 @@ class WeightSeed:
         call, self._computing = self._computing, None
         own = call.result if call.error is None else _Computed(error=str(call.error) or "failed")
         computed = [
-            msgspec.msgpack.decode(raw, type=_Computed)
+            _COMPUTED_DECODER.decode(raw)
             for raw in gather_bytes(self._group, msgspec.msgpack.encode(own))
         ]
         for rank, one in enumerate(computed):

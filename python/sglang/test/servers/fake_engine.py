@@ -30,6 +30,7 @@ from sglang.srt.managers.detokenizer.incremental_detokenizer import (
 )
 from sglang.srt.managers.messages.io_struct import (
     ABORTED_BY_CLIENT,
+    SCHEDULER_DECODER,
     AbortReq,
     BatchTokenIDOutput,
     CachedTokensDetails,
@@ -42,7 +43,6 @@ from sglang.srt.managers.messages.io_struct import (
     ShutdownReq,
     TokenizedGenerateReqInput,
     encode,
-    scheduler_decoder,
 )
 from sglang.srt.managers.messages.ipc import IpcAddresses
 from sglang.srt.managers.scheduler.stop_finder import StopFinder
@@ -111,12 +111,11 @@ class FakeScheduler:
         tokens.connect(self.ipc.detokenizer_input)
         control = context.socket(zmq.PUSH)
         control.connect(self.ipc.server_input)
-        decoder = scheduler_decoder()
         try:
             while True:
                 idle = not self._steppable()
                 while source.poll(5 if idle else 0):
-                    messages = decoder.decode(source.recv())
+                    messages = SCHEDULER_DECODER.decode(source.recv())
                     self.frame_sizes.append(len(messages))
                     for message in messages:
                         self.received.append(message)

@@ -9,7 +9,12 @@ from urllib.parse import urlencode
 import msgspec
 
 from sglang.srt.constants import KIB
-from sglang.srt.disaggregation.common.bootstrap_route import ROUTE_PATH, Registration, Route
+from sglang.srt.disaggregation.common.bootstrap_route import (
+    ROUTE_DECODER,
+    ROUTE_PATH,
+    Registration,
+    Route,
+)
 from sglang.srt.utils.background_call import BackgroundCall
 from sglang.srt.utils.error_answers import error_text
 from sglang.srt.utils.network import base_url
@@ -58,7 +63,7 @@ def find(host: str, port: int, rank: int, timeout: float) -> Route:
     path = f"{ROUTE_PATH}?{urlencode({'rank': rank})}"
     answer = _ask(host, port, "GET", path, None, timeout)
     try:
-        route = msgspec.json.decode(answer, type=Route)
+        route = ROUTE_DECODER.decode(answer)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise _error(host, port, f"its answer is not understood ({error}): start both servers with "
                      "the same release") from None  # fmt: skip

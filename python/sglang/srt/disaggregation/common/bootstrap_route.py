@@ -31,3 +31,7 @@ class Registration(Route, frozen=True, kw_only=True, forbid_unknown_fields=True)
     """A route with a token, which proves that a process of the same server sends it."""
 
     token: Text
+
+
+ROUTE_DECODER: Final = msgspec.json.Decoder(Route)
+REGISTRATION_DECODER: Final = msgspec.json.Decoder(Registration)

@@ -27,8 +27,8 @@ from sglang.srt.arg_groups.disaggregation import BOOTSTRAP_PORT_FLAG
 from sglang.srt.constants import KIB
 from sglang.srt.disaggregation.common.bootstrap_route import (
     MAX_RANK,
+    REGISTRATION_DECODER,
     ROUTE_PATH,
-    Registration,
     Route,
 )
 from sglang.srt.utils.network import listening_sockets
@@ -178,7 +178,7 @@ class BootstrapServer:
 
     def _take(self, body: bytes) -> None:
         try:
-            sent = msgspec.json.decode(body, type=Registration)
+            sent = REGISTRATION_DECODER.decode(body)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             raise _Refusal(http.HTTPStatus.BAD_REQUEST, f"not a registration: {error}") from None
         if not hmac.compare_digest(sent.token.encode(), self.token.encode()):

@@ -13,8 +13,8 @@ import msgspec
 import zmq
 
 from sglang.srt.disaggregation.common.protocol import (
+    ANSWERED_DECODER,
     Answer,
-    Answered,
     Asked,
     Offer,
     Packed,
@@ -96,7 +96,6 @@ class Conversation:
         """Time of the prefill server's last answer, or of the first question."""
         self._sent = 0.0
         self._instance_id: str | None = None
-        self._decoder = msgspec.msgpack.Decoder(Answered)
         self._socket = context.socket(zmq.DEALER)
         self._socket.setsockopt(zmq.LINGER, 1000)
         self._socket.setsockopt(zmq.IPV6, int("[" in endpoint))
@@ -176,7 +175,7 @@ class Conversation:
         if not self._socket.poll(round(timeout * 1000)):
             return None
         try:
-            message = self._decoder.decode(self._socket.recv())
+            message = ANSWERED_DECODER.decode(self._socket.recv())
         except MALFORMED as error:
             logger.warning("a bad message of the prefill server at %s: %s", self._endpoint, error)
             return None

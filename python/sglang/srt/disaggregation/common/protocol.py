@@ -230,3 +230,7 @@ class Answered(msgspec.Struct, frozen=True, array_like=True):
     number: int
     instance_id: str
     answer: Answer
+
+
+ASKED_DECODER: Final = msgspec.msgpack.Decoder(Asked)
+ANSWERED_DECODER: Final = msgspec.msgpack.Decoder(Answered)

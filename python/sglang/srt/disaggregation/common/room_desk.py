@@ -20,10 +20,10 @@ import zmq
 
 from sglang.srt.disaggregation.common.packing import Packer
 from sglang.srt.disaggregation.common.protocol import (
+    ASKED_DECODER,
     Answer,
     Answered,
     Ask,
-    Asked,
     FirstToken,
     GiveUp,
     Hello,
@@ -132,7 +132,6 @@ class RoomDesk:
         self._closing = threading.Event()
         self._defect: Exception | None = None
         """Error that ended the thread."""
-        self._decoder = msgspec.msgpack.Decoder(Asked)
         self._bad = BadMessages(logger, "message of a decode server")
         self._thread = threading.Thread(target=self._serve, name="disagg-desk", daemon=True)
         self._thread.start()
@@ -291,7 +290,7 @@ class RoomDesk:
             return
         sender, raw = frames
         try:
-            asked = self._decoder.decode(raw)
+            asked = ASKED_DECODER.decode(raw)
         except MALFORMED as error:
             self._bad.add(error)
             return

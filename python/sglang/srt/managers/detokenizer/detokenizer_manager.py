@@ -19,11 +19,11 @@ from sglang.srt.managers.detokenizer.incremental_detokenizer import (
     make_decoder_factory,
 )
 from sglang.srt.managers.messages.io_struct import (
+    DETOKENIZER_DECODER,
     BatchStrOutput,
     BatchTokenIDOutput,
     RequestOutput,
     TextOutput,
-    detokenizer_decoder,
     encode,
 )
 from sglang.srt.managers.messages.ready_message import send_error, send_ready
@@ -93,7 +93,6 @@ def serve(detokenizer: Detokenizer, source: zmq.Socket[bytes], sink: zmq.Socket[
 
     Bytes that are no message are dropped and counted in the log.
     """
-    decoder = detokenizer_decoder()
     bad = BadMessages(logger, "message")
     while True:
         try:
@@ -101,7 +100,7 @@ def serve(detokenizer: Detokenizer, source: zmq.Socket[bytes], sink: zmq.Socket[
         except zmq.ContextTerminated:
             return
         try:
-            batch = decoder.decode(payload)
+            batch = DETOKENIZER_DECODER.decode(payload)
         except MALFORMED as error:
             bad.add(error)
             continue

@@ -306,17 +306,14 @@ def frame_of(messages: Sequence[bytes]) -> bytes:
     return _encoder.encode([msgspec.Raw(message) for message in messages])
 
 
-def scheduler_decoder() -> msgspec.msgpack.Decoder[list[ToScheduler]]:
-    """Decoder of the frames that the scheduler receives. Raises `msgspec.DecodeError` on hostile
-    bytes."""
-    return msgspec.msgpack.Decoder(list[ToScheduler], dec_hook=unpack_tokens)
-
-
-def detokenizer_decoder() -> msgspec.msgpack.Decoder[ToDetokenizer]:
-    """Decoder of the frames that the detokenizer receives."""
-    return msgspec.msgpack.Decoder(BatchTokenIDOutput)
-
-
-def server_decoder() -> msgspec.msgpack.Decoder[ToServer]:
-    """Decoder of the frames that the server process receives."""
-    return msgspec.msgpack.Decoder(ToServer)
+SCHEDULER_DECODER: Final[msgspec.msgpack.Decoder[list[ToScheduler]]] = msgspec.msgpack.Decoder(
+    list[ToScheduler], dec_hook=unpack_tokens
+)
+"""Decoder of the frames that the scheduler receives. Raises `msgspec.DecodeError` on hostile
+bytes."""
+DETOKENIZER_DECODER: Final[msgspec.msgpack.Decoder[ToDetokenizer]] = msgspec.msgpack.Decoder(
+    BatchTokenIDOutput
+)
+"""Decoder of the frames that the detokenizer receives."""
+SERVER_DECODER: Final[msgspec.msgpack.Decoder[ToServer]] = msgspec.msgpack.Decoder(ToServer)
+"""Decoder of the frames that the server process receives."""

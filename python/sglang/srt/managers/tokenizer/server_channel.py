@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING
 import zmq
 
 from sglang.srt.managers.messages.io_struct import (
+    SERVER_DECODER,
     Message,
     ToServer,
     encode,
     frame_of,
-    server_decoder,
 )
 from sglang.srt.managers.tokenizer.generate_request import EngineUnavailable
 from sglang.srt.utils.bad_messages import MALFORMED, BadMessages
@@ -51,7 +51,6 @@ class ServerChannel:
         self._ipc = ipc
         self._on_message = on_message
         self._on_failure = on_failure
-        self._decoder = server_decoder()
         self._bad = BadMessages(logger, "message")
         self._loop: asyncio.AbstractEventLoop | None = None
         self._context: zmq.Context[zmq.Socket[bytes]] | None = None
@@ -126,7 +125,7 @@ class ServerChannel:
         try:
             while True:
                 try:
-                    message = self._decoder.decode(self._source.recv(zmq.NOBLOCK))
+                    message = SERVER_DECODER.decode(self._source.recv(zmq.NOBLOCK))
                 except zmq.Again:
                     return
                 except MALFORMED as error:

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 
 from sglang.srt.managers.messages.io_struct import (
+    SCHEDULER_DECODER,
     AbortReq,
     TokenizedGenerateReqInput,
     encode,
     frame_of,
-    scheduler_decoder,
 )
 from sglang.srt.mem_cache.tree.radix_key import token_array
 from sglang.srt.sampling.sampling_params import SamplingParams
@@ -32,7 +32,7 @@ def request(ids: list[int]) -> TokenizedGenerateReqInput:
 def test_a_frame_gives_the_messages_back_in_order() -> None:
     ids = [0, 1, 151_935, 2**32 - 1]
     frame = frame_of([encode(request(ids)), encode(AbortReq(rid="x"))])
-    first, second = scheduler_decoder().decode(frame)
+    first, second = SCHEDULER_DECODER.decode(frame)
     assert isinstance(first, TokenizedGenerateReqInput)
     assert first.input_ids.dtype == np.uint32
     assert first.input_ids.tolist() == ids
@@ -49,7 +49,7 @@ def test_tokens_of_another_form_are_malformed(ids: Any) -> None:
     fields = msgspec.msgpack.decode(encode(request([1])))
     frame = msgspec.msgpack.encode([{**fields, "input_ids": ids}])
     with pytest.raises(MALFORMED):
-        scheduler_decoder().decode(frame)
+        SCHEDULER_DECODER.decode(frame)
 
 
 if __name__ == "__main__":

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Final
 import zmq
 
 from sglang.srt.managers.messages.io_struct import (
+    SCHEDULER_DECODER,
     BatchTokenIDOutput,
     ControlReqOutput,
     ToScheduler,
     encode,
-    scheduler_decoder,
 )
 from sglang.srt.utils.bad_messages import MALFORMED, BadMessages
 
@@ -40,7 +40,6 @@ class ZmqChannel:
         self._source.bind(ipc.scheduler_input)
         self._to_detokenizer = self._connect(ipc.detokenizer_input)
         self._to_server = self._connect(ipc.server_input)
-        self._decoder = scheduler_decoder()
         self._bad = BadMessages(logger, "message")
 
     def receive(self, timeout_ms: int) -> list[ToScheduler]:
@@ -55,7 +54,7 @@ class ZmqChannel:
                 break
             flags = zmq.NOBLOCK
             try:
-                messages += self._decoder.decode(payload)
+                messages += SCHEDULER_DECODER.decode(payload)
             except MALFORMED as error:
                 self._bad.add(error)
         return messages
