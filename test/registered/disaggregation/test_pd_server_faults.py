@@ -24,12 +24,12 @@ from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.disaggregation.pd_servers import TCP, decode_server, prefill_server, router
 from sglang.test.servers.engine_server import EngineServer
 
-register_cpu_ci(est_time=60, suite="base-b-test-cpu")
+register_cpu_ci(est_time=90, suite="base-b-test-cpu")
 
 IMPATIENT: Final = {
     **TCP,
     "SGLANG_DISAGGREGATION_HEARTBEAT_INTERVAL": "1",
-    "SGLANG_DISAGGREGATION_HEARTBEAT_MAX_FAILURE": "2",
+    "SGLANG_DISAGGREGATION_HEARTBEAT_MAX_FAILURE": "8",  # A busy machine may pause for seconds.
 }
 IDLE_S: Final = 60.0
 MAX_PROMPT: Final = 1000
@@ -234,7 +234,7 @@ def test_a_prefill_server_that_is_killed_and_one_in_its_place(servers: Servers, 
         lost = reply.result()
     assert lost.status_code == 503
     # By its desk, or by its bootstrap server where that was not found yet.
-    assert re.search("has not answered for 2 s|it cannot be reached", text_of(lost)), lost.text
+    assert re.search("has not answered for 8 s|it cannot be reached", text_of(lost)), lost.text
     nobody = post(servers.decode.url, {**body(3), **meeting, "bootstrap_room": 502})
     assert nobody.status_code == 503
     assert "the prefill server is not found" in text_of(nobody)
