@@ -268,6 +268,9 @@ class Envs:
     SGLANG_TEST_DISAGG_FAILURE_PROB = EnvShare(
         0.0, "For tests: the share of requests that fail on a decode server before they decode."
     )
+    SGLANG_TEST_RAISE_METRIC_ERRORS = EnvBool(
+        False, "For tests: a metric that cannot count a value raises instead of logging an error."
+    )
     SGLANG_API_KEY = EnvOptionalStr("The key of --api-key, hidden from other users.")
     SGLANG_ADMIN_API_KEY = EnvOptionalStr("The key of --admin-api-key, hidden from other users.")
     SGLANG_KERNELS_START_EARLY = EnvBool(

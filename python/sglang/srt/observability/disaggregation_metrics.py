@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Final
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client import CollectorRegistry
+
+from sglang.srt.utils.metrics import Counter, Gauge, Histogram
 
 _QUEUES: Final = {
     "num_prefill_bootstrap_queue_reqs": "Requests that no decode server has asked for yet",

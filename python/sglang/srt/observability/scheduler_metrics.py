@@ -10,7 +10,9 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Final
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, generate_latest
+
+from sglang.srt.utils.metrics import Counter, Gauge, Histogram
 
 if TYPE_CHECKING:
     from sglang.srt.managers.messages.io_struct import CachedTokensDetails

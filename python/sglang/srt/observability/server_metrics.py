@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, generate_latest
+
+from sglang.srt.utils.metrics import Counter, Histogram
 
 if TYPE_CHECKING:
     from sglang.srt.managers.tokenizer.request_state import RequestState

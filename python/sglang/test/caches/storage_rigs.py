@@ -9,11 +9,11 @@ from types import TracebackType
 from typing import Any, Final
 
 import pytest
-from prometheus_client import Counter
 
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorage
 from sglang.srt.mem_cache.l3.storage_io import StorageIO
 from sglang.srt.mem_cache.storage.mooncake_store import mooncake_store
+from sglang.srt.utils.metrics import Counter
 from sglang.test.caches.cache_rig import CacheRig, HiCacheSettings, Reused
 from sglang.test.stores.fake_mooncake import FakeMooncakes
 from sglang.test.stores.mooncake_cluster import MooncakeCluster

@@ -97,7 +97,7 @@ class StateComponent(TreeComponent):
                 self.copy_to(end, slot)
         end.mamba_last_access_time = end.last_access_time
         matched = len(match.device_indices) + match.host_hit_length
-        known = min(sum(len(node.key) for node in path), len(params.key) - 1)
+        known = min(sum(len(node.key) for node in path), max(0, len(params.key) - 1))
         branching = known // self.alignment * self.alignment
         return match._replace(
             mamba_host_hit_length=int(end.parent is not None and not _is_ready(end)),

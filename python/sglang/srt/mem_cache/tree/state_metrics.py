@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import Final
 
-from prometheus_client import CollectorRegistry, Counter, Gauge
+from prometheus_client import CollectorRegistry
+
+from sglang.srt.utils.metrics import Counter, Gauge
 
 _PLACES: Final = {
     "used": "that requests run on or keep for the cache, or that copies use",

@@ -109,6 +109,19 @@ def test_a_prompt_whose_state_is_gone_counts_what_it_computes_though_pages_are_t
     assert samples(rig)["mamba_cut_tokens_total"] == 28, "the one before left a state behind 28"
 
 
+def test_a_request_for_all_logprobs_of_a_cached_prompt_cuts_nothing(model: Path) -> None:
+    rig = rig_of(model)
+    tokens = prompt(1, 43)
+    run(rig, "cold", tokens)
+    rig.run(
+        rig.request("scored", tokens, greedy(2), return_logprob=True, logprob_start_len=0),
+        rig.request("one", tokens[:1], greedy(2), return_logprob=True, logprob_start_len=0),
+    )
+    assert len(rig.results["scored"].input_logprobs) == 42
+    assert rig.results["scored"].output_ids == rig.results["cold"].output_ids
+    assert samples(rig)["mamba_cut_tokens_total"] == 0
+
+
 def test_snapshots_are_counted_by_step_and_outcome(model: Path) -> None:
     rig = rig_of(model, mamba_scheduler_strategy="extra_buffer", mamba_track_interval=8)
     run(rig, "first", prompt(1, 10), 32)

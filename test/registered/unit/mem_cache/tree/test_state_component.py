@@ -63,6 +63,14 @@ def test_the_last_token_is_never_part_of_a_match() -> None:
     rig.check()
 
 
+def test_no_prompt_cuts_a_negative_number_of_tokens() -> None:
+    """A request for the logprobs of its whole prompt matches an empty key."""
+    rig = StateRig(page_size=4)
+    insert(rig, range(8))
+    cuts = [rig.match(range(length)).mamba_cut_length for length in (0, 1, 4, 5, 8, 9)]
+    assert cuts == [0, 0, 3, 4, 7, 0]
+
+
 @pytest.mark.parametrize(("alignment", "branching"), [(4, 12), (8, 8), (16, None)])
 def test_a_match_says_where_a_snapshot_would_have_helped(
     alignment: int, branching: int | None

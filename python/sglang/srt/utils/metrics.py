@@ -1,0 +1,105 @@
+"""Prometheus' types of metrics, with calls that never raise.
+
+A wrong amount or label is a mistake of the code that counts, and must not end a tick or a thread.
+It is logged as an error, with its traceback, once for each metric; the value is not counted. Tests
+set `SGLANG_TEST_RAISE_METRIC_ERRORS`, so that the mistake is raised.
+
+No other module imports these types from `prometheus_client`. Any thread may count.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import math
+from collections.abc import Callable
+from typing import Any, Concatenate, ParamSpec, TypeVar
+
+import prometheus_client
+from prometheus_client.metrics import MetricWrapperBase
+
+from sglang.srt.environ import envs
+
+logger = logging.getLogger(__name__)
+
+_P = ParamSpec("_P")
+_M = TypeVar("_M", bound="_Metric")
+
+
+class _Metric(MetricWrapperBase):
+    """What the types have in common."""
+
+    _is_reported = False
+
+    def labels(self: _M, *labelvalues: Any, **labelkwargs: Any) -> _M:
+        """The metric with these values of its labels. Wrong labels: one that is not exported."""
+        try:
+            return super().labels(*labelvalues, **labelkwargs)
+        except Exception as error:  # noqa: BLE001 - `report` logs it
+            self.report(error)
+            return type(self)(self._name, self._documentation, registry=None)
+
+    def report(self, error: Exception) -> None:
+        """Log the first mistake of this metric. Tests: raise any."""
+        if envs.SGLANG_TEST_RAISE_METRIC_ERRORS.get():
+            raise error
+        if not self._is_reported:
+            self._is_reported = True
+            logger.error("metric %s: a value is not counted", self._name, exc_info=error)
+
+
+def _harmless(call: Callable[Concatenate[_M, _P], None]) -> Callable[Concatenate[_M, _P], None]:
+    """`call`, a method that changes a value, with its exceptions reported."""
+
+    @functools.wraps(call)
+    def wrapped(self: _M, /, *args: _P.args, **kwargs: _P.kwargs) -> None:
+        try:
+            call(self, *args, **kwargs)
+        except Exception as error:  # noqa: BLE001 - `report` logs it
+            self.report(error)
+
+    return wrapped
+
+
+class Counter(_Metric, prometheus_client.Counter):
+    """A count that only rises."""
+
+    @_harmless
+    def inc(self, amount: float = 1, exemplar: dict[str, str] | None = None) -> None:
+        super().inc(amount, exemplar)
+
+
+class Gauge(_Metric, prometheus_client.Gauge):
+    """A number that rises and falls."""
+
+    @_harmless
+    def inc(self, amount: float = 1) -> None:
+        super().inc(amount)
+
+    @_harmless
+    def dec(self, amount: float = 1) -> None:
+        super().dec(amount)
+
+    @_harmless
+    def set(self, value: float) -> None:
+        super().set(value)
+
+    def set_function(self, f: Callable[[], float]) -> None:
+        """Let `f` give the value whenever the metrics are read; NaN where it raises."""
+
+        def value() -> float:
+            try:
+                return float(f())
+            except Exception as error:  # noqa: BLE001 - `report` logs it
+                self.report(error)
+                return math.nan
+
+        super().set_function(value)
+
+
+class Histogram(_Metric, prometheus_client.Histogram):
+    """How often values of each size came."""
+
+    @_harmless
+    def observe(self, amount: float, exemplar: dict[str, str] | None = None) -> None:
+        super().observe(amount, exemplar)
