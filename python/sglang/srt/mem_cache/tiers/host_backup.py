@@ -185,7 +185,7 @@ class HostBackup(TierFlow):
 
     def _settle(self, copy: DeviceCopy) -> None:
         """Set the host pages, whose bytes have landed, and unlock the device pages."""
-        parts = list(parts_of(copy.node, copy.length))
+        parts = parts_of(copy.node, copy.length)
         has_pages = len(copy.host_indices) > 0
         if has_pages:
             for node, begin, end in parts:

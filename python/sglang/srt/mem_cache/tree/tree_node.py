@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import TYPE_CHECKING, Final
 
 import torch
@@ -329,14 +328,17 @@ class TreeNode:
         )
 
 
-def parts_of(node: TreeNode, length: int) -> Iterator[tuple[TreeNode, int, int]]:
+def parts_of(node: TreeNode, length: int) -> list[tuple[TreeNode, int, int]]:
     """The nodes that cover the `length` tokens up to the end of `node`, lowest first.
 
-    Each comes with its range of those tokens. There are several nodes if splits came between.
+    Each comes with its range of those tokens. There are several nodes if splits came between. It is
+    a list, since unlocking or unpinning a node may take it out of the tree (`PrefixTree.prune`).
     """
+    parts = []
     end = length
     while end > 0:
         begin = end - len(node.key)
         assert begin >= 0 and node.parent is not None, "an operation starts inside a node"
-        yield node, begin, end
+        parts.append((node, begin, end))
         node, end = node.parent, begin
+    return parts

@@ -19,9 +19,11 @@ from sglang.srt.mem_cache.hicache_storage import (
 from sglang.srt.mem_cache.l3.hicache_prefetch import PrefetchBoard
 from sglang.srt.mem_cache.l3.storage_operation import PrefetchOperation
 from sglang.srt.mem_cache.tiers import storage_check
+from sglang.srt.mem_cache.tree.base_prefix_cache import EvictParams
 from sglang.srt.mem_cache.tree.radix_key import PageHash, RadixKey
 from sglang.test.caches.cache_rig import CacheRig, HeldReads, Reused
 from sglang.test.caches.state_rig import StateRig
+from sglang.test.caches.stepped_rig import SteppedStateRig
 from sglang.test.caches.storage_rigs import (
     PAGE,
     StorageRigs,
@@ -355,6 +357,28 @@ def test_a_miss_ends_at_once() -> None:
     operation.finish(CacheOutcome.MISS)
     (progress,) = board.progress()
     assert (progress.hit, progress.landed, progress.ended) == (0, 0, True)
+
+
+def test_the_end_of_a_write_takes_what_nothing_else_keeps_out_of_the_tree(
+    rigs: StorageRigs,
+) -> None:
+    """Pages without a state, split while they are written, whose children have gone."""
+    rig = rigs.make("file", kind=SteppedStateRig)
+    assert isinstance(rig, SteppedStateRig)
+    rig.run([*SHARED, *range(100, 109)])
+    rig.match([*SHARED, 90])
+    rig.settle()
+    (shared,) = rig.hi.root_node.children.values()
+    rig.hi.forget_stored()
+    assert rig.hi.write_backup_storage(shared) is None
+    rig.match([*SHARED[:4], 90])
+    rig.tree.evict(EvictParams(num_tokens=1000))
+    assert rig.hi.host_states is not None and rig.hi.host_states.evict(1) == 1
+    assert not shared.children and not shared.has_state, "the write alone keeps it"
+    assert len(list(rig.hi.nodes())) == 2
+    rig.settle()
+    assert list(rig.hi.nodes()) == []
+    assert rig.hi.host_pool.available_size() == rig.hi.host_pool.size
 
 
 # -- checks --------------------------------------------------------------------------------------
