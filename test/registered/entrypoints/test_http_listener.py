@@ -1,4 +1,5 @@
-"""If file descriptors run out, idle connections are closed, and the others are waited for."""
+"""The listener as others meet it: without files idle connections give way, and the router's
+question whether HTTP/2 is spoken is no bad request."""
 
 from __future__ import annotations
 
@@ -12,10 +13,11 @@ from typing import Final
 
 import pytest
 
+from sglang.embedded_router import Router
 from sglang.srt.utils.network import get_free_port, listening_sockets, wait_until
 from sglang.test.ci.ci_register import register_cpu_ci
 
-register_cpu_ci(est_time=6, suite="base-b-test-cpu")
+register_cpu_ci(est_time=8, suite="base-b-test-cpu")
 
 MOST: Final = 150
 """Connections of a process that may open 300 files."""
@@ -108,6 +110,21 @@ def test_without_room_accepting_pauses_and_says_so_once(tmp_path: Path, others: 
             peer.close()
         assert server.answers()
         assert len(server.lines_about_room()) == 1
+
+
+def test_the_router_asks_and_nothing_is_logged_as_bad(tmp_path: Path) -> None:
+    with serving(tmp_path) as server:
+        url = f"http://127.0.0.1:{server.port}"
+        router = Router([], [], port=get_free_port(), log_dir=tmp_path, plain=[url])
+        try:
+            router.start()  # it has asked all its questions once it is ready
+        finally:
+            router.stop()
+        with server.connect() as peer:
+            peer.sendall(b"\x16\x03")
+            assert peer.recv(65536).startswith(b"HTTP/1.1 400 ")
+        (line,) = [one for one in server.log_path.read_text().splitlines() if "bad HTTP" in one]
+    assert "(1 so far)" in line
 
 
 def test_every_address_of_a_name_is_listened_on() -> None:

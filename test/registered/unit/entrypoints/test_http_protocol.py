@@ -288,6 +288,35 @@ def test_what_is_no_request_is_answered_and_counted(served: Served, data: bytes,
     assert served.seen == []
 
 
+HTTP2: Final = b"PRI * HTTP/2.0\r\n\r\n"
+
+
+def test_a_question_in_http2_is_answered_and_no_bad_request(served: Served) -> None:
+    # What `sglang_router` sends behind it: the rest of the preface, and settings.
+    rest = b"SM\r\n\r\n" + bytes((0, 0, 24, 4)) + bytes(29)
+    for data in (HTTP2 + rest, HTTP2):
+        assert "send HTTP/1.1" in error_of(served.ask(data), 505)["message"]
+    with served.connect() as peer:
+        peer.sendall(HTTP2[:5])
+        peer.sendall(HTTP2[5:])
+        error_of(read_all(peer), 505)
+    assert served.bad_requests == 0
+    assert served.seen == []
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        HTTP2.replace(b"2.0", b"2.1"),
+        HTTP2.replace(b"\r\n\r\n", b"\r\nHost: x\r\n\r\n"),
+        GET % 1 + HTTP2.lower(),
+    ],
+)
+def test_what_is_like_that_question_is_a_bad_request(served: Served, data: bytes) -> None:
+    assert b"HTTP/1.1 400 " in served.ask(data)
+    assert served.bad_requests == 1
+
+
 def test_an_upgrade_is_answered_as_what_it_is(served: Served) -> None:
     upgrade = b"Upgrade: h2c\r\nConnection: Upgrade\r\nContent-Length: 2\r\n\r\nab"
     with served.connect() as peer:

@@ -47,6 +47,9 @@ DISCARD_BYTES: Final = 64 * MIB
 once would take the answer away."""
 
 _HEAD_END: Final = b"\r\n\r\n"
+_HTTP2_PREFACE: Final = b"PRI * HTTP/2.0\r\n\r\n"
+"""The first head of a client that speaks HTTP/2 (RFC 9113, 3.4). `sglang_router` asks every server
+so, twice, whether it speaks gRPC."""
 _UPGRADE: Final = re.compile(rb"\r\nupgrade:", re.IGNORECASE)
 _NO_REQUEST: Final = "this is no HTTP request"
 
@@ -155,6 +158,10 @@ class BoundedProtocol(HttpToolsProtocol):
         end = self._head.find(_HEAD_END, max(held - len(_HEAD_END) + 1, 0))
         if end >= 0:
             size = end + len(_HEAD_END)
+            if self._head[:size] == _HTTP2_PREFACE:
+                # A question, and no mistake: it is answered, not counted.
+                self._hang_up(505, "HTTP/2 is not spoken here: send HTTP/1.1")
+                return data[size - held :]
             # No other protocol is spoken here. A parser that sees `Upgrade` would skip the body.
             self._feed(_UPGRADE.sub(rb"\r\nno-upgrade:", bytes(self._head[:size])))
             self._head.clear()
@@ -272,6 +279,9 @@ class BoundedProtocol(HttpToolsProtocol):
             # No client can read an error behind half an answer.
             self.transport.close()
             return
+        self._hang_up(status, message)
+
+    def _hang_up(self, status: int, message: str) -> None:
         self.transport.write(refusal(status, message))
         self._discard()
 
