@@ -355,6 +355,20 @@ def test_echo_says_the_prompt_with_its_logprobs(client: openai.OpenAI) -> None:
     assert (tokens, offsets) == (["a", "b", "a", "b"], [0, 1, 2, 3])
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_offsets_count_characters_where_tokens_are_bytes(
+    client: openai.OpenAI, stream: bool
+) -> None:
+    """The echo of `aé€` takes six tokens, and the answer begins with it again."""
+    reply: Any = client.completions.create(
+        model="echo", prompt="aé€", max_tokens=8, echo=True, logprobs=0, stream=stream
+    )
+    choices = [chunk.choices[0] for chunk in reply] if stream else reply.choices
+    assert "".join(choice.text for choice in choices) == "aé€aé€a\N{REPLACEMENT CHARACTER}"
+    offsets = [at for choice in choices for at in choice.logprobs.text_offset]
+    assert offsets == [0, 1, 1, 2, 2, 2, 3, 4, 4, 5, 5, 5, 6, 7]
+
+
 def test_harmless_fields_of_the_router_are_accepted(server: FrontServer) -> None:
     body = {
         "model": "echo",

@@ -30,7 +30,7 @@ from sglang.srt.entrypoints.openai.protocol import (
     NEUTRAL,
     CompletionBody,
 )
-from sglang.srt.entrypoints.openai.token_logprobs import TokenShower, completion_logprobs
+from sglang.srt.entrypoints.openai.token_logprobs import CompletionLogprobs, TokenShower
 from sglang.srt.managers.messages.io_struct import Bootstrap
 from sglang.srt.managers.tokenizer.generate_request import GenerateRequest, new_rid, prompt_ids
 from sglang.srt.managers.tokenizer.request_state import OutputCursor, RequestState
@@ -179,26 +179,23 @@ class CompletionAnswers:
 
     async def whole(self, states: Sequence[RequestState]) -> dict[str, Any]:
         """The only answer of a request that does not stream."""
-        choices = [
-            self._choice(
-                index,
-                state,
-                self._echo(index) + state.text,
-                await self._logprobs(state, 0, 0),
-                ended=True,
-            )
-            for index, state in enumerate(states)
-        ]
+        choices = []
+        for index, state in enumerate(states):
+            echo = self._echo(index)
+            told = self._logprobs(index, state, echo)
+            logprobs = None if told is None else await told.fresh()
+            text = (echo or "") + state.text
+            choices.append(self._choice(index, state, text, logprobs, ended=True))
         usage = usage_of(states, self._cache_report)
         answer = {**self._head, "choices": choices, "usage": usage}
         if self._body.return_cached_tokens_details:
             answer["sglext"] = sglext_of(states[0])
         return answer
 
-    def _echo(self, index: int) -> str:
-        """The prompt's text if the answer repeats it, else an empty text."""
+    def _echo(self, index: int) -> str | None:
+        """The prompt's text if the answer repeats it."""
         if not self._body.echo:
-            return ""
+            return None
         request = self._requests[index]
         if request.text is not None:
             return request.text
@@ -223,15 +220,14 @@ class CompletionAnswers:
     ) -> AsyncGenerator[dict[str, Any], None]:
         cursor = OutputCursor(state)
         echo = self._echo(index)
-        sent_chars = 0
+        told = self._logprobs(index, state, echo)
         options = self._body.stream_options
         has_ended = False
         while not has_ended:
             has_ended = await state.grown()
-            text, echo = echo + cursor.advance(), ""
-            logprobs = await self._logprobs(state, cursor.first_new_token, sent_chars)
-            sent_chars += len(text)
-            if not (text or has_ended or self._shower is not None):
+            text, echo = (echo or "") + cursor.advance(), None
+            logprobs = None if told is None else await told.fresh()
+            if not (text or has_ended or told is not None):
                 continue
             choice = self._choice(index, state, text, logprobs, ended=has_ended)
             chunk = {**self._head, "choices": [choice]}
@@ -256,10 +252,12 @@ class CompletionAnswers:
             choice["matched_stop"] = matched_stop(state)
         return choice
 
-    async def _logprobs(
-        self, state: RequestState, first: int, offset: int
-    ) -> dict[str, Any] | None:
+    def _logprobs(
+        self, index: int, state: RequestState, echo: str | None
+    ) -> CompletionLogprobs | None:
         if self._shower is None:
             return None
-        echoes = bool(self._body.echo) and first == 0 and offset == 0
-        return await completion_logprobs(state, first, offset, self._shower, with_prompt=echoes)
+        params = self._requests[index].sampling_params
+        return CompletionLogprobs(
+            state, self._shower, skip_special_tokens=params.skip_special_tokens, echo=echo
+        )

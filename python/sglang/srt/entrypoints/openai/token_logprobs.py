@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from sglang.srt.entrypoints.http.streams import Slices
+from sglang.srt.managers.detokenizer.incremental_detokenizer import (
+    DecoderFactory,
+    make_decoder_factory,
+)
 from sglang.srt.managers.messages.io_struct import TopLogprobs
 from sglang.srt.managers.tokenizer.request_state import RequestState
 from sglang.srt.utils.hf_tokenizer import is_byte_level, token_bytes
@@ -14,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class TokenShower:
-    """Shows single tokens as text and as bytes."""
+    """Shows single tokens as text and as bytes, and makes the decoders of whole texts."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self._tokenizer = tokenizer
@@ -22,6 +27,11 @@ class TokenShower:
         self._bytes: dict[int, bytes] = {}
         """Cache of bytes by token id, since the same tokens recur in prompts and among
         alternatives."""
+
+    @cached_property
+    def new_decoder(self) -> DecoderFactory:
+        """Makes decoders like the one that makes a request's text."""
+        return make_decoder_factory(self._tokenizer)
 
     def text(self, token_id: int) -> str:
         """Text of the token alone; U+FFFD if it is only part of a character."""
@@ -56,47 +66,88 @@ async def chat_logprobs(state: RequestState, first: int, shower: TokenShower) ->
     return {"content": content, "refusal": None}
 
 
-async def completion_logprobs(
-    state: RequestState,
-    first: int,
-    text_offset: int,
-    shower: TokenShower,
-    *,
-    with_prompt: bool = False,
-) -> dict[str, Any]:
-    """`logprobs` of a completion's choice, for the tokens from index `first` on.
+class CompletionLogprobs:
+    """`logprobs` of one completion's choice, told in parts as the output grows.
 
-    Args:
-        text_offset: Characters of the answer before these tokens.
-        with_prompt: Whether to put the prompt's tokens in front.
+    `text_offset` counts characters of the answer's text. A character that is split over tokens
+    counts once it is complete: all its tokens have the offset at which it begins. Bytes that never
+    become a character count with the token behind them. Tokens without text, as special ones that
+    are left out, have the offset of what follows.
     """
-    ids = state.output_ids[first : len(state.output_logprobs)]
-    values: list[float | None] = [*state.output_logprobs[first:]]
-    rows: list[TopLogprobs | None] = [*state.output_top_logprobs[first:]]
-    rows += [None] * (len(ids) - len(rows))
-    if with_prompt:
-        tops = [*state.input_top_logprobs]
-        num_prompt = 1 + len(state.input_logprobs)
-        ids = state.logprob_ids[:num_prompt] + ids
-        values = [None, *state.input_logprobs, *values]
-        rows = [None, *tops, *[None] * (num_prompt - 1 - len(tops)), *rows]
-    tokens: list[str] = []
-    offsets: list[int] = []
-    shown_rows: list[dict[str, float] | None] = []
-    slices = Slices()
-    for token_id, row in zip(ids, rows, strict=True):
-        tokens.append(shower.text(token_id))
-        offsets.append(text_offset)
-        text_offset += len(tokens[-1])
-        shown = None if row is None else {shower.text(token): value for value, token in row}
-        shown_rows.append(shown)
-        await slices.did(1 + len(row or ()))
-    return {
-        "tokens": tokens,
-        "token_logprobs": values,
-        "top_logprobs": shown_rows,
-        "text_offset": offsets,
-    }
+
+    def __init__(
+        self,
+        state: RequestState,
+        shower: TokenShower,
+        *,
+        skip_special_tokens: bool,
+        echo: str | None,
+    ) -> None:
+        """Tell of the choice of `state`.
+
+        Args:
+            skip_special_tokens: The request's.
+            echo: The prompt's text, which the answer begins with; None: there is no echo, and the
+                prompt's tokens are not told.
+        """
+        self._state = state
+        self._shower = shower
+        self._decoder = shower.new_decoder(skip_special_tokens)
+        self._echo = echo
+        self._chars = len(echo or "")
+        """Characters of the answer before the next token."""
+        self._told = 0
+        """Tokens of the output that were told."""
+        self._slices = Slices()
+
+    async def fresh(self) -> dict[str, Any]:
+        """The logprobs of the tokens since the last call, the prompt's in front in the first."""
+        state = self._state
+        first, self._told = self._told, len(state.output_logprobs)
+        ids = state.output_ids[first : self._told]
+        values: list[float | None] = [*state.output_logprobs[first : self._told]]
+        rows: list[TopLogprobs | None] = [*state.output_top_logprobs[first : self._told]]
+        rows += [None] * (len(ids) - len(rows))
+        offsets: list[int] = []
+        if self._echo is not None:
+            tops = state.input_top_logprobs
+            num_prompt = 1 + len(state.input_logprobs)
+            prompt_ids = state.logprob_ids[:num_prompt]
+            offsets = await self._offsets_in_echo(prompt_ids, self._echo)
+            ids = prompt_ids + ids
+            values = [None, *state.input_logprobs, *values]
+            rows = [None, *tops, *[None] * (num_prompt - 1 - len(tops)), *rows]
+            self._echo = None
+        for token_id in ids[len(offsets) :]:
+            offsets.append(self._chars)
+            self._chars += len(self._decoder.feed([token_id]))
+            await self._slices.did(1)
+        shower = self._shower
+        tokens: list[str] = []
+        shown_rows: list[dict[str, float] | None] = []
+        for token_id, row in zip(ids, rows, strict=True):
+            tokens.append(shower.text(token_id))
+            shown = None if row is None else {shower.text(token): value for value, token in row}
+            shown_rows.append(shown)
+            await self._slices.did(1 + len(row or ()))
+        return {
+            "tokens": tokens,
+            "token_logprobs": values,
+            "top_logprobs": shown_rows,
+            "text_offset": offsets,
+        }
+
+    async def _offsets_in_echo(self, prompt_ids: list[int], echo: str) -> list[int]:
+        """Offsets of the prompt's tokens. Those that the tokenizer put in front of the client's
+        text are not in `echo`, and begin with it."""
+        decoder = self._shower.new_decoder(False)
+        starts, chars = [], 0
+        for token_id in prompt_ids:
+            starts.append(chars)
+            chars += len(decoder.feed([token_id]))
+            await self._slices.did(1)
+        added = max(chars + len(decoder.finish()) - len(echo), 0)
+        return [min(max(start - added, 0), len(echo)) for start in starts]
 
 
 def _chat_entry(token_id: int, logprob: float, shower: TokenShower) -> dict[str, Any]:
