@@ -61,19 +61,26 @@ class LayerDoneCounter:
         self.num_layers = num_layers
         self._make_event = device_runtime(device).make_event
         self._next = 0
-        self._events: dict[int, list[Event]] = {}
+        self._unawaited: list[Event] | None = None
+        """Events of the newest load, until a forward waits for it."""
         self._waiting_for: list[Event] | None = None
 
     def update_producer(self) -> tuple[int, list[Event]]:
-        """Register a new load; return its index, and the events for it to record, one per layer."""
+        """Register a new load; return its index, and the events for it to record, one per layer.
+
+        It supersedes an earlier load that no forward has waited for: loads run in order, so that
+        waiting for this one is waiting for both.
+        """
         index = self._next
         self._next += 1
-        self._events[index] = [self._make_event() for _ in range(self.num_layers)]
-        return index, self._events[index]
+        self._unawaited = [self._make_event() for _ in range(self.num_layers)]
+        return index, self._unawaited
 
     def set_consumer(self, index: int) -> None:
-        """Set the load that the next forward must wait for; -1: none."""
-        self._waiting_for = self._events.pop(index, None)
+        """Let the next forward wait for load `index` and all others up to now; -1: for none."""
+        self._waiting_for = None
+        if index != -1:
+            self._waiting_for, self._unawaited = self._unawaited, None
 
     def wait_until(self, threshold: int) -> None:
         """Block until layer `threshold` has been loaded, or order the current stream after that."""
@@ -82,8 +89,7 @@ class LayerDoneCounter:
 
     def reset(self) -> None:
         """Forget all loads. None may be under way."""
-        self._events.clear()
-        self._waiting_for = None
+        self._unawaited = self._waiting_for = None
 
 
 @dataclass(frozen=True, slots=True)

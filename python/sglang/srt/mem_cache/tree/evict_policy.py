@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import heapq
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from operator import attrgetter
 from typing import ClassVar, Final, TypeAlias
 
@@ -145,7 +145,8 @@ class EvictionHeap:
 
     Entries are lazy: a node is offered once when it becomes a candidate, and its entry is checked
     when it reaches the top. That makes an eviction O(log n) and a hit free; a scan of all leaves
-    would make each eviction O(n).
+    would make each eviction O(n). A node that leaves the tree is discarded, since its entry may
+    never reach the top.
 
     Args:
         strategy: The order of eviction.
@@ -175,6 +176,15 @@ class EvictionHeap:
             return
         # The old entry stays in the heap, and is dropped when it reaches the top.
         self._push(node)
+        self._drop_stale()
+
+    def discard(self, node: TreeNode) -> None:
+        """Forget `node`, which leaves the tree."""
+        if self._members.pop(node.id, None) is not None:
+            self._drop_stale()
+
+    def _drop_stale(self) -> None:
+        """Rebuild the heap if most of its entries are stale."""
         if len(self._heap) > _STALE_FACTOR * len(self._members) + _STALE_SLACK:
             self._rebuild(self._members.values())
 
@@ -191,14 +201,16 @@ class EvictionHeap:
             self._rebuild(self._members.values())
         while self._heap:
             priority, node_id, node = heapq.heappop(self._heap)
+            if node_id not in self._members:
+                continue
             if not self._is_candidate(node):
-                self._members.pop(node_id, None)
+                del self._members[node_id]
                 continue
             current = self._strategy.eviction_order(node)
             if current != priority:
                 heapq.heappush(self._heap, (current, node_id, node))
                 continue
-            self._members.pop(node_id, None)
+            del self._members[node_id]
             return node
         return None
 
@@ -206,3 +218,12 @@ class EvictionHeap:
         """Forget all candidates."""
         self._heap.clear()
         self._members.clear()
+
+    def check(self, nodes: Collection[TreeNode]) -> None:
+        """Assert that the heap keeps no node but `nodes`, those of the tree, and few entries."""
+        known = {node.id for node in nodes}
+        gone = [node for node_id, node in self._members.items() if node_id not in known]
+        assert not gone, f"candidates that have left the tree: {gone[:4]}"
+        assert len(self._heap) <= _STALE_FACTOR * len(self._members) + _STALE_SLACK, (
+            f"{len(self._heap)} entries for {len(self._members)} candidates"
+        )

@@ -180,6 +180,8 @@ class PrefixTree:
         assert not node.children and node.value is None and node.lock_ref == 0
         self.look_ahead.on_delete(node)
         self._walks.clear()
+        for heap in self._heaps:
+            heap.discard(node)
         node.detach(self.page_size)
 
     def prune(self, node: TreeNode) -> int:
@@ -319,6 +321,8 @@ class PrefixTree:
         check_nodes(self.root, nodes, self.page_size)
         check_digest(self.root, nodes)
         self.look_ahead.check(nodes)
+        for heap in self._heaps:
+            heap.check(nodes)
         for key, path in list(self._walks.items()):
             assert self._descend(key) == path, f"another walk along {key} is remembered"
         on_device = [node for node in nodes if node.value is not None]

@@ -1,8 +1,9 @@
-"""When copies to the host begin."""
+"""When copies to the host begin, and which loads a forward waits for."""
 
 from __future__ import annotations
 
 import time
+from weakref import WeakSet
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ import torch
 from sglang.srt.hardware_backend.device_runtime import device_runtime
 from sglang.srt.mem_cache.host.paged_host_pool import MHATokenToKVPoolHost
 from sglang.srt.mem_cache.hybrid_cache import cache_controller
-from sglang.srt.mem_cache.hybrid_cache.cache_controller import HiCacheController
+from sglang.srt.mem_cache.hybrid_cache.cache_controller import HiCacheController, LayerDoneCounter
 from sglang.test.caches.cache_rig import RIG_DEVICE, CacheRig, HiCacheSettings
 from sglang.test.ci.ci_register import register_cpu_ci
 
@@ -121,6 +122,37 @@ def test_writes_begin_in_their_order(controller: HiCacheController) -> None:
     assert not controller.ack_write_queue
     with pytest.raises(AssertionError):
         controller.reset()
+
+
+def test_loads_that_no_forward_waited_for_leave_no_events() -> None:
+    """Requests that are not admitted after all load pages too."""
+
+    class Passed:
+        was_awaited = False
+
+        def wait(self) -> None:
+            self.was_awaited = True
+
+    made: WeakSet[Passed] = WeakSet()
+
+    def make() -> Passed:
+        made.add(event := Passed())
+        return event
+
+    counter = LayerDoneCounter(2, RIG_DEVICE)
+    counter._make_event = make  # type: ignore[assignment]
+    for _ in range(50):
+        index, (first, second) = counter.update_producer()
+    assert len(made) == 2, "those of the last load"
+    counter.set_consumer(index - 1)
+    counter.wait_until(0)
+    assert isinstance(first, Passed) and isinstance(second, Passed)
+    assert (first.was_awaited, second.was_awaited) == (True, False), "it covers those before"
+    del first, second
+    counter.set_consumer(-1)
+    assert not made
+    counter.set_consumer(index)
+    counter.wait_until(1)  # The forward before has waited for it.
 
 
 if __name__ == "__main__":

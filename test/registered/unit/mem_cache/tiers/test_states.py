@@ -5,6 +5,8 @@ The rig checks every state that a request continues from, and every key and valu
 
 from __future__ import annotations
 
+import gc
+
 import pytest
 import torch
 
@@ -64,6 +66,20 @@ def test_a_state_alone_comes_back_to_pages_that_are_there() -> None:
     rig.mamba.temporal.fill_(-1)
     assert rig.run(range(21)) == Reused(device=20)
     rig.settle()
+    rig.close()
+
+
+@pytest.mark.parametrize("policy", WRITE_POLICIES)
+def test_prompts_that_come_and_go_leave_nothing_behind(policy: str) -> None:
+    """L1 has room for two of them, L2 for four; most nodes leave an order that they were not
+    evicted by."""
+    rig = two_tiers(l1_pages=12, num_states=4, hicache_ratio=2.0, hicache_write_policy=policy)
+    for number in range(200):
+        rig.run(range(100 * number, 100 * number + 21))
+        rig.settle()
+    left = [node for node in gc.get_objects() if type(node) is TreeNode]
+    digest = rig.hi.root_node.tree_digest
+    assert sum(node.tree_digest is digest for node in left) < 100
     rig.close()
 
 
