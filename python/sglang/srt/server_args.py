@@ -122,6 +122,10 @@ class ServerArgs:
         "Seconds that one tick of the scheduler, a forward pass among it, may take before the "
         "server ends.",
     )
+    drain_seconds: float = flag(
+        30.0,
+        "Most seconds for requests under way after SIGTERM or Ctrl-C, while new ones are refused.",
+    )
     chat_template: str | None = flag(None, "Jinja file; absent: the tokenizer's own template.")
     grammar_backend: str = flag(
         "xgrammar", "Library that enforces json_schema, regex and ebnf.", choices=("xgrammar",)

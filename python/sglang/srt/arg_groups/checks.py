@@ -67,6 +67,8 @@ def check_numbers(args: ServerArgs) -> None:
     ):
         value = getattr(args, field)
         check(field, value is None or (math.isfinite(value) and value > 0), "a number above 0")
+    drain = args.drain_seconds
+    check("drain_seconds", math.isfinite(drain) and drain >= 0, "0 or more")
     check("hicache_size", math.isfinite(args.hicache_size) and args.hicache_size >= 0, "0 or more")
     fraction = args.mem_fraction_static
     check("mem_fraction_static", fraction is None or 0 < fraction < 1, "between 0 and 1")

@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-DRAIN_SECONDS: Final = 30.0
-"""Seconds for running requests in a shutdown, and as many again for writing back to L3."""
+WRITE_BACK_SECONDS: Final = 30.0
+"""Seconds for the scheduler to end in a shutdown: what runs, and writing back to L3."""
 _MARGIN_SECONDS: Final = 5.0
 
 

@@ -8,6 +8,7 @@ import os
 import signal
 import socket
 import threading
+import time
 from collections.abc import AsyncIterator, Callable
 from types import FrameType
 from typing import Final
@@ -16,10 +17,10 @@ import uvicorn
 from starlette.applications import Starlette
 
 from sglang.srt.entrypoints import cache_routes, info_routes, native_routes, weight_routes
-from sglang.srt.entrypoints.engine_front import DRAIN_SECONDS, EngineFront
+from sglang.srt.entrypoints.engine_front import WRITE_BACK_SECONDS, EngineFront
 from sglang.srt.entrypoints.http.cross_origin import add_cross_origin_middleware
 from sglang.srt.entrypoints.http.errors import install_error_handlers
-from sglang.srt.entrypoints.http.listener import BoundedServer
+from sglang.srt.entrypoints.http.listener import CLOSE_SECONDS, BoundedServer
 from sglang.srt.entrypoints.http.protocol import bounded_protocol
 from sglang.srt.entrypoints.http.server_context import ServerContext
 from sglang.srt.entrypoints.openai import routes as openai_routes
@@ -38,7 +39,11 @@ KEEP_ALIVE_SECONDS: Final = 75
 """Seconds for which an idle connection stays open, more than clients keep theirs (5 to 15 s), so
 that the client closes first. A server that closes first breaks a request that is just being
 sent."""
-DEATH_GRACE_SECONDS: Final = 5.0
+NOTICE_SECONDS: Final = 5.0
+"""Seconds for which a server goes on refusing requests after it has accepted its last one, if
+SIGTERM ends it: a router learns from the refusals to send requests to other servers. A refused
+connection would teach it less (docs/pd.md)."""
+DEATH_GRACE_SECONDS: Final = CLOSE_SECONDS + 2.0
 """Seconds to send errors to clients after the engine has died; then the server ends in any case."""
 
 
@@ -107,8 +112,8 @@ def run_server(args: ServerArgs) -> int:
 class HttpServer(BoundedServer):
     """uvicorn with this engine's shutdown.
 
-    The first SIGTERM or SIGINT drains: no connection is accepted, running requests may finish, and
-    the scheduler writes back what L3 lacks. A second signal kills.
+    The first SIGTERM or SIGINT drains: new requests are refused, those under way may finish, and
+    then the scheduler writes back what L3 lacks. A second signal kills.
     """
 
     def __init__(self, front: EngineFront) -> None:
@@ -123,7 +128,7 @@ class HttpServer(BoundedServer):
                 log_config=None,
                 log_level=None if args.log_level == "debug" else "warning",
                 access_log=args.log_level == "debug",
-                timeout_graceful_shutdown=int(DRAIN_SECONDS),
+                timeout_graceful_shutdown=int(DEATH_GRACE_SECONDS),
                 timeout_keep_alive=KEEP_ALIVE_SECONDS,
                 server_header=False,
                 # The client's address is not used.
@@ -158,18 +163,36 @@ class HttpServer(BoundedServer):
             self._front.processes.kill()
             os._exit(128 + sig)
         self._signalled = True
-        self._front.manager.refuse_new("the server is shutting down")
-        self._front.processes.expect_end()
-        self.should_exit = True
+        manager, seconds = self._front.manager, self._front.context.args.drain_seconds
+        manager.refuse_new("the server is shutting down: send the request to another one")
+        notice = 0.0
+        if sig == signal.SIGTERM and manager.last_accepted is not None:
+            notice = manager.last_accepted + NOTICE_SECONDS - time.monotonic()
+        self.drain(notice, seconds)
         logger.info(
-            "%s: draining for up to %.0f s, again to kill", signal.Signals(sig).name, DRAIN_SECONDS
+            "%s: draining for up to %.0f s (%d requests under way), again to kill",
+            signal.Signals(sig).name,
+            seconds,
+            manager.num_requests,
         )
+
+    async def end_requests(self) -> None:
+        """End the requests that have outlasted the drain."""
+        manager = self._front.manager
+        if manager.num_requests and self._cause is None:
+            seconds = self._front.context.args.drain_seconds
+            logger.warning("%d requests have not ended in time", manager.num_requests)
+            manager.fail_all(
+                "the server is shutting down, and the request has not ended within "
+                f"{seconds:g} s: send it to another one"
+            )
+            await manager.abort_all()
 
     async def _around_serving(self) -> AsyncIterator[None]:
         self._front.processes.watch(self._on_death)
         yield
         if self._cause is None:
-            self._ended_well = await self._front.drain(DRAIN_SECONDS)
+            self._ended_well = await self._front.drain(WRITE_BACK_SECONDS)
         else:
             await self._front.manager.close()
 

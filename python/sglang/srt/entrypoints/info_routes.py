@@ -32,15 +32,21 @@ METRICS_TIMEOUT: Final = 3.0
 
 async def health(request: Request) -> Response:
     """200 while requests are accepted: all processes live and no shutdown has begun."""
-    refusal = context_of(request).manager.refusal
-    if refusal is not None:
-        raise ApiError(503, refusal)
+    _refuse_if_ending(context_of(request))
     return Response()
 
 
+def _refuse_if_ending(context: ServerContext) -> None:
+    refusal = context.manager.refusal
+    if refusal is not None:
+        raise ApiError(503, refusal)
+
+
 async def health_generate(request: Request) -> Response:
-    """200 when a token could be generated, now or within the last second."""
+    """200 when a token could be generated, now or within the last second, and requests are
+    accepted."""
     context = context_of(request)
+    _refuse_if_ending(context)
     error = await context.probe.latest(lambda: _generate_token(context.manager))
     if error is not None:
         raise error

@@ -7,21 +7,21 @@ thread and `FakeScheduler` in another, all in this process.
 from __future__ import annotations
 
 import contextlib
+import signal
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any, Final, cast
 
-import uvicorn
 import zmq
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from sglang.srt.arg_groups.disaggregation import WHOLE
-from sglang.srt.entrypoints.http.listener import BoundedServer
-from sglang.srt.entrypoints.http.protocol import bounded_protocol
+from sglang.srt.entrypoints.engine_front import EngineFront
+from sglang.srt.entrypoints.engine_processes import EngineProcesses
 from sglang.srt.entrypoints.http.server_context import ServerContext
-from sglang.srt.entrypoints.http_server import create_app
+from sglang.srt.entrypoints.http_server import HttpServer
 from sglang.srt.entrypoints.openai.chat_template import ChatTemplate
 from sglang.srt.managers.detokenizer.detokenizer_manager import Detokenizer, open_sockets, serve
 from sglang.srt.managers.detokenizer.incremental_detokenizer import (
@@ -50,7 +50,7 @@ from sglang.srt.managers.tokenizer.request_limits import RequestLimits
 from sglang.srt.managers.tokenizer.tokenizer_manager import TokenizerManager
 from sglang.srt.observability.server_metrics import ServerMetrics
 from sglang.srt.server_args import ServerArgs
-from sglang.srt.utils.network import IpcNames, get_free_port, wait_until
+from sglang.srt.utils.network import IpcNames, base_url, get_free_port, wait_until
 
 EOS_ID: Final = 256
 CONTEXT_LEN: Final = 200
@@ -276,22 +276,47 @@ def fake_engine() -> Iterator[FakeEngine]:
 
 
 @dataclass(frozen=True)
+class _Front:
+    """The part of `EngineFront` that a server of threads needs."""
+
+    context: ServerContext
+    processes: EngineProcesses
+
+    @property
+    def manager(self) -> TokenizerManager:
+        return self.context.manager
+
+    async def drain(self, timeout: float) -> bool:
+        await self.manager.shut_down_scheduler(timeout)
+        await self.manager.close()
+        return True
+
+
+@dataclass(frozen=True)
 class FrontServer:
-    """A running HTTP application and its engine."""
+    """A running HTTP server and its engine."""
 
     url: str
     engine: FakeEngine
     context: ServerContext
+    server: HttpServer
+    thread: threading.Thread
 
     @property
     def scheduler(self) -> FakeScheduler:
         return self.engine.scheduler
 
+    def signal(self, sig: signal.Signals = signal.SIGTERM) -> None:
+        """Do what the server does at a signal."""
+        self.server.handle_exit(sig, None)
+
 
 @contextlib.contextmanager
 def front_server(**args: Any) -> Iterator[FrontServer]:
     """Serve on a free loopback port; `args` are fields of `ServerArgs`."""
-    server_args = ServerArgs(model_path="dummy", served_model_name="echo", **args).resolve()
+    server_args = ServerArgs(
+        model_path="dummy", served_model_name="echo", port=get_free_port(), **args
+    ).resolve()
     with fake_engine() as engine:
         metrics = ServerMetrics() if server_args.enable_metrics else None
         context = ServerContext(
@@ -303,21 +328,16 @@ def front_server(**args: Any) -> Iterator[FrontServer]:
             ready_details={"max_req_input_len": CONTEXT_LEN - 1},
             model_info={"model_path": "dummy", "is_generation": True},
         )
-        port = get_free_port()
-        config = uvicorn.Config(
-            create_app(context),
-            port=port,
-            http=bounded_protocol(),
-            ws="none",
-            log_config=None,
-            timeout_graceful_shutdown=2,
-        )
-        server = BoundedServer(config)
+        front = _Front(context, EngineProcesses(IpcNames.create()))
+        front.processes.expect_end()  # There are none to watch.
+        server = HttpServer(cast(EngineFront, front))
         thread = threading.Thread(target=server.run, name="front-server")
         thread.start()
         try:
             assert wait_until(lambda: server.started, 20.0), "uvicorn did not start"
-            yield FrontServer(f"http://127.0.0.1:{port}", engine, context)
+            url = base_url(server_args.host, server_args.port)
+            yield FrontServer(url, engine, context, server, thread)
         finally:
             server.should_exit = True
             thread.join()
+            front.processes.kill()

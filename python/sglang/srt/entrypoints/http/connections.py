@@ -17,9 +17,14 @@ class Connection(Protocol):
 
 
 class OpenConnections:
-    """The idle connections of one server, longest idle first. Event loop thread only."""
+    """The idle connections of one server, longest idle first. Event loop thread only.
+
+    Attributes:
+        end_with_answer: Whether the next answer ends its connection, because the server drains.
+    """
 
     def __init__(self, max_idle: int = MAX_IDLE_CONNECTIONS) -> None:
+        self.end_with_answer = False
         self._max_idle = max_idle
         self._idle: dict[Connection, float] = {}
         """Time of the event loop at which each connection became idle, ascending."""

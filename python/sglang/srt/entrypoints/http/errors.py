@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from typing import Any
+from typing import Any, Final
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -19,6 +19,9 @@ from sglang.srt.managers.tokenizer.generate_request import (
 )
 
 logger = logging.getLogger(__name__)
+
+RETRY_AFTER_SECONDS: Final = 5
+"""Seconds after which a client may try again what was refused with 503."""
 
 
 class ApiError(Exception):
@@ -83,6 +86,8 @@ def error_body(error: ApiError) -> dict[str, Any]:
 
 def error_response(error: ApiError, headers: dict[str, str] | None = None) -> JSONResponse:
     """The answer for an error."""
+    if error.status == 503:
+        headers = {**(headers or {}), "Retry-After": str(RETRY_AFTER_SECONDS)}
     return JSONResponse(error_body(error), status_code=error.status, headers=headers)
 
 

@@ -11,6 +11,7 @@ import errno
 import logging
 import resource
 import socket
+import time
 from collections.abc import Callable, Sequence
 from typing import Any, Final, Protocol
 
@@ -31,6 +32,8 @@ SPARE_FILES: Final = 256
 """Number of files kept free for other uses, and for connections that were just closed."""
 _NO_ROOM: Final = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
 _SAY_AGAIN_SECONDS: Final = 60.0
+CLOSE_SECONDS: Final = 5
+"""Seconds for clients to read their answers when the server ends; then connections are cut."""
 
 
 class Connections(Protocol):
@@ -131,9 +134,40 @@ class Listener:
 
 
 class BoundedServer(uvicorn.Server):
-    """uvicorn with `Listener`. Its protocol is made by `bounded_protocol`."""
+    """uvicorn with `Listener`, and with draining. Its protocol is made by `bounded_protocol`.
+
+    A draining server goes on listening, so that the application can refuse requests with an answer,
+    which ends the connection. It shuts down as soon as no request is under way.
+    """
 
     _listener: Listener | None = None
+    _drain_begin = 0.0
+    _drain_end: float | None = None
+    """`time.monotonic()` seconds between which a draining server shuts down; None: it does not
+    drain."""
+
+    def drain(self, at_least: float, at_most: float) -> None:
+        """Begin to drain. May be called by a signal handler.
+
+        Args:
+            at_least: Seconds to go on listening, even if no request is under way.
+            at_most: Seconds after which requests under way have to end.
+        """
+        now = time.monotonic()
+        self._drain_begin, self._drain_end = now + min(at_least, at_most), now + at_most
+        protocol: Any = self.config.http_protocol_class
+        protocol.open_connections.end_with_answer = True
+        connections: Any = list(self.server_state.connections)
+        for connection in connections:
+            connection.end_with_answer()
+
+    async def on_tick(self, counter: int) -> bool:
+        """uvicorn's hook, ten times a second: shut down once the drain is over."""
+        if self._drain_end is not None:
+            now = time.monotonic()
+            is_idle = not self.server_state.tasks and now >= self._drain_begin
+            self.should_exit = self.should_exit or is_idle or now >= self._drain_end
+        return await super().on_tick(counter)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Start the application, then accept.
@@ -162,8 +196,24 @@ class BoundedServer(uvicorn.Server):
             most=most_connections(),
         )
 
+    async def end_requests(self) -> None:
+        """Hook: end the requests under way, so that their answers come soon."""
+
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Stop listening, then shut down as uvicorn does."""
+        """Stop listening, end the requests under way and their connections, then the
+        application."""
         if self._listener is not None:
             self._listener.close()
-        await super().shutdown(sockets)
+        await self.end_requests()
+        cut = asyncio.get_running_loop().call_later(CLOSE_SECONDS, self._cut_connections)
+        try:
+            await super().shutdown(sockets)
+        finally:
+            cut.cancel()
+
+    def _cut_connections(self) -> None:
+        """Let go of clients that do not read; uvicorn would cancel their requests with a
+        traceback."""
+        connections: Any = list(self.server_state.connections)
+        for connection in connections:
+            connection.transport.abort()

@@ -94,6 +94,11 @@ class BoundedProtocol(HttpToolsProtocol):
         self.open_connections.remove_idle(self)
         super().connection_lost(exc)
 
+    def end_with_answer(self) -> None:
+        """Let the answer under way, if there is one, end the connection."""
+        if self._has_request():
+            self.cycle.keep_alive = False
+
     def end(self) -> None:
         """Close the connection behind an answer, once the client has had time to read it.
 
@@ -224,7 +229,11 @@ class BoundedProtocol(HttpToolsProtocol):
             default_headers=self.server_state.default_headers,
             message_event=asyncio.Event(),
             expect_100_continue=self.expect_100_continue,
-            keep_alive=version != "1.0" and self.parser.should_keep_alive(),
+            keep_alive=(
+                version != "1.0"
+                and self.parser.should_keep_alive()
+                and not self.open_connections.end_with_answer
+            ),
             on_response=self.on_response_complete,
         )
         self._cancel_timer()

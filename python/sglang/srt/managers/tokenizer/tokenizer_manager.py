@@ -69,6 +69,9 @@ class TokenizerManager:
         """Ids of requests without a client whose last output has not come yet; the ids are still in
         use."""
         self._refusal: str | None = None
+        self.last_accepted: float | None = None
+        """`time.monotonic()` at the arrival of the last request that was accepted; None: none
+        was."""
 
     # ---- start and end ---------------------------------------------------------------------
 
@@ -158,6 +161,7 @@ class TokenizerManager:
                     message = tokenized(request, tokens, self.limits, now)
                     self._channel.send(message)
                     state.note_sent(tokens, message.logprob_start_len)
+            self.last_accepted = now
             yield states
         finally:
             for state in states:
