@@ -232,7 +232,7 @@ def read(side: Side, case: Case, endpoint: str, offer: Offer, limit: float) -> d
         begun = time.perf_counter()
         prompt.run()
         prompts.append(time.perf_counter() - begun)
-        assert prompt.failure is None, prompt.failure
+        assert not isinstance(prompt.outcome, str), prompt.outcome
         reads.append(prompt.read_seconds)
         if repeat in (0, REPEATS - 1):
             check(side.pool, there, here)

@@ -6,7 +6,6 @@ import logging
 import threading
 import time
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Final
 
 from transformers import PreTrainedTokenizerBase
@@ -31,6 +30,7 @@ from sglang.srt.constrained.xgrammar_grammar import (
     compile_constraint,
     make_compiler,
 )
+from sglang.srt.utils.threads import started_pool
 
 logger = logging.getLogger(__name__)
 
@@ -74,7 +74,7 @@ class XGrammarBackend(GrammarBackend):
         self._busy: set[CompileProcess] = set()
         self._closed = False
         self._queue = CompileQueue(limits.compile_threads)
-        self._pool = ThreadPoolExecutor(limits.compile_threads, thread_name_prefix="grammar")
+        self._pool = started_pool(limits.compile_threads, "grammar")
 
     def get(self, kind: ConstraintKind | str, text: str) -> GrammarTicket:
         if kind not in ConstraintKind.__members__.values():

@@ -46,9 +46,7 @@ class Prompt(Protocol):
     """A prompt on its way; see `WholePrompt`."""
 
     @property
-    def first_token(self) -> FirstToken | None: ...
-    @property
-    def failure(self) -> str | None: ...
+    def outcome(self) -> FirstToken | str | None: ...
     @property
     def has_ended(self) -> bool: ...
     @property
@@ -219,12 +217,10 @@ class DecodeHalf:
     def _look(self) -> None:
         """Vote on the progress of the prompts on this rank."""
         for coming in self._coming.values():
-            prompt = coming.prompt
-            failure = prompt.failure
-            if failure is None and not prompt.has_ended:
+            outcome = coming.prompt.outcome
+            if outcome is None:
                 continue
-            if prompt.first_token is not None:
-                failure = self._why_not(coming.req, prompt.first_token)
+            failure = outcome if isinstance(outcome, str) else self._why_not(coming.req, outcome)
             vote = PromptVote.COME if failure is None else PromptVote.FAILED
             self._votes.see(coming.number, vote, failure or "")
         for number, coming in self._lingering.items():
@@ -233,8 +229,8 @@ class DecodeHalf:
 
     def _receive(self, coming: _Coming) -> None:
         req, prompt = coming.req, coming.prompt
-        first = prompt.first_token
-        assert first is not None, "it has come"
+        first = prompt.outcome
+        assert first is not None and not isinstance(first, str), "it has come"
         self._votes.close(coming.number)
         del self._coming[req.rid]
         stages = req.report.stages

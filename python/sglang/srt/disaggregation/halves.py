@@ -139,6 +139,8 @@ def make_half_server(
         return _prefill(host, geometry, engine, ranks, packer, metadata)
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     context.set(zmq.MAX_SOCKETS, _MAX_CONVERSATIONS)
+    # The first socket starts the context's threads; without a thread left ZMQ ends the process.
+    context.socket(zmq.PAIR).close()
     means = Means(
         place=_place(ranks),
         geometry=geometry,
@@ -275,7 +277,10 @@ class PrefillServers:
         self._num_begun += 1
         fails_at = random.choice(STEPS) if fails else None
         prompt = WholePrompt(meeting, own, self._means, reader, fails_at)
-        self._threads.submit(prompt.run)
+        try:
+            self._threads.submit(prompt.run)
+        except RuntimeError as error:
+            prompt.refuse(f"no thread for the prompt: {error}")
         return prompt
 
     def decline(self, meeting: Bootstrap, reason: str) -> None:
@@ -283,7 +288,10 @@ class PrefillServers:
         their prefill servers wait in vain until their time limit."""
         is_speaker = self._means.place.rank == 0
         if is_speaker and self._declining.num_busy < _MAX_DECLINING:
-            self._declining.submit(lambda: self._decline(meeting, reason))
+            try:
+                self._declining.submit(lambda: self._decline(meeting, reason))
+            except RuntimeError as error:
+                logger.warning("room %d could not be declined: %s", meeting.room, error)
 
     def close(self) -> None:
         """Accept no more prompts. Prompts on their way end by themselves."""

@@ -6,6 +6,8 @@ import contextlib
 import os
 import sys
 import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Final
 
 import torch
@@ -14,6 +16,30 @@ from threadpoolctl import threadpool_limits
 _SWITCH_S: Final = 0.0005
 _NICENESS: Final = 10
 """About a tenth of the time of a busy core, and all of an idle one."""
+
+
+def started_pool(
+    num_threads: int, prefix: str, initializer: Callable[[], None] | None = None
+) -> ThreadPoolExecutor:
+    """A pool of `num_threads` threads that run already, so that `submit` starts none.
+
+    A pool otherwise starts its threads in `submit`. If the system then has no thread left, `submit`
+    raises, but the work stays queued and may run much later, on memory that has another owner.
+
+    Raises:
+        RuntimeError: The system has no thread left.
+    """
+    pool = ThreadPoolExecutor(num_threads, prefix, initializer)
+    have_started = threading.Event()
+    try:
+        for _ in range(num_threads):
+            pool.submit(have_started.wait)  # No thread is idle meanwhile, so each starts one.
+    except RuntimeError:
+        pool.shutdown(wait=False, cancel_futures=True)
+        raise
+    finally:
+        have_started.set()
+    return pool
 
 
 def share_interpreter() -> None:

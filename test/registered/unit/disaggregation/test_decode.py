@@ -2,129 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 
-from sglang.srt.disaggregation.common.protocol import FirstToken
-from sglang.srt.disaggregation.common.remote_prompt import OwnSlots
-from sglang.srt.disaggregation.decode import DecodeHalf
-from sglang.srt.disaggregation.halves import MakeHalf
-from sglang.srt.disaggregation.prefill import prompt_digest, sampling_digest
+from sglang.srt.disaggregation.prefill import sampling_digest
 from sglang.srt.managers.messages.io_struct import (
-    Bootstrap,
     CachedTokensDetails,
     FinishReason,
     ShutdownReq,
-    TokenizedGenerateReqInput,
 )
-from sglang.srt.mem_cache.tree.radix_key import token_array
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.test.ci.ci_register import register_cpu_ci
+from sglang.test.disaggregation.decode_rig import WAIT_S, DecodeRig, FakePrompt
 from sglang.test.models.grammar_rig import EOS_ID, HandBackend
 from sglang.test.schedulers.scheduler_rig import SchedulerRig, greedy, prompt
 
 register_cpu_ci(est_time=5, suite="base-a-test-cpu")
 
-PAGE = 4
-WAIT_S = 100.0
-
-
-@dataclass
-class FakePrompt:
-    """A prompt that comes when the test says so."""
-
-    meeting: Bootstrap
-    pages: list[int]
-    first_page: int
-    first_token: FirstToken | None = None
-    failure: str | None = None
-    has_ended: bool = False
-    is_cancelled: bool = False
-    has_met, read_seconds, num_bytes_read = False, 0.0, 0
-    metadata_bytes: dict[str, int] = field(default_factory=dict)
-
-    def cancel(self, reason: str) -> None:
-        self.is_cancelled = True
-
-    def come(self, ids: Sequence[int], **fields: Any) -> None:
-        digest = prompt_digest(token_array(ids))
-        first = FirstToken(token_id=11, prompt_len=len(ids), prompt_digest=digest)
-        self.first_token = msgspec.structs.replace(first, **fields)
-        self.has_ended = True
-
-
-@dataclass
-class FakeServers:
-    """Prefill servers that do nothing."""
-
-    begun: list[FakePrompt] = field(default_factory=list)
-    declined: list[tuple[int, str]] = field(default_factory=list)
-    is_closed: bool = False
-
-    def begin(self, meeting: Bootstrap, own: OwnSlots) -> FakePrompt:
-        self.begun.append(FakePrompt(meeting, list(own.pages), own.first_page))
-        return self.begun[-1]
-
-    def decline(self, meeting: Bootstrap, reason: str) -> None:
-        self.declined.append((meeting.room, reason))
-
-    def close(self) -> None:
-        self.is_closed = True
-
-
-class Rig(SchedulerRig):
-    """A decode scheduler, before fake prefill servers."""
-
-    def __init__(self, model: Path, **args: Any) -> None:
-        self.servers = FakeServers()
-        half: MakeHalf = lambda state, holder: DecodeHalf(  # noqa: E731
-            state, holder, self.servers, WAIT_S
-        )
-        super().__init__(
-            model, make_half=lambda pools: half, **{"page_size": PAGE, "pool_tokens": 128, **args}
-        )
-
-    def ask(
-        self, rid: str, ids: list[int], room: int, params: SamplingParams | None = None, **more: Any
-    ) -> TokenizedGenerateReqInput:
-        return self.request(rid, ids, params, bootstrap=Bootstrap("host", 1, room), **more)
-
-    def prompt(self, room: int) -> FakePrompt:
-        (found,) = [one for one in self.servers.begun if one.meeting.room == room]
-        return found
-
-    def end(self, rid: str) -> FinishReason:
-        """Why it ended."""
-        reason = self.results[rid].finish_reason
-        assert reason is not None
-        return reason
-
-    def run_until(self, is_so: Callable[[], bool], *messages: TokenizedGenerateReqInput) -> None:
-        self.step(*messages)
-        for _ in range(1000):
-            if is_so():
-                return
-            self.step()
-        raise AssertionError("it does not come to that")
-
-    def run_until_ended(self, *messages: TokenizedGenerateReqInput) -> None:
-        queues = self.scheduler.state.queues
-        self.run_until(lambda: not any(r.spec.bootstrap is None for r in queues.alive), *messages)
-
-    def assert_idle(self) -> None:
-        assert self.scheduler.is_idle()
-        self.assert_clean()
-        self.check()
-
 
 @pytest.fixture(params=[False, True], ids=["settled", "overlap"])
-def rig(model: Path, request: pytest.FixtureRequest) -> Iterator[Rig]:
-    rig = Rig(model, overlap=request.param)
+def rig(model: Path, request: pytest.FixtureRequest) -> Iterator[DecodeRig]:
+    rig = DecodeRig(model, overlap=request.param)
     yield rig
     rig.close()
 
@@ -135,7 +36,7 @@ IDS = prompt(1, 10)
 # ---- the way of a request ----------------------------------------------------------------------
 
 
-def test_a_request_gets_slots_then_its_prompt_then_decodes(rig: Rig) -> None:
+def test_a_request_gets_slots_then_its_prompt_then_decodes(rig: DecodeRig) -> None:
     rig.step(rig.ask("a", IDS, 5, greedy(6)))
     (coming,) = rig.servers.begun
     assert (coming.meeting.room, len(coming.pages), coming.first_page) == (5, 3, 0)
@@ -155,7 +56,7 @@ def test_a_request_gets_slots_then_its_prompt_then_decodes(rig: Rig) -> None:
 @pytest.mark.parametrize("page_size", [1, 4, 16])
 @pytest.mark.parametrize("length", [1, 15, 16, 17, 32])
 def test_only_what_is_not_cached_is_asked_for(model: Path, length: int, page_size: int) -> None:
-    rig = Rig(model, page_size=page_size)
+    rig = DecodeRig(model, page_size=page_size)
     ids = prompt(length, length)
     rig.run(rig.request("plain", ids, greedy(1)))
     rig.step(rig.ask("a", ids, 1, greedy(4)))
@@ -174,7 +75,9 @@ def test_only_what_is_not_cached_is_asked_for(model: Path, length: int, page_siz
 
 
 @pytest.mark.parametrize(("wanted", "token"), [(0, None), (1, 11)])
-def test_what_prefill_has_completed_ends_at_once(rig: Rig, wanted: int, token: int | None) -> None:
+def test_what_prefill_has_completed_ends_at_once(
+    rig: DecodeRig, wanted: int, token: int | None
+) -> None:
     rig.step(rig.ask("a", IDS, 1, greedy(wanted)))
     rig.prompt(1).come(IDS, token_id=token)
     rig.step()
@@ -183,7 +86,7 @@ def test_what_prefill_has_completed_ends_at_once(rig: Rig, wanted: int, token: i
     rig.assert_idle()
 
 
-def test_logprobs_of_the_first_token_come_with_it(rig: Rig) -> None:
+def test_logprobs_of_the_first_token_come_with_it(rig: DecodeRig) -> None:
     rig.step(rig.ask("a", IDS, 1, greedy(2), return_logprob=True, top_logprobs_num=1))
     rig.prompt(1).come(IDS, logprob=-0.25, top_logprobs=[(-0.25, 11)])
     rig.run()
@@ -193,7 +96,7 @@ def test_logprobs_of_the_first_token_come_with_it(rig: Rig) -> None:
     assert got.last.output_top_logprobs[0] == [(-0.25, 11)]
 
 
-def test_plain_requests_are_computed_here(rig: Rig, model: Path) -> None:
+def test_plain_requests_are_computed_here(rig: DecodeRig, model: Path) -> None:
     rig.step(rig.ask("remote", IDS, 1))
     rig.run_until_ended(rig.request("plain", prompt(2, 20)))
     (alone,) = SchedulerRig(model).generate([prompt(2, 20)])
@@ -204,7 +107,7 @@ def test_plain_requests_are_computed_here(rig: Rig, model: Path) -> None:
 
 def test_a_constraint_is_compiled_before_a_prompt_is_asked_for(model: Path) -> None:
     backend = HandBackend(hold=True)
-    rig = Rig(model, grammar_backend=lambda: backend)
+    rig = DecodeRig(model, grammar_backend=lambda: backend)
     params = SamplingParams(regex="[0-9]{3}", max_new_tokens=20, temperature=0.0)
     params.normalize()
     rig.step(rig.ask("a", IDS, 1, params))
@@ -229,9 +132,9 @@ def test_a_constraint_is_compiled_before_a_prompt_is_asked_for(model: Path) -> N
 # ---- prompts that do not come ------------------------------------------------------------------
 
 
-def test_a_failure_is_told_before_the_pages_are_free(rig: Rig) -> None:
+def test_a_failure_is_told_before_the_pages_are_free(rig: DecodeRig) -> None:
     rig.step(rig.ask("a", IDS, 1))
-    rig.prompt(1).failure = "prefill is gone"
+    rig.prompt(1).outcome = "prefill is gone"
     rig.step()
     assert rig.end("a") == FinishReason(type="abort", message="prefill is gone", status_code=503)
     state = rig.scheduler.state
@@ -243,11 +146,30 @@ def test_a_failure_is_told_before_the_pages_are_free(rig: Rig) -> None:
     rig.assert_idle()
 
 
-def test_a_failure_after_the_reads(rig: Rig) -> None:
+def test_a_failure_after_the_reads(rig: DecodeRig) -> None:
     rig.step(rig.ask("a", IDS, 1))
-    rig.prompt(1).failure, rig.prompt(1).has_ended = "aborted there", True
+    rig.prompt(1).outcome, rig.prompt(1).has_ended = "aborted there", True
     rig.step()
     assert rig.end("a").message == "aborted there"
+    rig.assert_idle()
+
+
+def test_a_prompt_that_fails_between_two_looks_at_it(rig: DecodeRig) -> None:
+    """Its threads may fail it at any moment, also within a tick."""
+
+    class Racing(FakePrompt):
+        """Fails as soon as anything of it has been read."""
+
+        def __getattribute__(self, name: str) -> Any:
+            value = super().__getattribute__(name)
+            if name in ("outcome", "has_ended"):
+                self.__dict__ |= {"outcome": "gone just now", "has_ended": True}
+            return value
+
+    rig.step(rig.ask("a", IDS, 1))
+    rig.prompt(1).__class__ = Racing
+    rig.run_until(lambda: "a" in rig.results)
+    assert rig.end("a") == FinishReason(type="abort", message="gone just now", status_code=503)
     rig.assert_idle()
 
 
@@ -265,7 +187,7 @@ def test_a_failure_after_the_reads(rig: Rig) -> None:
     ],
 )
 def test_a_first_token_that_does_not_fit_is_not_used(
-    rig: Rig, fields: dict[str, Any], named: str
+    rig: DecodeRig, fields: dict[str, Any], named: str
 ) -> None:
     rig.step(rig.ask("a", IDS, 1, return_logprob=True))
     rig.prompt(1).come(IDS, **{"logprob": -1.0, **fields})
@@ -275,7 +197,7 @@ def test_a_first_token_that_does_not_fit_is_not_used(
     rig.assert_idle()
 
 
-def test_a_token_for_a_request_that_wants_none_is_not_used(rig: Rig) -> None:
+def test_a_token_for_a_request_that_wants_none_is_not_used(rig: DecodeRig) -> None:
     rig.step(rig.ask("a", IDS, 1, greedy(0)))
     rig.prompt(1).come(IDS)
     rig.step()
@@ -286,7 +208,7 @@ def test_a_token_for_a_request_that_wants_none_is_not_used(rig: Rig) -> None:
 # ---- aborts, in every state --------------------------------------------------------------------
 
 
-def test_an_abort_before_there_are_slots_declines_the_room(rig: Rig) -> None:
+def test_an_abort_before_there_are_slots_declines_the_room(rig: DecodeRig) -> None:
     rig.step(rig.request("fills", prompt(7, 110), greedy(10)))
     rig.step(rig.ask("a", IDS, 1))
     assert rig.servers.begun == []
@@ -298,7 +220,7 @@ def test_an_abort_before_there_are_slots_declines_the_room(rig: Rig) -> None:
     rig.assert_idle()
 
 
-def test_an_abort_while_pages_are_read_is_told_at_once(rig: Rig) -> None:
+def test_an_abort_while_pages_are_read_is_told_at_once(rig: DecodeRig) -> None:
     rig.step(rig.ask("a", IDS, 1))
     first = rig.prompt(1)
     rig.step(rig.abort("a"))
@@ -320,11 +242,11 @@ def test_an_abort_while_pages_are_read_is_told_at_once(rig: Rig) -> None:
     rig.assert_idle()
 
 
-def test_an_abort_in_the_tick_in_which_the_prompt_comes(rig: Rig) -> None:
+def test_an_abort_in_the_tick_in_which_the_prompt_comes(rig: DecodeRig) -> None:
     for rid in "ab":
         rig.step(rig.ask(rid, IDS, ord(rid)))
     rig.prompt(ord("a")).come(IDS)
-    rig.prompt(ord("b")).failure = "gone"
+    rig.prompt(ord("b")).outcome = "gone"
     rig.step(rig.abort("a"), rig.abort("b"))
     assert [rig.end(rid).status_code for rid in "ab"] == [499, 499]
     rig.prompt(ord("b")).has_ended = True
@@ -332,7 +254,7 @@ def test_an_abort_in_the_tick_in_which_the_prompt_comes(rig: Rig) -> None:
     rig.assert_idle()
 
 
-def test_an_abort_while_it_decodes(rig: Rig) -> None:
+def test_an_abort_while_it_decodes(rig: DecodeRig) -> None:
     rig.step(rig.ask("a", IDS, 1, greedy(50)))
     rig.prompt(1).come(IDS)
     for _ in range(4):
@@ -346,7 +268,7 @@ def test_an_abort_while_it_decodes(rig: Rig) -> None:
 # ---- refusals and duplicates -------------------------------------------------------------------
 
 
-def test_a_room_in_use_is_refused_and_its_owner_unharmed(rig: Rig) -> None:
+def test_a_room_in_use_is_refused_and_its_owner_unharmed(rig: DecodeRig) -> None:
     rig.step(rig.ask("a", IDS, 1))
     rig.step(rig.ask("b", IDS, 1))
     assert rig.end("b").status_code == 400
@@ -361,7 +283,7 @@ def test_a_room_in_use_is_refused_and_its_owner_unharmed(rig: Rig) -> None:
 
 
 def test_a_refused_request_is_declined(model: Path) -> None:
-    rig = Rig(model, max_queued_requests=1, grammar_backend=HandBackend)
+    rig = DecodeRig(model, max_queued_requests=1, grammar_backend=HandBackend)
     bad = SamplingParams(regex="(", max_new_tokens=2)
     bad.normalize()
     rig.step(rig.ask("long", prompt(3, 500), 1))
@@ -373,7 +295,7 @@ def test_a_refused_request_is_declined(model: Path) -> None:
     rig.step()
     rig.prompt(2).come(IDS)
     rig.run()
-    no_backend = Rig(model)
+    no_backend = DecodeRig(model)
     no_backend.step(no_backend.ask("no backend", IDS, 4, bad))
     assert [room for room, _ in no_backend.servers.declined] == [4]
     no_backend.step(no_backend.ask("same room", IDS, 4))
@@ -384,7 +306,7 @@ def test_a_refused_request_is_declined(model: Path) -> None:
 
 
 def test_requests_wait_for_slots_in_order(model: Path) -> None:
-    rig = Rig(model, pool_tokens=32, schedule_conservativeness=0.01)
+    rig = DecodeRig(model, pool_tokens=32, schedule_conservativeness=0.01)
     ids = [prompt(i, 20) for i in range(3)]
     rig.step(*(rig.ask(f"r{i}", ids[i], i, greedy(4)) for i in range(3)))
     for turn in range(3):
@@ -400,7 +322,7 @@ def test_requests_wait_for_slots_in_order(model: Path) -> None:
 
 
 def test_slots_that_never_come_free_end_the_wait(model: Path) -> None:
-    rig = Rig(model, pool_tokens=32)
+    rig = DecodeRig(model, pool_tokens=32)
     rig.step(rig.ask("holds", prompt(1, 20), 1))
     rig.step(rig.ask("waits", prompt(2, 20), 2))
     rig.now += WAIT_S
@@ -413,7 +335,7 @@ def test_slots_that_never_come_free_end_the_wait(model: Path) -> None:
 
 
 def test_a_prompt_that_is_longer_than_a_batch_gets_slots_at_once(model: Path) -> None:
-    rig = Rig(model, pool_tokens=256, chunked_prefill_size=16, max_prefill_tokens=32)
+    rig = DecodeRig(model, pool_tokens=256, chunked_prefill_size=16, max_prefill_tokens=32)
     rig.step(rig.ask("a", prompt(1, 100), 1), rig.ask("b", prompt(2, 100), 2))
     assert [len(one.pages) for one in rig.servers.begun] == [25, 25]
     for room in (1, 2):
@@ -422,7 +344,7 @@ def test_a_prompt_that_is_longer_than_a_batch_gets_slots_at_once(model: Path) ->
 
 
 def test_rows_are_slots_too(model: Path) -> None:
-    rig = Rig(model, max_requests=2)
+    rig = DecodeRig(model, max_requests=2)
     rig.step(*(rig.ask(f"r{i}", prompt(i, 5), i) for i in range(3)))
     assert len(rig.servers.begun) == 2
     rig.step(rig.abort("r0"))
@@ -437,7 +359,7 @@ def test_rows_are_slots_too(model: Path) -> None:
 
 def test_retracted_requests_go_before_new_ones(model: Path) -> None:
     """Else a stream of new ones would keep them waiting for ever."""
-    rig = Rig(model, pool_tokens=48, schedule_conservativeness=0.01)
+    rig = DecodeRig(model, pool_tokens=48, schedule_conservativeness=0.01)
     ids = [prompt(i, 12) for i in range(4)]
     rig.step(*(rig.ask(f"r{i}", ids[i], i, greedy(20)) for i in range(3)))
     for room in range(3):
@@ -458,7 +380,7 @@ def test_retracted_requests_go_before_new_ones(model: Path) -> None:
 # ---- the end -----------------------------------------------------------------------------------
 
 
-def test_a_shutdown_tells_everybody_and_waits_for_no_read(rig: Rig) -> None:
+def test_a_shutdown_tells_everybody_and_waits_for_no_read(rig: DecodeRig) -> None:
     rig.step(rig.request("fills", prompt(7, 90), greedy(20)))
     rig.step(rig.ask("coming", IDS, 1))
     rig.step(rig.ask("wanted", prompt(2, 60), 2))
@@ -474,7 +396,7 @@ def test_a_shutdown_tells_everybody_and_waits_for_no_read(rig: Rig) -> None:
     assert rig.servers.is_closed
 
 
-def test_a_shutdown_waits_for_prompts_that_come_in_time(rig: Rig) -> None:
+def test_a_shutdown_waits_for_prompts_that_come_in_time(rig: DecodeRig) -> None:
     rig.step(rig.ask("coming", IDS, 1))
     rig.step(ShutdownReq(timeout=1000.0))
     rig.step(rig.ask("late", IDS, 2))
@@ -485,7 +407,7 @@ def test_a_shutdown_waits_for_prompts_that_come_in_time(rig: Rig) -> None:
     assert len(rig.results["coming"].output_ids) == 8
 
 
-def test_closing_cancels_what_is_coming(rig: Rig) -> None:
+def test_closing_cancels_what_is_coming(rig: DecodeRig) -> None:
     rig.step(rig.ask("coming", IDS, 1))
     rig.step(rig.ask("lingers", prompt(2, 5), 2))
     rig.step(rig.abort("lingers"))

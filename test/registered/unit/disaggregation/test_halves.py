@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,6 +25,7 @@ from sglang.test.disaggregation.pd_rig import LOOPBACK, HalfRig, LocalMover, PdR
 from sglang.test.disaggregation.prompt_scene import Place
 from sglang.test.schedulers import checkable_model
 from sglang.test.schedulers.scheduler_rig import greedy, prompt
+from sglang.test.servers.scarce_threads import no_threads
 
 register_cpu_ci(est_time=12, suite="base-a-test-cpu")
 
@@ -213,6 +215,21 @@ def test_an_abort_on_one_side_ends_the_other(pair: PdRig, mover: LocalMover, whe
     pair.assert_clean()
 
 
+def test_a_prompt_without_a_thread_fails_alone(pair: PdRig) -> None:
+    first = pair.request("first", PROMPTS[6])
+    with no_threads("disagg-prompt"):
+        pair.until(lambda: "first" in pair.decode.results, first)
+    reason = pair.result("first").finish_reason
+    assert reason is not None and reason.status_code == 503
+    assert reason.message == "no thread for the prompt: can't start new thread"
+    pair.step([pair.prefill.abort("first")], [])
+    pair.until(lambda: all(rig.scheduler.is_idle() for rig in pair.rigs))
+    pair.assert_clean()
+    second = pair.request("second", PROMPTS[6])
+    pair.run(second)
+    assert_said(pair, second)
+
+
 # ---- rooms that do not meet --------------------------------------------------------------------
 
 
@@ -345,7 +362,13 @@ def test_bounds_are_positive(
 def test_more_prompts_at_once_than_zmq_has_sockets_for(mover: LocalMover) -> None:
     with make_pair(mover) as pair:
         servers = pair.decode.scheduler._parts.half._remote  # type: ignore[attr-defined]
-        assert servers._means.context.get(zmq.MAX_SOCKETS) > 10_000
+        context = servers._means.context
+        assert context.get(zmq.MAX_SOCKETS) > 10_000
+        # A first socket would start threads, and without a thread left ZMQ ends the process.
+        threads = Path("/proc/self/task")
+        before = {one.name for one in threads.iterdir()}
+        with context.socket(zmq.DEALER):
+            assert {one.name for one in threads.iterdir()} == before
 
 
 if __name__ == "__main__":

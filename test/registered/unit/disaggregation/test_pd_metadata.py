@@ -11,6 +11,7 @@ import pytest
 from sglang.srt.constants import BUILTIN_MODEL_DIR
 from sglang.srt.disaggregation import halves
 from sglang.srt.disaggregation.common.metadata_row import ROW_BYTES
+from sglang.srt.disaggregation.common.protocol import FirstToken
 from sglang.srt.disaggregation.decode import DecodeHalf
 from sglang.srt.disaggregation.halves import DECODE, PREFILL, make_half_server
 from sglang.srt.disaggregation.prefill import PrefillHalf
@@ -281,7 +282,7 @@ def test_a_rank_whose_metadata_has_not_come_holds_up_the_others(
         pair.until(lambda: coming.prompt.has_ended)
         for _ in range(20):
             pair.step()
-        assert coming.prompt.first_token is not None, "this rank has all"
+        assert isinstance(coming.prompt.outcome, FirstToken), "this rank has all"
         assert "second" not in pair.decode.results, "and waits for the other one"
         slow.release()
         pair.until(lambda: "second" in pair.decode.results)

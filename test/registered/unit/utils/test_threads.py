@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from sglang.srt.hardware_backend.device_runtime import device_runtime
-from sglang.srt.utils.threads import give_way, leave_cores_to_model
+from sglang.srt.utils.threads import give_way, leave_cores_to_model, started_pool
 from sglang.test.ci.ci_register import register_cpu_ci
+from sglang.test.servers.scarce_threads import NO_THREAD, no_threads
 
 register_cpu_ci(est_time=2, suite="base-a-test-cpu")
 
@@ -61,6 +62,24 @@ def test_a_lower_priority_holds_for_the_calling_thread_only() -> None:
     thread.join()
     assert seen == [max(10, before)]
     assert os.getpriority(os.PRIO_PROCESS, 0) == before
+
+
+def test_a_started_pool_starts_no_thread_for_its_work() -> None:
+    pool = started_pool(3, "started")
+    everywhere = threading.Barrier(3)
+    with no_threads("started"):
+        waits = [pool.submit(everywhere.wait, 30) for _ in range(3)]
+        assert sorted(wait.result(30) for wait in waits) == [0, 1, 2]
+    pool.shutdown()
+
+
+def test_a_pool_that_cannot_start_leaves_no_thread_behind() -> None:
+    with no_threads("half", spared=1), pytest.raises(RuntimeError, match=NO_THREAD):
+        started_pool(2, "half")
+    for thread in threading.enumerate():
+        if thread.name.startswith("half"):
+            thread.join(30)
+            assert not thread.is_alive()
 
 
 if __name__ == "__main__":

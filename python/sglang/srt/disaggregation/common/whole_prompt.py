@@ -109,11 +109,9 @@ class WholePrompt:
         self._has_offers = threading.Event()
         """Set once all parts have offers."""
         self._returned = threading.Event()
-        self.first_token: FirstToken | None = None
-        """The first token, set before `has_ended` if the whole prompt was received."""
-        self.failure: str | None = None
-        """Reason of a failure, set maybe long before `has_ended`; None: the prompt has not
-        failed."""
+        self.outcome: FirstToken | str | None = None
+        """The first token, set once all is there and no read is in flight; or the reason of a
+        failure, set maybe long before `has_ended`; None: neither yet. It is set once."""
 
     @property
     def has_ended(self) -> bool:
@@ -150,26 +148,47 @@ class WholePrompt:
         never lets go of the slots."""
         try:
             self._parts = self._make_parts()
-            for part in self._parts[1:]:
-                threading.Thread(target=part.run, name="disagg-part", daemon=True).start()
-            self._parts[0].run()
-            for part in self._parts[1:]:
-                part.join()
-            if self.failure is None:
-                self.first_token = self._parts[0].first_token
+            self._run_parts()
+            if (first_token := self._parts[0].first_token) is not None:
+                self._settle(first_token)
         except RoomFailed as error:
             self._fail(str(error))
         except Exception as error:
             logger.exception("a prompt could not be received")
             self._fail(f"receiving the prompt failed: {type(error).__name__}: {error}")
         self._returned.set()
-        if self.failure is not None:
+        if isinstance(self.outcome, str):
             self._means.sessions.probe()
 
-    def _fail(self, why: str) -> None:
+    def refuse(self, why: str) -> None:
+        """End the prompt, in place of `run`."""
+        self._fail(why)
+        self._returned.set()
+
+    def _run_parts(self) -> None:
+        """Run all parts, and return when all have ended."""
+        first, *others = self._parts
+        for at, part in enumerate(others):
+            thread = threading.Thread(target=part.run, name="disagg-part", daemon=True)
+            try:
+                thread.start()
+            except RuntimeError as error:
+                self._fail(f"no thread for a part of the prompt: {error}")
+                # They end at once, since the prompt has failed.
+                for unstarted in others[at:]:
+                    unstarted.run()
+                break
+        first.run()
+        for part in others:
+            part.join()
+
+    def _settle(self, outcome: FirstToken | str) -> None:
         with self._lock:
-            if self.failure is None:
-                self.failure = why
+            if self.outcome is None:
+                self.outcome = outcome
+
+    def _fail(self, why: str) -> None:
+        self._settle(why)
         self._cancelled.set(why)
 
     def _make_parts(self) -> list[RemotePrompt]:

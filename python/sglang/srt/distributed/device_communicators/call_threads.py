@@ -37,16 +37,26 @@ class CallThreads:
         return self._num_busy
 
     def submit(self, work: Work) -> None:
-        """Run `work` now, in another thread."""
+        """Run `work` now, in another thread.
+
+        Raises:
+            RuntimeError: The system has no thread left; `work` does not run.
+        """
         with self._lock:
             assert not self._closed, f"{self._name}: closed"
             self._num_busy += 1
             inbox = self._idle.pop() if self._idle else None
         if inbox is None:
             inbox = SimpleQueue()
-            threading.Thread(
+            thread = threading.Thread(
                 target=self._serve, args=(inbox,), name=self._name, daemon=True
-            ).start()
+            )
+            try:
+                thread.start()
+            except RuntimeError:
+                with self._lock:
+                    self._num_busy -= 1
+                raise
         inbox.put(work)
 
     def close(self) -> None:

@@ -263,6 +263,7 @@ class MooncakeTransferEngine:
 
         Raises:
             PeerStalled, UnknownRange, ValueError: `transfer` raises them; no bytes were sent.
+            TransferError: The system has no thread for it; no bytes were sent.
         """
         remote = self._peer(peer)
         remote.check_moving()
@@ -273,7 +274,12 @@ class MooncakeTransferEngine:
         worker = TransferWorker(
             remote, op, transfer, requests, deadline, self._settings.batch_bytes
         )
-        self._threads.submit(worker.run)
+        try:
+            self._threads.submit(worker.run)
+        except RuntimeError as error:
+            failure = TransferError(f"no thread for the transfer: {error}")
+            transfer.settle(failure)  # Nothing is in flight: unpins the ranges.
+            raise failure from error
         return transfer
 
     def transfer_sync(

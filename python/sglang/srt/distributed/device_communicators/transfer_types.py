@@ -174,10 +174,12 @@ class Transfer:
     def settle(self, error: Exception | None = None) -> None:
         """Worker: no block is in flight any more. The first call counts."""
         with self._lock:
-            is_first, self._settled = not self._settled, True
+            is_first = not self._settled
             if is_first:
                 self._error = error
                 self._mark_all_ended()
+                # Last: callers read it without the lock, and the error and the outcomes after it.
+                self._settled = True
         if is_first:
             self._on_settled()
             self._ended.set()

@@ -14,13 +14,14 @@ from sglang.srt.entrypoints.http.shared_answer import SharedAnswer
 from sglang.srt.managers.tokenizer.tokenizer_manager import TokenizerManager
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.utils.memory import MemoryReturner
+from sglang.srt.utils.threads import started_pool
 
 if TYPE_CHECKING:
     from sglang.srt.entrypoints.openai.chat_template import ChatTemplate
 
 
 def _new_renderer() -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(max_workers=1, thread_name_prefix="render")
+    return started_pool(1, "render")
 
 
 @dataclass(slots=True, kw_only=True)

@@ -6,14 +6,13 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Final
 
-from sglang.srt.constrained.ticket import TicketState
+from sglang.srt.constrained.ticket import GrammarTicket, TicketState
 from sglang.srt.managers.messages.io_struct import FinishReason, TokenizedGenerateReqInput
 from sglang.srt.managers.messages.tick import GrammarResult
 
 if TYPE_CHECKING:
     from sglang.srt.constrained.base_grammar_backend import Grammar, GrammarBackend
     from sglang.srt.constrained.constraint import Constraint
-    from sglang.srt.constrained.ticket import GrammarTicket
     from sglang.srt.managers.messages.io_struct import ToScheduler
     from sglang.srt.managers.scheduler.requests.req import Req
     from sglang.srt.managers.scheduler.requests.request_queues import RequestQueues
@@ -32,7 +31,8 @@ class GrammarQueue:
 
     Args:
         make_backend: Called when the first constraint arrives, since the backend costs memory.
-            None: constraints are refused. Raises ValueError if the model cannot be constrained.
+            None: constraints are refused. Raises ValueError if the model cannot be constrained,
+            and RuntimeError if the system has no thread left.
     """
 
     def __init__(self, make_backend: Callable[[], GrammarBackend] | None) -> None:
@@ -112,7 +112,13 @@ class GrammarQueue:
             self._backend.close()
 
     def _ask(self, constraint: Constraint) -> GrammarTicket:
-        return self._get_backend().get(constraint.kind, constraint.text)
+        try:
+            backend = self._get_backend()
+        except RuntimeError as error:
+            ticket = GrammarTicket(constraint)
+            ticket.fail(f"{constraint.kind.value}: cannot be compiled now, {error}: retry later")
+            return ticket
+        return backend.get(constraint.kind, constraint.text)
 
     def _grammar_of(self, ticket: GrammarTicket) -> Grammar:
         """The grammar of a ticket that is ready on rank 0. Other ranks may have to wait for it.

@@ -11,13 +11,13 @@ from __future__ import annotations
 import asyncio
 import copy
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, TypeAlias
 
 from sglang.srt.managers.tokenizer.generate_request import GenerateRequest
 from sglang.srt.mem_cache.tree.radix_key import TokenArray, token_array
 from sglang.srt.utils.portable_tokenizer import core_tokenizer
+from sglang.srt.utils.threads import started_pool
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -47,7 +47,7 @@ class PromptEncoder:
         self._near = core or _library_encode(tokenizer)
         self._far = core or _library_encode(copy.deepcopy(tokenizer))
         self._in_flight: dict[tuple[str, bool], _Encoding] = {}
-        self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tokenize")
+        self._pool = started_pool(1, "tokenize")
 
     def encode_now(self, requests: Sequence[GenerateRequest]) -> list[TokenArray | None]:
         """The prompts of `requests`; None for a text that is too long to be encoded on this thread.

@@ -87,7 +87,7 @@ def test_what_is_read_is_not_told(scene: RowScene) -> None:
     scene.complete()
     scene.desk._rooms[ROOM].first_token = OTHER  # Whoever is told would have this.
     prompt = scene.end(scene.begin([9]))
-    assert (prompt.failure, prompt.first_token, bytes_by_way(prompt)) == (None, TOKEN, READ)
+    assert (prompt.outcome, bytes_by_way(prompt)) == (TOKEN, READ)
     # Last of all, and no part of the pages.
     assert [is_row(transfer.blocks) for transfer in scene.mover.begun] == [False, True]
     page = sum(block.length for block in scene.mover.begun[0].blocks)
@@ -99,7 +99,7 @@ def test_what_is_read_is_not_told(scene: RowScene) -> None:
 def test_a_prompt_that_is_there_needs_the_row_alone(scene: RowScene) -> None:
     scene.complete([4, 5])
     prompt = scene.end(scene.begin([], first_page=2))
-    assert (prompt.first_token, bytes_by_way(prompt)) == (TOKEN, READ)
+    assert (prompt.outcome, bytes_by_way(prompt)) == (TOKEN, READ)
     assert len(scene.mover.begun) == 1 and prompt.num_bytes_read == 0
 
 
@@ -109,7 +109,7 @@ def test_words_without_a_row_are_told(scene: RowScene) -> None:
     scene.desk.add_pages(ROOM, [4])
     scene.desk.complete(ROOM, TOKEN)
     told = scene.end(scene.begin([9]))
-    assert (told.first_token, bytes_by_way(told)) == (TOKEN, TOLD)
+    assert (told.outcome, bytes_by_way(told)) == (TOKEN, TOLD)
     scene.complete(room=6)
     assert bytes_by_way(scene.end(scene.begin([9], room=6))) == READ
 
@@ -122,7 +122,7 @@ def test_a_prompt_waits_for_a_row_to_read_into(scene: RowScene) -> None:
     until(lambda: len(scene.mover.begun) == 1)
     assert scene.row_reads == [] and not prompt.has_ended
     scene.own.give_back(taken)
-    assert scene.end(prompt).first_token == TOKEN
+    assert scene.end(prompt).outcome == TOKEN
 
 
 def test_no_row_to_read_into_in_time(scene: RowScene) -> None:
@@ -178,7 +178,7 @@ def test_a_read_that_moves_nothing_is_noticed(
 ) -> None:
     """The same room was read before: its words are not taken for what comes now."""
     scene.complete()
-    assert scene.end(scene.begin([9])).first_token == TOKEN
+    assert scene.end(scene.begin([9])).outcome == TOKEN
     scene.desk.end(ROOM)
     scene.desk.forget(ROOM)
     move = scene.mover.move
@@ -209,7 +209,7 @@ def test_rows_that_the_transport_does_not_move_are_told_with_one_warning(
         for room in rooms:
             scene.complete(room=room)
             prompt = scene.end(scene.begin([9], room=room))
-            assert (prompt.failure, prompt.first_token) == (None, TOKEN)
+            assert prompt.outcome == TOKEN
             assert bytes_by_way(prompt) == TOLD
     assert len(scene.row_reads) == 1, "it is not tried again"
     (warning,) = warnings_of(caplog)
@@ -236,7 +236,7 @@ def test_a_row_that_the_transport_never_lets_go_of(scene: RowScene) -> None:
     scene.mover.finish(scene.mover.begun[0])
     until(lambda: bool(scene.row_reads))
     scene.row_reads[0].leave(TransferError("peer p ended"))
-    assert scene.end(prompt).first_token == TOKEN
+    assert scene.end(prompt).outcome == TOKEN
     assert prompt.has_ended and bytes_by_way(prompt) == TOLD
     assert scene.own.take() is None
 
@@ -247,7 +247,7 @@ def test_a_row_in_flight_is_nobodys_when_the_prompt_is_aborted(scene: RowScene) 
     prompt = scene.begin([], first_page=2)
     until(lambda: bool(scene.row_reads))
     prompt.cancel()
-    until(lambda: prompt.failure is not None)
+    until(lambda: isinstance(prompt.outcome, str))
     assert not prompt.has_ended and scene.own.take() is None
     scene.mover.release()
     scene.failure(prompt)
@@ -280,7 +280,7 @@ def test_rows_out_of_reach_are_told_with_one_warning(
             for room in (5, 6):
                 scene.complete(room=room)
                 prompt = scene.end(scene.begin([9], room=room))
-                assert (prompt.first_token, bytes_by_way(prompt)) == (TOKEN, TOLD)
+                assert (prompt.outcome, bytes_by_way(prompt)) == (TOKEN, TOLD)
         assert scene.row_reads == []
         (warning,) = warnings_of(caplog)
         assert warning.endswith(f"the pages: {why}")
@@ -309,7 +309,7 @@ def test_a_decode_server_without_rows_is_told(
     scene.complete()
     with caplog.at_level(logging.WARNING):
         prompt = scene.end(scene.begin([9], metadata=MetadataReader()))
-    assert (prompt.first_token, bytes_by_way(prompt)) == (TOKEN, TOLD)
+    assert (prompt.outcome, bytes_by_way(prompt)) == (TOKEN, TOLD)
     assert warnings_of(caplog) == [], "that is what it was asked for"
 
 

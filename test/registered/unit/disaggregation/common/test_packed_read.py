@@ -62,7 +62,7 @@ def assert_all_free(scene: Scene) -> None:
 def test_units_are_read_whole(scene: Scene) -> None:
     fill(scene)
     prompt = scene.end(scene.begin(OWN))
-    assert (prompt.failure, prompt.first_token) == (None, TOKEN)
+    assert prompt.outcome == TOKEN
     scene.assert_read(THEIRS, OWN)
     # 32 pages of 16 bytes, six at once.
     assert lengths(scene) == [[96]] * 5 + [[32]]
@@ -78,7 +78,7 @@ def test_pages_are_packed_as_they_come(scene: Scene) -> None:
     until(lambda: sum(map(sum, lengths(scene))) == 3 * 64)
     scene.desk.add_pages(ROOM, THEIRS[3:])
     scene.desk.complete(ROOM, TOKEN)
-    assert scene.end(prompt).failure is None
+    assert scene.end(prompt).outcome == TOKEN
     scene.assert_read(THEIRS, OWN)
     assert lengths(scene) == [[96]] * 5 + [[32]], "two units of the first pages, four of the others"
 
@@ -89,7 +89,7 @@ def test_what_is_one_block_already_is_not_packed() -> None:
     scene = Scene(1000, link)
     try:
         fill(scene, [4, 5, 6])
-        assert scene.end(scene.begin([7, 8, 9])).failure is None
+        assert scene.end(scene.begin([7, 8, 9])).outcome == TOKEN
         scene.assert_read([4, 5, 6], [7, 8, 9])
         assert lengths(scene) == [[48] * 4]
     finally:
@@ -100,7 +100,7 @@ def test_a_page_that_no_unit_holds_is_not_packed() -> None:
     scene = Scene(15)
     try:
         fill(scene)
-        assert scene.end(scene.begin(OWN)).failure is None
+        assert scene.end(scene.begin(OWN)).outcome == TOKEN
         scene.assert_read(THEIRS, OWN)
         assert len(scene.mover.begun) == 1
     finally:
@@ -112,7 +112,7 @@ def test_a_server_that_packs_nothing_is_read_from_pool_to_pool() -> None:
     try:
         scene.link = LinkCosts(block_s=1.0, bytes_per_s=1e9, packing_s=0.0, unit_s=0.0)
         fill(scene)
-        assert scene.end(scene.begin(OWN)).failure is None
+        assert scene.end(scene.begin(OWN)).outcome == TOKEN
         scene.assert_read(THEIRS, OWN)
     finally:
         scene.close()
@@ -126,7 +126,7 @@ def test_without_memory_pages_are_read_from_pool_to_pool(side: str) -> None:
         staging = scene.staging if side == "here" else scene.units
         taken = [staging.take(0) for _ in range(NUM_BUFFERS)]
         fill(scene)
-        assert scene.end(scene.begin(OWN)).failure is None
+        assert scene.end(scene.begin(OWN)).outcome == TOKEN
         scene.assert_read(THEIRS, OWN)
         assert len(scene.mover.begun) == 1
         for buffer in taken:
@@ -166,7 +166,7 @@ def test_messages_that_are_lost_doubled_and_late(
             scene.desk.add_pages(room, theirs[1:])
             scene.desk.complete(room, TOKEN)
         for prompt, _, _ in prompts:
-            assert scene.end(prompt).failure is None
+            assert scene.end(prompt).outcome == TOKEN
     scene.assert_read(
         [page for _, _, theirs in prompts for page in theirs],
         [page for _, own, _ in prompts for page in own],
@@ -259,8 +259,8 @@ def test_a_room_that_ends_gives_its_units_back_at_once(
     scene.desk.end(ROOM, "out of memory")
     until(lambda: len(scene.units._free) == scene.units._num_made)
     ((prompt, _),) = scene.prompts
-    until(lambda: prompt.failure is not None)
-    assert prompt.failure == "the prefill server ended the request: out of memory"
+    until(lambda: isinstance(prompt.outcome, str))
+    assert prompt.outcome == "the prefill server ended the request: out of memory"
     assert len(scene.staging._free) < scene.staging._num_made
     assert not prompt.has_ended
     scene.mover.release()
@@ -313,7 +313,7 @@ def test_units_that_never_come(scene: Scene, monkeypatch: pytest.MonkeyPatch) ->
         pack(buffer, *args)  # type: ignore[arg-type]
 
     def scene_is_over() -> bool:
-        until(lambda: scene.prompts[0][0].failure is not None)
+        until(lambda: isinstance(scene.prompts[0][0].outcome, str))
         return True
 
     monkeypatch.setattr(StagingBuffer, "pack", once)
@@ -342,9 +342,9 @@ def test_the_reader_is_heard_of_while_units_are_read(
         count = len(heard)
         until(lambda: len(heard) > count + 8)
         ((prompt, _),) = scene.prompts
-        assert prompt.failure is None
+        assert prompt.outcome is None
         scene.mover.release()
-        assert scene.end(prompt).first_token == TOKEN
+        assert scene.end(prompt).outcome == TOKEN
     scene.assert_read(THEIRS, OWN)
     assert {one.number for one in heard} == {0}
     assert max(one.done for one in heard) == 6, "the last unit is given back too"

@@ -45,8 +45,8 @@ def test_pages_are_read_as_they_come(scene: Scene) -> None:
     assert not prompt.has_ended
     scene.desk.add_pages(ROOM, [1])
     scene.desk.complete(ROOM, TOKEN)
-    assert scene.end(prompt).first_token == TOKEN
-    assert (prompt.failure, prompt.has_ended) == (None, True)
+    assert scene.end(prompt).outcome == TOKEN
+    assert (prompt.outcome, prompt.has_ended) == (TOKEN, True)
     assert scene.desk.outcome(ROOM) == ""
     scene.assert_read([4, 7, 8, 1], [9, 2, 3, 8])
 
@@ -55,7 +55,7 @@ def test_only_what_is_lacking_is_read(scene: Scene) -> None:
     scene.desk.open(ROOM)
     scene.desk.add_pages(ROOM, [4, 5, 6, 7])
     scene.desk.complete(ROOM, TOKEN)
-    assert scene.end(scene.begin([9, 2], first_page=2)).first_token == TOKEN
+    assert scene.end(scene.begin([9, 2], first_page=2)).outcome == TOKEN
     scene.assert_read([6, 7], [9, 2])
 
 
@@ -63,7 +63,7 @@ def test_a_prompt_that_is_there_needs_the_token_alone(scene: Scene) -> None:
     scene.desk.open(ROOM)
     scene.desk.add_pages(ROOM, [4, 5])
     scene.desk.complete(ROOM, TOKEN)
-    assert scene.end(scene.begin([], first_page=2)).first_token == TOKEN
+    assert scene.end(scene.begin([], first_page=2)).outcome == TOKEN
     assert scene.mover.begun == []
     assert scene.desk.outcome(ROOM) == ""
 
@@ -74,7 +74,7 @@ def test_the_request_may_reach_the_prefill_server_later(scene: Scene) -> None:
     scene.desk.open(ROOM)
     scene.desk.add_pages(ROOM, [4])
     scene.desk.complete(ROOM, TOKEN)
-    assert scene.end(prompt).first_token == TOKEN
+    assert scene.end(prompt).outcome == TOKEN
 
 
 # ---- a bad network -----------------------------------------------------------------------------
@@ -119,7 +119,7 @@ def test_messages_may_be_lost_doubled_and_late(
             scene.desk.add_pages(ROOM, [page])
             until(lambda: page in pages_read(scene))  # noqa: B023 - called within this turn
         scene.desk.complete(ROOM, TOKEN)
-        assert scene.end(prompt).first_token == TOKEN
+        assert scene.end(prompt).outcome == TOKEN
         scene.assert_read([4, 7, 8], [9, 2, 3])
         assert scene.desk.outcome(ROOM) == ""
 
@@ -149,7 +149,7 @@ def test_silence_in_the_middle(scene: Scene) -> None:
         scene.desk.open(ROOM)
         scene.desk.add_pages(ROOM, [4])
         until(lambda: len(scene.mover.begun) == 1)
-        assert prompt.failure is None
+        assert prompt.outcome is None
         is_silent.set()
         assert "has not answered" in scene.failure(prompt)
 
@@ -169,9 +169,9 @@ def test_a_silence_that_is_shorter_than_the_patience_changes_nothing(
         scene.desk.add_pages(ROOM, [5])
         scene.desk.complete(ROOM, TOKEN)
         until(lambda: proxy.counts["lost"] > 10)
-        assert (prompt.failure, prompt.first_token) == (None, None)
+        assert prompt.outcome is None
         is_silent.clear()
-        assert scene.end(prompt).first_token == TOKEN
+        assert scene.end(prompt).outcome == TOKEN
 
 
 def test_silence_while_a_read_hangs_fails_the_prompt_and_keeps_its_pages(scene: Scene) -> None:
@@ -185,8 +185,8 @@ def test_silence_while_a_read_hangs_fails_the_prompt_and_keeps_its_pages(scene: 
         scene.desk.add_pages(ROOM, [4])
         until(lambda: len(scene.mover.begun) == 1)
         is_silent.set()
-        until(lambda: prompt.failure is not None)
-        assert "has not answered" in (prompt.failure or "")
+        until(lambda: isinstance(prompt.outcome, str))
+        assert "has not answered" in str(prompt.outcome)
         assert not prompt.has_ended, "the read still writes to the pages"
         scene.mover.release()
         scene.end(prompt)
@@ -217,9 +217,9 @@ def test_a_long_read_is_no_silence_on_either_side(
             return len(alive) >= 8
 
         until(is_kept_alive)
-        assert (prompt.failure, prompt.has_ended) == (None, False)
+        assert (prompt.outcome, prompt.has_ended) == (None, False)
         scene.mover.release()
-        assert scene.end(prompt).first_token == TOKEN
+        assert scene.end(prompt).outcome == TOKEN
 
 
 # ---- deadlines ---------------------------------------------------------------------------------
@@ -246,10 +246,10 @@ def test_once_it_is_known_the_other_bound_counts(scene: Scene) -> None:
     prompt = scene.begin([9], patience=Patience(bootstrap=0.2, waiting=60, silence=30))
     # The second answer without pages comes after half a second.
     until(lambda: time.monotonic() > began + 0.2 + 2 * LONG_POLL_S)
-    assert prompt.failure is None
+    assert prompt.outcome is None
     scene.desk.add_pages(ROOM, [4])
     scene.desk.complete(ROOM, TOKEN)
-    assert scene.end(prompt).first_token == TOKEN
+    assert scene.end(prompt).outcome == TOKEN
 
 
 # ---- aborts, at every step ---------------------------------------------------------------------
@@ -296,7 +296,7 @@ def test_an_abort_while_pages_are_read(scene: Scene) -> None:
     until(lambda: len(scene.mover.begun) == 1)
     prompt.cancel()
     assert scene.given_up() == "the request was aborted"
-    assert prompt.failure == "the request was aborted"
+    until(lambda: prompt.outcome == "the request was aborted")
     assert not prompt.has_ended
     assert not scene.mover.begun[0].begin(0, 0, None), "no further block is sent"
     scene.mover.release()
@@ -314,8 +314,8 @@ def test_an_end_at_the_prefill_server_ends_a_read_that_hangs(
     prompt = scene.begin([9])
     until(lambda: len(scene.mover.begun) == 1)
     scene.desk.end(ROOM, "out of memory")
-    until(lambda: prompt.failure is not None)
-    assert prompt.failure == "the prefill server ended the request: out of memory"
+    until(lambda: isinstance(prompt.outcome, str))
+    assert prompt.outcome == "the prefill server ended the request: out of memory"
     assert not prompt.has_ended
     scene.mover.release()
     scene.end(prompt)

@@ -89,7 +89,7 @@ def test_pages_that_the_transport_never_lets_go_of_stay_taken(scene: Scene) -> N
     ended = PeerUnreachable("p", "ended during a transfer")
     prompt = scene.begin([9], mover=OtherMover(lambda transfer: transfer.leave(ended)))
     scene.end(prompt)
-    assert prompt.failure == (
+    assert prompt.outcome == (
         "reading from the prefill server failed, and cannot end: peer p ended during a transfer"
     )
     assert not prompt.has_ended
@@ -238,7 +238,7 @@ def test_bytes_that_are_no_answer_are_passed_over(scene: Scene, raw: bytes) -> N
     good = answering(offer, RoomNews(ROOM, True, 0, [4], TOKEN))
     with OddDesk(lambda asked: [raw, *good(asked), raw]) as desk:
         scene.endpoint = desk.endpoint
-        assert scene.end(scene.begin([9])).first_token == TOKEN
+        assert scene.end(scene.begin([9])).outcome == TOKEN
 
 
 def test_answers_of_another_kind_are_not_taken(scene: Scene) -> None:

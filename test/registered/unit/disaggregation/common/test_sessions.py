@@ -152,7 +152,7 @@ def test_a_prompt_that_has_come_leaves_its_session(scene: Scene) -> None:
     scene.desk.add_pages(ROOM, [4])
     scene.desk.complete(ROOM, TOKEN)
     prompt = scene.end(scene.begin([9]))
-    assert prompt.failure is None and scene.sessions.known == [name]
+    assert prompt.outcome == TOKEN and scene.sessions.known == [name]
     scene.mover.gone = {name}
     scene.sessions.probe()
     until(lambda: scene.mover.forgotten == [name])

@@ -38,6 +38,7 @@ from sglang.srt.utils.network import wait_until
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.disaggregation.pd_rig import LocalMover
 from sglang.test.disaggregation.prompt_scene import PATIENT, ROOM, TOKEN
+from sglang.test.servers.scarce_threads import no_threads
 
 register_cpu_ci(est_time=5, suite="base-a-test-cpu")
 
@@ -242,7 +243,7 @@ def test_a_prompt_of_two_ranks_is_there_when_both_parts_are(scene: Scene) -> Non
     prompt = scene.begin([3, 5])
     scene.fill()
     until(lambda: prompt.has_ended)
-    assert (prompt.failure, prompt.first_token) == (None, TOKEN)
+    assert prompt.outcome == TOKEN
     scene.assert_read([4, 7], [3, 5])
     assert [desk.outcome(ROOM) for desk in scene.desks] == ["", ""]
 
@@ -261,7 +262,7 @@ def test_a_part_that_fails_ends_the_other_with_its_reason(scene: Scene) -> None:
         desk.add_pages(ROOM, [4])
     until(lambda: prompt.has_ended)
     failure = "reading from the prefill server failed: peer p is gone"
-    assert (prompt.failure, prompt.first_token) == (failure, None)
+    assert prompt.outcome == failure
     for desk in scene.desks:
         heard: dict[int, str] = {}
 
@@ -273,6 +274,18 @@ def test_a_part_that_fails_ends_the_other_with_its_reason(scene: Scene) -> None:
         assert heard[ROOM] == f"the decode server gave it up: {failure}"
 
 
+def test_a_part_without_a_thread_ends_the_prompt_and_leaves_no_slot(scene: Scene) -> None:
+    with no_threads("disagg-part"):
+        scene.fill()
+        prompt = scene.begin([3, 5])
+        until(lambda: prompt.has_ended)
+    assert prompt.outcome == "no thread for a part of the prompt: can't start new thread"
+    again = scene.begin([3, 5], 6)
+    scene.fill(6)
+    until(lambda: again.has_ended)
+    assert again.outcome == TOKEN
+
+
 def test_a_rank_that_does_not_fit_ends_all_parts(scene: Scene) -> None:
     """Both ranks say that they have the first head."""
     scene.desks[1].close()
@@ -281,7 +294,7 @@ def test_a_rank_that_does_not_fit_ends_all_parts(scene: Scene) -> None:
     prompt = scene.begin([3, 5])
     until(lambda: prompt.has_ended)
     why = "none of its ranks has head 1 of pool kv"
-    assert prompt.failure == f"the prefill server at host:1 cannot serve this one: {why}"
+    assert prompt.outcome == f"the prefill server at host:1 cannot serve this one: {why}"
 
 
 def test_a_buffer_is_lost_as_long_as_something_may_be_read_into_it(
@@ -294,20 +307,20 @@ def test_a_buffer_is_lost_as_long_as_something_may_be_read_into_it(
     first = scene.begin([3, 5])
     until(lambda: bool(scene.mover.begun))
     first.cancel("not wanted")
-    until(lambda: first.failure is not None)
+    until(lambda: isinstance(first.outcome, str))
     assert not first.has_ended
     scene.mover.hold = False
     hasty = Patience(bootstrap=60, waiting=0.3, silence=30)
     scene.fill(6)
     second = scene.begin([1, 2], 6, patience=hasty)
     until(lambda: second.has_ended)
-    assert second.failure == "no memory for pages of ranks with other heads was free in 0.3 s"
+    assert second.outcome == "no memory for pages of ranks with other heads was free in 0.3 s"
     scene.mover.release()
     until(lambda: first.has_ended)
     scene.fill(7)
     third = scene.begin([1, 2], 7)
     until(lambda: third.has_ended)
-    assert third.failure is None
+    assert third.outcome == TOKEN
     scene.assert_read([4, 7], [1, 2])
 
 

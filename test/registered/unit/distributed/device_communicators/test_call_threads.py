@@ -9,6 +9,7 @@ import pytest
 from sglang.srt.distributed.device_communicators.call_threads import CallThreads
 from sglang.srt.utils.network import wait_until
 from sglang.test.ci.ci_register import register_cpu_ci
+from sglang.test.servers.scarce_threads import NO_THREAD, no_threads
 
 register_cpu_ci(est_time=2, suite="base-a-test-cpu")
 
@@ -59,6 +60,17 @@ def test_work_that_hangs_holds_up_nothing() -> None:
     threads.close()
     threads.close()
     assert wait_until(lambda: not named("hang"), 30)
+
+
+def test_work_without_a_thread_is_refused_and_does_not_count() -> None:
+    threads = CallThreads("scarce")
+    ran = threading.Event()
+    with no_threads("scarce"), pytest.raises(RuntimeError, match=NO_THREAD):
+        threads.submit(ran.set)
+    assert threads.num_busy == 0
+    threads.submit(ran.set)
+    assert ran.wait(30)
+    threads.close()
 
 
 if __name__ == "__main__":

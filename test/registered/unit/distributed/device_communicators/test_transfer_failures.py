@@ -30,6 +30,7 @@ from sglang.srt.distributed.device_communicators.transfer_types import (
 )
 from sglang.srt.utils.network import get_free_port, wait_until
 from sglang.test.ci.ci_register import register_cpu_ci
+from sglang.test.servers.scarce_threads import no_threads
 from sglang.test.stores.fake_transfer_engine import (
     BASE,
     FakeCall,
@@ -344,6 +345,36 @@ def test_a_slow_peer_is_not_one_that_hangs(
         assert not ended
         hanging.go_on.set()
     assert [transfer.is_done for transfer in ended] == [True]
+
+
+# -- between two threads -------------------------------------------------------------------------
+
+
+def test_a_transfer_counts_as_settled_once_its_error_and_outcomes_are_there() -> None:
+    """Its caller reads one after the other, without a lock."""
+    seen: list[tuple[bool, Exception | None]] = []
+
+    class Watched(Transfer):
+        def _mark_all_ended(self) -> None:
+            super()._mark_all_ended()
+            seen.append((self.is_settled, self.error))
+
+    error = PeerUnreachable("p", "ended")
+    transfer = Watched(apart(1), on_settled=lambda: None)
+    transfer.settle(error)
+    assert seen == [(False, error)]
+    assert transfer.is_settled
+
+
+def test_a_transfer_without_a_thread_fails_and_pins_no_memory(
+    engine: MooncakeTransferEngine, peer: str
+) -> None:
+    with (
+        no_threads("mooncake-transfer"),
+        pytest.raises(TransferError, match="no thread for the transfer: can't start new thread"),
+    ):
+        engine.begin(peer, TransferOp.READ, apart(1), timeout=30)
+    engine.deregister(BASE)
 
 
 if __name__ == "__main__":

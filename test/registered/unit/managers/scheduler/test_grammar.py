@@ -171,5 +171,24 @@ def test_the_backend_is_made_for_the_first_constraint_and_closed(model: Path) ->
     assert backend.is_closed
 
 
+def test_a_backend_without_threads_refuses_its_request_alone(model: Path) -> None:
+    backends: list[HandBackend] = []
+
+    def make() -> HandBackend:
+        if not backends:
+            backends.append(HandBackend())
+            raise RuntimeError("can't start new thread")
+        return backends[0]
+
+    rig = SchedulerRig(model, grammar_backend=make)
+    rig.run(rig.request("first", prompt(1, 8), constrained(regex="ab")))
+    reason = rig.results["first"].finish_reason
+    assert reason is not None and reason.message == (
+        "regex: cannot be compiled now, can't start new thread: retry later"
+    )
+    rig.run(rig.request("second", prompt(1, 8), constrained(regex="ab")))
+    assert text_of(rig.results["second"].output_ids) == "ab"
+
+
 if __name__ == "__main__":
     raise SystemExit(pytest.main([__file__, "-q"]))

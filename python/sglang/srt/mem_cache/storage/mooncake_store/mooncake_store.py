@@ -13,7 +13,7 @@ import re
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, wait
 from contextlib import ExitStack, contextmanager
 from itertools import chain, compress, islice
 from typing import Any, Final
@@ -47,7 +47,7 @@ from sglang.srt.mem_cache.storage.types import (
     StorageUnavailable,
 )
 from sglang.srt.utils.logging_utils import RateLimitedLogger
-from sglang.srt.utils.threads import leave_cores_to_model
+from sglang.srt.utils.threads import leave_cores_to_model, started_pool
 
 logger = logging.getLogger(__name__)
 
@@ -84,11 +84,9 @@ class MooncakeStore(MooncakeBaseStore, HiCacheStorage):
         self._rows: dict[str, PoolRows] = {}
         self._counters = StorageCounters()
         self._warn = RateLimitedLogger(logger)
-        self._hasher = ThreadPoolExecutor(
-            max_workers=2, thread_name_prefix="l3-hash", initializer=leave_cores_to_model
-        )
+        self._hasher = started_pool(2, "l3-hash", leave_cores_to_model)
         self._readers = (
-            ThreadPoolExecutor(_CONCURRENT_GETS, "l3-read", initializer=leave_cores_to_model)
+            started_pool(_CONCURRENT_GETS, "l3-read", leave_cores_to_model)
             if self.config.standalone_storage
             else None
         )
