@@ -169,6 +169,7 @@ class Tiers(RuleBasedStateMachine):
         freed = tree.evict(EvictParams(num_tokens=pages * self.page)).num_tokens_evicted
         assert self.rig.allocator.available_size() == free + freed
         assert freed <= could
+        assert freed >= min(pages * self.page, could), "what counts as evictable can be evicted"
 
     @rule(pages=st.integers(1, 20))
     def evict_host(self, pages: int) -> None:

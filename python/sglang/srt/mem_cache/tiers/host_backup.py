@@ -115,9 +115,11 @@ class HostBackup(TierFlow):
         """Queue the copy of a node and its state to the host; False if L2 has no room for it."""
         operation = self._queue_copy(node)
         if operation is None:
+            is_pages = self._host.pool.available_size() < len(node.key)
             self._say.warning(
-                "l2-full",
-                "L2 is full of pages in use; %d tokens stay without a copy",
+                "l2-full" if is_pages else "l2-states-full",
+                "L2 is full of %s in use; %d tokens stay without a copy",
+                "pages" if is_pages else "states",
                 len(node.key),
             )
             return False
@@ -133,7 +135,11 @@ class HostBackup(TierFlow):
         operation = self._queue_copy(node)
         if operation is None:
             self._host.unpin(node)
-            self._say.warning("l2-states-full", "L2 is full of states in use")
+            self._say.warning(
+                "l2-states-full",
+                "L2 is full of states in use; the state behind %d tokens stays without a copy",
+                node.depth,
+            )
             return
         self._begin(node, operation)
 
@@ -250,18 +256,27 @@ class HostBackup(TierFlow):
     def _leave(self, node: TreeNode, leaving: _Leaving) -> int:
         """Take a leaf of the device off it, with its state; return the freed device tokens. 0: it
         stays."""
-        tree = self._tree
-        is_write_back = self.write_policy == "write_back"
-        has_all = not self._lacks_host_state(node) or (bool(node.children) and not is_write_back)
-        if node.backuped and has_all:
-            value = tree.take_off_device(node)
-            tree.free_slots(value)
-            self._host.offer([node])
-            return len(value)
-        # A copy is due under `write_back`, or because children have host pages.
-        if (is_write_back or node.children) and self._write_back(node, leaving):
+        lacks_state = self._lacks_host_state(node)
+        if self.write_policy == "write_back":
+            is_owed = lacks_state or not node.backuped
+        else:
+            # Its children have host pages, so that it is kept.
+            is_owed = bool(node.children) and not node.backuped
+        if is_owed and self._write_back(node, leaving):
             return len(node.key)
-        return self._drop(node)
+        return self._leave_to_host(node) if node.backuped else self._drop(node)
+
+    def _leave_to_host(self, node: TreeNode) -> int:
+        """Take a node with host pages off the device, with its state; return the freed device
+        tokens. If no tier has its state then, the node goes with its last child or pin."""
+        freed = len(node.key)
+        self._tree.free_slots(self._tree.take_off_device(node))
+        self._host.offer([node])
+        if self._states is not None:
+            freed += self._tree.prune(node)
+        if node.parent is None:
+            self._note_lost(len(node.key))
+        return freed
 
     def _write_back(self, node: TreeNode, leaving: _Leaving) -> bool:
         """Queue the copy of a node, and take the node off the device."""
@@ -341,10 +356,12 @@ class HostBackup(TierFlow):
             self._tree.delete(at)
         if self._states is not None:
             self._tree.prune(above)
-        lost = sum(len(at.key) for at in below)
-        self._metrics.dropped.labels("unwritten").inc(lost)
-        self._say.info("drop", "%d tokens left L1 without a copy in L2", lost)
+        self._note_lost(sum(len(at.key) for at in below))
         return len(value)
+
+    def _note_lost(self, tokens: int) -> None:
+        self._metrics.dropped.labels("unwritten").inc(tokens)
+        self._say.info("drop", "%d tokens left L1 without a copy in L2", tokens)
 
 
 def _part(slots: torch.Tensor, begin: int, end: int) -> torch.Tensor:

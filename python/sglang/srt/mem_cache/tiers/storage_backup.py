@@ -26,15 +26,16 @@ if TYPE_CHECKING:
     from sglang.srt.mem_cache.tree.hicache_metrics import HiCacheMetrics
 
 _BACKUP_SHARE: Final = 0.5
-"""Share of L2 that writes to L3 in flight may pin, so that L2 does not run short."""
+"""Share of the pages of L2, and of its states, that writes to L3 in flight may pin, so that L2 does
+not run short of either."""
 
 
 class NoWrite(StrEnum):
     """Reason why a node is not written. Label values of `sglang:hicache_backup_total`."""
 
     QUEUE_FULL = "queue_full"
-    """Writes in flight pin their whole share of L2. Only this reason is temporary: the write is
-    tried again. For the others the node has to be used again."""
+    """Writes in flight pin their whole share of L2's pages or states. Only this reason is
+    temporary: the write is tried again. For the others the node has to be used again."""
     ORPHAN = "orphan"
     """L3 lacks the pages before it."""
     UNAVAILABLE = "unavailable"
@@ -140,11 +141,17 @@ class StorageBackup(TierFlow):
             return NoWrite.ORPHAN
         if not self._link.available:
             return NoWrite.UNAVAILABLE
-        share = _BACKUP_SHARE * self._host.pool.size
-        # A node larger than the share is written alone: waiting would not make it smaller.
-        if self._tokens and self._tokens + len(node.key) > share:
-            return NoWrite.QUEUE_FULL
-        return None
+        return None if self._is_within_share(len(node.key)) else NoWrite.QUEUE_FULL
+
+    def _is_within_share(self, tokens: int) -> bool:
+        """Whether the writes in flight and one of `tokens` more pin no more than their share."""
+        if not self._under_way:
+            return True  # Waiting would make no node smaller.
+        if self._tokens + tokens > _BACKUP_SHARE * self._host.pool.size:
+            return False
+        states = self._host.states
+        # Each write pins the state of its node, also one that comes meanwhile.
+        return states is None or len(self._under_way) < _BACKUP_SHARE * states.pool.size
 
     def _count(self, refusal: NoWrite) -> None:
         self._metrics.backup_outcomes.labels(refusal.value).inc()
