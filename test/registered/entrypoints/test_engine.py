@@ -36,6 +36,11 @@ def test_generate_one_many_and_by_ids(engine: sglang.Engine) -> None:
     assert many[0]["text"] == one["text"]
     ids = engine.generate(input_ids=[5, 6, 7], sampling_params=GREEDY, return_logprob=True)
     assert len(ids["meta_info"]["output_token_logprobs"]) == 8
+    shown = engine.generate(
+        PROMPT, GREEDY, return_logprob=True, return_text_in_logprobs=True, lora_path=None
+    )
+    entries = shown["meta_info"]["output_token_logprobs"]
+    assert "".join(text for _, _, text in entries).startswith(one["text"])
 
 
 def test_a_prompt_alone(engine: sglang.Engine) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 from collections.abc import Iterator
 from typing import Any
@@ -10,7 +11,8 @@ import httpx
 import openai
 import pytest
 
-from sglang.srt.entrypoints.openai.protocol import CHAT_NOT_SERVED, NOT_SERVED
+from sglang.srt.entrypoints.http.field_marks import Refused, marks_of
+from sglang.srt.entrypoints.openai.protocol import ChatBody
 from sglang.srt.managers.messages.io_struct import TokenizedGenerateReqInput
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.servers.fake_engine import CONTEXT_LEN, FrontServer, front_server
@@ -264,7 +266,10 @@ def test_errors_are_the_clients_own(server: FrontServer, client: openai.OpenAI) 
         stranger.models.list()
 
 
-@pytest.mark.parametrize("field", sorted({**NOT_SERVED, **CHAT_NOT_SERVED}))
+REFUSED = sorted(name for name, mark in marks_of(ChatBody).items() if isinstance(mark, Refused))
+
+
+@pytest.mark.parametrize("field", REFUSED)
 def test_what_is_not_served_is_refused_by_name(client: openai.OpenAI, field: str) -> None:
     with pytest.raises(openai.BadRequestError, match=field):
         client.chat.completions.create(
@@ -367,6 +372,70 @@ def test_offsets_count_characters_where_tokens_are_bytes(
     assert "".join(choice.text for choice in choices) == "aé€aé€a\N{REPLACEMENT CHARACTER}"
     offsets = [at for choice in choices for at in choice.logprobs.text_offset]
     assert offsets == [0, 1, 1, 2, 2, 2, 3, 4, 4, 5, 5, 5, 6, 7]
+
+
+# What a program sends that fills in every argument of the client's calls.
+BOTH_CALLS: dict[str, Any] = {
+    "model": "echo", "frequency_penalty": 0.0, "logit_bias": {}, "max_tokens": 4, "n": 1,
+    "presence_penalty": 0.0, "seed": 1, "stop": [], "temperature": 1.0, "top_p": 1.0, "user": "u",
+    "stream_options": {"include_usage": True},
+}  # fmt: skip
+COMPLETION_CALL: dict[str, Any] = {
+    **BOTH_CALLS, "prompt": "abcd", "best_of": 1, "echo": False, "logprobs": 1, "suffix": "",
+}  # fmt: skip
+CHAT_CALL: dict[str, Any] = {
+    **BOTH_CALLS, "messages": HELLO, "audio": None, "function_call": "none", "functions": [],
+    "logprobs": True, "max_completion_tokens": 4, "metadata": {"a": "b"}, "modalities": ["text"],
+    "moderation": None, "parallel_tool_calls": True, "prompt_cache_key": "k",
+    "prediction": {"type": "content", "content": "x"}, "prompt_cache_options": {"ttl": "30m"},
+    "prompt_cache_retention": "in_memory", "reasoning_effort": "low", "safety_identifier": "s",
+    "response_format": {"type": "text"}, "service_tier": "auto", "store": False, "tools": [],
+    "tool_choice": "auto", "top_logprobs": 1, "verbosity": "medium", "web_search_options": None,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_every_argument_of_the_clients_calls_may_be_given(
+    client: openai.OpenAI, stream: bool
+) -> None:
+    beside = {"extra_headers", "extra_query", "extra_body", "timeout"}
+    calls: list[tuple[Any, dict[str, Any]]] = [
+        (client.completions.create, COMPLETION_CALL),
+        (client.chat.completions.create, CHAT_CALL),
+    ]
+    for create, given in calls:
+        assert inspect.signature(create).parameters.keys() - beside == {*given, "stream"}
+        reply = create(**given, stream=stream)
+        usage = [chunk.usage for chunk in reply][-1] if stream else reply.usage
+        assert usage.completion_tokens == 4
+
+
+def test_requests_of_a_benchmark_over_conversations_are_answered(server: FrontServer) -> None:
+    """As SGLang's own script for conversations sends them, and reads the answers."""
+    history = "ab"
+    for turn in range(3):
+        body = {
+            "text": history,
+            "sampling_params": {"temperature": 0.0, "max_new_tokens": 3, "ignore_eos": True},
+            "stream": True,
+            "stream_options": {"include_usage": True},
+            "lora_path": "",
+            "return_logprob": False,
+            "logprob_start_len": -1,
+        }
+        headers = {"Authorization": "Bearer secret"}
+        text, last = "", {}
+        with httpx.stream("POST", f"{server.url}/generate", json=body, headers=headers) as answer:
+            assert answer.status_code == 200
+            lines = [line for line in answer.iter_lines() if line]
+        assert lines.pop() == "data: [DONE]"
+        for line in lines:
+            event = json.loads(line.removeprefix("data: "))
+            assert event["text"].startswith(text)
+            text, last = event["text"], event["meta_info"]
+        assert (last["prompt_tokens"], last["completion_tokens"]) == (len(history), 3)
+        assert last["cached_tokens"] == 3
+        history += text + str(turn)
 
 
 def test_harmless_fields_of_the_router_are_accepted(server: FrontServer) -> None:

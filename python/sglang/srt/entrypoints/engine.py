@@ -102,9 +102,10 @@ class Engine:
             RequestFailed: The engine refused the request or failed on it.
         """
         requests, is_batch = _requests(prompt, sampling_params, input_ids, stream, fields)
+        with_text = bool(fields.get("return_text_in_logprobs"))
         if stream:
-            return self._iterate(requests, is_batch)
-        answers = self._submit(whole_answers(self._front.manager, requests))
+            return self._iterate(requests, is_batch, with_text)
+        answers = self._submit(whole_answers(self._front.manager, requests, with_text))
         return answers if is_batch else answers[0]
 
     async def async_generate(
@@ -119,9 +120,10 @@ class Engine:
         """Like `generate`, for callers with an event loop of their own; streams are async
         iterators."""
         requests, is_batch = _requests(prompt, sampling_params, input_ids, stream, fields)
+        with_text = bool(fields.get("return_text_in_logprobs"))
         if stream:
-            return self._iterate_async(requests, is_batch)
-        work = whole_answers(self._front.manager, requests)
+            return self._iterate_async(requests, is_batch, with_text)
+        work = whole_answers(self._front.manager, requests, with_text)
         answers = await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self._loop))
         return answers if is_batch else answers[0]
 
@@ -157,8 +159,10 @@ class Engine:
             raise EngineUnavailable("the engine has been shut down")
         return asyncio.run_coroutine_threadsafe(work, self._loop).result(timeout)
 
-    def _iterate(self, requests: list[GenerateRequest], is_batch: bool) -> Iterator[dict[str, Any]]:
-        answers = stream_answers(self._front.manager, requests, is_batch)
+    def _iterate(
+        self, requests: list[GenerateRequest], is_batch: bool, with_text: bool
+    ) -> Iterator[dict[str, Any]]:
+        answers = stream_answers(self._front.manager, requests, is_batch, with_text)
         try:
             while (answer := self._submit(_next(answers))) is not None:
                 yield answer
@@ -167,13 +171,13 @@ class Engine:
                 self._submit(answers.aclose())
 
     async def _iterate_async(
-        self, requests: list[GenerateRequest], is_batch: bool
+        self, requests: list[GenerateRequest], is_batch: bool, with_text: bool
     ) -> AsyncIterator[dict[str, Any]]:
         queue: asyncio.Queue[dict[str, Any] | BaseException | None] = asyncio.Queue()
         home = asyncio.get_running_loop()
 
         async def pump() -> None:
-            answers = stream_answers(self._front.manager, requests, is_batch)
+            answers = stream_answers(self._front.manager, requests, is_batch, with_text)
             end: BaseException | None = None
             try:
                 async with aclosing(answers):

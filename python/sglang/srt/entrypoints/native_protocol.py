@@ -2,19 +2,30 @@
 
 from __future__ import annotations
 
-from typing import Any, Final
+from typing import Annotated, Any, ClassVar, Final
 
 import msgspec
 
 from sglang.srt.entrypoints.http.body import (
     MAX_BATCH,
-    TEXT_ALONE,
     convert,
-    refuse_fields,
     refuse_own_ids,
 )
 from sglang.srt.entrypoints.http.bootstrap_fields import rooms_of
 from sglang.srt.entrypoints.http.errors import bad_request
+from sglang.srt.entrypoints.http.field_marks import (
+    BOOKKEEPING,
+    IMAGES_ALONE,
+    LORA,
+    NOTHING,
+    ONE_RANK,
+    TEXT_ALONE,
+    WHOLE_PROMPT,
+    Ignored,
+    Refused,
+    is_neutral,
+    refuse_fields,
+)
 from sglang.srt.managers.tokenizer.generate_request import GenerateRequest, new_rid, prompt_ids
 from sglang.srt.managers.tokenizer.samples import expand_samples
 from sglang.srt.mem_cache.tree.radix_key import TokenArray
@@ -26,39 +37,26 @@ answered."""
 
 _DEFAULT_NEW_TOKENS: Final = SamplingParams().max_new_tokens
 
-_UNSUPPORTED: Final = {
-    "input_embeds": "send text or input_ids",
-    "image_data": TEXT_ALONE,
-    "video_data": TEXT_ALONE,
-    "audio_data": TEXT_ALONE,
-    "modalities": TEXT_ALONE,
-    "token_ids_logprob": "ask for top_logprobs_num",
-    "return_hidden_states": "leave it out",
-    "return_routed_experts": "leave it out",
-    "return_entropy": "leave it out",
-    "return_bytes": "leave it out",
-    "session_params": "send the whole prompt, its cached prefix is reused",
-    "lora_path": "SGLang has LoRA, this engine does not",
-    "lora_id": "SGLang has LoRA, this engine does not",
-    "custom_logit_processor": "use logit_bias",
-    "data_parallel_rank": "SGLang has data parallelism, this engine does not",
-    "routed_dp_rank": "SGLang has data parallelism, this engine does not",
-    "background": "keep the connection open",
-    "conversation_id": "send the whole prompt, its cached prefix is reused",
-    "bootstrap_pair_key": "bootstrap_room alone names the pair",
+
+SAMPLING_MARKS: Final[dict[str, Refused]] = {
+    "spaces_between_special_tokens": Refused("leave it out", (True,)),
+    "custom_params": Refused("use logit_bias"),
+    "stream_interval": Refused("start the server with --stream-interval"),
 }
-_NEUTRAL: Final[tuple[Any, ...]] = (None, False, [])
-_SAMPLING_UNSUPPORTED: Final = {
-    "spaces_between_special_tokens": "leave it out",
-    "custom_params": "use logit_bias",
-    "stream_interval": "start the server with --stream-interval",
-}
-"""Sampling parameters of SGLang that this engine does not have."""
-_SAMPLING_NEUTRAL: Final[tuple[Any, ...]] = ("", [], {})
+"""Refused fields of `sampling_params`. The others are those of `SamplingParams`, and
+`no_stop_trim`."""
 
 
 class GenerateBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     """The body as clients send it: one prompt or a batch. `null` means absent."""
+
+    elsewhere: ClassVar[dict[str, str]] = {
+        **dict.fromkeys(SamplingParams.__struct_fields__, "put it into sampling_params"),
+        "max_tokens": "put max_new_tokens into sampling_params",
+        "max_completion_tokens": "put max_new_tokens into sampling_params",
+        "prompt": "the prompt's field is text",
+        "messages": "send conversations to /v1/chat/completions",
+    }
 
     text: str | list[str] | None = None
     input_ids: list[int | list[int]] | None = None
@@ -76,31 +74,46 @@ class GenerateBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     bootstrap_host: str | list[str] | None = None
     bootstrap_port: int | list[int | None] | None = None
     bootstrap_room: int | list[int] | None = None
-    # Accepted without effect on the answer.
-    model: str | None = None
-    log_metrics: bool | None = None
-    no_logs: bool | None = None
-    custom_labels: dict[str, str] | None = None
-    # Refused by name, unless neutral.
-    input_embeds: Any = None
-    image_data: Any = None
-    video_data: Any = None
-    audio_data: Any = None
-    modalities: Any = None
-    token_ids_logprob: Any = None
-    return_hidden_states: Any = None
-    return_routed_experts: Any = None
-    return_entropy: Any = None
-    return_bytes: Any = None
-    session_params: Any = None
-    lora_path: Any = None
-    lora_id: Any = None
-    custom_logit_processor: Any = None
-    data_parallel_rank: Any = None
-    routed_dp_rank: Any = None
-    background: Any = None
-    conversation_id: Any = None
-    bootstrap_pair_key: Any = None
+
+    stream_options: Annotated[
+        dict[str, Any] | None, Ignored("`meta_info` of every answer has the counts")
+    ] = None
+    model: Annotated[str | None, Ignored("there is one model")] = None
+    routing_key: Annotated[str | None, Ignored("routers read it")] = None
+    log_metrics: Annotated[bool | None, Ignored(BOOKKEEPING)] = None
+    no_logs: Annotated[bool | None, Ignored(BOOKKEEPING)] = None
+    custom_labels: Annotated[dict[str, str] | None, Ignored(BOOKKEEPING)] = None
+    external_trace_header: Annotated[dict[str, str] | None, Ignored(BOOKKEEPING)] = None
+    max_dynamic_patch: Annotated[int | None, Ignored(IMAGES_ALONE)] = None
+    min_dynamic_patch: Annotated[int | None, Ignored(IMAGES_ALONE)] = None
+    image_max_dynamic_patch: Annotated[int | None, Ignored(IMAGES_ALONE)] = None
+    video_max_dynamic_patch: Annotated[int | None, Ignored(IMAGES_ALONE)] = None
+
+    input_embeds: Annotated[Any, Refused("send text or input_ids")] = None
+    image_data: Annotated[Any, Refused(TEXT_ALONE)] = None
+    video_data: Annotated[Any, Refused(TEXT_ALONE)] = None
+    audio_data: Annotated[Any, Refused(TEXT_ALONE)] = None
+    modalities: Annotated[Any, Refused(TEXT_ALONE, (*NOTHING, "text"))] = None
+    use_audio_in_video: Annotated[Any, Refused(TEXT_ALONE)] = None
+    token_ids_logprob: Annotated[Any, Refused("ask for top_logprobs_num")] = None
+    return_hidden_states: Annotated[Any, Refused("leave it out")] = None
+    return_routed_experts: Annotated[Any, Refused("leave it out")] = None
+    return_entropy: Annotated[Any, Refused("leave it out")] = None
+    return_bytes: Annotated[Any, Refused("output_ids has every byte")] = None
+    return_prompt_token_ids: Annotated[Any, Refused("ask /v1/tokenize for them")] = None
+    require_reasoning: Annotated[
+        Any, Refused("constrain the output with a structural_tag, which leaves reasoning free")
+    ] = None
+    session_params: Annotated[Any, Refused(WHOLE_PROMPT)] = None
+    conversation_id: Annotated[Any, Refused(WHOLE_PROMPT)] = None
+    background: Annotated[Any, Refused("keep the connection open")] = None
+    lora_path: Annotated[Any, Refused(LORA)] = None
+    lora_id: Annotated[Any, Refused(LORA)] = None
+    custom_logit_processor: Annotated[Any, Refused("use logit_bias")] = None
+    data_parallel_rank: Annotated[Any, Refused(ONE_RANK, (*NOTHING, 0))] = None
+    routed_dp_rank: Annotated[Any, Refused(ONE_RANK, (*NOTHING, 0))] = None
+    disagg_prefill_dp_rank: Annotated[Any, Refused(ONE_RANK, (*NOTHING, 0))] = None
+    bootstrap_pair_key: Annotated[Any, Refused("bootstrap_room alone names the pair")] = None
 
 
 def to_requests(body: GenerateBody) -> tuple[list[GenerateRequest], bool]:
@@ -113,7 +126,7 @@ def to_requests(body: GenerateBody) -> tuple[list[GenerateRequest], bool]:
     Raises:
         ApiError: 400 that names the field.
     """
-    refuse_fields(body, _UNSUPPORTED, _NEUTRAL)
+    refuse_fields(body)
     refuse_own_ids(body.rid)
     if body.return_logprob is None:
         _refuse_logprob_fields(body)
@@ -259,9 +272,10 @@ def _sampling(values: dict[str, Any] | None, field: str) -> tuple[SamplingParams
     if not isinstance(keeps_stop, bool):
         name = f"{field}.no_stop_trim"
         raise bad_request(f"{name}: expected bool, got {type(keeps_stop).__name__}", name)
-    for name, remedy in _SAMPLING_UNSUPPORTED.items():
-        if given.pop(name, "") not in _SAMPLING_NEUTRAL:
-            raise bad_request(f"{field}.{name} is not supported: {remedy}", f"{field}.{name}")
+    for name in given.keys() & SAMPLING_MARKS.keys():
+        mark = SAMPLING_MARKS[name]
+        if not is_neutral(given.pop(name), mark.neutral):
+            raise bad_request(f"{field}.{name} is not supported: {mark.remedy}", f"{field}.{name}")
     params = convert(given, SamplingParams, field)
     if "max_new_tokens" in given:
         return params, None, keeps_stop

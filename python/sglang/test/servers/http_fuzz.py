@@ -7,8 +7,12 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 import httpx
+import msgspec
 from hypothesis import strategies as st
 
+from sglang.srt.entrypoints.native_protocol import SAMPLING_MARKS, GenerateBody
+from sglang.srt.entrypoints.openai.protocol import ChatBody, ChatMessage, CompletionBody
+from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.test.servers.engine_server import ADMIN_KEY
 
 VALID: Final[dict[str, dict[str, Any]]] = {
@@ -31,13 +35,16 @@ VALID: Final[dict[str, dict[str, Any]]] = {
 }
 """Path to a valid body, whose answer takes at most one token."""
 
-_FIELDS: Final = (
-    "rid", "stream", "n", "seed", "sampling_seed", "logit_bias", "stop", "stop_token_ids",
-    "min_new_tokens", "min_tokens", "top_p", "min_p", "frequency_penalty", "repetition_penalty",
-    "extra_key", "cache_salt", "priority", "response_format", "json_schema", "regex", "tools",
-    "tool_choice", "stream_options", "chat_template_kwargs", "metadata", "input_ids", "image_data",
-    "bootstrap_room", "echo", "best_of", "logprob_start_len", "session_params", "nonsense",
-)  # fmt: skip
+_FIELDS: Final = sorted(
+    {
+        field.encode_name
+        for kind in (GenerateBody, CompletionBody, ChatBody, ChatMessage, SamplingParams)
+        for field in msgspec.structs.fields(kind)
+    }
+    | SAMPLING_MARKS.keys()
+    | {"nonsense"}
+)
+"""Names of all fields that bodies may have, at any place."""
 
 # Keys of `logit_bias` that look like token ids: valid, too large, oddly written.
 _NUMERALS: Final = ("0", "5", "05", "-1", "+1", "1_0", "²", "٣", "9" * 30, "0" * 20 + "99999")

@@ -221,7 +221,7 @@ def calls(arguments: dict[str, Any]) -> dict[str, Any]:
         (CHAT, {"messages": [*HELLO, calls(nested(800))]}, ["messages", "nested"]),
         (CHAT, chat(stop_regex="["), ["stop_regex[0] is not a regular expression"]),
         (CHAT, chat(n=0), ["n=0"]),
-        (CHAT, chat(stream_options={"include_usage": True}), ["stream_options", "stream"]),
+        (CHAT, chat(stream_options={"include_uses": True}), ["stream_options.include_uses"]),
         (CHAT, chat(continue_final_message=True), ["continue_final_message", "assistant"]),
         (CHAT, chat(chat_template_kwargs={"tokenize": True}), ["chat_template_kwargs.tokenize"]),
         (CHAT, chat(response_format=OBJECT, json_schema="{}"), ["json_schema contradicts resp"]),

@@ -7,8 +7,8 @@ import contextlib
 import difflib
 import gc
 import re
-from collections.abc import Iterator
-from typing import Any, Final, TypeVar
+from collections.abc import Iterator, Mapping
+from typing import Final, TypeVar
 
 import msgspec
 from starlette.requests import Request
@@ -32,8 +32,6 @@ MAX_BATCH: Final = 1024
 """Most prompts in a body."""
 MAX_NAME_CHARS: Final = 64
 """An unknown field's name is cut to this length in errors; known ones are shorter."""
-TEXT_ALONE: Final = "this server serves text alone"
-"""Why images, videos and audio are refused, whatever else a checkpoint's model can see."""
 _LARGE_BYTES: Final = MIB
 
 _MESSAGE: Final = re.compile(r"(?P<problem>.*?)(?: - at `(?P<path>[^`]*)`)?", re.DOTALL)
@@ -78,7 +76,8 @@ def decode_body(body: bytes, kind: type[T]) -> T:
     """`body` as a `kind`.
 
     Raises:
-        ApiError: 400 that names the field and what is expected there.
+        ApiError: 400 that names the field and what is expected there. Of an unknown field it says
+            what `kind.elsewhere` has for that name, if `kind` has that.
     """
     try:
         if len(body) < _LARGE_BYTES:
@@ -146,27 +145,6 @@ def refuse_own_ids(rid: str | list[str] | None) -> None:
             )
 
 
-def refuse_fields(obj: msgspec.Struct, reasons: dict[str, str], neutral: tuple[Any, ...]) -> None:
-    """Refuse fields that are known but not served, unless their value asks for nothing.
-
-    Args:
-        obj: The decoded body.
-        reasons: Field to why, and what to do instead.
-        neutral: Values beside None that ask for nothing.
-
-    Raises:
-        ApiError: 400 that names the first such field.
-    """
-    for field, reason in reasons.items():
-        value = getattr(obj, field)
-        if value is None:
-            continue
-        if not any(
-            value is word or (value == word and type(value) is type(word)) for word in neutral
-        ):
-            raise bad_request(f"{field} is not supported: {reason}", field)
-
-
 def _check_values(body: bytes) -> None:
     """Refuse a body of too many values before it is decoded; looks at its bytes alone.
 
@@ -220,6 +198,9 @@ def _shown(name: str) -> str:
 def _suggestion(name: str, kind: type[msgspec.Struct], path: str) -> str:
     if path:
         return ""
+    elsewhere: Mapping[str, str] = getattr(kind, "elsewhere", {})
+    if name in elsewhere:
+        return f"; {elsewhere[name]}"
     if len(name) > MAX_NAME_CHARS:
         return "; leave it out"
     close = difflib.get_close_matches(

@@ -7,16 +7,10 @@ from typing import Any, Final
 
 import msgspec
 
-from sglang.srt.entrypoints.http.body import TEXT_ALONE, refuse_fields
 from sglang.srt.entrypoints.http.errors import ApiError, bad_request
+from sglang.srt.entrypoints.http.field_marks import TEXT_ALONE, refuse_fields
 from sglang.srt.entrypoints.openai.chat_template import ChatTemplate
-from sglang.srt.entrypoints.openai.protocol import (
-    MESSAGE_NOT_SERVED,
-    NEUTRAL,
-    ChatBody,
-    ChatMessage,
-    ToolCall,
-)
+from sglang.srt.entrypoints.openai.protocol import ChatBody, ChatMessage, ToolCall
 from sglang.srt.entrypoints.openai.tools import ToolUse
 
 _RENDER_ARGUMENTS: Final = frozenset(
@@ -65,6 +59,10 @@ def chat_prompt(
     variables = dict(body.chat_template_kwargs or {})
     if body.reasoning_effort is not None:
         variables["reasoning_effort"] = body.reasoning_effort
+    if body.reasoning_effort == "none":
+        # The families' templates call it differently, and pass over what they do not know.
+        for name in ("enable_thinking", "thinking"):
+            variables.setdefault(name, False)
     for name in variables.keys() & _RENDER_ARGUMENTS:
         raise bad_request(
             f"chat_template_kwargs.{name}: not a template's variable; leave it out",
@@ -100,7 +98,7 @@ def _turn(field: str, message: ChatMessage) -> dict[str, Any]:
         raise bad_request(
             f"{field}.role={message.role[:32]!r} must be one of {', '.join(_ROLES)}", "messages"
         )
-    refuse_fields(message, MESSAGE_NOT_SERVED, NEUTRAL)
+    refuse_fields(message)
     # `developer` is OpenAI's newer name for `system`; templates know the older one.
     role = "system" if message.role == "developer" else message.role
     turn: dict[str, Any] = {"role": role}
@@ -115,8 +113,11 @@ def _turn(field: str, message: ChatMessage) -> dict[str, Any]:
         turn["tool_call_id"] = message.tool_call_id
     if message.name is not None:
         turn["name"] = message.name
-    if message.reasoning_content is not None:
-        turn["reasoning_content"] = message.reasoning_content
+    reasoning = (
+        message.reasoning if message.reasoning_content is None else message.reasoning_content
+    )
+    if reasoning is not None:
+        turn["reasoning_content"] = reasoning
     return turn
 
 

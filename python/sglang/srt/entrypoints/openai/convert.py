@@ -11,9 +11,10 @@ from typing import Any, Final
 import msgspec
 
 from sglang.srt.constrained.constraint import Constraint, constraint_of_response_format
-from sglang.srt.entrypoints.http.body import refuse_fields, refuse_own_ids
+from sglang.srt.entrypoints.http.body import refuse_own_ids
 from sglang.srt.entrypoints.http.errors import bad_request
-from sglang.srt.entrypoints.openai.protocol import NEUTRAL, NOT_SERVED, CommonBody, ResponseFormat
+from sglang.srt.entrypoints.http.field_marks import refuse_fields
+from sglang.srt.entrypoints.openai.protocol import CommonBody, ResponseFormat
 from sglang.srt.managers.tokenizer.request_state import RequestState
 from sglang.srt.sampling.sampling_params import MAX_SEED, SamplingParams
 
@@ -35,15 +36,13 @@ def check_common(body: CommonBody) -> None:
     Raises:
         ApiError: 400 that names the field.
     """
-    refuse_fields(body, NOT_SERVED, NEUTRAL)
+    refuse_fields(body)
     refuse_own_ids(body.rid)
     if body.model is not None and len(body.model) > MAX_MODEL_CHARS:
         raise bad_request(
             f"model has {len(body.model)} characters, at most {MAX_MODEL_CHARS} are allowed",
             "model",
         )
-    if body.stream_options is not None and not body.stream:
-        raise bad_request("stream_options needs stream: true", "stream_options")
     if body.temperature is not None and not 0 <= body.temperature <= MAX_TEMPERATURE:
         raise bad_request(
             f"temperature={body.temperature} must be from 0 to {MAX_TEMPERATURE:g}", "temperature"

@@ -1,16 +1,30 @@
 """Bodies of OpenAI's endpoints, as its clients and `sglang_router` send them.
 
-An unsupported field that would change the answer is refused by name; a field without effect
-(bookkeeping, or a neutral value) is accepted.
+`field_marks.py` has what the marks on fields mean.
 """
 
 from __future__ import annotations
 
-from typing import Any, Final, TypeAlias
+from typing import Annotated, Any, ClassVar, Final, TypeAlias
 
 import msgspec
 
-from sglang.srt.entrypoints.http.body import TEXT_ALONE
+from sglang.srt.entrypoints.http.field_marks import (
+    BOOKKEEPING,
+    EQUAL_PREFIXES,
+    IMAGES_ALONE,
+    LORA,
+    NOTHING,
+    ONE_RANK,
+    TEXT_ALONE,
+    WHOLE_PROMPT,
+    Ignored,
+    Refused,
+)
+
+_TEMPLATE: Final = "send it in chat_template_kwargs, under the name that the chat template has"
+_TOOLS: Final = "use tools and tool_choice"
+_CONTINUE: Final = "send continue_final_message: true"
 
 Text: TypeAlias = str | None
 
@@ -35,6 +49,14 @@ class ResponseFormat(msgspec.Struct, kw_only=True):
 
 class CommonBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     """Fields of both kinds of completion. `null` means absent."""
+
+    elsewhere: ClassVar[dict[str, str]] = {
+        "sampling_params": "send its fields beside the others of this body",
+        "max_new_tokens": "send max_tokens",
+        "min_new_tokens": "send min_tokens",
+        "text": "the text's field is prompt in completions, and messages in chats",
+        "extra_body": "send its fields beside the others of this body",
+    }
 
     model: str | None = None
     max_tokens: int | None = None
@@ -70,28 +92,47 @@ class CommonBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     bootstrap_host: str | list[str] | None = None
     bootstrap_port: int | list[int | None] | None = None
     bootstrap_room: int | list[int] | None = None
-    # Bookkeeping of clients and routers, without effect here.
-    user: str | None = None
-    metadata: dict[str, Any] | None = None
-    store: bool | None = None
-    service_tier: str | None = None
-    safety_identifier: str | None = None
-    prompt_cache_key: str | None = None
-    prompt_cache_retention: str | None = None
-    log_metrics: bool | None = None
-    custom_labels: dict[str, str] | None = None
-    separate_reasoning: bool | None = None
-    stream_reasoning: bool | None = None
-    # Refused by name, unless neutral.
-    structural_tag: Any = None
-    lora_path: Any = None
-    session_params: Any = None
-    custom_logit_processor: Any = None
-    custom_params: Any = None
-    return_hidden_states: Any = None
-    return_routed_experts: Any = None
-    data_parallel_rank: Any = None
-    routed_dp_rank: Any = None
+
+    user: Annotated[str | None, Ignored(BOOKKEEPING)] = None
+    metadata: Annotated[dict[str, Any] | None, Ignored(BOOKKEEPING)] = None
+    store: Annotated[bool | None, Ignored("bookkeeping; nothing is stored")] = None
+    service_tier: Annotated[str | None, Ignored("there is one tier")] = None
+    safety_identifier: Annotated[str | None, Ignored(BOOKKEEPING)] = None
+    prompt_cache_key: Annotated[str | None, Ignored(EQUAL_PREFIXES)] = None
+    prompt_cache_retention: Annotated[str | None, Ignored("the cache evicts what is old")] = None
+    prompt_cache_options: Annotated[Any, Ignored("the cache evicts what is old")] = None
+    routing_key: Annotated[str | None, Ignored("routers read it")] = None
+    log_metrics: Annotated[bool | None, Ignored(BOOKKEEPING)] = None
+    no_logs: Annotated[bool | None, Ignored(BOOKKEEPING)] = None
+    custom_labels: Annotated[dict[str, str] | None, Ignored(BOOKKEEPING)] = None
+
+    structural_tag: Annotated[Any, Refused("use response_format of type structural_tag")] = None
+    lora_path: Annotated[Any, Refused(LORA)] = None
+    session_params: Annotated[Any, Refused(WHOLE_PROMPT)] = None
+    custom_logit_processor: Annotated[Any, Refused("use logit_bias")] = None
+    custom_params: Annotated[Any, Refused("use logit_bias")] = None
+    return_hidden_states: Annotated[Any, Refused("leave it out")] = None
+    return_routed_experts: Annotated[Any, Refused("leave it out")] = None
+    return_token_ids: Annotated[Any, Refused("ask /generate, whose answers have output_ids")] = None
+    return_prompt_token_ids: Annotated[Any, Refused("ask /v1/tokenize for them")] = None
+    return_meta_info: Annotated[Any, Refused("ask /generate, whose answers have it")] = None
+    data_parallel_rank: Annotated[Any, Refused(ONE_RANK, (*NOTHING, 0))] = None
+    routed_dp_rank: Annotated[Any, Refused(ONE_RANK, (*NOTHING, 0))] = None
+    disagg_prefill_dp_rank: Annotated[Any, Refused(ONE_RANK, (*NOTHING, 0))] = None
+    # Names of vLLM's.
+    guided_json: Annotated[Any, Refused("use response_format or json_schema")] = None
+    guided_regex: Annotated[Any, Refused("use regex")] = None
+    guided_grammar: Annotated[Any, Refused("use ebnf")] = None
+    guided_choice: Annotated[Any, Refused("use regex, with alternatives")] = None
+    structured_outputs: Annotated[
+        Any, Refused("use response_format, json_schema, regex or ebnf")
+    ] = None
+    include_stop_str_in_output: Annotated[Any, Refused("use no_stop_trim")] = None
+    spaces_between_special_tokens: Annotated[Any, Refused("leave it out", (True,))] = None
+    use_beam_search: Annotated[Any, Refused("use n")] = None
+    prompt_logprobs: Annotated[
+        Any, Refused("ask /generate with logprob_start_len, or completions with echo")
+    ] = None
 
 
 class FunctionCall(msgspec.Struct, kw_only=True):
@@ -126,6 +167,7 @@ class Tool(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 
     function: FunctionSpec
     type: str = "function"
+    cache_control: Annotated[Any, Ignored(EQUAL_PREFIXES)] = None
 
 
 class FunctionName(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
@@ -148,12 +190,22 @@ class ChatMessage(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     content: str | list[dict[str, Any]] | None = None
     name: str | None = None
     reasoning_content: str | None = None
-    refusal: Any = None
-    annotations: Any = None
-    audio: Any = None
-    function_call: Any = None
+    reasoning: str | None = None
+    """Another name of `reasoning_content`."""
     tool_calls: list[ToolCall] | None = None
     tool_call_id: str | None = None
+
+    annotations: Annotated[Any, Ignored("the text has what it is about")] = None
+    cache_control: Annotated[Any, Ignored(EQUAL_PREFIXES)] = None
+    provider_specific_fields: Annotated[Any, Ignored("notes of a client library")] = None
+
+    refusal: Annotated[Any, Refused("send its text as content")] = None
+    audio: Annotated[Any, Refused(TEXT_ALONE)] = None
+    function_call: Annotated[Any, Refused("use tool_calls", (*NOTHING, "none"))] = None
+    reasoning_details: Annotated[Any, Refused("send reasoning_content")] = None
+    thinking_blocks: Annotated[Any, Refused("send reasoning_content")] = None
+    prefix: Annotated[Any, Refused(_CONTINUE)] = None
+    partial: Annotated[Any, Refused(_CONTINUE)] = None
 
 
 class ChatBody(CommonBody, kw_only=True):
@@ -164,20 +216,34 @@ class ChatBody(CommonBody, kw_only=True):
     logprobs: bool | None = None
     top_logprobs: int | None = None
     reasoning_effort: str | None = None
-    """Variable for the chat template."""
+    """Variable for the chat template; `none` also switches its thinking off."""
     chat_template_kwargs: dict[str, Any] | None = None
+    separate_reasoning: bool | None = None
+    stream_reasoning: bool | None = None
     continue_final_message: bool | None = None
     add_generation_prompt: bool | None = None
     parallel_tool_calls: bool | None = None
     tool_choice: str | ToolChoice | None = None
     tools: list[Tool] | None = None
-    functions: Any = None
-    function_call: Any = None
-    modalities: Any = None
-    audio: Any = None
-    prediction: Any = None
-    web_search_options: Any = None
-    verbosity: Any = None
+
+    prediction: Annotated[Any, Ignored("a hint for speed alone")] = None
+    mm_processor_kwargs: Annotated[Any, Ignored(IMAGES_ALONE)] = None
+
+    functions: Annotated[Any, Refused(_TOOLS)] = None
+    function_call: Annotated[Any, Refused(_TOOLS, (*NOTHING, "none", "auto"))] = None
+    modalities: Annotated[Any, Refused(TEXT_ALONE, (*NOTHING, "text"))] = None
+    audio: Annotated[Any, Refused(TEXT_ALONE)] = None
+    use_audio_in_video: Annotated[Any, Refused(TEXT_ALONE)] = None
+    verbosity: Annotated[Any, Refused("say it in the messages", (*NOTHING, "medium"))] = None
+    web_search_options: Annotated[Any, Refused("the model has what the messages say", ())] = None
+    moderation: Annotated[Any, Refused("moderate the messages and the answer yourself", ())] = None
+    reasoning: Annotated[Any, Refused("send reasoning_effort")] = None
+    include_reasoning: Annotated[Any, Refused("send separate_reasoning", (None, True))] = None
+    enable_thinking: Annotated[Any, Refused(_TEMPLATE, (None,))] = None
+    thinking: Annotated[Any, Refused(_TEMPLATE, (None,))] = None
+    chat_template: Annotated[Any, Refused("start the server with --chat-template")] = None
+    documents: Annotated[Any, Refused("send their text in messages")] = None
+    input_ids: Annotated[Any, Refused("send token ids to /generate")] = None
 
 
 class CompletionBody(CommonBody, kw_only=True):
@@ -185,9 +251,13 @@ class CompletionBody(CommonBody, kw_only=True):
 
     prompt: str | list[str | int | list[int]]
     logprobs: int | None = None
-    best_of: int | None = None
     echo: bool | None = None
-    suffix: str | None = None
+
+    separate_reasoning: Annotated[bool | None, Ignored("completions are not split")] = None
+    stream_reasoning: Annotated[bool | None, Ignored("completions are not split")] = None
+
+    best_of: Annotated[Any, Refused("ask for n outputs", (None, 1))] = None
+    suffix: Annotated[Any, Refused("write the model's infilling tokens into prompt")] = None
 
 
 class TokenizeBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
@@ -212,38 +282,3 @@ class DetokenizeBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     tokens: list[int | list[int]]
     model: str | None = None
     skip_special_tokens: bool | None = None
-
-
-_TOOLS: Final = "use tools and tool_choice"
-
-NOT_SERVED: Final = {
-    "structural_tag": "use response_format of type structural_tag",
-    "lora_path": "SGLang has LoRA, this engine does not",
-    "session_params": "send the whole conversation, its cached prefix is reused",
-    "custom_logit_processor": "use logit_bias",
-    "custom_params": "leave it out",
-    "return_hidden_states": "leave it out",
-    "return_routed_experts": "leave it out",
-    "data_parallel_rank": "SGLang has data parallelism, this engine does not",
-    "routed_dp_rank": "SGLang has data parallelism, this engine does not",
-}
-"""Refused fields of both endpoints, with the remedy."""
-
-CHAT_NOT_SERVED: Final = {
-    "functions": _TOOLS,
-    "function_call": _TOOLS,
-    "modalities": TEXT_ALONE,
-    "audio": TEXT_ALONE,
-    "prediction": "leave it out",
-    "web_search_options": "leave it out",
-    "verbosity": "say it in the messages",
-}
-MESSAGE_NOT_SERVED: Final = {
-    "function_call": "use tool_calls",
-    "audio": TEXT_ALONE,
-}
-COMPLETION_NOT_SERVED: Final = {
-    "suffix": "leave it out",
-}
-NEUTRAL: Final[tuple[Any, ...]] = (None, False, [], "none", "", "auto", ["text"])
-"""Neutral values of the fields above, which are accepted."""

@@ -11,10 +11,11 @@ from starlette.routing import Route
 
 from sglang.srt.entrypoints.http.body import MAX_BATCH, read_json
 from sglang.srt.entrypoints.http.errors import ApiError, bad_request
+from sglang.srt.entrypoints.http.field_marks import NOTHING, is_neutral
 from sglang.srt.entrypoints.http.server_context import ServerContext, context_of
 from sglang.srt.entrypoints.http.sse import json_response, unless_client_leaves
 from sglang.srt.entrypoints.openai.chat_prompt import chat_prompt
-from sglang.srt.entrypoints.openai.protocol import NEUTRAL, ChatBody, DetokenizeBody, TokenizeBody
+from sglang.srt.entrypoints.openai.protocol import ChatBody, DetokenizeBody, TokenizeBody
 from sglang.srt.entrypoints.openai.serving_chat import MESSAGES_AT_ONCE, chat_completions
 from sglang.srt.entrypoints.openai.serving_completions import completions
 from sglang.srt.entrypoints.openai.tools import tool_use
@@ -62,7 +63,7 @@ async def tokenize(request: Request) -> Response:
     prompt: str | list[str]
     if body.prompt is not None:
         for field in _FIELDS_OF_A_CONVERSATION:
-            if getattr(body, field) not in NEUTRAL:
+            if not is_neutral(getattr(body, field), (*NOTHING, "none", "auto")):
                 raise bad_request(f"{field} shapes messages: leave it out with prompt", field)
         prompt = body.prompt
     elif len(body.messages or ()) > MESSAGES_AT_ONCE:

@@ -12,7 +12,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from sglang.srt.constrained.constraint import ConstraintKind
-from sglang.srt.entrypoints.http.body import read_json, refuse_fields
+from sglang.srt.entrypoints.http.body import read_json
 from sglang.srt.entrypoints.http.bootstrap_fields import rooms_of
 from sglang.srt.entrypoints.http.errors import bad_request
 from sglang.srt.entrypoints.http.server_context import ServerContext, context_of
@@ -30,11 +30,7 @@ from sglang.srt.entrypoints.openai.convert import (
     sglext_of,
     usage_of,
 )
-from sglang.srt.entrypoints.openai.protocol import (
-    CHAT_NOT_SERVED,
-    NEUTRAL,
-    ChatBody,
-)
+from sglang.srt.entrypoints.openai.protocol import ChatBody
 from sglang.srt.entrypoints.openai.token_logprobs import TokenShower, chat_logprobs
 from sglang.srt.entrypoints.openai.tools import ToolUse, tool_use
 from sglang.srt.managers.tokenizer.generate_request import GenerateRequest, new_rid
@@ -101,7 +97,6 @@ def to_requests(body: ChatBody, context: ServerContext) -> AskedChat:
     """
     check_common(body)
     tools = tool_use(body, context.args.tool_call_parser)
-    refuse_fields(body, CHAT_NOT_SERVED, NEUTRAL)
     top_logprobs = body.top_logprobs or 0
     if not 0 <= top_logprobs <= MAX_TOP_LOGPROBS:
         raise bad_request(

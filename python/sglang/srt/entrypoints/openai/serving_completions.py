@@ -9,7 +9,7 @@ from typing import Any, Final, cast
 from starlette.requests import Request
 from starlette.responses import Response
 
-from sglang.srt.entrypoints.http.body import MAX_BATCH, read_json, refuse_fields
+from sglang.srt.entrypoints.http.body import MAX_BATCH, read_json
 from sglang.srt.entrypoints.http.bootstrap_fields import rooms_of
 from sglang.srt.entrypoints.http.errors import bad_request
 from sglang.srt.entrypoints.http.server_context import ServerContext, context_of
@@ -25,11 +25,7 @@ from sglang.srt.entrypoints.openai.convert import (
     sglext_of,
     usage_of,
 )
-from sglang.srt.entrypoints.openai.protocol import (
-    COMPLETION_NOT_SERVED,
-    NEUTRAL,
-    CompletionBody,
-)
+from sglang.srt.entrypoints.openai.protocol import CompletionBody
 from sglang.srt.entrypoints.openai.token_logprobs import CompletionLogprobs, TokenShower
 from sglang.srt.managers.messages.io_struct import Bootstrap
 from sglang.srt.managers.tokenizer.generate_request import GenerateRequest, new_rid, prompt_ids
@@ -83,9 +79,6 @@ def to_requests(body: CompletionBody) -> list[GenerateRequest]:
         ApiError: 400 that names the field.
     """
     check_common(body)
-    refuse_fields(body, COMPLETION_NOT_SERVED, NEUTRAL)
-    if body.best_of not in (None, 1):
-        raise bad_request(f"best_of={body.best_of} is not supported: leave it out", "best_of")
     if body.logprobs is not None and not 0 <= body.logprobs <= MAX_LOGPROBS:
         raise bad_request(f"logprobs={body.logprobs} must be from 0 to {MAX_LOGPROBS}", "logprobs")
     prompts = _prompts(body.prompt)

@@ -1,0 +1,85 @@
+"""Marks on the fields of request bodies: accepted without effect, or refused.
+
+A field without a mark is acted on. `docs/api.md` has the table of all fields, which
+`scripts/update_api.py` writes from these marks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, Final, get_args
+
+import msgspec
+
+from sglang.srt.entrypoints.http.body import MAX_BATCH
+from sglang.srt.entrypoints.http.errors import bad_request
+
+NOTHING: Final[tuple[Any, ...]] = (None, False, "", [], {})
+"""Values that ask for nothing, whatever the field."""
+
+TEXT_ALONE: Final = "this server serves text alone"
+"""Why images, videos and audio are refused, whatever else a checkpoint's model can see."""
+LORA: Final = "SGLang has LoRA, this engine does not"
+ONE_RANK: Final = "SGLang has data parallelism, this engine does not"
+BOOKKEEPING: Final = "bookkeeping of clients and routers"
+IMAGES_ALONE: Final = "shapes images and videos, which are refused"
+WHOLE_PROMPT: Final = "send the whole prompt, its cached prefix is reused"
+EQUAL_PREFIXES: Final = "equal prefixes share the cache without it"
+
+
+@dataclass(frozen=True, slots=True)
+class Ignored:
+    """The field is accepted, and has no effect on the answer."""
+
+    why: str
+    """Why ignoring it cannot change the answer."""
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """The field is refused by name, unless its value asks for nothing."""
+
+    remedy: str
+    """What the client does instead; it may begin with the reason."""
+    neutral: tuple[Any, ...] = NOTHING
+    """Values that are accepted; also a list of them, one for each prompt."""
+
+
+@cache
+def marks_of(kind: type[msgspec.Struct]) -> dict[str, Ignored | Refused]:
+    """The marked fields of `kind`."""
+    return {
+        field.encode_name: mark
+        for field in msgspec.structs.fields(kind)
+        for mark in get_args(field.type)
+        if isinstance(mark, Ignored | Refused)
+    }
+
+
+@cache
+def _refusals(kind: type[msgspec.Struct]) -> dict[str, Refused]:
+    return {name: mark for name, mark in marks_of(kind).items() if isinstance(mark, Refused)}
+
+
+def refuse_fields(obj: msgspec.Struct) -> None:
+    """Refuse the marked fields of `obj` that ask for something.
+
+    Raises:
+        ApiError: 400 that names the first such field.
+    """
+    for field, mark in _refusals(type(obj)).items():
+        value = getattr(obj, field)
+        if value is not None and not is_neutral(value, mark.neutral):
+            raise bad_request(f"{field} is not supported: {mark.remedy}", field)
+
+
+def is_neutral(value: object, neutral: tuple[Any, ...]) -> bool:
+    """Whether `value` is one of `neutral`, of the same type; or one of these for each prompt."""
+    if isinstance(value, list) and 1 <= len(value) <= MAX_BATCH:
+        return all(_is_one_of(item, neutral) for item in value) or _is_one_of(value, neutral)
+    return _is_one_of(value, neutral)
+
+
+def _is_one_of(value: object, words: tuple[Any, ...]) -> bool:
+    return any(value == word and type(value) is type(word) for word in words)
