@@ -2,8 +2,8 @@
 
 `serve_embedded` starts a master and a node; tests start clusters
 (`test/stores/mooncake_cluster.py`). Each process has a handle and a log file, and ends when the
-thread that started it ends. The master listens on the loopback interface only. A store node listens
-on all addresses, on two ports that Mooncake chooses and on its REST port.
+thread that started it ends. Master and nodes listen on the loopback interface only. A stand-alone
+client has two ports, chosen by Mooncake, at all addresses.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import importlib.util
-import json
 import os
 import signal
 import subprocess
@@ -22,6 +21,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
+from sglang.mooncake_node import lends
 from sglang.srt.environ import child_environment
 from sglang.srt.utils.network import can_connect, get_free_ports
 from sglang.srt.utils.process import stop_process
@@ -264,29 +264,13 @@ class StoreNode(ManagedProcess):
         self, master: MooncakeMaster, log_dir: Path, *, segment_bytes: int, name: str = "store_node"
     ) -> None:
         """Describe a node of `master`'s store that holds up to `segment_bytes` of objects."""
-        (self.rest_port,) = get_free_ports(1)
-        config_path = log_dir / f"{name}.json"
-        config = {
-            "local_hostname": LOOPBACK,
-            "metadata_server": "P2PHANDSHAKE",
-            "master_server_address": master.address,
-            "protocol": "tcp",
-            "device_name": "",
-            "global_segment_size": segment_bytes,
-            # The node itself reads and writes nothing; Mooncake's default would take 1 GiB.
-            "local_buffer_size": 16 << 20,
-        }
-        config_path.write_text(json.dumps(config))
         super().__init__(
             name,
-            [
-                *(sys.executable, "-m", "mooncake.mooncake_store_service"),
-                *("--config", str(config_path), "--port", str(self.rest_port)),
-            ],
-            # The REST port opens after the segment is mounted.
-            ready=lambda: can_connect(LOOPBACK, self.rest_port),
+            [sys.executable, "-m", "sglang.mooncake_node"],
+            ready=lambda: lends(self.pid) in self.log_tail(),
             log_dir=log_dir,
-            env={"MC_STORE_CLIENT_SETUP_RETRIES": "1"},
+            env=master.engine_env()
+            | {"MOONCAKE_GLOBAL_SEGMENT_SIZE": str(segment_bytes), "MOONCAKE_CLIENT": ""},
         )
 
 

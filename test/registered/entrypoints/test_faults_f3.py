@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import socket
 import struct
 import threading
@@ -12,7 +11,6 @@ from pathlib import Path
 from typing import Final
 
 import msgspec
-import psutil
 import pytest
 import zmq
 
@@ -20,6 +18,7 @@ from sglang.srt.managers.messages.io_struct import ControlReqOutput, encode
 from sglang.srt.utils.network import wait_until
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.servers.keyed_server import USER_KEY, KeyedServer
+from sglang.test.stores.handshake_bombs import ELSEWHERE, tcp_listeners, throw_bombs
 
 register_cpu_ci(est_time=25, suite="base-b-test-cpu")
 
@@ -27,24 +26,15 @@ register_cpu_ci(est_time=25, suite="base-b-test-cpu")
 pytestmark = pytest.mark.usefixtures("server_serves_on")
 
 
-def test_f3_tcp_is_loopback_except_for_ports_that_the_log_names(server: KeyedServer) -> None:
-    exposed, local = [], []
-    for member in server.members():
-        for connection in member.net_connections("tcp"):
-            if connection.status != psutil.CONN_LISTEN:
-                continue
-            if connection.laddr.ip in ("0.0.0.0", "::"):
-                exposed.append(connection.laddr.port)
-            else:
-                assert connection.laddr.ip == "127.0.0.1"
-                local.append(connection.laddr.port)
-    # HTTP, and gloo's port in the scheduler.
-    assert server.port in local
-    assert len(local) == 2
-    # Mooncake's two ports, which have no setting for the address.
-    assert len(exposed) == 2
-    named = re.findall(r"TCP ports ([\d, ]+) are open on all addresses", server.log())
-    assert named == [", ".join(map(str, sorted(exposed)))]
+def test_f3_tcp_is_loopback_and_bombs_for_mooncake_do_not_arrive(server: KeyedServer) -> None:
+    listeners = [one for member in server.members() for one in tcp_listeners(member.pid)]
+    # HTTP, gloo's port in the scheduler, and Mooncake's two.
+    assert len(listeners) == 4
+    assert {address for address, _ in listeners} == {"127.0.0.1"}
+    assert "are open on all addresses" not in server.log()
+    arrived = [throw_bombs(member.pid, ELSEWHERE) for member in server.members()]
+    assert sum(arrived) == 0
+    assert server.ask().status_code == 200
 
 
 def ipc_sockets(server: KeyedServer) -> dict[str, Path]:

@@ -145,6 +145,37 @@ def address_for_peers(listen_host: str) -> str:
         return str(sock.getsockname()[0])
 
 
+def address_at_home(hostname: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+    """The address of this machine that other processes mean by `hostname`; None: not certain.
+
+    An address stands for itself and `localhost` for 127.0.0.1. A name stands for the only IPv4
+    address that it has; a loopback address does not count, because many machines have one beside
+    their own name, where others find another. Looks names up.
+
+    Args:
+        hostname: `host`, `host:port`, `[host]:port`, or an IPv6 address without brackets.
+    """
+    host = hostname
+    if host.startswith("["):
+        host = host[1:].partition("]")[0]
+    elif host.count(":") == 1:
+        host = host.partition(":")[0]
+    if host == "localhost":
+        return ipaddress.IPv4Address("127.0.0.1")
+    with contextlib.suppress(ValueError):
+        address = ipaddress.ip_address(host)
+        return None if address.is_unspecified else address
+    try:
+        found = socket.getaddrinfo(host, None, socket.AF_INET, socket.SOCK_STREAM)
+    except (OSError, UnicodeError):
+        return None
+    addresses = {ipaddress.IPv4Address(str(address[0])) for *_, address in found}
+    if len(addresses) != 1:
+        return None
+    (only,) = addresses
+    return None if only.is_loopback or only.is_unspecified else only
+
+
 def interface_towards(host: str) -> str:
     """The network interface through which this machine reaches `host`. Sends nothing.
 

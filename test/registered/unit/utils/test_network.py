@@ -14,6 +14,7 @@ import pytest
 from sglang.srt.utils import network
 from sglang.srt.utils.network import (
     IpcNames,
+    address_at_home,
     address_for_peers,
     can_connect,
     check_port_available,
@@ -26,6 +27,39 @@ from sglang.srt.utils.network import (
 from sglang.test.ci.ci_register import register_cpu_ci
 
 register_cpu_ci(est_time=1, suite="base-a-test-cpu")
+
+
+@pytest.mark.parametrize(
+    ("hostname", "address"),
+    [
+        ("localhost", "127.0.0.1"),
+        ("10.0.0.1", "10.0.0.1"),
+        ("10.0.0.1:15000", "10.0.0.1"),
+        ("::1", "::1"),
+        ("[fd00::2]:15000", "fd00::2"),
+        # Not one address that is sure to be what others mean.
+        ("0.0.0.0", None),
+        ("::", None),
+        ("one", "10.0.0.7"),
+        ("two", None),
+        ("debian", None),
+        ("unknown", None),
+        ("", None),
+    ],
+)
+def test_the_address_that_others_mean(
+    hostname: str, address: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    known = {"one": ["10.0.0.7"], "two": ["10.0.0.7", "10.0.0.8"], "debian": ["127.0.1.1"]}
+
+    def look_up(host: str, *_: object) -> list[tuple[object, ...]]:
+        if host not in known:
+            raise socket.gaierror(-2, "Name or service not known")
+        return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (one, 0)) for one in known[host]]
+
+    monkeypatch.setattr(socket, "getaddrinfo", look_up)
+    found = address_at_home(hostname)
+    assert (None if found is None else str(found)) == address
 
 
 def test_free_ports_are_distinct_and_free() -> None:

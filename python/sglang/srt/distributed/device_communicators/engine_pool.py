@@ -17,6 +17,10 @@ from typing import Final, Protocol
 
 from sglang.srt.distributed.device_communicators.engine_settings import EngineSettings
 from sglang.srt.distributed.device_communicators.memory_book import MemoryBook
+from sglang.srt.distributed.device_communicators.mooncake_listeners import (
+    PEER_TO_PEER,
+    listening_at,
+)
 from sglang.srt.distributed.device_communicators.transfer_plan import Request
 from sglang.srt.distributed.device_communicators.transfer_types import (
     RegistrationError,
@@ -25,8 +29,6 @@ from sglang.srt.distributed.device_communicators.transfer_types import (
 
 logger = logging.getLogger(__name__)
 
-_METADATA: Final = "P2PHANDSHAKE"
-"""Argument that makes engines ask each other for metadata, without a metadata server."""
 _MAX_IDLE: Final = 4
 """Most engine objects that are kept without a peer. Ending one holds the interpreter for a
 second."""
@@ -206,9 +208,10 @@ class EnginePool:
     def _start(self) -> RawEngine:
         settings = self._settings
         engine = self._new_engine()
-        code = engine.initialize(
-            settings.local_name, _METADATA, settings.protocol, settings.ib_device
-        )
+        with listening_at(settings.hostname):
+            code = engine.initialize(
+                settings.local_name, PEER_TO_PEER, settings.protocol, settings.ib_device
+            )
         if code:
             raise RuntimeError(
                 f"Mooncake's Transfer Engine does not start (code {code}) over "

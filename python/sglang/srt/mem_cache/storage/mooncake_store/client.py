@@ -21,6 +21,7 @@ from sglang.srt.distributed.device_communicators.mooncake_library import (
     STORE_USER,
     load_mooncake,
 )
+from sglang.srt.distributed.device_communicators.mooncake_listeners import listening_at
 from sglang.srt.distributed.device_communicators.mooncake_protocol import (
     IB_PROTOCOLS,
     SUPPORTED_PROTOCOLS,
@@ -113,15 +114,16 @@ class MooncakeClient:
             scratch = config.local_buffer_size or _STANDALONE_SCRATCH_BYTES
             code = self.store.setup_dummy(0, scratch, config.client_server_address)
             return code
-        code = self.store.setup(
-            config.local_hostname,
-            config.metadata_server,
-            config.global_segment_size,
-            config.local_buffer_size,
-            protocol,
-            ib_device,
-            config.master_server_address,
-        )
+        with listening_at(config.local_hostname, config.metadata_server):
+            code = self.store.setup(
+                config.local_hostname,
+                config.metadata_server,
+                config.global_segment_size,
+                config.local_buffer_size,
+                protocol,
+                ib_device,
+                config.master_server_address,
+            )
         return code
 
     @property

@@ -1,0 +1,159 @@
+"""Narrows the ports of Mooncake's libraries to the address at which peers reach this process.
+
+Mooncake binds its ports to all addresses and has no setting for that. Nine bytes to its handshake
+port end the process, and its data port reads and writes registered memory. The libraries call
+libc's `bind` through their tables of imported functions. These tables get the address of
+`BindRedirection._bind` instead, which replaces "all addresses" for calls within `listening_at`.
+So a port is never open to others, not even for a moment, and no privilege is needed. Ports stay
+open where the address is not known; `log_exposed_ports` looks at the ports themselves.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import functools
+import logging
+import mmap
+import os
+import socket
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from pathlib import Path
+from types import ModuleType
+from typing import Final
+
+from sglang.srt.utils.network import address_at_home
+
+logger = logging.getLogger(__name__)
+
+PEER_TO_PEER: Final = "P2PHANDSHAKE"
+"""The metadata server that is none: clients and engines ask each other."""
+_Bind: Final = ctypes.CFUNCTYPE(
+    ctypes.c_int, ctypes.c_int, ctypes.c_void_p, ctypes.c_uint32, use_errno=True
+)
+_POINTER_BYTES: Final = ctypes.sizeof(ctypes.c_void_p)
+_ADDRESS_AT: Final = {int(socket.AF_INET): slice(4, 8), int(socket.AF_INET6): slice(8, 24)}
+"""Where a `sockaddr` of a family has its address."""
+_IPV4_IN_IPV6: Final = bytes(10) + b"\xff\xff"
+
+_addresses: ContextVar[Mapping[int, bytes]] = ContextVar("mooncake_addresses")
+"""By family, the address that a socket is bound to in place of "all addresses"."""
+
+
+@contextmanager
+def listening_at(hostname: str, metadata: str = PEER_TO_PEER) -> Iterator[None]:
+    """Ports that Mooncake opens in this thread within the block are open at `hostname` alone.
+
+    They are open at all addresses if `address_at_home` knows none, if the address is none of this
+    machine's (behind a NAT), and with a metadata server: Mooncake tells it an address of its own
+    choice.
+
+    Args:
+        hostname: The name that Mooncake is given: `host`, `host:port` or `[host]:port`.
+        metadata: Mooncake's metadata server.
+    """
+    address = address_at_home(hostname) if metadata == PEER_TO_PEER else None
+    packed: dict[int, bytes] = {}
+    if address is not None:
+        packed[socket.AF_INET6] = address.packed
+    if address is not None and address.version == 4:
+        packed = {
+            socket.AF_INET: address.packed,
+            socket.AF_INET6: _IPV4_IN_IPV6 + address.packed,
+        }
+    token = _addresses.set(packed)
+    try:
+        yield
+    finally:
+        _addresses.reset(token)
+
+
+def narrowed(sockaddr: bytes, addresses: Mapping[int, bytes]) -> bytes | None:
+    """A `sockaddr` of "all addresses" with its family's address instead; None: leave it."""
+    family = int.from_bytes(sockaddr[:2], sys.byteorder)
+    where = _ADDRESS_AT.get(family)
+    if where is None or family not in addresses or any(sockaddr[where]):
+        return None
+    return sockaddr[: where.start] + addresses[family] + sockaddr[where.stop :]
+
+
+def redirect_binds(package: ModuleType) -> int:
+    """Redirect the `bind` of all loaded libraries of Mooncake's package. Idempotent.
+
+    Returns how many imports were redirected by this call.
+    """
+    site = Path(os.path.realpath(str(package.__file__))).parent.parent
+    # The package's own libraries, and those that it carries along (`mooncake_*.libs`).
+    return _redirection().apply(str(site / "mooncake"))
+
+
+@functools.cache
+def _redirection() -> BindRedirection:
+    """That of this process. It must not go: the libraries' tables point to it."""
+    return BindRedirection()
+
+
+class BindRedirection:
+    """A C function in place of libc's `bind`, and the search for tables that point to that."""
+
+    def __init__(self) -> None:
+        self._libc = ctypes.CDLL("libc.so.6", use_errno=True)
+        theirs = ctypes.cast(self._libc.bind, ctypes.c_void_p).value
+        assert theirs is not None
+        self._theirs = theirs.to_bytes(_POINTER_BYTES, sys.byteorder)
+        self._their_bind = _Bind(theirs)
+        self._our_bind = _Bind(self._bind)
+        self._ours = ctypes.cast(self._our_bind, ctypes.c_void_p).value
+
+    def apply(self, prefix: str) -> int:
+        """Redirect libraries whose path begins with `prefix`. Returns the number of imports."""
+        found = 0
+        for line in Path("/proc/self/maps").read_text().splitlines():
+            span, access, _, _, _, *path = line.split(maxsplit=5)
+            if path and path[0].startswith(prefix) and access[0] == "r" and access[2] == "-":
+                begin, _, end = span.partition("-")
+                found += self.redirect(int(begin, 16), int(end, 16), access[1] == "w")
+        return found
+
+    def redirect(self, begin: int, end: int, is_writable: bool) -> int:
+        """Redirect the pointers to libc's `bind` in the memory `[begin, end)`."""
+        memory = ctypes.string_at(begin, end - begin)
+        found = 0
+        offset = memory.find(self._theirs)
+        while offset >= 0:
+            if offset % _POINTER_BYTES == 0:
+                self._point_to_ours(begin + offset, is_writable)
+                found += 1
+            offset = memory.find(self._theirs, offset + 1)
+        return found
+
+    def _point_to_ours(self, entry: int, is_writable: bool) -> None:
+        page = ctypes.c_void_p(entry - entry % mmap.PAGESIZE)
+        # The loader may have made the table read-only after it had filled it (RELRO).
+        if not is_writable:
+            code = self._libc.mprotect(page, mmap.PAGESIZE, mmap.PROT_READ | mmap.PROT_WRITE)
+            if code:
+                logger.warning("mprotect: %s", os.strerror(ctypes.get_errno()))
+                return
+        ctypes.c_void_p.from_address(entry).value = self._ours
+        if not is_writable:
+            self._libc.mprotect(page, mmap.PAGESIZE, mmap.PROT_READ)
+
+    def _bind(self, fd: int, sockaddr: int, length: int) -> int:
+        """libc's `bind`, as Mooncake calls it; errno is the caller's."""
+        code: int
+        try:
+            raw = narrowed(ctypes.string_at(sockaddr, length), _addresses.get({}))
+        except Exception:
+            # The caller is C++, so nothing above would log it.
+            logger.exception("a port of Mooncake stays open at all addresses")
+            raw = None
+        if raw is not None:
+            code = self._their_bind(fd, ctypes.create_string_buffer(raw, length), length)
+            if not code or ctypes.get_errno() != errno.EADDRNOTAVAIL:
+                return code
+        code = self._their_bind(fd, sockaddr, length)
+        return code
