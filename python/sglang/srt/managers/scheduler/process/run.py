@@ -11,6 +11,9 @@ from typing import TYPE_CHECKING
 from tqdm import tqdm
 
 from sglang.srt.arg_groups.parallelism import ranks_per_node
+from sglang.srt.distributed.device_communicators.mooncake_containment import (
+    contain_parser_errors,
+)
 from sglang.srt.distributed.rank_group import RankLost
 from sglang.srt.managers.messages.ready_message import send_error, send_ready
 from sglang.srt.managers.scheduler.process.build import build_scheduler
@@ -58,6 +61,7 @@ def run_scheduler_process(
     # leaves behind, with a warning as the last line of the log.
     tqdm.set_lock(threading.RLock())
     start_parent_watch(os.getppid() if parent_pid is None else parent_pid, ipc.leave_as_orphan)
+    contain_parser_errors()
     watchdog = TickWatchdog(server_args.watchdog_timeout)
     others = OtherRanks(rendezvous)
     try:
