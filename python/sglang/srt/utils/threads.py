@@ -10,7 +10,6 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Final
 
-import torch
 from threadpoolctl import threadpool_limits
 
 _SWITCH_S: Final = 0.0005
@@ -60,6 +59,8 @@ def leave_cores_to_model() -> None:
     forward's parallel regions would wait for cores. The forward's team stays unchanged, because
     OpenMP keeps the size of a team for each thread.
     """
+    import torch  # Processes without torch import this module too.
+
     torch.get_num_threads()  # Sets the thread's default now, so that it cannot override the limit.
     threadpool_limits(1, user_api="openmp")
 

@@ -57,18 +57,15 @@ def marks_of(kind: type[msgspec.Struct]) -> dict[str, Ignored | Refused]:
     }
 
 
-@cache
-def _refusals(kind: type[msgspec.Struct]) -> dict[str, Refused]:
-    return {name: mark for name, mark in marks_of(kind).items() if isinstance(mark, Refused)}
-
-
 def refuse_fields(obj: msgspec.Struct) -> None:
     """Refuse the marked fields of `obj` that ask for something.
 
     Raises:
         ApiError: 400 that names the first such field.
     """
-    for field, mark in _refusals(type(obj)).items():
+    for field, mark in marks_of(type(obj)).items():
+        if not isinstance(mark, Refused):
+            continue
         value = getattr(obj, field)
         if value is not None and not is_neutral(value, mark.neutral):
             raise bad_request(f"{field} is not supported: {mark.remedy}", field)

@@ -211,6 +211,7 @@ class EvictionHeap:
                 heapq.heappush(self._heap, (current, node_id, node))
                 continue
             del self._members[node_id]
+            self._drop_stale()
             return node
         return None
 

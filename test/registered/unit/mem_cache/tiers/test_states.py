@@ -79,7 +79,7 @@ def test_prompts_that_come_and_go_leave_nothing_behind(policy: str) -> None:
         rig.settle()
     left = [node for node in gc.get_objects() if type(node) is TreeNode]
     digest = rig.hi.root_node.tree_digest
-    assert sum(node.tree_digest is digest for node in left) < 100
+    assert sum(getattr(node, "tree_digest", None) is digest for node in left) < 100
     rig.close()
 
 
