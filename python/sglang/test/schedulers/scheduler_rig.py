@@ -177,7 +177,9 @@ class SchedulerRig:
         runner = ModelRunner(
             ModelRunnerConfig(
                 model_config=ModelConfig.from_path(
-                    str(model_path), context_length=self.server_args.context_length
+                    str(model_path),
+                    dtype=self.server_args.dtype,
+                    context_length=self.server_args.context_length,
                 ),
                 device=self.device,
                 page_size=page_size,

@@ -93,6 +93,7 @@ def rig_of(chunk: int, **args: Any) -> Iterator[SchedulerRig]:
         snapshot_alignment=PAGE,
         page_size=PAGE,
         chunked_prefill_size=chunk,
+        dtype="float32",  # Where states are wrong, it depends on little what the model says.
         **args,
     )
     yield rig

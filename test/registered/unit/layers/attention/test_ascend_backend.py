@@ -207,8 +207,12 @@ def test_a_model_computes_what_it_does_by_torch_native(
     monkeypatch.setitem(attention_registry._BACKENDS, (FULL_ATTENTION, "ascend", "cpu"), make)
     save_tiny_checkpoint(tmp_path, "qwen3")
     logits = []
-    for name in ("ascend", "torch_native"):
-        driver = StepDriver(tmp_path, page_size=PAGE, dtype="bfloat16", attention_backend=name)
+    for name, dtype in (
+        ("torch_native", "float32"),
+        ("torch_native", "bfloat16"),
+        ("ascend", "bfloat16"),
+    ):
+        driver = StepDriver(tmp_path, page_size=PAGE, dtype=dtype, attention_backend=name)
         steps = [
             driver.extend([(0, range(20)), (3, range(5, 38))]),
             driver.extend([(3, range(70, 75)), (1, [9])]),
@@ -216,8 +220,9 @@ def test_a_model_computes_what_it_does_by_torch_native(
         ]
         logits.append(torch.cat([step.next_token_logits for step in steps]))
     assert operator.calls[-2:] == [("pages", 3)] * 2  # layers of the last step
-    error = float((logits[0] - logits[1]).norm() / logits[1].norm())
-    assert error < 0.02
+    # Both round as often: as far from fp32.
+    native, ascend = (float((bf16 - logits[0]).norm()) for bf16 in logits[1:])
+    assert ascend < 2 * native
 
 
 @pytest.mark.parametrize(

@@ -91,7 +91,9 @@ def test_bf16(way: str) -> None:
     got = getattr(experts(tensors, torch.bfloat16), way)(x, weights, ids)
     assert got.dtype == torch.bfloat16
     want = by_hand(tensors, x, weights, ids)
-    assert (got.double() - want).abs().max() < 0.01 * want.abs().max()
+    # Rounded on the way: gate, its activation, up, their product, down, weighted, summed.
+    unit = torch.finfo(torch.bfloat16).eps / 2
+    assert (got.double() - want).norm() < 7 * unit * want.norm()
 
 
 def test_a_token_does_not_depend_on_its_neighbours() -> None:
