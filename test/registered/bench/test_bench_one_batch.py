@@ -26,6 +26,7 @@ from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.constants import BUILTIN_MODEL_DIR
 from sglang.srt.environ import child_environment
 from sglang.test.ci.ci_register import register_cpu_ci
+from sglang.test.servers.engine_server import EXACT
 
 register_cpu_ci(est_time=35, suite="base-b-test-cpu")
 
@@ -85,7 +86,9 @@ BARE_TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}"
 
 def correctness_test(cwd: Path, *flags: str) -> list[dict[str, Any]]:
     """The JSON lines of `--correctness-test`, which has no other output."""
-    lines = bench("--correctness-test", "--output-len", "12", "--page-size", "16", *flags, cwd=cwd)
+    lines = bench(
+        *("--correctness-test", "--output-len", "12", "--page-size", "16", *EXACT, *flags), cwd=cwd
+    )
     return [json.loads(line) for line in lines.splitlines()]
 
 
@@ -105,7 +108,7 @@ def test_answers_are_those_of_a_chat(tmp_path: Path, continued: list[dict[str, A
     assert answers[1]["text"].startswith("7391")
     as_chats = [f"<|im_start|>user\n{x}<|im_end|>\n<|im_start|>assistant\n" for x in PROMPTS]
     greedy = {"temperature": 0, "max_new_tokens": 12, "ignore_eos": True}
-    with sglang.Engine(max_total_tokens=4096, device="cpu") as engine:
+    with sglang.Engine(max_total_tokens=4096, device="cpu", dtype="float32") as engine:
         wanted = engine.generate([*as_chats, *PROMPTS], greedy)
     got = [one["output_ids"] for one in answers + continued]
     assert got == [one["output_ids"] for one in wanted]

@@ -13,8 +13,8 @@ import pytest
 
 from sglang.srt.utils.network import wait_until
 from sglang.test.ci.ci_register import register_cpu_ci
-from sglang.test.disaggregation.pd_servers import Halves, halves
-from sglang.test.servers.engine_server import EngineServer
+from sglang.test.disaggregation.pd_servers import Halves, assert_alike, halves
+from sglang.test.servers.engine_server import EXACT, EngineServer
 
 register_cpu_ci(est_time=60, suite="base-b-test-cpu")
 
@@ -41,7 +41,7 @@ def is_idle(server: EngineServer) -> bool:
 
 @pytest.fixture(scope="module")
 def whole() -> Iterator[EngineServer]:
-    with EngineServer("--page-size", "16", *CHUNKS) as running:
+    with EngineServer("--page-size", "16", *CHUNKS, *EXACT) as running:
         yield running
 
 
@@ -90,18 +90,6 @@ def test_words_and_logprobs_are_those_of_one_server(whole: EngineServer, pair: H
         for name in ("output_token_logprobs", "output_top_logprobs"):
             assert_alike(told["meta_info"][name], expected["meta_info"][name])
         assert told["meta_info"]["input_token_logprobs"] == []
-
-
-def assert_alike(told: Any, expected: Any) -> None:
-    """Equal, but for the last digits of numbers: batches differ."""
-    if isinstance(expected, list):
-        assert len(told) == len(expected)
-        for one, other in zip(told, expected, strict=True):
-            assert_alike(one, other)
-    elif isinstance(expected, float):
-        assert told == pytest.approx(expected, abs=1e-3)
-    else:
-        assert told == expected
 
 
 def test_cached_tokens_are_the_prefill_servers(pair: Halves) -> None:

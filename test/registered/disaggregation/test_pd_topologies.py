@@ -23,7 +23,7 @@ from sglang.srt.environ import child_environment
 from sglang.srt.utils.network import wait_until
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.disaggregation.pd_servers import TCP, decode_server, prefill_server, router
-from sglang.test.servers.engine_server import EngineServer
+from sglang.test.servers.engine_server import EXACT, EngineServer
 from sglang.test.stores.mooncake_cluster import MooncakeCluster
 
 register_cpu_ci(est_time=60, suite="base-b-test-cpu")
@@ -70,7 +70,7 @@ def servers() -> Iterator[Servers]:
 @pytest.fixture(scope="module")
 def whole() -> Iterator[EngineServer]:
     """A server that does both halves."""
-    with EngineServer("--page-size", str(PAGE)) as server:
+    with EngineServer("--page-size", str(PAGE), *EXACT) as server:
         yield server
 
 

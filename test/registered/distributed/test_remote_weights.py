@@ -39,7 +39,7 @@ from sglang.srt.model_loader.weight_source import WeightSlots
 from sglang.srt.model_loader.weights_identity import weights_identity
 from sglang.srt.utils.network import wait_until
 from sglang.test.ci.ci_register import register_cpu_ci
-from sglang.test.servers.engine_server import EngineServer
+from sglang.test.servers.engine_server import EXACT, EngineServer
 from sglang.test.servers.seed_servers import remote_flags, weight_digest
 
 register_cpu_ci(est_time=75, suite="base-b-test-cpu")
@@ -80,6 +80,7 @@ def test_a_chain_of_three(tmp_path: Path) -> None:
     store = {"SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR": str(tmp_path / "store")}
     flags = (
         "--hicache-storage-backend", "file", "--hicache-storage-prefetch-policy", "wait_complete",
+        *EXACT,
     )  # fmt: skip
     model = str(without_weights(tmp_path / "model"))
     with EngineServer(START_SEED, *flags, env={**TCP, **store}) as first:

@@ -25,7 +25,7 @@ GREEDY = {"temperature": 0, "max_new_tokens": 8, "ignore_eos": True}
 
 @pytest.fixture(scope="module")
 def engine() -> Iterator[sglang.Engine]:
-    with sglang.Engine(max_total_tokens=4096) as made:
+    with sglang.Engine(max_total_tokens=4096, dtype="float32") as made:
         yield made
 
 

@@ -19,7 +19,7 @@ import pytest
 from sglang.srt.utils.network import is_port_available, wait_until
 from sglang.srt.utils.process import is_alive
 from sglang.test.ci.ci_register import register_cpu_ci
-from sglang.test.servers.engine_server import EngineServer
+from sglang.test.servers.engine_server import EXACT, EngineServer
 
 register_cpu_ci(est_time=50, suite="base-b-test-cpu")
 
@@ -41,7 +41,7 @@ def storage(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def server(storage: Path) -> Iterator[EngineServer]:
     flags = ("--hicache-storage-backend", "file", "--hicache-storage-prefetch-policy")
     env = {"SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR": str(storage)}
-    with EngineServer(*flags, "wait_complete", env=env) as running:
+    with EngineServer(*flags, "wait_complete", *EXACT, env=env) as running:
         yield running
 
 
@@ -124,6 +124,9 @@ def test_f5_sigterm_drains_writes_back_and_exits_0(server: EngineServer, storage
 def test_f5_storage_survives_sigterm_and_sigkill_does_not_hinder_a_restart(
     server: EngineServer, storage: Path
 ) -> None:
+    server.generate(PROMPT, max_new_tokens=1)
+    assert server.stop() == 0
+    server.start()
     answer = server.generate(PROMPT, max_new_tokens=4)
     assert answer.cached["storage"] >= (PAGES - 1) * PAGE
     # The server is killed while it computes, writes and streams.

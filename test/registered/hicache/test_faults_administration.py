@@ -15,7 +15,7 @@ import pytest
 
 from sglang.srt.distributed.device_communicators.mooncake_protocol import list_rdma_devices
 from sglang.test.ci.ci_register import register_cpu_ci
-from sglang.test.servers.engine_server import EngineServer, HttpReply
+from sglang.test.servers.engine_server import EXACT, EngineServer, HttpReply
 from sglang.test.stores.mooncake_cluster import MooncakeCluster
 
 register_cpu_ci(est_time=35, suite="base-b-test-cpu")
@@ -50,6 +50,7 @@ def server(cluster: MooncakeCluster) -> Iterator[EngineServer]:
         "1.0",
         "--hicache-allow-dynamic-attach",
         "--enable-metrics",
+        *EXACT,
     )
     env = cluster.engine_env() | {"SGLANG_MOONCAKE_ALLOW_TCP_FALLBACK": "1"}
     with EngineServer(*flags, env=env) as running:
@@ -222,7 +223,7 @@ def test_no_configuration_ends_or_stalls_the_server(server: EngineServer, tmp_pa
         )  # fmt: skip
         assert reply.status == 400 and "busy" not in text_of(reply), (config[:80], reply)
         assert administer(server, "GET").body["hicache_storage_backend"] is None
-        assert len(server.generate(tokens(99, 64), max_new_tokens=2).output_ids) == 2
+        assert len(server.generate(tokens(99, 64), 2, {"ignore_eos": True}).output_ids) == 2
     server.flush()
     assert administer(server, "PUT", **MOONCAKE).status == 200
 

@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 
 from sglang.srt.constants import BUILTIN_HYBRID_MODEL_DIR, BUILTIN_MODEL_DIR
 from sglang.test.ci.ci_register import register_cpu_ci
-from sglang.test.servers.engine_server import EngineServer
+from sglang.test.servers.engine_server import EXACT, EngineServer
 from sglang.test.servers.forked_servers import ForkedServer
 from sglang.test.stores.mooncake_cluster import MooncakeCluster
 
@@ -28,7 +28,7 @@ PAGE = 64
 HYBRID = str(BUILTIN_HYBRID_MODEL_DIR)
 FLAGS = (
     "--hicache-storage-backend", "mooncake", "--hicache-storage-prefetch-policy", "wait_complete",
-    "--enable-metrics",
+    "--enable-metrics", *EXACT,
 )  # fmt: skip
 
 
@@ -84,7 +84,7 @@ def test_c5_engines_that_differ_share_nothing(
     assert server.generate(prompt).cached["storage"] == 576
     others: list[tuple[tuple[str, ...], str | None]] = [
         (("--page-size", "32"), None),
-        (("--kv-cache-dtype", "float32"), None),
+        (("--kv-cache-dtype", "bfloat16"), None),
         ((), str(perturbed_model(tmp_path))),
     ]
     for flags, model in others:

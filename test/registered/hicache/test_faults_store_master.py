@@ -19,7 +19,7 @@ from sglang.srt.utils.network import get_free_port, wait_until
 from sglang.test.caches.cache_rig import CacheRig, Reused
 from sglang.test.caches.storage_rigs import StorageRigs, counts, storage_io_of
 from sglang.test.ci.ci_register import register_cpu_ci
-from sglang.test.servers.engine_server import EngineServer
+from sglang.test.servers.engine_server import EXACT, EngineServer
 from sglang.test.stores.mooncake_cluster import MooncakeCluster
 
 register_cpu_ci(est_time=35, suite="base-b-test-cpu")
@@ -30,7 +30,7 @@ EPSILON_S = 3.0
 PAGE = 64
 FLAGS = (
     "--hicache-storage-backend", "mooncake", "--hicache-storage-prefetch-policy", "timeout",
-    "--enable-metrics", "--max-total-tokens", "8192",
+    "--enable-metrics", "--max-total-tokens", "8192", *EXACT,
 )  # fmt: skip
 
 

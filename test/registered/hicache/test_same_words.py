@@ -16,7 +16,7 @@ import pytest
 from sglang.srt.mem_cache.host.host_layout import HostLayout
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.models.heldout_question import HeldoutQuestion
-from sglang.test.servers.engine_server import Answer, EngineServer
+from sglang.test.servers.engine_server import EXACT, Answer, EngineServer
 from sglang.test.servers.forked_servers import ForkedServer
 from sglang.test.stores.mooncake_cluster import MooncakeCluster
 
@@ -31,7 +31,7 @@ def cold() -> Iterator[tuple[list[int], Answer]]:
     """A prompt, and the answer of an engine without a cache."""
     question = HeldoutQuestion.of(1, CONTEXT)
     ids = question.ids
-    with ForkedServer("--disable-radix-cache") as server:
+    with ForkedServer("--disable-radix-cache", *EXACT) as server:
         first = server.generate(ids)
         second = server.generate(ids)
         assert first.cached["device"] == second.cached["device"] == 0
@@ -63,7 +63,7 @@ def check_l1_and_l2(server: EngineServer, ids: list[int], expected: Answer) -> N
     assert (loaded.cached["device"], loaded.cached["host"]) == (0, whole_pages(ids))
 
 
-SMALL_L1 = ("--max-total-tokens", "4096", "--hicache-ratio", "4")
+SMALL_L1 = ("--max-total-tokens", "4096", "--hicache-ratio", "4", *EXACT)
 L3_LAYOUTS = {HostLayout.PAGE_FIRST_DIRECT, HostLayout.PAGE_FIRST_KV_SPLIT}
 """Those of the tests with an L3, where it is the first that `auto` takes."""
 

@@ -22,7 +22,7 @@ from sglang.srt.utils.process import is_alive
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.models.recall_task import heldout_conversation
 from sglang.test.schedulers.scheduler_rig import prompt
-from sglang.test.servers.engine_server import EngineServer, HttpReply
+from sglang.test.servers.engine_server import EXACT, EngineServer, HttpReply
 from sglang.test.servers.forked_servers import ForkedServer
 
 register_cpu_ci(est_time=25, suite="base-b-test-cpu")
@@ -49,7 +49,7 @@ def server(store: Path) -> Iterator[EngineServer]:
     """The built-in model on two ranks, with two tiers; tests attach the third over HTTP."""
     with EngineServer(
         "--tp-size", "2", "--device", "cpu", "--enable-metrics", "--page-size", str(PAGE),
-        "--enable-hierarchical-cache", "--max-total-tokens", "16384",
+        "--enable-hierarchical-cache", "--max-total-tokens", "16384", *EXACT,
         env={STORE: str(store)},
     ) as running:  # fmt: skip
         yield running
@@ -93,7 +93,7 @@ def test_what_operators_see(server: EngineServer) -> None:
     assert (info["tp_size"], info["nnodes"]) == (2, 1)
     assert server.request("GET", "/health_generate").status == 200
     before = server.metrics()
-    answer = server.generate(IDS[:50], max_new_tokens=7)
+    answer = server.generate(IDS[:50], max_new_tokens=7, sampling={"ignore_eos": True})
     after = server.metrics()
     grown = {name: after[name] - before.get(name, 0.0) for name in after}
     (name,) = [name for name in grown if name.startswith("sglang:generation_tokens_total")]
@@ -193,7 +193,7 @@ def test_what_is_on_its_way_to_l3_is_written_before_the_end(tmp_path: Path) -> N
         "--tp-size", "2", "--device", "cpu", "--page-size", str(PAGE), "--max-total-tokens", "2048",
         "--enable-hierarchical-cache", "--hicache-storage-backend", "file",
         "--hicache-storage-prefetch-policy", "wait_complete",
-        "--hicache-storage-backend-extra-config", json.dumps({"prefetch_threshold": PAGE}),
+        "--hicache-storage-backend-extra-config", json.dumps({"prefetch_threshold": PAGE}), *EXACT,
     )  # fmt: skip
     with ForkedServer(*flags, env={STORE: str(tmp_path)}) as server:
         cold, _ = cached(server)

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import math
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from sglang.embedded_router import Router
 from sglang.srt.utils.network import get_free_port
-from sglang.test.servers.engine_server import EngineServer
+from sglang.test.servers.engine_server import EXACT, EngineServer
 
 TCP: Final = {"MOONCAKE_PROTOCOL": "tcp", "MOONCAKE_LOCAL_HOSTNAME": "127.0.0.1"}
 _START_S: Final = 120.0
@@ -33,7 +34,7 @@ def prefill_server(
     """A prefill server that is not started yet, and its bootstrap port."""
     port = get_free_port()
     flags = ("--disaggregation-mode", "prefill", "--disaggregation-bootstrap-port", str(port))
-    return EngineServer(*flags, "--page-size", "16", *args, env=env, model=model), port
+    return EngineServer(*flags, "--page-size", "16", *EXACT, *args, env=env, model=model), port
 
 
 def decode_server(
@@ -41,7 +42,7 @@ def decode_server(
 ) -> EngineServer:
     """A decode server that is not started yet."""
     flags = ("--disaggregation-mode", "decode", "--page-size", "16")
-    return EngineServer(*flags, *args, env=env, model=model)
+    return EngineServer(*flags, *EXACT, *args, env=env, model=model)
 
 
 @contextmanager
@@ -78,3 +79,15 @@ def halves(
             stack.enter_context(server)
         url = stack.enter_context(router(prefill, decode))
         yield Halves([one for one, _ in prefill], decode, url)
+
+
+def assert_alike(told: Any, expected: Any) -> None:
+    """Assert that lists of log probabilities are equal, but for last digits: batches differ."""
+    if isinstance(expected, list):
+        assert len(told) == len(expected)
+        for one, other in zip(told, expected, strict=True):
+            assert_alike(one, other)
+    elif isinstance(expected, float):
+        assert math.isclose(told, expected, rel_tol=0, abs_tol=1e-3), (told, expected)
+    else:
+        assert told == expected

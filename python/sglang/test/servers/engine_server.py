@@ -21,6 +21,10 @@ from sglang.test.test_utils import (
 
 ADMIN_KEY: Final = "test-admin-key"
 DEFAULT_TOTAL_TOKENS: Final = 32768
+EXACT: Final = ("--dtype", "float32")
+"""Flags of a server whose words or log probabilities are compared with others'. In bf16 the same
+token gets other numbers from another kind of CPU, in a batch of another size, in a decode step or
+a prefill: by 0.03 in log probabilities, which is more than likely words are apart."""
 _TIMEOUT_S: Final = 120.0
 
 
