@@ -23,8 +23,9 @@ MOST: Final = 150
 """Connections of a process that may open 300 files."""
 SERVER: Final = """
 import asyncio, logging, os, resource, sys, uvicorn
-from sglang.srt.entrypoints.http.listener import BoundedServer, most_connections
+from sglang.srt.entrypoints.http.listener import BoundedServer
 from sglang.srt.entrypoints.http.protocol import bounded_protocol
+from sglang.srt.utils.bounded_listener import most_connections
 
 async def app(scope, receive, send):
     if scope["path"] == "/hold":

@@ -28,8 +28,8 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from sglang.srt.constants import KIB, MIB
 from sglang.srt.entrypoints.http.answer import Answer, AnswerTransport, refusal
 from sglang.srt.entrypoints.http.body_meter import BodyMeter
-from sglang.srt.entrypoints.http.connections import MAX_IDLE_CONNECTIONS, OpenConnections
 from sglang.srt.utils.bad_messages import BadMessages
+from sglang.srt.utils.open_connections import MAX_IDLE_CONNECTIONS, OpenConnections
 
 logger = logging.getLogger(__name__)
 

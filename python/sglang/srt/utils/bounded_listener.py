@@ -1,0 +1,127 @@
+"""Accepting connections up to the process's limit of open files.
+
+asyncio's own accept loop has no such limit. Without a free file it tries again some thousand times
+a second, logs two lines each time, and does not close idle connections to make room.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import logging
+import resource
+import socket
+from collections.abc import Callable, Sequence
+from typing import Any, Final, Protocol
+
+from sglang.srt.utils.logging_utils import RateLimitedLogger
+
+logger = logging.getLogger(__name__)
+
+ACCEPTS_AT_ONCE: Final = 64
+"""Most connections accepted in one turn of the event loop."""
+PAUSE_SECONDS: Final = 0.1
+"""Seconds without accepting when there is no room."""
+LEAST_IDLE_SECONDS: Final = 0.25
+"""Seconds that a connection must have been idle to be closed: its first request may be coming."""
+SPARE_FILES: Final = 256
+"""Number of files kept free for other uses, and for connections that were just closed."""
+_NO_ROOM: Final = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
+_SAY_AGAIN_SECONDS: Final = 60.0
+
+
+class Connections(Protocol):
+    """The part of the open connections that the listener uses."""
+
+    def close_longest_idle(self, least_seconds: float) -> bool:
+        """Close the longest idle connection; False: none has been idle for `least_seconds`."""
+
+
+def most_connections() -> int:
+    """Number of connections that fit this process's present limit of open files."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return max(soft - SPARE_FILES, soft // 2)
+
+
+class Listener:
+    """Accepts on `sockets` until `close`. Event loop thread only.
+
+    At the limit a new connection takes the place of one that has been idle for a while. If none is
+    idle, it waits, which is logged once a minute.
+
+    Args:
+        make_protocol: Makes the protocol of a connection.
+        count: Gives the number of open connections.
+        connections: The open connections.
+        most: Most open connections.
+    """
+
+    def __init__(
+        self,
+        sockets: Sequence[socket.socket],
+        make_protocol: Callable[[], asyncio.BaseProtocol],
+        *,
+        count: Callable[[], int],
+        connections: Connections,
+        most: int,
+    ) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._sockets = sockets
+        self._make_protocol = make_protocol
+        self._count = count
+        self._connections = connections
+        self._most = most
+        self._opening: set[asyncio.Task[Any]] = set()
+        self._warn = RateLimitedLogger(logger, _SAY_AGAIN_SECONDS)
+        self._closed = False
+        for sock in sockets:
+            self._accept_from(sock)
+
+    def close(self) -> None:
+        """Stop listening. Open connections stay."""
+        self._closed = True
+        for sock in self._sockets:
+            self._loop.remove_reader(sock)
+            sock.close()
+
+    def _accept_from(self, sock: socket.socket) -> None:
+        if not self._closed:
+            self._loop.add_reader(sock, self._on_readable, sock)
+
+    def _pause(self, sock: socket.socket, why: str) -> None:
+        """Stop listening for a while: a socket with waiting connections stays readable."""
+        self._warn.warning(
+            "no-room", "%s; new connections wait until others end (see ulimit -n)", why
+        )
+        self._loop.remove_reader(sock)
+        self._loop.call_later(PAUSE_SECONDS, self._accept_from, sock)
+
+    def _on_readable(self, sock: socket.socket) -> None:
+        for _ in range(ACCEPTS_AT_ONCE):
+            open_now = self._count() + len(self._opening)
+            if open_now >= self._most and not self._make_room():
+                self._pause(sock, f"{open_now} connections are open and none is idle")
+                return
+            try:
+                peer, _ = sock.accept()
+            except (BlockingIOError, InterruptedError, ConnectionAbortedError):
+                return
+            except OSError as error:
+                if error.errno not in _NO_ROOM:
+                    raise
+                self._make_room()
+                self._pause(sock, f"no connection can be accepted ({error.strerror})")
+                return
+            peer.setblocking(False)
+            opening = self._loop.create_task(self._open(peer))
+            self._opening.add(opening)
+            opening.add_done_callback(self._opening.discard)
+
+    def _make_room(self) -> bool:
+        return self._connections.close_longest_idle(LEAST_IDLE_SECONDS)
+
+    async def _open(self, peer: socket.socket) -> None:
+        try:
+            await self._loop.connect_accepted_socket(self._make_protocol, peer)
+        except OSError:
+            peer.close()  # The client left at once.
