@@ -27,7 +27,12 @@ PACKAGE_ROOT: Final = Path(__file__).resolve().parents[3] / "python"
 LAYERS: Final[tuple[tuple[str, ...], ...]] = (
     ("constants", "environ", "utils", "hardware_backend", "disaggregation.kv_events"),
     ("server_args", "arg_groups", "configs", "sampling", "constrained", "function_call", "parser"),
-    ("distributed", "disaggregation.mooncake.utils", "disaggregation.common.bootstrap_*"),
+    (
+        "distributed",
+        "disaggregation.mooncake.utils",
+        "disaggregation.control",
+        "disaggregation.common.bootstrap_*",
+    ),
     ("managers.messages",),
     ("mem_cache.device", "mem_cache.allocator"),
     ("disaggregation.common",),

@@ -1,0 +1,226 @@
+"""The client's end of a control connection."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import secrets
+import select
+import socket
+import time
+from typing import Final
+from urllib.parse import urlsplit
+
+import msgspec
+
+from sglang.srt.constants import KIB
+from sglang.srt.disaggregation.control.deployment_secret import (
+    NONCE_BYTES,
+    SOURCES,
+    DeploymentSecret,
+)
+from sglang.srt.disaggregation.control.frames import (
+    MAX_ANSWER_BYTES,
+    OF_CLIENT,
+    OF_SERVER,
+    OPENING_DECODER,
+    FrameBuffer,
+    FrameTooLong,
+    Greeting,
+    Proof,
+    Refused,
+    as_frame,
+)
+from sglang.srt.utils.bad_messages import MALFORMED
+
+LINGER_S: Final = 1.0
+"""Most seconds for which `ControlLink.close` waits until the last message can be sent."""
+_RETRY_S: Final = 0.1
+"""Seconds from the end of a connection to the next attempt."""
+_READ_BYTES: Final = 64 * KIB
+_SAME: Final = f"give both servers the same {SOURCES}"
+
+
+class Unwelcome(RuntimeError):
+    """The server does not answer this client, or is not to be believed. The message, one line, goes
+    on after the server's name, and has the remedy."""
+
+
+class ControlLink:
+    """A connection to a server, made anew whenever it breaks. For one thread.
+
+    A message may get lost on the way; its sender repeats it.
+
+    Args:
+        endpoint: `tcp://HOST:PORT` of the server.
+        secret: The secret that both ends prove; None: neither has one.
+    """
+
+    def __init__(self, endpoint: str, secret: DeploymentSecret | None) -> None:
+        """Raises ValueError if the endpoint is no such address."""
+        parts = urlsplit(endpoint)
+        if parts.scheme != "tcp" or not parts.hostname or not parts.port:
+            raise ValueError(f"{endpoint[:256]!r} is not of the form tcp://HOST:PORT")
+        self._address = parts.hostname, parts.port
+        self._secret = secret
+        self._num_attempts = 0
+        self._socket: socket.socket | None = None
+        self._retry_at = 0.0
+        self._unsent: bytes | None = None
+        """The last message, if it came before the connection was open."""
+        self._connect()
+
+    def send(self, message: bytes) -> None:
+        """Send `message`, now or when the connection is open; another one takes its place then.
+        Does not block."""
+        self._unsent = message
+        self._push()
+
+    def receive(self, timeout: float) -> bytes | None:
+        """The next message, after at most `timeout` seconds; None: none has come.
+
+        Raises:
+            Unwelcome: The secrets differ, or no such server is there.
+        """
+        end = time.monotonic() + timeout
+        while (message := self._take()) is None:
+            left = end - time.monotonic()
+            if not self._wait(max(left, 0.0)):
+                return None
+            if left <= 0.0:
+                return self._take()
+        return message
+
+    def close(self) -> None:
+        """Close the connection, after at most `LINGER_S` if its last message waits for it."""
+        end = time.monotonic() + LINGER_S
+        with contextlib.suppress(Unwelcome):
+            while self._unsent is not None and (left := end - time.monotonic()) > 0:
+                self.receive(left)
+        self._break()
+
+    # --------------------------------------------------------------------------------------------
+
+    def _connect(self) -> None:
+        self._held = FrameBuffer(MAX_ANSWER_BYTES)
+        self._nonce = secrets.token_bytes(NONCE_BYTES)
+        self._greeting: Greeting | None = None
+        self._is_connected = self._is_open = self._has_met = False
+        try:
+            found = socket.getaddrinfo(*self._address, type=socket.SOCK_STREAM)
+            family, kind, protocol, _, address = found[self._num_attempts % len(found)]
+            self._num_attempts += 1
+            self._socket = socket.socket(family, kind, protocol)
+            self._socket.setblocking(False)
+            self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            if self._socket.connect_ex(address) not in (0, errno.EINPROGRESS):
+                self._break()
+        except OSError:
+            self._break()
+
+    def _break(self) -> None:
+        self._retry_at = time.monotonic() + _RETRY_S
+        self._is_open = False
+        if self._socket is not None:
+            self._socket.close()
+            self._socket = None
+
+    def _wait(self, timeout: float) -> bool:
+        """Wait until anything happens, for at most `timeout` seconds; False: nothing has."""
+        if self._socket is None:
+            pause = max(self._retry_at - time.monotonic(), 0.0)
+            time.sleep(min(pause, timeout))
+            if pause <= timeout:
+                self._connect()
+            return pause <= timeout
+        poll = select.poll()
+        poll.register(self._socket, select.POLLIN if self._is_connected else select.POLLOUT)
+        if not poll.poll(timeout * 1000):
+            return False
+        if self._is_connected:
+            self._read()
+        elif self._socket.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
+            self._break()
+        else:
+            self._is_connected = True
+            self._is_open = self._secret is None
+            self._push()
+        return True
+
+    def _read(self) -> None:
+        assert self._socket is not None
+        try:
+            part = self._socket.recv(_READ_BYTES)
+        except BlockingIOError:
+            return
+        except OSError:
+            part = b""
+        if part:
+            self._held.add(part)
+        else:
+            self._break()
+
+    def _push(self) -> None:
+        """Send the message that waits, if the connection is open."""
+        if not self._is_open or self._unsent is None:
+            return
+        frame, self._unsent = as_frame(self._unsent), None
+        self._write(frame)
+
+    def _write(self, frame: bytes) -> None:
+        assert self._socket is not None
+        try:
+            sent = self._socket.send(frame)
+        except BlockingIOError:
+            return  # The server does not read. The message is repeated.
+        except OSError:
+            sent = 0
+        if sent < len(frame):
+            self._break()
+
+    def _take(self) -> bytes | None:
+        """The next message that has come."""
+        try:
+            while self._held.has_frame():
+                frame = self._held.take()
+                if self._has_met:
+                    return frame
+                self._meet(frame)
+        except (FrameTooLong, *MALFORMED) as error:
+            raise self._unwelcome(
+                f"is none that this release understands ({error}): start both servers with the "
+                "same release"
+            ) from error
+        return None
+
+    def _unwelcome(self, why: str) -> Unwelcome:
+        self._unsent = None  # It would never be sent.
+        self._break()
+        return Unwelcome(why)
+
+    def _meet(self, frame: bytes) -> None:
+        """Take the next step of the handshake.
+
+        Raises:
+            Unwelcome: It fails.
+        """
+        step = OPENING_DECODER.decode(frame)
+        if isinstance(step, Refused):
+            raise self._unwelcome(f"refuses this server, which {step.reason}")
+        if isinstance(step, Greeting):
+            self._greeting = step
+            if self._secret is None:
+                self._has_met = not step.wants_proof  # Else a refusal follows.
+            elif step.wants_proof:
+                mac = self._secret.proof(OF_CLIENT, step.nonce, self._nonce)
+                self._write(as_frame(msgspec.msgpack.encode(Proof(self._nonce, mac))))
+            else:
+                raise self._unwelcome(f"has no secret, and this server has one: {_SAME}")
+            return
+        nonce = b"" if self._greeting is None else self._greeting.nonce
+        if self._secret is None or not self._secret.is_proof(
+            step.mac, OF_SERVER, nonce, self._nonce
+        ):
+            raise self._unwelcome(f"does not prove the secret of this server: {_SAME}")
+        self._has_met = self._is_open = True
+        self._push()

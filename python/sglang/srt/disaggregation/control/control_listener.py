@@ -1,0 +1,247 @@
+"""The server's end of control connections: bounded in number, bytes, silence and haste."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import socket
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from typing import Final
+
+import msgspec
+
+from sglang.srt.constants import KIB
+from sglang.srt.disaggregation.control.deployment_secret import (
+    NONCE_BYTES,
+    SOURCES,
+    DeploymentSecret,
+)
+from sglang.srt.disaggregation.control.frames import (
+    MAX_PROOF_BYTES,
+    MAX_QUESTION_BYTES,
+    OF_CLIENT,
+    OF_SERVER,
+    PROOF_DECODER,
+    VERSION,
+    FrameBuffer,
+    FrameTooLong,
+    Greeting,
+    Refused,
+    Welcome,
+    as_frame,
+)
+from sglang.srt.utils.bad_messages import MALFORMED, BadMessages
+from sglang.srt.utils.bounded_listener import Listener, most_connections
+from sglang.srt.utils.open_connections import OpenConnections
+
+logger = logging.getLogger(__name__)
+
+MAX_CONNECTIONS: Final = 16_384
+"""Most connections, if half of the files that the process may open are enough."""
+MAX_STRANGERS: Final = 1024
+"""Most connections that are not kept; a further one takes the place of the longest silent one."""
+FRAMES_A_SECOND: Final = 256
+"""Most frames of one connection that are taken in a second."""
+BURST_S: Final = 2.0
+"""A connection that was silent for this time may send the frames of this time at once, as readers
+of packed pages do."""
+_READ_BYTES: Final = 16 * KIB
+_SWEEP_S: Final = 1.0
+_LINGER_POLL_S: Final = 0.01
+
+
+class ControlPeer(asyncio.BufferedProtocol):
+    """A client's connection. Event loop thread only.
+
+    Each frame waits until the listener's user takes it. Until then the connection is not read.
+    """
+
+    transport: asyncio.Transport
+
+    def __init__(self, listener: ControlListener) -> None:
+        self._listener = listener
+        self.loop = asyncio.get_running_loop()
+        self.heard = self.loop.time()
+        """Time at which its last frame was taken, or it connected."""
+        self._is_open = listener.secret is None
+        """Whether its frames are messages: it has proved the secret."""
+        self._held = FrameBuffer(MAX_QUESTION_BYTES if self._is_open else MAX_PROOF_BYTES)
+        self._nonce = secrets.token_bytes(NONCE_BYTES)
+        self._is_kept = False
+        self._due = 0.0
+        """Time before which its next frame is not taken."""
+
+    def send(self, message: bytes) -> None:
+        """Send a message. It is dropped if the client is gone, or has not read the last one."""
+        if not self.transport.is_closing() and not self.transport.get_write_buffer_size():
+            self.transport.write(as_frame(message))
+
+    def keep(self) -> None:
+        """Keep the connection until it is silent, however many others come."""
+        self._is_kept = True
+        self._listener.strangers.remove_idle(self)
+
+    def take(self) -> bytes | None:
+        """Take the frame that was announced; None: the client is gone."""
+        if self.transport.is_closing():
+            return None
+        message = self._held.take()
+        self.heard = self.loop.time()
+        if not self._is_kept:
+            self._listener.strangers.add_idle(self)
+        self._look()
+        return message
+
+    # -- asyncio's side --------------------------------------------------------------------------
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        self.transport = transport
+        self._listener.peers.add(self)
+        self._listener.strangers.add_idle(self)
+        self.send(msgspec.msgpack.encode(Greeting(VERSION, self._nonce, not self._is_open)))
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self._listener.peers.discard(self)
+        self._listener.strangers.remove_idle(self)
+
+    def get_buffer(self, sizehint: int) -> memoryview:
+        return self._listener.scratch
+
+    def buffer_updated(self, nbytes: int) -> None:
+        self._held.add(self._listener.scratch[:nbytes])
+        self._look()
+
+    # --------------------------------------------------------------------------------------------
+
+    def _look(self) -> None:
+        """Announce the next frame if it is whole, else go on reading."""
+        try:
+            while self._held.has_frame():
+                if self._is_open:
+                    self.transport.pause_reading()
+                    self._announce()
+                    return
+                if (refusal := self._refusal(self._held.take())) is not None:
+                    self._refuse(refusal)
+                    return
+        except FrameTooLong as error:
+            self._listener.bad.add(error)
+            self.transport.abort()
+            return
+        self.transport.resume_reading()
+
+    def _announce(self) -> None:
+        now = self.loop.time()
+        self._due = max(self._due + 1 / FRAMES_A_SECOND, now - BURST_S)
+        if self._due <= now:
+            self._listener.announce(self)
+        else:
+            self.loop.call_at(self._due, self._listener.announce, self)
+
+    def _refusal(self, frame: bytes) -> str | None:
+        """Why the client of this first frame is refused; None: it is welcome, and was told."""
+        secret = self._listener.secret
+        assert secret is not None, "without a secret connections are open at once"
+        try:
+            proof = PROOF_DECODER.decode(frame)
+        except MALFORMED:
+            return "has no secret"
+        if not secret.is_proof(proof.mac, OF_CLIENT, self._nonce, proof.nonce):
+            return "has another secret"
+        self._is_open = True
+        self._held.max_bytes = MAX_QUESTION_BYTES
+        self.keep()
+        mac = secret.proof(OF_SERVER, self._nonce, proof.nonce)
+        self.send(msgspec.msgpack.encode(Welcome(mac)))
+        return None
+
+    def _refuse(self, why: str) -> None:
+        why = f"{why}: give both servers the same {SOURCES}"
+        host, *_ = self.transport.get_extra_info("peername") or ("its client",)
+        self._listener.bad.add(f"{host} {why}")
+        self.send(msgspec.msgpack.encode(Refused(why)))
+        self.transport.close()
+
+
+class ControlListener:
+    """Accepts connections, and collects their frames until `close`. Event loop thread only.
+
+    Args:
+        sockets: Listening sockets, which it closes at its end.
+        secret: The secret that clients have to prove; None: all who connect may ask.
+        silent_s: Seconds after which a connection without a whole frame is closed.
+        on_frames: Called when there are frames to take.
+
+    Attributes:
+        peers: All connections.
+        strangers: Those that are not kept.
+        bad: Counts connections that were refused.
+        scratch: Memory for the bytes of the next read of any connection.
+    """
+
+    def __init__(
+        self,
+        sockets: Sequence[socket.socket],
+        *,
+        secret: DeploymentSecret | None,
+        silent_s: float,
+        on_frames: Callable[[], None],
+    ) -> None:
+        self.secret = secret
+        self.peers: set[ControlPeer] = set()
+        self.strangers = OpenConnections(MAX_STRANGERS)
+        self.bad = BadMessages(logger, "control connection")
+        self.scratch = memoryview(bytearray(_READ_BYTES))
+        self._silent_s = silent_s
+        self._on_frames = on_frames
+        self._ready: deque[ControlPeer] = deque()
+        """Connections with a frame, each once."""
+        self._loop = asyncio.get_running_loop()
+        self._listener = Listener(
+            sockets,
+            lambda: ControlPeer(self),
+            count=lambda: len(self.peers),
+            connections=self.strangers,
+            most=min(MAX_CONNECTIONS, most_connections() // 2),
+        )
+        self._sweeping = self._loop.call_later(_SWEEP_S, self._sweep)
+
+    @property
+    def has_frames(self) -> bool:
+        """Whether there are frames to take."""
+        return bool(self._ready)
+
+    def take(self, most: int) -> Iterator[tuple[ControlPeer, bytes]]:
+        """Take at most `most` frames, one of each connection, of those first that wait longest."""
+        for _ in range(min(most, len(self._ready))):
+            peer = self._ready.popleft()
+            message = peer.take()
+            if message is not None:
+                yield peer, message
+
+    async def close(self, linger_s: float) -> None:
+        """Close all connections, after at most `linger_s` seconds for messages to leave."""
+        self._listener.close()
+        self._sweeping.cancel()
+        for peer in self.peers:
+            peer.transport.close()
+        end = self._loop.time() + linger_s
+        while self.peers and self._loop.time() < end:
+            await asyncio.sleep(_LINGER_POLL_S)
+        for peer in self.peers:
+            peer.transport.abort()
+
+    def announce(self, peer: ControlPeer) -> None:
+        """Add a connection with a frame."""
+        self._ready.append(peer)
+        self._on_frames()
+
+    def _sweep(self) -> None:
+        """Drop the connections that are silent, and those that do not read the last message."""
+        since = self._loop.time() - self._silent_s
+        for peer in self.peers:
+            if peer.heard < since or peer.transport.is_closing():
+                peer.transport.abort()
+        self._sweeping = self._loop.call_later(_SWEEP_S, self._sweep)

@@ -1,0 +1,112 @@
+"""Frames of a control connection, and the handshake that opens it.
+
+    server: Greeting
+    client: Proof                    with a secret
+    server: Welcome, or Refused      with a secret
+
+A frame is its length, four bytes in network order, and that many bytes. All further frames are
+messages of the connection's users. A client without a secret sends them without waiting for the
+greeting.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Final, TypeAlias
+
+import msgspec
+
+from sglang.srt.constants import KIB, MIB
+from sglang.srt.disaggregation.control.deployment_secret import NONCE_BYTES
+
+VERSION: Final = 1
+MAX_PROOF_BYTES: Final = 256
+MAX_QUESTION_BYTES: Final = 64 * KIB
+"""Most bytes of a frame to the server; the longest question has some 10 KiB."""
+MAX_ANSWER_BYTES: Final = 64 * MIB
+"""Most bytes of a frame to the client; pages of a million tokens have 9 MiB."""
+OF_CLIENT: Final = "client of a control connection"
+OF_SERVER: Final = "server of a control connection"
+"""Purposes of the proofs. Each is about both nonces, the server's first."""
+_LENGTH_BYTES: Final = 4
+
+Nonce: TypeAlias = Annotated[bytes, msgspec.Meta(min_length=NONCE_BYTES, max_length=NONCE_BYTES)]
+Mac: TypeAlias = Annotated[bytes, msgspec.Meta(max_length=64)]
+
+
+class Greeting(msgspec.Struct, frozen=True, tag=True):
+    """The server's first frame."""
+
+    version: int
+    nonce: Nonce
+    wants_proof: bool
+
+
+class Proof(msgspec.Struct, frozen=True, tag=True):
+    """The client knows the secret."""
+
+    nonce: Nonce
+    mac: Mac
+
+
+class Welcome(msgspec.Struct, frozen=True, tag=True):
+    """The server knows the secret too, and answers questions."""
+
+    mac: Mac
+
+
+class Refused(msgspec.Struct, frozen=True, tag=True):
+    """The server answers no question of this connection."""
+
+    reason: Annotated[str, msgspec.Meta(max_length=512)]
+
+
+PROOF_DECODER: Final = msgspec.msgpack.Decoder(Proof)
+OPENING_DECODER: Final = msgspec.msgpack.Decoder(Greeting | Welcome | Refused)
+
+
+class FrameTooLong(ValueError):
+    """A peer has announced a frame with more bytes than it may have."""
+
+
+def as_frame(message: bytes) -> bytes:
+    """The frame of `message`."""
+    return len(message).to_bytes(_LENGTH_BYTES, "big") + message
+
+
+class FrameBuffer:
+    """Received bytes that were not taken yet.
+
+    Attributes:
+        max_bytes: Most bytes of a frame.
+    """
+
+    def __init__(self, max_bytes: int) -> None:
+        self.max_bytes = max_bytes
+        self._held = bytearray()
+
+    def add(self, part: bytes | memoryview) -> None:
+        """Add the bytes that came next."""
+        self._held += part
+
+    def has_frame(self) -> bool:
+        """Whether the next frame is whole.
+
+        Raises:
+            FrameTooLong: It will never be.
+        """
+        if len(self._held) < _LENGTH_BYTES:
+            return False
+        length = self._length()
+        if length > self.max_bytes:
+            raise FrameTooLong(f"a frame of {length} bytes; at most {self.max_bytes} are read")
+        return len(self._held) >= _LENGTH_BYTES + length
+
+    def take(self) -> bytes:
+        """Take the message of the next frame, which is whole."""
+        end = _LENGTH_BYTES + self._length()
+        message = bytes(self._held[_LENGTH_BYTES:end])
+        del self._held[:end]
+        return message
+
+    def _length(self) -> int:
+        return int.from_bytes(self._held[:_LENGTH_BYTES], "big")
