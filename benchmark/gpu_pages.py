@@ -27,7 +27,6 @@ from typing import Any, Final, NamedTuple
 import msgspec
 import numpy as np
 import torch
-import zmq
 
 from sglang.benchmark.report import emit, provenance
 from sglang.embedded_mooncake import LOOPBACK
@@ -210,7 +209,6 @@ def serve(side: Side, all_cases: list[Case], units: Sequence[int]) -> dict[int, 
 
 def read(side: Side, case: Case, endpoint: str, offer: Offer, limit: float) -> dict[str, Any]:
     """The decode server's part."""
-    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     route = Route(rank=0, endpoint=endpoint, instance_id="i", num_ranks=1, attn_tp_size=1)
     means = Means(
         place=RankPlace(),
@@ -221,7 +219,6 @@ def read(side: Side, case: Case, endpoint: str, offer: Offer, limit: float) -> d
         sessions=Sessions(side.engine),
         find_rank=lambda *_: route,
         patience=PATIENCE,
-        context=context,
         link=case.link,
     )
     there, here = case.places(side.pool_pages)
@@ -236,7 +233,6 @@ def read(side: Side, case: Case, endpoint: str, offer: Offer, limit: float) -> d
         reads.append(prompt.read_seconds)
         if repeat in (0, REPEATS - 1):
             check(side.pool, there, here)
-    context.destroy(linger=0)
     (portion,) = side.geometry.portions([offer], 0)
     num_bytes = portion.page_bytes * len(here)
     speed = num_bytes / statistics.median(reads) / 1e9

@@ -16,6 +16,7 @@ import logging
 from collections.abc import Sequence
 from types import FrameType
 
+from sglang.srt.environ import envs
 from sglang.srt.server_args import prepare_server_args
 from sglang.srt.utils.network import base_url
 from sglang.srt.utils.process import raise_file_limit, set_title
@@ -28,6 +29,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     raise_file_limit()
     try:
         args = prepare_server_args(argv)
+        envs.SGLANG_DISAGGREGATION_SECRET.clear()  # The processes that need it get it with `args`.
         url = base_url(args.host, args.port)
         logger.info("starting %s for %s; loading it takes a while", args.served_model_name, url)
         # Scripts look for the module's name to find the server's process.

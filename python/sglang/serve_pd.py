@@ -4,7 +4,8 @@ Starts `mooncake_master` and a store node for the prefill server's cache, both s
 `sglang_router` in front of them. Asks a question over HTTP, prints the answer and a command for the
 next question, and runs until Ctrl-C (with `ONCE=1` until the answer). Arguments are those of both
 servers, but `--host` and `--port` are the router's, and those of the cache are the prefill
-server's. Without `--model-path` both serve the built-in model, with `MODEL=hybrid` the built-in
+server's. The servers share a secret, which is drawn unless SGLANG_DISAGGREGATION_SECRET
+has one. Without `--model-path` both serve the built-in model, with `MODEL=hybrid` the built-in
 hybrid. With GPUs for both each server has its own. All processes are children and end by their
 handles.
 """
@@ -18,6 +19,7 @@ if __name__ == "__main__":
     # Before the other imports, because Ctrl-C during them would print a traceback.
     signal.signal(signal.SIGINT, lambda sig, frame: os._exit(128 + sig))
 
+import secrets
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -37,6 +39,7 @@ from sglang.serve_embedded import (
 )
 from sglang.srt.arg_groups.disaggregation import DECODE, PREFILL, WHOLE
 from sglang.srt.entrypoints.start_checks import check_model
+from sglang.srt.environ import envs
 from sglang.srt.hardware_backend.device_kinds import device_kind
 from sglang.srt.server_args import ServerArgs, prepare_server_args
 from sglang.srt.utils.network import base_url, check_port_available, get_free_ports, is_healthy
@@ -132,13 +135,15 @@ def _start_all(
     print(f"serve-pd: the logs are in {log_dir}", flush=True)
     master = MooncakeMaster(log_dir)
     node = StoreNode(master, log_dir, segment_bytes=STORE_BYTES)
+    secret = args.disaggregation_secret or secrets.token_hex(32)
+    env = {**master.engine_env(), envs.SGLANG_DISAGGREGATION_SECRET.name: secret}
     servers = [
         ManagedProcess(
             f"{name}_server",
             [sys.executable, "-m", "sglang.launch_server", *flags],
             ready=lambda url=url: is_healthy(url),  # type: ignore[misc]
             log_dir=log_dir,
-            env=master.engine_env(),
+            env=env,
         )
         for name, flags, url in (
             (PREFILL, parts.prefill, parts.prefill_url),
@@ -166,6 +171,7 @@ def serve(argv: Sequence[str]) -> None:
         KeyboardInterrupt: A signal came, and all processes have ended.
     """
     args = prepare_server_args([*STORAGE_FLAGS, *argv])
+    envs.SGLANG_DISAGGREGATION_SECRET.clear()  # The servers alone get it.
     check_port_available(args.host, args.port)
     check_model(args)
     parts = plan(args, argv, get_free_ports(3), count_gpus())

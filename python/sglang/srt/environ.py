@@ -265,6 +265,10 @@ class Envs:
     SGLANG_DISAGGREGATION_HEARTBEAT_MAX_FAILURE = EnvInt(
         2, "Silent intervals after which the other server counts as gone."
     )
+    SGLANG_DISAGGREGATION_SECRET = EnvOptionalStr(
+        "The secret in the file of --disaggregation-secret-file. A server hides it from its "
+        "children."
+    )
     SGLANG_TEST_DISAGG_FAILURE_PROB = EnvShare(
         0.0, "For tests: the share of requests that fail on a decode server before they decode."
     )

@@ -29,7 +29,13 @@ from sglang.srt.arg_groups.cli import (
     flag_name,
     parse_flags,
 )
-from sglang.srt.arg_groups.disaggregation import DECODE, MODES, WHOLE, check_disaggregation
+from sglang.srt.arg_groups.disaggregation import (
+    DECODE,
+    MODES,
+    WHOLE,
+    check_disaggregation,
+    read_secret,
+)
 from sglang.srt.arg_groups.extra_config import (
     check_extra_config_keys,
     parse_extra_config,
@@ -260,6 +266,17 @@ class ServerArgs:
         "InfiniBand devices of transfers between the halves: a list, a JSON object by GPU, or a "
         ".json file with one; absent: MOONCAKE_DEVICE, or what the transport chooses.",
     )
+    disaggregation_secret: str | None = flag(
+        None, "The secret of the deployment.", secret=True, is_shown=False
+    )
+    disaggregation_secret_file: str | None = flag(
+        None,
+        "File with the secret that all prefill and decode servers of the deployment share; or set "
+        "SGLANG_DISAGGREGATION_SECRET.",
+    )
+    disaggregation_allow_no_secret: bool = flag(
+        False, "Serve without that secret although --host is reachable by other machines."
+    )
     disaggregation_decode_enable_radix_cache: bool = flag(
         False,
         "Implied: a decode server reads only what its own prefix cache lacks, unless "
@@ -439,6 +456,7 @@ def _with_keys(args: ServerArgs) -> ServerArgs:
             "--admin-api-key",
             envs.SGLANG_ADMIN_API_KEY,
         ),
+        disaggregation_secret=read_secret(args),
     )
 
 

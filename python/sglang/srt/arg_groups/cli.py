@@ -24,6 +24,7 @@ def flag(
     choices: Sequence[str] = (),
     aliases: Sequence[str] = (),
     secret: bool = False,
+    is_shown: bool = True,
 ) -> Any:
     """A dataclass field that is also a flag `--its-name`.
 
@@ -34,8 +35,15 @@ def flag(
         choices: The accepted values. `check_choices` checks them for flags and for callers.
         aliases: Further spellings, with their dashes.
         secret: Whether to keep the value out of the dataclass's repr.
+        is_shown: False: the field is no flag, since users of the machine can read those.
     """
-    metadata = {"help": help, "choices": tuple(choices), "aliases": aliases, "secret": secret}
+    metadata = {
+        "help": help,
+        "choices": tuple(choices),
+        "aliases": aliases,
+        "secret": secret,
+        "is_shown": is_shown,
+    }
     return dataclasses.field(default=default, metadata=metadata, repr=not secret)
 
 
@@ -60,6 +68,10 @@ def _scalar_type(hint: Any) -> type:
     return typing.cast(type, hint)
 
 
+def _flags(args_class: type) -> list[dataclasses.Field[Any]]:
+    return [field for field in dataclasses.fields(args_class) if field.metadata["is_shown"]]
+
+
 def _flag_names(field: dataclasses.Field[Any]) -> tuple[str, ...]:
     return (flag_name(field.name), *field.metadata["aliases"])
 
@@ -67,7 +79,7 @@ def _flag_names(field: dataclasses.Field[Any]) -> tuple[str, ...]:
 def _build_parser(args_class: type, prog: str, description: str) -> argparse.ArgumentParser:
     parser = _Parser(prog=prog, description=description, allow_abbrev=False)
     hints = typing.get_type_hints(args_class)
-    for field in dataclasses.fields(args_class):
+    for field in _flags(args_class):
         kind = _scalar_type(hints[field.name])
         text = field.metadata["help"]
         choices = field.metadata["choices"]
@@ -106,7 +118,7 @@ def explain_unknown(name: str, args_class: type) -> str:
     line = refusal(field_name) or other_name(field_name)
     if line is not None:
         return line
-    known = [spelling for f in dataclasses.fields(args_class) for spelling in _flag_names(f)]
+    known = [spelling for f in _flags(args_class) for spelling in _flag_names(f)]
     opposite = next((one for one in known if _negates(name, one)), None)
     if opposite is not None:
         return f"unknown flag {name}: the default unless {opposite} is given; remove the flag"

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
+from sglang.srt.arg_groups.api_keys import resolve_key
 from sglang.srt.arg_groups.checks import refuse_ignored
 from sglang.srt.arg_groups.cli import flag_name
+from sglang.srt.environ import envs
+from sglang.srt.utils.network import is_loopback
 
 if TYPE_CHECKING:
     from sglang.srt.server_args import ServerArgs
@@ -17,8 +20,21 @@ MODES: Final = (WHOLE, PREFILL, DECODE)
 """The values of `--disaggregation-mode`."""
 OFFLOAD_FLAG: Final = "--disaggregation-decode-enable-offload-kvcache"
 _RADIX: Final = "disaggregation_decode_enable_radix_cache"
+_ALLOW_NO_SECRET: Final = "--disaggregation-allow-no-secret"
 _OFFLOAD: Final = "disaggregation_decode_enable_offload_kvcache"
 BOOTSTRAP_PORT_FLAG: Final = "--disaggregation-bootstrap-port"
+SECRET_FLAG: Final = "--disaggregation-secret-file"
+MIN_SECRET_CHARS: Final = 16
+
+
+def read_secret(args: ServerArgs) -> str | None:
+    """The deployment's secret, from the file or the environment.
+
+    Raises:
+        ValueError: There are two sources, or the file has no secret.
+    """
+    variable = envs.SGLANG_DISAGGREGATION_SECRET
+    return resolve_key(None, args.disaggregation_secret_file, SECRET_FLAG, variable)
 
 
 def check_disaggregation(args: ServerArgs) -> None:
@@ -30,7 +46,12 @@ def check_disaggregation(args: ServerArgs) -> None:
     mode, port = args.disaggregation_mode, args.disaggregation_bootstrap_port
     where = f"with --disaggregation-mode {mode}"
     if mode == WHOLE:
-        for field in ("disaggregation_transfer_backend", "disaggregation_ib_device"):
+        for field in (
+            "disaggregation_transfer_backend",
+            "disaggregation_ib_device",
+            "disaggregation_secret_file",
+            "disaggregation_allow_no_secret",
+        ):
             refuse_ignored(args, field, where)
     if mode != PREFILL:
         refuse_ignored(args, "disaggregation_bootstrap_port", where)
@@ -46,6 +67,7 @@ def check_disaggregation(args: ServerArgs) -> None:
         )
     if mode == WHOLE:
         return
+    _check_secret(args)
     if mode == DECODE:
         _check_caches_of_decode(args, where)
     if mode == DECODE and args.attn_cp_size > 1:
@@ -57,6 +79,26 @@ def check_disaggregation(args: ServerArgs) -> None:
         raise ValueError(
             f"{flag_name('nnodes')} {args.nnodes} does not work {where} yet: start a server on "
             "each machine, and name all of them to the router"
+        )
+
+
+def _check_secret(args: ServerArgs) -> None:
+    secret, allows_none = args.disaggregation_secret, args.disaggregation_allow_no_secret
+    if secret is not None:
+        if len(secret) < MIN_SECRET_CHARS:
+            raise ValueError(
+                f"{SECRET_FLAG}: the secret has fewer than {MIN_SECRET_CHARS} characters; make one "
+                "with: openssl rand -hex 32"
+            )
+        if allows_none:
+            raise ValueError(f"{_ALLOW_NO_SECRET} contradicts the secret; drop one of them")
+    # A name may resolve to any address.
+    elif not allows_none and not is_loopback(args.host):
+        raise ValueError(
+            f"--host {args.host} with --disaggregation-mode {args.disaggregation_mode} needs a "
+            f"secret, the same on all servers of the deployment: give {SECRET_FLAG} or "
+            f"SGLANG_DISAGGREGATION_SECRET, or {_ALLOW_NO_SECRET} if only these servers can reach "
+            "each other"
         )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import random
 import uuid
@@ -11,7 +12,6 @@ from typing import TYPE_CHECKING, Final, Protocol
 
 import msgspec
 import torch
-import zmq
 
 from sglang.srt.disaggregation.common.bootstrap_client import find
 from sglang.srt.disaggregation.common.bootstrap_route import ROUTE_DECODER, Route
@@ -33,6 +33,7 @@ from sglang.srt.disaggregation.common.whole_prompt import (
     WholePrompt,
     decline_room,
 )
+from sglang.srt.disaggregation.control.deployment_secret import DeploymentSecret
 from sglang.srt.disaggregation.decode import DecodeHalf
 from sglang.srt.disaggregation.prefill import PrefillHalf
 from sglang.srt.disaggregation.utils import (
@@ -64,8 +65,6 @@ PREFILL: Final = "prefill"
 DECODE: Final = "decode"
 _MAX_DECLINING: Final = 32
 """Most rooms that are being declined at once."""
-_MAX_CONVERSATIONS: Final = 16_384
-"""Most conversations at once; ZMQ's default of 1,023 sockets is too few for large servers."""
 _ROUTE_BYTES: Final = 2048
 """Most bytes of a rank's route as JSON."""
 
@@ -98,6 +97,7 @@ def make_half_server(
     find_rank: FindRank | None = None,
     group: RankGroup | None = None,
     *,
+    secret: DeploymentSecret | None = None,
     link: LinkCosts | None = None,
     unit_bytes: int = UNIT_BYTES,
     prepares_staging: bool = False,
@@ -111,6 +111,7 @@ def make_half_server(
         find_rank: Finds ranks of prefill servers for a decode server; None: asks their bootstrap
             servers.
         group: The ranks of this server; None: this rank alone.
+        secret: The secret that both servers of a pair prove; None: neither has one.
         link: Costs of the link, if packing pages may pay on it; both servers of a pair need them.
         unit_bytes: With `link`, bytes of a unit of packed pages, at least `STAGING_BYTES`.
         prepares_staging: Whether to make the staging buffers now; see `Staging.prepare`.
@@ -136,11 +137,7 @@ def make_half_server(
         staging.prepare()
     if mode == PREFILL:
         packer = Packer(geometry.page_rows(), staging) if packs else None
-        return _prefill(host, geometry, engine, ranks, packer, metadata)
-    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    context.set(zmq.MAX_SOCKETS, _MAX_CONVERSATIONS)
-    # The first socket starts the context's threads; without a thread left ZMQ ends the process.
-    context.socket(zmq.PAIR).close()
+        return _prefill(host, geometry, engine, ranks, packer, metadata, secret)
     means = Means(
         place=_place(ranks),
         geometry=geometry,
@@ -148,9 +145,9 @@ def make_half_server(
         staging=staging,
         metadata=MetadataReader(metadata, host_identity()),
         sessions=Sessions(engine),
-        find_rank=find_rank or _find_rank,
+        find_rank=find_rank or functools.partial(find, timeout=_FIND_S, secret=secret),
         patience=_patience(),
-        context=context,
+        secret=secret,
         link=link,
     )
     return HalfServer(_decode(means, ranks), [])
@@ -198,10 +195,6 @@ def _make_metadata(
     return metadata
 
 
-def _find_rank(host: str, port: int, rank: int) -> Route:
-    return find(host, port, rank, _FIND_S)
-
-
 def _prefill(
     host: str,
     geometry: PoolGeometry,
@@ -209,6 +202,7 @@ def _prefill(
     ranks: RankGroup,
     packer: Packer | None,
     metadata: MetadataBuffers | None,
+    secret: DeploymentSecret | None,
 ) -> HalfServer:
     place = _place(ranks)
     instance_id = uuid.uuid4().hex
@@ -222,9 +216,11 @@ def _prefill(
         session_id = engine.get_session_id()
         offer = geometry.offer(instance_id, session_id, unit_bytes=unit_bytes, rows=rows)
         try:
-            return RoomDesk(offer, host, unwanted_s=wait_s, silent_s=silent_s, packer=packer)
-        except zmq.ZMQError as error:
-            raise ValueError(f"--host {host}: cannot listen for decode servers: {error}") from error
+            return RoomDesk(
+                offer, host, unwanted_s=wait_s, silent_s=silent_s, secret=secret, packer=packer
+            )
+        except ValueError as error:
+            raise ValueError(f"--host {host}: for decode servers: {error}") from error
 
     desk = on_all_ranks(ranks, listen, RoomDesk.close)
     address = address_for_peers(host)
@@ -305,7 +301,7 @@ class PrefillServers:
             reason,
             find_rank=means.find_rank,
             patience=means.patience,
-            context=means.context,
+            secret=means.secret,
         )
 
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Final
 from sglang.srt.arg_groups.disaggregation import PREFILL
 from sglang.srt.disaggregation.common.bootstrap_route import Route
 from sglang.srt.disaggregation.common.bootstrap_server import BootstrapServer
+from sglang.srt.disaggregation.control.deployment_secret import DeploymentSecret
 from sglang.srt.entrypoints.engine_processes import EngineProcesses, launch_subprocesses
 from sglang.srt.entrypoints.http.server_context import ServerContext
 from sglang.srt.entrypoints.openai.chat_template import ChatTemplate
@@ -156,7 +157,8 @@ def _start_bootstrap(args: ServerArgs) -> BootstrapServer | None:
     """
     if args.disaggregation_mode != PREFILL:
         return None
-    return BootstrapServer(args.host, args.disaggregation_bootstrap_port)
+    secret = DeploymentSecret.of(args.disaggregation_secret)
+    return BootstrapServer(args.host, args.disaggregation_bootstrap_port, secret)
 
 
 def _model_info(args: ServerArgs, config: ModelConfig, details: dict[str, Any]) -> dict[str, Any]:

@@ -6,6 +6,7 @@ Its only thread is `engine-watch`, which waits for the death of a child.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import logging
 import multiprocessing
 import signal
@@ -189,8 +190,9 @@ def launch_subprocesses(
         readers = _start_schedulers(processes, server_args)
         first = next(iter(readers))
         data = load_tokenizer()
+        without_secret = dataclasses.replace(server_args, disaggregation_secret=None)
         readers["detokenizer"] = processes.start(
-            "detokenizer", _run_detokenizer, (server_args, processes.ipc, data)
+            "detokenizer", _run_detokenizer, (without_secret, processes.ipc, data)
         )
         processes.ready_details = processes.await_ready(readers)[first]
     except BaseException:

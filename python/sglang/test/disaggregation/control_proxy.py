@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-import heapq
-import itertools
+import asyncio
+import contextlib
+import socket
 import threading
-import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from types import TracebackType
+from typing import Final
+from urllib.parse import urlsplit
 
-import zmq
+from sglang.srt.disaggregation.control.frames import as_frame
 
 Fate = Callable[[bytes, bool], Sequence[float]]
 """From a message, and whether it is a question, the delays in seconds after which its copies
 arrive; empty: it is lost."""
+_LENGTH_BYTES: Final = 4
 
 
 def arrives(message: bytes, is_question: bool) -> Sequence[float]:
@@ -23,10 +26,11 @@ def arrives(message: bytes, is_question: bool) -> Sequence[float]:
 
 
 class ControlProxy:
-    """Context manager: forwards questions from `endpoint` to `target`.
+    """Context manager: forwards questions from `endpoint` to `target`, neither of which has a
+    secret.
 
     One thread carries the messages. `fate` may be replaced at any time; `counts` says how many
-    messages arrived, were lost and were doubled.
+    messages arrived, were lost and were doubled. Greetings always arrive.
 
     Args:
         target: The desk's endpoint.
@@ -36,18 +40,13 @@ class ControlProxy:
     def __init__(self, target: str, fate: Fate = arrives) -> None:
         self.fate = fate
         self.counts: Counter[str] = Counter()
-        self._target = target
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._front = self._context.socket(zmq.ROUTER)
-        port = self._front.bind_to_random_port("tcp://127.0.0.1")
-        self.endpoint = f"tcp://127.0.0.1:{port}"
-        self._backs: dict[bytes, zmq.Socket[bytes]] = {}
-        """Each asker's own connection to the desk."""
-        self._late: list[tuple[float, int, bytes, bool, bytes]] = []
-        """(when, order, asker, whether it is a question, message)."""
-        self._order = itertools.count()
-        self._closing = threading.Event()
-        self._thread = threading.Thread(target=self._carry, name="control-proxy", daemon=True)
+        parts = urlsplit(target)
+        self._target = parts.hostname, parts.port
+        self._socket = socket.create_server(("127.0.0.1", 0))
+        self.endpoint = f"tcp://127.0.0.1:{self._socket.getsockname()[1]}"
+        self._loop = asyncio.new_event_loop()
+        self._ending = asyncio.Event()
+        self._thread = threading.Thread(target=self._run, name="control-proxy", daemon=True)
         self._thread.start()
 
     def __enter__(self) -> ControlProxy:
@@ -59,46 +58,45 @@ class ControlProxy:
         value: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self._closing.set()
+        self._loop.call_soon_threadsafe(self._ending.set)
         self._thread.join()
-        self._context.destroy(linger=0)
 
-    def _carry(self) -> None:
-        poller = zmq.Poller()
-        poller.register(self._front, zmq.POLLIN)
-        askers: dict[zmq.Socket[bytes], bytes] = {}
-        while not self._closing.is_set():
-            for ready, _ in poller.poll(self._timeout_ms()):
-                if ready is self._front:
-                    asker, message = self._front.recv_multipart()
-                    if asker not in self._backs:
-                        back = self._context.socket(zmq.DEALER)
-                        back.connect(self._target)
-                        poller.register(back, zmq.POLLIN)
-                        self._backs[asker] = back
-                        askers[back] = asker
-                    self._take(asker, True, message)
-                else:
-                    self._take(askers[ready], False, ready.recv())
-            self._pass_on()
+    def _run(self) -> None:
+        with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
+            runner.run(self._serve())
 
-    def _timeout_ms(self) -> int:
-        if not self._late:
-            return 20
-        return max(0, min(20, round((self._late[0][0] - time.monotonic()) * 1000)))
+    async def _serve(self) -> None:
+        server = await asyncio.start_server(self._join, sock=self._socket)
+        await self._ending.wait()
+        server.close()
 
-    def _take(self, asker: bytes, is_question: bool, message: bytes) -> None:
-        delays = self.fate(message, is_question)
-        self.counts["lost" if not delays else "doubled" if len(delays) > 1 else "passed"] += 1
-        now = time.monotonic()
-        for delay in delays:
-            entry = (now + delay, next(self._order), asker, is_question, message)
-            heapq.heappush(self._late, entry)
+    async def _join(self, asker: asyncio.StreamReader, to_asker: asyncio.StreamWriter) -> None:
+        """Carry the messages of a connection, until either end closes it."""
+        with contextlib.suppress(OSError):
+            desk, to_desk = await asyncio.open_connection(*self._target)
+            with contextlib.closing(to_desk):
+                with contextlib.suppress(asyncio.IncompleteReadError):
+                    to_asker.write(as_frame(await _message(desk)))  # The greeting.
+                ways = [(asker, to_desk, True), (desk, to_asker, False)]
+                carrying = [asyncio.create_task(self._carry(*way)) for way in ways]
+                await asyncio.wait(carrying, return_when=asyncio.FIRST_COMPLETED)
+                for task in carrying:
+                    task.cancel()
+        to_asker.close()
 
-    def _pass_on(self) -> None:
-        while self._late and self._late[0][0] <= time.monotonic():
-            _, _, asker, is_question, message = heapq.heappop(self._late)
-            if is_question:
-                self._backs[asker].send(message)
-            else:
-                self._front.send_multipart([asker, message])
+    async def _carry(
+        self, source: asyncio.StreamReader, to: asyncio.StreamWriter, is_question: bool
+    ) -> None:
+        with contextlib.suppress(asyncio.IncompleteReadError, OSError):
+            while True:
+                message = await _message(source)
+                delays = self.fate(message, is_question)
+                what = "lost" if not delays else "doubled" if len(delays) > 1 else "passed"
+                self.counts[what] += 1
+                for delay in delays:
+                    self._loop.call_later(delay, to.write, as_frame(message))
+
+
+async def _message(source: asyncio.StreamReader) -> bytes:
+    length = int.from_bytes(await source.readexactly(_LENGTH_BYTES), "big")
+    return await source.readexactly(length)

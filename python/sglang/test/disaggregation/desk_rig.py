@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import msgspec
-import zmq
 
 from sglang.srt.disaggregation.common.protocol import (
     Answer,
@@ -18,6 +17,8 @@ from sglang.srt.disaggregation.common.protocol import (
     RoomNews,
 )
 from sglang.srt.disaggregation.common.room_desk import RoomDesk
+from sglang.srt.disaggregation.control.control_link import ControlLink
+from sglang.srt.disaggregation.control.deployment_secret import DeploymentSecret
 from sglang.srt.utils.network import wait_until
 
 OFFER = Offer(2, "instance", "session", "layout", {"page size": "4"}, [])
@@ -36,21 +37,30 @@ class Clock:
 
 
 class Asker:
-    """A decode server's connection."""
+    """A decode server's connection, which is open."""
 
-    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], port: int) -> None:
-        self.socket = context.socket(zmq.DEALER)
-        self.socket.connect(f"tcp://127.0.0.1:{port}")
+    def __init__(self, port: int, secret: DeploymentSecret | None = None) -> None:
+        self.link = ControlLink(f"tcp://127.0.0.1:{port}", secret)
         self._number = 0
+        self.until_open()
+
+    def until_open(self) -> None:
+        """Wait for the end of the handshake: before it a message takes the place of another."""
+        until(lambda: self.link.receive(0.005) is None and self.link._has_met)
 
     def send(self, question: Question, number: int | None = None) -> int:
         self._number = self._number + 1 if number is None else number
-        self.socket.send(msgspec.msgpack.encode(Asked(self._number, question)))
+        self.link.send(msgspec.msgpack.encode(Asked(self._number, question)))
         return self._number
 
-    def hear(self, timeout_ms: int = 10_000) -> Answered:
-        assert self.socket.poll(timeout_ms), "no answer"
-        return msgspec.msgpack.decode(self.socket.recv(), type=Answered)
+    def hear(self, timeout_s: float = 10.0) -> Answered:
+        message = self.link.receive(timeout_s)
+        assert message is not None, "no answer"
+        return msgspec.msgpack.decode(message, type=Answered)
+
+    def hears_nothing(self) -> bool:
+        """Whether no answer is there."""
+        return self.link.receive(0.0) is None
 
     def ask(self, question: Question) -> Answer:
         number = self.send(question)

@@ -8,7 +8,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-import zmq
 
 from sglang.srt.disaggregation.common.conversation import Patience
 from sglang.srt.disaggregation.common.geometry import PoolGeometry
@@ -83,7 +82,6 @@ class Scene:
         packer = None if unit_bytes is None else Packer(self.there.geometry.page_rows(), self.units)
         self.desk = RoomDesk(offer, "127.0.0.1", unwanted_s=300, silent_s=300, packer=packer)
         self.endpoint = f"tcp://127.0.0.1:{self.desk.port}"
-        self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._readers = itertools.count()
         self.prompts: list[tuple[WholePrompt, threading.Thread]] = []
 
@@ -109,7 +107,6 @@ class Scene:
             sessions=self.sessions,
             find_rank=fields.pop("find_rank", lambda *_: one_rank(self.endpoint)),
             patience=patience,
-            context=self.context,
             link=self.link,
         )
         prompt = WholePrompt(
@@ -166,4 +163,3 @@ class Scene:
             prompt.cancel()
             thread.join(10)
         self.desk.close()
-        self.context.destroy(linger=0)

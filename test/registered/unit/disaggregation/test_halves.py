@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import pytest
-import zmq
 
 from sglang.srt.constants import BUILTIN_MODEL_DIR
 from sglang.srt.disaggregation.common import conversation
@@ -309,7 +307,8 @@ def test_injected_failures_name_their_step(mover: LocalMover) -> None:
 
 
 def test_a_host_that_is_not_this_machines_is_refused(mover: LocalMover) -> None:
-    with make_pair(mover) as pair, pytest.raises(ValueError, match=r"--host 192\.0\.2\.1: cannot"):
+    why = r"--host 192\.0\.2\.1: for decode servers: cannot listen"
+    with make_pair(mover) as pair, pytest.raises(ValueError, match=why):
         make_half_server(
             "prefill", "192.0.2.1", pair.prefill.pools, "w", mover, lambda *_: one_rank("")
         )
@@ -357,18 +356,6 @@ def test_bounds_are_positive(
     monkeypatch.setenv(f"SGLANG_DISAGGREGATION_{name}", "0")
     with pytest.raises(ValueError, match=f"SGLANG_DISAGGREGATION_{name}=0: it must be at least 1"):
         make_half_server(mode, LOOPBACK, [Place(0).pool], "w", mover, lambda *_: one_rank(""))
-
-
-def test_more_prompts_at_once_than_zmq_has_sockets_for(mover: LocalMover) -> None:
-    with make_pair(mover) as pair:
-        servers = pair.decode.scheduler._parts.half._remote  # type: ignore[attr-defined]
-        context = servers._means.context
-        assert context.get(zmq.MAX_SOCKETS) > 10_000
-        # A first socket would start threads, and without a thread left ZMQ ends the process.
-        threads = Path("/proc/self/task")
-        before = {one.name for one in threads.iterdir()}
-        with context.socket(zmq.DEALER):
-            assert {one.name for one in threads.iterdir()} == before
 
 
 if __name__ == "__main__":

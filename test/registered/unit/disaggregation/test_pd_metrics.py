@@ -181,7 +181,9 @@ def test_waiting_for_slots_and_for_a_turn_is_queueing(pair: PdRig, mover: LocalM
         pair.request(rid, prompt(len(rid), 16), created_time=pair.decode.now)
         for rid in ("first", "second")
     ]
-    pair.until(lambda: bool(mover.begun), *messages)
+    unasked = "sglang:num_prefill_bootstrap_queue_reqs"
+    registry = state.metrics.registry
+    pair.until(lambda: bool(mover.begun) and not registry.get_sample_value(unasked), *messages)
     asked = time.monotonic()
     pair.until(lambda: time.monotonic() - asked > 0.05)
     waited = time.monotonic() - asked

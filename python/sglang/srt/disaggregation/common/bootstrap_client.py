@@ -1,8 +1,10 @@
-"""Client of bootstrap servers: prefill ranks register their routes, decode servers find them."""
+"""Client of bootstrap servers: decode servers find the ranks of prefill servers."""
 
 from __future__ import annotations
 
+import http
 import http.client
+import secrets
 from typing import Final
 from urllib.parse import urlencode
 
@@ -10,16 +12,22 @@ import msgspec
 
 from sglang.srt.constants import KIB
 from sglang.srt.disaggregation.common.bootstrap_route import (
+    OF_ANSWER,
+    OF_QUESTION,
+    PROOF_SCHEME,
     ROUTE_DECODER,
     ROUTE_PATH,
-    Registration,
     Route,
+)
+from sglang.srt.disaggregation.control.deployment_secret import (
+    NONCE_BYTES,
+    SOURCES,
+    DeploymentSecret,
 )
 from sglang.srt.utils.background_call import BackgroundCall
 from sglang.srt.utils.error_answers import error_text
 from sglang.srt.utils.network import base_url
 
-REGISTER_TIMEOUT_S: Final = 10.0
 _MAX_ANSWER_BYTES: Final = 64 * KIB
 
 
@@ -28,23 +36,13 @@ class BootstrapError(RuntimeError):
     reason."""
 
 
-def register(host: str, port: int, token: str, route: Route) -> None:
-    """Register a rank at its own server's bootstrap server. Blocks for at most ten seconds.
-
-    Args:
-        host: Host of the bootstrap server.
-        port: Port of the bootstrap server.
-        token: The token that the bootstrap server has drawn.
-        route: Replaces the route that was registered for this rank.
-
-    Raises:
-        BootstrapError: The server does not answer, or refuses.
-    """
-    body = msgspec.json.encode(Registration(token=token, **msgspec.structs.asdict(route)))
-    _ask(host, port, "PUT", ROUTE_PATH, body, REGISTER_TIMEOUT_S)
+class WrongSecret(BootstrapError):
+    """The servers have different secrets; another request would fail too."""
 
 
-def find(host: str, port: int, rank: int, timeout: float) -> Route:
+def find(
+    host: str, port: int, rank: int, timeout: float, secret: DeploymentSecret | None = None
+) -> Route:
     """Find a rank of the prefill server whose bootstrap server is at `host`:`port`. Any thread;
     blocks.
 
@@ -55,13 +53,27 @@ def find(host: str, port: int, rank: int, timeout: float) -> Route:
         port: Port of the bootstrap server.
         rank: Rank of the prefill server.
         timeout: Seconds for the whole request.
+        secret: The secret that both servers prove; None: neither has one.
 
     Raises:
+        WrongSecret: Only one of them has a secret, or they differ.
         BootstrapError: There is no answer in time, the rank is not registered, or the server is no
             bootstrap server.
     """
     path = f"{ROUTE_PATH}?{urlencode({'rank': rank})}"
-    answer = _ask(host, port, "GET", path, None, timeout)
+    nonce = secrets.token_bytes(NONCE_BYTES)
+    headers = {}
+    if secret is not None:
+        mac = secret.proof(OF_QUESTION, nonce, path.encode())
+        headers["Authorization"] = f"{PROOF_SCHEME} {nonce.hex()} {mac.hex()}"
+    status, proof, answer = _ask(host, port, path, headers, timeout)
+    if status == http.HTTPStatus.UNAUTHORIZED:
+        raise WrongSecret(_line(host, port, error_text(answer)))
+    if status != http.HTTPStatus.OK:
+        raise _error(host, port, f"it answers with status {status}: {error_text(answer)}")
+    if secret is not None and not secret.is_hex_proof(proof, OF_ANSWER, nonce, answer):
+        why = f"its answer does not prove the secret of this server: give both the same {SOURCES}"
+        raise WrongSecret(_line(host, port, why))
     try:
         route = ROUTE_DECODER.decode(answer)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
@@ -72,15 +84,18 @@ def find(host: str, port: int, rank: int, timeout: float) -> Route:
     return route
 
 
-def _ask(host: str, port: int, method: str, path: str, body: bytes | None, timeout: float) -> bytes:
-    """The body of a 200 within `timeout` seconds."""
+def _ask(
+    host: str, port: int, path: str, headers: dict[str, str], timeout: float
+) -> tuple[int, str, bytes]:
+    """Status, proof and body of the answer to a GET, within `timeout` seconds."""
 
-    def work() -> tuple[int, bytes]:
+    def work() -> tuple[int, str, bytes]:
         connection = http.client.HTTPConnection(host, port, timeout=timeout)
         try:
-            connection.request(method, path, body)
+            connection.request("GET", path, headers=headers)
             response = connection.getresponse()
-            return response.status, response.read(_MAX_ANSWER_BYTES)
+            proof = response.getheader(PROOF_SCHEME, "")
+            return response.status, proof, response.read(_MAX_ANSWER_BYTES)
         finally:
             connection.close()
 
@@ -105,11 +120,12 @@ def _ask(host: str, port: int, method: str, path: str, body: bytes | None, timeo
             f"it cannot be reached ({call.error or type(call.error).__name__}): check that the "
             "prefill server runs, its --host, and its --disaggregation-bootstrap-port",
         )
-    status, answer = call.result
-    if status != 200:
-        raise _error(host, port, f"it answers with status {status}: {error_text(answer)}")
-    return answer
+    return call.result
 
 
 def _error(host: str, port: int, cause: str) -> BootstrapError:
-    return BootstrapError(f"the bootstrap server at {base_url(host, port)}: {cause}")
+    return BootstrapError(_line(host, port, cause))
+
+
+def _line(host: str, port: int, cause: str) -> str:
+    return f"the bootstrap server at {base_url(host, port)}: {cause}"

@@ -1,4 +1,8 @@
-"""Route to a rank of a prefill server, for decode servers. Needs no torch."""
+"""Route to a rank of a prefill server, and how both sides prove the deployment's secret.
+
+The question has `Authorization: Proof NONCE MAC`, the answer `Proof: MAC`; nonce and MACs are hex.
+Needs no torch.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +11,12 @@ from typing import Annotated, Final, TypeAlias
 import msgspec
 
 ROUTE_PATH: Final = "/route"
+PROOF_SCHEME: Final = "Proof"
+"""Scheme of the question's `Authorization`, and name of the answer's header."""
+OF_QUESTION: Final = "question to a bootstrap server"
+"""Purpose of a proof about nonce and target of the request."""
+OF_ANSWER: Final = "answer of a bootstrap server"
+"""Purpose of a proof about the question's nonce and the body of the answer."""
 MAX_RANK: Final = 65_535
 
 Rank: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=MAX_RANK)]
@@ -27,11 +37,4 @@ class Route(msgspec.Struct, frozen=True, kw_only=True):
     """Number of ranks over which the heads of attention are split; see `RankGroup`."""
 
 
-class Registration(Route, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A route with a token, which proves that a process of the same server sends it."""
-
-    token: Text
-
-
 ROUTE_DECODER: Final = msgspec.json.Decoder(Route)
-REGISTRATION_DECODER: Final = msgspec.json.Decoder(Registration)

@@ -1,8 +1,8 @@
 """A prefill server's bootstrap server: gives decode servers the routes of the ranks.
 
     GET /health           200, "OK"
-    GET /route?rank=0     a `Route` as JSON; 404 before the rank is registered
-    PUT /route            a `Registration` as JSON, from the server's own processes
+    GET /route?rank=0     a `Route` as JSON; 404 before the rank is registered, 401 without a
+                          proof of the deployment's secret, if there is one
 
 Each connection carries one request, and has `PATIENCE_S` for all of it.
 """
@@ -10,14 +10,12 @@ Each connection carries one request, and has `PATIENCE_S` for all of it.
 from __future__ import annotations
 
 import asyncio
-import hmac
 import http
 import logging
 import re
-import secrets
 import socket
 import threading
-from typing import Any, Final
+from typing import Any, Final, NoReturn
 from urllib.parse import parse_qsl
 
 import httptools
@@ -27,24 +25,36 @@ from sglang.srt.arg_groups.disaggregation import BOOTSTRAP_PORT_FLAG
 from sglang.srt.constants import KIB
 from sglang.srt.disaggregation.common.bootstrap_route import (
     MAX_RANK,
-    REGISTRATION_DECODER,
+    OF_ANSWER,
+    OF_QUESTION,
+    PROOF_SCHEME,
     ROUTE_PATH,
     Route,
 )
+from sglang.srt.disaggregation.control.deployment_secret import (
+    NONCE_BYTES,
+    SOURCES,
+    DeploymentSecret,
+)
+from sglang.srt.utils.bad_messages import BadMessages
+from sglang.srt.utils.bounded_listener import Listener, most_connections
 from sglang.srt.utils.network import listening_sockets
+from sglang.srt.utils.open_connections import OpenConnections
 
 logger = logging.getLogger(__name__)
 
 PATIENCE_S: Final = 10.0
 """Seconds for a client's whole request, and for reading the answer."""
 MAX_REQUEST_BYTES: Final = 16 * KIB
-"""Most bytes of a request's head and body together; a registration has less than 4 KiB."""
+"""Most bytes of a request."""
 MAX_CONNECTIONS: Final = 256
-"""Most connections; further ones are closed at once, and decode servers ask again."""
+"""Most connections; a further one takes the place of the oldest. An answer takes no time, so that
+the oldest one has a slow client."""
 _BACKLOG: Final = 256
 _JOIN_S: Final = 5.0
 _HEALTH_PATH: Final = "/health"
 _RANK: Final = re.compile(r"[0-9]{1,5}")
+_NONCE: Final = re.compile(rf"[0-9a-f]{{{2 * NONCE_BYTES}}}")
 
 
 class _Refusal(Exception):
@@ -57,20 +67,19 @@ class BootstrapServer:
     """Listens from its construction until `close`, in the daemon thread `bootstrap`. Any thread may
     call.
 
-    Attributes:
-        token: Secret of registrations, which the server's own processes get as an argument.
+    Args:
+        host: Address to listen on; if it is a name, all of its addresses.
+        port: Port to listen on.
+        secret: The secret that decode servers have to prove; None: all who connect are answered.
     """
 
-    def __init__(self, host: str, port: int) -> None:
-        """Listen on all addresses of `host`.
-
-        Raises:
-            ValueError: The port is in use, or `host` is not an address of this machine; names the
-                flag.
-        """
-        self.token = secrets.token_hex(16)
+    def __init__(self, host: str, port: int, secret: DeploymentSecret | None = None) -> None:
+        """Raises ValueError if the port is in use, or `host` is not an address of this machine;
+        names the flag."""
+        self._secret = secret
         self._routes: dict[int, Route] = {}
-        self._num_connections = 0
+        self._open: set[_Connection] = set()
+        self._bad = BadMessages(logger, "question to the bootstrap server")
         try:
             sockets = listening_sockets(host, port, _BACKLOG)
         except ValueError as error:
@@ -98,70 +107,68 @@ class BootstrapServer:
             runner.run(self._serve(sockets))
 
     async def _serve(self, sockets: list[socket.socket]) -> None:
-        servers = [await asyncio.start_server(self._on_connection, sock=sock) for sock in sockets]
+        waiting = OpenConnections(MAX_CONNECTIONS)
+        listener = Listener(
+            sockets,
+            lambda: _Connection(self, self._open, waiting),
+            count=lambda: len(self._open),
+            connections=waiting,
+            most=min(MAX_CONNECTIONS, most_connections() // 2),
+        )
         await self._ending.wait()
-        for server in servers:
-            server.close()
+        listener.close()
+        for connection in self._open:
+            connection.transport.abort()
 
-    async def _on_connection(
-        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
-    ) -> None:
-        if self._num_connections >= MAX_CONNECTIONS:
-            writer.transport.abort()
-            return
-        self._num_connections += 1
-        try:
-            async with asyncio.timeout(PATIENCE_S):
-                writer.write(await self._answer(reader))
-                await writer.drain()
-                writer.close()
-                await writer.wait_closed()
-        except (TimeoutError, OSError):
-            pass
-        finally:
-            self._num_connections -= 1
-            writer.transport.abort()
+    # -- answers ---------------------------------------------------------------------------------
 
-    async def _answer(self, reader: asyncio.StreamReader) -> bytes:
-        """The HTTP answer to the connection's only request."""
-        request = _Request()
-        parser = httptools.HttpRequestParser(request)
+    def answer(self, request: _Request, method: str, client: str) -> bytes:
+        """The HTTP response to a whole request."""
         try:
-            while not request.is_complete:
-                part = await reader.read(MAX_REQUEST_BYTES)
-                request.num_bytes += len(part)
-                if not part:
-                    raise _Refusal(http.HTTPStatus.BAD_REQUEST, "the request is not complete")
-                if request.num_bytes > MAX_REQUEST_BYTES:
-                    raise _Refusal(
-                        http.HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
-                        f"the request has more than {MAX_REQUEST_BYTES} bytes",
-                    )
-                parser.feed_data(part)
-            method = parser.get_method().decode("ascii")
-            return self._do(method, request)
-        except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
-            return _error(http.HTTPStatus.BAD_REQUEST, f"not understood as HTTP: {error}")
+            return self._answer(request, method, client)
         except _Refusal as error:
             return _error(error.status, str(error))
 
-    def _do(self, method: str, request: _Request) -> bytes:
-        path, _, query = request.url.decode("latin-1").partition("?")
-        if path == _HEALTH_PATH and method == "GET":
-            return _response(http.HTTPStatus.OK, b"OK", "text/plain")
-        if path == ROUTE_PATH and method == "GET":
-            route = self._find(query)
-            return _response(http.HTTPStatus.OK, msgspec.json.encode(route), "application/json")
-        if path == ROUTE_PATH and method == "PUT":
-            self._take(bytes(request.body))
-            return _response(http.HTTPStatus.OK, b"{}", "application/json")
-        if path in (_HEALTH_PATH, ROUTE_PATH):
+    def _answer(self, request: _Request, method: str, client: str) -> bytes:
+        target = request.url.decode("latin-1")
+        path, _, query = target.partition("?")
+        if path not in (_HEALTH_PATH, ROUTE_PATH):
+            raise _Refusal(
+                http.HTTPStatus.NOT_FOUND,
+                f"there is no {path[:64]} here: this is the bootstrap server of a prefill server, "
+                "requests go to its --port",
+            )
+        if method != "GET":
             raise _Refusal(http.HTTPStatus.METHOD_NOT_ALLOWED, f"{method} is not for {path}")
-        raise _Refusal(
-            http.HTTPStatus.NOT_FOUND,
-            f"there is no {path[:64]} here: this is the bootstrap server of a prefill server, "
-            "requests go to its --port",
-        )
+        if path == _HEALTH_PATH:
+            return _response(http.HTTPStatus.OK, b"OK", "text/plain")
+        nonce = self._proved_nonce(request, client)
+        body = msgspec.json.encode(self._find(query))
+        proof = ""
+        if self._secret is not None:
+            proof = f"{PROOF_SCHEME}: {self._secret.proof(OF_ANSWER, nonce, body).hex()}\r\n"
+        return _response(http.HTTPStatus.OK, body, "application/json", proof)
+
+    def _proved_nonce(self, request: _Request, client: str) -> bytes:
+        """The nonce of a question whose client knows the secret; nothing if there is none."""
+        scheme, _, proof = request.authorization.decode("latin-1").partition(" ")
+        nonce, _, mac = proof.partition(" ")
+        is_given = scheme == PROOF_SCHEME
+        if self._secret is None:
+            if is_given:
+                self._deny(client, "has a secret, and this prefill server has none")
+            return b""
+        if not is_given:
+            self._deny(client, "has no secret, and this prefill server has one")
+        drawn = bytes.fromhex(nonce) if _NONCE.fullmatch(nonce) else b""
+        if not self._secret.is_hex_proof(mac, OF_QUESTION, drawn, request.url):
+            self._deny(client, "has another secret than this prefill server")
+        return drawn
+
+    def _deny(self, client: str, why: str) -> NoReturn:
+        remedy = f"give both servers the same {SOURCES}"
+        self._bad.add(f"the decode server at {client} {why}: {remedy}")
+        raise _Refusal(http.HTTPStatus.UNAUTHORIZED, f"the decode server {why}: {remedy}")
 
     def _find(self, query: str) -> Route:
         given = [value for name, value in parse_qsl(query) if name == "rank"]
@@ -176,17 +183,69 @@ class BootstrapServer:
             )
         return route
 
-    def _take(self, body: bytes) -> None:
-        try:
-            sent = REGISTRATION_DECODER.decode(body)
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            raise _Refusal(http.HTTPStatus.BAD_REQUEST, f"not a registration: {error}") from None
-        if not hmac.compare_digest(sent.token.encode(), self.token.encode()):
-            raise _Refusal(
-                http.HTTPStatus.FORBIDDEN, "token: only processes of this server register here"
+
+class _Connection(asyncio.Protocol):
+    """A client, whose only request is answered. Thread of the server.
+
+    Args:
+        server: Answers the request.
+        everyone: All connections.
+        waiting: Those that can be closed for a new one: all.
+    """
+
+    transport: asyncio.Transport
+
+    def __init__(
+        self, server: BootstrapServer, everyone: set[_Connection], waiting: OpenConnections
+    ) -> None:
+        self._server = server
+        self._everyone = everyone
+        self._waiting = waiting
+        self._request = _Request()
+        self._parser = httptools.HttpRequestParser(self._request)
+        self.loop = asyncio.get_running_loop()
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        self.transport = transport
+        self._everyone.add(self)
+        self._waiting.add_idle(self)
+        self._timer = self.loop.call_later(PATIENCE_S, transport.abort)
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self._timer.cancel()
+        self._everyone.discard(self)
+        self._waiting.remove_idle(self)
+
+    def data_received(self, data: bytes) -> None:
+        answer = self._parse(data)
+        if answer is not None:
+            self._end(answer)
+
+    def eof_received(self) -> None:
+        self._end(_error(http.HTTPStatus.BAD_REQUEST, "the request is not complete"))
+
+    def _parse(self, data: bytes) -> bytes | None:
+        """The answer, if the request is whole or wrong."""
+        request = self._request
+        request.num_bytes += len(data)
+        if request.num_bytes > MAX_REQUEST_BYTES:
+            return _error(
+                http.HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
+                f"the request has more than {MAX_REQUEST_BYTES} bytes",
             )
-        route = {name: getattr(sent, name) for name in Route.__struct_fields__}
-        self.register(Route(**route))
+        try:
+            self._parser.feed_data(data)
+        except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
+            return _error(http.HTTPStatus.BAD_REQUEST, f"not understood as HTTP: {error}")
+        if not request.is_complete:
+            return None
+        host, *_ = self.transport.get_extra_info("peername") or ("an unknown address",)
+        return self._server.answer(request, self._parser.get_method().decode("ascii"), host)
+
+    def _end(self, answer: bytes) -> None:
+        if not self.transport.is_closing():
+            self.transport.write(answer)
+            self.transport.close()
 
 
 class _Request:
@@ -195,14 +254,15 @@ class _Request:
     def __init__(self) -> None:
         self.num_bytes = 0
         self.url = b""
-        self.body = bytearray()
+        self.authorization = b""
         self.is_complete = False
 
     def on_url(self, part: bytes) -> None:
         self.url += part
 
-    def on_body(self, part: bytes) -> None:
-        self.body += part
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if name.lower() == b"authorization":
+            self.authorization = value
 
     def on_message_complete(self) -> None:
         self.is_complete = True
@@ -213,9 +273,9 @@ def _error(status: http.HTTPStatus, message: str) -> bytes:
     return _response(status, msgspec.json.encode(body), "application/json")
 
 
-def _response(status: http.HTTPStatus, body: bytes, kind: str) -> bytes:
+def _response(status: http.HTTPStatus, body: bytes, kind: str, more: str = "") -> bytes:
     head = (
-        f"HTTP/1.1 {status.value} {status.phrase}\r\ncontent-type: {kind}\r\n"
+        f"HTTP/1.1 {status.value} {status.phrase}\r\ncontent-type: {kind}\r\n{more}"
         f"content-length: {len(body)}\r\nconnection: close\r\n\r\n"
     )
     return head.encode("ascii") + body

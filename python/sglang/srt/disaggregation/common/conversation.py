@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import threading
 import time
@@ -10,7 +9,6 @@ from dataclasses import dataclass
 from typing import Final, TypeVar
 
 import msgspec
-import zmq
 
 from sglang.srt.disaggregation.common.protocol import (
     ANSWERED_DECODER,
@@ -22,6 +20,8 @@ from sglang.srt.disaggregation.common.protocol import (
     Released,
     RoomNews,
 )
+from sglang.srt.disaggregation.control.control_link import ControlLink, Unwelcome
+from sglang.srt.disaggregation.control.deployment_secret import DeploymentSecret
 from sglang.srt.utils.bad_messages import MALFORMED
 
 logger = logging.getLogger(__name__)
@@ -79,12 +79,12 @@ class Patience:
 
 
 class Conversation:
-    """Questions to one prefill server, one at a time, over a socket of its own."""
+    """Questions to one prefill server, one at a time, over a connection of its own."""
 
     def __init__(
         self,
         endpoint: str,
-        context: zmq.Context[zmq.Socket[bytes]],
+        secret: DeploymentSecret | None,
         patience: Patience,
         cancelled: Cancellation,
     ) -> None:
@@ -96,16 +96,13 @@ class Conversation:
         """Time of the prefill server's last answer, or of the first question."""
         self._sent = 0.0
         self._instance_id: str | None = None
-        self._socket = context.socket(zmq.DEALER)
-        self._socket.setsockopt(zmq.LINGER, 1000)
-        self._socket.setsockopt(zmq.IPV6, int("[" in endpoint))
-        self._socket.connect(endpoint)
+        self._link = ControlLink(endpoint, secret)
 
     def __enter__(self) -> Conversation:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._socket.close()
+        self._link.close()
 
     def tell(self, question: Question) -> None:
         """Send a question once, without waiting for an answer."""
@@ -166,16 +163,18 @@ class Conversation:
             self._sent = now
 
     def _send(self, question: Question) -> None:
-        message = msgspec.msgpack.encode(Asked(self._number, question))
-        with contextlib.suppress(zmq.Again):  # Without a connection: the question is repeated.
-            self._socket.send(message, zmq.NOBLOCK)
+        self._link.send(msgspec.msgpack.encode(Asked(self._number, question)))
 
     def _receive(self, timeout: float) -> Answer | None:
         """The answer to the last question, after at most `timeout` seconds; None: none has come."""
-        if not self._socket.poll(round(timeout * 1000)):
+        try:
+            raw = self._link.receive(timeout)
+        except Unwelcome as error:
+            raise RoomFailed(f"the prefill server at {self._endpoint} {error}") from None
+        if raw is None:
             return None
         try:
-            message = ANSWERED_DECODER.decode(self._socket.recv())
+            message = ANSWERED_DECODER.decode(raw)
         except MALFORMED as error:
             logger.warning("a bad message of the prefill server at %s: %s", self._endpoint, error)
             return None

@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from typing import Final
 
 import msgspec
-import zmq
 
 from sglang.srt.disaggregation.common.conversation import (
     POLL_S,
@@ -43,6 +42,7 @@ from sglang.srt.disaggregation.common.protocol import (
 )
 from sglang.srt.disaggregation.common.sessions import Sessions
 from sglang.srt.disaggregation.common.staging import Staging, StagingBuffer, rounds
+from sglang.srt.disaggregation.control.deployment_secret import DeploymentSecret
 from sglang.srt.distributed.device_communicators.transfer_types import Block
 
 logger = logging.getLogger(__name__)
@@ -102,6 +102,7 @@ class RemotePrompt:
         sessions: Keeps the rank's session while reads may be in flight.
         on_failure: Called with the reason if the prompt cannot be received, maybe long before
             `has_ended`.
+        secret: See `ControlLink`.
         cancelled: When set, the prompt ends soon.
         fails_at: Step of STEPS that fails, for tests.
     """
@@ -120,7 +121,7 @@ class RemotePrompt:
         metadata: MetadataReader,
         sessions: Sessions,
         patience: Patience,
-        context: zmq.Context[zmq.Socket[bytes]],
+        secret: DeploymentSecret | None,
         cancelled: Cancellation,
         fails_at: str | None = None,
     ) -> None:
@@ -138,7 +139,7 @@ class RemotePrompt:
         self._session_id: str | None = None
         """The rank's session, which is kept."""
         self._patience = patience
-        self._context = context
+        self._secret = secret
         self._cancelled = cancelled
         self._fails_at = fails_at
         self._ended = threading.Event()
@@ -190,12 +191,12 @@ class RemotePrompt:
 
     def _receive(self) -> FirstToken:
         source = self._source
-        with Conversation(source.endpoint, self._context, self._patience, self._cancelled) as talk:
+        with Conversation(source.endpoint, self._secret, self._patience, self._cancelled) as talk:
             try:
                 return self._converse(talk)
             except Exception as error:
                 self._reads.abandon()
-                talk.tell(GiveUp(source.room, source.reader, str(error)))
+                talk.tell(GiveUp(source.room, source.reader, str(error)[:500]))
                 raise
 
     def _converse(self, talk: Conversation) -> FirstToken:

@@ -6,6 +6,7 @@ decode server confirms that it has read them, gives the room up, or asks no more
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import logging
 import threading
@@ -16,7 +17,6 @@ from dataclasses import dataclass, field
 from typing import Final
 
 import msgspec
-import zmq
 
 from sglang.srt.disaggregation.common.packing import Packer
 from sglang.srt.disaggregation.common.protocol import (
@@ -35,18 +35,27 @@ from sglang.srt.disaggregation.common.protocol import (
     Released,
     RoomNews,
 )
+from sglang.srt.disaggregation.control.control_listener import ControlListener, ControlPeer
+from sglang.srt.disaggregation.control.deployment_secret import DeploymentSecret
 from sglang.srt.utils.bad_messages import MALFORMED, BadMessages
+from sglang.srt.utils.network import listening_sockets
 
 logger = logging.getLogger(__name__)
 
 LONG_POLL_S: Final = 0.5
 """Seconds for which a question waits for news, fewer than the asker's patience."""
-_MAX_WAITING: Final = 65_536
-"""Most questions that wait for news at once."""
+MAX_QUESTIONS: Final = 32
+"""Most questions that are answered in a turn."""
+TURN_S: Final = 0.002
+"""Seconds of a turn after which more questions wait. They leave the interpreter to the scheduler
+meanwhile, however many there are."""
+_POLL_S: Final = 0.1
+"""Seconds within which a question is answered that has waited for `LONG_POLL_S`."""
+_BACKLOG: Final = 1024
 _MAX_UNWANTED: Final = 65_536
 """Most rooms that are remembered as given up before their requests came."""
-_LAST_WORDS_MS: Final = 1000
-"""Milliseconds for the last answers to leave."""
+_LAST_WORDS_S: Final = 1.0
+"""Seconds for the last answers to leave."""
 
 
 @dataclass(slots=True)
@@ -92,6 +101,7 @@ class RoomDesk:
         host: Address to listen on, at a free port.
         unwanted_s: Seconds for which a room given up before its request came is remembered.
         silent_s: Seconds without a question after which the decode server counts as gone.
+        secret: The secret that decode servers have to prove; None: all who connect are answered.
         packer: Packs pages for readers that ask for it; the desk starts and closes it.
     """
 
@@ -102,13 +112,15 @@ class RoomDesk:
         *,
         unwanted_s: float,
         silent_s: float,
+        secret: DeploymentSecret | None = None,
         packer: Packer | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Raises zmq.ZMQError if the host is not an address of this machine."""
+        """Raises ValueError if the host is not an address of this machine."""
         self._offer = offer
         self._unwanted_s = unwanted_s
         self._silent_s = silent_s
+        self._secret = secret
         self._packer = packer
         self._clock = clock
         self._rooms: dict[int, _Room] = {}
@@ -118,25 +130,26 @@ class RoomDesk:
         """Rooms that were first asked for since the scheduler last looked."""
         self._given_up: dict[int, str] = {}
         """Rooms that were given up since the scheduler last looked, with the reason."""
-        self._waiting: dict[bytes, _Waiting] = {}
+        self._waiting: dict[ControlPeer, _Waiting] = {}
+        """The last question of each decode server that has no answer yet."""
         self._lock = threading.Lock()
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._socket = self._context.socket(zmq.ROUTER)
-        self._socket.setsockopt(zmq.IPV6, int(":" in host))
-        self._socket.setsockopt(zmq.MAXMSGSIZE, 1 << 20)
-        bracketed = f"[{host}]" if ":" in host else host
-        port = self._socket.bind_to_random_port(f"tcp://{bracketed}")
-        self.port = port
-        self._news, self._news_in = self._wake_pair("news")
-        self._units, self._units_in = self._wake_pair("units")
-        self._closing = threading.Event()
+        # One port is told. Clients try all addresses of a name.
+        self._socket, *others = listening_sockets(host, 0, _BACKLOG)
+        for other in others:
+            other.close()
+        self.port = int(self._socket.getsockname()[1])
+        self._loop = asyncio.new_event_loop()
+        self._wakes = asyncio.Event()
+        """Set when there are questions or news."""
+        self._has_news = False
+        self._closing = False
         self._defect: Exception | None = None
         """Error that ended the thread."""
         self._bad = BadMessages(logger, "message of a decode server")
         self._thread = threading.Thread(target=self._serve, name="disagg-desk", daemon=True)
         self._thread.start()
         if packer is not None:
-            packer.start(lambda: _wake(self._units_in))
+            packer.start(self._wake)
 
     # -- the scheduler's side --------------------------------------------------------------------
 
@@ -148,14 +161,14 @@ class RoomDesk:
             self._rooms[room] = one = _Room()
             if room in self._unwanted:
                 self._give_up(room, one, self._unwanted.pop(room)[1])
-        _wake(self._news_in)
+        self._wake()
 
     def add_pages(self, room: int, pages: Sequence[int]) -> None:
         """Add the next computed pages of the prompt. They are not written to until the room
         ends."""
         with self._lock:
             self._rooms[room].pages += pages
-        _wake(self._news_in)
+        self._wake()
 
     def num_pages(self, room: int) -> int:
         """Number of the prompt's pages that were added."""
@@ -171,7 +184,7 @@ class RoomDesk:
         with self._lock:
             one = self._rooms[room]
             one.first_token, one.row, one.is_complete = first_token, row, True
-        _wake(self._news_in)
+        self._wake()
 
     def end(self, room: int, failure: str | None = None) -> None:
         """End the room; its pages may be overwritten from then on. Idempotent.
@@ -191,7 +204,7 @@ class RoomDesk:
                 one.pages, one.first_token, one.row = [], None, None
                 if self._packer is not None:
                     self._packer.end(room)
-        _wake(self._news_in)
+        self._wake()
 
     def forget(self, room: int) -> None:
         """Forget an ended room, about which no more questions are answered."""
@@ -237,79 +250,77 @@ class RoomDesk:
 
     def close(self) -> None:
         """Answer the waiting questions that have news, and end the thread. Idempotent."""
-        if not self._closing.is_set():
-            self._closing.set()
+        if not self._closing:
+            self._closing = True
             if self._packer is not None:
                 self._packer.close()
-            _wake(self._news_in)
+            self._has_news = False
+            self._wake()
             self._thread.join()
-            self._context.destroy(linger=_LAST_WORDS_MS)
+
+    def _wake(self) -> None:
+        """Let the thread look for news. Any thread."""
+        if not self._has_news:
+            self._has_news = True
+            with contextlib.suppress(RuntimeError):  # The thread has ended.
+                self._loop.call_soon_threadsafe(self._wakes.set)
 
     # -- the desk's side -------------------------------------------------------------------------
 
-    def _wake_pair(self, name: str) -> tuple[zmq.Socket[bytes], zmq.Socket[bytes]]:
-        """A socket that the thread polls, and one that one other thread writes to."""
-        inside, outside = self._context.socket(zmq.PAIR), self._context.socket(zmq.PAIR)
-        inside.bind(f"inproc://{name}")
-        outside.connect(f"inproc://{name}")
-        return inside, outside
-
     def _serve(self) -> None:
         try:
-            self._answer_all()
+            with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
+                runner.run(self._answer_all())
         except Exception as error:
             logger.exception("the thread that answers decode servers has failed")
             self._defect = error
 
-    def _answer_all(self) -> None:
-        poller = zmq.Poller()
-        poller.register(self._socket, zmq.POLLIN)
-        wakers = self._news, self._units
-        for waker in wakers:
-            poller.register(waker, zmq.POLLIN)
-        while not self._closing.is_set():
-            ready = dict(poller.poll(100))
-            for waker in wakers:
-                while waker in ready and self._take(waker) is not None:
-                    pass
-            if self._socket in ready:
-                while (frames := self._take(self._socket)) is not None:
-                    self._read(frames)
-            self._answer_waiting()
+    async def _answer_all(self) -> None:
+        listener = ControlListener(
+            [self._socket],
+            secret=self._secret,
+            silent_s=self._silent_s,
+            on_frames=self._wakes.set,
+        )
+        last_look = 0.0
+        while not self._closing:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_POLL_S):
+                    await self._wakes.wait()
+            self._wakes.clear()
+            for peer, raw in listener.take(MAX_QUESTIONS):
+                self._read(peer, raw)
+            if self._has_news or self._loop.time() >= last_look + _POLL_S:
+                self._has_news = False
+                last_look = self._loop.time()
+                self._answer_waiting()
+            if listener.has_frames:
+                await asyncio.sleep(TURN_S)
+                self._wakes.set()
         self._answer_waiting()
+        await listener.close(_LAST_WORDS_S)
 
-    @staticmethod
-    def _take(source: zmq.Socket[bytes]) -> list[bytes] | None:
-        try:
-            return source.recv_multipart(zmq.NOBLOCK)
-        except zmq.Again:
-            return None
-
-    def _read(self, frames: list[bytes]) -> None:
-        if len(frames) != 2:
-            return
-        sender, raw = frames
+    def _read(self, sender: ControlPeer, raw: bytes) -> None:
         try:
             asked = ASKED_DECODER.decode(raw)
         except MALFORMED as error:
             self._bad.add(error)
             return
         question = asked.question
-        if isinstance(question, Pack):
-            # The progress in the question counts even if the sender asks another one before the
-            # answer.
-            with self._lock:
-                self._packed_of(question, self._clock())
+        answer = self._answer(question)
+        if isinstance(answer, RoomNews) and answer.is_known and answer.failure is None:
+            sender.keep()
         if isinstance(question, Pack) or (isinstance(question, Ask) and question.may_wait):
-            self._keep_waiting(sender, asked.number, question)
-        else:
-            self._reply(sender, asked.number, self._answer(question))
+            assert isinstance(answer, RoomNews | Packed)
+            if not _is_worth_telling(answer, question):
+                self._keep_waiting(sender, asked.number, question)
+                return
+            self._waiting.pop(sender, None)
+        self._reply(sender, asked.number, answer)
 
-    def _keep_waiting(self, sender: bytes, number: int, question: Ask | Pack) -> None:
+    def _keep_waiting(self, sender: ControlPeer, number: int, question: Ask | Pack) -> None:
         """Keep a question for later; each asker's last one counts."""
         before = self._waiting.get(sender)
-        if before is None and len(self._waiting) >= _MAX_WAITING:
-            return  # It will be repeated.
         # A repeated question has waited since it first came.
         is_repeated = before is not None and before.number == number
         until = before.until if before is not None and is_repeated else self._clock() + LONG_POLL_S
@@ -359,7 +370,7 @@ class RoomDesk:
 
     def _answer_waiting(self) -> None:
         now = self._clock()
-        answers: list[tuple[bytes, int, RoomNews | Packed]] = []
+        answers: list[tuple[ControlPeer, int, RoomNews | Packed]] = []
         with self._lock:
             self._forget(now)
             for sender, waiting in self._waiting.items():
@@ -421,12 +432,10 @@ class RoomDesk:
         if self._packer is not None:
             self._packer.note_read(question.room, question.part, have_pages)
 
-    def _reply(self, sender: bytes, number: int, answer: Answer) -> None:
+    def _reply(self, sender: ControlPeer, number: int, answer: Answer) -> None:
+        # An answer that is lost will be asked for again.
         message = Answered(number, self._offer.instance_id, answer)
-        try:
-            self._socket.send_multipart([sender, msgspec.msgpack.encode(message)], zmq.NOBLOCK)
-        except zmq.ZMQError as error:
-            logger.debug("an answer was not sent: %s", error)  # It will be asked for again.
+        sender.send(msgspec.msgpack.encode(message))
 
 
 def _is_worth_telling(answer: RoomNews | Packed, question: Ask | Pack) -> bool:
@@ -438,8 +447,3 @@ def _is_worth_telling(answer: RoomNews | Packed, question: Ask | Pack) -> bool:
         return answer.first + len(answer.places) > max(question.known, question.done)
     assert isinstance(question, Ask)
     return bool(answer.pages) or (answer.is_complete and not question.has_token)
-
-
-def _wake(waker: zmq.Socket[bytes]) -> None:
-    with contextlib.suppress(zmq.Again):  # The thread has enough to wake up for.
-        waker.send(b"", zmq.NOBLOCK)

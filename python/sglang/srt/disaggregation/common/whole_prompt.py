@@ -15,9 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-import zmq
-
-from sglang.srt.disaggregation.common.bootstrap_client import BootstrapError
+from sglang.srt.disaggregation.common.bootstrap_client import BootstrapError, WrongSecret
 from sglang.srt.disaggregation.common.bootstrap_route import Route
 from sglang.srt.disaggregation.common.conversation import (
     ABORTED,
@@ -40,6 +38,7 @@ from sglang.srt.disaggregation.common.remote_prompt import (
 )
 from sglang.srt.disaggregation.common.sessions import Sessions
 from sglang.srt.disaggregation.common.staging import Staging
+from sglang.srt.disaggregation.control.deployment_secret import DeploymentSecret
 from sglang.srt.managers.messages.io_struct import Bootstrap
 
 logger = logging.getLogger(__name__)
@@ -63,6 +62,7 @@ class Means:
         link: See `RemotePrompt`.
         metadata: Reads first tokens.
         sessions: Sessions of all prefill servers.
+        secret: See `ControlLink`.
     """
 
     place: RankPlace
@@ -73,7 +73,7 @@ class Means:
     sessions: Sessions
     find_rank: FindRank
     patience: Patience
-    context: zmq.Context[zmq.Socket[bytes]]
+    secret: DeploymentSecret | None = None
     link: LinkCosts | None = None
 
 
@@ -226,7 +226,7 @@ class WholePrompt:
             sessions=means.sessions,
             link=means.link,
             patience=means.patience,
-            context=means.context,
+            secret=means.secret,
             cancelled=self._cancelled,
             fails_at=None if place else self._fails_at,
         )
@@ -253,14 +253,14 @@ def decline_room(
     *,
     find_rank: FindRank,
     patience: Patience,
-    context: zmq.Context[zmq.Socket[bytes]],
+    secret: DeploymentSecret | None,
 ) -> None:
     """Tell a prefill server, once, that its prompt will not be read. Runs in a thread of its own.
     Never raises: if the message is lost, the prefill server waits in vain until its time limit."""
     cancelled = Cancellation()
     try:
         endpoint = found(find_rank, meeting, 0, patience, cancelled).endpoint
-        with Conversation(endpoint, context, patience, cancelled) as talk:
+        with Conversation(endpoint, secret, patience, cancelled) as talk:
             talk.tell(GiveUp(meeting.room, uuid.uuid4().hex, reason))
     except RoomFailed as error:
         logger.warning("room %d could not be declined: %s", meeting.room, error)
@@ -281,7 +281,7 @@ def found(
         try:
             return find_rank(meeting.host, meeting.port, rank)
         except BootstrapError as error:
-            if time.monotonic() >= deadline:
+            if isinstance(error, WrongSecret) or time.monotonic() >= deadline:
                 raise RoomFailed(f"the prefill server is not found: {error}") from error
         if cancelled.wait(patience.repeat):
             raise RoomFailed(cancelled.why)

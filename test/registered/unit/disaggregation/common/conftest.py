@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 import pytest
-import zmq
 
 from sglang.srt.disaggregation.common.room_desk import RoomDesk
 from sglang.test.disaggregation.desk_rig import OFFER, SILENT_S, UNWANTED_S, Asker, Clock
@@ -25,9 +24,15 @@ def desk(clock: Clock) -> Iterator[RoomDesk]:
 
 @pytest.fixture
 def new_asker(desk: RoomDesk) -> Iterator[Callable[[], Asker]]:
-    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    yield lambda: Asker(context, desk.port)
-    context.destroy(linger=0)
+    made: list[Asker] = []
+
+    def new() -> Asker:
+        made.append(Asker(desk.port))
+        return made[-1]
+
+    yield new
+    for one in made:
+        one.link.close()
 
 
 @pytest.fixture

@@ -1,25 +1,32 @@
-"""The bootstrap server: who may register, who finds what, and clients that misbehave."""
+"""The bootstrap server: who finds what, who is refused, and clients that misbehave."""
 
 from __future__ import annotations
 
 import http.client
 import json
 import socket
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 
 import msgspec
 import pytest
 
 from sglang.srt.disaggregation.common import bootstrap_server
-from sglang.srt.disaggregation.common.bootstrap_client import find, register
-from sglang.srt.disaggregation.common.bootstrap_route import Route
+from sglang.srt.disaggregation.common.bootstrap_client import (
+    BootstrapError,
+    WrongSecret,
+    find,
+)
+from sglang.srt.disaggregation.common.bootstrap_route import OF_ANSWER, OF_QUESTION, Route
 from sglang.srt.disaggregation.common.bootstrap_server import (
     MAX_CONNECTIONS,
     MAX_REQUEST_BYTES,
+    PATIENCE_S,
     BootstrapServer,
 )
-from sglang.srt.utils.network import get_free_port, is_port_available, wait_until
+from sglang.srt.disaggregation.control.deployment_secret import DeploymentSecret
+from sglang.srt.utils.network import get_free_port, is_port_available
 from sglang.test.ci.ci_register import register_cpu_ci
 
 register_cpu_ci(est_time=5, suite="base-a-test-cpu")
@@ -34,25 +41,20 @@ JSON = msgspec.to_builtins(ROUTE)
 class Running:
     """A server on a port of its own."""
 
-    def __init__(self) -> None:
+    def __init__(self, secret: DeploymentSecret | None = None) -> None:
         self.port = get_free_port()
-        self.server = BootstrapServer(HOST, self.port)
+        self.server = BootstrapServer(HOST, self.port, secret)
 
-    def ask(self, method: str, path: str, body: bytes | None = None) -> tuple[int, bytes]:
+    def ask(
+        self, method: str, path: str, headers: Mapping[str, str] | None = None
+    ) -> tuple[int, bytes]:
         connection = http.client.HTTPConnection(HOST, self.port, timeout=20)
         try:
-            connection.request(method, path, body)
+            connection.request(method, path, headers=dict(headers or {}))
             response = connection.getresponse()
             return response.status, response.read()
         finally:
             connection.close()
-
-    def put(self, **changes: object) -> tuple[int, str]:
-        """The answer to a registration that is right but for `changes`; None leaves a field out."""
-        body = {**JSON, "token": self.server.token, **changes}
-        sent = {name: value for name, value in body.items() if value is not None}
-        status, answer = self.ask("PUT", "/route", json.dumps(sent).encode())
-        return status, answer.decode()
 
 
 @pytest.fixture
@@ -71,38 +73,15 @@ def test_a_rank_is_found_once_it_is_registered(running: Running) -> None:
     status, answer = running.ask("GET", "/route?rank=0")
     assert status == 404
     assert error_of(answer).startswith("rank 0 is not registered here: the server is still start")
-    register(HOST, running.port, running.server.token, ROUTE)
+    running.server.register(ROUTE)
     status, answer = running.ask("GET", "/route?rank=0")
-    assert (status, json.loads(answer)) == (200, JSON), "the token is not told"
+    assert (status, json.loads(answer)) == (200, JSON)
     assert running.ask("GET", "/route?rank=1")[0] == 404
     running.server.register(
         Route(rank=1, endpoint="tcp://10.0.0.1:6", instance_id="two", num_ranks=2, attn_tp_size=2)
     )
     assert find(HOST, running.port, 1, 20).endpoint == "tcp://10.0.0.1:6"
     assert find(HOST, running.port, 0, 20) == ROUTE
-
-
-@pytest.mark.parametrize(
-    ("changes", "status", "message"),
-    [
-        ({"token": "x" * 32}, 403, "token: only processes of this server register here"),
-        ({"token": "\u00e9"}, 403, "only processes of this server"),
-        ({"token": None}, 400, "missing required field `token`"),
-        ({"rank": -1}, 400, "$.rank"),
-        ({"rank": "0"}, 400, "Expected `int`"),
-        ({"endpoint": ""}, 400, "$.endpoint"),
-        ({"endpoint": "x" * 2000}, 400, "$.endpoint"),
-        ({"instance_id": None}, 400, "instance_id"),
-        ({"more": 1}, 400, "unknown field `more`"),
-    ],
-)
-def test_wrong_registrations_are_refused(
-    running: Running, changes: dict[str, object], status: int, message: str
-) -> None:
-    told, answer = running.put(**changes)
-    assert (told, message in answer) == (status, True), answer
-    assert running.ask("GET", "/route?rank=0")[0] == 404
-    assert running.put()[0] == 200
 
 
 @pytest.mark.parametrize(
@@ -117,7 +96,7 @@ def test_wrong_registrations_are_refused(
         ("GET", "/route?" + "&".join(f"a{i}" for i in range(500)), 400),
         ("POST", "/route", 405),
         ("PUT", "/health", 405),
-        ("PUT", "/route", 400),
+        ("PUT", "/route", 405),
         ("GET", "/generate", 404),
         ("GET", "/" + "x" * MAX_REQUEST_BYTES, 413),
     ],
@@ -180,19 +159,104 @@ def send_until_dropped(sock: socket.socket) -> None:
     raise AssertionError("a slow client was kept")
 
 
-def test_connections_are_bounded(running: Running) -> None:
+def test_idle_connections_make_room_for_a_question(running: Running) -> None:
+    """Else 300 of them would stop all new prompts."""
     with ExitStack() as stack:
-        for _ in range(MAX_CONNECTIONS):
+        idle = [
             stack.enter_context(socket.create_connection((HOST, running.port), timeout=20))
-        assert wait_until(lambda: not is_answered(running), 20)
-    assert wait_until(lambda: is_answered(running), 20), "they have left"
+            for _ in range(MAX_CONNECTIONS + 44)
+        ]
+        began = time.monotonic()
+        for _ in range(20):
+            assert running.ask("GET", "/health") == (200, b"OK")
+        assert time.monotonic() - began < PATIENCE_S / 2, "it does not wait for their end"
+        assert idle[0].recv(1) == b"", "the oldest one was closed"
+        assert len(running.server._open) <= MAX_CONNECTIONS
 
 
-def is_answered(running: Running) -> bool:
-    try:
-        return running.ask("GET", "/health") == (200, b"OK")
-    except (OSError, http.client.HTTPException):
-        return False
+# ---- the deployment's secret -------------------------------------------------------------------
+
+SECRET = DeploymentSecret("the secret of this deployment")
+OTHER = DeploymentSecret("the secret of another deployment")
+
+
+@pytest.fixture
+def secretive() -> Iterator[Running]:
+    one = Running(SECRET)
+    one.server.register(ROUTE)
+    yield one
+    one.server.close()
+
+
+def test_who_proves_the_secret_gets_a_route(secretive: Running) -> None:
+    assert find(HOST, secretive.port, 0, 20, SECRET) == ROUTE
+    assert secretive.ask("GET", "/health") == (200, b"OK")
+    with pytest.raises(BootstrapError, match="status 404: rank 1 is not"):
+        find(HOST, secretive.port, 1, 20, SECRET)
+
+
+@pytest.mark.parametrize(
+    ("theirs", "why"),
+    [
+        (OTHER, "has another secret than this prefill server"),
+        (None, "has no secret, and this prefill server has one"),
+    ],
+)
+def test_others_are_refused_and_both_sides_name_the_remedy(
+    secretive: Running,
+    theirs: DeploymentSecret | None,
+    why: str,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    line = f"{why}: give both servers the same --disaggregation-secret-file or SGLANG_DIS"
+    with pytest.raises(WrongSecret, match=line):
+        find(HOST, secretive.port, 0, 20, theirs)
+    (logged,) = [one.getMessage() for one in caplog.records if one.levelname == "WARNING"]
+    assert f"the decode server at {HOST} {line}" in logged
+
+
+def test_a_server_without_a_secret_refuses_one(running: Running) -> None:
+    running.server.register(ROUTE)
+    with pytest.raises(WrongSecret, match="has a secret, and this prefill server has none: give"):
+        find(HOST, running.port, 0, 20, SECRET)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        "",
+        "Bearer the secret of this deployment",
+        "Proof",
+        "Proof  ",
+        "Proof x y",
+        f"Proof {'00' * 32} {'00' * 32}",
+        f"Proof {'00' * 32} \u00e9",
+        f"Proof {'00' * 5000} 00",
+        f"Proof {'00' * 32} {SECRET.proof(OF_ANSWER, bytes(32), b'/route?rank=0').hex()}",
+        f"Proof {'00' * 32} {SECRET.proof(OF_QUESTION, bytes(32), b'/route?rank=1').hex()}",
+        f"Proof {'00' * 31} {SECRET.proof(OF_QUESTION, bytes(31), b'/route?rank=0').hex()}",
+    ],
+)
+def test_what_is_no_proof_is_refused(secretive: Running, given: str) -> None:
+    told, answer = secretive.ask("GET", "/route?rank=0", headers={"Authorization": given})
+    assert (told, b"endpoint" in answer) == (401, False)
+
+
+def test_a_proof_is_about_one_question_and_the_answer_about_its_nonce(secretive: Running) -> None:
+    mac = SECRET.proof(OF_QUESTION, bytes(32), b"/route?rank=0").hex()
+    headers = {"Authorization": f"Proof {'00' * 32} {mac}"}
+    connection = http.client.HTTPConnection(HOST, secretive.port, timeout=20)
+    connection.request("GET", "/route?rank=0", headers=headers)
+    response = connection.getresponse()
+    body = response.read()
+    assert (response.status, json.loads(body)) == (200, JSON)
+    given = bytes.fromhex(response.getheader("Proof", ""))
+    assert SECRET.is_proof(given, OF_ANSWER, bytes(32), body)
+    assert not SECRET.is_proof(given, OF_ANSWER, b"1" * 32, body)
+    connection.close()
+
+
+# ---- its port ----------------------------------------------------------------------------------
 
 
 def test_a_taken_port_is_refused_by_name(running: Running) -> None:

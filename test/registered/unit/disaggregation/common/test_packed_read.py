@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator, Sequence
 
 import msgspec
 import pytest
-import zmq
 
 from sglang.srt.disaggregation.common import conversation
 from sglang.srt.disaggregation.common.conversation import Patience
@@ -19,13 +18,13 @@ from sglang.srt.disaggregation.common.protocol import (
     Asked,
     Pack,
     Packed,
-    Question,
     Received,
 )
 from sglang.srt.disaggregation.common.staging import NUM_BUFFERS, StagingBuffer
 from sglang.srt.distributed.device_communicators.transfer_types import PeerUnreachable
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.disaggregation.control_proxy import ControlProxy
+from sglang.test.disaggregation.desk_rig import Asker
 from sglang.test.disaggregation.prompt_scene import PAGES, PATIENT, ROOM, TOKEN, Scene, until
 
 register_cpu_ci(est_time=5, suite="base-a-test-cpu")
@@ -179,27 +178,17 @@ def test_messages_that_are_lost_doubled_and_late(
 # ---- what the desk says ------------------------------------------------------------------------
 
 
-class Asker:
+class Packing(Asker):
     """A part that says what it likes."""
 
     def __init__(self, scene: Scene) -> None:
-        self._socket = scene.context.socket(zmq.DEALER)
-        self._socket.connect(scene.endpoint)
+        super().__init__(scene.desk.port)
         buffers = [pool.address for pool in scene.there.geometry.pools[0].buffers]
         self.pack = Pack(ROOM, "me", 0, 0, buffers, 0, len(THEIRS), UNIT)
 
-    def send(self, *questions: Question) -> None:
-        for number, question in enumerate(questions):
-            self._socket.send(msgspec.msgpack.encode(Asked(number, question)))
-
-    def ask(self, question: Question) -> object:
-        self.send(question)
-        assert self._socket.poll(10_000)
-        return msgspec.msgpack.decode(self._socket.recv(), type=Answered).answer
-
 
 def test_a_part_of_the_room_alone_may_ask(scene: Scene) -> None:
-    asker = Asker(scene)
+    asker = Packing(scene)
     why = "pages were to be packed of a room that is not being read"
     assert asker.ask(asker.pack) == Packed(ROOM, 0, failure=why)
     fill(scene)
@@ -220,11 +209,12 @@ def test_what_is_said_counts_though_the_next_question_comes_before_its_answer(
     scene: Scene,
 ) -> None:
     fill(scene)
-    asker = Asker(scene)
+    asker = Packing(scene)
     asker.ask(Ask(ROOM, "me", 0, may_wait=False))
     asker.ask(asker.pack)
     until(lambda: scene.units._num_made - len(scene.units._free) == WINDOW)
-    asker.send(msgspec.structs.replace(asker.pack, done=6), Ask(ROOM, "me", 0))
+    asker.send(msgspec.structs.replace(asker.pack, done=6))
+    asker.send(Ask(ROOM, "me", 0))
     assert_all_free(scene)
 
 
@@ -232,7 +222,7 @@ def test_a_desk_that_packs_nothing_says_so() -> None:
     scene = Scene()
     try:
         fill(scene)
-        asker = Asker(scene)
+        asker = Packing(scene)
         asker.ask(Ask(ROOM, "me", 0, may_wait=False))
         assert asker.ask(asker.pack) == Packed(ROOM, 0, failure="it packs no pages")
     finally:

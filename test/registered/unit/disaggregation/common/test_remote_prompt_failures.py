@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import socket
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import msgspec
 import pytest
-import zmq
 
 from sglang.srt.disaggregation.common.bootstrap_route import Route
 from sglang.srt.disaggregation.common.conversation import Patience, RoomFailed
@@ -27,6 +28,14 @@ from sglang.srt.disaggregation.common.protocol import (
 )
 from sglang.srt.disaggregation.common.remote_prompt import STEPS
 from sglang.srt.disaggregation.common.whole_prompt import FindRank, decline_room
+from sglang.srt.disaggregation.control.deployment_secret import NONCE_BYTES
+from sglang.srt.disaggregation.control.frames import (
+    MAX_QUESTION_BYTES,
+    VERSION,
+    FrameBuffer,
+    Greeting,
+    as_frame,
+)
 from sglang.srt.distributed.device_communicators.transfer_types import (
     BlockOutcome,
     PeerUnreachable,
@@ -136,16 +145,13 @@ def test_a_bootstrap_server_that_is_not_there(scene: Scene) -> None:
 
 
 class OddDesk:
-    """Answers as it is told. A thread."""
+    """Answers one connection after the other, as it is told. A thread."""
 
     def __init__(self, answer: Callable[[Asked], Sequence[Answered | bytes]]) -> None:
         self.heard: list[Question] = []
         self._answer = answer
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._socket = self._context.socket(zmq.ROUTER)
-        port = self._socket.bind_to_random_port("tcp://127.0.0.1")
-        self.endpoint = f"tcp://127.0.0.1:{port}"
-        self._closing = threading.Event()
+        self._socket = socket.create_server(("127.0.0.1", 0))
+        self.endpoint = f"tcp://127.0.0.1:{self._socket.getsockname()[1]}"
         self._thread = threading.Thread(target=self._serve, daemon=True)
         self._thread.start()
 
@@ -153,21 +159,32 @@ class OddDesk:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._closing.set()
+        self._socket.shutdown(socket.SHUT_RDWR)
         self._thread.join()
-        self._context.destroy(linger=0)
+        self._socket.close()
 
     def _serve(self) -> None:
-        while not self._closing.is_set():
-            if not self._socket.poll(20):
-                continue
-            sender, raw = self._socket.recv_multipart()
-            asked = msgspec.msgpack.decode(raw, type=Asked)
-            self.heard.append(asked.question)
-            for answer in self._answer(asked):
-                raw = answer if isinstance(answer, bytes) else msgspec.msgpack.encode(answer)
-                self._socket.send_multipart([sender, raw])
-        self._socket.close(linger=0)  # In its own thread: closed in another, its context hung once.
+        with contextlib.suppress(OSError):
+            while True:
+                peer, _ = self._socket.accept()
+                with peer:
+                    self._talk(peer)
+
+    def _talk(self, peer: socket.socket) -> None:
+        self._send(peer, Greeting(VERSION, bytes(NONCE_BYTES), wants_proof=False))
+        held = FrameBuffer(MAX_QUESTION_BYTES)
+        while part := peer.recv(4096):
+            held.add(part)
+            while held.has_frame():
+                asked = msgspec.msgpack.decode(held.take(), type=Asked)
+                self.heard.append(asked.question)
+                for answer in self._answer(asked):
+                    self._send(peer, answer)
+
+    @staticmethod
+    def _send(peer: socket.socket, message: object) -> None:
+        raw = message if isinstance(message, bytes) else msgspec.msgpack.encode(message)
+        peer.sendall(as_frame(raw))
 
 
 def answering(
@@ -270,7 +287,7 @@ def test_a_room_that_is_declined_ends_at_the_prefill_server(scene: Scene) -> Non
     meeting = Bootstrap("host", 1, ROOM)
 
     def decline(find: FindRank) -> None:
-        decline_room(meeting, "queue full", find_rank=find, patience=PATIENT, context=scene.context)
+        decline_room(meeting, "queue full", find_rank=find, patience=PATIENT, secret=None)
 
     def nowhere(host: str, port: int, rank: int) -> Route:
         raise RoomFailed("nowhere")

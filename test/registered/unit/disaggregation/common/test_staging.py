@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-import zmq
 
 from sglang.srt.disaggregation.common import staging
 from sglang.srt.disaggregation.common.bootstrap_route import Route
@@ -190,7 +189,6 @@ class Scene:
             sessions=Sessions(self.mover),
             find_rank=self._find,
             patience=PATIENT,
-            context=zmq.Context(),
         )
         self._readers = itertools.count()
 
@@ -229,7 +227,6 @@ class Scene:
         self.mover.release()
         for desk in self.desks:
             desk.close()
-        self.means.context.destroy(linger=0)
 
 
 @pytest.fixture

@@ -17,6 +17,7 @@ from sglang.srt.arg_groups.remote_weights import offers_weights, reads_weights, 
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.constrained.grammar_backend import create_grammar_backend
 from sglang.srt.disaggregation.common.link_costs import LINKS
+from sglang.srt.disaggregation.control.deployment_secret import DeploymentSecret
 from sglang.srt.disaggregation.halves import HalfServer, make_half_server
 from sglang.srt.distributed.device_communicators.mooncake_transfer_engine import (
     get_mooncake_transfer_engine,
@@ -394,6 +395,7 @@ def _make_half_server(
         runner.weight_source.identity(),
         engine,
         group=group,
+        secret=DeploymentSecret.of(server_args.disaggregation_secret),
         link=LINKS.get(engine.protocol),
         prepares_staging=True,
     )
