@@ -345,11 +345,12 @@ def test_one_connection_cannot_blind_the_others(echo: Echo, link_to: LinkTo) -> 
         assert wait_until(lambda: echo.taken.count(b"flood") > BURST, 20)
         link = link_to(echo)
         began, before = time.monotonic(), echo.taken.count(b"flood")
-        for number in range(100):
-            link.send(b"%d" % number)
-            assert link.receive(10) == b"%d" % number
-        took, floods = time.monotonic() - began, echo.taken.count(b"flood") - before
-        assert floods <= FRAMES_A_SECOND * (took + 0.1)
+        while (took := time.monotonic() - began) < 1.5:
+            link.send(b"a question")
+            assert link.receive(10) == b"a question"
+            time.sleep(0.002)
+        floods = echo.taken.count(b"flood") - before
+        assert floods <= FRAMES_A_SECOND * (took + 0.5)  # A late loop catches up.
     finally:
         flooding.clear()
         thread.join()
