@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import http
 import http.client
 import secrets
+import socket
+import threading
 from typing import Final
 from urllib.parse import urlencode
 
@@ -88,10 +91,17 @@ def _ask(
     host: str, port: int, path: str, headers: dict[str, str], timeout: float
 ) -> tuple[int, str, bytes]:
     """Status, proof and body of the answer to a GET, within `timeout` seconds."""
+    connection = http.client.HTTPConnection(host, port, timeout=timeout)
+    given_up = threading.Event()
+    sockets: list[socket.socket] = []
+    """The connection's socket, which the connection itself lets go of before the body is read."""
 
     def work() -> tuple[int, str, bytes]:
-        connection = http.client.HTTPConnection(host, port, timeout=timeout)
         try:
+            connection.connect()
+            sockets.append(connection.sock)
+            if given_up.is_set():
+                raise TimeoutError
             connection.request("GET", path, headers=headers)
             response = connection.getresponse()
             proof = response.getheader(PROOF_SCHEME, "")
@@ -102,7 +112,13 @@ def _ask(
     # The connection's own timeout is for each part of the answer; slow parts may come without end.
     expected = (OSError, http.client.HTTPException, ValueError)
     call = BackgroundCall("ask-bootstrap", work, expected=expected)
-    if not call.wait(timeout) or isinstance(call.error, TimeoutError):
+    has_ended = call.wait(timeout)
+    if not has_ended:
+        given_up.set()
+        for sock in sockets:
+            with contextlib.suppress(OSError):
+                sock.shutdown(socket.SHUT_RDWR)  # Ends the thread.
+    if not has_ended or isinstance(call.error, TimeoutError):
         raise _error(
             host, port, f"it has not answered for {timeout:g} s: it is stopped, or its host is away"
         )

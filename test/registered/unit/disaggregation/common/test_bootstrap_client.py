@@ -13,7 +13,7 @@ import pytest
 from sglang.srt.disaggregation.common.bootstrap_client import BootstrapError, find
 from sglang.srt.disaggregation.common.bootstrap_route import Route
 from sglang.srt.disaggregation.common.bootstrap_server import BootstrapServer
-from sglang.srt.utils.network import get_free_port
+from sglang.srt.utils.network import get_free_port, wait_until
 from sglang.test.ci.ci_register import register_cpu_ci
 
 register_cpu_ci(est_time=5, suite="base-a-test-cpu")
@@ -39,9 +39,16 @@ def answering(answer: bytes, *, more: bytes = b"") -> Iterator[int]:
 
         thread = threading.Thread(target=serve)
         thread.start()
-        yield int(listener.getsockname()[1])
-        left.set()
-        thread.join()
+        try:
+            yield int(listener.getsockname()[1])
+        finally:
+            left.set()
+            thread.join()
+
+
+def asking() -> list[threading.Thread]:
+    """Threads that wait for an answer."""
+    return [thread for thread in threading.enumerate() if thread.name == "ask-bootstrap"]
 
 
 def ok(body: bytes) -> bytes:
@@ -57,6 +64,10 @@ def ok(body: bytes) -> bytes:
         (
             ok(msgspec.json.encode(ROUTE)),
             "it was asked for rank 0 and answered for 3$",
+        ),
+        (
+            ok(msgspec.json.encode({**msgspec.to_builtins(ROUTE), "rank": 0, "num_ranks": 1025})),
+            "its answer is not understood .*<= 1024",
         ),
         (
             b'HTTP/1.1 500 No\r\ncontent-length: 29\r\n\r\n{"error":{"message":"a\\n b"}} ',
@@ -79,11 +90,16 @@ def test_an_answer_that_does_not_end_is_given_up() -> None:
         port = silent.getsockname()[1]
         with pytest.raises(BootstrapError, match=message):
             find(HOST, port, 0, 0.3)
-    with (
-        answering(b"HTTP/1.1 200 OK\r\n", more=b"x: y\r\n") as port,
-        pytest.raises(BootstrapError, match=message),
+    # Slowly in the head, in a body, and in a body after which the connection ends.
+    for head, more in (
+        (b"", b"x: y\r\n"),
+        (b"content-length: 30000\r\n\r\n", b"x"),
+        (b"connection: close\r\n\r\n", b"x"),
     ):
-        find(HOST, port, 0, 0.3)
+        with answering(b"HTTP/1.1 200 OK\r\n" + head, more=more) as port:
+            with pytest.raises(BootstrapError, match=message):
+                find(HOST, port, 0, 0.3)
+            assert wait_until(lambda: not asking(), 10), "the thread and its socket have ended"
 
 
 def test_no_server_is_said_with_its_address() -> None:
