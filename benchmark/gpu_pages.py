@@ -152,7 +152,7 @@ class Side:
         self.engine = MooncakeTransferEngine(LOOPBACK, ranks.rank)
         found = device_runtime(device).allocations_of(tensors)
         self.engine.batch_register(list(found), list(found.values()))
-        self.geometry = PoolGeometry.of([self.pool], "dummy")
+        self.geometry = PoolGeometry.of([self.pool], "dummy", torch.float32)
         self.staging: dict[int, Staging] = {}
         known = set(found)
         for unit in args.unit_mib:

@@ -69,7 +69,7 @@ def serve(tokens: int, pipe: Connection) -> None:
     for ranks, _ in CASES.values():
         for heads in ranks:
             pools.append(make_pool(*heads, tokens))
-            geometry = PoolGeometry.of(pools[-1:], "w")
+            geometry = PoolGeometry.of(pools[-1:], "w", torch.float32)
             engine.batch_register(geometry.addresses, num_bytes_of(pools[-1]))
             offers[heads] = geometry.offer("peer", engine.get_session_id())
     pipe.send(offers)
@@ -140,7 +140,7 @@ def main() -> None:
 
     for case, (ranks, own) in CASES.items():
         pool = make_pool(*own, args.tokens)
-        geometry = PoolGeometry.of([pool], "w")
+        geometry = PoolGeometry.of([pool], "w", torch.float32)
         engine.batch_register(geometry.addresses, num_bytes_of(pool))
         told = [offers[heads] for heads in ranks]
         parts = list(zip(geometry.portions(told, 0), map(reader, told), strict=True))

@@ -93,6 +93,7 @@ def make_half_server(
     host: str,
     pools: Sequence[BaseDevicePool],
     weights_identity: str,
+    dtype: torch.dtype,
     engine: Engine,
     find_rank: FindRank | None = None,
     group: RankGroup | None = None,
@@ -108,6 +109,7 @@ def make_half_server(
         mode: `prefill` or `decode`.
         host: Address that this server listens on.
         pools: Pools of the model.
+        dtype: Dtype in which the model computes.
         find_rank: Finds ranks of prefill servers for a decode server; None: asks their bootstrap
             servers.
         group: The ranks of this server; None: this rank alone.
@@ -122,7 +124,7 @@ def make_half_server(
         RuntimeError: The transport refuses the memory.
     """
     ranks = group or SingleRank()
-    geometry = PoolGeometry.of(pools, weights_identity)
+    geometry = PoolGeometry.of(pools, weights_identity, dtype)
     # Whole allocations, since over NVLink a peer on the same host can map nothing smaller.
     ranges = device_runtime(pools[0].device).allocations_of(geometry.tensors)
     assert all(

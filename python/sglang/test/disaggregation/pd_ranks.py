@@ -12,6 +12,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+import torch
+
 from sglang.srt.disaggregation.common.bootstrap_route import Route
 from sglang.srt.disaggregation.common.link_costs import UNIT_BYTES
 from sglang.srt.disaggregation.halves import DECODE, PREFILL, MakeHalf, make_half_server
@@ -81,7 +83,7 @@ class PdRanks:
 
     def _prefill_half(self, group: RankGroup, pools: Sequence[BaseDevicePool]) -> MakeHalf:
         server = make_half_server(
-            PREFILL, LOOPBACK, pools, "w", LocalMover(), group=group, **self._packing
+            PREFILL, LOOPBACK, pools, "w", torch.float32, LocalMover(), group=group, **self._packing
         )
         if group.rank == 0:
             self.routes = server.routes
@@ -90,7 +92,7 @@ class PdRanks:
     def _decode_half(self, group: RankGroup, pools: Sequence[BaseDevicePool]) -> MakeHalf:
         mover = self.movers[group.rank]
         return make_half_server(
-            DECODE, LOOPBACK, pools, "w", mover, self._find, group, **self._packing
+            DECODE, LOOPBACK, pools, "w", torch.float32, mover, self._find, group, **self._packing
         ).make
 
     def _find(self, host: str, port: int, rank: int) -> Route:

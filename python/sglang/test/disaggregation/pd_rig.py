@@ -14,6 +14,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, ClassVar, Protocol
 
+import torch
+
 from sglang.srt.disaggregation.common.bootstrap_route import Route
 from sglang.srt.disaggregation.common.link_costs import UNIT_BYTES, LinkCosts
 from sglang.srt.disaggregation.common.whole_prompt import FindRank
@@ -231,6 +233,7 @@ class HalfRig(SchedulerRig):
                 LOOPBACK,
                 pools,
                 identity,
+                torch.float32,
                 self.engine,
                 find_rank,
                 group,

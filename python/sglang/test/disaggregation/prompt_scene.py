@@ -44,7 +44,7 @@ class Place:
         for number, buffer in enumerate(buffer for part in self.pool.parts for buffer in part):
             slots = torch.arange(len(buffer)).reshape(-1, 1, 1)
             buffer.copy_((value + number + slots * 0.01) * torch.ones(1, 1, 2))
-        self.geometry = PoolGeometry.of([self.pool], "w")
+        self.geometry = PoolGeometry.of([self.pool], "w", torch.float32)
 
     def page(self, page: int) -> torch.Tensor:
         """Content of a page in all buffers: `[buffers, page size, 2]`."""

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
+import torch
 
 from sglang.srt.constants import BUILTIN_MODEL_DIR
 from sglang.srt.disaggregation.common import conversation
@@ -310,7 +311,13 @@ def test_a_host_that_is_not_this_machines_is_refused(mover: LocalMover) -> None:
     why = r"--host 192\.0\.2\.1: for decode servers: cannot listen"
     with make_pair(mover) as pair, pytest.raises(ValueError, match=why):
         make_half_server(
-            "prefill", "192.0.2.1", pair.prefill.pools, "w", mover, lambda *_: one_rank("")
+            "prefill",
+            "192.0.2.1",
+            pair.prefill.pools,
+            "w",
+            torch.float32,
+            mover,
+            lambda *_: one_rank(""),
         )
 
 
@@ -333,10 +340,14 @@ class Registering(LocalMover):
 def test_memory_that_is_registered_with_weights_is_not_registered_again() -> None:
     """On a GPU a small pool can lie in an allocation that has weights for other servers too."""
     pool = Place(0).pool
-    whole = device_runtime("cpu").allocations_of(PoolGeometry.of([pool], "w").tensors)
+    whole = device_runtime("cpu").allocations_of(
+        PoolGeometry.of([pool], "w", torch.float32).tensors
+    )
     first = next(iter(whole.items()))
     engine = Registering(dict([first]))
-    make_half_server("decode", LOOPBACK, [pool], "w", engine, lambda *_: one_rank(""))
+    make_half_server(
+        "decode", LOOPBACK, [pool], "w", torch.float32, engine, lambda *_: one_rank("")
+    )
     assert len(whole) > 1 and engine.known == whole
 
 
@@ -355,7 +366,9 @@ def test_bounds_are_positive(
 ) -> None:
     monkeypatch.setenv(f"SGLANG_DISAGGREGATION_{name}", "0")
     with pytest.raises(ValueError, match=f"SGLANG_DISAGGREGATION_{name}=0: it must be at least 1"):
-        make_half_server(mode, LOOPBACK, [Place(0).pool], "w", mover, lambda *_: one_rank(""))
+        make_half_server(
+            mode, LOOPBACK, [Place(0).pool], "w", torch.float32, mover, lambda *_: one_rank("")
+        )
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
+import torch
 
 from sglang.srt.constants import BUILTIN_MODEL_DIR
 from sglang.srt.disaggregation import halves
@@ -222,7 +223,9 @@ def test_memory_that_the_transport_refuses_ends_the_start(
     with pytest.raises(
         RuntimeError, match=r"metadata in memory of cpu: .*set SGLANG_MOONCAKE_SEND_AUX_TCP=1"
     ):
-        make_half_server(mode, LOOPBACK, [Place(0).pool], "w", mover, lambda *_: one_rank(""))
+        make_half_server(
+            mode, LOOPBACK, [Place(0).pool], "w", torch.float32, mover, lambda *_: one_rank("")
+        )
 
 
 def test_memory_that_is_registered_already(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -231,7 +234,9 @@ def test_memory_that_is_registered_already(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(mover, "is_registered", lambda ptr, length: True)
     asked: list[Sequence[int]] = []
     monkeypatch.setattr(mover, "batch_register", lambda ptrs, lengths: asked.append(ptrs))
-    make_half_server(DECODE, LOOPBACK, [Place(0).pool], "w", mover, lambda *_: one_rank(""))
+    make_half_server(
+        DECODE, LOOPBACK, [Place(0).pool], "w", torch.float32, mover, lambda *_: one_rank("")
+    )
     assert not asked
 
 

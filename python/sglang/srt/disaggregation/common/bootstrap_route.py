@@ -17,7 +17,9 @@ OF_QUESTION: Final = "question to a bootstrap server"
 """Purpose of a proof about nonce and target of the request."""
 OF_ANSWER: Final = "answer of a bootstrap server"
 """Purpose of a proof about the question's nonce and the body of the answer."""
-MAX_RANK: Final = 65_535
+MAX_RANKS: Final = 1024
+"""Most ranks of a server."""
+MAX_RANK: Final = MAX_RANKS - 1
 
 Rank: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=MAX_RANK)]
 Text: TypeAlias = Annotated[str, msgspec.Meta(min_length=1, max_length=1024)]
@@ -31,9 +33,9 @@ class Route(msgspec.Struct, frozen=True, kw_only=True):
     """Address in ZMQ's form: `tcp://HOST:PORT`."""
     instance_id: Text
     """Id drawn at the server's start: a different id at the same address is another server."""
-    num_ranks: Annotated[int, msgspec.Meta(ge=1, le=MAX_RANK + 1)]
+    num_ranks: Annotated[int, msgspec.Meta(ge=1, le=MAX_RANKS)]
     """Number of ranks of the server."""
-    attn_tp_size: Annotated[int, msgspec.Meta(ge=1, le=MAX_RANK + 1)]
+    attn_tp_size: Annotated[int, msgspec.Meta(ge=1, le=MAX_RANKS)]
     """Number of ranks over which the heads of attention are split; see `RankGroup`."""
 
 

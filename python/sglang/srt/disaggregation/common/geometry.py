@@ -48,18 +48,30 @@ class PoolGeometry:
         pools: The pools, in the same order on servers of the same model.
         facts: Everything that determines the bytes of a head, for errors.
         tensors: Tensors of the pools; of paged pools one for each buffer, `[slots, ...]`.
+        num_heads: Heads of the whole model in each pool.
     """
 
     pools: tuple[PoolOffer, ...]
     facts: dict[str, str]
     tensors: tuple[torch.Tensor, ...]
+    num_heads: tuple[int, ...]
 
     @classmethod
-    def of(cls, pools: Sequence[BaseDevicePool], weights_identity: str) -> PoolGeometry:
-        """The geometry of a model's pools. Requests own slots of one pool, and maybe a state."""
+    def of(
+        cls, pools: Sequence[BaseDevicePool], weights_identity: str, dtype: torch.dtype
+    ) -> PoolGeometry:
+        """The geometry of a model's pools. Requests own slots of one pool, and maybe a state.
+
+        Args:
+            dtype: Dtype in which the model computes; its pools may have another one.
+        """
         offers: list[PoolOffer] = []
         tensors: list[torch.Tensor] = []
-        facts = {"weights": weights_identity, "page size": str(pools[0].page_size)}
+        facts = {
+            "weights": weights_identity,
+            "dtype": str(dtype),
+            "page size": str(pools[0].page_size),
+        }
         for pool in pools:
             spec, share = pool.spec, pool.spec.share
             addresses, _, page_bytes = pool.get_contiguous_buf_infos()
@@ -77,7 +89,8 @@ class PoolGeometry:
             facts[f"pool {spec.name}"] = _shapes(spec, num_heads, pool.dtype)
             facts[f"layers of pool {spec.name}"] = str(list(spec.layers))
             facts[f"heads of pool {spec.name}"] = str(share.total)
-        return cls(tuple(offers), facts, tuple(tensors))
+        heads = tuple(pool.spec.share.total for pool in pools)
+        return cls(tuple(offers), facts, tuple(tensors), heads)
 
     @property
     def addresses(self) -> list[int]:
@@ -143,6 +156,15 @@ class PoolGeometry:
             if offer.layout_facts.get(name) != self.facts.get(name)
         ]
         return "its pages differ: " + "; ".join(unlike)
+
+    def why_not_split(self, num_ranks: int) -> str | None:
+        """Reason why no server of this model splits its heads over `num_ranks` ranks, or None."""
+        for pool, total in zip(self.pools, self.num_heads, strict=True):
+            if total % num_ranks and num_ranks % total:
+                return (
+                    f"the {total} heads of pool {pool.name} cannot be split over {num_ranks} ranks"
+                )
+        return None
 
     def portions(self, offers: Sequence[Offer], draw: int) -> list[Portion]:
         """Portions to read of each rank of a prefill server, so that every head is read once.

@@ -9,6 +9,10 @@ that each prefill rank knows its readers, and when all of them have read.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Final
+
+MAX_SOURCES: Final = 64
+"""Most ranks that a rank reads from: each costs a thread and a connection a prompt."""
 
 
 @dataclass(frozen=True, slots=True)

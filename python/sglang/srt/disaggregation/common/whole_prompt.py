@@ -29,7 +29,7 @@ from sglang.srt.disaggregation.common.link_costs import LinkCosts
 from sglang.srt.disaggregation.common.metadata_reader import CONTROL, TRANSPORT, MetadataReader
 from sglang.srt.disaggregation.common.page_reads import Mover
 from sglang.srt.disaggregation.common.protocol import FirstToken, GiveUp, Offer
-from sglang.srt.disaggregation.common.rank_map import RankPlace
+from sglang.srt.disaggregation.common.rank_map import MAX_SOURCES, RankPlace
 from sglang.srt.disaggregation.common.remote_prompt import (
     OwnSlots,
     RemotePrompt,
@@ -194,9 +194,8 @@ class WholePrompt:
     def _make_parts(self) -> list[RemotePrompt]:
         means, meeting = self._means, self._meeting
         first = found(means.find_rank, meeting, 0, means.patience, self._cancelled)
-        prefill = RankPlace(0, first.num_ranks, first.attn_tp_size)
         parts = []
-        for place, rank in enumerate(means.place.sources(prefill)):
+        for place, rank in enumerate(sources_of(first, means, _where(meeting))):
             route = first
             if rank.rank:
                 route = found(means.find_rank, meeting, rank.rank, means.patience, self._cancelled)
@@ -245,6 +244,28 @@ class WholePrompt:
             return self._means.geometry.portions(offers, self._meeting.room)[place]
         except CannotServe as error:
             raise cannot_serve(_where(self._meeting), str(error)) from None
+
+
+def sources_of(route: Route, means: Means, where: str) -> list[RankPlace]:
+    """The ranks of a prefill server that this rank reads from.
+
+    Args:
+        route: Route of its rank 0.
+        where: Name of the server, for errors.
+
+    Raises:
+        RoomFailed: No such server of this model can be, or the ranks are too many.
+    """
+    num_ranks, attn_tp_size = route.num_ranks, route.attn_tp_size
+    why = means.geometry.why_not_split(attn_tp_size)
+    if num_ranks % attn_tp_size:
+        why = f"its {num_ranks} ranks are no multiple of the {attn_tp_size} that split heads"
+    if why is None:
+        sources = means.place.sources(RankPlace(0, num_ranks, attn_tp_size))
+        if len(sources) <= MAX_SOURCES:
+            return sources
+        why = f"this rank would read from {len(sources)} of its ranks, at most {MAX_SOURCES} can be"
+    raise cannot_serve(where, why)
 
 
 def decline_room(

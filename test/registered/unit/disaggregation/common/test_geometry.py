@@ -43,8 +43,10 @@ def make_pool(page_size: int = 4, **changes: Any) -> MHATokenToKVPool:
     return MHATokenToKVPool(page_size=page_size, device="cpu", **args)
 
 
-def geometry_of(*pools: Any, weights: str = "w") -> PoolGeometry:
-    return PoolGeometry.of(pools, weights)
+def geometry_of(
+    *pools: Any, weights: str = "w", dtype: torch.dtype = torch.float32
+) -> PoolGeometry:
+    return PoolGeometry.of(pools, weights, dtype)
 
 
 def offer_of(geometry: PoolGeometry, **changes: Any) -> Offer:
@@ -95,6 +97,17 @@ def test_blocks_move_what_copies_page_by_page_do(theirs: list[int], own: list[in
             assert torch.equal(a, b)
 
 
+@pytest.mark.parametrize(
+    ("heads", "num_ranks", "can_be"),
+    [(2, 1, True), (2, 2, True), (2, 4, True), (2, 3, False), (8, 6, False), (1, 7, True)],
+)
+def test_heads_are_split_evenly_or_kept_whole(heads: int, num_ranks: int, can_be: bool) -> None:
+    why = geometry_of(make_pool(head_num=heads)).why_not_split(num_ranks)
+    assert (why is None) is can_be
+    if why is not None:
+        assert why == f"the {heads} heads of pool kv cannot be split over {num_ranks} ranks"
+
+
 def test_servers_of_one_layout_fit_whatever_their_size() -> None:
     here, there = geometry_of(make_pool()), geometry_of(make_pool(size=400))
     assert here.why_not(offer_of(there)) is None
@@ -105,6 +118,7 @@ def test_servers_of_one_layout_fit_whatever_their_size() -> None:
     ("changes", "named"),
     [
         ({"page_size": 2}, "page size 2 there, 4 here"),
+        ({"computes": torch.bfloat16}, "dtype torch.bfloat16 there, torch.float32 here"),
         ({"dtype": torch.float16}, "torch.float16 there"),
         ({"dtype": torch.bfloat16}, "torch.bfloat16 there"),
         ({"head_num": 1}, "pool kv"),
@@ -115,8 +129,8 @@ def test_servers_of_one_layout_fit_whatever_their_size() -> None:
     ],
 )
 def test_each_difference_is_named(changes: dict[str, Any], named: str) -> None:
-    weights = changes.pop("weights", "w")
-    there = geometry_of(make_pool(**changes), weights=weights)
+    weights, computes = changes.pop("weights", "w"), changes.pop("computes", torch.float32)
+    there = geometry_of(make_pool(**changes), weights=weights, dtype=computes)
     why = geometry_of(make_pool()).why_not(offer_of(there))
     assert why is not None and named in why
     assert why.startswith("its pages differ: ")
@@ -191,7 +205,7 @@ class Rank:
         self.states = MambaPool(spec, 6, "cpu")
         if is_filled:
             self._fill(kv, states, keys)
-        self.geometry = PoolGeometry.of([self.kv, self.states], "w")
+        self.geometry = PoolGeometry.of([self.kv, self.states], "w", torch.float32)
 
     def _fill(self, kv: RankShare, states: RankShare, keys: int) -> None:
         for part, buffers in enumerate(self.kv.parts):

@@ -46,6 +46,7 @@ from sglang.srt.managers.messages.io_struct import Bootstrap
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.disaggregation.pd_rig import LocalMover, one_rank
 from sglang.test.disaggregation.prompt_scene import PATIENT, ROOM, TOKEN, Scene, until
+from sglang.test.servers.scarce_threads import no_threads
 
 register_cpu_ci(est_time=5, suite="base-a-test-cpu")
 
@@ -139,6 +140,36 @@ def test_a_bootstrap_server_that_is_not_there(scene: Scene) -> None:
         raise RoomFailed(f"nothing listens at {host}:{port}")
 
     assert scene.failure(scene.begin([9], find_rank=find)) == "nothing listens at host:1"
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "attn_tp_size", "why"),
+    [
+        (1024, 1024, "this rank would read from 1024 of its ranks, at most 64 can be"),
+        (65, 1, "this rank would read from 65 of its ranks, at most 64 can be"),
+        (3, 2, "its 3 ranks are no multiple of the 2 that split heads"),
+        (1, 2, "its 1 ranks are no multiple of the 2 that split heads"),
+    ],
+)
+def test_ranks_that_cannot_be_are_refused_before_any_is_contacted(
+    scene: Scene, num_ranks: int, attn_tp_size: int, why: str
+) -> None:
+    asked: list[int] = []
+
+    def find(host: str, port: int, rank: int) -> Route:
+        asked.append(rank)
+        return Route(
+            rank=rank,
+            endpoint=scene.endpoint,
+            instance_id="instance",
+            num_ranks=num_ranks,
+            attn_tp_size=attn_tp_size,
+        )
+
+    with no_threads("disagg-part"):
+        failure = scene.failure(scene.begin([9], find_rank=find))
+    assert failure == f"the prefill server at host:1 cannot serve this one: {why}"
+    assert asked == [0]
 
 
 # ---- desks that answer wrongly -----------------------------------------------------------------

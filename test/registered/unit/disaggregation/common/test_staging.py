@@ -145,7 +145,9 @@ def test_heads_of_any_size_are_copied(dtype: torch.dtype, dim: int) -> None:
 
 
 def test_a_page_that_no_buffer_holds_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    here, there = (PoolGeometry.of([pool_of(*heads)], "w") for heads in ((0, 1), (0, 2)))
+    here, there = (
+        PoolGeometry.of([pool_of(*heads)], "w", torch.float32) for heads in ((0, 1), (0, 2))
+    )
     offers = [there.offer("i", "s")]
     monkeypatch.setattr("sglang.srt.disaggregation.common.geometry.STAGING_BYTES", 31)
     with pytest.raises(CannotServe, match="a page of pool kv has 32 bytes of a layer there, which"):
@@ -177,9 +179,11 @@ class Scene:
         self.mover = LocalMover()
         self.desks = []
         for number, pool in enumerate(self.theirs):
-            offer = PoolGeometry.of([pool], "w").offer(f"rank {number}", "this process")
+            offer = PoolGeometry.of([pool], "w", torch.float32).offer(
+                f"rank {number}", "this process"
+            )
             self.desks.append(RoomDesk(offer, "127.0.0.1", unwanted_s=300, silent_s=300))
-        geometry = PoolGeometry.of([self.own], "w")
+        geometry = PoolGeometry.of([self.own], "w", torch.float32)
         self.means = Means(
             place=RankPlace(),
             geometry=geometry,
@@ -286,7 +290,7 @@ def test_a_part_without_a_thread_ends_the_prompt_and_leaves_no_slot(scene: Scene
 def test_a_rank_that_does_not_fit_ends_all_parts(scene: Scene) -> None:
     """Both ranks say that they have the first head."""
     scene.desks[1].close()
-    offer = PoolGeometry.of([scene.theirs[0]], "w").offer("rank 1", "this process")
+    offer = PoolGeometry.of([scene.theirs[0]], "w", torch.float32).offer("rank 1", "this process")
     scene.desks[1] = RoomDesk(offer, "127.0.0.1", unwanted_s=300, silent_s=300)
     prompt = scene.begin([3, 5])
     until(lambda: prompt.has_ended)

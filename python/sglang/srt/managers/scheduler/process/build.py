@@ -393,6 +393,7 @@ def _make_half_server(
         server_args.host,
         list(runner.pools.values()),
         runner.weight_source.identity(),
+        runner.model_config.dtype,
         engine,
         group=group,
         secret=DeploymentSecret.of(server_args.disaggregation_secret),
