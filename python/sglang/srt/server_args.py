@@ -277,6 +277,12 @@ class ServerArgs:
     disaggregation_allow_no_secret: bool = flag(
         False, "Serve without that secret although --host is reachable by other machines."
     )
+    disaggregation_prefill_hosts: str | None = flag(
+        None,
+        "Prefill servers that requests to a decode server may name, as bootstrap_host: HOST, "
+        "HOST:PORT or networks such as 10.0.0.0/16, separated by commas; absent: this machine "
+        "alone (loopback and --host).",
+    )
     disaggregation_decode_enable_radix_cache: bool = flag(
         False,
         "Implied: a decode server reads only what its own prefix cache lacks, unless "

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Final
 from sglang.srt.arg_groups.api_keys import resolve_key
 from sglang.srt.arg_groups.checks import refuse_ignored
 from sglang.srt.arg_groups.cli import flag_name
+from sglang.srt.arg_groups.prefill_hosts import PrefillHosts
 from sglang.srt.environ import envs
 from sglang.srt.utils.network import is_loopback
 
@@ -56,6 +57,7 @@ def check_disaggregation(args: ServerArgs) -> None:
     if mode != PREFILL:
         refuse_ignored(args, "disaggregation_bootstrap_port", where)
     if mode != DECODE:
+        refuse_ignored(args, "disaggregation_prefill_hosts", where)
         refuse_ignored(args, _RADIX, where)
         refuse_ignored(args, _OFFLOAD, where)
     if not 1 <= port <= 65535:
@@ -69,6 +71,7 @@ def check_disaggregation(args: ServerArgs) -> None:
         return
     _check_secret(args)
     if mode == DECODE:
+        prefill_hosts(args)
         _check_caches_of_decode(args, where)
     if mode == DECODE and args.attn_cp_size > 1:
         raise ValueError(
@@ -100,6 +103,17 @@ def _check_secret(args: ServerArgs) -> None:
             f"SGLANG_DISAGGREGATION_SECRET, or {_ALLOW_NO_SECRET} if only these servers can reach "
             "each other"
         )
+
+
+def prefill_hosts(args: ServerArgs) -> PrefillHosts | None:
+    """The prefill servers that requests may name; None: this is no decode server.
+
+    Raises:
+        ValueError: One of them is no host; names the flag.
+    """
+    if args.disaggregation_mode != DECODE:
+        return None
+    return PrefillHosts.parse(args.disaggregation_prefill_hosts, args.host)
 
 
 def _check_caches_of_decode(args: ServerArgs, where: str) -> None:

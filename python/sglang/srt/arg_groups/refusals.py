@@ -80,7 +80,7 @@ _REFUSED: Final[tuple[tuple[str, str, tuple[str, ...]], ...]] = (
     (NOT_YET, "excluding reasoning from the cache", ("strip_thinking_cache",)),
     (NOT_YET, "prefill and decode on different servers beyond --disaggregation-mode and its ports",
         ("disaggregation_decode_tp", "disaggregation_decode_dp",
-        "disaggregation_decode_polling_interval", "disaggregation_prefill_*",
+        "disaggregation_decode_polling_interval", "disaggregation_prefill_pp",
         "num_reserved_decode_tokens")),
     (NEVER, "servers that announce themselves to a router (name them to sglang_router with "
         "--prefill and --decode)", ("pdlb_url",)),

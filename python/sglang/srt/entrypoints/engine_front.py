@@ -7,7 +7,7 @@ import logging
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
-from sglang.srt.arg_groups.disaggregation import PREFILL
+from sglang.srt.arg_groups.disaggregation import PREFILL, prefill_hosts
 from sglang.srt.disaggregation.common.bootstrap_route import Route
 from sglang.srt.disaggregation.common.bootstrap_server import BootstrapServer
 from sglang.srt.disaggregation.control.deployment_secret import DeploymentSecret
@@ -110,6 +110,7 @@ class EngineFront:
                 max_input_len=int(details["max_req_input_len"]),
                 max_queued_requests=args.max_queued_requests,
                 disaggregation_mode=args.disaggregation_mode,
+                prefill_hosts=prefill_hosts(args),
             ),
             metrics=ServerMetrics() if args.enable_metrics else None,
             log_requests=args.log_requests,

@@ -127,6 +127,33 @@ def is_loopback(host: str) -> bool:
         return False
 
 
+def canonical_host(host: str) -> str:
+    """One spelling of a name or an address: small letters, without brackets or a dot at the end;
+    addresses as short as they can be, and IPv4 addresses without their mapping to IPv6. Resolves no
+    names."""
+    plain = host.removeprefix("[").removesuffix("]").lower()
+    try:
+        address = ipaddress.ip_address(plain)
+    except ValueError:
+        return plain.removesuffix(".")
+    if isinstance(address, ipaddress.IPv6Address) and address.ipv4_mapped is not None:
+        address = address.ipv4_mapped
+    return address.compressed
+
+
+def own_addresses(listen_host: str) -> list[str]:
+    """Addresses of this machine at which a server that listens on `listen_host` is reached: that
+    itself, or for "all addresses" those of all interfaces."""
+    if listen_host not in ("0.0.0.0", "::"):
+        return [listen_host]
+    return [
+        one.address
+        for addresses in psutil.net_if_addrs().values()
+        for one in addresses
+        if one.family in (socket.AF_INET, socket.AF_INET6)
+    ]
+
+
 def address_for_peers(listen_host: str) -> str:
     """Where other hosts reach a process whose server listens on `listen_host`.
 

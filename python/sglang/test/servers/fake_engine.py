@@ -17,7 +17,8 @@ import zmq
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from sglang.srt.arg_groups.disaggregation import WHOLE
+from sglang.srt.arg_groups.disaggregation import WHOLE, prefill_hosts
+from sglang.srt.arg_groups.prefill_hosts import PrefillHosts
 from sglang.srt.entrypoints.engine_front import EngineFront
 from sglang.srt.entrypoints.engine_processes import EngineProcesses
 from sglang.srt.entrypoints.http.server_context import ServerContext
@@ -231,6 +232,7 @@ class FakeEngine:
         metrics: ServerMetrics | None = None,
         disaggregation_mode: str = WHOLE,
         max_queued_requests: int = 4096,
+        hosts: PrefillHosts | None = None,
     ) -> TokenizerManager:
         """A manager that uses this engine. At most one at a time."""
         limits = RequestLimits(
@@ -239,6 +241,7 @@ class FakeEngine:
             max_input_len=CONTEXT_LEN - 1,
             max_queued_requests=max_queued_requests,
             disaggregation_mode=disaggregation_mode,
+            prefill_hosts=hosts,
         )
         return TokenizerManager(
             ipc=self.ipc, tokenizer=self.tokenizer, limits=limits, metrics=metrics
@@ -322,7 +325,10 @@ def front_server(**args: Any) -> Iterator[FrontServer]:
         context = ServerContext(
             args=server_args,
             manager=engine.manager(
-                metrics, server_args.disaggregation_mode, server_args.max_queued_requests
+                metrics,
+                server_args.disaggregation_mode,
+                server_args.max_queued_requests,
+                prefill_hosts(server_args),
             ),
             chat_template=ChatTemplate(engine.tokenizer, server_args.chat_template),
             ready_details={"max_req_input_len": CONTEXT_LEN - 1},

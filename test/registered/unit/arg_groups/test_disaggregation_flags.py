@@ -14,6 +14,7 @@ PORT = "--disaggregation-bootstrap-port"
 DEVICE = "--disaggregation-ib-device"
 BACKEND = "--disaggregation-transfer-backend"
 RADIX = "--disaggregation-decode-enable-radix-cache"
+HOSTS = "--disaggregation-prefill-hosts"
 OFFLOAD = "--disaggregation-decode-enable-offload-kvcache"
 FILES = ("--hicache-storage-backend", "file")
 
@@ -101,6 +102,8 @@ def test_a_decode_server_may_write_to_l3() -> None:
             (MODE, "decode", RADIX, "--disable-radix-cache"),
             f"^{RADIX} contradicts --disable-radix-cache; drop one of them$",
         ),
+        ((MODE, "prefill", HOSTS, "a"), f"^{HOSTS} a has no effect with {MODE} prefill$"),
+        ((MODE, "decode", HOSTS, "a b"), f"^{HOSTS}: 'a b' is no HOST, HOST:PORT or network"),
         ((MODE, "both"), f"^{MODE} both: choose one of null, prefill, decode"),
         ((MODE, "prefill", BACKEND, "carrier"), f"^{BACKEND} carrier: choose one of mooncake"),
         *(

@@ -34,7 +34,8 @@ SHORT: Final = {"sampling_params": {"max_new_tokens": 2}}
 
 @pytest.fixture(scope="module")
 def decode() -> Iterator[FrontServer]:
-    with front_server(disaggregation_mode="decode") as running:
+    hosts = "10.0.0.0/24, p, q, named:8998"
+    with front_server(disaggregation_mode="decode", disaggregation_prefill_hosts=hosts) as running:
         yield running
 
 
@@ -238,6 +239,41 @@ def test_who_waits_for_a_refused_request_is_told(
     told = [one for one in server.scheduler.received if isinstance(one, DeclineRoomReq)]
     assert [one.bootstrap for one in told] == [room(number) for number in declined]
     assert all(one.reason == message for one in told)
+
+
+@pytest.mark.parametrize("path", PROMPTS)
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"bootstrap_host": "10.0.1.1"},
+        {"bootstrap_host": "elsewhere"},
+        {"bootstrap_host": "localhost"},
+        {"bootstrap_host": "named", "bootstrap_port": 8999},
+    ],
+)
+def test_a_decode_server_contacts_no_server_of_its_clients_choice(
+    decode: FrontServer, prefill: FrontServer, path: str, fields: dict[str, Any]
+) -> None:
+    body = {**PROMPTS[path], **ONE, **fields}
+    field, message = refusal(decode, path, body)
+    assert field == "bootstrap_host"
+    assert "--disaggregation-prefill-hosts" in message
+    # Refused for another reason: nobody is told of it either.
+    refusal(decode, path, {**body, "temperature": -1, "sampling_params": {"top_p": 7}})
+    post(decode, GENERATE, {"text": "a", **SHORT, **ONE})
+    (first,) = decode.scheduler.received
+    assert isinstance(first, TokenizedGenerateReqInput), "no room was declined before"
+    assert rooms(prefill, path, body)[0] is not None, "it is the prefill server itself"
+
+
+def test_of_a_batch_with_a_foreign_server_the_other_rooms_are_declined(
+    decode: FrontServer,
+) -> None:
+    hosts = {"bootstrap_host": ["10.0.0.1", "elsewhere"]}
+    refusal(decode, GENERATE, {"text": ["a", "b"], **SHORT, **TWO, **hosts})
+    assert wait_until(lambda: bool(decode.scheduler.received), 20)
+    (told,) = decode.scheduler.received
+    assert isinstance(told, DeclineRoomReq) and told.bootstrap == room(7)
 
 
 def test_rooms_on_a_server_without_halves_are_nobodys(whole: FrontServer) -> None:

@@ -155,7 +155,7 @@ def test_routers_get_time_to_notice_unless_it_is_ctrl_c(
 
 @pytest.mark.parametrize("mode", ["prefill", "decode"])
 def test_rooms_are_declined(mode: str) -> None:
-    room: dict[str, Any] = {"bootstrap_host": "10.0.0.1", "bootstrap_port": 7, "bootstrap_room": 3}
+    room: dict[str, Any] = {"bootstrap_host": "127.0.0.1", "bootstrap_port": 7, "bootstrap_room": 3}
     with holding(disaggregation_mode=mode) as server:
         running = begin(server, **{**room, "bootstrap_room": 2})
         server.signal()

@@ -10,9 +10,12 @@ from dataclasses import dataclass
 from typing import Final
 
 from sglang.srt.arg_groups.disaggregation import WHOLE
+from sglang.srt.arg_groups.prefill_hosts import PREFILL_HOSTS_FLAG, PrefillHosts
 from sglang.srt.constants import HEALTH_CHECK_RID_PREFIX
+from sglang.srt.managers.messages.io_struct import Bootstrap
 from sglang.srt.managers.tokenizer.generate_request import GenerateRequest, InvalidRequest
 from sglang.srt.mem_cache.tree.radix_key import TokenArray
+from sglang.srt.utils.network import base_url
 
 MAX_KEY_CHARS: Final = 4096
 """Limit for `extra_key` and for `cache_salt`."""
@@ -41,12 +44,20 @@ class RequestLimits:
     """Requests that may wait to be scheduled; those of one body come at once."""
     disaggregation_mode: str = WHOLE
     """Mode of the server: a request needs a room (`prefill`, `decode`) or must have none."""
+    prefill_hosts: PrefillHosts | None = None
+    """Decode server: the prefill servers that requests may name; None: every one, for tests."""
 
     @property
     def max_text_chars(self) -> int:
         """Characters of the longest text that is tokenized at all."""
         tokens = min(self.context_len, self.max_input_len)
         return max(MAX_CHARS_PER_TOKEN * tokens, CHEAP_CHARS)
+
+    def may_contact(self, bootstrap: Bootstrap) -> bool:
+        """Whether this server may contact the prefill server that a request names. A decode server
+        reads its pages into the cache that all requests share."""
+        hosts = self.prefill_hosts
+        return hosts is None or hosts.has(bootstrap.host, bootstrap.port)
 
 
 def check_request(request: GenerateRequest, limits: RequestLimits) -> None:
@@ -58,6 +69,8 @@ def check_request(request: GenerateRequest, limits: RequestLimits) -> None:
     _check_fields(request)
     _check_queue(request, limits.max_queued_requests)
     _check_half(request, limits.disaggregation_mode)
+    if request.bootstrap is not None and not limits.may_contact(request.bootstrap):
+        raise _foreign(request.bootstrap)
     try:
         request.sampling_params.verify(limits.vocab_size)
     except ValueError as error:
@@ -140,6 +153,14 @@ def _check_half(request: GenerateRequest, mode: str) -> None:
             "adds bootstrap_host, bootstrap_port and bootstrap_room",
             field="bootstrap_room",
         )
+
+
+def _foreign(bootstrap: Bootstrap) -> InvalidRequest:
+    return InvalidRequest(
+        f"bootstrap_host: {base_url(bootstrap.host, bootstrap.port)} is none of the prefill "
+        f"servers of this decode server: name it with {PREFILL_HOSTS_FLAG}",
+        field="bootstrap_host",
+    )
 
 
 def _check_tokens(tokens: TokenArray, limits: RequestLimits, field: str) -> None:

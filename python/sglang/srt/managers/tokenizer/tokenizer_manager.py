@@ -36,6 +36,7 @@ from sglang.srt.managers.tokenizer.request_state import RequestState
 from sglang.srt.managers.tokenizer.server_channel import ServerChannel
 from sglang.srt.managers.tokenizer.tokenized_request import tokenized
 from sglang.srt.observability.server_metrics import ServerMetrics
+from sglang.srt.utils.logging_utils import RateLimitedLogger
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -72,6 +73,7 @@ class TokenizerManager:
         self.last_accepted: float | None = None
         """`time.monotonic()` at the arrival of the last request that was accepted; None: none
         was."""
+        self._say = RateLimitedLogger(logger)
 
     # ---- start and end ---------------------------------------------------------------------
 
@@ -142,6 +144,9 @@ class TokenizerManager:
                 if tokens is not None:
                     check_prompt(request, tokens, self.limits)
         except InvalidRequest as error:
+            if error.field == "bootstrap_host":
+                # Its prefill server waits in vain, and a router's client with it.
+                self._say.warning("bootstrap_host", "refused a request: %s", error)
             self._decline(requests, str(error))
             raise
         states: list[RequestState] = []
@@ -216,7 +221,7 @@ class TokenizerManager:
         if self.limits.disaggregation_mode == WHOLE or not self._channel.is_open:
             return
         for request in requests:
-            if request.bootstrap is not None:
+            if request.bootstrap is not None and self.limits.may_contact(request.bootstrap):
                 self._channel.send(DeclineRoomReq(bootstrap=request.bootstrap, reason=reason))
 
     def _leave(self, state: RequestState) -> None:
