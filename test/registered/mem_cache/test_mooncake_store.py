@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 import threading
 
 import pytest
 import torch
 
+from sglang.srt.environ import child_environment
 from sglang.srt.mem_cache.device.memory_pool import MHATokenToKVPool
 from sglang.srt.mem_cache.hicache_storage import (
     CacheOutcome,
@@ -331,6 +335,36 @@ def test_clear_removes_this_namespace_only(
 def test_clear_without_a_namespace_is_refused(clients: Clients) -> None:
     with pytest.raises(ValueError, match="namespace"):
         clients("").clear()
+
+
+def test_a_store_by_itself_with_a_pool_of_a_third_party(cluster: MooncakeCluster) -> None:
+    """In a process of its own, on a host with a CPU alone, and no device set."""
+    done = subprocess.run(
+        [sys.executable, "-m", "sglang.test.stores.lone_store", cluster.master.address],
+        env=child_environment({"CUDA_VISIBLE_DEVICES": ""}),
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    said = json.loads(done.stdout)
+    assert (
+        said["staged"]
+        == said["in place"]
+        == {
+            "before": 0,
+            "set": [True, True],
+            "exists": [2, False],
+            "get": [True, True],
+            "equal": True,
+            "set v2": {"kv": ["landed", "landed"]},
+            "exists v2": 2,
+            "get v2": {"kv": ["landed", "landed"]},
+            "equal v2": True,
+            "set by address": True,
+            "equal by address": True,
+        }
+    )
 
 
 if __name__ == "__main__":

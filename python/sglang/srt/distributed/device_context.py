@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import threading
 
-from sglang.srt.hardware_backend.device_kinds import device_kind
+from sglang.srt.hardware_backend.device_kinds import CPU, device_kind
+from sglang.srt.hardware_backend.device_runtime import detect_device
 
 
 class DeviceContext:
@@ -37,6 +38,11 @@ class DeviceContext:
                     f"{device}"
                 )
 
+    @property
+    def is_marked(self) -> bool:
+        """Whether a device is set."""
+        return self._device is not None
+
     def require(self, user: str) -> str:
         """The device of this process.
 
@@ -63,5 +69,8 @@ def mark_device_set(device: str) -> None:
 
 
 def require_device_set(user: str) -> str:
-    """See `DeviceContext.require`; for this process."""
+    """See `DeviceContext.require`; for this process. A host with only a CPU needs no device to be
+    set, because there is no context to miss."""
+    if not _process.is_marked and detect_device() == CPU.name:
+        return CPU.name
     return _process.require(user)

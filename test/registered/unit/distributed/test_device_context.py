@@ -25,7 +25,9 @@ register_cpu_ci(est_time=3, suite="base-a-test-cpu")
 
 @pytest.fixture(autouse=True)
 def new_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process that has set no device, on a host with an NPU."""
     monkeypatch.setattr(device_context, "_process", DeviceContext())
+    monkeypatch.setattr(device_context, "detect_device", lambda: "npu")
 
 
 class RecordingDevice:
@@ -42,6 +44,13 @@ class RecordingDevice:
 def test_what_comes_before_the_device_is_refused_by_name() -> None:
     with pytest.raises(RuntimeError, match=r"The engine was started before .*107002"):
         require_device_set("The engine")
+
+
+def test_a_host_with_only_a_cpu_needs_no_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device_context, "detect_device", lambda: "cpu")
+    assert require_device_set("The engine") == "cpu"
+    mark_device_set("cuda:1")
+    assert require_device_set("The engine") == "cuda:1"
 
 
 def test_what_comes_after_it_gets_it() -> None:

@@ -24,12 +24,14 @@ from sglang.srt.mem_cache.device.pool_transfer import PoolTransfer
 from sglang.srt.mem_cache.device.state_spec import PoolName
 from sglang.srt.mem_cache.storage import answers
 from sglang.srt.mem_cache.storage.page_trailer import TRAILER_BYTES, is_intact, seal
+from sglang.srt.mem_cache.storage.plain_pool import as_storage_pool
 from sglang.srt.mem_cache.storage.pool_hits import combine_hits
 from sglang.srt.mem_cache.storage.types import (
     CacheOutcome,
     HiCacheStorageConfig,
     HiCacheStorageExtraInfo,
     PageResult,
+    PlainHostPool,
     PoolResults,
     PoolTransferResult,
     StoragePool,
@@ -47,11 +49,14 @@ class HiCacheStorage(ABC):
 
     # -- pools --------------------------------------------------------------------------------
 
-    def register_mem_pool_host(self, mem_pool_host: StoragePool) -> None:
-        """Register the anchor pool, before the first transfer."""
-        self.mem_pool_host = mem_pool_host
+    def register_mem_pool_host(self, mem_pool_host: PlainHostPool) -> None:
+        """Register the anchor pool, before the first transfer.
 
-    def register_mem_host_pool_v2(self, host_pool: StoragePool, host_pool_name: str) -> None:
+        Any pool with `get_page_buffer_meta` will do; see `PlainPool`.
+        """
+        self.mem_pool_host = as_storage_pool(mem_pool_host, self.mem_pool_host)
+
+    def register_mem_host_pool_v2(self, host_pool: PlainHostPool, host_pool_name: str) -> None:
         """Register a pool by name, before the first transfer that names it.
 
         Raises:
@@ -61,7 +66,9 @@ class HiCacheStorage(ABC):
             self.register_mem_pool_host(host_pool)
         else:
             self._check_knows_extra_pools(host_pool_name)
-            self.extra_mem_pools = {**(self.extra_mem_pools or {}), host_pool_name: host_pool}
+            others = self.extra_mem_pools or {}
+            pool = as_storage_pool(host_pool, others.get(host_pool_name))
+            self.extra_mem_pools = {**others, host_pool_name: pool}
 
     def pool(self, name: str) -> StoragePool:
         """The pool registered as `name`. Raises ValueError if there is none."""

@@ -20,9 +20,7 @@ from sglang.srt.distributed.device_communicators.mooncake_protocol import (
     resolve_mooncake_protocol,
     wheel_protocols,
 )
-from sglang.srt.distributed.device_context import mark_device_set
 from sglang.srt.environ import envs
-from sglang.srt.hardware_backend.device_runtime import detect_device
 from sglang.srt.mem_cache.hicache_storage import (
     CacheOutcome,
     HiCacheFile,
@@ -324,12 +322,6 @@ def test_rdma_without_a_device_is_reported_at_once(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(client, "list_rdma_devices", list)
     with pytest.raises(ValueError, match="set MOONCAKE_PROTOCOL=tcp"):
         MooncakeStore(storage_config(master_server_address="127.0.0.1:1"))
-
-
-def test_a_store_needs_a_config() -> None:
-    mark_device_set(detect_device())
-    with pytest.raises(ValueError, match="storage_config"):
-        MooncakeStore()
 
 
 @pytest.mark.parametrize(

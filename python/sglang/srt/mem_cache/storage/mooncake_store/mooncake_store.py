@@ -12,7 +12,7 @@ import os
 import re
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, wait
 from contextlib import ExitStack, contextmanager
 from itertools import chain, compress, islice
@@ -22,7 +22,7 @@ import torch
 
 from sglang.srt.mem_cache.device.pool_transfer import PoolTransfer
 from sglang.srt.mem_cache.device.state_spec import PoolHitPolicy, PoolName
-from sglang.srt.mem_cache.storage.base import HiCacheStorage, checked_transfer
+from sglang.srt.mem_cache.storage.base import checked_transfer
 from sglang.srt.mem_cache.storage.counters import StorageCounters
 from sglang.srt.mem_cache.storage.mooncake_store.base_store import MooncakeBaseStore
 from sglang.srt.mem_cache.storage.mooncake_store.calls import move, moves_bytes, remove
@@ -36,12 +36,14 @@ from sglang.srt.mem_cache.storage.mooncake_store.codes import (
 from sglang.srt.mem_cache.storage.mooncake_store.config import MooncakeStoreConfig
 from sglang.srt.mem_cache.storage.mooncake_store.host_allocator import MooncakeHostTensorAllocator
 from sglang.srt.mem_cache.storage.mooncake_store.page_batches import PageBatch, PoolRows
-from sglang.srt.mem_cache.storage.page_trailer import TRAILER_BYTES, is_intact, seal
+from sglang.srt.mem_cache.storage.mooncake_store.plain_calls import MooncakePlainCalls
+from sglang.srt.mem_cache.storage.plain_pool import as_storage_pool
 from sglang.srt.mem_cache.storage.pool_hits import combine_hits, leading_run
 from sglang.srt.mem_cache.storage.types import (
     CacheOutcome,
     HiCacheStorageConfig,
     HiCacheStorageExtraInfo,
+    PlainHostPool,
     PoolTransferResult,
     StoragePool,
     StorageUnavailable,
@@ -54,6 +56,18 @@ logger = logging.getLogger(__name__)
 _DAMAGED: Final = CacheOutcome.DAMAGED
 _CONCURRENT_GETS: Final = 4
 """Gets under way from a stand-alone client, which serves them in parallel with `--threads=4`."""
+_ONE_RANK: Final = HiCacheStorageConfig(
+    tp_rank=0,
+    tp_size=1,
+    pp_rank=0,
+    pp_size=1,
+    attn_cp_rank=0,
+    attn_cp_size=1,
+    is_mla_model=False,
+    enable_storage_metrics=False,
+    is_page_first_layout=True,
+    model_name=None,
+)
 
 __all__ = [
     "MooncakeBaseStore",
@@ -63,24 +77,24 @@ __all__ = [
 ]
 
 
-class MooncakeStore(MooncakeBaseStore, HiCacheStorage):
+class MooncakeStore(MooncakePlainCalls):
     """Page objects in a Mooncake Store; `HiCacheStorage` documents the calls.
 
     Args:
-        storage_config: Ranks, namespace and extra config (the settings of `MooncakeStoreConfig`).
+        storage_config: Ranks, namespace and extra config (the settings of `MooncakeStoreConfig`);
+            None: one rank, no namespace, settings from file and environment.
         mem_pool: The anchor pool, if it already exists.
     """
 
     def __init__(
         self,
         storage_config: HiCacheStorageConfig | None = None,
-        mem_pool: StoragePool | None = None,
+        mem_pool: PlainHostPool | None = None,
     ) -> None:
-        if storage_config is None:
-            raise ValueError("storage_config: MooncakeStore needs one to name its objects")
-        self.storage_config: HiCacheStorageConfig = storage_config
-        self._verify = storage_config.verify_checksum
-        super().__init__(MooncakeStoreConfig.load_from_extra_config(storage_config.extra_config))
+        self.storage_config: HiCacheStorageConfig = storage_config or _ONE_RANK
+        self._verify = self.storage_config.verify_checksum
+        extra_config = self.storage_config.extra_config
+        super().__init__(MooncakeStoreConfig.load_from_extra_config(extra_config))
         self._rows: dict[str, PoolRows] = {}
         self._counters = StorageCounters()
         self._warn = RateLimitedLogger(logger)
@@ -99,12 +113,14 @@ class MooncakeStore(MooncakeBaseStore, HiCacheStorage):
 
     # -- pools -------------------------------------------------------------------------------------
 
-    def register_mem_pool_host(self, mem_pool_host: StoragePool) -> None:
-        self._register(PoolName.KV, mem_pool_host)
-        super().register_mem_pool_host(mem_pool_host)
+    def register_mem_pool_host(self, mem_pool_host: PlainHostPool) -> None:
+        pool = as_storage_pool(mem_pool_host, self.mem_pool_host)
+        self._register(PoolName.KV, pool)
+        super().register_mem_pool_host(pool)
 
-    def register_mem_host_pool_v2(self, host_pool: StoragePool, host_pool_name: str) -> None:
+    def register_mem_host_pool_v2(self, host_pool: PlainHostPool, host_pool_name: str) -> None:
         if host_pool_name != PoolName.KV:
+            host_pool = as_storage_pool(host_pool, (self.extra_mem_pools or {}).get(host_pool_name))
             self._register(host_pool_name, host_pool)
         super().register_mem_host_pool_v2(host_pool, host_pool_name)
 
@@ -182,13 +198,13 @@ class MooncakeStore(MooncakeBaseStore, HiCacheStorage):
         self, transfers: list[PoolTransfer], extra_info: HiCacheStorageExtraInfo | None = None
     ) -> dict[str, list[CacheOutcome]]:
         with self._exclusively(is_get=True):
-            return {one.name: self._move(one, self._get_batches, True) for one in transfers}
+            return {one.name: self._move(one, True) for one in transfers}
 
     def batch_set_v2(
         self, transfers: list[PoolTransfer], extra_info: HiCacheStorageExtraInfo | None = None
     ) -> dict[str, list[CacheOutcome]]:
         with self._exclusively(is_get=False):
-            return {one.name: self._move(one, self._set_batches, False) for one in transfers}
+            return {one.name: self._move(one, False) for one in transfers}
 
     @contextmanager
     def _exclusively(self, *, is_get: bool) -> Iterator[None]:
@@ -201,15 +217,14 @@ class MooncakeStore(MooncakeBaseStore, HiCacheStorage):
                 client.wait_for_unfinished_transfers()
 
     def _move(
-        self,
-        transfer: PoolTransfer,
-        run: Callable[[PoolRows, list[str], torch.Tensor, bool], list[CacheOutcome]],
-        is_get: bool,
+        self, transfer: PoolTransfer, is_get: bool, *, are_full: bool = False
     ) -> list[CacheOutcome]:
+        """Move the pages of one pool. `are_full`: the keys are those of objects, not of pages."""
         pool = self.pool(transfer.name)
         keys, indices = checked_transfer(transfer, pool)
-        object_keys = self.object_keys(keys, transfer.name)
+        object_keys = keys if are_full else self.object_keys(keys, transfer.name)
         is_prefix = transfer.hit_policy is PoolHitPolicy.ALL_PAGES
+        run = self._get_batches if is_get else self._set_batches
         outcomes = run(self._rows[transfer.name], object_keys, indices, is_prefix)
         outcomes += [CacheOutcome.SHORT] * (len(keys) - len(outcomes))
         if is_prefix:
@@ -348,59 +363,30 @@ class MooncakeStore(MooncakeBaseStore, HiCacheStorage):
             raise StorageUnavailable(f"Mooncake failed a {way} of {len(codes)} pages: {codes[0]}")
         return codes
 
-    def _exist(self, object_keys: list[str]) -> list[bool]:
-        """Whether each object exists. Raises StorageUnavailable if the master does not answer."""
-        if not object_keys:
-            return []
-        with self._client.using() as store:
-            codes: list[int] = store.batch_is_exist(object_keys)
-        if len(codes) != len(object_keys) or all(code < 0 for code in codes):
-            raise StorageUnavailable(f"Mooncake's master does not answer: {codes[:1]}")
-        return [code == 1 for code in codes]
+    # -- v1: full object keys; the engine does not use it ------------------------------------------
 
-    # -- plain calls: page bytes without the trailer; the engine does not use them -----------------
-
-    def get(
-        self, key: str, target_location: Any | None = None, target_sizes: Any | None = None
-    ) -> torch.Tensor | None:
-        with self._client.transferring(pages=False) as store:
-            raw: bytes = store.get(key)
-        data, trailer = memoryview(raw)[:-TRAILER_BYTES], memoryview(raw)[-TRAILER_BYTES:]
-        if not is_intact(trailer, [data], key, verify_checksum=self._verify):
-            return None
-        value = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-        if target_location is None:
-            return value
-        target: torch.Tensor = target_location
-        flat = target.view(-1).view(torch.uint8)
-        if len(flat) != len(value):
-            return None
-        flat.copy_(value)
-        return target
-
-    def set(
+    def batch_get_v1(
         self,
-        key: str,
-        value: Any | None = None,
-        target_location: Any | None = None,
-        target_sizes: Any | None = None,
-    ) -> bool:
-        source: torch.Tensor | None = value if value is not None else target_location
-        if source is None:
-            raise ValueError("value: MooncakeStore stores a tensor")
-        raw = source.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
-        sealed = raw + seal([raw], key, with_checksum=self._verify)
-        with self._client.transferring(pages=False) as store:
-            code: int = store.put(key, sealed)
-        return bool(set_outcome(code))
+        keys: list[str],
+        host_indices: torch.Tensor,
+        extra_info: HiCacheStorageExtraInfo | None = None,
+    ) -> list[bool]:
+        return self._move_anchor(keys, host_indices, is_get=True)
 
-    def exists(self, key: str) -> bool:
-        return self._exist([key])[0]
+    def batch_set_v1(
+        self,
+        keys: list[str],
+        host_indices: torch.Tensor,
+        extra_info: HiCacheStorageExtraInfo | None = None,
+    ) -> list[bool]:
+        return self._move_anchor(keys, host_indices, is_get=False)
 
-    def batch_exists(
-        self, keys: list[str], extra_info: HiCacheStorageExtraInfo | None = None
-    ) -> int:
-        return leading_run(self._exist(keys))
+    def _move_anchor(
+        self, keys: list[str], host_indices: torch.Tensor, *, is_get: bool
+    ) -> list[bool]:
+        move = PoolTransfer(PoolName.KV, host_indices=host_indices, keys=keys)
+        with self._exclusively(is_get=is_get):
+            return [bool(one) for one in self._move(move, is_get, are_full=True)]
 
     # -- life --------------------------------------------------------------------------------------
 
