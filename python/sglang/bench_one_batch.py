@@ -13,6 +13,7 @@ import dataclasses
 import functools
 import itertools
 import json
+import logging
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -29,7 +30,8 @@ from sglang.benchmark.device_limits import (
 )
 from sglang.benchmark.one_batch import BatchTimes, continue_greedily, time_batch
 from sglang.benchmark.report import append, provenance
-from sglang.srt.arg_groups.cli import check_choices, flag_name, parse_flags
+from sglang.srt.arg_groups.cli import flag_name, ignoring, parse_flags, raise_errors
+from sglang.srt.arg_groups.mistakes import mistakes_of
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.entrypoints.openai.chat_template import ChatTemplate
 from sglang.srt.hardware_backend.device_runtime import detect_device, device_runtime
@@ -40,6 +42,8 @@ from sglang.srt.model_executor.pool_sizing import size_kv_pool
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.utils.hf_tokenizer import get_tokenizer
 from sglang.srt.utils.logging_utils import configure_logger
+
+logger = logging.getLogger(__name__)
 
 PROMPTS: Final = (
     "The capital of France is",
@@ -78,25 +82,27 @@ def parse_args(argv: Sequence[str] | None = None) -> tuple[argparse.Namespace, S
         for refused, reason in _REFUSED.items():
             if name == refused or name.startswith(refused + "-"):
                 raise ValueError(f"{name}: SGLang has it, this tool does not: {reason}")
-    values = parse_flags(
+    parsed = parse_flags(
         ServerArgs,
         ["--help"] if own.help else rest,
         prog="python -m sglang.bench_one_batch",
         description="Flags of the engine that have no meaning without a server are refused.",
     )
+    lines = list(parsed.lines)
     for name in ("batch_size", "input_len", "output_len"):
         if min(getattr(own, name)) < 1:
-            raise ValueError(f"{flag_name(name)} {min(getattr(own, name))}: must be at least 1")
+            lines.append(f"{flag_name(name)} {min(getattr(own, name))}: must be at least 1")
     if own.log_decode_step < 0:
-        raise ValueError(f"--log-decode-step {own.log_decode_step}: must be 0 (never) or more")
-    args = ServerArgs(**values)
-    check_choices(args)
-    configure_logger(args.log_level)
-    resolved = args.resolve()
+        lines.append(f"--log-decode-step {own.log_decode_step}: must be 0 (never) or more")
+    args = ServerArgs(**parsed.values)
     for field in dataclasses.fields(args):
         if field.name not in _USED and getattr(args, field.name) != field.default:
-            raise ValueError(f"{flag_name(field.name)} has no effect here: there is no server")
-    return own, on_this_machine(resolved, detect_device())
+            lines.append(f"{flag_name(field.name)} has no effect here: there is no server")
+    raise_errors([*lines, *mistakes_of(args, parsed.malformed)])
+    configure_logger(args.log_level)
+    if parsed.ignored:
+        logger.warning(ignoring(parsed.ignored))
+    return own, on_this_machine(args.resolve(), detect_device())
 
 
 def _own_parser() -> argparse.ArgumentParser:

@@ -16,6 +16,7 @@ import logging
 from collections.abc import Sequence
 from types import FrameType
 
+from sglang.srt.arg_groups.cli import FlagErrors
 from sglang.srt.environ import envs
 from sglang.srt.server_args import prepare_server_args
 from sglang.srt.utils.network import base_url
@@ -25,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a server and return the exit status. An error at the start is one line on stderr."""
+    """Run a server and return the exit status. Each mistake at the start is a line on stderr."""
     raise_file_limit()
     try:
         args = prepare_server_args(argv)
@@ -53,7 +54,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _fail(error: Exception) -> int:
     if logger.isEnabledFor(logging.DEBUG):
         logger.debug("the server cannot start", exc_info=error)
-    sys.stderr.write(f"error: {' '.join(str(error).split())}\n")
+    for line in error.lines if isinstance(error, FlagErrors) else [str(error)]:
+        sys.stderr.write(f"error: {' '.join(line.split())}\n")
     return 1
 
 

@@ -250,7 +250,8 @@ def run(title: str, serve: Callable[[Sequence[str]], None]) -> int:
     except KeyboardInterrupt:
         print(f"{title}: ended", flush=True)
     except (ValueError, RuntimeError) as error:
-        print(f"{title}: error: {error}", file=sys.stderr)
+        for line in str(error).splitlines():
+            print(f"{title}: error: {line}", file=sys.stderr)
         return 1
     return 0
 

@@ -41,6 +41,23 @@ def parse_size(text: str) -> int:
     return int(float(match[1]) * (1 << _SIZE_SHIFT[match[2].lower()]))
 
 
+def parse_gigabytes(text: str) -> float:
+    """GB (10^9 bytes) in `text`: a number, or one with a unit (`64`, `64G`, `64GB`, `512mb`). Units
+    are powers of 1000, those with an i (`64GiB`) powers of 1024.
+
+    Raises:
+        ValueError: `text` is not a size.
+    """
+    match = _SIZE.fullmatch(text)
+    if match is None:
+        raise ValueError(f"{text!r} is not a size; write GB or a unit, e.g. 64, 64GB or 64GiB")
+    number, unit = float(match[1]), match[2].lower()
+    if not unit:
+        return number if text.strip() == match[1] else number / 1e9
+    base = 1024 if "i" in text.lower() else 1000
+    return number * float(base ** (_SIZE_SHIFT[unit] // 10)) / 1e9
+
+
 class EnvField(Generic[T]):
     """One environment variable, named like its attribute. Subclasses define how it is parsed."""
 
@@ -366,6 +383,11 @@ class Envs:
         for name, field in cls.fields().items():
             if name.startswith(_OWN_PREFIXES):
                 field.get()
+
+    @classmethod
+    def others(cls, prefix: str) -> list[str]:
+        """Variables of the process environment with a prefix that are no fields."""
+        return sorted(n for n in os.environ if n.startswith(prefix) and n not in cls.fields())
 
     @classmethod
     def fields(cls) -> Mapping[str, EnvField[object]]:

@@ -15,44 +15,27 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from sglang.srt.arg_groups.api_keys import resolve_key
-from sglang.srt.arg_groups.checks import (
-    check_device,
-    check_not_empty,
-    check_numbers,
-    check_pages,
-    refuse_ignored,
-)
+from sglang.srt.arg_groups.checks import cache_and_page_size, check_device
 from sglang.srt.arg_groups.cli import (
-    check_choices,
-    explain_unknown,
+    explain_foreign,
     flag,
     flag_name,
+    ignoring,
     parse_flags,
+    raise_errors,
 )
-from sglang.srt.arg_groups.disaggregation import (
-    DECODE,
-    MODES,
-    WHOLE,
-    check_disaggregation,
-    read_secret,
-)
-from sglang.srt.arg_groups.extra_config import (
-    check_extra_config_keys,
-    parse_extra_config,
-    public_text,
-)
-from sglang.srt.arg_groups.parallelism import check_parallelism
-from sglang.srt.arg_groups.remote_weights import REMOTE_INSTANCE, check_remote_weights
+from sglang.srt.arg_groups.disaggregation import DECODE, MODES, WHOLE, read_secret
+from sglang.srt.arg_groups.extra_config import parse_extra_config, public_text
+from sglang.srt.arg_groups.mistakes import mistakes_of
+from sglang.srt.arg_groups.remote_weights import REMOTE_INSTANCE
 from sglang.srt.constants import (
     BUILTIN_MODEL_DIR,
     BUILTIN_MODEL_NAME,
     DEFAULT_BOOTSTRAP_PORT,
-    DEFAULT_HIERARCHICAL_PAGE_SIZE,
     DEFAULT_HOST,
-    DEFAULT_PAGE_SIZE,
     DEFAULT_PORT,
 )
-from sglang.srt.environ import envs
+from sglang.srt.environ import envs, parse_gigabytes
 from sglang.srt.function_call.function_call_parser import TOOL_CALL_PARSERS
 from sglang.srt.hardware_backend.device_kinds import DEVICE_KINDS, device_kind
 from sglang.srt.parser.reasoning_parser import REASONING_PARSERS
@@ -239,7 +222,7 @@ class ServerArgs:
     enable_prefill_context_parallel: bool = flag(
         False,
         "Implied by --attn-cp-size above 1, which says over how many ranks.",
-        aliases=("--enable-nsa-prefill-context-parallel",),
+        aliases=("--enable-nsa-prefill-context-parallel", "--enable-dsa-prefill-context-parallel"),
     )
     nnodes: int = flag(1, "Number of machines, each with equally many ranks.")
     node_rank: int = flag(0, "Which of the machines this is; 0 has the HTTP server.")
@@ -298,7 +281,9 @@ class ServerArgs:
     hicache_ratio: float = flag(2.0, "Tokens (and recurrent states) of L2 per one of L1.")
     hicache_size: float = flag(
         0.0,
-        "GB of L2 per rank, all kinds of state together; overrides the ratio; 0: use the ratio.",
+        "GB of L2 per rank, all kinds of state together, or a size (64GiB); overrides the ratio; "
+        "0: use the ratio.",
+        parse=parse_gigabytes,
     )
     hicache_write_policy: str = flag(
         "write_through",
@@ -332,16 +317,18 @@ class ServerArgs:
 
     @classmethod
     def from_kwargs(cls, **kwargs: Any) -> ServerArgs:
-        """Like the constructor, but explains an unknown name as the command line does.
+        """Like the constructor, but judges names of other flags as the command line does.
 
         Raises:
-            ValueError: A name is not a field.
+            FlagErrors: Names are no fields.
         """
         known = {field.name for field in dataclasses.fields(cls)}
-        for name in kwargs:
-            if name not in known:
-                raise ValueError(explain_unknown(flag_name(name), cls))
-        return cls(**kwargs)
+        foreign = [(flag_name(name), kwargs[name]) for name in kwargs if name not in known]
+        lines, ignored = explain_foreign(foreign, cls)
+        raise_errors(lines)
+        if ignored:
+            logger.warning(ignoring(ignored))
+        return cls(**{name: value for name, value in kwargs.items() if name in known})
 
     def resolve(self) -> ServerArgs:
         """Check every value; fill in those that need neither machine nor model.
@@ -351,29 +338,28 @@ class ServerArgs:
         Idempotent: resolving a resolved copy gives an equal copy.
 
         Raises:
-            ValueError: One line that names the flag and the remedy.
+            FlagErrors: A line for each mistake, with the flag and the remedy.
         """
-        check_choices(self)
-        check_numbers(self)
-        check_not_empty(self)
-        check_remote_weights(self)
-        check_parallelism(self)
-        check_disaggregation(self)
-        args = _resolve_cache(self)
-        model_path = args.model_path or str(BUILTIN_MODEL_DIR)
-        name = args.model_path or BUILTIN_MODEL_NAME
-        check_pages(args)
-        if args.disable_cuda_graph:
-            refuse_ignored(args, "cuda_graph_max_bs", "with --disable-cuda-graph")
+        raise_errors(mistakes_of(self))
+        hierarchical, page_size = cache_and_page_size(self)
+        if hierarchical and not self.enable_hierarchical_cache:
+            logger.info(
+                "--hicache-storage-backend %s implies --enable-hierarchical-cache",
+                self.hicache_storage_backend,
+            )
+        model_path = self.model_path or str(BUILTIN_MODEL_DIR)
+        name = self.model_path or BUILTIN_MODEL_NAME
         args = dataclasses.replace(
-            args,
+            self,
             model_path=model_path,
-            enable_prefill_context_parallel=args.attn_cp_size > 1,
+            enable_hierarchical_cache=hierarchical,
+            page_size=page_size,
+            enable_prefill_context_parallel=self.attn_cp_size > 1,
             disaggregation_decode_enable_radix_cache=(
-                args.disaggregation_mode == DECODE and not args.disable_radix_cache
+                self.disaggregation_mode == DECODE and not self.disable_radix_cache
             ),
-            tokenizer_path=args.tokenizer_path or model_path,
-            served_model_name=args.served_model_name or name,
+            tokenizer_path=self.tokenizer_path or model_path,
+            served_model_name=self.served_model_name or name,
         )
         return args if args.device == "auto" else args.on_device(args.device)
 
@@ -384,10 +370,10 @@ class ServerArgs:
             device: One of `DEVICE_KINDS`: the meaning of `auto` on this machine, or the one given.
 
         Raises:
-            ValueError: One line that names the flag and the remedy.
+            FlagErrors: A line for each mistake, with the flag and the remedy.
         """
         kind = device_kind(device)
-        check_device(self, kind)
+        raise_errors(check_device(self, kind))
         page_size = self.page_size
         assert page_size is not None, "resolved arguments have a page size"
         chunk = self.chunked_prefill_size
@@ -414,43 +400,6 @@ class ServerArgs:
         return values
 
 
-def _resolve_cache(args: ServerArgs) -> ServerArgs:
-    """Determine the tiers and the page size; refuse settings without effect."""
-    hierarchical = args.enable_hierarchical_cache
-    if args.hicache_storage_backend is not None and not hierarchical:
-        logger.info(
-            "--hicache-storage-backend %s implies --enable-hierarchical-cache",
-            args.hicache_storage_backend,
-        )
-        hierarchical = True
-    if args.disable_radix_cache:
-        if hierarchical:
-            raise ValueError(
-                "--disable-radix-cache contradicts the hierarchical cache, whose tiers are "
-                "indexed by the radix tree; drop one of them"
-            )
-        for field in (
-            "schedule_policy",
-            "radix_eviction_policy",
-            "mamba_scheduler_strategy",
-            "mamba_track_interval",
-        ):
-            refuse_ignored(args, field, "with --disable-radix-cache")
-    if args.mamba_scheduler_strategy == "no_buffer":
-        refuse_ignored(args, "mamba_track_interval", "with --mamba-scheduler-strategy no_buffer")
-    for field in (f.name for f in dataclasses.fields(args) if f.name.startswith("hicache_")):
-        if not hierarchical:
-            refuse_ignored(args, field, "without --enable-hierarchical-cache")
-        elif args.hicache_storage_backend is None and field == _EXTRA_CONFIG:
-            refuse_ignored(args, field, "without --hicache-storage-backend")
-    if args.hicache_storage_backend is not None:
-        check_extra_config_keys(args.hicache_storage_backend, args.extra_config())
-    page_size = args.page_size
-    if page_size is None:
-        page_size = DEFAULT_HIERARCHICAL_PAGE_SIZE if hierarchical else DEFAULT_PAGE_SIZE
-    return dataclasses.replace(args, enable_hierarchical_cache=hierarchical, page_size=page_size)
-
-
 def _with_keys(args: ServerArgs) -> ServerArgs:
     """`args` with the keys from files and the environment."""
     return dataclasses.replace(
@@ -473,16 +422,23 @@ def prepare_server_args(argv: Sequence[str] | None = None) -> ServerArgs:
         argv: Arguments without the program's name; None means those of the process.
 
     Raises:
-        ValueError: One line that names the flag and the remedy.
+        FlagErrors: A line for each mistake, with the flag and the remedy.
         SystemExit: `--help` was given and has been printed.
     """
-    values = parse_flags(
+    parsed = parse_flags(
         ServerArgs,
         sys.argv[1:] if argv is None else argv,
         prog="python -m sglang.launch_server",
         description="Serve a language model over HTTP, with a prefix cache in up to three tiers.",
     )
-    args = ServerArgs(**values)
-    check_choices(args)
-    configure_logger(args.log_level)
-    return _with_keys(args).resolve()
+    args = ServerArgs(**parsed.values)
+    lines = list(parsed.lines)
+    configure_logger(args.log_level if args.log_level in LOG_LEVELS else LOG_LEVELS[0])
+    try:
+        args = _with_keys(args)
+    except ValueError as error:
+        lines.append(str(error))
+    raise_errors([*lines, *mistakes_of(args, parsed.malformed)])
+    if parsed.ignored:
+        logger.warning(ignoring(parsed.ignored))
+    return args.resolve()

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from fnmatch import fnmatchcase
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from sglang.srt.arg_groups.foreign_variables import SGLANG_VARIABLES, warnings_about_variables
 from sglang.srt.entrypoints.start_checks import check_start
 from sglang.srt.environ import Envs, child_environment, envs, parse_size
 from sglang.srt.server_args import ServerArgs
@@ -125,6 +128,58 @@ def test_a_malformed_variable_of_the_engine_is_found_at_the_start(
     monkeypatch.setenv(name, bad)
     with pytest.raises(ValueError, match=f"{name}='{bad}': expected .*; unset it"):
         check_start(ServerArgs(model_path="no such model"))
+
+
+def warned_of(monkeypatch: pytest.MonkeyPatch, *names: str) -> list[str]:
+    for name in (*Envs.others("SGLANG_"), *Envs.others("MOONCAKE_")):
+        monkeypatch.delenv(name)
+    for name in names:
+        monkeypatch.setenv(name, "1")
+    return list(warnings_about_variables())
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [
+        ("MOONCAKE_PROTOCL", "; did you mean MOONCAKE_PROTOCOL?"),
+        ("MOONCAKE_GLOBAL_SEGMENTSIZE", "; did you mean MOONCAKE_GLOBAL_SEGMENT_SIZE?"),
+        (
+            "SGLANG_DISAGGREGATION_BOOTSTRAP_TIME_OUT",
+            "; did you mean SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT?",
+        ),
+        ("SGLANG_WHATEVER", ""),
+    ],
+)
+def test_unknown_variables_are_named(monkeypatch: pytest.MonkeyPatch, name: str, hint: str) -> None:
+    assert warned_of(monkeypatch, name, "MOONCAKE_MASTER") == [f"{name}: no such variable{hint}"]
+
+
+def test_variables_of_sglang_are_named_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = warned_of(
+        monkeypatch,
+        "SGLANG_ENABLE_SPEC_V2",
+        "SGLANG_SET_CPU_AFFINITY",
+        "SGLANG_DISAGGREGATION_QUEUE_SIZE",
+        "SGLANG_MORI_QP_PER_TRANSFER",
+        "MOONCAKE_OFFLOAD_FSDIR",  # Mooncake's own.
+        "SGLANG_API_KEY",
+    )
+    assert lines == [
+        "no effect here: SGLANG_DISAGGREGATION_QUEUE_SIZE, SGLANG_ENABLE_SPEC_V2, "
+        "SGLANG_MORI_QP_PER_TRANSFER, SGLANG_SET_CPU_AFFINITY, which SGLang has and this engine "
+        "does not"
+    ]
+    ours = [name.removeprefix("SGLANG_") for name in Envs.fields() if name.startswith("SGLANG_")]
+    assert not [n for n in ours if any(fnmatchcase(n, p) for p in SGLANG_VARIABLES)]
+
+
+def test_a_start_warns_of_them(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("MOONCAKE_PROTOCL", "tcp")
+    with pytest.raises(ValueError, match="no such model"):
+        check_start(ServerArgs(model_path="no such model").resolve())
+    assert "did you mean MOONCAKE_PROTOCOL?" in caplog.text
 
 
 def test_export_default_yields_to_the_user(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from sglang.srt.arg_groups.extra_config import parse_extra_config
-from sglang.srt.arg_groups.refusals import other_name, refusal, refused_choice
+from sglang.srt.arg_groups.foreign_flags import foreign_flags, other_name, refused_choice
 from sglang.srt.server_args import ServerArgs, prepare_server_args
 from sglang.test.ci.ci_register import register_cpu_ci
 
@@ -157,25 +157,25 @@ def test_storage_implies_the_hierarchical_cache_and_logs_it(
         (["--tool-call-parser", "pythonic"], "--tool-call-parser pythonic"),
         (["--reasoning-parser", "kimi"], "--reasoning-parser kimi"),
         (["--max-queued-requests", "0"], "--max-queued-requests 0: must be at least 1"),
-        (["--enable-mixed-chunk"], "not yet: prefill and decode in one batch .--target-inter"),
-        (["--num-reserved-decode-tokens", "8"], "does not yet: prefill and decode on different"),
-        (["--disaggregation-decode-tp", "2"], "does not yet: prefill and decode on different"),
+        (["--kv-events-config", "{}"], "--kv-events-config: SGLang has it, .* not yet: KV cache"),
         (["--pdlb-url", "http://a"], "does not: servers that announce themselves to a router"),
         (["--tp-size", "0"], "--tp-size 0: must be at least 1"),
         (["--tp-size", "4", "--attn-cp-size", "3"], "3 does not divide --tp-size 4"),
         (["--enable-prefill-context-parallel"], "parallel needs --attn-cp-size N, .* at least 2"),
         (["--tp", "2", "--enable-nsa-prefill-context-parallel"], "parallel needs --attn-cp-size"),
-        (["--nnodes", "2"], "--nnodes 2 does not divide --tp-size 1"),
+        (
+            ["--tp", "3", "--nnodes", "2", "--dist-init-addr", "h:1"],
+            "--nnodes 2 does not divide --tp-size 3",
+        ),
         (["--tp", "2", "--nnodes", "2"], "--nnodes 2 needs --dist-init-addr HOST:PORT"),
         (["--node-rank", "1"], "--node-rank 1: with --nnodes 1 it is from 0 to 0"),
         (["--base-gpu-id", "-1"], "--base-gpu-id -1: must be 0 or more"),
         (["--dist-init-addr", "a:1"], "--dist-init-addr .* no effect with --tp-size 1"),
         (["--tp", "2", "--dist-init-addr", "host"], "--dist-init-addr host: must be HOST:PORT"),
         (["--tp", "2", "--dist-init-addr", "h:0"], "--dist-init-addr h:0: must be HOST:PORT"),
-        (["--dist-timeout", "9"], "does not yet: multi-GPU"),
+        (["--gpu-id-step", "2"], "does not yet: placement of ranks"),
         (["--cuda-graph-max-bs", "0"], "--cuda-graph-max-bs 0: must be at least 1"),
         (["--disable-cuda-graph", "--cuda-graph-max-bs", "8"], "with --disable-cuda-graph"),
-        (["--cuda-graph-bs", "1"], "not yet: tuning of CUDA graphs"),
         (["--device", "tpu"], "--device tpu: choose one of auto, cpu, cuda, npu"),
         (["--schedule-policy", "LPM"], "--schedule-policy LPM: choose one of fcfs, lpm"),
         (["--hicache-mem-layout", "page_first_kv_spilt"], r"did you mean page_first_kv_split\?$"),
@@ -275,7 +275,7 @@ def test_help_lists_every_field(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_no_flag_of_ours_is_in_the_table_of_refusals() -> None:
-    assert not [f.name for f in dataclasses.fields(ServerArgs) if refusal(f.name)]
+    assert not [f.name for f in dataclasses.fields(ServerArgs) if foreign_flags(f.name)]
 
 
 def test_from_kwargs_explains_unknown_names() -> None:

@@ -1,49 +1,52 @@
-"""Checks of the server's arguments that need neither machine nor model."""
+"""Checks of the server's arguments that need neither machine nor model.
+
+Each yields a line for every mistake that it finds; a line names the flag and the remedy.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from sglang.srt.arg_groups.cli import flag_name
+from sglang.srt.arg_groups.cli import Mistake, flag_name
+from sglang.srt.constants import DEFAULT_HIERARCHICAL_PAGE_SIZE, DEFAULT_PAGE_SIZE
 
 if TYPE_CHECKING:
     from sglang.srt.hardware_backend.device_kinds import DeviceKind
     from sglang.srt.server_args import ServerArgs
 
 
-def check_device(args: ServerArgs, kind: DeviceKind) -> None:
-    """Refuse settings that this kind of device does not support, or that have no effect there.
-
-    Raises:
-        ValueError: One line that names the flag and the remedy; so do the other checks.
-    """
+def check_device(args: ServerArgs, kind: DeviceKind) -> Iterator[str]:
+    """Refuse settings that this kind of device does not support, or that have no effect there."""
     if args.kv_cache_dtype not in kind.kv_cache_dtypes:
-        raise ValueError(
+        yield (
             f"--kv-cache-dtype {args.kv_cache_dtype} does not work on {kind.title}; "
             f"use {' or '.join(kind.kv_cache_dtypes)}"
         )
     backend = args.attention_backend
     if backend is not None and backend not in kind.attention_backends:
-        raise ValueError(
+        yield (
             f"--attention-backend {backend} does not run on {kind.title}; "
             f"use {' or '.join(kind.attention_backends)}"
         )
     if not kind.captures_graphs:
-        refuse_ignored(args, "cuda_graph_max_bs", f"on {kind.title}")
+        yield from refuse_ignored(args, "cuda_graph_max_bs", f"on {kind.title}")
 
 
-def check_numbers(args: ServerArgs) -> None:
+def check_numbers(args: ServerArgs) -> Iterator[Mistake]:
     """Refuse numbers outside their range."""
+    for field, is_right, expected in _ranges(args):
+        if not is_right:
+            yield field, f"{flag_name(field)} {getattr(args, field)}: must be {expected}"
 
-    def check(field: str, ok: bool, expected: str) -> None:
-        if not ok:
-            raise ValueError(f"{flag_name(field)} {getattr(args, field)}: must be {expected}")
 
+def _ranges(args: ServerArgs) -> Iterator[tuple[str, bool, str]]:
+    """Fields, whether the value of each is in its range, and the range in words."""
     for field in ("context_length", "max_total_tokens"):
         value = getattr(args, field)
-        check(field, value is None or value >= 2, "at least 2: one token of prompt, one of output")
+        yield field, value is None or value >= 2, "at least 2: one token of prompt, one of output"
     for field in (
         "max_mamba_cache_size",
         "mamba_track_interval",
@@ -53,11 +56,21 @@ def check_numbers(args: ServerArgs) -> None:
         "page_size",
         "stream_interval",
         "cuda_graph_max_bs",
+        "tp_size",
+        "attn_cp_size",
+        "nnodes",
     ):
         value = getattr(args, field)
-        check(field, value is None or value >= 1, "at least 1")
-    check("port", 1 <= args.port <= 65535, "from 1 to 65535")
-    check("random_seed", 0 <= args.random_seed < 2**63, "from 0 to 2^63 - 1")
+        yield field, value is None or value >= 1, "at least 1"
+    for field in (
+        "port",
+        "disaggregation_bootstrap_port",
+        "remote_instance_weight_loader_seed_instance_service_port",
+    ):
+        value = getattr(args, field)
+        yield field, value is None or 1 <= value <= 65535, "from 1 to 65535"
+    yield "base_gpu_id", args.base_gpu_id >= 0, "0 or more"
+    yield "random_seed", 0 <= args.random_seed < 2**63, "from 0 to 2^63 - 1"
     for field in (
         "watchdog_timeout",
         "schedule_conservativeness",
@@ -66,53 +79,60 @@ def check_numbers(args: ServerArgs) -> None:
         "target_inter_token_latency",
     ):
         value = getattr(args, field)
-        check(field, value is None or (math.isfinite(value) and value > 0), "a number above 0")
+        yield field, value is None or (math.isfinite(value) and value > 0), "a number above 0"
     drain = args.drain_seconds
-    check("drain_seconds", math.isfinite(drain) and drain >= 0, "0 or more")
-    check("hicache_size", math.isfinite(args.hicache_size) and args.hicache_size >= 0, "0 or more")
+    yield "drain_seconds", math.isfinite(drain) and drain >= 0, "0 or more"
+    yield "hicache_size", math.isfinite(args.hicache_size) and args.hicache_size >= 0, "0 or more"
     fraction = args.mem_fraction_static
-    check("mem_fraction_static", fraction is None or 0 < fraction < 1, "between 0 and 1")
+    yield "mem_fraction_static", fraction is None or 0 < fraction < 1, "between 0 and 1"
     chunk = args.chunked_prefill_size
-    check("chunked_prefill_size", chunk is None or chunk == -1 or chunk >= 1, "-1 or at least 1")
+    yield "chunked_prefill_size", chunk is None or chunk == -1 or chunk >= 1, "-1 or at least 1"
 
 
-def check_not_empty(args: ServerArgs) -> None:
+def check_not_empty(args: ServerArgs) -> Iterator[Mistake]:
     """Refuse empty text, which usually comes from an unset shell variable."""
     for field in dataclasses.fields(args):
         if getattr(args, field.name) == "":
-            raise ValueError(f"{flag_name(field.name)} is empty; give it a value or leave it out")
+            yield field.name, f"{flag_name(field.name)} is empty; give it a value or leave it out"
 
 
-def refuse_ignored(args: ServerArgs, field: str, where: str) -> None:
-    """Raise if `field` was set, because it would have no effect."""
+def refuse_ignored(args: ServerArgs, field: str, where: str) -> Iterator[str]:
+    """Refuse `field` if it was set, because it would have no effect."""
     default = next(f.default for f in dataclasses.fields(args) if f.name == field)
     value = getattr(args, field)
     if value != default:
         given = flag_name(field) if value is True else f"{flag_name(field)} {value}"
-        raise ValueError(f"{given} has no effect {where}")
+        yield f"{given} has no effect {where}"
 
 
-def check_pages(args: ServerArgs) -> None:
+def cache_and_page_size(args: ServerArgs) -> tuple[bool, int]:
+    """Whether the cache is hierarchical, which a storage backend implies; and the tokens of a
+    page."""
+    hierarchical = args.enable_hierarchical_cache or args.hicache_storage_backend is not None
+    default = DEFAULT_HIERARCHICAL_PAGE_SIZE if hierarchical else DEFAULT_PAGE_SIZE
+    return hierarchical, default if args.page_size is None else args.page_size
+
+
+def check_pages(args: ServerArgs, page_size: int) -> Iterator[str]:
     """Refuse sizes that do not match the page size. A chunk of -1 means whole prompts.
 
     Prompts are cut between pages. If a pass could not compute one page, a prompt would wait for
     ever.
     """
-    page_size, chunk = args.page_size, args.chunked_prefill_size
-    assert page_size is not None, "the page size is settled before what depends on it"
+    chunk = args.chunked_prefill_size
     if chunk not in (None, -1) and chunk % page_size:
-        raise ValueError(
+        yield (
             f"--chunked-prefill-size {chunk}: must be a multiple of --page-size {page_size}, "
             f"e.g. {max(chunk // page_size, 1) * page_size}"
         )
     if chunk != -1 and args.max_prefill_tokens < page_size:
-        raise ValueError(
+        yield (
             f"--max-prefill-tokens {args.max_prefill_tokens} is less than --page-size {page_size}, "
             f"and prompts are cut at whole pages: make it at least {page_size}, the pages smaller, "
             "or leave prompts whole with --chunked-prefill-size -1"
         )
     if args.max_total_tokens is not None and args.max_total_tokens < page_size:
-        raise ValueError(
+        yield (
             f"--max-total-tokens {args.max_total_tokens} is less than one page, --page-size "
             f"{page_size}: raise it, or make the pages smaller"
         )

@@ -1,20 +1,61 @@
-"""A command line from a dataclass: each field defines a flag's name, type and default."""
+"""A command line from a dataclass: each field defines a flag's name, type and default.
+
+Every mistake of a command line that can be known is told at once (`FlagErrors`).
+"""
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
 import difflib
+import re
 import types
 import typing
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, Final, NoReturn
 
-from sglang.srt.arg_groups.refusals import other_name, refusal, refused_choice
+from sglang.srt.arg_groups.foreign_flags import (
+    foreign_flags,
+    ignored,
+    other_name,
+    refusals,
+    refused_choice,
+)
 from sglang.srt.utils.spelling import did_you_mean
 
 _NEGATIONS: Final = frozenset({"disable", "no", "without"})
 _AFFIRMATIONS: Final = frozenset({"enable", "with"})
+_NUMBER: Final = re.compile(r"-\d.*|-\.\d.*")
+"""A word that begins with a dash and is no flag."""
+
+Mistake = tuple[str, str]
+"""A field with a wrong value, and the line about it."""
+
+
+class FlagErrors(ValueError):
+    """All mistakes of a command line that could be found, a line each."""
+
+    def __init__(self, lines: Iterable[str]) -> None:
+        self.lines = tuple(dict.fromkeys(lines))
+        super().__init__("\n".join(self.lines))
+
+
+def raise_errors(lines: Iterable[str]) -> None:
+    """Raise `FlagErrors` if there is any line."""
+    found = list(lines)
+    if found:
+        raise FlagErrors(found)
+
+
+def lines_of(check: Callable[..., Iterable[str] | None], *arguments: Any) -> list[str]:
+    """The lines that a check of arguments yields, and the one that it raises as a ValueError."""
+    found: list[str] = []
+    try:
+        found.extend(check(*arguments) or ())
+    except ValueError as error:
+        found.append(str(error))
+    return found
 
 
 def flag(
@@ -25,6 +66,7 @@ def flag(
     aliases: Sequence[str] = (),
     secret: bool = False,
     is_shown: bool = True,
+    parse: Callable[[str], Any] | None = None,
 ) -> Any:
     """A dataclass field that is also a flag `--its-name`.
 
@@ -36,6 +78,8 @@ def flag(
         aliases: Further spellings, with their dashes.
         secret: Whether to keep the value out of the dataclass's repr.
         is_shown: False: the field is no flag, since users of the machine can read those.
+        parse: Makes the value from the word on the command line; raises ValueError. None: the
+            field's type does.
     """
     metadata = {
         "help": help,
@@ -43,6 +87,7 @@ def flag(
         "aliases": aliases,
         "secret": secret,
         "is_shown": is_shown,
+        "parse": parse,
     }
     return dataclasses.field(default=default, metadata=metadata, repr=not secret)
 
@@ -91,34 +136,120 @@ def _build_parser(args_class: type, prog: str, description: str) -> argparse.Arg
         if kind is bool:
             parser.add_argument(*_flag_names(field), action="store_true", **options)
         else:
-            parser.add_argument(*_flag_names(field), type=kind, default=field.default, **options)
+            parse = field.metadata["parse"]
+            options["type"] = kind if parse is None else _telling(parse)
+            parser.add_argument(*_flag_names(field), default=field.default, **options)
     return parser
+
+
+def _telling(parse: Callable[[str], Any]) -> Callable[[str], Any]:
+    """`parse` whose errors argparse passes on with their text."""
+
+    def convert(word: str) -> Any:
+        try:
+            return parse(word)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+
+    return convert
+
+
+@dataclass(frozen=True, slots=True)
+class ParsedFlags:
+    """What a command line says.
+
+    Attributes:
+        values: Field name to value; a field whose flag is absent or malformed has its default.
+        malformed: The fields whose flags are malformed.
+        lines: A line for each mistake: flags that are unknown, refused or malformed.
+        ignored: Flags of SGLang's that have no effect here and none on answers.
+    """
+
+    values: dict[str, Any]
+    malformed: list[str]
+    lines: list[str]
+    ignored: list[str]
 
 
 def parse_flags(
     args_class: type, argv: Sequence[str], *, prog: str, description: str
-) -> dict[str, Any]:
-    """Field name to value for `argv`, with one flag per field of the dataclass `args_class`.
+) -> ParsedFlags:
+    """Parse `argv`, with one flag per field of the dataclass `args_class`.
 
     Raises:
-        ValueError: A flag that is unknown, refused or malformed; the message is one line.
         SystemExit: `--help` was given and has been printed.
     """
-    namespace, unknown = _build_parser(args_class, prog, description).parse_known_args(argv)
-    if unknown:
-        raise ValueError(explain_unknown(unknown[0].split("=", 1)[0], args_class))
-    return vars(namespace)
+    parser = _build_parser(args_class, prog, description)
+    known = {one: f.name for f in _flags(args_class) for one in _flag_names(f)}
+    namespace = parser.parse_args([])
+    malformed: list[str] = []
+    lines: list[str] = []
+    foreign: list[tuple[str, Any]] = []
+    for name, group in _groups(argv):
+        if name is not None and name not in (*known, "-h", "--help"):
+            words = [word for _, equals, word in [group[0].partition("=")] if equals] + group[1:]
+            foreign.append((name, " ".join(words) if words else True))
+            continue
+        try:
+            _, strays = parser.parse_known_args(group, namespace)
+        except ValueError as error:
+            lines.append(str(error).removeprefix("argument "))
+            malformed.append(known[name or ""])
+        else:
+            lines += [f"{word!r} belongs to no flag; flags start with --" for word in strays]
+    explained, passed = explain_foreign(foreign, args_class)
+    return ParsedFlags(vars(namespace), malformed, [*explained, *lines], passed)
 
 
-def explain_unknown(name: str, args_class: type) -> str:
-    """Explain why `args_class` has no flag `name`: another engine's, an opposite, or a typo."""
-    if not name.startswith("-"):
-        return f"{name!r} belongs to no flag; flags start with --, see --help"
-    field_name = name.lstrip("-").replace("-", "_")
-    line = refusal(field_name) or other_name(field_name)
+def _groups(argv: Sequence[str]) -> Iterator[tuple[str | None, list[str]]]:
+    """The words of `argv`, divided before each flag, with the flag's name; None: words before the
+    first one."""
+    name: str | None = None
+    group: list[str] = []
+    for word in argv:
+        if word.startswith("-") and len(word) > 1 and not _NUMBER.fullmatch(word):
+            if group:
+                yield name, group
+            name, group = word.partition("=")[0], []
+        group.append(word)
+    if group:
+        yield name, group
+
+
+def _spellings(args_class: type) -> list[str]:
+    return [spelling for f in _flags(args_class) for spelling in _flag_names(f)]
+
+
+def explain_foreign(
+    given: Sequence[tuple[str, Any]], args_class: type
+) -> tuple[list[str], list[str]]:
+    """Judge flags that `args_class` does not have.
+
+    Args:
+        given: Their names and values.
+
+    Returns:
+        A line for each feature that is asked for and missing, and each unknown flag; and the flags
+        that are ignored.
+    """
+    fields = [(name.lstrip("-").replace("-", "_"), value) for name, value in given]
+    unknown = (name for (name, _), (field, _) in zip(given, fields, strict=True)
+               if foreign_flags(field) is None)  # fmt: skip
+    lines = [*refusals(fields), *(_explain_unknown(name, args_class) for name in unknown)]
+    return lines, ignored(fields)
+
+
+def ignoring(flags: Sequence[str]) -> str:
+    """The warning about ignored flags."""
+    return f"no effect here, and none on answers: {', '.join(flags)} (docs/flags.md)"
+
+
+def _explain_unknown(name: str, args_class: type) -> str:
+    """Explain a flag that neither `args_class` nor SGLang has: vLLM's, an opposite, or a typo."""
+    line = other_name(name.lstrip("-").replace("-", "_"))
     if line is not None:
         return line
-    known = [spelling for f in _flags(args_class) for spelling in _flag_names(f)]
+    known = _spellings(args_class)
     opposite = next((one for one in known if _negates(name, one)), None)
     if opposite is not None:
         return f"unknown flag {name}: the default unless {opposite} is given; remove the flag"
@@ -146,18 +277,16 @@ def _sense(name: str) -> tuple[bool, bool]:
     return sum(word in _NEGATIONS for word in words) % 2 == 1, "min" in words
 
 
-def check_choices(args: Any) -> None:
-    """Check that each field with choices has one of them, or None if that is its default.
-
-    Raises:
-        ValueError: A value is none of the choices; the message suggests the nearest one.
-    """
+def check_choices(args: Any) -> Iterator[Mistake]:
+    """Find fields with choices whose value is none of them, nor None if that is the default; the
+    line suggests the nearest one."""
     for field in dataclasses.fields(args):
         choices = field.metadata["choices"]
         value = getattr(args, field.name)
         if choices and value not in choices and not (value is None and field.default is None):
-            raise ValueError(
+            yield (
+                field.name,
                 refused_choice(field.name, value)
                 or f"{flag_name(field.name)} {value}: choose one of {', '.join(choices)}"
-                f"{did_you_mean(value, choices)}"
+                f"{did_you_mean(value, choices)}",
             )

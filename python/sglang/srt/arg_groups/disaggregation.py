@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Final
 
 from sglang.srt.arg_groups.api_keys import resolve_key
@@ -38,12 +39,9 @@ def read_secret(args: ServerArgs) -> str | None:
     return resolve_key(None, args.disaggregation_secret_file, SECRET_FLAG, variable)
 
 
-def check_disaggregation(args: ServerArgs) -> None:
-    """Refuse flags without effect, and combinations that halves of requests do not work with.
-
-    Raises:
-        ValueError: One line that names the flag and the remedy.
-    """
+def check_disaggregation(args: ServerArgs) -> Iterator[str]:
+    """Refuse flags without effect, and combinations that halves of requests do not work with: a
+    line for each, with the flag and the remedy."""
     mode, port = args.disaggregation_mode, args.disaggregation_bootstrap_port
     where = f"with --disaggregation-mode {mode}"
     if mode == WHOLE:
@@ -53,51 +51,49 @@ def check_disaggregation(args: ServerArgs) -> None:
             "disaggregation_secret_file",
             "disaggregation_allow_no_secret",
         ):
-            refuse_ignored(args, field, where)
+            yield from refuse_ignored(args, field, where)
     if mode != PREFILL:
-        refuse_ignored(args, "disaggregation_bootstrap_port", where)
+        yield from refuse_ignored(args, "disaggregation_bootstrap_port", where)
     if mode != DECODE:
-        refuse_ignored(args, "disaggregation_prefill_hosts", where)
-        refuse_ignored(args, _RADIX, where)
-        refuse_ignored(args, _OFFLOAD, where)
-    if not 1 <= port <= 65535:
-        raise ValueError(f"{BOOTSTRAP_PORT_FLAG} {port}: must be from 1 to 65535")
+        yield from refuse_ignored(args, "disaggregation_prefill_hosts", where)
+        yield from refuse_ignored(args, _RADIX, where)
+        yield from refuse_ignored(args, _OFFLOAD, where)
     if mode == PREFILL and port == args.port:
-        raise ValueError(
+        yield (
             f"{BOOTSTRAP_PORT_FLAG} {port} is --port too: requests and decode servers come to "
             "different ports; change one of them"
         )
     if mode == WHOLE:
         return
-    _check_secret(args)
+    yield from _check_secret(args)
     if mode == DECODE:
-        prefill_hosts(args)
-        _check_caches_of_decode(args, where)
+        yield from _check_caches_of_decode(args, where)
     if mode == DECODE and args.attn_cp_size > 1:
-        raise ValueError(
+        yield (
             f"{flag_name('attn_cp_size')} {args.attn_cp_size} has no use {where}, which computes "
             "no prompts: use it on the prefill servers"
         )
     if args.nnodes > 1:
-        raise ValueError(
+        yield (
             f"{flag_name('nnodes')} {args.nnodes} does not work {where} yet: start a server on "
             "each machine, and name all of them to the router"
         )
+    prefill_hosts(args)
 
 
-def _check_secret(args: ServerArgs) -> None:
+def _check_secret(args: ServerArgs) -> Iterator[str]:
     secret, allows_none = args.disaggregation_secret, args.disaggregation_allow_no_secret
     if secret is not None:
         if len(secret) < MIN_SECRET_CHARS:
-            raise ValueError(
+            yield (
                 f"{SECRET_FLAG}: the secret has fewer than {MIN_SECRET_CHARS} characters; make one "
                 "with: openssl rand -hex 32"
             )
         if allows_none:
-            raise ValueError(f"{_ALLOW_NO_SECRET} contradicts the secret; drop one of them")
+            yield f"{_ALLOW_NO_SECRET} contradicts the secret; drop one of them"
     # A name may resolve to any address.
     elif not allows_none and not is_loopback(args.host):
-        raise ValueError(
+        yield (
             f"--host {args.host} with --disaggregation-mode {args.disaggregation_mode} needs a "
             f"secret, the same on all servers of the deployment: give {SECRET_FLAG} or "
             f"SGLANG_DISAGGREGATION_SECRET, or {_ALLOW_NO_SECRET} if only these servers can reach "
@@ -116,15 +112,17 @@ def prefill_hosts(args: ServerArgs) -> PrefillHosts | None:
     return PrefillHosts.parse(args.disaggregation_prefill_hosts, args.host)
 
 
-def _check_caches_of_decode(args: ServerArgs, where: str) -> None:
+def _check_caches_of_decode(args: ServerArgs, where: str) -> Iterator[str]:
     if args.disaggregation_decode_enable_radix_cache and args.disable_radix_cache:
-        raise ValueError(f"{flag_name(_RADIX)} contradicts --disable-radix-cache; drop one of them")
+        yield f"{flag_name(_RADIX)} contradicts --disable-radix-cache; drop one of them"
     if args.disaggregation_decode_enable_offload_kvcache:
         if args.hicache_storage_backend is None:
-            raise ValueError(f"{OFFLOAD_FLAG} needs --hicache-storage-backend, which it writes to")
-        refuse_ignored(args, "hicache_storage_prefetch_policy", f"{where}, which only writes to L3")
+            yield f"{OFFLOAD_FLAG} needs --hicache-storage-backend, which it writes to"
+        yield from refuse_ignored(
+            args, "hicache_storage_prefetch_policy", f"{where}, which only writes to L3"
+        )
     elif args.enable_hierarchical_cache or args.hicache_storage_backend:
-        raise ValueError(
+        yield (
             f"the hierarchical cache has no effect {where}, whose prompts come from prefill "
             f"servers, but to write to L3: use it on those, or give {OFFLOAD_FLAG} too"
         )

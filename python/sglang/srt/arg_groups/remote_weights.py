@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Final, Protocol
 
 from sglang.srt.arg_groups.cli import flag_name
@@ -51,28 +52,22 @@ def seed_host_port(args: RemoteWeightArgs) -> tuple[str, int]:
     return host, port
 
 
-def check_remote_weights(args: RemoteWeightArgs) -> None:
-    """Refuse flags that contradict each other.
-
-    Raises:
-        ValueError: One line that names the flag and the remedy.
-    """
+def check_remote_weights(args: RemoteWeightArgs) -> Iterator[str]:
+    """Refuse flags that contradict each other: a line for each, with the remedy."""
     for field in (_SEED_IP, _SEED_PORT):
         value = getattr(args, field)
         if reads_weights(args) and value is None:
-            raise ValueError(
+            yield (
                 f"--load-format {REMOTE_INSTANCE} needs {flag_name(field)}: name the server to "
                 "read from"
             )
         if not reads_weights(args) and value is not None:
-            raise ValueError(
+            yield (
                 f"{flag_name(field)} {value} has no effect without --load-format {REMOTE_INSTANCE}"
             )
-    port = args.remote_instance_weight_loader_seed_instance_service_port
-    if port is not None and not 1 <= port <= 65535:
-        raise ValueError(f"{flag_name(_SEED_PORT)} {port}: must be from 1 to 65535")
-    if reads_weights(args) and seed_host_port(args) == (args.host, args.port):
-        raise ValueError(
+    seed = getattr(args, _SEED_IP), getattr(args, _SEED_PORT)
+    if reads_weights(args) and seed == (args.host, args.port):
+        yield (
             f"{flag_name(_SEED_IP)} {args.host} and {flag_name(_SEED_PORT)} {args.port} are this "
             "server's own address: name another server"
         )

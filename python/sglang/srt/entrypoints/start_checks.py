@@ -6,11 +6,13 @@ They only report errors early: the users of a file, a store or a variable check 
 from __future__ import annotations
 
 import importlib.util
+import logging
 from importlib.machinery import PathFinder
 from pathlib import Path
 
 from sglang.srt.arg_groups.cli import flag_name
 from sglang.srt.arg_groups.disaggregation import BOOTSTRAP_PORT_FLAG, PREFILL, WHOLE
+from sglang.srt.arg_groups.foreign_variables import warnings_about_variables
 from sglang.srt.arg_groups.remote_weights import (
     START_SEED,
     offers_weights,
@@ -51,6 +53,8 @@ from sglang.srt.server_args import ServerArgs
 from sglang.srt.utils.hf_tokenizer import check_tokenizer_files
 from sglang.srt.utils.network import base_url, can_connect, check_port_available
 
+logger = logging.getLogger(__name__)
+
 _SEED_TIMEOUT_S = 2.0
 
 
@@ -61,6 +65,8 @@ def check_start(args: ServerArgs) -> None:
         ValueError: One line with the remedy.
     """
     envs.check_own()
+    for line in warnings_about_variables():
+        logger.warning(line)
     check_device(args)
     check_host_layout(args)
     check_model(args)

@@ -110,10 +110,6 @@ def test_a_decode_server_may_write_to_l3() -> None:
             ((MODE, "prefill", BACKEND, name), f"^{BACKEND} {name}: SGLang has it, .*use mooncake$")
             for name in ("nixl", "mori", "ascend", "fake")
         ),
-        (
-            (MODE, "decode", "--disaggregation-decode-tp", "2"),
-            "decode-tp: SGLang has it, this engine does not yet: .*; remove the flag$",
-        ),
     ],
 )
 def test_flags_that_contradict_or_do_nothing_are_refused(

@@ -50,10 +50,12 @@ def test_a_reader_and_a_seed() -> None:
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (REMOTE, f"^--load-format remote_instance needs {IP}: name the server to read from$"),
         ((*REMOTE, IP, "10.0.0.1"), f"^--load-format remote_instance needs {PORT}"),
-        ((*REMOTE, PORT, "30000"), f"^--load-format remote_instance needs {IP}"),
-        (SEED, f"^{IP} 10.0.0.1 has no effect without --load-format remote_instance$"),
+        (
+            (*REMOTE, PORT, "30000"),
+            f"^--load-format remote_instance needs {IP}: name the server to read from$",
+        ),
+        ((IP, "10.0.0.1"), f"^{IP} 10.0.0.1 has no effect without --load-format remote_instance$"),
         ((PORT, "1"), f"^{PORT} 1 has no effect without --load-format remote_instance"),
         ((*REMOTE, IP, "10.0.0.1", PORT, "0"), f"^{PORT} 0: must be from 1 to 65535"),
         ((*REMOTE, IP, "10.0.0.1", PORT, "65536"), f"^{PORT} 65536: must be from 1 to 65535"),

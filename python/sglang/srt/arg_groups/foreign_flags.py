@@ -1,0 +1,306 @@
+"""Flags of SGLang and vLLM that are none here: what becomes of each, as one table.
+
+A user who moves a command line from there learns at once which features are missing, which flags
+have another name here, and which may stay. `docs/flags.md` is made of the table.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any, Final
+
+
+class Treatment(StrEnum):
+    """What becomes of a flag that this engine lacks."""
+
+    IGNORED = "ignored"
+    """It cannot change an answer: accepted, with one warning that names all of them."""
+    OFF = "accepted"
+    """It turns off what this engine does not have, or restates a default: accepted."""
+    NOT_YET = "refused for now"
+    NEVER = "refused"
+
+
+@dataclass(frozen=True, slots=True)
+class ForeignFlags:
+    """Flags of SGLang for one feature.
+
+    Attributes:
+        feature: What they are about; ends a refusal.
+        patterns: Patterns of field names (`--dp-size` is `dp_size`), each with the values at which
+            the flag asks for nothing.
+    """
+
+    treatment: Treatment
+    feature: str
+    patterns: Mapping[str, tuple[str, ...]]
+
+    def matches(self, field_name: str) -> bool:
+        """Whether the flag is one of these."""
+        return self._pattern(field_name) is not None
+
+    def is_neutral(self, field_name: str, value: object) -> bool:
+        """Whether the flag asks for nothing with `value`."""
+        if value is None or value is False:
+            return True
+        pattern = self._pattern(field_name)
+        return pattern is not None and str(value) in self.patterns[pattern]
+
+    def _pattern(self, field_name: str) -> str | None:
+        return next((one for one in self.patterns if fnmatch.fnmatchcase(field_name, one)), None)
+
+
+def _row(treatment: Treatment, feature: str, names: str) -> ForeignFlags:
+    """A row of the table; `names` are patterns between blanks, `dp_size=1` with a value at which
+    the flag asks for nothing (several: `a=1|2`)."""
+    split = (word.partition("=") for word in names.split())
+    return ForeignFlags(
+        treatment, feature, {name: tuple(values.split("|")) for name, _, values in split}
+    )
+
+
+_IGNORED, _OFF = Treatment.IGNORED, Treatment.OFF
+_NOT_YET, _NEVER = Treatment.NOT_YET, Treatment.NEVER
+
+SGLANG_FLAGS: Final = (
+    # The first row that matches counts.
+    _row(_NEVER, "data-parallel attention", """dp_size=1 data_parallel_size=1 dp=1 enable_dp_*
+        load_balance_method=auto"""),
+    _row(_NEVER, "pipeline parallelism", "pp_size=1 pp=1 pipeline_parallel_size=1 pp_*"),
+    _row(_IGNORED, "kernels of experts", """moe_runner_backend enable_flashinfer_cutlass_moe
+        enable_flashinfer_cutedsl_moe enable_flashinfer_trtllm_moe enable_flashinfer_mxfp4_moe
+        enable_triton_kernel_moe"""),
+    _row(_NEVER, "expert parallelism", """ep_size=1 ep=1 expert_parallel_size=1 enable_ep_moe
+        moe_a2a_backend=none moe_dp_size=1 moe_data_parallel_size=1 elastic_ep_backend=none
+        init_expert_location=trivial ep_num_redundant_experts=0 ep_* moe_* enable_eplb eplb_*
+        enable_expert_* expert_* deepep_* enable_deepep_* elastic_ep_* enable_elastic_*
+        enable_fused_grouped_gemm_combine mooncake_ib_device"""),
+    _row(_NEVER, "quantization", """quantization quantization_* torchao_config modelopt_*
+        quantize_and_serve rl_quant_profile enable_quant_communications
+        flashinfer_mxfp4_moe_precision=default"""),
+    _row(_NEVER, "an output head of another precision", "enable_fp32_lm_head"),
+    _row(_NEVER, "LoRA", """lora_* enable_lora* max_lora* max_loras_per_batch
+        max_loaded_loras"""),
+    _row(_NEVER, "speculative decoding", "speculative_* enable_multi_layer_eagle"),
+    _row(_NEVER, "sessions", "enable_streaming_session session_* enable_session_*"),
+    _row(_NEVER, "weight updates", """custom_weight_loader enable_weights_*
+        enable_draft_weights_* checkpoint_engine_*"""),
+    _row(_NEVER, "checksums of a checkpoint's files", "model_checksum"),
+    _row(_NEVER, "encrypted checkpoints", "decrypted_*"),
+    _row(_NEVER, "releasing device memory at run time", "enable_memory_saver"),
+    _row(_OFF, "parts of multimodal models", "disable_fast_image_processor"),
+    _row(_NEVER, "multimodal models", """enable_multimodal mm_* limit_mm_* keep_mm_*
+        enable_broadcast_mm_* enable_mm_* enable_prefix_mm_cache encoder_* language_only
+        enable_precise_embedding_interpolation"""),
+    _row(_NEVER, "embedding and reward models", """is_embedding enable_score*
+        multi_item_scoring_*"""),
+    _row(_NEVER, "diffusion models", "dllm_*"),
+    _row(_NEVER, "offloading weights", """cpu_offload_gb=0 offload_mode=cpu
+        offload_group_size=-1 offload_num_in_group=1 offload_prefetch_step=1 offload_* kt_*"""),
+    _row(_NEVER, "GGUF and other checkpoint formats", "gguf_* model_loader_extra_config={}"),
+    _row(_NEVER, "other implementations of a model", "model_impl=auto|sglang"),
+    _row(_NEVER, "changes of a model's config", "json_model_override_args={}"),
+    _row(_NEVER, "downloads (download the revision, and give its directory as --model-path)",
+        "revision"),
+    _row(_NEVER, "a gRPC front", "grpc_* smg_*"),
+    _row(_NEVER, "TLS in the server (put a proxy in front)", "ssl_* enable_ssl_*"),
+    _row(_NEVER, "a configuration file for flags", "config"),
+    _row(_NEVER, "a server without a tokenizer (requests may always have input_ids, and answers "
+        "have output_ids)", "skip_tokenizer_init"),
+    _row(_NEVER, "a choice between tokenizers of one model", "tokenizer_mode=auto"),
+    _row(_NEVER, "HiSparse and LMCache", """enable_hisparse hisparse_* hierarchical_sparse_*
+        enable_lmcache lmcache_*"""),
+    _row(_NEVER, "a switch for deterministic kernels (sampling is always batch-invariant)",
+        "enable_deterministic_inference rl_on_policy_target"),
+    _row(_NEVER, "priority scheduling", """enable_priority_scheduling priority_* abort_on_*
+        schedule_low_priority_*"""),
+    _row(_NEVER, "servers that announce themselves to a router (name them to sglang_router with "
+        "--prefill and --decode)", "pdlb_url"),
+    _row(_NEVER, "a transport by flag (set MOONCAKE_PROTOCOL)", "disaggregation_transport"),
+    _row(_NEVER, "loading weights from another server other than through the Transfer Engine",
+        "remote_instance_weight_loader_send_weights_group_ports"),
+    _row(_NOT_YET, "placement of ranks beyond --base-gpu-id", "gpu_id_step=1 attn_tp_size"),
+    _row(_NOT_YET, "tool servers", "tool_server"),
+    _row(_NOT_YET, "a whitespace pattern for constrained JSON (there is "
+        "--constrained-json-disable-any-whitespace)", "constrained_json_whitespace_pattern"),
+    _row(_NOT_YET, "KV cache events", "kv_events_config"),
+    _row(_NOT_YET, "other shapes of streams", "incremental_streaming_output stream_output"),
+    _row(_NOT_YET, "what answers would need of the model besides logprobs", """
+        enable_custom_logit_processor enable_return_hidden_states enable_return_routed_experts"""),
+    _row(_NOT_YET, "templates and sampling defaults by flag", """hf_chat_template_name
+        completion_template preferred_sampling_params sampling_defaults=openai"""),
+    _row(_NOT_YET, "cutting prompts that are too long", "allow_auto_truncate"),
+    _row(_NOT_YET, "names for versions of the weights", "weight_version=default"),
+    _row(_NOT_YET, "paths behind a prefix (let the proxy remove it)", "fastapi_root_path"),
+    _row(_NOT_YET, "hooks, dumps and checks for debugging", """hooks forward_hooks debug_*
+        msprobe_dump_config enable_nan_detection crash_on_nan custom_sigquit_handler"""),
+    _row(_NEVER, "other radix caches by flag", "radix_cache_backend prefix_cache_*"),
+    _row(_OFF, "what this engine does not have", """disable_custom_all_reduce
+        disable_cuda_graph_padding disable_piecewise_cuda_graph disable_flashinfer_*
+        flashinfer_mla_disable_ragged disable_shared_experts_fusion disable_chunked_prefix_cache
+        disable_outlines_disk_cache disable_tokenizer_batch_decode disable_hybrid_swa_memory
+        weight_loader_disable_mmap"""),
+    _row(_IGNORED, "logs, traces and metrics", """log_level_http log_requests_level
+        log_requests_format log_requests_target uvicorn_access_log_* show_time_cost
+        decode_log_interval enable_request_time_stats_logging gc_* enable_metrics_for_all_schedulers
+        enable_mfu_metrics tokenizer_metrics_* bucket_* collect_tokens_histogram
+        prompt_tokens_buckets generation_tokens_buckets export_metrics_* crash_dump_folder
+        enable_trace otlp_* tensorboard_* enable_layerwise_nvtx_marker soft_watchdog_timeout
+        load_watch_interval"""),
+    _row(_IGNORED, "warming up", "skip_server_warmup warmups"),
+    _row(_IGNORED, "loading a checkpoint", """weight_loader_prefetch_* delete_ckpt_after_loading
+        download_dir file_storage_path"""),
+    _row(_IGNORED, "processes and their sockets", """tokenizer_worker_num detokenizer_worker_num
+        nccl_port dist_timeout numa_node sleep_on_idle scheduler_recv_interval"""),
+    _row(_IGNORED, "tokenizing several prompts at once", """enable_tokenizer_batch_encode
+        enable_dynamic_batch_tokenizer dynamic_batch_tokenizer_*"""),
+    _row(_IGNORED, "CUDA graphs and compiled code (--cuda-graph-max-bs bounds the graphs)", """
+        cuda_graph_bs enable_profile_cuda_graph enable_cudagraph_gc enable_torch_compile
+        enable_torch_compile_debug_mode torch_compile_* enable_piecewise_cuda_graph
+        enforce_piecewise_cuda_graph piecewise_cuda_graph_*"""),
+    _row(_IGNORED, "sums over ranks", """enable_p2p_check enable_nccl_nvls enable_symm_mem
+        enable_torch_symm_mem enable_mscclpp enable_flashinfer_allreduce_fusion
+        enable_aiter_allreduce_fusion enable_attn_tp_input_scattered"""),
+    _row(_IGNORED, "kernels (--attention-backend is there)", """prefill_attention_backend
+        decode_attention_backend sampling_backend fp8_gemm_* fp4_gemm_* mamba_backend nsa_* dsa_*
+        flashinfer_* enable_flashinfer_* enable_flashmla triton_attention_*
+        enable_fused_qk_norm_rope"""),
+    _row(_IGNORED, "batches and their overlap (--target-inter-token-latency divides the time "
+        "between prefill and decode)", """enable_mixed_chunk enable_two_batch_overlap
+        enable_single_batch_overlap tbo_* num_continuous_decode_steps prefill_max_requests
+        enable_dynamic_chunking enable_prefill_delayer prefill_delayer_* enable_pdmux pdmux_*
+        sm_group_num"""),
+    _row(_IGNORED, "sizes of pools", """swa_full_tokens_ratio hybrid_kvcache_ratio
+        strip_thinking_cache"""),
+    _row(_IGNORED, "prefill and decode on different servers", """num_reserved_decode_tokens
+        disaggregation_decode_polling_interval disaggregation_decode_tp disaggregation_decode_dp
+        disaggregation_prefill_pp prefill_round_robin_balance"""),
+)  # fmt: skip
+
+_OTHER_NAMES: Final[Mapping[str, str]] = {
+    # vLLM's name (underscores): what to do here.
+    "max_model_len": "use --context-length",
+    "max_num_seqs": "use --max-running-requests",
+    "gpu_memory_utilization": "use --mem-fraction-static, the share for weights and KV",
+    "max_num_batched_tokens": "use --max-prefill-tokens for a batch of prompts, "
+    "--chunked-prefill-size for one pass",
+    "num_gpu_blocks_override": "use --max-total-tokens, in tokens",
+    "block_size": "use --page-size",
+    "seed": "use --random-seed",
+    "tokenizer": "use --tokenizer-path",
+    "enable_prefix_caching": "prefixes are reused unless --disable-radix-cache is given; "
+    "remove the flag",
+    "no_enable_prefix_caching": "use --disable-radix-cache",
+    "enable_chunked_prefill": "long prompts are always computed in chunks of "
+    "--chunked-prefill-size tokens; remove the flag",
+    "no_enable_chunked_prefill": "use --chunked-prefill-size -1",
+    "swap_space": "use --enable-hierarchical-cache, and --hicache-size for GB of host memory",
+    "kv_offloading_size": "use --enable-hierarchical-cache, and --hicache-size for GB",
+    "kv_offloading_backend": "use --enable-hierarchical-cache",
+    "kv_transfer_config": "use --hicache-storage-backend for a store of KV, and "
+    "--disaggregation-mode for prefill and decode on different servers",
+    "enforce_eager": "use --disable-cuda-graph",
+    "max_cudagraph_capture_size": "use --cuda-graph-max-bs",
+    "guided_decoding_backend": "use --grammar-backend",
+    "scheduling_policy": "use --schedule-policy",
+    "enable_auto_tool_choice": "--tool-call-parser is enough; remove the flag",
+    "enable_reasoning": "--reasoning-parser is enough; remove the flag",
+    "enable_prompt_tokens_details": "use --enable-cache-report",
+    "enable_log_requests": "use --log-requests",
+    "disable_log_requests": "requests are not logged unless --log-requests is given; remove the "
+    "flag",
+    "uvicorn_log_level": "use --log-level",
+    "distributed_executor_backend": "one process runs the model; remove the flag",
+}
+
+_OTHER_CHOICES: Final[Mapping[str, tuple[tuple[str, ...], str]]] = {
+    # Field: SGLang's values that this engine lacks, and what to do here.
+    "hicache_storage_backend": (
+        ("hf3fs", "nixl", "aibrix", "eic", "simm"),
+        "use mooncake or file, or dynamic with a class of your own",
+    ),
+    "hicache_mem_layout": (("page_head",), "use auto"),
+    "grammar_backend": (("outlines", "llguidance", "none"), "use xgrammar"),
+    "attention_backend": (
+        ("fa3", "fa4", "flashmla", "flex_attention", "cutlass_mla", "trtllm_mla", "trtllm_mha",
+            "aiter", "wave", "intel_amx", "intel_xpu", "dual_chunk_flash_attn", "nsa", "dsa"),
+        "leave the flag out, or use flashinfer on a GPU",
+    ),
+    "schedule_policy": (
+        ("random", "lof", "dfs-weight", "priority", "routing-key"), "use fcfs or lpm"
+    ),
+    "load_format": (
+        ("npcache", "gguf", "bitsandbytes", "layered", "mistral", "sharded_state", "remote",
+            "flash_rl", "runai_streamer", "fastsafetensors", "private"),
+        "use a checkpoint in safetensors",
+    ),
+    "dtype": (("half", "float"), "use float16 or float32"),
+    "kv_cache_dtype": (
+        ("bf16", "fp8_e5m2", "fp4_e2m1"), "use bfloat16, or fp8_e4m3 on a GPU"
+    ),
+    "mamba_ssm_dtype": (("float16",), "use float32 or bfloat16"),
+    "disaggregation_transfer_backend": (("nixl", "mori", "ascend", "fake"), "use mooncake"),
+    "remote_instance_weight_loader_backend": (("nccl", "modelexpress"), "use transfer_engine"),
+}  # fmt: skip
+
+
+def foreign_flags(field_name: str) -> ForeignFlags | None:
+    """The row of SGLang's flag `field_name` (underscores); None: SGLang has no such flag."""
+    return next((row for row in SGLANG_FLAGS if row.matches(field_name)), None)
+
+
+def refusals(given: Sequence[tuple[str, Any]]) -> Iterator[str]:
+    """A line for each feature that this engine lacks and flags of SGLang's ask for.
+
+    Args:
+        given: Field names with their values; flags that are no flags of SGLang's are passed over.
+    """
+    by_row: dict[str, list[str]] = {}
+    rows = {row.feature: row for row in SGLANG_FLAGS}
+    for name, value in given:
+        row = foreign_flags(name)
+        if row is None or row.treatment in (_IGNORED, _OFF) or row.is_neutral(name, value):
+            continue
+        flags = by_row.setdefault(row.feature, [])
+        if _flag(name) not in flags:
+            flags.append(_flag(name))
+    for feature, flags in by_row.items():
+        lacks = _lacks(rows[feature].treatment, len(flags))
+        remedy = "remove the flag" if len(flags) == 1 else "remove the flags"
+        yield f"{', '.join(flags)}: {lacks}: {feature}; {remedy}"
+
+
+def ignored(given: Sequence[tuple[str, Any]]) -> list[str]:
+    """The flags of SGLang's, of those given, that have no effect here and none on answers."""
+    found = []
+    for name, value in given:
+        row = foreign_flags(name)
+        if row is not None and row.treatment is _IGNORED and not row.is_neutral(name, value):
+            found.append(_flag(name))
+    return list(dict.fromkeys(found))
+
+
+def other_name(field_name: str) -> str | None:
+    """Message about the replacement of vLLM's flag `field_name` (underscores); None: unknown."""
+    remedy = _OTHER_NAMES.get(field_name)
+    return None if remedy is None else f"unknown flag {_flag(field_name)}: {remedy}"
+
+
+def refused_choice(field_name: str, value: str) -> str | None:
+    """Why this engine lacks SGLang's `value` of the flag of `field_name`; None if it is unknown."""
+    values, remedy = _OTHER_CHOICES.get(field_name, ((), ""))
+    return (
+        f"{_flag(field_name)} {value}: {_lacks(_NEVER, 1)}: {remedy}" if value in values else None
+    )
+
+
+def _flag(field_name: str) -> str:
+    return "--" + field_name.replace("_", "-")
+
+
+def _lacks(treatment: Treatment, count: int) -> str:
+    them = "it" if count == 1 else "them"
+    return f"SGLang has {them}, this engine does not{' yet' if treatment is _NOT_YET else ''}"
