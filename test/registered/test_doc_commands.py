@@ -10,9 +10,12 @@ import sys
 from pathlib import Path
 from typing import Final
 
+import psutil
 import pytest
 
 import sglang
+from sglang.srt.utils.network import wait_until
+from sglang.srt.utils.process import is_alive
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.ci.doc_commands import Block, blocks_of, reader
 
@@ -42,6 +45,18 @@ def test_the_readmes(tmp_path: Path) -> None:
     assert "Successful requests" in said[-1]
     assert "prefill" in said[-1]
     assert visible() == before
+
+
+def test_what_blocks_leave_running_is_ended(tmp_path: Path) -> None:
+    left: list[psutil.Process] = []
+    with reader(REPO, tmp_path) as types:
+        for line in (1, 2):
+            said = types.run(Block(line, "bash", "sleep 600 & echo $!"))
+            left.append(psutil.Process(int(said)))
+        with pytest.raises(AssertionError, match="ended with 1"):
+            types.run(Block(3, "bash", "false"))
+    assert len(left) == 2
+    assert wait_until(lambda: not any(map(is_alive, left)), 10)
 
 
 def test_the_command_that_set_up_installs() -> None:

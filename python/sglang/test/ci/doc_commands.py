@@ -8,13 +8,15 @@ one after the other, as a reader would paste them.
 
 from __future__ import annotations
 
+import contextlib
+import os
 import re
+import signal
 import subprocess
 import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -81,7 +83,7 @@ class Reader:
         self._checkout = checkout
         self._folder = folder
         self._ports = dict(zip(_PORTS, map(str, get_free_ports(len(_PORTS))), strict=True))
-        self._served: list[subprocess.Popen[bytes]] = []
+        self._shells: list[subprocess.Popen[bytes]] = []
         # What the server refuses is an error of the command.
         (folder / ".curlrc").write_text("fail-with-body\n")
         self._env = child_environment(
@@ -114,26 +116,29 @@ class Reader:
                 stdin=subprocess.DEVNULL,
                 stdout=out,
                 stderr=subprocess.STDOUT,
+                start_new_session=True,
             )
-        self._served.append(process)
+        self._shells.append(process)
         deadline = time.monotonic() + _BLOCK_S
         while not (block.port is not None and _is_ready(self._ports[block.port])):
             said = log.read_text(errors="replace")
             status = process.poll()
             if status is not None:
                 assert (status, block.port) == (0, None), f"{text}\nended with {status}:\n{said}"
-                self._served.remove(process)
                 return said
             assert time.monotonic() < deadline, f"{text}\nafter {_BLOCK_S:.0f} s:\n{said}"
             time.sleep(0.1)
         return log.read_text(errors="replace")
 
     def leave(self) -> None:
-        """End what blocks have left running."""
-        for shell in self._served:
-            kill_process_tree(shell.pid)
+        """End what blocks have left running, also behind shells that have ended."""
+        for shell in self._shells:
+            if shell.returncode is None:
+                kill_process_tree(shell.pid)
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(shell.pid, signal.SIGKILL)
             shell.wait()
-        self._served.clear()
+        self._shells.clear()
 
 
 def _is_ready(port: str) -> bool:
@@ -150,7 +155,7 @@ def _is_ready(port: str) -> bool:
     return False
 
 
-@contextmanager
+@contextlib.contextmanager
 def reader(checkout: Path, folder: Path) -> Iterator[Reader]:
     """A reader of one page, of which nothing is left running behind the block."""
     made = Reader(checkout, folder)
