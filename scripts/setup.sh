@@ -11,7 +11,11 @@ quiet_s=15 # Longest time without output.
 is_current() { [ "$(cat "$stamp" 2>/dev/null)" = "$key" ] && [ -x .venv/bin/python ]; }
 is_current && exit 0
 
-say() { printf 'setup: %4d s  %s\n' "$SECONDS" "$*"; }
+said=0 # When `say` said something.
+say() {
+    printf 'setup: %4d s  %s\n' "$SECONDS" "$*"
+    said=$SECONDS
+}
 die() {
     echo "setup: $*" >&2
     exit 1
@@ -22,7 +26,7 @@ mkdir -p .venv
 exec 9>.venv/setup.lock
 flock --nonblock 9 || {
     say "another set-up of this checkout runs; waiting for it ($log has what it does)"
-    flock 9
+    until flock --timeout "$quiet_s" 9; do say "... waiting"; done
 }
 is_current && exit 0
 
@@ -42,14 +46,18 @@ python=$(find_python)
 packages_there() { find .venv/lib -maxdepth 3 -name '*.dist-info' 2>/dev/null | wc -l; }
 
 # Shows large downloads, builds, the number of installed packages, and errors from pip's output.
-# Prints a line after every `quiet_s` seconds without output.
+# Prints a line after every `quiet_s` seconds without output of its own, whatever pip says meanwhile.
 show_progress() {
-    local line status doing="working"
+    local line status left doing="working"
     while true; do
         status=0
-        IFS= read -r -t "$quiet_s" line || status=$?
-        if [ $status -gt 128 ]; then
+        left=$((said + quiet_s - SECONDS))
+        if [ $left -le 0 ]; then
             say "... $doing; $(packages_there) packages are there"
+            left=$quiet_s
+        fi
+        IFS= read -r -t "$left" line || status=$?
+        if [ $status -gt 128 ]; then
             continue
         elif [ $status -ne 0 ] && [ -z "$line" ]; then
             return 0
@@ -72,8 +80,18 @@ run() {
     local what=$1
     shift
     say "$what"
-    "$@" 2>&1 | show_progress || die "$what failed; the last lines of $log:
+    "$@" 2>&1 | show_progress || die "$what failed$(where_space_is_left); the last lines of $log:
 $(tail -n 15 "$log")"
+}
+
+# Of a full disk pip says no more than that there is one.
+where_space_is_left() {
+    tail -n 15 "$log" | grep -qi "no space left" || return 0
+    local folder
+    for folder in .venv "${TMPDIR:-/tmp}" "${PIP_CACHE_DIR:-${HOME:-/root}/.cache}"; do
+        [ -d "$folder" ] || continue
+        printf '; %s has %s free' "$folder" "$(df -h --output=avail "$folder" | tail -n 1 | tr -d ' ')"
+    done
 }
 
 packages=()
@@ -104,8 +122,6 @@ if ! [ -e /dev/nvidiactl ]; then
     run "installing torch" "${pip[@]}" torch==2.13.0
 fi
 run "installing everything else" "${pip[@]}" --editable '.[test]'
-say "loading mooncake"
-.venv/bin/python -c 'import mooncake.store' ||
-    die "mooncake is installed but does not load; see the line above"
+run "loading mooncake" .venv/bin/python -c 'import mooncake.store'
 echo "$key" >"$stamp"
 say "done"

@@ -19,11 +19,12 @@ if __name__ == "__main__":
 
 import json
 import tempfile
+import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, Final
 
@@ -53,6 +54,8 @@ FACTS: Final = (
 )
 QUESTION: Final = f"{FACTS} What is the code of heron?"
 NEXT_QUESTION: Final = f"{FACTS} What is the code of otter?"
+QUIET_S: Final = 15.0
+"""Longest time without a line until the first answer."""
 _MODEL_FLAGS: Final = ("--model-path", "--model")
 _START_TIMEOUT: Final = 300.0
 _DRAIN_TIMEOUT: Final = 60.0
@@ -153,6 +156,25 @@ def _start_all(stack: ExitStack, args: ServerArgs, argv: Sequence[str]) -> list[
     return [master, node, server]
 
 
+@contextmanager
+def telling(title: str, what: str) -> Iterator[None]:
+    """In the block, say every `QUIET_S` seconds that it still does `what`; `title` begins each
+    line."""
+    began, is_done = time.monotonic(), threading.Event()
+
+    def tell() -> None:
+        while not is_done.wait(QUIET_S):
+            print(f"{title}: ... {what}, for {time.monotonic() - began:.0f} s", flush=True)
+
+    teller = threading.Thread(target=tell, name="telling", daemon=True)
+    teller.start()
+    try:
+        yield
+    finally:
+        is_done.set()
+        teller.join()
+
+
 def start_in_order(
     title: str,
     stack: ExitStack,
@@ -173,7 +195,8 @@ def start_in_order(
     for process in (*quick, *servers):
         is_quick = process in quick
         stack.callback(process.stop, 10.0 if is_quick else _DRAIN_TIMEOUT)
-        process.start(30.0 if is_quick else _START_TIMEOUT)
+        with telling(title, f"starting {process.name}"):
+            process.start(30.0 if is_quick else _START_TIMEOUT)
         print(f"{title}: {process.name} runs", flush=True)
 
 
@@ -206,7 +229,9 @@ def answer_and_stay(
     """
     once = envs.ONCE.get()
     print(f"{title}: asking {url}\n  {QUESTION!r}", flush=True)
-    print(ask(url, QUESTION, api_key), flush=True)
+    with telling(title, "waiting for the answer"):
+        answer = ask(url, QUESTION, api_key)
+    print(answer, flush=True)
     follow_up = curl_line(url, NEXT_QUESTION, api_key is not None)
     print(f"{title}: ask the next one, whose start is cached now:\n\n{follow_up}\n", flush=True)
     if not once:

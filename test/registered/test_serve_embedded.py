@@ -9,13 +9,23 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 
-from sglang.serve_embedded import QUESTION, curl_line, describe_answer, with_model
+from sglang import serve_embedded
+from sglang.embedded_mooncake import ManagedProcess
+from sglang.serve_embedded import (
+    QUESTION,
+    curl_line,
+    describe_answer,
+    start_in_order,
+    with_model,
+)
 from sglang.srt.constants import BUILTIN_HYBRID_MODEL_DIR
 from sglang.srt.environ import child_environment
 from sglang.srt.server_args import prepare_server_args
@@ -38,6 +48,25 @@ def run(*argv: str, **env: str) -> subprocess.CompletedProcess[str]:
         timeout=TIMEOUT,
         check=False,
     )
+
+
+def test_a_slow_start_is_not_silent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(serve_embedded, "QUIET_S", 0.01)
+    said = ""
+
+    def has_waited() -> bool:
+        nonlocal said
+        said += capsys.readouterr().out
+        return said.count("serve: ... starting the sleeper, for ") >= 2
+
+    sleeper = ManagedProcess("the sleeper", ["sleep", "60"], ready=has_waited, log_dir=tmp_path)
+    with ExitStack() as stack:
+        start_in_order("serve", stack, (sleeper,), ())
+        assert sleeper.is_running()
+    assert capsys.readouterr().out.endswith("serve: the sleeper runs\n")
+    assert not [thread for thread in threading.enumerate() if thread.name == "telling"]
 
 
 def test_with_once_it_answers_and_ends() -> None:

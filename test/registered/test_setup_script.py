@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
+import re
 import shutil
 import stat
 import subprocess
@@ -50,16 +52,21 @@ def checkout(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def set_up(checkout: Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
+def start(checkout: Path) -> subprocess.Popen[str]:
+    return subprocess.Popen(
         ["bash", "scripts/setup.sh"],
         cwd=checkout,
-        env={"PATH": os.defpath, "PYTHON": str(checkout / "python")},
-        capture_output=True,
+        env={"PATH": os.defpath, "PYTHON": str(checkout / "python"), "HOME": str(checkout)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
         text=True,
-        timeout=60,
-        check=False,
     )
+
+
+def set_up(checkout: Path) -> subprocess.CompletedProcess[str]:
+    process = start(checkout)
+    out, err = process.communicate(timeout=60)
+    return subprocess.CompletedProcess(process.args, process.returncode, out, err)
 
 
 def test_stages_downloads_and_quiet_periods_are_reported(checkout: Path) -> None:
@@ -81,6 +88,37 @@ def test_stages_downloads_and_quiet_periods_are_reported(checkout: Path) -> None
     assert "small-1.0" in (checkout / ".venv" / "setup.log").read_text()
     again = set_up(checkout)
     assert (again.returncode, again.stdout) == (0, "")
+
+
+def test_quiet_periods_are_those_of_what_is_shown(checkout: Path) -> None:
+    """pip says much that is not."""
+    (checkout / "pip.sh").write_text(
+        "for i in 1 2 3 4 5 6 7 8; do echo 'Requirement already satisfied: x'; sleep 0.4; done\n"
+    )
+    done = set_up(checkout)
+    assert done.returncode == 0, done.stderr
+    assert "already satisfied" not in done.stdout
+    assert "... working; 0 packages are there" in done.stdout
+
+
+def test_the_wait_for_another_set_up_is_not_silent(checkout: Path) -> None:
+    (checkout / ".venv").mkdir()
+    with (checkout / ".venv" / "setup.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        process = start(checkout)
+        assert process.stdout is not None
+        said = [process.stdout.readline() for _ in range(3)]
+    out, _ = process.communicate(timeout=60)
+    assert "another set-up of this checkout runs" in said[0]
+    assert all(line.rstrip().endswith("... waiting") for line in said[1:])
+    assert (process.returncode, out.rstrip().endswith("done")) == (0, True)
+
+
+def test_a_full_disk_is_said_with_what_is_left_and_where(checkout: Path) -> None:
+    (checkout / "pip.sh").write_text("echo 'ERROR: [Errno 28] No space left on device'; exit 1\n")
+    done = set_up(checkout)
+    assert done.returncode == 1
+    assert re.search(r"failed; \.venv has \S+ free; /tmp has \S+ free; the last", done.stderr)
 
 
 def test_a_failure_is_reported_and_not_recorded_as_done(checkout: Path) -> None:
