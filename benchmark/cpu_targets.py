@@ -71,7 +71,7 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     about = provenance()
     rows = [row for row in ROWS if row.name in args.rows]
-    bar = tqdm(rows, unit="row", disable=args.disable_tqdm)
+    bar = tqdm(rows, unit="row", disable=args.disable_tqdm or None)
     for row in bar:
         bar.set_description(row.name)
         head = {"benchmark": "cpu_targets", "row": row.name}

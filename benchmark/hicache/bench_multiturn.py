@@ -122,7 +122,7 @@ async def run(args: argparse.Namespace) -> tuple[list[list[RequestResult]], floa
 
         started = time.perf_counter()
         total = shape.clients * shape.rounds
-        with tqdm(total=total, unit="req", disable=args.disable_tqdm) as bar:
+        with tqdm(total=total, unit="req", disable=args.disable_tqdm or None) as bar:
             results = await converse(
                 session,
                 vocabulary,

@@ -212,7 +212,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
 def main(argv: list[str] | None = None) -> int:
     args = parse_args(argv)
     count = len(args.backends) * len(args.layouts) * len(args.page_sizes)
-    with tqdm(total=count, unit="run", disable=args.disable_tqdm) as bar:
+    with tqdm(total=count, unit="run", disable=args.disable_tqdm or None) as bar:
         for backend in args.backends:
             if backend == "file":
                 run(args, backend, None, bar.update)

@@ -117,7 +117,7 @@ def simulate(
     started = time.monotonic()
     records: list[dict[str, Any]] = []
     belady: dict[float, float] = {}
-    bar = tqdm(total=len(plan) * len(prompts), unit="req", disable=args.disable_tqdm)
+    bar = tqdm(total=len(plan) * len(prompts), unit="req", disable=args.disable_tqdm or None)
     with bar:
         for arrangement, fraction, policy in plan:
             if time.monotonic() - started > args.max_seconds:

@@ -9,13 +9,13 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import functools
 import sys
 from collections.abc import Sequence
 from typing import Any
 
 import aiohttp
 import orjson
-from tqdm import tqdm
 
 from sglang.benchmark.api_backends import ApiBackend, RequestOptions, make_backend
 from sglang.benchmark.load_generator import LoadResult, generate_load, open_session
@@ -33,6 +33,7 @@ from sglang.benchmark.workload import (
     shared_prefix_requests,
     trace_requests,
 )
+from sglang.srt.utils.progress import progress_bar
 
 _BUSY_CLIENT = 0.8
 _WARMUP_SEED_OFFSET = 1_000_003
@@ -186,7 +187,13 @@ async def run(args: argparse.Namespace) -> tuple[dict[str, Any], LoadResult]:
         await _warm_up(args, session, backend, options, tokens)
         if args.flush_cache:
             await flush_cache(session, args.base_url, args.admin_api_key or args.api_key)
-        with tqdm(total=len(requests), unit="req", disable=args.disable_tqdm) as bar:
+        with progress_bar(
+            functools.partial(print, file=sys.stderr),
+            desc="requests",
+            total=len(requests),
+            unit="req",
+            disable=args.disable_tqdm,
+        ) as bar:
             load = await generate_load(
                 session,
                 backend,

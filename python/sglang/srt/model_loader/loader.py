@@ -8,7 +8,6 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
 import torch
-from tqdm import tqdm
 
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.layers.placement import TensorPlacement
@@ -19,6 +18,7 @@ from sglang.srt.model_loader.remote_weights import RemoteInstanceWeights
 from sglang.srt.model_loader.weight_source import WeightSlots, WeightSource
 from sglang.srt.models.causal_lm import CausalLM
 from sglang.srt.models.registry import MODEL_CLASSES
+from sglang.srt.utils.progress import progress_bar
 
 logger = logging.getLogger(__name__)
 
@@ -75,12 +75,15 @@ def load_weights(
     source = make_source(model_config, load_config)
     with (
         torch.inference_mode(),
-        tqdm(
-            desc="Loading weights", unit="tensor", disable=not load_config.show_progress
+        progress_bar(
+            logger.info,
+            desc="Loading weights",
+            unit="tensor",
+            disable=not load_config.show_progress,
         ) as progress,
     ):
         slots = WeightSlots(model, progress.update)
-        progress.reset(total=len(slots))
+        progress.total = len(slots)
         source.fill(slots)
         slots.check_filled(source.name)
     num_bytes = sum(p.numel() * p.element_size() for p in model.parameters())

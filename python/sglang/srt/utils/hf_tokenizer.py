@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -35,8 +36,16 @@ def check_tokenizer_files(path: str) -> None:
         refuse_lfs_pointer(directory / name)
 
 
-def get_tokenizer(path: str, *, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
+def get_tokenizer(
+    path: str, *, trust_remote_code: bool = False, is_known: bool = False
+) -> PreTrainedTokenizerBase:
     """Load the tokenizer in the directory `path`, without downloads.
+
+    Args:
+        path: A directory.
+        trust_remote_code: Run the tokenizer's own code.
+        is_known: Another process of this server has loaded it too, and logs what the library warns
+            of.
 
     Raises:
         ValueError: Files are missing or broken. One line with the remedy.
@@ -45,6 +54,10 @@ def get_tokenizer(path: str, *, trust_remote_code: bool = False) -> PreTrainedTo
     # Imported here, because it takes seconds and imports torch.
     from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
+    library = logging.getLogger("transformers")
+    level = library.level
+    if is_known:
+        library.setLevel(logging.ERROR)
     try:
         tokenizer = AutoTokenizer.from_pretrained(
             path, local_files_only=True, trust_remote_code=trust_remote_code
@@ -53,6 +66,8 @@ def get_tokenizer(path: str, *, trust_remote_code: bool = False) -> PreTrainedTo
     except Exception as error:
         cause = " ".join(str(error).split())[:300]
         raise ValueError(f"the tokenizer in {path} cannot be loaded: {cause}") from error
+    finally:
+        library.setLevel(level)
     assert isinstance(tokenizer, PreTrainedTokenizerBase)
     return tokenizer
 

@@ -164,5 +164,5 @@ def _load(server_args: ServerArgs, data: TokenizerData | None) -> Detokenizer:
         return Detokenizer(make_decoder_factory(PortableTokenizer(data)))
     path = server_args.tokenizer_path or server_args.model_path
     assert path is not None, "resolved arguments name the model"
-    tokenizer = get_tokenizer(path, trust_remote_code=server_args.trust_remote_code)
+    tokenizer = get_tokenizer(path, trust_remote_code=server_args.trust_remote_code, is_known=True)
     return Detokenizer(make_decoder_factory(tokenizer))

@@ -7,6 +7,7 @@ start and the first copies do not pay for page faults.
 from __future__ import annotations
 
 import importlib
+import logging
 import math
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,12 +15,14 @@ from typing import Final
 
 import psutil
 import torch
-from tqdm import tqdm
 
 from sglang.srt.constants import GIB, MIB
 from sglang.srt.environ import envs
 from sglang.srt.hardware_backend.device_runtime import DeviceRuntime
 from sglang.srt.mem_cache.host.pinned_memory import allocate_pinned
+from sglang.srt.utils.progress import progress_bar
+
+logger = logging.getLogger(__name__)
 
 HOST_DEVICE: Final = "cpu"
 """Device of host pools."""
@@ -74,7 +77,8 @@ def get_allocator_from_storage(allocator_type: str) -> HostTensorAllocator:
 def touch(tensor: torch.Tensor) -> None:
     """Zero `tensor` (contiguous) piece by piece, with a progress bar above 1 GiB."""
     raw = tensor.view(-1).view(torch.uint8)
-    bar = tqdm(
+    bar = progress_bar(
+        logger.info,
         total=raw.numel(),
         unit="B",
         unit_scale=True,

@@ -8,6 +8,7 @@ them, and lock it afterwards. See benchmark/results for what that brings.
 from __future__ import annotations
 
 import ctypes
+import logging
 import mmap
 import os
 import weakref
@@ -16,10 +17,12 @@ from contextlib import suppress
 from typing import Final
 
 import torch
-from tqdm import tqdm
 
 from sglang.srt.constants import GIB, MIB
 from sglang.srt.hardware_backend.device_runtime import DeviceRuntime
+from sglang.srt.utils.progress import progress_bar
+
+logger = logging.getLogger(__name__)
 
 _HUGE_PAGE: Final = 2 * MIB
 _TOUCH_BYTES: Final = 64 * MIB
@@ -71,7 +74,8 @@ def _touch_in_threads(address: int, size: int, cpus_near_device: frozenset[int])
     """Zero memory for the first time, on CPUs near the device if those are known."""
     own = os.sched_getaffinity(0)
     cpus = (cpus_near_device & own) or own
-    bar = tqdm(
+    bar = progress_bar(
+        logger.info,
         total=size,
         unit="B",
         unit_scale=True,

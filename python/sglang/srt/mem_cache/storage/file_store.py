@@ -172,7 +172,7 @@ class HiCacheFile(HiCacheStorage):
         except MalformedObject as error:
             self._warn.warning("file-malformed", "L3 object is damaged: %s", error)
         except OSError as error:
-            self._warn.warning("file-read", "L3 object cannot be read: %s", error)
+            self._warn.warning("file-read", "L3 object %s cannot be read: %s", path, error)
             return CacheOutcome.FAILED
         else:
             if is_intact(trailer, buffers, key, verify_checksum=self._verify):
@@ -187,6 +187,12 @@ class HiCacheFile(HiCacheStorage):
             trailer = seal(buffers, key, with_checksum=self._verify)
             self._files.write(path, [*buffers, memoryview(trailer)])
         except OSError as error:
-            self._warn.warning("file-write", "L3 object cannot be written: %s", error)
+            # The error of a write names no file, and that of an open one that is gone.
+            self._warn.warning(
+                "file-write",
+                "L3 object cannot be written in %s: %s (SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR)",
+                self._files.root,
+                error.strerror,
+            )
             return CacheOutcome.FAILED
         return CacheOutcome.LANDED

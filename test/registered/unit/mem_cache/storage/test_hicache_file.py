@@ -247,7 +247,7 @@ def test_states_are_independent_of_each_other(bench: Bench) -> None:
 
 
 def test_a_full_disk_refuses_writes_and_leaves_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     bench = Bench(tmp_path)
     real, calls = os.writev, []
@@ -263,6 +263,7 @@ def test_a_full_disk_refuses_writes_and_leaves_nothing(
     monkeypatch.setattr(os, "writev", full)
     assert bench.put() == [LANDED, FAILED, SHORT]
     assert list((tmp_path / ".tmp").iterdir()) == []
+    assert f"L3 object cannot be written in {tmp_path}: No space left on device" in caplog.text
     monkeypatch.undo()
     assert bench.get() == [LANDED, MISS, SHORT]
     assert bench.storage.get_stats()["set_failed_pages"] == 1

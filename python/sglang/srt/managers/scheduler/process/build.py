@@ -419,4 +419,5 @@ def _make_weight_seed(runner: ModelRunner, group: RankGroup) -> WeightSeed | Non
 def _load_tokenizer(server_args: ServerArgs) -> PreTrainedTokenizerBase:
     path = server_args.tokenizer_path or server_args.model_path
     assert path is not None, "resolved arguments name the model"
-    return get_tokenizer(path, trust_remote_code=server_args.trust_remote_code)
+    # The server process loads it too, and says what there is to say of it.
+    return get_tokenizer(path, trust_remote_code=server_args.trust_remote_code, is_known=True)

@@ -1,0 +1,49 @@
+"""Progress of what takes long: a bar on a terminal, a line from time to time elsewhere."""
+
+from __future__ import annotations
+
+import io
+import sys
+from collections.abc import Callable
+from typing import Any, Final
+
+from tqdm import tqdm
+
+LINE_S: Final = 10.0
+"""Seconds to the first line, and between two lines."""
+
+
+class _Lines(io.TextIOBase):
+    """What `tqdm` takes for a file, and draws its bar anew in: a line each time."""
+
+    def __init__(self, say: Callable[[str], object]) -> None:
+        self._say = say
+
+    def write(self, text: str) -> int:
+        line = text.strip()
+        if line:
+            self._say(line)
+        return len(text)
+
+
+def progress_bar(
+    say: Callable[[str], object],
+    *,
+    desc: str,
+    total: int | None = None,
+    disable: bool = False,
+    **options: Any,
+) -> tqdm[Any]:
+    """A `tqdm` that redraws itself on a terminal. Elsewhere each redrawing would be a part of one
+    endless line; there it says a line every `LINE_S` seconds, and none if it ends before the first.
+
+    Args:
+        say: Gets these lines, e.g. `logger.info`.
+        desc: What goes on.
+        total: Units of all; None: not known yet, set the attribute.
+        disable: Show nothing.
+        options: Units, as `tqdm` has them.
+    """
+    if not sys.stderr.isatty():
+        options |= {"file": _Lines(say), "mininterval": LINE_S, "delay": LINE_S, "ncols": 0}
+    return tqdm(desc=desc, total=total, disable=disable, **options)
