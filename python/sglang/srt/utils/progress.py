@@ -14,7 +14,7 @@ LINE_S: Final = 10.0
 
 
 class _Lines(io.TextIOBase):
-    """What `tqdm` takes for a file, and draws its bar anew in: a line each time."""
+    """A file for `tqdm`. Each redrawing of the bar becomes a line."""
 
     def __init__(self, say: Callable[[str], object]) -> None:
         self._say = say
@@ -34,8 +34,8 @@ def progress_bar(
     disable: bool = False,
     **options: Any,
 ) -> tqdm[Any]:
-    """A `tqdm` that redraws itself on a terminal. Elsewhere each redrawing would be a part of one
-    endless line; there it says a line every `LINE_S` seconds, and none if it ends before the first.
+    """A `tqdm` that redraws itself on a terminal. Elsewhere it says a line every `LINE_S` seconds,
+    and none if it ends before the first, because redrawings would make one endless line.
 
     Args:
         say: Gets these lines, e.g. `logger.info`.

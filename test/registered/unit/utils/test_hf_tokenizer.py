@@ -22,7 +22,7 @@ SAYS = "an incorrect regex pattern"
 
 @pytest.fixture
 def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What the library says, which warns at each load."""
+    """Warnings of the library, which gives one at each load here."""
     load, lines = transformers.AutoTokenizer.from_pretrained, list[str]()
     library = logging.getLogger("transformers")
 

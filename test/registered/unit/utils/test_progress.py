@@ -26,7 +26,7 @@ class Stderr(io.StringIO):
 
 
 def run(monkeypatch: pytest.MonkeyPatch, *, is_terminal: bool, steps: int) -> tuple[str, list[str]]:
-    """What work of some steps writes to standard error, and the lines that it says."""
+    """Run a bar for some steps; its output on standard error, and the lines that it says."""
     stderr, lines = Stderr(is_terminal), list[str]()
     monkeypatch.setattr(sys, "stderr", stderr)
     with progress_bar(lines.append, desc="work", total=steps, unit="piece") as bar:
