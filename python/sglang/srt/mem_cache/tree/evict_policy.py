@@ -179,7 +179,7 @@ class EvictionHeap:
         self._drop_stale()
 
     def discard(self, node: TreeNode) -> None:
-        """Forget `node`, which leaves the tree."""
+        """Forget `node`, which leaves the tree or is no candidate."""
         if self._members.pop(node.id, None) is not None:
             self._drop_stale()
 
@@ -204,14 +204,13 @@ class EvictionHeap:
             if node_id not in self._members:
                 continue
             if not self._is_candidate(node):
-                del self._members[node_id]
+                self.discard(node)
                 continue
             current = self._strategy.eviction_order(node)
             if current != priority:
                 heapq.heappush(self._heap, (current, node_id, node))
                 continue
-            del self._members[node_id]
-            self._drop_stale()
+            self.discard(node)
             return node
         return None
 
