@@ -19,8 +19,14 @@ register_cpu_ci(est_time=2950, suite="nightly-test-cpu", nightly=True)
 
 TICKS = 20_000
 SECONDS = 45 * 60.0
-WORK = ("tokens from host", "tokens from storage", "evicted from host", "write landed")
-RARE_WORK = ("read late", "read failed", "retractions")
+WORK = (
+    "tokens from host",
+    "tokens from storage",
+    "evicted from host",
+    "write landed",
+    "steps from a state of the tree",
+)
+RARE_WORK = ("read late", "read failed", "retractions", "states evicted from host")
 """Work that must have happened; for the rare kinds 20,000 ticks may be too few."""
 
 

@@ -36,6 +36,12 @@ def test_twenty_minutes_of_random_work() -> None:
         "prompts with logprobs",
         "prompts cached whole",
         "ended by stop",
+        "steps from a state of the tree",
+        "snapshots of prefill/taken",
+        "snapshots of decode/taken",
+        "snapshots of prefill/no_slot",
+        "states evicted from device",
+        "states evicted from host",
     )
     assert_random_work(SECONDS, run_seed, happened)
 

@@ -34,7 +34,7 @@ from sglang.srt.managers.messages.io_struct import Bootstrap, TokenizedGenerateR
 from sglang.srt.managers.scheduler.tp_worker import ModelWorker
 from sglang.srt.mem_cache.device.base_device_pool import BaseDevicePool
 from sglang.srt.sampling.sampling_params import SamplingParams
-from sglang.test.schedulers.checkable_model import CheckableWorker
+from sglang.test.schedulers.checkable_worker import CheckableWorker
 from sglang.test.schedulers.scheduler_rig import Collected, SchedulerRig
 
 LOOPBACK = "127.0.0.1"

@@ -51,6 +51,7 @@ from sglang.test.schedulers.random_seeds import Outcome
 from sglang.test.schedulers.scheduler_rig import Collected
 from sglang.test.schedulers.step_watchdog import Watchdog
 
+_MODULE: Final = "sglang.test.disaggregation.random_pd"
 STEPS_PER_SEED: Final = 300
 _HANG_S: Final = 60.0
 _REST_S: Final = 60.0
@@ -426,10 +427,9 @@ def run_seed(seed: int, steps: int = STEPS_PER_SEED) -> Outcome:
     try:
         return RandomPd(seed).run(steps)
     except BaseException as error:
-        command = f"python -m sglang.test.disaggregation.random_pd --seed {seed} --steps {steps}"
-        error.add_note(f"to repeat: {command}")
+        error.add_note(f"to repeat: python -m {_MODULE} --seed {seed} --steps {steps}")
         raise
 
 
 if __name__ == "__main__":
-    raise SystemExit(random_seeds.main(__doc__, STEPS_PER_SEED, run_seed))
+    raise SystemExit(random_seeds.main(__doc__, _MODULE, STEPS_PER_SEED, run_seed))

@@ -54,9 +54,9 @@ def assert_unpinned(tree: RadixCache) -> None:
 
 
 def assert_stored(tree: RadixCache, store: ObjectStore, backend: str, epoch_began: float) -> None:
-    """Assert that L3 has, or has lost since, every page that the tree counts as stored, and that
-    this rank wrote no page without the earlier pages that it writes. Failed writes of other ranks
-    are not known here.
+    """Assert that L3 has, or has lost since, every object of the pages and host states that the
+    tree counts as stored, and that this rank wrote no page without the earlier pages that it
+    writes. Failed writes of other ranks are not known here.
 
     Args:
         store: The store; nothing is known of one that breaks its contract.
@@ -67,14 +67,20 @@ def assert_stored(tree: RadixCache, store: ObjectStore, backend: str, epoch_bega
     if storage_io is None or storage_io.storage is None or store.breaks_contract:
         return
     storage = storage_io.storage
-    assert isinstance(tree, HiRadixCache)
+    assert isinstance(tree, HiRadixCache) and storage.storage_config is not None
     namespace = tree._attachment._namespace()
+    pools = storage_io.store._pools
     for node in tree.nodes():
         pages = [f"{namespace}/{page}" for page in node.page_hashes(tree.page_size)]
-        keys = storage.object_keys(pages, PoolName.KV)
         if node.storage_epoch == tree.storage_link.epoch:
-            missing = [key for key in keys if not store.has_had_since(key, epoch_began)]
-            assert not missing, f"{node} counts as stored, but L3 never had {missing[0]}"
+            for pool, shards in pools.shards.items():
+                is_of_prefix = pool == PoolName.MAMBA
+                if is_of_prefix and node.mamba_host_value is None:
+                    continue
+                for one in shards.objects:
+                    keys = storage.object_keys(pages[-1:] if is_of_prefix else pages, one.pool)
+                    missing = [key for key in keys if not store.has_had_since(key, epoch_began)]
+                    assert not missing, f"{node} counts as stored, but L3 never had {missing[0]}"
         if backend == IN_PLACE and node.parent not in (None, tree.root_node):
             assert node.parent is not None
             before = [f"{namespace}/{page}" for page in node.parent.page_hashes(tree.page_size)]

@@ -2,6 +2,7 @@
 
     python -m sglang.test.schedulers.random_ranks --seed N --ranks 4 --attn-cp-size 2 --steps 5000
     python -m sglang.test.schedulers.random_ranks --seconds S   runs seed after seed, sizes in turn
+    python -m sglang.test.schedulers.random_ranks --seeds 0-399 --processes 16   several at once
 
 Each rank is a scheduler on a thread of its own, with pools, tree, copies and a storage client of
 its own; the store is one. Rank 0 is driven as in `random_scheduler.py`; the others get its ticks
@@ -15,6 +16,8 @@ import argparse
 import contextlib
 import random
 import secrets
+import shlex
+import sys
 import threading
 import time
 from collections import Counter
@@ -31,18 +34,26 @@ from sglang.srt.managers.messages.tick import decode_tick, encode_tick
 from sglang.srt.mem_cache.tiers.hiradix_cache import HiRadixCache
 from sglang.srt.mem_cache.tree.digest import CacheBooks, explain_difference
 from sglang.test.caches.memory_ranks import MemoryExchange
+from sglang.test.schedulers import seed_processes
 from sglang.test.schedulers.random_scheduler import CheckableRig, RandomScheduler, SchedulerOutcome
 from sglang.test.schedulers.random_seeds import print_counts
 from sglang.test.schedulers.random_setup import Setup
 
-SIZES: Final = ((2, 1), (2, 2), (4, 2), (4, 4), (3, 1))
+_MODULE: Final = "sglang.test.schedulers.random_ranks"
+SIZES: Final = ((2, 1), (2, 2), (4, 2), (4, 4), (3, 1), (1, 1), (4, 1))
 """Numbers of ranks, and of the sets that they are divided into. `(4, 2)` has two rounds of MIN."""
 TICKS_OF_A_SEED: Final = 500
 _MOST_DELAY_S: Final = 0.0005
 _DEADLINE_S: Final = 30.0
 """Of a rank that waits for others. Less than the limit of a step, so that it says who is missing:
 ranks that have diverged may wait for each other in different collectives."""
-_WORK: Final = ("tokens from host", "tokens from storage", "evicted from host", "write landed")
+_WORK: Final = (
+    "tokens from host",
+    "tokens from storage",
+    "evicted from host",
+    "write landed",
+    "steps from a state of the tree",
+)
 """Work that must happen. One seed in four reads from storage; more are drawn until all of it
 has."""
 _MOST_RUNS: Final = 60
@@ -109,6 +120,11 @@ class RankRig(CheckableRig):
         if isinstance(tree, HiRadixCache):
             counts["free tokens of L2"] = tree.host_pool.available_size
             counts["epoch of L3"] = lambda: tree.storage_link.epoch
+            if tree.host_states is not None:
+                counts["free states of L2"] = tree.host_states.pool.available_size
+        states = state.pools.req_to_token_pool.mamba_pool
+        if states is not None:
+            counts["free states of L1"] = states.available_size
         counts["operations under way"] = lambda: sum(tree.is_busy().values())
         return CacheBooks(lambda: tree.root_node, counts, state.queues)
 
@@ -227,9 +243,15 @@ def run_ranks(seed: int, ranks: int, steps: int, attn_cp_size: int = 1) -> Sched
         return run.run(steps)
     except BaseException as error:
         error.add_note(f"with {run.setup}")
-        command = f"python -m sglang.test.schedulers.random_ranks --seed {seed} --ranks {ranks}"
-        error.add_note(f"to repeat: {command} --attn-cp-size {attn_cp_size} --steps {steps}")
+        error.add_note(f"to repeat: {shlex.join(_command(seed, ranks, attn_cp_size, steps))}")
         raise
+
+
+def _command(seed: int, ranks: int, attn_cp_size: int, steps: int) -> list[str]:
+    """The command that repeats a run."""
+    numbers = {"seed": seed, "ranks": ranks, "attn-cp-size": attn_cp_size, "steps": steps}
+    words = [word for name, number in numbers.items() for word in (f"--{name}", str(number))]
+    return ["python", "-m", _MODULE, *words]
 
 
 def run_until_all_happened(ranks: int, steps: int) -> None:
@@ -286,14 +308,26 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=0, help="the only or first seed")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--attn-cp-size", type=int, default=1)
-    parser.add_argument("--steps", type=int, default=5000)
+    parser.add_argument("--steps", type=int, help="of one seed [5000], of each of several [500]")
     parser.add_argument("--seconds", type=float, help="run seeds for this time, of all sizes")
+    seed_processes.add_seed_arguments(parser)
     args = parser.parse_args(argv)
+    if args.seeds is not None:
+        return seed_processes.run_in_processes(
+            args.seeds,
+            lambda seed: [
+                sys.executable,
+                *_command(seed, *SIZES[seed % len(SIZES)], args.steps or TICKS_OF_A_SEED)[1:],
+            ],
+            args.processes,
+            args.seconds or seed_processes.DEFAULT_SECONDS,
+        )
     torch.set_num_threads(1)
     began = time.monotonic()
     if args.seconds is None:
-        outcome = run_ranks(args.seed, args.ranks, args.steps, args.attn_cp_size)
-        print(outcome.setup)
+        outcome = run_ranks(args.seed, args.ranks, args.steps or 5000, args.attn_cp_size)
+        print(f"seed {args.seed}: {outcome.describe()}; {args.ranks} ranks", end=" ")
+        print(f"in {args.attn_cp_size} sets, {outcome.steps} ticks in {outcome.seconds:.1f} s")
         counts = outcome.counts + Counter(ticks=outcome.steps)
     else:
         counts = run_for(args.seconds, args.seed)

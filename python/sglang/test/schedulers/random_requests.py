@@ -67,7 +67,7 @@ class RandomRequests:
 
     def draw_again(self, limits: BatchLimits) -> list[Sent]:
         """Prompts that continue earlier conversations."""
-        known = self._rng.sample(self._conversations, min(4, len(self._conversations)))
+        known = self._rng.sample(self._conversations, min(8, len(self._conversations)))
         return [one for key, said in known for one in self._samples(key, [*said, 1], limits)]
 
     def _samples(self, key: str | None, tokens: list[int], limits: BatchLimits) -> list[Sent]:

@@ -3,11 +3,11 @@
     python -m sglang.test.schedulers.random_scheduler --seed N      repeats one run
     python -m sglang.test.schedulers.random_scheduler --seconds S   runs seed after seed
 
-A seed determines a configuration (page size, policies, sizes of the tiers, layout, overlap), and
-for each tick requests that share prefixes in many ways, aborts, administration, and moods of the
-store. After each tick all outputs are compared with the expected ones. Every few ticks, and
-whenever the scheduler is idle, the books are checked. Only the model's arithmetic, the store and
-the engine's timers are not real; the timers are too long for ticks of a millisecond.
+A seed determines a configuration (kinds of state, page size, policies, sizes of the tiers, layout,
+overlap), and for each tick requests that share prefixes in many ways, aborts, administration, and
+moods of the store. After each tick all outputs are compared with the expected ones. Every few
+ticks, and whenever the scheduler is idle, the books are checked. Only the model's arithmetic, the
+store and the engine's timers are not real; the timers are too long for ticks of a millisecond.
 
 A run is a function of its seed, except for the progress of copies and transfers in other threads.
 """
@@ -15,13 +15,14 @@ A run is a function of its seed, except for the progress of copies and transfers
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import random
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from sglang.srt.constants import BUILTIN_MODEL_DIR
 from sglang.srt.managers.messages.io_struct import (
@@ -36,11 +37,14 @@ from sglang.srt.managers.messages.io_struct import (
     ShutdownReq,
     ToScheduler,
 )
+from sglang.srt.mem_cache.device.state_spec import RankShare, RankSplit
 from sglang.srt.mem_cache.tiers.hiradix_cache import HiRadixCache
 from sglang.srt.mem_cache.tiers.host_backup import WRITE_POLICIES
 from sglang.test.caches.storage_rigs import counts as counter_values
 from sglang.test.schedulers import random_seeds
-from sglang.test.schedulers.checkable_model import CheckableWorker
+from sglang.test.schedulers.checkable_pools import CheckableState
+from sglang.test.schedulers.checkable_worker import CheckableWorker
+from sglang.test.schedulers.lagging_device import LaggingDevice
 from sglang.test.schedulers.random_checks import (
     assert_stored,
     assert_unpinned,
@@ -52,8 +56,9 @@ from sglang.test.schedulers.random_seeds import Outcome
 from sglang.test.schedulers.random_setup import Setup, impatient
 from sglang.test.schedulers.scheduler_rig import Collected, SchedulerRig
 from sglang.test.schedulers.step_watchdog import Watchdog, log_kept
-from sglang.test.stores.object_store import MOODS, ObjectStore
+from sglang.test.stores.object_store import FILE, MOODS, ObjectFolder, ObjectStore
 
+_MODULE: Final = "sglang.test.schedulers.random_scheduler"
 STEPS_PER_SEED: Final = 500
 _HANG_S: Final = 60.0
 """Limit of a step, which takes about a millisecond; longer than any wait of the engine in it."""
@@ -61,20 +66,58 @@ _REST_S: Final = 30.0
 _MOST_STEPS_TO_REST: Final = 4000
 _MOST_WORKING_STEPS: Final = 2500
 """Most forwards between the arrival of a request and its end."""
-_MOODS: Final = (*MOODS, *("quick", "well", "crawling") * 3)
+_MOODS: Final = (*MOODS, *("quick", "well") * 4, *("crawling",) * 3)
 _IDLE_S: Final = 0.0005
 
 
 class CheckableRig(SchedulerRig):
-    """A scheduler whose model is a `CheckableWorker`."""
+    """A scheduler whose model is a `CheckableWorker`.
+
+    Args:
+        state: What the model keeps, of all heads.
+        heads: Heads of a rank; 0: all ranks have the same head.
+        most_lag_s: See `LaggingDevice`; 0: steps run when they are launched.
+        args: Arguments of `SchedulerRig`.
+    """
 
     device = "cpu"
+
+    def __init__(
+        self,
+        model_path: Path,
+        *,
+        state: CheckableState | None = None,
+        heads: int = 0,
+        most_lag_s: float = 0.0,
+        **args: Any,
+    ) -> None:
+        self._state, self._heads = state or CheckableState(), heads
+        self._most_lag_s = most_lag_s
+        self._device: LaggingDevice | None = None
+        alignment = self._state.alignment if self._state.num_states else None
+        super().__init__(model_path, snapshot_alignment=alignment, **args)
 
     def make_worker(
         self, model_path: Path, page_size: int, pool_tokens: int | None, max_requests: int
     ) -> CheckableWorker:
         assert pool_tokens is not None, "the driver draws the size of L1"
-        return CheckableWorker(page_size, pool_tokens, max_requests)
+        state, count = self._state, self._heads
+        if count:
+            begin, total = self.group.attn_tp_rank * count, self.group.attn_tp_size * count
+            share = RankShare(RankSplit.HEADS, begin, begin + count, total)
+            state = dataclasses.replace(state, heads=share)
+        if self._most_lag_s:
+            self._device = LaggingDevice(random.Random(self.group.rank), self._most_lag_s)
+        worker = CheckableWorker(
+            page_size, pool_tokens, max_requests, state=state, device=self._device
+        )
+        self.model_pools = worker.model_pools
+        return worker
+
+    def close(self) -> None:
+        super().close()
+        if self._device is not None:
+            self._device.close()
 
 
 @dataclass(slots=True, kw_only=True)
@@ -85,9 +128,13 @@ class SchedulerOutcome(Outcome):
 
     def describe(self) -> str:
         one = self.setup
+        what = "sparse" if one.is_sparse else "dense"
+        if one.num_states:
+            what += f" with {one.num_states} states every {one.alignment} tokens"
+        overlap = f", overlap, lag {one.most_lag_s} s" if one.overlap else ""
         return (
-            f"{one.tiers} tiers, pages of {one.page_size}, {one.schedule_policy}, "
-            f"{one.write_policy}, {one.prefetch_policy}{', overlap' if one.overlap else ''}"
+            f"{what}, {one.tiers} tiers, pages of {one.page_size}, {one.schedule_policy}, "
+            f"{one.write_policy}, {one.prefetch_policy}, {one.backend}{overlap}"
         )
 
 
@@ -104,9 +151,8 @@ class RandomScheduler:
     def __init__(self, seed: int, setup: Setup | None = None) -> None:
         self.rng = random.Random(seed)
         self.setup = setup or Setup.draw(self.rng)
-        self.store = ObjectStore(
-            seed, damages=self.setup.verify_checksum, breaks_contract=seed % 2 == 1
-        )
+        kind = ObjectFolder if self.setup.backend == FILE else ObjectStore
+        self.store = kind(seed, damages=self.setup.verify_checksum, breaks_contract=seed % 2 == 1)
         self.outcome = SchedulerOutcome(setup=self.setup)
         self._log: deque[str] = deque(maxlen=40)
         self._watchdog = Watchdog()
@@ -132,6 +178,7 @@ class RandomScheduler:
         began = time.monotonic()
         with contextlib.ExitStack() as stack:
             stack.enter_context(impatient())
+            stack.enter_context(self.setup.in_use())
             stack.enter_context(log_kept(self._log))
             stack.enter_context(self._watchdog)
             stack.enter_context(self.store)
@@ -252,8 +299,12 @@ class RandomScheduler:
         assert not self._unanswered, "a flush at rest is done at once"
         pools = rig.scheduler.state.pools
         assert pools.allocator.available_size() == pools.allocator.size
+        states = pools.req_to_token_pool.mamba_pool
+        assert states is None or states.available_size() == states.size
         if isinstance(tree, HiRadixCache):
-            assert tree.host_pool.available_size() == tree.host_pool.size
+            for entry in tree.cache_controller.mem_pool_host.entries.values():
+                if entry.spec.indices_from_pool is None:
+                    assert entry.host_pool.available_size() == entry.host_pool.size, entry.name
 
     # ---- requests ------------------------------------------------------------------------------
 
@@ -333,7 +384,9 @@ class RandomScheduler:
         return AttachHiCacheStorageReqInput(
             req_id=self._control_id(),
             hicache_storage_backend=self.setup.backend,
-            hicache_storage_backend_extra_config_json=self.setup.extra_config(self.store),
+            hicache_storage_backend_extra_config_json=self.setup.extra_config(
+                self.store, self.rig.group.attn_tp_size
+            ),
             hicache_storage_prefetch_policy=rng.choice(policies),
             hicache_write_policy=rng.choice((*WRITE_POLICIES, None, None, None)),
         )
@@ -386,11 +439,21 @@ class RandomScheduler:
         assert isinstance(worker, CheckableWorker)
         counts["positions checked"] = worker.num_checked
         counts["prompts cached whole"] = worker.num_whole
+        counts["steps from a state of the tree"] = worker.num_continued
         counts["retractions"] = counters.retractions
         counts["prefill batches"] = counters.prefill_batches
         counts["decode steps"] = counters.decode_steps
         counts.update({f"store: {what}": n for what, n in self.store.happened.items()})
         tree = self.rig.tree
+        states = tree.state_metrics
+        if states is not None:
+            for metric, name in (
+                (states.evicted, "states evicted from"),
+                (states.snapshots, "snapshots of"),
+            ):
+                counts.update(
+                    {f"{name} {what}": int(n) for what, n in counter_values(metric).items()}
+                )
         if isinstance(tree, HiRadixCache):
             for metric, name in (
                 (tree.metrics.prefetch_outcomes, "read"),
@@ -424,10 +487,9 @@ def run_seed(seed: int, steps: int = STEPS_PER_SEED) -> SchedulerOutcome:
         return run.run(steps)
     except BaseException as error:
         error.add_note(f"with {run.setup}")
-        command = f"python -m sglang.test.schedulers.random_scheduler --seed {seed} --steps {steps}"
-        error.add_note(f"to repeat: {command}")
+        error.add_note(f"to repeat: python -m {_MODULE} --seed {seed} --steps {steps}")
         raise
 
 
 if __name__ == "__main__":
-    raise SystemExit(random_seeds.main(__doc__, STEPS_PER_SEED, run_seed))
+    raise SystemExit(random_seeds.main(__doc__, _MODULE, STEPS_PER_SEED, run_seed))

@@ -13,6 +13,12 @@ from dataclasses import dataclass, field
 
 import torch
 
+from sglang.test.schedulers.seed_processes import (
+    DEFAULT_SECONDS,
+    add_seed_arguments,
+    run_in_processes,
+)
+
 
 @dataclass(slots=True)
 class Outcome:
@@ -84,6 +90,7 @@ def print_counts(counts: Counter[str]) -> None:
 
 def main(
     doc: str | None,
+    module: str,
     steps_per_seed: int,
     run_seed: Callable[[int, int], Outcome],
     argv: Sequence[str] | None = None,
@@ -92,20 +99,32 @@ def main(
 
     Args:
         doc: Docstring of the driver.
+        module: Name of the driver's module.
         steps_per_seed: Default of the command line.
         run_seed: Takes a seed and the steps; raises for any wrong result.
         argv: Words after the program's name.
     """
     parser = argparse.ArgumentParser(description=doc, allow_abbrev=False)
     parser.add_argument("--seed", type=int, help="the only or first seed [random]")
-    parser.add_argument("--seconds", type=float, default=0.0, help="run seeds for this time")
+    parser.add_argument(
+        "--seconds", type=float, help="run seeds for this time; a limit with --seeds"
+    )
     parser.add_argument("--steps", type=int, default=steps_per_seed, help="steps of each seed")
     parser.add_argument("--most-failures", type=int, default=5, help="failures to end at [5]")
+    add_seed_arguments(parser)
     args = parser.parse_args(argv)
+    if args.seeds is not None:
+        begin = [sys.executable, "-m", module, "--steps", str(args.steps)]
+        return run_in_processes(
+            args.seeds,
+            lambda seed: [*begin, "--seed", str(seed)],
+            args.processes,
+            args.seconds or DEFAULT_SECONDS,
+        )
     torch.set_num_threads(1)
     seed = secrets.randbits(31) if args.seed is None else args.seed
     counts, failed = run_for(
-        args.seconds,
+        args.seconds or 0.0,
         seed,
         lambda one: run_seed(one, args.steps),
         most_failures=args.most_failures,

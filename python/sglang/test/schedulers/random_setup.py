@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import random
 import time
@@ -13,7 +14,9 @@ from unittest.mock import patch
 
 from sglang.srt.environ import envs
 from sglang.srt.mem_cache.host.host_layout import AUTO, HostLayout
+from sglang.srt.mem_cache.host.host_pool_group import HostPoolGroup
 from sglang.srt.mem_cache.host.page_copier import PageLoad
+from sglang.srt.mem_cache.hybrid_cache import cache_controller
 from sglang.srt.mem_cache.l3 import (
     circuit_breaker,
     fetch_choice,
@@ -26,7 +29,9 @@ from sglang.srt.mem_cache.tiers import storage_check
 from sglang.srt.mem_cache.tiers.hiradix_cache import HiRadixCache
 from sglang.srt.mem_cache.tiers.host_backup import WRITE_POLICIES
 from sglang.srt.mem_cache.tree.base_prefix_cache import BasePrefixCache
-from sglang.test.stores.object_store import IN_PLACE, PLAIN, STORE_KEY, ObjectStore
+from sglang.test.schedulers.checkable_pools import CheckableState
+from sglang.test.schedulers.lagging_device import LaggingRuntime
+from sglang.test.stores.object_store import FILE, IN_PLACE, PLAIN, STORE_KEY, ObjectStore
 
 _EVICTION: Final = ("lru", "lfu", "fifo", "priority", "slru")
 _LAYOUTS: Final = (AUTO, *(layout.value for layout in HostLayout))
@@ -60,9 +65,49 @@ class Setup:
     threshold_pages: int
     slow_copies: float
     """Chance that a copy between L1 and L2 is slow."""
+    is_sparse: bool
+    """See `CheckableState`."""
+    num_states: int
+    """See `CheckableState`."""
+    alignment: int
+    """Tokens between positions for snapshots."""
+    track_interval: int
+    """Tokens between snapshots in decoding; 0: none are taken."""
+    heads: int
+    """Heads of a rank; 0: all ranks have the same head."""
+    writes_like_gpu: bool
+    """Whether writes to L2 begin when the CPU knows the slots, and are issued in pieces."""
+    most_lag_s: float
+    """See `LaggingDevice`; 0: steps run when they are launched."""
 
     @classmethod
     def draw(cls, rng: random.Random) -> Setup:
+        """Choose everything."""
+        setup = cls._draw_dense(rng)
+        has_states = rng.random() < 0.65
+        is_sparse = rng.random() < 0.25
+        rows, page = setup.max_requests, setup.page_size
+        num_states = rng.choice((2, rows + 1, rows + 3, 3 * rows + 2, 40))
+        alignment = page * rng.choice((1, 1, 2, 3))
+        interval = alignment * rng.choice((0, 1, 2, 5))
+        layout = setup.layout
+        if has_states and layout == HostLayout.PAGE_FIRST_KV_SPLIT:
+            layout = AUTO  # States have no such layout.
+        return dataclasses.replace(
+            setup,
+            layout=layout,
+            backend=FILE if rng.random() < 0.2 else setup.backend,
+            is_sparse=is_sparse,
+            num_states=num_states if has_states else 0,
+            alignment=alignment if has_states else page,
+            track_interval=interval if has_states else 0,
+            heads=rng.choice((0, 1, 1, 2)),
+            writes_like_gpu=rng.random() < 0.4,
+            most_lag_s=rng.choice((0.0, 0.001, 0.004)) if setup.overlap else 0.0,
+        )
+
+    @classmethod
+    def _draw_dense(cls, rng: random.Random) -> Setup:
         page = rng.choice((1, 2, 4, 16, 64))
         few = rng.random() < 0.7
         l1_pages = rng.randint(9, 16) if few else rng.randint(20, 60)
@@ -92,11 +137,28 @@ class Setup:
             verify_checksum=rng.random() < 0.8,
             threshold_pages=rng.choice((1, 1, 2)),
             slow_copies=rng.choice((0.0, 0.1, 0.5)),
+            is_sparse=False,
+            num_states=0,
+            alignment=page,
+            track_interval=0,
+            heads=0,
+            writes_like_gpu=False,
+            most_lag_s=0.0,
+        )
+
+    @property
+    def state(self) -> CheckableState:
+        """What the model keeps, of all heads."""
+        return CheckableState(
+            is_sparse=self.is_sparse, num_states=self.num_states, alignment=self.alignment
         )
 
     def rig_args(self) -> dict[str, Any]:
-        """Arguments of `SchedulerRig`."""
+        """Arguments of `CheckableRig`."""
         args: dict[str, Any] = {
+            "state": self.state,
+            "heads": self.heads,
+            "most_lag_s": self.most_lag_s,
             "pool_tokens": self.l1_pages * self.page_size,
             "max_requests": self.max_requests,
             "overlap": self.overlap,
@@ -110,6 +172,10 @@ class Setup:
             "stream_interval": self.stream_interval,
             "target_inter_token_latency": self.target_inter_token_latency,
         }
+        if self.track_interval:
+            args["mamba_track_interval"] = self.track_interval
+        elif self.num_states:
+            args["mamba_scheduler_strategy"] = "no_buffer"
         if self.tiers > 1:
             args |= {
                 "enable_hierarchical_cache": True,
@@ -125,17 +191,33 @@ class Setup:
         if isinstance(tree, HiRadixCache) and self.slow_copies:
             _slow_down_copies(tree, rng, self.slow_copies)
 
-    def extra_config(self, store: ObjectStore) -> str:
-        return json.dumps(
-            {
-                STORE_KEY: store.name,
-                "prefetch_threshold": self.threshold_pages * self.page_size,
-                "prefetch_timeout_base": 0.01,
-                "prefetch_timeout_max": 0.05,
-                "hicache_storage_pass_prefix_keys": self.pass_prefix_keys,
-                "verify_checksum": self.verify_checksum,
-            }
-        )
+    def extra_config(self, store: ObjectStore, attn_tp_size: int) -> str:
+        """The configuration of L3 for `attn_tp_size` ranks with different heads. Each head is an
+        object of its own where a rank has several."""
+        config: dict[str, Any] = {
+            STORE_KEY: store.name,
+            "prefetch_threshold": self.threshold_pages * self.page_size,
+            "prefetch_timeout_base": 0.01,
+            "prefetch_timeout_max": 0.05,
+            "hicache_storage_pass_prefix_keys": self.pass_prefix_keys,
+            "verify_checksum": self.verify_checksum,
+        }
+        if self.heads > 1:
+            config["tp_lcm_size"] = self.heads * attn_tp_size
+        return json.dumps(config)
+
+    @contextlib.contextmanager
+    def in_use(self) -> Iterator[None]:
+        """Let the engine write to L2 as this setup says, in all rigs of this process."""
+        with contextlib.ExitStack() as stack:
+            if self.writes_like_gpu:
+                stack.enter_context(
+                    patch.object(HostPoolGroup, "prefers_cpu_slots", lambda *_: True)
+                )
+                stack.enter_context(patch.object(cache_controller, "_PAGES_AT_ONCE", 2))
+            if self.most_lag_s:
+                stack.enter_context(LaggingRuntime.as_cpu())
+            yield
 
 
 @contextlib.contextmanager

@@ -5,14 +5,15 @@ loses, damages, truncates or swaps objects. The contract of `HiCacheStorage` all
 the engine must still give right answers. With `breaks_contract` the store also gives answers that
 the interface does not allow.
 
-`ObjectStore` has the objects and moods, and outlives engines. Two backends use it. One implements
+`ObjectStore` has the objects and moods, and outlives engines. Three backends use it. One implements
 only `get`, `set` and `exists`, so that the engine's code moves and checks bytes. The other moves
-pages in place, torn and late, as a store with its own transport does.
+pages in place, torn and late, as a store with its own transport does. The third is the engine's own
+store of files.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -28,8 +29,9 @@ from sglang.srt.mem_cache.hicache_storage import (
     StoragePool,
 )
 from sglang.srt.mem_cache.storage.base import checked_transfer
+from sglang.srt.mem_cache.storage.file_store import HiCacheFile
 from sglang.srt.mem_cache.storage.page_trailer import TRAILER_BYTES, is_intact, seal
-from sglang.test.stores.object_store import STORE_KEY, Call, ObjectStore
+from sglang.test.stores.object_store import STORE_KEY, Call, ObjectFolder, ObjectStore
 
 
 class PlainStore(HiCacheStorage):
@@ -96,11 +98,7 @@ class PlainStore(HiCacheStorage):
         return answers
 
     def probe(self) -> bool:
-        try:
-            call = self.store.begin("probe")
-        except Exception:  # noqa: BLE001 - a probe never raises
-            return False
-        return call.rng.random() < 0.8
+        return is_back(self.store)
 
     def clear(self) -> None:
         assert self.storage_config is not None
@@ -181,6 +179,67 @@ class InPlaceStore(PlainStore):
         raw = page.numpy().tobytes()
         trailer = seal((raw,), key, with_checksum=self.storage_config.verify_checksum)
         return CacheOutcome.LANDED if call.keep(key, raw + trailer) else CacheOutcome.FAILED
+
+
+class FileStore(HiCacheFile):
+    """The engine's own store of files, with the faults of an `ObjectFolder`."""
+
+    def __init__(self, storage_config: HiCacheStorageConfig, **_: Any) -> None:
+        store = ObjectStore.named((storage_config.extra_config or {})[STORE_KEY])
+        assert isinstance(store, ObjectFolder)
+        self.store = store
+        self.store.begin("connect", is_awaited=True)
+        super().__init__(storage_config, str(store.folder))
+
+    def batch_get_v2(  # type: ignore[override]  # also lies
+        self, transfers: list[PoolTransfer], extra_info: HiCacheStorageExtraInfo | None = None
+    ) -> dict[str, list[PageResult]]:
+        return self._call("get", transfers, super().batch_get_v2)
+
+    def batch_set_v2(  # type: ignore[override]
+        self, transfers: list[PoolTransfer], extra_info: HiCacheStorageExtraInfo | None = None
+    ) -> dict[str, list[PageResult]]:
+        return self._call("set", transfers, super().batch_set_v2)
+
+    def _call(
+        self,
+        kind: str,
+        transfers: list[PoolTransfer],
+        move: Callable[[list[PoolTransfer]], Mapping[str, Sequence[PageResult]]],
+    ) -> dict[str, list[PageResult]]:
+        call = self.store.begin(kind)
+        results: dict[str, list[PageResult]] = {}
+        for one in transfers:
+            for key in self.object_keys(one.keys or [], one.name):
+                call.disturb(self._files.path(*self._split(key)))
+            results[str(one.name)] = (
+                [CacheOutcome.FAILED] * len(one.keys or ())
+                if call.refuses()
+                else list(move([one])[one.name])
+            )
+            call.pause()
+        return _answer(call, results)
+
+    def prompts_exist(
+        self,
+        prompts: Sequence[list[str]],
+        extra_infos: Sequence[HiCacheStorageExtraInfo | None],
+        pool_transfers: Sequence[PoolTransfer] | None = None,
+    ) -> list[PoolTransferResult]:
+        self.store.begin("prompts_exist")
+        return super().prompts_exist(prompts, extra_infos, pool_transfers)
+
+    def probe(self) -> bool:
+        return is_back(self.store)
+
+
+def is_back(store: ObjectStore) -> bool:
+    """Whether a store answers a probe."""
+    try:
+        call = store.begin("probe")
+    except Exception:  # noqa: BLE001 - a probe never raises
+        return False
+    return call.rng.random() < 0.8
 
 
 def _scatter(pool: StoragePool, slots: torch.Tensor, page: bytes) -> None:

@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import random
+import tempfile
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import ClassVar, Final
 
 from sglang.srt.mem_cache.hicache_storage import StorageUnavailable, StorageUnreachable
 from sglang.srt.mem_cache.storage.backend_factory import StorageBackendFactory
+from sglang.srt.mem_cache.storage.file_objects import ObjectFiles
 
 PLAIN: Final = "chaotic-plain"
 IN_PLACE: Final = "chaotic-in-place"
-_BACKENDS: Final = {PLAIN: "PlainStore", IN_PLACE: "InPlaceStore"}
+FILE: Final = "chaotic-file"
+_BACKENDS: Final = {PLAIN: "PlainStore", IN_PLACE: "InPlaceStore", FILE: "FileStore"}
 STORE_KEY: Final = "object_store"
 """Key in the extra config for the name of the `ObjectStore`."""
 
@@ -236,6 +241,56 @@ class ObjectStore:
         return self._breaks_contract
 
 
+class ObjectFolder(ObjectStore):
+    """The same faults for the engine's own store of files, whose objects are in `folder`."""
+
+    def __init__(self, seed: int, *, damages: bool = True, breaks_contract: bool = False) -> None:
+        super().__init__(seed, damages=damages, breaks_contract=breaks_contract)
+        self._directory = tempfile.TemporaryDirectory(prefix="object-folder-")
+        self.folder = Path(self._directory.name)
+        self._last_loss = 0.0
+
+    def __exit__(self, *args: object) -> None:
+        super().__exit__(*args)
+        self._directory.cleanup()
+
+    def restart(self) -> None:
+        for path in self._paths():
+            self.lose(path)
+        self.happened["restarts"] += 1
+
+    def rot(self, rng: random.Random) -> None:
+        if self._damages:
+            paths = self._paths()
+            for path in rng.sample(paths, min(len(paths), 3)):
+                self.spoil(path, rng)
+
+    def lose(self, path: Path) -> None:
+        """Remove an object, if it is there."""
+        path.unlink(missing_ok=True)
+        self._last_loss = time.monotonic()
+
+    def spoil(self, path: Path, rng: random.Random) -> None:
+        """Damage an object, if it is there."""
+        with contextlib.suppress(FileNotFoundError):
+            other = rng.choice(self._paths() or [path])
+            value = damaged(path.read_bytes(), other.read_bytes(), rng)
+            spoiled = self.folder / "spoiled"
+            spoiled.write_bytes(value)
+            spoiled.rename(path)
+            # Readers remove what is damaged.
+            self._last_loss = time.monotonic()
+
+    def has_had_since(self, key: str, when: float) -> bool:
+        """As `ObjectStore`; also True if any object was lost after `when`."""
+        namespace, _, rest = key.partition("/")
+        path = ObjectFiles(self.folder).path(namespace, rest)
+        return path.exists() or self._last_loss >= when
+
+    def _paths(self) -> list[Path]:
+        return sorted(path for path in self.folder.glob("*/??/*") if path.is_file())
+
+
 class Call:
     """The faults of one call to the store, drawn in order."""
 
@@ -271,13 +326,25 @@ class Call:
 
     def keep(self, key: str, value: bytes) -> bool:
         """Write the object. False if refused."""
-        if self._mood.is_full:
-            self.store.happened[f"{self._kind} full"] += 1
-            return False
-        if self._draws(self._mood.refuse, "refuse"):
+        if self.refuses():
             return False
         self.store.write(key, value)
         return True
+
+    def disturb(self, path: Path) -> None:
+        """Lose or damage the file of an object that is about to be read."""
+        folder = self.store
+        assert isinstance(folder, ObjectFolder)
+        if self._draws(self._mood.lose, "lose"):
+            folder.lose(path)
+        if folder.damages and self._draws(self._mood.damage, "damage"):
+            folder.spoil(path, self.rng)
+
+    def refuses(self) -> bool:
+        """Whether the object of a page is not moved."""
+        is_full = self._mood.is_full and self._kind == "set"
+        self.store.happened[f"{self._kind} full"] += is_full
+        return is_full or self._draws(self._mood.refuse, "refuse")
 
     def lies(self) -> bool:
         return self.store.breaks_contract and self._draws(_LIES, "lie")

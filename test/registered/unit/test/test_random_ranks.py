@@ -5,6 +5,8 @@ The long run is `test_random_ranks_long.py`.
 
 from __future__ import annotations
 
+import dataclasses
+import random
 import re
 from collections.abc import Iterator
 from typing import Any
@@ -20,7 +22,7 @@ from sglang.srt.mem_cache.tree.ballot import Progress, to_vector
 from sglang.test.caches.memory_ranks import MemoryRankGroup, PassedOnGroup, RankIsMissing
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.schedulers.random_ranks import RandomRanks, RankRig
-from sglang.test.schedulers.random_setup import impatient
+from sglang.test.schedulers.random_setup import Setup, impatient
 
 register_cpu_ci(est_time=25, suite="base-a-test-cpu")
 
@@ -90,6 +92,11 @@ def test_sets_of_ranks_diverge_without_the_round_over_cp(seed: int) -> None:
     )
 
 
+def without_states(seed: int) -> Setup:
+    """The setup of a seed, for a model of whose pages each may leave L2 alone."""
+    return dataclasses.replace(Setup.draw(random.Random(seed)), num_states=0)
+
+
 def losing_a_page(monkeypatch: pytest.MonkeyPatch, rank: int) -> list[int]:
     """Let a rank evict a page that the others keep. The tick in which it did, once it has."""
     step = Scheduler.step
@@ -118,7 +125,7 @@ def test_a_rank_that_lost_a_page_is_named_in_the_same_tick(
 ) -> None:
     lost = losing_a_page(monkeypatch, rank)
     with pytest.raises(RanksDiverged) as caught:
-        RandomRanks(2, 4, attn_cp_size=2).run(TICKS)
+        RandomRanks(2, 4, attn_cp_size=2, setup=without_states(2)).run(TICKS)
     entry = rf"rank {rank} has free tokens of L2: \d+, rank 0 \d+"
     assert re.match(rf"the books differ after tick {lost[0]}: {entry}$", str(caught.value))
 
@@ -127,7 +134,7 @@ def test_a_rank_that_lost_a_page_ends_all_and_is_named_by_the_next_ballot(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     lost = losing_a_page(monkeypatch, 1)
-    run = RandomRanks(2, has_referee=False)
+    run = RandomRanks(2, has_referee=False, setup=without_states(2))
     with pytest.raises(RanksDiverged, match=r"rank 1 has free tokens of L2: \d+, rank 0 \d+\n"):
         run.run(TICKS)
     assert lost

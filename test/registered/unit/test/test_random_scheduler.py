@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import random
 import threading
 import time
 from collections.abc import Iterator
@@ -24,16 +25,27 @@ from sglang.srt.managers.messages.io_struct import (
 from sglang.srt.managers.scheduler.prefill import PrefillScheduler
 from sglang.srt.mem_cache.l3 import guarded_store
 from sglang.srt.mem_cache.storage import base
+from sglang.test.caches.storage_rigs import counts
 from sglang.test.ci.ci_register import register_cpu_ci
-from sglang.test.schedulers.checkable_model import CheckableWorker, WrongContext, words
+from sglang.test.schedulers.checkable_model import WrongContext, words
+from sglang.test.schedulers.checkable_worker import CheckableWorker
 from sglang.test.schedulers.random_scheduler import CheckableRig, RandomScheduler, run_seed
 from sglang.test.schedulers.random_setup import impatient
 from sglang.test.schedulers.scheduler_rig import greedy
 from sglang.test.schedulers.step_watchdog import StepHangs, Watchdog
 from sglang.test.stores import chaotic_store, object_store
-from sglang.test.stores.object_store import IN_PLACE, MOODS, PLAIN, STORE_KEY, Mood, ObjectStore
+from sglang.test.stores.object_store import (
+    FILE,
+    IN_PLACE,
+    MOODS,
+    PLAIN,
+    STORE_KEY,
+    Mood,
+    ObjectFolder,
+    ObjectStore,
+)
 
-register_cpu_ci(est_time=6, suite="base-a-test-cpu")
+register_cpu_ci(est_time=16, suite="base-a-test-cpu")
 
 PAGE = 4
 PROMPT = [*range(1, 31)]
@@ -50,6 +62,11 @@ def quick() -> Iterator[None]:
 def make_store() -> Iterator[ObjectStore]:
     with ObjectStore(1) as store:
         yield store
+
+
+def store_of(backend: str) -> ObjectStore:
+    """The objects of a backend."""
+    return ObjectFolder(1) if backend == FILE else ObjectStore(1)
 
 
 def make_rig(**args: Any) -> CheckableRig:
@@ -103,7 +120,7 @@ def flush(rig: CheckableRig) -> None:
     administer(rig, FlushCacheReqInput(req_id="flush"))
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(16))
 def test_random_work_gives_right_words_and_leaves_nothing_behind(seed: int) -> None:
     outcome = run_seed(seed, steps=150)
     assert outcome.counts["positions checked"] > 100
@@ -179,21 +196,17 @@ def test_kv_of_another_extra_key_shows() -> None:
 # ---- the store ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("backend", [PLAIN, IN_PLACE])
+@pytest.mark.parametrize("backend", [PLAIN, IN_PLACE, FILE])
 @pytest.mark.parametrize("mood", ["well", "rotten", "refusing", "forgetful", "failing", "full"])
-def test_words_are_right_whatever_the_store_does(
-    store: ObjectStore, backend: str, mood: str
-) -> None:
+def test_words_are_right_whatever_the_store_does(backend: str, mood: str) -> None:
     rig = make_rig(hicache_ratio=4.0)
-    try:
+    with store_of(backend) as store, contextlib.closing(rig):
         attach(rig, store, backend)
         store.set_mood(mood)
         for turn in range(3):
             assert ask(rig, f"turn-{turn}")[0] == words(PROMPT, 1, 6)
             flush(rig)
-    finally:
         store.set_mood("quick")
-        rig.close()
 
 
 @pytest.mark.parametrize("backend", [PLAIN, IN_PLACE])
@@ -246,16 +259,29 @@ def test_a_call_hangs_until_it_is_released(
     assert ended.wait(30)
 
 
-def test_objects_outlive_engines_and_not_a_restart(store: ObjectStore) -> None:
-    for turn, expected in (("writes", 0), ("reads", 28), ("after a restart", 0)):
-        if turn == "after a restart":
-            store.restart()
-        rig = make_rig(hicache_ratio=4.0)
-        try:
-            attach(rig, store, IN_PLACE)
-            assert ask(rig, turn)[1] == expected
-        finally:
-            rig.close()
+@pytest.mark.parametrize("backend", [IN_PLACE, FILE])
+def test_objects_outlive_engines_and_not_a_restart(backend: str) -> None:
+    with store_of(backend) as store:
+        for turn, expected in (("writes", 0), ("reads", 28), ("after a restart", 0)):
+            if turn == "after a restart":
+                store.restart()
+            with contextlib.closing(make_rig(hicache_ratio=4.0)) as rig:
+                attach(rig, store, backend)
+                assert ask(rig, turn)[1] == expected
+
+
+def test_files_that_rot_are_found_damaged() -> None:
+    rng = random.Random(1)
+    with ObjectFolder(1) as store, contextlib.closing(make_rig(hicache_ratio=4.0)) as rig:
+        attach(rig, store, FILE)
+        ask(rig, "writes")
+        for turn in range(3):
+            flush(rig)
+            for _ in range(3):
+                store.rot(rng)
+            assert ask(rig, f"reads {turn}")[0] == words(PROMPT, 1, 6)
+        metrics = rig.tree.metrics  # type: ignore[attr-defined]
+        assert counts(metrics.prefetch_outcomes)["damaged"]
 
 
 def test_writes_that_wait_for_room_end_with_what_is_above_them(

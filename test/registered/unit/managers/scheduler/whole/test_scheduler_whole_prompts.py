@@ -20,7 +20,8 @@ from sglang.srt.mem_cache.tree.base_prefix_cache import EvictParams, MatchPrefix
 from sglang.srt.mem_cache.tree.radix_key import RadixKey
 from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci
 from sglang.test.schedulers import checkable_model
-from sglang.test.schedulers.checkable_model import CheckableWorker, words
+from sglang.test.schedulers.checkable_model import words
+from sglang.test.schedulers.checkable_worker import CheckableWorker
 from sglang.test.schedulers.random_scheduler import CheckableRig
 from sglang.test.schedulers.scheduler_rig import SchedulerRig, greedy, prompt
 
