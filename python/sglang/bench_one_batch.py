@@ -148,7 +148,10 @@ def make_worker(args: ServerArgs, requests: int, tokens_each: int) -> TpModelWor
     if most is not None and most < requests:
         raise ValueError(f"--max-running-requests {most}: the largest batch has {requests}")
     config = ModelConfig.from_path(
-        args.model_path, dtype=args.dtype, context_length=args.context_length
+        args.model_path,
+        dtype=args.dtype,
+        context_length=args.context_length,
+        trust_remote_code=args.trust_remote_code,
     )
     if tokens_each > config.context_len:
         raise ValueError(
@@ -202,7 +205,9 @@ def run(own: argparse.Namespace, args: ServerArgs) -> None:
     if own.result_filename:
         Path(own.result_filename).open("ab").close()
     assert args.model_path is not None
-    config = ModelConfig.from_path(args.model_path, dtype=args.dtype)
+    config = ModelConfig.from_path(
+        args.model_path, dtype=args.dtype, trust_remote_code=args.trust_remote_code
+    )
     device_name = device_runtime(args.device).device_name()
     limits = measure_limits(args.device, config.dtype)
     print(

@@ -1,43 +1,25 @@
-"""Reads a checkpoint's config file. Needs neither torch nor transformers."""
+"""Reads and checks a checkpoint's config file. Needs neither torch nor transformers."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
+from sglang.srt.configs.config_fields import FIELDS, TEXT_CONFIG, check_fields
 from sglang.srt.utils.lfs_pointer import refuse_lfs_pointer
 
-SUPPORTED_ARCHITECTURES: Final = (
-    "DeepseekV2ForCausalLM",
-    "DeepseekV32ForCausalLM",
-    "DeepseekV3ForCausalLM",
-    "LlamaForCausalLM",
-    "Qwen2ForCausalLM",
-    "Qwen3ForCausalLM",
-    "Qwen3MoeForCausalLM",
-    "Qwen3NextForCausalLM",
-    "Qwen3_5ForCausalLM",
-    "Qwen3_5ForConditionalGeneration",
-    "Qwen3_5MoeForCausalLM",
-    "Qwen3_5MoeForConditionalGeneration",
-)
-"""Values of `architectures` in config.json. `models.registry` has a class for each."""
 
-TEXT_CONFIG: Final = "text_config"
-"""The object of config.json that has the settings of a text model which is a part of the whole."""
-WITH_TEXT_CONFIG: Final = frozenset(
-    {"Qwen3_5ForConditionalGeneration", "Qwen3_5MoeForConditionalGeneration"}
-)
-"""Those of `SUPPORTED_ARCHITECTURES` whose text model is a part; it alone is served."""
+def supported_architecture(model_path: str, *, trust_remote_code: bool = False) -> str:
+    """The key of `FIELDS` that the checkpoint in directory `model_path` has; its config.json is
+    checked.
 
-
-def supported_architecture(model_path: str) -> str:
-    """The one of `SUPPORTED_ARCHITECTURES` that the checkpoint in directory `model_path` has.
+    Args:
+        trust_remote_code: Whether a config class that comes with the checkpoint may be run.
 
     Raises:
-        ValueError: There is no checkpoint, or its architecture is not supported. One line with
-            the remedy.
+        ValueError: There is no checkpoint, or its architecture or a field is not supported. One
+            line with the remedy.
     """
     directory = Path(model_path)
     if not directory.is_dir():
@@ -55,19 +37,53 @@ def supported_architecture(model_path: str) -> str:
                 f"{directory}: config.json has a quantization_config: quantized weights are not "
                 "supported, use the unquantized checkpoint"
             )
+    name = _architecture(raw, directory)
+    if FIELDS[name].text is not None and not isinstance(text, dict):
+        raise ValueError(
+            f"{directory}: config.json has no {TEXT_CONFIG}, which the settings of {name}'s "
+            "text model are in: copy the checkpoint again"
+        )
+    if is_remote_config(raw, name) and not trust_remote_code:
+        raise ValueError(
+            f"{directory}: config.json has model_type={raw.get('model_type')!r}, whose code comes "
+            "with the checkpoint (auto_map): if you trust that code, start with "
+            "--trust-remote-code"
+        )
+    try:
+        check_fields(raw, name)
+    except ValueError as error:
+        raise ValueError(f"{directory}: {error}") from None
+    return name
+
+
+def is_remote_config(raw: dict[str, Any], architecture: str) -> bool:
+    """Whether config.json is read by a class that comes with the checkpoint: transformers has none
+    for its `model_type`, as with Kimi-K2's.
+
+    Raises:
+        ValueError: Its `model_type` is of another architecture, and no class comes with it.
+    """
+    fields, model_type = FIELDS[architecture], raw.get("model_type")
+    if model_type in fields.model_types:
+        return False
+    auto_map = raw.get("auto_map")
+    if fields.text is None and isinstance(auto_map, dict) and "AutoConfig" in auto_map:
+        return True
+    raise ValueError(
+        f"config.json: model_type={model_type!r} is not that of {architecture} "
+        f"({', '.join(sorted(fields.model_types))}): copy the checkpoint again"
+    )
+
+
+def _architecture(raw: dict[str, Any], directory: Path) -> str:
     names = raw.get("architectures") or []
     for name in names if isinstance(names, list) else [names]:
-        if name in WITH_TEXT_CONFIG and not isinstance(text, dict):
-            raise ValueError(
-                f"{directory}: config.json has no {TEXT_CONFIG}, which the settings of {name}'s "
-                "text model are in: copy the checkpoint again"
-            )
-        if name in SUPPORTED_ARCHITECTURES:
+        if name in FIELDS:
             return str(name)
     found = names or f"missing (model_type {raw.get('model_type')!r})"
     raise ValueError(
         f"{directory}: architectures {found} in config.json is not supported: "
-        f"supported are {', '.join(SUPPORTED_ARCHITECTURES)}"
+        f"supported are {', '.join(sorted(FIELDS))}"
     )
 
 

@@ -15,12 +15,8 @@ from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig, PretrainedConfig
 
-from sglang.srt.configs.config_file import (
-    TEXT_CONFIG,
-    WITH_TEXT_CONFIG,
-    read_json,
-    supported_architecture,
-)
+from sglang.srt.configs.config_fields import FIELDS, TEXT_CONFIG
+from sglang.srt.configs.config_file import is_remote_config, read_json, supported_architecture
 from sglang.srt.configs.rope_config import RopeConfig
 
 DTYPES = {
@@ -72,23 +68,24 @@ class ModelConfig:
         dtype: str = "auto",
         context_length: int | None = None,
         ssm_dtype: str = "float32",
+        trust_remote_code: bool = False,
     ) -> ModelConfig:
         """Read the model in the directory `model_path`.
 
         Args:
             model_path: Directory with `config.json`.
             dtype: A key of `DTYPES`, or "auto" for the checkpoint's dtype.
-            context_length: Tokens; None means the length that the model was trained for.
+            context_length: Tokens; None means the length that config.json has.
             ssm_dtype: A key of `DTYPES`: of recurrent states.
+            trust_remote_code: Whether a config class that comes with the checkpoint may be run.
 
         Raises:
             ValueError: Something is missing or not supported. One line with the remedy.
         """
         directory = Path(model_path)
-        architecture = supported_architecture(model_path)
-        whole = _parse_hf_config(directory)
-        hf = _text_config(whole, architecture)
-        _refuse_unsupported(hf)
+        architecture = supported_architecture(model_path, trust_remote_code=trust_remote_code)
+        whole = _parse_hf_config(directory, architecture)
+        hf = whole if FIELDS[architecture].text is None else getattr(whole, TEXT_CONFIG)
         num_heads = positive_int(hf, "num_attention_heads")
         hidden_size = positive_int(hf, "hidden_size")
         kv_heads = getattr(hf, "num_key_value_heads", None) or num_heads
@@ -123,9 +120,17 @@ class ModelConfig:
         )
 
 
-def _parse_hf_config(directory: Path) -> PretrainedConfig:
+def _parse_hf_config(directory: Path, architecture: str) -> PretrainedConfig:
+    raw = read_json(directory / "config.json")
+    assert raw is not None, "its architecture was read"
     try:
-        config = AutoConfig.from_pretrained(str(directory), local_files_only=True)
+        # Without a word about it, transformers would ask on the terminal. Code of others runs only
+        # where transformers has none.
+        config = AutoConfig.from_pretrained(
+            str(directory),
+            local_files_only=True,
+            trust_remote_code=is_remote_config(raw, architecture),
+        )
     # An invalid config can raise any of these in the library; they mean the same to the user.
     except (
         StrictDataclassError,
@@ -139,35 +144,6 @@ def _parse_hf_config(directory: Path) -> PretrainedConfig:
         raise ValueError(f"{directory}/config.json is not valid: {cause}") from error
     assert isinstance(config, PretrainedConfig)
     return config
-
-
-def _text_config(whole: PretrainedConfig, architecture: str) -> PretrainedConfig:
-    """The settings of the text model.
-
-    Raises:
-        ValueError: `model_type` is of another architecture.
-    """
-    if architecture not in WITH_TEXT_CONFIG:
-        return whole
-    text = getattr(whole, TEXT_CONFIG)
-    # What the library does not know as a part stays a dictionary.
-    if not isinstance(text, PretrainedConfig):
-        raise ValueError(
-            f"config.json: model_type={whole.model_type!r} is not that of {architecture}: copy the "
-            "checkpoint again"
-        )
-    return text
-
-
-def _refuse_unsupported(hf: PretrainedConfig) -> None:
-    layer_types = getattr(hf, "layer_types", None) or []
-    if getattr(hf, "use_sliding_window", False) or "sliding_attention" in layer_types:
-        raise ValueError(
-            "config.json uses sliding-window attention (use_sliding_window), which is not "
-            "supported: only full attention is"
-        )
-    if hf.hidden_act != "silu":
-        raise ValueError(f"hidden_act={hf.hidden_act!r} in config.json is not supported: silu is")
 
 
 def _linear_attention_layers(hf: PretrainedConfig) -> tuple[int, ...]:
@@ -237,15 +213,23 @@ def _dtype_of_weights(directory: Path) -> torch.dtype | None:
 
 
 def _resolve_context_len(requested: int | None, hf: PretrainedConfig, rope: RopeConfig) -> int:
-    trained = positive_int(hf, "max_position_embeddings")
+    """Tokens of the longest context: those of config.json, or fewer or more as `requested`."""
+    field = "max_position_embeddings"
+    longest = stated = positive_int(hf, field)
     if rope.rope_type == "linear":
-        trained = int(trained * rope.factor)
+        longest = stated = int(stated * rope.factor)
+    elif rope.rope_type == "yarn":
+        # Model cards switch YaRN on beside a `max_position_embeddings` of before.
+        extended = int(rope.original_max_position_embeddings * rope.factor)
+        if extended > stated:
+            longest = extended
+            field = "YaRN's factor times original_max_position_embeddings"
     if requested is None:
-        return trained
-    if not 1 <= requested <= trained:
+        return stated
+    if not 1 <= requested <= longest:
         raise ValueError(
-            f"context length {requested} must be between 1 and {trained}, "
-            "what the model's config.json allows (max_position_embeddings)"
+            f"context length {requested} must be between 1 and {longest}, "
+            f"what the model's config.json allows ({field})"
         )
     return requested
 

@@ -135,7 +135,7 @@ def _number(
     value = params.get(name)
     if default is not None and value in (None, default):
         return default
-    if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
         raise ValueError(
             f"rope_parameters.{name}={value!r} in config.json: rope type {rope_type!r} "
             "needs a positive number there"

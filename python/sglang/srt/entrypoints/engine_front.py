@@ -61,7 +61,10 @@ def load_model_files(args: ServerArgs) -> LoadedModel:
         from sglang.srt.configs.model_config import ModelConfig
 
         config = ModelConfig.from_path(
-            args.model_path, dtype=args.dtype, context_length=args.context_length
+            args.model_path,
+            dtype=args.dtype,
+            context_length=args.context_length,
+            trust_remote_code=args.trust_remote_code,
         )
         tokenizer = get_tokenizer(
             args.tokenizer_path or args.model_path, trust_remote_code=args.trust_remote_code

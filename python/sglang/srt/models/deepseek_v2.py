@@ -32,14 +32,6 @@ class DeepseekV2ForCausalLM(LlamaForCausalLM):
 
     @classmethod
     def decoder_options(cls, config: ModelConfig) -> DecoderOptions:
-        hf = config.hf_config
-        if getattr(hf, "mlp_bias", False):
-            raise ValueError("config.json: mlp_bias=True is not supported for DeepSeek models")
-        if (getattr(hf, "moe_layer_freq", None) or 1) != 1:
-            raise ValueError(
-                f"config.json: moe_layer_freq={hf.moe_layer_freq} is not supported: "
-                "all layers from first_k_dense_replace on have experts"
-            )
         sparse = frozenset(cls._sparse_layers(config))
         return DecoderOptions(
             sparse=cls._sparse_options(config) if sparse else None,

@@ -41,4 +41,4 @@ MODEL_CLASSES: Mapping[str, Callable[[ModelConfig, TensorPlacement], CausalLM]] 
         "Qwen3_5MoeForConditionalGeneration": Qwen3_5MoeForConditionalGeneration,
     }
 )
-"""`configs.config_file.SUPPORTED_ARCHITECTURES` has the same names."""
+"""`configs.config_fields.FIELDS` has the same names."""

@@ -12,7 +12,13 @@ from sglang.srt.utils.lfs_pointer import refuse_lfs_pointer
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-_TOKENIZER_FILES: Final = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
+_TOKENIZER_FILES: Final = (
+    "tokenizer.json",
+    "tokenizer.model",
+    "tiktoken.model",
+    "vocab.json",
+    "vocab.txt",
+)
 
 
 def check_tokenizer_files(path: str) -> None:
@@ -43,12 +49,13 @@ def get_tokenizer(
 
     Args:
         path: A directory.
-        trust_remote_code: Run the tokenizer's own code.
+        trust_remote_code: Whether code that comes with the tokenizer may be run.
         is_known: Another process of this server has loaded it too, and logs what the library warns
             of.
 
     Raises:
-        ValueError: Files are missing or broken. One line with the remedy.
+        ValueError: Files are missing or broken, or the tokenizer needs such code. One line with
+            the remedy.
     """
     check_tokenizer_files(path)
     # Imported here, because it takes seconds and imports torch.
@@ -64,6 +71,11 @@ def get_tokenizer(
         )
     # For damaged files the libraries raise types of their own, some of them bare Exception.
     except Exception as error:
+        if not trust_remote_code and "trust_remote_code" in str(error):
+            raise ValueError(
+                f"the tokenizer in {path} needs code that comes with it (auto_map): if you trust "
+                "that code, start with --trust-remote-code"
+            ) from error
         cause = " ".join(str(error).split())[:300]
         raise ValueError(f"the tokenizer in {path} cannot be loaded: {cause}") from error
     finally:

@@ -164,6 +164,12 @@ _FAMILY_SHAPES: dict[str, dict[str, Any]] = {
 """Fields of the config that only one family has."""
 
 
+def tiny_config(family: str, **overrides: Any) -> Any:
+    """The config of a tiny model of `family`, a key of `_CLASSES`, with these fields changed."""
+    config_class, _ = _CLASSES[family]
+    return config_class(**{**_SHAPE, **_FAMILY_SHAPES.get(family, {}), **overrides})
+
+
 def save_tiny_checkpoint(
     directory: Path | str, family: str, *, dtype: torch.dtype = torch.float32, **overrides: Any
 ) -> PreTrainedModel:
@@ -173,9 +179,9 @@ def save_tiny_checkpoint(
         overrides: Fields of the family's config, of its text model where that is a part, and
             `max_shard_size` for the writer.
     """
-    config_class, model_class = _CLASSES[family]
+    _, model_class = _CLASSES[family]
     shard = overrides.pop("max_shard_size", "1GB")
-    config = config_class(**{**_SHAPE, **_FAMILY_SHAPES.get(family, {}), **overrides})
+    config = tiny_config(family, **overrides)
     generator = torch.Generator().manual_seed(17)
     model: PreTrainedModel = model_class(config).eval()
     with torch.no_grad():

@@ -109,6 +109,11 @@ def remote_code(model: Path) -> None:
     )
 
 
+def remote_config(model: Path) -> None:
+    remote_code(model)
+    change_config(model, architectures=["Qwen3ForCausalLM"])
+
+
 @dataclass(frozen=True)
 class Case:
     """A change to a copy of the built-in model, and the words of the expected error."""
@@ -141,6 +146,8 @@ CASES: Final = (
     Case("plain-pickle", plainly_booby_trapped, ("pytorch_model.bin",), ("--load-format", "pt")),
     Case("tokenizer-torn", lambda m: (m / "tokenizer.json").write_text("{"), ("tokenizer",)),
     Case("remote-code", remote_code, ("TrapForCausalLM",)),
+    Case("remote-config", remote_config, ("model_type='trap'", "--trust-remote-code")),
+    Case("unknown-field", lambda m: change_config(m, logit_scale=0.5), ("logit_scale=0.5",)),
 )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -165,6 +166,86 @@ def test_refusals_of_nested_settings_are_one_line(
     assert "\n" not in str(caught.value)
 
 
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 2048}
+
+
+def test_yarn_allows_a_longer_context(tmp_path: Path) -> None:
+    """Model cards give YaRN's factor beside the `max_position_embeddings` of before."""
+    path = write(tmp_path, rope_scaling=YARN)
+    assert ModelConfig.from_path(path).context_len == 4096
+    assert ModelConfig.from_path(path, context_length=8192).context_len == 8192
+    with pytest.raises(ValueError, match=r"between 1 and 8192, .* \(YaRN's factor times orig"):
+        ModelConfig.from_path(path, context_length=8193)
+    # DeepSeek's states the extended length.
+    path = write(tmp_path, rope_scaling={**YARN, "original_max_position_embeddings": 512})
+    with pytest.raises(ValueError, match=r"between 1 and 4096, .* \(max_position_embeddings\)"):
+        ModelConfig.from_path(path, context_length=4097)
+
+
+REMOTE_CLASS = """
+from pathlib import Path
+from transformers.configuration_utils import PretrainedConfig
+
+Path({marker!r}).touch()
+
+
+class OwnConfig(PretrainedConfig):
+    model_type = "own"
+
+    def __init__(self, hidden_act="silu", rms_norm_eps=1e-6, **more):
+        self.hidden_act = hidden_act
+        self.rms_norm_eps = rms_norm_eps
+        super().__init__(**more)
+"""
+
+
+@pytest.fixture
+def ran(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A file that code of the checkpoint in `tmp_path` makes when it runs. Nobody may be asked."""
+    cache = tmp_path / "modules"
+    for module in ("dynamic_module_utils", "utils.hub", "utils"):
+        name = f"transformers.{module}.HF_MODULES_CACHE"
+        monkeypatch.setattr(name, str(cache), raising=False)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+
+    def ask(_: object = "") -> str:
+        raise AssertionError("a question on the terminal")
+
+    monkeypatch.setattr("builtins.input", ask)
+    marker = tmp_path / "ran"
+    (tmp_path / "own_config.py").write_text(REMOTE_CLASS.format(marker=str(marker)))
+    return marker
+
+
+def test_a_config_class_of_the_checkpoint_needs_the_flag(tmp_path: Path, ran: Path) -> None:
+    path = write(tmp_path, model_type="own", auto_map={"AutoConfig": "own_config.OwnConfig"})
+    with pytest.raises(ValueError, match=r"model_type='own'.*start with --trust-remote-code"):
+        ModelConfig.from_path(path)
+    assert not ran.exists()
+    config = ModelConfig.from_path(path, trust_remote_code=True)
+    assert ran.exists()
+    assert (config.head_dim, config.rope.theta, config.context_len) == (32, 1e6, 4096)
+    assert config.eos_token_ids == (7,)
+
+
+def test_no_code_of_a_checkpoint_runs_where_transformers_has_a_class(
+    tmp_path: Path, ran: Path
+) -> None:
+    path = write(tmp_path, auto_map={"AutoConfig": "own_config.OwnConfig"})
+    for trusts in (False, True):
+        assert ModelConfig.from_path(path, trust_remote_code=trusts).head_dim == 32
+    assert not ran.exists()
+
+
+def test_the_fields_of_a_remote_class_are_checked_too(tmp_path: Path, ran: Path) -> None:
+    path = write(
+        tmp_path, model_type="own", auto_map={"AutoConfig": "own_config.OwnConfig"}, own_scale=2.0
+    )
+    with pytest.raises(ValueError, match=r"own_scale=2\.0"):
+        ModelConfig.from_path(path, trust_remote_code=True)
+    assert not ran.exists()
+
+
 def test_overrides(tmp_path: Path) -> None:
     config = ModelConfig.from_path(write(tmp_path), dtype="float32", context_length=100)
     assert (config.dtype, config.context_len) == (torch.float32, 100)
@@ -182,6 +263,9 @@ def test_overrides(tmp_path: Path) -> None:
         ({"rope_scaling": {"rope_type": "linear", "factor": -1.0}}, "factor=-1.0"),
         ({"quantization_config": {"quant_method": "fp8"}}, "quantiz"),
         ({"hidden_act": "gelu"}, "hidden_act='gelu'"),
+        ({"model_type": "llama"}, "model_type='llama' is not that of Qwen3ForCausalLM"),
+        ({"model_type": ...}, "model_type=None is not that of Qwen3ForCausalLM"),
+        ({"rope_scaling": {**YARN, "factor": float("inf")}}, "factor=inf"),
         ({"num_key_value_heads": 3}, "num_key_value_heads=3"),
         ({"vocab_size": 0}, "vocab_size=0"),
         ({"num_hidden_layers": "two"}, "config.json"),

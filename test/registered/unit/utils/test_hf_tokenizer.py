@@ -1,8 +1,12 @@
-"""Tokenizers from local files."""
+"""Tokenizers from local files: their warnings, and code that comes with one."""
 
 from __future__ import annotations
 
+import json
 import logging
+import shutil
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,10 +16,10 @@ from sglang.srt.constants import BUILTIN_MODEL_DIR
 from sglang.srt.managers.detokenizer import detokenizer_manager
 from sglang.srt.managers.scheduler.process import build
 from sglang.srt.server_args import ServerArgs
-from sglang.srt.utils.hf_tokenizer import get_tokenizer
+from sglang.srt.utils.hf_tokenizer import check_tokenizer_files, get_tokenizer
 from sglang.test.ci.ci_register import register_cpu_ci
 
-register_cpu_ci(est_time=6, suite="base-a-test-cpu")
+register_cpu_ci(est_time=8, suite="base-a-test-cpu")
 
 SAYS = "an incorrect regex pattern"
 
@@ -44,6 +48,56 @@ def test_each_process_of_a_server_but_the_first_leaves_warnings_to_it(said: list
     assert said == []
     get_tokenizer(str(BUILTIN_MODEL_DIR))
     assert said == [SAYS], "the server process"
+
+
+REMOTE_CLASS = """
+from pathlib import Path
+from transformers import PreTrainedTokenizerFast
+
+Path({marker!r}).touch()
+
+
+class OwnTokenizer(PreTrainedTokenizerFast):
+    pass
+"""
+
+
+@pytest.fixture
+def path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A tokenizer whose class is its own; its code makes the file `ran` where it runs."""
+    path = tmp_path / "tokenizer"
+    path.mkdir()
+    shutil.copy(BUILTIN_MODEL_DIR / "tokenizer.json", path)
+    auto_map = {"AutoTokenizer": [None, "own.OwnTokenizer"]}
+    own = {"tokenizer_class": "OwnTokenizer", "auto_map": auto_map}
+    (path / "tokenizer_config.json").write_text(json.dumps(own))
+    (path / "own.py").write_text(REMOTE_CLASS.format(marker=str(path / "ran")))
+    for module in ("dynamic_module_utils", "utils.hub", "utils"):
+        name = f"transformers.{module}.HF_MODULES_CACHE"
+        monkeypatch.setattr(name, str(tmp_path / "modules"), raising=False)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+
+    def ask(_: object = "") -> str:
+        raise AssertionError("a question on the terminal")
+
+    monkeypatch.setattr("builtins.input", ask)
+    return path
+
+
+def test_code_of_a_tokenizer_needs_the_flag(path: Path) -> None:
+    with pytest.raises(ValueError, match=r"needs code .* start with --trust-remote-code") as caught:
+        get_tokenizer(str(path))
+    assert "\n" not in str(caught.value)
+    assert not (path / "ran").exists()
+    assert type(get_tokenizer(str(path), trust_remote_code=True)).__name__ == "OwnTokenizer"
+    assert (path / "ran").exists()
+
+
+def test_a_vocabulary_of_tiktoken_is_a_tokenizers_file(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="has no tokenizer"):
+        check_tokenizer_files(str(tmp_path))
+    (tmp_path / "tiktoken.model").touch()
+    check_tokenizer_files(str(tmp_path))
 
 
 if __name__ == "__main__":

@@ -136,6 +136,7 @@ def build_scheduler(
         dtype=server_args.dtype,
         context_length=server_args.context_length,
         ssm_dtype=server_args.mamba_ssm_dtype,
+        trust_remote_code=server_args.trust_remote_code,
     )
     check_model_flags(server_args, model_config)
     assert server_args.page_size is not None, "resolved"

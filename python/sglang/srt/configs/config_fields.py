@@ -1,0 +1,287 @@
+"""What becomes of each field of a checkpoint's config.json. Needs neither torch nor transformers.
+
+A field may change what the model computes, and ignoring one gives wrong words without an error. So
+each is read, harmless, or supported at stated values alone, by architecture; others are refused,
+unless they are null, false, zero or empty.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+TEXT_CONFIG: Final = "text_config"
+"""The object of config.json that has the settings of a text model which is a part of the whole."""
+
+_MAX_SHOWN_CHARS: Final = 60
+"""A value is cut to this length in errors."""
+
+
+def _words(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+READ_OF_ALL: Final = _words("""
+    architectures model_type dtype vocab_size hidden_size intermediate_size num_hidden_layers
+    num_attention_heads num_key_value_heads head_dim rms_norm_eps max_position_embeddings
+    tie_word_embeddings rope_parameters eos_token_id
+""")
+_READ_BY_CLASS: Final = _words("torch_dtype rope_scaling rope_theta partial_rotary_factor auto_map")
+_FIXED: Final[Mapping[str, tuple[Any, ...]]] = {
+    "hidden_act": ("silu",),
+    "is_causal": (True,),
+    "use_bidirectional_attention": (False,),
+    "is_encoder_decoder": (False,),
+    "add_cross_attention": (False,),
+    "use_sliding_window": (False,),
+    "layer_types": ("full_attention",),
+    "mlp_bias": (False,),
+    "rope_interleaved": (False,),
+    "use_rope": (True,),
+}
+_HARMLESS: Final = _words("""
+    transformers_version name_or_path model_name tokenizer_class attn_implementation use_cache
+    return_dict output_hidden_states output_attentions torchscript use_bfloat16 tf_legacy_loss
+    chunk_size_feed_forward is_decoder tie_encoder_decoder id2label label2id num_labels problem_type
+    finetuning_task task_specific_params pad_token_id bos_token_id sep_token_id unk_token_id
+    decoder_start_token_id prefix is_llama_config transformers.js_config use_mrope
+    max_sequence_length unsloth_version unsloth_fixed
+
+    initializer_range attention_dropout hidden_dropout pretraining_tp ep_size gradient_checkpointing
+    output_router_logits router_aux_loss_coef aux_loss_alpha seq_aux
+
+    max_length min_length max_new_tokens do_sample early_stopping num_beams num_beam_groups
+    diversity_penalty temperature top_k top_p typical_p repetition_penalty length_penalty
+    no_repeat_ngram_size encoder_no_repeat_ngram_size bad_words_ids num_return_sequences
+    output_scores return_dict_in_generate forced_bos_token_id forced_eos_token_id
+    remove_invalid_values exponential_decay_length_penalty suppress_tokens begin_suppress_tokens
+""")
+"""Bookkeeping; what only training uses; defaults of generation, which clients choose here."""
+
+_ROPE: Final = _words("""
+    rope_type type rope_theta partial_rotary_factor factor low_freq_factor high_freq_factor
+    original_max_position_embeddings beta_fast beta_slow truncate attention_factor mscale
+    mscale_all_dim finetuned
+""")
+"""Fields of `rope_parameters` and `rope_scaling`. `RopeConfig` reads them, but `finetuned`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConfigFields:
+    """The fields of one architecture, besides those of all."""
+
+    model_types: frozenset[str]
+    """Values of `model_type` that name a config class of transformers for this architecture."""
+    read: frozenset[str] = frozenset()
+    read_by_class: frozenset[str] = frozenset()
+    """Fields from which that class makes fields that are read."""
+    harmless: frozenset[str] = frozenset()
+    fixed: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+    """Supported values by field, for each item where the value is a list. Null is always one."""
+    rope: frozenset[str] = frozenset()
+    """Harmless fields of `rope_parameters`."""
+    text: ConfigFields | None = None
+    """Fields of `text_config`, if the settings of the text model are there; it alone is served."""
+
+    def known(self) -> frozenset[str]:
+        """Fields that may have any value, as far as is checked here."""
+        own = self.read | self.read_by_class | self.harmless
+        return READ_OF_ALL | _READ_BY_CLASS | _HARMLESS | own
+
+    def supported(self) -> dict[str, tuple[Any, ...]]:
+        """Supported values of the fields that have such."""
+        own = {**_FIXED, **self.fixed}
+        return {name: own[name] for name in own if name not in self.read | self.harmless}
+
+
+_EXPERTS: Final = _words("num_experts num_experts_per_tok moe_intermediate_size")
+_EXPERT_LAYERS: Final = _words("norm_topk_prob decoder_sparse_step mlp_only_layers")
+_LINEAR: Final = _words("""
+    attention_bias linear_conv_kernel_dim linear_key_head_dim linear_value_head_dim
+    linear_num_key_heads linear_num_value_heads
+""")
+_DRAFTS: Final = _words("""
+    mtp_num_hidden_layers mtp_use_dedicated_embeddings num_nextn_predict_layers
+""")
+"""Of layers that draft tokens, which are not read."""
+_HYBRID_FIXED: Final = {
+    "layer_types": ("linear_attention", "full_attention"),
+    "attn_output_gate": (True,),
+    "output_gate_type": ("swish", "silu"),
+}
+_WINDOWS: Final = _words("sliding_window max_window_layers")
+"""Without effect while `use_sliding_window` is false."""
+_LATENT: Final = _words("""
+    attention_bias kv_lora_rank q_lora_rank qk_nope_head_dim qk_rope_head_dim v_head_dim
+    rope_interleave n_routed_experts n_shared_experts num_experts_per_tok moe_intermediate_size
+    routed_scaling_factor norm_topk_prob topk_method scoring_func n_group topk_group
+    num_nextn_predict_layers
+""")
+_LATENT_FIXED: Final = {"moe_layer_freq": (1,), "moe_router_dtype": ("float32",)}
+_LATENT_BY_CLASS: Final = _words("num_experts num_local_experts num_mtp_layers")
+_VISION: Final = _words("""
+    vision_config image_token_id video_token_id vision_start_token_id vision_end_token_id
+""")
+
+_QWEN3_5: Final = ConfigFields(
+    model_types=_words("qwen3_5_text"),
+    read=_LINEAR,
+    read_by_class=_words("full_attention_interval"),
+    harmless=_DRAFTS | _WINDOWS | _words("mamba_ssm_dtype"),
+    fixed=_HYBRID_FIXED,
+    rope=_words("mrope_section mrope_interleaved"),
+)
+_QWEN3_5_MOE: Final = ConfigFields(
+    model_types=_words("qwen3_5_moe_text"),
+    read=_LINEAR | _EXPERTS | _words("shared_expert_intermediate_size"),
+    read_by_class=_words("full_attention_interval"),
+    harmless=_QWEN3_5.harmless,
+    fixed={**_HYBRID_FIXED, "norm_topk_prob": (True,), "decoder_sparse_step": (1,)},
+    rope=_QWEN3_5.rope,
+)
+
+FIELDS: Final[Mapping[str, ConfigFields]] = {
+    "DeepseekV2ForCausalLM": ConfigFields(
+        model_types=_words("deepseek_v2"),
+        read=_LATENT | _words("first_k_dense_replace"),
+        read_by_class=_LATENT_BY_CLASS,
+        harmless=_words("qk_head_dim"),
+        fixed=_LATENT_FIXED,
+    ),
+    "DeepseekV32ForCausalLM": ConfigFields(
+        model_types=_words("deepseek_v32"),
+        read=_LATENT | _words("mlp_layer_types index_topk index_head_dim index_n_heads"),
+        read_by_class=_LATENT_BY_CLASS | _words("first_k_dense_replace"),
+        harmless=_words("qk_head_dim index_share_for_mtp_iteration"),
+        fixed={
+            **_LATENT_FIXED,
+            "layer_types": ("indexed_attention",),
+            "indexer_rope_interleave": (False,),
+            "indexer_types": ("full",),
+            "index_topk_freq": (1,),
+        },
+    ),
+    "DeepseekV3ForCausalLM": ConfigFields(
+        model_types=_words("deepseek_v3"),
+        read=_LATENT | _words("first_k_dense_replace"),
+        read_by_class=_LATENT_BY_CLASS,
+        harmless=_words("qk_head_dim"),
+        fixed=_LATENT_FIXED,
+    ),
+    "LlamaForCausalLM": ConfigFields(
+        model_types=_words("llama"),
+        read=_words("attention_bias mlp_bias"),
+    ),
+    "Qwen2ForCausalLM": ConfigFields(
+        model_types=_words("qwen2"),
+        # The biases are a part of the architecture.
+        harmless=_WINDOWS | _words("attention_bias"),
+    ),
+    "Qwen3ForCausalLM": ConfigFields(
+        model_types=_words("qwen3"),
+        read=_words("attention_bias"),
+        harmless=_WINDOWS,
+        fixed={"use_qk_norm": (True,)},
+    ),
+    "Qwen3MoeForCausalLM": ConfigFields(
+        model_types=_words("qwen3_moe"),
+        read=_EXPERTS | _EXPERT_LAYERS | _words("attention_bias"),
+        read_by_class=_words("num_local_experts"),
+        harmless=_WINDOWS,
+        fixed={"use_qk_norm": (True,)},
+    ),
+    "Qwen3NextForCausalLM": ConfigFields(
+        model_types=_words("qwen3_next"),
+        read=_LINEAR | _EXPERTS | _EXPERT_LAYERS | _words("shared_expert_intermediate_size"),
+        read_by_class=_words("full_attention_interval"),
+        harmless=_DRAFTS | _WINDOWS,
+        fixed=_HYBRID_FIXED,
+    ),
+    "Qwen3_5ForCausalLM": _QWEN3_5,
+    "Qwen3_5ForConditionalGeneration": ConfigFields(
+        model_types=_words("qwen3_5"), harmless=_VISION, text=_QWEN3_5
+    ),
+    "Qwen3_5MoeForCausalLM": _QWEN3_5_MOE,
+    "Qwen3_5MoeForConditionalGeneration": ConfigFields(
+        model_types=_words("qwen3_5_moe"), harmless=_VISION, text=_QWEN3_5_MOE
+    ),
+}
+"""The supported values of `architectures`. `models.registry` has a class for each."""
+
+
+def check_fields(raw: Mapping[str, Any], architecture: str) -> None:
+    """Check all fields of a config.json.
+
+    Raises:
+        ValueError: Some are set to what is not supported, or are not known and may change what the
+            model computes. One line that names them, with the remedy.
+    """
+    fields = FIELDS[architecture]
+    known = fields.known()
+    text: Mapping[str, Any] = {}
+    if fields.text is not None:
+        text = raw[TEXT_CONFIG]
+        known |= {TEXT_CONFIG}
+        model_type = text.get("model_type")
+        if model_type is not None and model_type not in fields.text.model_types:
+            raise ValueError(
+                f"config.json: {TEXT_CONFIG}.model_type={model_type!r} is not that of "
+                f"{architecture} ({', '.join(sorted(fields.text.model_types))}): copy the "
+                "checkpoint again"
+            )
+        _check(text, fields.text, fields.text.known(), f"{TEXT_CONFIG}.", architecture)
+    # Settings of the text model may be repeated beside it.
+    own = {name: value for name, value in raw.items() if name not in text or text[name] != value}
+    _check(own, fields, known, "", architecture)
+
+
+def _check(
+    values: Mapping[str, Any],
+    fields: ConfigFields,
+    known: frozenset[str],
+    prefix: str,
+    architecture: str,
+) -> None:
+    supported = fields.supported()
+    for name, allowed in supported.items():
+        items = values.get(name)
+        for item in items if isinstance(items, list) else [items]:
+            if item is not None and not _is_one_of(item, allowed):
+                words = " or ".join(map(repr, allowed))
+                raise ValueError(
+                    f"config.json: {prefix}{name}={_shown(item)} is not supported for "
+                    f"{architecture}: {words} is"
+                )
+    unknown = [
+        f"{prefix}{name}={_shown(value)}"
+        for name, value in _with_rope(values, fields.rope)
+        if value and name not in known and name not in supported and not name.startswith("_")
+    ]
+    if unknown:
+        raise ValueError(
+            f"config.json has settings that are not known for {architecture}, and that may change "
+            f"what the model computes: {', '.join(unknown)}: remove those that do not"
+        )
+
+
+def _with_rope(values: Mapping[str, Any], harmless: frozenset[str]) -> Iterator[tuple[str, object]]:
+    """All fields, and those of the rotation that are not known."""
+    yield from values.items()
+    for name in ("rope_parameters", "rope_scaling"):
+        rope = values.get(name)
+        for inner, value in rope.items() if isinstance(rope, dict) else ():
+            if inner not in _ROPE | harmless:
+                yield f"{name}.{inner}", value
+
+
+def _is_one_of(value: object, words: tuple[Any, ...]) -> bool:
+    # True equals 1, and is another value.
+    return any(
+        value == word and isinstance(value, bool) == isinstance(word, bool) for word in words
+    )
+
+
+def _shown(value: object) -> str:
+    text = " ".join(repr(value).split())
+    return text if len(text) <= _MAX_SHOWN_CHARS else f"{text[:_MAX_SHOWN_CHARS]}..."

@@ -1,0 +1,266 @@
+"""Each field of a config.json is read, harmless, or refused by name where it asks for more."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import fields as fields_of
+from pathlib import Path
+from typing import Any, Final
+
+import pytest
+from transformers import CONFIG_MAPPING, PretrainedConfig
+
+from sglang.srt.configs.config_fields import (
+    FIELDS,
+    READ_OF_ALL,
+    TEXT_CONFIG,
+    ConfigFields,
+    check_fields,
+)
+from sglang.srt.configs.model_config import ModelConfig
+from sglang.srt.model_loader.load_config import LoadConfig
+from sglang.srt.model_loader.loader import build_model
+from sglang.test.ci.ci_register import register_cpu_ci
+from sglang.test.models.tiny_models import tiny_config
+
+register_cpu_ci(est_time=6, suite="base-a-test-cpu")
+
+SRT: Final = "/sglang/srt/"
+
+# Fields besides `model_type`, `architectures`, sizes and token ids that published checkpoints have.
+YARN: Final = {
+    "beta_fast": 32, "beta_slow": 1, "factor": 40, "mscale": 1.0, "mscale_all_dim": 1.0,
+    "original_max_position_embeddings": 4096, "type": "yarn",
+}  # fmt: skip
+COMMON: Final[dict[str, Any]] = {
+    "attention_bias": False, "attention_dropout": 0.0, "hidden_act": "silu", "torch_dtype": "bf16",
+    "initializer_range": 0.02, "transformers_version": "4.51.0", "use_cache": True,
+    "mlp_bias": False,
+}  # fmt: skip
+DEEPSEEK: Final[dict[str, Any]] = {
+    **COMMON, "aux_loss_alpha": 0.001, "ep_size": 1, "first_k_dense_replace": 1, "n_group": 8,
+    "moe_layer_freq": 1, "n_routed_experts": 64, "norm_topk_prob": True, "pretraining_tp": 1,
+    "num_nextn_predict_layers": 1, "rope_scaling": YARN, "rope_theta": 10000, "seq_aux": True,
+    "scoring_func": "sigmoid", "topk_group": 4, "topk_method": "noaux_tc", "q_lora_rank": None,
+    "auto_map": {"AutoConfig": "configuration_deepseek.DeepseekV3Config"},
+}  # fmt: skip
+QWEN: Final[dict[str, Any]] = {
+    **COMMON, "max_window_layers": 36, "rope_scaling": None, "rope_theta": 1000000,
+    "sliding_window": None, "use_sliding_window": False, "_name_or_path": "x",
+}  # fmt: skip
+QWEN_MOE: Final[dict[str, Any]] = {
+    **QWEN, "decoder_sparse_step": 1, "mlp_only_layers": [], "moe_intermediate_size": 768,
+    "norm_topk_prob": True, "num_experts": 128, "num_experts_per_tok": 8,
+    "output_router_logits": False, "router_aux_loss_coef": 0.001,
+}  # fmt: skip
+LINEAR: Final[dict[str, Any]] = {
+    "full_attention_interval": 4, "linear_conv_kernel_dim": 4, "linear_key_head_dim": 128,
+    "linear_num_key_heads": 16, "linear_num_value_heads": 32, "linear_value_head_dim": 128,
+}  # fmt: skip
+QWEN3_5_TEXT: Final[dict[str, Any]] = {
+    **COMMON, **LINEAR, "model_type": "qwen3_5_text", "attn_output_gate": True,
+    "layer_types": ["linear_attention", "full_attention"], "mamba_ssm_dtype": "float32",
+    "mtp_num_hidden_layers": 1, "mtp_use_dedicated_embeddings": False,
+    "rope_parameters": {
+        "mrope_interleaved": True, "mrope_section": [11, 11, 10], "rope_type": "default",
+        "rope_theta": 10000000, "partial_rotary_factor": 0.25,
+    },
+}  # fmt: skip
+PUBLISHED: Final[dict[str, tuple[str, dict[str, Any]]]] = {
+    "Llama-3.1-8B": (
+        "LlamaForCausalLM",
+        {**COMMON, "pretraining_tp": 1, "rope_theta": 500000.0, "rope_scaling": {
+            "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 8192, "rope_type": "llama3"}},
+    ),
+    "SmolLM2": (
+        "LlamaForCausalLM",
+        {**COMMON, "is_llama_config": True, "rope_interleaved": False, "pretraining_tp": 1,
+         "transformers.js_config": {"kv_cache_dtype": {"q4f16": "float16"}}},
+    ),
+    "R1-Distill-Qwen": ("Qwen2ForCausalLM", {**QWEN, "use_mrope": False, "sliding_window": 4096}),
+    "Qwen3-8B with YaRN": (
+        "Qwen3ForCausalLM",
+        {**QWEN, "rope_scaling": {"rope_type": "yarn", "factor": 4.0,
+                                  "original_max_position_embeddings": 32768}},
+    ),
+    "Qwen3-30B-A3B": ("Qwen3MoeForCausalLM", QWEN_MOE),
+    "Qwen3-Next": (
+        "Qwen3NextForCausalLM",
+        {**QWEN_MOE, **LINEAR, "partial_rotary_factor": 0.25,
+         "shared_expert_intermediate_size": 512},
+    ),
+    "Qwen3.5": (
+        "Qwen3_5ForConditionalGeneration",
+        {"text_config": QWEN3_5_TEXT, "vision_config": {"depth": 27}, "image_token_id": 1,
+         "video_token_id": 2, "vision_start_token_id": 3, "vision_end_token_id": 4,
+         "tie_word_embeddings": False, "transformers_version": "4.57.0"},
+    ),
+    "DeepSeek-V2-Lite": (
+        "DeepseekV2ForCausalLM",
+        {**DEEPSEEK, "scoring_func": "softmax", "topk_method": "greedy", "norm_topk_prob": False},
+    ),
+    "DeepSeek-V3": ("DeepseekV3ForCausalLM", DEEPSEEK),
+    "Kimi-K2": ("DeepseekV3ForCausalLM", {**DEEPSEEK, "model_type": "kimi_k2"}),
+    "DeepSeek-V3.2": (
+        "DeepseekV32ForCausalLM",
+        {**DEEPSEEK, "index_head_dim": 128, "index_n_heads": 64, "index_topk": 2048},
+    ),
+    "tuned by unsloth": (
+        "Qwen3ForCausalLM",
+        {**QWEN, "unsloth_fixed": True, "unsloth_version": "2026.1", "model_name": "x"},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_checkpoints_are_accepted(name: str) -> None:
+    architecture, raw = PUBLISHED[name]
+    check_fields(raw, architecture)
+
+
+def classes() -> list[Any]:
+    """Architecture, its fields, and the config class of transformers; text models count alone."""
+    found = []
+    for architecture, whole in FIELDS.items():
+        for fields in (whole, whole.text):
+            for model_type in () if fields is None else fields.model_types:
+                kind = CONFIG_MAPPING[model_type]
+                found.append(pytest.param(fields, kind, id=f"{architecture}-{model_type}"))
+    return found
+
+
+@pytest.mark.parametrize(("fields", "kind"), classes())
+def test_every_field_of_transformers_class_has_a_place(fields: ConfigFields, kind: Any) -> None:
+    names = {field.name for field in fields_of(kind)} | kind.attribute_map.keys()
+    placed = fields.known() | fields.supported().keys() | {TEXT_CONFIG}
+    assert not names - placed, "place them in config_fields.py"
+
+
+@pytest.mark.parametrize(("fields", "kind"), classes())
+def test_the_defaults_of_the_class_are_supported(fields: ConfigFields, kind: Any) -> None:
+    config = kind()
+    for name, allowed in fields.supported().items():
+        value = getattr(config, name, None)
+        items = value if isinstance(value, list) else [value]
+        assert not [item for item in items if item is not None and item not in allowed], name
+
+
+FAMILIES: Final[dict[str, tuple[str, dict[str, Any]]]] = {
+    "DeepseekV2ForCausalLM": ("deepseek_v2", {"topk_method": "group_limited_greedy", "n_group": 4,
+                                              "topk_group": 2}),
+    "DeepseekV3ForCausalLM": ("deepseek_v3", {}),
+    "DeepseekV32ForCausalLM": ("deepseek_v32", {}),
+    "LlamaForCausalLM": ("llama", {}),
+    "Qwen2ForCausalLM": ("qwen2", {}),
+    "Qwen3ForCausalLM": ("qwen3", {}),
+    "Qwen3MoeForCausalLM": ("qwen3_moe", {}),
+    "Qwen3NextForCausalLM": ("qwen3_next", {}),
+    "Qwen3_5ForCausalLM": ("qwen3_5", {}),
+    "Qwen3_5MoeForCausalLM": ("qwen3_5_moe", {}),
+}  # fmt: skip
+"""Architecture to a family of tiny models, and fields with which it reads all."""
+BY_FILE: Final = {"architectures"}
+"""Fields that are read from the file itself."""
+
+
+@pytest.mark.parametrize("architecture", FAMILIES)
+def test_what_is_called_read_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, architecture: str
+) -> None:
+    family, more = FAMILIES[architecture]
+    config = tiny_config(family, architectures=[architecture], **more)
+    config.save_pretrained(tmp_path)
+    seen: set[str] = set()
+    get: Any = PretrainedConfig.__getattribute__
+
+    def note(self: PretrainedConfig, name: str) -> Any:
+        if SRT in sys._getframe(1).f_code.co_filename:
+            seen.add(name)
+        return get(self, name)
+
+    monkeypatch.setattr(PretrainedConfig, "__getattribute__", note)
+    build_model(ModelConfig.from_path(str(tmp_path)), LoadConfig())
+    monkeypatch.undo()
+    assert (READ_OF_ALL | FIELDS[architecture].read) - seen - BY_FILE == set()
+
+
+def test_a_field_that_changes_the_mathematics_is_refused_by_name() -> None:
+    raw = {**DEEPSEEK, "index_topk": 2048}
+    check_fields({**raw, "indexer_rope_interleave": False}, "DeepseekV32ForCausalLM")
+    with pytest.raises(ValueError, match="indexer_rope_interleave=True is not supported for Deep"):
+        check_fields({**raw, "indexer_rope_interleave": True}, "DeepseekV32ForCausalLM")
+
+
+LLAMA, QWEN2, QWEN3, QWEN3_5, V3, V32 = (
+    f"{name}ForCausalLM"
+    for name in ("Llama", "Qwen2", "Qwen3", "Qwen3_5", "DeepseekV3", "DeepseekV32")
+)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "changes", "message"),
+    [
+        (LLAMA, {"sliding_window": 4096}, "sliding_window=4096: remove those"),
+        (LLAMA, {"attn_logit_cap": 30.0, "a": 0, "b": "x"}, "attn_logit_cap=30.0, b='x'"),
+        (LLAMA, {"is_causal": False}, "is_causal=False is not supported"),
+        (LLAMA, {"layer_types": ["full_attention", "chunked"]}, "layer_types='chunked'"),
+        (LLAMA, {"num_experts": 8}, "num_experts=8"),
+        (LLAMA, {"quantization": {"bits": 4}}, "quantization={'bits': 4}"),
+        (QWEN2, {"dual_chunk_attention_config": {"chunk_size": 1}}, "dual_chunk"),
+        (QWEN3, {"use_qk_norm": False}, "use_qk_norm=False is not supported"),
+        (QWEN3, {"mlp_bias": True}, "mlp_bias=True"),
+        (QWEN3, {"rope_scaling": {"type": "yarn", "alpha": 2}}, "rope_scaling.alpha=2"),
+        (QWEN3, {"rope_parameters": {"mrope_section": [1]}}, "parameters.mrope_section"),
+        (QWEN3, {"text": "x" * 100}, "text='" + "x" * 59 + r"\.\.\.: remove"),
+        (QWEN3_5, {"attn_output_gate": False}, "attn_output_gate=False"),
+        (V3, {"moe_layer_freq": [1, 2]}, "moe_layer_freq=2"),
+        (V3, {"index_topk": 2048}, "index_topk=2048"),
+        (V32, {"indexer_types": ["full", "shared"]}, "indexer_types='shared'"),
+    ],
+)  # fmt: skip
+def test_what_is_not_known_or_not_supported_is_named(
+    architecture: str, changes: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message) as caught:
+        check_fields({**COMMON, **changes}, architecture)
+    assert "\n" not in str(caught.value)
+
+
+def test_settings_that_are_off_are_accepted() -> None:
+    off: dict[str, Any] = {"a": None, "b": False, "c": 0.0, "d": "", "e": [], "f": {}}
+    check_fields({**COMMON, **off, "hidden_act": None, "_private": 1}, "LlamaForCausalLM")
+
+
+def test_a_switch_is_no_number() -> None:
+    for value in (True, 2):
+        with pytest.raises(ValueError, match="moe_layer_freq"):
+            check_fields({**DEEPSEEK, "moe_layer_freq": value}, "DeepseekV3ForCausalLM")
+    with pytest.raises(ValueError, match="is_causal=0"):
+        check_fields({**COMMON, "is_causal": 0}, "LlamaForCausalLM")
+
+
+def test_a_text_model_beside_others_may_be_repeated_and_is_checked() -> None:
+    architecture, raw = PUBLISHED["Qwen3.5"]
+    check_fields({**raw, "linear_key_head_dim": 128}, architecture)
+    with pytest.raises(ValueError, match=r"architecture.* linear_key_head_dim=64|linear_key"):
+        check_fields({**raw, "linear_key_head_dim": 64}, architecture)
+    text = {**QWEN3_5_TEXT, "logit_scale": 0.5}
+    with pytest.raises(ValueError, match=r"text_config\.logit_scale=0\.5"):
+        check_fields({**raw, "text_config": text}, architecture)
+    text = {**QWEN3_5_TEXT, "model_type": "qwen3_5_moe_text"}
+    with pytest.raises(ValueError, match=r"text_config\.model_type='qwen3_5_moe_text' is not that"):
+        check_fields({**raw, "text_config": text}, architecture)
+
+
+def test_all_is_checked_before_anything_is_loaded(tmp_path: Path) -> None:
+    tiny_config("qwen3", architectures=["Qwen3ForCausalLM"]).save_pretrained(tmp_path)
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"logit_scale": 2.0}))
+    with pytest.raises(ValueError, match=f"{tmp_path}: config.json has settings .*logit_scale=2.0"):
+        ModelConfig.from_path(str(tmp_path))
+
+
+if __name__ == "__main__":
+    raise SystemExit(pytest.main([__file__, "-q"]))
