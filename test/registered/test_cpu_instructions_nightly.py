@@ -40,7 +40,6 @@ WITHIN_A_PROCESS: Final = (
     "unit/managers/scheduler/whole",
 )
 OF_PROCESSES: Final = (
-    "bench/test_bench_one_batch.py",
     "disaggregation/test_pd_requests.py",
     "distributed/test_rank_groups_over_gloo.py",
     "entrypoints/test_structured_output.py",
