@@ -35,8 +35,8 @@ def read_secret(args: ServerArgs) -> str | None:
     Raises:
         ValueError: There are two sources, or the file has no secret.
     """
-    variable = envs.SGLANG_DISAGGREGATION_SECRET
-    return resolve_key(None, args.disaggregation_secret_file, SECRET_FLAG, variable)
+    flag, variable = SECRET_FLAG.removesuffix("-file"), envs.SGLANG_DISAGGREGATION_SECRET
+    return resolve_key(None, args.disaggregation_secret_file, flag, variable)
 
 
 def check_disaggregation(args: ServerArgs) -> Iterator[str]:

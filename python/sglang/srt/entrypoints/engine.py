@@ -136,7 +136,12 @@ class Engine:
         """Settings without secrets, and the engine's present state."""
         state = self._submit(self._front.manager.control.internal_state()).data
         details = self._front.context.ready_details
-        return {**self.server_args.to_public_dict(), **details, "internal_states": [state]}
+        return {
+            **self.server_args.to_public_dict(),
+            **details,
+            "transfer_engine": state["transfer_engine"],
+            "internal_states": [state],
+        }
 
     def shutdown(self) -> None:
         """End the engine's processes in order. Idempotent."""

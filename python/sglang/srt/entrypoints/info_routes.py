@@ -83,6 +83,7 @@ async def server_info(request: Request) -> Response:
         **context.ready_details,
         "status": "ready",
         "version": VERSION,
+        "transfer_engine": state.get("transfer_engine"),
         "internal_states": [state],
     }
     return json_response(body)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import secrets
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from sglang.embedded_router import Router
+from sglang.srt.environ import envs
 from sglang.srt.utils.network import get_free_port
 from sglang.test.servers.engine_server import EXACT, EngineServer
 
@@ -71,10 +73,11 @@ def router(
 def halves(
     num_prefill: int = 1, num_decode: int = 1, prefill_args: Sequence[str] = ()
 ) -> Iterator[Halves]:
-    """Servers with the built-in model, and the router in front of them."""
+    """Servers with the built-in model and a secret, and the router in front of them."""
+    env = {**TCP, envs.SGLANG_DISAGGREGATION_SECRET.name: secrets.token_hex(32)}
     with ExitStack() as stack:
-        prefill = [prefill_server(*prefill_args) for _ in range(num_prefill)]
-        decode = [decode_server() for _ in range(num_decode)]
+        prefill = [prefill_server(*prefill_args, env=env) for _ in range(num_prefill)]
+        decode = [decode_server(env=env) for _ in range(num_decode)]
         for server in (*(one for one, _ in prefill), *decode):
             stack.enter_context(server)
         url = stack.enter_context(router(prefill, decode))

@@ -9,6 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 from sglang.srt.arg_groups.remote_weights import START_SEED
 from sglang.srt.constants import LONGEST_STORAGE_CHANGE_S
+from sglang.srt.distributed.device_communicators.mooncake_transfer_engine import (
+    get_mooncake_transfer_engine,
+)
 from sglang.srt.managers.messages.io_struct import (
     AttachHiCacheStorageReqInput,
     ClearHiCacheReqInput,
@@ -150,6 +153,7 @@ class ControlHandler:
     def _internal_state(self, message: GetInternalStateReq) -> None:
         state = self._state
         tree = state.tree
+        engine = get_mooncake_transfer_engine()
         data: dict[str, Any] = {
             "server_args": self._public_args,
             "num_running_reqs": state.queues.num_holders,
@@ -166,6 +170,7 @@ class ControlHandler:
             "counters": dataclasses.asdict(state.counters),
             "tiers": tree.tiers(),
             "hicache": {"enabled": tree.administration is not None, **tree.storage_state()},
+            "transfer_engine": None if engine is None else engine.describe(),
         }
         self._answer(message.req_id, True, data=data)
 

@@ -14,6 +14,7 @@ from sglang.srt.managers.messages.io_struct import (
     GetWeightSeedReq,
     ShutdownReq,
 )
+from sglang.srt.managers.scheduler import control
 from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci
 from sglang.test.schedulers.scheduler_rig import PROMPTS, SchedulerRig, greedy, prompt
 
@@ -63,6 +64,28 @@ def test_state_metrics_and_what_a_single_tier_cannot_do(model: Path) -> None:
     assert "--enable-hierarchical-cache" in detach.message
     assert not seed.success
     assert "start-seed-via-transfer-engine" in seed.message
+
+
+def test_the_transfer_engine_is_described_as_it_is_when_asked(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Engine:
+        """Describes itself anew each time."""
+
+        num_asked = 0
+
+        def describe(self) -> dict[str, int]:
+            self.num_asked += 1
+            return {"engine_objects": self.num_asked}
+
+    rig = SchedulerRig(model)
+    rig.step(GetInternalStateReq(req_id="without"))
+    engine = Engine()
+    monkeypatch.setattr(control, "get_mooncake_transfer_engine", lambda: engine)
+    rig.step(GetInternalStateReq(req_id="first"))
+    rig.step(GetInternalStateReq(req_id="second"))
+    told = [answer.data["transfer_engine"] for answer in rig.answers]
+    assert told == [None, {"engine_objects": 1}, {"engine_objects": 2}]
 
 
 def test_shutdown_lets_what_runs_finish(model: Path) -> None:

@@ -95,7 +95,6 @@ class BuiltScheduler:
     def ready_details(self) -> dict[str, Any]:
         """Details for the ready message."""
         limits = self.scheduler.state.limits
-        engine = get_mooncake_transfer_engine()
         return {
             "max_total_num_tokens": limits.pool_tokens,
             "max_req_input_len": limits.max_input_tokens,
@@ -106,7 +105,6 @@ class BuiltScheduler:
             "chunked_prefill_size": self.server_args.chunked_prefill_size,
             "tiers": self.tiers,
             "routes": self.routes,
-            "transfer_engine": None if engine is None else engine.describe(),
         }
 
 
