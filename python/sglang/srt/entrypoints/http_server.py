@@ -8,7 +8,6 @@ import os
 import signal
 import socket
 import threading
-import time
 from collections.abc import AsyncIterator, Callable
 from types import FrameType
 from typing import Final
@@ -40,9 +39,9 @@ KEEP_ALIVE_SECONDS: Final = 75
 that the client closes first. A server that closes first breaks a request that is just being
 sent."""
 NOTICE_SECONDS: Final = 5.0
-"""Seconds for which a server goes on refusing requests after it has accepted its last one, if
-SIGTERM ends it: a router learns from the refusals to send requests to other servers. A refused
-connection would teach it less (docs/pd.md)."""
+"""Seconds for which a server that SIGTERM ends goes on refusing requests and probes, if one came
+within as many seconds before: a router learns from that to send requests to other servers. A
+refused connection would teach it later (docs/pd.md)."""
 DEATH_GRACE_SECONDS: Final = CLOSE_SECONDS + 2.0
 """Seconds to send errors to clients after the engine has died; then the server ends in any case."""
 
@@ -165,10 +164,7 @@ class HttpServer(BoundedServer):
         self._signalled = True
         manager, seconds = self._front.manager, self._front.context.args.drain_seconds
         manager.refuse_new("the server is shutting down: send the request to another one")
-        notice = 0.0
-        if sig == signal.SIGTERM and manager.last_accepted is not None:
-            notice = manager.last_accepted + NOTICE_SECONDS - time.monotonic()
-        self.drain(notice, seconds)
+        self.drain(NOTICE_SECONDS if sig == signal.SIGTERM else 0.0, seconds)
         logger.info(
             "%s: draining for up to %.0f s (%d requests under way), again to kill",
             signal.Signals(sig).name,

@@ -11,10 +11,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from sglang.embedded_router import Router
+from sglang.embedded_router import RESTART_FLAGS, Router
 from sglang.srt.environ import envs
 from sglang.srt.utils.network import get_free_port
 from sglang.test.servers.engine_server import EXACT, EngineServer
+from sglang.test.servers.rolling_restart import Load, restart_each
 
 TCP: Final = {"MOONCAKE_PROTOCOL": "tcp", "MOONCAKE_LOCAL_HOSTNAME": "127.0.0.1"}
 _START_S: Final = 120.0
@@ -94,3 +95,34 @@ def assert_alike(told: Any, expected: Any) -> None:
         assert math.isclose(told, expected, rel_tol=0, abs_tol=1e-3), (told, expected)
     else:
         assert told == expected
+
+
+def assert_restarts_cost_nothing(num_prefill: int, num_decode: int, restarted: str) -> None:
+    """Restart servers of both kinds, or of one, under load behind a router: no request fails.
+
+    Args:
+        restarted: `prefill`, `decode`, or "" for all of both kinds.
+    """
+    with ExitStack() as stack:
+        log_dir = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        prefill = [prefill_server() for _ in range(num_prefill)]
+        decode = [decode_server() for _ in range(num_decode)]
+        servers = {"prefill": [server for server, _ in prefill], "decode": decode}
+        for server in (*servers["prefill"], *decode):
+            stack.enter_context(server)
+        process = Router(
+            [(server.url, port) for server, port in prefill],
+            [server.url for server in decode],
+            port=get_free_port(),
+            log_dir=log_dir,
+            flags=RESTART_FLAGS,
+        )
+        stack.callback(process.kill)
+        process.start(_START_S)
+        with Load(process.url, rate=3) as load:
+            for kind, some in servers.items():
+                if restarted in ("", kind):
+                    restart_each(load, process, some)
+        assert not load.failures, load.failures
+        print(f"{load.num_sent} requests, the slowest {max(load.seconds):.1f} s")
+        assert len(load.seconds) == load.num_sent > 40

@@ -99,9 +99,10 @@ class EngineServer:
             env=self._env,
         )
 
-    def stop(self, timeout: float = 60.0) -> int:
-        """Send SIGTERM, wait for the end, and return the exit status."""
-        self.process.send_signal(signal.SIGTERM)
+    def stop(self, sig: signal.Signals = signal.SIGINT, timeout: float = 60.0) -> int:
+        """Send a signal, wait for the end, and return the exit status. After SIGTERM a server that
+        has just been used goes on listening for a while."""
+        self.process.send_signal(sig)
         return self.process.wait(timeout)
 
     def kill(self) -> None:

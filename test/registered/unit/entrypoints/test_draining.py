@@ -134,21 +134,23 @@ def test_it_ends_when_the_last_request_has_ended(monkeypatch: pytest.MonkeyPatch
         assert AbortReq(abort_all=True) not in server.scheduler.received
 
 
+@pytest.mark.parametrize("path", ["/generate", "/health"])
 @pytest.mark.parametrize("sig", [signal.SIGTERM, signal.SIGINT])
 def test_routers_get_time_to_notice_unless_it_is_ctrl_c(
-    sig: signal.Signals, monkeypatch: pytest.MonkeyPatch
+    sig: signal.Signals, path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(http_server, "NOTICE_SECONDS", 2.0)
+    monkeypatch.setattr(http_server, "NOTICE_SECONDS", 1.5)
     with front_server() as server:
         server.signal(sig)
         assert wait_until(lambda: has_ended(server), http_server.NOTICE_SECONDS), "nobody used it"
     with front_server() as server:
-        assert httpx.post(f"{server.url}/generate", json=BODY).status_code == 200
+        method = "GET" if path == "/health" else "POST"
+        assert httpx.request(method, server.url + path, json=BODY).status_code == 200
         server.signal(sig)
         if sig == signal.SIGINT:
             assert wait_until(lambda: has_ended(server), http_server.NOTICE_SECONDS)
         else:
-            assert not wait_until(lambda: has_ended(server), 1.0)
+            assert not wait_until(lambda: has_ended(server), 0.7)
             assert httpx.post(f"{server.url}/generate", json=BODY).status_code == 503
             assert wait_until(lambda: has_ended(server), END_S)
 

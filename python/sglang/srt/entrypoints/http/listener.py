@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import socket
 import time
 from typing import Any, Final
@@ -24,20 +25,25 @@ class BoundedServer(uvicorn.Server):
     """
 
     _listener: Listener | None = None
+    _num_answered = 0
+    _last_used = -math.inf
+    """`time.monotonic()` seconds at which a request was last seen."""
     _drain_begin = 0.0
     _drain_end: float | None = None
     """`time.monotonic()` seconds between which a draining server shuts down; None: it does not
     drain."""
 
-    def drain(self, at_least: float, at_most: float) -> None:
+    def drain(self, notice: float, at_most: float) -> None:
         """Begin to drain. May be called by a signal handler.
 
         Args:
-            at_least: Seconds to go on listening, even if no request is under way.
+            notice: Seconds for which a server goes on listening after the last request that came
+                before the drain, even if none is under way.
             at_most: Seconds after which requests under way have to end.
         """
-        now = time.monotonic()
-        self._drain_begin, self._drain_end = now + min(at_least, at_most), now + at_most
+        self._note_use()
+        self._drain_end = time.monotonic() + at_most
+        self._drain_begin = min(self._last_used + notice, self._drain_end)
         protocol: Any = self.config.http_protocol_class
         protocol.open_connections.end_with_answer = True
         connections: Any = list(self.server_state.connections)
@@ -46,11 +52,17 @@ class BoundedServer(uvicorn.Server):
 
     async def on_tick(self, counter: int) -> bool:
         """uvicorn's hook, ten times a second: shut down once the drain is over."""
+        self._note_use()
         if self._drain_end is not None:
             now = time.monotonic()
             is_idle = not self.server_state.tasks and now >= self._drain_begin
             self.should_exit = self.should_exit or is_idle or now >= self._drain_end
         return await super().on_tick(counter)
+
+    def _note_use(self) -> None:
+        state = self.server_state
+        if state.tasks or state.total_requests != self._num_answered:
+            self._num_answered, self._last_used = state.total_requests, time.monotonic()
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Start the application, then accept.

@@ -95,8 +95,9 @@ class BoundedProtocol(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def end_with_answer(self) -> None:
-        """Let the answer under way, if there is one, end the connection."""
-        if self._has_request():
+        """Let the answer under way, if there is one, end the connection and say so. One whose head
+        has gone out has promised the opposite."""
+        if self._has_request() and not self.cycle.response_started:
             self.cycle.keep_alive = False
 
     def end(self) -> None:

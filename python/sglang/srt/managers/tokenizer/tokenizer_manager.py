@@ -70,9 +70,6 @@ class TokenizerManager:
         """Ids of requests without a client whose last output has not come yet; the ids are still in
         use."""
         self._refusal: str | None = None
-        self.last_accepted: float | None = None
-        """`time.monotonic()` at the arrival of the last request that was accepted; None: none
-        was."""
         self._say = RateLimitedLogger(logger)
 
     # ---- start and end ---------------------------------------------------------------------
@@ -166,7 +163,6 @@ class TokenizerManager:
                     message = tokenized(request, tokens, self.limits, now)
                     self._channel.send(message)
                     state.note_sent(tokens, message.logprob_start_len)
-            self.last_accepted = now
             yield states
         finally:
             for state in states:

@@ -1,0 +1,18 @@
+"""Two decode servers behind the real router are restarted one after the other (row P14)."""
+
+from __future__ import annotations
+
+import pytest
+
+from sglang.test.ci.ci_register import register_cpu_ci
+from sglang.test.disaggregation.pd_servers import assert_restarts_cost_nothing
+
+register_cpu_ci(est_time=70, suite="base-b-test-cpu")
+
+
+def test_no_request_fails_while_decode_servers_are_restarted() -> None:
+    assert_restarts_cost_nothing(1, 2, "decode")
+
+
+if __name__ == "__main__":
+    raise SystemExit(pytest.main([__file__, "-q", "-s"]))

@@ -1,0 +1,19 @@
+"""All servers of two prefill and two decode servers are restarted one after the other (row P14)."""
+
+from __future__ import annotations
+
+import pytest
+
+from sglang.test.ci.ci_register import register_cpu_ci
+from sglang.test.disaggregation.pd_servers import assert_restarts_cost_nothing
+
+register_cpu_ci(est_time=180, suite="nightly-test-cpu", nightly=True)
+
+
+@pytest.mark.timeout(600)
+def test_no_request_fails_while_all_servers_are_restarted() -> None:
+    assert_restarts_cost_nothing(2, 2, "")
+
+
+if __name__ == "__main__":
+    raise SystemExit(pytest.main([__file__, "-q", "-s"]))

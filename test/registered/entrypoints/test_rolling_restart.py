@@ -1,0 +1,36 @@
+"""Two servers behind the real router are restarted one after the other: no request fails (F5)."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from sglang.embedded_router import RESTART_FLAGS, Router
+from sglang.srt.utils.network import get_free_port
+from sglang.test.ci.ci_register import register_cpu_ci
+from sglang.test.servers.engine_server import EngineServer
+from sglang.test.servers.rolling_restart import Load, restart_each
+
+register_cpu_ci(est_time=60, suite="base-b-test-cpu")
+
+
+def test_no_request_fails_while_servers_are_restarted(tmp_path: Path) -> None:
+    with ExitStack() as stack:
+        servers = [stack.enter_context(EngineServer()) for _ in range(2)]
+        urls = [server.url for server in servers]
+        router = Router(
+            [], [], port=get_free_port(), log_dir=tmp_path, flags=RESTART_FLAGS, plain=urls
+        )
+        stack.callback(router.kill)
+        router.start(60)
+        with Load(router.url, rate=4) as load:
+            restart_each(load, router, servers)
+        assert not load.failures, load.failures
+        print(f"{len(load.seconds)} requests, the slowest {max(load.seconds):.1f} s")
+        assert len(load.seconds) == load.num_sent > 50
+
+
+if __name__ == "__main__":
+    raise SystemExit(pytest.main([__file__, "-q", "-s"]))
