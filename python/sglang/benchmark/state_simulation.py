@@ -216,7 +216,7 @@ class SimulatedStateCache(SimulatedCache):
 
     def _take_row(self, req: Req) -> None:
         """A row, and with recurrent states one to run on."""
-        self._snapshots.make_room()
+        self._snapshots.make_room(())
         rows = self._rows.alloc([req.slots])
         assert rows is not None, "requests are served one after the other"
         prefix = req.slots.prefix_indices

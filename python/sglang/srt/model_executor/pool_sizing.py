@@ -176,7 +176,7 @@ def size_states(
         max_running_requests: Number that the user asked for; None: `MAX_RUNNING_REQUESTS`.
 
     Raises:
-        ValueError: Not one state fits; names the flags.
+        ValueError: Too few states fit, or are asked for; names the flags.
     """
     ratio = FULL_MEMORY_RATIO if full_memory_ratio is None else full_memory_ratio
     share = int(budget_bytes * ratio / (1.0 + ratio))
@@ -191,6 +191,12 @@ def size_states(
             f"{max(states, 0)} recurrent states of {state_bytes / MIB:.1f} MiB ({reason}), one "
             f"more for padding, do not fit into {budget_bytes / GIB:.2f} GiB: raise "
             "--mem-fraction-static or --mamba-full-memory-ratio, or lower --max-mamba-cache-size"
+        )
+    if keeps_snapshots and states < 2:
+        raise ValueError(
+            f"one recurrent state ({reason}) leaves no slot for the prefix cache beside that of a "
+            "running request: give --max-mamba-cache-size 2 or more, which takes "
+            f"{3 * state_bytes / MIB:.1f} MiB, or --disable-radix-cache"
         )
     return Sizing(states, reason)
 

@@ -148,6 +148,14 @@ def test_states_that_do_not_fit_are_refused(fields: dict[str, Any], message: str
         size_states(**{**STATES, **fields})
 
 
+def test_one_state_is_enough_only_without_a_prefix_cache() -> None:
+    one: dict[str, Any] = {**STATES, "max_states": 1}
+    assert size_states(**{**one, "keeps_snapshots": False}).amount == 1
+    assert size_states(**{**one, "max_states": 2}).amount == 2
+    with pytest.raises(ValueError, match=r"--max-mamba-cache-size 2 or more.*--disable-radix-c"):
+        size_states(**one)
+
+
 def test_states_come_first_and_tokens_get_the_rest() -> None:
     budget = pool_budget(has_own_memory=False, total_bytes=24 * GIB, available_bytes=20 * GIB)
     assert budget.amount == GIB

@@ -290,6 +290,34 @@ def pages_to_decode(seq_lens: Sequence[int], page_size: int) -> int:
     return sum(1 for length in seq_lens if length % page_size == 0)
 
 
+class SpareState(Protocol):
+    """A slot that a request holds beyond its running state: for a snapshot, or with one."""
+
+    @property
+    def arrival_number(self) -> int:
+        """That of the request."""
+
+    @property
+    def saved_tokens(self) -> int:
+        """Tokens that later prompts need not compute thanks to the snapshot; 0: it has none, or a
+        later one replaces it."""
+
+
+S = TypeVar("S", bound=SpareState)
+
+
+def first_to_give_up(spares: Sequence[S]) -> S:
+    """The slot that a request without a running state is given: the one whose loss costs least, of
+    the newest request."""
+    return min(spares, key=lambda spare: (spare.saved_tokens, -spare.arrival_number))
+
+
+def states_to_load(free: int, evictable: int, spare: int) -> int:
+    """Most states that may be loaded for a request that needs a slot to run on too. Arguments are
+    slots, as `Snapshots` counts them."""
+    return max(0, free + evictable + spare - 1)
+
+
 def newest(requests: Sequence[R]) -> R:
     """The request that is retracted first when slots run out: the last to arrive."""
     return max(requests, key=lambda req: req.arrival_number)

@@ -89,7 +89,7 @@ class PrefillScheduler:
         """
         self._state = state
         self._may_compute = may_compute
-        self._blocked_by: tuple[int, int] | None = None
+        self._blocked_by: tuple[int, int, bool] | None = None
         self._blocked_ticks = 0
         self._unawaited_load = -1
         self._uncounted: list[tuple[Req, int]] = []
@@ -172,7 +172,7 @@ class PrefillScheduler:
         queues = self._state.queues
         if not queues.num_holders:
             return False
-        if self._blocked_by != (queues.num_holders, len(queues.waiting)):
+        if self._blocked_by != self._shortage():
             return False
         # Copies that end unlock pages though no request ends: try again every 16th tick.
         self._blocked_ticks += 1
@@ -228,9 +228,16 @@ class PrefillScheduler:
                 if not works and queues.num_holders == 0 and not state.tree.is_busy():
                     self._give_up(req)
                     continue
-                self._blocked_by = (queues.num_holders, len(queues.waiting))
+                self._blocked_by = self._shortage()
                 self._blocked_ticks = 0
             break
+
+    def _shortage(self) -> tuple[int, int, bool]:
+        """What admission depends on beside pages: while it stays the same, nothing has come
+        free."""
+        queues = self._state.queues
+        has_state = self._state.snapshots.has_room(queues.decoding)
+        return queues.num_holders, len(queues.waiting), has_state
 
     def _waits_for_prompt(self, req: Req, added: set[str]) -> bool:
         """Whether another request computes the prompt of `req` and has not been launched: after
@@ -304,7 +311,13 @@ class PrefillScheduler:
             return prefix, plan
         quota = free - ceil_to_page(rest, state.limits.page_size)
         loaded, node = state.tree.init_load_back(
-            InitLoadBackParams(match.best_match_node, host, quota, req.slots)
+            InitLoadBackParams(
+                match.best_match_node,
+                host,
+                mem_quota=quota,
+                mamba_quota=state.snapshots.room_to_load(state.queues.decoding),
+                req=req.slots,
+            )
         )
         if node is not prefix.node:
             # The node is deeper by what was loaded, or higher up if a state to load has no room.
@@ -336,7 +349,7 @@ class PrefillScheduler:
         page_size = state.limits.page_size
         assert begin % page_size == 0, "what is cached or was computed before is whole pages"
         if req.slots.req_pool_idx is None:
-            state.snapshots.make_room()
+            state.snapshots.make_room(state.queues.decoding)
             if not pools.req_to_token_pool.available_size():
                 return None
         slots = self._padding_slot

@@ -6,23 +6,40 @@ are known before they are launched. The running state itself is no use to the tr
 so it may be a token too far by the time the CPU knows that its request has ended. The tree takes
 over a snapshot together with the pages before it.
 
+Running states come first: where no slot is free, a request that is about to start gets that of the
+tree's oldest snapshot, else one that a decoding request holds for its snapshots.
+
 For a model without recurrent states all calls have no effect.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 
 from sglang.srt.hardware_backend.device_runtime import on_device
+from sglang.srt.managers.scheduler.policy import first_to_give_up, states_to_load
 from sglang.srt.mem_cache.tree.base_prefix_cache import EvictParams
 
 if TYPE_CHECKING:
     from sglang.srt.managers.scheduler.requests.req import Req
+    from sglang.srt.managers.scheduler.requests.slots import RequestSlots
     from sglang.srt.mem_cache.device.state_pool import StatePool
     from sglang.srt.mem_cache.tree.base_prefix_cache import BasePrefixCache, StatefulRequest
+
+
+@dataclass(frozen=True, slots=True)
+class _Spare:
+    """A `SpareState`."""
+
+    slots: RequestSlots
+    is_next: bool
+    """Whether it is `snapshot_slot`, and not `mamba_track_slot`."""
+    arrival_number: int
+    saved_tokens: int
 
 
 class Snapshots:
@@ -48,10 +65,60 @@ class Snapshots:
                 "tokens: snapshots end with a page and with a chunk of the kernel"
             )
 
-    def make_room(self) -> None:
-        """Evict a state of the tree if no slot is free for a request that is about to start."""
+    # ---- room for running states ---------------------------------------------------------------
+
+    def make_room(self, decoding: Iterable[Req]) -> None:
+        """Free a slot, if none is free, for a request that is about to start.
+
+        Args:
+            decoding: Requests that decode. One may lose its snapshot, or the slot for its next one.
+        """
+        self._evict()
+        if self._pool is not None and not self._pool.available_size():
+            self._give_up_spare(decoding)
+
+    def has_room(self, decoding: Iterable[Req]) -> bool:
+        """Whether a slot is free, or `make_room` may free one."""
+        if self._pool is None or self._pool.available_size():
+            return True
+        return bool(self._tree.mamba_evictable_size() or _spares_of(decoding))
+
+    def room_to_load(self, decoding: Iterable[Req]) -> int | None:
+        """Number of states that may be loaded for a request that is about to start; frees a slot
+        for one if the tree has none to evict. None: the model has no states.
+
+        Args:
+            decoding: As in `make_room`.
+        """
+        if self._pool is None:
+            return None
+        free, evictable = self._pool.available_size(), self._tree.mamba_evictable_size()
+        quota = states_to_load(free, evictable, len(_spares_of(decoding)))
+        if quota and not free + evictable:
+            self._give_up_spare(decoding)
+        return quota
+
+    def _evict(self) -> None:
         if self._pool is not None and not self._pool.available_size():
             self._tree.evict(EvictParams(mamba_num=1))
+
+    def _give_up_spare(self, decoding: Iterable[Req]) -> None:
+        """Free a slot that one of `decoding` holds beyond its running state, if any does. A step in
+        flight may write to it: that is queued before every later use of the slot."""
+        spares = _spares_of(decoding)
+        if not spares:
+            return
+        spare = first_to_give_up(spares)
+        slots = spare.slots
+        if spare.is_next:
+            slot, slots.snapshot_slot, slots.snapshot_in_flight = slots.snapshot_slot, None, None
+        else:
+            slot, slots.mamba_track_slot = slots.mamba_track_slot, None
+            slots.mamba_last_track_seqlen = None
+        assert slot is not None and self._pool is not None, "a spare is a slot of the pool"
+        self._pool.free(slot)
+
+    # ---- snapshots -----------------------------------------------------------------------------
 
     def shorten(self, extend_len: int, begin: int, branching: int | None) -> int:
         """Number of tokens that the first step of a prompt computes.
@@ -154,6 +221,21 @@ class Snapshots:
     def _take(self) -> torch.Tensor | None:
         """A slot, int64 `[1]` on the CPU; None: there is no room."""
         assert self._pool is not None, "the tree keeps states of this pool"
-        self.make_room()
+        self._evict()
         taken = self._pool.take(1)
         return None if taken is None else torch.tensor(taken)
+
+
+def _spares_of(decoding: Iterable[Req]) -> list[_Spare]:
+    """The slots that requests hold beyond their running states."""
+    spares = []
+    for req in decoding:
+        slots, known = req.slots, req.slots.cache_protected_len
+        coming, last = slots.snapshot_in_flight, slots.mamba_last_track_seqlen
+        if slots.snapshot_slot is not None:
+            saved = 0 if coming is None else coming - known
+            spares.append(_Spare(slots, True, req.arrival_number, saved))
+        if slots.mamba_track_slot is not None:
+            saved = 0 if last is None or coming is not None else last - known
+            spares.append(_Spare(slots, False, req.arrival_number, saved))
+    return spares

@@ -81,7 +81,10 @@ class HostLoad(TierFlow):
         while chain and not self._is_usable(chain, quota):
             chain.pop()
         last = chain[-1] if chain else above
-        slots = self._load(chain, last, above)
+        needs_state = self._states is not None and last.has_state and last.mamba_value is None
+        slots = None
+        if (chain or needs_state) and not (needs_state and params.mamba_quota == 0):
+            slots = self._load(chain, last, above, needs_state=needs_state)
         if slots is None:
             return self._tree.values_of([]), self._end_on_device(above)
         return slots, last
@@ -98,18 +101,18 @@ class HostLoad(TierFlow):
             node = node.parent
         return node
 
-    def _load(self, chain: list[TreeNode], last: TreeNode, above: TreeNode) -> torch.Tensor | None:
-        """Queue a load; return its device slots, empty if only the state is loaded. None: there are
-        no pages and no state to load, or no room.
+    def _load(
+        self, chain: list[TreeNode], last: TreeNode, above: TreeNode, *, needs_state: bool
+    ) -> torch.Tensor | None:
+        """Queue a load of pages, a state or both; return its device slots, empty if only the state
+        is loaded. None: there is no room.
 
         Args:
             chain: The nodes whose pages are loaded, from the top; may be empty.
-            last: The end of the prefix, whose state is loaded if it is not on the device.
+            last: The end of the prefix.
             above: The last node on the device before `chain`.
+            needs_state: Whether the state of `last` is loaded.
         """
-        needs_state = self._states is not None and last.has_state and last.mamba_value is None
-        if not chain and not needs_state:
-            return None
         pinned = chain or [last]
         for node in pinned:
             node.protect_host()

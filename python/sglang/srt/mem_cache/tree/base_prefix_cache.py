@@ -145,7 +145,10 @@ class InitLoadBackParams:
     best_match_node: TreeNode
     host_hit_length: int
     mem_quota: int | None = None
+    """Tokens that may be loaded; None: any number."""
     req: CacheableRequest | None = None
+    mamba_quota: int | None = None
+    """States that may be loaded; None: any number."""
 
 
 class MatchResult(NamedTuple):

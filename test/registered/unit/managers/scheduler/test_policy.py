@@ -18,9 +18,11 @@ from sglang.srt.managers.scheduler.policy import (
     PrefillAdder,
     SchedulePolicy,
     Turns,
+    first_to_give_up,
     newest,
     order_waiting,
     pages_to_decode,
+    states_to_load,
 )
 from sglang.test.ci.ci_register import register_cpu_ci
 
@@ -167,6 +169,26 @@ def test_the_estimate_relaxes_and_jumps_back() -> None:
 def test_decode_needs_a_page_where_the_last_one_is_full() -> None:
     assert pages_to_decode([4, 5, 7, 8], 4) == 2
     assert pages_to_decode([4, 5, 7, 8], 1) == 4
+
+
+@dataclass(frozen=True)
+class Spare:
+    saved_tokens: int
+    arrival_number: int
+
+
+def test_the_slot_whose_loss_costs_least_is_given_up_that_of_the_newest_request_first() -> None:
+    empty_old, empty_new, short, long = Spare(0, 1), Spare(0, 3), Spare(64, 4), Spare(512, 9)
+    spares = [long, empty_old, short, empty_new]
+    order = []
+    while spares:
+        order.append(first_to_give_up(spares))
+        spares.remove(order[-1])
+    assert order == [empty_new, empty_old, short, long]
+
+
+def test_a_state_is_loaded_if_a_slot_to_run_on_is_left() -> None:
+    assert [states_to_load(*counts) for counts in ((0, 0, 0), (1, 0, 0), (0, 1, 1))] == [0, 0, 1]
 
 
 def test_the_newest_gives_way() -> None:

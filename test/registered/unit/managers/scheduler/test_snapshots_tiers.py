@@ -107,6 +107,53 @@ def test_the_same_words_from_every_tier_and_across_a_restart(
         restarted.close()
 
 
+@pytest.mark.parametrize(("num_states", "reused"), [(1, 0), (2, 96)])
+def test_a_state_is_loaded_only_where_a_slot_is_left_to_run_on(
+    models: dict[str, Path], num_states: int, reused: int
+) -> None:
+    """With one slot, which no server has that keeps prefixes, the prompt is computed."""
+    ids = prompt(3, 100)
+    writer = rig_of(models["qwen3_5"])
+    try:
+        ask(writer, "cold", ids)
+    finally:
+        writer.close()
+    reader = rig_of(models["qwen3_5"], num_states=num_states, max_requests=1, hicache_ratio=8.0)
+    try:
+        for number in range(2):
+            assert sum(tiers(ask(reader, str(number), ids))) == reused
+            assert reader.results[str(number)].output_ids == writer.results["cold"].output_ids
+            flush(reader)
+    finally:
+        reader.close()
+
+
+def test_a_prompt_is_computed_rather_than_wait_with_a_state_in_the_last_slot(
+    models: dict[str, Path],
+) -> None:
+    """Two slots, of which one runs; the state of the next prompt is on the host."""
+    rig = rig_of(
+        models["qwen3_5"],
+        num_states=2,
+        mamba_scheduler_strategy="no_buffer",
+        mamba_track_interval=256,
+    )
+    ids, runs = prompt(4, 100), prompt(9, 10)
+    try:
+        ask(rig, "cold", ids)
+        rig.tree.evict(EvictParams(num_tokens=1000))
+        rig.step(rig.request("runs", runs, greedy(40)))
+        rig.step(rig.request("next", ids, greedy(10)))
+        for _ in range(4):
+            rig.step()
+        queues = rig.scheduler.state.queues
+        assert (queues.num_holders, list(queues.waiting)) == (2, []), "it waits for nobody"
+        rig.settle()
+        assert rig.results["next"].output_ids == rig.results["cold"].output_ids
+    finally:
+        rig.close()
+
+
 def test_a_state_alone_comes_back_from_the_host(models: dict[str, Path]) -> None:
     """Its slot was taken by others; its pages are still on the device."""
     rig = rig_of(models["qwen3_5"], pool_tokens=2048, num_states=4, max_requests=1)

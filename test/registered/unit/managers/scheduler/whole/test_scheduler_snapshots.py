@@ -183,6 +183,46 @@ def test_a_request_that_runs_takes_the_slot_of_the_oldest_snapshot(oracle: Oracl
     assert run(rig, oracle, "old again", old, 3) == 0
 
 
+def test_slots_for_snapshots_go_to_requests_that_want_to_run(oracle: Oracle) -> None:
+    """Nine slots: three requests decode, and hold two snapshots each beside their running states.
+    Six more want to run."""
+    rig = rig_of(oracle, num_states=9, max_requests=9, mamba_track_interval=PAGE)
+    long, late = [prompt(70 + i, 20) for i in range(3)], [prompt(80 + i, 4) for i in range(6)]
+    rig.step(*[rig.request(f"long {i}", ids, greedy(60)) for i, ids in enumerate(long)])
+    pool = rig.scheduler.state.pools.req_to_token_pool.mamba_pool
+    assert pool is not None
+    for _ in range(20):
+        rig.step()
+    assert pool.available_size() + rig.tree.mamba_evictable_size() == 0, "they hold all of them"
+    rig.step(*[rig.request(f"late {i}", ids, greedy(4)) for i, ids in enumerate(late)])
+    ticks = 1
+    while rig.scheduler.state.queues.num_holders + len(rig.scheduler.state.queues.waiting) > 3:
+        rig.step()
+        rig.check()
+        ticks += 1
+    assert ticks <= 8, "not when a request of the first three ends"
+    rig.run()
+    for i, ids in enumerate(long):
+        assert rig.results[f"long {i}"].output_ids == oracle.words(ids, 60)
+    for i, ids in enumerate(late):
+        assert rig.results[f"late {i}"].output_ids == oracle.words(ids, 4)
+    rig.assert_clean()
+
+
+def test_snapshots_of_one_batch_make_room_for_the_next(oracle: Oracle) -> None:
+    """Nine slots and as many requests: the first of them leave snapshots of their prompts."""
+    rig = rig_of(oracle, num_states=9, max_requests=9)
+    prompts = [prompt(90 + i, 12) for i in range(9)]
+    rig.step(*[rig.request(str(i), ids, greedy(40)) for i, ids in enumerate(prompts)])
+    for _ in range(8):
+        rig.step()
+        rig.check()
+    assert rig.scheduler.state.queues.num_holders == 9, "not at the sixteenth tick"
+    rig.run()
+    for i, ids in enumerate(prompts):
+        assert rig.results[str(i)].output_ids == oracle.words(ids, 40)
+
+
 def test_a_snapshot_is_not_evicted_before_the_step_that_reads_it(oracle: Oracle) -> None:
     """Two slots: one runs a request, the other has the snapshot from which the next continues. That
     one waits, since it would be given the slot of its own snapshot."""
