@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from sglang.srt.constants import HEALTH_CHECK_RID_PREFIX
+from sglang.srt.layers.linear_attention.extend_plan import CHUNK
 from sglang.srt.mem_cache.tree.base_prefix_cache import EvictParams, MatchPrefixParams
 from sglang.srt.mem_cache.tree.radix_key import RadixKey
 from sglang.test.ci.ci_register import register_cpu_ci
@@ -19,6 +20,7 @@ from sglang.test.schedulers.scheduler_rig import SchedulerRig, greedy, prompt
 register_cpu_ci(est_time=30, suite="base-a-test-cpu")
 
 PAGE = 4
+NO_CACHE: dict[str, Any] = {"disable_radix_cache": True}
 
 
 class Oracle:
@@ -139,6 +141,19 @@ def test_chunks_that_end_anywhere_change_nothing(oracle: Oracle, chunk: int) -> 
     assert run(rig, oracle, "part", [*tokens[:50], *prompt(10, 20)], 6) == max([0, *ends])
     assert run(rig, oracle, "again", [*tokens[:50], *prompt(11, 20)], 6) == 48
     rig.assert_clean()
+
+
+@pytest.mark.parametrize("length", [100, 128, 177])
+def test_leaving_a_snapshot_changes_no_bit_of_a_prompt(oracle: Oracle, length: int) -> None:
+    """Why snapshots stand at multiples of the kernel's chunk, and not only of a shorter page: the
+    prompt's tokens are computed in the same chunks with a snapshot and without."""
+    tokens, logprobs = prompt(14, length), []
+    for args in ({"snapshot_alignment": CHUNK, "mamba_track_interval": CHUNK}, NO_CACHE):
+        rig = SchedulerRig(oracle.path, page_size=16, num_states=4, **args)
+        rig.run(rig.request("cold", tokens, greedy(4), return_logprob=True))
+        logprobs.append(rig.results["cold"].logprobs)
+        assert bool(rig.tree.mamba_evictable_size()) is (args is not NO_CACHE)
+    assert logprobs[0] == logprobs[1]
 
 
 def test_ten_continue_from_one_snapshot_at_once(oracle: Oracle) -> None:
