@@ -305,11 +305,16 @@ def test_a_fallback_is_for_rdma_alone(
     assert message in host.refusal(protocol, ib_device="mlx5_9")
 
 
-@pytest.mark.parametrize(("wheel", "forced"), [(ALL, ["MC_FORCE_TCP"]), (PLAIN, [])])
+@pytest.mark.parametrize("wheel", [ALL, PLAIN], ids=["full wheel", "plain wheel"])
+@pytest.mark.parametrize("drivers", DRIVERS)
 def test_tcp_is_forced_only_where_mooncake_would_prefer_something(
-    host: Host, wheel: tuple[str, ...], forced: list[str]
+    host: Host, wheel: tuple[str, ...], drivers: str
 ) -> None:
+    """NVLink, if the wheel has it, or any InfiniBand device."""
+    for index, driver in enumerate(DRIVERS[drivers]):
+        host.add_device(f"device_{index}", driver)
     host.start("tcp", wheel=wheel)
+    forced = ["MC_FORCE_TCP"] if wheel is ALL or drivers != "none" else []
     assert host.engines.made[0].forced == forced
 
 
