@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib
 import os
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -18,6 +19,7 @@ from sglang.srt.distributed.device_communicators.mooncake_listeners import (
     listening_at,
     redirect_binds,
 )
+from sglang.srt.distributed.device_communicators.mooncake_log import redirect_log
 from sglang.srt.utils.listeners import ports_on_all_addresses
 from sglang.srt.utils.network import wait_until
 from sglang.test.ci.ci_register import register_cpu_ci
@@ -77,7 +79,9 @@ def test_ports_stay_open_where_peers_use_an_unknown_address(
 
 def test_imports_are_redirected_once() -> None:
     load_transfer_engine()
-    assert redirect_binds(importlib.import_module("mooncake")) == 0
+    package = importlib.import_module("mooncake")
+    libraries = str(Path(os.path.realpath(str(package.__file__))).parent.parent / "mooncake")
+    assert redirect_binds(libraries) == redirect_log(libraries) == 0
 
 
 if __name__ == "__main__":

@@ -5,10 +5,13 @@ from __future__ import annotations
 import functools
 import importlib
 import logging
+import os
+from pathlib import Path
 from types import ModuleType
 from typing import Final
 
 from sglang.srt.distributed.device_communicators.mooncake_listeners import redirect_binds
+from sglang.srt.distributed.device_communicators.mooncake_log import redirect_log
 from sglang.srt.environ import envs
 
 logger = logging.getLogger(__name__)
@@ -57,12 +60,15 @@ def _load(module: str, user: str) -> ModuleType:
         loaded = importlib.import_module(module)
     except ImportError as error:
         raise ValueError(MOONCAKE_MISSING.format(user=user, cause=error)) from error
-    _redirect_binds_of(module)
+    _redirect(module)
     return loaded
 
 
 @functools.cache
-def _redirect_binds_of(module: str) -> None:
-    """Redirect the libraries that came with a module, once: the search takes 25 ms."""
-    count = redirect_binds(importlib.import_module("mooncake"))
-    logger.debug("%s: %d imports of bind redirected", module, count)
+def _redirect(module: str) -> None:
+    """Redirect what the libraries of `module` bind and log, once: the search takes 25 ms."""
+    package = Path(os.path.realpath(str(importlib.import_module("mooncake").__file__))).parent
+    # Its own libraries, and those that the wheel carries along (`mooncake_*.libs`).
+    libraries = str(package.parent / "mooncake")
+    binds, logs = redirect_binds(libraries), redirect_log(libraries)
+    logger.debug("%s: %d imports of bind and %d of stderr redirected", module, binds, logs)

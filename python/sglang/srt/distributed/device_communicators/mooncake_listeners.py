@@ -14,17 +14,14 @@ import ctypes
 import errno
 import functools
 import logging
-import mmap
-import os
 import socket
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
-from pathlib import Path
-from types import ModuleType
 from typing import Final
 
+from sglang.srt.utils.loaded_libraries import replace_imports
 from sglang.srt.utils.network import address_at_home
 
 logger = logging.getLogger(__name__)
@@ -34,7 +31,6 @@ PEER_TO_PEER: Final = "P2PHANDSHAKE"
 _Bind: Final = ctypes.CFUNCTYPE(
     ctypes.c_int, ctypes.c_int, ctypes.c_void_p, ctypes.c_uint32, use_errno=True
 )
-_POINTER_BYTES: Final = ctypes.sizeof(ctypes.c_void_p)
 _ADDRESS_AT: Final = {int(socket.AF_INET): slice(4, 8), int(socket.AF_INET6): slice(8, 24)}
 """Where a `sockaddr` of a family has its address."""
 _IPV4_IN_IPV6: Final = bytes(10) + b"\xff\xff"
@@ -80,14 +76,17 @@ def narrowed(sockaddr: bytes, addresses: Mapping[int, bytes]) -> bytes | None:
     return sockaddr[: where.start] + addresses[family] + sockaddr[where.stop :]
 
 
-def redirect_binds(package: ModuleType) -> int:
-    """Redirect the `bind` of all loaded libraries of Mooncake's package. Idempotent.
+def redirect_binds(libraries: str) -> int:
+    """Redirect the `bind` of loaded libraries. Idempotent.
 
-    Returns how many imports were redirected by this call.
+    Args:
+        libraries: How the paths of Mooncake's libraries begin.
+
+    Returns:
+        How many imports were redirected by this call.
     """
-    site = Path(os.path.realpath(str(package.__file__))).parent.parent
-    # The package's own libraries, and those that it carries along (`mooncake_*.libs`).
-    return _redirection().apply(str(site / "mooncake"))
+    redirection = _redirection()
+    return replace_imports(libraries, redirection.theirs, redirection.ours)
 
 
 @functools.cache
@@ -97,50 +96,18 @@ def _redirection() -> BindRedirection:
 
 
 class BindRedirection:
-    """A C function in place of libc's `bind`, and the search for tables that point to that."""
+    """A C function in place of libc's `bind`.
+
+    Attributes:
+        theirs: Address of libc's.
+        ours: Address of this one.
+    """
 
     def __init__(self) -> None:
-        self._libc = ctypes.CDLL("libc.so.6", use_errno=True)
-        theirs = ctypes.cast(self._libc.bind, ctypes.c_void_p).value
-        assert theirs is not None
-        self._theirs = theirs.to_bytes(_POINTER_BYTES, sys.byteorder)
-        self._their_bind = _Bind(theirs)
+        self.theirs = ctypes.cast(ctypes.CDLL("libc.so.6").bind, ctypes.c_void_p).value or 0
+        self._their_bind = _Bind(self.theirs)
         self._our_bind = _Bind(self._bind)
-        self._ours = ctypes.cast(self._our_bind, ctypes.c_void_p).value
-
-    def apply(self, prefix: str) -> int:
-        """Redirect libraries whose path begins with `prefix`. Returns the number of imports."""
-        found = 0
-        for line in Path("/proc/self/maps").read_text().splitlines():
-            span, access, _, _, _, *path = line.split(maxsplit=5)
-            if path and path[0].startswith(prefix) and access[0] == "r" and access[2] == "-":
-                begin, _, end = span.partition("-")
-                found += self.redirect(int(begin, 16), int(end, 16), access[1] == "w")
-        return found
-
-    def redirect(self, begin: int, end: int, is_writable: bool) -> int:
-        """Redirect the pointers to libc's `bind` in the memory `[begin, end)`."""
-        memory = ctypes.string_at(begin, end - begin)
-        found = 0
-        offset = memory.find(self._theirs)
-        while offset >= 0:
-            if offset % _POINTER_BYTES == 0:
-                self._point_to_ours(begin + offset, is_writable)
-                found += 1
-            offset = memory.find(self._theirs, offset + 1)
-        return found
-
-    def _point_to_ours(self, entry: int, is_writable: bool) -> None:
-        page = ctypes.c_void_p(entry - entry % mmap.PAGESIZE)
-        # The loader may have made the table read-only after it had filled it (RELRO).
-        if not is_writable:
-            code = self._libc.mprotect(page, mmap.PAGESIZE, mmap.PROT_READ | mmap.PROT_WRITE)
-            if code:
-                logger.warning("mprotect: %s", os.strerror(ctypes.get_errno()))
-                return
-        ctypes.c_void_p.from_address(entry).value = self._ours
-        if not is_writable:
-            self._libc.mprotect(page, mmap.PAGESIZE, mmap.PROT_READ)
+        self.ours = ctypes.cast(self._our_bind, ctypes.c_void_p).value or 0
 
     def _bind(self, fd: int, sockaddr: int, length: int) -> int:
         """libc's `bind`, as Mooncake calls it; errno is the caller's."""

@@ -101,8 +101,7 @@ class MooncakeClient:
                 f"{config.global_segment_size}"
             )
         logger.info(
-            'Mooncake client is set up with master %s over %s (of its own log, the line "Local '
-            'segment descriptor not found" means nothing)',
+            "Mooncake client is set up with master %s over %s",
             config.master_server_address,
             protocol,
         )
