@@ -194,6 +194,11 @@ class ServerArgs:
         "Order in which prefixes are evicted.",
         choices=("lru", "lfu", "fifo", "priority", "slru"),
     )
+    radix_cache_backend: str | None = flag(
+        None,
+        "Name of a prefix cache that the program has registered with register_radix_cache_backend; "
+        "absent: the engine's own.",
+    )
     attention_backend: str | None = flag(
         None,
         "Attention kernels; absent: torch_native on a CPU, triton on a GPU. flashinfer needs the "

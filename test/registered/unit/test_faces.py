@@ -6,16 +6,22 @@ What is listed is what there is: a name that joins upstream's surface is added h
 from __future__ import annotations
 
 import importlib
+import socket
 from collections.abc import Mapping
 from typing import Final
 
 import pytest
 
+from sglang.srt.utils.network import get_free_port
 from sglang.test.ci.ci_register import register_cpu_ci
 
 register_cpu_ci(est_time=4, suite="base-a-test-cpu")
 
 NAMES: Final[Mapping[str, str]] = {
+    "disaggregation.kv_events": (
+        "AllBlocksCleared BlockRemoved BlockStored EventBatch KVCacheEvent KVEventBatch "
+        "StorageMedium"
+    ),
     "managers.cache_controller": (
         "CacheOperation HiCacheAck HiCacheController LayerDoneCounter PrefetchOperation "
         "StorageOperation"
@@ -53,11 +59,19 @@ NAMES: Final[Mapping[str, str]] = {
         "NSAIndexerPoolHost PoolEntry"
     ),
     "mem_cache.radix_cache": "RadixCache RadixKey TreeNode",
-    "mem_cache.registry": "TreeCacheBuildContext create_tree_cache",
+    "mem_cache.registry": (
+        "TreeCacheBuildContext create_tree_cache default_radix_cache_factory "
+        "get_radix_cache_factory register_radix_cache_backend registered_radix_cache_backends"
+    ),
     "mem_cache.storage.backend_factory": "StorageBackendFactory",
     "mem_cache.storage.mooncake_store.mooncake_store": (
         "MooncakeBaseStore MooncakeHostTensorAllocator MooncakeStore MooncakeStoreConfig"
     ),
+    "mem_cache.utils": (
+        "compute_node_hash_values get_eviction_strategy get_hash_str hash_str_to_int64 "
+        "maybe_init_custom_mem_pool split_node_hash_value"
+    ),
+    "utils": "is_port_available",
     "utils.auth": (
         "AuthDecision AuthLevel add_api_key_middleware app_has_admin_force_endpoints "
         "auth_level decide_request_auth"
@@ -72,6 +86,17 @@ NAMES: Final[Mapping[str, str]] = {
 )
 def test_the_name_is_where_upstream_has_it(module: str, name: str) -> None:
     assert hasattr(importlib.import_module(f"sglang.srt.{module}"), name)
+
+
+def test_the_router_s_launcher_finds_its_imports() -> None:
+    launcher = importlib.import_module("sglang_router.launch_server")
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", get_free_port()))
+        listener.listen(1)
+        taken = listener.getsockname()[1]
+        assert not launcher.is_port_available(taken)
+        (port,) = launcher.find_available_ports(taken, 1)
+    assert port != taken
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ PACKAGE_ROOT: Final = Path(__file__).resolve().parents[3] / "python"
 # Modules below `sglang.srt`, lowest layer first. A name places the module and what is in it;
 # where several match, the longest decides. Folders of mixed layers are listed file by file.
 LAYERS: Final[tuple[tuple[str, ...], ...]] = (
-    ("constants", "environ", "utils", "hardware_backend", "disaggregation.kv_events"),
+    ("constants", "environ", "utils", "hardware_backend"),
     ("server_args", "arg_groups", "configs", "sampling", "constrained", "function_call", "parser"),
     (
         "distributed",

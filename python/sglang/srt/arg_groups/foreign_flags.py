@@ -137,7 +137,7 @@ SGLANG_FLAGS: Final = (
     _row(_NOT_YET, "paths behind a prefix (let the proxy remove it)", "fastapi_root_path"),
     _row(_NOT_YET, "hooks, dumps and checks for debugging", """hooks forward_hooks debug_*
         msprobe_dump_config enable_nan_detection crash_on_nan custom_sigquit_handler"""),
-    _row(_NEVER, "other radix caches by flag", "radix_cache_backend prefix_cache_*"),
+    _row(_NEVER, "other radix caches by flag", "prefix_cache_*"),
     _row(_OFF, "what this engine does not have", """disable_custom_all_reduce
         disable_cuda_graph_padding disable_piecewise_cuda_graph disable_flashinfer_*
         flashinfer_mla_disable_ragged disable_shared_experts_fusion disable_chunked_prefix_cache

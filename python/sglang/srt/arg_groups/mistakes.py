@@ -64,6 +64,7 @@ def _check_cache(args: ServerArgs) -> Iterator[str]:
         for field in (
             "schedule_policy",
             "radix_eviction_policy",
+            "radix_cache_backend",
             "mamba_scheduler_strategy",
             "mamba_track_interval",
         ):

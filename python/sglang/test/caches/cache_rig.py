@@ -103,6 +103,8 @@ class CacheRig:
     weights_identity: str = "weights"
     dtype: torch.dtype = torch.float32
     group: RankGroup = field(default_factory=SingleRank)
+    kv_events: bool = False
+    radix_cache_backend: str | None = None
     tree: RadixCache = field(init=False)
 
     def __post_init__(self) -> None:
@@ -127,12 +129,14 @@ class CacheRig:
             model_pools=self.model_pools(),
             mamba_snapshot_alignment=self.snapshot_alignment(),
             tp_cache_group=self.group,
+            enable_kv_cache_events=self.kv_events,
         )
         self.tree = create_tree_cache(
             TreeCacheBuildContext(
                 server_args=self.settings or HiCacheSettings(),
                 params=params,
                 enable_hierarchical_cache=self.settings is not None,
+                radix_cache_backend=self.radix_cache_backend,
             )
         )
         self._next_rid = self._arrivals = 0

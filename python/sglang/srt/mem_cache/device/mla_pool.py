@@ -31,6 +31,16 @@ def refuse_fp8(spec: StateSpec, what: str) -> None:
         )
 
 
+def check_row_dim(name: str, given: int | None, kv_lora_rank: int, qk_rope_head_dim: int) -> None:
+    """Raise ValueError unless the argument `name` is None or the number of elements of a row."""
+    row_dim = kv_lora_rank + qk_rope_head_dim
+    if given not in (None, row_dim):
+        raise ValueError(
+            f"{name}={given}: rows of {row_dim} elements are kept, latent vector and rotated part "
+            "as computed; leave it out"
+        )
+
+
 @dataclass(frozen=True, kw_only=True)
 class MLASpec(StateSpec):
     """A latent row per token: `latent` `[1, kv_lora_rank + qk_rope_head_dim]`.
@@ -92,9 +102,11 @@ class MLATokenToKVPool(KVCache):
         layer_num: int,
         device: torch.device | str,
         enable_memory_saver: bool = False,
-        *,
         start_layer: int | None = None,
         end_layer: int | None = None,
+        use_dsa: bool = False,
+        override_kv_cache_dim: int | None = None,
+        *,
         layers: Sequence[int] | None = None,
     ) -> None:
         """See `KVCache`.
@@ -106,13 +118,22 @@ class MLATokenToKVPool(KVCache):
             layer_num: Layers held here.
             enable_memory_saver: Refused.
             start_layer: See `held_layers`; so are `end_layer` and `layers`.
+            use_dsa: Refused: the pool of such a model is a `DSATokenToKVPool`.
+            override_kv_cache_dim: Elements of a row; see `check_row_dim`.
         """
         refuse_memory_saver(enable_memory_saver)
+        if use_dsa:
+            raise ValueError("use_dsa: make a DSATokenToKVPool, which has the indexer's keys too")
+        check_row_dim(
+            "override_kv_cache_dim", override_kv_cache_dim, kv_lora_rank, qk_rope_head_dim
+        )
         held = held_layers(layer_num, start_layer, end_layer, layers)
         spec = MLASpec.of(held, kv_lora_rank, qk_rope_head_dim, dtype)
         super().__init__(spec, size, page_size, device)
         self.kv_lora_rank = kv_lora_rank
         self.qk_rope_head_dim = qk_rope_head_dim
+        self.kv_cache_dim = spec.row_dim
+        """Elements of a row."""
         (self.kv_buffer,) = self.parts
 
     @classmethod

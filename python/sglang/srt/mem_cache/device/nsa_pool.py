@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NoReturn
 
 import torch
 
 from sglang.srt.mem_cache.device.base_device_pool import BaseDevicePool, HasLayerId
 from sglang.srt.mem_cache.device.indexer_pool import IndexerSpec, NSAIndexerPool
-from sglang.srt.mem_cache.device.mla_pool import MLASpec, MLATokenToKVPool
+from sglang.srt.mem_cache.device.mla_pool import MLASpec, MLATokenToKVPool, check_row_dim
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,6 +59,7 @@ class NSATokenToKVPool(MLATokenToKVPool):
         kv_cache_dim: int | None = None,
         start_layer: int | None = None,
         end_layer: int | None = None,
+        index_buf_size: int | None = None,
         *,
         layers: Sequence[int] | None = None,
         index_dtype: torch.dtype | None = None,
@@ -68,16 +70,17 @@ class NSATokenToKVPool(MLATokenToKVPool):
             index_head_dim: Elements of an indexer key.
             kv_cache_dim: Elements of a row; refused unless they are the latent vector and the
                 rotated part.
+            index_buf_size: Slots of the keys; refused unless they are as many as those of the rows.
             index_dtype: Dtype of the keys; None: as the rows.
 
         Raises:
-            ValueError: As `MLATokenToKVPool`, or for `kv_cache_dim`.
+            ValueError: As `MLATokenToKVPool`, or for `kv_cache_dim` or `index_buf_size`.
         """
-        row_dim = kv_lora_rank + qk_rope_head_dim
-        if kv_cache_dim not in (None, row_dim):
+        check_row_dim("kv_cache_dim", kv_cache_dim, kv_lora_rank, qk_rope_head_dim)
+        if index_buf_size not in (None, size):
             raise ValueError(
-                f"kv_cache_dim={kv_cache_dim}: rows of {row_dim} elements are kept, latent vector "
-                "and rotated part as computed; leave it out"
+                f"index_buf_size={index_buf_size}: keys have the slots of the rows, {size}; leave "
+                "it out"
             )
         super().__init__(
             size, page_size, dtype, kv_lora_rank, qk_rope_head_dim, layer_num, device,
@@ -122,6 +125,49 @@ class NSATokenToKVPool(MLATokenToKVPool):
         """See `NSAIndexerPool`."""
         self.index_pool.set_index_k_buffer(layer, loc, index_k)
 
+    # -- SGLang's names. It keeps fp8 keys, and their scales behind those of a page. Here they are
+    # -- kept in the pool's dtype, without scales.
+
+    @property
+    def index_k_with_scale_buffer(self) -> list[torch.Tensor]:
+        """For each layer `[size + page_size, index_head_dim]`: the keys, without scales."""
+        return self.index_pool.index_k_buffer
+
+    @property
+    def index_k_with_scale_buffer_dtype(self) -> torch.dtype:
+        """Dtype of the keys."""
+        return self.index_pool.dtype
+
+    def get_index_k_with_scale_buffer(self, layer_id: int) -> torch.Tensor:
+        """The keys of a layer. Waits for a load that fills the layer."""
+        return self.get_index_k_buffer(layer_id)
+
+    def get_index_k_continuous(
+        self, layer_id: int, seq_len: int, page_indices: torch.Tensor
+    ) -> torch.Tensor:
+        """A copy of the keys of a sequence, `[seq_len, index_head_dim]`.
+
+        Args:
+            layer_id: The model's layer.
+            seq_len: Tokens.
+            page_indices: int `[n]`: its pages in order, as many as the tokens need or more.
+        """
+        within = torch.arange(self.page_size, device=page_indices.device)
+        slots = page_indices.to(torch.int64)[:, None] * self.page_size + within
+        return self.get_index_k_buffer(layer_id)[slots.view(-1)[:seq_len]]
+
+    def get_index_k_scale_continuous(self, *_: object, **__: object) -> NoReturn:
+        """Refused: there are no scales."""
+        raise _no_scales("get_index_k_scale_continuous")
+
+    def get_index_k_scale_buffer(self, *_: object, **__: object) -> NoReturn:
+        """Refused: there are no scales."""
+        raise _no_scales("get_index_k_scale_buffer")
+
+    def set_index_k_scale_buffer(self, *_: object, **__: object) -> NoReturn:
+        """Refused: there are no scales."""
+        raise _no_scales("set_index_k_scale_buffer")
+
     def move_kv_cache(self, tgt_loc: torch.Tensor, src_loc: torch.Tensor) -> None:
         super().move_kv_cache(tgt_loc, src_loc)
         self.index_pool.move_kv_cache(tgt_loc, src_loc)
@@ -130,6 +176,13 @@ class NSATokenToKVPool(MLATokenToKVPool):
         """Bytes of rows and keys, and 0 for the values, which are a part of the rows."""
         keys = sum(buffer.nbytes for buffer in self.index_pool.index_k_buffer)
         return super().get_kv_size_bytes()[0] + keys, 0
+
+
+def _no_scales(name: str) -> ValueError:
+    return ValueError(
+        f"{name}: the indexer's keys are kept as they were computed and have no scales; use "
+        "get_index_k_buffer, get_index_k_continuous or set_index_k_buffer"
+    )
 
 
 DSATokenToKVPool = NSATokenToKVPool

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -144,8 +145,9 @@ class StorageAttachment:
         self._controller.detach_storage_backend()
 
     def state(self) -> dict[str, Any]:
-        """Backend, configuration without secrets, transport, prefetch policy."""
-        shown = without_secrets(self._config) if self.backend else None
+        """Backend, configuration as JSON text without secrets (None: there is none), transport,
+        prefetch policy."""
+        shown = json.dumps(without_secrets(self._config)) if self._config else None
         client = self.storage_io.storage if self.backend and self.storage_io else None
         return {
             "hicache_storage_backend": self.backend,

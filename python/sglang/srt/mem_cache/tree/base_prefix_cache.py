@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
     from sglang.srt.mem_cache.tiers.hicache_administration import StorageAdministration
     from sglang.srt.mem_cache.tree.digest import Books
+    from sglang.srt.mem_cache.tree.kv_events import KVCacheEvent
     from sglang.srt.mem_cache.tree.radix_key import PageHash, RadixKey, TokenArray
     from sglang.srt.mem_cache.tree.state_metrics import StateMetrics
     from sglang.srt.mem_cache.tree.tree_node import TreeNode
@@ -268,6 +269,12 @@ class BasePrefixCache(ABC):
         Raises:
             AssertionError: Names the page and the tier without an owner, or with two.
         """
+
+    def take_events(self) -> list[KVCacheEvent]:
+        """What came to L1 and left it since the last call, in order; empty unless
+        `enable_kv_cache_events` is set. Hashes are those of pages, made smaller by
+        `hash_str_to_int64`; equal tokens under different extra keys have different hashes."""
+        return []
 
     def supports_mamba(self) -> bool:
         """Whether the cache keeps recurrent states."""

@@ -38,3 +38,5 @@ class CacheInitParams:
     mamba_snapshot_alignment: int | None = None
     """Tokens of which the positions of snapshots are multiples, so that a page and a chunk of the
     kernel end there; None: the end of any page."""
+    enable_kv_cache_events: bool = False
+    """Whether `take_events` answers; somebody must call it then."""

@@ -26,7 +26,7 @@ import msgspec
 import xxhash
 
 from sglang.srt.distributed.rank_group import RankGroup, gather_texts
-from sglang.srt.mem_cache.tree.radix_key import TokenArray
+from sglang.srt.mem_cache.tree.radix_key import KeyArray
 
 if TYPE_CHECKING:
     from sglang.srt.mem_cache.tree.tree_node import TreeNode
@@ -88,7 +88,7 @@ def empty_prefix(extra_key: str | None) -> PrefixHash:
     return xxhash.xxh3_64(seed=0 if extra_key is None else hash_of(extra_key))
 
 
-def prefix_with(before: PrefixHash, tokens: TokenArray) -> PrefixHash:
+def prefix_with(before: PrefixHash, tokens: KeyArray) -> PrefixHash:
     """The prefix `before` continued with `tokens`; `before` itself does not change."""
     prefix = before.copy()
     prefix.update(tokens.data)

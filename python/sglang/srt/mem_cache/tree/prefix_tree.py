@@ -26,6 +26,7 @@ from sglang.srt.mem_cache.tree.tree_node import ROOT_ID, TreeNode
 if TYPE_CHECKING:
     from sglang.srt.mem_cache.allocator.base import BaseTokenToKVPoolAllocator
     from sglang.srt.mem_cache.tree.component import TreeComponent
+    from sglang.srt.mem_cache.tree.kv_event_log import KVEventLog
 
 
 class PrefixTree:
@@ -36,6 +37,7 @@ class PrefixTree:
         page_size: Tokens of a page.
         eviction_policy: Name of the order in which nodes leave a tier.
         components: Kinds of state that nodes own beside pages.
+        events: Gets what happens to pages on the device; None: nobody wants that.
 
     Raises:
         ValueError: The policy is unknown, or a component does not fit the tree.
@@ -47,7 +49,9 @@ class PrefixTree:
         page_size: int,
         eviction_policy: str,
         components: Sequence[TreeComponent] = (),
+        events: KVEventLog | None = None,
     ) -> None:
+        self.events: KVEventLog | None = None
         self.page_size = page_size
         self.allocator = allocator
         self.look_ahead = LookAhead()
@@ -63,6 +67,7 @@ class PrefixTree:
         for component in self.components:
             component.bind(self)
         self.reset()
+        self.events = events
 
     def reset(self) -> None:
         """Forget every node. The caller clears the pools."""
@@ -77,6 +82,8 @@ class PrefixTree:
             heap.clear()
         for component in self.components:
             component.reset()
+        if self.events is not None:
+            self.events.cleared()
 
     def add_heap(
         self, is_candidate: Callable[[TreeNode], bool], *, of_states: bool = False
@@ -230,6 +237,8 @@ class PrefixTree:
     def put_on_device(self, node: TreeNode, slots: torch.Tensor) -> None:
         """`node` gets device slots, int64 `[len(node.key)]`, which are the tree's from now on."""
         node.set_value(slots)
+        if self.events is not None:
+            self.events.stored(node)
         if node.lock_ref:
             self.protected += len(slots)
         else:
@@ -242,6 +251,8 @@ class PrefixTree:
         assert value is not None and node.lock_ref == 0 and node.parent is not None
         for component in self.components:
             component.on_leave_device(node)
+        if self.events is not None:
+            self.events.removed(node)
         node.set_value(None)
         self.evictable -= len(value)
         self.device_heap.offer(node.parent)

@@ -26,6 +26,7 @@ from sglang.srt.mem_cache.tree.base_prefix_cache import (
     MatchResult,
     not_supported,
 )
+from sglang.srt.mem_cache.tree.kv_event_log import KVEventLog
 from sglang.srt.mem_cache.tree.prefix_tree import PrefixTree
 from sglang.srt.mem_cache.tree.radix_key import RadixKey
 from sglang.srt.mem_cache.tree.state_component import StateComponent
@@ -34,6 +35,7 @@ from sglang.srt.mem_cache.tree.tree_node import TreeNode
 
 if TYPE_CHECKING:
     from sglang.srt.mem_cache.tree.cache_init_params import CacheInitParams
+    from sglang.srt.mem_cache.tree.kv_events import KVCacheEvent
     from sglang.srt.mem_cache.tree.tier_flow import TierFlow
 
 __all__ = ["RadixCache", "RadixKey", "TreeNode"]
@@ -87,6 +89,9 @@ class RadixCache(BasePrefixCache):
 
     def reset(self) -> None:
         self.tree.reset()
+
+    def take_events(self) -> list[KVCacheEvent]:
+        return [] if self.tree.events is None else self.tree.events.take()
 
     # ---- matching and inserting ------------------------------------------------------------
 
@@ -353,7 +358,11 @@ def make_tree(params: CacheInitParams) -> PrefixTree:
         metrics = StateMetrics(params.metrics_registry)
         components.append(StateComponent(pool, alignment, metrics))
     return PrefixTree(
-        params.token_to_kv_pool_allocator, params.page_size, params.eviction_policy, components
+        params.token_to_kv_pool_allocator,
+        params.page_size,
+        params.eviction_policy,
+        components,
+        KVEventLog(params.page_size) if params.enable_kv_cache_events else None,
     )
 
 

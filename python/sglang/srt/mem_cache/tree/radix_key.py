@@ -1,7 +1,9 @@
 """The key of a prefix: its tokens, and what separates it from equal tokens of others.
 
 Tokens are kept as one numpy array of u32, so that comparing, slicing and hashing thousands of
-them is a few library calls. Nothing here knows trees or pools; any thread may call it.
+them is a few library calls. Pairs of neighbours (bigrams), as drafts of the EAGLE kind need them,
+are u64: the token, and above it its successor. Nothing here knows trees or pools; any thread may
+call it.
 """
 
 from __future__ import annotations
@@ -9,19 +11,24 @@ from __future__ import annotations
 import hashlib
 from array import array
 from collections.abc import Iterator, Sequence
-from typing import Final, NewType, TypeAlias
+from typing import TYPE_CHECKING, Final, NewType, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
+
+if TYPE_CHECKING:
+    import torch
 
 PageHash = NewType("PageHash", str)
 """64 hex digits that name a page and, through the chain, everything before it."""
 
 TokenArray: TypeAlias = npt.NDArray[np.uint32]
+KeyArray: TypeAlias = TokenArray | npt.NDArray[np.uint64]
+"""Tokens, or bigrams."""
 ChildKey: TypeAlias = tuple[str | None, bytes]
 """Key of a child in its parent: the extra key and the tokens of the first page."""
 
-_TOKEN_BYTES: Final = 4
+_TOKEN_BITS: Final = 32
 _SEED_DOMAIN = b"sglang-extra-key\0"
 _NO_TOKENS: TokenArray = np.empty(0, dtype=np.uint32)
 
@@ -38,11 +45,31 @@ def token_array(token_ids: Sequence[int] | TokenArray) -> TokenArray:
     return np.frombuffer(array("I", token_ids), dtype=np.uint32) if len(token_ids) else _NO_TOKENS
 
 
-def page_hash(tokens: TokenArray, prior: PageHash | None) -> PageHash:
+def page_hash(tokens: KeyArray, prior: PageHash | None) -> PageHash:
     """sha256(prior || tokens as u32 little-endian): one link of the chain."""
     digest = hashlib.sha256(bytes.fromhex(prior) if prior else b"")
-    digest.update(np.ascontiguousarray(tokens, dtype="<u4").tobytes())
+    digest.update(_bytes_of(tokens))
     return PageHash(digest.hexdigest())
+
+
+def _bytes_of(tokens: KeyArray) -> bytes:
+    """Little-endian; of a bigram the token, then its successor."""
+    return tokens.astype("<u8" if tokens.dtype == np.uint64 else "<u4", copy=False).tobytes()
+
+
+def _bigrams(tokens: KeyArray) -> KeyArray:
+    wide = tokens.astype(np.uint64)
+    return wide[:-1] | wide[1:] << np.uint64(_TOKEN_BITS)
+
+
+def hash_str_to_int64(hash_str: str) -> int:
+    """The first 64 bits of a hash in hex digits, as a signed integer.
+
+    Raises:
+        ValueError: It does not begin with hex digits.
+    """
+    number = int(hash_str[:16], 16)
+    return number - (1 << 64) if number >= 1 << 63 else number
 
 
 def chain_seed(extra_key: str | None) -> PageHash | None:
@@ -64,6 +91,7 @@ class RadixKey:
     Args:
         token_ids: Token ids, each in [0, 2**32).
         extra_key: Prefixes with different extra keys share nothing.
+        is_bigram: Whether the items of the key are the pairs of neighbours: one less than tokens.
 
     Raises:
         OverflowError: A token id does not fit 32 bits.
@@ -71,14 +99,40 @@ class RadixKey:
 
     __slots__ = ("__weakref__", "extra_key", "ids")
 
-    def __init__(self, token_ids: Sequence[int] | TokenArray, extra_key: str | None = None) -> None:
-        self.ids: TokenArray = token_array(token_ids)
+    def __init__(
+        self,
+        token_ids: Sequence[int] | KeyArray,
+        extra_key: str | None = None,
+        is_bigram: bool = False,
+    ) -> None:
+        tokens = token_ids if isinstance(token_ids, np.ndarray) else token_array(token_ids)
+        self.ids: KeyArray = _bigrams(tokens) if is_bigram else tokens
+        """The items: tokens, or bigrams."""
         self.extra_key = extra_key
+
+    @property
+    def is_bigram(self) -> bool:
+        """Whether the items are pairs of neighbours."""
+        return self.ids.dtype == np.uint64
 
     @property
     def token_ids(self) -> TokenArray:
         """The tokens; not to be written to."""
-        return self.ids
+        firsts = self.ids.astype(np.uint32, copy=False)
+        if not self.is_bigram:
+            return firsts
+        last = self.ids[-1:] >> np.uint64(_TOKEN_BITS)
+        return np.concatenate([firsts, last.astype(np.uint32)])
+
+    def maybe_to_bigram_view(
+        self, is_eagle: bool, value: torch.Tensor | None = None
+    ) -> tuple[RadixKey, torch.Tensor | None]:
+        """With `is_eagle` the key of the pairs, and as many of the slots `value` (`[n]`); else the
+        key itself and `value`."""
+        if not is_eagle or self.is_bigram:
+            return self, value
+        key = RadixKey(self.ids, self.extra_key, is_bigram=True)
+        return key, None if value is None else value[: len(key)]
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -90,7 +144,8 @@ class RadixKey:
         return RadixKey(self.ids[part], self.extra_key)
 
     def __repr__(self) -> str:
-        return f"RadixKey({len(self)} tokens, extra_key={self.extra_key!r})"
+        items = "bigrams" if self.is_bigram else "tokens"
+        return f"RadixKey({len(self)} {items}, extra_key={self.extra_key!r})"
 
     def page_aligned(self, page_size: int) -> RadixKey:
         """The longest front of whole pages."""
@@ -98,7 +153,7 @@ class RadixKey:
 
     def match(self, other: RadixKey, page_size: int = 1, begin: int = 0) -> int:
         """Tokens of the common front with `other` from its token `begin` on, in whole pages."""
-        if self.extra_key != other.extra_key:
+        if self.extra_key != other.extra_key or self.is_bigram != other.is_bigram:
             return 0
         theirs = other.ids[begin : begin + len(self.ids)]
         common = len(theirs)
@@ -121,8 +176,8 @@ class RadixKey:
     def page_hashes(self, page_size: int, prior_hash: PageHash | None = None) -> list[PageHash]:
         """Hashes of every whole page, chained to `prior_hash` (or the extra key's seed)."""
         digest = bytes.fromhex(prior_hash or chain_seed(self.extra_key) or "")
-        raw = self.ids.astype("<u4", copy=False).tobytes()
-        size = page_size * _TOKEN_BYTES
+        raw = _bytes_of(self.ids)
+        size = page_size * self.ids.itemsize
         hashes: list[PageHash] = []
         for start in range(0, len(raw) - size + 1, size):
             digest = hashlib.sha256(digest + raw[start : start + size]).digest()

@@ -151,5 +151,49 @@ def test_what_cannot_be_held_is_refused() -> None:
         NSATokenToKVPool(8, 4, 4, torch.float32, 2, 1, "cpu", 3, kv_cache_dim=656)
 
 
+# -- SGLang's names --------------------------------------------------------------------------------
+
+
+def sparse_pool() -> NSATokenToKVPool:
+    """Two layers, pages of 4 tokens, keys of 3 elements that tell slot and layer."""
+    pool = NSATokenToKVPool(16, 4, 4, torch.float32, 2, 2, "cpu", 3, False, 6, 0, 1, 16)
+    for layer in range(2):
+        slots = torch.arange(4, 20)
+        pool.set_index_k_buffer(layer, slots, (slots[:, None] + 100 * layer).expand(-1, 3))
+    return pool
+
+
+def test_a_sparse_pool_has_the_arguments_and_buffers_of_sglang() -> None:
+    pool = sparse_pool()
+    assert pool.kv_cache_dim == 6
+    assert pool.index_k_with_scale_buffer_dtype == torch.float32
+    assert [one.shape for one in pool.index_k_with_scale_buffer] == [(20, 3)] * 2
+    for layer, buffer in enumerate(pool.index_k_with_scale_buffer):
+        assert pool.get_index_k_with_scale_buffer(layer).data_ptr() == buffer.data_ptr()
+    # Six tokens in pages 3 and 1.
+    keys = pool.get_index_k_continuous(1, 6, torch.tensor([3, 1], dtype=torch.int32))
+    assert keys[:, 0].tolist() == [112, 113, 114, 115, 104, 105]
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["get_index_k_scale_continuous", "get_index_k_scale_buffer", "set_index_k_scale_buffer"],
+)
+def test_scales_are_refused_by_name(name: str) -> None:
+    with pytest.raises(ValueError, match=f"{name}: the indexer's keys .* have no scales"):
+        getattr(sparse_pool(), name)(0, 1, 2, index_k_scale=3)
+
+
+def test_arguments_that_would_change_the_memory_are_refused() -> None:
+    with pytest.raises(ValueError, match="index_buf_size=8: keys have the slots of the rows, 16"):
+        NSATokenToKVPool(16, 4, 4, torch.float32, 2, 1, "cpu", 3, index_buf_size=8)
+    mla = (16, 4, torch.float32, 4, 2, 1, "cpu")
+    assert MLATokenToKVPool(*mla, override_kv_cache_dim=6).kv_cache_dim == 6
+    with pytest.raises(ValueError, match="override_kv_cache_dim=656: rows of 6 elements"):
+        MLATokenToKVPool(*mla, override_kv_cache_dim=656)
+    with pytest.raises(ValueError, match="use_dsa: make a DSATokenToKVPool"):
+        MLATokenToKVPool(*mla, use_dsa=True)
+
+
 if __name__ == "__main__":
     raise SystemExit(pytest.main([__file__, "-q"]))

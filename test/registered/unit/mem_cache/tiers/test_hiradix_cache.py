@@ -232,12 +232,30 @@ def test_what_was_read_before_the_store_came_back_is_written_again(storage_dir: 
     rig.close()
 
 
+def test_the_shown_configuration_has_no_secret(
+    storage_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = "from sglang.srt.mem_cache.hicache_storage import HiCacheFile as TheirStore\n"
+    (tmp_path / "their_store.py").write_text(text)
+    monkeypatch.syspath_prepend(tmp_path)
+    names = {"backend_name": "mine", "module_path": "their_store", "class_name": "TheirStore"}
+    rig = two_tiers()
+    extra = json.dumps({**names, "access_token": "s3cret"})
+    assert rig.hi.attach_storage_backend("dynamic", extra) == (True, "attached dynamic")
+    shown = rig.hi.storage_state()["hicache_storage_backend_extra_config"]
+    assert json.loads(shown) == {**names, "access_token": "***"}
+    rig.close()
+
+
 def test_runtime_attach_update_detach_clear(storage_dir: Path) -> None:
     rig = two_tiers()
     rig.run(range(16))
     rig.settle()
     extra = json.dumps({"prefetch_threshold": 4})
+    assert rig.hi.storage_state()["hicache_storage_backend_extra_config"] is None
     assert rig.hi.attach_storage_backend("file", extra) == (True, "attached file")
+    # As text, as the request has it and SGLang answers it.
+    assert rig.hi.storage_state()["hicache_storage_backend_extra_config"] == extra
     assert not rig.hi.attach_storage_backend("mooncake")[0]
     done, why = rig.hi.attach_storage_backend("file", extra, served_model_name="other")
     assert not done and "served_model_name" in why
@@ -256,7 +274,9 @@ def test_runtime_attach_update_detach_clear(storage_dir: Path) -> None:
     assert list(storage_dir.rglob("*")), "written"
     assert rig.hi.detach_storage_backend() == (True, "detached file")
     assert rig.hi.detach_storage_backend() == (True, "no storage backend is attached")
-    assert rig.hi.storage_state()["hicache_storage_backend"] is None
+    state = rig.hi.storage_state()
+    assert state["hicache_storage_backend"] is None
+    assert state["hicache_storage_backend_extra_config"] is None
     assert [path for path in storage_dir.rglob("*") if path.is_file()], "detaching deletes nothing"
     rig.hi.attach_storage_backend("file", extra)
     assert rig.hi.clear_storage_backend()[0]

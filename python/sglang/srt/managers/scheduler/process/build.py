@@ -344,6 +344,7 @@ def _make_tree(
             server_args=server_args,
             params=params,
             enable_hierarchical_cache=server_args.enable_hierarchical_cache,
+            radix_cache_backend=server_args.radix_cache_backend,
         )
     )
 

@@ -1,0 +1,71 @@
+"""The events of a tree's pages on the device, until somebody takes them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Final
+
+from sglang.srt.mem_cache.tree.kv_events import (
+    AllBlocksCleared,
+    BlockRemoved,
+    BlockStored,
+    KVCacheEvent,
+    StorageMedium,
+)
+from sglang.srt.mem_cache.tree.radix_key import PageHash, hash_str_to_int64
+
+if TYPE_CHECKING:
+    from sglang.srt.mem_cache.tree.tree_node import TreeNode
+
+_MAX_EVENTS: Final = 100_000
+"""Beyond it nobody takes them. The log then says that all blocks are gone, which is safe, and goes
+on from there."""
+
+
+class KVEventLog:
+    """Notes each node that comes to the device or leaves it, in the order of the tree's changes.
+
+    Threads: the scheduler's only.
+    """
+
+    def __init__(self, page_size: int) -> None:
+        self._page_size = page_size
+        self._events: list[KVCacheEvent] = []
+
+    def take(self) -> list[KVCacheEvent]:
+        """The events since the last call."""
+        events, self._events = self._events, []
+        return events
+
+    def stored(self, node: TreeNode) -> None:
+        """`node`, which is in the tree, is on the device now."""
+        hashes = node.page_hashes(self._page_size)
+        parent = node.parent.get_last_hash_value() if node.parent is not None else None
+        self._note(
+            BlockStored(
+                block_hashes=_numbers(hashes),
+                parent_block_hash=None if parent is None else hash_str_to_int64(parent),
+                token_ids=node.key.token_ids.tolist(),
+                block_size=self._page_size,
+                lora_id=None,
+                medium=StorageMedium.GPU,
+            )
+        )
+
+    def removed(self, node: TreeNode) -> None:
+        """`node` is about to leave the device."""
+        hashes = _numbers(node.page_hashes(self._page_size))
+        self._note(BlockRemoved(block_hashes=hashes, medium=StorageMedium.GPU))
+
+    def cleared(self) -> None:
+        """The tree forgets every node."""
+        self._events = [AllBlocksCleared()]
+
+    def _note(self, event: KVCacheEvent) -> None:
+        if len(self._events) >= _MAX_EVENTS:
+            self.cleared()
+        self._events.append(event)
+
+
+def _numbers(hashes: Sequence[PageHash]) -> list[int]:
+    return list(map(hash_str_to_int64, hashes))
