@@ -31,9 +31,9 @@ from sglang.srt.disaggregation.common.whole_prompt import (
     FindRank,
     Means,
     WholePrompt,
-    decline_room,
 )
 from sglang.srt.disaggregation.control.deployment_secret import DeploymentSecret
+from sglang.srt.disaggregation.declines import Declines
 from sglang.srt.disaggregation.decode import DecodeHalf
 from sglang.srt.disaggregation.prefill import PrefillHalf
 from sglang.srt.disaggregation.utils import (
@@ -63,8 +63,6 @@ _FIND_S: Final = 5.0
 MakeHalf = Callable[["SchedulerState", "Holder"], "Half"]
 PREFILL: Final = "prefill"
 DECODE: Final = "decode"
-_MAX_DECLINING: Final = 32
-"""Most rooms that are being declined at once."""
 _ROUTE_BYTES: Final = 2048
 """Most bytes of a rank's route as JSON."""
 
@@ -249,8 +247,7 @@ def _rows_offer(metadata: MetadataBuffers, engine: Engine) -> RowsOffer:
 class PrefillServers:
     """Connections of a rank of a decode server to prefill servers. Scheduler's thread.
 
-    Threads: `disagg-prompt`, one for each prompt on its way; `disagg-decline`, one for each room
-    that is being declined.
+    Threads: `disagg-prompt`, one for each prompt on its way; those of `Declines`.
 
     Args:
         means: Means that its prompts share.
@@ -265,7 +262,7 @@ class PrefillServers:
         self._failure_prob = failure_prob
         self._num_begun = 0
         self._threads = CallThreads("disagg-prompt")
-        self._declining = CallThreads("disagg-decline")
+        self._declines = Declines(means.find_rank, means.patience, means.secret)
 
     def begin(self, meeting: Bootstrap, own: OwnSlots) -> WholePrompt:
         """See `Remote`."""
@@ -282,29 +279,14 @@ class PrefillServers:
         return prompt
 
     def decline(self, meeting: Bootstrap, reason: str) -> None:
-        """See `Remote`. While `_MAX_DECLINING` rooms are being declined, further ones are not:
-        their prefill servers wait in vain until their time limit."""
-        is_speaker = self._means.place.rank == 0
-        if is_speaker and self._declining.num_busy < _MAX_DECLINING:
-            try:
-                self._declining.submit(lambda: self._decline(meeting, reason))
-            except RuntimeError as error:
-                logger.warning("room %d could not be declined: %s", meeting.room, error)
+        """See `Remote`."""
+        if self._means.place.rank == 0:
+            self._declines.add(meeting, reason)
 
     def close(self) -> None:
         """Accept no more prompts. Prompts on their way end by themselves."""
         self._threads.close()
-        self._declining.close()
-
-    def _decline(self, meeting: Bootstrap, reason: str) -> None:
-        means = self._means
-        decline_room(
-            meeting,
-            reason,
-            find_rank=means.find_rank,
-            patience=means.patience,
-            secret=means.secret,
-        )
+        self._declines.close()
 
 
 def _patience() -> Patience:

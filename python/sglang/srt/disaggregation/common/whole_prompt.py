@@ -10,7 +10,6 @@ from __future__ import annotations
 import logging
 import threading
 import time
-import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final
@@ -20,7 +19,6 @@ from sglang.srt.disaggregation.common.bootstrap_route import Route
 from sglang.srt.disaggregation.common.conversation import (
     ABORTED,
     Cancellation,
-    Conversation,
     Patience,
     RoomFailed,
 )
@@ -28,7 +26,7 @@ from sglang.srt.disaggregation.common.geometry import CannotServe, PoolGeometry,
 from sglang.srt.disaggregation.common.link_costs import LinkCosts
 from sglang.srt.disaggregation.common.metadata_reader import CONTROL, TRANSPORT, MetadataReader
 from sglang.srt.disaggregation.common.page_reads import Mover
-from sglang.srt.disaggregation.common.protocol import FirstToken, GiveUp, Offer
+from sglang.srt.disaggregation.common.protocol import FirstToken, Offer
 from sglang.srt.disaggregation.common.rank_map import MAX_SOURCES, RankPlace
 from sglang.srt.disaggregation.common.remote_prompt import (
     OwnSlots,
@@ -266,27 +264,6 @@ def sources_of(route: Route, means: Means, where: str) -> list[RankPlace]:
             return sources
         why = f"this rank would read from {len(sources)} of its ranks, at most {MAX_SOURCES} can be"
     raise cannot_serve(where, why)
-
-
-def decline_room(
-    meeting: Bootstrap,
-    reason: str,
-    *,
-    find_rank: FindRank,
-    patience: Patience,
-    secret: DeploymentSecret | None,
-) -> None:
-    """Tell a prefill server, once, that its prompt will not be read. Runs in a thread of its own.
-    Never raises: if the message is lost, the prefill server waits in vain until its time limit."""
-    cancelled = Cancellation()
-    try:
-        endpoint = found(find_rank, meeting, 0, patience, cancelled).endpoint
-        with Conversation(endpoint, secret, patience, cancelled) as talk:
-            talk.tell(GiveUp(meeting.room, uuid.uuid4().hex, reason))
-    except RoomFailed as error:
-        logger.warning("room %d could not be declined: %s", meeting.room, error)
-    except Exception:
-        logger.exception("room %d could not be declined", meeting.room)
 
 
 def found(

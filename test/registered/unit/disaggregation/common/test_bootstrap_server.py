@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import logging
 import socket
 import time
 from collections.abc import Iterator, Mapping
@@ -208,6 +209,7 @@ def test_others_are_refused_and_both_sides_name_the_remedy(
     why: str,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
+    caplog.set_level(logging.WARNING)
     line = f"{why}: give both servers the same --disaggregation-secret-file or SGLANG_DIS"
     with pytest.raises(WrongSecret, match=line):
         find(HOST, secretive.port, 0, 20, theirs)

@@ -27,7 +27,6 @@ from sglang.srt.disaggregation.common.protocol import (
     RoomNews,
 )
 from sglang.srt.disaggregation.common.remote_prompt import STEPS
-from sglang.srt.disaggregation.common.whole_prompt import FindRank, decline_room
 from sglang.srt.disaggregation.control.deployment_secret import NONCE_BYTES
 from sglang.srt.disaggregation.control.frames import (
     MAX_QUESTION_BYTES,
@@ -42,10 +41,9 @@ from sglang.srt.distributed.device_communicators.transfer_types import (
     Transfer,
     TransferError,
 )
-from sglang.srt.managers.messages.io_struct import Bootstrap
 from sglang.test.ci.ci_register import register_cpu_ci
-from sglang.test.disaggregation.pd_rig import LocalMover, one_rank
-from sglang.test.disaggregation.prompt_scene import PATIENT, ROOM, TOKEN, Scene, until
+from sglang.test.disaggregation.pd_rig import LocalMover
+from sglang.test.disaggregation.prompt_scene import ROOM, TOKEN, Scene, until
 from sglang.test.servers.scarce_threads import no_threads
 
 register_cpu_ci(est_time=5, suite="base-a-test-cpu")
@@ -300,7 +298,7 @@ def test_answers_of_another_kind_are_not_taken(scene: Scene) -> None:
         assert scene.failure(prompt) == "the request was aborted"
 
 
-# ---- injected failures, and rooms that are declined --------------------------------------------
+# ---- injected failures -------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("step", STEPS)
@@ -311,21 +309,6 @@ def test_an_injected_failure_says_so(scene: Scene, step: str) -> None:
     why = scene.failure(scene.begin([9], fails_at=step))
     assert why == f"injected by SGLANG_TEST_DISAGG_FAILURE_PROB: {step} failed"
     assert scene.given_up() == why
-
-
-def test_a_room_that_is_declined_ends_at_the_prefill_server(scene: Scene) -> None:
-    scene.desk.open(ROOM)
-    meeting = Bootstrap("host", 1, ROOM)
-
-    def decline(find: FindRank) -> None:
-        decline_room(meeting, "queue full", find_rank=find, patience=PATIENT, secret=None)
-
-    def nowhere(host: str, port: int, rank: int) -> Route:
-        raise RoomFailed("nowhere")
-
-    decline(nowhere)
-    decline(lambda *_: one_rank(scene.endpoint))
-    assert scene.given_up() == "queue full"
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import resource
 import socket
 import struct
@@ -187,6 +188,7 @@ def test_unlike_secrets_do_not_and_the_remedy_is_named(
     why: str,
     logged: str | None,
 ) -> None:
+    caplog.set_level(logging.WARNING)
     echo = new_echo(theirs)
     link = link_to(echo, mine)
     link.send(b"a question")
