@@ -34,7 +34,7 @@ from sglang.srt.managers.messages.tick import decode_tick, encode_tick
 from sglang.srt.mem_cache.tiers.hiradix_cache import HiRadixCache
 from sglang.srt.mem_cache.tree.digest import CacheBooks, explain_difference
 from sglang.test.caches.memory_ranks import MemoryExchange
-from sglang.test.schedulers import seed_processes
+from sglang.test.ci import seed_processes
 from sglang.test.schedulers.random_scheduler import CheckableRig, RandomScheduler, SchedulerOutcome
 from sglang.test.schedulers.random_seeds import print_counts
 from sglang.test.schedulers.random_setup import Setup

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from sglang.test.schedulers.seed_processes import (
+from sglang.test.ci.seed_processes import (
     DEFAULT_SECONDS,
     add_seed_arguments,
     run_in_processes,

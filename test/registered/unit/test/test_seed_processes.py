@@ -7,9 +7,9 @@ import time
 
 import pytest
 
+from sglang.test.ci import seed_processes
 from sglang.test.ci.ci_register import register_cpu_ci
-from sglang.test.schedulers import seed_processes
-from sglang.test.schedulers.seed_processes import parse_seeds, run_in_processes
+from sglang.test.ci.seed_processes import parse_seeds, run_in_processes
 
 register_cpu_ci(est_time=3, suite="base-a-test-cpu")
 
