@@ -1,4 +1,4 @@
-"""Accepting connections up to the process's limit of open files.
+"""Accepting connections up to the process's limit of open files, and closing idle ones.
 
 asyncio's own accept loop has no such limit. Without a free file it tries again some thousand times
 a second, logs two lines each time, and does not close idle connections to make room.
@@ -18,6 +18,8 @@ from sglang.srt.utils.logging_utils import RateLimitedLogger
 
 logger = logging.getLogger(__name__)
 
+MAX_IDLE_CONNECTIONS: Final = 4096
+"""Most connections without a request; beyond that the longest idle are closed."""
 ACCEPTS_AT_ONCE: Final = 64
 """Most connections accepted in one turn of the event loop."""
 PAUSE_SECONDS: Final = 0.1
@@ -30,11 +32,51 @@ _NO_ROOM: Final = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.EN
 _SAY_AGAIN_SECONDS: Final = 60.0
 
 
-class Connections(Protocol):
-    """The part of the open connections that the listener uses."""
+class Connection(Protocol):
+    """A connection that can be closed while it is idle."""
 
-    def close_longest_idle(self, least_seconds: float) -> bool:
+    loop: asyncio.AbstractEventLoop
+    transport: asyncio.Transport
+
+
+class OpenConnections:
+    """The idle connections of one server, longest idle first. Event loop thread only.
+
+    Attributes:
+        end_with_answer: Whether the next answer ends its connection, because the server drains.
+    """
+
+    def __init__(self, max_idle: int = MAX_IDLE_CONNECTIONS) -> None:
+        self.end_with_answer = False
+        self._max_idle = max_idle
+        self._idle: dict[Connection, float] = {}
+        """Time of the event loop at which each connection became idle, ascending."""
+
+    @property
+    def num_idle(self) -> int:
+        """Number of connections without a request."""
+        return len(self._idle)
+
+    def add_idle(self, connection: Connection) -> None:
+        """Add `connection`, which has become idle; close the longest idle ones beyond the limit."""
+        self._idle.pop(connection, None)
+        self._idle[connection] = connection.loop.time()
+        while len(self._idle) > self._max_idle:
+            self.close_longest_idle()
+
+    def remove_idle(self, connection: Connection) -> None:
+        """Remove `connection`, which has a request or has ended."""
+        self._idle.pop(connection, None)
+
+    def close_longest_idle(self, least_seconds: float = 0.0) -> bool:
         """Close the longest idle connection; False: none has been idle for `least_seconds`."""
+        for connection, since in self._idle.items():
+            if connection.loop.time() - since < least_seconds:
+                break
+            del self._idle[connection]
+            connection.transport.close()
+            return True
+        return False
 
 
 def most_connections() -> int:
@@ -62,7 +104,7 @@ class Listener:
         make_protocol: Callable[[], asyncio.BaseProtocol],
         *,
         count: Callable[[], int],
-        connections: Connections,
+        connections: OpenConnections,
         most: int,
     ) -> None:
         self._loop = asyncio.get_running_loop()

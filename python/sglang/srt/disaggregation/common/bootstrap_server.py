@@ -37,9 +37,8 @@ from sglang.srt.disaggregation.control.deployment_secret import (
     DeploymentSecret,
 )
 from sglang.srt.utils.bad_messages import BadMessages
-from sglang.srt.utils.bounded_listener import Listener, most_connections
+from sglang.srt.utils.bounded_listener import Listener, OpenConnections, most_connections
 from sglang.srt.utils.network import listening_sockets
-from sglang.srt.utils.open_connections import OpenConnections
 
 logger = logging.getLogger(__name__)
 

@@ -33,8 +33,7 @@ from sglang.srt.disaggregation.control.frames import (
     as_frame,
 )
 from sglang.srt.utils.bad_messages import MALFORMED, BadMessages
-from sglang.srt.utils.bounded_listener import Listener, most_connections
-from sglang.srt.utils.open_connections import OpenConnections
+from sglang.srt.utils.bounded_listener import Listener, OpenConnections, most_connections
 
 logger = logging.getLogger(__name__)
 

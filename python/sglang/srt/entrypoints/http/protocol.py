@@ -29,7 +29,7 @@ from sglang.srt.constants import KIB, MIB
 from sglang.srt.entrypoints.http.answer import Answer, AnswerTransport, refusal
 from sglang.srt.entrypoints.http.body_meter import BodyMeter
 from sglang.srt.utils.bad_messages import BadMessages
-from sglang.srt.utils.open_connections import MAX_IDLE_CONNECTIONS, OpenConnections
+from sglang.srt.utils.bounded_listener import MAX_IDLE_CONNECTIONS, OpenConnections
 
 logger = logging.getLogger(__name__)
 
