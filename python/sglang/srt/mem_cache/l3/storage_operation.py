@@ -160,10 +160,14 @@ class PrefetchOperation(_Operation):
 
     @property
     def why_cut(self) -> CacheOutcome:
-        """The outcome of a read that ends before all pages of its hit are read."""
+        """Transfer thread: the outcome of a read that ends now. LATE if it was cut before all pages
+        had landed that the store has and requests waited for."""
         if self.is_overtaken:
             return CacheOutcome.OVERTAKEN
-        return CacheOutcome.LATE if self.is_terminated else CacheOutcome.LANDED
+        hit = self.hit_pages if self.agreed_hit is None else self.agreed_hit
+        awaited = self.wanted_pages if hit < 0 else min(self.wanted_pages, hit)
+        is_late = self.is_terminated and self.landed_pages < awaited
+        return CacheOutcome.LATE if is_late else CacheOutcome.LANDED
 
     def hand_over(self, pages: int) -> bool:
         """Transfer thread: whether the store may write to the first `pages` pages. Call it before.

@@ -130,7 +130,7 @@ class StorageReads:
     def _read_pages(self, operation: PrefetchOperation, pages: int) -> CacheOutcome:
         """Read the first `pages` of an operation, some at a time, until a part is missing."""
         transfers, hashes = operation.transfers, operation.hashes
-        read = 0
+        read, ended = 0, CacheOutcome.LANDED
         for begin in range(0, pages, self._pages_per_read):
             end = min(begin + self._pages_per_read, pages)
             if not operation.hand_over(end):
@@ -142,6 +142,8 @@ class StorageReads:
                 parts_of_pages(transfers, hashes, begin, end, last=pages),
                 [*operation.prefix_hashes, *before],
             )
+            # Nobody takes pages that land after the cut.
+            ended = operation.why_cut
             read += landed
             operation.landed_pages = usable_pages(read, transfers, hashes, pages)
             # For each call, not for each prompt: long prompts then give rates while they are read.
@@ -153,7 +155,7 @@ class StorageReads:
                 )  # fmt: skip
                 return why
         self._store.note_success()
-        return CacheOutcome.OVERTAKEN if operation.is_overtaken else CacheOutcome.LANDED
+        return ended
 
     def _end(self, operation: PrefetchOperation, outcome: CacheOutcome, seconds: float) -> None:
         self._metrics.prefetch_outcomes.labels(outcome.value).inc()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from typing import Any
 
 import pytest
 
@@ -13,6 +14,7 @@ from sglang.srt.mem_cache.l3.storage_operation import (
     CheckOperation,
 )
 from sglang.srt.mem_cache.tree.radix_key import PageHash
+from sglang.test.caches.storage_rigs import counts
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.stores.hanging_store import HangingBench, wait_for
 
@@ -76,6 +78,42 @@ def test_who_misses_does_not_wait_for_who_reads(bench: HangingBench) -> None:
     assert not reads.ended
     bench.store.goes_on.set()
     wait_for(lambda: reads.ended)
+
+
+@pytest.mark.parametrize("is_overtaken", [False, True])
+def test_what_a_read_brings_after_it_was_cut_is_late(
+    bench: HangingBench, is_overtaken: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    operation = bench.operation("a", "b")
+    get = bench.store.batch_get_v2
+
+    def cut_and_get(*args: Any) -> Any:
+        if is_overtaken:
+            operation.overtake()
+        operation.is_terminated = True
+        return get(*args)
+
+    monkeypatch.setattr(bench.store, "batch_get_v2", cut_and_get)
+    bench.io.submit_prefetches([operation])
+    wait_for(lambda: operation.ended)
+    outcome = "overtaken" if is_overtaken else "late"
+    assert (operation.outcome, operation.landed_pages) == (outcome, 2)
+    assert counts(bench.metrics.prefetch_outcomes) == {outcome: 1}
+
+
+@pytest.mark.parametrize(
+    ("hit", "wanted", "landed", "outcome"),
+    [(-1, 3, 0, "late"), (3, 3, 2, "late"), (3, 2, 2, "landed"), (2, 3, 2, "landed")],
+    ids=["not asked", "cut on its way", "all that was waited for", "all that the store has"],
+)
+def test_a_read_whose_pages_came_in_time_is_not_late(
+    bench: HangingBench, hit: int, wanted: int, landed: int, outcome: str
+) -> None:
+    operation = bench.operation("a", "b", "c")
+    operation.hit_pages, operation.wanted_pages, operation.landed_pages = hit, wanted, landed
+    assert operation.why_cut is CacheOutcome.LANDED, "it is not cut"
+    operation.is_terminated = True
+    assert operation.why_cut == outcome
 
 
 def test_a_question_that_fails_fails_all_it_was_about(bench: HangingBench) -> None:
