@@ -120,11 +120,21 @@ def test_its_size_is_of_itself_alone() -> None:
         MambaPoolHost(pool, 0.1, 0.0)
 
 
-def test_engines_with_other_dtypes_in_as_many_bytes_share_nothing() -> None:
-    swapped = MambaSpec.of_shapes(
-        (0, 2), (2, 3, 2), (5, 3), ssm_dtype=torch.float64, conv_dtype=torch.float16
-    )
-    pools = [host_of(MambaPool(spec, 1, "cpu"), "page_first") for spec in (SPEC, swapped)]
+@pytest.mark.parametrize(
+    ("temporal", "conv", "dtypes"),
+    [
+        ((2, 3, 2), (5, 3), (torch.float64, torch.float16)),
+        ((2, 3, 4), (5, 3), (torch.float32, torch.float16)),
+        ((2, 4, 3), (5, 3), (torch.float32, torch.bfloat16)),
+        ((2, 3, 4), (3, 5), (torch.float32, torch.bfloat16)),
+    ],
+    ids=["both dtypes", "the dtype of conv", "the shape of temporal", "the shape of conv"],
+)
+def test_engines_with_other_states_in_as_many_bytes_share_nothing(
+    temporal: tuple[int, int, int], conv: tuple[int, int], dtypes: tuple[torch.dtype, torch.dtype]
+) -> None:
+    other = MambaSpec.of_shapes((0, 2), temporal, conv, ssm_dtype=dtypes[0], conv_dtype=dtypes[1])
+    pools = [host_of(MambaPool(spec, 1, "cpu"), "page_first") for spec in (SPEC, other)]
     assert pools[0].page_bytes == pools[1].page_bytes
     assert pools[0].page_format != pools[1].page_format
 

@@ -118,6 +118,30 @@ def test_a_state_that_comes_while_its_pages_are_on_their_way_is_written_when_the
     rig.close()
 
 
+def test_a_state_that_is_being_copied_is_not_copied_again() -> None:
+    rig = two_tiers(l1_pages=32)
+    shared = list(range(12))
+    rig.run([*shared, *range(100, 109)])
+    rig.match([*shared, 90])
+    rig.settle()
+    controller = rig.hi.cache_controller
+    controller._write_stream.close()
+    held = HeldStream()
+    controller._write_stream = held  # type: ignore[assignment]
+    node = by_depth(rig)[12]
+    assert node.backuped and not node.has_state
+    rig.run([*shared, 300])
+    assert (node.mamba_lock_ref, rig.tree.is_busy()) == (1, {"writes": 1})
+    for _ in range(2):
+        rig.run([*shared, 300])
+        assert (node.mamba_lock_ref, rig.tree.is_busy()) == (1, {"writes": 1})
+    held.at_once = True
+    held.run()
+    rig.settle()
+    assert node.mamba_host_value is not None
+    rig.close()
+
+
 def test_nothing_of_a_copy_is_visible_before_all_of_it_has_landed() -> None:
     rig = two_tiers()
     controller = rig.hi.cache_controller

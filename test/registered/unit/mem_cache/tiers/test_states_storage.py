@@ -18,11 +18,12 @@ from sglang.srt.mem_cache.hicache_storage import (
 )
 from sglang.srt.mem_cache.l3.hicache_prefetch import PrefetchBoard
 from sglang.srt.mem_cache.l3.storage_operation import PrefetchOperation
+from sglang.srt.mem_cache.l3.storage_reads import StorageReads
 from sglang.srt.mem_cache.tiers import storage_check
 from sglang.srt.mem_cache.tree.base_prefix_cache import EvictParams
 from sglang.srt.mem_cache.tree.radix_key import PageHash, RadixKey
 from sglang.test.caches.cache_rig import CacheRig, HeldReads, Reused
-from sglang.test.caches.state_rig import StateRig
+from sglang.test.caches.state_rig import StateRig, depth
 from sglang.test.caches.stepped_rig import SteppedStateRig
 from sglang.test.caches.storage_rigs import (
     PAGE,
@@ -248,6 +249,44 @@ def test_nothing_of_a_read_is_visible_before_its_state_is_there(rigs: StorageRig
     reader.settle()
 
 
+def test_pages_whose_state_the_tree_has_taken_alone_are_not_published(
+    rigs: StorageRigs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The tree had the pages and took the state; then both left it, before the read ended. Pages
+    without a state behind them would be useless."""
+    writer = rigs.make("file", kind=StateRig)
+    reader = rigs.make("file", kind=SteppedStateRig, hicache_storage_prefetch_policy="best_effort")
+    assert isinstance(reader, SteppedStateRig)
+    reader.run([*SHARED, *range(100, 109)])
+    reader.match([*SHARED, 90])
+    reader.settle()
+    writer.run([*SHARED, 300])
+    writer.settle()
+    longer = [*SHARED, *range(400, 409)]
+    for rid in ("first", "second"):
+        reader.arrive(rid, longer)
+    (read,) = reader.hi.storage_prefetch.board.reads()
+    monkeypatch.setattr(StorageReads, "_end", lambda *_: None)
+    for _ in range(3):
+        reader.prefetches(None)
+        reader.tick()
+    assert (read.progress.landed, read.progress.ended) == (3, False)
+    assert reader.tree.check_prefetch_progress("first")
+    shared = reader.match([*SHARED, 90]).best_match_node
+    assert depth(shared) == 12 and shared.mamba_host_value is not None
+    assert sorted(read.needs) == ["first", "second"] and read.operation.owned_tokens
+    reader.hi.evict(EvictParams(num_tokens=1000))
+    reader.hi.evict_host(1000)
+    assert list(reader.hi.nodes()) == []
+    assert reader.tree.check_prefetch_progress("second")
+    assert list(reader.hi.nodes()) == []
+    monkeypatch.undo()
+    for rid in ("first", "second"):
+        reader.tree.release_aborted_request(rid)
+    read.operation.finish(CacheOutcome.LATE)
+    reader.settle()
+
+
 def test_a_request_waits_for_a_read_only_if_its_state_is_one_that_it_can_use(
     rigs: StorageRigs,
 ) -> None:
@@ -310,6 +349,43 @@ def test_nothing_is_read_where_the_host_has_no_room_for_the_state(rigs: StorageR
     assert counts(reader.hi.metrics.prefetch_outcomes) == {"no_host_memory": 1}
     assert reader.hi.host_pool.available_size() == reader.hi.host_pool.size
     books.pool.free(taken)
+    reader.settle()
+
+
+def test_reads_hold_half_of_the_states_of_l2(rigs: StorageRigs) -> None:
+    """L2 has eight states, and pages for all prompts."""
+
+    def kind(**args: Any) -> StateRig:
+        return StateRig(num_states=32, **args)
+
+    writer, reader = (
+        rigs.make("file", kind=kind, l1_pages=512, hicache_ratio=0.25) for _ in range(2)
+    )
+    prompts = [list(range(100 * number, 100 * number + 9)) for number in range(6)]
+    for prompt in prompts:
+        writer.run(prompt)
+        writer.settle()
+    assert reader.hi.host_states is not None and reader.hi.host_states.pool.size == 8
+    with HeldReads(reader.hi, calls=0) as held:
+        for number, prompt in enumerate(prompts):
+            reader.arrive(f"r{number}", prompt)
+        board = reader.hi.storage_prefetch.board
+        assert [number in board for number in ("r0", "r3", "r4", "r5")] == [
+            True,
+            True,
+            False,
+            False,
+        ]
+        assert host_states_in_use(reader) == 4
+        assert counts(reader.hi.metrics.prefetch_outcomes) == {"no_host_memory": 2}
+        held.open()
+        for number in range(6):
+            rid = f"r{number}"
+            reader.until(lambda rid=rid: reader.tree.check_prefetch_progress(rid))  # type: ignore[misc]
+    for number, prompt in enumerate(prompts):
+        request, reused = reader.admit(f"r{number}", prompt)
+        assert reused == (Reused(storage=8) if number < 4 else Reused())
+        reader.finish(request)
     reader.settle()
 
 

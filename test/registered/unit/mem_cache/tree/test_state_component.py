@@ -198,6 +198,25 @@ def test_a_request_keeps_the_slot_of_a_snapshot_that_the_tree_has() -> None:
     rig.settle()
 
 
+def test_a_snapshot_at_the_end_of_its_prefix_replaces_a_state_that_was_evicted() -> None:
+    rig = StateRig(page_size=4)
+    rig.run(range(9))
+    request, reused = rig.start(range(9))
+    assert isinstance(request, StateRequest)
+    assert (reused.total, request.cache_protected_len) == (8, 8)
+    assert rig.tree.evict(EvictParams(mamba_num=1)).mamba_num_evicted == 1
+    assert matched(rig, range(9)) == 0
+    request.mamba_track_slot, request.mamba_last_track_seqlen = slots(rig), 8
+    rig.fill(request.mamba_track_slot, request, 8)
+    rig.tree.cache_unfinished_req(request)
+    assert request.mamba_track_slot is None, "the tree has it"
+    assert matched(rig, range(9)) == 8
+    rig.check([request])
+    rig.finish(request)
+    assert rig.run(range(9)) == Reused(device=8), "which checks the state"
+    rig.settle()
+
+
 def test_a_running_state_that_is_a_step_too_far_never_reaches_the_tree() -> None:
     """Steps overlap: the snapshot is at the position that it was taken at, not at the end."""
     rig = StateRig(page_size=4)
