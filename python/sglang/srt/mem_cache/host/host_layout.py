@@ -106,7 +106,7 @@ _PREFERENCE: Final[dict[tuple[str, bool, bool], tuple[_Pair, ...]]] = {
     ("cpu", False, False): ((IoBackend.DIRECT, HostLayout.LAYER_FIRST),),
     ("cuda", True, True): (_ENGINES, _KERNEL_WITH_L3),
     ("cuda", True, False): (_ENGINES, _KERNEL),
-    ("cuda", False, True): (_KERNEL_WITH_L3, _ENGINES),
+    ("cuda", False, True): (_KERNEL_WITH_L3, _KERNEL, _ENGINES),
     ("cuda", False, False): (_KERNEL, _ENGINES),
 }
 
@@ -148,6 +148,7 @@ def resolve_layout_and_io(
     page_bytes: int,
     *,
     has_states: bool = False,
+    is_shared_by_sizes: bool = False,
     known: Collection[HostLayout] = tuple(HostLayout),
 ) -> tuple[str, str]:
     """Turn the user's two settings, either of which may be `auto`, into a pair that works.
@@ -159,6 +160,9 @@ def resolve_layout_and_io(
         has_storage: Whether an L3 backend is configured.
         page_bytes: Bytes of the shorter of K and V of a page, over all layers.
         has_states: Whether the model keeps recurrent states beside pages.
+        is_shared_by_sizes: Whether servers of other tensor-parallel sizes share the L3. Their ranks
+            have pages of other lengths, so that `auto` takes a layout of one byte order, whatever
+            the length.
         known: The layouts that every kind of state of the model has: `auto` takes one of them.
 
     Returns:
@@ -173,6 +177,9 @@ def resolve_layout_and_io(
         works = [(io, one) for io, one in works if one in known] or works
     long_bytes = _LONG_PAGE_BYTES_BESIDE_STATES if has_states else LONG_PAGE_BYTES
     preferred = _PREFERENCE.get((kind, page_bytes >= long_bytes, has_storage), ())
+    if is_shared_by_sizes:
+        in_order = PageByteOrder.LAYER_MAJOR
+        preferred = tuple(pair for pair in preferred if _BYTE_ORDER[pair[1]] is in_order)
     return next((io.value, one.value) for io, one in (*preferred, *works) if (io, one) in works)
 
 

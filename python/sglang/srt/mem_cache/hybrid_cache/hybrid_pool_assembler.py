@@ -84,6 +84,7 @@ def build_kv_host_stack(
     io_backend: str,
     layout: str,
     has_storage: bool,
+    is_shared_by_sizes: bool = False,
     allocator_type: str = "default",
     ranks: RankGroup | None = None,
 ) -> tuple[str, HostPoolGroup]:
@@ -98,6 +99,7 @@ def build_kv_host_stack(
             there are recurrent states.
         layout: Requested layout; `auto` likewise.
         has_storage: Whether an L3 backend is configured.
+        is_shared_by_sizes: Whether servers of other tensor-parallel sizes share it.
         allocator_type: Allocator of the host memory; see `HostKVCache`.
         ranks: All ranks of the server, which build at the same time; None: this rank alone. A pool
             gets the pages of the rank with the fewest.
@@ -123,6 +125,7 @@ def build_kv_host_stack(
             has_storage,
             plans[0].host_pool_class.shortest_part_bytes(device_pool) * device_pool.page_size,
             has_states=state_pool(pools.pools) is not None,
+            is_shared_by_sizes=is_shared_by_sizes,
             known=[one for one in HostLayout if all(one in plan.layouts for plan in plans)],
         )
         for plan in plans:
@@ -157,6 +160,7 @@ class HostStackSettings(TypedDict):
     io_backend: str
     layout: str
     has_storage: bool
+    is_shared_by_sizes: NotRequired[bool]
     allocator_type: NotRequired[str]
     ranks: NotRequired[RankGroup | None]
 

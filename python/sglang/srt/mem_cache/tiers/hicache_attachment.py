@@ -272,6 +272,17 @@ def host_allocator_type(backend: str | None, extra_config: str | None) -> str:
     return config.host_allocator_type
 
 
+def shares_with_other_sizes(backend: str | None, extra_config: str | None) -> bool:
+    """True if servers of other tensor-parallel sizes may share this L3: `tp_lcm_size` is set.
+
+    Raises ValueError if the configuration cannot work.
+    """
+    if backend is None:
+        return False
+    settings = StorageSettings.from_extra_config(parse_extra_config(extra_config))
+    return settings.tp_lcm_size is not None
+
+
 def parse_policy(name: str) -> PrefetchPolicy:
     """The prefetch policy of that name. Raises ValueError that lists the names."""
     try:

@@ -25,7 +25,11 @@ from sglang.srt.mem_cache.hybrid_cache.hybrid_pool_assembler import (
 )
 from sglang.srt.mem_cache.hybrid_cache.on_all_ranks import on_all_ranks
 from sglang.srt.mem_cache.tiers.hicache_administration import ChangeResult, StorageAdministration
-from sglang.srt.mem_cache.tiers.hicache_attachment import StorageAttachment, host_allocator_type
+from sglang.srt.mem_cache.tiers.hicache_attachment import (
+    StorageAttachment,
+    host_allocator_type,
+    shares_with_other_sizes,
+)
 from sglang.srt.mem_cache.tiers.host_backup import HostBackup
 from sglang.srt.mem_cache.tiers.host_load import HostLoad
 from sglang.srt.mem_cache.tiers.host_pages import HostPages
@@ -407,11 +411,13 @@ def _make_controller(
 ) -> HiCacheController:
     """Build L2 and its controller."""
     allocator, ranks = params.token_to_kv_pool_allocator, params.tp_cache_group
-    allocator_type = on_all_ranks(
+    backend = server_args.hicache_storage_backend
+    extra_config = server_args.hicache_storage_backend_extra_config
+    allocator_type, is_shared_by_sizes = on_all_ranks(
         ranks,
-        lambda: host_allocator_type(
-            server_args.hicache_storage_backend,
-            server_args.hicache_storage_backend_extra_config,
+        lambda: (
+            host_allocator_type(backend, extra_config),
+            shares_with_other_sizes(backend, extra_config),
         ),
     )
     io_backend, host_pool = build_host_stack(
@@ -420,7 +426,8 @@ def _make_controller(
         size_gb=server_args.hicache_size,
         io_backend=server_args.hicache_io_backend,
         layout=server_args.hicache_mem_layout,
-        has_storage=server_args.hicache_storage_backend is not None,
+        has_storage=backend is not None,
+        is_shared_by_sizes=is_shared_by_sizes,
         allocator_type=allocator_type,
         ranks=ranks,
     )

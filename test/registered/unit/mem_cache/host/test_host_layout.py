@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
-import pytest
+from typing import Any
 
+import pytest
+import torch
+
+from sglang.srt.constants import KIB
+from sglang.srt.mem_cache.device.memory_pool import MHATokenToKVPool
 from sglang.srt.mem_cache.host.host_layout import HostLayout, page_byte_order, resolve_layout_and_io
+from sglang.srt.mem_cache.memory_pool_host import MHATokenToKVPoolHost
 from sglang.test.ci.ci_register import register_cpu_ci
 
 register_cpu_ci(est_time=2, suite="base-a-test-cpu")
@@ -82,6 +88,48 @@ def test_auto_takes_a_layout_that_every_kind_of_state_has() -> None:
     assert chosen("npu", "auto") == "page_first_direct"
     assert chosen("cpu", "auto") == "page_first_direct"
     assert chosen("npu", "page_first_kv_split") == "page_first_kv_split", "as it was named"
+
+
+def chosen_for_qwen3_8b(tp_size: int, page_size: int, **args: Any) -> tuple[str, str]:
+    """The choice of `auto` on CUDA with an L3, for the pages of one of `tp_size` ranks."""
+    pool = MHATokenToKVPool(page_size, page_size, torch.bfloat16, 8 // tp_size, 128, 36, "cpu")
+    page_bytes = MHATokenToKVPoolHost.shortest_part_bytes(pool) * page_size
+    assert page_bytes == 72 * KIB * page_size // tp_size
+    return resolve_layout_and_io("cuda", "auto", "auto", True, page_bytes, **args)
+
+
+@pytest.mark.parametrize("page_size", [1, 4, 16, 64])
+@pytest.mark.parametrize("has_states", [False, True])
+def test_servers_of_all_sizes_that_share_a_store_have_one_byte_order(
+    page_size: int, has_states: bool
+) -> None:
+    pairs = [
+        chosen_for_qwen3_8b(tp_size, page_size, has_states=has_states, is_shared_by_sizes=True)
+        for tp_size in (1, 2, 4, 8)
+    ]
+    assert {page_byte_order(layout) for _, layout in pairs} == {"layer_major"}
+
+
+def test_each_size_that_shares_a_store_keeps_its_fastest_copies() -> None:
+    alone, shared = (
+        [chosen_for_qwen3_8b(tp_size, 16, is_shared_by_sizes=is_shared) for tp_size in (1, 4, 8)]
+        for is_shared in (False, True)
+    )
+    engines = ("direct", "page_first_direct")
+    assert alone == [engines, engines, ("kernel", "page_first")]
+    assert shared == [engines, engines, ("kernel", "layer_first")]
+
+
+@pytest.mark.parametrize("page_kib", [72, 4608])
+def test_named_settings_stay_in_a_shared_store(page_kib: int) -> None:
+    def chosen(io: str, layout: str) -> tuple[str, str]:
+        return resolve_layout_and_io(
+            "cuda", io, layout, True, page_kib * KIB, is_shared_by_sizes=True
+        )
+
+    assert chosen("kernel", "auto") == ("kernel", "layer_first")
+    assert chosen("direct", "auto") == ("direct", "page_first_direct")
+    assert chosen("auto", "page_first") == ("kernel", "page_first")
 
 
 def test_only_page_first_is_token_major() -> None:

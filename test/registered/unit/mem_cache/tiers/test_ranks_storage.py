@@ -16,6 +16,9 @@ import torch
 from sglang.srt.distributed.rank_group import RankGroup
 from sglang.srt.mem_cache.device.state_spec import RankShare, RankSplit
 from sglang.srt.mem_cache.hicache_storage import StorageUnavailable
+from sglang.srt.mem_cache.host import host_layout
+from sglang.srt.mem_cache.host.host_layout import resolve_layout_and_io
+from sglang.srt.mem_cache.hybrid_cache import hybrid_pool_assembler
 from sglang.srt.mem_cache.tree.radix_key import RadixKey
 from sglang.test.caches.cache_rig import CacheRig, HiCacheSettings, Reused
 from sglang.test.caches.memory_ranks import run_on_ranks
@@ -209,6 +212,30 @@ def test_pages_written_by_one_number_of_ranks_are_read_by_any(
         assert run_on_ranks(ranks, read) == [Reused(storage=160)] * ranks
     assert run_on_ranks(4, read_all(make, PROMPT), attn_cp_size=2) == [Reused(storage=160)] * 4
     assert len(objects(storage_dir)) == min(heads, 4) * PAGES, "nothing was written again"
+
+
+@pytest.mark.parametrize("writers", [1, 4])
+def test_sizes_whose_pages_are_long_and_short_share_a_store_on_cuda(
+    storage_dir: Path, writers: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A page has 768 bytes of K in all heads; `auto` is told of a GPU, and copies are a CPU's."""
+    layouts: set[str] = set()
+
+    def as_on_cuda(device: str, io: str, layout: str, *args: Any, **others: Any) -> tuple[str, str]:
+        _, found = resolve_layout_and_io("cuda", io, layout, *args, **others)
+        layouts.add(found)
+        return "direct", found
+
+    monkeypatch.setattr(host_layout, "LONG_PAGE_BYTES", 256)
+    monkeypatch.setattr(hybrid_pool_assembler, "resolve_layout_and_io", as_on_cuda)
+
+    def make(group: RankGroup) -> CacheRig:
+        return ShardedRig(l1_pages=128, settings=COMMON, group=group)
+
+    run_on_ranks(writers, write_all(make, PROMPT))
+    for ranks in (1, 2, 4):
+        assert run_on_ranks(ranks, read_all(make, PROMPT)) == [Reused(storage=160)] * ranks
+    assert layouts == {"page_first_direct", "layer_first"}
 
 
 def test_states_are_cut_by_heads_as_pages_are(storage_dir: Path) -> None:
