@@ -8,9 +8,12 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final
 
 import httpx
+import msgspec
 import openai
 import pytest
 
+from sglang.srt.disaggregation.common.bootstrap_client import find
+from sglang.srt.disaggregation.control.deployment_secret import DeploymentSecret
 from sglang.srt.utils.network import wait_until
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.disaggregation.pd_servers import Halves, assert_alike, halves
@@ -211,8 +214,8 @@ def test_servers_and_router_tell_what_they_are(pair: Halves) -> None:
     [port] = [one["bootstrap_port"] for one in workers if "bootstrap_port" in one]
     told = prefill.request("GET", "/server_info").body
     assert told["disaggregation_bootstrap_port"] == port
-    route = httpx.get(f"http://127.0.0.1:{port}/route?rank=0", timeout=20).json()
-    assert [route] == told["routes"]
+    route = find("127.0.0.1", port, 0, 20.0, DeploymentSecret(pair.secret))
+    assert [msgspec.structs.asdict(route)] == told["routes"]
     room = {"bootstrap_host": "127.0.0.1", "bootstrap_port": 1, "bootstrap_room": 1}
     lost = decode.request("POST", "/generate", {"text": "a", **room})
     assert lost.status >= 400

@@ -29,6 +29,7 @@ class Halves:
     decode: list[EngineServer]
     url: str
     """URL of the router."""
+    secret: str
 
 
 def prefill_server(
@@ -75,14 +76,15 @@ def halves(
     num_prefill: int = 1, num_decode: int = 1, prefill_args: Sequence[str] = ()
 ) -> Iterator[Halves]:
     """Servers with the built-in model and a secret, and the router in front of them."""
-    env = {**TCP, envs.SGLANG_DISAGGREGATION_SECRET.name: secrets.token_hex(32)}
+    secret = secrets.token_hex(32)
+    env = {**TCP, envs.SGLANG_DISAGGREGATION_SECRET.name: secret}
     with ExitStack() as stack:
         prefill = [prefill_server(*prefill_args, env=env) for _ in range(num_prefill)]
         decode = [decode_server(env=env) for _ in range(num_decode)]
         for server in (*(one for one, _ in prefill), *decode):
             stack.enter_context(server)
         url = stack.enter_context(router(prefill, decode))
-        yield Halves([one for one, _ in prefill], decode, url)
+        yield Halves([one for one, _ in prefill], decode, url, secret)
 
 
 def assert_alike(told: Any, expected: Any) -> None:
