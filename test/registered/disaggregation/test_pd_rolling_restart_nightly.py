@@ -1,4 +1,4 @@
-"""All servers of two prefill and two decode servers are restarted one after the other (row P14)."""
+"""Servers behind the real router are restarted one after the other, under load (row P14)."""
 
 from __future__ import annotations
 
@@ -7,7 +7,12 @@ import pytest
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.disaggregation.pd_servers import assert_restarts_cost_nothing
 
-register_cpu_ci(est_time=180, suite="nightly-test-cpu", nightly=True)
+register_cpu_ci(est_time=250, suite="nightly-test-cpu", nightly=True)
+
+
+@pytest.mark.timeout(600)
+def test_no_request_fails_while_decode_servers_are_restarted() -> None:
+    assert_restarts_cost_nothing(1, 2, "decode")
 
 
 @pytest.mark.timeout(600)
