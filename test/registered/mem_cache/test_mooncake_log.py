@@ -91,8 +91,8 @@ def test_a_killed_node_is_a_line_of_each_kind_and_not_of_each_key() -> None:
     by_mooncake = [line for line in done.stderr.splitlines() if "Mooncake, " in line]
     places = [re.findall(r"Mooncake, ([\w.]+:\d+): ", line)[0] for line in by_mooncake]
     assert len(places) == len(set(places)) < 10, done.stderr
-    (failed,) = [line for line in by_mooncake if "Transfer failed for key" in line]
-    assert "(40 such lines at once)" in failed
+    # How many of them it says that it stands for depends on how fast they come.
+    assert len([line for line in by_mooncake if "Transfer failed for key" in line]) == 1
     assert not BY_MOONCAKE.search(done.stderr)
 
 
