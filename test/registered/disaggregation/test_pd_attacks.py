@@ -1,0 +1,24 @@
+"""A short run of `sglang.test.disaggregation.pd_attacks`: strangers at the prefill server's ports."""
+
+from __future__ import annotations
+
+import pytest
+
+from sglang.test.ci.ci_register import register_cpu_ci
+from sglang.test.disaggregation.pd_attacks import run_attacks
+
+register_cpu_ci(est_time=100, suite="base-b-test-cpu")
+
+AT_PORTS = ("flood", "endless", "idle", "bombs")
+
+
+def test_honest_requests_beside_strangers() -> None:
+    """Without a secret, which would keep most of it out."""
+    report = run_attacks(20.0, 4.0, AT_PORTS, has_secret=False)
+    print("\n".join(report.lines()))
+    assert report.is_good
+    assert len(report.attacked) == 80
+
+
+if __name__ == "__main__":
+    raise SystemExit(pytest.main([__file__, "-q", "-s"]))
