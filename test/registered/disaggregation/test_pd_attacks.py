@@ -1,4 +1,4 @@
-"""A short run of `sglang.test.disaggregation.pd_attacks`: strangers at the prefill server's ports."""
+"""A short run of `sglang.test.disaggregation.pd_attacks`: strangers at all ports."""
 
 from __future__ import annotations
 

@@ -36,6 +36,8 @@ _IDLE: Final = {"bootstrap": 300, "desk": 1200, "data": 200}
 """Idle connections to each kind of port. Those that are closed are opened again."""
 _NUM_CLIENTS: Final = 8
 """Hostile clients of the decode server."""
+_SHORT_S: Final = 0.05
+"""Seconds of a connection that floods and ends."""
 _AGAIN_S: Final = 0.02
 """Seconds until what was refused is tried again."""
 _PATIENCE_S: Final = 400.0
@@ -80,7 +82,8 @@ Attack = Callable[[Targets, Deeds], None]
 
 
 def flood(targets: Targets, deeds: Deeds) -> None:
-    """Questions without a pause, valid ones and others, over a few connections."""
+    """Questions without a pause, valid ones and others, over a few connections. Half of them end
+    soon, and others come in their place."""
     in_threads(partial(flood_once, targets, deeds, seed) for seed in range(_NUM_FLOODS))
 
 
@@ -96,8 +99,9 @@ def flood_once(targets: Targets, deeds: Deeds, seed: int) -> None:
     stream = b"".join(map(as_frame, messages))
     with connected(targets.desk) as sock:
         sock.settimeout(0.05)
+        end = time.monotonic() + (_SHORT_S if seed % 2 else _PATIENCE_S)
         at = 0
-        while True:
+        while time.monotonic() < end:
             with contextlib.suppress(TimeoutError):
                 sent = sock.send(stream[at:])
                 at = (at + sent) % len(stream)

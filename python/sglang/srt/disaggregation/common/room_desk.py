@@ -308,8 +308,8 @@ class RoomDesk:
             return
         question = asked.question
         answer = self._answer(question)
-        if isinstance(answer, RoomNews) and answer.is_known and answer.failure is None:
-            sender.keep()
+        if not isinstance(question, Hello) and question.room in self._rooms:
+            sender.keep()  # Rooms cannot be guessed.
         if isinstance(question, Pack) or (isinstance(question, Ask) and question.may_wait):
             assert isinstance(answer, RoomNews | Packed)
             if not _is_worth_telling(answer, question):

@@ -42,10 +42,13 @@ MAX_CONNECTIONS: Final = 16_384
 MAX_STRANGERS: Final = 1024
 """Most connections that are not kept; a further one takes the place of the longest silent one."""
 FRAMES_A_SECOND: Final = 256
-"""Most frames of one connection that are taken in a second."""
-BURST_S: Final = 2.0
-"""A connection that was silent for this time may send the frames of this time at once, as readers
-of packed pages do."""
+"""Most frames of a kept connection that are taken in a second."""
+FRAMES_AT_ONCE: Final = 512
+"""Frames that it may send at once after a while, as readers of packed pages do."""
+STRANGERS_FRAMES_A_SECOND: Final = 64
+STRANGERS_FRAMES_AT_ONCE: Final = 32
+"""The same of a connection that is not kept. A decode server sends one or two a second until its
+room is there."""
 _READ_BYTES: Final = 16 * KIB
 _SWEEP_S: Final = 1.0
 _LINGER_POLL_S: Final = 0.01
@@ -133,7 +136,10 @@ class ControlPeer(asyncio.BufferedProtocol):
 
     def _announce(self) -> None:
         now = self.loop.time()
-        self._due = max(self._due + 1 / FRAMES_A_SECOND, now - BURST_S)
+        rate, at_once = STRANGERS_FRAMES_A_SECOND, STRANGERS_FRAMES_AT_ONCE
+        if self._is_kept:
+            rate, at_once = FRAMES_A_SECOND, FRAMES_AT_ONCE
+        self._due = max(self._due + 1 / rate, now - (at_once - 1) / rate)
         if self._due <= now:
             self._listener.announce(self)
         else:

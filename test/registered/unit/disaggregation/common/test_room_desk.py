@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +12,12 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from sglang.srt.disaggregation.common.conversation import (
+    Cancellation,
+    Conversation,
+    Patience,
+    RoomFailed,
+)
 from sglang.srt.disaggregation.common.protocol import (
     Answer,
     Answered,
@@ -18,12 +25,15 @@ from sglang.srt.disaggregation.common.protocol import (
     Asked,
     GiveUp,
     Hello,
+    Offer,
     Question,
     Received,
     Released,
     RoomNews,
 )
 from sglang.srt.disaggregation.common.room_desk import LONG_POLL_S, RoomDesk
+from sglang.srt.disaggregation.control.control_listener import STRANGERS_FRAMES_A_SECOND
+from sglang.srt.disaggregation.control.deployment_secret import DeploymentSecret
 from sglang.srt.utils.network import can_connect
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.disaggregation.desk_rig import OFFER, TOKEN, Asker, Clock, fill, until
@@ -238,6 +248,9 @@ questions = st.one_of(
 def test_whatever_comes_the_desk_goes_on(
     desk: RoomDesk, asker: Asker, messages: list[bytes | Question]
 ) -> None:
+    if 2 not in desk._rooms:
+        fill(desk, 2)
+    asker.look(2)  # Strangers are answered slowly.
     for message in messages:
         if isinstance(message, bytes):
             asker.link.send(message)
@@ -262,6 +275,48 @@ def test_a_desk_that_fails_ends_the_scheduler(
     with pytest.raises(RuntimeError, match="decode servers are no longer answered") as raised:
         desk.take_claimed()
     assert isinstance(raised.value.__cause__, KeyError)
+
+
+def test_who_names_a_room_is_no_stranger(desk: RoomDesk, new_asker: Callable[[], Asker]) -> None:
+    """Strangers are answered slowly, and make room for others."""
+    fill(desk, 1)
+    asker = new_asker()
+    assert asker.look(1).pages == [3, 4]
+    began = time.monotonic()
+    for _ in range(400):
+        asker.look(1)
+    assert time.monotonic() - began < 400 / STRANGERS_FRAMES_A_SECOND / 2
+
+
+def test_a_flood_holds_up_no_waiting_question(
+    desk: RoomDesk, new_asker: Callable[[], Asker]
+) -> None:
+    flooding, asker = [new_asker() for _ in range(20)], new_asker()
+    number = asker.send(Ask(1, "me", 0))
+    for _ in range(200):
+        for one in flooding:
+            one.send(Ask(2, "x", 0, may_wait=False))
+    desk.open(1)
+    desk.add_pages(1, [5])
+    assert asker.hear(2.0) == Answered(number, "instance", RoomNews(1, True, 0, [5]))
+
+
+def test_a_desk_with_a_secret_answers_who_has_it() -> None:
+    secret = DeploymentSecret("the secret of this deployment")
+    desk = RoomDesk(OFFER, "127.0.0.1", unwanted_s=1, silent_s=60, secret=secret)
+    asker = Asker(desk.port, secret)
+    assert asker.ask(Hello()) == OFFER
+    patience = Patience(bootstrap=10, waiting=10, silence=10)
+    for other in (None, DeploymentSecret("the secret of another deployment")):
+        endpoint = f"tcp://127.0.0.1:{desk.port}"
+        why = f"^the prefill server at {endpoint} refuses this server, which has .* secret: give"
+        with (
+            Conversation(endpoint, other, patience, Cancellation()) as talk,
+            pytest.raises(RoomFailed, match=why),
+        ):
+            talk.ask(Hello(), Offer)
+    asker.link.close()
+    desk.close()
 
 
 # ---- shutting down -----------------------------------------------------------------------------

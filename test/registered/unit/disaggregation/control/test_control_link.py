@@ -20,9 +20,10 @@ import pytest
 from sglang.srt.disaggregation.control import control_link, control_listener
 from sglang.srt.disaggregation.control.control_link import ControlLink, Unwelcome
 from sglang.srt.disaggregation.control.control_listener import (
-    BURST_S,
     FRAMES_A_SECOND,
+    FRAMES_AT_ONCE,
     MAX_STRANGERS,
+    STRANGERS_FRAMES_AT_ONCE,
     ControlListener,
     ControlPeer,
 )
@@ -48,7 +49,7 @@ register_cpu_ci(est_time=8, suite="base-a-test-cpu")
 SECRET: Final = DeploymentSecret("the secret of this deployment")
 OTHER: Final = DeploymentSecret("the secret of another deployment")
 SILENT_S: Final = 300.0
-BURST: Final = round(FRAMES_A_SECOND * (BURST_S + 1))
+BURST: Final = FRAMES_AT_ONCE + FRAMES_A_SECOND
 """More frames than one connection may send at once."""
 OPENING: Final = msgspec.msgpack.Decoder(Greeting | Welcome | Refused)
 
@@ -328,6 +329,7 @@ def test_the_last_words_leave(echo: Echo) -> None:
 
 def test_one_connection_cannot_blind_the_others(echo: Echo, link_to: LinkTo) -> None:
     """However much one sends, each connection's turn comes, and the flood is not even read."""
+    echo.keeps = True
     flooding = threading.Event()
     flooding.set()
 
@@ -356,6 +358,16 @@ def test_one_connection_cannot_blind_the_others(echo: Echo, link_to: LinkTo) -> 
     finally:
         flooding.clear()
         thread.join()
+
+
+def test_a_stranger_is_taken_from_even_less(echo: Echo) -> None:
+    """Else new connections, each with a burst of its own, would be a flood."""
+    with contextlib.ExitStack() as stack:
+        sock = connect(stack, echo.port)
+        sock.sendall(as_frame(b"x") * 1000)
+        assert wait_until(lambda: len(echo.taken) >= STRANGERS_FRAMES_AT_ONCE, 10)
+        assert len(echo.taken) < 2 * STRANGERS_FRAMES_AT_ONCE
+        assert wait_until(lambda: len(echo.taken) > 2 * STRANGERS_FRAMES_AT_ONCE, 10)
 
 
 def test_a_message_without_an_end_is_not_kept(echo: Echo) -> None:
