@@ -40,6 +40,8 @@ _TIMEOUT_S: Final = 60.0
 _ALONE: Final = 0.25
 """Seconds without attacks, as a share of the seconds with them, but not fewer than `_LEAST_S`."""
 _LEAST_S: Final = 15.0
+_MAX_RUNNING: Final = 16
+"""Requests that the decode server decodes at once: fewer than strangers send."""
 _NUM_KNOWN: Final = 24
 """Prompts whose words are known. Every second request has one of them, the others have new ones."""
 _NUM_WORDS: Final = 12
@@ -133,7 +135,7 @@ def deployed(*, has_secret: bool) -> Iterator[Deployment]:
     with ExitStack() as stack:
         prefill, bootstrap = prefill_server(*EXACT, env=env)
         other, other_port = prefill_server(*EXACT, env=env)
-        decode = decode_server(*EXACT, env=env)
+        decode = decode_server(*EXACT, "--max-running-requests", str(_MAX_RUNNING), env=env)
         for server in (prefill, other, decode):
             stack.enter_context(server)
         url = stack.enter_context(router([(prefill, bootstrap)], [decode]))

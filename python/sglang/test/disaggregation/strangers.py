@@ -34,7 +34,7 @@ _NUM_FLOODS: Final = 4
 """Connections that flood at once."""
 _IDLE: Final = {"bootstrap": 300, "desk": 1200, "data": 200}
 """Idle connections to each kind of port. Those that are closed are opened again."""
-_NUM_CLIENTS: Final = 8
+_NUM_CLIENTS: Final = 24
 """Hostile clients of the decode server."""
 _SHORT_S: Final = 0.05
 """Seconds of a connection that floods and ends."""

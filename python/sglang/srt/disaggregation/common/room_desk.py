@@ -308,7 +308,7 @@ class RoomDesk:
             return
         question = asked.question
         answer = self._answer(question)
-        if not isinstance(question, Hello) and question.room in self._rooms:
+        if getattr(question, "room", None) in self._rooms:
             sender.keep()  # Rooms cannot be guessed.
         if isinstance(question, Pack) or (isinstance(question, Ask) and question.may_wait):
             assert isinstance(answer, RoomNews | Packed)

@@ -20,8 +20,9 @@ from sglang.srt.disaggregation.control.deployment_secret import NONCE_BYTES
 
 VERSION: Final = 1
 MAX_PROOF_BYTES: Final = 256
-MAX_QUESTION_BYTES: Final = 64 * KIB
-"""Most bytes of a frame to the server; the longest question has some 10 KiB."""
+MAX_QUESTION_BYTES: Final = 96 * KIB
+"""Most bytes of a frame to the server. The longest question names some thousand rooms, and gives
+reasons for 32 of them."""
 MAX_ANSWER_BYTES: Final = 64 * MIB
 """Most bytes of a frame to the client; pages of a million tokens have 9 MiB."""
 OF_CLIENT: Final = "client of a control connection"
