@@ -132,9 +132,7 @@ class Listener:
 
     def _pause(self, sock: socket.socket, why: str) -> None:
         """Stop listening for a while: a socket with waiting connections stays readable."""
-        self._warn.warning(
-            "no-room", "%s; new connections wait until others end (see ulimit -n)", why
-        )
+        self._warn.warning("no-room", "%s; new connections wait until others end", why)
         self._loop.remove_reader(sock)
         self._loop.call_later(PAUSE_SECONDS, self._accept_from, sock)
 
@@ -142,7 +140,7 @@ class Listener:
         for _ in range(ACCEPTS_AT_ONCE):
             open_now = self._count() + len(self._opening)
             if open_now >= self._most and not self._make_room():
-                self._pause(sock, f"{open_now} connections are open and none is idle")
+                self._pause(sock, f"{open_now} of {self._most} connections are open, none is idle")
                 return
             try:
                 peer, _ = sock.accept()
@@ -152,7 +150,7 @@ class Listener:
                 if error.errno not in _NO_ROOM:
                     raise
                 self._make_room()
-                self._pause(sock, f"no connection can be accepted ({error.strerror})")
+                self._pause(sock, f"no connection can be accepted ({error.strerror}: ulimit -n)")
                 return
             peer.setblocking(False)
             opening = self._loop.create_task(self._open(peer))
