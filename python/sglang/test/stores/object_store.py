@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import os
 import random
 import tempfile
 import threading
@@ -288,7 +289,13 @@ class ObjectFolder(ObjectStore):
         return path.exists() or self._last_loss >= when
 
     def _paths(self) -> list[Path]:
-        return sorted(path for path in self.folder.glob("*/??/*") if path.is_file())
+        # The engine may remove a folder meanwhile: `os.walk` passes over it, `Path.glob` raises.
+        return sorted(
+            Path(folder, name)
+            for folder, _, names in os.walk(self.folder)
+            if len(Path(folder).name) == 2
+            for name in names
+        )
 
 
 class Call:
