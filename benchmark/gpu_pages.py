@@ -225,7 +225,7 @@ def read(side: Side, case: Case, endpoint: str, offer: Offer, limit: float) -> d
     reads, prompts = [], []
     for repeat in range(REPEATS):
         meeting = Bootstrap(LOOPBACK, 1, case.first_room + repeat)
-        prompt = WholePrompt(meeting, OwnSlots(pages=here), means, f"reader {repeat}")
+        prompt = WholePrompt(meeting, [route], OwnSlots(pages=here), means, f"reader {repeat}")
         begun = time.perf_counter()
         prompt.run()
         prompts.append(time.perf_counter() - begun)

@@ -273,6 +273,9 @@ class Envs:
     SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT = EnvInt(
         300, "Seconds for which one half of a request waits to hear of the other."
     )
+    SGLANG_DISAGGREGATION_UNKNOWN_ROOM_TIMEOUT = EnvInt(
+        10, "Seconds for which one of the two servers of a request may not know of it yet."
+    )
     SGLANG_DISAGGREGATION_WAITING_TIMEOUT = EnvInt(
         300, "Seconds for which a decode server waits for the next pages of a prompt."
     )

@@ -63,14 +63,17 @@ def decode(prefill: HalfProcess) -> Iterator[HalfProcess]:
         yield process
 
 
-def make(rid: str, length: int = 40, wanted: int = SHORT) -> TokenizedGenerateReqInput:
+def make(
+    rid: str, length: int = 40, wanted: int = SHORT, at: HalfProcess | None = None
+) -> TokenizedGenerateReqInput:
+    """A request; `at`: its prefill server, in place of the decode process's own."""
     number = next(numbers)
     return TokenizedGenerateReqInput(
         rid=rid,
         input_ids=token_array(prompt(number, length, 1000)),
         sampling_params=greedy(wanted),
         seed=number,
-        bootstrap=Bootstrap(LOOPBACK, NEVER_ASKED, number),
+        bootstrap=Bootstrap(LOOPBACK if at is None else at.endpoint, NEVER_ASKED, number),
     )
 
 
@@ -121,7 +124,11 @@ def scatter(prefill: HalfProcess, decode: HalfProcess) -> dict[str, TokenizedGen
     prefill.set(pause=True)
     decode.send(made["unknown"])
     # On a machine that is busy with other things the first may have all its words already.
-    decode.until(lambda facts: facts.num_holders + ("decoding" in facts.ended) >= 4)
+    decode.until(
+        lambda facts: (
+            facts.num_holders + ("decoding" in facts.ended) >= 3 and facts.num_waiting == 1
+        )
+    )
     return made
 
 
@@ -186,6 +193,38 @@ def test_decode_is_lost(prefill: HalfProcess, decode: HalfProcess, how: signal.S
         decode.end_of("unknown")
         assert_free(decode)
         assert_serves(prefill, decode)
+
+
+def test_a_stuck_prefill_server_costs_its_own_requests_alone() -> None:
+    """It knows twenty requests, and computes none. Twenty more are known to no server."""
+    env = {
+        **ENV,
+        "SGLANG_DISAGGREGATION_UNKNOWN_ROOM_TIMEOUT": "300",
+        "SGLANG_DISAGGREGATION_HEARTBEAT_INTERVAL": "60",
+    }
+    with (
+        HalfProcess(PREFILL, env, **ARGS) as stuck,
+        HalfProcess(PREFILL, env, **ARGS) as healthy,
+        HalfProcess(DECODE, env, **ARGS) as decode,
+    ):
+        late = [make(f"late {n}", at=stuck) for n in range(20)]
+        stuck.send(*late)
+        stuck.until(lambda facts: facts.num_unasked == 20)
+        stuck.set(pause=True)
+        decode.send(*late, *(make(f"nobody's {n}", at=healthy) for n in range(20)))
+        held = decode.until(lambda facts: facts.num_holders >= 5).num_holders
+        for number in range(10):
+            message = make(f"served {number}", at=healthy)
+            healthy.send(message)
+            decode.send(message)
+            assert_right(decode, message)
+        facts = decode.facts()
+        assert sorted(facts.ended) == [f"served {n}" for n in range(10)], "no other has ended"
+        assert held <= facts.num_holders < ARGS["max_requests"]
+        # Once it goes on, each gets its words.
+        stuck.set(pause=False)
+        for message in late:
+            assert_right(decode, message)
 
 
 def without_room(message: TokenizedGenerateReqInput) -> TokenizedGenerateReqInput:

@@ -360,11 +360,10 @@ def test_unlike_servers_refuse_each_other_by_name(
     fields: dict[str, Any],
     named: str,
 ) -> None:
+    fields = {**fields, "model": models[fields.get("model", "qwen3")]}
     with make_pair(engine, models["qwen3"]) as pair:
-        args = {**ARGS, **fields}
-        model = models[args.pop("model", "qwen3")]
-        with PdRig(model, engine, **args) as unlike:
-            unlike.endpoint = pair.prefill.endpoint
+        with make_pair(engine, **fields) as unlike:
+            unlike.other = pair.prefill
             message = pair.request("unlike", PROMPTS[5])
             pair.prefill.step(message)
             unlike.until(lambda: "unlike" in unlike.decode.results, message)
@@ -402,10 +401,9 @@ def test_an_aborted_read_lands_on_pages_that_nobody_uses(
 ) -> None:
     """The read is slow, its request is aborted, others run on all that is left, then it lands."""
     mover = MooncakeMover(engine)
-    ids = prompt(50, 300)
     with PdRig(models["qwen3"], mover, **{**ARGS, "pool_tokens": 640}) as pair:
         mover.hold = True
-        pair.until(lambda: bool(mover.begun), pair.request("slow", ids, greedy(4)))
+        pair.until(lambda: bool(mover.begun), pair.request("slow", prompt(50, 300), greedy(4)))
         # Prefill still has what is to be read, and lets it be overwritten from now on.
         pair.step([pair.prefill.abort("slow")], [pair.decode.abort("slow")])
         assert {"slow"} == pair.prefill.results.keys() == pair.decode.results.keys()
@@ -423,7 +421,7 @@ def test_an_aborted_read_lands_on_pages_that_nobody_uses(
         pair.run(*longer)
         for message, want in zip([*others, *longer], said(single, *others, *longer), strict=True):
             assert_same(pair.result(message.rid), want)
-        check(pair, single, pair.request("once more", ids, greedy(4)))
+        check(pair, single, pair.request("once more", prompt(50, 300), greedy(4)))
 
 
 def test_a_room_that_is_taken(
@@ -472,7 +470,11 @@ def test_decode_out_of_slots(
 
 @pytest.mark.parametrize("share", [0.01, 0.2])
 def test_control_messages_that_are_lost_doubled_and_late(
-    pair: PdRig, single: SchedulerRig, monkeypatch: pytest.MonkeyPatch, share: float
+    engine: MooncakeTransferEngine,
+    models: dict[str, Path],
+    single: SchedulerRig,
+    monkeypatch: pytest.MonkeyPatch,
+    share: float,
 ) -> None:
     rng = random.Random(3)
 
@@ -483,8 +485,9 @@ def test_control_messages_that_are_lost_doubled_and_late(
         return (0.0, rng.random() * 0.05) if kind < 2 else (rng.random() * 0.005,)
 
     monkeypatch.setattr(conversation, "REPEAT_S", 0.1)
-    with ControlProxy(pair.prefill.endpoint, fate) as proxy:
-        monkeypatch.setattr(pair, "endpoint", proxy.endpoint)
+    pair = make_pair(engine, models["qwen3"])
+    with pair, ControlProxy(pair.prefill.endpoint, fate) as proxy:
+        pair.endpoint = proxy.endpoint
         for turn in range(3):
             prompts = [prompt(200 + 10 * turn + n, 20 + 17 * n) for n in range(8)]
             names = (f"{share} {turn} {n}" for n in range(8))

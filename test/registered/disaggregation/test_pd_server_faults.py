@@ -226,8 +226,8 @@ def test_a_prefill_server_that_is_killed_and_one_in_its_place(servers: Servers, 
     waiting = {**body(3), **meeting, "bootstrap_room": 501}
     with ThreadPoolExecutor(1) as pool:
         reply = pool.submit(post, servers.decode.url, waiting)
-        transfers = "sglang:num_decode_transfer_queue_reqs"
-        assert wait_until(lambda: servers.decode.metrics()[transfers] == 1, IDLE_S)
+        waits = "sglang:num_decode_prealloc_queue_reqs"
+        assert wait_until(lambda: servers.decode.metrics()[waits] == 1, IDLE_S)
         servers.prefill.process.send_signal(signal.SIGKILL)
         kill_process_tree(servers.prefill.process.pid)
         servers.prefill.process.wait(60)

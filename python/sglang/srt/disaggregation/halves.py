@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import logging
-import random
 import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -23,26 +22,20 @@ from sglang.srt.disaggregation.common.packing import Packer
 from sglang.srt.disaggregation.common.page_reads import Mover
 from sglang.srt.disaggregation.common.protocol import RowsOffer
 from sglang.srt.disaggregation.common.rank_map import RankPlace
-from sglang.srt.disaggregation.common.remote_prompt import STEPS, OwnSlots
 from sglang.srt.disaggregation.common.room_desk import RoomDesk
 from sglang.srt.disaggregation.common.sessions import Peers, Sessions
 from sglang.srt.disaggregation.common.staging import Staging
-from sglang.srt.disaggregation.common.whole_prompt import (
-    FindRank,
-    Means,
-    WholePrompt,
-)
+from sglang.srt.disaggregation.common.whole_prompt import FindRank, Means
 from sglang.srt.disaggregation.control.deployment_secret import DeploymentSecret
-from sglang.srt.disaggregation.declines import Declines
 from sglang.srt.disaggregation.decode import DecodeHalf
 from sglang.srt.disaggregation.prefill import PrefillHalf
+from sglang.srt.disaggregation.prefill_servers import PrefillServers
 from sglang.srt.disaggregation.utils import (
     NUM_ROWS,
     MetadataBuffers,
     host_identity,
     metadata_device,
 )
-from sglang.srt.distributed.device_communicators.call_threads import CallThreads
 from sglang.srt.distributed.rank_group import RankGroup, SingleRank, gather_texts
 from sglang.srt.environ import EnvInt, envs
 from sglang.srt.hardware_backend.device_runtime import device_runtime
@@ -50,7 +43,6 @@ from sglang.srt.mem_cache.hybrid_cache.on_all_ranks import on_all_ranks
 from sglang.srt.utils.network import address_for_peers
 
 if TYPE_CHECKING:
-    from sglang.srt.managers.messages.io_struct import Bootstrap
     from sglang.srt.managers.scheduler.half import Half
     from sglang.srt.managers.scheduler.parts import Holder
     from sglang.srt.managers.scheduler.state import SchedulerState
@@ -207,6 +199,7 @@ def _prefill(
     place = _place(ranks)
     instance_id = uuid.uuid4().hex
     wait_s = _seconds(envs.SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT)
+    unknown_s = _seconds(envs.SGLANG_DISAGGREGATION_UNKNOWN_ROOM_TIMEOUT)
     silent_s = _silence()
 
     rows = None if metadata is None else _rows_offer(metadata, engine)
@@ -235,7 +228,9 @@ def _prefill(
     logger.info("decode servers are answered at %s, instance %s", route.endpoint, instance_id)
     texts = gather_texts(ranks, msgspec.json.encode(route).decode(), _ROUTE_BYTES)
     routes = [ROUTE_DECODER.decode(text) for text in texts]
-    return HalfServer(lambda state, _: PrefillHalf(state, desk, wait_s, ranks, metadata), routes)
+    return HalfServer(
+        lambda state, _: PrefillHalf(state, desk, wait_s, unknown_s, ranks, metadata), routes
+    )
 
 
 def _rows_offer(metadata: MetadataBuffers, engine: Engine) -> RowsOffer:
@@ -244,54 +239,9 @@ def _rows_offer(metadata: MetadataBuffers, engine: Engine) -> RowsOffer:
     return RowsOffer(address, row_bytes, num_bytes // row_bytes, host)
 
 
-class PrefillServers:
-    """Connections of a rank of a decode server to prefill servers. Scheduler's thread.
-
-    Threads: `disagg-prompt`, one for each prompt on its way; those of `Declines`.
-
-    Args:
-        means: Means that its prompts share.
-        instance: Id drawn at the start, the same on all ranks of this server and different on every
-            other server.
-        failure_prob: Share of prompts that fail by injection.
-    """
-
-    def __init__(self, means: Means, instance: str, failure_prob: float = 0.0) -> None:
-        self._means = means
-        self._instance = instance
-        self._failure_prob = failure_prob
-        self._num_begun = 0
-        self._threads = CallThreads("disagg-prompt")
-        self._declines = Declines(means.find_rank, means.patience, means.secret)
-
-    def begin(self, meeting: Bootstrap, own: OwnSlots) -> WholePrompt:
-        """See `Remote`."""
-        fails = random.random() < self._failure_prob
-        # All ranks begin the same prompts in the same order.
-        reader = f"{self._instance} {self._num_begun}"
-        self._num_begun += 1
-        fails_at = random.choice(STEPS) if fails else None
-        prompt = WholePrompt(meeting, own, self._means, reader, fails_at)
-        try:
-            self._threads.submit(prompt.run)
-        except RuntimeError as error:
-            prompt.refuse(f"no thread for the prompt: {error}")
-        return prompt
-
-    def decline(self, meeting: Bootstrap, reason: str) -> None:
-        """See `Remote`."""
-        if self._means.place.rank == 0:
-            self._declines.add(meeting, reason)
-
-    def close(self) -> None:
-        """Accept no more prompts. Prompts on their way end by themselves."""
-        self._threads.close()
-        self._declines.close()
-
-
 def _patience() -> Patience:
     return Patience(
-        bootstrap=_seconds(envs.SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT),
+        bootstrap=_seconds(envs.SGLANG_DISAGGREGATION_UNKNOWN_ROOM_TIMEOUT),
         waiting=_seconds(envs.SGLANG_DISAGGREGATION_WAITING_TIMEOUT),
         silence=_silence(),
     )
@@ -303,8 +253,9 @@ def _decode(means: Means, ranks: RankGroup) -> MakeHalf:
         logger.warning("%.0f%% of the requests fail, for tests", 100 * failure_prob)
     drawn = uuid.uuid4().hex.encode() if ranks.rank == 0 else None
     servers = PrefillServers(means, ranks.broadcast(drawn).decode(), failure_prob)
-    wait_s = means.patience.bootstrap
-    return lambda state, holder: DecodeHalf(state, holder, servers, wait_s, ranks)
+    wait_s = _seconds(envs.SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT)
+    silent_s = means.patience.silence
+    return lambda state, holder: DecodeHalf(state, holder, servers, wait_s, silent_s, ranks)
 
 
 def _silence() -> int:

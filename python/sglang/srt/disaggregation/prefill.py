@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from enum import IntEnum
 from typing import TYPE_CHECKING, Final, Protocol
 
@@ -17,6 +18,7 @@ from sglang.srt.disaggregation.utils import MetadataBuffers
 from sglang.srt.distributed.rank_group import RankGroup, SingleRank
 from sglang.srt.managers.messages.io_struct import FinishReason
 from sglang.srt.observability.disaggregation_metrics import DisaggregationMetrics
+from sglang.srt.utils.logging_utils import RateLimitedLogger
 
 if TYPE_CHECKING:
     from sglang.srt.managers.messages.io_struct import Bootstrap, TokenizedGenerateReqInput
@@ -29,6 +31,11 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 LOST_STATUS: Final = 503
+SURVEY_S: Final = 1.0
+"""Seconds between two looks at the requests that no decode server asks for."""
+_SAY_S: Final = 5.0
+"""Seconds that a request has waited before the log says so."""
+_SHOWN_ROOMS: Final = 8
 REMEMBER_S: Final = 60.0
 """Seconds for which a room that has ended is not given to another request."""
 
@@ -56,6 +63,7 @@ class Desk(Protocol):
     def take_claimed(self) -> Sequence[int]: ...
     def outcome(self, room: int) -> str | None: ...
     def take_given_up(self) -> Mapping[int, str]: ...
+    def unheard_of(self, rooms: Iterable[int], limit_s: float) -> Mapping[int, str]: ...
     def close(self) -> None: ...
 
 
@@ -90,6 +98,8 @@ class PrefillHalf:
 
     A request waits until a decode server asks for it, which then has slots for it. If it were
     computed before, each server's slots could be full of requests that wait for slots of the other.
+    Until it asks, the decode server names the request all the time. One that is not named fails
+    soon: its decode server has died, or never got it.
     A computed request is held, without decoding, until the decode server has read its pages or is
     gone. A request that the decode server gives up ends in any state.
 
@@ -101,6 +111,7 @@ class PrefillHalf:
         state: State of the scheduler.
         desk: Answers decode servers.
         wait_s: Seconds for which a request waits until a decode server asks for it.
+        unknown_s: Seconds for which it waits until one names it.
         group: The ranks.
         metadata: Rows for the first tokens; None: the desk sends them. If no row is free, a
             computed request is held until one is.
@@ -111,13 +122,20 @@ class PrefillHalf:
         state: SchedulerState,
         desk: Desk,
         wait_s: float,
+        unknown_s: float,
         group: RankGroup | None = None,
         metadata: MetadataBuffers | None = None,
     ) -> None:
         self._state = state
         self._desk = desk
         self._wait_s = wait_s
-        self._votes = Votes(group or SingleRank())
+        self._unknown_s = unknown_s
+        ranks = group or SingleRank()
+        self._is_first = ranks.rank == 0
+        """Whether this is the rank that all decode servers name rooms to."""
+        self._surveyed = -math.inf
+        self._say = RateLimitedLogger(logger)
+        self._votes = Votes(ranks)
         """Votes on prompts, by room."""
         self._unclaimed: dict[int, float] = {}
         """Arrival of the request of each room that was not asked for yet, in seconds of the
@@ -259,6 +277,9 @@ class PrefillHalf:
             self._desk.forget(oldest[0])
         self._complete()
         self._look()
+        if self._is_first and self._unclaimed and now - self._surveyed >= SURVEY_S:
+            self._surveyed = now
+            self._survey()
         for room, vote, why in self._votes.count():
             if vote == RoomVote.FAILED:
                 self._fail_room(room, why)
@@ -271,6 +292,26 @@ class PrefillHalf:
             if now - arrived <= self._wait_s:
                 break
             self._fail_room(room, f"no decode server has asked for it within {self._wait_s:.0f} s")
+
+    def _survey(self) -> None:
+        """Look at the requests that no decode server asks for yet."""
+        for room, why in self._desk.unheard_of(self._unclaimed, self._unknown_s).items():
+            self._votes.see(room, RoomVote.FAILED, why)
+        rooms = list(self._unclaimed)
+        waited = self._state.now - self._unclaimed[rooms[0]]
+        if waited < _SAY_S:
+            return
+        more = f" and {len(rooms) - _SHOWN_ROOMS} more" if len(rooms) > _SHOWN_ROOMS else ""
+        self._say.warning(
+            "unclaimed",
+            "%d requests wait until decode servers ask for them, the longest for %.0f of at most "
+            "%.0f s: rooms %s%s",
+            len(rooms),
+            waited,
+            self._wait_s,
+            ", ".join(map(str, rooms[:_SHOWN_ROOMS])),
+            more,
+        )
 
     def _look(self) -> None:
         """Vote on the observations of this rank's desk."""

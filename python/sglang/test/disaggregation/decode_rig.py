@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,6 +12,7 @@ import msgspec
 
 from sglang.srt.disaggregation.common.protocol import FirstToken
 from sglang.srt.disaggregation.common.remote_prompt import OwnSlots
+from sglang.srt.disaggregation.contact import Contact
 from sglang.srt.disaggregation.decode import DecodeHalf
 from sglang.srt.disaggregation.halves import MakeHalf
 from sglang.srt.disaggregation.prefill import prompt_digest
@@ -21,10 +23,12 @@ from sglang.srt.managers.messages.io_struct import (
 )
 from sglang.srt.mem_cache.tree.radix_key import token_array
 from sglang.srt.sampling.sampling_params import SamplingParams
+from sglang.test.disaggregation.pd_rig import one_rank
 from sglang.test.schedulers.scheduler_rig import SchedulerRig
 
 PAGE = 4
-WAIT_S = 100.0
+WAIT_S, SILENT_S = 100.0, 10.0
+ROUTES = (one_rank("tcp://127.0.0.1:1"),)
 
 
 @dataclass
@@ -37,7 +41,7 @@ class FakePrompt:
     outcome: FirstToken | str | None = None
     has_ended: bool = False
     is_cancelled: bool = False
-    has_met, read_seconds, num_bytes_read = False, 0.0, 0
+    read_seconds, num_bytes_read = 0.0, 0
     metadata_bytes: dict[str, int] = field(default_factory=dict)
 
     def cancel(self, reason: str) -> None:
@@ -50,16 +54,50 @@ class FakePrompt:
         self.has_ended = True
 
 
+class FakeContact(Contact):
+    """A room at a prefill server that does nothing."""
+
+    def __init__(self, meeting: Bootstrap, servers: FakeServers) -> None:
+        super().__init__(meeting, None, servers.news)
+        self._servers = servers
+
+    def leave(self, reason: str | None = None) -> None:
+        if reason is not None:
+            self._servers.declined.append((self.meeting.room, reason))
+
+
 @dataclass
 class FakeServers:
     """Prefill servers that do nothing."""
 
     begun: list[FakePrompt] = field(default_factory=list)
     declined: list[tuple[int, str]] = field(default_factory=list)
+    contacts: list[FakeContact] = field(default_factory=list)
+    unknown: set[int] = field(default_factory=set)
+    """Rooms that the prefill servers do not know at once."""
     is_closed: bool = False
 
-    def begin(self, meeting: Bootstrap, own: OwnSlots) -> FakePrompt:
-        self.begun.append(FakePrompt(meeting, list(own.pages), own.first_page))
+    def __post_init__(self) -> None:
+        self.news: deque[Contact] = deque()
+
+    def meet(self, meeting: Bootstrap) -> FakeContact:
+        contact = FakeContact(meeting, self)
+        self.contacts.append(contact)
+        if meeting.room not in self.unknown:
+            contact.know(ROUTES)
+        return contact
+
+    def contact(self, room: int) -> FakeContact:
+        (found,) = [one for one in self.contacts if one.meeting.room == room]
+        return found
+
+    def take_news(self) -> list[Contact]:
+        news = list(self.news)
+        self.news.clear()
+        return news
+
+    def begin(self, contact: Contact, own: OwnSlots) -> FakePrompt:
+        self.begun.append(FakePrompt(contact.meeting, list(own.pages), own.first_page))
         return self.begun[-1]
 
     def decline(self, meeting: Bootstrap, reason: str) -> None:
@@ -75,16 +113,22 @@ class DecodeRig(SchedulerRig):
     def __init__(self, model: Path, **args: Any) -> None:
         self.servers = FakeServers()
         half: MakeHalf = lambda state, holder: DecodeHalf(  # noqa: E731
-            state, holder, self.servers, WAIT_S
+            state, holder, self.servers, WAIT_S, SILENT_S
         )
         super().__init__(
             model, make_half=lambda pools: half, **{"page_size": PAGE, "pool_tokens": 128, **args}
         )
 
     def ask(
-        self, rid: str, ids: list[int], room: int, params: SamplingParams | None = None, **more: Any
+        self,
+        rid: str,
+        ids: list[int],
+        room: int,
+        params: SamplingParams | None = None,
+        host: str = "host",
+        **more: Any,
     ) -> TokenizedGenerateReqInput:
-        return self.request(rid, ids, params, bootstrap=Bootstrap("host", 1, room), **more)
+        return self.request(rid, ids, params, bootstrap=Bootstrap(host, 1, room), **more)
 
     def prompt(self, room: int) -> FakePrompt:
         (found,) = [one for one in self.servers.begun if one.meeting.room == room]

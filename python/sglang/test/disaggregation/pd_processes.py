@@ -87,7 +87,7 @@ class HalfProcess:
         self._process.start()
         theirs.close()
         self.endpoint: str = self._receive()
-        """Endpoint of a prefill server's desk."""
+        """Endpoint of a prefill server's desk, `#` and its instance."""
 
     def __enter__(self) -> HalfProcess:
         return self
@@ -165,7 +165,8 @@ class HalfProcess:
 
 
 class _Server:
-    """The loop of the process. A host that is an endpoint names the prefill server itself."""
+    """The loop of the process. A host that is a `HalfProcess.endpoint` names the prefill server
+    itself."""
 
     def __init__(self, mode: str, holds: bool, args: dict[str, Any]) -> None:
         torch.set_num_threads(1)
@@ -179,12 +180,14 @@ class _Server:
             BUILTIN_MODEL_DIR,
             mode,
             self._mover if holds else self._engine,
-            lambda host, port, rank: one_rank(host if "://" in host else self._endpoint),
+            lambda host, port, rank: one_rank(
+                *(host if "://" in host else self._endpoint).split("#")
+            ),
             **args,
         )
 
     def run(self, pipe: Connection) -> None:
-        pipe.send((True, self.rig.endpoint if self.rig.routes else ""))
+        pipe.send((True, "".join(f"{one.endpoint}#{one.instance_id}" for one in self.rig.routes)))
         while True:
             timeout = 0.0 if not self._is_paused and not self.rig.scheduler.is_idle() else 0.005
             while pipe.poll(timeout):

@@ -14,8 +14,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, ClassVar, Protocol
 
+import msgspec
 import torch
 
+from sglang.srt.disaggregation.common.bootstrap_client import BootstrapError
 from sglang.srt.disaggregation.common.bootstrap_route import Route
 from sglang.srt.disaggregation.common.link_costs import UNIT_BYTES, LinkCosts
 from sglang.srt.disaggregation.common.whole_prompt import FindRank
@@ -46,9 +48,9 @@ SLOW_BLOCKS = LinkCosts(block_s=10.0, bytes_per_s=1e12, packing_s=0.0, unit_s=0.
 prefill server takes for the first unit."""
 
 
-def one_rank(endpoint: str) -> Route:
+def one_rank(endpoint: str, instance_id: str = "instance") -> Route:
     """The route of a server of one rank."""
-    return Route(rank=0, endpoint=endpoint, instance_id="rig", num_ranks=1, attn_tp_size=1)
+    return Route(rank=0, endpoint=endpoint, instance_id=instance_id, num_ranks=1, attn_tp_size=1)
 
 
 class LocalMover:
@@ -287,15 +289,25 @@ class PdRig:
     ) -> None:
         kind = CheckableHalfRig if checkable else HalfRig
         self.engine = engine
+        self.other: HalfRig | None = None
+        """Another prefill scheduler that the decode scheduler finds in place of its own one."""
         self.endpoint: str | None = None
         """Endpoint at which the decode scheduler finds the prefill scheduler; None: its own one."""
         self.prefill = kind(model_path, PREFILL, engine, self._find, **{**args, **(prefill or {})})
         self.decode = kind(model_path, DECODE, engine, self._find, **{**args, **(decode or {})})
+        self.strangers: dict[str, Route | None] = {}
+        """Other prefill servers that requests may name, by host; None: it is not found."""
         self._rooms = itertools.count(1)
 
     def _find(self, host: str, port: int, rank: int) -> Route:
+        if host in self.strangers:
+            stranger = self.strangers[host]
+            if stranger is None:
+                raise BootstrapError(f"nobody is at {host}")
+            return stranger
         assert (host, port, rank) == (LOOPBACK, NEVER_ASKED, 0)
-        return one_rank(self.endpoint or self.prefill.endpoint)
+        route = (self.other or self.prefill).routes[0]
+        return msgspec.structs.replace(route, endpoint=self.endpoint or route.endpoint)
 
     def __enter__(self) -> PdRig:
         return self

@@ -40,6 +40,7 @@ SILENT_S: Final = 2
 ENV: Final = {
     "MOONCAKE_PROTOCOL": "tcp",
     "SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT": "4",
+    "SGLANG_DISAGGREGATION_UNKNOWN_ROOM_TIMEOUT": "4",
     "SGLANG_DISAGGREGATION_WAITING_TIMEOUT": "10",
     "SGLANG_DISAGGREGATION_HEARTBEAT_INTERVAL": "1",
     "SGLANG_DISAGGREGATION_HEARTBEAT_MAX_FAILURE": str(SILENT_S),
@@ -66,6 +67,7 @@ _NAMED: Final = re.compile(
             r"^the prefill server's pages could not be read within",
             r"^reading (the metadata )?from the prefill server failed",
             r"^no slots were free for the request within",
+            r"^reads of \d+ earlier prompts from the prefill server have not ended",
             r"^the decode server (gave it up: .|has not been heard of for)",
             r"^no decode server has asked for it within",
         )

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import threading
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import msgspec
 import torch
 
+from sglang.srt.disaggregation.common.bootstrap_route import Route
 from sglang.srt.disaggregation.common.conversation import Patience
 from sglang.srt.disaggregation.common.geometry import PoolGeometry
 from sglang.srt.disaggregation.common.link_costs import LinkCosts
@@ -21,9 +25,13 @@ from sglang.srt.disaggregation.common.room_desk import RoomDesk
 from sglang.srt.disaggregation.common.sessions import Sessions
 from sglang.srt.disaggregation.common.staging import Staging
 from sglang.srt.disaggregation.common.whole_prompt import Means, WholePrompt
+from sglang.srt.disaggregation.contact import Contact
+from sglang.srt.disaggregation.prefill_peer import PrefillPeer
+from sglang.srt.distributed.device_communicators.call_threads import CallThreads
 from sglang.srt.managers.messages.io_struct import Bootstrap
 from sglang.srt.mem_cache.device.memory_pool import MHATokenToKVPool
 from sglang.srt.utils.network import wait_until
+from sglang.test.disaggregation.control_proxy import ControlProxy
 from sglang.test.disaggregation.pd_rig import SLOW_BLOCKS, LocalMover, one_rank
 
 PAGE, PAGES, ROOM = 2, 16, 5
@@ -91,6 +99,21 @@ class Scene:
             return Staging(self.mover, cpu)
         return Staging(self.mover, cpu, num_bytes=self.unit_bytes)
 
+    def means(self, patience: Patience = PATIENT, **fields: Any) -> Means:
+        """Means of the rank; `fields` replaces some."""
+        means = Means(
+            place=RankPlace(),
+            geometry=self.here.geometry,
+            mover=self.mover,
+            staging=self.staging,
+            metadata=MetadataReader(),
+            sessions=self.sessions,
+            find_rank=lambda *_: one_rank(self.endpoint),
+            patience=patience,
+            link=self.link,
+        )
+        return dataclasses.replace(means, **fields)
+
     def begin(
         self,
         own_pages: Sequence[int],
@@ -98,21 +121,15 @@ class Scene:
         patience: Patience = PATIENT,
         **fields: Any,
     ) -> WholePrompt:
-        means = Means(
-            place=RankPlace(),
-            geometry=self.here.geometry,
-            mover=fields.pop("mover", self.mover),
-            staging=self.staging,
-            metadata=fields.pop("metadata", MetadataReader()),
-            sessions=self.sessions,
-            find_rank=fields.pop("find_rank", lambda *_: one_rank(self.endpoint)),
-            patience=patience,
-            link=self.link,
-        )
         prompt = WholePrompt(
             Bootstrap("host", 1, fields.pop("room", ROOM)),
+            (one_rank(self.endpoint),),
             OwnSlots(pages=own_pages, first_page=first_page),
-            means,
+            self.means(
+                patience,
+                mover=fields.pop("mover", self.mover),
+                metadata=fields.pop("metadata", MetadataReader()),
+            ),
             f"reader {next(self._readers)}",
             **fields,
         )
@@ -163,3 +180,45 @@ class Scene:
             prompt.cancel()
             thread.join(10)
         self.desk.close()
+
+
+class Server:
+    """A prefill server of one rank, and the peer that a decode rank has of it."""
+
+    def __init__(self, patience: Patience = PATIENT) -> None:
+        self.scene = Scene()
+        self.desk = self.scene.desk
+        self.route = one_rank(self.scene.endpoint)
+        self.look_ups: list[int] = []
+        """Ranks that were looked up."""
+        self.why: Exception | None = None
+        """Error of look-ups."""
+        self.news: deque[Contact] = deque()
+        self._threads = CallThreads("disagg-peer")
+        means = self.scene.means(patience, find_rank=self._find)
+        self.peer = PrefillPeer("host", 1, means, self._threads, self.news)
+
+    def _find(self, host: str, port: int, rank: int) -> Route:
+        assert (host, port) == ("host", 1)
+        self.look_ups.append(rank)
+        if self.why is not None:
+            raise self.why
+        return msgspec.structs.replace(self.route, rank=rank)
+
+    def meet(self, room: int = ROOM) -> Contact:
+        return self.peer.meet(Bootstrap("host", 1, room))
+
+    def restart(self) -> None:
+        """Another instance takes the place of the prefill server, at another port."""
+        self.desk.close()
+        offer = self.scene.there.geometry.offer("another", self.scene.mover.get_session_id())
+        self.desk = self.scene.desk = RoomDesk(offer, "127.0.0.1", unwanted_s=300, silent_s=300)
+        self.route = one_rank(f"tcp://127.0.0.1:{self.desk.port}", "another")
+
+    def through(self, proxy: ControlProxy) -> None:
+        self.route = msgspec.structs.replace(self.route, endpoint=proxy.endpoint)
+
+    def close(self) -> None:
+        self.peer.close()
+        self._threads.close()
+        self.scene.close()

@@ -4,7 +4,8 @@
     python -m sglang.test.disaggregation.random_pd --seconds S   runs seed after seed
 
 A seed determines a configuration of both schedulers, and round after round of work: requests that
-share prefixes, aborts on either side, requests that only one side gets, rooms that are taken. In
+share prefixes, aborts on either side, requests that only one side gets, rooms that are taken,
+prefill servers that are away or silent. In
 some rounds nothing fails, and every request must give its words. In the others messages are lost,
 doubled and delayed, reads hang and fail, the desk gives rooms up, and prompts fail by injection;
 then a request gives its words or ends with an error that names the step. After each round both
@@ -19,6 +20,7 @@ from __future__ import annotations
 import contextlib
 import random
 import re
+import socket
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -39,7 +41,13 @@ from sglang.srt.managers.messages.io_struct import (
     ToScheduler,
 )
 from sglang.test.disaggregation.control_proxy import ControlProxy
-from sglang.test.disaggregation.pd_rig import LOOPBACK, NEVER_ASKED, LocalMover, PdRig
+from sglang.test.disaggregation.pd_rig import (
+    LOOPBACK,
+    NEVER_ASKED,
+    LocalMover,
+    PdRig,
+    one_rank,
+)
 from sglang.test.schedulers import random_seeds
 from sglang.test.schedulers.random_checks import (
     assert_input_logprobs,
@@ -57,16 +65,21 @@ _HANG_S: Final = 60.0
 _REST_S: Final = 60.0
 _LOST_S: Final = 3
 """Seconds for which one half of a request waits for the other."""
+_UNKNOWN_S: Final = 2
+"""Seconds for which a prefill server may not know a request."""
 _SILENT_S: Final = 2
+AWAY, SILENT = "away", "silent"
+"""Hosts of prefill servers that do not exist, or do not answer."""
 _NAMED: Final = re.compile(
     "|".join(
         (
-            r"^the prefill server (ended the request|does not know the request)",
+            r"^the prefill server (ended the request|does not know the request|is not found)",
             r"^the prefill server let go of the pages",
             # It let go of the row.
             r"^reading the metadata from the prefill server failed: the row is (empty|stale|torn)",
             r"^the prefill server at \S+ has not answered for",
             r"^reading from the prefill server failed: peer p is gone by injection$",
+            r"^reads of \d+ earlier prompts from the prefill server have not ended",
             r"^injected by SGLANG_TEST_DISAGG_FAILURE_PROB: (asking|reading|confirming) failed$",
             r"^no slots were free for the request within",
             r"^the prefill server computed (another|a) prompt",
@@ -121,6 +134,7 @@ def impatient() -> Iterator[None]:
     repeat = conversation.REPEAT_S
     with (
         envs.SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT.override(_LOST_S),
+        envs.SGLANG_DISAGGREGATION_UNKNOWN_ROOM_TIMEOUT.override(_UNKNOWN_S),
         envs.SGLANG_DISAGGREGATION_HEARTBEAT_INTERVAL.override(1),
         envs.SGLANG_DISAGGREGATION_HEARTBEAT_MAX_FAILURE.override(_SILENT_S),
     ):
@@ -188,6 +202,9 @@ class RandomPd:
             stack.callback(self._mover.release)
             proxy = ControlProxy(self.pair.prefill.endpoint, self._fate)
             self.pair.endpoint = stack.enter_context(proxy).endpoint
+            silent = stack.enter_context(socket.create_server((LOOPBACK, 0)))
+            endpoint = f"tcp://{LOOPBACK}:{silent.getsockname()[1]}"
+            self.pair.strangers = {AWAY: None, SILENT: one_rank(endpoint)}
             self._mover.fails = self._read_error
             try:
                 while self.outcome.steps < steps or (
@@ -275,12 +292,13 @@ class RandomPd:
             else:
                 self._num_rooms += 1
                 self._owner = rid
-            meeting = Bootstrap(LOOPBACK, NEVER_ASKED, self._num_rooms)
-            message = msgspec.structs.replace(sent.message, bootstrap=meeting)
-            # A request that comes to only one side waits for a second.
-            sides = ["prefill", "decode"]
+            # A request that comes to only one side waits for seconds.
+            sides, host = ["prefill", "decode"], LOOPBACK
             if is_odd and owner is None:
                 sides.remove(rng.choice(sides))
+                host = rng.choice((LOOPBACK, AWAY, SILENT))
+            meeting = Bootstrap(host, NEVER_ASKED, self._num_rooms)
+            message = msgspec.structs.replace(sent.message, bootstrap=meeting)
             for side in sides:
                 delay = rng.choice((0, 0, 0, rng.randint(1, 20)))
                 self._late.append((self.outcome.steps + delay, side, message))

@@ -335,7 +335,7 @@ def test_slots_that_never_come_free_end_the_wait(model: Path) -> None:
 
 
 def test_a_prompt_that_is_longer_than_a_batch_gets_slots_at_once(model: Path) -> None:
-    rig = DecodeRig(model, pool_tokens=256, chunked_prefill_size=16, max_prefill_tokens=32)
+    rig = DecodeRig(model, pool_tokens=320, chunked_prefill_size=16, max_prefill_tokens=32)
     rig.step(rig.ask("a", prompt(1, 100), 1), rig.ask("b", prompt(2, 100), 2))
     assert [len(one.pages) for one in rig.servers.begun] == [25, 25]
     for room in (1, 2):
@@ -345,7 +345,7 @@ def test_a_prompt_that_is_longer_than_a_batch_gets_slots_at_once(model: Path) ->
 
 def test_rows_are_slots_too(model: Path) -> None:
     rig = DecodeRig(model, max_requests=2)
-    rig.step(*(rig.ask(f"r{i}", prompt(i, 5), i) for i in range(3)))
+    rig.step(*(rig.ask(f"r{i}", prompt(i, 5), i, host=f"host{i}") for i in range(3)))
     assert len(rig.servers.begun) == 2
     rig.step(rig.abort("r0"))
     assert len(rig.servers.begun) == 2, "a row that something may write for is not free"
@@ -361,7 +361,7 @@ def test_retracted_requests_go_before_new_ones(model: Path) -> None:
     """Else a stream of new ones would keep them waiting for ever."""
     rig = DecodeRig(model, pool_tokens=48, schedule_conservativeness=0.01)
     ids = [prompt(i, 12) for i in range(4)]
-    rig.step(*(rig.ask(f"r{i}", ids[i], i, greedy(20)) for i in range(3)))
+    rig.step(*(rig.ask(f"r{i}", ids[i], i, greedy(20), host=f"host{i}") for i in range(3)))
     for room in range(3):
         rig.prompt(room).come(ids[room])
     while not rig.scheduler.state.counters.retractions:

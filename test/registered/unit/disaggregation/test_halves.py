@@ -250,7 +250,7 @@ def test_a_second_request_of_a_room_leaves_the_first_alone(pair: PdRig, mover: L
 
 def test_two_decode_servers_in_one_room(mover: LocalMover) -> None:
     with make_pair(mover) as pair, make_pair(mover) as other:
-        other.endpoint = pair.prefill.endpoint
+        other.other = pair.prefill
         mover.hold = True
         message = pair.request("a", PROMPTS[6], room=3)
         pair.until(lambda: bool(mover.begun), message)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 
 from sglang.srt.disaggregation.common.protocol import FirstToken
 from sglang.srt.disaggregation.halves import MakeHalf
-from sglang.srt.disaggregation.prefill import REMEMBER_S, PrefillHalf, prompt_digest
+from sglang.srt.disaggregation.prefill import REMEMBER_S, SURVEY_S, PrefillHalf, prompt_digest
 from sglang.srt.managers.messages.io_struct import (
     Bootstrap,
     CachedTokensDetails,
@@ -28,6 +29,7 @@ register_cpu_ci(est_time=5, suite="base-a-test-cpu")
 
 PAGE = 4
 WAIT_S = 100.0
+UNKNOWN_S = 10.0
 
 
 class FakeDesk:
@@ -46,6 +48,7 @@ class FakeDesk:
         """Whether decode servers ask for rooms at once."""
         self.outcomes: dict[int, str] = {}
         self.given_up: dict[int, str] = {}
+        self.unheard: dict[int, str] = {}
         self.is_closed = False
 
     def open(self, room: int) -> None:
@@ -86,6 +89,10 @@ class FakeDesk:
         given_up, self.given_up = self.given_up, {}
         return given_up
 
+    def unheard_of(self, rooms: Iterable[int], limit_s: float) -> Mapping[int, str]:
+        assert limit_s == UNKNOWN_S
+        return {room: self.unheard[room] for room in rooms if room in self.unheard}
+
     def close(self) -> None:
         self.is_closed = True
 
@@ -95,7 +102,9 @@ class Rig(SchedulerRig):
 
     def __init__(self, model: Path, **args: Any) -> None:
         self.desk = FakeDesk()
-        half: MakeHalf = lambda state, _: PrefillHalf(state, self.desk, WAIT_S)  # noqa: E731
+        half: MakeHalf = lambda state, _: PrefillHalf(  # noqa: E731
+            state, self.desk, WAIT_S, UNKNOWN_S
+        )
         settings = {"page_size": PAGE, "pool_tokens": 128, "chunked_prefill_size": 8}
         super().__init__(model, make_half=lambda pools: half, **{**settings, **args})
 
@@ -217,6 +226,46 @@ def test_a_request_waits_until_a_decode_server_asks_for_it(rig: Rig) -> None:
     rig.desk.outcomes = {1: "", 2: ""}
     rig.run()
     rig.assert_idle()
+
+
+def test_a_request_that_no_decode_server_knows_fails_soon(rig: Rig) -> None:
+    rig.desk.claims = False
+    rig.step(*(rig.ask(f"r{room}", IDS, room) for room in (1, 2)))
+    rig.desk.unheard = {1: "no decode server has asked for it within 10 s"}
+    rig.now += SURVEY_S
+    rig.run_until(lambda: "r1" in rig.results)
+    assert rig.end("r1") == FinishReason(
+        type="abort", message="no decode server has asked for it within 10 s", status_code=503
+    )
+    rig.now += SURVEY_S
+    rig.step()
+    assert "r2" not in rig.results, "a decode server names it"
+    rig.desk.claimed.append(2)
+    rig.run_until(lambda: 2 in rig.desk.tokens)
+    rig.desk.outcomes = {2: ""}
+    rig.run()
+    rig.assert_idle()
+
+
+def test_the_log_says_which_requests_wait_for_a_decode_server(
+    rig: Rig, caplog: pytest.LogCaptureFixture
+) -> None:
+    rig.desk.claims = False
+    rig.step(*(rig.ask(f"r{room}", IDS, room) for room in range(10)))
+
+    def lines() -> list[str]:
+        return [one.message for one in caplog.records if "wait until decode" in one.message]
+
+    rig.step()
+    assert lines() == []
+    rig.now += 20
+    rig.step()
+    (line,) = lines()
+    assert re.fullmatch(
+        "10 requests wait until decode servers ask for them, the longest for 2. of at most 100 s: "
+        "rooms 0, 1, 2, 3, 4, 5, 6, 7 and 2 more",
+        line,
+    )
 
 
 def test_samples_do_not_wait_for_one_that_nobody_asks_for(rig: Rig) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import socket
 import threading
 import time
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from sglang.srt.disaggregation.common.protocol import (
     ANSWERED_DECODER,
     Answer,
     Asked,
+    Met,
     Offer,
     Packed,
     Question,
@@ -31,11 +33,19 @@ REPEAT_S: Final = 1.0
 POLL_S: Final = 0.1
 """Seconds within which an abort is noticed."""
 ABORTED: Final = "the request was aborted"
-_A = TypeVar("_A", Offer, RoomNews, Packed, Released)
+_A = TypeVar("_A", Offer, Met, RoomNews, Packed, Released)
 
 
 class RoomFailed(RuntimeError):
     """The prompt cannot be received; the message names the failed step and the reason."""
+
+
+class NotAnswered(RoomFailed):
+    """The prefill server has not answered in time."""
+
+
+class Replaced(RoomFailed):
+    """Another instance answers at the prefill server's address."""
 
 
 class Cancellation:
@@ -66,7 +76,7 @@ class Patience:
     """Time limits of a room, in seconds."""
 
     bootstrap: float
-    """Time until the prefill server knows the room."""
+    """Time until the prefill server knows the room, from its first answer that it does not."""
     waiting: float
     """Time until the next pages, once the prefill server knows the room."""
     silence: float
@@ -79,7 +89,12 @@ class Patience:
 
 
 class Conversation:
-    """Questions to one prefill server, one at a time, over a connection of its own."""
+    """Questions to one prefill server, one at a time, over a connection of its own.
+
+    Args:
+        instance_id: The instance that has to answer.
+        waker: See `ControlLink`.
+    """
 
     def __init__(
         self,
@@ -87,7 +102,10 @@ class Conversation:
         secret: DeploymentSecret | None,
         patience: Patience,
         cancelled: Cancellation,
+        instance_id: str,
+        waker: socket.socket | None = None,
     ) -> None:
+        """Raises RoomFailed if the endpoint is no such address."""
         self._endpoint = endpoint
         self._patience = patience
         self._cancelled = cancelled
@@ -95,14 +113,21 @@ class Conversation:
         self._heard = time.monotonic()
         """Time of the prefill server's last answer, or of the first question."""
         self._sent = 0.0
-        self._instance_id: str | None = None
-        self._link = ControlLink(endpoint, secret)
+        self._instance_id = instance_id
+        try:
+            self._link = ControlLink(endpoint, secret, waker)
+        except ValueError as error:
+            raise RoomFailed(f"the prefill server told a wrong endpoint: {error}") from None
 
     def __enter__(self) -> Conversation:
         return self
 
     def __exit__(self, *_: object) -> None:
         self._link.close()
+
+    def drop(self) -> None:
+        """Close the connection at once. Its last question may not have been sent."""
+        self._link.drop()
 
     def tell(self, question: Question) -> None:
         """Send a question once, without waiting for an answer."""
@@ -151,10 +176,18 @@ class Conversation:
         self._send(question)
         self._sent = time.monotonic()
 
+    def rest(self, timeout: float) -> None:
+        """Wait at most `timeout` seconds, without a question.
+
+        Raises:
+            RoomFailed: Another instance answers, or the server does not want this client.
+        """
+        self._receive(timeout)
+
     def _repeat(self, question: Question) -> None:
         now = time.monotonic()
         if now >= self._heard + self._patience.silence:
-            raise RoomFailed(
+            raise NotAnswered(
                 f"the prefill server at {self._endpoint} has not answered for "
                 f"{self._patience.silence:g} s"
             )
@@ -178,8 +211,7 @@ class Conversation:
         except MALFORMED as error:
             logger.warning("a bad message of the prefill server at %s: %s", self._endpoint, error)
             return None
-        if self._instance_id not in (None, message.instance_id):
-            raise RoomFailed("the prefill server was replaced by another instance")
-        self._instance_id = message.instance_id
+        if self._instance_id != message.instance_id:
+            raise Replaced("the prefill server was replaced by another instance")
         self._heard = time.monotonic()
         return message.answer if message.number == self._number else None

@@ -13,8 +13,13 @@ import msgspec
 from sglang.srt.disaggregation.common.bootstrap_route import MAX_RANK
 from sglang.srt.managers.messages.io_struct import CachedTokensDetails, TopLogprobs
 
-VERSION: Final = 3
+VERSION: Final = 4
 """Version of the messages and of their meaning."""
+MAX_MEETING: Final = 1024
+"""Most rooms of each kind in a `Meet`."""
+MAX_DECLINED: Final = 32
+"""Most rooms that a `Meet` declines."""
+MAX_REASON_CHARS: Final = 500
 Reader: TypeAlias = Annotated[str, msgspec.Meta(max_length=64)]
 """Id of a reader, drawn for each prompt, the same on all ranks of the decode server. A room belongs
 to the first reader that asks for it."""
@@ -107,6 +112,20 @@ class Hello(msgspec.Struct, frozen=True, tag=True):
     version: int = VERSION
 
 
+class Meet(msgspec.Struct, frozen=True, tag=True):
+    """Asks which of some rooms the prefill server has, and declines others. It claims no room: the
+    decode server has no slots for them yet. The answer may wait until there is news."""
+
+    serial: int
+    """Number of this question; it increases. The answer repeats it."""
+    rooms: Annotated[list[int], msgspec.Meta(max_length=MAX_MEETING)]
+    """Rooms that the asker does not know to be there."""
+    known: Annotated[list[int], msgspec.Meta(max_length=MAX_MEETING)] = []
+    """Rooms that the asker knows to be there; it asks for their failure."""
+    declined: Annotated[dict[int, str], msgspec.Meta(max_length=MAX_DECLINED)] = {}
+    """Reasons for which rooms are not wanted, by room."""
+
+
 class Ask(msgspec.Struct, frozen=True, tag=True):
     """Asks for the progress of a room. The answer may wait until there is more than the asker
     has."""
@@ -170,6 +189,17 @@ class GiveUp(msgspec.Struct, frozen=True, tag=True):
     reason: str
 
 
+class Met(msgspec.Struct, frozen=True, tag=True):
+    """News of rooms without a reader."""
+
+    serial: int
+    """Number of the question; all rooms that it declined are declined."""
+    known: list[int] = []
+    """Those of the question's `rooms` that the prefill server has."""
+    ended: dict[int, str] = {}
+    """Reasons of the question's rooms that have ended without success."""
+
+
 class RoomNews(msgspec.Struct, frozen=True, tag=True):
     """The state of a room."""
 
@@ -213,8 +243,10 @@ class Released(msgspec.Struct, frozen=True, tag=True):
     """Whether its pages were held until now, so that the data read from them is right."""
 
 
-Question = Hello | Ask | Pack | Received | GiveUp
-Answer = Offer | RoomNews | Packed | Released
+Waitable = Meet | Ask | Pack
+"""Questions that may wait for news."""
+Question = Hello | Meet | Ask | Pack | Received | GiveUp
+Answer = Offer | Met | RoomNews | Packed | Released
 
 
 class Asked(msgspec.Struct, frozen=True, array_like=True):
@@ -234,3 +266,18 @@ class Answered(msgspec.Struct, frozen=True, array_like=True):
 
 ASKED_DECODER: Final = msgspec.msgpack.Decoder(Asked)
 ANSWERED_DECODER: Final = msgspec.msgpack.Decoder(Answered)
+
+
+def is_worth_telling(answer: Answer, question: Waitable) -> bool:
+    """Whether the answer has anything that the asker does not know yet."""
+    assert isinstance(answer, Met | RoomNews | Packed), "an answer to such a question"
+    if isinstance(answer, Met):
+        assert isinstance(question, Meet)
+        return bool(answer.known or answer.ended or question.declined)
+    if answer.failure is not None:
+        return True
+    if isinstance(answer, Packed):
+        assert isinstance(question, Pack)
+        return answer.first + len(answer.places) > max(question.known, question.done)
+    assert isinstance(question, Ask)
+    return bool(answer.pages) or (answer.is_complete and not question.has_token)

@@ -73,6 +73,7 @@ class Source:
     Attributes:
         where: Name of the prefill server, for errors.
         endpoint: Endpoint of the rank.
+        instance_id: The instance that has to answer there.
         room: Room of the prompt there.
         reader: See `Reader`.
         part: Index of the asking rank among the reader's ranks that ask this one.
@@ -81,6 +82,7 @@ class Source:
 
     where: str
     endpoint: str
+    instance_id: str
     room: int
     reader: str
     part: int = 0
@@ -146,8 +148,6 @@ class RemotePrompt:
         self._returned = threading.Event()
         self.first_token: FirstToken | None = None
         """The first token, set before `has_ended` if the whole part was received."""
-        self.has_met = False
-        """Whether the prefill server has confirmed that it has the request."""
         self.read_seconds = 0.0
         """Seconds during which reads were in flight, or pages were packed for them."""
         self.metadata_bytes = {CONTROL: 0, TRANSPORT: 0}
@@ -191,7 +191,9 @@ class RemotePrompt:
 
     def _receive(self) -> FirstToken:
         source = self._source
-        with Conversation(source.endpoint, self._secret, self._patience, self._cancelled) as talk:
+        with Conversation(
+            source.endpoint, self._secret, self._patience, self._cancelled, source.instance_id
+        ) as talk:
             try:
                 return self._converse(talk)
             except Exception as error:
@@ -207,8 +209,8 @@ class RemotePrompt:
         if refusal is not None:
             raise cannot_serve(source.where, refusal)
         portion = self._portion_of(offer)
-        self._sessions.enter(offer.session_id, offer.instance_id)
-        self._session_id = offer.session_id
+        self._session_id = self._sessions.enter(offer.session_id, offer.instance_id)
+        offer = msgspec.structs.replace(offer, session_id=self._session_id)
         first_token = self._read_all(talk, offer, portion)
         self._read_state(talk, offer, portion, first_token)
         self._reach("confirming")
@@ -247,7 +249,6 @@ class RemotePrompt:
         while True:
             news = talk.ask(self._ask(have, wants_words=wants_words), RoomNews)
             _check(news)
-            self.has_met |= news.is_known
             coming = have + len(news.pages)
             if coming > total or (news.is_complete and coming < total):
                 raise RoomFailed(

@@ -9,11 +9,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Final
 
 import msgspec
@@ -21,12 +22,16 @@ import msgspec
 from sglang.srt.disaggregation.common.packing import Packer
 from sglang.srt.disaggregation.common.protocol import (
     ASKED_DECODER,
+    MAX_MEETING,
+    MAX_REASON_CHARS,
     Answer,
     Answered,
     Ask,
     FirstToken,
     GiveUp,
     Hello,
+    Meet,
+    Met,
     Offer,
     Pack,
     Packed,
@@ -34,7 +39,10 @@ from sglang.srt.disaggregation.common.protocol import (
     Received,
     Released,
     RoomNews,
+    Waitable,
+    is_worth_telling,
 )
+from sglang.srt.disaggregation.common.room import Room
 from sglang.srt.disaggregation.control.control_listener import ControlListener, ControlPeer
 from sglang.srt.disaggregation.control.deployment_secret import DeploymentSecret
 from sglang.srt.utils.bad_messages import MALFORMED, BadMessages
@@ -54,32 +62,12 @@ _POLL_S: Final = 0.1
 _BACKLOG: Final = 1024
 _MAX_UNWANTED: Final = 65_536
 """Most rooms that are remembered as given up before their requests came."""
+_LAST_LOOK_S: Final = 0.2
+"""Seconds after the last room that ended without success for which the desk goes on answering at
+its end: those who have just heard of the room ask again."""
+_NOT_HEARD: Final = "the decode server has not been heard of for"
 _LAST_WORDS_S: Final = 1.0
 """Seconds for the last answers to leave."""
-
-
-@dataclass(slots=True)
-class _Room:
-    pages: list[int] = field(default_factory=list)
-    first_token: FirstToken | None = None
-    row: int | None = None
-    """Index of the row of `MetadataBuffers` that has the first token too."""
-    is_complete: bool = False
-    """Whether all pages and the first token are known."""
-    failure: str | None = None
-    reader: str | None = None
-    """The reader that asked first; None: none has."""
-    reading: dict[int, float] = field(default_factory=dict)
-    """Time of the last question of each part of the reader that has not received all."""
-    received: set[int] = field(default_factory=set)
-    """Parts of the reader that have received all."""
-    has_ended: bool = False
-    """Whether the pages were let go of."""
-
-    @property
-    def was_received(self) -> bool:
-        """Whether all parts of the reader have received all."""
-        return bool(self.received) and not self.reading
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +75,7 @@ class _Waiting:
     """A question without an answer yet."""
 
     number: int
-    question: Ask | Pack
+    question: Waitable
     until: float
 
 
@@ -123,13 +111,15 @@ class RoomDesk:
         self._secret = secret
         self._packer = packer
         self._clock = clock
-        self._rooms: dict[int, _Room] = {}
+        self._rooms: dict[int, Room] = {}
         self._unwanted: OrderedDict[int, tuple[float, str]] = OrderedDict()
         """Rooms that were given up before their requests came, with time and reason."""
         self._claimed: list[int] = []
         """Rooms that were first asked for since the scheduler last looked."""
         self._given_up: dict[int, str] = {}
         """Rooms that were given up since the scheduler last looked, with the reason."""
+        self._named_all = -math.inf
+        """Time at which a decode server last named as many rooms as it can."""
         self._waiting: dict[ControlPeer, _Waiting] = {}
         """The last question of each decode server that has no answer yet."""
         self._lock = threading.Lock()
@@ -142,6 +132,8 @@ class RoomDesk:
         self._wakes = asyncio.Event()
         """Set when there are questions or news."""
         self._has_news = False
+        self._last_failure = -math.inf
+        """Time of the last end of a room without success."""
         self._closing = False
         self._defect: Exception | None = None
         """Error that ended the thread."""
@@ -158,7 +150,7 @@ class RoomDesk:
         one was forgotten."""
         with self._lock:
             assert room not in self._rooms, f"room {room} is open, or has just been"
-            self._rooms[room] = one = _Room()
+            self._rooms[room] = one = Room(self._clock())
             if room in self._unwanted:
                 self._give_up(room, one, self._unwanted.pop(room)[1])
         self._wake()
@@ -199,8 +191,9 @@ class RoomDesk:
                 self._given_up.pop(room, None)
                 if one.was_received:
                     one.failure = "a decode server has read it already"
-                elif one.failure is None:
-                    one.failure = failure or "the request has ended"
+                else:
+                    one.failure = one.failure or failure or "the request has ended"
+                    self._last_failure = time.monotonic()
                 one.pages, one.first_token, one.row = [], None, None
                 if self._packer is not None:
                     self._packer.end(room)
@@ -219,6 +212,21 @@ class RoomDesk:
         with self._lock:
             given_up, self._given_up = self._given_up, {}
         return given_up
+
+    def unheard_of(self, rooms: Iterable[int], limit_s: float) -> dict[int, str]:
+        """Those of `rooms` that no decode server asks for, nor has named for `limit_s` seconds,
+        with the reason. There are none while a decode server has more rooms than it can name."""
+        now = self._clock()
+        found: dict[int, str] = {}
+        with self._lock:
+            if now - self._named_all <= limit_s:
+                return found
+            for room in rooms:
+                one = self._rooms[room]
+                if one.reader is None and now - (one.named or one.opened) > limit_s:
+                    never, gone = "no decode server has asked for it within", _NOT_HEARD
+                    found[room] = f"{never if one.named is None else gone} {limit_s:.0f} s"
+        return found
 
     def take_claimed(self) -> Sequence[int]:
         """Take the rooms that a decode server has begun to ask for.
@@ -245,7 +253,7 @@ class RoomDesk:
             if one.failure is not None:
                 return one.failure
             if now - min(one.reading.values(), default=0.0) > self._silent_s:
-                return f"the decode server has not been heard of for {self._silent_s:.0f} s"
+                return f"{_NOT_HEARD} {self._silent_s:.0f} s"
             return None
 
     def close(self) -> None:
@@ -283,7 +291,9 @@ class RoomDesk:
             on_frames=self._wakes.set,
         )
         last_look = 0.0
-        while not self._closing:
+        while not self._closing or (
+            listener.peers and self._loop.time() < self._last_failure + _LAST_LOOK_S
+        ):
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(_POLL_S):
                     await self._wakes.wait()
@@ -308,17 +318,16 @@ class RoomDesk:
             return
         question = asked.question
         answer = self._answer(question)
-        if getattr(question, "room", None) in self._rooms:
+        if self._has_named_a_room(question, answer):
             sender.keep()  # Rooms cannot be guessed.
-        if isinstance(question, Pack) or (isinstance(question, Ask) and question.may_wait):
-            assert isinstance(answer, RoomNews | Packed)
-            if not _is_worth_telling(answer, question):
+        if isinstance(question, Waitable) and getattr(question, "may_wait", True):
+            if not is_worth_telling(answer, question):
                 self._keep_waiting(sender, asked.number, question)
                 return
             self._waiting.pop(sender, None)
         self._reply(sender, asked.number, answer)
 
-    def _keep_waiting(self, sender: ControlPeer, number: int, question: Ask | Pack) -> None:
+    def _keep_waiting(self, sender: ControlPeer, number: int, question: Waitable) -> None:
         """Keep a question for later; each asker's last one counts."""
         before = self._waiting.get(sender)
         # A repeated question has waited since it first came.
@@ -331,7 +340,11 @@ class RoomDesk:
             return self._offer
         now = self._clock()
         with self._lock:
-            if isinstance(question, Ask | Pack):
+            if isinstance(question, Meet):
+                self._note_named(question, now)
+                for room, reason in question.declined.items():
+                    self._on_give_up(GiveUp(room, "", reason), self._rooms.get(room), now)
+            if isinstance(question, Waitable):
                 return self._state_of(question, now)
             one = self._rooms.get(question.room)
             if isinstance(question, GiveUp):
@@ -345,8 +358,16 @@ class RoomDesk:
                 self._note_read(question, len(one.pages))
             return Released(question.room, was_held=question.part in one.received)
 
-    def _on_give_up(self, question: GiveUp, one: _Room | None, now: float) -> None:
-        reason = f"the decode server gave it up: {question.reason[:500]}"
+    def _note_named(self, question: Meet, now: float) -> None:
+        rooms = (*question.rooms, *question.known)
+        if len(rooms) >= MAX_MEETING:
+            self._named_all = now
+        for room in rooms:
+            if (one := self._rooms.get(room)) is not None:
+                one.named = now
+
+    def _on_give_up(self, question: GiveUp, one: Room | None, now: float) -> None:
+        reason = f"the decode server gave it up: {question.reason[:MAX_REASON_CHARS]}"
         if one is None:
             self._unwanted[question.room] = now, reason
             self._unwanted.move_to_end(question.room)
@@ -355,7 +376,7 @@ class RoomDesk:
         elif one.reader in (None, question.reader) and not one.was_received:
             self._give_up(question.room, one, reason)
 
-    def _give_up(self, room: int, one: _Room, reason: str) -> None:
+    def _give_up(self, room: int, one: Room, reason: str) -> None:
         if one.failure is None:
             one.failure = reason
             self._given_up[room] = reason
@@ -370,21 +391,34 @@ class RoomDesk:
 
     def _answer_waiting(self) -> None:
         now = self._clock()
-        answers: list[tuple[ControlPeer, int, RoomNews | Packed]] = []
+        answers: list[tuple[ControlPeer, int, Answer]] = []
+        answer: Answer
         with self._lock:
             self._forget(now)
             for sender, waiting in self._waiting.items():
                 answer = self._state_of(waiting.question, now)
-                if now >= waiting.until or _is_worth_telling(answer, waiting.question):
+                if now >= waiting.until or is_worth_telling(answer, waiting.question):
                     answers.append((sender, waiting.number, answer))
         for sender, number, answer in answers:
             del self._waiting[sender]
             self._reply(sender, number, answer)
 
-    def _state_of(self, question: Ask | Pack, now: float) -> RoomNews | Packed:
+    def _state_of(self, question: Waitable, now: float) -> Met | RoomNews | Packed:
+        if isinstance(question, Meet):
+            return self._met_of(question)
         if isinstance(question, Pack):
             return self._packed_of(question, now)
         return self._news_of(question, now)
+
+    def _met_of(self, question: Meet) -> Met:
+        there = {
+            number: one
+            for number in (*question.rooms, *question.known)
+            if (one := self._rooms.get(number)) is not None
+        }
+        ended = {number: one.failure for number, one in there.items() if one.failure is not None}
+        known = [room for room in question.rooms if room in there and room not in ended]
+        return Met(question.serial, known, ended)
 
     def _packed_of(self, ask: Pack, now: float) -> Packed:
         """Answer to a packing question. Notes that the reader is alive."""
@@ -432,18 +466,12 @@ class RoomDesk:
         if self._packer is not None:
             self._packer.note_read(question.room, question.part, have_pages)
 
+    def _has_named_a_room(self, question: Question, answer: Answer) -> bool:
+        if isinstance(answer, Met):
+            return bool(answer.known or answer.ended)
+        return getattr(question, "room", None) in self._rooms
+
     def _reply(self, sender: ControlPeer, number: int, answer: Answer) -> None:
         # An answer that is lost will be asked for again.
         message = Answered(number, self._offer.instance_id, answer)
         sender.send(msgspec.msgpack.encode(message))
-
-
-def _is_worth_telling(answer: RoomNews | Packed, question: Ask | Pack) -> bool:
-    """Whether the answer has anything that the asker does not know yet."""
-    if answer.failure is not None:
-        return True
-    if isinstance(answer, Packed):
-        assert isinstance(question, Pack)
-        return answer.first + len(answer.places) > max(question.known, question.done)
-    assert isinstance(question, Ask)
-    return bool(answer.pages) or (answer.is_complete and not question.has_token)

@@ -9,15 +9,20 @@ come; those that accept no connection are forgotten.
 from __future__ import annotations
 
 import logging
+import socket
 import threading
 import time
 from dataclasses import dataclass
 from typing import Final, Protocol
 
+from sglang.srt.distributed.device_communicators.peer import parse_session_id
 from sglang.srt.utils.background_call import BackgroundCall
+from sglang.srt.utils.network import canonical_host
 
 logger = logging.getLogger(__name__)
 
+MAX_IDLE: Final = 64
+"""Most sessions without prompts; of more, those that were used longest ago are forgotten."""
 PROBE_EVERY_S: Final = 60.0
 """Seconds after which a prompt makes all idle sessions be probed again."""
 
@@ -33,6 +38,8 @@ class Peers(Protocol):
 @dataclass(slots=True)
 class _Session:
     instance_id: str
+    address: tuple[str, int] | None
+    """Where its server listens; None: not known."""
     num_users: int = 0
     """Number of parts of prompts that may have transfers in flight."""
 
@@ -47,6 +54,7 @@ class Sessions:
     def __init__(self, peers: Peers) -> None:
         self._peers = peers
         self._known: dict[str, _Session] = {}
+        """By id; the last used last."""
         self._lock = threading.Lock()
         """Held while a session is forgotten, so that no read of it begins meanwhile."""
         self._is_probing = False
@@ -60,24 +68,41 @@ class Sessions:
         with self._lock:
             return list(self._known)
 
-    def enter(self, session_id: str, instance_id: str) -> None:
-        """Keep a session until `leave`: transfers of it begin."""
+    def enter(self, session_id: str, instance_id: str) -> str:
+        """Keep a session until `leave`: transfers of it begin. May resolve a name.
+
+        Returns:
+            The id under which the session is known, for the transfers and for `leave`. It has
+            another name of the same host if the server gave that earlier: each name would get a
+            connection of its own.
+        """
         with self._lock:
-            session = self._known.get(session_id)
+            is_known = session_id in self._known
+        address = None if is_known else _address(session_id)
+        with self._lock:
+            if address is not None:
+                others = (name for name, one in self._known.items() if one.address == address)
+                session_id = next(others, session_id)
+            session = self._known.pop(session_id, None)
             if session is not None and session.instance_id != instance_id:
                 # Another process has the address now. If reads of the old one are still in flight,
                 # the engine ends their connection when they fail.
                 if not session.num_users:
-                    self._forget(session_id)
-                session.instance_id = instance_id
-            is_new = session_id not in self._known
+                    self._peers.forget_peer(session_id)
+                    address, session = session.address, None
+                else:
+                    session.instance_id = instance_id
+            is_new = session is None
             if session is None:
-                session = _Session(instance_id)
+                session = _Session(instance_id, address)
             self._known[session_id] = session
             session.num_users += 1
+            for name in self._idle()[:-MAX_IDLE]:
+                self._forget(name)
             is_due = time.monotonic() >= self._probed + PROBE_EVERY_S
         if is_new or is_due:
             self.probe()
+        return session_id
 
     def leave(self, session_id: str) -> None:
         """Undo `enter`: no transfer is in flight."""
@@ -110,9 +135,12 @@ class Sessions:
                     # Without the lock: a host that is away takes its time.
                     if self._peers.send_probe(session_id):
                         self._on_gone(session_id)
-            finally:
+            except BaseException:
                 with self._lock:
-                    is_wanted = self._is_probing = self._is_wanted
+                    self._is_probing = False
+                raise
+            with self._lock:
+                is_wanted = self._is_probing = self._is_wanted
 
     def _on_gone(self, session_id: str) -> None:
         with self._lock:
@@ -128,3 +156,13 @@ class Sessions:
     def _forget(self, session_id: str) -> None:
         del self._known[session_id]
         self._peers.forget_peer(session_id)
+
+
+def _address(session_id: str) -> tuple[str, int] | None:
+    """Address at which the server of a session listens; None: not known."""
+    try:
+        host, port = parse_session_id(session_id)
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    except (OSError, ValueError):
+        return None  # The transport will say what is wrong with it.
+    return canonical_host(str(found[0][4][0])), port

@@ -19,7 +19,7 @@ import xxhash
 from sglang.srt.distributed.rank_group import RankGroup, RanksDiverged, gather_texts
 
 FAILED: Final = 0
-SLOTS: Final = 128
+SLOTS: Final = 512
 """Requests in one round: the vector has a fixed size, since unequal ones abort gloo. If more are
 open, they take turns."""
 _HEAD: Final = 2

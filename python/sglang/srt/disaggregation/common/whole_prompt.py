@@ -9,12 +9,10 @@ from __future__ import annotations
 
 import logging
 import threading
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from sglang.srt.disaggregation.common.bootstrap_client import BootstrapError, WrongSecret
 from sglang.srt.disaggregation.common.bootstrap_route import Route
 from sglang.srt.disaggregation.common.conversation import (
     ABORTED,
@@ -27,7 +25,7 @@ from sglang.srt.disaggregation.common.link_costs import LinkCosts
 from sglang.srt.disaggregation.common.metadata_reader import CONTROL, TRANSPORT, MetadataReader
 from sglang.srt.disaggregation.common.page_reads import Mover
 from sglang.srt.disaggregation.common.protocol import FirstToken, Offer
-from sglang.srt.disaggregation.common.rank_map import MAX_SOURCES, RankPlace
+from sglang.srt.disaggregation.common.rank_map import RankPlace
 from sglang.srt.disaggregation.common.remote_prompt import (
     OwnSlots,
     RemotePrompt,
@@ -80,6 +78,7 @@ class WholePrompt:
 
     Args:
         meeting: The prefill server's bootstrap server, and the room.
+        sources: The prefill server's ranks to read from, by rank.
         own: Place of the prompt in this server's pools.
         means: Means of all prompts of the rank.
         reader: Id drawn for this prompt, the same on all ranks of this server.
@@ -89,12 +88,14 @@ class WholePrompt:
     def __init__(
         self,
         meeting: Bootstrap,
+        sources: Sequence[Route],
         own: OwnSlots,
         means: Means,
         reader: str,
         fails_at: str | None = None,
     ) -> None:
         self._meeting = meeting
+        self._sources = sources
         self._own = own
         self._means = means
         self._reader = reader
@@ -115,11 +116,6 @@ class WholePrompt:
     def has_ended(self) -> bool:
         """Whether no read into the slots is in flight any more."""
         return self._returned.is_set() and all(part.has_ended for part in self._parts)
-
-    @property
-    def has_met(self) -> bool:
-        """Whether a rank of the prefill server has confirmed that it has the request."""
-        return any(part.has_met for part in self._parts)
 
     @property
     def read_seconds(self) -> float:
@@ -191,16 +187,14 @@ class WholePrompt:
 
     def _make_parts(self) -> list[RemotePrompt]:
         means, meeting = self._means, self._meeting
-        first = found(means.find_rank, meeting, 0, means.patience, self._cancelled)
         parts = []
-        for place, rank in enumerate(sources_of(first, means, _where(meeting))):
-            route = first
-            if rank.rank:
-                route = found(means.find_rank, meeting, rank.rank, means.patience, self._cancelled)
+        for place, route in enumerate(self._sources):
+            rank = RankPlace(route.rank, route.num_ranks, route.attn_tp_size)
             readers = rank.readers(means.place)
             source = Source(
                 where=_where(meeting),
                 endpoint=route.endpoint,
+                instance_id=route.instance_id,
                 room=meeting.room,
                 reader=self._reader,
                 part=readers.index(means.place.rank),
@@ -242,47 +236,6 @@ class WholePrompt:
             return self._means.geometry.portions(offers, self._meeting.room)[place]
         except CannotServe as error:
             raise cannot_serve(_where(self._meeting), str(error)) from None
-
-
-def sources_of(route: Route, means: Means, where: str) -> list[RankPlace]:
-    """The ranks of a prefill server that this rank reads from.
-
-    Args:
-        route: Route of its rank 0.
-        where: Name of the server, for errors.
-
-    Raises:
-        RoomFailed: No such server of this model can be, or the ranks are too many.
-    """
-    num_ranks, attn_tp_size = route.num_ranks, route.attn_tp_size
-    why = means.geometry.why_not_split(attn_tp_size)
-    if num_ranks % attn_tp_size:
-        why = f"its {num_ranks} ranks are no multiple of the {attn_tp_size} that split heads"
-    if why is None:
-        sources = means.place.sources(RankPlace(0, num_ranks, attn_tp_size))
-        if len(sources) <= MAX_SOURCES:
-            return sources
-        why = f"this rank would read from {len(sources)} of its ranks, at most {MAX_SOURCES} can be"
-    raise cannot_serve(where, why)
-
-
-def found(
-    find_rank: FindRank, meeting: Bootstrap, rank: int, patience: Patience, cancelled: Cancellation
-) -> Route:
-    """Find a rank of a room's prefill server, which may have just been started.
-
-    Raises:
-        RoomFailed: The rank is not found in time, or the room was cancelled.
-    """
-    deadline = time.monotonic() + patience.silence
-    while True:
-        try:
-            return find_rank(meeting.host, meeting.port, rank)
-        except BootstrapError as error:
-            if isinstance(error, WrongSecret) or time.monotonic() >= deadline:
-                raise RoomFailed(f"the prefill server is not found: {error}") from error
-        if cancelled.wait(patience.repeat):
-            raise RoomFailed(cancelled.why)
 
 
 def _where(meeting: Bootstrap) -> str:

@@ -54,15 +54,22 @@ class ControlLink:
     Args:
         endpoint: `tcp://HOST:PORT` of the server.
         secret: The secret that both ends prove; None: neither has one.
+        waker: When it becomes readable, `receive` returns; its owner reads it.
     """
 
-    def __init__(self, endpoint: str, secret: DeploymentSecret | None) -> None:
+    def __init__(
+        self,
+        endpoint: str,
+        secret: DeploymentSecret | None,
+        waker: socket.socket | None = None,
+    ) -> None:
         """Raises ValueError if the endpoint is no such address."""
         parts = urlsplit(endpoint)
         if parts.scheme != "tcp" or not parts.hostname or not parts.port:
             raise ValueError(f"{endpoint[:256]!r} is not of the form tcp://HOST:PORT")
         self._address = parts.hostname, parts.port
         self._secret = secret
+        self._waker = waker
         self._num_attempts = 0
         self._socket: socket.socket | None = None
         self._retry_at = 0.0
@@ -77,7 +84,8 @@ class ControlLink:
         self._push()
 
     def receive(self, timeout: float) -> bytes | None:
-        """The next message, after at most `timeout` seconds; None: none has come.
+        """The next message, after at most `timeout` seconds; None: none has come, or the waker is
+        readable.
 
         Raises:
             Unwelcome: The secrets differ, or no such server is there.
@@ -97,6 +105,11 @@ class ControlLink:
         with contextlib.suppress(Unwelcome):
             while self._unsent is not None and (left := end - time.monotonic()) > 0:
                 self.receive(left)
+        self._break()
+
+    def drop(self) -> None:
+        """Close the connection at once."""
+        self._unsent = None
         self._break()
 
     # --------------------------------------------------------------------------------------------
@@ -126,16 +139,22 @@ class ControlLink:
             self._socket = None
 
     def _wait(self, timeout: float) -> bool:
-        """Wait until anything happens, for at most `timeout` seconds; False: nothing has."""
+        """Wait until anything happens, for at most `timeout` seconds; False: nothing has, or the
+        waker is readable."""
+        poll = select.poll()
+        if self._waker is not None:
+            poll.register(self._waker, select.POLLIN)
         if self._socket is None:
             pause = max(self._retry_at - time.monotonic(), 0.0)
-            time.sleep(min(pause, timeout))
+            if poll.poll(min(pause, timeout) * 1000):
+                return False
             if pause <= timeout:
                 self._connect()
             return pause <= timeout
-        poll = select.poll()
         poll.register(self._socket, select.POLLIN if self._is_connected else select.POLLOUT)
-        if not poll.poll(timeout * 1000):
+        ready = dict(poll.poll(timeout * 1000))
+        is_woken = self._waker is not None and self._waker.fileno() in ready
+        if is_woken or not ready:
             return False
         if self._is_connected:
             self._read()

@@ -12,13 +12,11 @@ import msgspec
 import pytest
 
 from sglang.srt.disaggregation.common import conversation
-from sglang.srt.disaggregation.common.bootstrap_route import Route
 from sglang.srt.disaggregation.common.conversation import Patience
 from sglang.srt.disaggregation.common.protocol import Ask, Asked, Question
 from sglang.srt.disaggregation.common.room_desk import LONG_POLL_S
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.disaggregation.control_proxy import ControlProxy, Fate
-from sglang.test.disaggregation.pd_rig import one_rank
 from sglang.test.disaggregation.prompt_scene import HASTY, ROOM, TOKEN, Scene, until
 
 register_cpu_ci(est_time=10, suite="base-a-test-cpu")
@@ -253,22 +251,6 @@ def test_once_it_is_known_the_other_bound_counts(scene: Scene) -> None:
 
 
 # ---- aborts, at every step ---------------------------------------------------------------------
-
-
-def test_an_abort_before_anything_is_told(scene: Scene) -> None:
-    found = threading.Event()
-
-    def find(host: str, port: int, rank: int) -> Route:
-        assert found.wait(10)
-        return one_rank(scene.endpoint)
-
-    scene.desk.open(ROOM)
-    prompt = scene.begin([9], find_rank=find)
-    prompt.cancel()
-    found.set()
-    assert scene.failure(prompt) == "the request was aborted"
-    assert scene.given_up() == "the request was aborted"
-    scene.assert_untouched()
 
 
 @pytest.mark.parametrize("step", ["unknown", "known", "begun"])

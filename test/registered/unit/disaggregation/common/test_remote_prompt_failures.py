@@ -11,8 +11,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from sglang.srt.disaggregation.common.bootstrap_route import Route
-from sglang.srt.disaggregation.common.conversation import Patience, RoomFailed
+from sglang.srt.disaggregation.common.conversation import Patience
 from sglang.srt.disaggregation.common.protocol import (
     Answer,
     Answered,
@@ -44,7 +43,6 @@ from sglang.srt.distributed.device_communicators.transfer_types import (
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.disaggregation.pd_rig import LocalMover
 from sglang.test.disaggregation.prompt_scene import ROOM, TOKEN, Scene, until
-from sglang.test.servers.scarce_threads import no_threads
 
 register_cpu_ci(est_time=5, suite="base-a-test-cpu")
 
@@ -133,43 +131,6 @@ def test_an_error_that_nobody_expected(scene: Scene) -> None:
     assert scene.given_up() == "'what'", "prefill need not wait"
 
 
-def test_a_bootstrap_server_that_is_not_there(scene: Scene) -> None:
-    def find(host: str, port: int, rank: int) -> Route:
-        raise RoomFailed(f"nothing listens at {host}:{port}")
-
-    assert scene.failure(scene.begin([9], find_rank=find)) == "nothing listens at host:1"
-
-
-@pytest.mark.parametrize(
-    ("num_ranks", "attn_tp_size", "why"),
-    [
-        (1024, 1024, "this rank would read from 1024 of its ranks, at most 64 can be"),
-        (65, 1, "this rank would read from 65 of its ranks, at most 64 can be"),
-        (3, 2, "its 3 ranks are no multiple of the 2 that split heads"),
-        (1, 2, "its 1 ranks are no multiple of the 2 that split heads"),
-    ],
-)
-def test_ranks_that_cannot_be_are_refused_before_any_is_contacted(
-    scene: Scene, num_ranks: int, attn_tp_size: int, why: str
-) -> None:
-    asked: list[int] = []
-
-    def find(host: str, port: int, rank: int) -> Route:
-        asked.append(rank)
-        return Route(
-            rank=rank,
-            endpoint=scene.endpoint,
-            instance_id="instance",
-            num_ranks=num_ranks,
-            attn_tp_size=attn_tp_size,
-        )
-
-    with no_threads("disagg-part"):
-        failure = scene.failure(scene.begin([9], find_rank=find))
-    assert failure == f"the prefill server at host:1 cannot serve this one: {why}"
-    assert asked == [0]
-
-
 # ---- desks that answer wrongly -----------------------------------------------------------------
 
 
@@ -217,7 +178,7 @@ class OddDesk:
 
 
 def answering(
-    offer: Offer, news: RoomNews, *, was_held: bool = True, instance: str = "i"
+    offer: Offer, news: RoomNews, *, was_held: bool = True, instance: str = "instance"
 ) -> Callable[[Asked], Sequence[Answered]]:
     """One answer for each kind of question; `instance` answers all but the first."""
 
@@ -226,7 +187,7 @@ def answering(
     def answer(asked: Asked) -> Sequence[Answered]:
         is_first = isinstance(asked.question, Hello)
         one: Answer = offer if is_first else news if isinstance(asked.question, Ask) else released
-        return [Answered(asked.number, "i" if is_first else instance, one)]
+        return [Answered(asked.number, "instance" if is_first else instance, one)]
 
     return answer
 
@@ -288,7 +249,8 @@ def test_bytes_that_are_no_answer_are_passed_over(scene: Scene, raw: bytes) -> N
 
 
 def test_answers_of_another_kind_are_not_taken(scene: Scene) -> None:
-    with OddDesk(lambda asked: [Answered(asked.number, "i", RoomNews(ROOM, True))]) as desk:
+    odd = RoomNews(ROOM, True)
+    with OddDesk(lambda asked: [Answered(asked.number, "instance", odd)]) as desk:
         scene.endpoint = desk.endpoint
         patience = Patience(bootstrap=60, waiting=60, silence=2)
         prompt = scene.begin([9], patience=patience)

@@ -19,12 +19,15 @@ from sglang.srt.disaggregation.common.conversation import (
     RoomFailed,
 )
 from sglang.srt.disaggregation.common.protocol import (
+    MAX_MEETING,
     Answer,
     Answered,
     Ask,
     Asked,
     GiveUp,
     Hello,
+    Meet,
+    Met,
     Offer,
     Question,
     Received,
@@ -36,7 +39,15 @@ from sglang.srt.disaggregation.control.control_listener import STRANGERS_FRAMES_
 from sglang.srt.disaggregation.control.deployment_secret import DeploymentSecret
 from sglang.srt.utils.network import can_connect
 from sglang.test.ci.ci_register import register_cpu_ci
-from sglang.test.disaggregation.desk_rig import OFFER, TOKEN, Asker, Clock, fill, until
+from sglang.test.disaggregation.desk_rig import (
+    OFFER,
+    SILENT_S,
+    TOKEN,
+    Asker,
+    Clock,
+    fill,
+    until,
+)
 
 register_cpu_ci(est_time=6, suite="base-a-test-cpu")
 
@@ -108,6 +119,86 @@ def test_each_asker_gets_its_own_answer(desk: RoomDesk, new_asker: Callable[[], 
     assert [one.hear().answer for one in askers] == [
         RoomNews(room, True, 0, [100 + room]) for room in range(40)
     ]
+
+
+# ---- before a decode server has slots ----------------------------------------------------------
+
+
+def test_a_question_about_rooms_claims_none(desk: RoomDesk, asker: Asker) -> None:
+    number = asker.send(Meet(1, [1, 2, 3]))
+    desk.open(2)
+    assert asker.hear() == Answered(number, "instance", Met(1, [2]))
+    desk.open(3)
+    desk.end(3, "out of memory")
+    assert asker.ask(Meet(2, [1, 3], [2])) == Met(2, [], {3: "out of memory"})
+    assert not desk.take_claimed()
+    assert asker.look(2) == RoomNews(2, True)
+    assert desk.take_claimed() == [2]
+
+
+def test_known_rooms_are_told_of_when_they_end(desk: RoomDesk, asker: Asker, clock: Clock) -> None:
+    desk.open(1)
+    number = asker.send(Meet(1, [], [1]))
+    assert asker.look(5) == RoomNews(5, False)
+    assert asker.hears_nothing()
+    desk.end(1, "aborted")
+    assert asker.hear() == Answered(number, "instance", Met(1, [], {1: "aborted"}))
+    asker.send(Meet(2, [7], []))
+    asker.look(5)
+    clock.now += LONG_POLL_S
+    assert asker.hear().answer == Met(2), "there are no news"
+
+
+def test_rooms_that_no_decode_server_names_are_told(
+    desk: RoomDesk, asker: Asker, clock: Clock
+) -> None:
+    for room in (1, 2, 3, 4):
+        desk.open(room)
+    asker.look(4)  # It is asked for.
+    clock.now += SILENT_S
+    assert asker.ask(Meet(1, [1])) == Met(1, [1])
+    asker.send(Meet(2, [], [1]))
+    asker.look(4)  # The question has come.
+    assert desk.unheard_of([1, 2, 3, 4], SILENT_S) == {}
+    clock.now += 1
+    never = f"no decode server has asked for it within {SILENT_S} s"
+    assert desk.unheard_of([1, 2, 4], SILENT_S) == {2: never}
+    clock.now += SILENT_S
+    gone = f"the decode server has not been heard of for {SILENT_S} s"
+    assert desk.unheard_of([1, 3], SILENT_S) == {1: gone, 3: never}
+
+
+def test_no_room_counts_as_unknown_while_a_decode_server_cannot_name_more(
+    desk: RoomDesk, asker: Asker, clock: Clock
+) -> None:
+    desk.open(1)
+    clock.now += SILENT_S + 1
+    asker.send(Meet(1, list(range(10, 10 + MAX_MEETING))))
+    asker.look(1, reader="another")
+    assert desk.unheard_of([1], SILENT_S) == {}
+    desk.open(2)
+    clock.now += SILENT_S + 1
+    assert desk.unheard_of([2], SILENT_S).keys() == {2}
+
+
+def test_rooms_are_declined_once_and_that_is_confirmed(desk: RoomDesk, asker: Asker) -> None:
+    desk.open(1)
+    declined = {1: "aborted", 2: "the queue is full"}
+    for serial in (1, 2):
+        answer = asker.ask(Meet(serial, [9], [], declined))
+        assert answer == Met(serial, [], {}), "at once"
+    desk.open(2)
+    gave_up = "the decode server gave it up: "
+    assert desk.take_given_up() == {1: gave_up + declined[1], 2: gave_up + declined[2]}
+    assert asker.ask(Meet(3, [1])) == Met(3, [], {1: gave_up + declined[1]})
+
+
+def test_a_room_that_is_being_read_cannot_be_declined(desk: RoomDesk, asker: Asker) -> None:
+    fill(desk, 1)
+    asker.look(1)
+    asker.ask(Meet(1, [], [], {1: "not mine"}))
+    assert desk.take_given_up() == {}
+    assert asker.look(1).failure is None
 
 
 # ---- its end -----------------------------------------------------------------------------------
@@ -238,6 +329,13 @@ readers = st.text(max_size=64)
 questions = st.one_of(
     st.builds(Hello, st.integers(-1, 2)),
     st.builds(Ask, rooms, readers, rooms, st.booleans(), st.just(False)),
+    st.builds(
+        Meet,
+        rooms,
+        st.lists(rooms, max_size=3),
+        st.lists(rooms, max_size=3),
+        st.dictionaries(rooms, st.text(), min_size=1, max_size=3),
+    ),
     st.builds(Received, rooms, readers),
     st.builds(GiveUp, rooms, readers, st.text()),
 )
@@ -311,7 +409,7 @@ def test_a_desk_with_a_secret_answers_who_has_it() -> None:
         endpoint = f"tcp://127.0.0.1:{desk.port}"
         why = f"^the prefill server at {endpoint} refuses this server, which has .* secret: give"
         with (
-            Conversation(endpoint, other, patience, Cancellation()) as talk,
+            Conversation(endpoint, other, patience, Cancellation(), OFFER.instance_id) as talk,
             pytest.raises(RoomFailed, match=why),
         ):
             talk.ask(Hello(), Offer)

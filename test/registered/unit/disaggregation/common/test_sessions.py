@@ -8,14 +8,12 @@ from collections.abc import Iterator
 import pytest
 
 from sglang.srt.disaggregation.common import sessions as module
-from sglang.srt.disaggregation.common.bootstrap_client import BootstrapError
-from sglang.srt.disaggregation.common.bootstrap_route import Route
 from sglang.srt.disaggregation.common.sessions import Sessions
 from sglang.srt.distributed.device_communicators.transfer_types import PeerUnreachable
 from sglang.srt.utils.network import wait_until
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.disaggregation.pd_rig import LocalMover
-from sglang.test.disaggregation.prompt_scene import HASTY, ROOM, TOKEN, Scene, until
+from sglang.test.disaggregation.prompt_scene import ROOM, TOKEN, Scene, until
 
 register_cpu_ci(est_time=5, suite="base-a-test-cpu")
 
@@ -65,6 +63,37 @@ def test_a_session_with_transfers_in_flight_is_kept(sessions: Sessions, peers: L
     sessions.leave("a")
     sessions.probe()
     assert wait_until(lambda: peers.forgotten == ["b", "a"], 10)
+
+
+@pytest.mark.parametrize("name", ["127.0.0.1:77", "localhost:77", "127.1:77", "127.0.0.1:077"])
+def test_names_of_one_address_share_a_session(
+    sessions: Sessions, peers: LocalMover, name: str
+) -> None:
+    assert sessions.enter("127.0.0.1:77", "i") == "127.0.0.1:77"
+    assert sessions.enter(name, "i") == "127.0.0.1:77"
+    assert sessions.enter("127.0.0.1:78", "i") == "127.0.0.1:78"
+    sessions.leave("127.0.0.1:77")
+    assert sessions.known == ["127.0.0.1:77", "127.0.0.1:78"]
+
+
+def test_a_new_instance_under_another_name(sessions: Sessions, peers: LocalMover) -> None:
+    used(sessions, "127.0.0.1:77", "old")
+    used(sessions, "127.0.0.1:77", "new")
+    assert peers.forgotten == ["127.0.0.1:77"]
+    assert sessions.enter("localhost:77", "new") == "127.0.0.1:77"
+
+
+def test_the_sessions_that_were_used_longest_ago_are_forgotten(
+    sessions: Sessions, peers: LocalMover, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sglang.srt.disaggregation.common.sessions.MAX_IDLE", 3)
+    sessions.enter("reads", "i")
+    for number in range(5):
+        used(sessions, f"s{number}")
+    used(sessions, "s2")
+    sessions.enter("new", "i")
+    assert peers.forgotten == ["s0", "s1"]
+    assert sessions.known == ["reads", "s3", "s4", "s2", "new"]
 
 
 def test_a_session_of_another_instance_at_its_address_is_made_anew(
@@ -166,16 +195,6 @@ def test_a_prompt_that_fails_ends_the_session_of_a_server_that_is_gone(scene: Sc
     scene.desk.add_pages(ROOM, [4])
     assert "ended during a transfer" in scene.failure(scene.begin([9]))
     until(lambda: scene.mover.forgotten == [name])
-
-
-def test_a_bootstrap_server_that_is_gone_is_a_reason_to_probe(scene: Scene) -> None:
-    def find(host: str, port: int, rank: int) -> Route:
-        raise BootstrapError("it cannot be reached")
-
-    used(scene.sessions, "old")
-    scene.mover.gone = {"old"}
-    assert "not found" in scene.failure(scene.begin([9], find_rank=find, patience=HASTY))
-    until(lambda: scene.mover.forgotten == ["old"])
 
 
 if __name__ == "__main__":

@@ -198,11 +198,18 @@ class Scene:
 
     def _find(self, host: str, port: int, rank: int) -> Route:
         endpoint = f"tcp://127.0.0.1:{self.desks[rank].port}"
-        return Route(rank=rank, endpoint=endpoint, instance_id="i", num_ranks=2, attn_tp_size=2)
+        return Route(
+            rank=rank,
+            endpoint=endpoint,
+            instance_id=f"rank {rank}",
+            num_ranks=2,
+            attn_tp_size=2,
+        )
 
     def begin(self, pages: list[int], room: int = ROOM, **means: Any) -> WholePrompt:
         prompt = WholePrompt(
             Bootstrap("host", 1, room),
+            [self._find("host", 1, rank) for rank in range(2)],
             OwnSlots(pages=pages),
             dataclasses.replace(self.means, **means),
             f"reader {next(self._readers)}",

@@ -1,0 +1,36 @@
+"""A room of a prefill server's desk: what decode servers are told about one request."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from sglang.srt.disaggregation.common.protocol import FirstToken
+
+
+@dataclass(slots=True)
+class Room:
+    """Times are in seconds of the desk's clock."""
+
+    opened: float
+    named: float | None = None
+    """Time at which a decode server last named the room; None: none has."""
+    pages: list[int] = field(default_factory=list)
+    first_token: FirstToken | None = None
+    row: int | None = None
+    """Index of the row of `MetadataBuffers` that has the first token too."""
+    is_complete: bool = False
+    """Whether all pages and the first token are known."""
+    failure: str | None = None
+    reader: str | None = None
+    """The reader that asked first; None: none has."""
+    reading: dict[int, float] = field(default_factory=dict)
+    """Time of the last question of each part of the reader that has not received all."""
+    received: set[int] = field(default_factory=set)
+    """Parts of the reader that have received all."""
+    has_ended: bool = False
+    """Whether the pages were let go of."""
+
+    @property
+    def was_received(self) -> bool:
+        """Whether all parts of the reader have received all."""
+        return bool(self.received) and not self.reading

@@ -1,0 +1,491 @@
+"""A prefill server as a rank of a decode server knows it, before requests have slots here.
+
+A request gets slots once its prefill server has said that it has the request's room. So a server
+that is stuck or away, and rooms that no server knows, hold no slots. One thread for each prefill
+server, `disagg-peer`, finds the ranks that this rank reads from, and asks the first of them about
+all rooms at once, over one connection. It ends when there is nothing to ask for a while.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import islice
+from typing import Final
+
+import msgspec
+
+from sglang.srt.disaggregation.common.bootstrap_client import BootstrapError, WrongSecret
+from sglang.srt.disaggregation.common.bootstrap_route import Route
+from sglang.srt.disaggregation.common.conversation import (
+    POLL_S,
+    Cancellation,
+    Conversation,
+    NotAnswered,
+    Replaced,
+    RoomFailed,
+)
+from sglang.srt.disaggregation.common.protocol import (
+    MAX_DECLINED,
+    MAX_MEETING,
+    MAX_REASON_CHARS,
+    Hello,
+    Meet,
+    Met,
+    Offer,
+)
+from sglang.srt.disaggregation.common.rank_map import MAX_SOURCES, RankPlace
+from sglang.srt.disaggregation.common.remote_prompt import cannot_serve
+from sglang.srt.disaggregation.common.whole_prompt import Means
+from sglang.srt.disaggregation.contact import Contact
+from sglang.srt.distributed.device_communicators.call_threads import CallThreads
+from sglang.srt.managers.messages.io_struct import Bootstrap
+from sglang.srt.utils.logging_utils import RateLimitedLogger
+from sglang.srt.utils.network import base_url
+
+logger = logging.getLogger(__name__)
+
+IDLE_S: Final = 10.0
+"""Seconds without a room after which the connection is closed. The prefill server closes it after
+as many by default."""
+PACE_S: Final = 0.005
+"""Least mean seconds between two questions; the prefill server takes 256 of them a second."""
+BURST_S: Final = 0.1
+"""Seconds without a question after which the questions of this time may be asked at once."""
+LAST_WORDS_S: Final = 1.0
+"""Most seconds for which `close` lets rooms be declined."""
+_MAX_DECLINED_WAITING: Final = 4096
+"""Most rooms that wait to be declined; of more the oldest are forgotten."""
+
+
+@dataclass(slots=True)
+class _Declined:
+    """A room that is not wanted."""
+
+    reason: str
+    since: float
+    serial: int | None = None
+    """First question that said so; None: there was none."""
+
+
+class PrefillPeer:
+    """One prefill server. The scheduler's thread calls, except for `_run` and what it calls.
+
+    Args:
+        host: Host of its bootstrap server.
+        port: Port of its bootstrap server.
+        means: Means of the rank.
+        threads: Run the peer's thread.
+        news: See `Contact`.
+    """
+
+    def __init__(
+        self, host: str, port: int, means: Means, threads: CallThreads, news: deque[Contact]
+    ) -> None:
+        self._host, self._port = host, port
+        self._where = base_url(host, port).removeprefix("http://")
+        self._means = means
+        self._threads = threads
+        self._news = news
+        self._contacts: dict[int, Contact] = {}
+        """Rooms that are asked about."""
+        self._declined: dict[int, _Declined] = {}
+        """Rooms that the prefill server is to be told of."""
+        self._has_thread = False
+        self._closes_at: float | None = None
+        """Time at which the thread ends at the latest; None: it is not closing."""
+        self._lock = threading.Lock()
+        """Guards all of the above, not the contacts themselves."""
+        self._say = RateLimitedLogger(logger)
+        self._wakes, self._waker = socket.socketpair()
+        self._wakes.setblocking(False)
+        self._waker.setblocking(False)
+        # Of the thread alone:
+        self._routes: tuple[Route, ...] = ()
+        """The ranks to read from; (): they have to be looked up."""
+        self._heard = 0.0
+        """Time of the last answer."""
+        self._serial = 0
+        self._silence = ""
+        """Reason of a failure while nothing is heard; "": there is no better one than that."""
+        self._asked = 0.0
+        """Time of the first question since the last answer, or later."""
+        self._looked_up = 0.0
+        """Time of the last look-up."""
+        self._due = 0.0
+        """Time before which no further question is asked."""
+
+    # -- the scheduler's side --------------------------------------------------------------------
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no room is asked about or declined."""
+        with self._lock:
+            return not (self._contacts or self._declined)
+
+    def meet(self, meeting: Bootstrap) -> Contact:
+        """Begin to ask about a room."""
+        contact = Contact(meeting, self, self._news)
+        with self._lock:
+            self._contacts[meeting.room] = contact
+        self._go_on()
+        return contact
+
+    def leave(self, contact: Contact, reason: str | None) -> None:
+        """See `Contact.leave`."""
+        room = contact.meeting.room
+        with self._lock:
+            if self._contacts.get(room) is contact:
+                del self._contacts[room]
+        if reason is not None and self._means.place.rank == 0:  # One rank speaks for all.
+            self.decline(room, reason)
+
+    def decline(self, room: int, reason: str) -> None:
+        """Tell the prefill server that a room is not wanted."""
+        with self._lock:
+            self._declined[room] = _Declined(reason[:MAX_REASON_CHARS], time.monotonic())
+            is_full = len(self._declined) > _MAX_DECLINED_WAITING
+            if is_full:
+                del self._declined[next(iter(self._declined))]
+        if is_full:
+            self._say_dropped(1, "too many wait")
+        self._go_on()
+
+    def close(self) -> None:
+        """End the thread, which first tells what it can within `LAST_WORDS_S`. Idempotent."""
+        with self._lock:
+            if self._closes_at is None:
+                self._closes_at = time.monotonic() + LAST_WORDS_S
+            self._contacts.clear()
+            if not self._has_thread:
+                self._close_sockets()
+        self._wake()
+
+    @property
+    def has_thread(self) -> bool:
+        """Whether the thread runs."""
+        return self._has_thread
+
+    def _go_on(self) -> None:
+        """Wake the thread, or start one."""
+        with self._lock:
+            is_new, self._has_thread = not self._has_thread, True
+        if not is_new:
+            self._wake()
+            return
+        try:
+            self._threads.submit(self._run)
+        except RuntimeError as error:
+            self._fail_all(f"no thread for the prefill server at {self._where}: {error}")
+            with self._lock:
+                self._has_thread = False
+
+    def _wake(self) -> None:
+        with contextlib.suppress(OSError):  # It has enough to wake up for, or has ended.
+            self._waker.send(b"\0")
+
+    def _close_sockets(self) -> None:
+        self._wakes.close()
+        self._waker.close()
+
+    # -- the thread ------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        """Ask as long as there is anything to ask. Never raises."""
+        while self._has_work():
+            try:
+                self._converse()
+                continue
+            except WrongSecret as error:
+                self._fail_all(_not_found(error))
+            except BootstrapError as error:
+                self._routes, self._silence = (), _not_found(error)
+            except Replaced as error:
+                self._routes, self._silence = (), str(error)
+                self._fail_known(str(error))
+            except NotAnswered as error:
+                self._routes, self._silence = (), str(error)
+            except RoomFailed as error:
+                self._routes = ()
+                self._fail_all(str(error))
+            except Exception as error:
+                logger.exception("the prefill server at %s could not be asked", self._where)
+                self._fail_all(f"asking the prefill server failed: {type(error).__name__}: {error}")
+            self._fail_overdue()
+            self._means.sessions.probe()
+            self._pause()
+
+    def _has_work(self) -> bool:
+        with self._lock:
+            if self._is_over() or not (self._contacts or self._declined):
+                self._has_thread = False
+                if self._closes_at is not None:
+                    self._close_sockets()
+            return self._has_thread
+
+    def _converse(self) -> None:
+        """Find the prefill server if it is not known yet, and ask it until there is nothing to ask
+        for a while.
+
+        Raises:
+            BootstrapError: It is not found.
+            RoomFailed: It does not answer, or not as it should.
+        """
+        means = self._means
+        if not self._routes:
+            self._routes = self._find()
+        first = self._routes[0]
+        talk = Conversation(
+            first.endpoint,
+            means.secret,
+            means.patience,
+            Cancellation(),
+            first.instance_id,
+            self._wakes,
+        )
+        try:
+            why = means.geometry.why_not(self._greet(talk))
+            refusal = None if why is None else str(cannot_serve(self._where, why))
+            while self._attend(talk, refusal):
+                pass
+        finally:
+            talk.drop()
+
+    def _find(self) -> tuple[Route, ...]:
+        """The routes of the ranks to read from."""
+        first = self._look_up(0)
+        sources = sources_of(first, self._means, self._where)
+        return tuple(self._look_up(one.rank) if one.rank else first for one in sources)
+
+    def _look_up(self, rank: int) -> Route:
+        self._looked_up = time.monotonic()
+        return self._means.find_rank(self._host, self._port, rank)
+
+    def _greet(self, talk: Conversation) -> Offer:
+        self._asked = time.monotonic()
+        talk.begin(Hello())
+        while (offer := talk.keep_alive(Hello(), Offer, POLL_S)) is None:
+            self._drain()
+            if self._is_over():
+                raise NotAnswered("this server is shutting down")
+            self._fail_overdue()
+            self._check_instance()
+        self._heard, self._silence = time.monotonic(), ""
+        return offer
+
+    def _attend(self, talk: Conversation, refusal: str | None) -> bool:
+        """Ask until nothing is left to ask, and wait until there is. False: there is nothing for
+        `IDLE_S`, or the thread has to end.
+
+        Args:
+            refusal: Reason for which no prompt of this server can be read. It is only told which
+                rooms are not wanted.
+        """
+        if refusal is not None:
+            self._fail_if(lambda contact: True, refusal)
+        question = self._question(None)
+        if question is not None:
+            self._asked = time.monotonic()
+            talk.begin(question)
+        while question is not None:
+            answer = talk.keep_alive(question, Met, POLL_S)
+            self._drain()
+            if answer is not None:
+                self._heard, self._silence = time.monotonic(), ""
+                self._take(answer)
+            if refusal is not None:
+                self._fail_if(lambda contact: True, refusal)
+            self._fail_overdue()
+            self._check_instance()
+            if (following := self._question(question)) is not question or answer is not None:
+                self._keep_pace()
+                following = self._question(following)
+                if following is not None:
+                    talk.advance(following)
+            question = following
+        until = time.monotonic() + IDLE_S
+        while not self._has_work_left():
+            if self._closes_at is not None or time.monotonic() >= until:
+                return False
+            talk.rest(until - time.monotonic())
+            self._drain()
+        return not self._is_over()
+
+    def _is_over(self) -> bool:
+        """Whether the thread has to end, whatever is left to tell."""
+        return self._closes_at is not None and time.monotonic() >= self._closes_at
+
+    def _keep_pace(self) -> None:
+        now = time.monotonic()
+        self._due = max(self._due + PACE_S, now - BURST_S)
+        time.sleep(max(0.0, self._due - now))
+
+    def _has_work_left(self) -> bool:
+        with self._lock:
+            return bool(self._contacts or self._declined)
+
+    def _question(self, before: Meet | None) -> Meet | None:
+        """The question to ask now: `before` if it is the same, None if there is nothing to ask."""
+        if self._is_over():
+            return None
+        with self._lock:
+            contacts = list(self._contacts.values())
+            declined = dict(islice(self._declined.items(), MAX_DECLINED))
+        unknown = [one for one in contacts if not one.standing.sources][:MAX_MEETING]
+        known = [one for one in contacts if one.standing.sources][:MAX_MEETING]
+        if not (unknown or known or declined):
+            return None
+        question = Meet(
+            self._serial,
+            [one.meeting.room for one in unknown],
+            [one.meeting.room for one in known],
+            {room: one.reason for room, one in declined.items()},
+        )
+        # A request may have the room of an earlier one.
+        asked: list[Contact | _Declined] = [*unknown, *declined.values()]
+        new = [one for one in asked if one.serial is None]
+        if question == before and not new:
+            return before
+        self._serial += 1
+        for one in new:
+            one.serial = self._serial
+        return msgspec.structs.replace(question, serial=self._serial)
+
+    def _take(self, answer: Met) -> None:
+        """Note what an answer says."""
+        self._drop_declined(lambda one: one.serial is not None and one.serial <= answer.serial)
+        with self._lock:
+            contacts = list(self._contacts.values())
+        known = set(answer.known)
+        for contact in contacts:
+            if contact.serial is None or contact.serial > answer.serial:
+                continue  # The answer is about an earlier request of its room.
+            room = contact.meeting.room
+            if (why := answer.ended.get(room)) is not None:
+                self._fail(contact, f"the prefill server ended the request: {why}")
+            elif room in known:
+                contact.know(self._routes)
+            else:
+                contact.unknown_since = contact.unknown_since or self._heard
+
+    def _drop_declined(self, is_so: Callable[[_Declined], bool]) -> int:
+        """Forget declined rooms; returns how many."""
+        with self._lock:
+            kept = {room: one for room, one in self._declined.items() if not is_so(one)}
+            count, self._declined = len(self._declined) - len(kept), kept
+        return count
+
+    # -- failures --------------------------------------------------------------------------------
+
+    def _fail(self, contact: Contact, why: str) -> None:
+        contact.fail(why)
+        with self._lock:
+            if self._contacts.get(contact.meeting.room) is contact:
+                del self._contacts[contact.meeting.room]
+
+    def _fail_if(self, is_so: Callable[[Contact], bool], why: str) -> None:
+        with self._lock:
+            contacts = list(self._contacts.values())
+        for contact in contacts:
+            if is_so(contact):
+                self._fail(contact, why)
+
+    def _fail_all(self, why: str) -> None:
+        self._fail_if(lambda contact: True, why)
+        self._say_dropped(self._drop_declined(lambda one: True), why)
+
+    def _fail_known(self, why: str) -> None:
+        self._fail_if(lambda contact: bool(contact.standing.sources), why)
+
+    def _fail_overdue(self) -> None:
+        """Fail the contacts whose time is over: nothing was heard, or the room is not known."""
+        now, patience = time.monotonic(), self._means.patience
+
+        def is_unheard(one: Contact | _Declined) -> bool:
+            return now - max(one.since, self._heard) >= patience.silence
+
+        endpoint = self._routes[0].endpoint if self._routes else self._where
+        silence = f"the prefill server at {endpoint} has not answered for {patience.silence:g} s"
+        why = self._silence or silence
+        self._fail_if(is_unheard, why)
+        self._say_dropped(self._drop_declined(is_unheard), why)
+        self._fail_if(
+            lambda contact: (
+                not contact.standing.sources
+                and contact.unknown_since is not None
+                and now - contact.unknown_since >= patience.bootstrap
+            ),
+            "the prefill server does not know the request in time",
+        )
+
+    def _say_dropped(self, count: int, why: str) -> None:
+        if count:
+            self._say.warning(
+                "dropped",
+                "%d rooms of the prefill server at %s could not be declined: %s",
+                count,
+                self._where,
+                why,
+            )
+
+    def _check_instance(self) -> None:
+        """Where the prefill server is silent, look up whether another instance has taken its place.
+
+        Raises:
+            Replaced: One has.
+        """
+        now, repeat = time.monotonic(), self._means.patience.repeat
+        if now - max(self._heard, self._asked, self._looked_up) < 2 * repeat:
+            return
+        first = self._routes[0]
+        try:
+            found = self._look_up(first.rank)
+        except BootstrapError as error:
+            self._silence = _not_found(error)
+            return
+        self._silence = ""
+        if found.instance_id != first.instance_id:
+            raise Replaced("the prefill server was replaced by another instance")
+
+    def _pause(self) -> None:
+        """Wait until the next attempt."""
+        end = time.monotonic() + self._means.patience.repeat
+        while time.monotonic() < end and self._closes_at is None and self._has_work_left():
+            time.sleep(min(POLL_S, max(0.0, end - time.monotonic())))
+
+    def _drain(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            while self._wakes.recv(4096):
+                pass
+
+
+def sources_of(route: Route, means: Means, where: str) -> list[RankPlace]:
+    """The ranks of a prefill server that this rank reads from.
+
+    Args:
+        route: Route of its rank 0.
+        where: Name of the server, for errors.
+
+    Raises:
+        RoomFailed: No such server of this model can be, or the ranks are too many.
+    """
+    num_ranks, attn_tp_size = route.num_ranks, route.attn_tp_size
+    why = means.geometry.why_not_split(attn_tp_size)
+    if num_ranks % attn_tp_size:
+        why = f"its {num_ranks} ranks are no multiple of the {attn_tp_size} that split heads"
+    if why is None:
+        sources = means.place.sources(RankPlace(0, num_ranks, attn_tp_size))
+        if len(sources) <= MAX_SOURCES:
+            return sources
+        why = f"this rank would read from {len(sources)} of its ranks, at most {MAX_SOURCES} can be"
+    raise cannot_serve(where, why)
+
+
+def _not_found(error: BootstrapError) -> str:
+    return f"the prefill server is not found: {error}"

@@ -1,0 +1,459 @@
+"""A prefill server that is asked about rooms: before slots are given, over any network."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import random
+import socket
+import threading
+import time
+from collections.abc import Iterator
+
+import msgspec
+import pytest
+
+from sglang.srt.disaggregation import prefill_peer
+from sglang.srt.disaggregation.common import conversation
+from sglang.srt.disaggregation.common.bootstrap_client import BootstrapError, WrongSecret, find
+from sglang.srt.disaggregation.common.conversation import Patience
+from sglang.srt.disaggregation.common.geometry import PoolGeometry
+from sglang.srt.disaggregation.common.room_desk import RoomDesk
+from sglang.srt.disaggregation.contact import Contact
+from sglang.srt.utils.network import wait_until
+from sglang.test.ci.ci_register import register_cpu_ci
+from sglang.test.disaggregation.control_proxy import ControlProxy
+from sglang.test.disaggregation.pd_rig import one_rank
+from sglang.test.disaggregation.prompt_scene import ROOM, Server, until
+from sglang.test.servers.scarce_threads import no_threads
+
+register_cpu_ci(est_time=10, suite="base-a-test-cpu")
+
+HASTY = Patience(bootstrap=60, waiting=60, silence=0.6)
+SILENT = "the prefill server at {} has not answered for 0.6 s"
+
+
+@pytest.fixture
+def server() -> Iterator[Server]:
+    one = Server()
+    yield one
+    one.close()
+
+
+@pytest.fixture
+def hasty(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
+    """It is missed after 0.6 seconds."""
+    monkeypatch.setattr(conversation, "REPEAT_S", 0.05)
+    one = Server(HASTY)
+    yield one
+    one.close()
+
+
+def is_known(contact: Contact) -> bool:
+    return bool(contact.standing.sources)
+
+
+def failure(contact: Contact) -> str:
+    until(lambda: contact.standing.failure is not None)
+    return contact.standing.failure or ""
+
+
+# ---- rooms -------------------------------------------------------------------------------------
+
+
+def test_a_room_is_known_when_its_request_is_there_and_is_not_claimed(server: Server) -> None:
+    contact, other = server.meet(), server.meet(6)
+    until(lambda: other.unknown_since is not None)
+    assert not is_known(contact)
+    server.desk.open(ROOM)
+    until(lambda: is_known(contact))
+    assert list(contact.standing.sources) == [server.route]
+    assert not is_known(other)
+    assert list(server.news) == [contact]
+    assert not server.desk.take_claimed(), "it would be computed without slots here"
+    server.desk.open(6)
+    until(lambda: is_known(other))
+    assert server.look_ups == [0], "one look-up for all rooms"
+
+
+def test_a_room_that_has_ended_says_why(server: Server) -> None:
+    server.desk.open(ROOM)
+    server.desk.end(ROOM, "the queue is full")
+    assert failure(server.meet()) == "the prefill server ended the request: the queue is full"
+
+
+def test_a_known_room_is_watched_until_there_are_slots(server: Server) -> None:
+    server.desk.open(ROOM)
+    server.desk.open(6)
+    contact, left = server.meet(), server.meet(6)
+    until(lambda: is_known(contact) and is_known(left))
+    left.leave()
+    server.desk.end(ROOM, "out of memory")
+    server.desk.end(6, "out of memory")
+    assert failure(contact) == "the prefill server ended the request: out of memory"
+    assert left.standing.failure is None, "its prompt hears that itself"
+
+
+def test_a_room_that_the_prefill_server_never_gets(server: Server) -> None:
+    server.close()
+    server = Server(Patience(bootstrap=0.3, waiting=60, silence=30))
+    try:
+        server.desk.open(6)
+        known, unknown = server.meet(6), server.meet()
+        assert failure(unknown) == "the prefill server does not know the request in time"
+        assert is_known(known)
+    finally:
+        server.close()
+
+
+def test_many_rooms_need_one_thread_and_one_connection(server: Server) -> None:
+    contacts = [server.meet(room) for room in range(500)]
+    for room in range(500):
+        server.desk.open(room)
+    until(lambda: all(is_known(one) for one in contacts))
+    named = [one for one in threading.enumerate() if one.name == "disagg-peer"]
+    assert len(named) == 1 and server.look_ups == [0]
+
+
+def test_the_last_request_of_a_room_counts(server: Server) -> None:
+    first = server.meet()
+    until(lambda: first.unknown_since is not None)
+    first.leave()
+    second = server.meet()
+    server.desk.open(ROOM)
+    until(lambda: is_known(second))
+    assert not is_known(first)
+
+
+# ---- declined rooms ----------------------------------------------------------------------------
+
+
+def given_up(desk: RoomDesk, rooms: set[int]) -> dict[int, str]:
+    """Reasons of rooms that the desk was told of."""
+    heard: dict[int, str] = {}
+
+    def are_heard() -> bool:
+        heard.update(desk.take_given_up())
+        return heard.keys() >= rooms
+
+    until(are_heard)
+    return heard
+
+
+def test_a_flood_of_declined_rooms_is_told_whole(server: Server) -> None:
+    rooms = set(range(200))
+    for room in rooms:
+        server.peer.decline(room, f"reason {room}")
+    for room in rooms:
+        server.desk.open(room)  # Some come before that is told, some after.
+    heard = given_up(server.desk, rooms)
+    assert heard == {room: f"the decode server gave it up: reason {room}" for room in rooms}
+    until(lambda: server.peer.is_idle)
+
+
+def test_a_request_that_leaves_is_declined(server: Server) -> None:
+    server.desk.open(ROOM)
+    contact = server.meet()
+    until(lambda: is_known(contact))
+    contact.leave("aborted")
+    assert given_up(server.desk, {ROOM}) == {ROOM: "the decode server gave it up: aborted"}
+
+
+def test_rooms_of_a_server_that_is_away_are_not_declined_for_ever(
+    hasty: Server, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.WARNING)
+    hasty.why = BootstrapError("it cannot be reached")
+    for room in range(100):
+        hasty.peer.decline(room, "aborted")
+    until(lambda: hasty.peer.is_idle and not hasty.peer.has_thread)
+    assert (
+        "100 rooms of the prefill server at host:1 could not be declined: the prefill server is "
+        "not found: it cannot be reached"
+    ) in caplog.messages
+
+
+def test_rooms_that_wait_to_be_declined_are_bounded(
+    server: Server, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.WARNING)
+    monkeypatch.setattr(prefill_peer, "_MAX_DECLINED_WAITING", 3)
+    with no_threads("disagg-peer"):
+        server.peer.decline(0, "no thread")
+    for room in range(5):
+        server.desk.open(room)
+    with server.peer._lock:  # Its thread tells nothing meanwhile.
+        server.peer._declined = {
+            n: prefill_peer._Declined("early", time.monotonic()) for n in (1, 2, 3)
+        }
+    server.peer.decline(4, "late")
+    assert given_up(server.desk, {2, 3, 4}).keys() == {2, 3, 4}
+    line = "1 rooms of the prefill server at host:1 could not be declined: "
+    said = [text.removeprefix(line) for text in caplog.messages if text.startswith(line)]
+    assert said[0] == "no thread for the prefill server at host:1: can't start new thread"
+
+
+def test_what_is_declined_last_is_told_before_the_end(server: Server) -> None:
+    server.desk.open(ROOM)
+    contact = server.meet()
+    until(lambda: is_known(contact))
+    contact.leave("the server is shutting down")
+    server.peer.close()
+    given_up(server.desk, {ROOM})
+    until(lambda: not server.peer.has_thread)
+
+
+def test_a_silent_server_does_not_hold_up_the_end(server: Server) -> None:
+    with ControlProxy(server.route.endpoint, lambda *_: ()) as proxy:
+        server.through(proxy)
+        server.peer.decline(ROOM, "the server is shutting down")
+        until(lambda: proxy.counts["lost"] > 0)
+        server.peer.close()
+        until(lambda: not server.peer.has_thread)
+
+
+# ---- servers that are not there, or are none ---------------------------------------------------
+
+
+def test_a_server_that_is_not_found(hasty: Server) -> None:
+    hasty.why = BootstrapError("it cannot be reached")
+    old, began = hasty.meet(), time.monotonic()
+    assert failure(old) == "the prefill server is not found: it cannot be reached"
+    assert time.monotonic() - began >= 0.6
+    late = hasty.meet(6)
+    hasty.why = None
+    hasty.desk.open(6)
+    until(lambda: is_known(late))
+
+
+def test_a_server_that_is_gone_is_a_reason_to_probe_sessions(hasty: Server) -> None:
+    hasty.scene.sessions.enter("old", "i")
+    hasty.scene.sessions.leave("old")
+    hasty.scene.mover.gone = {"old"}
+    hasty.why = BootstrapError("it cannot be reached")
+    failure(hasty.meet())
+    until(lambda: hasty.scene.mover.forgotten == ["old"])
+
+
+def test_another_secret_fails_at_once(server: Server) -> None:
+    server.why = WrongSecret("give both servers the same")
+    assert failure(server.meet()) == "the prefill server is not found: give both servers the same"
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "attn_tp_size", "why"),
+    [
+        (1024, 1024, "this rank would read from 1024 of its ranks, at most 64 can be"),
+        (65, 1, "this rank would read from 65 of its ranks, at most 64 can be"),
+        (3, 2, "its 3 ranks are no multiple of the 2 that split heads"),
+        (1, 2, "its 1 ranks are no multiple of the 2 that split heads"),
+    ],
+)
+def test_ranks_that_cannot_be_are_refused_before_any_is_contacted(
+    server: Server, num_ranks: int, attn_tp_size: int, why: str
+) -> None:
+    server.route = msgspec.structs.replace(
+        server.route, num_ranks=num_ranks, attn_tp_size=attn_tp_size
+    )
+    assert failure(server.meet()) == f"the prefill server at host:1 cannot serve this one: {why}"
+    assert server.look_ups == [0]
+
+
+def test_all_ranks_to_read_from_are_looked_up_once(server: Server) -> None:
+    server.route = msgspec.structs.replace(server.route, num_ranks=3, attn_tp_size=1)
+    server.desk.open(ROOM)
+    server.desk.open(6)
+    contacts = [server.meet(), server.meet(6)]
+    until(lambda: all(is_known(one) for one in contacts))
+    assert [one.rank for one in contacts[0].standing.sources] == [0, 1, 2]
+    assert server.look_ups == [0, 1, 2]
+
+
+def test_a_server_of_another_model_is_told_so(server: Server) -> None:
+    server.desk.close()
+    pool = server.scene.there.pool
+    offer = PoolGeometry.of([pool], "other weights", pool.dtype).offer("instance", "s")
+    server.desk = server.scene.desk = RoomDesk(offer, "127.0.0.1", unwanted_s=300, silent_s=300)
+    server.route = one_rank(f"tcp://127.0.0.1:{server.desk.port}")
+    server.desk.open(ROOM)
+    contact = server.meet()
+    why = "the prefill server at host:1 cannot serve this one: its pages differ: weights other"
+    assert failure(contact).startswith(why)
+    contact.leave(contact.standing.failure)
+    assert why in given_up(server.desk, {ROOM})[ROOM], "it need not wait for a reader"
+
+
+def test_an_endpoint_that_is_none(server: Server) -> None:
+    server.route = msgspec.structs.replace(server.route, endpoint="ipc:///tmp/x")
+    assert failure(server.meet()).startswith("the prefill server told a wrong endpoint: 'ipc:///t")
+
+
+# ---- servers that fall silent, or are replaced -------------------------------------------------
+
+
+def test_a_server_that_never_answers(hasty: Server) -> None:
+    hasty.route = one_rank("tcp://127.0.0.1:9")
+    assert failure(hasty.meet()) == SILENT.format("tcp://127.0.0.1:9")
+
+
+def test_a_server_that_falls_silent_fails_known_rooms_too(hasty: Server) -> None:
+    is_silent = threading.Event()
+    with ControlProxy(
+        hasty.route.endpoint, lambda *_: () if is_silent.is_set() else (0.0,)
+    ) as proxy:
+        hasty.through(proxy)
+        hasty.desk.open(ROOM)
+        known = hasty.meet()
+        until(lambda: is_known(known))
+        is_silent.set()
+        unknown = hasty.meet(6)
+        assert [failure(one) for one in (known, unknown)] == [SILENT.format(proxy.endpoint)] * 2
+        is_silent.clear()
+        again = hasty.meet(6)
+        hasty.desk.open(6)
+        until(lambda: is_known(again))
+
+
+def test_a_busy_arrival_of_rooms_does_not_hide_a_silence(hasty: Server) -> None:
+    with ControlProxy(hasty.route.endpoint, lambda *_: ()) as proxy:
+        hasty.through(proxy)
+        first = hasty.meet(1000)
+        for room in range(300):
+            hasty.meet(room)
+            if first.standing.failure is not None:
+                break
+            time.sleep(0.01)
+        assert first.standing.failure == SILENT.format(proxy.endpoint)
+
+
+def test_a_replaced_server_fails_what_the_old_one_knew(hasty: Server) -> None:
+    """Requests that it did not know may have been sent to the new one."""
+    hasty.desk.open(ROOM)
+    known = hasty.meet()
+    until(lambda: is_known(known))
+    hasty.restart()
+    young = hasty.meet(6)
+    hasty.desk.open(6)
+    assert failure(known) in (
+        "the prefill server was replaced by another instance",
+        SILENT.format(known.standing.sources and known.standing.sources[0].endpoint),
+    )
+    until(lambda: is_known(young))
+    assert young.standing.sources[0].instance_id == "another"
+
+
+def test_another_instance_at_the_old_address_is_noticed(hasty: Server) -> None:
+    """The port was given to another server."""
+    right, hasty.route = hasty.route, one_rank(hasty.route.endpoint, "the instance that ended")
+    hasty.desk.open(ROOM)
+    contact = hasty.meet()
+    until(lambda: len(hasty.look_ups) > 1)
+    hasty.route = right
+    until(lambda: is_known(contact))
+
+
+def test_messages_may_be_lost_doubled_and_late(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(conversation, "REPEAT_S", 0.05)
+    rng = random.Random(3)
+
+    def fate(message: bytes, is_question: bool) -> tuple[float, ...]:
+        return rng.choice(((), (0.0,), (0.0, 0.03), (0.05,)))
+
+    with ControlProxy(server.route.endpoint, fate) as proxy:
+        server.through(proxy)
+        contacts = {room: server.meet(room) for room in range(40)}
+        for room in range(0, 40, 2):
+            server.desk.open(room)
+        for room in range(1, 40, 2):
+            contacts[room].leave("aborted")
+        until(lambda: all(is_known(contacts[room]) for room in range(0, 40, 2)))
+        until(lambda: server.peer._declined == {})
+        for room in range(1, 40, 2):
+            server.desk.open(room)
+        given_up(server.desk, set(range(1, 40, 2)))
+
+
+# ---- threads and files -------------------------------------------------------------------------
+
+
+def test_a_system_without_threads_fails_the_contact(server: Server) -> None:
+    with no_threads("disagg-peer"):
+        contact = server.meet()
+    assert failure(contact) == (
+        "no thread for the prefill server at host:1: can't start new thread"
+    )
+    server.desk.open(ROOM)
+    again = server.meet()
+    until(lambda: is_known(again))
+
+
+def test_the_thread_ends_when_nothing_is_asked_for_a_while(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prefill_peer, "IDLE_S", 0.05)
+    server.desk.open(ROOM)
+    contact = server.meet()
+    until(lambda: is_known(contact))
+    contact.leave()
+    until(lambda: not server.peer.has_thread)
+    server.desk.open(6)
+    again = server.meet(6)
+    until(lambda: is_known(again))
+    assert server.look_ups == [0], "its routes are still known"
+
+
+@contextlib.contextmanager
+def dripping() -> Iterator[tuple[int, list[socket.socket]]]:
+    """A bootstrap server that sends a byte now and then: its port, and its connections."""
+    left, peers = threading.Event(), list[socket.socket]()
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def serve() -> None:
+            listener.settimeout(0.02)
+            while not left.is_set():
+                with contextlib.suppress(TimeoutError):
+                    peers.append(listener.accept()[0])
+                for peer in peers:
+                    with contextlib.suppress(OSError):
+                        peer.send(b"H")
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        try:
+            yield int(listener.getsockname()[1]), peers
+        finally:
+            left.set()
+            thread.join()
+            for peer in peers:
+                peer.close()
+
+
+def test_a_slow_bootstrap_server_costs_a_thread_or_two_whatever_is_asked(
+    hasty: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    most, before = 0, set(threading.enumerate())
+
+    def asking() -> int:
+        names = ("ask-bootstrap", "disagg-peer")
+        return sum(one.name in names for one in set(threading.enumerate()) - before)
+
+    with dripping() as (port, peers):
+        monkeypatch.setattr(
+            hasty.peer,
+            "_means",
+            hasty.scene.means(HASTY, find_rank=lambda *_: find("127.0.0.1", port, 0, 0.2)),
+        )
+        contacts = [hasty.meet(room) for room in range(100)]
+        while not all(one.standing.failure for one in contacts):
+            most = max(most, asking())
+            time.sleep(0.01)
+        assert "has not answered for 0.2 s" in failure(contacts[0])
+        assert most <= 3, "one that asks, one that waits, and one that is ending"
+        assert 1 <= len(peers) <= 10
+        assert wait_until(lambda: asking() <= 1, 10), "an idle thread is kept for later"
+
+
+if __name__ == "__main__":
+    raise SystemExit(pytest.main([__file__, "-q"]))
