@@ -7,16 +7,19 @@ later": by `resolve()` if that needs neither machine nor model, otherwise by the
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import logging
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, ClassVar, Final
 
 from sglang.srt.arg_groups.api_keys import resolve_key
 from sglang.srt.arg_groups.checks import cache_and_page_size, check_device
 from sglang.srt.arg_groups.cli import (
+    FlagErrors,
+    add_flags,
     explain_foreign,
     flag,
     flag_name,
@@ -46,9 +49,12 @@ logger = logging.getLogger(__name__)
 _EXTRA_CONFIG: Final = "hicache_storage_backend_extra_config"
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class ServerArgs:
-    """The settings of one engine, frozen. `resolve()` returns the copy that the engine uses."""
+    """The settings of one engine. `resolve()` returns the copy that the engine uses."""
+
+    grpc_mode: ClassVar[bool] = False
+    """Whether servers speak gRPC; `sglang_router.launch_server` asks."""
 
     # Model
     model_path: str | None = flag(
@@ -229,6 +235,11 @@ class ServerArgs:
         "Implied by --attn-cp-size above 1, which says over how many ranks.",
         aliases=("--enable-nsa-prefill-context-parallel", "--enable-dsa-prefill-context-parallel"),
     )
+    dp_size: int = flag(
+        1,
+        "Servers that sglang_router.launch_server starts, with a router; one server has 1.",
+        aliases=("--data-parallel-size", "--dp"),
+    )
     nnodes: int = flag(1, "Number of machines, each with equally many ranks.")
     node_rank: int = flag(0, "Which of the machines this is; 0 has the HTTP server.")
     dist_init_addr: str | None = flag(
@@ -320,6 +331,29 @@ class ServerArgs:
         False, "Allow the admin key to attach a dynamic backend, which can run any Python code."
     )
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        if self.__dict__.get("_is_resolved"):
+            raise dataclasses.FrozenInstanceError(f"{name}: resolved settings do not change")
+        super().__setattr__(name, value)
+
+    @staticmethod
+    def add_cli_args(parser: argparse.ArgumentParser) -> None:
+        """Add the flags to the parser of another program, `sglang_router.launch_server`."""
+        add_flags(parser, ServerArgs)
+
+    @classmethod
+    def from_cli_args(cls, args: argparse.Namespace) -> ServerArgs:
+        """The settings that a parser with `add_cli_args` found.
+
+        Raises:
+            FlagErrors: A key cannot be read.
+        """
+        shown = [field for field in dataclasses.fields(cls) if field.metadata["is_shown"]]
+        try:
+            return _with_keys(cls(**{field.name: getattr(args, field.name) for field in shown}))
+        except ValueError as error:
+            raise FlagErrors([str(error)]) from None
+
     @classmethod
     def from_kwargs(cls, **kwargs: Any) -> ServerArgs:
         """Like the constructor, but judges names of other flags as the command line does.
@@ -366,7 +400,7 @@ class ServerArgs:
             tokenizer_path=self.tokenizer_path or model_path,
             served_model_name=self.served_model_name or name,
         )
-        return args if args.device == "auto" else args.on_device(args.device)
+        return args._settled() if args.device == "auto" else args.on_device(args.device)
 
     def on_device(self, device: str) -> ServerArgs:
         """Fill in the values of a resolved copy that depend on the device, and check them.
@@ -389,7 +423,12 @@ class ServerArgs:
             device=device,
             attention_backend=self.attention_backend or kind.attention_backends[0],
             chunked_prefill_size=chunk,
-        )
+        )._settled()
+
+    def _settled(self) -> ServerArgs:
+        """This object, which from now on refuses changes: threads share it."""
+        self._is_resolved = True
+        return self
 
     def extra_config(self) -> dict[str, Any]:
         """`hicache_storage_backend_extra_config` as an object, which may be empty."""

@@ -121,8 +121,8 @@ def _flag_names(field: dataclasses.Field[Any]) -> tuple[str, ...]:
     return (flag_name(field.name), *field.metadata["aliases"])
 
 
-def _build_parser(args_class: type, prog: str, description: str) -> argparse.ArgumentParser:
-    parser = _Parser(prog=prog, description=description, allow_abbrev=False)
+def add_flags(parser: argparse.ArgumentParser, args_class: type) -> None:
+    """Add one flag per field of the dataclass `args_class` to a parser."""
     hints = typing.get_type_hints(args_class)
     for field in _flags(args_class):
         kind = _scalar_type(hints[field.name])
@@ -139,7 +139,6 @@ def _build_parser(args_class: type, prog: str, description: str) -> argparse.Arg
             parse = field.metadata["parse"]
             options["type"] = kind if parse is None else _telling(parse)
             parser.add_argument(*_flag_names(field), default=field.default, **options)
-    return parser
 
 
 def _telling(parse: Callable[[str], Any]) -> Callable[[str], Any]:
@@ -179,7 +178,8 @@ def parse_flags(
     Raises:
         SystemExit: `--help` was given and has been printed.
     """
-    parser = _build_parser(args_class, prog, description)
+    parser = _Parser(prog=prog, description=description, allow_abbrev=False)
+    add_flags(parser, args_class)
     known = {one: f.name for f in _flags(args_class) for one in _flag_names(f)}
     namespace = parser.parse_args([])
     malformed: list[str] = []

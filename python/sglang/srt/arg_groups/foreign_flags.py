@@ -67,8 +67,7 @@ _NOT_YET, _NEVER = Treatment.NOT_YET, Treatment.NEVER
 
 SGLANG_FLAGS: Final = (
     # The first row that matches counts.
-    _row(_NEVER, "data-parallel attention", """dp_size=1 data_parallel_size=1 dp=1 enable_dp_*
-        load_balance_method=auto"""),
+    _row(_NEVER, "data-parallel attention", "enable_dp_* load_balance_method=auto"),
     _row(_NEVER, "pipeline parallelism", "pp_size=1 pp=1 pipeline_parallel_size=1 pp_*"),
     _row(_IGNORED, "kernels of experts", """moe_runner_backend enable_flashinfer_cutlass_moe
         enable_flashinfer_cutedsl_moe enable_flashinfer_trtllm_moe enable_flashinfer_mxfp4_moe

@@ -14,6 +14,11 @@ if TYPE_CHECKING:
 def check_parallelism(args: ServerArgs) -> Iterator[str]:
     """Refuse numbers of ranks and machines that do not fit each other: a line for each mistake,
     with the flag and the remedy."""
+    if args.dp_size != 1:
+        yield (
+            f"--dp-size {args.dp_size}: a server has 1. python -m sglang_router.launch_server "
+            "starts several, and a router in front of them"
+        )
     if args.tp_size % args.attn_cp_size:
         yield (
             f"--attn-cp-size {args.attn_cp_size} does not divide --tp-size {args.tp_size}: the "

@@ -26,8 +26,9 @@ from sglang.srt.entrypoints.openai import routes as openai_routes
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.utils.auth import add_api_key_middleware
 from sglang.srt.utils.listeners import warn_of_open_server
+from sglang.srt.utils.logging_utils import configure_logger
 from sglang.srt.utils.network import base_url, check_port_available
-from sglang.srt.utils.process import settle_heap
+from sglang.srt.utils.process import raise_file_limit, settle_heap
 
 logger = logging.getLogger(__name__)
 
@@ -85,6 +86,24 @@ def create_app(
     )
     add_cross_origin_middleware(app)
     return app
+
+
+def launch_server(server_args: ServerArgs) -> None:
+    """Serve until a signal or the engine's death, for programs that start servers of their own,
+    like `sglang_router.launch_server`. Call it in the main thread of a process of its own.
+
+    Args:
+        server_args: Arguments, resolved or not.
+
+    Raises:
+        ValueError: Settings or files are wrong, or the port is in use.
+        StartError: The engine could not start.
+        SystemExit: The server has ended with an error.
+    """
+    raise_file_limit()
+    configure_logger(server_args.log_level)
+    if status := run_server(server_args.resolve()):
+        raise SystemExit(status)
 
 
 def run_server(args: ServerArgs) -> int:

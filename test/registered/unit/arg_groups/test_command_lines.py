@@ -125,8 +125,10 @@ def test_a_command_line_that_is_changed_as_the_answer_says_is_accepted(name: str
             "DeepSeek, DP attention",
             [
                 "--ep: SGLang has it, this engine does not: expert parallelism; remove the flag",
-                "--dp, --enable-dp-attention: SGLang has them, this engine does not: data-parallel "
-                "attention; remove the flags",
+                "--enable-dp-attention: SGLang has it, this engine does not: data-parallel "
+                "attention; remove the flag",
+                "--dp-size 8: a server has 1. python -m sglang_router.launch_server starts "
+                "several, and a router in front of them",
             ],
         ),
         (
@@ -140,10 +142,12 @@ def test_a_command_line_that_is_changed_as_the_answer_says_is_accepted(name: str
         (
             "PD, DeepSeek on two nodes",
             [
-                "--dp-size, --enable-dp-attention: SGLang has them, this engine does not: "
-                "data-parallel attention; remove the flags",
+                "--enable-dp-attention: SGLang has it, this engine does not: data-parallel "
+                "attention; remove the flag",
                 "--moe-a2a-backend: SGLang has it, this engine does not: expert parallelism; "
                 "remove the flag",
+                "--dp-size 8: a server has 1. python -m sglang_router.launch_server starts "
+                "several, and a router in front of them",
                 "--host 10.0.0.1 with --disaggregation-mode prefill needs a secret, the same on "
                 "all servers of the deployment: give --disaggregation-secret-file or "
                 "SGLANG_DISAGGREGATION_SECRET, or --disaggregation-allow-no-secret if only these "
@@ -228,9 +232,9 @@ def test_an_engine_gets_the_same_judgement(caplog: pytest.LogCaptureFixture) -> 
     assert args == ServerArgs(model_path="dummy")
     assert "--decode-log-interval, --cuda-graph-bs" in caplog.text
     with pytest.raises(FlagErrors) as caught:
-        ServerArgs.from_kwargs(dp_size=2, pagesize=3, **ignored)
+        ServerArgs.from_kwargs(ep_size=2, pagesize=3, **ignored)
     assert [line.split(":")[0] for line in caught.value.lines] == [
-        "--dp-size", "unknown flag --pagesize; did you mean --page-size?",
+        "--ep-size", "unknown flag --pagesize; did you mean --page-size?",
     ]  # fmt: skip
 
 
