@@ -120,15 +120,13 @@ def scatter(prefill: HalfProcess, decode: HalfProcess) -> dict[str, TokenizedGen
     decode.until(lambda facts: facts.num_reads == 1)
     for process in both:
         process.send(made["waiting"])
+    # On a machine that is busy with other things the first may have all its words already. The
+    # third has slots, so that prefill has begun to count it.
+    decode.until(lambda facts: facts.num_holders + ("decoding" in facts.ended) >= 3)
     prefill.until(lambda facts: facts.num_waiting == 1 and not facts.num_unasked)
     prefill.set(pause=True)
     decode.send(made["unknown"])
-    # On a machine that is busy with other things the first may have all its words already.
-    decode.until(
-        lambda facts: (
-            facts.num_holders + ("decoding" in facts.ended) >= 3 and facts.num_waiting == 1
-        )
-    )
+    decode.until(lambda facts: facts.num_waiting == 1)
     return made
 
 
