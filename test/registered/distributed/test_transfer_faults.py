@@ -260,7 +260,7 @@ def test_servers_that_end_while_idle_do_not_pile_up(here: Here) -> None:
     for index in range(6):
         with TransferPeer(SIZE) as peer:
             name = peer.session_id
-            sessions.enter(name, f"instance {index}")
+            sessions.enter(name, f"instance {index}", f"tcp://{name}")
             assert here.move(READ, peer, timeout=LONG, blocks=4).is_done
             sessions.leave(name)
             peer.kill()

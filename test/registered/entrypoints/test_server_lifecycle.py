@@ -16,6 +16,7 @@ from sglang.srt.entrypoints.http_server import READY_LINE
 from sglang.srt.utils.network import wait_until
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.servers.engine_server import EngineServer
+from sglang.test.stores.handshake_bombs import tcp_listeners
 
 register_cpu_ci(est_time=15, suite="base-b-test-cpu")
 
@@ -86,6 +87,8 @@ def test_log_and_ps_say_what_runs_and_sigterm_lets_running_requests_finish() -> 
         log = server.process.log_tail()
         assert f"starting sglang-builtin for {server.url}" in log
         assert f"{READY_LINE} {server.url}" in log
+        ports = [port for process in family for _, port in tcp_listeners(process.pid)]
+        assert server.url.endswith(f":{ports[0]}") and len(ports) == 1, "no gloo for one rank"
 
         stream = Stream(server, LONG)
         server.process.send_signal(signal.SIGTERM)

@@ -204,7 +204,11 @@ class ModelRunner:
         self._runtime.prepare()
         mark_device_set(device)
         meeting = config.rendezvous
-        init_distributed_environment(self._device_kind.process_group, meeting)
+        backend = self._device_kind.process_group
+        if meeting is not None or backend != "gloo":
+            # A rank alone needs no gloo, which would listen and keep a file open for each
+            # connection that a stranger made, though he left.
+            init_distributed_environment(backend, meeting)
         self.tp_group: TensorGroup = config.tp_group or SingleTensorGroup()
         self.cp_group: TensorGroup = config.cp_group or SingleTensorGroup()
         if meeting is not None:

@@ -16,6 +16,7 @@ import json
 import random
 import secrets
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -112,7 +113,9 @@ class Report:
             memory = " / ".join(f"{one.memory_mib:.0f}" for one in three)
             files = " / ".join(str(one.num_files) for one in three)
             yield f"{name:8} before / most / after: {memory} MiB, {files} files"
-        yield f"failed: {self.failed or 'none'}"
+        yield "failed: none" if not self.failed else f"failed: {len(self.failed)}"
+        for text, count in Counter(self.failed).most_common():
+            yield f"{count:7} {text}"
         yield f"not back: {self.not_back or 'none'}; without a deed: {self.idle_attacks or 'none'}"
 
 

@@ -61,7 +61,7 @@ class LocalMover:
         fails: Called with each read's blocks; returns the read's error.
         begun: Reads so far.
         stays_on_host: As in a Transfer Engine.
-        gone: Peers that accept no connection.
+        gone: Endpoints that accept no connection.
         forgotten: Peers whose connections were given up.
     """
 
@@ -86,9 +86,6 @@ class LocalMover:
 
     def get_session_id(self) -> str:
         return "this process"
-
-    def send_probe(self, peer_session_id: str) -> int:
-        return -1 if peer_session_id in self.gone else 0
 
     def forget_peer(self, session_id: str) -> None:
         self.forgotten.append(session_id)
@@ -156,9 +153,6 @@ class MooncakeMover(LocalMover):
     def get_session_id(self) -> str:
         return self._engine.get_session_id()
 
-    def send_probe(self, peer_session_id: str) -> int:
-        return self._engine.send_probe(peer_session_id)
-
     def forget_peer(self, session_id: str) -> None:
         self._engine.forget_peer(session_id)
 
@@ -177,7 +171,6 @@ class RecordedEngine:
         self._registered: list[int] = []
         self.get_session_id = engine.get_session_id
         self.begin = engine.begin
-        self.send_probe = engine.send_probe
         self.forget_peer = engine.forget_peer
         self.is_registered = engine.is_registered
 

@@ -78,7 +78,7 @@ class Scene:
     ) -> None:
         self.there, self.here = Place(100), Place(500)
         self.mover = LocalMover()
-        self.sessions = Sessions(self.mover)
+        self.sessions = Sessions(self.mover, lambda endpoint: endpoint not in self.mover.gone)
         self.unit_bytes = unit_bytes
         self.link = None if unit_bytes is None else link
         self.units, self.staging = self._make_staging(), self._make_staging()

@@ -227,7 +227,7 @@ def test_a_server_that_is_not_found(hasty: Server) -> None:
 
 
 def test_a_server_that_is_gone_is_a_reason_to_probe_sessions(hasty: Server) -> None:
-    hasty.scene.sessions.enter("old", "i")
+    hasty.scene.sessions.enter("old", "i", "old")
     hasty.scene.sessions.leave("old")
     hasty.scene.mover.gone = {"old"}
     hasty.why = BootstrapError("it cannot be reached")

@@ -209,7 +209,9 @@ class RemotePrompt:
         if refusal is not None:
             raise cannot_serve(source.where, refusal)
         portion = self._portion_of(offer)
-        self._session_id = self._sessions.enter(offer.session_id, offer.instance_id)
+        self._session_id = self._sessions.enter(
+            offer.session_id, offer.instance_id, source.endpoint
+        )
         offer = msgspec.structs.replace(offer, session_id=self._session_id)
         first_token = self._read_all(talk, offer, portion)
         self._read_state(talk, offer, portion, first_token)

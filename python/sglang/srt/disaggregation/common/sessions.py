@@ -3,7 +3,8 @@
 A connection to a peer costs an engine object: threads, ports, registered memory. Nothing tells the
 decode server that a prefill server has ended while no prompt comes from it. So sessions without
 prompts are probed when a new one is met, when a prompt has failed, and once a minute while prompts
-come; those that accept no connection are forgotten.
+come; those whose servers accept no control connection are forgotten. The Transfer Engine's own port
+says less: a stranger can silence it (`mooncake_containment.py`), and its connections go on.
 """
 
 from __future__ import annotations
@@ -12,12 +13,14 @@ import logging
 import socket
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final, Protocol
+from urllib.parse import urlsplit
 
 from sglang.srt.distributed.device_communicators.peer import parse_session_id
 from sglang.srt.utils.background_call import BackgroundCall
-from sglang.srt.utils.network import canonical_host
+from sglang.srt.utils.network import can_connect, canonical_host
 
 logger = logging.getLogger(__name__)
 
@@ -30,14 +33,14 @@ PROBE_EVERY_S: Final = 60.0
 class Peers(Protocol):
     """The part of the Transfer Engine that ends connections; see `MooncakeTransferEngine`."""
 
-    def send_probe(self, peer_session_id: str) -> int: ...
-
     def forget_peer(self, session_id: str) -> None: ...
 
 
 @dataclass(slots=True)
 class _Session:
     instance_id: str
+    endpoint: str
+    """Of its server's control connections, `tcp://HOST:PORT`."""
     address: tuple[str, int] | None
     """Where its server listens; None: not known."""
     num_users: int = 0
@@ -49,10 +52,12 @@ class Sessions:
 
     Args:
         peers: The transport.
+        runs: Whether a server runs, by its endpoint.
     """
 
-    def __init__(self, peers: Peers) -> None:
+    def __init__(self, peers: Peers, runs: Callable[[str], bool] | None = None) -> None:
         self._peers = peers
+        self._runs = runs or _accepts
         self._known: dict[str, _Session] = {}
         """By id; the last used last."""
         self._lock = threading.Lock()
@@ -68,8 +73,13 @@ class Sessions:
         with self._lock:
             return list(self._known)
 
-    def enter(self, session_id: str, instance_id: str) -> str:
+    def enter(self, session_id: str, instance_id: str, endpoint: str) -> str:
         """Keep a session until `leave`: transfers of it begin. May resolve a name.
+
+        Args:
+            session_id: The session of its Transfer Engine.
+            instance_id: Its instance.
+            endpoint: Endpoint of its control connections.
 
         Returns:
             The id under which the session is known, for the transfers and for `leave`. It has
@@ -91,10 +101,10 @@ class Sessions:
                     self._peers.forget_peer(session_id)
                     address, session = session.address, None
                 else:
-                    session.instance_id = instance_id
+                    session.instance_id, session.endpoint = instance_id, endpoint
             is_new = session is None
             if session is None:
-                session = _Session(instance_id, address)
+                session = _Session(instance_id, endpoint, address)
             self._known[session_id] = session
             session.num_users += 1
             for name in self._idle()[:-MAX_IDLE]:
@@ -129,11 +139,11 @@ class Sessions:
             with self._lock:
                 self._is_wanted = False
                 self._probed = time.monotonic()
-                idle = self._idle()
+                idle = {name: self._known[name].endpoint for name in self._idle()}
             try:
-                for session_id in idle:
+                for session_id, endpoint in idle.items():
                     # Without the lock: a host that is away takes its time.
-                    if self._peers.send_probe(session_id):
+                    if not self._runs(endpoint):
                         self._on_gone(session_id)
             except BaseException:
                 with self._lock:
@@ -166,3 +176,10 @@ def _address(session_id: str) -> tuple[str, int] | None:
     except (OSError, ValueError):
         return None  # The transport will say what is wrong with it.
     return canonical_host(str(found[0][4][0])), port
+
+
+def _accepts(endpoint: str) -> bool:
+    """Whether connections to an endpoint are accepted. One may be lost on a busy host."""
+    parts = urlsplit(endpoint)
+    host, port = parts.hostname, parts.port
+    return host is not None and port is not None and any(can_connect(host, port) for _ in range(2))

@@ -100,8 +100,8 @@ def test_pages_that_the_transport_never_lets_go_of_stay_taken(scene: Scene) -> N
     )
     assert not prompt.has_ended
     name = scene.mover.get_session_id()
-    scene.mover.gone = {name, "another"}
-    scene.sessions.enter("another", "i")
+    scene.mover.gone = {scene.endpoint, "another"}
+    scene.sessions.enter("another", "i", "another")
     scene.sessions.leave("another")
     scene.sessions.probe()
     until(lambda: scene.mover.forgotten == ["another"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 from collections.abc import Iterator
 
@@ -10,7 +11,7 @@ import pytest
 from sglang.srt.disaggregation.common import sessions as module
 from sglang.srt.disaggregation.common.sessions import Sessions
 from sglang.srt.distributed.device_communicators.transfer_types import PeerUnreachable
-from sglang.srt.utils.network import wait_until
+from sglang.srt.utils.network import get_free_port, wait_until
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.disaggregation.pd_rig import LocalMover
 from sglang.test.disaggregation.prompt_scene import ROOM, TOKEN, Scene, until
@@ -25,7 +26,7 @@ def peers() -> LocalMover:
 
 @pytest.fixture
 def sessions(peers: LocalMover) -> Sessions:
-    return Sessions(peers)
+    return Sessions(peers, lambda endpoint: endpoint not in peers.gone)
 
 
 @pytest.fixture
@@ -37,7 +38,7 @@ def scene() -> Iterator[Scene]:
 
 def used(sessions: Sessions, session_id: str, instance_id: str = "i") -> None:
     """A prompt comes from there, and has come."""
-    sessions.enter(session_id, instance_id)
+    sessions.enter(session_id, instance_id, session_id)
     sessions.leave(session_id)
 
 
@@ -52,10 +53,25 @@ def test_idle_sessions_of_servers_that_are_gone_end_when_another_is_met(
     assert sorted(sessions.known) == ["c", "d"]
 
 
+def test_a_server_runs_while_it_accepts_control_connections(peers: LocalMover) -> None:
+    """Whatever its Transfer Engine's own port says."""
+    sessions = Sessions(peers)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+        sessions.enter("127.0.0.1:1", "i", f"tcp://127.0.0.1:{port}")
+        sessions.leave("127.0.0.1:1")
+        sessions.enter("127.0.0.1:2", "i", f"tcp://127.0.0.1:{get_free_port()}")
+        sessions.leave("127.0.0.1:2")
+        sessions.probe()
+        assert wait_until(lambda: peers.forgotten == ["127.0.0.1:2"], 10)
+    sessions.probe()
+    assert wait_until(lambda: peers.forgotten == ["127.0.0.1:2", "127.0.0.1:1"], 10)
+
+
 def test_a_session_with_transfers_in_flight_is_kept(sessions: Sessions, peers: LocalMover) -> None:
     peers.gone = {"a", "b"}
-    sessions.enter("a", "i")
-    sessions.enter("a", "i")
+    sessions.enter("a", "i", "a")
+    sessions.enter("a", "i", "a")
     used(sessions, "b")
     sessions.leave("a")
     sessions.probe()
@@ -69,9 +85,9 @@ def test_a_session_with_transfers_in_flight_is_kept(sessions: Sessions, peers: L
 def test_names_of_one_address_share_a_session(
     sessions: Sessions, peers: LocalMover, name: str
 ) -> None:
-    assert sessions.enter("127.0.0.1:77", "i") == "127.0.0.1:77"
-    assert sessions.enter(name, "i") == "127.0.0.1:77"
-    assert sessions.enter("127.0.0.1:78", "i") == "127.0.0.1:78"
+    assert sessions.enter("127.0.0.1:77", "i", "127.0.0.1:77") == "127.0.0.1:77"
+    assert sessions.enter(name, "i", name) == "127.0.0.1:77"
+    assert sessions.enter("127.0.0.1:78", "i", "127.0.0.1:78") == "127.0.0.1:78"
     sessions.leave("127.0.0.1:77")
     assert sessions.known == ["127.0.0.1:77", "127.0.0.1:78"]
 
@@ -80,18 +96,18 @@ def test_a_new_instance_under_another_name(sessions: Sessions, peers: LocalMover
     used(sessions, "127.0.0.1:77", "old")
     used(sessions, "127.0.0.1:77", "new")
     assert peers.forgotten == ["127.0.0.1:77"]
-    assert sessions.enter("localhost:77", "new") == "127.0.0.1:77"
+    assert sessions.enter("localhost:77", "new", "localhost:77") == "127.0.0.1:77"
 
 
 def test_the_sessions_that_were_used_longest_ago_are_forgotten(
     sessions: Sessions, peers: LocalMover, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("sglang.srt.disaggregation.common.sessions.MAX_IDLE", 3)
-    sessions.enter("reads", "i")
+    sessions.enter("reads", "i", "reads")
     for number in range(5):
         used(sessions, f"s{number}")
     used(sessions, "s2")
-    sessions.enter("new", "i")
+    sessions.enter("new", "i", "new")
     assert peers.forgotten == ["s0", "s1"]
     assert sessions.known == ["reads", "s3", "s4", "s2", "new"]
 
@@ -109,7 +125,7 @@ def test_a_session_of_another_instance_at_its_address_is_made_anew(
 
 
 def test_reads_of_an_old_instance_are_not_cut_off(sessions: Sessions, peers: LocalMover) -> None:
-    sessions.enter("a", "old")
+    sessions.enter("a", "old", "a")
     used(sessions, "a", "new")
     sessions.leave("a")
     assert peers.forgotten == []
@@ -126,33 +142,24 @@ def test_idle_sessions_are_probed_as_time_passes(
     assert wait_until(lambda: peers.forgotten == ["a"], 10)
 
 
-class SlowPeers(LocalMover):
-    """Peers whose probes take as long as `may_end` says."""
+def test_a_probe_that_takes_long_holds_up_no_prompt(peers: LocalMover) -> None:
+    probed, may_end = list[str](), threading.Event()
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.probed: list[str] = []
-        self.may_end = threading.Event()
+    def runs(endpoint: str) -> bool:
+        probed.append(endpoint)
+        assert may_end.wait(30)
+        return endpoint == "c"
 
-    def send_probe(self, peer_session_id: str) -> int:
-        self.probed.append(peer_session_id)
-        assert self.may_end.wait(30)
-        return super().send_probe(peer_session_id)
-
-
-def test_a_probe_that_takes_long_holds_up_no_prompt() -> None:
-    peers = SlowPeers()
-    sessions = Sessions(peers)
-    peers.gone = {"a", "b"}
+    sessions = Sessions(peers, runs)
     used(sessions, "a")
     used(sessions, "b")
-    assert wait_until(lambda: bool(peers.probed), 10)
+    assert wait_until(lambda: bool(probed), 10)
     used(sessions, "c")
-    sessions.enter("a", "i")
+    sessions.enter("a", "i", "a")
     for _ in range(3):
         sessions.probe()
-    assert len(peers.probed) == 1, "one after the other"
-    peers.may_end.set()
+    assert len(probed) == 1, "one after the other"
+    may_end.set()
     assert wait_until(lambda: peers.forgotten == ["b"], 10)
     assert sorted(sessions.known) == ["a", "c"], "a prompt came from the first meanwhile"
 
@@ -164,8 +171,8 @@ def test_a_prompt_keeps_its_session_until_its_reads_have_ended(scene: Scene) -> 
     scene.mover.hold = True
     prompt = scene.begin([9])
     until(lambda: bool(scene.mover.begun))
-    scene.mover.gone = {name}
-    scene.sessions.enter("another", "i")
+    scene.mover.gone = {scene.endpoint}
+    scene.sessions.enter("another", "i", "another")
     prompt.cancel()
     until(lambda: bool(scene.given_up()))
     scene.sessions.probe()
@@ -182,7 +189,7 @@ def test_a_prompt_that_has_come_leaves_its_session(scene: Scene) -> None:
     scene.desk.complete(ROOM, TOKEN)
     prompt = scene.end(scene.begin([9]))
     assert prompt.outcome == TOKEN and scene.sessions.known == [name]
-    scene.mover.gone = {name}
+    scene.mover.gone = {scene.endpoint}
     scene.sessions.probe()
     until(lambda: scene.mover.forgotten == [name])
 
@@ -190,7 +197,7 @@ def test_a_prompt_that_has_come_leaves_its_session(scene: Scene) -> None:
 def test_a_prompt_that_fails_ends_the_session_of_a_server_that_is_gone(scene: Scene) -> None:
     name = scene.mover.get_session_id()
     scene.mover.fails = lambda blocks: PeerUnreachable(name, "ended during a transfer")
-    scene.mover.gone = {name}
+    scene.mover.gone = {scene.endpoint}
     scene.desk.open(ROOM)
     scene.desk.add_pages(ROOM, [4])
     assert "ended during a transfer" in scene.failure(scene.begin([9]))
