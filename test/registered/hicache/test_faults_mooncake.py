@@ -103,12 +103,12 @@ def stored(rig: CacheRig) -> tuple[Any, list[str]]:
     """Write the pages of `PROMPT`. Returns the raw client and the object keys."""
     assert rig.run([*PROMPT, 1]) == Reused()
     rig.settle()
-    storage_io = rig.hi.cache_controller.storage_io
-    assert storage_io is not None
-    store = storage_io.storage
+    attached = rig.hi.store.attached
+    assert attached is not None
+    store = attached.guard.client
     assert isinstance(store, MooncakeStore)
     hashes = [page for node in rig.hi.nodes() for page in node.page_hashes(PAGE)]
-    keys = [store.object_key(key, "kv") for key in storage_io.store.keys(hashes)]
+    keys = [store.object_key(key, "kv") for key in attached.guard.keys(hashes)]
     assert len(keys) == PAGES
     return store._client.store, keys
 

@@ -11,7 +11,7 @@ import time
 import pytest
 
 from sglang.test.caches.cache_rig import Reused
-from sglang.test.caches.storage_rigs import PAGE, StorageRigs, counts, storage_io_of
+from sglang.test.caches.storage_rigs import PAGE, StorageRigs, attached_store_of, counts
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.stores.mooncake_cluster import MooncakeCluster
 
@@ -60,7 +60,7 @@ def test_c7_reads_given_up_while_a_node_hangs_leave_l2_to_others() -> None:
             assert not hangs.ended
             reader.hi.check_integrity()
 
-            reader.until(lambda: not storage_io_of(reader).available)
+            reader.until(lambda: not attached_store_of(reader).guard.available)
             reader.tick()
             reader.arrive("refused", PROMPTS[0])
             assert reader.hi.check_prefetch_progress("refused")

@@ -17,7 +17,7 @@ from sglang.srt.mem_cache.storage.mooncake_store.mooncake_store import MooncakeS
 from sglang.srt.mem_cache.tiers.storage_check import _CHECK_EVERY
 from sglang.srt.utils.network import get_free_port, wait_until
 from sglang.test.caches.cache_rig import CacheRig, Reused
-from sglang.test.caches.storage_rigs import StorageRigs, counts, storage_io_of
+from sglang.test.caches.storage_rigs import StorageRigs, attached_store_of, counts
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.servers.engine_server import EXACT, EngineServer
 from sglang.test.stores.mooncake_cluster import MooncakeCluster
@@ -53,7 +53,7 @@ def test_c9_requests_go_on_without_the_master_and_l3_resumes_by_itself() -> None
                 slowest = max(slowest, time.monotonic() - began)
             assert slowest < TIMEOUT_S + EPSILON_S
             reader.settle()
-            assert storage_io_of(reader).is_open
+            assert attached_store_of(reader).guard.is_open
             why = counts(reader.hi.metrics.prefetch_outcomes)
             assert why.get("failed", 0) + why.get("late", 0) >= 1
             # The open breaker skips the store, so that requests do not wait.
@@ -69,7 +69,7 @@ def test_c9_requests_go_on_without_the_master_and_l3_resumes_by_itself() -> None
                 return reader.run(prompt) == Reused(storage=160)
 
             wait_for(resumed, _LONGEST_PAUSE_S)
-            assert not storage_io_of(reader).is_open
+            assert not attached_store_of(reader).guard.is_open
             reader.settle()
 
 
@@ -97,16 +97,16 @@ def test_c9_what_a_restart_of_the_master_took_is_written_again(is_noticed: bool)
 
         uses = use_until(writer, prompt, lambda: sorted(cluster.master.keys()) == keys)
         if is_noticed:
-            assert storage_io_of(writer).reconnects == 1
+            assert attached_store_of(writer).guard.reconnects == 1
         else:
             assert uses <= _CHECK_EVERY + 1
-            assert storage_io_of(writer).reconnects == 0, "no error revealed the restart"
+            assert attached_store_of(writer).guard.reconnects == 0, "no error revealed the restart"
             assert counts(writer.hi.metrics.pages)["check/miss"] == 1
         assert reader.run(prompt) == Reused(storage=160)
 
         # A single object that the store has evicted.
         assert raw_client(reader).remove(keys[3], True) == 0
-        storage_io_of(writer).reads._check_at = 0.0
+        attached_store_of(writer).reads._check_at = 0.0
         use_until(writer, prompt, lambda: len(cluster.master.keys()) == 40)
         reader.flush()
         assert reader.run(prompt) == Reused(storage=160)
@@ -116,7 +116,7 @@ def test_c9_what_a_restart_of_the_master_took_is_written_again(is_noticed: bool)
 
 def raw_client(rig: CacheRig) -> Any:
     """Mooncake's own client of a rig."""
-    store = storage_io_of(rig).storage
+    store = attached_store_of(rig).guard.client
     assert isinstance(store, MooncakeStore)
     return store._client.store
 

@@ -25,7 +25,7 @@ from sglang.srt.mem_cache.tiers.storage_backup import NoWrite
 from sglang.srt.mem_cache.tree.radix_key import RadixKey
 from sglang.srt.mem_cache.tree.tree_node import TreeNode
 from sglang.test.caches.cache_rig import CacheRig, Reused
-from sglang.test.caches.storage_rigs import PAGE, StorageRigs, counts, storage_io_of
+from sglang.test.caches.storage_rigs import PAGE, StorageRigs, attached_store_of, counts
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.stores.mooncake_cluster import MooncakeCluster
 
@@ -81,7 +81,7 @@ def test_c10_a_store_that_keeps_timing_out(
             rounds += 1
         assert rounds > 10, "an unavailable store costs no time: a timeout each would be 8 rounds"
         assert len(TimesOut.asked) == len(set(TimesOut.asked)), "a key timed out twice"
-        assert storage_io_of(reader).is_open
+        assert attached_store_of(reader).guard.is_open
         assert reader.hi.metrics.breaker_open._value.get() == 1
         # A successful probe closes the breaker; the pages that timed out stay blocked for longer.
         monkeypatch.setattr(TimesOut, "is_sick", False)
@@ -94,7 +94,7 @@ def test_c10_a_store_that_keeps_timing_out(
             return reader.run(other) == Reused(storage=160)
 
         reader.until(healed)
-        assert not storage_io_of(reader).is_open
+        assert not attached_store_of(reader).guard.is_open
         assert reader.hi.metrics.breaker_open._value.get() == 0
 
 
@@ -173,13 +173,13 @@ def test_c12_tiers_far_smaller_than_the_working_set(cluster: MooncakeCluster, po
 
 def check_no_orphans(rig: CacheRig, prompts: list[list[int]]) -> set[str]:
     """Assert that all stored pages have their ancestors in the store; return their hashes."""
-    io = storage_io_of(rig)
-    assert isinstance(io.storage, MooncakeStore)
+    io = attached_store_of(rig)
+    assert isinstance(io.guard.client, MooncakeStore)
     found: set[str] = set()
     for prompt in prompts:
         pages = RadixKey(prompt).page_hashes(PAGE)
-        there = io.storage._exist(
-            [io.storage.object_key(key, "kv") for key in io.store.keys(pages)]
+        there = io.guard.client._exist(
+            [io.guard.client.object_key(key, "kv") for key in io.guard.keys(pages)]
         )
         reach = there.index(False) if False in there else len(there)
         assert not any(there[reach:]), "a page was written whose ancestors are not there"
@@ -217,7 +217,7 @@ def test_c18_a_full_disk_refuses_writes_and_costs_no_request(tmp_path: Path) -> 
         rig.settle()
         outcomes = counts(rig.hi.metrics.backup_outcomes)
         assert outcomes["landed"] >= 1 and outcomes["failed"] >= 1, outcomes
-        assert not storage_io_of(rig).is_open, "a full disk can be read"
+        assert not attached_store_of(rig).guard.is_open, "a full disk can be read"
         rig.flush()
         assert rig.run([*range(80), 7]) == Reused(storage=80)
         assert rig.run([*range(5000, 5080), 7]).storage < 80

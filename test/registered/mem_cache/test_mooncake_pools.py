@@ -19,7 +19,7 @@ from sglang.test.caches.marks_rig import MarksRig
 from sglang.test.caches.mla_pools import indexer_keys, latent_rows
 from sglang.test.caches.mla_rig import MLARig
 from sglang.test.caches.state_rig import StateRig
-from sglang.test.caches.storage_rigs import PAGE, StorageRigs, storage_io_of
+from sglang.test.caches.storage_rigs import PAGE, StorageRigs, attached_store_of
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.stores.host_pools import PoolKind, page_keys, round_trip
 from sglang.test.stores.mooncake_bench import sizes_moved
@@ -42,11 +42,11 @@ def test_both_parts_come_back_or_both_stay_away(
         writer.settle()
         assert reader.run(PROMPT) == Reused(storage=160)
         reader.settle()
-        io = storage_io_of(reader)
-        assert isinstance(io.storage, MooncakeStore)
-        (key,) = io.store.keys(RadixKey(PROMPT[:160]).page_hashes(PAGE)[30:31])
-        with io.storage._client.using() as client:
-            assert client.remove(io.storage.object_key(key, "indexer"), True) == 0
+        io = attached_store_of(reader)
+        assert isinstance(io.guard.client, MooncakeStore)
+        (key,) = io.guard.keys(RadixKey(PROMPT[:160]).page_hashes(PAGE)[30:31])
+        with io.guard.client._client.using() as client:
+            assert client.remove(io.guard.client.object_key(key, "indexer"), True) == 0
         reader.flush()
         assert reader.run(PROMPT) == Reused(storage=120), "30 pages of 40"
         reader.settle()
@@ -123,11 +123,11 @@ def test_a_state_comes_back_with_the_pages_that_it_stands_behind(
         writer.settle()
         assert reader.run(PROMPT) == Reused(storage=160)
         reader.settle()
-        io = storage_io_of(reader)
-        assert isinstance(io.storage, MooncakeStore)
-        (key,) = io.store.keys(RadixKey(PROMPT[:160]).page_hashes(PAGE)[-1:])
-        with io.storage._client.using() as client:
-            assert client.remove(io.storage.object_key(key, "mamba"), True) == 0
+        io = attached_store_of(reader)
+        assert isinstance(io.guard.client, MooncakeStore)
+        (key,) = io.guard.keys(RadixKey(PROMPT[:160]).page_hashes(PAGE)[-1:])
+        with io.guard.client._client.using() as client:
+            assert client.remove(io.guard.client.object_key(key, "mamba"), True) == 0
         reader.flush()
         assert reader.run(PROMPT) == Reused(storage=120), "up to the state before"
         reader.settle()

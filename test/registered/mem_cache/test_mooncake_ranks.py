@@ -12,7 +12,7 @@ from sglang.test.caches.cache_rig import CacheRig, Reused
 from sglang.test.caches.memory_ranks import run_on_ranks
 from sglang.test.caches.mla_rig import MLARig
 from sglang.test.caches.sharded_rig import ShardedRig
-from sglang.test.caches.storage_rigs import StorageRigs, storage_io_of
+from sglang.test.caches.storage_rigs import StorageRigs, attached_store_of
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.stores.mooncake_cluster import MooncakeCluster
 
@@ -29,7 +29,7 @@ def run_prompt(rigs: StorageRigs, kind: type[CacheRig], group: RankGroup) -> tup
     try:
         reused = rig.run(PROMPT)
         rig.settle()
-        storage = storage_io_of(rig).storage
+        storage = attached_store_of(rig).guard.client
         assert isinstance(storage, MooncakeStore)
         stats = storage.get_stats()
         assert not stats.get("set_present_pages")

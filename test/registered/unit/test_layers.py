@@ -39,8 +39,8 @@ LAYERS: Final[tuple[tuple[str, ...], ...]] = (
     ("mem_cache.host",),
     ("mem_cache.storage",),
     ("mem_cache.tree",),
-    ("mem_cache.l3",),
     ("mem_cache.hybrid_cache",),
+    ("mem_cache.l3",),
     ("mem_cache.tiers",),
     # Faces: names of bodies in the rooms above, under the paths where readers look for them.
     ("mem_cache", "managers.cache_controller"),

@@ -344,16 +344,16 @@ class HeldReads:
     def __init__(
         self, tree: HiRadixCache, *, pages_per_call: int | None = None, calls: int | None = None
     ) -> None:
-        storage_io = tree.cache_controller.storage_io
-        assert storage_io is not None and storage_io.storage is not None
+        attached = tree.store.attached
+        assert attached is not None and attached.guard.client is not None
         self.pages = 0
         """Pages requested so far, without those of held reads."""
-        self._get = storage_io.storage.batch_get_v2
+        self._get = attached.guard.client.batch_get_v2
         self._permits = threading.Semaphore(calls or 0)
         self._is_open = calls is None
-        storage_io.storage.batch_get_v2 = self._held_get  # type: ignore[method-assign]
+        attached.guard.client.batch_get_v2 = self._held_get  # type: ignore[method-assign]
         if pages_per_call is not None:
-            storage_io.reads._pages_per_read = pages_per_call
+            attached.reads._pages_per_read = pages_per_call
 
     def __enter__(self) -> HeldReads:
         return self

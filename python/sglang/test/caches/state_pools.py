@@ -12,7 +12,6 @@ from sglang.srt.mem_cache.device.model_pools import ModelPools
 from sglang.srt.mem_cache.hicache_storage import PoolHitPolicy, PoolName, PoolTransfer
 from sglang.srt.mem_cache.hybrid_cache.cache_controller import HiCacheController
 from sglang.srt.mem_cache.hybrid_cache.hybrid_pool_assembler import build_kv_host_stack
-from sglang.srt.mem_cache.tree.hicache_metrics import HiCacheMetrics
 from sglang.test.caches.marks_pool import MarksPool, prefix_marks
 from sglang.test.stores.host_pools import PAGE, make_device_pool
 
@@ -29,13 +28,11 @@ class StatePools:
         io_backend, self.group = build_kv_host_stack(
             pools, ratio=2.0, size_gb=0, io_backend="auto", layout="auto", has_storage=True
         )
-        self.metrics = HiCacheMetrics(None)
         self.controller = HiCacheController(
             PagedTokenToKVPoolAllocator(self.kv.size, PAGE, self.kv.dtype, "cpu", self.kv),
             self.group,
             PAGE,
             io_backend=io_backend,
-            metrics=self.metrics,
         )
         self.state_host = self.group.get_pool(PoolName.MAMBA)
         self.states.marks[:, 5] = torch.tensor([50, 51])

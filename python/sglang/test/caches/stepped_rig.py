@@ -8,7 +8,7 @@ from typing import Any
 from unittest.mock import patch
 
 from sglang.srt.mem_cache.l3 import storage_writes
-from sglang.srt.mem_cache.l3.storage_io import StorageIO
+from sglang.srt.mem_cache.l3.attached_store import AttachedStore
 from sglang.test.caches.cache_rig import CacheRig, HeldStream, RigRequest
 from sglang.test.caches.state_rig import StateRig
 
@@ -26,8 +26,8 @@ class SteppedRig(CacheRig):
         backup = self.hi.host_backup
         self._finish = backup._finish_write_back
         backup._finish_write_back = self._finish_with_copies  # type: ignore[method-assign]
-        if controller.storage_io is not None:
-            _stop_threads(controller.storage_io)
+        if self.hi.store.attached is not None:
+            _stop_threads(self.hi.store.attached)
 
     def _finish_with_copies(self, leaving: Any) -> None:
         # Under write_back an eviction waits for its copies.
@@ -61,22 +61,22 @@ class SteppedRig(CacheRig):
 
     def backups(self, count: int | None) -> None:
         """Do the first `count` writes to L3."""
-        if (storage_io := self.hi.cache_controller.storage_io) is not None:
-            _serve(storage_io.writes.queue, storage_io.writes.run, count)
+        if (attached := self.hi.store.attached) is not None:
+            _serve(attached.writes.queue, attached.writes.run, count)
 
     def prefetches(self, count: int | None) -> None:
         """Do the first `count` reads from L3."""
-        if (storage_io := self.hi.cache_controller.storage_io) is not None:
+        if (attached := self.hi.store.attached) is not None:
             self.hi.storage_prefetch._submit()
             if count is not None:
-                _ungroup(storage_io.reads.queue)
-            _serve(storage_io.reads.queue, storage_io.reads.run, count)
+                _ungroup(attached.reads.queue)
+            _serve(attached.reads.queue, attached.reads.run, count)
 
 
-def _stop_threads(storage_io: StorageIO) -> None:
-    for waiting in (storage_io.reads.queue, storage_io.writes.queue):
+def _stop_threads(attached: AttachedStore) -> None:
+    for waiting in (attached.reads.queue, attached.writes.queue):
         waiting.put(None)
-    for thread in storage_io._threads:
+    for thread in attached._threads:
         thread.join()
 
 

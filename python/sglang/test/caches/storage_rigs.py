@@ -11,7 +11,7 @@ from typing import Any, Final
 import pytest
 
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorage
-from sglang.srt.mem_cache.l3.storage_io import StorageIO
+from sglang.srt.mem_cache.l3.attached_store import AttachedStore
 from sglang.srt.mem_cache.storage.mooncake_store import mooncake_store
 from sglang.srt.utils.metrics import Counter
 from sglang.test.caches.cache_rig import CacheRig, HiCacheSettings, Reused
@@ -126,9 +126,9 @@ def assert_one_question_for_all_prompts(
         reader.settle()
 
 
-def storage_io_of(rig: CacheRig) -> StorageIO:
+def attached_store_of(rig: CacheRig) -> AttachedStore:
     """The threads of the rig's L3."""
-    found = rig.hi.cache_controller.storage_io
+    found = rig.hi.store.attached
     assert found is not None
     return found
 

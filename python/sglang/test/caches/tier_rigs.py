@@ -47,14 +47,14 @@ class FlakyStorage:
     """Wraps the real backend of a rig; `mode` says how calls behave."""
 
     def __init__(self, rig: CacheRig) -> None:
-        storage_io = rig.hi.cache_controller.storage_io
-        assert storage_io is not None
-        assert storage_io.storage is not None
-        self.real = storage_io.storage
+        attached = rig.hi.store.attached
+        assert attached is not None
+        assert attached.guard.client is not None
+        self.real = attached.guard.client
         self.mode = "ok"
         self.calls: list[str] = []
         self.goes_on = threading.Event()
-        storage_io.store.client = self  # type: ignore[assignment]
+        attached.guard.client = self  # type: ignore[assignment]
 
     def __getattr__(self, name: str) -> object:
         call = getattr(self.real, name)

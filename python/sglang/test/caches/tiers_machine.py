@@ -13,7 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from sglang.srt.environ import envs
 from sglang.srt.mem_cache.device.pool_transfer import PoolTransfer
 from sglang.srt.mem_cache.device.state_spec import PoolHitPolicy, PoolName
-from sglang.srt.mem_cache.l3.storage_io import StorageIO
+from sglang.srt.mem_cache.l3.attached_store import AttachedStore
 from sglang.srt.mem_cache.tiers.host_backup import WRITE_POLICIES
 from sglang.srt.mem_cache.tree.base_prefix_cache import (
     EvictParams,
@@ -204,14 +204,14 @@ class Tiers(RuleBasedStateMachine):
         assert self.rig is not None
         self.rig.tick()
 
-    @precondition(lambda self: self.rig is not None and self.rig.hi.cache_controller.storage_io)
+    @precondition(lambda self: self.rig is not None and self.rig.hi.store.attached)
     @rule(which=st.integers(0, 30))
     def lose_an_object(self, which: int) -> None:
         """The store evicts any object."""
         self.removed = True
-        storage_io = self.storage_io()
-        assert storage_io.storage is not None
-        root = storage_io.storage._files.root  # type: ignore[attr-defined]
+        attached = self.attached()
+        assert attached.guard.client is not None
+        root = attached.guard.client._files.root  # type: ignore[attr-defined]
         files = sorted(path for path in root.glob("*/??/*") if path.is_file())
         if files:
             files[which % len(files)].unlink()
@@ -222,9 +222,9 @@ class Tiers(RuleBasedStateMachine):
         assert self.rig is not None
         self.rig.flush()
 
-    def storage_io(self) -> StorageIO:
+    def attached(self) -> AttachedStore:
         assert self.rig is not None
-        found = self.rig.hi.cache_controller.storage_io
+        found = self.rig.hi.store.attached
         assert found is not None
         return found
 
@@ -261,21 +261,21 @@ class Tiers(RuleBasedStateMachine):
             rig.hi.release_aborted_request(rid)
         rig.settle()
         assert rig.hi.protected_size() == 0
-        storage_io = rig.hi.cache_controller.storage_io
-        if storage_io is not None and not self.removed:
-            self._check_prefix_closed(rig, storage_io)
+        attached = rig.hi.store.attached
+        if attached is not None and not self.removed:
+            self._check_prefix_closed(rig, attached)
         rig.flush()
         assert rig.allocator.available_size() == rig.allocator.size
         assert rig.hi.host_pool.available_size() == rig.hi.host_pool.size
 
-    def _check_prefix_closed(self, rig: SteppedRig, storage_io: StorageIO) -> None:
+    def _check_prefix_closed(self, rig: SteppedRig, attached: AttachedStore) -> None:
         """Pages that the tree counts as stored are in L3, and so are all pages before them."""
-        assert storage_io.storage is not None
+        assert attached.guard.client is not None
         for node in rig.hi.nodes():
-            if node.storage_epoch == rig.hi.storage_link.epoch:
+            if node.storage_epoch == rig.hi.store.epoch:
                 above = node.get_prefix_hash_values(self.page)
-                keys = storage_io.store.keys([*above, *node.page_hashes(self.page)])
-                assert storage_io.storage.batch_exists_v2(keys).kv_hit_pages == len(keys)
+                keys = attached.guard.keys([*above, *node.page_hashes(self.page)])
+                assert attached.guard.client.batch_exists_v2(keys).kv_hit_pages == len(keys)
 
 
 class StateTiers(Tiers):
@@ -339,7 +339,7 @@ class StateTiers(Tiers):
         self.run_whole(pages=pages, parts_at=pages, tail=False)
         rig.until(lambda: not rig.tree.is_busy())
         rig.hi.evict(EvictParams(num_tokens=rig.allocator.size))
-        if rig.hi.cache_controller.storage_io is not None:
+        if rig.hi.store.attached is not None:
             rig.hi.evict_host(rig.hi.host_pool.size)
         self.run_whole(pages=pages, parts_at=pages, tail=True)
 
@@ -377,15 +377,15 @@ class StateTiers(Tiers):
         assert rig.slots.available_size() == rig.num_states
         assert rig.hi.host_states.pool.available_size() == rig.hi.host_states.pool.size
 
-    def _check_prefix_closed(self, rig: SteppedRig, storage_io: StorageIO) -> None:
-        super()._check_prefix_closed(rig, storage_io)
-        assert storage_io.storage is not None
+    def _check_prefix_closed(self, rig: SteppedRig, attached: AttachedStore) -> None:
+        super()._check_prefix_closed(rig, attached)
+        assert attached.guard.client is not None
         for node in rig.hi.nodes():
-            is_stored = node.storage_epoch == rig.hi.storage_link.epoch
+            is_stored = node.storage_epoch == rig.hi.store.epoch
             if is_stored and node.mamba_host_value is not None:
                 above = node.get_prefix_hash_values(self.page)
-                keys = storage_io.store.keys([*above, *node.page_hashes(self.page)])
+                keys = attached.guard.keys([*above, *node.page_hashes(self.page)])
                 trailing = PoolHitPolicy.TRAILING_PAGES
                 state = PoolTransfer(PoolName.MAMBA, keys=keys[-1:], hit_policy=trailing)
-                hit = storage_io.storage.batch_exists_v2(keys, pool_transfers=[state])
+                hit = attached.guard.client.batch_exists_v2(keys, pool_transfers=[state])
                 assert hit.kv_hit_pages == len(keys)

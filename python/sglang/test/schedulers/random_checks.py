@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from sglang.srt.mem_cache.hicache_storage import PoolName
-from sglang.srt.mem_cache.l3.storage_io import StorageIO
+from sglang.srt.mem_cache.l3.attached_store import AttachedStore
 from sglang.srt.mem_cache.tiers.hiradix_cache import HiRadixCache
 from sglang.srt.mem_cache.tree.radix_cache import RadixCache
 from sglang.test.schedulers import checkable_model
@@ -63,16 +63,16 @@ def assert_stored(tree: RadixCache, store: ObjectStore, backend: str, epoch_bega
         backend: Name of the backend.
         epoch_began: A time, `time.monotonic()` seconds, before the tree began to use this L3.
     """
-    storage_io = tree.cache_controller.storage_io if isinstance(tree, HiRadixCache) else None
-    if storage_io is None or storage_io.storage is None or store.breaks_contract:
+    attached = tree.store.attached if isinstance(tree, HiRadixCache) else None
+    if attached is None or attached.guard.client is None or store.breaks_contract:
         return
-    storage = storage_io.storage
+    storage = attached.guard.client
     assert isinstance(tree, HiRadixCache) and storage.storage_config is not None
-    namespace = tree._attachment._namespace()
-    pools = storage_io.store._pools
+    namespace = tree.store.opener.namespace()
+    pools = attached.guard._pools
     for node in tree.nodes():
         pages = [f"{namespace}/{page}" for page in node.page_hashes(tree.page_size)]
-        if node.storage_epoch == tree.storage_link.epoch:
+        if node.storage_epoch == tree.store.epoch:
             for pool, shards in pools.shards.items():
                 is_of_prefix = pool == PoolName.MAMBA
                 if is_of_prefix and node.mamba_host_value is None:
@@ -84,15 +84,15 @@ def assert_stored(tree: RadixCache, store: ObjectStore, backend: str, epoch_bega
         if backend == IN_PLACE and node.parent not in (None, tree.root_node):
             assert node.parent is not None
             before = [f"{namespace}/{page}" for page in node.parent.page_hashes(tree.page_size)]
-            given = _written_here(storage_io, pages)
+            given = _written_here(attached, pages)
             if any(map(store.has_had, storage.object_keys(given, PoolName.KV))):
-                above = storage.object_keys(_written_here(storage_io, before), PoolName.KV)
+                above = storage.object_keys(_written_here(attached, before), PoolName.KV)
                 assert all(map(store.has_had, above)), f"{node} was written as an orphan"
 
 
-def _written_here(storage_io: StorageIO, pages: list[str]) -> list[str]:
+def _written_here(attached: AttachedStore, pages: list[str]) -> list[str]:
     """The `pages`, with their namespace, whose keys and values this rank writes."""
-    shards = storage_io.store._pools.shards.get(PoolName.KV)
+    shards = attached.guard._pools.shards.get(PoolName.KV)
     if shards is None:
         return pages
     name = shards.objects[0].name

@@ -119,7 +119,7 @@ class RankRig(CheckableRig):
         counts = {"free tokens of L1": state.pools.allocator.available_size}
         if isinstance(tree, HiRadixCache):
             counts["free tokens of L2"] = tree.host_pool.available_size
-            counts["epoch of L3"] = lambda: tree.storage_link.epoch
+            counts["epoch of L3"] = lambda: tree.store.epoch
             if tree.host_states is not None:
                 counts["free states of L2"] = tree.host_states.pool.available_size
         states = state.pools.req_to_token_pool.mamba_pool

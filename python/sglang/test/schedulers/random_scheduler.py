@@ -241,8 +241,8 @@ class RandomScheduler:
         self.outcome.steps += 1
         self._working_steps += state.counters.prefill_batches + state.counters.decode_steps - before
         tree = rig.tree
-        if isinstance(tree, HiRadixCache) and tree.storage_link.epoch != self._epoch:
-            self._epoch, self._epoch_began = tree.storage_link.epoch, began
+        if isinstance(tree, HiRadixCache) and tree.store.epoch != self._epoch:
+            self._epoch, self._epoch_began = tree.store.epoch, began
         self._take_answers()
         for rid in list(self._sent):
             self._look_at(rid)

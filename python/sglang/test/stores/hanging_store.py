@@ -16,11 +16,12 @@ from sglang.srt.mem_cache.hicache_storage import (
     PoolTransferResult,
     StorageUnavailable,
 )
-from sglang.srt.mem_cache.l3.storage_io import StorageIO
+from sglang.srt.mem_cache.l3.attached_store import AttachedStore
 from sglang.srt.mem_cache.l3.storage_operation import (
     PrefetchOperation,
     StorageOperation,
 )
+from sglang.srt.mem_cache.l3.storage_settings import StorageSettings
 from sglang.srt.mem_cache.tree.hicache_metrics import HiCacheMetrics
 from sglang.srt.mem_cache.tree.radix_key import PageHash, RadixKey
 from sglang.srt.mem_cache.tree.tree_node import TreeNode
@@ -108,18 +109,18 @@ class HangingStore(HiCacheStorage):
 
 
 class HangingBench:
-    """A `StorageIO` on a hanging store, whose clock counts."""
+    """An `AttachedStore` on a hanging store, whose clock counts."""
 
     def __init__(self) -> None:
         self.store = HangingStore()
         self.clock = self.store.clock
         self.metrics = HiCacheMetrics(None)
-        self.io = StorageIO(
+        self.io = AttachedStore(
             lambda: self.store,
-            namespace="ns", page_size=1, page_bytes=64, pages_per_read=64, threshold_pages=1,
-            pass_prefix_keys=False, metrics=self.metrics,
+            backend="hanging", config={}, settings=StorageSettings(prefetch_threshold=1),
+            namespace="ns", page_size=1, page_bytes=64, pages_per_read=64, metrics=self.metrics,
         )  # fmt: skip
-        self.io.store._breaker._clock = self.clock.monotonic
+        self.io.guard._breaker._clock = self.clock.monotonic
 
     def read(self, *pages: str) -> CacheOutcome | None:
         """Read `pages` to the end; returns the outcome."""
@@ -129,7 +130,7 @@ class HangingBench:
 
     def submit(self, *pages: str) -> PrefetchOperation:
         operation = self.operation(*pages)
-        self.io.submit_prefetches([operation])
+        self.io.reads.queue.put([operation])
         return operation
 
     def operation(self, *pages: str) -> PrefetchOperation:
@@ -145,7 +146,7 @@ class HangingBench:
             node=TreeNode(1, RadixKey([])), host_indices=torch.arange(len(pages)),
             hashes=[PageHash(page) for page in pages], prefix_hashes=[], after=None, epoch=0,
         )  # fmt: skip
-        self.io.submit_backup(operation)
+        self.io.writes.queue.put(operation)
         wait_for(lambda: operation.ended)
         return operation.outcome
 
@@ -155,7 +156,7 @@ class HangingBench:
         return pages
 
     def let_the_pause_pass(self) -> None:
-        self.io.store._breaker._retry_at = self.clock.now
+        self.io.guard._breaker._retry_at = self.clock.now
 
 
 def wait_for(condition: object) -> None:

@@ -1,18 +1,16 @@
-"""Moves pages between the tiers, for all pools together.
+"""Copies pages between L1 and L2, for all pools together.
 
 The scheduler thread queues copies here, starts them once a tick, and reads their acknowledgements,
 on which the ranks agree by the ballot. A copy is a list of `PoolTransfer`s, the anchor's first; it
 is acknowledged when the bytes of all its transfers have landed. Threads and streams: a write stream
-(L1 to L2) and a load stream (L2 to L1), both `CopyStream`s; the two threads of `StorageIO` while an
-L3 backend is attached.
+(L1 to L2) and a load stream (L2 to L1), both `CopyStream`s.
 """
 
 from __future__ import annotations
 
-import logging
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -29,20 +27,7 @@ from sglang.srt.mem_cache.device.pool_transfer import PoolTransfer, join_transfe
 from sglang.srt.mem_cache.device.state_spec import PoolName
 from sglang.srt.mem_cache.host.host_pool_group import HostPoolGroup
 from sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller import HybridTransfers
-from sglang.srt.mem_cache.l3.pool_parts import StoredPools
-from sglang.srt.mem_cache.l3.storage_groups import pages_per_read
-from sglang.srt.mem_cache.l3.storage_io import StorageIO
-from sglang.srt.mem_cache.l3.storage_settings import OnUnreachable, StorageSettings
-from sglang.srt.mem_cache.storage.base import HiCacheStorage
-from sglang.srt.mem_cache.storage.pool_shards import PoolShards
-from sglang.srt.mem_cache.storage.types import StorageUnreachable
-from sglang.srt.mem_cache.tree.hicache_metrics import HiCacheMetrics
-from sglang.srt.utils.threads import share_interpreter
 
-logger = logging.getLogger(__name__)
-
-_WAIT_BOUND_S = 300.0
-_WAIT_STEP_S = 1.0
 _PAGES_AT_ONCE = 32
 """Pages in a piece of a write. A piece has a copy for each layer and part unless these form grids,
 up to 2,000 for a large model; issuing them takes at most a millisecond."""
@@ -143,15 +128,14 @@ class HiCacheAck:
 
 
 class HiCacheController:
-    """Queues and issues copies between L1 and L2, and holds the attachment to L3.
+    """Queues and issues copies between L1 and L2.
 
     Args:
         token_to_kv_pool_allocator: Allocator of L1, which knows the device pool.
         mem_pool_host: Pools of L2. Loads signal its `num_layers` layers.
         page_size: Tokens of a page.
         io_backend: Resolved I/O backend; see host_layout.py.
-        metrics: Metrics of copies and transfers.
-        ranks: All ranks, which share L3; by default this one alone.
+        ranks: All ranks; by default this one alone.
     """
 
     def __init__(
@@ -161,7 +145,6 @@ class HiCacheController:
         page_size: int,
         *,
         io_backend: str,
-        metrics: HiCacheMetrics,
         ranks: RankGroup | None = None,
     ) -> None:
         self.ranks = ranks or SingleRank()
@@ -171,7 +154,6 @@ class HiCacheController:
         self.mem_pool_host = mem_pool_host
         self.page_size = page_size
         self.io_backend = io_backend
-        self._metrics = metrics
         device = self.mem_pool_device.device
         self._runtime = device_runtime(device)
         self._transfers = HybridTransfers(mem_pool_host)
@@ -186,7 +168,6 @@ class HiCacheController:
         self.load_queue: list[CacheOperation] = []
         self.ack_write_queue: deque[HiCacheAck] = deque()
         self.ack_load_queue: deque[HiCacheAck] = deque()
-        self.storage_io: StorageIO | None = None
         self._locates = mem_pool_host.prefers_cpu_slots(io_backend)
         if self._runtime.kind.warms_up:
             self._warm_up()
@@ -349,11 +330,7 @@ class HiCacheController:
         self._next_id += 1
         return self._next_id
 
-    # ---- L3 --------------------------------------------------------------------------------
-
-    def get_attn_cp_rank_and_size(self) -> tuple[int, int]:
-        """Number of this rank among the ranks with the same heads, and their count."""
-        return self.ranks.attn_cp_rank, self.ranks.attn_cp_size
+    # ---- ranks -----------------------------------------------------------------------------
 
     def _create_prefetch_sync_groups(self) -> None:
         """Make the groups in which the ranks agree on copies and transfers: a group of the ranks
@@ -374,56 +351,6 @@ class HiCacheController:
         if sync is not None:
             sync.close()
 
-    def open_storage(
-        self,
-        connect: Callable[[], HiCacheStorage],
-        settings: StorageSettings,
-        namespace: str,
-        shards: Mapping[str, PoolShards],
-    ) -> StorageIO:
-        """Connect to L3 and start its threads. The caller attaches or closes the result. Any
-        thread.
-
-        Args:
-            connect: Makes a client with its pools registered.
-            settings: Thresholds, and the policy for an unreachable store.
-            namespace: First part of every key.
-            shards: Division of a page into objects, by pool.
-
-        Raises:
-            ValueError: The configuration cannot work.
-            StorageUnavailable: The store cannot be reached, and the settings do not allow that.
-        """
-        if self._runtime.kind.overlaps_steps:
-            share_interpreter()
-        if settings.on_unreachable is OnUnreachable.WAIT:
-            connect = _first_waiting(connect)
-        return StorageIO(
-            connect,
-            namespace=namespace,
-            page_size=self.page_size,
-            page_bytes=self.mem_pool_host.page_bytes,
-            pages_per_read=pages_per_read(self.mem_pool_host.anchor.page_num),
-            pools=StoredPools(self.mem_pool_host.extra_queries, self._transfers.resolve, shards),
-            threshold_pages=settings.threshold_pages(self.page_size),
-            pass_prefix_keys=settings.pass_prefix_keys,
-            metrics=self._metrics,
-            degrade=settings.on_unreachable is OnUnreachable.DEGRADE,
-        )
-
-    def attach_storage_backend(self, storage_io: StorageIO) -> None:
-        """Attach `storage_io`. Raises ValueError if another one is attached."""
-        if self.storage_io is not None:
-            raise ValueError("a storage backend is attached already; detach it first")
-        self.storage_io = storage_io
-
-    def detach_storage_backend(self) -> StorageIO | None:
-        """Detach L3, whose objects stay. No operation may be under way. Returns the `StorageIO`,
-        which the caller closes; None if none was attached."""
-        storage_io, self.storage_io = self.storage_io, None
-        self._metrics.breaker_open.set(0)
-        return storage_io
-
     # ---- start and end ---------------------------------------------------------------------
 
     def reset(self) -> None:
@@ -434,9 +361,7 @@ class HiCacheController:
         self.layer_done_counter.reset()
 
     def shutdown(self) -> None:
-        """Detach L3 and end the copy threads, within seconds. Idempotent."""
-        if (storage_io := self.detach_storage_backend()) is not None:
-            storage_io.close()
+        """End the copy threads, within seconds. Idempotent."""
         self._write_stream.close()
         self._load_stream.close()
         self._destroy_prefetch_sync_groups()
@@ -459,20 +384,3 @@ def _piece_of(write: _Locating, begin: int, end: int, *, is_last: bool) -> list[
         rest = zip(write.transfers[1:], slots[1:], strict=True)
         piece += [replace(transfer, device_indices=on_cpu) for transfer, on_cpu in rest]
     return piece
-
-
-def _first_waiting(connect: Callable[[], HiCacheStorage]) -> Callable[[], HiCacheStorage]:
-    """`connect` with retries, within a time limit, while the store cannot be reached."""
-    deadline = time.monotonic() + _WAIT_BOUND_S
-
-    def waiting() -> HiCacheStorage:
-        while True:
-            try:
-                return connect()
-            except StorageUnreachable as error:
-                if time.monotonic() > deadline:
-                    raise
-                logger.warning("waiting for L3 (on_unreachable=wait): %s", error)
-                time.sleep(_WAIT_STEP_S)
-
-    return waiting

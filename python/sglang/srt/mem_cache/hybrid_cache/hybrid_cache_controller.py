@@ -1,6 +1,6 @@
 """Transfers of extra pools beside the anchor's, for models with several kinds of state.
 
-`HiCacheController` and `StorageIO` execute the transfers, as for a dense model.
+`HiCacheController` copies them, and `GuardedStore` puts and gets them, as for a dense model.
 """
 
 from __future__ import annotations

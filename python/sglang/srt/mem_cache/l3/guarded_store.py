@@ -3,8 +3,8 @@
 A call that fails opens a breaker, a call that does not return makes the store unavailable until it
 does, and an answer is checked before it counts. Mooncake's calls can block for a minute.
 
-Threads: the two of `StorageIO` make calls, each one at a time; properties are for any thread and
-never block.
+Threads: the two of an `AttachedStore` make calls, each one at a time; properties are for any thread
+and never block.
 """
 
 from __future__ import annotations

@@ -16,8 +16,8 @@ from typing import Any, Final, NamedTuple, Protocol, TypeVar
 from sglang.srt.constants import LONGEST_STORAGE_CHANGE_S
 from sglang.srt.distributed.rank_group import RankGroup, gather_texts
 from sglang.srt.mem_cache.hybrid_cache.on_all_ranks import MOST_REASON_BYTES, reasons
+from sglang.srt.mem_cache.l3.store_connection import PreparedChange, StoreConnection
 from sglang.srt.mem_cache.storage.types import StorageUnavailable
-from sglang.srt.mem_cache.tiers.hicache_attachment import PreparedChange, StorageAttachment
 from sglang.srt.mem_cache.tiers.host_backup import WRITE_POLICIES
 from sglang.srt.mem_cache.tree.ballot import Progress, Verdict
 from sglang.srt.mem_cache.tree.tier_flow import TierFlow
@@ -57,7 +57,6 @@ class AdministeredCache(Protocol):
     write_policy: str
 
     def is_busy(self) -> dict[str, int]: ...
-    def forget_stored(self) -> None: ...
 
 
 class StorageAdministration(TierFlow):
@@ -68,15 +67,13 @@ class StorageAdministration(TierFlow):
 
     Args:
         cache: The cache above L3.
-        attachment: The attached L3 and its settings.
+        store: The connection to L3.
         ranks: All ranks; either all make a change or none.
     """
 
-    def __init__(
-        self, cache: AdministeredCache, attachment: StorageAttachment, ranks: RankGroup
-    ) -> None:
+    def __init__(self, cache: AdministeredCache, store: StoreConnection, ranks: RankGroup) -> None:
         self._cache = cache
-        self._attachment = attachment
+        self._store = store
         self._ranks = ranks
         self._change: _Change | None = None
         self._result: ChangeResult | None = None
@@ -106,16 +103,14 @@ class StorageAdministration(TierFlow):
             raise ValueError(f"hicache_write_policy {write_policy!r} is none of {choices}")
 
         def prepare() -> PreparedChange:
-            change = self._attachment.prepare(backend, extra_config, prefetch_policy)
-            if change.storage is not None:
+            change = self._store.prepare(backend, extra_config, prefetch_policy)
+            if change.store is not None:
                 log_exposed_ports(logger, "Mooncake")
             return change
 
         def take_up(change: PreparedChange) -> str:
             self._cache.write_policy = write_policy or self._cache.write_policy
-            if change.storage is not None:
-                self._cache.forget_stored()
-            return self._attachment.take_up(change)
+            return self._store.take_up(change)
 
         work = self._unless_too_many_hang(prepare)
         self._begin("attaching", work, take_up, discard=PreparedChange.discard)
@@ -126,17 +121,17 @@ class StorageAdministration(TierFlow):
         Raises ValueError while a change or another operation is under way.
         """
         self._refuse_while_busy()
-        storage_io, name = self._attachment.storage_io, self._attachment.backend
-        if storage_io is None:
+        attached = self._store.attached
+        if attached is None:
             self._begin("detaching", lambda: None, lambda _: _NOT_ATTACHED)
             return
 
         def say(closed: bool) -> str:
             rest = "" if closed else "; its client could not be closed and is left behind"
-            return f"detached {name}{rest}"
+            return f"detached {attached.backend}{rest}"
 
-        self._begin("detaching", storage_io.close, say)
-        self._attachment.detach()
+        self._begin("detaching", attached.close, say)
+        self._store.detach()
 
     def begin_clearing(self) -> None:
         """Remove this namespace's objects from L3.
@@ -144,17 +139,17 @@ class StorageAdministration(TierFlow):
         Raises ValueError while a change or another operation is under way, or without an L3.
         """
         self._refuse_while_busy()
-        storage_io, name = self._attachment.storage_io, self._attachment.backend
-        if storage_io is None:
+        attached = self._store.attached
+        if attached is None:
             raise ValueError(_NOT_ATTACHED)
 
         def say(_: None) -> str:
-            self._cache.forget_stored()
-            return f"cleared {name}"
+            self._store.forget_stored()
+            return f"cleared {attached.backend}"
 
         # If it fails, some of the objects may have been removed nevertheless.
-        work = self._unless_too_many_hang(storage_io.clear)
-        self._begin("clearing", work, say, on_failure=self._cache.forget_stored)
+        work = self._unless_too_many_hang(attached.guard.clear)
+        self._begin("clearing", work, say, on_failure=self._store.forget_stored)
 
     def _refuse_while_busy(self) -> None:
         if busy := self._cache.is_busy():
@@ -184,6 +179,7 @@ class StorageAdministration(TierFlow):
         assert not self.is_under_way
         call = BackgroundCall("hicache-administration", work, expected=_EXPECTED, discard=discard)
         self._change, self._result = _Change(f"{what} of L3", call, accept, on_failure), None
+        self._store.is_changing = True
 
     def _unless_too_many_hang(self, work: Callable[[], T]) -> Callable[[], T]:
         """`work`, or a function that fails if too many earlier changes hang on this rank.
@@ -228,7 +224,7 @@ class StorageAdministration(TierFlow):
     def act_on(self, agreed: Progress) -> None:
         if self._change is None or agreed.administration is Verdict.UNDER_WAY:
             return
-        change, self._change = self._change, None
+        change = self._end(self._change)
         if agreed.administration is Verdict.LANDED:
             self._result = ChangeResult(True, change.accept(change.call.result))
             return
@@ -237,6 +233,11 @@ class StorageAdministration(TierFlow):
             change.call.abandon()
         change.on_failure()
         self._result = ChangeResult(False, self._why_failed(change.what, error))
+
+    def _end(self, change: _Change) -> _Change:
+        """End `change`, the one under way."""
+        self._change, self._store.is_changing = None, False
+        return change
 
     def _why_failed(self, what: str, error: BaseException | None) -> str:
         """Reasons of all ranks on which a change failed. A collective, at the tick of the
@@ -250,7 +251,7 @@ class StorageAdministration(TierFlow):
         """End the change under way without its result; a later result is undone."""
         if self._change is None:
             return
-        change, self._change = self._change, None
+        change = self._end(self._change)
         change.call.abandon()
         self._left_behind.append(change.call)
         change.on_failure()

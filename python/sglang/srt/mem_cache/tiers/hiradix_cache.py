@@ -24,19 +24,19 @@ from sglang.srt.mem_cache.hybrid_cache.hybrid_pool_assembler import (
     has_indexer,
 )
 from sglang.srt.mem_cache.hybrid_cache.on_all_ranks import on_all_ranks
-from sglang.srt.mem_cache.tiers.hicache_administration import ChangeResult, StorageAdministration
-from sglang.srt.mem_cache.tiers.hicache_attachment import (
-    StorageAttachment,
+from sglang.srt.mem_cache.l3.store_connection import StoreConnection
+from sglang.srt.mem_cache.l3.store_opener import (
+    StoreOpener,
     host_allocator_type,
     shares_with_other_sizes,
 )
+from sglang.srt.mem_cache.tiers.hicache_administration import ChangeResult, StorageAdministration
 from sglang.srt.mem_cache.tiers.host_backup import HostBackup
 from sglang.srt.mem_cache.tiers.host_load import HostLoad
 from sglang.srt.mem_cache.tiers.host_pages import HostPages
 from sglang.srt.mem_cache.tiers.host_states import HostStates
 from sglang.srt.mem_cache.tiers.storage_backup import StorageBackup
 from sglang.srt.mem_cache.tiers.storage_check import StorageCheck
-from sglang.srt.mem_cache.tiers.storage_link import StorageLink
 from sglang.srt.mem_cache.tiers.storage_prefetch import StoragePrefetch
 from sglang.srt.mem_cache.tree.ballot import Progress, agree
 from sglang.srt.mem_cache.tree.base_prefix_cache import InitLoadBackParams, Workload
@@ -93,11 +93,11 @@ class HiRadixCache(RadixCache):
 
     Attributes:
         administration: Changes of L3 at run time.
-        cache_controller: Controller of copies and transfers.
+        cache_controller: Controller of copies.
         host_pool: The anchor's pool in L2.
         host_pages: Books of L2's pages.
         host_states: Books of L2's recurrent states; None: the model has none.
-        storage_link: State of the connection to L3.
+        store: The connection to L3.
         host_backup, host_load, storage_backup, storage_prefetch: The flows down and up.
         metrics: Metrics of the tiers.
     """
@@ -111,21 +111,25 @@ class HiRadixCache(RadixCache):
         metrics = self.metrics = HiCacheMetrics(params.metrics_registry)
         self._group = params.tp_cache_group
         controller = self.cache_controller = _make_controller(
-            params, server_args, metrics, self.build_host_stack
+            params, server_args, self.build_host_stack
         )
         self.host_pool = controller.mem_pool_host.anchor
-        self._attachment = StorageAttachment(
-            controller,
+        opener = StoreOpener(
+            controller.mem_pool_host,
+            params.page_size,
+            self._group,
             weights_identity=params.weights_identity,
             model_name=server_args.served_model_name,
-            prefetch_policy=server_args.hicache_storage_prefetch_policy,
+            metrics=metrics,
         )
-        self.administration = StorageAdministration(self, self._attachment, self._group)
+        store = self.store = StoreConnection(
+            opener, server_args.hicache_storage_prefetch_policy, metrics
+        )
+        self.administration = StorageAdministration(self, store, self._group)
         host_states = self.host_states = _make_host_states(tree, controller)
         host = self.host_pages = HostPages(tree, self.host_pool, metrics, host_states)
-        link = self.storage_link = StorageLink(self._attachment, self.administration)
-        self.storage_prefetch = StoragePrefetch(tree, host, link, metrics)
-        self.storage_backup = StorageBackup(params.page_size, host, link, metrics)
+        self.storage_prefetch = StoragePrefetch(tree, host, store, metrics)
+        self.storage_backup = StorageBackup(params.page_size, host, store, metrics)
         self.host_backup = HostBackup(
             tree,
             host,
@@ -141,11 +145,11 @@ class HiRadixCache(RadixCache):
         )
         flows = (
             self.administration,
-            link,
+            store,
             self.storage_prefetch,
             self.host_backup,
             self.host_load,
-            StorageCheck(params.page_size, link, has_states=host_states is not None),
+            StorageCheck(params.page_size, store, has_states=host_states is not None),
             self.storage_backup,
         )
         super().__init__(params, tree, flows, evict, evict_states)
@@ -155,7 +159,7 @@ class HiRadixCache(RadixCache):
             {
                 "free tokens of L1": tree.allocator.available_size,
                 "free tokens of L2": self.host_pool.available_size,
-                "epoch of L3": lambda: link.epoch,
+                "epoch of L3": lambda: store.epoch,
             },
         )
         if self.states is not None and host_states is not None:
@@ -164,9 +168,9 @@ class HiRadixCache(RadixCache):
         if (backend := server_args.hicache_storage_backend) is not None:
             extra_config = server_args.hicache_storage_backend_extra_config
             try:
-                on_all_ranks(self._group, lambda: self._attachment.attach(backend, extra_config))
+                on_all_ranks(self._group, lambda: store.attach(backend, extra_config))
             except BaseException:
-                controller.shutdown()
+                self.shutdown()
                 raise
 
     # ---- start and end ---------------------------------------------------------------------
@@ -327,20 +331,15 @@ class HiRadixCache(RadixCache):
             return ChangeResult(False, str(error))
         return self.administration.wait(self.check_hicache_events)
 
-    def forget_stored(self) -> None:
-        """Mark all nodes as not stored: L3 is another one, or has been cleared."""
-        self.storage_link.forget_stored()
-        self.storage_prefetch.forget_rates()
-
     def storage_state(self) -> dict[str, Any]:
         """Answer to `GET /hicache/storage-backend`: backend, its configuration without secrets, its
         transport, policies."""
-        return {**self._attachment.state(), "hicache_write_policy": self.write_policy}
+        return {**self.store.state(), "hicache_write_policy": self.write_policy}
 
     @property
     def storage_backend_name(self) -> str | None:
         """Class name of the backend, as `cached_tokens_details` shows it."""
-        return None if self.storage_link.io is None else self.storage_link.io.backend_name
+        return None if self.store.attached is None else self.store.attached.guard.backend_name
 
     def tiers(self) -> list[str]:
         """One line per tier below L1: its size, and the reason for the size."""
@@ -351,7 +350,7 @@ class HiRadixCache(RadixCache):
             f"L2: {pool.size} tokens{states}, {group.nbytes / 1e9:.2f} GB of host memory for "
             f"{pools} in layout {pool.layout}, I/O {self.cache_controller.io_backend}"
         )
-        return [host, self._attachment.describe()]
+        return [host, self.store.describe()]
 
     def _get_extra_pools(self) -> list[PoolTransfer]:
         """The pools beside the anchor, whose state moves with its pages: for each one a transfer
@@ -406,7 +405,6 @@ def _make_host_states(tree: PrefixTree, controller: HiCacheController) -> HostSt
 def _make_controller(
     params: CacheInitParams,
     server_args: HiCacheArgs,
-    metrics: HiCacheMetrics,
     build_host_stack: BuildHostStack,
 ) -> HiCacheController:
     """Build L2 and its controller."""
@@ -438,7 +436,6 @@ def _make_controller(
             host_pool,
             params.page_size,
             io_backend=io_backend,
-            metrics=metrics,
             ranks=ranks,
         ),
         HiCacheController.shutdown,

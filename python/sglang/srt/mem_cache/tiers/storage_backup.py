@@ -1,7 +1,7 @@
 """Flow from L2 to L3: writes pages that have reached the host to the store, parents first.
 
-`storage_io.py` has the thread that writes. If the store refuses a page, the pages after it are not
-written: readers find a whole prefix or none.
+`storage_writes.py` has the thread that writes. If the store refuses a page, the pages after it are
+not written: readers find a whole prefix or none.
 
 Threads: the scheduler's only.
 """
@@ -21,8 +21,8 @@ from sglang.srt.mem_cache.tree.tier_flow import TierFlow
 from sglang.srt.mem_cache.tree.tree_node import TreeNode, parts_of
 
 if TYPE_CHECKING:
+    from sglang.srt.mem_cache.l3.store_connection import StoreConnection
     from sglang.srt.mem_cache.tiers.host_pages import HostPages
-    from sglang.srt.mem_cache.tiers.storage_link import StorageLink
     from sglang.srt.mem_cache.tree.hicache_metrics import HiCacheMetrics
 
 _BACKUP_SHARE: Final = 0.5
@@ -52,16 +52,16 @@ class StorageBackup(TierFlow):
     Args:
         page_size: Tokens of a page.
         host: Books of L2, in which pages are pinned while they are written.
-        link: State of the connection to L3.
+        store: The connection to L3.
         metrics: Metrics of the tiers.
     """
 
     def __init__(
-        self, page_size: int, host: HostPages, link: StorageLink, metrics: HiCacheMetrics
+        self, page_size: int, host: HostPages, store: StoreConnection, metrics: HiCacheMetrics
     ) -> None:
         self._page_size = page_size
         self._host = host
-        self._link = link
+        self._store = store
         self._metrics = metrics
         self._under_way: deque[StorageOperation] = deque()
         self._tokens = 0
@@ -76,20 +76,20 @@ class StorageBackup(TierFlow):
     # ---- writes ----------------------------------------------------------------------------
 
     def on_insert(self, path: list[TreeNode]) -> None:
-        if self._link.io is not None:
+        if self._store.attached is not None:
             # L3 may lack these pages, if it was attached, came back or lost pages since their
             # write.
             self._write_all([node for node in path if node.backuped])
 
     def on_host_landed(self, nodes: list[TreeNode]) -> None:
-        if self._link.io is None:
+        if self._store.attached is None:
             return
         self._write_all(nodes)
         # Under write_back whole branches may have landed before their ancestors.
         below = deque(child for node in nodes for child in node.children.values())
         while below:
             node = below.popleft()
-            if node.backuped and not self._link.has_stored(node) and node.backup_op is None:
+            if node.backuped and not self._store.has_stored(node) and node.backup_op is None:
                 self._write_all([node])
                 if node.backup_op is not None or node.id in self._postponed:
                     below.extend(node.children.values())
@@ -97,7 +97,7 @@ class StorageBackup(TierFlow):
     def _write_all(self, nodes: list[TreeNode]) -> None:
         for node in nodes:
             is_known = node.backup_op is not None or node.id in self._postponed
-            if is_known or self._link.has_stored(node):
+            if is_known or self._store.has_stored(node):
                 continue
             refusal = self.write(node)
             if refusal is NoWrite.QUEUE_FULL:
@@ -107,13 +107,13 @@ class StorageBackup(TierFlow):
 
     def write(self, node: TreeNode) -> NoWrite | None:
         """Queue the write of a node's host pages to L3; return None, or the reason why not."""
-        assert self._link.io is not None and node.host_value is not None
-        assert node.parent is not None
+        attached = self._store.attached
+        assert attached is not None and node.host_value is not None and node.parent is not None
         refusal = self._refusal(node, node.parent)
         if refusal is not None:
             return refusal
         prefix: list[PageHash] = []
-        if self._link.attachment.settings.pass_prefix_keys:
+        if attached.settings.pass_prefix_keys:
             prefix = node.get_prefix_hash_values(self._page_size)
         hashes = node.page_hashes(self._page_size)
         operation = StorageOperation(
@@ -122,24 +122,24 @@ class StorageBackup(TierFlow):
             hashes=hashes,
             prefix_hashes=prefix,
             after=node.parent.backup_op,
-            epoch=self._link.epoch,
+            epoch=self._store.epoch,
             extra_transfers=self._state_of(node, hashes),
         )
         node.protect_host()
         node.backup_op = operation
         self._under_way.append(operation)
         self._tokens += len(node.key)
-        self._link.io.submit_backup(operation)
+        attached.writes.queue.put(operation)
         return None
 
     def _refusal(self, node: TreeNode, above: TreeNode) -> NoWrite | None:
-        if not self._link.has_stored(above) and above.backup_op is None:
+        if not self._store.has_stored(above) and above.backup_op is None:
             return NoWrite.QUEUE_FULL if above.id in self._postponed else NoWrite.ORPHAN
         if not above.backuped_from_root:
             # If this write hung, an ancestor without a host copy could not be evicted from L1. When
             # the ancestor reaches the host, these pages are written after it.
             return NoWrite.ORPHAN
-        if not self._link.available:
+        if not self._store.available:
             return NoWrite.UNAVAILABLE
         return None if self._is_within_share(len(node.key)) else NoWrite.QUEUE_FULL
 
@@ -189,7 +189,7 @@ class StorageBackup(TierFlow):
                 # too.
                 node.storage_epoch = operation.epoch
             self._host.unpin(node)
-        if success and late and self._link.io is not None:
+        if success and late and self._store.attached is not None:
             # States that came while the pages were written.
             self._write_all(late[::-1])
 
@@ -230,7 +230,7 @@ class StorageBackup(TierFlow):
         """`node` and the nodes split off above it since it was postponed, top first."""
         path: list[TreeNode] = []
         at = node
-        while at.parent is not None and not self._link.has_stored(at) and at.backup_op is None:
+        while at.parent is not None and not self._store.has_stored(at) and at.backup_op is None:
             path.append(at)
             at = at.parent
         return path[::-1]

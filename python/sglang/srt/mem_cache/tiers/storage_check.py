@@ -17,7 +17,7 @@ from sglang.srt.mem_cache.tree.tier_flow import TierFlow
 from sglang.srt.mem_cache.tree.tree_node import TreeNode
 
 if TYPE_CHECKING:
-    from sglang.srt.mem_cache.tiers.storage_link import StorageLink
+    from sglang.srt.mem_cache.l3.store_connection import StoreConnection
 
 _CHECK_EVERY: Final = 61
 """Re-check L3 on every 61st use of a stored prompt. A count, not a time, so that all ranks check at
@@ -29,13 +29,13 @@ class StorageCheck(TierFlow):
 
     Args:
         page_size: Tokens of a page.
-        link: State of the connection to L3.
+        store: The connection to L3.
         has_states: Whether prompts end with a recurrent state.
     """
 
-    def __init__(self, page_size: int, link: StorageLink, *, has_states: bool = False) -> None:
+    def __init__(self, page_size: int, store: StoreConnection, *, has_states: bool = False) -> None:
         self._page_size = page_size
-        self._link = link
+        self._store = store
         self._has_states = has_states
         self._under_way: CheckOperation | None = None
         self._uses = 0
@@ -45,22 +45,22 @@ class StorageCheck(TierFlow):
         return {} if self._under_way is None else {"checks": 1}
 
     def on_insert(self, path: list[TreeNode]) -> None:
-        io = self._link.io
-        if io is None or not path or not self._link.has_stored(path[0]):
+        attached = self._store.attached
+        if attached is None or not path or not self._store.has_stored(path[0]):
             return
         self._uses += 1
         is_due = self._uses % _CHECK_EVERY == 0
-        if not is_due or self._under_way is not None or not self._link.available:
+        if not is_due or self._under_way is not None or not self._store.available:
             return
-        stored = list(itertools.takewhile(self._link.has_stored, path))
+        stored = list(itertools.takewhile(self._store.has_stored, path))
         while self._has_states and stored and stored[-1].mamba_host_value is None:
             # A stored prompt ends with a state; only states on the host are known to be in L3.
             stored.pop()
         hashes = [page for node in stored for page in node.page_hashes(self._page_size)]
         if not hashes:
             return
-        self._under_way = CheckOperation(hashes, self._link.epoch)
-        io.submit_check(self._under_way)
+        self._under_way = CheckOperation(hashes, self._store.epoch)
+        attached.reads.queue.put(self._under_way)
 
     def report(self, progress: Progress) -> None:
         if self._under_way is not None and self._under_way.outcome is not None:
@@ -69,5 +69,5 @@ class StorageCheck(TierFlow):
     def act_on(self, agreed: Progress) -> None:
         if (check := self._under_way) is not None and agreed.check is not Verdict.UNDER_WAY:
             self._under_way = None
-            if agreed.check is Verdict.FAILED and check.epoch == self._link.epoch:
-                self._link.forget_stored()
+            if agreed.check is Verdict.FAILED and check.epoch == self._store.epoch:
+                self._store.forget_stored()

@@ -1,7 +1,7 @@
 """Flow from L3 to L2: reads pages that prompts need and that neither L1 nor L2 has.
 
 `hicache_prefetch.py` has the book of the reads in flight, `fetch_choice.py` decides which reads are
-worth it, and `storage_io.py` has the thread that makes them. A failing L3 shortens a prefix, and
+worth it, and `storage_reads.py` has the thread that makes them. A failing L3 shortens a prefix, and
 never fails a request.
 
 Threads: the scheduler's only.
@@ -21,7 +21,7 @@ import torch
 from sglang.srt.mem_cache.l3.fetch_choice import FetchChoice
 from sglang.srt.mem_cache.l3.hicache_prefetch import PrefetchBoard, PrefetchPolicy, Read
 from sglang.srt.mem_cache.l3.storage_operation import PrefetchOperation
-from sglang.srt.mem_cache.tree.ballot import Progress, Rates
+from sglang.srt.mem_cache.tree.ballot import Progress
 from sglang.srt.mem_cache.tree.base_prefix_cache import Workload
 from sglang.srt.mem_cache.tree.radix_key import ChildKey, PageHash, RadixKey, TokenArray
 from sglang.srt.mem_cache.tree.tier_flow import TierFlow
@@ -29,8 +29,8 @@ from sglang.srt.mem_cache.tree.tree_node import TreeNode
 from sglang.srt.utils.logging_utils import RateLimitedLogger
 
 if TYPE_CHECKING:
+    from sglang.srt.mem_cache.l3.store_connection import StoreConnection
     from sglang.srt.mem_cache.tiers.host_pages import HostPages
-    from sglang.srt.mem_cache.tiers.storage_link import StorageLink
     from sglang.srt.mem_cache.tree.hicache_metrics import HiCacheMetrics
     from sglang.srt.mem_cache.tree.prefix_tree import PrefixTree
 
@@ -76,7 +76,7 @@ class StoragePrefetch(TierFlow):
     Args:
         tree: The tree in which read pages are published.
         host: Books of L2, to whose pages L3 is read.
-        link: State of the connection to L3.
+        store: The connection to L3.
         metrics: Metrics of the tiers.
 
     Attributes:
@@ -84,12 +84,12 @@ class StoragePrefetch(TierFlow):
     """
 
     def __init__(
-        self, tree: PrefixTree, host: HostPages, link: StorageLink, metrics: HiCacheMetrics
+        self, tree: PrefixTree, host: HostPages, store: StoreConnection, metrics: HiCacheMetrics
     ) -> None:
         self.page_size = tree.page_size
         self._tree = tree
         self._host = host
-        self._link = link
+        self._store = store
         self._metrics = metrics
         self._say = RateLimitedLogger(logger)
         self.board = PrefetchBoard(self.page_size)
@@ -124,16 +124,12 @@ class StoragePrefetch(TierFlow):
     def note_prefill(self, tokens: int, seconds: float) -> None:
         """See `BasePrefixCache.note_prefill`: L3 is read only if that is not much slower than
         computing."""
-        if self._link.io is not None:
-            self._link.io.worth.prefills.add(tokens, seconds)
+        if self._store.attached is not None:
+            self._store.attached.worth.prefills.add(tokens, seconds)
 
     def watch_workload(self, workload: Callable[[], Workload]) -> None:
         """See `BasePrefixCache.watch_workload`."""
         self._choice.watch(workload)
-
-    def forget_rates(self) -> None:
-        """Discard the measured rates: L3 is another one."""
-        self._choice.rates = Rates()
 
     # ---- arrival of a request --------------------------------------------------------------
 
@@ -159,7 +155,7 @@ class StoragePrefetch(TierFlow):
             extra_key: Extra key of the request.
             only_join: Start no read; only join reads in flight.
         """
-        if self._link.io is None:
+        if self._store.attached is None:
             return
         new = RadixKey(new_input_tokens, extra_key)
         if self._host.states is not None:
@@ -196,7 +192,8 @@ class StoragePrefetch(TierFlow):
         if node.parent is None and not is_root:
             # The node has left the tree: pages after it could not be published.
             return NoRead.ORPHAN
-        settings = self._link.attachment.settings
+        assert self._store.attached is not None
+        settings = self._store.attached.settings
         least = settings.threshold_pages(self.page_size) * self.page_size
         if len(new) < least:
             return NoRead.TOO_SHORT
@@ -241,8 +238,8 @@ class StoragePrefetch(TierFlow):
             hashes=key[start:].page_hashes(self.page_size, prior),
             prefix_hashes=prefix_keys,
             # The time for all of `new`: the read may come after the joined ones.
-            deadline=time.monotonic() + self._link.attachment.prefetch_seconds(len(new)),
-            epoch=self._link.epoch,
+            deadline=time.monotonic() + self._store.prefetch_seconds(len(new)),
+            epoch=self._store.epoch,
             extra_transfers=extra,
             host_state=state,
         )
@@ -257,13 +254,13 @@ class StoragePrefetch(TierFlow):
         page = self.page_size
         if wanted < least:
             return NoRead.TOO_SHORT, None
-        if not self._link.available:
+        if not self._store.available:
             return NoRead.UNAVAILABLE, None
         share = int(_PREFETCH_SHARE * self._host.pool.size) - self.board.held_tokens()
         wanted = min(wanted, share // page * page)
         if self.board.is_full or wanted < least:
             return NoRead.QUEUE_FULL, None
-        if not self._choice.may_begin(req_id, wanted, self._link.attachment.prefetch_policy):
+        if not self._choice.may_begin(req_id, wanted, self._store.prefetch_policy):
             return NoRead.SLOWER, None
         missing = wanted - self._host.pool.available_size()
         if missing > 0:
@@ -292,7 +289,7 @@ class StoragePrefetch(TierFlow):
     # ---- while a request waits -------------------------------------------------------------
 
     def check_prefetch_progress(self, req_id: str) -> bool:
-        if not self.board.may_schedule(req_id, self._link.attachment.prefetch_policy):
+        if not self.board.may_schedule(req_id, self._store.prefetch_policy):
             return False
         for read in self.board.reads_of(req_id):
             # Landed pages are published now. The read is cut when the request is scheduled, which
@@ -429,11 +426,12 @@ class StoragePrefetch(TierFlow):
         """Submit the reads of the prompts that have come since the last tick, with one query for
         all."""
         if started := self.board.take_new():
-            assert self._link.io is not None, "L3 is detached when nothing is under way"
-            self._link.io.submit_prefetches(started)
+            attached = self._store.attached
+            assert attached is not None, "L3 is detached when nothing is under way"
+            attached.reads.queue.put(started)
 
     def report(self, progress: Progress) -> None:
-        if self._link.attachment.prefetch_policy is not PrefetchPolicy.BEST_EFFORT:
+        if self._store.prefetch_policy is not PrefetchPolicy.BEST_EFFORT:
             self.board.await_answers()
         progress.prefetches = self.board.progress()
 
@@ -446,14 +444,14 @@ class StoragePrefetch(TierFlow):
             self._host.states.pool.free(slot)
         self._settle_used()
         self._cut_overtaken()
-        if not self._link.available and (stuck := self.board.stuck_tokens()):
+        if not self._store.available and (stuck := self.board.stuck_tokens()):
             self._say.warning(
                 "stuck", "an L3 read hangs: %d tokens of L2 stay with it until it returns", stuck
             )
 
     def _cut_overtaken(self) -> None:
         """Cut the reads that would take longer than computing the prompts."""
-        for operation in self._choice.cut_overtaken(self._link.attachment.prefetch_policy):
+        for operation in self._choice.cut_overtaken(self._store.prefetch_policy):
             self._say.info(
                 "overtaken",
                 "an L3 read of %d tokens is cut: computing them is faster",

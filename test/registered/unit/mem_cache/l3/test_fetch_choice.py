@@ -211,11 +211,11 @@ class TwoRanks:
             controller._destroy_prefetch_sync_groups()
             rig.hi._group = controller.ranks = exchange.group(rank)
             controller._create_prefetch_sync_groups()
-            storage_io = controller.storage_io
-            assert storage_io is not None
+            attached = rig.hi.store.attached
+            assert attached is not None
             for _ in range(4):
-                storage_io.worth.reads.add(known.reads, 1.0)
-                storage_io.worth.prefills.add(known.prefills, 1.0)
+                attached.worth.reads.add(known.reads, 1.0)
+                attached.worth.prefills.add(known.prefills, 1.0)
 
     def tick(self) -> None:
         list(self._pool.map(CacheRig.tick, self.rigs))
@@ -246,15 +246,15 @@ class TwoRanks:
 
 def hold_gets(rig: CacheRig, goes_on: threading.Event) -> None:
     """Reads of `rig` hang until `goes_on`."""
-    storage_io = rig.hi.cache_controller.storage_io
-    assert storage_io is not None and storage_io.storage is not None
-    get = storage_io.storage.batch_get_v2
+    attached = rig.hi.store.attached
+    assert attached is not None and attached.guard.client is not None
+    get = attached.guard.client.batch_get_v2
 
     def held(*args: object) -> Mapping[str, object]:
         assert goes_on.wait(60)
         return get(*args)  # type: ignore[arg-type]
 
-    storage_io.storage.batch_get_v2 = held  # type: ignore[method-assign, assignment]
+    attached.guard.client.batch_get_v2 = held  # type: ignore[method-assign, assignment]
 
 
 def test_ranks_whose_rates_and_progress_differ_cut_the_same_reads() -> None:

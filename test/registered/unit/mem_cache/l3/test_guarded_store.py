@@ -30,7 +30,7 @@ def test_c10_a_page_that_timed_out_is_not_asked_for_again_though_probes_succeed(
     move = bench.read if kind == "read" else bench.write
     bench.store.hangs, bench.store.raises = {"bad"}, raises
     assert move("bad", "behind") is CacheOutcome.FAILED
-    assert bench.io.is_open
+    assert bench.io.guard.is_open
     for _ in range(3):
         bench.let_the_pause_pass()
         assert move("bad", "behind") is CacheOutcome.UNAVAILABLE
@@ -46,14 +46,14 @@ def test_c10_a_page_that_timed_out_is_not_asked_for_again_though_probes_succeed(
 def test_c10_the_breaker_opens_once_for_a_call_that_hangs_and_fails(bench: HangingBench) -> None:
     bench.store.hangs, bench.store.raises = {"bad"}, True
     bench.read("bad")
-    assert bench.io.store._breaker._pause == 1.0, "one failure, one pause"
+    assert bench.io.guard._breaker._pause == 1.0, "one failure, one pause"
     assert bench.metrics.breaker_open._value.get() == 1
     assert bench.read("good") is CacheOutcome.UNAVAILABLE
     bench.let_the_pause_pass()
     assert bench.read("good") is CacheOutcome.LANDED
-    assert not bench.io.is_open
+    assert not bench.io.guard.is_open
     assert bench.metrics.breaker_open._value.get() == 0
-    assert bench.io.reconnects == 1
+    assert bench.io.guard.reconnects == 1
 
 
 def test_c10_nobody_waits_behind_a_probe_that_hangs(bench: HangingBench) -> None:
@@ -62,13 +62,13 @@ def test_c10_nobody_waits_behind_a_probe_that_hangs(bench: HangingBench) -> None
     bench.let_the_pause_pass()
     bench.store.probe_gate.clear()
     behind = bench.submit("good")
-    wait_for(lambda: bench.io.store.is_calling)
-    assert bench.io.available
+    wait_for(lambda: bench.io.guard.is_calling)
+    assert bench.io.guard.available
     bench.clock.pass_too_long()
-    assert not bench.io.available
+    assert not bench.io.guard.available
     bench.store.probe_gate.set()
     wait_for(lambda: behind.ended)
-    assert bench.io.available
+    assert bench.io.guard.available
     assert behind.outcome is CacheOutcome.LANDED
 
 
@@ -102,7 +102,7 @@ def test_a_wrong_answer_to_a_transfer_moves_no_page_and_is_a_failing_store(
         assert bench.write("a", "b", "c") is CacheOutcome.FAILED
     call = "get" if kind == "read" else "set"
     assert (bench.count(call, "failed"), bench.count(call, "landed")) == (3, 0)
-    assert bench.io.is_open
+    assert bench.io.guard.is_open
     assert f"HangingStore.batch_{call}_v2 answered" in caplog.text and words in caplog.text
 
 
@@ -113,7 +113,7 @@ def test_results_of_numpy_are_taken_for_what_they_are(bench: HangingBench) -> No
     wait_for(lambda: operation.ended)
     assert (operation.outcome, operation.landed_pages) == (CacheOutcome.MISS, 1)
     assert bench.write("a", "b") is CacheOutcome.FAILED
-    assert not bench.io.is_open
+    assert not bench.io.guard.is_open
 
 
 @pytest.mark.parametrize(
@@ -138,14 +138,14 @@ def test_a_wrong_answer_to_a_question_is_a_failing_store(
     wait_for(lambda: operation.ended)
     assert (operation.outcome, operation.hit_pages) == (CacheOutcome.FAILED, 0)
     assert bench.store.asked == [], "nothing is read"
-    assert bench.io.is_open
+    assert bench.io.guard.is_open
     assert "HangingStore.prompts_exist answered" in caplog.text and words in caplog.text
     bench.let_the_pause_pass()
     check = CheckOperation([PageHash("a"), PageHash("b")], epoch=0)
-    bench.io.submit_check(check)
+    bench.io.reads.queue.put(check)
     wait_for(lambda: check.outcome is not None)
     assert check.outcome is CacheOutcome.LANDED, "nothing is known to be lost"
-    assert bench.io.is_open
+    assert bench.io.guard.is_open
 
 
 @pytest.mark.parametrize("raised", [KeyError("page"), SystemExit(3), KeyboardInterrupt()])
@@ -156,7 +156,7 @@ def test_whatever_a_backend_raises_its_thread_goes_on(
     move = bench.read if kind == "read" else bench.write
     bench.store.moved = raised
     assert move("a") is CacheOutcome.FAILED
-    assert bench.io.is_open
+    assert bench.io.guard.is_open
     assert "HangingStore" in caplog.text and type(raised).__name__ in caplog.text
     bench.store.moved = None
     bench.let_the_pause_pass()

@@ -26,7 +26,7 @@ def test_l3_is_asked_what_it_still_has_now_and_then_and_less_often_where_it_lose
 ) -> None:
     def check(*pages: str) -> CacheOutcome:
         operation = CheckOperation([PageHash(page) for page in pages], epoch=0)
-        bench.io.submit_check(operation)
+        bench.io.reads.queue.put(operation)
         wait_for(lambda: operation.outcome is not None)
         assert operation.outcome is not None
         return operation.outcome
@@ -46,13 +46,15 @@ def test_l3_is_asked_what_it_still_has_now_and_then_and_less_often_where_it_lose
         assert longer - 5 < pause() <= longer
     bench.store.is_mute = True
     assert check("a", "b") is CacheOutcome.LANDED, "whether it has lost anything is not known"
-    assert bench.io.is_open
+    assert bench.io.guard.is_open
     bench.store.is_mute, bench.store.absent = False, set()
     bench.let_the_pause_pass()
     bench.io.reads._check_at = time.monotonic() + 100
     asked = len(bench.store.questions)
     assert check("a", "b") is CacheOutcome.LANDED
-    assert (len(bench.store.questions), bench.io.reconnects) == (asked, 1), "probed all the same"
+    assert (len(bench.store.questions), bench.io.guard.reconnects) == (asked, 1), (
+        "probed all the same"
+    )
     bench.io.reads._check_at = 0.0
     assert check("a", "b") is CacheOutcome.LANDED
     assert 25 < pause() <= 30
@@ -62,7 +64,7 @@ def test_prompts_of_one_tick_are_one_question(bench: HangingBench) -> None:
     bench.store.absent = {"b"}
     here, absent, cut = (bench.operation(page) for page in ("a", "b", "c"))
     cut.is_terminated = True
-    bench.io.submit_prefetches([here, absent, cut])
+    bench.io.reads.queue.put([here, absent, cut])
     wait_for(lambda: here.ended)
     assert [one.outcome for one in (here, absent, cut)] == ["landed", "miss", "late"]
     assert (here.landed_pages, absent.landed_pages) == (1, 0)
@@ -73,7 +75,7 @@ def test_who_misses_does_not_wait_for_who_reads(bench: HangingBench) -> None:
     bench.store.absent, bench.store.hangs = {"b"}, {"a"}
     bench.store.goes_on.clear()
     reads, misses = bench.operation("a"), bench.operation("b")
-    bench.io.submit_prefetches([reads, misses])
+    bench.io.reads.queue.put([reads, misses])
     wait_for(lambda: misses.ended)
     assert not reads.ended
     bench.store.goes_on.set()
@@ -94,7 +96,7 @@ def test_what_a_read_brings_after_it_was_cut_is_late(
         return get(*args)
 
     monkeypatch.setattr(bench.store, "batch_get_v2", cut_and_get)
-    bench.io.submit_prefetches([operation])
+    bench.io.reads.queue.put([operation])
     wait_for(lambda: operation.ended)
     outcome = "overtaken" if is_overtaken else "late"
     assert (operation.outcome, operation.landed_pages) == (outcome, 2)
@@ -119,18 +121,18 @@ def test_a_read_whose_pages_came_in_time_is_not_late(
 def test_a_question_that_fails_fails_all_it_was_about(bench: HangingBench) -> None:
     bench.store.is_mute = True
     operations = [bench.operation(page) for page in "ab"]
-    bench.io.submit_prefetches(operations)
+    bench.io.reads.queue.put(operations)
     wait_for(lambda: all(one.ended for one in operations))
     assert [one.outcome for one in operations] == ["failed", "failed"]
     assert [one.hit_pages for one in operations] == [0, 0]
-    assert bench.io.is_open
+    assert bench.io.guard.is_open
 
 
 def test_questions_have_a_size(bench: HangingBench) -> None:
     long = [str(number) for number in range(600)]
     operations = [bench.operation(*long), bench.operation(*long)]
     operations += [bench.operation(str(number)) for number in range(20)]
-    bench.io.submit_prefetches(operations)
+    bench.io.reads.queue.put(operations)
     wait_for(lambda: all(one.ended for one in operations))
     assert bench.store.questions == [1, 16, 5]
 

@@ -11,11 +11,14 @@ import torch
 
 from sglang.srt.environ import envs
 from sglang.srt.mem_cache.hicache_storage import CacheOutcome, PoolName, PoolTransfer
+from sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller import HybridTransfers
 from sglang.srt.mem_cache.l3 import storage_writes
-from sglang.srt.mem_cache.l3.storage_io import StorageIO
+from sglang.srt.mem_cache.l3.attached_store import AttachedStore
+from sglang.srt.mem_cache.l3.pool_parts import StoredPools
 from sglang.srt.mem_cache.l3.storage_operation import PrefetchOperation, StorageOperation
 from sglang.srt.mem_cache.l3.storage_settings import StorageSettings
 from sglang.srt.mem_cache.storage.backend_factory import StorageBackendFactory
+from sglang.srt.mem_cache.tree.hicache_metrics import HiCacheMetrics
 from sglang.srt.mem_cache.tree.radix_key import PageHash, RadixKey
 from sglang.srt.mem_cache.tree.tree_node import TreeNode
 from sglang.test.caches.marks_pool import marks_of
@@ -37,17 +40,21 @@ class Bench:
     def __init__(self, root: Path) -> None:
         self.root = root
         self.pools = StatePools()
-        settings = StorageSettings(prefetch_threshold=PAGE)
         group = self.pools.group
-        self.io: StorageIO = self.pools.controller.open_storage(
+        self.io = AttachedStore(
             lambda: StorageBackendFactory.create_backend(
                 "file", storage_config(), group.anchor, extra_pools=group.extra_pools
             ),
-            settings,
-            "ns",
-            {},
+            backend="file",
+            config={},
+            settings=StorageSettings(prefetch_threshold=PAGE),
+            namespace="ns",
+            page_size=PAGE,
+            page_bytes=group.page_bytes,
+            pages_per_read=2,
+            metrics=HiCacheMetrics(None),
+            pools=StoredPools(group.extra_queries, HybridTransfers(group).resolve),
         )
-        self.io.reads._pages_per_read = 2
         self.slots = self.pools.group.anchor.alloc(PAGES * PAGE)
         self.state_slots = self.pools.state_host.alloc(2)
 
@@ -69,7 +76,7 @@ class Bench:
             node=TreeNode(1, RadixKey([])), host_indices=operation.host_indices, hashes=HASHES,
             prefix_hashes=[], after=None, epoch=0, extra_transfers=[state],
         )  # fmt: skip
-        self.io.submit_backup(write)
+        self.io.writes.queue.put(write)
         wait_for(write)
         return write.outcome
 
@@ -81,7 +88,7 @@ class Bench:
             request_id="r", key=RadixKey(range(PAGES * PAGE)), start=0, host_indices=self.slots,
             hashes=HASHES, prefix_hashes=[], deadline=0.0, epoch=0, extra_transfers=[state],
         )  # fmt: skip
-        self.io.submit_prefetches([operation])
+        self.io.reads.queue.put([operation])
         wait_for(operation)
         return operation
 

@@ -12,11 +12,12 @@ from sglang.srt.mem_cache.hicache_storage import (
     CacheOutcome,
 )
 from sglang.srt.mem_cache.l3 import storage_writes
+from sglang.srt.mem_cache.l3.attached_store import AttachedStore
 from sglang.srt.mem_cache.l3.storage_groups import PAGES_PER_CALL, next_group
-from sglang.srt.mem_cache.l3.storage_io import StorageIO
 from sglang.srt.mem_cache.l3.storage_operation import (
     StorageOperation,
 )
+from sglang.srt.mem_cache.l3.storage_settings import StorageSettings
 from sglang.srt.mem_cache.tree.hicache_metrics import HiCacheMetrics
 from sglang.srt.mem_cache.tree.radix_key import PageHash, RadixKey
 from sglang.srt.mem_cache.tree.tree_node import TreeNode
@@ -69,7 +70,7 @@ class RecordingStore(HangingStore):
 
 
 def write_at_once(
-    recording: tuple[RecordingStore, StorageIO], chains: list[list[str]]
+    recording: tuple[RecordingStore, AttachedStore], chains: list[list[str]]
 ) -> list[StorageOperation]:
     """Queue one write a chain, behind a first that hangs until all are there; those of the same
     first letter follow each other. Returns them when all have ended."""
@@ -84,30 +85,30 @@ def write_at_once(
             after=before[-1] if before else None, epoch=0,
         )  # fmt: skip
         operations.append(operation)
-    io.submit_backup(operations[0])
-    wait_for(lambda: io.store.is_calling)
+    io.writes.queue.put(operations[0])
+    wait_for(lambda: io.guard.is_calling)
     for operation in operations[1:]:
-        io.submit_backup(operation)
+        io.writes.queue.put(operation)
     store.goes_on.set()
     wait_for(lambda: all(operation.ended for operation in operations))
     return operations[1:]
 
 
 @pytest.fixture
-def recording(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[RecordingStore, StorageIO]]:
+def recording(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[RecordingStore, AttachedStore]]:
     monkeypatch.setattr(storage_writes, "_GATHER_S", 0.0)
     store = RecordingStore()
-    io = StorageIO(
+    io = AttachedStore(
         lambda: store,
-        namespace="ns", page_size=1, page_bytes=64, pages_per_read=64, threshold_pages=1,
-        pass_prefix_keys=False, metrics=HiCacheMetrics(None),
+        backend="recording", config={}, settings=StorageSettings(prefetch_threshold=1),
+        namespace="ns", page_size=1, page_bytes=64, pages_per_read=64, metrics=HiCacheMetrics(None),
     )  # fmt: skip
     yield store, io
     assert io.close()
 
 
 def test_nodes_that_queue_up_are_written_in_one_call(
-    recording: tuple[RecordingStore, StorageIO],
+    recording: tuple[RecordingStore, AttachedStore],
 ) -> None:
     store, _ = recording
     operations = write_at_once(recording, [["a1", "a2"], ["b1"], ["a3"]])
@@ -116,7 +117,7 @@ def test_nodes_that_queue_up_are_written_in_one_call(
 
 
 def test_a_call_takes_no_more_pages_than_it_may(
-    recording: tuple[RecordingStore, StorageIO],
+    recording: tuple[RecordingStore, AttachedStore],
 ) -> None:
     store, _ = recording
     whole = [f"b{i}" for i in range(PAGES_PER_CALL)]
@@ -127,7 +128,7 @@ def test_a_call_takes_no_more_pages_than_it_may(
 
 
 def test_one_refused_page_takes_its_own_chain_down_and_no_other(
-    recording: tuple[RecordingStore, StorageIO],
+    recording: tuple[RecordingStore, AttachedStore],
 ) -> None:
     store, _ = recording
     store.refused = "a2"

@@ -28,6 +28,7 @@ from sglang.srt.mem_cache.hicache_storage import (
     StorageUnavailable,
     StorageUnreachable,
 )
+from sglang.srt.mem_cache.l3.store_opener import host_allocator_type
 from sglang.srt.mem_cache.storage.backend_factory import StorageBackendFactory
 from sglang.srt.mem_cache.storage.mooncake_store import base_store, client
 from sglang.srt.mem_cache.storage.mooncake_store.client import settle_protocol
@@ -37,7 +38,6 @@ from sglang.srt.mem_cache.storage.mooncake_store.mooncake_store import (
     MooncakeStore,
     MooncakeStoreConfig,
 )
-from sglang.srt.mem_cache.tiers.hicache_attachment import host_allocator_type
 from sglang.srt.utils.network import get_free_port
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.stores.host_pools import make_device_pool, make_host_pool, storage_config

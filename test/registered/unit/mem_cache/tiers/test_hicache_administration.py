@@ -19,7 +19,7 @@ from sglang.srt.mem_cache.hicache_storage import (
     HiCacheStorageConfig,
     StorageUnavailable,
 )
-from sglang.srt.mem_cache.l3 import storage_io as storage_io_module
+from sglang.srt.mem_cache.l3 import attached_store
 from sglang.srt.mem_cache.tiers.hicache_administration import (
     _MAX_LEFT_BEHIND,
     ChangeResult,
@@ -266,12 +266,12 @@ def test_a_clear_that_hangs_is_given_up_and_its_store_can_be_detached(
     assert attach(rig, ERRATIC)[0]
     gate = Erratic.hangs["clear"] = threading.Event()
     rig.hi.administration.begin_clearing()
-    rig.until(lambda: not rig.hi.storage_link._answers)
+    rig.until(lambda: not rig.hi.store._answers)
     rig.hi.administration.give_up("it has taken 100 s")
     assert rig.hi.administration.take_result() is not None
     rig.run(range(16))
     rig.settle()
-    assert rig.hi.storage_prefetch.board.operations() == [] and not rig.hi.storage_link.available, (
+    assert rig.hi.storage_prefetch.board.operations() == [] and not rig.hi.store.available, (
         "it is left alone"
     )
     done, text = rig.hi.detach_storage_backend()
@@ -287,11 +287,11 @@ def test_a_store_that_was_slow_to_clear_is_used_again_when_it_is_done(rig: Cache
     assert attach(rig, ERRATIC)[0]
     gate = Erratic.hangs["clear"] = threading.Event()
     rig.hi.administration.begin_clearing()
-    rig.until(lambda: not rig.hi.storage_link._answers)
+    rig.until(lambda: not rig.hi.store._answers)
     rig.hi.administration.give_up("it has taken 100 s")
     assert rig.hi.administration.take_result() is not None
     gate.set()
-    rig.until(lambda: rig.hi.storage_link.available)
+    rig.until(lambda: rig.hi.store.available)
     assert serves_from_storage(rig)
 
 
@@ -311,9 +311,9 @@ def test_a_close_that_raises_anything_is_a_detachment(rig: CacheRig, raised: Bas
 
 def test_what_is_detached_is_not_shown_as_failing(rig: CacheRig) -> None:
     assert attach(rig, ERRATIC)[0]
-    storage_io = rig.hi.cache_controller.storage_io
-    assert storage_io is not None
-    storage_io.store.trip()
+    attached = rig.hi.store.attached
+    assert attached is not None
+    attached.guard.trip()
     assert rig.hi.metrics.breaker_open._value.get() == 1
     assert rig.hi.detach_storage_backend()[0]
     assert rig.hi.metrics.breaker_open._value.get() == 0
@@ -322,7 +322,7 @@ def test_what_is_detached_is_not_shown_as_failing(rig: CacheRig) -> None:
 def test_a_close_that_hangs_holds_up_no_request_and_no_end(
     rig: CacheRig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(storage_io_module, "_CLOSE_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(attached_store, "_CLOSE_TIMEOUT_S", 0.05)
     assert attach(rig, ERRATIC)[0]
     gate = Erratic.hangs["close"] = threading.Event()
     rig.hi.administration.begin_detaching()

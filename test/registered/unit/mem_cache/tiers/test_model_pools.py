@@ -37,8 +37,8 @@ from sglang.test.caches.storage_rigs import (
     PAGE,
     StorageRigs,
     assert_one_question_for_all_prompts,
+    attached_store_of,
     counts,
-    storage_io_of,
 )
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.stores.fake_mooncake import FakeMooncake, FakeMooncakes
@@ -211,7 +211,7 @@ def test_nothing_of_a_read_is_visible_before_both_kinds_are_there(
     Picky.gate.clear()
     reader.arrive("slow", PROMPT)
     (operation,) = reader.hi.storage_prefetch.board.take_new()
-    storage_io_of(reader).submit_prefetches([operation])
+    attached_store_of(reader).reads.queue.put([operation])
     reader.until(lambda: operation.handed_pages == 10)
     assert operation.landed_pages == 0
     assert not reader.tree.check_prefetch_progress("slow")
@@ -231,7 +231,7 @@ def test_a_store_that_fails_for_one_kind_gives_nothing(
     writer.settle()
     monkeypatch.setattr(Picky, "is_down", True)
     assert reader.run(PROMPT) == Reused()
-    assert storage_io_of(reader).is_open
+    assert attached_store_of(reader).guard.is_open
     reader.settle()
     assert reader.hi.host_pool.available_size() == reader.hi.host_pool.size - 40, "its own copy"
 

@@ -25,7 +25,7 @@ from sglang.srt.mem_cache.tree.tree_node import TreeNode
 from sglang.test.caches.cache_rig import CacheRig, Reused
 from sglang.test.caches.random_runs import end_at_any_point
 from sglang.test.caches.state_rig import StateRig
-from sglang.test.caches.storage_rigs import PAGE, StorageRigs, counts, storage_io_of
+from sglang.test.caches.storage_rigs import PAGE, StorageRigs, attached_store_of, counts
 from sglang.test.caches.two_states_rig import TwoStatesRig
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.stores.losing_store import LosingStore
@@ -108,7 +108,7 @@ def test_pages_that_are_there_are_invisible_until_their_state_is(
 ) -> None:
     write(rigs, kind)
     reader = make(rigs, Odd, kind, hicache_storage_prefetch_policy=policy)
-    storage_io_of(reader).reads._pages_per_read = 4
+    attached_store_of(reader).reads._pages_per_read = 4
     Odd.gate.clear()
     reader.arrive("slow", PROMPT)
     (operation,) = reader.hi.storage_prefetch.board.operations()
@@ -180,7 +180,7 @@ def test_a_lost_state_of_pages_that_the_tree_kept_is_written_again(
     books.evict(1)
     (upper,) = (node for node in rig.hi.nodes() if node.children)
     assert not upper.has_state
-    assert upper.storage_epoch == rig.hi.storage_link.epoch
+    assert upper.storage_epoch == rig.hi.store.epoch
     lost = state(storage_dir, SHARED, pool)
     monkeypatch.setattr(Odd, "doomed", lost)
     read(rig, "torn", SHORT)

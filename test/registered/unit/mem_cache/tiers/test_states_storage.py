@@ -29,8 +29,8 @@ from sglang.test.caches.storage_rigs import (
     PAGE,
     StorageRigs,
     assert_one_question_for_all_prompts,
+    attached_store_of,
     counts,
-    storage_io_of,
 )
 from sglang.test.ci.ci_register import register_cpu_ci
 
@@ -445,7 +445,7 @@ def test_a_check_asks_up_to_a_state_that_l3_is_known_to_have(
     rig = rigs.make("file", kind=StateRig)
     rig.run([*SHARED, *range(100, 109)])
     rig.settle()
-    epoch = rig.hi.storage_link.epoch
+    epoch = rig.hi.store.epoch
     books = rig.hi.host_states
     assert books is not None
     taken = books.pool.alloc(books.pool.available_size())
@@ -453,20 +453,20 @@ def test_a_check_asks_up_to_a_state_that_l3_is_known_to_have(
     with_state = [node for node in rig.hi.nodes() if node.has_state]
     for node in with_state:
         node.protect_host()
-    storage_io_of(rig).reads._check_at = 0.0
+    attached_store_of(rig).reads._check_at = 0.0
     rig.run([*SHARED, 300])
     books.pool.free(taken)
     for node in with_state:
         rig.hi.host_pages.unpin(node)
     rig.settle()
-    assert rig.hi.storage_link.epoch == epoch, "its pages are stored, its state was not"
+    assert rig.hi.store.epoch == epoch, "its pages are stored, its state was not"
     rig.run(PROMPT)
     rig.settle()
     object_file(storage_dir, PROMPT[:40], "mamba").unlink()
-    storage_io_of(rig).reads._check_at = 0.0
+    attached_store_of(rig).reads._check_at = 0.0
     rig.run(PROMPT)
     rig.settle()
-    assert rig.hi.storage_link.epoch == epoch + 1, "it was lost"
+    assert rig.hi.store.epoch == epoch + 1, "it was lost"
     rig.run(PROMPT)
     rig.settle()
     assert object_file(storage_dir, PROMPT[:40], "mamba").is_file()

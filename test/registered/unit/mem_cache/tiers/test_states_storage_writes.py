@@ -38,7 +38,7 @@ def test_a_silent_store_leaves_half_of_the_states_of_l2_to_new_prompts(rigs: Sto
     assert all(node.mamba_host_value is not None for node in nodes[-4:]), "the newest reach L2"
     assert rig.hi.is_busy() == {"backups": 20}, "all others wait until a write ends"
     rig.settle()
-    assert all(rig.hi.storage_link.has_stored(node) for node in (*nodes[:4], *nodes[-4:]))
+    assert all(rig.hi.store.has_stored(node) for node in (*nodes[:4], *nodes[-4:]))
 
 
 def test_a_full_l2_says_what_it_is_full_of(
@@ -68,7 +68,7 @@ def test_pages_under_a_write_leave_l1_though_their_state_goes_with_them(rigs: St
     rig.settle()
     assert rig.hi.host_states is not None and rig.hi.host_states.evict(1) == 1
     (node,) = rig.hi.nodes()
-    rig.hi.forget_stored()
+    rig.hi.store.forget_stored()
     assert rig.hi.write_backup_storage(node) is None
     assert rig.tree.evictable_size() == len(node.key) == 20
     assert rig.tree.evict(EvictParams(num_tokens=8)).num_tokens_evicted == 20
@@ -89,7 +89,7 @@ def test_the_end_of_a_write_takes_what_nothing_else_keeps_out_of_the_tree(
     rig.match([*SHARED, 90])
     rig.settle()
     (shared,) = rig.hi.root_node.children.values()
-    rig.hi.forget_stored()
+    rig.hi.store.forget_stored()
     assert rig.hi.write_backup_storage(shared) is None
     rig.match([*SHARED[:4], 90])
     rig.tree.evict(EvictParams(num_tokens=1000))

@@ -29,7 +29,7 @@ def test_a_node_split_under_a_backup_settles_all_its_parts() -> None:
     rig.until(lambda: "backups" in rig.tree.is_busy())
     rig.tree.match_prefix(MatchPrefixParams(RadixKey([*range(8), *[99] * 8])))
     rig.settle()
-    assert all(node.storage_epoch == rig.hi.storage_link.epoch for node in rig.hi.nodes())
+    assert all(node.storage_epoch == rig.hi.store.epoch for node in rig.hi.nodes())
 
 
 def test_writes_that_find_no_room_wait_for_it_and_are_made() -> None:
@@ -38,7 +38,7 @@ def test_writes_that_find_no_room_wait_for_it_and_are_made() -> None:
     rig.run(range(24))
     rig.run(range(48))
     rig.settle()
-    assert all(node.storage_epoch == rig.hi.storage_link.epoch for node in rig.hi.nodes())
+    assert all(node.storage_epoch == rig.hi.store.epoch for node in rig.hi.nodes())
     rig.flush()
     assert rig.run(range(48)).storage == 32, "reads have a share of L2 as well"
     rig.settle()
@@ -49,7 +49,7 @@ def test_a_node_larger_than_the_share_of_writes_is_written_and_leaves_nobody_bus
     rig = three_tiers(16, prefetch_threshold=1000, hicache_ratio=1.0)
     rig.run(range(48))
     rig.settle()
-    assert all(node.storage_epoch == rig.hi.storage_link.epoch for node in rig.hi.nodes())
+    assert all(node.storage_epoch == rig.hi.store.epoch for node in rig.hi.nodes())
 
 
 def test_write_back_stores_a_whole_branch_once_what_it_hangs_on_has_landed() -> None:
@@ -61,7 +61,7 @@ def test_write_back_stores_a_whole_branch_once_what_it_hangs_on_has_landed() -> 
         # Leaves leave first; L3 takes no page whose ancestors it does not have.
         rig.tree.evict(EvictParams(num_tokens=1))
         rig.settle()
-    assert [node.storage_epoch for node in rig.hi.nodes()] == [rig.hi.storage_link.epoch] * 3
+    assert [node.storage_epoch for node in rig.hi.nodes()] == [rig.hi.store.epoch] * 3
 
 
 def test_a_postponed_write_whose_pages_leave_is_counted() -> None:
@@ -79,7 +79,7 @@ def test_what_was_read_or_written_before_the_store_came_back_counts_as_lost() ->
     rig = three_tiers()
     rig.run(range(16))
     rig.until(lambda: "backups" in rig.tree.is_busy())
-    rig.hi.storage_link.epoch += 1
+    rig.hi.store.epoch += 1
     rig.settle()
     assert [node.storage_epoch for node in rig.hi.nodes()] == [0]
     rig.run(range(16))
@@ -108,7 +108,7 @@ def test_pages_that_l3_has_lost_are_written_again_while_they_are_used(storage_di
     rig.run(range(16))
     rig.settle()
     assert lost.exists()
-    assert all(node.storage_epoch == rig.hi.storage_link.epoch for node in rig.hi.nodes())
+    assert all(node.storage_epoch == rig.hi.store.epoch for node in rig.hi.nodes())
     rig.close()
 
 
@@ -163,7 +163,7 @@ def test_what_follows_a_page_that_was_not_written_is_not_written() -> None:
     rig.run([*range(16), *range(50, 58)])
     rig.settle()
     # The first node failed, was written again at its second use, and then its child went.
-    assert all(node.storage_epoch == rig.hi.storage_link.epoch for node in rig.hi.nodes())
+    assert all(node.storage_epoch == rig.hi.store.epoch for node in rig.hi.nodes())
     rig.flush()
     assert rig.run([*range(16), *range(50, 59)]).storage == 24
 
@@ -183,7 +183,7 @@ def test_what_waits_for_room_is_given_up_with_what_it_follows() -> None:
     flaky.mode = "ok"
     rig.run(range(48))
     rig.settle()
-    assert all(node.storage_epoch == rig.hi.storage_link.epoch for node in rig.hi.nodes())
+    assert all(node.storage_epoch == rig.hi.store.epoch for node in rig.hi.nodes())
 
 
 def test_all_writes_that_have_ended_are_settled_in_one_tick_though_they_failed() -> None:
@@ -216,12 +216,12 @@ def test_pages_of_a_write_that_failed_are_not_stored_and_go_with_their_next_use(
     rig.run(range(16))
     rig.settle()
     (node,) = rig.hi.nodes()
-    assert node.backuped and not rig.hi.storage_link.has_stored(node)
+    assert node.backuped and not rig.hi.store.has_stored(node)
     assert not [path for path in storage_dir.rglob("*") if path.is_file()]
     flaky.mode = "ok"
     rig.run(range(16))
     rig.settle()
-    assert rig.hi.storage_link.has_stored(node)
+    assert rig.hi.store.has_stored(node)
     assert len([path for path in storage_dir.rglob("*") if path.is_file()]) == 4
     rig.close()
 

@@ -286,12 +286,12 @@ class SlowParts:
         read_s: For each token read.
         compute_s: For each token of a prompt.
         """
-        storage_io = hi_of(rig).cache_controller.storage_io
-        assert storage_io is not None and storage_io.storage is not None
-        self._get = storage_io.storage.batch_get_v2
+        attached = hi_of(rig).store.attached
+        assert attached is not None and attached.guard.client is not None
+        self._get = attached.guard.client.batch_get_v2
         self._forward = rig.scheduler._parts.worker.forward_batch_generation
         self._seconds = read_s, compute_s
-        storage_io.storage.batch_get_v2 = self._slow_get  # type: ignore[method-assign]
+        attached.guard.client.batch_get_v2 = self._slow_get  # type: ignore[method-assign]
         rig.scheduler._parts.worker.forward_batch_generation = (  # type: ignore[method-assign]
             self._slow_forward
         )

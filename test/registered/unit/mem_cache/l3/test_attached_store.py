@@ -6,7 +6,8 @@ import threading
 
 import pytest
 
-from sglang.srt.mem_cache.l3.storage_io import StorageIO
+from sglang.srt.mem_cache.l3.attached_store import AttachedStore
+from sglang.srt.mem_cache.l3.storage_settings import StorageSettings
 from sglang.srt.mem_cache.storage.types import StorageUnavailable
 from sglang.srt.mem_cache.tree.hicache_metrics import HiCacheMetrics
 from sglang.test.ci.ci_register import register_cpu_ci
@@ -35,14 +36,15 @@ def test_without_a_thread_for_l3_its_client_is_closed(
 
     monkeypatch.setattr(threading.Thread, "start", start_unless_missing)
     with pytest.raises(StorageUnavailable, match="no thread for L3: can't start new thread"):
-        StorageIO(
+        AttachedStore(
             lambda: store,
+            backend="closing",
+            config={},
+            settings=StorageSettings(),
             namespace="n",
             page_size=1,
             page_bytes=8,
             pages_per_read=4,
-            threshold_pages=1,
-            pass_prefix_keys=False,
             metrics=HiCacheMetrics(None),
         )
     assert store.closed == 1
