@@ -106,7 +106,7 @@ def measure_tick(prompt_tokens: int, has_ballot: bool, ticks: int) -> dict[str, 
         told = time.perf_counter()
         if has_ballot:
             progress = Progress(writes=1, prefetches=[PrefetchProgress(4, 2)] * 4)
-            agree(progress, group, books)
+            agree(progress, group, books, group.reduce_min)
         of_ticks.append(told - started)
         of_ballots.append(time.perf_counter() - told)
     seconds = time.perf_counter() - begun

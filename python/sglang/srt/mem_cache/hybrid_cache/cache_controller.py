@@ -15,7 +15,6 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from sglang.srt.distributed.rank_group import MinOverRanks, RankGroup, SingleRank
 from sglang.srt.hardware_backend.device_runtime import (
     CopyStream,
     Event,
@@ -135,7 +134,6 @@ class HiCacheController:
         mem_pool_host: Pools of L2. Loads signal its `num_layers` layers.
         page_size: Tokens of a page.
         io_backend: Resolved I/O backend; see host_layout.py.
-        ranks: All ranks; by default this one alone.
     """
 
     def __init__(
@@ -145,10 +143,7 @@ class HiCacheController:
         page_size: int,
         *,
         io_backend: str,
-        ranks: RankGroup | None = None,
     ) -> None:
-        self.ranks = ranks or SingleRank()
-        self._prefetch_sync: MinOverRanks | None = None
         self.mem_pool_device_allocator = token_to_kv_pool_allocator
         self.mem_pool_device = token_to_kv_pool_allocator.get_kvcache()
         self.mem_pool_host = mem_pool_host
@@ -330,27 +325,6 @@ class HiCacheController:
         self._next_id += 1
         return self._next_id
 
-    # ---- ranks -----------------------------------------------------------------------------
-
-    def _create_prefetch_sync_groups(self) -> None:
-        """Make the groups in which the ranks agree on copies and transfers: a group of the ranks
-        with the same heads, and one of the ranks that split the heads; no group of a single rank. A
-        collective, called once, after all ranks have made their controllers."""
-        assert self._prefetch_sync is None
-        self._prefetch_sync = self.ranks.open_min()
-
-    def _all_reduce_prefetch_groups(self, values: torch.Tensor) -> torch.Tensor:
-        """Element-wise MIN over all ranks: see `RankGroup.reduce_min`. Scheduler thread only:
-        threads of copies and of L3 make no collectives."""
-        assert self._prefetch_sync is not None, "the groups are made with the tree"
-        return self._prefetch_sync.reduce_min(values)
-
-    def _destroy_prefetch_sync_groups(self) -> None:
-        """End the groups. Idempotent."""
-        sync, self._prefetch_sync = self._prefetch_sync, None
-        if sync is not None:
-            sync.close()
-
     # ---- start and end ---------------------------------------------------------------------
 
     def reset(self) -> None:
@@ -364,7 +338,6 @@ class HiCacheController:
         """End the copy threads, within seconds. Idempotent."""
         self._write_stream.close()
         self._load_stream.close()
-        self._destroy_prefetch_sync_groups()
 
 
 def _slots_of_anchor(transfers: Sequence[PoolTransfer]) -> int:

@@ -113,6 +113,7 @@ class HiRadixCache(RadixCache):
         controller = self.cache_controller = _make_controller(
             params, server_args, self.build_host_stack
         )
+        self._create_prefetch_sync_groups()
         self.host_pool = controller.mem_pool_host.anchor
         opener = StoreOpener(
             controller.mem_pool_host,
@@ -187,6 +188,7 @@ class HiRadixCache(RadixCache):
         for flow in self._flows:
             flow.shutdown()
         self.cache_controller.shutdown()
+        self._destroy_prefetch_sync_groups()
 
     def is_busy(self) -> dict[str, int]:
         return {kind: count for flow in self._flows for kind, count in flow.busy().items()}
@@ -208,14 +210,24 @@ class HiRadixCache(RadixCache):
         progress = Progress()
         for flow in self._flows:
             flow.report(progress)
-        agreed = agree(progress, self._group, self._books, self._all_reduce_attn_groups)
+        agreed = agree(progress, self._group, self._books, self._all_reduce_prefetch_groups)
         for flow in self._flows:
             flow.act_on(agreed)
 
-    def _all_reduce_attn_groups(self, values: torch.Tensor) -> torch.Tensor:
+    def _create_prefetch_sync_groups(self) -> None:
+        """Make the groups in which the ranks agree on copies and transfers: a group of the ranks
+        with the same heads, and one of the ranks that split the heads; no group of a single rank. A
+        collective, called once, after all ranks have made their controllers."""
+        self._prefetch_sync = self._group.open_min()
+
+    def _all_reduce_prefetch_groups(self, values: torch.Tensor) -> torch.Tensor:
         """Element-wise MIN over the ranks with equal trees: first over attention CP, then over
-        attention TP. Returns a new tensor. A collective."""
-        return self.cache_controller._all_reduce_prefetch_groups(values)
+        attention TP. Returns a new tensor. A collective; threads of copies and of L3 make none."""
+        return self._prefetch_sync.reduce_min(values)
+
+    def _destroy_prefetch_sync_groups(self) -> None:
+        """End the groups. Idempotent."""
+        self._prefetch_sync.close()
 
     def start_writing_host_cache(self) -> None:
         self.cache_controller.start_writing()
@@ -429,16 +441,13 @@ def _make_controller(
         allocator_type=allocator_type,
         ranks=ranks,
     )
-    controller = on_all_ranks(
+    return on_all_ranks(
         ranks,
         lambda: HiCacheController(
             allocator,
             host_pool,
             params.page_size,
             io_backend=io_backend,
-            ranks=ranks,
         ),
         HiCacheController.shutdown,
     )
-    controller._create_prefetch_sync_groups()
-    return controller

@@ -149,7 +149,7 @@ def agree(
     progress: Progress,
     group: RankGroup,
     books: Books,
-    reduce_min: Callable[[torch.Tensor], torch.Tensor] | None = None,
+    reduce_min: Callable[[torch.Tensor], torch.Tensor],
 ) -> Progress:
     """Agree with all ranks on progress; a single rank's own progress counts. A collective.
 
@@ -157,7 +157,7 @@ def agree(
         progress: Observations of this rank. `books_digest` is filled in here.
         group: The ranks.
         books: Books of this rank at the time of the observations.
-        reduce_min: Element-wise MIN over these ranks; None: the group's.
+        reduce_min: Element-wise MIN over these ranks.
 
     Raises:
         RanksDiverged: The books differ. Names the ranks, and the first difference of each.
@@ -165,7 +165,7 @@ def agree(
     if group.size == 1:
         return progress
     progress.books_digest = books.digest
-    vector = (reduce_min or group.reduce_min)(to_vector(progress))
+    vector = reduce_min(to_vector(progress))
     least, minus_most = vector[:2].tolist()
     if least != -minus_most:
         raise RanksDiverged(f"the ranks' books differ: {explain_difference(group, books)}")

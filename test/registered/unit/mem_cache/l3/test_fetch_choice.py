@@ -207,10 +207,9 @@ class TwoRanks:
         exchange = MemoryExchange(len(rates), deadline_s=60)
         self._pool = ThreadPoolExecutor(len(rates))
         for rank, (rig, known) in enumerate(zip(self.rigs, rates, strict=True)):
-            controller = rig.hi.cache_controller
-            controller._destroy_prefetch_sync_groups()
-            rig.hi._group = controller.ranks = exchange.group(rank)
-            controller._create_prefetch_sync_groups()
+            rig.hi._destroy_prefetch_sync_groups()
+            rig.hi._group = exchange.group(rank)
+            rig.hi._create_prefetch_sync_groups()
             attached = rig.hi.store.attached
             assert attached is not None
             for _ in range(4):

@@ -9,6 +9,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -149,22 +150,18 @@ def test_names_have_heads_and_no_ranks(storage_dir: Path) -> None:
     assert ends == {"h0-1%2E4", "h2-3%2E4", "kv", "indexer"}
 
 
-def test_the_tree_asks_for_the_least_of_all_ranks_by_its_controllers_groups() -> None:
+def test_the_tree_asks_for_the_least_of_all_ranks_by_groups_of_its_own() -> None:
     def work(group: RankGroup) -> list[list[int]]:
         rig = ShardedRig(l1_pages=8, settings=COMMON, group=group)
         mine = torch.tensor([group.rank, -group.rank])
-        controller = rig.hi.cache_controller
-        found = [
-            reduce(mine).tolist()
-            for reduce in (rig.hi._all_reduce_attn_groups, controller._all_reduce_prefetch_groups)
-        ]
-        rig.close()
-        assert controller._prefetch_sync is None, "destroyed with the tree"
-        controller._destroy_prefetch_sync_groups()
-        return [*found, mine.tolist()]
+        found = rig.hi._all_reduce_prefetch_groups(mine).tolist()
+        with patch.object(rig.hi._prefetch_sync, "close") as close:
+            rig.close()
+        assert close.called, "destroyed with the tree"
+        return [found, mine.tolist()]
 
     for rank, told in enumerate(run_on_ranks(4, work, attn_cp_size=2)):
-        assert told == [[0, -3], [0, -3], [rank, -rank]]
+        assert told == [[0, -3], [rank, -rank]]
 
 
 def test_backends_are_told_the_rank_in_attention_and_who_has_the_same_heads() -> None:

@@ -99,7 +99,9 @@ def ballot(*free: int) -> list[str]:
 
     def on(group: RankGroup) -> str:
         try:
-            return f"writes {agree(Progress(writes=3), group, books(free[group.rank])).writes}"
+            mine = books(free[group.rank])
+            agreed = agree(Progress(writes=3), group, mine, group.reduce_min)
+            return f"writes {agreed.writes}"
         except RanksDiverged as error:
             return str(error)
 
@@ -122,8 +124,9 @@ def test_the_vector_has_one_size_whatever_happens() -> None:
 
 def test_one_rank_agrees_with_itself() -> None:
     progress = Progress(loads=1)
-    assert agree(progress, SingleRank(), books(4)) is progress
-    assert agree(progress, EchoGroup(), books(4)).loads == 1
+    alone, echo = SingleRank(), EchoGroup()
+    assert agree(progress, alone, books(4), alone.reduce_min) is progress
+    assert agree(progress, echo, books(4), echo.reduce_min).loads == 1
 
 
 if __name__ == "__main__":
