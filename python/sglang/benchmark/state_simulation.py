@@ -23,7 +23,7 @@ from sglang.srt.managers.scheduler.snapshots import Snapshots
 from sglang.srt.mem_cache.device.hybrid_req_pool import HybridReqToTokenPool
 from sglang.srt.mem_cache.device.mamba_pool import MambaPool, MambaSpec
 from sglang.srt.mem_cache.device.memory_pool import ReqToTokenPool
-from sglang.srt.mem_cache.tiers.hiradix_cache import HiRadixCache
+from sglang.srt.mem_cache.hiradix_cache import HiRadixCache
 from sglang.srt.mem_cache.tree.base_prefix_cache import InitLoadBackParams, MatchPrefixParams
 from sglang.srt.mem_cache.tree.radix_key import TokenArray
 from sglang.srt.sampling.sampling_params import SamplingParams

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from sglang.srt.mem_cache.l3.circuit_breaker import _LONGEST_PAUSE_S
+from sglang.srt.mem_cache.l3.storage_check import _CHECK_EVERY
 from sglang.srt.mem_cache.storage.mooncake_store.mooncake_store import MooncakeStore
-from sglang.srt.mem_cache.tiers.storage_check import _CHECK_EVERY
 from sglang.srt.utils.network import get_free_port, wait_until
 from sglang.test.caches.cache_rig import CacheRig, Reused
 from sglang.test.caches.storage_rigs import StorageRigs, attached_store_of, counts

@@ -20,8 +20,8 @@ from sglang.srt.mem_cache.hicache_storage import (
     StorageUnavailable,
 )
 from sglang.srt.mem_cache.l3 import guarded_store
+from sglang.srt.mem_cache.l3.storage_backup import NoWrite
 from sglang.srt.mem_cache.storage.mooncake_store.mooncake_store import MooncakeStore
-from sglang.srt.mem_cache.tiers.storage_backup import NoWrite
 from sglang.srt.mem_cache.tree.radix_key import RadixKey
 from sglang.srt.mem_cache.tree.tree_node import TreeNode
 from sglang.test.caches.cache_rig import CacheRig, Reused

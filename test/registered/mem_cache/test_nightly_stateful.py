@@ -29,8 +29,8 @@ def machine(file: str, name: str) -> type[RuleBasedStateMachine]:
 @pytest.mark.parametrize(
     ("file", "name", "examples"),
     [
-        ("tiers/test_tiers_stateful.py", "Tiers", 4000),
-        ("tiers/test_tiers_stateful.py", "StateTiers", 2000),
+        ("test_tiers_stateful.py", "Tiers", 4000),
+        ("test_tiers_stateful.py", "StateTiers", 2000),
         ("host/test_pools_stateful.py", "Allocator", 2000),
         ("host/test_pools_stateful.py", "HostPool", 2000),
         ("host/test_pools_stateful.py", "Radix", 2000),

@@ -40,9 +40,10 @@ LAYERS: Final[tuple[tuple[str, ...], ...]] = (
     ("mem_cache.storage",),
     ("mem_cache.tree",),
     ("mem_cache.hybrid_cache",),
+    ("mem_cache.l2",),
     ("mem_cache.l3",),
-    ("mem_cache.tiers",),
-    # Faces: names of bodies in the rooms above, under the paths where readers look for them.
+    # The caches, which join tree and tiers; and faces: names of bodies in the rooms above, under
+    # the paths where readers look for them.
     ("mem_cache", "managers.cache_controller"),
     ("model_executor.pool_sizing",),
     ("layers",),
@@ -183,10 +184,10 @@ def test_there_is_no_import_cycle(modules: dict[str, ast.Module]) -> None:
 def test_the_controller_knows_no_manager_no_tree_and_no_tier(
     modules: dict[str, ast.Module],
 ) -> None:
-    imported = imports_of("sglang.srt.mem_cache.hybrid_cache.cache_controller", modules)
+    imported = imports_of("sglang.srt.mem_cache.l2.cache_controller", modules)
     assert not [m for m in imported if m.startswith("sglang.srt.managers.")]
     assert not [m for m in imported if m.endswith(("radix_cache", "prefix_tree", "tier_flow"))]
-    assert not [m for m in imported if ".mem_cache.tiers" in m]
+    assert not [m for m in imported if ".mem_cache.l3" in m]
 
 
 def folder_of(module: str) -> str:

@@ -39,7 +39,7 @@ from sglang.srt.disaggregation.utils import (
 from sglang.srt.distributed.rank_group import RankGroup, SingleRank, gather_texts
 from sglang.srt.environ import EnvInt, envs
 from sglang.srt.hardware_backend.device_runtime import device_runtime
-from sglang.srt.mem_cache.hybrid_cache.on_all_ranks import on_all_ranks
+from sglang.srt.mem_cache.tree.on_all_ranks import on_all_ranks
 from sglang.srt.utils.network import address_for_peers
 
 if TYPE_CHECKING:

@@ -1,6 +1,6 @@
 """Re-exports the controller of copies between the tiers at SGLang's path."""
 
-from sglang.srt.mem_cache.hybrid_cache.cache_controller import (
+from sglang.srt.mem_cache.l2.cache_controller import (
     CacheOperation,
     HiCacheAck,
     HiCacheController,

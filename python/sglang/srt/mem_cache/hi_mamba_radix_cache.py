@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from typing import ClassVar
 
+from sglang.srt.mem_cache.hiradix_cache import BuildHostStack, HiCacheArgs, HiRadixCache
 from sglang.srt.mem_cache.hybrid_cache.hybrid_pool_assembler import build_mamba_hybrid_stack
 from sglang.srt.mem_cache.mamba_radix_cache import check_has_states
-from sglang.srt.mem_cache.tiers.hiradix_cache import BuildHostStack, HiCacheArgs, HiRadixCache
 from sglang.srt.mem_cache.tree.cache_init_params import CacheInitParams
 
 

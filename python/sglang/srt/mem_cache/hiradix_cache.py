@@ -1,5 +1,453 @@
-"""Re-exports the prefix cache of three tiers at SGLang's path."""
+"""The prefix cache of up to three tiers: the tree, and the flows between its tiers.
 
-from sglang.srt.mem_cache.tiers.hiradix_cache import HiRadixCache
+`docs/hicache.md` describes the way of a page down and up. L3 never fails a request: its failures
+only shorten a prefix, and are counted with their reasons.
 
-__all__ = ["HiRadixCache"]
+Threads: the scheduler's only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, ClassVar, Protocol, TypeAlias, Unpack
+
+import torch
+
+from sglang.srt.mem_cache.device.model_pools import ModelPools
+from sglang.srt.mem_cache.device.pool_transfer import PoolTransfer
+from sglang.srt.mem_cache.host.host_pool_group import HostPoolGroup
+from sglang.srt.mem_cache.hybrid_cache.hybrid_pool_assembler import (
+    HostStackSettings,
+    build_kv_host_stack,
+    build_nsa_hybrid_stack,
+    has_indexer,
+)
+from sglang.srt.mem_cache.l2.cache_controller import HiCacheController
+from sglang.srt.mem_cache.l2.host_backup import HostBackup
+from sglang.srt.mem_cache.l2.host_load import HostLoad
+from sglang.srt.mem_cache.l2.host_pages import HostPages
+from sglang.srt.mem_cache.l2.host_states import HostStates
+from sglang.srt.mem_cache.l3.hicache_administration import ChangeResult, StorageAdministration
+from sglang.srt.mem_cache.l3.storage_backup import StorageBackup
+from sglang.srt.mem_cache.l3.storage_check import StorageCheck
+from sglang.srt.mem_cache.l3.storage_prefetch import StoragePrefetch
+from sglang.srt.mem_cache.l3.store_connection import StoreConnection
+from sglang.srt.mem_cache.l3.store_opener import (
+    StoreOpener,
+    host_allocator_type,
+    shares_with_other_sizes,
+)
+from sglang.srt.mem_cache.tree.ballot import Progress, agree
+from sglang.srt.mem_cache.tree.base_prefix_cache import InitLoadBackParams, Workload
+from sglang.srt.mem_cache.tree.cache_init_params import CacheInitParams
+from sglang.srt.mem_cache.tree.digest import Books, CacheBooks
+from sglang.srt.mem_cache.tree.hicache_metrics import HiCacheMetrics
+from sglang.srt.mem_cache.tree.on_all_ranks import on_all_ranks
+from sglang.srt.mem_cache.tree.prefix_tree import PrefixTree
+from sglang.srt.mem_cache.tree.radix_cache import RadixCache, make_tree, states_of
+from sglang.srt.mem_cache.tree.radix_key import PageHash, TokenArray
+from sglang.srt.mem_cache.tree.tree_node import TreeNode
+
+BuildHostStack: TypeAlias = Callable[..., tuple[str, HostPoolGroup]]
+"""Type of `build_kv_host_stack` and of its variants for certain models."""
+
+
+def _build_host_stack(
+    pools: ModelPools, **settings: Unpack[HostStackSettings]
+) -> tuple[str, HostPoolGroup]:
+    build = build_nsa_hybrid_stack if has_indexer(pools) else build_kv_host_stack
+    return build(pools, **settings)
+
+
+class HiCacheArgs(Protocol):
+    """The server arguments that this cache reads."""
+
+    @property
+    def hicache_ratio(self) -> float: ...
+    @property
+    def hicache_size(self) -> float: ...
+    @property
+    def hicache_write_policy(self) -> str: ...
+    @property
+    def hicache_io_backend(self) -> str: ...
+    @property
+    def hicache_mem_layout(self) -> str: ...
+    @property
+    def hicache_storage_backend(self) -> str | None: ...
+    @property
+    def hicache_storage_prefetch_policy(self) -> str: ...
+    @property
+    def hicache_storage_backend_extra_config(self) -> str | None: ...
+    @property
+    def served_model_name(self) -> str | None: ...
+
+
+class HiRadixCache(RadixCache):
+    """Prefix cache of up to three tiers, built from the server's arguments. Construction is a
+    collective: if one rank has no memory for it, all ranks raise.
+
+    Raises:
+        ValueError: A layout, size or policy cannot work. With several ranks, an error on one rank
+            is raised on all, with the name of that rank.
+        StorageUnreachable: L3 cannot be reached and `on_unreachable` is `exit`.
+
+    Attributes:
+        administration: Changes of L3 at run time.
+        cache_controller: Controller of copies.
+        host_pool: The anchor's pool in L2.
+        host_pages: Books of L2's pages.
+        host_states: Books of L2's recurrent states; None: the model has none.
+        store: The connection to L3.
+        host_backup, host_load, storage_backup, storage_prefetch: The flows down and up.
+        metrics: Metrics of the tiers.
+    """
+
+    administration: StorageAdministration
+    build_host_stack: ClassVar[BuildHostStack] = staticmethod(_build_host_stack)
+    """Builds the host pools of L2."""
+
+    def __init__(self, params: CacheInitParams, server_args: HiCacheArgs) -> None:
+        tree = make_tree(params)
+        metrics = self.metrics = HiCacheMetrics(params.metrics_registry)
+        self._group = params.tp_cache_group
+        controller = self.cache_controller = _make_controller(
+            params, server_args, self.build_host_stack
+        )
+        self._create_prefetch_sync_groups()
+        self.host_pool = controller.mem_pool_host.anchor
+        opener = StoreOpener(
+            controller.mem_pool_host,
+            params.page_size,
+            self._group,
+            weights_identity=params.weights_identity,
+            model_name=server_args.served_model_name,
+            metrics=metrics,
+        )
+        store = self.store = StoreConnection(
+            opener, server_args.hicache_storage_prefetch_policy, metrics
+        )
+        self.administration = StorageAdministration(self, store, self._group)
+        host_states = self.host_states = _make_host_states(tree, controller)
+        host = self.host_pages = HostPages(tree, self.host_pool, metrics, host_states)
+        self.storage_prefetch = StoragePrefetch(tree, host, store, metrics)
+        self.storage_backup = StorageBackup(params.page_size, host, store, metrics)
+        self.host_backup = HostBackup(
+            tree,
+            host,
+            controller,
+            write_policy=server_args.hicache_write_policy,
+            metrics=metrics,
+            below=[self.storage_backup],
+        )
+        evict = self.host_backup.evict
+        evict_states = None if host_states is None else self.host_backup.evict_states
+        self.host_load = HostLoad(
+            tree, host, controller, evict=evict, evict_states=evict_states, metrics=metrics
+        )
+        flows = (
+            self.administration,
+            store,
+            self.storage_prefetch,
+            self.host_backup,
+            self.host_load,
+            StorageCheck(params.page_size, store, has_states=host_states is not None),
+            self.storage_backup,
+        )
+        super().__init__(params, tree, flows, evict, evict_states)
+        metrics.host_total.set(self.host_pool.size)
+        self._books = CacheBooks(
+            lambda: tree.root,
+            {
+                "free tokens of L1": tree.allocator.available_size,
+                "free tokens of L2": self.host_pool.available_size,
+                "epoch of L3": lambda: store.epoch,
+            },
+        )
+        if self.states is not None and host_states is not None:
+            self._books.counts["free states of L1"] = self.states.pool.available_size
+            self._books.counts["free states of L2"] = host_states.pool.available_size
+        if (backend := server_args.hicache_storage_backend) is not None:
+            extra_config = server_args.hicache_storage_backend_extra_config
+            try:
+                on_all_ranks(self._group, lambda: store.attach(backend, extra_config))
+            except BaseException:
+                self.shutdown()
+                raise
+
+    # ---- start and end ---------------------------------------------------------------------
+
+    def reset(self) -> None:
+        """Empty L1 and L2. Raises AssertionError while any operation is under way."""
+        assert not self.is_busy(), f"cannot reset while busy: {self.is_busy()}"
+        super().reset()
+        for flow in self._flows:
+            flow.reset()
+        self.cache_controller.reset()
+
+    def shutdown(self) -> None:
+        for flow in self._flows:
+            flow.shutdown()
+        self.cache_controller.shutdown()
+        self._destroy_prefetch_sync_groups()
+
+    def is_busy(self) -> dict[str, int]:
+        return {kind: count for flow in self._flows for kind, count in flow.busy().items()}
+
+    # ---- one tick --------------------------------------------------------------------------
+
+    @property
+    def needs_tick(self) -> bool:
+        return any(flow.is_active() for flow in self._flows)
+
+    def watch_queues(self, queues: Books) -> None:
+        self._books.queues = queues
+
+    def check_hicache_events(self) -> None:
+        for flow in self._flows:
+            flow.begin_tick()
+        if not self.needs_tick:
+            return
+        progress = Progress()
+        for flow in self._flows:
+            flow.report(progress)
+        agreed = agree(progress, self._group, self._books, self._all_reduce_prefetch_groups)
+        for flow in self._flows:
+            flow.act_on(agreed)
+
+    def _create_prefetch_sync_groups(self) -> None:
+        """Make the groups in which the ranks agree on copies and transfers: a group of the ranks
+        with the same heads, and one of the ranks that split the heads; no group of a single rank. A
+        collective, called once, after all ranks have made their controllers."""
+        self._prefetch_sync = self._group.open_min()
+
+    def _all_reduce_prefetch_groups(self, values: torch.Tensor) -> torch.Tensor:
+        """Element-wise MIN over the ranks with equal trees: first over attention CP, then over
+        attention TP. Returns a new tensor. A collective; threads of copies and of L3 make none."""
+        return self._prefetch_sync.reduce_min(values)
+
+    def _destroy_prefetch_sync_groups(self) -> None:
+        """End the groups. Idempotent."""
+        self._prefetch_sync.close()
+
+    def start_writing_host_cache(self) -> None:
+        self.cache_controller.start_writing()
+
+    # ---- L2 --------------------------------------------------------------------------------
+
+    @property
+    def write_policy(self) -> str:
+        """Policy that decides when pages are copied to L2: one of `WRITE_POLICIES`."""
+        return self.host_backup.write_policy
+
+    @write_policy.setter
+    def write_policy(self, policy: str) -> None:
+        self.host_backup.write_policy = policy
+
+    def write_backup(self, node: TreeNode) -> bool:
+        """Queue the copy of a node to the host; False if L2 has no room for it."""
+        return self.host_backup.write(node)
+
+    def evict_host(self, num_tokens: int) -> int:
+        """Free at least `num_tokens` of unpinned host pages, if there are as many; return the freed
+        tokens."""
+        return self.host_pages.evict(num_tokens)
+
+    def init_load_back(self, params: InitLoadBackParams) -> tuple[torch.Tensor, TreeNode]:
+        return self.host_load.init_load_back(params)
+
+    def ready_to_load_host_cache(self) -> int:
+        return self.cache_controller.start_loading()
+
+    # ---- L3 --------------------------------------------------------------------------------
+
+    def prefetch_from_storage(
+        self,
+        req_id: str,
+        last_host_node: TreeNode,
+        new_input_tokens: Sequence[int] | TokenArray,
+        last_hash: PageHash | None = None,
+        prefix_keys: list[PageHash] | None = None,
+        *,
+        extra_key: str | None = None,
+        only_join: bool = False,
+    ) -> None:
+        self.storage_prefetch.prefetch_from_storage(
+            req_id,
+            last_host_node,
+            new_input_tokens,
+            last_hash,
+            prefix_keys,
+            extra_key=extra_key,
+            only_join=only_join,
+        )
+
+    def check_prefetch_progress(self, req_id: str) -> bool:
+        return self.storage_prefetch.check_prefetch_progress(req_id)
+
+    def pop_prefetch_loaded_tokens(self, req_id: str) -> int:
+        return self.storage_prefetch.pop_prefetch_loaded_tokens(req_id)
+
+    def note_prefill(self, tokens: int, seconds: float) -> None:
+        self.storage_prefetch.note_prefill(tokens, seconds)
+
+    def watch_workload(self, workload: Callable[[], Workload]) -> None:
+        self.storage_prefetch.watch_workload(workload)
+
+    def write_backup_storage(self, node: TreeNode) -> str | None:
+        """Queue the write of a node's host pages to L3; return None, or the reason why not."""
+        return self.storage_backup.write(node)
+
+    # ---- administration --------------------------------------------------------------------
+
+    def attach_storage_backend(
+        self,
+        storage_backend: str,
+        storage_backend_extra_config_json: str | None = None,
+        served_model_name: str | None = None,
+        hicache_storage_prefetch_policy: str | None = None,
+        hicache_write_policy: str | None = None,
+    ) -> ChangeResult:
+        """Attach L3, or change the policies of the attached one, and wait for the end.
+
+        `served_model_name` must be None: objects in L3 are named after the model that the server
+        was started with.
+
+        Returns whether the change was made, and the work done or the reason why not; the result
+        unpacks to these two.
+        """
+        if served_model_name is not None:
+            return ChangeResult(
+                False, "served_model_name is that of the server's start: leave it out"
+            )
+        return self._change_storage(
+            lambda: self.administration.begin_attaching(
+                storage_backend,
+                storage_backend_extra_config_json,
+                hicache_storage_prefetch_policy,
+                hicache_write_policy,
+            )
+        )
+
+    def detach_storage_backend(self) -> ChangeResult:
+        """Detach L3, and wait for the end; its objects and the policies stay. Idempotent."""
+        return self._change_storage(self.administration.begin_detaching)
+
+    def clear_storage_backend(self) -> ChangeResult:
+        """Remove this namespace's objects from L3, and wait for the end."""
+        return self._change_storage(self.administration.begin_clearing)
+
+    def _change_storage(self, begin: Callable[[], None]) -> ChangeResult:
+        try:
+            begin()
+        except ValueError as error:
+            return ChangeResult(False, str(error))
+        return self.administration.wait(self.check_hicache_events)
+
+    def storage_state(self) -> dict[str, Any]:
+        """Answer to `GET /hicache/storage-backend`: backend, its configuration without secrets, its
+        transport, policies."""
+        return {**self.store.state(), "hicache_write_policy": self.write_policy}
+
+    @property
+    def storage_backend_name(self) -> str | None:
+        """Class name of the backend, as `cached_tokens_details` shows it."""
+        return None if self.store.attached is None else self.store.attached.guard.backend_name
+
+    def tiers(self) -> list[str]:
+        """One line per tier below L1: its size, and the reason for the size."""
+        pool, group = self.host_pool, self.cache_controller.mem_pool_host
+        states = "" if self.host_states is None else f" and {self.host_states.pool.size} states"
+        pools = ", ".join([group.anchor_entry.name, *(one.name for one in self._get_extra_pools())])
+        host = (
+            f"L2: {pool.size} tokens{states}, {group.nbytes / 1e9:.2f} GB of host memory for "
+            f"{pools} in layout {pool.layout}, I/O {self.cache_controller.io_backend}"
+        )
+        return [host, self.store.describe()]
+
+    def _get_extra_pools(self) -> list[PoolTransfer]:
+        """The pools beside the anchor, whose state moves with its pages: for each one a transfer
+        without slots, with what a hit needs of it."""
+        return self.cache_controller.mem_pool_host.extra_queries
+
+    # ---- books -----------------------------------------------------------------------------
+
+    def count_lookup(
+        self, prompt_tokens: int, *, device: int, host: int, storage: int, cut: int = 0
+    ) -> None:
+        super().count_lookup(prompt_tokens, device=device, host=host, storage=storage, cut=cut)
+        found = {"device": device, "host": host}
+        if self.storage_backend_name is not None:
+            found["storage"] = storage
+        self.metrics.count_lookup(prompt_tokens, found)
+
+    def read_metrics(self) -> None:
+        super().read_metrics()
+        if self.state_metrics is not None and self.host_states is not None:
+            states = self.host_states.pool
+            self.state_metrics.set_host(total=states.size, free=states.available_size())
+        used = self.host_pool.size - self.host_pool.available_size()
+        self.metrics.set_state(used, self.is_busy())
+        self.metrics.host_stuck.set(self.storage_prefetch.stuck_tokens())
+
+    def check_integrity(
+        self,
+        request_slots: Iterable[torch.Tensor] = (),
+        request_states: Iterable[torch.Tensor] = (),
+    ) -> None:
+        super().check_integrity(request_slots, request_states)
+        self.cache_controller.mem_pool_host.check_integrity()
+        self.host_pages.check([pages for flow in self._flows for pages in flow.owned_host_pages()])
+        if self.host_states is not None:
+            owned = [states for flow in self._flows for states in flow.owned_host_states()]
+            self.host_states.check(self.nodes(), owned)
+
+
+def _make_host_states(tree: PrefixTree, controller: HiCacheController) -> HostStates | None:
+    """The books of the states in L2, if the tree has states. They also evict states to make
+    room."""
+    states = states_of(tree)
+    if states is None:
+        return None
+    entry = controller.mem_pool_host.entries[states.pool.spec.name]
+    host_states = HostStates(tree, states, entry.host_pool)
+    entry.host_evict_fn = host_states.evict
+    return host_states
+
+
+def _make_controller(
+    params: CacheInitParams,
+    server_args: HiCacheArgs,
+    build_host_stack: BuildHostStack,
+) -> HiCacheController:
+    """Build L2 and its controller."""
+    allocator, ranks = params.token_to_kv_pool_allocator, params.tp_cache_group
+    backend = server_args.hicache_storage_backend
+    extra_config = server_args.hicache_storage_backend_extra_config
+    allocator_type, is_shared_by_sizes = on_all_ranks(
+        ranks,
+        lambda: (
+            host_allocator_type(backend, extra_config),
+            shares_with_other_sizes(backend, extra_config),
+        ),
+    )
+    io_backend, host_pool = build_host_stack(
+        params.model_pools or ModelPools.of([allocator.get_kvcache()]),
+        ratio=server_args.hicache_ratio,
+        size_gb=server_args.hicache_size,
+        io_backend=server_args.hicache_io_backend,
+        layout=server_args.hicache_mem_layout,
+        has_storage=backend is not None,
+        is_shared_by_sizes=is_shared_by_sizes,
+        allocator_type=allocator_type,
+        ranks=ranks,
+    )
+    return on_all_ranks(
+        ranks,
+        lambda: HiCacheController(
+            allocator,
+            host_pool,
+            params.page_size,
+            io_backend=io_backend,
+        ),
+        HiCacheController.shutdown,
+    )

@@ -9,7 +9,7 @@ from typing import Any, Final
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, run_state_machine_as_test
 
-from sglang.srt.mem_cache.tiers.host_backup import WRITE_POLICIES
+from sglang.srt.mem_cache.l2.host_backup import WRITE_POLICIES
 from sglang.test.caches.cache_rig import CacheRig
 from sglang.test.caches.storage_rigs import StorageRigs
 from sglang.test.schedulers.random_setup import impatient

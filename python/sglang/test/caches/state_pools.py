@@ -10,8 +10,8 @@ import torch
 from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator
 from sglang.srt.mem_cache.device.model_pools import ModelPools
 from sglang.srt.mem_cache.hicache_storage import PoolHitPolicy, PoolName, PoolTransfer
-from sglang.srt.mem_cache.hybrid_cache.cache_controller import HiCacheController
 from sglang.srt.mem_cache.hybrid_cache.hybrid_pool_assembler import build_kv_host_stack
+from sglang.srt.mem_cache.l2.cache_controller import HiCacheController
 from sglang.test.caches.marks_pool import MarksPool, prefix_marks
 from sglang.test.stores.host_pools import PAGE, make_device_pool
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from sglang.srt.mem_cache.hicache_storage import PoolName
+from sglang.srt.mem_cache.hiradix_cache import HiRadixCache
 from sglang.srt.mem_cache.l3.attached_store import AttachedStore
-from sglang.srt.mem_cache.tiers.hiradix_cache import HiRadixCache
 from sglang.srt.mem_cache.tree.radix_cache import RadixCache
 from sglang.test.schedulers import checkable_model
 from sglang.test.schedulers.random_requests import Sent

@@ -31,7 +31,7 @@ from sglang.srt.constants import BUILTIN_MODEL_DIR
 from sglang.srt.distributed.rank_group import RankGroup, RanksDiverged
 from sglang.srt.managers.messages.io_struct import ControlReqOutput, RequestOutput, ToScheduler
 from sglang.srt.managers.messages.tick import decode_tick, encode_tick
-from sglang.srt.mem_cache.tiers.hiradix_cache import HiRadixCache
+from sglang.srt.mem_cache.hiradix_cache import HiRadixCache
 from sglang.srt.mem_cache.tree.digest import CacheBooks, explain_difference
 from sglang.test.caches.memory_ranks import MemoryExchange
 from sglang.test.ci import seed_processes

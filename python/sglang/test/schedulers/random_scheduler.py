@@ -38,8 +38,8 @@ from sglang.srt.managers.messages.io_struct import (
     ToScheduler,
 )
 from sglang.srt.mem_cache.device.state_spec import RankShare, RankSplit
-from sglang.srt.mem_cache.tiers.hiradix_cache import HiRadixCache
-from sglang.srt.mem_cache.tiers.host_backup import WRITE_POLICIES
+from sglang.srt.mem_cache.hiradix_cache import HiRadixCache
+from sglang.srt.mem_cache.l2.host_backup import WRITE_POLICIES
 from sglang.test.caches.storage_rigs import counts as counter_values
 from sglang.test.schedulers import random_seeds
 from sglang.test.schedulers.checkable_pools import CheckableState

@@ -13,21 +13,21 @@ from typing import Any, Final
 from unittest.mock import patch
 
 from sglang.srt.environ import envs
+from sglang.srt.mem_cache.hiradix_cache import HiRadixCache
 from sglang.srt.mem_cache.host.host_layout import AUTO, HostLayout
 from sglang.srt.mem_cache.host.host_pool_group import HostPoolGroup
 from sglang.srt.mem_cache.host.page_copier import PageLoad
-from sglang.srt.mem_cache.hybrid_cache import cache_controller
+from sglang.srt.mem_cache.l2 import cache_controller
+from sglang.srt.mem_cache.l2.host_backup import WRITE_POLICIES
 from sglang.srt.mem_cache.l3 import (
     circuit_breaker,
     fetch_choice,
     guarded_store,
     recent_timeouts,
+    storage_check,
     storage_reads,
     storage_writes,
 )
-from sglang.srt.mem_cache.tiers import storage_check
-from sglang.srt.mem_cache.tiers.hiradix_cache import HiRadixCache
-from sglang.srt.mem_cache.tiers.host_backup import WRITE_POLICIES
 from sglang.srt.mem_cache.tree.base_prefix_cache import BasePrefixCache
 from sglang.test.schedulers.checkable_pools import CheckableState
 from sglang.test.schedulers.lagging_device import LaggingRuntime

@@ -15,8 +15,8 @@ from sglang.srt.distributed.device_communicators.mooncake_transfer_engine import
 from sglang.srt.distributed.device_communicators.transfer_types import Transfer
 from sglang.srt.layers.forward_batch_info import ForwardBatch
 from sglang.srt.mem_cache.hicache_storage import HiCacheFile
+from sglang.srt.mem_cache.hiradix_cache import HiRadixCache
 from sglang.srt.mem_cache.host.host_pool_group import HostPoolGroup
-from sglang.srt.mem_cache.tiers.hiradix_cache import HiRadixCache
 from sglang.srt.model_loader import checkpoint_files, remote_weights
 from sglang.srt.models.llama import LlamaDecoderLayer
 

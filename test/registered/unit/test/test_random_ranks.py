@@ -17,7 +17,7 @@ import torch
 from sglang.srt.distributed.rank_group import RankGroup, RanksDiverged
 from sglang.srt.managers.messages.tick import Tick
 from sglang.srt.managers.scheduler.scheduler import Scheduler, SchedulerOutput
-from sglang.srt.mem_cache.tiers.hiradix_cache import HiRadixCache
+from sglang.srt.mem_cache.hiradix_cache import HiRadixCache
 from sglang.srt.mem_cache.tree.ballot import Progress, to_vector
 from sglang.test.caches.memory_ranks import MemoryRankGroup, PassedOnGroup, RankIsMissing
 from sglang.test.ci.ci_register import register_cpu_ci

@@ -24,7 +24,7 @@ from sglang.srt.managers.messages.io_struct import (
     GetWeightSeedReq,
     ShutdownReq,
 )
-from sglang.srt.mem_cache.tiers.hicache_administration import StorageAdministration
+from sglang.srt.mem_cache.l3.hicache_administration import StorageAdministration
 
 if TYPE_CHECKING:
     from sglang.srt.managers.scheduler.output import OutputCollector

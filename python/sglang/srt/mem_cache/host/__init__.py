@@ -1,1 +1,1 @@
-"""L2, host memory: pools by kind, layouts, memory, and copies between L1 and L2."""
+"""Host pools: pools of L2 by kind, layouts, memory, and copies of their pages."""

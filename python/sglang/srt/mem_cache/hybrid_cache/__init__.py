@@ -1,1 +1,1 @@
-"""Groups of host pools for models with one or several kinds of state."""
+"""Host pools of a whole model, and transfers of several pools together."""

@@ -30,7 +30,7 @@ from sglang.srt.mem_cache.host.host_memory import available_host_bytes, check_fi
 from sglang.srt.mem_cache.host.host_pool import AnyHostPool, HostKVCache, pages_in
 from sglang.srt.mem_cache.host.host_pool_group import HostPoolGroup, PoolEntry
 from sglang.srt.mem_cache.host.page_copier import check_has_copier
-from sglang.srt.mem_cache.hybrid_cache.on_all_ranks import on_all_ranks
+from sglang.srt.mem_cache.tree.on_all_ranks import on_all_ranks
 
 _MOST_NAME_BYTES: Final = 256
 

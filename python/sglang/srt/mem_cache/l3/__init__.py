@@ -1,1 +1,1 @@
-"""Reading and writing L3: operations, their grouping, what is worth reading, the breaker."""
+"""L3: the connection to a store, reads, writes, checks, and changes at run time."""

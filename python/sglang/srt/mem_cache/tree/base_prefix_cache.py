@@ -15,7 +15,7 @@ import torch
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
-    from sglang.srt.mem_cache.tiers.hicache_administration import StorageAdministration
+    from sglang.srt.mem_cache.l3.hicache_administration import StorageAdministration
     from sglang.srt.mem_cache.tree.digest import Books
     from sglang.srt.mem_cache.tree.kv_events import KVCacheEvent
     from sglang.srt.mem_cache.tree.radix_key import PageHash, RadixKey, TokenArray

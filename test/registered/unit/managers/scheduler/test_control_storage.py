@@ -24,7 +24,7 @@ from sglang.srt.managers.messages.io_struct import (
     ShutdownReq,
 )
 from sglang.srt.mem_cache.hicache_storage import HiCacheFile, HiCacheStorageConfig
-from sglang.srt.mem_cache.tiers.hiradix_cache import HiRadixCache
+from sglang.srt.mem_cache.hiradix_cache import HiRadixCache
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.schedulers.scheduler_rig import SchedulerRig, greedy, prompt
 

@@ -11,10 +11,10 @@ from sglang.srt.mem_cache.hicache_storage import (
     PoolTransfer,
     SidecarPoolSpec,
 )
-from sglang.srt.mem_cache.hybrid_cache import cache_controller
 from sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller import (
     _resolve_shared_pool_transfers,
 )
+from sglang.srt.mem_cache.l2 import cache_controller
 from sglang.srt.mem_cache.memory_pool_host import MHATokenToKVPoolHost
 from sglang.test.caches.marks_pool import marks_of
 from sglang.test.caches.state_pools import TRAILING, StatePools

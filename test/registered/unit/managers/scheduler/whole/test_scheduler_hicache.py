@@ -23,7 +23,7 @@ from sglang.srt.managers.messages.io_struct import (
 )
 from sglang.srt.managers.scheduler.batch import ModelWorkerBatch
 from sglang.srt.managers.scheduler.prefill import PrefillScheduler
-from sglang.srt.mem_cache.tiers.hiradix_cache import HiRadixCache
+from sglang.srt.mem_cache.hiradix_cache import HiRadixCache
 from sglang.srt.mem_cache.tree.base_prefix_cache import EvictParams
 from sglang.test.caches.cache_rig import HeldReads, HeldStream
 from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci

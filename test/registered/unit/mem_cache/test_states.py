@@ -10,7 +10,7 @@ import gc
 import pytest
 import torch
 
-from sglang.srt.mem_cache.tiers.host_backup import WRITE_POLICIES
+from sglang.srt.mem_cache.l2.host_backup import WRITE_POLICIES
 from sglang.srt.mem_cache.tree.base_prefix_cache import EvictParams, InitLoadBackParams
 from sglang.srt.mem_cache.tree.tree_node import TreeNode
 from sglang.test.caches.cache_rig import HeldStream, HiCacheSettings, Reused

@@ -14,7 +14,7 @@ from sglang.srt.mem_cache.tree.integrity import PageBooks
 
 if TYPE_CHECKING:
     from sglang.srt.mem_cache.host.host_pool import AnyHostPool
-    from sglang.srt.mem_cache.tiers.host_states import HostStates
+    from sglang.srt.mem_cache.l2.host_states import HostStates
     from sglang.srt.mem_cache.tree.hicache_metrics import HiCacheMetrics
     from sglang.srt.mem_cache.tree.prefix_tree import PrefixTree
     from sglang.srt.mem_cache.tree.tree_node import TreeNode

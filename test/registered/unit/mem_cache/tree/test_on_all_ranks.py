@@ -8,7 +8,7 @@ import pytest
 
 from sglang.srt.distributed.rank_group import RankGroup, SingleRank
 from sglang.srt.mem_cache.hicache_storage import StorageUnavailable
-from sglang.srt.mem_cache.hybrid_cache.on_all_ranks import on_all_ranks
+from sglang.srt.mem_cache.tree.on_all_ranks import on_all_ranks
 from sglang.test.caches.memory_ranks import run_on_ranks
 from sglang.test.ci.ci_register import register_cpu_ci
 

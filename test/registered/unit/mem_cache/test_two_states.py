@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from sglang.srt.mem_cache.tiers.host_backup import WRITE_POLICIES
+from sglang.srt.mem_cache.l2.host_backup import WRITE_POLICIES
 from sglang.srt.mem_cache.tree.base_prefix_cache import EvictParams
 from sglang.srt.mem_cache.tree.radix_key import RadixKey
 from sglang.test.caches.cache_rig import HiCacheSettings, Reused

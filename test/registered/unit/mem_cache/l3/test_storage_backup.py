@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from sglang.srt.mem_cache.hicache_storage import CacheOutcome
-from sglang.srt.mem_cache.tiers import storage_check
+from sglang.srt.mem_cache.l3 import storage_check
 from sglang.srt.mem_cache.tree.base_prefix_cache import (
     EvictParams,
     MatchPrefixParams,

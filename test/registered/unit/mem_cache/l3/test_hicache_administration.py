@@ -20,7 +20,7 @@ from sglang.srt.mem_cache.hicache_storage import (
     StorageUnavailable,
 )
 from sglang.srt.mem_cache.l3 import attached_store
-from sglang.srt.mem_cache.tiers.hicache_administration import (
+from sglang.srt.mem_cache.l3.hicache_administration import (
     _MAX_LEFT_BEHIND,
     ChangeResult,
 )

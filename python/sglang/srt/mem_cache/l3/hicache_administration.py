@@ -15,11 +15,11 @@ from typing import Any, Final, NamedTuple, Protocol, TypeVar
 
 from sglang.srt.constants import LONGEST_STORAGE_CHANGE_S
 from sglang.srt.distributed.rank_group import RankGroup, gather_texts
-from sglang.srt.mem_cache.hybrid_cache.on_all_ranks import MOST_REASON_BYTES, reasons
+from sglang.srt.mem_cache.l2.host_backup import WRITE_POLICIES
 from sglang.srt.mem_cache.l3.store_connection import PreparedChange, StoreConnection
 from sglang.srt.mem_cache.storage.types import StorageUnavailable
-from sglang.srt.mem_cache.tiers.host_backup import WRITE_POLICIES
 from sglang.srt.mem_cache.tree.ballot import Progress, Verdict
+from sglang.srt.mem_cache.tree.on_all_ranks import MOST_REASON_BYTES, reasons
 from sglang.srt.mem_cache.tree.tier_flow import TierFlow
 from sglang.srt.utils.background_call import BackgroundCall
 from sglang.srt.utils.listeners import log_exposed_ports

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 if TYPE_CHECKING:
-    from sglang.srt.mem_cache.hybrid_cache.cache_controller import HiCacheAck
+    from sglang.srt.mem_cache.l2.cache_controller import HiCacheAck
     from sglang.srt.mem_cache.tree.tree_node import TreeNode
 
 

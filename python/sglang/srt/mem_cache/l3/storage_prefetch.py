@@ -29,8 +29,8 @@ from sglang.srt.mem_cache.tree.tree_node import TreeNode
 from sglang.srt.utils.logging_utils import RateLimitedLogger
 
 if TYPE_CHECKING:
+    from sglang.srt.mem_cache.l2.host_pages import HostPages
     from sglang.srt.mem_cache.l3.store_connection import StoreConnection
-    from sglang.srt.mem_cache.tiers.host_pages import HostPages
     from sglang.srt.mem_cache.tree.hicache_metrics import HiCacheMetrics
     from sglang.srt.mem_cache.tree.prefix_tree import PrefixTree
 

@@ -16,10 +16,10 @@ from sglang.srt.mem_cache.hicache_storage import (
     HiCacheStorageExtraInfo,
     PoolTransfer,
 )
+from sglang.srt.mem_cache.l3 import storage_check
 from sglang.srt.mem_cache.l3.hicache_prefetch import PrefetchBoard
 from sglang.srt.mem_cache.l3.storage_operation import PrefetchOperation
 from sglang.srt.mem_cache.l3.storage_reads import StorageReads
-from sglang.srt.mem_cache.tiers import storage_check
 from sglang.srt.mem_cache.tree.base_prefix_cache import EvictParams
 from sglang.srt.mem_cache.tree.radix_key import PageHash, RadixKey
 from sglang.test.caches.cache_rig import CacheRig, HeldReads, Reused

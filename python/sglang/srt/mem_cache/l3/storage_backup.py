@@ -21,8 +21,8 @@ from sglang.srt.mem_cache.tree.tier_flow import TierFlow
 from sglang.srt.mem_cache.tree.tree_node import TreeNode, parts_of
 
 if TYPE_CHECKING:
+    from sglang.srt.mem_cache.l2.host_pages import HostPages
     from sglang.srt.mem_cache.l3.store_connection import StoreConnection
-    from sglang.srt.mem_cache.tiers.host_pages import HostPages
     from sglang.srt.mem_cache.tree.hicache_metrics import HiCacheMetrics
 
 _BACKUP_SHARE: Final = 0.5

@@ -25,7 +25,7 @@ from sglang.srt.mem_cache.hicache_storage import (
     StorageUnavailable,
 )
 from sglang.srt.mem_cache.host.paged_host_pool import PagedPoolHost
-from sglang.srt.mem_cache.hybrid_cache import cache_controller
+from sglang.srt.mem_cache.l2 import cache_controller
 from sglang.srt.mem_cache.storage.mooncake_store import mooncake_store
 from sglang.srt.mem_cache.storage.types import StoragePool
 from sglang.srt.mem_cache.tree.radix_key import RadixKey

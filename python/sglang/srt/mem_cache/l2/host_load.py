@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from sglang.srt.mem_cache.device.pool_transfer import PoolTransfer
-from sglang.srt.mem_cache.tiers.device_copy import DeviceCopy, num_reached
+from sglang.srt.mem_cache.l2.device_copy import DeviceCopy, num_reached
 from sglang.srt.mem_cache.tree.base_prefix_cache import InitLoadBackParams
 from sglang.srt.mem_cache.tree.radix_cache import states_of
 from sglang.srt.mem_cache.tree.tier_flow import TierFlow
@@ -21,8 +21,8 @@ from sglang.srt.mem_cache.tree.tree_node import TreeNode, parts_of
 from sglang.srt.utils.logging_utils import RateLimitedLogger
 
 if TYPE_CHECKING:
-    from sglang.srt.mem_cache.hybrid_cache.cache_controller import HiCacheController
-    from sglang.srt.mem_cache.tiers.host_pages import HostPages
+    from sglang.srt.mem_cache.l2.cache_controller import HiCacheController
+    from sglang.srt.mem_cache.l2.host_pages import HostPages
     from sglang.srt.mem_cache.tree.ballot import Progress
     from sglang.srt.mem_cache.tree.hicache_metrics import HiCacheMetrics
     from sglang.srt.mem_cache.tree.prefix_tree import PrefixTree

@@ -13,18 +13,18 @@ from typing import TYPE_CHECKING, Final
 
 import torch
 
-from sglang.srt.mem_cache.tiers.device_copy import DeviceCopy, num_reached
+from sglang.srt.mem_cache.l2.device_copy import DeviceCopy, num_reached
 from sglang.srt.mem_cache.tree.radix_cache import states_of
 from sglang.srt.mem_cache.tree.tier_flow import TierFlow
 from sglang.srt.mem_cache.tree.tree_node import TreeNode, parts_of
 from sglang.srt.utils.logging_utils import RateLimitedLogger
 
 if TYPE_CHECKING:
-    from sglang.srt.mem_cache.hybrid_cache.cache_controller import (
+    from sglang.srt.mem_cache.l2.cache_controller import (
         CacheOperation,
         HiCacheController,
     )
-    from sglang.srt.mem_cache.tiers.host_pages import HostPages
+    from sglang.srt.mem_cache.l2.host_pages import HostPages
     from sglang.srt.mem_cache.tree.ballot import Progress
     from sglang.srt.mem_cache.tree.hicache_metrics import HiCacheMetrics
     from sglang.srt.mem_cache.tree.prefix_tree import PrefixTree
