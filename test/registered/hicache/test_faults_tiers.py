@@ -19,6 +19,7 @@ from sglang.srt.mem_cache.hicache_storage import (
     PoolTransfer,
     StorageUnavailable,
 )
+from sglang.srt.mem_cache.l2.eviction_to_host import EvictionToHost
 from sglang.srt.mem_cache.l3 import guarded_store
 from sglang.srt.mem_cache.l3.storage_backup import NoWrite
 from sglang.srt.mem_cache.storage.mooncake_store.mooncake_store import MooncakeStore
@@ -108,8 +109,10 @@ class Losses:
         self._tree = tree = rig.hi
         self._dropped: set[str] = set()
         self._refused: set[str] = set()
-        self._drop, self._write = tree.host_backup._drop, tree.storage_backup.write
-        tree.host_backup._drop = self._on_drop  # type: ignore[method-assign]
+        eviction = tree.eviction
+        assert isinstance(eviction, EvictionToHost)
+        self._drop, self._write = eviction._drop, tree.storage_backup.write
+        eviction._drop = self._on_drop  # type: ignore[method-assign]
         tree.storage_backup.write = self._on_write  # type: ignore[method-assign]
 
     def _on_drop(self, node: TreeNode) -> int:

@@ -23,6 +23,7 @@ from sglang.srt.mem_cache.hybrid_cache.hybrid_pool_assembler import (
     has_indexer,
 )
 from sglang.srt.mem_cache.l2.cache_controller import HiCacheController
+from sglang.srt.mem_cache.l2.eviction_to_host import EvictionToHost
 from sglang.srt.mem_cache.l2.host_backup import HostBackup
 from sglang.srt.mem_cache.l2.host_load import HostLoad
 from sglang.srt.mem_cache.l2.host_pages import HostPages
@@ -139,11 +140,8 @@ class HiRadixCache(RadixCache):
             metrics=metrics,
             below=[self.storage_backup],
         )
-        evict = self.host_backup.evict
-        evict_states = None if host_states is None else self.host_backup.evict_states
-        self.host_load = HostLoad(
-            tree, host, controller, evict=evict, evict_states=evict_states, metrics=metrics
-        )
+        eviction = EvictionToHost(tree, host, controller, self.host_backup, metrics)
+        self.host_load = HostLoad(tree, host, controller, eviction=eviction, metrics=metrics)
         flows = (
             self.administration,
             store,
@@ -153,7 +151,7 @@ class HiRadixCache(RadixCache):
             StorageCheck(params.page_size, store, has_states=host_states is not None),
             self.storage_backup,
         )
-        super().__init__(params, tree, flows, evict, evict_states)
+        super().__init__(params, tree, flows, eviction)
         metrics.host_total.set(self.host_pool.size)
         self._books = CacheBooks(
             lambda: tree.root,

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 from unittest.mock import patch
 
+from sglang.srt.mem_cache.l2.eviction_to_host import EvictionToHost
 from sglang.srt.mem_cache.l3 import storage_writes
 from sglang.srt.mem_cache.l3.attached_store import AttachedStore
 from sglang.test.caches.cache_rig import CacheRig, HeldStream, RigRequest
@@ -23,9 +24,10 @@ class SteppedRig(CacheRig):
             stream.close()
         self.writes, self.loads = HeldStream(), HeldStream()
         controller._write_stream, controller._load_stream = self.writes, self.loads  # type: ignore[assignment]
-        backup = self.hi.host_backup
-        self._finish = backup._finish_write_back
-        backup._finish_write_back = self._finish_with_copies  # type: ignore[method-assign]
+        eviction = self.hi.eviction
+        assert isinstance(eviction, EvictionToHost)
+        self._finish = eviction._finish_write_back
+        eviction._finish_write_back = self._finish_with_copies  # type: ignore[method-assign]
         if self.hi.store.attached is not None:
             _stop_threads(self.hi.store.attached)
 

@@ -1,4 +1,4 @@
-"""Flow from L1 to L2: copies pages to the host, and evicts pages from L1.
+"""Flow from L1 to L2: copies pages to the host.
 
 Threads: the scheduler's only.
 """
@@ -8,7 +8,6 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
 import torch
@@ -35,17 +34,8 @@ WRITE_POLICIES: Final = ("write_through", "write_through_selective", "write_back
 _SELECTIVE_HITS: Final = 2
 
 
-@dataclass(slots=True)
-class _Leaving:
-    """Nodes written back in one round of an eviction, and the device slots that they leave."""
-
-    nodes: list[TreeNode] = field(default_factory=list)
-    slots: list[torch.Tensor] = field(default_factory=list)
-    states: list[torch.Tensor] = field(default_factory=list)
-
-
 class HostBackup(TierFlow):
-    """Copies of one tree's pages to the host, and eviction from the device.
+    """Copies of one tree's pages to the host.
 
     - A node's host pages are set when their bytes have landed, never before.
     - While a copy runs, its device pages are locked and the operation owns its host pages.
@@ -113,7 +103,7 @@ class HostBackup(TierFlow):
 
     def write(self, node: TreeNode) -> bool:
         """Queue the copy of a node and its state to the host; False if L2 has no room for it."""
-        operation = self._queue_copy(node)
+        operation = self.queue_copy(node)
         if operation is None:
             is_pages = self._host.pool.available_size() < len(node.key)
             self._say.warning(
@@ -129,10 +119,10 @@ class HostBackup(TierFlow):
 
     def _save_state(self, node: TreeNode) -> None:
         """Queue the copy of a state whose pages are on the host already, if L2 has room for it."""
-        if not self._lacks_host_state(node) or node.mamba_lock_ref:
+        if not self.lacks_host_state(node) or node.mamba_lock_ref:
             return
         node.protect_host()
-        operation = self._queue_copy(node)
+        operation = self.queue_copy(node)
         if operation is None:
             self._host.unpin(node)
             self._say.warning(
@@ -146,26 +136,27 @@ class HostBackup(TierFlow):
     def _begin(self, node: TreeNode, operation: CacheOperation) -> None:
         """Lock the pages and the state that `operation` copies."""
         self._tree.lock(node)
-        host_state = self._host_state(operation)
+        host_state = self.host_state(operation)
         if host_state is not None and self._states is not None:
             self._states.lock(node)
         copy = DeviceCopy(node, len(node.key), operation.host_indices, host_state)
         self._writing[operation.operation_id] = copy
 
-    def _host_state(self, operation: CacheOperation) -> torch.Tensor | None:
+    def host_state(self, operation: CacheOperation) -> torch.Tensor | None:
         """The host slot of the state that `operation` includes, if any."""
         return None if self._states is None else operation.host_slots(self._states.pool.spec.name)
 
-    def _lacks_host_state(self, node: TreeNode) -> bool:
+    def lacks_host_state(self, node: TreeNode) -> bool:
+        """Whether the state of `node` is on the device alone."""
         return node.mamba_value is not None and node.mamba_host_value is None
 
-    def _queue_copy(self, node: TreeNode, *, with_state: bool = True) -> CacheOperation | None:
+    def queue_copy(self, node: TreeNode, *, with_state: bool = True) -> CacheOperation | None:
         """Queue the copy of the pages and the state of `node` that are not on the host: all or
         none."""
         assert node.value is not None
         pages = node.value[:0] if node.backuped else node.value
         extra = []
-        if with_state and self._states is not None and self._lacks_host_state(node):
+        if with_state and self._states is not None and self.lacks_host_state(node):
             assert node.mamba_value is not None
             extra.append(self._states.transfer(device=node.mamba_value))
         operation = self._controller.write(pages, extra)
@@ -213,155 +204,12 @@ class HostBackup(TierFlow):
             if self.write_policy != "write_back":
                 for node in landed:
                     self._save_state(node)  # A state that came while the pages were being copied.
-        self._tell_landed(landed[::-1])
+        self.tell_landed(landed[::-1])
 
-    def _tell_landed(self, nodes: list[TreeNode]) -> None:
+    def tell_landed(self, nodes: list[TreeNode]) -> None:
+        """Notify the flows below of `nodes`, parents first, whose pages have reached the host."""
         for flow in self._below:
             flow.on_host_landed(nodes)
-
-    # ---- eviction from L1 ------------------------------------------------------------------
-
-    def evict(self, num_tokens: int) -> int:
-        """Free at least `num_tokens` device slots if possible; return the freed tokens.
-
-        Pages with a host copy leave L1; others are dropped or written back. Under `write_back` the
-        call waits for those copies, so that the slots are free on return.
-        """
-        freed = 0
-        while freed < num_tokens:
-            more = self._evict_round(num_tokens - freed)
-            freed += more
-            if not more:
-                break
-        self._metrics.evicted.labels("device").inc(freed)
-        return freed
-
-    def _evict_round(self, num_tokens: int) -> int:
-        """Free the slots that can be freed now: a node above one that is being written back must
-        wait."""
-        tree = self._tree
-        freed = 0
-        leaving = _Leaving()
-        kept: list[TreeNode] = []
-        while freed < num_tokens and (node := tree.device_heap.pop()) is not None:
-            left = self._leave(node, leaving)
-            freed += left
-            if not left:
-                kept.append(node)
-        self._finish_write_back(leaving)
-        for node in kept:
-            tree.device_heap.offer(node)
-        return freed
-
-    def _leave(self, node: TreeNode, leaving: _Leaving) -> int:
-        """Take a leaf of the device off it, with its state; return the freed device tokens. 0: it
-        stays."""
-        lacks_state = self._lacks_host_state(node)
-        if self.write_policy == "write_back":
-            is_owed = lacks_state or not node.backuped
-        else:
-            # Its children have host pages, so that it is kept.
-            is_owed = bool(node.children) and not node.backuped
-        if is_owed and self._write_back(node, leaving):
-            return len(node.key)
-        return self._leave_to_host(node) if node.backuped else self._drop(node)
-
-    def _leave_to_host(self, node: TreeNode) -> int:
-        """Take a node with host pages off the device, with its state; return the freed device
-        tokens. If no tier has its state then, the node goes with its last child or pin."""
-        freed = len(node.key)
-        self._tree.free_slots(self._tree.take_off_device(node))
-        self._host.offer([node])
-        if self._states is not None:
-            freed += self._tree.prune(node)
-        if node.parent is None:
-            self._note_lost(len(node.key))
-        return freed
-
-    def _write_back(self, node: TreeNode, leaving: _Leaving) -> bool:
-        """Queue the copy of a node, and take the node off the device."""
-        # Eviction from the host must not evict the node itself.
-        node.protect_host()
-        operation = self._queue_copy(node)
-        if operation is None and node.children:
-            operation = self._queue_copy(node, with_state=False)
-        if operation is None:
-            node.release_host()
-            return False
-        # Set before the bytes land. No reader sees that, since `evict` waits for them.
-        if not node.backuped:
-            node.set_host_value(operation.host_indices)
-        host_state = self._host_state(operation)
-        if host_state is not None:
-            assert self._host.states is not None and self._states is not None
-            self._host.states.put(node, host_state)
-            leaving.states.append(self._states.take_off_device(node))
-        leaving.slots.append(self._tree.take_off_device(node))
-        leaving.nodes.append(node)
-        return True
-
-    def _finish_write_back(self, leaving: _Leaving) -> None:
-        """Wait for the copies, and free their device slots."""
-        if not leaving.nodes:
-            return
-        self._controller.start_writing(is_urgent=True)
-        self._controller.ack_write_queue[-1].finish_event.synchronize()
-        self._tree.free_slots(torch.cat(leaving.slots))
-        for slot in leaving.states:
-            assert self._states is not None
-            self._states.pool.free(slot)
-        for node in leaving.nodes:
-            self._host.unpin(node)
-        # Leaves were taken first; L3 needs parents first.
-        self._tell_landed([node for node in leaving.nodes[::-1] if node.parent is not None])
-
-    def evict_states(self, num: int) -> int:
-        """Free `num` states on the device if there are enough candidates; return the freed states.
-
-        A state without a host copy is lost, and nodes that become useless are deleted. But under
-        `write_back` a leaf leaves the device with its pages, and is written back.
-        """
-        states = self._states
-        assert states is not None, "this model has no states"
-        freed = 0
-        leaving = _Leaving()
-        while freed < num and (node := states.heap.pop()) is not None:
-            freed += 1
-            is_leaf = node.lock_ref == 0 and node.device_children == 0
-            is_owed = self.write_policy == "write_back" and self._lacks_host_state(node)
-            if is_leaf and is_owed and self._write_back(node, leaving):
-                continue
-            states.pool.free(states.take_off_device(node))
-            self._tree.prune(node)
-        self._finish_write_back(leaving)
-        return freed
-
-    def _drop(self, node: TreeNode) -> int:
-        """Delete a node without a host copy, and the host pages below it; return the freed device
-        tokens.
-
-        0: a node below is pinned, and the node stays.
-        """
-        below = [node]
-        for at in below:
-            below.extend(at.children.values())
-        if any(at.host_ref_counter for at in below):
-            return 0
-        above = node.parent
-        assert above is not None
-        value = self._tree.take_off_device(node)
-        self._tree.free_slots(value)
-        for at in reversed(below):
-            self._host.forget(at)
-            self._tree.delete(at)
-        if self._states is not None:
-            self._tree.prune(above)
-        self._note_lost(sum(len(at.key) for at in below))
-        return len(value)
-
-    def _note_lost(self, tokens: int) -> None:
-        self._metrics.dropped.labels("unwritten").inc(tokens)
-        self._say.info("drop", "%d tokens left L1 without a copy in L2", tokens)
 
 
 def _part(slots: torch.Tensor, begin: int, end: int) -> torch.Tensor:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
@@ -24,6 +23,7 @@ if TYPE_CHECKING:
     from sglang.srt.mem_cache.l2.cache_controller import HiCacheController
     from sglang.srt.mem_cache.l2.host_pages import HostPages
     from sglang.srt.mem_cache.tree.ballot import Progress
+    from sglang.srt.mem_cache.tree.device_eviction import DeviceEviction
     from sglang.srt.mem_cache.tree.hicache_metrics import HiCacheMetrics
     from sglang.srt.mem_cache.tree.prefix_tree import PrefixTree
 
@@ -40,8 +40,7 @@ class HostLoad(TierFlow):
         tree: Tree of the nodes.
         host: Books of L2.
         controller: Controller of copies.
-        evict: Frees at least the given number of device slots if possible.
-        evict_states: The same for recurrent states; None: the model has none.
+        eviction: Eviction from L1, which makes room.
         metrics: Metrics of the tiers.
     """
 
@@ -51,16 +50,14 @@ class HostLoad(TierFlow):
         host: HostPages,
         controller: HiCacheController,
         *,
-        evict: Callable[[int], int],
+        eviction: DeviceEviction,
         metrics: HiCacheMetrics,
-        evict_states: Callable[[int], int] | None = None,
     ) -> None:
         self._tree = tree
         self._states = states_of(tree)
-        self._evict_states = evict_states
         self._host = host
         self._controller = controller
-        self._evict = evict
+        self._eviction = eviction
         self._metrics = metrics
         self._say = RateLimitedLogger(logger)
         self._loading: dict[int, DeviceCopy] = {}
@@ -156,7 +153,7 @@ class HostLoad(TierFlow):
         allocator = self._tree.allocator
         missing = tokens - allocator.available_size()
         if missing > 0:
-            self._evict(missing)
+            self._eviction.evict(missing)
         slots = None
         if state is not None or not needs_state:
             slots = allocator.alloc(tokens)
@@ -170,10 +167,10 @@ class HostLoad(TierFlow):
 
     def _alloc_state(self) -> torch.Tensor | None:
         """A free slot for a state on the device, int64 `[1]` on the CPU; evicts for it."""
-        assert self._states is not None and self._evict_states is not None
+        assert self._states is not None
         pool = self._states.pool
         if not pool.available_size():
-            self._evict_states(1)
+            self._eviction.evict_states(1)
         taken = pool.take(1)
         return None if taken is None else torch.tensor(taken)
 

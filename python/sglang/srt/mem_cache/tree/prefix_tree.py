@@ -263,19 +263,6 @@ class PrefixTree:
         if len(slots):
             self.allocator.free_in_order(slots)
 
-    def evict_from_device(self, num_tokens: int) -> int:
-        """Free at least `num_tokens` device slots if there are candidates, and forget their nodes;
-        tokens freed. For a tree without lower tiers."""
-        freed = 0
-        while freed < num_tokens and (node := self.device_heap.pop()) is not None:
-            above = node.parent
-            assert above is not None
-            value = self.take_off_device(node)
-            self.free_slots(value)
-            self.delete(node)
-            freed += len(value) + self.prune(above)
-        return freed
-
     def values_of(self, nodes: list[TreeNode]) -> torch.Tensor:
         """int64: the device slots of `nodes` that are on the device, in their order."""
         values = [node.value for node in nodes if node.value is not None]

@@ -7,7 +7,7 @@ Threads: the scheduler's only.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -26,6 +26,7 @@ from sglang.srt.mem_cache.tree.base_prefix_cache import (
     MatchResult,
     not_supported,
 )
+from sglang.srt.mem_cache.tree.device_eviction import DeviceEviction
 from sglang.srt.mem_cache.tree.kv_event_log import KVEventLog
 from sglang.srt.mem_cache.tree.prefix_tree import PrefixTree
 from sglang.srt.mem_cache.tree.radix_key import RadixKey
@@ -50,11 +51,10 @@ class RadixCache(BasePrefixCache):
         params: Arguments that all prefix caches have.
         tree: An empty tree; None: a new one.
         flows: Flows to and from lower tiers, in the order in which they act; none with one tier.
-        evict: Frees at least the given number of device slots if possible, and returns the number
-            of freed ones; None: pages that leave L1 are dropped.
-        evict_states: The same for recurrent states.
+        eviction: Eviction from L1; None: pages that leave it are dropped.
 
     Attributes:
+        eviction: Eviction from L1.
         states: The recurrent states of the tree's nodes; None: the model has none, or the cache is
             disabled.
     """
@@ -64,8 +64,7 @@ class RadixCache(BasePrefixCache):
         params: CacheInitParams,
         tree: PrefixTree | None = None,
         flows: Sequence[TierFlow] = (),
-        evict: Callable[[int], int] | None = None,
-        evict_states: Callable[[int], int] | None = None,
+        eviction: DeviceEviction | None = None,
     ) -> None:
         self.disable = params.disable
         self.page_size = params.page_size
@@ -78,10 +77,7 @@ class RadixCache(BasePrefixCache):
             self.state_metrics = self.states.metrics
         elif self._mamba_pool is not None:
             self.state_metrics = StateMetrics(params.metrics_registry)
-        self._evict = self.tree.evict_from_device if evict is None else evict
-        if evict_states is None and self.states is not None:
-            evict_states = self.states.evict
-        self._evict_states = evict_states
+        self.eviction = eviction or DeviceEviction(self.tree, self.states)
 
     @property
     def root_node(self) -> TreeNode:
@@ -252,16 +248,16 @@ class RadixCache(BasePrefixCache):
     def evict(self, params: EvictParams) -> EvictResult:
         if params.swa_num_tokens or (params.mamba_num and self.states is None):
             raise not_supported(params, "swa_num_tokens", "mamba_num")
-        if self.states is None or self._evict_states is None:
-            return EvictResult(num_tokens_evicted=self._evict(params.num_tokens))
+        if self.states is None:
+            return EvictResult(num_tokens_evicted=self.eviction.evict(params.num_tokens))
         pool, tokens = self.states.pool, self.total_size()
         free_states = pool.available_size()
         if params.mamba_num:
-            self._evict_states(params.mamba_num)
+            self.eviction.evict_states(params.mamba_num)
         # Evicting states may evict pages, and the other way round.
         missing = params.num_tokens - (tokens - self.total_size())
         if missing > 0:
-            self._evict(missing)
+            self.eviction.evict(missing)
         return EvictResult(
             num_tokens_evicted=tokens - self.total_size(),
             mamba_num_evicted=pool.available_size() - free_states,

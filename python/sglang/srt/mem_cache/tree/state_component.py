@@ -204,16 +204,6 @@ class StateComponent(TreeComponent):
     def needs(self, node: TreeNode) -> bool:
         return node.has_state
 
-    def evict(self, num: int) -> int:
-        """Free `num` slots if there are enough candidates; return the number of freed slots. Nodes
-        that become useless are deleted too. For a tree without lower tiers."""
-        freed = 0
-        while freed < num and (node := self.heap.pop()) is not None:
-            self.pool.free(self.take_off_device(node))
-            self._tree.prune(node)
-            freed += 1
-        return freed
-
     # ---- locks -----------------------------------------------------------------------------
 
     def lock(self, node: TreeNode) -> None:
