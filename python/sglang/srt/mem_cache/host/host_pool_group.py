@@ -17,11 +17,7 @@ from sglang.srt.mem_cache.host.host_pool import AnyHostPool
 
 @dataclass(slots=True)
 class PoolEntry:
-    """One pool of a group.
-
-    Raises:
-        ValueError: A function for device slots is given: the tree alone takes and frees those.
-    """
+    """One pool of a group. The tree alone takes and frees device slots."""
 
     name: PoolName
     host_pool: AnyHostPool
@@ -31,17 +27,6 @@ class PoolEntry:
     is_primary_index_anchor: bool = False
     host_evict_fn: Callable[[int], Any] | None = None
     """Frees that many host slots of this pool, if it can. Scheduler's thread."""
-    device_evict_fn: Callable[[int], Any] | None = None
-    device_alloc_fn: Callable[[int], torch.Tensor | None] | None = None
-    device_free_fn: Callable[[torch.Tensor], Any] | None = None
-
-    def __post_init__(self) -> None:
-        for field in ("device_evict_fn", "device_alloc_fn", "device_free_fn"):
-            if getattr(self, field) is not None:
-                raise ValueError(
-                    f"host pool {self.name}: {field} has no effect here, the tree alone takes and "
-                    "frees device slots: leave it out"
-                )
 
     @classmethod
     def of(
