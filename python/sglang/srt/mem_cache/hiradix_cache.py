@@ -103,7 +103,6 @@ class HiRadixCache(RadixCache):
         metrics: Metrics of the tiers.
     """
 
-    administration: StorageAdministration
     build_host_stack: ClassVar[BuildHostStack] = staticmethod(_build_host_stack)
     """Builds the host pools of L2."""
 

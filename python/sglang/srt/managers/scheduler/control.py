@@ -24,6 +24,7 @@ from sglang.srt.managers.messages.io_struct import (
     GetWeightSeedReq,
     ShutdownReq,
 )
+from sglang.srt.mem_cache.hiradix_cache import HiRadixCache
 from sglang.srt.mem_cache.l3.hicache_administration import StorageAdministration
 
 if TYPE_CHECKING:
@@ -169,7 +170,7 @@ class ControlHandler:
             "busy": self.busy(),
             "counters": dataclasses.asdict(state.counters),
             "tiers": tree.tiers(),
-            "hicache": {"enabled": tree.administration is not None, **tree.storage_state()},
+            "hicache": {"enabled": self._administration is not None, **tree.storage_state()},
             "transfer_engine": None if engine is None else engine.describe(),
         }
         self._answer(message.req_id, True, data=data)
@@ -214,15 +215,20 @@ class ControlHandler:
         self._begin_change(message.req_id, StorageAdministration.begin_clearing)
 
     def _get_storage(self, message: GetHiCacheStorageReqInput) -> None:
-        tree = self._state.tree
-        if tree.administration is None:
+        if self._administration is None:
             self._answer(message.req_id, False, _NO_HIERARCHY)
             return
-        self._answer(message.req_id, True, data=tree.storage_state())
+        self._answer(message.req_id, True, data=self._state.tree.storage_state())
+
+    @property
+    def _administration(self) -> StorageAdministration | None:
+        """Changes of L3 at run time; None: the cache has no tiers below L1."""
+        tree = self._state.tree
+        return tree.administration if isinstance(tree, HiRadixCache) else None
 
     def _begin_change(self, req_id: str, begin: Callable[[StorageAdministration], None]) -> None:
         """Begin a change of L3 on an idle hierarchical cache, or answer with the reason why not."""
-        administration = self._state.tree.administration
+        administration = self._administration
         if administration is None:
             self._answer(req_id, False, _NO_HIERARCHY)
             return
@@ -238,7 +244,7 @@ class ControlHandler:
 
     def _end_change(self) -> None:
         """Answer the change of L3 under way if it has ended, or has taken too long."""
-        administration, change = self._state.tree.administration, self._change
+        administration, change = self._administration, self._change
         if change is None or administration is None:
             return
         if self.is_draining:

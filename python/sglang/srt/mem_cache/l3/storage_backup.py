@@ -116,12 +116,14 @@ class StorageBackup(TierFlow):
         if attached.settings.pass_prefix_keys:
             prefix = node.get_prefix_hash_values(self._page_size)
         hashes = node.page_hashes(self._page_size)
+        after = node.parent.backup_op
+        assert after is None or isinstance(after, StorageOperation)
         operation = StorageOperation(
             node=node,
             host_indices=node.host_value,
             hashes=hashes,
             prefix_hashes=prefix,
-            after=node.parent.backup_op,
+            after=after,
             epoch=self._store.epoch,
             extra_transfers=self._state_of(node, hashes),
         )

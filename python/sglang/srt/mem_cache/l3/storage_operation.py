@@ -18,7 +18,7 @@ from sglang.srt.mem_cache.device.pool_transfer import PoolTransfer
 from sglang.srt.mem_cache.device.state_spec import PoolName
 from sglang.srt.mem_cache.storage.types import CacheOutcome
 from sglang.srt.mem_cache.tree.radix_key import PageHash, RadixKey
-from sglang.srt.mem_cache.tree.tree_node import TreeNode
+from sglang.srt.mem_cache.tree.tree_node import NodeWrite, TreeNode
 
 
 class _Operation:
@@ -198,7 +198,7 @@ class PrefetchOperation(_Operation):
 
 
 @dataclass(eq=False, slots=True)
-class StorageOperation(_Operation):
+class StorageOperation(_Operation, NodeWrite):
     """A write of a node's pages to L3. The node's host pages are pinned until it has ended."""
 
     node: TreeNode

@@ -15,7 +15,6 @@ import torch
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
-    from sglang.srt.mem_cache.l3.hicache_administration import StorageAdministration
     from sglang.srt.mem_cache.tree.digest import Books
     from sglang.srt.mem_cache.tree.kv_events import KVCacheEvent
     from sglang.srt.mem_cache.tree.radix_key import PageHash, RadixKey, TokenArray
@@ -195,8 +194,6 @@ class BasePrefixCache(ABC):
     page_size: int
     disable: bool
     """Whether the cache keeps no pages across requests."""
-    administration: StorageAdministration | None = None
-    """Changes of L3 at run time; None: this cache has no tiers below L1."""
     state_metrics: StateMetrics | None = None
     """Metrics of recurrent states; None: the model has none."""
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import torch
 
@@ -20,9 +20,6 @@ from sglang.srt.mem_cache.tree.digest import (
 )
 from sglang.srt.mem_cache.tree.radix_key import ChildKey, PageHash, RadixKey
 
-if TYPE_CHECKING:
-    from sglang.srt.mem_cache.l3.storage_operation import StorageOperation
-
 ROOT_ID: Final = 0
 _COPIED_BY_SPLIT: Final = (
     "lock_ref",
@@ -35,6 +32,12 @@ _COPIED_BY_SPLIT: Final = (
     "last_access_time",
     "creation_time",
 )
+
+
+class NodeWrite:
+    """A write of a node's pages to L3, as the tree knows it; the flow to L3 knows more of it."""
+
+    __slots__ = ()
 
 
 class TreeNode:
@@ -112,7 +115,7 @@ class TreeNode:
         lock the pages too."""
         self.write_id: int | None = None
         """Id of the device-to-host copy under way for these pages, if any."""
-        self.backup_op: StorageOperation | None = None
+        self.backup_op: NodeWrite | None = None
         """The write of these pages to L3 under way, if any."""
         self._storage_epoch = -1
         self.hash_value: list[PageHash] | None = None
