@@ -143,7 +143,6 @@ class HiRadixCache(RadixCache):
         self.host_load = HostLoad(tree, host, controller, eviction=eviction, metrics=metrics)
         flows = (
             self.administration,
-            store,
             self.storage_prefetch,
             self.host_backup,
             self.host_load,
@@ -184,6 +183,7 @@ class HiRadixCache(RadixCache):
     def shutdown(self) -> None:
         for flow in self._flows:
             flow.shutdown()
+        self.store.shutdown()
         self.cache_controller.shutdown()
         self._destroy_prefetch_sync_groups()
 
@@ -194,7 +194,7 @@ class HiRadixCache(RadixCache):
 
     @property
     def needs_tick(self) -> bool:
-        return any(flow.is_active() for flow in self._flows)
+        return not self.store.answers or any(flow.busy() for flow in self._flows)
 
     def watch_queues(self, queues: Books) -> None:
         self._books.queues = queues
@@ -202,13 +202,16 @@ class HiRadixCache(RadixCache):
     def check_hicache_events(self) -> None:
         for flow in self._flows:
             flow.begin_tick()
-        if not self.needs_tick:
+        busy = [flow for flow in self._flows if flow.busy()]
+        if not busy and self.store.answers:
             return
         progress = Progress()
-        for flow in self._flows:
+        self.store.report(progress)
+        for flow in busy:
             flow.report(progress)
         agreed = agree(progress, self._group, self._books, self._all_reduce_prefetch_groups)
-        for flow in self._flows:
+        self.store.act_on(agreed)
+        for flow in busy:
             flow.act_on(agreed)
 
     def _create_prefetch_sync_groups(self) -> None:

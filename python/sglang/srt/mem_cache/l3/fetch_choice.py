@@ -28,8 +28,6 @@ class FetchChoice:
     """
 
     def __init__(self, board: PrefetchBoard) -> None:
-        self.rates = Rates()
-        """Rates that the ranks agreed on last."""
         self._board = board
         self._workload: Callable[[], Workload] | None = None
         self._waiting: int | None = None
@@ -43,25 +41,30 @@ class FetchChoice:
         """Begin a tick: forget what was known of the queue."""
         self._waiting = None
 
-    def may_begin(self, request_id: str, tokens: int, policy: PrefetchPolicy) -> bool:
-        """Whether to begin a read of `tokens` for a new request."""
-        if policy is PrefetchPolicy.WAIT_COMPLETE or not all(self.rates):
+    def may_begin(self, request_id: str, tokens: int, policy: PrefetchPolicy, rates: Rates) -> bool:
+        """Whether to begin a read of `tokens` for a new request.
+
+        Args:
+            rates: Rates that the ranks agreed on last.
+        """
+        if policy is PrefetchPolicy.WAIT_COMPLETE or not all(rates):
             return True
         if self._waiting is None:
             work = self._look()
             self._waiting = self._to_compute(work) - work.waiting.get(request_id, 0)
         ahead = self._board.unread_tokens()
-        if not is_hopeless(tokens, self.rates, ahead=ahead, waiting=self._waiting):
+        if not is_hopeless(tokens, rates, ahead=ahead, waiting=self._waiting):
             return True
         if not self._may_give_up():
             return True
         self._waiting += tokens
         return False
 
-    def cut_overtaken(self, policy: PrefetchPolicy) -> list[PrefetchOperation]:
-        """Cut the reads that computing would overtake, and return them."""
+    def cut_overtaken(self, policy: PrefetchPolicy, rates: Rates) -> list[PrefetchOperation]:
+        """Cut the reads that computing would overtake, and return them; `rates` as for
+        `may_begin`."""
         # With best effort no request waits, and with `wait_complete` all wait to the end.
-        if policy is not PrefetchPolicy.TIMEOUT or not all(self.rates):
+        if policy is not PrefetchPolicy.TIMEOUT or not all(rates):
             return []
         awaited = self._board.awaited_reads()
         if not awaited:
@@ -69,7 +72,7 @@ class FetchChoice:
         work = self._look()
         later = overtaken(
             [self._board.pending(one, work.waiting) for one in awaited],
-            self.rates,
+            rates,
             ahead=self._board.abandoned_tokens(),
             waiting=self._to_compute(work),
         )

@@ -260,7 +260,9 @@ class StoragePrefetch(TierFlow):
         wanted = min(wanted, share // page * page)
         if self.board.is_full or wanted < least:
             return NoRead.QUEUE_FULL, None
-        if not self._choice.may_begin(req_id, wanted, self._store.prefetch_policy):
+        if not self._choice.may_begin(
+            req_id, wanted, self._store.prefetch_policy, self._store.rates
+        ):
             return NoRead.SLOWER, None
         missing = wanted - self._host.pool.available_size()
         if missing > 0:
@@ -436,7 +438,6 @@ class StoragePrefetch(TierFlow):
         progress.prefetches = self.board.progress()
 
     def act_on(self, agreed: Progress) -> None:
-        self._choice.rates = agreed.rates
         for slots in self.board.agree(agreed.prefetches):
             self._host.pool.free(slots)
         for slot in self.board.take_freed_states():
@@ -451,7 +452,7 @@ class StoragePrefetch(TierFlow):
 
     def _cut_overtaken(self) -> None:
         """Cut the reads that would take longer than computing the prompts."""
-        for operation in self._choice.cut_overtaken(self._store.prefetch_policy):
+        for operation in self._choice.cut_overtaken(self._store.prefetch_policy, self._store.rates):
             self._say.info(
                 "overtaken",
                 "an L3 read of %d tokens is cut: computing them is faster",

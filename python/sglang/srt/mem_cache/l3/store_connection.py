@@ -13,9 +13,8 @@ from sglang.srt.arg_groups.extra_config import parse_extra_config, without_secre
 from sglang.srt.mem_cache.l3.attached_store import AttachedStore
 from sglang.srt.mem_cache.l3.hicache_prefetch import PrefetchPolicy
 from sglang.srt.mem_cache.l3.store_opener import StoreOpener
-from sglang.srt.mem_cache.tree.ballot import Progress
+from sglang.srt.mem_cache.tree.ballot import Progress, Rates
 from sglang.srt.mem_cache.tree.hicache_metrics import HiCacheMetrics
-from sglang.srt.mem_cache.tree.tier_flow import TierFlow
 from sglang.srt.mem_cache.tree.tree_node import TreeNode
 
 
@@ -34,7 +33,7 @@ class PreparedChange:
             self.store.close()
 
 
-class StoreConnection(TierFlow):
+class StoreConnection:
     """The attached store, if any; its state as all ranks agree on it; and the prefetch policy,
     which outlives a detachment.
 
@@ -48,6 +47,8 @@ class StoreConnection(TierFlow):
         is_changing: Whether an operator's change of L3 is under way.
         epoch: Counter that is increased whenever L3 may have lost its objects. Pages written or
             read in an earlier epoch do not count as stored.
+        answers: Whether no call to L3 is stuck on any rank.
+        rates: Speeds of reads and of prefills that the ranks agreed on last.
     """
 
     def __init__(self, opener: StoreOpener, prefetch_policy: str, metrics: HiCacheMetrics) -> None:
@@ -57,7 +58,8 @@ class StoreConnection(TierFlow):
         self.is_changing = False
         self.epoch = 0
         self._metrics = metrics
-        self._answers = True
+        self.answers = True
+        self.rates = Rates()
         self._seen_reconnects = self._agreed_reconnects = 0
         """Reconnects of L3 on this rank: as last reported in a ballot, and as agreed by all."""
 
@@ -67,7 +69,7 @@ class StoreConnection(TierFlow):
     def available(self) -> bool:
         """Whether calls to L3 are allowed: no call is stuck on any rank, and no change is under
         way."""
-        return self._answers and not self.is_changing
+        return self.answers and not self.is_changing
 
     def has_stored(self, node: TreeNode) -> bool:
         """Whether L3 is believed to have the pages of `node`."""
@@ -130,6 +132,7 @@ class StoreConnection(TierFlow):
         return store
 
     def shutdown(self) -> None:
+        """Detach and close the store, within seconds. Idempotent."""
         if (store := self.detach()) is not None:
             store.close()
 
@@ -171,10 +174,8 @@ class StoreConnection(TierFlow):
 
     # ---- one tick ----------------------------------------------------------------------------
 
-    def is_active(self) -> bool:
-        return not self._answers
-
     def report(self, progress: Progress) -> None:
+        """Add this rank's observations to its ballot."""
         if (store := self.attached) is not None:
             progress.available = store.guard.available
             self._seen_reconnects = store.guard.reconnects
@@ -182,7 +183,9 @@ class StoreConnection(TierFlow):
             progress.rates = store.worth.rates()
 
     def act_on(self, agreed: Progress) -> None:
-        self._answers = agreed.available
+        """Take up what the ranks agree on."""
+        self.answers = agreed.available
+        self.rates = agreed.rates
         if agreed.has_reconnected:
             self._agreed_reconnects = self._seen_reconnects
             self.forget_stored()

@@ -1,7 +1,7 @@
 """Interface of flows: a flow moves pages between two tiers in one direction.
 
 A prefix cache is a tree and its flows. The cache notifies the flows of changes of its nodes. Once a
-tick each flow adds its observations to the ballot, and acts on the agreement of the ranks.
+tick each busy flow adds its observations to the ballot, and acts on the agreement of the ranks.
 """
 
 from __future__ import annotations
@@ -40,13 +40,9 @@ class TierFlow:
     def act_on(self, agreed: Progress) -> None:
         """Act on the agreement of the ranks."""
 
-    def is_active(self) -> bool:
-        """Whether the flow has anything to report, by default whether it is busy. Called at every
-        tick."""
-        return bool(self.busy())
-
     def busy(self) -> dict[str, int]:
-        """Operations under way by kind, without zeros."""
+        """Operations under way by kind, without zeros; equal on all ranks. A flow with none takes
+        no part in a tick."""
         return {}
 
     def reset(self) -> None:

@@ -38,7 +38,7 @@ class Queue:
     def __init__(self, rates: Rates = EQUAL) -> None:
         self.board = PrefetchBoard(PAGE)
         self.choice = FetchChoice(self.board)
-        self.choice.rates = rates
+        self.rates = rates
         self.computing = 0
         self.waiting: dict[str, int] = {}
         self.looks = 0
@@ -72,7 +72,7 @@ class Queue:
         )
 
     def cut(self, policy: PrefetchPolicy = TIMEOUT) -> list[str]:
-        return [one.request_id for one in self.choice.cut_overtaken(policy)]
+        return [one.request_id for one in self.choice.cut_overtaken(policy, self.rates)]
 
 
 def test_what_is_cut_goes_on_at_once_and_is_computed_before_those_that_come_later() -> None:
@@ -161,14 +161,14 @@ def test_every_32nd_read_given_up_is_made_after_all_and_to_its_end() -> None:
 
 def begun(queue: Queue, count: int, policy: PrefetchPolicy = TIMEOUT) -> int:
     queue.choice.begin_tick()
-    return sum(queue.choice.may_begin(f"new{n}", ASKED, policy) for n in range(count))
+    return sum(queue.choice.may_begin(f"new{n}", ASKED, policy, queue.rates) for n in range(count))
 
 
 def test_hopeless_reads_are_not_begun_but_for_every_32nd() -> None:
     queue = Queue(Rates(100, 1000))
     assert [begun(queue, 1) for _ in range(64)] == ([0] * 31 + [1]) * 2
     assert begun(queue, 1, PrefetchPolicy.WAIT_COMPLETE) == 1, "who waits to the end gets it"
-    queue.choice.rates = Rates()
+    queue.rates = Rates()
     assert begun(queue, 3) == 3
 
 

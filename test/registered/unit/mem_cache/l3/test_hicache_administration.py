@@ -266,7 +266,7 @@ def test_a_clear_that_hangs_is_given_up_and_its_store_can_be_detached(
     assert attach(rig, ERRATIC)[0]
     gate = Erratic.hangs["clear"] = threading.Event()
     rig.hi.administration.begin_clearing()
-    rig.until(lambda: not rig.hi.store._answers)
+    rig.until(lambda: not rig.hi.store.answers)
     rig.hi.administration.give_up("it has taken 100 s")
     assert rig.hi.administration.take_result() is not None
     rig.run(range(16))
@@ -287,7 +287,7 @@ def test_a_store_that_was_slow_to_clear_is_used_again_when_it_is_done(rig: Cache
     assert attach(rig, ERRATIC)[0]
     gate = Erratic.hangs["clear"] = threading.Event()
     rig.hi.administration.begin_clearing()
-    rig.until(lambda: not rig.hi.store._answers)
+    rig.until(lambda: not rig.hi.store.answers)
     rig.hi.administration.give_up("it has taken 100 s")
     assert rig.hi.administration.take_result() is not None
     gate.set()
