@@ -28,7 +28,7 @@ from simulate_turns import Talk, request_seconds
 from sglang.benchmark.cache_simulation import Arrangement, CacheSizes, SimulatedCache
 from sglang.benchmark.report import emit, provenance, writable_file
 from sglang.srt.mem_cache.l3.fetch_worth import FetchWorth, PendingRead, overtaken
-from sglang.srt.mem_cache.l3.storage_groups import PAGES_PER_CALL
+from sglang.srt.mem_cache.l3.guarded_store import PAGES_PER_CALL
 
 _SEEDS: Final = (5, 6, 7)
 _TURN, _CLIENTS, _ROUNDS, _PAGE = 2048, 20, 10, 64

@@ -108,7 +108,7 @@ def stored(rig: CacheRig) -> tuple[Any, list[str]]:
     store = attached.guard.client
     assert isinstance(store, MooncakeStore)
     hashes = [page for node in rig.hi.nodes() for page in node.page_hashes(PAGE)]
-    keys = [store.object_key(key, "kv") for key in attached.guard.keys(hashes)]
+    keys = [store.object_key(key, "kv") for key in attached.guard.pools.keys(hashes)]
     assert len(keys) == PAGES
     return store._client.store, keys
 

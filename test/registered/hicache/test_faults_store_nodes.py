@@ -17,7 +17,7 @@ import pytest
 
 from sglang.srt.distributed.rank_group import RankGroup
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorageExtraInfo, PoolTransfer
-from sglang.srt.mem_cache.l3.storage_groups import PAGES_PER_CALL
+from sglang.srt.mem_cache.l3.guarded_store import PAGES_PER_CALL
 from sglang.srt.mem_cache.storage.mooncake_store.mooncake_store import MooncakeStore
 from sglang.test.caches.cache_rig import CacheRig, Reused
 from sglang.test.caches.memory_ranks import run_on_ranks

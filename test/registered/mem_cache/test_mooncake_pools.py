@@ -44,7 +44,7 @@ def test_both_parts_come_back_or_both_stay_away(
         reader.settle()
         io = attached_store_of(reader)
         assert isinstance(io.guard.client, MooncakeStore)
-        (key,) = io.guard.keys(RadixKey(PROMPT[:160]).page_hashes(PAGE)[30:31])
+        (key,) = io.guard.pools.keys(RadixKey(PROMPT[:160]).page_hashes(PAGE)[30:31])
         with io.guard.client._client.using() as client:
             assert client.remove(io.guard.client.object_key(key, "indexer"), True) == 0
         reader.flush()
@@ -125,7 +125,7 @@ def test_a_state_comes_back_with_the_pages_that_it_stands_behind(
         reader.settle()
         io = attached_store_of(reader)
         assert isinstance(io.guard.client, MooncakeStore)
-        (key,) = io.guard.keys(RadixKey(PROMPT[:160]).page_hashes(PAGE)[-1:])
+        (key,) = io.guard.pools.keys(RadixKey(PROMPT[:160]).page_hashes(PAGE)[-1:])
         with io.guard.client._client.using() as client:
             assert client.remove(io.guard.client.object_key(key, "mamba"), True) == 0
         reader.flush()

@@ -274,7 +274,7 @@ class Tiers(RuleBasedStateMachine):
         for node in rig.hi.nodes():
             if node.storage_epoch == rig.hi.store.epoch:
                 above = node.get_prefix_hash_values(self.page)
-                keys = attached.guard.keys([*above, *node.page_hashes(self.page)])
+                keys = attached.guard.pools.keys([*above, *node.page_hashes(self.page)])
                 assert attached.guard.client.batch_exists_v2(keys).kv_hit_pages == len(keys)
 
 
@@ -384,7 +384,7 @@ class StateTiers(Tiers):
             is_stored = node.storage_epoch == rig.hi.store.epoch
             if is_stored and node.mamba_host_value is not None:
                 above = node.get_prefix_hash_values(self.page)
-                keys = attached.guard.keys([*above, *node.page_hashes(self.page)])
+                keys = attached.guard.pools.keys([*above, *node.page_hashes(self.page)])
                 trailing = PoolHitPolicy.TRAILING_PAGES
                 state = PoolTransfer(PoolName.MAMBA, keys=keys[-1:], hit_policy=trailing)
                 hit = attached.guard.client.batch_exists_v2(keys, pool_transfers=[state])

@@ -69,7 +69,7 @@ def assert_stored(tree: RadixCache, store: ObjectStore, backend: str, epoch_bega
     storage = attached.guard.client
     assert isinstance(tree, HiRadixCache) and storage.storage_config is not None
     namespace = tree.store.opener.namespace()
-    pools = attached.guard._pools
+    pools = attached.guard.pools
     for node in tree.nodes():
         pages = [f"{namespace}/{page}" for page in node.page_hashes(tree.page_size)]
         if node.storage_epoch == tree.store.epoch:
@@ -92,7 +92,7 @@ def assert_stored(tree: RadixCache, store: ObjectStore, backend: str, epoch_bega
 
 def _written_here(attached: AttachedStore, pages: list[str]) -> list[str]:
     """The `pages`, with their namespace, whose keys and values this rank writes."""
-    shards = attached.guard._pools.shards.get(PoolName.KV)
+    shards = attached.guard.pools.shards.get(PoolName.KV)
     if shards is None:
         return pages
     name = shards.objects[0].name

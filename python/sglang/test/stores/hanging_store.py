@@ -17,6 +17,7 @@ from sglang.srt.mem_cache.hicache_storage import (
     StorageUnavailable,
 )
 from sglang.srt.mem_cache.l3.attached_store import AttachedStore
+from sglang.srt.mem_cache.l3.pool_parts import StoredPools
 from sglang.srt.mem_cache.l3.storage_operation import (
     PrefetchOperation,
     StorageOperation,
@@ -118,7 +119,8 @@ class HangingBench:
         self.io = AttachedStore(
             lambda: self.store,
             backend="hanging", config={}, settings=StorageSettings(prefetch_threshold=1),
-            namespace="ns", page_size=1, page_bytes=64, pages_per_read=64, metrics=self.metrics,
+            page_size=1, page_bytes=64, pages_per_read=64, metrics=self.metrics,
+            pools=StoredPools("ns"),
         )  # fmt: skip
         self.io.guard._breaker._clock = self.clock.monotonic
 

@@ -358,8 +358,8 @@ def test_a_page_that_another_rank_writes_needs_no_store_here() -> None:
         rig = ShardedRig(l1_pages=128, settings=L3, group=group)
         try:
             io = attached_store_of(rig)
-            (key,) = io.guard.keys(RadixKey(PROMPT[:PAGE]).page_hashes(PAGE))
-            if not io.guard._pools.shards["kv"].writes(f"{key}/kv"):
+            (key,) = io.guard.pools.keys(RadixKey(PROMPT[:PAGE]).page_hashes(PAGE))
+            if not io.guard.pools.shards["kv"].writes(f"{key}/kv"):
                 break_writes(rig)
                 io.guard.trip()
             rig.run(PROMPT[: PAGE + 1])

@@ -26,11 +26,6 @@ class HybridTransfers:
         self._anchor = group.anchor_entry.name
         self._sidecars = group.sidecars
 
-    def of_anchor(self, host: torch.Tensor, device: torch.Tensor) -> PoolTransfer:
-        """The anchor's transfer of a copy; int64 slots of whole pages, equally many on each
-        side."""
-        return PoolTransfer(self._anchor, host, device)
-
     def resolve(self, transfers: list[PoolTransfer]) -> list[PoolTransfer]:
         """`transfers`, and the transfers of pools that share slots with them. Any thread.
 
@@ -56,7 +51,7 @@ class HybridTransfers:
         host_indices = self._group.anchor.alloc(len(device_indices))
         if host_indices is None:
             return None
-        transfers = [self.of_anchor(host_indices, device_indices)]
+        transfers = [PoolTransfer(self._anchor, host_indices, device_indices)]
         taken = transfers.copy()
         for transfer in extra:
             if transfer.host_indices is None and transfer.indices_from_pool is None:

@@ -40,12 +40,11 @@ class AttachedStore:
         backend: Name of the backend.
         config: Extra config that the backend was given.
         settings: The engine's own part of it.
-        namespace: First part of every key.
         page_size: Tokens.
         page_bytes: Bytes of a page in all host pools.
         pages_per_read: Most pages of one get, which a hanging call keeps in the host pools.
         metrics: Metrics of the tiers.
-        pools: The pools beside the anchor; by default there are none.
+        pools: How the pages of the model's pools map to objects.
 
     Attributes:
         guard: The client, and what protects the engine from it.
@@ -66,12 +65,11 @@ class AttachedStore:
         backend: str,
         config: Mapping[str, Any],
         settings: StorageSettings,
-        namespace: str,
         page_size: int,
         page_bytes: int,
         pages_per_read: int,
         metrics: HiCacheMetrics,
-        pools: StoredPools | None = None,
+        pools: StoredPools,
     ) -> None:
         self.backend = backend
         self.config = config
@@ -79,8 +77,7 @@ class AttachedStore:
         self.worth = FetchWorth()
         self.guard = GuardedStore(
             connect,
-            namespace=namespace,
-            pools=pools or StoredPools(),
+            pools=pools,
             pass_prefix_keys=settings.pass_prefix_keys,
             metrics=metrics,
             degrade=settings.on_unreachable is OnUnreachable.DEGRADE,

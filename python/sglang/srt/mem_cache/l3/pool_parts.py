@@ -1,6 +1,6 @@
 """The parts of pages: what each pool of a model moves for a run of pages, and what became of it.
 
-Pure, any thread. Keys are page hashes here; `GuardedStore` puts the namespace before them.
+Pure, any thread. The keys of parts are page hashes; those of objects begin with the namespace.
 """
 
 from __future__ import annotations
@@ -23,6 +23,8 @@ def _as_given(transfers: list[PoolTransfer]) -> list[PoolTransfer]:
 class StoredPools:
     """How the pages of a model's pools map to objects in L3."""
 
+    namespace: str = ""
+    """First part of every key."""
     queries: Sequence[PoolTransfer] = ()
     """The pools beside the anchor, and what a prefix needs of each."""
     resolve: Callable[[list[PoolTransfer]], list[PoolTransfer]] = _as_given
@@ -35,10 +37,36 @@ class StoredPools:
         """What a backend is asked about beside the anchor: one transfer for each further object."""
         return self._objects_of([PoolTransfer(PoolName.KV), *self.queries])[1:]
 
-    def objects(self, parts: list[PoolTransfer]) -> list[PoolTransfer]:
-        """One transfer for each object of the pages of `parts`; each pool's first object has its
-        name. The anchor's first."""
-        return self._objects_of(self.resolve(parts))
+    def keys(self, hashes: Sequence[str]) -> list[str]:
+        """The keys of pages, without pool and shard."""
+        return [f"{self.namespace}/{page}" for page in hashes]
+
+    def objects(self, parts: Sequence[PoolTransfer]) -> list[PoolTransfer]:
+        """One transfer for each object of the pages of `parts`, with the keys of the store; each
+        pool's first object has its name. The anchor's first."""
+        keyed = [
+            PoolTransfer(
+                part.name,
+                part.host_indices,
+                keys=self.keys(part.keys or ()),
+                hit_policy=part.hit_policy,
+            )
+            for part in parts
+        ]
+        return self._objects_of(self.resolve(keyed))
+
+    def share_to_write(self, parts: Sequence[PoolTransfer]) -> float:
+        """How much of `parts` this rank writes, from 0 to 1; the rest is for other ranks.
+
+        Args:
+            parts: As `parts_of_pages` gives them.
+        """
+        if all(shards.num_writers == 1 for shards in self.shards.values()):
+            return 1.0
+        transfers = self.objects(parts)
+        own = [self.to_write(one) for one in transfers]
+        asked, total = (sum(len(one.keys or ()) for one in some) for some in (own, transfers))
+        return asked / max(1, total)
 
     def to_write(self, transfer: PoolTransfer) -> PoolTransfer:
         """The part of a transfer that this rank writes. Of the ranks that hold the same bytes

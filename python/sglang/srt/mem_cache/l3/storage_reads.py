@@ -5,13 +5,12 @@ from __future__ import annotations
 import logging
 import queue
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Final, TypeAlias
 
 from sglang.srt.mem_cache.l3.fetch_worth import FetchWorth
-from sglang.srt.mem_cache.l3.guarded_store import GuardedStore
+from sglang.srt.mem_cache.l3.guarded_store import PAGES_PER_CALL, GuardedStore
 from sglang.srt.mem_cache.l3.pool_parts import parts_of_pages, usable_pages
-from sglang.srt.mem_cache.l3.storage_groups import prompts_per_question
 from sglang.srt.mem_cache.l3.storage_operation import CheckOperation, PrefetchOperation
 from sglang.srt.mem_cache.storage.types import CacheOutcome
 from sglang.srt.mem_cache.tree.hicache_metrics import HiCacheMetrics
@@ -24,6 +23,11 @@ _CHECK_PAUSE_S: Final = 30.0
 _LONGEST_CHECK_PAUSE_S: Final = 600.0
 """Pauses between two checks that L3 still has its pages. The pause doubles after a check that found
 a page missing, up to the longest, so that a store that is too small is not filled over and over."""
+_STUCK_SHARE: Final = 8
+"""A get is given at most one in this many pages of L2, since it keeps them while it hangs."""
+_PROMPTS_PER_QUESTION: Final = 16
+_PAGES_PER_QUESTION: Final = 1024
+"""All prompts of a question together; a single prompt may have more."""
 
 Prefetches: TypeAlias = Sequence[PrefetchOperation] | CheckOperation
 
@@ -189,3 +193,24 @@ class StorageReads:
             "again, and written where it is missing", there, len(hashes),
         )  # fmt: skip
         return CacheOutcome.MISS
+
+
+def pages_per_read(host_pages: int) -> int:
+    """Pages of one get where L2 has `host_pages` pages."""
+    return max(1, min(PAGES_PER_CALL, host_pages // _STUCK_SHARE))
+
+
+def prompts_per_question(
+    operations: Sequence[PrefetchOperation],
+) -> Iterator[list[PrefetchOperation]]:
+    """Prompts in groups, in their order; one call asks the store about a group."""
+    group: list[PrefetchOperation] = []
+    pages = 0
+    for operation in operations:
+        pages_then = pages + len(operation.hashes)
+        if group and (len(group) == _PROMPTS_PER_QUESTION or pages_then > _PAGES_PER_QUESTION):
+            yield group
+            group, pages = [], 0
+        group.append(operation)
+        pages += len(operation.hashes)
+    yield group

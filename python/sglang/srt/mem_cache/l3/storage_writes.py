@@ -9,13 +9,8 @@ from collections.abc import Iterator, Sequence
 from typing import Final
 
 from sglang.srt.mem_cache.device.pool_transfer import PoolTransfer, join_transfers
-from sglang.srt.mem_cache.l3.guarded_store import GuardedStore
+from sglang.srt.mem_cache.l3.guarded_store import PAGES_PER_CALL, GuardedStore
 from sglang.srt.mem_cache.l3.pool_parts import parts_of_pages
-from sglang.srt.mem_cache.l3.storage_groups import (
-    PAGES_PER_CALL,
-    lacks_predecessor,
-    next_group,
-)
 from sglang.srt.mem_cache.l3.storage_operation import StorageOperation
 from sglang.srt.mem_cache.storage.types import CacheOutcome
 from sglang.srt.mem_cache.tree.hicache_metrics import HiCacheMetrics
@@ -89,7 +84,7 @@ class StorageWrites:
         settled = sum(end <= landed for end in ends)
         if settled:
             pages = sum(len(operation.hashes) for operation in group[:settled])
-            sent = pages * self._store.share_to_write(parts)
+            sent = pages * self._store.pools.share_to_write(parts)
             self._report(pages, sent, [CacheOutcome.LANDED] * settled, time.monotonic() - started)
         for operation in group[:settled]:
             operation.finish(CacheOutcome.LANDED)
@@ -98,7 +93,7 @@ class StorageWrites:
     def _write_alone(self, operation: StorageOperation) -> None:
         started = time.monotonic()
         landed, outcome = 0, CacheOutcome.FAILED
-        share = self._store.share_to_write(_parts_of(operation))
+        share = self._store.pools.share_to_write(_parts_of(operation))
         with self._store.reporting_failures("write"):
             landed, outcome = self._write(operation, share)
         self._report(landed, landed * share, [outcome], time.monotonic() - started)
@@ -165,3 +160,25 @@ class StorageWrites:
 def _parts_of(operation: StorageOperation) -> list[PoolTransfer]:
     """All pages of an operation, in all pools."""
     return parts_of_pages(operation.transfers, operation.hashes, 0, len(operation.hashes))
+
+
+def next_group(queued: Sequence[StorageOperation]) -> list[StorageOperation]:
+    """The first writes of `queued` that can go in one call; at least one.
+
+    A write joins where the pages before its own are in the store, or are written before it in
+    the same call.
+    """
+    group: list[StorageOperation] = []
+    pages = 0
+    for operation in queued:
+        pages += len(operation.hashes)
+        may_join = operation.after in group or not lacks_predecessor(operation)
+        if pages > PAGES_PER_CALL or not may_join:
+            break
+        group.append(operation)
+    return group or list(queued[:1])
+
+
+def lacks_predecessor(operation: StorageOperation) -> bool:
+    """Whether the pages before these are not in the store, so that no reader could use these."""
+    return operation.after is not None and operation.after.outcome is not CacheOutcome.LANDED

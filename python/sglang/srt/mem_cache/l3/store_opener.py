@@ -19,7 +19,7 @@ from sglang.srt.mem_cache.host.host_pool_group import HostPoolGroup
 from sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller import HybridTransfers
 from sglang.srt.mem_cache.l3.attached_store import AttachedStore
 from sglang.srt.mem_cache.l3.pool_parts import StoredPools
-from sglang.srt.mem_cache.l3.storage_groups import pages_per_read
+from sglang.srt.mem_cache.l3.storage_reads import pages_per_read
 from sglang.srt.mem_cache.l3.storage_settings import OnUnreachable, StorageSettings
 from sglang.srt.mem_cache.storage.backend_factory import StorageBackendFactory
 from sglang.srt.mem_cache.storage.base import HiCacheStorage
@@ -108,12 +108,13 @@ class StoreOpener:
             backend=backend,
             config=config,
             settings=settings,
-            namespace=self.namespace(),
             page_size=self._page_size,
             page_bytes=group.page_bytes,
             pages_per_read=pages_per_read(group.anchor.page_num),
             metrics=self._metrics,
-            pools=StoredPools(group.extra_queries, HybridTransfers(group).resolve, shards),
+            pools=StoredPools(
+                self.namespace(), group.extra_queries, HybridTransfers(group).resolve, shards
+            ),
         )
 
     def namespace(self) -> str:

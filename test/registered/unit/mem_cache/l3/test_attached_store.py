@@ -7,6 +7,7 @@ import threading
 import pytest
 
 from sglang.srt.mem_cache.l3.attached_store import AttachedStore
+from sglang.srt.mem_cache.l3.pool_parts import StoredPools
 from sglang.srt.mem_cache.l3.storage_settings import StorageSettings
 from sglang.srt.mem_cache.storage.types import StorageUnavailable
 from sglang.srt.mem_cache.tree.hicache_metrics import HiCacheMetrics
@@ -41,7 +42,7 @@ def test_without_a_thread_for_l3_its_client_is_closed(
             backend="closing",
             config={},
             settings=StorageSettings(),
-            namespace="n",
+            pools=StoredPools("n"),
             page_size=1,
             page_bytes=8,
             pages_per_read=4,

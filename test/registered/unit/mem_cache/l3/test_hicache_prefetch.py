@@ -6,9 +6,10 @@ import pytest
 import torch
 
 from sglang.srt.mem_cache.hicache_storage import CacheOutcome
+from sglang.srt.mem_cache.l3.guarded_store import PAGES_PER_CALL
 from sglang.srt.mem_cache.l3.hicache_prefetch import PrefetchBoard
-from sglang.srt.mem_cache.l3.storage_groups import PAGES_PER_CALL, pages_per_read
 from sglang.srt.mem_cache.l3.storage_operation import PrefetchOperation
+from sglang.srt.mem_cache.l3.storage_reads import pages_per_read
 from sglang.srt.mem_cache.tree.ballot import PrefetchProgress, Progress, from_vector, to_vector
 from sglang.srt.mem_cache.tree.radix_key import PageHash, RadixKey
 from sglang.test.ci.ci_register import register_cpu_ci

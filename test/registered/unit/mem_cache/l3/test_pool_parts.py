@@ -112,6 +112,7 @@ def cut_in_two(pool: str, **args: int) -> PoolShards:
 
 def test_a_pool_whose_heads_are_cut_is_several_pools_to_a_backend() -> None:
     stored = StoredPools(
+        "ns",
         queries=[PoolTransfer(PoolName.INDEXER), states(0)],
         shards={"kv": cut_in_two("kv"), "mamba": cut_in_two("mamba")},
     )
@@ -124,23 +125,29 @@ def test_a_pool_whose_heads_are_cut_is_several_pools_to_a_backend() -> None:
         ("mamba/h1-1.2", trailing),
     ]
     moved = shown(stored.objects(parts_of_pages([KV, states(1, ["c"])], HASHES, 2, 4)))
-    assert moved["kv"] == moved["kv/h1-1.2"] == ([4, 5, 6, 7], ["c", "d"])
-    assert moved["mamba"] == moved["mamba/h1-1.2"] == ([50], ["c"])
+    assert moved["kv"] == moved["kv/h1-1.2"] == ([4, 5, 6, 7], ["ns/c", "ns/d"])
+    assert moved["mamba"] == moved["mamba/h1-1.2"] == ([50], ["ns/c"])
 
 
 def test_without_shards_pages_are_as_they_come() -> None:
-    stored = StoredPools()
+    stored = StoredPools("ns")
     parts = parts_of_pages([KV, INDEXER], HASHES, 0, 5)
-    assert stored.objects(parts) == parts and stored.questions() == []
-    assert [stored.to_write(part) for part in parts] == parts
+    objects = stored.objects(parts)
+    assert [one.host_indices for one in objects] == [part.host_indices for part in parts]
+    assert [one.keys for one in objects] == [[f"ns/{page}" for page in HASHES]] * 2
+    assert stored.questions() == []
+    assert [stored.to_write(one) for one in objects] == objects
+    assert stored.share_to_write(parts) == 1.0
 
 
 def test_ranks_with_equal_bytes_divide_the_keys_of_each_object_among_them() -> None:
-    names = [f"ns/{page:064x}" for page in range(100)]
+    hashes = [f"{page:064x}" for page in range(100)]
+    names = [f"ns/{page}" for page in hashes]
     ranks = [
-        StoredPools(shards={"kv": cut_in_two("kv", num_writers=2, writer=rank)}) for rank in (0, 1)
+        StoredPools("ns", shards={"kv": cut_in_two("kv", num_writers=2, writer=rank)})
+        for rank in (0, 1)
     ]
-    transfer = PoolTransfer("kv", torch.arange(200), keys=names)
+    transfer = PoolTransfer("kv", torch.arange(200), keys=hashes)
     by_object = []
     for whole in ranks[0].objects([transfer]):
         first, second = (rank.to_write(whole) for rank in ranks)
@@ -151,6 +158,8 @@ def test_ranks_with_equal_bytes_divide_the_keys_of_each_object_among_them() -> N
             assert part.host_indices.view(-1, 2)[:, 0].tolist() == [2 * page for page in pages]
         by_object.append(first.keys)
     assert by_object[0] != by_object[1], "each object has a hash of its own"
+    shares = [rank.share_to_write([transfer]) for rank in ranks]
+    assert sum(shares) == 1.0 and all(shares)
 
 
 if __name__ == "__main__":

@@ -48,12 +48,11 @@ class Bench:
             backend="file",
             config={},
             settings=StorageSettings(prefetch_threshold=PAGE),
-            namespace="ns",
             page_size=PAGE,
             page_bytes=group.page_bytes,
             pages_per_read=2,
             metrics=HiCacheMetrics(None),
-            pools=StoredPools(group.extra_queries, HybridTransfers(group).resolve),
+            pools=StoredPools("ns", group.extra_queries, HybridTransfers(group).resolve),
         )
         self.slots = self.pools.group.anchor.alloc(PAGES * PAGE)
         self.state_slots = self.pools.state_host.alloc(2)

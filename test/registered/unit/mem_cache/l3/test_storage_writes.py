@@ -13,11 +13,13 @@ from sglang.srt.mem_cache.hicache_storage import (
 )
 from sglang.srt.mem_cache.l3 import storage_writes
 from sglang.srt.mem_cache.l3.attached_store import AttachedStore
-from sglang.srt.mem_cache.l3.storage_groups import PAGES_PER_CALL, next_group
+from sglang.srt.mem_cache.l3.guarded_store import PAGES_PER_CALL
+from sglang.srt.mem_cache.l3.pool_parts import StoredPools
 from sglang.srt.mem_cache.l3.storage_operation import (
     StorageOperation,
 )
 from sglang.srt.mem_cache.l3.storage_settings import StorageSettings
+from sglang.srt.mem_cache.l3.storage_writes import next_group
 from sglang.srt.mem_cache.tree.hicache_metrics import HiCacheMetrics
 from sglang.srt.mem_cache.tree.radix_key import PageHash, RadixKey
 from sglang.srt.mem_cache.tree.tree_node import TreeNode
@@ -101,7 +103,8 @@ def recording(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[RecordingStore,
     io = AttachedStore(
         lambda: store,
         backend="recording", config={}, settings=StorageSettings(prefetch_threshold=1),
-        namespace="ns", page_size=1, page_bytes=64, pages_per_read=64, metrics=HiCacheMetrics(None),
+        page_size=1, page_bytes=64, pages_per_read=64, metrics=HiCacheMetrics(None),
+        pools=StoredPools("ns"),
     )  # fmt: skip
     yield store, io
     assert io.close()
