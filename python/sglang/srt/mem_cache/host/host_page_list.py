@@ -23,7 +23,7 @@ class HostPageList:
         self.clear()
 
     def clear(self) -> None:
-        """Every page is free again; the lowest are handed out first."""
+        """Free every page; the lowest are handed out first. Their bytes stay as they are."""
         self._stack = np.arange(self.page_num - 1, -1, -1, dtype=np.int64)
         self._owned = np.zeros(self.page_num, dtype=np.bool_)
         self._num_free = self.page_num
@@ -32,17 +32,17 @@ class HostPageList:
         """Free tokens."""
         return self._num_free * self.page_size
 
-    def alloc(self, need_tokens: int) -> torch.Tensor | None:
-        """int64 `[need_tokens]` on CPU: slots of whole pages, ascending inside each page.
+    def alloc(self, need_size: int) -> torch.Tensor | None:
+        """int64 `[need_size]` on CPU: slots of whole pages, ascending inside each page.
 
         None if too few are free. Raises ValueError for a part of a page.
         """
-        if need_tokens < 0 or need_tokens % self.page_size:
+        if need_size < 0 or need_size % self.page_size:
             raise ValueError(
-                f"host pages are allocated whole: need_tokens={need_tokens} is no multiple of "
+                f"host pages are allocated whole: need_tokens={need_size} is no multiple of "
                 f"page_size={self.page_size}"
             )
-        count = need_tokens // self.page_size
+        count = need_size // self.page_size
         if count > self._num_free:
             return None
         first = self._num_free - count

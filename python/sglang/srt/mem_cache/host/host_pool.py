@@ -36,8 +36,8 @@ from sglang.srt.mem_cache.host.page_copier import PageLoad
 PoolT = TypeVar("PoolT", bound=BaseDevicePool)
 
 
-class HostKVCache(ABC, Generic[PoolT]):
-    """A pool of pages in host memory that mirrors one device pool.
+class HostKVCache(HostPageList, ABC, Generic[PoolT]):
+    """A pool of pages in host memory that mirrors one device pool, and their free list.
 
     Args:
         device_pool: The pool that pages are copied from and to.
@@ -50,6 +50,10 @@ class HostKVCache(ABC, Generic[PoolT]):
         allocator_type: `default`, or `mooncake` for memory from Mooncake's own allocator.
         page_num: Pages; wins over ratio and size. A pool that shares the slots of another has as
             many as that.
+
+    Attributes:
+        is_zero_copy: Whether L3 moves pages in place; otherwise through `gather_pages` and
+            `scatter_pages`.
 
     Raises:
         ValueError: The layout or allocator is unknown, this kind of state has no such layout, or
@@ -75,6 +79,7 @@ class HostKVCache(ABC, Generic[PoolT]):
         self.device_pool = device_pool
         self.page_size = page_size
         self.layout = parse_layout(layout).value
+        self.is_zero_copy = is_zero_copy(self.layout)
         check_layout_of_kind(self.layout, self.LAYOUTS, type(self).__name__)
         self.device = device
         runtime = device_runtime(device_pool.device)
@@ -98,7 +103,7 @@ class HostKVCache(ABC, Generic[PoolT]):
             "lower --hicache-size or --hicache-ratio",
         )
         self.kv_buffer = self.init_kv_buffer()
-        self._pages = HostPageList(self.page_num, page_size)
+        HostPageList.__init__(self, self.page_num, page_size)
 
     def _size_in_pages(self, ratio: float, size_gb: float) -> int:
         wanted = size_gb * GB or ratio * self.device_pool.size * self.size_per_token
@@ -212,11 +217,6 @@ class HostKVCache(ABC, Generic[PoolT]):
 
     # -- bytes, for L3 -----------------------------------------------------------------------------
 
-    @property
-    def is_zero_copy(self) -> bool:
-        """Whether L3 moves pages in place; otherwise through `gather_pages`/`scatter_pages`."""
-        return is_zero_copy(self.layout)
-
     def get_hybrid_pool_buffer(self) -> list[torch.Tensor]:
         """The contiguous tensors to register with a transport."""
         return self.kv_buffer
@@ -290,32 +290,6 @@ class HostKVCache(ABC, Generic[PoolT]):
     @abstractmethod
     def _page_shape(self) -> tuple[int, ...]:
         """Shape of an unflattened page."""
-
-    # -- slots -------------------------------------------------------------------------------------
-
-    def alloc(self, need_size: int) -> torch.Tensor | None:
-        """Allocate slots of whole pages, int64 `[need_size]`; None if too few are free."""
-        return self._pages.alloc(need_size)
-
-    def free(self, indices: torch.Tensor) -> int:
-        """Take whole pages back; tokens freed. AssertionError names pages freed twice."""
-        return self._pages.free(indices)
-
-    def available_size(self) -> int:
-        """Free tokens."""
-        return self._pages.available_size()
-
-    def free_page_ids(self) -> torch.Tensor:
-        """int64 `[n]`: every free page, by number. For the self check."""
-        return self._pages.free_page_ids()
-
-    def clear(self) -> None:
-        """Free every page. Their bytes stay as they are."""
-        self._pages.clear()
-
-    def check_integrity(self) -> None:
-        """Assert the free list's invariants."""
-        self._pages.check_integrity()
 
 
 AnyHostPool: TypeAlias = HostKVCache[Any]
