@@ -126,7 +126,6 @@ class HiRadixCache(RadixCache):
         store = self.store = StoreConnection(
             opener, server_args.hicache_storage_prefetch_policy, metrics
         )
-        self.administration = StorageAdministration(self, store, self._group)
         host_states = self.host_states = _make_host_states(tree, controller)
         host = self.host_pages = HostPages(tree, self.host_pool, metrics, host_states)
         self.storage_prefetch = StoragePrefetch(tree, host, store, metrics)
@@ -138,6 +137,9 @@ class HiRadixCache(RadixCache):
             write_policy=server_args.hicache_write_policy,
             metrics=metrics,
             below=[self.storage_backup],
+        )
+        self.administration = StorageAdministration(
+            store, self.host_backup, self.is_busy, self._group
         )
         eviction = EvictionToHost(tree, host, controller, self.host_backup, metrics)
         self.host_load = HostLoad(tree, host, controller, eviction=eviction, metrics=metrics)
@@ -233,15 +235,6 @@ class HiRadixCache(RadixCache):
         self.cache_controller.start_writing()
 
     # ---- L2 --------------------------------------------------------------------------------
-
-    @property
-    def write_policy(self) -> str:
-        """Policy that decides when pages are copied to L2: one of `WRITE_POLICIES`."""
-        return self.host_backup.write_policy
-
-    @write_policy.setter
-    def write_policy(self, policy: str) -> None:
-        self.host_backup.write_policy = policy
 
     def write_backup(self, node: TreeNode) -> bool:
         """Queue the copy of a node to the host; False if L2 has no room for it."""
@@ -346,7 +339,7 @@ class HiRadixCache(RadixCache):
     def storage_state(self) -> dict[str, Any]:
         """Answer to `GET /hicache/storage-backend`: backend, its configuration without secrets, its
         transport, policies."""
-        return {**self.store.state(), "hicache_write_policy": self.write_policy}
+        return {**self.store.state(), "hicache_write_policy": self.host_backup.write_policy}
 
     @property
     def storage_backend_name(self) -> str | None:

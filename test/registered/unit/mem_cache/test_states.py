@@ -237,7 +237,7 @@ def test_a_host_node_with_any_child_is_no_leaf() -> None:
     rig = two_tiers(l1_pages=32)
     rig.run(range(9))
     rig.settle()
-    rig.hi.write_policy = "write_back"
+    rig.hi.host_backup.write_policy = "write_back"
     rig.run([*range(8), *range(100, 109)])
     rig.settle()
     parent, child = by_depth(rig)[8], by_depth(rig)[16]

@@ -8,6 +8,7 @@ they come from the scheduler's queue and from what the ranks agreed on in this t
 from __future__ import annotations
 
 from collections.abc import Callable
+from enum import StrEnum
 from typing import Final
 
 from sglang.srt.mem_cache.l3.fetch_worth import is_hopeless, overtaken
@@ -18,6 +19,36 @@ from sglang.srt.mem_cache.tree.base_prefix_cache import Workload
 
 _PROBE_EVERY: Final = 32
 """Every 32nd of the reads given up in a row is made after all: stores and networks recover."""
+
+
+class NoRead(StrEnum):
+    """Reason why no pages are read for a prompt. Label values of
+    `sglang:hicache_prefetch_total`."""
+
+    ORPHAN = "orphan"
+    """The pages before it have left the tree, so that read pages could not be published."""
+    TOO_SHORT = "too_short"
+    """Below the threshold."""
+    DUPLICATE = "duplicate"
+    """The request has a read already."""
+    JOINED = "joined"
+    """Reads of other requests bring all its pages."""
+    SAMPLE = "sample"
+    """Another request computes the same prompt."""
+    MISS = "miss"
+    """The store is known to lack it."""
+    UNAVAILABLE = "unavailable"
+    """L3 may not be asked now."""
+    QUEUE_FULL = "queue_full"
+    """Reads in flight hold their whole share of L2, or all slots of the ballot."""
+    SLOWER = "slower_than_computing"
+    """Computing is faster than reading."""
+    NO_HOST_MEMORY = "no_host_memory"
+    """L2 is full of pages in use."""
+
+
+EXPECTED: Final = (NoRead.TOO_SHORT, NoRead.JOINED, NoRead.SAMPLE, NoRead.MISS)
+"""Reasons that are not logged, since they are expected."""
 
 
 class FetchChoice:

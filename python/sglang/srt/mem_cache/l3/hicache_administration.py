@@ -11,11 +11,11 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Final, NamedTuple, Protocol, TypeVar
+from typing import Any, Final, NamedTuple, TypeVar
 
 from sglang.srt.constants import LONGEST_STORAGE_CHANGE_S
 from sglang.srt.distributed.rank_group import RankGroup, gather_texts
-from sglang.srt.mem_cache.l2.host_backup import WRITE_POLICIES
+from sglang.srt.mem_cache.l2.host_backup import WRITE_POLICIES, HostBackup
 from sglang.srt.mem_cache.l3.store_connection import PreparedChange, StoreConnection
 from sglang.srt.mem_cache.storage.types import StorageUnavailable
 from sglang.srt.mem_cache.tree.ballot import Progress, Verdict
@@ -51,14 +51,6 @@ class _Change:
     on_failure: Callable[[], None]
 
 
-class AdministeredCache(Protocol):
-    """The cache whose L3 is changed."""
-
-    write_policy: str
-
-    def is_busy(self) -> dict[str, int]: ...
-
-
 class StorageAdministration(TierFlow):
     """The change under way, and the result of the last one. Scheduler thread only.
 
@@ -66,14 +58,22 @@ class StorageAdministration(TierFlow):
     while a change is under way.
 
     Args:
-        cache: The cache above L3.
         store: The connection to L3.
+        backup: Copies to L2, whose policy changes with L3.
+        is_busy: Tells what is under way in the cache, by kind.
         ranks: All ranks; either all make a change or none.
     """
 
-    def __init__(self, cache: AdministeredCache, store: StoreConnection, ranks: RankGroup) -> None:
-        self._cache = cache
+    def __init__(
+        self,
+        store: StoreConnection,
+        backup: HostBackup,
+        is_busy: Callable[[], dict[str, int]],
+        ranks: RankGroup,
+    ) -> None:
         self._store = store
+        self._backup = backup
+        self._is_busy = is_busy
         self._ranks = ranks
         self._change: _Change | None = None
         self._result: ChangeResult | None = None
@@ -109,7 +109,7 @@ class StorageAdministration(TierFlow):
             return change
 
         def take_up(change: PreparedChange) -> str:
-            self._cache.write_policy = write_policy or self._cache.write_policy
+            self._backup.write_policy = write_policy or self._backup.write_policy
             return self._store.take_up(change)
 
         work = self._unless_too_many_hang(prepare)
@@ -152,7 +152,7 @@ class StorageAdministration(TierFlow):
         self._begin("clearing", work, say, on_failure=self._store.forget_stored)
 
     def _refuse_while_busy(self) -> None:
-        if busy := self._cache.is_busy():
+        if busy := self._is_busy():
             raise ValueError(f"busy: {busy}")
 
     def _begin(

@@ -12,13 +12,12 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
-from enum import StrEnum
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 import torch
 
-from sglang.srt.mem_cache.l3.fetch_choice import FetchChoice
+from sglang.srt.mem_cache.l3.fetch_choice import EXPECTED, FetchChoice, NoRead
 from sglang.srt.mem_cache.l3.hicache_prefetch import PrefetchBoard, PrefetchPolicy, Read
 from sglang.srt.mem_cache.l3.storage_operation import PrefetchOperation
 from sglang.srt.mem_cache.tree.ballot import Progress
@@ -38,36 +37,6 @@ logger = logging.getLogger(__name__)
 
 _PREFETCH_SHARE: Final = 0.5
 """Share of L2 that reads in flight may hold, so that L2 does not run short."""
-
-
-class NoRead(StrEnum):
-    """Reason why no pages are read for a prompt. Label values of
-    `sglang:hicache_prefetch_total`."""
-
-    ORPHAN = "orphan"
-    """The pages before it have left the tree, so that read pages could not be published."""
-    TOO_SHORT = "too_short"
-    """Below the threshold."""
-    DUPLICATE = "duplicate"
-    """The request has a read already."""
-    JOINED = "joined"
-    """Reads of other requests bring all its pages."""
-    SAMPLE = "sample"
-    """Another request computes the same prompt."""
-    MISS = "miss"
-    """The store is known to lack it."""
-    UNAVAILABLE = "unavailable"
-    """L3 may not be asked now."""
-    QUEUE_FULL = "queue_full"
-    """Reads in flight hold their whole share of L2, or all slots of the ballot."""
-    SLOWER = "slower_than_computing"
-    """Computing is faster than reading."""
-    NO_HOST_MEMORY = "no_host_memory"
-    """L2 is full of pages in use."""
-
-
-_EXPECTED: Final = (NoRead.TOO_SHORT, NoRead.JOINED, NoRead.SAMPLE, NoRead.MISS)
-"""Reasons that are not logged, since they are expected."""
 
 
 class StoragePrefetch(TierFlow):
@@ -171,7 +140,7 @@ class StoragePrefetch(TierFlow):
         )
         if reason is not None:
             self._metrics.prefetch_outcomes.labels(reason.value).inc()
-            if reason not in _EXPECTED:
+            if reason not in EXPECTED:
                 self._say.info(
                     f"no-prefetch-{reason.value}", "no L3 read for a prompt: %s", reason.value
                 )

@@ -176,7 +176,7 @@ def test_an_attachment_that_was_given_up_is_closed_when_it_comes_after_all(rig: 
         False,
         "the attaching of L3 was given up: it has taken 100 s",
     )
-    assert rig.hi.write_policy == "write_through"
+    assert rig.hi.host_backup.write_policy == "write_through"
     assert attach(rig, EXTRA, "file") == (True, "attached file"), "another one need not wait"
     gate.set()
     wait_for(lambda: Erratic.closed)
