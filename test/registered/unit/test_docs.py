@@ -1,6 +1,6 @@
 """The docs name what exists, and the sources cite only pages and rows that the docs have.
 
-In `docs/structures.md` the line of a file starts with its path in backticks, as a list item or a
+In `docs/files.md` the line of a file starts with its path in backticks, as a list item or a
 table row; the path is whole, or relative to the folder in the nearest heading above.
 
 In `docs/faults.md` a heading `### C8: ...` starts a row, and each list item that starts with a path
@@ -22,7 +22,7 @@ from sglang.test.ci.ci_register import register_cpu_ci
 register_cpu_ci(est_time=2, suite="base-a-test-cpu")
 
 REPO: Final = Path(__file__).resolve().parents[3]
-STRUCTURES: Final = REPO / "docs" / "structures.md"
+FILES: Final = REPO / "docs" / "files.md"
 FAULTS: Final = REPO / "docs" / "faults.md"
 BASES: Final = (
     ".",
@@ -175,11 +175,11 @@ def test_what_the_docs_name_exists(page: str) -> None:
 
 
 def test_every_source_file_has_one_line() -> None:
-    listed = listed_files(STRUCTURES.read_text(encoding="utf-8"), REPO)
+    listed = listed_files(FILES.read_text(encoding="utf-8"), REPO)
     wanted = source_files(REPO)
     assert len(wanted) > 100
     problems = [f"{path}: {listed[path]} lines" for path in wanted if listed[path] != 1]
-    assert not problems, "docs/structures.md:\n" + "\n".join(problems)
+    assert not problems, "run scripts/update_files.py:\n" + "\n".join(problems)
 
 
 def test_every_fault_row_lists_tests_that_exist() -> None:

@@ -1,9 +1,7 @@
 #!/usr/bin/env python3
-"""Writes the list of files in docs/structures.md, from the first line of each file.
+"""Writes docs/files.md, a line for each source file, from the first line of each file.
 
-    python scripts/update_structures.py
-
-Replaces everything from the heading `## Files` on; keeps the prose above it.
+Usage: `.venv/bin/python scripts/update_files.py`.
 """
 
 from __future__ import annotations
@@ -12,8 +10,7 @@ import ast
 from pathlib import Path
 
 REPO = Path(__file__).resolve().parents[1]
-PAGE = REPO / "docs" / "structures.md"
-HEADING = "## Files\n"
+PAGE = REPO / "docs" / "files.md"
 
 
 def first_sentence(path: Path) -> str:
@@ -34,24 +31,22 @@ def sources() -> list[Path]:
 
 
 def file_list() -> str:
-    """The generated part of the page."""
-    lines = [HEADING, "Written by `scripts/update_structures.py` from the first line of each file."]
+    """The text of the page."""
+    lines = [
+        "# Files",
+        "",
+        "Written by `scripts/update_files.py` from the first line of each file.",
+    ]
     folder = None
     for path in sources():
         if path.parent != folder:
             folder = path.parent
-            lines += ["", f"### `{folder.relative_to(REPO)}`", ""]
+            lines += ["", f"## `{folder.relative_to(REPO)}`", ""]
         in_package = path.is_relative_to(REPO / "python")
         shown = path.name if in_package else path.relative_to(REPO)
         lines.append(f"- `{shown}`: {first_sentence(path)}")
     return "\n".join(lines) + "\n"
 
 
-def main() -> None:
-    """Replace the list of files in the page."""
-    prose = PAGE.read_text(encoding="utf-8").split(HEADING)[0]
-    PAGE.write_text(prose + file_list(), encoding="utf-8")
-
-
 if __name__ == "__main__":
-    main()
+    PAGE.write_text(file_list(), encoding="utf-8")
