@@ -1,4 +1,5 @@
 """The docs name what exists, and the sources cite only pages and rows that the docs have.
+The index of `benchmark/results` and the folder agree.
 
 In `docs/files.md` the line of a file starts with its path in backticks, as a list item or a
 table row; the path is whole, or relative to the folder in the nearest heading above.
@@ -45,6 +46,10 @@ _PATH: Final = re.compile(r"[\w.-]*(/[\w.-]+)*(/|\.(py|md|sh|toml|ya?ml|json|saf
 _CLASS: Final = re.compile(r"([A-Z]\w*[a-z]\w*)(?:\.(\w+))?(?:\(.*\))?")
 _LINE: Final = re.compile(r"^\s*(?:[-*]|\|)\s*`([^`]+)`")
 _PAGE: Final = re.compile(r"[\w./-]+\.md\b")
+_LINK: Final = re.compile(r"\]\(([^)#\s]+)")
+_INDEXED: Final = re.compile(r"^\|([^|]+)", re.MULTILINE)
+"""The first cell of each row of a table."""
+_RESULT: Final = re.compile(r"[\[`]([\w-]+\.\w+)[\]`]")
 _ROW_HEADING: Final = re.compile(r"^### ([CFP]\d+):")
 _ROW_CITATION: Final = re.compile(r"\b(?:[Rr]ow|[Ff]ault)s? ([CFP]\d+(?:(?:, | and )[CFP]\d+)*)\b")
 _ROW_TEST: Final = re.compile(r"def test_([cfp]\d+)_")
@@ -216,6 +221,26 @@ def test_sources_cite_only_pages_of_this_repository() -> None:
         if (pages := [page for page in _PAGE.findall(text) if not _is_page(page)])
     }
     assert not missing, f"cited, but not there: {missing}"
+
+
+def test_links_lead_to_files() -> None:
+    pages = [REPO / "README.md", REPO / "SECURITY.md", *REPO.glob("docs/**/*.md")]
+    pages += REPO.glob("benchmark/results/*.md")
+    broken = [
+        f"{page.relative_to(REPO)}: {link}"
+        for page in pages
+        for link in _LINK.findall(page.read_text(encoding="utf-8"))
+        if ":" not in link and not (page.parent / link).exists()
+    ]
+    assert not broken, "\n".join(broken)
+
+
+def test_the_index_of_results_lists_each_file_once() -> None:
+    results = REPO / "benchmark" / "results"
+    cells = _INDEXED.findall((results / "README.md").read_text(encoding="utf-8"))
+    listed = Counter(name for cell in cells for name in _RESULT.findall(cell))
+    files = Counter(path.name for path in results.iterdir() if path.name != "README.md")
+    assert listed == files
 
 
 def _is_page(name: str) -> bool:
