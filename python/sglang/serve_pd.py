@@ -37,7 +37,7 @@ from sglang.serve_embedded import (
     run,
     start_in_order,
 )
-from sglang.srt.arg_groups.disaggregation import DECODE, PREFILL, WHOLE
+from sglang.srt.arg_groups.disaggregation import DisaggregationMode
 from sglang.srt.entrypoints.start_checks import check_model
 from sglang.srt.environ import envs
 from sglang.srt.hardware_backend.device_kinds import device_kind
@@ -77,7 +77,7 @@ def plan(args: ServerArgs, argv: Sequence[str], ports: Sequence[int], num_gpus: 
                 f"--{field.replace('_', '-')}: the router here has no keys; start servers and "
                 "router by hand (docs/pd.md)"
             )
-    if args.disaggregation_mode != WHOLE:
+    if args.disaggregation_mode != DisaggregationMode.NULL:
         raise ValueError(
             f"--disaggregation-mode {args.disaggregation_mode}: both kinds of server are started "
             "here; remove the flag"
@@ -87,7 +87,7 @@ def plan(args: ServerArgs, argv: Sequence[str], ports: Sequence[int], num_gpus: 
         *STORAGE_FLAGS,
         *argv,
         *("--host", LOOPBACK, "--port", str(prefill_port)),
-        *("--disaggregation-mode", PREFILL),
+        *("--disaggregation-mode", DisaggregationMode.PREFILL),
         *("--disaggregation-bootstrap-port", str(bootstrap_port)),
     ]
     decode = [
@@ -95,7 +95,7 @@ def plan(args: ServerArgs, argv: Sequence[str], ports: Sequence[int], num_gpus: 
         *("--host", LOOPBACK, "--port", str(decode_port), "--enable-cache-report"),
         # Both have pages of one size; the prefill server's depends on its cache.
         *("--page-size", str(args.page_size)),
-        *("--disaggregation-mode", DECODE),
+        *("--disaggregation-mode", DisaggregationMode.DECODE),
     ]
     has_gpus = args.device == "auto" or device_kind(args.device).has_own_memory
     if has_gpus and num_gpus >= args.base_gpu_id + 2 * args.tp_size:
@@ -146,8 +146,8 @@ def _start_all(
             env=env,
         )
         for name, flags, url in (
-            (PREFILL, parts.prefill, parts.prefill_url),
-            (DECODE, parts.decode, parts.decode_url),
+            (DisaggregationMode.PREFILL, parts.prefill, parts.prefill_url),
+            (DisaggregationMode.DECODE, parts.decode, parts.decode_url),
         )
     ]
     router = Router(

@@ -27,7 +27,7 @@ from sglang.srt.arg_groups.cli import (
     parse_flags,
     raise_errors,
 )
-from sglang.srt.arg_groups.disaggregation import DECODE, MODES, WHOLE, read_secret
+from sglang.srt.arg_groups.disaggregation import DisaggregationMode, TransferBackend, read_secret
 from sglang.srt.arg_groups.extra_config import parse_extra_config, public_text
 from sglang.srt.arg_groups.mistakes import mistakes_of
 from sglang.srt.arg_groups.remote_weights import REMOTE_INSTANCE
@@ -249,12 +249,14 @@ class ServerArgs:
     )
     base_gpu_id: int = flag(0, "GPU of this machine's first rank; the others follow it.")
     disaggregation_mode: str = flag(
-        WHOLE,
+        DisaggregationMode.NULL,
         "Serve whole requests (null), or only their prefill or decode half.",
-        choices=MODES,
+        choices=tuple(DisaggregationMode),
     )
     disaggregation_transfer_backend: str = flag(
-        "mooncake", "What moves keys and values between the halves.", choices=("mooncake",)
+        TransferBackend.MOONCAKE,
+        "What moves keys and values between the servers.",
+        choices=tuple(TransferBackend),
     )
     disaggregation_bootstrap_port: int = flag(
         DEFAULT_BOOTSTRAP_PORT,
@@ -395,7 +397,8 @@ class ServerArgs:
             page_size=page_size,
             enable_prefill_context_parallel=self.attn_cp_size > 1,
             disaggregation_decode_enable_radix_cache=(
-                self.disaggregation_mode == DECODE and not self.disable_radix_cache
+                self.disaggregation_mode == DisaggregationMode.DECODE
+                and not self.disable_radix_cache
             ),
             tokenizer_path=self.tokenizer_path or model_path,
             served_model_name=self.served_model_name or name,

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from sglang.srt.disaggregation.halves import DECODE, PREFILL
+from sglang.srt.arg_groups.disaggregation import DisaggregationMode
 from sglang.srt.managers.messages.io_struct import AbortReq, Bootstrap, TokenizedGenerateReqInput
 from sglang.srt.mem_cache.tree.radix_key import token_array
 from sglang.test.ci.ci_register import register_cpu_ci
@@ -44,21 +44,21 @@ UNHEARD = "the decode server has not been heard of for 2 s"
 numbers = itertools.count(1)
 
 
-def start(mode: str) -> HalfProcess:
+def start(mode: DisaggregationMode) -> HalfProcess:
     """A decode process has slots for all that a test sends."""
-    more = {"pool_tokens": 2048} if mode == DECODE else {}
+    more = {"pool_tokens": 2048} if mode == DisaggregationMode.DECODE else {}
     return HalfProcess(mode, ENV, **{**ARGS, **more})
 
 
 @pytest.fixture
 def prefill() -> Iterator[HalfProcess]:
-    with start(PREFILL) as process:
+    with start(DisaggregationMode.PREFILL) as process:
         yield process
 
 
 @pytest.fixture
 def decode(prefill: HalfProcess) -> Iterator[HalfProcess]:
-    with start(DECODE) as process:
+    with start(DisaggregationMode.DECODE) as process:
         process.set(endpoint=prefill.endpoint)
         yield process
 
@@ -146,7 +146,7 @@ def test_prefill_is_lost(prefill: HalfProcess, decode: HalfProcess, how: signal.
     alone = make("alone")
     decode.send(without_room(alone))
     assert_right(decode, alone)
-    with start(PREFILL) as other:
+    with start(DisaggregationMode.PREFILL) as other:
         decode.set(endpoint=other.endpoint)
         assert_serves(other, decode)
     if how is signal.SIGSTOP:
@@ -174,7 +174,7 @@ def test_decode_is_lost(prefill: HalfProcess, decode: HalfProcess, how: signal.S
         assert prefill.end_of(rid).why == UNHEARD
     facts = prefill.until(lambda facts: not facts.num_holders)
     assert facts.num_waiting == 1, "a decode server may still come for it"
-    with start(DECODE) as other:
+    with start(DisaggregationMode.DECODE) as other:
         other.set(endpoint=prefill.endpoint)
         other.send(never)
         assert_right(other, never)
@@ -201,9 +201,9 @@ def test_a_stuck_prefill_server_costs_its_own_requests_alone() -> None:
         "SGLANG_DISAGGREGATION_HEARTBEAT_INTERVAL": "60",
     }
     with (
-        HalfProcess(PREFILL, env, **ARGS) as stuck,
-        HalfProcess(PREFILL, env, **ARGS) as healthy,
-        HalfProcess(DECODE, env, **ARGS) as decode,
+        HalfProcess(DisaggregationMode.PREFILL, env, **ARGS) as stuck,
+        HalfProcess(DisaggregationMode.PREFILL, env, **ARGS) as healthy,
+        HalfProcess(DisaggregationMode.DECODE, env, **ARGS) as decode,
     ):
         late = [make(f"late {n}", at=stuck) for n in range(20)]
         stuck.send(*late)

@@ -11,8 +11,8 @@ from typing import Any, Final
 import pytest
 import torch
 
+from sglang.srt.arg_groups.disaggregation import DisaggregationMode
 from sglang.srt.disaggregation.common import conversation
-from sglang.srt.disaggregation.halves import DECODE
 from sglang.srt.distributed.device_communicators.mooncake_transfer_engine import (
     MooncakeTransferEngine,
 )
@@ -76,7 +76,7 @@ L3: Final[dict[str, Any]] = {
 }
 """A file store, from which short prompts are read too."""
 OFFLOAD: Final[dict[str, Any]] = {
-    "disaggregation_mode": DECODE,
+    "disaggregation_mode": DisaggregationMode.DECODE,
     "disaggregation_decode_enable_offload_kvcache": True,
     "hicache_storage_backend": "file",
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from enum import StrEnum
 from typing import TYPE_CHECKING, Final
 
 from sglang.srt.arg_groups.api_keys import resolve_key
@@ -15,11 +16,21 @@ from sglang.srt.utils.network import is_loopback
 if TYPE_CHECKING:
     from sglang.srt.server_args import ServerArgs
 
-WHOLE: Final = "null"
-PREFILL: Final = "prefill"
-DECODE: Final = "decode"
-MODES: Final = (WHOLE, PREFILL, DECODE)
-"""The values of `--disaggregation-mode`."""
+
+class DisaggregationMode(StrEnum):
+    """Values of `--disaggregation-mode`: the part of its requests that a server computes."""
+
+    NULL = "null"
+    PREFILL = "prefill"
+    DECODE = "decode"
+
+
+class TransferBackend(StrEnum):
+    """Values of `--disaggregation-transfer-backend`: what moves keys and values."""
+
+    MOONCAKE = "mooncake"
+
+
 OFFLOAD_FLAG: Final = "--disaggregation-decode-enable-offload-kvcache"
 _RADIX: Final = "disaggregation_decode_enable_radix_cache"
 _ALLOW_NO_SECRET: Final = "--disaggregation-allow-no-secret"
@@ -44,7 +55,7 @@ def check_disaggregation(args: ServerArgs) -> Iterator[str]:
     line for each, with the flag and the remedy."""
     mode, port = args.disaggregation_mode, args.disaggregation_bootstrap_port
     where = f"with --disaggregation-mode {mode}"
-    if mode == WHOLE:
+    if mode == DisaggregationMode.NULL:
         for field in (
             "disaggregation_transfer_backend",
             "disaggregation_ib_device",
@@ -52,23 +63,23 @@ def check_disaggregation(args: ServerArgs) -> Iterator[str]:
             "disaggregation_allow_no_secret",
         ):
             yield from refuse_ignored(args, field, where)
-    if mode != PREFILL:
+    if mode != DisaggregationMode.PREFILL:
         yield from refuse_ignored(args, "disaggregation_bootstrap_port", where)
-    if mode != DECODE:
+    if mode != DisaggregationMode.DECODE:
         yield from refuse_ignored(args, "disaggregation_prefill_hosts", where)
         yield from refuse_ignored(args, _RADIX, where)
         yield from refuse_ignored(args, _OFFLOAD, where)
-    if mode == PREFILL and port == args.port:
+    if mode == DisaggregationMode.PREFILL and port == args.port:
         yield (
             f"{BOOTSTRAP_PORT_FLAG} {port} is --port too: requests and decode servers come to "
             "different ports; change one of them"
         )
-    if mode == WHOLE:
+    if mode == DisaggregationMode.NULL:
         return
     yield from _check_secret(args)
-    if mode == DECODE:
+    if mode == DisaggregationMode.DECODE:
         yield from _check_caches_of_decode(args, where)
-    if mode == DECODE and args.attn_cp_size > 1:
+    if mode == DisaggregationMode.DECODE and args.attn_cp_size > 1:
         yield (
             f"{flag_name('attn_cp_size')} {args.attn_cp_size} has no use {where}, which computes "
             "no prompts: use it on the prefill servers"
@@ -107,7 +118,7 @@ def prefill_hosts(args: ServerArgs) -> PrefillHosts | None:
     Raises:
         ValueError: One of them is no host; names the flag.
     """
-    if args.disaggregation_mode != DECODE:
+    if args.disaggregation_mode != DisaggregationMode.DECODE:
         return None
     return PrefillHosts.parse(args.disaggregation_prefill_hosts, args.host)
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Final, Protocol
 import msgspec
 import torch
 
+from sglang.srt.arg_groups.disaggregation import DisaggregationMode
 from sglang.srt.disaggregation.common.bootstrap_client import find
 from sglang.srt.disaggregation.common.bootstrap_route import ROUTE_DECODER, Route
 from sglang.srt.disaggregation.common.conversation import Patience
@@ -53,8 +54,6 @@ logger = logging.getLogger(__name__)
 _FIND_S: Final = 5.0
 """Time limit of one request to a bootstrap server, in seconds."""
 MakeHalf = Callable[["SchedulerState", "Holder"], "Half"]
-PREFILL: Final = "prefill"
-DECODE: Final = "decode"
 _ROUTE_BYTES: Final = 2048
 """Most bytes of a rank's route as JSON."""
 
@@ -79,7 +78,7 @@ class HalfServer:
 
 
 def make_half_server(
-    mode: str,
+    mode: DisaggregationMode,
     host: str,
     pools: Sequence[BaseDevicePool],
     weights_identity: str,
@@ -96,7 +95,7 @@ def make_half_server(
     """Register the pools with the Transfer Engine, and listen. A collective.
 
     Args:
-        mode: `prefill` or `decode`.
+        mode: What the server computes of its requests; not `NULL`.
         host: Address that this server listens on.
         pools: Pools of the model.
         dtype: Dtype in which the model computes.
@@ -125,9 +124,9 @@ def make_half_server(
     metadata = _make_metadata(engine, pools[0].device, ranges)
     packs = link is not None
     staging = Staging(engine, pools[0].device, ranges, unit_bytes if packs else STAGING_BYTES)
-    if prepares_staging and (packs or mode == DECODE):
+    if prepares_staging and (packs or mode == DisaggregationMode.DECODE):
         staging.prepare()
-    if mode == PREFILL:
+    if mode == DisaggregationMode.PREFILL:
         packer = Packer(geometry.page_rows(), staging) if packs else None
         return _prefill(host, geometry, engine, ranks, packer, metadata, secret)
     means = Means(

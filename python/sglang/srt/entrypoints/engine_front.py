@@ -7,7 +7,7 @@ import logging
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
-from sglang.srt.arg_groups.disaggregation import PREFILL, prefill_hosts
+from sglang.srt.arg_groups.disaggregation import DisaggregationMode, prefill_hosts
 from sglang.srt.disaggregation.common.bootstrap_route import Route
 from sglang.srt.disaggregation.common.bootstrap_server import BootstrapServer
 from sglang.srt.disaggregation.control.deployment_secret import DeploymentSecret
@@ -159,7 +159,7 @@ def _start_bootstrap(args: ServerArgs) -> BootstrapServer | None:
     Raises:
         ValueError: The port is in use.
     """
-    if args.disaggregation_mode != PREFILL:
+    if args.disaggregation_mode != DisaggregationMode.PREFILL:
         return None
     secret = DeploymentSecret.of(args.disaggregation_secret)
     return BootstrapServer(args.host, args.disaggregation_bootstrap_port, secret)

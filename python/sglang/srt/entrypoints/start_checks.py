@@ -11,7 +11,7 @@ from importlib.machinery import PathFinder
 from pathlib import Path
 
 from sglang.srt.arg_groups.cli import flag_name
-from sglang.srt.arg_groups.disaggregation import BOOTSTRAP_PORT_FLAG, PREFILL, WHOLE
+from sglang.srt.arg_groups.disaggregation import BOOTSTRAP_PORT_FLAG, DisaggregationMode
 from sglang.srt.arg_groups.foreign_variables import warnings_about_variables
 from sglang.srt.arg_groups.remote_weights import (
     START_SEED,
@@ -142,13 +142,13 @@ def check_disaggregation(args: ServerArgs) -> None:
             SGLANG_MOONCAKE_CUSTOM_MEM_POOL is wrong.
     """
     mode = args.disaggregation_mode
-    if mode == WHOLE:
+    if mode == DisaggregationMode.NULL:
         return
     check_mooncake_custom_mem_pool_enabled()
     envs.SGLANG_MOONCAKE_SEND_AUX_TCP.get()
     devices = args.disaggregation_ib_device or envs.MOONCAKE_DEVICE.get()
     _check_transfer_engine(f"--disaggregation-mode {mode}", devices)
-    if mode == PREFILL:
+    if mode == DisaggregationMode.PREFILL:
         check_port_available(args.host, args.disaggregation_bootstrap_port, BOOTSTRAP_PORT_FLAG)
 
 

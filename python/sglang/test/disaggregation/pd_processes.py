@@ -19,8 +19,8 @@ from typing import Any, Final
 
 import torch
 
+from sglang.srt.arg_groups.disaggregation import DisaggregationMode
 from sglang.srt.constants import BUILTIN_MODEL_DIR
-from sglang.srt.disaggregation.halves import DECODE, PREFILL
 from sglang.srt.distributed.device_communicators.mooncake_transfer_engine import (
     MooncakeTransferEngine,
 )
@@ -76,7 +76,7 @@ class HalfProcess:
     """
 
     def __init__(
-        self, mode: str, env: Mapping[str, str], *, holds: bool = True, **args: Any
+        self, mode: DisaggregationMode, env: Mapping[str, str], *, holds: bool = True, **args: Any
     ) -> None:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["sglang.test.disaggregation.pd_processes"])
@@ -168,7 +168,7 @@ class _Server:
     """The loop of the process. A host that is a `HalfProcess.endpoint` names the prefill server
     itself."""
 
-    def __init__(self, mode: str, holds: bool, args: dict[str, Any]) -> None:
+    def __init__(self, mode: DisaggregationMode, holds: bool, args: dict[str, Any]) -> None:
         torch.set_num_threads(1)
         mark_device_set("cpu")
         self._engine = MooncakeTransferEngine(LOOPBACK)
@@ -247,9 +247,13 @@ class _Server:
 
 
 def _serve(
-    mode: str, env: dict[str, str], holds: bool, args: dict[str, Any], pipe: Connection
+    mode: DisaggregationMode,
+    env: dict[str, str],
+    holds: bool,
+    args: dict[str, Any],
+    pipe: Connection,
 ) -> None:
-    assert mode in (PREFILL, DECODE)
+    assert mode in (DisaggregationMode.PREFILL, DisaggregationMode.DECODE)
     for name, text in env.items():
         field = envs.fields()[name]
         field.set(field.parse(text))

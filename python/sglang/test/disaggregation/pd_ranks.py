@@ -14,9 +14,10 @@ from typing import Any
 
 import torch
 
+from sglang.srt.arg_groups.disaggregation import DisaggregationMode
 from sglang.srt.disaggregation.common.bootstrap_route import Route
 from sglang.srt.disaggregation.common.link_costs import UNIT_BYTES
-from sglang.srt.disaggregation.halves import DECODE, PREFILL, MakeHalf, make_half_server
+from sglang.srt.disaggregation.halves import MakeHalf, make_half_server
 from sglang.srt.distributed.rank_group import RankGroup
 from sglang.srt.managers.messages.io_struct import Bootstrap, ToScheduler
 from sglang.srt.mem_cache.device.base_device_pool import BaseDevicePool
@@ -83,7 +84,14 @@ class PdRanks:
 
     def _prefill_half(self, group: RankGroup, pools: Sequence[BaseDevicePool]) -> MakeHalf:
         server = make_half_server(
-            PREFILL, LOOPBACK, pools, "w", torch.float32, LocalMover(), group=group, **self._packing
+            DisaggregationMode.PREFILL,
+            LOOPBACK,
+            pools,
+            "w",
+            torch.float32,
+            LocalMover(),
+            group=group,
+            **self._packing,
         )
         if group.rank == 0:
             self.routes = server.routes
@@ -92,7 +100,15 @@ class PdRanks:
     def _decode_half(self, group: RankGroup, pools: Sequence[BaseDevicePool]) -> MakeHalf:
         mover = self.movers[group.rank]
         return make_half_server(
-            DECODE, LOOPBACK, pools, "w", torch.float32, mover, self._find, group, **self._packing
+            DisaggregationMode.DECODE,
+            LOOPBACK,
+            pools,
+            "w",
+            torch.float32,
+            mover,
+            self._find,
+            group,
+            **self._packing,
         ).make
 
     def _find(self, host: str, port: int, rank: int) -> Route:

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from sglang.srt.disaggregation.halves import DECODE, PREFILL
+from sglang.srt.arg_groups.disaggregation import DisaggregationMode
 from sglang.srt.managers.messages.io_struct import (
     Bootstrap,
     FlushCacheReqInput,
@@ -67,9 +67,9 @@ def run_restarts(times: int) -> Outcome:
     outcome = Outcome()
     with MooncakeCluster(segment_size="64mb") as cluster:
         env = {**_ENV, **cluster.engine_env()}
-        with HalfProcess(DECODE, env, **_ARGS) as decode:
+        with HalfProcess(DisaggregationMode.DECODE, env, **_ARGS) as decode:
             for number in range(times):
-                with HalfProcess(PREFILL, env, **_ARGS) as prefill:
+                with HalfProcess(DisaggregationMode.PREFILL, env, **_ARGS) as prefill:
                     _live(prefill, decode, number, outcome)
             decode.until(lambda facts: facts.is_idle and not facts.num_reads)
             decode.check()

@@ -17,11 +17,12 @@ from typing import Any, ClassVar, Protocol
 import msgspec
 import torch
 
+from sglang.srt.arg_groups.disaggregation import DisaggregationMode
 from sglang.srt.disaggregation.common.bootstrap_client import BootstrapError
 from sglang.srt.disaggregation.common.bootstrap_route import Route
 from sglang.srt.disaggregation.common.link_costs import UNIT_BYTES, LinkCosts
 from sglang.srt.disaggregation.common.whole_prompt import FindRank
-from sglang.srt.disaggregation.halves import DECODE, PREFILL, Engine, MakeHalf, make_half_server
+from sglang.srt.disaggregation.halves import Engine, MakeHalf, make_half_server
 from sglang.srt.distributed.device_communicators.mooncake_transfer_engine import (
     MooncakeTransferEngine,
 )
@@ -209,7 +210,7 @@ class HalfRig(SchedulerRig):
     def __init__(
         self,
         model_path: Path,
-        mode: str,
+        mode: DisaggregationMode,
         engine: RigEngine,
         find_rank: FindRank,
         *,
@@ -286,8 +287,16 @@ class PdRig:
         """Another prefill scheduler that the decode scheduler finds in place of its own one."""
         self.endpoint: str | None = None
         """Endpoint at which the decode scheduler finds the prefill scheduler; None: its own one."""
-        self.prefill = kind(model_path, PREFILL, engine, self._find, **{**args, **(prefill or {})})
-        self.decode = kind(model_path, DECODE, engine, self._find, **{**args, **(decode or {})})
+        self.prefill = kind(
+            model_path,
+            DisaggregationMode.PREFILL,
+            engine,
+            self._find,
+            **{**args, **(prefill or {})},
+        )
+        self.decode = kind(
+            model_path, DisaggregationMode.DECODE, engine, self._find, **{**args, **(decode or {})}
+        )
         self.strangers: dict[str, Route | None] = {}
         """Other prefill servers that requests may name, by host; None: it is not found."""
         self._rooms = itertools.count(1)
@@ -370,7 +379,7 @@ class PdRig:
             f"{name}: waiting {[req.rid for req in queues.waiting]}, "
             f"holding {[req.rid for req in queues.holders()]}"
             for name, queues in (
-                (PREFILL, self.prefill.scheduler.state.queues),
-                (DECODE, self.decode.scheduler.state.queues),
+                (DisaggregationMode.PREFILL, self.prefill.scheduler.state.queues),
+                (DisaggregationMode.DECODE, self.decode.scheduler.state.queues),
             )
         )

@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Final
 
-from sglang.srt.disaggregation.halves import DECODE, PREFILL
+from sglang.srt.arg_groups.disaggregation import DisaggregationMode
 from sglang.srt.managers.messages.io_struct import (
     CLIENT_ABORT_STATUS,
     AbortReq,
@@ -53,7 +53,7 @@ ARGS: Final[dict[str, Any]] = {
     "max_requests": 16,
     "chunked_prefill_size": 32,
 }
-_MODES: Final = (PREFILL, DECODE)
+_MODES: Final = (DisaggregationMode.PREFILL, DisaggregationMode.DECODE)
 _NUM_EACH: Final = 2
 _MAX_PENDING: Final = 24
 _ROUND_S: Final = 15.0
@@ -81,7 +81,7 @@ class _Pending:
 
     message: TokenizedGenerateReqInput
     sent: float
-    to_come: dict[str, HalfProcess]
+    to_come: dict[DisaggregationMode, HalfProcess]
     """Processes, by mode, that have not reported the request's end yet."""
     was_aborted: bool = False
 
@@ -140,7 +140,7 @@ class PdSoak:
                 process.kill()
 
     @staticmethod
-    def _start(mode: str) -> HalfProcess:
+    def _start(mode: DisaggregationMode) -> HalfProcess:
         return HalfProcess(mode, ENV, holds=False, **ARGS)
 
     def run(self, seconds: float) -> Outcome:
@@ -172,7 +172,7 @@ class PdSoak:
 
     # ---- requests ------------------------------------------------------------------------------
 
-    def _running(self, mode: str) -> list[HalfProcess]:
+    def _running(self, mode: DisaggregationMode) -> list[HalfProcess]:
         return [one for one in self._processes[mode] if one not in self._stopped]
 
     def _arrive(self) -> None:
@@ -191,7 +191,7 @@ class PdSoak:
             input_ids=token_array(ids),
             sampling_params=greedy(rng.randint(1, 40)),
             seed=7,  # The cached tokens depend on it.
-            bootstrap=Bootstrap(sides[PREFILL].endpoint, NEVER_ASKED, number),
+            bootstrap=Bootstrap(sides[DisaggregationMode.PREFILL].endpoint, NEVER_ASKED, number),
         )
         if rng.random() < 0.03:
             del sides[rng.choice(_MODES)]
@@ -228,14 +228,14 @@ class PdSoak:
                 self.outcome.hung.append(f"{rid} at {[*pending.to_come]}")
                 del self._pending[rid]
 
-    def _on_end(self, rid: str, mode: str, ended: Ended) -> None:
+    def _on_end(self, rid: str, mode: DisaggregationMode, ended: Ended) -> None:
         pending = self._pending.get(rid)
         if pending is None:
             return  # It hung.
         del pending.to_come[mode]
         self._forget(rid)
         counts, reason = self.outcome.counts, ended.reason
-        words = pending.words if mode == DECODE else pending.words[:1]
+        words = pending.words if mode == DisaggregationMode.DECODE else pending.words[:1]
         if reason.type != "abort":
             self.outcome.slowest = max(self.outcome.slowest, time.monotonic() - pending.sent)
             if ended.output_ids == words:
@@ -271,7 +271,7 @@ class PdSoak:
             self._stopped[victim] = time.monotonic() + rng.uniform(0.1, 2 * SILENT_S)
             self.outcome.counts[f"{mode}: stopped"] += 1
 
-    def _replace(self, mode: str, victim: HalfProcess) -> None:
+    def _replace(self, mode: DisaggregationMode, victim: HalfProcess) -> None:
         victim.kill()
         for rid, pending in list(self._pending.items()):
             if pending.to_come.get(mode) is victim:

@@ -17,7 +17,7 @@ import zmq
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from sglang.srt.arg_groups.disaggregation import WHOLE, prefill_hosts
+from sglang.srt.arg_groups.disaggregation import DisaggregationMode, prefill_hosts
 from sglang.srt.arg_groups.prefill_hosts import PrefillHosts
 from sglang.srt.entrypoints.engine_front import EngineFront
 from sglang.srt.entrypoints.engine_processes import EngineProcesses
@@ -230,7 +230,7 @@ class FakeEngine:
     def manager(
         self,
         metrics: ServerMetrics | None = None,
-        disaggregation_mode: str = WHOLE,
+        disaggregation_mode: str = DisaggregationMode.NULL,
         max_queued_requests: int = 4096,
         hosts: PrefillHosts | None = None,
     ) -> TokenizerManager:

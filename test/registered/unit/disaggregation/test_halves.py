@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from sglang.srt.arg_groups.disaggregation import DisaggregationMode
 from sglang.srt.constants import BUILTIN_MODEL_DIR
 from sglang.srt.disaggregation.common import conversation
 from sglang.srt.disaggregation.common.geometry import PoolGeometry
@@ -311,7 +312,7 @@ def test_a_host_that_is_not_this_machines_is_refused(mover: LocalMover) -> None:
     why = r"--host 192\.0\.2\.1: for decode servers: cannot listen"
     with make_pair(mover) as pair, pytest.raises(ValueError, match=why):
         make_half_server(
-            "prefill",
+            DisaggregationMode.PREFILL,
             "192.0.2.1",
             pair.prefill.pools,
             "w",
@@ -346,7 +347,13 @@ def test_memory_that_is_registered_with_weights_is_not_registered_again() -> Non
     first = next(iter(whole.items()))
     engine = Registering(dict([first]))
     make_half_server(
-        "decode", LOOPBACK, [pool], "w", torch.float32, engine, lambda *_: one_rank("")
+        DisaggregationMode.DECODE,
+        LOOPBACK,
+        [pool],
+        "w",
+        torch.float32,
+        engine,
+        lambda *_: one_rank(""),
     )
     assert len(whole) > 1 and engine.known == whole
 
@@ -367,7 +374,13 @@ def test_bounds_are_positive(
     monkeypatch.setenv(f"SGLANG_DISAGGREGATION_{name}", "0")
     with pytest.raises(ValueError, match=f"SGLANG_DISAGGREGATION_{name}=0: it must be at least 1"):
         make_half_server(
-            mode, LOOPBACK, [Place(0).pool], "w", torch.float32, mover, lambda *_: one_rank("")
+            DisaggregationMode(mode),
+            LOOPBACK,
+            [Place(0).pool],
+            "w",
+            torch.float32,
+            mover,
+            lambda *_: one_rank(""),
         )
 
 

@@ -9,12 +9,13 @@ from typing import Any
 import pytest
 import torch
 
+from sglang.srt.arg_groups.disaggregation import DisaggregationMode
 from sglang.srt.constants import BUILTIN_MODEL_DIR
 from sglang.srt.disaggregation import halves
 from sglang.srt.disaggregation.common.metadata_row import ROW_BYTES
 from sglang.srt.disaggregation.common.protocol import FirstToken
 from sglang.srt.disaggregation.decode import DecodeHalf
-from sglang.srt.disaggregation.halves import DECODE, PREFILL, make_half_server
+from sglang.srt.disaggregation.halves import make_half_server
 from sglang.srt.disaggregation.prefill import PrefillHalf
 from sglang.srt.disaggregation.utils import NUM_ROWS, host_identity
 from sglang.srt.distributed.device_communicators.transfer_types import (
@@ -140,13 +141,13 @@ def test_words_that_do_not_fit_a_row_are_told(monkeypatch: pytest.MonkeyPatch) -
         assert free_rows(pair) == [NUM_ROWS] * 2
 
 
-@pytest.mark.parametrize("side", [PREFILL, DECODE])
+@pytest.mark.parametrize("side", [DisaggregationMode.PREFILL, DisaggregationMode.DECODE])
 def test_a_pair_of_which_one_server_has_rows(
     side: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Settings differ: all is told. The server that wanted it otherwise says so."""
     make = halves._make_metadata
-    sides = iter((PREFILL, DECODE))
+    sides = iter((DisaggregationMode.PREFILL, DisaggregationMode.DECODE))
     monkeypatch.setattr(
         halves, "_make_metadata", lambda *args: make(*args) if next(sides) == side else None
     )
@@ -154,7 +155,7 @@ def test_a_pair_of_which_one_server_has_rows(
         run_all(pair, "told")
         told, moved = metadata_bytes(pair)
     assert told > 0 and moved == 0
-    assert caplog.text.count("it offers no rows") == (side == DECODE)
+    assert caplog.text.count("it offers no rows") == (side == DisaggregationMode.DECODE)
 
 
 # ---- faults ------------------------------------------------------------------------------------
@@ -206,7 +207,7 @@ def test_a_row_that_is_overwritten_fails_its_request_alone(
         assert free_rows(pair) == [NUM_ROWS] * 2
 
 
-@pytest.mark.parametrize("mode", [PREFILL, DECODE])
+@pytest.mark.parametrize("mode", [DisaggregationMode.PREFILL, DisaggregationMode.DECODE])
 def test_memory_that_the_transport_refuses_ends_the_start(
     mode: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -224,7 +225,13 @@ def test_memory_that_the_transport_refuses_ends_the_start(
         RuntimeError, match=r"metadata in memory of cpu: .*set SGLANG_MOONCAKE_SEND_AUX_TCP=1"
     ):
         make_half_server(
-            mode, LOOPBACK, [Place(0).pool], "w", torch.float32, mover, lambda *_: one_rank("")
+            DisaggregationMode(mode),
+            LOOPBACK,
+            [Place(0).pool],
+            "w",
+            torch.float32,
+            mover,
+            lambda *_: one_rank(""),
         )
 
 
@@ -235,7 +242,13 @@ def test_memory_that_is_registered_already(monkeypatch: pytest.MonkeyPatch) -> N
     asked: list[Sequence[int]] = []
     monkeypatch.setattr(mover, "batch_register", lambda ptrs, lengths: asked.append(ptrs))
     make_half_server(
-        DECODE, LOOPBACK, [Place(0).pool], "w", torch.float32, mover, lambda *_: one_rank("")
+        DisaggregationMode.DECODE,
+        LOOPBACK,
+        [Place(0).pool],
+        "w",
+        torch.float32,
+        mover,
+        lambda *_: one_rank(""),
     )
     assert not asked
 

@@ -9,7 +9,7 @@ import re
 from dataclasses import dataclass
 from typing import Final
 
-from sglang.srt.arg_groups.disaggregation import WHOLE
+from sglang.srt.arg_groups.disaggregation import DisaggregationMode
 from sglang.srt.arg_groups.prefill_hosts import PREFILL_HOSTS_FLAG, PrefillHosts
 from sglang.srt.constants import HEALTH_CHECK_RID_PREFIX
 from sglang.srt.managers.messages.io_struct import Bootstrap
@@ -42,7 +42,7 @@ class RequestLimits:
     """Longest prompt that fits the pools and leaves room for one output token."""
     max_queued_requests: int
     """Requests that may wait to be scheduled; those of one body come at once."""
-    disaggregation_mode: str = WHOLE
+    disaggregation_mode: str = DisaggregationMode.NULL
     """Mode of the server: a request needs a room (`prefill`, `decode`) or must have none."""
     prefill_hosts: PrefillHosts | None = None
     """Decode server: the prefill servers that requests may name; None: every one, for tests."""
@@ -138,7 +138,7 @@ def _check_queue(request: GenerateRequest, max_queued_requests: int) -> None:
 def _check_half(request: GenerateRequest, mode: str) -> None:
     """Check that a half of a request has a room, and a whole one none. The server's own probes are
     whole."""
-    if request.bootstrap is not None and mode == WHOLE:
+    if request.bootstrap is not None and mode == DisaggregationMode.NULL:
         raise InvalidRequest(
             "bootstrap_room: this server serves whole requests (--disaggregation-mode null), and "
             "rooms are for a pair of a prefill and a decode server: send the request to these, or "
@@ -146,7 +146,7 @@ def _check_half(request: GenerateRequest, mode: str) -> None:
             field="bootstrap_room",
         )
     is_probe = request.rid.startswith(HEALTH_CHECK_RID_PREFIX)
-    if request.bootstrap is None and mode != WHOLE and not is_probe:
+    if request.bootstrap is None and mode != DisaggregationMode.NULL and not is_probe:
         raise InvalidRequest(
             f"bootstrap_room is missing: this server does the {mode} half of requests only "
             f"(--disaggregation-mode {mode}): send the request to the router in front of it, which "

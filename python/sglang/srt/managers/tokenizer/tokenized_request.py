@@ -6,7 +6,7 @@ import copy
 import secrets
 from typing import Final
 
-from sglang.srt.arg_groups.disaggregation import DECODE
+from sglang.srt.arg_groups.disaggregation import DisaggregationMode
 from sglang.srt.managers.messages.io_struct import TokenizedGenerateReqInput
 from sglang.srt.managers.tokenizer.generate_request import GenerateRequest
 from sglang.srt.managers.tokenizer.request_limits import RequestLimits
@@ -37,7 +37,7 @@ def tokenized(
         # A minimum above the default raises the limit.
         params.max_new_tokens = max(default, params.min_new_tokens)
     seed = params.sampling_seed
-    decodes_only = limits.disaggregation_mode == DECODE
+    decodes_only = limits.disaggregation_mode == DisaggregationMode.DECODE
     return TokenizedGenerateReqInput(
         rid=request.rid,
         input_ids=tokens,

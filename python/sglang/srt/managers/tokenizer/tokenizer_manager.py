@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from sglang.srt.arg_groups.disaggregation import WHOLE
+from sglang.srt.arg_groups.disaggregation import DisaggregationMode
 from sglang.srt.constants import HEALTH_CHECK_RID_PREFIX
 from sglang.srt.managers.messages.io_struct import (
     AbortReq,
@@ -214,7 +214,7 @@ class TokenizerManager:
 
     def _decline(self, requests: Sequence[GenerateRequest], reason: str) -> None:
         """Tell the servers with the other halves of `requests` that these never begin."""
-        if self.limits.disaggregation_mode == WHOLE or not self._channel.is_open:
+        if self.limits.disaggregation_mode == DisaggregationMode.NULL or not self._channel.is_open:
             return
         for request in requests:
             if request.bootstrap is not None and self.limits.may_contact(request.bootstrap):

@@ -12,6 +12,7 @@ import msgspec
 import torch
 
 from sglang.srt.arg_groups.cli import flag_name
+from sglang.srt.arg_groups.disaggregation import DisaggregationMode
 from sglang.srt.arg_groups.parallelism import ranks_per_node
 from sglang.srt.arg_groups.remote_weights import offers_weights, reads_weights, seed_host_port
 from sglang.srt.configs.model_config import ModelConfig
@@ -370,7 +371,10 @@ def _transfer_engine(
     server_args: ServerArgs, rendezvous: Rendezvous | None
 ) -> SharedTransferEngine | None:
     """Start parameters of this process's Transfer Engine; None: no feature needs one."""
-    if not offers_weights(server_args) and server_args.disaggregation_mode == "null":
+    if (
+        not offers_weights(server_args)
+        and server_args.disaggregation_mode == DisaggregationMode.NULL
+    ):
         return None
     name = envs.MOONCAKE_LOCAL_HOSTNAME
     return SharedTransferEngine(
@@ -384,12 +388,12 @@ def _make_half_server(
     server_args: ServerArgs, runner: ModelRunner, group: RankGroup
 ) -> HalfServer | None:
     """Connection to the servers that compute the other half; None: this server computes both."""
-    if server_args.disaggregation_mode == "null":
+    if server_args.disaggregation_mode == DisaggregationMode.NULL:
         return None
     engine = get_mooncake_transfer_engine()
     assert engine is not None, "the runner started it"
     return make_half_server(
-        server_args.disaggregation_mode,
+        DisaggregationMode(server_args.disaggregation_mode),
         server_args.host,
         list(runner.pools.values()),
         runner.weight_source.identity(),
