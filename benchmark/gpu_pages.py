@@ -37,13 +37,13 @@ from sglang.srt.disaggregation.common.geometry import PoolGeometry
 from sglang.srt.disaggregation.common.link_costs import LINKS, LinkCosts
 from sglang.srt.disaggregation.common.metadata_reader import MetadataReader
 from sglang.srt.disaggregation.common.packing import Packer
+from sglang.srt.disaggregation.common.prompt_read import PromptRead
 from sglang.srt.disaggregation.common.protocol import FirstToken, Offer
 from sglang.srt.disaggregation.common.rank_map import RankPlace
-from sglang.srt.disaggregation.common.remote_prompt import OwnSlots
-from sglang.srt.disaggregation.common.room_desk import RoomDesk
 from sglang.srt.disaggregation.common.sessions import Sessions
+from sglang.srt.disaggregation.common.shard_receiver import OwnSlots
 from sglang.srt.disaggregation.common.staging import Staging, rounds
-from sglang.srt.disaggregation.common.whole_prompt import Means, WholePrompt
+from sglang.srt.disaggregation.common.transfer_context import TransferContext
 from sglang.srt.distributed.device_communicators.mooncake_transfer_engine import (
     MooncakeTransferEngine,
 )
@@ -51,8 +51,9 @@ from sglang.srt.distributed.device_context import mark_device_set
 from sglang.srt.distributed.rank_group import RankGroup
 from sglang.srt.distributed.torch_rank_group import TorchRankGroup
 from sglang.srt.hardware_backend.device_runtime import device_runtime
-from sglang.srt.managers.messages.io_struct import Bootstrap
 from sglang.srt.mem_cache.device.memory_pool import MHATokenToKVPool
+from sglang.test.disaggregation.desk_rig import Desk
+from sglang.test.disaggregation.prompt_scene import Prompt
 from sglang.test.schedulers.rank_processes import run_ranks
 
 PAGE: Final = 64
@@ -195,7 +196,7 @@ def serve(side: Side, all_cases: list[Case], units: Sequence[int]) -> dict[int, 
         offer = side.geometry.offer(
             f"desk {unit}", side.engine.get_session_id(), unit_bytes=packer.unit_bytes
         )
-        desk = RoomDesk(offer, LOOPBACK, unwanted_s=300, silent_s=300, packer=packer)
+        desk = Desk(offer, LOOPBACK, unwanted_s=300, silent_s=300, packer=packer)
         for case in all_cases:
             if case.unit_mib == unit:
                 there, _ = case.places(side.pool_pages)
@@ -209,8 +210,10 @@ def serve(side: Side, all_cases: list[Case], units: Sequence[int]) -> dict[int, 
 
 def read(side: Side, case: Case, endpoint: str, offer: Offer, limit: float) -> dict[str, Any]:
     """The decode server's part."""
-    route = Route(rank=0, endpoint=endpoint, instance_id="i", num_ranks=1, attn_tp_size=1)
-    means = Means(
+    route = Route(
+        rank=0, endpoint=endpoint, instance_id=offer.instance_id, num_ranks=1, attn_tp_size=1
+    )
+    context = TransferContext(
         place=RankPlace(),
         geometry=side.geometry,
         mover=side.engine,
@@ -224,13 +227,14 @@ def read(side: Side, case: Case, endpoint: str, offer: Offer, limit: float) -> d
     there, here = case.places(side.pool_pages)
     reads, prompts = [], []
     for repeat in range(REPEATS):
-        meeting = Bootstrap(LOOPBACK, 1, case.first_room + repeat)
-        prompt = WholePrompt(meeting, [route], OwnSlots(pages=here), means, f"reader {repeat}")
+        reader = f"reader {repeat}"
+        prompt = Prompt(context, [route], case.first_room + repeat, reader)
+        read = PromptRead(prompt, OwnSlots(pages=here), context, reader)
         begun = time.perf_counter()
-        prompt.run()
+        read.run()
         prompts.append(time.perf_counter() - begun)
         assert not isinstance(prompt.outcome, str), prompt.outcome
-        reads.append(prompt.read_seconds)
+        reads.append(read.get_transfer_metric().transfer_latency_s)
         if repeat in (0, REPEATS - 1):
             check(side.pool, there, here)
     (portion,) = side.geometry.portions([offer], 0)

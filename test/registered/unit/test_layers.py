@@ -29,9 +29,10 @@ LAYERS: Final[tuple[tuple[str, ...], ...]] = (
     ("server_args", "arg_groups", "configs", "sampling", "constrained", "function_call", "parser"),
     (
         "distributed",
-        "disaggregation.mooncake.utils",
         "disaggregation.control",
         "disaggregation.common.bootstrap_*",
+        "disaggregation.base",
+        "disaggregation.mooncake.utils",
     ),
     ("managers.messages",),
     ("mem_cache.device", "mem_cache.allocator"),

@@ -5,16 +5,22 @@ from __future__ import annotations
 import logging
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from enum import IntEnum
-from typing import TYPE_CHECKING, Protocol, TypeAlias
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NoReturn
 
+from sglang.srt.disaggregation.base.conn import (
+    BaseKVManager,
+    BaseKVReceiver,
+    BootstrapAddr,
+    KVPoll,
+    KVPoller,
+    KVTransferError,
+)
 from sglang.srt.disaggregation.common.metadata_reader import CONTROL, TRANSPORT
 from sglang.srt.disaggregation.common.protocol import MAX_MEETING
-from sglang.srt.disaggregation.common.remote_prompt import OwnSlots
-from sglang.srt.disaggregation.common.votes import FAILED, Votes
 from sglang.srt.disaggregation.decode_shares import Share, is_within_share
 from sglang.srt.disaggregation.prefill import LOST_STATUS, prompt_digest, sampling_digest
+from sglang.srt.disaggregation.utils import failure_reasons, poll_and_all_reduce
 from sglang.srt.distributed.rank_group import RankGroup, SingleRank
 from sglang.srt.managers.messages.io_struct import FinishReason
 from sglang.srt.managers.scheduler.policy import AddOutcome, ceil_to_page
@@ -27,7 +33,6 @@ from sglang.srt.utils.network import canonical_host
 
 if TYPE_CHECKING:
     from sglang.srt.disaggregation.common.protocol import FirstToken
-    from sglang.srt.disaggregation.contact import Contact
     from sglang.srt.managers.messages.io_struct import Bootstrap, TokenizedGenerateReqInput
     from sglang.srt.managers.scheduler.batch import PrefillWork
     from sglang.srt.managers.scheduler.parts import Holder
@@ -36,86 +41,69 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-Peer: TypeAlias = tuple[str, int]
-"""A prefill server: canonical host and port of its bootstrap server."""
-
-
-class PromptVote(IntEnum):
-    """Progress of a prompt as a rank has seen it."""
-
-    FAILED = FAILED
-    ASKED_FOR = 1
-    KNOWN = 2
-    """The prefill server has the request."""
-    COME = 3
-    """The whole prompt has come; for a prompt that is not wanted any more: no read into its slots
-    is in flight."""
-
-
-class Prompt(Protocol):
-    """A prompt on its way; see `WholePrompt`."""
-
-    @property
-    def outcome(self) -> FirstToken | str | None: ...
-    @property
-    def has_ended(self) -> bool: ...
-    @property
-    def read_seconds(self) -> float: ...
-    @property
-    def num_bytes_read(self) -> int: ...
-    @property
-    def metadata_bytes(self) -> Mapping[str, int]: ...
-    def cancel(self, reason: str) -> None: ...
-
-
-class Remote(Protocol):
-    """Interface of `PrefillServers` to decoding. No call blocks."""
-
-    def meet(self, meeting: Bootstrap) -> Contact:
-        """Begin to ask a prefill server whether it has a request."""
-
-    def take_news(self) -> Sequence[Contact]:
-        """Take the contacts whose standing has changed."""
-
-    def begin(self, contact: Contact, own: OwnSlots) -> Prompt:
-        """Begin to receive the prompt of a request that the prefill server has; ends `contact`."""
-
-    def decline(self, meeting: Bootstrap, reason: str) -> None:
-        """Tell a prefill server that its prompt will not be read."""
-
-    def close(self) -> None:
-        """End the threads."""
-
 
 @dataclass(slots=True)
 class _Wanted:
     """A request that waits for slots."""
 
     req: Req
-    peer: Peer
+    peer: BootstrapAddr
+    """Its prefill server, by canonical host."""
     arrived: float
     """Time of the arrival, in seconds of the scheduler's ticks."""
-    number: int = -1
-    """Number of the prompt among all that were asked for so far; the same on all ranks."""
-    contact: Contact | None = None
+    receiver: BaseKVReceiver | None = None
     """None: the prefill server is not asked yet."""
     is_known: bool = False
     """Whether the ranks agree that the prefill server has the request."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Coming:
     """A request whose prompt is on its way into its slots."""
 
-    number: int
-    """See `_Wanted`."""
     req: Req
-    peer: Peer
-    prompt: Prompt
+    peer: BootstrapAddr
+    receiver: BaseKVReceiver
     num_tokens: int
     """Slots that were taken for it, and that its output is expected to need."""
-    ended: float | None = None
-    """Time of the request's end, in seconds of the scheduler's ticks; None: it has not ended."""
+    misfit: str | None = None
+    """Why the metadata does not fit the request; "": it does; None: it was not there yet."""
+
+    @property
+    def bootstrap_room(self) -> int:
+        return self.receiver.bootstrap_room
+
+    def poll(self) -> KVPoll:
+        """Progress of the receiver; metadata that does not fit is a failure."""
+        poll = self.receiver.poll()
+        if poll == KVPoll.Success and self.misfit is None:
+            return KVPoll.Transferring
+        return KVPoll.Failed if self.misfit else poll
+
+    def failure_exception(self) -> NoReturn:
+        if self.misfit:
+            raise KVTransferError(self.misfit)
+        self.receiver.failure_exception()
+
+
+@dataclass(frozen=True, slots=True)
+class _Lingering:
+    """A request that has ended, and whose prompt may still be read."""
+
+    coming: _Coming
+    ended: float
+    """Time of the request's end, in seconds of the scheduler's ticks."""
+
+    @property
+    def bootstrap_room(self) -> int:
+        return self.coming.bootstrap_room
+
+    def poll(self) -> KVPoll:
+        """`Success`: no read into its slots is in flight."""
+        return KVPoll.Success if self.coming.receiver.has_ended else KVPoll.Transferring
+
+    def failure_exception(self) -> NoReturn:
+        raise AssertionError("it does not fail any more")
 
 
 class DecodeHalf:
@@ -133,12 +121,13 @@ class DecodeHalf:
     only those of the same server.
 
     Each rank reads its own part of a prompt. A request goes on once all ranks have their parts, and
-    fails as soon as the part of one rank fails (`Votes`).
+    fails as soon as the part of one rank fails (`poll_and_all_reduce`).
 
     Args:
         state: State of the scheduler.
         holder: Gives slots to requests.
-        remote: Receives their prompts.
+        kv_manager: This rank's end of the transport.
+        receiver_class: The receivers of that transport.
         wait_s: Seconds for which a request waits for slots. Prefill servers wait no longer.
         silent_s: Seconds after which reads for ended requests count as stuck.
         group: The ranks.
@@ -148,29 +137,28 @@ class DecodeHalf:
         self,
         state: SchedulerState,
         holder: Holder,
-        remote: Remote,
+        kv_manager: BaseKVManager,
+        receiver_class: type[BaseKVReceiver],
         wait_s: float,
         silent_s: float,
         group: RankGroup | None = None,
     ) -> None:
         self._state = state
         self._holder = holder
-        self._remote = remote
+        self._kv_manager = kv_manager
+        self._receiver_class = receiver_class
         self._wait_s = wait_s
         self._silent_s = silent_s
+        self._group = group or SingleRank()
         self._wanted: dict[str, _Wanted] = {}
         """Requests that wait for slots, by id, in order of arrival."""
         self._unasked: dict[str, _Wanted] = {}
         """Those of them that no prefill server is asked for yet."""
-        self._num_asked_of: Counter[Peer] = Counter()
+        self._num_asked_of: Counter[BootstrapAddr] = Counter()
         """Those that are asked for, by prefill server."""
         self._coming: dict[str, _Coming] = {}
-        self._lingering: dict[int, _Coming] = {}
-        """Prompts of ended requests that may still be read; by number."""
+        self._lingering: list[_Lingering] = []
         self._let_go: list[Req] = []
-        self._votes = Votes(group or SingleRank())
-        """Votes on prompts, by their number."""
-        self._num_asked = 0
         self._ended: list[tuple[Req, FinishReason]] = []
         self._received: list[tuple[Req, FirstToken]] = []
         self._owners: dict[int, str] = {}
@@ -187,29 +175,35 @@ class DecodeHalf:
         self._transfers = TransferMetrics(registry, (CONTROL, TRANSPORT))
 
     def on_arrival(self, req: Req) -> FinishReason | None:
-        meeting = req.spec.bootstrap
-        if meeting is None:
+        bootstrap = req.spec.bootstrap
+        if bootstrap is None:
             return None
-        if meeting.room in self._owners:
-            message = f"bootstrap_room {meeting.room} belongs to another request: draw one for each"
+        if bootstrap.room in self._owners:
+            message = (
+                f"bootstrap_room {bootstrap.room} belongs to another request: draw one for each"
+            )
             return FinishReason(type="abort", message=message, status_code=400)
-        self._owners[meeting.room] = req.rid
-        peer = canonical_host(meeting.host), meeting.port
+        self._owners[bootstrap.room] = req.rid
+        peer = canonical_host(bootstrap.host), bootstrap.port
         wanted = _Wanted(req, peer, self._state.now)
         self._wanted[req.rid] = self._unasked[req.rid] = wanted
         return None
 
     def on_refusal(self, message: TokenizedGenerateReqInput, reason: FinishReason) -> None:
-        meeting = message.bootstrap
-        if meeting is None:
+        bootstrap = message.bootstrap
+        if bootstrap is None:
             return
         if self._take_wanted(message.rid) is not None:
-            del self._owners[meeting.room]
-        self.on_declined(meeting, reason.message or "the request was refused")
+            del self._owners[bootstrap.room]
+        self.on_declined(bootstrap, reason.message or "the request was refused")
 
-    def on_declined(self, meeting: Bootstrap, reason: str) -> None:
-        if meeting.room not in self._owners:
-            self._remote.decline(meeting, reason)
+    def on_declined(self, bootstrap: Bootstrap, reason: str) -> None:
+        if bootstrap.room not in self._owners:
+            self._new_receiver(bootstrap).abort(reason)
+
+    def _new_receiver(self, bootstrap: Bootstrap) -> BaseKVReceiver:
+        address = bootstrap.host, bootstrap.port
+        return self._receiver_class(self._kv_manager, address, bootstrap.room)
 
     def is_remote(self, req: Req) -> bool:
         return req.rid in self._wanted
@@ -227,43 +221,58 @@ class DecodeHalf:
         raise AssertionError("a decode server hands nothing over")
 
     def tick(self) -> None:
-        self._meet()
-        self._look()
-        self._count()
+        self._init_receivers()
+        self._poll()
         self._give_slots()
 
-    def _count(self) -> None:
-        """Act on what the ranks agree on."""
-        outcomes = self._votes.count()
-        if not outcomes:
-            return
-        wanted = {one.number: one for one in self._wanted.values()}
-        coming = {one.number: one for one in self._coming.values()}
-        for number, vote, why in outcomes:
-            if number in self._lingering:
-                self._votes.close(number)
-                self._let_go.append(self._lingering.pop(number).req)
-            elif vote == PromptVote.FAILED:
-                one = wanted.get(number) or coming[number]
-                self._fail(one.req, why, had_met=number in coming)
-            elif number in wanted:
-                wanted[number].is_known = True
-            elif vote == PromptVote.COME:
-                self._receive(coming[number])
-
-    def _meet(self) -> None:
+    def _init_receivers(self) -> None:
         """Let prefill servers be asked for the requests that came."""
         for rid, wanted in list(self._unasked.items()):
-            req, meeting = wanted.req, wanted.req.spec.bootstrap
-            assert meeting is not None
+            req, bootstrap = wanted.req, wanted.req.spec.bootstrap
+            assert bootstrap is not None
             is_full = self._num_asked_of[wanted.peer] >= MAX_MEETING
             if is_full or req.progress.to_abort is not None:
                 continue
             del self._unasked[rid]
             self._num_asked_of[wanted.peer] += 1
-            wanted.number, wanted.contact = self._num_asked, self._remote.meet(meeting)
-            self._num_asked += 1
-            self._votes.open(wanted.number, PromptVote.ASKED_FOR)
+            wanted.receiver = self._new_receiver(bootstrap)
+            wanted.receiver.init()
+
+    def _poll(self) -> None:
+        """Act on what the ranks' receivers have seen."""
+        asked = [(one, one.receiver) for one in self._wanted.values() if one.receiver is not None]
+        coming = list(self._coming.values())
+        for one in coming:
+            self._compare(one)
+        pollers: list[KVPoller] = [receiver for _, receiver in asked]
+        pollers += [*coming, *self._lingering]
+        polls = poll_and_all_reduce(pollers, self._group)
+        failed = [one for one, poll in zip(pollers, polls, strict=True) if poll == KVPoll.Failed]
+        reasons = failure_reasons(failed, self._group)
+        why = {id(one): reason for one, reason in zip(failed, reasons, strict=True)}
+        outcomes = iter(polls)
+        for wanted, receiver in asked:
+            if (poll := next(outcomes)) == KVPoll.Failed:
+                self._fail(wanted.req, why[id(receiver)], had_met=False)
+            else:
+                wanted.is_known = poll >= KVPoll.WaitingForInput
+        for one in coming:
+            if (poll := next(outcomes)) == KVPoll.Failed:
+                self._fail(one.req, why[id(one)], had_met=True)
+            elif poll == KVPoll.Success:
+                self._receive(one)
+        lingering, self._lingering = self._lingering, []
+        for lingers, poll in zip(lingering, outcomes, strict=True):
+            if poll == KVPoll.Success:
+                self._let_go.append(lingers.coming.req)
+            else:
+                self._lingering.append(lingers)
+
+    def _compare(self, coming: _Coming) -> None:
+        """Compare what a prefill server has found with the request, once it is there."""
+        metadata = coming.receiver.metadata
+        if metadata is not None and coming.misfit is None:
+            coming.misfit = self._why_not(coming.req, metadata) or ""
 
     def _take_wanted(self, rid: str) -> _Wanted | None:
         wanted = self._wanted.pop(rid, None)
@@ -278,7 +287,7 @@ class DecodeHalf:
         now = self._state.now
         failed = {req.rid for req, _ in self._ended}
         has_retracted = self._has_retracted()  # They wait for the slots that are free.
-        blocked: dict[Peer, str | None] = {}
+        blocked: dict[BootstrapAddr, str | None] = {}
         """Prefill servers whose share is used up, with the reason to take no more requests."""
         shares = self._shares()
         for rid, wanted in list(self._wanted.items()):
@@ -295,7 +304,7 @@ class DecodeHalf:
             if wanted.peer not in blocked and self._is_within_share(req, share):
                 if (coming := self._hold(wanted)) is None:
                     return
-                share.add(coming.num_tokens, coming.ended)
+                share.add(coming.num_tokens, None)
                 continue
             why = blocked.setdefault(wanted.peer, share.why_stuck(now, self._silent_s))
             if why is not None:
@@ -304,16 +313,18 @@ class DecodeHalf:
     def _why_late(self, wanted: _Wanted) -> str:
         if wanted.is_known:
             return f"no slots were free for the request within {self._wait_s:.0f} s"
-        if wanted.contact is None:
+        if wanted.receiver is None:
             return f"{MAX_MEETING} requests before it wait for the same prefill server"
         return f"the prefill server does not know the request within {self._wait_s:.0f} s"
 
-    def _shares(self) -> Mapping[Peer, Share]:
+    def _shares(self) -> Mapping[BootstrapAddr, Share]:
         """What the prompts on their way from each prefill server hold, those that are not wanted
         any more included."""
-        shares: defaultdict[Peer, Share] = defaultdict(Share)
-        for coming in (*self._coming.values(), *self._lingering.values()):
-            shares[coming.peer].add(coming.num_tokens, coming.ended)
+        shares: defaultdict[BootstrapAddr, Share] = defaultdict(Share)
+        for coming in self._coming.values():
+            shares[coming.peer].add(coming.num_tokens, None)
+        for one in self._lingering:
+            shares[one.coming.peer].add(one.coming.num_tokens, one.ended)
         return shares
 
     def _is_within_share(self, req: Req, share: Share) -> bool:
@@ -338,37 +349,16 @@ class DecodeHalf:
         waiting = self._state.queues.waiting
         return len(waiting) > len(self._wanted) and any(req.progress.output_ids for req in waiting)
 
-    def _look(self) -> None:
-        """Vote on the progress of the prompts on this rank."""
-        for contact in self._remote.take_news():
-            wanted = self._wanted.get(self._owners.get(contact.meeting.room, ""))
-            if wanted is None or wanted.contact is not contact:
-                continue
-            standing = contact.standing
-            vote = PromptVote.KNOWN if standing.failure is None else PromptVote.FAILED
-            self._votes.see(wanted.number, vote, standing.failure or "")
-        for coming in self._coming.values():
-            outcome = coming.prompt.outcome
-            if outcome is None:
-                continue
-            failure = outcome if isinstance(outcome, str) else self._why_not(coming.req, outcome)
-            vote = PromptVote.COME if failure is None else PromptVote.FAILED
-            self._votes.see(coming.number, vote, failure or "")
-        for number, coming in self._lingering.items():
-            if coming.prompt.has_ended:
-                self._votes.see(number, PromptVote.COME)
-
     def _receive(self, coming: _Coming) -> None:
-        req, prompt = coming.req, coming.prompt
-        first = prompt.outcome
-        assert first is not None and not isinstance(first, str), "it has come"
-        self._votes.close(coming.number)
+        req, receiver = coming.req, coming.receiver
+        first = receiver.metadata
+        assert first is not None, "it has come"
         del self._coming[req.rid]
-        stages = req.report.stages
+        stages, metric = req.report.stages, receiver.get_transfer_metric()
         stages.queue = (stages.queue or 0.0) + first.queue_seconds
-        stages.prefill, stages.transfer = first.prefill_seconds, prompt.read_seconds
-        self._transfers.on_read(prompt.num_bytes_read, prompt.read_seconds)
-        self._transfers.on_metadata(prompt.metadata_bytes)
+        stages.prefill, stages.transfer = first.prefill_seconds, metric.transfer_latency_s
+        self._transfers.on_read(metric.transfer_total_bytes, metric.transfer_latency_s)
+        self._transfers.on_metadata(metric.aux_bytes)
         self._received.append((req, first))
 
     def _fail(self, req: Req, why: str, *, had_met: bool) -> None:
@@ -410,8 +400,8 @@ class DecodeHalf:
                 reason = FinishReason(type="abort", message=message, status_code=503)
                 queues.abort(req, reason)
             return None
-        contact = wanted.contact
-        assert contact is not None, "the prefill server has it"
+        receiver = wanted.receiver
+        assert receiver is not None, "the prefill server has it"
         self._take_wanted(req.rid)
         progress, page_size = req.progress, state.limits.page_size
         begin, end = progress.kv_committed_len, progress.num_tokens
@@ -424,11 +414,13 @@ class DecodeHalf:
         # The same wait covers the zeroing of a recurrent state, which never comes without pages:
         # the tree gives no state of a whole prompt, since its last token has to be computed.
         assert pages or state_slot is None, "the last token of a hybrid's prompt is not cached"
-        own = OwnSlots(pages=pages, first_page=begin // page_size, state=state_slot)
-        prompt = self._remote.begin(contact, own)
+        receiver.send_metadata(
+            pages,
+            state_indices=() if state_slot is None else (state_slot,),
+            decode_prefix_len=begin,
+        )
         num_tokens = len(pages) * page_size + state.reserve_for(req)
-        coming = _Coming(wanted.number, req, wanted.peer, prompt, num_tokens)
-        self._coming[req.rid] = coming
+        coming = self._coming[req.rid] = _Coming(req, wanted.peer, receiver, num_tokens)
         return coming
 
     def take_ended(self) -> Sequence[tuple[Req, FinishReason]]:
@@ -440,26 +432,20 @@ class DecodeHalf:
         return received
 
     def on_end(self, req: Req, reason: FinishReason) -> bool:
-        meeting = req.spec.bootstrap
-        if meeting is None or self._owners.get(meeting.room) != req.rid:
+        bootstrap = req.spec.bootstrap
+        if bootstrap is None or self._owners.get(bootstrap.room) != req.rid:
             return True
-        del self._owners[meeting.room]
+        del self._owners[bootstrap.room]
         message = reason.message or "the request has ended"
         if (wanted := self._take_wanted(req.rid)) is not None:
-            if wanted.contact is None:
-                self._remote.decline(meeting, message)
-            else:
-                self._votes.close(wanted.number)
-                wanted.contact.leave(message)
+            (wanted.receiver or self._new_receiver(bootstrap)).abort(message)
         coming = self._coming.pop(req.rid, None)
         if coming is None:
             return True
-        self._votes.close(coming.number)
-        coming.prompt.cancel(message)
-        if self._votes.is_alone and coming.prompt.has_ended:
+        coming.receiver.abort(message)
+        if self._group.size == 1 and coming.receiver.has_ended:
             return True
-        self._votes.open(coming.number, PromptVote.ASKED_FOR)
-        self._lingering[coming.number] = replace(coming, ended=self._state.now)
+        self._lingering.append(_Lingering(coming, self._state.now))
         return False
 
     def take_let_go(self) -> Sequence[Req]:
@@ -467,9 +453,9 @@ class DecodeHalf:
         return let_go
 
     def close(self) -> None:
-        for coming in [*self._coming.values(), *self._lingering.values()]:
-            coming.prompt.cancel("the server is shutting down")
-        self._remote.close()
+        for coming in [*self._coming.values(), *(one.coming for one in self._lingering)]:
+            coming.receiver.abort("the server is shutting down")
+        self._kv_manager.close()
 
 
 def _lost(message: str) -> FinishReason:

@@ -5,16 +5,15 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Iterable, Mapping, Sequence
-from enum import IntEnum
-from typing import TYPE_CHECKING, Final, Protocol
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Final
 
 import msgspec
 import xxhash
 
+from sglang.srt.disaggregation.base.conn import BaseKVManager, BaseKVSender, KVPoll
 from sglang.srt.disaggregation.common.protocol import FirstToken
-from sglang.srt.disaggregation.common.votes import FAILED, Votes
-from sglang.srt.disaggregation.utils import MetadataBuffers
+from sglang.srt.disaggregation.utils import failure_reasons, poll_and_all_reduce
 from sglang.srt.distributed.rank_group import RankGroup, SingleRank
 from sglang.srt.managers.messages.io_struct import FinishReason
 from sglang.srt.observability.disaggregation_metrics import DisaggregationMetrics
@@ -38,33 +37,6 @@ _SAY_S: Final = 5.0
 _SHOWN_ROOMS: Final = 8
 REMEMBER_S: Final = 60.0
 """Seconds for which a room that has ended is not given to another request."""
-
-
-class RoomVote(IntEnum):
-    """Progress of a room as a rank has seen it."""
-
-    FAILED = FAILED
-    """The room was given up, or its reader is gone."""
-    OPEN = 1
-    ASKED = 2
-    """A decode server asks for the room."""
-    RECEIVED = 3
-
-
-class Desk(Protocol):
-    """The part of `RoomDesk` that prefilling uses."""
-
-    def open(self, room: int) -> None: ...
-    def add_pages(self, room: int, pages: Sequence[int]) -> None: ...
-    def num_pages(self, room: int) -> int: ...
-    def complete(self, room: int, first_token: FirstToken, row: int | None = None) -> None: ...
-    def end(self, room: int, failure: str | None = None) -> None: ...
-    def forget(self, room: int) -> None: ...
-    def take_claimed(self) -> Sequence[int]: ...
-    def outcome(self, room: int) -> str | None: ...
-    def take_given_up(self) -> Mapping[int, str]: ...
-    def unheard_of(self, rooms: Iterable[int], limit_s: float) -> Mapping[int, str]: ...
-    def close(self) -> None: ...
 
 
 def prompt_digest(ids: TokenArray) -> str:
@@ -103,40 +75,37 @@ class PrefillHalf:
     A computed request is held, without decoding, until the decode server has read its pages or is
     gone. A request that the decode server gives up ends in any state.
 
-    Each rank has a desk, which ranks of decode servers ask. The desks' observations count once the
-    ranks agree on them (`Votes`): a room is asked for when each rank has been asked, and it has
-    been read when each rank's part has.
+    Each rank has a sender for each request; the ranks agree on what their senders have seen
+    (`poll_and_all_reduce`): a prompt is asked for when each rank has been asked, and it has been
+    read when each rank's part has.
 
     Args:
         state: State of the scheduler.
-        desk: Answers decode servers.
+        kv_manager: This rank's end of the transport.
+        sender_class: The senders of that transport.
         wait_s: Seconds for which a request waits until a decode server asks for it.
-        unknown_s: Seconds for which it waits until one names it.
         group: The ranks.
-        metadata: Rows for the first tokens; None: the desk sends them. If no row is free, a
-            computed request is held until one is.
     """
 
     def __init__(
         self,
         state: SchedulerState,
-        desk: Desk,
+        kv_manager: BaseKVManager,
+        sender_class: type[BaseKVSender],
         wait_s: float,
-        unknown_s: float,
         group: RankGroup | None = None,
-        metadata: MetadataBuffers | None = None,
     ) -> None:
         self._state = state
-        self._desk = desk
+        self._kv_manager = kv_manager
+        self._sender_class = sender_class
         self._wait_s = wait_s
-        self._unknown_s = unknown_s
-        ranks = group or SingleRank()
-        self._is_first = ranks.rank == 0
-        """Whether this is the rank that all decode servers name rooms to."""
+        self._group = group or SingleRank()
         self._surveyed = -math.inf
         self._say = RateLimitedLogger(logger)
-        self._votes = Votes(ranks)
-        """Votes on prompts, by room."""
+        self._senders: dict[int, BaseKVSender] = {}
+        """Senders of requests, by room."""
+        self._polled: dict[int, BaseKVSender] = {}
+        """Those of them that have not failed."""
         self._unclaimed: dict[int, float] = {}
         """Arrival of the request of each room that was not asked for yet, in seconds of the
         scheduler's ticks; ascending."""
@@ -144,16 +113,12 @@ class PrefillHalf:
         """`time.monotonic()` at which a decode server was found to ask for a room."""
         self._held: dict[str, tuple[Req, FinishReason]] = {}
         """Complete requests by id, each with its finish reason in case of success."""
-        self._metadata = metadata
-        self._rows: dict[int, int] = {}
-        """Row of each room that has one."""
-        self._rowless: dict[int, FirstToken] = {}
-        """First tokens that wait for a row, by room, in order."""
         self._ended: list[tuple[Req, FinishReason]] = []
         self._owners: dict[int, str] = {}
         """Id of each room's request."""
-        self._past: dict[int, float] = {}
-        """End of each ended room, in seconds of the scheduler's ticks; ascending."""
+        self._past: dict[int, tuple[BaseKVSender, float]] = {}
+        """Senders of rooms that have ended, and their ends in seconds of the scheduler's ticks;
+        ascending."""
         self._metrics = DisaggregationMetrics(
             state.metrics.registry,
             {
@@ -163,75 +128,75 @@ class PrefillHalf:
         )
 
     def on_arrival(self, req: Req) -> FinishReason | None:
-        meeting = req.spec.bootstrap
-        if meeting is None:
+        bootstrap = req.spec.bootstrap
+        if bootstrap is None:
             return None
-        room = meeting.room
+        room = bootstrap.room
         if self._is_taken(room):
             message = f"bootstrap_room {room} belongs to another request: draw one for each request"
             return FinishReason(type="abort", message=message, status_code=400)
-        self._desk.open(room)
-        self._votes.open(room, RoomVote.OPEN)
+        self._senders[room] = self._polled[room] = self._new_sender(bootstrap)
         self._owners[room] = req.rid
         self._unclaimed[room] = self._state.now
         return None
+
+    def _new_sender(self, bootstrap: Bootstrap) -> BaseKVSender:
+        address = bootstrap.host, bootstrap.port
+        return self._sender_class(self._kv_manager, address, bootstrap.room)
 
     def _is_taken(self, room: int) -> bool:
         """Whether a request has the room, or had it a moment ago."""
         return room in self._owners or room in self._past
 
     def on_refusal(self, message: TokenizedGenerateReqInput, reason: FinishReason) -> None:
-        meeting = message.bootstrap
-        if meeting is None:
+        bootstrap = message.bootstrap
+        if bootstrap is None:
             return
         why = reason.message or "the request was refused"
-        if self._owners.get(meeting.room) == message.rid:
-            self._end_room(meeting.room, why)
+        if self._owners.get(bootstrap.room) == message.rid:
+            self._end_room(bootstrap.room, why)
         else:
-            self.on_declined(meeting, why)
+            self.on_declined(bootstrap, why)
 
-    def on_declined(self, meeting: Bootstrap, reason: str) -> None:
-        if not self._is_taken(meeting.room):
-            self._desk.open(meeting.room)
-            self._end_room(meeting.room, reason)
+    def on_declined(self, bootstrap: Bootstrap, reason: str) -> None:
+        if not self._is_taken(bootstrap.room):
+            self._senders[bootstrap.room] = self._new_sender(bootstrap)
+            self._end_room(bootstrap.room, reason)
 
     def _end_room(self, room: int, why: str) -> None:
         self._owners.pop(room, None)
         self._unclaimed.pop(room, None)
         self._asked.pop(room, None)
-        self._votes.close(room)
-        self._past[room] = self._state.now
-        self._desk.end(room, why)
-        self._rowless.pop(room, None)
-        row = self._rows.pop(room, None)
-        if self._metadata is not None and row is not None:
-            self._metadata.give_back(row)
+        self._polled.pop(room, None)
+        sender = self._senders.pop(room)
+        sender.abort(why)
+        self._past[room] = sender, self._state.now
 
     def is_remote(self, req: Req) -> bool:
         return False
 
     def may_compute(self, req: Req) -> bool:
-        meeting = req.spec.bootstrap
-        return meeting is None or meeting.room not in self._unclaimed
+        bootstrap = req.spec.bootstrap
+        return bootstrap is None or bootstrap.room not in self._unclaimed
 
     def on_computed(self, work: PrefillWork) -> None:
         req = work.req
-        meeting = req.spec.bootstrap
-        if meeting is None or req.progress.finish_reason is not None:
+        bootstrap = req.spec.bootstrap
+        if bootstrap is None or req.progress.finish_reason is not None:
             return
         page_size = self._state.limits.page_size
-        known = self._desk.num_pages(meeting.room) * page_size
+        sender = self._senders[bootstrap.room]
         # Only the last page of a prompt may be partial: no other chunk ends within a page.
         row = self._state.pools.req_to_token_pool.req_to_token[req.slots.row]
-        slots = row[known : work.end : page_size]
-        self._desk.add_pages(meeting.room, slots.div(page_size, rounding_mode="floor").tolist())
+        slots = row[sender.num_sent * page_size : work.end : page_size]
+        sender.send(slots.div(page_size, rounding_mode="floor").tolist())
 
     def keeps(self, req: Req) -> bool:
         return req.spec.bootstrap is not None
 
     def hand_over(self, req: Req, reason: FinishReason | None) -> None:
-        meeting, spec, progress = req.spec.bootstrap, req.spec, req.progress
-        assert meeting is not None
+        bootstrap, spec, progress = req.spec.bootstrap, req.spec, req.progress
+        assert bootstrap is not None
         outputs, report = progress.output_ids, req.report
         prefill_seconds = report.stages.prefill
         assert prefill_seconds is not None, "its prompt is computed"
@@ -246,57 +211,47 @@ class PrefillHalf:
                 progress.output_top_logprobs[0] if progress.output_top_logprobs else None
             ),
             cached=report.cached_tokens_details,
-            queue_seconds=max(0.0, first_step - self._asked.get(meeting.room, first_step)),
+            queue_seconds=max(0.0, first_step - self._asked.get(bootstrap.room, first_step)),
             prefill_seconds=prefill_seconds,
             state_slot=self._state.pools.req_to_token_pool.state_of(req.slots.row),
         )
         self._held[req.rid] = req, reason or FinishReason(type="length", length=len(outputs))
-        self._rowless[meeting.room] = first_token
-        self._complete()
-
-    def _complete(self) -> None:
-        """Give first tokens to the desk, while there are rows for them."""
-        for room, first_token in list(self._rowless.items()):
-            row = None
-            if self._metadata is not None:
-                row = self._metadata.take()
-                if row is None:
-                    return
-                if self._metadata.set_buf(row, room, first_token):
-                    self._rows[room] = row
-                else:
-                    self._metadata.give_back(row)
-                    row = None
-            del self._rowless[room]
-            self._desk.complete(room, first_token, row)
+        self._senders[bootstrap.room].send_aux(first_token)
 
     def tick(self) -> None:
         now = self._state.now
-        while self._past and now - (oldest := next(iter(self._past.items())))[1] > REMEMBER_S:
-            del self._past[oldest[0]]
-            self._desk.forget(oldest[0])
-        self._complete()
-        self._look()
-        if self._is_first and self._unclaimed and now - self._surveyed >= SURVEY_S:
-            self._surveyed = now
-            self._survey()
-        for room, vote, why in self._votes.count():
-            if vote == RoomVote.FAILED:
-                self._fail_room(room, why)
-                continue
-            if self._unclaimed.pop(room, None) is not None:
-                self._asked[room] = time.monotonic()
-            if vote == RoomVote.RECEIVED:
-                self._ended.append(self._held.pop(self._owners[room]))
+        while self._past:
+            room, (sender, ended) = next(iter(self._past.items()))
+            if now - ended <= REMEMBER_S:
+                break
+            del self._past[room]
+            sender.clear()
+        self._poll()
         for room, arrived in self._unclaimed.items():
             if now - arrived <= self._wait_s:
                 break
             self._fail_room(room, f"no decode server has asked for it within {self._wait_s:.0f} s")
+        if self._unclaimed and now - self._surveyed >= SURVEY_S:
+            self._surveyed = now
+            if self._group.rank == 0:
+                self._survey()
+
+    def _poll(self) -> None:
+        """Act on what the ranks' senders have seen."""
+        senders = list(self._polled.values())
+        polls = poll_and_all_reduce(senders, self._group)
+        failed = [one for one, poll in zip(senders, polls, strict=True) if poll == KVPoll.Failed]
+        for sender, why in zip(failed, failure_reasons(failed, self._group), strict=True):
+            self._fail_room(sender.bootstrap_room, why)
+        for sender, poll in zip(senders, polls, strict=True):
+            room = sender.bootstrap_room
+            if poll >= KVPoll.WaitingForInput and self._unclaimed.pop(room, None) is not None:
+                self._asked[room] = time.monotonic()
+            if poll == KVPoll.Success and (held := self._held.pop(self._owners[room], None)):
+                self._ended.append(held)
 
     def _survey(self) -> None:
-        """Look at the requests that no decode server asks for yet."""
-        for room, why in self._desk.unheard_of(self._unclaimed, self._unknown_s).items():
-            self._votes.see(room, RoomVote.FAILED, why)
+        """Tell of requests that no decode server asks for yet."""
         rooms = list(self._unclaimed)
         waited = self._state.now - self._unclaimed[rooms[0]]
         if waited < _SAY_S:
@@ -313,21 +268,8 @@ class PrefillHalf:
             more,
         )
 
-    def _look(self) -> None:
-        """Vote on the observations of this rank's desk."""
-        for room in self._desk.take_claimed():
-            self._votes.see(room, RoomVote.ASKED)
-        for room, why in self._desk.take_given_up().items():
-            self._votes.see(room, RoomVote.FAILED, why)
-        for req, _ in self._held.values():
-            meeting = req.spec.bootstrap
-            assert meeting is not None
-            failure = self._desk.outcome(meeting.room)
-            if failure is not None:
-                vote = RoomVote.FAILED if failure else RoomVote.RECEIVED
-                self._votes.see(meeting.room, vote, failure)
-
     def _fail_room(self, room: int, why: str) -> None:
+        self._polled.pop(room, None)
         owner = self._state.queues.find(self._owners.get(room, ""))
         if owner is not None:
             self._fail(owner, room, why)
@@ -348,10 +290,10 @@ class PrefillHalf:
         return ()
 
     def on_end(self, req: Req, reason: FinishReason) -> bool:
-        meeting = req.spec.bootstrap
-        if meeting is not None and self._owners.get(meeting.room) == req.rid:
+        bootstrap = req.spec.bootstrap
+        if bootstrap is not None and self._owners.get(bootstrap.room) == req.rid:
             self._held.pop(req.rid, None)
-            self._end_room(meeting.room, reason.message or "the request has ended")
+            self._end_room(bootstrap.room, reason.message or "the request has ended")
         # A decode server that still reads learns that it read too late.
         return True
 
@@ -359,4 +301,4 @@ class PrefillHalf:
         return ()
 
     def close(self) -> None:
-        self._desk.close()
+        self._kv_manager.close()

@@ -1,16 +1,21 @@
-"""Metadata of rooms in memory that the transport reads: the rows, their owners, their device."""
+"""What prefill and decode share, under SGLang's names: rows of metadata, agreement, backends."""
 
 from __future__ import annotations
 
-import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Final
 
+import numpy as np
 import torch
+import xxhash
 
+from sglang.srt.disaggregation.base.conn import (
+    KVPoll,
+    KVPoller,
+    KVTransferError,
+)
 from sglang.srt.disaggregation.common.metadata_row import (
     HEAD_BYTES,
     ROW_BYTES,
@@ -18,10 +23,11 @@ from sglang.srt.disaggregation.common.metadata_row import (
     unpack_row,
 )
 from sglang.srt.disaggregation.common.protocol import FirstToken
-from sglang.srt.disaggregation.mooncake.utils import (
+from sglang.srt.distributed.device_communicators.mooncake_mem_pool import (
     CustomMemPool,
     check_mooncake_custom_mem_pool_enabled,
 )
+from sglang.srt.distributed.rank_group import RankGroup, RanksDiverged, gather_texts
 from sglang.srt.environ import envs
 from sglang.srt.hardware_backend.device_kinds import CUDA, device_kind
 from sglang.srt.hardware_backend.device_runtime import device_runtime
@@ -29,7 +35,12 @@ from sglang.srt.hardware_backend.device_runtime import device_runtime
 NUM_ROWS: Final = 512
 """Rows of a rank, 2 MiB together. Requests that need one more wait."""
 _WORD_BYTES: Final = 4
-_BOOT_ID: Final = Path("/proc/sys/kernel/random/boot_id")
+POLL_SLOTS: Final = 512
+"""Requests in one vector of statuses. Its size is fixed, since unequal ones abort gloo."""
+_HEAD: Final = 2
+_REASON_BYTES: Final = 512
+"""Most bytes of one rank's reason, in UTF-8; the rest is cut off."""
+_SEPARATOR: Final = "\x1f"
 
 
 def metadata_device(pages: torch.device) -> torch.device | None:
@@ -53,14 +64,6 @@ def metadata_device(pages: torch.device) -> torch.device | None:
     if pool == CustomMemPool.INTRA_NODE_NVLINK:
         return pages if device_kind(str(pages)) is CUDA else torch.device("cpu")
     return None if is_told is None else torch.device("cpu")
-
-
-def host_identity() -> str:
-    """Name of this machine until its next start; the same in all its containers."""
-    try:
-        return _BOOT_ID.read_text().strip()
-    except OSError:
-        return socket.gethostname()
 
 
 class ReqToMetadataIdxAllocator:
@@ -108,6 +111,12 @@ class MetadataBuffers:
         self._runtime = device_runtime(device)
         self._stream = self._runtime.make_side_stream()
         self._stream.follow()  # The stream must see the zeros.
+
+    @classmethod
+    def beside(cls, pages: torch.device) -> MetadataBuffers | None:
+        """The rows of a rank with pages on `pages`; None: see `metadata_device`."""
+        device = metadata_device(pages)
+        return None if device is None else cls(NUM_ROWS, device)
 
     @property
     def device(self) -> torch.device:
@@ -170,3 +179,60 @@ class MetadataBuffers:
             event = self._runtime.make_event()
             event.record()
         event.synchronize()
+
+
+def poll_and_all_reduce(pollers: Sequence[KVPoller], gloo_group: RankGroup) -> list[KVPoll]:
+    """The least status of each poller among the ranks. Each rank talks to its own peers, so that
+    the ranks learn of progress at different moments. A collective, unless there is nothing to poll
+    or one rank.
+
+    Args:
+        pollers: Those of the same requests, in the same order, on all ranks.
+
+    Raises:
+        RanksDiverged: Another rank polls other requests.
+    """
+    polls = [one.poll() for one in pollers]
+    if gloo_group.size == 1 or not polls:
+        return polls
+    rooms = np.array([one.bootstrap_room for one in pollers], dtype=np.uint64)
+    digest = xxhash.xxh3_64_intdigest(rooms.tobytes()) >> 1
+    least: list[int] = []
+    for begin in range(0, len(polls), POLL_SLOTS):
+        vector = np.zeros(_HEAD + POLL_SLOTS, dtype=np.int64)
+        vector[:_HEAD] = digest, -digest
+        part = polls[begin : begin + POLL_SLOTS]
+        vector[_HEAD : _HEAD + len(part)] = part
+        found = gloo_group.reduce_min(torch.from_numpy(vector)).tolist()
+        if found[0] != -found[1]:
+            raise RanksDiverged("the ranks do not poll the same requests")
+        least += found[_HEAD : _HEAD + len(part)]
+    return [KVPoll(one) for one in least]
+
+
+def failure_reasons(failed: Sequence[KVPoller], gloo_group: RankGroup) -> list[str]:
+    """Why pollers have failed, by `poll_and_all_reduce`: each reason is that of the first rank that
+    has one, with its name if there are several ranks. A collective."""
+    own = [_failure(one) for one in failed]
+    if gloo_group.size == 1 or not failed:
+        return own
+    text = _SEPARATOR.join(map(_cut, own))
+    texts = gather_texts(gloo_group, text, (_REASON_BYTES + 8) * len(failed))
+    by_rank = [one.split(_SEPARATOR) for one in texts]
+    return [
+        next((f"rank {rank}: {why}" for rank, why in enumerate(reasons) if why), "")
+        for reasons in zip(*by_rank, strict=True)
+    ]
+
+
+def _failure(poller: KVPoller) -> str:
+    """Why a poller has failed on this rank; "" if it has not."""
+    try:
+        poller.failure_exception()
+    except KVTransferError as error:
+        return str(error)
+
+
+def _cut(why: str) -> str:
+    raw = why.replace(_SEPARATOR, " ").encode()[:_REASON_BYTES]
+    return raw.decode(errors="ignore")

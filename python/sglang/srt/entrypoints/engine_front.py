@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from sglang.srt.arg_groups.disaggregation import DisaggregationMode, prefill_hosts
 from sglang.srt.disaggregation.common.bootstrap_route import Route
-from sglang.srt.disaggregation.common.bootstrap_server import BootstrapServer
+from sglang.srt.disaggregation.common.bootstrap_server import CommonKVBootstrapServer
 from sglang.srt.disaggregation.control.deployment_secret import DeploymentSecret
 from sglang.srt.entrypoints.engine_processes import EngineProcesses, launch_subprocesses
 from sglang.srt.entrypoints.http.server_context import ServerContext
@@ -152,7 +152,7 @@ class EngineFront:
         return ended_well
 
 
-def _start_bootstrap(args: ServerArgs) -> BootstrapServer | None:
+def _start_bootstrap(args: ServerArgs) -> CommonKVBootstrapServer | None:
     """Start the bootstrap server at which decode servers find this one; None: it is no prefill
     server.
 
@@ -162,7 +162,7 @@ def _start_bootstrap(args: ServerArgs) -> BootstrapServer | None:
     if args.disaggregation_mode != DisaggregationMode.PREFILL:
         return None
     secret = DeploymentSecret.of(args.disaggregation_secret)
-    return BootstrapServer(args.host, args.disaggregation_bootstrap_port, secret)
+    return CommonKVBootstrapServer(args.host, args.disaggregation_bootstrap_port, secret)
 
 
 def _model_info(args: ServerArgs, config: ModelConfig, details: dict[str, Any]) -> dict[str, Any]:

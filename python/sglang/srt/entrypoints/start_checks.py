@@ -20,7 +20,6 @@ from sglang.srt.arg_groups.remote_weights import (
     seed_host_port,
 )
 from sglang.srt.configs.config_file import supported_architecture
-from sglang.srt.disaggregation.mooncake.utils import check_mooncake_custom_mem_pool_enabled
 from sglang.srt.distributed.device_communicators.ib_devices import (
     ENGINE_FIELD,
     parse_ib_device_config,
@@ -28,6 +27,9 @@ from sglang.srt.distributed.device_communicators.ib_devices import (
 from sglang.srt.distributed.device_communicators.mooncake_library import (
     MOONCAKE_MISSING,
     STORE_USER,
+)
+from sglang.srt.distributed.device_communicators.mooncake_mem_pool import (
+    check_mooncake_custom_mem_pool_enabled,
 )
 from sglang.srt.distributed.device_communicators.mooncake_protocol import (
     IB_PROTOCOLS,

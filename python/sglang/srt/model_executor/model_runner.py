@@ -10,7 +10,9 @@ from dataclasses import dataclass
 import torch
 
 from sglang.srt.configs.model_config import DTYPES, ModelConfig
-from sglang.srt.disaggregation.mooncake.utils import init_mooncake_custom_mem_pool
+from sglang.srt.distributed.device_communicators.mooncake_mem_pool import (
+    init_mooncake_custom_mem_pool,
+)
 from sglang.srt.distributed.device_communicators.mooncake_transfer_engine import (
     MooncakeTransferEngine,
     get_mooncake_transfer_engine,

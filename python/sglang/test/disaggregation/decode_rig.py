@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import msgspec
 
+from sglang.srt.disaggregation.base.conn import (
+    BaseKVManager,
+    BaseKVReceiver,
+    BootstrapAddr,
+    KVPoll,
+    KVTransferError,
+    KVTransferMetric,
+)
+from sglang.srt.disaggregation.common.bootstrap_route import Route
 from sglang.srt.disaggregation.common.protocol import FirstToken
-from sglang.srt.disaggregation.common.remote_prompt import OwnSlots
-from sglang.srt.disaggregation.contact import Contact
 from sglang.srt.disaggregation.decode import DecodeHalf
 from sglang.srt.disaggregation.halves import MakeHalf
 from sglang.srt.disaggregation.prefill import prompt_digest
@@ -23,97 +28,109 @@ from sglang.srt.managers.messages.io_struct import (
 )
 from sglang.srt.mem_cache.tree.radix_key import token_array
 from sglang.srt.sampling.sampling_params import SamplingParams
-from sglang.test.disaggregation.pd_rig import one_rank
 from sglang.test.schedulers.scheduler_rig import SchedulerRig
 
 PAGE = 4
 WAIT_S, SILENT_S = 100.0, 10.0
-ROUTES = (one_rank("tcp://127.0.0.1:1"),)
 
 
-@dataclass
-class FakePrompt:
-    """A prompt that comes when the test says so."""
-
-    meeting: Bootstrap
-    pages: list[int]
-    first_page: int
-    outcome: FirstToken | str | None = None
-    has_ended: bool = False
-    is_cancelled: bool = False
-    read_seconds, num_bytes_read = 0.0, 0
-    metadata_bytes: dict[str, int] = field(default_factory=dict)
-
-    def cancel(self, reason: str) -> None:
-        self.is_cancelled = True
-
-    def come(self, ids: Sequence[int], **fields: Any) -> None:
-        digest = prompt_digest(token_array(ids))
-        first = FirstToken(token_id=11, prompt_len=len(ids), prompt_digest=digest)
-        self.outcome = msgspec.structs.replace(first, **fields)
-        self.has_ended = True
-
-
-class FakeContact(Contact):
-    """A room at a prefill server that does nothing."""
-
-    def __init__(self, meeting: Bootstrap, servers: FakeServers) -> None:
-        super().__init__(meeting, None, servers.news)
-        self._servers = servers
-
-    def leave(self, reason: str | None = None) -> None:
-        if reason is not None:
-            self._servers.declined.append((self.meeting.room, reason))
-
-
-@dataclass
-class FakeServers:
+class FakeServers(BaseKVManager):
     """Prefill servers that do nothing."""
 
-    begun: list[FakePrompt] = field(default_factory=list)
-    declined: list[tuple[int, str]] = field(default_factory=list)
-    contacts: list[FakeContact] = field(default_factory=list)
-    unknown: set[int] = field(default_factory=set)
-    """Rooms that the prefill servers do not know at once."""
-    is_closed: bool = False
+    def __init__(self, page_size: int = PAGE) -> None:
+        self.page_size = page_size
+        self.begun: list[FakeReceiver] = []
+        """Receivers with slots."""
+        self.asked: list[FakeReceiver] = []
+        """Receivers whose rooms were asked about."""
+        self.declined: list[tuple[int, str]] = []
+        self.unknown: set[int] = set()
+        """Rooms that the prefill servers do not know at once."""
+        self.is_closed = False
 
-    def __post_init__(self) -> None:
-        self.news: deque[Contact] = deque()
-
-    def meet(self, meeting: Bootstrap) -> FakeContact:
-        contact = FakeContact(meeting, self)
-        self.contacts.append(contact)
-        if meeting.room not in self.unknown:
-            contact.know(ROUTES)
-        return contact
-
-    def contact(self, room: int) -> FakeContact:
-        (found,) = [one for one in self.contacts if one.meeting.room == room]
+    def receiver(self, room: int) -> FakeReceiver:
+        (found,) = [one for one in self.asked if one.bootstrap_room == room]
         return found
 
-    def take_news(self) -> list[Contact]:
-        news = list(self.news)
-        self.news.clear()
-        return news
-
-    def begin(self, contact: Contact, own: OwnSlots) -> FakePrompt:
-        self.begun.append(FakePrompt(contact.meeting, list(own.pages), own.first_page))
-        return self.begun[-1]
-
-    def decline(self, meeting: Bootstrap, reason: str) -> None:
-        self.declined.append((meeting.room, reason))
+    def register_to_bootstrap(self) -> list[Route]:
+        return []
 
     def close(self) -> None:
         self.is_closed = True
+
+
+class FakeReceiver(BaseKVReceiver):
+    """A prompt that comes when the test says so."""
+
+    def __init__(
+        self, mgr: BaseKVManager, bootstrap_addr: BootstrapAddr, bootstrap_room: int
+    ) -> None:
+        assert isinstance(mgr, FakeServers)
+        self.bootstrap_room = bootstrap_room
+        self.metadata = None
+        self.failure: str | None = None
+        self.is_known = False
+        self.pages: list[int] = []
+        self.first_page = 0
+        self.is_cancelled = False
+        self.is_settled = False
+        self._servers = mgr
+
+    def init(self) -> None:
+        self._servers.asked.append(self)
+        self.is_known = self.bootstrap_room not in self._servers.unknown
+
+    def send_metadata(
+        self,
+        kv_indices: Sequence[int],
+        *,
+        state_indices: Sequence[int] = (),
+        decode_prefix_len: int = 0,
+    ) -> None:
+        self.pages = list(kv_indices)
+        self.first_page = decode_prefix_len // self._servers.page_size
+        self._servers.begun.append(self)
+
+    def poll(self) -> KVPoll:
+        if self.failure is not None:
+            return KVPoll.Failed
+        if self.metadata is not None:
+            return KVPoll.Success
+        if self in self._servers.begun:
+            return KVPoll.Transferring
+        return KVPoll.WaitingForInput if self.is_known else KVPoll.Bootstrapping
+
+    def failure_exception(self) -> NoReturn:
+        raise KVTransferError(self.failure or "")
+
+    @property
+    def has_ended(self) -> bool:
+        return self.is_settled
+
+    def get_transfer_metric(self) -> KVTransferMetric:
+        return KVTransferMetric()
+
+    def abort(self, reason: str) -> None:
+        if self in self._servers.begun:
+            self.is_cancelled = True
+        else:
+            self._servers.declined.append((self.bootstrap_room, reason))
+
+    def come(self, ids: Sequence[int], **fields: Any) -> None:
+        """Let the prompt come, with `fields` of its metadata."""
+        digest = prompt_digest(token_array(ids))
+        first = FirstToken(token_id=11, prompt_len=len(ids), prompt_digest=digest)
+        self.metadata = msgspec.structs.replace(first, **fields)
+        self.is_settled = True
 
 
 class DecodeRig(SchedulerRig):
     """A decode scheduler, before fake prefill servers."""
 
     def __init__(self, model: Path, **args: Any) -> None:
-        self.servers = FakeServers()
+        self.servers = FakeServers(args.get("page_size", PAGE))
         half: MakeHalf = lambda state, holder: DecodeHalf(  # noqa: E731
-            state, holder, self.servers, WAIT_S, SILENT_S
+            state, holder, self.servers, FakeReceiver, WAIT_S, SILENT_S
         )
         super().__init__(
             model, make_half=lambda pools: half, **{"page_size": PAGE, "pool_tokens": 128, **args}
@@ -130,8 +147,8 @@ class DecodeRig(SchedulerRig):
     ) -> TokenizedGenerateReqInput:
         return self.request(rid, ids, params, bootstrap=Bootstrap(host, 1, room), **more)
 
-    def prompt(self, room: int) -> FakePrompt:
-        (found,) = [one for one in self.servers.begun if one.meeting.room == room]
+    def prompt(self, room: int) -> FakeReceiver:
+        (found,) = [one for one in self.servers.begun if one.bootstrap_room == room]
         return found
 
     def end(self, rid: str) -> FinishReason:

@@ -1,11 +1,13 @@
-"""A prefill server's desk for tests: a clock that stands, and decode servers that ask by hand."""
+"""A prefill server's rooms for tests: a clock that stands, and decode servers that ask by hand."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, cast
 
 import msgspec
 
+from sglang.srt.disaggregation.base.conn import KVPoll, KVTransferError
 from sglang.srt.disaggregation.common.protocol import (
     Answer,
     Answered,
@@ -16,9 +18,10 @@ from sglang.srt.disaggregation.common.protocol import (
     Question,
     RoomNews,
 )
-from sglang.srt.disaggregation.common.room_desk import RoomDesk
+from sglang.srt.disaggregation.common.room_server import RoomServer
 from sglang.srt.disaggregation.control.control_link import ControlLink
 from sglang.srt.disaggregation.control.deployment_secret import DeploymentSecret
+from sglang.srt.disaggregation.mooncake.conn import MooncakeKVManager, MooncakeKVSender
 from sglang.srt.utils.network import wait_until
 
 OFFER = Offer(2, "instance", "session", "layout", {"page size": "4"}, [])
@@ -34,6 +37,94 @@ class Clock:
 
     def __call__(self) -> float:
         return self.now
+
+
+class _Manager:
+    """The part of a manager that senders use, without rows of metadata."""
+
+    def __init__(self, rooms: RoomServer) -> None:
+        self.rooms = rooms
+
+    def free_aux(self, row: int) -> None:
+        pass
+
+
+class Desk(RoomServer):
+    """The rooms of a prefill server, each with a sender; rooms are named by their numbers."""
+
+    def __init__(self, *args: Any, **fields: Any) -> None:
+        self.senders: dict[int, MooncakeKVSender] = {}
+        self._was_claimed: set[int] = set()
+        self._was_given_up: set[int] = set()
+        super().__init__(*args, **fields)
+        self._manager = cast(MooncakeKVManager, _Manager(self))
+
+    def open(self, room: int) -> None:
+        self._was_claimed.discard(room)
+        self._was_given_up.discard(room)
+        self.senders[room] = MooncakeKVSender(self._manager, ("host", 1), room)
+
+    def add_pages(self, room: int, pages: Sequence[int]) -> None:
+        self.senders[room].send(pages)
+
+    def complete(self, room: int, metadata: FirstToken, row: int | None = None) -> None:
+        self.senders[room].complete(metadata, row)
+
+    def end(self, room: int, failure: str = "the request has ended") -> None:
+        self.senders[room].abort(failure)
+
+    def forget(self, room: int) -> None:
+        self.senders[room].clear()
+        del self.senders[room]
+
+    def take_claimed(self) -> list[int]:
+        """Rooms that a decode server asks for, and that were not taken yet."""
+        self.check()
+        claimed = [
+            number
+            for number, room in list(self._rooms.items())
+            if room.reader is not None and number not in self._was_claimed
+        ]
+        self._was_claimed.update(claimed)
+        return claimed
+
+    def take_given_up(self) -> dict[int, str]:
+        """Rooms that decode servers have given up, and that were not taken yet."""
+        given_up = {
+            number: room.failure
+            for number, room in list(self._rooms.items())
+            if not (room.failure is None or room.has_ended or number in self._was_given_up)
+        }
+        self._was_given_up.update(given_up)
+        return given_up
+
+    def outcome(self, room: int) -> str | None:
+        """Outcome of a room: "" if all was read, the reason if it has failed."""
+        self._look()
+        sender = self.senders[room]
+        if (poll := sender.poll()) == KVPoll.Success:
+            return ""
+        return failure(sender) if poll == KVPoll.Failed else None
+
+    def unheard_of(self, rooms: Iterable[int], limit_s: float) -> dict[int, str]:
+        """Those of `rooms` that no decode server has named for so long."""
+        self._unknown_s = limit_s
+        self._look()
+        found = {room: self._rooms[room].failure for room in rooms}
+        return {room: why for room, why in found.items() if why is not None}
+
+    def _look(self) -> None:
+        with self.lock:
+            self._miss(self._clock())
+
+
+def failure(poller: Any) -> str:
+    """Why a sender or a receiver has failed."""
+    try:
+        poller.failure_exception()
+    except KVTransferError as error:
+        return str(error)
+    raise AssertionError("it raises")
 
 
 class Asker:
@@ -80,7 +171,7 @@ def until(is_so: Callable[[], bool]) -> None:
     assert wait_until(is_so, 10, interval=0.005)
 
 
-def fill(desk: RoomDesk, room: int) -> None:
+def fill(desk: Desk, room: int) -> None:
     """Open a room whose request has two pages and all its prompt."""
     desk.open(room)
     desk.add_pages(room, [3, 4])

@@ -12,8 +12,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-import torch
-
 from sglang.srt.arg_groups.disaggregation import DisaggregationMode
 from sglang.srt.disaggregation.common.bootstrap_route import Route
 from sglang.srt.disaggregation.common.link_costs import UNIT_BYTES
@@ -22,7 +20,13 @@ from sglang.srt.distributed.rank_group import RankGroup
 from sglang.srt.managers.messages.io_struct import Bootstrap, ToScheduler
 from sglang.srt.mem_cache.device.base_device_pool import BaseDevicePool
 from sglang.srt.sampling.sampling_params import SamplingParams
-from sglang.test.disaggregation.pd_rig import LOOPBACK, NEVER_ASKED, SLOW_BLOCKS, LocalMover
+from sglang.test.disaggregation.pd_rig import (
+    LOOPBACK,
+    NEVER_ASKED,
+    SLOW_BLOCKS,
+    LocalMover,
+    make_manager,
+)
 from sglang.test.schedulers.rank_rigs import RankRigs
 from sglang.test.schedulers.scheduler_rig import Collected
 
@@ -83,33 +87,17 @@ class PdRanks:
         self._rooms = itertools.count(1)
 
     def _prefill_half(self, group: RankGroup, pools: Sequence[BaseDevicePool]) -> MakeHalf:
-        server = make_half_server(
-            DisaggregationMode.PREFILL,
-            LOOPBACK,
-            pools,
-            "w",
-            torch.float32,
-            LocalMover(),
-            group=group,
-            **self._packing,
-        )
+        mode = DisaggregationMode.PREFILL
+        manager = make_manager(mode, pools, LocalMover(), ranks=group, **self._packing)
+        server = make_half_server(mode, manager, group)
         if group.rank == 0:
             self.routes = server.routes
         return server.make
 
     def _decode_half(self, group: RankGroup, pools: Sequence[BaseDevicePool]) -> MakeHalf:
-        mover = self.movers[group.rank]
-        return make_half_server(
-            DisaggregationMode.DECODE,
-            LOOPBACK,
-            pools,
-            "w",
-            torch.float32,
-            mover,
-            self._find,
-            group,
-            **self._packing,
-        ).make
+        mode, mover = DisaggregationMode.DECODE, self.movers[group.rank]
+        manager = make_manager(mode, pools, mover, self._find, group, **self._packing)
+        return make_half_server(mode, manager, group).make
 
     def _find(self, host: str, port: int, rank: int) -> Route:
         assert (host, port) == (LOOPBACK, NEVER_ASKED)

@@ -10,6 +10,7 @@ import itertools
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any, ClassVar, Protocol
@@ -18,11 +19,15 @@ import msgspec
 import torch
 
 from sglang.srt.arg_groups.disaggregation import DisaggregationMode
+from sglang.srt.disaggregation.base.conn import KVArgs
 from sglang.srt.disaggregation.common.bootstrap_client import BootstrapError
 from sglang.srt.disaggregation.common.bootstrap_route import Route
 from sglang.srt.disaggregation.common.link_costs import UNIT_BYTES, LinkCosts
-from sglang.srt.disaggregation.common.whole_prompt import FindRank
-from sglang.srt.disaggregation.halves import Engine, MakeHalf, make_half_server
+from sglang.srt.disaggregation.common.transfer_context import FindRank
+from sglang.srt.disaggregation.halves import MakeHalf, make_half_server
+from sglang.srt.disaggregation.mooncake.conn import MooncakeKVManager
+from sglang.srt.disaggregation.mooncake.registration import Engine
+from sglang.srt.disaggregation.utils import MetadataBuffers
 from sglang.srt.distributed.device_communicators.mooncake_transfer_engine import (
     MooncakeTransferEngine,
 )
@@ -33,6 +38,7 @@ from sglang.srt.distributed.device_communicators.transfer_types import (
     TransferError,
     TransferOp,
 )
+from sglang.srt.distributed.rank_group import RankGroup, SingleRank
 from sglang.srt.managers.messages.io_struct import Bootstrap, TokenizedGenerateReqInput, ToScheduler
 from sglang.srt.managers.scheduler.tp_worker import ModelWorker
 from sglang.srt.mem_cache.device.base_device_pool import BaseDevicePool
@@ -52,6 +58,46 @@ prefill server takes for the first unit."""
 def one_rank(endpoint: str, instance_id: str = "instance") -> Route:
     """The route of a server of one rank."""
     return Route(rank=0, endpoint=endpoint, instance_id=instance_id, num_ranks=1, attn_tp_size=1)
+
+
+@dataclass(frozen=True)
+class RigSettings:
+    """What a transport uses of a server's settings."""
+
+    host: str = LOOPBACK
+    disaggregation_secret: str | None = None
+
+
+def make_manager(
+    mode: DisaggregationMode,
+    pools: Sequence[BaseDevicePool],
+    engine: Engine,
+    find_rank: FindRank | None = None,
+    ranks: RankGroup | None = None,
+    *,
+    identity: str = "w",
+    host: str = LOOPBACK,
+    link: LinkCosts | None = None,
+    unit_bytes: int = UNIT_BYTES,
+) -> MooncakeKVManager:
+    """A rank's manager, over `engine`."""
+    args = KVArgs(
+        ranks=ranks or SingleRank(),
+        pools=pools,
+        weights_identity=identity,
+        dtype=torch.float32,
+        aux_buffers=MetadataBuffers.beside(pools[0].device),
+    )
+    return MooncakeKVManager(
+        args,
+        mode,
+        RigSettings(host),
+        engine=engine,
+        find_rank=find_rank,
+        link=link,
+        unit_bytes=unit_bytes,
+        prepares_staging=False,
+    )
 
 
 class LocalMover:
@@ -223,19 +269,18 @@ class HalfRig(SchedulerRig):
         link = None if unit_bytes is None else SLOW_BLOCKS
 
         def make_half(pools: Sequence[BaseDevicePool]) -> MakeHalf:
-            group = args.get("group")
-            server = make_half_server(
+            group = args.get("group") or SingleRank()
+            self.manager = make_manager(
                 mode,
-                LOOPBACK,
                 pools,
-                identity,
-                torch.float32,
                 self.engine,
                 find_rank,
                 group,
+                identity=identity,
                 link=link,
                 unit_bytes=unit_bytes or UNIT_BYTES,
             )
+            server = make_half_server(mode, self.manager, group)
             self.routes = server.routes
             return server.make
 

@@ -4,34 +4,30 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import threading
-from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 import torch
 
+from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.common.bootstrap_route import Route
-from sglang.srt.disaggregation.common.conversation import Patience
+from sglang.srt.disaggregation.common.conversation import ABORTED, Patience
 from sglang.srt.disaggregation.common.geometry import PoolGeometry
 from sglang.srt.disaggregation.common.link_costs import LinkCosts
 from sglang.srt.disaggregation.common.metadata_reader import MetadataReader
 from sglang.srt.disaggregation.common.packing import Packer
 from sglang.srt.disaggregation.common.protocol import FirstToken, RowsOffer
 from sglang.srt.disaggregation.common.rank_map import RankPlace
-from sglang.srt.disaggregation.common.remote_prompt import OwnSlots
-from sglang.srt.disaggregation.common.room_desk import RoomDesk
 from sglang.srt.disaggregation.common.sessions import Sessions
 from sglang.srt.disaggregation.common.staging import Staging
-from sglang.srt.disaggregation.common.whole_prompt import Means, WholePrompt
-from sglang.srt.disaggregation.contact import Contact
-from sglang.srt.disaggregation.prefill_peer import PrefillPeer
-from sglang.srt.distributed.device_communicators.call_threads import CallThreads
-from sglang.srt.managers.messages.io_struct import Bootstrap
+from sglang.srt.disaggregation.common.transfer_context import TransferContext
+from sglang.srt.disaggregation.mooncake.conn import MooncakeKVManager, MooncakeKVReceiver
+from sglang.srt.disaggregation.mooncake.prefill_servers import PrefillServers
 from sglang.srt.mem_cache.device.memory_pool import MHATokenToKVPool
 from sglang.srt.utils.network import wait_until
 from sglang.test.disaggregation.control_proxy import ControlProxy
+from sglang.test.disaggregation.desk_rig import Desk, failure
 from sglang.test.disaggregation.pd_rig import SLOW_BLOCKS, LocalMover, one_rank
 
 PAGE, PAGES, ROOM = 2, 16, 5
@@ -61,6 +57,50 @@ class Place:
         return torch.stack([buffer[span, 0].clone() for buffer in buffers])
 
 
+class Prompt(MooncakeKVReceiver):
+    """A receiver that knows its prefill server's ranks, and may fail by injection.
+
+    Args:
+        context: What the receivers of the rank share.
+        sources: The prefill server's ranks.
+        reader: Id of the prompt's reader.
+        fails_at: Step of `STEPS` that fails.
+    """
+
+    def __init__(
+        self,
+        context: TransferContext,
+        sources: Sequence[Route],
+        room: int,
+        reader: str,
+        fails_at: str | None = None,
+    ) -> None:
+        servers = PrefillServers(context, "decode server")
+        servers.new_reader = lambda: (reader, fails_at)  # type: ignore[method-assign]
+        super().__init__(cast(MooncakeKVManager, _Servers(servers)), ("host", 1), room)
+        self.sources = sources
+
+    @property
+    def outcome(self) -> FirstToken | str | None:
+        """The metadata, or the reason of a failure."""
+        return failure(self) if self.poll() == KVPoll.Failed else self.metadata
+
+    @property
+    def has_returned(self) -> bool:
+        """Whether its thread is done."""
+        return self._read is not None and self._read.has_returned.is_set()
+
+    def cancel(self, reason: str = ABORTED) -> None:
+        self.abort(reason)
+
+
+@dataclasses.dataclass
+class _Servers:
+    """The part of a manager that receivers use."""
+
+    prefill_servers: PrefillServers
+
+
 class Scene:
     """Both places, the desk, and the mover of bytes.
 
@@ -88,10 +128,10 @@ class Scene:
             "instance", session_id, unit_bytes=unit_bytes or 0, rows=rows
         )
         packer = None if unit_bytes is None else Packer(self.there.geometry.page_rows(), self.units)
-        self.desk = RoomDesk(offer, "127.0.0.1", unwanted_s=300, silent_s=300, packer=packer)
+        self.desk = Desk(offer, "127.0.0.1", unwanted_s=300, silent_s=300, packer=packer)
         self.endpoint = f"tcp://127.0.0.1:{self.desk.port}"
         self._readers = itertools.count()
-        self.prompts: list[tuple[WholePrompt, threading.Thread]] = []
+        self.prompts: list[Prompt] = []
 
     def _make_staging(self) -> Staging:
         cpu = torch.device("cpu")
@@ -99,9 +139,9 @@ class Scene:
             return Staging(self.mover, cpu)
         return Staging(self.mover, cpu, num_bytes=self.unit_bytes)
 
-    def means(self, patience: Patience = PATIENT, **fields: Any) -> Means:
-        """Means of the rank; `fields` replaces some."""
-        means = Means(
+    def context(self, patience: Patience = PATIENT, **fields: Any) -> TransferContext:
+        """What the receivers of the rank share; `fields` replaces some."""
+        context = TransferContext(
             place=RankPlace(),
             geometry=self.here.geometry,
             mover=self.mover,
@@ -112,40 +152,34 @@ class Scene:
             patience=patience,
             link=self.link,
         )
-        return dataclasses.replace(means, **fields)
+        return dataclasses.replace(context, **fields)
 
     def begin(
         self,
         own_pages: Sequence[int],
         first_page: int = 0,
         patience: Patience = PATIENT,
+        room: int = ROOM,
+        fails_at: str | None = None,
         **fields: Any,
-    ) -> WholePrompt:
-        prompt = WholePrompt(
-            Bootstrap("host", 1, fields.pop("room", ROOM)),
+    ) -> Prompt:
+        prompt = Prompt(
+            self.context(patience, **fields),
             (one_rank(self.endpoint),),
-            OwnSlots(pages=own_pages, first_page=first_page),
-            self.means(
-                patience,
-                mover=fields.pop("mover", self.mover),
-                metadata=fields.pop("metadata", MetadataReader()),
-            ),
+            room,
             f"reader {next(self._readers)}",
-            **fields,
+            fails_at,
         )
-        thread = threading.Thread(target=prompt.run, daemon=True)
-        thread.start()
-        self.prompts.append((prompt, thread))
+        prompt.send_metadata(own_pages, decode_prefix_len=first_page * PAGE)
+        self.prompts.append(prompt)
         return prompt
 
-    def end(self, prompt: WholePrompt) -> WholePrompt:
-        """`prompt`, once its thread has ended."""
-        (thread,) = [thread for one, thread in self.prompts if one is prompt]
-        thread.join(30)
-        assert not thread.is_alive(), "it has not ended"
+    def end(self, prompt: Prompt) -> Prompt:
+        """`prompt`, once its thread is done."""
+        assert wait_until(lambda: prompt.has_returned, 30, interval=0.005), "it has not ended"
         return prompt
 
-    def failure(self, prompt: WholePrompt) -> str:
+    def failure(self, prompt: Prompt) -> str:
         """Reason why `prompt` did not arrive."""
         outcome = self.end(prompt).outcome
         assert isinstance(outcome, str) and prompt.has_ended
@@ -176,9 +210,9 @@ class Scene:
     def close(self) -> None:
         """End the threads and the desk."""
         self.mover.release()
-        for prompt, thread in self.prompts:
+        for prompt in self.prompts:
             prompt.cancel()
-            thread.join(10)
+            wait_until(lambda: prompt.has_returned, 10)  # noqa: B023 - called within this turn
         self.desk.close()
 
 
@@ -193,10 +227,12 @@ class Server:
         """Ranks that were looked up."""
         self.why: Exception | None = None
         """Error of look-ups."""
-        self.news: deque[Contact] = deque()
-        self._threads = CallThreads("disagg-peer")
-        means = self.scene.means(patience, find_rank=self._find)
-        self.peer = PrefillPeer("host", 1, means, self._threads, self.news)
+        self.servers = PrefillServers(
+            self.scene.context(patience, find_rank=self._find), "decode server"
+        )
+        peer = self.servers.find(("host", 1))
+        assert peer is not None
+        self.peer = peer
 
     def _find(self, host: str, port: int, rank: int) -> Route:
         assert (host, port) == ("host", 1)
@@ -205,20 +241,24 @@ class Server:
             raise self.why
         return msgspec.structs.replace(self.route, rank=rank)
 
-    def meet(self, room: int = ROOM) -> Contact:
-        return self.peer.meet(Bootstrap("host", 1, room))
+    def ask(self, room: int = ROOM) -> MooncakeKVReceiver:
+        """Ask whether the prefill server has a room."""
+        receiver = MooncakeKVReceiver(
+            cast(MooncakeKVManager, _Servers(self.servers)), ("host", 1), room
+        )
+        receiver.init()
+        return receiver
 
     def restart(self) -> None:
         """Another instance takes the place of the prefill server, at another port."""
         self.desk.close()
         offer = self.scene.there.geometry.offer("another", self.scene.mover.get_session_id())
-        self.desk = self.scene.desk = RoomDesk(offer, "127.0.0.1", unwanted_s=300, silent_s=300)
+        self.desk = self.scene.desk = Desk(offer, "127.0.0.1", unwanted_s=300, silent_s=300)
         self.route = one_rank(f"tcp://127.0.0.1:{self.desk.port}", "another")
 
     def through(self, proxy: ControlProxy) -> None:
         self.route = msgspec.structs.replace(self.route, endpoint=proxy.endpoint)
 
     def close(self) -> None:
-        self.peer.close()
-        self._threads.close()
+        self.servers.close()
         self.scene.close()

@@ -30,7 +30,6 @@ import msgspec
 
 from sglang.srt.constants import BUILTIN_MODEL_DIR, HEALTH_CHECK_RID_PREFIX
 from sglang.srt.disaggregation.common import conversation
-from sglang.srt.disaggregation.common.room_desk import RoomDesk
 from sglang.srt.disaggregation.decode import DecodeHalf
 from sglang.srt.disaggregation.prefill import PrefillHalf
 from sglang.srt.distributed.device_communicators.transfer_types import Block, PeerUnreachable
@@ -242,10 +241,10 @@ class RandomPd:
         return None
 
     def _forget_a_room(self) -> None:
-        """Let the desk give up a room by itself."""
-        rooms = list(_prefill_half(self.pair)._owners)
-        if rooms:
-            _desk(self.pair).end(self.rng.choice(rooms), "the desk gave it up by injection")
+        """Let a sender give up its room by itself."""
+        senders = _prefill_half(self.pair)._senders
+        if senders:
+            senders[self.rng.choice(list(senders))].abort("the desk gave it up by injection")
             self.outcome.counts["rooms forgotten"] += 1
 
     # ---- rounds --------------------------------------------------------------------------------
@@ -365,7 +364,7 @@ class RandomPd:
         prefill, decode = _prefill_half(pair), _decode_half(pair)
         assert not prefill._owners and not prefill._held, "rooms without an end"
         assert not (decode._owners or decode._wanted or decode._coming or decode._lingering)
-        assert all(room.has_ended for room in _desk(pair)._rooms.values())
+        assert all(room.has_ended for room in pair.prefill.manager.rooms._rooms.values())
         self._mover.begun.clear()
         if self.rng.random() < 0.5:
             for rig in pair.rigs:
@@ -432,12 +431,6 @@ def _decode_half(pair: PdRig) -> DecodeHalf:
     half = pair.decode.scheduler._parts.half
     assert isinstance(half, DecodeHalf)
     return half
-
-
-def _desk(pair: PdRig) -> RoomDesk:
-    desk = _prefill_half(pair)._desk
-    assert isinstance(desk, RoomDesk)
-    return desk
 
 
 def run_seed(seed: int, steps: int = STEPS_PER_SEED) -> Outcome:

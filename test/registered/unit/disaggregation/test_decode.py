@@ -16,7 +16,7 @@ from sglang.srt.managers.messages.io_struct import (
 )
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.test.ci.ci_register import register_cpu_ci
-from sglang.test.disaggregation.decode_rig import WAIT_S, DecodeRig, FakePrompt
+from sglang.test.disaggregation.decode_rig import WAIT_S, DecodeRig, FakeReceiver
 from sglang.test.models.grammar_rig import EOS_ID, HandBackend
 from sglang.test.schedulers.scheduler_rig import SchedulerRig, greedy, prompt
 
@@ -39,7 +39,7 @@ IDS = prompt(1, 10)
 def test_a_request_gets_slots_then_its_prompt_then_decodes(rig: DecodeRig) -> None:
     rig.step(rig.ask("a", IDS, 5, greedy(6)))
     (coming,) = rig.servers.begun
-    assert (coming.meeting.room, len(coming.pages), coming.first_page) == (5, 3, 0)
+    assert (coming.bootstrap_room, len(coming.pages), coming.first_page) == (5, 3, 0)
     rig.check()
     for _ in range(3):
         rig.step()
@@ -112,7 +112,7 @@ def test_a_constraint_is_compiled_before_a_prompt_is_asked_for(model: Path) -> N
     params.normalize()
     rig.step(rig.ask("a", IDS, 1, params))
     rig.step(rig.ask("free", IDS, 2))
-    assert [one.meeting.room for one in rig.servers.begun] == [2], "nobody waits for it"
+    assert [one.bootstrap_room for one in rig.servers.begun] == [2], "nobody waits for it"
     backend.release()
     rig.step()
     rig.prompt(1).come(IDS, token_id=1, sampling_digest=sampling_digest(params))
@@ -134,21 +134,21 @@ def test_a_constraint_is_compiled_before_a_prompt_is_asked_for(model: Path) -> N
 
 def test_a_failure_is_told_before_the_pages_are_free(rig: DecodeRig) -> None:
     rig.step(rig.ask("a", IDS, 1))
-    rig.prompt(1).outcome = "prefill is gone"
+    rig.prompt(1).failure = "prefill is gone"
     rig.step()
     assert rig.end("a") == FinishReason(type="abort", message="prefill is gone", status_code=503)
     state = rig.scheduler.state
     assert (state.queues.num_holders, state.free_tokens()) == (1, 128 - 12)
     assert not rig.scheduler.is_idle(), "nothing may be flushed"
     rig.check()
-    rig.prompt(1).has_ended = True
+    rig.prompt(1).is_settled = True
     rig.step()
     rig.assert_idle()
 
 
 def test_a_failure_after_the_reads(rig: DecodeRig) -> None:
     rig.step(rig.ask("a", IDS, 1))
-    rig.prompt(1).outcome, rig.prompt(1).has_ended = "aborted there", True
+    rig.prompt(1).failure, rig.prompt(1).is_settled = "aborted there", True
     rig.step()
     assert rig.end("a").message == "aborted there"
     rig.assert_idle()
@@ -157,13 +157,13 @@ def test_a_failure_after_the_reads(rig: DecodeRig) -> None:
 def test_a_prompt_that_fails_between_two_looks_at_it(rig: DecodeRig) -> None:
     """Its threads may fail it at any moment, also within a tick."""
 
-    class Racing(FakePrompt):
+    class Racing(FakeReceiver):
         """Fails as soon as anything of it has been read."""
 
         def __getattribute__(self, name: str) -> Any:
             value = super().__getattribute__(name)
-            if name in ("outcome", "has_ended"):
-                self.__dict__ |= {"outcome": "gone just now", "has_ended": True}
+            if name in ("failure", "metadata", "has_ended"):
+                self.__dict__ |= {"failure": "gone just now", "is_settled": True}
             return value
 
     rig.step(rig.ask("a", IDS, 1))
@@ -232,7 +232,7 @@ def test_an_abort_while_pages_are_read_is_told_at_once(rig: DecodeRig) -> None:
     rig.step(rig.ask("a", prompt(2, 10), 1))
     second = rig.servers.begun[1]
     assert not set(first.pages) & set(second.pages)
-    first.has_ended = True
+    first.is_settled = True
     rig.step()
     rig.check()
     assert rig.scheduler.state.queues.num_holders == 1
@@ -246,10 +246,10 @@ def test_an_abort_in_the_tick_in_which_the_prompt_comes(rig: DecodeRig) -> None:
     for rid in "ab":
         rig.step(rig.ask(rid, IDS, ord(rid)))
     rig.prompt(ord("a")).come(IDS)
-    rig.prompt(ord("b")).outcome = "gone"
+    rig.prompt(ord("b")).failure = "gone"
     rig.step(rig.abort("a"), rig.abort("b"))
     assert [rig.end(rid).status_code for rid in "ab"] == [499, 499]
-    rig.prompt(ord("b")).has_ended = True
+    rig.prompt(ord("b")).is_settled = True
     rig.step()
     rig.assert_idle()
 
@@ -311,7 +311,7 @@ def test_requests_wait_for_slots_in_order(model: Path) -> None:
     rig.step(*(rig.ask(f"r{i}", ids[i], i, greedy(4)) for i in range(3)))
     for turn in range(3):
         rig.step()
-        assert [one.meeting.room for one in rig.servers.begun] == list(range(turn + 1))
+        assert [one.bootstrap_room for one in rig.servers.begun] == list(range(turn + 1))
         assert len(rig.scheduler.state.queues.waiting) == 2 - turn
         rig.prompt(turn).come(ids[turn])
         while f"r{turn}" not in rig.results:
@@ -349,7 +349,7 @@ def test_rows_are_slots_too(model: Path) -> None:
     assert len(rig.servers.begun) == 2
     rig.step(rig.abort("r0"))
     assert len(rig.servers.begun) == 2, "a row that something may write for is not free"
-    rig.servers.begun[0].has_ended = True
+    rig.servers.begun[0].is_settled = True
     rig.run_until(lambda: len(rig.servers.begun) == 3)
     for room in (1, 2):
         rig.prompt(room).come(prompt(room, 5))

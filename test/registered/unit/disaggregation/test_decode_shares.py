@@ -9,7 +9,7 @@ import pytest
 from sglang.srt.disaggregation.common.protocol import MAX_MEETING
 from sglang.srt.disaggregation.decode_shares import is_within_share
 from sglang.test.ci.ci_register import register_cpu_ci
-from sglang.test.disaggregation.decode_rig import PAGE, ROUTES, SILENT_S, WAIT_S, DecodeRig
+from sglang.test.disaggregation.decode_rig import PAGE, SILENT_S, WAIT_S, DecodeRig
 from sglang.test.models.tiny_models import save_tiny_checkpoint
 from sglang.test.schedulers.scheduler_rig import greedy, prompt
 
@@ -27,7 +27,7 @@ def hybrid(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def rooms(rig: DecodeRig) -> list[int]:
     """Rooms whose requests have slots, in the order in which they got them."""
-    return [one.meeting.room for one in rig.servers.begun]
+    return [one.bootstrap_room for one in rig.servers.begun]
 
 
 def free(rig: DecodeRig) -> int:
@@ -44,7 +44,7 @@ def test_a_request_has_no_slots_before_its_prefill_server_knows_it(model: Path) 
     for _ in range(5):
         rig.step()
     assert (rooms(rig), free(rig), rig.scheduler.state.queues.num_holders) == ([], 128, 0)
-    rig.servers.contact(1).know(ROUTES)
+    rig.servers.receiver(1).is_known = True
     rig.step()
     assert rooms(rig) == [1]
     rig.prompt(1).come(IDS)
@@ -62,7 +62,7 @@ def test_twenty_rooms_that_nobody_knows_delay_no_other(model: Path) -> None:
     rig.prompt(100).come(IDS)
     rig.run_until(lambda: "a" in rig.results)
     for room in range(20):
-        rig.servers.contact(room).fail("the prefill server does not know the request in time")
+        rig.servers.receiver(room).failure = "the prefill server does not know the request in time"
     rig.step()
     assert {rig.end(f"nobody {n}").status_code for n in range(20)} == {503}
     assert sorted(room for room, _ in rig.servers.declined) == list(range(20))
@@ -89,7 +89,7 @@ def test_a_request_that_fails_while_it_waits_for_slots(model: Path) -> None:
     rig = DecodeRig(model, pool_tokens=32)
     rig.step(rig.ask("holds", prompt(1, 20), 1), rig.ask("waits", prompt(2, 20), 2))
     assert rooms(rig) == [1]
-    rig.servers.contact(2).fail("the prefill server ended the request: aborted there")
+    rig.servers.receiver(2).failure = "the prefill server ended the request: aborted there"
     rig.step()
     assert rig.end("waits").message == "the prefill server ended the request: aborted there"
 
@@ -98,13 +98,13 @@ def test_news_of_a_request_that_has_ended_are_nobodys(model: Path) -> None:
     rig = DecodeRig(model)
     rig.servers.unknown = {1}
     rig.step(rig.ask("a", IDS, 1))
-    old = rig.servers.contact(1)
+    old = rig.servers.receiver(1)
     rig.step(rig.abort("a"))
     rig.step(rig.ask("b", IDS, 1))
-    old.know(ROUTES)
+    old.is_known = True
     rig.step()
     assert rooms(rig) == [], "it is asked anew"
-    rig.servers.contacts[-1].know(ROUTES)
+    rig.servers.asked[-1].is_known = True
     rig.step()
     assert rooms(rig) == [1]
 
@@ -114,10 +114,10 @@ def test_a_prefill_server_is_asked_about_so_many_rooms_at_once(model: Path) -> N
     rig.servers.unknown = set(range(MAX_MEETING + 5))
     rig.step(*(rig.ask(f"r{n}", [n % 100 + 1], n) for n in range(MAX_MEETING + 2)))
     rig.step(rig.ask("other", [5], MAX_MEETING + 4, host="another"))
-    assert len(rig.servers.contacts) == MAX_MEETING + 1
+    assert len(rig.servers.asked) == MAX_MEETING + 1
     rig.step(rig.abort("r7"))
     rig.step()
-    assert rig.servers.contacts[-1].meeting.room == MAX_MEETING
+    assert rig.servers.asked[-1].bootstrap_room == MAX_MEETING
     rig.now += WAIT_S + 1
     rig.step()
     assert rig.end(f"r{MAX_MEETING + 1}").message == (
@@ -149,8 +149,8 @@ def test_small_requests_do_not_starve_a_large_one(model: Path) -> None:
             rig.step(rig.ask(f"s{coming}", small[coming], coming, greedy(3), host="small"))
             coming += 1
         for one in rig.servers.begun:
-            if not one.has_ended:
-                ids = large if one.meeting.room == 99 else small[one.meeting.room]
+            if not one.is_settled:
+                ids = large if one.bootstrap_room == 99 else small[one.bootstrap_room]
                 one.come(ids)
         rig.step()
         if "large" in rig.results:
@@ -222,7 +222,7 @@ def test_reads_that_never_end_fill_their_servers_share_and_no_more(model: Path) 
     rig.step(*(rig.ask(f"r{n}", prompt(n, 20), n, host="bad") for n in range(8)))
     held = len(rooms(rig))
     for room in rooms(rig):
-        rig.prompt(room).outcome = "reading failed, and cannot end"
+        rig.prompt(room).failure = "reading failed, and cannot end"
     rig.step()
     assert rig.scheduler.state.queues.num_holders == held, "they linger"
     # A while they may just be aborted reads.
@@ -240,7 +240,7 @@ def test_reads_that_never_end_fill_their_servers_share_and_no_more(model: Path) 
     rig.step(rig.ask("good", IDS, 50, host="good"))
     assert rooms(rig)[-1] == 50
     for room in rooms(rig)[:-1]:
-        rig.prompt(room).has_ended = True
+        rig.prompt(room).is_settled = True
     rig.step()
     rig.step(rig.ask("again", prompt(8, 20), 51, host="bad"))
     assert rooms(rig)[-1] == 51, "it is taken back"
@@ -265,7 +265,7 @@ def test_a_state_never_comes_without_pages(hybrid: Path) -> None:
         assert coming.pages, f"{length} tokens"
         has_cached |= coming.first_page > 0
         rig.step(rig.abort(f"r{length}"))
-        coming.has_ended = True
+        coming.is_settled = True
         rig.step()
     assert has_cached, "some begin with a state that is cached"
 

@@ -12,16 +12,22 @@ from sglang.srt.arg_groups.disaggregation import DisaggregationMode
 from sglang.srt.constants import BUILTIN_MODEL_DIR
 from sglang.srt.disaggregation.common import conversation
 from sglang.srt.disaggregation.common.geometry import PoolGeometry
-from sglang.srt.disaggregation.common.remote_prompt import STEPS
+from sglang.srt.disaggregation.common.shard_receiver import STEPS
 from sglang.srt.disaggregation.halves import make_half_server
 from sglang.srt.distributed.device_communicators.transfer_types import PeerUnreachable
+from sglang.srt.distributed.rank_group import SingleRank
 from sglang.srt.environ import envs
 from sglang.srt.hardware_backend.device_runtime import device_runtime
 from sglang.srt.managers.messages.io_struct import ShutdownReq, TokenizedGenerateReqInput
 from sglang.srt.utils.network import wait_until
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.disaggregation.control_proxy import ControlProxy
-from sglang.test.disaggregation.pd_rig import LOOPBACK, HalfRig, LocalMover, PdRig, one_rank
+from sglang.test.disaggregation.pd_rig import (
+    HalfRig,
+    LocalMover,
+    PdRig,
+    make_manager,
+)
 from sglang.test.disaggregation.prompt_scene import Place
 from sglang.test.schedulers import checkable_model
 from sglang.test.schedulers.scheduler_rig import greedy, prompt
@@ -285,8 +291,8 @@ def test_what_prefill_refuses_does_not_wait_at_decode(mover: LocalMover) -> None
 def test_a_prefill_server_that_shuts_down_says_so(pair: PdRig) -> None:
     """A server that asks is told, even if the request has only just come."""
     pair.decode.step(pair.request("a", PROMPTS[6], room=2))
-    desk = pair.prefill.scheduler._parts.half._desk  # type: ignore[attr-defined]
-    assert wait_until(lambda: bool(desk._waiting), 10, interval=0.001)
+    rooms = pair.prefill.manager.rooms
+    assert wait_until(lambda: bool(rooms._waiting), 10, interval=0.001)
     pair.prefill.step(pair.request("a", PROMPTS[6], room=2), ShutdownReq(timeout=0.0))
     while not pair.prefill.scheduler.is_stopped:
         pair.prefill.step()
@@ -311,15 +317,7 @@ def test_injected_failures_name_their_step(mover: LocalMover) -> None:
 def test_a_host_that_is_not_this_machines_is_refused(mover: LocalMover) -> None:
     why = r"--host 192\.0\.2\.1: for decode servers: cannot listen"
     with make_pair(mover) as pair, pytest.raises(ValueError, match=why):
-        make_half_server(
-            DisaggregationMode.PREFILL,
-            "192.0.2.1",
-            pair.prefill.pools,
-            "w",
-            torch.float32,
-            mover,
-            lambda *_: one_rank(""),
-        )
+        make_manager(DisaggregationMode.PREFILL, pair.prefill.pools, mover, host="192.0.2.1")
 
 
 class Registering(LocalMover):
@@ -346,15 +344,7 @@ def test_memory_that_is_registered_with_weights_is_not_registered_again() -> Non
     )
     first = next(iter(whole.items()))
     engine = Registering(dict([first]))
-    make_half_server(
-        DisaggregationMode.DECODE,
-        LOOPBACK,
-        [pool],
-        "w",
-        torch.float32,
-        engine,
-        lambda *_: one_rank(""),
-    )
+    make_manager(DisaggregationMode.DECODE, [pool], engine)
     assert len(whole) > 1 and engine.known == whole
 
 
@@ -372,16 +362,9 @@ def test_bounds_are_positive(
     mover: LocalMover, monkeypatch: pytest.MonkeyPatch, mode: str, name: str
 ) -> None:
     monkeypatch.setenv(f"SGLANG_DISAGGREGATION_{name}", "0")
+    place, chosen = Place(0), DisaggregationMode(mode)
     with pytest.raises(ValueError, match=f"SGLANG_DISAGGREGATION_{name}=0: it must be at least 1"):
-        make_half_server(
-            DisaggregationMode(mode),
-            LOOPBACK,
-            [Place(0).pool],
-            "w",
-            torch.float32,
-            mover,
-            lambda *_: one_rank(""),
-        )
+        make_half_server(chosen, make_manager(chosen, [place.pool], mover), SingleRank())
 
 
 if __name__ == "__main__":

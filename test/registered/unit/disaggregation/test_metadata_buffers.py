@@ -7,12 +7,12 @@ import threading
 import pytest
 import torch
 
+from sglang.srt.disaggregation.common.metadata_reader import host_identity
 from sglang.srt.disaggregation.common.metadata_row import ROW_BYTES, BadRow
 from sglang.srt.disaggregation.common.protocol import FirstToken
 from sglang.srt.disaggregation.utils import (
     MetadataBuffers,
     ReqToMetadataIdxAllocator,
-    host_identity,
     metadata_device,
 )
 from sglang.test.ci.ci_register import register_cpu_ci

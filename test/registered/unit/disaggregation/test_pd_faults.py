@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from sglang.srt.constants import BUILTIN_MODEL_DIR
-from sglang.srt.disaggregation.common.room_desk import RoomDesk
 from sglang.srt.disaggregation.prefill import REMEMBER_S, PrefillHalf, sampling_digest
 from sglang.srt.managers.messages.io_struct import DeclineRoomReq
 from sglang.srt.sampling.sampling_params import SamplingParams
@@ -179,12 +178,12 @@ def test_a_flood_of_refused_requests_leaves_nothing_behind() -> None:
             assert status == 503 and "at most 63 can ever fit" in reason
         pair.assert_clean()
         half = pair.prefill.scheduler._parts.half
-        assert isinstance(half, PrefillHalf) and isinstance(half._desk, RoomDesk)
-        desk = half._desk
-        assert len(desk._rooms) == len(good) + len(bad)
+        assert isinstance(half, PrefillHalf)
+        rooms = pair.prefill.manager.rooms
+        assert len(rooms._rooms) == len(good) + len(bad)
         # They are remembered for a minute, since the last answer may have been lost.
         pair.prefill.now += REMEMBER_S + 1
-        pair.until(lambda: not desk._rooms)
+        pair.until(lambda: not rooms._rooms)
         assert not (half._owners or half._unclaimed or half._asked)
 
 

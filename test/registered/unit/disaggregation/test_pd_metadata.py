@@ -7,17 +7,18 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
-import torch
 
 from sglang.srt.arg_groups.disaggregation import DisaggregationMode
 from sglang.srt.constants import BUILTIN_MODEL_DIR
-from sglang.srt.disaggregation import halves
+from sglang.srt.disaggregation import utils
+from sglang.srt.disaggregation.base.conn import KVPoll
+from sglang.srt.disaggregation.common.metadata_reader import host_identity
 from sglang.srt.disaggregation.common.metadata_row import ROW_BYTES
 from sglang.srt.disaggregation.common.protocol import FirstToken
 from sglang.srt.disaggregation.decode import DecodeHalf
-from sglang.srt.disaggregation.halves import make_half_server
+from sglang.srt.disaggregation.mooncake.conn import MooncakeKVSender
 from sglang.srt.disaggregation.prefill import PrefillHalf
-from sglang.srt.disaggregation.utils import NUM_ROWS, host_identity
+from sglang.srt.disaggregation.utils import NUM_ROWS, MetadataBuffers
 from sglang.srt.distributed.device_communicators.transfer_types import (
     Block,
     PeerUnreachable,
@@ -28,7 +29,7 @@ from sglang.srt.environ import envs
 from sglang.srt.managers.messages.io_struct import TokenizedGenerateReqInput
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.disaggregation.pd_ranks import PdRanks
-from sglang.test.disaggregation.pd_rig import LOOPBACK, LocalMover, PdRig, one_rank
+from sglang.test.disaggregation.pd_rig import LocalMover, PdRig, make_manager
 from sglang.test.disaggregation.prompt_scene import Place
 from sglang.test.models.tiny_models import save_tiny_checkpoint
 from sglang.test.schedulers import checkable_model
@@ -63,12 +64,18 @@ def metadata_bytes(pair: PdRig) -> tuple[float, float]:
 
 def free_rows(pair: PdRig) -> list[int]:
     """Number of free rows on each of both servers."""
-    prefill, decode = (rig.scheduler._parts.half for rig in pair.rigs)
-    assert isinstance(prefill, PrefillHalf) and isinstance(decode, DecodeHalf)
-    assert not (prefill._rows or prefill._rowless)
-    here = decode._remote._means.metadata._rows  # type: ignore[attr-defined]
-    both: list[Any] = [prefill._metadata, here]
+    assert not any(rowless(pair))
+    both: list[Any] = [rig.manager._args.aux_buffers for rig in pair.rigs]
     return [one._indices.available_size() for one in both]
+
+
+def rowless(pair: PdRig) -> tuple[list[MooncakeKVSender], list[MooncakeKVSender]]:
+    """Senders with a row, and senders that wait for one."""
+    half = pair.prefill.scheduler._parts.half
+    assert isinstance(half, PrefillHalf)
+    senders = [one for one in half._senders.values() if isinstance(one, MooncakeKVSender)]
+    with_row = [one for one in senders if one._room.row is not None]
+    return with_row, [one for one in senders if one._unsent is not None]
 
 
 def assert_said(pair: PdRig, *messages: TokenizedGenerateReqInput) -> None:
@@ -109,17 +116,18 @@ def test_without_the_setting_all_is_told() -> None:
 
 def test_requests_wait_for_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     """One on each side: each prompt waits there until another has been read."""
-    monkeypatch.setattr(halves, "NUM_ROWS", 1)
+    monkeypatch.setattr(utils, "NUM_ROWS", 1)
     mover = LocalMover()
     with make_pair(mover) as pair:
         half = pair.prefill.scheduler._parts.half
         assert isinstance(half, PrefillHalf)
         messages = [pair.request(f"r{n}", ids, greedy(5)) for n, ids in enumerate(PROMPTS)]
         mover.hold = True
-        pair.until(lambda: len(half._held) == len(PROMPTS) and bool(half._rowless), *messages)
-        assert (len(half._rows), len(half._rowless)) == (1, len(PROMPTS) - 1)
+        pair.until(lambda: len(half._held) == len(PROMPTS), *messages)
+        with_row, waiting = rowless(pair)
+        assert (len(with_row), len(waiting)) == (1, len(PROMPTS) - 1)
         # One that is given up frees its row, or the place in which it waits.
-        given_up = [half._owners[next(iter(half._rows))], half._owners[next(iter(half._rowless))]]
+        given_up = [half._owners[one.bootstrap_room] for one in (with_row[0], waiting[0])]
         pair.step(
             [pair.prefill.abort(rid) for rid in given_up],
             [pair.decode.abort(rid) for rid in given_up],
@@ -146,10 +154,10 @@ def test_a_pair_of_which_one_server_has_rows(
     side: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Settings differ: all is told. The server that wanted it otherwise says so."""
-    make = halves._make_metadata
+    make = MetadataBuffers.beside
     sides = iter((DisaggregationMode.PREFILL, DisaggregationMode.DECODE))
     monkeypatch.setattr(
-        halves, "_make_metadata", lambda *args: make(*args) if next(sides) == side else None
+        MetadataBuffers, "beside", lambda device: make(device) if next(sides) == side else None
     )
     with caplog.at_level(logging.WARNING), make_pair() as pair:
         run_all(pair, "told")
@@ -184,16 +192,16 @@ def test_a_row_that_is_overwritten_fails_its_request_alone(
 ) -> None:
     with make_pair() as pair:
         half = pair.prefill.scheduler._parts.half
-        assert isinstance(half, PrefillHalf) and half._metadata is not None
-        rows = half._metadata
-        complete = half._desk.complete
+        rows = pair.prefill.manager._args.aux_buffers
+        assert isinstance(half, PrefillHalf) and isinstance(rows, MetadataBuffers)
+        complete = MooncakeKVSender.complete
 
-        def spoil(room: int, first_token: Any, row: int | None = None) -> None:
-            if half._owners[room] == "torn":
+        def spoil(sender: MooncakeKVSender, metadata: FirstToken, row: int | None) -> None:
+            if half._owners[sender.bootstrap_room] == "torn":
                 rows._rows[row, 40] ^= 1
-            complete(room, first_token, row)
+            complete(sender, metadata, row)
 
-        monkeypatch.setattr(half._desk, "complete", spoil)
+        monkeypatch.setattr(MooncakeKVSender, "complete", spoil)
         messages = [pair.request(rid, PROMPTS[4], greedy(5)) for rid in ("a", "torn", "b")]
         pair.run(*messages)
         assert_said(pair, messages[0], messages[2])
@@ -224,15 +232,7 @@ def test_memory_that_the_transport_refuses_ends_the_start(
     with pytest.raises(
         RuntimeError, match=r"metadata in memory of cpu: .*set SGLANG_MOONCAKE_SEND_AUX_TCP=1"
     ):
-        make_half_server(
-            DisaggregationMode(mode),
-            LOOPBACK,
-            [Place(0).pool],
-            "w",
-            torch.float32,
-            mover,
-            lambda *_: one_rank(""),
-        )
+        make_manager(DisaggregationMode(mode), [Place(0).pool], mover)
 
 
 def test_memory_that_is_registered_already(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -241,15 +241,7 @@ def test_memory_that_is_registered_already(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(mover, "is_registered", lambda ptr, length: True)
     asked: list[Sequence[int]] = []
     monkeypatch.setattr(mover, "batch_register", lambda ptrs, lengths: asked.append(ptrs))
-    make_half_server(
-        DisaggregationMode.DECODE,
-        LOOPBACK,
-        [Place(0).pool],
-        "w",
-        torch.float32,
-        mover,
-        lambda *_: one_rank(""),
-    )
+    make_manager(DisaggregationMode.DECODE, [Place(0).pool], mover)
     assert not asked
 
 
@@ -258,9 +250,8 @@ def test_rows_say_how_far_they_can_be_read(stays: bool, host: str) -> None:
     mover = LocalMover()
     mover.stays_on_host = stays
     with make_pair(mover) as pair:
-        half = pair.prefill.scheduler._parts.half
-        assert isinstance(half, PrefillHalf)
-        rows = half._desk._offer.rows  # type: ignore[attr-defined]
+        rows = pair.prefill.manager.rooms._layout.rows
+        assert rows is not None
         assert (rows.num_rows, rows.row_bytes, rows.host) == (NUM_ROWS, ROW_BYTES, host)
         run_all(pair, "here")
         assert metadata_bytes(pair)[0] == 0
@@ -297,10 +288,10 @@ def test_a_rank_whose_metadata_has_not_come_holds_up_the_others(
         half = pair.decode.rigs[0].scheduler._parts.half
         assert isinstance(half, DecodeHalf)
         (coming,) = half._coming.values()
-        pair.until(lambda: coming.prompt.has_ended)
+        pair.until(lambda: coming.receiver.has_ended)
         for _ in range(20):
             pair.step()
-        assert isinstance(coming.prompt.outcome, FirstToken), "this rank has all"
+        assert coming.receiver.poll() == KVPoll.Success, "this rank has all"
         assert "second" not in pair.decode.results, "and waits for the other one"
         slow.release()
         pair.until(lambda: "second" in pair.decode.results)

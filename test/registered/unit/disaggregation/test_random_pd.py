@@ -13,8 +13,8 @@ import torch
 
 from sglang.srt.disaggregation.common.geometry import Portion
 from sglang.srt.disaggregation.common.packing import Packer
-from sglang.srt.disaggregation.common.room_desk import RoomDesk
 from sglang.srt.disaggregation.decode import DecodeHalf
+from sglang.srt.disaggregation.mooncake.conn import MooncakeKVSender
 from sglang.srt.disaggregation.prefill import PrefillHalf
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.disaggregation import random_pd
@@ -37,24 +37,24 @@ def forget_the_reads(half: DecodeHalf, req: Any, reason: Any) -> bool:
     return True
 
 
-def tell_one_page_less(desk: RoomDesk, room: int, pages: list[int]) -> None:
-    ADD_PAGES(desk, room, [*pages[:-1], 1])
+def send_one_page_less(sender: MooncakeKVSender, pages: list[int]) -> None:
+    SEND(sender, [*pages[:-1], 1])
 
 
 ON_END: Callable[..., bool] = DecodeHalf.on_end
-ADD_PAGES: Callable[..., None] = RoomDesk.add_pages
+SEND: Callable[..., None] = MooncakeKVSender.send
 BLOCKS: Callable[..., Any] = Portion.page_blocks
 BEGIN: Callable[..., Any] = Packer._begin
 DEFECTS: dict[str, tuple[type, str, Callable[..., Any]]] = {
     "slots are free while they are read": (DecodeHalf, "on_end", forget_the_reads),
-    "a wrong page is told": (RoomDesk, "add_pages", tell_one_page_less),
+    "a wrong page is sent": (MooncakeKVSender, "send", send_one_page_less),
     "a layer is not read": (Portion, "page_blocks", lambda *args: BLOCKS(*args)[:-1]),
     "pages are packed in another order": (
         Packer,
         "_begin",
         lambda packer, ask, pages: BEGIN(packer, ask, pages[::-1]),
     ),
-    "rooms are not ended": (RoomDesk, "end", lambda *args: None),
+    "rooms are not ended": (MooncakeKVSender, "abort", lambda *args: None),
     "requests decode where they were computed": (PrefillHalf, "keeps", lambda *args: False),
 }
 

@@ -235,7 +235,8 @@ def test_a_request_starts_when_all_ranks_have_their_part(
     pair.until(lambda: bool(slow.begun), message)
     half = pair.decode.rigs[0].scheduler._parts.half
     assert isinstance(half, DecodeHalf)
-    while not all(coming.prompt.read_seconds for coming in half._coming.values()):
+    receivers = [coming.receiver for coming in half._coming.values()]
+    while not all(one.get_transfer_metric().transfer_latency_s for one in receivers):
         pair.step()
     for _ in range(20):
         pair.step()

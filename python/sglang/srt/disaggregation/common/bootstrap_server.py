@@ -23,6 +23,7 @@ import msgspec
 
 from sglang.srt.arg_groups.disaggregation import BOOTSTRAP_PORT_FLAG
 from sglang.srt.constants import KIB
+from sglang.srt.disaggregation.base.conn import BaseKVBootstrapServer
 from sglang.srt.disaggregation.common.bootstrap_route import (
     MAX_RANK,
     OF_ANSWER,
@@ -62,7 +63,7 @@ class _Refusal(Exception):
         self.status = status
 
 
-class BootstrapServer:
+class CommonKVBootstrapServer(BaseKVBootstrapServer):
     """Listens from its construction until `close`, in the daemon thread `bootstrap`. Any thread may
     call.
 
@@ -195,7 +196,7 @@ class _Connection(asyncio.Protocol):
     transport: asyncio.Transport
 
     def __init__(
-        self, server: BootstrapServer, everyone: set[_Connection], waiting: OpenConnections
+        self, server: CommonKVBootstrapServer, everyone: set[_Connection], waiting: OpenConnections
     ) -> None:
         self._server = server
         self._everyone = everyone

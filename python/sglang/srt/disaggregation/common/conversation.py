@@ -24,6 +24,7 @@ from sglang.srt.disaggregation.common.protocol import (
 )
 from sglang.srt.disaggregation.control.control_link import ControlLink, Unwelcome
 from sglang.srt.disaggregation.control.deployment_secret import DeploymentSecret
+from sglang.srt.environ import EnvInt, envs
 from sglang.srt.utils.bad_messages import MALFORMED
 
 logger = logging.getLogger(__name__)
@@ -46,6 +47,11 @@ class NotAnswered(RoomFailed):
 
 class Replaced(RoomFailed):
     """Another instance answers at the prefill server's address."""
+
+
+def cannot_serve(where: str, refusal: str) -> RoomFailed:
+    """The error for servers of a pair that do not fit each other."""
+    return RoomFailed(f"the prefill server at {where} cannot serve this one: {refusal}")
 
 
 class Cancellation:
@@ -82,10 +88,37 @@ class Patience:
     silence: float
     """Time until any answer of the prefill server."""
 
+    @classmethod
+    def from_environment(cls) -> Patience:
+        """The time limits of this process. Raises ValueError if one is not positive."""
+        return cls(
+            bootstrap=seconds(envs.SGLANG_DISAGGREGATION_UNKNOWN_ROOM_TIMEOUT),
+            waiting=seconds(envs.SGLANG_DISAGGREGATION_WAITING_TIMEOUT),
+            silence=silence_s(),
+        )
+
     @property
     def repeat(self) -> float:
         """Seconds for an answer before a question is repeated."""
         return min(REPEAT_S, self.silence / 4)
+
+
+def seconds(field: EnvInt) -> int:
+    """The value of a time limit in the environment.
+
+    Raises:
+        ValueError: The value is not positive.
+    """
+    value = field.get()
+    if value < 1:
+        raise ValueError(f"environment variable {field.name}={value}: it must be at least 1")
+    return value
+
+
+def silence_s() -> int:
+    """Seconds without a message after which the other server counts as gone."""
+    interval = seconds(envs.SGLANG_DISAGGREGATION_HEARTBEAT_INTERVAL)
+    return interval * seconds(envs.SGLANG_DISAGGREGATION_HEARTBEAT_MAX_FAILURE)
 
 
 class Conversation:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import logging
+import socket
 import threading
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Final, Protocol
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
 
+from sglang.srt.disaggregation.base.conn import AuxBuffers
 from sglang.srt.disaggregation.common.conversation import POLL_S, RoomFailed
 from sglang.srt.disaggregation.common.metadata_row import ROW_BYTES, BadRow
 from sglang.srt.disaggregation.common.protocol import FirstToken, Offer
@@ -27,16 +30,15 @@ CONTROL: Final = "control"
 """Sent over the control connection."""
 TRANSPORT: Final = "transport"
 """Read over the transport of the pages."""
+_BOOT_ID: Final = Path("/proc/sys/kernel/random/boot_id")
 
 
-class Rows(Protocol):
-    """Rows of this rank, in registered memory; see `MetadataBuffers`. Any thread."""
-
-    def take(self, timeout: float) -> int | None: ...
-    def give_back(self, index: int) -> None: ...
-    def clear(self, index: int) -> None: ...
-    def address(self, index: int) -> int: ...
-    def get_buf(self, index: int, room: int) -> FirstToken: ...
+def host_identity() -> str:
+    """Name of this machine until its next start; the same in all its containers."""
+    try:
+        return _BOOT_ID.read_text().strip()
+    except OSError:
+        return socket.gethostname()
 
 
 class MetadataReader:
@@ -51,7 +53,7 @@ class MetadataReader:
         host: `host_identity` of this host.
     """
 
-    def __init__(self, rows: Rows | None = None, host: str = "") -> None:
+    def __init__(self, rows: AuxBuffers | None = None, host: str = "") -> None:
         self._rows = rows
         self._host = host
         self._telling: set[str] = set()
@@ -108,7 +110,7 @@ class RowRead:
     """
 
     def __init__(
-        self, reader: MetadataReader, rows: Rows | None, mover: Mover, timeout: float
+        self, reader: MetadataReader, rows: AuxBuffers | None, mover: Mover, timeout: float
     ) -> None:
         self.num_bytes = 0
         self.is_lost = False
@@ -153,7 +155,7 @@ class RowRead:
         self.settle()
         return words
 
-    def _take(self, rows: Rows, stay: Callable[[], None]) -> int:
+    def _take(self, rows: AuxBuffers, stay: Callable[[], None]) -> int:
         deadline = time.monotonic() + self._timeout
         while time.monotonic() < deadline:
             index = rows.take(POLL_S)

@@ -1,25 +1,27 @@
-"""A room of a prefill server's desk: what decode servers are told about one request."""
+"""A room of a prefill server: one request whose prompt a decode server reads."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.common.protocol import FirstToken
 
 
 @dataclass(slots=True)
 class Room:
-    """Times are in seconds of the desk's clock."""
+    """State of a room, under the lock of its `RoomServer`. Times are in seconds of its clock."""
 
+    number: int
     opened: float
     named: float | None = None
     """Time at which a decode server last named the room; None: none has."""
     pages: list[int] = field(default_factory=list)
-    first_token: FirstToken | None = None
+    metadata: FirstToken | None = None
     row: int | None = None
-    """Index of the row of `MetadataBuffers` that has the first token too."""
+    """Index of the row of `MetadataBuffers` that has the metadata too."""
     is_complete: bool = False
-    """Whether all pages and the first token are known."""
+    """Whether all pages and the metadata are known."""
     failure: str | None = None
     reader: str | None = None
     """The reader that asked first; None: none has."""
@@ -34,3 +36,13 @@ class Room:
     def was_received(self) -> bool:
         """Whether all parts of the reader have received all."""
         return bool(self.received) and not self.reading
+
+    def poll(self) -> KVPoll:
+        """Progress of the room. Needs no lock."""
+        if self.was_received:
+            return KVPoll.Success
+        if self.failure is not None:
+            return KVPoll.Failed
+        if self.reader is None:
+            return KVPoll.Bootstrapping
+        return KVPoll.Transferring if self.is_complete else KVPoll.WaitingForInput

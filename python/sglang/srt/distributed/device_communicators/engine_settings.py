@@ -7,11 +7,11 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from sglang.srt.disaggregation.mooncake.utils import (
+from sglang.srt.distributed.device_communicators.ib_devices import ENGINE_FIELD
+from sglang.srt.distributed.device_communicators.mooncake_mem_pool import (
     CustomMemPool,
     check_mooncake_custom_mem_pool_enabled,
 )
-from sglang.srt.distributed.device_communicators.ib_devices import ENGINE_FIELD
 from sglang.srt.distributed.device_communicators.mooncake_protocol import (
     IB_PROTOCOLS,
     RdmaDevice,

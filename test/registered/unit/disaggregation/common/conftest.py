@@ -6,8 +6,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from sglang.srt.disaggregation.common.room_desk import RoomDesk
-from sglang.test.disaggregation.desk_rig import OFFER, SILENT_S, UNWANTED_S, Asker, Clock
+from sglang.test.disaggregation.desk_rig import OFFER, SILENT_S, UNWANTED_S, Asker, Clock, Desk
 
 
 @pytest.fixture
@@ -16,14 +15,14 @@ def clock() -> Clock:
 
 
 @pytest.fixture
-def desk(clock: Clock) -> Iterator[RoomDesk]:
-    desk = RoomDesk(OFFER, "127.0.0.1", unwanted_s=UNWANTED_S, silent_s=SILENT_S, clock=clock)
+def desk(clock: Clock) -> Iterator[Desk]:
+    desk = Desk(OFFER, "127.0.0.1", unwanted_s=UNWANTED_S, silent_s=SILENT_S, clock=clock)
     yield desk
     desk.close()
 
 
 @pytest.fixture
-def new_asker(desk: RoomDesk) -> Iterator[Callable[[], Asker]]:
+def new_asker(desk: Desk) -> Iterator[Callable[[], Asker]]:
     made: list[Asker] = []
 
     def new() -> Asker:

@@ -12,7 +12,7 @@ import pytest
 
 from sglang.srt.disaggregation.common.bootstrap_client import BootstrapError, find
 from sglang.srt.disaggregation.common.bootstrap_route import Route
-from sglang.srt.disaggregation.common.bootstrap_server import BootstrapServer
+from sglang.srt.disaggregation.common.bootstrap_server import CommonKVBootstrapServer
 from sglang.srt.utils.network import get_free_port, wait_until
 from sglang.test.ci.ci_register import register_cpu_ci
 
@@ -114,7 +114,7 @@ def test_no_server_is_said_with_its_address() -> None:
 
 def test_a_missing_rank_is_said() -> None:
     port = get_free_port()
-    server = BootstrapServer(HOST, port)
+    server = CommonKVBootstrapServer(HOST, port)
     try:
         with pytest.raises(BootstrapError, match="status 404: rank 3 is not registered here"):
             find(HOST, port, 3, 20)

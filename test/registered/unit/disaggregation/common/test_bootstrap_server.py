@@ -24,7 +24,7 @@ from sglang.srt.disaggregation.common.bootstrap_server import (
     MAX_CONNECTIONS,
     MAX_REQUEST_BYTES,
     PATIENCE_S,
-    BootstrapServer,
+    CommonKVBootstrapServer,
 )
 from sglang.srt.disaggregation.control.deployment_secret import DeploymentSecret
 from sglang.srt.utils.network import get_free_port, is_port_available
@@ -44,7 +44,7 @@ class Running:
 
     def __init__(self, secret: DeploymentSecret | None = None) -> None:
         self.port = get_free_port()
-        self.server = BootstrapServer(HOST, self.port, secret)
+        self.server = CommonKVBootstrapServer(HOST, self.port, secret)
 
     def ask(
         self, method: str, path: str, headers: Mapping[str, str] | None = None
@@ -265,7 +265,7 @@ def test_a_taken_port_is_refused_by_name(running: Running) -> None:
     with pytest.raises(
         ValueError, match=f"^--disaggregation-bootstrap-port {running.port}: cannot"
     ):
-        BootstrapServer(HOST, running.port)
+        CommonKVBootstrapServer(HOST, running.port)
 
 
 def test_a_closed_server_leaves_its_port() -> None:

@@ -14,7 +14,6 @@ from sglang.srt.disaggregation.common.conversation import Patience
 from sglang.srt.disaggregation.common.metadata_reader import MetadataReader
 from sglang.srt.disaggregation.common.metadata_row import ROW_BYTES
 from sglang.srt.disaggregation.common.protocol import FirstToken, RowsOffer
-from sglang.srt.disaggregation.common.whole_prompt import WholePrompt
 from sglang.srt.disaggregation.utils import MetadataBuffers
 from sglang.srt.distributed.device_communicators.transfer_types import (
     Block,
@@ -23,7 +22,7 @@ from sglang.srt.distributed.device_communicators.transfer_types import (
     TransferError,
 )
 from sglang.test.ci.ci_register import register_cpu_ci
-from sglang.test.disaggregation.prompt_scene import PATIENT, ROOM, TOKEN, Scene, until
+from sglang.test.disaggregation.prompt_scene import PATIENT, ROOM, TOKEN, Prompt, Scene, until
 
 register_cpu_ci(est_time=5, suite="base-a-test-cpu")
 
@@ -45,7 +44,7 @@ class RowScene(Scene):
         self.reader = MetadataReader(self.own, HERE)
         super().__init__(rows=RowsOffer(self.theirs.address(0), row_bytes, NUM_ROWS, host))
 
-    def begin(self, own_pages: Sequence[int], *args: Any, **fields: Any) -> WholePrompt:
+    def begin(self, own_pages: Sequence[int], *args: Any, **fields: Any) -> Prompt:
         return super().begin(own_pages, *args, **{"metadata": self.reader, **fields})
 
     def complete(self, pages: Sequence[int] = (4,), row: int = ROW, room: int = ROOM) -> None:
@@ -71,9 +70,10 @@ def scene() -> Iterator[RowScene]:
     scene.close()
 
 
-def bytes_by_way(prompt: WholePrompt) -> tuple[int, int]:
+def bytes_by_way(prompt: Prompt) -> tuple[int, int]:
     """Told, and read."""
-    return prompt.metadata_bytes["control"], prompt.metadata_bytes["transport"]
+    aux_bytes = prompt.get_transfer_metric().aux_bytes
+    return aux_bytes["control"], aux_bytes["transport"]
 
 
 TOLD = (len(msgspec.msgpack.encode(TOKEN)), 0)
@@ -85,13 +85,13 @@ READ = (0, ROW_BYTES)
 
 def test_what_is_read_is_not_told(scene: RowScene) -> None:
     scene.complete()
-    scene.desk._rooms[ROOM].first_token = OTHER  # Whoever is told would have this.
+    scene.desk._rooms[ROOM].metadata = OTHER  # Whoever is told would have this.
     prompt = scene.end(scene.begin([9]))
     assert (prompt.outcome, bytes_by_way(prompt)) == (TOKEN, READ)
     # Last of all, and no part of the pages.
     assert [is_row(transfer.blocks) for transfer in scene.mover.begun] == [False, True]
     page = sum(block.length for block in scene.mover.begun[0].blocks)
-    assert prompt.num_bytes_read == page
+    assert prompt.get_transfer_metric().transfer_total_bytes == page
     assert scene.desk.outcome(ROOM) == ""
     scene.assert_row_is_free()
 
@@ -100,7 +100,7 @@ def test_a_prompt_that_is_there_needs_the_row_alone(scene: RowScene) -> None:
     scene.complete([4, 5])
     prompt = scene.end(scene.begin([], first_page=2))
     assert (prompt.outcome, bytes_by_way(prompt)) == (TOKEN, READ)
-    assert len(scene.mover.begun) == 1 and prompt.num_bytes_read == 0
+    assert len(scene.mover.begun) == 1 and prompt.get_transfer_metric().transfer_total_bytes == 0
 
 
 def test_words_without_a_row_are_told(scene: RowScene) -> None:

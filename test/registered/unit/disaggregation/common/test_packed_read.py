@@ -65,7 +65,8 @@ def test_units_are_read_whole(scene: Scene) -> None:
     scene.assert_read(THEIRS, OWN)
     # 32 pages of 16 bytes, six at once.
     assert lengths(scene) == [[96]] * 5 + [[32]]
-    assert prompt.num_bytes_read == 32 * 16 and prompt.read_seconds > 0
+    metric = prompt.get_transfer_metric()
+    assert metric.transfer_total_bytes == 32 * 16 and metric.transfer_latency_s > 0
     assert_all_free(scene)
     assert scene.desk.outcome(ROOM) == ""
 
@@ -248,7 +249,7 @@ def test_a_room_that_ends_gives_its_units_back_at_once(
     begun(scene)
     scene.desk.end(ROOM, "out of memory")
     until(lambda: len(scene.units._free) == scene.units._num_made)
-    ((prompt, _),) = scene.prompts
+    (prompt,) = scene.prompts
     until(lambda: isinstance(prompt.outcome, str))
     assert prompt.outcome == "the prefill server ended the request: out of memory"
     assert len(scene.staging._free) < scene.staging._num_made
@@ -261,7 +262,7 @@ def test_a_room_that_ends_gives_its_units_back_at_once(
 
 def test_an_abort_while_units_are_read(scene: Scene) -> None:
     begun(scene)
-    ((prompt, _),) = scene.prompts
+    (prompt,) = scene.prompts
     prompt.cancel()
     assert scene.given_up() == "the request was aborted"
     assert not prompt.has_ended
@@ -303,7 +304,7 @@ def test_units_that_never_come(scene: Scene, monkeypatch: pytest.MonkeyPatch) ->
         pack(buffer, *args)  # type: ignore[arg-type]
 
     def scene_is_over() -> bool:
-        until(lambda: isinstance(scene.prompts[0][0].outcome, str))
+        until(lambda: isinstance(scene.prompts[0].outcome, str))
         return True
 
     monkeypatch.setattr(StagingBuffer, "pack", once)
@@ -331,7 +332,7 @@ def test_the_reader_is_heard_of_while_units_are_read(
         begun(scene)
         count = len(heard)
         until(lambda: len(heard) > count + 8)
-        ((prompt, _),) = scene.prompts
+        (prompt,) = scene.prompts
         assert prompt.outcome is None
         scene.mover.release()
         assert scene.end(prompt).outcome == TOKEN

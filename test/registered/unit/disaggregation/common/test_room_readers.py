@@ -6,7 +6,8 @@ from collections.abc import Callable
 
 import pytest
 
-from sglang.srt.disaggregation.common import room_desk
+from sglang.srt.disaggregation.base.conn import KVPoll
+from sglang.srt.disaggregation.common import room_server
 from sglang.srt.disaggregation.common.protocol import (
     Ask,
     GiveUp,
@@ -15,7 +16,7 @@ from sglang.srt.disaggregation.common.protocol import (
     Released,
     RoomNews,
 )
-from sglang.srt.disaggregation.common.room_desk import LONG_POLL_S, RoomDesk
+from sglang.srt.disaggregation.common.room_server import LONG_POLL_S
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.disaggregation.desk_rig import (
     SILENT_S,
@@ -23,6 +24,8 @@ from sglang.test.disaggregation.desk_rig import (
     UNWANTED_S,
     Asker,
     Clock,
+    Desk,
+    failure,
     fill,
     until,
 )
@@ -34,7 +37,7 @@ register_cpu_ci(est_time=3, suite="base-a-test-cpu")
 
 
 def test_a_room_is_read_when_all_parts_of_its_reader_have_it(
-    desk: RoomDesk, new_asker: Callable[[], Asker], clock: Clock
+    desk: Desk, new_asker: Callable[[], Asker], clock: Clock
 ) -> None:
     fill(desk, 1)
     askers = [new_asker() for _ in range(3)]
@@ -49,7 +52,7 @@ def test_a_room_is_read_when_all_parts_of_its_reader_have_it(
     assert desk.outcome(1) == ""
 
 
-def test_a_part_that_is_silent_is_missed(desk: RoomDesk, asker: Asker, clock: Clock) -> None:
+def test_a_part_that_is_silent_is_missed(desk: Desk, asker: Asker, clock: Clock) -> None:
     """Also if it has never asked, while the others go on."""
     fill(desk, 1)
     for _ in range(3):
@@ -59,9 +62,7 @@ def test_a_part_that_is_silent_is_missed(desk: RoomDesk, asker: Asker, clock: Cl
     assert desk.outcome(1) == "the decode server has not been heard of for 10 s"
 
 
-def test_a_part_that_has_all_need_not_be_heard_of(
-    desk: RoomDesk, asker: Asker, clock: Clock
-) -> None:
+def test_a_part_that_has_all_need_not_be_heard_of(desk: Desk, asker: Asker, clock: Clock) -> None:
     fill(desk, 1)
     asker.ask(Ask(1, "me", 0, may_wait=False, part=0, num_parts=2))
     assert asker.ask(Received(1, "me", 0)) == Released(1, was_held=True)
@@ -71,7 +72,7 @@ def test_a_part_that_has_all_need_not_be_heard_of(
     assert desk.outcome(1) is None
 
 
-def test_a_part_gives_up_for_all(desk: RoomDesk, asker: Asker) -> None:
+def test_a_part_gives_up_for_all(desk: Desk, asker: Asker) -> None:
     fill(desk, 1)
     asker.ask(Ask(1, "me", 0, may_wait=False, part=0, num_parts=2))
     assert asker.ask(Received(1, "me", 0)) == Released(1, was_held=True)
@@ -81,7 +82,7 @@ def test_a_part_gives_up_for_all(desk: RoomDesk, asker: Asker) -> None:
     assert asker.ask(Received(1, "me", 0)) == Released(1, was_held=True), "it was, until then"
 
 
-def test_a_part_that_there_is_not_has_read_nothing(desk: RoomDesk, asker: Asker) -> None:
+def test_a_part_that_there_is_not_has_read_nothing(desk: Desk, asker: Asker) -> None:
     fill(desk, 1)
     asker.ask(Ask(1, "me", 0, may_wait=False, part=0, num_parts=1))
     assert asker.ask(Received(1, "me", 5)) == Released(1, was_held=False)
@@ -91,7 +92,7 @@ def test_a_part_that_there_is_not_has_read_nothing(desk: RoomDesk, asker: Asker)
 # ---- decode servers that do not want it, or are gone -------------------------------------------
 
 
-def test_a_room_that_is_given_up_is_told_once(desk: RoomDesk, asker: Asker) -> None:
+def test_a_room_that_is_given_up_is_told_once(desk: Desk, asker: Asker) -> None:
     desk.open(1)
     asker.look(1)
     for reason in ("aborted" * 200, "second"):
@@ -103,7 +104,7 @@ def test_a_room_that_is_given_up_is_told_once(desk: RoomDesk, asker: Asker) -> N
     assert asker.look(1).failure == given_up[1]
 
 
-def test_a_room_that_has_ended_is_not_given_up(desk: RoomDesk, asker: Asker) -> None:
+def test_a_room_that_has_ended_is_not_given_up(desk: Desk, asker: Asker) -> None:
     fill(desk, 1)
     asker.look(1)
     asker.ask(Received(1, "me"))
@@ -116,9 +117,9 @@ def test_a_room_that_has_ended_is_not_given_up(desk: RoomDesk, asker: Asker) -> 
 
 
 def test_a_room_may_be_given_up_before_its_request_comes(
-    desk: RoomDesk, asker: Asker, clock: Clock, monkeypatch: pytest.MonkeyPatch
+    desk: Desk, asker: Asker, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(room_desk, "_MAX_UNWANTED", 2)
+    monkeypatch.setattr(room_server, "_MAX_UNWANTED", 2)
     for room in (1, 2, 1, 3):
         asker.ask(GiveUp(room, "me", f"of {room}"))
     for room in (1, 2, 3):
@@ -133,21 +134,21 @@ def test_a_room_may_be_given_up_before_its_request_comes(
     assert desk.take_given_up() == {}, "as late a request is another"
 
 
-def test_a_room_is_claimed_by_the_first_that_asks_for_it(desk: RoomDesk, asker: Asker) -> None:
+def test_a_room_is_claimed_by_the_first_that_asks_for_it(desk: Desk, asker: Asker) -> None:
     for room in (1, 2, 3):
         desk.open(room)
     asker.ask(Hello())
     asker.ask(Received(2, "me"))
     asker.ask(GiveUp(3, "me", "because"))
-    assert desk.take_claimed() == ()
+    assert desk.take_claimed() == []
     asker.look(1)
     asker.look(1, "another")
     asker.look(4)
     assert desk.take_claimed() == [1]
-    assert desk.take_claimed() == ()
+    assert desk.take_claimed() == []
 
 
-def test_a_reader_that_is_not_heard_of_is_gone(desk: RoomDesk, asker: Asker, clock: Clock) -> None:
+def test_a_reader_that_is_not_heard_of_is_gone(desk: Desk, asker: Asker, clock: Clock) -> None:
     fill(desk, 1)
     asker.look(1)
     clock.now += SILENT_S
@@ -157,7 +158,18 @@ def test_a_reader_that_is_not_heard_of_is_gone(desk: RoomDesk, asker: Asker, clo
     assert desk.outcome(1) == "the decode server has not been heard of for 10 s"
 
 
-def test_reading_for_long_is_no_silence(desk: RoomDesk, asker: Asker, clock: Clock) -> None:
+def test_a_reader_that_is_gone_is_missed_without_a_question(
+    desk: Desk, asker: Asker, clock: Clock
+) -> None:
+    fill(desk, 1)
+    asker.look(1)
+    assert desk.senders[1].poll() == KVPoll.Transferring
+    clock.now += SILENT_S + 1
+    until(lambda: desk.senders[1].poll() == KVPoll.Failed)
+    assert failure(desk.senders[1]) == "the decode server has not been heard of for 10 s"
+
+
+def test_reading_for_long_is_no_silence(desk: Desk, asker: Asker, clock: Clock) -> None:
     fill(desk, 1)
     for _ in range(5):
         clock.now += SILENT_S

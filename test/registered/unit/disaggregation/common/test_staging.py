@@ -18,8 +18,6 @@ from sglang.srt.disaggregation.common.geometry import CannotServe, CutBuffer, Po
 from sglang.srt.disaggregation.common.metadata_reader import MetadataReader
 from sglang.srt.disaggregation.common.protocol import PoolBuffer
 from sglang.srt.disaggregation.common.rank_map import RankPlace
-from sglang.srt.disaggregation.common.remote_prompt import OwnSlots
-from sglang.srt.disaggregation.common.room_desk import RoomDesk
 from sglang.srt.disaggregation.common.sessions import Sessions
 from sglang.srt.disaggregation.common.staging import (
     NUM_BUFFERS,
@@ -28,15 +26,15 @@ from sglang.srt.disaggregation.common.staging import (
     rounds,
     unit_bytes_of,
 )
-from sglang.srt.disaggregation.common.whole_prompt import Means, WholePrompt
+from sglang.srt.disaggregation.common.transfer_context import TransferContext
 from sglang.srt.distributed.device_communicators.transfer_types import Block, PeerUnreachable
-from sglang.srt.managers.messages.io_struct import Bootstrap
 from sglang.srt.mem_cache.device.memory_pool import MHATokenToKVPool
 from sglang.srt.mem_cache.device.state_spec import RankShare, RankSplit
 from sglang.srt.utils.network import wait_until
 from sglang.test.ci.ci_register import register_cpu_ci
+from sglang.test.disaggregation.desk_rig import Desk
 from sglang.test.disaggregation.pd_rig import LocalMover
-from sglang.test.disaggregation.prompt_scene import PATIENT, ROOM, TOKEN
+from sglang.test.disaggregation.prompt_scene import PATIENT, ROOM, TOKEN, Prompt
 from sglang.test.servers.scarce_threads import no_threads
 
 register_cpu_ci(est_time=5, suite="base-a-test-cpu")
@@ -182,9 +180,9 @@ class Scene:
             offer = PoolGeometry.of([pool], "w", torch.float32).offer(
                 f"rank {number}", "this process"
             )
-            self.desks.append(RoomDesk(offer, "127.0.0.1", unwanted_s=300, silent_s=300))
+            self.desks.append(Desk(offer, "127.0.0.1", unwanted_s=300, silent_s=300))
         geometry = PoolGeometry.of([self.own], "w", torch.float32)
-        self.means = Means(
+        self.context = TransferContext(
             place=RankPlace(),
             geometry=geometry,
             mover=self.mover,
@@ -206,15 +204,14 @@ class Scene:
             attn_tp_size=2,
         )
 
-    def begin(self, pages: list[int], room: int = ROOM, **means: Any) -> WholePrompt:
-        prompt = WholePrompt(
-            Bootstrap("host", 1, room),
+    def begin(self, pages: list[int], room: int = ROOM, **fields: Any) -> Prompt:
+        prompt = Prompt(
+            dataclasses.replace(self.context, **fields),
             [self._find("host", 1, rank) for rank in range(2)],
-            OwnSlots(pages=pages),
-            dataclasses.replace(self.means, **means),
+            room,
             f"reader {next(self._readers)}",
         )
-        threading.Thread(target=prompt.run, daemon=True).start()
+        prompt.send_metadata(pages)
         return prompt
 
     def fill(self, room: int = ROOM, pages: Sequence[int] = (4, 7)) -> None:
@@ -274,7 +271,7 @@ def test_a_part_that_fails_ends_the_other_with_its_reason(scene: Scene) -> None:
     for desk in scene.desks:
         heard: dict[int, str] = {}
 
-        def is_heard(desk: RoomDesk = desk, heard: dict[int, str] = heard) -> bool:
+        def is_heard(desk: Desk = desk, heard: dict[int, str] = heard) -> bool:
             heard.update(desk.take_given_up())
             return ROOM in heard
 
@@ -283,7 +280,7 @@ def test_a_part_that_fails_ends_the_other_with_its_reason(scene: Scene) -> None:
 
 
 def test_a_part_without_a_thread_ends_the_prompt_and_leaves_no_slot(scene: Scene) -> None:
-    with no_threads("disagg-part"):
+    with no_threads("disagg-shard"):
         scene.fill()
         prompt = scene.begin([3, 5])
         until(lambda: prompt.has_ended)
@@ -298,7 +295,7 @@ def test_a_rank_that_does_not_fit_ends_all_parts(scene: Scene) -> None:
     """Both ranks say that they have the first head."""
     scene.desks[1].close()
     offer = PoolGeometry.of([scene.theirs[0]], "w", torch.float32).offer("rank 1", "this process")
-    scene.desks[1] = RoomDesk(offer, "127.0.0.1", unwanted_s=300, silent_s=300)
+    scene.desks[1] = Desk(offer, "127.0.0.1", unwanted_s=300, silent_s=300)
     prompt = scene.begin([3, 5])
     until(lambda: prompt.has_ended)
     why = "none of its ranks has head 1 of pool kv"

@@ -17,12 +17,10 @@ from sglang.srt.arg_groups.parallelism import ranks_per_node
 from sglang.srt.arg_groups.remote_weights import offers_weights, reads_weights, seed_host_port
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.constrained.grammar_backend import create_grammar_backend
-from sglang.srt.disaggregation.common.link_costs import LINKS
-from sglang.srt.disaggregation.control.deployment_secret import DeploymentSecret
+from sglang.srt.disaggregation.base.conn import KVArgs
 from sglang.srt.disaggregation.halves import HalfServer, make_half_server
-from sglang.srt.distributed.device_communicators.mooncake_transfer_engine import (
-    get_mooncake_transfer_engine,
-)
+from sglang.srt.disaggregation.mooncake.conn import MooncakeKVManager
+from sglang.srt.disaggregation.utils import MetadataBuffers
 from sglang.srt.distributed.rank_group import RankGroup, SingleRank
 from sglang.srt.distributed.torch_rank_group import TorchRankGroup
 from sglang.srt.environ import envs
@@ -390,20 +388,15 @@ def _make_half_server(
     """Connection to the servers that compute the other half; None: this server computes both."""
     if server_args.disaggregation_mode == DisaggregationMode.NULL:
         return None
-    engine = get_mooncake_transfer_engine()
-    assert engine is not None, "the runner started it"
-    return make_half_server(
-        DisaggregationMode(server_args.disaggregation_mode),
-        server_args.host,
-        list(runner.pools.values()),
-        runner.weight_source.identity(),
-        runner.model_config.dtype,
-        engine,
-        group=group,
-        secret=DeploymentSecret.of(server_args.disaggregation_secret),
-        link=LINKS.get(engine.protocol),
-        prepares_staging=True,
+    mode, pools = DisaggregationMode(server_args.disaggregation_mode), list(runner.pools.values())
+    args = KVArgs(
+        ranks=group,
+        pools=pools,
+        weights_identity=runner.weight_source.identity(),
+        dtype=runner.model_config.dtype,
+        aux_buffers=MetadataBuffers.beside(pools[0].device),
     )
+    return make_half_server(mode, MooncakeKVManager(args, mode, server_args), group)
 
 
 def _make_weight_seed(runner: ModelRunner, group: RankGroup) -> WeightSeed | None:

@@ -34,7 +34,7 @@ from sglang.srt.disaggregation.common.protocol import (
     Released,
     RoomNews,
 )
-from sglang.srt.disaggregation.common.room_desk import LONG_POLL_S, RoomDesk
+from sglang.srt.disaggregation.common.room_server import LONG_POLL_S
 from sglang.srt.disaggregation.control.control_listener import STRANGERS_FRAMES_A_SECOND
 from sglang.srt.disaggregation.control.deployment_secret import DeploymentSecret
 from sglang.srt.utils.network import can_connect
@@ -45,6 +45,7 @@ from sglang.test.disaggregation.desk_rig import (
     TOKEN,
     Asker,
     Clock,
+    Desk,
     fill,
     until,
 )
@@ -59,14 +60,14 @@ def test_hello_is_answered_with_the_offer(asker: Asker) -> None:
     assert asker.ask(Hello()) == OFFER
 
 
-def test_a_question_waits_for_news(desk: RoomDesk, asker: Asker) -> None:
+def test_a_question_waits_for_news(desk: Desk, asker: Asker) -> None:
     number = asker.send(Ask(1, "me", 0))
     desk.open(1)
     desk.add_pages(1, [5, 6])
     assert asker.hear() == Answered(number, "instance", RoomNews(1, True, 0, [5, 6]))
     number = asker.send(Ask(1, "me", 2))
     desk.add_pages(1, [9])
-    assert desk.num_pages(1) == 3
+    assert desk.senders[1].num_sent == 3
     assert asker.hear() == Answered(number, "instance", RoomNews(1, True, 2, [9]))
     number = asker.send(Ask(1, "me", 3))
     desk.complete(1, TOKEN)
@@ -78,7 +79,7 @@ def test_a_question_waits_for_news(desk: RoomDesk, asker: Asker) -> None:
 
 
 def test_without_news_the_answer_comes_when_the_asker_has_waited(
-    desk: RoomDesk, asker: Asker, clock: Clock
+    desk: Desk, asker: Asker, clock: Clock
 ) -> None:
     desk.open(2)
     for room, is_known in ((1, False), (2, True)):
@@ -89,7 +90,7 @@ def test_without_news_the_answer_comes_when_the_asker_has_waited(
 
 
 def test_repeating_a_question_does_not_put_off_its_answer(
-    desk: RoomDesk, asker: Asker, clock: Clock
+    desk: Desk, asker: Asker, clock: Clock
 ) -> None:
     number = asker.send(Ask(1, "me", 0))
     asker.look(1)
@@ -100,7 +101,7 @@ def test_repeating_a_question_does_not_put_off_its_answer(
     assert asker.hear().number == number
 
 
-def test_who_has_the_token_waits_for_pages(desk: RoomDesk, asker: Asker, clock: Clock) -> None:
+def test_who_has_the_token_waits_for_pages(desk: Desk, asker: Asker, clock: Clock) -> None:
     fill(desk, 1)
     asker.send(Ask(1, "me", 2, has_token=True))
     asker.look(1, have=2)
@@ -109,7 +110,7 @@ def test_who_has_the_token_waits_for_pages(desk: RoomDesk, asker: Asker, clock: 
     assert asker.hear().answer == RoomNews(1, True, 2, [], TOKEN)
 
 
-def test_each_asker_gets_its_own_answer(desk: RoomDesk, new_asker: Callable[[], Asker]) -> None:
+def test_each_asker_gets_its_own_answer(desk: Desk, new_asker: Callable[[], Asker]) -> None:
     askers = [new_asker() for _ in range(40)]
     for room, one in enumerate(askers):
         one.send(Ask(room, f"reader {room}", 0))
@@ -124,7 +125,7 @@ def test_each_asker_gets_its_own_answer(desk: RoomDesk, new_asker: Callable[[], 
 # ---- before a decode server has slots ----------------------------------------------------------
 
 
-def test_a_question_about_rooms_claims_none(desk: RoomDesk, asker: Asker) -> None:
+def test_a_question_about_rooms_claims_none(desk: Desk, asker: Asker) -> None:
     number = asker.send(Meet(1, [1, 2, 3]))
     desk.open(2)
     assert asker.hear() == Answered(number, "instance", Met(1, [2]))
@@ -136,7 +137,7 @@ def test_a_question_about_rooms_claims_none(desk: RoomDesk, asker: Asker) -> Non
     assert desk.take_claimed() == [2]
 
 
-def test_known_rooms_are_told_of_when_they_end(desk: RoomDesk, asker: Asker, clock: Clock) -> None:
+def test_known_rooms_are_told_of_when_they_end(desk: Desk, asker: Asker, clock: Clock) -> None:
     desk.open(1)
     number = asker.send(Meet(1, [], [1]))
     assert asker.look(5) == RoomNews(5, False)
@@ -149,9 +150,7 @@ def test_known_rooms_are_told_of_when_they_end(desk: RoomDesk, asker: Asker, clo
     assert asker.hear().answer == Met(2), "there are no news"
 
 
-def test_rooms_that_no_decode_server_names_are_told(
-    desk: RoomDesk, asker: Asker, clock: Clock
-) -> None:
+def test_rooms_that_no_decode_server_names_are_told(desk: Desk, asker: Asker, clock: Clock) -> None:
     for room in (1, 2, 3, 4):
         desk.open(room)
     asker.look(4)  # It is asked for.
@@ -169,7 +168,7 @@ def test_rooms_that_no_decode_server_names_are_told(
 
 
 def test_no_room_counts_as_unknown_while_a_decode_server_cannot_name_more(
-    desk: RoomDesk, asker: Asker, clock: Clock
+    desk: Desk, asker: Asker, clock: Clock
 ) -> None:
     desk.open(1)
     clock.now += SILENT_S + 1
@@ -181,7 +180,7 @@ def test_no_room_counts_as_unknown_while_a_decode_server_cannot_name_more(
     assert desk.unheard_of([2], SILENT_S).keys() == {2}
 
 
-def test_rooms_are_declined_once_and_that_is_confirmed(desk: RoomDesk, asker: Asker) -> None:
+def test_rooms_are_declined_once_and_that_is_confirmed(desk: Desk, asker: Asker) -> None:
     desk.open(1)
     declined = {1: "aborted", 2: "the queue is full"}
     for serial in (1, 2):
@@ -193,7 +192,7 @@ def test_rooms_are_declined_once_and_that_is_confirmed(desk: RoomDesk, asker: As
     assert asker.ask(Meet(3, [1])) == Met(3, [], {1: gave_up + declined[1]})
 
 
-def test_a_room_that_is_being_read_cannot_be_declined(desk: RoomDesk, asker: Asker) -> None:
+def test_a_room_that_is_being_read_cannot_be_declined(desk: Desk, asker: Asker) -> None:
     fill(desk, 1)
     asker.look(1)
     asker.ask(Meet(1, [], [], {1: "not mine"}))
@@ -205,7 +204,7 @@ def test_a_room_that_is_being_read_cannot_be_declined(desk: RoomDesk, asker: Ask
 
 
 def test_received_may_be_said_again_until_the_room_is_forgotten(
-    desk: RoomDesk, asker: Asker, clock: Clock
+    desk: Desk, asker: Asker, clock: Clock
 ) -> None:
     fill(desk, 1)
     asker.look(1)
@@ -214,7 +213,7 @@ def test_received_may_be_said_again_until_the_room_is_forgotten(
     desk.end(1)
     desk.end(1)
     assert asker.ask(Received(1, "me")) == Released(1, was_held=True)
-    assert desk._rooms[1].pages == [] and desk._rooms[1].first_token is None, "a minute is long"
+    assert desk._rooms[1].pages == [] and desk._rooms[1].metadata is None, "a minute is long"
     desk.forget(1)
     assert asker.look(1) == RoomNews(1, is_known=False)
     assert asker.ask(Received(1, "me")) == Released(1, was_held=False)
@@ -222,7 +221,7 @@ def test_received_may_be_said_again_until_the_room_is_forgotten(
 
 @pytest.mark.parametrize("is_complete", [False, True])
 def test_what_is_read_while_the_room_ends_does_not_count(
-    desk: RoomDesk, asker: Asker, is_complete: bool
+    desk: Desk, asker: Asker, is_complete: bool
 ) -> None:
     desk.open(1)
     desk.add_pages(1, [5])
@@ -235,7 +234,7 @@ def test_what_is_read_while_the_room_ends_does_not_count(
     assert desk.outcome(1) == "out of memory"
 
 
-def test_received_before_all_is_there_does_not_count(desk: RoomDesk, asker: Asker) -> None:
+def test_received_before_all_is_there_does_not_count(desk: Desk, asker: Asker) -> None:
     desk.open(1)
     desk.add_pages(1, [5])
     asker.look(1)
@@ -244,7 +243,7 @@ def test_received_before_all_is_there_does_not_count(desk: RoomDesk, asker: Aske
     assert desk.outcome(1) is None, "the reader is there"
 
 
-def test_a_waiting_question_hears_of_the_end(desk: RoomDesk, asker: Asker) -> None:
+def test_a_waiting_question_hears_of_the_end(desk: Desk, asker: Asker) -> None:
     desk.open(1)
     asker.send(Ask(1, "me", 0))
     asker.look(1)
@@ -252,7 +251,7 @@ def test_a_waiting_question_hears_of_the_end(desk: RoomDesk, asker: Asker) -> No
     assert asker.hear().answer == RoomNews(1, True, failure="too long")
 
 
-def test_a_room_is_read_once(desk: RoomDesk, new_asker: Callable[[], Asker]) -> None:
+def test_a_room_is_read_once(desk: Desk, new_asker: Callable[[], Asker]) -> None:
     """Another reader would read pages that are free as soon as the first has its own."""
     first, second = new_asker(), new_asker()
     fill(desk, 1)
@@ -268,7 +267,7 @@ def test_a_room_is_read_once(desk: RoomDesk, new_asker: Callable[[], Asker]) -> 
     assert first.look(1, "first").failure == "a decode server has read it already"
 
 
-def test_a_room_may_be_opened_again_when_it_is_forgotten(desk: RoomDesk, asker: Asker) -> None:
+def test_a_room_may_be_opened_again_when_it_is_forgotten(desk: Desk, asker: Asker) -> None:
     desk.open(1)
     desk.add_pages(1, [5])
     with pytest.raises(AssertionError, match="room 1 is open"):
@@ -301,7 +300,7 @@ def test_a_room_may_be_opened_again_when_it_is_forgotten(desk: RoomDesk, asker: 
         msgspec.msgpack.encode([1, {"type": "Hello", "version": 1.5}]),
     ],
 )
-def test_garbage_is_dropped(desk: RoomDesk, asker: Asker, raw: bytes) -> None:
+def test_garbage_is_dropped(desk: Desk, asker: Asker, raw: bytes) -> None:
     fill(desk, 1)
     asker.link.send(raw)
     assert asker.look(1).pages == [3, 4]
@@ -309,7 +308,7 @@ def test_garbage_is_dropped(desk: RoomDesk, asker: Asker, raw: bytes) -> None:
 
 
 def test_a_message_that_is_too_large_ends_its_connection_alone(
-    desk: RoomDesk, new_asker: Callable[[], Asker]
+    desk: Desk, new_asker: Callable[[], Asker]
 ) -> None:
     fill(desk, 1)
     good, bad = new_asker(), new_asker()
@@ -344,7 +343,7 @@ questions = st.one_of(
 @settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(st.one_of(st.binary(max_size=64), questions), max_size=8))
 def test_whatever_comes_the_desk_goes_on(
-    desk: RoomDesk, asker: Asker, messages: list[bytes | Question]
+    desk: Desk, asker: Asker, messages: list[bytes | Question]
 ) -> None:
     if 2 not in desk._rooms:
         fill(desk, 2)
@@ -359,23 +358,23 @@ def test_whatever_comes_the_desk_goes_on(
 
 
 def test_a_desk_that_fails_ends_the_scheduler(
-    desk: RoomDesk, asker: Asker, monkeypatch: pytest.MonkeyPatch
+    desk: Desk, asker: Asker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Else the server would look healthy and serve no request."""
 
     def fail(question: Question) -> Answer:
         raise KeyError("a defect")
 
-    assert desk.take_claimed() == ()
+    desk.check()
     monkeypatch.setattr(desk, "_answer", fail)
     asker.send(Hello())
     until(lambda: not desk._thread.is_alive())
     with pytest.raises(RuntimeError, match="decode servers are no longer answered") as raised:
-        desk.take_claimed()
+        desk.check()
     assert isinstance(raised.value.__cause__, KeyError)
 
 
-def test_who_names_a_room_is_no_stranger(desk: RoomDesk, new_asker: Callable[[], Asker]) -> None:
+def test_who_names_a_room_is_no_stranger(desk: Desk, new_asker: Callable[[], Asker]) -> None:
     """Strangers are answered slowly, and make room for others."""
     fill(desk, 1)
     asker = new_asker()
@@ -386,9 +385,7 @@ def test_who_names_a_room_is_no_stranger(desk: RoomDesk, new_asker: Callable[[],
     assert time.monotonic() - began < 400 / STRANGERS_FRAMES_A_SECOND / 2
 
 
-def test_a_flood_holds_up_no_waiting_question(
-    desk: RoomDesk, new_asker: Callable[[], Asker]
-) -> None:
+def test_a_flood_holds_up_no_waiting_question(desk: Desk, new_asker: Callable[[], Asker]) -> None:
     flooding, asker = [new_asker() for _ in range(20)], new_asker()
     number = asker.send(Ask(1, "me", 0))
     for _ in range(200):
@@ -401,7 +398,7 @@ def test_a_flood_holds_up_no_waiting_question(
 
 def test_a_desk_with_a_secret_answers_who_has_it() -> None:
     secret = DeploymentSecret("the secret of this deployment")
-    desk = RoomDesk(OFFER, "127.0.0.1", unwanted_s=1, silent_s=60, secret=secret)
+    desk = Desk(OFFER, "127.0.0.1", unwanted_s=1, silent_s=60, secret=secret)
     asker = Asker(desk.port, secret)
     assert asker.ask(Hello()) == OFFER
     patience = Patience(bootstrap=10, waiting=10, silence=10)
@@ -421,7 +418,7 @@ def test_a_desk_with_a_secret_answers_who_has_it() -> None:
 
 
 def test_what_ended_last_is_still_told(
-    desk: RoomDesk, new_asker: Callable[[], Asker], monkeypatch: pytest.MonkeyPatch
+    desk: Desk, new_asker: Callable[[], Asker], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Else a decode server would wait until it takes the silence for a failure."""
     busy, asker = new_asker(), new_asker()
@@ -454,7 +451,7 @@ def test_what_ended_last_is_still_told(
 
 def test_an_address_of_another_machine_is_refused() -> None:
     with pytest.raises(ValueError, match=r"cannot listen on 192\.0\.2\.1"):
-        RoomDesk(OFFER, "192.0.2.1", unwanted_s=1, silent_s=1)
+        Desk(OFFER, "192.0.2.1", unwanted_s=1, silent_s=1)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""The prefill server's rooms, and the thread that answers for them.
+"""Answers decode servers about the rooms of a prefill server.
 
-A room is one request whose other half a decode server computes. Its pages belong to it until the
-decode server confirms that it has read them, gives the room up, or asks no more.
+The pages of a room belong to it until its decode server confirms that it has read them, gives the
+room up, or asks no more.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import math
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
@@ -27,7 +27,6 @@ from sglang.srt.disaggregation.common.protocol import (
     Answer,
     Answered,
     Ask,
-    FirstToken,
     GiveUp,
     Hello,
     Meet,
@@ -59,12 +58,14 @@ TURN_S: Final = 0.002
 meanwhile, however many there are."""
 _POLL_S: Final = 0.1
 """Seconds within which a question is answered that has waited for `LONG_POLL_S`."""
+_MISS_S: Final = 0.5
+"""Seconds between two looks for decode servers that are gone."""
 _BACKLOG: Final = 1024
 _MAX_UNWANTED: Final = 65_536
 """Most rooms that are remembered as given up before their requests came."""
 _LAST_LOOK_S: Final = 0.2
-"""Seconds after the last room that ended without success for which the desk goes on answering at
-its end: those who have just heard of the room ask again."""
+"""Seconds after the last room that ended without success for which questions are answered at the
+end: those who have just heard of the room ask again."""
 _NOT_HEARD: Final = "the decode server has not been heard of for"
 _LAST_WORDS_S: Final = 1.0
 """Seconds for the last answers to leave."""
@@ -79,50 +80,56 @@ class _Waiting:
     until: float
 
 
-class RoomDesk:
-    """Rooms by number. The scheduler's thread opens, fills, ends and forgets them; one thread of
-    the desk, `disagg-desk`, answers decode servers. Questions about an ended room are answered
-    until it is forgotten, since the last answer may be lost.
+class RoomServer:
+    """Rooms by number. The scheduler's thread opens, ends and forgets them; one thread,
+    `disagg-rooms`, answers decode servers. Questions about an ended room are answered until it is
+    forgotten, since the last answer may be lost.
 
     Args:
-        offer: The offer of this server.
+        layout: The memory that decode servers read.
         host: Address to listen on, at a free port.
         unwanted_s: Seconds for which a room given up before its request came is remembered.
         silent_s: Seconds without a question after which the decode server counts as gone.
+        unknown_s: Seconds for which a room waits until a decode server names it; inf: it may wait
+            for ever.
         secret: The secret that decode servers have to prove; None: all who connect are answered.
-        packer: Packs pages for readers that ask for it; the desk starts and closes it.
+        packer: Packs pages for readers that ask for it; it is started and closed here.
+
+    Attributes:
+        lock: Guards all rooms.
+        instance_id: Id drawn at the server's start.
+        port: Port at which it listens.
     """
 
     def __init__(
         self,
-        offer: Offer,
+        layout: Offer,
         host: str,
         *,
         unwanted_s: float,
         silent_s: float,
+        unknown_s: float = math.inf,
         secret: DeploymentSecret | None = None,
         packer: Packer | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Raises ValueError if the host is not an address of this machine."""
-        self._offer = offer
+        self.instance_id = layout.instance_id
+        self._layout = layout
         self._unwanted_s = unwanted_s
         self._silent_s = silent_s
+        self._unknown_s = unknown_s
         self._secret = secret
         self._packer = packer
         self._clock = clock
         self._rooms: dict[int, Room] = {}
         self._unwanted: OrderedDict[int, tuple[float, str]] = OrderedDict()
         """Rooms that were given up before their requests came, with time and reason."""
-        self._claimed: list[int] = []
-        """Rooms that were first asked for since the scheduler last looked."""
-        self._given_up: dict[int, str] = {}
-        """Rooms that were given up since the scheduler last looked, with the reason."""
         self._named_all = -math.inf
         """Time at which a decode server last named as many rooms as it can."""
         self._waiting: dict[ControlPeer, _Waiting] = {}
         """The last question of each decode server that has no answer yet."""
-        self._lock = threading.Lock()
+        self.lock = threading.Lock()
         # One port is told. Clients try all addresses of a name.
         self._socket, *others = listening_sockets(host, 0, _BACKLOG)
         for other in others:
@@ -134,127 +141,59 @@ class RoomDesk:
         self._has_news = False
         self._last_failure = -math.inf
         """Time of the last end of a room without success."""
+        self._misses_at = -math.inf
+        """Time of the next look for decode servers that are gone."""
         self._closing = False
         self._defect: Exception | None = None
         """Error that ended the thread."""
         self._bad = BadMessages(logger, "message of a decode server")
-        self._thread = threading.Thread(target=self._serve, name="disagg-desk", daemon=True)
+        self._thread = threading.Thread(target=self._serve, name="disagg-rooms", daemon=True)
         self._thread.start()
         if packer is not None:
-            packer.start(self._wake)
+            packer.start(self.wake)
 
     # -- the scheduler's side --------------------------------------------------------------------
 
-    def open(self, room: int) -> None:
-        """Open the room of a request that has arrived. No other request has the room; an earlier
+    def open_room(self, number: int) -> Room:
+        """Open the room of a request that has arrived. No other request has it; that of an earlier
         one was forgotten."""
-        with self._lock:
-            assert room not in self._rooms, f"room {room} is open, or has just been"
-            self._rooms[room] = one = Room(self._clock())
-            if room in self._unwanted:
-                self._give_up(room, one, self._unwanted.pop(room)[1])
-        self._wake()
+        with self.lock:
+            assert number not in self._rooms, f"room {number} is open, or has just been"
+            room = self._rooms[number] = Room(number, self._clock())
+            if number in self._unwanted:
+                room.failure = self._unwanted.pop(number)[1]
+        self.wake()
+        return room
 
-    def add_pages(self, room: int, pages: Sequence[int]) -> None:
-        """Add the next computed pages of the prompt. They are not written to until the room
-        ends."""
-        with self._lock:
-            self._rooms[room].pages += pages
-        self._wake()
-
-    def num_pages(self, room: int) -> int:
-        """Number of the prompt's pages that were added."""
-        with self._lock:
-            return len(self._rooms[room].pages)
-
-    def complete(self, room: int, first_token: FirstToken, row: int | None = None) -> None:
-        """Note that all pages were added, and the first token is known.
-
-        Args:
-            row: Row of this server's `MetadataBuffers` that has the token until the room ends.
-        """
-        with self._lock:
-            one = self._rooms[room]
-            one.first_token, one.row, one.is_complete = first_token, row, True
-        self._wake()
-
-    def end(self, room: int, failure: str | None = None) -> None:
-        """End the room; its pages may be overwritten from then on. Idempotent.
+    def end_room(self, room: Room, failure: str) -> None:
+        """End a room; its pages may be overwritten from then on. Idempotent.
 
         Args:
             failure: Reason, if the decode server has not received all.
         """
-        with self._lock:
-            one = self._rooms[room]
-            if not one.has_ended:
-                one.has_ended = True
-                self._given_up.pop(room, None)
-                if one.was_received:
-                    one.failure = "a decode server has read it already"
+        with self.lock:
+            if not room.has_ended:
+                room.has_ended = True
+                if room.was_received:
+                    room.failure = "a decode server has read it already"
                 else:
-                    one.failure = one.failure or failure or "the request has ended"
+                    room.failure = room.failure or failure
                     self._last_failure = time.monotonic()
-                one.pages, one.first_token, one.row = [], None, None
+                room.pages, room.metadata, room.row = [], None, None
                 if self._packer is not None:
-                    self._packer.end(room)
-        self._wake()
+                    self._packer.end(room.number)
+        self.wake()
 
-    def forget(self, room: int) -> None:
+    def forget_room(self, room: Room) -> None:
         """Forget an ended room, about which no more questions are answered."""
-        with self._lock:
-            assert self._rooms[room].has_ended, f"room {room} is open"
-            del self._rooms[room]
+        with self.lock:
+            assert room.has_ended, f"room {room.number} is open"
+            del self._rooms[room.number]
 
-    def take_given_up(self) -> Mapping[int, str]:
-        """Take the rooms that decode servers have given up, with the reasons."""
-        if not self._given_up:
-            return {}
-        with self._lock:
-            given_up, self._given_up = self._given_up, {}
-        return given_up
-
-    def unheard_of(self, rooms: Iterable[int], limit_s: float) -> dict[int, str]:
-        """Those of `rooms` that no decode server asks for, nor has named for `limit_s` seconds,
-        with the reason. There are none while a decode server has more rooms than it can name."""
-        now = self._clock()
-        found: dict[int, str] = {}
-        with self._lock:
-            if now - self._named_all <= limit_s:
-                return found
-            for room in rooms:
-                one = self._rooms[room]
-                if one.reader is None and now - (one.named or one.opened) > limit_s:
-                    never, gone = "no decode server has asked for it within", _NOT_HEARD
-                    found[room] = f"{never if one.named is None else gone} {limit_s:.0f} s"
-        return found
-
-    def take_claimed(self) -> Sequence[int]:
-        """Take the rooms that a decode server has begun to ask for.
-
-        Raises:
-            RuntimeError: The thread that answers decode servers has failed.
-        """
+    def check(self) -> None:
+        """Raises RuntimeError if the thread that answers decode servers has failed."""
         if self._defect is not None:
             raise RuntimeError("decode servers are no longer answered") from self._defect
-        if not self._claimed:
-            return ()
-        with self._lock:
-            claimed, self._claimed = self._claimed, []
-        return claimed
-
-    def outcome(self, room: int) -> str | None:
-        """Outcome of a room that was asked for and is complete: "" if the decode server has
-        received it, a reason if it never will; None: not decided yet."""
-        now = self._clock()
-        with self._lock:
-            one = self._rooms[room]
-            if one.was_received:
-                return ""
-            if one.failure is not None:
-                return one.failure
-            if now - min(one.reading.values(), default=0.0) > self._silent_s:
-                return f"{_NOT_HEARD} {self._silent_s:.0f} s"
-            return None
 
     def close(self) -> None:
         """Answer the waiting questions that have news, and end the thread. Idempotent."""
@@ -263,17 +202,17 @@ class RoomDesk:
             if self._packer is not None:
                 self._packer.close()
             self._has_news = False
-            self._wake()
+            self.wake()
             self._thread.join()
 
-    def _wake(self) -> None:
+    def wake(self) -> None:
         """Let the thread look for news. Any thread."""
         if not self._has_news:
             self._has_news = True
             with contextlib.suppress(RuntimeError):  # The thread has ended.
                 self._loop.call_soon_threadsafe(self._wakes.set)
 
-    # -- the desk's side -------------------------------------------------------------------------
+    # -- the thread ------------------------------------------------------------------------------
 
     def _serve(self) -> None:
         try:
@@ -337,9 +276,9 @@ class RoomDesk:
 
     def _answer(self, question: Question) -> Answer:
         if isinstance(question, Hello):
-            return self._offer
+            return self._layout
         now = self._clock()
-        with self._lock:
+        with self.lock:
             if isinstance(question, Meet):
                 self._note_named(question, now)
                 for room, reason in question.declined.items():
@@ -374,12 +313,22 @@ class RoomDesk:
             while len(self._unwanted) > _MAX_UNWANTED:
                 self._unwanted.popitem(last=False)
         elif one.reader in (None, question.reader) and not one.was_received:
-            self._give_up(question.room, one, reason)
+            one.failure = one.failure or reason
 
-    def _give_up(self, room: int, one: Room, reason: str) -> None:
-        if one.failure is None:
-            one.failure = reason
-            self._given_up[room] = reason
+    def _miss(self, now: float) -> None:
+        """Note which rooms no decode server names, or reads any more. None counts as unnamed while
+        a decode server has more rooms than it can name."""
+        may_miss = now - self._named_all > self._unknown_s
+        for room in self._rooms.values():
+            if room.failure is not None or room.was_received:
+                continue
+            if room.reader is None:
+                if may_miss and now - (room.named or room.opened) > self._unknown_s:
+                    never, gone = "no decode server has asked for it within", _NOT_HEARD
+                    why = never if room.named is None else gone
+                    room.failure = f"{why} {self._unknown_s:.0f} s"
+            elif room.is_complete and now - min(room.reading.values()) > self._silent_s:
+                room.failure = f"{_NOT_HEARD} {self._silent_s:.0f} s"
 
     def _forget(self, now: float) -> None:
         """Forget rooms that were given up and whose requests never came."""
@@ -393,8 +342,11 @@ class RoomDesk:
         now = self._clock()
         answers: list[tuple[ControlPeer, int, Answer]] = []
         answer: Answer
-        with self._lock:
+        with self.lock:
             self._forget(now)
+            if self._loop.time() >= self._misses_at:
+                self._misses_at = self._loop.time() + _MISS_S
+                self._miss(now)
             for sender, waiting in self._waiting.items():
                 answer = self._state_of(waiting.question, now)
                 if now >= waiting.until or is_worth_telling(answer, waiting.question):
@@ -442,7 +394,6 @@ class RoomDesk:
         if one.reader is None:
             one.reader = ask.reader
             one.reading = dict.fromkeys(range(ask.num_parts), now)
-            self._claimed.append(ask.room)
         if one.reader != ask.reader:
             failure = "the room belongs to another reader: draw one for each request"
             return RoomNews(ask.room, is_known=True, failure=failure)
@@ -458,7 +409,7 @@ class RoomDesk:
             is_known=True,
             first_page=first,
             pages=one.pages[first:],
-            first_token=one.first_token if is_told else None,
+            first_token=one.metadata if is_told else None,
             row=None if is_told else one.row,
         )
 
@@ -473,5 +424,5 @@ class RoomDesk:
 
     def _reply(self, sender: ControlPeer, number: int, answer: Answer) -> None:
         # An answer that is lost will be asked for again.
-        message = Answered(number, self._offer.instance_id, answer)
+        message = Answered(number, self.instance_id, answer)
         sender.send(msgspec.msgpack.encode(message))

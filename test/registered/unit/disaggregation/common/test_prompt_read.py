@@ -14,7 +14,7 @@ import pytest
 from sglang.srt.disaggregation.common import conversation
 from sglang.srt.disaggregation.common.conversation import Patience
 from sglang.srt.disaggregation.common.protocol import Ask, Asked, Question
-from sglang.srt.disaggregation.common.room_desk import LONG_POLL_S
+from sglang.srt.disaggregation.common.room_server import LONG_POLL_S
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.disaggregation.control_proxy import ControlProxy, Fate
 from sglang.test.disaggregation.prompt_scene import HASTY, ROOM, TOKEN, Scene, until

@@ -13,16 +13,18 @@ from collections.abc import Iterator
 import msgspec
 import pytest
 
-from sglang.srt.disaggregation import prefill_peer
+from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.common import conversation
 from sglang.srt.disaggregation.common.bootstrap_client import BootstrapError, WrongSecret, find
 from sglang.srt.disaggregation.common.conversation import Patience
 from sglang.srt.disaggregation.common.geometry import PoolGeometry
-from sglang.srt.disaggregation.common.room_desk import RoomDesk
-from sglang.srt.disaggregation.contact import Contact
+from sglang.srt.disaggregation.mooncake import prefill_peer
+from sglang.srt.disaggregation.mooncake.conn import MooncakeKVReceiver
 from sglang.srt.utils.network import wait_until
 from sglang.test.ci.ci_register import register_cpu_ci
+from sglang.test.disaggregation import desk_rig
 from sglang.test.disaggregation.control_proxy import ControlProxy
+from sglang.test.disaggregation.desk_rig import Desk
 from sglang.test.disaggregation.pd_rig import one_rank
 from sglang.test.disaggregation.prompt_scene import ROOM, Server, until
 from sglang.test.servers.scarce_threads import no_threads
@@ -49,27 +51,30 @@ def hasty(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
     one.close()
 
 
-def is_known(contact: Contact) -> bool:
-    return bool(contact.standing.sources)
+def is_known(receiver: MooncakeKVReceiver) -> bool:
+    return receiver.poll() == KVPoll.WaitingForInput
 
 
-def failure(contact: Contact) -> str:
-    until(lambda: contact.standing.failure is not None)
-    return contact.standing.failure or ""
+def has_failed(receiver: MooncakeKVReceiver) -> bool:
+    return receiver.poll() == KVPoll.Failed
+
+
+def failure(receiver: MooncakeKVReceiver) -> str:
+    until(lambda: has_failed(receiver))
+    return desk_rig.failure(receiver)
 
 
 # ---- rooms -------------------------------------------------------------------------------------
 
 
 def test_a_room_is_known_when_its_request_is_there_and_is_not_claimed(server: Server) -> None:
-    contact, other = server.meet(), server.meet(6)
+    receiver, other = server.ask(), server.ask(6)
     until(lambda: other.unknown_since is not None)
-    assert not is_known(contact)
+    assert not is_known(receiver)
     server.desk.open(ROOM)
-    until(lambda: is_known(contact))
-    assert list(contact.standing.sources) == [server.route]
+    until(lambda: is_known(receiver))
+    assert list(receiver.sources) == [server.route]
     assert not is_known(other)
-    assert list(server.news) == [contact]
     assert not server.desk.take_claimed(), "it would be computed without slots here"
     server.desk.open(6)
     until(lambda: is_known(other))
@@ -79,19 +84,19 @@ def test_a_room_is_known_when_its_request_is_there_and_is_not_claimed(server: Se
 def test_a_room_that_has_ended_says_why(server: Server) -> None:
     server.desk.open(ROOM)
     server.desk.end(ROOM, "the queue is full")
-    assert failure(server.meet()) == "the prefill server ended the request: the queue is full"
+    assert failure(server.ask()) == "the prefill server ended the request: the queue is full"
 
 
 def test_a_known_room_is_watched_until_there_are_slots(server: Server) -> None:
     server.desk.open(ROOM)
     server.desk.open(6)
-    contact, left = server.meet(), server.meet(6)
-    until(lambda: is_known(contact) and is_known(left))
-    left.leave()
+    receiver, left = server.ask(), server.ask(6)
+    until(lambda: is_known(receiver) and is_known(left))
+    server.peer.leave(left)
     server.desk.end(ROOM, "out of memory")
     server.desk.end(6, "out of memory")
-    assert failure(contact) == "the prefill server ended the request: out of memory"
-    assert left.standing.failure is None, "its prompt hears that itself"
+    assert failure(receiver) == "the prefill server ended the request: out of memory"
+    assert is_known(left), "its prompt hears that itself"
 
 
 def test_a_room_that_the_prefill_server_never_gets(server: Server) -> None:
@@ -99,7 +104,7 @@ def test_a_room_that_the_prefill_server_never_gets(server: Server) -> None:
     server = Server(Patience(bootstrap=0.3, waiting=60, silence=30))
     try:
         server.desk.open(6)
-        known, unknown = server.meet(6), server.meet()
+        known, unknown = server.ask(6), server.ask()
         assert failure(unknown) == "the prefill server does not know the request in time"
         assert is_known(known)
     finally:
@@ -107,19 +112,19 @@ def test_a_room_that_the_prefill_server_never_gets(server: Server) -> None:
 
 
 def test_many_rooms_need_one_thread_and_one_connection(server: Server) -> None:
-    contacts = [server.meet(room) for room in range(500)]
+    receivers = [server.ask(room) for room in range(500)]
     for room in range(500):
         server.desk.open(room)
-    until(lambda: all(is_known(one) for one in contacts))
+    until(lambda: all(is_known(one) for one in receivers))
     named = [one for one in threading.enumerate() if one.name == "disagg-peer"]
     assert len(named) == 1 and server.look_ups == [0]
 
 
 def test_the_last_request_of_a_room_counts(server: Server) -> None:
-    first = server.meet()
+    first = server.ask()
     until(lambda: first.unknown_since is not None)
-    first.leave()
-    second = server.meet()
+    server.peer.leave(first)
+    second = server.ask()
     server.desk.open(ROOM)
     until(lambda: is_known(second))
     assert not is_known(first)
@@ -128,7 +133,7 @@ def test_the_last_request_of_a_room_counts(server: Server) -> None:
 # ---- declined rooms ----------------------------------------------------------------------------
 
 
-def given_up(desk: RoomDesk, rooms: set[int]) -> dict[int, str]:
+def given_up(desk: Desk, rooms: set[int]) -> dict[int, str]:
     """Reasons of rooms that the desk was told of."""
     heard: dict[int, str] = {}
 
@@ -153,9 +158,9 @@ def test_a_flood_of_declined_rooms_is_told_whole(server: Server) -> None:
 
 def test_a_request_that_leaves_is_declined(server: Server) -> None:
     server.desk.open(ROOM)
-    contact = server.meet()
-    until(lambda: is_known(contact))
-    contact.leave("aborted")
+    receiver = server.ask()
+    until(lambda: is_known(receiver))
+    receiver.abort("aborted")
     assert given_up(server.desk, {ROOM}) == {ROOM: "the decode server gave it up: aborted"}
 
 
@@ -195,9 +200,9 @@ def test_rooms_that_wait_to_be_declined_are_bounded(
 
 def test_what_is_declined_last_is_told_before_the_end(server: Server) -> None:
     server.desk.open(ROOM)
-    contact = server.meet()
-    until(lambda: is_known(contact))
-    contact.leave("the server is shutting down")
+    receiver = server.ask()
+    until(lambda: is_known(receiver))
+    receiver.abort("the server is shutting down")
     server.peer.close()
     given_up(server.desk, {ROOM})
     until(lambda: not server.peer.has_thread)
@@ -217,10 +222,10 @@ def test_a_silent_server_does_not_hold_up_the_end(server: Server) -> None:
 
 def test_a_server_that_is_not_found(hasty: Server) -> None:
     hasty.why = BootstrapError("it cannot be reached")
-    old, began = hasty.meet(), time.monotonic()
+    old, began = hasty.ask(), time.monotonic()
     assert failure(old) == "the prefill server is not found: it cannot be reached"
     assert time.monotonic() - began >= 0.6
-    late = hasty.meet(6)
+    late = hasty.ask(6)
     hasty.why = None
     hasty.desk.open(6)
     until(lambda: is_known(late))
@@ -231,13 +236,13 @@ def test_a_server_that_is_gone_is_a_reason_to_probe_sessions(hasty: Server) -> N
     hasty.scene.sessions.leave("old")
     hasty.scene.mover.gone = {"old"}
     hasty.why = BootstrapError("it cannot be reached")
-    failure(hasty.meet())
+    failure(hasty.ask())
     until(lambda: hasty.scene.mover.forgotten == ["old"])
 
 
 def test_another_secret_fails_at_once(server: Server) -> None:
     server.why = WrongSecret("give both servers the same")
-    assert failure(server.meet()) == "the prefill server is not found: give both servers the same"
+    assert failure(server.ask()) == "the prefill server is not found: give both servers the same"
 
 
 @pytest.mark.parametrize(
@@ -249,13 +254,13 @@ def test_another_secret_fails_at_once(server: Server) -> None:
         (1, 2, "its 1 ranks are no multiple of the 2 that split heads"),
     ],
 )
-def test_ranks_that_cannot_be_are_refused_before_any_is_contacted(
+def test_ranks_that_cannot_be_are_refused_before_any_is_receivered(
     server: Server, num_ranks: int, attn_tp_size: int, why: str
 ) -> None:
     server.route = msgspec.structs.replace(
         server.route, num_ranks=num_ranks, attn_tp_size=attn_tp_size
     )
-    assert failure(server.meet()) == f"the prefill server at host:1 cannot serve this one: {why}"
+    assert failure(server.ask()) == f"the prefill server at host:1 cannot serve this one: {why}"
     assert server.look_ups == [0]
 
 
@@ -263,9 +268,9 @@ def test_all_ranks_to_read_from_are_looked_up_once(server: Server) -> None:
     server.route = msgspec.structs.replace(server.route, num_ranks=3, attn_tp_size=1)
     server.desk.open(ROOM)
     server.desk.open(6)
-    contacts = [server.meet(), server.meet(6)]
-    until(lambda: all(is_known(one) for one in contacts))
-    assert [one.rank for one in contacts[0].standing.sources] == [0, 1, 2]
+    receivers = [server.ask(), server.ask(6)]
+    until(lambda: all(is_known(one) for one in receivers))
+    assert [one.rank for one in receivers[0].sources] == [0, 1, 2]
     assert server.look_ups == [0, 1, 2]
 
 
@@ -273,19 +278,19 @@ def test_a_server_of_another_model_is_told_so(server: Server) -> None:
     server.desk.close()
     pool = server.scene.there.pool
     offer = PoolGeometry.of([pool], "other weights", pool.dtype).offer("instance", "s")
-    server.desk = server.scene.desk = RoomDesk(offer, "127.0.0.1", unwanted_s=300, silent_s=300)
+    server.desk = server.scene.desk = Desk(offer, "127.0.0.1", unwanted_s=300, silent_s=300)
     server.route = one_rank(f"tcp://127.0.0.1:{server.desk.port}")
     server.desk.open(ROOM)
-    contact = server.meet()
+    receiver = server.ask()
     why = "the prefill server at host:1 cannot serve this one: its pages differ: weights other"
-    assert failure(contact).startswith(why)
-    contact.leave(contact.standing.failure)
+    assert failure(receiver).startswith(why)
+    receiver.abort(failure(receiver))
     assert why in given_up(server.desk, {ROOM})[ROOM], "it need not wait for a reader"
 
 
 def test_an_endpoint_that_is_none(server: Server) -> None:
     server.route = msgspec.structs.replace(server.route, endpoint="ipc:///tmp/x")
-    assert failure(server.meet()).startswith("the prefill server told a wrong endpoint: 'ipc:///t")
+    assert failure(server.ask()).startswith("the prefill server told a wrong endpoint: 'ipc:///t")
 
 
 # ---- servers that fall silent, or are replaced -------------------------------------------------
@@ -293,7 +298,7 @@ def test_an_endpoint_that_is_none(server: Server) -> None:
 
 def test_a_server_that_never_answers(hasty: Server) -> None:
     hasty.route = one_rank("tcp://127.0.0.1:9")
-    assert failure(hasty.meet()) == SILENT.format("tcp://127.0.0.1:9")
+    assert failure(hasty.ask()) == SILENT.format("tcp://127.0.0.1:9")
 
 
 def test_a_server_that_falls_silent_fails_known_rooms_too(hasty: Server) -> None:
@@ -303,13 +308,13 @@ def test_a_server_that_falls_silent_fails_known_rooms_too(hasty: Server) -> None
     ) as proxy:
         hasty.through(proxy)
         hasty.desk.open(ROOM)
-        known = hasty.meet()
+        known = hasty.ask()
         until(lambda: is_known(known))
         is_silent.set()
-        unknown = hasty.meet(6)
+        unknown = hasty.ask(6)
         assert [failure(one) for one in (known, unknown)] == [SILENT.format(proxy.endpoint)] * 2
         is_silent.clear()
-        again = hasty.meet(6)
+        again = hasty.ask(6)
         hasty.desk.open(6)
         until(lambda: is_known(again))
 
@@ -317,39 +322,39 @@ def test_a_server_that_falls_silent_fails_known_rooms_too(hasty: Server) -> None
 def test_a_busy_arrival_of_rooms_does_not_hide_a_silence(hasty: Server) -> None:
     with ControlProxy(hasty.route.endpoint, lambda *_: ()) as proxy:
         hasty.through(proxy)
-        first = hasty.meet(1000)
+        first = hasty.ask(1000)
         for room in range(300):
-            hasty.meet(room)
-            if first.standing.failure is not None:
+            hasty.ask(room)
+            if has_failed(first):
                 break
             time.sleep(0.01)
-        assert first.standing.failure == SILENT.format(proxy.endpoint)
+        assert failure(first) == SILENT.format(proxy.endpoint)
 
 
 def test_a_replaced_server_fails_what_the_old_one_knew(hasty: Server) -> None:
     """Requests that it did not know may have been sent to the new one."""
     hasty.desk.open(ROOM)
-    known = hasty.meet()
+    known = hasty.ask()
     until(lambda: is_known(known))
     hasty.restart()
-    young = hasty.meet(6)
+    young = hasty.ask(6)
     hasty.desk.open(6)
     assert failure(known) in (
         "the prefill server was replaced by another instance",
-        SILENT.format(known.standing.sources and known.standing.sources[0].endpoint),
+        SILENT.format(known.sources and known.sources[0].endpoint),
     )
     until(lambda: is_known(young))
-    assert young.standing.sources[0].instance_id == "another"
+    assert young.sources[0].instance_id == "another"
 
 
 def test_another_instance_at_the_old_address_is_noticed(hasty: Server) -> None:
     """The port was given to another server."""
     right, hasty.route = hasty.route, one_rank(hasty.route.endpoint, "the instance that ended")
     hasty.desk.open(ROOM)
-    contact = hasty.meet()
+    receiver = hasty.ask()
     until(lambda: len(hasty.look_ups) > 1)
     hasty.route = right
-    until(lambda: is_known(contact))
+    until(lambda: is_known(receiver))
 
 
 def test_messages_may_be_lost_doubled_and_late(
@@ -363,12 +368,12 @@ def test_messages_may_be_lost_doubled_and_late(
 
     with ControlProxy(server.route.endpoint, fate) as proxy:
         server.through(proxy)
-        contacts = {room: server.meet(room) for room in range(40)}
+        receivers = {room: server.ask(room) for room in range(40)}
         for room in range(0, 40, 2):
             server.desk.open(room)
         for room in range(1, 40, 2):
-            contacts[room].leave("aborted")
-        until(lambda: all(is_known(contacts[room]) for room in range(0, 40, 2)))
+            receivers[room].abort("aborted")
+        until(lambda: all(is_known(receivers[room]) for room in range(0, 40, 2)))
         until(lambda: server.peer._declined == {})
         for room in range(1, 40, 2):
             server.desk.open(room)
@@ -378,14 +383,14 @@ def test_messages_may_be_lost_doubled_and_late(
 # ---- threads and files -------------------------------------------------------------------------
 
 
-def test_a_system_without_threads_fails_the_contact(server: Server) -> None:
+def test_a_system_without_threads_fails_the_receiver(server: Server) -> None:
     with no_threads("disagg-peer"):
-        contact = server.meet()
-    assert failure(contact) == (
+        receiver = server.ask()
+    assert failure(receiver) == (
         "no thread for the prefill server at host:1: can't start new thread"
     )
     server.desk.open(ROOM)
-    again = server.meet()
+    again = server.ask()
     until(lambda: is_known(again))
 
 
@@ -394,12 +399,12 @@ def test_the_thread_ends_when_nothing_is_asked_for_a_while(
 ) -> None:
     monkeypatch.setattr(prefill_peer, "IDLE_S", 0.05)
     server.desk.open(ROOM)
-    contact = server.meet()
-    until(lambda: is_known(contact))
-    contact.leave()
+    receiver = server.ask()
+    until(lambda: is_known(receiver))
+    server.peer.leave(receiver)
     until(lambda: not server.peer.has_thread)
     server.desk.open(6)
-    again = server.meet(6)
+    again = server.ask(6)
     until(lambda: is_known(again))
     assert server.look_ups == [0], "its routes are still known"
 
@@ -442,14 +447,14 @@ def test_a_slow_bootstrap_server_costs_a_thread_or_two_whatever_is_asked(
     with dripping() as (port, peers):
         monkeypatch.setattr(
             hasty.peer,
-            "_means",
-            hasty.scene.means(HASTY, find_rank=lambda *_: find("127.0.0.1", port, 0, 0.2)),
+            "_context",
+            hasty.scene.context(HASTY, find_rank=lambda *_: find("127.0.0.1", port, 0, 0.2)),
         )
-        contacts = [hasty.meet(room) for room in range(100)]
-        while not all(one.standing.failure for one in contacts):
+        receivers = [hasty.ask(room) for room in range(100)]
+        while not all(has_failed(one) for one in receivers):
             most = max(most, asking())
             time.sleep(0.01)
-        assert "has not answered for 0.2 s" in failure(contacts[0])
+        assert "has not answered for 0.2 s" in failure(receivers[0])
         assert most <= 3, "one that asks, one that waits, and one that is ending"
         assert 1 <= len(peers) <= 10
         assert wait_until(lambda: asking() <= 1, 10), "an idle thread is kept for later"

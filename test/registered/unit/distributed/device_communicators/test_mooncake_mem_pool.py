@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from sglang.srt.disaggregation.mooncake import utils
-from sglang.srt.disaggregation.mooncake.utils import (
+from sglang.srt.distributed.device_communicators.mooncake_mem_pool import (
+    CustomMemPool,
     check_mooncake_custom_mem_pool_enabled,
     init_mooncake_custom_mem_pool,
 )
@@ -123,7 +123,7 @@ def test_a_wheel_without_the_allocator(
         setattr(module, name, value)
     monkeypatch.setitem(sys.modules, "mooncake.allocator", module)
     with (
-        envs.SGLANG_MOONCAKE_CUSTOM_MEM_POOL.override(utils.CustomMemPool.BAREX),
+        envs.SGLANG_MOONCAKE_CUSTOM_MEM_POOL.override(CustomMemPool.BAREX),
         pytest.raises(ValueError, match=f"BAREX: the installed mooncake wheel .*{cause}.*install"),
     ):
         init_mooncake_custom_mem_pool("cuda:1")

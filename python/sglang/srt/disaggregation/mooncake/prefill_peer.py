@@ -13,11 +13,10 @@ import logging
 import socket
 import threading
 import time
-from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import islice
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import msgspec
 
@@ -30,6 +29,7 @@ from sglang.srt.disaggregation.common.conversation import (
     NotAnswered,
     Replaced,
     RoomFailed,
+    cannot_serve,
 )
 from sglang.srt.disaggregation.common.protocol import (
     MAX_DECLINED,
@@ -40,14 +40,13 @@ from sglang.srt.disaggregation.common.protocol import (
     Met,
     Offer,
 )
-from sglang.srt.disaggregation.common.rank_map import MAX_SOURCES, RankPlace
-from sglang.srt.disaggregation.common.remote_prompt import cannot_serve
-from sglang.srt.disaggregation.common.whole_prompt import Means
-from sglang.srt.disaggregation.contact import Contact
+from sglang.srt.disaggregation.common.transfer_context import TransferContext
 from sglang.srt.distributed.device_communicators.call_threads import CallThreads
-from sglang.srt.managers.messages.io_struct import Bootstrap
 from sglang.srt.utils.logging_utils import RateLimitedLogger
 from sglang.srt.utils.network import base_url
+
+if TYPE_CHECKING:
+    from sglang.srt.disaggregation.mooncake.conn import MooncakeKVReceiver
 
 logger = logging.getLogger(__name__)
 
@@ -80,20 +79,18 @@ class PrefillPeer:
     Args:
         host: Host of its bootstrap server.
         port: Port of its bootstrap server.
-        means: Means of the rank.
+        context: What all receivers of the rank share.
         threads: Run the peer's thread.
-        news: See `Contact`.
     """
 
     def __init__(
-        self, host: str, port: int, means: Means, threads: CallThreads, news: deque[Contact]
+        self, host: str, port: int, context: TransferContext, threads: CallThreads
     ) -> None:
         self._host, self._port = host, port
         self._where = base_url(host, port).removeprefix("http://")
-        self._means = means
+        self._context = context
         self._threads = threads
-        self._news = news
-        self._contacts: dict[int, Contact] = {}
+        self._receivers: dict[int, MooncakeKVReceiver] = {}
         """Rooms that are asked about."""
         self._declined: dict[int, _Declined] = {}
         """Rooms that the prefill server is to be told of."""
@@ -101,7 +98,7 @@ class PrefillPeer:
         self._closes_at: float | None = None
         """Time at which the thread ends at the latest; None: it is not closing."""
         self._lock = threading.Lock()
-        """Guards all of the above, not the contacts themselves."""
+        """Guards all of the above, not the receivers themselves."""
         self._say = RateLimitedLogger(logger)
         self._wakes, self._waker = socket.socketpair()
         self._wakes.setblocking(False)
@@ -127,24 +124,19 @@ class PrefillPeer:
     def is_idle(self) -> bool:
         """Whether no room is asked about or declined."""
         with self._lock:
-            return not (self._contacts or self._declined)
+            return not (self._receivers or self._declined)
 
-    def meet(self, meeting: Bootstrap) -> Contact:
-        """Begin to ask about a room."""
-        contact = Contact(meeting, self, self._news)
+    def ask(self, receiver: MooncakeKVReceiver) -> None:
+        """Begin to ask about a room. `receiver` is told that it is known, or will not come."""
         with self._lock:
-            self._contacts[meeting.room] = contact
+            self._receivers[receiver.bootstrap_room] = receiver
         self._go_on()
-        return contact
 
-    def leave(self, contact: Contact, reason: str | None) -> None:
-        """See `Contact.leave`."""
-        room = contact.meeting.room
+    def leave(self, receiver: MooncakeKVReceiver) -> None:
+        """Ask no more about a room. Idempotent."""
         with self._lock:
-            if self._contacts.get(room) is contact:
-                del self._contacts[room]
-        if reason is not None and self._means.place.rank == 0:  # One rank speaks for all.
-            self.decline(room, reason)
+            if self._receivers.get(receiver.bootstrap_room) is receiver:
+                del self._receivers[receiver.bootstrap_room]
 
     def decline(self, room: int, reason: str) -> None:
         """Tell the prefill server that a room is not wanted."""
@@ -162,7 +154,7 @@ class PrefillPeer:
         with self._lock:
             if self._closes_at is None:
                 self._closes_at = time.monotonic() + LAST_WORDS_S
-            self._contacts.clear()
+            self._receivers.clear()
             if not self._has_thread:
                 self._close_sockets()
         self._wake()
@@ -208,7 +200,7 @@ class PrefillPeer:
                 self._routes, self._silence = (), _not_found(error)
             except Replaced as error:
                 self._routes, self._silence = (), str(error)
-                self._fail_known(str(error))
+                self._fail_if(lambda receiver: bool(receiver.sources), str(error))
             except NotAnswered as error:
                 self._routes, self._silence = (), str(error)
             except RoomFailed as error:
@@ -218,12 +210,12 @@ class PrefillPeer:
                 logger.exception("the prefill server at %s could not be asked", self._where)
                 self._fail_all(f"asking the prefill server failed: {type(error).__name__}: {error}")
             self._fail_overdue()
-            self._means.sessions.probe()
+            self._context.sessions.probe()
             self._pause()
 
     def _has_work(self) -> bool:
         with self._lock:
-            if self._is_over() or not (self._contacts or self._declined):
+            if self._is_over() or not (self._receivers or self._declined):
                 self._has_thread = False
                 if self._closes_at is not None:
                     self._close_sockets()
@@ -237,20 +229,20 @@ class PrefillPeer:
             BootstrapError: It is not found.
             RoomFailed: It does not answer, or not as it should.
         """
-        means = self._means
+        context = self._context
         if not self._routes:
             self._routes = self._find()
         first = self._routes[0]
         talk = Conversation(
             first.endpoint,
-            means.secret,
-            means.patience,
+            context.secret,
+            context.patience,
             Cancellation(),
             first.instance_id,
             self._wakes,
         )
         try:
-            why = means.geometry.why_not(self._greet(talk))
+            why = context.geometry.why_not(self._greet(talk))
             refusal = None if why is None else str(cannot_serve(self._where, why))
             while self._attend(talk, refusal):
                 pass
@@ -260,12 +252,12 @@ class PrefillPeer:
     def _find(self) -> tuple[Route, ...]:
         """The routes of the ranks to read from."""
         first = self._look_up(0)
-        sources = sources_of(first, self._means, self._where)
+        sources = self._context.sources_of(first, self._where)
         return tuple(self._look_up(one.rank) if one.rank else first for one in sources)
 
     def _look_up(self, rank: int) -> Route:
         self._looked_up = time.monotonic()
-        return self._means.find_rank(self._host, self._port, rank)
+        return self._context.find_rank(self._host, self._port, rank)
 
     def _greet(self, talk: Conversation) -> Offer:
         self._asked = time.monotonic()
@@ -288,7 +280,7 @@ class PrefillPeer:
                 rooms are not wanted.
         """
         if refusal is not None:
-            self._fail_if(lambda contact: True, refusal)
+            self._fail_if(lambda receiver: True, refusal)
         question = self._question(None)
         if question is not None:
             self._asked = time.monotonic()
@@ -300,17 +292,19 @@ class PrefillPeer:
                 self._heard, self._silence = time.monotonic(), ""
                 self._take(answer)
             if refusal is not None:
-                self._fail_if(lambda contact: True, refusal)
+                self._fail_if(lambda receiver: True, refusal)
             self._fail_overdue()
             self._check_instance()
             if (following := self._question(question)) is not question or answer is not None:
-                self._keep_pace()
+                now = time.monotonic()
+                self._due = max(self._due + PACE_S, now - BURST_S)
+                time.sleep(max(0.0, self._due - now))
                 following = self._question(following)
                 if following is not None:
                     talk.advance(following)
             question = following
         until = time.monotonic() + IDLE_S
-        while not self._has_work_left():
+        while self.is_idle:
             if self._closes_at is not None or time.monotonic() >= until:
                 return False
             talk.rest(until - time.monotonic())
@@ -321,34 +315,25 @@ class PrefillPeer:
         """Whether the thread has to end, whatever is left to tell."""
         return self._closes_at is not None and time.monotonic() >= self._closes_at
 
-    def _keep_pace(self) -> None:
-        now = time.monotonic()
-        self._due = max(self._due + PACE_S, now - BURST_S)
-        time.sleep(max(0.0, self._due - now))
-
-    def _has_work_left(self) -> bool:
-        with self._lock:
-            return bool(self._contacts or self._declined)
-
     def _question(self, before: Meet | None) -> Meet | None:
         """The question to ask now: `before` if it is the same, None if there is nothing to ask."""
         if self._is_over():
             return None
         with self._lock:
-            contacts = list(self._contacts.values())
+            receivers = list(self._receivers.values())
             declined = dict(islice(self._declined.items(), MAX_DECLINED))
-        unknown = [one for one in contacts if not one.standing.sources][:MAX_MEETING]
-        known = [one for one in contacts if one.standing.sources][:MAX_MEETING]
+        unknown = [one for one in receivers if not one.sources][:MAX_MEETING]
+        known = [one for one in receivers if one.sources][:MAX_MEETING]
         if not (unknown or known or declined):
             return None
         question = Meet(
             self._serial,
-            [one.meeting.room for one in unknown],
-            [one.meeting.room for one in known],
+            [one.bootstrap_room for one in unknown],
+            [one.bootstrap_room for one in known],
             {room: one.reason for room, one in declined.items()},
         )
         # A request may have the room of an earlier one.
-        asked: list[Contact | _Declined] = [*unknown, *declined.values()]
+        asked: list[MooncakeKVReceiver | _Declined] = [*unknown, *declined.values()]
         new = [one for one in asked if one.serial is None]
         if question == before and not new:
             return before
@@ -358,21 +343,20 @@ class PrefillPeer:
         return msgspec.structs.replace(question, serial=self._serial)
 
     def _take(self, answer: Met) -> None:
-        """Note what an answer says."""
         self._drop_declined(lambda one: one.serial is not None and one.serial <= answer.serial)
         with self._lock:
-            contacts = list(self._contacts.values())
+            receivers = list(self._receivers.values())
         known = set(answer.known)
-        for contact in contacts:
-            if contact.serial is None or contact.serial > answer.serial:
+        for receiver in receivers:
+            if receiver.serial is None or receiver.serial > answer.serial:
                 continue  # The answer is about an earlier request of its room.
-            room = contact.meeting.room
+            room = receiver.bootstrap_room
             if (why := answer.ended.get(room)) is not None:
-                self._fail(contact, f"the prefill server ended the request: {why}")
+                self._fail(receiver, f"the prefill server ended the request: {why}")
             elif room in known:
-                contact.know(self._routes)
+                receiver.know(self._routes)
             else:
-                contact.unknown_since = contact.unknown_since or self._heard
+                receiver.unknown_since = receiver.unknown_since or self._heard
 
     def _drop_declined(self, is_so: Callable[[_Declined], bool]) -> int:
         """Forget declined rooms; returns how many."""
@@ -383,31 +367,28 @@ class PrefillPeer:
 
     # -- failures --------------------------------------------------------------------------------
 
-    def _fail(self, contact: Contact, why: str) -> None:
-        contact.fail(why)
+    def _fail(self, receiver: MooncakeKVReceiver, why: str) -> None:
+        receiver.fail(why)
         with self._lock:
-            if self._contacts.get(contact.meeting.room) is contact:
-                del self._contacts[contact.meeting.room]
+            if self._receivers.get(receiver.bootstrap_room) is receiver:
+                del self._receivers[receiver.bootstrap_room]
 
-    def _fail_if(self, is_so: Callable[[Contact], bool], why: str) -> None:
+    def _fail_if(self, is_so: Callable[[MooncakeKVReceiver], bool], why: str) -> None:
         with self._lock:
-            contacts = list(self._contacts.values())
-        for contact in contacts:
-            if is_so(contact):
-                self._fail(contact, why)
+            receivers = list(self._receivers.values())
+        for receiver in receivers:
+            if is_so(receiver):
+                self._fail(receiver, why)
 
     def _fail_all(self, why: str) -> None:
-        self._fail_if(lambda contact: True, why)
+        self._fail_if(lambda receiver: True, why)
         self._say_dropped(self._drop_declined(lambda one: True), why)
 
-    def _fail_known(self, why: str) -> None:
-        self._fail_if(lambda contact: bool(contact.standing.sources), why)
-
     def _fail_overdue(self) -> None:
-        """Fail the contacts whose time is over: nothing was heard, or the room is not known."""
-        now, patience = time.monotonic(), self._means.patience
+        """Fail the receivers whose time is over: nothing was heard, or the room is not known."""
+        now, patience = time.monotonic(), self._context.patience
 
-        def is_unheard(one: Contact | _Declined) -> bool:
+        def is_unheard(one: MooncakeKVReceiver | _Declined) -> bool:
             return now - max(one.since, self._heard) >= patience.silence
 
         endpoint = self._routes[0].endpoint if self._routes else self._where
@@ -416,10 +397,10 @@ class PrefillPeer:
         self._fail_if(is_unheard, why)
         self._say_dropped(self._drop_declined(is_unheard), why)
         self._fail_if(
-            lambda contact: (
-                not contact.standing.sources
-                and contact.unknown_since is not None
-                and now - contact.unknown_since >= patience.bootstrap
+            lambda receiver: (
+                not receiver.sources
+                and receiver.unknown_since is not None
+                and now - receiver.unknown_since >= patience.bootstrap
             ),
             "the prefill server does not know the request in time",
         )
@@ -440,7 +421,7 @@ class PrefillPeer:
         Raises:
             Replaced: One has.
         """
-        now, repeat = time.monotonic(), self._means.patience.repeat
+        now, repeat = time.monotonic(), self._context.patience.repeat
         if now - max(self._heard, self._asked, self._looked_up) < 2 * repeat:
             return
         first = self._routes[0]
@@ -455,36 +436,14 @@ class PrefillPeer:
 
     def _pause(self) -> None:
         """Wait until the next attempt."""
-        end = time.monotonic() + self._means.patience.repeat
-        while time.monotonic() < end and self._closes_at is None and self._has_work_left():
+        end = time.monotonic() + self._context.patience.repeat
+        while time.monotonic() < end and self._closes_at is None and not self.is_idle:
             time.sleep(min(POLL_S, max(0.0, end - time.monotonic())))
 
     def _drain(self) -> None:
         with contextlib.suppress(BlockingIOError):
             while self._wakes.recv(4096):
                 pass
-
-
-def sources_of(route: Route, means: Means, where: str) -> list[RankPlace]:
-    """The ranks of a prefill server that this rank reads from.
-
-    Args:
-        route: Route of its rank 0.
-        where: Name of the server, for errors.
-
-    Raises:
-        RoomFailed: No such server of this model can be, or the ranks are too many.
-    """
-    num_ranks, attn_tp_size = route.num_ranks, route.attn_tp_size
-    why = means.geometry.why_not_split(attn_tp_size)
-    if num_ranks % attn_tp_size:
-        why = f"its {num_ranks} ranks are no multiple of the {attn_tp_size} that split heads"
-    if why is None:
-        sources = means.place.sources(RankPlace(0, num_ranks, attn_tp_size))
-        if len(sources) <= MAX_SOURCES:
-            return sources
-        why = f"this rank would read from {len(sources)} of its ranks, at most {MAX_SOURCES} can be"
-    raise cannot_serve(where, why)
 
 
 def _not_found(error: BootstrapError) -> str:

@@ -1,4 +1,5 @@
-"""The decode server's side of a room: reads a prompt from the memory of a prefill server's rank.
+"""Receives a shard of a prompt: what a rank of a decode server reads from one rank of a prefill
+server.
 
 The decode server reads; no other server writes into its memory. So its pages are free again as soon
 as its own reads have ended, even if the prefill server has failed. While it reads, it goes on
@@ -21,14 +22,13 @@ from sglang.srt.disaggregation.common.conversation import (
     POLL_S,
     Cancellation,
     Conversation,
-    Patience,
     RoomFailed,
+    cannot_serve,
 )
-from sglang.srt.disaggregation.common.geometry import PoolGeometry, Portion
-from sglang.srt.disaggregation.common.link_costs import LinkCosts
-from sglang.srt.disaggregation.common.metadata_reader import CONTROL, TRANSPORT, MetadataReader
+from sglang.srt.disaggregation.common.geometry import Portion
+from sglang.srt.disaggregation.common.metadata_reader import CONTROL, TRANSPORT
 from sglang.srt.disaggregation.common.packed_read import PackedRead
-from sglang.srt.disaggregation.common.page_reads import Mover, PageReads
+from sglang.srt.disaggregation.common.page_reads import PageReads
 from sglang.srt.disaggregation.common.protocol import (
     Ask,
     FirstToken,
@@ -40,9 +40,8 @@ from sglang.srt.disaggregation.common.protocol import (
     Released,
     RoomNews,
 )
-from sglang.srt.disaggregation.common.sessions import Sessions
-from sglang.srt.disaggregation.common.staging import Staging, StagingBuffer, rounds
-from sglang.srt.disaggregation.control.deployment_secret import DeploymentSecret
+from sglang.srt.disaggregation.common.staging import StagingBuffer, rounds
+from sglang.srt.disaggregation.common.transfer_context import TransferContext
 from sglang.srt.distributed.device_communicators.transfer_types import Block
 
 logger = logging.getLogger(__name__)
@@ -89,23 +88,19 @@ class Source:
     num_parts: int = 1
 
 
-class RemotePrompt:
-    """One prefill rank's part of a prompt, on its way. One thread calls `run`; any thread may call
+class ShardReceiver:
+    """One prefill rank's shard of a prompt, on its way. One thread calls `run`; any thread may call
     the rest.
 
     Args:
         source: The prefill rank.
         own: Place of the prompt in this server's pools.
+        context: What all receivers of this rank share.
         portion_of: Returns the portion to read of a rank with this offer. May wait for the offers
             of other ranks; raises RoomFailed.
-        staging: Buffers for pages of a rank with other heads, and for packed pages.
-        link: Costs that decide whether pages are packed; None: they are never packed.
-        metadata: Reads the first token, if the rank has it in a row.
-        sessions: Keeps the rank's session while reads may be in flight.
-        on_failure: Called with the reason if the prompt cannot be received, maybe long before
+        on_failure: Called with the reason if the shard cannot be received, maybe long before
             `has_ended`.
-        secret: See `ControlLink`.
-        cancelled: When set, the prompt ends soon.
+        cancelled: When set, the shard ends soon.
         fails_at: Step of STEPS that fails, for tests.
     """
 
@@ -113,41 +108,30 @@ class RemotePrompt:
         self,
         source: Source,
         own: OwnSlots,
+        context: TransferContext,
         *,
-        geometry: PoolGeometry,
         portion_of: Callable[[Offer], Portion],
         on_failure: Callable[[str], None],
-        mover: Mover,
-        staging: Staging,
-        link: LinkCosts | None,
-        metadata: MetadataReader,
-        sessions: Sessions,
-        patience: Patience,
-        secret: DeploymentSecret | None,
         cancelled: Cancellation,
         fails_at: str | None = None,
     ) -> None:
         self._source = source
         self._own = own
-        self._geometry = geometry
+        self._context = context
         self._portion_of = portion_of
         self._on_failure = on_failure
-        self._reads = PageReads(mover, staging, patience.waiting)
-        self._link = link
+        self._patience = context.patience
+        self._reads = PageReads(context.mover, context.staging, self._patience.waiting)
         self._num_packings = 0
-        self._metadata = metadata
-        self._row_read = metadata.row_read(mover, patience.waiting)
-        self._sessions = sessions
+        self._row_read = context.metadata.row_read(context.mover, self._patience.waiting)
         self._session_id: str | None = None
         """The rank's session, which is kept."""
-        self._patience = patience
-        self._secret = secret
         self._cancelled = cancelled
         self._fails_at = fails_at
         self._ended = threading.Event()
         self._returned = threading.Event()
-        self.first_token: FirstToken | None = None
-        """The first token, set before `has_ended` if the whole part was received."""
+        self.metadata: FirstToken | None = None
+        """The metadata, set before `has_ended` if the whole shard was received."""
         self.read_seconds = 0.0
         """Seconds during which reads were in flight, or pages were packed for them."""
         self.metadata_bytes = {CONTROL: 0, TRANSPORT: 0}
@@ -167,10 +151,10 @@ class RemotePrompt:
         self._returned.wait()
 
     def run(self) -> None:
-        """Receive the part. Never raises. `has_ended` is true afterwards, unless the transport
+        """Receive the shard. Never raises. `has_ended` is true afterwards, unless the transport
         never lets go of the pages."""
         try:
-            self.first_token = self._receive()
+            self.metadata = self._receive()
         except RoomFailed as error:
             self._on_failure(str(error))
         except Exception as error:
@@ -186,13 +170,17 @@ class RemotePrompt:
             )
         self._row_read.settle()
         if self._session_id is not None and has_settled and not self._row_read.is_lost:
-            self._sessions.leave(self._session_id)
+            self._context.sessions.leave(self._session_id)
         self._returned.set()
 
     def _receive(self) -> FirstToken:
         source = self._source
         with Conversation(
-            source.endpoint, self._secret, self._patience, self._cancelled, source.instance_id
+            source.endpoint,
+            self._context.secret,
+            self._patience,
+            self._cancelled,
+            source.instance_id,
         ) as talk:
             try:
                 return self._converse(talk)
@@ -205,11 +193,11 @@ class RemotePrompt:
         source = self._source
         self._reach("asking")
         offer = talk.ask(Hello(), Offer)
-        refusal = self._geometry.why_not(offer)
+        refusal = self._context.geometry.why_not(offer)
         if refusal is not None:
             raise cannot_serve(source.where, refusal)
         portion = self._portion_of(offer)
-        self._session_id = self._sessions.enter(
+        self._session_id = self._context.sessions.enter(
             offer.session_id, offer.instance_id, source.endpoint
         )
         offer = msgspec.structs.replace(offer, session_id=self._session_id)
@@ -246,7 +234,7 @@ class RemotePrompt:
         have, total = 0, len(self._own.pages)
         patience = self._patience
         is_known = False
-        wants_words = not self._metadata.reads(offer, self._source.where)
+        wants_words = not self._context.metadata.reads(offer, self._source.where)
         deadline = time.monotonic() + patience.bootstrap
         while True:
             news = talk.ask(self._ask(have, wants_words=wants_words), RoomNews)
@@ -320,10 +308,11 @@ class RemotePrompt:
         own = self._own.pages[have : have + len(theirs)]
         buffers = portion.buffers
         unit_bytes = min(offer.unit_bytes, self._reads.staging.num_bytes)
-        if self._link is None or max((b.page_bytes for b in buffers), default=0) > unit_bytes:
+        link, most = self._context.link, max((one.page_bytes for one in buffers), default=0)
+        if link is None or most > unit_bytes:
             return False
         num_blocks, num_bytes = portion.num_blocks(theirs, own), portion.page_bytes * len(own)
-        if not (buffers and self._link.packing_pays(num_blocks, num_bytes, unit_bytes)):
+        if not (buffers and link.packing_pays(num_blocks, num_bytes, unit_bytes)):
             return False
         source, number = self._source, self._num_packings
         self._num_packings += 1
@@ -349,7 +338,7 @@ class RemotePrompt:
         started = time.monotonic()
         # The patience is the time of a read without packing, so waiting in vain at most doubles the
         # time.
-        has_come = packed.run(self._link.direct_s(num_blocks, num_bytes))
+        has_come = packed.run(link.direct_s(num_blocks, num_bytes))
         self.read_seconds += time.monotonic() - started
         return has_come
 
@@ -399,11 +388,6 @@ class RemotePrompt:
             self._reads.finish(transfer, lambda: _check(talk.keep_alive(alive, RoomNews)))
         finally:
             self.read_seconds += time.monotonic() - started
-
-
-def cannot_serve(where: str, refusal: str) -> RoomFailed:
-    """The error for servers of a pair that do not fit each other."""
-    return RoomFailed(f"the prefill server at {where} cannot serve this one: {refusal}")
 
 
 def _check(news: RoomNews | None) -> None:

@@ -25,7 +25,7 @@ from sglang.srt.disaggregation.common.protocol import (
     Released,
     RoomNews,
 )
-from sglang.srt.disaggregation.common.remote_prompt import STEPS
+from sglang.srt.disaggregation.common.shard_receiver import STEPS
 from sglang.srt.disaggregation.control.deployment_secret import NONCE_BYTES
 from sglang.srt.disaggregation.control.frames import (
     MAX_QUESTION_BYTES,

@@ -1,0 +1,429 @@
+"""Mooncake's transport between prefill and decode servers: the decode server reads.
+
+No server writes into another server's memory. So the pages of a decode server are free again as
+soon as its own reads have ended, even if the prefill server has failed.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import math
+import threading
+import time
+import uuid
+from collections.abc import Sequence
+from typing import Final, NoReturn
+
+import msgspec
+
+from sglang.srt.arg_groups.disaggregation import DisaggregationMode
+from sglang.srt.disaggregation.base.conn import (
+    AuxBuffers,
+    BaseKVManager,
+    BaseKVReceiver,
+    BaseKVSender,
+    BootstrapAddr,
+    KVArgs,
+    KVPoll,
+    KVTransferError,
+    KVTransferMetric,
+    ServerSettings,
+)
+from sglang.srt.disaggregation.common.bootstrap_client import find
+from sglang.srt.disaggregation.common.bootstrap_route import ROUTE_DECODER, Route
+from sglang.srt.disaggregation.common.bootstrap_server import CommonKVBootstrapServer
+from sglang.srt.disaggregation.common.conversation import (
+    Cancellation,
+    Patience,
+    seconds,
+    silence_s,
+)
+from sglang.srt.disaggregation.common.geometry import (
+    STAGING_BYTES,
+    PoolGeometry,
+)
+from sglang.srt.disaggregation.common.link_costs import LINKS, UNIT_BYTES, LinkCosts
+from sglang.srt.disaggregation.common.metadata_reader import (
+    MetadataReader,
+    host_identity,
+)
+from sglang.srt.disaggregation.common.packing import Packer
+from sglang.srt.disaggregation.common.prompt_read import PromptRead
+from sglang.srt.disaggregation.common.protocol import FirstToken, RowsOffer
+from sglang.srt.disaggregation.common.rank_map import RankPlace
+from sglang.srt.disaggregation.common.room_server import RoomServer
+from sglang.srt.disaggregation.common.sessions import Sessions
+from sglang.srt.disaggregation.common.shard_receiver import (
+    OwnSlots,
+)
+from sglang.srt.disaggregation.common.staging import Staging
+from sglang.srt.disaggregation.common.transfer_context import FindRank, TransferContext
+from sglang.srt.disaggregation.control.deployment_secret import DeploymentSecret
+from sglang.srt.disaggregation.mooncake.prefill_peer import PrefillPeer
+from sglang.srt.disaggregation.mooncake.prefill_servers import TOO_MANY, PrefillServers
+from sglang.srt.disaggregation.mooncake.registration import Engine, register_memory
+from sglang.srt.distributed.device_communicators.mooncake_transfer_engine import (
+    get_mooncake_transfer_engine,
+)
+from sglang.srt.distributed.rank_group import gather_texts
+from sglang.srt.environ import envs
+from sglang.srt.mem_cache.hybrid_cache.on_all_ranks import on_all_ranks
+from sglang.srt.utils.network import address_for_peers
+
+logger = logging.getLogger(__name__)
+
+_FIND_S: Final = 5.0
+"""Time limit of one request to a bootstrap server, in seconds."""
+_ROUTE_BYTES: Final = 2048
+"""Most bytes of a rank's route as JSON."""
+_POLL_S: Final = 0.1
+"""Seconds within which a shard that waits for the offers of others notices that it waits in
+vain."""
+
+MooncakeKVBootstrapServer = CommonKVBootstrapServer
+
+
+class MooncakeKVManager(BaseKVManager):
+    """A rank's end of the transport: registered memory, and the threads that talk to other servers.
+
+    Threads: those of `RoomServer` and `Packer` on a prefill server, those of `PrefillServers` and
+    `MooncakeKVReceiver` on a decode server.
+
+    Args:
+        args: Memory of the rank.
+        disaggregation_mode: What the server computes of its requests; not `NULL`.
+        server_args: Address to listen on, and the deployment's secret.
+        engine: The Transfer Engine; None: the one of this process.
+        find_rank: Finds ranks of prefill servers; None: asks their bootstrap servers.
+        link: Costs of the link, if packing pages may pay on it; both servers of a pair need them.
+            Given with `engine`; else those of the engine's protocol.
+        unit_bytes: With `link`, bytes of a unit of packed pages, at least `STAGING_BYTES`.
+        prepares_staging: Whether to make the staging buffers now; see `Staging.prepare`.
+
+    Raises:
+        ValueError: On any rank, the host is not an address of the machine, or a time limit in the
+            environment is not positive.
+        RuntimeError: The transport refuses the memory.
+    """
+
+    def __init__(
+        self,
+        args: KVArgs,
+        disaggregation_mode: DisaggregationMode,
+        server_args: ServerSettings,
+        *,
+        engine: Engine | None = None,
+        find_rank: FindRank | None = None,
+        link: LinkCosts | None = None,
+        unit_bytes: int = UNIT_BYTES,
+        prepares_staging: bool = True,
+    ) -> None:
+        if engine is None:
+            shared = get_mooncake_transfer_engine()
+            assert shared is not None, "the model runner started it"
+            engine, link = shared, LINKS.get(shared.protocol)
+        self._args = args
+        self._engine = engine
+        self._host = server_args.host
+        self._place = RankPlace(args.ranks.rank, args.ranks.size, args.ranks.attn_tp_size)
+        self._secret = DeploymentSecret.of(server_args.disaggregation_secret)
+        self._geometry = PoolGeometry.of(args.pools, args.weights_identity, args.dtype)
+        packs, reads = link is not None, disaggregation_mode == DisaggregationMode.DECODE
+        staging = Staging(
+            engine,
+            args.pools[0].device,
+            self.register_buffer_to_engine(),
+            unit_bytes if packs else STAGING_BYTES,
+        )
+        if prepares_staging and (packs or reads):
+            staging.prepare()
+        self._rooms: RoomServer | None = None
+        self._prefill_servers: PrefillServers | None = None
+        if not reads:
+            packer = Packer(self._geometry.page_rows(), staging) if packs else None
+            self._rooms = self._listen(packer)
+            return
+        context = TransferContext(
+            place=self._place,
+            geometry=self._geometry,
+            mover=engine,
+            staging=staging,
+            metadata=MetadataReader(args.aux_buffers, host_identity()),
+            sessions=Sessions(engine),
+            find_rank=find_rank or functools.partial(find, timeout=_FIND_S, secret=self._secret),
+            patience=Patience.from_environment(),
+            secret=self._secret,
+            link=link,
+        )
+        failure_prob = envs.SGLANG_TEST_DISAGG_FAILURE_PROB.get()
+        if failure_prob:
+            logger.warning("%.0f%% of the requests fail, for tests", 100 * failure_prob)
+        drawn = uuid.uuid4().hex.encode() if args.ranks.rank == 0 else None
+        instance_id = args.ranks.broadcast(drawn).decode()
+        self._prefill_servers = PrefillServers(context, instance_id, failure_prob)
+
+    @property
+    def rooms(self) -> RoomServer:
+        """Answers decode servers."""
+        assert self._rooms is not None, "this is a decode server"
+        return self._rooms
+
+    @property
+    def prefill_servers(self) -> PrefillServers:
+        """The servers to read from."""
+        assert self._prefill_servers is not None, "this is a prefill server"
+        return self._prefill_servers
+
+    def register_buffer_to_engine(self) -> dict[int, int]:
+        """Register pools and rows of metadata; see `register_memory`."""
+        args = self._args
+        return register_memory(self._engine, self._geometry, args.pools[0].device, args.aux_buffers)
+
+    def _listen(self, packer: Packer | None) -> RoomServer:
+        ranks, rows = self._args.ranks, self._args.aux_buffers
+        unwanted_s = seconds(envs.SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT)
+        unknown_s = seconds(envs.SGLANG_DISAGGREGATION_UNKNOWN_ROOM_TIMEOUT)
+        silent_s = silence_s()
+
+        def listen() -> RoomServer:
+            layout = self._geometry.offer(
+                uuid.uuid4().hex,
+                self._engine.get_session_id(),
+                unit_bytes=0 if packer is None else packer.unit_bytes,
+                rows=None if rows is None else self._rows_offer(rows),
+            )
+            try:
+                return RoomServer(
+                    layout,
+                    self._host,
+                    unwanted_s=unwanted_s,
+                    silent_s=silent_s,
+                    # Decode servers name rooms to the first rank alone.
+                    unknown_s=math.inf if ranks.rank else unknown_s,
+                    secret=self._secret,
+                    packer=packer,
+                )
+            except ValueError as error:
+                raise ValueError(f"--host {self._host}: for decode servers: {error}") from error
+
+        return on_all_ranks(ranks, listen, RoomServer.close)
+
+    def _rows_offer(self, rows: AuxBuffers) -> RowsOffer:
+        (address,), (num_bytes,), (row_bytes,) = rows.get_buf_infos()
+        host = host_identity() if self._engine.stays_on_host else ""
+        return RowsOffer(address, row_bytes, num_bytes // row_bytes, host)
+
+    def register_to_bootstrap(self) -> list[Route]:
+        if self._rooms is None:
+            return []
+        address = address_for_peers(self._host)
+        bracketed = f"[{address}]" if ":" in address else address
+        route = Route(
+            rank=self._place.rank,
+            endpoint=f"tcp://{bracketed}:{self._rooms.port}",
+            instance_id=self._rooms.instance_id,
+            num_ranks=self._place.num_ranks,
+            attn_tp_size=self._place.attn_tp_size,
+        )
+        logger.info(
+            "decode servers are answered at %s, instance %s", route.endpoint, route.instance_id
+        )
+        texts = gather_texts(self._args.ranks, msgspec.json.encode(route).decode(), _ROUTE_BYTES)
+        return [ROUTE_DECODER.decode(text) for text in texts]
+
+    def send_aux(self, sender: MooncakeKVSender, metadata: FirstToken) -> bool:
+        """Let a request's metadata be read: from a row, where there are rows and it fits into one,
+        else inline, in the message that says that all pages are there. `metadata_device` has the
+        reasons; a decode server that cannot read rows gets it inline too.
+
+        Returns:
+            Whether it was sent. False: all rows are in use.
+        """
+        rows, row = self._args.aux_buffers, None
+        if rows is not None:
+            if (row := rows.take()) is None:
+                return False
+            if not rows.set_buf(row, sender.bootstrap_room, metadata):
+                rows.give_back(row)
+                row = None
+        sender.complete(metadata, row)
+        return True
+
+    def free_aux(self, row: int) -> None:
+        """Take back the row of a request that has ended."""
+        assert self._args.aux_buffers is not None, "it had one"
+        self._args.aux_buffers.give_back(row)
+
+    def close(self) -> None:
+        if self._rooms is not None:
+            self._rooms.close()
+        if self._prefill_servers is not None:
+            self._prefill_servers.close()
+
+
+class MooncakeKVSender(BaseKVSender):
+    """A request's room. If no row of metadata is free, a computed request waits for one."""
+
+    def __init__(
+        self, mgr: MooncakeKVManager, bootstrap_addr: BootstrapAddr, bootstrap_room: int
+    ) -> None:
+        self.bootstrap_room = bootstrap_room
+        self._mgr = mgr
+        self._rooms = mgr.rooms
+        self._room = self._rooms.open_room(bootstrap_room)
+        self._unsent: FirstToken | None = None
+        """Metadata that waits for a row."""
+
+    @property
+    def num_sent(self) -> int:
+        return len(self._room.pages)
+
+    def send(self, kv_indices: Sequence[int]) -> None:
+        with self._rooms.lock:
+            self._room.pages += kv_indices
+        self._rooms.wake()
+
+    def send_aux(self, metadata: FirstToken) -> None:
+        self._unsent = None if self._mgr.send_aux(self, metadata) else metadata
+
+    def complete(self, metadata: FirstToken, row: int | None) -> None:
+        """Note that all pages are sent, and the metadata can be read.
+
+        Args:
+            row: Row that has the metadata until the room ends; None: it is sent inline.
+        """
+        with self._rooms.lock:
+            room = self._room
+            room.metadata, room.row, room.is_complete = metadata, row, True
+        self._rooms.wake()
+
+    def poll(self) -> KVPoll:
+        """See `BaseKVSender`. Raises RuntimeError if decode servers are no longer answered."""
+        self._rooms.check()
+        if self._unsent is not None:
+            self.send_aux(self._unsent)
+        return self._room.poll()
+
+    def failure_exception(self) -> NoReturn:
+        raise KVTransferError(self._room.failure or "")
+
+    def abort(self, reason: str) -> None:
+        row = self._room.row
+        self._unsent = None
+        self._rooms.end_room(self._room, reason)
+        if row is not None:
+            self._mgr.free_aux(row)
+
+    def clear(self) -> None:
+        self._rooms.forget_room(self._room)
+
+
+class MooncakeKVReceiver(BaseKVReceiver):
+    """A prompt on its way to a rank: a `PrefillPeer` asks for it, then a `PromptRead` reads it.
+
+    Their threads call `know`, `fail` and `come`.
+
+    Attributes:
+        bootstrap_addr: As the request names it.
+        sources: Ranks to read from, once the prefill server has said that it has the request.
+        since: Time at which asking began, by `time.monotonic`.
+        serial: First question with the room; None: there was none. The peer's thread alone.
+        cancelled: Ends the read.
+        unknown_since: Time of the first answer that the room is not known; None: there was none.
+            The peer's thread alone.
+    """
+
+    def __init__(
+        self, mgr: MooncakeKVManager, bootstrap_addr: BootstrapAddr, bootstrap_room: int
+    ) -> None:
+        self.bootstrap_addr = bootstrap_addr
+        self.bootstrap_room = bootstrap_room
+        self.metadata = None
+        self.sources: Sequence[Route] = ()
+        self.since = time.monotonic()
+        self.serial: int | None = None
+        self.unknown_since: float | None = None
+        self._servers = mgr.prefill_servers
+        self._context = self._servers.context
+        self._peer: PrefillPeer | None = None
+        """The server that is asked about the room."""
+        self._read: PromptRead | None = None
+        """The read, once there are slots."""
+        self._failure: str | None = None
+        self.cancelled = Cancellation()
+        self._lock = threading.Lock()
+
+    def init(self) -> None:
+        self._peer = self._servers.find(self.bootstrap_addr)
+        if self._peer is None:
+            self.fail(TOO_MANY)
+        else:
+            self._peer.ask(self)
+
+    def know(self, sources: Sequence[Route]) -> None:
+        """Note that the prefill server has the request."""
+        self.sources = sources
+
+    def come(self, metadata: FirstToken) -> None:
+        """Note that all is there and no read is in flight."""
+        with self._lock:
+            if self._failure is None:
+                self.metadata = metadata
+
+    def fail(self, why: str) -> None:
+        """Note that the prompt will not come; the first reason counts."""
+        with self._lock:
+            if self.metadata is None and self._failure is None:
+                self._failure = why
+        self.cancelled.set(why)
+
+    def send_metadata(
+        self,
+        kv_indices: Sequence[int],
+        *,
+        state_indices: Sequence[int] = (),
+        decode_prefix_len: int = 0,
+    ) -> None:
+        page_size = self._context.geometry.pools[0].page_size
+        own = OwnSlots(
+            pages=kv_indices,
+            first_page=decode_prefix_len // page_size,
+            state=next(iter(state_indices), None),
+        )
+        if self._peer is not None:
+            self._peer.leave(self)
+        reader, fails_at = self._servers.new_reader()
+        self._read = read = PromptRead(self, own, self._context, reader, fails_at)
+        try:
+            self._servers.read(read.run)
+        except RuntimeError as error:
+            self.fail(f"no thread for the prompt: {error}")
+            read.has_returned.set()
+
+    def poll(self) -> KVPoll:
+        if self._failure is not None:
+            return KVPoll.Failed
+        if self.metadata is not None:
+            return KVPoll.Success
+        if self._read is not None:
+            return KVPoll.Transferring
+        return KVPoll.WaitingForInput if self.sources else KVPoll.Bootstrapping
+
+    def failure_exception(self) -> NoReturn:
+        raise KVTransferError(self._failure or "")
+
+    @property
+    def has_ended(self) -> bool:
+        return self._read is None or self._read.has_ended
+
+    def get_transfer_metric(self) -> KVTransferMetric:
+        return KVTransferMetric() if self._read is None else self._read.get_transfer_metric()
+
+    def abort(self, reason: str) -> None:
+        if self._read is not None:
+            self.cancelled.set(reason)
+            return
+        if self._peer is not None:
+            self._peer.leave(self)
+        self._servers.decline(self.bootstrap_addr, self.bootstrap_room, reason)
