@@ -29,8 +29,12 @@ class TransferBackend(StrEnum):
     """Values of `--disaggregation-transfer-backend`: what moves keys and values."""
 
     MOONCAKE = "mooncake"
+    FAKE = "fake"
+    """Nothing: for warm-up and benchmarks of one server alone."""
 
 
+FAKE_BOOTSTRAP_HOST: Final = "2.2.2.2"
+"""Bootstrap host of rooms that no other server takes part in."""
 OFFLOAD_FLAG: Final = "--disaggregation-decode-enable-offload-kvcache"
 _RADIX: Final = "disaggregation_decode_enable_radix_cache"
 _ALLOW_NO_SECRET: Final = "--disaggregation-allow-no-secret"
@@ -38,6 +42,14 @@ _OFFLOAD: Final = "disaggregation_decode_enable_offload_kvcache"
 BOOTSTRAP_PORT_FLAG: Final = "--disaggregation-bootstrap-port"
 SECRET_FLAG: Final = "--disaggregation-secret-file"
 MIN_SECRET_CHARS: Final = 16
+_OF_PEERS: Final = (
+    "disaggregation_ib_device",
+    "disaggregation_secret_file",
+    "disaggregation_allow_no_secret",
+    "disaggregation_bootstrap_port",
+    "disaggregation_prefill_hosts",
+)
+"""Fields that matter only where servers talk to each other."""
 
 
 def read_secret(args: ServerArgs) -> str | None:
@@ -76,7 +88,12 @@ def check_disaggregation(args: ServerArgs) -> Iterator[str]:
         )
     if mode == DisaggregationMode.NULL:
         return
-    yield from _check_secret(args)
+    if args.disaggregation_transfer_backend == TransferBackend.FAKE:
+        where += f" --disaggregation-transfer-backend {TransferBackend.FAKE}"
+        for field in _OF_PEERS:
+            yield from refuse_ignored(args, field, where)
+    else:
+        yield from _check_secret(args)
     if mode == DisaggregationMode.DECODE:
         yield from _check_caches_of_decode(args, where)
     if mode == DisaggregationMode.DECODE and args.attn_cp_size > 1:
@@ -113,12 +130,16 @@ def _check_secret(args: ServerArgs) -> Iterator[str]:
 
 
 def prefill_hosts(args: ServerArgs) -> PrefillHosts | None:
-    """The prefill servers that requests may name; None: this is no decode server.
+    """The prefill servers that requests may name; None: this server contacts
+    none.
 
     Raises:
         ValueError: One of them is no host; names the flag.
     """
-    if args.disaggregation_mode != DisaggregationMode.DECODE:
+    if (
+        args.disaggregation_mode != DisaggregationMode.DECODE
+        or args.disaggregation_transfer_backend == TransferBackend.FAKE
+    ):
         return None
     return PrefillHosts.parse(args.disaggregation_prefill_hosts, args.host)
 

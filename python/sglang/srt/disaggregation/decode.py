@@ -19,7 +19,8 @@ from sglang.srt.disaggregation.base.conn import (
 from sglang.srt.disaggregation.common.metadata_reader import CONTROL, TRANSPORT
 from sglang.srt.disaggregation.common.protocol import MAX_MEETING
 from sglang.srt.disaggregation.decode_shares import Share, is_within_share
-from sglang.srt.disaggregation.prefill import LOST_STATUS, prompt_digest, sampling_digest
+from sglang.srt.disaggregation.prefill import LOST_STATUS
+from sglang.srt.disaggregation.request_match import fake_metadata, why_not
 from sglang.srt.disaggregation.utils import failure_reasons, poll_and_all_reduce
 from sglang.srt.distributed.rank_group import RankGroup, SingleRank
 from sglang.srt.managers.messages.io_struct import FinishReason
@@ -270,9 +271,11 @@ class DecodeHalf:
 
     def _compare(self, coming: _Coming) -> None:
         """Compare what a prefill server has found with the request, once it is there."""
-        metadata = coming.receiver.metadata
-        if metadata is not None and coming.misfit is None:
-            coming.misfit = self._why_not(coming.req, metadata) or ""
+        if coming.misfit is None and coming.receiver.poll() == KVPoll.Success:
+            metadata = coming.receiver.metadata
+            coming.misfit = (
+                metadata and why_not(coming.req.spec, metadata, self._state.vocab_size)
+            ) or ""
 
     def _take_wanted(self, rid: str) -> _Wanted | None:
         wanted = self._wanted.pop(rid, None)
@@ -351,8 +354,7 @@ class DecodeHalf:
 
     def _receive(self, coming: _Coming) -> None:
         req, receiver = coming.req, coming.receiver
-        first = receiver.metadata
-        assert first is not None, "it has come"
+        first = receiver.metadata or fake_metadata(req.spec, self._state.vocab_size)
         del self._coming[req.rid]
         stages, metric = req.report.stages, receiver.get_transfer_metric()
         stages.queue = (stages.queue or 0.0) + first.queue_seconds
@@ -365,30 +367,6 @@ class DecodeHalf:
         logger.warning("request %s: %s", req.rid, why)
         self._metrics.on_failure(had_met=had_met)
         self._ended.append((req, _lost(why)))
-
-    def _why_not(self, req: Req, first: FirstToken) -> str | None:
-        """Reason why `req` cannot go on with the prefill server's result, or None."""
-        spec = req.spec
-        ids = spec.origin_input_ids
-        if first.prompt_len != len(ids) or first.prompt_digest != prompt_digest(ids):
-            return (
-                f"the prefill server computed another prompt, of {first.prompt_len} tokens: "
-                "both servers need the same tokenizer and chat template"
-            )
-        wants_token = spec.sampling_params.max_new_tokens > 0
-        has_token = first.token_id is not None
-        num_tops = min(spec.top_logprobs_num, self._state.vocab_size) * spec.return_logprob
-        is_unlike = (
-            has_token != wants_token
-            or (has_token and spec.return_logprob and first.logprob is None)
-            or (has_token and len(first.top_logprobs or ()) != num_tops)
-            or first.sampling_digest != sampling_digest(spec.sampling_params)
-        )
-        if is_unlike:
-            return "the prefill server was sent another request: sampling or logprobs differ"
-        if first.token_id is not None and not 0 <= first.token_id < self._state.vocab_size:
-            return f"the prefill server chose token {first.token_id}, which the model does not have"
-        return None
 
     def _hold(self, wanted: _Wanted) -> _Coming | None:
         """Give slots to a request and begin to receive its prompt. None: there is no room now."""

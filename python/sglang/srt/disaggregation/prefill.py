@@ -8,11 +8,9 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Final
 
-import msgspec
-import xxhash
-
 from sglang.srt.disaggregation.base.conn import BaseKVManager, BaseKVSender, KVPoll
 from sglang.srt.disaggregation.common.protocol import FirstToken
+from sglang.srt.disaggregation.request_match import prompt_digest, sampling_digest
 from sglang.srt.disaggregation.utils import failure_reasons, poll_and_all_reduce
 from sglang.srt.distributed.rank_group import RankGroup, SingleRank
 from sglang.srt.managers.messages.io_struct import FinishReason
@@ -24,8 +22,6 @@ if TYPE_CHECKING:
     from sglang.srt.managers.scheduler.batch import PrefillWork
     from sglang.srt.managers.scheduler.requests.req import Req
     from sglang.srt.managers.scheduler.state import SchedulerState
-    from sglang.srt.mem_cache.tree.radix_key import TokenArray
-    from sglang.srt.sampling.sampling_params import SamplingParams
 
 logger = logging.getLogger(__name__)
 
@@ -37,32 +33,6 @@ _SAY_S: Final = 5.0
 _SHOWN_ROOMS: Final = 8
 REMEMBER_S: Final = 60.0
 """Seconds for which a room that has ended is not given to another request."""
-
-
-def prompt_digest(ids: TokenArray) -> str:
-    """The digest of a prompt's token ids."""
-    return xxhash.xxh3_64_hexdigest(ids.tobytes())
-
-
-def sampling_digest(params: SamplingParams) -> str:
-    """Digest of the parameters by which the first token may differ from the likeliest; "" if there
-    are none.
-
-    A seed that a server has drawn is not included.
-    """
-    draws = None
-    if not params.is_greedy:
-        draws = params.temperature, params.top_p, params.top_k, params.min_p, params.sampling_seed
-    facts = (
-        draws,
-        params.min_new_tokens,
-        params.repetition_penalty,
-        sorted((params.logit_bias or {}).items()),
-        (params.json_schema, params.regex, params.ebnf, params.structural_tag),
-    )
-    if facts == (None, 0, 1.0, [], (None, None, None, None)):
-        return ""
-    return xxhash.xxh3_64_hexdigest(msgspec.json.encode(facts))
 
 
 class PrefillHalf:

@@ -5,13 +5,18 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Final
+from enum import StrEnum
+from typing import Final, Literal, overload
 
 import numpy as np
 import torch
 import xxhash
 
+from sglang.srt.arg_groups.disaggregation import DisaggregationMode, TransferBackend
 from sglang.srt.disaggregation.base.conn import (
+    BaseKVManager,
+    BaseKVReceiver,
+    BaseKVSender,
     KVPoll,
     KVPoller,
     KVTransferError,
@@ -23,6 +28,12 @@ from sglang.srt.disaggregation.common.metadata_row import (
     unpack_row,
 )
 from sglang.srt.disaggregation.common.protocol import FirstToken
+from sglang.srt.disaggregation.fake.conn import FakeKVManager, FakeKVReceiver, FakeKVSender
+from sglang.srt.disaggregation.mooncake.conn import (
+    MooncakeKVManager,
+    MooncakeKVReceiver,
+    MooncakeKVSender,
+)
 from sglang.srt.distributed.device_communicators.mooncake_mem_pool import (
     CustomMemPool,
     check_mooncake_custom_mem_pool_enabled,
@@ -32,6 +43,16 @@ from sglang.srt.environ import envs
 from sglang.srt.hardware_backend.device_kinds import CUDA, device_kind
 from sglang.srt.hardware_backend.device_runtime import device_runtime
 
+__all__ = [
+    "DisaggregationMode",
+    "KVClassType",
+    "MetadataBuffers",
+    "ReqToMetadataIdxAllocator",
+    "TransferBackend",
+    "get_kv_class",
+    "poll_and_all_reduce",
+]
+"""SGLang's names; the first and the fifth are the flags' own."""
 NUM_ROWS: Final = 512
 """Rows of a rank, 2 MiB together. Requests that need one more wait."""
 _WORD_BYTES: Final = 4
@@ -236,3 +257,44 @@ def _failure(poller: KVPoller) -> str:
 def _cut(why: str) -> str:
     raw = why.replace(_SEPARATOR, " ").encode()[:_REASON_BYTES]
     return raw.decode(errors="ignore")
+
+
+class KVClassType(StrEnum):
+    """The classes of a transport."""
+
+    MANAGER = "manager"
+    SENDER = "sender"
+    RECEIVER = "receiver"
+
+
+@overload
+def get_kv_class(
+    transfer_backend: TransferBackend, class_type: Literal[KVClassType.MANAGER]
+) -> type[BaseKVManager]: ...
+@overload
+def get_kv_class(
+    transfer_backend: TransferBackend, class_type: Literal[KVClassType.SENDER]
+) -> type[BaseKVSender]: ...
+@overload
+def get_kv_class(
+    transfer_backend: TransferBackend, class_type: Literal[KVClassType.RECEIVER]
+) -> type[BaseKVReceiver]: ...
+def get_kv_class(
+    transfer_backend: TransferBackend, class_type: KVClassType
+) -> type[BaseKVManager | BaseKVSender | BaseKVReceiver]:
+    """A class of the transport that `--disaggregation-transfer-backend` names."""
+    return _KV_CLASSES[transfer_backend][class_type]
+
+
+_KV_CLASSES: Final = {
+    TransferBackend.MOONCAKE: {
+        KVClassType.MANAGER: MooncakeKVManager,
+        KVClassType.SENDER: MooncakeKVSender,
+        KVClassType.RECEIVER: MooncakeKVReceiver,
+    },
+    TransferBackend.FAKE: {
+        KVClassType.MANAGER: FakeKVManager,
+        KVClassType.SENDER: FakeKVSender,
+        KVClassType.RECEIVER: FakeKVReceiver,
+    },
+}

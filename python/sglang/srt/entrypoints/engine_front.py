@@ -7,7 +7,7 @@ import logging
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
-from sglang.srt.arg_groups.disaggregation import DisaggregationMode, prefill_hosts
+from sglang.srt.arg_groups.disaggregation import DisaggregationMode, TransferBackend, prefill_hosts
 from sglang.srt.disaggregation.common.bootstrap_route import Route
 from sglang.srt.disaggregation.common.bootstrap_server import CommonKVBootstrapServer
 from sglang.srt.disaggregation.control.deployment_secret import DeploymentSecret
@@ -114,6 +114,7 @@ class EngineFront:
                 max_queued_requests=args.max_queued_requests,
                 disaggregation_mode=args.disaggregation_mode,
                 prefill_hosts=prefill_hosts(args),
+                draws_rooms=args.disaggregation_transfer_backend == TransferBackend.FAKE,
             ),
             metrics=ServerMetrics() if args.enable_metrics else None,
             log_requests=args.log_requests,
@@ -153,13 +154,13 @@ class EngineFront:
 
 
 def _start_bootstrap(args: ServerArgs) -> CommonKVBootstrapServer | None:
-    """Start the bootstrap server at which decode servers find this one; None: it is no prefill
-    server.
+    """Start the bootstrap server at which decode servers find this one; None: none does.
 
     Raises:
         ValueError: The port is in use.
     """
-    if args.disaggregation_mode != DisaggregationMode.PREFILL:
+    is_fake = args.disaggregation_transfer_backend == TransferBackend.FAKE
+    if args.disaggregation_mode != DisaggregationMode.PREFILL or is_fake:
         return None
     secret = DeploymentSecret.of(args.disaggregation_secret)
     return CommonKVBootstrapServer(args.host, args.disaggregation_bootstrap_port, secret)

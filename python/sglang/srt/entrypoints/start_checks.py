@@ -11,7 +11,11 @@ from importlib.machinery import PathFinder
 from pathlib import Path
 
 from sglang.srt.arg_groups.cli import flag_name
-from sglang.srt.arg_groups.disaggregation import BOOTSTRAP_PORT_FLAG, DisaggregationMode
+from sglang.srt.arg_groups.disaggregation import (
+    BOOTSTRAP_PORT_FLAG,
+    DisaggregationMode,
+    TransferBackend,
+)
 from sglang.srt.arg_groups.foreign_variables import warnings_about_variables
 from sglang.srt.arg_groups.remote_weights import (
     START_SEED,
@@ -144,7 +148,8 @@ def check_disaggregation(args: ServerArgs) -> None:
             SGLANG_MOONCAKE_CUSTOM_MEM_POOL is wrong.
     """
     mode = args.disaggregation_mode
-    if mode == DisaggregationMode.NULL:
+    is_fake = args.disaggregation_transfer_backend == TransferBackend.FAKE
+    if mode == DisaggregationMode.NULL or is_fake:
         return
     check_mooncake_custom_mem_pool_enabled()
     envs.SGLANG_MOONCAKE_SEND_AUX_TCP.get()

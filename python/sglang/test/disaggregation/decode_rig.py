@@ -20,7 +20,7 @@ from sglang.srt.disaggregation.common.bootstrap_route import Route
 from sglang.srt.disaggregation.common.protocol import FirstToken
 from sglang.srt.disaggregation.decode import DecodeHalf
 from sglang.srt.disaggregation.halves import MakeHalf
-from sglang.srt.disaggregation.prefill import prompt_digest
+from sglang.srt.disaggregation.request_match import prompt_digest
 from sglang.srt.managers.messages.io_struct import (
     Bootstrap,
     FinishReason,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from sglang.srt.arg_groups.disaggregation import prefill_hosts
 from sglang.srt.server_args import ServerArgs, prepare_server_args
 from sglang.test.ci.ci_register import register_cpu_ci
 
@@ -60,6 +61,12 @@ def test_a_decode_server_may_write_to_l3() -> None:
     assert args.resolve() == args
 
 
+@pytest.mark.parametrize("mode", ["prefill", "decode"])
+def test_servers_that_move_nothing_need_no_secret(mode: str) -> None:
+    args = prepare(MODE, mode, BACKEND, "fake", "--host", "0.0.0.0")
+    assert prefill_hosts(args) is None
+
+
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
@@ -105,10 +112,25 @@ def test_a_decode_server_may_write_to_l3() -> None:
         ((MODE, "prefill", HOSTS, "a"), f"^{HOSTS} a has no effect with {MODE} prefill$"),
         ((MODE, "decode", HOSTS, "a b"), f"^{HOSTS}: 'a b' is no HOST, HOST:PORT or network"),
         ((MODE, "both"), f"^{MODE} both: choose one of null, prefill, decode"),
-        ((MODE, "prefill", BACKEND, "carrier"), f"^{BACKEND} carrier: choose one of mooncake"),
+        (
+            (MODE, "prefill", BACKEND, "carrier"),
+            f"^{BACKEND} carrier: choose one of mooncake, fake",
+        ),
+        (
+            (MODE, "prefill", BACKEND, "fake", PORT, "9001"),
+            f"^{PORT} 9001 has no effect with {MODE} prefill {BACKEND} fake$",
+        ),
+        (
+            (MODE, "decode", BACKEND, "fake", HOSTS, "a"),
+            f"^{HOSTS} a has no effect with {MODE} decode {BACKEND} fake$",
+        ),
+        (
+            (MODE, "decode", BACKEND, "fake", DEVICE, "mlx5_0"),
+            f"^{DEVICE} mlx5_0 has no effect with {MODE} decode {BACKEND} fake$",
+        ),
         *(
             ((MODE, "prefill", BACKEND, name), f"^{BACKEND} {name}: SGLang has it, .*use mooncake$")
-            for name in ("nixl", "mori", "ascend", "fake")
+            for name in ("nixl", "mori", "ascend")
         ),
     ],
 )

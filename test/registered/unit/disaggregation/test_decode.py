@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from sglang.srt.disaggregation.prefill import sampling_digest
+from sglang.srt.disaggregation.request_match import sampling_digest
 from sglang.srt.managers.messages.io_struct import (
     CachedTokensDetails,
     FinishReason,

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from sglang.srt.constants import BUILTIN_MODEL_DIR
-from sglang.srt.disaggregation.prefill import REMEMBER_S, PrefillHalf, sampling_digest
+from sglang.srt.disaggregation.prefill import REMEMBER_S, PrefillHalf
+from sglang.srt.disaggregation.request_match import sampling_digest
 from sglang.srt.managers.messages.io_struct import DeclineRoomReq
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.test.ci.ci_register import register_cpu_ci

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from sglang.srt.disaggregation.prefill import REMEMBER_S, prompt_digest
+from sglang.srt.disaggregation.prefill import REMEMBER_S
+from sglang.srt.disaggregation.request_match import prompt_digest
 from sglang.srt.managers.messages.io_struct import (
     CachedTokensDetails,
     FinishReason,

@@ -11,7 +11,6 @@ from typing import Final
 
 from sglang.srt.arg_groups.disaggregation import DisaggregationMode
 from sglang.srt.arg_groups.prefill_hosts import PREFILL_HOSTS_FLAG, PrefillHosts
-from sglang.srt.constants import HEALTH_CHECK_RID_PREFIX
 from sglang.srt.managers.messages.io_struct import Bootstrap
 from sglang.srt.managers.tokenizer.generate_request import GenerateRequest, InvalidRequest
 from sglang.srt.mem_cache.tree.radix_key import TokenArray
@@ -45,7 +44,10 @@ class RequestLimits:
     disaggregation_mode: str = DisaggregationMode.NULL
     """Mode of the server: a request needs a room (`prefill`, `decode`) or must have none."""
     prefill_hosts: PrefillHosts | None = None
-    """Decode server: the prefill servers that requests may name; None: every one, for tests."""
+    """Decode server: the prefill servers that requests may name; None: every one, as none is
+    contacted."""
+    draws_rooms: bool = False
+    """Whether a request without a room gets one, in which no other server takes part."""
 
     @property
     def max_text_chars(self) -> int:
@@ -68,7 +70,7 @@ def check_request(request: GenerateRequest, limits: RequestLimits) -> None:
     """
     _check_fields(request)
     _check_queue(request, limits.max_queued_requests)
-    _check_half(request, limits.disaggregation_mode)
+    _check_half(request, limits)
     if request.bootstrap is not None and not limits.may_contact(request.bootstrap):
         raise _foreign(request.bootstrap)
     try:
@@ -135,9 +137,10 @@ def _check_queue(request: GenerateRequest, max_queued_requests: int) -> None:
         )
 
 
-def _check_half(request: GenerateRequest, mode: str) -> None:
+def _check_half(request: GenerateRequest, limits: RequestLimits) -> None:
     """Check that a half of a request has a room, and a whole one none. The server's own probes are
     whole."""
+    mode = limits.disaggregation_mode
     if request.bootstrap is not None and mode == DisaggregationMode.NULL:
         raise InvalidRequest(
             "bootstrap_room: this server serves whole requests (--disaggregation-mode null), and "
@@ -145,8 +148,8 @@ def _check_half(request: GenerateRequest, mode: str) -> None:
             "leave bootstrap_host, bootstrap_port and bootstrap_room out",
             field="bootstrap_room",
         )
-    is_probe = request.rid.startswith(HEALTH_CHECK_RID_PREFIX)
-    if request.bootstrap is None and mode != DisaggregationMode.NULL and not is_probe:
+    may_have_none = limits.draws_rooms or request.is_probe
+    if request.bootstrap is None and mode != DisaggregationMode.NULL and not may_have_none:
         raise InvalidRequest(
             f"bootstrap_room is missing: this server does the {mode} half of requests only "
             f"(--disaggregation-mode {mode}): send the request to the router in front of it, which "

@@ -6,8 +6,9 @@ import copy
 import secrets
 from typing import Final
 
-from sglang.srt.arg_groups.disaggregation import DisaggregationMode
-from sglang.srt.managers.messages.io_struct import TokenizedGenerateReqInput
+from sglang.srt.arg_groups.disaggregation import FAKE_BOOTSTRAP_HOST, DisaggregationMode
+from sglang.srt.constants import DEFAULT_BOOTSTRAP_PORT
+from sglang.srt.managers.messages.io_struct import MAX_ROOM, Bootstrap, TokenizedGenerateReqInput
 from sglang.srt.managers.tokenizer.generate_request import GenerateRequest
 from sglang.srt.managers.tokenizer.request_limits import RequestLimits
 from sglang.srt.mem_cache.tree.radix_key import TokenArray
@@ -38,6 +39,7 @@ def tokenized(
         params.max_new_tokens = max(default, params.min_new_tokens)
     seed = params.sampling_seed
     decodes_only = limits.disaggregation_mode == DisaggregationMode.DECODE
+    draws_room = limits.draws_rooms and request.bootstrap is None and not request.is_probe
     return TokenizedGenerateReqInput(
         rid=request.rid,
         input_ids=tokens,
@@ -51,6 +53,11 @@ def tokenized(
         extra_key=combine_extra_key(request.extra_key, request.cache_salt),
         priority=request.priority,
         sample_of=request.sample_of,
-        bootstrap=request.bootstrap,
+        bootstrap=_drawn_room() if draws_room else request.bootstrap,
         created_time=created_time,
     )
+
+
+def _drawn_room() -> Bootstrap:
+    """A room in which no other server takes part."""
+    return Bootstrap(FAKE_BOOTSTRAP_HOST, DEFAULT_BOOTSTRAP_PORT, secrets.randbelow(MAX_ROOM + 1))

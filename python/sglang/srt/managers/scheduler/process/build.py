@@ -12,15 +12,14 @@ import msgspec
 import torch
 
 from sglang.srt.arg_groups.cli import flag_name
-from sglang.srt.arg_groups.disaggregation import DisaggregationMode
+from sglang.srt.arg_groups.disaggregation import DisaggregationMode, TransferBackend
 from sglang.srt.arg_groups.parallelism import ranks_per_node
 from sglang.srt.arg_groups.remote_weights import offers_weights, reads_weights, seed_host_port
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.constrained.grammar_backend import create_grammar_backend
 from sglang.srt.disaggregation.base.conn import KVArgs
 from sglang.srt.disaggregation.halves import HalfServer, make_half_server
-from sglang.srt.disaggregation.mooncake.conn import MooncakeKVManager
-from sglang.srt.disaggregation.utils import MetadataBuffers
+from sglang.srt.disaggregation.utils import KVClassType, MetadataBuffers, get_kv_class
 from sglang.srt.distributed.rank_group import RankGroup, SingleRank
 from sglang.srt.distributed.torch_rank_group import TorchRankGroup
 from sglang.srt.environ import envs
@@ -396,7 +395,9 @@ def _make_half_server(
         dtype=runner.model_config.dtype,
         aux_buffers=MetadataBuffers.beside(pools[0].device),
     )
-    return make_half_server(mode, MooncakeKVManager(args, mode, server_args), group)
+    backend = TransferBackend(server_args.disaggregation_transfer_backend)
+    manager = get_kv_class(backend, KVClassType.MANAGER)(args, mode, server_args)
+    return make_half_server(mode, manager, group, backend)
 
 
 def _make_weight_seed(runner: ModelRunner, group: RankGroup) -> WeightSeed | None:
