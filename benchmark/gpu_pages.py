@@ -37,11 +37,11 @@ from sglang.srt.disaggregation.common.geometry import PoolGeometry
 from sglang.srt.disaggregation.common.link_costs import LINKS, LinkCosts
 from sglang.srt.disaggregation.common.metadata_reader import MetadataReader
 from sglang.srt.disaggregation.common.packing import Packer
+from sglang.srt.disaggregation.common.page_reader import OwnSlots
 from sglang.srt.disaggregation.common.prompt_read import PromptRead
 from sglang.srt.disaggregation.common.protocol import FirstToken, Offer
 from sglang.srt.disaggregation.common.rank_map import RankPlace
 from sglang.srt.disaggregation.common.sessions import Sessions
-from sglang.srt.disaggregation.common.shard_receiver import OwnSlots
 from sglang.srt.disaggregation.common.staging import Staging, rounds
 from sglang.srt.disaggregation.common.transfer_context import TransferContext
 from sglang.srt.distributed.device_communicators.mooncake_transfer_engine import (

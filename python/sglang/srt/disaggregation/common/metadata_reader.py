@@ -22,7 +22,7 @@ from sglang.srt.distributed.device_communicators.transfer_types import (
 )
 
 if TYPE_CHECKING:
-    from sglang.srt.disaggregation.common.page_reads import Mover
+    from sglang.srt.disaggregation.common.transfer_context import Mover
 
 logger = logging.getLogger(__name__)
 

@@ -11,16 +11,19 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
+import msgspec
 import torch
 
 from sglang.srt.disaggregation.common.conversation import POLL_S, Conversation, RoomFailed
 from sglang.srt.disaggregation.common.geometry import CutBuffer, WholeBuffer
-from sglang.srt.disaggregation.common.page_reads import PageReads
 from sglang.srt.disaggregation.common.protocol import Pack, Packed
 from sglang.srt.disaggregation.common.staging import StagingBuffer, rounds, unit_bytes_of
 from sglang.srt.distributed.device_communicators.transfer_types import Block, Transfer
+
+if TYPE_CHECKING:
+    from sglang.srt.disaggregation.common.page_reader import PageReader
 
 MOST_BUFFERS: Final = 3
 """Most buffers of this server that one prompt takes: one is unpacked while two reads are in flight.
@@ -46,32 +49,26 @@ class PackedRead:
 
     Args:
         first: The first question, with `done` and `known` 0.
-        session_id: Session of the prefill server's Transfer Engine.
         buffers: Buffers of this rank that correspond to `first.buffers`.
         own: This server's pages, `first.num_pages` of them.
         talk: Conversation with the prefill server.
-        reads: Reads of this part of the prompt.
-        waiting: Seconds to wait for a further unit.
+        reader: Reads the units.
     """
 
     def __init__(
         self,
         first: Pack,
-        session_id: str,
         buffers: Sequence[WholeBuffer | CutBuffer],
         own: Sequence[int],
         *,
         talk: Conversation,
-        reads: PageReads,
-        waiting: float,
+        reader: PageReader,
     ) -> None:
         self._first = first
-        self._session_id = session_id
         self._buffers = buffers
         self._own = own
         self._talk = talk
-        self._reads = reads
-        self._waiting = waiting
+        self._reader = reader
         sizes = [one.page_bytes for one in buffers]
         self._units = list(rounds(sizes, len(own), first.unit_bytes))
         self._places: list[int] = []
@@ -96,7 +93,7 @@ class PackedRead:
         began = time.monotonic()
         if not self._take_buffer(patience):
             return False
-        index = self._reads.staging.index(self._own)
+        index = self._reader.staging.index(self._own)
         self._talk.begin(self._question())
         self._is_asked = True
         moved = time.monotonic()
@@ -114,25 +111,13 @@ class PackedRead:
                 self._hear(POLL_S if self._places else min(POLL_S, left))
             if before != (len(self._places), self._num_done):
                 moved = time.monotonic()
-            elif not self._under_way and time.monotonic() >= moved + self._waiting:
+            elif not self._under_way and time.monotonic() >= moved + self._reader.timeout:
                 raise RoomFailed("the prefill server has not packed more pages in time")
         self._give_buffers_back()
         return True
 
     def _question(self) -> Pack:
-        first = self._first
-        return Pack(
-            first.room,
-            first.reader,
-            first.part,
-            first.number,
-            first.buffers,
-            first.first_page,
-            first.num_pages,
-            first.unit_bytes,
-            done=self._num_done,
-            known=len(self._places),
-        )
+        return msgspec.structs.replace(self._first, done=self._num_done, known=len(self._places))
 
     def _advance(self) -> None:
         self._talk.advance(self._question())
@@ -144,7 +129,7 @@ class PackedRead:
             unit, buffer = self._num_begun, self._free.pop()
             length = unit_bytes_of(self._units[unit])
             block = Block(buffer.address, self._places[unit], length)
-            transfer = self._reads.begin(self._session_id, [block])
+            transfer = self._reader.begin([block])
             self._under_way.append(_UnitRead(unit, transfer, buffer))
             self._num_begun += 1
 
@@ -153,12 +138,12 @@ class PackedRead:
         one = self._under_way[0]
         has_room = bool(self._free) or self._num_buffers < MOST_BUFFERS
         if self._num_begun < len(self._units) and has_room:
-            if not self._reads.has_come(one.transfer, self._nap):
+            if not self._reader.has_come(one.transfer, self._nap):
                 self._nap = min(_RARER * self._nap, POLL_S)
                 self._hear(0.0)
                 return
         else:
-            self._reads.finish(one.transfer, lambda: self._hear(0.0))
+            self._reader.finish(one.transfer, lambda: self._hear(0.0))
         self._under_way.popleft()
         self._nap = _SOON_S
         self._num_done += 1
@@ -187,7 +172,7 @@ class PackedRead:
     def _take_buffer(self, timeout: float) -> bool:
         if self._num_buffers >= MOST_BUFFERS:
             return False
-        buffer = self._reads.take(timeout)
+        buffer = self._reader.take(timeout)
         if buffer is None:
             return False
         self._num_buffers += 1
@@ -196,7 +181,7 @@ class PackedRead:
 
     def _give_buffers_back(self) -> None:
         for buffer in self._free:
-            self._reads.give_back(buffer)
+            self._reader.give_back(buffer)
 
     def _decline(self) -> None:
         """Decline all units of the question, which may be packed already."""

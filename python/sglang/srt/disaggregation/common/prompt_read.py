@@ -13,13 +13,10 @@ from sglang.srt.disaggregation.common.bootstrap_route import Route
 from sglang.srt.disaggregation.common.conversation import Cancellation, RoomFailed, cannot_serve
 from sglang.srt.disaggregation.common.geometry import CannotServe, Portion
 from sglang.srt.disaggregation.common.metadata_reader import CONTROL, TRANSPORT
+from sglang.srt.disaggregation.common.page_reader import OwnSlots, Source
 from sglang.srt.disaggregation.common.protocol import FirstToken, Offer
 from sglang.srt.disaggregation.common.rank_map import RankPlace
-from sglang.srt.disaggregation.common.shard_receiver import (
-    OwnSlots,
-    ShardReceiver,
-    Source,
-)
+from sglang.srt.disaggregation.common.shard_receiver import ShardReceiver
 from sglang.srt.disaggregation.common.transfer_context import TransferContext
 
 logger = logging.getLogger(__name__)

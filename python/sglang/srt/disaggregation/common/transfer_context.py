@@ -2,24 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Protocol, TypeAlias
 
 from sglang.srt.disaggregation.common.bootstrap_route import Route
 from sglang.srt.disaggregation.common.conversation import Patience, cannot_serve
 from sglang.srt.disaggregation.common.geometry import PoolGeometry
 from sglang.srt.disaggregation.common.link_costs import LinkCosts
 from sglang.srt.disaggregation.common.metadata_reader import MetadataReader
-from sglang.srt.disaggregation.common.page_reads import Mover
 from sglang.srt.disaggregation.common.rank_map import MAX_SOURCES, RankPlace
 from sglang.srt.disaggregation.common.sessions import Sessions
 from sglang.srt.disaggregation.common.staging import Staging
 from sglang.srt.disaggregation.control.deployment_secret import DeploymentSecret
+from sglang.srt.distributed.device_communicators.transfer_types import Block, Transfer, TransferOp
 
 FindRank: TypeAlias = Callable[[str, int, int], Route]
 """Finds the route of a rank of a prefill server; arguments: host and port of its bootstrap server,
 rank. Asks once and may take time; raises BootstrapError."""
+
+
+class Mover(Protocol):
+    """The part of the Transfer Engine that a room uses; see `MooncakeTransferEngine.begin`."""
+
+    def begin(
+        self, peer: str, op: TransferOp, blocks: Sequence[Block], *, timeout: float | None
+    ) -> Transfer: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,8 +10,8 @@ import torch
 
 from sglang.srt.disaggregation.base.conn import AuxBuffers
 from sglang.srt.disaggregation.common.geometry import PoolGeometry
-from sglang.srt.disaggregation.common.page_reads import Mover
 from sglang.srt.disaggregation.common.sessions import Peers
+from sglang.srt.disaggregation.common.transfer_context import Mover
 from sglang.srt.hardware_backend.device_runtime import device_runtime
 
 logger = logging.getLogger(__name__)
