@@ -32,14 +32,14 @@ from sglang.benchmark.report import emit, provenance
 from sglang.embedded_mooncake import LOOPBACK
 from sglang.srt.constants import MIB
 from sglang.srt.disaggregation.common.bootstrap_route import Route
-from sglang.srt.disaggregation.common.conversation import Patience
+from sglang.srt.disaggregation.common.control_connection import Timeouts
 from sglang.srt.disaggregation.common.geometry import PoolGeometry
 from sglang.srt.disaggregation.common.link_costs import LINKS, LinkCosts
 from sglang.srt.disaggregation.common.metadata_reader import MetadataReader
 from sglang.srt.disaggregation.common.packing import Packer
 from sglang.srt.disaggregation.common.page_reader import OwnSlots
 from sglang.srt.disaggregation.common.prompt_read import PromptRead
-from sglang.srt.disaggregation.common.protocol import FirstToken, Offer
+from sglang.srt.disaggregation.common.protocol import FirstToken, KVLayout
 from sglang.srt.disaggregation.common.rank_map import RankPlace
 from sglang.srt.disaggregation.common.sessions import Sessions
 from sglang.srt.disaggregation.common.staging import Staging, rounds
@@ -64,7 +64,7 @@ TOKEN: Final = FirstToken(token_id=1, prompt_len=1, prompt_digest="")
 ALWAYS: Final = LinkCosts(block_s=1.0, bytes_per_s=1e12, packing_s=0.0, unit_s=0.0)
 """Costs with which packing always pays."""
 CHOSEN: Final = LINKS["nvlink_intra"]
-PATIENCE: Final = Patience(bootstrap=60, waiting=60, silence=60)
+PATIENCE: Final = Timeouts(bootstrap=60, waiting=60, silence=60)
 
 
 class Case(NamedTuple):
@@ -172,11 +172,11 @@ class Side:
         index = self.staging[unit].index(pages.tolist())
         pieces = next(rounds([page_bytes] * len(rows), count, unit * MIB))
         num_bytes = sum(piece.num_bytes for piece in pieces)
-        (portion,) = self.geometry.portions([self.geometry.offer("i", "s")], 0)
+        (shard_slice,) = self.geometry.slices([self.geometry.layout("i", "s")], 0)
         found = {}
         for name, work in (
             ("pack", partial(buffer.pack, rows, pieces, index)),
-            ("unpack", partial(buffer.unpack, portion.wholes, pieces, index)),
+            ("unpack", partial(buffer.unpack, shard_slice.wholes, pieces, index)),
         ):
             seconds = []
             for _ in range(REPEATS):
@@ -189,14 +189,14 @@ class Side:
 
 
 def serve(side: Side, all_cases: list[Case], units: Sequence[int]) -> dict[int, tuple[str, bytes]]:
-    """The prefill server's part, all prompts computed. Returns each desk's endpoint and offer."""
+    """The prefill server's part, all prompts computed. Returns each desk's endpoint and layout."""
     found = {}
     for unit in units:
         packer = Packer(side.geometry.page_rows(), side.staging[unit])
-        offer = side.geometry.offer(
+        layout = side.geometry.layout(
             f"desk {unit}", side.engine.get_session_id(), unit_bytes=packer.unit_bytes
         )
-        desk = Desk(offer, LOOPBACK, unwanted_s=300, silent_s=300, packer=packer)
+        desk = Desk(layout, LOOPBACK, unwanted_s=300, silent_s=300, packer=packer)
         for case in all_cases:
             if case.unit_mib == unit:
                 there, _ = case.places(side.pool_pages)
@@ -204,14 +204,14 @@ def serve(side: Side, all_cases: list[Case], units: Sequence[int]) -> dict[int, 
                     desk.open(room)
                     desk.add_pages(room, there)
                     desk.complete(room, TOKEN)
-        found[unit] = f"tcp://{LOOPBACK}:{desk.port}", msgspec.msgpack.encode(offer)
+        found[unit] = f"tcp://{LOOPBACK}:{desk.port}", msgspec.msgpack.encode(layout)
     return found
 
 
-def read(side: Side, case: Case, endpoint: str, offer: Offer, limit: float) -> dict[str, Any]:
+def read(side: Side, case: Case, endpoint: str, layout: KVLayout, limit: float) -> dict[str, Any]:
     """The decode server's part."""
     route = Route(
-        rank=0, endpoint=endpoint, instance_id=offer.instance_id, num_ranks=1, attn_tp_size=1
+        rank=0, endpoint=endpoint, instance_id=layout.instance_id, num_ranks=1, attn_tp_size=1
     )
     context = TransferContext(
         place=RankPlace(),
@@ -221,7 +221,7 @@ def read(side: Side, case: Case, endpoint: str, offer: Offer, limit: float) -> d
         metadata=MetadataReader(),
         sessions=Sessions(side.engine),
         find_rank=lambda *_: route,
-        patience=PATIENCE,
+        timeouts=PATIENCE,
         link=case.link,
     )
     there, here = case.places(side.pool_pages)
@@ -237,15 +237,15 @@ def read(side: Side, case: Case, endpoint: str, offer: Offer, limit: float) -> d
         reads.append(read.get_transfer_metric().transfer_latency_s)
         if repeat in (0, REPEATS - 1):
             check(side.pool, there, here)
-    (portion,) = side.geometry.portions([offer], 0)
-    num_bytes = portion.page_bytes * len(here)
+    (shard_slice,) = side.geometry.slices([layout], 0)
+    num_bytes = shard_slice.page_bytes * len(here)
     speed = num_bytes / statistics.median(reads) / 1e9
     return {
         "tokens": case.tokens,
         "pages": case.pages,
         "way": case.way,
         "unit_mib": case.unit_mib if case.way != "direct" else None,
-        "blocks": portion.num_blocks(there, here),
+        "blocks": shard_slice.num_blocks(there, here),
         "gb_s": round(speed, 1),
         "best_gb_s": round(num_bytes / min(reads) / 1e9, 1),
         "first_s": round(reads[0], 4),
@@ -285,8 +285,8 @@ def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
             for size in args.tokens
         }
         for case in all_cases:
-            endpoint, offer = desks[case.unit_mib]
-            told_offer = msgspec.msgpack.decode(offer, type=Offer)
+            endpoint, layout = desks[case.unit_mib]
+            told_offer = msgspec.msgpack.decode(layout, type=KVLayout)
             rows.append(read(side, case, endpoint, told_offer, limits[case.tokens]))
     ranks.reduce_min(torch.zeros(1, dtype=torch.int64))  # Until both have come here.
     return rows

@@ -1,10 +1,10 @@
 """Cost of different splits of heads on prefill and decode servers.
 
-    python benchmark/pd_heads.py [--tokens 1024] [--repeat 5] [--strips] [--out FILE]
+    python benchmark/pd_heads.py [--tokens 1024] [--repeat 5] [--ranges] [--out FILE]
 
 One peer process has the pages of all prefill ranks; this one reads them as a decode rank does, TCP
 over loopback, one rank after the other. The shape is Qwen3-8B's: 36 layers, 8 KV heads of 128, 16
-bits, pages of 64 tokens, in order. `--strips` also reads the heads of each token by themselves,
+bits, pages of 64 tokens, in order. `--ranges` also reads the heads of each token by themselves,
 once.
 """
 
@@ -22,8 +22,8 @@ import torch
 
 from sglang.benchmark.report import emit, provenance, writable_file
 from sglang.embedded_mooncake import LOOPBACK
-from sglang.srt.disaggregation.common.geometry import STAGING_BYTES, PoolGeometry, Portion
-from sglang.srt.disaggregation.common.protocol import Offer
+from sglang.srt.disaggregation.common.geometry import STAGING_BYTES, PoolGeometry, ShardSlice
+from sglang.srt.disaggregation.common.protocol import KVLayout
 from sglang.srt.disaggregation.common.staging import Staging, rounds
 from sglang.srt.distributed.device_communicators.mooncake_transfer_engine import (
     MooncakeTransferEngine,
@@ -62,50 +62,50 @@ def start_engine() -> MooncakeTransferEngine:
 
 
 def serve(tokens: int, pipe: Connection) -> None:
-    """The prefill ranks: tell their offers, and stay until told to end."""
+    """The prefill ranks: tell their layouts, and stay until told to end."""
     engine = start_engine()
-    offers: dict[tuple[int, int], Offer] = {}
+    layouts: dict[tuple[int, int], KVLayout] = {}
     pools = []
     for ranks, _ in CASES.values():
         for heads in ranks:
             pools.append(make_pool(*heads, tokens))
             geometry = PoolGeometry.of(pools[-1:], "w", torch.float32)
             engine.batch_register(geometry.addresses, num_bytes_of(pools[-1]))
-            offers[heads] = geometry.offer("peer", engine.get_session_id())
-    pipe.send(offers)
+            layouts[heads] = geometry.layout("peer", engine.get_session_id())
+    pipe.send(layouts)
     pipe.recv()
 
 
-def staged(portion: Portion, pages: Sequence[int], read: Callable[[Sequence[Block]], None],
+def staged(shard_slice: ShardSlice, pages: Sequence[int], read: Callable[[Sequence[Block]], None],
            staging: Staging) -> int:  # fmt: skip
     """Read as a decode server does. Returns the bytes read."""
-    blocks = portion.page_blocks(pages, pages)
+    blocks = shard_slice.page_blocks(pages, pages)
     num_bytes = sum(block.length for block in blocks)
     if blocks:
         read(blocks)
     index = staging.index(pages)
-    for pieces in rounds([cut.page_bytes for cut in portion.cuts], len(pages), STAGING_BYTES):
+    for pieces in rounds([cut.page_bytes for cut in shard_slice.cuts], len(pages), STAGING_BYTES):
         buffer = staging.take(0)
         assert buffer is not None
         blocks = [
             block
             for piece in pieces
-            for block in piece.blocks(buffer.address, portion.cuts[piece.place].address, pages)
+            for block in piece.blocks(buffer.address, shard_slice.cuts[piece.place].address, pages)
         ]
         read(blocks)
-        buffer.unpack(portion.cuts, pieces, index)
+        buffer.unpack(shard_slice.cuts, pieces, index)
         buffer.give_back()
         num_bytes += sum(block.length for block in blocks)
     return num_bytes
 
 
-def in_strips(portion: Portion, pages: Sequence[int]) -> list[Block]:
+def in_strips(shard_slice: ShardSlice, pages: Sequence[int]) -> list[Block]:
     """Blocks that read the heads of each token by themselves."""
     blocks = []
-    for cut in portion.cuts:
+    for cut in shard_slice.cuts:
         word, item = cut.own.element_size(), cut.own.shape[2] * cut.own.element_size()
         their_item = cut.page_bytes // PAGE
-        for here, there, length in cut.strips:
+        for here, there, length in cut.ranges:
             for page in pages:
                 for slot in range(page * PAGE, (page + 1) * PAGE):
                     local = cut.own.data_ptr() + slot * item + here * word
@@ -118,7 +118,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--tokens", type=int, default=1024, help="Of the prompt.")
     parser.add_argument("--repeat", type=int, default=5, help="Turns that count.")
-    parser.add_argument("--strips", action="store_true", help="Read strips too, once.")
+    parser.add_argument("--ranges", action="store_true", help="Read ranges too, once.")
     parser.add_argument("--out", type=writable_file, help="Append the lines to this file.")
     args = parser.parse_args()
     torch.set_num_threads(1)
@@ -127,13 +127,13 @@ def main() -> None:
     peer = context.Process(target=serve, args=(args.tokens, there), daemon=True)
     peer.start()
     engine = start_engine()
-    offers = here.recv()
+    layouts = here.recv()
     pages = list(range(1, args.tokens // PAGE + 1))
     staging = Staging(engine, torch.device("cpu"))
 
-    def reader(offer: Offer) -> Callable[[Sequence[Block]], None]:
+    def reader(layout: KVLayout) -> Callable[[Sequence[Block]], None]:
         def read(blocks: Sequence[Block]) -> None:
-            transfer = engine.transfer(offer.session_id, TransferOp.READ, blocks, timeout=None)
+            transfer = engine.transfer(layout.session_id, TransferOp.READ, blocks, timeout=None)
             assert transfer.is_done
 
         return read
@@ -142,12 +142,14 @@ def main() -> None:
         pool = make_pool(*own, args.tokens)
         geometry = PoolGeometry.of([pool], "w", torch.float32)
         engine.batch_register(geometry.addresses, num_bytes_of(pool))
-        told = [offers[heads] for heads in ranks]
-        parts = list(zip(geometry.portions(told, 0), map(reader, told), strict=True))
+        told = [layouts[heads] for heads in ranks]
+        parts = list(zip(geometry.slices(told, 0), map(reader, told), strict=True))
         seconds = []
         for _ in range(args.repeat + 1):
             started = time.perf_counter()
-            num_bytes = sum(staged(portion, pages, read, staging) for portion, read in parts)
+            num_bytes = sum(
+                staged(shard_slice, pages, read, staging) for shard_slice, read in parts
+            )
             seconds.append(round(time.perf_counter() - started, 3))
         record = {
             "benchmark": "pd_heads",
@@ -159,10 +161,10 @@ def main() -> None:
             "gb_per_second": round(num_bytes / statistics.median(seconds[1:]) / 1e9, 3),
             "raw_seconds": seconds[1:],
         }
-        if args.strips and parts[0][0].cuts:
+        if args.ranges and parts[0][0].cuts:
             started = time.perf_counter()
-            for portion, read in parts:
-                read(in_strips(portion, pages))
+            for shard_slice, read in parts:
+                read(in_strips(shard_slice, pages))
             record["strips_seconds"] = round(time.perf_counter() - started, 3)
         emit(record, args.out)
         engine.batch_deregister(geometry.addresses)

@@ -126,12 +126,12 @@ def halves(
     prefill: Prefill, decode: EngineServer, ids: list[int], wanted: int = 16
 ) -> tuple[httpx.Response, httpx.Response]:
     """Answers of both servers to a request, sent as a router would send it."""
-    meeting = {
+    bootstrap = {
         "bootstrap_host": "127.0.0.1",
         "bootstrap_port": prefill.port,
         "bootstrap_room": next(rooms),
     }
-    body = {**body_of(ids, wanted), **meeting}
+    body = {**body_of(ids, wanted), **bootstrap}
 
     def post(url: str) -> httpx.Response:
         try:

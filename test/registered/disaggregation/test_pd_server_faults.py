@@ -221,9 +221,9 @@ def test_a_flood_of_refused_requests_does_not_hold_up_others(servers: Servers, u
 def test_a_prefill_server_that_is_killed_and_one_in_its_place(servers: Servers, url: str) -> None:
     """Requests under way fail with a reason, also those of the time without any. The decode server
     notices that another one answers at the old address."""
-    meeting = {"bootstrap_host": "127.0.0.1", "bootstrap_port": servers.port}
+    bootstrap = {"bootstrap_host": "127.0.0.1", "bootstrap_port": servers.port}
     # Its other half never comes.
-    waiting = {**body(3), **meeting, "bootstrap_room": 501}
+    waiting = {**body(3), **bootstrap, "bootstrap_room": 501}
     with ThreadPoolExecutor(1) as pool:
         reply = pool.submit(post, servers.decode.url, waiting)
         waits = "sglang:num_decode_prealloc_queue_reqs"
@@ -235,7 +235,7 @@ def test_a_prefill_server_that_is_killed_and_one_in_its_place(servers: Servers, 
     assert lost.status_code == 503
     # By its desk, or by its bootstrap server where that was not found yet.
     assert re.search("has not answered for 8 s|it cannot be reached", text_of(lost)), lost.text
-    nobody = post(servers.decode.url, {**body(3), **meeting, "bootstrap_room": 502})
+    nobody = post(servers.decode.url, {**body(3), **bootstrap, "bootstrap_room": 502})
     assert nobody.status_code == 503
     assert "the prefill server is not found" in text_of(nobody)
     assert "it cannot be reached" in text_of(nobody)

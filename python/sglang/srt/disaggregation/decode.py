@@ -17,7 +17,7 @@ from sglang.srt.disaggregation.base.conn import (
     KVTransferError,
 )
 from sglang.srt.disaggregation.common.metadata_reader import CONTROL, TRANSPORT
-from sglang.srt.disaggregation.common.protocol import MAX_MEETING
+from sglang.srt.disaggregation.common.protocol import MAX_POLLED_ROOMS
 from sglang.srt.disaggregation.decode_shares import Share, is_within_share
 from sglang.srt.disaggregation.prefill import LOST_STATUS
 from sglang.srt.disaggregation.request_match import fake_metadata, why_not
@@ -231,7 +231,7 @@ class DecodeHalf:
         for rid, wanted in list(self._unasked.items()):
             req, bootstrap = wanted.req, wanted.req.spec.bootstrap
             assert bootstrap is not None
-            is_full = self._num_asked_of[wanted.peer] >= MAX_MEETING
+            is_full = self._num_asked_of[wanted.peer] >= MAX_POLLED_ROOMS
             if is_full or req.progress.to_abort is not None:
                 continue
             del self._unasked[rid]
@@ -317,7 +317,7 @@ class DecodeHalf:
         if wanted.is_known:
             return f"no slots were free for the request within {self._wait_s:.0f} s"
         if wanted.receiver is None:
-            return f"{MAX_MEETING} requests before it wait for the same prefill server"
+            return f"{MAX_POLLED_ROOMS} requests before it wait for the same prefill server"
         return f"the prefill server does not know the request within {self._wait_s:.0f} s"
 
     def _shares(self) -> Mapping[BootstrapAddr, Share]:

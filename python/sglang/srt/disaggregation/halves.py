@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from sglang.srt.arg_groups.disaggregation import DisaggregationMode, TransferBackend
 from sglang.srt.disaggregation.base.conn import BaseKVManager
 from sglang.srt.disaggregation.common.bootstrap_route import Route
-from sglang.srt.disaggregation.common.conversation import seconds, silence_s
+from sglang.srt.disaggregation.common.control_connection import seconds, silence_s
 from sglang.srt.disaggregation.decode import DecodeHalf
 from sglang.srt.disaggregation.prefill import PrefillHalf
 from sglang.srt.disaggregation.utils import KVClassType, get_kv_class

@@ -11,12 +11,12 @@ from sglang.srt.disaggregation.base.conn import KVPoll, KVTransferError
 from sglang.srt.disaggregation.common.protocol import (
     Answer,
     Answered,
-    Ask,
     Asked,
     FirstToken,
-    Offer,
+    KVLayout,
+    Poll,
     Question,
-    RoomNews,
+    RoomStatus,
 )
 from sglang.srt.disaggregation.common.room_server import RoomServer
 from sglang.srt.disaggregation.control.control_link import ControlLink
@@ -24,7 +24,7 @@ from sglang.srt.disaggregation.control.deployment_secret import DeploymentSecret
 from sglang.srt.disaggregation.mooncake.conn import MooncakeKVManager, MooncakeKVSender
 from sglang.srt.utils.network import wait_until
 
-OFFER = Offer(2, "instance", "session", "layout", {"page size": "4"}, [])
+LAYOUT = KVLayout(2, "instance", "session", "layout", {"page size": "4"}, [])
 TOKEN = FirstToken(token_id=7, prompt_len=9, prompt_digest="d", top_logprobs=[(-0.5, 7)])
 UNWANTED_S, SILENT_S = 300, 10
 
@@ -159,10 +159,10 @@ class Asker:
         assert (answered.number, answered.instance_id) == (number, "instance")
         return answered.answer
 
-    def look(self, room: int, reader: str = "me", have: int = 0) -> RoomNews:
+    def look(self, room: int, reader: str = "me", have: int = 0) -> RoomStatus:
         """The state of a room, now."""
-        news = self.ask(Ask(room, reader, have, may_wait=False))
-        assert isinstance(news, RoomNews)
+        news = self.ask(Poll(room, reader, have, may_wait=False))
+        assert isinstance(news, RoomStatus)
         return news
 
 

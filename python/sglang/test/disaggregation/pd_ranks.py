@@ -140,8 +140,8 @@ class PdRanks:
         **fields: Any,
     ) -> ToScheduler:
         """A request message for both servers, in a new room unless `room` names one."""
-        meeting = Bootstrap(LOOPBACK, NEVER_ASKED, next(self._rooms) if room is None else room)
-        return self.decode.request(rid, input_ids, params, bootstrap=meeting, **fields)
+        bootstrap = Bootstrap(LOOPBACK, NEVER_ASKED, next(self._rooms) if room is None else room)
+        return self.decode.request(rid, input_ids, params, bootstrap=bootstrap, **fields)
 
     def step(
         self, to_prefill: Sequence[ToScheduler] = (), to_decode: Sequence[ToScheduler] = ()

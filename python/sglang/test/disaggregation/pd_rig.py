@@ -385,8 +385,8 @@ class PdRig:
         **fields: Any,
     ) -> TokenizedGenerateReqInput:
         """A request message for both schedulers, in a new room unless `room` names one."""
-        meeting = Bootstrap(LOOPBACK, NEVER_ASKED, next(self._rooms) if room is None else room)
-        return self.decode.request(rid, input_ids, params, bootstrap=meeting, **fields)
+        bootstrap = Bootstrap(LOOPBACK, NEVER_ASKED, next(self._rooms) if room is None else room)
+        return self.decode.request(rid, input_ids, params, bootstrap=bootstrap, **fields)
 
     def step(self, to_prefill: Sequence[ToScheduler], to_decode: Sequence[ToScheduler]) -> None:
         """Run a tick of each scheduler."""

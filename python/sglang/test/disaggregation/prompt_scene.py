@@ -12,12 +12,12 @@ import torch
 
 from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.common.bootstrap_route import Route
-from sglang.srt.disaggregation.common.conversation import ABORTED, Patience
+from sglang.srt.disaggregation.common.control_connection import ABORTED, Timeouts
 from sglang.srt.disaggregation.common.geometry import PoolGeometry
 from sglang.srt.disaggregation.common.link_costs import LinkCosts
 from sglang.srt.disaggregation.common.metadata_reader import MetadataReader
 from sglang.srt.disaggregation.common.packing import Packer
-from sglang.srt.disaggregation.common.protocol import FirstToken, RowsOffer
+from sglang.srt.disaggregation.common.protocol import FirstToken, RowsLayout
 from sglang.srt.disaggregation.common.rank_map import RankPlace
 from sglang.srt.disaggregation.common.sessions import Sessions
 from sglang.srt.disaggregation.common.staging import Staging
@@ -32,8 +32,8 @@ from sglang.test.disaggregation.pd_rig import SLOW_BLOCKS, LocalMover, one_rank
 
 PAGE, PAGES, ROOM = 2, 16, 5
 TOKEN = FirstToken(token_id=7, prompt_len=9, prompt_digest="d")
-PATIENT = Patience(bootstrap=60, waiting=60, silence=30)
-HASTY = Patience(bootstrap=0.3, waiting=0.3, silence=0.4)
+PATIENT = Timeouts(bootstrap=60, waiting=60, silence=30)
+HASTY = Timeouts(bootstrap=0.3, waiting=0.3, silence=0.4)
 
 
 def until(is_so: Callable[[], bool]) -> None:
@@ -107,14 +107,14 @@ class Scene:
     Args:
         unit_bytes: Bytes of a unit of packed pages; None: pages are not packed.
         link: Costs of the link on which pages are packed.
-        rows: Rows of metadata that the desk offers.
+        rows: Rows of metadata that the desk layouts.
     """
 
     def __init__(
         self,
         unit_bytes: int | None = None,
         link: LinkCosts = SLOW_BLOCKS,
-        rows: RowsOffer | None = None,
+        rows: RowsLayout | None = None,
     ) -> None:
         self.there, self.here = Place(100), Place(500)
         self.mover = LocalMover()
@@ -124,11 +124,11 @@ class Scene:
         self.units, self.staging = self._make_staging(), self._make_staging()
         """Staging memory of the desk, and of the prompts."""
         session_id = self.mover.get_session_id()
-        offer = self.there.geometry.offer(
+        layout = self.there.geometry.layout(
             "instance", session_id, unit_bytes=unit_bytes or 0, rows=rows
         )
         packer = None if unit_bytes is None else Packer(self.there.geometry.page_rows(), self.units)
-        self.desk = Desk(offer, "127.0.0.1", unwanted_s=300, silent_s=300, packer=packer)
+        self.desk = Desk(layout, "127.0.0.1", unwanted_s=300, silent_s=300, packer=packer)
         self.endpoint = f"tcp://127.0.0.1:{self.desk.port}"
         self._readers = itertools.count()
         self.prompts: list[Prompt] = []
@@ -139,7 +139,7 @@ class Scene:
             return Staging(self.mover, cpu)
         return Staging(self.mover, cpu, num_bytes=self.unit_bytes)
 
-    def context(self, patience: Patience = PATIENT, **fields: Any) -> TransferContext:
+    def context(self, timeouts: Timeouts = PATIENT, **fields: Any) -> TransferContext:
         """What the receivers of the rank share; `fields` replaces some."""
         context = TransferContext(
             place=RankPlace(),
@@ -149,7 +149,7 @@ class Scene:
             metadata=MetadataReader(),
             sessions=self.sessions,
             find_rank=lambda *_: one_rank(self.endpoint),
-            patience=patience,
+            timeouts=timeouts,
             link=self.link,
         )
         return dataclasses.replace(context, **fields)
@@ -158,13 +158,13 @@ class Scene:
         self,
         own_pages: Sequence[int],
         first_page: int = 0,
-        patience: Patience = PATIENT,
+        timeouts: Timeouts = PATIENT,
         room: int = ROOM,
         fails_at: str | None = None,
         **fields: Any,
     ) -> Prompt:
         prompt = Prompt(
-            self.context(patience, **fields),
+            self.context(timeouts, **fields),
             (one_rank(self.endpoint),),
             room,
             f"reader {next(self._readers)}",
@@ -219,7 +219,7 @@ class Scene:
 class Server:
     """A prefill server of one rank, and the peer that a decode rank has of it."""
 
-    def __init__(self, patience: Patience = PATIENT) -> None:
+    def __init__(self, timeouts: Timeouts = PATIENT) -> None:
         self.scene = Scene()
         self.desk = self.scene.desk
         self.route = one_rank(self.scene.endpoint)
@@ -228,7 +228,7 @@ class Server:
         self.why: Exception | None = None
         """Error of look-ups."""
         self.servers = PrefillServers(
-            self.scene.context(patience, find_rank=self._find), "decode server"
+            self.scene.context(timeouts, find_rank=self._find), "decode server"
         )
         peer = self.servers.find(("host", 1))
         assert peer is not None
@@ -242,7 +242,7 @@ class Server:
         return msgspec.structs.replace(self.route, rank=rank)
 
     def ask(self, room: int = ROOM) -> MooncakeKVReceiver:
-        """Ask whether the prefill server has a room."""
+        """Poll whether the prefill server has a room."""
         receiver = MooncakeKVReceiver(
             cast(MooncakeKVManager, _Servers(self.servers)), ("host", 1), room
         )
@@ -252,8 +252,8 @@ class Server:
     def restart(self) -> None:
         """Another instance takes the place of the prefill server, at another port."""
         self.desk.close()
-        offer = self.scene.there.geometry.offer("another", self.scene.mover.get_session_id())
-        self.desk = self.scene.desk = Desk(offer, "127.0.0.1", unwanted_s=300, silent_s=300)
+        layout = self.scene.there.geometry.layout("another", self.scene.mover.get_session_id())
+        self.desk = self.scene.desk = Desk(layout, "127.0.0.1", unwanted_s=300, silent_s=300)
         self.route = one_rank(f"tcp://127.0.0.1:{self.desk.port}", "another")
 
     def through(self, proxy: ControlProxy) -> None:

@@ -29,7 +29,7 @@ from typing import Any, Final
 import msgspec
 
 from sglang.srt.constants import BUILTIN_MODEL_DIR, HEALTH_CHECK_RID_PREFIX
-from sglang.srt.disaggregation.common import conversation
+from sglang.srt.disaggregation.common import control_connection
 from sglang.srt.disaggregation.decode import DecodeHalf
 from sglang.srt.disaggregation.prefill import PrefillHalf
 from sglang.srt.distributed.device_communicators.transfer_types import Block, PeerUnreachable
@@ -130,18 +130,18 @@ def draw_args(rng: random.Random, page_size: int) -> dict[str, Any]:
 @contextlib.contextmanager
 def impatient() -> Iterator[None]:
     """Shorten timeouts to seconds, and repeat questions soon."""
-    repeat = conversation.REPEAT_S
+    repeat = control_connection.REPEAT_S
     with (
         envs.SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT.override(_LOST_S),
         envs.SGLANG_DISAGGREGATION_UNKNOWN_ROOM_TIMEOUT.override(_UNKNOWN_S),
         envs.SGLANG_DISAGGREGATION_HEARTBEAT_INTERVAL.override(1),
         envs.SGLANG_DISAGGREGATION_HEARTBEAT_MAX_FAILURE.override(_SILENT_S),
     ):
-        conversation.REPEAT_S = 0.03  # type: ignore[misc]
+        control_connection.REPEAT_S = 0.03  # type: ignore[misc]
         try:
             yield
         finally:
-            conversation.REPEAT_S = repeat  # type: ignore[misc]
+            control_connection.REPEAT_S = repeat  # type: ignore[misc]
 
 
 class RandomPd:
@@ -296,8 +296,8 @@ class RandomPd:
             if is_odd and owner is None:
                 sides.remove(rng.choice(sides))
                 host = rng.choice((LOOPBACK, AWAY, SILENT))
-            meeting = Bootstrap(host, NEVER_ASKED, self._num_rooms)
-            message = msgspec.structs.replace(sent.message, bootstrap=meeting)
+            bootstrap = Bootstrap(host, NEVER_ASKED, self._num_rooms)
+            message = msgspec.structs.replace(sent.message, bootstrap=bootstrap)
             for side in sides:
                 delay = rng.choice((0, 0, 0, rng.randint(1, 20)))
                 self._late.append((self.outcome.steps + delay, side, message))

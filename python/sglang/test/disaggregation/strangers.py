@@ -24,7 +24,7 @@ from typing import Any, Final
 import httpx
 import msgspec
 
-from sglang.srt.disaggregation.common.protocol import Ask, Asked, Hello, Question
+from sglang.srt.disaggregation.common.protocol import Asked, Hello, Poll, Question
 from sglang.srt.disaggregation.control.frames import MAX_QUESTION_BYTES, as_frame
 from sglang.srt.utils.process import raise_file_limit
 
@@ -92,7 +92,11 @@ def flood_once(targets: Targets, deeds: Deeds, seed: int) -> None:
 
     def message() -> bytes:
         room = rng.getrandbits(62)
-        questions: list[Question] = [Hello(), Ask(room, "x", 0), Ask(room, "x", 0, may_wait=False)]
+        questions: list[Question] = [
+            Hello(),
+            Poll(room, "x", 0),
+            Poll(room, "x", 0, may_wait=False),
+        ]
         return msgspec.msgpack.encode(Asked(1, rng.choice(questions)))
 
     messages = [b"\x81" * 200 if rng.random() < 0.1 else message() for _ in range(500)]

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from sglang.srt.disaggregation.common.protocol import MAX_MEETING
+from sglang.srt.disaggregation.common.protocol import MAX_POLLED_ROOMS
 from sglang.srt.disaggregation.decode_shares import is_within_share
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.disaggregation.decode_rig import PAGE, SILENT_S, WAIT_S, DecodeRig
@@ -111,17 +111,17 @@ def test_news_of_a_request_that_has_ended_are_nobodys(model: Path) -> None:
 
 def test_a_prefill_server_is_asked_about_so_many_rooms_at_once(model: Path) -> None:
     rig = DecodeRig(model)
-    rig.servers.unknown = set(range(MAX_MEETING + 5))
-    rig.step(*(rig.ask(f"r{n}", [n % 100 + 1], n) for n in range(MAX_MEETING + 2)))
-    rig.step(rig.ask("other", [5], MAX_MEETING + 4, host="another"))
-    assert len(rig.servers.asked) == MAX_MEETING + 1
+    rig.servers.unknown = set(range(MAX_POLLED_ROOMS + 5))
+    rig.step(*(rig.ask(f"r{n}", [n % 100 + 1], n) for n in range(MAX_POLLED_ROOMS + 2)))
+    rig.step(rig.ask("other", [5], MAX_POLLED_ROOMS + 4, host="another"))
+    assert len(rig.servers.asked) == MAX_POLLED_ROOMS + 1
     rig.step(rig.abort("r7"))
     rig.step()
-    assert rig.servers.asked[-1].bootstrap_room == MAX_MEETING
+    assert rig.servers.asked[-1].bootstrap_room == MAX_POLLED_ROOMS
     rig.now += WAIT_S + 1
     rig.step()
-    assert rig.end(f"r{MAX_MEETING + 1}").message == (
-        f"{MAX_MEETING} requests before it wait for the same prefill server"
+    assert rig.end(f"r{MAX_POLLED_ROOMS + 1}").message == (
+        f"{MAX_POLLED_ROOMS} requests before it wait for the same prefill server"
     )
     assert rig.end("r1").message == "the prefill server does not know the request within 100 s"
 

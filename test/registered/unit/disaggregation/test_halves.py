@@ -10,7 +10,7 @@ import torch
 
 from sglang.srt.arg_groups.disaggregation import DisaggregationMode
 from sglang.srt.constants import BUILTIN_MODEL_DIR
-from sglang.srt.disaggregation.common import conversation
+from sglang.srt.disaggregation.common import control_connection
 from sglang.srt.disaggregation.common.geometry import PoolGeometry
 from sglang.srt.disaggregation.common.shard_receiver import STEPS
 from sglang.srt.disaggregation.halves import make_half_server
@@ -42,7 +42,7 @@ PROMPTS = [prompt(seed, length, 1000) for seed, length in enumerate(LENGTHS)]
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Servers that are gone are missed after two seconds."""
-    monkeypatch.setattr(conversation, "REPEAT_S", 0.05)
+    monkeypatch.setattr(control_connection, "REPEAT_S", 0.05)
     with (
         envs.SGLANG_DISAGGREGATION_HEARTBEAT_INTERVAL.override(1),
         envs.SGLANG_DISAGGREGATION_HEARTBEAT_MAX_FAILURE.override(2),

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from sglang.srt.disaggregation.common.geometry import Portion
+from sglang.srt.disaggregation.common.geometry import ShardSlice
 from sglang.srt.disaggregation.common.packing import Packer
 from sglang.srt.disaggregation.decode import DecodeHalf
 from sglang.srt.disaggregation.mooncake.conn import MooncakeKVSender
@@ -43,12 +43,12 @@ def send_one_page_less(sender: MooncakeKVSender, pages: list[int]) -> None:
 
 ON_END: Callable[..., bool] = DecodeHalf.on_end
 SEND: Callable[..., None] = MooncakeKVSender.send
-BLOCKS: Callable[..., Any] = Portion.page_blocks
+BLOCKS: Callable[..., Any] = ShardSlice.page_blocks
 BEGIN: Callable[..., Any] = Packer._begin
 DEFECTS: dict[str, tuple[type, str, Callable[..., Any]]] = {
     "slots are free while they are read": (DecodeHalf, "on_end", forget_the_reads),
     "a wrong page is sent": (MooncakeKVSender, "send", send_one_page_less),
-    "a layer is not read": (Portion, "page_blocks", lambda *args: BLOCKS(*args)[:-1]),
+    "a layer is not read": (ShardSlice, "page_blocks", lambda *args: BLOCKS(*args)[:-1]),
     "pages are packed in another order": (
         Packer,
         "_begin",

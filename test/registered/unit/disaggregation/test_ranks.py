@@ -9,7 +9,7 @@ from typing import Any, Final
 
 import pytest
 
-from sglang.srt.disaggregation.common import conversation
+from sglang.srt.disaggregation.common import control_connection
 from sglang.srt.disaggregation.common.metadata_row import ROW_BYTES
 from sglang.srt.disaggregation.decode import DecodeHalf
 from sglang.srt.distributed.device_communicators.transfer_types import PeerUnreachable
@@ -48,7 +48,7 @@ ARGS: Final[dict[str, Any]] = {
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Servers that are gone are missed after two seconds."""
-    monkeypatch.setattr(conversation, "REPEAT_S", 0.05)
+    monkeypatch.setattr(control_connection, "REPEAT_S", 0.05)
     with (
         envs.SGLANG_DISAGGREGATION_HEARTBEAT_INTERVAL.override(1),
         envs.SGLANG_DISAGGREGATION_HEARTBEAT_MAX_FAILURE.override(2),

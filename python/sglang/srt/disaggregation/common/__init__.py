@@ -1,1 +1,1 @@
-"""Conversation of prefill and decode servers about a request, and the reads of its pages."""
+"""What prefill and decode servers tell each other about a request, and the reads of its pages."""

@@ -20,10 +20,10 @@ import xxhash
 from sglang.srt.constants import MIB
 from sglang.srt.disaggregation.common.protocol import (
     VERSION,
-    Offer,
+    KVLayout,
     PoolBuffer,
-    PoolOffer,
-    RowsOffer,
+    PoolLayout,
+    RowsLayout,
 )
 from sglang.srt.distributed.device_communicators.transfer_types import Block
 from sglang.srt.mem_cache.device.base_device_pool import BaseDevicePool, PagedDevicePool
@@ -51,7 +51,7 @@ class PoolGeometry:
         num_heads: Heads of the whole model in each pool.
     """
 
-    pools: tuple[PoolOffer, ...]
+    pools: tuple[PoolLayout, ...]
     facts: dict[str, str]
     tensors: tuple[torch.Tensor, ...]
     num_heads: tuple[int, ...]
@@ -65,7 +65,7 @@ class PoolGeometry:
         Args:
             dtype: Dtype in which the model computes; its pools may have another one.
         """
-        offers: list[PoolOffer] = []
+        layouts: list[PoolLayout] = []
         tensors: list[torch.Tensor] = []
         facts = {
             "weights": weights_identity,
@@ -79,8 +79,8 @@ class PoolGeometry:
             parts = [_parts(buffer, num_heads) for buffer in spec.buffers for _ in spec.layers]
             buffers = list(map(PoolBuffer, addresses, page_bytes, parts))
             is_state = spec.item is ItemKind.STATE
-            offers.append(
-                PoolOffer(spec.name, is_state, pool.page_size, share.begin, share.end, buffers)
+            layouts.append(
+                PoolLayout(spec.name, is_state, pool.page_size, share.begin, share.end, buffers)
             )
             if isinstance(pool, PagedDevicePool):
                 tensors += [buffer for part in pool.parts for buffer in part]
@@ -90,7 +90,7 @@ class PoolGeometry:
             facts[f"layers of pool {spec.name}"] = str(list(spec.layers))
             facts[f"heads of pool {spec.name}"] = str(share.total)
         heads = tuple(pool.spec.share.total for pool in pools)
-        return cls(tuple(offers), facts, tuple(tensors), heads)
+        return cls(tuple(layouts), facts, tuple(tensors), heads)
 
     @property
     def addresses(self) -> list[int]:
@@ -112,21 +112,21 @@ class PoolGeometry:
             for buffer in pool.buffers
         }
 
-    def offer(
+    def layout(
         self,
         instance_id: str,
         session_id: str,
         *,
         unit_bytes: int = 0,
-        rows: RowsOffer | None = None,
-    ) -> Offer:
-        """Offer for servers that read.
+        rows: RowsLayout | None = None,
+    ) -> KVLayout:
+        """Layout for servers that read.
 
         Args:
-            unit_bytes: See `Offer`.
+            unit_bytes: See `KVLayout`.
             rows: Rows of metadata.
         """
-        return Offer(
+        return KVLayout(
             VERSION,
             instance_id,
             session_id,
@@ -137,23 +137,22 @@ class PoolGeometry:
             rows,
         )
 
-    def why_not(self, offer: Offer) -> str | None:
-        """Reason why `offer` cannot be read into these pools; None: its heads fit."""
-        if offer.version != VERSION:
-            return f"it speaks version {offer.version} of the protocol, this server {VERSION}"
-        if offer.layout == self.digest:
+    def why_not(self, layout: KVLayout) -> str | None:
+        """Reason why `layout` cannot be read into these pools; None: its heads fit."""
+        if layout.version != VERSION:
+            return f"it speaks version {layout.version} of the protocol, this server {VERSION}"
+        if layout.digest == self.digest:
             theirs, own = (
-                sum(len(p.buffers) for p in pools) for pools in (offer.pools, self.pools)
+                sum(len(p.buffers) for p in pools) for pools in (layout.pools, self.pools)
             )
-            if theirs == own and len(offer.pools) == len(self.pools):
+            if theirs == own and len(layout.pools) == len(self.pools):
                 return None
             return f"its pages differ: it has {theirs} buffers, this server {own}"
-        names = sorted(self.facts.keys() | offer.layout_facts.keys())
+        names = sorted(self.facts.keys() | layout.facts.keys())
         unlike = [
-            f"{name} {offer.layout_facts.get(name, 'none')} there, {self.facts.get(name, 'none')} "
-            "here"
+            f"{name} {layout.facts.get(name, 'none')} there, {self.facts.get(name, 'none')} here"
             for name in names
-            if offer.layout_facts.get(name) != self.facts.get(name)
+            if layout.facts.get(name) != self.facts.get(name)
         ]
         return "its pages differ: " + "; ".join(unlike)
 
@@ -166,41 +165,43 @@ class PoolGeometry:
                 )
         return None
 
-    def portions(self, offers: Sequence[Offer], draw: int) -> list[Portion]:
+    def slices(self, layouts: Sequence[KVLayout], draw: int) -> list[ShardSlice]:
         """Portions to read of each rank of a prefill server, so that every head is read once.
 
         Args:
-            offers: Offers of all ranks that have heads in common with this one; each fits
+            layouts: Layouts of all ranks that have heads in common with this one; each fits
                 (`why_not`).
             draw: Any number; it selects a rank if several have the same heads.
 
         Raises:
             CannotServe: A head is on none of the ranks, or heads cannot be cut out.
         """
-        portions = [Portion([], [], []) for _ in offers]
+        slices = [ShardSlice([], [], []) for _ in layouts]
         tensors = {tensor.data_ptr(): tensor for tensor in self.tensors}
         for place, own in enumerate(self.pools):
-            theirs = [offer.pools[place] for offer in offers]
-            for giver, begin, end in _givers(own, theirs, draw):
-                portion, their = portions[giver], theirs[giver]
+            theirs = [layout.pools[place] for layout in layouts]
+            for source, begin, end in _source_ranks(own, theirs, draw):
+                shard_slice, their = slices[source], theirs[source]
                 is_whole = (own.begin, own.end) == (their.begin, their.end) == (begin, end)
                 for mine, other in zip(own.buffers, their.buffers, strict=True):
                     if is_whole:
-                        strips = [(0, 0, mine.page_bytes)]
+                        ranges = [(0, 0, mine.page_bytes)]
                     else:
-                        strips = _strips((own, mine), (their, other), begin, end)
+                        ranges = _head_ranges((own, mine), (their, other), begin, end)
                     if own.is_state:
-                        portion.states.append(_States(mine, other, strips))
+                        shard_slice.states.append(_States(mine, other, ranges))
                     elif is_whole:
                         tensor = tensors[mine.address]
-                        portion.wholes.append(WholeBuffer(other.address, mine.page_bytes, tensor))
+                        shard_slice.wholes.append(
+                            WholeBuffer(other.address, mine.page_bytes, tensor)
+                        )
                     else:
                         tensor = tensors[mine.address]
-                        portion.cuts.append(CutBuffer.of(tensor, own.page_size, other, strips))
-        return portions
+                        shard_slice.cuts.append(CutBuffer.of(tensor, own.page_size, other, ranges))
+        return slices
 
 
-_Strip = tuple[int, int, int]
+_HeadRange = tuple[int, int, int]
 """Contiguous bytes of an item: offset on this rank, offset on the other rank, length."""
 
 
@@ -232,37 +233,37 @@ class CutBuffer:
         address: Address of the other rank's buffer.
         page_bytes: Bytes of a page on the other rank.
         own: This rank's buffer as words `[pages, page_size, words of an item]`.
-        strips: Strips in words of an item.
+        ranges: Head ranges in words of an item.
     """
 
     address: int
     page_bytes: int
     own: torch.Tensor
-    strips: list[_Strip]
+    ranges: list[_HeadRange]
 
     @classmethod
     def of(
-        cls, tensor: torch.Tensor, page_size: int, other: PoolBuffer, strips: list[_Strip]
+        cls, tensor: torch.Tensor, page_size: int, other: PoolBuffer, ranges: list[_HeadRange]
     ) -> CutBuffer:
         """Args:
         tensor: This rank's buffer, `[slots, ...]`.
-        strips: Strips in bytes.
+        ranges: Head ranges in bytes.
         """
         raw = tensor.view(-1, page_size, tensor[0].numel()).view(torch.uint8)
-        numbers = [raw.shape[2], other.page_bytes // page_size, *(n for s in strips for n in s)]
+        numbers = [raw.shape[2], other.page_bytes // page_size, *(n for s in ranges for n in s)]
         size = next(size for size in _WORDS if not any(number % size for number in numbers))
-        in_words = [(own // size, their // size, length // size) for own, their, length in strips]
+        in_words = [(own // size, their // size, length // size) for own, their, length in ranges]
         return cls(other.address, other.page_bytes, raw.view(_WORDS[size]), in_words)
 
     def unpack(self, pages: torch.Tensor, own: torch.Tensor) -> None:
-        """Copy the strips that this rank needs from read pages to its own pages.
+        """Copy the head ranges that this rank needs from read pages to its own pages.
 
         Args:
             pages: uint8 `[n * page_bytes]` on the device: pages of the other rank.
             own: int64 `[n]` on the device: this rank's pages.
         """
         theirs = pages.view(self.own.dtype).view(len(own), self.own.shape[1], -1)
-        for here, there, length in self.strips:
+        for here, there, length in self.ranges:
             target = self.own[:, :, here : here + length]
             target.index_copy_(0, own, theirs[:, :, there : there + length])
 
@@ -271,11 +272,11 @@ class CutBuffer:
 class _States:
     mine: PoolBuffer
     other: PoolBuffer
-    strips: list[_Strip]
+    ranges: list[_HeadRange]
 
 
 @dataclass(frozen=True, slots=True)
-class Portion:
+class ShardSlice:
     """The part that this rank reads from one rank of a prefill server; empty if other ranks give
     all.
 
@@ -335,7 +336,7 @@ class Portion:
                 length,
             )
             for one in self.states
-            for here, there, length in one.strips
+            for here, there, length in one.ranges
         ]
 
 
@@ -378,8 +379,8 @@ def _shapes(spec: StateSpec, num_heads: int, dtype: object) -> str:
     return f"{' '.join(shapes)} {dtype}"
 
 
-def _givers(
-    own: PoolOffer, theirs: Sequence[PoolOffer], draw: int
+def _source_ranks(
+    own: PoolLayout, theirs: Sequence[PoolLayout], draw: int
 ) -> Iterator[tuple[int, int, int]]:
     """Runs of heads `[begin, end)` of this rank, each with the index of the rank that gives it."""
     begin = own.begin
@@ -387,15 +388,15 @@ def _givers(
         holders = [i for i, one in enumerate(theirs) if one.begin <= begin < one.end]
         if not holders:
             raise CannotServe(f"none of its ranks has head {begin} of pool {own.name}")
-        giver = holders[draw % len(holders)]
-        end = min(own.end, theirs[giver].end)
-        yield giver, begin, end
+        source = holders[draw % len(holders)]
+        end = min(own.end, theirs[source].end)
+        yield source, begin, end
         begin = end
 
 
-def _strips(
-    own: tuple[PoolOffer, PoolBuffer], their: tuple[PoolOffer, PoolBuffer], begin: int, end: int
-) -> list[_Strip]:
+def _head_ranges(
+    own: tuple[PoolLayout, PoolBuffer], their: tuple[PoolLayout, PoolBuffer], begin: int, end: int
+) -> list[_HeadRange]:
     """Strips of heads `[begin, end)` of an item of a buffer.
 
     Raises:
@@ -412,11 +413,11 @@ def _strips(
             f"a page of pool {here.name} has {other.page_bytes} bytes of a layer there, which are "
             f"too many to be cut ({STAGING_BYTES}): use the same --tp-size, or smaller pages"
         )
-    strips: list[_Strip] = []
+    ranges: list[_HeadRange] = []
     at, their_at = 0, 0
     for part, their_part in zip(mine.head_parts, other.head_parts, strict=True):
         head = part // (here.end - here.begin)
         own_begin = at + (begin - here.begin) * head
-        strips.append((own_begin, their_at + (begin - there.begin) * head, (end - begin) * head))
+        ranges.append((own_begin, their_at + (begin - there.begin) * head, (end - begin) * head))
         at, their_at = at + part, their_at + their_part
-    return strips
+    return ranges

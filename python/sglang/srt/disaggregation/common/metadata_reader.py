@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from sglang.srt.disaggregation.base.conn import AuxBuffers
-from sglang.srt.disaggregation.common.conversation import POLL_S, RoomFailed
+from sglang.srt.disaggregation.common.control_connection import POLL_S, RoomFailed
 from sglang.srt.disaggregation.common.metadata_row import ROW_BYTES, BadRow
-from sglang.srt.disaggregation.common.protocol import FirstToken, Offer
+from sglang.srt.disaggregation.common.protocol import FirstToken, KVLayout
 from sglang.srt.distributed.device_communicators.transfer_types import (
     Block,
     Transfer,
@@ -60,14 +60,14 @@ class MetadataReader:
         """Instances of prefill servers whose rows cannot be read."""
         self._lock = threading.Lock()
 
-    def reads(self, offer: Offer, where: str) -> bool:
+    def reads(self, layout: KVLayout, where: str) -> bool:
         """Whether to try to read the rows of the server at `where`."""
         if self._rows is None:
             return False
         with self._lock:
-            if offer.instance_id in self._telling:
+            if layout.instance_id in self._telling:
                 return False
-        theirs = offer.rows
+        theirs = layout.rows
         if theirs is None:
             why = (
                 "it offers no rows (SGLANG_MOONCAKE_CUSTOM_MEM_POOL, SGLANG_MOONCAKE_SEND_AUX_TCP)"
@@ -78,15 +78,15 @@ class MetadataReader:
             why = "it is on another host, which NVLink within a node does not reach"
         else:
             return True
-        self.be_told(offer, where, why)
+        self.be_told(layout, where, why)
         return False
 
-    def be_told(self, offer: Offer, where: str, why: str) -> None:
+    def be_told(self, layout: KVLayout, where: str, why: str) -> None:
         """Read no more rows of this server, so that it sends its first tokens."""
         with self._lock:
-            if offer.instance_id in self._telling:
+            if layout.instance_id in self._telling:
                 return
-            self._telling.add(offer.instance_id)
+            self._telling.add(layout.instance_id)
         logger.warning(
             "metadata of the prefill server at %s comes over the control connection (TCP), not "
             "over the transport of the pages: %s",
@@ -123,7 +123,7 @@ class RowRead:
         self._transfer: Transfer | None = None
 
     def run(
-        self, offer: Offer, row: int, room: int, where: str, stay: Callable[[], None]
+        self, layout: KVLayout, row: int, room: int, where: str, stay: Callable[[], None]
     ) -> FirstToken | None:
         """Read row `row` of the prefill server at `where`.
 
@@ -138,16 +138,16 @@ class RowRead:
             BadRow: The row is not that of `room`.
             RoomFailed: No row of this rank was free in time, or `stay` raised it.
         """
-        theirs, rows = offer.rows, self._rows
+        theirs, rows = layout.rows, self._rows
         assert theirs is not None and rows is not None, "rows are read"
         if not 0 <= row < theirs.num_rows:
             raise BadRow(f"there is no row {row} among {theirs.num_rows}")
         self._index = index = self._take(rows, stay)
         rows.clear(index)  # The row of an earlier room could pass for this one's.
         block = Block(rows.address(index), theirs.address + row * ROW_BYTES, ROW_BYTES)
-        why = self._move(offer.session_id, block, stay)
+        why = self._move(layout.session_id, block, stay)
         if why is not None:
-            self._reader.be_told(offer, where, why)
+            self._reader.be_told(layout, where, why)
             self.settle()
             return None
         self.num_bytes = ROW_BYTES

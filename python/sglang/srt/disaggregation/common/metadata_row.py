@@ -14,7 +14,7 @@ from typing import Final
 import msgspec
 import xxhash
 
-from sglang.srt.disaggregation.common.conversation import RoomFailed
+from sglang.srt.disaggregation.common.control_connection import RoomFailed
 from sglang.srt.disaggregation.common.protocol import FirstToken
 
 ROW_BYTES: Final = 4096

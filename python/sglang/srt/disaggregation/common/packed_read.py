@@ -16,7 +16,11 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 import torch
 
-from sglang.srt.disaggregation.common.conversation import POLL_S, Conversation, RoomFailed
+from sglang.srt.disaggregation.common.control_connection import (
+    POLL_S,
+    ControlConnection,
+    RoomFailed,
+)
 from sglang.srt.disaggregation.common.geometry import CutBuffer, WholeBuffer
 from sglang.srt.disaggregation.common.protocol import Pack, Packed
 from sglang.srt.disaggregation.common.staging import StagingBuffer, rounds, unit_bytes_of
@@ -51,7 +55,7 @@ class PackedRead:
         first: The first question, with `done` and `known` 0.
         buffers: Buffers of this rank that correspond to `first.buffers`.
         own: This server's pages, `first.num_pages` of them.
-        talk: Conversation with the prefill server.
+        connection: ControlConnection with the prefill server.
         reader: Reads the units.
     """
 
@@ -61,13 +65,13 @@ class PackedRead:
         buffers: Sequence[WholeBuffer | CutBuffer],
         own: Sequence[int],
         *,
-        talk: Conversation,
+        connection: ControlConnection,
         reader: PageReader,
     ) -> None:
         self._first = first
         self._buffers = buffers
         self._own = own
-        self._talk = talk
+        self._talk = connection
         self._reader = reader
         sizes = [one.page_bytes for one in buffers]
         self._units = list(rounds(sizes, len(own), first.unit_bytes))

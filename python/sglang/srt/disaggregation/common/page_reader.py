@@ -11,11 +11,15 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from sglang.srt.disaggregation.common.conversation import POLL_S, Conversation, RoomFailed
-from sglang.srt.disaggregation.common.geometry import Portion
+from sglang.srt.disaggregation.common.control_connection import (
+    POLL_S,
+    ControlConnection,
+    RoomFailed,
+)
+from sglang.srt.disaggregation.common.geometry import ShardSlice
 from sglang.srt.disaggregation.common.link_costs import LinkCosts
 from sglang.srt.disaggregation.common.packed_read import PackedRead
-from sglang.srt.disaggregation.common.protocol import Offer, Pack
+from sglang.srt.disaggregation.common.protocol import KVLayout, Pack
 from sglang.srt.disaggregation.common.staging import StagingBuffer, rounds
 from sglang.srt.disaggregation.common.transfer_context import TransferContext
 from sglang.srt.distributed.device_communicators.transfer_types import (
@@ -71,9 +75,9 @@ class PageReader:
         source: The rank.
         own: Place of the prompt in this server's pools.
         context: What all receivers of this rank share.
-        talk: Connection to the rank.
-        offer: What it holds, with the session to read it by.
-        portion: What to read of it.
+        connection: Connection to the rank.
+        layout: What it holds, with the session to read it by.
+        shard_slice: What to read of it.
         stay: Called repeatedly while a read is in flight, with the number of pages that are there
             after it; may raise RoomFailed.
 
@@ -88,23 +92,23 @@ class PageReader:
         own: OwnSlots,
         context: TransferContext,
         *,
-        talk: Conversation,
-        offer: Offer,
-        portion: Portion,
+        connection: ControlConnection,
+        layout: KVLayout,
+        shard_slice: ShardSlice,
         stay: Callable[[int], None],
     ) -> None:
         self.num_bytes = 0
         self.seconds = 0.0
-        self.timeout = context.patience.waiting
+        self.timeout = context.timeouts.waiting
         """Seconds for each read, for a buffer, and for a further unit of packed pages."""
         self.staging = context.staging
         self._mover = context.mover
         self._link = context.link
         self._source = source
         self._own = own
-        self._talk = talk
-        self._offer = offer
-        self._portion = portion
+        self._talk = connection
+        self._layout = layout
+        self._shard_slice = shard_slice
         self._stay = stay
         self._num_packings = 0
         self._under_way: list[Transfer] = []
@@ -119,13 +123,13 @@ class PageReader:
         own = self._own.pages[have:coming]
         if self._link is not None and self._read_packed(self._link, theirs, own, have):
             return
-        self._read_blocks(self._portion.page_blocks(theirs, own), coming)
-        if self._portion.cuts:
+        self._read_blocks(self._shard_slice.page_blocks(theirs, own), coming)
+        if self._shard_slice.cuts:
             self._read_staged(theirs, own, coming)
 
     def read_state(self, theirs: int, own: int) -> None:
         """Read the recurrent state in slot `theirs` into slot `own`. Raises RoomFailed."""
-        self._read_blocks(self._portion.state_blocks(theirs, own), len(self._own.pages))
+        self._read_blocks(self._shard_slice.state_blocks(theirs, own), len(self._own.pages))
 
     def _read_blocks(self, blocks: Sequence[Block], coming: int) -> None:
         if not blocks:
@@ -138,7 +142,7 @@ class PageReader:
             self.seconds += time.monotonic() - started
 
     def _read_staged(self, theirs: Sequence[int], own: Sequence[int], coming: int) -> None:
-        cuts, buffer = self._portion.cuts, self._wait_for_buffer(coming)
+        cuts, buffer = self._shard_slice.cuts, self._wait_for_buffer(coming)
         index = self.staging.index(own)
         sizes = [cut.page_bytes for cut in cuts]
         for pieces in rounds(sizes, len(own), self.staging.num_bytes):
@@ -156,12 +160,12 @@ class PageReader:
     ) -> bool:
         """Read pages packed by the prefill server. False: packing does not pay, or there is no
         memory for it soon; no page was read."""
-        buffers, source = self._portion.buffers, self._source
-        unit_bytes = min(self._offer.unit_bytes, self.staging.num_bytes)
+        buffers, source = self._shard_slice.buffers, self._source
+        unit_bytes = min(self._layout.unit_bytes, self.staging.num_bytes)
         if not buffers or max(one.page_bytes for one in buffers) > unit_bytes:
             return False
-        num_blocks = self._portion.num_blocks(theirs, own)
-        num_bytes = self._portion.page_bytes * len(own)
+        num_blocks = self._shard_slice.num_blocks(theirs, own)
+        num_bytes = self._shard_slice.page_bytes * len(own)
         if not link.packing_pays(num_blocks, num_bytes, unit_bytes):
             return False
         first = Pack(
@@ -179,7 +183,7 @@ class PageReader:
         # The patience is the time of a read without packing, so waiting in vain at most doubles the
         # time.
         patience = link.direct_s(num_blocks, num_bytes)
-        has_come = PackedRead(first, buffers, own, talk=self._talk, reader=self).run(patience)
+        has_come = PackedRead(first, buffers, own, connection=self._talk, reader=self).run(patience)
         self.seconds += time.monotonic() - started
         return has_come
 
@@ -199,7 +203,7 @@ class PageReader:
         """Begin a read. Raises RoomFailed."""
         try:
             transfer = self._mover.begin(
-                self._offer.session_id, TransferOp.READ, blocks, timeout=self.timeout
+                self._layout.session_id, TransferOp.READ, blocks, timeout=self.timeout
             )
         except TransferError as error:
             raise RoomFailed(f"reading from the prefill server failed: {error}") from error

@@ -10,11 +10,15 @@ from typing import Final, Protocol
 
 from sglang.srt.disaggregation.base.conn import KVTransferMetric
 from sglang.srt.disaggregation.common.bootstrap_route import Route
-from sglang.srt.disaggregation.common.conversation import Cancellation, RoomFailed, cannot_serve
-from sglang.srt.disaggregation.common.geometry import CannotServe, Portion
+from sglang.srt.disaggregation.common.control_connection import (
+    Cancellation,
+    RoomFailed,
+    cannot_serve,
+)
+from sglang.srt.disaggregation.common.geometry import CannotServe, ShardSlice
 from sglang.srt.disaggregation.common.metadata_reader import CONTROL, TRANSPORT
 from sglang.srt.disaggregation.common.page_reader import OwnSlots, Source
-from sglang.srt.disaggregation.common.protocol import FirstToken, Offer
+from sglang.srt.disaggregation.common.protocol import FirstToken, KVLayout
 from sglang.srt.disaggregation.common.rank_map import RankPlace
 from sglang.srt.disaggregation.common.shard_receiver import ShardReceiver
 from sglang.srt.disaggregation.common.transfer_context import TransferContext
@@ -22,7 +26,7 @@ from sglang.srt.disaggregation.common.transfer_context import TransferContext
 logger = logging.getLogger(__name__)
 
 _POLL_S: Final = 0.1
-"""Seconds within which a shard that waits for the offers of others notices that it waits in
+"""Seconds within which a shard that waits for the layouts of others notices that it waits in
 vain."""
 
 
@@ -76,10 +80,10 @@ class PromptRead:
         self._where = f"{host}:{port}"
         self._lock = threading.Lock()
         self._shards: Sequence[ShardReceiver] = ()
-        self._offers: dict[int, Offer] = {}
+        self._layouts: dict[int, KVLayout] = {}
         """Offers by the index of their shard in `_shards`."""
-        self._has_offers = threading.Event()
-        """Set once all shards have offers."""
+        self._has_layouts = threading.Event()
+        """Set once all shards have layouts."""
         self.has_returned = threading.Event()
 
     @property
@@ -149,7 +153,7 @@ class PromptRead:
                     source,
                     self._own,
                     self._context,
-                    portion_of=functools.partial(self._portion, place),
+                    slice_of=functools.partial(self._shard_slice, place),
                     on_failure=self._receiver.fail,
                     cancelled=self._receiver.cancelled,
                     fails_at=None if place else self._fails_at,
@@ -157,17 +161,17 @@ class PromptRead:
             )
         return shards
 
-    def _portion(self, place: int, offer: Offer) -> Portion:
-        """The portion to read for the shard at `place`, once all shards have their offers."""
+    def _shard_slice(self, place: int, layout: KVLayout) -> ShardSlice:
+        """What to read for the shard at `place`, once all shards have their layouts."""
         with self._lock:
-            self._offers[place] = offer
-            if len(self._offers) == len(self._shards):
-                self._has_offers.set()
-        while not self._has_offers.wait(_POLL_S):
+            self._layouts[place] = layout
+            if len(self._layouts) == len(self._shards):
+                self._has_layouts.set()
+        while not self._has_layouts.wait(_POLL_S):
             if self._receiver.cancelled.is_set():
                 raise RoomFailed(self._receiver.cancelled.why)
-        offers = [self._offers[at] for at in range(len(self._shards))]
+        layouts = [self._layouts[at] for at in range(len(self._shards))]
         try:
-            return self._context.geometry.portions(offers, self._receiver.bootstrap_room)[place]
+            return self._context.geometry.slices(layouts, self._receiver.bootstrap_room)[place]
         except CannotServe as error:
             raise cannot_serve(self._where, str(error)) from None

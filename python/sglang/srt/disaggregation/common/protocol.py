@@ -13,12 +13,12 @@ import msgspec
 from sglang.srt.disaggregation.common.bootstrap_route import MAX_RANK
 from sglang.srt.managers.messages.io_struct import CachedTokensDetails, TopLogprobs
 
-VERSION: Final = 4
+VERSION: Final = 5
 """Version of the messages and of their meaning."""
-MAX_MEETING: Final = 1024
-"""Most rooms of each kind in a `Meet`."""
+MAX_POLLED_ROOMS: Final = 1024
+"""Most rooms of each kind in a `BootstrapPoll`."""
 MAX_DECLINED: Final = 32
-"""Most rooms that a `Meet` declines."""
+"""Most rooms that a `BootstrapPoll` declines."""
 MAX_REASON_CHARS: Final = 500
 Reader: TypeAlias = Annotated[str, msgspec.Meta(max_length=64)]
 """Id of a reader, drawn for each prompt, the same on all ranks of the decode server. A room belongs
@@ -37,7 +37,7 @@ class PoolBuffer(msgspec.Struct, frozen=True, array_like=True):
     split evenly by heads. Empty: the item cannot be cut."""
 
 
-class PoolOffer(msgspec.Struct, frozen=True, array_like=True):
+class PoolLayout(msgspec.Struct, frozen=True, array_like=True):
     """One pool of a rank."""
 
     name: str
@@ -51,7 +51,7 @@ class PoolOffer(msgspec.Struct, frozen=True, array_like=True):
     buffers: list[PoolBuffer]
 
 
-class RowsOffer(msgspec.Struct, frozen=True, array_like=True):
+class RowsLayout(msgspec.Struct, frozen=True, array_like=True):
     """The rows of a rank's `MetadataBuffers`; each complete room has one."""
 
     address: int
@@ -62,7 +62,7 @@ class RowsOffer(msgspec.Struct, frozen=True, array_like=True):
     read pages."""
 
 
-class Offer(msgspec.Struct, frozen=True, tag=True):
+class KVLayout(msgspec.Struct, frozen=True, tag=True):
     """The pages and states that a prefill server holds, and their addresses."""
 
     version: int
@@ -70,15 +70,15 @@ class Offer(msgspec.Struct, frozen=True, tag=True):
     """Id drawn at the server's start."""
     session_id: str
     """The session of its Transfer Engine."""
-    layout: str
+    digest: str
     """Digest of all facts that determine a head's bytes: servers with equal digests can exchange
     heads."""
-    layout_facts: dict[str, str]
+    facts: dict[str, str]
     """The facts in the digest, for errors."""
-    pools: list[PoolOffer]
+    pools: list[PoolLayout]
     unit_bytes: int = 0
     """Most bytes of a unit of packed pages; 0: pages are not packed."""
-    rows: RowsOffer | None = None
+    rows: RowsLayout | None = None
     """Rows of metadata; None: metadata is sent over the control connection."""
 
 
@@ -107,26 +107,26 @@ class FirstToken(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Hello(msgspec.Struct, frozen=True, tag=True):
-    """Opens a conversation: asks for the `Offer` of the prefill server."""
+    """Opens a connection: asks for the `KVLayout` of the prefill server."""
 
     version: int = VERSION
 
 
-class Meet(msgspec.Struct, frozen=True, tag=True):
+class BootstrapPoll(msgspec.Struct, frozen=True, tag=True):
     """Asks which of some rooms the prefill server has, and declines others. It claims no room: the
     decode server has no slots for them yet. The answer may wait until there is news."""
 
     serial: int
     """Number of this question; it increases. The answer repeats it."""
-    rooms: Annotated[list[int], msgspec.Meta(max_length=MAX_MEETING)]
+    rooms: Annotated[list[int], msgspec.Meta(max_length=MAX_POLLED_ROOMS)]
     """Rooms that the asker does not know to be there."""
-    known: Annotated[list[int], msgspec.Meta(max_length=MAX_MEETING)] = []
+    known: Annotated[list[int], msgspec.Meta(max_length=MAX_POLLED_ROOMS)] = []
     """Rooms that the asker knows to be there; it asks for their failure."""
     declined: Annotated[dict[int, str], msgspec.Meta(max_length=MAX_DECLINED)] = {}
     """Reasons for which rooms are not wanted, by room."""
 
 
-class Ask(msgspec.Struct, frozen=True, tag=True):
+class Poll(msgspec.Struct, frozen=True, tag=True):
     """Asks for the progress of a room. The answer may wait until there is more than the asker
     has."""
 
@@ -141,7 +141,7 @@ class Ask(msgspec.Struct, frozen=True, tag=True):
     part: Part = 0
     num_parts: Annotated[int, msgspec.Meta(ge=1, le=MAX_RANK + 1)] = 1
     """Number of the reader's ranks that read from this rank."""
-    wants_words: bool = True
+    wants_inline: bool = True
     """Whether to send the first token. False: it is read from its row, if it has one."""
 
 
@@ -189,7 +189,7 @@ class GiveUp(msgspec.Struct, frozen=True, tag=True):
     reason: str
 
 
-class Met(msgspec.Struct, frozen=True, tag=True):
+class BootstrapStatus(msgspec.Struct, frozen=True, tag=True):
     """News of rooms without a reader."""
 
     serial: int
@@ -200,7 +200,7 @@ class Met(msgspec.Struct, frozen=True, tag=True):
     """Reasons of the question's rooms that have ended without success."""
 
 
-class RoomNews(msgspec.Struct, frozen=True, tag=True):
+class RoomStatus(msgspec.Struct, frozen=True, tag=True):
     """The state of a room."""
 
     room: int
@@ -212,7 +212,7 @@ class RoomNews(msgspec.Struct, frozen=True, tag=True):
     first_token: FirstToken | None = None
     """The first token, set once all pages are there, unless `row` is set."""
     row: int | None = None
-    """Index of the row of `Offer.rows` with the first token; set once all pages are there."""
+    """Index of the row of `KVLayout.rows` with the first token; set once all pages are there."""
     failure: str | None = None
     """Reason why the room has ended without success."""
 
@@ -243,14 +243,14 @@ class Released(msgspec.Struct, frozen=True, tag=True):
     """Whether its pages were held until now, so that the data read from them is right."""
 
 
-Waitable = Meet | Ask | Pack
+Waitable = BootstrapPoll | Poll | Pack
 """Questions that may wait for news."""
-Question = Hello | Meet | Ask | Pack | Received | GiveUp
-Answer = Offer | Met | RoomNews | Packed | Released
+Question = Hello | BootstrapPoll | Poll | Pack | Received | GiveUp
+Answer = KVLayout | BootstrapStatus | RoomStatus | Packed | Released
 
 
 class Asked(msgspec.Struct, frozen=True, array_like=True):
-    """A question with its number in a conversation."""
+    """A question with its number in a connection."""
 
     number: int
     question: Question
@@ -270,14 +270,14 @@ ANSWERED_DECODER: Final = msgspec.msgpack.Decoder(Answered)
 
 def is_worth_telling(answer: Answer, question: Waitable) -> bool:
     """Whether the answer has anything that the asker does not know yet."""
-    assert isinstance(answer, Met | RoomNews | Packed), "an answer to such a question"
-    if isinstance(answer, Met):
-        assert isinstance(question, Meet)
+    assert isinstance(answer, BootstrapStatus | RoomStatus | Packed), "an answer to such a question"
+    if isinstance(answer, BootstrapStatus):
+        assert isinstance(question, BootstrapPoll)
         return bool(answer.known or answer.ended or question.declined)
     if answer.failure is not None:
         return True
     if isinstance(answer, Packed):
         assert isinstance(question, Pack)
         return answer.first + len(answer.places) > max(question.known, question.done)
-    assert isinstance(question, Ask)
+    assert isinstance(question, Poll)
     return bool(answer.pages) or (answer.is_complete and not question.has_token)

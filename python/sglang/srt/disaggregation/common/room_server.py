@@ -22,22 +22,22 @@ import msgspec
 from sglang.srt.disaggregation.common.packing import Packer
 from sglang.srt.disaggregation.common.protocol import (
     ASKED_DECODER,
-    MAX_MEETING,
+    MAX_POLLED_ROOMS,
     MAX_REASON_CHARS,
     Answer,
     Answered,
-    Ask,
+    BootstrapPoll,
+    BootstrapStatus,
     GiveUp,
     Hello,
-    Meet,
-    Met,
-    Offer,
+    KVLayout,
     Pack,
     Packed,
+    Poll,
     Question,
     Received,
     Released,
-    RoomNews,
+    RoomStatus,
     Waitable,
     is_worth_telling,
 )
@@ -50,7 +50,7 @@ from sglang.srt.utils.network import listening_sockets
 logger = logging.getLogger(__name__)
 
 LONG_POLL_S: Final = 0.5
-"""Seconds for which a question waits for news, fewer than the asker's patience."""
+"""Seconds for which a question waits for news, fewer than the asker's time limit."""
 MAX_QUESTIONS: Final = 32
 """Most questions that are answered in a turn."""
 TURN_S: Final = 0.002
@@ -103,7 +103,7 @@ class RoomServer:
 
     def __init__(
         self,
-        layout: Offer,
+        layout: KVLayout,
         host: str,
         *,
         unwanted_s: float,
@@ -279,7 +279,7 @@ class RoomServer:
             return self._layout
         now = self._clock()
         with self.lock:
-            if isinstance(question, Meet):
+            if isinstance(question, BootstrapPoll):
                 self._note_named(question, now)
                 for room, reason in question.declined.items():
                     self._on_give_up(GiveUp(room, "", reason), self._rooms.get(room), now)
@@ -297,9 +297,9 @@ class RoomServer:
                 self._note_read(question, len(one.pages))
             return Released(question.room, was_held=question.part in one.received)
 
-    def _note_named(self, question: Meet, now: float) -> None:
+    def _note_named(self, question: BootstrapPoll, now: float) -> None:
         rooms = (*question.rooms, *question.known)
-        if len(rooms) >= MAX_MEETING:
+        if len(rooms) >= MAX_POLLED_ROOMS:
             self._named_all = now
         for room in rooms:
             if (one := self._rooms.get(room)) is not None:
@@ -355,14 +355,14 @@ class RoomServer:
             del self._waiting[sender]
             self._reply(sender, number, answer)
 
-    def _state_of(self, question: Waitable, now: float) -> Met | RoomNews | Packed:
-        if isinstance(question, Meet):
+    def _state_of(self, question: Waitable, now: float) -> BootstrapStatus | RoomStatus | Packed:
+        if isinstance(question, BootstrapPoll):
             return self._met_of(question)
         if isinstance(question, Pack):
             return self._packed_of(question, now)
         return self._news_of(question, now)
 
-    def _met_of(self, question: Meet) -> Met:
+    def _met_of(self, question: BootstrapPoll) -> BootstrapStatus:
         there = {
             number: one
             for number in (*question.rooms, *question.known)
@@ -370,7 +370,7 @@ class RoomServer:
         }
         ended = {number: one.failure for number, one in there.items() if one.failure is not None}
         known = [room for room in question.rooms if room in there and room not in ended]
-        return Met(question.serial, known, ended)
+        return BootstrapStatus(question.serial, known, ended)
 
     def _packed_of(self, ask: Pack, now: float) -> Packed:
         """Answer to a packing question. Notes that the reader is alive."""
@@ -386,25 +386,25 @@ class RoomServer:
         pages = one.pages[ask.first_page : ask.first_page + ask.num_pages]
         return self._packer.ask(ask, pages)
 
-    def _news_of(self, ask: Ask, now: float) -> RoomNews:
+    def _news_of(self, ask: Poll, now: float) -> RoomStatus:
         """Answer to a question about a room. Notes that the reader is alive."""
         one = self._rooms.get(ask.room)
         if one is None:
-            return RoomNews(ask.room, is_known=False)
+            return RoomStatus(ask.room, is_known=False)
         if one.reader is None:
             one.reader = ask.reader
             one.reading = dict.fromkeys(range(ask.num_parts), now)
         if one.reader != ask.reader:
             failure = "the room belongs to another reader: draw one for each request"
-            return RoomNews(ask.room, is_known=True, failure=failure)
+            return RoomStatus(ask.room, is_known=True, failure=failure)
         if ask.part in one.reading:
             one.reading[ask.part] = now
             self._note_read(ask, ask.have_pages)
         if one.failure is not None:
-            return RoomNews(ask.room, is_known=True, failure=one.failure)
+            return RoomStatus(ask.room, is_known=True, failure=one.failure)
         first = max(ask.have_pages, 0)
-        is_told = ask.wants_words or one.row is None
-        return RoomNews(
+        is_told = ask.wants_inline or one.row is None
+        return RoomStatus(
             ask.room,
             is_known=True,
             first_page=first,
@@ -413,12 +413,12 @@ class RoomServer:
             row=None if is_told else one.row,
         )
 
-    def _note_read(self, question: Ask | Received, have_pages: int) -> None:
+    def _note_read(self, question: Poll | Received, have_pages: int) -> None:
         if self._packer is not None:
             self._packer.note_read(question.room, question.part, have_pages)
 
     def _has_named_a_room(self, question: Question, answer: Answer) -> bool:
-        if isinstance(answer, Met):
+        if isinstance(answer, BootstrapStatus):
             return bool(answer.known or answer.ended)
         return getattr(question, "room", None) in self._rooms
 

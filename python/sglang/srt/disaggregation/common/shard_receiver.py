@@ -18,24 +18,24 @@ from typing import Final
 
 import msgspec
 
-from sglang.srt.disaggregation.common.conversation import (
+from sglang.srt.disaggregation.common.control_connection import (
     Cancellation,
-    Conversation,
+    ControlConnection,
     RoomFailed,
     cannot_serve,
 )
-from sglang.srt.disaggregation.common.geometry import Portion
+from sglang.srt.disaggregation.common.geometry import ShardSlice
 from sglang.srt.disaggregation.common.metadata_reader import CONTROL, TRANSPORT
 from sglang.srt.disaggregation.common.page_reader import OwnSlots, PageReader, Source
 from sglang.srt.disaggregation.common.protocol import (
-    Ask,
     FirstToken,
     GiveUp,
     Hello,
-    Offer,
+    KVLayout,
+    Poll,
     Received,
     Released,
-    RoomNews,
+    RoomStatus,
 )
 from sglang.srt.disaggregation.common.transfer_context import TransferContext
 
@@ -53,8 +53,8 @@ class ShardReceiver:
         source: The prefill rank.
         own: Place of the prompt in this server's pools.
         context: What all receivers of this rank share.
-        portion_of: Returns the portion to read of a rank with this offer. May wait for the offers
-            of other ranks; raises RoomFailed.
+        slice_of: Returns what to read of a rank with this layout. May wait for the layouts of
+            other ranks; raises RoomFailed.
         on_failure: Called with the reason if the shard cannot be received, maybe long before
             `has_ended`.
         cancelled: When set, the shard ends soon.
@@ -67,7 +67,7 @@ class ShardReceiver:
         own: OwnSlots,
         context: TransferContext,
         *,
-        portion_of: Callable[[Offer], Portion],
+        slice_of: Callable[[KVLayout], ShardSlice],
         on_failure: Callable[[str], None],
         cancelled: Cancellation,
         fails_at: str | None = None,
@@ -75,12 +75,12 @@ class ShardReceiver:
         self._source = source
         self._own = own
         self._context = context
-        self._portion_of = portion_of
+        self._slice_of = slice_of
         self._on_failure = on_failure
-        self._patience = context.patience
+        self._timeouts = context.timeouts
         self._reader: PageReader | None = None
         """Set once it is settled what to read."""
-        self._row_read = context.metadata.row_read(context.mover, self._patience.waiting)
+        self._row_read = context.metadata.row_read(context.mover, self._timeouts.waiting)
         self._session_id: str | None = None
         """The rank's session, which is kept."""
         self._cancelled = cancelled
@@ -136,47 +136,47 @@ class ShardReceiver:
 
     def _receive(self) -> FirstToken:
         source = self._source
-        with Conversation(
+        with ControlConnection(
             source.endpoint,
             self._context.secret,
-            self._patience,
+            self._timeouts,
             self._cancelled,
             source.instance_id,
-        ) as talk:
+        ) as connection:
             try:
-                return self._converse(talk)
+                return self._converse(connection)
             except Exception as error:
                 if self._reader is not None:
                     self._reader.abandon()
-                talk.tell(GiveUp(source.room, source.reader, str(error)[:500]))
+                connection.tell(GiveUp(source.room, source.reader, str(error)[:500]))
                 raise
 
-    def _converse(self, talk: Conversation) -> FirstToken:
+    def _converse(self, connection: ControlConnection) -> FirstToken:
         source = self._source
         self._reach("asking")
-        offer = talk.ask(Hello(), Offer)
-        refusal = self._context.geometry.why_not(offer)
+        layout = connection.ask(Hello(), KVLayout)
+        refusal = self._context.geometry.why_not(layout)
         if refusal is not None:
             raise cannot_serve(source.where, refusal)
-        portion = self._portion_of(offer)
+        shard_slice = self._slice_of(layout)
         self._session_id = self._context.sessions.enter(
-            offer.session_id, offer.instance_id, source.endpoint
+            layout.session_id, layout.instance_id, source.endpoint
         )
-        offer = msgspec.structs.replace(offer, session_id=self._session_id)
+        layout = msgspec.structs.replace(layout, session_id=self._session_id)
         self._reader = PageReader(
             source,
             self._own,
             self._context,
-            talk=talk,
-            offer=offer,
-            portion=portion,
-            stay=functools.partial(self._stay, talk),
+            connection=connection,
+            layout=layout,
+            shard_slice=shard_slice,
+            stay=functools.partial(self._stay, connection),
         )
-        first_token = self._read_all(talk, offer, self._reader)
+        first_token = self._read_all(connection, layout, self._reader)
         self._read_state(self._reader, first_token)
         self._reach("confirming")
         received = Received(source.room, source.reader, source.part)
-        if not talk.ask(received, Released).was_held:
+        if not connection.ask(received, Released).was_held:
             raise RoomFailed("the prefill server let go of the pages while they were read")
         return first_token
 
@@ -184,12 +184,12 @@ class ShardReceiver:
         if step == self._fails_at:
             raise RoomFailed(f"injected by SGLANG_TEST_DISAGG_FAILURE_PROB: {step} failed")
 
-    def _ask(self, have: int, *, may_wait: bool = True, wants_words: bool = False) -> Ask:
+    def _ask(self, have: int, *, may_wait: bool = True, wants_inline: bool = False) -> Poll:
         """Args:
         have: Pages that were read or are being read.
-        wants_words: Whether the first token has to be sent, and is not read from its row.
+        wants_inline: Whether the first token has to be sent, and is not read from its row.
         """
-        return Ask(
+        return Poll(
             self._source.room,
             self._source.reader,
             self._own.first_page + have,
@@ -197,18 +197,20 @@ class ShardReceiver:
             may_wait=may_wait,
             part=self._source.part,
             num_parts=self._source.num_parts,
-            wants_words=wants_words,
+            wants_inline=wants_inline,
         )
 
-    def _read_all(self, talk: Conversation, offer: Offer, reader: PageReader) -> FirstToken:
+    def _read_all(
+        self, connection: ControlConnection, layout: KVLayout, reader: PageReader
+    ) -> FirstToken:
         first_page = self._own.first_page
         have, total = 0, len(self._own.pages)
-        patience = self._patience
+        timeouts = self._timeouts
         is_known = False
-        wants_words = not self._context.metadata.reads(offer, self._source.where)
-        deadline = time.monotonic() + patience.bootstrap
+        wants_inline = not self._context.metadata.reads(layout, self._source.where)
+        deadline = time.monotonic() + timeouts.bootstrap
         while True:
-            news = talk.ask(self._ask(have, wants_words=wants_words), RoomNews)
+            news = connection.ask(self._ask(have, wants_inline=wants_inline), RoomStatus)
             _check(news)
             coming = have + len(news.pages)
             if coming > total or (news.is_complete and coming < total):
@@ -225,11 +227,11 @@ class ShardReceiver:
                     )
                 reader.read(news.pages, have)
                 have = coming
-            if news.row is not None and not wants_words:
-                words = self._read_row(talk, offer, news.row)
+            if news.row is not None and not wants_inline:
+                words = self._read_row(connection, layout, news.row)
                 if words is not None:
                     return words
-                wants_words = True
+                wants_inline = True
                 continue
             if news.first_token is not None:
                 self.metadata_bytes[CONTROL] += len(msgspec.msgpack.encode(news.first_token))
@@ -237,15 +239,17 @@ class ShardReceiver:
             now = time.monotonic()
             if news.pages or (news.is_known and not is_known):
                 is_known = True
-                deadline = now + patience.waiting
+                deadline = now + timeouts.waiting
             elif now >= deadline:
                 what = "has not computed more" if news.is_known else "does not know the request"
                 raise RoomFailed(f"the prefill server {what} in time")
 
-    def _read_row(self, talk: Conversation, offer: Offer, row: int) -> FirstToken | None:
+    def _read_row(
+        self, connection: ControlConnection, layout: KVLayout, row: int
+    ) -> FirstToken | None:
         """Read the first token from its row; None: it has to be sent."""
-        stay = functools.partial(self._stay, talk, len(self._own.pages))
-        words = self._row_read.run(offer, row, self._source.room, self._source.where, stay)
+        stay = functools.partial(self._stay, connection, len(self._own.pages))
+        words = self._row_read.run(layout, row, self._source.room, self._source.where, stay)
         self.metadata_bytes[TRANSPORT] += self._row_read.num_bytes
         return words
 
@@ -257,15 +261,15 @@ class ShardReceiver:
         if theirs is not None and own is not None:
             reader.read_state(theirs, own)
 
-    def _stay(self, talk: Conversation, have: int) -> None:
+    def _stay(self, connection: ControlConnection, have: int) -> None:
         """Show that this server is alive; raises RoomFailed if the prefill server has failed.
 
         Args:
             have: Pages that are there, or are being read.
         """
-        _check(talk.keep_alive(self._ask(have, may_wait=False), RoomNews))
+        _check(connection.keep_alive(self._ask(have, may_wait=False), RoomStatus))
 
 
-def _check(news: RoomNews | None) -> None:
+def _check(news: RoomStatus | None) -> None:
     if news is not None and news.failure is not None:
         raise RoomFailed(f"the prefill server ended the request: {news.failure}")

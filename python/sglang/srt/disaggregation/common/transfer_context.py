@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Protocol, TypeAlias
 
 from sglang.srt.disaggregation.common.bootstrap_route import Route
-from sglang.srt.disaggregation.common.conversation import Patience, cannot_serve
+from sglang.srt.disaggregation.common.control_connection import Timeouts, cannot_serve
 from sglang.srt.disaggregation.common.geometry import PoolGeometry
 from sglang.srt.disaggregation.common.link_costs import LinkCosts
 from sglang.srt.disaggregation.common.metadata_reader import MetadataReader
@@ -51,7 +51,7 @@ class TransferContext:
     metadata: MetadataReader
     sessions: Sessions
     find_rank: FindRank
-    patience: Patience
+    timeouts: Timeouts
     secret: DeploymentSecret | None = None
     link: LinkCosts | None = None
 

@@ -33,9 +33,9 @@ from sglang.srt.disaggregation.base.conn import (
 from sglang.srt.disaggregation.common.bootstrap_client import find
 from sglang.srt.disaggregation.common.bootstrap_route import ROUTE_DECODER, Route
 from sglang.srt.disaggregation.common.bootstrap_server import CommonKVBootstrapServer
-from sglang.srt.disaggregation.common.conversation import (
+from sglang.srt.disaggregation.common.control_connection import (
     Cancellation,
-    Patience,
+    Timeouts,
     seconds,
     silence_s,
 )
@@ -50,7 +50,7 @@ from sglang.srt.disaggregation.common.metadata_reader import (
 )
 from sglang.srt.disaggregation.common.packing import Packer
 from sglang.srt.disaggregation.common.prompt_read import PromptRead
-from sglang.srt.disaggregation.common.protocol import FirstToken, RowsOffer
+from sglang.srt.disaggregation.common.protocol import FirstToken, RowsLayout
 from sglang.srt.disaggregation.common.rank_map import RankPlace
 from sglang.srt.disaggregation.common.room_server import RoomServer
 from sglang.srt.disaggregation.common.sessions import Sessions
@@ -78,7 +78,7 @@ _FIND_S: Final = 5.0
 _ROUTE_BYTES: Final = 2048
 """Most bytes of a rank's route as JSON."""
 _POLL_S: Final = 0.1
-"""Seconds within which a shard that waits for the offers of others notices that it waits in
+"""Seconds within which a shard that waits for the layouts of others notices that it waits in
 vain."""
 
 MooncakeKVBootstrapServer = CommonKVBootstrapServer
@@ -152,7 +152,7 @@ class MooncakeKVManager(BaseKVManager):
             metadata=MetadataReader(args.aux_buffers, host_identity()),
             sessions=Sessions(engine),
             find_rank=find_rank or functools.partial(find, timeout=_FIND_S, secret=self._secret),
-            patience=Patience.from_environment(),
+            timeouts=Timeouts.from_environment(),
             secret=self._secret,
             link=link,
         )
@@ -187,11 +187,11 @@ class MooncakeKVManager(BaseKVManager):
         silent_s = silence_s()
 
         def listen() -> RoomServer:
-            layout = self._geometry.offer(
+            layout = self._geometry.layout(
                 uuid.uuid4().hex,
                 self._engine.get_session_id(),
                 unit_bytes=0 if packer is None else packer.unit_bytes,
-                rows=None if rows is None else self._rows_offer(rows),
+                rows=None if rows is None else self._rows_layout(rows),
             )
             try:
                 return RoomServer(
@@ -209,10 +209,10 @@ class MooncakeKVManager(BaseKVManager):
 
         return on_all_ranks(ranks, listen, RoomServer.close)
 
-    def _rows_offer(self, rows: AuxBuffers) -> RowsOffer:
+    def _rows_layout(self, rows: AuxBuffers) -> RowsLayout:
         (address,), (num_bytes,), (row_bytes,) = rows.get_buf_infos()
         host = host_identity() if self._engine.stays_on_host else ""
-        return RowsOffer(address, row_bytes, num_bytes // row_bytes, host)
+        return RowsLayout(address, row_bytes, num_bytes // row_bytes, host)
 
     def register_to_bootstrap(self) -> list[Route]:
         if self._rooms is None:

@@ -22,10 +22,10 @@ import msgspec
 
 from sglang.srt.disaggregation.common.bootstrap_client import BootstrapError, WrongSecret
 from sglang.srt.disaggregation.common.bootstrap_route import Route
-from sglang.srt.disaggregation.common.conversation import (
+from sglang.srt.disaggregation.common.control_connection import (
     POLL_S,
     Cancellation,
-    Conversation,
+    ControlConnection,
     NotAnswered,
     Replaced,
     RoomFailed,
@@ -33,12 +33,12 @@ from sglang.srt.disaggregation.common.conversation import (
 )
 from sglang.srt.disaggregation.common.protocol import (
     MAX_DECLINED,
-    MAX_MEETING,
+    MAX_POLLED_ROOMS,
     MAX_REASON_CHARS,
+    BootstrapPoll,
+    BootstrapStatus,
     Hello,
-    Meet,
-    Met,
-    Offer,
+    KVLayout,
 )
 from sglang.srt.disaggregation.common.transfer_context import TransferContext
 from sglang.srt.distributed.device_communicators.call_threads import CallThreads
@@ -233,21 +233,21 @@ class PrefillPeer:
         if not self._routes:
             self._routes = self._find()
         first = self._routes[0]
-        talk = Conversation(
+        connection = ControlConnection(
             first.endpoint,
             context.secret,
-            context.patience,
+            context.timeouts,
             Cancellation(),
             first.instance_id,
             self._wakes,
         )
         try:
-            why = context.geometry.why_not(self._greet(talk))
+            why = context.geometry.why_not(self._greet(connection))
             refusal = None if why is None else str(cannot_serve(self._where, why))
-            while self._attend(talk, refusal):
+            while self._attend(connection, refusal):
                 pass
         finally:
-            talk.drop()
+            connection.drop()
 
     def _find(self) -> tuple[Route, ...]:
         """The routes of the ranks to read from."""
@@ -259,19 +259,19 @@ class PrefillPeer:
         self._looked_up = time.monotonic()
         return self._context.find_rank(self._host, self._port, rank)
 
-    def _greet(self, talk: Conversation) -> Offer:
+    def _greet(self, connection: ControlConnection) -> KVLayout:
         self._asked = time.monotonic()
-        talk.begin(Hello())
-        while (offer := talk.keep_alive(Hello(), Offer, POLL_S)) is None:
+        connection.begin(Hello())
+        while (layout := connection.keep_alive(Hello(), KVLayout, POLL_S)) is None:
             self._drain()
             if self._is_over():
                 raise NotAnswered("this server is shutting down")
             self._fail_overdue()
             self._check_instance()
         self._heard, self._silence = time.monotonic(), ""
-        return offer
+        return layout
 
-    def _attend(self, talk: Conversation, refusal: str | None) -> bool:
+    def _attend(self, connection: ControlConnection, refusal: str | None) -> bool:
         """Ask until nothing is left to ask, and wait until there is. False: there is nothing for
         `IDLE_S`, or the thread has to end.
 
@@ -284,9 +284,9 @@ class PrefillPeer:
         question = self._question(None)
         if question is not None:
             self._asked = time.monotonic()
-            talk.begin(question)
+            connection.begin(question)
         while question is not None:
-            answer = talk.keep_alive(question, Met, POLL_S)
+            answer = connection.keep_alive(question, BootstrapStatus, POLL_S)
             self._drain()
             if answer is not None:
                 self._heard, self._silence = time.monotonic(), ""
@@ -301,13 +301,13 @@ class PrefillPeer:
                 time.sleep(max(0.0, self._due - now))
                 following = self._question(following)
                 if following is not None:
-                    talk.advance(following)
+                    connection.advance(following)
             question = following
         until = time.monotonic() + IDLE_S
         while self.is_idle:
             if self._closes_at is not None or time.monotonic() >= until:
                 return False
-            talk.rest(until - time.monotonic())
+            connection.rest(until - time.monotonic())
             self._drain()
         return not self._is_over()
 
@@ -315,18 +315,18 @@ class PrefillPeer:
         """Whether the thread has to end, whatever is left to tell."""
         return self._closes_at is not None and time.monotonic() >= self._closes_at
 
-    def _question(self, before: Meet | None) -> Meet | None:
+    def _question(self, before: BootstrapPoll | None) -> BootstrapPoll | None:
         """The question to ask now: `before` if it is the same, None if there is nothing to ask."""
         if self._is_over():
             return None
         with self._lock:
             receivers = list(self._receivers.values())
             declined = dict(islice(self._declined.items(), MAX_DECLINED))
-        unknown = [one for one in receivers if not one.sources][:MAX_MEETING]
-        known = [one for one in receivers if one.sources][:MAX_MEETING]
+        unknown = [one for one in receivers if not one.sources][:MAX_POLLED_ROOMS]
+        known = [one for one in receivers if one.sources][:MAX_POLLED_ROOMS]
         if not (unknown or known or declined):
             return None
-        question = Meet(
+        question = BootstrapPoll(
             self._serial,
             [one.bootstrap_room for one in unknown],
             [one.bootstrap_room for one in known],
@@ -342,7 +342,7 @@ class PrefillPeer:
             one.serial = self._serial
         return msgspec.structs.replace(question, serial=self._serial)
 
-    def _take(self, answer: Met) -> None:
+    def _take(self, answer: BootstrapStatus) -> None:
         self._drop_declined(lambda one: one.serial is not None and one.serial <= answer.serial)
         with self._lock:
             receivers = list(self._receivers.values())
@@ -386,13 +386,13 @@ class PrefillPeer:
 
     def _fail_overdue(self) -> None:
         """Fail the receivers whose time is over: nothing was heard, or the room is not known."""
-        now, patience = time.monotonic(), self._context.patience
+        now, timeouts = time.monotonic(), self._context.timeouts
 
         def is_unheard(one: MooncakeKVReceiver | _Declined) -> bool:
-            return now - max(one.since, self._heard) >= patience.silence
+            return now - max(one.since, self._heard) >= timeouts.silence
 
         endpoint = self._routes[0].endpoint if self._routes else self._where
-        silence = f"the prefill server at {endpoint} has not answered for {patience.silence:g} s"
+        silence = f"the prefill server at {endpoint} has not answered for {timeouts.silence:g} s"
         why = self._silence or silence
         self._fail_if(is_unheard, why)
         self._say_dropped(self._drop_declined(is_unheard), why)
@@ -400,7 +400,7 @@ class PrefillPeer:
             lambda receiver: (
                 not receiver.sources
                 and receiver.unknown_since is not None
-                and now - receiver.unknown_since >= patience.bootstrap
+                and now - receiver.unknown_since >= timeouts.bootstrap
             ),
             "the prefill server does not know the request in time",
         )
@@ -421,7 +421,7 @@ class PrefillPeer:
         Raises:
             Replaced: One has.
         """
-        now, repeat = time.monotonic(), self._context.patience.repeat
+        now, repeat = time.monotonic(), self._context.timeouts.repeat
         if now - max(self._heard, self._asked, self._looked_up) < 2 * repeat:
             return
         first = self._routes[0]
@@ -436,7 +436,7 @@ class PrefillPeer:
 
     def _pause(self) -> None:
         """Wait until the next attempt."""
-        end = time.monotonic() + self._context.patience.repeat
+        end = time.monotonic() + self._context.timeouts.repeat
         while time.monotonic() < end and self._closes_at is None and not self.is_idle:
             time.sleep(min(POLL_S, max(0.0, end - time.monotonic())))
 

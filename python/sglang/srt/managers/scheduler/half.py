@@ -25,7 +25,7 @@ class Half(Protocol):
     def on_refusal(self, message: TokenizedGenerateReqInput, reason: FinishReason) -> None:
         """A request was not accepted."""
 
-    def on_declined(self, meeting: Bootstrap, reason: str) -> None:
+    def on_declined(self, bootstrap: Bootstrap, reason: str) -> None:
         """A request was refused before it came here. Another request may have the same room."""
 
     def is_remote(self, req: Req) -> bool:
@@ -76,7 +76,7 @@ class NoOtherHalf:
     def on_refusal(self, message: TokenizedGenerateReqInput, reason: FinishReason) -> None:
         pass
 
-    def on_declined(self, meeting: Bootstrap, reason: str) -> None:
+    def on_declined(self, bootstrap: Bootstrap, reason: str) -> None:
         raise AssertionError("a server that does both has no rooms")
 
     def is_remote(self, req: Req) -> bool:

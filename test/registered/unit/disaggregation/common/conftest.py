@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from sglang.test.disaggregation.desk_rig import OFFER, SILENT_S, UNWANTED_S, Asker, Clock, Desk
+from sglang.test.disaggregation.desk_rig import LAYOUT, SILENT_S, UNWANTED_S, Asker, Clock, Desk
 
 
 @pytest.fixture
@@ -16,7 +16,7 @@ def clock() -> Clock:
 
 @pytest.fixture
 def desk(clock: Clock) -> Iterator[Desk]:
-    desk = Desk(OFFER, "127.0.0.1", unwanted_s=UNWANTED_S, silent_s=SILENT_S, clock=clock)
+    desk = Desk(LAYOUT, "127.0.0.1", unwanted_s=UNWANTED_S, silent_s=SILENT_S, clock=clock)
     yield desk
     desk.close()
 

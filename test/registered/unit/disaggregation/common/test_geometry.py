@@ -13,8 +13,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang.srt.disaggregation.common.geometry import CannotServe, PoolGeometry, Portion
-from sglang.srt.disaggregation.common.protocol import Offer
+from sglang.srt.disaggregation.common.geometry import CannotServe, PoolGeometry, ShardSlice
+from sglang.srt.disaggregation.common.protocol import KVLayout
 from sglang.srt.disaggregation.common.rank_map import RankPlace
 from sglang.srt.disaggregation.common.staging import rounds
 from sglang.srt.distributed.device_communicators.transfer_types import Block
@@ -49,8 +49,8 @@ def geometry_of(
     return PoolGeometry.of(pools, weights, dtype)
 
 
-def offer_of(geometry: PoolGeometry, **changes: Any) -> Offer:
-    return msgspec.structs.replace(geometry.offer("instance", "session"), **changes)
+def layout_of(geometry: PoolGeometry, **changes: Any) -> KVLayout:
+    return msgspec.structs.replace(geometry.layout("instance", "session"), **changes)
 
 
 def move(blocks: Iterable[Block]) -> None:
@@ -62,9 +62,9 @@ def test_pages_that_follow_each_other_on_both_sides_are_one_block_of_each_buffer
     here, there = geometry_of(make_pool()), geometry_of(make_pool())
     page = here.pools[0].buffers[0].page_bytes
     assert (len(here.addresses), page) == (4, 4 * 2 * 3 * 4)
-    (portion,) = here.portions([offer_of(there)], 0)
-    blocks = portion.page_blocks([3, 4, 5, 9, 10, 2], [1, 2, 3, 4, 6, 7])
-    assert not portion.page_blocks([], [])
+    (shard_slice,) = here.slices([layout_of(there)], 0)
+    blocks = shard_slice.page_blocks([3, 4, 5, 9, 10, 2], [1, 2, 3, 4, 6, 7])
+    assert not shard_slice.page_blocks([], [])
     runs = [(1, 3, 3), (4, 9, 1), (6, 10, 1), (7, 2, 1)]
     assert blocks == [
         Block(mine + own * page, other + their * page, count * page)
@@ -90,8 +90,8 @@ def test_blocks_move_what_copies_page_by_page_do(theirs: list[int], own: list[in
         for a, b in zip(part_from, part_to, strict=True):
             for their, mine in zip(theirs, own, strict=True):
                 b[mine * 4 + slots] = a[their * 4 + slots]
-    (portion,) = geometry_of(sink).portions([offer_of(geometry_of(source))], 0)
-    move(portion.page_blocks(theirs, own))
+    (shard_slice,) = geometry_of(sink).slices([layout_of(geometry_of(source))], 0)
+    move(shard_slice.page_blocks(theirs, own))
     for part, want in zip(sink.parts, wanted.parts, strict=True):
         for a, b in zip(part, want, strict=True):
             assert torch.equal(a, b)
@@ -110,7 +110,7 @@ def test_heads_are_split_evenly_or_kept_whole(heads: int, num_ranks: int, can_be
 
 def test_servers_of_one_layout_fit_whatever_their_size() -> None:
     here, there = geometry_of(make_pool()), geometry_of(make_pool(size=400))
-    assert here.why_not(offer_of(there)) is None
+    assert here.why_not(layout_of(there)) is None
     assert here.digest == there.digest
 
 
@@ -131,7 +131,7 @@ def test_servers_of_one_layout_fit_whatever_their_size() -> None:
 def test_each_difference_is_named(changes: dict[str, Any], named: str) -> None:
     weights, computes = changes.pop("weights", "w"), changes.pop("computes", torch.float32)
     there = geometry_of(make_pool(**changes), weights=weights, dtype=computes)
-    why = geometry_of(make_pool()).why_not(offer_of(there))
+    why = geometry_of(make_pool()).why_not(layout_of(there))
     assert why is not None and named in why
     assert why.startswith("its pages differ: ")
 
@@ -141,7 +141,7 @@ def test_fp8_is_not_taken_for_bytes() -> None:
     fp8 = geometry_of(make_pool(dtype=torch.float8_e4m3fn))
     other = geometry_of(make_pool(dtype=torch.float8_e5m2))
     assert fp8.pools[0].buffers[0].page_bytes == other.pools[0].buffers[0].page_bytes
-    why = fp8.why_not(offer_of(other))
+    why = fp8.why_not(layout_of(other))
     assert why is not None and "float8_e5m2 there" in why
 
 
@@ -150,16 +150,16 @@ def test_a_further_pool_is_named() -> None:
     both = geometry_of(pool, PagedDevicePool(page_marks(0, 1), pool.size, 1, "cpu"))
     alone = geometry_of(pool)
     for here, there, named in ((alone, both, "none here"), (both, alone, "none there")):
-        why = here.why_not(offer_of(there))
+        why = here.why_not(layout_of(there))
         assert why is not None and named in why
 
 
 def test_other_protocols_and_lists_are_refused() -> None:
     here = geometry_of(make_pool())
-    why = here.why_not(offer_of(here, version=1))
+    why = here.why_not(layout_of(here, version=1))
     assert why == "it speaks version 1 of the protocol, this server 4"
     # A digest that fits and a list that does not.
-    why = here.why_not(offer_of(here, pools=[]))
+    why = here.why_not(layout_of(here, pools=[]))
     assert why == "its pages differ: it has 0 buffers, this server 4"
 
 
@@ -236,28 +236,28 @@ class Rank:
 
 
 def read_cuts(
-    portion: Portion, theirs: Sequence[int], own: Sequence[int], *, capacity: int
+    shard_slice: ShardSlice, theirs: Sequence[int], own: Sequence[int], *, capacity: int
 ) -> None:
-    """Read the cut buffers of `portion` through a staging buffer of `capacity` bytes."""
+    """Read the cut buffers of `shard_slice` through a staging buffer of `capacity` bytes."""
     memory = torch.full((capacity,), 7, dtype=torch.uint8)
     memory = memory[-memory.data_ptr() % 8 :]
     index = torch.tensor(own)
-    sizes = [cut.page_bytes for cut in portion.cuts]
+    sizes = [cut.page_bytes for cut in shard_slice.cuts]
     for pieces in rounds(sizes, len(own), len(memory)):
         for piece in pieces:
-            address = portion.cuts[piece.place].address
+            address = shard_slice.cuts[piece.place].address
             move(list(piece.blocks(memory.data_ptr(), address, theirs)))
         for piece in pieces:
-            cut = portion.cuts[piece.place]
+            cut = shard_slice.cuts[piece.place]
             cut.unpack(piece.span(memory), index[piece.begin : piece.end])
 
 
-def cut_bytes(portion: Portion) -> int:
+def cut_bytes(shard_slice: ShardSlice) -> int:
     """Bytes of a page that are copied."""
     return sum(
         length * cut.own.shape[1] * cut.own.element_size()
-        for cut in portion.cuts
-        for _, _, length in cut.strips
+        for cut in shard_slice.cuts
+        for _, _, length in cut.ranges
     )
 
 
@@ -282,22 +282,22 @@ def test_every_rank_gets_its_heads_whoever_has_them(
 ) -> None:
     places = RankPlace(0, prefill * cp_size, prefill).others()
     sources = [Rank(place, is_filled=True) for place in places]
-    offers = {one.place.rank: offer_of(one.geometry) for one in sources}
+    layouts = {one.place.rank: layout_of(one.geometry) for one in sources}
     theirs, own = [2, 3, 7, 1], [1, 2, 3, 8]
     givers: set[int] = set()
     for place in RankPlace(0, decode, decode).others():
         for draw in range(3):
             sink = Rank(place, is_filled=False)
             peers = place.sources(places[0])
-            known = [offers[peer.rank] for peer in peers]
-            assert all(sink.geometry.why_not(offer) is None for offer in known)
+            known = [layouts[peer.rank] for peer in peers]
+            assert all(sink.geometry.why_not(layout) is None for layout in known)
             num_bytes = 0
-            for peer, portion in zip(peers, sink.geometry.portions(known, draw), strict=True):
-                blocks = [*portion.page_blocks(theirs, own), *portion.state_blocks(3, 5)]
+            for peer, shard_slice in zip(peers, sink.geometry.slices(known, draw), strict=True):
+                blocks = [*shard_slice.page_blocks(theirs, own), *shard_slice.state_blocks(3, 5)]
                 move(blocks)
                 num_bytes += sum(block.length for block in blocks)
-                num_bytes += 4 * cut_bytes(portion)
-                read_cuts(portion, theirs, own, capacity=300)
+                num_bytes += 4 * cut_bytes(shard_slice)
+                read_cuts(shard_slice, theirs, own, capacity=300)
                 if blocks:
                     givers.add(peer.rank)
             want = copied(Rank(place, is_filled=True), Rank(place, is_filled=False), theirs, own)
@@ -312,12 +312,12 @@ def test_what_the_other_rank_has_beside_is_left_alone() -> None:
     """Its heads of a page, and of a state."""
     source, sink = Rank(RankPlace(0, 2, 2), is_filled=True), Rank(RankPlace(), is_filled=False)
     other = Rank(RankPlace(1, 2, 2), is_filled=True)
-    offers = [offer_of(source.geometry), offer_of(other.geometry)]
-    portion, _ = sink.geometry.portions(offers, 0)
-    assert not portion.page_blocks([1, 2], [4, 5])
-    read_cuts(portion, [1, 2], [4, 5], capacity=1000)
-    move(portion.state_blocks(1, 1))
-    assert len(portion.state_blocks(1, 1)) == 2 * (1 + 3), "a layer: temporal, and conv's runs"
+    layouts = [layout_of(source.geometry), layout_of(other.geometry)]
+    shard_slice, _ = sink.geometry.slices(layouts, 0)
+    assert not shard_slice.page_blocks([1, 2], [4, 5])
+    read_cuts(shard_slice, [1, 2], [4, 5], capacity=1000)
+    move(shard_slice.state_blocks(1, 1))
+    assert len(shard_slice.state_blocks(1, 1)) == 2 * (1 + 3), "a layer: temporal, and conv's runs"
     for buffer in (*sink.kv.k_buffer, *sink.kv.v_buffer):
         pages = buffer.view(-1, PAGE, *buffer.shape[1:])
         assert pages[4:6, :, :2].all() or buffer is sink.kv.k_buffer[0]
@@ -328,7 +328,7 @@ def test_what_the_other_rank_has_beside_is_left_alone() -> None:
 def test_a_head_that_nobody_has_is_named() -> None:
     source, sink = Rank(RankPlace(0, 2, 2), is_filled=True), Rank(RankPlace(), is_filled=False)
     with pytest.raises(CannotServe, match="none of its ranks has head 2 of pool kv"):
-        sink.geometry.portions([offer_of(source.geometry)], 0)
+        sink.geometry.slices([layout_of(source.geometry)], 0)
 
 
 def test_heads_that_cannot_be_cut_out_are_refused_by_name() -> None:
@@ -337,15 +337,15 @@ def test_heads_that_cannot_be_cut_out_are_refused_by_name() -> None:
         return geometry_of(MarksPool(dataclasses.replace(prefix_marks(0), share=share), 4, 1))
 
     whole, half, rest = marks(0, 2), marks(0, 1), marks(1, 2)
-    (portion,) = whole.portions([offer_of(marks(0, 2))], 0)
-    assert len(portion.state_blocks(1, 2)) == 1
+    (shard_slice,) = whole.slices([layout_of(marks(0, 2))], 0)
+    assert len(shard_slice.state_blocks(1, 2)) == 1
     with pytest.raises(CannotServe, match=r"pool mamba has heads 0 to 1 there, 0 to 2 here, .*tp"):
-        whole.portions([offer_of(half), offer_of(rest)], 0)
+        whole.slices([layout_of(half), layout_of(rest)], 0)
 
 
 def test_models_of_other_heads_do_not_fit() -> None:
     here, there = geometry_of(make_pool(head_num=2)), geometry_of(make_pool(head_num=4))
-    why = here.why_not(offer_of(there))
+    why = here.why_not(layout_of(there))
     assert why is not None and "heads of pool kv 4 there, 2 here" in why
 
 

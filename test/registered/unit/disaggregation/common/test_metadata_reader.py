@@ -10,10 +10,10 @@ import msgspec
 import pytest
 import torch
 
-from sglang.srt.disaggregation.common.conversation import Patience
+from sglang.srt.disaggregation.common.control_connection import Timeouts
 from sglang.srt.disaggregation.common.metadata_reader import MetadataReader
 from sglang.srt.disaggregation.common.metadata_row import ROW_BYTES
-from sglang.srt.disaggregation.common.protocol import FirstToken, RowsOffer
+from sglang.srt.disaggregation.common.protocol import FirstToken, RowsLayout
 from sglang.srt.disaggregation.utils import MetadataBuffers
 from sglang.srt.distributed.device_communicators.transfer_types import (
     Block,
@@ -42,7 +42,7 @@ class RowScene(Scene):
         self.theirs = MetadataBuffers(NUM_ROWS, torch.device("cpu"))
         self.own = MetadataBuffers(1, torch.device("cpu"))
         self.reader = MetadataReader(self.own, HERE)
-        super().__init__(rows=RowsOffer(self.theirs.address(0), row_bytes, NUM_ROWS, host))
+        super().__init__(rows=RowsLayout(self.theirs.address(0), row_bytes, NUM_ROWS, host))
 
     def begin(self, own_pages: Sequence[int], *args: Any, **fields: Any) -> Prompt:
         return super().begin(own_pages, *args, **{"metadata": self.reader, **fields})
@@ -128,8 +128,8 @@ def test_a_prompt_waits_for_a_row_to_read_into(scene: RowScene) -> None:
 def test_no_row_to_read_into_in_time(scene: RowScene) -> None:
     taken = scene.own.take()
     scene.complete()
-    patience = Patience(bootstrap=60, waiting=0.3, silence=30)
-    failure = scene.failure(scene.begin([9], patience=patience))
+    timeouts = Timeouts(bootstrap=60, waiting=0.3, silence=30)
+    failure = scene.failure(scene.begin([9], timeouts=timeouts))
     assert failure == "no row for metadata was free in 0.3 s" == scene.given_up()
     assert taken == 0
 
@@ -295,7 +295,7 @@ def test_a_prefill_server_without_rows(caplog: pytest.LogCaptureFixture) -> None
         scene.desk.open(ROOM)
         scene.desk.complete(ROOM, TOKEN)
         with caplog.at_level(logging.WARNING):
-            prompt = scene.end(scene.begin([], metadata=reader, patience=PATIENT))
+            prompt = scene.end(scene.begin([], metadata=reader, timeouts=PATIENT))
         assert bytes_by_way(prompt) == TOLD
         (warning,) = warnings_of(caplog)
         assert "it offers no rows" in warning

@@ -8,16 +8,16 @@ from collections.abc import Callable, Iterator, Sequence
 import msgspec
 import pytest
 
-from sglang.srt.disaggregation.common import conversation
-from sglang.srt.disaggregation.common.conversation import Patience
+from sglang.srt.disaggregation.common import control_connection
+from sglang.srt.disaggregation.common.control_connection import Timeouts
 from sglang.srt.disaggregation.common.link_costs import LinkCosts
 from sglang.srt.disaggregation.common.packing import WINDOW
 from sglang.srt.disaggregation.common.protocol import (
     Answered,
-    Ask,
     Asked,
     Pack,
     Packed,
+    Poll,
     Received,
 )
 from sglang.srt.disaggregation.common.staging import NUM_BUFFERS, StagingBuffer
@@ -151,7 +151,7 @@ def test_messages_that_are_lost_doubled_and_late(
             return ()
         return (0.0, rng.random() * 0.05) if kind < 0.3 else (rng.random() * 0.005,)
 
-    monkeypatch.setattr(conversation, "REPEAT_S", 0.03)
+    monkeypatch.setattr(control_connection, "REPEAT_S", 0.03)
     places = rng.sample(range(1, PAGES + 1), PAGES)
     with ControlProxy(scene.endpoint, fate) as proxy:
         scene.endpoint = proxy.endpoint
@@ -194,7 +194,7 @@ def test_a_part_of_the_room_alone_may_ask(scene: Scene) -> None:
     assert asker.ask(asker.pack) == Packed(ROOM, 0, failure=why)
     fill(scene)
     assert asker.ask(asker.pack) == Packed(ROOM, 0, failure=why), "nobody has asked for it"
-    asker.ask(Ask(ROOM, "me", 0, may_wait=False))
+    asker.ask(Poll(ROOM, "me", 0, may_wait=False))
     for other in ({"reader": "another"}, {"part": 1}):
         assert asker.ask(msgspec.structs.replace(asker.pack, **other)) == Packed(
             ROOM, 0, failure=why
@@ -211,11 +211,11 @@ def test_what_is_said_counts_though_the_next_question_comes_before_its_answer(
 ) -> None:
     fill(scene)
     asker = Packing(scene)
-    asker.ask(Ask(ROOM, "me", 0, may_wait=False))
+    asker.ask(Poll(ROOM, "me", 0, may_wait=False))
     asker.ask(asker.pack)
     until(lambda: scene.units._num_made - len(scene.units._free) == WINDOW)
     asker.send(msgspec.structs.replace(asker.pack, done=6))
-    asker.send(Ask(ROOM, "me", 0))
+    asker.send(Poll(ROOM, "me", 0))
     assert_all_free(scene)
 
 
@@ -224,7 +224,7 @@ def test_a_desk_that_packs_nothing_says_so() -> None:
     try:
         fill(scene)
         asker = Packing(scene)
-        asker.ask(Ask(ROOM, "me", 0, may_wait=False))
+        asker.ask(Poll(ROOM, "me", 0, may_wait=False))
         assert asker.ask(asker.pack) == Packed(ROOM, 0, failure="it packs no pages")
     finally:
         scene.close()
@@ -245,7 +245,7 @@ def test_a_room_that_ends_gives_its_units_back_at_once(
     scene: Scene, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Though they may still be read. Memory of the reader is kept until nothing is."""
-    monkeypatch.setattr(conversation, "REPEAT_S", 0.02)
+    monkeypatch.setattr(control_connection, "REPEAT_S", 0.02)
     begun(scene)
     scene.desk.end(ROOM, "out of memory")
     until(lambda: len(scene.units._free) == scene.units._num_made)
@@ -309,7 +309,7 @@ def test_units_that_never_come(scene: Scene, monkeypatch: pytest.MonkeyPatch) ->
 
     monkeypatch.setattr(StagingBuffer, "pack", once)
     fill(scene)
-    patience = Patience(bootstrap=60, waiting=0.2, silence=30)
+    patience = Timeouts(bootstrap=60, waiting=0.2, silence=30)
     why = scene.failure(scene.begin(OWN, patience=patience))
     assert why == "the prefill server has not packed more pages in time"
 
@@ -326,7 +326,7 @@ def test_the_reader_is_heard_of_while_units_are_read(
                 heard.append(question)
         return (0.0,)
 
-    monkeypatch.setattr(conversation, "REPEAT_S", 0.02)
+    monkeypatch.setattr(control_connection, "REPEAT_S", 0.02)
     with ControlProxy(scene.endpoint, listen) as proxy:
         scene.endpoint = proxy.endpoint
         begun(scene)

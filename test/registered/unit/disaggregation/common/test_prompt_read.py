@@ -11,9 +11,9 @@ from collections.abc import Iterator, Sequence
 import msgspec
 import pytest
 
-from sglang.srt.disaggregation.common import conversation
-from sglang.srt.disaggregation.common.conversation import Patience
-from sglang.srt.disaggregation.common.protocol import Ask, Asked, Question
+from sglang.srt.disaggregation.common import control_connection
+from sglang.srt.disaggregation.common.control_connection import Timeouts
+from sglang.srt.disaggregation.common.protocol import Asked, Poll, Question
 from sglang.srt.disaggregation.common.room_server import LONG_POLL_S
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.disaggregation.control_proxy import ControlProxy, Fate
@@ -67,7 +67,7 @@ def test_a_prompt_that_is_there_needs_the_token_alone(scene: Scene) -> None:
 
 
 def test_the_request_may_reach_the_prefill_server_later(scene: Scene) -> None:
-    prompt = scene.begin([9], patience=Patience(bootstrap=60, waiting=0.1, silence=30))
+    prompt = scene.begin([9], timeouts=Timeouts(bootstrap=60, waiting=0.1, silence=30))
     until(lambda: bool(scene.desk._waiting))
     scene.desk.open(ROOM)
     scene.desk.add_pages(ROOM, [4])
@@ -108,7 +108,7 @@ def delayed_by_turns() -> Fate:
 def test_messages_may_be_lost_doubled_and_late(
     scene: Scene, monkeypatch: pytest.MonkeyPatch, fate: Fate
 ) -> None:
-    monkeypatch.setattr(conversation, "REPEAT_S", 0.05)
+    monkeypatch.setattr(control_connection, "REPEAT_S", 0.05)
     with ControlProxy(scene.endpoint, fate) as proxy:
         scene.endpoint = proxy.endpoint
         prompt = scene.begin([9, 2, 3])
@@ -134,7 +134,7 @@ def pages_read(scene: Scene) -> set[int]:
 
 def test_a_prefill_server_that_is_not_there_is_missed_after_the_silence(scene: Scene) -> None:
     scene.endpoint = "tcp://127.0.0.1:9"
-    why = scene.failure(scene.begin([9], patience=HASTY))
+    why = scene.failure(scene.begin([9], timeouts=HASTY))
     assert why == "the prefill server at tcp://127.0.0.1:9 has not answered for 0.4 s"
 
 
@@ -142,8 +142,8 @@ def test_silence_in_the_middle(scene: Scene) -> None:
     is_silent = threading.Event()
     with ControlProxy(scene.endpoint, lambda *_: () if is_silent.is_set() else (0.0,)) as proxy:
         scene.endpoint = proxy.endpoint
-        patience = Patience(bootstrap=60, waiting=60, silence=0.4)
-        prompt = scene.begin([9, 2], patience=patience)
+        timeouts = Timeouts(bootstrap=60, waiting=60, silence=0.4)
+        prompt = scene.begin([9, 2], timeouts=timeouts)
         scene.desk.open(ROOM)
         scene.desk.add_pages(ROOM, [4])
         until(lambda: len(scene.mover.begun) == 1)
@@ -155,7 +155,7 @@ def test_silence_in_the_middle(scene: Scene) -> None:
 def test_a_silence_that_is_shorter_than_the_patience_changes_nothing(
     scene: Scene, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(conversation, "REPEAT_S", 0.02)
+    monkeypatch.setattr(control_connection, "REPEAT_S", 0.02)
     is_silent = threading.Event()
     with ControlProxy(scene.endpoint, lambda *_: () if is_silent.is_set() else (0.0,)) as proxy:
         scene.endpoint = proxy.endpoint
@@ -178,7 +178,7 @@ def test_silence_while_a_read_hangs_fails_the_prompt_and_keeps_its_pages(scene: 
     scene.mover.hold = True
     with ControlProxy(scene.endpoint, lambda *_: () if is_silent.is_set() else (0.0,)) as proxy:
         scene.endpoint = proxy.endpoint
-        prompt = scene.begin([9], patience=Patience(bootstrap=60, waiting=60, silence=0.4))
+        prompt = scene.begin([9], timeouts=Timeouts(bootstrap=60, waiting=60, silence=0.4))
         scene.desk.open(ROOM)
         scene.desk.add_pages(ROOM, [4])
         until(lambda: len(scene.mover.begun) == 1)
@@ -201,17 +201,17 @@ def test_a_long_read_is_no_silence_on_either_side(
             heard.append(msgspec.msgpack.decode(message, type=Asked).question)
         return (0.0,)
 
-    monkeypatch.setattr(conversation, "REPEAT_S", 0.02)
+    monkeypatch.setattr(control_connection, "REPEAT_S", 0.02)
     scene.mover.hold = True
     with ControlProxy(scene.endpoint, listen) as proxy:
         scene.endpoint = proxy.endpoint
-        prompt = scene.begin([9], patience=Patience(bootstrap=60, waiting=60, silence=0.5))
+        prompt = scene.begin([9], timeouts=Timeouts(bootstrap=60, waiting=60, silence=0.5))
         scene.desk.open(ROOM)
         scene.desk.add_pages(ROOM, [4])
         scene.desk.complete(ROOM, TOKEN)
 
         def is_kept_alive() -> bool:
-            alive = [one for one in heard if isinstance(one, Ask) and not one.may_wait]
+            alive = [one for one in heard if isinstance(one, Poll) and not one.may_wait]
             return len(alive) >= 8
 
         until(is_kept_alive)
@@ -224,16 +224,16 @@ def test_a_long_read_is_no_silence_on_either_side(
 
 
 def test_a_room_that_the_prefill_server_never_gets(scene: Scene) -> None:
-    patience = Patience(bootstrap=0.2, waiting=60, silence=30)
-    why = scene.failure(scene.begin([9], patience=patience))
+    timeouts = Timeouts(bootstrap=0.2, waiting=60, silence=30)
+    why = scene.failure(scene.begin([9], timeouts=timeouts))
     assert why == "the prefill server does not know the request in time"
 
 
 def test_pages_that_never_come(scene: Scene) -> None:
-    patience = Patience(bootstrap=60, waiting=0.2, silence=30)
+    timeouts = Timeouts(bootstrap=60, waiting=0.2, silence=30)
     scene.desk.open(ROOM)
     scene.desk.add_pages(ROOM, [4])
-    why = scene.failure(scene.begin([9, 2], patience=patience))
+    why = scene.failure(scene.begin([9, 2], timeouts=timeouts))
     assert why == "the prefill server has not computed more in time"
     assert scene.given_up() == why
 
@@ -241,7 +241,7 @@ def test_pages_that_never_come(scene: Scene) -> None:
 def test_once_it_is_known_the_other_bound_counts(scene: Scene) -> None:
     scene.desk.open(ROOM)
     began = time.monotonic()
-    prompt = scene.begin([9], patience=Patience(bootstrap=0.2, waiting=60, silence=30))
+    prompt = scene.begin([9], timeouts=Timeouts(bootstrap=0.2, waiting=60, silence=30))
     # The second answer without pages comes after half a second.
     until(lambda: time.monotonic() > began + 0.2 + 2 * LONG_POLL_S)
     assert prompt.outcome is None
@@ -289,7 +289,7 @@ def test_an_abort_while_pages_are_read(scene: Scene) -> None:
 def test_an_end_at_the_prefill_server_ends_a_read_that_hangs(
     scene: Scene, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(conversation, "REPEAT_S", 0.02)
+    monkeypatch.setattr(control_connection, "REPEAT_S", 0.02)
     scene.mover.hold = True
     scene.desk.open(ROOM)
     scene.desk.add_pages(ROOM, [4])

@@ -9,12 +9,12 @@ import pytest
 from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.common import room_server
 from sglang.srt.disaggregation.common.protocol import (
-    Ask,
     GiveUp,
     Hello,
+    Poll,
     Received,
     Released,
-    RoomNews,
+    RoomStatus,
 )
 from sglang.srt.disaggregation.common.room_server import LONG_POLL_S
 from sglang.test.ci.ci_register import register_cpu_ci
@@ -42,8 +42,8 @@ def test_a_room_is_read_when_all_parts_of_its_reader_have_it(
     fill(desk, 1)
     askers = [new_asker() for _ in range(3)]
     for part, one in enumerate(askers):
-        news = one.ask(Ask(1, "me", 0, may_wait=False, part=part, num_parts=3))
-        assert news == RoomNews(1, True, 0, [3, 4], TOKEN)
+        news = one.ask(Poll(1, "me", 0, may_wait=False, part=part, num_parts=3))
+        assert news == RoomStatus(1, True, 0, [3, 4], TOKEN)
     assert desk.take_claimed() == [1], "they are one reader"
     for part, one in enumerate(askers):
         assert desk.outcome(1) is None
@@ -56,7 +56,7 @@ def test_a_part_that_is_silent_is_missed(desk: Desk, asker: Asker, clock: Clock)
     """Also if it has never asked, while the others go on."""
     fill(desk, 1)
     for _ in range(3):
-        asker.ask(Ask(1, "me", 0, may_wait=False, part=0, num_parts=2))
+        asker.ask(Poll(1, "me", 0, may_wait=False, part=0, num_parts=2))
         assert desk.outcome(1) is None
         clock.now += SILENT_S / 2
     assert desk.outcome(1) == "the decode server has not been heard of for 10 s"
@@ -64,17 +64,17 @@ def test_a_part_that_is_silent_is_missed(desk: Desk, asker: Asker, clock: Clock)
 
 def test_a_part_that_has_all_need_not_be_heard_of(desk: Desk, asker: Asker, clock: Clock) -> None:
     fill(desk, 1)
-    asker.ask(Ask(1, "me", 0, may_wait=False, part=0, num_parts=2))
+    asker.ask(Poll(1, "me", 0, may_wait=False, part=0, num_parts=2))
     assert asker.ask(Received(1, "me", 0)) == Released(1, was_held=True)
     clock.now += SILENT_S - 1
-    asker.ask(Ask(1, "me", 0, may_wait=False, part=1, num_parts=2))
+    asker.ask(Poll(1, "me", 0, may_wait=False, part=1, num_parts=2))
     clock.now += SILENT_S - 1
     assert desk.outcome(1) is None
 
 
 def test_a_part_gives_up_for_all(desk: Desk, asker: Asker) -> None:
     fill(desk, 1)
-    asker.ask(Ask(1, "me", 0, may_wait=False, part=0, num_parts=2))
+    asker.ask(Poll(1, "me", 0, may_wait=False, part=0, num_parts=2))
     assert asker.ask(Received(1, "me", 0)) == Released(1, was_held=True)
     assert asker.ask(GiveUp(1, "me", "because")) == Released(1, was_held=False)
     assert desk.take_given_up() == {1: "the decode server gave it up: because"}
@@ -84,7 +84,7 @@ def test_a_part_gives_up_for_all(desk: Desk, asker: Asker) -> None:
 
 def test_a_part_that_there_is_not_has_read_nothing(desk: Desk, asker: Asker) -> None:
     fill(desk, 1)
-    asker.ask(Ask(1, "me", 0, may_wait=False, part=0, num_parts=1))
+    asker.ask(Poll(1, "me", 0, may_wait=False, part=0, num_parts=1))
     assert asker.ask(Received(1, "me", 5)) == Released(1, was_held=False)
     assert desk.outcome(1) is None
 
@@ -175,7 +175,7 @@ def test_reading_for_long_is_no_silence(desk: Desk, asker: Asker, clock: Clock) 
         clock.now += SILENT_S
         asker.look(1, have=2)
         assert desk.outcome(1) is None
-    asker.send(Ask(1, "me", 2, has_token=True))
+    asker.send(Poll(1, "me", 2, has_token=True))
     asker.ask(Hello())
     clock.now += LONG_POLL_S
     asker.hear()

@@ -12,27 +12,27 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from sglang.srt.disaggregation.common.conversation import (
+from sglang.srt.disaggregation.common.control_connection import (
     Cancellation,
-    Conversation,
-    Patience,
+    ControlConnection,
     RoomFailed,
+    Timeouts,
 )
 from sglang.srt.disaggregation.common.protocol import (
-    MAX_MEETING,
+    MAX_POLLED_ROOMS,
     Answer,
     Answered,
-    Ask,
     Asked,
+    BootstrapPoll,
+    BootstrapStatus,
     GiveUp,
     Hello,
-    Meet,
-    Met,
-    Offer,
+    KVLayout,
+    Poll,
     Question,
     Received,
     Released,
-    RoomNews,
+    RoomStatus,
 )
 from sglang.srt.disaggregation.common.room_server import LONG_POLL_S
 from sglang.srt.disaggregation.control.control_listener import STRANGERS_FRAMES_A_SECOND
@@ -40,7 +40,7 @@ from sglang.srt.disaggregation.control.deployment_secret import DeploymentSecret
 from sglang.srt.utils.network import can_connect
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.disaggregation.desk_rig import (
-    OFFER,
+    LAYOUT,
     SILENT_S,
     TOKEN,
     Asker,
@@ -56,22 +56,22 @@ register_cpu_ci(est_time=6, suite="base-a-test-cpu")
 
 
 def test_hello_is_answered_with_the_offer(asker: Asker) -> None:
-    assert asker.ask(Hello()) == OFFER
-    assert asker.ask(Hello()) == OFFER
+    assert asker.ask(Hello()) == LAYOUT
+    assert asker.ask(Hello()) == LAYOUT
 
 
 def test_a_question_waits_for_news(desk: Desk, asker: Asker) -> None:
-    number = asker.send(Ask(1, "me", 0))
+    number = asker.send(Poll(1, "me", 0))
     desk.open(1)
     desk.add_pages(1, [5, 6])
-    assert asker.hear() == Answered(number, "instance", RoomNews(1, True, 0, [5, 6]))
-    number = asker.send(Ask(1, "me", 2))
+    assert asker.hear() == Answered(number, "instance", RoomStatus(1, True, 0, [5, 6]))
+    number = asker.send(Poll(1, "me", 2))
     desk.add_pages(1, [9])
     assert desk.senders[1].num_sent == 3
-    assert asker.hear() == Answered(number, "instance", RoomNews(1, True, 2, [9]))
-    number = asker.send(Ask(1, "me", 3))
+    assert asker.hear() == Answered(number, "instance", RoomStatus(1, True, 2, [9]))
+    number = asker.send(Poll(1, "me", 3))
     desk.complete(1, TOKEN)
-    assert asker.hear() == Answered(number, "instance", RoomNews(1, True, 3, [], TOKEN))
+    assert asker.hear() == Answered(number, "instance", RoomStatus(1, True, 3, [], TOKEN))
     assert desk.outcome(1) is None
     assert asker.ask(Received(1, "me")) == Released(1, was_held=True)
     assert desk.outcome(1) == ""
@@ -83,19 +83,19 @@ def test_without_news_the_answer_comes_when_the_asker_has_waited(
 ) -> None:
     desk.open(2)
     for room, is_known in ((1, False), (2, True)):
-        asker.send(Ask(room, "me", 0))
-        assert asker.look(room) == RoomNews(room, is_known)
+        asker.send(Poll(room, "me", 0))
+        assert asker.look(room) == RoomStatus(room, is_known)
         clock.now += LONG_POLL_S
-        assert asker.hear().answer == RoomNews(room, is_known)
+        assert asker.hear().answer == RoomStatus(room, is_known)
 
 
 def test_repeating_a_question_does_not_put_off_its_answer(
     desk: Desk, asker: Asker, clock: Clock
 ) -> None:
-    number = asker.send(Ask(1, "me", 0))
+    number = asker.send(Poll(1, "me", 0))
     asker.look(1)
     clock.now += 0.6 * LONG_POLL_S
-    asker.send(Ask(1, "me", 0), number)
+    asker.send(Poll(1, "me", 0), number)
     asker.look(1)
     clock.now += 0.6 * LONG_POLL_S
     assert asker.hear().number == number
@@ -103,22 +103,22 @@ def test_repeating_a_question_does_not_put_off_its_answer(
 
 def test_who_has_the_token_waits_for_pages(desk: Desk, asker: Asker, clock: Clock) -> None:
     fill(desk, 1)
-    asker.send(Ask(1, "me", 2, has_token=True))
+    asker.send(Poll(1, "me", 2, has_token=True))
     asker.look(1, have=2)
     assert asker.hears_nothing()
     clock.now += LONG_POLL_S
-    assert asker.hear().answer == RoomNews(1, True, 2, [], TOKEN)
+    assert asker.hear().answer == RoomStatus(1, True, 2, [], TOKEN)
 
 
 def test_each_asker_gets_its_own_answer(desk: Desk, new_asker: Callable[[], Asker]) -> None:
     askers = [new_asker() for _ in range(40)]
     for room, one in enumerate(askers):
-        one.send(Ask(room, f"reader {room}", 0))
+        one.send(Poll(room, f"reader {room}", 0))
     for room in range(40):
         desk.open(room)
         desk.add_pages(room, [100 + room])
     assert [one.hear().answer for one in askers] == [
-        RoomNews(room, True, 0, [100 + room]) for room in range(40)
+        RoomStatus(room, True, 0, [100 + room]) for room in range(40)
     ]
 
 
@@ -126,28 +126,28 @@ def test_each_asker_gets_its_own_answer(desk: Desk, new_asker: Callable[[], Aske
 
 
 def test_a_question_about_rooms_claims_none(desk: Desk, asker: Asker) -> None:
-    number = asker.send(Meet(1, [1, 2, 3]))
+    number = asker.send(BootstrapPoll(1, [1, 2, 3]))
     desk.open(2)
-    assert asker.hear() == Answered(number, "instance", Met(1, [2]))
+    assert asker.hear() == Answered(number, "instance", BootstrapStatus(1, [2]))
     desk.open(3)
     desk.end(3, "out of memory")
-    assert asker.ask(Meet(2, [1, 3], [2])) == Met(2, [], {3: "out of memory"})
+    assert asker.ask(BootstrapPoll(2, [1, 3], [2])) == BootstrapStatus(2, [], {3: "out of memory"})
     assert not desk.take_claimed()
-    assert asker.look(2) == RoomNews(2, True)
+    assert asker.look(2) == RoomStatus(2, True)
     assert desk.take_claimed() == [2]
 
 
 def test_known_rooms_are_told_of_when_they_end(desk: Desk, asker: Asker, clock: Clock) -> None:
     desk.open(1)
-    number = asker.send(Meet(1, [], [1]))
-    assert asker.look(5) == RoomNews(5, False)
+    number = asker.send(BootstrapPoll(1, [], [1]))
+    assert asker.look(5) == RoomStatus(5, False)
     assert asker.hears_nothing()
     desk.end(1, "aborted")
-    assert asker.hear() == Answered(number, "instance", Met(1, [], {1: "aborted"}))
-    asker.send(Meet(2, [7], []))
+    assert asker.hear() == Answered(number, "instance", BootstrapStatus(1, [], {1: "aborted"}))
+    asker.send(BootstrapPoll(2, [7], []))
     asker.look(5)
     clock.now += LONG_POLL_S
-    assert asker.hear().answer == Met(2), "there are no news"
+    assert asker.hear().answer == BootstrapStatus(2), "there are no news"
 
 
 def test_rooms_that_no_decode_server_names_are_told(desk: Desk, asker: Asker, clock: Clock) -> None:
@@ -155,8 +155,8 @@ def test_rooms_that_no_decode_server_names_are_told(desk: Desk, asker: Asker, cl
         desk.open(room)
     asker.look(4)  # It is asked for.
     clock.now += SILENT_S
-    assert asker.ask(Meet(1, [1])) == Met(1, [1])
-    asker.send(Meet(2, [], [1]))
+    assert asker.ask(BootstrapPoll(1, [1])) == BootstrapStatus(1, [1])
+    asker.send(BootstrapPoll(2, [], [1]))
     asker.look(4)  # The question has come.
     assert desk.unheard_of([1, 2, 3, 4], SILENT_S) == {}
     clock.now += 1
@@ -172,7 +172,7 @@ def test_no_room_counts_as_unknown_while_a_decode_server_cannot_name_more(
 ) -> None:
     desk.open(1)
     clock.now += SILENT_S + 1
-    asker.send(Meet(1, list(range(10, 10 + MAX_MEETING))))
+    asker.send(BootstrapPoll(1, list(range(10, 10 + MAX_POLLED_ROOMS))))
     asker.look(1, reader="another")
     assert desk.unheard_of([1], SILENT_S) == {}
     desk.open(2)
@@ -184,18 +184,18 @@ def test_rooms_are_declined_once_and_that_is_confirmed(desk: Desk, asker: Asker)
     desk.open(1)
     declined = {1: "aborted", 2: "the queue is full"}
     for serial in (1, 2):
-        answer = asker.ask(Meet(serial, [9], [], declined))
-        assert answer == Met(serial, [], {}), "at once"
+        answer = asker.ask(BootstrapPoll(serial, [9], [], declined))
+        assert answer == BootstrapStatus(serial, [], {}), "at once"
     desk.open(2)
     gave_up = "the decode server gave it up: "
     assert desk.take_given_up() == {1: gave_up + declined[1], 2: gave_up + declined[2]}
-    assert asker.ask(Meet(3, [1])) == Met(3, [], {1: gave_up + declined[1]})
+    assert asker.ask(BootstrapPoll(3, [1])) == BootstrapStatus(3, [], {1: gave_up + declined[1]})
 
 
 def test_a_room_that_is_being_read_cannot_be_declined(desk: Desk, asker: Asker) -> None:
     fill(desk, 1)
     asker.look(1)
-    asker.ask(Meet(1, [], [], {1: "not mine"}))
+    asker.ask(BootstrapPoll(1, [], [], {1: "not mine"}))
     assert desk.take_given_up() == {}
     assert asker.look(1).failure is None
 
@@ -215,7 +215,7 @@ def test_received_may_be_said_again_until_the_room_is_forgotten(
     assert asker.ask(Received(1, "me")) == Released(1, was_held=True)
     assert desk._rooms[1].pages == [] and desk._rooms[1].metadata is None, "a minute is long"
     desk.forget(1)
-    assert asker.look(1) == RoomNews(1, is_known=False)
+    assert asker.look(1) == RoomStatus(1, is_known=False)
     assert asker.ask(Received(1, "me")) == Released(1, was_held=False)
 
 
@@ -229,7 +229,7 @@ def test_what_is_read_while_the_room_ends_does_not_count(
         desk.complete(1, TOKEN)
     assert asker.look(1).pages == [5]
     desk.end(1, "out of memory")
-    assert asker.look(1) == RoomNews(1, True, failure="out of memory")
+    assert asker.look(1) == RoomStatus(1, True, failure="out of memory")
     assert asker.ask(Received(1, "me")) == Released(1, was_held=False)
     assert desk.outcome(1) == "out of memory"
 
@@ -245,10 +245,10 @@ def test_received_before_all_is_there_does_not_count(desk: Desk, asker: Asker) -
 
 def test_a_waiting_question_hears_of_the_end(desk: Desk, asker: Asker) -> None:
     desk.open(1)
-    asker.send(Ask(1, "me", 0))
+    asker.send(Poll(1, "me", 0))
     asker.look(1)
     desk.end(1, "too long")
-    assert asker.hear().answer == RoomNews(1, True, failure="too long")
+    assert asker.hear().answer == RoomStatus(1, True, failure="too long")
 
 
 def test_a_room_is_read_once(desk: Desk, new_asker: Callable[[], Asker]) -> None:
@@ -278,7 +278,7 @@ def test_a_room_may_be_opened_again_when_it_is_forgotten(desk: Desk, asker: Aske
     desk.forget(1)
     assert not asker.look(1).is_known
     desk.open(1)
-    assert asker.look(1) == RoomNews(1, True)
+    assert asker.look(1) == RoomStatus(1, True)
 
 
 # ---- whatever comes ----------------------------------------------------------------------------
@@ -292,10 +292,10 @@ def test_a_room_may_be_opened_again_when_it_is_forgotten(desk: Desk, asker: Aske
         b"\x81" * 2000,
         msgspec.msgpack.encode([1]),
         msgspec.msgpack.encode(["one", {"type": "Hello"}]),
-        msgspec.msgpack.encode([1, {"type": "Offer"}]),
-        msgspec.msgpack.encode([1, {"type": "Ask", "room": "1", "reader": "", "have_pages": 0}]),
-        msgspec.msgpack.encode([1, {"type": "Ask", "room": 1, "reader": "r"}]),
-        msgspec.msgpack.encode(Asked(1, Ask(1, "r" * 65, 0))),
+        msgspec.msgpack.encode([1, {"type": "KVLayout"}]),
+        msgspec.msgpack.encode([1, {"type": "Poll", "room": "1", "reader": "", "have_pages": 0}]),
+        msgspec.msgpack.encode([1, {"type": "Poll", "room": 1, "reader": "r"}]),
+        msgspec.msgpack.encode(Asked(1, Poll(1, "r" * 65, 0))),
         msgspec.msgpack.encode([1, {"type": "GiveUp", "room": 1, "reader": "r", "reason": 3}]),
         msgspec.msgpack.encode([1, {"type": "Hello", "version": 1.5}]),
     ],
@@ -317,7 +317,7 @@ def test_a_message_that_is_too_large_ends_its_connection_alone(
     assert good.look(1).pages == [3, 4]
 
     def is_answered() -> bool:
-        bad.send(Ask(1, "me", 1, may_wait=False))
+        bad.send(Poll(1, "me", 1, may_wait=False))
         return bad.link.receive(0.2) is not None
 
     until(is_answered)  # It has connected anew.
@@ -327,9 +327,9 @@ rooms = st.sampled_from([-(2**63), -1, 0, 1, 2**63 - 1, 2**63, 2**64 - 1])
 readers = st.text(max_size=64)
 questions = st.one_of(
     st.builds(Hello, st.integers(-1, 2)),
-    st.builds(Ask, rooms, readers, rooms, st.booleans(), st.just(False)),
+    st.builds(Poll, rooms, readers, rooms, st.booleans(), st.just(False)),
     st.builds(
-        Meet,
+        BootstrapPoll,
         rooms,
         st.lists(rooms, max_size=3),
         st.lists(rooms, max_size=3),
@@ -353,7 +353,7 @@ def test_whatever_comes_the_desk_goes_on(
             asker.link.send(message)
         else:
             assert asker.ask(message) is not None
-    assert asker.ask(Hello()) == OFFER
+    assert asker.ask(Hello()) == LAYOUT
     assert asker.hears_nothing()
 
 
@@ -387,29 +387,31 @@ def test_who_names_a_room_is_no_stranger(desk: Desk, new_asker: Callable[[], Ask
 
 def test_a_flood_holds_up_no_waiting_question(desk: Desk, new_asker: Callable[[], Asker]) -> None:
     flooding, asker = [new_asker() for _ in range(20)], new_asker()
-    number = asker.send(Ask(1, "me", 0))
+    number = asker.send(Poll(1, "me", 0))
     for _ in range(200):
         for one in flooding:
-            one.send(Ask(2, "x", 0, may_wait=False))
+            one.send(Poll(2, "x", 0, may_wait=False))
     desk.open(1)
     desk.add_pages(1, [5])
-    assert asker.hear(2.0) == Answered(number, "instance", RoomNews(1, True, 0, [5]))
+    assert asker.hear(2.0) == Answered(number, "instance", RoomStatus(1, True, 0, [5]))
 
 
 def test_a_desk_with_a_secret_answers_who_has_it() -> None:
     secret = DeploymentSecret("the secret of this deployment")
-    desk = Desk(OFFER, "127.0.0.1", unwanted_s=1, silent_s=60, secret=secret)
+    desk = Desk(LAYOUT, "127.0.0.1", unwanted_s=1, silent_s=60, secret=secret)
     asker = Asker(desk.port, secret)
-    assert asker.ask(Hello()) == OFFER
-    patience = Patience(bootstrap=10, waiting=10, silence=10)
+    assert asker.ask(Hello()) == LAYOUT
+    timeouts = Timeouts(bootstrap=10, waiting=10, silence=10)
     for other in (None, DeploymentSecret("the secret of another deployment")):
         endpoint = f"tcp://127.0.0.1:{desk.port}"
         why = f"^the prefill server at {endpoint} refuses this server, which has .* secret: give"
         with (
-            Conversation(endpoint, other, patience, Cancellation(), OFFER.instance_id) as talk,
+            ControlConnection(
+                endpoint, other, timeouts, Cancellation(), LAYOUT.instance_id
+            ) as connection,
             pytest.raises(RoomFailed, match=why),
         ):
-            talk.ask(Hello(), Offer)
+            connection.ask(Hello(), KVLayout)
     asker.link.close()
     desk.close()
 
@@ -423,7 +425,7 @@ def test_what_ended_last_is_still_told(
     """Else a decode server would wait until it takes the silence for a failure."""
     busy, asker = new_asker(), new_asker()
     desk.open(1)
-    asker.send(Ask(1, "me", 0))
+    asker.send(Poll(1, "me", 0))
     asker.look(1)
     replying, go_on = threading.Event(), threading.Event()
     reply = desk._reply
@@ -436,14 +438,14 @@ def test_what_ended_last_is_still_told(
     monkeypatch.setattr(desk, "_reply", slow)
     desk.open(2)
     desk.end(2, "while the thread is busy, another ends")
-    busy.send(Ask(2, "busy", 0))
+    busy.send(Poll(2, "busy", 0))
     assert replying.wait(10)
     desk.end(1, "the server is shutting down")
     closing = threading.Thread(target=desk.close)
     closing.start()
     until(lambda: desk._closing)
     go_on.set()
-    assert asker.hear().answer == RoomNews(1, True, failure="the server is shutting down")
+    assert asker.hear().answer == RoomStatus(1, True, failure="the server is shutting down")
     closing.join(10)
     desk.close()
     assert not can_connect("127.0.0.1", desk.port, timeout=1.0)
@@ -451,7 +453,7 @@ def test_what_ended_last_is_still_told(
 
 def test_an_address_of_another_machine_is_refused() -> None:
     with pytest.raises(ValueError, match=r"cannot listen on 192\.0\.2\.1"):
-        Desk(OFFER, "192.0.2.1", unwanted_s=1, silent_s=1)
+        Desk(LAYOUT, "192.0.2.1", unwanted_s=1, silent_s=1)
 
 
 if __name__ == "__main__":

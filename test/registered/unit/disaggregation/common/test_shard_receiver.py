@@ -11,19 +11,19 @@ from typing import Any
 import msgspec
 import pytest
 
-from sglang.srt.disaggregation.common.conversation import Patience
+from sglang.srt.disaggregation.common.control_connection import Timeouts
 from sglang.srt.disaggregation.common.protocol import (
     Answer,
     Answered,
-    Ask,
     Asked,
     GiveUp,
     Hello,
-    Offer,
+    KVLayout,
+    Poll,
     Question,
     Received,
     Released,
-    RoomNews,
+    RoomStatus,
 )
 from sglang.srt.disaggregation.common.shard_receiver import STEPS
 from sglang.srt.disaggregation.control.deployment_secret import NONCE_BYTES
@@ -178,7 +178,7 @@ class OddDesk:
 
 
 def answering(
-    offer: Offer, news: RoomNews, *, was_held: bool = True, instance: str = "instance"
+    layout: KVLayout, news: RoomStatus, *, was_held: bool = True, instance: str = "instance"
 ) -> Callable[[Asked], Sequence[Answered]]:
     """One answer for each kind of question; `instance` answers all but the first."""
 
@@ -186,7 +186,7 @@ def answering(
 
     def answer(asked: Asked) -> Sequence[Answered]:
         is_first = isinstance(asked.question, Hello)
-        one: Answer = offer if is_first else news if isinstance(asked.question, Ask) else released
+        one: Answer = layout if is_first else news if isinstance(asked.question, Poll) else released
         return [Answered(asked.number, "instance" if is_first else instance, one)]
 
     return answer
@@ -195,20 +195,24 @@ def answering(
 @pytest.mark.parametrize(
     ("news", "fields", "why"),
     [
-        (RoomNews(ROOM, True, 1, [4]), {}, "answered for other pages than were asked for"),
-        (RoomNews(ROOM, True, 0, [4, 5, 6]), {}, "a prompt of 3 pages, this server expects 2"),
-        (RoomNews(ROOM, True, 0, [4], TOKEN), {}, "a prompt of 1 pages, this server expects 2"),
-        (RoomNews(ROOM, True, 0, [], TOKEN), {}, "a prompt of 0 pages, this server expects 2"),
-        (RoomNews(ROOM, True, 0, [4], None), {"instance": "j"}, "was replaced by another instance"),
-        (RoomNews(ROOM, True, failure="no"), {}, "the prefill server ended the request: no"),
-        (RoomNews(ROOM, True, 0, [2**63, 1]), {}, "receiving the prompt failed"),
+        (RoomStatus(ROOM, True, 1, [4]), {}, "answered for other pages than were asked for"),
+        (RoomStatus(ROOM, True, 0, [4, 5, 6]), {}, "a prompt of 3 pages, this server expects 2"),
+        (RoomStatus(ROOM, True, 0, [4], TOKEN), {}, "a prompt of 1 pages, this server expects 2"),
+        (RoomStatus(ROOM, True, 0, [], TOKEN), {}, "a prompt of 0 pages, this server expects 2"),
+        (
+            RoomStatus(ROOM, True, 0, [4], None),
+            {"instance": "j"},
+            "was replaced by another instance",
+        ),
+        (RoomStatus(ROOM, True, failure="no"), {}, "the prefill server ended the request: no"),
+        (RoomStatus(ROOM, True, 0, [2**63, 1]), {}, "receiving the prompt failed"),
     ],
 )
 def test_wrong_answers_fail_the_prompt(
-    scene: Scene, news: RoomNews, fields: dict[str, Any], why: str
+    scene: Scene, news: RoomStatus, fields: dict[str, Any], why: str
 ) -> None:
-    offer = scene.there.geometry.offer("i", scene.mover.get_session_id())
-    with OddDesk(answering(offer, news, **fields)) as desk:
+    layout = scene.there.geometry.layout("i", scene.mover.get_session_id())
+    with OddDesk(answering(layout, news, **fields)) as desk:
         scene.endpoint = desk.endpoint
         assert why in scene.failure(scene.begin([9, 2]))
         until(lambda: isinstance(desk.heard[-1], GiveUp))
@@ -216,20 +220,20 @@ def test_wrong_answers_fail_the_prompt(
 
 
 def test_pages_that_were_let_go_of_meanwhile_do_not_count(scene: Scene) -> None:
-    offer = scene.there.geometry.offer("i", scene.mover.get_session_id())
-    news = RoomNews(ROOM, True, 0, [4], TOKEN)
-    with OddDesk(answering(offer, news, was_held=False)) as desk:
+    layout = scene.there.geometry.layout("i", scene.mover.get_session_id())
+    news = RoomStatus(ROOM, True, 0, [4], TOKEN)
+    with OddDesk(answering(layout, news, was_held=False)) as desk:
         scene.endpoint = desk.endpoint
         why = scene.failure(scene.begin([9]))
         assert why == "the prefill server let go of the pages while they were read"
-        assert [type(one) for one in desk.heard[:3]] == [Hello, Ask, Received]
+        assert [type(one) for one in desk.heard[:3]] == [Hello, Poll, Received]
 
 
 def test_unlike_pages_are_refused_before_anything_is_read(scene: Scene) -> None:
-    offer = msgspec.structs.replace(
-        scene.there.geometry.offer("i", "s"), layout="other", layout_facts={"page size": "64"}
+    layout = msgspec.structs.replace(
+        scene.there.geometry.layout("i", "s"), layout="other", facts={"page size": "64"}
     )
-    with OddDesk(answering(offer, RoomNews(ROOM, True))) as desk:
+    with OddDesk(answering(layout, RoomStatus(ROOM, True))) as desk:
         scene.endpoint = desk.endpoint
         why = scene.failure(scene.begin([9]))
         assert "the prefill server at host:1 cannot serve this one: its pages differ" in why
@@ -241,19 +245,19 @@ def test_unlike_pages_are_refused_before_anything_is_read(scene: Scene) -> None:
 
 @pytest.mark.parametrize("raw", [b"", b"\xc1", b"\x91" * 3000, b"\xa4\xff\xff\xff\xff"])
 def test_bytes_that_are_no_answer_are_passed_over(scene: Scene, raw: bytes) -> None:
-    offer = scene.there.geometry.offer("i", scene.mover.get_session_id())
-    good = answering(offer, RoomNews(ROOM, True, 0, [4], TOKEN))
+    layout = scene.there.geometry.layout("i", scene.mover.get_session_id())
+    good = answering(layout, RoomStatus(ROOM, True, 0, [4], TOKEN))
     with OddDesk(lambda asked: [raw, *good(asked), raw]) as desk:
         scene.endpoint = desk.endpoint
         assert scene.end(scene.begin([9])).outcome == TOKEN
 
 
 def test_answers_of_another_kind_are_not_taken(scene: Scene) -> None:
-    odd = RoomNews(ROOM, True)
+    odd = RoomStatus(ROOM, True)
     with OddDesk(lambda asked: [Answered(asked.number, "instance", odd)]) as desk:
         scene.endpoint = desk.endpoint
-        patience = Patience(bootstrap=60, waiting=60, silence=2)
-        prompt = scene.begin([9], patience=patience)
+        timeouts = Timeouts(bootstrap=60, waiting=60, silence=2)
+        prompt = scene.begin([9], timeouts=timeouts)
         until(lambda: len(desk.heard) > 2)
         assert all(isinstance(one, Hello) for one in desk.heard[:3]), "it asks on"
         prompt.cancel()

@@ -13,7 +13,7 @@ import torch
 
 from sglang.srt.disaggregation.common import staging
 from sglang.srt.disaggregation.common.bootstrap_route import Route
-from sglang.srt.disaggregation.common.conversation import Patience
+from sglang.srt.disaggregation.common.control_connection import Timeouts
 from sglang.srt.disaggregation.common.geometry import CannotServe, CutBuffer, PoolGeometry
 from sglang.srt.disaggregation.common.metadata_reader import MetadataReader
 from sglang.srt.disaggregation.common.protocol import PoolBuffer
@@ -146,12 +146,12 @@ def test_a_page_that_no_buffer_holds_is_refused_by_name(monkeypatch: pytest.Monk
     here, there = (
         PoolGeometry.of([pool_of(*heads)], "w", torch.float32) for heads in ((0, 1), (0, 2))
     )
-    offers = [there.offer("i", "s")]
+    layouts = [there.layout("i", "s")]
     monkeypatch.setattr("sglang.srt.disaggregation.common.geometry.STAGING_BYTES", 31)
     with pytest.raises(CannotServe, match="a page of pool kv has 32 bytes of a layer there, which"):
-        here.portions(offers, 0)
+        here.slices(layouts, 0)
     monkeypatch.setattr("sglang.srt.disaggregation.common.geometry.STAGING_BYTES", 32)
-    here.portions(offers, 0)
+    here.slices(layouts, 0)
 
 
 # ---- prompts of ranks with other heads ---------------------------------------------------------
@@ -177,10 +177,10 @@ class Scene:
         self.mover = LocalMover()
         self.desks = []
         for number, pool in enumerate(self.theirs):
-            offer = PoolGeometry.of([pool], "w", torch.float32).offer(
+            layout = PoolGeometry.of([pool], "w", torch.float32).layout(
                 f"rank {number}", "this process"
             )
-            self.desks.append(Desk(offer, "127.0.0.1", unwanted_s=300, silent_s=300))
+            self.desks.append(Desk(layout, "127.0.0.1", unwanted_s=300, silent_s=300))
         geometry = PoolGeometry.of([self.own], "w", torch.float32)
         self.context = TransferContext(
             place=RankPlace(),
@@ -190,7 +190,7 @@ class Scene:
             metadata=MetadataReader(),
             sessions=Sessions(self.mover),
             find_rank=self._find,
-            patience=PATIENT,
+            timeouts=PATIENT,
         )
         self._readers = itertools.count()
 
@@ -294,8 +294,8 @@ def test_a_part_without_a_thread_ends_the_prompt_and_leaves_no_slot(scene: Scene
 def test_a_rank_that_does_not_fit_ends_all_parts(scene: Scene) -> None:
     """Both ranks say that they have the first head."""
     scene.desks[1].close()
-    offer = PoolGeometry.of([scene.theirs[0]], "w", torch.float32).offer("rank 1", "this process")
-    scene.desks[1] = Desk(offer, "127.0.0.1", unwanted_s=300, silent_s=300)
+    layout = PoolGeometry.of([scene.theirs[0]], "w", torch.float32).layout("rank 1", "this process")
+    scene.desks[1] = Desk(layout, "127.0.0.1", unwanted_s=300, silent_s=300)
     prompt = scene.begin([3, 5])
     until(lambda: prompt.has_ended)
     why = "none of its ranks has head 1 of pool kv"
@@ -315,9 +315,9 @@ def test_a_buffer_is_lost_as_long_as_something_may_be_read_into_it(
     until(lambda: isinstance(first.outcome, str))
     assert not first.has_ended
     scene.mover.hold = False
-    hasty = Patience(bootstrap=60, waiting=0.3, silence=30)
+    hasty = Timeouts(bootstrap=60, waiting=0.3, silence=30)
     scene.fill(6)
-    second = scene.begin([1, 2], 6, patience=hasty)
+    second = scene.begin([1, 2], 6, timeouts=hasty)
     until(lambda: second.has_ended)
     assert second.outcome == "no memory for pages of ranks with other heads was free in 0.3 s"
     scene.mover.release()

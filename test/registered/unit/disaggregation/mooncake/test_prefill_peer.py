@@ -14,9 +14,9 @@ import msgspec
 import pytest
 
 from sglang.srt.disaggregation.base.conn import KVPoll
-from sglang.srt.disaggregation.common import conversation
+from sglang.srt.disaggregation.common import control_connection
 from sglang.srt.disaggregation.common.bootstrap_client import BootstrapError, WrongSecret, find
-from sglang.srt.disaggregation.common.conversation import Patience
+from sglang.srt.disaggregation.common.control_connection import Timeouts
 from sglang.srt.disaggregation.common.geometry import PoolGeometry
 from sglang.srt.disaggregation.mooncake import prefill_peer
 from sglang.srt.disaggregation.mooncake.conn import MooncakeKVReceiver
@@ -31,7 +31,7 @@ from sglang.test.servers.scarce_threads import no_threads
 
 register_cpu_ci(est_time=10, suite="base-a-test-cpu")
 
-HASTY = Patience(bootstrap=60, waiting=60, silence=0.6)
+HASTY = Timeouts(bootstrap=60, waiting=60, silence=0.6)
 SILENT = "the prefill server at {} has not answered for 0.6 s"
 
 
@@ -45,7 +45,7 @@ def server() -> Iterator[Server]:
 @pytest.fixture
 def hasty(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
     """It is missed after 0.6 seconds."""
-    monkeypatch.setattr(conversation, "REPEAT_S", 0.05)
+    monkeypatch.setattr(control_connection, "REPEAT_S", 0.05)
     one = Server(HASTY)
     yield one
     one.close()
@@ -101,7 +101,7 @@ def test_a_known_room_is_watched_until_there_are_slots(server: Server) -> None:
 
 def test_a_room_that_the_prefill_server_never_gets(server: Server) -> None:
     server.close()
-    server = Server(Patience(bootstrap=0.3, waiting=60, silence=30))
+    server = Server(Timeouts(bootstrap=0.3, waiting=60, silence=30))
     try:
         server.desk.open(6)
         known, unknown = server.ask(6), server.ask()
@@ -277,8 +277,8 @@ def test_all_ranks_to_read_from_are_looked_up_once(server: Server) -> None:
 def test_a_server_of_another_model_is_told_so(server: Server) -> None:
     server.desk.close()
     pool = server.scene.there.pool
-    offer = PoolGeometry.of([pool], "other weights", pool.dtype).offer("instance", "s")
-    server.desk = server.scene.desk = Desk(offer, "127.0.0.1", unwanted_s=300, silent_s=300)
+    layout = PoolGeometry.of([pool], "other weights", pool.dtype).layout("instance", "s")
+    server.desk = server.scene.desk = Desk(layout, "127.0.0.1", unwanted_s=300, silent_s=300)
     server.route = one_rank(f"tcp://127.0.0.1:{server.desk.port}")
     server.desk.open(ROOM)
     receiver = server.ask()
@@ -360,7 +360,7 @@ def test_another_instance_at_the_old_address_is_noticed(hasty: Server) -> None:
 def test_messages_may_be_lost_doubled_and_late(
     server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(conversation, "REPEAT_S", 0.05)
+    monkeypatch.setattr(control_connection, "REPEAT_S", 0.05)
     rng = random.Random(3)
 
     def fate(message: bytes, is_question: bool) -> tuple[float, ...]:

@@ -15,12 +15,12 @@ from sglang.srt.disaggregation.common.protocol import (
     ANSWERED_DECODER,
     Answer,
     Asked,
-    Met,
-    Offer,
+    BootstrapStatus,
+    KVLayout,
     Packed,
     Question,
     Released,
-    RoomNews,
+    RoomStatus,
 )
 from sglang.srt.disaggregation.control.control_link import ControlLink, Unwelcome
 from sglang.srt.disaggregation.control.deployment_secret import DeploymentSecret
@@ -30,11 +30,11 @@ from sglang.srt.utils.bad_messages import MALFORMED
 logger = logging.getLogger(__name__)
 
 REPEAT_S: Final = 1.0
-"""Seconds without an answer after which a question is repeated; fewer if patience is short."""
+"""Seconds without an answer after which a question is repeated; fewer if `silence` is short."""
 POLL_S: Final = 0.1
 """Seconds within which an abort is noticed."""
 ABORTED: Final = "the request was aborted"
-_A = TypeVar("_A", Offer, Met, RoomNews, Packed, Released)
+_A = TypeVar("_A", KVLayout, BootstrapStatus, RoomStatus, Packed, Released)
 
 
 class RoomFailed(RuntimeError):
@@ -78,7 +78,7 @@ class Cancellation:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Patience:
+class Timeouts:
     """Time limits of a room, in seconds."""
 
     bootstrap: float
@@ -89,7 +89,7 @@ class Patience:
     """Time until any answer of the prefill server."""
 
     @classmethod
-    def from_environment(cls) -> Patience:
+    def from_environment(cls) -> Timeouts:
         """The time limits of this process. Raises ValueError if one is not positive."""
         return cls(
             bootstrap=seconds(envs.SGLANG_DISAGGREGATION_UNKNOWN_ROOM_TIMEOUT),
@@ -121,7 +121,7 @@ def silence_s() -> int:
     return interval * seconds(envs.SGLANG_DISAGGREGATION_HEARTBEAT_MAX_FAILURE)
 
 
-class Conversation:
+class ControlConnection:
     """Questions to one prefill server, one at a time, over a connection of its own.
 
     Args:
@@ -133,14 +133,14 @@ class Conversation:
         self,
         endpoint: str,
         secret: DeploymentSecret | None,
-        patience: Patience,
+        timeouts: Timeouts,
         cancelled: Cancellation,
         instance_id: str,
         waker: socket.socket | None = None,
     ) -> None:
         """Raises RoomFailed if the endpoint is no such address."""
         self._endpoint = endpoint
-        self._patience = patience
+        self._timeouts = timeouts
         self._cancelled = cancelled
         self._number = 0
         self._heard = time.monotonic()
@@ -152,7 +152,7 @@ class Conversation:
         except ValueError as error:
             raise RoomFailed(f"the prefill server told a wrong endpoint: {error}") from None
 
-    def __enter__(self) -> Conversation:
+    def __enter__(self) -> ControlConnection:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -219,12 +219,12 @@ class Conversation:
 
     def _repeat(self, question: Question) -> None:
         now = time.monotonic()
-        if now >= self._heard + self._patience.silence:
+        if now >= self._heard + self._timeouts.silence:
             raise NotAnswered(
                 f"the prefill server at {self._endpoint} has not answered for "
-                f"{self._patience.silence:g} s"
+                f"{self._timeouts.silence:g} s"
             )
-        if now >= self._sent + self._patience.repeat:
+        if now >= self._sent + self._timeouts.repeat:
             self._send(question)
             self._sent = now
 
