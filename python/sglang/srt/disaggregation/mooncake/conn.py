@@ -77,11 +77,9 @@ _FIND_S: Final = 5.0
 """Time limit of one request to a bootstrap server, in seconds."""
 _ROUTE_BYTES: Final = 2048
 """Most bytes of a rank's route as JSON."""
-_POLL_S: Final = 0.1
-"""Seconds within which a shard that waits for the layouts of others notices that it waits in
-vain."""
 
 MooncakeKVBootstrapServer = CommonKVBootstrapServer
+"""The server process uses the class at its own path, since it does not import torch."""
 
 
 class MooncakeKVManager(BaseKVManager):
