@@ -286,8 +286,8 @@ def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
         }
         for case in all_cases:
             endpoint, layout = desks[case.unit_mib]
-            told_offer = msgspec.msgpack.decode(layout, type=KVLayout)
-            rows.append(read(side, case, endpoint, told_offer, limits[case.tokens]))
+            told_layout = msgspec.msgpack.decode(layout, type=KVLayout)
+            rows.append(read(side, case, endpoint, told_layout, limits[case.tokens]))
     ranks.reduce_min(torch.zeros(1, dtype=torch.int64))  # Until both have come here.
     return rows
 

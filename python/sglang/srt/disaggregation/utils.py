@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from enum import StrEnum
-from typing import Final, Literal, overload
+from typing import Final, Literal, TypeAlias, overload
 
 import numpy as np
 import torch
@@ -286,7 +286,8 @@ def get_kv_class(
     return _KV_CLASSES[transfer_backend][class_type]
 
 
-_KV_CLASSES: Final = {
+_KvClass: TypeAlias = type[BaseKVManager | BaseKVSender | BaseKVReceiver]
+_KV_CLASSES: Final[Mapping[TransferBackend, Mapping[KVClassType, _KvClass]]] = {
     TransferBackend.MOONCAKE: {
         KVClassType.MANAGER: MooncakeKVManager,
         KVClassType.SENDER: MooncakeKVSender,

@@ -107,7 +107,7 @@ class Scene:
     Args:
         unit_bytes: Bytes of a unit of packed pages; None: pages are not packed.
         link: Costs of the link on which pages are packed.
-        rows: Rows of metadata that the desk layouts.
+        rows: Rows of metadata that the desk offers.
     """
 
     def __init__(
@@ -242,7 +242,7 @@ class Server:
         return msgspec.structs.replace(self.route, rank=rank)
 
     def ask(self, room: int = ROOM) -> MooncakeKVReceiver:
-        """Poll whether the prefill server has a room."""
+        """Ask whether the prefill server has a room."""
         receiver = MooncakeKVReceiver(
             cast(MooncakeKVManager, _Servers(self.servers)), ("host", 1), room
         )

@@ -212,7 +212,7 @@ class BaseKVReceiver(ABC):
 
     @abstractmethod
     def init(self) -> None:
-        """Poll the prefill server whether it has the request. It reserves nothing."""
+        """Ask the prefill server whether it has the request. It reserves nothing."""
 
     @abstractmethod
     def send_metadata(
@@ -222,7 +222,7 @@ class BaseKVReceiver(ABC):
         state_indices: Sequence[int] = (),
         decode_prefix_len: int = 0,
     ) -> None:
-        """Poll for the prompt, and read it. `poll` was `WaitingForInput`. All ranks call this for
+        """Ask for the prompt, and read it. `poll` was `WaitingForInput`. All ranks call this for
         the same requests in the same order.
 
         Args:

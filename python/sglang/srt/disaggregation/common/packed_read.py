@@ -71,7 +71,7 @@ class PackedRead:
         self._first = first
         self._buffers = buffers
         self._own = own
-        self._talk = connection
+        self._connection = connection
         self._reader = reader
         sizes = [one.page_bytes for one in buffers]
         self._units = list(rounds(sizes, len(own), first.unit_bytes))
@@ -98,7 +98,7 @@ class PackedRead:
         if not self._take_buffer(patience):
             return False
         index = self._reader.staging.index(self._own)
-        self._talk.begin(self._question())
+        self._connection.begin(self._question())
         self._is_asked = True
         moved = time.monotonic()
         """Time at which a unit was last announced or read."""
@@ -124,7 +124,7 @@ class PackedRead:
         return msgspec.structs.replace(self._first, done=self._num_done, known=len(self._places))
 
     def _advance(self) -> None:
-        self._talk.advance(self._question())
+        self._connection.advance(self._question())
         self._is_asked = True
 
     def _begin_reads(self) -> None:
@@ -160,7 +160,7 @@ class PackedRead:
         announced."""
         if not self._is_asked and len(self._places) < len(self._units):
             self._advance()
-        answer = self._talk.keep_alive(self._question(), Packed, timeout)
+        answer = self._connection.keep_alive(self._question(), Packed, timeout)
         if answer is None:
             return
         self._is_asked = False

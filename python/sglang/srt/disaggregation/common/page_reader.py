@@ -106,7 +106,7 @@ class PageReader:
         self._link = context.link
         self._source = source
         self._own = own
-        self._talk = connection
+        self._connection = connection
         self._layout = layout
         self._shard_slice = shard_slice
         self._stay = stay
@@ -183,7 +183,9 @@ class PageReader:
         # The patience is the time of a read without packing, so waiting in vain at most doubles the
         # time.
         patience = link.direct_s(num_blocks, num_bytes)
-        has_come = PackedRead(first, buffers, own, connection=self._talk, reader=self).run(patience)
+        has_come = PackedRead(first, buffers, own, connection=self._connection, reader=self).run(
+            patience
+        )
         self.seconds += time.monotonic() - started
         return has_come
 

@@ -49,14 +49,12 @@ from sglang.srt.disaggregation.common.metadata_reader import (
     host_identity,
 )
 from sglang.srt.disaggregation.common.packing import Packer
+from sglang.srt.disaggregation.common.page_reader import OwnSlots
 from sglang.srt.disaggregation.common.prompt_read import PromptRead
 from sglang.srt.disaggregation.common.protocol import FirstToken, RowsLayout
 from sglang.srt.disaggregation.common.rank_map import RankPlace
 from sglang.srt.disaggregation.common.room_server import RoomServer
 from sglang.srt.disaggregation.common.sessions import Sessions
-from sglang.srt.disaggregation.common.shard_receiver import (
-    OwnSlots,
-)
 from sglang.srt.disaggregation.common.staging import Staging
 from sglang.srt.disaggregation.common.transfer_context import FindRank, TransferContext
 from sglang.srt.disaggregation.control.deployment_secret import DeploymentSecret
@@ -68,7 +66,7 @@ from sglang.srt.distributed.device_communicators.mooncake_transfer_engine import
 )
 from sglang.srt.distributed.rank_group import gather_texts
 from sglang.srt.environ import envs
-from sglang.srt.mem_cache.hybrid_cache.on_all_ranks import on_all_ranks
+from sglang.srt.mem_cache.tree.on_all_ranks import on_all_ranks
 from sglang.srt.utils.network import address_for_peers
 
 logger = logging.getLogger(__name__)

@@ -1,4 +1,4 @@
-"""Which ranks of two servers connection to each other."""
+"""Which ranks of two servers talk to each other."""
 
 from __future__ import annotations
 
