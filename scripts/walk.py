@@ -1,0 +1,276 @@
+#!/usr/bin/env python3
+"""Walks values through a running engine, and counts what a reader would have to follow.
+
+    .venv/bin/python scripts/walk.py [--ways match page-out ...] [--list]
+
+For each way one line: functions, the files that they are in, and returns to a file that was left
+before. `--list` prints the functions too. Only the first entry into each function of
+`sglang.srt` counts, on all threads, in the order in which they happen; module bodies,
+comprehensions and lambdas do not. Threads interleave: each way is walked several times, and the
+walk with the fewest returns counts.
+
+The ways, of a small random model on this machine's CPU:
+
+    match      a prompt, from the scheduler's tick that has its message to its match in the tree
+    page-out   pages, from the tree's insertion until L3, a real Mooncake Store, has acknowledged
+    page-in    pages, from the look-up in L3 until they are on the device
+    state-out, state-in   the same for a hybrid model, whose pages come with recurrent states
+    room       a request of a decode server, from the tick that has its message to its first token
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import itertools
+import os
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import CodeType, FrameType
+from typing import Any, Final
+
+import sglang.srt
+from sglang.srt.distributed.device_communicators.mooncake_transfer_engine import (
+    MooncakeTransferEngine,
+)
+from sglang.srt.environ import envs
+from sglang.srt.managers.messages.io_struct import FlushCacheReqInput, TokenizedGenerateReqInput
+from sglang.srt.mem_cache.hiradix_cache import HiRadixCache
+from sglang.srt.mem_cache.l2.host_load import HostLoad
+from sglang.srt.mem_cache.radix_cache import RadixCache
+from sglang.srt.mem_cache.tree.prefix_tree import PrefixTree
+from sglang.test.disaggregation.pd_rig import LOOPBACK, PdRig
+from sglang.test.models.tiny_models import save_tiny_checkpoint
+from sglang.test.schedulers.scheduler_rig import SchedulerRig, greedy, prompt
+from sglang.test.stores.mooncake_cluster import MooncakeCluster
+
+_ROOT: Final = f"{Path(sglang.srt.__file__).parent}{os.sep}"
+_OF_PREFILL: Final = ("disagg-desk", "disagg-pack")
+"""Threads of the prefill server, which is in the same process."""
+_WALKS: Final = 5
+_PAGE: Final = 16
+_LENGTH: Final = 4 * _PAGE + 1
+
+
+@dataclass(frozen=True, slots=True)
+class Counts:
+    """What a way costs its reader."""
+
+    functions: int
+    files: int
+    returns: int
+
+
+class Trail:
+    """First entries into functions of the engine, while it records."""
+
+    def __init__(self) -> None:
+        self.entries: list[CodeType] = []
+        self._seen: set[CodeType] = set()
+        self._begin: CodeType | None = None
+        self._end: CodeType | None = None
+        self.records = False
+
+    def install(self) -> None:
+        """Watch this thread, and all that are started from now on."""
+        threading.setprofile(self._see)
+        sys.setprofile(self._see)
+
+    def start(self, begin: Callable[..., Any] | None = None, end: Any = None) -> None:
+        """Forget all, and record from the next call of `begin` (None: from now on) until `end`
+        returns (None: until `stop`)."""
+        self.entries, self._seen = [], set()
+        self._begin = None if begin is None else begin.__code__
+        self._end = None if end is None else end.__code__
+        self.records = begin is None
+
+    def stop(self) -> None:
+        self.records = False
+        self._begin = None
+
+    def _see(self, frame: FrameType, event: str, arg: Any) -> None:
+        code = frame.f_code
+        if event == "return" and code is self._end:
+            self.stop()
+        if event != "call":
+            return
+        if code is self._begin:
+            self.records = True
+        if not self.records or code in self._seen or code.co_name.startswith("<"):
+            return
+        if not code.co_filename.startswith(_ROOT):
+            return
+        if threading.current_thread().name.startswith(_OF_PREFILL):
+            return
+        self._seen.add(code)
+        self.entries.append(code)
+
+    def counts(self) -> Counts:
+        visited: set[str] = set()
+        last, returns = "", 0
+        for code in self.entries:
+            if code.co_filename != last:
+                returns += code.co_filename in visited
+                last = code.co_filename
+                visited.add(last)
+        return Counts(len(self.entries), len(visited), returns)
+
+    def lines(self) -> Iterator[str]:
+        for code in self.entries:
+            yield f"{code.co_filename.removeprefix(_ROOT)}  {code.co_qualname}"
+
+
+@dataclass(frozen=True, slots=True)
+class Walk:
+    """One walk of a way."""
+
+    counts: Counts
+    lines: list[str]
+
+
+class Walker:
+    """Walks ways several times."""
+
+    def __init__(self, trail: Trail, stack: contextlib.ExitStack) -> None:
+        self._trail = trail
+        self._stack = stack
+        self._folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="walk-")))
+        self._rigs: dict[str, SchedulerRig] = {}
+        self._pair: PdRig | None = None
+        self._seeds = itertools.count(1)
+
+    def walk(self, way: str) -> Walk:
+        """The walk with the fewest returns; the first one only warms up."""
+        walks = []
+        for _ in range(_WALKS + 1):
+            getattr(self, f"_{way.replace('-', '_')}")()
+            self._trail.stop()
+            walks.append(Walk(self._trail.counts(), list(self._trail.lines())))
+        return min(walks[1:], key=lambda walk: (walk.counts.returns, walk.counts.functions))
+
+    def _match(self) -> None:
+        rig = self._rig("qwen3")
+        message = self._request(rig, prompt(next(self._seeds), _LENGTH))
+        self._trail.start(end=RadixCache.match_prefix)
+        rig.step(message)
+        self._trail.stop()
+        rig.run()
+
+    def _page_out(self, family: str = "qwen3") -> list[int]:
+        rig = self._rig(family)
+        ids = prompt(next(self._seeds), _LENGTH)
+        self._trail.start(begin=PrefixTree.insert)
+        rig.step(self._request(rig, ids))
+        while not rig.scheduler.is_idle() or rig.tree.is_busy():
+            rig.wait_a_tick()
+        self._trail.stop()
+        return ids
+
+    def _page_in(self, family: str = "qwen3") -> None:
+        ids = self._page_out(family)
+        rig = self._rig(family)
+        rig.step(FlushCacheReqInput("flush"))
+        self._trail.start(begin=HiRadixCache.prefetch_from_storage, end=HostLoad._settle)
+        message = self._request(rig, ids)
+        rig.step(message)
+        while message.rid not in rig.results or rig.tree.is_busy():
+            rig.wait_a_tick()
+        self._trail.stop()
+        last = rig.results[message.rid].last
+        assert last is not None and last.cached_tokens_details is not None
+        assert last.cached_tokens_details.storage == _LENGTH - 1, "L3 had the pages"
+
+    def _state_out(self) -> None:
+        self._page_out("qwen3_next")
+
+    def _state_in(self) -> None:
+        self._page_in("qwen3_next")
+
+    def _room(self) -> None:
+        pair = self._pd()
+        seed = next(self._seeds)
+        message = pair.request(f"room {seed}", prompt(seed, _LENGTH), greedy(2))
+        pair.prefill.step(message)
+        self._trail.start()
+        pair.decode.step(message)
+        while message.rid not in pair.decode.results:
+            self._trail.records = False
+            pair.prefill.step()
+            self._trail.records = True
+            pair.decode.step()
+        self._trail.stop()
+        pair.run()
+
+    def _request(self, rig: SchedulerRig, ids: list[int]) -> TokenizedGenerateReqInput:
+        return rig.request(f"request {next(self._seeds)}", ids, greedy(1))
+
+    def _model(self, family: str) -> Path:
+        folder = self._folder / family
+        if not folder.exists():
+            save_tiny_checkpoint(folder, family, eos_token_id=None)
+        return folder
+
+    def _rig(self, family: str) -> SchedulerRig:
+        """A scheduler with three tiers."""
+        if family not in self._rigs:
+            if not self._rigs:
+                cluster = self._stack.enter_context(MooncakeCluster())
+                for name, value in cluster.engine_env().items():
+                    os.environ[name] = value  # noqa: TID251 - what the store's client reads
+            rig = SchedulerRig(
+                self._model(family),
+                pool_tokens=2048,
+                page_size=_PAGE,
+                hicache_ratio=2.0,
+                hicache_storage_backend="mooncake",
+                hicache_storage_prefetch_policy="wait_complete",
+                hicache_storage_backend_extra_config='{"prefetch_threshold": 1}',
+            )
+            self._stack.callback(rig.tree.shutdown)
+            self._rigs[family] = rig
+        return self._rigs[family]
+
+    def _pd(self) -> PdRig:
+        """A prefill and a decode scheduler that Mooncake's Transfer Engine joins over TCP."""
+        if self._pair is None:
+            with envs.MOONCAKE_PROTOCOL.override("tcp"):
+                engine = MooncakeTransferEngine(LOOPBACK)
+            self._stack.callback(engine.close)
+            pair = PdRig(self._model("qwen3"), engine, page_size=_PAGE, pool_tokens=2048)
+            self._pair = self._stack.enter_context(pair)
+        return self._pair
+
+
+WAYS: Final = ("match", "page-out", "page-in", "state-out", "state-in", "room")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--ways", nargs="+", choices=WAYS, default=WAYS)
+    parser.add_argument("--list", action="store_true", help="print the functions too")
+    args = parser.parse_args()
+    trail = Trail()
+    trail.install()
+    with contextlib.ExitStack() as stack:
+        walker = Walker(trail, stack)
+        for way in args.ways:
+            walk = walker.walk(way)
+            counts = walk.counts
+            print(
+                f"{way:<10} {counts.functions:4} functions {counts.files:3} files "
+                f"{counts.returns:4} returns",
+                flush=True,
+            )
+            if args.list:
+                print(*(f"    {line}" for line in walk.lines), sep="\n")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
