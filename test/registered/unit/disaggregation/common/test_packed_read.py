@@ -309,8 +309,8 @@ def test_units_that_never_come(scene: Scene, monkeypatch: pytest.MonkeyPatch) ->
 
     monkeypatch.setattr(StagingBuffer, "pack", once)
     fill(scene)
-    patience = Timeouts(bootstrap=60, waiting=0.2, silence=30)
-    why = scene.failure(scene.begin(OWN, patience=patience))
+    timeouts = Timeouts(bootstrap=60, waiting=0.2, silence=30)
+    why = scene.failure(scene.begin(OWN, timeouts=timeouts))
     assert why == "the prefill server has not packed more pages in time"
 
 
@@ -370,7 +370,7 @@ def test_answers_that_cannot_be(scene: Scene, monkeypatch: pytest.MonkeyPatch, k
 
     monkeypatch.setattr(msgspec.msgpack, "encode", spoiled)
     fill(scene)
-    assert scene.failure(scene.begin(OWN, patience=PATIENT)) == why
+    assert scene.failure(scene.begin(OWN, timeouts=PATIENT)) == why
 
 
 if __name__ == "__main__":

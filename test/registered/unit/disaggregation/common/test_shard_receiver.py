@@ -231,7 +231,7 @@ def test_pages_that_were_let_go_of_meanwhile_do_not_count(scene: Scene) -> None:
 
 def test_unlike_pages_are_refused_before_anything_is_read(scene: Scene) -> None:
     layout = msgspec.structs.replace(
-        scene.there.geometry.layout("i", "s"), layout="other", facts={"page size": "64"}
+        scene.there.geometry.layout("i", "s"), digest="other", facts={"page size": "64"}
     )
     with OddDesk(answering(layout, RoomStatus(ROOM, True))) as desk:
         scene.endpoint = desk.endpoint
