@@ -52,6 +52,13 @@ _OF_PEERS: Final = (
 """Fields that matter only where servers talk to each other."""
 
 
+def moves_pages(args: ServerArgs) -> bool:
+    """Whether pages move between this server and others."""
+    backend = args.disaggregation_transfer_backend
+    is_whole = args.disaggregation_mode == DisaggregationMode.NULL
+    return not is_whole and backend != TransferBackend.FAKE
+
+
 def read_secret(args: ServerArgs) -> str | None:
     """The deployment's secret, from the file or the environment.
 
@@ -88,7 +95,7 @@ def check_disaggregation(args: ServerArgs) -> Iterator[str]:
         )
     if mode == DisaggregationMode.NULL:
         return
-    if args.disaggregation_transfer_backend == TransferBackend.FAKE:
+    if not moves_pages(args):
         where += f" --disaggregation-transfer-backend {TransferBackend.FAKE}"
         for field in _OF_PEERS:
             yield from refuse_ignored(args, field, where)
@@ -136,10 +143,7 @@ def prefill_hosts(args: ServerArgs) -> PrefillHosts | None:
     Raises:
         ValueError: One of them is no host; names the flag.
     """
-    if (
-        args.disaggregation_mode != DisaggregationMode.DECODE
-        or args.disaggregation_transfer_backend == TransferBackend.FAKE
-    ):
+    if args.disaggregation_mode != DisaggregationMode.DECODE or not moves_pages(args):
         return None
     return PrefillHosts.parse(args.disaggregation_prefill_hosts, args.host)
 

@@ -6,7 +6,7 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from enum import StrEnum
-from typing import Final, Literal, TypeAlias, overload
+from typing import Final, Literal, overload
 
 import numpy as np
 import torch
@@ -281,13 +281,17 @@ def get_kv_class(
 ) -> type[BaseKVReceiver]: ...
 def get_kv_class(
     transfer_backend: TransferBackend, class_type: KVClassType
-) -> type[BaseKVManager | BaseKVSender | BaseKVReceiver]:
+) -> type[BaseKVManager] | type[BaseKVSender] | type[BaseKVReceiver]:
     """A class of the transport that `--disaggregation-transfer-backend` names."""
     return _KV_CLASSES[transfer_backend][class_type]
 
 
-_KvClass: TypeAlias = type[BaseKVManager | BaseKVSender | BaseKVReceiver]
-_KV_CLASSES: Final[Mapping[TransferBackend, Mapping[KVClassType, _KvClass]]] = {
+_KV_CLASSES: Final[
+    Mapping[
+        TransferBackend,
+        Mapping[KVClassType, type[BaseKVManager] | type[BaseKVSender] | type[BaseKVReceiver]],
+    ]
+] = {
     TransferBackend.MOONCAKE: {
         KVClassType.MANAGER: MooncakeKVManager,
         KVClassType.SENDER: MooncakeKVSender,

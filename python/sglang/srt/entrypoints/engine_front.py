@@ -7,7 +7,12 @@ import logging
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
-from sglang.srt.arg_groups.disaggregation import DisaggregationMode, TransferBackend, prefill_hosts
+from sglang.srt.arg_groups.disaggregation import (
+    DisaggregationMode,
+    TransferBackend,
+    moves_pages,
+    prefill_hosts,
+)
 from sglang.srt.disaggregation.common.bootstrap_route import Route
 from sglang.srt.disaggregation.common.bootstrap_server import CommonKVBootstrapServer
 from sglang.srt.disaggregation.control.deployment_secret import DeploymentSecret
@@ -159,8 +164,7 @@ def _start_bootstrap(args: ServerArgs) -> CommonKVBootstrapServer | None:
     Raises:
         ValueError: The port is in use.
     """
-    is_fake = args.disaggregation_transfer_backend == TransferBackend.FAKE
-    if args.disaggregation_mode != DisaggregationMode.PREFILL or is_fake:
+    if args.disaggregation_mode != DisaggregationMode.PREFILL or not moves_pages(args):
         return None
     secret = DeploymentSecret.of(args.disaggregation_secret)
     return CommonKVBootstrapServer(args.host, args.disaggregation_bootstrap_port, secret)

@@ -14,7 +14,7 @@ from sglang.srt.arg_groups.cli import flag_name
 from sglang.srt.arg_groups.disaggregation import (
     BOOTSTRAP_PORT_FLAG,
     DisaggregationMode,
-    TransferBackend,
+    moves_pages,
 )
 from sglang.srt.arg_groups.foreign_variables import warnings_about_variables
 from sglang.srt.arg_groups.remote_weights import (
@@ -148,8 +148,7 @@ def check_disaggregation(args: ServerArgs) -> None:
             SGLANG_MOONCAKE_CUSTOM_MEM_POOL is wrong.
     """
     mode = args.disaggregation_mode
-    is_fake = args.disaggregation_transfer_backend == TransferBackend.FAKE
-    if mode == DisaggregationMode.NULL or is_fake:
+    if not moves_pages(args):
         return
     check_mooncake_custom_mem_pool_enabled()
     envs.SGLANG_MOONCAKE_SEND_AUX_TCP.get()

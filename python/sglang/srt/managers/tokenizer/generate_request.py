@@ -8,7 +8,6 @@ from typing import Final
 
 import msgspec
 
-from sglang.srt.constants import HEALTH_CHECK_RID_PREFIX
 from sglang.srt.managers.messages.io_struct import Bootstrap
 from sglang.srt.mem_cache.tree.radix_key import TokenArray, token_array
 from sglang.srt.sampling.sampling_params import SamplingParams
@@ -103,8 +102,3 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     """Requests of the same body, this one included: they share the limits of a body."""
     sample_of: str | None = None
     """Id of the request whose prompt this one shares, as another of its `n` samples."""
-
-    @property
-    def is_probe(self) -> bool:
-        """Whether the server itself sends it, to see that it answers."""
-        return self.rid.startswith(HEALTH_CHECK_RID_PREFIX)

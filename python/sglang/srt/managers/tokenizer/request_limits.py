@@ -11,6 +11,7 @@ from typing import Final
 
 from sglang.srt.arg_groups.disaggregation import DisaggregationMode
 from sglang.srt.arg_groups.prefill_hosts import PREFILL_HOSTS_FLAG, PrefillHosts
+from sglang.srt.constants import HEALTH_CHECK_RID_PREFIX
 from sglang.srt.managers.messages.io_struct import Bootstrap
 from sglang.srt.managers.tokenizer.generate_request import GenerateRequest, InvalidRequest
 from sglang.srt.mem_cache.tree.radix_key import TokenArray
@@ -148,7 +149,7 @@ def _check_half(request: GenerateRequest, limits: RequestLimits) -> None:
             "leave bootstrap_host, bootstrap_port and bootstrap_room out",
             field="bootstrap_room",
         )
-    may_have_none = limits.draws_rooms or request.is_probe
+    may_have_none = limits.draws_rooms or request.rid.startswith(HEALTH_CHECK_RID_PREFIX)
     if request.bootstrap is None and mode != DisaggregationMode.NULL and not may_have_none:
         raise InvalidRequest(
             f"bootstrap_room is missing: this server does the {mode} half of requests only "

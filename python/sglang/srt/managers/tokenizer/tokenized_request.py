@@ -7,7 +7,7 @@ import secrets
 from typing import Final
 
 from sglang.srt.arg_groups.disaggregation import FAKE_BOOTSTRAP_HOST, DisaggregationMode
-from sglang.srt.constants import DEFAULT_BOOTSTRAP_PORT
+from sglang.srt.constants import DEFAULT_BOOTSTRAP_PORT, HEALTH_CHECK_RID_PREFIX
 from sglang.srt.managers.messages.io_struct import MAX_ROOM, Bootstrap, TokenizedGenerateReqInput
 from sglang.srt.managers.tokenizer.generate_request import GenerateRequest
 from sglang.srt.managers.tokenizer.request_limits import RequestLimits
@@ -39,7 +39,11 @@ def tokenized(
         params.max_new_tokens = max(default, params.min_new_tokens)
     seed = params.sampling_seed
     decodes_only = limits.disaggregation_mode == DisaggregationMode.DECODE
-    draws_room = limits.draws_rooms and request.bootstrap is None and not request.is_probe
+    draws_room = (
+        limits.draws_rooms
+        and request.bootstrap is None
+        and not request.rid.startswith(HEALTH_CHECK_RID_PREFIX)
+    )
     return TokenizedGenerateReqInput(
         rid=request.rid,
         input_ids=tokens,

@@ -12,7 +12,7 @@ import msgspec
 import torch
 
 from sglang.srt.arg_groups.cli import flag_name
-from sglang.srt.arg_groups.disaggregation import DisaggregationMode, TransferBackend
+from sglang.srt.arg_groups.disaggregation import DisaggregationMode, TransferBackend, moves_pages
 from sglang.srt.arg_groups.parallelism import ranks_per_node
 from sglang.srt.arg_groups.remote_weights import offers_weights, reads_weights, seed_host_port
 from sglang.srt.configs.model_config import ModelConfig
@@ -368,10 +368,7 @@ def _transfer_engine(
     server_args: ServerArgs, rendezvous: Rendezvous | None
 ) -> SharedTransferEngine | None:
     """Start parameters of this process's Transfer Engine; None: no feature needs one."""
-    if (
-        not offers_weights(server_args)
-        and server_args.disaggregation_mode == DisaggregationMode.NULL
-    ):
+    if not (offers_weights(server_args) or moves_pages(server_args)):
         return None
     name = envs.MOONCAKE_LOCAL_HOSTNAME
     return SharedTransferEngine(
