@@ -31,7 +31,8 @@ import torch
 from sglang.benchmark.report import emit, provenance
 from sglang.embedded_mooncake import LOOPBACK
 from sglang.srt.constants import MIB
-from sglang.srt.disaggregation.common.bootstrap_route import Route
+from sglang.srt.disaggregation.base.bootstrap_route import Route
+from sglang.srt.disaggregation.base.first_token import FirstToken
 from sglang.srt.disaggregation.common.control_connection import Timeouts
 from sglang.srt.disaggregation.common.geometry import PoolGeometry
 from sglang.srt.disaggregation.common.link_costs import LINKS, LinkCosts
@@ -39,7 +40,7 @@ from sglang.srt.disaggregation.common.metadata_reader import MetadataReader
 from sglang.srt.disaggregation.common.packing import Packer
 from sglang.srt.disaggregation.common.page_reader import OwnSlots
 from sglang.srt.disaggregation.common.prompt_read import PromptRead
-from sglang.srt.disaggregation.common.protocol import FirstToken, KVLayout
+from sglang.srt.disaggregation.common.protocol import KVLayout
 from sglang.srt.disaggregation.common.rank_map import RankPlace
 from sglang.srt.disaggregation.common.sessions import Sessions
 from sglang.srt.disaggregation.common.staging import Staging, rounds

@@ -15,8 +15,8 @@ import pytest
 import torch
 
 from sglang.serve_pd import count_gpus
+from sglang.srt.disaggregation.base.first_token import FirstToken
 from sglang.srt.disaggregation.common.metadata_row import BadRow
-from sglang.srt.disaggregation.common.protocol import FirstToken
 from sglang.srt.disaggregation.utils import MetadataBuffers
 from sglang.srt.distributed.device_communicators.mooncake_protocol import wheel_protocols
 from sglang.srt.hardware_backend.device_runtime import detect_device

@@ -33,7 +33,7 @@ from sglang.srt.observability.disaggregation_metrics import (
 from sglang.srt.utils.network import canonical_host
 
 if TYPE_CHECKING:
-    from sglang.srt.disaggregation.common.protocol import FirstToken
+    from sglang.srt.disaggregation.base.first_token import FirstToken
     from sglang.srt.managers.messages.io_struct import Bootstrap, TokenizedGenerateReqInput
     from sglang.srt.managers.scheduler.batch import PrefillWork
     from sglang.srt.managers.scheduler.parts import Holder

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import msgspec
 import xxhash
 
-from sglang.srt.disaggregation.common.protocol import FirstToken
+from sglang.srt.disaggregation.base.first_token import FirstToken
 
 if TYPE_CHECKING:
     from sglang.srt.managers.scheduler.requests.spec import RequestSpec

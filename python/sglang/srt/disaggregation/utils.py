@@ -21,13 +21,13 @@ from sglang.srt.disaggregation.base.conn import (
     KVPoller,
     KVTransferError,
 )
+from sglang.srt.disaggregation.base.first_token import FirstToken
 from sglang.srt.disaggregation.common.metadata_row import (
     HEAD_BYTES,
     ROW_BYTES,
     pack_row,
     unpack_row,
 )
-from sglang.srt.disaggregation.common.protocol import FirstToken
 from sglang.srt.disaggregation.fake.conn import FakeKVManager, FakeKVReceiver, FakeKVSender
 from sglang.srt.disaggregation.mooncake.conn import (
     MooncakeKVManager,

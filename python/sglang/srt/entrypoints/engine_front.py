@@ -13,7 +13,7 @@ from sglang.srt.arg_groups.disaggregation import (
     moves_pages,
     prefill_hosts,
 )
-from sglang.srt.disaggregation.common.bootstrap_route import Route
+from sglang.srt.disaggregation.base.bootstrap_route import Route
 from sglang.srt.disaggregation.common.bootstrap_server import CommonKVBootstrapServer
 from sglang.srt.disaggregation.control.deployment_secret import DeploymentSecret
 from sglang.srt.entrypoints.engine_processes import EngineProcesses, launch_subprocesses

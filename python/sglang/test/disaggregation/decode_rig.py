@@ -8,6 +8,7 @@ from typing import Any, NoReturn
 
 import msgspec
 
+from sglang.srt.disaggregation.base.bootstrap_route import Route
 from sglang.srt.disaggregation.base.conn import (
     BaseKVManager,
     BaseKVReceiver,
@@ -16,8 +17,7 @@ from sglang.srt.disaggregation.base.conn import (
     KVTransferError,
     KVTransferMetric,
 )
-from sglang.srt.disaggregation.common.bootstrap_route import Route
-from sglang.srt.disaggregation.common.protocol import FirstToken
+from sglang.srt.disaggregation.base.first_token import FirstToken
 from sglang.srt.disaggregation.decode import DecodeHalf
 from sglang.srt.disaggregation.halves import MakeHalf
 from sglang.srt.disaggregation.request_match import prompt_digest

@@ -8,11 +8,11 @@ from typing import Any, cast
 import msgspec
 
 from sglang.srt.disaggregation.base.conn import KVPoll, KVTransferError
+from sglang.srt.disaggregation.base.first_token import FirstToken
 from sglang.srt.disaggregation.common.protocol import (
     Answer,
     Answered,
     Asked,
-    FirstToken,
     KVLayout,
     Poll,
     Question,

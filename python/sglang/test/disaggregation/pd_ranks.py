@@ -13,7 +13,7 @@ from types import TracebackType
 from typing import Any
 
 from sglang.srt.arg_groups.disaggregation import DisaggregationMode
-from sglang.srt.disaggregation.common.bootstrap_route import Route
+from sglang.srt.disaggregation.base.bootstrap_route import Route
 from sglang.srt.disaggregation.common.link_costs import UNIT_BYTES
 from sglang.srt.disaggregation.halves import MakeHalf, make_half_server
 from sglang.srt.distributed.rank_group import RankGroup

@@ -19,9 +19,9 @@ import msgspec
 import torch
 
 from sglang.srt.arg_groups.disaggregation import DisaggregationMode
+from sglang.srt.disaggregation.base.bootstrap_route import Route
 from sglang.srt.disaggregation.base.conn import KVArgs
 from sglang.srt.disaggregation.common.bootstrap_client import BootstrapError
-from sglang.srt.disaggregation.common.bootstrap_route import Route
 from sglang.srt.disaggregation.common.link_costs import UNIT_BYTES, LinkCosts
 from sglang.srt.disaggregation.common.transfer_context import FindRank
 from sglang.srt.disaggregation.halves import MakeHalf, make_half_server

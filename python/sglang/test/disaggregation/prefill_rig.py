@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
+from sglang.srt.disaggregation.base.bootstrap_route import Route
 from sglang.srt.disaggregation.base.conn import (
     BaseKVManager,
     BaseKVSender,
@@ -13,8 +14,7 @@ from sglang.srt.disaggregation.base.conn import (
     KVPoll,
     KVTransferError,
 )
-from sglang.srt.disaggregation.common.bootstrap_route import Route
-from sglang.srt.disaggregation.common.protocol import FirstToken
+from sglang.srt.disaggregation.base.first_token import FirstToken
 from sglang.srt.disaggregation.halves import MakeHalf
 from sglang.srt.disaggregation.prefill import PrefillHalf
 from sglang.srt.managers.messages.io_struct import (

@@ -10,14 +10,15 @@ from typing import Any, cast
 import msgspec
 import torch
 
+from sglang.srt.disaggregation.base.bootstrap_route import Route
 from sglang.srt.disaggregation.base.conn import KVPoll
-from sglang.srt.disaggregation.common.bootstrap_route import Route
+from sglang.srt.disaggregation.base.first_token import FirstToken
 from sglang.srt.disaggregation.common.control_connection import ABORTED, Timeouts
 from sglang.srt.disaggregation.common.geometry import PoolGeometry
 from sglang.srt.disaggregation.common.link_costs import LinkCosts
 from sglang.srt.disaggregation.common.metadata_reader import MetadataReader
 from sglang.srt.disaggregation.common.packing import Packer
-from sglang.srt.disaggregation.common.protocol import FirstToken, RowsLayout
+from sglang.srt.disaggregation.common.protocol import RowsLayout
 from sglang.srt.disaggregation.common.rank_map import RankPlace
 from sglang.srt.disaggregation.common.sessions import Sessions
 from sglang.srt.disaggregation.common.staging import Staging

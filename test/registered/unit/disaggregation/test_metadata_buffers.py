@@ -7,9 +7,9 @@ import threading
 import pytest
 import torch
 
+from sglang.srt.disaggregation.base.first_token import FirstToken
 from sglang.srt.disaggregation.common.metadata_reader import host_identity
 from sglang.srt.disaggregation.common.metadata_row import ROW_BYTES, BadRow
-from sglang.srt.disaggregation.common.protocol import FirstToken
 from sglang.srt.disaggregation.utils import (
     MetadataBuffers,
     ReqToMetadataIdxAllocator,

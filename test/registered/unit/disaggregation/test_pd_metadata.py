@@ -12,9 +12,9 @@ from sglang.srt.arg_groups.disaggregation import DisaggregationMode
 from sglang.srt.constants import BUILTIN_MODEL_DIR
 from sglang.srt.disaggregation import utils
 from sglang.srt.disaggregation.base.conn import KVPoll
+from sglang.srt.disaggregation.base.first_token import FirstToken
 from sglang.srt.disaggregation.common.metadata_reader import host_identity
 from sglang.srt.disaggregation.common.metadata_row import ROW_BYTES
-from sglang.srt.disaggregation.common.protocol import FirstToken
 from sglang.srt.disaggregation.decode import DecodeHalf
 from sglang.srt.disaggregation.mooncake.conn import MooncakeKVSender
 from sglang.srt.disaggregation.prefill import PrefillHalf

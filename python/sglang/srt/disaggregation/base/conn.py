@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     import torch
 
     from sglang.srt.arg_groups.disaggregation import DisaggregationMode
-    from sglang.srt.disaggregation.common.bootstrap_route import Route
-    from sglang.srt.disaggregation.common.protocol import FirstToken
+    from sglang.srt.disaggregation.base.bootstrap_route import Route
+    from sglang.srt.disaggregation.base.first_token import FirstToken
     from sglang.srt.distributed.rank_group import RankGroup
     from sglang.srt.mem_cache.device.base_device_pool import BaseDevicePool
 

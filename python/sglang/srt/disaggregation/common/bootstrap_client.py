@@ -14,7 +14,7 @@ from urllib.parse import urlencode
 import msgspec
 
 from sglang.srt.constants import KIB
-from sglang.srt.disaggregation.common.bootstrap_route import (
+from sglang.srt.disaggregation.base.bootstrap_route import (
     OF_ANSWER,
     OF_QUESTION,
     PROOF_SCHEME,

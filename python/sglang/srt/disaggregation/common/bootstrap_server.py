@@ -23,8 +23,7 @@ import msgspec
 
 from sglang.srt.arg_groups.disaggregation import BOOTSTRAP_PORT_FLAG
 from sglang.srt.constants import KIB
-from sglang.srt.disaggregation.base.conn import BaseKVBootstrapServer
-from sglang.srt.disaggregation.common.bootstrap_route import (
+from sglang.srt.disaggregation.base.bootstrap_route import (
     MAX_RANK,
     OF_ANSWER,
     OF_QUESTION,
@@ -32,6 +31,7 @@ from sglang.srt.disaggregation.common.bootstrap_route import (
     ROUTE_PATH,
     Route,
 )
+from sglang.srt.disaggregation.base.conn import BaseKVBootstrapServer
 from sglang.srt.disaggregation.control.deployment_secret import (
     NONCE_BYTES,
     SOURCES,

@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from sglang.srt.disaggregation.base.conn import AuxBuffers
+from sglang.srt.disaggregation.base.first_token import FirstToken
 from sglang.srt.disaggregation.common.control_connection import POLL_S, RoomFailed
 from sglang.srt.disaggregation.common.metadata_row import ROW_BYTES, BadRow
-from sglang.srt.disaggregation.common.protocol import FirstToken, KVLayout
+from sglang.srt.disaggregation.common.protocol import KVLayout
 from sglang.srt.distributed.device_communicators.transfer_types import (
     Block,
     Transfer,

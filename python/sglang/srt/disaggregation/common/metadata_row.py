@@ -14,8 +14,8 @@ from typing import Final
 import msgspec
 import xxhash
 
+from sglang.srt.disaggregation.base.first_token import FirstToken
 from sglang.srt.disaggregation.common.control_connection import RoomFailed
-from sglang.srt.disaggregation.common.protocol import FirstToken
 
 ROW_BYTES: Final = 4096
 """Bytes of each row; 128 top logprobs take 1,900."""

@@ -8,8 +8,9 @@ import threading
 from collections.abc import Sequence
 from typing import Final, Protocol
 
+from sglang.srt.disaggregation.base.bootstrap_route import Route
 from sglang.srt.disaggregation.base.conn import KVTransferMetric
-from sglang.srt.disaggregation.common.bootstrap_route import Route
+from sglang.srt.disaggregation.base.first_token import FirstToken
 from sglang.srt.disaggregation.common.control_connection import (
     Cancellation,
     RoomFailed,
@@ -18,7 +19,7 @@ from sglang.srt.disaggregation.common.control_connection import (
 from sglang.srt.disaggregation.common.geometry import CannotServe, ShardSlice
 from sglang.srt.disaggregation.common.metadata_reader import CONTROL, TRANSPORT
 from sglang.srt.disaggregation.common.page_reader import OwnSlots, Source
-from sglang.srt.disaggregation.common.protocol import FirstToken, KVLayout
+from sglang.srt.disaggregation.common.protocol import KVLayout
 from sglang.srt.disaggregation.common.rank_map import RankPlace
 from sglang.srt.disaggregation.common.shard_receiver import ShardReceiver
 from sglang.srt.disaggregation.common.transfer_context import TransferContext

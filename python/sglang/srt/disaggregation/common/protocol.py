@@ -10,8 +10,8 @@ from typing import Annotated, Final, TypeAlias
 
 import msgspec
 
-from sglang.srt.disaggregation.common.bootstrap_route import MAX_RANK
-from sglang.srt.managers.messages.io_struct import CachedTokensDetails, TopLogprobs
+from sglang.srt.disaggregation.base.bootstrap_route import MAX_RANK
+from sglang.srt.disaggregation.base.first_token import FirstToken
 
 VERSION: Final = 5
 """Version of the messages and of their meaning."""
@@ -80,30 +80,6 @@ class KVLayout(msgspec.Struct, frozen=True, tag=True):
     """Most bytes of a unit of packed pages; 0: pages are not packed."""
     rows: RowsLayout | None = None
     """Rows of metadata; None: metadata is sent over the control connection."""
-
-
-class FirstToken(msgspec.Struct, frozen=True, kw_only=True):
-    """Results of a prefill beside keys and values."""
-
-    token_id: int | None
-    """The first token; None: the request wants no token."""
-    prompt_len: int
-    prompt_digest: str
-    """Digest of the prompt's token ids, by which the decode server checks that both have the same
-    prompt."""
-    sampling_digest: str = ""
-    """See `sampling_digest`. It tells apart two requests that share a room and a prompt."""
-    logprob: float | None = None
-    top_logprobs: TopLogprobs | None = None
-    cached: CachedTokensDetails | None = None
-    state_slot: int | None = None
-    """Slot, in the prefill server's pool, of the recurrent state after the prompt's last token;
-    None: the model has none."""
-    queue_seconds: float = 0.0
-    """Seconds from the first question for the room to the request's first step, by the prefill
-    server's clock."""
-    prefill_seconds: float = 0.0
-    """Seconds from that step to the token."""
 
 
 class Hello(msgspec.Struct, frozen=True, tag=True):

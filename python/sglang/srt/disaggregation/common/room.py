@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from sglang.srt.disaggregation.base.conn import KVPoll
-from sglang.srt.disaggregation.common.protocol import FirstToken
+from sglang.srt.disaggregation.base.first_token import FirstToken
 
 
 @dataclass(slots=True)

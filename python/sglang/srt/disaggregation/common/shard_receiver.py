@@ -18,6 +18,7 @@ from typing import Final
 
 import msgspec
 
+from sglang.srt.disaggregation.base.first_token import FirstToken
 from sglang.srt.disaggregation.common.control_connection import (
     Cancellation,
     ControlConnection,
@@ -28,7 +29,6 @@ from sglang.srt.disaggregation.common.geometry import ShardSlice
 from sglang.srt.disaggregation.common.metadata_reader import CONTROL, TRANSPORT
 from sglang.srt.disaggregation.common.page_reader import OwnSlots, PageReader, Source
 from sglang.srt.disaggregation.common.protocol import (
-    FirstToken,
     GiveUp,
     Hello,
     KVLayout,

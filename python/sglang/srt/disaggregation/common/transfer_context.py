@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeAlias
 
-from sglang.srt.disaggregation.common.bootstrap_route import Route
+from sglang.srt.disaggregation.base.bootstrap_route import Route
 from sglang.srt.disaggregation.common.control_connection import Timeouts, cannot_serve
 from sglang.srt.disaggregation.common.geometry import PoolGeometry
 from sglang.srt.disaggregation.common.link_costs import LinkCosts

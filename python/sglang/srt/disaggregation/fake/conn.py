@@ -23,8 +23,8 @@ from sglang.srt.disaggregation.base.conn import (
 
 if TYPE_CHECKING:
     from sglang.srt.arg_groups.disaggregation import DisaggregationMode
-    from sglang.srt.disaggregation.common.bootstrap_route import Route
-    from sglang.srt.disaggregation.common.protocol import FirstToken
+    from sglang.srt.disaggregation.base.bootstrap_route import Route
+    from sglang.srt.disaggregation.base.first_token import FirstToken
 
 
 class FakeKVManager(BaseKVManager):

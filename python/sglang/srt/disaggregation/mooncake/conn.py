@@ -18,6 +18,7 @@ from typing import Final, NoReturn
 import msgspec
 
 from sglang.srt.arg_groups.disaggregation import DisaggregationMode
+from sglang.srt.disaggregation.base.bootstrap_route import ROUTE_DECODER, Route
 from sglang.srt.disaggregation.base.conn import (
     AuxBuffers,
     BaseKVManager,
@@ -30,8 +31,8 @@ from sglang.srt.disaggregation.base.conn import (
     KVTransferMetric,
     ServerSettings,
 )
+from sglang.srt.disaggregation.base.first_token import FirstToken
 from sglang.srt.disaggregation.common.bootstrap_client import find
-from sglang.srt.disaggregation.common.bootstrap_route import ROUTE_DECODER, Route
 from sglang.srt.disaggregation.common.bootstrap_server import CommonKVBootstrapServer
 from sglang.srt.disaggregation.common.control_connection import (
     Cancellation,
@@ -51,7 +52,7 @@ from sglang.srt.disaggregation.common.metadata_reader import (
 from sglang.srt.disaggregation.common.packing import Packer
 from sglang.srt.disaggregation.common.page_reader import OwnSlots
 from sglang.srt.disaggregation.common.prompt_read import PromptRead
-from sglang.srt.disaggregation.common.protocol import FirstToken, RowsLayout
+from sglang.srt.disaggregation.common.protocol import RowsLayout
 from sglang.srt.disaggregation.common.rank_map import RankPlace
 from sglang.srt.disaggregation.common.room_server import RoomServer
 from sglang.srt.disaggregation.common.sessions import Sessions

@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
+from sglang.srt.disaggregation.base.bootstrap_route import Route
 from sglang.srt.disaggregation.common.bootstrap_client import BootstrapError, WrongSecret
-from sglang.srt.disaggregation.common.bootstrap_route import Route
 from sglang.srt.disaggregation.common.control_connection import (
     POLL_S,
     Cancellation,

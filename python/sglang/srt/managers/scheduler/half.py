@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
-    from sglang.srt.disaggregation.common.protocol import FirstToken
+    from sglang.srt.disaggregation.base.first_token import FirstToken
     from sglang.srt.managers.messages.io_struct import (
         Bootstrap,
         FinishReason,

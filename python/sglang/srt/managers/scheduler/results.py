@@ -10,7 +10,7 @@ from sglang.srt.managers.scheduler.batch import PrefillWork
 from sglang.srt.managers.scheduler.requests.req import Req
 
 if TYPE_CHECKING:
-    from sglang.srt.disaggregation.common.protocol import FirstToken
+    from sglang.srt.disaggregation.base.first_token import FirstToken
     from sglang.srt.managers.scheduler.half import Half
     from sglang.srt.managers.scheduler.launched_step import LaunchedStep, StepResult
     from sglang.srt.managers.scheduler.output import OutputCollector

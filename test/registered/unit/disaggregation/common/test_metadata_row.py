@@ -6,6 +6,7 @@ import random
 
 import pytest
 
+from sglang.srt.disaggregation.base.first_token import FirstToken
 from sglang.srt.disaggregation.common.metadata_row import (
     HEAD_BYTES,
     ROW_BYTES,
@@ -13,7 +14,6 @@ from sglang.srt.disaggregation.common.metadata_row import (
     pack_row,
     unpack_row,
 )
-from sglang.srt.disaggregation.common.protocol import FirstToken
 from sglang.srt.managers.messages.io_struct import CachedTokensDetails
 from sglang.srt.managers.tokenizer.request_limits import MAX_TOP_LOGPROBS
 from sglang.test.ci.ci_register import register_cpu_ci

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 
+from sglang.srt.disaggregation.base.bootstrap_route import Route
 from sglang.srt.disaggregation.common import staging
-from sglang.srt.disaggregation.common.bootstrap_route import Route
 from sglang.srt.disaggregation.common.control_connection import Timeouts
 from sglang.srt.disaggregation.common.geometry import CannotServe, CutBuffer, PoolGeometry
 from sglang.srt.disaggregation.common.metadata_reader import MetadataReader
