@@ -36,7 +36,7 @@ LAYERS: Final[tuple[tuple[str, ...], ...]] = (
     ),
     ("managers.messages",),
     ("mem_cache.device", "mem_cache.allocator"),
-    ("disaggregation.common",),
+    ("disaggregation.base.first_token", "disaggregation.common"),
     ("mem_cache.host",),
     ("mem_cache.storage",),
     ("mem_cache.tree",),
