@@ -233,7 +233,7 @@ def test_a_rank_of_one_side_is_killed(dense: Fleet, side: str) -> None:
         named = (
             ("has not answered for 3 s", "is not found", "reading from the", "no slots were free")
             if side == "prefill"
-            else ("the decode server has not been heard of for 3 s", "no decode server has asked")
+            else ("the decode server has not been heard of for", "no decode server has asked")
         )
         assert any(name in answer.text for name in named), answer.text
     assert_given_back(other)
