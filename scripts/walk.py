@@ -49,7 +49,7 @@ from sglang.test.schedulers.scheduler_rig import SchedulerRig, greedy, prompt
 from sglang.test.stores.mooncake_cluster import MooncakeCluster
 
 _ROOT: Final = f"{Path(sglang.srt.__file__).parent}{os.sep}"
-_OF_PREFILL: Final = ("disagg-desk", "disagg-pack")
+_OF_PREFILL: Final = ("disagg-rooms", "disagg-pack")
 """Threads of the prefill server, which is in the same process."""
 _WALKS: Final = 5
 _PAGE: Final = 16
