@@ -18,7 +18,6 @@ from typing import Any, ClassVar, Final
 from sglang.srt.arg_groups.api_keys import resolve_key
 from sglang.srt.arg_groups.checks import cache_and_page_size, check_device
 from sglang.srt.arg_groups.cli import (
-    FlagErrors,
     add_flags,
     explain_foreign,
     flag,
@@ -345,16 +344,9 @@ class ServerArgs:
 
     @classmethod
     def from_cli_args(cls, args: argparse.Namespace) -> ServerArgs:
-        """The settings that a parser with `add_cli_args` found.
-
-        Raises:
-            FlagErrors: A key cannot be read.
-        """
+        """The settings that a parser with `add_cli_args` found."""
         shown = [field for field in dataclasses.fields(cls) if field.metadata["is_shown"]]
-        try:
-            return _with_keys(cls(**{field.name: getattr(args, field.name) for field in shown}))
-        except ValueError as error:
-            raise FlagErrors([str(error)]) from None
+        return cls(**{field.name: getattr(args, field.name) for field in shown})
 
     @classmethod
     def from_kwargs(cls, **kwargs: Any) -> ServerArgs:
@@ -370,6 +362,24 @@ class ServerArgs:
         if ignored:
             logger.warning(ignoring(ignored))
         return cls(**{name: value for name, value in kwargs.items() if name in known})
+
+    def with_keys(self) -> ServerArgs:
+        """A copy with the keys from files and the environment. Called once, before `resolve`.
+
+        Raises:
+            ValueError: A key has two sources, or its file has none. No message shows a key.
+        """
+        return dataclasses.replace(
+            self,
+            api_key=resolve_key(self.api_key, self.api_key_file, "--api-key", envs.SGLANG_API_KEY),
+            admin_api_key=resolve_key(
+                self.admin_api_key,
+                self.admin_api_key_file,
+                "--admin-api-key",
+                envs.SGLANG_ADMIN_API_KEY,
+            ),
+            disaggregation_secret=read_secret(self),
+        )
 
     def resolve(self) -> ServerArgs:
         """Check every value; fill in those that need neither machine nor model.
@@ -447,21 +457,6 @@ class ServerArgs:
         return values
 
 
-def _with_keys(args: ServerArgs) -> ServerArgs:
-    """`args` with the keys from files and the environment."""
-    return dataclasses.replace(
-        args,
-        api_key=resolve_key(args.api_key, args.api_key_file, "--api-key", envs.SGLANG_API_KEY),
-        admin_api_key=resolve_key(
-            args.admin_api_key,
-            args.admin_api_key_file,
-            "--admin-api-key",
-            envs.SGLANG_ADMIN_API_KEY,
-        ),
-        disaggregation_secret=read_secret(args),
-    )
-
-
 def prepare_server_args(argv: Sequence[str] | None = None) -> ServerArgs:
     """Parse and resolve a command line, and set up logging at its `--log-level`.
 
@@ -482,7 +477,7 @@ def prepare_server_args(argv: Sequence[str] | None = None) -> ServerArgs:
     lines = list(parsed.lines)
     configure_logger(args.log_level if args.log_level in LOG_LEVELS else LOG_LEVELS[0])
     try:
-        args = _with_keys(args)
+        args = args.with_keys()
     except ValueError as error:
         lines.append(str(error))
     raise_errors([*lines, *mistakes_of(args, parsed.malformed)])

@@ -23,6 +23,7 @@ from sglang.srt.entrypoints.http.listener import CLOSE_SECONDS, BoundedServer
 from sglang.srt.entrypoints.http.protocol import bounded_protocol
 from sglang.srt.entrypoints.http.server_context import ServerContext
 from sglang.srt.entrypoints.openai import routes as openai_routes
+from sglang.srt.environ import envs
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.utils.auth import add_api_key_middleware
 from sglang.srt.utils.listeners import warn_of_open_server
@@ -93,7 +94,7 @@ def launch_server(server_args: ServerArgs) -> None:
     like `sglang_router.launch_server`. Call it in the main thread of a process of its own.
 
     Args:
-        server_args: Arguments, resolved or not.
+        server_args: Arguments, not resolved yet. Keys in files and in the environment are read.
 
     Raises:
         ValueError: Settings or files are wrong, or the port is in use.
@@ -102,7 +103,9 @@ def launch_server(server_args: ServerArgs) -> None:
     """
     raise_file_limit()
     configure_logger(server_args.log_level)
-    if status := run_server(server_args.resolve()):
+    args = server_args.with_keys().resolve()
+    envs.SGLANG_DISAGGREGATION_SECRET.clear()  # The processes that need it get it with `args`.
+    if status := run_server(args):
         raise SystemExit(status)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import threading
 from collections.abc import Iterator
@@ -15,12 +16,15 @@ from typing import Any
 import httpx
 import pytest
 
+from sglang.srt.entrypoints import http_server
 from sglang.srt.entrypoints.openai import serving_chat
+from sglang.srt.environ import envs
 from sglang.srt.managers.messages.io_struct import (
     AbortReq,
     Message,
     TokenizedGenerateReqInput,
 )
+from sglang.srt.server_args import ServerArgs
 from sglang.srt.utils.network import wait_until
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.servers.fake_engine import CONTEXT_LEN, FrontServer, byte_tokenizer, front_server
@@ -443,6 +447,28 @@ def test_tokenize_counts_a_conversation_as_a_chat_does(tmp_path: Path) -> None:
         ):
             refusal = client.post("/v1/tokenize", json=wrong)
             assert (refusal.status_code, refusal.json()["error"]["param"]) == (400, field)
+
+
+def test_a_launched_server_has_the_keys_and_its_processes_do_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("SGLANG_API_KEY", "a key")
+    monkeypatch.setenv("SGLANG_DISAGGREGATION_SECRET", "a secret of servers")
+    started: list[tuple[ServerArgs, str | None]] = []
+
+    def run(args: ServerArgs) -> int:
+        started.append((args, envs.SGLANG_DISAGGREGATION_SECRET.get()))
+        return 3
+
+    monkeypatch.setattr(http_server, "run_server", run)
+    monkeypatch.setattr(http_server, "configure_logger", lambda level: None)
+    with pytest.raises(SystemExit, match="3"):
+        http_server.launch_server(ServerArgs(disaggregation_mode="decode"))
+    ((args, in_environment),) = started
+    assert (args.api_key, args.disaggregation_secret) == ("a key", "a secret of servers")
+    assert in_environment is None
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        args.port = 1
 
 
 if __name__ == "__main__":
