@@ -16,8 +16,8 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final, Protocol
-from urllib.parse import urlsplit
 
+from sglang.srt.disaggregation.control.control_link import parse_endpoint
 from sglang.srt.distributed.device_communicators.peer import parse_session_id
 from sglang.srt.utils.background_call import BackgroundCall
 from sglang.srt.utils.network import can_connect, canonical_host
@@ -180,6 +180,5 @@ def _address(session_id: str) -> tuple[str, int] | None:
 
 def _accepts(endpoint: str) -> bool:
     """Whether connections to an endpoint are accepted. One may be lost on a busy host."""
-    parts = urlsplit(endpoint)
-    host, port = parts.hostname, parts.port
-    return host is not None and port is not None and any(can_connect(host, port) for _ in range(2))
+    address = parse_endpoint(endpoint)
+    return any(can_connect(*address) for _ in range(2))

@@ -46,6 +46,14 @@ class Unwelcome(RuntimeError):
     on after the server's name, and has the remedy."""
 
 
+def parse_endpoint(endpoint: str) -> tuple[str, int]:
+    """Host and port of `tcp://HOST:PORT`. Raises ValueError if it is no such address."""
+    parts = urlsplit(endpoint)
+    if parts.scheme != "tcp" or not parts.hostname or not parts.port:
+        raise ValueError(f"{endpoint[:256]!r} is not of the form tcp://HOST:PORT")
+    return parts.hostname, parts.port
+
+
 class ControlLink:
     """A connection to a server, made anew whenever it breaks. For one thread.
 
@@ -64,10 +72,7 @@ class ControlLink:
         waker: socket.socket | None = None,
     ) -> None:
         """Raises ValueError if the endpoint is no such address."""
-        parts = urlsplit(endpoint)
-        if parts.scheme != "tcp" or not parts.hostname or not parts.port:
-            raise ValueError(f"{endpoint[:256]!r} is not of the form tcp://HOST:PORT")
-        self._address = parts.hostname, parts.port
+        self._address = parse_endpoint(endpoint)
         self._secret = secret
         self._waker = waker
         self._num_attempts = 0
