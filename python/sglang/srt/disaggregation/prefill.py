@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import logging
-import math
 import time
 from collections.abc import Sequence
+from itertools import islice
 from typing import TYPE_CHECKING, Final
 
 from sglang.srt.disaggregation.base.conn import BaseKVManager, BaseKVSender, KVPoll
@@ -26,8 +26,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 LOST_STATUS: Final = 503
-SURVEY_S: Final = 1.0
-"""Seconds between two looks at the requests that no decode server asks for."""
 _SAY_S: Final = 5.0
 """Seconds that a request has waited before the log says so."""
 _SHOWN_ROOMS: Final = 8
@@ -70,7 +68,6 @@ class PrefillHalf:
         self._sender_class = sender_class
         self._wait_s = wait_s
         self._group = group or SingleRank()
-        self._surveyed = -math.inf
         self._say = RateLimitedLogger(logger)
         self._senders: dict[int, BaseKVSender] = {}
         """Senders of requests, by room."""
@@ -201,10 +198,8 @@ class PrefillHalf:
             if now - arrived <= self._wait_s:
                 break
             self._fail_room(room, f"no decode server has asked for it within {self._wait_s:.0f} s")
-        if self._unclaimed and now - self._surveyed >= SURVEY_S:
-            self._surveyed = now
-            if self._group.rank == 0:
-                self._survey()
+        if self._unclaimed and self._group.rank == 0:
+            self._log_unclaimed()
 
     def _poll(self) -> None:
         """Act on what the ranks' senders have seen."""
@@ -220,21 +215,21 @@ class PrefillHalf:
             if poll == KVPoll.Success and (held := self._held.pop(self._owners[room], None)):
                 self._ended.append(held)
 
-    def _survey(self) -> None:
-        """Tell of requests that no decode server asks for yet."""
-        rooms = list(self._unclaimed)
-        waited = self._state.now - self._unclaimed[rooms[0]]
+    def _log_unclaimed(self) -> None:
+        """Log that requests wait until decode servers ask for them."""
+        waited = self._state.now - next(iter(self._unclaimed.values()))
         if waited < _SAY_S:
             return
-        more = f" and {len(rooms) - _SHOWN_ROOMS} more" if len(rooms) > _SHOWN_ROOMS else ""
+        count = len(self._unclaimed)
+        more = f" and {count - _SHOWN_ROOMS} more" if count > _SHOWN_ROOMS else ""
         self._say.warning(
             "unclaimed",
             "%d requests wait until decode servers ask for them, the longest for %.0f of at most "
             "%.0f s: rooms %s%s",
-            len(rooms),
+            count,
             waited,
             self._wait_s,
-            ", ".join(map(str, rooms[:_SHOWN_ROOMS])),
+            ", ".join(map(str, islice(self._unclaimed, _SHOWN_ROOMS))),
             more,
         )
 
