@@ -9,13 +9,14 @@ before. `--list` prints the functions too. Only the first entry into each functi
 comprehensions and lambdas do not. Threads interleave: each way is walked several times, and the
 walk with the fewest returns counts.
 
-The ways, of a small random model on this machine's CPU:
+The model is small and random, the device is the CPU, L3 is a real Mooncake Store. The ways:
 
-    match      a prompt, from the scheduler's tick that has its message to its match in the tree
-    page-out   pages, from the tree's insertion until L3, a real Mooncake Store, has acknowledged
-    page-in    pages, from the look-up in L3 until they are on the device
-    state-out, state-in   the same for a hybrid model, whose pages come with recurrent states
-    room       a request of a decode server, from the tick that has its message to its first token
+    match      A prompt reaches its match in the tree. Begins in the tick that has the message.
+    page-out   Pages reach L3. Begins with their insertion into the tree, ends when L3 has them.
+    page-in    Pages reach the device from L3. Begins with the look-up.
+    state-out  As page-out, of a hybrid model: a recurrent state goes with the pages.
+    state-in   As page-in, likewise.
+    room       A request reaches its first token on a decode server. Begins in its first tick.
 """
 
 from __future__ import annotations

@@ -154,9 +154,9 @@ class DecodeHalf:
         self._wanted: dict[str, _Wanted] = {}
         """Requests that wait for slots, by id, in order of arrival."""
         self._unasked: dict[str, _Wanted] = {}
-        """Those of them that no prefill server is asked for yet."""
+        """Waiting requests that no prefill server was asked about yet."""
         self._num_asked_of: Counter[BootstrapAddr] = Counter()
-        """Those that are asked for, by prefill server."""
+        """Number of waiting requests that each prefill server was asked about."""
         self._coming: dict[str, _Coming] = {}
         self._lingering: list[_Lingering] = []
         self._let_go: list[Req] = []

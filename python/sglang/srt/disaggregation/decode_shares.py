@@ -50,9 +50,14 @@ class Share:
 
 
 def is_within_share(own: int, need: int, free: int) -> bool:
-    """Whether prompts on their way from one prefill server, which hold `own`, may take `need` more
-    of what is free: they hold at most `_SHARE` times what stays free. So one server gets at most
-    four fifths, two get four ninths each, and any number of them leaves something to others.
+    """Whether the prompts of one prefill server may take more slots. They may hold at most `_SHARE`
+    times what stays free: one server gets at most four fifths, two get four ninths each, and any
+    number of servers leaves something to others.
+
+    Args:
+        own: Slots that its prompts on their way hold.
+        need: Slots that one more prompt needs.
+        free: Slots that are free now.
 
     Source: Choudhury and Hahne, "Dynamic queue length thresholds for shared-memory packet
     switches", IEEE/ACM Transactions on Networking 6 (1998).

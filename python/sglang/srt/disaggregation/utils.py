@@ -208,7 +208,7 @@ def poll_and_all_reduce(pollers: Sequence[KVPoller], gloo_group: RankGroup) -> l
     or one rank.
 
     Args:
-        pollers: Those of the same requests, in the same order, on all ranks.
+        pollers: One for each request. All ranks give the same requests in the same order.
 
     Raises:
         RanksDiverged: Another rank polls other requests.

@@ -107,7 +107,7 @@ class Desk(RoomServer):
         return failure(sender) if poll == KVPoll.Failed else None
 
     def unheard_of(self, rooms: Iterable[int], limit_s: float) -> dict[int, str]:
-        """Those of `rooms` that no decode server has named for so long."""
+        """Rooms that no decode server has named for `limit_s` seconds, with the reason."""
         self._unknown_s = limit_s
         self._look()
         found = {room: self._rooms[room].failure for room in rooms}

@@ -312,7 +312,7 @@ class PrefillPeer:
         return not self._is_over()
 
     def _is_over(self) -> bool:
-        """Whether the thread has to end, whatever is left to tell."""
+        """Whether the time to tell the last words is over."""
         return self._closes_at is not None and time.monotonic() >= self._closes_at
 
     def _question(self, before: BootstrapPoll | None) -> BootstrapPoll | None:
