@@ -11,7 +11,7 @@ import msgspec
 import torch
 
 from sglang.srt.disaggregation.base.bootstrap_route import Route
-from sglang.srt.disaggregation.base.conn import KVPoll
+from sglang.srt.disaggregation.base.conn import BootstrapAddr, KVPoll
 from sglang.srt.disaggregation.base.first_token import FirstToken
 from sglang.srt.disaggregation.common.control_connection import ABORTED, Timeouts
 from sglang.srt.disaggregation.common.geometry import PoolGeometry
@@ -217,6 +217,11 @@ class Scene:
         self.desk.close()
 
 
+def receiver_of(servers: PrefillServers, address: BootstrapAddr, room: int) -> MooncakeKVReceiver:
+    """A receiver of a rank that has these prefill servers."""
+    return MooncakeKVReceiver(cast(MooncakeKVManager, _Servers(servers)), address, room)
+
+
 class Server:
     """A prefill server of one rank, and the peer that a decode rank has of it."""
 
@@ -244,9 +249,7 @@ class Server:
 
     def ask(self, room: int = ROOM) -> MooncakeKVReceiver:
         """Ask whether the prefill server has a room."""
-        receiver = MooncakeKVReceiver(
-            cast(MooncakeKVManager, _Servers(self.servers)), ("host", 1), room
-        )
+        receiver = receiver_of(self.servers, ("host", 1), room)
         receiver.init()
         return receiver
 

@@ -9,6 +9,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from functools import partial
 
 import msgspec
 import pytest
@@ -118,6 +119,18 @@ def test_many_rooms_need_one_thread_and_one_connection(server: Server) -> None:
     until(lambda: all(is_known(one) for one in receivers))
     named = [one for one in threading.enumerate() if one.name == "disagg-peer"]
     assert len(named) == 1 and server.look_ups == [0]
+
+
+def test_questions_keep_a_pace_whatever_is_asked(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prefill_peer, "PACE_S", 0.1)
+    monkeypatch.setattr(prefill_peer, "BURST_S", 0.0)
+    began = time.monotonic()
+    for room in range(6):
+        server.desk.open(room)
+        until(partial(is_known, server.ask(room)))
+    assert time.monotonic() - began >= 0.4, "six questions or more"
 
 
 def test_the_last_request_of_a_room_counts(server: Server) -> None:
