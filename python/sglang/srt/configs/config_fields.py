@@ -156,7 +156,8 @@ FIELDS: Final[Mapping[str, ConfigFields]] = {
         harmless=_words("qk_head_dim index_share_for_mtp_iteration"),
         fixed={
             **_LATENT_FIXED,
-            "layer_types": ("indexed_attention",),
+            # transformers 5.17 writes the second name, later releases the first.
+            "layer_types": ("indexed_attention", "deepseek_sparse_attention"),
             "indexer_rope_interleave": (False,),
             "indexer_types": ("full",),
             "index_topk_freq": (1,),

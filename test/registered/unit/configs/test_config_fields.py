@@ -107,6 +107,14 @@ PUBLISHED: Final[dict[str, tuple[str, dict[str, Any]]]] = {
         "DeepseekV32ForCausalLM",
         {**DEEPSEEK, "index_head_dim": 128, "index_n_heads": 64, "index_topk": 2048},
     ),
+    "DeepSeek-V3.2 saved by transformers 5.17": (
+        "DeepseekV32ForCausalLM",
+        {**DEEPSEEK, "index_topk": 2048, "layer_types": ["deepseek_sparse_attention"]},
+    ),
+    "DeepSeek-V3.2 saved by transformers 5.24": (
+        "DeepseekV32ForCausalLM",
+        {**DEEPSEEK, "index_topk": 2048, "layer_types": ["indexed_attention"]},
+    ),
     "tuned by unsloth": (
         "Qwen3ForCausalLM",
         {**QWEN, "unsloth_fixed": True, "unsloth_version": "2026.1", "model_name": "x"},
