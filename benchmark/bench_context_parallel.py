@@ -22,14 +22,14 @@ from typing import Any, Final
 
 import torch
 
+from rigs.caches.memory_ranks import PlaceInGroup
+from rigs.models.tiny_models import StepDriver, save_tiny_checkpoint
+from rigs.schedulers.rank_processes import run_ranks
+from rigs.schedulers.scheduler_rig import prompt
 from sglang.benchmark.report import emit, provenance
 from sglang.srt.distributed.parallel_state import get_attention_cp_group, get_attention_tp_group
 from sglang.srt.distributed.tensor_group import TensorGroup
 from sglang.srt.layers.forward_batch_info import ForwardBatch
-from sglang.test.caches.memory_ranks import PlaceInGroup
-from sglang.test.models.tiny_models import StepDriver, save_tiny_checkpoint
-from sglang.test.schedulers.rank_processes import run_ranks
-from sglang.test.schedulers.scheduler_rig import prompt
 
 HEADS: Final = 8
 KV_HEADS: Final = 4
@@ -165,7 +165,7 @@ def measure_rank(path: str, tokens: int, steps: int, repeat: int) -> dict[str, A
 def measure(args: argparse.Namespace, path: str, ranks: int, cp: int) -> dict[str, Any]:
     """One size: the rank whose prefill is slowest, and every rank's tokens."""
     work = (path, args.tokens, args.steps, args.repeat)
-    preload = ["sglang.test.models.tiny_models"]
+    preload = ["rigs.models.tiny_models"]
     found = run_ranks(ranks, measure_rank, *work, attn_cp_size=cp, preload=preload)
     slowest = max(found, key=lambda one: one["prefill"]["ms"])
     tokens = [one["prefill"]["tokens_per_rank"] for one in found]

@@ -21,12 +21,12 @@ from typing import Any
 import torch
 from triton.testing import do_bench
 
+from rigs.models.attention_cases import PagedContexts, attention_layer, queries
 from sglang.benchmark.device_limits import Limits, measure_limits
 from sglang.srt.layers.attention import attention_registry
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend, AttentionConfig
 from sglang.srt.layers.forward_batch_info import ForwardBatch
 from sglang.srt.mem_cache.device.state_spec import KVSpec
-from sglang.test.models.attention_cases import PagedContexts, attention_layer, queries
 
 HEADS, KV_HEADS, DIM, PAGE = 32, 8, 128, 64
 EXTEND = (

@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 
+from rigs.models.qwen3_8b import VOCAB_SIZE, dummy_model
 from sglang.benchmark.device_limits import (
     StepWork,
     decode_work,
@@ -37,7 +38,6 @@ from sglang.srt.layers.forward_batch_info import (
     compute_extend_positions,
 )
 from sglang.srt.model_executor.model_runner import ModelRunner, ModelRunnerConfig
-from sglang.test.models.qwen3_8b import VOCAB_SIZE, dummy_model
 
 REST_S = 1.0
 

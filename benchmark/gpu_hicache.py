@@ -36,6 +36,8 @@ import numpy as np
 import torch
 from gpu_server import Emit, random_prompt
 
+from rigs.models.qwen3_8b import DUMMY_FLAGS, KV_BYTES, VOCAB_SIZE, dummy_model
+from rigs.servers.engine_server import EngineServer
 from sglang.benchmark.api_backends import RequestOptions, SglangBackend
 from sglang.benchmark.load_generator import LoadResult, generate_load, open_session
 from sglang.benchmark.multiturn import Conversations, converse, round_figures
@@ -45,8 +47,6 @@ from sglang.benchmark.workload import BenchRequest
 from sglang.embedded_mooncake import MooncakeMaster, StandaloneClient
 from sglang.srt.distributed.device_communicators.mooncake_library import load_mooncake
 from sglang.srt.mem_cache.storage.mooncake_store.host_allocator import MooncakeHostTensorAllocator
-from sglang.test.models.qwen3_8b import DUMMY_FLAGS, KV_BYTES, VOCAB_SIZE, dummy_model
-from sglang.test.servers.engine_server import EngineServer
 
 CONVERSATIONS: Final = Conversations(
     clients=20, rounds=10, request_len=2048, output_len=1, parallel=4, fixed_answers=True, seed=5

@@ -37,15 +37,15 @@ from gpu_hicache import compare_unused, start
 from gpu_server import Emit, ask
 from transformers import AutoConfig, AutoModelForCausalLM, DeepseekV32Config, Qwen3NextConfig
 
+from rigs.models.qwen3_8b import DUMMY_FLAGS
+from rigs.models.tiny_models import StepDriver
+from rigs.servers.engine_server import EngineServer
 from sglang.benchmark.device_limits import measure_limits
 from sglang.benchmark.report import emit, provenance
 from sglang.srt.hardware_backend.device_runtime import device_runtime
 from sglang.srt.layers.forward_batch_info import ForwardBatch
 from sglang.srt.layers.moe.sparse_moe import SparseMoeBlock
 from sglang.srt.model_executor.graph_capture import GraphCapture
-from sglang.test.models.qwen3_8b import DUMMY_FLAGS
-from sglang.test.models.tiny_models import StepDriver
-from sglang.test.servers.engine_server import EngineServer
 
 LENGTH: Final = 8192
 STEPS: Final = 32

@@ -21,6 +21,7 @@ from typing import Any, Final
 import torch
 from gpu_server import random_prompt
 
+from rigs.models.qwen3_8b import dummy_model
 from sglang.benchmark.report import emit, provenance
 from sglang.srt.constants import BUILTIN_MODEL_DIR
 from sglang.srt.managers.messages.io_struct import BatchTokenIDOutput, TokenizedGenerateReqInput
@@ -37,7 +38,6 @@ from sglang.srt.mem_cache.tree.radix_cache import RadixCache
 from sglang.srt.mem_cache.tree.radix_key import token_array
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.server_args import ServerArgs
-from sglang.test.models.qwen3_8b import dummy_model
 
 CONCURRENT, INPUT, OUTPUT, REQUESTS = 32, 2048, 128, 96
 TIERS: Final[dict[str, dict[str, Any]]] = {

@@ -28,6 +28,9 @@ import msgspec
 import numpy as np
 import torch
 
+from rigs.disaggregation.desk_rig import Desk
+from rigs.disaggregation.prompt_scene import Prompt
+from rigs.schedulers.rank_processes import run_ranks
 from sglang.benchmark.report import emit, provenance
 from sglang.embedded_mooncake import LOOPBACK
 from sglang.srt.constants import MIB
@@ -53,9 +56,6 @@ from sglang.srt.distributed.rank_group import RankGroup
 from sglang.srt.distributed.torch_rank_group import TorchRankGroup
 from sglang.srt.hardware_backend.device_runtime import device_runtime
 from sglang.srt.mem_cache.device.memory_pool import MHATokenToKVPool
-from sglang.test.disaggregation.desk_rig import Desk
-from sglang.test.disaggregation.prompt_scene import Prompt
-from sglang.test.schedulers.rank_processes import run_ranks
 
 PAGE: Final = 64
 REPEATS: Final = 7

@@ -33,6 +33,8 @@ from typing import Any, Final
 import httpx
 import numpy as np
 
+from rigs.models.qwen3_8b import DUMMY_FLAGS, VOCAB_SIZE, dummy_model
+from rigs.servers.engine_server import EngineServer
 from sglang.benchmark.api_backends import RequestOptions, SglangBackend
 from sglang.benchmark.load_generator import LoadResult, generate_load, open_session
 from sglang.benchmark.report import emit, provenance
@@ -40,8 +42,6 @@ from sglang.benchmark.workload import BenchRequest
 from sglang.embedded_mooncake import LOOPBACK
 from sglang.embedded_router import Router
 from sglang.srt.utils.network import get_free_port
-from sglang.test.models.qwen3_8b import DUMMY_FLAGS, VOCAB_SIZE, dummy_model
-from sglang.test.servers.engine_server import EngineServer
 
 SECTIONS: Final = ("ttft", "tpot", "throughput")
 _START_S: Final = 240.0

@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 from gpu_forward import Rig
 
+from rigs.schedulers.rank_processes import run_ranks
 from sglang.benchmark.report import emit, provenance
 from sglang.srt.distributed.parallel_state import (
     get_attention_cp_group,
@@ -33,7 +34,6 @@ from sglang.srt.distributed.parallel_state import (
 from sglang.srt.layers.layernorm import RMSNorm
 from sglang.srt.layers.placement import TensorPlacement
 from sglang.srt.model_executor.graph_capture import GraphCapture
-from sglang.test.schedulers.rank_processes import run_ranks
 
 PER_GRAPH: Final = 64
 REPEATS: Final = 9

@@ -28,15 +28,15 @@ from typing import Any, Final
 import gpu_step_profile
 import numpy as np
 
+from rigs.models.qwen3_8b import DUMMY_FLAGS, VOCAB_SIZE, dummy_model
+from rigs.models.tiny_models import save_tiny_checkpoint
+from rigs.servers.engine_server import EngineServer
 from sglang.benchmark.api_backends import RequestOptions, SglangBackend
 from sglang.benchmark.load_generator import generate_load, open_session
 from sglang.benchmark.report import emit, provenance
 from sglang.benchmark.request_result import RequestResult
 from sglang.benchmark.workload import BenchRequest
 from sglang.srt.constants import BUILTIN_MODEL_DIR
-from sglang.test.models.qwen3_8b import DUMMY_FLAGS, VOCAB_SIZE, dummy_model
-from sglang.test.models.tiny_models import save_tiny_checkpoint
-from sglang.test.servers.engine_server import EngineServer
 
 Emit = Callable[[dict[str, Any]], None]
 

@@ -18,12 +18,12 @@ import time
 from pathlib import Path
 from typing import Any, Final
 
+from rigs.models.qwen3_8b import DUMMY_FLAGS, dummy_model
+from rigs.servers.engine_server import EngineServer
+from rigs.servers.seed_servers import remote_flags, weight_digest
 from sglang.benchmark.report import emit, provenance
 from sglang.srt.arg_groups.remote_weights import START_SEED
 from sglang.srt.constants import BUILTIN_MODEL_DIR, MIB
-from sglang.test.models.qwen3_8b import DUMMY_FLAGS, dummy_model
-from sglang.test.servers.engine_server import EngineServer
-from sglang.test.servers.seed_servers import remote_flags, weight_digest
 
 EXPECTED_S: Final = 0.06
 """16.4 GB at 280 GB/s, which copies of 16 MB reach."""

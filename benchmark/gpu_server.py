@@ -22,6 +22,8 @@ from typing import Any
 
 import numpy as np
 
+from rigs.models.qwen3_8b import DUMMY_FLAGS, dummy_model
+from rigs.servers.engine_server import EngineServer
 from sglang.benchmark.api_backends import RequestOptions, SglangBackend
 from sglang.benchmark.load_generator import open_session
 from sglang.benchmark.report import emit, provenance
@@ -36,8 +38,6 @@ from sglang.srt.managers.scheduler.scheduler import Scheduler
 from sglang.srt.mem_cache.tree.radix_key import token_array
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.server_args import ServerArgs
-from sglang.test.models.qwen3_8b import DUMMY_FLAGS, dummy_model
-from sglang.test.servers.engine_server import EngineServer
 
 Emit = Callable[[dict[str, Any]], None]
 

@@ -20,9 +20,9 @@ from typing import Any, Final, TypedDict
 import torch
 from gpu_forward import Rig
 
+from rigs.models.tiny_models import StepDriver
+from rigs.schedulers.rank_processes import run_ranks
 from sglang.srt.distributed.parallel_state import get_attention_tp_group, get_world_group
-from sglang.test.models.tiny_models import StepDriver
-from sglang.test.schedulers.rank_processes import run_ranks
 
 BATCHES: Final = ((1, 1024), (64, 2048))
 """Requests and context."""

@@ -24,6 +24,10 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from rigs.models.tiny_models import save_tiny_checkpoint
+from rigs.servers.engine_server import EngineServer
+from rigs.servers.seed_servers import remote_flags
+from rigs.stores.transfer_peer import TransferPeer
 from sglang.benchmark.report import emit, provenance, writable_file
 from sglang.embedded_mooncake import LOOPBACK
 from sglang.srt.arg_groups.remote_weights import START_SEED
@@ -34,10 +38,6 @@ from sglang.srt.distributed.device_communicators.mooncake_transfer_engine import
 from sglang.srt.distributed.device_communicators.transfer_types import Block, TransferOp
 from sglang.srt.distributed.device_context import mark_device_set
 from sglang.srt.environ import envs
-from sglang.test.models.tiny_models import save_tiny_checkpoint
-from sglang.test.servers.engine_server import EngineServer
-from sglang.test.servers.seed_servers import remote_flags
-from sglang.test.stores.transfer_peer import TransferPeer
 
 SHAPE = {
     "vocab_size": 4096,

@@ -18,6 +18,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from rigs.stores.transfer_peer import TransferPeer
 from sglang.benchmark.report import emit, provenance, writable_file
 from sglang.embedded_mooncake import LOOPBACK
 from sglang.srt.constants import MIB
@@ -28,7 +29,6 @@ from sglang.srt.distributed.device_communicators.mooncake_transfer_engine import
 from sglang.srt.distributed.device_communicators.transfer_types import Block, TransferOp
 from sglang.srt.distributed.device_context import mark_device_set
 from sglang.srt.environ import envs
-from sglang.test.stores.transfer_peer import TransferPeer
 
 BLOCK_SIZES = (64 << 10, MIB, 16 * MIB)
 GAP = 4096

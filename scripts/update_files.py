@@ -26,7 +26,7 @@ def sources() -> list[Path]:
     """The listed files, sorted by folder."""
     files = [path for path in (REPO / "python").rglob("*.py") if path.stat().st_size]
     files += [path for path in (REPO / "scripts").rglob("*") if path.suffix in (".py", ".sh")]
-    files += (REPO / "test").glob("*.py")
+    files += [*(REPO / "test").glob("*.py"), *(REPO / "test" / "rigs").rglob("*.py")]
     return sorted(files, key=lambda path: (str(path.parent), path.name))
 
 
@@ -42,8 +42,8 @@ def file_list() -> str:
         if path.parent != folder:
             folder = path.parent
             lines += ["", f"## `{folder.relative_to(REPO)}`", ""]
-        in_package = path.is_relative_to(REPO / "python")
-        shown = path.name if in_package else path.relative_to(REPO)
+        is_script = path.is_relative_to(REPO / "scripts")
+        shown = path.relative_to(REPO) if is_script else path.name
         lines.append(f"- `{shown}`: {first_sentence(path)}")
     return "\n".join(lines) + "\n"
 

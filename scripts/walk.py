@@ -35,6 +35,10 @@ from types import CodeType, FrameType
 from typing import Any, Final
 
 import sglang.srt
+from rigs.disaggregation.pd_rig import LOOPBACK, PdRig
+from rigs.models.tiny_models import save_tiny_checkpoint
+from rigs.schedulers.scheduler_rig import SchedulerRig, greedy, prompt
+from rigs.stores.mooncake_cluster import MooncakeCluster
 from sglang.srt.distributed.device_communicators.mooncake_transfer_engine import (
     MooncakeTransferEngine,
 )
@@ -44,10 +48,6 @@ from sglang.srt.mem_cache.hiradix_cache import HiRadixCache
 from sglang.srt.mem_cache.l2.host_load import HostLoad
 from sglang.srt.mem_cache.radix_cache import RadixCache
 from sglang.srt.mem_cache.tree.prefix_tree import PrefixTree
-from sglang.test.disaggregation.pd_rig import LOOPBACK, PdRig
-from sglang.test.models.tiny_models import save_tiny_checkpoint
-from sglang.test.schedulers.scheduler_rig import SchedulerRig, greedy, prompt
-from sglang.test.stores.mooncake_cluster import MooncakeCluster
 
 _ROOT: Final = f"{Path(sglang.srt.__file__).parent}{os.sep}"
 _OF_PREFILL: Final = ("disagg-rooms", "disagg-pack")

@@ -8,8 +8,8 @@ from contextlib import ExitStack
 from cpu.peers import StreamClient, TransformersPeer
 from cpu.rows import Figure, Outcome, median_ratio, random_prompts, rounded
 
-from sglang.test.servers.engine_server import EngineServer
-from sglang.test.stores.mooncake_cluster import MooncakeCluster
+from rigs.servers.engine_server import EngineServer
+from rigs.stores.mooncake_cluster import MooncakeCluster
 
 PROMPT_TOKENS = 4000
 _EVICTING = 2

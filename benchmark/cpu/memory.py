@@ -10,9 +10,9 @@ import orjson
 import psutil
 from cpu.rows import Figure, Outcome, random_prompts
 
+from rigs.servers.engine_server import EngineServer
+from rigs.stores.mooncake_cluster import MooncakeCluster
 from sglang.benchmark.load_generator import open_session
-from sglang.test.servers.engine_server import EngineServer
-from sglang.test.stores.mooncake_cluster import MooncakeCluster
 
 _MB = 1e6
 _PROMPT_TOKENS = 80

@@ -9,8 +9,8 @@ from contextlib import ExitStack
 from cpu.peers import TransformersPeer, output_speed
 from cpu.rows import Figure, Outcome, median_ratio, random_prompts, rounded
 
-from sglang.test.servers.engine_server import EngineServer
-from sglang.test.stores.mooncake_cluster import MooncakeCluster
+from rigs.servers.engine_server import EngineServer
+from rigs.stores.mooncake_cluster import MooncakeCluster
 
 BATCH = 16
 INPUT_TOKENS = 256

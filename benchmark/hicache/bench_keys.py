@@ -29,6 +29,8 @@ from typing import Any
 
 import numpy as np
 
+from rigs.stores.host_pools import storage_config
+from rigs.stores.mooncake_cluster import MooncakeCluster
 from sglang.benchmark.report import emit, provenance, writable_file
 from sglang.srt.mem_cache.hicache_storage import (
     HiCacheFile,
@@ -40,8 +42,6 @@ from sglang.srt.mem_cache.storage.mooncake_store.mooncake_store import MooncakeS
 from sglang.srt.mem_cache.storage.page_trailer import key_digest
 from sglang.srt.mem_cache.storage.pool_hits import combine_hits
 from sglang.srt.mem_cache.tree.radix_key import RadixKey
-from sglang.test.stores.host_pools import storage_config
-from sglang.test.stores.mooncake_cluster import MooncakeCluster
 
 _NAMESPACE = "0123456789abcdef" * 2
 _INDEXER = PoolTransfer(PoolName.INDEXER)

@@ -27,6 +27,8 @@ import torch
 from storage_peers import BareFiles, BareMooncake, MemoryCopy, Peer, gb_per_second
 from tqdm import tqdm
 
+from rigs.stores.host_pools import storage_config
+from rigs.stores.mooncake_cluster import MooncakeCluster
 from sglang.benchmark.report import emit, provenance, writable_file
 from sglang.srt.mem_cache.device.memory_pool import MHATokenToKVPool
 from sglang.srt.mem_cache.hicache_storage import (
@@ -37,8 +39,6 @@ from sglang.srt.mem_cache.hicache_storage import (
 )
 from sglang.srt.mem_cache.memory_pool_host import MHATokenToKVPoolHost
 from sglang.srt.mem_cache.storage.mooncake_store.mooncake_store import MooncakeStore
-from sglang.test.stores.host_pools import storage_config
-from sglang.test.stores.mooncake_cluster import MooncakeCluster
 
 MIB = 1 << 20
 _WAYS = ("checksum_on", "checksum_off", "bare")

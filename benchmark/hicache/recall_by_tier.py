@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Recall accuracy of a built-in model cold and from each tier, with real servers.
 
-    PYTHONPATH=python python benchmark/hicache/recall_by_tier.py [--model hybrid] \\
+    python benchmark/hicache/recall_by_tier.py [--model hybrid] \\
         [--num-examples 16] [--output FILE]
 
 Multi-turn conversations: question r of all of them comes before any question r + 1, so that tiers
@@ -19,11 +19,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rigs.servers.engine_server import EngineServer
+from rigs.stores.mooncake_cluster import MooncakeCluster
 from sglang.benchmark.report import emit, provenance
 from sglang.srt.constants import BUILTIN_HYBRID_MODEL_DIR, BUILTIN_MODEL_DIR
 from sglang.test.run_eval import EvalArgs, run_eval
-from sglang.test.servers.engine_server import EngineServer
-from sglang.test.stores.mooncake_cluster import MooncakeCluster
 
 MODELS = {"builtin": BUILTIN_MODEL_DIR, "hybrid": BUILTIN_HYBRID_MODEL_DIR}
 SMALL_L1 = ("--max-total-tokens", "8192")

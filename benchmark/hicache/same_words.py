@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """One prompt answered from every tier by real servers: source, time, and equality of the answer.
 
-    PYTHONPATH=python python benchmark/hicache/same_words.py [--context-tokens 4000] [--output FILE]
+    python benchmark/hicache/same_words.py [--context-tokens 4000] [--output FILE]
 
 Expected: `equal` is true in every line; cold is slowest, L1 fastest, L2 and L3 are between them.
 Each line is the median of `--repeats` answers.
@@ -17,10 +17,10 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+from rigs.models.heldout_question import HeldoutQuestion
+from rigs.servers.engine_server import Answer, EngineServer
+from rigs.stores.mooncake_cluster import MooncakeCluster
 from sglang.benchmark.report import emit, provenance
-from sglang.test.models.heldout_question import HeldoutQuestion
-from sglang.test.servers.engine_server import Answer, EngineServer
-from sglang.test.stores.mooncake_cluster import MooncakeCluster
 
 WAIT = ("--hicache-storage-prefetch-policy", "wait_complete")
 SMALL_L1 = ("--max-total-tokens", "16384", "--hicache-ratio", "4")

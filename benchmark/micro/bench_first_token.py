@@ -103,10 +103,10 @@ def measure_scheduler(args: argparse.Namespace) -> dict[str, float]:
     """A tick with one request, up to the launch of its step."""
     import torch
 
+    from rigs.models.tiny_models import save_tiny_checkpoint
+    from rigs.schedulers.scheduler_rig import SchedulerRig, greedy
     from sglang.srt.managers.scheduler.tp_worker import TpModelWorker
     from sglang.srt.utils.process import settle_heap
-    from sglang.test.models.tiny_models import save_tiny_checkpoint
-    from sglang.test.schedulers.scheduler_rig import SchedulerRig, greedy
 
     torch.set_num_threads(1)
     ids, span = prompt_ids(args.tokens, _TINY_VOCAB_SIZE), Span(args.calls)
@@ -209,6 +209,7 @@ def measure_server(args: argparse.Namespace) -> dict[str, dict[str, float]]:
     """What the server process does before and after the engine's part."""
     import uvicorn
 
+    from rigs.servers.fake_engine import byte_tokenizer
     from sglang.srt.entrypoints.http.answer import AnswerTransport
     from sglang.srt.entrypoints.http.listener import BoundedServer
     from sglang.srt.entrypoints.http.protocol import BoundedProtocol, bounded_protocol
@@ -221,7 +222,6 @@ def measure_server(args: argparse.Namespace) -> dict[str, dict[str, float]]:
     from sglang.srt.observability.server_metrics import ServerMetrics
     from sglang.srt.server_args import ServerArgs
     from sglang.srt.utils.process import settle_heap
-    from sglang.test.servers.fake_engine import byte_tokenizer
 
     way_in, way_out = Span(args.calls), Span(args.calls)
     memory = None if args.warm else np.zeros(_COLD_WORDS, dtype=np.int64)

@@ -33,11 +33,11 @@ import orjson
 import psutil
 
 import sglang
+from rigs.servers.engine_server import EngineServer
 from sglang.benchmark.cpu_clocks import process_seconds
 from sglang.benchmark.load_generator import open_session
 from sglang.benchmark.report import emit, provenance
 from sglang.srt.utils.network import get_free_port, wait_until
-from sglang.test.servers.engine_server import EngineServer
 
 _BUILTIN = Path(sglang.__file__).parent / "builtin_model"
 _START_S = 30.0

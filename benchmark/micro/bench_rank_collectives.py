@@ -22,6 +22,7 @@ import psutil
 import torch
 import torch.distributed as dist
 
+from rigs.schedulers.rank_processes import run_ranks
 from sglang.benchmark.report import emit, provenance, writable_file
 from sglang.srt.distributed.parallel_state import (
     GroupCoordinator,
@@ -36,7 +37,6 @@ from sglang.srt.mem_cache.tree.digest import CacheBooks
 from sglang.srt.mem_cache.tree.radix_key import RadixKey
 from sglang.srt.mem_cache.tree.tree_node import ROOT_ID, TreeNode
 from sglang.srt.sampling.sampling_params import SamplingParams
-from sglang.test.schedulers.rank_processes import run_ranks
 
 WARM_UP: Final = 50
 PROMPTS: Final = {"an empty tick": 0, "a prompt of 1,024": 1024, "a prompt of 32,768": 32768}

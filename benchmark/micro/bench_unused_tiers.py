@@ -28,11 +28,11 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
+from rigs.schedulers.scheduler_rig import SchedulerRig, greedy
+from rigs.stores.mooncake_cluster import MooncakeCluster
 from sglang.benchmark.cpu_clocks import process_seconds, thread_seconds
 from sglang.benchmark.report import emit, provenance
 from sglang.srt.constants import BUILTIN_MODEL_DIR
-from sglang.test.schedulers.scheduler_rig import SchedulerRig, greedy
-from sglang.test.stores.mooncake_cluster import MooncakeCluster
 
 PROMPT_TOKENS: Final = 1000
 NEW_TOKENS: Final = 32

@@ -1,9 +1,8 @@
 """A Mooncake Store on this machine: master, store nodes, stand-alone client as child processes.
 
-`serve_embedded` starts a master and a node; tests start clusters
-(`test/stores/mooncake_cluster.py`). Each process has a handle and a log file, and ends when the
-thread that started it ends. Master and nodes listen on the loopback interface only. A stand-alone
-client has two ports, chosen by Mooncake, at all addresses.
+`serve_embedded` starts a master and a node; tests start clusters. Each process has a handle and a
+log file, and ends when the thread that started it ends. Master and nodes listen on the loopback
+interface only. A stand-alone client has two ports, chosen by Mooncake, at all addresses.
 """
 
 from __future__ import annotations

@@ -14,10 +14,10 @@ import psutil
 import pytest
 
 import sglang
+from rigs.doc_commands import Block, blocks_of, reader
 from sglang.srt.utils.network import wait_until
 from sglang.srt.utils.process import is_alive
 from sglang.test.ci.ci_register import register_cpu_ci
-from sglang.test.ci.doc_commands import Block, blocks_of, reader
 
 register_cpu_ci(est_time=60, suite="base-b-test-cpu")
 

@@ -7,8 +7,8 @@ from typing import Final
 
 import pytest
 
+from rigs.doc_commands import blocks_of, reader
 from sglang.test.ci.ci_register import register_cpu_ci
-from sglang.test.ci.doc_commands import blocks_of, reader
 
 register_cpu_ci(est_time=600, suite="nightly-test-cpu", nightly=True)
 

@@ -18,6 +18,7 @@ from sglang.test.ci.ci_register import register_cpu_ci
 register_cpu_ci(est_time=10, suite="base-b-test-cpu")
 
 CHECKOUT = Path(__file__).parents[2]
+SITE = ".venv/lib/python3/site-packages"
 PIP = """
 echo "Collecting small"
 echo "  Downloading small-1.0-py3-none-any.whl (20 kB)"
@@ -40,7 +41,7 @@ def checkout(tmp_path: Path) -> Path:
     python.write_text(
         f"""#!/bin/bash
         case "$*" in
-            "-m venv .venv") mkdir -p .venv/bin; cp "$0" .venv/bin/python ;;
+            "-m venv .venv") mkdir -p .venv/bin {SITE}; cp "$0" .venv/bin/python ;;
             "-m pip --version") [ -e .venv/bin/python ] ;;
             "-m pip install"*) bash {tmp_path}/pip.sh ;;
             *"import mooncake"* | *ctypes* | *ensurepip*) ;;
@@ -86,6 +87,7 @@ def test_stages_downloads_and_quiet_periods_are_reported(checkout: Path) -> None
         assert words in stages, stages
     assert "small-1.0" not in done.stdout
     assert "small-1.0" in (checkout / ".venv" / "setup.log").read_text()
+    assert (checkout / SITE / "rigs.pth").read_text() == f"{checkout / 'test'}\n"
     again = set_up(checkout)
     assert (again.returncode, again.stdout) == (0, "")
 

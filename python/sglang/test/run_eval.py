@@ -19,8 +19,8 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from sglang.test.models.recall_task import RecallConversation, estimate_tokens, heldout_conversation
-from sglang.test.servers.chat_client import ChatClient, ChatReply
+from sglang.test.chat_client import ChatClient, ChatReply
+from sglang.test.recall_task import RecallConversation, estimate_tokens, heldout_conversation
 
 BUILTIN_MODEL_DIR = Path(__file__).resolve().parents[1] / "builtin_model"
 EVAL_NAMES = ("recall",)

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 import sglang
+from rigs.servers.engine_server import EXACT
 from sglang.bench_one_batch import PROMPTS, main, parse_args
 from sglang.benchmark.device_limits import (
     Limits,
@@ -26,7 +27,6 @@ from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.constants import BUILTIN_MODEL_DIR
 from sglang.srt.environ import child_environment
 from sglang.test.ci.ci_register import register_cpu_ci
-from sglang.test.servers.engine_server import EXACT
 
 register_cpu_ci(est_time=35, suite="base-b-test-cpu")
 

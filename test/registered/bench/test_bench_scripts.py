@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
+from rigs.servers.forked_scripts import run_script
+from rigs.servers.forked_servers import ForkedServer
 from sglang.srt.environ import child_environment
 from sglang.test.ci.ci_register import register_cpu_ci
-from sglang.test.servers.forked_scripts import run_script
-from sglang.test.servers.forked_servers import ForkedServer
 
 register_cpu_ci(est_time=70, suite="base-b-test-cpu")
 

@@ -1,11 +1,11 @@
-"""A short run of `sglang.test.disaggregation.pd_attacks`: strangers at all ports."""
+"""A short run of `rigs.disaggregation.pd_attacks`: strangers at all ports."""
 
 from __future__ import annotations
 
 import pytest
 
+from rigs.disaggregation.pd_attacks import run_attacks
 from sglang.test.ci.ci_register import register_cpu_ci
-from sglang.test.disaggregation.pd_attacks import run_attacks
 
 register_cpu_ci(est_time=100, suite="base-b-test-cpu")
 

@@ -1,11 +1,11 @@
-"""Ten minutes of `sglang.test.disaggregation.pd_attacks`, half of them with a secret."""
+"""Ten minutes of `rigs.disaggregation.pd_attacks`, half of them with a secret."""
 
 from __future__ import annotations
 
 import pytest
 
+from rigs.disaggregation.pd_attacks import run_attacks
 from sglang.test.ci.ci_register import register_cpu_ci
-from sglang.test.disaggregation.pd_attacks import run_attacks
 
 register_cpu_ci(est_time=900, suite="nightly-test-cpu", nightly=True)
 

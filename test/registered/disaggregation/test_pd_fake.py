@@ -9,8 +9,8 @@ import httpx
 import psutil
 import pytest
 
+from rigs.servers.engine_server import EngineServer
 from sglang.test.ci.ci_register import register_cpu_ci
-from sglang.test.servers.engine_server import EngineServer
 
 register_cpu_ci(est_time=30, suite="base-b-test-cpu")
 

@@ -18,14 +18,14 @@ import httpx
 import psutil
 import pytest
 
+from rigs.disaggregation.pd_servers import TCP, router
+from rigs.models.tiny_models import save_tiny_checkpoint
+from rigs.schedulers.scheduler_rig import prompt
+from rigs.servers.engine_server import EngineServer
+from rigs.servers.forked_servers import ForkedServer
 from sglang.srt.constants import BUILTIN_MODEL_DIR
 from sglang.srt.utils.network import get_free_port, wait_until
 from sglang.test.ci.ci_register import register_cpu_ci
-from sglang.test.disaggregation.pd_servers import TCP, router
-from sglang.test.models.tiny_models import save_tiny_checkpoint
-from sglang.test.schedulers.scheduler_rig import prompt
-from sglang.test.servers.engine_server import EngineServer
-from sglang.test.servers.forked_servers import ForkedServer
 
 register_cpu_ci(est_time=90, suite="base-b-test-cpu")
 

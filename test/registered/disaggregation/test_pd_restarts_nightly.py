@@ -1,12 +1,12 @@
 """Fifty restarts with Mooncake's store and Transfer Engine in one process: see
-`sglang.test.disaggregation.pd_restarts`."""
+`rigs.disaggregation.pd_restarts`."""
 
 from __future__ import annotations
 
 import pytest
 
+from rigs.disaggregation.pd_restarts import assert_good, run_restarts
 from sglang.test.ci.ci_register import register_cpu_ci
-from sglang.test.disaggregation.pd_restarts import assert_good, run_restarts
 
 register_cpu_ci(est_time=180, suite="nightly-test-cpu", nightly=True)
 

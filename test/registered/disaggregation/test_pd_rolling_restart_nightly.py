@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from rigs.disaggregation.pd_servers import assert_restarts_cost_nothing
 from sglang.test.ci.ci_register import register_cpu_ci
-from sglang.test.disaggregation.pd_servers import assert_restarts_cost_nothing
 
 register_cpu_ci(est_time=250, suite="nightly-test-cpu", nightly=True)
 

@@ -11,6 +11,11 @@ from typing import Any, Final
 import pytest
 import torch
 
+from rigs.disaggregation.control_proxy import ControlProxy
+from rigs.disaggregation.pd_rig import LOOPBACK, MooncakeMover, PdRig
+from rigs.models.letters import Letters
+from rigs.models.tiny_models import save_tiny_checkpoint
+from rigs.schedulers.scheduler_rig import RIG_DEVICE, Collected, SchedulerRig, greedy, prompt
 from sglang.srt.arg_groups.disaggregation import DisaggregationMode
 from sglang.srt.disaggregation.common import control_connection
 from sglang.srt.distributed.device_communicators.mooncake_transfer_engine import (
@@ -25,11 +30,6 @@ from sglang.srt.managers.messages.io_struct import (
 )
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.test.ci.ci_register import register_cpu_ci
-from sglang.test.disaggregation.control_proxy import ControlProxy
-from sglang.test.disaggregation.pd_rig import LOOPBACK, MooncakeMover, PdRig
-from sglang.test.models.letters import Letters
-from sglang.test.models.tiny_models import save_tiny_checkpoint
-from sglang.test.schedulers.scheduler_rig import RIG_DEVICE, Collected, SchedulerRig, greedy, prompt
 
 register_cpu_ci(est_time=30, suite="base-b-test-cpu")
 

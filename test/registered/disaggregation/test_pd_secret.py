@@ -13,9 +13,9 @@ import httpx
 import psutil
 import pytest
 
+from rigs.disaggregation.pd_servers import TCP, decode_server, prefill_server
+from rigs.servers.engine_server import EngineServer
 from sglang.test.ci.ci_register import register_cpu_ci
-from sglang.test.disaggregation.pd_servers import TCP, decode_server, prefill_server
-from sglang.test.servers.engine_server import EngineServer
 
 register_cpu_ci(est_time=45, suite="base-b-test-cpu")
 

@@ -18,11 +18,11 @@ from typing import Any, Final
 import httpx
 import pytest
 
+from rigs.disaggregation.pd_servers import TCP, decode_server, prefill_server, router
+from rigs.servers.engine_server import EngineServer
 from sglang.srt.utils.network import wait_until
 from sglang.srt.utils.process import kill_process_tree
 from sglang.test.ci.ci_register import register_cpu_ci
-from sglang.test.disaggregation.pd_servers import TCP, decode_server, prefill_server, router
-from sglang.test.servers.engine_server import EngineServer
 
 register_cpu_ci(est_time=90, suite="base-b-test-cpu")
 

@@ -1,11 +1,11 @@
-"""One round of the soak with kills and stops: see `sglang.test.disaggregation.pd_soak`."""
+"""One round of the soak with kills and stops: see `rigs.disaggregation.pd_soak`."""
 
 from __future__ import annotations
 
 import pytest
 
+from rigs.disaggregation.pd_soak import run_soak
 from sglang.test.ci.ci_register import register_cpu_ci
-from sglang.test.disaggregation.pd_soak import run_soak
 
 register_cpu_ci(est_time=30, suite="base-b-test-cpu")
 

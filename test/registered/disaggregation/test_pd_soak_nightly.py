@@ -1,4 +1,4 @@
-"""Ten minutes of the soak with kills and stops: see `sglang.test.disaggregation.pd_soak`.
+"""Ten minutes of the soak with kills and stops: see `rigs.disaggregation.pd_soak`.
 
 The seed is drawn, so that each night sees another one; it is printed first.
 """
@@ -9,8 +9,8 @@ import secrets
 
 import pytest
 
+from rigs.disaggregation.pd_soak import run_soak
 from sglang.test.ci.ci_register import register_cpu_ci
-from sglang.test.disaggregation.pd_soak import run_soak
 
 register_cpu_ci(est_time=600, suite="nightly-test-cpu", nightly=True)
 

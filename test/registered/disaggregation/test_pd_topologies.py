@@ -19,12 +19,12 @@ import httpx
 import openai
 import pytest
 
+from rigs.disaggregation.pd_servers import TCP, decode_server, prefill_server, router
+from rigs.servers.engine_server import EXACT, EngineServer
+from rigs.stores.mooncake_cluster import MooncakeCluster
 from sglang.srt.environ import child_environment
 from sglang.srt.utils.network import wait_until
 from sglang.test.ci.ci_register import register_cpu_ci
-from sglang.test.disaggregation.pd_servers import TCP, decode_server, prefill_server, router
-from sglang.test.servers.engine_server import EXACT, EngineServer
-from sglang.test.stores.mooncake_cluster import MooncakeCluster
 
 register_cpu_ci(est_time=60, suite="base-b-test-cpu")
 

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import pytest
 
+from rigs.disaggregation.random_pd import run_seed
+from rigs.schedulers.random_seeds import assert_random_work
 from sglang.test.ci.ci_register import register_cpu_ci
-from sglang.test.disaggregation.random_pd import run_seed
-from sglang.test.schedulers.random_seeds import assert_random_work
 
 register_cpu_ci(est_time=600, suite="nightly-test-cpu", nightly=True)
 

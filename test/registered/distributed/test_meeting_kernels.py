@@ -1,4 +1,4 @@
-"""Kernels in which ranks meet, interpreted: see `sglang.test.schedulers.meeting_ranks`.
+"""Kernels in which ranks meet, interpreted: see `rigs.schedulers.meeting_ranks`.
 
 On GPUs `test/registered/gpu/test_ranks_cuda.py` runs the same kernels.
 """
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.skipif(
 
 def test_sums_and_greatest_logits_of_ranks_that_come_at_different_times() -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "sglang.test.schedulers.meeting_ranks", "2", "3"],
+        [sys.executable, "-m", "rigs.schedulers.meeting_ranks", "2", "3"],
         env=child_environment() | {"TRITON_INTERPRET": "1"},
         capture_output=True,
         text=True,

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from rigs.schedulers.rank_processes import RankFailed, run_ranks
 from sglang.srt.distributed.parallel_state import (
     GroupCoordinator,
     create_custom_parallel_group,
@@ -23,7 +24,6 @@ from sglang.srt.distributed.parallel_state import (
 from sglang.srt.distributed.rank_group import RankGroup, gather_texts
 from sglang.srt.distributed.torch_rank_group import TorchMin, TorchRankGroup
 from sglang.test.ci.ci_register import register_cpu_ci
-from sglang.test.schedulers.rank_processes import RankFailed, run_ranks
 
 register_cpu_ci(est_time=25, suite="base-b-test-cpu")
 

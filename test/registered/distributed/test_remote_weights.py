@@ -18,6 +18,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from rigs.servers.engine_server import EXACT, EngineServer
+from rigs.servers.seed_servers import remote_flags, weight_digest
 from sglang.embedded_mooncake import LOOPBACK
 from sglang.srt.arg_groups.remote_weights import SEED_PATH, START_SEED
 from sglang.srt.configs.model_config import ModelConfig
@@ -39,8 +41,6 @@ from sglang.srt.model_loader.weight_source import WeightSlots
 from sglang.srt.model_loader.weights_identity import weights_identity
 from sglang.srt.utils.network import wait_until
 from sglang.test.ci.ci_register import register_cpu_ci
-from sglang.test.servers.engine_server import EXACT, EngineServer
-from sglang.test.servers.seed_servers import remote_flags, weight_digest
 
 register_cpu_ci(est_time=75, suite="base-b-test-cpu")
 

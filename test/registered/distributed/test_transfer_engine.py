@@ -12,6 +12,15 @@ import numpy as np
 import pytest
 import torch
 
+from rigs.stores.host_pools import (
+    copy_to_host,
+    make_device_pool,
+    make_host_pool,
+    page_keys,
+    storage_config,
+)
+from rigs.stores.mooncake_cluster import MooncakeCluster
+from rigs.stores.transfer_peer import TransferPeer
 from sglang.embedded_mooncake import LOOPBACK
 from sglang.srt.constants import MIB
 from sglang.srt.distributed.device_communicators.mooncake_transfer_engine import (
@@ -32,15 +41,6 @@ from sglang.srt.mem_cache.hicache_storage import CacheOutcome, PoolName, PoolTra
 from sglang.srt.mem_cache.storage.mooncake_store.mooncake_store import MooncakeStore
 from sglang.srt.utils.network import wait_until
 from sglang.test.ci.ci_register import register_cpu_ci
-from sglang.test.stores.host_pools import (
-    copy_to_host,
-    make_device_pool,
-    make_host_pool,
-    page_keys,
-    storage_config,
-)
-from sglang.test.stores.mooncake_cluster import MooncakeCluster
-from sglang.test.stores.transfer_peer import TransferPeer
 
 register_cpu_ci(est_time=30, suite="base-b-test-cpu")
 

@@ -13,6 +13,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from rigs.stores.tcp_forwarder import TcpForwarder
+from rigs.stores.transfer_peer import TransferPeer
 from sglang.embedded_mooncake import LOOPBACK
 from sglang.srt.constants import MIB
 from sglang.srt.disaggregation.common.sessions import Sessions
@@ -34,8 +36,6 @@ from sglang.srt.environ import envs
 from sglang.srt.hardware_backend.device_runtime import detect_device
 from sglang.srt.utils.network import wait_until
 from sglang.test.ci.ci_register import register_cpu_ci
-from sglang.test.stores.tcp_forwarder import TcpForwarder
-from sglang.test.stores.transfer_peer import TransferPeer
 
 register_cpu_ci(est_time=120, suite="base-b-test-cpu")
 

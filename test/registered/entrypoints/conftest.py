@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from sglang.test.servers.keyed_server import KeyedServer, keyed_server, serves_on
+from rigs.servers.keyed_server import KeyedServer, keyed_server, serves_on
 
 
 @pytest.fixture(scope="module", name="server")

@@ -9,15 +9,15 @@ from typing import Any
 import pytest
 
 import sglang
-from sglang.test.ci.ci_register import register_cpu_ci
-from sglang.test.models.tiny_models import save_tiny_checkpoint
-from sglang.test.servers.engine_case import (
+from rigs.models.tiny_models import save_tiny_checkpoint
+from rigs.servers.engine_case import (
     IDS,
     ask,
     assert_same_words_from_every_tier,
     start_engine,
 )
-from sglang.test.stores.mooncake_cluster import MooncakeCluster
+from rigs.stores.mooncake_cluster import MooncakeCluster
+from sglang.test.ci.ci_register import register_cpu_ci
 
 register_cpu_ci(est_time=45, suite="base-b-test-cpu")
 

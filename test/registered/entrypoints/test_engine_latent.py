@@ -7,16 +7,16 @@ from pathlib import Path
 
 import pytest
 
-from sglang.srt.environ import envs
-from sglang.test.ci.ci_register import register_cpu_ci
-from sglang.test.models.tiny_models import save_tiny_checkpoint
-from sglang.test.servers.engine_case import (
+from rigs.models.tiny_models import save_tiny_checkpoint
+from rigs.servers.engine_case import (
     GREEDY,
     IDS,
     ask,
     assert_same_words_from_every_tier,
     start_engine,
 )
+from sglang.srt.environ import envs
+from sglang.test.ci.ci_register import register_cpu_ci
 
 register_cpu_ci(est_time=60, suite="base-b-test-cpu")
 

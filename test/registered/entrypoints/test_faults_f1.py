@@ -15,12 +15,12 @@ import psutil
 import pytest
 from hypothesis import HealthCheck, given, settings
 
+from rigs.servers.engine_server import EngineServer
+from rigs.servers.http_fuzz import FuzzedRequest, fuzzed_requests, judge
 from sglang.srt.constants import MIB
 from sglang.srt.entrypoints.http.body import MAX_BODY_BYTES
 from sglang.srt.entrypoints.http.protocol import DISCARD_BYTES
 from sglang.test.ci.ci_register import register_cpu_ci
-from sglang.test.servers.engine_server import EngineServer
-from sglang.test.servers.http_fuzz import FuzzedRequest, fuzzed_requests, judge
 
 register_cpu_ci(est_time=28, suite="base-b-test-cpu")
 

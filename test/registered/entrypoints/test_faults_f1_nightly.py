@@ -6,9 +6,9 @@ import httpx
 import pytest
 from hypothesis import HealthCheck, given, settings
 
+from rigs.servers.engine_server import EngineServer
+from rigs.servers.http_fuzz import FuzzedRequest, fuzzed_requests, judge
 from sglang.test.ci.ci_register import register_cpu_ci
-from sglang.test.servers.engine_server import EngineServer
-from sglang.test.servers.http_fuzz import FuzzedRequest, fuzzed_requests, judge
 
 register_cpu_ci(est_time=180, suite="nightly-test-cpu", nightly=True)
 

@@ -13,10 +13,10 @@ import httpx
 import psutil
 import pytest
 
+from rigs.servers.engine_server import ADMIN_KEY
+from rigs.servers.keyed_server import HEADERS, USER_KEY, KeyedServer
 from sglang.srt.utils.network import wait_until
 from sglang.test.ci.ci_register import register_cpu_ci
-from sglang.test.servers.engine_server import ADMIN_KEY
-from sglang.test.servers.keyed_server import HEADERS, USER_KEY, KeyedServer
 
 register_cpu_ci(est_time=18, suite="base-b-test-cpu")
 

@@ -16,10 +16,10 @@ import httpx
 import psutil
 import pytest
 
+from rigs.servers.engine_server import EXACT, EngineServer
 from sglang.srt.utils.network import is_port_available, wait_until
 from sglang.srt.utils.process import is_alive
 from sglang.test.ci.ci_register import register_cpu_ci
-from sglang.test.servers.engine_server import EXACT, EngineServer
 
 register_cpu_ci(est_time=50, suite="base-b-test-cpu")
 

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from rigs.servers.engine_server import EngineServer
+from rigs.servers.spoiled_models import CASES, Case, pickled, start_refused
 from sglang.srt.constants import BUILTIN_MODEL_DIR
 from sglang.test.ci.ci_register import register_cpu_ci
-from sglang.test.servers.engine_server import EngineServer
-from sglang.test.servers.spoiled_models import CASES, Case, pickled, start_refused
 
 register_cpu_ci(est_time=28, suite="base-b-test-cpu")
 

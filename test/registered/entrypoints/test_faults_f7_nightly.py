@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from rigs.servers.spoiled_models import CASES, Case, start_refused
 from sglang.test.ci.ci_register import register_cpu_ci
-from sglang.test.servers.spoiled_models import CASES, Case, start_refused
 
 register_cpu_ci(est_time=200, suite="nightly-test-cpu", nightly=True)
 

@@ -11,9 +11,9 @@ import httpx
 import openai
 import pytest
 
+from rigs.servers.fake_engine import FrontServer, front_server
 from sglang.srt.managers.messages.io_struct import TokenizedGenerateReqInput
 from sglang.test.ci.ci_register import register_cpu_ci
-from sglang.test.servers.fake_engine import FrontServer, front_server
 
 register_cpu_ci(est_time=12, suite="base-b-test-cpu")
 

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from rigs.servers.engine_server import EngineServer
+from rigs.servers.rolling_restart import Load, restart_each
 from sglang.embedded_router import RESTART_FLAGS, Router
 from sglang.srt.utils.network import get_free_port
 from sglang.test.ci.ci_register import register_cpu_ci
-from sglang.test.servers.engine_server import EngineServer
-from sglang.test.servers.rolling_restart import Load, restart_each
 
 register_cpu_ci(est_time=60, suite="base-b-test-cpu")
 

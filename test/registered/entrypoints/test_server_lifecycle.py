@@ -12,11 +12,11 @@ import httpx
 import psutil
 import pytest
 
+from rigs.servers.engine_server import EngineServer
+from rigs.stores.handshake_bombs import tcp_listeners
 from sglang.srt.entrypoints.http_server import READY_LINE
 from sglang.srt.utils.network import wait_until
 from sglang.test.ci.ci_register import register_cpu_ci
-from sglang.test.servers.engine_server import EngineServer
-from sglang.test.stores.handshake_bombs import tcp_listeners
 
 register_cpu_ci(est_time=15, suite="base-b-test-cpu")
 

@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from rigs.models.model_oracle import logits_of_batches
+from rigs.models.tiny_models import StepDriver, save_tiny_checkpoint
+from rigs.schedulers.scheduler_rig import SchedulerRig, prompt
 from sglang.srt.hardware_backend.device_runtime import detect_device
 from sglang.test.ci.ci_register import register_cuda_ci
-from sglang.test.models.model_oracle import logits_of_batches
-from sglang.test.models.tiny_models import StepDriver, save_tiny_checkpoint
-from sglang.test.schedulers.scheduler_rig import SchedulerRig, prompt
 
 register_cuda_ci(est_time=60, suite="base-b-test-1-gpu-large")
 

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import torch
 
+from rigs.schedulers.scheduler_rig import SchedulerRig, greedy, prompt
 from sglang.srt.hardware_backend.device_runtime import detect_device
 from sglang.srt.managers.messages.tick import Tick
 from sglang.srt.managers.scheduler.scheduler import Scheduler
 from sglang.test.ci.ci_register import register_cuda_ci
-from sglang.test.schedulers.scheduler_rig import SchedulerRig, greedy, prompt
 
 register_cuda_ci(est_time=20, suite="base-b-test-1-gpu-large")
 

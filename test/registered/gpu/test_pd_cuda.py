@@ -14,6 +14,8 @@ from typing import Any, Final
 import pytest
 import torch
 
+from rigs.schedulers.scheduler_rig import prompt
+from rigs.servers.engine_server import EngineServer
 from sglang.serve_pd import count_gpus
 from sglang.srt.disaggregation.base.first_token import FirstToken
 from sglang.srt.disaggregation.common.metadata_row import BadRow
@@ -22,8 +24,6 @@ from sglang.srt.distributed.device_communicators.mooncake_protocol import wheel_
 from sglang.srt.hardware_backend.device_runtime import detect_device
 from sglang.srt.utils.network import get_free_port
 from sglang.test.ci.ci_register import register_cuda_ci
-from sglang.test.schedulers.scheduler_rig import prompt
-from sglang.test.servers.engine_server import EngineServer
 
 register_cuda_ci(est_time=120, suite="base-b-test-1-gpu-large")
 

@@ -11,6 +11,11 @@ from typing import Any, Final
 import pytest
 import torch
 
+from rigs.models.model_oracle import logits_of_batches
+from rigs.models.tiny_models import StepDriver, save_tiny_checkpoint
+from rigs.schedulers.rank_processes import run_ranks
+from rigs.schedulers.scheduler_rig import prompt
+from rigs.servers.engine_server import EngineServer
 from sglang.serve_pd import count_gpus
 from sglang.srt.distributed.parallel_state import (
     get_attention_cp_group,
@@ -23,11 +28,6 @@ from sglang.srt.layers.placement import TensorPlacement
 from sglang.srt.layers.vocab_logits import VocabLogits
 from sglang.srt.model_executor.graph_capture import GraphCapture
 from sglang.test.ci.ci_register import register_cuda_ci
-from sglang.test.models.model_oracle import logits_of_batches
-from sglang.test.models.tiny_models import StepDriver, save_tiny_checkpoint
-from sglang.test.schedulers.rank_processes import run_ranks
-from sglang.test.schedulers.scheduler_rig import prompt
-from sglang.test.servers.engine_server import EngineServer
 
 register_cuda_ci(est_time=170, suite="base-b-test-2-gpu-large")
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
+from rigs.servers.engine_server import EngineServer
+from rigs.servers.seed_servers import remote_flags, weight_digest
 from sglang.srt.arg_groups.remote_weights import START_SEED
 from sglang.srt.distributed.device_communicators.mooncake_protocol import wheel_protocols
 from sglang.srt.hardware_backend.device_runtime import detect_device
 from sglang.test.ci.ci_register import register_cuda_ci
-from sglang.test.servers.engine_server import EngineServer
-from sglang.test.servers.seed_servers import remote_flags, weight_digest
 
 register_cuda_ci(est_time=120, suite="base-b-test-1-gpu-large")
 

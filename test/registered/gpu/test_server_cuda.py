@@ -13,11 +13,11 @@ from pathlib import Path
 
 import pytest
 
+from rigs.models.heldout_question import HeldoutQuestion
+from rigs.servers.engine_server import Answer, EngineServer
+from rigs.stores.mooncake_cluster import MooncakeCluster
 from sglang.srt.hardware_backend.device_runtime import detect_device
 from sglang.test.ci.ci_register import register_cuda_ci
-from sglang.test.models.heldout_question import HeldoutQuestion
-from sglang.test.servers.engine_server import Answer, EngineServer
-from sglang.test.stores.mooncake_cluster import MooncakeCluster
 
 register_cuda_ci(est_time=60, suite="base-b-test-1-gpu-large")
 

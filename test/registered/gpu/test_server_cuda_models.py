@@ -10,11 +10,11 @@ from contextlib import ExitStack
 
 import pytest
 
+from rigs.models.qwen3_8b import DUMMY_FLAGS, VOCAB_SIZE, dummy_model
+from rigs.servers.engine_server import EngineServer
 from sglang.srt.hardware_backend.device_runtime import detect_device
 from sglang.test.ci.ci_register import register_cuda_ci
-from sglang.test.models.qwen3_8b import DUMMY_FLAGS, VOCAB_SIZE, dummy_model
 from sglang.test.run_eval import EvalArgs, run_eval
-from sglang.test.servers.engine_server import EngineServer
 
 register_cuda_ci(est_time=60, suite="base-b-test-1-gpu-large")
 

@@ -13,10 +13,10 @@ from pathlib import Path
 
 import pytest
 
+from rigs.servers.engine_server import EXACT, EngineServer, HttpReply
+from rigs.stores.mooncake_cluster import MooncakeCluster
 from sglang.srt.distributed.device_communicators.mooncake_protocol import list_rdma_devices
 from sglang.test.ci.ci_register import register_cpu_ci
-from sglang.test.servers.engine_server import EXACT, EngineServer, HttpReply
-from sglang.test.stores.mooncake_cluster import MooncakeCluster
 
 register_cpu_ci(est_time=35, suite="base-b-test-cpu")
 

@@ -14,15 +14,15 @@ from typing import Any, ClassVar
 
 import pytest
 
+from rigs.caches.cache_rig import CacheRig, HiCacheSettings, Reused
+from rigs.stores.mooncake_cluster import MooncakeCluster
 from sglang.srt.mem_cache.hicache_storage import (
     HiCacheStorageExtraInfo,
     PoolTransfer,
     PoolTransferResult,
 )
 from sglang.srt.mem_cache.storage.mooncake_store.mooncake_store import MooncakeStore
-from sglang.test.caches.cache_rig import CacheRig, HiCacheSettings, Reused
 from sglang.test.ci.ci_register import register_cpu_ci
-from sglang.test.stores.mooncake_cluster import MooncakeCluster
 
 register_cpu_ci(est_time=20, suite="base-b-test-cpu")
 

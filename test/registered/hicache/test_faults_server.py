@@ -16,11 +16,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from rigs.servers.engine_server import EXACT, EngineServer
+from rigs.servers.forked_servers import ForkedServer
+from rigs.stores.mooncake_cluster import MooncakeCluster
 from sglang.srt.constants import BUILTIN_HYBRID_MODEL_DIR, BUILTIN_MODEL_DIR
 from sglang.test.ci.ci_register import register_cpu_ci
-from sglang.test.servers.engine_server import EXACT, EngineServer
-from sglang.test.servers.forked_servers import ForkedServer
-from sglang.test.stores.mooncake_cluster import MooncakeCluster
 
 register_cpu_ci(est_time=30, suite="base-b-test-cpu")
 

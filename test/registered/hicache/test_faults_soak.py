@@ -7,10 +7,10 @@ import time
 
 import pytest
 
-from sglang.test.caches.cache_rig import CacheRig, Reused
-from sglang.test.caches.storage_rigs import StorageRigs, counts
+from rigs.caches.cache_rig import CacheRig, Reused
+from rigs.caches.storage_rigs import StorageRigs, counts
+from rigs.stores.mooncake_cluster import MooncakeCluster
 from sglang.test.ci.ci_register import register_cpu_ci
-from sglang.test.stores.mooncake_cluster import MooncakeCluster
 
 register_cpu_ci(est_time=240, suite="nightly-test-cpu", nightly=True)
 

@@ -10,10 +10,10 @@ import time
 
 import pytest
 
-from sglang.test.caches.cache_rig import Reused
-from sglang.test.caches.storage_rigs import PAGE, StorageRigs, attached_store_of, counts
+from rigs.caches.cache_rig import Reused
+from rigs.caches.storage_rigs import PAGE, StorageRigs, attached_store_of, counts
+from rigs.stores.mooncake_cluster import MooncakeCluster
 from sglang.test.ci.ci_register import register_cpu_ci
-from sglang.test.stores.mooncake_cluster import MooncakeCluster
 
 register_cpu_ci(est_time=12, suite="base-b-test-cpu")
 

@@ -12,15 +12,15 @@ from typing import Any
 
 import pytest
 
+from rigs.caches.cache_rig import CacheRig, Reused
+from rigs.caches.storage_rigs import StorageRigs, attached_store_of, counts
+from rigs.servers.engine_server import EXACT, EngineServer
+from rigs.stores.mooncake_cluster import MooncakeCluster
 from sglang.srt.mem_cache.l3.circuit_breaker import _LONGEST_PAUSE_S
 from sglang.srt.mem_cache.l3.storage_check import _CHECK_EVERY
 from sglang.srt.mem_cache.storage.mooncake_store.mooncake_store import MooncakeStore
 from sglang.srt.utils.network import get_free_port, wait_until
-from sglang.test.caches.cache_rig import CacheRig, Reused
-from sglang.test.caches.storage_rigs import StorageRigs, attached_store_of, counts
 from sglang.test.ci.ci_register import register_cpu_ci
-from sglang.test.servers.engine_server import EXACT, EngineServer
-from sglang.test.stores.mooncake_cluster import MooncakeCluster
 
 register_cpu_ci(est_time=35, suite="base-b-test-cpu")
 

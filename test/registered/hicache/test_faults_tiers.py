@@ -13,6 +13,9 @@ from typing import Any, ClassVar
 
 import pytest
 
+from rigs.caches.cache_rig import CacheRig, Reused
+from rigs.caches.storage_rigs import PAGE, StorageRigs, attached_store_of, counts
+from rigs.stores.mooncake_cluster import MooncakeCluster
 from sglang.srt.environ import envs
 from sglang.srt.mem_cache.hicache_storage import (
     HiCacheStorageExtraInfo,
@@ -25,10 +28,7 @@ from sglang.srt.mem_cache.l3.storage_backup import NoWrite
 from sglang.srt.mem_cache.storage.mooncake_store.mooncake_store import MooncakeStore
 from sglang.srt.mem_cache.tree.radix_key import RadixKey
 from sglang.srt.mem_cache.tree.tree_node import TreeNode
-from sglang.test.caches.cache_rig import CacheRig, Reused
-from sglang.test.caches.storage_rigs import PAGE, StorageRigs, attached_store_of, counts
 from sglang.test.ci.ci_register import register_cpu_ci
-from sglang.test.stores.mooncake_cluster import MooncakeCluster
 
 register_cpu_ci(est_time=18, suite="base-b-test-cpu")
 

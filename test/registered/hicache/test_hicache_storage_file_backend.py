@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from rigs.servers.storage_backend_case import StorageBackendCase, save_checkpoint
 from sglang.test.ci.ci_register import register_cpu_ci
-from sglang.test.servers.storage_backend_case import StorageBackendCase, save_checkpoint
 
 register_cpu_ci(est_time=45, suite="base-b-test-cpu")
 

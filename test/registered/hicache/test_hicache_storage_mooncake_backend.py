@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from rigs.servers.storage_backend_case import StorageBackendCase, save_checkpoint
+from rigs.stores.mooncake_cluster import MooncakeCluster
 from sglang.test.ci.ci_register import register_cpu_ci
-from sglang.test.servers.storage_backend_case import StorageBackendCase, save_checkpoint
-from sglang.test.stores.mooncake_cluster import MooncakeCluster
 
 register_cpu_ci(est_time=30, suite="base-b-test-cpu")
 

@@ -9,9 +9,9 @@ from typing import Final
 
 import pytest
 
+from rigs.servers.engine_server import EngineServer
 from sglang.srt.environ import envs
 from sglang.test.ci.ci_register import register_cpu_ci
-from sglang.test.servers.engine_server import EngineServer
 
 register_cpu_ci(est_time=12, suite="base-b-test-cpu")
 

@@ -13,12 +13,12 @@ from pathlib import Path
 
 import pytest
 
+from rigs.models.heldout_question import HeldoutQuestion
+from rigs.servers.engine_server import EXACT, Answer, EngineServer
+from rigs.servers.forked_servers import ForkedServer
+from rigs.stores.mooncake_cluster import MooncakeCluster
 from sglang.srt.mem_cache.host.host_layout import HostLayout
 from sglang.test.ci.ci_register import register_cpu_ci
-from sglang.test.models.heldout_question import HeldoutQuestion
-from sglang.test.servers.engine_server import EXACT, Answer, EngineServer
-from sglang.test.servers.forked_servers import ForkedServer
-from sglang.test.stores.mooncake_cluster import MooncakeCluster
 
 register_cpu_ci(est_time=45, suite="base-b-test-cpu")
 

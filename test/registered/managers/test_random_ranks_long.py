@@ -9,8 +9,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from rigs.schedulers.random_ranks import run_until_all_happened
 from sglang.test.ci.ci_register import register_cpu_ci
-from sglang.test.schedulers.random_ranks import run_until_all_happened
 
 register_cpu_ci(est_time=30, suite="base-b-test-cpu")
 

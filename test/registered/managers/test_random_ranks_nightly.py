@@ -11,9 +11,9 @@ import secrets
 import pytest
 import torch
 
+from rigs.schedulers.random_ranks import run_for
+from rigs.schedulers.random_seeds import print_counts
 from sglang.test.ci.ci_register import register_cpu_ci
-from sglang.test.schedulers.random_ranks import run_for
-from sglang.test.schedulers.random_seeds import print_counts
 
 register_cpu_ci(est_time=2950, suite="nightly-test-cpu", nightly=True)
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 from hypothesis import HealthCheck, assume, given, settings
 
+from rigs.schedulers.size_flags import is_served_where_accepted, size_flags
 from sglang.test.ci.ci_register import register_cpu_ci
-from sglang.test.schedulers.size_flags import is_served_where_accepted, size_flags
 
 register_cpu_ci(est_time=200, suite="nightly-test-cpu", nightly=True)
 

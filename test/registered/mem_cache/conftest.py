@@ -7,11 +7,11 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from rigs.stores.mooncake_bench import Bench, Clients, connect
+from rigs.stores.mooncake_cluster import MooncakeCluster
 from sglang.srt.mem_cache.hicache_storage import CacheOutcome
 from sglang.srt.mem_cache.storage.mooncake_store import page_batches
 from sglang.srt.mem_cache.storage.mooncake_store.mooncake_store import MooncakeStore
-from sglang.test.stores.mooncake_bench import Bench, Clients, connect
-from sglang.test.stores.mooncake_cluster import MooncakeCluster
 
 
 @pytest.fixture

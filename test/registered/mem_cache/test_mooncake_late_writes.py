@@ -13,6 +13,14 @@ from pathlib import Path
 import pytest
 import torch
 
+from rigs.stores.host_pools import (
+    copy_to_host,
+    make_device_pool,
+    make_host_pool,
+    page_keys,
+    storage_config,
+)
+from rigs.stores.mooncake_cluster import MooncakeCluster
 from sglang.embedded_mooncake import MooncakeMaster, StandaloneClient
 from sglang.srt.mem_cache.hicache_storage import (
     CacheOutcome,
@@ -23,14 +31,6 @@ from sglang.srt.mem_cache.hicache_storage import (
 from sglang.srt.mem_cache.storage.mooncake_store.mooncake_store import MooncakeStore
 from sglang.srt.utils.network import wait_until
 from sglang.test.ci.ci_register import register_cpu_ci
-from sglang.test.stores.host_pools import (
-    copy_to_host,
-    make_device_pool,
-    make_host_pool,
-    page_keys,
-    storage_config,
-)
-from sglang.test.stores.mooncake_cluster import MooncakeCluster
 
 register_cpu_ci(est_time=190, suite="nightly-test-cpu", nightly=True)
 

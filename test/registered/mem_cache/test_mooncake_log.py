@@ -9,9 +9,9 @@ import sys
 
 import pytest
 
+from rigs.stores.mooncake_cluster import MooncakeCluster
 from sglang.srt.environ import child_environment
 from sglang.test.ci.ci_register import register_cpu_ci
-from sglang.test.stores.mooncake_cluster import MooncakeCluster
 
 register_cpu_ci(est_time=15, suite="base-b-test-cpu")
 
@@ -23,8 +23,8 @@ KILLED_NODE = """
 import os, signal, sys
 from sglang.srt.mem_cache.hicache_storage import StorageUnavailable
 from sglang.srt.utils.logging_utils import configure_logger
-from sglang.test.stores.mooncake_bench import Bench
-from sglang.test.stores.host_pools import storage_config
+from rigs.stores.mooncake_bench import Bench
+from rigs.stores.host_pools import storage_config
 from sglang.srt.mem_cache.storage.mooncake_store.mooncake_store import MooncakeStore
 
 configure_logger("info")
@@ -46,7 +46,7 @@ bench.store.close()
 @pytest.fixture(scope="module")
 def log_and_counts() -> tuple[list[str], dict[str, int]]:
     with MooncakeCluster(segment_size="16mb") as cluster:
-        module = "sglang.test.stores.full_store"
+        module = "rigs.stores.full_store"
         done = subprocess.run(
             [sys.executable, "-m", module, cluster.master.address, str(CALLS)],
             env=child_environment(),

@@ -7,23 +7,23 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from rigs.caches.cache_rig import RIG_LAYOUTS, CacheRig, Reused
+from rigs.caches.mamba_pools import STATE_DTYPES, mamba_spec, recurrent_states
+from rigs.caches.marks_rig import MarksRig
+from rigs.caches.mla_pools import indexer_keys, latent_rows
+from rigs.caches.mla_rig import MLARig
+from rigs.caches.state_rig import StateRig
+from rigs.caches.storage_rigs import PAGE, StorageRigs, attached_store_of
+from rigs.stores.host_pools import PoolKind, page_keys, round_trip
+from rigs.stores.mooncake_bench import sizes_moved
+from rigs.stores.mooncake_cluster import MooncakeCluster
 from sglang.srt.mem_cache.host.host_layout import HostLayout
 from sglang.srt.mem_cache.memory_pool_host import MambaPoolHost
 from sglang.srt.mem_cache.storage.mooncake_store import page_batches
 from sglang.srt.mem_cache.storage.mooncake_store.mooncake_store import MooncakeStore
 from sglang.srt.mem_cache.storage.page_trailer import TRAILER_BYTES
 from sglang.srt.mem_cache.tree.radix_key import RadixKey
-from sglang.test.caches.cache_rig import RIG_LAYOUTS, CacheRig, Reused
-from sglang.test.caches.mamba_pools import STATE_DTYPES, mamba_spec, recurrent_states
-from sglang.test.caches.marks_rig import MarksRig
-from sglang.test.caches.mla_pools import indexer_keys, latent_rows
-from sglang.test.caches.mla_rig import MLARig
-from sglang.test.caches.state_rig import StateRig
-from sglang.test.caches.storage_rigs import PAGE, StorageRigs, attached_store_of
 from sglang.test.ci.ci_register import register_cpu_ci
-from sglang.test.stores.host_pools import PoolKind, page_keys, round_trip
-from sglang.test.stores.mooncake_bench import sizes_moved
-from sglang.test.stores.mooncake_cluster import MooncakeCluster
 
 register_cpu_ci(est_time=45, suite="base-b-test-cpu")
 

@@ -6,15 +6,15 @@ from functools import partial
 
 import pytest
 
+from rigs.caches.cache_rig import CacheRig, Reused
+from rigs.caches.memory_ranks import run_on_ranks
+from rigs.caches.mla_rig import MLARig
+from rigs.caches.sharded_rig import ShardedRig
+from rigs.caches.storage_rigs import StorageRigs, attached_store_of
+from rigs.stores.mooncake_cluster import MooncakeCluster
 from sglang.srt.distributed.rank_group import RankGroup
 from sglang.srt.mem_cache.storage.mooncake_store.mooncake_store import MooncakeStore
-from sglang.test.caches.cache_rig import CacheRig, Reused
-from sglang.test.caches.memory_ranks import run_on_ranks
-from sglang.test.caches.mla_rig import MLARig
-from sglang.test.caches.sharded_rig import ShardedRig
-from sglang.test.caches.storage_rigs import StorageRigs, attached_store_of
 from sglang.test.ci.ci_register import register_cpu_ci
-from sglang.test.stores.mooncake_cluster import MooncakeCluster
 
 register_cpu_ci(est_time=75, suite="base-b-test-cpu")
 

@@ -9,6 +9,28 @@ from typing import Any
 import pytest
 import torch
 
+from rigs.caches.mamba_pools import (
+    STATE_DTYPES,
+    make_mamba_pool,
+    mamba_spec,
+    recurrent_states,
+)
+from rigs.caches.mla_pools import (
+    INDEXER_KEYS,
+    LATENT_ROWS,
+    make_indexer_pool,
+    make_mla_pool,
+)
+from rigs.stores.host_pools import (
+    AnyDevicePool,
+    copy_to_host,
+    make_device_pool,
+    make_host_pool,
+    page_keys,
+    round_trip,
+    storage_config,
+)
+from rigs.stores.mooncake_standalone import connect, some_pages
 from sglang.embedded_mooncake import MooncakeMaster, StandaloneClient
 from sglang.srt.mem_cache.hicache_storage import (
     CacheOutcome,
@@ -28,29 +50,7 @@ from sglang.srt.mem_cache.memory_pool_host import (
 from sglang.srt.mem_cache.storage.mooncake_store import page_batches
 from sglang.srt.mem_cache.storage.mooncake_store.mooncake_store import MooncakeStore
 from sglang.srt.utils.network import get_free_port
-from sglang.test.caches.mamba_pools import (
-    STATE_DTYPES,
-    make_mamba_pool,
-    mamba_spec,
-    recurrent_states,
-)
-from sglang.test.caches.mla_pools import (
-    INDEXER_KEYS,
-    LATENT_ROWS,
-    make_indexer_pool,
-    make_mla_pool,
-)
 from sglang.test.ci.ci_register import register_cpu_ci
-from sglang.test.stores.host_pools import (
-    AnyDevicePool,
-    copy_to_host,
-    make_device_pool,
-    make_host_pool,
-    page_keys,
-    round_trip,
-    storage_config,
-)
-from sglang.test.stores.mooncake_standalone import connect, some_pages
 
 register_cpu_ci(est_time=10, suite="base-b-test-cpu", alone=True)
 

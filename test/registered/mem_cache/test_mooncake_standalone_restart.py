@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
+from rigs.stores.mooncake_standalone import connect, some_pages
 from sglang.embedded_mooncake import MooncakeMaster, StandaloneClient
 from sglang.srt.mem_cache.hicache_storage import CacheOutcome, PoolTransfer, StorageUnavailable
 from sglang.srt.mem_cache.storage.mooncake_store.mooncake_store import MooncakeStore
 from sglang.srt.utils.network import wait_until
 from sglang.test.ci.ci_register import register_cpu_ci
-from sglang.test.stores.mooncake_standalone import connect, some_pages
 
 # Mooncake's client looks at its server once a second; it does not notice a faster restart.
 register_cpu_ci(est_time=25, suite="base-b-test-cpu", alone=True)

@@ -10,6 +10,17 @@ import threading
 import pytest
 import torch
 
+from rigs.stores.host_pools import (
+    copy_to_host,
+    keys_and_values,
+    make_device_pool,
+    make_host_pool,
+    page_keys,
+    page_slots,
+    round_trip,
+)
+from rigs.stores.mooncake_bench import Bench, Clients, connect, sizes_moved
+from rigs.stores.mooncake_cluster import MooncakeCluster
 from sglang.srt.environ import child_environment
 from sglang.srt.mem_cache.device.memory_pool import MHATokenToKVPool
 from sglang.srt.mem_cache.hicache_storage import (
@@ -23,17 +34,6 @@ from sglang.srt.mem_cache.storage.mooncake_store import page_batches
 from sglang.srt.mem_cache.storage.mooncake_store.mooncake_store import MooncakeStore
 from sglang.srt.mem_cache.storage.page_trailer import TRAILER_BYTES
 from sglang.test.ci.ci_register import register_cpu_ci
-from sglang.test.stores.host_pools import (
-    copy_to_host,
-    keys_and_values,
-    make_device_pool,
-    make_host_pool,
-    page_keys,
-    page_slots,
-    round_trip,
-)
-from sglang.test.stores.mooncake_bench import Bench, Clients, connect, sizes_moved
-from sglang.test.stores.mooncake_cluster import MooncakeCluster
 
 register_cpu_ci(est_time=15, suite="base-b-test-cpu")
 
@@ -340,7 +340,7 @@ def test_clear_without_a_namespace_is_refused(clients: Clients) -> None:
 def test_a_store_by_itself_with_a_pool_of_a_third_party(cluster: MooncakeCluster) -> None:
     """In a process of its own, on a host with a CPU alone, and no device set."""
     done = subprocess.run(
-        [sys.executable, "-m", "sglang.test.stores.lone_store", cluster.master.address],
+        [sys.executable, "-m", "rigs.stores.lone_store", cluster.master.address],
         env=child_environment({"CUDA_VISIBLE_DEVICES": ""}),
         capture_output=True,
         text=True,

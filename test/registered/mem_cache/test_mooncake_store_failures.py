@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
+from rigs.stores.mooncake_bench import Bench, connect
+from rigs.stores.mooncake_cluster import MooncakeCluster
 from sglang.srt.mem_cache.hicache_storage import CacheOutcome, StorageUnavailable
 from sglang.srt.mem_cache.storage.mooncake_store import client as mooncake_client
 from sglang.srt.mem_cache.storage.mooncake_store.mooncake_store import MooncakeStore
 from sglang.srt.utils.network import wait_until
 from sglang.test.ci.ci_register import register_cpu_ci
-from sglang.test.stores.mooncake_bench import Bench, connect
-from sglang.test.stores.mooncake_cluster import MooncakeCluster
 
 register_cpu_ci(est_time=30, suite="base-b-test-cpu")
 

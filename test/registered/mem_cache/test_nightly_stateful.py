@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from hypothesis.stateful import RuleBasedStateMachine
 
-from sglang.test.caches.random_runs import run_machine
+from rigs.caches.random_runs import run_machine
 from sglang.test.ci.ci_register import register_cpu_ci
 
 register_cpu_ci(est_time=240, suite="nightly-test-cpu", nightly=True)

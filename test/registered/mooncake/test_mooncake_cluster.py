@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
+from rigs.stores.mooncake_cluster import MooncakeCluster
 from sglang.embedded_mooncake import ChildStartError, MooncakeMaster
 from sglang.srt.environ import envs
 from sglang.srt.utils.network import can_connect, wait_until
 from sglang.test.ci.ci_register import register_cpu_ci
-from sglang.test.stores.mooncake_cluster import MooncakeCluster
 
 register_cpu_ci(est_time=15, suite="base-b-test-cpu")
 

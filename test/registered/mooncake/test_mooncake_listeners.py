@@ -12,6 +12,9 @@ from pathlib import Path
 
 import pytest
 
+from rigs.stores.handshake_bombs import ELSEWHERE, tcp_listeners, throw_bombs
+from rigs.stores.mooncake_cluster import MooncakeCluster
+from rigs.stores.transfer_peer import TransferPeer
 from sglang.embedded_mooncake import LOOPBACK, ManagedProcess
 from sglang.srt.distributed.device_communicators.mooncake_library import load_transfer_engine
 from sglang.srt.distributed.device_communicators.mooncake_listeners import (
@@ -23,9 +26,6 @@ from sglang.srt.distributed.device_communicators.mooncake_log import redirect_lo
 from sglang.srt.utils.listeners import ports_on_all_addresses
 from sglang.srt.utils.network import wait_until
 from sglang.test.ci.ci_register import register_cpu_ci
-from sglang.test.stores.handshake_bombs import ELSEWHERE, tcp_listeners, throw_bombs
-from sglang.test.stores.mooncake_cluster import MooncakeCluster
-from sglang.test.stores.transfer_peer import TransferPeer
 
 register_cpu_ci(est_time=12, suite="base-b-test-cpu")
 

@@ -16,14 +16,14 @@ import httpx
 import psutil
 import pytest
 
+from rigs.models.tiny_models import save_tiny_checkpoint
+from rigs.schedulers import rank_faults
+from rigs.schedulers.scheduler_rig import prompt
+from rigs.servers.forked_servers import ForkedServer, InRank
 from sglang.srt.constants import BUILTIN_MODEL_DIR
 from sglang.srt.utils.network import wait_until
 from sglang.srt.utils.process import is_alive
 from sglang.test.ci.ci_register import register_cpu_ci
-from sglang.test.models.tiny_models import save_tiny_checkpoint
-from sglang.test.schedulers import rank_faults
-from sglang.test.schedulers.scheduler_rig import prompt
-from sglang.test.servers.forked_servers import ForkedServer, InRank
 
 register_cpu_ci(est_time=20, suite="base-b-test-cpu")
 

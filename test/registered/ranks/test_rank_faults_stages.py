@@ -16,13 +16,13 @@ from typing import Final
 import psutil
 import pytest
 
+from rigs.schedulers import rank_faults
+from rigs.schedulers.scheduler_rig import prompt
+from rigs.servers.forked_servers import ForkedServer
 from sglang.srt.environ import envs
 from sglang.srt.utils.network import wait_until
 from sglang.srt.utils.process import is_alive
 from sglang.test.ci.ci_register import register_cpu_ci
-from sglang.test.schedulers import rank_faults
-from sglang.test.schedulers.scheduler_rig import prompt
-from sglang.test.servers.forked_servers import ForkedServer
 
 register_cpu_ci(est_time=60, suite="base-b-test-cpu")
 

@@ -14,11 +14,11 @@ from typing import Any, Final
 import psutil
 import pytest
 
+from rigs.models.tiny_models import save_tiny_checkpoint
+from rigs.servers.forked_servers import ForkedServer
+from rigs.servers.request_battery import battery, differences
 from sglang.srt.constants import BUILTIN_MODEL_DIR
 from sglang.test.ci.ci_register import register_cpu_ci
-from sglang.test.models.tiny_models import save_tiny_checkpoint
-from sglang.test.servers.forked_servers import ForkedServer
-from sglang.test.servers.request_battery import battery, differences
 
 register_cpu_ci(est_time=400, suite="nightly-test-cpu", nightly=True)
 

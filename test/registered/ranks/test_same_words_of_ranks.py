@@ -9,14 +9,14 @@ from typing import Any, Final
 
 import pytest
 
+from rigs.models.tiny_models import save_tiny_checkpoint
+from rigs.schedulers.scheduler_rig import prompt
+from rigs.servers.engine_server import EngineServer
+from rigs.servers.forked_servers import ForkedServer
+from rigs.servers.request_battery import GREEDY, Results, battery, differences
+from rigs.stores.mooncake_cluster import MooncakeCluster
 from sglang.srt.constants import BUILTIN_MODEL_DIR
 from sglang.test.ci.ci_register import register_cpu_ci
-from sglang.test.models.tiny_models import save_tiny_checkpoint
-from sglang.test.schedulers.scheduler_rig import prompt
-from sglang.test.servers.engine_server import EngineServer
-from sglang.test.servers.forked_servers import ForkedServer
-from sglang.test.servers.request_battery import GREEDY, Results, battery, differences
-from sglang.test.stores.mooncake_cluster import MooncakeCluster
 
 register_cpu_ci(est_time=260, suite="base-b-test-cpu")
 

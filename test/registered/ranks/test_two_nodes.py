@@ -13,13 +13,13 @@ from typing import Final
 import psutil
 import pytest
 
+from rigs.models.tiny_models import save_tiny_checkpoint
+from rigs.schedulers.scheduler_rig import prompt
+from rigs.servers.forked_servers import ForkedProcess, ForkedServer
 from sglang.srt.constants import BUILTIN_MODEL_DIR
 from sglang.srt.utils.network import get_free_port, wait_until
 from sglang.srt.utils.process import is_alive
 from sglang.test.ci.ci_register import register_cpu_ci
-from sglang.test.models.tiny_models import save_tiny_checkpoint
-from sglang.test.schedulers.scheduler_rig import prompt
-from sglang.test.servers.forked_servers import ForkedProcess, ForkedServer
 from sglang.test.test_utils import await_health, new_log_path
 
 register_cpu_ci(est_time=30, suite="base-b-test-cpu")

@@ -12,6 +12,12 @@ from typing import Any, Final
 import psutil
 import pytest
 
+from rigs.caches.memory_ranks import PlaceInGroup
+from rigs.models.tiny_models import save_tiny_checkpoint
+from rigs.schedulers import rank_faults
+from rigs.schedulers.scheduler_rig import prompt
+from rigs.servers.forked_servers import ForkedProcess, ForkedServer
+from rigs.servers.seed_servers import remote_flags, weight_digest
 from sglang.embedded_mooncake import LOOPBACK
 from sglang.srt.arg_groups.remote_weights import SEED_PATH, START_SEED
 from sglang.srt.configs.model_config import ModelConfig
@@ -21,13 +27,7 @@ from sglang.srt.model_loader.loader import get_model
 from sglang.srt.model_loader.tensor_memory import checksums
 from sglang.srt.model_loader.weight_plan import cell_views
 from sglang.srt.utils.network import get_free_port, wait_until
-from sglang.test.caches.memory_ranks import PlaceInGroup
 from sglang.test.ci.ci_register import register_cpu_ci
-from sglang.test.models.tiny_models import save_tiny_checkpoint
-from sglang.test.schedulers import rank_faults
-from sglang.test.schedulers.scheduler_rig import prompt
-from sglang.test.servers.forked_servers import ForkedProcess, ForkedServer
-from sglang.test.servers.seed_servers import remote_flags, weight_digest
 from sglang.test.test_utils import await_health, new_log_path
 
 register_cpu_ci(est_time=45, suite="base-b-test-cpu")

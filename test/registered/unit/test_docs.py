@@ -60,10 +60,10 @@ def spans(text: str) -> list[str]:
     return _SPAN.findall(_FENCE.sub("", text))
 
 
-def class_members(root: Path) -> dict[str, set[str]]:
-    """Class name to the names of its methods and fields, over every Python file under `root`."""
+def class_members(repo: Path) -> dict[str, set[str]]:
+    """Class name to the names of its methods and fields, over the package and the tests' rigs."""
     members: dict[str, set[str]] = {}
-    for path in root.rglob("*.py"):
+    for path in [*(repo / "python").rglob("*.py"), *(repo / "test" / "rigs").rglob("*.py")]:
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.ClassDef):
                 members.setdefault(node.name, set()).update(_member_names(node))
@@ -126,7 +126,7 @@ def source_files(repo: Path) -> list[str]:
     """Files that need a line: the package's Python files that say anything, and the scripts."""
     files = [p for p in (repo / "python").rglob("*.py") if p.stat().st_size]
     files += [p for p in (repo / "scripts").rglob("*") if p.suffix in (".py", ".sh")]
-    files += (repo / "test").glob("*.py")
+    files += [*(repo / "test").glob("*.py"), *(repo / "test" / "rigs").rglob("*.py")]
     return sorted(str(p.relative_to(repo)) for p in files)
 
 
@@ -173,9 +173,7 @@ def sources(repo: Path) -> dict[str, str]:
     ["README.md", "SECURITY.md", *(str(p.relative_to(REPO)) for p in REPO.glob("docs/**/*.md"))],
 )
 def test_what_the_docs_name_exists(page: str) -> None:
-    missing = missing_names(
-        (REPO / page).read_text(encoding="utf-8"), class_members(REPO / "python"), REPO
-    )
+    missing = missing_names((REPO / page).read_text(encoding="utf-8"), class_members(REPO), REPO)
     assert not missing, f"{page} names what is not there: {missing}"
 
 
@@ -281,7 +279,7 @@ def repo(tmp_path: Path) -> Path:
     ],
 )
 def test_a_name_that_is_not_there_is_found(repo: Path, span: str, missing: bool) -> None:
-    members = class_members(repo / "python")
+    members = class_members(repo)
     text = f"See `{span}`.\n```\n`fenced/bush.py`\n```\n"
     assert missing_names(text, members, repo) == ([span] if missing else [])
 

@@ -20,7 +20,9 @@ from sglang.test.ci.ci_register import register_cpu_ci
 
 register_cpu_ci(est_time=3, suite="base-a-test-cpu")
 
-PACKAGE_ROOT: Final = Path(__file__).resolve().parents[3] / "python"
+REPO: Final = Path(__file__).resolve().parents[3]
+PACKAGE: Final = REPO / "python" / "sglang"
+RIGS: Final = REPO / "test" / "rigs"
 
 # Modules below `sglang.srt`, lowest layer first. A name places the module and what is in it;
 # where several match, the longest decides. Folders of mixed layers are listed file by file.
@@ -77,7 +79,9 @@ LAYERS: Final[tuple[tuple[str, ...], ...]] = (
     ("entrypoints",),
 )
 OUTSIDE: Final = len(LAYERS)
-"""Layer of everything outside `sglang.srt`: entry points, tests, benchmarks."""
+"""Layer of what the package has outside `sglang.srt`: entry points and benchmarks."""
+ABOVE: Final = OUTSIDE + 1
+"""Layer of the tests' rigs: nothing that is installed may need them."""
 
 
 TYPE_CIRCLES: Final[tuple[frozenset[str], ...]] = (
@@ -97,7 +101,7 @@ MAX_LINES: Final = 499
 def layer_of(module: str) -> int | None:
     """Layer of a dotted module name; None where the map does not place it."""
     if not module.startswith("sglang.srt."):
-        return OUTSIDE
+        return ABOVE if module.startswith("rigs.") else OUTSIDE
     name = module.removeprefix("sglang.srt.")
     places = [
         (len(pattern), layer)
@@ -108,11 +112,11 @@ def layer_of(module: str) -> int | None:
     return max(places)[1] if places else None
 
 
-def read_modules(root: Path) -> dict[str, ast.Module]:
-    """Dotted name to syntax tree of every Python file under `root`; a package by its own name."""
+def read_modules(package: Path) -> dict[str, ast.Module]:
+    """Dotted name to syntax tree of every Python file in `package`; a package by its own name."""
     modules = {}
-    for path in sorted(root.rglob("*.py")):
-        parts = list(path.relative_to(root).with_suffix("").parts)
+    for path in sorted(package.rglob("*.py")):
+        parts = list(path.relative_to(package.parent).with_suffix("").parts)
         if parts[-1] == "__init__":
             parts.pop()
         modules[".".join(parts)] = ast.parse(path.read_text(encoding="utf-8"), str(path))
@@ -185,9 +189,9 @@ def find_cycle(modules: Mapping[str, ast.Module]) -> list[str]:
 
 @pytest.fixture(scope="module")
 def modules() -> dict[str, ast.Module]:
-    found = read_modules(PACKAGE_ROOT)
-    assert len(found) > 100
-    return found
+    found, rigs = read_modules(PACKAGE), read_modules(RIGS)
+    assert len(found) > 100 and len(rigs) > 50
+    return found | rigs
 
 
 def test_every_file_imports_its_layer_or_a_lower_one(modules: dict[str, ast.Module]) -> None:
@@ -212,7 +216,7 @@ def test_the_controller_knows_no_manager_no_tree_and_no_tier(
 def folder_of(module: str) -> str:
     """The folder of a module of `sglang.srt`; files that lie flat in it count by themselves."""
     name = module.removeprefix("sglang.srt.")
-    is_package = (PACKAGE_ROOT / module.replace(".", "/")).is_dir()
+    is_package = (PACKAGE.parent / module.replace(".", "/")).is_dir()
     return name if is_package else name.rsplit(".", 1)[0]
 
 
@@ -276,23 +280,19 @@ def test_imports_for_types_close_no_other_circle_than_the_known(
 
 
 def test_a_folder_has_about_twenty_files_at_most() -> None:
-    folders = [path for path in (PACKAGE_ROOT / "sglang").rglob("*") if path.is_dir()]
     counts = {
-        str(folder.relative_to(PACKAGE_ROOT)): len(
-            [f for f in folder.glob("*.py") if f.stem != "__init__"]
-        )
-        for folder in folders
+        str(folder.relative_to(REPO)): len([f for f in folder.glob("*.py") if f.stem != "__init__"])
+        for root in (PACKAGE, REPO / "test")
+        for folder in root.rglob("*")
+        if folder.is_dir()
     }
-    tests = PACKAGE_ROOT.parent / "test"
-    for folder in [path for path in tests.rglob("*") if path.is_dir()]:
-        counts[str(folder.relative_to(PACKAGE_ROOT.parent))] = len(list(folder.glob("test_*.py")))
     full = {folder: count for folder, count in counts.items() if count > MAX_FILES}
     assert not full, f"more than {MAX_FILES} files: {full}"
-    assert len(list((PACKAGE_ROOT / "sglang/srt/mem_cache").glob("*.py"))) <= 20
+    assert len(list((PACKAGE / "srt/mem_cache").glob("*.py"))) <= 20
 
 
 def test_no_file_is_too_long() -> None:
-    folders = [PACKAGE_ROOT.parent / name for name in ("python", "test", "benchmark", "scripts")]
+    folders = [REPO / name for name in ("python", "test", "benchmark", "scripts")]
     paths = [path for folder in folders for path in folder.rglob("*.py")]
     assert len(paths) > 500
     lengths = {path: len(path.read_text(encoding="utf-8").splitlines()) for path in paths}
@@ -359,6 +359,12 @@ def test_the_longest_name_decides() -> None:
     assert layers == sorted(set(layers))
     assert layer_of("sglang.srt.mem_cachex") is None
     assert layer_of("sglang.launch_server") == OUTSIDE
+
+
+def test_the_package_may_not_import_the_rigs() -> None:
+    sources = {name: ast.parse("import rigs.a") for name in ("sglang.test.run_eval", "rigs.b")}
+    (line,) = find_violations(sources | {"rigs.a": ast.parse("import sglang.test.run_eval")})
+    assert line.startswith("sglang.test.run_eval (layer ") and "imports rigs.a" in line
 
 
 def test_a_cycle_is_found() -> None:

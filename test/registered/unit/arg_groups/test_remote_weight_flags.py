@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from rigs.stores.fake_transfer_engine import listening_peer
 from sglang.srt.arg_groups.remote_weights import (
     START_SEED,
     offers_weights,
@@ -20,7 +21,6 @@ from sglang.srt.environ import child_environment
 from sglang.srt.server_args import ServerArgs, prepare_server_args
 from sglang.srt.utils.network import get_free_port
 from sglang.test.ci.ci_register import register_cpu_ci
-from sglang.test.stores.fake_transfer_engine import listening_peer
 
 register_cpu_ci(est_time=5, suite="base-a-test-cpu")
 

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from rigs.servers.fake_generate_server import FakeServer
 from sglang.bench_serving import main, make_requests, parse_args
 from sglang.benchmark.load_generator import LoadResult
 from sglang.benchmark.request_result import RequestResult
@@ -16,7 +17,6 @@ from sglang.benchmark.server_facts import load_tokens
 from sglang.benchmark.serving_metrics import summarize, table
 from sglang.benchmark.workload import BenchRequest, arrival_times
 from sglang.test.ci.ci_register import register_cpu_ci
-from sglang.test.servers.fake_generate_server import FakeServer
 
 register_cpu_ci(est_time=8, suite="base-a-test-cpu")
 

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from rigs.servers.fake_generate_server import FakeServer
 from sglang.benchmark.api_backends import RequestOptions
 from sglang.benchmark.load_generator import open_session
 from sglang.benchmark.multiturn import (
@@ -20,7 +21,6 @@ from sglang.benchmark.multiturn import (
 )
 from sglang.benchmark.request_result import RequestResult
 from sglang.test.ci.ci_register import register_cpu_ci
-from sglang.test.servers.fake_generate_server import FakeServer
 
 register_cpu_ci(est_time=4, suite="base-a-test-cpu")
 

@@ -15,9 +15,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import sglang
 from sglang.test.ci.ci_register import register_cpu_ci
-from sglang.test.models.recall_names import CAPITALISED, NAMES
-from sglang.test.models.recall_task import estimate_tokens, heldout_conversation
-from sglang.test.models.recall_text import template_words
+from sglang.test.recall_names import CAPITALISED, NAMES
+from sglang.test.recall_task import estimate_tokens, heldout_conversation
+from sglang.test.recall_text import template_words
 
 register_cpu_ci(est_time=12, suite="base-a-test-cpu")
 

@@ -19,9 +19,9 @@ from transformers import (
 from transformers.models.qwen3_5.modeling_qwen3_5 import torch_chunk_gated_delta_rule
 
 import sglang
+from rigs.models.model_oracle import assert_close, assert_logits_of_batches
+from rigs.models.tiny_models import StepDriver
 from sglang.test.ci.ci_register import register_cpu_ci
-from sglang.test.models.model_oracle import assert_close, assert_logits_of_batches
-from sglang.test.models.tiny_models import StepDriver
 
 register_cpu_ci(est_time=20, suite="base-a-test-cpu")
 

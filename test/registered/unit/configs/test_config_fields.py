@@ -11,6 +11,7 @@ from typing import Any, Final
 import pytest
 from transformers import CONFIG_MAPPING, PretrainedConfig
 
+from rigs.models.tiny_models import tiny_config
 from sglang.srt.configs.config_fields import (
     FIELDS,
     READ_OF_ALL,
@@ -22,7 +23,6 @@ from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.model_loader.load_config import LoadConfig
 from sglang.srt.model_loader.loader import build_model
 from sglang.test.ci.ci_register import register_cpu_ci
-from sglang.test.models.tiny_models import tiny_config
 
 register_cpu_ci(est_time=6, suite="base-a-test-cpu")
 

@@ -8,6 +8,9 @@ from typing import Any
 
 import pytest
 
+from rigs.disaggregation.decode_rig import WAIT_S, DecodeRig, FakeReceiver
+from rigs.models.grammar_rig import EOS_ID, HandBackend
+from rigs.schedulers.scheduler_rig import SchedulerRig, greedy, prompt
 from sglang.srt.disaggregation.request_match import sampling_digest
 from sglang.srt.managers.messages.io_struct import (
     CachedTokensDetails,
@@ -16,9 +19,6 @@ from sglang.srt.managers.messages.io_struct import (
 )
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.test.ci.ci_register import register_cpu_ci
-from sglang.test.disaggregation.decode_rig import WAIT_S, DecodeRig, FakeReceiver
-from sglang.test.models.grammar_rig import EOS_ID, HandBackend
-from sglang.test.schedulers.scheduler_rig import SchedulerRig, greedy, prompt
 
 register_cpu_ci(est_time=5, suite="base-a-test-cpu")
 

@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
+from rigs.disaggregation.decode_rig import PAGE, SILENT_S, WAIT_S, DecodeRig
+from rigs.models.tiny_models import save_tiny_checkpoint
+from rigs.schedulers.scheduler_rig import greedy, prompt
 from sglang.srt.disaggregation.common.protocol import MAX_POLLED_ROOMS
 from sglang.srt.disaggregation.decode_shares import is_within_share
 from sglang.test.ci.ci_register import register_cpu_ci
-from sglang.test.disaggregation.decode_rig import PAGE, SILENT_S, WAIT_S, DecodeRig
-from sglang.test.models.tiny_models import save_tiny_checkpoint
-from sglang.test.schedulers.scheduler_rig import greedy, prompt
 
 register_cpu_ci(est_time=6, suite="base-a-test-cpu")
 

@@ -7,15 +7,15 @@ from typing import Any
 
 import pytest
 
+from rigs.disaggregation.pd_rig import HalfRig, LocalMover, PdRig
+from rigs.schedulers import checkable_model
+from rigs.schedulers.scheduler_rig import greedy, prompt
 from sglang.srt.constants import BUILTIN_MODEL_DIR
 from sglang.srt.disaggregation.prefill import REMEMBER_S, PrefillHalf
 from sglang.srt.disaggregation.request_match import sampling_digest
 from sglang.srt.managers.messages.io_struct import DeclineRoomReq
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.test.ci.ci_register import register_cpu_ci
-from sglang.test.disaggregation.pd_rig import HalfRig, LocalMover, PdRig
-from sglang.test.schedulers import checkable_model
-from sglang.test.schedulers.scheduler_rig import greedy, prompt
 
 register_cpu_ci(est_time=6, suite="base-a-test-cpu")
 

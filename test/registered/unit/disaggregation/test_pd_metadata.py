@@ -8,6 +8,12 @@ from typing import Any
 
 import pytest
 
+from rigs.disaggregation.pd_ranks import PdRanks
+from rigs.disaggregation.pd_rig import LocalMover, PdRig, make_manager
+from rigs.disaggregation.prompt_scene import Place
+from rigs.models.tiny_models import save_tiny_checkpoint
+from rigs.schedulers import checkable_model
+from rigs.schedulers.scheduler_rig import greedy, prompt
 from sglang.srt.arg_groups.disaggregation import DisaggregationMode
 from sglang.srt.constants import BUILTIN_MODEL_DIR
 from sglang.srt.disaggregation import utils
@@ -28,12 +34,6 @@ from sglang.srt.distributed.device_communicators.transfer_types import (
 from sglang.srt.environ import envs
 from sglang.srt.managers.messages.io_struct import TokenizedGenerateReqInput
 from sglang.test.ci.ci_register import register_cpu_ci
-from sglang.test.disaggregation.pd_ranks import PdRanks
-from sglang.test.disaggregation.pd_rig import LocalMover, PdRig, make_manager
-from sglang.test.disaggregation.prompt_scene import Place
-from sglang.test.models.tiny_models import save_tiny_checkpoint
-from sglang.test.schedulers import checkable_model
-from sglang.test.schedulers.scheduler_rig import greedy, prompt
 
 register_cpu_ci(est_time=8, suite="base-a-test-cpu")
 

@@ -8,10 +8,10 @@ from typing import NoReturn
 
 import pytest
 
+from rigs.caches.memory_ranks import MemoryExchange, run_on_ranks
 from sglang.srt.disaggregation.base.conn import KVPoll, KVTransferError
 from sglang.srt.disaggregation.utils import POLL_SLOTS, failure_reasons, poll_and_all_reduce
 from sglang.srt.distributed.rank_group import RankGroup, RanksDiverged, SingleRank
-from sglang.test.caches.memory_ranks import MemoryExchange, run_on_ranks
 from sglang.test.ci.ci_register import register_cpu_ci
 
 register_cpu_ci(est_time=3, suite="base-a-test-cpu")

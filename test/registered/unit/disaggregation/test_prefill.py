@@ -8,6 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from rigs.disaggregation.prefill_rig import PAGE, WAIT_S, PrefillRig
+from rigs.models.grammar_rig import HandBackend
+from rigs.schedulers.scheduler_rig import SchedulerRig, greedy, prompt
 from sglang.srt.disaggregation.prefill import REMEMBER_S
 from sglang.srt.disaggregation.request_match import prompt_digest
 from sglang.srt.managers.messages.io_struct import (
@@ -18,9 +21,6 @@ from sglang.srt.managers.messages.io_struct import (
 from sglang.srt.mem_cache.tree.radix_key import token_array
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.test.ci.ci_register import register_cpu_ci
-from sglang.test.disaggregation.prefill_rig import PAGE, WAIT_S, PrefillRig
-from sglang.test.models.grammar_rig import HandBackend
-from sglang.test.schedulers.scheduler_rig import SchedulerRig, greedy, prompt
 
 register_cpu_ci(est_time=5, suite="base-a-test-cpu")
 

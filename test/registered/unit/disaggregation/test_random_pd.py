@@ -11,14 +11,14 @@ from typing import Any
 import pytest
 import torch
 
+from rigs.disaggregation import random_pd
+from rigs.disaggregation.random_pd import RandomPd
 from sglang.srt.disaggregation.common.geometry import ShardSlice
 from sglang.srt.disaggregation.common.packing import Packer
 from sglang.srt.disaggregation.decode import DecodeHalf
 from sglang.srt.disaggregation.mooncake.conn import MooncakeKVSender
 from sglang.srt.disaggregation.prefill import PrefillHalf
 from sglang.test.ci.ci_register import register_cpu_ci
-from sglang.test.disaggregation import random_pd
-from sglang.test.disaggregation.random_pd import RandomPd
 
 register_cpu_ci(est_time=12, suite="base-a-test-cpu")
 

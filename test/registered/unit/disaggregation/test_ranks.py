@@ -9,6 +9,11 @@ from typing import Any, Final
 
 import pytest
 
+from rigs.disaggregation.control_proxy import ControlProxy
+from rigs.disaggregation.pd_ranks import PdRanks
+from rigs.models.tiny_models import save_tiny_checkpoint
+from rigs.schedulers.rank_rigs import RankRigs
+from rigs.schedulers.scheduler_rig import SchedulerRig, greedy, prompt
 from sglang.srt.disaggregation.common import control_connection
 from sglang.srt.disaggregation.common.metadata_row import ROW_BYTES
 from sglang.srt.disaggregation.decode import DecodeHalf
@@ -16,11 +21,6 @@ from sglang.srt.distributed.device_communicators.transfer_types import PeerUnrea
 from sglang.srt.environ import envs
 from sglang.srt.mem_cache.device.state_spec import ItemKind
 from sglang.test.ci.ci_register import register_cpu_ci
-from sglang.test.disaggregation.control_proxy import ControlProxy
-from sglang.test.disaggregation.pd_ranks import PdRanks
-from sglang.test.models.tiny_models import save_tiny_checkpoint
-from sglang.test.schedulers.rank_rigs import RankRigs
-from sglang.test.schedulers.scheduler_rig import SchedulerRig, greedy, prompt
 
 register_cpu_ci(est_time=66, suite="base-a-test-cpu")
 

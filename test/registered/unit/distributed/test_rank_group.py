@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
+from rigs.caches.memory_ranks import MemoryExchange, MemoryRankGroup, RankIsMissing
 from sglang.srt.distributed.rank_group import (
     RankGroup,
     RanksDiverged,
@@ -16,7 +17,6 @@ from sglang.srt.distributed.rank_group import (
     gather_bytes,
     gather_texts,
 )
-from sglang.test.caches.memory_ranks import MemoryExchange, MemoryRankGroup, RankIsMissing
 from sglang.test.ci.ci_register import register_cpu_ci
 
 register_cpu_ci(est_time=2, suite="base-a-test-cpu")

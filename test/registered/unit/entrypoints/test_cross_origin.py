@@ -8,8 +8,8 @@ from collections.abc import Iterator, Mapping
 
 import pytest
 
+from rigs.servers.fake_engine import FrontServer, front_server
 from sglang.test.ci.ci_register import register_cpu_ci
-from sglang.test.servers.fake_engine import FrontServer, front_server
 
 register_cpu_ci(est_time=3, suite="base-a-test-cpu")
 

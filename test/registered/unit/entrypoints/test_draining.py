@@ -15,13 +15,13 @@ from typing import Any, Final
 import httpx
 import pytest
 
+from rigs.servers.fake_engine import FrontServer, front_server
 from sglang.srt.entrypoints import http_server
 from sglang.srt.entrypoints.http import listener
 from sglang.srt.entrypoints.http.errors import RETRY_AFTER_SECONDS
 from sglang.srt.managers.messages.io_struct import AbortReq, DeclineRoomReq, ShutdownReq
 from sglang.srt.utils.network import is_port_available, wait_until
 from sglang.test.ci.ci_register import register_cpu_ci
-from sglang.test.servers.fake_engine import FrontServer, front_server
 
 register_cpu_ci(est_time=8, suite="base-a-test-cpu")
 

@@ -16,6 +16,7 @@ from openai.resources.completions import Completions
 from openai.types import chat
 from openai.types.chat import completion_create_params
 
+from rigs.servers.fake_engine import byte_tokenizer
 from sglang.srt.entrypoints.http.body import decode_body
 from sglang.srt.entrypoints.http.errors import ApiError
 from sglang.srt.entrypoints.http.field_marks import NOTHING, Ignored, Refused, marks_of
@@ -34,7 +35,6 @@ from sglang.srt.entrypoints.openai.serving_completions import to_requests as com
 from sglang.srt.managers.tokenizer.generate_request import GenerateRequest
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.test.ci.ci_register import register_cpu_ci
-from sglang.test.servers.fake_engine import byte_tokenizer
 
 register_cpu_ci(est_time=4, suite="base-a-test-cpu")
 

@@ -9,6 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
+from rigs.servers.fake_engine import CONTEXT_LEN, FrontServer, front_server
 from sglang.srt.managers.messages.io_struct import (
     AttachHiCacheStorageReqInput,
     FlushCacheReqInput,
@@ -16,7 +17,6 @@ from sglang.srt.managers.messages.io_struct import (
 )
 from sglang.srt.utils.network import wait_until
 from sglang.test.ci.ci_register import register_cpu_ci
-from sglang.test.servers.fake_engine import CONTEXT_LEN, FrontServer, front_server
 
 register_cpu_ci(est_time=5, suite="base-a-test-cpu")
 

@@ -12,12 +12,12 @@ from typing import Any
 import httpx
 import pytest
 
+from rigs.servers.fake_engine import CONTEXT_LEN, FrontServer, front_server
 from sglang.srt.entrypoints.http.body import MAX_BODY_BYTES
 from sglang.srt.entrypoints.http.protocol import DISCARD_BYTES
 from sglang.srt.managers.messages.io_struct import FinishReason, TokenizedGenerateReqInput
 from sglang.srt.utils.network import wait_until
 from sglang.test.ci.ci_register import register_cpu_ci
-from sglang.test.servers.fake_engine import CONTEXT_LEN, FrontServer, front_server
 
 register_cpu_ci(est_time=8, suite="base-a-test-cpu")
 

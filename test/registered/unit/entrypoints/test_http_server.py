@@ -16,6 +16,7 @@ from typing import Any
 import httpx
 import pytest
 
+from rigs.servers.fake_engine import CONTEXT_LEN, FrontServer, byte_tokenizer, front_server
 from sglang.srt.entrypoints import http_server
 from sglang.srt.entrypoints.openai import serving_chat
 from sglang.srt.environ import envs
@@ -27,7 +28,6 @@ from sglang.srt.managers.messages.io_struct import (
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.utils.network import wait_until
 from sglang.test.ci.ci_register import register_cpu_ci
-from sglang.test.servers.fake_engine import CONTEXT_LEN, FrontServer, byte_tokenizer, front_server
 
 register_cpu_ci(est_time=10, suite="base-a-test-cpu")
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from rigs.models.recorded_calls import fake_torch_npu
 from sglang.srt.distributed.device_communicators.mooncake_protocol import RdmaDevice
 from sglang.srt.entrypoints import start_checks
 from sglang.srt.entrypoints.start_checks import (
@@ -23,7 +24,6 @@ from sglang.srt.environ import envs
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.utils.network import get_free_port
 from sglang.test.ci.ci_register import register_cpu_ci
-from sglang.test.models.recorded_calls import fake_torch_npu
 
 register_cpu_ci(est_time=5, suite="base-a-test-cpu")
 

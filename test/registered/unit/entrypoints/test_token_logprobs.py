@@ -10,11 +10,11 @@ import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
+from rigs.servers.fake_engine import EOS_ID, byte_tokenizer
 from sglang.srt.entrypoints.openai.token_logprobs import CompletionLogprobs, TokenShower
 from sglang.srt.managers.detokenizer.stop_trimmer import StopTrimmer
 from sglang.srt.managers.tokenizer.request_state import RequestState
 from sglang.test.ci.ci_register import register_cpu_ci
-from sglang.test.servers.fake_engine import EOS_ID, byte_tokenizer
 
 register_cpu_ci(est_time=3, suite="base-a-test-cpu")
 

@@ -15,6 +15,7 @@ import pytest
 from starlette.requests import Request
 from starlette.responses import Response
 
+from rigs.servers.fake_engine import FakeEngine, fake_engine
 from sglang.srt.entrypoints.http.server_context import ServerContext
 from sglang.srt.entrypoints.native_routes import generate
 from sglang.srt.entrypoints.openai.chat_template import ChatTemplate
@@ -22,7 +23,6 @@ from sglang.srt.entrypoints.openai.serving_chat import chat_completions
 from sglang.srt.entrypoints.openai.serving_completions import completions
 from sglang.srt.server_args import ServerArgs
 from sglang.test.ci.ci_register import register_cpu_ci
-from sglang.test.servers.fake_engine import FakeEngine, fake_engine
 
 register_cpu_ci(est_time=4, suite="base-a-test-cpu")
 

@@ -9,12 +9,12 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from rigs.models.recorded_calls import RecordedCalls, fake_torch_npu
 from sglang.srt.hardware_backend.accelerator import AcceleratorRuntime
 from sglang.srt.hardware_backend.cuda.runtime import CudaRuntime
 from sglang.srt.hardware_backend.device_runtime import device_runtime
 from sglang.srt.hardware_backend.npu import runtime as npu_runtime
 from sglang.test.ci.ci_register import register_cpu_ci
-from sglang.test.models.recorded_calls import RecordedCalls, fake_torch_npu
 
 register_cpu_ci(est_time=3, suite="base-a-test-cpu")
 

@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
+from rigs.caches.memory_ranks import MemoryExchange, MemoryTensorGroup, PlaceInGroup
 from sglang.srt.layers.context_parallel import ContextShare, Run, plan_runs, split_context
 from sglang.srt.layers.forward_batch_info import (
     ForwardBatch,
@@ -15,7 +16,6 @@ from sglang.srt.layers.forward_batch_info import (
 )
 from sglang.srt.mem_cache.device.memory_pool import MHATokenToKVPool, ReqToTokenPool
 from sglang.srt.mem_cache.device.state_spec import PoolName
-from sglang.test.caches.memory_ranks import MemoryExchange, MemoryTensorGroup, PlaceInGroup
 from sglang.test.ci.ci_register import register_cpu_ci
 
 register_cpu_ci(est_time=5, suite="base-a-test-cpu")

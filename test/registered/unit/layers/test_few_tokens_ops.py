@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from rigs.models.triton_device import triton_device
 from sglang.srt.environ import envs
 from sglang.srt.layers.forward_batch_info import ForwardBatch, ForwardMode, StateBatch
 from sglang.srt.layers.fused_kernels import MOST_TAPS, ExpertChoice
@@ -26,7 +27,6 @@ from sglang.srt.layers.rotary_embedding import Rotation, apply_rotary
 from sglang.srt.mem_cache.device.mamba_pool import MambaPool
 from sglang.srt.mem_cache.device.state_spec import PoolName, RankShare
 from sglang.test.ci.ci_register import register_cuda_ci
-from sglang.test.models.triton_device import triton_device
 
 register_cuda_ci(est_time=30, suite="base-b-test-1-gpu-large")
 

@@ -6,9 +6,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from rigs.models.triton_device import triton_device
 from sglang.srt.layers.rotary_embedding import Rotation, apply_rotary
 from sglang.test.ci.ci_register import register_cuda_ci
-from sglang.test.models.triton_device import triton_device
 
 register_cuda_ci(est_time=20, suite="base-b-test-1-gpu-large")
 

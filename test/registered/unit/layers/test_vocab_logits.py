@@ -8,6 +8,7 @@ from typing import Final, TypeVar
 import pytest
 import torch
 
+from rigs.schedulers.rank_threads import RankThreads
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from sglang.srt.layers.placement import TensorPlacement
 from sglang.srt.layers.sampler import Sampler
@@ -16,7 +17,6 @@ from sglang.srt.layers.vocab_logits import VocabLogits
 from sglang.srt.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.test.ci.ci_register import register_cpu_ci
-from sglang.test.schedulers.rank_threads import RankThreads
 
 register_cpu_ci(est_time=5, suite="base-a-test-cpu")
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from rigs.caches.storage_rigs import StorageRigs
 from sglang.srt.environ import envs
-from sglang.test.caches.storage_rigs import StorageRigs
 
 
 @pytest.fixture(autouse=True)

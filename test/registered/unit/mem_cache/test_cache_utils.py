@@ -7,6 +7,7 @@ import hashlib
 import pytest
 import torch
 
+from rigs.caches.cache_rig import CacheRig
 from sglang.srt.mem_cache import registry
 from sglang.srt.mem_cache.evict_policy import LFUStrategy
 from sglang.srt.mem_cache.radix_cache import RadixCache, RadixKey
@@ -31,7 +32,6 @@ from sglang.srt.mem_cache.utils import (
     maybe_init_custom_mem_pool,
     split_node_hash_value,
 )
-from sglang.test.caches.cache_rig import CacheRig
 from sglang.test.ci.ci_register import register_cpu_ci
 
 register_cpu_ci(est_time=2, suite="base-a-test-cpu")

@@ -10,17 +10,17 @@ from typing import Any
 import pytest
 import torch
 
-from sglang.srt.mem_cache.l3 import hicache_prefetch
-from sglang.srt.mem_cache.tree.base_prefix_cache import (
-    EvictParams,
-)
-from sglang.test.caches.cache_rig import RIG_LAYOUTS, CacheRig, Reused
-from sglang.test.caches.tier_rigs import (
+from rigs.caches.cache_rig import RIG_LAYOUTS, CacheRig, Reused
+from rigs.caches.tier_rigs import (
     FlakyStorage,
     other_prompts,
     three_tiers,
     two_tiers,
     wait_for,
+)
+from sglang.srt.mem_cache.l3 import hicache_prefetch
+from sglang.srt.mem_cache.tree.base_prefix_cache import (
+    EvictParams,
 )
 from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci
 

@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 
+from rigs.caches.cache_rig import CacheRig, Reused
+from rigs.caches.mla_rig import MLARig
+from rigs.caches.random_runs import end_at_any_point
+from rigs.caches.storage_rigs import PAGE, StorageRigs, counts
+from rigs.stores.losing_store import LosingStore
 from sglang.srt.mem_cache.tree.radix_key import RadixKey
-from sglang.test.caches.cache_rig import CacheRig, Reused
-from sglang.test.caches.mla_rig import MLARig
-from sglang.test.caches.random_runs import end_at_any_point
-from sglang.test.caches.storage_rigs import PAGE, StorageRigs, counts
 from sglang.test.ci.ci_register import register_cpu_ci
-from sglang.test.stores.losing_store import LosingStore
 
 register_cpu_ci(est_time=6, suite="base-a-test-cpu")
 

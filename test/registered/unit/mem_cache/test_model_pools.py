@@ -14,6 +14,19 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
+from rigs.caches.cache_rig import RIG_LAYOUTS, CacheRig, HiCacheSettings, Reused
+from rigs.caches.marks_rig import MarksRig
+from rigs.caches.mla_rig import MLARig
+from rigs.caches.random_runs import run_over_moods
+from rigs.caches.storage_rigs import (
+    PAGE,
+    StorageRigs,
+    assert_one_question_for_all_prompts,
+    attached_store_of,
+    counts,
+)
+from rigs.stores.fake_mooncake import FakeMooncake, FakeMooncakes
+from rigs.stores.object_store import IN_PLACE, PLAIN
 from sglang.srt.environ import envs
 from sglang.srt.mem_cache.hicache_storage import (
     CacheOutcome,
@@ -29,20 +42,7 @@ from sglang.srt.mem_cache.l2 import cache_controller
 from sglang.srt.mem_cache.storage.mooncake_store import mooncake_store
 from sglang.srt.mem_cache.storage.types import StoragePool
 from sglang.srt.mem_cache.tree.radix_key import RadixKey
-from sglang.test.caches.cache_rig import RIG_LAYOUTS, CacheRig, HiCacheSettings, Reused
-from sglang.test.caches.marks_rig import MarksRig
-from sglang.test.caches.mla_rig import MLARig
-from sglang.test.caches.random_runs import run_over_moods
-from sglang.test.caches.storage_rigs import (
-    PAGE,
-    StorageRigs,
-    assert_one_question_for_all_prompts,
-    attached_store_of,
-    counts,
-)
 from sglang.test.ci.ci_register import register_cpu_ci
-from sglang.test.stores.fake_mooncake import FakeMooncake, FakeMooncakes
-from sglang.test.stores.object_store import IN_PLACE, PLAIN
 
 register_cpu_ci(est_time=12, suite="base-a-test-cpu")
 

@@ -9,6 +9,25 @@ from pathlib import Path
 import pytest
 import torch
 
+from rigs.caches.mla_pools import (
+    INDEXER_KEYS,
+    LATENT_ROWS,
+    indexer_keys,
+    latent_rows,
+    make_indexer_pool,
+    make_mla_pool,
+)
+from rigs.stores.host_pools import (
+    PAGE,
+    PoolKind,
+    copy_to_device,
+    copy_to_host,
+    device_bytes,
+    page_keys,
+    page_slots,
+    round_trip,
+    storage_config,
+)
 from sglang.srt.mem_cache.device.base_device_pool import PagedDevicePool
 from sglang.srt.mem_cache.device.indexer_pool import IndexerSpec, NSAIndexerPool
 from sglang.srt.mem_cache.device.nsa_pool import NSATokenToKVPool
@@ -25,26 +44,7 @@ from sglang.srt.mem_cache.memory_pool_host import (
     MLATokenToKVPoolHost,
     NSAIndexerPoolHost,
 )
-from sglang.test.caches.mla_pools import (
-    INDEXER_KEYS,
-    LATENT_ROWS,
-    indexer_keys,
-    latent_rows,
-    make_indexer_pool,
-    make_mla_pool,
-)
 from sglang.test.ci.ci_register import register_cpu_ci
-from sglang.test.stores.host_pools import (
-    PAGE,
-    PoolKind,
-    copy_to_device,
-    copy_to_host,
-    device_bytes,
-    page_keys,
-    page_slots,
-    round_trip,
-    storage_config,
-)
 
 register_cpu_ci(est_time=4, suite="base-a-test-cpu")
 

@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 import torch
 
+from rigs.caches.cache_rig import CacheRig, HiCacheSettings
+from rigs.caches.memory_ranks import run_on_ranks
 from sglang.srt.distributed.rank_group import RankGroup
 from sglang.srt.mem_cache.device.memory_pool import KVCache
 from sglang.srt.mem_cache.hicache_storage import HiCacheFile, StorageUnreachable
 from sglang.srt.mem_cache.host import host_memory
 from sglang.srt.mem_cache.host.host_memory import HostTensorAllocator
-from sglang.test.caches.cache_rig import CacheRig, HiCacheSettings
-from sglang.test.caches.memory_ranks import run_on_ranks
 from sglang.test.ci.ci_register import register_cpu_ci
 
 register_cpu_ci(est_time=3, suite="base-a-test-cpu")

@@ -14,6 +14,12 @@ from unittest.mock import patch
 import pytest
 import torch
 
+from rigs.caches.cache_rig import CacheRig, HiCacheSettings, Reused
+from rigs.caches.memory_ranks import run_on_ranks
+from rigs.caches.mla_rig import MLARig
+from rigs.caches.sharded_rig import ShardedRig, ShardedStateRig
+from rigs.caches.state_rig import SPEC, StateRig
+from rigs.caches.storage_rigs import attached_store_of, counts
 from sglang.srt.distributed.rank_group import RankGroup
 from sglang.srt.mem_cache.device.state_spec import RankShare, RankSplit
 from sglang.srt.mem_cache.hicache_storage import StorageUnavailable
@@ -21,12 +27,6 @@ from sglang.srt.mem_cache.host import host_layout
 from sglang.srt.mem_cache.host.host_layout import resolve_layout_and_io
 from sglang.srt.mem_cache.hybrid_cache import hybrid_pool_assembler
 from sglang.srt.mem_cache.tree.radix_key import RadixKey
-from sglang.test.caches.cache_rig import CacheRig, HiCacheSettings, Reused
-from sglang.test.caches.memory_ranks import run_on_ranks
-from sglang.test.caches.mla_rig import MLARig
-from sglang.test.caches.sharded_rig import ShardedRig, ShardedStateRig
-from sglang.test.caches.state_rig import SPEC, StateRig
-from sglang.test.caches.storage_rigs import attached_store_of, counts
 from sglang.test.ci.ci_register import register_cpu_ci
 
 register_cpu_ci(est_time=12, suite="base-a-test-cpu")

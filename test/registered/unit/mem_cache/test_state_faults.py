@@ -14,6 +14,12 @@ from typing import Any, ClassVar
 
 import pytest
 
+from rigs.caches.cache_rig import CacheRig, Reused
+from rigs.caches.random_runs import end_at_any_point
+from rigs.caches.state_rig import StateRig
+from rigs.caches.storage_rigs import PAGE, StorageRigs, attached_store_of, counts
+from rigs.caches.two_states_rig import TwoStatesRig
+from rigs.stores.losing_store import LosingStore
 from sglang.srt.mem_cache.hicache_storage import (
     CacheOutcome,
     HiCacheStorageExtraInfo,
@@ -22,13 +28,7 @@ from sglang.srt.mem_cache.hicache_storage import (
 from sglang.srt.mem_cache.tree.base_prefix_cache import EvictParams
 from sglang.srt.mem_cache.tree.radix_key import RadixKey
 from sglang.srt.mem_cache.tree.tree_node import TreeNode
-from sglang.test.caches.cache_rig import CacheRig, Reused
-from sglang.test.caches.random_runs import end_at_any_point
-from sglang.test.caches.state_rig import StateRig
-from sglang.test.caches.storage_rigs import PAGE, StorageRigs, attached_store_of, counts
-from sglang.test.caches.two_states_rig import TwoStatesRig
 from sglang.test.ci.ci_register import register_cpu_ci
-from sglang.test.stores.losing_store import LosingStore
 
 register_cpu_ci(est_time=14, suite="base-a-test-cpu")
 

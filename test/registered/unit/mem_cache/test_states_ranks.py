@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
+from rigs.caches.cache_rig import HiCacheSettings
+from rigs.caches.memory_ranks import MemoryExchange
+from rigs.caches.state_rig import SPEC, StateRig
 from sglang.srt.mem_cache.device.state_spec import RankShare, RankSplit
 from sglang.srt.mem_cache.tree.base_prefix_cache import EvictParams
-from sglang.test.caches.cache_rig import HiCacheSettings
-from sglang.test.caches.memory_ranks import MemoryExchange
-from sglang.test.caches.state_rig import SPEC, StateRig
 from sglang.test.ci.ci_register import register_cpu_ci
 
 register_cpu_ci(est_time=8, suite="base-a-test-cpu")

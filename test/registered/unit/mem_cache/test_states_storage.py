@@ -9,6 +9,16 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
+from rigs.caches.cache_rig import CacheRig, HeldReads, Reused
+from rigs.caches.state_rig import StateRig, depth
+from rigs.caches.stepped_rig import SteppedStateRig
+from rigs.caches.storage_rigs import (
+    PAGE,
+    StorageRigs,
+    assert_one_question_for_all_prompts,
+    attached_store_of,
+    counts,
+)
 from sglang.srt.environ import envs
 from sglang.srt.mem_cache.hicache_storage import (
     CacheOutcome,
@@ -22,16 +32,6 @@ from sglang.srt.mem_cache.l3.storage_operation import PrefetchOperation
 from sglang.srt.mem_cache.l3.storage_reads import StorageReads
 from sglang.srt.mem_cache.tree.base_prefix_cache import EvictParams
 from sglang.srt.mem_cache.tree.radix_key import PageHash, RadixKey
-from sglang.test.caches.cache_rig import CacheRig, HeldReads, Reused
-from sglang.test.caches.state_rig import StateRig, depth
-from sglang.test.caches.stepped_rig import SteppedStateRig
-from sglang.test.caches.storage_rigs import (
-    PAGE,
-    StorageRigs,
-    assert_one_question_for_all_prompts,
-    attached_store_of,
-    counts,
-)
 from sglang.test.ci.ci_register import register_cpu_ci
 
 register_cpu_ci(est_time=8, suite="base-a-test-cpu")

@@ -14,6 +14,10 @@ from pathlib import Path
 
 import pytest
 
+from rigs.caches.cache_rig import HiCacheSettings, Reused
+from rigs.caches.random_runs import run_machine
+from rigs.caches.stepped_rig import SteppedRig
+from rigs.caches.tiers_machine import StateTiers, Tiers
 from sglang.srt.environ import envs
 from sglang.srt.mem_cache.tree.base_prefix_cache import (
     EvictParams,
@@ -21,10 +25,6 @@ from sglang.srt.mem_cache.tree.base_prefix_cache import (
     MatchPrefixParams,
 )
 from sglang.srt.mem_cache.tree.radix_key import RadixKey
-from sglang.test.caches.cache_rig import HiCacheSettings, Reused
-from sglang.test.caches.random_runs import run_machine
-from sglang.test.caches.stepped_rig import SteppedRig
-from sglang.test.caches.tiers_machine import StateTiers, Tiers
 from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci
 
 register_cpu_ci(est_time=7, suite="base-a-test-cpu")

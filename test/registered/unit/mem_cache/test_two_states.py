@@ -9,16 +9,16 @@ from pathlib import Path
 
 import pytest
 
+from rigs.caches.cache_rig import HiCacheSettings, Reused
+from rigs.caches.random_runs import run_machine, run_over_moods
+from rigs.caches.storage_rigs import PAGE, StorageRigs
+from rigs.caches.tiers_machine import StateTiers
+from rigs.caches.two_states_rig import SteppedTwoStatesRig, TwoStatesRig
+from rigs.stores.object_store import IN_PLACE, PLAIN
 from sglang.srt.mem_cache.l2.host_backup import WRITE_POLICIES
 from sglang.srt.mem_cache.tree.base_prefix_cache import EvictParams
 from sglang.srt.mem_cache.tree.radix_key import RadixKey
-from sglang.test.caches.cache_rig import HiCacheSettings, Reused
-from sglang.test.caches.random_runs import run_machine, run_over_moods
-from sglang.test.caches.storage_rigs import PAGE, StorageRigs
-from sglang.test.caches.tiers_machine import StateTiers
-from sglang.test.caches.two_states_rig import SteppedTwoStatesRig, TwoStatesRig
 from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci
-from sglang.test.stores.object_store import IN_PLACE, PLAIN
 
 register_cpu_ci(est_time=8, suite="base-a-test-cpu")
 register_cuda_ci(est_time=20, suite="base-b-test-1-gpu-large")

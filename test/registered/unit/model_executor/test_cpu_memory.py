@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from rigs.models.tiny_models import save_tiny_checkpoint
 from sglang.srt.environ import child_environment, envs
 from sglang.test.ci.ci_register import register_cpu_ci
-from sglang.test.models.tiny_models import save_tiny_checkpoint
 
 register_cpu_ci(est_time=20, suite="base-a-test-cpu")
 
@@ -25,7 +25,7 @@ def grown_mb(checkpoint: Path, env: dict[str, str]) -> float:
     Of longer prompts, torch's attention allocates blocks of 4 MB once, which no setting bounds.
     """
     done = subprocess.run(
-        [sys.executable, "-m", "sglang.test.models.memory_by_length", str(checkpoint),
+        [sys.executable, "-m", "rigs.models.memory_by_length", str(checkpoint),
          "1", "27", "33"],
         env=env, check=True, capture_output=True, timeout=120,
     )  # fmt: skip

@@ -13,6 +13,8 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+from rigs.models.recorded_calls import fake_torch_npu
+from rigs.models.tiny_models import save_tiny_checkpoint
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.distributed import device_context
 from sglang.srt.distributed.device_communicators import mooncake_transfer_engine
@@ -25,8 +27,6 @@ from sglang.srt.model_executor.model_runner import (
     SharedTransferEngine,
 )
 from sglang.test.ci.ci_register import register_cpu_ci, register_npu_ci
-from sglang.test.models.recorded_calls import fake_torch_npu
-from sglang.test.models.tiny_models import save_tiny_checkpoint
 
 register_cpu_ci(est_time=4, suite="base-a-test-cpu")
 register_npu_ci(est_time=4, suite="base-a-test-npu")

@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 import torch
 
+from rigs.models.tiny_models import StepDriver, save_tiny_checkpoint
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.hardware_backend.cpu.runtime import CpuRuntime
 from sglang.srt.layers.forward_batch_info import compute_extend_positions
 from sglang.srt.model_executor import model_runner
 from sglang.srt.model_executor.model_runner import ModelRunner, ModelRunnerConfig
 from sglang.test.ci.ci_register import register_cpu_ci
-from sglang.test.models.tiny_models import StepDriver, save_tiny_checkpoint
 
 register_cpu_ci(est_time=5, suite="base-a-test-cpu")
 

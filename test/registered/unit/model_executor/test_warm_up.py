@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from rigs.models.tiny_models import save_tiny_checkpoint
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.model_executor.model_runner import ModelRunner, ModelRunnerConfig
 from sglang.srt.model_executor.warm_up import warm_up_batches, warm_up_lengths
 from sglang.test.ci.ci_register import register_cpu_ci
-from sglang.test.models.tiny_models import save_tiny_checkpoint
 
 register_cpu_ci(est_time=4, suite="base-a-test-cpu")
 

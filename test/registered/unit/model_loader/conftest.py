@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from rigs.models.tiny_models import save_tiny_checkpoint
+from rigs.models.weight_rig import WeightRig, weight_rig
 from sglang.srt.distributed import device_context
 from sglang.srt.distributed.device_context import DeviceContext, mark_device_set
 from sglang.srt.environ import envs
-from sglang.test.models.tiny_models import save_tiny_checkpoint
-from sglang.test.models.weight_rig import WeightRig, weight_rig
 
 
 @pytest.fixture

@@ -13,6 +13,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from rigs.caches.memory_ranks import PlaceInGroup
+from rigs.models.tiny_models import save_tiny_checkpoint
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.layers.weight_slot import WeightSlot
 from sglang.srt.model_loader import loaded_files
@@ -20,9 +22,7 @@ from sglang.srt.model_loader.load_config import LoadConfig
 from sglang.srt.model_loader.loader import build_model, get_model, load_weights
 from sglang.srt.model_loader.weight_source import WeightSlots, WeightSource
 from sglang.srt.model_loader.weights_identity import weights_identity
-from sglang.test.caches.memory_ranks import PlaceInGroup
 from sglang.test.ci.ci_register import register_cpu_ci
-from sglang.test.models.tiny_models import save_tiny_checkpoint
 
 register_cpu_ci(est_time=6, suite="base-a-test-cpu")
 

@@ -11,6 +11,16 @@ import msgspec
 import pytest
 import torch
 
+from rigs.models.tiny_models import save_tiny_checkpoint
+from rigs.models.weight_rig import (
+    IDENTITY,
+    WeightRig,
+    copying,
+    weight_rig,
+    weights_of,
+    with_session,
+)
+from rigs.stores.fake_transfer_engine import FakeCall, FakeTransferEngine, Hanging
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.distributed.rank_group import SingleRank
 from sglang.srt.hardware_backend import leaf_hash
@@ -26,16 +36,6 @@ from sglang.srt.model_loader.weight_seed import WeightSeed
 from sglang.srt.model_loader.weight_source import WeightSlots
 from sglang.srt.utils.network import wait_until
 from sglang.test.ci.ci_register import register_cpu_ci
-from sglang.test.models.tiny_models import save_tiny_checkpoint
-from sglang.test.models.weight_rig import (
-    IDENTITY,
-    WeightRig,
-    copying,
-    weight_rig,
-    weights_of,
-    with_session,
-)
-from sglang.test.stores.fake_transfer_engine import FakeCall, FakeTransferEngine, Hanging
 
 register_cpu_ci(est_time=8, suite="base-a-test-cpu")
 

@@ -8,6 +8,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from rigs.caches.memory_ranks import PlaceInGroup
+from rigs.models.tiny_models import save_tiny_checkpoint
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.layers.linear import RowParallelLinear
 from sglang.srt.layers.placement import Share, TensorPlacement
@@ -17,9 +19,7 @@ from sglang.srt.mem_cache.device.state_spec import RankShare, RankSplit
 from sglang.srt.model_loader.load_config import LoadConfig
 from sglang.srt.model_loader.loader import get_model
 from sglang.srt.models.causal_lm import CausalLM
-from sglang.test.caches.memory_ranks import PlaceInGroup
 from sglang.test.ci.ci_register import register_cpu_ci
-from sglang.test.models.tiny_models import save_tiny_checkpoint
 
 register_cpu_ci(est_time=5, suite="base-a-test-cpu")
 

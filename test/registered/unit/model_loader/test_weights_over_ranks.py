@@ -11,17 +11,9 @@ from typing import Any, Final
 import pytest
 import torch
 
-from sglang.srt.distributed.rank_group import RankGroup
-from sglang.srt.model_loader import remote_weights
-from sglang.srt.model_loader.remote_weights import RemoteInstanceWeights
-from sglang.srt.model_loader.staging_memory import StagingMemory
-from sglang.srt.model_loader.weight_seed import WeightSeed
-from sglang.srt.models.causal_lm import CausalLM
-from sglang.srt.utils.network import wait_until
-from sglang.test.caches.memory_ranks import run_on_ranks
-from sglang.test.ci.ci_register import register_cpu_ci
-from sglang.test.models.tiny_models import save_tiny_checkpoint
-from sglang.test.models.weight_rig import (
+from rigs.caches.memory_ranks import run_on_ranks
+from rigs.models.tiny_models import save_tiny_checkpoint
+from rigs.models.weight_rig import (
     IDENTITY,
     WeightRig,
     copying,
@@ -29,12 +21,20 @@ from sglang.test.models.weight_rig import (
     weight_rig,
     weights_of,
 )
-from sglang.test.stores.fake_transfer_engine import (
+from rigs.stores.fake_transfer_engine import (
     FakeCall,
     FakeTransferEngine,
     FakeTransferEngines,
     listening_peer,
 )
+from sglang.srt.distributed.rank_group import RankGroup
+from sglang.srt.model_loader import remote_weights
+from sglang.srt.model_loader.remote_weights import RemoteInstanceWeights
+from sglang.srt.model_loader.staging_memory import StagingMemory
+from sglang.srt.model_loader.weight_seed import WeightSeed
+from sglang.srt.models.causal_lm import CausalLM
+from sglang.srt.utils.network import wait_until
+from sglang.test.ci.ci_register import register_cpu_ci
 
 register_cpu_ci(est_time=30, suite="base-a-test-cpu")
 

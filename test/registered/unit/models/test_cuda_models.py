@@ -10,6 +10,8 @@ from unittest import mock
 import pytest
 import torch
 
+from rigs.models.model_oracle import logits_of_batches, prompt, reference
+from rigs.models.tiny_models import StepDriver, save_tiny_checkpoint
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.hardware_backend.device_runtime import detect_device
 from sglang.srt.layers.forward_batch_info import ForwardBatch
@@ -21,8 +23,6 @@ from sglang.srt.mem_cache.device.state_spec import PoolName
 from sglang.srt.model_executor.extend_graph_runner import ExtendGraphRunner
 from sglang.srt.model_executor.model_runner import ModelRunner, ModelRunnerConfig
 from sglang.test.ci.ci_register import register_cuda_ci
-from sglang.test.models.model_oracle import logits_of_batches, prompt, reference
-from sglang.test.models.tiny_models import StepDriver, save_tiny_checkpoint
 
 register_cuda_ci(est_time=60, suite="base-b-test-1-gpu-large")
 

@@ -8,17 +8,17 @@ from typing import Any
 import pytest
 import torch
 
-from sglang.srt.configs.config_fields import FIELDS
-from sglang.srt.models.registry import MODEL_CLASSES
-from sglang.test.ci.ci_register import register_cpu_ci
-from sglang.test.models.model_oracle import (
+from rigs.models.model_oracle import (
     assert_close,
     assert_errs_like_bf16,
     assert_logits_of_batches,
     prompt,
     reference,
 )
-from sglang.test.models.tiny_models import StepDriver, save_tiny_checkpoint
+from rigs.models.tiny_models import StepDriver, save_tiny_checkpoint
+from sglang.srt.configs.config_fields import FIELDS
+from sglang.srt.models.registry import MODEL_CLASSES
+from sglang.test.ci.ci_register import register_cpu_ci
 
 register_cpu_ci(est_time=12, suite="base-a-test-cpu")
 

@@ -11,10 +11,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from sglang.srt.mem_cache.device.mamba_pool import MambaPool
-from sglang.srt.mem_cache.device.state_spec import PoolName
-from sglang.test.ci.ci_register import register_cpu_ci
-from sglang.test.models.model_oracle import (
+from rigs.models.model_oracle import (
     assert_close,
     assert_errs_like_bf16,
     assert_greedy_words,
@@ -22,7 +19,10 @@ from sglang.test.models.model_oracle import (
     prompt,
     reference,
 )
-from sglang.test.models.tiny_models import StepDriver, save_tiny_checkpoint
+from rigs.models.tiny_models import StepDriver, save_tiny_checkpoint
+from sglang.srt.mem_cache.device.mamba_pool import MambaPool
+from sglang.srt.mem_cache.device.state_spec import PoolName
+from sglang.test.ci.ci_register import register_cpu_ci
 
 register_cpu_ci(est_time=25, suite="base-a-test-cpu")
 

@@ -10,6 +10,15 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from rigs.models.model_oracle import (
+    assert_close,
+    assert_errs_like_bf16,
+    assert_greedy_words,
+    assert_logits_of_batches,
+    prompt,
+    reference,
+)
+from rigs.models.tiny_models import StepDriver, save_tiny_checkpoint
 from sglang.srt.layers.attention import (
     dsa_backend,
     mla_backend,
@@ -19,15 +28,6 @@ from sglang.srt.layers.attention import (
 from sglang.srt.layers.attention.partial_attention import Partial, _attend_plainly
 from sglang.srt.mem_cache.device.state_spec import PoolName
 from sglang.test.ci.ci_register import register_cpu_ci
-from sglang.test.models.model_oracle import (
-    assert_close,
-    assert_errs_like_bf16,
-    assert_greedy_words,
-    assert_logits_of_batches,
-    prompt,
-    reference,
-)
-from sglang.test.models.tiny_models import StepDriver, save_tiny_checkpoint
 
 register_cpu_ci(est_time=40, suite="base-a-test-cpu")
 

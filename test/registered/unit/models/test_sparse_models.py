@@ -10,20 +10,20 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from sglang.srt.configs.model_config import ModelConfig
-from sglang.srt.layers.moe.sparse_moe import SparseMoeBlock
-from sglang.srt.model_loader.load_config import LoadConfig
-from sglang.srt.model_loader.loader import get_model
-from sglang.test.caches.memory_ranks import PlaceInGroup
-from sglang.test.ci.ci_register import register_cpu_ci
-from sglang.test.models.model_oracle import (
+from rigs.caches.memory_ranks import PlaceInGroup
+from rigs.models.model_oracle import (
     assert_errs_like_bf16,
     assert_greedy_words,
     assert_logits_of_batches,
     prompt,
 )
-from sglang.test.models.tiny_models import StepDriver, save_tiny_checkpoint
-from sglang.test.schedulers.scheduler_rig import SchedulerRig
+from rigs.models.tiny_models import StepDriver, save_tiny_checkpoint
+from rigs.schedulers.scheduler_rig import SchedulerRig
+from sglang.srt.configs.model_config import ModelConfig
+from sglang.srt.layers.moe.sparse_moe import SparseMoeBlock
+from sglang.srt.model_loader.load_config import LoadConfig
+from sglang.srt.model_loader.loader import get_model
+from sglang.test.ci.ci_register import register_cpu_ci
 
 register_cpu_ci(est_time=20, suite="base-a-test-cpu")
 

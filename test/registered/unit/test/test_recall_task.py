@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from sglang.test import recall_task
 from sglang.test.ci.ci_register import register_cpu_ci
-from sglang.test.models import recall_task
-from sglang.test.models.recall_names import CAPITALISED, NAMES
-from sglang.test.models.recall_task import (
+from sglang.test.recall_names import CAPITALISED, NAMES
+from sglang.test.recall_task import (
     LAYOUTS,
     TURN_OVERHEAD_TOKENS,
     RecallConversation,
@@ -23,7 +23,7 @@ from sglang.test.models.recall_task import (
     make_conversation,
     recall_rng,
 )
-from sglang.test.models.recall_text import template_words
+from sglang.test.recall_text import template_words
 from sglang.test.run_eval import EvalArgs
 
 register_cpu_ci(est_time=4, suite="base-a-test-cpu")

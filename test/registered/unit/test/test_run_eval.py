@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from sglang.test.ci.ci_register import register_cpu_ci
-from sglang.test.models.recall_task import heldout_conversation
+from sglang.test.recall_task import heldout_conversation
 from sglang.test.run_eval import EvalArgs, main, run_eval
 
 register_cpu_ci(est_time=3, suite="base-a-test-cpu")

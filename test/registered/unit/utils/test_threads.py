@@ -9,10 +9,10 @@ import threading
 import pytest
 import torch
 
+from rigs.servers.scarce_threads import NO_THREAD, no_threads
 from sglang.srt.hardware_backend.device_runtime import device_runtime
 from sglang.srt.utils.threads import give_way, leave_cores_to_model, started_pool
 from sglang.test.ci.ci_register import register_cpu_ci
-from sglang.test.servers.scarce_threads import NO_THREAD, no_threads
 
 register_cpu_ci(est_time=2, suite="base-a-test-cpu")
 

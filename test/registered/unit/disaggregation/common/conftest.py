@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from sglang.test.disaggregation.desk_rig import LAYOUT, SILENT_S, UNWANTED_S, Asker, Clock, Desk
+from rigs.disaggregation.desk_rig import LAYOUT, SILENT_S, UNWANTED_S, Asker, Clock, Desk
 
 
 @pytest.fixture

@@ -13,6 +13,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rigs.caches.marks_pool import MarksPool, page_marks, prefix_marks
 from sglang.srt.disaggregation.common.geometry import CannotServe, PoolGeometry, ShardSlice
 from sglang.srt.disaggregation.common.protocol import KVLayout
 from sglang.srt.disaggregation.common.rank_map import RankPlace
@@ -22,7 +23,6 @@ from sglang.srt.mem_cache.device.base_device_pool import PagedDevicePool
 from sglang.srt.mem_cache.device.mamba_pool import MambaPool, MambaSpec
 from sglang.srt.mem_cache.device.memory_pool import MHATokenToKVPool
 from sglang.srt.mem_cache.device.state_spec import RankShare, RankSplit
-from sglang.test.caches.marks_pool import MarksPool, page_marks, prefix_marks
 from sglang.test.ci.ci_register import register_cpu_ci
 
 register_cpu_ci(est_time=3, suite="base-a-test-cpu")

@@ -10,6 +10,7 @@ import msgspec
 import pytest
 import torch
 
+from rigs.disaggregation.prompt_scene import PATIENT, ROOM, TOKEN, Prompt, Scene, until
 from sglang.srt.disaggregation.base.first_token import FirstToken
 from sglang.srt.disaggregation.common.control_connection import Timeouts
 from sglang.srt.disaggregation.common.metadata_reader import MetadataReader
@@ -23,7 +24,6 @@ from sglang.srt.distributed.device_communicators.transfer_types import (
     TransferError,
 )
 from sglang.test.ci.ci_register import register_cpu_ci
-from sglang.test.disaggregation.prompt_scene import PATIENT, ROOM, TOKEN, Prompt, Scene, until
 
 register_cpu_ci(est_time=5, suite="base-a-test-cpu")
 

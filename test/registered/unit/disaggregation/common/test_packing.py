@@ -9,6 +9,7 @@ import msgspec
 import pytest
 import torch
 
+from rigs.disaggregation.pd_rig import LocalMover
 from sglang.srt.disaggregation.common.packing import WINDOW, Packer
 from sglang.srt.disaggregation.common.protocol import Pack, Packed
 from sglang.srt.disaggregation.common.staging import (
@@ -20,7 +21,6 @@ from sglang.srt.disaggregation.common.staging import (
 )
 from sglang.srt.utils.network import wait_until
 from sglang.test.ci.ci_register import register_cpu_ci
-from sglang.test.disaggregation.pd_rig import LocalMover
 
 register_cpu_ci(est_time=3, suite="base-a-test-cpu")
 

@@ -11,13 +11,13 @@ from collections.abc import Iterator, Sequence
 import msgspec
 import pytest
 
+from rigs.disaggregation.control_proxy import ControlProxy, Fate
+from rigs.disaggregation.prompt_scene import HASTY, ROOM, TOKEN, Scene, until
 from sglang.srt.disaggregation.common import control_connection
 from sglang.srt.disaggregation.common.control_connection import Timeouts
 from sglang.srt.disaggregation.common.protocol import Asked, Poll, Question
 from sglang.srt.disaggregation.common.room_server import LONG_POLL_S
 from sglang.test.ci.ci_register import register_cpu_ci
-from sglang.test.disaggregation.control_proxy import ControlProxy, Fate
-from sglang.test.disaggregation.prompt_scene import HASTY, ROOM, TOKEN, Scene, until
 
 register_cpu_ci(est_time=10, suite="base-a-test-cpu")
 

@@ -8,13 +8,13 @@ from collections.abc import Iterator
 
 import pytest
 
+from rigs.disaggregation.pd_rig import LocalMover
+from rigs.disaggregation.prompt_scene import ROOM, TOKEN, Scene, until
 from sglang.srt.disaggregation.common import sessions as module
 from sglang.srt.disaggregation.common.sessions import Sessions
 from sglang.srt.distributed.device_communicators.transfer_types import PeerUnreachable
 from sglang.srt.utils.network import get_free_port, wait_until
 from sglang.test.ci.ci_register import register_cpu_ci
-from sglang.test.disaggregation.pd_rig import LocalMover
-from sglang.test.disaggregation.prompt_scene import ROOM, TOKEN, Scene, until
 
 register_cpu_ci(est_time=5, suite="base-a-test-cpu")
 

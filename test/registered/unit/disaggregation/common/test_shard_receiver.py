@@ -11,6 +11,8 @@ from typing import Any
 import msgspec
 import pytest
 
+from rigs.disaggregation.pd_rig import LocalMover
+from rigs.disaggregation.prompt_scene import ROOM, TOKEN, Scene, until
 from sglang.srt.disaggregation.common.control_connection import Timeouts
 from sglang.srt.disaggregation.common.protocol import (
     Answer,
@@ -41,8 +43,6 @@ from sglang.srt.distributed.device_communicators.transfer_types import (
     TransferError,
 )
 from sglang.test.ci.ci_register import register_cpu_ci
-from sglang.test.disaggregation.pd_rig import LocalMover
-from sglang.test.disaggregation.prompt_scene import ROOM, TOKEN, Scene, until
 
 register_cpu_ci(est_time=5, suite="base-a-test-cpu")
 

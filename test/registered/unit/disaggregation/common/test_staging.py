@@ -11,6 +11,10 @@ from typing import Any
 import pytest
 import torch
 
+from rigs.disaggregation.desk_rig import Desk
+from rigs.disaggregation.pd_rig import LocalMover
+from rigs.disaggregation.prompt_scene import PATIENT, ROOM, TOKEN, Prompt
+from rigs.servers.scarce_threads import no_threads
 from sglang.srt.disaggregation.base.bootstrap_route import Route
 from sglang.srt.disaggregation.common import staging
 from sglang.srt.disaggregation.common.control_connection import Timeouts
@@ -32,10 +36,6 @@ from sglang.srt.mem_cache.device.memory_pool import MHATokenToKVPool
 from sglang.srt.mem_cache.device.state_spec import RankShare, RankSplit
 from sglang.srt.utils.network import wait_until
 from sglang.test.ci.ci_register import register_cpu_ci
-from sglang.test.disaggregation.desk_rig import Desk
-from sglang.test.disaggregation.pd_rig import LocalMover
-from sglang.test.disaggregation.prompt_scene import PATIENT, ROOM, TOKEN, Prompt
-from sglang.test.servers.scarce_threads import no_threads
 
 register_cpu_ci(est_time=5, suite="base-a-test-cpu")
 

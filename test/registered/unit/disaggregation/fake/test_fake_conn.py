@@ -7,6 +7,8 @@ from typing import Any, cast
 
 import pytest
 
+from rigs.disaggregation.pd_rig import RigSettings
+from rigs.schedulers.scheduler_rig import SchedulerRig, greedy, prompt
 from sglang.srt.arg_groups.disaggregation import DisaggregationMode, TransferBackend
 from sglang.srt.disaggregation.base.conn import KVArgs
 from sglang.srt.disaggregation.halves import make_half_server
@@ -14,8 +16,6 @@ from sglang.srt.disaggregation.utils import KVClassType, get_kv_class
 from sglang.srt.distributed.rank_group import SingleRank
 from sglang.srt.managers.messages.io_struct import Bootstrap
 from sglang.test.ci.ci_register import register_cpu_ci
-from sglang.test.disaggregation.pd_rig import RigSettings
-from sglang.test.schedulers.scheduler_rig import SchedulerRig, greedy, prompt
 
 register_cpu_ci(est_time=3, suite="base-a-test-cpu")
 

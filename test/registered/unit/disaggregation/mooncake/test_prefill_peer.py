@@ -14,6 +14,12 @@ from functools import partial
 import msgspec
 import pytest
 
+from rigs.disaggregation import desk_rig
+from rigs.disaggregation.control_proxy import ControlProxy
+from rigs.disaggregation.desk_rig import Desk
+from rigs.disaggregation.pd_rig import one_rank
+from rigs.disaggregation.prompt_scene import ROOM, Server, until
+from rigs.servers.scarce_threads import no_threads
 from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.common import control_connection
 from sglang.srt.disaggregation.common.bootstrap_client import BootstrapError, WrongSecret, find
@@ -23,12 +29,6 @@ from sglang.srt.disaggregation.mooncake import prefill_peer
 from sglang.srt.disaggregation.mooncake.conn import MooncakeKVReceiver
 from sglang.srt.utils.network import wait_until
 from sglang.test.ci.ci_register import register_cpu_ci
-from sglang.test.disaggregation import desk_rig
-from sglang.test.disaggregation.control_proxy import ControlProxy
-from sglang.test.disaggregation.desk_rig import Desk
-from sglang.test.disaggregation.pd_rig import one_rank
-from sglang.test.disaggregation.prompt_scene import ROOM, Server, until
-from sglang.test.servers.scarce_threads import no_threads
 
 register_cpu_ci(est_time=10, suite="base-a-test-cpu")
 

@@ -7,6 +7,8 @@ from collections.abc import Iterator
 
 import pytest
 
+from rigs.disaggregation.desk_rig import failure
+from rigs.disaggregation.prompt_scene import Scene, receiver_of
 from sglang.srt.disaggregation.base.bootstrap_route import Route
 from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.common.bootstrap_client import BootstrapError
@@ -14,8 +16,6 @@ from sglang.srt.disaggregation.common.rank_map import RankPlace
 from sglang.srt.disaggregation.mooncake import prefill_servers
 from sglang.srt.disaggregation.mooncake.prefill_servers import TOO_MANY, PrefillServers
 from sglang.test.ci.ci_register import register_cpu_ci
-from sglang.test.disaggregation.desk_rig import failure
-from sglang.test.disaggregation.prompt_scene import Scene, receiver_of
 
 register_cpu_ci(est_time=3, suite="base-a-test-cpu")
 

@@ -6,17 +6,17 @@ from collections.abc import Iterator
 
 import pytest
 
+from rigs.stores.fake_transfer_engine import (
+    FakeTransferEngines,
+    listening_peer,
+    start_engine,
+)
 from sglang.srt.distributed import device_context
 from sglang.srt.distributed.device_communicators.mooncake_transfer_engine import (
     MooncakeTransferEngine,
 )
 from sglang.srt.distributed.device_context import DeviceContext, mark_device_set
 from sglang.srt.environ import envs
-from sglang.test.stores.fake_transfer_engine import (
-    FakeTransferEngines,
-    listening_peer,
-    start_engine,
-)
 
 
 @pytest.fixture(autouse=True)

@@ -10,6 +10,14 @@ from typing import Any
 
 import pytest
 
+from rigs.stores.fake_transfer_engine import (
+    BASE,
+    FakeCall,
+    FakeTransferEngine,
+    FakeTransferEngines,
+    apart,
+    listening_peer,
+)
 from sglang.srt.constants import MIB
 from sglang.srt.distributed import device_context
 from sglang.srt.distributed.device_communicators import mooncake_transfer_engine as module
@@ -22,14 +30,6 @@ from sglang.srt.distributed.device_communicators.transfer_types import TransferO
 from sglang.srt.distributed.device_context import DeviceContext, mark_device_set
 from sglang.srt.environ import envs
 from sglang.test.ci.ci_register import register_cpu_ci
-from sglang.test.stores.fake_transfer_engine import (
-    BASE,
-    FakeCall,
-    FakeTransferEngine,
-    FakeTransferEngines,
-    apart,
-    listening_peer,
-)
 
 register_cpu_ci(est_time=3, suite="base-a-test-cpu")
 

@@ -10,6 +10,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rigs.stores.fake_transfer_engine import (
+    BASE,
+    FakeCall,
+    FakeTransferEngine,
+    FakeTransferEngines,
+    apart,
+    listening_peer,
+)
 from sglang.srt.constants import MIB
 from sglang.srt.distributed.device_communicators.mooncake_transfer_engine import (
     MooncakeTransferEngine,
@@ -24,14 +32,6 @@ from sglang.srt.distributed.device_communicators.transfer_types import (
 )
 from sglang.srt.utils.network import get_free_port
 from sglang.test.ci.ci_register import register_cpu_ci
-from sglang.test.stores.fake_transfer_engine import (
-    BASE,
-    FakeCall,
-    FakeTransferEngine,
-    FakeTransferEngines,
-    apart,
-    listening_peer,
-)
 
 register_cpu_ci(est_time=6, suite="base-a-test-cpu")
 

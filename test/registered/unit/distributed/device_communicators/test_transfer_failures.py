@@ -9,6 +9,19 @@ from pathlib import Path
 
 import pytest
 
+from rigs.servers.scarce_threads import no_threads
+from rigs.stores.fake_transfer_engine import (
+    BASE,
+    FakeCall,
+    FakeTransferEngine,
+    FakeTransferEngines,
+    Hanging,
+    LaterClock,
+    apart,
+    listening_peer,
+    start_over_rdma,
+    statuses,
+)
 from sglang.srt.constants import MIB
 from sglang.srt.distributed.device_communicators.mooncake_transfer_engine import (
     MooncakeTransferEngine,
@@ -30,19 +43,6 @@ from sglang.srt.distributed.device_communicators.transfer_types import (
 )
 from sglang.srt.utils.network import get_free_port, wait_until
 from sglang.test.ci.ci_register import register_cpu_ci
-from sglang.test.servers.scarce_threads import no_threads
-from sglang.test.stores.fake_transfer_engine import (
-    BASE,
-    FakeCall,
-    FakeTransferEngine,
-    FakeTransferEngines,
-    Hanging,
-    LaterClock,
-    apart,
-    listening_peer,
-    start_over_rdma,
-    statuses,
-)
 
 register_cpu_ci(est_time=6, suite="base-a-test-cpu")
 

@@ -8,6 +8,18 @@ from pathlib import Path
 
 import pytest
 
+from rigs.stores.fake_transfer_engine import (
+    BASE,
+    FakeCall,
+    FakeTransferEngine,
+    FakeTransferEngines,
+    Hanging,
+    LaterClock,
+    apart,
+    listening_peer,
+    start_over_rdma,
+    statuses,
+)
 from sglang.srt.constants import MIB
 from sglang.srt.distributed.device_communicators import peer as peer_module
 from sglang.srt.distributed.device_communicators.engine_pool import PooledEngine
@@ -30,18 +42,6 @@ from sglang.srt.distributed.device_communicators.transfer_types import (
 )
 from sglang.srt.utils.network import wait_until
 from sglang.test.ci.ci_register import register_cpu_ci
-from sglang.test.stores.fake_transfer_engine import (
-    BASE,
-    FakeCall,
-    FakeTransferEngine,
-    FakeTransferEngines,
-    Hanging,
-    LaterClock,
-    apart,
-    listening_peer,
-    start_over_rdma,
-    statuses,
-)
 
 register_cpu_ci(est_time=5, suite="base-a-test-cpu")
 

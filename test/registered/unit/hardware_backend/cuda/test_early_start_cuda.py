@@ -7,11 +7,11 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from rigs.models.triton_device import triton_device
 from sglang.srt.environ import envs
 from sglang.srt.hardware_backend.device_runtime import device_runtime
 from sglang.srt.layers.fused_kernels import FusedKernels
 from sglang.test.ci.ci_register import register_cuda_ci
-from sglang.test.models.triton_device import triton_device
 
 register_cuda_ci(est_time=30, suite="base-b-test-1-gpu-large")
 

@@ -14,6 +14,15 @@ from typing import Any
 import pytest
 import torch
 
+from rigs.models.attention_cases import (
+    PagedContexts,
+    assert_close,
+    attend,
+    attention_layer,
+    queries,
+)
+from rigs.models.recorded_calls import fake_torch_npu
+from rigs.models.tiny_models import StepDriver, save_tiny_checkpoint
 from sglang.srt.layers.attention import attention_registry
 from sglang.srt.layers.attention.ascend_backend import AscendAttnBackend
 from sglang.srt.layers.attention.attention_registry import (
@@ -25,15 +34,6 @@ from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBack
 from sglang.srt.layers.forward_batch_info import ForwardBatch
 from sglang.srt.mem_cache.device.state_spec import KVSpec
 from sglang.test.ci.ci_register import register_cpu_ci, register_npu_ci
-from sglang.test.models.attention_cases import (
-    PagedContexts,
-    assert_close,
-    attend,
-    attention_layer,
-    queries,
-)
-from sglang.test.models.recorded_calls import fake_torch_npu
-from sglang.test.models.tiny_models import StepDriver, save_tiny_checkpoint
 
 register_cpu_ci(est_time=4, suite="base-a-test-cpu")
 register_npu_ci(est_time=4, suite="base-a-test-npu")

@@ -8,13 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from sglang.srt.hardware_backend.device_runtime import detect_device
-from sglang.srt.layers.attention.attention_registry import create_attention_backend
-from sglang.srt.layers.attention.base_attn_backend import AttentionBackend, AttentionConfig
-from sglang.srt.layers.forward_batch_info import ForwardBatch
-from sglang.srt.mem_cache.device.state_spec import KVSpec
-from sglang.test.ci.ci_register import register_cuda_ci
-from sglang.test.models.attention_cases import (
+from rigs.models.attention_cases import (
     FP8,
     PagedContexts,
     assert_close,
@@ -22,6 +16,12 @@ from sglang.test.models.attention_cases import (
     attention_layer,
     queries,
 )
+from sglang.srt.hardware_backend.device_runtime import detect_device
+from sglang.srt.layers.attention.attention_registry import create_attention_backend
+from sglang.srt.layers.attention.base_attn_backend import AttentionBackend, AttentionConfig
+from sglang.srt.layers.forward_batch_info import ForwardBatch
+from sglang.srt.mem_cache.device.state_spec import KVSpec
+from sglang.test.ci.ci_register import register_cuda_ci
 
 register_cuda_ci(est_time=60, suite="base-b-test-1-gpu-large")
 

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from rigs.models.model_oracle import prompt, reference
+from rigs.models.tiny_models import StepDriver, save_tiny_checkpoint
+from rigs.models.triton_device import triton_device
 from sglang.test.ci.ci_register import register_cuda_ci
-from sglang.test.models.model_oracle import prompt, reference
-from sglang.test.models.tiny_models import StepDriver, save_tiny_checkpoint
-from sglang.test.models.triton_device import triton_device
 
 register_cuda_ci(est_time=60, suite="base-b-test-1-gpu-large")
 

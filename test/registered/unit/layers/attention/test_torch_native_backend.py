@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from rigs.models.attention_cases import PagedContexts, assert_close, attention_layer, queries
 from sglang.srt.layers.attention import partial_attention
 from sglang.srt.layers.attention.attention_registry import create_attention_backend
 from sglang.srt.layers.attention.base_attn_backend import AttentionConfig
@@ -28,7 +29,6 @@ from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.mem_cache.device.memory_pool import MHATokenToKVPool, ReqToTokenPool
 from sglang.srt.mem_cache.device.state_spec import KVSpec
 from sglang.test.ci.ci_register import register_cpu_ci
-from sglang.test.models.attention_cases import PagedContexts, assert_close, attention_layer, queries
 
 register_cpu_ci(est_time=4, suite="base-a-test-cpu")
 

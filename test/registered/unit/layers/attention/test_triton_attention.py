@@ -8,8 +8,8 @@ import itertools
 import pytest
 import torch
 
+from rigs.models.triton_device import triton_device
 from sglang.test.ci.ci_register import register_cuda_ci
-from sglang.test.models.triton_device import triton_device
 
 register_cuda_ci(est_time=60, suite="base-b-test-1-gpu-large")
 
@@ -21,6 +21,13 @@ HALF = torch.bfloat16 if ON_GPU else torch.float16
 import triton  # noqa: E402
 import triton.language as tl  # noqa: E402
 
+from rigs.models.attention_cases import (  # noqa: E402
+    FP8,
+    PagedContexts,
+    assert_close,
+    attend,
+)
+from rigs.models.attention_cases import queries as queries_on  # noqa: E402
 from sglang.srt.layers.attention.dense_attention import UNIT, plan_dense  # noqa: E402
 from sglang.srt.layers.attention.triton_ops.combine import merge_into_  # noqa: E402
 from sglang.srt.layers.attention.triton_ops.decode import (  # noqa: E402
@@ -38,13 +45,6 @@ from sglang.srt.layers.attention.triton_ops.extend import (  # noqa: E402
 )
 from sglang.srt.layers.attention.triton_ops.paged import split_range  # noqa: E402
 from sglang.srt.layers.attention.triton_ops.pages import page_indices  # noqa: E402
-from sglang.test.models.attention_cases import (  # noqa: E402
-    FP8,
-    PagedContexts,
-    assert_close,
-    attend,
-)
-from sglang.test.models.attention_cases import queries as queries_on  # noqa: E402
 
 DTYPES = [torch.float32, HALF, *([FP8] if ON_GPU else [])]
 SHAPES = [(8, 2, 128), (6, 2, 16), (7, 1, 80), (2, 2, 64)]

@@ -6,9 +6,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from rigs.caches.memory_ranks import PlaceInGroup
 from sglang.srt.layers.moe.experts import RoutedExperts
 from sglang.srt.layers.placement import TensorPlacement
-from sglang.test.caches.memory_ranks import PlaceInGroup
 from sglang.test.ci.ci_register import register_cpu_ci
 
 register_cpu_ci(est_time=3, suite="base-a-test-cpu")

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
+from rigs.servers.fake_engine import EOS_ID, byte_tokenizer
 from sglang.srt.managers.detokenizer.detokenizer_manager import Detokenizer
 from sglang.srt.managers.detokenizer.incremental_detokenizer import (
     TextDecoder,
@@ -23,7 +24,6 @@ from sglang.srt.managers.messages.io_struct import (
     RequestOutput,
 )
 from sglang.test.ci.ci_register import register_cpu_ci
-from sglang.test.servers.fake_engine import EOS_ID, byte_tokenizer
 
 register_cpu_ci(est_time=10, suite="base-a-test-cpu")
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from rigs.schedulers.scheduler_rig import PROMPTS, SchedulerRig
 from sglang.srt.mem_cache.l3 import fetch_worth
-from sglang.test.schedulers.scheduler_rig import PROMPTS, SchedulerRig
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

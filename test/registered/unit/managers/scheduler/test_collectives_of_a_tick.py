@@ -9,12 +9,12 @@ from typing import Any, Final
 import pytest
 import torch
 
+from rigs.caches.memory_ranks import MemoryExchange, PassedOnGroup
+from rigs.schedulers.scheduler_rig import SchedulerRig, greedy, prompt
 from sglang.srt.distributed.rank_group import RankGroup
 from sglang.srt.managers.messages.io_struct import BatchTokenIDOutput, ShutdownReq, ToScheduler
 from sglang.srt.managers.scheduler.scheduler import SchedulerOutput
-from sglang.test.caches.memory_ranks import MemoryExchange, PassedOnGroup
 from sglang.test.ci.ci_register import register_cpu_ci
-from sglang.test.schedulers.scheduler_rig import SchedulerRig, greedy, prompt
 
 register_cpu_ci(est_time=10, suite="base-a-test-cpu")
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from rigs.schedulers.scheduler_rig import PROMPTS, SchedulerRig, greedy, prompt
 from sglang.srt.managers.messages.io_struct import (
     DetachHiCacheStorageReqInput,
     FlushCacheReqInput,
@@ -16,7 +17,6 @@ from sglang.srt.managers.messages.io_struct import (
 )
 from sglang.srt.managers.scheduler import control
 from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci
-from sglang.test.schedulers.scheduler_rig import PROMPTS, SchedulerRig, greedy, prompt
 
 register_cpu_ci(est_time=3, suite="base-a-test-cpu")
 register_cuda_ci(est_time=8, suite="base-b-test-1-gpu-large")

@@ -12,6 +12,7 @@ from typing import ClassVar
 
 import pytest
 
+from rigs.schedulers.scheduler_rig import SchedulerRig, greedy, prompt
 from sglang.srt.constants import LONGEST_STORAGE_CHANGE_S
 from sglang.srt.environ import envs
 from sglang.srt.managers.messages.io_struct import (
@@ -26,7 +27,6 @@ from sglang.srt.managers.messages.io_struct import (
 from sglang.srt.mem_cache.hicache_storage import HiCacheFile, HiCacheStorageConfig
 from sglang.srt.mem_cache.hiradix_cache import HiRadixCache
 from sglang.test.ci.ci_register import register_cpu_ci
-from sglang.test.schedulers.scheduler_rig import SchedulerRig, greedy, prompt
 
 register_cpu_ci(est_time=6, suite="base-a-test-cpu")
 

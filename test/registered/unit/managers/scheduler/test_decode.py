@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from rigs.schedulers.scheduler_rig import PROMPTS, SchedulerRig, greedy, prompt
 from sglang.srt.hardware_backend.device_runtime import on_device
 from sglang.srt.layers import penalties
 from sglang.srt.managers.scheduler.batch import DecodeBatch
@@ -15,7 +16,6 @@ from sglang.srt.managers.scheduler.requests.req import Req
 from sglang.srt.managers.scheduler.requests.request_queues import RequestQueues
 from sglang.srt.managers.scheduler.requests.spec import RequestSpec
 from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci
-from sglang.test.schedulers.scheduler_rig import PROMPTS, SchedulerRig, greedy, prompt
 
 register_cpu_ci(est_time=5, suite="base-a-test-cpu")
 register_cuda_ci(est_time=15, suite="base-b-test-1-gpu-large")

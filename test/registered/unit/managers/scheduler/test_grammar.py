@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
+from rigs.models.grammar_rig import EOS_ID, HandBackend, text_of
+from rigs.schedulers.scheduler_rig import SchedulerRig, greedy, prompt
 from sglang.srt.constrained.limits import GrammarLimits
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci
-from sglang.test.models.grammar_rig import EOS_ID, HandBackend, text_of
-from sglang.test.schedulers.scheduler_rig import SchedulerRig, greedy, prompt
 
 register_cpu_ci(est_time=8, suite="base-a-test-cpu")
 register_cuda_ci(est_time=25, suite="base-b-test-1-gpu-large")

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
+from rigs.schedulers.scheduler_rig import SchedulerRig, prompt
 from sglang.srt.managers.scheduler.launched_step import StepOutOfMemory, naming_the_remedy
 from sglang.test.ci.ci_register import register_cpu_ci
-from sglang.test.schedulers.scheduler_rig import SchedulerRig, prompt
 
 register_cpu_ci(est_time=4, suite="base-a-test-cpu")
 

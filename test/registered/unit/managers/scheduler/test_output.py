@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from rigs.schedulers.scheduler_rig import PROMPTS, SchedulerRig, greedy
 from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci
-from sglang.test.schedulers.scheduler_rig import PROMPTS, SchedulerRig, greedy
 
 register_cpu_ci(est_time=3, suite="base-a-test-cpu")
 register_cuda_ci(est_time=8, suite="base-b-test-1-gpu-large")

@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from rigs.schedulers.scheduler_rig import PROMPTS, SchedulerRig, greedy, prompt
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from sglang.srt.managers.scheduler.batch import ModelWorkerBatch
 from sglang.srt.managers.scheduler.policy import LPM_MAX_OVERTAKEN
 from sglang.srt.managers.scheduler.tp_worker import TpModelWorker
 from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci
-from sglang.test.schedulers.scheduler_rig import PROMPTS, SchedulerRig, greedy, prompt
 
 register_cpu_ci(est_time=6, suite="base-a-test-cpu")
 register_cuda_ci(est_time=15, suite="base-b-test-1-gpu-large")

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from rigs.schedulers.scheduler_rig import PROMPTS, SchedulerRig, greedy, prompt
 from sglang.srt.managers.messages.io_struct import (
     ControlReqOutput,
     FlushCacheReqInput,
@@ -21,7 +22,6 @@ from sglang.srt.managers.scheduler.scheduler import Scheduler, SchedulerOutput
 from sglang.srt.observability.scheduler_metrics import SchedulerMetrics
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci
-from sglang.test.schedulers.scheduler_rig import PROMPTS, SchedulerRig, greedy, prompt
 
 register_cpu_ci(est_time=12, suite="base-a-test-cpu")
 register_cuda_ci(est_time=30, suite="base-b-test-1-gpu-large")

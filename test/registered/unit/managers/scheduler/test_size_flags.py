@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, assume, given, settings
 
+from rigs.schedulers.size_flags import is_served_where_accepted, size_flags
 from sglang.test.ci.ci_register import register_cpu_ci
-from sglang.test.schedulers.size_flags import is_served_where_accepted, size_flags
 
 register_cpu_ci(est_time=6, suite="base-a-test-cpu")
 

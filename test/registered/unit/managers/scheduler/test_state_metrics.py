@@ -10,14 +10,14 @@ import pytest
 import torch
 from prometheus_client.parser import text_string_to_metric_families
 
+from rigs.models.tiny_models import save_tiny_checkpoint
+from rigs.schedulers.scheduler_rig import SchedulerRig, greedy, prompt
 from sglang.srt.managers.messages.io_struct import (
     FlushCacheReqInput,
     GetInternalStateReq,
     GetMetricsReq,
 )
 from sglang.test.ci.ci_register import register_cpu_ci
-from sglang.test.models.tiny_models import save_tiny_checkpoint
-from sglang.test.schedulers.scheduler_rig import SchedulerRig, greedy, prompt
 
 register_cpu_ci(est_time=12, suite="base-a-test-cpu")
 

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 import pytest
 import torch
 
+from rigs.stores.pool_readers import Layer, SpyCounter
 from sglang.srt.mem_cache.device.memory_pool import MHATokenToKVPool, ReqToTokenPool
 from sglang.test.ci.ci_register import register_cpu_ci
-from sglang.test.stores.pool_readers import Layer, SpyCounter
 
 register_cpu_ci(est_time=3, suite="base-a-test-cpu")
 

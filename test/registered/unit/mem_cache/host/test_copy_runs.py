@@ -11,6 +11,16 @@ import numpy as np
 import pytest
 import torch
 
+from rigs.caches.mamba_pools import make_mamba_pool, mamba_spec
+from rigs.caches.mla_pools import make_mla_pool
+from rigs.stores.host_pools import (
+    PAGE,
+    copy_to_device,
+    device_bytes,
+    make_device_pool,
+    make_host_pool,
+    page_slots,
+)
 from sglang.srt.constants import KIB
 from sglang.srt.mem_cache.device.base_device_pool import BaseDevicePool, PagedDevicePool
 from sglang.srt.mem_cache.device.memory_pool import MHATokenToKVPool
@@ -31,17 +41,7 @@ from sglang.srt.mem_cache.host.paged_host_pool import PagedPoolHost
 from sglang.srt.mem_cache.host.parted_host_pool import PartedPoolHost
 from sglang.srt.mem_cache.host.staged_copy import StagedLoadTuning
 from sglang.srt.mem_cache.host.state_host_pool import MambaPoolHost
-from sglang.test.caches.mamba_pools import make_mamba_pool, mamba_spec
-from sglang.test.caches.mla_pools import make_mla_pool
 from sglang.test.ci.ci_register import register_cpu_ci
-from sglang.test.stores.host_pools import (
-    PAGE,
-    copy_to_device,
-    device_bytes,
-    make_device_pool,
-    make_host_pool,
-    page_slots,
-)
 
 register_cpu_ci(est_time=5, suite="base-a-test-cpu")
 

@@ -7,6 +7,9 @@ from typing import Any
 import pytest
 import torch
 
+from rigs.caches.marks_pool import MarksPool, MarksPoolHost, page_marks
+from rigs.caches.mla_pools import make_mla_pool
+from rigs.stores.host_pools import PAGE, fill_with_random_bits, page_slots
 from sglang.srt.mem_cache.device.mamba_pool import MambaPool, MambaSpec
 from sglang.srt.mem_cache.device.memory_pool import MHATokenToKVPool
 from sglang.srt.mem_cache.host.head_group_pool import HeadGroupPool
@@ -15,10 +18,7 @@ from sglang.srt.mem_cache.host.host_pool import AnyHostPool
 from sglang.srt.mem_cache.host.mla_host_pool import MLATokenToKVPoolHost
 from sglang.srt.mem_cache.host.paged_host_pool import MHATokenToKVPoolHost
 from sglang.srt.mem_cache.host.state_host_pool import MambaPoolHost
-from sglang.test.caches.marks_pool import MarksPool, MarksPoolHost, page_marks
-from sglang.test.caches.mla_pools import make_mla_pool
 from sglang.test.ci.ci_register import register_cpu_ci
-from sglang.test.stores.host_pools import PAGE, fill_with_random_bits, page_slots
 
 register_cpu_ci(est_time=1, suite="base-a-test-cpu")
 

@@ -7,6 +7,7 @@ import time
 import pytest
 import torch
 
+from rigs.stores.host_pools import page_slots
 from sglang.srt.hardware_backend.device_runtime import (
     CopyStream,
     Event,
@@ -18,7 +19,6 @@ from sglang.srt.mem_cache.host.host_copy_cuda import CudaPageCopier
 from sglang.srt.mem_cache.host.pinned_memory import allocate_pinned
 from sglang.srt.mem_cache.memory_pool_host import MHATokenToKVPoolHost
 from sglang.test.ci.ci_register import register_cuda_ci
-from sglang.test.stores.host_pools import page_slots
 
 register_cuda_ci(est_time=60, suite="base-b-test-1-gpu-large")
 

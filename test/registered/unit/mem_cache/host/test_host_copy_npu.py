@@ -8,17 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from sglang.srt.hardware_backend.cpu.runtime import CpuRuntime
-from sglang.srt.mem_cache.device.base_device_pool import PagedDevicePool
-from sglang.srt.mem_cache.host import host_layout, page_copier
-from sglang.srt.mem_cache.host.host_copy_npu import NpuPageCopier, _runs
-from sglang.srt.mem_cache.host.mla_host_pool import MLATokenToKVPoolHost
-from sglang.srt.mem_cache.host.page_copier import PoolPair, register_page_copier
-from sglang.srt.mem_cache.host.paged_host_pool import PagedPoolHost
-from sglang.test.caches.cache_rig import RIG_DEVICE, CacheRig, HiCacheSettings
-from sglang.test.caches.mla_pools import make_mla_pool
-from sglang.test.ci.ci_register import register_cpu_ci, register_npu_ci
-from sglang.test.stores.host_pools import (
+from rigs.caches.cache_rig import RIG_DEVICE, CacheRig, HiCacheSettings
+from rigs.caches.mla_pools import make_mla_pool
+from rigs.stores.host_pools import (
     PAGE,
     copy_to_host,
     device_bytes,
@@ -26,6 +18,14 @@ from sglang.test.stores.host_pools import (
     make_host_pool,
     page_slots,
 )
+from sglang.srt.hardware_backend.cpu.runtime import CpuRuntime
+from sglang.srt.mem_cache.device.base_device_pool import PagedDevicePool
+from sglang.srt.mem_cache.host import host_layout, page_copier
+from sglang.srt.mem_cache.host.host_copy_npu import NpuPageCopier, _runs
+from sglang.srt.mem_cache.host.mla_host_pool import MLATokenToKVPoolHost
+from sglang.srt.mem_cache.host.page_copier import PoolPair, register_page_copier
+from sglang.srt.mem_cache.host.paged_host_pool import PagedPoolHost
+from sglang.test.ci.ci_register import register_cpu_ci, register_npu_ci
 
 register_cpu_ci(est_time=3, suite="base-a-test-cpu")
 register_npu_ci(est_time=3, suite="base-a-test-npu")

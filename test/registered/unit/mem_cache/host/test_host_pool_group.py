@@ -9,19 +9,19 @@ from typing import Any
 import pytest
 import torch
 
-from sglang.srt.hardware_backend.device_runtime import device_runtime
-from sglang.srt.mem_cache.hicache_storage import PoolName, PoolTransfer, SidecarPoolSpec
-from sglang.srt.mem_cache.host.page_copier import PageLoad
-from sglang.srt.mem_cache.memory_pool_host import HostPoolGroup, PoolEntry
-from sglang.test.caches.marks_pool import MarksPool, MarksPoolHost, marks_of, page_marks
-from sglang.test.ci.ci_register import register_cpu_ci
-from sglang.test.stores.host_pools import (
+from rigs.caches.marks_pool import MarksPool, MarksPoolHost, marks_of, page_marks
+from rigs.stores.host_pools import (
     PAGE,
     device_bytes,
     make_device_pool,
     make_host_pool,
     page_slots,
 )
+from sglang.srt.hardware_backend.device_runtime import device_runtime
+from sglang.srt.mem_cache.hicache_storage import PoolName, PoolTransfer, SidecarPoolSpec
+from sglang.srt.mem_cache.host.page_copier import PageLoad
+from sglang.srt.mem_cache.memory_pool_host import HostPoolGroup, PoolEntry
+from sglang.test.ci.ci_register import register_cpu_ci
 
 register_cpu_ci(est_time=2, suite="base-a-test-cpu")
 

@@ -5,16 +5,16 @@ from __future__ import annotations
 import pytest
 import torch
 
-from sglang.srt.mem_cache.device.mamba_pool import MambaPool, MambaSpec
-from sglang.srt.mem_cache.host.state_host_pool import MambaPoolHost
-from sglang.test.caches.mamba_pools import STATE_DTYPES, make_mamba_pool, mamba_spec
-from sglang.test.ci.ci_register import register_cpu_ci
-from sglang.test.stores.host_pools import (
+from rigs.caches.mamba_pools import STATE_DTYPES, make_mamba_pool, mamba_spec
+from rigs.stores.host_pools import (
     copy_to_device,
     copy_to_host,
     device_bytes,
     fill_with_random_bits,
 )
+from sglang.srt.mem_cache.device.mamba_pool import MambaPool, MambaSpec
+from sglang.srt.mem_cache.host.state_host_pool import MambaPoolHost
+from sglang.test.ci.ci_register import register_cpu_ci
 
 register_cpu_ci(est_time=2, suite="base-a-test-cpu")
 

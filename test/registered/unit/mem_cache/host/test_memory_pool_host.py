@@ -9,12 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sglang.srt.environ import envs
-from sglang.srt.mem_cache.host.host_layout import HostLayout, page_byte_order
-from sglang.srt.mem_cache.host.host_page_list import HostPageList
-from sglang.srt.mem_cache.memory_pool_host import MHATokenToKVPoolHost
-from sglang.test.ci.ci_register import register_cpu_ci
-from sglang.test.stores.host_pools import (
+from rigs.stores.host_pools import (
     PAGE,
     copy_to_device,
     copy_to_host,
@@ -23,6 +18,11 @@ from sglang.test.stores.host_pools import (
     make_host_pool,
     page_slots,
 )
+from sglang.srt.environ import envs
+from sglang.srt.mem_cache.host.host_layout import HostLayout, page_byte_order
+from sglang.srt.mem_cache.host.host_page_list import HostPageList
+from sglang.srt.mem_cache.memory_pool_host import MHATokenToKVPoolHost
+from sglang.test.ci.ci_register import register_cpu_ci
 
 register_cpu_ci(est_time=5, suite="base-a-test-cpu")
 

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from rigs.stores.host_pools import device_bytes, fill_with_random_bits, page_slots
 from sglang.srt.hardware_backend.device_runtime import detect_device, device_runtime
 from sglang.srt.mem_cache.device.base_device_pool import PagedDevicePool
 from sglang.srt.mem_cache.device.indexer_pool import IndexerSpec, NSAIndexerPool
@@ -14,7 +15,6 @@ from sglang.srt.mem_cache.device.mla_pool import MLATokenToKVPool
 from sglang.srt.mem_cache.host.host_pool import AnyHostPool
 from sglang.srt.mem_cache.memory_pool_host import MLATokenToKVPoolHost, NSAIndexerPoolHost
 from sglang.test.ci.ci_register import register_cuda_ci
-from sglang.test.stores.host_pools import device_bytes, fill_with_random_bits, page_slots
 
 register_cuda_ci(est_time=30, suite="base-b-test-1-gpu-large")
 

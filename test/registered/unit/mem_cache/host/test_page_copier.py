@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from rigs.stores.host_pools import page_slots
 from sglang.srt.hardware_backend.cpu.runtime import CpuRuntime
 from sglang.srt.mem_cache.device.memory_pool import MHATokenToKVPool
 from sglang.srt.mem_cache.device.model_pools import ModelPools
@@ -24,7 +25,6 @@ from sglang.srt.mem_cache.host.page_copier import (
 from sglang.srt.mem_cache.host.paged_host_pool import MHATokenToKVPoolHost
 from sglang.srt.mem_cache.hybrid_cache.hybrid_pool_assembler import build_kv_host_stack
 from sglang.test.ci.ci_register import register_cpu_ci
-from sglang.test.stores.host_pools import page_slots
 
 register_cpu_ci(est_time=3, suite="base-a-test-cpu")
 

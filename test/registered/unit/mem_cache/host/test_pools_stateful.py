@@ -16,6 +16,10 @@ from hypothesis.stateful import (
     rule,
 )
 
+from rigs.caches.cache_rig import CacheRig
+from rigs.caches.mla_pools import make_indexer_pool, make_mla_pool
+from rigs.caches.random_runs import run_machine
+from rigs.stores.host_pools import device_bytes, make_device_pool, page_slots
 from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator
 from sglang.srt.mem_cache.allocator.token import TokenToKVPoolAllocator
 from sglang.srt.mem_cache.device.base_device_pool import PagedDevicePool
@@ -30,11 +34,7 @@ from sglang.srt.mem_cache.tree.base_prefix_cache import EvictParams, InsertParam
 from sglang.srt.mem_cache.tree.radix_cache import RadixCache
 from sglang.srt.mem_cache.tree.radix_key import RadixKey
 from sglang.srt.mem_cache.tree.tree_node import TreeNode
-from sglang.test.caches.cache_rig import CacheRig
-from sglang.test.caches.mla_pools import make_indexer_pool, make_mla_pool
-from sglang.test.caches.random_runs import run_machine
 from sglang.test.ci.ci_register import register_cpu_ci
-from sglang.test.stores.host_pools import device_bytes, make_device_pool, page_slots
 
 register_cpu_ci(est_time=4, suite="base-a-test-cpu")
 

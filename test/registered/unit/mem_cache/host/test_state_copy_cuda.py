@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
+from rigs.caches.mamba_pools import STATE_DTYPES, mamba_spec
+from rigs.stores.host_pools import device_bytes, fill_with_random_bits
 from sglang.srt.hardware_backend.device_runtime import detect_device, device_runtime
 from sglang.srt.mem_cache.device.mamba_pool import MambaPool
 from sglang.srt.mem_cache.memory_pool_host import MambaPoolHost
-from sglang.test.caches.mamba_pools import STATE_DTYPES, mamba_spec
 from sglang.test.ci.ci_register import register_cuda_ci
-from sglang.test.stores.host_pools import device_bytes, fill_with_random_bits
 
 register_cuda_ci(est_time=20, suite="base-b-test-1-gpu-large")
 

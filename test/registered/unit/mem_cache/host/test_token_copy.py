@@ -7,6 +7,8 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from rigs.models.triton_device import triton_device
+from rigs.stores.host_pools import PAGE, device_bytes, fill_with_random_bits, page_slots
 from sglang.srt.hardware_backend.device_runtime import device_runtime
 from sglang.srt.mem_cache.device.base_device_pool import PagedDevicePool
 from sglang.srt.mem_cache.device.mla_pool import MLATokenToKVPool
@@ -16,8 +18,6 @@ from sglang.srt.mem_cache.host.mla_host_pool import MLATokenToKVPoolHost
 from sglang.srt.mem_cache.host.paged_host_pool import MHATokenToKVPoolHost
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 from sglang.test.ci.ci_register import register_cuda_ci
-from sglang.test.models.triton_device import triton_device
-from sglang.test.stores.host_pools import PAGE, device_bytes, fill_with_random_bits, page_slots
 
 register_cuda_ci(est_time=20, suite="base-b-test-1-gpu-large")
 

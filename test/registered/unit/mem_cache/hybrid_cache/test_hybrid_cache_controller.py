@@ -5,6 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from rigs.caches.marks_pool import marks_of
+from rigs.caches.state_pools import TRAILING, StatePools
+from rigs.stores.host_pools import device_bytes, page_slots
 from sglang.srt.mem_cache.device.pool_transfer import join_transfers
 from sglang.srt.mem_cache.hicache_storage import (
     PoolName,
@@ -16,10 +19,7 @@ from sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller import (
 )
 from sglang.srt.mem_cache.l2 import cache_controller
 from sglang.srt.mem_cache.memory_pool_host import MHATokenToKVPoolHost
-from sglang.test.caches.marks_pool import marks_of
-from sglang.test.caches.state_pools import TRAILING, StatePools
 from sglang.test.ci.ci_register import register_cpu_ci
-from sglang.test.stores.host_pools import device_bytes, page_slots
 
 register_cpu_ci(est_time=2, suite="base-a-test-cpu")
 

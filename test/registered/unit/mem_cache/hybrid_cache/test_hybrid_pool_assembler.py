@@ -13,6 +13,15 @@ from unittest import mock
 import pytest
 import torch
 
+from rigs.caches.marks_pool import MarksPool, MarksPoolHost, page_marks, prefix_marks
+from rigs.caches.mla_pools import make_indexer_pool, make_mla_pool
+from rigs.stores.host_pools import (
+    PAGE,
+    copy_to_device,
+    copy_to_host,
+    make_device_pool,
+    page_slots,
+)
 from sglang.srt.environ import envs
 from sglang.srt.mem_cache.device.base_device_pool import BaseDevicePool, PagedDevicePool
 from sglang.srt.mem_cache.device.mamba_pool import MambaPool, MambaSpec
@@ -37,16 +46,7 @@ from sglang.srt.mem_cache.memory_pool_host import (
     MLATokenToKVPoolHost,
     NSAIndexerPoolHost,
 )
-from sglang.test.caches.marks_pool import MarksPool, MarksPoolHost, page_marks, prefix_marks
-from sglang.test.caches.mla_pools import make_indexer_pool, make_mla_pool
 from sglang.test.ci.ci_register import register_cpu_ci
-from sglang.test.stores.host_pools import (
-    PAGE,
-    copy_to_device,
-    copy_to_host,
-    make_device_pool,
-    page_slots,
-)
 
 register_cpu_ci(est_time=2, suite="base-a-test-cpu")
 

@@ -6,14 +6,14 @@ import random
 
 import pytest
 
+from rigs.caches.cache_rig import Reused
+from rigs.caches.tier_rigs import other_prompts, three_tiers, two_tiers
 from sglang.srt.mem_cache.tree.base_prefix_cache import (
     EvictParams,
     InitLoadBackParams,
     MatchPrefixParams,
 )
 from sglang.srt.mem_cache.tree.radix_key import RadixKey
-from sglang.test.caches.cache_rig import Reused
-from sglang.test.caches.tier_rigs import other_prompts, three_tiers, two_tiers
 from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci
 
 register_cpu_ci(est_time=4, suite="base-a-test-cpu")

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 import pytest
 
+from rigs.stores.hanging_store import HangingBench
 from sglang.srt.mem_cache.l3 import guarded_store, storage_writes
-from sglang.test.stores.hanging_store import HangingBench
 
 
 @pytest.fixture

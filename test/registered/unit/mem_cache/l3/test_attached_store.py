@@ -6,13 +6,13 @@ import threading
 
 import pytest
 
+from rigs.stores.hanging_store import HangingStore, wait_for
 from sglang.srt.mem_cache.l3.attached_store import AttachedStore
 from sglang.srt.mem_cache.l3.pool_parts import StoredPools
 from sglang.srt.mem_cache.l3.storage_settings import StorageSettings
 from sglang.srt.mem_cache.storage.types import StorageUnavailable
 from sglang.srt.mem_cache.tree.hicache_metrics import HiCacheMetrics
 from sglang.test.ci.ci_register import register_cpu_ci
-from sglang.test.stores.hanging_store import HangingStore, wait_for
 
 register_cpu_ci(est_time=1, suite="base-a-test-cpu")
 

@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from rigs.caches.cache_rig import CacheRig, HiCacheSettings
+from rigs.caches.memory_ranks import MemoryExchange
 from sglang.srt.environ import envs
 from sglang.srt.mem_cache.hicache_storage import CacheOutcome
 from sglang.srt.mem_cache.l3.fetch_choice import FetchChoice
@@ -20,8 +22,6 @@ from sglang.srt.mem_cache.l3.storage_operation import PrefetchOperation
 from sglang.srt.mem_cache.tree.ballot import PrefetchProgress, Rates
 from sglang.srt.mem_cache.tree.base_prefix_cache import Workload
 from sglang.srt.mem_cache.tree.radix_key import PageHash, RadixKey
-from sglang.test.caches.cache_rig import CacheRig, HiCacheSettings
-from sglang.test.caches.memory_ranks import MemoryExchange
 from sglang.test.ci.ci_register import register_cpu_ci
 
 register_cpu_ci(est_time=2, suite="base-a-test-cpu")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from rigs.stores.hanging_store import HangingBench, wait_for
 from sglang.srt.mem_cache.hicache_storage import (
     CacheOutcome,
     PoolTransferResult,
@@ -14,7 +15,6 @@ from sglang.srt.mem_cache.l3.storage_operation import (
 )
 from sglang.srt.mem_cache.tree.radix_key import PageHash
 from sglang.test.ci.ci_register import register_cpu_ci
-from sglang.test.stores.hanging_store import HangingBench, wait_for
 
 register_cpu_ci(est_time=3, suite="base-a-test-cpu")
 

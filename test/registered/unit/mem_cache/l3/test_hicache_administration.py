@@ -12,6 +12,8 @@ from typing import Any, ClassVar
 
 import pytest
 
+from rigs.caches.cache_rig import CacheRig, HiCacheSettings, Reused
+from rigs.caches.memory_ranks import run_on_ranks
 from sglang.srt.distributed.rank_group import RankGroup
 from sglang.srt.environ import envs
 from sglang.srt.mem_cache.hicache_storage import (
@@ -25,8 +27,6 @@ from sglang.srt.mem_cache.l3.hicache_administration import (
     ChangeResult,
 )
 from sglang.srt.mem_cache.tree.ballot import Progress, Verdict
-from sglang.test.caches.cache_rig import CacheRig, HiCacheSettings, Reused
-from sglang.test.caches.memory_ranks import run_on_ranks
 from sglang.test.ci.ci_register import register_cpu_ci
 
 register_cpu_ci(est_time=4, suite="base-a-test-cpu")

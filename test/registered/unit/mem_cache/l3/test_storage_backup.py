@@ -6,6 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from rigs.caches.cache_rig import CacheRig, Reused
+from rigs.caches.memory_ranks import EchoGroup
+from rigs.caches.storage_rigs import counts
+from rigs.caches.tier_rigs import FlakyStorage, three_tiers, wait_for
 from sglang.srt.mem_cache.hicache_storage import CacheOutcome
 from sglang.srt.mem_cache.l3 import storage_check
 from sglang.srt.mem_cache.tree.base_prefix_cache import (
@@ -13,10 +17,6 @@ from sglang.srt.mem_cache.tree.base_prefix_cache import (
     MatchPrefixParams,
 )
 from sglang.srt.mem_cache.tree.radix_key import RadixKey
-from sglang.test.caches.cache_rig import CacheRig, Reused
-from sglang.test.caches.memory_ranks import EchoGroup
-from sglang.test.caches.storage_rigs import counts
-from sglang.test.caches.tier_rigs import FlakyStorage, three_tiers, wait_for
 from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci
 
 register_cpu_ci(est_time=4, suite="base-a-test-cpu")

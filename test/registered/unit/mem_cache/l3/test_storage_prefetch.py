@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
+from rigs.caches.cache_rig import CacheRig, HeldReads, HiCacheSettings, Reused
+from rigs.caches.storage_rigs import counts
 from sglang.srt.environ import envs
 from sglang.srt.mem_cache.tree.base_prefix_cache import EvictParams, MatchPrefixParams
 from sglang.srt.mem_cache.tree.radix_key import RadixKey
-from sglang.test.caches.cache_rig import CacheRig, HeldReads, HiCacheSettings, Reused
-from sglang.test.caches.storage_rigs import counts
 from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci
 
 register_cpu_ci(est_time=4, suite="base-a-test-cpu")

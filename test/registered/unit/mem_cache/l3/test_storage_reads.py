@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 
+from rigs.caches.storage_rigs import counts
+from rigs.stores.hanging_store import HangingBench, wait_for
 from sglang.srt.mem_cache.hicache_storage import (
     CacheOutcome,
 )
@@ -14,9 +16,7 @@ from sglang.srt.mem_cache.l3.storage_operation import (
     CheckOperation,
 )
 from sglang.srt.mem_cache.tree.radix_key import PageHash
-from sglang.test.caches.storage_rigs import counts
 from sglang.test.ci.ci_register import register_cpu_ci
-from sglang.test.stores.hanging_store import HangingBench, wait_for
 
 register_cpu_ci(est_time=2, suite="base-a-test-cpu")
 

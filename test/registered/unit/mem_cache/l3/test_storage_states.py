@@ -9,6 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from rigs.caches.marks_pool import marks_of
+from rigs.caches.state_pools import TRAILING, StatePools
+from rigs.stores.host_pools import PAGE, device_bytes, page_slots, storage_config
 from sglang.srt.environ import envs
 from sglang.srt.mem_cache.hicache_storage import CacheOutcome, PoolName, PoolTransfer
 from sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller import HybridTransfers
@@ -21,10 +24,7 @@ from sglang.srt.mem_cache.storage.backend_factory import StorageBackendFactory
 from sglang.srt.mem_cache.tree.hicache_metrics import HiCacheMetrics
 from sglang.srt.mem_cache.tree.radix_key import PageHash, RadixKey
 from sglang.srt.mem_cache.tree.tree_node import TreeNode
-from sglang.test.caches.marks_pool import marks_of
-from sglang.test.caches.state_pools import TRAILING, StatePools
 from sglang.test.ci.ci_register import register_cpu_ci
-from sglang.test.stores.host_pools import PAGE, device_bytes, page_slots, storage_config
 
 register_cpu_ci(est_time=3, suite="base-a-test-cpu")
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from rigs.stores.hanging_store import HangingStore, wait_for
 from sglang.srt.mem_cache.hicache_storage import (
     CacheOutcome,
 )
@@ -24,7 +25,6 @@ from sglang.srt.mem_cache.tree.hicache_metrics import HiCacheMetrics
 from sglang.srt.mem_cache.tree.radix_key import PageHash, RadixKey
 from sglang.srt.mem_cache.tree.tree_node import TreeNode
 from sglang.test.ci.ci_register import register_cpu_ci
-from sglang.test.stores.hanging_store import HangingStore, wait_for
 
 register_cpu_ci(est_time=2, suite="base-a-test-cpu")
 

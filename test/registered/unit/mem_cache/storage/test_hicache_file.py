@@ -12,6 +12,17 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rigs.caches.mamba_pools import STATE_DTYPES, mamba_spec, recurrent_states
+from rigs.stores.host_pools import (
+    PAGE,
+    copy_to_host,
+    make_device_pool,
+    make_host_pool,
+    page_keys,
+    page_slots,
+    round_trip,
+    storage_config,
+)
 from sglang.srt.mem_cache.hicache_storage import (
     CacheOutcome,
     HiCacheFile,
@@ -23,18 +34,7 @@ from sglang.srt.mem_cache.host.host_layout import HostLayout
 from sglang.srt.mem_cache.memory_pool_host import MambaPoolHost
 from sglang.srt.mem_cache.storage.file_objects import ObjectFiles, escape
 from sglang.srt.mem_cache.storage.page_trailer import TRAILER_BYTES
-from sglang.test.caches.mamba_pools import STATE_DTYPES, mamba_spec, recurrent_states
 from sglang.test.ci.ci_register import register_cpu_ci
-from sglang.test.stores.host_pools import (
-    PAGE,
-    copy_to_host,
-    make_device_pool,
-    make_host_pool,
-    page_keys,
-    page_slots,
-    round_trip,
-    storage_config,
-)
 
 register_cpu_ci(est_time=5, suite="base-a-test-cpu")
 

@@ -12,6 +12,16 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rigs.stores.host_pools import (
+    PAGE,
+    copy_to_host,
+    make_device_pool,
+    make_host_pool,
+    page_keys,
+    page_slots,
+    round_trip,
+    storage_config,
+)
 from sglang.srt.mem_cache.hicache_storage import (
     CacheOutcome,
     HiCacheStorage,
@@ -26,16 +36,6 @@ from sglang.srt.mem_cache.host.host_layout import HostLayout
 from sglang.srt.mem_cache.storage.page_trailer import TRAILER_BYTES, is_intact, seal
 from sglang.srt.mem_cache.storage.pool_hits import combine_hits
 from sglang.test.ci.ci_register import register_cpu_ci
-from sglang.test.stores.host_pools import (
-    PAGE,
-    copy_to_host,
-    make_device_pool,
-    make_host_pool,
-    page_keys,
-    page_slots,
-    round_trip,
-    storage_config,
-)
 
 register_cpu_ci(est_time=4, suite="base-a-test-cpu")
 

@@ -14,6 +14,14 @@ from typing import Any
 
 import pytest
 
+from rigs.stores.fake_mooncake import FakeMooncakes
+from rigs.stores.host_pools import (
+    copy_to_host,
+    make_device_pool,
+    make_host_pool,
+    page_keys,
+    storage_config,
+)
 from sglang.srt.mem_cache.hicache_storage import (
     CacheOutcome,
     PoolName,
@@ -24,14 +32,6 @@ from sglang.srt.mem_cache.storage.mooncake_store import client, mooncake_store
 from sglang.srt.mem_cache.storage.mooncake_store.mooncake_store import MooncakeStore
 from sglang.srt.utils.network import get_free_port, wait_until
 from sglang.test.ci.ci_register import register_cpu_ci
-from sglang.test.stores.fake_mooncake import FakeMooncakes
-from sglang.test.stores.host_pools import (
-    copy_to_host,
-    make_device_pool,
-    make_host_pool,
-    page_keys,
-    storage_config,
-)
 
 register_cpu_ci(est_time=2, suite="base-a-test-cpu")
 

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from rigs.stores.host_pools import make_device_pool, make_host_pool, storage_config
 from sglang.srt.distributed.device_communicators.mooncake_protocol import (
     SUPPORTED_PROTOCOLS,
     RdmaDevice,
@@ -40,7 +41,6 @@ from sglang.srt.mem_cache.storage.mooncake_store.mooncake_store import (
 )
 from sglang.srt.utils.network import get_free_port
 from sglang.test.ci.ci_register import register_cpu_ci
-from sglang.test.stores.host_pools import make_device_pool, make_host_pool, storage_config
 
 register_cpu_ci(est_time=4, suite="base-a-test-cpu")
 

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 
+from rigs.stores.host_pools import make_device_pool, make_host_pool, storage_config
+from rigs.stores.third_party_pool import PAGE, ThirdPartyPool
 from sglang.srt.mem_cache.hicache_storage import HiCacheFile, PoolName, PoolTransfer
 from sglang.srt.mem_cache.storage.plain_pool import PlainPool, as_storage_pool
 from sglang.test.ci.ci_register import register_cpu_ci
-from sglang.test.stores.host_pools import make_device_pool, make_host_pool, storage_config
-from sglang.test.stores.third_party_pool import PAGE, ThirdPartyPool
 
 register_cpu_ci(est_time=2, suite="base-a-test-cpu")
 

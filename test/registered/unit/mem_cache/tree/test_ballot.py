@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
+from rigs.caches.memory_ranks import EchoGroup, MemoryExchange
 from sglang.srt.distributed.rank_group import RankGroup, RanksDiverged, SingleRank
 from sglang.srt.mem_cache.tree.ballot import (
     MAX_PREFETCHES,
@@ -22,7 +23,6 @@ from sglang.srt.mem_cache.tree.ballot import (
 from sglang.srt.mem_cache.tree.digest import CacheBooks
 from sglang.srt.mem_cache.tree.radix_key import RadixKey
 from sglang.srt.mem_cache.tree.tree_node import ROOT_ID, TreeNode
-from sglang.test.caches.memory_ranks import EchoGroup, MemoryExchange
 from sglang.test.ci.ci_register import register_cpu_ci
 
 register_cpu_ci(est_time=1, suite="base-a-test-cpu")

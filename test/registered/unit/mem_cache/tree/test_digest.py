@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
+from rigs.caches.memory_ranks import MemoryExchange
 from sglang.srt.mem_cache.tree import digest
 from sglang.srt.mem_cache.tree.digest import (
     CacheBooks,
@@ -18,7 +19,6 @@ from sglang.srt.mem_cache.tree.digest import (
 )
 from sglang.srt.mem_cache.tree.radix_key import RadixKey
 from sglang.srt.mem_cache.tree.tree_node import ROOT_ID, TreeNode
-from sglang.test.caches.memory_ranks import MemoryExchange
 from sglang.test.ci.ci_register import register_cpu_ci
 
 register_cpu_ci(est_time=2, suite="base-a-test-cpu")

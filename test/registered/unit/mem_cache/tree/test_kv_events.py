@@ -7,6 +7,7 @@ import random
 import msgspec
 import pytest
 
+from rigs.caches.cache_rig import CacheRig, HiCacheSettings
 from sglang.srt.disaggregation.kv_events import (
     AllBlocksCleared,
     BlockRemoved,
@@ -17,7 +18,6 @@ from sglang.srt.disaggregation.kv_events import (
 from sglang.srt.mem_cache.tree import kv_event_log
 from sglang.srt.mem_cache.tree.radix_key import RadixKey
 from sglang.srt.mem_cache.utils import get_hash_str, hash_str_to_int64
-from sglang.test.caches.cache_rig import CacheRig, HiCacheSettings
 from sglang.test.ci.ci_register import register_cpu_ci
 
 register_cpu_ci(est_time=3, suite="base-a-test-cpu")

@@ -6,10 +6,10 @@ from collections.abc import Callable
 
 import pytest
 
+from rigs.caches.memory_ranks import run_on_ranks
 from sglang.srt.distributed.rank_group import RankGroup, SingleRank
 from sglang.srt.mem_cache.hicache_storage import StorageUnavailable
 from sglang.srt.mem_cache.tree.on_all_ranks import on_all_ranks
-from sglang.test.caches.memory_ranks import run_on_ranks
 from sglang.test.ci.ci_register import register_cpu_ci
 
 register_cpu_ci(est_time=1, suite="base-a-test-cpu")

@@ -7,9 +7,9 @@ import random
 import pytest
 import torch
 
+from rigs.caches.cache_rig import CacheRig, Reused, RigRequest
 from sglang.srt.mem_cache.tree.base_prefix_cache import EvictParams, InsertParams, MatchPrefixParams
 from sglang.srt.mem_cache.tree.radix_key import RadixKey, chain_seed, page_hash
-from sglang.test.caches.cache_rig import CacheRig, Reused, RigRequest
 from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci
 
 register_cpu_ci(est_time=6, suite="base-a-test-cpu")

@@ -9,10 +9,10 @@ from unittest import mock
 
 import pytest
 
+from rigs.caches.cache_rig import CacheRig, HiCacheSettings
 from sglang.srt.environ import envs
 from sglang.srt.mem_cache.tree.base_prefix_cache import EvictParams, MatchPrefixParams, MatchResult
 from sglang.srt.mem_cache.tree.radix_key import RadixKey
-from sglang.test.caches.cache_rig import CacheRig, HiCacheSettings
 from sglang.test.ci.ci_register import register_cpu_ci
 
 register_cpu_ci(est_time=3, suite="base-a-test-cpu")

@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from rigs.caches.cache_rig import CacheRig, HiCacheSettings, Reused, RigRequest
+from rigs.caches.state_rig import SPEC, StateRequest, StateRig, depth
 from sglang.srt.mem_cache.device.mamba_pool import MambaPool
 from sglang.srt.mem_cache.hi_mamba_radix_cache import HiMambaRadixCache
 from sglang.srt.mem_cache.mamba_radix_cache import MambaRadixCache
@@ -14,8 +16,6 @@ from sglang.srt.mem_cache.tree.digest import CacheBooks
 from sglang.srt.mem_cache.tree.prefix_tree import PrefixTree
 from sglang.srt.mem_cache.tree.radix_key import RadixKey
 from sglang.srt.mem_cache.tree.state_component import StateComponent
-from sglang.test.caches.cache_rig import CacheRig, HiCacheSettings, Reused, RigRequest
-from sglang.test.caches.state_rig import SPEC, StateRequest, StateRig, depth
 from sglang.test.ci.ci_register import register_cpu_ci
 
 register_cpu_ci(est_time=5, suite="base-a-test-cpu")

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from rigs.models.tiny_models import save_tiny_checkpoint
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.constants import BUILTIN_MODEL_DIR
 from sglang.srt.distributed.rank_group import SingleRank
@@ -22,7 +23,6 @@ from sglang.srt.mem_cache.hicache_storage import HiCacheFile, HiCacheStorageConf
 from sglang.srt.model_executor.model_runner import ModelRunner, ModelRunnerConfig
 from sglang.srt.server_args import ServerArgs
 from sglang.test.ci.ci_register import register_cpu_ci
-from sglang.test.models.tiny_models import save_tiny_checkpoint
 
 register_cpu_ci(est_time=10, suite="base-a-test-cpu")
 

@@ -10,11 +10,11 @@ from typing import Any, Final
 
 import pytest
 
+from rigs.caches.memory_ranks import MemoryExchange
 from sglang.srt.arg_groups.extra_config import FLAG
 from sglang.srt.constants import BUILTIN_MODEL_DIR
 from sglang.srt.managers.scheduler.process.same_settings import check_same_settings
 from sglang.srt.server_args import ServerArgs
-from sglang.test.caches.memory_ranks import MemoryExchange
 from sglang.test.ci.ci_register import register_cpu_ci
 
 register_cpu_ci(est_time=3, suite="base-a-test-cpu")

@@ -6,6 +6,7 @@ import dataclasses
 
 import pytest
 
+from rigs.schedulers.scheduler_rig import greedy
 from sglang.srt.managers.messages.io_struct import (
     TokenizedGenerateReqInput,
 )
@@ -13,7 +14,6 @@ from sglang.srt.managers.scheduler.requests.req import Req
 from sglang.srt.managers.scheduler.requests.spec import RequestSpec
 from sglang.srt.mem_cache.tree.radix_key import token_array
 from sglang.test.ci.ci_register import register_cpu_ci
-from sglang.test.schedulers.scheduler_rig import greedy
 
 register_cpu_ci(est_time=3, suite="base-a-test-cpu")
 

@@ -10,15 +10,15 @@ from typing import Any
 import pytest
 import torch
 
+from rigs.models.grammar_rig import HandBackend, text_of
+from rigs.models.tiny_models import save_tiny_checkpoint
+from rigs.schedulers.rank_rigs import RankRigs
+from rigs.schedulers.scheduler_rig import Collected, SchedulerRig, greedy, prompt
 from sglang.srt.layers import context_parallel
 from sglang.srt.layers.context_parallel import Run
 from sglang.srt.managers.messages.io_struct import ToScheduler
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.test.ci.ci_register import register_cpu_ci
-from sglang.test.models.grammar_rig import HandBackend, text_of
-from sglang.test.models.tiny_models import save_tiny_checkpoint
-from sglang.test.schedulers.rank_rigs import RankRigs
-from sglang.test.schedulers.scheduler_rig import Collected, SchedulerRig, greedy, prompt
 
 register_cpu_ci(est_time=25, suite="base-a-test-cpu")
 

@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 
+from rigs.caches.cache_rig import HeldReads, HeldStream
+from rigs.schedulers.scheduler_rig import SchedulerRig, greedy, prompt
 from sglang.srt.environ import envs
 from sglang.srt.managers.messages.io_struct import (
     AbortReq,
@@ -25,9 +27,7 @@ from sglang.srt.managers.scheduler.batch import ModelWorkerBatch
 from sglang.srt.managers.scheduler.prefill import PrefillScheduler
 from sglang.srt.mem_cache.hiradix_cache import HiRadixCache
 from sglang.srt.mem_cache.tree.base_prefix_cache import EvictParams
-from sglang.test.caches.cache_rig import HeldReads, HeldStream
 from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci
-from sglang.test.schedulers.scheduler_rig import SchedulerRig, greedy, prompt
 
 register_cpu_ci(est_time=12, suite="base-a-test-cpu")
 register_cuda_ci(est_time=30, suite="base-b-test-1-gpu-large")

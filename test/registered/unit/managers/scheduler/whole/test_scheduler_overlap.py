@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 
+from rigs.models.grammar_rig import HandBackend
+from rigs.schedulers.scheduler_rig import SchedulerRig, greedy, prompt
 from sglang.srt.constants import HEALTH_CHECK_RID_PREFIX
 from sglang.srt.managers.scheduler import scheduler as scheduler_module
 from sglang.srt.managers.scheduler.results import ResultProcessor
@@ -18,8 +20,6 @@ from sglang.srt.mem_cache.hiradix_cache import HiRadixCache
 from sglang.srt.mem_cache.tree.radix_cache import RadixCache
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci
-from sglang.test.models.grammar_rig import HandBackend
-from sglang.test.schedulers.scheduler_rig import SchedulerRig, greedy, prompt
 
 register_cpu_ci(est_time=15, suite="base-a-test-cpu")
 register_cuda_ci(est_time=60, suite="base-b-test-1-gpu-large")

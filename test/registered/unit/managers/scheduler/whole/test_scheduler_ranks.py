@@ -13,6 +13,11 @@ from typing import Any
 import pytest
 import torch
 
+from rigs.caches.memory_ranks import EchoGroup, MemoryExchange
+from rigs.models.grammar_rig import HandBackend, text_of
+from rigs.models.letters import Letters
+from rigs.models.tiny_models import save_tiny_checkpoint
+from rigs.schedulers.scheduler_rig import SchedulerRig, greedy, prompt
 from sglang.srt.constrained.ticket import GrammarTicket
 from sglang.srt.distributed.rank_group import SingleRank
 from sglang.srt.managers.messages.io_struct import (
@@ -28,12 +33,7 @@ from sglang.srt.managers.messages.tick import Tick, decode_tick, encode_tick
 from sglang.srt.managers.scheduler.scheduler import SchedulerOutput
 from sglang.srt.managers.scheduler.stop_finder import StopFinder, StopRegexTooSlow
 from sglang.srt.sampling.sampling_params import SamplingParams
-from sglang.test.caches.memory_ranks import EchoGroup, MemoryExchange
 from sglang.test.ci.ci_register import register_cpu_ci
-from sglang.test.models.grammar_rig import HandBackend, text_of
-from sglang.test.models.letters import Letters
-from sglang.test.models.tiny_models import save_tiny_checkpoint
-from sglang.test.schedulers.scheduler_rig import SchedulerRig, greedy, prompt
 
 register_cpu_ci(est_time=10, suite="base-a-test-cpu")
 

@@ -16,6 +16,8 @@ from typing import Any
 import pytest
 import torch
 
+from rigs.models.tiny_models import save_tiny_checkpoint
+from rigs.schedulers.scheduler_rig import SchedulerRig, prompt
 from sglang.srt.environ import envs
 from sglang.srt.layers.forward_batch_info import ForwardBatch
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
@@ -32,8 +34,6 @@ from sglang.srt.model_loader import loader
 from sglang.srt.models.qwen3_next import Qwen3NextForCausalLM
 from sglang.srt.models.registry import MODEL_CLASSES
 from sglang.test.ci.ci_register import register_cpu_ci
-from sglang.test.models.tiny_models import save_tiny_checkpoint
-from sglang.test.schedulers.scheduler_rig import SchedulerRig, prompt
 
 register_cpu_ci(est_time=8, suite="base-a-test-cpu")
 

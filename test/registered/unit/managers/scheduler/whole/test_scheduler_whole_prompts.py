@@ -11,6 +11,11 @@ from typing import Any
 import pytest
 import torch
 
+from rigs.schedulers import checkable_model
+from rigs.schedulers.checkable_model import words
+from rigs.schedulers.checkable_worker import CheckableWorker
+from rigs.schedulers.random_scheduler import CheckableRig
+from rigs.schedulers.scheduler_rig import SchedulerRig, greedy, prompt
 from sglang.srt.constants import BUILTIN_MODEL_DIR, HEALTH_CHECK_RID_PREFIX
 from sglang.srt.environ import envs
 from sglang.srt.managers.messages.io_struct import CachedTokensDetails, FlushCacheReqInput
@@ -19,11 +24,6 @@ from sglang.srt.mem_cache.hiradix_cache import HiRadixCache
 from sglang.srt.mem_cache.tree.base_prefix_cache import EvictParams, MatchPrefixParams
 from sglang.srt.mem_cache.tree.radix_key import RadixKey
 from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci
-from sglang.test.schedulers import checkable_model
-from sglang.test.schedulers.checkable_model import words
-from sglang.test.schedulers.checkable_worker import CheckableWorker
-from sglang.test.schedulers.random_scheduler import CheckableRig
-from sglang.test.schedulers.scheduler_rig import SchedulerRig, greedy, prompt
 
 register_cpu_ci(est_time=8, suite="base-a-test-cpu")
 register_cuda_ci(est_time=20, suite="base-b-test-1-gpu-large")

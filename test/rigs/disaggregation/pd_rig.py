@@ -1,0 +1,430 @@
+"""A prefill and a decode scheduler in this process, which move keys and values between their pools.
+
+Mooncake's Transfer Engine carries the bytes, or `LocalMover`, which copies memory.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, ClassVar, Protocol
+
+import msgspec
+import torch
+
+from rigs.schedulers.checkable_worker import CheckableWorker
+from rigs.schedulers.scheduler_rig import Collected, SchedulerRig
+from sglang.srt.arg_groups.disaggregation import DisaggregationMode
+from sglang.srt.disaggregation.base.bootstrap_route import Route
+from sglang.srt.disaggregation.base.conn import KVArgs
+from sglang.srt.disaggregation.common.bootstrap_client import BootstrapError
+from sglang.srt.disaggregation.common.link_costs import UNIT_BYTES, LinkCosts
+from sglang.srt.disaggregation.common.transfer_context import FindRank
+from sglang.srt.disaggregation.halves import MakeHalf, make_half_server
+from sglang.srt.disaggregation.mooncake.conn import MooncakeKVManager
+from sglang.srt.disaggregation.mooncake.registration import Engine
+from sglang.srt.disaggregation.utils import MetadataBuffers
+from sglang.srt.distributed.device_communicators.mooncake_transfer_engine import (
+    MooncakeTransferEngine,
+)
+from sglang.srt.distributed.device_communicators.transfer_types import (
+    Block,
+    BlockOutcome,
+    Transfer,
+    TransferError,
+    TransferOp,
+)
+from sglang.srt.distributed.rank_group import RankGroup, SingleRank
+from sglang.srt.managers.messages.io_struct import Bootstrap, TokenizedGenerateReqInput, ToScheduler
+from sglang.srt.managers.scheduler.tp_worker import ModelWorker
+from sglang.srt.mem_cache.device.base_device_pool import BaseDevicePool
+from sglang.srt.sampling.sampling_params import SamplingParams
+
+LOOPBACK = "127.0.0.1"
+NEVER_ASKED = 1
+"""A port: rigs find each other without a bootstrap server."""
+_TIMEOUT_S = 60.0
+SLOW_BLOCKS = LinkCosts(block_s=10.0, bytes_per_s=1e12, packing_s=0.0, unit_s=0.0)
+"""A link on which pages are packed wherever that makes fewer blocks of them, however long the
+prefill server takes for the first unit."""
+
+
+def one_rank(endpoint: str, instance_id: str = "instance") -> Route:
+    """The route of a server of one rank."""
+    return Route(rank=0, endpoint=endpoint, instance_id=instance_id, num_ranks=1, attn_tp_size=1)
+
+
+@dataclass(frozen=True)
+class RigSettings:
+    """What a transport uses of a server's settings."""
+
+    host: str = LOOPBACK
+    disaggregation_secret: str | None = None
+
+
+def make_manager(
+    mode: DisaggregationMode,
+    pools: Sequence[BaseDevicePool],
+    engine: Engine,
+    find_rank: FindRank | None = None,
+    ranks: RankGroup | None = None,
+    *,
+    identity: str = "w",
+    host: str = LOOPBACK,
+    link: LinkCosts | None = None,
+    unit_bytes: int = UNIT_BYTES,
+) -> MooncakeKVManager:
+    """A rank's manager, over `engine`."""
+    args = KVArgs(
+        ranks=ranks or SingleRank(),
+        pools=pools,
+        weights_identity=identity,
+        dtype=torch.float32,
+        aux_buffers=MetadataBuffers.beside(pools[0].device),
+    )
+    return MooncakeKVManager(
+        args,
+        mode,
+        RigSettings(host),
+        engine=engine,
+        find_rank=find_rank,
+        link=link,
+        unit_bytes=unit_bytes,
+        prepares_staging=False,
+    )
+
+
+class LocalMover:
+    """Reads memory of this process. Any thread.
+
+    Attributes:
+        hold: Whether reads stay in flight until `release`.
+        fails: Called with each read's blocks; returns the read's error.
+        begun: Reads so far.
+        stays_on_host: As in a Transfer Engine.
+        gone: Endpoints that accept no connection.
+        forgotten: Peers whose connections were given up.
+    """
+
+    def __init__(self) -> None:
+        self.stays_on_host = False
+        self.hold = False
+        self.fails: Callable[[Sequence[Block]], TransferError | None] = lambda blocks: None
+        self.begun: list[Transfer] = []
+        self.gone: set[str] = set()
+        self.forgotten: list[str] = []
+        self._peers: dict[int, str] = {}
+        """Peer of each transfer, by its `id`."""
+
+    def batch_register(self, ptrs: Sequence[int], lengths: Sequence[int]) -> int:
+        return 0
+
+    def batch_deregister(self, ptrs: Sequence[int]) -> int:
+        return 0
+
+    def is_registered(self, ptr: int, length: int) -> bool:
+        return False
+
+    def get_session_id(self) -> str:
+        return "this process"
+
+    def forget_peer(self, session_id: str) -> None:
+        self.forgotten.append(session_id)
+
+    def begin(
+        self, peer: str, op: TransferOp, blocks: Sequence[Block], *, timeout: float | None
+    ) -> Transfer:
+        assert op is TransferOp.READ
+        transfer = Transfer(blocks, on_settled=lambda: None)
+        transfer.begin(0, len(blocks) - 1, None)
+        self.begun.append(transfer)
+        self._peers[id(transfer)] = peer
+        if not self.hold:
+            self.finish(transfer)
+        return transfer
+
+    def finish(self, transfer: Transfer) -> None:
+        """Move the transfer's bytes, or let it fail."""
+        error = self.fails(transfer.blocks)
+        if error is None:
+            try:
+                self.move(self._peers[id(transfer)], transfer.blocks)
+                transfer.end(0, len(transfer.blocks) - 1, BlockOutcome.DONE)
+            except TransferError as failure:
+                error = failure
+        transfer.settle(error)
+
+    def move(self, peer: str, blocks: Sequence[Block]) -> None:
+        """Copy the bytes. Raises TransferError."""
+        assert peer == self.get_session_id()
+        for block in blocks:
+            ctypes.memmove(block.local, block.remote, block.length)
+
+    def release(self) -> None:
+        """End the reads in flight, and hold no more."""
+        self.hold = False
+        for transfer in self.begun:
+            if not transfer.is_settled:
+                self.finish(transfer)
+
+    def release_beside(self) -> None:
+        """`release` in a thread for each read: a read from a stopped server hangs."""
+        self.hold = False
+        for transfer in self.begun:
+            if not transfer.is_settled:
+                threading.Thread(target=self.finish, args=(transfer,), daemon=True).start()
+
+
+class MooncakeMover(LocalMover):
+    """A `LocalMover` through a Transfer Engine, from any process."""
+
+    def __init__(self, engine: MooncakeTransferEngine) -> None:
+        super().__init__()
+        self._engine = engine
+
+    def batch_register(self, ptrs: Sequence[int], lengths: Sequence[int]) -> int:
+        return self._engine.batch_register(ptrs, lengths)
+
+    def batch_deregister(self, ptrs: Sequence[int]) -> int:
+        return self._engine.batch_deregister(ptrs)
+
+    def is_registered(self, ptr: int, length: int) -> bool:
+        return self._engine.is_registered(ptr, length)
+
+    def get_session_id(self) -> str:
+        return self._engine.get_session_id()
+
+    def forget_peer(self, session_id: str) -> None:
+        self._engine.forget_peer(session_id)
+
+    def move(self, peer: str, blocks: Sequence[Block]) -> None:
+        done = self._engine.transfer(peer, TransferOp.READ, blocks, timeout=30)
+        done.wait()
+        if not done.is_done:
+            raise TransferError(f"{[outcome.value for outcome in done.outcomes]}")
+
+
+class RecordedEngine:
+    """A Transfer Engine whose registrations can all be undone."""
+
+    def __init__(self, engine: RigEngine) -> None:
+        self._engine = engine
+        self._registered: list[int] = []
+        self.get_session_id = engine.get_session_id
+        self.begin = engine.begin
+        self.forget_peer = engine.forget_peer
+        self.is_registered = engine.is_registered
+
+    @property
+    def stays_on_host(self) -> bool:
+        return self._engine.stays_on_host
+
+    def batch_register(self, ptrs: Sequence[int], lengths: Sequence[int]) -> int:
+        self._registered += ptrs
+        return self._engine.batch_register(ptrs, lengths)
+
+    def deregister_all(self) -> None:
+        registered, self._registered = self._registered, []
+        self._engine.batch_deregister(registered)
+
+
+class RigEngine(Engine, Protocol):
+    """An engine whose registrations can be undone."""
+
+    def batch_deregister(self, ptrs: Sequence[int]) -> int: ...
+
+
+class HalfRig(SchedulerRig):
+    """One of the two schedulers. Arguments beyond those of `SchedulerRig`:
+
+    Args:
+        mode: `prefill` or `decode`.
+        engine: Moves the bytes.
+        find_rank: The function by which a decode server finds prefill servers.
+        identity: Identity of the weights.
+        unit_bytes: Bytes of a unit of packed pages; None: pages are not packed.
+    """
+
+    tick_s: ClassVar[float] = 0.001
+
+    def __init__(
+        self,
+        model_path: Path,
+        mode: DisaggregationMode,
+        engine: RigEngine,
+        find_rank: FindRank,
+        *,
+        identity: str = "rig",
+        unit_bytes: int | None = None,
+        **args: Any,
+    ) -> None:
+        self.routes: list[Route] = []
+        self.engine = RecordedEngine(engine)
+        link = None if unit_bytes is None else SLOW_BLOCKS
+
+        def make_half(pools: Sequence[BaseDevicePool]) -> MakeHalf:
+            group = args.get("group") or SingleRank()
+            self.manager = make_manager(
+                mode,
+                pools,
+                self.engine,
+                find_rank,
+                group,
+                identity=identity,
+                link=link,
+                unit_bytes=unit_bytes or UNIT_BYTES,
+            )
+            server = make_half_server(mode, self.manager, group)
+            self.routes = server.routes
+            return server.make
+
+        super().__init__(model_path, make_half=make_half, **args)
+
+    @property
+    def endpoint(self) -> str:
+        """Endpoint of a prefill server's first rank."""
+        return self.routes[0].endpoint
+
+
+class CheckableHalfRig(HalfRig):
+    """A half whose model checks every key and value that it reads."""
+
+    device = "cpu"
+
+    def make_worker(
+        self, model_path: Path, page_size: int, pool_tokens: int | None, max_requests: int
+    ) -> ModelWorker:
+        assert pool_tokens is not None, "the test gives the size of L1"
+        return CheckableWorker(page_size, pool_tokens, max_requests)
+
+
+class PdRig:
+    """Context manager: both schedulers.
+
+    Args:
+        model_path: As for `SchedulerRig`.
+        engine: Moves the bytes.
+        checkable: Whether the model is a `CheckableWorker`.
+        prefill: Arguments of the prefill scheduler alone.
+        decode: Arguments of the decode scheduler alone.
+        args: Arguments of both; see `HalfRig`.
+    """
+
+    def __init__(
+        self,
+        model_path: Path,
+        engine: RigEngine,
+        *,
+        checkable: bool = False,
+        prefill: dict[str, Any] | None = None,
+        decode: dict[str, Any] | None = None,
+        **args: Any,
+    ) -> None:
+        kind = CheckableHalfRig if checkable else HalfRig
+        self.engine = engine
+        self.other: HalfRig | None = None
+        """Another prefill scheduler that the decode scheduler finds in place of its own one."""
+        self.endpoint: str | None = None
+        """Endpoint at which the decode scheduler finds the prefill scheduler; None: its own one."""
+        self.prefill = kind(
+            model_path,
+            DisaggregationMode.PREFILL,
+            engine,
+            self._find,
+            **{**args, **(prefill or {})},
+        )
+        self.decode = kind(
+            model_path, DisaggregationMode.DECODE, engine, self._find, **{**args, **(decode or {})}
+        )
+        self.strangers: dict[str, Route | None] = {}
+        """Other prefill servers that requests may name, by host; None: it is not found."""
+        self._rooms = itertools.count(1)
+
+    def _find(self, host: str, port: int, rank: int) -> Route:
+        if host in self.strangers:
+            stranger = self.strangers[host]
+            if stranger is None:
+                raise BootstrapError(f"nobody is at {host}")
+            return stranger
+        assert (host, port, rank) == (LOOPBACK, NEVER_ASKED, 0)
+        route = (self.other or self.prefill).routes[0]
+        return msgspec.structs.replace(route, endpoint=self.endpoint or route.endpoint)
+
+    def __enter__(self) -> PdRig:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        value: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.decode.close()
+        self.prefill.close()
+        # The next pair's pools may be where these were.
+        for rig in self.rigs:
+            rig.engine.deregister_all()
+
+    @property
+    def rigs(self) -> tuple[HalfRig, HalfRig]:
+        return self.prefill, self.decode
+
+    def request(
+        self,
+        rid: str,
+        input_ids: list[int],
+        params: SamplingParams | None = None,
+        *,
+        room: int | None = None,
+        **fields: Any,
+    ) -> TokenizedGenerateReqInput:
+        """A request message for both schedulers, in a new room unless `room` names one."""
+        bootstrap = Bootstrap(LOOPBACK, NEVER_ASKED, next(self._rooms) if room is None else room)
+        return self.decode.request(rid, input_ids, params, bootstrap=bootstrap, **fields)
+
+    def step(self, to_prefill: Sequence[ToScheduler], to_decode: Sequence[ToScheduler]) -> None:
+        """Run a tick of each scheduler."""
+        self.prefill.step(*to_prefill)
+        self.decode.step(*to_decode)
+        if all(rig.scheduler.poll_timeout_ms() for rig in self.rigs):
+            time.sleep(0.0005)  # Yields to the threads that carry messages and bytes.
+
+    def until(self, is_so: Callable[[], bool], *messages: ToScheduler) -> None:
+        """Send `messages` to both, and step until `is_so`."""
+        deadline = time.monotonic() + _TIMEOUT_S
+        self.step(messages, messages)
+        while not is_so():
+            assert time.monotonic() < deadline, self.describe()
+            self.step((), ())
+
+    def run(self, *messages: ToScheduler) -> None:
+        """Send `messages` to both, step until both are idle, and check their books."""
+        self.until(lambda: all(rig.scheduler.is_idle() for rig in self.rigs), *messages)
+        self.assert_clean()
+
+    def assert_clean(self) -> None:
+        """Assert that neither holds a slot, and that their books agree."""
+        for rig in self.rigs:
+            rig.assert_clean()
+            rig.check()
+
+    def result(self, rid: str) -> Collected:
+        """Output of the decode scheduler."""
+        return self.decode.results[rid]
+
+    def describe(self) -> str:
+        """State of both schedulers' requests, for failures."""
+        return "\n".join(
+            f"{name}: waiting {[req.rid for req in queues.waiting]}, "
+            f"holding {[req.rid for req in queues.holders()]}"
+            for name, queues in (
+                (DisaggregationMode.PREFILL, self.prefill.scheduler.state.queues),
+                (DisaggregationMode.DECODE, self.decode.scheduler.state.queues),
+            )
+        )

@@ -1,0 +1,180 @@
+"""A prefill scheduler before decode servers that do what a test says."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+from rigs.schedulers.scheduler_rig import SchedulerRig
+from sglang.srt.disaggregation.base.bootstrap_route import Route
+from sglang.srt.disaggregation.base.conn import (
+    BaseKVManager,
+    BaseKVSender,
+    BootstrapAddr,
+    KVPoll,
+    KVTransferError,
+)
+from sglang.srt.disaggregation.base.first_token import FirstToken
+from sglang.srt.disaggregation.halves import MakeHalf
+from sglang.srt.disaggregation.prefill import PrefillHalf
+from sglang.srt.managers.messages.io_struct import (
+    Bootstrap,
+    FinishReason,
+    TokenizedGenerateReqInput,
+)
+from sglang.srt.sampling.sampling_params import SamplingParams
+
+PAGE = 4
+WAIT_S = 100.0
+
+
+class FakeDesk(BaseKVManager):
+    """A manager that remembers what its senders are told."""
+
+    def __init__(self) -> None:
+        self.pages: dict[int, list[int]] = {}
+        self.told: list[tuple[int, int]] = []
+        """(room, pages), in order."""
+        self.tokens: dict[int, FirstToken] = {}
+        self.ended: dict[int, str] = {}
+        self.claimed: list[int] = []
+        self.claims = True
+        """Whether decode servers ask for rooms at once."""
+        self.outcomes: dict[int, str] = {}
+        self.given_up: dict[int, str] = {}
+        self.unheard: dict[int, str] = {}
+        self.is_closed = False
+
+    def register_to_bootstrap(self) -> list[Route]:
+        return []
+
+    def close(self) -> None:
+        self.is_closed = True
+
+
+class FakeSender(BaseKVSender):
+    """A room in which a decode server does what the test says."""
+
+    def __init__(
+        self, mgr: BaseKVManager, bootstrap_addr: BootstrapAddr, bootstrap_room: int
+    ) -> None:
+        assert isinstance(mgr, FakeDesk)
+        assert bootstrap_room not in mgr.pages, f"room {bootstrap_room} is taken"
+        self.bootstrap_room = bootstrap_room
+        self._desk = mgr
+        mgr.pages[bootstrap_room] = []
+        if mgr.claims:
+            mgr.claimed.append(bootstrap_room)
+
+    @property
+    def num_sent(self) -> int:
+        return len(self._desk.pages[self.bootstrap_room])
+
+    def send(self, kv_indices: Sequence[int]) -> None:
+        desk, room = self._desk, self.bootstrap_room
+        assert room not in desk.ended and room not in desk.tokens
+        desk.pages[room] += kv_indices
+        desk.told.append((room, len(kv_indices)))
+
+    def send_aux(self, metadata: FirstToken) -> None:
+        assert self.bootstrap_room not in self._desk.tokens
+        self._desk.tokens[self.bootstrap_room] = metadata
+
+    def poll(self) -> KVPoll:
+        desk, room = self._desk, self.bootstrap_room
+        if self._why():
+            return KVPoll.Failed
+        if room in desk.outcomes:
+            return KVPoll.Success
+        if room in desk.tokens:
+            return KVPoll.Transferring
+        return KVPoll.WaitingForInput if room in desk.claimed else KVPoll.Bootstrapping
+
+    def _why(self) -> str:
+        desk, room = self._desk, self.bootstrap_room
+        return desk.given_up.get(room) or desk.outcomes.get(room) or desk.unheard.get(room, "")
+
+    def failure_exception(self) -> NoReturn:
+        raise KVTransferError(self._why())
+
+    def abort(self, reason: str) -> None:
+        assert self.bootstrap_room not in self._desk.ended
+        self._desk.ended[self.bootstrap_room] = reason
+
+    def clear(self) -> None:
+        desk, room = self._desk, self.bootstrap_room
+        del desk.pages[room], desk.ended[room]
+        for gone in (desk.tokens, desk.outcomes):
+            gone.pop(room, None)
+
+
+class PrefillRig(SchedulerRig):
+    """A prefill scheduler with a fake desk."""
+
+    def __init__(self, model: Path, **args: Any) -> None:
+        self.desk = FakeDesk()
+        half: MakeHalf = lambda state, _: PrefillHalf(  # noqa: E731
+            state, self.desk, FakeSender, WAIT_S
+        )
+        settings = {"page_size": PAGE, "pool_tokens": 128, "chunked_prefill_size": 8}
+        super().__init__(model, make_half=lambda pools: half, **{**settings, **args})
+
+    def ask(
+        self, rid: str, ids: list[int], room: int, params: SamplingParams | None = None, **more: Any
+    ) -> TokenizedGenerateReqInput:
+        return self.request(rid, ids, params, bootstrap=Bootstrap("host", 1, room), **more)
+
+    def check(self) -> None:
+        """Also that pages that were told still are the requests'."""
+        super().check()
+        state = self.scheduler.state
+        for req in state.queues.holders():
+            if req.spec.bootstrap is not None:
+                told = self.desk.pages[req.spec.bootstrap.room]
+                row = state.pools.req_to_token_pool.req_to_token[req.slots.row]
+                page_size = state.limits.page_size
+                assert (row[: len(told) * page_size : page_size] // page_size).tolist() == told
+
+    def compute(self, *messages: TokenizedGenerateReqInput) -> None:
+        """Step until all of them are held."""
+        self.step(*messages)
+        rooms = [message.bootstrap.room for message in messages if message.bootstrap]
+        for _ in range(200):
+            self.check()
+            if all(room in self.desk.tokens or room in self.desk.ended for room in rooms):
+                return
+            self.step()
+        raise AssertionError("they are not computed")
+
+    def run_until(self, is_so: Callable[[], bool]) -> None:
+        for _ in range(1000):
+            if is_so():
+                return
+            self.step()
+        raise AssertionError("it does not come to that")
+
+    def run_until_read(self, room: int) -> None:
+        """Until `room` is complete; then read it, and step until idle."""
+        for _ in range(1000):
+            if room in self.desk.tokens:
+                self.desk.outcomes[room] = ""
+            if self.scheduler.is_idle():
+                return
+            self.step()
+            self.check()
+        raise AssertionError("it does not come to rest")
+
+    def end(self, rid: str) -> FinishReason:
+        reason = self.results[rid].finish_reason
+        assert reason is not None
+        return reason
+
+    def assert_idle(self) -> None:
+        assert self.scheduler.is_idle()
+        self.assert_clean()
+        self.check()
+        assert self.desk.pages.keys() == self.desk.ended.keys(), "rooms that nobody ends"
+        half = self.scheduler._parts.half
+        assert isinstance(half, PrefillHalf)
+        assert not (half._unclaimed or half._owners or half._held)

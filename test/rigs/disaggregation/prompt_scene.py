@@ -1,0 +1,268 @@
+"""A prompt on its way between two small pools: the desk, the mover of bytes, the threads."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any, cast
+
+import msgspec
+import torch
+
+from rigs.disaggregation.control_proxy import ControlProxy
+from rigs.disaggregation.desk_rig import Desk, failure
+from rigs.disaggregation.pd_rig import SLOW_BLOCKS, LocalMover, one_rank
+from sglang.srt.disaggregation.base.bootstrap_route import Route
+from sglang.srt.disaggregation.base.conn import BootstrapAddr, KVPoll
+from sglang.srt.disaggregation.base.first_token import FirstToken
+from sglang.srt.disaggregation.common.control_connection import ABORTED, Timeouts
+from sglang.srt.disaggregation.common.geometry import PoolGeometry
+from sglang.srt.disaggregation.common.link_costs import LinkCosts
+from sglang.srt.disaggregation.common.metadata_reader import MetadataReader
+from sglang.srt.disaggregation.common.packing import Packer
+from sglang.srt.disaggregation.common.protocol import RowsLayout
+from sglang.srt.disaggregation.common.rank_map import RankPlace
+from sglang.srt.disaggregation.common.sessions import Sessions
+from sglang.srt.disaggregation.common.staging import Staging
+from sglang.srt.disaggregation.common.transfer_context import TransferContext
+from sglang.srt.disaggregation.mooncake.conn import MooncakeKVManager, MooncakeKVReceiver
+from sglang.srt.disaggregation.mooncake.prefill_servers import PrefillServers
+from sglang.srt.mem_cache.device.memory_pool import MHATokenToKVPool
+from sglang.srt.utils.network import wait_until
+
+PAGE, PAGES, ROOM = 2, 16, 5
+TOKEN = FirstToken(token_id=7, prompt_len=9, prompt_digest="d")
+PATIENT = Timeouts(bootstrap=60, waiting=60, silence=30)
+HASTY = Timeouts(bootstrap=0.3, waiting=0.3, silence=0.4)
+
+
+def until(is_so: Callable[[], bool]) -> None:
+    assert wait_until(is_so, 10, interval=0.005)
+
+
+class Place:
+    """A pool of two layers whose pages can be told apart, and its geometry."""
+
+    def __init__(self, value: float) -> None:
+        self.pool = MHATokenToKVPool(PAGE * PAGES, PAGE, torch.float32, 1, 2, 2, "cpu")
+        for number, buffer in enumerate(buffer for part in self.pool.parts for buffer in part):
+            slots = torch.arange(len(buffer)).reshape(-1, 1, 1)
+            buffer.copy_((value + number + slots * 0.01) * torch.ones(1, 1, 2))
+        self.geometry = PoolGeometry.of([self.pool], "w", torch.float32)
+
+    def page(self, page: int) -> torch.Tensor:
+        """Content of a page in all buffers: `[buffers, page size, 2]`."""
+        span = slice(page * PAGE, (page + 1) * PAGE)
+        buffers = [buffer for part in self.pool.parts for buffer in part]
+        return torch.stack([buffer[span, 0].clone() for buffer in buffers])
+
+
+class Prompt(MooncakeKVReceiver):
+    """A receiver that knows its prefill server's ranks, and may fail by injection.
+
+    Args:
+        context: What the receivers of the rank share.
+        sources: The prefill server's ranks.
+        reader: Id of the prompt's reader.
+        fails_at: Step of `STEPS` that fails.
+    """
+
+    def __init__(
+        self,
+        context: TransferContext,
+        sources: Sequence[Route],
+        room: int,
+        reader: str,
+        fails_at: str | None = None,
+    ) -> None:
+        servers = PrefillServers(context, "decode server")
+        servers.new_reader = lambda: (reader, fails_at)  # type: ignore[method-assign]
+        super().__init__(cast(MooncakeKVManager, _Servers(servers)), ("host", 1), room)
+        self.sources = sources
+
+    @property
+    def outcome(self) -> FirstToken | str | None:
+        """The metadata, or the reason of a failure."""
+        return failure(self) if self.poll() == KVPoll.Failed else self.metadata
+
+    @property
+    def has_returned(self) -> bool:
+        """Whether its thread is done."""
+        return self._read is not None and self._read.has_returned.is_set()
+
+    def cancel(self, reason: str = ABORTED) -> None:
+        self.abort(reason)
+
+
+@dataclasses.dataclass
+class _Servers:
+    """The part of a manager that receivers use."""
+
+    prefill_servers: PrefillServers
+
+
+class Scene:
+    """Both places, the desk, and the mover of bytes.
+
+    Args:
+        unit_bytes: Bytes of a unit of packed pages; None: pages are not packed.
+        link: Costs of the link on which pages are packed.
+        rows: Rows of metadata that the desk offers.
+    """
+
+    def __init__(
+        self,
+        unit_bytes: int | None = None,
+        link: LinkCosts = SLOW_BLOCKS,
+        rows: RowsLayout | None = None,
+    ) -> None:
+        self.there, self.here = Place(100), Place(500)
+        self.mover = LocalMover()
+        self.sessions = Sessions(self.mover, lambda endpoint: endpoint not in self.mover.gone)
+        self.unit_bytes = unit_bytes
+        self.link = None if unit_bytes is None else link
+        self.units, self.staging = self._make_staging(), self._make_staging()
+        """Staging memory of the desk, and of the prompts."""
+        session_id = self.mover.get_session_id()
+        layout = self.there.geometry.layout(
+            "instance", session_id, unit_bytes=unit_bytes or 0, rows=rows
+        )
+        packer = None if unit_bytes is None else Packer(self.there.geometry.page_rows(), self.units)
+        self.desk = Desk(layout, "127.0.0.1", unwanted_s=300, silent_s=300, packer=packer)
+        self.endpoint = f"tcp://127.0.0.1:{self.desk.port}"
+        self._readers = itertools.count()
+        self.prompts: list[Prompt] = []
+
+    def _make_staging(self) -> Staging:
+        cpu = torch.device("cpu")
+        if self.unit_bytes is None:
+            return Staging(self.mover, cpu)
+        return Staging(self.mover, cpu, num_bytes=self.unit_bytes)
+
+    def context(self, timeouts: Timeouts = PATIENT, **fields: Any) -> TransferContext:
+        """What the receivers of the rank share; `fields` replaces some."""
+        context = TransferContext(
+            place=RankPlace(),
+            geometry=self.here.geometry,
+            mover=self.mover,
+            staging=self.staging,
+            metadata=MetadataReader(),
+            sessions=self.sessions,
+            find_rank=lambda *_: one_rank(self.endpoint),
+            timeouts=timeouts,
+            link=self.link,
+        )
+        return dataclasses.replace(context, **fields)
+
+    def begin(
+        self,
+        own_pages: Sequence[int],
+        first_page: int = 0,
+        timeouts: Timeouts = PATIENT,
+        room: int = ROOM,
+        fails_at: str | None = None,
+        **fields: Any,
+    ) -> Prompt:
+        prompt = Prompt(
+            self.context(timeouts, **fields),
+            (one_rank(self.endpoint),),
+            room,
+            f"reader {next(self._readers)}",
+            fails_at,
+        )
+        prompt.send_metadata(own_pages, decode_prefix_len=first_page * PAGE)
+        self.prompts.append(prompt)
+        return prompt
+
+    def end(self, prompt: Prompt) -> Prompt:
+        """`prompt`, once its thread is done."""
+        assert wait_until(lambda: prompt.has_returned, 30, interval=0.005), "it has not ended"
+        return prompt
+
+    def failure(self, prompt: Prompt) -> str:
+        """Reason why `prompt` did not arrive."""
+        outcome = self.end(prompt).outcome
+        assert isinstance(outcome, str) and prompt.has_ended
+        return outcome
+
+    def assert_read(self, theirs: Sequence[int], own: Sequence[int]) -> None:
+        """Assert that these pages were read and no others were touched."""
+        untouched = Place(500)
+        source = dict(zip(own, theirs, strict=True))
+        for page in range(PAGES + 1):
+            want = self.there.page(source[page]) if page in source else untouched.page(page)
+            assert torch.equal(self.here.page(page), want), page
+
+    def assert_untouched(self) -> None:
+        self.assert_read([], [])
+
+    def given_up(self) -> str:
+        """Reason for which the prompt was given up, as told to the desk."""
+        heard: dict[int, str] = {}
+
+        def is_heard() -> bool:
+            heard.update(self.desk.take_given_up())
+            return bool(heard)
+
+        until(is_heard)
+        return heard[ROOM].removeprefix("the decode server gave it up: ")
+
+    def close(self) -> None:
+        """End the threads and the desk."""
+        self.mover.release()
+        for prompt in self.prompts:
+            prompt.cancel()
+            wait_until(lambda: prompt.has_returned, 10)  # noqa: B023 - called within this turn
+        self.desk.close()
+
+
+def receiver_of(servers: PrefillServers, address: BootstrapAddr, room: int) -> MooncakeKVReceiver:
+    """A receiver of a rank that has these prefill servers."""
+    return MooncakeKVReceiver(cast(MooncakeKVManager, _Servers(servers)), address, room)
+
+
+class Server:
+    """A prefill server of one rank, and the peer that a decode rank has of it."""
+
+    def __init__(self, timeouts: Timeouts = PATIENT) -> None:
+        self.scene = Scene()
+        self.desk = self.scene.desk
+        self.route = one_rank(self.scene.endpoint)
+        self.look_ups: list[int] = []
+        """Ranks that were looked up."""
+        self.why: Exception | None = None
+        """Error of look-ups."""
+        self.servers = PrefillServers(
+            self.scene.context(timeouts, find_rank=self._find), "decode server"
+        )
+        peer = self.servers.find(("host", 1))
+        assert peer is not None
+        self.peer = peer
+
+    def _find(self, host: str, port: int, rank: int) -> Route:
+        assert (host, port) == ("host", 1)
+        self.look_ups.append(rank)
+        if self.why is not None:
+            raise self.why
+        return msgspec.structs.replace(self.route, rank=rank)
+
+    def ask(self, room: int = ROOM) -> MooncakeKVReceiver:
+        """Ask whether the prefill server has a room."""
+        receiver = receiver_of(self.servers, ("host", 1), room)
+        receiver.init()
+        return receiver
+
+    def restart(self) -> None:
+        """Another instance takes the place of the prefill server, at another port."""
+        self.desk.close()
+        layout = self.scene.there.geometry.layout("another", self.scene.mover.get_session_id())
+        self.desk = self.scene.desk = Desk(layout, "127.0.0.1", unwanted_s=300, silent_s=300)
+        self.route = one_rank(f"tcp://127.0.0.1:{self.desk.port}", "another")
+
+    def through(self, proxy: ControlProxy) -> None:
+        self.route = msgspec.structs.replace(self.route, endpoint=proxy.endpoint)
+
+    def close(self) -> None:
+        self.servers.close()
+        self.scene.close()

@@ -1,0 +1,446 @@
+"""Random work for a prefill and a decode scheduler, over a network and reads that fail.
+
+    python -m rigs.disaggregation.random_pd --seed N      repeats one run
+    python -m rigs.disaggregation.random_pd --seconds S   runs seed after seed
+
+A seed determines a configuration of both schedulers, and round after round of work: requests that
+share prefixes, aborts on either side, requests that only one side gets, rooms that are taken,
+prefill servers that are away or silent. In
+some rounds nothing fails, and every request must give its words. In the others messages are lost,
+doubled and delayed, reads hang and fail, the desk gives rooms up, and prompts fail by injection;
+then a request gives its words or ends with an error that names the step. After each round both
+sides are idle, their books exact, and no room is open.
+
+Only the model's arithmetic and the carrier of the bytes are not real. A run is a function of its
+seed, except for the progress of threads.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import re
+import socket
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import msgspec
+
+from rigs.disaggregation.control_proxy import ControlProxy
+from rigs.disaggregation.pd_rig import (
+    LOOPBACK,
+    NEVER_ASKED,
+    LocalMover,
+    PdRig,
+    one_rank,
+)
+from rigs.schedulers import random_seeds
+from rigs.schedulers.random_checks import (
+    assert_input_logprobs,
+    assert_unpinned,
+    assert_words,
+)
+from rigs.schedulers.random_requests import RandomRequests, Sent
+from rigs.schedulers.random_seeds import Outcome
+from rigs.schedulers.scheduler_rig import Collected
+from rigs.schedulers.step_watchdog import Watchdog
+from sglang.srt.constants import BUILTIN_MODEL_DIR, HEALTH_CHECK_RID_PREFIX
+from sglang.srt.disaggregation.common import control_connection
+from sglang.srt.disaggregation.decode import DecodeHalf
+from sglang.srt.disaggregation.prefill import PrefillHalf
+from sglang.srt.distributed.device_communicators.transfer_types import Block, PeerUnreachable
+from sglang.srt.environ import envs
+from sglang.srt.managers.messages.io_struct import (
+    AbortReq,
+    Bootstrap,
+    ToScheduler,
+)
+
+_MODULE: Final = "rigs.disaggregation.random_pd"
+STEPS_PER_SEED: Final = 300
+_HANG_S: Final = 60.0
+_REST_S: Final = 60.0
+_LOST_S: Final = 3
+"""Seconds for which one half of a request waits for the other."""
+_UNKNOWN_S: Final = 2
+"""Seconds for which a prefill server may not know a request."""
+_SILENT_S: Final = 2
+AWAY, SILENT = "away", "silent"
+"""Hosts of prefill servers that do not exist, or do not answer."""
+_NAMED: Final = re.compile(
+    "|".join(
+        (
+            r"^the prefill server (ended the request|does not know the request|is not found)",
+            r"^the prefill server let go of the pages",
+            # It let go of the row.
+            r"^reading the metadata from the prefill server failed: the row is (empty|stale|torn)",
+            r"^the prefill server at \S+ has not answered for",
+            r"^reading from the prefill server failed: peer p is gone by injection$",
+            r"^reads of \d+ earlier prompts from the prefill server have not ended",
+            r"^injected by SGLANG_TEST_DISAGG_FAILURE_PROB: (asking|reading|confirming) failed$",
+            r"^no slots were free for the request within",
+            r"^the prefill server computed (another|a) prompt",
+            r"^the prefill server was sent another request",
+            r"^the decode server (gave it up: .|has not been heard of for)",
+            r"^no decode server has asked for it within",
+            r"^bootstrap_room \d+ belongs to another request",
+            r"^the desk gave it up by injection$",
+        )
+    )
+)
+"""Errors that say what failed."""
+
+
+@dataclass(slots=True)
+class Pending:
+    """A request under way."""
+
+    sent: Sent
+    is_remote: bool
+    """Whether the request has a room."""
+    is_odd: bool
+    """Whether it may fail without faults: one side does not get it, or its room is taken."""
+    to_come: set[str]
+    """The sides that have not reported its end yet."""
+
+
+def draw_args(rng: random.Random, page_size: int) -> dict[str, Any]:
+    """Draw the arguments of one side."""
+    caches = rng.random() < 0.9
+    args: dict[str, Any] = {
+        "pool_tokens": page_size * rng.choice((96, 256, 512)) // min(page_size, 8),
+        "max_requests": rng.choice((3, 16)),
+        "chunked_prefill_size": rng.choice((-1, page_size * 2, 64)),
+        "schedule_conservativeness": rng.choice((0.01, 0.3, 1.0)),
+        "schedule_policy": rng.choice(("fcfs", "lpm")) if caches else "fcfs",
+        "disable_radix_cache": not caches,
+        "overlap": rng.random() < 0.5,
+    }
+    if rng.random() < 0.4 and caches:
+        args |= {
+            "enable_hierarchical_cache": True,
+            "hicache_ratio": rng.choice((1.2, 3.0)),
+            "hicache_write_policy": rng.choice(("write_through", "write_back")),
+        }
+    return args
+
+
+@contextlib.contextmanager
+def impatient() -> Iterator[None]:
+    """Shorten timeouts to seconds, and repeat questions soon."""
+    repeat = control_connection.REPEAT_S
+    with (
+        envs.SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT.override(_LOST_S),
+        envs.SGLANG_DISAGGREGATION_UNKNOWN_ROOM_TIMEOUT.override(_UNKNOWN_S),
+        envs.SGLANG_DISAGGREGATION_HEARTBEAT_INTERVAL.override(1),
+        envs.SGLANG_DISAGGREGATION_HEARTBEAT_MAX_FAILURE.override(_SILENT_S),
+    ):
+        control_connection.REPEAT_S = 0.03  # type: ignore[misc]
+        try:
+            yield
+        finally:
+            control_connection.REPEAT_S = repeat  # type: ignore[misc]
+
+
+class RandomPd:
+    """One run."""
+
+    def __init__(self, seed: int) -> None:
+        self._seed = seed
+        self.rng = random.Random(seed)
+        self._network = random.Random(self.rng.random())
+        """Random numbers of the proxy's thread."""
+        self._reads = random.Random(self.rng.random())
+        """Random numbers of the reading threads."""
+        self.page_size = self.rng.choice((1, 4, 16))
+        self.args = {side: draw_args(self.rng, self.page_size) for side in ("prefill", "decode")}
+        # Drawn apart, so that seeds stay the same otherwise.
+        self.unit_bytes = random.Random(~seed).choice((None, 4096, 20_000))
+        self.outcome = Outcome()
+        self._requests = RandomRequests(self.rng, self.page_size)
+        self._mover = LocalMover()
+        self._pending: dict[str, Pending] = {}
+        self._late: list[tuple[int, str, ToScheduler]] = []
+        """Messages for one side, and the step in which they arrive."""
+        self._has_faults = False
+        self._num_rooms = 0
+        self._owner = ""
+        """The request that was given the last room."""
+        self._watchdog = Watchdog()
+        self._pair: PdRig | None = None
+
+    @property
+    def pair(self) -> PdRig:
+        assert self._pair is not None, "within `run`"
+        return self._pair
+
+    def run(self, steps: int = STEPS_PER_SEED, least_right: int = 0) -> Outcome:
+        """Run about `steps` ticks, or up to ten times as many until `least_right` requests have
+        ended right: on a busy machine most ticks wait. Raises for any wrong result."""
+        began = time.monotonic()
+        prob = self.rng.choice((0.0, 0.0, 0.1))
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(impatient())
+            stack.enter_context(envs.SGLANG_TEST_DISAGG_FAILURE_PROB.override(prob))
+            # Every other seed has metadata in rows; the others have it in messages.
+            stack.enter_context(envs.SGLANG_MOONCAKE_SEND_AUX_TCP.override(self._seed % 2 == 1))
+            stack.enter_context(self._watchdog)
+            self._pair = stack.enter_context(
+                PdRig(
+                    BUILTIN_MODEL_DIR,
+                    self._mover,
+                    checkable=True,
+                    page_size=self.page_size,
+                    unit_bytes=self.unit_bytes,
+                    prefill=self.args["prefill"],
+                    decode=self.args["decode"],
+                )
+            )
+            stack.callback(self._mover.release)
+            proxy = ControlProxy(self.pair.prefill.endpoint, self._fate)
+            self.pair.endpoint = stack.enter_context(proxy).endpoint
+            silent = stack.enter_context(socket.create_server((LOOPBACK, 0)))
+            endpoint = f"tcp://{LOOPBACK}:{silent.getsockname()[1]}"
+            self.pair.strangers = {AWAY: None, SILENT: one_rank(endpoint)}
+            self._mover.fails = self._read_error
+            try:
+                while self.outcome.steps < steps or (
+                    self.outcome.counts["decode: right"] < least_right
+                    and self.outcome.steps < 10 * steps
+                ):
+                    self._round(injects=prob > 0)
+            except BaseException as error:
+                error.add_note(
+                    f"after {self.outcome.steps} steps, units of {self.unit_bytes}, {self.args}"
+                )
+                error.add_note(self.pair.describe())
+                raise
+            for name, count in proxy.counts.items():
+                self.outcome.counts[f"messages {name}"] += count
+            self._count()
+        self.outcome.seconds = time.monotonic() - began
+        return self.outcome
+
+    # ---- faults --------------------------------------------------------------------------------
+
+    def _fate(self, message: bytes, is_question: bool) -> Sequence[float]:
+        if not self._has_faults:
+            return (0.0,)
+        kind = self._network.random()
+        if kind < 0.1:
+            return ()
+        if kind < 0.2:
+            return 0.0, self._network.random() * 0.05
+        return (self._network.random() * 0.02,) if kind < 0.4 else (0.0,)
+
+    def _read_error(self, blocks: Sequence[Block]) -> PeerUnreachable | None:
+        if self._has_faults and self._reads.random() < 0.1:
+            return PeerUnreachable("p", "is gone by injection")
+        return None
+
+    def _forget_a_room(self) -> None:
+        """Let a sender give up its room by itself."""
+        senders = _prefill_half(self.pair)._senders
+        if senders:
+            senders[self.rng.choice(list(senders))].abort("the desk gave it up by injection")
+            self.outcome.counts["rooms forgotten"] += 1
+
+    # ---- rounds --------------------------------------------------------------------------------
+
+    def _round(self, *, injects: bool) -> None:
+        rng = self.rng
+        self._has_faults = rng.random() < 0.6
+        may_fail = self._has_faults or injects
+        odd = 0.1 if rng.random() < 0.3 else 0.0
+        hangs = self._has_faults and rng.random() < 0.5
+        rate = rng.choice((0.1, 0.3, 0.8))
+        for _ in range(rng.choice((10, 40, 80))):
+            if rng.random() < rate and len(self._pending) < 30:
+                self._arrive(odd)
+            if rng.random() < (0.15 if hangs else 0.04):
+                self._abort()
+            if hangs and rng.random() < 0.2:
+                self._mover.hold = True
+            if hangs and rng.random() < 0.1:
+                self._mover.hold = False  # Reads in flight stay in flight.
+            if rng.random() < 0.03:
+                self._mover.release()
+            if self._has_faults and rng.random() < 0.02:
+                self._forget_a_room()
+            self._step(may_fail)
+        self._come_to_rest(may_fail)
+        self.outcome.counts["rounds with faults" if may_fail else "rounds without"] += 1
+
+    def _arrive(self, odd: float) -> None:
+        rng = self.rng
+        limits = self.pair.decode.scheduler.state.limits
+        for sent in self._requests.draw(limits):
+            rid = sent.message.rid
+            is_remote = not rid.startswith(HEALTH_CHECK_RID_PREFIX) and rng.random() < 0.9
+            if not is_remote:
+                self._pending[rid] = Pending(sent, False, False, {"decode"})
+                self._late.append((self.outcome.steps, "decode", sent.message))
+                continue
+            is_odd = rng.random() < odd
+            owner = self._owner if is_odd and rng.random() < 0.5 else None
+            if owner in self._pending:
+                # Either of the two may get their room, on each side.
+                self._pending[owner].is_odd = True
+            else:
+                self._num_rooms += 1
+                self._owner = rid
+            # A request that comes to only one side waits for seconds.
+            sides, host = ["prefill", "decode"], LOOPBACK
+            if is_odd and owner is None:
+                sides.remove(rng.choice(sides))
+                host = rng.choice((LOOPBACK, AWAY, SILENT))
+            bootstrap = Bootstrap(host, NEVER_ASKED, self._num_rooms)
+            message = msgspec.structs.replace(sent.message, bootstrap=bootstrap)
+            for side in sides:
+                delay = rng.choice((0, 0, 0, rng.randint(1, 20)))
+                self._late.append((self.outcome.steps + delay, side, message))
+            self._pending[rid] = Pending(sent, True, is_odd, set(sides))
+
+    def _abort(self) -> None:
+        rng = self.rng
+        rid = rng.choice([*self._pending, "nobody"])
+        if rid in self._pending:
+            self._pending[rid].sent.may_be_aborted = True
+        for side in rng.choice((["prefill"], ["decode"], ["prefill", "decode"])):
+            self._late.append((self.outcome.steps, side, AbortReq(rid=rid)))
+
+    def _step(self, may_fail: bool) -> None:
+        now = [one for one in self._late if one[0] <= self.outcome.steps]
+        self._late = [one for one in self._late if one[0] > self.outcome.steps]
+        to_each = ([m for _, to, m in now if to == side] for side in ("prefill", "decode"))
+        with self._watchdog.within(_HANG_S):
+            self.pair.step(*to_each)
+        self.outcome.steps += 1
+        for rid in list(self._pending):
+            self._look_at(rid, may_fail)
+        self._check_reads()
+        if self.rng.random() < 0.2:
+            for rig in self.pair.rigs:
+                rig.check()
+
+    def _check_reads(self) -> None:
+        """Pages that reads in flight write to belong to requests that are held, or linger."""
+        state = self.pair.decode.scheduler.state
+        (address, *_), (size, *_), (page_bytes, *_) = self.pair.decode.pools[
+            0
+        ].get_contiguous_buf_infos()
+        written: set[int] = set()
+        for transfer in list(self._mover.begun):
+            for block in () if transfer.is_settled else transfer.blocks:
+                if address <= block.local < address + size:
+                    first = (block.local - address) // page_bytes
+                    written |= set(range(first, first + block.length // page_bytes))
+        owned: set[int] = set()
+        for req in [*state.queues.held, *state.queues.lingering]:
+            slots = req.slots.own_slots(state.pools.req_to_token_pool)
+            owned |= set((slots // self.page_size).tolist())
+        assert written <= owned, f"pages {written - owned} are read into, and have no owner"
+
+    def _come_to_rest(self, may_fail: bool) -> None:
+        pair = self.pair
+        began = ticked = time.monotonic()
+        while self._pending or self._late or not all(rig.scheduler.is_idle() for rig in pair.rigs):
+            self._mover.release()
+            self._step(may_fail)
+            now = time.monotonic()
+            for rig in pair.rigs:
+                # The rigs' clocks advance with ticks: with real time, timeouts would take minutes
+                # on a busy machine.
+                rig.now += now - ticked
+            ticked = now
+            if now - began > _REST_S:
+                raise AssertionError(f"no rest: {self._pending}")
+        self._has_faults = False
+        pair.assert_clean()
+        for rig in pair.rigs:
+            assert_unpinned(rig.tree)
+        prefill, decode = _prefill_half(pair), _decode_half(pair)
+        assert not prefill._owners and not prefill._held, "rooms without an end"
+        assert not (decode._owners or decode._wanted or decode._coming or decode._lingering)
+        assert all(room.has_ended for room in pair.prefill.manager.rooms._rooms.values())
+        self._mover.begun.clear()
+        if self.rng.random() < 0.5:
+            for rig in pair.rigs:
+                rig.scheduler._parts.control.flush_now()
+
+    # ---- results -------------------------------------------------------------------------------
+
+    def _look_at(self, rid: str, may_fail: bool) -> None:
+        pending = self._pending[rid]
+        for side, rig in (("prefill", self.pair.prefill), ("decode", self.pair.decode)):
+            got = rig.results.get(rid)
+            if side not in pending.to_come or got is None:
+                continue
+            if side == "decode" or not pending.sent.is_refused:
+                assert_words(pending.sent, got)
+            if got.finish_reason is not None:
+                pending.to_come.remove(side)
+                del rig.results[rid]
+                self._on_end(pending, side, got, may_fail or pending.is_odd)
+        if not pending.to_come:
+            del self._pending[rid]
+
+    def _on_end(self, pending: Pending, side: str, got: Collected, may_fail: bool) -> None:
+        sent, reason = pending.sent, got.finish_reason
+        assert reason is not None
+        rid, counts = sent.message.rid, self.outcome.counts
+        if reason.type != "abort":
+            if side == "decode":
+                assert got.output_ids == sent.words, f"{rid}: {len(got.output_ids)} words"
+                self._requests.remember(sent.message.extra_key, sent.prompt + got.output_ids)
+            else:
+                assert got.output_ids == sent.words[:1]
+                assert_input_logprobs(sent, got)
+            counts[f"{side}: right"] += 1
+            return
+        why = reason.message or ""
+        is_refused = "can ever fit" in why
+        is_named = bool(_NAMED.search(why))
+        is_aborted = sent.may_be_aborted and (reason.status_code == 499 or is_named)
+        assert is_aborted or (is_refused and self._is_too_long(sent)) or (may_fail and is_named), (
+            f"{rid} ended at {side} by {reason}"
+        )
+        counts[f"{side}: {'aborted' if is_aborted else 'refused' if is_refused else 'failed'}"] += 1
+
+    def _is_too_long(self, sent: Sent) -> bool:
+        """Whether the prompt is too long for one of the sides."""
+        limits = (rig.scheduler.state.limits.max_input_tokens for rig in self.pair.rigs)
+        return len(sent.prompt) > min(limits)
+
+    def _count(self) -> None:
+        for name, rig in (("prefill", self.pair.prefill), ("decode", self.pair.decode)):
+            counters = rig.scheduler.state.counters
+            self.outcome.counts[f"{name}: retractions"] += counters.retractions
+            self.outcome.counts[f"{name}: tokens computed"] += counters.prefill_tokens
+
+
+def _prefill_half(pair: PdRig) -> PrefillHalf:
+    half = pair.prefill.scheduler._parts.half
+    assert isinstance(half, PrefillHalf)
+    return half
+
+
+def _decode_half(pair: PdRig) -> DecodeHalf:
+    half = pair.decode.scheduler._parts.half
+    assert isinstance(half, DecodeHalf)
+    return half
+
+
+def run_seed(seed: int, steps: int = STEPS_PER_SEED) -> Outcome:
+    """Run one seed. Exceptions have a note with the command that repeats the run."""
+    try:
+        return RandomPd(seed).run(steps)
+    except BaseException as error:
+        error.add_note(f"to repeat: python -m {_MODULE} --seed {seed} --steps {steps}")
+        raise
+
+
+if __name__ == "__main__":
+    raise SystemExit(random_seeds.main(__doc__, _MODULE, STEPS_PER_SEED, run_seed))

@@ -1,0 +1,131 @@
+"""Reference outputs of transformers for a tiny checkpoint, and comparisons with a `StepDriver`."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from rigs.models.tiny_models import StepDriver
+from sglang.srt.layers.logits_processor import LogitsProcessorOutput
+
+
+def prompt(length: int, seed: int) -> list[int]:
+    """Token ids that every tiny checkpoint has."""
+    generator = torch.Generator().manual_seed(seed)
+    tokens: list[int] = torch.randint(0, 160, (length,), generator=generator).tolist()
+    return tokens
+
+
+@torch.inference_mode()
+def reference(model: PreTrainedModel, tokens: list[int]) -> torch.Tensor:
+    """fp32 `[tokens, vocab]`: transformers' logits after each token."""
+    logits: torch.Tensor = model(torch.tensor([tokens])).logits
+    return logits[0].float()
+
+
+def assert_close(got: torch.Tensor, want: torch.Tensor) -> None:
+    """Equal up to the rounding of fp32 sums in another order."""
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
+
+
+def assert_logits_of_batches(
+    model: PreTrainedModel, driver: StepDriver, cut: int = 37, length: int = 86
+) -> None:
+    """Compare a chunked prompt beside a short one, which then decode together.
+
+    Args:
+        model: The reference model.
+        driver: A driver that has run nothing.
+        cut: Tokens of the long prompt that the first step computes.
+        length: Tokens of the long prompt.
+    """
+    long, short = prompt(length + 4, 1), prompt(21, 2)
+    want_long, want_short = reference(model, long), reference(model, short)
+    # A whole prefill beside the first chunk of another prompt, then that prompt's second chunk.
+    first = driver.extend([(0, short[:17]), (1, long[:cut])]).next_token_logits
+    assert_close(first, torch.stack([want_short[16], want_long[cut - 1]]))
+    second = driver.extend([(1, long[cut:length])]).next_token_logits
+    assert_close(second, want_long[length - 1 : length])
+    # Decoding together: contexts of unlike length, in pages that alternate.
+    for step in range(4):
+        pairs = [(1, long[length + step]), (0, short[17 + step])]
+        got = driver.decode(pairs).next_token_logits
+        assert_close(got, torch.stack([want_long[length + step], want_short[17 + step]]))
+
+
+def logits_of_batches(driver: StepDriver) -> torch.Tensor:
+    """fp32 `[11, vocab]` on the CPU: logits of two chunks of a prompt beside a short one, and of
+    steps in which both decode. The driver has run nothing."""
+    long, short = prompt(90, 1), prompt(21, 2)
+    steps: list[Callable[[], LogitsProcessorOutput]] = [
+        partial(driver.extend, [(0, short[:17]), (1, long[:37])]),
+        partial(driver.extend, [(1, long[37:86])]),
+        *(partial(driver.decode, [(1, long[86 + i]), (0, short[17 + i])]) for i in range(4)),
+    ]
+    # Copied at once: the next captured step overwrites these logits.
+    return torch.cat([step().next_token_logits.cpu().clone() for step in steps])
+
+
+@torch.inference_mode()
+def assert_greedy_words(
+    model: PreTrainedModel,
+    driver: StepDriver,
+    tokens: list[int],
+    count: int = 256,
+    chunk: int | None = None,
+) -> None:
+    """Compare the `count` likeliest tokens after `tokens`. The checkpoint has no end token.
+
+    Args:
+        chunk: Tokens of the prompt that a step computes; None: all.
+    """
+    generate: Any = model.generate
+    generated = generate(
+        torch.tensor([tokens]),
+        attention_mask=torch.ones(1, len(tokens), dtype=torch.int64),
+        max_new_tokens=count,
+        do_sample=False,
+        pad_token_id=0,
+    )
+    want = generated[0, len(tokens) :].tolist()
+    assert len(want) == count
+    size = chunk or len(tokens)
+    for begin in range(0, len(tokens), size):
+        step = driver.extend([(0, tokens[begin : begin + size])])
+    got = [int(step.next_token_logits[0].argmax())]
+    while len(got) < count:
+        got.append(int(driver.decode([(0, got[-1])]).next_token_logits[0].argmax()))
+    assert got == want
+
+
+def assert_errs_like_bf16(
+    model: PreTrainedModel, driver: StepDriver, tokens: list[int], cut: int, decoded: int = 24
+) -> None:
+    """Compare the distance of a driver's logits from those of fp32 with transformers' in bf16.
+
+    Both round as often, so that their errors have the same size, on whatever CPU; they may differ
+    by chance. Where two experts or two tokens are nearly equal, rounding chooses: such rows are far
+    off on either side, but fewer than half, and the median does without them.
+
+    Args:
+        model: The reference model, of any dtype.
+        driver: A driver that has run nothing, which computes or keeps something in bf16.
+        tokens: A prompt; the driver computes a chunk of `cut` tokens, then all others but the last
+            `decoded`, which are decoded one by one.
+    """
+    whole = len(tokens) - decoded
+    steps = [driver.extend([(0, tokens[:cut])]), driver.extend([(0, tokens[cut:whole])])]
+    steps += [driver.decode([(0, token)]) for token in tokens[whole:]]
+    got = torch.cat([step.next_token_logits for step in steps])
+    rows = [cut - 1, *range(whole - 1, len(tokens))]
+    exact, rounded = (
+        reference(copy.deepcopy(model).to(dtype), tokens)[rows]  # type: ignore[arg-type]
+        for dtype in (torch.float32, torch.bfloat16)
+    )
+    error, theirs = ((logits - exact).norm(dim=-1).median() for logits in (got, rounded))
+    assert error < 2 * theirs, f"{error} from fp32, transformers in bf16 {theirs}"

@@ -1,0 +1,203 @@
+"""The device pools of a checkable model, and how facts are stored in them.
+
+An item of a buffer is several copies of one fact (`checkable_model.py`), one for each head and
+part. Each is changed by a mark of its own, so that bytes in a wrong layer, buffer or head show.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+import numpy as np
+import torch
+
+from rigs.schedulers.checkable_model import Words
+from sglang.srt.mem_cache.device.base_device_pool import BaseDevicePool, PagedDevicePool
+from sglang.srt.mem_cache.device.hybrid_req_pool import HybridReqToTokenPool
+from sglang.srt.mem_cache.device.mamba_pool import MambaPool, MambaSpec
+from sglang.srt.mem_cache.device.memory_pool import (
+    KVCache,
+    MHATokenToKVPool,
+    ReqToTokenPool,
+)
+from sglang.srt.mem_cache.device.model_pools import ModelPools
+from sglang.srt.mem_cache.device.nsa_pool import NSATokenToKVPool
+from sglang.srt.mem_cache.device.state_spec import RankShare, RankSplit
+
+_ALL_HEADS: Final = RankShare(RankSplit.HEADS, 0, 1, 1)
+_MOST_HEADS: Final = 16
+_NAMES: Final = {
+    "k": "keys",
+    "v": "values",
+    "latent": "latent rows",
+    "index_k": "indexer keys",
+    "temporal": "recurrent states",
+    "conv": "convolution states",
+}
+"""What errors call the buffers of specs."""
+_MARKS: Final = dict(
+    zip(
+        _NAMES,
+        np.random.default_rng(0).integers(
+            0, 1 << 63, (len(_NAMES), 6, 3, _MOST_HEADS, 2), dtype=np.uint64
+        ),
+        strict=True,
+    )
+)
+"""For each buffer `[layer, part, head, word]`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckableState:
+    """What a checkable model keeps of a prefix, on one rank. The defaults are a dense model."""
+
+    is_sparse: bool = False
+    """Whether it keeps latent rows with an indexer's keys, in place of keys and values per head."""
+    num_states: int = 0
+    """Slots of recurrent states; 0: it keeps none."""
+    alignment: int = 1
+    """Tokens of which the positions of snapshots are multiples."""
+    heads: RankShare = _ALL_HEADS
+    """The heads of this rank."""
+
+    @property
+    def token_layers(self) -> tuple[int, ...]:
+        """Layers with state for each token."""
+        return (1, 4) if self.num_states else (0, 1, 2)
+
+    @property
+    def state_layers(self) -> tuple[int, ...]:
+        """Layers with a recurrent state."""
+        return (0, 2, 3) if self.num_states else ()
+
+    @property
+    def num_layers(self) -> int:
+        """Layers of the model; where there are states the last one keeps nothing."""
+        return 6 if self.num_states else 3
+
+
+@dataclass(frozen=True, slots=True)
+class FactBuffer:
+    """One buffer of a pool."""
+
+    name: str
+    pool: BaseDevicePool
+    layers: Sequence[torch.Tensor]
+    """For each of the pool's layers `[slots, *item]`."""
+    marks: Words
+    """`[model layer, copies of the fact, 2]`."""
+
+    def read(self, layer: int) -> Words:
+        """`[slots, copies, 2]`, a view with the marks: a model layer. Waits for its load."""
+        raw = self.layers[self.pool.wait_for_layer(layer)].view(torch.uint8).numpy()
+        return raw.reshape(len(raw), -1).view(np.uint64).reshape(len(raw), -1, 2)
+
+
+MakeStates = Callable[[MambaSpec, int], MambaPool]
+"""Makes the pool of some states; arguments: spec, slots."""
+
+
+@dataclass(slots=True)
+class CheckablePools:
+    """The pools of a checkable model.
+
+    Args:
+        state: What it keeps.
+        page_size: Tokens of a page.
+        pool_tokens: Slots of L1, in whole pages.
+        make_states: Makes the pool of the states.
+    """
+
+    state: CheckableState
+    page_size: int
+    pool_tokens: int
+    make_states: MakeStates
+    kv: KVCache = field(init=False)
+    states: MambaPool | None = field(init=False, default=None)
+    tokens: list[FactBuffer] = field(init=False)
+    """Buffers of tokens."""
+    prefixes: list[FactBuffer] = field(init=False, default_factory=list)
+    """Buffers of recurrent states."""
+
+    def __post_init__(self) -> None:
+        state, heads = self.state, self.state.heads
+        self.kv = self._token_pool()
+        paged = [pool for pool in (self.kv, *self.kv.sidecars) if isinstance(pool, PagedDevicePool)]
+        self.tokens = [
+            one
+            for pool in paged
+            for one in _buffers(pool, pool.parts, heads if not state.is_sparse else RankShare())
+        ]
+        if state.num_states:
+            count = heads.end - heads.begin
+            spec = MambaSpec.of_shapes(
+                state.state_layers,
+                (count, 2, 2),
+                (6 * count, 4),
+                ssm_dtype=torch.float32,
+                conv_dtype=torch.bfloat16,
+                share=heads,
+            )
+            self.states = self.make_states(spec, state.num_states)
+            self.prefixes = _buffers(self.states, [list(one) for one in self.states.buffers], heads)
+
+    def _token_pool(self) -> KVCache:
+        state, layers = self.state, self.state.token_layers
+        if state.is_sparse:
+            return NSATokenToKVPool(
+                self.pool_tokens,
+                self.page_size,
+                4,
+                torch.float32,
+                4,
+                len(layers),
+                "cpu",
+                8,
+                layers=layers,
+                index_dtype=torch.bfloat16,
+            )
+        heads = state.heads
+        return MHATokenToKVPool(
+            self.pool_tokens,
+            self.page_size,
+            torch.float32,
+            heads.end - heads.begin,
+            4,
+            len(layers),
+            "cpu",
+            layers=layers,
+            share=heads,
+        )
+
+    def model_pools(self) -> ModelPools:
+        """All pools, the anchor first."""
+        states = () if self.states is None else (self.states,)
+        return ModelPools.of([self.kv, *self.kv.sidecars, *states], self.state.num_layers)
+
+    def rows(self, max_requests: int, context_len: int) -> ReqToTokenPool:
+        """The rows of requests, each with a state if the model keeps some."""
+        if self.states is None:
+            return ReqToTokenPool(max_requests, context_len, "cpu")
+        return HybridReqToTokenPool(max_requests, context_len, "cpu", self.states)
+
+
+def _buffers(
+    pool: BaseDevicePool, layers: Sequence[Sequence[torch.Tensor]], heads: RankShare
+) -> list[FactBuffer]:
+    """The buffers of `pool`, whose heads are `heads`. Copies of a fact in an item: those of all
+    heads for each part."""
+    found = []
+    for buffer, of_layers in zip(pool.spec.buffers, layers, strict=True):
+        parts = buffer.num_bytes // 16 // (heads.end - heads.begin)
+        marks = _MARKS[buffer.name][:, :parts, heads.begin : heads.end]
+        found.append(
+            FactBuffer(
+                _NAMES[buffer.name],
+                pool,
+                of_layers,
+                np.ascontiguousarray(marks).reshape(len(marks), -1, 2),
+            )
+        )
+    return found

@@ -1,0 +1,242 @@
+"""Runs a checkable model (`checkable_model.py`) over real pools.
+
+Each forward reads the whole context of each request from the pools, layer by layer as a model does,
+and checks all facts that it finds. So each forward reveals a page or a state that is wrong, stale,
+torn, of another request, or read before its load has landed; the error names layer, position and
+slot. CPU only; a step takes about 100 microseconds.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import numpy as np
+import torch
+
+from rigs.schedulers.checkable_model import VOCAB_SIZE, logprob, word
+from rigs.schedulers.checkable_pools import CheckablePools, CheckableState
+from rigs.schedulers.checkable_step import Context, StateUse, Step, expect
+from rigs.schedulers.lagging_device import LaggingDevice, LaggingStates
+from sglang.srt.layers.forward_batch_info import ForwardBatch
+from sglang.srt.layers.input_logprobs import InputLogprobs
+from sglang.srt.layers.logits_processor import LogitsProcessorOutput
+from sglang.srt.layers.vocab_logits import VocabLogits
+from sglang.srt.managers.scheduler.batch import ModelWorkerBatch
+from sglang.srt.mem_cache.allocator import make_allocator
+from sglang.srt.mem_cache.device.base_device_pool import LayerTransferCounter
+from sglang.srt.mem_cache.device.mamba_pool import MambaPool
+
+_DENSE = CheckableState()
+
+
+class CheckableWorker:
+    """A `ModelWorker` with real pools and a model that checks them. Single-threaded.
+
+    The tokens of a step are not known before the device has run it. Until then negative numbers
+    stand for them, so that the next step can be launched.
+
+    Args:
+        page_size: Tokens of a page.
+        pool_tokens: Slots of L1, in whole pages.
+        max_requests: Rows of the request table.
+        context_len: Most tokens of a request.
+        state: What the model keeps of a prefix.
+        device: Runs the steps; None: a step runs when it is launched.
+    """
+
+    def __init__(
+        self,
+        page_size: int,
+        pool_tokens: int,
+        max_requests: int,
+        context_len: int = 4096,
+        *,
+        state: CheckableState = _DENSE,
+        device: LaggingDevice | None = None,
+    ) -> None:
+        make_states = (
+            partial(MambaPool, device="cpu")
+            if device is None
+            else partial(LaggingStates, lagging=device)
+        )
+        self._pools = CheckablePools(state, page_size, pool_tokens, make_states)
+        self._submit: Callable[[Callable[[], None]], None] = (
+            (lambda work: work()) if device is None else device.submit
+        )
+        self.model_pools = self._pools.model_pools()
+        self.req_to_token_pool = self._pools.rows(max_requests, context_len)
+        self.token_to_kv_pool = self._pools.kv
+        self.token_to_kv_pool_allocator = make_allocator(self.token_to_kv_pool)
+        self.vocab_size = VOCAB_SIZE
+        self.context_len = context_len
+        self.eos_token_ids: tuple[int, ...] = ()
+        self._loads: LayerTransferCounter | None = None
+        self._num_said = 0
+        self._said: dict[int, int] = {}
+        """Tokens by the numbers that stand for them."""
+        self.num_checked = 0
+        """Positions checked in all forwards."""
+        self.num_whole = 0
+        """Contexts that were cached whole, in all forwards."""
+        self.num_continued = 0
+        """Contexts that went on from a state of the tree, in all forwards."""
+
+    def forward_batch_generation(
+        self, batch: ModelWorkerBatch
+    ) -> tuple[LogitsProcessorOutput, torch.Tensor]:
+        """See `ModelWorker`. Raises WrongContext, or the device does when results are awaited."""
+        forward = batch.forward
+        step = Step(self._pools, self._contexts(forward, batch.seeds.tolist()))
+        tokens = -1 - torch.arange(self._num_said, self._num_said + len(step.contexts))
+        self._num_said += len(step.contexts)
+        output = LogitsProcessorOutput(logits=VocabLogits.of(torch.empty(0)))
+        if forward.return_logprob:
+            output.next_token_logprobs = torch.empty(len(step.contexts))
+            if forward.extend_logprob_start_lens_cpu is not None:
+                output.input_logprobs = InputLogprobs([], [])
+        counter = self._awaiting(batch.hicache_consumer_index)
+        self._submit(partial(self._run, batch, step, counter, output, tokens, tokens.tolist()))
+        return output, tokens
+
+    def _awaiting(self, load: int) -> LayerTransferCounter | None:
+        """The counter of loads as it is for a step that waits for `load`. Steps that are launched
+        before this one has run change it for themselves."""
+        self._loads = self._loads or self.token_to_kv_pool.layer_transfer_counter
+        if self._loads is None:
+            return None
+        self._loads.set_consumer(load)
+        return copy.copy(self._loads)
+
+    def _run(
+        self,
+        batch: ModelWorkerBatch,
+        step: Step,
+        counter: LayerTransferCounter | None,
+        output: LogitsProcessorOutput,
+        tokens: torch.Tensor,
+        numbers: list[int],
+    ) -> None:
+        """Run a step, and fill in `output` and `tokens`, which `numbers` stood for."""
+        forward = batch.forward
+        if counter is not None:
+            for pool in self.model_pools.pools:
+                pool.register_layer_transfer_counter(counter)
+        for one in step.contexts:
+            one.new_tokens[:] = [self._said.get(token, token) for token in one.new_tokens]
+        try:
+            step.run(forward.begin_layer)
+        finally:
+            if forward.mostly_done is not None:
+                forward.mostly_done.record()
+        if forward.states is not None and forward.states.decoded is not None:
+            assert self._pools.states is not None
+            MambaPool.copy_from(self._pools.states, *forward.states.decoded)
+        said = [word(one[-1]) for one in step.hashes]
+        self._said.update(zip(numbers, said, strict=True))
+        tokens.copy_(torch.tensor(said))
+        if output.next_token_logprobs is not None:
+            pairs = zip(step.hashes, said, strict=True)
+            values = torch.tensor([logprob(one[-1], token) for one, token in pairs])
+            output.next_token_logprobs.copy_(values)
+        if output.input_logprobs is not None:
+            output.input_logprobs.values[:] = _input_logprobs_of(forward, step.hashes)
+            output.input_logprobs.tops[:] = [[] for _ in step.contexts]
+        self.num_checked += sum(len(one.slots) for one in step.contexts)
+        self.num_whole += sum(one.is_whole for one in step.contexts)
+        self.num_continued += sum(
+            one.state is not None and one.state.read != one.state.running for one in step.contexts
+        )
+
+    # ---- the batch -----------------------------------------------------------------------------
+
+    def _contexts(self, forward: ForwardBatch, seeds: list[int]) -> list[Context]:
+        """Split the batch into requests, and check its tensors for consistency."""
+        table = self.req_to_token_pool.req_to_token.numpy()
+        rows, lengths = forward.req_pool_indices.tolist(), forward.seq_lens_cpu
+        expect(forward.seq_lens.tolist() == lengths, "seq_lens differs from seq_lens_cpu")
+        expect(len(set(rows)) == len(rows) == len(seeds), f"rows {rows}, seeds {seeds}")
+        num_new = forward.extend_seq_lens_cpu or [1] * len(rows)
+        uses = self._state_uses(forward, num_new)
+        tokens = forward.input_ids.tolist()
+        page_size = self.token_to_kv_pool.page_size
+        stored = forward.out_cache_loc.tolist()
+        contexts: list[Context] = []
+        positions: list[int] = []
+        done = 0
+        for row, length, new, seed, use in zip(rows, lengths, num_new, seeds, uses, strict=True):
+            slots = table[row, :length].astype(np.int64)
+            num_old = length - new
+            if stored[done : done + new] == [0]:
+                expect(length % page_size == 0, f"row {row}, {length} tokens: cached in part")
+                expect(use is None, f"row {row}: its state includes the token to be computed")
+                num_old = length
+            contexts.append(Context(row, seed, slots, num_old, tokens[done : done + new], use))
+            positions += range(length - new, length)
+            done += new
+        expect(done == len(tokens), f"{len(tokens)} tokens, {done} of them of a request")
+        expect(forward.positions.tolist() == positions, "positions are not the requests'")
+        written = np.concatenate([one.slots[one.num_old :] for one in contexts])
+        expect(
+            [slot for slot in stored if slot] == written.tolist(),
+            "out_cache_loc are not the slots of the new positions",
+        )
+        read = np.concatenate([one.slots[: one.num_old] for one in contexts])
+        both = np.concatenate([written, np.unique(read)])
+        expect(
+            len(np.unique(both)) == len(both), "a slot is written that a context of the batch has"
+        )
+        smallest = int(both.min())
+        expect(smallest >= page_size, f"slot {smallest} is padding")
+        return contexts
+
+    def _state_uses(
+        self, forward: ForwardBatch, num_new: Sequence[int]
+    ) -> Sequence[StateUse | None]:
+        """The states that the batch uses, one for each request, checked for consistency."""
+        states, pool = forward.states, self._pools.states
+        if states is None or pool is None:
+            expect(states is None and pool is None, "states do not fit the model")
+            return [None] * len(num_new)
+        running, read = states.slots.tolist(), states.read_slots.tolist()
+        snapshots = [0] * len(num_new) if states.track_slots is None else states.track_slots
+        lens = states.track_lens_cpu or [0] * len(num_new)
+        taken = [slot for slot in map(int, snapshots) if slot]
+        if states.decoded is not None:
+            expect(states.track_slots is None, "snapshots of a prefill and of a decode step")
+            sources, targets = (slots.tolist() for slots in states.decoded)
+            expect(set(sources) <= set(running), f"snapshots of {sources}, running are {running}")
+            taken = targets
+        written = [*running, *taken]
+        expect(len(set(written)) == len(written), f"states are written twice: {written}")
+        used = {*written, *read}
+        expect(min(used) > 0 and max(used) <= pool.size, f"there are no such states: {used}")
+        others = {slot for slot, own in zip(read, running, strict=True) if slot != own}
+        expect(not others & set(written), f"states are read and written: {written}, {read}")
+        alignment, uses = self._pools.state.alignment, []
+        for source, own, snapshot, behind, new, length in zip(
+            read, running, map(int, snapshots), lens, num_new, forward.seq_lens_cpu, strict=True
+        ):
+            at = length - new + behind
+            expect(bool(snapshot) == bool(behind), f"snapshot {snapshot} behind {behind} tokens")
+            expect(not snapshot or behind <= new, f"a snapshot behind {behind} of {new} tokens")
+            expect(not snapshot or at % alignment == 0, f"a snapshot behind {at} tokens")
+            uses.append(StateUse(read=source, running=own, snapshot=snapshot, snapshot_len=behind))
+        if states.decoded is not None:
+            for slot in sources:
+                at = forward.seq_lens_cpu[running.index(slot)]
+                expect(at % alignment == 0, f"a snapshot behind {at} tokens")
+        return uses
+
+
+def _input_logprobs_of(forward: ForwardBatch, hashes: list[list[int]]) -> list[list[float]]:
+    starts, wanted = (
+        forward.extend_logprob_start_lens_cpu,
+        forward.extend_input_logprob_token_ids_cpu,
+    )
+    assert starts is not None and wanted is not None
+    return [
+        [logprob(one[start + i], token) for i, token in enumerate(ids)]
+        for one, start, ids in zip(hashes, starts, wanted, strict=True)
+    ]

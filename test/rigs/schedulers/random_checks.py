@@ -1,0 +1,99 @@
+"""Invariants of the random driver: of the outputs of requests, and of the tiers at rest."""
+
+from __future__ import annotations
+
+from rigs.schedulers import checkable_model
+from rigs.schedulers.random_requests import Sent
+from rigs.schedulers.scheduler_rig import Collected
+from rigs.stores.object_store import IN_PLACE, ObjectStore
+from sglang.srt.mem_cache.hicache_storage import PoolName
+from sglang.srt.mem_cache.hiradix_cache import HiRadixCache
+from sglang.srt.mem_cache.l3.attached_store import AttachedStore
+from sglang.srt.mem_cache.tree.radix_cache import RadixCache
+
+
+def assert_words(sent: Sent, got: Collected) -> None:
+    """Assert that the words so far are those that the prompt must give."""
+    said = got.output_ids
+    if said != sent.words[: len(said)]:
+        at = next(i for i, word in enumerate(said) if sent.words[i : i + 1] != [word])
+        raise AssertionError(
+            f"{sent.message.rid}: word {at} is {said[at]} and not {sent.words[at : at + 1]}, after "
+            f"a prompt of {len(sent.prompt)} tokens; {got.last}"
+        )
+
+
+def assert_whole(sent: Sent, got: Collected) -> None:
+    """Assert that a request that ended without an abort gave all its words."""
+    last, rid = got.last, sent.message.rid
+    assert last is not None and last.finish_reason is not None
+    assert not sent.is_refused, f"{rid} is too long and ran"
+    assert got.output_ids == sent.words, f"{rid} ended after {len(got.output_ids)} words"
+    expected = "stop" if sent.stops else "length"
+    assert last.finish_reason.type == expected, f"{rid} ended by {last.finish_reason}"
+    details = last.cached_tokens_details
+    assert details.total < len(sent.prompt), f"{rid}: {details}"
+    assert_input_logprobs(sent, got)
+
+
+def assert_input_logprobs(sent: Sent, got: Collected) -> None:
+    """Assert that a request that ended has the log probabilities of its prompt that it asked
+    for."""
+    message = sent.message
+    if message.logprob_start_len >= 0:
+        start = message.logprob_start_len
+        wanted = checkable_model.input_logprobs(sent.prompt, message.seed, start)
+        assert got.input_logprobs == wanted, f"{message.rid}: wrong logprobs of its prompt"
+
+
+def assert_unpinned(tree: RadixCache) -> None:
+    """Assert that at rest no node is pinned or locked."""
+    for node in tree.nodes():
+        assert not node.host_ref_counter, f"{node} is pinned though nothing is under way"
+        assert not node.lock_ref, f"{node} is locked though nothing runs"
+
+
+def assert_stored(tree: RadixCache, store: ObjectStore, backend: str, epoch_began: float) -> None:
+    """Assert that L3 has, or has lost since, every object of the pages and host states that the
+    tree counts as stored, and that this rank wrote no page without the earlier pages that it
+    writes. Failed writes of other ranks are not known here.
+
+    Args:
+        store: The store; nothing is known of one that breaks its contract.
+        backend: Name of the backend.
+        epoch_began: A time, `time.monotonic()` seconds, before the tree began to use this L3.
+    """
+    attached = tree.store.attached if isinstance(tree, HiRadixCache) else None
+    if attached is None or attached.guard.client is None or store.breaks_contract:
+        return
+    storage = attached.guard.client
+    assert isinstance(tree, HiRadixCache) and storage.storage_config is not None
+    namespace = tree.store.opener.namespace()
+    pools = attached.guard.pools
+    for node in tree.nodes():
+        pages = [f"{namespace}/{page}" for page in node.page_hashes(tree.page_size)]
+        if node.storage_epoch == tree.store.epoch:
+            for pool, shards in pools.shards.items():
+                is_of_prefix = pool == PoolName.MAMBA
+                if is_of_prefix and node.mamba_host_value is None:
+                    continue
+                for one in shards.objects:
+                    keys = storage.object_keys(pages[-1:] if is_of_prefix else pages, one.pool)
+                    missing = [key for key in keys if not store.has_had_since(key, epoch_began)]
+                    assert not missing, f"{node} counts as stored, but L3 never had {missing[0]}"
+        if backend == IN_PLACE and node.parent not in (None, tree.root_node):
+            assert node.parent is not None
+            before = [f"{namespace}/{page}" for page in node.parent.page_hashes(tree.page_size)]
+            given = _written_here(attached, pages)
+            if any(map(store.has_had, storage.object_keys(given, PoolName.KV))):
+                above = storage.object_keys(_written_here(attached, before), PoolName.KV)
+                assert all(map(store.has_had, above)), f"{node} was written as an orphan"
+
+
+def _written_here(attached: AttachedStore, pages: list[str]) -> list[str]:
+    """The `pages`, with their namespace, whose keys and values this rank writes."""
+    shards = attached.guard.pools.shards.get(PoolName.KV)
+    if shards is None:
+        return pages
+    name = shards.objects[0].name
+    return [page for page in pages if shards.writes(f"{page}/{name}")]

@@ -1,0 +1,147 @@
+"""Requests of the random driver, each with its expected output."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from typing import Any, Final
+
+from rigs.schedulers import checkable_model
+from rigs.schedulers.checkable_model import VOCAB_SIZE
+from rigs.schedulers.scheduler_rig import greedy
+from sglang.srt.constants import HEALTH_CHECK_RID_PREFIX
+from sglang.srt.managers.messages.io_struct import TokenizedGenerateReqInput
+from sglang.srt.managers.scheduler.policy import BatchLimits
+from sglang.srt.mem_cache.tree.radix_key import token_array
+
+_MOST_CONVERSATIONS: Final = 20
+_KEYS: Final = (None, None, None, None, "a", "b")
+
+
+@dataclass(slots=True)
+class Sent:
+    """A request under way, and its expected output."""
+
+    message: TokenizedGenerateReqInput
+    prompt: list[int]
+    words: list[int]
+    """The expected output; its last token ends the request."""
+    stops: bool
+    """Whether the last token is a stop token."""
+    is_refused: bool
+    """Whether the prompt is too long to run."""
+    arrived: int = 0
+    """Number of forwards before its arrival."""
+    may_be_aborted: bool = False
+
+
+class RandomRequests:
+    """Draws requests whose prompts share prefixes in every way.
+
+    Args:
+        rng: Source of randomness.
+        page_size: Tokens of a page; lengths near multiples of it are the most frequent.
+    """
+
+    def __init__(self, rng: random.Random, page_size: int) -> None:
+        self._rng = rng
+        self._page_size = page_size
+        self._conversations: list[tuple[str | None, list[int]]] = []
+        self._families = [self._tokens(self._pages(2, 6)) for _ in range(3)]
+        self._num_drawn = 0
+
+    @property
+    def last_rid(self) -> str:
+        return f"r{self._num_drawn}"
+
+    def remember(self, extra_key: str | None, conversation: list[int]) -> None:
+        """Store a conversation, to be repeated or continued."""
+        self._conversations.insert(
+            self._rng.randint(0, len(self._conversations)), (extra_key, conversation)
+        )
+        del self._conversations[_MOST_CONVERSATIONS:]
+
+    def draw(self, limits: BatchLimits) -> list[Sent]:
+        """A request, or several samples of one prompt."""
+        return self._samples(*self._prompt(), limits)
+
+    def draw_again(self, limits: BatchLimits) -> list[Sent]:
+        """Prompts that continue earlier conversations."""
+        known = self._rng.sample(self._conversations, min(8, len(self._conversations)))
+        return [one for key, said in known for one in self._samples(key, [*said, 1], limits)]
+
+    def _samples(self, key: str | None, tokens: list[int], limits: BatchLimits) -> list[Sent]:
+        rng = self._rng
+        if rng.random() < 0.03:
+            tokens = tokens * (1 + limits.pool_tokens // len(tokens))
+        samples: list[Sent] = []
+        for _ in range(rng.choice((1, 1, 1, 1, 2, 5))):
+            first = samples[0].message.rid if samples else None
+            samples.append(self._request(key, tokens, first, limits))
+        return samples
+
+    def _pages(self, least: int, most: int) -> int:
+        """Tokens of `least` to `most` pages, give or take a few; more pages if pages are short."""
+        scale = max(1, 4 // self._page_size)
+        pages = self._rng.randint(least * scale, most * scale)
+        return max(1, pages * self._page_size + self._rng.choice((-1, 0, 0, 1, 3)))
+
+    def _tokens(self, count: int) -> list[int]:
+        return [self._rng.randrange(1, VOCAB_SIZE) for _ in range(count)]
+
+    def _prompt(self) -> tuple[str | None, list[int]]:
+        """`extra_key` and tokens."""
+        rng, page = self._rng, self._page_size
+        kind = rng.random()
+        if kind < 0.45 and self._conversations:
+            key, said = rng.choice(self._conversations)
+            again = rng.random() < 0.5
+            return key, said if again else said + self._tokens(rng.randint(1, 2 * page + 1))
+        key = rng.choice(_KEYS)
+        if kind < 0.65:
+            # Prompts that branch at every page.
+            depth = rng.randint(1, 5)
+            branches = [rng.randrange(2) * 500 + 7 * level for level in range(depth)]
+            tokens = [start + i for start in branches for i in range(1, page + 1)]
+            return key, tokens + self._tokens(rng.choice((0, 0, 1, page)))
+        family = rng.choice(self._families)
+        cut = rng.choice((len(family), rng.randint(0, len(family))))
+        if rng.random() < 0.5:
+            cut -= cut % page
+        tail = rng.choice((0, 1, page - 1, page, page + 1, self._pages(1, 3)))
+        return key, (family[:cut] + self._tokens(tail)) or [1]
+
+    def _request(
+        self, key: str | None, tokens: list[int], sample_of: str | None, limits: BatchLimits
+    ) -> Sent:
+        rng = self._rng
+        self._num_drawn += 1
+        rid = self.last_rid
+        if sample_of is None and rng.random() < 0.03:
+            rid = f"{HEALTH_CHECK_RID_PREFIX}{self._num_drawn}"
+        seed = sum(map(ord, key or "")) + 1
+        is_refused = len(tokens) > limits.max_input_tokens
+        wanted = rng.choice((1, 2, 12, rng.randint(1, 2 * self._page_size + 40)))
+        wanted = 0 if rng.random() < 0.02 else wanted
+        most = min(wanted, limits.max_request_tokens - len(tokens))
+        words = [] if is_refused else checkable_model.words(tokens, seed, most)
+        params: dict[str, Any] = {}
+        stops = False
+        if words and rng.random() < 0.3:
+            stop = rng.choice(words)
+            words = words[: words.index(stop) + 1]
+            params, stops = {"ignore_eos": False, "stop_token_ids": [stop]}, True
+        logprobs = rng.random() < 0.15
+        message = TokenizedGenerateReqInput(
+            rid=rid,
+            input_ids=token_array(tokens),
+            sampling_params=greedy(wanted, **params),
+            seed=seed,
+            stream=rng.random() < 0.5,
+            extra_key=key,
+            priority=rng.randrange(3),
+            sample_of=sample_of,
+            return_logprob=logprobs,
+            logprob_start_len=rng.choice((-1, 0, len(tokens) // 2)) if logprobs else -1,
+        )
+        return Sent(message, tokens, words, stops, is_refused)

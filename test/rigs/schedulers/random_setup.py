@@ -1,0 +1,268 @@
+"""Configurations of the random driver: chosen by a seed, with tiers too small for the work."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import random
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, Final
+from unittest.mock import patch
+
+from rigs.schedulers.checkable_pools import CheckableState
+from rigs.schedulers.lagging_device import LaggingRuntime
+from rigs.stores.object_store import FILE, IN_PLACE, PLAIN, STORE_KEY, ObjectStore
+from sglang.srt.environ import envs
+from sglang.srt.mem_cache.hiradix_cache import HiRadixCache
+from sglang.srt.mem_cache.host.host_layout import AUTO, HostLayout
+from sglang.srt.mem_cache.host.host_pool_group import HostPoolGroup
+from sglang.srt.mem_cache.host.page_copier import PageLoad
+from sglang.srt.mem_cache.l2 import cache_controller
+from sglang.srt.mem_cache.l2.host_backup import WRITE_POLICIES
+from sglang.srt.mem_cache.l3 import (
+    circuit_breaker,
+    fetch_choice,
+    guarded_store,
+    recent_timeouts,
+    storage_check,
+    storage_reads,
+    storage_writes,
+)
+from sglang.srt.mem_cache.tree.base_prefix_cache import BasePrefixCache
+
+_EVICTION: Final = ("lru", "lfu", "fifo", "priority", "slru")
+_LAYOUTS: Final = (AUTO, *(layout.value for layout in HostLayout))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setup:
+    """The configuration of one run. Lengths are pages, unless the name says tokens."""
+
+    page_size: int
+    l1_pages: int
+    tiers: int
+    l2_ratio: float
+    max_requests: int
+    max_queued: int
+    chunk_tokens: int
+    max_prefill_tokens: int
+    schedule_policy: str
+    conservativeness: float
+    eviction: str
+    write_policy: str
+    prefetch_policy: str
+    layout: str
+    overlap: bool
+    stream_interval: int
+    target_inter_token_latency: float | None
+    """Seconds; the rig's clock advances by one in each step."""
+    backend: str
+    pass_prefix_keys: bool
+    verify_checksum: bool
+    threshold_pages: int
+    slow_copies: float
+    """Chance that a copy between L1 and L2 is slow."""
+    is_sparse: bool
+    """See `CheckableState`."""
+    num_states: int
+    """See `CheckableState`."""
+    alignment: int
+    """Tokens between positions for snapshots."""
+    track_interval: int
+    """Tokens between snapshots in decoding; 0: none are taken."""
+    heads: int
+    """Heads of a rank; 0: all ranks have the same head."""
+    writes_like_gpu: bool
+    """Whether writes to L2 begin when the CPU knows the slots, and are issued in pieces."""
+    most_lag_s: float
+    """See `LaggingDevice`; 0: steps run when they are launched."""
+
+    @classmethod
+    def draw(cls, rng: random.Random) -> Setup:
+        """Choose everything."""
+        setup = cls._draw_dense(rng)
+        has_states = rng.random() < 0.65
+        is_sparse = rng.random() < 0.25
+        rows, page = setup.max_requests, setup.page_size
+        num_states = rng.choice((2, rows + 1, rows + 3, 3 * rows + 2, 40))
+        alignment = page * rng.choice((1, 1, 2, 3))
+        interval = alignment * rng.choice((0, 1, 2, 5))
+        layout = setup.layout
+        if has_states and layout == HostLayout.PAGE_FIRST_KV_SPLIT:
+            layout = AUTO  # States have no such layout.
+        return dataclasses.replace(
+            setup,
+            layout=layout,
+            backend=FILE if rng.random() < 0.2 else setup.backend,
+            is_sparse=is_sparse,
+            num_states=num_states if has_states else 0,
+            alignment=alignment if has_states else page,
+            track_interval=interval if has_states else 0,
+            heads=rng.choice((0, 1, 1, 2)),
+            writes_like_gpu=rng.random() < 0.4,
+            most_lag_s=rng.choice((0.0, 0.001, 0.004)) if setup.overlap else 0.0,
+        )
+
+    @classmethod
+    def _draw_dense(cls, rng: random.Random) -> Setup:
+        page = rng.choice((1, 2, 4, 16, 64))
+        few = rng.random() < 0.7
+        l1_pages = rng.randint(9, 16) if few else rng.randint(20, 60)
+        if page < 4:
+            l1_pages *= 4
+        chunk = rng.choice((-1, page, 2 * page, 5 * page))
+        return cls(
+            page_size=page,
+            l1_pages=l1_pages,
+            tiers=rng.choice((1, 2, 3, 3, 3, 3)),
+            l2_ratio=rng.choice((0.5, 1.5, 3.0, 8.0)),
+            max_requests=rng.choice((1, 2, 4, 8)),
+            max_queued=rng.choice((8, *(1000,) * 7)),
+            chunk_tokens=chunk,
+            max_prefill_tokens=rng.choice((page, 3 * page, 16384)),
+            schedule_policy=rng.choice(("fcfs", "lpm")),
+            conservativeness=rng.choice((0.01, 0.3, 1.0)),
+            eviction=rng.choice(_EVICTION),
+            write_policy=rng.choice(WRITE_POLICIES),
+            prefetch_policy=rng.choice(("best_effort", "wait_complete", "timeout", "timeout")),
+            layout=rng.choice(_LAYOUTS),
+            overlap=rng.random() < 0.5,
+            stream_interval=rng.choice((1, 3)),
+            target_inter_token_latency=rng.choice((None, None, 1.5, 4.0)),
+            backend=rng.choice((PLAIN, IN_PLACE)),
+            pass_prefix_keys=rng.random() < 0.3,
+            verify_checksum=rng.random() < 0.8,
+            threshold_pages=rng.choice((1, 1, 2)),
+            slow_copies=rng.choice((0.0, 0.1, 0.5)),
+            is_sparse=False,
+            num_states=0,
+            alignment=page,
+            track_interval=0,
+            heads=0,
+            writes_like_gpu=False,
+            most_lag_s=0.0,
+        )
+
+    @property
+    def state(self) -> CheckableState:
+        """What the model keeps, of all heads."""
+        return CheckableState(
+            is_sparse=self.is_sparse, num_states=self.num_states, alignment=self.alignment
+        )
+
+    def rig_args(self) -> dict[str, Any]:
+        """Arguments of `CheckableRig`."""
+        args: dict[str, Any] = {
+            "state": self.state,
+            "heads": self.heads,
+            "most_lag_s": self.most_lag_s,
+            "pool_tokens": self.l1_pages * self.page_size,
+            "max_requests": self.max_requests,
+            "overlap": self.overlap,
+            "page_size": self.page_size,
+            "max_queued_requests": self.max_queued,
+            "chunked_prefill_size": self.chunk_tokens,
+            "max_prefill_tokens": self.max_prefill_tokens,
+            "schedule_policy": self.schedule_policy,
+            "schedule_conservativeness": self.conservativeness,
+            "radix_eviction_policy": self.eviction,
+            "stream_interval": self.stream_interval,
+            "target_inter_token_latency": self.target_inter_token_latency,
+        }
+        if self.track_interval:
+            args["mamba_track_interval"] = self.track_interval
+        elif self.num_states:
+            args["mamba_scheduler_strategy"] = "no_buffer"
+        if self.tiers > 1:
+            args |= {
+                "enable_hierarchical_cache": True,
+                "hicache_ratio": self.l2_ratio,
+                "hicache_write_policy": self.write_policy,
+                "hicache_mem_layout": self.layout,
+                "hicache_storage_prefetch_policy": self.prefetch_policy,
+            }
+        return args
+
+    def slow_down(self, tree: BasePrefixCache, rng: random.Random) -> None:
+        """Delay some copies of `tree`, if it makes any, as drawn from `rng`."""
+        if isinstance(tree, HiRadixCache) and self.slow_copies:
+            _slow_down_copies(tree, rng, self.slow_copies)
+
+    def extra_config(self, store: ObjectStore, attn_tp_size: int) -> str:
+        """The configuration of L3 for `attn_tp_size` ranks with different heads. Each head is an
+        object of its own where a rank has several."""
+        config: dict[str, Any] = {
+            STORE_KEY: store.name,
+            "prefetch_threshold": self.threshold_pages * self.page_size,
+            "prefetch_timeout_base": 0.01,
+            "prefetch_timeout_max": 0.05,
+            "hicache_storage_pass_prefix_keys": self.pass_prefix_keys,
+            "verify_checksum": self.verify_checksum,
+        }
+        if self.heads > 1:
+            config["tp_lcm_size"] = self.heads * attn_tp_size
+        return json.dumps(config)
+
+    @contextlib.contextmanager
+    def in_use(self) -> Iterator[None]:
+        """Let the engine write to L2 as this setup says, in all rigs of this process."""
+        with contextlib.ExitStack() as stack:
+            if self.writes_like_gpu:
+                stack.enter_context(
+                    patch.object(HostPoolGroup, "prefers_cpu_slots", lambda *_: True)
+                )
+                stack.enter_context(patch.object(cache_controller, "_PAGES_AT_ONCE", 2))
+            if self.most_lag_s:
+                stack.enter_context(LaggingRuntime.as_cpu())
+            yield
+
+
+@contextlib.contextmanager
+def impatient() -> Iterator[None]:
+    """Scale the engine's timers to ticks of a millisecond, and its reserves to tiny pools."""
+    with contextlib.ExitStack() as stack:
+        for module, name, value in (
+            (storage_writes, "_GATHER_S", 0.002),
+            (guarded_store, "_STUCK_AFTER_S", 0.03),
+            (storage_reads, "_CHECK_PAUSE_S", 0.0),
+            (storage_reads, "_LONGEST_CHECK_PAUSE_S", 0.05),
+            (circuit_breaker, "_FIRST_PAUSE_S", 0.004),
+            (circuit_breaker, "_LONGEST_PAUSE_S", 0.05),
+            (recent_timeouts, "PERIOD_S", 0.05),
+            (storage_check, "_CHECK_EVERY", 5),
+            (fetch_choice, "_PROBE_EVERY", 4),
+        ):
+            stack.enter_context(patch.object(module, name, value))
+        # The pools have kilobytes, and other tests may use the machine's memory.
+        stack.enter_context(envs.HICACHE_HOST_MEMORY_RESERVE_BYTES.override(0))
+        yield
+
+
+def _slow_down_copies(tree: HiRadixCache, rng: random.Random, chance: float) -> None:
+    """Delay some copies between L1 and L2, before and between their layers."""
+
+    def pause() -> None:
+        if rng.random() < chance:
+            time.sleep(rng.random() * 0.003)
+
+    def backup(*args: Any) -> None:
+        pause()
+        host_backup(*args)
+
+    pool = tree.host_pool
+    host_load, host_backup = pool.begin_load, pool.backup_from_device_all_layer
+    vars(pool)["begin_load"] = lambda *args: _SlowLoad(host_load(*args), pause)
+    vars(pool)["backup_from_device_all_layer"] = backup
+
+
+class _SlowLoad(PageLoad):
+    def __init__(self, load: PageLoad, pause: Callable[[], None]) -> None:
+        self._load = load
+        self._pause = pause
+
+    def issue(self, layer: int) -> None:
+        self._pause()
+        self._load.issue(layer)

@@ -1,0 +1,311 @@
+"""A whole scheduler in this process, without sockets: real pools, tree and model."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar, Final
+
+import torch
+
+from rigs.models.tiny_models import save_tiny_checkpoint
+from sglang.srt.configs.model_config import ModelConfig
+from sglang.srt.constrained.grammar_backend import GrammarBackend
+from sglang.srt.disaggregation.halves import MakeHalf
+from sglang.srt.distributed.device_context import mark_device_set
+from sglang.srt.distributed.rank_group import RankGroup, SingleRank
+from sglang.srt.distributed.tensor_group import TensorGroup
+from sglang.srt.hardware_backend.device_runtime import detect_device
+from sglang.srt.managers.detokenizer.incremental_detokenizer import make_decoder_factory
+from sglang.srt.managers.messages.io_struct import (
+    AbortReq,
+    ControlReqOutput,
+    FinishReason,
+    RequestOutput,
+    TokenizedGenerateReqInput,
+    TopLogprobs,
+    ToScheduler,
+)
+from sglang.srt.managers.scheduler.parts import SchedulerResources, make_parts
+from sglang.srt.managers.scheduler.process.build import init_pools
+from sglang.srt.managers.scheduler.scheduler import Scheduler
+from sglang.srt.managers.scheduler.tp_worker import ModelWorker, TpModelWorker
+from sglang.srt.mem_cache.device.base_device_pool import BaseDevicePool
+from sglang.srt.mem_cache.device.memory_pool import ReqToTokenPool
+from sglang.srt.mem_cache.device.model_pools import ModelPools
+from sglang.srt.mem_cache.registry import TreeCacheBuildContext, create_tree_cache
+from sglang.srt.mem_cache.tree.cache_init_params import CacheInitParams
+from sglang.srt.mem_cache.tree.radix_key import token_array
+from sglang.srt.model_executor.model_runner import ModelRunner, ModelRunnerConfig
+from sglang.srt.observability.scheduler_metrics import SchedulerMetrics
+from sglang.srt.sampling.sampling_params import SamplingParams
+from sglang.srt.server_args import ServerArgs
+from sglang.srt.utils.portable_tokenizer import DecodingTokenizer
+
+MAX_STEPS = 5000
+MAX_SECONDS = 60.0
+_WRITING: Final = threading.Lock()
+"""Held while a checkpoint is written, which rigs of ranks in threads share."""
+RIG_DEVICE = detect_device()
+"""A GPU if there is one. Without CUDA graphs, because each rig would capture them again."""
+
+
+def greedy(max_new_tokens: int = 8, **params: Any) -> SamplingParams:
+    """Normalized parameters of a greedy request, which by default ignores end tokens."""
+    params.setdefault("ignore_eos", True)
+    made = SamplingParams(max_new_tokens=max_new_tokens, temperature=0.0, **params)
+    made.normalize()
+    return made
+
+
+@dataclass(slots=True)
+class Collected:
+    """All outputs of one request."""
+
+    output_ids: list[int] = field(default_factory=list)
+    pieces: list[int] = field(default_factory=list)
+    """Number of new tokens in each message."""
+    last: RequestOutput | None = None
+    logprobs: list[float] = field(default_factory=list)
+    input_logprobs: list[float] = field(default_factory=list)
+    input_top_logprobs: list[TopLogprobs] = field(default_factory=list)
+
+    @property
+    def finish_reason(self) -> FinishReason | None:
+        return None if self.last is None else self.last.finish_reason
+
+
+class SchedulerRig:
+    """Sends requests to `Scheduler.step` and collects the outputs.
+
+    Args:
+        model_path: The directory of another rig, or an empty one, which gets a tiny random model.
+        pool_tokens: Slots of L1; None: slots and rows of a server with `args`.
+        max_requests: Rows of the request table.
+        num_states: Slots of recurrent states, if the model has some; None: one for each row.
+        snapshot_alignment: Tokens between positions for snapshots; None: a page.
+        tokenizer: Tokenizer for stop strings and patterns.
+        grammar_backend: Factory of the backend for constraints.
+        overlap: Whether to prepare a step while the last one runs; None: the class attribute.
+        group: The ranks, each with its own rig; None: this rank alone.
+        tp_group: The ranks that split the model's layers with this one; None: it has them all.
+        cp_group: Ranks that split the tokens of prefills with this one; None: there are none.
+        make_half: Makes `SchedulerResources.make_half` of the model's pools; None: there is none.
+        args: Fields of `ServerArgs`.
+    """
+
+    device: ClassVar[str] = RIG_DEVICE
+    overlap: ClassVar[bool] = False
+    """Default of `overlap` for new rigs."""
+    tick_s: ClassVar[float] = 1.0
+    """Seconds between two ticks."""
+
+    def __init__(
+        self,
+        model_path: Path,
+        *,
+        pool_tokens: int | None = 512,
+        max_requests: int = 8,
+        num_states: int | None = None,
+        snapshot_alignment: int | None = None,
+        tokenizer: DecodingTokenizer | None = None,
+        grammar_backend: Callable[[], GrammarBackend] | None = None,
+        overlap: bool | None = None,
+        group: RankGroup | None = None,
+        tp_group: TensorGroup | None = None,
+        cp_group: TensorGroup | None = None,
+        make_half: Callable[[Sequence[BaseDevicePool]], MakeHalf] | None = None,
+        **args: Any,
+    ) -> None:
+        self.group = group or SingleRank()
+        self._tp_group, self._cp_group = tp_group, cp_group
+        self._num_states = num_states
+        self.server_args = (
+            ServerArgs(model_path=str(model_path), **args).resolve().on_device(self.device)
+        )
+        page_size = self.server_args.page_size
+        assert page_size is not None
+        self.model_pools: ModelPools | None = None
+        """Pools of all kinds of state; None: keys and values alone."""
+        self.worker = self.make_worker(model_path, page_size, pool_tokens, max_requests)
+        mark_device_set(RIG_DEVICE)
+        metrics = SchedulerMetrics()
+        self.tree = create_tree_cache(
+            TreeCacheBuildContext(
+                server_args=self.server_args,
+                params=CacheInitParams(
+                    disable=self.server_args.disable_radix_cache,
+                    req_to_token_pool=self.worker.req_to_token_pool,
+                    token_to_kv_pool_allocator=self.worker.token_to_kv_pool_allocator,
+                    page_size=page_size,
+                    eviction_policy=self.server_args.radix_eviction_policy,
+                    weights_identity="rig",
+                    tp_cache_group=self.group,
+                    metrics_registry=metrics.registry,
+                    model_pools=self.model_pools,
+                    mamba_snapshot_alignment=snapshot_alignment,
+                ),
+                enable_hierarchical_cache=self.server_args.enable_hierarchical_cache,
+            )
+        )
+        resources = SchedulerResources(
+            worker=self.worker,
+            tree=self.tree,
+            metrics=metrics,
+            group=self.group,
+            new_decoder=None if tokenizer is None else make_decoder_factory(tokenizer),
+            grammar_backend=grammar_backend,
+            make_half=None if make_half is None else make_half(self.pools),
+            overlap=self.overlap if overlap is None else overlap,
+        )
+        self.scheduler = Scheduler(make_parts(self.server_args, resources))
+        self.now = 1000.0
+        self.results: dict[str, Collected] = {}
+        self.answers: list[ControlReqOutput] = []
+
+    def make_worker(
+        self, model_path: Path, page_size: int, pool_tokens: int | None, max_requests: int
+    ) -> ModelWorker:
+        """Create the model with its pools. Arguments as in the constructor."""
+        with _WRITING:
+            if not (model_path / "config.json").exists():
+                save_tiny_checkpoint(model_path, "qwen3", eos_token_id=None)
+        runner = ModelRunner(
+            ModelRunnerConfig(
+                model_config=ModelConfig.from_path(
+                    str(model_path),
+                    dtype=self.server_args.dtype,
+                    context_length=self.server_args.context_length,
+                ),
+                device=self.device,
+                page_size=page_size,
+                disable_cuda_graph=True,
+                show_progress=False,
+                tp_group=self._tp_group,
+                cp_group=self._cp_group,
+            )
+        )
+        if pool_tokens is None:
+            init_pools(runner, self.server_args, self.group)
+        else:
+            runner.init_memory_pool(pool_tokens, max_requests, num_states=self._num_states)
+        layers = runner.model_config.num_hidden_layers
+        self.model_pools = ModelPools.of(runner.pools.values(), layers)
+        return TpModelWorker(runner)
+
+    @property
+    def pools(self) -> list[BaseDevicePool]:
+        """Device pools of the model."""
+        known = self.model_pools
+        return [self.worker.token_to_kv_pool] if known is None else list(known.pools)
+
+    def request(
+        self, rid: str, input_ids: list[int], params: SamplingParams | None = None, **fields: Any
+    ) -> TokenizedGenerateReqInput:
+        """A request message, not sent yet."""
+        fields.setdefault("seed", 7)
+        return TokenizedGenerateReqInput(
+            rid=rid, input_ids=token_array(input_ids), sampling_params=params or greedy(), **fields
+        )
+
+    def step(self, *messages: ToScheduler) -> None:
+        """Run one tick, `tick_s` after the last one."""
+        self.now += self.tick_s
+        for output in self.scheduler.step(self.scheduler.make_tick(self.now, messages)):
+            if isinstance(output, ControlReqOutput):
+                self.answers.append(output)
+                continue
+            for of_request in output.outputs:
+                self._collect(of_request)
+
+    def wait_a_tick(self) -> None:
+        """Run one tick, a millisecond after the last one, and let threads work for as long.
+
+        For waits that end by threads: by the scheduler's clock they take no longer than they do.
+        """
+        self.now += 0.001 - self.tick_s
+        self.step()
+        time.sleep(0.001)
+
+    def check(self) -> None:
+        """Assert that every slot has exactly one owner."""
+        self.scheduler.state.check_integrity()
+
+    def run(self, *messages: ToScheduler, check_each_step: bool = False) -> None:
+        """Send `messages`, then step until idle."""
+        self.step(*messages)
+        deadline = time.monotonic() + MAX_SECONDS
+        for count in itertools.count():
+            if check_each_step:
+                self.check()
+            if self.scheduler.is_idle():
+                self.assert_clean()
+                return
+            if count >= MAX_STEPS:
+                # The rest is done by threads, which need the time that steps take.
+                time.sleep(0.001)
+            counters = self.scheduler.state.counters
+            assert time.monotonic() < deadline, f"not idle after {count} steps: {counters}"
+            self.step()
+
+    def generate(self, prompts: Iterable[list[int]], max_new_tokens: int = 8) -> list[list[int]]:
+        """Greedy outputs of `prompts`, which run together."""
+        rids = []
+        messages = []
+        for number, prompt in enumerate(prompts):
+            rids.append(f"generate-{len(self.results)}-{number}")
+            messages.append(self.request(rids[-1], prompt, greedy(max_new_tokens)))
+        self.run(*messages)
+        return [self.results[rid].output_ids for rid in rids]
+
+    def settle(self, seconds: float = 20.0) -> None:
+        """Step until the threads of L3 have ended their work too, at most for `seconds`."""
+        deadline = time.monotonic() + seconds
+        while not self.scheduler.is_idle():
+            assert time.monotonic() < deadline, self.tree.is_busy()
+            self.wait_a_tick()
+        self.assert_clean()
+
+    def assert_clean(self) -> None:
+        """Assert that the scheduler holds no slot and no row, and that the books agree."""
+        state = self.scheduler.state
+        pools = state.pools
+        rows = pools.req_to_token_pool
+        # States are left out: the tree may hold all of them.
+        assert ReqToTokenPool.available_size(rows) == rows.size
+        assert self.tree.protected_size() == 0
+        assert state.free_tokens() == state.limits.pool_tokens
+        self.tree.check_integrity()
+
+    def abort(self, rid: str) -> AbortReq:
+        """The message that aborts `rid`."""
+        return AbortReq(rid=rid)
+
+    def close(self) -> None:
+        """End the threads of the cache."""
+        self.scheduler.close()
+
+    def _collect(self, output: RequestOutput) -> None:
+        got = self.results.setdefault(output.rid, Collected())
+        assert got.finish_reason is None, f"{output.rid} spoke after its end"
+        got.output_ids += output.output_ids
+        got.pieces.append(len(output.output_ids))
+        got.logprobs += output.output_logprobs or []
+        got.input_logprobs += output.input_logprobs or []
+        got.input_top_logprobs += output.input_top_logprobs or []
+        got.last = output
+        assert output.completion_tokens == len(got.output_ids)
+
+
+def prompt(seed: int, length: int, vocab_size: int = 160) -> list[int]:
+    """A random prompt."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(1, vocab_size, (length,), generator=generator).tolist()
+
+
+PROMPTS: Final = [prompt(seed, length) for seed, length in enumerate((5, 17, 40, 64, 33, 1))]
+"""Prompts of one page, of several pages, of one token."""

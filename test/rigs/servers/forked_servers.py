@@ -1,0 +1,168 @@
+"""Real servers that start in a second: their processes are forked from one that has imported all.
+
+A server of four ranks imports torch five times otherwise, which takes two cores fifteen seconds.
+All else is as `python -m sglang.launch_server` does it: processes, sockets, signals, exit statuses.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import signal
+import socket
+import stat
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from multiprocessing.context import ForkProcess
+from pathlib import Path
+from types import ModuleType
+from typing import Any, Final
+from unittest import mock
+
+import torch
+import xgrammar
+
+from rigs.servers.engine_server import EngineServer
+from sglang import launch_server
+from sglang.srt.distributed.rendezvous import Rendezvous
+from sglang.srt.entrypoints import http_server, node
+from sglang.srt.environ import envs
+from sglang.srt.managers.detokenizer import detokenizer_manager
+from sglang.srt.managers.scheduler.process import run
+from sglang.srt.models import registry
+from sglang.test.test_utils import RunningServer, await_health, new_log_path, server_flags, tail_of
+
+PRELOADED: Final = (http_server, node, detokenizer_manager, run, registry, xgrammar)
+"""Modules that the processes of a server import."""
+
+InRank = Callable[[int], None]
+"""Runs in the process of each rank, before anything is built; gets the rank. It must be at the top
+of a module, because it is sent to another process."""
+
+
+class ForkedProcess(RunningServer):
+    """A process that runs `launch_server` with `argv`; its output is in `log_path`."""
+
+    def __init__(
+        self,
+        argv: list[str],
+        log_path: Path,
+        env: Mapping[str, str] | None = None,
+        in_rank: InRank | None = None,
+    ) -> None:
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["rigs.servers.forked_servers"])
+        self.log_path = log_path
+        self._process = context.Process(
+            target=_serve, args=(argv, str(log_path), dict(env or {}), in_rank)
+        )
+        # The forked process would import this one's program, a test file, again.
+        with mock.patch.dict(sys.modules, {"__main__": ModuleType("__main__")}):
+            self._process.start()
+        assert self._process.pid is not None
+        self.pid = self._process.pid
+
+    def poll(self) -> int | None:
+        return self._process.exitcode
+
+    def wait(self, timeout: float | None = None) -> int:
+        self._process.join(timeout)
+        status = self._process.exitcode
+        if status is None:
+            raise subprocess.TimeoutExpired("launch_server", timeout or 0.0)
+        return status
+
+    def send_signal(self, sig: int) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, sig)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+    def log_tail(self, lines: int = 30) -> str:
+        return tail_of(self.log_path, lines)
+
+
+class ForkedServer(EngineServer):
+    """`EngineServer` whose processes are forked.
+
+    Args:
+        args, env, model: See `EngineServer`; `env` has only variables of `envs`.
+        in_rank: Called in each rank first.
+    """
+
+    def __init__(
+        self,
+        *args: str,
+        env: Mapping[str, str] | None = None,
+        model: str | None = None,
+        in_rank: InRank | None = None,
+    ) -> None:
+        super().__init__(*args, env=env, model=model)
+        self._in_rank = in_rank
+
+    def launch(self) -> ForkedProcess:
+        """Start the process, without waiting for it."""
+        flags = server_flags(self._model, self.url, self._args)
+        return ForkedProcess(flags, new_log_path(), self._env, self._in_rank)
+
+    def start(self, timeout: float = 60.0) -> None:
+        self._process = self.launch()
+        await_health(self._process, self.url, timeout)
+
+
+def _serve(argv: list[str], log_path: str, env: Mapping[str, str], in_rank: InRank | None) -> None:
+    log = os.open(log_path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+    os.dup2(log, sys.stdout.fileno())
+    os.dup2(log, sys.stderr.fileno())
+    # One thread for each process: with more processes than cores, threads would wait for each
+    # other.
+    torch.set_num_threads(1)
+    fields = envs.fields()
+    with contextlib.ExitStack() as stack:
+        for name, value in env.items():
+            stack.enter_context(fields[name].override(fields[name].parse(value)))
+        forking = mock.Mock(return_value=_Forking(in_rank))
+        stack.enter_context(mock.patch.object(multiprocessing, "get_context", forking))
+        raise SystemExit(launch_server.main(argv))
+
+
+class _Forking:
+    """Replaces `multiprocessing`'s context for `spawn`."""
+
+    def __init__(self, in_rank: InRank | None) -> None:
+        self._context = multiprocessing.get_context("fork")
+        self._in_rank = in_rank
+
+    def Pipe(self, duplex: bool = True) -> Any:
+        return self._context.Pipe(duplex)
+
+    def Process(self, target: Callable[..., None], args: tuple[Any, ...], name: str) -> ForkProcess:
+        return self._context.Process(
+            target=_run_child, args=(target, args, self._in_rank), name=name
+        )
+
+
+def _run_child(target: Callable[..., None], args: tuple[Any, ...], in_rank: InRank | None) -> None:
+    """Run `target` in a child of a server, without the sockets of other processes."""
+    meeting = next((arg for arg in args if isinstance(arg, Rendezvous)), None)
+    listener = None if meeting is None else meeting.listener
+    _close_listeners(-1 if listener is None else listener.fileno())
+    if in_rank is not None and target.__name__ == "_run_scheduler":
+        in_rank(0 if meeting is None else meeting.rank)
+    target(*args)
+
+
+def _close_listeners(kept: int) -> None:
+    """Close inherited listening sockets, so that connections to a dead rank are refused."""
+    for name in os.listdir("/proc/self/fd"):
+        fd = int(name)
+        with contextlib.suppress(OSError):
+            if fd == kept or not stat.S_ISSOCK(os.fstat(fd).st_mode):
+                continue
+            with socket.socket(fileno=os.dup(fd)) as one:
+                listens = one.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
+            if listens:
+                os.close(fd)

@@ -1,0 +1,85 @@
+"""A process with a Transfer Engine and memory that others read and write, for tests and benchmarks.
+
+    with TransferPeer(num_bytes=64 << 20) as peer:
+        engine.transfer(peer.session_id, TransferOp.WRITE, [Block(ptr, peer.address, 4096)], ...)
+
+`python -m rigs.stores.transfer_peer FILE BYTES` is that process; FILE gets its address.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+import tempfile
+from pathlib import Path
+from types import TracebackType
+
+import numpy as np
+
+from sglang.embedded_mooncake import LOOPBACK, ManagedProcess
+from sglang.srt.distributed.device_communicators.mooncake_transfer_engine import (
+    init_mooncake_transfer_engine,
+)
+from sglang.srt.distributed.device_context import mark_device_set
+
+
+class TransferPeer(ManagedProcess):
+    """Context manager: within it the process runs. Its memory is zero at first.
+
+    `kill`, `suspend` and `resume` are those of `ManagedProcess`.
+    """
+
+    def __init__(self, num_bytes: int) -> None:
+        self._folder = tempfile.TemporaryDirectory(prefix="transfer-peer-")
+        folder = Path(self._folder.name)
+        self._facts = folder / "facts.json"
+        module = "rigs.stores.transfer_peer"
+        super().__init__(
+            "transfer_peer",
+            [sys.executable, "-m", module, str(self._facts), str(num_bytes)],
+            ready=self._facts.exists,
+            log_dir=folder,
+            env={"MOONCAKE_PROTOCOL": "tcp"},
+        )
+
+    @property
+    def session_id(self) -> str:
+        """Session id at which the peer is reached."""
+        return str(json.loads(self._facts.read_text())["session_id"])
+
+    @property
+    def address(self) -> int:
+        """Address of the peer's memory."""
+        return int(json.loads(self._facts.read_text())["address"])
+
+    def __enter__(self) -> TransferPeer:
+        self.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        value: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.kill()
+        self._folder.cleanup()
+
+
+def main(facts: Path, num_bytes: int) -> None:
+    """Serve until killed."""
+    mark_device_set("cpu")
+    memory = np.zeros(num_bytes, np.uint8)
+    engine = init_mooncake_transfer_engine(LOOPBACK)
+    engine.register(memory.ctypes.data, num_bytes)
+    written = facts.with_suffix(".new")
+    written.write_text(
+        json.dumps({"session_id": engine.get_session_id(), "address": memory.ctypes.data})
+    )
+    written.rename(facts)
+    signal.pause()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), int(sys.argv[2]))
