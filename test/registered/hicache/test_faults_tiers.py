@@ -22,7 +22,6 @@ from sglang.srt.mem_cache.hicache_storage import (
     PoolTransfer,
     StorageUnavailable,
 )
-from sglang.srt.mem_cache.l2.eviction_to_host import EvictionToHost
 from sglang.srt.mem_cache.l3 import guarded_store
 from sglang.srt.mem_cache.l3.storage_backup import NoWrite
 from sglang.srt.mem_cache.storage.mooncake_store.mooncake_store import MooncakeStore
@@ -110,12 +109,11 @@ class Losses:
         self._dropped: set[str] = set()
         self._refused: set[str] = set()
         eviction = tree.eviction
-        assert isinstance(eviction, EvictionToHost)
         self._drop, self._write = eviction._drop, tree.storage_backup.write
         eviction._drop = self._on_drop  # type: ignore[method-assign]
         tree.storage_backup.write = self._on_write  # type: ignore[method-assign]
 
-    def _on_drop(self, node: TreeNode) -> int:
+    def _on_drop(self, node: TreeNode) -> bool:
         below = [node]
         for at in below:
             below.extend(at.children.values())

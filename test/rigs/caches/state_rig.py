@@ -75,8 +75,9 @@ class StateRig(CacheRig):
     @property
     def states(self) -> StateComponent:
         """The tree's component for states."""
-        assert self.tree.states is not None
-        return self.tree.states
+        (states,) = self.tree.tree.components
+        assert isinstance(states, StateComponent)
+        return states
 
     # ---- one request ------------------------------------------------------------------------
 

@@ -9,7 +9,6 @@ from unittest.mock import patch
 
 from rigs.caches.cache_rig import CacheRig, HeldStream, RigRequest
 from rigs.caches.state_rig import StateRig
-from sglang.srt.mem_cache.l2.eviction_to_host import EvictionToHost
 from sglang.srt.mem_cache.l3 import storage_writes
 from sglang.srt.mem_cache.l3.attached_store import AttachedStore
 
@@ -25,7 +24,6 @@ class SteppedRig(CacheRig):
         self.writes, self.loads = HeldStream(), HeldStream()
         controller._write_stream, controller._load_stream = self.writes, self.loads  # type: ignore[assignment]
         eviction = self.hi.eviction
-        assert isinstance(eviction, EvictionToHost)
         self._finish = eviction._finish_write_back
         eviction._finish_write_back = self._finish_with_copies  # type: ignore[method-assign]
         if self.hi.store.attached is not None:

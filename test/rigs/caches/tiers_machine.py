@@ -355,10 +355,9 @@ class StateTiers(Tiers):
 
     @rule(count=st.integers(1, 4))
     def evict_host_states(self, count: int) -> None:
-        books = self.states.hi.host_states
-        assert books is not None
-        free = books.pool.available_size()
-        assert books.pool.available_size() >= free + min(0, books.evict(count))
+        host = self.states.states.host
+        free = host.pool.available_size()
+        assert host.pool.available_size() >= free + min(0, host.evict(count))
 
     @precondition(lambda self: self.running)
     @rule()
@@ -373,16 +372,15 @@ class StateTiers(Tiers):
     def _end(self, rig: SteppedRig) -> None:
         super()._end(rig)
         assert isinstance(rig, SteppedStateRig)
-        assert rig.hi.host_states is not None
         assert rig.slots.available_size() == rig.num_states
-        assert rig.hi.host_states.pool.available_size() == rig.hi.host_states.pool.size
+        assert rig.states.host.pool.available_size() == rig.states.host.pool.size
 
     def _check_prefix_closed(self, rig: SteppedRig, attached: AttachedStore) -> None:
         super()._check_prefix_closed(rig, attached)
         assert attached.guard.client is not None
         for node in rig.hi.nodes():
             is_stored = node.storage_epoch == rig.hi.store.epoch
-            if is_stored and node.mamba_host_value is not None:
+            if is_stored and node.states[0].host_value is not None:
                 above = node.get_prefix_hash_values(self.page)
                 keys = attached.guard.pools.keys([*above, *node.page_hashes(self.page)])
                 trailing = PoolHitPolicy.TRAILING_PAGES

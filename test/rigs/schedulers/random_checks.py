@@ -75,7 +75,7 @@ def assert_stored(tree: RadixCache, store: ObjectStore, backend: str, epoch_bega
         if node.storage_epoch == tree.store.epoch:
             for pool, shards in pools.shards.items():
                 is_of_prefix = pool == PoolName.MAMBA
-                if is_of_prefix and node.mamba_host_value is None:
+                if is_of_prefix and node.states[0].host_value is None:
                     continue
                 for one in shards.objects:
                     keys = storage.object_keys(pages[-1:] if is_of_prefix else pages, one.pool)

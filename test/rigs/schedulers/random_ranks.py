@@ -120,8 +120,8 @@ class RankRig(CheckableRig):
         if isinstance(tree, HiRadixCache):
             counts["free tokens of L2"] = tree.host_pool.available_size
             counts["epoch of L3"] = lambda: tree.store.epoch
-            if tree.host_states is not None:
-                counts["free states of L2"] = tree.host_states.pool.available_size
+            for component in tree.tree.components:
+                counts["free states of L2"] = component.host.pool.available_size
         states = state.pools.req_to_token_pool.mamba_pool
         if states is not None:
             counts["free states of L1"] = states.available_size

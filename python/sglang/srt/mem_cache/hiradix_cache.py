@@ -26,8 +26,6 @@ from sglang.srt.mem_cache.l2.cache_controller import HiCacheController
 from sglang.srt.mem_cache.l2.eviction_to_host import EvictionToHost
 from sglang.srt.mem_cache.l2.host_backup import HostBackup
 from sglang.srt.mem_cache.l2.host_load import HostLoad
-from sglang.srt.mem_cache.l2.host_pages import HostPages
-from sglang.srt.mem_cache.l2.host_states import HostStates
 from sglang.srt.mem_cache.l3.hicache_administration import ChangeResult, StorageAdministration
 from sglang.srt.mem_cache.l3.storage_backup import StorageBackup
 from sglang.srt.mem_cache.l3.storage_check import StorageCheck
@@ -45,7 +43,7 @@ from sglang.srt.mem_cache.tree.digest import Books, CacheBooks
 from sglang.srt.mem_cache.tree.hicache_metrics import HiCacheMetrics
 from sglang.srt.mem_cache.tree.on_all_ranks import on_all_ranks
 from sglang.srt.mem_cache.tree.prefix_tree import PrefixTree
-from sglang.srt.mem_cache.tree.radix_cache import RadixCache, make_tree, states_of
+from sglang.srt.mem_cache.tree.radix_cache import RadixCache, make_tree
 from sglang.srt.mem_cache.tree.radix_key import PageHash, TokenArray
 from sglang.srt.mem_cache.tree.tree_node import TreeNode
 
@@ -96,9 +94,8 @@ class HiRadixCache(RadixCache):
         administration: Changes of L3 at run time.
         cache_controller: Controller of copies.
         host_pool: The anchor's pool in L2.
-        host_pages: Books of L2's pages.
-        host_states: Books of L2's recurrent states; None: the model has none.
         store: The connection to L3.
+        eviction: Eviction from L1.
         host_backup, host_load, storage_backup, storage_prefetch: The flows down and up.
         metrics: Metrics of the tiers.
     """
@@ -126,13 +123,13 @@ class HiRadixCache(RadixCache):
         store = self.store = StoreConnection(
             opener, server_args.hicache_storage_prefetch_policy, metrics
         )
-        host_states = self.host_states = _make_host_states(tree, controller)
-        host = self.host_pages = HostPages(tree, self.host_pool, metrics, host_states)
-        self.storage_prefetch = StoragePrefetch(tree, host, store, metrics)
-        self.storage_backup = StorageBackup(params.page_size, host, store, metrics)
+        _add_host(tree, controller.mem_pool_host)
+        tree.device.evicted = metrics.evicted.labels("device")
+        tree.host.evicted = metrics.evicted.labels("host")
+        self.storage_prefetch = StoragePrefetch(tree, store, metrics)
+        self.storage_backup = StorageBackup(tree, store, metrics)
         self.host_backup = HostBackup(
             tree,
-            host,
             controller,
             write_policy=server_args.hicache_write_policy,
             metrics=metrics,
@@ -141,29 +138,23 @@ class HiRadixCache(RadixCache):
         self.administration = StorageAdministration(
             store, self.host_backup, self.is_busy, self._group
         )
-        eviction = EvictionToHost(tree, host, controller, self.host_backup, metrics)
-        self.host_load = HostLoad(tree, host, controller, eviction=eviction, metrics=metrics)
+        self.eviction = EvictionToHost(tree, controller, self.host_backup, metrics)
+        evict_from = self.eviction.evict
+        self.host_load = HostLoad(tree, controller, evict_from=evict_from, metrics=metrics)
         flows = (
             self.administration,
             self.storage_prefetch,
             self.host_backup,
             self.host_load,
-            StorageCheck(params.page_size, store, has_states=host_states is not None),
+            StorageCheck(params.page_size, store),
             self.storage_backup,
         )
-        super().__init__(params, tree, flows, eviction)
+        super().__init__(params, tree, flows, evict_from)
         metrics.host_total.set(self.host_pool.size)
-        self._books = CacheBooks(
-            lambda: tree.root,
-            {
-                "free tokens of L1": tree.allocator.available_size,
-                "free tokens of L2": self.host_pool.available_size,
-                "epoch of L3": lambda: store.epoch,
-            },
-        )
-        if self.states is not None and host_states is not None:
-            self._books.counts["free states of L1"] = self.states.pool.available_size
-            self._books.counts["free states of L2"] = host_states.pool.available_size
+        counts = {"epoch of L3": lambda: store.epoch}
+        for tier in tree.tiers:
+            counts[f"free slots: {tier.name}"] = tier.pool.available_size
+        self._books = CacheBooks(lambda: tree.root, counts)
         if (backend := server_args.hicache_storage_backend) is not None:
             extra_config = server_args.hicache_storage_backend_extra_config
             try:
@@ -243,7 +234,7 @@ class HiRadixCache(RadixCache):
     def evict_host(self, num_tokens: int) -> int:
         """Free at least `num_tokens` of unpinned host pages, if there are as many; return the freed
         tokens."""
-        return self.host_pages.evict(num_tokens)
+        return self.tree.host.evict(num_tokens)
 
     def init_load_back(self, params: InitLoadBackParams) -> tuple[torch.Tensor, TreeNode]:
         return self.host_load.init_load_back(params)
@@ -349,7 +340,7 @@ class HiRadixCache(RadixCache):
     def tiers(self) -> list[str]:
         """One line per tier below L1: its size, and the reason for the size."""
         pool, group = self.host_pool, self.cache_controller.mem_pool_host
-        states = "" if self.host_states is None else f" and {self.host_states.pool.size} states"
+        states = "".join(f" and {one.host.pool.size} states" for one in self.tree.components)
         pools = ", ".join([group.anchor_entry.name, *(one.name for one in self._get_extra_pools())])
         host = (
             f"L2: {pool.size} tokens{states}, {group.nbytes / 1e9:.2f} GB of host memory for "
@@ -375,9 +366,9 @@ class HiRadixCache(RadixCache):
 
     def read_metrics(self) -> None:
         super().read_metrics()
-        if self.state_metrics is not None and self.host_states is not None:
-            states = self.host_states.pool
-            self.state_metrics.set_host(total=states.size, free=states.available_size())
+        for component in self.tree.components:
+            states = component.host.pool
+            component.metrics.set_host(total=states.size, free=states.available_size())
         used = self.host_pool.size - self.host_pool.available_size()
         self.metrics.set_state(used, self.is_busy())
         self.metrics.host_stuck.set(self.storage_prefetch.stuck_tokens())
@@ -389,22 +380,17 @@ class HiRadixCache(RadixCache):
     ) -> None:
         super().check_integrity(request_slots, request_states)
         self.cache_controller.mem_pool_host.check_integrity()
-        self.host_pages.check([pages for flow in self._flows for pages in flow.owned_host_pages()])
-        if self.host_states is not None:
-            owned = [states for flow in self._flows for states in flow.owned_host_states()]
-            self.host_states.check(self.nodes(), owned)
 
 
-def _make_host_states(tree: PrefixTree, controller: HiCacheController) -> HostStates | None:
-    """The books of the states in L2, if the tree has states. They also evict states to make
-    room."""
-    states = states_of(tree)
-    if states is None:
-        return None
-    entry = controller.mem_pool_host.entries[states.pool.spec.name]
-    host_states = HostStates(tree, states, entry.host_pool)
-    entry.host_evict_fn = host_states.evict
-    return host_states
+def _add_host(tree: PrefixTree, group: HostPoolGroup) -> None:
+    """Let nodes of `tree` have slots in the pools of L2, which evict to make room."""
+    entries = {
+        component.pool.spec.name: group.entries[component.pool.spec.name]
+        for component in tree.components
+    }
+    tree.add_host(group.anchor, {name: entry.host_pool for name, entry in entries.items()})
+    for component in tree.components:
+        entries[component.pool.spec.name].host_evict_fn = component.host.evict
 
 
 def _make_controller(

@@ -174,18 +174,17 @@ def test_a_lost_state_of_pages_that_the_tree_kept_is_written_again(
     for prompt in (SHORT, PROMPT):
         rig.run(prompt)
         rig.settle()
-    books = rig.hi.host_states
-    assert books is not None
+    host = rig.states.host
     rig.tree.evict(EvictParams(mamba_num=1))
-    books.evict(1)
+    host.evict(1)
     (upper,) = (node for node in rig.hi.nodes() if node.children)
-    assert not upper.has_state
+    assert not upper.states[0].is_on_any_tier
     assert upper.storage_epoch == rig.hi.store.epoch
     lost = state(storage_dir, SHARED, pool)
     monkeypatch.setattr(Odd, "doomed", lost)
     read(rig, "torn", SHORT)
     assert not lost.exists()
-    assert not upper.has_state
+    assert not upper.states[0].is_on_any_tier
     request, reused = rig.admit("torn", SHORT)
     assert reused == Reused()
     rig.finish(request)
@@ -251,7 +250,7 @@ def test_a_damaged_state_is_detected_counted_and_healed(
 
 @pytest.mark.parametrize("seed", range(3))
 def test_aborts_at_any_point_leave_the_books_balanced(rigs: StorageRigs, seed: int) -> None:
-    """`settle` checks the books."""
+    """`settle` checks the host."""
     rig = make(rigs, l1_pages=24, hicache_ratio=1.5)
     end_at_any_point(rig, seed, steps=50)
     rig.run(PROMPT)
@@ -260,12 +259,11 @@ def test_aborts_at_any_point_leave_the_books_balanced(rigs: StorageRigs, seed: i
     rig.tree.evict(EvictParams(num_tokens=24 * PAGE, mamba_num=rig.num_states))
     rig.hi.evict_host(rig.hi.host_pool.size)
     assert list(rig.hi.nodes()) == []
-    books = rig.hi.host_states
-    assert books is not None
+    host = rig.states.host
     assert rig.allocator.available_size() == 24 * PAGE
     assert rig.slots.available_size() == rig.num_states
     assert rig.hi.host_pool.available_size() == rig.hi.host_pool.size
-    assert books.pool.available_size() == books.pool.size
+    assert host.pool.available_size() == host.pool.size
     assert rig.rows.available_size() == rig.rows.size
 
 
@@ -295,8 +293,8 @@ def test_tiers_far_smaller_than_the_prompts_store_states_behind_whole_prefixes(
     left = counts(rig.states.metrics.evicted)
     nodes = list(rig.hi.nodes())
     kept = {
-        "device": sum(node.mamba_value is not None for node in nodes),
-        "host": sum(node.mamba_host_value is not None for node in nodes),
+        "device": sum(node.states[0].value is not None for node in nodes),
+        "host": sum(node.states[0].host_value is not None for node in nodes),
     }
     assert {tier: kept[tier] + left[tier] for tier in kept} == gained, "left without a count"
     reader = make(rigs)
@@ -310,20 +308,18 @@ def test_tiers_far_smaller_than_the_prompts_store_states_behind_whole_prefixes(
 def gains(rig: StateRig, monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
     """How often nodes of the tree gain a state, by tier; counts from now on."""
     gained = {"device": 0, "host": 0}
-    books = rig.hi.host_states
-    assert books is not None
 
     def count(tier: str, owner: Any, method: str, value: str) -> None:
         put = getattr(owner, method)
 
         def counted(node: TreeNode, *args: Any, **settings: Any) -> Any:
-            gained[tier] += getattr(node, value) is None
+            gained[tier] += getattr(node.states[0], value) is None
             return put(node, *args, **settings)
 
         monkeypatch.setattr(owner, method, counted)
 
-    count("device", rig.states, "put_on_device", "mamba_value")
-    count("host", books, "put", "mamba_host_value")
+    count("device", rig.states.device, "put", "value")
+    count("host", rig.states.host, "put", "host_value")
     return gained
 
 

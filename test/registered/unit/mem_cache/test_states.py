@@ -47,8 +47,8 @@ def test_pages_and_state_go_to_the_host_and_come_back(layout: str, policy: str) 
         rig.settle()
     rig.tree.evict(EVERYTHING)
     (node,) = rig.tree.nodes()
-    assert (node.value, node.mamba_value) == (None, None)
-    assert node.mamba_host_value is not None
+    assert (node.value, node.states[0].value) == (None, None)
+    assert node.states[0].host_value is not None
     rig.mamba.temporal.fill_(-1)
     assert rig.run(range(21)) == Reused(host=20)
     rig.settle()
@@ -91,7 +91,7 @@ def test_a_node_that_gains_its_state_later_writes_the_state_alone() -> None:
     rig.run([*shared, *range(200, 209)])
     rig.settle()
     node = by_depth(rig)[12]
-    assert node.mamba_host_value is not None
+    assert node.states[0].host_value is not None
     rig.tree.evict(EVERYTHING)
     assert rig.run([*shared, 300]) == Reused(host=12)
     rig.settle()
@@ -109,12 +109,12 @@ def test_a_state_that_comes_while_its_pages_are_on_their_way_is_written_when_the
     rig.tick()
     rig.run([*shared, *range(200, 209)])
     node = by_depth(rig)[12]
-    assert node.mamba_value is not None
+    assert node.states[0].value is not None
     assert node.write_id is not None
     held.at_once = True
     held.run()
     rig.settle()
-    assert node.mamba_host_value is not None
+    assert node.states[0].host_value is not None
     rig.close()
 
 
@@ -129,16 +129,16 @@ def test_a_state_that_is_being_copied_is_not_copied_again() -> None:
     held = HeldStream()
     controller._write_stream = held  # type: ignore[assignment]
     node = by_depth(rig)[12]
-    assert node.backuped and not node.has_state
+    assert node.backuped and not node.states[0].is_on_any_tier
     rig.run([*shared, 300])
-    assert (node.mamba_lock_ref, rig.tree.is_busy()) == (1, {"writes": 1})
+    assert (node.states[0].lock_ref, rig.tree.is_busy()) == (1, {"writes": 1})
     for _ in range(2):
         rig.run([*shared, 300])
-        assert (node.mamba_lock_ref, rig.tree.is_busy()) == (1, {"writes": 1})
+        assert (node.states[0].lock_ref, rig.tree.is_busy()) == (1, {"writes": 1})
     held.at_once = True
     held.run()
     rig.settle()
-    assert node.mamba_host_value is not None
+    assert node.states[0].host_value is not None
     rig.close()
 
 
@@ -151,13 +151,13 @@ def test_nothing_of_a_copy_is_visible_before_all_of_it_has_landed() -> None:
     rig.run(range(21))
     rig.tick()
     (node,) = rig.tree.nodes()
-    assert (node.host_value, node.mamba_host_value) == (None, None)
+    assert (node.host_value, node.states[0].host_value) == (None, None)
     result = rig.tree.evict(EvictParams(num_tokens=100, mamba_num=5))
     assert (result.num_tokens_evicted, result.mamba_num_evicted) == (0, 0), "it is copied from"
     held.run()
     rig.settle()
     assert node.backuped
-    assert node.mamba_host_value is not None
+    assert node.states[0].host_value is not None
     rig.close()
 
 
@@ -183,8 +183,7 @@ def test_a_backup_takes_room_for_pages_and_state_or_for_none() -> None:
     rig = two_tiers(hicache_ratio=1.0, num_states=4)
     rig.run(range(21))
     rig.settle()
-    assert rig.hi.host_states is not None
-    pool = rig.hi.host_states.pool
+    pool = rig.states.host.pool
     (node,) = rig.tree.nodes()
     node.protect_host()
     taken = pool.alloc(pool.available_size())
@@ -193,9 +192,9 @@ def test_a_backup_takes_room_for_pages_and_state_or_for_none() -> None:
     rig.run(range(100, 121))
     assert rig.hi.host_pool.available_size() == before
     other = next(one for one in rig.tree.nodes() if one is not node)
-    assert (other.backuped, other.lock_ref, other.mamba_lock_ref) == (False, 0, 0)
+    assert (other.backuped, other.lock_ref, other.states[0].lock_ref) == (False, 0, 0)
     pool.free(taken)
-    rig.hi.host_pages.unpin(node)
+    rig.hi.tree.host.unpin(node)
     rig.settle()
     rig.close()
 
@@ -205,9 +204,8 @@ def test_host_states_are_evicted_by_an_order_of_their_own() -> None:
     for base in range(0, 600, 100):
         rig.run(range(base, base + 9))
         rig.settle()
-    assert rig.hi.host_states is not None
-    assert rig.hi.host_states.pool.available_size() == 0
-    on_host = [node.mamba_host_value is not None for node in rig.tree.nodes()]
+    assert rig.states.host.pool.available_size() == 0
+    on_host = [node.states[0].host_value is not None for node in rig.tree.nodes()]
     assert sum(on_host) == 4
     rig.tree.evict(EvictParams(mamba_num=4))
     assert sorted(int(node.key.ids[0]) for node in rig.tree.nodes()) == [200, 300, 400, 500], (
@@ -224,8 +222,7 @@ def test_a_host_leaf_without_its_state_goes_and_so_does_what_it_leaves() -> None
     rig.settle()
     rig.tree.evict(EVERYTHING)
     assert sorted(by_depth(rig)) == [8, 20]
-    assert rig.hi.host_states is not None
-    assert rig.hi.host_states.evict(1) == 1
+    assert rig.states.host.evict(1) == 1
     assert list(rig.tree.nodes()) == []
     assert rig.hi.host_pool.available_size() == rig.hi.host_pool.size
     rig.settle()
@@ -242,10 +239,9 @@ def test_a_host_node_with_any_child_is_no_leaf() -> None:
     rig.settle()
     parent, child = by_depth(rig)[8], by_depth(rig)[16]
     assert (parent.host_children, child.backuped) == (0, False)
-    assert rig.hi.host_states is not None
-    assert rig.hi.host_states.evict(1) == 1
+    assert rig.states.host.evict(1) == 1
     assert rig.tree.evict(EvictParams(mamba_num=1)).mamba_num_evicted == 1
-    assert not parent.has_state
+    assert not parent.states[0].is_on_any_tier
     assert parent.backuped
     rig.settle()
     rig.close()
@@ -330,16 +326,15 @@ def test_a_split_under_a_copy_leaves_the_state_with_the_lower_part(cut: int) -> 
     controller._write_stream.run()  # type: ignore[attr-defined]
     rig.settle()
     nodes = by_depth(rig)
-    assert nodes[20].mamba_host_value is not None
-    assert nodes[cut].mamba_host_value is None
+    assert nodes[20].states[0].host_value is not None
+    assert nodes[cut].states[0].host_value is None
     assert nodes[cut].backuped
     rig.tree.evict(EVERYTHING)
     match = rig.match(range(21))
     rig.tree.init_load_back(InitLoadBackParams(match.best_match_node, match.host_hit_length))
     rig.tree.ready_to_load_host_cache()
     rig.match([*range(20 - cut), 90, 91, 92, 93])
-    assert rig.hi.host_states is not None
-    assert rig.hi.host_states.evict(5) == 0, "it is copied from"
+    assert rig.states.host.evict(5) == 0, "it is copied from"
     assert rig.tree.evict(EvictParams(mamba_num=5)).mamba_num_evicted == 0, "it is copied to"
     controller._load_stream.run()  # type: ignore[attr-defined]
     rig.settle()
@@ -359,12 +354,11 @@ def test_write_back_saves_the_state_of_a_leaf_whose_state_is_evicted() -> None:
 
 def test_integrity_names_a_lost_host_state() -> None:
     rig = two_tiers()
-    assert rig.hi.host_states is not None
-    lost = rig.hi.host_states.pool.alloc(1)
+    lost = rig.states.host.pool.alloc(1)
     with pytest.raises(AssertionError, match="states on the host: 1 of 32"):
         rig.tree.check_integrity()
     assert lost is not None
-    rig.hi.host_states.pool.free(lost)
+    rig.states.host.pool.free(lost)
     rig.close()
 
 
@@ -374,7 +368,7 @@ def test_slots_of_the_tree_are_known_to_the_cpu() -> None:
     rig.run(range(21))
     rig.settle()
     (node,) = rig.tree.nodes()
-    for slot in (node.mamba_value, node.mamba_host_value):
+    for slot in (node.states[0].value, node.states[0].host_value):
         assert isinstance(slot, torch.Tensor)
         assert slot.is_cpu
     rig.close()

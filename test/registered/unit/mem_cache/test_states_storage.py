@@ -58,9 +58,8 @@ def forget_l1_and_l2(rig: CacheRig) -> None:
 
 
 def host_states_in_use(rig: CacheRig) -> int:
-    books = rig.hi.host_states
-    assert books is not None
-    return books.pool.size - books.pool.available_size()
+    pool = rig.hi.tree.components[0].host.pool
+    return pool.size - pool.available_size()
 
 
 @pytest.mark.parametrize("layout", ["layer_first", "page_first", "page_first_direct"])
@@ -273,7 +272,7 @@ def test_pages_whose_state_the_tree_has_taken_alone_are_not_published(
     assert (read.progress.landed, read.progress.ended) == (3, False)
     assert reader.tree.check_prefetch_progress("first")
     shared = reader.match([*SHARED, 90]).best_match_node
-    assert depth(shared) == 12 and shared.mamba_host_value is not None
+    assert depth(shared) == 12 and shared.states[0].host_value is not None
     assert sorted(read.needs) == ["first", "second"] and read.operation.owned_tokens
     reader.hi.evict(EvictParams(num_tokens=1000))
     reader.hi.evict_host(1000)
@@ -341,14 +340,13 @@ def test_nothing_is_read_where_the_host_has_no_room_for_the_state(rigs: StorageR
     writer, reader = (rigs.make("file", kind=StateRig) for _ in range(2))
     writer.run(PROMPT)
     writer.settle()
-    books = reader.hi.host_states
-    assert books is not None
-    taken = books.pool.alloc(books.pool.available_size())
+    host = reader.hi.tree.components[0].host
+    taken = host.pool.alloc(host.pool.available_size())
     assert taken is not None
     reader.arrive("r", PROMPT)
     assert counts(reader.hi.metrics.prefetch_outcomes) == {"no_host_memory": 1}
     assert reader.hi.host_pool.available_size() == reader.hi.host_pool.size
-    books.pool.free(taken)
+    host.pool.free(taken)
     reader.settle()
 
 
@@ -365,7 +363,7 @@ def test_reads_hold_half_of_the_states_of_l2(rigs: StorageRigs) -> None:
     for prompt in prompts:
         writer.run(prompt)
         writer.settle()
-    assert reader.hi.host_states is not None and reader.hi.host_states.pool.size == 8
+    assert reader.hi.tree.components[0].host.pool.size == 8
     with HeldReads(reader.hi, calls=0) as held:
         for number, prompt in enumerate(prompts):
             reader.arrive(f"r{number}", prompt)
@@ -446,18 +444,17 @@ def test_a_check_asks_up_to_a_state_that_l3_is_known_to_have(
     rig.run([*SHARED, *range(100, 109)])
     rig.settle()
     epoch = rig.hi.store.epoch
-    books = rig.hi.host_states
-    assert books is not None
-    taken = books.pool.alloc(books.pool.available_size())
+    host = rig.hi.tree.components[0].host
+    taken = host.pool.alloc(host.pool.available_size())
     assert taken is not None
-    with_state = [node for node in rig.hi.nodes() if node.has_state]
+    with_state = [node for node in rig.hi.nodes() if node.states[0].is_on_any_tier]
     for node in with_state:
         node.protect_host()
     attached_store_of(rig).reads._check_at = 0.0
     rig.run([*SHARED, 300])
-    books.pool.free(taken)
+    host.pool.free(taken)
     for node in with_state:
-        rig.hi.host_pages.unpin(node)
+        rig.hi.tree.host.unpin(node)
     rig.settle()
     assert rig.hi.store.epoch == epoch, "its pages are stored, its state was not"
     rig.run(PROMPT)

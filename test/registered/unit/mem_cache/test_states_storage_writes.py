@@ -27,7 +27,7 @@ def test_a_silent_store_leaves_half_of_the_states_of_l2_to_new_prompts(rigs: Sto
         hicache_ratio=0.25,
     )
     assert isinstance(rig, SteppedStateRig)
-    assert rig.hi.host_states is not None and rig.hi.host_states.pool.size == 8
+    assert rig.hi.tree.components[0].host.pool.size == 8
     for number in range(20):
         rig.run(range(100 * number, 100 * number + 9))
         rig.tick()
@@ -35,7 +35,7 @@ def test_a_silent_store_leaves_half_of_the_states_of_l2_to_new_prompts(rigs: Sto
         rig.tick()
     nodes = sorted(rig.hi.nodes(), key=lambda node: node.creation_time)
     assert [node.host_ref_counter for node in nodes] == [1] * 4 + [0] * 16
-    assert all(node.mamba_host_value is not None for node in nodes[-4:]), "the newest reach L2"
+    assert all(node.states[0].host_value is not None for node in nodes[-4:]), "the newest reach L2"
     assert rig.hi.is_busy() == {"backups": 20}, "all others wait until a write ends"
     rig.settle()
     assert all(rig.hi.store.has_stored(node) for node in (*nodes[:4], *nodes[-4:]))
@@ -47,8 +47,7 @@ def test_a_full_l2_says_what_it_is_full_of(
     rig = rigs.make(
         "file", kind=lambda **args: StateRig(num_states=4, **args), l1_pages=8, hicache_ratio=1.0
     )
-    assert rig.hi.host_states is not None
-    for number, pool in enumerate((rig.hi.host_states.pool, rig.hi.host_pool)):
+    for number, pool in enumerate((rig.hi.tree.components[0].host.pool, rig.hi.host_pool)):
         taken = pool.alloc(pool.available_size())
         assert taken is not None
         rig.run(range(100 * number, 100 * number + 9))
@@ -66,14 +65,14 @@ def test_pages_under_a_write_leave_l1_though_their_state_goes_with_them(rigs: St
     rig = rigs.make("file", kind=SteppedStateRig)
     rig.run([*SHARED, *range(100, 109)])
     rig.settle()
-    assert rig.hi.host_states is not None and rig.hi.host_states.evict(1) == 1
+    assert rig.hi.tree.components[0].host.evict(1) == 1
     (node,) = rig.hi.nodes()
     rig.hi.store.forget_stored()
     assert rig.hi.write_backup_storage(node) is None
     assert rig.tree.evictable_size() == len(node.key) == 20
     assert rig.tree.evict(EvictParams(num_tokens=8)).num_tokens_evicted == 20
     assert rig.allocator.available_size() == rig.allocator.size
-    assert (node.backuped, node.has_state) == (True, False), "the write goes on"
+    assert (node.backuped, node.states[0].is_on_any_tier) == (True, False), "the write goes on"
     rig.tree.check_integrity()
     rig.settle()
     assert list(rig.hi.nodes()) == []
@@ -93,8 +92,8 @@ def test_the_end_of_a_write_takes_what_nothing_else_keeps_out_of_the_tree(
     assert rig.hi.write_backup_storage(shared) is None
     rig.match([*SHARED[:4], 90])
     rig.tree.evict(EvictParams(num_tokens=1000))
-    assert rig.hi.host_states is not None and rig.hi.host_states.evict(1) == 1
-    assert not shared.children and not shared.has_state, "the write alone keeps it"
+    assert rig.hi.tree.components[0].host.evict(1) == 1
+    assert not shared.children and not shared.states[0].is_on_any_tier, "the write alone keeps it"
     assert len(list(rig.hi.nodes())) == 2
     rig.settle()
     assert list(rig.hi.nodes()) == []

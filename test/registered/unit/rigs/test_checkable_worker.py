@@ -61,13 +61,13 @@ def ask(rig: CheckableRig, rid: str, ids: list[int] = PROMPT, seed: int = 1) -> 
 def node_behind(rig: CheckableRig, tokens: int) -> TreeNode:
     """The node of `PROMPT` that ends behind the first `tokens`, with a state."""
     path = rig.tree.tree.walk(RadixKey(PROMPT[:tokens]))
-    assert path[-1].depth == tokens and path[-1].has_state
+    assert path[-1].depth == tokens and path[-1].states[0].is_on_any_tier
     return path[-1]
 
 
 def state_of(node: TreeNode) -> int:
-    assert node.mamba_value is not None
-    return int(node.mamba_value)
+    assert node.states[0].value is not None
+    return int(node.states[0].value)
 
 
 @pytest.mark.parametrize("is_sparse", [False, True], ids=["keys and values", "latent rows"])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -10,6 +10,7 @@ import torch
 
 if TYPE_CHECKING:
     from sglang.srt.mem_cache.l2.cache_controller import HiCacheAck
+    from sglang.srt.mem_cache.tree.component import TreeComponent
     from sglang.srt.mem_cache.tree.tree_node import TreeNode
 
 
@@ -21,9 +22,9 @@ class DeviceCopy:
     node: TreeNode
     length: int
     host_indices: torch.Tensor
-    """Host slots of the pages; empty if only the state is copied."""
-    host_state: torch.Tensor | None = None
-    """Host slot of the state of `node`, int64 `[1]`, if the copy includes it."""
+    """Host slots of the pages; empty if only states are copied."""
+    host_states: Mapping[TreeComponent, torch.Tensor]
+    """Host slots of the states of `node` that the copy includes, by kind."""
 
 
 def num_reached(acks: Sequence[HiCacheAck]) -> int:

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Final
 import torch
 
 from sglang.srt.mem_cache.l2.device_copy import DeviceCopy, num_reached
-from sglang.srt.mem_cache.tree.radix_cache import states_of
 from sglang.srt.mem_cache.tree.tier_flow import TierFlow
 from sglang.srt.mem_cache.tree.tree_node import TreeNode, parts_of
 from sglang.srt.utils.logging_utils import RateLimitedLogger
@@ -23,9 +22,10 @@ if TYPE_CHECKING:
         CacheOperation,
         HiCacheController,
     )
-    from sglang.srt.mem_cache.l2.host_pages import HostPages
     from sglang.srt.mem_cache.tree.ballot import Progress
+    from sglang.srt.mem_cache.tree.component import TreeComponent
     from sglang.srt.mem_cache.tree.hicache_metrics import HiCacheMetrics
+    from sglang.srt.mem_cache.tree.pool_tier import PoolTier
     from sglang.srt.mem_cache.tree.prefix_tree import PrefixTree
 
 logger = logging.getLogger(__name__)
@@ -39,12 +39,11 @@ class HostBackup(TierFlow):
 
     - A node's host pages are set when their bytes have landed, never before.
     - While a copy runs, its device pages are locked and the operation owns its host pages.
-    - A node's state goes in the same copy as its pages, or alone if the pages are on the host
+    - States of a node go in the same copy as its pages, or alone if the pages are on the host
       already.
 
     Args:
         tree: Tree of the nodes.
-        host: Books of L2.
         controller: Controller of copies.
         write_policy: One of `WRITE_POLICIES`.
         metrics: Metrics of the tiers.
@@ -54,7 +53,6 @@ class HostBackup(TierFlow):
     def __init__(
         self,
         tree: PrefixTree,
-        host: HostPages,
         controller: HiCacheController,
         *,
         write_policy: str,
@@ -63,8 +61,6 @@ class HostBackup(TierFlow):
     ) -> None:
         self.write_policy = write_policy
         self._tree = tree
-        self._states = states_of(tree)
-        self._host = host
         self._controller = controller
         self._metrics = metrics
         self._below = below
@@ -76,14 +72,12 @@ class HostBackup(TierFlow):
         writes = len(self._writing) or len(self._controller.ack_write_queue)
         return {"writes": writes} if writes else {}
 
-    def owned_host_pages(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def owned_slots(self) -> Iterator[tuple[PoolTier, str, torch.Tensor]]:
         for operation_id, copy in self._writing.items():
-            yield f"write {operation_id}", copy.host_indices
-
-    def owned_host_states(self) -> Iterator[tuple[str, torch.Tensor]]:
-        for operation_id, copy in self._writing.items():
-            if copy.host_state is not None:
-                yield f"write {operation_id}", copy.host_state
+            owner = f"write {operation_id}"
+            yield self._tree.host, owner, copy.host_indices
+            for component, slots in copy.host_states.items():
+                yield component.host, owner, slots
 
     # ---- copies ----------------------------------------------------------------------------
 
@@ -93,7 +87,7 @@ class HostBackup(TierFlow):
         wanted = 1 if self.write_policy == "write_through" else _SELECTIVE_HITS
         for node in path:
             if node.backuped and (wanted == 1 or node.hit_count >= wanted):
-                self._save_state(node)
+                self._save_states(node)
             if node.backuped or node.write_id is not None:
                 continue
             # Top down, up to the first node that is not written: a written node has written
@@ -102,10 +96,10 @@ class HostBackup(TierFlow):
                 break
 
     def write(self, node: TreeNode) -> bool:
-        """Queue the copy of a node and its state to the host; False if L2 has no room for it."""
+        """Queue the copy of a node and its states to the host; False if L2 has no room for it."""
         operation = self.queue_copy(node)
         if operation is None:
-            is_pages = self._host.pool.available_size() < len(node.key)
+            is_pages = self._tree.host.pool.available_size() < len(node.key)
             self._say.warning(
                 "l2-full" if is_pages else "l2-states-full",
                 "L2 is full of %s in use; %d tokens stay without a copy",
@@ -117,14 +111,14 @@ class HostBackup(TierFlow):
         self._begin(node, operation)
         return True
 
-    def _save_state(self, node: TreeNode) -> None:
-        """Queue the copy of a state whose pages are on the host already, if L2 has room for it."""
-        if not self.lacks_host_state(node) or node.mamba_lock_ref:
+    def _save_states(self, node: TreeNode) -> None:
+        """Queue the copy of states whose pages are on the host already, if L2 has room for them."""
+        if not node.has_unsaved_state or any(state.lock_ref for state in node.states):
             return
         node.protect_host()
         operation = self.queue_copy(node)
         if operation is None:
-            self._host.unpin(node)
+            self._tree.host.unpin(node)
             self._say.warning(
                 "l2-states-full",
                 "L2 is full of states in use; the state behind %d tokens stays without a copy",
@@ -134,34 +128,35 @@ class HostBackup(TierFlow):
         self._begin(node, operation)
 
     def _begin(self, node: TreeNode, operation: CacheOperation) -> None:
-        """Lock the pages and the state that `operation` copies."""
+        """Lock the pages and the states that `operation` copies."""
         self._tree.lock(node)
-        host_state = self.host_state(operation)
-        if host_state is not None and self._states is not None:
-            self._states.lock(node)
-        copy = DeviceCopy(node, len(node.key), operation.host_indices, host_state)
+        states = self.host_states(operation)
+        for component in states:
+            component.device.lock(node)
+        copy = DeviceCopy(node, len(node.key), operation.host_indices, states)
         self._writing[operation.operation_id] = copy
 
-    def host_state(self, operation: CacheOperation) -> torch.Tensor | None:
-        """The host slot of the state that `operation` includes, if any."""
-        return None if self._states is None else operation.host_slots(self._states.pool.spec.name)
+    def host_states(self, operation: CacheOperation) -> dict[TreeComponent, torch.Tensor]:
+        """The host slots of the states that `operation` includes, by kind."""
+        return {
+            component: slots
+            for component in self._tree.components
+            if (slots := operation.host_slots(component.pool.spec.name)) is not None
+        }
 
-    def lacks_host_state(self, node: TreeNode) -> bool:
-        """Whether the state of `node` is on the device alone."""
-        return node.mamba_value is not None and node.mamba_host_value is None
-
-    def queue_copy(self, node: TreeNode, *, with_state: bool = True) -> CacheOperation | None:
-        """Queue the copy of the pages and the state of `node` that are not on the host: all or
+    def queue_copy(self, node: TreeNode, *, with_states: bool = True) -> CacheOperation | None:
+        """Queue the copy of the pages and the states of `node` that are not on the host: all or
         none."""
         assert node.value is not None
         pages = node.value[:0] if node.backuped else node.value
-        extra = []
-        if with_state and self._states is not None and self.lacks_host_state(node):
-            assert node.mamba_value is not None
-            extra.append(self._states.transfer(device=node.mamba_value))
+        extra = [
+            component.transfer(device=component.of(node).value)
+            for component in self._tree.components
+            if with_states and component.of(node).is_on_device_only
+        ]
         operation = self._controller.write(pages, extra)
         if operation is None and len(pages):
-            self._host.make_room(len(pages))
+            self._tree.host.make_room(len(pages))
             operation = self._controller.write(pages, extra)
         return operation
 
@@ -182,28 +177,26 @@ class HostBackup(TierFlow):
 
     def _settle(self, copy: DeviceCopy) -> None:
         """Set the host pages, whose bytes have landed, and unlock the device pages."""
+        host = self._tree.host
         parts = parts_of(copy.node, copy.length)
-        has_pages = len(copy.host_indices) > 0
-        if has_pages:
-            for node, begin, end in parts:
+        for node, begin, end in parts:
+            if len(copy.host_indices):
                 node.write_id = None
-                node.set_host_value(_part(copy.host_indices, begin, end))
-        if copy.host_state is not None:
-            assert self._host.states is not None and self._states is not None
-            self._host.states.put(copy.node, copy.host_state)
-            self._states.unlock(copy.node)
+                # L3 may have had the pages before the host.
+                host.put(node, _part(copy.host_indices, begin, end), is_stored=True)
+        for component, slots in copy.host_states.items():
+            component.host.put(copy.node, slots)
+            component.device.unlock(copy.node)
         landed = [node for node, _, _ in parts]
-        self._host.offer(landed)
-        if not has_pages:
+        if not len(copy.host_indices):
             for node in landed:
-                self._host.unpin(node)
+                host.unpin(node)
         self._tree.unlock(copy.node)
-        if self._states is not None:
-            # Nodes that had become useless were deleted when they were unlocked.
-            landed = [node for node in landed if node.parent is not None]
-            if self.write_policy != "write_back":
-                for node in landed:
-                    self._save_state(node)  # A state that came while the pages were being copied.
+        # Nodes that had become useless were deleted when they were unlocked.
+        landed = [node for node in landed if node.parent is not None]
+        if self.write_policy != "write_back":
+            for node in landed:
+                self._save_states(node)  # A state that came while the pages were being copied.
         self.tell_landed(landed[::-1])
 
     def tell_landed(self, nodes: list[TreeNode]) -> None:

@@ -21,9 +21,9 @@ from sglang.srt.mem_cache.tree.tier_flow import TierFlow
 from sglang.srt.mem_cache.tree.tree_node import TreeNode, parts_of
 
 if TYPE_CHECKING:
-    from sglang.srt.mem_cache.l2.host_pages import HostPages
     from sglang.srt.mem_cache.l3.store_connection import StoreConnection
     from sglang.srt.mem_cache.tree.hicache_metrics import HiCacheMetrics
+    from sglang.srt.mem_cache.tree.prefix_tree import PrefixTree
 
 _BACKUP_SHARE: Final = 0.5
 """Share of the pages of L2, and of its states, that writes to L3 in flight may pin, so that L2 does
@@ -50,17 +50,13 @@ class StorageBackup(TierFlow):
     """Writes to L3 for one tree.
 
     Args:
-        page_size: Tokens of a page.
-        host: Books of L2, in which pages are pinned while they are written.
+        tree: Tree of the nodes, which are pinned in L2 while they are written.
         store: The connection to L3.
         metrics: Metrics of the tiers.
     """
 
-    def __init__(
-        self, page_size: int, host: HostPages, store: StoreConnection, metrics: HiCacheMetrics
-    ) -> None:
-        self._page_size = page_size
-        self._host = host
+    def __init__(self, tree: PrefixTree, store: StoreConnection, metrics: HiCacheMetrics) -> None:
+        self._tree = tree
         self._store = store
         self._metrics = metrics
         self._under_way: deque[StorageOperation] = deque()
@@ -114,8 +110,8 @@ class StorageBackup(TierFlow):
             return refusal
         prefix: list[PageHash] = []
         if attached.settings.pass_prefix_keys:
-            prefix = node.get_prefix_hash_values(self._page_size)
-        hashes = node.page_hashes(self._page_size)
+            prefix = node.get_prefix_hash_values(self._tree.page_size)
+        hashes = node.page_hashes(self._tree.page_size)
         after = node.parent.backup_op
         assert after is None or isinstance(after, StorageOperation)
         operation = StorageOperation(
@@ -125,7 +121,7 @@ class StorageBackup(TierFlow):
             prefix_hashes=prefix,
             after=after,
             epoch=self._store.epoch,
-            extra_transfers=self._state_of(node, hashes),
+            extra_transfers=self._states_of(node, hashes),
         )
         node.protect_host()
         node.backup_op = operation
@@ -149,11 +145,13 @@ class StorageBackup(TierFlow):
         """Whether the writes in flight and one of `tokens` more pin no more than their share."""
         if not self._under_way:
             return True  # Waiting would make no node smaller.
-        if self._tokens + tokens > _BACKUP_SHARE * self._host.pool.size:
+        if self._tokens + tokens > _BACKUP_SHARE * self._tree.host.pool.size:
             return False
-        states = self._host.states
-        # Each write pins the state of its node, also one that comes meanwhile.
-        return states is None or len(self._under_way) < _BACKUP_SHARE * states.pool.size
+        # Each write pins the states of its node, also those that come meanwhile.
+        return all(
+            len(self._under_way) < _BACKUP_SHARE * component.host.pool.size
+            for component in self._tree.components
+        )
 
     def _count(self, refusal: NoWrite) -> None:
         self._metrics.backup_outcomes.labels(refusal.value).inc()
@@ -184,13 +182,14 @@ class StorageBackup(TierFlow):
         for node, _, _ in parts_of(operation.node, length):
             node.backup_op = None
             has_written_state = node is operation.node and bool(operation.extra_transfers)
-            if node.mamba_host_value is not None and not has_written_state:
+            has_state = any(state.host_value is not None for state in node.states)
+            if has_state and not has_written_state:
                 late.append(node)
             elif success:
                 # The epoch of the write's start: if L3 was lost meanwhile, the pages may be lost
                 # too.
                 node.storage_epoch = operation.epoch
-            self._host.unpin(node)
+            self._tree.host.unpin(node)
         if success and late and self._store.attached is not None:
             # States that came while the pages were written.
             self._write_all(late[::-1])
@@ -221,12 +220,14 @@ class StorageBackup(TierFlow):
                     break
             del self._postponed[node.id]
 
-    def _state_of(self, node: TreeNode, hashes: list[PageHash]) -> list[PoolTransfer]:
-        """Transfer of the state of `node`, if the host has it, under the last of the pages'
+    def _states_of(self, node: TreeNode, hashes: list[PageHash]) -> list[PoolTransfer]:
+        """Transfers of the states of `node` that the host has, under the last of the pages'
         `hashes`."""
-        if self._host.states is None or node.mamba_host_value is None:
-            return []
-        return [self._host.states.transfer(node.mamba_host_value, [hashes[-1]])]
+        return [
+            component.transfer(slot, keys=[hashes[-1]])
+            for component in self._tree.components
+            if (slot := component.of(node).host_value) is not None
+        ]
 
     def _unsaved_path(self, node: TreeNode) -> list[TreeNode]:
         """`node` and the nodes split off above it since it was postponed, top first."""

@@ -30,13 +30,11 @@ class StorageCheck(TierFlow):
     Args:
         page_size: Tokens of a page.
         store: The connection to L3.
-        has_states: Whether prompts end with a recurrent state.
     """
 
-    def __init__(self, page_size: int, store: StoreConnection, *, has_states: bool = False) -> None:
+    def __init__(self, page_size: int, store: StoreConnection) -> None:
         self._page_size = page_size
         self._store = store
-        self._has_states = has_states
         self._under_way: CheckOperation | None = None
         self._uses = 0
         """Uses of stored prompts since the start."""
@@ -53,8 +51,8 @@ class StorageCheck(TierFlow):
         if not is_due or self._under_way is not None or not self._store.available:
             return
         stored = list(itertools.takewhile(self._store.has_stored, path))
-        while self._has_states and stored and stored[-1].mamba_host_value is None:
-            # A stored prompt ends with a state; only states on the host are known to be in L3.
+        while stored and any(state.host_value is None for state in stored[-1].states):
+            # A stored prompt ends with its states; only those on the host are known to be in L3.
             stored.pop()
         hashes = [page for node in stored for page in node.page_hashes(self._page_size)]
         if not hashes:

@@ -28,9 +28,9 @@ from sglang.srt.mem_cache.tree.tree_node import TreeNode
 from sglang.srt.utils.logging_utils import RateLimitedLogger
 
 if TYPE_CHECKING:
-    from sglang.srt.mem_cache.l2.host_pages import HostPages
     from sglang.srt.mem_cache.l3.store_connection import StoreConnection
     from sglang.srt.mem_cache.tree.hicache_metrics import HiCacheMetrics
+    from sglang.srt.mem_cache.tree.pool_tier import PoolTier
     from sglang.srt.mem_cache.tree.prefix_tree import PrefixTree
 
 logger = logging.getLogger(__name__)
@@ -43,8 +43,7 @@ class StoragePrefetch(TierFlow):
     """Reads from L3 for one tree.
 
     Args:
-        tree: The tree in which read pages are published.
-        host: Books of L2, to whose pages L3 is read.
+        tree: The tree in which read pages are published; they are read to pages of its host tier.
         store: The connection to L3.
         metrics: Metrics of the tiers.
 
@@ -52,12 +51,11 @@ class StoragePrefetch(TierFlow):
         board: The reads in flight.
     """
 
-    def __init__(
-        self, tree: PrefixTree, host: HostPages, store: StoreConnection, metrics: HiCacheMetrics
-    ) -> None:
+    def __init__(self, tree: PrefixTree, store: StoreConnection, metrics: HiCacheMetrics) -> None:
         self.page_size = tree.page_size
         self._tree = tree
-        self._host = host
+        self._host = tree.host
+        self._states = next(iter(tree.components), None)
         self._store = store
         self._metrics = metrics
         self._say = RateLimitedLogger(logger)
@@ -71,14 +69,12 @@ class StoragePrefetch(TierFlow):
     def busy(self) -> dict[str, int]:
         return {"prefetches": len(self.board)} if len(self.board) else {}
 
-    def owned_host_pages(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def owned_slots(self) -> Iterator[tuple[PoolTier, str, torch.Tensor]]:
         for operation in self.board.operations():
-            yield f"prefetch of {operation.request_id}", operation.owned_slots()
-
-    def owned_host_states(self) -> Iterator[tuple[str, torch.Tensor]]:
-        for operation in self.board.operations():
-            if operation.host_state is not None:
-                yield f"prefetch of {operation.request_id}", operation.host_state
+            owner = f"prefetch of {operation.request_id}"
+            yield self._host, owner, operation.owned_slots()
+            if operation.host_state is not None and self._states is not None:
+                yield self._states.host, owner, operation.host_state
 
     def stuck_tokens(self) -> int:
         """Host tokens that hanging reads hold though no request waits for them."""
@@ -127,7 +123,7 @@ class StoragePrefetch(TierFlow):
         if self._store.attached is None:
             return
         new = RadixKey(new_input_tokens, extra_key)
-        if self._host.states is not None:
+        if self._states is not None:
             # A state after the last token is of no use: see `StateComponent.usable`.
             new = new[: max(0, len(new) - 1)]
         reason = self._join_or_read(
@@ -181,13 +177,13 @@ class StoragePrefetch(TierFlow):
             reason, host_indices = self._room_for_prefetch(req_id, node, len(rest), least)
         state = None
         extra = []
-        if host_indices is not None and self._host.states is not None:
+        if host_indices is not None and self._states is not None:
             state = self._room_for_state(node)
             if state is None:
                 self._host.pool.free(host_indices)
                 reason, host_indices = NoRead.NO_HOST_MEMORY, None
             else:
-                extra.append(self._host.states.transfer(state))
+                extra.append(self._states.transfer(state))
         if host_indices is None:
             if joined >= least:
                 return NoRead.JOINED
@@ -247,13 +243,13 @@ class StoragePrefetch(TierFlow):
     def _room_for_state(self, node: TreeNode) -> torch.Tensor | None:
         """Allocate a host slot for the state that a read after `node` brings; None: there is no
         room."""
-        states = self._host.states
-        assert states is not None
+        assert self._states is not None
+        states = self._states.host
         if self.board.held_states() + 1 > max(1.0, _PREFETCH_SHARE * states.pool.size):
             return None
         # The eviction must not take the node that the read continues.
         node.protect_host()
-        slot = states.alloc()
+        slot = states.alloc(1)
         self._host.unpin(node)
         return slot
 
@@ -326,17 +322,16 @@ class StoragePrefetch(TierFlow):
         self, operation: PrefetchOperation, node: TreeNode, begin: int, end: int
     ) -> None:
         """Give `node` the pages of a read from token `begin` to `end`, and its state, if any."""
-        node.set_host_value(operation.publish(begin, end))
+        self._host.put(node, operation.publish(begin, end), is_stored=True)
         node.hash_value = operation.hashes[begin // self.page_size : end // self.page_size]
         node.storage_epoch = operation.epoch
         self._publish_state(operation, node)
-        self._host.offer([node])
 
     def _publish_state(self, operation: PrefetchOperation, node: TreeNode) -> None:
         """Give the state that a read has brought, if any, to `node`, which ends at its position."""
         if (slot := operation.take_state()) is not None:
-            assert self._host.states is not None
-            self._host.states.put(node, slot, is_stored=True)
+            assert self._states is not None
+            self._states.host.put(node, slot, is_stored=True)
 
     def _settle_known(self, read: Read) -> None:
         """Mark the pages of a read that the tree has as known, for the requests that wait for it,
@@ -410,8 +405,8 @@ class StoragePrefetch(TierFlow):
         for slots in self.board.agree(agreed.prefetches):
             self._host.pool.free(slots)
         for slot in self.board.take_freed_states():
-            assert self._host.states is not None
-            self._host.states.pool.free(slot)
+            assert self._states is not None
+            self._states.host.free(slot)
         self._settle_used()
         self._cut_overtaken()
         if not self._store.available and (stuck := self.board.stuck_tokens()):

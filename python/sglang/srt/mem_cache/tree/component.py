@@ -1,4 +1,4 @@
-"""Components of the tree: kinds of state that nodes own beside pages of the anchor.
+"""Components of the tree: kinds of state that nodes have beside pages of the primary pool.
 
 A component belongs to one tree. The tree of a model without further kinds of state has none.
 
@@ -7,31 +7,58 @@ Threads: the scheduler's only.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     import torch
 
+    from sglang.srt.mem_cache.device.pool_transfer import PoolTransfer
+    from sglang.srt.mem_cache.device.state_pool import StatePool
     from sglang.srt.mem_cache.tree.base_prefix_cache import (
         CacheableRequest,
         InsertParams,
         MatchPrefixParams,
         MatchResult,
     )
+    from sglang.srt.mem_cache.tree.pool_tier import DeviceTier, HostTier, SlotPool
     from sglang.srt.mem_cache.tree.prefix_tree import PrefixTree
-    from sglang.srt.mem_cache.tree.tree_node import TreeNode
+    from sglang.srt.mem_cache.tree.state_metrics import StateMetrics
+    from sglang.srt.mem_cache.tree.tree_node import StateSlots, StateWeights, TreeNode
 
 
-class TreeComponent:
-    """One kind of state that nodes own. The hooks do nothing by default. Counts are tokens unless a
-    name says otherwise."""
+class TreeComponent(ABC):
+    """One kind of state that nodes have beside pages. Counts are tokens unless a name says
+    otherwise.
 
-    def bind(self, tree: PrefixTree) -> None:
-        """The component was added to `tree`, which is empty."""
+    Attributes:
+        pool: The pool on the device whose slots nodes have.
+        alignment: Tokens of which the lengths of prefixes that can be used are multiples.
+        metrics: Metrics of the slots in all tiers.
+        weights: Weights of the slots in the digest of the tree.
+        device: The slots on the device (L1), once the component is bound.
+        host: The slots on the host (L2), if there is one.
+    """
 
-    def reset(self) -> None:
-        """The tree forgets all nodes. The caller clears the pools."""
+    pool: StatePool
+    alignment: int
+    metrics: StateMetrics
+    weights: StateWeights
+    device: DeviceTier
+    host: HostTier
+
+    @abstractmethod
+    def bind(self, tree: PrefixTree, index: int) -> None:
+        """The component was added to `tree`, which is empty: its slots are `node.states[index]`."""
+
+    @abstractmethod
+    def add_host(self, pool: SlotPool) -> None:
+        """Let nodes have slots of `pool` on the host too."""
+
+    @abstractmethod
+    def of(self, node: TreeNode) -> StateSlots:
+        """What `node` has of this kind."""
 
     # ---- matching and inserting ------------------------------------------------------------
 
@@ -54,6 +81,11 @@ class TreeComponent:
     def check_insert(self, params: InsertParams) -> None:
         """Raise ValueError if `params` lacks a field that this kind of state needs."""
 
+    def on_insert(self, end: TreeNode, params: InsertParams) -> bool:
+        """Take over the slots of an insertion for its last node, `end`. True: the tree had slots
+        there, and the caller still owns those of `params`."""
+        return False
+
     def insertable(self, req: CacheableRequest, length: int) -> int:
         """Number of leading tokens of a request, at most `length`, that the tree may take over."""
         return length
@@ -64,21 +96,21 @@ class TreeComponent:
     def release(self, req: CacheableRequest) -> None:
         """`req` has ended: free the slots that it holds for the tree."""
 
-    # ---- eviction --------------------------------------------------------------------------
-
-    def on_leave_device(self, node: TreeNode) -> None:
-        """The pages of `node` leave the device: take its state off the device too."""
-
-    def needs(self, node: TreeNode) -> bool:
-        """Whether `node` can serve a request if it has no children."""
+    def can_end(self, node: TreeNode) -> bool:
+        """Whether a prefix that ends with `node`, whose pages are there, can be used."""
         return True
 
-    # ---- books -----------------------------------------------------------------------------
-
-    def check(self, nodes: Sequence[TreeNode], request_states: Iterable[torch.Tensor]) -> None:
-        """Assert this component's invariants.
+    @abstractmethod
+    def transfer(
+        self,
+        host: torch.Tensor | None = None,
+        device: torch.Tensor | None = None,
+        keys: list[str] | None = None,
+    ) -> PoolTransfer:
+        """Transfer between tiers of slots of this kind; pools that share them are transferred too.
 
         Args:
-            nodes: All nodes of the tree but the root.
-            request_states: Slots of states that requests own.
+            host: Slots in L2, int64 on the CPU.
+            device: Slots in L1, int64 on the CPU.
+            keys: Hash of the last page before each slot; None: the last page of the operation.
         """

@@ -38,8 +38,6 @@ MODULUS: Final = (1 << 61) - 1
 """Modulus of digests; a prime, so that no product of nonzero factors is 0."""
 DEVICE_WEIGHT: Final = 0x15B0A1C8F3D27E49
 HOST_WEIGHT: Final = 0x0D6E8FEB86659FD9
-STATE_WEIGHT: Final = 0x11C3D05B0E6A97C5
-HOST_STATE_WEIGHT: Final = 0x1A8E52F90B4D6E37
 _STORAGE_WEIGHT: Final = 0x1C3A5C85C97CB312
 _COUNT_WEIGHT: Final = 0x02F1BBCDCBFA53E0
 
@@ -137,8 +135,9 @@ class CacheBooks:
 def _state_of(node: TreeNode, begin: int, end: int) -> str:
     tiers = [name for name, has in (("L1", not node.evicted), ("L2", node.backuped)) if has]
     tiers += [f"L3 in epoch {node.storage_epoch}"] * (node.storage_epoch >= 0)
-    tiers += ["a state in L1"] * (node.mamba_value is not None)
-    tiers += ["a state in L2"] * (node.mamba_host_value is not None)
+    for state in node.states:
+        tiers += ["a state in L1"] * (state.value is not None)
+        tiers += ["a state in L2"] * (state.host_value is not None)
     first = ", ".join(map(str, node.key.ids[:4]))
     return f"tokens {begin} to {end} ({first}, ...): {' and '.join(tiers)}"
 
@@ -161,9 +160,10 @@ def check_digest(root: TreeNode, nodes: Iterable[TreeNode]) -> None:
         assert kept_hash == (end.digest(), span_of(begin, end)), f"{node}: other tokens"
         weight = DEVICE_WEIGHT * (not node.evicted) + HOST_WEIGHT * node.backuped
         anew.change(node.span, weight + storage_weight(node.storage_epoch))
-        states = STATE_WEIGHT * (node.mamba_value is not None)
-        states += HOST_STATE_WEIGHT * (node.mamba_host_value is not None)
-        anew.change(end.intdigest(), states)
+        for state in node.states:
+            weight = state.weights.device * (state.value is not None)
+            weight += state.weights.host * (state.host_value is not None)
+            anew.change(end.intdigest(), weight)
     kept = root.tree_digest.value
     assert kept == anew.value, f"the digest of the tree is {kept:x}, its nodes make {anew.value:x}"
 

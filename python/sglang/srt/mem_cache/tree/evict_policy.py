@@ -121,12 +121,14 @@ _STRATEGIES: dict[str, Callable[[], EvictionStrategy]] = {
 }
 
 
-def get_eviction_strategy(eviction_policy: str, *, of_states: bool = False) -> EvictionStrategy:
+def get_eviction_strategy(
+    eviction_policy: str, recency: Callable[[TreeNode], int] | None = None
+) -> EvictionStrategy:
     """The strategy of that name. Raises ValueError that lists the names.
 
     Args:
-        of_states: Whether the strategy orders recurrent states. A state is used if a match ends
-            there, pages if a match passes through them.
+        recency: Time of a node's last use; None: that of its pages, which a match uses that passes
+            through them. A state is used if a match ends there.
     """
     try:
         strategy = _STRATEGIES[eviction_policy.lower()]()
@@ -135,8 +137,8 @@ def get_eviction_strategy(eviction_policy: str, *, of_states: bool = False) -> E
         raise ValueError(
             f"radix_eviction_policy={eviction_policy!r} is unknown; choose one of {names}"
         ) from None
-    if of_states:
-        strategy.recency = attrgetter("mamba_last_access_time")
+    if recency is not None:
+        strategy.recency = recency
     return strategy
 
 

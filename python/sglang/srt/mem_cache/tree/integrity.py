@@ -1,4 +1,4 @@
-"""Checks of the books: every page of a tier has exactly one owner, every node is well formed.
+"""Self checks: every page of a tier has exactly one owner, every node is well formed.
 
 Called by tests and by an idle scheduler; O(pages + nodes).
 """
@@ -17,7 +17,7 @@ from sglang.srt.mem_cache.tree.tree_node import TreeNode
 PageArray: TypeAlias = npt.NDArray[np.int64]
 
 
-class PageBooks:
+class OwnershipAudit:
     """Counts the owners of each page of one pool.
 
     Args:

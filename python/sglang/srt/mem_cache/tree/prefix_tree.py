@@ -1,47 +1,57 @@
-"""The radix tree: structure, locks, and the books of the device tier (L1).
+"""The radix tree: structure and locks.
 
 A node holds whole pages. Sources: SGLang's RadixAttention (Zheng et al., "SGLang: Efficient
 Execution of Structured Language Model Programs", 2024) for the idea; radix trees are Morrison's
 (1968). The tree also walks and splits nodes that are on the host alone, so that tiers below L1
-need no second copy of any of it. What else a node owns is the business of components.
+need no second copy of any of it. `pool_tier.py` has who owns which slots.
 
 Threads: the scheduler's only.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
 import torch
 
 from sglang.srt.mem_cache.tree.digest import check_digest
-from sglang.srt.mem_cache.tree.evict_policy import EvictionHeap, get_eviction_strategy
-from sglang.srt.mem_cache.tree.integrity import PageBooks, check_nodes
+from sglang.srt.mem_cache.tree.evict_policy import get_eviction_strategy
+from sglang.srt.mem_cache.tree.integrity import check_nodes
 from sglang.srt.mem_cache.tree.look_ahead import LookAhead
+from sglang.srt.mem_cache.tree.pool_tier import DeviceTier, HostTier, PoolTier, SlotPool
 from sglang.srt.mem_cache.tree.radix_key import RadixKey
-from sglang.srt.mem_cache.tree.tree_node import ROOT_ID, TreeNode
+from sglang.srt.mem_cache.tree.tree_node import ROOT_ID, PoolSlots, TreeNode
 
 if TYPE_CHECKING:
     from sglang.srt.mem_cache.allocator.base import BaseTokenToKVPoolAllocator
+    from sglang.srt.mem_cache.device.state_spec import PoolName
     from sglang.srt.mem_cache.tree.component import TreeComponent
+    from sglang.srt.mem_cache.tree.evict_policy import EvictionStrategy
     from sglang.srt.mem_cache.tree.kv_event_log import KVEventLog
 
 
 class PrefixTree:
-    """Nodes, who locks them, and which device slots they hold. Counts are tokens.
+    """Nodes, who locks them, and the slots that they have on each tier. Counts are tokens.
 
     Args:
-        allocator: Takes device slots back.
+        allocator: Allocator of the pages on the device.
         page_size: Tokens of a page.
         eviction_policy: Name of the order in which nodes leave a tier.
-        components: Kinds of state that nodes own beside pages.
+        components: Kinds of state that nodes have beside pages.
         events: Gets what happens to pages on the device; None: nobody wants that.
+
+    Attributes:
+        tiers: All pools on all tiers: the pages on the device first.
+        device: The pages on the device (L1).
+        host: The pages on the host (L2), if there is one.
 
     Raises:
         ValueError: The policy is unknown, or a component does not fit the tree.
     """
+
+    host: HostTier
 
     def __init__(
         self,
@@ -51,53 +61,62 @@ class PrefixTree:
         components: Sequence[TreeComponent] = (),
         events: KVEventLog | None = None,
     ) -> None:
-        self.events: KVEventLog | None = None
         self.page_size = page_size
         self.allocator = allocator
         self.look_ahead = LookAhead()
-        self._strategy = get_eviction_strategy(eviction_policy)
-        self._state_strategy = get_eviction_strategy(eviction_policy, of_states=True)
-        self._heaps: list[EvictionHeap] = []
-        self.device_heap = self.add_heap(_may_leave_device)
-        self._forget_below: Callable[[TreeNode], None] | None = None
+        self._policy = eviction_policy
         self._walks: WeakKeyDictionary[RadixKey, list[TreeNode]] = WeakKeyDictionary()
         """What `walk` gave for keys that are still in use. Forgotten whenever a node joins the
         tree, leaves it or is split; tiers do not matter."""
+        self.tiers: list[PoolTier] = []
+        self.device = DeviceTier(
+            self,
+            "device",
+            allocator,
+            page_size=page_size,
+            strategy=get_eviction_strategy(eviction_policy),
+            slots_of=_pages_of,
+            leaves_only=True,
+            free=allocator.free_in_order,
+        )
         self.components = tuple(components)
-        for component in self.components:
-            component.bind(self)
+        for index, component in enumerate(self.components):
+            component.bind(self, index)
         self.reset()
-        self.events = events
+        self.device.events = events
+
+    def add_host(self, pool: SlotPool, pools: Mapping[PoolName, SlotPool]) -> None:
+        """Let nodes have slots on the host too.
+
+        Args:
+            pool: The host pool of pages.
+            pools: Those of the components' states, by name.
+        """
+        self.host = HostTier(
+            self,
+            "host",
+            pool,
+            page_size=self.page_size,
+            strategy=get_eviction_strategy(self._policy),
+            slots_of=_pages_of,
+            leaves_only=True,
+        )
+        for component in self.components:
+            component.add_host(pools[component.pool.spec.name])
+
+    def strategy_of(self, recency: Callable[[TreeNode], int]) -> EvictionStrategy:
+        """The eviction policy over nodes with another time of use."""
+        return get_eviction_strategy(self._policy, recency)
 
     def reset(self) -> None:
         """Forget every node. The caller clears the pools."""
-        self.root = TreeNode(ROOT_ID, RadixKey([]))
+        self.root = self._new_node(ROOT_ID, RadixKey([]))
         self._walks.clear()
         self._next_node_id = ROOT_ID + 1
         self._clock = 0
-        self.evictable = 0
-        self.protected = 0
         self.look_ahead.clear()
-        for heap in self._heaps:
-            heap.clear()
-        for component in self.components:
-            component.reset()
-        if self.events is not None:
-            self.events.cleared()
-
-    def add_heap(
-        self, is_candidate: Callable[[TreeNode], bool], *, of_states: bool = False
-    ) -> EvictionHeap:
-        """An eviction order over the nodes for which `is_candidate` holds, kept up to date; of
-        their pages, or of their states."""
-        strategy = self._state_strategy if of_states else self._strategy
-        heap = EvictionHeap(strategy, is_candidate)
-        self._heaps.append(heap)
-        return heap
-
-    def watch_leaving(self, forget: Callable[[TreeNode], None]) -> None:
-        """`forget` frees what lower tiers have of a node that is about to leave the tree."""
-        self._forget_below = forget
+        for tier in self.tiers:
+            tier.reset()
 
     # ---- structure -------------------------------------------------------------------------
 
@@ -164,54 +183,50 @@ class PrefixTree:
             if node.value is not None:
                 known += length
             else:
-                self.put_on_device(node, value[done : done + length].clone())
+                self.device.put(node, value[done : done + length].clone())
             node.priority = max(node.priority, priority)
             done += length
         if done < len(key):
             leaf = self.add_leaf(key[done:], path[-1] if path else self.root)
             leaf.priority = priority
-            self.put_on_device(leaf, value[done : len(key)].clone())
+            self.device.put(leaf, value[done : len(key)].clone())
             path.append(leaf)
         return known, path
 
     def add_leaf(self, key: RadixKey, parent: TreeNode) -> TreeNode:
         """A new node below `parent`, on no tier yet."""
-        node = TreeNode(self._take_id(), key)
+        node = self._new_node(self._take_id(), key)
         node.creation_time = node.last_access_time = self._clock
         self._walks.clear()
         node.attach(parent, self.page_size)
         return node
 
-    def delete(self, node: TreeNode) -> None:
-        """Take a leaf that nothing holds out of the tree."""
-        assert not node.children and node.value is None and node.lock_ref == 0
-        self.look_ahead.on_delete(node)
-        self._walks.clear()
-        for heap in self._heaps:
-            heap.discard(node)
-        node.detach(self.page_size)
-
-    def prune(self, node: TreeNode) -> int:
-        """Delete `node` if it is useless, and then what it leaves useless above; the device
-        tokens that this frees. Call it when `node` may have become useless."""
-        freed = 0
+    def prune(self, node: TreeNode) -> None:
+        """Delete `node` if it is useless, and then what it leaves useless above. Call it when
+        `node` may have become useless."""
         while self._is_useless(node):
             parent = node.parent
             assert parent is not None
-            if node.value is not None:
-                value = self.take_off_device(node)
-                self.free_slots(value)
-                freed += len(value)
-            if self._forget_below is not None:
-                self._forget_below(node)
-            self.delete(node)
+            for tier in self.tiers:
+                tier.drop(node)
+            self.look_ahead.on_delete(node)
+            self._walks.clear()
+            for tier in self.tiers:
+                tier.heap.discard(node)
+            node.detach(self.page_size)
             node = parent
-        return freed
 
     def _is_useless(self, node: TreeNode) -> bool:
+        """Whether nothing needs `node`: no child, lock or pin, and no prompt could end there."""
         if node.parent is None or node.children or node.lock_ref or node.host_ref_counter:
             return False
-        return any(not component.needs(node) for component in self.components)
+        return not node.is_on_any_tier or any(
+            not component.can_end(node) for component in self.components
+        )
+
+    def can_end(self, node: TreeNode) -> bool:
+        """Whether a prefix that ends with `node`, whose pages are there, can be used."""
+        return all(component.can_end(node) for component in self.components)
 
     def nodes(self) -> Iterable[TreeNode]:
         """Every node but the root, parents before children."""
@@ -224,44 +239,16 @@ class PrefixTree:
     def refresh(self, nodes: Iterable[TreeNode]) -> None:
         """`nodes` may leave their tiers earlier than thought."""
         for node in nodes:
-            for heap in self._heaps:
-                heap.refresh(node)
+            for tier in self.tiers:
+                tier.heap.refresh(node)
+
+    def _new_node(self, node_id: int, key: RadixKey) -> TreeNode:
+        return TreeNode(node_id, key, [component.weights for component in self.components])
 
     def _take_id(self) -> int:
         node_id = self._next_node_id
         self._next_node_id += 1
         return node_id
-
-    # ---- the device tier -------------------------------------------------------------------
-
-    def put_on_device(self, node: TreeNode, slots: torch.Tensor) -> None:
-        """`node` gets device slots, int64 `[len(node.key)]`, which are the tree's from now on."""
-        node.set_value(slots)
-        if self.events is not None:
-            self.events.stored(node)
-        if node.lock_ref:
-            self.protected += len(slots)
-        else:
-            self.evictable += len(slots)
-        self.device_heap.offer(node)
-
-    def take_off_device(self, node: TreeNode) -> torch.Tensor:
-        """`node`, which nothing locks, loses its device slots; they are the caller's to free."""
-        value = node.value
-        assert value is not None and node.lock_ref == 0 and node.parent is not None
-        for component in self.components:
-            component.on_leave_device(node)
-        if self.events is not None:
-            self.events.removed(node)
-        node.set_value(None)
-        self.evictable -= len(value)
-        self.device_heap.offer(node.parent)
-        return value
-
-    def free_slots(self, slots: torch.Tensor) -> None:
-        """Give device slots (int64) back to the allocator."""
-        if len(slots):
-            self.allocator.free_in_order(slots)
 
     def values_of(self, nodes: list[TreeNode]) -> torch.Tensor:
         """int64: the device slots of `nodes` that are on the device, in their order."""
@@ -274,80 +261,46 @@ class PrefixTree:
 
     def lock(self, node: TreeNode) -> int:
         """Keep `node` and its ancestors on the device; the change of what can be evicted."""
-        delta = 0
-        at: TreeNode | None = node
-        while at is not None and at.parent is not None:
-            if at.lock_ref == 0 and at.value is not None:
-                delta -= len(at.key)
-            at.lock_ref += 1
-            at = at.parent
-        self.evictable += delta
-        self.protected -= delta
-        return delta
+        before = self.device.evictable
+        while node.parent is not None:
+            self.device.lock(node)
+            node = node.parent
+        return self.device.evictable - before
 
     def unlock(self, node: TreeNode) -> int:
         """Undo one `lock`; the change of what can be evicted."""
-        delta = 0
-        at: TreeNode | None = node
-        while at is not None and at.parent is not None:
-            assert at.lock_ref > 0, f"{at} unlocked twice"
-            at.lock_ref -= 1
-            if at.lock_ref == 0 and at.value is not None:
-                delta += len(at.key)
-                self.device_heap.offer(at)
+        before = self.device.evictable
+        at = node
+        while at.parent is not None:
+            self.device.unlock(at)
             at = at.parent
-        self.evictable += delta
-        self.protected -= delta
-        if self.components:
-            self.prune(node)
+        delta = self.device.evictable - before
+        self.prune(node)
         return delta
 
-    # ---- books -----------------------------------------------------------------------------
+    # ---- self check ------------------------------------------------------------------------
 
-    def check(
-        self,
-        request_slots: Iterable[torch.Tensor],
-        request_states: Iterable[torch.Tensor] = (),
-    ) -> None:
-        """Assert structure, locks, marks, and that each device page has one owner.
+    def check(self, owned: Iterable[tuple[PoolTier, str, torch.Tensor]]) -> None:
+        """Assert structure, locks, marks, and that each page of each pool has one owner.
 
         Args:
-            request_slots: For each request the int64 slots that it owns itself.
-            request_states: For each request the int64 slots of states that it owns.
+            owned: Slots that are not the tree's: the tier, the owner, and int64 slots.
         """
         nodes = list(self.nodes())
         check_nodes(self.root, nodes, self.page_size)
         check_digest(self.root, nodes)
         self.look_ahead.check(nodes)
-        for heap in self._heaps:
-            heap.check(nodes)
         for key, path in list(self._walks.items()):
             assert self._descend(key) == path, f"another walk along {key} is remembered"
-        on_device = [node for node in nodes if node.value is not None]
-        locked = sum(len(node.key) for node in on_device if node.lock_ref)
-        total = sum(len(node.key) for node in on_device)
-        assert (self.protected, self.evictable) == (locked, total - locked), (
-            f"the tree counts {self.protected} protected and {self.evictable} evictable tokens "
-            f"but holds {locked} and {total - locked}"
-        )
-        for node in on_device:
-            if _may_leave_device(node):
-                assert node in self.device_heap, f"{node} could be evicted but is not offered"
-        books = PageBooks("device", self.allocator.size, self.page_size, first_page=1)
-        books.own_pages("the free list", self.allocator.free_page_ids())
-        for node in on_device:
-            books.own(repr(node), node.value)
-        for index, slots in enumerate(request_slots):
-            books.own(f"request {index}", slots)
-        books.check()
-        for component in self.components:
-            component.check(nodes, request_states)
+        by_tier: dict[PoolTier, list[tuple[str, torch.Tensor]]] = {tier: [] for tier in self.tiers}
+        for tier, owner, slots in owned:
+            by_tier[tier].append((owner, slots))
+        for tier, others in by_tier.items():
+            tier.check(nodes, others)
+        for node in nodes:
+            in_use = node.children or node.lock_ref or node.host_ref_counter
+            assert in_use or self.can_end(node), f"{node} is useless"
 
 
-def _may_leave_device(node: TreeNode) -> bool:
-    return (
-        node.parent is not None
-        and node.value is not None
-        and node.lock_ref == 0
-        and node.device_children == 0
-    )
+def _pages_of(node: TreeNode) -> PoolSlots:
+    return node

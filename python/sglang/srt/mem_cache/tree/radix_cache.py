@@ -7,7 +7,7 @@ Threads: the scheduler's only.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -26,8 +26,8 @@ from sglang.srt.mem_cache.tree.base_prefix_cache import (
     MatchResult,
     not_supported,
 )
-from sglang.srt.mem_cache.tree.device_eviction import DeviceEviction
 from sglang.srt.mem_cache.tree.kv_event_log import KVEventLog
+from sglang.srt.mem_cache.tree.pool_tier import DeviceTier, PoolTier
 from sglang.srt.mem_cache.tree.prefix_tree import PrefixTree
 from sglang.srt.mem_cache.tree.radix_key import RadixKey
 from sglang.srt.mem_cache.tree.state_component import StateComponent
@@ -51,12 +51,7 @@ class RadixCache(BasePrefixCache):
         params: Arguments that all prefix caches have.
         tree: An empty tree; None: a new one.
         flows: Flows to and from lower tiers, in the order in which they act; none with one tier.
-        eviction: Eviction from L1; None: pages that leave it are dropped.
-
-    Attributes:
-        eviction: Eviction from L1.
-        states: The recurrent states of the tree's nodes; None: the model has none, or the cache is
-            disabled.
+        evict_from: Frees slots of a pool in L1: at least so many if possible, and returns how many.
     """
 
     def __init__(
@@ -64,20 +59,18 @@ class RadixCache(BasePrefixCache):
         params: CacheInitParams,
         tree: PrefixTree | None = None,
         flows: Sequence[TierFlow] = (),
-        eviction: DeviceEviction | None = None,
+        evict_from: Callable[[DeviceTier, int], int] = DeviceTier.evict,
     ) -> None:
         self.disable = params.disable
         self.page_size = params.page_size
         self.req_to_token_pool = params.req_to_token_pool
         self.tree = make_tree(params) if tree is None else tree
         self._flows = tuple(flows)
-        self.states = states_of(self.tree)
         self._mamba_pool = mamba_pool_of(params)
-        if self.states is not None:
-            self.state_metrics = self.states.metrics
-        elif self._mamba_pool is not None:
+        self.state_metrics = next((one.metrics for one in self.tree.components), None)
+        if self.state_metrics is None and self._mamba_pool is not None:
             self.state_metrics = StateMetrics(params.metrics_registry)
-        self.eviction = eviction or DeviceEviction(self.tree, self.states)
+        self._evict_from = evict_from
 
     @property
     def root_node(self) -> TreeNode:
@@ -87,14 +80,14 @@ class RadixCache(BasePrefixCache):
         self.tree.reset()
 
     def take_events(self) -> list[KVCacheEvent]:
-        return [] if self.tree.events is None else self.tree.events.take()
+        return [] if self.tree.device.events is None else self.tree.device.events.take()
 
     # ---- matching and inserting ------------------------------------------------------------
 
     def match_prefix(self, params: MatchPrefixParams) -> MatchResult:
-        if params.cow_mamba and self.states is None:
-            raise not_supported(params, "cow_mamba")
         components = self.tree.components
+        if params.cow_mamba and not components:
+            raise not_supported(params, "cow_mamba")
         known = path = [] if self.disable else self.tree.walk(params.key)
         if components:
             path = self.tree.usable(known, len(params.key))
@@ -124,7 +117,7 @@ class RadixCache(BasePrefixCache):
                 state is set that this cache does not keep; or a field is missing that the cache
                 needs.
         """
-        is_foreign = params.mamba_value is not None and self.states is None
+        is_foreign = params.mamba_value is not None and not self.tree.components
         if is_foreign or params.prev_prefix_len or params.swa_evicted_seqlen:
             raise not_supported(params, "mamba_value", "prev_prefix_len", "swa_evicted_seqlen")
         if params.key is None or params.value is None or len(params.key) != len(params.value):
@@ -135,11 +128,11 @@ class RadixCache(BasePrefixCache):
             return InsertResult(prefix_len=0)
         key = params.key.page_aligned(self.page_size)
         prefix_len, path = self.tree.insert(key, params.value, params.priority)
-        had_state = self.states is not None and self.states.on_insert(path[-1], params)
+        was_there = [one.on_insert(path[-1], params) for one in self.tree.components]
         if not params.chunked:
             _count_hit(path)
         self._on_insert(path)
-        return InsertResult(prefix_len=prefix_len, total_len=len(key), mamba_exist=had_state)
+        return InsertResult(prefix_len=prefix_len, total_len=len(key), mamba_exist=any(was_there))
 
     def _on_insert(self, path: list[TreeNode]) -> None:
         for flow in self._flows:
@@ -155,14 +148,14 @@ class RadixCache(BasePrefixCache):
                 key, slots = self._committed(req)
                 known, path = self.tree.insert(key[:whole], slots, req.priority)
                 # Pages that another request inserted meanwhile: these are doubles.
-                self.tree.free_slots(slots[kept:known])
+                self.tree.device.free(slots[kept:known])
                 kept = whole
                 self._hand_over(req, path[-1])
             else:
                 path = self.tree.path_to(req.last_node)
             _count_hit(path)
             self._on_insert(path)
-        self.tree.free_slots(self._slots_of(req, kept))
+        self.tree.device.free(self._slots_of(req, kept))
         for component in self.tree.components:
             component.release(req)
         self.dec_lock_ref(req.last_node)
@@ -191,7 +184,7 @@ class RadixCache(BasePrefixCache):
         self._on_insert(path)
         if known > begin:
             # Pages that another request inserted meanwhile: these are doubles.
-            self.tree.free_slots(slots[begin:known])
+            self.tree.device.free(slots[begin:known])
             theirs = self.tree.values_of(path)[begin:known]
             self.req_to_token_pool.write((req.req_pool_idx, slice(begin, known)), theirs)
             slots = torch.cat([slots[:begin], theirs, slots[known:]])
@@ -246,42 +239,39 @@ class RadixCache(BasePrefixCache):
         return DecLockRefResult(delta=self.tree.unlock(node))
 
     def evict(self, params: EvictParams) -> EvictResult:
-        if params.swa_num_tokens or (params.mamba_num and self.states is None):
+        if params.swa_num_tokens or (params.mamba_num and not self.tree.components):
             raise not_supported(params, "swa_num_tokens", "mamba_num")
-        if self.states is None:
-            return EvictResult(num_tokens_evicted=self.eviction.evict(params.num_tokens))
-        pool, tokens = self.states.pool, self.total_size()
-        free_states = pool.available_size()
-        if params.mamba_num:
-            self.eviction.evict_states(params.mamba_num)
-        # Evicting states may evict pages, and the other way round.
-        missing = params.num_tokens - (tokens - self.total_size())
-        if missing > 0:
-            self.eviction.evict(missing)
-        return EvictResult(
-            num_tokens_evicted=tokens - self.total_size(),
-            mamba_num_evicted=pool.available_size() - free_states,
-        )
+        wanted = {component.device: params.mamba_num for component in self.tree.components}
+        wanted[self.tree.device] = params.num_tokens
+        before = {tier: tier.pool.available_size() for tier in wanted}
+        for tier, num in wanted.items():
+            # Slots of one pool may leave with those of another.
+            missing = num - (tier.pool.available_size() - before[tier])
+            if missing > 0:
+                self._evict_from(tier, missing)
+        freed = [tier.pool.available_size() - size for tier, size in before.items()]
+        return EvictResult(num_tokens_evicted=freed[-1], mamba_num_evicted=sum(freed[:-1]))
 
     def supports_mamba(self) -> bool:
-        return self.states is not None
+        return bool(self.tree.components)
 
     @property
     def mamba_snapshot_alignment(self) -> int | None:
-        return None if self.states is None else self.states.alignment
+        return next((component.alignment for component in self.tree.components), None)
 
     def pin_state(self, node: TreeNode) -> int:
-        if self.states is None or node.mamba_value is None:
-            return 0
-        self.states.lock(node)
-        return int(node.mamba_value)
+        for component in self.tree.components:
+            if (slot := component.of(node).value) is not None:
+                component.device.lock(node)
+                return int(slot)
+        return 0
 
     def unpin_state(self, node: TreeNode) -> None:
-        assert self.states is not None, "nothing was pinned"
-        self.states.unlock(node)
+        for component in self.tree.components:
+            component.device.unlock(node)
 
     def mamba_evictable_size(self) -> int:
-        return 0 if self.states is None else self.states.evictable
+        return sum(component.device.evictable for component in self.tree.components)
 
     def mamba_slots(self) -> dict[str, int]:
         pool = self._mamba_pool
@@ -310,13 +300,13 @@ class RadixCache(BasePrefixCache):
             )
 
     def evictable_size(self) -> int:
-        return self.tree.evictable
+        return self.tree.device.evictable
 
     def protected_size(self) -> int:
-        return self.tree.protected
+        return self.tree.device.protected
 
     def total_size(self) -> int:
-        return self.tree.evictable + self.tree.protected
+        return self.tree.device.evictable + self.tree.device.protected
 
     def nodes(self) -> Iterable[TreeNode]:
         """Every node but the root, parents before children."""
@@ -340,9 +330,17 @@ class RadixCache(BasePrefixCache):
         request_slots: Iterable[torch.Tensor] = (),
         request_states: Iterable[torch.Tensor] = (),
     ) -> None:
-        self.tree.check(request_slots, request_states)
+        owned: list[tuple[PoolTier, str, torch.Tensor]] = [
+            (self.tree.device, f"request {index}", slots)
+            for index, slots in enumerate(request_slots)
+        ]
+        states = list(enumerate(request_states))
+        for component in self.tree.components:
+            owned += [(component.device, f"request {index}", slots) for index, slots in states]
         for flow in self._flows:
+            owned += flow.owned_slots()
             flow.check()
+        self.tree.check(owned)
 
 
 def make_tree(params: CacheInitParams) -> PrefixTree:
@@ -365,12 +363,6 @@ def make_tree(params: CacheInitParams) -> PrefixTree:
 def mamba_pool_of(params: CacheInitParams) -> StatePool | None:
     """The pool of the model's recurrent states on the device; None: the model has none."""
     return state_pool(() if params.model_pools is None else params.model_pools.pools)
-
-
-def states_of(tree: PrefixTree) -> StateComponent | None:
-    """The component of `tree` that has the recurrent states; None: the model has none."""
-    found = (one for one in tree.components if isinstance(one, StateComponent))
-    return next(found, None)
 
 
 def _count_hit(path: list[TreeNode]) -> None:

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     import torch
 
     from sglang.srt.mem_cache.tree.ballot import Progress
+    from sglang.srt.mem_cache.tree.pool_tier import PoolTier
     from sglang.srt.mem_cache.tree.tree_node import TreeNode
 
 
@@ -51,12 +52,8 @@ class TierFlow:
     def shutdown(self) -> None:
         """End threads and other resources."""
 
-    def owned_host_pages(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Host slots that operations own and no node has: owner and int64 slots."""
-        return iter(())
-
-    def owned_host_states(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """The same for recurrent states."""
+    def owned_slots(self) -> Iterator[tuple[PoolTier, str, torch.Tensor]]:
+        """Slots that operations own and no node has: the tier, the owner, and int64 slots."""
         return iter(())
 
     def check(self) -> None:

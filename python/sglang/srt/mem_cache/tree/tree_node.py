@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Final
+from collections.abc import Sequence
+from typing import Final, NamedTuple
 
 import torch
 
 from sglang.srt.mem_cache.tree.digest import (
     DEVICE_WEIGHT,
-    HOST_STATE_WEIGHT,
     HOST_WEIGHT,
-    STATE_WEIGHT,
     PrefixHash,
     TreeDigest,
     empty_prefix,
@@ -40,16 +39,90 @@ class NodeWrite:
     __slots__ = ()
 
 
-class TreeNode:
+class PoolSlots:
+    """What a node has of one pool: slots on two tiers, locks, and the time of use.
+
+    Attributes:
+        value: int64 slots on the device tier (L1); None: none.
+        host_value: int64 slots on the CPU, of the host tier (L2), whose bytes have landed; None:
+            none.
+        lock_ref: Number of requests and copies that need `value`.
+        last_access_time: Time of use, by the tree's counter.
+    """
+
+    __slots__ = ("host_value", "last_access_time", "lock_ref", "value")
+
+    def __init__(self) -> None:
+        self.value: torch.Tensor | None = None
+        self.host_value: torch.Tensor | None = None
+        self.lock_ref = 0
+        self.last_access_time = 0
+
+    def set_value(self, value: torch.Tensor | None) -> None:
+        """Put slots on the device, or take them off."""
+        raise NotImplementedError
+
+    def set_host_value(self, host_value: torch.Tensor | None) -> None:
+        """Put slots on the host, or take them off."""
+        raise NotImplementedError
+
+    @property
+    def is_on_any_tier(self) -> bool:
+        """Whether the node has slots of the pool on the device or on the host."""
+        return self.value is not None or self.host_value is not None
+
+    @property
+    def is_on_device_only(self) -> bool:
+        """Whether the slots have no copy on the host."""
+        return self.value is not None and self.host_value is None
+
+
+class StateWeights(NamedTuple):
+    """Weights of one kind of state in the digest of a tree, by tier."""
+
+    device: int
+    host: int
+
+
+class StateSlots(PoolSlots):
+    """The state of one kind at the end of a node: one slot, int64 `[1]` on the CPU, a tier.
+
+    The pages of the node are on each tier that its state is on. Locks of the state lock the pages
+    too. Setters change the digest of the node's tree.
+    """
+
+    # Not the node itself: a cycle would keep nodes that have left the tree.
+    __slots__ = ("factor", "tree_digest", "weights")
+
+    def __init__(self, weights: StateWeights) -> None:
+        super().__init__()
+        self.weights = weights
+        self.tree_digest: TreeDigest
+        """Digest of the tree that the node is in; set when it joins."""
+        self.factor: int
+        """Factor of the state in the digest: the hash of its prefix."""
+
+    def set_value(self, value: torch.Tensor | None) -> None:
+        change = (value is not None) - (self.value is not None)
+        self._count(change * self.weights.device)
+        self.value = value
+
+    def set_host_value(self, host_value: torch.Tensor | None) -> None:
+        change = (host_value is not None) - (self.host_value is not None)
+        self._count(change * self.weights.host)
+        self.host_value = host_value
+
+    def _count(self, weight: int) -> None:
+        self.tree_digest.change(self.factor, weight)
+
+
+class TreeNode(PoolSlots):
     """A run of whole pages, reached through its parent.
 
-    The pages are on the device if `value` is set, on the host if `host_value` is set. Every node
-    but the root is on at least one of them. The parent of a node on the device is on the device
-    too.
-
-    A model with recurrent states has them at the *end* of nodes: a state stands for the whole
-    prefix. It is on the device if `mamba_value` is set, on the host if `mamba_host_value` is set;
-    the pages are there too. A split leaves it with the lower part.
+    The slots are those of the primary pool, one for each token of `key`. Every node but the root
+    has them on at least one tier. The parent of a node on the device is on the device too. `states`
+    has the slots of further pools (`component.py`), which stand for the whole prefix: a split
+    leaves them with the lower part.
 
     Setters change the digest of the node's tree too (`digest.py`).
 
@@ -66,53 +139,37 @@ class TreeNode:
         "hit_count",
         "host_children",
         "host_ref_counter",
-        "host_value",
         "id",
         "key",
-        "last_access_time",
-        "lock_ref",
-        "mamba_host_value",
-        "mamba_last_access_time",
-        "mamba_lock_ref",
-        "mamba_value",
         "parent",
         "prefix",
         "priority",
         "span",
+        "states",
         "tree_digest",
-        "value",
         "wanted_by",
         "write_id",
     )
 
-    def __init__(self, id: int, key: RadixKey, parent: TreeNode | None = None) -> None:
+    def __init__(self, id: int, key: RadixKey, weights: Sequence[StateWeights] = ()) -> None:
+        """
+        Args:
+            weights: For each kind of state that nodes of this tree have, its weights.
+        """
+        super().__init__()
         self.id = id
         self.key = key
-        self.parent = parent
+        self.parent: TreeNode | None = None
         self.children: dict[ChildKey, TreeNode] = {}
         self.device_children = 0
         """Number of children on the device. It is kept because a popular node may have very many
         children on the host."""
         self.host_children = 0
         """Number of children on the host."""
-        self.value: torch.Tensor | None = None
-        """int64 `[len(key)]` on the device: token slots."""
-        self.host_value: torch.Tensor | None = None
-        """int64 `[len(key)]` on the CPU: token slots of the host pool, whose bytes have landed."""
-        self.lock_ref = 0
-        """Number of requests and copies that need `value`, here or in descendants."""
+        self.states = tuple(map(StateSlots, weights))
         self.host_ref_counter = 0
-        """Number of copies and transfers that read or write `host_value` or `mamba_host_value`;
-        they also keep the node in the tree."""
-        self.mamba_value: torch.Tensor | None = None
-        """int64 `[1]` on the CPU: slot of the state on the device."""
-        self.mamba_host_value: torch.Tensor | None = None
-        """int64 `[1]` on the CPU: slot of the state in the host pool; its bytes have landed."""
-        self.mamba_last_access_time = 0
-        """Time, by the tree's counter, at which the state came or a match last ended here."""
-        self.mamba_lock_ref = 0
-        """Number of copies that read or write `mamba_value`, and of steps that will read it. They
-        lock the pages too."""
+        """Number of copies and transfers that read or write host slots of this node; they also keep
+        the node in the tree."""
         self.write_id: int | None = None
         """Id of the device-to-host copy under way for these pages, if any."""
         self.backup_op: NodeWrite | None = None
@@ -120,7 +177,6 @@ class TreeNode:
         self._storage_epoch = -1
         self.hash_value: list[PageHash] | None = None
         """Hash of each page, computed at the first use."""
-        self.last_access_time = 0
         self.creation_time = 0
         self.hit_count = 0
         self.priority = 0
@@ -157,6 +213,11 @@ class TreeNode:
         return True
 
     @property
+    def has_unsaved_state(self) -> bool:
+        """Whether some state at its end is on the device only."""
+        return any(state.is_on_device_only for state in self.states)
+
+    @property
     def storage_epoch(self) -> int:
         """Epoch of L3 in which these pages were last written or read; -1: never."""
         return self._storage_epoch
@@ -184,26 +245,9 @@ class TreeNode:
             self.tree_digest.change(self.span, change * HOST_WEIGHT)
         self.host_value = host_value
 
-    def set_mamba_value(self, slot: torch.Tensor | None) -> None:
-        """Put the state on the device, or take it off."""
-        change = (slot is not None) - (self.mamba_value is not None)
-        self._count_state(change * STATE_WEIGHT)
-        self.mamba_value = slot
-
-    def set_mamba_host_value(self, slot: torch.Tensor | None) -> None:
-        """Put the state on the host, or take it off."""
-        change = (slot is not None) - (self.mamba_host_value is not None)
-        self._count_state(change * HOST_STATE_WEIGHT)
-        self.mamba_host_value = slot
-
-    @property
-    def has_state(self) -> bool:
-        """Whether the state at the end of this node is on some tier."""
-        return self.mamba_value is not None or self.mamba_host_value is not None
-
     def attach(self, parent: TreeNode, page_size: int) -> None:
-        """Make this node a child of `parent`; a node that was in a tree comes back at its former
-        place."""
+        """Make this node a child of `parent`. A node that was in a tree comes back at its former
+        place, so that the digest of its states has not changed."""
         self.parent = parent
         parent.children[self.key.child_key(page_size)] = self
         parent.device_children += self.value is not None
@@ -214,8 +258,8 @@ class TreeNode:
         self.span = span_of(begin, self.prefix)
         self.tree_digest = parent.tree_digest
         self.tree_digest.change(self.span, self._weight())
-        if self.has_state:
-            self._count_state(self._state_weight())
+        for state in self.states:
+            state.tree_digest, state.factor = self.tree_digest, self.prefix.intdigest()
 
     def detach(self, page_size: int) -> None:
         """Remove this node from its parent; `parent` becomes None."""
@@ -224,8 +268,6 @@ class TreeNode:
         self.parent.device_children -= self.value is not None
         self.parent.host_children -= self.host_value is not None
         self.tree_digest.change(self.span, -self._weight())
-        if self.has_state:
-            self._count_state(-self._state_weight())
         self.parent = None
 
     def split_off_front(self, length: int, new_id: int, page_size: int) -> TreeNode:
@@ -237,7 +279,7 @@ class TreeNode:
         assert 0 < length < len(self.key) and length % page_size == 0
         parent = self.parent
         assert parent is not None, "the root is not split"
-        upper = TreeNode(new_id, self.key[:length])
+        upper = TreeNode(new_id, self.key[:length], [state.weights for state in self.states])
         self.detach(page_size)
         if self.value is not None:
             upper.value, self.value = self.value[:length].clone(), self.value[length:].clone()
@@ -263,16 +305,6 @@ class TreeNode:
         if self.host_value is not None:
             weight += HOST_WEIGHT
         return weight
-
-    def _state_weight(self) -> int:
-        """Sum of the digest's weights of the tiers that the state is in."""
-        on_device = STATE_WEIGHT * (self.mamba_value is not None)
-        return on_device + HOST_STATE_WEIGHT * (self.mamba_host_value is not None)
-
-    def _count_state(self, weight: int) -> None:
-        if self.parent is not None and weight:
-            assert self.prefix is not None, "it is in the tree"
-            self.tree_digest.change(self.prefix.intdigest(), weight)
 
     def protect_host(self) -> None:
         """Pin the host pages (and the node) until the matching `release_host`."""
@@ -320,15 +352,20 @@ class TreeNode:
         return [page for part in reversed(parts) for page in part]
 
     def __repr__(self) -> str:
-        tiers = ("device " if self.value is not None else "") + ("host" if self.backuped else "")
-        if self.has_state:
-            state = ("device ",) * (self.mamba_value is not None)
-            state += ("host ",) * (self.mamba_host_value is not None)
-            tiers = f"{tiers.strip()}, state {''.join(state)}"
+        states = "".join(f", state {_tiers_of(state)}" for state in self.states)
         return (
-            f"TreeNode({self.id}: {len(self.key)} tokens, {tiers.strip() or 'nowhere'}, "
+            f"TreeNode({self.id}: {len(self.key)} tokens, {_tiers_of(self)}{states}, "
             f"locks {self.lock_ref}/{self.host_ref_counter})"
         )
+
+
+def _tiers_of(slots: PoolSlots) -> str:
+    tiers = [
+        name
+        for name, has in (("device", slots.value), ("host", slots.host_value))
+        if has is not None
+    ]
+    return " ".join(tiers) or "nowhere"
 
 
 def parts_of(node: TreeNode, length: int) -> list[tuple[TreeNode, int, int]]:

@@ -68,7 +68,7 @@ def test_a_postponed_write_whose_pages_leave_is_counted() -> None:
     rig = three_tiers(16, prefetch_threshold=1000, hicache_ratio=1.0)
     node = rig.hi.tree.add_leaf(RadixKey(list(range(4))), rig.hi.root_node)
     rig.hi.storage_backup._postponed[node.id] = node
-    rig.hi.tree.delete(node)
+    rig.hi.tree.prune(node)
     rig.hi.storage_backup._resume_postponed()
     assert not rig.hi.is_busy()
     assert rig.hi.metrics.backup_outcomes.labels("evicted")._value.get() == 1

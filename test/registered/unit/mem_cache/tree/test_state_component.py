@@ -145,8 +145,8 @@ def test_a_split_leaves_the_state_with_the_lower_part() -> None:
     assert rig.tree.root_node.tree_digest.value == digest
     upper, lower = rig.tree.nodes()
     assert (depth(upper), depth(lower)) == (4, 12)
-    assert upper.mamba_value is None
-    assert lower.mamba_value is slot
+    assert upper.states[0].value is None
+    assert lower.states[0].value is slot
     rig.check()
 
 
@@ -225,8 +225,8 @@ def test_a_running_state_that_is_a_step_too_far_never_reaches_the_tree() -> None
     running = request.states()[0]
     rig.finish(request)
     (node,) = rig.tree.nodes()
-    assert node.mamba_value is not None
-    assert int(node.mamba_value) != int(running)
+    assert node.states[0].value is not None
+    assert int(node.states[0].value) != int(running)
     assert rig.run(range(9)) == Reused(device=8), "which checks the state"
     request, _ = rig.start([*range(50, 58)])
     assert isinstance(request, StateRequest)

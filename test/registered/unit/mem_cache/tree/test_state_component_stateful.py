@@ -27,7 +27,7 @@ def prefixes_with_states(request: RigRequest) -> list[tuple[int, ...]]:
     """Of what the tree has taken over of a request."""
     found, node = [], request.last_node
     while node.parent is not None:
-        if node.mamba_value is not None:
+        if node.states[0].value is not None:
             found.append(tuple(request.kv_committed_ids[: depth(node)]))
         node = node.parent
     return found

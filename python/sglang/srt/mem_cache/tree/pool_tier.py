@@ -1,0 +1,316 @@
+"""The slots of one pool on one tier that a tree has: whose they are, and in which order they leave.
+
+A tree has a tier object for its pages on the device, one for each further pool there, and as many
+for the host if there is an L2. They differ in data only: which pool, which slots of a node, and
+whether a node with children may lose them.
+
+Threads: the scheduler's only.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Protocol, TypedDict, Unpack
+
+import torch
+
+from sglang.srt.mem_cache.tree.evict_policy import EvictionHeap, EvictionStrategy
+from sglang.srt.mem_cache.tree.integrity import OwnershipAudit
+from sglang.srt.mem_cache.tree.tree_node import PoolSlots, TreeNode
+
+if TYPE_CHECKING:
+    from sglang.srt.mem_cache.tree.kv_event_log import KVEventLog
+    from sglang.srt.mem_cache.tree.prefix_tree import PrefixTree
+    from sglang.srt.utils.metrics import Counter
+
+
+class SlotPool(Protocol):
+    """A pool, or its allocator, that hands out slots in pages."""
+
+    @property
+    def size(self) -> int:
+        """Slots that can be owned."""
+
+    def available_size(self) -> int:
+        """Slots without an owner."""
+
+    def alloc(self, num: int, /) -> torch.Tensor | None:
+        """Hand out int64 `[num]` slots, in whole pages; None: too few are free."""
+
+    def free(self, slots: torch.Tensor, /) -> object:
+        """Take back int64 `[n]` slots."""
+
+    def free_page_ids(self) -> torch.Tensor:
+        """int64: numbers of the pages without an owner. For the self check."""
+
+
+class TierOrder(TypedDict):
+    """Whose slots a tier has, and in which order they leave."""
+
+    page_size: int
+    """Slots of a page of the pool."""
+    strategy: EvictionStrategy
+    """Order in which nodes lose their slots."""
+    slots_of: Callable[[TreeNode], PoolSlots]
+    """What a node has of the pool."""
+    leaves_only: bool
+    """Whether only nodes without children on the tier may lose their slots."""
+
+
+class PoolTier(ABC):
+    """One pool on one tier. Counts are slots of the pool.
+
+    Args:
+        tree: Tree of the nodes, which keeps this tier up to date.
+        name: Name for messages.
+        pool: Pool of the slots.
+        order: Whose slots they are, and the order in which they leave.
+        free: Gives int64 slots back to the pool; None: `pool.free`.
+
+    Attributes:
+        name: As given.
+        pool: As given.
+        heap: The nodes that may lose their slots, the first to lose them on top.
+        dependents: Tiers of pools whose slots leave with these.
+        evicted: Counts the slots that leave; None: nothing does.
+    """
+
+    first_page = 0
+    """Number of padding pages before the first page that may be owned."""
+
+    def __init__(
+        self,
+        tree: PrefixTree,
+        name: str,
+        pool: SlotPool,
+        *,
+        free: Callable[[torch.Tensor], object] | None = None,
+        **order: Unpack[TierOrder],
+    ) -> None:
+        self.pool = pool
+        self.free = free or pool.free
+        self.dependents: list[PoolTier] = []
+        self.evicted: Counter | None = None
+        self.heap = EvictionHeap(order["strategy"], self.may_leave)
+        self._tree = tree
+        self.name = name
+        self._page_size = order["page_size"]
+        self._of = order["slots_of"]
+        self._leaves_only = order["leaves_only"]
+        tree.tiers.append(self)
+
+    @abstractmethod
+    def get(self, node: TreeNode) -> torch.Tensor | None:
+        """The slots that `node` has, int64; None: none."""
+
+    @abstractmethod
+    def may_leave(self, node: TreeNode) -> bool:
+        """Whether `node` has slots, which nothing uses and no slots of children need."""
+
+    @abstractmethod
+    def take_off(self, node: TreeNode) -> torch.Tensor:
+        """Take the unused slots of `node`, and those of dependents. The caller frees the returned
+        slots."""
+
+    def drop(self, node: TreeNode) -> None:
+        """Take the slots of `node`, if it has any, and free them."""
+        if self.get(node) is not None:
+            self.free(self.take_off(node))
+
+    def evict(self, num: int) -> int:
+        """Free at least `num` slots if there are enough candidates; return the freed slots. Nodes
+        that become useless leave the tree."""
+        before = self.pool.available_size()
+        freed = 0
+        while freed < num and (node := self.heap.pop()) is not None:
+            self.drop(node)
+            self._tree.prune(node)
+            freed = self.pool.available_size() - before
+        return freed
+
+    def reset(self) -> None:
+        """The tree forgets all nodes. The caller clears the pool."""
+        self.heap.clear()
+
+    def check(self, nodes: Sequence[TreeNode], owned: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Assert that each page of the pool has one owner, and that the heap has each candidate.
+
+        Args:
+            nodes: All nodes of the tree but the root.
+            owned: Slots that are not the tree's: owner, and int64 slots.
+        """
+        audit = OwnershipAudit(self.name, self.pool.size, self._page_size, self.first_page)
+        audit.own_pages("the free list", self.pool.free_page_ids())
+        for owner, slots in owned:
+            audit.own(owner, slots)
+        for node in nodes:
+            audit.own(repr(node), self.get(node))
+            assert node in self.heap or not self.may_leave(node), (
+                f"{node} may lose its slots ({self.name}), and is not offered"
+            )
+            for tier in self.dependents:
+                assert self.get(node) is not None or tier.get(node) is None, (
+                    f"{node} has slots ({tier.name}) without others ({self.name})"
+                )
+        audit.check()
+        self.heap.check(nodes)
+
+    def _take_dependents(self, node: TreeNode) -> None:
+        for tier in self.dependents:
+            tier.drop(node)
+
+    def _count_evicted(self, slots: torch.Tensor) -> None:
+        if self.evicted is not None:
+            self.evicted.inc(len(slots))
+
+
+class DeviceTier(PoolTier):
+    """A pool on the device (L1). Locks keep slots there.
+
+    Attributes:
+        evictable: Slots in the tree that no lock protects.
+        protected: Slots in the tree under a lock.
+        events: Gets what happens to the slots; None: nobody wants that.
+    """
+
+    first_page = 1
+    evictable = 0
+    protected = 0
+    events: KVEventLog | None = None
+
+    def get(self, node: TreeNode) -> torch.Tensor | None:
+        return self._of(node).value
+
+    def may_leave(self, node: TreeNode) -> bool:
+        at = self._of(node)
+        is_inner = self._leaves_only and node.device_children > 0
+        return at.value is not None and at.lock_ref == 0 and not is_inner
+
+    def put(self, node: TreeNode, slots: torch.Tensor) -> bool:
+        """Give `slots` to `node`; they are the tree's from now on. False: the node has slots of the
+        pool on the device, and the caller still owns `slots`."""
+        at = self._of(node)
+        if at.value is not None:
+            return False
+        at.set_value(slots)
+        at.last_access_time = node.last_access_time
+        if self.events is not None:
+            self.events.stored(node)
+        if at.lock_ref:
+            self.protected += len(slots)
+        else:
+            self.evictable += len(slots)
+        self.heap.offer(node)
+        return True
+
+    def take_off(self, node: TreeNode) -> torch.Tensor:
+        at = self._of(node)
+        slots = at.value
+        assert slots is not None and at.lock_ref == 0 and node.parent is not None
+        self._take_dependents(node)
+        if self.events is not None:
+            self.events.removed(node)
+        at.set_value(None)
+        self.evictable -= len(slots)
+        self.heap.offer(node.parent)
+        self._count_evicted(slots)
+        return slots
+
+    def lock(self, node: TreeNode) -> None:
+        """Keep the slots that `node` has or gets until the matching `unlock`."""
+        at = self._of(node)
+        if at.lock_ref == 0 and at.value is not None:
+            self.evictable -= len(at.value)
+            self.protected += len(at.value)
+        at.lock_ref += 1
+
+    def unlock(self, node: TreeNode) -> None:
+        """Undo one `lock`."""
+        at = self._of(node)
+        assert at.lock_ref > 0, f"{node} is unlocked twice"
+        at.lock_ref -= 1
+        if at.lock_ref == 0 and at.value is not None:
+            self.evictable += len(at.value)
+            self.protected -= len(at.value)
+            self.heap.offer(node)
+
+    def reset(self) -> None:
+        super().reset()
+        self.evictable = self.protected = 0
+        if self.events is not None:
+            self.events.cleared()
+
+    def check(self, nodes: Sequence[TreeNode], owned: Iterable[tuple[str, torch.Tensor]]) -> None:
+        super().check(nodes, owned)
+        held = [
+            (self._of(node).lock_ref, slots)
+            for node in nodes
+            if (slots := self.get(node)) is not None
+        ]
+        locked = sum(len(slots) for locks, slots in held if locks)
+        total = sum(len(slots) for _, slots in held)
+        assert (self.protected, self.evictable) == (locked, total - locked), (
+            f"{self.name}: the tree counts {self.protected} protected and {self.evictable} "
+            f"evictable slots, and holds {locked} and {total - locked}"
+        )
+
+
+class HostTier(PoolTier):
+    """A pool on the host (L2). Pins of a node keep its slots there, of all pools."""
+
+    def get(self, node: TreeNode) -> torch.Tensor | None:
+        return self._of(node).host_value
+
+    def may_leave(self, node: TreeNode) -> bool:
+        is_inner = self._leaves_only and node.host_children > 0
+        return self.get(node) is not None and node.host_ref_counter == 0 and not is_inner
+
+    def put(self, node: TreeNode, slots: torch.Tensor, *, is_stored: bool = False) -> bool:
+        """Give `slots`, whose bytes have landed, to `node`. False: the node has slots of the pool
+        on the host, and `slots` are freed.
+
+        Args:
+            is_stored: Whether L3 has what the node's mark says even so. If not, the node counts as
+                not stored, so that its slots are written.
+        """
+        at = self._of(node)
+        if at.host_value is not None:
+            # Another flow has given the node slots of the pool.
+            self.free(slots)
+            return False
+        at.set_host_value(slots)
+        if at.value is None:
+            at.last_access_time = node.last_access_time
+        if not is_stored:
+            node.storage_epoch = -1
+        self.heap.offer(node)
+        return True
+
+    def take_off(self, node: TreeNode) -> torch.Tensor:
+        at = self._of(node)
+        slots = at.host_value
+        assert slots is not None and node.parent is not None
+        self._take_dependents(node)
+        at.set_host_value(None)
+        self.heap.offer(node.parent)
+        self._count_evicted(slots)
+        return slots
+
+    def make_room(self, num: int) -> None:
+        """Evict until `num` slots are free, or all others are pinned."""
+        missing = num - self.pool.available_size()
+        if missing > 0:
+            self.evict(missing)
+
+    def alloc(self, num: int) -> torch.Tensor | None:
+        """Take `num` slots, int64; evicts for them if needed. None: too many are pinned."""
+        self.make_room(num)
+        return self.pool.alloc(num)
+
+    def unpin(self, node: TreeNode) -> None:
+        """Undo one `node.protect_host()`. Call it on the tier of the pages."""
+        node.release_host()
+        for tier in (self, *self.dependents):
+            tier.heap.offer(node)
+        self._tree.prune(node)
