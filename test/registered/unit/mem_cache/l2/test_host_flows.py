@@ -157,5 +157,25 @@ def test_a_load_does_not_evict_what_it_hangs_on() -> None:
     assert rig.run(range(17)) == Reused(device=16)
 
 
+def test_pages_above_a_pinned_host_page_stay_if_l2_is_full() -> None:
+    """Dropping them would drop the page below, which a transfer reads."""
+    rig = two_tiers(16, hicache_ratio=1.0, hicache_write_policy="write_back")
+    rig.run(range(32))
+    rig.settle()
+    (upper,) = rig.hi.tree.walk(RadixKey(range(16)))
+    (lower,) = upper.children.values()
+    rig.tree.evict(EvictParams(num_tokens=1))
+    assert (upper.backuped, lower.backuped, lower.value) == (False, True, None)
+    lower.protect_host()
+    taken = rig.hi.host_pool.alloc(rig.hi.host_pool.available_size())
+    assert taken is not None
+    assert rig.tree.evict(EvictParams(num_tokens=1)).num_tokens_evicted == 0
+    assert upper.value is not None and lower.parent is upper and lower.backuped
+    rig.hi.host_pool.free(taken)
+    rig.hi.tree.host.unpin(lower)
+    rig.settle()
+    rig.close()
+
+
 if __name__ == "__main__":
     raise SystemExit(pytest.main([__file__, "-q"]))
