@@ -153,7 +153,7 @@ class HiRadixCache(RadixCache):
         metrics.host_total.set(self.host_pool.size)
         counts = {"epoch of L3": lambda: store.epoch}
         for tier in tree.tiers:
-            counts[f"free slots: {tier.name}"] = tier.pool.available_size
+            counts[f"free slots of {tier.name}"] = tier.pool.available_size
         self._books = CacheBooks(lambda: tree.root, counts)
         if (backend := server_args.hicache_storage_backend) is not None:
             extra_config = server_args.hicache_storage_backend_extra_config

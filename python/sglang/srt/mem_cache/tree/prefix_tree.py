@@ -71,7 +71,7 @@ class PrefixTree:
         self.tiers: list[PoolTier] = []
         self.device = DeviceTier(
             self,
-            "device",
+            "pages on the device",
             allocator,
             page_size=page_size,
             strategy=get_eviction_strategy(eviction_policy),
@@ -94,7 +94,7 @@ class PrefixTree:
         """
         self.host = HostTier(
             self,
-            "host",
+            "pages on the host",
             pool,
             page_size=self.page_size,
             strategy=get_eviction_strategy(self._policy),
