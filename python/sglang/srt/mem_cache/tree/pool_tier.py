@@ -52,8 +52,8 @@ class TierOrder(TypedDict):
     """Slots of a page of the pool."""
     strategy: EvictionStrategy
     """Order in which nodes lose their slots."""
-    slots_of: Callable[[TreeNode], PoolSlots]
-    """What a node has of the pool."""
+    slots_of: Callable[[TreeNode], PoolSlots] | None
+    """What a node has of the pool; None: the node itself, for pages."""
     leaves_only: bool
     """Whether only nodes without children on the tier may lose their slots."""
 
@@ -99,6 +99,10 @@ class PoolTier(ABC):
         self._of = order["slots_of"]
         self._leaves_only = order["leaves_only"]
         tree.tiers.append(self)
+
+    def slots_of(self, node: TreeNode) -> PoolSlots:
+        """What `node` has of the pool."""
+        return node if self._of is None else self._of(node)
 
     @abstractmethod
     def get(self, node: TreeNode) -> torch.Tensor | None:
@@ -180,17 +184,17 @@ class DeviceTier(PoolTier):
     events: KVEventLog | None = None
 
     def get(self, node: TreeNode) -> torch.Tensor | None:
-        return self._of(node).value
+        return self.slots_of(node).value
 
     def may_leave(self, node: TreeNode) -> bool:
-        at = self._of(node)
+        at = self.slots_of(node)
         is_inner = self._leaves_only and node.device_children > 0
         return at.value is not None and at.lock_ref == 0 and not is_inner
 
     def put(self, node: TreeNode, slots: torch.Tensor) -> bool:
         """Give `slots` to `node`; they are the tree's from now on. False: the node has slots of the
         pool on the device, and the caller still owns `slots`."""
-        at = self._of(node)
+        at = self.slots_of(node)
         if at.value is not None:
             return False
         at.set_value(slots)
@@ -205,7 +209,7 @@ class DeviceTier(PoolTier):
         return True
 
     def take_off(self, node: TreeNode) -> torch.Tensor:
-        at = self._of(node)
+        at = self.slots_of(node)
         slots = at.value
         assert slots is not None and at.lock_ref == 0 and node.parent is not None
         self._take_dependents(node)
@@ -217,23 +221,24 @@ class DeviceTier(PoolTier):
         self._count_evicted(slots)
         return slots
 
-    def lock(self, node: TreeNode) -> None:
-        """Keep the slots that `node` has or gets until the matching `unlock`."""
-        at = self._of(node)
-        if at.lock_ref == 0 and at.value is not None:
-            self.evictable -= len(at.value)
-            self.protected += len(at.value)
-        at.lock_ref += 1
+    def lock(self, *nodes: TreeNode) -> None:
+        """Keep the slots that `nodes` have or get until the matching `unlock`."""
+        for at in nodes if self._of is None else map(self._of, nodes):
+            if at.lock_ref == 0 and at.value is not None:
+                self.evictable -= len(at.value)
+                self.protected += len(at.value)
+            at.lock_ref += 1
 
-    def unlock(self, node: TreeNode) -> None:
+    def unlock(self, *nodes: TreeNode) -> None:
         """Undo one `lock`."""
-        at = self._of(node)
-        assert at.lock_ref > 0, f"{node} is unlocked twice"
-        at.lock_ref -= 1
-        if at.lock_ref == 0 and at.value is not None:
-            self.evictable += len(at.value)
-            self.protected -= len(at.value)
-            self.heap.offer(node)
+        for node in nodes:
+            at = node if self._of is None else self._of(node)
+            assert at.lock_ref > 0, f"{node} is unlocked twice"
+            at.lock_ref -= 1
+            if at.lock_ref == 0 and at.value is not None:
+                self.evictable += len(at.value)
+                self.protected -= len(at.value)
+                self.heap.offer(node)
 
     def reset(self) -> None:
         super().reset()
@@ -244,7 +249,7 @@ class DeviceTier(PoolTier):
     def check(self, nodes: Sequence[TreeNode], owned: Iterable[tuple[str, torch.Tensor]]) -> None:
         super().check(nodes, owned)
         held = [
-            (self._of(node).lock_ref, slots)
+            (self.slots_of(node).lock_ref, slots)
             for node in nodes
             if (slots := self.get(node)) is not None
         ]
@@ -260,7 +265,7 @@ class HostTier(PoolTier):
     """A pool on the host (L2). Pins of a node keep its slots there, of all pools."""
 
     def get(self, node: TreeNode) -> torch.Tensor | None:
-        return self._of(node).host_value
+        return self.slots_of(node).host_value
 
     def may_leave(self, node: TreeNode) -> bool:
         is_inner = self._leaves_only and node.host_children > 0
@@ -274,7 +279,7 @@ class HostTier(PoolTier):
             is_stored: Whether L3 has what the node's mark says even so. If not, the node counts as
                 not stored, so that its slots are written.
         """
-        at = self._of(node)
+        at = self.slots_of(node)
         if at.host_value is not None:
             # Another flow has given the node slots of the pool.
             self.free(slots)
@@ -288,7 +293,7 @@ class HostTier(PoolTier):
         return True
 
     def take_off(self, node: TreeNode) -> torch.Tensor:
-        at = self._of(node)
+        at = self.slots_of(node)
         slots = at.host_value
         assert slots is not None and node.parent is not None
         self._take_dependents(node)

@@ -22,7 +22,7 @@ from sglang.srt.mem_cache.tree.integrity import check_nodes
 from sglang.srt.mem_cache.tree.look_ahead import LookAhead
 from sglang.srt.mem_cache.tree.pool_tier import DeviceTier, HostTier, PoolTier, SlotPool
 from sglang.srt.mem_cache.tree.radix_key import RadixKey
-from sglang.srt.mem_cache.tree.tree_node import ROOT_ID, PoolSlots, TreeNode
+from sglang.srt.mem_cache.tree.tree_node import ROOT_ID, TreeNode
 
 if TYPE_CHECKING:
     from sglang.srt.mem_cache.allocator.base import BaseTokenToKVPoolAllocator
@@ -75,7 +75,7 @@ class PrefixTree:
             allocator,
             page_size=page_size,
             strategy=get_eviction_strategy(eviction_policy),
-            slots_of=_pages_of,
+            slots_of=None,
             leaves_only=True,
             free=allocator.free_in_order,
         )
@@ -98,7 +98,7 @@ class PrefixTree:
             pool,
             page_size=self.page_size,
             strategy=get_eviction_strategy(self._policy),
-            slots_of=_pages_of,
+            slots_of=None,
             leaves_only=True,
         )
         for component in self.components:
@@ -262,20 +262,16 @@ class PrefixTree:
     def lock(self, node: TreeNode) -> int:
         """Keep `node` and its ancestors on the device; the change of what can be evicted."""
         before = self.device.evictable
-        while node.parent is not None:
-            self.device.lock(node)
-            node = node.parent
+        self.device.lock(*_up_from(node))
         return self.device.evictable - before
 
     def unlock(self, node: TreeNode) -> int:
         """Undo one `lock`; the change of what can be evicted."""
         before = self.device.evictable
-        at = node
-        while at.parent is not None:
-            self.device.unlock(at)
-            at = at.parent
+        self.device.unlock(*_up_from(node))
         delta = self.device.evictable - before
-        self.prune(node)
+        if self.components:
+            self.prune(node)  # A node with pages is useless only if it lacks a state.
         return delta
 
     # ---- self check ------------------------------------------------------------------------
@@ -302,5 +298,10 @@ class PrefixTree:
             assert in_use or self.can_end(node), f"{node} is useless"
 
 
-def _pages_of(node: TreeNode) -> PoolSlots:
-    return node
+def _up_from(node: TreeNode) -> list[TreeNode]:
+    """`node` and its ancestors but the root, which has no pages."""
+    path = []
+    while node.parent is not None:
+        path.append(node)
+        node = node.parent
+    return path
