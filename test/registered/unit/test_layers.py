@@ -87,7 +87,6 @@ ABOVE: Final = OUTSIDE + 1
 TYPE_CIRCLES: Final[tuple[frozenset[str], ...]] = (
     frozenset({"arg_groups", "server_args"}),
     frozenset({"entrypoints.http", "entrypoints.openai"}),
-    frozenset({"layers", "layers.attention", "layers.linear_attention", "layers.mla"}),
     frozenset({"managers.scheduler", "managers.scheduler.requests"}),
     frozenset({"managers.tokenizer", "observability"}),
 )

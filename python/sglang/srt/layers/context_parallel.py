@@ -11,18 +11,16 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import numpy as np
 import torch
 
 from sglang.srt.distributed.tensor_group import TensorGroup
 from sglang.srt.hardware_backend.device_runtime import on_device
+from sglang.srt.layers.forward_batch_info import ForwardBatch
 from sglang.srt.mem_cache.device.base_device_pool import BaseDevicePool, PagedDevicePool
-
-if TYPE_CHECKING:
-    from sglang.srt.layers.forward_batch_info import ForwardBatch
-    from sglang.srt.mem_cache.device.state_spec import PoolName
+from sglang.srt.mem_cache.device.state_spec import PoolName
 
 SHORTEST_RUN: Final = 16
 """Fewest tokens of a run. A request too short to split is computed by one rank; a step in which no

@@ -17,9 +17,8 @@ import torch
 from sglang.srt.hardware_backend.device_runtime import Event, on_device
 
 if TYPE_CHECKING:
-    from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
     from sglang.srt.layers.context_parallel import ContextShare
-    from sglang.srt.layers.linear_attention.extend_plan import ExtendPlan, ShortPlan
+    from sglang.srt.layers.radix_attention import Attention, AttentionKind
     from sglang.srt.mem_cache.device.base_device_pool import BaseDevicePool
     from sglang.srt.mem_cache.device.memory_pool import KVCache, ReqToTokenPool
     from sglang.srt.mem_cache.device.state_spec import PoolName
@@ -77,10 +76,9 @@ class StateBatch:
     track_lens_cpu: list[int] | None = None
     """Extend only, with `track_slots`: number of each request's new tokens before its snapshot; 0:
     no snapshot. Later tokens are computed from the snapshot as stored."""
-    extend_plan: ExtendPlan | None = None
-    """Extend only: the plan that layers of linear attention share; see `extend_plan_of`."""
-    short_plan: ShortPlan | None = None
-    """Extend only: their plan of a short prefill; see `short_plan_of`."""
+    plan: object | None = None
+    """Extend only: the plan that layers of linear attention share. The first of them makes it; see
+    `extend_plan_of` and `short_plan_of`."""
 
     @property
     def read_slots(self) -> torch.Tensor:
@@ -150,8 +148,8 @@ class ForwardBatch:
     context_share: ContextShare | None = None
     """Extend only, set by the runner: this is one rank's share of a step, in which each run of
     tokens counts as a request. None: it is the whole step."""
-    attn_backend: AttentionBackend | None = None
-    """Set by the runner, which owns it."""
+    attn_backends: Mapping[AttentionKind, Attention] | None = None
+    """The backend of each kind of the model's layers. Set by the runner, which owns them."""
     pools: Mapping[PoolName, BaseDevicePool] | None = None
     """The pools of all state, `token_to_kv_pool` among them. Set by the runner."""
     mostly_done: Event | None = None

@@ -1,16 +1,65 @@
-"""The attention layer of a model: knows its number, shape and kind; a backend does the work."""
+"""The attention layer of a model, and the kinds of attention; backends do the work."""
 
 from __future__ import annotations
+
+from typing import Final, NamedTuple, NewType, Protocol
 
 import torch
 
 from sglang.srt.layers.activation import scale_by_gates_
-from sglang.srt.layers.attention.base_attn_backend import (
-    FULL_ATTENTION,
-    AttentionKind,
-    IndexQuery,
-)
 from sglang.srt.layers.forward_batch_info import ForwardBatch
+
+AttentionKind = NewType("AttentionKind", str)
+"""What an attention layer computes and caches; decides which backends can run it."""
+
+FULL_ATTENTION: Final = AttentionKind("full")
+"""Every token sees all tokens up to itself; keys and values are kept per head."""
+
+MLA: Final = AttentionKind("mla")
+"""Like `FULL_ATTENTION`, but all heads share one latent row per token."""
+
+DSA: Final = AttentionKind("dsa")
+"""Like `MLA`, but a token sees only the tokens that an indexer chooses."""
+
+
+class IndexQuery(NamedTuple):
+    """An indexer's queries for some tokens; they choose which tokens of the contexts are read."""
+
+    q: torch.Tensor
+    """`[num_tokens, heads, head_dim]` of the indexer."""
+    weights: torch.Tensor
+    """fp32 `[num_tokens, heads]`: scaled factors of each head's positive products with keys."""
+    topk: int
+    """Tokens to choose; contexts of at most `topk` tokens are read as a whole."""
+
+    def of(self, tokens: slice | torch.Tensor) -> IndexQuery:
+        """The queries of some of the tokens: a slice, or indices (int64 `[n]`)."""
+        return IndexQuery(self.q[tokens], self.weights[tokens], self.topk)
+
+
+class Attention(Protocol):
+    """What a layer calls of its `AttentionBackend`, which documents the methods."""
+
+    def forward(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        layer: RadixAttention,
+        forward_batch: ForwardBatch,
+        save_kv_cache: bool = True,
+        rows: torch.Tensor | None = None,
+        *,
+        index: IndexQuery | None = None,
+    ) -> torch.Tensor: ...
+
+    def forward_decode_gated(
+        self,
+        q: torch.Tensor,
+        gates: torch.Tensor,
+        layer: RadixAttention,
+        forward_batch: ForwardBatch,
+    ) -> torch.Tensor | None: ...
 
 
 class RadixAttention(torch.nn.Module):
@@ -29,7 +78,7 @@ class RadixAttention(torch.nn.Module):
         """Args:
         num_heads: Query heads of this rank; a multiple of `num_kv_heads`.
         scaling: Factor of the scores, before the softmax.
-        layer_id: This layer's place in the model.
+        layer_id: Index of this layer in the model.
         kind: Decides which backend runs it.
         """
         super().__init__()
@@ -57,18 +106,18 @@ class RadixAttention(torch.nn.Module):
         Args:
             q: `[num_tokens, num_heads, head_dim]`, any strides with dense heads.
             k: `[num_tokens, num_kv_heads, head_dim]`; `v` likewise.
-            save_kv_cache: False: `k` and `v` have been stored.
-            rows: Extend only: int64 `[bs]`, each request's last token: only these attend. None:
-                all.
+            save_kv_cache: If false, `k` and `v` are stored already.
+            rows: Extend only: int64 `[bs]`, the last token of each request; only these attend.
+                None: all tokens attend.
             index: Queries that choose the tokens to attend to, for kinds of attention that choose.
-            gates: Shaped as `q`: the output is multiplied by their sigmoid. None: it is not.
+            gates: The output is multiplied by their sigmoid; same shape as `q`. None: no gates.
 
         Returns:
             `[num_tokens, num_heads * head_dim]`, or `[bs, ...]` with `rows`.
         """
-        assert forward_batch.attn_backend is not None, "the runner sets it before the model runs"
+        assert forward_batch.attn_backends is not None, "the runner sets them before the model runs"
         forward_batch.begin_layer(self.layer_id)
-        backend, share = forward_batch.attn_backend, forward_batch.context_share
+        backend, share = forward_batch.attn_backends[self.kind], forward_batch.context_share
         if share is not None:
             assert forward_batch.pools is not None, "the runner sets them before the model runs"
             if save_kv_cache:

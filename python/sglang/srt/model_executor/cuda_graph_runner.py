@@ -15,6 +15,7 @@ import torch
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.layers.forward_batch_info import ForwardBatch, ForwardMode, StateBatch
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
+from sglang.srt.layers.radix_attention import AttentionKind
 from sglang.srt.layers.vocab_logits import VocabLogits
 from sglang.srt.mem_cache.device.base_device_pool import BaseDevicePool
 from sglang.srt.mem_cache.device.memory_pool import ReqToTokenPool
@@ -71,7 +72,7 @@ class CudaGraphRunner:
     def __init__(
         self,
         forward: Forward,
-        attn_backend: AttentionBackend,
+        attn_backends: Mapping[AttentionKind, AttentionBackend],
         req_to_token_pool: ReqToTokenPool,
         pools: Mapping[PoolName, BaseDevicePool],
         *,
@@ -87,7 +88,7 @@ class CudaGraphRunner:
         for pool in pools.values():
             assert pool.layer_transfer_counter is None, "waits cannot be captured"
         self._forward = forward
-        self._attn_backend = attn_backend
+        self._attn_backends = attn_backends
         self._req_to_token_pool = req_to_token_pool
         self._pools = pools
         self._loaded_last = max(pools.values(), key=lambda pool: pool.end_layer)
@@ -142,13 +143,15 @@ class CudaGraphRunner:
         torch._foreach_copy_(list(self._inputs[: len(values), :count].unbind()), values)
         batch = self._batches[size]
         batch.seq_lens_cpu = forward_batch.seq_lens_cpu + [1] * (size - count)
-        self._attn_backend.init_forward_metadata_graph(batch)
+        for backend in self._attn_backends.values():
+            backend.init_forward_metadata_graph(batch)
         self._graphs[size].replay()
         return LogitsProcessorOutput(logits=self._logits[size].first(count))
 
     def _capture(self, size: int, capture: GraphCapture) -> Graph:
         batch = self._batches[size]
-        self._attn_backend.init_forward_metadata_graph(batch)
+        for backend in self._attn_backends.values():
+            backend.init_forward_metadata_graph(batch)
 
         def run() -> None:
             output = self._forward(batch.input_ids, batch.positions, batch)
@@ -174,6 +177,6 @@ class CudaGraphRunner:
             pools=self._pools,
             states=self._static_states(inputs[5]),
             logits_out=self._logits_out[:size],
-            attn_backend=self._attn_backend,
+            attn_backends=self._attn_backends,
             is_captured=True,
         )

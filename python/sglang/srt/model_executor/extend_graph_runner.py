@@ -19,6 +19,7 @@ from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.layers.forward_batch_info import ForwardBatch, ForwardMode, StateBatch
 from sglang.srt.layers.linear_attention.extend_plan import SHORT, ShortPlan
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
+from sglang.srt.layers.radix_attention import AttentionKind
 from sglang.srt.layers.vocab_logits import VocabLogits
 from sglang.srt.mem_cache.device.base_device_pool import BaseDevicePool
 from sglang.srt.mem_cache.device.memory_pool import ReqToTokenPool
@@ -40,7 +41,7 @@ class ExtendGraphRunner:
     def __init__(
         self,
         forward: Forward,
-        attn_backend: AttentionBackend,
+        attn_backends: Mapping[AttentionKind, AttentionBackend],
         req_to_token_pool: ReqToTokenPool,
         pools: Mapping[PoolName, BaseDevicePool],
         *,
@@ -48,14 +49,14 @@ class ExtendGraphRunner:
     ) -> None:
         """Args:
         forward: The model's `forward`.
-        attn_backend: One that `captures_extend`.
+        attn_backends: The backend of each kind of layer; each `captures_extend`.
         pools: Pools of all the model's state.
         num_logits: Logits per request on this rank.
         """
         for pool in pools.values():
             assert pool.layer_transfer_counter is None, "waits cannot be captured"
         self._forward = forward
-        self._attn_backend = attn_backend
+        self._attn_backends = attn_backends
         self._req_to_token_pool = req_to_token_pool
         self._pools = pools
         pool_of = {layer: pool for pool in pools.values() for layer in pool.spec.layers}
@@ -122,9 +123,8 @@ class ExtendGraphRunner:
             values += self._states_of(forward_batch)
             places = [*places[: len(values) - 2], *self._short_plan]
         torch._foreach_copy_(places[: len(values)], values)
-        self._attn_backend.init_forward_metadata_extend_graph(
-            forward_batch, size, self._max_requests
-        )
+        for backend in self._attn_backends.values():
+            backend.init_forward_metadata_extend_graph(forward_batch, size, self._max_requests)
         first, *others = self._pieces[size]
         first.replay()
         for (layer, pool), piece in zip(self._waits, others, strict=True):
@@ -147,7 +147,8 @@ class ExtendGraphRunner:
     def _capture(self, size: int, capture: GraphCapture) -> list[Graph]:
         """Graphs of a forward, cut before the attention of each layer."""
         batch = self._static_batch(size)
-        self._attn_backend.init_forward_metadata_extend_graph(batch, size, self._max_requests)
+        for backend in self._attn_backends.values():
+            backend.init_forward_metadata_extend_graph(batch, size, self._max_requests)
 
         def run(cut: Callable[[], None]) -> None:
             batch.on_layer = lambda layer: cut()
@@ -182,8 +183,8 @@ class ExtendGraphRunner:
                 slots=slots,
                 first_slots=first_slots,
                 track_slots=track_slots,
-                short_plan=self._short_plan,
+                plan=self._short_plan,
             ),
-            attn_backend=self._attn_backend,
+            attn_backends=self._attn_backends,
             is_captured=True,
         )

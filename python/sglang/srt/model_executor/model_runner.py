@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -30,16 +30,12 @@ from sglang.srt.distributed.tensor_group import SingleTensorGroup, TensorGroup
 from sglang.srt.hardware_backend.device_kinds import DeviceKind
 from sglang.srt.hardware_backend.device_runtime import device_runtime
 from sglang.srt.layers.attention.attention_registry import create_attention_backends
-from sglang.srt.layers.attention.base_attn_backend import (
-    AttentionBackend,
-    AttentionConfig,
-    AttentionKind,
-)
-from sglang.srt.layers.attention.mixed_backend import join_backends, uncaptured
+from sglang.srt.layers.attention.base_attn_backend import AttentionBackend, AttentionConfig
 from sglang.srt.layers.context_parallel import split_context
 from sglang.srt.layers.forward_batch_info import ForwardBatch
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from sglang.srt.layers.mla.latent_attention import LatentAttention
+from sglang.srt.layers.radix_attention import AttentionKind
 from sglang.srt.mem_cache.allocator import BaseTokenToKVPoolAllocator, make_allocator
 from sglang.srt.mem_cache.device.base_device_pool import BaseDevicePool
 from sglang.srt.mem_cache.device.hybrid_req_pool import HybridReqToTokenPool
@@ -127,7 +123,7 @@ class ModelRunner:
         cp_group: The ranks that have the same share of the layers, and split the tokens of
             prefills.
         state_specs: State that the model caches per token and per prefix.
-        attn_backend: The backend of all attention layers.
+        attn_backends: The attention backend of each kind of the model's layers.
         req_to_token_pool: Slots of each running request; after `init_memory_pool`.
         pools: The device pools (L1), one for each of `state_specs`; after `init_memory_pool`.
         token_to_kv_pool: The one of `pools` whose slots requests own; after `init_memory_pool`.
@@ -182,8 +178,7 @@ class ModelRunner:
                 "cannot split a prefill: leave it at 1, and split heads (--tp-size)"
             )
         # Before the weights are loaded, so that a wrong name is reported at once.
-        self._attn_backends = self._make_attention_backends()
-        self.attn_backend = join_backends(self._attn_backends)
+        self.attn_backends = self._make_attention_backends()
         self.remote_instance_transfer_engine: MooncakeTransferEngine | None = None
         self.remote_instance_transfer_engine_session_id = ""
         if config.offers_weights:
@@ -276,13 +271,16 @@ class ModelRunner:
 
     def graph_bytes(self) -> int:
         """Estimated bytes of device memory that captured steps take; 0: there are none."""
-        if not self._captures_graphs or not self.attn_backend.can_be_captured:
+        backends = self.attn_backends.values()
+        if not self._captures_graphs or not all(backend.can_be_captured for backend in backends):
             return 0
+        captures_extend = all(backend.captures_extend for backend in backends)
         largest = self.config.cuda_graph_max_bs or MAX_BATCH_SIZE
         states = (spec for spec in self.state_specs if spec.item is ItemKind.STATE)
         layer_bytes = max((spec.layer_bytes for spec in states), default=0)
-        tokens = max(largest, TOKEN_COUNTS[-1] if self.attn_backend.captures_extend else 0)
-        by_context = self.attn_backend.graph_bytes(tokens, self.model_config.context_len)
+        tokens = max(largest, TOKEN_COUNTS[-1] if captures_extend else 0)
+        context_len = self.model_config.context_len
+        by_context = sum(backend.graph_bytes(tokens, context_len) for backend in backends)
         return by_context + estimate_graph_bytes(largest, self.model_config.vocab_size, layer_bytes)
 
     def init_memory_pool(
@@ -326,7 +324,8 @@ class ModelRunner:
         self.token_to_kv_pool_allocator = make_allocator(self.token_to_kv_pool)
         if not self._device_kind.warms_up:
             return
-        self.attn_backend.warm_up()
+        for backend in self.attn_backends.values():
+            backend.warm_up()
         self.token_to_kv_pool_allocator.warm_up()
         pools = self.req_to_token_pool, self.token_to_kv_pool
         for batch in warm_up_batches(*pools, longest_pass):
@@ -347,7 +346,7 @@ class ModelRunner:
 
     def _capture(self, batch_sizes: list[int]) -> None:
         """Capture decode steps of `batch_sizes` and short prefills, where all backends can."""
-        backends = self._attn_backends
+        backends = self.attn_backends
         num_logits = -(-self.model_config.vocab_size // self.tp_group.size)
         refusal = uncaptured(backends, lambda backend: backend.can_be_captured)
         if refusal:
@@ -355,7 +354,7 @@ class ModelRunner:
         else:
             decoding = CudaGraphRunner(
                 self.model.forward,
-                self.attn_backend,
+                backends,
                 self.req_to_token_pool,
                 self.pools,
                 batch_sizes=batch_sizes,
@@ -368,7 +367,7 @@ class ModelRunner:
         else:
             short_prefills = ExtendGraphRunner(
                 self.model.forward,
-                self.attn_backend,
+                backends,
                 self.req_to_token_pool,
                 self.pools,
                 num_logits=num_logits,
@@ -397,10 +396,27 @@ class ModelRunner:
         # Captured prefills are short, so each rank computes all of them: a graph exchanges nothing.
         if self.cp_group.size > 1 and forward_batch.forward_mode.is_extend():
             forward_batch = split_context(forward_batch, self.cp_group) or forward_batch
-        forward_batch.attn_backend = self.attn_backend
+        forward_batch.attn_backends = self.attn_backends
         forward_batch.pools = self.pools
-        self.attn_backend.init_forward_metadata(forward_batch)
+        for backend in self.attn_backends.values():
+            backend.init_forward_metadata(forward_batch)
         return self.model.forward(forward_batch.input_ids, forward_batch.positions, forward_batch)
+
+
+def uncaptured(
+    backends: Mapping[AttentionKind, AttentionBackend], captures: Callable[[AttentionBackend], bool]
+) -> str:
+    """Kinds whose backends keep a step from being captured, for the log; "" if none does.
+
+    Args:
+        captures: True if a backend lets the step be captured.
+    """
+    names = [
+        f"{kind!r} by {type(backend).__name__}"
+        for kind, backend in backends.items()
+        if not captures(backend)
+    ]
+    return ", ".join(names)
 
 
 def _resolve_kv_dtype(name: str, model_dtype: torch.dtype, kind: DeviceKind) -> torch.dtype:

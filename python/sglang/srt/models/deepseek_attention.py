@@ -7,13 +7,13 @@ import torch
 from sglang.srt.configs.mla_config import IndexerConfig, MLAConfig
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.distributed.tensor_group import ToAdd
-from sglang.srt.layers.attention.base_attn_backend import DSA, MLA, AttentionKind, IndexQuery
 from sglang.srt.layers.forward_batch_info import ForwardBatch
 from sglang.srt.layers.layernorm import RMSNorm
 from sglang.srt.layers.linear import MergedColumnParallelLinear, RowParallelLinear
 from sglang.srt.layers.mla.indexer import Indexer
 from sglang.srt.layers.mla.latent_attention import KVUpProjection, LatentAttention
 from sglang.srt.layers.placement import Share, TensorPlacement
+from sglang.srt.layers.radix_attention import DSA, MLA, AttentionKind, IndexQuery
 from sglang.srt.layers.rotary_embedding import Rotation, apply_rotary, deinterleave
 from sglang.srt.mem_cache.device.nsa_pool import NSATokenToKVPool
 from sglang.srt.models.llama import DecoderOptions

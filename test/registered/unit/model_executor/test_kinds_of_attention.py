@@ -23,22 +23,17 @@ from sglang.srt.layers.attention.attention_registry import (
     create_attention_backends,
     register_attention_backend,
 )
-from sglang.srt.layers.attention.base_attn_backend import (
-    FULL_ATTENTION,
-    AttentionBackend,
-    AttentionConfig,
-    AttentionKind,
-)
-from sglang.srt.layers.attention.mixed_backend import MixedAttnBackend, join_backends, uncaptured
+from sglang.srt.layers.attention.base_attn_backend import AttentionBackend, AttentionConfig
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
 from sglang.srt.layers.forward_batch_info import ForwardBatch
 from sglang.srt.layers.placement import TensorPlacement
-from sglang.srt.layers.radix_attention import RadixAttention
+from sglang.srt.layers.radix_attention import FULL_ATTENTION, AttentionKind, RadixAttention
 from sglang.srt.layers.rotary_embedding import Rotation
 from sglang.srt.mem_cache.device import pool_registry
 from sglang.srt.mem_cache.device.base_device_pool import BaseDevicePool
 from sglang.srt.mem_cache.device.pool_registry import register_pool
 from sglang.srt.mem_cache.device.state_spec import KVSpec, PoolName, StateBuffer, StateSpec
+from sglang.srt.model_executor.model_runner import uncaptured
 from sglang.srt.model_loader import loader
 from sglang.srt.models.llama import LlamaAttention, LlamaForCausalLM, LlamaModel
 from sglang.srt.models.registry import MODEL_CLASSES
@@ -223,13 +218,13 @@ def test_each_kind_of_state_has_its_pool_and_its_share_of_the_size(checkpoint: P
 
 def test_each_kind_has_its_backend_and_plans_a_batch_once(checkpoint: Path) -> None:
     driver = StepDriver(checkpoint, attention_backend="torch_native")
-    assert isinstance(driver.runner.attn_backend, MixedAttnBackend)
+    assert set(driver.runner.attn_backends) == {FULL_ATTENTION, UNIFORM}
     driver.extend([(0, [1, 2, 3])])
     driver.decode([(0, 4)])
-    uniform = driver.runner._attn_backends[UNIFORM]
+    uniform = driver.runner.attn_backends[UNIFORM]
     assert isinstance(uniform, UniformBackend)
     assert uniform.num_planned == 2
-    assert isinstance(driver.runner._attn_backends[FULL_ATTENTION], TorchNativeAttnBackend)
+    assert isinstance(driver.runner.attn_backends[FULL_ATTENTION], TorchNativeAttnBackend)
 
 
 def test_what_cannot_run_is_refused_by_name(checkpoint: Path) -> None:
@@ -281,18 +276,15 @@ class Capturable(UniformBackend):
 
 def test_a_step_is_captured_where_every_kind_can_be(checkpoint: Path) -> None:
     runner = StepDriver(checkpoint).runner
-    backends = dict(runner._attn_backends)
-    assert not runner.attn_backend.can_be_captured
+    backends = runner.attn_backends
     refusal = "'full' by TorchNativeAttnBackend, 'uniform' by UniformBackend"
     assert uncaptured(backends, lambda backend: backend.can_be_captured) == refusal
     one = Capturable.__new__(Capturable)
     both = {FULL_ATTENTION: one, UNIFORM: one}
-    assert join_backends(both).can_be_captured
     assert uncaptured(both, lambda backend: backend.can_be_captured) == ""
     assert uncaptured({UNIFORM: one}, lambda backend: backend.captures_extend) == (
         "'uniform' by Capturable"
     )
-    assert join_backends({UNIFORM: one}) is one
 
 
 if __name__ == "__main__":

@@ -173,8 +173,9 @@ def test_a_captured_prefill_is_computed_whole(tmp_path: Path) -> None:
             def replay(self, batch: ForwardBatch) -> Any:
                 assert batch.context_share is None
                 counts.append(len(batch.input_ids))
-                batch.attn_backend, batch.pools = runner.attn_backend, runner.pools
-                runner.attn_backend.init_forward_metadata(batch)
+                batch.attn_backends, batch.pools = runner.attn_backends, runner.pools
+                for backend in runner.attn_backends.values():
+                    backend.init_forward_metadata(batch)
                 return runner.model.forward(batch.input_ids, batch.positions, batch)
 
         runner._graphs = [Graphs()]  # type: ignore[list-item]

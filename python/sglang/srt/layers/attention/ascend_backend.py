@@ -8,17 +8,14 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 
 from sglang.srt.hardware_backend.npu import fused_attention
 from sglang.srt.hardware_backend.npu.fused_attention import FusedAttention
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend, AttentionConfig
-
-if TYPE_CHECKING:
-    from sglang.srt.layers.forward_batch_info import ForwardBatch
-    from sglang.srt.layers.radix_attention import RadixAttention
+from sglang.srt.layers.forward_batch_info import ForwardBatch
+from sglang.srt.layers.radix_attention import RadixAttention
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,17 +13,11 @@ from typing import Final
 import torch
 
 from sglang.srt.hardware_backend.device_kinds import DEVICE_KINDS, device_kind
-from sglang.srt.layers.attention.base_attn_backend import (
-    DSA,
-    FULL_ATTENTION,
-    MLA,
-    AttentionBackend,
-    AttentionConfig,
-    AttentionKind,
-)
+from sglang.srt.layers.attention.base_attn_backend import AttentionBackend, AttentionConfig
 from sglang.srt.layers.attention.dsa_backend import DSATorchNativeBackend
 from sglang.srt.layers.attention.mla_backend import MLATorchNativeBackend
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
+from sglang.srt.layers.radix_attention import DSA, FULL_ATTENTION, MLA, AttentionKind
 
 logger = logging.getLogger(__name__)
 

@@ -1,4 +1,4 @@
-"""Interface of attention backends, and the kinds of attention."""
+"""Interface of attention backends."""
 
 from __future__ import annotations
 
@@ -6,44 +6,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Final, NamedTuple, NewType
 
 import torch
 
 from sglang.srt.configs.mla_config import MLAConfig
+from sglang.srt.layers.forward_batch_info import ForwardBatch
+from sglang.srt.layers.radix_attention import IndexQuery, RadixAttention
 from sglang.srt.mem_cache.device.state_spec import KVSpec, PoolName, StateSpec
-
-if TYPE_CHECKING:
-    from sglang.srt.layers.forward_batch_info import ForwardBatch
-    from sglang.srt.layers.radix_attention import RadixAttention
-
-
-AttentionKind = NewType("AttentionKind", str)
-"""What an attention layer computes and caches; decides which backends can run it."""
-
-FULL_ATTENTION: Final = AttentionKind("full")
-"""Every token sees all tokens up to itself; keys and values are kept per head."""
-
-MLA: Final = AttentionKind("mla")
-"""As `FULL_ATTENTION`, but all heads share one latent row per token."""
-
-DSA: Final = AttentionKind("dsa")
-"""As `MLA`, but a token sees only the tokens that an indexer chooses."""
-
-
-class IndexQuery(NamedTuple):
-    """An indexer's queries for some tokens; they choose which tokens of the contexts are read."""
-
-    q: torch.Tensor
-    """`[num_tokens, heads, head_dim]` of the indexer."""
-    weights: torch.Tensor
-    """fp32 `[num_tokens, heads]`: scaled factors of each head's positive products with keys."""
-    topk: int
-    """Tokens to choose; contexts of at most `topk` tokens are read as a whole."""
-
-    def of(self, tokens: slice | torch.Tensor) -> IndexQuery:
-        """The queries of some of the tokens: a slice, or indices (int64 `[n]`)."""
-        return IndexQuery(self.q[tokens], self.weights[tokens], self.topk)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,12 +14,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import Final, NamedTuple
 
 import numpy as np
 import torch
 
-from sglang.srt.layers.attention.base_attn_backend import AttentionConfig, IndexQuery
+from sglang.srt.layers.attention.base_attn_backend import AttentionConfig
 from sglang.srt.layers.attention.mla_backend import (
     MLATorchNativeBackend,
     absorb,
@@ -37,12 +37,10 @@ from sglang.srt.layers.attention.slot_plan import (
     longest_run,
 )
 from sglang.srt.layers.attention.token_choice import choose_tokens, index_scores
+from sglang.srt.layers.forward_batch_info import ForwardBatch
+from sglang.srt.layers.mla.latent_attention import LatentAttention
+from sglang.srt.layers.radix_attention import IndexQuery, RadixAttention
 from sglang.srt.mem_cache.device.nsa_pool import NSATokenToKVPool
-
-if TYPE_CHECKING:
-    from sglang.srt.layers.forward_batch_info import ForwardBatch
-    from sglang.srt.layers.mla.latent_attention import LatentAttention
-    from sglang.srt.layers.radix_attention import RadixAttention
 
 GATHER_BYTES: Final = 64 << 20
 """Upper bound of the chosen rows gathered at a time."""

@@ -11,7 +11,7 @@ import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import flashinfer
 import torch
@@ -20,10 +20,8 @@ from sglang.srt.constants import MIB
 from sglang.srt.hardware_backend.device_runtime import device_runtime
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend, AttentionConfig
 from sglang.srt.layers.attention.triton_ops.pages import page_indices
-
-if TYPE_CHECKING:
-    from sglang.srt.layers.forward_batch_info import ForwardBatch
-    from sglang.srt.layers.radix_attention import RadixAttention
+from sglang.srt.layers.forward_batch_info import ForwardBatch
+from sglang.srt.layers.radix_attention import RadixAttention
 
 logger = logging.getLogger(__name__)
 

@@ -11,28 +11,22 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import numpy as np
 import torch
 
 from sglang.srt.hardware_backend.device_runtime import device_runtime
-from sglang.srt.layers.attention.base_attn_backend import (
-    AttentionBackend,
-    AttentionConfig,
-    IndexQuery,
-)
+from sglang.srt.layers.attention.base_attn_backend import AttentionBackend, AttentionConfig
 from sglang.srt.layers.attention.dsa_backend import Pools
 from sglang.srt.layers.attention.mla_backend import as_latent
 from sglang.srt.layers.attention.projected_attention import attend_projected
 from sglang.srt.layers.attention.projected_attention import warm_up as warm_up_projected
 from sglang.srt.layers.attention.triton_ops.latent import latent_attention
 from sglang.srt.layers.attention.triton_ops.token_choice import choose_slots, index_scores
-
-if TYPE_CHECKING:
-    from sglang.srt.layers.forward_batch_info import ForwardBatch, Segment
-    from sglang.srt.layers.mla.latent_attention import LatentAttention
-    from sglang.srt.layers.radix_attention import RadixAttention
+from sglang.srt.layers.forward_batch_info import ForwardBatch, Segment
+from sglang.srt.layers.mla.latent_attention import LatentAttention
+from sglang.srt.layers.radix_attention import IndexQuery, RadixAttention
 
 SHORT_TOKENS: Final = 256
 """Requests with at most this many new tokens attend to rows; others project rows up."""

@@ -10,11 +10,10 @@ its new tokens (as many as its queries) it holds at most `PIECE_BYTES` of copies
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Final, cast
+from typing import Final, cast
 
 import torch
 
-from sglang.srt.layers.attention.base_attn_backend import DSA, MLA
 from sglang.srt.layers.attention.partial_attention import (
     Partial,
     RunningAttention,
@@ -23,11 +22,9 @@ from sglang.srt.layers.attention.partial_attention import (
 )
 from sglang.srt.layers.attention.slot_plan import DecodePlan, ExtendSegment
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend, decode_by_plan
-
-if TYPE_CHECKING:
-    from sglang.srt.layers.forward_batch_info import ForwardBatch
-    from sglang.srt.layers.mla.latent_attention import LatentAttention
-    from sglang.srt.layers.radix_attention import RadixAttention
+from sglang.srt.layers.forward_batch_info import ForwardBatch
+from sglang.srt.layers.mla.latent_attention import LatentAttention
+from sglang.srt.layers.radix_attention import DSA, MLA, RadixAttention
 
 PIECE_BYTES: Final = 64 << 20
 """Upper bound of one piece of a prefix in one layer, gathered or projected up."""

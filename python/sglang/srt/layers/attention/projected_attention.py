@@ -7,7 +7,7 @@ piece by piece; the pieces are joined by their log-sum-exp.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import torch
 import torch.nn.functional as F
@@ -15,9 +15,7 @@ import torch.nn.functional as F
 from sglang.srt.layers.attention.dense_attention import UNIT, dense_attention
 from sglang.srt.layers.attention.partial_attention import attend, heads_first
 from sglang.srt.layers.attention.triton_ops.combine import merge_into_
-
-if TYPE_CHECKING:
-    from sglang.srt.layers.mla.latent_attention import LatentAttention
+from sglang.srt.layers.mla.latent_attention import LatentAttention
 
 MAX_HEAD_DIM: Final = 192
 MAX_V_HEAD_DIM: Final = 128

@@ -9,7 +9,7 @@ from typing import Final
 
 import torch
 
-from sglang.srt.layers.attention.base_attn_backend import IndexQuery
+from sglang.srt.layers.radix_attention import IndexQuery
 
 SCORE_BYTES: Final = 32 << 20
 """Upper bound of the products of queries and keys held at a time, before the sum over heads."""

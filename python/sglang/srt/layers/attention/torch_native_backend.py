@@ -15,7 +15,6 @@ mask 55 ms (58 with building it); causal_lower_right 58 ms. 100 tokens after 6,0
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -36,11 +35,9 @@ from sglang.srt.layers.attention.slot_plan import (
     plan_decode,
     plan_extend,
 )
+from sglang.srt.layers.forward_batch_info import ForwardBatch
+from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.mem_cache.device.state_spec import PoolName
-
-if TYPE_CHECKING:
-    from sglang.srt.layers.forward_batch_info import ForwardBatch
-    from sglang.srt.layers.radix_attention import RadixAttention
 
 
 class TorchNativeAttnBackend(AttentionBackend):

@@ -7,7 +7,7 @@ same tokens as a cold one, whatever the pool's dtype.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -28,10 +28,8 @@ from sglang.srt.layers.attention.triton_ops.extend import (
     plan_blocks,
     put_blocks,
 )
-
-if TYPE_CHECKING:
-    from sglang.srt.layers.forward_batch_info import ForwardBatch
-    from sglang.srt.layers.radix_attention import RadixAttention
+from sglang.srt.layers.forward_batch_info import ForwardBatch
+from sglang.srt.layers.radix_attention import RadixAttention
 
 DENSE_HEAD_DIM = 128
 WARM_UP_TOKENS = 8192

@@ -6,16 +6,14 @@ import functools
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from sglang.srt.hardware_backend.device_runtime import device_runtime
-
-if TYPE_CHECKING:
-    from sglang.srt.layers.forward_batch_info import ForwardBatch
+from sglang.srt.layers.forward_batch_info import ForwardBatch
 
 CHUNK: Final = 64
 """Tokens that the delta rule takes at once."""
@@ -198,10 +196,11 @@ def short_plan_of(forward_batch: ForwardBatch) -> ShortPlan:
     """The plan of a prefill of at most `SHORT` tokens, made for the first layer that asks."""
     states, num_new = forward_batch.states, forward_batch.extend_seq_lens_cpu
     assert states is not None and num_new is not None, "the maker of the batch gave it states"
-    if states.short_plan is None:
+    if states.plan is None:
         device = forward_batch.input_ids.device
-        states.short_plan = ShortPlan.of(num_new, states.track_lens_cpu, device)
-    return states.short_plan
+        states.plan = ShortPlan.of(num_new, states.track_lens_cpu, device)
+    assert isinstance(states.plan, ShortPlan)
+    return states.plan
 
 
 def extend_plan_of(forward_batch: ForwardBatch, kernel: int) -> ExtendPlan | None:
@@ -214,10 +213,11 @@ def extend_plan_of(forward_batch: ForwardBatch, kernel: int) -> ExtendPlan | Non
         return None
     states, num_new = forward_batch.states, forward_batch.extend_seq_lens_cpu
     assert states is not None and num_new is not None, "the maker of the batch gave it states"
-    if states.extend_plan is None:
+    if states.plan is None:
         device = forward_batch.input_ids.device
-        states.extend_plan = ExtendPlan.of(num_new, states.track_lens_cpu, kernel, device)
-    return states.extend_plan
+        states.plan = ExtendPlan.of(num_new, states.track_lens_cpu, kernel, device)
+    assert isinstance(states.plan, ExtendPlan)
+    return states.plan
 
 
 def _chunks(start: int, count: int) -> list[tuple[int, int]]:

@@ -14,9 +14,9 @@ import torch
 import torch.nn.functional as F
 
 from sglang.srt.configs.mla_config import IndexerConfig, MLAConfig
-from sglang.srt.layers.attention.base_attn_backend import IndexQuery
 from sglang.srt.layers.linear import apply_linear
 from sglang.srt.layers.placement import TensorPlacement
+from sglang.srt.layers.radix_attention import IndexQuery
 from sglang.srt.layers.rotary_embedding import Rotation, apply_rotary
 from sglang.srt.layers.weight_slot import NamedSlots, WeightedLayer, WeightSlot
 

@@ -10,11 +10,10 @@ from __future__ import annotations
 import torch
 
 from sglang.srt.configs.mla_config import MLAConfig
-from sglang.srt.layers.attention.base_attn_backend import MLA, AttentionKind, IndexQuery
 from sglang.srt.layers.forward_batch_info import ForwardBatch
 from sglang.srt.layers.linear import apply_linear
 from sglang.srt.layers.placement import Share, TensorPlacement
-from sglang.srt.layers.radix_attention import RadixAttention
+from sglang.srt.layers.radix_attention import MLA, AttentionKind, IndexQuery, RadixAttention
 from sglang.srt.layers.weight_slot import NamedSlots, WeightedLayer, WeightSlot
 
 

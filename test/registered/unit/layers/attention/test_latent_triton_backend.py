@@ -113,7 +113,7 @@ def driver_of(path: Path) -> StepDriver:
     runner = driver.runner
     if not ON_GPU:
         (layer, *_) = runner.model.attention_layers()
-        runner.attn_backend = backend.LatentTritonBackend(
+        runner.attn_backends[layer.kind] = backend.LatentTritonBackend(
             AttentionConfig(
                 num_heads=layer.num_heads,
                 specs={spec.name: spec for spec in runner.state_specs},
@@ -122,7 +122,8 @@ def driver_of(path: Path) -> StepDriver:
                 device=DEVICE,
             )
         )
-    assert isinstance(runner.attn_backend, backend.LatentTritonBackend)
+    (only,) = runner.attn_backends.values()
+    assert isinstance(only, backend.LatentTritonBackend)
     return driver
 
 

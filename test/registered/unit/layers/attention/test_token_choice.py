@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from sglang.srt.layers.attention import token_choice
-from sglang.srt.layers.attention.base_attn_backend import IndexQuery
 from sglang.srt.layers.attention.token_choice import choose_tokens, index_scores
+from sglang.srt.layers.radix_attention import IndexQuery
 from sglang.test.ci.ci_register import register_cpu_ci
 
 register_cpu_ci(est_time=3, suite="base-a-test-cpu")
