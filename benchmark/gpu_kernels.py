@@ -21,18 +21,25 @@ import torch.nn.functional as F
 from triton.testing import do_bench
 
 from sglang.srt.layers.attention.dense_attention import dense_attention
-from sglang.srt.layers.attention.triton_ops.decode import decode_attention, make_arrivals
-from sglang.srt.layers.attention.triton_ops.extend import (
-    extend_attention,
-    plan_blocks,
-)
 from sglang.srt.layers.fused_kernels import (
     DeltaLayout,
     DeltaStates,
     ExpertChoice,
     ExpertWeights,
 )
-from sglang.srt.layers.triton_ops import activation, delta_net, experts, gemv, norm, qkv
+from sglang.srt.layers.triton_ops import (
+    fused_delta_net,
+    fused_experts,
+    fused_qkv,
+    gating,
+    gemv,
+    norm,
+)
+from sglang.srt.layers.triton_ops.attention.decode_attention import decode_attention, make_arrivals
+from sglang.srt.layers.triton_ops.attention.extend_attention import (
+    extend_attention,
+    plan_blocks,
+)
 
 HEADS, KV_HEADS, DIM = 32, 8, 128
 SCALE = DIM**-0.5
@@ -245,7 +252,7 @@ def fused(table: list[Row]) -> None:
         attempt(
             table,
             {"what": "silu_and_mul", "rows": count},
-            partial(activation.silu_and_mul, gate_up),
+            partial(gating.silu_and_mul, gate_up),
             1.5 * gate_up.nbytes,
         )
         packed, head_weight = random(count, 48, DIM), random(40, DIM)
@@ -256,7 +263,7 @@ def fused(table: list[Row]) -> None:
             table,
             {"what": "norm, rotation, store", "rows": count},
             partial(
-                qkv.normalise_rotate_store_,
+                fused_qkv.normalise_rotate_store_,
                 packed, (head_weight, 1e-6), (angles, angles), loc, k_pool, v_pool,
             ),
             2 * packed.nbytes,
@@ -282,16 +289,16 @@ def few(table: list[Row]) -> None:
 
     def attend(x: torch.Tensor, states: DeltaStates) -> torch.Tensor:
         gates = conv_weight, log_decay, time_bias
-        return delta_net.attend_linearly(x, layout, gates, (x[0, :128], 1e-6), states)
+        return fused_delta_net.attend_linearly(x, layout, gates, (x[0, :128], 1e-6), states)
 
     for count in (1, 2, 8, 64):
         x, logits = random(count, 2048), random(count, 512)
-        chosen = experts.choose_experts(logits, choice, x)
+        chosen = fused_experts.choose_experts(logits, choice, x)
         base = {"rows": count}
         attempt(
             table,
             {"what": "choice of experts", **base},
-            partial(experts.choose_experts, logits, choice, x),
+            partial(fused_experts.choose_experts, logits, choice, x),
             logits.nbytes + x.nbytes,
         )
         num_used = len(chosen[1].unique())  # type: ignore[no-untyped-call]
@@ -299,7 +306,7 @@ def few(table: list[Row]) -> None:
         attempt(
             table,
             {"what": "experts", **base},
-            partial(experts.run_experts, x, *chosen, weights),
+            partial(fused_experts.run_experts, x, *chosen, weights),
             used,
         )
         x, slots = random(count, 12_352), torch.arange(1, count + 1, device="cuda")

@@ -15,14 +15,11 @@ from sglang.srt.distributed.parallel_state import (
     destroy_model_parallel,
     get_attention_cp_group,
     get_attention_tp_group,
-    get_tensor_model_parallel_rank,
-    get_tensor_model_parallel_world_size,
-    get_tp_group,
     get_world_group,
     initialize_model_parallel,
 )
 from sglang.srt.distributed.rank_group import RankGroup, gather_texts
-from sglang.srt.distributed.torch_rank_group import TorchMin, TorchRankGroup
+from sglang.srt.distributed.torch_rank_group import TorchRankGroup
 from sglang.test.ci.ci_register import register_cpu_ci
 
 register_cpu_ci(est_time=25, suite="base-b-test-cpu")
@@ -34,12 +31,10 @@ def rank_group() -> RankGroup:
 
 def facts() -> dict[str, Any]:
     group = rank_group()
-    parts = get_tp_group(), get_attention_tp_group(), get_attention_cp_group()
-    assert get_tensor_model_parallel_rank() == group.rank
-    assert get_tensor_model_parallel_world_size() == group.size
+    parts = get_world_group(), get_attention_tp_group(), get_attention_cp_group()
     return {
         "ranks": [part.ranks for part in parts],
-        "places": [(part.rank_in_group, part.world_size) for part in parts],
+        "places": [(part.rank, part.size) for part in parts],
         "attn": (group.attn_tp_rank, group.attn_tp_size, group.attn_cp_rank, group.attn_cp_size),
         "twins": [part.cpu_group is not None for part in parts],
     }
@@ -117,9 +112,9 @@ def test_the_least_over_the_ranks_of_any_groups(size: int, cp: int) -> None:
 def min_of_its_own() -> dict[str, Any]:
     rank, group = get_world_group().rank, rank_group()
     own = group.open_min()
-    assert isinstance(own, TorchMin)
-    ranks = [part.ranks for part in own.groups]
-    theirs = {id(part.cpu_group) for part in own.groups}
+    assert isinstance(own, TorchRankGroup)
+    ranks = [part.ranks for part in own.rounds]
+    theirs = {id(part.cpu_group) for part in own.rounds}
     shared = (get_world_group(), get_attention_tp_group(), get_attention_cp_group())
     assert theirs.isdisjoint(id(part.cpu_group) for part in shared)
     mine = torch.tensor([rank, -rank, 5])
@@ -236,7 +231,7 @@ def test_a_mistake_of_a_ranks_own_is_not_a_lost_rank() -> None:
 
 def test_groups_are_asked_for_before_they_are_made() -> None:
     with pytest.raises(RuntimeError, match="call initialize_model_parallel first"):
-        get_tp_group()
+        get_world_group()
 
 
 if __name__ == "__main__":

@@ -22,10 +22,10 @@ import torch.nn.functional as F
 
 from rigs.caches.memory_ranks import PlaceInGroup
 from sglang.srt.distributed.tensor_group import (
-    INBOX_ROWS,
+    LOW_LATENCY_ROWS,
     MOST_PROGRAMS,
     PeerParts,
-    inbox_bytes,
+    low_latency_bytes,
 )
 from sglang.srt.layers.placement import Share
 from sglang.srt.layers.triton_ops import greedy, summed_norm
@@ -34,7 +34,7 @@ ROUNDS: Final = 18
 ROWS: Final = 3
 SUMS: Final = tuple(
     (rows, dtype)
-    for rows in (ROWS, INBOX_ROWS, INBOX_ROWS + 1)
+    for rows in (ROWS, LOW_LATENCY_ROWS, LOW_LATENCY_ROWS + 1)
     for dtype in (torch.float32, torch.bfloat16)
 )
 """Tokens and dtypes of the sums, in turn: some are sent, others read."""
@@ -55,12 +55,12 @@ class MappedGroup(PlaceInGroup):
         super().__init__(rank, len(memories))
         self._memories = memories
         self.flags = _BYTES - MOST_PROGRAMS * self.size * 4
-        self.inbox = self.flags - inbox_bytes(self.size)
+        self.low_latency = self.flags - low_latency_bytes(self.size)
         self._calls = 0
 
     def place(self, offset: int) -> PeerParts:
         addresses = tuple(memory.data_ptr() for memory in self._memories)
-        return PeerParts(addresses, self.flags, self.rank, self.size, offset, self.inbox)
+        return PeerParts(addresses, self.flags, self.rank, self.size, offset, self.low_latency)
 
     def own(self, offset: int, count: int, dtype: torch.dtype) -> torch.Tensor:
         """`[count]` of this rank's memory."""

@@ -123,16 +123,6 @@ class GroupCoordinator(TensorGroup):
     def size(self) -> int:
         return len(self.ranks)
 
-    @property
-    def rank_in_group(self) -> int:
-        """Alias of `rank` with SGLang's name."""
-        return self._rank
-
-    @property
-    def world_size(self) -> int:
-        """Alias of `size` with SGLang's name."""
-        return len(self.ranks)
-
     def empty_part(self, shape: Sequence[int], like: torch.Tensor) -> torch.Tensor:
         if self._symm_mem is not None and self._symm_mem.should_defer(shape, like.dtype):
             return self._symm_mem.empty_part(shape, like.dtype)
@@ -220,8 +210,8 @@ class _Groups:
 
 
 _groups: _Groups | None = None
-_meeting_host = "127.0.0.1"
-"""Host of the rendezvous; the groups listen on the interface towards it."""
+_rendezvous_host = "127.0.0.1"
+"""The groups listen on the interface towards it."""
 
 
 def init_distributed_environment(backend: str, rendezvous: Rendezvous | None = None) -> None:
@@ -241,12 +231,12 @@ def init_distributed_environment(backend: str, rendezvous: Rendezvous | None = N
     """
     if dist.is_initialized():
         return
-    global _meeting_host
+    global _rendezvous_host
     rank, size = 0, 1
     if rendezvous is not None:
-        rank, size, _meeting_host = rendezvous.rank, rendezvous.size, rendezvous.host
-    _steer_nccl_towards(_meeting_host)
-    with _gloo_listening_towards(_meeting_host):
+        rank, size, _rendezvous_host = rendezvous.rank, rendezvous.size, rendezvous.host
+    _steer_nccl_towards(_rendezvous_host)
+    with _gloo_listening_towards(_rendezvous_host):
         dist.init_process_group(
             backend,
             store=make_store(rendezvous),
@@ -289,7 +279,7 @@ def initialize_model_parallel(tensor_model_parallel_size: int, attn_cp_size: int
     attn_tp_size = world // attn_cp_size
     sets = [list(range(first, first + attn_tp_size)) for first in range(0, world, attn_tp_size)]
     across = [list(range(first, world, attn_tp_size)) for first in range(attn_tp_size)]
-    with _gloo_listening_towards(_meeting_host):
+    with _gloo_listening_towards(_rendezvous_host):
         whole = _make_group([list(range(world))])
         _groups = _Groups(
             whole,
@@ -339,7 +329,7 @@ def create_custom_parallel_group(
                 f"{[list(one) for one in lists]}"
             )
     mine_made = None
-    with _gloo_listening_towards(_meeting_host):
+    with _gloo_listening_towards(_rendezvous_host):
         for named in sorted(set(lists)):
             if len(named) > 1:
                 made = dist.new_group(list(named), backend=backend, timeout=_NEVER)
@@ -358,10 +348,6 @@ def get_world_group() -> GroupCoordinator:
     return _known().world
 
 
-get_tp_group: Final = get_world_group
-"""The ranks of tensor parallelism are all ranks, since there is no outer parallelism."""
-
-
 def get_attention_tp_group() -> GroupCoordinator:
     """The ranks that split the heads of attention with this one."""
     return _known().attention_tp
@@ -370,16 +356,6 @@ def get_attention_tp_group() -> GroupCoordinator:
 def get_attention_cp_group() -> GroupCoordinator:
     """The ranks that have the same heads as this one."""
     return _known().attention_cp
-
-
-def get_tensor_model_parallel_rank() -> int:
-    """Number of this rank among all ranks."""
-    return _known().world.rank
-
-
-def get_tensor_model_parallel_world_size() -> int:
-    """Number of ranks of the server."""
-    return _known().world.size
 
 
 def _known() -> _Groups:

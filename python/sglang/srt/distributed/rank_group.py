@@ -29,19 +29,6 @@ class RankLost(RuntimeError):
     """Another rank is gone. This rank cannot go on without it, and is not the cause."""
 
 
-class MinOverRanks(ABC):
-    """Element-wise MIN over the ranks of a server, made by `RankGroup.open_min`. Its calls are
-    collectives like those of the group."""
-
-    @abstractmethod
-    def reduce_min(self, values: torch.Tensor) -> torch.Tensor:
-        """See `RankGroup.reduce_min`."""
-
-    @abstractmethod
-    def close(self) -> None:
-        """End its connections. Idempotent, and no collective."""
-
-
 class RankGroup(ABC):
     """The ranks that must decide the same. Scheduler thread only."""
 
@@ -98,21 +85,13 @@ class RankGroup(ABC):
             RanksDiverged: Another rank made another call, or gave another length.
         """
 
-    def open_min(self) -> MinOverRanks:
-        """Open a MIN with connections of its own, so that its messages never wait behind others; by
-        default it uses the group's connections. A collective."""
-        return _MinOfGroup(self)
-
-
-class _MinOfGroup(MinOverRanks):
-    def __init__(self, group: RankGroup) -> None:
-        self._group = group
-
-    def reduce_min(self, values: torch.Tensor) -> torch.Tensor:
-        return self._group.reduce_min(values)
+    def open_min(self) -> RankGroup:
+        """The same ranks, with connections of its own for `reduce_min`, so that its messages never
+        wait behind others. A collective. By default this group, which has no such connections."""
+        return self
 
     def close(self) -> None:
-        pass
+        """End the connections of `open_min`. Idempotent, and no collective."""
 
 
 class SingleRank(RankGroup):

@@ -19,11 +19,11 @@ class PeerParts:
     Attributes:
         memories: Address of each rank's memory in this process.
         flags: Offset of a rank's flags in its memory, in bytes; int32 `[MOST_PROGRAMS, size]`; see
-            `layers/triton_ops/meeting.py`.
+            `layers/triton_ops/barrier.py`.
         rank: Number of this rank.
         size: Number of ranks.
         offset: Offset of a rank's part in its memory, in bytes.
-        inbox: Offset of a rank's inbox, in bytes; see `inbox_bytes`.
+        low_latency: Offset of a rank's low-latency buffer, in bytes; see `low_latency_bytes`.
     """
 
     memories: tuple[int, ...]
@@ -31,20 +31,24 @@ class PeerParts:
     rank: int
     size: int
     offset: int
-    inbox: int
+    low_latency: int
 
 
 MOST_PROGRAMS: Final = 256
-"""Most programs of a kernel in which ranks meet, so that all run on a GPU at the same time."""
-INBOX_ROWS: Final = 64
-INBOX_ROW_BYTES: Final = 32 * KIB
+"""Most programs of a kernel with a barrier between ranks, so that all run at the same time."""
+LOW_LATENCY_ROWS: Final = 64
+"""Most tokens whose partial sums ranks write to each other's low-latency buffers."""
+LOW_LATENCY_ROW_BYTES: Final = 32 * KIB
 
 
-def inbox_bytes(num_ranks: int) -> int:
-    """Bytes of the memory to which other ranks write rows: int64
-    `[2, num_ranks, INBOX_ROWS, INBOX_ROW_BYTES / 8]`, then the number of each row's last turn,
-    int32 `[INBOX_ROWS]`. All zero before the first turn; see `layers/triton_ops/inbox.py`."""
-    return 2 * num_ranks * INBOX_ROWS * INBOX_ROW_BYTES + INBOX_ROWS * 4
+def low_latency_bytes(num_ranks: int) -> int:
+    """Bytes of a low-latency buffer, to which the other ranks write rows.
+
+    It is int64 `[2, num_ranks, LOW_LATENCY_ROWS, LOW_LATENCY_ROW_BYTES / 8]`, then the last
+    sequence number of each row, int32 `[LOW_LATENCY_ROWS]`, all zero at the start; see
+    `layers/triton_ops/low_latency_buffer.py`.
+    """
+    return 2 * num_ranks * LOW_LATENCY_ROWS * LOW_LATENCY_ROW_BYTES + LOW_LATENCY_ROWS * 4
 
 
 @dataclass(frozen=True, slots=True)

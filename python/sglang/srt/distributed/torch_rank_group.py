@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import copy
 from typing import Final
 
 import numpy as np
@@ -16,7 +16,7 @@ from sglang.srt.distributed.parallel_state import (
     get_attention_tp_group,
     get_world_group,
 )
-from sglang.srt.distributed.rank_group import MinOverRanks, RankGroup
+from sglang.srt.distributed.rank_group import RankGroup
 
 _FRAME_BYTES: Final = 4096
 _LENGTH_BYTES: Final = 8
@@ -33,6 +33,9 @@ class TorchRankGroup(RankGroup):
         world: All ranks.
         attention_tp: The ranks that split the heads of attention with this one.
         attention_cp: The ranks that have the same heads as this one.
+
+    Attributes:
+        rounds: Groups of the rounds of a MIN, in their order; each has further ranks.
     """
 
     def __init__(
@@ -43,7 +46,8 @@ class TorchRankGroup(RankGroup):
     ) -> None:
         self._world = world
         self._attn_cp_size = attention_cp.size
-        self._rounds = [group for group in (attention_cp, attention_tp) if group.size > 1]
+        self.rounds = [group for group in (attention_cp, attention_tp) if group.size > 1]
+        self._owns_rounds = False
 
     @classmethod
     def of_world(cls) -> TorchRankGroup:
@@ -83,43 +87,27 @@ class TorchRankGroup(RankGroup):
         return raw[_LENGTH_BYTES:] + rest.numpy().tobytes()
 
     def reduce_min(self, values: torch.Tensor) -> torch.Tensor:
-        return _min_over(self._rounds, values)
+        least = values.clone()
+        for group in self.rounds:
+            group.min_on_cpu(least)
+        return least
 
-    def open_min(self) -> MinOverRanks:
+    def open_min(self) -> TorchRankGroup:
         # All ranks have equally many rounds, with different groups.
-        made = [create_custom_parallel_group(list(group.ranks)) for group in self._rounds]
-        return TorchMin(
-            [
-                GroupCoordinator(group.ranks, self.rank, None, own)
-                for group, own in zip(self._rounds, made, strict=True)
-            ]
-        )
-
-
-class TorchMin(MinOverRanks):
-    """A MIN over gloo groups of its own.
-
-    Attributes:
-        groups: Groups of this rank, in the order of the rounds; each has further ranks.
-    """
-
-    def __init__(self, groups: list[GroupCoordinator]) -> None:
-        self.groups = groups
-
-    def reduce_min(self, values: torch.Tensor) -> torch.Tensor:
-        return _min_over(self.groups, values)
+        made = [create_custom_parallel_group(list(group.ranks)) for group in self.rounds]
+        twin = copy.copy(self)
+        twin.rounds = [
+            GroupCoordinator(group.ranks, self.rank, None, own)
+            for group, own in zip(self.rounds, made, strict=True)
+        ]
+        twin._owns_rounds = True
+        return twin
 
     def close(self) -> None:
-        groups, self.groups = self.groups, []
-        for group in groups:
-            destroy_custom_parallel_group(group.cpu_group)
-
-
-def _min_over(rounds: Sequence[GroupCoordinator], values: torch.Tensor) -> torch.Tensor:
-    least = values.clone()
-    for group in rounds:
-        group.min_on_cpu(least)
-    return least
+        if self._owns_rounds:
+            groups, self.rounds = self.rounds, []
+            for group in groups:
+                destroy_custom_parallel_group(group.cpu_group)
 
 
 def _as_tensor(raw: bytes) -> torch.Tensor:

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch.distributed import _symmetric_memory as symm_mem
 
 from sglang.srt.constants import MIB
-from sglang.srt.distributed.tensor_group import MOST_PROGRAMS, PeerParts, inbox_bytes
+from sglang.srt.distributed.tensor_group import MOST_PROGRAMS, PeerParts, low_latency_bytes
 from sglang.srt.environ import envs
 from sglang.srt.hardware_backend.device_runtime import device_runtime
 
@@ -43,8 +43,8 @@ class TorchSymmMemCommunicator:
     ranks, but not for the end of their reading. A rank that begins the next sum but one has seen
     all others begin the next one, and so end this one. So the first such sum of a pass must come
     after an `all_reduce` of any size, which is that of the embedding. The last two are for keys,
-    and take turns likewise. After them are the inbox for rows of other ranks, and the flags of
-    kernels in which ranks meet.
+    and take turns likewise. After them are the low-latency buffer, to which other ranks write, and
+    the flags of barriers between ranks.
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
@@ -61,12 +61,12 @@ class TorchSymmMemCommunicator:
         size = dist.get_world_size(group)
         self._most = DEFERRED_BYTES.get(size, _DEFERRED_BYTES_OF_MORE)
         keys = ALL_REDUCE_BYTES + 2 * self._most
-        inbox = keys + 2 * _KEYS_BYTES
-        flags = inbox + inbox_bytes(size)
+        low_latency = keys + 2 * _KEYS_BYTES
+        flags = low_latency + low_latency_bytes(size)
         total = flags + MOST_PROGRAMS * size * _FLAG_BYTES
         self._memory = symm_mem.empty(total, dtype=torch.uint8, device=device)
         # Zeroed before the exchange: the first kernel of a rank that is ahead sets a flag.
-        self._memory[inbox:].zero_()
+        self._memory[low_latency:].zero_()
         device_runtime(device).synchronize()
         multicast = envs.TORCH_SYMM_MEM_DISABLE_MULTICAST
         with multicast.override(multicast.get()):
@@ -74,7 +74,7 @@ class TorchSymmMemCommunicator:
         memories = tuple(handle.buffer_ptrs)
         self._places, self._key_places = (
             [
-                PeerParts(memories, flags, handle.rank, size, begin, inbox)
+                PeerParts(memories, flags, handle.rank, size, begin, low_latency)
                 for begin in (first, first + length)
             ]
             for first, length in ((ALL_REDUCE_BYTES, self._most), (keys, _KEYS_BYTES))

@@ -75,18 +75,11 @@ class AcceleratorRuntime(DeviceRuntime):
     def device_name(self) -> str:
         return str(self._api.get_device_name(self._device))
 
-    @abstractmethod
     def download(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A page-locked copy of a tensor on the device, made in order with the current stream.
-
-        It holds the values once the stream has come so far.
-        """
-
-
-def copy_to_pinned(tensor: torch.Tensor) -> torch.Tensor:
-    """`AcceleratorRuntime.download` by torch's own copy."""
-    copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-    return copy.copy_(tensor, non_blocking=True)
+        """Copy a tensor on the device to page-locked memory, in order with the current stream. The
+        copy holds the values once the stream has reached it."""
+        copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+        return copy.copy_(tensor, non_blocking=True)
 
 
 class _StreamEvent:

@@ -15,47 +15,34 @@ from sglang.srt.model_loader.weight_files import REMEDY
 from sglang.srt.model_loader.weight_source import WeightSlots
 
 
-class SafetensorsFiles:
-    """Safetensors files, mapped into memory; only this rank's parts are read."""
+class CheckpointFiles:
+    """The weight files of a checkpoint: see `WeightSource`.
+
+    Safetensors files are mapped into memory, and only this rank's parts are read. With the load
+    format "pt", the files are pickled state dicts, each in memory as a whole while it is read.
+    """
 
     def __init__(self, model_config: ModelConfig, load_config: LoadConfig) -> None:
         """Raises ValueError: the files are missing, or the directory has other weights."""
         self.name = model_config.model_path
+        self._fill = _fill_from_safetensors
+        if load_config.load_format == "pt":
+            self._fill = _fill_from_pickle
         self._files = LoadedFiles(self.name, load_config.load_format)
-
-    def identity(self) -> str:
-        """See `WeightSource`."""
-        return self._files.identity()
+        self.identity = self._files.identity
 
     def fill(self, slots: WeightSlots) -> None:
-        """See `WeightSource`."""
         for file in self._files.weights:
-            _fill_from_safetensors(slots, file)
+            self._fill(slots, file)
 
 
-class PickledFiles:
-    """Pickled state dicts; each is in memory as a whole while it is read."""
-
-    def __init__(self, model_config: ModelConfig, load_config: LoadConfig) -> None:
-        """Raises ValueError: the files are missing."""
-        self.name = model_config.model_path
-        self._files = LoadedFiles(self.name, load_config.load_format)
-
-    def identity(self) -> str:
-        """See `WeightSource`."""
-        return self._files.identity()
-
-    def fill(self, slots: WeightSlots) -> None:
-        """See `WeightSource`."""
-        for file in self._files.weights:
-            for name, tensor in _read_pickled(file).items():
-                if not isinstance(tensor, torch.Tensor):
-                    raise ValueError(
-                        f"{file}: entry {name!r} is not a tensor: use a plain state dict"
-                    )
-                slot = slots.take(str(name), tuple(tensor.shape), file)
-                if slot is not None:
-                    slot.fill(tensor)
+def _fill_from_pickle(slots: WeightSlots, file: Path) -> None:
+    for name, tensor in _read_pickled(file).items():
+        if not isinstance(tensor, torch.Tensor):
+            raise ValueError(f"{file}: entry {name!r} is not a tensor: use a plain state dict")
+        slot = slots.take(str(name), tuple(tensor.shape), file)
+        if slot is not None:
+            slot.fill(tensor)
 
 
 def _fill_from_safetensors(slots: WeightSlots, file: Path) -> None:

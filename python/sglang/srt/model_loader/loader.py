@@ -11,7 +11,7 @@ import torch
 
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.layers.placement import TensorPlacement
-from sglang.srt.model_loader.checkpoint_files import PickledFiles, SafetensorsFiles
+from sglang.srt.model_loader.checkpoint_files import CheckpointFiles
 from sglang.srt.model_loader.dummy_weights import DummyWeights
 from sglang.srt.model_loader.load_config import LoadConfig
 from sglang.srt.model_loader.remote_weights import RemoteInstanceWeights
@@ -24,9 +24,9 @@ logger = logging.getLogger(__name__)
 
 WEIGHT_SOURCES: Mapping[str, Callable[[ModelConfig, LoadConfig], WeightSource]] = MappingProxyType(
     {
-        "auto": SafetensorsFiles,
-        "safetensors": SafetensorsFiles,
-        "pt": PickledFiles,
+        "auto": CheckpointFiles,
+        "safetensors": CheckpointFiles,
+        "pt": CheckpointFiles,
         "dummy": DummyWeights,
         "remote_instance": RemoteInstanceWeights,
     }

@@ -93,6 +93,7 @@ class DeepseekV2AttentionMLA(torch.nn.Module):
     ) -> None:
         """Raises ValueError: config.json has impossible sizes."""
         super().__init__()
+        placement = placement.at("self_attn")
         self.mla = mla = MLAConfig.from_hf(config.hf_config)
         heads = placement.share(config.num_attention_heads, "attention heads")
         self.num_heads = heads.size
@@ -163,7 +164,7 @@ class DeepseekV32Attention(DeepseekV2AttentionMLA):
             IndexerConfig.from_hf(config.hf_config),
             self.mla,
             config.hidden_size,
-            placement=placement.at("indexer"),
+            placement=placement.at("self_attn").at("indexer"),
         )
 
     def _index(

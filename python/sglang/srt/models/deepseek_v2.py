@@ -16,7 +16,7 @@ from sglang.srt.mem_cache.device.mla_pool import MLASpec
 from sglang.srt.mem_cache.device.nsa_pool import NSASpec
 from sglang.srt.mem_cache.device.state_spec import StateSpec
 from sglang.srt.models.deepseek_attention import DeepseekV2AttentionMLA, DeepseekV32Attention
-from sglang.srt.models.llama import DecoderOptions, LlamaForCausalLM, called_self_attn
+from sglang.srt.models.llama import DecoderOptions, LlamaForCausalLM
 
 
 class DeepseekV2ForCausalLM(LlamaForCausalLM):
@@ -36,7 +36,7 @@ class DeepseekV2ForCausalLM(LlamaForCausalLM):
         return DecoderOptions(
             sparse=cls._sparse_options(config) if sparse else None,
             sparse_layers=sparse,
-            attention=called_self_attn(DeepseekV2AttentionMLA),
+            attention=DeepseekV2AttentionMLA,
         )
 
     @classmethod
@@ -120,9 +120,7 @@ class DeepseekV32ForCausalLM(DeepseekV3ForCausalLM):
 
     @classmethod
     def decoder_options(cls, config: ModelConfig) -> DecoderOptions:
-        return replace(
-            super().decoder_options(config), attention=called_self_attn(DeepseekV32Attention)
-        )
+        return replace(super().decoder_options(config), attention=DeepseekV32Attention)
 
     @classmethod
     def _sparse_layers(cls, config: ModelConfig) -> Iterable[int]:

@@ -20,6 +20,7 @@ class GatedAttention(torch.nn.Module):
 
     def __init__(self, config: ModelConfig, placement: TensorPlacement, layer_id: int) -> None:
         super().__init__()
+        placement = placement.at("self_attn")
         heads = placement.share(config.num_attention_heads, "attention heads")
         kv_heads = placement.kv_head_share(config.num_key_value_heads)
         self.head_dim = config.head_dim

@@ -40,7 +40,7 @@ class SelfAttention(Protocol):
 
 
 MakeAttention = Callable[[ModelConfig, "DecoderOptions", TensorPlacement, int], SelfAttention]
-"""Makes the attention module of a layer from the layer's placement and number."""
+"""Makes the attention module of a layer, from the layer's placement and index."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,13 +60,6 @@ class DecoderOptions:
     """Norm before both parts of a layer, and after the last layer."""
 
 
-def called_self_attn(make: MakeAttention) -> MakeAttention:
-    """`make`, given the placement that checkpoints call `self_attn` in a layer."""
-    return lambda config, options, placement, layer_id: make(
-        config, options, placement.at("self_attn"), layer_id
-    )
-
-
 class LlamaAttention(torch.nn.Module):
     """Grouped-query attention with rotary positions."""
 
@@ -78,6 +71,7 @@ class LlamaAttention(torch.nn.Module):
         layer_id: int,
     ) -> None:
         super().__init__()
+        placement = placement.at("self_attn")
         heads = placement.share(config.num_attention_heads, "attention heads")
         kv_heads = placement.kv_head_share(config.num_key_value_heads)
         self.head_dim = config.head_dim
@@ -143,7 +137,7 @@ class LlamaDecoderLayer(torch.nn.Module):
     ) -> None:
         super().__init__()
         size, eps = config.hidden_size, config.rms_norm_eps
-        make_attention = options.attention or called_self_attn(LlamaAttention)
+        make_attention = options.attention or LlamaAttention
         self.self_attn = make_attention(config, options, placement, layer_id)
         self.mlp = self._feed_forward(config, options, placement.at("mlp"), layer_id)
         self.input_layernorm = options.norm(size, eps, placement=placement.at("input_layernorm"))

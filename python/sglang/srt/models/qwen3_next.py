@@ -89,7 +89,7 @@ def _full_or_linear(linear: DeltaNetOptions) -> MakeAttention:
     ) -> GatedAttention | GatedDeltaNet:
         if layer_id in config.linear_attention_layers:
             return GatedDeltaNet(linear, placement.at("linear_attn"), layer_id)
-        return GatedAttention(config, placement.at("self_attn"), layer_id)
+        return GatedAttention(config, placement, layer_id)
 
     return make
 

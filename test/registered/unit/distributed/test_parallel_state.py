@@ -100,7 +100,7 @@ def test_nccl_is_steered_before_there_is_a_group_unless_the_user_has_steered_it(
     if chosen is None:
         envs.NCCL_SOCKET_IFNAME.clear()
     monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
-    monkeypatch.setattr(parallel_state, "_meeting_host", "127.0.0.1")
+    monkeypatch.setattr(parallel_state, "_rendezvous_host", "127.0.0.1")
     monkeypatch.setattr(parallel_state, "interface_towards", lambda host: towards[host])
     monkeypatch.setattr(parallel_state, "make_store", lambda _: None)
     monkeypatch.setattr(dist, "is_initialized", lambda: False)

@@ -25,7 +25,6 @@ RUNTIMES: Final = tuple(
 CUDA_ONLY: Final = (
     "srt/model_executor/graph_capture.py",
     "srt/layers/triton_ops/",
-    "srt/layers/attention/triton_ops/",
     "srt/layers/attention/triton_backend.py",
     "srt/layers/attention/projected_attention.py",
     "srt/layers/attention/flashinfer_backend.py",

@@ -34,7 +34,7 @@ DEVICE = triton_device()
 # The interpreter's bf16 is no real one.
 HALF = torch.bfloat16 if DEVICE == "cuda" else torch.float16
 
-from sglang.srt.hardware_backend.cuda import early_start  # noqa: E402
+from sglang.srt.layers.triton_ops import early_start  # noqa: E402
 from sglang.srt.layers.triton_ops.fused import KERNELS  # noqa: E402
 
 

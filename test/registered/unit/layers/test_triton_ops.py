@@ -17,7 +17,7 @@ DEVICE = triton_device()
 HALF = torch.bfloat16 if DEVICE == "cuda" else torch.float16
 
 from sglang.srt.layers.placement import Share  # noqa: E402
-from sglang.srt.layers.triton_ops import activation, gemv, lookup, norm, qkv, rotary  # noqa: E402
+from sglang.srt.layers.triton_ops import fused_qkv, gating, gemv, lookup, norm, rotary  # noqa: E402
 
 
 def random(*shape: int, seed: int, dtype: torch.dtype = HALF) -> torch.Tensor:
@@ -48,7 +48,7 @@ def test_norm_and_residual(size: int, dtype: torch.dtype) -> None:
 def test_silu_and_mul(size: int) -> None:
     x = random(3, 2 * size, seed=4)
     gate, up = x.float().chunk(2, dim=-1)
-    assert relative_error(activation.silu_and_mul(x), F.silu(gate) * up) < 5e-3
+    assert relative_error(gating.silu_and_mul(x), F.silu(gate) * up) < 5e-3
 
 
 @pytest.mark.parametrize(
@@ -78,7 +78,7 @@ def test_gated_gemv(n: int, k: int, dtype: torch.dtype) -> None:
     gemv.gemv(x, weight, None, both, config)
     out = torch.full((1, n), float("nan"), dtype=dtype, device=DEVICE)
     gemv.gated_gemv(x, weight, out, config)
-    apart = activation.silu_and_mul(both)
+    apart = gating.silu_and_mul(both)
     assert torch.equal(out, apart) if DEVICE == "cpu" else relative_error(out, apart) < 1e-3
     gate, up = (x.double() @ weight.double().t()).chunk(2, dim=-1)
     assert relative_error(out, F.silu(gate) * up) < (1e-5 if dtype is torch.float32 else 5e-3)
@@ -142,7 +142,7 @@ def test_norm_rotation_and_store(
         qk = F.rms_norm(qk, (head_dim,), None, 1e-6).mul_(weight)
     want = apply_rotary(qk, Rotation(angles, sines))
     packed = (weight, 1e-6) if with_norm else None
-    qkv.normalise_rotate_store_(x, packed, (angles, sines), loc, *pools)
+    fused_qkv.normalise_rotate_store_(x, packed, (angles, sines), loc, *pools)
     bound = 1e-6 if dtype is torch.float32 else 5e-3
     assert relative_error(x[:, :both], want) < bound
     assert torch.equal(x[:, both:], v)
@@ -160,7 +160,7 @@ def test_store_as_fp8() -> None:
     angles = torch.ones(4, 1, 128, dtype=torch.bfloat16, device=DEVICE)
     sines = torch.zeros_like(angles)
     pools = [torch.zeros(8, 2, 128, device=DEVICE).to(torch.float8_e4m3fn) for _ in range(2)]
-    qkv.normalise_rotate_store_(x, None, (angles, sines), loc, *pools)
+    fused_qkv.normalise_rotate_store_(x, None, (angles, sines), loc, *pools)
     assert torch.equal(pools[0][:4].float(), x[:, 8:10].to(torch.float8_e4m3fn).float())
     assert torch.equal(pools[1][:4].float(), x[:, 10:].to(torch.float8_e4m3fn).float())
 

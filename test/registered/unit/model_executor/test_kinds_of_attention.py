@@ -146,7 +146,7 @@ class MixedForCausalLM(LlamaForCausalLM):
     def __init__(self, config: ModelConfig, placement: TensorPlacement) -> None:
         super().__init__(config, placement)
         for i in UNIFORM_LAYERS:
-            place = placement.at(f"model.layers.{i}.self_attn")
+            place = placement.at(f"model.layers.{i}")
             attention = UniformAttention(config, self.decoder_options(config), place, i)
             attention.attn.kind = UNIFORM
             assert isinstance(self.model, LlamaModel)

@@ -11,7 +11,7 @@ from typing import Any, Final
 
 import torch
 
-from sglang.srt.hardware_backend.accelerator import AcceleratorRuntime, copy_to_pinned
+from sglang.srt.hardware_backend.accelerator import AcceleratorRuntime
 from sglang.srt.hardware_backend.device_kinds import CUDA
 from sglang.srt.hardware_backend.device_runtime import MemPool
 
@@ -52,7 +52,7 @@ class CudaRuntime(AcceleratorRuntime):
 
         if small_copies.suits(tensor):
             return small_copies.download(tensor)
-        return copy_to_pinned(tensor)
+        return super().download(tensor)
 
     def leaf_digests(self, matrices: Sequence[torch.Tensor]) -> list[bytes]:
         from sglang.srt.hardware_backend.cuda import xxh3

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from sglang.srt.hardware_backend.accelerator import AcceleratorRuntime, copy_to_pinned
+from sglang.srt.hardware_backend.accelerator import AcceleratorRuntime
 from sglang.srt.hardware_backend.device_kinds import NPU
 from sglang.srt.hardware_backend.npu.library import load_torch_npu
 
@@ -37,9 +37,6 @@ class NpuRuntime(AcceleratorRuntime):
             return tensor
         # The page-locked copy belongs to torch's cache, which reuses it only after the transfer.
         return tensor.pin_memory().to(self._name, non_blocking=True)
-
-    def download(self, tensor: torch.Tensor) -> torch.Tensor:
-        return copy_to_pinned(tensor)
 
     def current_stream_handle(self) -> int:
         """The `aclrtStream` of the current stream."""

@@ -5,6 +5,7 @@ The first backend registered for a kind and a device is the best one there.
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import logging
 from collections.abc import Callable, Mapping
@@ -120,33 +121,21 @@ def _names(kind: AttentionKind, device: str) -> list[str]:
     return [n for k, n, d in _BACKENDS if (k, d) == (kind, device_type)]
 
 
-def _make_triton(config: AttentionConfig) -> AttentionBackend:
-    # Triton is not installed where there is no CUDA.
-    from sglang.srt.layers.attention.triton_backend import TritonAttnBackend
+def _imported(path: str) -> MakeBackend:
+    """A backend class that is imported when it is made: it needs packages of its device."""
+    module, _, name = path.rpartition(".")
 
-    return TritonAttnBackend(config)
+    def make(config: AttentionConfig) -> AttentionBackend:
+        backend = getattr(importlib.import_module(f"{__package__}.{module}"), name)(config)
+        assert isinstance(backend, AttentionBackend)
+        return backend
 
-
-def _make_latent_triton(config: AttentionConfig) -> AttentionBackend:
-    # Triton is not installed where there is no CUDA.
-    from sglang.srt.layers.attention.latent_triton_backend import LatentTritonBackend
-
-    return LatentTritonBackend(config)
-
-
-def _make_ascend(config: AttentionConfig) -> AttentionBackend:
-    # torch_npu is installed where there is an NPU.
-    from sglang.srt.layers.attention.ascend_backend import AscendAttnBackend
-
-    return AscendAttnBackend(config)
+    return make
 
 
 def _make_flashinfer(config: AttentionConfig) -> AttentionBackend:
     _check_flashinfer(config)
-    # flashinfer is an optional package.
-    from sglang.srt.layers.attention.flashinfer_backend import FlashInferAttnBackend
-
-    return FlashInferAttnBackend(config)
+    return _imported("flashinfer_backend.FlashInferAttnBackend")(config)
 
 
 def _check_flashinfer(config: AttentionConfig) -> None:
@@ -169,17 +158,18 @@ def _check_flashinfer(config: AttentionConfig) -> None:
         )
 
 
+_LATENT_TRITON: Final = _imported("latent_triton_backend.LatentTritonBackend")
 _FULL: Final[dict[str, MakeBackend]] = {
     "torch_native": TorchNativeAttnBackend,
-    "triton": _make_triton,
+    "triton": _imported("triton_backend.TritonAttnBackend"),
     "flashinfer": _make_flashinfer,
-    "ascend": _make_ascend,
+    "ascend": _imported("ascend_backend.AscendAttnBackend"),
 }
 for _kind in DEVICE_KINDS.values():
     for _name in _kind.attention_backends:
         register_attention_backend(FULL_ATTENTION, _name, _kind.name, _FULL[_name])
     if "triton" in _kind.attention_backends:
-        register_attention_backend(MLA, "triton", _kind.name, _make_latent_triton)
-        register_attention_backend(DSA, "triton", _kind.name, _make_latent_triton)
+        register_attention_backend(MLA, "triton", _kind.name, _LATENT_TRITON)
+        register_attention_backend(DSA, "triton", _kind.name, _LATENT_TRITON)
     register_attention_backend(MLA, "torch_native", _kind.name, MLATorchNativeBackend)
     register_attention_backend(DSA, "torch_native", _kind.name, DSATorchNativeBackend)

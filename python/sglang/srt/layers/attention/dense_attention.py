@@ -43,12 +43,25 @@ def plan_dense(prefix: int, num_new: int) -> DensePlan:
     count = (pad + num_new) // UNIT * UNIT - pad
     if count < UNIT // 2:
         return DensePlan([], 0, 0, 0)
+    return DensePlan(cut_prefix(whole), whole, pad, count)
+
+
+def cut_prefix(whole: int, most_units: int | None = None) -> list[tuple[int, int]]:
+    """Ascending ranges of the first `whole` tokens, of lengths `UNIT` times a power of 2.
+
+    Args:
+        whole: A multiple of `UNIT`.
+        most_units: Longest piece, in `UNIT`s; None: no limit.
+    """
     pieces, begin = [], 0
     while begin < whole:
-        size = 1 << ((whole - begin) // UNIT).bit_length() - 1
-        pieces.append((begin, begin + size * UNIT))
-        begin += size * UNIT
-    return DensePlan(pieces, whole, pad, count)
+        units = (whole - begin) // UNIT
+        if most_units is not None:
+            units = min(units, most_units)
+        end = begin + (UNIT << units.bit_length() - 1)
+        pieces.append((begin, end))
+        begin = end
+    return pieces
 
 
 def dense_attention(

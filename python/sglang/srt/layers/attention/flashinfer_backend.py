@@ -19,9 +19,9 @@ import torch
 from sglang.srt.constants import MIB
 from sglang.srt.hardware_backend.device_runtime import device_runtime
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend, AttentionConfig
-from sglang.srt.layers.attention.triton_ops.pages import page_indices
 from sglang.srt.layers.forward_batch_info import ForwardBatch
 from sglang.srt.layers.radix_attention import RadixAttention
+from sglang.srt.layers.triton_ops.attention.page_indices import page_indices
 
 logger = logging.getLogger(__name__)
 

@@ -1,10 +1,9 @@
 """Latent attention (MLA), and its sparse form (DSA), on CUDA.
 
 Decode steps and short prefills absorb the up-projections and attend to the rows of the pool
-(`triton_ops/latent.py`). Each token has its own list of slots: its context, or the tokens chosen
-from it (`triton_ops/token_choice.py`). No launch depends on lengths, so graphs can capture all of
-it. Long prefills project rows up (`projected_attention.py`); with an indexer, only for tokens
-before position `topk`.
+(`latent_rows.py`). Each token has its own list of slots: its context, or the tokens chosen from it
+(`indexer_topk.py`). No launch depends on lengths, so graphs can capture all of it. Long prefills
+project rows up (`projected_attention.py`); with an indexer, only for tokens before position `topk`.
 """
 
 from __future__ import annotations
@@ -22,11 +21,11 @@ from sglang.srt.layers.attention.dsa_backend import Pools
 from sglang.srt.layers.attention.mla_backend import as_latent
 from sglang.srt.layers.attention.projected_attention import attend_projected
 from sglang.srt.layers.attention.projected_attention import warm_up as warm_up_projected
-from sglang.srt.layers.attention.triton_ops.latent import latent_attention
-from sglang.srt.layers.attention.triton_ops.token_choice import choose_slots, index_scores
 from sglang.srt.layers.forward_batch_info import ForwardBatch, Segment
 from sglang.srt.layers.mla.latent_attention import LatentAttention
 from sglang.srt.layers.radix_attention import IndexQuery, RadixAttention
+from sglang.srt.layers.triton_ops.attention.indexer_topk import choose_slots, index_scores
+from sglang.srt.layers.triton_ops.attention.latent_rows import latent_attention
 
 SHORT_TOKENS: Final = 256
 """Requests with at most this many new tokens attend to rows; others project rows up."""
@@ -37,8 +36,8 @@ SCORE_BYTES: Final = 256 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class Questions:
-    """Tokens that each attend to a list of slots."""
+class SlotLists:
+    """The lists of slots that some tokens attend to, a list for each token."""
 
     rows: torch.Tensor
     """int64 `[n]`: rows of the table of slots."""
@@ -47,14 +46,14 @@ class Questions:
     longest: int
     """Upper bound of `lens`."""
     one_list: bool = False
-    """Whether all tokens have the same row."""
+    """True if all tokens have the same row."""
 
     def __len__(self) -> int:
         return len(self.rows)
 
-    def of(self, tokens: slice) -> Questions:
+    def of(self, tokens: slice) -> SlotLists:
         """The lists of some of the tokens."""
-        return Questions(self.rows[tokens], self.lens[tokens], self.longest, self.one_list)
+        return SlotLists(self.rows[tokens], self.lens[tokens], self.longest, self.one_list)
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +63,7 @@ class _LongSegment:
     segment: Segment
     prefix_slots: torch.Tensor | None
     """int64 `[prefix]`; None: there is no prefix."""
-    questions: Questions
+    lists: SlotLists
     """Lists of its new tokens."""
 
 
@@ -73,7 +72,7 @@ class _ExtendPlan:
     """One batch's work, shared by all layers."""
 
     long: list[_LongSegment] = field(default_factory=list)
-    short: Questions | None = None
+    short: SlotLists | None = None
     """Lists of the tokens of all other requests."""
     short_tokens: torch.Tensor | None = None
     """int64 `[n]`: places of these tokens in the batch; None: they are the whole batch."""
@@ -109,14 +108,14 @@ class LatentTritonBackend(AttentionBackend):
                 continue
             own, total = slice(segment.begin, segment.end), segment.prefix + segment.new
             slots = table[segment.row, : segment.prefix].to(torch.int64)
-            questions = Questions(rows[own], lens[own], total, one_list=True)
-            plan.long.append(_LongSegment(segment, slots if segment.prefix else None, questions))
+            lists = SlotLists(rows[own], lens[own], total, one_list=True)
+            plan.long.append(_LongSegment(segment, slots if segment.prefix else None, lists))
         if short and not plan.long:
-            plan.short = Questions(rows, lens, longest, one_list=len(segments) == 1)
+            plan.short = SlotLists(rows, lens, longest, one_list=len(segments) == 1)
         elif short:
             tokens = self._runtime.stage_to_device(torch.from_numpy(np.concatenate(short)))
             plan.short_tokens = tokens
-            plan.short = Questions(rows[tokens], lens[tokens], longest)
+            plan.short = SlotLists(rows[tokens], lens[tokens], longest)
         self._plan = plan
 
     def init_forward_metadata_extend_graph(
@@ -132,7 +131,7 @@ class LatentTritonBackend(AttentionBackend):
         own = _rows_and_lens(forward_batch.segments())
         padded[:, : own.shape[1]] = own
         found.copy_(self._runtime.stage_to_device(padded))
-        self._plan = _ExtendPlan(short=Questions(found[0], found[1], table.shape[1]))
+        self._plan = _ExtendPlan(short=SlotLists(found[0], found[1], table.shape[1]))
 
     def warm_up(self) -> None:
         """Have cuDNN make its plans for the usual lengths."""
@@ -145,22 +144,6 @@ class LatentTritonBackend(AttentionBackend):
 
     def graph_bytes(self, num_tokens: int, context_len: int) -> int:
         return 4 * num_tokens * context_len
-
-    def forward_extend(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        layer: RadixAttention,
-        forward_batch: ForwardBatch,
-        rows: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        return self._extend(q, k, as_latent(layer), forward_batch, rows, None)
-
-    def forward_decode(
-        self, q: torch.Tensor, layer: RadixAttention, forward_batch: ForwardBatch
-    ) -> torch.Tensor:
-        return self._decode(q, as_latent(layer), forward_batch, None)
 
     def forward(
         self,
@@ -177,46 +160,49 @@ class LatentTritonBackend(AttentionBackend):
         if save_kv_cache:
             forward_batch.token_to_kv_pool.set_kv_buffer(layer, forward_batch.out_cache_loc, k, v)
         if forward_batch.forward_mode.is_decode():
-            return self._decode(q, as_latent(layer), forward_batch, index)
-        return self._extend(q, k, as_latent(layer), forward_batch, rows, index)
+            return self.forward_decode(q, layer, forward_batch, index)
+        return self.forward_extend(q, k, v, layer, forward_batch, rows, index)
 
-    def _decode(
+    def forward_decode(
         self,
         q: torch.Tensor,
-        layer: LatentAttention,
+        layer: RadixAttention,
         forward_batch: ForwardBatch,
-        index: IndexQuery | None,
+        index: IndexQuery | None = None,
     ) -> torch.Tensor:
         """Attend from one token of each request to its context or, with `index`, to a choice."""
+        latent = as_latent(layer)
         lens, longest = forward_batch.seq_lens, forward_batch.longest_context
-        questions = Questions(forward_batch.req_pool_indices, lens, longest)
-        out = _empty_out(q, layer)
-        self._answer(q, layer, forward_batch, questions, index, out)
+        lists = SlotLists(forward_batch.req_pool_indices, lens, longest)
+        out = _empty_out(q, latent)
+        self._attend(q, latent, forward_batch, lists, index, out)
         return out.flatten(1)
 
-    def _extend(
+    def forward_extend(
         self,
         q: torch.Tensor,
         k: torch.Tensor,
-        layer: LatentAttention,
+        v: torch.Tensor,
+        layer: RadixAttention,
         forward_batch: ForwardBatch,
-        rows: torch.Tensor | None,
-        index: IndexQuery | None,
+        rows: torch.Tensor | None = None,
+        index: IndexQuery | None = None,
     ) -> torch.Tensor:
         if rows is not None:  # a request's last token sees all of its context, as in decoding
             index = None if index is None else index.of(rows)
-            return self._decode(q.index_select(0, rows), layer, forward_batch, index)
-        plan, out = self._plan, _empty_out(q, layer)
+            return self.forward_decode(q.index_select(0, rows), layer, forward_batch, index)
+        latent, plan = as_latent(layer), self._plan
+        out = _empty_out(q, latent)
         if plan.short is not None and plan.short_tokens is None:
-            self._answer(q, layer, forward_batch, plan.short, index, out)
+            self._attend(q, latent, forward_batch, plan.short, index, out)
         elif plan.short is not None and plan.short_tokens is not None:
             tokens = plan.short_tokens
-            found = _empty_out(q[: len(plan.short)], layer)
-            asked = None if index is None else index.of(tokens)
-            self._answer(q[tokens], layer, forward_batch, plan.short, asked, found)
+            found = _empty_out(q[: len(plan.short)], latent)
+            own_index = None if index is None else index.of(tokens)
+            self._attend(q[tokens], latent, forward_batch, plan.short, own_index, found)
             out[tokens] = found
         for long in plan.long:
-            self._extend_long(q, k, layer, forward_batch, long, index, out)
+            self._extend_long(q, k, latent, forward_batch, long, index, out)
         return out.flatten(1)
 
     def _extend_long(
@@ -241,15 +227,15 @@ class LatentTritonBackend(AttentionBackend):
         if choosing < segment.end:
             assert index is not None
             own = slice(choosing, segment.end)
-            questions = long.questions.of(slice(choosing - segment.begin, None))
-            self._answer(q[own], layer, forward_batch, questions, index.of(own), out[own])
+            lists = long.lists.of(slice(choosing - segment.begin, None))
+            self._attend(q[own], layer, forward_batch, lists, index.of(own), out[own])
 
-    def _answer(
+    def _attend(
         self,
         q: torch.Tensor,
         layer: LatentAttention,
         forward_batch: ForwardBatch,
-        questions: Questions,
+        lists: SlotLists,
         index: IndexQuery | None,
         out: torch.Tensor,
     ) -> None:
@@ -262,37 +248,37 @@ class LatentTritonBackend(AttentionBackend):
         """
         step = TOKENS_AT_ONCE
         if index is not None:
-            step = max(1, min(step, SCORE_BYTES // (4 * questions.longest)))
+            step = max(1, min(step, SCORE_BYTES // (4 * lists.longest)))
         for begin in range(0, len(q), step):
             own = slice(begin, min(begin + step, len(q)))
-            asked = None if index is None else index.of(own)
-            block = questions.of(own) if step < len(q) else questions
-            out[own] = self._attend_rows(q[own], layer, forward_batch, block, asked)
+            own_index = None if index is None else index.of(own)
+            block = lists.of(own) if step < len(q) else lists
+            out[own] = self._attend_rows(q[own], layer, forward_batch, block, own_index)
 
     def _attend_rows(
         self,
         q: torch.Tensor,
         layer: LatentAttention,
         forward_batch: ForwardBatch,
-        questions: Questions,
+        lists: SlotLists,
         index: IndexQuery | None,
     ) -> torch.Tensor:
-        """Attend, all tokens at once: `[n, num_heads, v_head_dim]`; arguments as in `_answer`."""
-        table, rows, most = forward_batch.req_to_token_pool.req_to_token, questions.rows, 0
+        """Attend, all tokens at once: `[n, num_heads, v_head_dim]`; arguments as in `_attend`."""
+        table, rows, most = forward_batch.req_to_token_pool.req_to_token, lists.rows, 0
         if index is None:
             pool = forward_batch.token_to_kv_pool.get_key_buffer(layer.layer_id)
         else:
             pool, keys = Pools.of(forward_batch, layer.layer_id)
-            lists = table, rows, questions.lens
+            slots = table, rows, lists.lens
             scores = index_scores(
-                index.q, index.weights, keys, *lists, questions.longest, one_list=questions.one_list
+                index.q, index.weights, keys, *slots, lists.longest, one_list=lists.one_list
             )
-            table, most = choose_slots(scores, *lists, index.topk), index.topk
+            table, most = choose_slots(scores, *slots, index.topk), index.topk
             rows = self._own_rows[: len(q)]
         nope = layer.mla.qk_nope_head_dim
         absorbed = layer.up_projection.absorb(q[..., :nope].transpose(0, 1)).transpose(0, 1)
         found = latent_attention(
-            absorbed, q[..., nope:], pool, table, rows, questions.lens, layer.scaling, most=most
+            absorbed, q[..., nope:], pool, table, rows, lists.lens, layer.scaling, most=most
         )
         return layer.up_projection.values_of(found.transpose(0, 1)).transpose(0, 1)
 

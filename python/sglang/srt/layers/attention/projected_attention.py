@@ -12,10 +12,10 @@ from typing import Final
 import torch
 import torch.nn.functional as F
 
-from sglang.srt.layers.attention.dense_attention import UNIT, dense_attention
+from sglang.srt.layers.attention.dense_attention import UNIT, cut_prefix, dense_attention
 from sglang.srt.layers.attention.partial_attention import attend, heads_first
-from sglang.srt.layers.attention.triton_ops.combine import merge_into_
 from sglang.srt.layers.mla.latent_attention import LatentAttention
+from sglang.srt.layers.triton_ops.attention.combine_splits import merge_into_
 
 MAX_HEAD_DIM: Final = 192
 MAX_V_HEAD_DIM: Final = 128
@@ -53,7 +53,7 @@ def attend_projected(
     tail = F.pad(new, (0, 0, 0, 0, pad, behind))
     if prefix is not None and pad:
         tail[:pad] = pool.index_select(0, prefix[known - pad :])
-    pieces = [] if prefix is None else _pieces(known - pad)
+    pieces = [] if prefix is None else cut_prefix(known - pad, PIECE_UNITS)
     for begin in range(0, layer.num_heads, HEADS_AT_ONCE):
         heads = slice(begin, begin + HEADS_AT_ONCE)
         own = F.pad(q[:, heads], (0, 0, 0, 0, pad, behind))
@@ -87,17 +87,6 @@ def warm_up(q: torch.Tensor, v: torch.Tensor) -> None:
             for piece in (UNIT << i for i in range(PIECE_UNITS.bit_length())):
                 keys, values = rows(q, heads, piece), rows(v, heads, piece)
                 _attend(queries, keys, values, 1.0, causal=False)
-
-
-def _pieces(whole: int) -> list[tuple[int, int]]:
-    """Ascending ranges of the first `whole` tokens, of lengths `UNIT` times a power of 2."""
-    pieces, begin = [], 0
-    while begin < whole:
-        units = min((whole - begin) // UNIT, PIECE_UNITS)
-        end = begin + (UNIT << units.bit_length() - 1)
-        pieces.append((begin, end))
-        begin = end
-    return pieces
 
 
 def _project(

@@ -19,17 +19,17 @@ from sglang.srt.layers.attention.dense_attention import (
     dense_attention,
     plan_dense,
 )
-from sglang.srt.layers.attention.triton_ops.combine import merge_into_
-from sglang.srt.layers.attention.triton_ops.decode import decode_attention, make_arrivals
-from sglang.srt.layers.attention.triton_ops.extend import (
+from sglang.srt.layers.forward_batch_info import ForwardBatch
+from sglang.srt.layers.radix_attention import RadixAttention
+from sglang.srt.layers.triton_ops.attention.combine_splits import merge_into_
+from sglang.srt.layers.triton_ops.attention.decode_attention import decode_attention, make_arrivals
+from sglang.srt.layers.triton_ops.attention.extend_attention import (
     ExtendWork,
     extend_attention,
     plan_any_blocks,
     plan_blocks,
     put_blocks,
 )
-from sglang.srt.layers.forward_batch_info import ForwardBatch
-from sglang.srt.layers.radix_attention import RadixAttention
 
 DENSE_HEAD_DIM = 128
 WARM_UP_TOKENS = 8192

@@ -6,15 +6,15 @@ from typing import Final
 
 from sglang.srt.layers.fused_kernels import FusedKernels
 from sglang.srt.layers.triton_ops import (
-    activation,
-    delta_net,
-    experts,
+    fused_delta_net,
+    fused_experts,
+    fused_qkv,
     gated_qkv,
+    gating,
     gemv,
     greedy,
     lookup,
     norm,
-    qkv,
     rotary,
     summed_norm,
 )
@@ -24,7 +24,7 @@ _ROWS_ADDED_IN_PRODUCT: Final = 512
 as one that does not: 1% of a long prompt's prefill."""
 
 KERNELS: Final = FusedKernels(
-    silu_and_mul=activation.silu_and_mul,
+    silu_and_mul=gating.silu_and_mul,
     rms_norm=norm.rms_norm,
     add_rms_norm_=norm.add_rms_norm_,
     add_parts_rms_norm_=summed_norm.add_parts_rms_norm_,
@@ -34,12 +34,12 @@ KERNELS: Final = FusedKernels(
     gemv=gemv.gemv,
     gated_gemv=gemv.gated_gemv,
     rotary_angles=rotary.rotary_angles,
-    normalise_rotate_store_=qkv.normalise_rotate_store_,
+    normalise_rotate_store_=fused_qkv.normalise_rotate_store_,
     prepare_gated_qkv_=gated_qkv.prepare_gated_qkv_,
-    scale_by_gates_=gated_qkv.scale_by_gates_,
-    attend_linearly=delta_net.attend_linearly,
-    choose_experts=experts.choose_experts,
-    run_experts=experts.run_experts,
+    scale_by_gates_=gating.scale_by_gates_,
+    attend_linearly=fused_delta_net.attend_linearly,
+    choose_experts=fused_experts.choose_experts,
+    run_experts=fused_experts.run_experts,
     rows_added_in_product=_ROWS_ADDED_IN_PRODUCT,
     has_grouped_mm=True,
     runs_fla=True,

@@ -1,4 +1,4 @@
-"""Small steps of gated attention: norm, rotation and storing before it, the gate after it."""
+"""The steps before gated attention in one kernel: norm, rotation, and storing keys and values."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from sglang.srt.hardware_backend.cuda.early_start import await_kernels_before, early_start
-from sglang.srt.layers.attention.triton_ops.combine import gated
+from sglang.srt.layers.triton_ops.early_start import await_kernels_before, early_start
 
 
 @triton.jit
@@ -124,51 +123,3 @@ def prepare_gated_qkv_(
         **early_start(qkv),
     )
     return q
-
-
-@triton.jit
-def _gate_kernel(
-    x_ptr: tl.tensor,
-    gates_ptr: tl.tensor,
-    rows_ptr: tl.tensor,
-    stride: tl.tensor,
-    step: tl.tensor,
-    HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    BLOCK: tl.constexpr,
-    ROWS: tl.constexpr,
-    EARLY: tl.constexpr,
-) -> None:
-    """Grid `(heads, num_tokens)`: a program scales one head of one token."""
-    head = tl.program_id(0)
-    token = tl.program_id(1).to(tl.int64)
-    await_kernels_before(EARLY)
-    row = token
-    if ROWS:
-        row = tl.load(rows_ptr + token)
-    dims = tl.arange(0, BLOCK)
-    inside = dims < HEAD_DIM
-    at = gates_ptr + row * stride + head * step + dims
-    gate = tl.load(at, mask=inside, other=0.0)
-    to = x_ptr + (token * HEADS + head) * HEAD_DIM + dims
-    x = tl.load(to, mask=inside, other=0.0)
-    tl.store(to, gated(x, gate), mask=inside)
-
-
-def scale_by_gates_(x: torch.Tensor, gates: torch.Tensor, rows: torch.Tensor | None) -> None:
-    """See `layers/activation.py`."""
-    _, heads, head_dim = gates.shape
-    assert x.is_contiguous() and gates.stride(2) == 1
-    _gate_kernel[(heads, len(x))](
-        x,
-        gates,
-        x if rows is None else rows,
-        gates.stride(0),
-        gates.stride(1),
-        HEADS=heads,
-        HEAD_DIM=head_dim,
-        BLOCK=triton.next_power_of_2(head_dim),
-        ROWS=rows is not None,
-        num_warps=1,
-        **early_start(x),
-    )

@@ -1,8 +1,8 @@
 """Argmax of logits that are split over GPUs by vocabulary.
 
-Two launches: one finds the greatest logit of each block of columns, the other waits for the peers
-and joins what all found. A key is an integer of logit and token: the greatest key has the greatest
-logit, and of equal logits the first token.
+Two launches: the first finds the greatest logit of each block of columns; the second waits for the
+peers and takes the greatest over all ranks. A key packs logit and token into one integer: the
+greatest key has the greatest logit, and among equal logits the first token.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import triton.language as tl
 
 from sglang.srt.distributed.tensor_group import MOST_PROGRAMS, TensorGroup
 from sglang.srt.layers.placement import Share
-from sglang.srt.layers.triton_ops.meeting import meet
+from sglang.srt.layers.triton_ops.barrier import barrier
 from sglang.srt.layers.triton_ops.ordered import ordered
 
 _COLUMNS: Final = 4096
@@ -56,7 +56,7 @@ def _join_keys_kernel(
     """Join the keys of rows over all ranks; BLOCK covers one rank's keys of a row."""
     program = tl.program_id(0)
     cols = tl.arange(0, BLOCK)
-    meet(memories, flags, RANK, RANKS)
+    barrier(memories, flags, RANK, RANKS)
     for row in range(program, rows, tl.num_programs(0)):
         best = tl.full([BLOCK], -0x7FFFFFFFFFFFFFFF, tl.int64)
         for peer in tl.static_range(RANKS):

@@ -1,8 +1,7 @@
-"""Root-mean-square normalisation of a residual, to which it first adds the parts of several GPUs.
+"""Adds the partial sums of several GPUs to a residual, then normalises it (RMS), in one launch.
 
-One launch instead of a sum over the ranks and a norm that reads the sum again. Of few tokens each
-GPU sends its parts to the others (`inbox.py`). Of more, programs with the same number on all GPUs
-meet before they read each other's parts.
+For up to 64 tokens, each rank writes its partial sum to its peers' low-latency buffers. For more
+tokens, the ranks pass a barrier and then read each other's partial sums.
 """
 
 from __future__ import annotations
@@ -12,14 +11,14 @@ import triton
 import triton.language as tl
 
 from sglang.srt.distributed.tensor_group import (
-    INBOX_ROW_BYTES,
-    INBOX_ROWS,
+    LOW_LATENCY_ROW_BYTES,
+    LOW_LATENCY_ROWS,
     MOST_PROGRAMS,
     PeerParts,
 )
-from sglang.srt.hardware_backend.cuda.early_start import await_kernels_before, early_start
-from sglang.srt.layers.triton_ops.inbox import receive, send, turns_of
-from sglang.srt.layers.triton_ops.meeting import meet
+from sglang.srt.layers.triton_ops.barrier import barrier
+from sglang.srt.layers.triton_ops.early_start import await_kernels_before, early_start
+from sglang.srt.layers.triton_ops.low_latency_buffer import receive, send, sequence_numbers
 
 
 @triton.jit
@@ -63,9 +62,9 @@ def _summed_norm_kernel(
     cols = tl.arange(0, BLOCK)
     inside = cols < SIZE
     weight = tl.load(weight_ptr + cols, mask=inside, other=0.0).to(tl.float32)
-    # The peers are told only of parts that the kernel before has written.
+    # The kernel before this one has written this rank's partial sums: the peers may read them.
     await_kernels_before(EARLY)
-    meet(memories, flags, RANK, RANKS)
+    barrier(memories, flags, RANK, RANKS)
     dtype = residual_ptr.dtype.element_ty
     for row in range(program, rows, tl.num_programs(0)):
         places = tl.cast(row, tl.int64) * SIZE + cols
@@ -97,7 +96,7 @@ def _numbers(words: tl.tensor, HALF: tl.constexpr) -> tl.tensor:
 @triton.jit
 def _sent_norm_kernel(
     memories: tl.tuple,
-    inbox: tl.tensor,
+    buffer: tl.tensor,
     residual_ptr: tl.tensor,
     weight_ptr: tl.tensor,
     out_ptr: tl.tensor,
@@ -111,20 +110,21 @@ def _sent_norm_kernel(
     CENTERED: tl.constexpr,
     EARLY: tl.constexpr,
 ) -> None:
-    """Grid `(tokens,)`: a program sends this rank's part of one token, and adds the others'."""
+    """Grid `(tokens,)`: a program sends this rank's partial sum of one token, and adds the
+    peers'."""
     row = tl.program_id(0)
     cols = tl.arange(0, BLOCK)
     inside = cols < SIZE
     weight = tl.load(weight_ptr + cols, mask=inside, other=0.0).to(tl.float32)
     at = tl.arange(0, BLOCK // PER_WORD)
     is_word = at < SIZE // PER_WORD
-    turns = turns_of(memories, inbox, RANK, RANKS) + row
+    numbers = sequence_numbers(memories, buffer, RANK, RANKS) + row
     part = (memories[RANK] + offset).to(tl.pointer_type(tl.int32))
     part = tl.multiple_of(part, 16) + row.to(tl.int64) * (SIZE // PER_WORD)
     await_kernels_before(EARLY)
     own = tl.load(part + at, mask=is_word, other=0)
-    turn = tl.load(turns) + 1
-    send(memories, inbox, turn, row, own, at, is_word, RANK, RANKS)
+    number = tl.load(numbers) + 1
+    send(memories, buffer, number, row, own, at, is_word, RANK, RANKS)
     dtype = residual_ptr.dtype.element_ty
     places = row.to(tl.int64) * SIZE + cols
     x = tl.load(residual_ptr + places, mask=inside, other=0.0).to(tl.float32)
@@ -132,9 +132,9 @@ def _sent_norm_kernel(
     for peer in tl.static_range(RANKS):
         words = own
         if peer != RANK:
-            words = receive(memories, inbox, turn, row, at, is_word, peer, RANK, RANKS)
+            words = receive(memories, buffer, number, row, at, is_word, peer, RANK, RANKS)
         x += _numbers(words, PER_WORD == 2)
-    tl.store(turns, turn)
+    tl.store(numbers, number)
     rounded = x.to(dtype)
     tl.store(residual_ptr + places, rounded, mask=inside)
     normed = _normed(rounded, weight, eps, SIZE, CENTERED)
@@ -144,10 +144,10 @@ def _sent_norm_kernel(
 def add_parts_rms_norm_(
     peers: PeerParts, residual: torch.Tensor, weight: torch.Tensor, eps: float, is_centered: bool
 ) -> torch.Tensor:
-    """`residual += sum of all ranks' parts`, and its norm, a new tensor.
+    """Add the partial sums of all ranks to the residual, and return its norm, a new tensor.
 
     Args:
-        peers: Memory of the parts, each of the shape and dtype of `residual`.
+        peers: Memory of the partial sums, each of the shape and dtype of `residual`.
         residual: Contiguous `[num_tokens, size]`, overwritten; the same on all ranks.
         weight: `[size]`.
         is_centered: See `rms_norm`.
@@ -158,12 +158,12 @@ def add_parts_rms_norm_(
     block = triton.next_power_of_2(size)
     per_word = 4 // residual.element_size()
     num_warps = min(16, max(1, block // 512))
-    # A word of the inbox has 32 bits of the row.
-    is_short = size % per_word == 0 and size * 8 // per_word <= INBOX_ROW_BYTES
-    if rows <= INBOX_ROWS and is_short:
+    # Each 64-bit word of the buffer carries 32 bits of the row.
+    is_short = size % per_word == 0 and size * 8 // per_word <= LOW_LATENCY_ROW_BYTES
+    if rows <= LOW_LATENCY_ROWS and is_short:
         _sent_norm_kernel[(rows,)](
             peers.memories,
-            peers.inbox,
+            peers.low_latency,
             residual,
             weight,
             out,

@@ -22,11 +22,11 @@ HALF = torch.bfloat16 if ON_GPU else torch.float16
 from sglang.srt.layers.attention import latent_triton_backend as backend  # noqa: E402
 from sglang.srt.layers.attention import projected_attention, token_choice  # noqa: E402
 from sglang.srt.layers.attention.base_attn_backend import AttentionConfig  # noqa: E402
-from sglang.srt.layers.attention.triton_ops.latent import latent_attention  # noqa: E402
-from sglang.srt.layers.attention.triton_ops.token_choice import (  # noqa: E402
+from sglang.srt.layers.triton_ops.attention.indexer_topk import (  # noqa: E402
     choose_slots,
     index_scores,
 )
+from sglang.srt.layers.triton_ops.attention.latent_rows import latent_attention  # noqa: E402
 
 FAMILIES = ("deepseek_v2", "deepseek_v3", "deepseek_v32")
 LENS = [300, 7, 100, 64, 33]

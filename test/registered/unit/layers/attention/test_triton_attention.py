@@ -8,8 +8,8 @@ import itertools
 import pytest
 import torch
 
-from rigs.models.triton_device import triton_device
 from sglang.test.ci.ci_register import register_cuda_ci
+from rigs.models.triton_device import triton_device
 
 register_cuda_ci(est_time=60, suite="base-b-test-1-gpu-large")
 
@@ -21,6 +21,23 @@ HALF = torch.bfloat16 if ON_GPU else torch.float16
 import triton  # noqa: E402
 import triton.language as tl  # noqa: E402
 
+from sglang.srt.layers.attention.dense_attention import UNIT, plan_dense  # noqa: E402
+from sglang.srt.layers.triton_ops.attention.combine_splits import merge_into_  # noqa: E402
+from sglang.srt.layers.triton_ops.attention.decode_attention import (  # noqa: E402
+    LONG_TOKENS,
+    decode_attention,
+    make_arrivals,
+    plan_splits,
+)
+from sglang.srt.layers.triton_ops.attention.extend_attention import (  # noqa: E402
+    ExtendWork,
+    extend_attention,
+    plan_any_blocks,
+    plan_blocks,
+    put_blocks,
+)
+from sglang.srt.layers.triton_ops.attention.online_softmax import split_range  # noqa: E402
+from sglang.srt.layers.triton_ops.attention.page_indices import page_indices  # noqa: E402
 from rigs.models.attention_cases import (  # noqa: E402
     FP8,
     PagedContexts,
@@ -28,23 +45,6 @@ from rigs.models.attention_cases import (  # noqa: E402
     attend,
 )
 from rigs.models.attention_cases import queries as queries_on  # noqa: E402
-from sglang.srt.layers.attention.dense_attention import UNIT, plan_dense  # noqa: E402
-from sglang.srt.layers.attention.triton_ops.combine import merge_into_  # noqa: E402
-from sglang.srt.layers.attention.triton_ops.decode import (  # noqa: E402
-    LONG_TOKENS,
-    decode_attention,
-    make_arrivals,
-    plan_splits,
-)
-from sglang.srt.layers.attention.triton_ops.extend import (  # noqa: E402
-    ExtendWork,
-    extend_attention,
-    plan_any_blocks,
-    plan_blocks,
-    put_blocks,
-)
-from sglang.srt.layers.attention.triton_ops.paged import split_range  # noqa: E402
-from sglang.srt.layers.attention.triton_ops.pages import page_indices  # noqa: E402
 
 DTYPES = [torch.float32, HALF, *([FP8] if ON_GPU else [])]
 SHAPES = [(8, 2, 128), (6, 2, 16), (7, 1, 80), (2, 2, 64)]

@@ -16,9 +16,9 @@ import torch
 import triton
 import triton.language as tl
 
-from sglang.srt.hardware_backend.cuda.early_start import await_kernels_before, early_start
-from sglang.srt.layers.attention.triton_ops.combine import combine_splits
-from sglang.srt.layers.attention.triton_ops.paged import split_range
+from sglang.srt.layers.triton_ops.attention.combine_splits import combine_splits
+from sglang.srt.layers.triton_ops.attention.online_softmax import split_range
+from sglang.srt.layers.triton_ops.early_start import await_kernels_before, early_start
 
 PROGRAMS: Final = 128
 """Programs that fill the device."""

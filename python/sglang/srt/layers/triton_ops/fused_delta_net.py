@@ -11,8 +11,8 @@ import torch
 import triton
 import triton.language as tl
 
-from sglang.srt.hardware_backend.cuda.early_start import await_kernels_before, early_start
 from sglang.srt.layers.fused_kernels import MOST_TAPS, DeltaLayout, DeltaStates
+from sglang.srt.layers.triton_ops.early_start import await_kernels_before, early_start
 
 _FEW_REQUESTS = 2
 _VALUES_AT_ONCE = (16, 32)

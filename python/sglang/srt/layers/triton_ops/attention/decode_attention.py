@@ -14,9 +14,10 @@ import torch
 import triton
 import triton.language as tl
 
-from sglang.srt.hardware_backend.cuda.early_start import await_kernels_before, early_start
-from sglang.srt.layers.attention.triton_ops.combine import combine_splits, gated
-from sglang.srt.layers.attention.triton_ops.paged import attend_range, split_range, weigh
+from sglang.srt.layers.triton_ops.attention.combine_splits import combine_splits
+from sglang.srt.layers.triton_ops.attention.online_softmax import attend_range, split_range, weigh
+from sglang.srt.layers.triton_ops.early_start import await_kernels_before, early_start
+from sglang.srt.layers.triton_ops.gating import gated
 
 BLOCK_N = 64
 PROGRAMS = 512

@@ -6,20 +6,15 @@ import torch
 import triton
 import triton.language as tl
 
-from sglang.srt.hardware_backend.cuda.early_start import (
+from sglang.srt.layers.triton_ops.early_start import (
     EarlyStart,
     await_kernels_before,
     early_start,
 )
+from sglang.srt.layers.triton_ops.gating import gated
 
 _GATED_DIMS = 64
 """Elements of a row that a program joins where there are gates: rows are few then."""
-
-
-@triton.jit
-def gated(out: tl.tensor, gate: tl.tensor) -> tl.tensor:
-    """`out`, rounded already, times the sigmoid of its gate."""
-    return (out.to(tl.float32) / (1.0 + tl.exp(-gate.to(tl.float32)))).to(out.dtype)
 
 
 @triton.jit

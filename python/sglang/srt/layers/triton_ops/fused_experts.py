@@ -10,12 +10,12 @@ import torch
 import triton
 import triton.language as tl
 
-from sglang.srt.hardware_backend.cuda.early_start import (
+from sglang.srt.layers.fused_kernels import ExpertChoice, ExpertWeights
+from sglang.srt.layers.triton_ops.early_start import (
     await_kernels_before,
     await_then_start_next,
     early_start,
 )
-from sglang.srt.layers.fused_kernels import ExpertChoice, ExpertWeights
 from sglang.srt.layers.triton_ops.ordered import ordered
 
 _FEATURES_OF_ONE = 4

@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from sglang.srt.hardware_backend.cuda.early_start import await_kernels_before, early_start
+from sglang.srt.layers.triton_ops.early_start import await_kernels_before, early_start
 
 
 @triton.jit

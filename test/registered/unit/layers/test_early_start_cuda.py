@@ -17,7 +17,7 @@ register_cuda_ci(est_time=30, suite="base-b-test-1-gpu-large")
 
 DEVICE = triton_device()
 
-from sglang.srt.hardware_backend.cuda import early_start  # noqa: E402
+from sglang.srt.layers.triton_ops import early_start  # noqa: E402
 from sglang.srt.layers.triton_ops.fused import KERNELS  # noqa: E402
 
 SIZE, INNER = 512, 1024

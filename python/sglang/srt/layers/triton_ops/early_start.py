@@ -1,0 +1,78 @@
+"""Kernels that start before the kernel before them has ended (programmatic dependent launch).
+
+A decode step of few requests is hundreds of kernels of a few microseconds each, so starting and
+ending kernels takes a good part of it. A kernel launched with `early_start` is placed on the device
+once every program of the previous kernel has allowed it; most programs allow it first of all. Every
+program must call `await_kernels_before` or `await_then_start_next`, even one without work. The call
+returns when the previous kernel has ended. That kernel has waited too, so all earlier kernels have
+ended.
+
+Before the call, a kernel writes nothing. It may read
+
+- weights;
+- data written before a kernel of this step that does not start early, such as the embedding lookup:
+  that kernel waited for all earlier ones, and all later ones wait for it;
+- data written before a kernel that calls `await_then_start_next`, if that is the previous kernel
+  and a large one: its programs have waited on every multiprocessor, so no L1 cache holds old data.
+
+SGLANG_KERNELS_START_EARLY=0 turns it off.
+
+Source: CUDA C++ Programming Guide, "Programmatic Dependent Launch and Synchronization"; Hopper and
+later.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Final, TypedDict
+
+import torch
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from sglang.srt.environ import envs
+from sglang.srt.hardware_backend.device_runtime import device_runtime
+
+_FEW_ROWS: Final = 8
+"""With more rows a kernel runs longer, and its start is a small part of that."""
+
+
+class EarlyStart(TypedDict, total=False):
+    """Arguments of a launch: one of the kernel's own, and one of Triton's if it starts early."""
+
+    EARLY: bool
+    launch_pdl: bool
+
+
+@triton.jit
+def await_kernels_before(EARLY: tl.constexpr) -> None:
+    """Let the next kernel start, and wait until all kernels before this one have ended."""
+    if EARLY:
+        gdc_launch_dependents()
+        gdc_wait()
+
+
+@triton.jit
+def await_then_start_next(EARLY: tl.constexpr) -> None:
+    """Wait until all kernels before this one have ended, then let the next one start. The next one
+    may read their results before its own wait."""
+    if EARLY:
+        gdc_wait()
+        gdc_launch_dependents()
+
+
+def early_start(x: torch.Tensor) -> EarlyStart:
+    """Launch arguments for a kernel that makes one of the two calls above.
+
+    Args:
+        x: An input or output of the kernel; its first dimension is the number of rows.
+    """
+    if len(x) <= _FEW_ROWS and _starts_early(x.device):
+        return {"EARLY": True, "launch_pdl": True}
+    return {"EARLY": False}
+
+
+@functools.cache
+def _starts_early(device: torch.device) -> bool:
+    return envs.SGLANG_KERNELS_START_EARLY.get() and device_runtime(device).starts_kernels_early

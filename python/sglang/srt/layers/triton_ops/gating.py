@@ -1,0 +1,109 @@
+"""Gates: SiLU of one half times the other half, and sigmoid gates of attention's output."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from sglang.srt.layers.triton_ops.early_start import await_kernels_before, early_start
+
+
+@triton.jit
+def _silu_and_mul_kernel(
+    x_ptr: tl.tensor,
+    out_ptr: tl.tensor,
+    size: tl.tensor,
+    BLOCK: tl.constexpr,
+    EVEN: tl.constexpr,
+    EARLY: tl.constexpr,
+) -> None:
+    """Grid `(num_tokens, size / BLOCK)`: a program computes BLOCK features of one token."""
+    row = tl.program_id(0).to(tl.int64)
+    cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    await_kernels_before(EARLY)
+    if EVEN:
+        gate = tl.load(x_ptr + row * 2 * size + cols)
+        up = tl.load(x_ptr + row * 2 * size + size + cols)
+    else:
+        gate = tl.load(x_ptr + row * 2 * size + cols, mask=cols < size, other=0.0)
+        up = tl.load(x_ptr + row * 2 * size + size + cols, mask=cols < size, other=0.0)
+    wide = gate.to(tl.float32)
+    activated = (wide / (1.0 + tl.exp(-wide))).to(gate.dtype).to(tl.float32)
+    out = (activated * up.to(tl.float32)).to(gate.dtype)
+    if EVEN:
+        tl.store(out_ptr + row * size + cols, out)
+    else:
+        tl.store(out_ptr + row * size + cols, out, mask=cols < size)
+
+
+def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
+    """Contiguous `[num_tokens, 2 * size]` to `[num_tokens, size]`."""
+    assert gate_up.is_contiguous()
+    num_tokens, size = gate_up.shape[0], gate_up.shape[1] // 2
+    out = torch.empty((num_tokens, size), dtype=gate_up.dtype, device=gate_up.device)
+    block = min(1024, triton.next_power_of_2(size))
+    _silu_and_mul_kernel[(num_tokens, triton.cdiv(size, block))](
+        gate_up,
+        out,
+        size,
+        BLOCK=block,
+        EVEN=size % block == 0,
+        num_warps=4,
+        **early_start(gate_up),
+    )
+    return out
+
+
+@triton.jit
+def gated(out: tl.tensor, gate: tl.tensor) -> tl.tensor:
+    """`out`, rounded already, times the sigmoid of its gate."""
+    return (out.to(tl.float32) / (1.0 + tl.exp(-gate.to(tl.float32)))).to(out.dtype)
+
+
+@triton.jit
+def _gate_kernel(
+    x_ptr: tl.tensor,
+    gates_ptr: tl.tensor,
+    rows_ptr: tl.tensor,
+    stride: tl.tensor,
+    step: tl.tensor,
+    HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ROWS: tl.constexpr,
+    EARLY: tl.constexpr,
+) -> None:
+    """Grid `(heads, num_tokens)`: a program scales one head of one token."""
+    head = tl.program_id(0)
+    token = tl.program_id(1).to(tl.int64)
+    await_kernels_before(EARLY)
+    row = token
+    if ROWS:
+        row = tl.load(rows_ptr + token)
+    dims = tl.arange(0, BLOCK)
+    inside = dims < HEAD_DIM
+    at = gates_ptr + row * stride + head * step + dims
+    gate = tl.load(at, mask=inside, other=0.0)
+    to = x_ptr + (token * HEADS + head) * HEAD_DIM + dims
+    x = tl.load(to, mask=inside, other=0.0)
+    tl.store(to, gated(x, gate), mask=inside)
+
+
+def scale_by_gates_(x: torch.Tensor, gates: torch.Tensor, rows: torch.Tensor | None) -> None:
+    """See `layers/activation.py`."""
+    _, heads, head_dim = gates.shape
+    assert x.is_contiguous() and gates.stride(2) == 1
+    _gate_kernel[(heads, len(x))](
+        x,
+        gates,
+        x if rows is None else rows,
+        gates.stride(0),
+        gates.stride(1),
+        HEADS=heads,
+        HEAD_DIM=head_dim,
+        BLOCK=triton.next_power_of_2(head_dim),
+        ROWS=rows is not None,
+        num_warps=1,
+        **early_start(x),
+    )
