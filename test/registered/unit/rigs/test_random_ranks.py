@@ -135,7 +135,9 @@ def test_a_rank_that_lost_a_page_ends_all_and_is_named_by_the_next_ballot(
 ) -> None:
     lost = losing_a_page(monkeypatch, 1)
     run = RandomRanks(2, has_referee=False, setup=without_states(2))
-    with pytest.raises(RanksDiverged, match=r"rank 1 has free slots of pages on the host: \d+, rank 0 \d+\n"):
+    with pytest.raises(
+        RanksDiverged, match=r"rank 1 has free slots of pages on the host: \d+, rank 0 \d+\n"
+    ):
         run.run(TICKS)
     assert lost
 

@@ -8,8 +8,8 @@ import itertools
 import pytest
 import torch
 
-from sglang.test.ci.ci_register import register_cuda_ci
 from rigs.models.triton_device import triton_device
+from sglang.test.ci.ci_register import register_cuda_ci
 
 register_cuda_ci(est_time=60, suite="base-b-test-1-gpu-large")
 
@@ -21,6 +21,13 @@ HALF = torch.bfloat16 if ON_GPU else torch.float16
 import triton  # noqa: E402
 import triton.language as tl  # noqa: E402
 
+from rigs.models.attention_cases import (  # noqa: E402
+    FP8,
+    PagedContexts,
+    assert_close,
+    attend,
+)
+from rigs.models.attention_cases import queries as queries_on  # noqa: E402
 from sglang.srt.layers.attention.dense_attention import UNIT, plan_dense  # noqa: E402
 from sglang.srt.layers.triton_ops.attention.combine_splits import merge_into_  # noqa: E402
 from sglang.srt.layers.triton_ops.attention.decode_attention import (  # noqa: E402
@@ -38,13 +45,6 @@ from sglang.srt.layers.triton_ops.attention.extend_attention import (  # noqa: E
 )
 from sglang.srt.layers.triton_ops.attention.online_softmax import split_range  # noqa: E402
 from sglang.srt.layers.triton_ops.attention.page_indices import page_indices  # noqa: E402
-from rigs.models.attention_cases import (  # noqa: E402
-    FP8,
-    PagedContexts,
-    assert_close,
-    attend,
-)
-from rigs.models.attention_cases import queries as queries_on  # noqa: E402
 
 DTYPES = [torch.float32, HALF, *([FP8] if ON_GPU else [])]
 SHAPES = [(8, 2, 128), (6, 2, 16), (7, 1, 80), (2, 2, 64)]
