@@ -215,7 +215,7 @@ def measure_server(args: argparse.Namespace) -> dict[str, dict[str, float]]:
     from sglang.srt.entrypoints.http.protocol import BoundedProtocol, bounded_protocol
     from sglang.srt.entrypoints.http.server_context import ServerContext
     from sglang.srt.entrypoints.http_server import create_app
-    from sglang.srt.entrypoints.openai.chat_template import ChatTemplate
+    from sglang.srt.managers.tokenizer.chat_template import ChatTemplate
     from sglang.srt.managers.tokenizer.request_limits import RequestLimits
     from sglang.srt.managers.tokenizer.server_channel import ServerChannel
     from sglang.srt.managers.tokenizer.tokenizer_manager import TokenizerManager

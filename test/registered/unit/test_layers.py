@@ -86,9 +86,6 @@ ABOVE: Final = OUTSIDE + 1
 
 TYPE_CIRCLES: Final[tuple[frozenset[str], ...]] = (
     frozenset({"arg_groups", "server_args"}),
-    frozenset({"entrypoints.http", "entrypoints.openai"}),
-    frozenset({"managers.scheduler", "managers.scheduler.requests"}),
-    frozenset({"managers.tokenizer", "observability"}),
 )
 """Folders that import each other if imports for types alone count. A circle may leave this list or
 lose a folder; none may join it."""

@@ -23,7 +23,6 @@ from sglang.srt.entrypoints.engine_front import EngineFront
 from sglang.srt.entrypoints.engine_processes import EngineProcesses
 from sglang.srt.entrypoints.http.server_context import ServerContext
 from sglang.srt.entrypoints.http_server import HttpServer
-from sglang.srt.entrypoints.openai.chat_template import ChatTemplate
 from sglang.srt.managers.detokenizer.detokenizer_manager import Detokenizer, open_sockets, serve
 from sglang.srt.managers.detokenizer.incremental_detokenizer import (
     DecoderFactory,
@@ -46,7 +45,8 @@ from sglang.srt.managers.messages.io_struct import (
     encode,
 )
 from sglang.srt.managers.messages.ipc import IpcAddresses
-from sglang.srt.managers.scheduler.stop_finder import StopFinder
+from sglang.srt.managers.scheduler.requests.stop_finder import StopFinder
+from sglang.srt.managers.tokenizer.chat_template import ChatTemplate
 from sglang.srt.managers.tokenizer.request_limits import RequestLimits
 from sglang.srt.managers.tokenizer.tokenizer_manager import TokenizerManager
 from sglang.srt.observability.server_metrics import ServerMetrics

@@ -18,8 +18,8 @@ from sglang.srt.disaggregation.common.bootstrap_server import CommonKVBootstrapS
 from sglang.srt.disaggregation.control.deployment_secret import DeploymentSecret
 from sglang.srt.entrypoints.engine_processes import EngineProcesses, launch_subprocesses
 from sglang.srt.entrypoints.http.server_context import ServerContext
-from sglang.srt.entrypoints.openai.chat_template import ChatTemplate
 from sglang.srt.entrypoints.start_checks import check_start
+from sglang.srt.managers.tokenizer.chat_template import ChatTemplate
 from sglang.srt.managers.tokenizer.generate_request import EngineUnavailable
 from sglang.srt.managers.tokenizer.request_limits import RequestLimits
 from sglang.srt.managers.tokenizer.tokenizer_manager import TokenizerManager

@@ -82,8 +82,8 @@ class AnswerWriter:
             "cached_tokens_details": msgspec.to_builtins(state.cached_tokens_details),
             "queue_time": state.queue_time,
         }
-        if state.finished_time is not None:
-            meta["e2e_latency"] = state.finished_time - state.created_time
+        if state.seconds is not None:
+            meta["e2e_latency"] = state.seconds
         if state.stages is not None:
             meta["stages"] = msgspec.to_builtins(state.stages)
         return meta

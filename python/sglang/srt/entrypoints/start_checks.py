@@ -41,9 +41,9 @@ from sglang.srt.distributed.device_communicators.mooncake_protocol import (
     list_rdma_devices,
     resolve_mooncake_protocol,
 )
-from sglang.srt.entrypoints.openai.chat_template import read_template
 from sglang.srt.environ import envs
 from sglang.srt.hardware_backend.device_kinds import DEVICE_KINDS
+from sglang.srt.managers.tokenizer.chat_template import read_template
 from sglang.srt.mem_cache.host.host_layout import AUTO, check_layout_and_io
 from sglang.srt.mem_cache.l3.storage_settings import OnUnreachable, StorageSettings
 from sglang.srt.mem_cache.storage.class_lookup import check_findable, dynamic_class

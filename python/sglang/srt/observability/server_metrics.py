@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from prometheus_client import CollectorRegistry, generate_latest
 
 from sglang.srt.utils.metrics import Counter, Histogram
-
-if TYPE_CHECKING:
-    from sglang.srt.managers.tokenizer.request_state import RequestState
 
 _FIRST_TOKEN_BUCKETS: Final = (
     0.005, 0.01, 0.025, 0.05, 0.1, 0.2, 0.4, 0.8, 1.5, 3.0, 6.0, 12.0, 25.0, 60.0, 120.0,
@@ -65,16 +62,16 @@ class ServerMetrics:
         for _ in range(count):
             self._next_token.observe(each)
 
-    def observe_end(self, state: RequestState) -> None:
-        """Record the end of a request, or that its client disconnected."""
-        reason = state.finish_reason
-        if reason is not None:
-            outcome = reason.type
-        else:
-            outcome = "error" if state.failure is not None else "disconnect"
+    def observe_end(self, outcome: str, seconds: float | None) -> None:
+        """Record the end of a request.
+
+        Args:
+            outcome: See `RequestState.outcome`.
+            seconds: Time since its arrival; None: its client left before its end.
+        """
         self._requests.labels(finish_reason=outcome).inc()
-        if state.finished_time is not None and outcome in ("stop", "length"):
-            self._request.observe(max(state.finished_time - state.created_time, 0.0))
+        if seconds is not None and outcome in ("stop", "length"):
+            self._request.observe(max(seconds, 0.0))
 
     def render(self) -> str:
         """All metrics in Prometheus' text format."""

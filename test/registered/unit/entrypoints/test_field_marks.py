@@ -23,7 +23,6 @@ from sglang.srt.entrypoints.http.field_marks import NOTHING, Ignored, Refused, m
 from sglang.srt.entrypoints.native_protocol import SAMPLING_MARKS, GenerateBody
 from sglang.srt.entrypoints.native_protocol import to_requests as generate_requests
 from sglang.srt.entrypoints.openai.chat_prompt import chat_prompt
-from sglang.srt.entrypoints.openai.chat_template import ChatTemplate
 from sglang.srt.entrypoints.openai.convert import check_common
 from sglang.srt.entrypoints.openai.protocol import (
     ChatBody,
@@ -32,6 +31,7 @@ from sglang.srt.entrypoints.openai.protocol import (
     StreamOptions,
 )
 from sglang.srt.entrypoints.openai.serving_completions import to_requests as completion_requests
+from sglang.srt.managers.tokenizer.chat_template import ChatTemplate
 from sglang.srt.managers.tokenizer.generate_request import GenerateRequest
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.test.ci.ci_register import register_cpu_ci

@@ -17,7 +17,7 @@ from sglang.srt.utils.memory import MemoryReturner
 from sglang.srt.utils.threads import started_pool
 
 if TYPE_CHECKING:
-    from sglang.srt.entrypoints.openai.chat_template import ChatTemplate
+    from sglang.srt.managers.tokenizer.chat_template import ChatTemplate
 
 
 def _new_renderer() -> ThreadPoolExecutor:

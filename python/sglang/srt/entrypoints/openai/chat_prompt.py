@@ -9,9 +9,9 @@ import msgspec
 
 from sglang.srt.entrypoints.http.errors import ApiError, bad_request
 from sglang.srt.entrypoints.http.field_marks import TEXT_ALONE, refuse_fields
-from sglang.srt.entrypoints.openai.chat_template import ChatTemplate
 from sglang.srt.entrypoints.openai.protocol import ChatBody, ChatMessage, ToolCall
 from sglang.srt.entrypoints.openai.tools import ToolUse
+from sglang.srt.managers.tokenizer.chat_template import ChatTemplate
 
 _RENDER_ARGUMENTS: Final = frozenset(
     {
@@ -34,6 +34,7 @@ def chat_prompt(
 
     Raises:
         ApiError: 400 that names the field.
+        InvalidRequest: The template refuses the messages.
     """
     if not body.messages:
         raise bad_request("messages is empty: send at least one message", "messages")

@@ -9,7 +9,11 @@ import msgspec
 
 from sglang.srt.distributed.rank_group import RankGroup
 from sglang.srt.managers.messages.io_struct import FinishReason
-from sglang.srt.managers.scheduler.stop_finder import MATCH_COST, StopFinder, StopRegexTooSlow
+from sglang.srt.managers.scheduler.requests.stop_finder import (
+    MATCH_COST,
+    StopFinder,
+    StopRegexTooSlow,
+)
 
 if TYPE_CHECKING:
     from sglang.srt.managers.detokenizer.incremental_detokenizer import DecoderFactory

@@ -94,6 +94,19 @@ class RequestState:
         return self.finish_reason is not None or self.failure is not None
 
     @property
+    def outcome(self) -> str:
+        """How the request ended: the type of its `finish_reason`, `error`, or `disconnect` if its
+        client left first."""
+        if self.finish_reason is not None:
+            return self.finish_reason.type
+        return "disconnect" if self.failure is None else "error"
+
+    @property
+    def seconds(self) -> float | None:
+        """Time from its arrival to its end; None: it has not ended."""
+        return None if self.finished_time is None else self.finished_time - self.created_time
+
+    @property
     def text(self) -> str:
         """The whole text so far."""
         if self._joined_parts < len(self.text_parts):

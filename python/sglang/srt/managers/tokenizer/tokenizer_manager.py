@@ -234,7 +234,7 @@ class TokenizerManager:
                 self._channel.send(AbortReq(rid=state.rid))
         probe = state.rid.startswith(HEALTH_CHECK_RID_PREFIX)
         if self.metrics is not None and not probe:
-            self.metrics.observe_end(state)
+            self.metrics.observe_end(state.outcome, state.seconds)
         if self._log_requests and not probe:
             _log_end(state)
 

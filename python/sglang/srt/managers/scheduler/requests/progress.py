@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from sglang.srt.constrained.base_grammar_backend import GrammarMatcher
     from sglang.srt.constrained.ticket import GrammarTicket
     from sglang.srt.managers.messages.io_struct import FinishReason, TopLogprobs
-    from sglang.srt.managers.scheduler.stop_finder import StopFinder
+    from sglang.srt.managers.scheduler.requests.stop_finder import StopFinder
 
 
 @dataclass(slots=True, eq=False)

@@ -30,8 +30,8 @@ from sglang.srt.managers.messages.io_struct import (
     ToScheduler,
 )
 from sglang.srt.managers.messages.tick import Tick, decode_tick, encode_tick
+from sglang.srt.managers.scheduler.requests.stop_finder import StopFinder, StopRegexTooSlow
 from sglang.srt.managers.scheduler.scheduler import SchedulerOutput
-from sglang.srt.managers.scheduler.stop_finder import StopFinder, StopRegexTooSlow
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.test.ci.ci_register import register_cpu_ci
 

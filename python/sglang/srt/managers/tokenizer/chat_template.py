@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import jinja2
 
-from sglang.srt.entrypoints.http.errors import bad_request
+from sglang.srt.managers.tokenizer.generate_request import InvalidRequest
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -55,13 +55,13 @@ class ChatTemplate:
             variables: More variables for the template (`chat_template_kwargs`).
 
         Raises:
-            ApiError: 400: there is no template, or it refuses the messages.
+            InvalidRequest: There is no template, or it refuses the messages.
         """
         if not self.exists:
-            raise bad_request(
+            raise InvalidRequest(
                 "messages: this model has no chat template; start the server with "
                 "--chat-template FILE, or use /v1/completions",
-                "messages",
+                field="messages",
             )
         options = {
             **(variables or {}),
@@ -81,13 +81,13 @@ class ChatTemplate:
         # client's mistake.
         except (jinja2.TemplateError, *_PROGRAM_ERRORS) as error:
             cause = " ".join(str(error).split())[:300] or type(error).__name__
-            raise bad_request(
-                f"messages: the chat template refuses them: {cause}", "messages"
+            raise InvalidRequest(
+                f"messages: the chat template refuses them: {cause}", field="messages"
             ) from error
         except RecursionError:
-            raise bad_request(
+            raise InvalidRequest(
                 "messages, tools or chat_template_kwargs are nested too deeply: flatten them",
-                "messages",
+                field="messages",
             ) from None
         assert isinstance(text, str)
         return text

@@ -11,7 +11,11 @@ from hypothesis import strategies as st
 
 from rigs.servers.fake_engine import byte_tokenizer
 from sglang.srt.managers.detokenizer.incremental_detokenizer import make_decoder_factory
-from sglang.srt.managers.scheduler.stop_finder import StopFinder, StopMatch, StopRegexTooSlow
+from sglang.srt.managers.scheduler.requests.stop_finder import (
+    StopFinder,
+    StopMatch,
+    StopRegexTooSlow,
+)
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.sampling.stop_regex import MAX_MATCH_CHARS
 from sglang.test.ci.ci_register import register_cpu_ci

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from sglang.srt.constants import BUILTIN_MODEL_DIR
-from sglang.srt.entrypoints.http.errors import ApiError
 from sglang.srt.entrypoints.openai.chat_prompt import chat_prompt
-from sglang.srt.entrypoints.openai.chat_template import ChatTemplate
 from sglang.srt.entrypoints.openai.protocol import ChatBody, ChatMessage, FunctionCall, ToolCall
+from sglang.srt.managers.tokenizer.chat_template import ChatTemplate
+from sglang.srt.managers.tokenizer.generate_request import InvalidRequest
 from sglang.srt.utils.hf_tokenizer import get_tokenizer
 from sglang.test.ci.ci_register import register_cpu_ci
 
@@ -42,7 +42,7 @@ def test_arguments_are_objects_or_texts_as_the_template_takes_them(
 
 @pytest.mark.parametrize("template", ["{{ 1 + m.role }}", "{{ 1 + m.role }}" + TEXTS])
 def test_other_mistakes_of_a_template_are_told(tmp_path: Path, template: str) -> None:
-    with pytest.raises(ApiError, match="the chat template refuses them: unsupported operand"):
+    with pytest.raises(InvalidRequest, match="the chat template refuses them: unsupported operand"):
         render(tmp_path, template)
 
 
