@@ -42,8 +42,8 @@ from sglang.srt.managers.messages.io_struct import (
     TextOutput,
     encode,
 )
-from sglang.srt.managers.messages.ipc import IpcAddresses
-from sglang.srt.utils.network import IpcNames, get_free_port
+from sglang.srt.managers.messages.ipc import IpcAddresses, make_ipc_directory
+from sglang.srt.utils.network import get_free_port
 
 _COLD_WORDS: Final = 8 << 20
 _WARM_UP: Final = 5
@@ -253,8 +253,8 @@ def measure_server(args: argparse.Namespace) -> dict[str, dict[str, float]]:
             is_with_engine = False
             way_out.end()
 
-    names = IpcNames.create()
-    ipc = IpcAddresses.from_names(names)
+    directory = make_ipc_directory()
+    ipc = IpcAddresses(directory.path)
     tokenizer = byte_tokenizer()
     limits = RequestLimits(
         vocab_size=_VOCAB_SIZE,
@@ -305,7 +305,7 @@ def measure_server(args: argparse.Namespace) -> dict[str, dict[str, float]]:
     asker.join()
     engine.kill()
     engine.join()
-    names.remove()
+    directory.remove()
     return {"in": way_in.summary(), "out": way_out.summary()}
 
 

@@ -15,11 +15,11 @@ import torch
 
 from sglang.srt.hardware_backend.device_runtime import device_runtime
 from sglang.srt.layers.sampling_batch_info import SamplingBatchInfo
+from sglang.srt.managers.messages.io_struct import TokenizedGenerateReqInput
 from sglang.srt.managers.scheduler.batch import DecodeBatch, PrefillWork, make_prefill_batch
 from sglang.srt.managers.scheduler.batch_pools import BatchPools
 from sglang.srt.managers.scheduler.requests.req import Req
 from sglang.srt.managers.scheduler.requests.request_queues import RequestQueues
-from sglang.srt.managers.scheduler.requests.spec import RequestSpec
 from sglang.srt.managers.scheduler.tp_worker import TpModelWorker
 from sglang.srt.mem_cache.tree.radix_key import token_array
 from sglang.srt.sampling.sampling_params import SamplingParams
@@ -78,14 +78,13 @@ class StaticBatch:
         )
         self._reqs = [
             Req(
-                RequestSpec(
+                TokenizedGenerateReqInput(
                     rid=str(number),
-                    origin_input_ids=token_array(prompt),
+                    input_ids=token_array(prompt),
                     sampling_params=GREEDY,
                     seed=0,
-                    arrival_number=number,
-                    max_new_tokens=worker.context_len - len(prompt),
-                )
+                ),
+                max_new_tokens=worker.context_len - len(prompt),
             )
             for number, prompt in enumerate(prompts)
         ]

@@ -16,9 +16,9 @@ import numpy as np
 import torch
 
 from sglang.benchmark.cache_simulation import Arrangement, CacheSizes, SimulatedCache
+from sglang.srt.managers.messages.io_struct import TokenizedGenerateReqInput
 from sglang.srt.managers.scheduler.policy import ceil_to_page
 from sglang.srt.managers.scheduler.requests.req import Req
-from sglang.srt.managers.scheduler.requests.spec import RequestSpec
 from sglang.srt.managers.scheduler.snapshots import Snapshots
 from sglang.srt.mem_cache.device.hybrid_req_pool import HybridReqToTokenPool
 from sglang.srt.mem_cache.device.mamba_pool import MambaPool, MambaSpec
@@ -139,11 +139,10 @@ class SimulatedStateCache(SimulatedCache):
     ) -> tuple[int, int]:
         """Serve one prompt, and decode `answer`, whose last token is not computed. Returns the
         prompt's tokens that were used from L1, and from L2."""
-        spec = RequestSpec(
-            rid=rid, origin_input_ids=prompt, sampling_params=SamplingParams(), seed=0,
-            arrival_number=0, max_new_tokens=max(1, len(answer)), priority=priority,
-        )  # fmt: skip
-        req = Req(spec)
+        message = TokenizedGenerateReqInput(
+            rid=rid, input_ids=prompt, sampling_params=SamplingParams(), seed=0, priority=priority
+        )
+        req = Req(message, max_new_tokens=max(1, len(answer)))
         device, host, branching = self._reuse(req)
         self._prefill(req, branching)
         if len(answer):
@@ -202,7 +201,7 @@ class SimulatedStateCache(SimulatedCache):
 
     def _decode(self, req: Req, answer: TokenArray) -> None:
         """Decode up to the last token of `answer`; what happens at snapshots is all that counts."""
-        begin, end = len(req.spec.origin_input_ids), len(req.spec.origin_input_ids) + len(answer)
+        begin, end = len(req.spec.input_ids), len(req.spec.input_ids) + len(answer)
         req.progress.output_ids.extend(answer.tolist())
         if self._interval:
             first = (begin // self._interval + 1) * self._interval

@@ -30,14 +30,13 @@ from sglang.srt.managers.messages.io_struct import (
     encode,
     frame_of,
 )
-from sglang.srt.managers.messages.ipc import IpcAddresses
+from sglang.srt.managers.messages.ipc import IpcAddresses, make_ipc_directory
 from sglang.srt.managers.messages.ready_message import receive_ready
 from sglang.srt.managers.scheduler.process.build import on_this_machine
 from sglang.srt.managers.scheduler.process.run import run_scheduler_process
 from sglang.srt.mem_cache.tree.radix_key import token_array
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.server_args import ServerArgs
-from sglang.srt.utils.network import IpcNames
 from sglang.test.ci.ci_register import register_cpu_ci
 
 register_cpu_ci(est_time=40, suite="base-b-test-cpu")
@@ -78,10 +77,10 @@ class Peer:
 def scheduler(**args: Any) -> Iterator[tuple[Peer, Any, dict[str, Any]]]:
     """A scheduler process: our side of its sockets, its handle, its ready message."""
     spawn = multiprocessing.get_context("spawn")
-    names = IpcNames.create()
-    ipc = IpcAddresses.from_names(names)
+    directory = make_ipc_directory()
+    ipc = IpcAddresses(directory.path)
     with ExitStack() as stack:
-        stack.callback(names.remove)
+        stack.callback(directory.remove)
         ours, theirs = spawn.Pipe(duplex=False)
         process = spawn.Process(
             target=run_scheduler_process,

@@ -44,14 +44,14 @@ from sglang.srt.managers.messages.io_struct import (
     TokenizedGenerateReqInput,
     encode,
 )
-from sglang.srt.managers.messages.ipc import IpcAddresses
+from sglang.srt.managers.messages.ipc import IpcAddresses, make_ipc_directory
 from sglang.srt.managers.scheduler.requests.stop_finder import StopFinder
 from sglang.srt.managers.tokenizer.chat_template import ChatTemplate
 from sglang.srt.managers.tokenizer.request_limits import RequestLimits
 from sglang.srt.managers.tokenizer.tokenizer_manager import TokenizerManager
 from sglang.srt.observability.server_metrics import ServerMetrics
 from sglang.srt.server_args import ServerArgs
-from sglang.srt.utils.network import IpcNames, base_url, get_free_port, wait_until
+from sglang.srt.utils.network import base_url, get_free_port, wait_until
 
 EOS_ID: Final = 256
 CONTEXT_LEN: Final = 200
@@ -251,8 +251,8 @@ class FakeEngine:
 @contextlib.contextmanager
 def fake_engine() -> Iterator[FakeEngine]:
     """Run a fake scheduler and the real detokenizer in threads."""
-    names = IpcNames.create()
-    ipc = IpcAddresses.from_names(names)
+    directory = make_ipc_directory()
+    ipc = IpcAddresses(directory.path)
     tokenizer = byte_tokenizer()
     scheduler = FakeScheduler(ipc, make_decoder_factory(byte_tokenizer()))
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -275,7 +275,7 @@ def fake_engine() -> Iterator[FakeEngine]:
         context.term()
         for thread in threads:
             thread.join()
-        names.remove()
+        directory.remove()
 
 
 @dataclass(frozen=True)
@@ -334,7 +334,7 @@ def front_server(**args: Any) -> Iterator[FrontServer]:
             ready_details={"max_req_input_len": CONTEXT_LEN - 1},
             model_info={"model_path": "dummy", "is_generation": True},
         )
-        front = _Front(context, EngineProcesses(IpcNames.create()))
+        front = _Front(context, EngineProcesses())
         front.processes.expect_end()  # There are none to watch.
         server = HttpServer(cast(EngineFront, front))
         thread = threading.Thread(target=server.run, name="front-server")

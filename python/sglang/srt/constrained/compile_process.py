@@ -5,25 +5,23 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Callable
-from typing import IO, Final
+from multiprocessing import Pipe
+from typing import Final
 
 import psutil
 
 from sglang.srt.constrained.constraint import Constraint
-from sglang.srt.constrained.frames import (
-    VERDICT_DECODER,
-    FrameTimeout,
-    Hello,
-    Task,
-    Verdict,
-    read_frame,
-    wait_readable,
-    write_frame,
-)
 from sglang.srt.constrained.limits import GrammarLimits
 from sglang.srt.constrained.ticket import GrammarError
+from sglang.srt.constrained.trial_messages import (
+    RESULT_DECODER,
+    Hello,
+    Task,
+    TrialResult,
+    receive,
+    send,
+)
 from sglang.srt.constrained.vocabulary import Vocabulary
 
 _ANSWER_SECONDS: Final = 10.0
@@ -53,16 +51,19 @@ class CompileProcess:
         self, vocabulary: Vocabulary, limits: GrammarLimits, *, any_whitespace: bool
     ) -> None:
         self._limits = limits
-        command = [sys.executable, "-m", "sglang.srt.constrained.compile_worker", str(os.getpid())]
-        self._process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0
-        )
-        self._stdin, self._stdout = _pipe(self._process.stdin), _pipe(self._process.stdout)
+        self._pipe, child_end = Pipe()
+        with child_end:
+            module = "sglang.srt.constrained.compile_worker"
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", module, str(os.getpid()), str(child_end.fileno())],
+                stdin=subprocess.DEVNULL,
+                stdout=2,
+                pass_fds=[child_end.fileno()],
+            )
         try:
-            write_frame(self._stdin.fileno(), Hello(vocabulary, limits, any_whitespace))
-            deadline = time.monotonic() + limits.start_timeout
-            read_frame(self._stdout.fileno(), VERDICT_DECODER, deadline)
-        except (OSError, EOFError, FrameTimeout) as error:
+            send(self._pipe, Hello(vocabulary, limits, any_whitespace))
+            receive(self._pipe, RESULT_DECODER, limits.start_timeout)
+        except (OSError, EOFError) as error:
             self.close()
             raise CompileProcessError(
                 f"the grammar compile process did not start ({type(error).__name__}, exit status "
@@ -102,40 +103,38 @@ class CompileProcess:
         """
         kind = constraint.kind.value
         limits = self._limits
+        first_try = min(limits.first_try, limits.compile_timeout)
         try:
-            write_frame(self._stdin.fileno(), Task(constraint.kind, constraint.text))
-            answer = self._stdout.fileno()
-            first_try = min(limits.first_try, limits.compile_timeout)
-            if not wait_readable(answer, seconds=first_try):
+            send(self._pipe, Task(constraint.kind, constraint.text))
+            if not self._pipe.poll(first_try):
                 if not may_go_on():
                     self._stop_trial()
                     raise FirstTryOver
-                if not wait_readable(answer, seconds=limits.compile_timeout - first_try):
+                if not self._pipe.poll(limits.compile_timeout - first_try):
                     self._stop_trial()
                     raise GrammarError(
                         f"{kind}: compiling it took more than {limits.compile_timeout:g} s: "
                         "simplify it"
                     )
-            verdict = read_frame(answer, VERDICT_DECODER, time.monotonic() + _ANSWER_SECONDS)
-        except (OSError, EOFError, FrameTimeout):
+            result = receive(self._pipe, RESULT_DECODER, _ANSWER_SECONDS)
+        except (OSError, EOFError):
             self.close()
-            verdict = Verdict(has_died=True)
-        if verdict.has_died:
+            result = TrialResult(has_died=True)
+        if result.has_died:
             raise CompileProcessDied(
                 f"{kind}: compiling it ended the compile process, most likely for lack of memory "
                 f"({limits.compile_memory >> 20} MiB): simplify it"
             )
-        if verdict.error is not None:
-            error = verdict.error
+        if result.error is not None:
+            error = result.error
             raise GrammarError(error if error.startswith(kind) else f"{kind}: {error}")
 
     def _stop_trial(self) -> None:
         """Stop the trial under way. If the process does not answer, end the process."""
         try:
-            write_frame(self._stdin.fileno(), Task())
-            deadline = time.monotonic() + _ANSWER_SECONDS
-            read_frame(self._stdout.fileno(), VERDICT_DECODER, deadline)
-        except (OSError, EOFError, FrameTimeout):
+            send(self._pipe, Task())
+            receive(self._pipe, RESULT_DECODER, _ANSWER_SECONDS)
+        except (OSError, EOFError):
             self.close()
 
     def kill(self) -> None:
@@ -146,10 +145,4 @@ class CompileProcess:
         """Kill and reap the process. Idempotent."""
         self._process.kill()
         self._process.wait()
-        self._stdin.close()
-        self._stdout.close()
-
-
-def _pipe(stream: IO[bytes] | None) -> IO[bytes]:
-    assert stream is not None
-    return stream
+        self._pipe.close()

@@ -11,6 +11,7 @@ imports, so that killing one trial does not delay the next.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import resource
@@ -18,6 +19,8 @@ import signal
 import sys
 import threading
 from collections.abc import Callable
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection, wait
 from typing import Final
 
 import numpy as np
@@ -26,17 +29,16 @@ import xgrammar
 
 from sglang.srt.constrained.bitmask import allocate_bitmask
 from sglang.srt.constrained.constraint import Constraint
-from sglang.srt.constrained.frames import (
-    HELLO_DECODER,
-    TASK_DECODER,
-    VERDICT_DECODER,
-    Hello,
-    Verdict,
-    read_frame,
-    wait_readable,
-    write_frame,
-)
 from sglang.srt.constrained.ticket import GrammarError
+from sglang.srt.constrained.trial_messages import (
+    HELLO_DECODER,
+    RESULT_DECODER,
+    TASK_DECODER,
+    Hello,
+    TrialResult,
+    receive,
+    send,
+)
 from sglang.srt.constrained.xgrammar_grammar import (
     XGrammarGrammar,
     cause_of,
@@ -77,83 +79,80 @@ def probe(grammar: XGrammarGrammar, vocab_size: int) -> None:
                 break
 
 
-def serve(read_fd: int, write_fd: int) -> None:
-    """Answer tasks until the pipe closes."""
-    hello = read_frame(read_fd, HELLO_DECODER)
-    limits = hello.limits
+def serve(engine: Connection) -> None:
+    """Answer tasks until the pipe to the engine closes."""
+    hello = receive(engine, HELLO_DECODER)
     compiler = make_compiler(hello.vocabulary)
-    in_use = psutil.Process().memory_info().vms
-    ceiling = in_use + limits.compile_memory
-    write_frame(write_fd, Verdict())
+    ceiling = psutil.Process().memory_info().vms + hello.limits.compile_memory
+    send(engine, TrialResult())
     while True:
-        task = read_frame(read_fd, TASK_DECODER)
+        task = receive(engine, TASK_DECODER)
         if task.kind is None:
             continue  # The trial that it was to stop has just ended.
         constraint = Constraint(task.kind, task.text)
 
-        def trial(constraint: Constraint = constraint) -> Verdict:
+        def trial(constraint: Constraint = constraint) -> TrialResult:
             resource.setrlimit(resource.RLIMIT_AS, (ceiling, ceiling))
             return _try(compiler, constraint, hello)
 
-        write_frame(write_fd, _forked(trial, stop_fd=read_fd))
+        send(engine, _forked(trial, engine))
 
 
-def _forked(trial: Callable[[], Verdict], stop_fd: int) -> Verdict:
-    """Run `trial` in a fork, which is killed as soon as `stop_fd` becomes readable."""
-    result_fd, child_fd = os.pipe()
+def _forked(trial: Callable[[], TrialResult], engine: Connection) -> TrialResult:
+    """Run `trial` in a fork, which is killed as soon as the engine sends anything."""
+    reader, writer = Pipe(duplex=False)
     parent = os.getpid()
     pid = os.fork()
     if pid == 0:
         try:
             die_with_parent(parent)
-            write_frame(child_fd, trial())
+            send(writer, trial())
         finally:
             os._exit(0)
-    os.close(child_fd)
+    writer.close()
     try:
-        if result_fd in wait_readable(result_fd, stop_fd):
-            return read_frame(result_fd, VERDICT_DECODER)
+        if reader in wait([reader, engine]):
+            return receive(reader, RESULT_DECODER)
     except EOFError:
         pass
     finally:
-        os.close(result_fd)
+        reader.close()
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
-    return Verdict(has_died=True)
+    return TrialResult(has_died=True)
 
 
-def _try(compiler: xgrammar.GrammarCompiler, constraint: Constraint, hello: Hello) -> Verdict:
+def _try(compiler: xgrammar.GrammarCompiler, constraint: Constraint, hello: Hello) -> TrialResult:
     limits, vocabulary = hello.limits, hello.vocabulary
     try:
         compiled = compile_constraint(compiler, constraint, any_whitespace=hello.any_whitespace)
         grammar = XGrammarGrammar(compiled, constraint.kind, vocabulary, limits)
         if grammar.size_bytes > limits.max_grammar_bytes:
             size, most = grammar.size_bytes >> 20, limits.max_grammar_bytes >> 20
-            return Verdict(f"it compiles to {size} MiB, more than the {most} allowed: simplify it")
+            return TrialResult(
+                f"it compiles to {size} MiB, more than the {most} allowed: simplify it"
+            )
         probe(grammar, len(vocabulary.tokens))
     except (GrammarError, RuntimeError, MemoryError) as error:
-        return Verdict(cause_of(error))
-    return Verdict()
+        return TrialResult(cause_of(error))
+    return TrialResult()
 
 
 def main() -> None:
-    """Entry point; the only argument is the process id of the engine's process."""
-    # Output of libraries must not land between two messages.
-    write_fd = os.dup(1)
-    os.dup2(2, 1)
+    """Entry point. Arguments: the process id of the engine's process, and the descriptor of the
+    pipe to it."""
     os.nice(_NICENESS)
     start_parent_watch(int(sys.argv[1]), lambda: os._exit(0))
     # A thread has a stack of the same size as the engine's compile threads.
-    thread = threading.Thread(target=_serve_until_closed, args=(0, write_fd), name="compile")
+    engine = Connection(int(sys.argv[2]))
+    thread = threading.Thread(target=_serve_until_closed, args=(engine,), name="compile")
     thread.start()
     thread.join()
 
 
-def _serve_until_closed(read_fd: int, write_fd: int) -> None:
-    try:
-        serve(read_fd, write_fd)
-    except (EOFError, BrokenPipeError):
-        return
+def _serve_until_closed(engine: Connection) -> None:
+    with contextlib.suppress(EOFError, ConnectionError):
+        serve(engine)
 
 
 if __name__ == "__main__":

@@ -170,8 +170,8 @@ class PrefillHalf:
         first_step = report.stage_began - prefill_seconds
         first_token = FirstToken(
             token_id=outputs[0] if outputs else None,
-            prompt_len=len(spec.origin_input_ids),
-            prompt_digest=prompt_digest(spec.origin_input_ids),
+            prompt_len=len(spec.input_ids),
+            prompt_digest=prompt_digest(spec.input_ids),
             sampling_digest=sampling_digest(spec.sampling_params),
             logprob=progress.output_logprobs[0] if progress.output_logprobs else None,
             top_logprobs=(

@@ -10,7 +10,7 @@ import xxhash
 from sglang.srt.disaggregation.base.first_token import FirstToken
 
 if TYPE_CHECKING:
-    from sglang.srt.managers.scheduler.requests.spec import RequestSpec
+    from sglang.srt.managers.messages.io_struct import TokenizedGenerateReqInput
     from sglang.srt.mem_cache.tree.radix_key import TokenArray
     from sglang.srt.sampling.sampling_params import SamplingParams
 
@@ -41,9 +41,9 @@ def sampling_digest(params: SamplingParams) -> str:
     return xxhash.xxh3_64_hexdigest(msgspec.json.encode(facts))
 
 
-def why_not(spec: RequestSpec, metadata: FirstToken, vocab_size: int) -> str | None:
+def why_not(spec: TokenizedGenerateReqInput, metadata: FirstToken, vocab_size: int) -> str | None:
     """Reason why a request cannot go on with the prefill server's result, or None."""
-    ids, token = spec.origin_input_ids, metadata.token_id
+    ids, token = spec.input_ids, metadata.token_id
     if metadata.prompt_len != len(ids) or metadata.prompt_digest != prompt_digest(ids):
         return (
             f"the prefill server computed another prompt, of {metadata.prompt_len} tokens: "
@@ -62,17 +62,17 @@ def why_not(spec: RequestSpec, metadata: FirstToken, vocab_size: int) -> str | N
     return None
 
 
-def fake_metadata(spec: RequestSpec, vocab_size: int) -> FirstToken:
+def fake_metadata(spec: TokenizedGenerateReqInput, vocab_size: int) -> FirstToken:
     """Metadata of a prompt that was not moved: the first token is token 0."""
     tops = [(0.0, token) for token in range(_num_tops(spec, vocab_size))]
     return FirstToken(
         token_id=0 if spec.sampling_params.max_new_tokens > 0 else None,
-        prompt_len=len(spec.origin_input_ids),
-        prompt_digest=prompt_digest(spec.origin_input_ids),
+        prompt_len=len(spec.input_ids),
+        prompt_digest=prompt_digest(spec.input_ids),
         logprob=0.0,
         top_logprobs=tops,
     )
 
 
-def _num_tops(spec: RequestSpec, vocab_size: int) -> int:
+def _num_tops(spec: TokenizedGenerateReqInput, vocab_size: int) -> int:
     return min(spec.top_logprobs_num, vocab_size) * spec.return_logprob

@@ -22,10 +22,9 @@ from typing import TYPE_CHECKING, Any, Final
 from sglang.srt.arg_groups.parallelism import meeting_address, ranks_per_node
 from sglang.srt.distributed.rendezvous import Rendezvous, open_rendezvous
 from sglang.srt.environ import envs
-from sglang.srt.managers.messages.ipc import IpcAddresses
+from sglang.srt.managers.messages.ipc import IpcAddresses, make_ipc_directory
 from sglang.srt.managers.messages.ready_message import LOST_A_RANK, receive_ready
 from sglang.srt.server_args import ServerArgs
-from sglang.srt.utils.network import IpcNames
 from sglang.srt.utils.process import holding_signals_from_children, postponing_signals, set_title
 
 if TYPE_CHECKING:
@@ -50,12 +49,12 @@ class _LostAnotherRank(StartError):
 class EngineProcesses:
     """Scheduler and detokenizer of one engine, and the directory of their sockets."""
 
-    def __init__(self, names: IpcNames) -> None:
-        """Prepare for sockets in the directory of `names`, which `kill` removes."""
-        self.ipc = IpcAddresses.from_names(names)
+    def __init__(self) -> None:
+        """Make the directory of the sockets, which `kill` removes."""
+        self._directory = make_ipc_directory()
+        self.ipc = IpcAddresses(self._directory.path)
         self.ready_details: dict[str, Any] = {}
         """Details of the scheduler's ready message."""
-        self._names = names
         self._children: dict[str, SpawnProcess] = {}
         self._ending = threading.Event()
         self._lock = threading.Lock()
@@ -169,7 +168,7 @@ class EngineProcesses:
             deadline = time.monotonic() + KILL_WAIT
             for child in self._children.values():
                 child.join(max(deadline - time.monotonic(), 0.0))
-            self._names.remove()
+            self._directory.remove()
 
 
 def launch_subprocesses(
@@ -185,7 +184,7 @@ def launch_subprocesses(
     Raises:
         StartError: One line with the cause; no process is left running.
     """
-    processes = EngineProcesses(IpcNames.create())
+    processes = EngineProcesses()
     try:
         readers = _start_schedulers(processes, server_args)
         first = next(iter(readers))
@@ -207,7 +206,7 @@ def launch_ranks(server_args: ServerArgs) -> EngineProcesses:
     Raises:
         StartError, ValueError: One line with the cause; no process is left running.
     """
-    processes = EngineProcesses(IpcNames.create())
+    processes = EngineProcesses()
     try:
         processes.await_ready(_start_schedulers(processes, server_args))
     except BaseException:

@@ -1,27 +1,19 @@
-"""Ports and local socket names."""
+"""Ports, addresses and connections of this machine."""
 
 from __future__ import annotations
 
 import contextlib
 import ipaddress
-import logging
 import secrets
-import shutil
 import socket
 import time
 import urllib.request
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
 import psutil
 
-from sglang.srt.utils.owned_directory import OwnedDirectory, remove_orphans
-
-logger = logging.getLogger(__name__)
-
-_IPC_PREFIX: Final = "sglang-ipc-"
 _FIRST_FREE_PORT: Final = 20_000
 """Below it are ports of well-known services, and those that Mooncake draws for itself."""
 _MOST_DRAWN: Final = 20
@@ -271,42 +263,3 @@ def wait_until(condition: Callable[[], bool], timeout: float, interval: float = 
             return False
         time.sleep(interval)
     return True
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class IpcNames:
-    """ZMQ endpoints between the processes of one server, in a directory private to its user."""
-
-    directory: OwnedDirectory
-    tokenizer: str
-    """The server process listens here: results and control answers."""
-    scheduler: str
-    """Scheduler rank 0 listens here: requests and control messages."""
-    detokenizer: str
-    """The detokenizer listens here: token ids."""
-
-    @classmethod
-    def create(cls) -> IpcNames:
-        """Make a fresh directory (mode 0700) and name the endpoints in it.
-
-        Removes the directories of engines that were killed with all their processes.
-        """
-        for path in remove_orphans(_IPC_PREFIX):
-            logger.info("removed %s, left behind by a killed engine", path)
-        directory = OwnedDirectory(_IPC_PREFIX)
-        return cls(
-            directory=directory,
-            tokenizer=f"ipc://{directory.path}/tokenizer",
-            scheduler=f"ipc://{directory.path}/scheduler",
-            detokenizer=f"ipc://{directory.path}/detokenizer",
-        )
-
-    def remove(self) -> None:
-        """Remove the directory with its sockets. Idempotent."""
-        self.directory.remove()
-
-
-def remove_ipc_directory(directory: str) -> None:
-    """Remove a directory that `IpcNames.create` made, with its sockets. Idempotent."""
-    if Path(directory).name.startswith(_IPC_PREFIX):
-        shutil.rmtree(directory, ignore_errors=True)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import socket
-import stat
 import struct
 import threading
 from pathlib import Path
@@ -13,7 +11,6 @@ import pytest
 
 from sglang.srt.utils import network
 from sglang.srt.utils.network import (
-    IpcNames,
     address_at_home,
     address_for_peers,
     can_connect,
@@ -107,20 +104,6 @@ def test_a_taken_port_is_refused_with_the_remedy() -> None:
 def test_a_foreign_address_is_refused() -> None:
     with pytest.raises(ValueError, match="not this machine's"):
         check_port_available("192.0.2.1", get_free_port())
-
-
-def test_ipc_names_are_private_and_removable() -> None:
-    names, others = IpcNames.create(), IpcNames.create()
-    try:
-        endpoints = {names.tokenizer, names.scheduler, names.detokenizer, others.scheduler}
-        assert len(endpoints) == 4
-        assert all(len(e) < 107 for e in endpoints)  # a Unix socket's path is short
-        assert stat.S_IMODE(os.stat(names.directory.path).st_mode) == 0o700
-    finally:
-        names.remove()
-        others.remove()
-    assert not os.path.exists(names.directory.path)
-    names.remove()
 
 
 @pytest.mark.parametrize(

@@ -26,6 +26,7 @@ from sglang.srt.managers.messages.io_struct import (
     TextOutput,
     encode,
 )
+from sglang.srt.managers.messages.ipc import IpcAddresses, pull_socket, push_socket
 from sglang.srt.managers.messages.ready_message import send_error, send_ready
 from sglang.srt.utils.bad_messages import MALFORMED, BadMessages
 from sglang.srt.utils.hf_tokenizer import get_tokenizer
@@ -34,7 +35,6 @@ from sglang.srt.utils.portable_tokenizer import PortableTokenizer, TokenizerData
 from sglang.srt.utils.process import leave_signals_to_parent, settle_heap, start_parent_watch
 
 if TYPE_CHECKING:
-    from sglang.srt.managers.messages.ipc import IpcAddresses
     from sglang.srt.server_args import ServerArgs
 
 logger = logging.getLogger(__name__)
@@ -111,13 +111,9 @@ def open_sockets(
     context: zmq.Context[zmq.Socket[bytes]], ipc: IpcAddresses
 ) -> tuple[zmq.Socket[bytes], zmq.Socket[bytes]]:
     """The socket that the scheduler pushes to (bound), and the one to the server (connected)."""
-    source = context.socket(zmq.PULL)
-    source.set_hwm(0)
-    source.bind(ipc.detokenizer_input)
-    sink = context.socket(zmq.PUSH)
-    sink.set_hwm(0)
+    source = pull_socket(context, ipc.detokenizer_input)
+    sink = push_socket(context, ipc.server_input)
     sink.setsockopt(zmq.LINGER, 1000)
-    sink.connect(ipc.server_input)
     return source, sink
 
 

@@ -1,4 +1,4 @@
-"""Addresses at which the processes of one server listen for each other.
+"""The sockets through which the processes of one server exchange messages.
 
 Every socket carries `io_struct` messages as msgpack; PULL sides bind, PUSH sides connect:
 
@@ -6,39 +6,72 @@ Every socket carries `io_struct` messages as msgpack; PULL sides bind, PUSH side
     scheduler PUSH -> detokenizer_input  PULL detokenizer         token ids
     scheduler PUSH -> server_input       PULL server              answers to control requests
     detokenizer PUSH -> server_input                              text
+
+No socket has a high-water mark, so a send never waits.
 """
 
 from __future__ import annotations
 
+import logging
 import os
+import shutil
 from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Final
 
-from sglang.srt.utils.network import remove_ipc_directory
+import zmq
 
-if TYPE_CHECKING:
-    from sglang.srt.utils.network import IpcNames
+from sglang.srt.utils.owned_directory import OwnedDirectory, remove_orphans
+
+logger = logging.getLogger(__name__)
+
+_PREFIX: Final = "sglang-ipc-"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+def make_ipc_directory() -> OwnedDirectory:
+    """A fresh directory (mode 0700) for the sockets of one server.
+
+    Removes the directories of engines that were killed with all their processes.
+    """
+    for path in remove_orphans(_PREFIX):
+        logger.info("removed %s, left behind by a killed engine", path)
+    return OwnedDirectory(_PREFIX)
+
+
+@dataclass(frozen=True, slots=True)
 class IpcAddresses:
-    """ZMQ endpoints (`ipc://` paths in a directory that only the user may enter)."""
+    """ZMQ endpoints (`ipc://` paths) in the directory that `make_ipc_directory` has made."""
 
-    scheduler_input: str
-    detokenizer_input: str
-    server_input: str
+    directory: str
 
-    @classmethod
-    def from_names(cls, names: IpcNames) -> IpcAddresses:
-        """The endpoints that `IpcNames.create` named."""
-        return cls(
-            scheduler_input=names.scheduler,
-            detokenizer_input=names.detokenizer,
-            server_input=names.tokenizer,
-        )
+    @property
+    def scheduler_input(self) -> str:
+        return f"ipc://{self.directory}/scheduler"
+
+    @property
+    def detokenizer_input(self) -> str:
+        return f"ipc://{self.directory}/detokenizer"
+
+    @property
+    def server_input(self) -> str:
+        return f"ipc://{self.directory}/tokenizer"
 
     def leave_as_orphan(self) -> None:
         """End this child process, whose parent has gone and cannot remove the sockets any more."""
-        remove_ipc_directory(str(Path(self.server_input.removeprefix("ipc://")).parent))
+        shutil.rmtree(self.directory, ignore_errors=True)
         os._exit(1)
+
+
+def pull_socket(context: zmq.Context[zmq.Socket[bytes]], address: str) -> zmq.Socket[bytes]:
+    """A socket that receives at `address`."""
+    socket = context.socket(zmq.PULL)
+    socket.set_hwm(0)
+    socket.bind(address)
+    return socket
+
+
+def push_socket(context: zmq.Context[zmq.Socket[bytes]], address: str) -> zmq.Socket[bytes]:
+    """A socket that sends to `address`, where the receiver may listen later."""
+    socket = context.socket(zmq.PUSH)
+    socket.set_hwm(0)
+    socket.connect(address)
+    return socket

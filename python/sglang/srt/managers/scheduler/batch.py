@@ -78,7 +78,7 @@ def _top_logprobs_nums(reqs: Sequence[Req]) -> tuple[bool, list[int] | None]:
 def _input_logprobs_of(work: PrefillWork) -> tuple[int, list[int]]:
     """Which tokens of `work` give prompt logprobs: the place of the first, and the tokens that the
     logprobs are of."""
-    prompt_ids = work.req.spec.origin_input_ids
+    prompt_ids = work.req.spec.input_ids
     begin = work.req.progress.kv_committed_len
     end = min(begin + work.extend_len, len(prompt_ids) - 1)
     wanted = work.req.next_input_logprob

@@ -56,7 +56,7 @@ def release_slots(req: Req, tree: BasePrefixCache, pools: BatchPools) -> None:
     end = progress.next_seq_len
     if begin < end:
         allocator.free_in_order(rows.req_to_token[slots.row, begin:end].to(torch.int64))
-    tree.cache_finished_req(slots, is_insert=not req.spec.is_probe)
+    tree.cache_finished_req(slots, is_insert=not req.is_probe)
     rows.free(slots)
     slots.history.forget()
     progress.kv_committed_len = 0

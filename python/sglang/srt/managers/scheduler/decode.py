@@ -138,7 +138,7 @@ class DecodeScheduler:
         reqs = state.decode_batch.reqs
         state.estimate.on_retraction(
             sum(len(req.progress.output_ids) for req in reqs),
-            sum(req.spec.max_new_tokens for req in reqs),
+            sum(req.max_new_tokens for req in reqs),
         )
         coming = 0
         while True:

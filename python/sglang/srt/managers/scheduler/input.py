@@ -14,8 +14,7 @@ from sglang.srt.managers.messages.io_struct import (
     RequestOutput,
     TokenizedGenerateReqInput,
 )
-from sglang.srt.managers.scheduler.requests.req import Req, RequestReport
-from sglang.srt.managers.scheduler.requests.spec import RequestSpec
+from sglang.srt.managers.scheduler.requests.req import Req
 from sglang.srt.mem_cache.tree.base_prefix_cache import MatchPrefixParams
 
 if TYPE_CHECKING:
@@ -93,21 +92,19 @@ class InputHandler:
         if refusal is not None:
             self._refuse(message, refusal)
             return
-        spec = RequestSpec.from_message(
+        req = Req.of(
             message,
             arrival_number=self._num_arrivals,
             max_request_tokens=self._state.limits.max_request_tokens,
             eos_token_ids=self._state.eos_token_ids,
-            is_probe=message.rid.startswith(HEALTH_CHECK_RID_PREFIX),
         )
-        req = Req(spec, RequestReport(arrival_time=message.created_time))
         refusal = self._half.on_arrival(req) or self._grammar.on_arrival(req)
         if refusal is not None:
             self._refuse(message, refusal)
             return
         self._num_arrivals += 1
         self._state.queues.arrive(req)
-        if not spec.is_probe and not self._half.is_remote(req):
+        if not req.is_probe and not self._half.is_remote(req):
             self._look_ahead(req)
 
     def _refuse(self, message: TokenizedGenerateReqInput, reason: FinishReason) -> None:

@@ -70,7 +70,7 @@ def _take_new(req: Req) -> RequestOutput:
         rid=spec.rid,
         output_ids=progress.output_ids[begin:],
         finish_reason=progress.finish_reason,
-        prompt_tokens=len(spec.origin_input_ids),
+        prompt_tokens=len(spec.input_ids),
         completion_tokens=num_output,
         cached_tokens_details=report.cached_tokens_details,
         output_logprobs=progress.output_logprobs[begin:] if spec.return_logprob else None,

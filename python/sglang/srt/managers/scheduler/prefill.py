@@ -164,7 +164,7 @@ class PrefillScheduler:
             if work.track_slot:
                 req.slots.mamba_last_track_seqlen = req.progress.kv_committed_len + work.track_len
             req.progress.kv_committed_len += work.extend_len
-            if not req.spec.is_probe:
+            if not req.is_probe:
                 tree.cache_unfinished_req(req.slots, chunked=not work.is_last_chunk)
 
     def _is_blocked(self) -> bool:
@@ -390,17 +390,17 @@ class PrefillScheduler:
         """What the client and the metrics are told of the first prefill of `req`."""
         report = req.report
         report.was_scheduled = True
-        report.queue_time = max(0.0, self._state.now - report.arrival_time)
+        report.queue_time = max(0.0, self._state.now - req.spec.created_time)
         report.stages.queue, report.stage_began = report.queue_time, time.monotonic()
         report.cached_tokens_details = details
-        if not req.spec.is_probe:
+        if not req.is_probe:
             self._uncounted.append((req, cut))
 
     def _count_scheduled(self) -> None:
         """Tell the metrics of the requests that were scheduled for the first time. They can wait
         until the device has its step."""
         for req, cut in self._uncounted:
-            report, num_prompt = req.report, len(req.spec.origin_input_ids)
+            report, num_prompt = req.report, len(req.spec.input_ids)
             details = report.cached_tokens_details
             self._state.metrics.on_scheduled(num_prompt, details, report.queue_time)
             self._state.tree.count_lookup(

@@ -148,7 +148,7 @@ class ResultProcessor:
         if progress.matcher is not None and not progress.matcher.accept_token(token):
             # No token of the vocabulary continues the grammar.
             self._state.queues.abort(req, _DEAD_END)
-        if not req.spec.is_probe:
+        if not req.is_probe:
             self._state.metrics.num_generated += 1
 
     def _end_finished(self, reqs: list[Req]) -> list[Req]:

@@ -138,7 +138,7 @@ class Snapshots:
     def in_prefill(self, req: Req, extend_len: int) -> tuple[int, int]:
         """Slot for the snapshot of a prefill, and the number of its tokens before it; 0 and 0: none
         is taken."""
-        if self._alignment is None or req.spec.is_probe:
+        if self._alignment is None or req.is_probe:
             return 0, 0
         begin = req.progress.kv_committed_len
         # A state after the last token of a prompt is of no use to the same prompt.
@@ -203,7 +203,7 @@ class Snapshots:
 
     def _track(self, req: Req, length: int) -> int:
         slots = req.slots
-        if req.spec.is_probe:
+        if req.is_probe:
             return 0
         if slots.snapshot_slot is None:
             slots.snapshot_slot = self._take()

@@ -75,13 +75,13 @@ class StopChecker:
             if progress.matcher.is_terminated():
                 return FinishReason(type="stop", matched=token)
         may_stop = num_output >= params.min_new_tokens
-        if may_stop and token in spec.stop_token_ids:
+        if may_stop and token in req.stop_token_ids:
             return FinishReason(type="stop", matched=token)
         if params.has_text_stops:
             reason = self._check_text(req, may_stop=may_stop)
             if reason is not None:
                 return reason
-        if num_output >= spec.max_new_tokens:
+        if num_output >= req.max_new_tokens:
             return FinishReason(type="length", length=num_output)
         return None
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 import zmq
 
@@ -16,11 +15,9 @@ from sglang.srt.managers.messages.io_struct import (
     encode,
     frame_of,
 )
+from sglang.srt.managers.messages.ipc import IpcAddresses, pull_socket, push_socket
 from sglang.srt.managers.tokenizer.generate_request import EngineUnavailable
 from sglang.srt.utils.bad_messages import MALFORMED, BadMessages
-
-if TYPE_CHECKING:
-    from sglang.srt.managers.messages.ipc import IpcAddresses
 
 logger = logging.getLogger(__name__)
 
@@ -68,13 +65,8 @@ class ServerChannel:
         """Open the sockets on the running loop and begin to read."""
         self._loop = asyncio.get_running_loop()
         self._context = zmq.Context()
-        self._source = self._context.socket(zmq.PULL)
-        self._source.set_hwm(0)
-        self._source.bind(self._ipc.server_input)
-        # Without a high-water mark a send never waits.
-        self._sink = self._context.socket(zmq.PUSH)
-        self._sink.set_hwm(0)
-        self._sink.connect(self._ipc.scheduler_input)
+        self._source = pull_socket(self._context, self._ipc.server_input)
+        self._sink = push_socket(self._context, self._ipc.scheduler_input)
         self._loop.add_reader(self._source.fileno(), self._read)
         self._read()  # What came before the loop watched wakes it no more.
 

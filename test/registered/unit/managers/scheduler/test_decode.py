@@ -14,7 +14,6 @@ from sglang.srt.layers import penalties
 from sglang.srt.managers.scheduler.batch import DecodeBatch
 from sglang.srt.managers.scheduler.requests.req import Req
 from sglang.srt.managers.scheduler.requests.request_queues import RequestQueues
-from sglang.srt.managers.scheduler.requests.spec import RequestSpec
 from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci
 
 register_cpu_ci(est_time=5, suite="base-a-test-cpu")
@@ -44,10 +43,7 @@ def test_a_request_that_left_and_joined_again_is_a_change_of_the_batch(model: Pa
     batch = DecodeBatch(pools)
     for rid in "ab":
         message = rig.request(rid, [1, 2])
-        spec = RequestSpec.from_message(
-            message, arrival_number=0, max_request_tokens=64, eos_token_ids=[]
-        )
-        req = Req(spec)
+        req = Req(message, max_new_tokens=62)
         pools.req_to_token_pool.alloc([req.slots])
         req.progress.output_ids.append(3)
         queues.arrive(req)

@@ -11,10 +11,9 @@ import pytest
 import zmq
 
 from sglang.srt.managers.messages.io_struct import ControlReqOutput, ToServer, encode
-from sglang.srt.managers.messages.ipc import IpcAddresses
+from sglang.srt.managers.messages.ipc import IpcAddresses, make_ipc_directory
 from sglang.srt.managers.tokenizer.generate_request import EngineUnavailable
 from sglang.srt.managers.tokenizer.server_channel import ServerChannel
-from sglang.srt.utils.network import IpcNames
 from sglang.test.ci.ci_register import register_cpu_ci
 
 register_cpu_ci(est_time=2, suite="base-a-test-cpu")
@@ -42,8 +41,8 @@ class Engine:
 @asynccontextmanager
 async def engine(handle: Callable[[str], None] = lambda name: None) -> AsyncIterator[Engine]:
     """An open channel; `handle` gets each message's name after it was noted."""
-    names = IpcNames.create()
-    ipc = IpcAddresses.from_names(names)
+    directory = make_ipc_directory()
+    ipc = IpcAddresses(directory.path)
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     sink = context.socket(zmq.PUSH)
     sink.connect(ipc.server_input)
@@ -61,7 +60,7 @@ async def engine(handle: Callable[[str], None] = lambda name: None) -> AsyncIter
     finally:
         sink.close(linger=0)
         context.term()
-        names.remove()
+        directory.remove()
 
 
 def test_messages_that_wait_for_a_busy_loop_come_all_and_in_order() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import zmq
 
@@ -14,10 +14,8 @@ from sglang.srt.managers.messages.io_struct import (
     ToScheduler,
     encode,
 )
+from sglang.srt.managers.messages.ipc import IpcAddresses, pull_socket, push_socket
 from sglang.srt.utils.bad_messages import MALFORMED, BadMessages
-
-if TYPE_CHECKING:
-    from sglang.srt.managers.messages.ipc import IpcAddresses
 
 logger = logging.getLogger(__name__)
 
@@ -35,11 +33,9 @@ class ZmqChannel:
 
     def __init__(self, ipc: IpcAddresses) -> None:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._source = self._context.socket(zmq.PULL)
-        self._source.set_hwm(0)
-        self._source.bind(ipc.scheduler_input)
-        self._to_detokenizer = self._connect(ipc.detokenizer_input)
-        self._to_server = self._connect(ipc.server_input)
+        self._source = pull_socket(self._context, ipc.scheduler_input)
+        self._to_detokenizer = push_socket(self._context, ipc.detokenizer_input)
+        self._to_server = push_socket(self._context, ipc.server_input)
         self._bad = BadMessages(logger, "message")
 
     def receive(self, timeout_ms: int) -> list[ToScheduler]:
@@ -67,9 +63,3 @@ class ZmqChannel:
     def close(self) -> None:
         """Send what is left, within a bound, and close."""
         self._context.destroy(linger=_LINGER_MS)
-
-    def _connect(self, address: str) -> zmq.Socket[bytes]:
-        sink = self._context.socket(zmq.PUSH)
-        sink.set_hwm(0)
-        sink.connect(address)
-        return sink

@@ -21,7 +21,7 @@ class RequestProgress:
     """Progress of a request. Counts are tokens."""
 
     prompt_ids: TokenArray
-    """`RequestSpec.origin_input_ids`."""
+    """The prompt, which never changes."""
     output_ids: list[int] = field(default_factory=list)
     output_logprobs: list[float] = field(default_factory=list)
     output_top_logprobs: list[TopLogprobs] = field(default_factory=list)

@@ -7,12 +7,17 @@ not written: its column holds the slot of the cached page, which is shared.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from sglang.srt.managers.messages.io_struct import CachedTokensDetails, Stages
+from sglang.srt.constants import HEALTH_CHECK_RID_PREFIX
+from sglang.srt.managers.messages.io_struct import (
+    CachedTokensDetails,
+    Stages,
+    TokenizedGenerateReqInput,
+)
 from sglang.srt.managers.scheduler.requests.progress import RequestProgress
 from sglang.srt.managers.scheduler.requests.slots import RequestSlots
-from sglang.srt.managers.scheduler.requests.spec import RequestSpec
 from sglang.srt.mem_cache.tree.radix_key import RadixKey
 
 _NOTHING_CACHED = CachedTokensDetails()
@@ -22,8 +27,6 @@ _NOTHING_CACHED = CachedTokensDetails()
 class RequestReport:
     """What the client and the metrics are told about a request. Times are seconds."""
 
-    arrival_time: float = 0.0
-    """`time.monotonic()` at which the server process took it."""
     queue_time: float = 0.0
     """Seconds from its arrival to its first prefill."""
     was_scheduled: bool = False
@@ -46,24 +49,47 @@ class RequestReport:
 class Req:
     """One request. Where it is, `RequestQueues` knows."""
 
-    spec: RequestSpec
+    spec: TokenizedGenerateReqInput
+    """What was asked. It never changes."""
+    max_new_tokens: int
+    """Limit of new tokens, cut to the room of the context and the pool."""
+    stop_token_ids: frozenset[int] = frozenset()
+    """End-of-sequence and stop tokens, unless the request ignores the former."""
+    arrival_number: int = 0
+    """See `policy.Arrival`."""
     report: RequestReport = field(default_factory=RequestReport)
     progress: RequestProgress = field(init=False)
     slots: RequestSlots = field(init=False)
     _match_key: RadixKey | None = None
 
     def __post_init__(self) -> None:
-        self.progress = RequestProgress(self.spec.origin_input_ids)
+        self.progress = RequestProgress(self.spec.input_ids)
         self.slots = RequestSlots(self.spec, self.progress)
+
+    @classmethod
+    def of(
+        cls,
+        message: TokenizedGenerateReqInput,
+        *,
+        arrival_number: int,
+        max_request_tokens: int,
+        eos_token_ids: Sequence[int],
+    ) -> Req:
+        """The request of `message`, whose prompt is shorter than `max_request_tokens`."""
+        params = message.sampling_params
+        # A prefill always samples a token; a request that wants none does not get it.
+        most = max(1, min(params.max_new_tokens, max_request_tokens - len(message.input_ids)))
+        stops = () if params.ignore_eos else (*eos_token_ids, *(params.stop_token_ids or ()))
+        return cls(message, most, frozenset(stops), arrival_number)
 
     @property
     def rid(self) -> str:
         return self.spec.rid
 
     @property
-    def arrival_number(self) -> int:
-        """See `policy.Arrival`."""
-        return self.spec.arrival_number
+    def is_probe(self) -> bool:
+        """Whether it is a health check, which is neither counted nor cached."""
+        return self.rid.startswith(HEALTH_CHECK_RID_PREFIX)
 
     @property
     def turn(self) -> int:
@@ -73,13 +99,13 @@ class Req:
     @property
     def rest_new_tokens(self) -> int:
         """Tokens that it may still generate."""
-        return self.spec.max_new_tokens - len(self.progress.output_ids)
+        return self.max_new_tokens - len(self.progress.output_ids)
 
     @property
     def ends_in_flight(self) -> bool:
         """Whether the steps in flight bring the last token that it may have."""
         progress = self.progress
-        return len(progress.output_ids) + progress.num_in_flight >= self.spec.max_new_tokens
+        return len(progress.output_ids) + progress.num_in_flight >= self.max_new_tokens
 
     @property
     def is_sampled_by_history(self) -> bool:
@@ -93,7 +119,7 @@ class Req:
         if spec.logprob_start_len < 0:
             return None
         position = spec.logprob_start_len + len(self.progress.input_logprobs)
-        return position if position < len(spec.origin_input_ids) - 1 else None
+        return position if position < len(spec.input_ids) - 1 else None
 
     def match_key(self) -> RadixKey:
         """Tokens that may be looked up in the cache: all but those that give prompt logprobs. The

@@ -10,8 +10,8 @@ import torch
 from sglang.srt.layers.penalties import TokenHistory
 
 if TYPE_CHECKING:
+    from sglang.srt.managers.messages.io_struct import TokenizedGenerateReqInput
     from sglang.srt.managers.scheduler.requests.progress import RequestProgress
-    from sglang.srt.managers.scheduler.requests.spec import RequestSpec
     from sglang.srt.mem_cache.device.memory_pool import ReqToTokenPool
     from sglang.srt.mem_cache.tree.radix_key import TokenArray
     from sglang.srt.mem_cache.tree.tree_node import TreeNode
@@ -29,7 +29,7 @@ class RequestSlots:
     step in flight fills; and the row has no others.
     """
 
-    spec: RequestSpec
+    spec: TokenizedGenerateReqInput
     progress: RequestProgress
     req_pool_idx: int | None = None
     prefix_indices: torch.Tensor = NO_SLOTS

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
-
+import msgspec
 import pytest
 
 from rigs.schedulers.scheduler_rig import greedy
@@ -11,7 +10,6 @@ from sglang.srt.managers.messages.io_struct import (
     TokenizedGenerateReqInput,
 )
 from sglang.srt.managers.scheduler.requests.req import Req
-from sglang.srt.managers.scheduler.requests.spec import RequestSpec
 from sglang.srt.mem_cache.tree.radix_key import token_array
 from sglang.test.ci.ci_register import register_cpu_ci
 
@@ -26,10 +24,7 @@ def test_keys_of_a_request_are_of_its_prompt_and_output() -> None:
         seed=0,
         extra_key="k",
     )
-    spec = RequestSpec.from_message(
-        message, arrival_number=0, max_request_tokens=64, eos_token_ids=[]
-    )
-    req = Req(spec)
+    req = Req(message, max_new_tokens=8)
     assert req.match_key() is req.match_key(), "the tree knows it again"
     assert (list(req.match_key()), req.match_key().extra_key) == ([5, 6, 7, 8], "k")
     for output in (9, 10):
@@ -45,7 +40,7 @@ def test_keys_of_a_request_are_of_its_prompt_and_output() -> None:
                 assert progress.ids_between(begin, end).tolist() == whole[begin:end]
     req.progress.kv_committed_len = 2
     assert req.slots.kv_committed_ids.tolist() == [5, 6]
-    scored = Req(dataclasses.replace(spec, logprob_start_len=1))
+    scored = Req(msgspec.structs.replace(message, logprob_start_len=1), max_new_tokens=8)
     assert list(scored.match_key()) == [5]
 
 

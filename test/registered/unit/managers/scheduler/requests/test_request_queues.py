@@ -21,7 +21,6 @@ from sglang.srt.managers.messages.io_struct import (
 )
 from sglang.srt.managers.scheduler.requests.req import Req
 from sglang.srt.managers.scheduler.requests.request_queues import RequestQueues, RequestState
-from sglang.srt.managers.scheduler.requests.spec import RequestSpec
 from sglang.srt.mem_cache.tree.base_prefix_cache import MatchPrefixParams
 from sglang.srt.mem_cache.tree.radix_key import token_array
 from sglang.test.ci.ci_register import register_cpu_ci
@@ -38,9 +37,7 @@ def make_req(rid: str) -> Req:
     message = TokenizedGenerateReqInput(
         rid=rid, input_ids=token_array([1, 2]), sampling_params=greedy(), seed=0
     )
-    return Req(
-        RequestSpec.from_message(message, arrival_number=0, max_request_tokens=8, eos_token_ids=[])
-    )
+    return Req(message, max_new_tokens=6)
 
 
 def test_a_request_goes_from_queue_to_queue() -> None:
