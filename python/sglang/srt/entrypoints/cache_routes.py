@@ -14,7 +14,15 @@ from sglang.srt.entrypoints.http.body import read_json
 from sglang.srt.entrypoints.http.errors import ApiError, bad_request
 from sglang.srt.entrypoints.http.server_context import ServerContext, context_of
 from sglang.srt.entrypoints.http.sse import json_response
-from sglang.srt.managers.messages.io_struct import ControlReqOutput
+from sglang.srt.managers.messages.io_struct import (
+    AttachHiCacheStorageReqInput,
+    ClearHiCacheReqInput,
+    ControlReq,
+    ControlReqOutput,
+    DetachHiCacheStorageReqInput,
+    GetHiCacheStorageReqInput,
+)
+from sglang.srt.managers.tokenizer.control_client import STORAGE_TIMEOUT
 from sglang.srt.utils.auth import AuthLevel, auth_level
 
 _PATH = "/hicache/storage-backend"
@@ -32,7 +40,7 @@ class AttachBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 @auth_level(AuthLevel.ADMIN_OPTIONAL)
 async def get_backend(request: Request) -> Response:
     """The attached backend and the policies, without secrets."""
-    answer = await _administered(request).manager.control.get_storage()
+    answer = await _administered(request).manager.control.ask(GetHiCacheStorageReqInput())
     return json_response(_checked(answer).data)
 
 
@@ -46,13 +54,8 @@ async def attach_backend(request: Request) -> Response:
             "hicache_storage_backend is empty: name a backend", "hicache_storage_backend"
         )
     _check_attachable(context, body)
-    answer = await context.manager.control.attach_storage(
-        body.hicache_storage_backend,
-        body.hicache_storage_backend_extra_config_json,
-        body.hicache_storage_prefetch_policy,
-        body.hicache_write_policy,
-    )
-    return _done(answer)
+    message = AttachHiCacheStorageReqInput(**msgspec.structs.asdict(body))
+    return await _change(context, message)
 
 
 def _check_attachable(context: ServerContext, body: AttachBody) -> None:
@@ -90,13 +93,13 @@ def _check_attachable(context: ServerContext, body: AttachBody) -> None:
 @auth_level(AuthLevel.ADMIN_OPTIONAL)
 async def detach_backend(request: Request) -> Response:
     """Detach the backend; its data stays. Idempotent."""
-    return _done(await _administered(request).manager.control.detach_storage())
+    return await _change(_administered(request), DetachHiCacheStorageReqInput())
 
 
 @auth_level(AuthLevel.ADMIN_OPTIONAL)
 async def clear_backend(request: Request) -> Response:
     """Remove this namespace's objects from the backend."""
-    return _done(await _administered(request).manager.control.clear_storage())
+    return await _change(_administered(request), ClearHiCacheReqInput())
 
 
 def _administered(request: Request) -> ServerContext:
@@ -119,7 +122,8 @@ def _checked(answer: ControlReqOutput) -> ControlReqOutput:
     return answer
 
 
-def _done(answer: ControlReqOutput) -> Response:
+async def _change(context: ServerContext, message: ControlReq) -> Response:
+    answer = await context.manager.control.ask(message, STORAGE_TIMEOUT)
     body: dict[str, Any] = {**_checked(answer).data, "success": True, "message": answer.message}
     return json_response(body)
 

@@ -15,6 +15,8 @@ from sglang.srt.entrypoints.engine_front import EngineFront
 from sglang.srt.entrypoints.http.errors import ApiError
 from sglang.srt.entrypoints.native_protocol import GenerateBody, to_requests
 from sglang.srt.entrypoints.native_routes import stream_answers, whole_answers
+from sglang.srt.managers.messages.io_struct import FlushCacheReqInput, GetInternalStateReq
+from sglang.srt.managers.tokenizer.control_client import QUICK_TIMEOUT
 from sglang.srt.managers.tokenizer.generate_request import EngineUnavailable, GenerateRequest
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.utils.logging_utils import configure_logger
@@ -130,11 +132,13 @@ class Engine:
     def flush_cache(self, timeout: float = 0.0) -> bool:
         """Empty L1 and L2, after waiting at most `timeout` seconds for the engine to be idle;
         return whether it was done."""
-        return self._submit(self._front.manager.control.flush_cache(timeout)).success
+        message = FlushCacheReqInput(timeout=timeout)
+        asking = self._front.manager.control.ask(message, timeout + QUICK_TIMEOUT)
+        return self._submit(asking).success
 
     def get_server_info(self) -> dict[str, Any]:
         """Settings without secrets, and the engine's present state."""
-        state = self._submit(self._front.manager.control.internal_state()).data
+        state = self._submit(self._front.manager.control.ask(GetInternalStateReq())).data
         details = self._front.context.ready_details
         return {
             **self.server_args.to_public_dict(),

@@ -15,6 +15,7 @@ from sglang.srt.constants import HEALTH_CHECK_RID_PREFIX, VERSION
 from sglang.srt.entrypoints.http.errors import ApiError, as_api_error
 from sglang.srt.entrypoints.http.server_context import ServerContext, context_of
 from sglang.srt.entrypoints.http.sse import json_response
+from sglang.srt.managers.messages.io_struct import GetInternalStateReq, GetMetricsReq
 from sglang.srt.managers.tokenizer.generate_request import (
     EngineUnavailable,
     GenerateRequest,
@@ -142,14 +143,15 @@ async def metrics(request: Request) -> Response:
         raise ApiError(404, "metrics are off: start with --enable-metrics")
     text = manager.metrics.render()
     try:
-        text += str((await manager.control.metrics(METRICS_TIMEOUT)).data.get("text", ""))
+        answer = await manager.control.ask(GetMetricsReq(), METRICS_TIMEOUT)
+        text += str(answer.data.get("text", ""))
     except EngineUnavailable as error:
         text += f"# the scheduler's metrics are missing: {error}\n"
     return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
 
 
 async def _internal_state(context: ServerContext) -> dict[str, Any]:
-    return (await context.manager.control.internal_state()).data
+    return (await context.manager.control.ask(GetInternalStateReq())).data
 
 
 ROUTES: Final = (

@@ -19,6 +19,8 @@ from sglang.srt.entrypoints.http.sse import EventStream, json_response, unless_c
 from sglang.srt.entrypoints.http.streams import gather_or_cancel, merge
 from sglang.srt.entrypoints.native_answers import AnswerWriter
 from sglang.srt.entrypoints.native_protocol import GenerateBody, to_requests
+from sglang.srt.managers.messages.io_struct import FlushCacheReqInput
+from sglang.srt.managers.tokenizer.control_client import QUICK_TIMEOUT
 from sglang.srt.managers.tokenizer.generate_request import GenerateRequest
 from sglang.srt.managers.tokenizer.request_state import RequestState
 from sglang.srt.managers.tokenizer.tokenizer_manager import TokenizerManager
@@ -111,7 +113,8 @@ async def flush_cache(request: Request) -> Response:
     """Empty L1 and L2, after waiting at most `timeout` seconds for the engine to be idle."""
     timeout = _flush_timeout(request)
     context: ServerContext = context_of(request)
-    answer = await context.manager.control.flush_cache(timeout)
+    message = FlushCacheReqInput(timeout=timeout)
+    answer = await context.manager.control.ask(message, timeout + QUICK_TIMEOUT)
     if not answer.success:
         raise ApiError(400, f"not flushed: {answer.message}")
     return json_response({"success": True, "message": answer.message or "flushed"})

@@ -12,6 +12,7 @@ from sglang.srt.arg_groups.remote_weights import SEED_PATH
 from sglang.srt.entrypoints.http.errors import ApiError, bad_request
 from sglang.srt.entrypoints.http.server_context import context_of
 from sglang.srt.entrypoints.http.sse import json_response
+from sglang.srt.managers.messages.io_struct import GetWeightSeedReq
 
 _OLDER_PATH: Final = "/get_remote_instance_transfer_engine_info"
 
@@ -25,7 +26,7 @@ async def transfer_engine_info(request: Request) -> Response:
     text = request.query_params.get("rank", "")
     if not (text.isascii() and text.isdecimal() and len(text) < 10):
         raise bad_request(f"rank={text[:20]!r}: name a rank, as in {SEED_PATH}?rank=0", "rank")
-    answer = await context_of(request).manager.control.weight_seed(int(text))
+    answer = await context_of(request).manager.control.ask(GetWeightSeedReq(rank=int(text)))
     if not answer.success:
         raise ApiError(400, answer.message)
     return json_response(answer.data)

@@ -9,6 +9,7 @@ import pytest
 
 from sglang.srt.entrypoints.http.sse import json_bytes
 from sglang.srt.entrypoints.native_answers import FREE_ENTRIES, AnswerWriter
+from sglang.srt.managers.detokenizer.stop_trimmer import StopTrimmer
 from sglang.srt.managers.messages.io_struct import (
     FinishReason,
     RequestOutput,
@@ -34,7 +35,7 @@ class Tokens:
 
 def state_with_prompt(request: GenerateRequest, num_tokens: int) -> RequestState:
     """A state whose prompt has come with its logprobs."""
-    state = RequestState.start(request, now=0.0)
+    state = RequestState(request, 0.0, StopTrimmer([], keep_match=False))
     state.note_sent(token_array([65] * num_tokens), request.logprob_start_len)
     tops: TopLogprobs = [(-1.0, 65), (-2.0, 66)][: request.top_logprobs_num]
     state.input_logprobs = [-1.0] * (num_tokens - 1)

@@ -13,6 +13,7 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 from rigs.servers.fake_engine import EOS_ID, byte_tokenizer
 from sglang.srt.entrypoints.openai.token_logprobs import CompletionLogprobs, TokenShower
 from sglang.srt.managers.detokenizer.stop_trimmer import StopTrimmer
+from sglang.srt.managers.tokenizer.generate_request import GenerateRequest
 from sglang.srt.managers.tokenizer.request_state import RequestState
 from sglang.test.ci.ci_register import register_cpu_ci
 
@@ -29,13 +30,8 @@ def ids_of(text: str) -> list[int]:
 
 
 def state_of(*, prompt: list[int] | None = None, output: list[int]) -> RequestState:
-    state = RequestState(
-        rid="r",
-        created_time=0.0,
-        trimmer=StopTrimmer([], keep_match=False),
-        stream=True,
-        no_stop_trim=False,
-    )
+    trimmer = StopTrimmer([], keep_match=False)
+    state = RequestState(GenerateRequest(rid="r", stream=True), 0.0, trimmer)
     if prompt is not None:
         state.logprob_ids = prompt
         state.input_logprobs = [-1.0] * (len(prompt) - 1)

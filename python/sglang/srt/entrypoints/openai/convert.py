@@ -1,12 +1,8 @@
-"""Conversion of OpenAI's fields to the engine's, and parts that the answers of both endpoints
-share."""
+"""Conversion of OpenAI's fields to the engine's."""
 
 from __future__ import annotations
 
-import time
-import uuid
-from collections.abc import Sequence
-from typing import Any, Final
+from typing import Final
 
 import msgspec
 
@@ -15,7 +11,6 @@ from sglang.srt.entrypoints.http.body import refuse_own_ids
 from sglang.srt.entrypoints.http.errors import bad_request
 from sglang.srt.entrypoints.http.field_marks import refuse_fields
 from sglang.srt.entrypoints.openai.protocol import CommonBody, ResponseFormat
-from sglang.srt.managers.tokenizer.request_state import RequestState
 from sglang.srt.sampling.sampling_params import MAX_SEED, SamplingParams
 
 MAX_TEMPERATURE: Final = 2.0
@@ -105,44 +100,3 @@ def _constraint_of_format(body: CommonBody, wanted: ResponseFormat) -> Constrain
         if constraint is not None and getattr(body, name) is not None:
             raise bad_request(f"{name} contradicts response_format: keep one", "response_format")
     return constraint
-
-
-def new_id(prefix: str) -> str:
-    """A new id of an answer."""
-    return f"{prefix}-{uuid.uuid4().hex}"
-
-
-def created_now() -> int:
-    """Seconds since the epoch, for the field `created` of answers."""
-    return int(time.time())  # noqa: TID251 (a date, for clients)
-
-
-def finish_reason(state: RequestState) -> str | None:
-    """OpenAI's word for why the request ended."""
-    return None if state.finish_reason is None else state.finish_reason.type
-
-
-def matched_stop(state: RequestState) -> int | str | None:
-    """The stop token or string that ended the request."""
-    return None if state.finish_reason is None else state.finish_reason.matched
-
-
-def usage_of(states: Sequence[RequestState], cache_report: bool) -> dict[str, Any]:
-    """Token counts over all prompts and samples of one request; a prompt counts once."""
-    firsts = [state for state in states if state.sample_of is None] or states
-    prompt = sum(state.prompt_tokens for state in firsts)
-    completion = sum(len(state.output_ids) for state in states)
-    usage: dict[str, Any] = {
-        "prompt_tokens": prompt,
-        "completion_tokens": completion,
-        "total_tokens": prompt + completion,
-    }
-    if cache_report:
-        cached = sum(state.cached_tokens_details.total for state in firsts)
-        usage["prompt_tokens_details"] = {"cached_tokens": cached}
-    return usage
-
-
-def sglext_of(state: RequestState) -> dict[str, Any]:
-    """The field that `return_cached_tokens_details` adds to an answer."""
-    return {"cached_tokens_details": msgspec.to_builtins(state.cached_tokens_details)}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Sequence
-from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -16,20 +15,10 @@ from sglang.srt.entrypoints.http.body import read_json
 from sglang.srt.entrypoints.http.bootstrap_fields import rooms_of
 from sglang.srt.entrypoints.http.errors import bad_request
 from sglang.srt.entrypoints.http.server_context import ServerContext, context_of
-from sglang.srt.entrypoints.http.sse import EventStream, json_response, unless_client_leaves
-from sglang.srt.entrypoints.http.streams import gather_or_cancel, merge
+from sglang.srt.entrypoints.openai.answers import Answers, finish_reason, matched_stop, respond
 from sglang.srt.entrypoints.openai.chat_output import ChatOutput
 from sglang.srt.entrypoints.openai.chat_prompt import chat_prompt
-from sglang.srt.entrypoints.openai.convert import (
-    check_common,
-    created_now,
-    finish_reason,
-    matched_stop,
-    new_id,
-    sampling_params,
-    sglext_of,
-    usage_of,
-)
+from sglang.srt.entrypoints.openai.convert import check_common, sampling_params
 from sglang.srt.entrypoints.openai.protocol import ChatBody
 from sglang.srt.entrypoints.openai.token_logprobs import TokenShower, chat_logprobs
 from sglang.srt.entrypoints.openai.tools import ToolUse, tool_use
@@ -54,12 +43,9 @@ async def chat_completions(request: Request) -> Response:
         )
     else:
         asked = to_requests(body, context)
-    if body.stream:
-        events = stream_chunks(asked, context)
-        return EventStream(
-            await unless_client_leaves(request.receive, anext(events), events), events
-        )
-    return json_response(await unless_client_leaves(request.receive, whole_answer(asked, context)))
+    return await respond(
+        request, context.manager, asked.samples, lambda: ChatAnswers(asked, context)
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,23 +56,6 @@ class AskedChat:
     tools: ToolUse | None
     samples: Sequence[GenerateRequest]
     """The requests, one for each choice."""
-
-
-async def whole_answer(asked: AskedChat, context: ServerContext) -> dict[str, Any]:
-    """Run all samples to their ends; a failed sample ends the others."""
-    with context.manager.submit(asked.samples) as states:
-        await gather_or_cancel([state.end() for state in states])
-        return await ChatAnswers(asked, context).whole(states)
-
-
-async def stream_chunks(
-    asked: AskedChat, context: ServerContext
-) -> AsyncGenerator[dict[str, Any], None]:
-    """Chunks of all samples: the role, the text as it grows, the end; then the usage."""
-    with context.manager.submit(asked.samples) as states:
-        async with aclosing(ChatAnswers(asked, context).stream(states)) as chunks:
-            async for chunk in chunks:
-                yield chunk
 
 
 def to_requests(body: ChatBody, context: ServerContext) -> AskedChat:
@@ -133,12 +102,14 @@ def to_requests(body: ChatBody, context: ServerContext) -> AskedChat:
     return AskedChat(body, tools, expand_samples([request], rooms))
 
 
-class ChatAnswers:
-    """Writes the answers to one chat request."""
+class ChatAnswers(Answers):
+    """Writes the answers to one chat body."""
+
+    id_prefix, kind, chunk_kind = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
     def __init__(self, asked: AskedChat, context: ServerContext) -> None:
         body, request = asked.body, asked.samples[0]
-        self._body = body
+        super().__init__(body, context)
         self._shower = TokenShower(context.manager.tokenizer) if body.logprobs else None
         self._tools = asked.tools
         # A grammar that applies from the first token leaves no room for reasoning.
@@ -148,24 +119,7 @@ class ChatAnswers:
         splits = body.separate_reasoning is not False and is_free
         self._reasoning_parser = context.args.reasoning_parser if splits else None
         self._begins_inside = opened_reasoning(request.text or "")
-        self._cache_report = context.args.enable_cache_report
-        self._head: dict[str, Any] = {
-            "id": new_id("chatcmpl"),
-            "created": created_now(),
-            "model": body.model or context.model_name,
-        }
-
-    async def whole(self, states: Sequence[RequestState]) -> dict[str, Any]:
-        """The only answer of a request that does not stream."""
-        answer = {
-            **self._head,
-            "object": "chat.completion",
-            "choices": [await self._choice(index, state) for index, state in enumerate(states)],
-            "usage": usage_of(states, self._cache_report),
-        }
-        if self._body.return_cached_tokens_details:
-            answer["sglext"] = sglext_of(states[0])
-        return answer
+        self._streams_reasoning = body.stream_reasoning is not False
 
     async def _choice(self, index: int, state: RequestState) -> dict[str, Any]:
         output = self._new_output()
@@ -173,8 +127,7 @@ class ChatAnswers:
             "index": index,
             "message": output.message(state.text),
             "logprobs": await self._logprobs(state, 0),
-            "finish_reason": _finish_reason(state, output),
-            "matched_stop": matched_stop(state),
+            **_end_of(state, output),
         }
 
     def _new_output(self) -> ChatOutput:
@@ -183,35 +136,27 @@ class ChatAnswers:
             None if name is None else ReasoningParser(name, begins_inside=self._begins_inside),
             None if self._tools is None else self._tools.new_parser(),
             parallel=self._tools is None or self._tools.parallel,
-            stream_reasoning=self._body.stream_reasoning is not False,
+            stream_reasoning=self._streams_reasoning,
         )
 
-    async def stream(self, states: Sequence[RequestState]) -> AsyncGenerator[dict[str, Any], None]:
-        """See `stream_chunks`."""
-        pieces = [self._pieces(index, state) for index, state in enumerate(states)]
-        async with aclosing(merge(pieces)) as merged:
-            async for _, piece in merged:
-                yield piece
-        options = self._body.stream_options
-        if options is not None and options.include_usage:
-            yield {
-                **self._head,
-                "object": "chat.completion.chunk",
-                "choices": [],
-                "usage": usage_of(states, self._cache_report),
-            }
-
-    async def _pieces(
+    async def _chunks(
         self, index: int, state: RequestState
     ) -> AsyncGenerator[dict[str, Any], None]:
+        """The role, the text as it grows, the end."""
         cursor = OutputCursor(state)
         output = self._new_output()
         has_begun = has_ended = False
+
+        def choice(delta: dict[str, Any], logprobs: dict[str, Any] | None) -> dict[str, Any]:
+            delta = {"reasoning_content": None, **delta}
+            return {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": None}
+
         while not has_ended:
             has_ended = await state.grown()
             if not has_begun:
                 has_begun = True
-                yield self._chunk(index, state, {"role": "assistant", "content": ""})
+                role = {"role": "assistant", "content": ""}
+                yield self._chunk(state, choice(role, None), ended=False)
             deltas = output.feed(cursor.advance())
             if has_ended:
                 deltas += output.finish()
@@ -219,38 +164,16 @@ class ChatAnswers:
             if not deltas and logprobs is not None and logprobs["content"]:
                 deltas = [{"content": ""}]
             for delta in deltas:
-                yield self._chunk(index, state, delta, logprobs=logprobs)
+                yield self._chunk(state, choice(delta, logprobs), ended=False)
                 logprobs = None
-        yield self._last_chunk(index, state, output)
-
-    def _last_chunk(self, index: int, state: RequestState, output: ChatOutput) -> dict[str, Any]:
-        chunk = self._chunk(index, state, {})
-        chunk["choices"][0]["finish_reason"] = _finish_reason(state, output)
-        chunk["choices"][0]["matched_stop"] = matched_stop(state)
-        if self._body.return_cached_tokens_details:
-            chunk["sglext"] = sglext_of(state)
-        return chunk
-
-    def _chunk(
-        self,
-        index: int,
-        state: RequestState,
-        delta: dict[str, Any],
-        *,
-        logprobs: dict[str, Any] | None = None,
-    ) -> dict[str, Any]:
-        delta = {"reasoning_content": None, **delta}
-        choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": None}
-        chunk = {**self._head, "object": "chat.completion.chunk", "choices": [choice]}
-        options = self._body.stream_options
-        if options is not None and options.continuous_usage_stats:
-            chunk["usage"] = usage_of([state], self._cache_report)
-        return chunk
+        yield self._chunk(state, choice({}, None) | _end_of(state, output), ended=True)
 
     async def _logprobs(self, state: RequestState, first: int) -> dict[str, Any] | None:
         return None if self._shower is None else await chat_logprobs(state, first, self._shower)
 
 
-def _finish_reason(state: RequestState, output: ChatOutput) -> str | None:
+def _end_of(state: RequestState, output: ChatOutput) -> dict[str, Any]:
     reason = finish_reason(state)
-    return "tool_calls" if reason == "stop" and output.has_calls else reason
+    if reason == "stop" and output.has_calls:
+        reason = "tool_calls"
+    return {"finish_reason": reason, "matched_stop": matched_stop(state)}

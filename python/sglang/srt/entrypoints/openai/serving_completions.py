@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Sequence
-from contextlib import aclosing
 from typing import Any, Final, cast
 
 from starlette.requests import Request
@@ -13,18 +12,8 @@ from sglang.srt.entrypoints.http.body import MAX_BATCH, read_json
 from sglang.srt.entrypoints.http.bootstrap_fields import rooms_of
 from sglang.srt.entrypoints.http.errors import bad_request
 from sglang.srt.entrypoints.http.server_context import ServerContext, context_of
-from sglang.srt.entrypoints.http.sse import EventStream, json_response, unless_client_leaves
-from sglang.srt.entrypoints.http.streams import gather_or_cancel, merge
-from sglang.srt.entrypoints.openai.convert import (
-    check_common,
-    created_now,
-    finish_reason,
-    matched_stop,
-    new_id,
-    sampling_params,
-    sglext_of,
-    usage_of,
-)
+from sglang.srt.entrypoints.openai.answers import Answers, finish_reason, matched_stop, respond
+from sglang.srt.entrypoints.openai.convert import check_common, sampling_params
 from sglang.srt.entrypoints.openai.protocol import CompletionBody
 from sglang.srt.entrypoints.openai.token_logprobs import CompletionLogprobs, TokenShower
 from sglang.srt.managers.messages.io_struct import Bootstrap
@@ -43,33 +32,9 @@ async def completions(request: Request) -> Response:
     context = context_of(request)
     body = await read_json(request, CompletionBody)
     requests = to_requests(body)
-    if body.stream:
-        events = stream_chunks(body, context, requests)
-        return EventStream(
-            await unless_client_leaves(request.receive, anext(events), events), events
-        )
-    work = whole_answer(body, context, requests)
-    return json_response(await unless_client_leaves(request.receive, work))
-
-
-async def whole_answer(
-    body: CompletionBody, context: ServerContext, requests: Sequence[GenerateRequest]
-) -> dict[str, Any]:
-    """Run all requests to their ends; a failed request ends the others."""
-    with context.manager.submit(requests) as states:
-        await gather_or_cancel([state.end() for state in states])
-        return await CompletionAnswers(body, context, requests).whole(states)
-
-
-async def stream_chunks(
-    body: CompletionBody, context: ServerContext, requests: Sequence[GenerateRequest]
-) -> AsyncGenerator[dict[str, Any], None]:
-    """Chunks of all outputs as they grow, and the usage where asked for."""
-    with context.manager.submit(requests) as states:
-        answers = CompletionAnswers(body, context, requests)
-        async with aclosing(answers.stream(states)) as chunks:
-            async for chunk in chunks:
-                yield chunk
+    return await respond(
+        request, context.manager, requests, lambda: CompletionAnswers(body, context, requests)
+    )
 
 
 def to_requests(body: CompletionBody) -> list[GenerateRequest]:
@@ -152,42 +117,53 @@ def _prompts(prompt: str | list[str | int | list[int]]) -> Sequence[str | TokenA
     return prompts
 
 
-class CompletionAnswers:
-    """Writes the answers to one completion request."""
+class CompletionAnswers(Answers):
+    """Writes the answers to one completion body."""
+
+    id_prefix, kind, chunk_kind = "cmpl", "text_completion", "text_completion"
 
     def __init__(
         self, body: CompletionBody, context: ServerContext, requests: Sequence[GenerateRequest]
     ) -> None:
+        super().__init__(body, context)
         self._requests = requests
-        self._body = body
+        self._echoes = bool(body.echo)
         self._tokenizer = context.manager.tokenizer
         self._shower = TokenShower(self._tokenizer) if body.logprobs is not None else None
-        self._cache_report = context.args.enable_cache_report
-        self._head: dict[str, Any] = {
-            "id": new_id("cmpl"),
-            "object": "text_completion",
-            "created": created_now(),
-            "model": body.model or context.model_name,
+
+    async def _choice(self, index: int, state: RequestState) -> dict[str, Any]:
+        echo = self._echo(index)
+        told = self._logprobs(index, state, echo)
+        return {
+            "index": index,
+            "text": (echo or "") + state.text,
+            "logprobs": None if told is None else await told.fresh(),
+            "finish_reason": finish_reason(state),
+            "matched_stop": matched_stop(state),
         }
 
-    async def whole(self, states: Sequence[RequestState]) -> dict[str, Any]:
-        """The only answer of a request that does not stream."""
-        choices = []
-        for index, state in enumerate(states):
-            echo = self._echo(index)
-            told = self._logprobs(index, state, echo)
+    async def _chunks(
+        self, index: int, state: RequestState
+    ) -> AsyncGenerator[dict[str, Any], None]:
+        cursor = OutputCursor(state)
+        echo = self._echo(index)
+        told = self._logprobs(index, state, echo)
+        has_ended = False
+        while not has_ended:
+            has_ended = await state.grown()
+            text, echo = (echo or "") + cursor.advance(), None
             logprobs = None if told is None else await told.fresh()
-            text = (echo or "") + state.text
-            choices.append(self._choice(index, state, text, logprobs, ended=True))
-        usage = usage_of(states, self._cache_report)
-        answer = {**self._head, "choices": choices, "usage": usage}
-        if self._body.return_cached_tokens_details:
-            answer["sglext"] = sglext_of(states[0])
-        return answer
+            if not (text or has_ended or told is not None):
+                continue
+            choice: dict[str, Any] = {"index": index, "text": text, "logprobs": logprobs}
+            choice["finish_reason"] = finish_reason(state) if has_ended else None
+            if has_ended:
+                choice["matched_stop"] = matched_stop(state)
+            yield self._chunk(state, choice, ended=has_ended)
 
     def _echo(self, index: int) -> str | None:
         """The prompt's text if the answer repeats it."""
-        if not self._body.echo:
+        if not self._echoes:
             return None
         request = self._requests[index]
         if request.text is not None:
@@ -196,54 +172,6 @@ class CompletionAnswers:
         text = self._tokenizer.decode(ids)
         assert isinstance(text, str)
         return text
-
-    async def stream(self, states: Sequence[RequestState]) -> AsyncGenerator[dict[str, Any], None]:
-        """Chunks of all outputs as they grow, and the usage where asked for."""
-        pieces = [self._pieces(index, state) for index, state in enumerate(states)]
-        async with aclosing(merge(pieces)) as merged:
-            async for _, piece in merged:
-                yield piece
-        options = self._body.stream_options
-        if options is not None and options.include_usage:
-            usage = usage_of(states, self._cache_report)
-            yield {**self._head, "choices": [], "usage": usage}
-
-    async def _pieces(
-        self, index: int, state: RequestState
-    ) -> AsyncGenerator[dict[str, Any], None]:
-        cursor = OutputCursor(state)
-        echo = self._echo(index)
-        told = self._logprobs(index, state, echo)
-        options = self._body.stream_options
-        has_ended = False
-        while not has_ended:
-            has_ended = await state.grown()
-            text, echo = (echo or "") + cursor.advance(), None
-            logprobs = None if told is None else await told.fresh()
-            if not (text or has_ended or told is not None):
-                continue
-            choice = self._choice(index, state, text, logprobs, ended=has_ended)
-            chunk = {**self._head, "choices": [choice]}
-            if has_ended and self._body.return_cached_tokens_details:
-                chunk["sglext"] = sglext_of(state)
-            if options is not None and options.continuous_usage_stats:
-                chunk["usage"] = usage_of([state], self._cache_report)
-            yield chunk
-
-    def _choice(
-        self,
-        index: int,
-        state: RequestState,
-        text: str,
-        logprobs: dict[str, Any] | None,
-        *,
-        ended: bool,
-    ) -> dict[str, Any]:
-        choice: dict[str, Any] = {"index": index, "text": text, "logprobs": logprobs}
-        choice["finish_reason"] = finish_reason(state) if ended else None
-        if ended:
-            choice["matched_stop"] = matched_stop(state)
-        return choice
 
     def _logprobs(
         self, index: int, state: RequestState, echo: str | None

@@ -83,57 +83,51 @@ class AbortReq(Message):
     abort_all: bool = False
 
 
-class FlushCacheReqInput(Message):
+class ControlReq(Message, kw_only=True):
+    """A request that is no prompt. A `ControlReqOutput` with the same id answers it."""
+
+    req_id: str = ""
+    """Set by `ControlClient.ask`."""
+
+
+class FlushCacheReqInput(ControlReq):
     """Empty L1 and L2 once the scheduler is idle; wait at most `timeout` seconds for that."""
 
-    req_id: str
     timeout: float = 0.0
 
 
-class GetInternalStateReq(Message):
+class GetInternalStateReq(ControlReq):
     """Ask for a snapshot of the scheduler's state."""
 
-    req_id: str
+
+class GetMetricsReq(ControlReq):
+    """Ask for the scheduler's metrics: `data["text"]` has Prometheus' text format."""
 
 
-class GetMetricsReq(Message):
-    """Ask for the scheduler's metrics in Prometheus' text format."""
-
-    req_id: str
-
-
-class AttachHiCacheStorageReqInput(Message):
+class AttachHiCacheStorageReqInput(ControlReq):
     """Attach an L3 backend, or update the policies of the one that is attached."""
 
-    req_id: str
     hicache_storage_backend: str
     hicache_storage_backend_extra_config_json: str | None = None
     hicache_storage_prefetch_policy: str | None = None
     hicache_write_policy: str | None = None
 
 
-class DetachHiCacheStorageReqInput(Message):
+class DetachHiCacheStorageReqInput(ControlReq):
     """Detach the L3 backend; its objects stay."""
 
-    req_id: str
 
-
-class ClearHiCacheReqInput(Message):
+class ClearHiCacheReqInput(ControlReq):
     """Remove this namespace's objects from L3."""
 
-    req_id: str
 
-
-class GetHiCacheStorageReqInput(Message):
+class GetHiCacheStorageReqInput(ControlReq):
     """Ask which L3 backend is attached, and for the policies."""
 
-    req_id: str
 
-
-class GetWeightSeedReq(Message):
+class GetWeightSeedReq(ControlReq):
     """Ask where the weights of a rank are, for a server that reads them."""
 
-    req_id: str
     rank: int
 
 
@@ -148,7 +142,7 @@ class ShutdownReq(Message):
 
 
 class ControlReqOutput(Message):
-    """The answer to any of the control requests above."""
+    """The answer to a `ControlReq`."""
 
     req_id: str
     success: bool

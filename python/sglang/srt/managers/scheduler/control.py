@@ -39,15 +39,8 @@ _NO_HIERARCHY = "the hierarchical cache is off: start with --enable-hierarchical
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class _PendingFlush:
-    req_id: str
-    deadline: float
-    """`tick.now` seconds."""
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class _PendingChange:
-    """A change of L3 under way."""
+class _Pending:
+    """A flush or a change of L3 that is not answered yet."""
 
     req_id: str
     deadline: float
@@ -73,8 +66,8 @@ class ControlHandler:
         self._outputs = outputs
         self._public_args = public_args
         self._weight_seed = weight_seed
-        self._flushes: list[_PendingFlush] = []
-        self._change: _PendingChange | None = None
+        self._flushes: list[_Pending] = []
+        self._change: _Pending | None = None
         self._drain_deadline: float | None = None
         self._handlers: dict[type, Callable[[Any], None]] = {
             FlushCacheReqInput: self._flush,
@@ -128,7 +121,7 @@ class ControlHandler:
         busy = self.busy()
         if not busy:
             self.flush_now()
-        still: list[_PendingFlush] = []
+        still: list[_Pending] = []
         for flush in self._flushes:
             if not busy:
                 self._answer(flush.req_id, True, "L1 and L2 are empty")
@@ -149,7 +142,7 @@ class ControlHandler:
 
     def _flush(self, message: FlushCacheReqInput) -> None:
         deadline = self._state.now + max(0.0, message.timeout)
-        self._flushes.append(_PendingFlush(message.req_id, deadline))
+        self._flushes.append(_Pending(message.req_id, deadline))
 
     def _internal_state(self, message: GetInternalStateReq) -> None:
         state = self._state
@@ -240,7 +233,7 @@ class ControlHandler:
         except ValueError as error:
             self._answer(req_id, False, str(error))
         else:
-            self._change = _PendingChange(req_id, self._state.now + LONGEST_STORAGE_CHANGE_S)
+            self._change = _Pending(req_id, self._state.now + LONGEST_STORAGE_CHANGE_S)
 
     def _end_change(self) -> None:
         """Answer the change of L3 under way if it has ended, or has taken too long."""

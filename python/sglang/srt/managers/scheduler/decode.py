@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from sglang.srt.managers.messages.io_struct import FinishReason
 from sglang.srt.managers.scheduler.policy import newest, pages_to_decode
@@ -11,43 +11,12 @@ from sglang.srt.managers.scheduler.requests.req import Req
 from sglang.srt.utils.logging_utils import RateLimitedLogger
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable
 
     from sglang.srt.layers.sampling_batch_info import SamplingBatchInfo
-    from sglang.srt.managers.scheduler.batch import DecodeBatch
-    from sglang.srt.managers.scheduler.launched_step import LaunchedStep
-    from sglang.srt.managers.scheduler.policy import BatchLimits, NewTokenEstimate
-    from sglang.srt.managers.scheduler.requests.request_queues import RequestQueues
-    from sglang.srt.managers.scheduler.state import SchedulerCounters
-    from sglang.srt.observability.scheduler_metrics import SchedulerMetrics
+    from sglang.srt.managers.scheduler.state import SchedulerState
 
 logger = logging.getLogger(__name__)
-
-
-class DecodeView(Protocol):
-    """The part of `SchedulerState` that decoding uses."""
-
-    @property
-    def queues(self) -> RequestQueues: ...
-    @property
-    def decode_batch(self) -> DecodeBatch: ...
-    @property
-    def in_flight(self) -> LaunchedStep | None: ...
-    @property
-    def limits(self) -> BatchLimits: ...
-    @property
-    def estimate(self) -> NewTokenEstimate: ...
-    @property
-    def counters(self) -> SchedulerCounters: ...
-    @property
-    def metrics(self) -> SchedulerMetrics: ...
-    def make_room(self, tokens: int) -> None: ...
-    def free_tokens(self) -> int: ...
-    def has_device_copies(self) -> bool: ...
-    def release(self, req: Req) -> None: ...
-    def sampling_info(
-        self, reqs: Sequence[Req], samples: Sequence[bool] | None = None
-    ) -> SamplingBatchInfo: ...
 
 
 class DecodeScheduler:
@@ -59,7 +28,7 @@ class DecodeScheduler:
     """
 
     def __init__(
-        self, state: DecodeView, is_kept: Callable[[Req], bool] = lambda req: False
+        self, state: SchedulerState, is_kept: Callable[[Req], bool] = lambda req: False
     ) -> None:
         """Args:
         is_kept: Whether the computed pages of a request's prompt must stay where they are because

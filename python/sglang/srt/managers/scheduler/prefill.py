@@ -7,7 +7,7 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -24,13 +24,8 @@ from sglang.srt.managers.scheduler.requests.req import Req
 from sglang.srt.mem_cache.tree.base_prefix_cache import InitLoadBackParams, MatchPrefixParams
 
 if TYPE_CHECKING:
-    from sglang.srt.managers.scheduler.batch_pools import BatchPools
-    from sglang.srt.managers.scheduler.policy import BatchLimits, NewTokenEstimate, SchedulePolicy
-    from sglang.srt.managers.scheduler.requests.request_queues import RequestQueues
-    from sglang.srt.managers.scheduler.snapshots import Snapshots
-    from sglang.srt.mem_cache.tree.base_prefix_cache import BasePrefixCache
+    from sglang.srt.managers.scheduler.state import SchedulerState
     from sglang.srt.mem_cache.tree.tree_node import TreeNode
-    from sglang.srt.observability.scheduler_metrics import SchedulerMetrics
 
 logger = logging.getLogger(__name__)
 
@@ -52,37 +47,11 @@ class _Prefix:
     recurrent state is missing there."""
 
 
-class PrefillView(Protocol):
-    """What prefilling sees of a scheduler: see `SchedulerState`."""
-
-    @property
-    def queues(self) -> RequestQueues: ...
-    @property
-    def tree(self) -> BasePrefixCache: ...
-    @property
-    def pools(self) -> BatchPools: ...
-    @property
-    def limits(self) -> BatchLimits: ...
-    @property
-    def policy(self) -> SchedulePolicy: ...
-    @property
-    def estimate(self) -> NewTokenEstimate: ...
-    @property
-    def metrics(self) -> SchedulerMetrics: ...
-    @property
-    def snapshots(self) -> Snapshots: ...
-    @property
-    def now(self) -> float: ...
-    def make_room(self, tokens: int) -> None: ...
-    def free_tokens(self) -> int: ...
-    def reserve_for(self, req: Req) -> int: ...
-
-
 class PrefillScheduler:
     """Admits requests. `PrefillAdder` decides about numbers; this carries it out."""
 
     def __init__(
-        self, state: PrefillView, may_compute: Callable[[Req], bool] = lambda req: True
+        self, state: SchedulerState, may_compute: Callable[[Req], bool] = lambda req: True
     ) -> None:
         """Args:
         may_compute: Whether the prompt of a waiting request may be computed here now.

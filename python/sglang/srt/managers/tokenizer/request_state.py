@@ -28,13 +28,10 @@ from sglang.srt.mem_cache.tree.radix_key import TokenArray
 class RequestState:
     """State and output of one request. Lists only grow; readers keep their own positions."""
 
-    rid: str
+    request: GenerateRequest
     created_time: float
     """`time.monotonic()` on arrival."""
     trimmer: StopTrimmer
-    stream: bool
-    no_stop_trim: bool
-    sample_of: str | None = None
     encoding: asyncio.Task[None] | None = None
     """Task that tokenizes a long prompt and then sends the request."""
     is_sent: bool = False
@@ -62,19 +59,9 @@ class RequestState:
     _joined: str = ""
     _joined_parts: int = 0
 
-    @classmethod
-    def start(cls, request: GenerateRequest, now: float) -> RequestState:
-        """State of a request that was just accepted."""
-        return cls(
-            rid=request.rid,
-            created_time=now,
-            trimmer=StopTrimmer(
-                request.sampling_params.stop_strings, keep_match=request.no_stop_trim
-            ),
-            stream=request.stream,
-            no_stop_trim=request.no_stop_trim,
-            sample_of=request.sample_of,
-        )
+    @property
+    def rid(self) -> str:
+        return self.request.rid
 
     def note_sent(self, input_ids: TokenArray, logprob_start_len: int) -> None:
         """Note that the scheduler got the request.

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 from sglang.srt.arg_groups.disaggregation import DisaggregationMode
 from sglang.srt.constants import HEALTH_CHECK_RID_PREFIX
+from sglang.srt.managers.detokenizer.stop_trimmer import StopTrimmer
 from sglang.srt.managers.messages.io_struct import (
     AbortReq,
     ControlReqOutput,
@@ -154,7 +155,9 @@ class TokenizerManager:
                     raise InvalidRequest(
                         f"rid {rid!r} is in use by a running request: choose another", field="rid"
                     )
-                self._states[rid] = RequestState.start(request, now)
+                stops = request.sampling_params.stop_strings
+                trimmer = StopTrimmer(stops, keep_match=request.no_stop_trim)
+                self._states[rid] = RequestState(request, now, trimmer)
                 states.append(self._states[rid])
             for request, state, tokens in zip(requests, states, prompts, strict=True):
                 if tokens is None:
@@ -179,7 +182,9 @@ class TokenizerManager:
 
     async def abort(self, rid: str) -> None:
         """Abort the request `rid` and all its samples."""
-        meant = [state for state in self._states.values() if rid in (state.rid, state.sample_of)]
+        meant = [
+            state for state in self._states.values() if rid in (state.rid, state.request.sample_of)
+        ]
         _abort_unsent(meant)
         # The scheduler may still have `rid` after its client has left.
         for one in {rid, *(state.rid for state in meant if state.is_sent)}:
@@ -260,7 +265,7 @@ class TokenizerManager:
         """Text of the stop token, which the detokenizer leaves out; empty unless the client wants
         it."""
         reason = output.finish_reason
-        if not state.no_stop_trim or reason is None or not isinstance(reason.matched, int):
+        if not state.request.no_stop_trim or reason is None or not isinstance(reason.matched, int):
             return ""
         text = self.tokenizer.decode(
             [reason.matched], skip_special_tokens=output.skip_special_tokens
@@ -272,7 +277,7 @@ class TokenizerManager:
         if last is None:
             state.first_token_time = now
         state.last_token_time = now
-        if self.metrics is None or not state.stream:
+        if self.metrics is None or not state.request.stream:
             return
         if state.rid.startswith(HEALTH_CHECK_RID_PREFIX):
             return
