@@ -68,7 +68,7 @@ class PrefillHalf:
         self._sender_class = sender_class
         self._wait_s = wait_s
         self._group = group or SingleRank()
-        self._say = RateLimitedLogger(logger)
+        self._log = RateLimitedLogger(logger)
         self._senders: dict[int, BaseKVSender] = {}
         """Senders of requests, by room."""
         self._polled: dict[int, BaseKVSender] = {}
@@ -222,7 +222,7 @@ class PrefillHalf:
             return
         count = len(self._unclaimed)
         more = f" and {count - _SHOWN_ROOMS} more" if count > _SHOWN_ROOMS else ""
-        self._say.warning(
+        self._log.warning(
             "unclaimed",
             "%d requests wait until decode servers ask for them, the longest for %.0f of at most "
             "%.0f s: rooms %s%s",

@@ -29,7 +29,7 @@ LEAST_IDLE_SECONDS: Final = 0.25
 SPARE_FILES: Final = 256
 """Number of files kept free for other uses, and for connections that were just closed."""
 _NO_ROOM: Final = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
-_SAY_AGAIN_SECONDS: Final = 60.0
+_LOG_AGAIN_SECONDS: Final = 60.0
 
 
 class Connection(Protocol):
@@ -114,7 +114,7 @@ class Listener:
         self._connections = connections
         self._most = most
         self._opening: set[asyncio.Task[Any]] = set()
-        self._warn = RateLimitedLogger(logger, _SAY_AGAIN_SECONDS)
+        self._warn = RateLimitedLogger(logger, _LOG_AGAIN_SECONDS)
         self._closed = False
         for sock in sockets:
             self._accept_from(sock)

@@ -16,18 +16,18 @@ LINE_S: Final = 10.0
 class _Lines(io.TextIOBase):
     """A file for `tqdm`. Each redrawing of the bar becomes a line."""
 
-    def __init__(self, say: Callable[[str], object]) -> None:
-        self._say = say
+    def __init__(self, log: Callable[[str], object]) -> None:
+        self._log = log
 
     def write(self, text: str) -> int:
         line = text.strip()
         if line:
-            self._say(line)
+            self._log(line)
         return len(text)
 
 
 def progress_bar(
-    say: Callable[[str], object],
+    log: Callable[[str], object],
     *,
     desc: str,
     total: int | None = None,
@@ -38,12 +38,12 @@ def progress_bar(
     and none if it ends before the first, because redrawings would make one endless line.
 
     Args:
-        say: Gets these lines, e.g. `logger.info`.
+        log: Gets these lines, e.g. `logger.info`.
         desc: What goes on.
         total: Units of all; None: not known yet, set the attribute.
         disable: Show nothing.
         options: Units, as `tqdm` has them.
     """
     if not sys.stderr.isatty():
-        options |= {"file": _Lines(say), "mininterval": LINE_S, "delay": LINE_S, "ncols": 0}
+        options |= {"file": _Lines(log), "mininterval": LINE_S, "delay": LINE_S, "ncols": 0}
     return tqdm(desc=desc, total=total, disable=disable, **options)

@@ -99,7 +99,7 @@ class PrefillPeer:
         """Time at which the thread ends at the latest; None: it is not closing."""
         self._lock = threading.Lock()
         """Guards all of the above, not the receivers themselves."""
-        self._say = RateLimitedLogger(logger)
+        self._log = RateLimitedLogger(logger)
         self._wakes, self._waker = socket.socketpair()
         self._wakes.setblocking(False)
         self._waker.setblocking(False)
@@ -407,7 +407,7 @@ class PrefillPeer:
 
     def _say_dropped(self, count: int, why: str) -> None:
         if count:
-            self._say.warning(
+            self._log.warning(
                 "dropped",
                 "%d rooms of the prefill server at %s could not be declined: %s",
                 count,

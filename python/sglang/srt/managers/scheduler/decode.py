@@ -36,7 +36,7 @@ class DecodeScheduler:
         """
         self._state = state
         self._is_kept = is_kept
-        self._say = RateLimitedLogger(logger)
+        self._log = RateLimitedLogger(logger)
         self._sampling_info: SamplingBatchInfo | None = None
         self.is_stalled = False
 
@@ -129,7 +129,7 @@ class DecodeScheduler:
 
     def _retract_one(self, req: Req) -> None:
         state = self._state
-        self._say.info(
+        self._log.info(
             "retraction",
             "out of slots: request %s is retracted after %d tokens; %d go on",
             req.rid,

@@ -21,9 +21,9 @@ from sglang.srt.managers.scheduler.output import OutputCollector
 from sglang.srt.managers.scheduler.policy import (
     AddOutcome,
     BatchLimits,
+    BatchPolicy,
     NewTokenEstimate,
     SchedulePolicy,
-    Turns,
 )
 from sglang.srt.managers.scheduler.prefill import PrefillScheduler
 from sglang.srt.managers.scheduler.requests.req import Req
@@ -108,7 +108,7 @@ class SchedulerParts:
     grammar: GrammarQueue
     prefill: PrefillPart
     decode: DecodePart
-    turns: Turns
+    batch_policy: BatchPolicy
     results: ResultProcessor
     outputs: OutputCollector
     half: Half
@@ -148,7 +148,7 @@ def make_parts(server_args: ServerArgs, resources: SchedulerResources) -> Schedu
         grammar=grammar,
         prefill=prefill,
         decode=DecodeScheduler(state, half.keeps),
-        turns=Turns(server_args.target_inter_token_latency),
+        batch_policy=BatchPolicy(server_args.target_inter_token_latency),
         results=results,
         outputs=outputs,
         half=half,

@@ -23,11 +23,11 @@ prefix in use go first, and a request that shares none still gets its turn."""
 MAX_RESERVED_NEW_TOKENS: Final = 4096
 """Most output tokens to reserve slots for. Outputs rarely reach their limit; reserving for more
 would leave slots idle."""
-MAX_PREFILLS_IN_TURN: Final = 8
+MAX_PREFILLS_IN_A_ROW: Final = 8
 """Most prefills in a row while requests decode, if a target allows more than one."""
 MAX_DECODE_STEPS_A_PREFILL: Final = 64
-"""Most decode steps for each prefill in a row while prompts wait. It bounds the delay of prompts if
-even decoding by itself misses the target."""
+"""Most decode steps for each prefill of the last row while prompts wait. It bounds the delay of
+prompts where decoding alone misses the target."""
 
 
 class SchedulePolicy(str, Enum):
@@ -206,7 +206,7 @@ class PrefillAdder:
         return AddPlan(AddOutcome.CHUNKED, part)
 
 
-class Turns:
+class BatchPolicy:
     """Decides whether a prefill or a decode step comes next, if both are possible.
 
     Without a target they alternate, so that neither starves. With a target, waiting prompts are
@@ -225,13 +225,13 @@ class Turns:
         self._prefills = 0
         self._decode_steps = 1
 
-    def is_prefills(self, now: float) -> bool:
+    def may_prefill(self, now: float) -> bool:
         """Whether a prefill may come next; `now`: seconds of the tick, the same on every rank."""
         steps = self._decode_steps
         if self._target is None:
             return steps > 0
         if steps == 0:
-            return self._prefills < MAX_PREFILLS_IN_TURN
+            return self._prefills < MAX_PREFILLS_IN_A_ROW
         if steps >= self._prefills * MAX_DECODE_STEPS_A_PREFILL:
             return True
         return now - self._row_began <= self._target * steps

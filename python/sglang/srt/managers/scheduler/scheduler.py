@@ -53,11 +53,11 @@ class Channel(Protocol):
 class Scheduler:
     """Continuous batching over one model worker. One thread uses it.
 
-    A tick launches either a prefill batch or a decode step; if both are possible, `Turns` decides,
-    so that neither starves. With `SchedulerParts.overlap` the tick then processes the step that was
-    launched in the tick before: the device runs one step while the CPU is busy with the other.
-    Outputs are the same. A request whose end becomes known only then has run one step too many; the
-    token of that step is dropped.
+    A tick launches either a prefill batch or a decode step. If both are possible, `BatchPolicy`
+    decides, so that neither starves. With `SchedulerParts.overlap` the tick then processes the step
+    that the tick before has launched: the CPU works while the device runs the new step. Outputs are
+    the same. A request whose end becomes known only then has run one step too many; the token of
+    that step is dropped.
     """
 
     def __init__(self, parts: SchedulerParts) -> None:
@@ -66,7 +66,7 @@ class Scheduler:
         self._last_end = 0.0
         self._did_forward = False
         self._is_verified = False
-        self._say = RateLimitedLogger(logger)
+        self._log = RateLimitedLogger(logger)
         self.is_stopped = False
 
     @property
@@ -100,7 +100,7 @@ class Scheduler:
         if self._did_forward:
             self._is_verified = False
             if self._parts.group.rank == 0:
-                self._say_status()
+                self._log_status()
         return self._parts.outputs.take()
 
     def run(self, channel: Channel) -> None:
@@ -212,10 +212,10 @@ class Scheduler:
     def _launch(self) -> LaunchedStep | None:
         """Launch the next step; None: no step can run."""
         state, decoding = self._state, self._state.queues.decoding
-        is_prefill_turn = not decoding or (
-            self._parts.turns.is_prefills(state.now) and not self._parts.decode.is_stalled
+        may_prefill = not decoding or (
+            self._parts.batch_policy.may_prefill(state.now) and not self._parts.decode.is_stalled
         )
-        step = self._launch_prefill() if is_prefill_turn else None
+        step = self._launch_prefill() if may_prefill else None
         if step is None and not decoding and state.in_flight is not None:
             # Only the requests of that step can decode. Send their first tokens now: the next tick
             # spends a millisecond of the CPU on launching a step for their second tokens.
@@ -246,7 +246,7 @@ class Scheduler:
             batch.forward.mostly_done = device_runtime(state.pools.device).make_event()
         started = time.monotonic()
         result, _ = self._forward(batch)
-        self._parts.turns.on_prefill(state.now)
+        self._parts.batch_policy.on_prefill(state.now)
         self._parts.prefill.on_launched(works)
         return LaunchedStep(
             result=result, launched=started, works=works, mostly_done=batch.forward.mostly_done
@@ -260,7 +260,7 @@ class Scheduler:
         batch = decoding.worker_batch(info, self._state.snapshots)
         started = time.monotonic()
         result, token_ids = self._forward(batch)
-        self._parts.turns.on_decode()
+        self._parts.batch_policy.on_decode()
         info.accumulate(token_ids)
         decoding.advance(token_ids)
         return LaunchedStep(result=result, launched=started, reqs=list(decoding.reqs))
@@ -288,9 +288,9 @@ class Scheduler:
         self._settle()
         return decode.gather() > 0 and decode.prepare()
 
-    def _say_status(self) -> None:
+    def _log_status(self) -> None:
         state = self._state
-        self._say.info(
+        self._log.info(
             "status",
             "running %d, waiting %d, slots %d/%d, prefill tokens %d, decode steps %d",
             state.queues.num_holders,

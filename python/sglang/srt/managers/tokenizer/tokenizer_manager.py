@@ -71,7 +71,7 @@ class TokenizerManager:
         """Ids of requests without a client whose last output has not come yet; the ids are still in
         use."""
         self._refusal: str | None = None
-        self._say = RateLimitedLogger(logger)
+        self._log = RateLimitedLogger(logger)
 
     # ---- start and end ---------------------------------------------------------------------
 
@@ -144,7 +144,7 @@ class TokenizerManager:
         except InvalidRequest as error:
             if error.field == "bootstrap_host":
                 # Its prefill server waits in vain, and a router's client with it.
-                self._say.warning("bootstrap_host", "refused a request: %s", error)
+                self._log.warning("bootstrap_host", "refused a request: %s", error)
             self._decline(requests, str(error))
             raise
         states: list[RequestState] = []

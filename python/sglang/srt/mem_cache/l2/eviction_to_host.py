@@ -60,7 +60,7 @@ class EvictionToHost:
         self._controller = controller
         self._backup = backup
         self._metrics = metrics
-        self._say = RateLimitedLogger(logger)
+        self._log = RateLimitedLogger(logger)
 
     def evict(self, tier: DeviceTier, num: int) -> int:
         """Free at least `num` slots of `tier` if possible; return the freed slots.
@@ -161,4 +161,4 @@ class EvictionToHost:
 
     def _note_lost(self, tokens: int) -> None:
         self._metrics.dropped.labels("unwritten").inc(tokens)
-        self._say.info("drop", "%d tokens left L1 without a copy in L2", tokens)
+        self._log.info("drop", "%d tokens left L1 without a copy in L2", tokens)

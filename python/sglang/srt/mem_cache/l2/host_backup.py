@@ -64,7 +64,7 @@ class HostBackup(TierFlow):
         self._controller = controller
         self._metrics = metrics
         self._below = below
-        self._say = RateLimitedLogger(logger)
+        self._log = RateLimitedLogger(logger)
         self._writing: dict[int, DeviceCopy] = {}
 
     def busy(self) -> dict[str, int]:
@@ -100,7 +100,7 @@ class HostBackup(TierFlow):
         operation = self.queue_copy(node)
         if operation is None:
             is_pages = self._tree.host.pool.available_size() < len(node.key)
-            self._say.warning(
+            self._log.warning(
                 "l2-full" if is_pages else "l2-states-full",
                 "L2 is full of %s in use; %d tokens stay without a copy",
                 "pages" if is_pages else "states",
@@ -119,7 +119,7 @@ class HostBackup(TierFlow):
         operation = self.queue_copy(node)
         if operation is None:
             self._tree.host.unpin(node)
-            self._say.warning(
+            self._log.warning(
                 "l2-states-full",
                 "L2 is full of states in use; the state behind %d tokens stays without a copy",
                 node.depth,

@@ -54,7 +54,7 @@ class HostLoad(TierFlow):
         self._controller = controller
         self._evict_from = evict_from
         self._metrics = metrics
-        self._say = RateLimitedLogger(logger)
+        self._log = RateLimitedLogger(logger)
         self._loading: dict[int, DeviceCopy] = {}
 
     def busy(self) -> dict[str, int]:
@@ -163,7 +163,7 @@ class HostLoad(TierFlow):
             return slots, states
         for component, slot in states.items():
             component.device.free(slot)
-        self._say.info("l1-full", "no room in L1 to load %d tokens back from L2", tokens)
+        self._log.info("l1-full", "no room in L1 to load %d tokens back from L2", tokens)
         return None
 
     def _alloc_state(self, component: TreeComponent) -> torch.Tensor | None:

@@ -75,7 +75,7 @@ class GuardedStore:
         self.pools = pools
         self.pass_prefix_keys = pass_prefix_keys
         self._metrics = metrics
-        self.say = RateLimitedLogger(logger)
+        self.log = RateLimitedLogger(logger)
         """Rate-limited log of both threads."""
         self._breaker = CircuitBreaker(self._probe)
         self._call_started: dict[str, float] = {}
@@ -218,7 +218,7 @@ class GuardedStore:
             if not isinstance(error, StorageUnavailable):
                 logger.exception("L3 backend %s raised what it must not", self.backend_name)
             self.trip()
-            self.say.warning(what, "L3 %s failed, leaving it alone for a while: %s", what, error)
+            self.log.warning(what, "L3 %s failed, leaving it alone for a while: %s", what, error)
 
     # ---- any thread, while nothing is under way --------------------------------------------
 
@@ -284,7 +284,7 @@ class GuardedStore:
                 return True
             return answers.flag(self.client, "probe", self.client.probe())
         except StorageUnavailable as error:
-            self.say.warning("reconnect", "L3 is still unavailable: %s", error)
+            self.log.warning("reconnect", "L3 is still unavailable: %s", error)
         except BaseException:
             logger.exception("L3 (%s) could not be probed", self.backend_name)
         return False

@@ -58,7 +58,7 @@ class StoragePrefetch(TierFlow):
         self._states = next(iter(tree.components), None)
         self._store = store
         self._metrics = metrics
-        self._say = RateLimitedLogger(logger)
+        self._log = RateLimitedLogger(logger)
         self.board = PrefetchBoard(self.page_size)
         self._choice = FetchChoice(self.board)
         self._loaded: dict[str, int] = {}
@@ -137,7 +137,7 @@ class StoragePrefetch(TierFlow):
         if reason is not None:
             self._metrics.prefetch_outcomes.labels(reason.value).inc()
             if reason not in EXPECTED:
-                self._say.info(
+                self._log.info(
                     f"no-prefetch-{reason.value}", "no L3 read for a prompt: %s", reason.value
                 )
 
@@ -380,7 +380,7 @@ class StoragePrefetch(TierFlow):
                 self._metrics.prefetch_outcomes.labels(NoRead.ORPHAN.value).inc()
             if not read.operation.ended and not read.operation.is_overtaken:
                 landed = read.progress.landed * self.page_size
-                self._say.info("late", "an L3 read was cut; %d tokens of it had landed", landed)
+                self._log.info("late", "an L3 read was cut; %d tokens of it had landed", landed)
 
     # ---- one tick --------------------------------------------------------------------------
 
@@ -410,14 +410,14 @@ class StoragePrefetch(TierFlow):
         self._settle_used()
         self._cut_overtaken()
         if not self._store.available and (stuck := self.board.stuck_tokens()):
-            self._say.warning(
+            self._log.warning(
                 "stuck", "an L3 read hangs: %d tokens of L2 stay with it until it returns", stuck
             )
 
     def _cut_overtaken(self) -> None:
         """Cut the reads that would take longer than computing the prompts."""
         for operation in self._choice.cut_overtaken(self._store.prefetch_policy, self._store.rates):
-            self._say.info(
+            self._log.info(
                 "overtaken",
                 "an L3 read of %d tokens is cut: computing them is faster",
                 len(operation.host_indices),

@@ -153,7 +153,7 @@ class StorageReads:
             # For each call, not for each prompt: long prompts then give rates while they are read.
             self._worth.reads.add(landed * self._page_size, time.monotonic() - started)
             if not why:
-                self._store.say.warning(
+                self._store.log.warning(
                     f"get-{why}", "L3: page %d of %d is %s; the rest is recomputed",
                     begin + landed, pages, why.value,
                 )  # fmt: skip

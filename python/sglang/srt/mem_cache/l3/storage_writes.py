@@ -129,7 +129,7 @@ class StorageWrites:
             )
             total += landed
             if not why:
-                self._store.say.warning(
+                self._store.log.warning(
                     f"set-{why}", "L3: page %d of %d was not written: %s; nor is what follows it",
                     total, len(hashes), why.value,
                 )  # fmt: skip

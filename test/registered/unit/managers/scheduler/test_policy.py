@@ -10,14 +10,14 @@ from sglang.srt.managers.scheduler.policy import (
     LPM_MAX_OVERTAKEN,
     LPM_MAX_WAITING,
     MAX_DECODE_STEPS_A_PREFILL,
-    MAX_PREFILLS_IN_TURN,
+    MAX_PREFILLS_IN_A_ROW,
     AddOutcome,
     AddPlan,
     BatchLimits,
+    BatchPolicy,
     NewTokenEstimate,
     PrefillAdder,
     SchedulePolicy,
-    Turns,
     first_to_give_up,
     newest,
     order_waiting,
@@ -195,31 +195,33 @@ def test_the_newest_gives_way() -> None:
     assert newest([Waiting(1), Waiting(7), Waiting(3)]).arrival_number == 7
 
 
-def prefills_and_steps(turns: Turns, prefill: float, step: float, waiting: int) -> tuple[int, int]:
+def prefills_and_steps(
+    policy: BatchPolicy, prefill: float, step: float, waiting: int
+) -> tuple[int, int]:
     """Of these seconds each, while `waiting` prefills are wanted in a row: how many of them come,
     and how many decode steps until there may be another."""
     now, prefills, steps = 100.0, 0, 0
-    turns.on_prefill(now)
+    policy.on_prefill(now)
     while True:
         now, prefills = now + prefill, prefills + 1
-        if prefills == waiting or not turns.is_prefills(now):
+        if prefills == waiting or not policy.may_prefill(now):
             break
-        turns.on_prefill(now)
-    while steps == 0 or not turns.is_prefills(now):
-        turns.on_decode()
+        policy.on_prefill(now)
+    while steps == 0 or not policy.may_prefill(now):
+        policy.on_decode()
         now, steps = now + step, steps + 1
         assert steps <= 10000
     return prefills, steps
 
 
 def test_a_server_that_has_just_started_may_prefill() -> None:
-    assert Turns(None).is_prefills(5.0)
-    assert Turns(0.001).is_prefills(5.0)
+    assert BatchPolicy(None).may_prefill(5.0)
+    assert BatchPolicy(0.001).may_prefill(5.0)
 
 
 def test_without_a_target_prefills_and_decode_steps_alternate() -> None:
-    assert prefills_and_steps(Turns(None), prefill=0.2, step=0.01, waiting=3) == (1, 1)
-    assert prefills_and_steps(Turns(None), prefill=20.0, step=0.01, waiting=3) == (1, 1)
+    assert prefills_and_steps(BatchPolicy(None), prefill=0.2, step=0.01, waiting=3) == (1, 1)
+    assert prefills_and_steps(BatchPolicy(None), prefill=20.0, step=0.01, waiting=3) == (1, 1)
 
 
 @pytest.mark.parametrize(
@@ -230,14 +232,14 @@ def test_prompts_go_in_a_row_and_then_steps_until_the_mean_is_the_target(
     target: float, waiting: int, steps: int
 ) -> None:
     slack = 1e-6  # the same sums, added up in another order
-    turns = Turns(target + slack)
-    assert prefills_and_steps(turns, prefill=0.2, step=0.01, waiting=waiting) == (waiting, steps)
+    policy = BatchPolicy(target + slack)
+    assert prefills_and_steps(policy, prefill=0.2, step=0.01, waiting=waiting) == (waiting, steps)
 
 
 def test_neither_a_queue_nor_a_target_that_decoding_misses_starves_the_other() -> None:
-    prefills, steps = prefills_and_steps(Turns(0.005), prefill=0.2, step=0.01, waiting=1000)
-    assert prefills == MAX_PREFILLS_IN_TURN
-    assert steps == MAX_PREFILLS_IN_TURN * MAX_DECODE_STEPS_A_PREFILL
+    prefills, steps = prefills_and_steps(BatchPolicy(0.005), prefill=0.2, step=0.01, waiting=1000)
+    assert prefills == MAX_PREFILLS_IN_A_ROW
+    assert steps == MAX_PREFILLS_IN_A_ROW * MAX_DECODE_STEPS_A_PREFILL
 
 
 if __name__ == "__main__":
