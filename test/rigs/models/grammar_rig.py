@@ -70,15 +70,12 @@ class HandBackend(GrammarBackend):
                 ticket.fail(str(error))
                 continue
             kind = ticket.constraint.kind
-            ticket.resolve(XGrammarGrammar(compiled, kind, self._vocabulary, self.limits))
+            ticket.set_result(XGrammarGrammar(compiled, kind, self._vocabulary, self.limits))
         self.held = []
 
     def compile_now(self, constraint: Constraint) -> Grammar:
         compiled = compile_constraint(self._compiler, constraint, any_whitespace=True)
         return XGrammarGrammar(compiled, constraint.kind, self._vocabulary, self.limits)
-
-    def warm_up(self) -> None:
-        pass
 
     def close(self) -> None:
         self.is_closed = True

@@ -47,10 +47,6 @@ class GrammarMatcher(ABC):
     def is_terminated(self) -> bool:
         """Whether the matcher has accepted an end token; no token can follow."""
 
-    @abstractmethod
-    def copy(self) -> GrammarMatcher:
-        """An independent matcher in the same state, for another of a request's `n` samples."""
-
 
 class Grammar(ABC):
     """A compiled constraint. Immutable and shared; any thread may create matchers."""
@@ -89,10 +85,6 @@ class GrammarBackend(ABC):
         Raises:
             GrammarError: It is no grammar of its kind.
         """
-
-    @abstractmethod
-    def warm_up(self) -> None:
-        """Start the processes that the first compilation needs. Never blocks."""
 
     @abstractmethod
     def close(self) -> None:

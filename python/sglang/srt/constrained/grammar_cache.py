@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 
 from sglang.srt.constrained.constraint import Constraint
-from sglang.srt.constrained.ticket import GrammarTicket, TicketState
+from sglang.srt.constrained.ticket import GrammarTicket
 
 
 class GrammarCache:
@@ -23,9 +23,7 @@ class GrammarCache:
         self._max_tickets = max_tickets
         self._max_bytes = max_bytes
         self._compiling: dict[Constraint, GrammarTicket] = {}
-        self._done: OrderedDict[Constraint, int] = OrderedDict()
-        self._tickets: dict[Constraint, GrammarTicket] = {}
-        self._bytes = 0
+        self._done: OrderedDict[Constraint, GrammarTicket] = OrderedDict()
 
     @property
     def num_compiling(self) -> int:
@@ -40,15 +38,14 @@ class GrammarCache:
     @property
     def num_bytes(self) -> int:
         """Bytes of the cached grammars."""
-        return self._bytes
+        return sum(map(_size_of, self._done.values()))
 
     def find(self, constraint: Constraint) -> GrammarTicket | None:
         """The ticket of a constraint, which becomes the most recently used one."""
-        ticket = self._compiling.get(constraint)
-        if ticket is None and constraint in self._done:
+        if constraint in self._done:
             self._done.move_to_end(constraint)
-            ticket = self._tickets[constraint]
-        return ticket
+            return self._done[constraint]
+        return self._compiling.get(constraint)
 
     def add_compiling(self, ticket: GrammarTicket) -> None:
         """Add a new ticket."""
@@ -56,19 +53,17 @@ class GrammarCache:
 
     def finish(self, ticket: GrammarTicket, *, keep: bool) -> None:
         """Note that a ticket is done. `keep` False forgets it, so that the next request retries."""
-        constraint = ticket.constraint
-        del self._compiling[constraint]
+        del self._compiling[ticket.constraint]
         if not keep:
             return
-        ready = ticket.state is TicketState.READY
-        # A failed ticket holds only its text, which is the key.
-        size = ticket.grammar.size_bytes if ready else len(constraint.text)
-        self._done[constraint] = size
-        self._tickets[constraint] = ticket
-        self._bytes += size
-        while len(self._done) > 1 and (
-            len(self._done) > self._max_tickets or self._bytes > self._max_bytes
+        self._done[ticket.constraint] = ticket
+        while len(self._done) > self._max_tickets or (
+            len(self._done) > 1 and self.num_bytes > self._max_bytes
         ):
-            oldest, oldest_size = self._done.popitem(last=False)
-            del self._tickets[oldest]
-            self._bytes -= oldest_size
+            self._done.popitem(last=False)
+
+
+def _size_of(ticket: GrammarTicket) -> int:
+    # A failed ticket holds only its text, which is the key.
+    has_failed = ticket.exception() is not None
+    return len(ticket.constraint.text) if has_failed else ticket.result().size_bytes

@@ -111,11 +111,6 @@ class XGrammarBackend(GrammarBackend):
     def compile_now(self, constraint: Constraint) -> XGrammarGrammar:
         return self._compile_here(_prepared(constraint))
 
-    def warm_up(self) -> None:
-        with self._lock:
-            if not self._closed:
-                self._pool.submit(self._start_idle)
-
     def close(self) -> None:
         with self._lock:
             self._closed = True
@@ -175,7 +170,7 @@ class XGrammarBackend(GrammarBackend):
             logger.exception("compiling a %s failed", kind)
             message, keep = f"{kind}: compiling it failed inside the server; see its log", False
         if grammar is not None:
-            ticket.resolve(grammar)
+            ticket.set_result(grammar)
         else:
             ticket.fail(message)
         with self._lock:
@@ -228,13 +223,6 @@ class XGrammarBackend(GrammarBackend):
                 self._idle.append(process)
                 return
         process.close()
-
-    def _start_idle(self) -> None:
-        """Thread `grammar-*`: start a compile process before the first constraint needs it."""
-        try:
-            self._return_process(self._take_process())
-        except CompileProcessError as error:
-            logger.error("%s", error)
 
 
 def _prepared(constraint: Constraint) -> Constraint:

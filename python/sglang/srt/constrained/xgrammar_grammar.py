@@ -80,14 +80,12 @@ class XGrammarMatcher(GrammarMatcher):
         matcher: xgrammar.GrammarMatcher,
         kind: ConstraintKind,
         limits: GrammarLimits,
-        spent: float = 0.0,
-        steps: int = 0,
     ) -> None:
         self._matcher = matcher
         self._kind = kind
         self._limits = limits
-        self._spent = spent
-        self._steps = steps
+        self._spent = 0.0
+        self._steps = 0
 
     @property
     def failure(self) -> str | None:
@@ -116,11 +114,6 @@ class XGrammarMatcher(GrammarMatcher):
 
     def is_terminated(self) -> bool:
         return bool(self._matcher.is_terminated())
-
-    def copy(self) -> XGrammarMatcher:
-        return XGrammarMatcher(
-            self._matcher.fork(), self._kind, self._limits, self._spent, self._steps
-        )
 
 
 class XGrammarGrammar(Grammar):

@@ -7,7 +7,6 @@ from types import MappingProxyType
 from typing import Any, Final
 
 from sglang.srt.environ import envs
-from sglang.srt.function_call.core_types import StreamingParseResult, ToolCallItem
 from sglang.srt.function_call.deepseekv3_detector import DeepSeekV3Detector
 from sglang.srt.function_call.deepseekv31_detector import DeepSeekV31Detector
 from sglang.srt.function_call.deepseekv32_detector import DeepSeekV32Detector
@@ -29,45 +28,30 @@ TOOL_CALL_PARSERS: Final[Mapping[str, type[FormatDetector]]] = MappingProxyType(
 )
 
 
-class FunctionCallParser:
-    """Splits one output into text and calls. The format's detector defines what a call is.
+def make_call_parser(tools: Sequence[Mapping[str, Any]], name: str) -> FormatDetector:
+    """The parser of one output.
 
     Args:
         tools: The request's tools in OpenAI's form: `{"type": "function", "function": {"name",
             "parameters"}}`. Formats without types of their own take them from `parameters`.
-        tool_call_parser: One of `TOOL_CALL_PARSERS`.
+        name: One of `TOOL_CALL_PARSERS`.
 
     Raises:
         ValueError: The parser's name is unknown, or a tool has no name.
     """
-
-    def __init__(self, tools: Sequence[Mapping[str, Any]], tool_call_parser: str) -> None:
-        detector = TOOL_CALL_PARSERS.get(tool_call_parser)
-        if detector is None:
-            raise ValueError(
-                f"--tool-call-parser {tool_call_parser} is not known: use one of "
-                f"{', '.join(TOOL_CALL_PARSERS)}"
-            )
-        names = [_tool_name(i, tool) for i, tool in enumerate(tools)]
-        schemas = {
-            name: schema
-            for name, tool in zip(names, tools, strict=True)
-            if isinstance(schema := tool["function"].get("parameters"), Mapping)
-        }
-        known = None if envs.SGLANG_FORWARD_UNKNOWN_TOOLS.get() else names
-        self._detector = detector(known, schemas)
-
-    def parse_non_stream(self, text: str) -> tuple[str, list[ToolCallItem]]:
-        """The normal text and the calls of a whole output. Never raises."""
-        return self._detector.parse_non_stream(text)
-
-    def parse_stream_increment(self, new_text: str) -> StreamingParseResult:
-        """The text and calls that `new_text` adds to a streamed output. Never raises."""
-        return self._detector.parse_stream_increment(new_text)
-
-    def finish(self) -> StreamingParseResult:
-        """End the stream. Returns the text that was held back; without this call it is lost."""
-        return self._detector.finish()
+    detector = TOOL_CALL_PARSERS.get(name)
+    if detector is None:
+        raise ValueError(
+            f"--tool-call-parser {name} is not known: use one of {', '.join(TOOL_CALL_PARSERS)}"
+        )
+    names = [_tool_name(i, tool) for i, tool in enumerate(tools)]
+    schemas = {
+        name: schema
+        for name, tool in zip(names, tools, strict=True)
+        if isinstance(schema := tool["function"].get("parameters"), Mapping)
+    }
+    known = None if envs.SGLANG_FORWARD_UNKNOWN_TOOLS.get() else names
+    return detector(known, schemas)
 
 
 def _tool_name(index: int, tool: Mapping[str, Any]) -> str:

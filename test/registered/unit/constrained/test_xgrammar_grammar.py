@@ -172,15 +172,6 @@ def test_the_end_allows_only_end_tokens() -> None:
     assert not matcher.accept_token(1)
 
 
-def test_a_copied_matcher_is_independent() -> None:
-    (a,), (b,) = ids("a"), ids("b")
-    first = grammar("regex", "a(a|b)").matcher()
-    assert first.accept_token(a)
-    second = first.copy()
-    assert first.accept_token(a) and not first.accept_token(b)
-    assert second.accept_token(b)
-
-
 def test_masks_touch_only_their_rows() -> None:
     matcher = grammar("regex", "a").matcher()
     bitmask = allocate_bitmask(3, VOCAB)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from sglang.srt.environ import envs
 from sglang.srt.function_call.core_types import ToolCallItem
 from sglang.srt.function_call.format_detector import FormatDetector, merge_calls
-from sglang.srt.function_call.function_call_parser import TOOL_CALL_PARSERS, FunctionCallParser
+from sglang.srt.function_call.function_call_parser import TOOL_CALL_PARSERS, make_call_parser
 from sglang.test.ci.ci_register import register_cpu_ci
 
 register_cpu_ci(est_time=6, suite="base-a-test-cpu")
@@ -33,7 +33,7 @@ FORMATS = pytest.mark.parametrize("name", ["qwen25", "llama3"])
 
 
 def parse(name: str, text: str) -> tuple[str, list[tuple[str | None, object]]]:
-    normal, calls = FunctionCallParser(TOOLS, name).parse_non_stream(text)
+    normal, calls = make_call_parser(TOOLS, name).parse_non_stream(text)
     assert [call.tool_index for call in calls] == list(range(len(calls)))
     return normal, [(call.name, json.loads(call.parameters)) for call in calls]
 
@@ -60,7 +60,7 @@ def test_any_split_of_a_stream_gives_the_same(name: str, text: str, points: list
     assert stream(name, list(text)) == whole
     normal, calls, num_cut = whole
     if num_cut == 0:
-        assert FunctionCallParser(TOOLS, name).parse_non_stream(text) == (normal, calls)
+        assert make_call_parser(TOOLS, name).parse_non_stream(text) == (normal, calls)
 
 
 @FORMATS
@@ -149,7 +149,7 @@ def test_calls_of_unknown_tools_are_forwarded_on_request(name: str) -> None:
     assert parse(name, text) == (text, [])
     with envs.SGLANG_FORWARD_UNKNOWN_TOOLS.override(True):
         assert parse(name, text) == ("", [("rm", {"all": True})])
-        parser = FunctionCallParser(TOOLS, name)
+        parser = make_call_parser(TOOLS, name)
         pieces = [call for c in text for call in parser.parse_stream_increment(c).calls]
         assert merge_calls(pieces) == [ToolCallItem(0, "rm", '{"all": true}')]
         nameless = marker + '{"name": "", "arguments": {}}'
@@ -158,9 +158,9 @@ def test_calls_of_unknown_tools_are_forwarded_on_request(name: str) -> None:
 
 def test_bad_arguments_are_refused_by_name() -> None:
     with pytest.raises(ValueError, match=r"--tool-call-parser nope.*qwen25"):
-        FunctionCallParser(TOOLS, "nope")
+        make_call_parser(TOOLS, "nope")
     with pytest.raises(ValueError, match=r"tools\[0\]\.function\.name"):
-        FunctionCallParser([{"type": "function"}], "qwen25")
+        make_call_parser([{"type": "function"}], "qwen25")
 
 
 if __name__ == "__main__":

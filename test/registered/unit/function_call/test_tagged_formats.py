@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from sglang.srt.environ import envs
 from sglang.srt.function_call.core_types import ToolCallItem
 from sglang.srt.function_call.format_detector import merge_calls
-from sglang.srt.function_call.function_call_parser import FunctionCallParser
+from sglang.srt.function_call.function_call_parser import make_call_parser
 from sglang.srt.function_call.parameter_types import allowed_types, typed_value
 from sglang.test.ci.ci_register import register_cpu_ci
 
@@ -96,13 +96,13 @@ FORMATS = pytest.mark.parametrize("name", list(WRITERS))
 
 
 def parse(name: str, text: str) -> tuple[str, Calls]:
-    normal, calls = FunctionCallParser(TOOLS, name).parse_non_stream(text)
+    normal, calls = make_call_parser(TOOLS, name).parse_non_stream(text)
     assert [call.tool_index for call in calls] == list(range(len(calls)))
     return normal, [(call.name, json.loads(call.parameters)) for call in calls]
 
 
 def stream(name: str, pieces: list[str]) -> tuple[str, list[ToolCallItem]]:
-    parser = FunctionCallParser(TOOLS, name)
+    parser = make_call_parser(TOOLS, name)
     results = [parser.parse_stream_increment(piece) for piece in pieces]
     results.append(parser.finish())
     calls = merge_calls([call for result in results for call in result.calls])
@@ -157,7 +157,7 @@ def test_unknown_tools_are_forwarded_on_request(name: str) -> None:
 
 @FORMATS
 def test_a_stream_gives_a_call_when_it_is_complete(name: str) -> None:
-    parser = FunctionCallParser(TOOLS, name)
+    parser = make_call_parser(TOOLS, name)
     text = "Yes" + WRITERS[name](("say", SAY))
     sent = [parser.parse_stream_increment(char) for char in text]
     assert [result.normal_text for result in sent[:3]] == ["Y", "e", "s"]
@@ -185,7 +185,7 @@ TEXTS = st.lists(st.sampled_from(fragments()), max_size=12).map("".join)
 @settings(max_examples=200, deadline=None)
 @given(text=TEXTS, points=st.lists(st.integers(0, 2000), max_size=12))
 def test_any_split_of_a_stream_gives_the_same(name: str, text: str, points: list[int]) -> None:
-    whole = FunctionCallParser(TOOLS, name).parse_non_stream(text)
+    whole = make_call_parser(TOOLS, name).parse_non_stream(text)
     bounds = [0, *sorted(point % (len(text) + 1) for point in points), len(text)]
     assert stream(name, [text[a:b] for a, b in pairwise(bounds)]) == whole
     assert stream(name, list(text)) == whole

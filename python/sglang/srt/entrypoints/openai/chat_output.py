@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from sglang.srt.function_call.core_types import StreamingParseResult, ToolCallItem
-from sglang.srt.function_call.function_call_parser import FunctionCallParser
+from sglang.srt.function_call.format_detector import FormatDetector
 from sglang.srt.parser.reasoning_parser import ReasoningParser, ReasoningParseResult
 
 
@@ -25,7 +25,7 @@ class ChatOutput:
     def __init__(
         self,
         reasoning: ReasoningParser | None,
-        calls: FunctionCallParser | None,
+        calls: FormatDetector | None,
         *,
         parallel: bool = True,
         stream_reasoning: bool = True,

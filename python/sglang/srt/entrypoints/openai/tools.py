@@ -12,7 +12,8 @@ from sglang.srt.constrained.schema_check import prepare_json_schema
 from sglang.srt.constrained.ticket import GrammarError
 from sglang.srt.entrypoints.http.errors import bad_request
 from sglang.srt.entrypoints.openai.protocol import ChatBody, Tool, ToolChoice
-from sglang.srt.function_call.function_call_parser import FunctionCallParser
+from sglang.srt.function_call.format_detector import FormatDetector
+from sglang.srt.function_call.function_call_parser import make_call_parser
 
 MAX_TOOLS: Final = 128
 _ENFORCED_FORMAT: Final = "llama3"
@@ -32,9 +33,9 @@ class ToolUse:
     parallel: bool = True
     """Whether more than one call of an output is passed on."""
 
-    def new_parser(self) -> FunctionCallParser:
+    def new_parser(self) -> FormatDetector:
         """Make a parser of one output."""
-        return FunctionCallParser(self.shown, self.parser)
+        return make_call_parser(self.shown, self.parser)
 
 
 def tool_use(body: ChatBody, parser: str | None) -> ToolUse | None:

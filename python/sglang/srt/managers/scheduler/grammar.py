@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Final
 
-from sglang.srt.constrained.ticket import GrammarTicket, TicketState
+from sglang.srt.constrained.ticket import GrammarError, GrammarTicket
 from sglang.srt.managers.messages.io_struct import FinishReason, TokenizedGenerateReqInput
 from sglang.srt.managers.messages.tick import GrammarResult
 
@@ -60,7 +60,7 @@ class GrammarQueue:
             tickets = [(req.rid, req.progress.grammar_ticket) for req in queues.waiting]
             compiling = [(rid, ticket) for rid, ticket in tickets if ticket is not None]
             self._num_compiling = len(compiling)
-            results += [_result(rid, ticket) for rid, ticket in compiling if _has_ended(ticket)]
+            results += [_result(rid, ticket) for rid, ticket in compiling if ticket.done()]
         for message in messages:
             if not isinstance(message, TokenizedGenerateReqInput):
                 continue
@@ -72,7 +72,7 @@ class GrammarQueue:
             except ValueError:
                 continue  # `on_arrival` refuses it.
             self._asked[message.rid] = ticket
-            if _has_ended(ticket):
+            if ticket.done():
                 results.append(_result(message.rid, ticket))
         return results
 
@@ -126,12 +126,12 @@ class GrammarQueue:
         Raises:
             GrammarError: This rank cannot compile what rank 0 has compiled.
         """
-        ticket.wait(_LATE_S)
-        if ticket.state is TicketState.READY:
-            return ticket.grammar
-        # The trial was late or failed here. Rank 0's trial has shown that the grammar is harmless.
-        assert self._backend is not None, "it was asked for the ticket"
-        return self._backend.compile_now(ticket.constraint)
+        try:
+            return ticket.result(_LATE_S)
+        except (GrammarError, TimeoutError):
+            # Rank 0's trial has shown that the grammar is harmless.
+            assert self._backend is not None, "it was asked for the ticket"
+            return self._backend.compile_now(ticket.constraint)
 
     def _get_backend(self) -> GrammarBackend:
         if self._backend is None:
@@ -142,13 +142,9 @@ class GrammarQueue:
         return self._backend
 
 
-def _has_ended(ticket: GrammarTicket) -> bool:
-    return ticket.state is not TicketState.COMPILING
-
-
 def _result(rid: str, ticket: GrammarTicket) -> GrammarResult:
-    is_failed = ticket.state is TicketState.FAILED
-    return GrammarResult(rid, ticket.message if is_failed else None)
+    error = ticket.exception()
+    return GrammarResult(rid, None if error is None else str(error))
 
 
 def _refusal(message: str) -> FinishReason:

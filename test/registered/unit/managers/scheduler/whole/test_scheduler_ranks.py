@@ -18,6 +18,7 @@ from rigs.models.grammar_rig import HandBackend, text_of
 from rigs.models.letters import Letters
 from rigs.models.tiny_models import save_tiny_checkpoint
 from rigs.schedulers.scheduler_rig import SchedulerRig, greedy, prompt
+from sglang.srt.constrained.base_grammar_backend import Grammar
 from sglang.srt.constrained.ticket import GrammarTicket
 from sglang.srt.distributed.rank_group import SingleRank
 from sglang.srt.managers.messages.io_struct import (
@@ -175,17 +176,17 @@ def test_a_compilation_that_is_late_on_another_rank_or_fails_there_ends_no_reque
 ) -> None:
     backends = HandBackend(), HandBackend(hold=True)
     ranks = make_ranks(model, backends)
-    wait = GrammarTicket.wait
+    result = GrammarTicket.result
 
-    def end_and_wait(ticket: GrammarTicket, timeout: float | None = None) -> bool:
+    def end_and_get(ticket: GrammarTicket, timeout: float | None = None) -> Grammar:
         if ticket in backends[1].held:  # Rank 1's thread: rank 0 waits for a ticket of its own.
             if fails:
                 backends[1].held.remove(ticket)
                 ticket.fail("regex: took too long")
             backends[1].release()
-        return wait(ticket, timeout)
+        return result(ticket, timeout)
 
-    monkeypatch.setattr(GrammarTicket, "wait", end_and_wait)
+    monkeypatch.setattr(GrammarTicket, "result", end_and_get)
     ranks.run(ranks.request("r", constrained(regex="ab")))
     assert text_of(ranks.outcome("r")[1]) == "ab"
 
