@@ -174,7 +174,7 @@ class Walker:
     def _page_in(self, family: str = "qwen3") -> None:
         ids = self._page_out(family)
         rig = self._rig(family)
-        rig.step(FlushCacheReqInput("flush"))
+        rig.step(FlushCacheReqInput(req_id="flush"))
         self._trail.start(begin=HiRadixCache.prefetch_from_storage, end=HostLoad._settle)
         message = self._request(rig, ids)
         rig.step(message)

@@ -12,10 +12,15 @@ import pytest
 
 import sglang
 from sglang.srt.constrained import xgrammar_backend
-from sglang.srt.constrained.constraint import JSON_OBJECT_SCHEMA, Constraint, ConstraintKind
+from sglang.srt.constrained.base_grammar_backend import GrammarTicket
+from sglang.srt.constrained.constraint import (
+    JSON_OBJECT_SCHEMA,
+    Constraint,
+    ConstraintKind,
+    GrammarError,
+)
 from sglang.srt.constrained.grammar_backend import GrammarBackend, create_grammar_backend
 from sglang.srt.constrained.limits import GrammarLimits
-from sglang.srt.constrained.ticket import GrammarError, GrammarTicket
 from sglang.srt.utils.hf_tokenizer import get_tokenizer
 from sglang.test.ci.ci_register import register_cpu_ci
 

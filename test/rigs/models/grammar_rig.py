@@ -7,10 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
-from sglang.srt.constrained.base_grammar_backend import Grammar, GrammarBackend
-from sglang.srt.constrained.constraint import Constraint, ConstraintKind
+from sglang.srt.constrained.base_grammar_backend import Grammar, GrammarBackend, GrammarTicket
+from sglang.srt.constrained.constraint import Constraint, ConstraintKind, GrammarError
 from sglang.srt.constrained.limits import GrammarLimits
-from sglang.srt.constrained.ticket import GrammarError, GrammarTicket
 from sglang.srt.constrained.vocabulary import Vocabulary
 from sglang.srt.constrained.xgrammar_grammar import (
     XGrammarGrammar,

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from concurrent.futures import Future
 
 import torch
 
-from sglang.srt.constrained.constraint import Constraint, ConstraintKind
-from sglang.srt.constrained.ticket import GrammarTicket
+from sglang.srt.constrained.constraint import Constraint, ConstraintKind, GrammarError
 
 
 class GrammarMatcher(ABC):
@@ -65,6 +65,22 @@ class Grammar(ABC):
                 ids. Only special tokens among them can end the grammar. A stop token that is also
                 text remains text here; the request stops at it, as it does without a grammar.
         """
+
+
+class GrammarTicket(Future[Grammar]):
+    """The grammar of one constraint, which may still be compiling. Raises `GrammarError`.
+
+    All requests with the constraint share it. Any thread may read it. With several ranks, one rank
+    reads it and tells the others, because compilations end at different times on different ranks.
+    """
+
+    def __init__(self, constraint: Constraint) -> None:
+        super().__init__()
+        self.constraint = constraint
+
+    def fail(self, message: str) -> None:
+        """Set the reason of a failure: one line for the client. For the backend."""
+        self.set_exception(GrammarError(message))
 
 
 class GrammarBackend(ABC):

@@ -11,9 +11,8 @@ from typing import Final
 
 import psutil
 
-from sglang.srt.constrained.constraint import Constraint
+from sglang.srt.constrained.constraint import Constraint, GrammarError
 from sglang.srt.constrained.limits import GrammarLimits
-from sglang.srt.constrained.ticket import GrammarError
 from sglang.srt.constrained.trial_messages import (
     RESULT_DECODER,
     Hello,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass
 
-from sglang.srt.constrained.ticket import GrammarTicket
+from sglang.srt.constrained.base_grammar_backend import GrammarTicket
 
 
 @dataclass(slots=True)

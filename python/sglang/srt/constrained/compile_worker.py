@@ -28,8 +28,7 @@ import psutil
 import xgrammar
 
 from sglang.srt.constrained.bitmask import allocate_bitmask
-from sglang.srt.constrained.constraint import Constraint
-from sglang.srt.constrained.ticket import GrammarError
+from sglang.srt.constrained.constraint import Constraint, GrammarError
 from sglang.srt.constrained.trial_messages import (
     HELLO_DECODER,
     RESULT_DECODER,

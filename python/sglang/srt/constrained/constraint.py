@@ -25,6 +25,10 @@ class ConstraintKind(str, Enum):
     """Free text with constrained parts; see `structural_tag.py`."""
 
 
+class GrammarError(ValueError):
+    """A constraint that cannot be enforced. The message is one line and names the field."""
+
+
 class Constraint(NamedTuple):
     """One constraint. Hashable: the key of its grammar in the cache."""
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections import OrderedDict
 
+from sglang.srt.constrained.base_grammar_backend import GrammarTicket
 from sglang.srt.constrained.constraint import Constraint
-from sglang.srt.constrained.ticket import GrammarTicket
 
 
 class GrammarCache:

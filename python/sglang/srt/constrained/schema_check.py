@@ -11,7 +11,7 @@ from typing import Any, Final
 
 import orjson
 
-from sglang.srt.constrained.ticket import GrammarError
+from sglang.srt.constrained.constraint import GrammarError
 
 _UNSUPPORTED: Final = (
     "not", "if", "then", "else", "dependentRequired", "dependentSchemas", "dependencies",

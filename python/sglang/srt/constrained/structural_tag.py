@@ -13,8 +13,8 @@ from typing import Any
 
 import orjson
 
+from sglang.srt.constrained.constraint import GrammarError
 from sglang.srt.constrained.schema_check import prepare_json_schema
-from sglang.srt.constrained.ticket import GrammarError
 
 _STRUCTURE_FIELDS = {"begin", "schema", "end"}
 

@@ -10,7 +10,7 @@ from typing import Final
 
 from transformers import PreTrainedTokenizerBase
 
-from sglang.srt.constrained.base_grammar_backend import GrammarBackend
+from sglang.srt.constrained.base_grammar_backend import GrammarBackend, GrammarTicket
 from sglang.srt.constrained.compile_process import (
     CompileProcess,
     CompileProcessDied,
@@ -18,12 +18,16 @@ from sglang.srt.constrained.compile_process import (
     FirstTryOver,
 )
 from sglang.srt.constrained.compile_queue import CompileJob, CompileQueue
-from sglang.srt.constrained.constraint import JSON_OBJECT_SCHEMA, Constraint, ConstraintKind
+from sglang.srt.constrained.constraint import (
+    JSON_OBJECT_SCHEMA,
+    Constraint,
+    ConstraintKind,
+    GrammarError,
+)
 from sglang.srt.constrained.grammar_cache import GrammarCache
 from sglang.srt.constrained.limits import GrammarLimits
 from sglang.srt.constrained.schema_check import prepare_json_schema
 from sglang.srt.constrained.structural_tag import prepare_structural_tag
-from sglang.srt.constrained.ticket import GrammarError, GrammarTicket
 from sglang.srt.constrained.vocabulary import Vocabulary
 from sglang.srt.constrained.xgrammar_grammar import (
     XGrammarGrammar,

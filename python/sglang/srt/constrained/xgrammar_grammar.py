@@ -11,9 +11,8 @@ import torch
 import xgrammar
 
 from sglang.srt.constrained.base_grammar_backend import Grammar, GrammarMatcher
-from sglang.srt.constrained.constraint import Constraint, ConstraintKind
+from sglang.srt.constrained.constraint import Constraint, ConstraintKind, GrammarError
 from sglang.srt.constrained.limits import GrammarLimits
-from sglang.srt.constrained.ticket import GrammarError
 from sglang.srt.constrained.vocabulary import Vocabulary
 
 _MAX_DEPTH: Final = 1000

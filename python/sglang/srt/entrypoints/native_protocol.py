@@ -10,6 +10,7 @@ from sglang.srt.entrypoints.http.body import (
     MAX_BATCH,
     convert,
     refuse_own_ids,
+    spread,
 )
 from sglang.srt.entrypoints.http.bootstrap_fields import rooms_of
 from sglang.srt.entrypoints.http.errors import bad_request
@@ -133,7 +134,7 @@ def to_requests(body: GenerateBody) -> tuple[list[GenerateRequest], bool]:
     prompts, is_batch = _prompts(body)
     count = len(prompts)
     columns = {
-        name: _spread(name, getattr(body, name), count, is_batch)
+        name: spread(name, getattr(body, name), count, is_batch)
         for name in (
             "rid", "sampling_params", "return_logprob", "top_logprobs_num",
             "logprob_start_len", "extra_key", "cache_salt",
@@ -150,6 +151,7 @@ def to_requests(body: GenerateBody) -> tuple[list[GenerateRequest], bool]:
         sampling_field = f"sampling_params[{index}]" if has_own_sampling else "sampling_params"
         params, default, keeps_stop = _sampling(columns["sampling_params"][index], sampling_field)
         return_logprob = bool(columns["return_logprob"][index])
+        start = columns["logprob_start_len"][index] if return_logprob else None
         requests.append(
             GenerateRequest(
                 rid=columns["rid"][index] if columns["rid"][index] is not None else new_rid(),
@@ -162,9 +164,7 @@ def to_requests(body: GenerateBody) -> tuple[list[GenerateRequest], bool]:
                 stream=bool(body.stream),
                 return_logprob=return_logprob,
                 top_logprobs_num=(columns["top_logprobs_num"][index] or 0) * return_logprob,
-                logprob_start_len=(
-                    _start_of(columns["logprob_start_len"][index]) if return_logprob else -1
-                ),
+                logprob_start_len=-1 if start is None else start,
                 no_stop_trim=bool(body.no_stop_trim) or keeps_stop,
                 bootstrap=rooms[index],
                 extra_key=columns["extra_key"][index],
@@ -219,10 +219,6 @@ def _refuse_many_patterns(requests: list[GenerateRequest]) -> None:
         )
 
 
-def _start_of(logprob_start_len: int | None) -> int:
-    return -1 if logprob_start_len is None else logprob_start_len
-
-
 def _prompts(body: GenerateBody) -> tuple[list[str | TokenArray], bool]:
     if (body.text is None) == (body.input_ids is None):
         raise bad_request("text, input_ids: give exactly one of them", "text")
@@ -252,17 +248,6 @@ def _flat_ids(field: str, values: int | list[Any]) -> TokenArray:
         return prompt_ids(values, field)
     except TypeError:
         raise bad_request(f"{field}: expected token ids, got a list among them", field) from None
-
-
-def _spread(field: str, value: Any, count: int, is_batch: bool) -> list[Any]:
-    """One value for each prompt."""
-    if not isinstance(value, list):
-        return [value] * count
-    if not is_batch:
-        raise bad_request(f"{field}: a list needs a batch of prompts; give one value", field)
-    if len(value) != count:
-        raise bad_request(f"{field} has {len(value)} values for {count} prompts", field)
-    return value
 
 
 def _sampling(values: dict[str, Any] | None, field: str) -> tuple[SamplingParams, int | None, bool]:

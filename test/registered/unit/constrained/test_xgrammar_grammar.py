@@ -13,11 +13,13 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 import sglang
+from sglang.srt.constrained.base_grammar_backend import GrammarTicket
 from sglang.srt.constrained.bitmask import allocate_bitmask, apply_bitmask
 from sglang.srt.constrained.constraint import (
     JSON_OBJECT_SCHEMA,
     Constraint,
     ConstraintKind,
+    GrammarError,
     constraint_of,
     constraint_of_response_format,
 )
@@ -26,7 +28,6 @@ from sglang.srt.constrained.grammar_cache import GrammarCache
 from sglang.srt.constrained.limits import GrammarLimits
 from sglang.srt.constrained.schema_check import prepare_json_schema
 from sglang.srt.constrained.structural_tag import prepare_structural_tag
-from sglang.srt.constrained.ticket import GrammarError, GrammarTicket
 from sglang.srt.constrained.vocabulary import Vocabulary
 from sglang.srt.constrained.xgrammar_grammar import (
     XGrammarGrammar,

@@ -8,7 +8,7 @@ import difflib
 import gc
 import re
 from collections.abc import Iterator, Mapping
-from typing import Final, TypeVar
+from typing import Any, Final, TypeVar
 
 import msgspec
 from starlette.requests import Request
@@ -143,6 +143,21 @@ def refuse_own_ids(rid: str | list[str] | None) -> None:
                 f"rid begins with {HEALTH_CHECK_RID_PREFIX}, as the server's own: choose another",
                 "rid",
             )
+
+
+def spread(field: str, value: Any, count: int, is_batch: bool) -> list[Any]:
+    """One value for each of `count` prompts.
+
+    Raises:
+        ApiError: 400: `value` is a list without a batch, or of another length.
+    """
+    if not isinstance(value, list):
+        return [value] * count
+    if not is_batch:
+        raise bad_request(f"{field}: a list needs a batch of prompts; give one value", field)
+    if len(value) != count:
+        raise bad_request(f"{field} has {len(value)} values for {count} prompts", field)
+    return value
 
 
 def _check_values(body: bytes) -> None:

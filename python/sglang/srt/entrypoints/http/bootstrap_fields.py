@@ -5,9 +5,10 @@ A router adds them when it sends one body to a prefill and to a decode server.
 
 from __future__ import annotations
 
-from typing import Any, Final, Protocol
+from typing import Final, Protocol
 
 from sglang.srt.constants import DEFAULT_BOOTSTRAP_PORT
+from sglang.srt.entrypoints.http.body import spread
 from sglang.srt.entrypoints.http.errors import bad_request
 from sglang.srt.managers.messages.io_struct import MAX_ROOM, Bootstrap
 
@@ -44,16 +45,7 @@ def rooms_of(body: BootstrapFields, count: int, *, is_batch: bool) -> list[Boots
     }
     if not any(value is not None for value in given.values()):
         return [None] * count
-    columns: dict[str, list[Any]] = {}
-    for field, value in given.items():
-        if isinstance(value, list) and not is_batch:
-            raise bad_request(f"{field}: a list needs a batch of prompts; give one value", field)
-        columns[field] = value if isinstance(value, list) else [value] * count
-        if len(columns[field]) != count:
-            raise bad_request(
-                f"{field} has {len(columns[field])} values for {count} prompts", field
-            )
-    hosts, ports, rooms = columns.values()
+    hosts, ports, rooms = (spread(field, value, count, is_batch) for field, value in given.items())
     for index, (host, port, room) in enumerate(zip(hosts, ports, rooms, strict=True)):
         for field, value in (("bootstrap_host", host), ("bootstrap_room", room)):
             if value is None:

@@ -20,10 +20,6 @@ if TYPE_CHECKING:
     from sglang.srt.managers.tokenizer.chat_template import ChatTemplate
 
 
-def _new_renderer() -> ThreadPoolExecutor:
-    return started_pool(1, "render")
-
-
 @dataclass(slots=True, kw_only=True)
 class ServerContext:
     """One server: its arguments, the `TokenizerManager`, and the engine's ready message."""
@@ -37,7 +33,7 @@ class ServerContext:
     memory: MemoryReturner = field(default_factory=MemoryReturner)
     probe: SharedAnswer[ApiError | None] = field(default_factory=lambda: SharedAnswer(1.0))
     """Result of the last health probe: the reason why no token could be generated, or None."""
-    renderer: ThreadPoolExecutor = field(default_factory=_new_renderer)
+    renderer: ThreadPoolExecutor = field(default_factory=lambda: started_pool(1, "render"))
     """The thread `render`, for chat templates over long conversations."""
 
     @property

@@ -22,6 +22,7 @@ from sglang.srt.entrypoints.openai.convert import check_common, sampling_params
 from sglang.srt.entrypoints.openai.protocol import ChatBody
 from sglang.srt.entrypoints.openai.token_logprobs import TokenShower, chat_logprobs
 from sglang.srt.entrypoints.openai.tools import ToolUse, tool_use
+from sglang.srt.function_call.function_call_parser import make_call_parser
 from sglang.srt.managers.tokenizer.generate_request import GenerateRequest, new_rid
 from sglang.srt.managers.tokenizer.request_state import OutputCursor, RequestState
 from sglang.srt.managers.tokenizer.samples import expand_samples
@@ -131,11 +132,11 @@ class ChatAnswers(Answers):
         }
 
     def _new_output(self) -> ChatOutput:
-        name = self._reasoning_parser
+        name, tools = self._reasoning_parser, self._tools
         return ChatOutput(
             None if name is None else ReasoningParser(name, begins_inside=self._begins_inside),
-            None if self._tools is None else self._tools.new_parser(),
-            parallel=self._tools is None or self._tools.parallel,
+            None if tools is None else make_call_parser(tools.shown, tools.parser),
+            parallel=tools is None or tools.parallel,
             stream_reasoning=self._streams_reasoning,
         )
 

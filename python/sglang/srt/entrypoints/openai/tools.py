@@ -8,12 +8,10 @@ from typing import Any, Final
 
 import msgspec
 
+from sglang.srt.constrained.constraint import GrammarError
 from sglang.srt.constrained.schema_check import prepare_json_schema
-from sglang.srt.constrained.ticket import GrammarError
 from sglang.srt.entrypoints.http.errors import bad_request
 from sglang.srt.entrypoints.openai.protocol import ChatBody, Tool, ToolChoice
-from sglang.srt.function_call.format_detector import FormatDetector
-from sglang.srt.function_call.function_call_parser import make_call_parser
 
 MAX_TOOLS: Final = 128
 _ENFORCED_FORMAT: Final = "llama3"
@@ -32,10 +30,6 @@ class ToolUse:
     """Schema of an output that must be one call; None: the model may answer freely."""
     parallel: bool = True
     """Whether more than one call of an output is passed on."""
-
-    def new_parser(self) -> FormatDetector:
-        """Make a parser of one output."""
-        return make_call_parser(self.shown, self.parser)
 
 
 def tool_use(body: ChatBody, parser: str | None) -> ToolUse | None:

@@ -75,8 +75,12 @@ class ControlHandler:
             GetMetricsReq: self._metrics,
             GetWeightSeedReq: self._tell_seed,
             AttachHiCacheStorageReqInput: self._attach,
-            DetachHiCacheStorageReqInput: self._detach,
-            ClearHiCacheReqInput: self._clear,
+            DetachHiCacheStorageReqInput: lambda message: self._begin_change(
+                message.req_id, StorageAdministration.begin_detaching
+            ),
+            ClearHiCacheReqInput: lambda message: self._begin_change(
+                message.req_id, StorageAdministration.begin_clearing
+            ),
             GetHiCacheStorageReqInput: self._get_storage,
             ShutdownReq: self._shutdown,
         }
@@ -200,12 +204,6 @@ class ControlHandler:
                 message.hicache_write_policy,
             ),
         )
-
-    def _detach(self, message: DetachHiCacheStorageReqInput) -> None:
-        self._begin_change(message.req_id, StorageAdministration.begin_detaching)
-
-    def _clear(self, message: ClearHiCacheReqInput) -> None:
-        self._begin_change(message.req_id, StorageAdministration.begin_clearing)
 
     def _get_storage(self, message: GetHiCacheStorageReqInput) -> None:
         if self._administration is None:

@@ -6,7 +6,8 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Final
 
-from sglang.srt.constrained.ticket import GrammarError, GrammarTicket
+from sglang.srt.constrained.base_grammar_backend import GrammarTicket
+from sglang.srt.constrained.constraint import GrammarError
 from sglang.srt.managers.messages.io_struct import FinishReason, TokenizedGenerateReqInput
 from sglang.srt.managers.messages.tick import GrammarResult
 

@@ -70,10 +70,6 @@ class InputHandler:
         elif (found := queues.find(rid)) is not None:
             queues.abort(found, reason)
 
-    def has_aborted(self) -> bool:
-        """Whether any request is marked to end."""
-        return bool(self._state.queues.aborted)
-
     def end_aborted(self) -> None:
         """End the marked requests, in any state. No step may be in flight."""
         state = self._state

@@ -161,10 +161,6 @@ class PrefillAdder:
             self._budget = min(self._budget, limits.chunk_tokens)
         self._num_added = 0
 
-    def plan_next_chunk(self, rest: int) -> AddPlan:
-        """Plan the next part of a prompt that was cut. Its slots were counted when it was added."""
-        return self._plan_extend(rest)
-
     def plan(self, rest: int, load: int, new_tokens: int, free_tokens: int) -> AddPlan:
         """Decide whether a waiting request may join.
 
@@ -180,7 +176,7 @@ class PrefillAdder:
         need = load + ceil_to_page(rest + new_tokens, self._limits.page_size)
         if need > free_tokens - self._reserved:
             return AddPlan(AddOutcome.NO_MEMORY)
-        return self._plan_extend(max(rest, 1))
+        return self.plan_extend(max(rest, 1))
 
     def commit(self, plan: AddPlan, reserve: int) -> None:
         """Take the tokens that `plan` granted; `reserve`: slots that the request will need after
@@ -192,7 +188,9 @@ class PrefillAdder:
         if plan.outcome is AddOutcome.CHUNKED:
             self._budget = 0
 
-    def _plan_extend(self, rest: int) -> AddPlan:
+    def plan_extend(self, rest: int) -> AddPlan:
+        """Decide how many of the `rest` tokens of a prompt are computed now. Its slots count when
+        it is added, not for its later parts."""
         if rest <= self._budget:
             return AddPlan(AddOutcome.ADDED, rest)
         if self._limits.chunk_tokens is None:

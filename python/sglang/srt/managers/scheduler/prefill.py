@@ -149,7 +149,7 @@ class PrefillScheduler:
 
     def _next_chunk(self, req: Req, adder: PrefillAdder) -> PrefillWork | None:
         """The next part of the prompt that was cut; None: too few slots are free now."""
-        plan = adder.plan_next_chunk(req.progress.uncommitted_tokens)
+        plan = adder.plan_extend(req.progress.uncommitted_tokens)
         assert plan.is_admitted, "the cut prompt comes first, so there is budget"
         slots = self._alloc(req, plan.extend_tokens)
         if slots is None:

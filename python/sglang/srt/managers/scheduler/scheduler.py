@@ -90,7 +90,7 @@ class Scheduler:
             self._parts.input.abort(None, _SHUT_DOWN)
             self.is_stopped = True
         self._parts.grammar.follow(tick.grammars, state.queues)
-        if self._parts.input.has_aborted():
+        if state.queues.aborted:
             self._settle()
             self._parts.input.end_aborted()
         self._parts.control.tick()

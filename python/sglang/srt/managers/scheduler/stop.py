@@ -18,7 +18,6 @@ from sglang.srt.managers.scheduler.requests.stop_finder import (
 if TYPE_CHECKING:
     from sglang.srt.managers.detokenizer.incremental_detokenizer import DecoderFactory
     from sglang.srt.managers.scheduler.requests.req import Req
-    from sglang.srt.sampling.sampling_params import SamplingParams
 
 _TOO_SLOW: Final = FinishReason(
     type="abort",
@@ -86,18 +85,15 @@ class StopChecker:
         return None
 
     def _check_text(self, req: Req, *, may_stop: bool) -> FinishReason | None:
-        progress = req.progress
+        progress, params = req.progress, req.spec.sampling_params
         if progress.stop_finder is None:
-            progress.stop_finder = self._new_finder(req.spec.sampling_params)
+            assert self._new_decoder is not None, "stop strings are refused without a tokenizer"
+            progress.stop_finder = StopFinder(params, self._new_decoder(params.skip_special_tokens))
         try:
             match = progress.stop_finder.advance(progress.output_ids, may_stop=may_stop)
         except StopRegexTooSlow:
             return _TOO_SLOW
         return None if match is None else FinishReason(type="stop", matched=match.stop)
-
-    def _new_finder(self, params: SamplingParams) -> StopFinder:
-        assert self._new_decoder is not None, "stop strings are refused without a tokenizer"
-        return StopFinder(params, self._new_decoder(params.skip_special_tokens))
 
 
 def _is_timed(req: Req) -> bool:

@@ -69,11 +69,6 @@ class PromptEncoder:
                 prompts.append(None)
         return prompts
 
-    async def encode_long(self, request: GenerateRequest) -> TokenArray:
-        """The prompt of a request for which `encode_now` gave None."""
-        text = request.text or ""
-        return token_array(await self.encode(text, add_special_tokens=request.add_special_tokens))
-
     async def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         """Token ids of `text`, of any length. The caller must not change the list: other callers
         may share it.

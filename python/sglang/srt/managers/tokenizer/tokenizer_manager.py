@@ -36,6 +36,7 @@ from sglang.srt.managers.tokenizer.request_limits import RequestLimits, check_pr
 from sglang.srt.managers.tokenizer.request_state import RequestState
 from sglang.srt.managers.tokenizer.server_channel import ServerChannel
 from sglang.srt.managers.tokenizer.tokenized_request import tokenized
+from sglang.srt.mem_cache.tree.radix_key import token_array
 from sglang.srt.observability.server_metrics import ServerMetrics
 from sglang.srt.utils.logging_utils import RateLimitedLogger
 
@@ -199,7 +200,11 @@ class TokenizerManager:
         """Start the task that encodes a long text and sends its request."""
 
         async def run() -> None:
-            tokens = await self._encoder.encode_long(request)
+            tokens = token_array(
+                await self._encoder.encode(
+                    request.text or "", add_special_tokens=request.add_special_tokens
+                )
+            )
             if not state.ended:
                 check_prompt(request, tokens, self.limits)
                 message = tokenized(request, tokens, self.limits, state.created_time)

@@ -143,8 +143,8 @@ def test_no_more_requests_than_rows() -> None:
 
 def test_the_next_chunk_needs_no_new_grant_of_memory() -> None:
     adder = PrefillAdder(limits(), 0, 0)
-    assert adder.plan_next_chunk(100) == AddPlan(AddOutcome.CHUNKED, 16)
-    assert adder.plan_next_chunk(16) == AddPlan(AddOutcome.ADDED, 16)
+    assert adder.plan_extend(100) == AddPlan(AddOutcome.CHUNKED, 16)
+    assert adder.plan_extend(16) == AddPlan(AddOutcome.ADDED, 16)
 
 
 def test_the_longest_request_is_bounded_by_context_and_pool() -> None:

@@ -10,8 +10,7 @@ import numpy as np
 from sglang.srt.mem_cache.tree.radix_key import TokenArray, token_array
 
 if TYPE_CHECKING:
-    from sglang.srt.constrained.base_grammar_backend import GrammarMatcher
-    from sglang.srt.constrained.ticket import GrammarTicket
+    from sglang.srt.constrained.base_grammar_backend import GrammarMatcher, GrammarTicket
     from sglang.srt.managers.messages.io_struct import FinishReason, TopLogprobs
     from sglang.srt.managers.scheduler.requests.stop_finder import StopFinder
 
@@ -63,11 +62,6 @@ class RequestProgress:
     def next_seq_len(self) -> int:
         """Context length before the next decode step."""
         return self.kv_committed_len + self.num_in_flight
-
-    @property
-    def committed_ids(self) -> TokenArray:
-        """Tokens whose keys and values are in the pool: prompt, then output."""
-        return self.ids_between(0, self.kv_committed_len)
 
     def ids_between(self, begin: int, end: int) -> TokenArray:
         """Tokens `[begin, end)` of prompt and output. Those of the prompt alone are a view."""

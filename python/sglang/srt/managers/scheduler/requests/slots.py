@@ -67,7 +67,7 @@ class RequestSlots:
 
     @property
     def kv_committed_ids(self) -> TokenArray:
-        return self.progress.committed_ids
+        return self.progress.ids_between(0, self.kv_committed_len)
 
     @property
     def row(self) -> int:

@@ -12,14 +12,14 @@ from typing import Any
 
 import pytest
 import torch
+from sglang.srt.constrained.ticket import GrammarTicket
 
 from rigs.caches.memory_ranks import EchoGroup, MemoryExchange
 from rigs.models.grammar_rig import HandBackend, text_of
 from rigs.models.letters import Letters
 from rigs.models.tiny_models import save_tiny_checkpoint
 from rigs.schedulers.scheduler_rig import SchedulerRig, greedy, prompt
-from sglang.srt.constrained.base_grammar_backend import Grammar
-from sglang.srt.constrained.ticket import GrammarTicket
+from sglang.srt.constrained.base_grammar_backend import Grammar, GrammarTicket
 from sglang.srt.distributed.rank_group import SingleRank
 from sglang.srt.managers.messages.io_struct import (
     AbortReq,
