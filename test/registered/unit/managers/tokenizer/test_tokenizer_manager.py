@@ -13,6 +13,7 @@ import msgspec
 import pytest
 import zmq
 
+from rigs.servers.fake_engine import CONTEXT_LEN, byte_tokenizer, fake_engine
 from sglang.srt.managers.messages.io_struct import (
     AbortReq,
     FlushCacheReqInput,
@@ -33,7 +34,6 @@ from sglang.srt.mem_cache.tree.radix_key import token_array
 from sglang.srt.observability.server_metrics import ServerMetrics
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.test.ci.ci_register import register_cpu_ci
-from rigs.servers.fake_engine import CONTEXT_LEN, byte_tokenizer, fake_engine
 
 register_cpu_ci(est_time=5, suite="base-a-test-cpu")
 
