@@ -3,7 +3,7 @@
     python benchmark/gpu_pd.py [ttft tpot throughput] [--json FILE]
 
 Qwen3-8B's shape with dummy weights; random prompts, so that nothing is cached. One pair of servers
-(1P1D) behind the router for all sections, then two servers that do both halves.
+(1P1D) behind the router for all sections, then two servers of whole requests.
 
 `ttft`: TTFT of 8,192 and 32,768 tokens through the router, and the transfer that computing does not
 hide: `stages.transfer` of the prefill server's own answer, which the router drops, so that these
@@ -209,7 +209,7 @@ def percentile(values: Sequence[float], share: float) -> float:
 # ---- sections ----------------------------------------------------------------------------------
 
 
-def both_halves(pair: Pair, ids: list[int], room: int) -> tuple[dict[str, Any], dict[str, Any]]:
+def both_servers(pair: Pair, ids: list[int], room: int) -> tuple[dict[str, Any], dict[str, Any]]:
     """Stages of a request as measured by the prefill and by the decode server."""
     body = {
         "input_ids": ids,
@@ -236,7 +236,7 @@ def measure_ttft(pair: Pair, size: Size, prompts: Prompts) -> Iterator[dict[str,
         draw = [prompts.draw(length) for _ in range(2 * count + 2)]
         one_by_one(pair.url, draw[:2], 2)
         ttft = statistics.median(one_by_one(pair.url, draw[2 : 2 + count], 2))
-        found = [both_halves(pair, ids, next(rooms)) for ids in draw[2 + count :]]
+        found = [both_servers(pair, ids, next(rooms)) for ids in draw[2 + count :]]
         left = statistics.median(prefill["transfer"] for prefill, _ in found)
         yield {
             "section": "ttft",
@@ -331,9 +331,9 @@ def run(args: argparse.Namespace, size: Size, model: str | None) -> Iterator[dic
     plain = [server(size, model, gpu) for gpu in (0, second_gpu)]
     with started(plain), routed([], [], [one.url for one in plain]) as url:
         yield {"what": "two servers are up", "seconds": round(time.monotonic() - begun, 1)}
-        yield from loads("both halves", {"tpot": plain[0].url, "throughput": url})
+        yield from loads("unified", {"tpot": plain[0].url, "throughput": url})
     if "tpot" in wanted:
-        one, both = (found["tpot", name]["tpot_p99_ms"] for name in ("1P1D", "both halves"))
+        one, both = (found["tpot", name]["tpot_p99_ms"] for name in ("1P1D", "unified"))
         yield {
             "section": "tpot",
             "what": "1P1D against one server that does both",
@@ -342,7 +342,7 @@ def run(args: argparse.Namespace, size: Size, model: str | None) -> Iterator[dic
         }
     if "throughput" in wanted:
         apart, together = (
-            found["throughput", name]["output_tokens_s"] for name in ("1P1D", "both halves")
+            found["throughput", name]["output_tokens_s"] for name in ("1P1D", "unified")
         )
         yield {
             "section": "throughput",

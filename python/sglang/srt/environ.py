@@ -271,7 +271,7 @@ class Envs:
     )
 
     SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT = EnvInt(
-        300, "Seconds for which one half of a request waits to hear of the other."
+        300, "Seconds for which a server waits to hear from the other server of a request."
     )
     SGLANG_DISAGGREGATION_UNKNOWN_ROOM_TIMEOUT = EnvInt(
         10, "Seconds for which one of the two servers of a request may not know of it yet."

@@ -249,7 +249,7 @@ class ServerArgs:
     base_gpu_id: int = flag(0, "GPU of this machine's first rank; the others follow it.")
     disaggregation_mode: str = flag(
         DisaggregationMode.NULL,
-        "Serve whole requests (null), or only their prefill or decode half.",
+        "Serve whole requests (null), or only their prefill or decode.",
         choices=tuple(DisaggregationMode),
     )
     disaggregation_transfer_backend: str = flag(
@@ -263,7 +263,7 @@ class ServerArgs:
     )
     disaggregation_ib_device: str | None = flag(
         None,
-        "InfiniBand devices of transfers between the halves: a list, a JSON object by GPU, or a "
+        "InfiniBand devices of KV transfers: a list, a JSON object by GPU, or a "
         ".json file with one; absent: MOONCAKE_DEVICE, or what the transport chooses.",
     )
     disaggregation_secret: str | None = flag(

@@ -13,14 +13,14 @@ from typing import Any
 
 import pytest
 
-from rigs.disaggregation.pd_processes import HalfProcess
-from rigs.disaggregation.pd_rig import LOOPBACK, NEVER_ASKED
-from rigs.schedulers import checkable_model
-from rigs.schedulers.scheduler_rig import greedy, prompt
 from sglang.srt.arg_groups.disaggregation import DisaggregationMode
 from sglang.srt.managers.messages.io_struct import AbortReq, Bootstrap, TokenizedGenerateReqInput
 from sglang.srt.mem_cache.tree.radix_key import token_array
 from sglang.test.ci.ci_register import register_cpu_ci
+from rigs.disaggregation.pd_processes import RoleProcess
+from rigs.disaggregation.pd_rig import LOOPBACK, NEVER_ASKED
+from rigs.schedulers import checkable_model
+from rigs.schedulers.scheduler_rig import greedy, prompt
 
 register_cpu_ci(est_time=35, suite="base-b-test-cpu")
 
@@ -44,27 +44,27 @@ UNHEARD = "the decode server has not been heard of for 2 s"
 numbers = itertools.count(1)
 
 
-def start(mode: DisaggregationMode) -> HalfProcess:
+def start(mode: DisaggregationMode) -> RoleProcess:
     """A decode process has slots for all that a test sends."""
     more = {"pool_tokens": 2048} if mode == DisaggregationMode.DECODE else {}
-    return HalfProcess(mode, ENV, **{**ARGS, **more})
+    return RoleProcess(mode, ENV, **{**ARGS, **more})
 
 
 @pytest.fixture
-def prefill() -> Iterator[HalfProcess]:
+def prefill() -> Iterator[RoleProcess]:
     with start(DisaggregationMode.PREFILL) as process:
         yield process
 
 
 @pytest.fixture
-def decode(prefill: HalfProcess) -> Iterator[HalfProcess]:
+def decode(prefill: RoleProcess) -> Iterator[RoleProcess]:
     with start(DisaggregationMode.DECODE) as process:
         process.set(endpoint=prefill.endpoint)
         yield process
 
 
 def make(
-    rid: str, length: int = 40, wanted: int = SHORT, at: HalfProcess | None = None
+    rid: str, length: int = 40, wanted: int = SHORT, at: RoleProcess | None = None
 ) -> TokenizedGenerateReqInput:
     """A request; `at`: its prefill server, in place of the decode process's own."""
     number = next(numbers)
@@ -77,7 +77,7 @@ def make(
     )
 
 
-def assert_right(process: HalfProcess, message: TokenizedGenerateReqInput) -> None:
+def assert_right(process: RoleProcess, message: TokenizedGenerateReqInput) -> None:
     ended = process.end_of(message.rid)
     wanted = message.sampling_params.max_new_tokens
     assert ended.reason.type == "length", ended
@@ -86,13 +86,13 @@ def assert_right(process: HalfProcess, message: TokenizedGenerateReqInput) -> No
     )
 
 
-def assert_free(process: HalfProcess) -> None:
+def assert_free(process: RoleProcess) -> None:
     """It comes to rest, and its books are exact."""
     process.until(lambda facts: facts.is_idle and not facts.num_reads)
     process.check()
 
 
-def assert_serves(prefill: HalfProcess, decode: HalfProcess) -> None:
+def assert_serves(prefill: RoleProcess, decode: RoleProcess) -> None:
     message = make(f"serves {next(numbers)}")
     prefill.send(message)
     decode.send(message)
@@ -101,7 +101,7 @@ def assert_serves(prefill: HalfProcess, decode: HalfProcess) -> None:
         assert_free(process)
 
 
-def scatter(prefill: HalfProcess, decode: HalfProcess) -> dict[str, TokenizedGenerateReqInput]:
+def scatter(prefill: RoleProcess, decode: RoleProcess) -> dict[str, TokenizedGenerateReqInput]:
     """One request in each state of a room, by its name: `decoding`, `reading`, `waiting` to be
     computed once another ends, and `unknown` to prefill. Prefill makes no further step."""
     made = {
@@ -131,7 +131,7 @@ def scatter(prefill: HalfProcess, decode: HalfProcess) -> dict[str, TokenizedGen
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
-def test_prefill_is_lost(prefill: HalfProcess, decode: HalfProcess, how: signal.Signals) -> None:
+def test_prefill_is_lost(prefill: RoleProcess, decode: RoleProcess, how: signal.Signals) -> None:
     made = scatter(prefill, decode)
     prefill.signal(how)
     for rid in ("reading", "waiting", "unknown"):
@@ -164,7 +164,7 @@ def test_prefill_is_lost(prefill: HalfProcess, decode: HalfProcess, how: signal.
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
-def test_decode_is_lost(prefill: HalfProcess, decode: HalfProcess, how: signal.Signals) -> None:
+def test_decode_is_lost(prefill: RoleProcess, decode: RoleProcess, how: signal.Signals) -> None:
     made = scatter(prefill, decode)
     decode.signal(how)
     never = make("never asked for")
@@ -201,9 +201,9 @@ def test_a_stuck_prefill_server_costs_its_own_requests_alone() -> None:
         "SGLANG_DISAGGREGATION_HEARTBEAT_INTERVAL": "60",
     }
     with (
-        HalfProcess(DisaggregationMode.PREFILL, env, **ARGS) as stuck,
-        HalfProcess(DisaggregationMode.PREFILL, env, **ARGS) as healthy,
-        HalfProcess(DisaggregationMode.DECODE, env, **ARGS) as decode,
+        RoleProcess(DisaggregationMode.PREFILL, env, **ARGS) as stuck,
+        RoleProcess(DisaggregationMode.PREFILL, env, **ARGS) as healthy,
+        RoleProcess(DisaggregationMode.DECODE, env, **ARGS) as decode,
     ):
         late = [make(f"late {n}", at=stuck) for n in range(20)]
         stuck.send(*late)

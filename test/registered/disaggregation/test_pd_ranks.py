@@ -122,7 +122,7 @@ def body_of(ids: list[int], wanted: int = 16) -> dict[str, Any]:
     return {"input_ids": ids, "sampling_params": sampling, "return_logprob": True}
 
 
-def halves(
+def both_servers(
     prefill: Prefill, decode: EngineServer, ids: list[int], wanted: int = 16
 ) -> tuple[httpx.Response, httpx.Response]:
     """Answers of both servers to a request, sent as a router would send it."""
@@ -181,7 +181,7 @@ def test_the_words_are_those_of_one_rank(fleet: Fleet, family: str) -> None:
         prefill, decode = fleet.prefill(*flags), fleet.decode(size)
         for turn in ("cold, or cached by another pair", "cached on both sides"):
             with ThreadPoolExecutor(len(IDS)) as pool:
-                answers = pool.map(lambda ids: halves(prefill, decode, ids)[1], IDS)  # noqa: B023
+                answers = pool.map(lambda ids: both_servers(prefill, decode, ids)[1], IDS)  # noqa: B023
             for answer, want in zip(answers, wanted, strict=True):
                 tokens, logprobs = said(answer)
                 assert tokens == want[0], f"{flags} to {size}, {turn}"
@@ -220,7 +220,7 @@ def test_a_rank_of_one_side_is_killed(dense: Fleet, side: str) -> None:
         victim, other = other, victim
     prompts = [prompt(50 + n, 150) for n in range(24)]
     with ThreadPoolExecutor(len(prompts)) as pool:
-        futures = [pool.submit(halves, prefill, decode, ids, 200) for ids in prompts]
+        futures = [pool.submit(both_servers, prefill, decode, ids, 200) for ids in prompts]
         assert wait_until(lambda: is_under_way(victim) and is_under_way(other), 30)
         kill_rank(victim, 1)
         ended = [future.result(90) for future in futures]
@@ -241,7 +241,7 @@ def test_a_rank_of_one_side_is_killed(dense: Fleet, side: str) -> None:
         prefill = dense.prefill()
     else:
         decode = dense.decode(1)
-    said(halves(prefill, decode, IDS[2])[1])
+    said(both_servers(prefill, decode, IDS[2])[1])
     assert_given_back(other)
 
 

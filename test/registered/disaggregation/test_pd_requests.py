@@ -12,12 +12,12 @@ import msgspec
 import openai
 import pytest
 
-from rigs.disaggregation.pd_servers import Halves, assert_alike, halves
-from rigs.servers.engine_server import EXACT, EngineServer
 from sglang.srt.disaggregation.common.bootstrap_client import find
 from sglang.srt.disaggregation.control.deployment_secret import DeploymentSecret
 from sglang.srt.utils.network import wait_until
 from sglang.test.ci.ci_register import register_cpu_ci
+from rigs.disaggregation.pd_servers import ServerPair, assert_alike, server_pair
+from rigs.servers.engine_server import EXACT, EngineServer
 
 register_cpu_ci(est_time=60, suite="base-b-test-cpu")
 
@@ -49,13 +49,13 @@ def whole() -> Iterator[EngineServer]:
 
 
 @pytest.fixture(scope="module")
-def pair() -> Iterator[Halves]:
-    with halves(prefill_args=CHUNKS) as servers:
+def pair() -> Iterator[ServerPair]:
+    with server_pair(prefill_args=CHUNKS) as servers:
         yield servers
 
 
 @pytest.fixture(autouse=True)
-def the_pair_is_idle_afterwards(pair: Halves) -> Iterator[None]:
+def the_pair_is_idle_afterwards(pair: ServerPair) -> Iterator[None]:
     yield
     for server in (*pair.prefill, *pair.decode):
         assert wait_until(lambda server=server: is_idle(server), IDLE_S), (  # type: ignore[misc]
@@ -63,11 +63,11 @@ def the_pair_is_idle_afterwards(pair: Halves) -> Iterator[None]:
         )
 
 
-def client_of(server: EngineServer | Halves) -> openai.OpenAI:
+def client_of(server: EngineServer | ServerPair) -> openai.OpenAI:
     return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=120)
 
 
-def generate(server: EngineServer | Halves, **body: Any) -> Any:
+def generate(server: EngineServer | ServerPair, **body: Any) -> Any:
     answer = httpx.post(f"{server.url}/generate", json=body, timeout=120)
     assert answer.status_code == 200, answer.text
     return answer.json()
@@ -77,7 +77,7 @@ def question(animal: str) -> list[Any]:
     return [{"role": "user", "content": f"{FACTS}What is the code of {animal}?"}]
 
 
-def test_words_and_logprobs_are_those_of_one_server(whole: EngineServer, pair: Halves) -> None:
+def test_words_and_logprobs_are_those_of_one_server(whole: EngineServer, pair: ServerPair) -> None:
     for prompt in PROMPTS:
         body = {
             "text": prompt,
@@ -95,7 +95,7 @@ def test_words_and_logprobs_are_those_of_one_server(whole: EngineServer, pair: H
         assert told["meta_info"]["input_token_logprobs"] == []
 
 
-def test_cached_tokens_are_the_prefill_servers(pair: Halves) -> None:
+def test_cached_tokens_are_the_prefill_servers(pair: ServerPair) -> None:
     for server in (*pair.prefill, *pair.decode):
         server.flush()
     prompt = f"unseen {FACTS}"
@@ -111,7 +111,7 @@ def test_cached_tokens_are_the_prefill_servers(pair: Halves) -> None:
 
 
 @pytest.mark.parametrize("kind", ["chat", "completion"])
-def test_samples_and_batches(whole: EngineServer, pair: Halves, kind: str) -> None:
+def test_samples_and_batches(whole: EngineServer, pair: ServerPair, kind: str) -> None:
     """The same seeds draw the same words."""
     words = []
     for server in (whole, pair):
@@ -131,7 +131,7 @@ def test_samples_and_batches(whole: EngineServer, pair: Halves, kind: str) -> No
     assert len(words[1]) == (3 if kind == "chat" else 6)
 
 
-def test_a_batch_of_token_ids(whole: EngineServer, pair: Halves) -> None:
+def test_a_batch_of_token_ids(whole: EngineServer, pair: ServerPair) -> None:
     body = {
         "input_ids": [[65, 66, 67], list(range(40, 90)), [70]],
         "sampling_params": {"temperature": 0, "max_new_tokens": 5, "ignore_eos": True},
@@ -140,7 +140,7 @@ def test_a_batch_of_token_ids(whole: EngineServer, pair: Halves) -> None:
     assert [one["output_ids"] for one in told] == [one["output_ids"] for one in expected]
 
 
-def test_grammars_hold_on_both_servers(pair: Halves) -> None:
+def test_grammars_hold_on_both_servers(pair: ServerPair) -> None:
     schema = {
         "type": "object",
         "properties": {"code": {"type": "integer"}},
@@ -158,7 +158,7 @@ def test_grammars_hold_on_both_servers(pair: Halves) -> None:
             assert told["text"].lstrip().startswith("{")
 
 
-def test_many_at_once(whole: EngineServer, pair: Halves) -> None:
+def test_many_at_once(whole: EngineServer, pair: ServerPair) -> None:
     bodies = [
         {
             "text": FACTS * (number % 4) + f"The number {number} is",
@@ -176,7 +176,7 @@ def test_many_at_once(whole: EngineServer, pair: Halves) -> None:
     assert told == expected
 
 
-def test_a_client_that_leaves_ends_both_halves(pair: Halves) -> None:
+def test_a_client_that_leaves_ends_it_on_both_servers(pair: ServerPair) -> None:
     body = {
         "text": PROMPTS[1],
         "sampling_params": {"max_new_tokens": 4000, "ignore_eos": True},
@@ -195,7 +195,7 @@ def test_a_client_that_leaves_ends_both_halves(pair: Halves) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_refusal_says_why(pair: Halves, stream: bool) -> None:
+def test_a_refusal_says_why(pair: ServerPair, stream: bool) -> None:
     body = {"text": "a", "sampling_params": {"max_new_tokens": 10**6}, "stream": stream}
     answer = httpx.post(f"{pair.url}/generate", json=body, timeout=120)
     assert answer.status_code == 400
@@ -206,7 +206,7 @@ def test_a_refusal_says_why(pair: Halves, stream: bool) -> None:
     assert "logprob_start_len with a stream" in answer.text
 
 
-def test_servers_and_router_tell_what_they_are(pair: Halves) -> None:
+def test_servers_and_router_tell_what_they_are(pair: ServerPair) -> None:
     [prefill], [decode] = pair.prefill, pair.decode
     workers = httpx.get(f"{pair.url}/workers", timeout=20).json()["workers"]
     modes = {one["url"]: one["metadata"]["disaggregation_mode"] for one in workers}

@@ -10,10 +10,10 @@ import httpx
 import openai
 import pytest
 
-from rigs.disaggregation.pd_servers import Halves, assert_alike, halves
-from rigs.servers.engine_server import EXACT, EngineServer
 from sglang.srt.utils.network import wait_until
 from sglang.test.ci.ci_register import register_cpu_ci
+from rigs.disaggregation.pd_servers import ServerPair, assert_alike, server_pair
+from rigs.servers.engine_server import EXACT, EngineServer
 
 register_cpu_ci(est_time=50, suite="base-b-test-cpu")
 
@@ -21,8 +21,8 @@ FACTS = "The code of heron is 7391. The code of otter is 0042. The code of badge
 
 
 @pytest.fixture(scope="module")
-def pair() -> Iterator[Halves]:
-    with halves() as servers:
+def pair() -> Iterator[ServerPair]:
+    with server_pair() as servers:
         yield servers
 
 
@@ -48,7 +48,7 @@ def generate(url: str, **fields: Any) -> Any:
     return post(url, "/generate", body)
 
 
-def test_the_openai_client_gets_the_answers_of_a_conversation(pair: Halves) -> None:
+def test_the_openai_client_gets_the_answers_of_a_conversation(pair: ServerPair) -> None:
     client = openai.OpenAI(base_url=f"{pair.url}/v1", api_key="none")
     messages: list[Any] = [{"role": "user", "content": FACTS}]
     answers = []
@@ -61,7 +61,7 @@ def test_the_openai_client_gets_the_answers_of_a_conversation(pair: Halves) -> N
     assert answers == ["7391", "0042", "5127"]
 
 
-def test_streams_end_with_the_whole_answer(pair: Halves) -> None:
+def test_streams_end_with_the_whole_answer(pair: ServerPair) -> None:
     client = openai.OpenAI(base_url=f"{pair.url}/v1", api_key="none")
     question: Any = [{"role": "user", "content": f"{FACTS} What is the code of otter?"}]
     stream = client.chat.completions.create(
@@ -85,7 +85,7 @@ def test_streams_end_with_the_whole_answer(pair: Halves) -> None:
     ids=["greedy", "prompt logprobs", "top logprobs", "seed", "stop", "grammar", "one token"],
 )
 def test_words_are_those_of_one_server(
-    pair: Halves, whole: EngineServer, fields: dict[str, Any]
+    pair: ServerPair, whole: EngineServer, fields: dict[str, Any]
 ) -> None:
     got, want = generate(pair.url, **fields), generate(whole.url, **fields)
     assert (got["text"], got["output_ids"]) == (want["text"], want["output_ids"])
@@ -94,14 +94,14 @@ def test_words_are_those_of_one_server(
         assert_alike(got["meta_info"].get(name), want["meta_info"].get(name))
 
 
-def test_a_batch_has_a_room_for_each_prompt(pair: Halves, whole: EngineServer) -> None:
+def test_a_batch_has_a_room_for_each_prompt(pair: ServerPair, whole: EngineServer) -> None:
     texts = [FACTS * count + "What is the code of otter?" for count in (1, 3, 9)]
     body = {"model": "builtin", "prompt": texts, "temperature": 0, "max_tokens": 24}
     got, want = (post(url, "/v1/completions", body)["choices"] for url in (pair.url, whole.url))
     assert [one["text"] for one in got] == [one["text"] for one in want]
 
 
-def test_cached_tokens_are_those_of_the_prefill_server(pair: Halves) -> None:
+def test_cached_tokens_are_those_of_the_prefill_server(pair: ServerPair) -> None:
     text = "A prompt that nobody has sent before. " * 12
     first = generate(pair.url, text=text)["meta_info"]
     again = generate(pair.url, text=text)["meta_info"]
@@ -109,7 +109,7 @@ def test_cached_tokens_are_those_of_the_prefill_server(pair: Halves) -> None:
     assert again["cached_tokens"] == again["prompt_tokens"] // 16 * 16
 
 
-def test_both_servers_have_given_everything_back(pair: Halves) -> None:
+def test_both_servers_have_given_everything_back(pair: ServerPair) -> None:
     servers = [*pair.prefill, *pair.decode]
     assert wait_until(lambda: all(map(is_idle, servers)), 30)
     for server in servers:
@@ -117,14 +117,14 @@ def test_both_servers_have_given_everything_back(pair: Halves) -> None:
         assert info["free_tokens"] + info["evictable_tokens"] == info["max_total_num_tokens"]
 
 
-def test_a_request_without_a_room_is_refused(pair: Halves) -> None:
+def test_a_request_without_a_room_is_refused(pair: ServerPair) -> None:
     for server in (*pair.prefill, *pair.decode):
         reply = server.request("POST", "/generate", {"text": "hello"})
         assert reply.status == 400 and "bootstrap_room" in str(reply.body)
         assert server.request("GET", "/health_generate").status == 200
 
 
-def test_both_servers_end_in_order(pair: Halves) -> None:
+def test_both_servers_end_in_order(pair: ServerPair) -> None:
     for server in (*pair.prefill, *pair.decode):
         server.process.send_signal(signal.SIGTERM)
     for server in (*pair.prefill, *pair.decode):

@@ -134,7 +134,7 @@ def assert_same(got: Collected, want: Collected) -> None:
 
 
 def check(pair: PdRig, single: SchedulerRig, *messages: TokenizedGenerateReqInput) -> None:
-    """Both halves together say what one scheduler does."""
+    """Prefill and decode server together say what one scheduler does."""
     for rid in [message.rid for message in messages]:
         pair.prefill.results.pop(rid, None)
         pair.decode.results.pop(rid, None)

@@ -153,13 +153,14 @@ def test_a_room_that_is_taken_is_refused_and_its_owner_unharmed(servers: Servers
         "bootstrap_room": 77,
     }
     with ThreadPoolExecutor(2) as pool:
-        halves = [pool.submit(post, server.url, of) for server in (servers.prefill, servers.decode)]
-        assert halves[0].result().status_code == 200, "the decode server has read the prompt"
+        both = servers.prefill, servers.decode
+        answers = [pool.submit(post, server.url, of) for server in both]
+        assert answers[0].result().status_code == 200, "the decode server has read the prompt"
         for server in (servers.decode, servers.prefill):
             reply = post(server.url, {**of, **body(2)})
             assert reply.status_code == 400, reply.text
             assert "bootstrap_room 77 belongs to another request" in text_of(reply)
-        owner = halves[1].result()
+        owner = answers[1].result()
     assert owner.status_code == 200
     assert len(owner.json()["output_ids"]) == 1200
 
@@ -222,7 +223,7 @@ def test_a_prefill_server_that_is_killed_and_one_in_its_place(servers: Servers, 
     """Requests under way fail with a reason, also those of the time without any. The decode server
     notices that another one answers at the old address."""
     bootstrap = {"bootstrap_host": "127.0.0.1", "bootstrap_port": servers.port}
-    # Its other half never comes.
+    # The decode server never asks for it.
     waiting = {**body(3), **bootstrap, "bootstrap_room": 501}
     with ThreadPoolExecutor(1) as pool:
         reply = pool.submit(post, servers.decode.url, waiting)

@@ -69,7 +69,7 @@ def servers() -> Iterator[Servers]:
 
 @pytest.fixture(scope="module")
 def whole() -> Iterator[EngineServer]:
-    """A server that does both halves."""
+    """A server that prefills and decodes."""
     with EngineServer("--page-size", str(PAGE), *EXACT) as server:
         yield server
 
@@ -181,7 +181,7 @@ def test_prompts_and_answers_come_from_the_store(servers: Servers) -> None:
     assert details["storage_backend"] == "MooncakeStore"
 
 
-def test_metrics_and_stages_of_both_halves(servers: Servers) -> None:
+def test_metrics_and_stages_of_both_servers(servers: Servers) -> None:
     with router(servers.prefill[:1], servers.decode[:1]) as url:
         told = generate(url, text="Where has the time gone? " * 9, sampling_params={})["meta_info"]
     stages = told["stages"]

@@ -19,9 +19,9 @@ from sglang.srt.disaggregation.base.conn import (
     KVTransferMetric,
 )
 from sglang.srt.disaggregation.base.first_token import FirstToken
-from sglang.srt.disaggregation.decode import DecodeHalf
-from sglang.srt.disaggregation.halves import MakeHalf
+from sglang.srt.disaggregation.decode import DecodeRole
 from sglang.srt.disaggregation.request_match import prompt_digest
+from sglang.srt.disaggregation.roles import MakeRole
 from sglang.srt.managers.messages.io_struct import (
     Bootstrap,
     FinishReason,
@@ -129,11 +129,11 @@ class DecodeRig(SchedulerRig):
 
     def __init__(self, model: Path, **args: Any) -> None:
         self.servers = FakeServers(args.get("page_size", PAGE))
-        half: MakeHalf = lambda state, holder: DecodeHalf(  # noqa: E731
+        role: MakeRole = lambda state, holder: DecodeRole(  # noqa: E731
             state, holder, self.servers, FakeReceiver, WAIT_S, SILENT_S
         )
         super().__init__(
-            model, make_half=lambda pools: half, **{"page_size": PAGE, "pool_tokens": 128, **args}
+            model, make_role=lambda pools: role, **{"page_size": PAGE, "pool_tokens": 128, **args}
         )
 
     def ask(

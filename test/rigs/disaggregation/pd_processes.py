@@ -19,7 +19,6 @@ from typing import Any, Final
 
 import torch
 
-from rigs.disaggregation.pd_rig import LOOPBACK, CheckableHalfRig, MooncakeMover, one_rank
 from sglang.srt.arg_groups.disaggregation import DisaggregationMode
 from sglang.srt.constants import BUILTIN_MODEL_DIR
 from sglang.srt.distributed.device_communicators.mooncake_transfer_engine import (
@@ -28,6 +27,7 @@ from sglang.srt.distributed.device_communicators.mooncake_transfer_engine import
 from sglang.srt.distributed.device_context import mark_device_set
 from sglang.srt.environ import envs
 from sglang.srt.managers.messages.io_struct import FinishReason, ToScheduler
+from rigs.disaggregation.pd_rig import LOOPBACK, CheckableRoleRig, MooncakeMover, one_rank
 
 _TIMEOUT_S: Final = 60.0
 _UNASKED: Final = "sglang:num_prefill_bootstrap_queue_reqs"
@@ -65,12 +65,12 @@ class Facts:
     """The ends of all requests so far, by id."""
 
 
-class HalfProcess:
+class RoleProcess:
     """Context manager: a scheduler that steps by itself.
 
     Args:
         mode: `prefill` or `decode`.
-        args: Arguments of `HalfRig`.
+        args: Arguments of `RoleRig`.
         env: Added to the environment.
         holds: Whether reads can be held (`set`). They then block the threads of their prompts.
     """
@@ -89,7 +89,7 @@ class HalfProcess:
         self.endpoint: str = self._receive()
         """Endpoint of a prefill server's desk, `#` and its instance."""
 
-    def __enter__(self) -> HalfProcess:
+    def __enter__(self) -> RoleProcess:
         return self
 
     def __exit__(
@@ -165,7 +165,7 @@ class HalfProcess:
 
 
 class _Server:
-    """The loop of the process. A host that is a `HalfProcess.endpoint` names the prefill server
+    """The loop of the process. A host that is a `RoleProcess.endpoint` names the prefill server
     itself."""
 
     def __init__(self, mode: DisaggregationMode, holds: bool, args: dict[str, Any]) -> None:
@@ -176,7 +176,7 @@ class _Server:
         self._endpoint = ""
         self._is_paused = False
         self._messages: list[ToScheduler] = []
-        self.rig = CheckableHalfRig(
+        self.rig = CheckableRoleRig(
             BUILTIN_MODEL_DIR,
             mode,
             self._mover if holds else self._engine,

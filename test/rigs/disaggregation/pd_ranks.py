@@ -24,7 +24,7 @@ from rigs.schedulers.scheduler_rig import Collected
 from sglang.srt.arg_groups.disaggregation import DisaggregationMode
 from sglang.srt.disaggregation.base.bootstrap_route import Route
 from sglang.srt.disaggregation.common.link_costs import UNIT_BYTES
-from sglang.srt.disaggregation.halves import MakeHalf, make_half_server
+from sglang.srt.disaggregation.roles import MakeRole, role_of
 from sglang.srt.distributed.rank_group import RankGroup
 from sglang.srt.managers.messages.io_struct import Bootstrap, ToScheduler
 from sglang.srt.mem_cache.device.base_device_pool import BaseDevicePool
@@ -72,7 +72,7 @@ class PdRanks:
             model_path,
             prefill,
             cp_size,
-            make_half=self._prefill_half,
+            make_role=self._prefill_role,
             tick_s=0.001,
             **{**args, **(prefill_args or {})},
         )
@@ -80,24 +80,24 @@ class PdRanks:
             model_path,
             decode,
             1,
-            make_half=self._decode_half,
+            make_role=self._decode_role,
             tick_s=0.001,
             **{**args, **(decode_args or {})},
         )
         self._rooms = itertools.count(1)
 
-    def _prefill_half(self, group: RankGroup, pools: Sequence[BaseDevicePool]) -> MakeHalf:
+    def _prefill_role(self, group: RankGroup, pools: Sequence[BaseDevicePool]) -> MakeRole:
         mode = DisaggregationMode.PREFILL
         manager = make_manager(mode, pools, LocalMover(), ranks=group, **self._packing)
-        server = make_half_server(mode, manager, group)
+        routes = manager.register_to_bootstrap()
         if group.rank == 0:
-            self.routes = server.routes
-        return server.make
+            self.routes = routes
+        return role_of(mode, manager, group)
 
-    def _decode_half(self, group: RankGroup, pools: Sequence[BaseDevicePool]) -> MakeHalf:
+    def _decode_role(self, group: RankGroup, pools: Sequence[BaseDevicePool]) -> MakeRole:
         mode, mover = DisaggregationMode.DECODE, self.movers[group.rank]
         manager = make_manager(mode, pools, mover, self._find, group, **self._packing)
-        return make_half_server(mode, manager, group).make
+        return role_of(mode, manager, group)
 
     def _find(self, host: str, port: int, rank: int) -> Route:
         assert (host, port) == (LOOPBACK, NEVER_ASKED)

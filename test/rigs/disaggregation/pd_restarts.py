@@ -17,11 +17,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from rigs.disaggregation.pd_processes import HalfProcess
-from rigs.disaggregation.pd_rig import LOOPBACK, NEVER_ASKED
-from rigs.schedulers import checkable_model
-from rigs.schedulers.scheduler_rig import greedy, prompt
-from rigs.stores.mooncake_cluster import MooncakeCluster
 from sglang.srt.arg_groups.disaggregation import DisaggregationMode
 from sglang.srt.managers.messages.io_struct import (
     Bootstrap,
@@ -29,6 +24,11 @@ from sglang.srt.managers.messages.io_struct import (
     TokenizedGenerateReqInput,
 )
 from sglang.srt.mem_cache.tree.radix_key import token_array
+from rigs.disaggregation.pd_processes import RoleProcess
+from rigs.disaggregation.pd_rig import LOOPBACK, NEVER_ASKED
+from rigs.schedulers import checkable_model
+from rigs.schedulers.scheduler_rig import greedy, prompt
+from rigs.stores.mooncake_cluster import MooncakeCluster
 
 PAGE: Final = 16
 _LENGTH: Final = 20 * PAGE
@@ -67,9 +67,9 @@ def run_restarts(times: int) -> Outcome:
     outcome = Outcome()
     with MooncakeCluster(segment_size="64mb") as cluster:
         env = {**_ENV, **cluster.engine_env()}
-        with HalfProcess(DisaggregationMode.DECODE, env, **_ARGS) as decode:
+        with RoleProcess(DisaggregationMode.DECODE, env, **_ARGS) as decode:
             for number in range(times):
-                with HalfProcess(DisaggregationMode.PREFILL, env, **_ARGS) as prefill:
+                with RoleProcess(DisaggregationMode.PREFILL, env, **_ARGS) as prefill:
                     _live(prefill, decode, number, outcome)
             decode.until(lambda facts: facts.is_idle and not facts.num_reads)
             decode.check()
@@ -78,7 +78,7 @@ def run_restarts(times: int) -> Outcome:
     return outcome
 
 
-def _live(prefill: HalfProcess, decode: HalfProcess, number: int, outcome: Outcome) -> None:
+def _live(prefill: RoleProcess, decode: RoleProcess, number: int, outcome: Outcome) -> None:
     """One prefill process, to its end."""
     message = _message(f"shared {number}", prompt(1, _LENGTH, 1000), prefill, 2 * number + 1)
     for process in (prefill, decode):
@@ -110,7 +110,7 @@ def _live(prefill: HalfProcess, decode: HalfProcess, number: int, outcome: Outco
 
 
 def _message(
-    rid: str, ids: list[int], prefill: HalfProcess, room: int
+    rid: str, ids: list[int], prefill: RoleProcess, room: int
 ) -> TokenizedGenerateReqInput:
     return TokenizedGenerateReqInput(
         rid=rid,

@@ -26,9 +26,9 @@ from sglang.srt.disaggregation.base.conn import KVArgs
 from sglang.srt.disaggregation.common.bootstrap_client import BootstrapError
 from sglang.srt.disaggregation.common.link_costs import UNIT_BYTES, LinkCosts
 from sglang.srt.disaggregation.common.transfer_context import FindRank
-from sglang.srt.disaggregation.halves import MakeHalf, make_half_server
 from sglang.srt.disaggregation.mooncake.conn import MooncakeKVManager
 from sglang.srt.disaggregation.mooncake.registration import Engine
+from sglang.srt.disaggregation.roles import MakeRole, role_of
 from sglang.srt.disaggregation.utils import MetadataBuffers
 from sglang.srt.distributed.device_communicators.mooncake_transfer_engine import (
     MooncakeTransferEngine,
@@ -240,7 +240,7 @@ class RigEngine(Engine, Protocol):
     def batch_deregister(self, ptrs: Sequence[int]) -> int: ...
 
 
-class HalfRig(SchedulerRig):
+class RoleRig(SchedulerRig):
     """One of the two schedulers. Arguments beyond those of `SchedulerRig`:
 
     Args:
@@ -268,7 +268,7 @@ class HalfRig(SchedulerRig):
         self.engine = RecordedEngine(engine)
         link = None if unit_bytes is None else SLOW_BLOCKS
 
-        def make_half(pools: Sequence[BaseDevicePool]) -> MakeHalf:
+        def make_role(pools: Sequence[BaseDevicePool]) -> MakeRole:
             group = args.get("group") or SingleRank()
             self.manager = make_manager(
                 mode,
@@ -280,11 +280,10 @@ class HalfRig(SchedulerRig):
                 link=link,
                 unit_bytes=unit_bytes or UNIT_BYTES,
             )
-            server = make_half_server(mode, self.manager, group)
-            self.routes = server.routes
-            return server.make
+            self.routes = self.manager.register_to_bootstrap()
+            return role_of(mode, self.manager, group)
 
-        super().__init__(model_path, make_half=make_half, **args)
+        super().__init__(model_path, make_role=make_role, **args)
 
     @property
     def endpoint(self) -> str:
@@ -292,8 +291,8 @@ class HalfRig(SchedulerRig):
         return self.routes[0].endpoint
 
 
-class CheckableHalfRig(HalfRig):
-    """A half whose model checks every key and value that it reads."""
+class CheckableRoleRig(RoleRig):
+    """A server whose model checks every key and value that it reads."""
 
     device = "cpu"
 
@@ -313,7 +312,7 @@ class PdRig:
         checkable: Whether the model is a `CheckableWorker`.
         prefill: Arguments of the prefill scheduler alone.
         decode: Arguments of the decode scheduler alone.
-        args: Arguments of both; see `HalfRig`.
+        args: Arguments of both; see `RoleRig`.
     """
 
     def __init__(
@@ -326,9 +325,9 @@ class PdRig:
         decode: dict[str, Any] | None = None,
         **args: Any,
     ) -> None:
-        kind = CheckableHalfRig if checkable else HalfRig
+        kind = CheckableRoleRig if checkable else RoleRig
         self.engine = engine
-        self.other: HalfRig | None = None
+        self.other: RoleRig | None = None
         """Another prefill scheduler that the decode scheduler finds in place of its own one."""
         self.endpoint: str | None = None
         """Endpoint at which the decode scheduler finds the prefill scheduler; None: its own one."""
@@ -372,7 +371,7 @@ class PdRig:
             rig.engine.deregister_all()
 
     @property
-    def rigs(self) -> tuple[HalfRig, HalfRig]:
+    def rigs(self) -> tuple[RoleRig, RoleRig]:
         return self.prefill, self.decode
 
     def request(

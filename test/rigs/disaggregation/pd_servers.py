@@ -22,7 +22,7 @@ _START_S: Final = 120.0
 
 
 @dataclass(frozen=True, slots=True)
-class Halves:
+class ServerPair:
     """Servers that share the work on each request."""
 
     prefill: list[EngineServer]
@@ -72,9 +72,9 @@ def router(
 
 
 @contextmanager
-def halves(
+def server_pair(
     num_prefill: int = 1, num_decode: int = 1, prefill_args: Sequence[str] = ()
-) -> Iterator[Halves]:
+) -> Iterator[ServerPair]:
     """Servers with the built-in model and a secret, and the router in front of them."""
     secret = secrets.token_hex(32)
     env = {**TCP, envs.SGLANG_DISAGGREGATION_SECRET.name: secret}
@@ -84,7 +84,7 @@ def halves(
         for server in (*(one for one, _ in prefill), *decode):
             stack.enter_context(server)
         url = stack.enter_context(router(prefill, decode))
-        yield Halves([one for one, _ in prefill], decode, url, secret)
+        yield ServerPair([one for one, _ in prefill], decode, url, secret)
 
 
 def assert_alike(told: Any, expected: Any) -> None:

@@ -23,10 +23,6 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Final
 
-from rigs.disaggregation.pd_processes import Ended, HalfProcess
-from rigs.disaggregation.pd_rig import NEVER_ASKED
-from rigs.schedulers import checkable_model
-from rigs.schedulers.scheduler_rig import greedy, prompt
 from sglang.srt.arg_groups.disaggregation import DisaggregationMode
 from sglang.srt.managers.messages.io_struct import (
     CLIENT_ABORT_STATUS,
@@ -35,6 +31,10 @@ from sglang.srt.managers.messages.io_struct import (
     TokenizedGenerateReqInput,
 )
 from sglang.srt.mem_cache.tree.radix_key import token_array
+from rigs.disaggregation.pd_processes import Ended, RoleProcess
+from rigs.disaggregation.pd_rig import NEVER_ASKED
+from rigs.schedulers import checkable_model
+from rigs.schedulers.scheduler_rig import greedy, prompt
 
 SILENT_S: Final = 2
 ENV: Final = {
@@ -81,7 +81,7 @@ class _Pending:
 
     message: TokenizedGenerateReqInput
     sent: float
-    to_come: dict[DisaggregationMode, HalfProcess]
+    to_come: dict[DisaggregationMode, RoleProcess]
     """Processes, by mode, that have not reported the request's end yet."""
     was_aborted: bool = False
 
@@ -109,8 +109,8 @@ class PdSoak:
     def __init__(self, seed: int) -> None:
         self._rng = random.Random(seed)
         self.outcome = Outcome()
-        self._processes: dict[str, list[HalfProcess]] = {mode: [] for mode in _MODES}
-        self._stopped: dict[HalfProcess, float] = {}
+        self._processes: dict[str, list[RoleProcess]] = {mode: [] for mode in _MODES}
+        self._stopped: dict[RoleProcess, float] = {}
         """Time at which each stopped process continues, in `time.monotonic()` seconds."""
         self._pending: dict[str, _Pending] = {}
         self._num_requests = 0
@@ -140,8 +140,8 @@ class PdSoak:
                 process.kill()
 
     @staticmethod
-    def _start(mode: DisaggregationMode) -> HalfProcess:
-        return HalfProcess(mode, ENV, holds=False, **ARGS)
+    def _start(mode: DisaggregationMode) -> RoleProcess:
+        return RoleProcess(mode, ENV, holds=False, **ARGS)
 
     def run(self, seconds: float) -> Outcome:
         """Run rounds for `seconds`, at least one."""
@@ -172,7 +172,7 @@ class PdSoak:
 
     # ---- requests ------------------------------------------------------------------------------
 
-    def _running(self, mode: DisaggregationMode) -> list[HalfProcess]:
+    def _running(self, mode: DisaggregationMode) -> list[RoleProcess]:
         return [one for one in self._processes[mode] if one not in self._stopped]
 
     def _arrive(self) -> None:
@@ -271,7 +271,7 @@ class PdSoak:
             self._stopped[victim] = time.monotonic() + rng.uniform(0.1, 2 * SILENT_S)
             self.outcome.counts[f"{mode}: stopped"] += 1
 
-    def _replace(self, mode: DisaggregationMode, victim: HalfProcess) -> None:
+    def _replace(self, mode: DisaggregationMode, victim: RoleProcess) -> None:
         victim.kill()
         for rid, pending in list(self._pending.items()):
             if pending.to_come.get(mode) is victim:
@@ -282,7 +282,7 @@ class PdSoak:
         self._processes[mode][place] = self._start(mode)
         self.outcome.counts[f"{mode}: killed"] += 1
 
-    def _resume(self, process: HalfProcess) -> None:
+    def _resume(self, process: RoleProcess) -> None:
         process.signal(signal.SIGCONT)
         del self._stopped[process]
 

@@ -16,8 +16,8 @@ from sglang.srt.disaggregation.base.conn import (
     KVTransferError,
 )
 from sglang.srt.disaggregation.base.first_token import FirstToken
-from sglang.srt.disaggregation.halves import MakeHalf
-from sglang.srt.disaggregation.prefill import PrefillHalf
+from sglang.srt.disaggregation.prefill import PrefillRole
+from sglang.srt.disaggregation.roles import MakeRole
 from sglang.srt.managers.messages.io_struct import (
     Bootstrap,
     FinishReason,
@@ -114,11 +114,11 @@ class PrefillRig(SchedulerRig):
 
     def __init__(self, model: Path, **args: Any) -> None:
         self.desk = FakeDesk()
-        half: MakeHalf = lambda state, _: PrefillHalf(  # noqa: E731
+        role: MakeRole = lambda state, _: PrefillRole(  # noqa: E731
             state, self.desk, FakeSender, WAIT_S
         )
         settings = {"page_size": PAGE, "pool_tokens": 128, "chunked_prefill_size": 8}
-        super().__init__(model, make_half=lambda pools: half, **{**settings, **args})
+        super().__init__(model, make_role=lambda pools: role, **{**settings, **args})
 
     def ask(
         self, rid: str, ids: list[int], room: int, params: SamplingParams | None = None, **more: Any
@@ -175,6 +175,6 @@ class PrefillRig(SchedulerRig):
         self.assert_clean()
         self.check()
         assert self.desk.pages.keys() == self.desk.ended.keys(), "rooms that nobody ends"
-        half = self.scheduler._parts.half
-        assert isinstance(half, PrefillHalf)
-        assert not (half._unclaimed or half._owners or half._held)
+        role = self.scheduler._parts.role
+        assert isinstance(role, PrefillRole)
+        assert not (role._unclaimed or role._owners or role._held)

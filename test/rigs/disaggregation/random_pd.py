@@ -48,8 +48,8 @@ from rigs.schedulers.scheduler_rig import Collected
 from rigs.schedulers.step_watchdog import Watchdog
 from sglang.srt.constants import BUILTIN_MODEL_DIR, HEALTH_CHECK_RID_PREFIX
 from sglang.srt.disaggregation.common import control_connection
-from sglang.srt.disaggregation.decode import DecodeHalf
-from sglang.srt.disaggregation.prefill import PrefillHalf
+from sglang.srt.disaggregation.decode import DecodeRole
+from sglang.srt.disaggregation.prefill import PrefillRole
 from sglang.srt.distributed.device_communicators.transfer_types import Block, PeerUnreachable
 from sglang.srt.environ import envs
 from sglang.srt.managers.messages.io_struct import (
@@ -63,7 +63,7 @@ STEPS_PER_SEED: Final = 300
 _HANG_S: Final = 60.0
 _REST_S: Final = 60.0
 _LOST_S: Final = 3
-"""Seconds for which one half of a request waits for the other."""
+"""Seconds for which a server waits for the other server of a request."""
 _UNKNOWN_S: Final = 2
 """Seconds for which a prefill server may not know a request."""
 _SILENT_S: Final = 2
@@ -363,7 +363,7 @@ class RandomPd:
             assert_unpinned(rig.tree)
         prefill, decode = _prefill_half(pair), _decode_half(pair)
         assert not prefill._owners and not prefill._held, "rooms without an end"
-        assert not (decode._owners or decode._wanted or decode._coming or decode._lingering)
+        assert not (decode._owners or decode._waiting or decode._transferring or decode._lingering)
         assert all(room.has_ended for room in pair.prefill.manager.rooms._rooms.values())
         self._mover.begun.clear()
         if self.rng.random() < 0.5:
@@ -421,16 +421,16 @@ class RandomPd:
             self.outcome.counts[f"{name}: tokens computed"] += counters.prefill_tokens
 
 
-def _prefill_half(pair: PdRig) -> PrefillHalf:
-    half = pair.prefill.scheduler._parts.half
-    assert isinstance(half, PrefillHalf)
-    return half
+def _prefill_half(pair: PdRig) -> PrefillRole:
+    role = pair.prefill.scheduler._parts.role
+    assert isinstance(role, PrefillRole)
+    return role
 
 
-def _decode_half(pair: PdRig) -> DecodeHalf:
-    half = pair.decode.scheduler._parts.half
-    assert isinstance(half, DecodeHalf)
-    return half
+def _decode_half(pair: PdRig) -> DecodeRole:
+    role = pair.decode.scheduler._parts.role
+    assert isinstance(role, DecodeRole)
+    return role
 
 
 def run_seed(seed: int, steps: int = STEPS_PER_SEED) -> Outcome:

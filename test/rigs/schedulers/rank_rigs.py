@@ -7,14 +7,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from rigs.schedulers.rank_threads import RankThreads
-from rigs.schedulers.scheduler_rig import MAX_STEPS, Collected, SchedulerRig
-from sglang.srt.disaggregation.halves import MakeHalf
+from sglang.srt.disaggregation.roles import MakeRole
 from sglang.srt.distributed.rank_group import RankGroup
 from sglang.srt.managers.messages.io_struct import BatchTokenIDOutput, ToScheduler
 from sglang.srt.managers.messages.tick import decode_tick, encode_tick
 from sglang.srt.mem_cache.device.base_device_pool import BaseDevicePool
 from sglang.srt.sampling.sampling_params import SamplingParams
+from rigs.schedulers.rank_threads import RankThreads
+from rigs.schedulers.scheduler_rig import MAX_STEPS, Collected, SchedulerRig
 
 _MOST_DELAY_S = 0.0005
 
@@ -43,7 +43,7 @@ class RankRigs:
         model_path: A checkpoint whose layers `size` ranks can split.
         size: Number of ranks.
         cp_size: Number of ranks over which prefills are split.
-        make_half: Makes `SchedulerResources.make_half` of a rank and its pools; None: there is
+        make_role: Makes `SchedulerResources.make_role` of a rank and its pools; None: there is
             none.
         tick_s: Seconds between two ticks.
         args: Arguments of `SchedulerRig`.
@@ -55,13 +55,13 @@ class RankRigs:
         size: int,
         cp_size: int,
         *,
-        make_half: Callable[[RankGroup, Sequence[BaseDevicePool]], MakeHalf] | None = None,
+        make_role: Callable[[RankGroup, Sequence[BaseDevicePool]], MakeRole] | None = None,
         tick_s: float = 1.0,
         **args: Any,
     ) -> None:
         self.threads = RankThreads(size, cp_size)
         self._args = args
-        self._make_half = make_half
+        self._make_role = make_role
         self._tick_s = tick_s
         self._model_path = model_path
         self.rigs = self.threads.run(self._make)
@@ -69,11 +69,11 @@ class RankRigs:
 
     def _make(self, rank: int) -> _Rank:
         group = self.threads.ranks.group(rank, most_delay_s=_MOST_DELAY_S)
-        make_half = self._make_half
+        make_role = self._make_role
         return _Rank(
             self._model_path,
             group=group,
-            make_half=None if make_half is None else partial(make_half, group),
+            make_role=None if make_role is None else partial(make_role, group),
             tp_group=self.threads.tp_groups[rank],
             cp_group=self.threads.cp_groups[rank],
             **self._args,

@@ -15,7 +15,7 @@ import torch
 from rigs.models.tiny_models import save_tiny_checkpoint
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.constrained.grammar_backend import GrammarBackend
-from sglang.srt.disaggregation.halves import MakeHalf
+from sglang.srt.disaggregation.roles import MakeRole
 from sglang.srt.distributed.device_context import mark_device_set
 from sglang.srt.distributed.rank_group import RankGroup, SingleRank
 from sglang.srt.distributed.tensor_group import TensorGroup
@@ -94,7 +94,7 @@ class SchedulerRig:
         group: The ranks, each with its own rig; None: this rank alone.
         tp_group: The ranks that split the model's layers with this one; None: it has them all.
         cp_group: Ranks that split the tokens of prefills with this one; None: there are none.
-        make_half: Makes `SchedulerResources.make_half` of the model's pools; None: there is none.
+        make_role: Makes `SchedulerResources.make_role` of the model's pools; None: there is none.
         args: Fields of `ServerArgs`.
     """
 
@@ -118,7 +118,7 @@ class SchedulerRig:
         group: RankGroup | None = None,
         tp_group: TensorGroup | None = None,
         cp_group: TensorGroup | None = None,
-        make_half: Callable[[Sequence[BaseDevicePool]], MakeHalf] | None = None,
+        make_role: Callable[[Sequence[BaseDevicePool]], MakeRole] | None = None,
         **args: Any,
     ) -> None:
         self.group = group or SingleRank()
@@ -159,7 +159,7 @@ class SchedulerRig:
             group=self.group,
             new_decoder=None if tokenizer is None else make_decoder_factory(tokenizer),
             grammar_backend=grammar_backend,
-            make_half=None if make_half is None else make_half(self.pools),
+            make_role=None if make_role is None else make_role(self.pools),
             overlap=self.overlap if overlap is None else overlap,
         )
         self.scheduler = Scheduler(make_parts(self.server_args, resources))

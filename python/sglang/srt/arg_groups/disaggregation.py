@@ -70,8 +70,8 @@ def read_secret(args: ServerArgs) -> str | None:
 
 
 def check_disaggregation(args: ServerArgs) -> Iterator[str]:
-    """Refuse flags without effect, and combinations that halves of requests do not work with: a
-    line for each, with the flag and the remedy."""
+    """Refuse flags without effect, and combinations that prefill and decode servers do not
+    support: a line for each, with the flag and the remedy."""
     mode, port = args.disaggregation_mode, args.disaggregation_bootstrap_port
     where = f"with --disaggregation-mode {mode}"
     if mode == DisaggregationMode.NULL:

@@ -4,27 +4,26 @@ from __future__ import annotations
 
 import logging
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Final, NoReturn
 
 from sglang.srt.disaggregation.base.conn import (
     BaseKVManager,
     BaseKVReceiver,
     BootstrapAddr,
     KVPoll,
-    KVPoller,
     KVTransferError,
 )
 from sglang.srt.disaggregation.common.metadata_reader import CONTROL, TRANSPORT
 from sglang.srt.disaggregation.common.protocol import MAX_POLLED_ROOMS
-from sglang.srt.disaggregation.decode_shares import Share, is_within_share
 from sglang.srt.disaggregation.prefill import LOST_STATUS
 from sglang.srt.disaggregation.request_match import fake_metadata, why_not
 from sglang.srt.disaggregation.utils import failure_reasons, poll_and_all_reduce
 from sglang.srt.distributed.rank_group import RankGroup, SingleRank
 from sglang.srt.managers.messages.io_struct import FinishReason
 from sglang.srt.managers.scheduler.policy import AddOutcome, ceil_to_page
+from sglang.srt.managers.scheduler.role import TransferUpdate
 from sglang.srt.mem_cache.tree.base_prefix_cache import MatchPrefixParams
 from sglang.srt.observability.disaggregation_metrics import (
     DisaggregationMetrics,
@@ -33,7 +32,6 @@ from sglang.srt.observability.disaggregation_metrics import (
 from sglang.srt.utils.network import canonical_host
 
 if TYPE_CHECKING:
-    from sglang.srt.disaggregation.base.first_token import FirstToken
     from sglang.srt.managers.messages.io_struct import Bootstrap, TokenizedGenerateReqInput
     from sglang.srt.managers.scheduler.batch import PrefillWork
     from sglang.srt.managers.scheduler.parts import Holder
@@ -42,72 +40,84 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+_SHARE: Final = 4
+"""See `is_within_share`."""
 
-@dataclass(slots=True)
-class _Wanted:
-    """A request that waits for slots."""
+
+def is_within_share(own: int, need: int, free: int) -> bool:
+    """Whether the prompts of one prefill server may take more slots. They may hold at most `_SHARE`
+    times what stays free: one server gets at most four fifths, two get four ninths each, and any
+    number of servers leaves something to others.
+
+    Args:
+        own: Slots that its prompts on their way hold.
+        need: Slots that one more prompt needs.
+        free: Slots that are free now.
+
+    Source: Choudhury and Hahne, "Dynamic queue length thresholds for shared-memory packet
+    switches", IEEE/ACM Transactions on Networking 6 (1998).
+    """
+    return own + need <= _SHARE * (free - need)
+
+
+@dataclass(slots=True, eq=False)
+class DecodeRequest:
+    """A request whose prompt a prefill server computes: it waits for slots, then its prompt is
+    read. After its end it stays until no read into its slots is in flight."""
 
     req: Req
     peer: BootstrapAddr
     """Its prefill server, by canonical host."""
     arrived: float
     """Time of the arrival, in seconds of the scheduler's ticks."""
+    vocab_size: int
     receiver: BaseKVReceiver | None = None
     """None: the prefill server is not asked yet."""
     is_known: bool = False
     """Whether the ranks agree that the prefill server has the request."""
+    num_tokens: int | None = None
+    """Slots that it holds and that its output is expected to need; None: it waits for slots."""
+    mismatch: str | None = None
+    """Why the metadata does not fit the request; "": it does; None: it was not compared yet."""
+    ended: float | None = None
+    """Time of its end, in seconds of the scheduler's ticks."""
 
-
-@dataclass(slots=True)
-class _Coming:
-    """A request whose prompt is on its way into its slots."""
-
-    req: Req
-    peer: BootstrapAddr
-    receiver: BaseKVReceiver
-    num_tokens: int
-    """Slots that were taken for it, and that its output is expected to need."""
-    misfit: str | None = None
-    """Why the metadata does not fit the request; "": it does; None: it was not there yet."""
+    @property
+    def bootstrap(self) -> Bootstrap:
+        assert self.req.spec.bootstrap is not None, "it has a prefill server"
+        return self.req.spec.bootstrap
 
     @property
     def bootstrap_room(self) -> int:
-        return self.receiver.bootstrap_room
+        return self.bootstrap.room
+
+    @property
+    def has_slots(self) -> bool:
+        return self.num_tokens is not None
 
     def poll(self) -> KVPoll:
-        """Progress of the receiver; metadata that does not fit is a failure."""
+        """Progress of the receiver, but `Failed` if the metadata does not fit. After the end of the
+        request `Success`: no read into its slots is in flight."""
+        assert self.receiver is not None, "the prefill server is asked"
+        if self.ended is not None:
+            return KVPoll.Success if self.receiver.has_ended else KVPoll.Transferring
         poll = self.receiver.poll()
-        if poll == KVPoll.Success and self.misfit is None:
-            return KVPoll.Transferring
-        return KVPoll.Failed if self.misfit else poll
+        if poll != KVPoll.Success:
+            return poll
+        if self.mismatch is None:
+            metadata = self.receiver.metadata
+            found = metadata and why_not(self.req.spec, metadata, self.vocab_size)
+            self.mismatch = found or ""
+        return KVPoll.Failed if self.mismatch else poll
 
     def failure_exception(self) -> NoReturn:
-        if self.misfit:
-            raise KVTransferError(self.misfit)
+        if self.mismatch:
+            raise KVTransferError(self.mismatch)
+        assert self.receiver is not None, "the prefill server is asked"
         self.receiver.failure_exception()
 
 
-@dataclass(frozen=True, slots=True)
-class _Lingering:
-    """A request that has ended, and whose prompt may still be read."""
-
-    coming: _Coming
-    ended: float
-    """Time of the request's end, in seconds of the scheduler's ticks."""
-
-    @property
-    def bootstrap_room(self) -> int:
-        return self.coming.bootstrap_room
-
-    def poll(self) -> KVPoll:
-        """`Success`: no read into its slots is in flight."""
-        return KVPoll.Success if self.coming.receiver.has_ended else KVPoll.Transferring
-
-    def failure_exception(self) -> NoReturn:
-        raise AssertionError("it does not fail any more")
-
-
-class DecodeHalf:
+class DecodeRole:
     """Requests whose prompts prefill servers compute.
 
     A request waits until its prefill server says that it has the request, then for slots, then for
@@ -151,25 +161,22 @@ class DecodeHalf:
         self._wait_s = wait_s
         self._silent_s = silent_s
         self._group = group or SingleRank()
-        self._wanted: dict[str, _Wanted] = {}
+        self._waiting: dict[str, DecodeRequest] = {}
         """Requests that wait for slots, by id, in order of arrival."""
-        self._unasked: dict[str, _Wanted] = {}
-        """Waiting requests that no prefill server was asked about yet."""
-        self._num_asked_of: Counter[BootstrapAddr] = Counter()
-        """Number of waiting requests that each prefill server was asked about."""
-        self._coming: dict[str, _Coming] = {}
-        self._lingering: list[_Lingering] = []
-        self._let_go: list[Req] = []
-        self._ended: list[tuple[Req, FinishReason]] = []
-        self._received: list[tuple[Req, FirstToken]] = []
+        self._transferring: dict[str, DecodeRequest] = {}
+        """Requests whose prompts are read, by id."""
+        self._lingering: list[DecodeRequest] = []
+        """Requests that have ended while their prompts were read."""
+        self._update = TransferUpdate()
+        """What the tick in progress has found."""
         self._owners: dict[int, str] = {}
         """Id of the request that has a room, by room."""
         registry = state.metrics.registry
         self._metrics = DisaggregationMetrics(
             registry,
             {
-                "num_decode_prealloc_queue_reqs": lambda: len(self._wanted),
-                "num_decode_transfer_queue_reqs": lambda: len(self._coming),
+                "num_decode_prealloc_queue_reqs": lambda: len(self._waiting),
+                "num_decode_transfer_queue_reqs": lambda: len(self._transferring),
                 "num_decode_lingering_reqs": lambda: len(self._lingering),
             },
         )
@@ -186,15 +193,14 @@ class DecodeHalf:
             return FinishReason(type="abort", message=message, status_code=400)
         self._owners[bootstrap.room] = req.rid
         peer = canonical_host(bootstrap.host), bootstrap.port
-        wanted = _Wanted(req, peer, self._state.now)
-        self._wanted[req.rid] = self._unasked[req.rid] = wanted
+        self._waiting[req.rid] = DecodeRequest(req, peer, self._state.now, self._state.vocab_size)
         return None
 
     def on_refusal(self, message: TokenizedGenerateReqInput, reason: FinishReason) -> None:
         bootstrap = message.bootstrap
         if bootstrap is None:
             return
-        if self._take_wanted(message.rid) is not None:
+        if self._waiting.pop(message.rid, None) is not None:
             del self._owners[bootstrap.room]
         self.on_declined(bootstrap, reason.message or "the request was refused")
 
@@ -207,10 +213,10 @@ class DecodeHalf:
         return self._receiver_class(self._kv_manager, address, bootstrap.room)
 
     def is_remote(self, req: Req) -> bool:
-        return req.rid in self._wanted
+        return req.rid in self._waiting
 
     def may_compute(self, req: Req) -> bool:
-        return req.rid not in self._wanted
+        return req.rid not in self._waiting
 
     def on_computed(self, work: PrefillWork) -> None:
         pass
@@ -221,166 +227,148 @@ class DecodeHalf:
     def hand_over(self, req: Req, reason: FinishReason | None) -> None:
         raise AssertionError("a decode server hands nothing over")
 
-    def tick(self) -> None:
+    def tick(self) -> TransferUpdate:
+        self._update = TransferUpdate()
         self._init_receivers()
         self._poll()
         self._give_slots()
+        return self._update
 
     def _init_receivers(self) -> None:
         """Let prefill servers be asked for the requests that came."""
-        for rid, wanted in list(self._unasked.items()):
-            req, bootstrap = wanted.req, wanted.req.spec.bootstrap
-            assert bootstrap is not None
-            is_full = self._num_asked_of[wanted.peer] >= MAX_POLLED_ROOMS
-            if is_full or req.progress.to_abort is not None:
-                continue
-            del self._unasked[rid]
-            self._num_asked_of[wanted.peer] += 1
-            wanted.receiver = self._new_receiver(bootstrap)
-            wanted.receiver.init()
+        unasked = [
+            one
+            for one in self._waiting.values()
+            if one.receiver is None and one.req.progress.to_abort is None
+        ]
+        if not unasked:
+            return
+        num_asked = Counter(one.peer for one in self._waiting.values() if one.receiver is not None)
+        for one in unasked:
+            if num_asked[one.peer] < MAX_POLLED_ROOMS:
+                num_asked[one.peer] += 1
+                one.receiver = self._new_receiver(one.bootstrap)
+                one.receiver.init()
 
     def _poll(self) -> None:
         """Act on what the ranks' receivers have seen."""
-        asked = [(one, one.receiver) for one in self._wanted.values() if one.receiver is not None]
-        coming = list(self._coming.values())
-        for one in coming:
-            self._compare(one)
-        pollers: list[KVPoller] = [receiver for _, receiver in asked]
-        pollers += [*coming, *self._lingering]
+        asked = [one for one in self._waiting.values() if one.receiver is not None]
+        pollers = [*asked, *self._transferring.values(), *self._lingering]
         polls = poll_and_all_reduce(pollers, self._group)
         failed = [one for one, poll in zip(pollers, polls, strict=True) if poll == KVPoll.Failed]
-        reasons = failure_reasons(failed, self._group)
-        why = {id(one): reason for one, reason in zip(failed, reasons, strict=True)}
-        outcomes = iter(polls)
-        for wanted, receiver in asked:
-            if (poll := next(outcomes)) == KVPoll.Failed:
-                self._fail(wanted.req, why[id(receiver)], had_met=False)
-            else:
-                wanted.is_known = poll >= KVPoll.WaitingForInput
-        for one in coming:
-            if (poll := next(outcomes)) == KVPoll.Failed:
-                self._fail(one.req, why[id(one)], had_met=True)
-            elif poll == KVPoll.Success:
+        for one, why in zip(failed, failure_reasons(failed, self._group), strict=True):
+            self._fail(one, why)
+        for one, poll in zip(pollers, polls, strict=True):
+            if not one.has_slots:
+                one.is_known = poll >= KVPoll.WaitingForInput
+            elif poll == KVPoll.Success and one.ended is None:
                 self._receive(one)
-        lingering, self._lingering = self._lingering, []
-        for lingers, poll in zip(lingering, outcomes, strict=True):
-            if poll == KVPoll.Success:
-                self._let_go.append(lingers.coming.req)
-            else:
-                self._lingering.append(lingers)
-
-    def _compare(self, coming: _Coming) -> None:
-        """Compare what a prefill server has found with the request, once it is there."""
-        if coming.misfit is None and coming.receiver.poll() == KVPoll.Success:
-            metadata = coming.receiver.metadata
-            coming.misfit = (
-                metadata and why_not(coming.req.spec, metadata, self._state.vocab_size)
-            ) or ""
-
-    def _take_wanted(self, rid: str) -> _Wanted | None:
-        wanted = self._wanted.pop(rid, None)
-        if wanted is not None and self._unasked.pop(rid, None) is None:
-            self._num_asked_of[wanted.peer] -= 1
-            if not self._num_asked_of[wanted.peer]:
-                del self._num_asked_of[wanted.peer]
-        return wanted
+            elif poll == KVPoll.Success:
+                self._lingering.remove(one)
+                self._update.released.append(one.req)
 
     def _give_slots(self) -> None:
         """Give slots to the requests whose turn it is."""
+        if not self._waiting:
+            return
         now = self._state.now
-        failed = {req.rid for req, _ in self._ended}
+        failed = {req.rid for req, _ in self._update.ended}
         has_retracted = self._has_retracted()  # They wait for the slots that are free.
         blocked: dict[BootstrapAddr, str | None] = {}
         """Prefill servers whose share is used up, with the reason to take no more requests."""
-        shares = self._shares()
-        for rid, wanted in list(self._wanted.items()):
-            req = wanted.req
-            if rid in failed or req.progress.to_abort is not None:
+        shares: defaultdict[BootstrapAddr, list[DecodeRequest]] = defaultdict(list)
+        """Requests of each prefill server that hold slots for their prompts."""
+        for one in (*self._transferring.values(), *self._lingering):
+            shares[one.peer].append(one)
+        for rid, one in list(self._waiting.items()):
+            if rid in failed or one.req.progress.to_abort is not None:
                 continue
-            if now - wanted.arrived > self._wait_s:
-                self._fail(req, self._why_late(wanted), had_met=False)
+            if now - one.arrived > self._wait_s:
+                self._fail(one, self._why_late(one))
                 continue
-            is_ready = wanted.is_known and req.progress.grammar_ticket is None
+            is_ready = one.is_known and one.req.progress.grammar_ticket is None
             if has_retracted or not is_ready:
                 continue
-            share = shares[wanted.peer]
-            if wanted.peer not in blocked and self._is_within_share(req, share):
-                if (coming := self._hold(wanted)) is None:
+            share = shares[one.peer]
+            if one.peer not in blocked and self._is_within_share(one.req, share):
+                if not self._hold(one):
                     return
-                share.add(coming.num_tokens, None)
+                share.append(one)
                 continue
-            why = blocked.setdefault(wanted.peer, share.why_stuck(now, self._silent_s))
+            why = blocked.setdefault(one.peer, self._why_stuck(share))
             if why is not None:
-                self._fail(req, why, had_met=False)
+                self._fail(one, why)
 
-    def _why_late(self, wanted: _Wanted) -> str:
-        if wanted.is_known:
+    def _why_late(self, one: DecodeRequest) -> str:
+        if one.is_known:
             return f"no slots were free for the request within {self._wait_s:.0f} s"
-        if wanted.receiver is None:
+        if one.receiver is None:
             return f"{MAX_POLLED_ROOMS} requests before it wait for the same prefill server"
         return f"the prefill server does not know the request within {self._wait_s:.0f} s"
 
-    def _shares(self) -> Mapping[BootstrapAddr, Share]:
-        """What the prompts on their way from each prefill server hold, those that are not wanted
-        any more included."""
-        shares: defaultdict[BootstrapAddr, Share] = defaultdict(Share)
-        for coming in self._coming.values():
-            shares[coming.peer].add(coming.num_tokens, None)
-        for one in self._lingering:
-            shares[one.coming.peer].add(one.coming.num_tokens, one.ended)
-        return shares
+    def _why_stuck(self, share: Sequence[DecodeRequest]) -> str | None:
+        """Reason to take no new requests of a prefill server, or None: all that its share holds are
+        reads for ended requests, and they have not ended for `silent_s` seconds."""
+        now = self._state.now
+        if any(one.ended is None or now - one.ended < self._silent_s for one in share):
+            return None
+        return (
+            f"reads of {len(share)} earlier prompts from the prefill server have not ended for "
+            f"{self._silent_s:.0f} s, and hold its share of the slots"
+        )
 
-    def _is_within_share(self, req: Req, share: Share) -> bool:
+    def _is_within_share(self, req: Req, share: Sequence[DecodeRequest]) -> bool:
         """Whether `req` may have slots beside the other prompts of its prefill server."""
-        state, queues, page_size = self._state, self._state.queues, self._state.limits.page_size
-        if not share.num_requests:
+        if not share:
             return True  # Otherwise a long prompt would never come.
+        state, queues, page_size = self._state, self._state.queues, self._state.limits.page_size
         free_rows = state.limits.max_running_requests - queues.num_holders
-        if not is_within_share(share.num_requests, 1, free_rows):
+        if not is_within_share(len(share), 1, free_rows):
             return False
         # As `PrefillAdder.plan` counts, so that what is within the share finds room.
         free = state.free_tokens() - sum(map(state.reserve_for, queues.holders()))
         need = ceil_to_page(req.progress.num_tokens, page_size) + state.reserve_for(req)
-        if is_within_share(share.num_tokens, need, free):
+        own = sum(one.num_tokens or 0 for one in share)
+        if is_within_share(own, need, free):
             return True
         match = state.tree.match_prefix(MatchPrefixParams(req.match_key(), req=req.slots))
-        need -= len(match.device_indices)
-        return is_within_share(share.num_tokens, need, free)
+        return is_within_share(own, need - len(match.device_indices), free)
 
     def _has_retracted(self) -> bool:
         """Whether any waiting request has decoded already."""
         waiting = self._state.queues.waiting
-        return len(waiting) > len(self._wanted) and any(req.progress.output_ids for req in waiting)
+        return len(waiting) > len(self._waiting) and any(req.progress.output_ids for req in waiting)
 
-    def _receive(self, coming: _Coming) -> None:
-        req, receiver = coming.req, coming.receiver
-        first = receiver.metadata or fake_metadata(req.spec, self._state.vocab_size)
-        del self._coming[req.rid]
+    def _receive(self, one: DecodeRequest) -> None:
+        """Note that the prompt is there."""
+        req, receiver = one.req, one.receiver
+        assert receiver is not None, "it has read"
+        first = receiver.metadata or fake_metadata(req.spec, one.vocab_size)
+        del self._transferring[req.rid]
         stages, metric = req.report.stages, receiver.get_transfer_metric()
         stages.queue = (stages.queue or 0.0) + first.queue_seconds
         stages.prefill, stages.transfer = first.prefill_seconds, metric.transfer_latency_s
         self._transfers.on_read(metric.transfer_total_bytes, metric.transfer_latency_s)
         self._transfers.on_metadata(metric.aux_bytes)
-        self._received.append((req, first))
+        self._update.received.append((req, first))
 
-    def _fail(self, req: Req, why: str, *, had_met: bool) -> None:
-        logger.warning("request %s: %s", req.rid, why)
-        self._metrics.on_failure(had_met=had_met)
-        self._ended.append((req, _lost(why)))
+    def _fail(self, one: DecodeRequest, why: str) -> None:
+        logger.warning("request %s: %s", one.req.rid, why)
+        self._metrics.on_failure(had_met=one.has_slots)
+        reason = FinishReason(type="abort", message=why, status_code=LOST_STATUS)
+        self._update.ended.append((one.req, reason))
 
-    def _hold(self, wanted: _Wanted) -> _Coming | None:
-        """Give slots to a request and begin to receive its prompt. None: there is no room now."""
-        req, state, queues = wanted.req, self._state, self._state.queues
+    def _hold(self, one: DecodeRequest) -> bool:
+        """Give slots to a request and begin to read its prompt. False: there is no room now."""
+        req, state, queues = one.req, self._state, self._state.queues
         outcome = self._holder.hold(req)
         if outcome is not AddOutcome.ADDED:
             if queues.num_holders == 0 and not state.tree.is_busy():
                 message = f"the engine has {state.free_tokens()} token slots, too few for it"
                 reason = FinishReason(type="abort", message=message, status_code=503)
                 queues.abort(req, reason)
-            return None
-        receiver = wanted.receiver
-        assert receiver is not None, "the prefill server has it"
-        self._take_wanted(req.rid)
+            return False
+        assert one.receiver is not None, "the prefill server has it"
         progress, page_size = req.progress, state.limits.page_size
         begin, end = progress.kv_committed_len, progress.num_tokens
         row = state.pools.req_to_token_pool.req_to_token[req.slots.row]
@@ -392,22 +380,14 @@ class DecodeHalf:
         # The same wait covers the zeroing of a recurrent state, which never comes without pages:
         # the tree gives no state of a whole prompt, since its last token has to be computed.
         assert pages or state_slot is None, "the last token of a hybrid's prompt is not cached"
-        receiver.send_metadata(
+        one.receiver.send_metadata(
             pages,
             state_indices=() if state_slot is None else (state_slot,),
             decode_prefix_len=begin,
         )
-        num_tokens = len(pages) * page_size + state.reserve_for(req)
-        coming = self._coming[req.rid] = _Coming(req, wanted.peer, receiver, num_tokens)
-        return coming
-
-    def take_ended(self) -> Sequence[tuple[Req, FinishReason]]:
-        ended, self._ended = self._ended, []
-        return ended
-
-    def take_received(self) -> Sequence[tuple[Req, FirstToken]]:
-        received, self._received = self._received, []
-        return received
+        one.num_tokens = len(pages) * page_size + state.reserve_for(req)
+        self._transferring[req.rid] = self._waiting.pop(req.rid)
+        return True
 
     def on_end(self, req: Req, reason: FinishReason) -> bool:
         bootstrap = req.spec.bootstrap
@@ -415,26 +395,21 @@ class DecodeHalf:
             return True
         del self._owners[bootstrap.room]
         message = reason.message or "the request has ended"
-        if (wanted := self._take_wanted(req.rid)) is not None:
-            (wanted.receiver or self._new_receiver(bootstrap)).abort(message)
-        coming = self._coming.pop(req.rid, None)
-        if coming is None:
+        if (waiting := self._waiting.pop(req.rid, None)) is not None:
+            (waiting.receiver or self._new_receiver(bootstrap)).abort(message)
+        one = self._transferring.pop(req.rid, None)
+        if one is None:
             return True
-        coming.receiver.abort(message)
-        if self._group.size == 1 and coming.receiver.has_ended:
+        assert one.receiver is not None, "it reads"
+        one.receiver.abort(message)
+        if self._group.size == 1 and one.receiver.has_ended:
             return True
-        self._lingering.append(_Lingering(coming, self._state.now))
+        one.ended = self._state.now
+        self._lingering.append(one)
         return False
 
-    def take_let_go(self) -> Sequence[Req]:
-        let_go, self._let_go = self._let_go, []
-        return let_go
-
     def close(self) -> None:
-        for coming in [*self._coming.values(), *(one.coming for one in self._lingering)]:
-            coming.receiver.abort("the server is shutting down")
+        for one in (*self._transferring.values(), *self._lingering):
+            assert one.receiver is not None, "it reads"
+            one.receiver.abort("the server is shutting down")
         self._kv_manager.close()
-
-
-def _lost(message: str) -> FinishReason:
-    return FinishReason(type="abort", message=message, status_code=LOST_STATUS)

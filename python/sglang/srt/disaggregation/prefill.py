@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
 from itertools import islice
 from typing import TYPE_CHECKING, Final
 
@@ -14,6 +13,7 @@ from sglang.srt.disaggregation.request_match import prompt_digest, sampling_dige
 from sglang.srt.disaggregation.utils import failure_reasons, poll_and_all_reduce
 from sglang.srt.distributed.rank_group import RankGroup, SingleRank
 from sglang.srt.managers.messages.io_struct import FinishReason
+from sglang.srt.managers.scheduler.role import TransferUpdate
 from sglang.srt.observability.disaggregation_metrics import DisaggregationMetrics
 from sglang.srt.utils.logging_utils import RateLimitedLogger
 
@@ -33,7 +33,7 @@ REMEMBER_S: Final = 60.0
 """Seconds for which a room that has ended is not given to another request."""
 
 
-class PrefillHalf:
+class PrefillRole:
     """Requests that a prefill server computes for decode servers.
 
     A request waits until a decode server asks for it, which then has slots for it. If it were
@@ -80,7 +80,6 @@ class PrefillHalf:
         """`time.monotonic()` at which a decode server was found to ask for a room."""
         self._held: dict[str, tuple[Req, FinishReason]] = {}
         """Complete requests by id, each with its finish reason in case of success."""
-        self._ended: list[tuple[Req, FinishReason]] = []
         self._owners: dict[int, str] = {}
         """Id of each room's request."""
         self._past: dict[int, tuple[BaseKVSender, float]] = {}
@@ -185,7 +184,7 @@ class PrefillHalf:
         self._held[req.rid] = req, reason or FinishReason(type="length", length=len(outputs))
         self._senders[bootstrap.room].send_aux(first_token)
 
-    def tick(self) -> None:
+    def tick(self) -> TransferUpdate:
         now = self._state.now
         while self._past:
             room, (sender, ended) = next(iter(self._past.items()))
@@ -193,16 +192,18 @@ class PrefillHalf:
                 break
             del self._past[room]
             sender.clear()
-        self._poll()
+        update = TransferUpdate(ended=self._poll())
         for room, arrived in self._unclaimed.items():
             if now - arrived <= self._wait_s:
                 break
             self._fail_room(room, f"no decode server has asked for it within {self._wait_s:.0f} s")
         if self._unclaimed and self._group.rank == 0:
             self._log_unclaimed()
+        return update
 
-    def _poll(self) -> None:
-        """Act on what the ranks' senders have seen."""
+    def _poll(self) -> list[tuple[Req, FinishReason]]:
+        """Act on what the ranks' senders have seen; return the requests that were read."""
+        read: list[tuple[Req, FinishReason]] = []
         senders = list(self._polled.values())
         polls = poll_and_all_reduce(senders, self._group)
         failed = [one for one, poll in zip(senders, polls, strict=True) if poll == KVPoll.Failed]
@@ -213,7 +214,8 @@ class PrefillHalf:
             if poll >= KVPoll.WaitingForInput and self._unclaimed.pop(room, None) is not None:
                 self._asked[room] = time.monotonic()
             if poll == KVPoll.Success and (held := self._held.pop(self._owners[room], None)):
-                self._ended.append(held)
+                read.append(held)
+        return read
 
     def _log_unclaimed(self) -> None:
         """Log that requests wait until decode servers ask for them."""
@@ -247,13 +249,6 @@ class PrefillHalf:
         reason = FinishReason(type="abort", message=why, status_code=LOST_STATUS)
         self._state.queues.abort(req, reason)
 
-    def take_ended(self) -> Sequence[tuple[Req, FinishReason]]:
-        ended, self._ended = self._ended, []
-        return [(req, reason) for req, reason in ended if req.progress.finish_reason is None]
-
-    def take_received(self) -> Sequence[tuple[Req, FirstToken]]:
-        return ()
-
     def on_end(self, req: Req, reason: FinishReason) -> bool:
         bootstrap = req.spec.bootstrap
         if bootstrap is not None and self._owners.get(bootstrap.room) == req.rid:
@@ -261,9 +256,6 @@ class PrefillHalf:
             self._end_room(bootstrap.room, reason.message or "the request has ended")
         # A decode server that still reads learns that it read too late.
         return True
-
-    def take_let_go(self) -> Sequence[Req]:
-        return ()
 
     def close(self) -> None:
         self._kv_manager.close()

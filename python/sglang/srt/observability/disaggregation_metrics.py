@@ -23,7 +23,7 @@ _MEGA: Final = 1e6
 
 
 class DisaggregationMetrics:
-    """Queues, failures and transfers of one half. Scheduler thread only."""
+    """Queues, failures and transfers of a prefill or decode server. Scheduler thread only."""
 
     def __init__(
         self, registry: CollectorRegistry, queues: Mapping[str, Callable[[], int]]

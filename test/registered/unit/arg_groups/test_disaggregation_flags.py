@@ -25,7 +25,7 @@ def prepare(*argv: str) -> ServerArgs:
 
 
 @pytest.mark.parametrize("mode", ["prefill", "decode"])
-def test_halves_keep_the_features_of_a_whole_server(mode: str) -> None:
+def test_roles_keep_the_features_of_a_whole_server(mode: str) -> None:
     args = prepare(MODE, mode, DEVICE, "mlx5_0", BACKEND, "mooncake", "--disable-radix-cache")
     assert args.disaggregation_mode == mode
     assert args.disaggregation_ib_device == "mlx5_0"

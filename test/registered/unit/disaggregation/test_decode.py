@@ -1,4 +1,4 @@
-"""The decode server's half: requests that wait for slots, then for their prompts."""
+"""The decode role: requests that wait for slots, then for their prompts."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ from rigs.disaggregation.decode_rig import PAGE, SILENT_S, WAIT_S, DecodeRig
 from rigs.models.tiny_models import save_tiny_checkpoint
 from rigs.schedulers.scheduler_rig import greedy, prompt
 from sglang.srt.disaggregation.common.protocol import MAX_POLLED_ROOMS
-from sglang.srt.disaggregation.decode_shares import is_within_share
+from sglang.srt.disaggregation.decode import is_within_share
 from sglang.test.ci.ci_register import register_cpu_ci
 
 register_cpu_ci(est_time=6, suite="base-a-test-cpu")

@@ -1,4 +1,4 @@
-"""Both halves, where requests are refused, share a room by mistake, or come in floods."""
+"""Requests of prefill and decode servers that are refused, share a room, or come in floods."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from typing import Any
 
 import pytest
 
-from rigs.disaggregation.pd_rig import HalfRig, LocalMover, PdRig
-from rigs.schedulers import checkable_model
-from rigs.schedulers.scheduler_rig import greedy, prompt
 from sglang.srt.constants import BUILTIN_MODEL_DIR
-from sglang.srt.disaggregation.prefill import REMEMBER_S, PrefillHalf
+from sglang.srt.disaggregation.prefill import REMEMBER_S, PrefillRole
 from sglang.srt.disaggregation.request_match import sampling_digest
 from sglang.srt.managers.messages.io_struct import DeclineRoomReq
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.test.ci.ci_register import register_cpu_ci
+from rigs.disaggregation.pd_rig import LocalMover, PdRig, RoleRig
+from rigs.schedulers import checkable_model
+from rigs.schedulers.scheduler_rig import greedy, prompt
 
 register_cpu_ci(est_time=6, suite="base-a-test-cpu")
 
@@ -38,7 +38,7 @@ def sampled(seed: int | None) -> SamplingParams:
     return params
 
 
-def why(rig: HalfRig, rid: str) -> tuple[int | None, str]:
+def why(rig: RoleRig, rid: str) -> tuple[int | None, str]:
     """Status and message of its end."""
     reason = rig.results[rid].finish_reason
     assert reason is not None
@@ -178,14 +178,14 @@ def test_a_flood_of_refused_requests_leaves_nothing_behind() -> None:
             status, reason = why(pair.decode, message.rid)
             assert status == 503 and "at most 63 can ever fit" in reason
         pair.assert_clean()
-        half = pair.prefill.scheduler._parts.half
-        assert isinstance(half, PrefillHalf)
+        role = pair.prefill.scheduler._parts.role
+        assert isinstance(role, PrefillRole)
         rooms = pair.prefill.manager.rooms
         assert len(rooms._rooms) == len(good) + len(bad)
         # They are remembered for a minute, since the last answer may have been lost.
         pair.prefill.now += REMEMBER_S + 1
         pair.until(lambda: not rooms._rooms)
-        assert not (half._owners or half._unclaimed or half._asked)
+        assert not (role._owners or role._unclaimed or role._asked)
 
 
 if __name__ == "__main__":

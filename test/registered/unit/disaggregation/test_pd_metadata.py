@@ -1,4 +1,4 @@
-"""Both halves with metadata in rows: same words, nothing told, and no row is lost."""
+"""Metadata in rows: same output, nothing sent inline, and no row is lost."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.base.first_token import FirstToken
 from sglang.srt.disaggregation.common.metadata_reader import host_identity
 from sglang.srt.disaggregation.common.metadata_row import ROW_BYTES
-from sglang.srt.disaggregation.decode import DecodeHalf
+from sglang.srt.disaggregation.decode import DecodeRole
 from sglang.srt.disaggregation.mooncake.conn import MooncakeKVSender
-from sglang.srt.disaggregation.prefill import PrefillHalf
+from sglang.srt.disaggregation.prefill import PrefillRole
 from sglang.srt.disaggregation.utils import NUM_ROWS, MetadataBuffers
 from sglang.srt.distributed.device_communicators.transfer_types import (
     Block,
@@ -71,9 +71,9 @@ def free_rows(pair: PdRig) -> list[int]:
 
 def rowless(pair: PdRig) -> tuple[list[MooncakeKVSender], list[MooncakeKVSender]]:
     """Senders with a row, and senders that wait for one."""
-    half = pair.prefill.scheduler._parts.half
-    assert isinstance(half, PrefillHalf)
-    senders = [one for one in half._senders.values() if isinstance(one, MooncakeKVSender)]
+    role = pair.prefill.scheduler._parts.role
+    assert isinstance(role, PrefillRole)
+    senders = [one for one in role._senders.values() if isinstance(one, MooncakeKVSender)]
     with_row = [one for one in senders if one._room.row is not None]
     return with_row, [one for one in senders if one._unsent is not None]
 
@@ -119,15 +119,15 @@ def test_requests_wait_for_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(utils, "NUM_ROWS", 1)
     mover = LocalMover()
     with make_pair(mover) as pair:
-        half = pair.prefill.scheduler._parts.half
-        assert isinstance(half, PrefillHalf)
+        role = pair.prefill.scheduler._parts.role
+        assert isinstance(role, PrefillRole)
         messages = [pair.request(f"r{n}", ids, greedy(5)) for n, ids in enumerate(PROMPTS)]
         mover.hold = True
-        pair.until(lambda: len(half._held) == len(PROMPTS), *messages)
+        pair.until(lambda: len(role._held) == len(PROMPTS), *messages)
         with_row, waiting = rowless(pair)
         assert (len(with_row), len(waiting)) == (1, len(PROMPTS) - 1)
         # One that is given up frees its row, or the place in which it waits.
-        given_up = [half._owners[one.bootstrap_room] for one in (with_row[0], waiting[0])]
+        given_up = [role._owners[one.bootstrap_room] for one in (with_row[0], waiting[0])]
         pair.step(
             [pair.prefill.abort(rid) for rid in given_up],
             [pair.decode.abort(rid) for rid in given_up],
@@ -191,13 +191,13 @@ def test_a_row_that_is_overwritten_fails_its_request_alone(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     with make_pair() as pair:
-        half = pair.prefill.scheduler._parts.half
+        role = pair.prefill.scheduler._parts.role
         rows = pair.prefill.manager._args.aux_buffers
-        assert isinstance(half, PrefillHalf) and isinstance(rows, MetadataBuffers)
+        assert isinstance(role, PrefillRole) and isinstance(rows, MetadataBuffers)
         complete = MooncakeKVSender.complete
 
         def spoil(sender: MooncakeKVSender, metadata: FirstToken, row: int | None) -> None:
-            if half._owners[sender.bootstrap_room] == "torn":
+            if role._owners[sender.bootstrap_room] == "torn":
                 rows._rows[row, 40] ^= 1
             complete(sender, metadata, row)
 
@@ -285,9 +285,9 @@ def test_a_rank_whose_metadata_has_not_come_holds_up_the_others(
         slow.finish(slow.begun[0])
         pair.until(lambda: len(slow.begun) == 2)
         assert [block.length for block in slow.begun[1].blocks] == [ROW_BYTES]
-        half = pair.decode.rigs[0].scheduler._parts.half
-        assert isinstance(half, DecodeHalf)
-        (coming,) = half._coming.values()
+        role = pair.decode.rigs[0].scheduler._parts.role
+        assert isinstance(role, DecodeRole)
+        (coming,) = role._transferring.values()
         pair.until(lambda: coming.receiver.has_ended)
         for _ in range(20):
             pair.step()

@@ -8,13 +8,13 @@ from collections.abc import Iterator
 
 import pytest
 
-from rigs.disaggregation.pd_rig import HalfRig, LocalMover, PdRig
-from rigs.schedulers.scheduler_rig import greedy, prompt
 from sglang.srt.constants import BUILTIN_MODEL_DIR
 from sglang.srt.distributed.device_communicators.transfer_types import PeerUnreachable
 from sglang.srt.environ import envs
 from sglang.srt.managers.messages.io_struct import Stages
 from sglang.test.ci.ci_register import register_cpu_ci
+from rigs.disaggregation.pd_rig import LocalMover, PdRig, RoleRig
+from rigs.schedulers.scheduler_rig import greedy, prompt
 
 register_cpu_ci(est_time=5, suite="base-a-test-cpu")
 
@@ -44,7 +44,7 @@ def pair(mover: LocalMover) -> Iterator[PdRig]:
         mover.release()
 
 
-def value(rig: HalfRig, name: str) -> float:
+def value(rig: RoleRig, name: str) -> float:
     """Value of a metric, which must exist."""
     found = rig.scheduler.state.metrics.registry.get_sample_value(f"sglang:{name}")
     assert found is not None, name
@@ -65,7 +65,7 @@ def queues(pair: PdRig) -> dict[str, float]:
     return {name: length for name, length in lengths.items() if length}
 
 
-def failures(rig: HalfRig) -> tuple[float, float]:
+def failures(rig: RoleRig) -> tuple[float, float]:
     """Before, and after the servers had met."""
     return (
         value(rig, "num_bootstrap_failed_reqs_total"),
@@ -73,7 +73,7 @@ def failures(rig: HalfRig) -> tuple[float, float]:
     )
 
 
-def stages(rig: HalfRig, rid: str) -> Stages:
+def stages(rig: RoleRig, rid: str) -> Stages:
     last = rig.results[rid].last
     assert last is not None and last.stages is not None
     return last.stages
@@ -194,7 +194,7 @@ def test_waiting_for_slots_and_for_a_turn_is_queueing(pair: PdRig, mover: LocalM
 
 
 def test_a_server_that_does_both_transfers_nothing(pair: PdRig) -> None:
-    """Each half serves requests without a room as such a server does."""
+    """Prefill and decode servers serve requests without a room like any server."""
     began = time.monotonic()
     message = pair.decode.request("plain", IDS, greedy(4), stream=True)
     pair.decode.run(message)

@@ -1,4 +1,4 @@
-"""The prefill server's half: prompts are computed, told page by page, and held until read."""
+"""The prefill role: prompts are computed, sent page by page, and held until read."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A slice of the random driver of both halves, and proof that it notices what it is for.
+"""A slice of the random PD driver, and proof that it notices what it is for.
 
 The night's run is `test_random_pd_nightly.py` in `test/registered/disaggregation`.
 """
@@ -15,9 +15,9 @@ from rigs.disaggregation import random_pd
 from rigs.disaggregation.random_pd import RandomPd
 from sglang.srt.disaggregation.common.geometry import ShardSlice
 from sglang.srt.disaggregation.common.packing import Packer
-from sglang.srt.disaggregation.decode import DecodeHalf
+from sglang.srt.disaggregation.decode import DecodeRole
 from sglang.srt.disaggregation.mooncake.conn import MooncakeKVSender
-from sglang.srt.disaggregation.prefill import PrefillHalf
+from sglang.srt.disaggregation.prefill import PrefillRole
 from sglang.test.ci.ci_register import register_cpu_ci
 
 register_cpu_ci(est_time=12, suite="base-a-test-cpu")
@@ -30,10 +30,10 @@ def test_a_run(seed: int) -> None:
     assert outcome.counts["decode: right"] >= 6
 
 
-def forget_the_reads(half: DecodeHalf, req: Any, reason: Any) -> bool:
+def forget_the_reads(role: DecodeRole, req: Any, reason: Any) -> bool:
     """Slots are given back though the prompt is still being read."""
-    ON_END(half, req, reason)
-    half._lingering.clear()
+    ON_END(role, req, reason)
+    role._lingering.clear()
     return True
 
 
@@ -41,12 +41,12 @@ def send_one_page_less(sender: MooncakeKVSender, pages: list[int]) -> None:
     SEND(sender, [*pages[:-1], 1])
 
 
-ON_END: Callable[..., bool] = DecodeHalf.on_end
+ON_END: Callable[..., bool] = DecodeRole.on_end
 SEND: Callable[..., None] = MooncakeKVSender.send
 BLOCKS: Callable[..., Any] = ShardSlice.page_blocks
 BEGIN: Callable[..., Any] = Packer._begin
 DEFECTS: dict[str, tuple[type, str, Callable[..., Any]]] = {
-    "slots are free while they are read": (DecodeHalf, "on_end", forget_the_reads),
+    "slots are free while they are read": (DecodeRole, "on_end", forget_the_reads),
     "a wrong page is sent": (MooncakeKVSender, "send", send_one_page_less),
     "a layer is not read": (ShardSlice, "page_blocks", lambda *args: BLOCKS(*args)[:-1]),
     "pages are packed in another order": (
@@ -55,7 +55,7 @@ DEFECTS: dict[str, tuple[type, str, Callable[..., Any]]] = {
         lambda packer, ask, pages: BEGIN(packer, ask, pages[::-1]),
     ),
     "rooms are not ended": (MooncakeKVSender, "abort", lambda *args: None),
-    "requests decode where they were computed": (PrefillHalf, "keeps", lambda *args: False),
+    "requests decode where they were computed": (PrefillRole, "keeps", lambda *args: False),
 }
 
 

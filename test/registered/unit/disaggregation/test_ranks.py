@@ -16,7 +16,7 @@ from rigs.schedulers.rank_rigs import RankRigs
 from rigs.schedulers.scheduler_rig import SchedulerRig, greedy, prompt
 from sglang.srt.disaggregation.common import control_connection
 from sglang.srt.disaggregation.common.metadata_row import ROW_BYTES
-from sglang.srt.disaggregation.decode import DecodeHalf
+from sglang.srt.disaggregation.decode import DecodeRole
 from sglang.srt.distributed.device_communicators.transfer_types import PeerUnreachable
 from sglang.srt.environ import envs
 from sglang.srt.mem_cache.device.state_spec import ItemKind
@@ -233,9 +233,9 @@ def test_a_request_starts_when_all_ranks_have_their_part(
     slow.hold = True
     message = pair.request("a", LONG, greedy(12))
     pair.until(lambda: bool(slow.begun), message)
-    half = pair.decode.rigs[0].scheduler._parts.half
-    assert isinstance(half, DecodeHalf)
-    receivers = [coming.receiver for coming in half._coming.values()]
+    role = pair.decode.rigs[0].scheduler._parts.role
+    assert isinstance(role, DecodeRole)
+    receivers = [coming.receiver for coming in role._transferring.values()]
     while not all(one.get_transfer_metric().transfer_latency_s for one in receivers):
         pair.step()
     for _ in range(20):

@@ -206,10 +206,10 @@ def test_each_server_takes_its_own_kind_of_request(
     assert "for a pair of a prefill and a decode server" in message
     assert rooms(whole, path, PROMPTS[path]) == [None]
     assert rooms(whole, path, {**PROMPTS[path], **dict.fromkeys(ONE)}) == [None]
-    for server, half in ((decode, "decode"), (prefill, "prefill")):
+    for server, role in ((decode, "decode"), (prefill, "prefill")):
         field, message = refusal(server, path, PROMPTS[path])
         assert field == "bootstrap_room"
-        assert f"this server does the {half} half of requests only" in message
+        assert f"this server does the {role} of requests only" in message
 
 
 @pytest.mark.parametrize("mode", ["decode", "prefill"])
@@ -276,7 +276,7 @@ def test_of_a_batch_with_a_foreign_server_the_other_rooms_are_declined(
     assert isinstance(told, DeclineRoomReq) and told.bootstrap == room(7)
 
 
-def test_rooms_on_a_server_without_halves_are_nobodys(whole: FrontServer) -> None:
+def test_rooms_on_a_unified_server_are_nobodys(whole: FrontServer) -> None:
     refusal(whole, GENERATE, {"text": "a", "sampling_params": {"top_p": 7}, **ONE})
     assert not whole.scheduler.received
 

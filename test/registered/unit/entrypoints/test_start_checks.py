@@ -83,7 +83,7 @@ def test_a_layout_that_the_device_cannot_copy_is_refused(
         check_host_layout(args)
 
 
-def half(mode: str, port: int = 8998) -> ServerArgs:
+def role_args(mode: str, port: int = 8998) -> ServerArgs:
     return ServerArgs(
         model_path="m", disaggregation_mode=mode, disaggregation_bootstrap_port=port
     ).resolve()
@@ -93,32 +93,32 @@ def test_a_prefill_server_needs_a_free_bootstrap_port() -> None:
     with envs.MOONCAKE_PROTOCOL.override("tcp"), socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(ValueError, match=f":{port}: .* another with --disaggregation-boot"):
-            check_disaggregation(half("prefill", port))
-        check_disaggregation(half("prefill", get_free_port()))
-        check_disaggregation(half("decode"))
+            check_disaggregation(role_args("prefill", port))
+        check_disaggregation(role_args("prefill", get_free_port()))
+        check_disaggregation(role_args("decode"))
 
 
 @pytest.mark.parametrize("mode", ["prefill", "decode"])
-def test_halves_need_mooncake_with_its_transfer_engine(
+def test_roles_need_mooncake_with_its_transfer_engine(
     mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with envs.MOONCAKE_PROTOCOL.override("bogus"), pytest.raises(ValueError, match="bogus"):
-        check_disaggregation(half(mode))
+        check_disaggregation(role_args(mode))
     with (
         envs.SGLANG_MOONCAKE_CUSTOM_MEM_POOL.override("NVLINKS"),
         pytest.raises(ValueError, match="'NVLINKS' is unknown; use one of: NVLINK, BAREX"),
     ):
-        check_disaggregation(half(mode))
+        check_disaggregation(role_args(mode))
     (tmp_path / "mooncake").mkdir()
     (tmp_path / "mooncake" / "__init__.py").write_text("raise RuntimeError('imported')")
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.delitem(sys.modules, "mooncake", raising=False)
     with pytest.raises(ValueError, match=f"^--disaggregation-mode {mode}: .*no module 'mooncake.e"):
-        check_disaggregation(half(mode))
+        check_disaggregation(role_args(mode))
     monkeypatch.setattr(sys, "path", [])
     monkeypatch.setattr(sys, "meta_path", [])
     with pytest.raises(ValueError, match="there is no package 'mooncake'"):
-        check_disaggregation(half(mode))
+        check_disaggregation(role_args(mode))
     check_disaggregation(ServerArgs(model_path="m").resolve())
 
 
@@ -133,7 +133,7 @@ STORE = ServerArgs(
 ).resolve()
 USERS: dict[str, Callable[[], None]] = {
     "seed": lambda: check_seed(SEED),
-    "prefill": lambda: check_disaggregation(half("prefill", get_free_port())),
+    "prefill": lambda: check_disaggregation(role_args("prefill", get_free_port())),
     "store": lambda: check_storage(STORE),
 }
 

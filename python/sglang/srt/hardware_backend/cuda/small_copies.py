@@ -47,7 +47,7 @@ class _PinnedRing:
         self._memory = torch.empty(2 * _HALF_BYTES, dtype=torch.uint8, pin_memory=True)
         # Some callers are in inference mode, others not: torch would not let both write.
         self._bytes = self._memory.numpy()
-        self._half = 0
+        self._role = 0
         self._used = 0
         self._streams: set[torch.cuda.Stream] = set()
         self._read: list[list[torch.cuda.Event]] = [[], []]
@@ -56,19 +56,19 @@ class _PinnedRing:
         """Take in `data`, uint8 `[n]` on the CPU; the address that `reader` reads it at, once."""
         if self._used + len(data) > _HALF_BYTES:
             self._turn()
-        begin = self._half * _HALF_BYTES + self._used
+        begin = self._role * _HALF_BYTES + self._used
         self._bytes[begin : begin + len(data)] = data.numpy()
         self._used += -(-len(data) // _ALIGNMENT) * _ALIGNMENT
         self._streams.add(reader)
         return self._memory.data_ptr() + begin
 
     def _turn(self) -> None:
-        self._read[self._half] = [stream.record_event() for stream in self._streams]
+        self._read[self._role] = [stream.record_event() for stream in self._streams]
         self._streams.clear()
-        self._half, self._used = 1 - self._half, 0
-        for event in self._read[self._half]:
+        self._role, self._used = 1 - self._role, 0
+        for event in self._read[self._role]:
             event.synchronize()
-        self._read[self._half].clear()
+        self._read[self._role].clear()
 
 
 _lock = threading.Lock()

@@ -69,7 +69,7 @@ class TokenizedGenerateReqInput(Message):
 
 
 class DeclineRoomReq(Message):
-    """Tell the server with a request's other half that the request was refused before it came to
+    """Tell the other server of a request that the request was refused before it came to
     the scheduler; else that server would wait for it."""
 
     bootstrap: Bootstrap

@@ -1,7 +1,7 @@
 """The tick: rank 0's message to every rank at the start of a step.
 
 It has all inputs that ranks could see differently and do not agree on by the cache's ballot or the
-votes of a half: the messages, the time, and which grammars are compiled.
+status of transfers: the messages, the time, and which grammars are compiled.
 """
 
 from __future__ import annotations

@@ -21,9 +21,9 @@ if TYPE_CHECKING:
     from sglang.srt.managers.messages.io_struct import ToScheduler
     from sglang.srt.managers.scheduler.control import ControlHandler
     from sglang.srt.managers.scheduler.grammar import GrammarQueue
-    from sglang.srt.managers.scheduler.half import Half
     from sglang.srt.managers.scheduler.output import OutputCollector
     from sglang.srt.managers.scheduler.results import ResultProcessor
+    from sglang.srt.managers.scheduler.role import Role
     from sglang.srt.managers.scheduler.state import SchedulerState
 
 logger = logging.getLogger(__name__)
@@ -39,14 +39,14 @@ class InputHandler:
         results: ResultProcessor,
         outputs: OutputCollector,
         grammar: GrammarQueue,
-        half: Half,
+        role: Role,
     ) -> None:
         self._state = state
         self._control = control
         self._results = results
         self._outputs = outputs
         self._grammar = grammar
-        self._half = half
+        self._role = role
         self._num_arrivals = 0
 
     def handle(self, message: ToScheduler) -> None:
@@ -54,7 +54,7 @@ class InputHandler:
         if isinstance(message, TokenizedGenerateReqInput):
             self._arrive(message)
         elif isinstance(message, DeclineRoomReq):
-            self._half.on_declined(message.bootstrap, message.reason)
+            self._role.on_declined(message.bootstrap, message.reason)
         elif isinstance(message, AbortReq):
             self.abort(None if message.abort_all else message.rid, ABORTED_BY_CLIENT)
         else:
@@ -94,17 +94,17 @@ class InputHandler:
             max_request_tokens=self._state.limits.max_request_tokens,
             eos_token_ids=self._state.eos_token_ids,
         )
-        refusal = self._half.on_arrival(req) or self._grammar.on_arrival(req)
+        refusal = self._role.on_arrival(req) or self._grammar.on_arrival(req)
         if refusal is not None:
             self._refuse(message, refusal)
             return
         self._num_arrivals += 1
         self._state.queues.arrive(req)
-        if not req.is_probe and not self._half.is_remote(req):
+        if not req.is_probe and not self._role.is_remote(req):
             self._look_ahead(req)
 
     def _refuse(self, message: TokenizedGenerateReqInput, reason: FinishReason) -> None:
-        self._half.on_refusal(message, reason)
+        self._role.on_refusal(message, reason)
         output = RequestOutput(
             rid=message.rid,
             output_ids=[],

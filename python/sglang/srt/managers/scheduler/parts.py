@@ -15,7 +15,6 @@ from sglang.srt.managers.scheduler.batch_pools import BatchPools
 from sglang.srt.managers.scheduler.control import ControlHandler
 from sglang.srt.managers.scheduler.decode import DecodeScheduler
 from sglang.srt.managers.scheduler.grammar import GrammarQueue
-from sglang.srt.managers.scheduler.half import Half, NoOtherHalf
 from sglang.srt.managers.scheduler.input import InputHandler
 from sglang.srt.managers.scheduler.output import OutputCollector
 from sglang.srt.managers.scheduler.policy import (
@@ -28,6 +27,7 @@ from sglang.srt.managers.scheduler.policy import (
 from sglang.srt.managers.scheduler.prefill import PrefillScheduler
 from sglang.srt.managers.scheduler.requests.req import Req
 from sglang.srt.managers.scheduler.results import ResultProcessor
+from sglang.srt.managers.scheduler.role import Role, UnifiedRole
 from sglang.srt.managers.scheduler.snapshots import Snapshots
 from sglang.srt.managers.scheduler.state import SchedulerState
 from sglang.srt.managers.scheduler.stop import StopChecker
@@ -87,9 +87,8 @@ class SchedulerResources:
     Raises ValueError if the model cannot be constrained."""
     weight_seed: WeightSeed | None = None
     """Gives other servers the addresses of the weights; None: none may read them."""
-    make_half: Callable[[SchedulerState, Holder], Half] | None = None
-    """Makes the part that talks to servers which compute the other half of requests; None: this
-    one computes both."""
+    make_role: Callable[[SchedulerState, Holder], Role] | None = None
+    """Makes the role of a prefill or decode server; None: the server does both."""
     overlap: bool = False
     """See `SchedulerParts`."""
     tick_guard: TickGuard = nullcontext
@@ -111,7 +110,7 @@ class SchedulerParts:
     batch_policy: BatchPolicy
     results: ResultProcessor
     outputs: OutputCollector
-    half: Half
+    role: Role
     overlap: bool = False
     """Prepare each step while the device runs the one before it. It pays if launching a forward
     returns at once."""
@@ -130,12 +129,12 @@ def make_parts(server_args: ServerArgs, resources: SchedulerResources) -> Schedu
     outputs = OutputCollector(server_args.stream_interval)
     public_args = server_args.to_public_dict()
     control = ControlHandler(state, outputs, public_args, resources.weight_seed)
-    half: Half = NoOtherHalf()
-    prefill = PrefillScheduler(state, lambda req: half.may_compute(req))
-    if resources.make_half is not None:
-        half = resources.make_half(state, prefill)
+    role: Role = UnifiedRole()
+    prefill = PrefillScheduler(state, lambda req: role.may_compute(req))
+    if resources.make_role is not None:
+        role = resources.make_role(state, prefill)
     stop_checker = StopChecker(resources.new_decoder, resources.group)
-    results = ResultProcessor(state, stop_checker, outputs, half)
+    results = ResultProcessor(state, stop_checker, outputs, role)
     grammar = GrammarQueue(resources.grammar_backend)
     resources.tree.watch_workload(state.workload)
     resources.tree.watch_queues(state.queues)
@@ -143,15 +142,15 @@ def make_parts(server_args: ServerArgs, resources: SchedulerResources) -> Schedu
         state=state,
         group=resources.group,
         worker=resources.worker,
-        input=InputHandler(state, control, results, outputs, grammar, half),
+        input=InputHandler(state, control, results, outputs, grammar, role),
         control=control,
         grammar=grammar,
         prefill=prefill,
-        decode=DecodeScheduler(state, half.keeps),
+        decode=DecodeScheduler(state, role.keeps),
         batch_policy=BatchPolicy(server_args.target_inter_token_latency),
         results=results,
         outputs=outputs,
-        half=half,
+        role=role,
         overlap=resources.overlap,
         tick_guard=resources.tick_guard,
     )

@@ -11,9 +11,9 @@ from sglang.srt.managers.scheduler.requests.req import Req
 
 if TYPE_CHECKING:
     from sglang.srt.disaggregation.base.first_token import FirstToken
-    from sglang.srt.managers.scheduler.half import Half
     from sglang.srt.managers.scheduler.launched_step import LaunchedStep, StepResult
     from sglang.srt.managers.scheduler.output import OutputCollector
+    from sglang.srt.managers.scheduler.role import Role, TransferUpdate
     from sglang.srt.managers.scheduler.state import SchedulerState
     from sglang.srt.managers.scheduler.stop import StopChecker
 
@@ -32,12 +32,12 @@ class ResultProcessor:
         state: SchedulerState,
         stop_checker: StopChecker,
         outputs: OutputCollector,
-        half: Half,
+        role: Role,
     ) -> None:
         self._state = state
         self._stop_checker = stop_checker
         self._outputs = outputs
-        self._half = half
+        self._role = role
 
     def process(self, step: LaunchedStep) -> None:
         """Wait for the end of `step`, and give its requests their results."""
@@ -58,13 +58,13 @@ class ResultProcessor:
             if result.input_logprobs is not None:
                 req.progress.input_logprobs += result.input_logprobs.values[row]
                 req.progress.input_top_logprobs += result.input_logprobs.tops[row]
-            self._half.on_computed(work)
+            self._role.on_computed(work)
             if work.is_last_chunk:
                 req.report.end_prefill(time.monotonic())
                 self._append(req, row, result)
-                (kept if self._half.keeps(req) else complete).append(req)
+                (kept if self._role.keeps(req) else complete).append(req)
         for req, reason in zip(kept, self._stop_checker.check(kept), strict=True):
-            self._half.hand_over(req, reason)
+            self._role.hand_over(req, reason)
             state.queues.hold(req)
         for req in self._end_finished(complete):
             state.queues.join(req)
@@ -85,15 +85,15 @@ class ResultProcessor:
         self._state.counters.decode_tokens += len(alive)
         self._state.counters.decode_steps += 1
 
-    def follow_half(self) -> None:
-        """Apply the progress of other servers: end the requests whose other half is done or has
-        failed, let requests decode whose prompt has arrived, take back slots."""
-        for req in self._half.take_let_go():
+    def follow_transfers(self, update: TransferUpdate) -> None:
+        """Take back slots, end the requests whose transfer is done or has failed, and let requests
+        decode whose prompt has arrived."""
+        for req in update.released:
             self._state.release(req)
             self._state.queues.let_go(req)
-        for req, reason in self._half.take_ended():
+        for req, reason in update.ended:
             self.end(req, reason)
-        for req, first in self._half.take_received():
+        for req, first in update.received:
             self._receive(req, first)
 
     def _receive(self, req: Req, first: FirstToken) -> None:
@@ -117,11 +117,11 @@ class ResultProcessor:
         state, report = self._state, req.report
         if report.stages.prefill is not None:
             seconds = time.monotonic() - report.stage_began
-            if self._half.keeps(req):
+            if self._role.keeps(req):
                 report.stages.transfer = seconds
             elif req.progress.output_ids:
                 report.stages.decode = seconds
-        is_untouched = self._half.on_end(req, reason)
+        is_untouched = self._role.on_end(req, reason)
         state.queues.finish(req, reason, lingers=not is_untouched)
         if is_untouched and req.slots.req_pool_idx is not None:
             state.release(req)

@@ -3,7 +3,7 @@ returns its outputs.
 
 `step` is one tick and does no I/O of its own; `run` is the loop around it. Ranks with the same
 ticks decide the same: decisions depend on the state, the order of messages and the agreements of
-the ranks (the cache's ballot, the votes of a half), never on a clock or a finished copy of one
+the ranks (the cache's ballot, the status of transfers), never on a clock or a finished copy of one
 rank.
 """
 
@@ -94,8 +94,7 @@ class Scheduler:
             self._settle()
             self._parts.input.end_aborted()
         self._parts.control.tick()
-        self._parts.half.tick()
-        self._parts.results.follow_half()
+        self._parts.results.follow_transfers(self._parts.role.tick())
         self._did_forward = not self.is_stopped and self._run_batch()
         if self._did_forward:
             self._is_verified = False
@@ -153,7 +152,7 @@ class Scheduler:
 
     def close(self) -> None:
         """End the threads of the cache, and the grammars' threads and processes."""
-        self._parts.half.close()
+        self._parts.role.close()
         self._parts.grammar.close()
         self._state.tree.shutdown()
 

@@ -94,7 +94,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     """First prompt token of the prompt logprobs; -1: logprobs of the output alone."""
     no_stop_trim: bool = False
     bootstrap: Bootstrap | None = None
-    """Meeting with the server that computes the other half; None: this server computes both."""
+    """Bootstrap info of a prefill or decode server; None: the server does both."""
     extra_key: str | None = None
     cache_salt: str | None = None
     priority: int = 0

@@ -71,7 +71,7 @@ def check_request(request: GenerateRequest, limits: RequestLimits) -> None:
     """
     _check_fields(request)
     _check_queue(request, limits.max_queued_requests)
-    _check_half(request, limits)
+    _check_role(request, limits)
     if request.bootstrap is not None and not limits.may_contact(request.bootstrap):
         raise _foreign(request.bootstrap)
     try:
@@ -138,9 +138,9 @@ def _check_queue(request: GenerateRequest, max_queued_requests: int) -> None:
         )
 
 
-def _check_half(request: GenerateRequest, limits: RequestLimits) -> None:
-    """Check that a half of a request has a room, and a whole one none. The server's own probes are
-    whole."""
+def _check_role(request: GenerateRequest, limits: RequestLimits) -> None:
+    """Check that requests have rooms on prefill and decode servers, and none on others. The
+    server's own probes have none."""
     mode = limits.disaggregation_mode
     if request.bootstrap is not None and mode == DisaggregationMode.NULL:
         raise InvalidRequest(
@@ -152,7 +152,7 @@ def _check_half(request: GenerateRequest, limits: RequestLimits) -> None:
     may_have_none = limits.draws_rooms or request.rid.startswith(HEALTH_CHECK_RID_PREFIX)
     if request.bootstrap is None and mode != DisaggregationMode.NULL and not may_have_none:
         raise InvalidRequest(
-            f"bootstrap_room is missing: this server does the {mode} half of requests only "
+            f"bootstrap_room is missing: this server does the {mode} of requests only "
             f"(--disaggregation-mode {mode}): send the request to the router in front of it, which "
             "adds bootstrap_host, bootstrap_port and bootstrap_room",
             field="bootstrap_room",

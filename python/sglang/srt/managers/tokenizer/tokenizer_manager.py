@@ -223,7 +223,7 @@ class TokenizerManager:
         state.encoding.add_done_callback(on_done)
 
     def _decline(self, requests: Sequence[GenerateRequest], reason: str) -> None:
-        """Tell the servers with the other halves of `requests` that these never begin."""
+        """Tell the other servers of `requests` that these never begin."""
         if self.limits.disaggregation_mode == DisaggregationMode.NULL or not self._channel.is_open:
             return
         for request in requests:

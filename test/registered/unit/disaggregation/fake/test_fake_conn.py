@@ -11,7 +11,7 @@ from rigs.disaggregation.pd_rig import RigSettings
 from rigs.schedulers.scheduler_rig import SchedulerRig, greedy, prompt
 from sglang.srt.arg_groups.disaggregation import DisaggregationMode, TransferBackend
 from sglang.srt.disaggregation.base.conn import KVArgs
-from sglang.srt.disaggregation.halves import make_half_server
+from sglang.srt.disaggregation.roles import role_of
 from sglang.srt.disaggregation.utils import KVClassType, get_kv_class
 from sglang.srt.distributed.rank_group import SingleRank
 from sglang.srt.managers.messages.io_struct import Bootstrap
@@ -23,10 +23,10 @@ register_cpu_ci(est_time=3, suite="base-a-test-cpu")
 def make_rig(model: Path, mode: DisaggregationMode, **args: Any) -> SchedulerRig:
     manager_class = get_kv_class(TransferBackend.FAKE, KVClassType.MANAGER)
     manager = manager_class(cast(KVArgs, None), mode, RigSettings())
-    made = make_half_server(mode, manager, SingleRank(), TransferBackend.FAKE)
-    assert made.routes == []
+    assert manager.register_to_bootstrap() == []
+    role = role_of(mode, manager, SingleRank(), TransferBackend.FAKE)
     settings = {"page_size": 4, "pool_tokens": 64, "chunked_prefill_size": 8, **args}
-    return SchedulerRig(model, make_half=lambda pools: made.make, **settings)
+    return SchedulerRig(model, make_role=lambda pools: role, **settings)
 
 
 @pytest.mark.parametrize(

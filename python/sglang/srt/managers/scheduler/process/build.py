@@ -17,8 +17,9 @@ from sglang.srt.arg_groups.parallelism import ranks_per_node
 from sglang.srt.arg_groups.remote_weights import offers_weights, reads_weights, seed_host_port
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.constrained.grammar_backend import create_grammar_backend
+from sglang.srt.disaggregation.base.bootstrap_route import Route
 from sglang.srt.disaggregation.base.conn import KVArgs
-from sglang.srt.disaggregation.halves import HalfServer, make_half_server
+from sglang.srt.disaggregation.roles import MakeRole, role_of
 from sglang.srt.disaggregation.utils import KVClassType, MetadataBuffers, get_kv_class
 from sglang.srt.distributed.rank_group import RankGroup, SingleRank
 from sglang.srt.distributed.torch_rank_group import TorchRankGroup
@@ -165,7 +166,7 @@ def build_scheduler(
     )
     group = SingleRank() if rendezvous is None else TorchRankGroup.of_world()
     tiers = init_pools(runner, server_args, group)
-    half_server = _make_half_server(server_args, runner, group)
+    role, routes = _make_role(server_args, runner, group)
     metrics = SchedulerMetrics()
     tree = _make_tree(server_args, runner, metrics, group)
     tiers += tree.tiers()
@@ -183,14 +184,13 @@ def build_scheduler(
             any_whitespace=not server_args.constrained_json_disable_any_whitespace,
         ),
         weight_seed=_make_weight_seed(runner, group),
-        make_half=None if half_server is None else half_server.make,
+        make_role=role,
         overlap=device_runtime(server_args.device).kind.overlaps_steps
         and not server_args.disable_overlap_schedule,
     )
     if watchdog is not None:
         resources = dataclasses.replace(resources, tick_guard=watchdog.guard)
     scheduler = Scheduler(make_parts(server_args, resources))
-    routes = [] if half_server is None else half_server.routes
     return BuiltScheduler(
         scheduler, group, server_args, tiers, [msgspec.to_builtins(route) for route in routes]
     )
@@ -378,12 +378,13 @@ def _transfer_engine(
     )
 
 
-def _make_half_server(
+def _make_role(
     server_args: ServerArgs, runner: ModelRunner, group: RankGroup
-) -> HalfServer | None:
-    """Connection to the servers that compute the other half; None: this server computes both."""
+) -> tuple[MakeRole | None, list[Route]]:
+    """Makes the role of a prefill or decode server; None: the server does both. With the routes of
+    all ranks, for the bootstrap server; [] if it needs none. A collective."""
     if server_args.disaggregation_mode == DisaggregationMode.NULL:
-        return None
+        return None, []
     mode, pools = DisaggregationMode(server_args.disaggregation_mode), list(runner.pools.values())
     args = KVArgs(
         ranks=group,
@@ -394,7 +395,7 @@ def _make_half_server(
     )
     backend = TransferBackend(server_args.disaggregation_transfer_backend)
     manager = get_kv_class(backend, KVClassType.MANAGER)(args, mode, server_args)
-    return make_half_server(mode, manager, group, backend)
+    return role_of(mode, manager, group, backend), manager.register_to_bootstrap()
 
 
 def _make_weight_seed(runner: ModelRunner, group: RankGroup) -> WeightSeed | None:

@@ -21,8 +21,8 @@ class RequestState(Enum):
     """Its prompt is being computed: the whole rest, or a part (`RequestQueues.partial`)."""
     DECODING = "decoding"
     HELD = "held"
-    """It holds slots, and no step of this engine computes it: another server computes its other
-    half."""
+    """It holds slots, and no step of this engine computes it: another server prefills or decodes
+    it."""
     ENDED = "ended"
     """It has ended, or has never arrived."""
 

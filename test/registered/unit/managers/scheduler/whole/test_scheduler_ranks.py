@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-from sglang.srt.constrained.ticket import GrammarTicket
 
 from rigs.caches.memory_ranks import EchoGroup, MemoryExchange
 from rigs.models.grammar_rig import HandBackend, text_of

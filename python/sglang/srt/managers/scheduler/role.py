@@ -1,9 +1,9 @@
-"""Interface of a scheduler to the half of its requests that another server computes."""
+"""Role of a server: prefill, decode, or both. The scheduler calls its hooks."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Protocol
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Final, Protocol
 
 if TYPE_CHECKING:
     from sglang.srt.disaggregation.base.first_token import FirstToken
@@ -16,7 +16,19 @@ if TYPE_CHECKING:
     from sglang.srt.managers.scheduler.requests.req import Req
 
 
-class Half(Protocol):
+@dataclass(frozen=True, slots=True)
+class TransferUpdate:
+    """Progress of transfers in a tick."""
+
+    released: list[Req] = field(default_factory=list)
+    """Ended requests whose slots no transfer uses any more."""
+    ended: list[tuple[Req, FinishReason]] = field(default_factory=list)
+    """Requests that end on this server."""
+    received: list[tuple[Req, FirstToken]] = field(default_factory=list)
+    """Requests whose prompt has arrived."""
+
+
+class Role(Protocol):
     """Hooks of a server that only prefills or only decodes. Scheduler's thread."""
 
     def on_arrival(self, req: Req) -> FinishReason | None:
@@ -47,28 +59,19 @@ class Half(Protocol):
             reason: Reason why its first token ends it, or None.
         """
 
-    def tick(self) -> None:
+    def tick(self) -> TransferUpdate:
         """Act on arrivals and ended transfers, and begin the transfers that can begin."""
-
-    def take_ended(self) -> Sequence[tuple[Req, FinishReason]]:
-        """Take the requests that have ended on this server."""
-
-    def take_received(self) -> Sequence[tuple[Req, FirstToken]]:
-        """Take the requests whose prompt has arrived."""
 
     def on_end(self, req: Req, reason: FinishReason) -> bool:
         """A request ends. True: no transfer uses its slots. False: a transfer does; it is told to
-        stop, and `take_let_go` returns the request later."""
-
-    def take_let_go(self) -> Sequence[Req]:
-        """Take the ended requests whose slots no transfer uses any more."""
+        stop, and a later `tick` releases the request."""
 
     def close(self) -> None:
-        """End the threads and transfers of the half."""
+        """End the threads and transfers."""
 
 
-class NoOtherHalf:
-    """Hooks of a server that does both halves."""
+class UnifiedRole:
+    """Hooks of a server that prefills and decodes."""
 
     def on_arrival(self, req: Req) -> FinishReason | None:
         return None
@@ -94,20 +97,14 @@ class NoOtherHalf:
     def hand_over(self, req: Req, reason: FinishReason | None) -> None:
         raise AssertionError("nothing is handed over: this server does both")
 
-    def tick(self) -> None:
-        pass
-
-    def take_ended(self) -> Sequence[tuple[Req, FinishReason]]:
-        return ()
-
-    def take_received(self) -> Sequence[tuple[Req, FirstToken]]:
-        return ()
+    def tick(self) -> TransferUpdate:
+        return _NO_UPDATE
 
     def on_end(self, req: Req, reason: FinishReason) -> bool:
         return True
 
-    def take_let_go(self) -> Sequence[Req]:
-        return ()
-
     def close(self) -> None:
         pass
+
+
+_NO_UPDATE: Final = TransferUpdate()

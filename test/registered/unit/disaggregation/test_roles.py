@@ -1,4 +1,4 @@
-"""Both halves together: every key and value is checked, and reads are slow or fail."""
+"""A prefill and a decode server: every key and value is checked, reads are slow or fail."""
 
 from __future__ import annotations
 
@@ -8,23 +8,12 @@ from typing import Any
 import pytest
 import torch
 
-from rigs.disaggregation.control_proxy import ControlProxy
-from rigs.disaggregation.pd_rig import (
-    HalfRig,
-    LocalMover,
-    PdRig,
-    make_manager,
-)
-from rigs.disaggregation.prompt_scene import Place
-from rigs.schedulers import checkable_model
-from rigs.schedulers.scheduler_rig import greedy, prompt
-from rigs.servers.scarce_threads import no_threads
 from sglang.srt.arg_groups.disaggregation import DisaggregationMode
 from sglang.srt.constants import BUILTIN_MODEL_DIR
 from sglang.srt.disaggregation.common import control_connection
 from sglang.srt.disaggregation.common.geometry import PoolGeometry
 from sglang.srt.disaggregation.common.shard_receiver import STEPS
-from sglang.srt.disaggregation.halves import make_half_server
+from sglang.srt.disaggregation.roles import role_of
 from sglang.srt.distributed.device_communicators.transfer_types import PeerUnreachable
 from sglang.srt.distributed.rank_group import SingleRank
 from sglang.srt.environ import envs
@@ -32,6 +21,17 @@ from sglang.srt.hardware_backend.device_runtime import device_runtime
 from sglang.srt.managers.messages.io_struct import ShutdownReq, TokenizedGenerateReqInput
 from sglang.srt.utils.network import wait_until
 from sglang.test.ci.ci_register import register_cpu_ci
+from rigs.disaggregation.control_proxy import ControlProxy
+from rigs.disaggregation.pd_rig import (
+    LocalMover,
+    PdRig,
+    RoleRig,
+    make_manager,
+)
+from rigs.disaggregation.prompt_scene import Place
+from rigs.schedulers import checkable_model
+from rigs.schedulers.scheduler_rig import greedy, prompt
+from rigs.servers.scarce_threads import no_threads
 
 register_cpu_ci(est_time=12, suite="base-a-test-cpu")
 
@@ -84,7 +84,7 @@ def assert_said(pair: PdRig, *messages: TokenizedGenerateReqInput) -> None:
         assert got.output_ids == words(message)
 
 
-def stepped(rig: HalfRig, rid: str) -> bool:
+def stepped(rig: RoleRig, rid: str) -> bool:
     """Whether a request has ended after a further tick."""
     rig.step()
     return rid in rig.results
@@ -364,7 +364,7 @@ def test_bounds_are_positive(
     monkeypatch.setenv(f"SGLANG_DISAGGREGATION_{name}", "0")
     place, chosen = Place(0), DisaggregationMode(mode)
     with pytest.raises(ValueError, match=f"SGLANG_DISAGGREGATION_{name}=0: it must be at least 1"):
-        make_half_server(chosen, make_manager(chosen, [place.pool], mover), SingleRank())
+        role_of(chosen, make_manager(chosen, [place.pool], mover), SingleRank())
 
 
 if __name__ == "__main__":
