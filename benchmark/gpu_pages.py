@@ -41,8 +41,6 @@ from sglang.srt.disaggregation.common.geometry import PoolGeometry
 from sglang.srt.disaggregation.common.link_costs import LINKS, LinkCosts
 from sglang.srt.disaggregation.common.metadata_reader import MetadataReader
 from sglang.srt.disaggregation.common.packing import Packer
-from sglang.srt.disaggregation.common.page_reader import OwnSlots
-from sglang.srt.disaggregation.common.prompt_read import PromptRead
 from sglang.srt.disaggregation.common.protocol import KVLayout
 from sglang.srt.disaggregation.common.rank_map import RankPlace
 from sglang.srt.disaggregation.common.sessions import Sessions
@@ -230,12 +228,12 @@ def read(side: Side, case: Case, endpoint: str, layout: KVLayout, limit: float) 
     for repeat in range(REPEATS):
         reader = f"reader {repeat}"
         prompt = Prompt(context, [route], case.first_room + repeat, reader)
-        read = PromptRead(prompt, OwnSlots(pages=here), context, reader)
         begun = time.perf_counter()
-        read.run()
+        prompt.send_metadata(here)
+        prompt.has_returned.wait()
         prompts.append(time.perf_counter() - begun)
         assert not isinstance(prompt.outcome, str), prompt.outcome
-        reads.append(read.get_transfer_metric().transfer_latency_s)
+        reads.append(prompt.get_transfer_metric().transfer_latency_s)
         if repeat in (0, REPEATS - 1):
             check(side.pool, there, here)
     (shard_slice,) = side.geometry.slices([layout], 0)

@@ -26,8 +26,9 @@ from sglang.srt.disaggregation.common.rank_map import RankPlace
 from sglang.srt.disaggregation.common.sessions import Sessions
 from sglang.srt.disaggregation.common.staging import Staging
 from sglang.srt.disaggregation.common.transfer_context import TransferContext
-from sglang.srt.disaggregation.mooncake.conn import MooncakeKVManager, MooncakeKVReceiver
+from sglang.srt.disaggregation.mooncake.conn import MooncakeKVManager
 from sglang.srt.disaggregation.mooncake.prefill_servers import PrefillServers
+from sglang.srt.disaggregation.mooncake.receiver import MooncakeKVReceiver
 from sglang.srt.mem_cache.device.memory_pool import MHATokenToKVPool
 from sglang.srt.utils.network import wait_until
 
@@ -85,11 +86,6 @@ class Prompt(MooncakeKVReceiver):
     def outcome(self) -> FirstToken | str | None:
         """The metadata, or the reason of a failure."""
         return failure(self) if self.poll() == KVPoll.Failed else self.metadata
-
-    @property
-    def has_returned(self) -> bool:
-        """Whether its thread is done."""
-        return self._read is not None and self._read.has_returned.is_set()
 
     def cancel(self, reason: str = ABORTED) -> None:
         self.abort(reason)
@@ -177,7 +173,7 @@ class Scene:
 
     def end(self, prompt: Prompt) -> Prompt:
         """`prompt`, once its thread is done."""
-        assert wait_until(lambda: prompt.has_returned, 30, interval=0.005), "it has not ended"
+        assert wait_until(prompt.has_returned.is_set, 30, interval=0.005), "it has not ended"
         return prompt
 
     def failure(self, prompt: Prompt) -> str:
@@ -213,7 +209,7 @@ class Scene:
         self.mover.release()
         for prompt in self.prompts:
             prompt.cancel()
-            wait_until(lambda: prompt.has_returned, 10)  # noqa: B023 - called within this turn
+            wait_until(prompt.has_returned.is_set, 10)
         self.desk.close()
 
 

@@ -71,8 +71,9 @@ class DecodeRequest:
     arrived: float
     """Time of the arrival, in seconds of the scheduler's ticks."""
     vocab_size: int
-    receiver: BaseKVReceiver | None = None
-    """None: the prefill server is not asked yet."""
+    receiver: BaseKVReceiver
+    is_asked: bool = False
+    """Whether the prefill server is asked for it."""
     is_known: bool = False
     """Whether the ranks agree that the prefill server has the request."""
     num_tokens: int | None = None
@@ -83,13 +84,8 @@ class DecodeRequest:
     """Time of its end, in seconds of the scheduler's ticks."""
 
     @property
-    def bootstrap(self) -> Bootstrap:
-        assert self.req.spec.bootstrap is not None, "it has a prefill server"
-        return self.req.spec.bootstrap
-
-    @property
     def bootstrap_room(self) -> int:
-        return self.bootstrap.room
+        return self.receiver.bootstrap_room
 
     @property
     def has_slots(self) -> bool:
@@ -98,7 +94,6 @@ class DecodeRequest:
     def poll(self) -> KVPoll:
         """Progress of the receiver, but `Failed` if the metadata does not fit. After the end of the
         request `Success`: no read into its slots is in flight."""
-        assert self.receiver is not None, "the prefill server is asked"
         if self.ended is not None:
             return KVPoll.Success if self.receiver.has_ended else KVPoll.Transferring
         poll = self.receiver.poll()
@@ -113,7 +108,6 @@ class DecodeRequest:
     def failure_exception(self) -> NoReturn:
         if self.mismatch:
             raise KVTransferError(self.mismatch)
-        assert self.receiver is not None, "the prefill server is asked"
         self.receiver.failure_exception()
 
 
@@ -193,7 +187,8 @@ class DecodeRole:
             return FinishReason(type="abort", message=message, status_code=400)
         self._owners[bootstrap.room] = req.rid
         peer = canonical_host(bootstrap.host), bootstrap.port
-        self._waiting[req.rid] = DecodeRequest(req, peer, self._state.now, self._state.vocab_size)
+        state, receiver = self._state, self._new_receiver(bootstrap)
+        self._waiting[req.rid] = DecodeRequest(req, peer, state.now, state.vocab_size, receiver)
         return None
 
     def on_refusal(self, message: TokenizedGenerateReqInput, reason: FinishReason) -> None:
@@ -239,20 +234,20 @@ class DecodeRole:
         unasked = [
             one
             for one in self._waiting.values()
-            if one.receiver is None and one.req.progress.to_abort is None
+            if not one.is_asked and one.req.progress.to_abort is None
         ]
         if not unasked:
             return
-        num_asked = Counter(one.peer for one in self._waiting.values() if one.receiver is not None)
+        num_asked = Counter(one.peer for one in self._waiting.values() if one.is_asked)
         for one in unasked:
             if num_asked[one.peer] < MAX_POLLED_ROOMS:
                 num_asked[one.peer] += 1
-                one.receiver = self._new_receiver(one.bootstrap)
+                one.is_asked = True
                 one.receiver.init()
 
     def _poll(self) -> None:
         """Act on what the ranks' receivers have seen."""
-        asked = [one for one in self._waiting.values() if one.receiver is not None]
+        asked = [one for one in self._waiting.values() if one.is_asked]
         pollers = [*asked, *self._transferring.values(), *self._lingering]
         polls = poll_and_all_reduce(pollers, self._group)
         failed = [one for one, poll in zip(pollers, polls, strict=True) if poll == KVPoll.Failed]
@@ -302,7 +297,7 @@ class DecodeRole:
     def _why_late(self, one: DecodeRequest) -> str:
         if one.is_known:
             return f"no slots were free for the request within {self._wait_s:.0f} s"
-        if one.receiver is None:
+        if not one.is_asked:
             return f"{MAX_POLLED_ROOMS} requests before it wait for the same prefill server"
         return f"the prefill server does not know the request within {self._wait_s:.0f} s"
 
@@ -342,7 +337,6 @@ class DecodeRole:
     def _receive(self, one: DecodeRequest) -> None:
         """Note that the prompt is there."""
         req, receiver = one.req, one.receiver
-        assert receiver is not None, "it has read"
         first = receiver.metadata or fake_metadata(req.spec, one.vocab_size)
         del self._transferring[req.rid]
         stages, metric = req.report.stages, receiver.get_transfer_metric()
@@ -368,7 +362,6 @@ class DecodeRole:
                 reason = FinishReason(type="abort", message=message, status_code=503)
                 queues.abort(req, reason)
             return False
-        assert one.receiver is not None, "the prefill server has it"
         progress, page_size = req.progress, state.limits.page_size
         begin, end = progress.kv_committed_len, progress.num_tokens
         row = state.pools.req_to_token_pool.req_to_token[req.slots.row]
@@ -396,11 +389,10 @@ class DecodeRole:
         del self._owners[bootstrap.room]
         message = reason.message or "the request has ended"
         if (waiting := self._waiting.pop(req.rid, None)) is not None:
-            (waiting.receiver or self._new_receiver(bootstrap)).abort(message)
+            waiting.receiver.abort(message)
         one = self._transferring.pop(req.rid, None)
         if one is None:
             return True
-        assert one.receiver is not None, "it reads"
         one.receiver.abort(message)
         if self._group.size == 1 and one.receiver.has_ended:
             return True
@@ -410,6 +402,5 @@ class DecodeRole:
 
     def close(self) -> None:
         for one in (*self._transferring.values(), *self._lingering):
-            assert one.receiver is not None, "it reads"
             one.receiver.abort("the server is shutting down")
         self._kv_manager.close()

@@ -12,7 +12,7 @@ from sglang.srt.arg_groups.disaggregation import DisaggregationMode
 from sglang.srt.constants import BUILTIN_MODEL_DIR
 from sglang.srt.disaggregation.common import control_connection
 from sglang.srt.disaggregation.common.geometry import PoolGeometry
-from sglang.srt.disaggregation.common.shard_receiver import STEPS
+from sglang.srt.disaggregation.mooncake.shard_receiver import STEPS
 from sglang.srt.disaggregation.roles import role_of
 from sglang.srt.distributed.device_communicators.transfer_types import PeerUnreachable
 from sglang.srt.distributed.rank_group import SingleRank

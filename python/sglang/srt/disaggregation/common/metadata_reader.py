@@ -23,7 +23,8 @@ from sglang.srt.distributed.device_communicators.transfer_types import (
 )
 
 if TYPE_CHECKING:
-    from sglang.srt.disaggregation.common.transfer_context import Mover
+    from sglang.srt.disaggregation.common.page_reader import Source
+    from sglang.srt.disaggregation.common.transfer_context import TransferContext
 
 logger = logging.getLogger(__name__)
 
@@ -55,18 +56,18 @@ class MetadataReader:
     """
 
     def __init__(self, rows: AuxBuffers | None = None, host: str = "") -> None:
-        self._rows = rows
+        self.rows = rows
         self._host = host
-        self._telling: set[str] = set()
+        self._inline: set[str] = set()
         """Instances of prefill servers whose rows cannot be read."""
         self._lock = threading.Lock()
 
     def reads(self, layout: KVLayout, where: str) -> bool:
         """Whether to try to read the rows of the server at `where`."""
-        if self._rows is None:
+        if self.rows is None:
             return False
         with self._lock:
-            if layout.instance_id in self._telling:
+            if layout.instance_id in self._inline:
                 return False
         theirs = layout.rows
         if theirs is None:
@@ -79,15 +80,15 @@ class MetadataReader:
             why = "it is on another host, which NVLink within a node does not reach"
         else:
             return True
-        self.be_told(layout, where, why)
+        self.read_no_more(layout, where, why)
         return False
 
-    def be_told(self, layout: KVLayout, where: str, why: str) -> None:
+    def read_no_more(self, layout: KVLayout, where: str, why: str) -> None:
         """Read no more rows of this server, so that it sends its first tokens."""
         with self._lock:
-            if layout.instance_id in self._telling:
+            if layout.instance_id in self._inline:
                 return
-            self._telling.add(layout.instance_id)
+            self._inline.add(layout.instance_id)
         logger.warning(
             "metadata of the prefill server at %s comes over the control connection (TCP), not "
             "over the transport of the pages: %s",
@@ -95,48 +96,39 @@ class MetadataReader:
             why,
         )
 
-    def row_read(self, mover: Mover, timeout: float) -> RowRead:
-        """A read for one prompt. `timeout`: seconds to wait for a free row, and seconds for the
-        read."""
-        return RowRead(self, self._rows, mover, timeout)
-
 
 class RowRead:
     """The read of a prompt's row into a row of this rank, which it owns until it has settled. Used
-    by the prompt's thread; made by `MetadataReader.row_read`.
+    by the prompt's thread.
 
     Attributes:
         num_bytes: Bytes read so far.
-        is_lost: Whether the transport never lets go of the row.
     """
 
-    def __init__(
-        self, reader: MetadataReader, rows: AuxBuffers | None, mover: Mover, timeout: float
-    ) -> None:
+    def __init__(self, context: TransferContext) -> None:
         self.num_bytes = 0
-        self.is_lost = False
-        self._reader = reader
-        self._rows = rows
-        self._mover = mover
-        self._timeout = timeout
+        self._context = context
+        self._rows = context.metadata.rows
+        self._timeout = context.timeouts.waiting
+        """Seconds to wait for a free row, and seconds for the read."""
         self._index: int | None = None
         """Index of the row of this rank."""
         self._transfer: Transfer | None = None
 
     def run(
-        self, layout: KVLayout, row: int, room: int, where: str, stay: Callable[[], None]
+        self, layout: KVLayout, row: int, source: Source, stay: Callable[[], None]
     ) -> FirstToken | None:
-        """Read row `row` of the prefill server at `where`.
+        """Read row `row` of a prefill server.
 
         Args:
             stay: Called repeatedly while the read waits; may raise RoomFailed.
 
         Returns:
             The content of the row; None: the transport cannot read it, so that the token has to be
-            sent.
+            sent inline.
 
         Raises:
-            BadRow: The row is not that of `room`.
+            BadRow: The row is not that of the source's room.
             RoomFailed: No row of this rank was free in time, or `stay` raised it.
         """
         theirs, rows = layout.rows, self._rows
@@ -148,13 +140,13 @@ class RowRead:
         block = Block(rows.address(index), theirs.address + row * ROW_BYTES, ROW_BYTES)
         why = self._move(layout.session_id, block, stay)
         if why is not None:
-            self._reader.be_told(layout, where, why)
+            self._context.metadata.read_no_more(layout, source.where, why)
             self.settle()
             return None
         self.num_bytes = ROW_BYTES
-        words = rows.get_buf(index, room)
+        metadata = rows.get_buf(index, source.room)
         self.settle()
-        return words
+        return metadata
 
     def _take(self, rows: AuxBuffers, stay: Callable[[], None]) -> int:
         deadline = time.monotonic() + self._timeout
@@ -168,7 +160,7 @@ class RowRead:
     def _move(self, session_id: str, block: Block, stay: Callable[[], None]) -> str | None:
         """Read one block; return the reason of a failure, or None."""
         try:
-            transfer = self._mover.begin(
+            transfer = self._context.mover.begin(
                 session_id, TransferOp.READ, [block], timeout=self._timeout
             )
         except TransferError as error:
@@ -182,18 +174,18 @@ class RowRead:
             return str(transfer.error)
         return None if transfer.is_done else "a row was not read in time, or its address is refused"
 
-    def settle(self) -> None:
-        """Wait until the read has ended, and give the row back. A row that the transport never lets
-        go of is lost. Idempotent."""
+    def settle(self) -> bool:
+        """Wait until the read has ended, and give the row back. False: the transport never lets go
+        of the row, which is lost. Idempotent."""
         index, self._index = self._index, None
         transfer, self._transfer = self._transfer, None
         if index is None:
-            return
+            return True
         if transfer is not None:
             transfer.abandon()
-        if transfer is None or transfer.wait():
-            assert self._rows is not None, "a row was taken"
-            self._rows.give_back(index)
-        else:
-            self.is_lost = True
-            logger.error("row %d is lost, since the transport does not let go of it", index)
+            if not transfer.wait():
+                logger.error("row %d is lost, since the transport does not let go of it", index)
+                return False
+        assert self._rows is not None, "a row was taken"
+        self._rows.give_back(index)
+        return True

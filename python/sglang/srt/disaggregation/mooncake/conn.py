@@ -9,8 +9,6 @@ from __future__ import annotations
 import functools
 import logging
 import math
-import threading
-import time
 import uuid
 from collections.abc import Sequence
 from typing import Final, NoReturn
@@ -22,20 +20,17 @@ from sglang.srt.disaggregation.base.bootstrap_route import ROUTE_DECODER, Route
 from sglang.srt.disaggregation.base.conn import (
     AuxBuffers,
     BaseKVManager,
-    BaseKVReceiver,
     BaseKVSender,
     BootstrapAddr,
     KVArgs,
     KVPoll,
     KVTransferError,
-    KVTransferMetric,
     ServerSettings,
 )
 from sglang.srt.disaggregation.base.first_token import FirstToken
 from sglang.srt.disaggregation.common.bootstrap_client import find
 from sglang.srt.disaggregation.common.bootstrap_server import CommonKVBootstrapServer
 from sglang.srt.disaggregation.common.control_connection import (
-    Cancellation,
     Timeouts,
     seconds,
     silence_s,
@@ -50,8 +45,6 @@ from sglang.srt.disaggregation.common.metadata_reader import (
     host_identity,
 )
 from sglang.srt.disaggregation.common.packing import Packer
-from sglang.srt.disaggregation.common.page_reader import OwnSlots
-from sglang.srt.disaggregation.common.prompt_read import PromptRead
 from sglang.srt.disaggregation.common.protocol import RowsLayout
 from sglang.srt.disaggregation.common.rank_map import RankPlace
 from sglang.srt.disaggregation.common.room_server import RoomServer
@@ -59,8 +52,8 @@ from sglang.srt.disaggregation.common.sessions import Sessions
 from sglang.srt.disaggregation.common.staging import Staging
 from sglang.srt.disaggregation.common.transfer_context import FindRank, TransferContext
 from sglang.srt.disaggregation.control.deployment_secret import DeploymentSecret
-from sglang.srt.disaggregation.mooncake.prefill_peer import PrefillPeer
-from sglang.srt.disaggregation.mooncake.prefill_servers import TOO_MANY, PrefillServers
+from sglang.srt.disaggregation.mooncake.prefill_servers import PrefillServers
+from sglang.srt.disaggregation.mooncake.receiver import MooncakeKVReceiver
 from sglang.srt.disaggregation.mooncake.registration import Engine, register_memory
 from sglang.srt.distributed.device_communicators.mooncake_transfer_engine import (
     get_mooncake_transfer_engine,
@@ -69,6 +62,13 @@ from sglang.srt.distributed.rank_group import gather_texts
 from sglang.srt.environ import envs
 from sglang.srt.mem_cache.tree.on_all_ranks import on_all_ranks
 from sglang.srt.utils.network import address_for_peers
+
+__all__ = [
+    "MooncakeKVBootstrapServer",
+    "MooncakeKVManager",
+    "MooncakeKVReceiver",
+    "MooncakeKVSender",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -314,113 +314,3 @@ class MooncakeKVSender(BaseKVSender):
 
     def clear(self) -> None:
         self._rooms.forget_room(self._room)
-
-
-class MooncakeKVReceiver(BaseKVReceiver):
-    """A prompt on its way to a rank: a `PrefillPeer` asks for it, then a `PromptRead` reads it.
-
-    Their threads call `know`, `fail` and `come`.
-
-    Attributes:
-        bootstrap_addr: As the request names it.
-        sources: Ranks to read from, once the prefill server has said that it has the request.
-        since: Time at which asking began, by `time.monotonic`.
-        serial: First question with the room; None: there was none. The peer's thread alone.
-        cancelled: Ends the read.
-        unknown_since: Time of the first answer that the room is not known; None: there was none.
-            The peer's thread alone.
-    """
-
-    def __init__(
-        self, mgr: MooncakeKVManager, bootstrap_addr: BootstrapAddr, bootstrap_room: int
-    ) -> None:
-        self.bootstrap_addr = bootstrap_addr
-        self.bootstrap_room = bootstrap_room
-        self.metadata = None
-        self.sources: Sequence[Route] = ()
-        self.since = time.monotonic()
-        self.serial: int | None = None
-        self.unknown_since: float | None = None
-        self._servers = mgr.prefill_servers
-        self._context = self._servers.context
-        self._peer: PrefillPeer | None = None
-        """The server that is asked about the room."""
-        self._read: PromptRead | None = None
-        """The read, once there are slots."""
-        self._failure: str | None = None
-        self.cancelled = Cancellation()
-        self._lock = threading.Lock()
-
-    def init(self) -> None:
-        self._peer = self._servers.find(self.bootstrap_addr)
-        if self._peer is None:
-            self.fail(TOO_MANY)
-        else:
-            self._peer.ask(self)
-
-    def know(self, sources: Sequence[Route]) -> None:
-        """Note that the prefill server has the request."""
-        self.sources = sources
-
-    def come(self, metadata: FirstToken) -> None:
-        """Note that all is there and no read is in flight."""
-        with self._lock:
-            if self._failure is None:
-                self.metadata = metadata
-
-    def fail(self, why: str) -> None:
-        """Note that the prompt will not come; the first reason counts."""
-        with self._lock:
-            if self.metadata is None and self._failure is None:
-                self._failure = why
-        self.cancelled.set(why)
-
-    def send_metadata(
-        self,
-        kv_indices: Sequence[int],
-        *,
-        state_indices: Sequence[int] = (),
-        decode_prefix_len: int = 0,
-    ) -> None:
-        page_size = self._context.geometry.pools[0].page_size
-        own = OwnSlots(
-            pages=kv_indices,
-            first_page=decode_prefix_len // page_size,
-            state=next(iter(state_indices), None),
-        )
-        if self._peer is not None:
-            self._peer.leave(self)
-        reader, fails_at = self._servers.new_reader()
-        self._read = read = PromptRead(self, own, self._context, reader, fails_at)
-        try:
-            self._servers.read(read.run)
-        except RuntimeError as error:
-            self.fail(f"no thread for the prompt: {error}")
-            read.has_returned.set()
-
-    def poll(self) -> KVPoll:
-        if self._failure is not None:
-            return KVPoll.Failed
-        if self.metadata is not None:
-            return KVPoll.Success
-        if self._read is not None:
-            return KVPoll.Transferring
-        return KVPoll.WaitingForInput if self.sources else KVPoll.Bootstrapping
-
-    def failure_exception(self) -> NoReturn:
-        raise KVTransferError(self._failure or "")
-
-    @property
-    def has_ended(self) -> bool:
-        return self._read is None or self._read.has_ended
-
-    def get_transfer_metric(self) -> KVTransferMetric:
-        return KVTransferMetric() if self._read is None else self._read.get_transfer_metric()
-
-    def abort(self, reason: str) -> None:
-        if self._read is not None:
-            self.cancelled.set(reason)
-            return
-        if self._peer is not None:
-            self._peer.leave(self)
-        self._servers.decline(self.bootstrap_addr, self.bootstrap_room, reason)

@@ -46,7 +46,7 @@ from sglang.srt.utils.logging_utils import RateLimitedLogger
 from sglang.srt.utils.network import base_url
 
 if TYPE_CHECKING:
-    from sglang.srt.disaggregation.mooncake.conn import MooncakeKVReceiver
+    from sglang.srt.disaggregation.mooncake.receiver import MooncakeKVReceiver
 
 logger = logging.getLogger(__name__)
 
@@ -354,7 +354,7 @@ class PrefillPeer:
             if (why := answer.ended.get(room)) is not None:
                 self._fail(receiver, f"the prefill server ended the request: {why}")
             elif room in known:
-                receiver.know(self._routes)
+                receiver.sources = self._routes
             else:
                 receiver.unknown_since = receiver.unknown_since or self._heard
 

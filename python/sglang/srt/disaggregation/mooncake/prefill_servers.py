@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import logging
 import random
-from collections.abc import Callable
 from typing import Final
 
 from sglang.srt.disaggregation.base.conn import BootstrapAddr
-from sglang.srt.disaggregation.common.shard_receiver import STEPS
 from sglang.srt.disaggregation.common.transfer_context import TransferContext
 from sglang.srt.disaggregation.mooncake.prefill_peer import LAST_WORDS_S, PrefillPeer
+from sglang.srt.disaggregation.mooncake.shard_receiver import STEPS
 from sglang.srt.distributed.device_communicators.call_threads import CallThreads
 from sglang.srt.utils.network import canonical_host, wait_until
 
@@ -30,6 +29,9 @@ class PrefillServers:
         instance_id: Id drawn at the start, the same on all ranks of this server and different on
             every other server.
         failure_prob: Share of prompts that fail by injection.
+
+    Attributes:
+        reading: The threads that read prompts.
     """
 
     def __init__(
@@ -40,7 +42,7 @@ class PrefillServers:
         self._failure_prob = failure_prob
         self._num_readers = 0
         self._asking = CallThreads("disagg-peer")
-        self._reading = CallThreads("disagg-prompt")
+        self.reading = CallThreads("disagg-prompt")
         self._peers: dict[BootstrapAddr, PrefillPeer] = {}
         """By canonical host and port; the last used last."""
 
@@ -51,10 +53,6 @@ class PrefillServers:
         reader = f"{self._instance_id} {self._num_readers}"
         self._num_readers += 1
         return reader, random.choice(STEPS) if fails else None
-
-    def read(self, work: Callable[[], None]) -> None:
-        """Run `work`, which reads a prompt, in a thread. Raises RuntimeError if there is none."""
-        self._reading.submit(work)
 
     def find(self, address: BootstrapAddr) -> PrefillPeer | None:
         """The prefill server with this bootstrap server; None: there are too many to ask another
@@ -88,4 +86,4 @@ class PrefillServers:
             peer.close()
         wait_until(lambda: not any(peer.has_thread for peer in self._peers.values()), LAST_WORDS_S)
         self._asking.close()
-        self._reading.close()
+        self.reading.close()

@@ -27,7 +27,6 @@ from sglang.srt.disaggregation.common.protocol import (
     Released,
     RoomStatus,
 )
-from sglang.srt.disaggregation.common.shard_receiver import STEPS
 from sglang.srt.disaggregation.control.deployment_secret import NONCE_BYTES
 from sglang.srt.disaggregation.control.frames import (
     MAX_QUESTION_BYTES,
@@ -36,6 +35,7 @@ from sglang.srt.disaggregation.control.frames import (
     Greeting,
     as_frame,
 )
+from sglang.srt.disaggregation.mooncake.shard_receiver import STEPS
 from sglang.srt.distributed.device_communicators.transfer_types import (
     BlockOutcome,
     PeerUnreachable,
