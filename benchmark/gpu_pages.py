@@ -42,10 +42,9 @@ from sglang.srt.disaggregation.common.link_costs import LINKS, LinkCosts
 from sglang.srt.disaggregation.common.metadata_reader import MetadataReader
 from sglang.srt.disaggregation.common.packing import Packer
 from sglang.srt.disaggregation.common.protocol import KVLayout
-from sglang.srt.disaggregation.common.rank_map import RankPlace
 from sglang.srt.disaggregation.common.sessions import Sessions
 from sglang.srt.disaggregation.common.staging import Staging, rounds
-from sglang.srt.disaggregation.common.transfer_context import TransferContext
+from sglang.srt.disaggregation.common.transfer_context import RankPlace, TransferContext
 from sglang.srt.distributed.device_communicators.mooncake_transfer_engine import (
     MooncakeTransferEngine,
 )
@@ -215,7 +214,7 @@ def read(side: Side, case: Case, endpoint: str, layout: KVLayout, limit: float) 
     context = TransferContext(
         place=RankPlace(),
         geometry=side.geometry,
-        mover=side.engine,
+        engine=side.engine,
         staging=side.staging[case.unit_mib],
         metadata=MetadataReader(),
         sessions=Sessions(side.engine),

@@ -70,7 +70,7 @@ def expected() -> list[list[int]]:
 
 
 def metadata_bytes(decode: EngineServer, way: str) -> float:
-    """`control`: told; `transport`: moved as pages are."""
+    """`control`: inline; `transport`: moved as pages are."""
     return decode.metrics()[f'sglang:kv_transfer_metadata_bytes_total{{way="{way}"}}']
 
 

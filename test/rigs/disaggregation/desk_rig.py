@@ -137,7 +137,7 @@ class Asker:
 
     def until_open(self) -> None:
         """Wait for the end of the handshake: before it a message takes the place of another."""
-        until(lambda: self.link.receive(0.005) is None and self.link._has_met)
+        until(lambda: self.link.receive(0.005) is None and self.link._is_greeted)
 
     def send(self, question: Question, number: int | None = None) -> int:
         self._number = self._number + 1 if number is None else number

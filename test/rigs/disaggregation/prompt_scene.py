@@ -22,10 +22,9 @@ from sglang.srt.disaggregation.common.link_costs import LinkCosts
 from sglang.srt.disaggregation.common.metadata_reader import MetadataReader
 from sglang.srt.disaggregation.common.packing import Packer
 from sglang.srt.disaggregation.common.protocol import RowsLayout
-from sglang.srt.disaggregation.common.rank_map import RankPlace
 from sglang.srt.disaggregation.common.sessions import Sessions
 from sglang.srt.disaggregation.common.staging import Staging
-from sglang.srt.disaggregation.common.transfer_context import TransferContext
+from sglang.srt.disaggregation.common.transfer_context import RankPlace, TransferContext
 from sglang.srt.disaggregation.mooncake.conn import MooncakeKVManager
 from sglang.srt.disaggregation.mooncake.prefill_servers import PrefillServers
 from sglang.srt.disaggregation.mooncake.receiver import MooncakeKVReceiver
@@ -141,7 +140,7 @@ class Scene:
         context = TransferContext(
             place=RankPlace(),
             geometry=self.here.geometry,
-            mover=self.mover,
+            engine=self.mover,
             staging=self.staging,
             metadata=MetadataReader(),
             sessions=self.sessions,

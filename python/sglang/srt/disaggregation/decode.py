@@ -348,7 +348,7 @@ class DecodeRole:
 
     def _fail(self, one: DecodeRequest, why: str) -> None:
         logger.warning("request %s: %s", one.req.rid, why)
-        self._metrics.on_failure(had_met=one.has_slots)
+        self._metrics.on_failure(had_bootstrapped=one.has_slots)
         reason = FinishReason(type="abort", message=why, status_code=LOST_STATUS)
         self._update.ended.append((one.req, reason))
 

@@ -245,7 +245,7 @@ class PrefillRole:
         if req.progress.to_abort is not None:
             return  # Its client has aborted it, or it has failed already.
         logger.warning("request %s, room %d: %s", req.rid, room, why)
-        self._metrics.on_failure(had_met=room not in self._unclaimed)
+        self._metrics.on_failure(had_bootstrapped=room not in self._unclaimed)
         reason = FinishReason(type="abort", message=why, status_code=LOST_STATUS)
         self._state.queues.abort(req, reason)
 

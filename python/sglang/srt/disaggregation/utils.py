@@ -79,12 +79,12 @@ def metadata_device(pages: torch.device) -> torch.device | None:
         ValueError: SGLANG_MOONCAKE_CUSTOM_MEM_POOL names no pool.
     """
     pool = check_mooncake_custom_mem_pool_enabled()
-    is_told = envs.SGLANG_MOONCAKE_SEND_AUX_TCP.get()
-    if is_told or pool == CustomMemPool.NVLINK:
+    is_inline = envs.SGLANG_MOONCAKE_SEND_AUX_TCP.get()
+    if is_inline or pool == CustomMemPool.NVLINK:
         return None
     if pool == CustomMemPool.INTRA_NODE_NVLINK:
         return pages if device_kind(str(pages)) is CUDA else torch.device("cpu")
-    return None if is_told is None else torch.device("cpu")
+    return None if is_inline is None else torch.device("cpu")
 
 
 class ReqToMetadataIdxAllocator:
@@ -118,8 +118,8 @@ class ReqToMetadataIdxAllocator:
 
 
 class MetadataBuffers:
-    """Rows of `ROW_BYTES` (see `metadata_row`): the rows that a prefill server offers, or those
-    that a decode server reads into. Any thread; each row has one owner at a time.
+    """Rows of `ROW_BYTES` (see `metadata_row`): those of a prefill server, which decode servers
+    read, or those that a decode server reads into. Any thread; each row has one owner at a time.
 
     Args:
         size: Number of rows.
@@ -164,9 +164,9 @@ class MetadataBuffers:
         """Give back a row that its owner needs no more."""
         self._indices.free(index)
 
-    def set_buf(self, index: int, room: int, words: FirstToken) -> bool:
-        """Write `words`. Peers can read them after the return. False: they do not fit."""
-        raw = pack_row(room, words)
+    def set_buf(self, index: int, room: int, metadata: FirstToken) -> bool:
+        """Write the metadata. Peers can read them after the return. False: they do not fit."""
+        raw = pack_row(room, metadata)
         if raw is None:
             return False
         # Whole words: such short copies to a GPU do not wait behind long ones.

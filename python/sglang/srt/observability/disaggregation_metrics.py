@@ -37,22 +37,22 @@ class DisaggregationMetrics:
             gauge.set_function(count)
         self._bootstrap_failed = Counter(
             "sglang:num_bootstrap_failed_reqs",
-            "Requests that failed before both servers had met",
+            "Requests that failed before the decode server knew that the prefill server has them",
             registry=registry,
         )
         self._transfer_failed = Counter(
             "sglang:num_transfer_failed_reqs",
-            "Requests that failed, or that the other server gave up, after both servers had met",
+            "Requests that failed, or that the other server gave up, after that",
             registry=registry,
         )
 
-    def on_failure(self, *, had_met: bool) -> None:
+    def on_failure(self, *, had_bootstrapped: bool) -> None:
         """A request failed between the servers.
 
         Args:
-            had_met: Whether the decode server had been told that the prefill server has it.
+            had_bootstrapped: Whether the decode server knew that the prefill server has it.
         """
-        (self._transfer_failed if had_met else self._bootstrap_failed).inc()
+        (self._transfer_failed if had_bootstrapped else self._bootstrap_failed).inc()
 
 
 class TransferMetrics:
@@ -75,7 +75,7 @@ class TransferMetrics:
         self._total = histogram("kv_transfer_total_mb", "What was read of a prompt, in MB", _MB)
         self._metadata = Counter(
             "sglang:kv_transfer_metadata_bytes",
-            "Bytes of metadata of prompts: told over the control connection, or moved as pages are",
+            "Bytes of metadata of prompts: sent over the control connection, or read as pages are",
             ["way"],
             registry=registry,
         )

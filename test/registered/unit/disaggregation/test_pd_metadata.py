@@ -52,7 +52,7 @@ def make_pair(mover: LocalMover | None = None, **args: Any) -> PdRig:
 
 
 def metadata_bytes(pair: PdRig) -> tuple[float, float]:
-    """Told, and moved as pages are."""
+    """Inline, and moved as pages are."""
     registry = pair.decode.scheduler.state.metrics.registry
     told, moved = (
         registry.get_sample_value("sglang:kv_transfer_metadata_bytes_total", {"way": way})
@@ -163,7 +163,7 @@ def test_a_pair_of_which_one_server_has_rows(
         run_all(pair, "told")
         told, moved = metadata_bytes(pair)
     assert told > 0 and moved == 0
-    assert caplog.text.count("it offers no rows") == (side == DisaggregationMode.DECODE)
+    assert caplog.text.count("it has no rows") == (side == DisaggregationMode.DECODE)
 
 
 # ---- faults ------------------------------------------------------------------------------------

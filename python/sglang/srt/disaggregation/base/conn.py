@@ -71,7 +71,7 @@ class AuxBuffers(Protocol):
     def allocations(self) -> dict[int, int]: ...
     def get_buf_infos(self) -> tuple[list[int], list[int], list[int]]: ...
     def get_buf(self, index: int, room: int) -> FirstToken: ...
-    def set_buf(self, index: int, room: int, words: FirstToken) -> bool: ...
+    def set_buf(self, index: int, room: int, metadata: FirstToken) -> bool: ...
     @property
     def device(self) -> torch.device: ...
 
@@ -180,7 +180,7 @@ class BaseKVSender(ABC):
         """End the transfer. The pages may be written to from now on. Idempotent.
 
         Args:
-            reason: Told to a decode server that has not read all.
+            reason: Sent to a decode server that has not read all.
         """
 
     @abstractmethod
@@ -251,11 +251,11 @@ class BaseKVReceiver(ABC):
 
     @abstractmethod
     def abort(self, reason: str) -> None:
-        """The prompt is not wanted (any more). The prefill server is told, before `init` too."""
+        """The prompt is not wanted. The prefill server gets the reason, also before `init`."""
 
 
 class BaseKVBootstrapServer(ABC):
-    """Tells decode servers where the ranks of a prefill server are."""
+    """Gives decode servers the routes of a prefill server's ranks."""
 
     @abstractmethod
     def __init__(self, host: str, port: int) -> None:

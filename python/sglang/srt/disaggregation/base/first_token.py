@@ -17,7 +17,8 @@ class FirstToken(msgspec.Struct, frozen=True, kw_only=True):
     """Digest of the prompt's token ids, by which the decode server checks that both have the same
     prompt."""
     sampling_digest: str = ""
-    """See `sampling_digest`. It tells apart two requests that share a room and a prompt."""
+    """See `sampling_digest`. It differs between requests that share a room and a prompt by
+    mistake."""
     logprob: float | None = None
     top_logprobs: TopLogprobs | None = None
     cached: CachedTokensDetails | None = None

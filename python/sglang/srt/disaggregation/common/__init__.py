@@ -1,1 +1,1 @@
-"""What prefill and decode servers tell each other about a request, and the reads of its pages."""
+"""Messages between prefill and decode servers, and reads of pages."""

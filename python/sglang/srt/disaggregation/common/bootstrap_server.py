@@ -4,7 +4,7 @@
     GET /route?rank=0     a `Route` as JSON; 404 before the rank is registered, 401 without a
                           proof of the deployment's secret, if there is one
 
-Each connection carries one request, and has `PATIENCE_S` for all of it.
+Each connection carries one request, and has `REQUEST_TIMEOUT_S` for all of it.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from sglang.srt.utils.network import listening_sockets
 
 logger = logging.getLogger(__name__)
 
-PATIENCE_S: Final = 10.0
+REQUEST_TIMEOUT_S: Final = 10.0
 """Seconds for a client's whole request, and for reading the answer."""
 MAX_REQUEST_BYTES: Final = 16 * KIB
 """Most bytes of a request."""
@@ -209,7 +209,7 @@ class _Connection(asyncio.Protocol):
         self.transport = transport
         self._everyone.add(self)
         self._waiting.add_idle(self)
-        self._timer = self.loop.call_later(PATIENCE_S, transport.abort)
+        self._timer = self.loop.call_later(REQUEST_TIMEOUT_S, transport.abort)
 
     def connection_lost(self, error: Exception | None) -> None:
         self._timer.cancel()

@@ -150,7 +150,7 @@ class ControlConnection:
         try:
             self._link = ControlLink(endpoint, secret, waker)
         except ValueError as error:
-            raise RoomFailed(f"the prefill server told a wrong endpoint: {error}") from None
+            raise RoomFailed(f"the prefill server has a wrong endpoint: {error}") from None
 
     def __enter__(self) -> ControlConnection:
         return self
@@ -162,7 +162,7 @@ class ControlConnection:
         """Close the connection at once. Its last question may not have been sent."""
         self._link.drop()
 
-    def tell(self, question: Question) -> None:
+    def send(self, question: Question) -> None:
         """Send a question once, without waiting for an answer."""
         self._number += 1
         self._send(question)
@@ -174,28 +174,10 @@ class ControlConnection:
             RoomFailed: There is no answer in time, another instance answers, or the room was
                 cancelled.
         """
-        self._number += 1
-        self._sent = 0.0
-        self._heard = time.monotonic()
-        while not self._cancelled.is_set():
-            self._repeat(question)
-            answer = self._receive(POLL_S)
-            if isinstance(answer, kind):
-                return answer
-        raise RoomFailed(self._cancelled.why)
-
-    def keep_alive(self, question: Question, kind: type[_A], timeout: float = 0.0) -> _A | None:
-        """Repeat the question if it is due, and wait at most `timeout` seconds for an answer to it
-        or to an earlier one.
-
-        Raises:
-            RoomFailed: `ask` raises it. The time limit begins with the last answer.
-        """
-        if self._cancelled.is_set():
-            raise RoomFailed(self._cancelled.why)
-        self._repeat(question)
-        answer = self._receive(timeout)
-        return answer if isinstance(answer, kind) else None
+        self.begin(question)
+        while (answer := self.keep_alive(question, kind, POLL_S)) is None:
+            pass
+        return answer
 
     def begin(self, question: Question) -> None:
         """Ask, without waiting. All questions until the next `begin` are one question with growing
@@ -209,15 +191,15 @@ class ControlConnection:
         self._send(question)
         self._sent = time.monotonic()
 
-    def rest(self, timeout: float) -> None:
-        """Wait at most `timeout` seconds, without a question.
+    def keep_alive(self, question: Question, kind: type[_A], timeout: float = 0.0) -> _A | None:
+        """Repeat the question if it is due, and wait at most `timeout` seconds for an answer to it
+        or to an earlier one.
 
         Raises:
-            RoomFailed: Another instance answers, or the server does not want this client.
+            RoomFailed: As `ask`. The time limit begins with the last answer.
         """
-        self._receive(timeout)
-
-    def _repeat(self, question: Question) -> None:
+        if self._cancelled.is_set():
+            raise RoomFailed(self._cancelled.why)
         now = time.monotonic()
         if now >= self._heard + self._timeouts.silence:
             raise NotAnswered(
@@ -225,14 +207,19 @@ class ControlConnection:
                 f"{self._timeouts.silence:g} s"
             )
         if now >= self._sent + self._timeouts.repeat:
-            self._send(question)
-            self._sent = now
+            self.advance(question)
+        answer = self.receive(timeout)
+        return answer if isinstance(answer, kind) else None
 
     def _send(self, question: Question) -> None:
         self._link.send(msgspec.msgpack.encode(Asked(self._number, question)))
 
-    def _receive(self, timeout: float) -> Answer | None:
-        """The answer to the last question, after at most `timeout` seconds; None: none has come."""
+    def receive(self, timeout: float) -> Answer | None:
+        """The answer to the last question, after at most `timeout` seconds; None: none has come.
+
+        Raises:
+            RoomFailed: Another instance answers, or the server refuses this client.
+        """
         try:
             raw = self._link.receive(timeout)
         except Unwelcome as error:

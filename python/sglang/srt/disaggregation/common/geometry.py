@@ -1,8 +1,8 @@
 """Addresses of pages and states in a rank's pools, and the bytes to read for them from other ranks.
 
-Ranks that split the heads of attention differently from their peers need runs of heads. In a page a
-run is a strip for each token, so whole pages are read and the strips copied (`staging`); in a
-recurrent state a run is contiguous.
+Ranks that split the heads of attention differently from their peers need ranges of heads. In a page
+the bytes of a range are scattered, a piece in each token, so whole pages are read and the pieces
+copied (`staging`). In a recurrent state they are contiguous.
 """
 
 from __future__ import annotations
@@ -166,7 +166,7 @@ class PoolGeometry:
         return None
 
     def slices(self, layouts: Sequence[KVLayout], draw: int) -> list[ShardSlice]:
-        """Portions to read of each rank of a prefill server, so that every head is read once.
+        """What to read of each rank of a prefill server, so that every head is read once.
 
         Args:
             layouts: Layouts of all ranks that have heads in common with this one; each fits
@@ -397,7 +397,7 @@ def _source_ranks(
 def _head_ranges(
     own: tuple[PoolLayout, PoolBuffer], their: tuple[PoolLayout, PoolBuffer], begin: int, end: int
 ) -> list[_HeadRange]:
-    """Strips of heads `[begin, end)` of an item of a buffer.
+    """Bytes of heads `[begin, end)` in an item of a buffer.
 
     Raises:
         CannotServe: The heads cannot be cut out.

@@ -1,4 +1,4 @@
-"""First tokens of prompts for a rank of a decode server: read from rows, or sent in messages."""
+"""Metadata of prompts for a rank of a decode server: read from rows, or sent inline in messages."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
+
 
 from sglang.srt.disaggregation.base.conn import AuxBuffers
 from sglang.srt.disaggregation.base.first_token import FirstToken
@@ -71,9 +72,7 @@ class MetadataReader:
                 return False
         theirs = layout.rows
         if theirs is None:
-            why = (
-                "it offers no rows (SGLANG_MOONCAKE_CUSTOM_MEM_POOL, SGLANG_MOONCAKE_SEND_AUX_TCP)"
-            )
+            why = "it has no rows (SGLANG_MOONCAKE_CUSTOM_MEM_POOL, SGLANG_MOONCAKE_SEND_AUX_TCP)"
         elif theirs.row_bytes != ROW_BYTES:
             why = f"its rows have {theirs.row_bytes} bytes, those here {ROW_BYTES}"
         elif theirs.host not in ("", self._host):
@@ -160,7 +159,7 @@ class RowRead:
     def _move(self, session_id: str, block: Block, stay: Callable[[], None]) -> str | None:
         """Read one block; return the reason of a failure, or None."""
         try:
-            transfer = self._context.mover.begin(
+            transfer = self._context.engine.begin(
                 session_id, TransferOp.READ, [block], timeout=self._timeout
             )
         except TransferError as error:

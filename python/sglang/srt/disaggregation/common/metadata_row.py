@@ -3,7 +3,7 @@
 bytes 0 to 8     the room
 8 to 16          a checksum of all that follows, and of the room
 16 to 20         the number of bytes that follow
-from 20          a `FirstToken` as msgpack, as answers have it
+from 20          a `FirstToken` as msgpack, as messages have it
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ class BadRow(RoomFailed):
         super().__init__(f"reading the metadata from the prefill server failed: {what}")
 
 
-def pack_row(room: int, words: FirstToken) -> bytes | None:
+def pack_row(room: int, metadata: FirstToken) -> bytes | None:
     """The used bytes of a row; None: they do not fit into a row."""
-    body = msgspec.msgpack.encode(words)
+    body = msgspec.msgpack.encode(metadata)
     if HEAD_BYTES + len(body) > ROW_BYTES:
         return None
     return _HEAD.pack(room, _checksum(room, body), len(body)) + body

@@ -87,15 +87,15 @@ class PackedRead:
         self._is_asked = False
         """Whether a question is unanswered, assuming that no message was lost."""
 
-    def run(self, patience: float) -> bool:
-        """Read all pages. False: no memory was free on one of the sides within `patience` seconds,
+    def run(self, timeout: float) -> bool:
+        """Read all pages. False: no memory was free on one of the sides within `timeout` seconds,
         and no page was read.
 
         Raises:
             RoomFailed: See the message.
         """
         began = time.monotonic()
-        if not self._take_buffer(patience):
+        if not self._take_buffer(timeout):
             return False
         index = self._reader.staging.index(self._own)
         self._connection.begin(self._question())
@@ -108,7 +108,7 @@ class PackedRead:
             if self._under_way:
                 self._wait_for_unit(index)
             else:
-                left = began + patience - time.monotonic()
+                left = began + timeout - time.monotonic()
                 if not self._places and left <= 0:
                     self._decline()
                     return False

@@ -102,7 +102,7 @@ class PageReader:
         self.timeout = context.timeouts.waiting
         """Seconds for each read, for a buffer, and for a further unit of packed pages."""
         self.staging = context.staging
-        self._mover = context.mover
+        self._engine = context.engine
         self._link = context.link
         self._source = source
         self._own = own
@@ -180,11 +180,10 @@ class PageReader:
         )
         self._num_packings += 1
         started = time.monotonic()
-        # The patience is the time of a read without packing, so waiting in vain at most doubles the
-        # time.
-        patience = link.direct_s(num_blocks, num_bytes)
+        # Wait at most as long as a read without packing takes: waiting in vain doubles the time.
+        timeout = link.direct_s(num_blocks, num_bytes)
         has_come = PackedRead(first, buffers, own, connection=self._connection, reader=self).run(
-            patience
+            timeout
         )
         self.seconds += time.monotonic() - started
         return has_come
@@ -204,7 +203,7 @@ class PageReader:
     def begin(self, blocks: Sequence[Block]) -> Transfer:
         """Begin a read. Raises RoomFailed."""
         try:
-            transfer = self._mover.begin(
+            transfer = self._engine.begin(
                 self._layout.session_id, TransferOp.READ, blocks, timeout=self.timeout
             )
         except TransferError as error:

@@ -90,7 +90,7 @@ class Hello(msgspec.Struct, frozen=True, tag=True):
 
 class BootstrapPoll(msgspec.Struct, frozen=True, tag=True):
     """Asks which of some rooms the prefill server has, and declines others. It claims no room: the
-    decode server has no slots for them yet. The answer may wait until there is news."""
+    decode server has no slots for them yet. The answer may wait until something changes."""
 
     serial: int
     """Number of this question; it increases. The answer repeats it."""
@@ -166,7 +166,7 @@ class GiveUp(msgspec.Struct, frozen=True, tag=True):
 
 
 class BootstrapStatus(msgspec.Struct, frozen=True, tag=True):
-    """News of rooms without a reader."""
+    """Status of rooms without a reader."""
 
     serial: int
     """Number of the question; all rooms that it declined are declined."""
@@ -220,7 +220,7 @@ class Released(msgspec.Struct, frozen=True, tag=True):
 
 
 Waitable = BootstrapPoll | Poll | Pack
-"""Questions that may wait for news."""
+"""Questions whose answer may wait until something changes."""
 Question = Hello | BootstrapPoll | Poll | Pack | Received | GiveUp
 Answer = KVLayout | BootstrapStatus | RoomStatus | Packed | Released
 
@@ -244,7 +244,7 @@ ASKED_DECODER: Final = msgspec.msgpack.Decoder(Asked)
 ANSWERED_DECODER: Final = msgspec.msgpack.Decoder(Answered)
 
 
-def is_worth_telling(answer: Answer, question: Waitable) -> bool:
+def has_changes(answer: Answer, question: Waitable) -> bool:
     """Whether the answer has anything that the asker does not know yet."""
     assert isinstance(answer, BootstrapStatus | RoomStatus | Packed), "an answer to such a question"
     if isinstance(answer, BootstrapStatus):

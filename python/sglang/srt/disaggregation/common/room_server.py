@@ -39,7 +39,7 @@ from sglang.srt.disaggregation.common.protocol import (
     Released,
     RoomStatus,
     Waitable,
-    is_worth_telling,
+    has_changes,
 )
 from sglang.srt.disaggregation.common.room import Room
 from sglang.srt.disaggregation.control.control_listener import ControlListener, ControlPeer
@@ -50,7 +50,7 @@ from sglang.srt.utils.network import listening_sockets
 logger = logging.getLogger(__name__)
 
 LONG_POLL_S: Final = 0.5
-"""Seconds for which a question waits for news, fewer than the asker's time limit."""
+"""Seconds for which a question waits for a change, fewer than the asker's time limit."""
 MAX_QUESTIONS: Final = 32
 """Most questions that are answered in a turn."""
 TURN_S: Final = 0.002
@@ -67,7 +67,7 @@ _LAST_LOOK_S: Final = 0.2
 """Seconds after the last room that ended without success for which questions are answered at the
 end: those who have just heard of the room ask again."""
 _NOT_HEARD: Final = "the decode server has not been heard of for"
-_LAST_WORDS_S: Final = 1.0
+_LINGER_S: Final = 1.0
 """Seconds for the last answers to leave."""
 
 
@@ -130,15 +130,15 @@ class RoomServer:
         self._waiting: dict[ControlPeer, _Waiting] = {}
         """The last question of each decode server that has no answer yet."""
         self.lock = threading.Lock()
-        # One port is told. Clients try all addresses of a name.
+        # The route has one port. Clients try all addresses of a name.
         self._socket, *others = listening_sockets(host, 0, _BACKLOG)
         for other in others:
             other.close()
         self.port = int(self._socket.getsockname()[1])
         self._loop = asyncio.new_event_loop()
         self._wakes = asyncio.Event()
-        """Set when there are questions or news."""
-        self._has_news = False
+        """Set when there are questions or changes."""
+        self._has_changes = False
         self._last_failure = -math.inf
         """Time of the last end of a room without success."""
         self._misses_at = -math.inf
@@ -196,19 +196,19 @@ class RoomServer:
             raise RuntimeError("decode servers are no longer answered") from self._defect
 
     def close(self) -> None:
-        """Answer the waiting questions that have news, and end the thread. Idempotent."""
+        """Answer the waiting questions whose rooms have changed, and end the thread. Idempotent."""
         if not self._closing:
             self._closing = True
             if self._packer is not None:
                 self._packer.close()
-            self._has_news = False
+            self._has_changes = False
             self.wake()
             self._thread.join()
 
     def wake(self) -> None:
-        """Let the thread look for news. Any thread."""
-        if not self._has_news:
-            self._has_news = True
+        """Let the thread look for changes of rooms. Any thread."""
+        if not self._has_changes:
+            self._has_changes = True
             with contextlib.suppress(RuntimeError):  # The thread has ended.
                 self._loop.call_soon_threadsafe(self._wakes.set)
 
@@ -239,15 +239,15 @@ class RoomServer:
             self._wakes.clear()
             for peer, raw in listener.take(MAX_QUESTIONS):
                 self._read(peer, raw)
-            if self._has_news or self._loop.time() >= last_look + _POLL_S:
-                self._has_news = False
+            if self._has_changes or self._loop.time() >= last_look + _POLL_S:
+                self._has_changes = False
                 last_look = self._loop.time()
                 self._answer_waiting()
             if listener.has_frames:
                 await asyncio.sleep(TURN_S)
                 self._wakes.set()
         self._answer_waiting()
-        await listener.close(_LAST_WORDS_S)
+        await listener.close(_LINGER_S)
 
     def _read(self, sender: ControlPeer, raw: bytes) -> None:
         try:
@@ -260,7 +260,7 @@ class RoomServer:
         if self._has_named_a_room(question, answer):
             sender.keep()  # Rooms cannot be guessed.
         if isinstance(question, Waitable) and getattr(question, "may_wait", True):
-            if not is_worth_telling(answer, question):
+            if not has_changes(answer, question):
                 self._keep_waiting(sender, asked.number, question)
                 return
             self._waiting.pop(sender, None)
@@ -349,7 +349,7 @@ class RoomServer:
                 self._miss(now)
             for sender, waiting in self._waiting.items():
                 answer = self._state_of(waiting.question, now)
-                if now >= waiting.until or is_worth_telling(answer, waiting.question):
+                if now >= waiting.until or has_changes(answer, waiting.question):
                     answers.append((sender, waiting.number, answer))
         for sender, number, answer in answers:
             del self._waiting[sender]
@@ -357,12 +357,12 @@ class RoomServer:
 
     def _state_of(self, question: Waitable, now: float) -> BootstrapStatus | RoomStatus | Packed:
         if isinstance(question, BootstrapPoll):
-            return self._met_of(question)
+            return self._bootstrap_status_of(question)
         if isinstance(question, Pack):
             return self._packed_of(question, now)
-        return self._news_of(question, now)
+        return self._status_of(question, now)
 
-    def _met_of(self, question: BootstrapPoll) -> BootstrapStatus:
+    def _bootstrap_status_of(self, question: BootstrapPoll) -> BootstrapStatus:
         there = {
             number: one
             for number in (*question.rooms, *question.known)
@@ -386,7 +386,7 @@ class RoomServer:
         pages = one.pages[ask.first_page : ask.first_page + ask.num_pages]
         return self._packer.ask(ask, pages)
 
-    def _news_of(self, ask: Poll, now: float) -> RoomStatus:
+    def _status_of(self, ask: Poll, now: float) -> RoomStatus:
         """Answer to a question about a room. Notes that the reader is alive."""
         one = self._rooms.get(ask.room)
         if one is None:
@@ -403,14 +403,14 @@ class RoomServer:
         if one.failure is not None:
             return RoomStatus(ask.room, is_known=True, failure=one.failure)
         first = max(ask.have_pages, 0)
-        is_told = ask.wants_inline or one.row is None
+        is_inline = ask.wants_inline or one.row is None
         return RoomStatus(
             ask.room,
             is_known=True,
             first_page=first,
             pages=one.pages[first:],
-            first_token=one.metadata if is_told else None,
-            row=None if is_told else one.row,
+            first_token=one.metadata if is_inline else None,
+            row=None if is_inline else one.row,
         )
 
     def _note_read(self, question: Poll | Received, have_pages: int) -> None:

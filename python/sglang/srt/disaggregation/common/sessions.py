@@ -2,9 +2,10 @@
 
 A connection to a peer costs an engine object: threads, ports, registered memory. Nothing tells the
 decode server that a prefill server has ended while no prompt comes from it. So sessions without
-prompts are probed when a new one is met, when a prompt has failed, and once a minute while prompts
-come; those whose servers accept no control connection are forgotten. The Transfer Engine's own port
-says less: a stranger can silence it (`mooncake_containment.py`), and its connections go on.
+prompts are probed when a new one is entered, when a prompt has failed, and once a minute while
+prompts come; those whose servers accept no control connection are forgotten. The Transfer Engine's
+own port says less: a stranger can silence it (`mooncake_containment.py`), and its connections go
+on.
 """
 
 from __future__ import annotations
@@ -15,8 +16,9 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Final, Protocol
+from typing import Final
 
+from sglang.srt.disaggregation.common.engine import Engine
 from sglang.srt.disaggregation.control.control_link import parse_endpoint
 from sglang.srt.distributed.device_communicators.peer import parse_session_id
 from sglang.srt.utils.background_call import BackgroundCall
@@ -28,12 +30,6 @@ MAX_IDLE: Final = 64
 """Most sessions without prompts; of more, those that were used longest ago are forgotten."""
 PROBE_EVERY_S: Final = 60.0
 """Seconds after which a prompt makes all idle sessions be probed again."""
-
-
-class Peers(Protocol):
-    """The part of the Transfer Engine that ends connections; see `MooncakeTransferEngine`."""
-
-    def forget_peer(self, session_id: str) -> None: ...
 
 
 @dataclass(slots=True)
@@ -51,12 +47,12 @@ class Sessions:
     """Sessions that a decode rank has read from. Any thread.
 
     Args:
-        peers: The transport.
+        engine: The transport.
         runs: Whether a server runs, by its endpoint.
     """
 
-    def __init__(self, peers: Peers, runs: Callable[[str], bool] | None = None) -> None:
-        self._peers = peers
+    def __init__(self, engine: Engine, runs: Callable[[str], bool] | None = None) -> None:
+        self._engine = engine
         self._runs = runs or _accepts
         self._known: dict[str, _Session] = {}
         """By id; the last used last."""
@@ -98,7 +94,7 @@ class Sessions:
                 # Another process has the address now. If reads of the old one are still in flight,
                 # the engine ends their connection when they fail.
                 if not session.num_users:
-                    self._peers.forget_peer(session_id)
+                    self._engine.forget_peer(session_id)
                     address, session = session.address, None
                 else:
                     session.instance_id, session.endpoint = instance_id, endpoint
@@ -165,7 +161,7 @@ class Sessions:
 
     def _forget(self, session_id: str) -> None:
         del self._known[session_id]
-        self._peers.forget_peer(session_id)
+        self._engine.forget_peer(session_id)
 
 
 def _address(session_id: str) -> tuple[str, int] | None:

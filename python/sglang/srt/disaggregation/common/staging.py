@@ -1,9 +1,9 @@
 """Staging: registered memory for pages that are not read from pool to pool.
 
 If the ranks of the prefill server have other heads, a decode server reads whole pages into a
-buffer, and copies the heads that it needs from there: in a page these are a strip for each token,
-and the transport moves strips of a kilobyte a hundred times slower than pages. A link that is fast
-only for large blocks has buffers on both sides: pages are packed into a buffer of the prefill
+buffer, and copies the heads that it needs from there. In a page they are a piece in each token, and
+the transport moves pieces of a kilobyte a hundred times slower than pages. A link that is fast only
+for large blocks has buffers on both sides: pages are packed into a buffer of the prefill
 server (`packing`), read at once into a buffer of the decode server (`packed_read`), and copied from
 there.
 """
@@ -15,11 +15,12 @@ import logging
 import threading
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Final, Protocol
+from typing import Final
 
 import torch
 
 from sglang.srt.constants import MIB
+from sglang.srt.disaggregation.common.engine import Engine
 from sglang.srt.disaggregation.common.geometry import STAGING_BYTES, CutBuffer, WholeBuffer
 from sglang.srt.distributed.device_communicators.transfer_types import Block
 from sglang.srt.hardware_backend.device_runtime import device_runtime
@@ -30,12 +31,6 @@ NUM_BUFFERS: Final = 4
 """Most buffers of a rank; prompts that need one more wait."""
 _ALIGNMENT: Final = 8
 """Alignment of pieces in a buffer, in bytes: they begin at whole words."""
-
-
-class Registry(Protocol):
-    """The part of the Transfer Engine that registers memory."""
-
-    def batch_register(self, ptrs: Sequence[int], lengths: Sequence[int]) -> int: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,7 +159,7 @@ class Staging:
     back buffers, which are made when they are first needed, or by `prepare`.
 
     Args:
-        registry: The transport.
+        engine: The transport.
         device: Device of the pools.
         registered: Addresses of the allocations that the transport knows already.
         num_bytes: Bytes of a buffer.
@@ -172,14 +167,14 @@ class Staging:
 
     def __init__(
         self,
-        registry: Registry,
+        engine: Engine,
         device: torch.device,
         registered: Iterable[int] = (),
         num_bytes: int = STAGING_BYTES,
     ) -> None:
         self.device = device
         self.num_bytes = num_bytes
-        self._registry = registry
+        self._engine = engine
         self._registered = set(registered)
         self._runtime = device_runtime(device)
         # Set for this thread's device: in the threads of prompts another device is current.
@@ -236,7 +231,7 @@ class Staging:
         ranges = self._runtime.allocations_of([memory])
         new = [begin for begin in ranges if begin not in self._registered]
         if new:
-            self._registry.batch_register(new, [ranges[begin] for begin in new])
+            self._engine.batch_register(new, [ranges[begin] for begin in new])
             self._registered.update(new)
         self._num_made += 1
         logger.info(

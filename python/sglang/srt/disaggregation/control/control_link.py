@@ -62,7 +62,7 @@ class ControlLink:
     Args:
         endpoint: `tcp://HOST:PORT` of the server.
         secret: The secret that both ends prove; None: neither has one.
-        waker: When it becomes readable, `receive` returns; its owner reads it.
+        waker: A non-blocking socket. When it becomes readable, it is emptied and `receive` returns.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class ControlLink:
         self._push()
 
     def receive(self, timeout: float) -> bytes | None:
-        """The next message, after at most `timeout` seconds; None: none has come, or the waker is
+        """The next message, after at most `timeout` seconds; None: none has come, or the waker was
         readable.
 
         Raises:
@@ -123,7 +123,7 @@ class ControlLink:
         self._held = FrameBuffer(MAX_ANSWER_BYTES)
         self._nonce = secrets.token_bytes(NONCE_BYTES)
         self._greeting: Greeting | None = None
-        self._is_connected = self._is_open = self._has_met = False
+        self._is_connected = self._is_open = self._is_greeted = False
         try:
             found = socket.getaddrinfo(*self._address, type=socket.SOCK_STREAM)
             family, kind, protocol, _, address = found[self._num_attempts % len(found)]
@@ -145,21 +145,24 @@ class ControlLink:
 
     def _wait(self, timeout: float) -> bool:
         """Wait until anything happens, for at most `timeout` seconds; False: nothing has, or the
-        waker is readable."""
+        waker was readable."""
         poll = select.poll()
         if self._waker is not None:
             poll.register(self._waker, select.POLLIN)
         if self._socket is None:
             pause = max(self._retry_at - time.monotonic(), 0.0)
             if poll.poll(min(pause, timeout) * 1000):
+                self._empty_waker()
                 return False
             if pause <= timeout:
                 self._connect()
             return pause <= timeout
         poll.register(self._socket, select.POLLIN if self._is_connected else select.POLLOUT)
         ready = dict(poll.poll(timeout * 1000))
-        is_woken = self._waker is not None and self._waker.fileno() in ready
-        if is_woken or not ready:
+        if self._waker is not None and self._waker.fileno() in ready:
+            self._empty_waker()
+            return False
+        if not ready:
             return False
         if self._is_connected:
             self._read()
@@ -170,6 +173,12 @@ class ControlLink:
             self._is_open = self._secret is None
             self._push()
         return True
+
+    def _empty_waker(self) -> None:
+        assert self._waker is not None
+        with contextlib.suppress(BlockingIOError):
+            while self._waker.recv(4096):
+                pass
 
     def _read(self) -> None:
         assert self._socket is not None
@@ -188,11 +197,12 @@ class ControlLink:
         """Send the message that waits, if the connection is open."""
         if not self._is_open or self._unsent is None:
             return
-        frame, self._unsent = as_frame(self._unsent), None
-        self._write(frame)
+        message, self._unsent = self._unsent, None
+        self._write(message)
 
-    def _write(self, frame: bytes) -> None:
+    def _write(self, message: bytes) -> None:
         assert self._socket is not None
+        frame = as_frame(message)
         try:
             sent = self._socket.send(frame)
         except BlockingIOError:
@@ -205,11 +215,10 @@ class ControlLink:
     def _take(self) -> bytes | None:
         """The next message that has come."""
         try:
-            while self._held.has_frame():
-                frame = self._held.take()
-                if self._has_met:
-                    return frame
-                self._meet(frame)
+            while (message := self._held.take()) is not None:
+                if self._is_greeted:
+                    return message
+                self._shake_hands(message)
         except (FrameTooLong, *MALFORMED) as error:
             raise self._unwelcome(
                 f"is none that this release understands ({error}): start both servers with the "
@@ -222,22 +231,22 @@ class ControlLink:
         self._break()
         return Unwelcome(why)
 
-    def _meet(self, frame: bytes) -> None:
+    def _shake_hands(self, message: bytes) -> None:
         """Take the next step of the handshake.
 
         Raises:
             Unwelcome: It fails.
         """
-        step = OPENING_DECODER.decode(frame)
+        step = OPENING_DECODER.decode(message)
         if isinstance(step, Refused):
             raise self._unwelcome(f"refuses this server, which {step.reason}")
         if isinstance(step, Greeting):
             self._greeting = step
             if self._secret is None:
-                self._has_met = not step.wants_proof  # Else a refusal follows.
+                self._is_greeted = not step.wants_proof  # Else a refusal follows.
             elif step.wants_proof:
                 mac = self._secret.proof(OF_CLIENT, step.nonce, self._nonce)
-                self._write(as_frame(msgspec.msgpack.encode(Proof(self._nonce, mac))))
+                self._write(msgspec.msgpack.encode(Proof(self._nonce, mac)))
             else:
                 raise self._unwelcome(f"has no secret, and this server has one: {_SAME}")
             return
@@ -246,5 +255,5 @@ class ControlLink:
             step.mac, OF_SERVER, nonce, self._nonce
         ):
             raise self._unwelcome(f"does not prove the secret of this server: {_SAME}")
-        self._has_met = self._is_open = True
+        self._is_greeted = self._is_open = True
         self._push()

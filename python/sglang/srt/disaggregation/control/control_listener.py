@@ -1,4 +1,4 @@
-"""The server's end of control connections: bounded in number, bytes, silence and haste."""
+"""The server's end of control connections: bounded in number, bytes, silence and rate."""
 
 from __future__ import annotations
 
@@ -70,6 +70,8 @@ class ControlPeer(asyncio.BufferedProtocol):
         self._is_open = listener.secret is None
         """Whether its frames are messages: it has proved the secret."""
         self._held = FrameBuffer(MAX_QUESTION_BYTES if self._is_open else MAX_PROOF_BYTES)
+        self._message: bytes | None = None
+        """The message that was announced."""
         self._nonce = secrets.token_bytes(NONCE_BYTES)
         self._is_kept = False
         self._due = 0.0
@@ -86,10 +88,10 @@ class ControlPeer(asyncio.BufferedProtocol):
         self._listener.strangers.remove_idle(self)
 
     def take(self) -> bytes | None:
-        """Take the frame that was announced; None: the client is gone."""
+        """Take the message that was announced; None: the client is gone."""
+        message, self._message = self._message, None
         if self.transport.is_closing():
             return None
-        message = self._held.take()
         self.heard = self.loop.time()
         if not self._is_kept:
             self._listener.strangers.add_idle(self)
@@ -120,12 +122,13 @@ class ControlPeer(asyncio.BufferedProtocol):
     def _look(self) -> None:
         """Announce the next frame if it is whole, else go on reading."""
         try:
-            while self._held.has_frame():
+            while (message := self._held.take()) is not None:
                 if self._is_open:
+                    self._message = message
                     self.transport.pause_reading()
                     self._announce()
                     return
-                if (refusal := self._refusal(self._held.take())) is not None:
+                if (refusal := self._refusal(message)) is not None:
                     self._refuse(refusal)
                     return
         except FrameTooLong as error:
@@ -146,7 +149,7 @@ class ControlPeer(asyncio.BufferedProtocol):
             self.loop.call_at(self._due, self._listener.announce, self)
 
     def _refusal(self, frame: bytes) -> str | None:
-        """Why the client of this first frame is refused; None: it is welcome, and was told."""
+        """Why the client of this first frame is refused; None: it was welcomed."""
         secret = self._listener.secret
         assert secret is not None, "without a secret connections are open at once"
         try:

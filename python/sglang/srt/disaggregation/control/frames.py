@@ -89,25 +89,20 @@ class FrameBuffer:
         """Add the bytes that came next."""
         self._held += part
 
-    def has_frame(self) -> bool:
-        """Whether the next frame is whole.
+    def take(self) -> bytes | None:
+        """Take the message of the next frame; None: the frame is not whole yet.
 
         Raises:
             FrameTooLong: It will never be.
         """
         if len(self._held) < _LENGTH_BYTES:
-            return False
-        length = self._length()
+            return None
+        length = int.from_bytes(self._held[:_LENGTH_BYTES], "big")
         if length > self.max_bytes:
             raise FrameTooLong(f"a frame of {length} bytes; at most {self.max_bytes} are read")
-        return len(self._held) >= _LENGTH_BYTES + length
-
-    def take(self) -> bytes:
-        """Take the message of the next frame, which is whole."""
-        end = _LENGTH_BYTES + self._length()
+        end = _LENGTH_BYTES + length
+        if len(self._held) < end:
+            return None
         message = bytes(self._held[_LENGTH_BYTES:end])
         del self._held[:end]
         return message
-
-    def _length(self) -> int:
-        return int.from_bytes(self._held[:_LENGTH_BYTES], "big")

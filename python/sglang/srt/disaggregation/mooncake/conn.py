@@ -35,6 +35,7 @@ from sglang.srt.disaggregation.common.control_connection import (
     seconds,
     silence_s,
 )
+from sglang.srt.disaggregation.common.engine import Engine
 from sglang.srt.disaggregation.common.geometry import (
     STAGING_BYTES,
     PoolGeometry,
@@ -46,20 +47,19 @@ from sglang.srt.disaggregation.common.metadata_reader import (
 )
 from sglang.srt.disaggregation.common.packing import Packer
 from sglang.srt.disaggregation.common.protocol import RowsLayout
-from sglang.srt.disaggregation.common.rank_map import RankPlace
 from sglang.srt.disaggregation.common.room_server import RoomServer
 from sglang.srt.disaggregation.common.sessions import Sessions
 from sglang.srt.disaggregation.common.staging import Staging
-from sglang.srt.disaggregation.common.transfer_context import FindRank, TransferContext
+from sglang.srt.disaggregation.common.transfer_context import FindRank, RankPlace, TransferContext
 from sglang.srt.disaggregation.control.deployment_secret import DeploymentSecret
 from sglang.srt.disaggregation.mooncake.prefill_servers import PrefillServers
 from sglang.srt.disaggregation.mooncake.receiver import MooncakeKVReceiver
-from sglang.srt.disaggregation.mooncake.registration import Engine, register_memory
 from sglang.srt.distributed.device_communicators.mooncake_transfer_engine import (
     get_mooncake_transfer_engine,
 )
 from sglang.srt.distributed.rank_group import gather_texts
 from sglang.srt.environ import envs
+from sglang.srt.hardware_backend.device_runtime import device_runtime
 from sglang.srt.mem_cache.tree.on_all_ranks import on_all_ranks
 from sglang.srt.utils.network import address_for_peers
 
@@ -144,7 +144,7 @@ class MooncakeKVManager(BaseKVManager):
         context = TransferContext(
             place=self._place,
             geometry=self._geometry,
-            mover=engine,
+            engine=engine,
             staging=staging,
             metadata=MetadataReader(args.aux_buffers, host_identity()),
             sessions=Sessions(engine),
@@ -173,9 +173,46 @@ class MooncakeKVManager(BaseKVManager):
         return self._prefill_servers
 
     def register_buffer_to_engine(self) -> dict[int, int]:
-        """Register pools and rows of metadata; see `register_memory`."""
-        args = self._args
-        return register_memory(self._engine, self._geometry, args.pools[0].device, args.aux_buffers)
+        """Register pools and rows of metadata.
+
+        Returns:
+            The allocations that have this memory, address to bytes.
+
+        Raises:
+            RuntimeError: The transport refuses the memory.
+        """
+        geometry, rows = self._geometry, self._args.aux_buffers
+        # Whole allocations, since over NVLink a peer on the same host can map nothing smaller.
+        ranges = device_runtime(self._args.pools[0].device).allocations_of(geometry.tensors)
+        assert all(
+            any(begin <= address < begin + size for begin, size in ranges.items())
+            for address in geometry.addresses
+        ), "a pool has memory that its geometry does not name"
+        self._register(ranges)
+        if rows is None:
+            return ranges
+        allocations = rows.allocations()
+        try:
+            self._register(allocations)
+        except RuntimeError as error:
+            raise RuntimeError(
+                f"metadata in memory of {rows.device}: {error}; set SGLANG_MOONCAKE_SEND_AUX_TCP=1 "
+                "to send it over the control connection, or "
+                "SGLANG_MOONCAKE_CUSTOM_MEM_POOL=INTRA_NODE_NVLINK to keep it beside the pages"
+            ) from error
+        logger.info("metadata is in rows in memory of %s, and is read as pages are", rows.device)
+        return ranges | allocations
+
+    def _register(self, allocations: dict[int, int]) -> None:
+        """Register what is not registered yet: on a GPU pools, rows of metadata, and weights that
+        other servers may read can share an allocation."""
+        new = {
+            address: size
+            for address, size in allocations.items()
+            if not self._engine.is_registered(address, size)
+        }
+        if new:
+            self._engine.batch_register(list(new), list(new.values()))
 
     def _listen(self, packer: Packer | None) -> RoomServer:
         ranks, rows = self._args.ranks, self._args.aux_buffers

@@ -57,7 +57,7 @@ PACE_S: Final = 0.005
 """Least mean seconds between two questions; the prefill server takes 256 of them a second."""
 BURST_S: Final = 0.1
 """Seconds without a question after which the questions of this time may be asked at once."""
-LAST_WORDS_S: Final = 1.0
+CLOSE_S: Final = 1.0
 """Most seconds for which `close` lets rooms be declined."""
 _MAX_DECLINED_WAITING: Final = 4096
 """Most rooms that wait to be declined; of more the oldest are forgotten."""
@@ -93,7 +93,7 @@ class PrefillPeer:
         self._receivers: dict[int, MooncakeKVReceiver] = {}
         """Rooms that are asked about."""
         self._declined: dict[int, _Declined] = {}
-        """Rooms that the prefill server is to be told of."""
+        """Rooms to decline."""
         self._has_thread = False
         self._closes_at: float | None = None
         """Time at which the thread ends at the latest; None: it is not closing."""
@@ -127,7 +127,7 @@ class PrefillPeer:
             return not (self._receivers or self._declined)
 
     def ask(self, receiver: MooncakeKVReceiver) -> None:
-        """Begin to ask about a room. `receiver` is told that it is known, or will not come."""
+        """Begin to ask about a room. `receiver` gets its sources, or fails."""
         with self._lock:
             self._receivers[receiver.bootstrap_room] = receiver
         self._go_on()
@@ -139,21 +139,21 @@ class PrefillPeer:
                 del self._receivers[receiver.bootstrap_room]
 
     def decline(self, room: int, reason: str) -> None:
-        """Tell the prefill server that a room is not wanted."""
+        """Decline a room: it is not wanted."""
         with self._lock:
             self._declined[room] = _Declined(reason[:MAX_REASON_CHARS], time.monotonic())
             is_full = len(self._declined) > _MAX_DECLINED_WAITING
             if is_full:
                 del self._declined[next(iter(self._declined))]
         if is_full:
-            self._say_dropped(1, "too many wait")
+            self._log_dropped(1, "too many wait")
         self._go_on()
 
     def close(self) -> None:
-        """End the thread, which first tells what it can within `LAST_WORDS_S`. Idempotent."""
+        """End the thread, which first declines what it can within `CLOSE_S`. Idempotent."""
         with self._lock:
             if self._closes_at is None:
-                self._closes_at = time.monotonic() + LAST_WORDS_S
+                self._closes_at = time.monotonic() + CLOSE_S
             self._receivers.clear()
             if not self._has_thread:
                 self._close_sockets()
@@ -192,7 +192,7 @@ class PrefillPeer:
         """Ask as long as there is anything to ask. Never raises."""
         while self._has_work():
             try:
-                self._converse()
+                self._talk()
                 continue
             except WrongSecret as error:
                 self._fail_all(_not_found(error))
@@ -221,7 +221,7 @@ class PrefillPeer:
                     self._close_sockets()
             return self._has_thread
 
-    def _converse(self) -> None:
+    def _talk(self) -> None:
         """Find the prefill server if it is not known yet, and ask it until there is nothing to ask
         for a while.
 
@@ -263,7 +263,6 @@ class PrefillPeer:
         self._asked = time.monotonic()
         connection.begin(Hello())
         while (layout := connection.keep_alive(Hello(), KVLayout, POLL_S)) is None:
-            self._drain()
             if self._is_over():
                 raise NotAnswered("this server is shutting down")
             self._fail_overdue()
@@ -276,7 +275,7 @@ class PrefillPeer:
         `IDLE_S`, or the thread has to end.
 
         Args:
-            refusal: Reason for which no prompt of this server can be read. It is only told which
+            refusal: Reason for which no prompt of this server can be read. It only learns which
                 rooms are not wanted.
         """
         if refusal is not None:
@@ -287,7 +286,6 @@ class PrefillPeer:
             connection.begin(question)
         while question is not None:
             answer = connection.keep_alive(question, BootstrapStatus, POLL_S)
-            self._drain()
             if answer is not None:
                 self._heard, self._silence = time.monotonic(), ""
                 self._take(answer)
@@ -307,12 +305,11 @@ class PrefillPeer:
         while self.is_idle:
             if self._closes_at is not None or time.monotonic() >= until:
                 return False
-            connection.rest(until - time.monotonic())
-            self._drain()
+            connection.receive(until - time.monotonic())
         return not self._is_over()
 
     def _is_over(self) -> bool:
-        """Whether the time to tell the last words is over."""
+        """Whether the time after `close` is over."""
         return self._closes_at is not None and time.monotonic() >= self._closes_at
 
     def _question(self, before: BootstrapPoll | None) -> BootstrapPoll | None:
@@ -382,7 +379,7 @@ class PrefillPeer:
 
     def _fail_all(self, why: str) -> None:
         self._fail_if(lambda receiver: True, why)
-        self._say_dropped(self._drop_declined(lambda one: True), why)
+        self._log_dropped(self._drop_declined(lambda one: True), why)
 
     def _fail_overdue(self) -> None:
         """Fail the receivers whose time is over: nothing was heard, or the room is not known."""
@@ -395,7 +392,7 @@ class PrefillPeer:
         silence = f"the prefill server at {endpoint} has not answered for {timeouts.silence:g} s"
         why = self._silence or silence
         self._fail_if(is_unheard, why)
-        self._say_dropped(self._drop_declined(is_unheard), why)
+        self._log_dropped(self._drop_declined(is_unheard), why)
         self._fail_if(
             lambda receiver: (
                 not receiver.sources
@@ -405,7 +402,7 @@ class PrefillPeer:
             "the prefill server does not know the request in time",
         )
 
-    def _say_dropped(self, count: int, why: str) -> None:
+    def _log_dropped(self, count: int, why: str) -> None:
         if count:
             self._log.warning(
                 "dropped",
@@ -439,11 +436,6 @@ class PrefillPeer:
         end = time.monotonic() + self._context.timeouts.repeat
         while time.monotonic() < end and self._closes_at is None and not self.is_idle:
             time.sleep(min(POLL_S, max(0.0, end - time.monotonic())))
-
-    def _drain(self) -> None:
-        with contextlib.suppress(BlockingIOError):
-            while self._wakes.recv(4096):
-                pass
 
 
 def _not_found(error: BootstrapError) -> str:

@@ -8,7 +8,7 @@ from typing import Final
 
 from sglang.srt.disaggregation.base.conn import BootstrapAddr
 from sglang.srt.disaggregation.common.transfer_context import TransferContext
-from sglang.srt.disaggregation.mooncake.prefill_peer import LAST_WORDS_S, PrefillPeer
+from sglang.srt.disaggregation.mooncake.prefill_peer import CLOSE_S, PrefillPeer
 from sglang.srt.disaggregation.mooncake.shard_receiver import STEPS
 from sglang.srt.distributed.device_communicators.call_threads import CallThreads
 from sglang.srt.utils.network import canonical_host, wait_until
@@ -71,7 +71,7 @@ class PrefillServers:
         return peer
 
     def decline(self, address: BootstrapAddr, room: int, reason: str) -> None:
-        """Tell a prefill server that a room is not wanted."""
+        """Decline a room of a prefill server: it is not wanted."""
         if self.context.place.rank:
             return  # One rank speaks for all.
         if (peer := self.find(address)) is None:
@@ -84,6 +84,6 @@ class PrefillServers:
         Prompts on their way end by themselves."""
         for peer in self._peers.values():
             peer.close()
-        wait_until(lambda: not any(peer.has_thread for peer in self._peers.values()), LAST_WORDS_S)
+        wait_until(lambda: not any(peer.has_thread for peer in self._peers.values()), CLOSE_S)
         self._asking.close()
         self.reading.close()

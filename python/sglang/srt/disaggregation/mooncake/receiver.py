@@ -25,7 +25,7 @@ from sglang.srt.disaggregation.common.geometry import CannotServe, ShardSlice
 from sglang.srt.disaggregation.common.metadata_reader import CONTROL, TRANSPORT
 from sglang.srt.disaggregation.common.page_reader import OwnSlots, Source
 from sglang.srt.disaggregation.common.protocol import KVLayout
-from sglang.srt.disaggregation.common.rank_map import RankPlace
+from sglang.srt.disaggregation.common.transfer_context import RankPlace
 from sglang.srt.disaggregation.mooncake.prefill_servers import TOO_MANY
 from sglang.srt.disaggregation.mooncake.shard_receiver import ShardReceiver
 

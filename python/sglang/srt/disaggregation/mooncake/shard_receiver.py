@@ -49,7 +49,7 @@ class ShardReceiver:
     the attributes.
 
     Args:
-        receiver: The prompt. Its failure ends the shard; the shard's failure is told to it, maybe
+        receiver: The prompt. Its failure ends the shard, and a failure of the shard fails it, maybe
             long before `has_ended`.
         context: What all receivers of this rank share.
         source: The prefill rank.
@@ -120,7 +120,7 @@ class ShardReceiver:
             except Exception as error:
                 if self.reader is not None:
                     self.reader.abandon()
-                connection.tell(GiveUp(source.room, source.reader, str(error)[:500]))
+                connection.send(GiveUp(source.room, source.reader, str(error)[:500]))
                 raise
 
     def _read_shard(self, connection: ControlConnection) -> FirstToken:

@@ -23,7 +23,7 @@ from sglang.srt.disaggregation.common.bootstrap_client import (
 from sglang.srt.disaggregation.common.bootstrap_server import (
     MAX_CONNECTIONS,
     MAX_REQUEST_BYTES,
-    PATIENCE_S,
+    REQUEST_TIMEOUT_S,
     CommonKVBootstrapServer,
 )
 from sglang.srt.disaggregation.control.deployment_secret import DeploymentSecret
@@ -133,7 +133,7 @@ def test_garbage_is_answered_and_ends(running: Running) -> None:
 def test_slow_clients_hold_up_nobody_and_are_dropped(
     running: Running, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(bootstrap_server, "PATIENCE_S", 0.3)
+    monkeypatch.setattr(bootstrap_server, "REQUEST_TIMEOUT_S", 0.3)
     with ExitStack() as stack:
         slow = [
             stack.enter_context(socket.create_connection((HOST, running.port), timeout=20))
@@ -170,7 +170,7 @@ def test_idle_connections_make_room_for_a_question(running: Running) -> None:
         began = time.monotonic()
         for _ in range(20):
             assert running.ask("GET", "/health") == (200, b"OK")
-        assert time.monotonic() - began < PATIENCE_S / 2, "it does not wait for their end"
+        assert time.monotonic() - began < REQUEST_TIMEOUT_S / 2, "it does not wait for their end"
         assert idle[0].recv(1) == b"", "the oldest one was closed"
         assert len(running.server._open) <= MAX_CONNECTIONS
 

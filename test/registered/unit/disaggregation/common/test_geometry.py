@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from rigs.caches.marks_pool import MarksPool, page_marks, prefix_marks
 from sglang.srt.disaggregation.common.geometry import CannotServe, PoolGeometry, ShardSlice
 from sglang.srt.disaggregation.common.protocol import KVLayout
-from sglang.srt.disaggregation.common.rank_map import RankPlace
 from sglang.srt.disaggregation.common.staging import rounds
+from sglang.srt.disaggregation.common.transfer_context import RankPlace
 from sglang.srt.distributed.device_communicators.transfer_types import Block
 from sglang.srt.mem_cache.device.base_device_pool import PagedDevicePool
 from sglang.srt.mem_cache.device.mamba_pool import MambaPool, MambaSpec

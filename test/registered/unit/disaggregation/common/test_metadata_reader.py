@@ -299,7 +299,7 @@ def test_a_prefill_server_without_rows(caplog: pytest.LogCaptureFixture) -> None
             prompt = scene.end(scene.begin([], metadata=reader, timeouts=PATIENT))
         assert bytes_by_way(prompt) == TOLD
         (warning,) = warnings_of(caplog)
-        assert "it offers no rows" in warning
+        assert "it has no rows" in warning
     finally:
         scene.close()
 

@@ -21,7 +21,6 @@ from sglang.srt.disaggregation.common.control_connection import Timeouts
 from sglang.srt.disaggregation.common.geometry import CannotServe, CutBuffer, PoolGeometry
 from sglang.srt.disaggregation.common.metadata_reader import MetadataReader
 from sglang.srt.disaggregation.common.protocol import PoolBuffer
-from sglang.srt.disaggregation.common.rank_map import RankPlace
 from sglang.srt.disaggregation.common.sessions import Sessions
 from sglang.srt.disaggregation.common.staging import (
     NUM_BUFFERS,
@@ -30,7 +29,7 @@ from sglang.srt.disaggregation.common.staging import (
     rounds,
     unit_bytes_of,
 )
-from sglang.srt.disaggregation.common.transfer_context import TransferContext
+from sglang.srt.disaggregation.common.transfer_context import RankPlace, TransferContext
 from sglang.srt.distributed.device_communicators.transfer_types import Block, PeerUnreachable
 from sglang.srt.mem_cache.device.memory_pool import MHATokenToKVPool
 from sglang.srt.mem_cache.device.state_spec import RankShare, RankSplit
@@ -46,10 +45,11 @@ def until(is_so: Any) -> None:
     assert wait_until(is_so, 10, interval=0.005)
 
 
-class Recorded:
-    """A registry that records the registered memory."""
+class Recorded(LocalMover):
+    """An engine that records the registered memory."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.ranges: list[tuple[int, int]] = []
 
     def batch_register(self, ptrs: Sequence[int], lengths: Sequence[int]) -> int:
@@ -185,7 +185,7 @@ class Scene:
         self.context = TransferContext(
             place=RankPlace(),
             geometry=geometry,
-            mover=self.mover,
+            engine=self.mover,
             staging=Staging(self.mover, torch.device("cpu")),
             metadata=MetadataReader(),
             sessions=Sessions(self.mover),

@@ -303,7 +303,7 @@ def test_a_server_of_another_model_is_told_so(server: Server) -> None:
 
 def test_an_endpoint_that_is_none(server: Server) -> None:
     server.route = msgspec.structs.replace(server.route, endpoint="ipc:///tmp/x")
-    assert failure(server.ask()).startswith("the prefill server told a wrong endpoint: 'ipc:///t")
+    assert failure(server.ask()).startswith("the prefill server has a wrong endpoint: 'ipc:///t")
 
 
 # ---- servers that fall silent, or are replaced -------------------------------------------------

@@ -12,7 +12,7 @@ from rigs.disaggregation.prompt_scene import Scene, receiver_of
 from sglang.srt.disaggregation.base.bootstrap_route import Route
 from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.common.bootstrap_client import BootstrapError
-from sglang.srt.disaggregation.common.rank_map import RankPlace
+from sglang.srt.disaggregation.common.transfer_context import RankPlace
 from sglang.srt.disaggregation.mooncake import prefill_servers
 from sglang.srt.disaggregation.mooncake.prefill_servers import TOO_MANY, PrefillServers
 from sglang.test.ci.ci_register import register_cpu_ci

@@ -85,7 +85,7 @@ def refuse_address(transfer: Transfer) -> None:
 def test_a_read_that_ends_without_its_bytes(scene: Scene) -> None:
     scene.desk.open(ROOM)
     scene.desk.add_pages(ROOM, [4])
-    prompt = scene.begin([9], mover=OtherMover(refuse_address))
+    prompt = scene.begin([9], engine=OtherMover(refuse_address))
     assert "could not be read within 60 s, or it refuses their addresses" in scene.failure(prompt)
 
 
@@ -93,7 +93,7 @@ def test_pages_that_the_transport_never_lets_go_of_stay_taken(scene: Scene) -> N
     scene.desk.open(ROOM)
     scene.desk.add_pages(ROOM, [4])
     ended = PeerUnreachable("p", "ended during a transfer")
-    prompt = scene.begin([9], mover=OtherMover(lambda transfer: transfer.leave(ended)))
+    prompt = scene.begin([9], engine=OtherMover(lambda transfer: transfer.leave(ended)))
     scene.end(prompt)
     assert prompt.outcome == (
         "reading from the prefill server failed, and cannot end: peer p ended during a transfer"
@@ -115,7 +115,7 @@ def test_a_peer_that_is_known_to_hang_is_not_asked(scene: Scene) -> None:
 
     scene.desk.open(ROOM)
     scene.desk.add_pages(ROOM, [4])
-    why = scene.failure(scene.begin([9], mover=Stalled()))
+    why = scene.failure(scene.begin([9], engine=Stalled()))
     assert why.endswith("failed: peer p has not answered a call for 21 s")
 
 
@@ -126,7 +126,7 @@ def test_an_error_that_nobody_expected(scene: Scene) -> None:
 
     scene.desk.open(ROOM)
     scene.desk.add_pages(ROOM, [4])
-    why = scene.failure(scene.begin([9], mover=Broken()))
+    why = scene.failure(scene.begin([9], engine=Broken()))
     assert why == "receiving the prompt failed: KeyError: 'what'"
     assert scene.given_up() == "'what'", "prefill need not wait"
 
@@ -165,8 +165,8 @@ class OddDesk:
         held = FrameBuffer(MAX_QUESTION_BYTES)
         while part := peer.recv(4096):
             held.add(part)
-            while held.has_frame():
-                asked = msgspec.msgpack.decode(held.take(), type=Asked)
+            while (message := held.take()) is not None:
+                asked = msgspec.msgpack.decode(message, type=Asked)
                 self.heard.append(asked.question)
                 for answer in self._answer(asked):
                     self._send(peer, answer)
