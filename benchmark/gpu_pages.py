@@ -27,8 +27,10 @@ from typing import Any, Final, NamedTuple
 import msgspec
 import numpy as np
 import torch
+from sglang.test.disaggregation.desk_rig import PrefillRooms
+from sglang.test.disaggregation.prompt_scene import Prompt
+from sglang.test.schedulers.rank_processes import run_ranks
 
-from rigs.disaggregation.desk_rig import Desk
 from rigs.disaggregation.prompt_scene import Prompt
 from rigs.schedulers.rank_processes import run_ranks
 from sglang.benchmark.report import emit, provenance
@@ -62,7 +64,7 @@ TOKEN: Final = FirstToken(token_id=1, prompt_len=1, prompt_digest="")
 ALWAYS: Final = LinkCosts(block_s=1.0, bytes_per_s=1e12, packing_s=0.0, unit_s=0.0)
 """Costs with which packing always pays."""
 CHOSEN: Final = LINKS["nvlink_intra"]
-PATIENCE: Final = Timeouts(bootstrap=60, waiting=60, silence=60)
+TIMEOUTS: Final = Timeouts(bootstrap=60, waiting=60, silence=60)
 
 
 class Case(NamedTuple):
@@ -187,22 +189,22 @@ class Side:
 
 
 def serve(side: Side, all_cases: list[Case], units: Sequence[int]) -> dict[int, tuple[str, bytes]]:
-    """The prefill server's part, all prompts computed. Returns each desk's endpoint and layout."""
+    """The prefill server's part, all prompts computed. Returns each endpoint and layout."""
     found = {}
     for unit in units:
         packer = Packer(side.geometry.page_rows(), side.staging[unit])
         layout = side.geometry.layout(
-            f"desk {unit}", side.engine.get_session_id(), unit_bytes=packer.unit_bytes
+            f"prefill {unit}", side.engine.get_session_id(), unit_bytes=packer.unit_bytes
         )
-        desk = Desk(layout, LOOPBACK, unwanted_s=300, silent_s=300, packer=packer)
+        prefill = PrefillRooms(layout, LOOPBACK, unwanted_s=300, silent_s=300, packer=packer)
         for case in all_cases:
             if case.unit_mib == unit:
                 there, _ = case.places(side.pool_pages)
                 for room in range(case.first_room, case.first_room + REPEATS):
-                    desk.open(room)
-                    desk.add_pages(room, there)
-                    desk.complete(room, TOKEN)
-        found[unit] = f"tcp://{LOOPBACK}:{desk.port}", msgspec.msgpack.encode(layout)
+                    prefill.open(room)
+                    prefill.add_pages(room, there)
+                    prefill.complete(room, TOKEN)
+        found[unit] = f"tcp://{LOOPBACK}:{prefill.port}", msgspec.msgpack.encode(layout)
     return found
 
 
@@ -219,7 +221,7 @@ def read(side: Side, case: Case, endpoint: str, layout: KVLayout, limit: float) 
         metadata=MetadataReader(),
         sessions=Sessions(side.engine),
         find_rank=lambda *_: route,
-        timeouts=PATIENCE,
+        timeouts=TIMEOUTS,
         link=case.link,
     )
     there, here = case.places(side.pool_pages)
@@ -267,7 +269,7 @@ def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
         fill(side.pool)
         device_runtime(device).synchronize()
         told = msgspec.msgpack.encode(serve(side, all_cases, args.unit_mib))
-    desks = msgspec.msgpack.decode(
+    prefills = msgspec.msgpack.decode(
         ranks.broadcast(told), type=dict[int, tuple[str, bytes]], strict=False
     )
     rows: list[dict[str, Any]] = []
@@ -283,7 +285,7 @@ def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
             for size in args.tokens
         }
         for case in all_cases:
-            endpoint, layout = desks[case.unit_mib]
+            endpoint, layout = prefills[case.unit_mib]
             told_layout = msgspec.msgpack.decode(layout, type=KVLayout)
             rows.append(read(side, case, endpoint, told_layout, limits[case.tokens]))
     ranks.reduce_min(torch.zeros(1, dtype=torch.int64))  # Until both have come here.

@@ -173,7 +173,7 @@ PAIRS: Final[dict[str, list[tuple[tuple[str, ...], int]]]] = {
 """Flags of the prefill server, ranks of the decode server."""
 
 
-def test_the_words_are_those_of_one_rank(fleet: Fleet, family: str) -> None:
+def test_the_output_is_that_of_one_rank(fleet: Fleet, family: str) -> None:
     whole = fleet.start()
     wanted = [said(httpx.post(f"{whole.url}/generate", json=body_of(ids))) for ids in IDS]
     whole.kill()
@@ -207,7 +207,7 @@ def kill_rank(server: EngineServer, rank: int) -> None:
     child.send_signal(signal.SIGKILL)
 
 
-def is_under_way(server: EngineServer) -> bool:
+def is_in_flight(server: EngineServer) -> bool:
     return bool(server.request("GET", "/server_info").body["internal_states"][0]["busy"])
 
 
@@ -221,7 +221,7 @@ def test_a_rank_of_one_side_is_killed(dense: Fleet, side: str) -> None:
     prompts = [prompt(50 + n, 150) for n in range(24)]
     with ThreadPoolExecutor(len(prompts)) as pool:
         futures = [pool.submit(both_servers, prefill, decode, ids, 200) for ids in prompts]
-        assert wait_until(lambda: is_under_way(victim) and is_under_way(other), 30)
+        assert wait_until(lambda: is_in_flight(victim) and is_in_flight(other), 30)
         kill_rank(victim, 1)
         ended = [future.result(90) for future in futures]
     assert victim.process.wait(60) == 1

@@ -77,7 +77,7 @@ def question(animal: str) -> list[Any]:
     return [{"role": "user", "content": f"{FACTS}What is the code of {animal}?"}]
 
 
-def test_words_and_logprobs_are_those_of_one_server(whole: EngineServer, pair: ServerPair) -> None:
+def test_output_and_logprobs_are_those_of_one_server(whole: EngineServer, pair: ServerPair) -> None:
     for prompt in PROMPTS:
         body = {
             "text": prompt,
@@ -85,14 +85,14 @@ def test_words_and_logprobs_are_those_of_one_server(whole: EngineServer, pair: S
             "return_logprob": True,
             "top_logprobs_num": 2,
         }
-        expected, told = generate(whole, **body), generate(pair, **body)
-        assert told["output_ids"] == expected["output_ids"]
-        assert told["text"] == expected["text"]
+        expected, found = generate(whole, **body), generate(pair, **body)
+        assert found["output_ids"] == expected["output_ids"]
+        assert found["text"] == expected["text"]
         for name in ("prompt_tokens", "completion_tokens", "finish_reason"):
-            assert told["meta_info"][name] == expected["meta_info"][name]
+            assert found["meta_info"][name] == expected["meta_info"][name]
         for name in ("output_token_logprobs", "output_top_logprobs"):
-            assert_alike(told["meta_info"][name], expected["meta_info"][name])
-        assert told["meta_info"]["input_token_logprobs"] == []
+            assert_alike(found["meta_info"][name], expected["meta_info"][name])
+        assert found["meta_info"]["input_token_logprobs"] == []
 
 
 def test_cached_tokens_are_the_prefill_servers(pair: ServerPair) -> None:
@@ -136,8 +136,8 @@ def test_a_batch_of_token_ids(whole: EngineServer, pair: ServerPair) -> None:
         "input_ids": [[65, 66, 67], list(range(40, 90)), [70]],
         "sampling_params": {"temperature": 0, "max_new_tokens": 5, "ignore_eos": True},
     }
-    expected, told = generate(whole, **body), generate(pair, **body)
-    assert [one["output_ids"] for one in told] == [one["output_ids"] for one in expected]
+    expected, found = generate(whole, **body), generate(pair, **body)
+    assert [one["output_ids"] for one in found] == [one["output_ids"] for one in expected]
 
 
 def test_grammars_hold_on_both_servers(pair: ServerPair) -> None:
@@ -148,14 +148,14 @@ def test_grammars_hold_on_both_servers(pair: ServerPair) -> None:
     }
     for stop in ({"json_schema": json.dumps(schema)}, {"regex": "[0-9]{4}"}):
         params = {"temperature": 0, "max_new_tokens": 60, **stop}
-        told = generate(pair, text=PROMPTS[2], sampling_params=params)
+        found = generate(pair, text=PROMPTS[2], sampling_params=params)
         if "regex" in stop:
-            assert told["text"].isdigit()
-            assert len(told["text"]) == 4
-        elif told["meta_info"]["finish_reason"]["type"] == "stop":
-            assert isinstance(json.loads(told["text"])["code"], int)
+            assert found["text"].isdigit()
+            assert len(found["text"]) == 4
+        elif found["meta_info"]["finish_reason"]["type"] == "stop":
+            assert isinstance(json.loads(found["text"])["code"], int)
         else:
-            assert told["text"].lstrip().startswith("{")
+            assert found["text"].lstrip().startswith("{")
 
 
 def test_many_at_once(whole: EngineServer, pair: ServerPair) -> None:
@@ -172,8 +172,8 @@ def test_many_at_once(whole: EngineServer, pair: ServerPair) -> None:
     ]
     expected = [generate(whole, **body)["output_ids"] for body in bodies]
     with ThreadPoolExecutor(12) as pool:
-        told = list(pool.map(lambda body: generate(pair, **body)["output_ids"], bodies))
-    assert told == expected
+        found = list(pool.map(lambda body: generate(pair, **body)["output_ids"], bodies))
+    assert found == expected
 
 
 def test_a_client_that_leaves_ends_it_on_both_servers(pair: ServerPair) -> None:
@@ -212,10 +212,10 @@ def test_servers_and_router_tell_what_they_are(pair: ServerPair) -> None:
     modes = {one["url"]: one["metadata"]["disaggregation_mode"] for one in workers}
     assert modes == {prefill.url: "prefill", decode.url: "decode"}
     [port] = [one["bootstrap_port"] for one in workers if "bootstrap_port" in one]
-    told = prefill.request("GET", "/server_info").body
-    assert told["disaggregation_bootstrap_port"] == port
+    found = prefill.request("GET", "/server_info").body
+    assert found["disaggregation_bootstrap_port"] == port
     route = find("127.0.0.1", port, 0, 20.0, DeploymentSecret(pair.secret))
-    assert [msgspec.structs.asdict(route)] == told["routes"]
+    assert [msgspec.structs.asdict(route)] == found["routes"]
     room = {"bootstrap_host": "127.0.0.1", "bootstrap_port": 1, "bootstrap_room": 1}
     lost = decode.request("POST", "/generate", {"text": "a", **room})
     assert lost.status >= 400

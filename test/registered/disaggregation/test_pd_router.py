@@ -84,7 +84,7 @@ def test_streams_end_with_the_whole_answer(pair: ServerPair) -> None:
     ],
     ids=["greedy", "prompt logprobs", "top logprobs", "seed", "stop", "grammar", "one token"],
 )
-def test_words_are_those_of_one_server(
+def test_output_is_that_of_one_server(
     pair: ServerPair, whole: EngineServer, fields: dict[str, Any]
 ) -> None:
     got, want = generate(pair.url, **fields), generate(whole.url, **fields)

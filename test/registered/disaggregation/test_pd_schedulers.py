@@ -91,14 +91,14 @@ def make_pair(engine: MooncakeTransferEngine, model: Path, **args: Any) -> PdRig
 def pair(
     engine: MooncakeTransferEngine, models: dict[str, Path], request: pytest.FixtureRequest
 ) -> Iterator[PdRig]:
-    """A pair with the dense model. Its parameter: whether metadata is told; None: the default."""
+    """A pair with the dense model. Its parameter: whether metadata is inline; None: the default."""
     with envs.SGLANG_MOONCAKE_SEND_AUX_TCP.override(getattr(request, "param", None)):
         pair = make_pair(engine, models["qwen3"])
     with pair:
         yield pair
 
 
-both_ways = pytest.mark.parametrize("pair", [None, False], indirect=True, ids=["told", "in rows"])
+both_ways = pytest.mark.parametrize("pair", [None, False], indirect=True, ids=["inline", "in rows"])
 
 
 @pytest.fixture(scope="module")
@@ -247,7 +247,7 @@ def test_stop_tokens_and_stop_strings(pair: PdRig, single: SchedulerRig, place: 
 @both_ways
 @pytest.mark.parametrize("length", [5, 16, 100])
 @pytest.mark.parametrize("wanted", [0, 1, 2])
-def test_few_words(pair: PdRig, single: SchedulerRig, wanted: int, length: int) -> None:
+def test_few_tokens(pair: PdRig, single: SchedulerRig, wanted: int, length: int) -> None:
     message = pair.request("few", prompt(40 + wanted, length), greedy(wanted))
     check(pair, single, message)
     assert len(pair.result("few").output_ids) == wanted
@@ -268,7 +268,7 @@ def test_samples_have_rooms_of_their_own(pair: PdRig, single: SchedulerRig) -> N
     assert computed < len(messages) * len(ids), "the shared pages are not computed by each"
 
 
-def test_a_stream_has_its_words_one_by_one(pair: PdRig, single: SchedulerRig) -> None:
+def test_a_stream_has_its_tokens_one_by_one(pair: PdRig, single: SchedulerRig) -> None:
     check(pair, single, pair.request("stream", PROMPTS[2], greedy(6), stream=True))
     assert pair.result("stream").pieces == [1] * 5 + [1]
 
@@ -370,7 +370,7 @@ def test_unlike_servers_refuse_each_other_by_name(
             reason = unlike.result("unlike").finish_reason
             assert reason is not None and reason.status_code == 503
             assert named in (reason.message or "")
-            # Prefill is told, so it does not wait for a reader.
+            # Prefill learns of it, so it does not wait for a reader.
             pair.until(lambda: pair.prefill.scheduler.is_idle())
             reason = pair.prefill.results["unlike"].finish_reason
             assert reason is not None and named in (reason.message or "")

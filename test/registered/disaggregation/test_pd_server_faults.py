@@ -84,8 +84,8 @@ def nothing_is_lost(servers: Servers) -> Iterator[None]:
     yield
     for server in servers.all:
         assert wait_until(lambda server=server: not state(server)["busy"], IDLE_S), state(server)  # type: ignore[misc]
-        told = state(server)
-        assert told["free_tokens"] + told["evictable_tokens"] == told["max_total_num_tokens"]
+        found = state(server)
+        assert found["free_tokens"] + found["evictable_tokens"] == found["max_total_num_tokens"]
         assert server.request("GET", "/health").status == 200
 
 
@@ -173,12 +173,12 @@ def test_a_flood_of_refused_requests_does_not_hold_up_others(servers: Servers, u
     again when the refusal is heard."""
 
     def latencies() -> list[float]:
-        told = []
+        found = []
         for number in range(40):
             began = time.monotonic()
             assert post(url, body(1000 + number)).status_code == 200
-            told.append(time.monotonic() - began)
-        return sorted(told)
+            found.append(time.monotonic() - began)
+        return sorted(found)
 
     stop = threading.Event()
     refused: Counter[int] = Counter()
@@ -212,7 +212,7 @@ def test_a_flood_of_refused_requests_does_not_hold_up_others(servers: Servers, u
         f"p99 alone {alone[-1]:.3f} s, during {sum(refused.values())} refusals {during[-1]:.3f} s"
     )
     assert refused.keys() == {503} and refused[503] > 10
-    # Four more clients share the cores. A refusal that is not told takes 300 s to be noticed.
+    # Four more clients share the cores. A refusal that is not sent takes 300 s to be noticed.
     assert during[-1] < 60
 
 
@@ -234,7 +234,7 @@ def test_a_prefill_server_that_is_killed_and_one_in_its_place(servers: Servers, 
         servers.prefill.process.wait(60)
         lost = reply.result()
     assert lost.status_code == 503
-    # By its desk, or by its bootstrap server where that was not found yet.
+    # It is the control connection that is silent, or the bootstrap server.
     assert re.search("has not answered for 8 s|it cannot be reached", text_of(lost)), lost.text
     nobody = post(servers.decode.url, {**body(3), **bootstrap, "bootstrap_room": 502})
     assert nobody.status_code == 503

@@ -129,8 +129,8 @@ def test_every_server_answers_its_share(topology: tuple[Servers, str], whole: En
         return answer.choices[0].message.content
 
     with ThreadPoolExecutor(8) as pool:
-        told = list(pool.map(lambda text: ask(url, text), questions))
-    assert told == [ask(whole, text) for text in questions]
+        found = list(pool.map(lambda text: ask(url, text), questions))
+    assert found == [ask(whole, text) for text in questions]
     shares = [finished(server) - was for server, was in zip(some.all, before, strict=True)]
     assert all(shares), shares
     num_prefill = len(some.prefill)
@@ -183,12 +183,12 @@ def test_prompts_and_answers_come_from_the_store(servers: Servers) -> None:
 
 def test_metrics_and_stages_of_both_servers(servers: Servers) -> None:
     with router(servers.prefill[:1], servers.decode[:1]) as url:
-        told = generate(url, text="Where has the time gone? " * 9, sampling_params={})["meta_info"]
-    stages = told["stages"]
+        found = generate(url, text="Where has the time gone? " * 9, sampling_params={})["meta_info"]
+    stages = found["stages"]
     assert stages.keys() == {"queue", "prefill", "transfer", "decode"}
     assert all(seconds >= 0 for seconds in stages.values())
     assert stages["prefill"] > 0 and stages["decode"] > 0
-    assert stages["prefill"] + stages["decode"] <= told["e2e_latency"]
+    assert stages["prefill"] + stages["decode"] <= found["e2e_latency"]
     prefill, decode = servers.prefill[0][0].metrics(), servers.decode[0].metrics()
     for name in ("kv_transfer_latency_ms", "kv_transfer_speed_gb_s", "kv_transfer_total_mb"):
         assert decode[f"sglang:{name}_count"] > 0 and decode[f"sglang:{name}_sum"] > 0

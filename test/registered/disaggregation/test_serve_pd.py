@@ -102,9 +102,9 @@ def test_it_answers_and_leaves_no_process(tmp_path: Path) -> None:
         family = psutil.Process(process.pid).children(recursive=True)
         assert len(family) >= 9  # master, node, router, and two servers of three processes
         command = shlex.split(re.findall(r"^curl .*", text, re.MULTILINE)[-1])
-        told = json.loads(subprocess.check_output(command, timeout=60))
-        assert told["choices"][0]["message"]["content"] == "2846"
-        assert told["usage"]["prompt_tokens_details"]["cached_tokens"] >= 64
+        found = json.loads(subprocess.check_output(command, timeout=60))
+        assert found["choices"][0]["message"]["content"] == "2846"
+        assert found["usage"]["prompt_tokens_details"]["cached_tokens"] >= 64
         process.send_signal(signal.SIGTERM)
         assert process.wait(120) == 0, log.read_text()
         assert wait_until(lambda: not any(map(is_alive, family)), 30)

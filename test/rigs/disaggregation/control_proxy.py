@@ -1,4 +1,4 @@
-"""A network between decode servers and a prefill server's desk that loses, doubles and delays."""
+"""A network between decode servers and a prefill server that loses, doubles and delays."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class ControlProxy:
     messages arrived, were lost and were doubled. Greetings always arrive.
 
     Args:
-        target: The desk's endpoint.
+        target: The prefill server's endpoint.
         fate: The fate of each message; called in the thread.
     """
 
@@ -73,11 +73,11 @@ class ControlProxy:
     async def _join(self, asker: asyncio.StreamReader, to_asker: asyncio.StreamWriter) -> None:
         """Carry the messages of a connection, until either end closes it."""
         with contextlib.suppress(OSError):
-            desk, to_desk = await asyncio.open_connection(*self._target)
-            with contextlib.closing(to_desk):
+            server, to_server = await asyncio.open_connection(*self._target)
+            with contextlib.closing(to_server):
                 with contextlib.suppress(asyncio.IncompleteReadError):
-                    to_asker.write(as_frame(await _message(desk)))  # The greeting.
-                ways = [(asker, to_desk, True), (desk, to_asker, False)]
+                    to_asker.write(as_frame(await _message(server)))  # The greeting.
+                ways = [(asker, to_server, True), (server, to_asker, False)]
                 carrying = [asyncio.create_task(self._carry(*way)) for way in ways]
                 await asyncio.wait(carrying, return_when=asyncio.FIRST_COMPLETED)
                 for task in carrying:

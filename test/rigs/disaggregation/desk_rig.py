@@ -49,7 +49,7 @@ class _Manager:
         pass
 
 
-class Desk(RoomServer):
+class PrefillRooms(RoomServer):
     """The rooms of a prefill server, each with a sender; rooms are named by their numbers."""
 
     def __init__(self, *args: Any, **fields: Any) -> None:
@@ -115,7 +115,7 @@ class Desk(RoomServer):
 
     def _look(self) -> None:
         with self.lock:
-            self._miss(self._clock())
+            self._fail_silent(self._clock())
 
 
 def failure(poller: Any) -> str:
@@ -171,8 +171,8 @@ def until(is_so: Callable[[], bool]) -> None:
     assert wait_until(is_so, 10, interval=0.005)
 
 
-def fill(desk: Desk, room: int) -> None:
+def fill(prefill: PrefillRooms, room: int) -> None:
     """Open a room whose request has two pages and all its prompt."""
-    desk.open(room)
-    desk.add_pages(room, [3, 4])
-    desk.complete(room, TOKEN)
+    prefill.open(room)
+    prefill.add_pages(room, [3, 4])
+    prefill.complete(room, TOKEN)

@@ -145,11 +145,11 @@ def deployed(*, has_secret: bool) -> Iterator[Deployment]:
         for process in processes_of(other):
             process.suspend()
         route = prefill.request("GET", "/server_info").body["routes"][0]
-        desk = int(route["endpoint"].rpartition(":")[2])
-        known = {desk, bootstrap, port_of(prefill), port_of(decode)}
+        control = int(route["endpoint"].rpartition(":")[2])
+        known = {control, bootstrap, port_of(prefill), port_of(decode)}
         data = sorted((ports_of(prefill) | ports_of(decode)) - known)
         assert data, "Mooncake listens"
-        targets = Targets(desk, bootstrap, data, decode.url, other_port)
+        targets = Targets(control, bootstrap, data, decode.url, other_port)
         yield Deployment(prefill, decode, url, targets)
 
 

@@ -87,7 +87,7 @@ class RoleProcess:
         self._process.start()
         theirs.close()
         self.endpoint: str = self._receive()
-        """Endpoint of a prefill server's desk, `#` and its instance."""
+        """Endpoint of a prefill server, `#` and its instance."""
 
     def __enter__(self) -> RoleProcess:
         return self

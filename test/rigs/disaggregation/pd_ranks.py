@@ -1,6 +1,6 @@
 """A prefill and a decode server of several ranks each in this process, with real tiny models.
 
-Ranks are threads (`RankRigs`); each has a desk or reads prompts by itself, and a mover of its own.
+Ranks are threads (`RankRigs`); each has rooms or reads prompts by itself, and a mover of its own.
 """
 
 from __future__ import annotations

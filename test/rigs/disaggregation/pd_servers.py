@@ -87,16 +87,16 @@ def server_pair(
         yield ServerPair([one for one, _ in prefill], decode, url, secret)
 
 
-def assert_alike(told: Any, expected: Any) -> None:
+def assert_alike(found: Any, expected: Any) -> None:
     """Assert that lists of log probabilities are equal, but for last digits: batches differ."""
     if isinstance(expected, list):
-        assert len(told) == len(expected)
-        for one, other in zip(told, expected, strict=True):
+        assert len(found) == len(expected)
+        for one, other in zip(found, expected, strict=True):
             assert_alike(one, other)
     elif isinstance(expected, float):
-        assert math.isclose(told, expected, rel_tol=0, abs_tol=1e-3), (told, expected)
+        assert math.isclose(found, expected, rel_tol=0, abs_tol=1e-3), (found, expected)
     else:
-        assert told == expected
+        assert found == expected
 
 
 def assert_restarts_cost_nothing(num_prefill: int, num_decode: int, restarted: str) -> None:

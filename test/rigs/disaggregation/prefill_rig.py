@@ -29,12 +29,12 @@ PAGE = 4
 WAIT_S = 100.0
 
 
-class FakeDesk(BaseKVManager):
-    """A manager that remembers what its senders are told."""
+class FakeManager(BaseKVManager):
+    """A manager that remembers what its senders send."""
 
     def __init__(self) -> None:
         self.pages: dict[int, list[int]] = {}
-        self.told: list[tuple[int, int]] = []
+        self.sent: list[tuple[int, int]] = []
         """(room, pages), in order."""
         self.tokens: dict[int, FirstToken] = {}
         self.ended: dict[int, str] = {}
@@ -59,63 +59,67 @@ class FakeSender(BaseKVSender):
     def __init__(
         self, mgr: BaseKVManager, bootstrap_addr: BootstrapAddr, bootstrap_room: int
     ) -> None:
-        assert isinstance(mgr, FakeDesk)
+        assert isinstance(mgr, FakeManager)
         assert bootstrap_room not in mgr.pages, f"room {bootstrap_room} is taken"
         self.bootstrap_room = bootstrap_room
-        self._desk = mgr
+        self._manager = mgr
         mgr.pages[bootstrap_room] = []
         if mgr.claims:
             mgr.claimed.append(bootstrap_room)
 
     @property
     def num_sent(self) -> int:
-        return len(self._desk.pages[self.bootstrap_room])
+        return len(self._manager.pages[self.bootstrap_room])
 
     def send(self, kv_indices: Sequence[int]) -> None:
-        desk, room = self._desk, self.bootstrap_room
-        assert room not in desk.ended and room not in desk.tokens
-        desk.pages[room] += kv_indices
-        desk.told.append((room, len(kv_indices)))
+        manager, room = self._manager, self.bootstrap_room
+        assert room not in manager.ended and room not in manager.tokens
+        manager.pages[room] += kv_indices
+        manager.sent.append((room, len(kv_indices)))
 
     def send_aux(self, metadata: FirstToken) -> None:
-        assert self.bootstrap_room not in self._desk.tokens
-        self._desk.tokens[self.bootstrap_room] = metadata
+        assert self.bootstrap_room not in self._manager.tokens
+        self._manager.tokens[self.bootstrap_room] = metadata
 
     def poll(self) -> KVPoll:
-        desk, room = self._desk, self.bootstrap_room
+        manager, room = self._manager, self.bootstrap_room
         if self._why():
             return KVPoll.Failed
-        if room in desk.outcomes:
+        if room in manager.outcomes:
             return KVPoll.Success
-        if room in desk.tokens:
+        if room in manager.tokens:
             return KVPoll.Transferring
-        return KVPoll.WaitingForInput if room in desk.claimed else KVPoll.Bootstrapping
+        return KVPoll.WaitingForInput if room in manager.claimed else KVPoll.Bootstrapping
 
     def _why(self) -> str:
-        desk, room = self._desk, self.bootstrap_room
-        return desk.given_up.get(room) or desk.outcomes.get(room) or desk.unheard.get(room, "")
+        manager, room = self._manager, self.bootstrap_room
+        return (
+            manager.given_up.get(room)
+            or manager.outcomes.get(room)
+            or manager.unheard.get(room, "")
+        )
 
     def failure_exception(self) -> NoReturn:
         raise KVTransferError(self._why())
 
     def abort(self, reason: str) -> None:
-        assert self.bootstrap_room not in self._desk.ended
-        self._desk.ended[self.bootstrap_room] = reason
+        assert self.bootstrap_room not in self._manager.ended
+        self._manager.ended[self.bootstrap_room] = reason
 
     def clear(self) -> None:
-        desk, room = self._desk, self.bootstrap_room
-        del desk.pages[room], desk.ended[room]
-        for gone in (desk.tokens, desk.outcomes):
+        manager, room = self._manager, self.bootstrap_room
+        del manager.pages[room], manager.ended[room]
+        for gone in (manager.tokens, manager.outcomes):
             gone.pop(room, None)
 
 
 class PrefillRig(SchedulerRig):
-    """A prefill scheduler with a fake desk."""
+    """A prefill scheduler with a fake transport."""
 
     def __init__(self, model: Path, **args: Any) -> None:
-        self.desk = FakeDesk()
+        self.manager = FakeManager()
         role: MakeRole = lambda state, _: PrefillRole(  # noqa: E731
-            state, self.desk, FakeSender, WAIT_S
+            state, self.manager, FakeSender, WAIT_S
         )
         settings = {"page_size": PAGE, "pool_tokens": 128, "chunked_prefill_size": 8}
         super().__init__(model, make_role=lambda pools: role, **{**settings, **args})
@@ -126,15 +130,15 @@ class PrefillRig(SchedulerRig):
         return self.request(rid, ids, params, bootstrap=Bootstrap("host", 1, room), **more)
 
     def check(self) -> None:
-        """Also that pages that were told still are the requests'."""
+        """Also that pages that were sent still are the requests'."""
         super().check()
         state = self.scheduler.state
         for req in state.queues.holders():
             if req.spec.bootstrap is not None:
-                told = self.desk.pages[req.spec.bootstrap.room]
+                found = self.manager.pages[req.spec.bootstrap.room]
                 row = state.pools.req_to_token_pool.req_to_token[req.slots.row]
                 page_size = state.limits.page_size
-                assert (row[: len(told) * page_size : page_size] // page_size).tolist() == told
+                assert (row[: len(found) * page_size : page_size] // page_size).tolist() == found
 
     def compute(self, *messages: TokenizedGenerateReqInput) -> None:
         """Step until all of them are held."""
@@ -142,7 +146,7 @@ class PrefillRig(SchedulerRig):
         rooms = [message.bootstrap.room for message in messages if message.bootstrap]
         for _ in range(200):
             self.check()
-            if all(room in self.desk.tokens or room in self.desk.ended for room in rooms):
+            if all(room in self.manager.tokens or room in self.manager.ended for room in rooms):
                 return
             self.step()
         raise AssertionError("they are not computed")
@@ -157,8 +161,8 @@ class PrefillRig(SchedulerRig):
     def run_until_read(self, room: int) -> None:
         """Until `room` is complete; then read it, and step until idle."""
         for _ in range(1000):
-            if room in self.desk.tokens:
-                self.desk.outcomes[room] = ""
+            if room in self.manager.tokens:
+                self.manager.outcomes[room] = ""
             if self.scheduler.is_idle():
                 return
             self.step()
@@ -174,7 +178,7 @@ class PrefillRig(SchedulerRig):
         assert self.scheduler.is_idle()
         self.assert_clean()
         self.check()
-        assert self.desk.pages.keys() == self.desk.ended.keys(), "rooms that nobody ends"
+        assert self.manager.pages.keys() == self.manager.ended.keys(), "rooms that nobody ends"
         role = self.scheduler._parts.role
         assert isinstance(role, PrefillRole)
         assert not (role._unclaimed or role._owners or role._held)

@@ -1,4 +1,4 @@
-"""A prompt on its way between two small pools: the desk, the mover of bytes, the threads."""
+"""A prompt on its way between two small pools: rooms, mover of bytes, threads."""
 
 from __future__ import annotations
 
@@ -9,9 +9,12 @@ from typing import Any, cast
 
 import msgspec
 import torch
+from sglang.test.disaggregation.control_proxy import ControlProxy
+from sglang.test.disaggregation.desk_rig import PrefillRooms, failure
+from sglang.test.disaggregation.pd_rig import SLOW_BLOCKS, LocalMover, one_rank
 
 from rigs.disaggregation.control_proxy import ControlProxy
-from rigs.disaggregation.desk_rig import Desk, failure
+from rigs.disaggregation.desk_rig import failure
 from rigs.disaggregation.pd_rig import SLOW_BLOCKS, LocalMover, one_rank
 from sglang.srt.disaggregation.base.bootstrap_route import Route
 from sglang.srt.disaggregation.base.conn import BootstrapAddr, KVPoll
@@ -33,8 +36,8 @@ from sglang.srt.utils.network import wait_until
 
 PAGE, PAGES, ROOM = 2, 16, 5
 TOKEN = FirstToken(token_id=7, prompt_len=9, prompt_digest="d")
-PATIENT = Timeouts(bootstrap=60, waiting=60, silence=30)
-HASTY = Timeouts(bootstrap=0.3, waiting=0.3, silence=0.4)
+LONG_TIMEOUTS = Timeouts(bootstrap=60, waiting=60, silence=30)
+SHORT_TIMEOUTS = Timeouts(bootstrap=0.3, waiting=0.3, silence=0.4)
 
 
 def until(is_so: Callable[[], bool]) -> None:
@@ -98,12 +101,12 @@ class _Servers:
 
 
 class Scene:
-    """Both places, the desk, and the mover of bytes.
+    """Both places, the rooms, and the mover of bytes.
 
     Args:
         unit_bytes: Bytes of a unit of packed pages; None: pages are not packed.
         link: Costs of the link on which pages are packed.
-        rows: Rows of metadata that the desk offers.
+        rows: Rows of metadata that the prefill server offers.
     """
 
     def __init__(
@@ -118,14 +121,16 @@ class Scene:
         self.unit_bytes = unit_bytes
         self.link = None if unit_bytes is None else link
         self.units, self.staging = self._make_staging(), self._make_staging()
-        """Staging memory of the desk, and of the prompts."""
+        """Staging memory of the prefill server, and of the prompts."""
         session_id = self.mover.get_session_id()
         layout = self.there.geometry.layout(
             "instance", session_id, unit_bytes=unit_bytes or 0, rows=rows
         )
         packer = None if unit_bytes is None else Packer(self.there.geometry.page_rows(), self.units)
-        self.desk = Desk(layout, "127.0.0.1", unwanted_s=300, silent_s=300, packer=packer)
-        self.endpoint = f"tcp://127.0.0.1:{self.desk.port}"
+        self.prefill = PrefillRooms(
+            layout, "127.0.0.1", unwanted_s=300, silent_s=300, packer=packer
+        )
+        self.endpoint = f"tcp://127.0.0.1:{self.prefill.port}"
         self._readers = itertools.count()
         self.prompts: list[Prompt] = []
 
@@ -135,7 +140,7 @@ class Scene:
             return Staging(self.mover, cpu)
         return Staging(self.mover, cpu, num_bytes=self.unit_bytes)
 
-    def context(self, timeouts: Timeouts = PATIENT, **fields: Any) -> TransferContext:
+    def context(self, timeouts: Timeouts = LONG_TIMEOUTS, **fields: Any) -> TransferContext:
         """What the receivers of the rank share; `fields` replaces some."""
         context = TransferContext(
             place=RankPlace(),
@@ -154,7 +159,7 @@ class Scene:
         self,
         own_pages: Sequence[int],
         first_page: int = 0,
-        timeouts: Timeouts = PATIENT,
+        timeouts: Timeouts = LONG_TIMEOUTS,
         room: int = ROOM,
         fails_at: str | None = None,
         **fields: Any,
@@ -193,23 +198,23 @@ class Scene:
         self.assert_read([], [])
 
     def given_up(self) -> str:
-        """Reason for which the prompt was given up, as told to the desk."""
+        """Reason for which the prompt was given up, as told to the prefill server."""
         heard: dict[int, str] = {}
 
         def is_heard() -> bool:
-            heard.update(self.desk.take_given_up())
+            heard.update(self.prefill.take_given_up())
             return bool(heard)
 
         until(is_heard)
         return heard[ROOM].removeprefix("the decode server gave it up: ")
 
     def close(self) -> None:
-        """End the threads and the desk."""
+        """End the threads and the prefill server."""
         self.mover.release()
         for prompt in self.prompts:
             prompt.cancel()
             wait_until(prompt.has_returned.is_set, 10)
-        self.desk.close()
+        self.prefill.close()
 
 
 def receiver_of(servers: PrefillServers, address: BootstrapAddr, room: int) -> MooncakeKVReceiver:
@@ -220,9 +225,9 @@ def receiver_of(servers: PrefillServers, address: BootstrapAddr, room: int) -> M
 class Server:
     """A prefill server of one rank, and the peer that a decode rank has of it."""
 
-    def __init__(self, timeouts: Timeouts = PATIENT) -> None:
+    def __init__(self, timeouts: Timeouts = LONG_TIMEOUTS) -> None:
         self.scene = Scene()
-        self.desk = self.scene.desk
+        self.prefill = self.scene.prefill
         self.route = one_rank(self.scene.endpoint)
         self.look_ups: list[int] = []
         """Ranks that were looked up."""
@@ -250,10 +255,12 @@ class Server:
 
     def restart(self) -> None:
         """Another instance takes the place of the prefill server, at another port."""
-        self.desk.close()
+        self.prefill.close()
         layout = self.scene.there.geometry.layout("another", self.scene.mover.get_session_id())
-        self.desk = self.scene.desk = Desk(layout, "127.0.0.1", unwanted_s=300, silent_s=300)
-        self.route = one_rank(f"tcp://127.0.0.1:{self.desk.port}", "another")
+        self.prefill = self.scene.prefill = PrefillRooms(
+            layout, "127.0.0.1", unwanted_s=300, silent_s=300
+        )
+        self.route = one_rank(f"tcp://127.0.0.1:{self.prefill.port}", "another")
 
     def through(self, proxy: ControlProxy) -> None:
         self.route = msgspec.structs.replace(self.route, endpoint=proxy.endpoint)

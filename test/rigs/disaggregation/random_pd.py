@@ -7,7 +7,7 @@ A seed determines a configuration of both schedulers, and round after round of w
 share prefixes, aborts on either side, requests that only one side gets, rooms that are taken,
 prefill servers that are away or silent. In
 some rounds nothing fails, and every request must give its words. In the others messages are lost,
-doubled and delayed, reads hang and fail, the desk gives rooms up, and prompts fail by injection;
+doubled and delayed, reads hang and fail, rooms are given up, and prompts fail by injection;
 then a request gives its words or ends with an error that names the step. After each round both
 sides are idle, their books exact, and no room is open.
 
@@ -86,7 +86,7 @@ _NAMED: Final = re.compile(
             r"^the decode server (gave it up: .|has not been heard of for)",
             r"^no decode server has asked for it within",
             r"^bootstrap_room \d+ belongs to another request",
-            r"^the desk gave it up by injection$",
+            r"^given up by injection$",
         )
     )
 )
@@ -128,7 +128,7 @@ def draw_args(rng: random.Random, page_size: int) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def impatient() -> Iterator[None]:
+def short_repeats() -> Iterator[None]:
     """Shorten timeouts to seconds, and repeat questions soon."""
     repeat = control_connection.REPEAT_S
     with (
@@ -182,7 +182,7 @@ class RandomPd:
         began = time.monotonic()
         prob = self.rng.choice((0.0, 0.0, 0.1))
         with contextlib.ExitStack() as stack:
-            stack.enter_context(impatient())
+            stack.enter_context(short_repeats())
             stack.enter_context(envs.SGLANG_TEST_DISAGG_FAILURE_PROB.override(prob))
             # Every other seed has metadata in rows; the others have it in messages.
             stack.enter_context(envs.SGLANG_MOONCAKE_SEND_AUX_TCP.override(self._seed % 2 == 1))
@@ -244,7 +244,7 @@ class RandomPd:
         """Let a sender give up its room by itself."""
         senders = _prefill_half(self.pair)._senders
         if senders:
-            senders[self.rng.choice(list(senders))].abort("the desk gave it up by injection")
+            senders[self.rng.choice(list(senders))].abort("given up by injection")
             self.outcome.counts["rooms forgotten"] += 1
 
     # ---- rounds --------------------------------------------------------------------------------

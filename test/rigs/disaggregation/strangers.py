@@ -32,7 +32,7 @@ HOST: Final = "127.0.0.1"
 _LOWEST_PRIORITY: Final = 19
 _NUM_FLOODS: Final = 4
 """Connections that flood at once."""
-_IDLE: Final = {"bootstrap": 300, "desk": 1200, "data": 200}
+_IDLE: Final = {"bootstrap": 300, "control": 1200, "data": 200}
 """Idle connections to each kind of port. Those that are closed are opened again."""
 _NUM_CLIENTS: Final = 24
 """Hostile clients of the decode server."""
@@ -40,7 +40,7 @@ _SHORT_S: Final = 0.05
 """Seconds of a connection that floods and ends."""
 _AGAIN_S: Final = 0.02
 """Seconds until what was refused is tried again."""
-_PATIENCE_S: Final = 400.0
+_LONG_S: Final = 400.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,14 +48,14 @@ class Targets:
     """Ports of the servers under attack, all on loopback.
 
     Attributes:
-        desk: Of the prefill server's only rank.
+        control: Of the prefill server's only rank.
         bootstrap: Of the prefill server.
         data: Of Mooncake in both servers.
         decode: URL of the decode server.
         stopped: Bootstrap port of a prefill server whose processes are stopped.
     """
 
-    desk: int
+    control: int
     bootstrap: int
     data: Sequence[int]
     decode: str
@@ -101,9 +101,9 @@ def flood_once(targets: Targets, deeds: Deeds, seed: int) -> None:
 
     messages = [b"\x81" * 200 if rng.random() < 0.1 else message() for _ in range(500)]
     stream = b"".join(map(as_frame, messages))
-    with connected(targets.desk) as sock:
+    with connected(targets.control) as sock:
         sock.settimeout(0.05)
-        end = time.monotonic() + (_SHORT_S if seed % 2 else _PATIENCE_S)
+        end = time.monotonic() + (_SHORT_S if seed % 2 else _LONG_S)
         at = 0
         while time.monotonic() < end:
             with contextlib.suppress(TimeoutError):
@@ -121,7 +121,7 @@ def endless(targets: Targets, deeds: Deeds) -> None:
     part = b"x" * (1 << 14)
 
     def send_one() -> None:
-        with connected(targets.desk) as sock:
+        with connected(targets.control) as sock:
             sock.settimeout(5.0)
             sock.sendall(struct.pack(">I", next(lengths)))
             while True:
@@ -134,7 +134,7 @@ def endless(targets: Targets, deeds: Deeds) -> None:
 def idle(targets: Targets, deeds: Deeds) -> None:
     """Connections that say nothing, or hardly anything, to all ports."""
     raise_file_limit()
-    wanted = [targets.bootstrap] * _IDLE["bootstrap"] + [targets.desk] * _IDLE["desk"]
+    wanted = [targets.bootstrap] * _IDLE["bootstrap"] + [targets.control] * _IDLE["control"]
     wanted += [port for port in targets.data for _ in range(_IDLE["data"])]
     open_now: list[tuple[int, socket.socket]] = []
     while True:
@@ -212,7 +212,7 @@ def clients(targets: Targets, deeds: Deeds, meetings: Sequence[tuple[str, int]])
             "bootstrap_room": rng.getrandbits(62),
         }
         deeds.add()
-        httpx.post(f"{targets.decode}/generate", json=body, timeout=_PATIENCE_S)
+        httpx.post(f"{targets.decode}/generate", json=body, timeout=_LONG_S)
 
     numbers = itertools.count()
     in_threads([lambda: ask(next(numbers))] * _NUM_CLIENTS)

@@ -1,4 +1,4 @@
-"""The scheduler's part of a decode server: prompts come from prefill servers into held slots."""
+"""Role of a decode server: prompts come from prefill servers, into slots that requests hold."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from sglang.srt.disaggregation.base.conn import (
     BaseKVReceiver,
     BootstrapAddr,
     KVPoll,
+    KVPoller,
     KVTransferError,
 )
 from sglang.srt.disaggregation.common.metadata_reader import CONTROL, TRANSPORT
@@ -45,9 +46,9 @@ _SHARE: Final = 4
 
 
 def is_within_share(own: int, need: int, free: int) -> bool:
-    """Whether the prompts of one prefill server may take more slots. They may hold at most `_SHARE`
-    times what stays free: one server gets at most four fifths, two get four ninths each, and any
-    number of servers leaves something to others.
+    """True if the prompts of one prefill server may take more slots. They may hold at most `_SHARE`
+    times the slots that stay free: one server gets at most four fifths, two get four ninths each,
+    and any number of servers leaves some to others.
 
     Args:
         own: Slots that its prompts on their way hold.
@@ -73,9 +74,9 @@ class DecodeRequest:
     vocab_size: int
     receiver: BaseKVReceiver
     is_asked: bool = False
-    """Whether the prefill server is asked for it."""
+    """True once the prefill server is asked for it."""
     is_known: bool = False
-    """Whether the ranks agree that the prefill server has the request."""
+    """True once the ranks agree that the prefill server has the request."""
     num_tokens: int | None = None
     """Slots that it holds and that its output is expected to need; None: it waits for slots."""
     mismatch: str | None = None
@@ -86,10 +87,6 @@ class DecodeRequest:
     @property
     def bootstrap_room(self) -> int:
         return self.receiver.bootstrap_room
-
-    @property
-    def has_slots(self) -> bool:
-        return self.num_tokens is not None
 
     def poll(self) -> KVPoll:
         """Progress of the receiver, but `Failed` if the metadata does not fit. After the end of the
@@ -114,16 +111,16 @@ class DecodeRequest:
 class DecodeRole:
     """Requests whose prompts prefill servers compute.
 
-    A request waits until its prefill server says that it has the request, then for slots, then for
-    its prompt; then it decodes like any other. A retracted request is computed again on this
-    server, before new ones get slots. A request that ends while its prompt is read keeps its slots
-    until no read into them is in flight.
+    A request waits until its prefill server has it, then for slots, then for its prompt; then it
+    decodes like any other. A retracted request is computed again on this server, before new ones
+    get slots. A request that ends while its prompt is read keeps its slots until no read into them
+    is in flight.
 
-    Slots are given in the order of arrival. A request that waits for them blocks those behind it,
-    so that small ones do not starve it. Requests that prefill servers do not know yet block none.
-    Slots for prompts on their way are shared among the prefill servers (`is_within_share`), so that
-    one that is stuck leaves some to the others. A request that waits for its server's share blocks
-    only those of the same server.
+    Requests get slots in the order of arrival. A request that waits for slots blocks those behind
+    it; otherwise small ones would starve it. A request that its prefill server does not know yet
+    blocks none. The prompts of each prefill server may hold a share of the slots
+    (`is_within_share`), so a stuck server leaves some to the others. A request that waits for its
+    server's share blocks only those of the same server.
 
     Each rank reads its own part of a prompt. A request goes on once all ranks have their parts, and
     fails as soon as the part of one rank fails (`poll_and_all_reduce`).
@@ -157,6 +154,8 @@ class DecodeRole:
         self._group = group or SingleRank()
         self._waiting: dict[str, DecodeRequest] = {}
         """Requests that wait for slots, by id, in order of arrival."""
+        self._unasked: list[DecodeRequest] = []
+        """Waiting requests that no prefill server is asked for yet."""
         self._transferring: dict[str, DecodeRequest] = {}
         """Requests whose prompts are read, by id."""
         self._lingering: list[DecodeRequest] = []
@@ -188,7 +187,9 @@ class DecodeRole:
         self._owners[bootstrap.room] = req.rid
         peer = canonical_host(bootstrap.host), bootstrap.port
         state, receiver = self._state, self._new_receiver(bootstrap)
-        self._waiting[req.rid] = DecodeRequest(req, peer, state.now, state.vocab_size, receiver)
+        one = DecodeRequest(req, peer, state.now, state.vocab_size, receiver)
+        self._waiting[req.rid] = one
+        self._unasked.append(one)
         return None
 
     def on_refusal(self, message: TokenizedGenerateReqInput, reason: FinishReason) -> None:
@@ -231,36 +232,43 @@ class DecodeRole:
 
     def _init_receivers(self) -> None:
         """Let prefill servers be asked for the requests that came."""
-        unasked = [
-            one
-            for one in self._waiting.values()
-            if not one.is_asked and one.req.progress.to_abort is None
-        ]
-        if not unasked:
+        if not self._unasked:
             return
         num_asked = Counter(one.peer for one in self._waiting.values() if one.is_asked)
+        unasked, self._unasked = self._unasked, []
         for one in unasked:
-            if num_asked[one.peer] < MAX_POLLED_ROOMS:
-                num_asked[one.peer] += 1
-                one.is_asked = True
-                one.receiver.init()
+            if self._waiting.get(one.req.rid) is not one:
+                continue  # It has ended.
+            if num_asked[one.peer] >= MAX_POLLED_ROOMS or one.req.progress.to_abort is not None:
+                self._unasked.append(one)
+                continue
+            num_asked[one.peer] += 1
+            one.is_asked = True
+            one.receiver.init()
 
     def _poll(self) -> None:
-        """Act on what the ranks' receivers have seen."""
+        """Act on the status that the ranks agree on."""
         asked = [one for one in self._waiting.values() if one.is_asked]
-        pollers = [*asked, *self._transferring.values(), *self._lingering]
+        others = [*self._transferring.values(), *self._lingering]
+        pollers: list[KVPoller] = [*(one.receiver for one in asked), *others]
         polls = poll_and_all_reduce(pollers, self._group)
-        failed = [one for one, poll in zip(pollers, polls, strict=True) if poll == KVPoll.Failed]
-        for one, why in zip(failed, failure_reasons(failed, self._group), strict=True):
-            self._fail(one, why)
-        for one, poll in zip(pollers, polls, strict=True):
-            if not one.has_slots:
+        requests = [*asked, *others]
+        if KVPoll.Failed in polls:
+            self._fail_polled(requests, polls)
+        for one, poll in zip(requests, polls, strict=True):
+            if one.num_tokens is None:
                 one.is_known = poll >= KVPoll.WaitingForInput
             elif poll == KVPoll.Success and one.ended is None:
                 self._receive(one)
             elif poll == KVPoll.Success:
                 self._lingering.remove(one)
                 self._update.released.append(one.req)
+
+    def _fail_polled(self, requests: Sequence[DecodeRequest], polls: Sequence[KVPoll]) -> None:
+        """Fail the requests whose status is `Failed`. A collective."""
+        failed = [one for one, poll in zip(requests, polls, strict=True) if poll == KVPoll.Failed]
+        for one, why in zip(failed, failure_reasons(failed, self._group), strict=True):
+            self._fail(one, why)
 
     def _give_slots(self) -> None:
         """Give slots to the requests whose turn it is."""
@@ -276,13 +284,16 @@ class DecodeRole:
         for one in (*self._transferring.values(), *self._lingering):
             shares[one.peer].append(one)
         for rid, one in list(self._waiting.items()):
-            if rid in failed or one.req.progress.to_abort is not None:
+            is_late = now - one.arrived > self._wait_s
+            if not (one.is_known or is_late):
                 continue
-            if now - one.arrived > self._wait_s:
+            progress = one.req.progress
+            if rid in failed or progress.to_abort is not None:
+                continue
+            if is_late:
                 self._fail(one, self._why_late(one))
                 continue
-            is_ready = one.is_known and one.req.progress.grammar_ticket is None
-            if has_retracted or not is_ready:
+            if has_retracted or progress.grammar_ticket is not None:
                 continue
             share = shares[one.peer]
             if one.peer not in blocked and self._is_within_share(one.req, share):
@@ -348,7 +359,7 @@ class DecodeRole:
 
     def _fail(self, one: DecodeRequest, why: str) -> None:
         logger.warning("request %s: %s", one.req.rid, why)
-        self._metrics.on_failure(had_bootstrapped=one.has_slots)
+        self._metrics.on_failure(had_bootstrapped=one.num_tokens is not None)
         reason = FinishReason(type="abort", message=why, status_code=LOST_STATUS)
         self._update.ended.append((one.req, reason))
 

@@ -1,4 +1,4 @@
-"""The scheduler's part of a prefill server: computed prompts are held until they have been read."""
+"""Role of a prefill server: it holds computed prompts until decode servers have read them."""
 
 from __future__ import annotations
 
@@ -36,16 +36,16 @@ REMEMBER_S: Final = 60.0
 class PrefillRole:
     """Requests that a prefill server computes for decode servers.
 
-    A request waits until a decode server asks for it, which then has slots for it. If it were
-    computed before, each server's slots could be full of requests that wait for slots of the other.
-    Until it asks, the decode server names the request all the time. One that is not named fails
-    soon: its decode server has died, or never got it.
-    A computed request is held, without decoding, until the decode server has read its pages or is
-    gone. A request that the decode server gives up ends in any state.
+    A request waits until a decode server asks for it and so has slots for it. If prompts were
+    computed earlier, each server's slots could fill with requests that wait for slots of the other.
+    Until a decode server asks for a request, it names the request in every poll. A request that is
+    not named fails soon: its decode server has died, or never got it. A computed request is held,
+    without decoding, until the decode server has read its pages or is gone. A request that the
+    decode server gives up ends in any state.
 
-    Each rank has a sender for each request; the ranks agree on what their senders have seen
-    (`poll_and_all_reduce`): a prompt is asked for when each rank has been asked, and it has been
-    read when each rank's part has.
+    Each rank has a sender for each request, and the ranks agree on the status of their senders
+    (`poll_and_all_reduce`): a decode server asks for a prompt once it has asked each rank, and has
+    read it once it has read each rank's part.
 
     Args:
         state: State of the scheduler.

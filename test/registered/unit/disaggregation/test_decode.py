@@ -132,7 +132,7 @@ def test_a_constraint_is_compiled_before_a_prompt_is_asked_for(model: Path) -> N
 # ---- prompts that do not come ------------------------------------------------------------------
 
 
-def test_a_failure_is_told_before_the_pages_are_free(rig: DecodeRig) -> None:
+def test_a_failure_is_reported_before_the_pages_are_free(rig: DecodeRig) -> None:
     rig.step(rig.ask("a", IDS, 1))
     rig.prompt(1).failure = "prefill is gone"
     rig.step()
@@ -220,7 +220,7 @@ def test_an_abort_before_there_are_slots_declines_the_room(rig: DecodeRig) -> No
     rig.assert_idle()
 
 
-def test_an_abort_while_pages_are_read_is_told_at_once(rig: DecodeRig) -> None:
+def test_an_abort_while_pages_are_read_is_sent_at_once(rig: DecodeRig) -> None:
     rig.step(rig.ask("a", IDS, 1))
     first = rig.prompt(1)
     rig.step(rig.abort("a"))
@@ -388,8 +388,8 @@ def test_a_shutdown_tells_everybody_and_waits_for_no_read(rig: DecodeRig) -> Non
     rig.step(ShutdownReq(timeout=0.0))
     rig.step()
     assert rig.scheduler.is_stopped
-    told = [rig.end(rid).message for rid in ("fills", "coming", "wanted")]
-    assert told == ["the server is shutting down"] * 3
+    found = [rig.end(rid).message for rid in ("fills", "coming", "wanted")]
+    assert found == ["the server is shutting down"] * 3
     assert rig.prompt(1).is_cancelled
     assert rig.servers.declined == [(2, "the server is shutting down")]
     rig.close()

@@ -94,7 +94,7 @@ def test_a_request_that_fails_while_it_waits_for_slots(model: Path) -> None:
     assert rig.end("waits").message == "the prefill server ended the request: aborted there"
 
 
-def test_news_of_a_request_that_has_ended_are_nobodys(model: Path) -> None:
+def test_progress_of_a_request_that_has_ended_is_ignored(model: Path) -> None:
     rig = DecodeRig(model)
     rig.servers.unknown = {1}
     rig.step(rig.ask("a", IDS, 1))

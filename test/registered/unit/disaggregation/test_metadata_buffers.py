@@ -121,7 +121,7 @@ def test_rows_are_apart() -> None:
     assert buffers.get_buf(3, 103) == others[3]
 
 
-def test_words_that_do_not_fit_are_not_written() -> None:
+def test_metadata_that_does_not_fit_is_not_written() -> None:
     buffers = MetadataBuffers(1, CPU)
     assert buffers.set_buf(0, 1, WORDS)
     assert not buffers.set_buf(0, 2, FirstToken(token_id=1, prompt_len=1, prompt_digest="d" * 9999))

@@ -113,7 +113,7 @@ def test_what_does_not_change_it_is_not() -> None:
 # ---- what prefill refuses ----------------------------------------------------------------------
 
 
-def test_a_full_queue_of_prefill_is_told_at_once() -> None:
+def test_a_full_queue_of_prefill_is_reported_at_once() -> None:
     with make_pair(prefill={"max_queued_requests": 1}) as pair:
         pair.step([pair.request("fills the queue", IDS)], [])
         pair.until(lambda: "a" in pair.decode.results, pair.request("a", IDS))
@@ -126,7 +126,7 @@ def test_a_full_queue_of_prefill_is_told_at_once() -> None:
 
 
 @pytest.mark.parametrize("order", ["before", "after"])
-def test_what_the_server_process_of_prefill_refuses_is_told_at_once(
+def test_what_the_server_process_of_prefill_refuses_is_reported_at_once(
     pair: PdRig, order: str
 ) -> None:
     message = pair.request("a", IDS)
@@ -141,7 +141,7 @@ def test_what_the_server_process_of_prefill_refuses_is_told_at_once(
     pair.assert_clean()
 
 
-def test_what_the_server_process_of_decode_refuses_is_told_at_once(pair: PdRig) -> None:
+def test_what_the_server_process_of_decode_refuses_is_reported_at_once(pair: PdRig) -> None:
     message = pair.request("a", IDS)
     assert message.bootstrap is not None
     pair.step([message], [DeclineRoomReq(bootstrap=message.bootstrap, reason="top_p is wrong")])

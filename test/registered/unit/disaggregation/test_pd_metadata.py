@@ -54,12 +54,12 @@ def make_pair(mover: LocalMover | None = None, **args: Any) -> PdRig:
 def metadata_bytes(pair: PdRig) -> tuple[float, float]:
     """Inline, and moved as pages are."""
     registry = pair.decode.scheduler.state.metrics.registry
-    told, moved = (
+    inline, moved = (
         registry.get_sample_value("sglang:kv_transfer_metadata_bytes_total", {"way": way})
         for way in ("control", "transport")
     )
-    assert told is not None and moved is not None
-    return told, moved
+    assert inline is not None and moved is not None
+    return inline, moved
 
 
 def free_rows(pair: PdRig) -> list[int]:
@@ -99,7 +99,7 @@ def run_all(pair: PdRig, turn: str, **fields: Any) -> list[TokenizedGenerateReqI
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-def test_nothing_is_told(overlap: bool) -> None:
+def test_nothing_is_sent_inline(overlap: bool) -> None:
     with make_pair(overlap=overlap) as pair:
         for turn in ("cold", "cached"):
             run_all(pair, turn)
@@ -107,11 +107,11 @@ def test_nothing_is_told(overlap: bool) -> None:
         assert free_rows(pair) == [NUM_ROWS] * 2
 
 
-def test_without_the_setting_all_is_told() -> None:
+def test_without_the_setting_all_is_sent_inline() -> None:
     with envs.SGLANG_MOONCAKE_SEND_AUX_TCP.override(None), make_pair() as pair:
-        run_all(pair, "told")
-        told, moved = metadata_bytes(pair)
-        assert told > 0 and moved == 0
+        run_all(pair, "inline")
+        inline, moved = metadata_bytes(pair)
+        assert inline > 0 and moved == 0
 
 
 def test_requests_wait_for_rows(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -140,12 +140,12 @@ def test_requests_wait_for_rows(monkeypatch: pytest.MonkeyPatch) -> None:
         assert metadata_bytes(pair)[0] == 0
 
 
-def test_words_that_do_not_fit_a_row_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_metadata_that_does_not_fit_a_row_is_sent_inline(monkeypatch: pytest.MonkeyPatch) -> None:
     with make_pair() as pair:
         monkeypatch.setattr("sglang.srt.disaggregation.common.metadata_row.ROW_BYTES", 60)
         run_all(pair, "long")
-        told, moved = metadata_bytes(pair)
-        assert told > 0 and moved == 0
+        inline, moved = metadata_bytes(pair)
+        assert inline > 0 and moved == 0
         assert free_rows(pair) == [NUM_ROWS] * 2
 
 
@@ -153,16 +153,16 @@ def test_words_that_do_not_fit_a_row_are_told(monkeypatch: pytest.MonkeyPatch) -
 def test_a_pair_of_which_one_server_has_rows(
     side: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Settings differ: all is told. The server that wanted it otherwise says so."""
+    """Settings differ: all is sent inline. The server that wanted it otherwise says so."""
     make = MetadataBuffers.beside
     sides = iter((DisaggregationMode.PREFILL, DisaggregationMode.DECODE))
     monkeypatch.setattr(
         MetadataBuffers, "beside", lambda device: make(device) if next(sides) == side else None
     )
     with caplog.at_level(logging.WARNING), make_pair() as pair:
-        run_all(pair, "told")
-        told, moved = metadata_bytes(pair)
-    assert told > 0 and moved == 0
+        run_all(pair, "inline")
+        inline, moved = metadata_bytes(pair)
+    assert inline > 0 and moved == 0
     assert caplog.text.count("it has no rows") == (side == DisaggregationMode.DECODE)
 
 
@@ -181,8 +181,8 @@ def test_peers_that_share_no_link_for_rows(caplog: pytest.LogCaptureFixture) -> 
     with caplog.at_level(logging.WARNING), make_pair(mover) as pair:
         for turn in ("cold", "cached"):
             run_all(pair, turn)
-        told, moved = metadata_bytes(pair)
-        assert told > 0 and moved == 0
+        inline, moved = metadata_bytes(pair)
+        assert inline > 0 and moved == 0
         assert free_rows(pair) == [NUM_ROWS] * 2
     assert caplog.text.count("comes over the control connection (TCP)") == 1
 

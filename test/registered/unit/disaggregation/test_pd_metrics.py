@@ -198,13 +198,13 @@ def test_a_server_that_does_both_transfers_nothing(pair: PdRig) -> None:
     began = time.monotonic()
     message = pair.decode.request("plain", IDS, greedy(4), stream=True)
     pair.decode.run(message)
-    told = stages(pair.decode, "plain")
-    assert told.transfer is None
-    assert told.prefill is not None and told.decode is not None
-    assert 0 < told.prefill + told.decode < time.monotonic() - began
+    found = stages(pair.decode, "plain")
+    assert found.transfer is None
+    assert found.prefill is not None and found.decode is not None
+    assert 0 < found.prefill + found.decode < time.monotonic() - began
 
 
-def test_stages_are_told_at_the_end_alone(pair: PdRig) -> None:
+def test_stages_are_reported_at_the_end_alone(pair: PdRig) -> None:
     pair.decode.step(pair.decode.request("plain", IDS, greedy(4), stream=True))
     for _ in range(20):
         if (last := pair.decode.results["plain"].last) and last.finish_reason is not None:

@@ -77,7 +77,7 @@ def test_one_ranks_failure_is_all_ranks_with_its_reason(who: int) -> None:
     assert 400 < len(second.encode()) <= 520
 
 
-def test_of_two_reasons_the_first_ranks_is_told() -> None:
+def test_of_two_reasons_the_first_ranks_counts() -> None:
     _, reasons = on_two_ranks(lambda rank: [Poller(1, KVPoll.Failed, f"as {rank} saw")])
     assert reasons == ["rank 0: as 0 saw"]
 

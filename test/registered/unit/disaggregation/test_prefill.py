@@ -38,25 +38,25 @@ IDS = prompt(1, 18)
 # ---- the way of a request ----------------------------------------------------------------------
 
 
-def test_pages_are_told_chunk_by_chunk_and_held_until_they_are_read(
+def test_pages_are_sent_chunk_by_chunk_and_held_until_they_are_read(
     rig: PrefillRig, model: Path
 ) -> None:
     rig.compute(rig.ask("a", IDS, 5, greedy(6), return_logprob=True, top_logprobs_num=2))
-    assert rig.desk.told == [(5, 2), (5, 2), (5, 1)], "of the last page a part"
+    assert rig.manager.sent == [(5, 2), (5, 2), (5, 1)], "of the last page a part"
     (want,) = SchedulerRig(model).generate([IDS])
-    first = rig.desk.tokens[5]
+    first = rig.manager.tokens[5]
     assert (first.token_id, first.prompt_len) == (want[0], 18)
     assert first.prompt_digest == prompt_digest(token_array(IDS))
     assert first.top_logprobs is not None and first.top_logprobs[0] == (first.logprob, want[0])
     assert (len(first.top_logprobs), first.cached) == (2, CachedTokensDetails())
     state = rig.scheduler.state
     row = state.pools.req_to_token_pool.req_to_token[next(iter(state.queues.held)).slots.row]
-    assert rig.desk.pages[5] == (row[:18:PAGE] // PAGE).tolist()
+    assert rig.manager.pages[5] == (row[:18:PAGE] // PAGE).tolist()
     for _ in range(5):
         rig.step()
     assert "a" not in rig.results, "it does not decode, and is not over"
     assert state.counters.decode_steps == 0
-    rig.desk.outcomes[5] = ""
+    rig.manager.outcomes[5] = ""
     rig.step()
     assert rig.end("a") == FinishReason(type="length", length=1)
     assert rig.results["a"].output_ids == want[:1]
@@ -66,40 +66,40 @@ def test_pages_are_told_chunk_by_chunk_and_held_until_they_are_read(
 def test_a_request_waits_until_a_decode_server_asks_for_it(rig: PrefillRig) -> None:
     """Else slots here could be full of requests that the decode server has no slots for, and its
     slots full of requests that find none here."""
-    rig.desk.claims = False
+    rig.manager.claims = False
     rig.step(*(rig.ask(f"r{room}", IDS, room) for room in range(3)))
     for _ in range(5):
         rig.step()
     queues = rig.scheduler.state.queues
     assert (len(queues.waiting), rig.scheduler.state.counters.prefill_tokens) == (3, 0)
-    rig.desk.claimed += [1, 77]
-    rig.run_until(lambda: 1 in rig.desk.tokens)
+    rig.manager.claimed += [1, 77]
+    rig.run_until(lambda: 1 in rig.manager.tokens)
     assert {req.rid for req in queues.waiting} == {"r0", "r2"}
     rig.now += WAIT_S
-    rig.desk.claimed.append(2)
+    rig.manager.claimed.append(2)
     rig.run_until(lambda: "r0" in rig.results)
     assert rig.end("r0") == FinishReason(
         type="abort", message="no decode server has asked for it within 100 s", status_code=503
     )
-    assert rig.desk.ended == {0: rig.end("r0").message}
-    rig.desk.outcomes = {1: "", 2: ""}
+    assert rig.manager.ended == {0: rig.end("r0").message}
+    rig.manager.outcomes = {1: "", 2: ""}
     rig.run()
     rig.assert_idle()
 
 
 def test_a_request_that_no_decode_server_knows_fails_soon(rig: PrefillRig) -> None:
-    rig.desk.claims = False
+    rig.manager.claims = False
     rig.step(*(rig.ask(f"r{room}", IDS, room) for room in (1, 2)))
-    rig.desk.unheard = {1: "no decode server has asked for it within 10 s"}
+    rig.manager.unheard = {1: "no decode server has asked for it within 10 s"}
     rig.run_until(lambda: "r1" in rig.results)
     assert rig.end("r1") == FinishReason(
         type="abort", message="no decode server has asked for it within 10 s", status_code=503
     )
     rig.step()
     assert "r2" not in rig.results, "a decode server names it"
-    rig.desk.claimed.append(2)
-    rig.run_until(lambda: 2 in rig.desk.tokens)
-    rig.desk.outcomes = {2: ""}
+    rig.manager.claimed.append(2)
+    rig.run_until(lambda: 2 in rig.manager.tokens)
+    rig.manager.outcomes = {2: ""}
     rig.run()
     rig.assert_idle()
 
@@ -107,7 +107,7 @@ def test_a_request_that_no_decode_server_knows_fails_soon(rig: PrefillRig) -> No
 def test_the_log_says_which_requests_wait_for_a_decode_server(
     rig: PrefillRig, caplog: pytest.LogCaptureFixture
 ) -> None:
-    rig.desk.claims = False
+    rig.manager.claims = False
     rig.step(*(rig.ask(f"r{room}", IDS, room) for room in range(10)))
 
     def lines() -> list[str]:
@@ -126,21 +126,21 @@ def test_the_log_says_which_requests_wait_for_a_decode_server(
 
 
 def test_samples_do_not_wait_for_one_that_nobody_asks_for(rig: PrefillRig) -> None:
-    rig.desk.claims = False
+    rig.manager.claims = False
     rig.step(*(rig.ask(f"s{n}", IDS, n, sample_of="s0" if n else None) for n in range(3)))
-    rig.desk.claimed = [1, 2]
-    rig.run_until(lambda: rig.desk.tokens.keys() == {1, 2})
+    rig.manager.claimed = [1, 2]
+    rig.run_until(lambda: rig.manager.tokens.keys() == {1, 2})
     assert "s0" not in rig.results, "it still waits"
 
 
-def test_pages_that_are_cached_are_told_too(rig: PrefillRig) -> None:
+def test_pages_that_are_cached_are_sent_too(rig: PrefillRig) -> None:
     rig.compute(rig.ask("a", IDS, 1))
-    rig.desk.outcomes[1] = ""
+    rig.manager.outcomes[1] = ""
     rig.step()
     rig.compute(rig.ask("b", [*IDS[:16], 3, 3, 3], 2))
-    assert rig.desk.pages[2][:4] == rig.desk.pages[1][:4]
-    assert len(rig.desk.pages[2]) == 5
-    assert rig.desk.tokens[2].cached == CachedTokensDetails(device=16)
+    assert rig.manager.pages[2][:4] == rig.manager.pages[1][:4]
+    assert len(rig.manager.pages[2]) == 5
+    assert rig.manager.tokens[2].cached == CachedTokensDetails(device=16)
 
 
 @pytest.mark.parametrize("page_size", [1, 4, 16])
@@ -150,16 +150,16 @@ def test_a_prompt_that_is_cached_whole(model: Path, page_size: int, length: int)
     ids = prompt(length, length)
     for room in (1, 2):
         rig.compute(rig.ask(f"r{room}", ids, room))
-    assert len(rig.desk.pages[2]) == -(-length // page_size)
+    assert len(rig.manager.pages[2]) == -(-length // page_size)
     whole = length // page_size
-    assert rig.desk.pages[1][:whole] == rig.desk.pages[2][:whole]
-    assert rig.desk.tokens[1].token_id == rig.desk.tokens[2].token_id
+    assert rig.manager.pages[1][:whole] == rig.manager.pages[2][:whole]
+    assert rig.manager.tokens[1].token_id == rig.manager.tokens[2].token_id
 
 
 def test_two_that_compute_one_prompt_tell_pages_that_stay(rig: PrefillRig) -> None:
-    """The tree keeps those of one of them. The other's are free again, and must not be told."""
+    """The tree keeps those of one of them. The other's are free again, and must not be sent."""
     rig.compute(rig.ask("a", IDS[:8], 1), rig.ask("b", IDS[:8], 2))
-    assert rig.desk.pages[1] == rig.desk.pages[2]
+    assert rig.manager.pages[1] == rig.manager.pages[2]
 
 
 @pytest.mark.parametrize(("wanted", "length"), [(0, 0), (1, 1), (7, 1)])
@@ -167,8 +167,8 @@ def test_the_first_token_and_the_end_of_requests_for_few(
     rig: PrefillRig, wanted: int, length: int
 ) -> None:
     rig.compute(rig.ask("a", IDS, 1, greedy(wanted)))
-    assert (rig.desk.tokens[1].token_id is None) == (wanted == 0)
-    rig.desk.outcomes[1] = ""
+    assert (rig.manager.tokens[1].token_id is None) == (wanted == 0)
+    rig.manager.outcomes[1] = ""
     rig.step()
     assert rig.end("a") == FinishReason(type="length", length=length)
 
@@ -177,7 +177,7 @@ def test_a_first_token_that_stops_is_the_reason_of_the_end(rig: PrefillRig, mode
     (want,) = SchedulerRig(model).generate([IDS])
     params = greedy(9, ignore_eos=False, stop_token_ids=[want[0]])
     rig.compute(rig.ask("a", IDS, 1, params))
-    rig.desk.outcomes[1] = ""
+    rig.manager.outcomes[1] = ""
     rig.step()
     assert rig.end("a") == FinishReason(type="stop", matched=want[0])
 
@@ -187,9 +187,9 @@ def test_a_constraint_holds_for_the_first_token(model: Path) -> None:
     params = SamplingParams(regex="[0-9]{3}", max_new_tokens=20, temperature=0.0)
     params.normalize()
     rig.compute(rig.ask("a", IDS, 1, params))
-    token = rig.desk.tokens[1].token_id
+    token = rig.manager.tokens[1].token_id
     assert token is not None and 1 <= token <= 10
-    rig.desk.outcomes[1] = ""
+    rig.manager.outcomes[1] = ""
     rig.run()
     rig.assert_idle()
 
@@ -198,8 +198,8 @@ def test_samples_share_pages_and_have_rooms(rig: PrefillRig) -> None:
     messages = [rig.ask(f"s{n}", IDS, n, seed=n, sample_of="s0" if n else None) for n in range(3)]
     rig.compute(*messages)
     assert rig.scheduler.state.counters.prefill_tokens == 18 + 2 + 2
-    assert [rig.desk.pages[n][:4] for n in range(3)] == [rig.desk.pages[0][:4]] * 3
-    assert len({rig.desk.pages[n][4] for n in range(3)}) == 3, "the begun page is each one's own"
+    assert [rig.manager.pages[n][:4] for n in range(3)] == [rig.manager.pages[0][:4]] * 3
+    assert len({rig.manager.pages[n][4] for n in range(3)}) == 3, "the begun page is each one's own"
 
 
 def test_requests_without_a_room_are_served_whole(rig: PrefillRig, model: Path) -> None:
@@ -212,7 +212,7 @@ def test_requests_without_a_room_are_served_whole(rig: PrefillRig, model: Path) 
 
 
 def test_what_another_server_may_read_is_not_retracted(model: Path) -> None:
-    """Its pages were told: nothing else may be written to them while the room is open."""
+    """Its pages were sent: nothing else may be written to them while the room is open."""
     rig = PrefillRig(model, pool_tokens=96, chunked_prefill_size=4, schedule_conservativeness=0.01)
     plain = [rig.request(f"p{i}", prompt(i, 4), greedy(40)) for i in range(3)]
     rig.step(*plain)
@@ -234,13 +234,13 @@ def test_what_another_server_may_read_is_not_retracted(model: Path) -> None:
 
 def test_a_decode_server_that_is_gone(rig: PrefillRig) -> None:
     rig.compute(rig.ask("a", IDS, 1))
-    rig.desk.outcomes[1] = "the decode server has not been heard of for 10 s"
+    rig.manager.outcomes[1] = "the decode server has not been heard of for 10 s"
     rig.step()
     rig.step()
     assert rig.end("a") == FinishReason(
         type="abort", message="the decode server has not been heard of for 10 s", status_code=503
     )
-    assert rig.desk.ended == {1: "the decode server has not been heard of for 10 s"}
+    assert rig.manager.ended == {1: "the decode server has not been heard of for 10 s"}
     rig.assert_idle()
 
 
@@ -249,7 +249,7 @@ def test_a_decode_server_that_is_gone(rig: PrefillRig) -> None:
 def test_the_end_in_every_state(rig: PrefillRig, state: str, how: str) -> None:
     if state == "waiting":
         rig.step(rig.request("fills", prompt(3, 110), greedy(5)))
-    rig.desk.claims = state != "unclaimed"
+    rig.manager.claims = state != "unclaimed"
     message = rig.ask("a", IDS, 1)
     if state == "held":
         rig.compute(message)
@@ -262,12 +262,12 @@ def test_the_end_in_every_state(rig: PrefillRig, state: str, how: str) -> None:
     if how == "aborted":
         rig.step(rig.abort("a"))
     else:
-        rig.desk.given_up[1] = "the decode server gave it up: no slots"
+        rig.manager.given_up[1] = "the decode server gave it up: no slots"
         rig.step()
         rig.step()
     reason = rig.end("a")
     assert reason.status_code == (499 if how == "aborted" else 503)
-    assert rig.desk.ended == {1: reason.message}
+    assert rig.manager.ended == {1: reason.message}
     while not rig.scheduler.is_idle():
         rig.step()
     rig.assert_idle()
@@ -275,19 +275,19 @@ def test_the_end_in_every_state(rig: PrefillRig, state: str, how: str) -> None:
 
 def test_a_room_that_is_given_up_as_it_fails_ends_once(rig: PrefillRig) -> None:
     rig.compute(rig.ask("a", IDS, 1))
-    rig.desk.given_up[1] = rig.desk.outcomes[1] = "given up"
-    rig.desk.given_up[77] = "nobody's"
+    rig.manager.given_up[1] = rig.manager.outcomes[1] = "given up"
+    rig.manager.given_up[77] = "nobody's"
     rig.step()
     rig.step()
     assert rig.end("a").message == "given up"
     rig.assert_idle()
 
 
-def test_refusals_are_told_to_the_decode_server(rig: PrefillRig) -> None:
+def test_refusals_are_sent_to_the_decode_server(rig: PrefillRig) -> None:
     rig.step(rig.ask("long", prompt(3, 500), 1), rig.ask("empty", [], 2))
-    assert "at most 127 can ever fit" in rig.desk.ended[1]
-    assert rig.desk.ended[1] == rig.end("long").message
-    assert rig.desk.ended[2] == "input_ids is empty: give at least one token"
+    assert "at most 127 can ever fit" in rig.manager.ended[1]
+    assert rig.manager.ended[1] == rig.end("long").message
+    assert rig.manager.ended[2] == "input_ids is empty: give at least one token"
     rig.step(rig.request("no room", []))
     rig.assert_idle()
 
@@ -298,18 +298,18 @@ def test_a_room_in_use_is_refused_and_its_owner_unharmed(rig: PrefillRig) -> Non
     message = "bootstrap_room 1 belongs to another request: draw one for each request"
     assert rig.end("b") == FinishReason(type="abort", message=message, status_code=400)
     rig.step(rig.ask("too long too", prompt(3, 500), 1))
-    assert rig.desk.ended == {}
-    rig.desk.outcomes[1] = ""
+    assert rig.manager.ended == {}
+    rig.manager.outcomes[1] = ""
     rig.step()
     # It is nobody else's for a while after its end.
     rig.now += REMEMBER_S - 2
     rig.step(rig.ask("c", IDS, 1), rig.ask("long", prompt(3, 500), 1))
     assert [rig.end(rid).status_code for rid in ("a", "c", "long")] == [None, 400, 400]
     rig.assert_idle()
-    assert rig.desk.ended == {1: "the request has ended"}
+    assert rig.manager.ended == {1: "the request has ended"}
     rig.now += 2
     rig.step()
-    assert rig.desk.ended == {}
+    assert rig.manager.ended == {}
     rig.compute(rig.ask("d", IDS, 1))
 
 
@@ -319,9 +319,9 @@ def test_a_shutdown_ends_every_room(rig: PrefillRig) -> None:
     rig.step(ShutdownReq(timeout=0.0), rig.ask("late", IDS, 3))
     rig.step()
     assert rig.scheduler.is_stopped
-    assert rig.desk.ended == dict.fromkeys((1, 2, 3), "the server is shutting down")
+    assert rig.manager.ended == dict.fromkeys((1, 2, 3), "the server is shutting down")
     rig.close()
-    assert rig.desk.is_closed
+    assert rig.manager.is_closed
 
 
 def test_a_shutdown_waits_for_readers(rig: PrefillRig) -> None:
@@ -330,7 +330,7 @@ def test_a_shutdown_waits_for_readers(rig: PrefillRig) -> None:
     for _ in range(5):
         rig.step()
     assert not rig.scheduler.is_stopped
-    rig.desk.outcomes[1] = ""
+    rig.manager.outcomes[1] = ""
     rig.step()
     rig.step()
     assert rig.scheduler.is_stopped

@@ -46,7 +46,7 @@ ARGS: Final[dict[str, Any]] = {
 
 
 @pytest.fixture(autouse=True)
-def impatient(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def short_repeats(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Servers that are gone are missed after two seconds."""
     monkeypatch.setattr(control_connection, "REPEAT_S", 0.05)
     with (
@@ -69,7 +69,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     return of
 
 
-def check_words(pair: PdRanks, alone: SchedulerRig, turn: str) -> None:
+def check_output(pair: PdRanks, alone: SchedulerRig, turn: str) -> None:
     """Assert that both servers together answer the prompts as one scheduler does."""
     fields: dict[str, Any] = {"return_logprob": True}
     messages = [
@@ -109,14 +109,14 @@ CASES: Final = [
 
 
 @pytest.mark.parametrize(("family", "prefill", "decode", "cp_size"), CASES)
-def test_the_words_are_those_of_one_rank(
+def test_the_output_is_that_of_one_rank(
     models: Callable[[str], Path], family: str, prefill: int, decode: int, cp_size: int
 ) -> None:
     path = models(family)
     alone = SchedulerRig(path, **ARGS)
     with PdRanks(path, prefill, decode, cp_size=cp_size, **ARGS) as pair:
         for turn in ("cold", "cached on both sides"):
-            check_words(pair, alone, turn)
+            check_output(pair, alone, turn)
         for rig in pair.decode.rigs:
             assert rig.scheduler.state.counters.prefill_tokens == 0, "nothing is computed twice"
 
@@ -124,7 +124,7 @@ def test_the_words_are_those_of_one_rank(
 @pytest.mark.parametrize(
     ("family", "prefill", "decode"), [("qwen3", 2, 1), ("deepseek_v32", 1, 2), ("qwen3_next", 1, 2)]
 )
-def test_the_words_with_metadata_in_rows(
+def test_the_output_with_metadata_in_rows(
     models: Callable[[str], Path], family: str, prefill: int, decode: int
 ) -> None:
     """Each rank reads them of its own peers; where the recurrent state is, is in them too."""
@@ -134,7 +134,7 @@ def test_the_words_with_metadata_in_rows(
         envs.SGLANG_MOONCAKE_SEND_AUX_TCP.override(False),
         PdRanks(path, prefill, decode, **ARGS) as pair,
     ):
-        check_words(pair, alone, "in rows")
+        check_output(pair, alone, "in rows")
         for mover in pair.movers:
             rows = [one for one in mover.begun if [b.length for b in one.blocks] == [ROW_BYTES]]
             assert len(rows) == len(PROMPTS) * len(pair.prefill.rigs)
@@ -143,14 +143,14 @@ def test_the_words_with_metadata_in_rows(
 @pytest.mark.parametrize(
     ("family", "prefill", "decode"), [("qwen3", 2, 1), ("deepseek_v32", 1, 2), ("qwen3_next", 2, 2)]
 )
-def test_the_words_are_those_of_one_rank_where_pages_are_packed(
+def test_the_output_is_that_of_one_rank_where_pages_are_packed(
     models: Callable[[str], Path], family: str, prefill: int, decode: int
 ) -> None:
     """Also those of ranks with other heads."""
     path = models(family)
     alone = SchedulerRig(path, **ARGS)
     with PdRanks(path, prefill, decode, unit_bytes=40_000, **ARGS) as pair:
-        check_words(pair, alone, "cold")
+        check_output(pair, alone, "cold")
         pools = [
             range(address, address + size)
             for rig in pair.decode.rigs
@@ -298,8 +298,8 @@ def test_what_decode_refuses_ends_on_all_ranks_of_prefill(models: Callable[[str]
     """Rank 0 alone tells rank 0 of it."""
     with PdRanks(models("qwen3"), 2, 2, decode_args={"pool_tokens": 64}, **ARGS) as pair:
         pair.run(pair.request("long", LONG, room=5))
-        told = "the decode server gave it up: the prompt has 90 tokens"
-        assert told in why(pair.prefill, "long")
+        found = "the decode server gave it up: the prompt has 90 tokens"
+        assert found in why(pair.prefill, "long")
         again = pair.request("again", PROMPTS[1], room=5)
         pair.step([again])
         assert "bootstrap_room 5 belongs to another request" in why(pair.prefill, "again")
@@ -339,7 +339,7 @@ NAMED: Final = (
 @pytest.mark.parametrize(
     ("family", "prefill", "decode"), [("qwen3", 2, 2), ("qwen3", 1, 2), ("qwen3_next", 2, 1)]
 )
-def test_random_failures_leave_right_words_and_exact_books(
+def test_random_failures_leave_right_output_and_exact_ownership(
     models: Callable[[str], Path], family: str, prefill: int, decode: int
 ) -> None:
     """Prompts fail by injection on single ranks, reads hang and fail, requests are aborted."""

@@ -40,7 +40,7 @@ PROMPTS = [prompt(seed, length, 1000) for seed, length in enumerate(LENGTHS)]
 
 
 @pytest.fixture(autouse=True)
-def impatient(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def short_repeats(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Servers that are gone are missed after two seconds."""
     monkeypatch.setattr(control_connection, "REPEAT_S", 0.05)
     with (
@@ -289,7 +289,7 @@ def test_what_prefill_refuses_does_not_wait_at_decode(mover: LocalMover) -> None
 
 
 def test_a_prefill_server_that_shuts_down_says_so(pair: PdRig) -> None:
-    """A server that asks is told, even if the request has only just come."""
+    """A server that asks learns of it, even if the request has only just come."""
     pair.decode.step(pair.request("a", PROMPTS[6], room=2))
     rooms = pair.prefill.manager.rooms
     assert wait_until(lambda: bool(rooms._waiting), 10, interval=0.001)

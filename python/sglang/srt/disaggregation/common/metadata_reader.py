@@ -10,7 +10,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-
 from sglang.srt.disaggregation.base.conn import AuxBuffers
 from sglang.srt.disaggregation.base.first_token import FirstToken
 from sglang.srt.disaggregation.common.control_connection import POLL_S, RoomFailed
@@ -115,12 +114,12 @@ class RowRead:
         self._transfer: Transfer | None = None
 
     def run(
-        self, layout: KVLayout, row: int, source: Source, stay: Callable[[], None]
+        self, layout: KVLayout, row: int, source: Source, heartbeat: Callable[[], None]
     ) -> FirstToken | None:
         """Read row `row` of a prefill server.
 
         Args:
-            stay: Called repeatedly while the read waits; may raise RoomFailed.
+            heartbeat: Called repeatedly while the read waits; may raise RoomFailed.
 
         Returns:
             The content of the row; None: the transport cannot read it, so that the token has to be
@@ -128,16 +127,16 @@ class RowRead:
 
         Raises:
             BadRow: The row is not that of the source's room.
-            RoomFailed: No row of this rank was free in time, or `stay` raised it.
+            RoomFailed: No row of this rank was free in time, or `heartbeat` raised it.
         """
         theirs, rows = layout.rows, self._rows
         assert theirs is not None and rows is not None, "rows are read"
         if not 0 <= row < theirs.num_rows:
             raise BadRow(f"there is no row {row} among {theirs.num_rows}")
-        self._index = index = self._take(rows, stay)
+        self._index = index = self._take(rows, heartbeat)
         rows.clear(index)  # The row of an earlier room could pass for this one's.
         block = Block(rows.address(index), theirs.address + row * ROW_BYTES, ROW_BYTES)
-        why = self._move(layout.session_id, block, stay)
+        why = self._move(layout.session_id, block, heartbeat)
         if why is not None:
             self._context.metadata.read_no_more(layout, source.where, why)
             self.settle()
@@ -147,16 +146,16 @@ class RowRead:
         self.settle()
         return metadata
 
-    def _take(self, rows: AuxBuffers, stay: Callable[[], None]) -> int:
+    def _take(self, rows: AuxBuffers, heartbeat: Callable[[], None]) -> int:
         deadline = time.monotonic() + self._timeout
         while time.monotonic() < deadline:
             index = rows.take(POLL_S)
             if index is not None:
                 return index
-            stay()
+            heartbeat()
         raise RoomFailed(f"no row for metadata was free in {self._timeout:g} s")
 
-    def _move(self, session_id: str, block: Block, stay: Callable[[], None]) -> str | None:
+    def _move(self, session_id: str, block: Block, heartbeat: Callable[[], None]) -> str | None:
         """Read one block; return the reason of a failure, or None."""
         try:
             transfer = self._context.engine.begin(
@@ -168,7 +167,7 @@ class RowRead:
         while not transfer.wait(POLL_S):
             if transfer.is_left:
                 return f"reading a row failed, and cannot end: {transfer.error}"
-            stay()
+            heartbeat()
         if transfer.error is not None:
             return str(transfer.error)
         return None if transfer.is_done else "a row was not read in time, or its address is refused"

@@ -80,7 +80,7 @@ class PackedRead:
         announced again."""
         self._num_begun = 0
         self._num_done = 0
-        self._under_way: deque[_UnitRead] = deque()
+        self._in_flight: deque[_UnitRead] = deque()
         self._free: list[StagingBuffer] = []
         self._num_buffers = 0
         self._nap = _SOON_S
@@ -105,7 +105,7 @@ class PackedRead:
         while self._num_done < len(self._units):
             before = len(self._places), self._num_done
             self._begin_reads()
-            if self._under_way:
+            if self._in_flight:
                 self._wait_for_unit(index)
             else:
                 left = began + timeout - time.monotonic()
@@ -115,7 +115,7 @@ class PackedRead:
                 self._hear(POLL_S if self._places else min(POLL_S, left))
             if before != (len(self._places), self._num_done):
                 moved = time.monotonic()
-            elif not self._under_way and time.monotonic() >= moved + self._reader.timeout:
+            elif not self._in_flight and time.monotonic() >= moved + self._reader.timeout:
                 raise RoomFailed("the prefill server has not packed more pages in time")
         self._give_buffers_back()
         return True
@@ -134,21 +134,21 @@ class PackedRead:
             length = unit_bytes_of(self._units[unit])
             block = Block(buffer.address, self._places[unit], length)
             transfer = self._reader.begin([block])
-            self._under_way.append(_UnitRead(unit, transfer, buffer))
+            self._in_flight.append(_UnitRead(unit, transfer, buffer))
             self._num_begun += 1
 
     def _wait_for_unit(self, index: torch.Tensor) -> None:
         """Wait for the oldest read. Returns earlier if another read may begin."""
-        one = self._under_way[0]
+        one = self._in_flight[0]
         has_room = bool(self._free) or self._num_buffers < MOST_BUFFERS
         if self._num_begun < len(self._units) and has_room:
-            if not self._reader.has_come(one.transfer, self._nap):
+            if not self._reader.is_read(one.transfer, self._nap):
                 self._nap = min(_RARER * self._nap, POLL_S)
                 self._hear(0.0)
                 return
         else:
             self._reader.finish(one.transfer, lambda: self._hear(0.0))
-        self._under_way.popleft()
+        self._in_flight.popleft()
         self._nap = _SOON_S
         self._num_done += 1
         self._advance()

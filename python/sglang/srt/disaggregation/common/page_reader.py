@@ -78,8 +78,8 @@ class PageReader:
         connection: Connection to the rank.
         layout: What it holds, with the session to read it by.
         shard_slice: What to read of it.
-        stay: Called repeatedly while a read is in flight, with the number of pages that are there
-            after it; may raise RoomFailed.
+        heartbeat: Called repeatedly while a read is in flight, with the number of pages that are
+            there after it; may raise RoomFailed.
 
     Attributes:
         num_bytes: Bytes read so far.
@@ -95,7 +95,7 @@ class PageReader:
         connection: ControlConnection,
         layout: KVLayout,
         shard_slice: ShardSlice,
-        stay: Callable[[int], None],
+        heartbeat: Callable[[int], None],
     ) -> None:
         self.num_bytes = 0
         self.seconds = 0.0
@@ -109,9 +109,9 @@ class PageReader:
         self._connection = connection
         self._layout = layout
         self._shard_slice = shard_slice
-        self._stay = stay
+        self._heartbeat = heartbeat
         self._num_packings = 0
-        self._under_way: list[Transfer] = []
+        self._in_flight: list[Transfer] = []
         self._buffers: list[StagingBuffer] = []
         """Staging buffers that were taken."""
 
@@ -137,7 +137,7 @@ class PageReader:
         started = time.monotonic()
         transfer = self.begin(blocks)
         try:
-            self.finish(transfer, lambda: self._stay(coming))
+            self.finish(transfer, lambda: self._heartbeat(coming))
         finally:
             self.seconds += time.monotonic() - started
 
@@ -182,18 +182,18 @@ class PageReader:
         started = time.monotonic()
         # Wait at most as long as a read without packing takes: waiting in vain doubles the time.
         timeout = link.direct_s(num_blocks, num_bytes)
-        has_come = PackedRead(first, buffers, own, connection=self._connection, reader=self).run(
+        is_read = PackedRead(first, buffers, own, connection=self._connection, reader=self).run(
             timeout
         )
         self.seconds += time.monotonic() - started
-        return has_come
+        return is_read
 
     def _wait_for_buffer(self, coming: int) -> StagingBuffer:
         deadline = time.monotonic() + self.timeout
         while time.monotonic() < deadline:
             if (buffer := self.take(POLL_S)) is not None:
                 return buffer
-            self._stay(coming)
+            self._heartbeat(coming)
         raise RoomFailed(
             f"no memory for pages of ranks with other heads was free in {self.timeout:g} s"
         )
@@ -208,10 +208,10 @@ class PageReader:
             )
         except TransferError as error:
             raise RoomFailed(f"reading from the prefill server failed: {error}") from error
-        self._under_way.append(transfer)
+        self._in_flight.append(transfer)
         return transfer
 
-    def has_come(self, transfer: Transfer, timeout: float) -> bool:
+    def is_read(self, transfer: Transfer, timeout: float) -> bool:
         """Wait at most `timeout` seconds; return whether all bytes are there. Raises RoomFailed if
         the read has failed."""
         if not transfer.wait(timeout):
@@ -220,7 +220,7 @@ class PageReader:
                     f"reading from the prefill server failed, and cannot end: {transfer.error}"
                 )
             return False
-        self._under_way.remove(transfer)
+        self._in_flight.remove(transfer)
         self.num_bytes += sum(block.length for block in transfer.blocks)
         if transfer.error is not None:
             raise RoomFailed(f"reading from the prefill server failed: {transfer.error}")
@@ -231,14 +231,14 @@ class PageReader:
             )
         return True
 
-    def finish(self, transfer: Transfer, stay: Callable[[], None]) -> None:
+    def finish(self, transfer: Transfer, heartbeat: Callable[[], None]) -> None:
         """Wait until all bytes are there; raises RoomFailed.
 
         Args:
-            stay: Called repeatedly meanwhile; may raise RoomFailed.
+            heartbeat: Called repeatedly meanwhile; may raise RoomFailed.
         """
-        while not self.has_come(transfer, POLL_S):
-            stay()
+        while not self.is_read(transfer, POLL_S):
+            heartbeat()
 
     def take(self, timeout: float) -> StagingBuffer | None:
         """Take a buffer as `Staging.take` does; `settle` gives it back at the latest."""
@@ -254,12 +254,12 @@ class PageReader:
 
     def abandon(self) -> None:
         """Begin no further slices of the reads in flight."""
-        for transfer in self._under_way:
+        for transfer in self._in_flight:
             transfer.abandon()
 
     def settle(self) -> bool:
         """Wait until all reads have ended, and give all buffers back. False: a read never ends."""
-        have_settled = [transfer.wait() for transfer in self._under_way]
+        have_settled = [transfer.wait() for transfer in self._in_flight]
         if not all(have_settled):
             return False
         for buffer in list(self._buffers):

@@ -58,14 +58,14 @@ TURN_S: Final = 0.002
 meanwhile, however many there are."""
 _POLL_S: Final = 0.1
 """Seconds within which a question is answered that has waited for `LONG_POLL_S`."""
-_MISS_S: Final = 0.5
+_SILENT_LOOK_S: Final = 0.5
 """Seconds between two looks for decode servers that are gone."""
 _BACKLOG: Final = 1024
 _MAX_UNWANTED: Final = 65_536
 """Most rooms that are remembered as given up before their requests came."""
 _LAST_LOOK_S: Final = 0.2
-"""Seconds after the last room that ended without success for which questions are answered at the
-end: those who have just heard of the room ask again."""
+"""`close` answers questions until this many seconds after the last failure of a room: a decode
+server that has just heard of the room asks again."""
 _NOT_HEARD: Final = "the decode server has not been heard of for"
 _LINGER_S: Final = 1.0
 """Seconds for the last answers to leave."""
@@ -141,7 +141,7 @@ class RoomServer:
         self._has_changes = False
         self._last_failure = -math.inf
         """Time of the last end of a room without success."""
-        self._misses_at = -math.inf
+        self._silent_look_at = -math.inf
         """Time of the next look for decode servers that are gone."""
         self._closing = False
         self._defect: Exception | None = None
@@ -315,8 +315,8 @@ class RoomServer:
         elif one.reader in (None, question.reader) and not one.was_received:
             one.failure = one.failure or reason
 
-    def _miss(self, now: float) -> None:
-        """Note which rooms no decode server names, or reads any more. None counts as unnamed while
+    def _fail_silent(self, now: float) -> None:
+        """Fail rooms that no decode server names or reads any more. No room counts as unnamed while
         a decode server has more rooms than it can name."""
         may_miss = now - self._named_all > self._unknown_s
         for room in self._rooms.values():
@@ -344,9 +344,9 @@ class RoomServer:
         answer: Answer
         with self.lock:
             self._forget(now)
-            if self._loop.time() >= self._misses_at:
-                self._misses_at = self._loop.time() + _MISS_S
-                self._miss(now)
+            if self._loop.time() >= self._silent_look_at:
+                self._silent_look_at = self._loop.time() + _SILENT_LOOK_S
+                self._fail_silent(now)
             for sender, waiting in self._waiting.items():
                 answer = self._state_of(waiting.question, now)
                 if now >= waiting.until or has_changes(answer, waiting.question):

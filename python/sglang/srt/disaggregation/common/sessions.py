@@ -1,11 +1,10 @@
 """Sessions of prefill servers' Transfer Engines, and the end of those whose servers are gone.
 
-A connection to a peer costs an engine object: threads, ports, registered memory. Nothing tells the
-decode server that a prefill server has ended while no prompt comes from it. So sessions without
-prompts are probed when a new one is entered, when a prompt has failed, and once a minute while
-prompts come; those whose servers accept no control connection are forgotten. The Transfer Engine's
-own port says less: a stranger can silence it (`mooncake_containment.py`), and its connections go
-on.
+A connection to a peer costs an engine object: threads, ports, registered memory. A decode server
+does not notice the end of a prefill server from which no prompt comes. So sessions without prompts
+are probed when a new one is entered, when a prompt has failed, and once a minute while prompts
+come; those whose servers accept no control connection are forgotten. The Transfer Engine's own port
+says less: a stranger can silence it (`mooncake_containment.py`), and its connections go on.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What all receivers of a rank share, and the prefill ranks that it reads from."""
+"""State shared by all receivers of a rank; the mapping of decode ranks to prefill ranks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from sglang.srt.disaggregation.common.staging import Staging
 from sglang.srt.disaggregation.control.deployment_secret import DeploymentSecret
 
 MAX_SOURCES: Final = 64
-"""Most ranks that a rank reads from: each costs a thread and a connection a prompt."""
+"""Most ranks that one rank reads from. Each costs a thread and a connection for each prompt."""
 FindRank: TypeAlias = Callable[[str, int, int], Route]
 """Finds the route of a rank of a prefill server; arguments: host and port of its bootstrap server,
 rank. Asks once and may take time; raises BootstrapError."""
@@ -27,10 +27,9 @@ rank. Asks once and may take time; raises BootstrapError."""
 class RankPlace:
     """A rank of a server. Plain numbers.
 
-    Both servers split the heads of attention into equal runs, in the order of their ranks. So a
-    rank has a span of the heads, as a fraction, and it needs data of exactly those ranks of the
-    other server whose spans overlap with its own. It talks to all of them, even if several have the
-    same bytes, so that each prefill rank knows its readers, and when all of them have read.
+    Both servers split the attention heads evenly, in the order of their ranks. A decode rank reads
+    from each prefill rank whose range of heads overlaps its own. It polls all of them, even if
+    several have the same bytes: each prefill rank has to know its readers, and when all have read.
 
     Attributes:
         rank: Number of the rank, from 0.
@@ -49,7 +48,7 @@ class RankPlace:
         ]
 
     def overlaps(self, other: RankPlace) -> bool:
-        """Whether the two have heads in common, for any number of heads."""
+        """True if the two ranks have heads in common, for any number of heads."""
         own, their = self.rank % self.attn_tp_size, other.rank % other.attn_tp_size
         return (
             own * other.attn_tp_size < (their + 1) * self.attn_tp_size
@@ -67,7 +66,7 @@ class RankPlace:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TransferContext:
-    """What all receivers of a rank share. Any thread.
+    """State shared by all receivers of a rank. Any thread.
 
     Attributes:
         place: Place of this rank among those of the decode server.
@@ -98,7 +97,7 @@ class TransferContext:
             where: Name of the server, for errors.
 
         Raises:
-            RoomFailed: No such server of this model can be, or the ranks are too many.
+            RoomFailed: This model cannot have such ranks, or they are too many.
         """
         num_ranks, attn_tp_size = route.num_ranks, route.attn_tp_size
         why = self.geometry.why_not_split(attn_tp_size)
@@ -109,7 +108,6 @@ class TransferContext:
             if len(sources) <= MAX_SOURCES:
                 return sources
             why = (
-                f"this rank would read from {len(sources)} of its ranks, at most {MAX_SOURCES} can "
-                "be"
+                f"this rank would read from {len(sources)} of its ranks; the limit is {MAX_SOURCES}"
             )
         raise cannot_serve(where, why)

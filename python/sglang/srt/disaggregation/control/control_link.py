@@ -42,8 +42,8 @@ _SAME: Final = f"give both servers the same {SOURCES}"
 
 
 class Unwelcome(RuntimeError):
-    """The server does not answer this client, or is not to be believed. The message, one line, goes
-    on after the server's name, and has the remedy."""
+    """The server refuses this client, or does not prove the secret. The message is one line that
+    follows the server's name, and has the remedy."""
 
 
 def parse_endpoint(endpoint: str) -> tuple[str, int]:

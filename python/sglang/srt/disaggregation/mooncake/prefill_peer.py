@@ -1,9 +1,9 @@
-"""A prefill server as a rank of a decode server knows it, before requests have slots here.
+"""Polls a prefill server about rooms whose requests have no slots on this decode server yet.
 
-A request gets slots once its prefill server has said that it has the request's room. So a server
-that is stuck or away, and rooms that no server knows, hold no slots. One thread for each prefill
-server, `disagg-peer`, finds the ranks that this rank reads from, and asks the first of them about
-all rooms at once, over one connection. It ends when there is nothing to ask for a while.
+A request gets slots once its prefill server has confirmed that it has the room. A prefill server
+that is stuck or away, and a room that no server knows, therefore hold no slots. One thread for each
+prefill server, `disagg-peer`, finds the ranks that this rank reads from, and polls the first of
+them about all rooms at once, over one connection. It ends when there is nothing to ask for a while.
 """
 
 from __future__ import annotations
@@ -56,11 +56,11 @@ as many by default."""
 PACE_S: Final = 0.005
 """Least mean seconds between two questions; the prefill server takes 256 of them a second."""
 BURST_S: Final = 0.1
-"""Seconds without a question after which the questions of this time may be asked at once."""
+"""After this many seconds without a question, as many questions as fit in may be asked at once."""
 CLOSE_S: Final = 1.0
-"""Most seconds for which `close` lets rooms be declined."""
+"""Most seconds after `close` in which rooms are still declined."""
 _MAX_DECLINED_WAITING: Final = 4096
-"""Most rooms that wait to be declined; of more the oldest are forgotten."""
+"""Most rooms that wait to be declined; the oldest beyond that are forgotten."""
 
 
 @dataclass(slots=True)
@@ -110,7 +110,7 @@ class PrefillPeer:
         """Time of the last answer."""
         self._serial = 0
         self._silence = ""
-        """Reason of a failure while nothing is heard; "": there is no better one than that."""
+        """Why nothing is heard; "": the reason is not known."""
         self._asked = 0.0
         """Time of the first question since the last answer, or later."""
         self._looked_up = 0.0
@@ -271,7 +271,7 @@ class PrefillPeer:
         return layout
 
     def _attend(self, connection: ControlConnection, refusal: str | None) -> bool:
-        """Ask until nothing is left to ask, and wait until there is. False: there is nothing for
+        """Ask until nothing is left to ask, then wait for more. False: there was nothing to ask for
         `IDLE_S`, or the thread has to end.
 
         Args:
@@ -309,7 +309,7 @@ class PrefillPeer:
         return not self._is_over()
 
     def _is_over(self) -> bool:
-        """Whether the time after `close` is over."""
+        """True once the time after `close` is over."""
         return self._closes_at is not None and time.monotonic() >= self._closes_at
 
     def _question(self, before: BootstrapPoll | None) -> BootstrapPoll | None:
@@ -413,7 +413,7 @@ class PrefillPeer:
             )
 
     def _check_instance(self) -> None:
-        """Where the prefill server is silent, look up whether another instance has taken its place.
+        """If the prefill server is silent, look up whether another instance has replaced it.
 
         Raises:
             Replaced: One has.

@@ -41,13 +41,13 @@ vain."""
 
 
 class MooncakeKVReceiver(BaseKVReceiver):
-    """A prompt on its way to a rank. A `PrefillPeer` asks whether the prefill server has the
-    request. Then a thread, `disagg-prompt`, reads the shard of the first rank, and threads
-    `disagg-shard` read those of the others.
+    """Receives one prompt on one rank.
 
-    Once all ranks have sent their layouts, the receiver decides what to read of each rank. A failed
-    shard ends the others. The scheduler's thread calls the methods of `BaseKVReceiver`, any thread
-    the others.
+    A `PrefillPeer` first asks whether the prefill server has the request. Then the thread
+    `disagg-prompt` reads the shard of the first prefill rank, and one thread `disagg-shard` reads
+    each further shard. The ranges of heads are settled once all ranks have sent their layouts. A
+    failed shard ends the others. The scheduler's thread calls the methods of `BaseKVReceiver`; any
+    thread may call the others.
 
     Attributes:
         bootstrap_addr: As the request names it.
@@ -79,8 +79,8 @@ class MooncakeKVReceiver(BaseKVReceiver):
         self._is_reading = False
         self._shards: Sequence[ShardReceiver] = ()
         self._layouts: dict[ShardReceiver, KVLayout] = {}
-        self._has_layouts = threading.Event()
-        """Set once all shards have layouts."""
+        self._slices: dict[ShardReceiver, ShardSlice] = {}
+        self._has_slices = threading.Event()
         self._failure: str | None = None
         self._lock = threading.Lock()
 
@@ -162,24 +162,30 @@ class MooncakeKVReceiver(BaseKVReceiver):
         self.cancelled.set(why)
 
     def slice_for(self, shard: ShardReceiver, layout: KVLayout) -> ShardSlice:
-        """What to read for `shard`, whose rank has this layout. Waits for the layouts of all.
+        """The slice that `shard` reads. Waits until all shards have layouts.
+
+        Args:
+            shard: The caller.
+            layout: Layout of its prefill rank.
 
         Raises:
             RoomFailed: The layouts do not fit, or the prompt was cancelled.
         """
         with self._lock:
             self._layouts[shard] = layout
-            if len(self._layouts) == len(self._shards):
-                self._has_layouts.set()
-        while not self._has_layouts.wait(_POLL_S):
+            is_last = len(self._layouts) == len(self._shards)
+        if is_last:
+            layouts = [self._layouts[one] for one in self._shards]
+            try:
+                slices = self._context.geometry.slices(layouts, self.bootstrap_room)
+            except CannotServe as error:
+                raise cannot_serve(shard.source.where, str(error)) from None
+            self._slices = dict(zip(self._shards, slices, strict=True))
+            self._has_slices.set()
+        while not self._has_slices.wait(_POLL_S):
             if self.cancelled.is_set():
                 raise RoomFailed(self.cancelled.why)
-        layouts = [self._layouts[one] for one in self._shards]
-        try:
-            slices = self._context.geometry.slices(layouts, self.bootstrap_room)
-        except CannotServe as error:
-            raise cannot_serve(shard.source.where, str(error)) from None
-        return slices[self._shards.index(shard)]
+        return self._slices[shard]
 
     # -- the prompt's thread ---------------------------------------------------------------------
 

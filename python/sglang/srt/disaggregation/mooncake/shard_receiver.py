@@ -1,10 +1,9 @@
-"""Receives a shard of a prompt: what a rank of a decode server reads from one rank of a prefill
-server.
+"""Receives a shard of a prompt: the part that one decode rank reads from one prefill rank.
 
-The decode server reads; no other server writes into its memory. So its pages are free again as soon
-as its own reads have ended, even if the prefill server has failed. While it reads, it goes on
-polling: the prefill server keeps the pages only for readers that poll, and a missing answer fails
-the request before the transport gives up.
+The decode server reads, and no other server writes to its memory. Its pages are free as soon as its
+own reads have ended, even if the prefill server has failed. It polls the room while it reads: a
+prefill server keeps pages only for readers that poll, and a missing answer fails the request before
+the transport gives up.
 """
 
 from __future__ import annotations
@@ -45,8 +44,8 @@ STEPS: Final = ("asking", "reading", "confirming")
 
 
 class ShardReceiver:
-    """One prefill rank's shard of a prompt, on its way. One thread calls `run`; any thread may read
-    the attributes.
+    """Receives the shard of one prefill rank. One thread calls `run`; any thread may read the
+    attributes.
 
     Args:
         receiver: The prompt. Its failure ends the shard, and a failure of the shard fails it, maybe
@@ -80,7 +79,7 @@ class ShardReceiver:
 
     @property
     def has_ended(self) -> bool:
-        """Whether no read into the pages is in flight any more."""
+        """True once no read into the pages is in flight."""
         return self._ended.is_set()
 
     def run(self) -> None:
@@ -125,7 +124,7 @@ class ShardReceiver:
 
     def _read_shard(self, connection: ControlConnection) -> FirstToken:
         source, context = self.source, self._context
-        self._reach("asking")
+        self._fail_at("asking")
         layout = connection.ask(Hello(), KVLayout)
         refusal = context.geometry.why_not(layout)
         if refusal is not None:
@@ -142,7 +141,7 @@ class ShardReceiver:
             connection=connection,
             layout=layout,
             shard_slice=shard_slice,
-            stay=lambda have: self._stay(connection, have),
+            heartbeat=lambda have: self._heartbeat(connection, have),
         )
         first_token = self._read_pages(connection, layout, reader)
         theirs, own = first_token.state_slot, self._own.state
@@ -150,13 +149,13 @@ class ShardReceiver:
             raise RoomFailed("the prefill server has not sent the slot of the recurrent state")
         if theirs is not None and own is not None:
             reader.read_state(theirs, own)  # It is ready with the first token.
-        self._reach("confirming")
+        self._fail_at("confirming")
         received = Received(source.room, source.reader, source.part)
         if not connection.ask(received, Released).was_held:
             raise RoomFailed("the prefill server let go of the pages while they were read")
         return first_token
 
-    def _reach(self, step: str) -> None:
+    def _fail_at(self, step: str) -> None:
         if step == self.fails_at:
             raise RoomFailed(f"injected by SGLANG_TEST_DISAGG_FAILURE_PROB: {step} failed")
 
@@ -181,7 +180,7 @@ class ShardReceiver:
                     "and chat template"
                 )
             if status.pages:
-                self._reach("reading")
+                self._fail_at("reading")
                 if status.first_page != first_page + have:
                     raise RoomFailed(
                         "the prefill server answered for other pages than were asked for"
@@ -211,11 +210,11 @@ class ShardReceiver:
         """Read the first token from its row; None: it has to be sent inline."""
         have = len(self._own.pages)
         self._row_read = read = RowRead(self._context)
-        metadata = read.run(layout, row, self.source, lambda: self._stay(connection, have))
+        metadata = read.run(layout, row, self.source, lambda: self._heartbeat(connection, have))
         self.metadata_bytes[TRANSPORT] += read.num_bytes
         return metadata
 
-    def _stay(self, connection: ControlConnection, have: int) -> None:
+    def _heartbeat(self, connection: ControlConnection, have: int) -> None:
         """Show that this server is alive; raises RoomFailed if the prefill server has failed.
 
         Args:

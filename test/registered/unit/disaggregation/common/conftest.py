@@ -1,4 +1,4 @@
-"""A desk with a clock that stands, and decode servers that ask it."""
+"""A prefill server with a clock that stands, and decode servers that ask it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,14 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from rigs.disaggregation.desk_rig import LAYOUT, SILENT_S, UNWANTED_S, Asker, Clock, Desk
+from rigs.disaggregation.desk_rig import (
+    LAYOUT,
+    SILENT_S,
+    UNWANTED_S,
+    Asker,
+    Clock,
+    PrefillRooms,
+)
 
 
 @pytest.fixture
@@ -15,18 +22,20 @@ def clock() -> Clock:
 
 
 @pytest.fixture
-def desk(clock: Clock) -> Iterator[Desk]:
-    desk = Desk(LAYOUT, "127.0.0.1", unwanted_s=UNWANTED_S, silent_s=SILENT_S, clock=clock)
-    yield desk
-    desk.close()
+def prefill(clock: Clock) -> Iterator[PrefillRooms]:
+    prefill = PrefillRooms(
+        LAYOUT, "127.0.0.1", unwanted_s=UNWANTED_S, silent_s=SILENT_S, clock=clock
+    )
+    yield prefill
+    prefill.close()
 
 
 @pytest.fixture
-def new_asker(desk: Desk) -> Iterator[Callable[[], Asker]]:
+def new_asker(prefill: PrefillRooms) -> Iterator[Callable[[], Asker]]:
     made: list[Asker] = []
 
     def new() -> Asker:
-        made.append(Asker(desk.port))
+        made.append(Asker(prefill.port))
         return made[-1]
 
     yield new

@@ -103,8 +103,8 @@ def test_a_rank_is_found_once_it_is_registered(running: Running) -> None:
     ],
 )
 def test_wrong_questions_are_refused(running: Running, method: str, path: str, status: int) -> None:
-    told, answer = running.ask(method, path)
-    assert told == status
+    found, answer = running.ask(method, path)
+    assert found == status
     assert error_of(answer)
 
 
@@ -240,8 +240,8 @@ def test_a_server_without_a_secret_refuses_one(running: Running) -> None:
     ],
 )
 def test_what_is_no_proof_is_refused(secretive: Running, given: str) -> None:
-    told, answer = secretive.ask("GET", "/route?rank=0", headers={"Authorization": given})
-    assert (told, b"endpoint" in answer) == (401, False)
+    found, answer = secretive.ask("GET", "/route?rank=0", headers={"Authorization": given})
+    assert (found, b"endpoint" in answer) == (401, False)
 
 
 def test_a_proof_is_about_one_question_and_the_answer_about_its_nonce(secretive: Running) -> None:

@@ -1,4 +1,4 @@
-"""The first token of a prompt, read from its row: verified, and told where it cannot be read."""
+"""Metadata of a prompt, read from its row: verified, and sent inline if it cannot be read."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ from typing import Any
 import msgspec
 import pytest
 import torch
+from sglang.test.disaggregation.prompt_scene import LONG_TIMEOUTS, ROOM, TOKEN, Prompt, Scene, until
 
-from rigs.disaggregation.prompt_scene import PATIENT, ROOM, TOKEN, Prompt, Scene, until
+from rigs.disaggregation.prompt_scene import ROOM, TOKEN, Prompt, Scene, until
 from sglang.srt.disaggregation.base.first_token import FirstToken
 from sglang.srt.disaggregation.common.control_connection import Timeouts
 from sglang.srt.disaggregation.common.metadata_reader import MetadataReader
@@ -49,10 +50,10 @@ class RowScene(Scene):
         return super().begin(own_pages, *args, **{"metadata": self.reader, **fields})
 
     def complete(self, pages: Sequence[int] = (4,), row: int = ROW, room: int = ROOM) -> None:
-        self.desk.open(room)
-        self.desk.add_pages(room, pages)
+        self.prefill.open(room)
+        self.prefill.add_pages(room, pages)
         self.theirs.set_buf(ROW, room, TOKEN)
-        self.desk.complete(room, TOKEN, row)
+        self.prefill.complete(room, TOKEN, row)
 
     @property
     def row_reads(self) -> list[Transfer]:
@@ -77,23 +78,23 @@ def bytes_by_way(prompt: Prompt) -> tuple[int, int]:
     return aux_bytes["control"], aux_bytes["transport"]
 
 
-TOLD = (len(msgspec.msgpack.encode(TOKEN)), 0)
+INLINE = (len(msgspec.msgpack.encode(TOKEN)), 0)
 READ = (0, ROW_BYTES)
 
 
 # ---- read --------------------------------------------------------------------------------------
 
 
-def test_what_is_read_is_not_told(scene: RowScene) -> None:
+def test_what_is_read_is_not_sent_inline(scene: RowScene) -> None:
     scene.complete()
-    scene.desk._rooms[ROOM].metadata = OTHER  # Whoever is told would have this.
+    scene.prefill._rooms[ROOM].metadata = OTHER  # An inline answer would have this.
     prompt = scene.end(scene.begin([9]))
     assert (prompt.outcome, bytes_by_way(prompt)) == (TOKEN, READ)
     # Last of all, and no part of the pages.
     assert [is_row(transfer.blocks) for transfer in scene.mover.begun] == [False, True]
     page = sum(block.length for block in scene.mover.begun[0].blocks)
     assert prompt.get_transfer_metric().transfer_total_bytes == page
-    assert scene.desk.outcome(ROOM) == ""
+    assert scene.prefill.outcome(ROOM) == ""
     scene.assert_row_is_free()
 
 
@@ -104,13 +105,13 @@ def test_a_prompt_that_is_there_needs_the_row_alone(scene: RowScene) -> None:
     assert len(scene.mover.begun) == 1 and prompt.get_transfer_metric().transfer_total_bytes == 0
 
 
-def test_words_without_a_row_are_told(scene: RowScene) -> None:
+def test_metadata_without_a_row_is_sent_inline(scene: RowScene) -> None:
     """Too long for one: no failure, and the next prompt is read again."""
-    scene.desk.open(ROOM)
-    scene.desk.add_pages(ROOM, [4])
-    scene.desk.complete(ROOM, TOKEN)
-    told = scene.end(scene.begin([9]))
-    assert (told.outcome, bytes_by_way(told)) == (TOKEN, TOLD)
+    scene.prefill.open(ROOM)
+    scene.prefill.add_pages(ROOM, [4])
+    scene.prefill.complete(ROOM, TOKEN)
+    found = scene.end(scene.begin([9]))
+    assert (found.outcome, bytes_by_way(found)) == (TOKEN, INLINE)
     scene.complete(room=6)
     assert bytes_by_way(scene.end(scene.begin([9], room=6))) == READ
 
@@ -180,8 +181,8 @@ def test_a_read_that_moves_nothing_is_noticed(
     """The same room was read before: its words are not taken for what comes now."""
     scene.complete()
     assert scene.end(scene.begin([9])).outcome == TOKEN
-    scene.desk.end(ROOM)
-    scene.desk.forget(ROOM)
+    scene.prefill.end(ROOM)
+    scene.prefill.forget(ROOM)
     move = scene.mover.move
     monkeypatch.setattr(
         scene.mover, "move", lambda peer, blocks: is_row(blocks) or move(peer, blocks)
@@ -190,7 +191,7 @@ def test_a_read_that_moves_nothing_is_noticed(
     assert "the row is empty" in scene.failure(scene.begin([9]))
 
 
-# ---- told, since it cannot be read -------------------------------------------------------------
+# ---- found, since it cannot be read -------------------------------------------------------------
 
 
 def refuse_rows(blocks: Sequence[Block]) -> TransferError | None:
@@ -201,7 +202,7 @@ def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [one.getMessage() for one in caplog.records if "metadata of" in one.getMessage()]
 
 
-def test_rows_that_the_transport_does_not_move_are_told_with_one_warning(
+def test_rows_that_the_transport_does_not_move_are_sent_inline_with_one_warning(
     scene: RowScene, caplog: pytest.LogCaptureFixture
 ) -> None:
     scene.mover.fails = refuse_rows
@@ -211,7 +212,7 @@ def test_rows_that_the_transport_does_not_move_are_told_with_one_warning(
             scene.complete(room=room)
             prompt = scene.end(scene.begin([9], room=room))
             assert prompt.outcome == TOKEN
-            assert bytes_by_way(prompt) == TOLD
+            assert bytes_by_way(prompt) == INLINE
     assert len(scene.row_reads) == 1, "it is not tried again"
     (warning,) = warnings_of(caplog)
     assert warning == (
@@ -238,7 +239,7 @@ def test_a_row_that_the_transport_never_lets_go_of(scene: RowScene) -> None:
     until(lambda: bool(scene.row_reads))
     scene.row_reads[0].leave(TransferError("peer p ended"))
     assert scene.end(prompt).outcome == TOKEN
-    assert prompt.has_ended and bytes_by_way(prompt) == TOLD
+    assert prompt.has_ended and bytes_by_way(prompt) == INLINE
     assert scene.own.take() is None
 
 
@@ -272,7 +273,7 @@ def test_rows_of_this_host_and_rows_that_are_in_reach_are_read(host: str) -> Non
         ({"row_bytes": 64}, "its rows have 64 bytes, those here 4096"),
     ],
 )
-def test_rows_out_of_reach_are_told_with_one_warning(
+def test_rows_out_of_reach_are_sent_inline_with_one_warning(
     offered: dict[str, Any], why: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     scene = RowScene(**offered)
@@ -281,7 +282,7 @@ def test_rows_out_of_reach_are_told_with_one_warning(
             for room in (5, 6):
                 scene.complete(room=room)
                 prompt = scene.end(scene.begin([9], room=room))
-                assert (prompt.outcome, bytes_by_way(prompt)) == (TOKEN, TOLD)
+                assert (prompt.outcome, bytes_by_way(prompt)) == (TOKEN, INLINE)
         assert scene.row_reads == []
         (warning,) = warnings_of(caplog)
         assert warning.endswith(f"the pages: {why}")
@@ -293,24 +294,24 @@ def test_a_prefill_server_without_rows(caplog: pytest.LogCaptureFixture) -> None
     scene = Scene()
     reader = MetadataReader(MetadataBuffers(1, torch.device("cpu")), HERE)
     try:
-        scene.desk.open(ROOM)
-        scene.desk.complete(ROOM, TOKEN)
+        scene.prefill.open(ROOM)
+        scene.prefill.complete(ROOM, TOKEN)
         with caplog.at_level(logging.WARNING):
-            prompt = scene.end(scene.begin([], metadata=reader, timeouts=PATIENT))
-        assert bytes_by_way(prompt) == TOLD
+            prompt = scene.end(scene.begin([], metadata=reader, timeouts=LONG_TIMEOUTS))
+        assert bytes_by_way(prompt) == INLINE
         (warning,) = warnings_of(caplog)
         assert "it has no rows" in warning
     finally:
         scene.close()
 
 
-def test_a_decode_server_without_rows_is_told(
+def test_a_decode_server_without_rows_gets_it_inline(
     scene: RowScene, caplog: pytest.LogCaptureFixture
 ) -> None:
     scene.complete()
     with caplog.at_level(logging.WARNING):
         prompt = scene.end(scene.begin([9], metadata=MetadataReader()))
-    assert (prompt.outcome, bytes_by_way(prompt)) == (TOKEN, TOLD)
+    assert (prompt.outcome, bytes_by_way(prompt)) == (TOKEN, INLINE)
     assert warnings_of(caplog) == [], "that is what it was asked for"
 
 

@@ -54,7 +54,7 @@ def test_what_an_earlier_room_left_behind_it_does_not_matter() -> None:
     assert unpack_row(row_of(FEW, before=row_of(ALL, 3)), ROOM) == FEW
 
 
-def test_words_that_are_too_long_have_no_row() -> None:
+def test_metadata_that_is_too_long_has_no_row() -> None:
     assert pack_row(ROOM, FirstToken(token_id=1, prompt_len=1, prompt_digest="d" * 4000)) is None
 
 
@@ -90,14 +90,14 @@ def test_rows_of_two_rooms_that_are_mixed() -> None:
         unpack_row(row_of(ALL)[:1000] + bytes(ROW_BYTES - 1000), ROOM)
 
 
-def test_the_words_of_another_room_are_not_those_of_this_one() -> None:
+def test_metadata_of_another_room_is_not_that_of_this_one() -> None:
     """Though all but the room's number were right."""
     row = row_of(FEW, 4)
     with pytest.raises(BadRow, match="torn"):
         unpack_row((5).to_bytes(8, "little") + row[8:], 5)
 
 
-def test_noise_is_never_taken_for_words() -> None:
+def test_noise_is_never_taken_for_metadata() -> None:
     rng = random.Random(1)
     for _ in range(300):
         noise = (5).to_bytes(8, "little") + rng.randbytes(ROW_BYTES - 8)

@@ -8,9 +8,6 @@ from collections.abc import Callable, Iterator, Sequence
 import msgspec
 import pytest
 
-from rigs.disaggregation.control_proxy import ControlProxy
-from rigs.disaggregation.desk_rig import Asker
-from rigs.disaggregation.prompt_scene import PAGES, PATIENT, ROOM, TOKEN, Scene, until
 from sglang.srt.disaggregation.common import control_connection
 from sglang.srt.disaggregation.common.control_connection import Timeouts
 from sglang.srt.disaggregation.common.link_costs import LinkCosts
@@ -26,6 +23,9 @@ from sglang.srt.disaggregation.common.protocol import (
 from sglang.srt.disaggregation.common.staging import NUM_BUFFERS, StagingBuffer
 from sglang.srt.distributed.device_communicators.transfer_types import PeerUnreachable
 from sglang.test.ci.ci_register import register_cpu_ci
+from rigs.disaggregation.control_proxy import ControlProxy
+from rigs.disaggregation.desk_rig import Asker
+from rigs.disaggregation.prompt_scene import LONG_TIMEOUTS, PAGES, ROOM, TOKEN, Scene, until
 
 register_cpu_ci(est_time=5, suite="base-a-test-cpu")
 
@@ -42,9 +42,9 @@ def scene() -> Iterator[Scene]:
 
 
 def fill(scene: Scene, pages: Sequence[int] = THEIRS) -> None:
-    scene.desk.open(ROOM)
-    scene.desk.add_pages(ROOM, pages)
-    scene.desk.complete(ROOM, TOKEN)
+    scene.prefill.open(ROOM)
+    scene.prefill.add_pages(ROOM, pages)
+    scene.prefill.complete(ROOM, TOKEN)
 
 
 def lengths(scene: Scene) -> list[list[int]]:
@@ -68,16 +68,16 @@ def test_units_are_read_whole(scene: Scene) -> None:
     metric = prompt.get_transfer_metric()
     assert metric.transfer_total_bytes == 32 * 16 and metric.transfer_latency_s > 0
     assert_all_free(scene)
-    assert scene.desk.outcome(ROOM) == ""
+    assert scene.prefill.outcome(ROOM) == ""
 
 
 def test_pages_are_packed_as_they_come(scene: Scene) -> None:
     prompt = scene.begin(OWN, first_page=1)
-    scene.desk.open(ROOM)
-    scene.desk.add_pages(ROOM, [15, *THEIRS[:3]])
+    scene.prefill.open(ROOM)
+    scene.prefill.add_pages(ROOM, [15, *THEIRS[:3]])
     until(lambda: sum(map(sum, lengths(scene))) == 3 * 64)
-    scene.desk.add_pages(ROOM, THEIRS[3:])
-    scene.desk.complete(ROOM, TOKEN)
+    scene.prefill.add_pages(ROOM, THEIRS[3:])
+    scene.prefill.complete(ROOM, TOKEN)
     assert scene.end(prompt).outcome == TOKEN
     scene.assert_read(THEIRS, OWN)
     assert lengths(scene) == [[96]] * 5 + [[32]], "two units of the first pages, four of the others"
@@ -161,10 +161,10 @@ def test_messages_that_are_lost_doubled_and_late(
             prompts.append((scene.begin(own, room=100 + number), own, rng.sample(range(16), 4)))
         for number, (_, _, theirs) in enumerate(prompts):
             room = 100 + number
-            scene.desk.open(room)
-            scene.desk.add_pages(room, theirs[:1])
-            scene.desk.add_pages(room, theirs[1:])
-            scene.desk.complete(room, TOKEN)
+            scene.prefill.open(room)
+            scene.prefill.add_pages(room, theirs[:1])
+            scene.prefill.add_pages(room, theirs[1:])
+            scene.prefill.complete(room, TOKEN)
         for prompt, _, _ in prompts:
             assert scene.end(prompt).outcome == TOKEN
     scene.assert_read(
@@ -172,18 +172,18 @@ def test_messages_that_are_lost_doubled_and_late(
         [page for _, own, _ in prompts for page in own],
     )
     for number in range(4):
-        scene.desk.end(100 + number)
+        scene.prefill.end(100 + number)
     assert_all_free(scene)
 
 
-# ---- what the desk says ------------------------------------------------------------------------
+# ---- answers of the prefill server -------------------------------------------------------------
 
 
 class Packing(Asker):
     """A part that says what it likes."""
 
     def __init__(self, scene: Scene) -> None:
-        super().__init__(scene.desk.port)
+        super().__init__(scene.prefill.port)
         buffers = [pool.address for pool in scene.there.geometry.pools[0].buffers]
         self.pack = Pack(ROOM, "me", 0, 0, buffers, 0, len(THEIRS), UNIT)
 
@@ -219,7 +219,7 @@ def test_what_is_said_counts_though_the_next_question_comes_before_its_answer(
     assert_all_free(scene)
 
 
-def test_a_desk_that_packs_nothing_says_so() -> None:
+def test_a_server_that_packs_nothing_says_so() -> None:
     scene = Scene()
     try:
         fill(scene)
@@ -247,7 +247,7 @@ def test_a_room_that_ends_gives_its_units_back_at_once(
     """Though they may still be read. Memory of the reader is kept until nothing is."""
     monkeypatch.setattr(control_connection, "REPEAT_S", 0.02)
     begun(scene)
-    scene.desk.end(ROOM, "out of memory")
+    scene.prefill.end(ROOM, "out of memory")
     until(lambda: len(scene.units._free) == scene.units._num_made)
     (prompt,) = scene.prompts
     until(lambda: isinstance(prompt.outcome, str))
@@ -268,7 +268,7 @@ def test_an_abort_while_units_are_read(scene: Scene) -> None:
     assert not prompt.has_ended
     scene.mover.release()
     scene.end(prompt)
-    scene.desk.end(ROOM)
+    scene.prefill.end(ROOM)
     assert_all_free(scene)
 
 
@@ -277,7 +277,7 @@ def test_a_read_that_fails(scene: Scene) -> None:
     scene.mover.fails = lambda blocks: PeerUnreachable("p", "is gone")
     why = scene.failure(scene.begin(OWN))
     assert why == "reading from the prefill server failed: peer p is gone"
-    scene.desk.end(ROOM)
+    scene.prefill.end(ROOM)
     assert_all_free(scene)
 
 
@@ -370,7 +370,7 @@ def test_answers_that_cannot_be(scene: Scene, monkeypatch: pytest.MonkeyPatch, k
 
     monkeypatch.setattr(msgspec.msgpack, "encode", spoiled)
     fill(scene)
-    assert scene.failure(scene.begin(OWN, timeouts=PATIENT)) == why
+    assert scene.failure(scene.begin(OWN, timeouts=LONG_TIMEOUTS)) == why
 
 
 if __name__ == "__main__":

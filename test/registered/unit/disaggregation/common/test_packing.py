@@ -36,7 +36,7 @@ UNITS = list(rounds([24, 10], len(PAGES), 48))
 
 
 class Place:
-    """A packer, and what it has told."""
+    """A packer, and what it has answered."""
 
     def __init__(self) -> None:
         self.staging = Staging(LocalMover(), torch.device("cpu"), num_bytes=64)
@@ -58,7 +58,7 @@ class Place:
     def ask(self, **fields: int) -> Packed:
         return self.packer.ask(msgspec.structs.replace(FIRST, **fields), PAGES)
 
-    def told(self, count: int, **fields: int) -> Packed:
+    def packed(self, count: int, **fields: int) -> Packed:
         """The answer, once it has `count` units."""
         answers: list[Packed] = []
 
@@ -85,7 +85,7 @@ def place() -> Iterator[Place]:
 
 def test_units_are_packed_in_order_as_far_as_the_window_goes(place: Place) -> None:
     assert len(UNITS) == 6
-    answer = place.told(WINDOW)
+    answer = place.packed(WINDOW)
     assert (answer.first, answer.failure) == (0, None)
     place.until_free(NUM_BUFFERS - WINDOW)
     for unit, address in enumerate(answer.places):
@@ -93,9 +93,9 @@ def test_units_are_packed_in_order_as_far_as_the_window_goes(place: Place) -> No
 
 
 def test_a_unit_is_the_readers_until_it_says_that_it_has_it(place: Place) -> None:
-    before = place.told(WINDOW)
+    before = place.packed(WINDOW)
     assert place.ask() == before, "however often it asks"
-    after = place.told(WINDOW, done=1)
+    after = place.packed(WINDOW, done=1)
     assert (after.first, after.places[:-1]) == (1, before.places[1:])
     place.assert_holds(after.places[-1], WINDOW)
     assert place.ask(done=0) == after, "a question that was late changes nothing"
@@ -103,7 +103,7 @@ def test_a_unit_is_the_readers_until_it_says_that_it_has_it(place: Place) -> Non
 
 def test_all_units_come_and_all_memory_is_free_again(place: Place) -> None:
     for done in range(len(UNITS)):
-        answer = place.told(min(WINDOW, len(UNITS) - done), done=done)
+        answer = place.packed(min(WINDOW, len(UNITS) - done), done=done)
         place.assert_holds(answer.places[0], done)
     assert place.ask(done=len(UNITS)).places == []
     assert place.num_free == NUM_BUFFERS
@@ -111,20 +111,20 @@ def test_all_units_come_and_all_memory_is_free_again(place: Place) -> None:
 
 
 def test_the_next_packing_of_a_part_ends_the_one_before(place: Place) -> None:
-    place.told(WINDOW)
-    place.told(WINDOW, number=1)
+    place.packed(WINDOW)
+    place.packed(WINDOW, number=1)
     place.until_free(NUM_BUFFERS - WINDOW)
     assert place.ask(number=0) == Packed(5, 0), "a question that was late"
-    place.told(1, part=1)
+    place.packed(1, part=1)
     place.until_free(0)
 
 
 def test_rooms_take_turns(place: Place) -> None:
     """The second has a unit at once, and one more for each that the first has read."""
-    place.told(WINDOW)
-    place.told(NUM_BUFFERS - WINDOW, room=6)
+    place.packed(WINDOW)
+    place.packed(NUM_BUFFERS - WINDOW, room=6)
     place.packer.end(5)
-    place.told(WINDOW, room=6)
+    place.packed(WINDOW, room=6)
     place.packer.end(5)
     place.packer.end(6)
     assert place.num_free == NUM_BUFFERS
@@ -152,7 +152,7 @@ def test_a_unit_that_is_being_packed_is_nobody_elses_though_its_room_has_ended(
 
 
 def test_what_the_reader_has_needs_no_memory(place: Place) -> None:
-    place.told(WINDOW)
+    place.packed(WINDOW)
     place.packer.note_read(5, 0, len(PAGES) - 1)
     place.packer.note_read(5, 1, len(PAGES))
     place.until_free(NUM_BUFFERS - WINDOW)
@@ -162,7 +162,7 @@ def test_what_the_reader_has_needs_no_memory(place: Place) -> None:
 
 
 def test_what_is_not_wanted_any_more_is_not_packed(place: Place) -> None:
-    place.told(WINDOW)
+    place.packed(WINDOW)
     assert place.ask(done=len(UNITS)).places == []
     place.until_free(NUM_BUFFERS)
 
@@ -179,7 +179,7 @@ def test_a_packing_that_fails_says_why_and_the_next_goes_on(
         assert wait_until(lambda: place.ask().failure is not None, 10, interval=0.002)
     assert place.ask().failure == "packing pages failed: RuntimeError: no memory"
     place.until_free(NUM_BUFFERS)
-    place.told(WINDOW, number=1)
+    place.packed(WINDOW, number=1)
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The prefill server's desk: what it answers in each state of a room, whatever it is sent."""
+"""The rooms of a prefill server: answers in each state of a room, and to bad messages."""
 
 from __future__ import annotations
 
@@ -12,16 +12,6 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from rigs.disaggregation.desk_rig import (
-    LAYOUT,
-    SILENT_S,
-    TOKEN,
-    Asker,
-    Clock,
-    Desk,
-    fill,
-    until,
-)
 from sglang.srt.disaggregation.common.control_connection import (
     Cancellation,
     ControlConnection,
@@ -49,6 +39,16 @@ from sglang.srt.disaggregation.control.control_listener import STRANGERS_FRAMES_
 from sglang.srt.disaggregation.control.deployment_secret import DeploymentSecret
 from sglang.srt.utils.network import can_connect
 from sglang.test.ci.ci_register import register_cpu_ci
+from rigs.disaggregation.desk_rig import (
+    LAYOUT,
+    SILENT_S,
+    TOKEN,
+    Asker,
+    Clock,
+    PrefillRooms,
+    fill,
+    until,
+)
 
 register_cpu_ci(est_time=6, suite="base-a-test-cpu")
 
@@ -60,28 +60,28 @@ def test_hello_is_answered_with_the_offer(asker: Asker) -> None:
     assert asker.ask(Hello()) == LAYOUT
 
 
-def test_a_question_waits_for_news(desk: Desk, asker: Asker) -> None:
+def test_a_question_waits_for_a_change(prefill: PrefillRooms, asker: Asker) -> None:
     number = asker.send(Poll(1, "me", 0))
-    desk.open(1)
-    desk.add_pages(1, [5, 6])
+    prefill.open(1)
+    prefill.add_pages(1, [5, 6])
     assert asker.hear() == Answered(number, "instance", RoomStatus(1, True, 0, [5, 6]))
     number = asker.send(Poll(1, "me", 2))
-    desk.add_pages(1, [9])
-    assert desk.senders[1].num_sent == 3
+    prefill.add_pages(1, [9])
+    assert prefill.senders[1].num_sent == 3
     assert asker.hear() == Answered(number, "instance", RoomStatus(1, True, 2, [9]))
     number = asker.send(Poll(1, "me", 3))
-    desk.complete(1, TOKEN)
+    prefill.complete(1, TOKEN)
     assert asker.hear() == Answered(number, "instance", RoomStatus(1, True, 3, [], TOKEN))
-    assert desk.outcome(1) is None
+    assert prefill.outcome(1) is None
     assert asker.ask(Received(1, "me")) == Released(1, was_held=True)
-    assert desk.outcome(1) == ""
-    desk.end(1)
+    assert prefill.outcome(1) == ""
+    prefill.end(1)
 
 
-def test_without_news_the_answer_comes_when_the_asker_has_waited(
-    desk: Desk, asker: Asker, clock: Clock
+def test_without_a_change_the_answer_comes_when_the_asker_has_waited(
+    prefill: PrefillRooms, asker: Asker, clock: Clock
 ) -> None:
-    desk.open(2)
+    prefill.open(2)
     for room, is_known in ((1, False), (2, True)):
         asker.send(Poll(room, "me", 0))
         assert asker.look(room) == RoomStatus(room, is_known)
@@ -90,7 +90,7 @@ def test_without_news_the_answer_comes_when_the_asker_has_waited(
 
 
 def test_repeating_a_question_does_not_put_off_its_answer(
-    desk: Desk, asker: Asker, clock: Clock
+    prefill: PrefillRooms, asker: Asker, clock: Clock
 ) -> None:
     number = asker.send(Poll(1, "me", 0))
     asker.look(1)
@@ -101,8 +101,10 @@ def test_repeating_a_question_does_not_put_off_its_answer(
     assert asker.hear().number == number
 
 
-def test_who_has_the_token_waits_for_pages(desk: Desk, asker: Asker, clock: Clock) -> None:
-    fill(desk, 1)
+def test_who_has_the_token_waits_for_pages(
+    prefill: PrefillRooms, asker: Asker, clock: Clock
+) -> None:
+    fill(prefill, 1)
     asker.send(Poll(1, "me", 2, has_token=True))
     asker.look(1, have=2)
     assert asker.hears_nothing()
@@ -110,13 +112,15 @@ def test_who_has_the_token_waits_for_pages(desk: Desk, asker: Asker, clock: Cloc
     assert asker.hear().answer == RoomStatus(1, True, 2, [], TOKEN)
 
 
-def test_each_asker_gets_its_own_answer(desk: Desk, new_asker: Callable[[], Asker]) -> None:
+def test_each_asker_gets_its_own_answer(
+    prefill: PrefillRooms, new_asker: Callable[[], Asker]
+) -> None:
     askers = [new_asker() for _ in range(40)]
     for room, one in enumerate(askers):
         one.send(Poll(room, f"reader {room}", 0))
     for room in range(40):
-        desk.open(room)
-        desk.add_pages(room, [100 + room])
+        prefill.open(room)
+        prefill.add_pages(room, [100 + room])
     assert [one.hear().answer for one in askers] == [
         RoomStatus(room, True, 0, [100 + room]) for room in range(40)
     ]
@@ -125,24 +129,26 @@ def test_each_asker_gets_its_own_answer(desk: Desk, new_asker: Callable[[], Aske
 # ---- before a decode server has slots ----------------------------------------------------------
 
 
-def test_a_question_about_rooms_claims_none(desk: Desk, asker: Asker) -> None:
+def test_a_question_about_rooms_claims_none(prefill: PrefillRooms, asker: Asker) -> None:
     number = asker.send(BootstrapPoll(1, [1, 2, 3]))
-    desk.open(2)
+    prefill.open(2)
     assert asker.hear() == Answered(number, "instance", BootstrapStatus(1, [2]))
-    desk.open(3)
-    desk.end(3, "out of memory")
+    prefill.open(3)
+    prefill.end(3, "out of memory")
     assert asker.ask(BootstrapPoll(2, [1, 3], [2])) == BootstrapStatus(2, [], {3: "out of memory"})
-    assert not desk.take_claimed()
+    assert not prefill.take_claimed()
     assert asker.look(2) == RoomStatus(2, True)
-    assert desk.take_claimed() == [2]
+    assert prefill.take_claimed() == [2]
 
 
-def test_known_rooms_are_told_of_when_they_end(desk: Desk, asker: Asker, clock: Clock) -> None:
-    desk.open(1)
+def test_the_end_of_known_rooms_is_reported(
+    prefill: PrefillRooms, asker: Asker, clock: Clock
+) -> None:
+    prefill.open(1)
     number = asker.send(BootstrapPoll(1, [], [1]))
     assert asker.look(5) == RoomStatus(5, False)
     assert asker.hears_nothing()
-    desk.end(1, "aborted")
+    prefill.end(1, "aborted")
     assert asker.hear() == Answered(number, "instance", BootstrapStatus(1, [], {1: "aborted"}))
     asker.send(BootstrapPoll(2, [7], []))
     asker.look(5)
@@ -150,53 +156,55 @@ def test_known_rooms_are_told_of_when_they_end(desk: Desk, asker: Asker, clock: 
     assert asker.hear().answer == BootstrapStatus(2), "there are no news"
 
 
-def test_rooms_that_no_decode_server_names_are_told(desk: Desk, asker: Asker, clock: Clock) -> None:
+def test_rooms_that_no_decode_server_names_are_reported(
+    prefill: PrefillRooms, asker: Asker, clock: Clock
+) -> None:
     for room in (1, 2, 3, 4):
-        desk.open(room)
+        prefill.open(room)
     asker.look(4)  # It is asked for.
     clock.now += SILENT_S
     assert asker.ask(BootstrapPoll(1, [1])) == BootstrapStatus(1, [1])
     asker.send(BootstrapPoll(2, [], [1]))
     asker.look(4)  # The question has come.
-    assert desk.unheard_of([1, 2, 3, 4], SILENT_S) == {}
+    assert prefill.unheard_of([1, 2, 3, 4], SILENT_S) == {}
     clock.now += 1
     never = f"no decode server has asked for it within {SILENT_S} s"
-    assert desk.unheard_of([1, 2, 4], SILENT_S) == {2: never}
+    assert prefill.unheard_of([1, 2, 4], SILENT_S) == {2: never}
     clock.now += SILENT_S
     gone = f"the decode server has not been heard of for {SILENT_S} s"
-    assert desk.unheard_of([1, 3], SILENT_S) == {1: gone, 3: never}
+    assert prefill.unheard_of([1, 3], SILENT_S) == {1: gone, 3: never}
 
 
 def test_no_room_counts_as_unknown_while_a_decode_server_cannot_name_more(
-    desk: Desk, asker: Asker, clock: Clock
+    prefill: PrefillRooms, asker: Asker, clock: Clock
 ) -> None:
-    desk.open(1)
+    prefill.open(1)
     clock.now += SILENT_S + 1
     asker.send(BootstrapPoll(1, list(range(10, 10 + MAX_POLLED_ROOMS))))
     asker.look(3)  # The question has come.
-    assert desk.unheard_of([1], SILENT_S) == {}
-    desk.open(2)
+    assert prefill.unheard_of([1], SILENT_S) == {}
+    prefill.open(2)
     clock.now += SILENT_S + 1
-    assert desk.unheard_of([1, 2], SILENT_S).keys() == {1, 2}
+    assert prefill.unheard_of([1, 2], SILENT_S).keys() == {1, 2}
 
 
-def test_rooms_are_declined_once_and_that_is_confirmed(desk: Desk, asker: Asker) -> None:
-    desk.open(1)
+def test_rooms_are_declined_once_and_that_is_confirmed(prefill: PrefillRooms, asker: Asker) -> None:
+    prefill.open(1)
     declined = {1: "aborted", 2: "the queue is full"}
     for serial in (1, 2):
         answer = asker.ask(BootstrapPoll(serial, [9], [], declined))
         assert answer == BootstrapStatus(serial, [], {}), "at once"
-    desk.open(2)
+    prefill.open(2)
     gave_up = "the decode server gave it up: "
-    assert desk.take_given_up() == {1: gave_up + declined[1], 2: gave_up + declined[2]}
+    assert prefill.take_given_up() == {1: gave_up + declined[1], 2: gave_up + declined[2]}
     assert asker.ask(BootstrapPoll(3, [1])) == BootstrapStatus(3, [], {1: gave_up + declined[1]})
 
 
-def test_a_room_that_is_being_read_cannot_be_declined(desk: Desk, asker: Asker) -> None:
-    fill(desk, 1)
+def test_a_room_that_is_being_read_cannot_be_declined(prefill: PrefillRooms, asker: Asker) -> None:
+    fill(prefill, 1)
     asker.look(1)
     asker.ask(BootstrapPoll(1, [], [], {1: "not mine"}))
-    assert desk.take_given_up() == {}
+    assert prefill.take_given_up() == {}
     assert asker.look(1).failure is None
 
 
@@ -204,80 +212,82 @@ def test_a_room_that_is_being_read_cannot_be_declined(desk: Desk, asker: Asker) 
 
 
 def test_received_may_be_said_again_until_the_room_is_forgotten(
-    desk: Desk, asker: Asker, clock: Clock
+    prefill: PrefillRooms, asker: Asker, clock: Clock
 ) -> None:
-    fill(desk, 1)
+    fill(prefill, 1)
     asker.look(1)
     for _ in range(2):
         assert asker.ask(Received(1, "me")) == Released(1, was_held=True)
-    desk.end(1)
-    desk.end(1)
+    prefill.end(1)
+    prefill.end(1)
     assert asker.ask(Received(1, "me")) == Released(1, was_held=True)
-    assert desk._rooms[1].pages == [] and desk._rooms[1].metadata is None, "a minute is long"
-    desk.forget(1)
+    assert prefill._rooms[1].pages == [] and prefill._rooms[1].metadata is None, "a minute is long"
+    prefill.forget(1)
     assert asker.look(1) == RoomStatus(1, is_known=False)
     assert asker.ask(Received(1, "me")) == Released(1, was_held=False)
 
 
 @pytest.mark.parametrize("is_complete", [False, True])
 def test_what_is_read_while_the_room_ends_does_not_count(
-    desk: Desk, asker: Asker, is_complete: bool
+    prefill: PrefillRooms, asker: Asker, is_complete: bool
 ) -> None:
-    desk.open(1)
-    desk.add_pages(1, [5])
+    prefill.open(1)
+    prefill.add_pages(1, [5])
     if is_complete:
-        desk.complete(1, TOKEN)
+        prefill.complete(1, TOKEN)
     assert asker.look(1).pages == [5]
-    desk.end(1, "out of memory")
+    prefill.end(1, "out of memory")
     assert asker.look(1) == RoomStatus(1, True, failure="out of memory")
     assert asker.ask(Received(1, "me")) == Released(1, was_held=False)
-    assert desk.outcome(1) == "out of memory"
+    assert prefill.outcome(1) == "out of memory"
 
 
-def test_received_before_all_is_there_does_not_count(desk: Desk, asker: Asker) -> None:
-    desk.open(1)
-    desk.add_pages(1, [5])
+def test_received_before_all_is_there_does_not_count(prefill: PrefillRooms, asker: Asker) -> None:
+    prefill.open(1)
+    prefill.add_pages(1, [5])
     asker.look(1)
     assert asker.ask(Received(1, "me")) == Released(1, was_held=False)
     assert asker.ask(Received(2, "me")) == Released(2, was_held=False)
-    assert desk.outcome(1) is None, "the reader is there"
+    assert prefill.outcome(1) is None, "the reader is there"
 
 
-def test_a_waiting_question_hears_of_the_end(desk: Desk, asker: Asker) -> None:
-    desk.open(1)
+def test_a_waiting_question_hears_of_the_end(prefill: PrefillRooms, asker: Asker) -> None:
+    prefill.open(1)
     asker.send(Poll(1, "me", 0))
     asker.look(1)
-    desk.end(1, "too long")
+    prefill.end(1, "too long")
     assert asker.hear().answer == RoomStatus(1, True, failure="too long")
 
 
-def test_a_room_is_read_once(desk: Desk, new_asker: Callable[[], Asker]) -> None:
+def test_a_room_is_read_once(prefill: PrefillRooms, new_asker: Callable[[], Asker]) -> None:
     """Another reader would read pages that are free as soon as the first has its own."""
     first, second = new_asker(), new_asker()
-    fill(desk, 1)
+    fill(prefill, 1)
     assert first.look(1, "first").pages == [3, 4]
     news = second.look(1, "second")
     assert news.failure == "the room belongs to another reader: draw one for each request"
     assert (news.pages, news.first_token) == ([], None)
     assert second.ask(Received(1, "second")) == Released(1, was_held=False)
     assert second.ask(GiveUp(1, "second", "because")) == Released(1, was_held=False)
-    assert (desk.outcome(1), desk.take_given_up()) == (None, {})
+    assert (prefill.outcome(1), prefill.take_given_up()) == (None, {})
     assert first.ask(Received(1, "first")) == Released(1, was_held=True)
-    desk.end(1)
+    prefill.end(1)
     assert first.look(1, "first").failure == "a decode server has read it already"
 
 
-def test_a_room_may_be_opened_again_when_it_is_forgotten(desk: Desk, asker: Asker) -> None:
-    desk.open(1)
-    desk.add_pages(1, [5])
+def test_a_room_may_be_opened_again_when_it_is_forgotten(
+    prefill: PrefillRooms, asker: Asker
+) -> None:
+    prefill.open(1)
+    prefill.add_pages(1, [5])
     with pytest.raises(AssertionError, match="room 1 is open"):
-        desk.forget(1)
+        prefill.forget(1)
     assert asker.look(1).pages == [5]
-    desk.end(1, "over")
+    prefill.end(1, "over")
     assert asker.look(1).failure == "over"
-    desk.forget(1)
+    prefill.forget(1)
     assert not asker.look(1).is_known
-    desk.open(1)
+    prefill.open(1)
     assert asker.look(1) == RoomStatus(1, True)
 
 
@@ -300,17 +310,17 @@ def test_a_room_may_be_opened_again_when_it_is_forgotten(desk: Desk, asker: Aske
         msgspec.msgpack.encode([1, {"type": "Hello", "version": 1.5}]),
     ],
 )
-def test_garbage_is_dropped(desk: Desk, asker: Asker, raw: bytes) -> None:
-    fill(desk, 1)
+def test_garbage_is_dropped(prefill: PrefillRooms, asker: Asker, raw: bytes) -> None:
+    fill(prefill, 1)
     asker.link.send(raw)
     assert asker.look(1).pages == [3, 4]
     assert asker.hears_nothing()
 
 
 def test_a_message_that_is_too_large_ends_its_connection_alone(
-    desk: Desk, new_asker: Callable[[], Asker]
+    prefill: PrefillRooms, new_asker: Callable[[], Asker]
 ) -> None:
-    fill(desk, 1)
+    fill(prefill, 1)
     good, bad = new_asker(), new_asker()
     good.ask(Hello())
     bad.send(GiveUp(1, "me", "x" * (2 << 20)))
@@ -342,11 +352,11 @@ questions = st.one_of(
 
 @settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(st.one_of(st.binary(max_size=64), questions), max_size=8))
-def test_whatever_comes_the_desk_goes_on(
-    desk: Desk, asker: Asker, messages: list[bytes | Question]
+def test_whatever_comes_the_server_goes_on(
+    prefill: PrefillRooms, asker: Asker, messages: list[bytes | Question]
 ) -> None:
-    if 2 not in desk._rooms:
-        fill(desk, 2)
+    if 2 not in prefill._rooms:
+        fill(prefill, 2)
     asker.look(2)  # Strangers are answered slowly.
     for message in messages:
         if isinstance(message, bytes):
@@ -357,26 +367,28 @@ def test_whatever_comes_the_desk_goes_on(
     assert asker.hears_nothing()
 
 
-def test_a_desk_that_fails_ends_the_scheduler(
-    desk: Desk, asker: Asker, monkeypatch: pytest.MonkeyPatch
+def test_a_server_that_fails_ends_the_scheduler(
+    prefill: PrefillRooms, asker: Asker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Else the server would look healthy and serve no request."""
 
     def fail(question: Question) -> Answer:
         raise KeyError("a defect")
 
-    desk.check()
-    monkeypatch.setattr(desk, "_answer", fail)
+    prefill.check()
+    monkeypatch.setattr(prefill, "_answer", fail)
     asker.send(Hello())
-    until(lambda: not desk._thread.is_alive())
+    until(lambda: not prefill._thread.is_alive())
     with pytest.raises(RuntimeError, match="decode servers are no longer answered") as raised:
-        desk.check()
+        prefill.check()
     assert isinstance(raised.value.__cause__, KeyError)
 
 
-def test_who_names_a_room_is_no_stranger(desk: Desk, new_asker: Callable[[], Asker]) -> None:
+def test_who_names_a_room_is_no_stranger(
+    prefill: PrefillRooms, new_asker: Callable[[], Asker]
+) -> None:
     """Strangers are answered slowly, and make room for others."""
-    fill(desk, 1)
+    fill(prefill, 1)
     asker = new_asker()
     assert asker.look(1).pages == [3, 4]
     began = time.monotonic()
@@ -385,25 +397,27 @@ def test_who_names_a_room_is_no_stranger(desk: Desk, new_asker: Callable[[], Ask
     assert time.monotonic() - began < 400 / STRANGERS_FRAMES_A_SECOND / 2
 
 
-def test_a_flood_holds_up_no_waiting_question(desk: Desk, new_asker: Callable[[], Asker]) -> None:
+def test_a_flood_holds_up_no_waiting_question(
+    prefill: PrefillRooms, new_asker: Callable[[], Asker]
+) -> None:
     flooding, asker = [new_asker() for _ in range(20)], new_asker()
     number = asker.send(Poll(1, "me", 0))
     for _ in range(200):
         for one in flooding:
             one.send(Poll(2, "x", 0, may_wait=False))
-    desk.open(1)
-    desk.add_pages(1, [5])
+    prefill.open(1)
+    prefill.add_pages(1, [5])
     assert asker.hear(2.0) == Answered(number, "instance", RoomStatus(1, True, 0, [5]))
 
 
-def test_a_desk_with_a_secret_answers_who_has_it() -> None:
+def test_a_server_with_a_secret_answers_who_has_it() -> None:
     secret = DeploymentSecret("the secret of this deployment")
-    desk = Desk(LAYOUT, "127.0.0.1", unwanted_s=1, silent_s=60, secret=secret)
-    asker = Asker(desk.port, secret)
+    prefill = PrefillRooms(LAYOUT, "127.0.0.1", unwanted_s=1, silent_s=60, secret=secret)
+    asker = Asker(prefill.port, secret)
     assert asker.ask(Hello()) == LAYOUT
     timeouts = Timeouts(bootstrap=10, waiting=10, silence=10)
     for other in (None, DeploymentSecret("the secret of another deployment")):
-        endpoint = f"tcp://127.0.0.1:{desk.port}"
+        endpoint = f"tcp://127.0.0.1:{prefill.port}"
         why = f"^the prefill server at {endpoint} refuses this server, which has .* secret: give"
         with (
             ControlConnection(
@@ -413,47 +427,47 @@ def test_a_desk_with_a_secret_answers_who_has_it() -> None:
         ):
             connection.ask(Hello(), KVLayout)
     asker.link.close()
-    desk.close()
+    prefill.close()
 
 
 # ---- shutting down -----------------------------------------------------------------------------
 
 
-def test_what_ended_last_is_still_told(
-    desk: Desk, new_asker: Callable[[], Asker], monkeypatch: pytest.MonkeyPatch
+def test_what_ended_last_is_still_reported(
+    prefill: PrefillRooms, new_asker: Callable[[], Asker], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Else a decode server would wait until it takes the silence for a failure."""
     busy, asker = new_asker(), new_asker()
-    desk.open(1)
+    prefill.open(1)
     asker.send(Poll(1, "me", 0))
     asker.look(1)
     replying, go_on = threading.Event(), threading.Event()
-    reply = desk._reply
+    reply = prefill._reply
 
     def slow(*args: Any) -> None:
         replying.set()
         assert go_on.wait(10)
         reply(*args)
 
-    monkeypatch.setattr(desk, "_reply", slow)
-    desk.open(2)
-    desk.end(2, "while the thread is busy, another ends")
+    monkeypatch.setattr(prefill, "_reply", slow)
+    prefill.open(2)
+    prefill.end(2, "while the thread is busy, another ends")
     busy.send(Poll(2, "busy", 0))
     assert replying.wait(10)
-    desk.end(1, "the server is shutting down")
-    closing = threading.Thread(target=desk.close)
+    prefill.end(1, "the server is shutting down")
+    closing = threading.Thread(target=prefill.close)
     closing.start()
-    until(lambda: desk._closing)
+    until(lambda: prefill._closing)
     go_on.set()
     assert asker.hear().answer == RoomStatus(1, True, failure="the server is shutting down")
     closing.join(10)
-    desk.close()
-    assert not can_connect("127.0.0.1", desk.port, timeout=1.0)
+    prefill.close()
+    assert not can_connect("127.0.0.1", prefill.port, timeout=1.0)
 
 
 def test_an_address_of_another_machine_is_refused() -> None:
     with pytest.raises(ValueError, match=r"cannot listen on 192\.0\.2\.1"):
-        Desk(LAYOUT, "192.0.2.1", unwanted_s=1, silent_s=1)
+        PrefillRooms(LAYOUT, "192.0.2.1", unwanted_s=1, silent_s=1)
 
 
 if __name__ == "__main__":

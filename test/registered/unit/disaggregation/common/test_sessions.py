@@ -166,8 +166,8 @@ def test_a_probe_that_takes_long_holds_up_no_prompt(peers: LocalMover) -> None:
 
 def test_a_prompt_keeps_its_session_until_its_reads_have_ended(scene: Scene) -> None:
     name = scene.mover.get_session_id()
-    scene.desk.open(ROOM)
-    scene.desk.add_pages(ROOM, [4])
+    scene.prefill.open(ROOM)
+    scene.prefill.add_pages(ROOM, [4])
     scene.mover.hold = True
     prompt = scene.begin([9])
     until(lambda: bool(scene.mover.begun))
@@ -184,9 +184,9 @@ def test_a_prompt_keeps_its_session_until_its_reads_have_ended(scene: Scene) -> 
 
 def test_a_prompt_that_has_come_leaves_its_session(scene: Scene) -> None:
     name = scene.mover.get_session_id()
-    scene.desk.open(ROOM)
-    scene.desk.add_pages(ROOM, [4])
-    scene.desk.complete(ROOM, TOKEN)
+    scene.prefill.open(ROOM)
+    scene.prefill.add_pages(ROOM, [4])
+    scene.prefill.complete(ROOM, TOKEN)
     prompt = scene.end(scene.begin([9]))
     assert prompt.outcome == TOKEN and scene.sessions.known == [name]
     scene.mover.gone = {scene.endpoint}
@@ -198,8 +198,8 @@ def test_a_prompt_that_fails_ends_the_session_of_a_server_that_is_gone(scene: Sc
     name = scene.mover.get_session_id()
     scene.mover.fails = lambda blocks: PeerUnreachable(name, "ended during a transfer")
     scene.mover.gone = {scene.endpoint}
-    scene.desk.open(ROOM)
-    scene.desk.add_pages(ROOM, [4])
+    scene.prefill.open(ROOM)
+    scene.prefill.add_pages(ROOM, [4])
     assert "ended during a transfer" in scene.failure(scene.begin([9]))
     until(lambda: scene.mover.forgotten == [name])
 

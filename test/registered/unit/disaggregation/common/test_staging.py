@@ -10,10 +10,13 @@ from typing import Any
 
 import pytest
 import torch
+from sglang.test.disaggregation.desk_rig import PrefillRooms
+from sglang.test.disaggregation.pd_rig import LocalMover
+from sglang.test.disaggregation.prompt_scene import LONG_TIMEOUTS, ROOM, TOKEN, Prompt
+from sglang.test.servers.scarce_threads import no_threads
 
-from rigs.disaggregation.desk_rig import Desk
 from rigs.disaggregation.pd_rig import LocalMover
-from rigs.disaggregation.prompt_scene import PATIENT, ROOM, TOKEN, Prompt
+from rigs.disaggregation.prompt_scene import ROOM, TOKEN, Prompt
 from rigs.servers.scarce_threads import no_threads
 from sglang.srt.disaggregation.base.bootstrap_route import Route
 from sglang.srt.disaggregation.common import staging
@@ -175,12 +178,12 @@ class Scene:
                 slots = torch.arange(1, len(buffer) + 1).reshape(-1, 1, 1)
                 buffer.copy_((slots + 100 * number) * torch.ones(1, 1, 2))
         self.mover = LocalMover()
-        self.desks = []
+        self.prefills = []
         for number, pool in enumerate(self.theirs):
             layout = PoolGeometry.of([pool], "w", torch.float32).layout(
                 f"rank {number}", "this process"
             )
-            self.desks.append(Desk(layout, "127.0.0.1", unwanted_s=300, silent_s=300))
+            self.prefills.append(PrefillRooms(layout, "127.0.0.1", unwanted_s=300, silent_s=300))
         geometry = PoolGeometry.of([self.own], "w", torch.float32)
         self.context = TransferContext(
             place=RankPlace(),
@@ -190,12 +193,12 @@ class Scene:
             metadata=MetadataReader(),
             sessions=Sessions(self.mover),
             find_rank=self._find,
-            timeouts=PATIENT,
+            timeouts=LONG_TIMEOUTS,
         )
         self._readers = itertools.count()
 
     def _find(self, host: str, port: int, rank: int) -> Route:
-        endpoint = f"tcp://127.0.0.1:{self.desks[rank].port}"
+        endpoint = f"tcp://127.0.0.1:{self.prefills[rank].port}"
         return Route(
             rank=rank,
             endpoint=endpoint,
@@ -215,10 +218,10 @@ class Scene:
         return prompt
 
     def fill(self, room: int = ROOM, pages: Sequence[int] = (4, 7)) -> None:
-        for desk in self.desks:
-            desk.open(room)
-            desk.add_pages(room, pages)
-            desk.complete(room, TOKEN)
+        for prefill in self.prefills:
+            prefill.open(room)
+            prefill.add_pages(room, pages)
+            prefill.complete(room, TOKEN)
 
     def assert_read(self, theirs: Sequence[int], own: Sequence[int]) -> None:
         for buffers in zip(
@@ -233,8 +236,8 @@ class Scene:
 
     def close(self) -> None:
         self.mover.release()
-        for desk in self.desks:
-            desk.close()
+        for prefill in self.prefills:
+            prefill.close()
 
 
 @pytest.fixture
@@ -250,7 +253,7 @@ def test_a_prompt_of_two_ranks_is_there_when_both_parts_are(scene: Scene) -> Non
     until(lambda: prompt.has_ended)
     assert prompt.outcome == TOKEN
     scene.assert_read([4, 7], [3, 5])
-    assert [desk.outcome(ROOM) for desk in scene.desks] == ["", ""]
+    assert [prefill.outcome(ROOM) for prefill in scene.prefills] == ["", ""]
 
 
 def test_a_part_that_fails_ends_the_other_with_its_reason(scene: Scene) -> None:
@@ -262,17 +265,17 @@ def test_a_part_that_fails_ends_the_other_with_its_reason(scene: Scene) -> None:
 
     scene.mover.fails = fails
     prompt = scene.begin([3, 5])
-    for desk in scene.desks:
-        desk.open(ROOM)
-        desk.add_pages(ROOM, [4])
+    for prefill in scene.prefills:
+        prefill.open(ROOM)
+        prefill.add_pages(ROOM, [4])
     until(lambda: prompt.has_ended)
     failure = "reading from the prefill server failed: peer p is gone"
     assert prompt.outcome == failure
-    for desk in scene.desks:
+    for prefill in scene.prefills:
         heard: dict[int, str] = {}
 
-        def is_heard(desk: Desk = desk, heard: dict[int, str] = heard) -> bool:
-            heard.update(desk.take_given_up())
+        def is_heard(prefill: PrefillRooms = prefill, heard: dict[int, str] = heard) -> bool:
+            heard.update(prefill.take_given_up())
             return ROOM in heard
 
         until(is_heard)
@@ -293,9 +296,9 @@ def test_a_part_without_a_thread_ends_the_prompt_and_leaves_no_slot(scene: Scene
 
 def test_a_rank_that_does_not_fit_ends_all_parts(scene: Scene) -> None:
     """Both ranks say that they have the first head."""
-    scene.desks[1].close()
+    scene.prefills[1].close()
     layout = PoolGeometry.of([scene.theirs[0]], "w", torch.float32).layout("rank 1", "this process")
-    scene.desks[1] = Desk(layout, "127.0.0.1", unwanted_s=300, silent_s=300)
+    scene.prefills[1] = PrefillRooms(layout, "127.0.0.1", unwanted_s=300, silent_s=300)
     prompt = scene.begin([3, 5])
     until(lambda: prompt.has_ended)
     why = "none of its ranks has head 1 of pool kv"

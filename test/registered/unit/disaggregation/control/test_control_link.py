@@ -162,7 +162,7 @@ def resident_mib() -> float:
 
 
 @pytest.mark.parametrize("secret", [None, SECRET])
-def test_equal_secrets_meet(
+def test_equal_secrets_connect(
     new_echo: Callable[..., Echo], link_to: LinkTo, secret: DeploymentSecret | None
 ) -> None:
     link = link_to(new_echo(secret), secret)
@@ -317,7 +317,7 @@ def test_nothing_blocks_while_nobody_answers(monkeypatch: pytest.MonkeyPatch) ->
         assert time.monotonic() - began < 5
 
 
-def test_the_last_words_leave(echo: Echo) -> None:
+def test_the_last_message_leaves(echo: Echo) -> None:
     link = ControlLink(echo.endpoint, None)
     link.send(b"goodbye")
     link.close()

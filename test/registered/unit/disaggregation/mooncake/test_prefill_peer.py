@@ -13,10 +13,15 @@ from functools import partial
 
 import msgspec
 import pytest
+from sglang.test.disaggregation import desk_rig
+from sglang.test.disaggregation.control_proxy import ControlProxy
+from sglang.test.disaggregation.desk_rig import PrefillRooms
+from sglang.test.disaggregation.pd_rig import one_rank
+from sglang.test.disaggregation.prompt_scene import ROOM, Server, until
+from sglang.test.servers.scarce_threads import no_threads
 
 from rigs.disaggregation import desk_rig
 from rigs.disaggregation.control_proxy import ControlProxy
-from rigs.disaggregation.desk_rig import Desk
 from rigs.disaggregation.pd_rig import one_rank
 from rigs.disaggregation.prompt_scene import ROOM, Server, until
 from rigs.servers.scarce_threads import no_threads
@@ -32,7 +37,7 @@ from sglang.test.ci.ci_register import register_cpu_ci
 
 register_cpu_ci(est_time=10, suite="base-a-test-cpu")
 
-HASTY = Timeouts(bootstrap=60, waiting=60, silence=0.6)
+SHORT_TIMEOUTS = Timeouts(bootstrap=60, waiting=60, silence=0.6)
 SILENT = "the prefill server at {} has not answered for 0.6 s"
 
 
@@ -47,7 +52,7 @@ def server() -> Iterator[Server]:
 def hasty(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
     """It is missed after 0.6 seconds."""
     monkeypatch.setattr(control_connection, "REPEAT_S", 0.05)
-    one = Server(HASTY)
+    one = Server(SHORT_TIMEOUTS)
     yield one
     one.close()
 
@@ -72,30 +77,30 @@ def test_a_room_is_known_when_its_request_is_there_and_is_not_claimed(server: Se
     receiver, other = server.ask(), server.ask(6)
     until(lambda: other.unknown_since is not None)
     assert not is_known(receiver)
-    server.desk.open(ROOM)
+    server.prefill.open(ROOM)
     until(lambda: is_known(receiver))
     assert list(receiver.sources) == [server.route]
     assert not is_known(other)
-    assert not server.desk.take_claimed(), "it would be computed without slots here"
-    server.desk.open(6)
+    assert not server.prefill.take_claimed(), "it would be computed without slots here"
+    server.prefill.open(6)
     until(lambda: is_known(other))
     assert server.look_ups == [0], "one look-up for all rooms"
 
 
 def test_a_room_that_has_ended_says_why(server: Server) -> None:
-    server.desk.open(ROOM)
-    server.desk.end(ROOM, "the queue is full")
+    server.prefill.open(ROOM)
+    server.prefill.end(ROOM, "the queue is full")
     assert failure(server.ask()) == "the prefill server ended the request: the queue is full"
 
 
 def test_a_known_room_is_watched_until_there_are_slots(server: Server) -> None:
-    server.desk.open(ROOM)
-    server.desk.open(6)
+    server.prefill.open(ROOM)
+    server.prefill.open(6)
     receiver, left = server.ask(), server.ask(6)
     until(lambda: is_known(receiver) and is_known(left))
     server.peer.leave(left)
-    server.desk.end(ROOM, "out of memory")
-    server.desk.end(6, "out of memory")
+    server.prefill.end(ROOM, "out of memory")
+    server.prefill.end(6, "out of memory")
     assert failure(receiver) == "the prefill server ended the request: out of memory"
     assert is_known(left), "its prompt hears that itself"
 
@@ -104,7 +109,7 @@ def test_a_room_that_the_prefill_server_never_gets(server: Server) -> None:
     server.close()
     server = Server(Timeouts(bootstrap=0.3, waiting=60, silence=30))
     try:
-        server.desk.open(6)
+        server.prefill.open(6)
         known, unknown = server.ask(6), server.ask()
         assert failure(unknown) == "the prefill server does not know the request in time"
         assert is_known(known)
@@ -115,7 +120,7 @@ def test_a_room_that_the_prefill_server_never_gets(server: Server) -> None:
 def test_many_rooms_need_one_thread_and_one_connection(server: Server) -> None:
     receivers = [server.ask(room) for room in range(500)]
     for room in range(500):
-        server.desk.open(room)
+        server.prefill.open(room)
     until(lambda: all(is_known(one) for one in receivers))
     named = [one for one in threading.enumerate() if one.name == "disagg-peer"]
     assert len(named) == 1 and server.look_ups == [0]
@@ -128,7 +133,7 @@ def test_questions_keep_a_pace_whatever_is_asked(
     monkeypatch.setattr(prefill_peer, "BURST_S", 0.0)
     began = time.monotonic()
     for room in range(6):
-        server.desk.open(room)
+        server.prefill.open(room)
         until(partial(is_known, server.ask(room)))
     assert time.monotonic() - began >= 0.4, "six questions or more"
 
@@ -138,7 +143,7 @@ def test_the_last_request_of_a_room_counts(server: Server) -> None:
     until(lambda: first.unknown_since is not None)
     server.peer.leave(first)
     second = server.ask()
-    server.desk.open(ROOM)
+    server.prefill.open(ROOM)
     until(lambda: is_known(second))
     assert not is_known(first)
 
@@ -146,35 +151,35 @@ def test_the_last_request_of_a_room_counts(server: Server) -> None:
 # ---- declined rooms ----------------------------------------------------------------------------
 
 
-def given_up(desk: Desk, rooms: set[int]) -> dict[int, str]:
-    """Reasons of rooms that the desk was told of."""
+def given_up(prefill: PrefillRooms, rooms: set[int]) -> dict[int, str]:
+    """Reasons of rooms that were declined."""
     heard: dict[int, str] = {}
 
     def are_heard() -> bool:
-        heard.update(desk.take_given_up())
+        heard.update(prefill.take_given_up())
         return heard.keys() >= rooms
 
     until(are_heard)
     return heard
 
 
-def test_a_flood_of_declined_rooms_is_told_whole(server: Server) -> None:
+def test_a_flood_of_declined_rooms_is_sent_whole(server: Server) -> None:
     rooms = set(range(200))
     for room in rooms:
         server.peer.decline(room, f"reason {room}")
     for room in rooms:
-        server.desk.open(room)  # Some come before that is told, some after.
-    heard = given_up(server.desk, rooms)
+        server.prefill.open(room)  # Some come before they are declined, some after.
+    heard = given_up(server.prefill, rooms)
     assert heard == {room: f"the decode server gave it up: reason {room}" for room in rooms}
     until(lambda: server.peer.is_idle)
 
 
 def test_a_request_that_leaves_is_declined(server: Server) -> None:
-    server.desk.open(ROOM)
+    server.prefill.open(ROOM)
     receiver = server.ask()
     until(lambda: is_known(receiver))
     receiver.abort("aborted")
-    assert given_up(server.desk, {ROOM}) == {ROOM: "the decode server gave it up: aborted"}
+    assert given_up(server.prefill, {ROOM}) == {ROOM: "the decode server gave it up: aborted"}
 
 
 def test_rooms_of_a_server_that_is_away_are_not_declined_for_ever(
@@ -199,25 +204,25 @@ def test_rooms_that_wait_to_be_declined_are_bounded(
     with no_threads("disagg-peer"):
         server.peer.decline(0, "no thread")
     for room in range(5):
-        server.desk.open(room)
+        server.prefill.open(room)
     with server.peer._lock:  # Its thread tells nothing meanwhile.
         server.peer._declined = {
             n: prefill_peer._Declined("early", time.monotonic()) for n in (1, 2, 3)
         }
     server.peer.decline(4, "late")
-    assert given_up(server.desk, {2, 3, 4}).keys() == {2, 3, 4}
+    assert given_up(server.prefill, {2, 3, 4}).keys() == {2, 3, 4}
     line = "1 rooms of the prefill server at host:1 could not be declined: "
     said = [text.removeprefix(line) for text in caplog.messages if text.startswith(line)]
     assert said[0] == "no thread for the prefill server at host:1: can't start new thread"
 
 
-def test_what_is_declined_last_is_told_before_the_end(server: Server) -> None:
-    server.desk.open(ROOM)
+def test_what_is_declined_last_is_sent_before_the_end(server: Server) -> None:
+    server.prefill.open(ROOM)
     receiver = server.ask()
     until(lambda: is_known(receiver))
     receiver.abort("the server is shutting down")
     server.peer.close()
-    given_up(server.desk, {ROOM})
+    given_up(server.prefill, {ROOM})
     until(lambda: not server.peer.has_thread)
 
 
@@ -240,7 +245,7 @@ def test_a_server_that_is_not_found(hasty: Server) -> None:
     assert time.monotonic() - began >= 0.6
     late = hasty.ask(6)
     hasty.why = None
-    hasty.desk.open(6)
+    hasty.prefill.open(6)
     until(lambda: is_known(late))
 
 
@@ -261,8 +266,8 @@ def test_another_secret_fails_at_once(server: Server) -> None:
 @pytest.mark.parametrize(
     ("num_ranks", "attn_tp_size", "why"),
     [
-        (1024, 1024, "this rank would read from 1024 of its ranks, at most 64 can be"),
-        (65, 1, "this rank would read from 65 of its ranks, at most 64 can be"),
+        (1024, 1024, "this rank would read from 1024 of its ranks; the limit is 64"),
+        (65, 1, "this rank would read from 65 of its ranks; the limit is 64"),
         (3, 2, "its 3 ranks are no multiple of the 2 that split heads"),
         (1, 2, "its 1 ranks are no multiple of the 2 that split heads"),
     ],
@@ -279,26 +284,28 @@ def test_ranks_that_cannot_be_are_refused_before_any_is_receivered(
 
 def test_all_ranks_to_read_from_are_looked_up_once(server: Server) -> None:
     server.route = msgspec.structs.replace(server.route, num_ranks=3, attn_tp_size=1)
-    server.desk.open(ROOM)
-    server.desk.open(6)
+    server.prefill.open(ROOM)
+    server.prefill.open(6)
     receivers = [server.ask(), server.ask(6)]
     until(lambda: all(is_known(one) for one in receivers))
     assert [one.rank for one in receivers[0].sources] == [0, 1, 2]
     assert server.look_ups == [0, 1, 2]
 
 
-def test_a_server_of_another_model_is_told_so(server: Server) -> None:
-    server.desk.close()
+def test_a_server_of_another_model_learns_of_declined_rooms(server: Server) -> None:
+    server.prefill.close()
     pool = server.scene.there.pool
     layout = PoolGeometry.of([pool], "other weights", pool.dtype).layout("instance", "s")
-    server.desk = server.scene.desk = Desk(layout, "127.0.0.1", unwanted_s=300, silent_s=300)
-    server.route = one_rank(f"tcp://127.0.0.1:{server.desk.port}")
-    server.desk.open(ROOM)
+    server.prefill = server.scene.prefill = PrefillRooms(
+        layout, "127.0.0.1", unwanted_s=300, silent_s=300
+    )
+    server.route = one_rank(f"tcp://127.0.0.1:{server.prefill.port}")
+    server.prefill.open(ROOM)
     receiver = server.ask()
     why = "the prefill server at host:1 cannot serve this one: its pages differ: weights other"
     assert failure(receiver).startswith(why)
     receiver.abort(failure(receiver))
-    assert why in given_up(server.desk, {ROOM})[ROOM], "it need not wait for a reader"
+    assert why in given_up(server.prefill, {ROOM})[ROOM], "it need not wait for a reader"
 
 
 def test_an_endpoint_that_is_none(server: Server) -> None:
@@ -320,7 +327,7 @@ def test_a_server_that_falls_silent_fails_known_rooms_too(hasty: Server) -> None
         hasty.route.endpoint, lambda *_: () if is_silent.is_set() else (0.0,)
     ) as proxy:
         hasty.through(proxy)
-        hasty.desk.open(ROOM)
+        hasty.prefill.open(ROOM)
         known = hasty.ask()
         until(lambda: is_known(known))
         is_silent.set()
@@ -328,7 +335,7 @@ def test_a_server_that_falls_silent_fails_known_rooms_too(hasty: Server) -> None
         assert [failure(one) for one in (known, unknown)] == [SILENT.format(proxy.endpoint)] * 2
         is_silent.clear()
         again = hasty.ask(6)
-        hasty.desk.open(6)
+        hasty.prefill.open(6)
         until(lambda: is_known(again))
 
 
@@ -346,12 +353,12 @@ def test_a_busy_arrival_of_rooms_does_not_hide_a_silence(hasty: Server) -> None:
 
 def test_a_replaced_server_fails_what_the_old_one_knew(hasty: Server) -> None:
     """Requests that it did not know may have been sent to the new one."""
-    hasty.desk.open(ROOM)
+    hasty.prefill.open(ROOM)
     known = hasty.ask()
     until(lambda: is_known(known))
     hasty.restart()
     young = hasty.ask(6)
-    hasty.desk.open(6)
+    hasty.prefill.open(6)
     assert failure(known) in (
         "the prefill server was replaced by another instance",
         SILENT.format(known.sources and known.sources[0].endpoint),
@@ -363,7 +370,7 @@ def test_a_replaced_server_fails_what_the_old_one_knew(hasty: Server) -> None:
 def test_another_instance_at_the_old_address_is_noticed(hasty: Server) -> None:
     """The port was given to another server."""
     right, hasty.route = hasty.route, one_rank(hasty.route.endpoint, "the instance that ended")
-    hasty.desk.open(ROOM)
+    hasty.prefill.open(ROOM)
     receiver = hasty.ask()
     until(lambda: len(hasty.look_ups) > 1)
     hasty.route = right
@@ -383,14 +390,14 @@ def test_messages_may_be_lost_doubled_and_late(
         server.through(proxy)
         receivers = {room: server.ask(room) for room in range(40)}
         for room in range(0, 40, 2):
-            server.desk.open(room)
+            server.prefill.open(room)
         for room in range(1, 40, 2):
             receivers[room].abort("aborted")
         until(lambda: all(is_known(receivers[room]) for room in range(0, 40, 2)))
         until(lambda: server.peer._declined == {})
         for room in range(1, 40, 2):
-            server.desk.open(room)
-        given_up(server.desk, set(range(1, 40, 2)))
+            server.prefill.open(room)
+        given_up(server.prefill, set(range(1, 40, 2)))
 
 
 # ---- threads and files -------------------------------------------------------------------------
@@ -402,7 +409,7 @@ def test_a_system_without_threads_fails_the_receiver(server: Server) -> None:
     assert failure(receiver) == (
         "no thread for the prefill server at host:1: can't start new thread"
     )
-    server.desk.open(ROOM)
+    server.prefill.open(ROOM)
     again = server.ask()
     until(lambda: is_known(again))
 
@@ -411,12 +418,12 @@ def test_the_thread_ends_when_nothing_is_asked_for_a_while(
     server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(prefill_peer, "IDLE_S", 0.05)
-    server.desk.open(ROOM)
+    server.prefill.open(ROOM)
     receiver = server.ask()
     until(lambda: is_known(receiver))
     server.peer.leave(receiver)
     until(lambda: not server.peer.has_thread)
-    server.desk.open(6)
+    server.prefill.open(6)
     again = server.ask(6)
     until(lambda: is_known(again))
     assert server.look_ups == [0], "its routes are still known"
@@ -461,7 +468,9 @@ def test_a_slow_bootstrap_server_costs_a_thread_or_two_whatever_is_asked(
         monkeypatch.setattr(
             hasty.peer,
             "_context",
-            hasty.scene.context(HASTY, find_rank=lambda *_: find("127.0.0.1", port, 0, 0.2)),
+            hasty.scene.context(
+                SHORT_TIMEOUTS, find_rank=lambda *_: find("127.0.0.1", port, 0, 0.2)
+            ),
         )
         receivers = [hasty.ask(room) for room in range(100)]
         while not all(has_failed(one) for one in receivers):

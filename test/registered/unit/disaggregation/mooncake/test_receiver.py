@@ -10,9 +10,11 @@ from collections.abc import Iterator, Sequence
 
 import msgspec
 import pytest
+from sglang.test.disaggregation.control_proxy import ControlProxy, Fate
+from sglang.test.disaggregation.prompt_scene import ROOM, SHORT_TIMEOUTS, TOKEN, Scene, until
 
 from rigs.disaggregation.control_proxy import ControlProxy, Fate
-from rigs.disaggregation.prompt_scene import HASTY, ROOM, TOKEN, Scene, until
+from rigs.disaggregation.prompt_scene import ROOM, TOKEN, Scene, until
 from sglang.srt.disaggregation.common import control_connection
 from sglang.srt.disaggregation.common.control_connection import Timeouts
 from sglang.srt.disaggregation.common.protocol import Asked, Poll, Question
@@ -34,44 +36,44 @@ def scene() -> Iterator[Scene]:
 
 def test_pages_are_read_as_they_come(scene: Scene) -> None:
     prompt = scene.begin([9, 2, 3, 8])
-    scene.desk.open(ROOM)
-    scene.desk.add_pages(ROOM, [4])
+    scene.prefill.open(ROOM)
+    scene.prefill.add_pages(ROOM, [4])
     until(lambda: len(scene.mover.begun) == 1)
-    scene.desk.add_pages(ROOM, [7, 8])
+    scene.prefill.add_pages(ROOM, [7, 8])
     until(lambda: len(scene.mover.begun) == 2)
     scene.assert_read([4, 7, 8], [9, 2, 3])
     assert not prompt.has_ended
-    scene.desk.add_pages(ROOM, [1])
-    scene.desk.complete(ROOM, TOKEN)
+    scene.prefill.add_pages(ROOM, [1])
+    scene.prefill.complete(ROOM, TOKEN)
     assert scene.end(prompt).outcome == TOKEN
     assert (prompt.outcome, prompt.has_ended) == (TOKEN, True)
-    assert scene.desk.outcome(ROOM) == ""
+    assert scene.prefill.outcome(ROOM) == ""
     scene.assert_read([4, 7, 8, 1], [9, 2, 3, 8])
 
 
 def test_only_what_is_lacking_is_read(scene: Scene) -> None:
-    scene.desk.open(ROOM)
-    scene.desk.add_pages(ROOM, [4, 5, 6, 7])
-    scene.desk.complete(ROOM, TOKEN)
+    scene.prefill.open(ROOM)
+    scene.prefill.add_pages(ROOM, [4, 5, 6, 7])
+    scene.prefill.complete(ROOM, TOKEN)
     assert scene.end(scene.begin([9, 2], first_page=2)).outcome == TOKEN
     scene.assert_read([6, 7], [9, 2])
 
 
 def test_a_prompt_that_is_there_needs_the_token_alone(scene: Scene) -> None:
-    scene.desk.open(ROOM)
-    scene.desk.add_pages(ROOM, [4, 5])
-    scene.desk.complete(ROOM, TOKEN)
+    scene.prefill.open(ROOM)
+    scene.prefill.add_pages(ROOM, [4, 5])
+    scene.prefill.complete(ROOM, TOKEN)
     assert scene.end(scene.begin([], first_page=2)).outcome == TOKEN
     assert scene.mover.begun == []
-    assert scene.desk.outcome(ROOM) == ""
+    assert scene.prefill.outcome(ROOM) == ""
 
 
 def test_the_request_may_reach_the_prefill_server_later(scene: Scene) -> None:
     prompt = scene.begin([9], timeouts=Timeouts(bootstrap=60, waiting=0.1, silence=30))
-    until(lambda: bool(scene.desk._waiting))
-    scene.desk.open(ROOM)
-    scene.desk.add_pages(ROOM, [4])
-    scene.desk.complete(ROOM, TOKEN)
+    until(lambda: bool(scene.prefill._waiting))
+    scene.prefill.open(ROOM)
+    scene.prefill.add_pages(ROOM, [4])
+    scene.prefill.complete(ROOM, TOKEN)
     assert scene.end(prompt).outcome == TOKEN
 
 
@@ -112,14 +114,14 @@ def test_messages_may_be_lost_doubled_and_late(
     with ControlProxy(scene.endpoint, fate) as proxy:
         scene.endpoint = proxy.endpoint
         prompt = scene.begin([9, 2, 3])
-        scene.desk.open(ROOM)
+        scene.prefill.open(ROOM)
         for page in (4, 7, 8):
-            scene.desk.add_pages(ROOM, [page])
+            scene.prefill.add_pages(ROOM, [page])
             until(lambda: page in pages_read(scene))  # noqa: B023 - called within this turn
-        scene.desk.complete(ROOM, TOKEN)
+        scene.prefill.complete(ROOM, TOKEN)
         assert scene.end(prompt).outcome == TOKEN
         scene.assert_read([4, 7, 8], [9, 2, 3])
-        assert scene.desk.outcome(ROOM) == ""
+        assert scene.prefill.outcome(ROOM) == ""
 
 
 def pages_read(scene: Scene) -> set[int]:
@@ -134,7 +136,7 @@ def pages_read(scene: Scene) -> set[int]:
 
 def test_a_prefill_server_that_is_not_there_is_missed_after_the_silence(scene: Scene) -> None:
     scene.endpoint = "tcp://127.0.0.1:9"
-    why = scene.failure(scene.begin([9], timeouts=HASTY))
+    why = scene.failure(scene.begin([9], timeouts=SHORT_TIMEOUTS))
     assert why == "the prefill server at tcp://127.0.0.1:9 has not answered for 0.4 s"
 
 
@@ -144,15 +146,15 @@ def test_silence_in_the_middle(scene: Scene) -> None:
         scene.endpoint = proxy.endpoint
         timeouts = Timeouts(bootstrap=60, waiting=60, silence=0.4)
         prompt = scene.begin([9, 2], timeouts=timeouts)
-        scene.desk.open(ROOM)
-        scene.desk.add_pages(ROOM, [4])
+        scene.prefill.open(ROOM)
+        scene.prefill.add_pages(ROOM, [4])
         until(lambda: len(scene.mover.begun) == 1)
         assert prompt.outcome is None
         is_silent.set()
         assert "has not answered" in scene.failure(prompt)
 
 
-def test_a_silence_that_is_shorter_than_the_patience_changes_nothing(
+def test_a_silence_shorter_than_the_timeout_changes_nothing(
     scene: Scene, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(control_connection, "REPEAT_S", 0.02)
@@ -160,12 +162,12 @@ def test_a_silence_that_is_shorter_than_the_patience_changes_nothing(
     with ControlProxy(scene.endpoint, lambda *_: () if is_silent.is_set() else (0.0,)) as proxy:
         scene.endpoint = proxy.endpoint
         prompt = scene.begin([9, 2])
-        scene.desk.open(ROOM)
-        scene.desk.add_pages(ROOM, [4])
+        scene.prefill.open(ROOM)
+        scene.prefill.add_pages(ROOM, [4])
         until(lambda: len(scene.mover.begun) == 1)
         is_silent.set()
-        scene.desk.add_pages(ROOM, [5])
-        scene.desk.complete(ROOM, TOKEN)
+        scene.prefill.add_pages(ROOM, [5])
+        scene.prefill.complete(ROOM, TOKEN)
         until(lambda: proxy.counts["lost"] > 10)
         assert prompt.outcome is None
         is_silent.clear()
@@ -173,14 +175,14 @@ def test_a_silence_that_is_shorter_than_the_patience_changes_nothing(
 
 
 def test_silence_while_a_read_hangs_fails_the_prompt_and_keeps_its_pages(scene: Scene) -> None:
-    """The client is told at once; the pages are free when the transport lets go of them."""
+    """The client learns at once; the pages are free when the transport lets go of them."""
     is_silent = threading.Event()
     scene.mover.hold = True
     with ControlProxy(scene.endpoint, lambda *_: () if is_silent.is_set() else (0.0,)) as proxy:
         scene.endpoint = proxy.endpoint
         prompt = scene.begin([9], timeouts=Timeouts(bootstrap=60, waiting=60, silence=0.4))
-        scene.desk.open(ROOM)
-        scene.desk.add_pages(ROOM, [4])
+        scene.prefill.open(ROOM)
+        scene.prefill.add_pages(ROOM, [4])
         until(lambda: len(scene.mover.begun) == 1)
         is_silent.set()
         until(lambda: isinstance(prompt.outcome, str))
@@ -206,9 +208,9 @@ def test_a_long_read_is_no_silence_on_either_side(
     with ControlProxy(scene.endpoint, listen) as proxy:
         scene.endpoint = proxy.endpoint
         prompt = scene.begin([9], timeouts=Timeouts(bootstrap=60, waiting=60, silence=0.5))
-        scene.desk.open(ROOM)
-        scene.desk.add_pages(ROOM, [4])
-        scene.desk.complete(ROOM, TOKEN)
+        scene.prefill.open(ROOM)
+        scene.prefill.add_pages(ROOM, [4])
+        scene.prefill.complete(ROOM, TOKEN)
 
         def is_kept_alive() -> bool:
             alive = [one for one in heard if isinstance(one, Poll) and not one.may_wait]
@@ -231,22 +233,22 @@ def test_a_room_that_the_prefill_server_never_gets(scene: Scene) -> None:
 
 def test_pages_that_never_come(scene: Scene) -> None:
     timeouts = Timeouts(bootstrap=60, waiting=0.2, silence=30)
-    scene.desk.open(ROOM)
-    scene.desk.add_pages(ROOM, [4])
+    scene.prefill.open(ROOM)
+    scene.prefill.add_pages(ROOM, [4])
     why = scene.failure(scene.begin([9, 2], timeouts=timeouts))
     assert why == "the prefill server has not computed more in time"
     assert scene.given_up() == why
 
 
 def test_once_it_is_known_the_other_bound_counts(scene: Scene) -> None:
-    scene.desk.open(ROOM)
+    scene.prefill.open(ROOM)
     began = time.monotonic()
     prompt = scene.begin([9], timeouts=Timeouts(bootstrap=0.2, waiting=60, silence=30))
     # The second answer without pages comes after half a second.
     until(lambda: time.monotonic() > began + 0.2 + 2 * LONG_POLL_S)
     assert prompt.outcome is None
-    scene.desk.add_pages(ROOM, [4])
-    scene.desk.complete(ROOM, TOKEN)
+    scene.prefill.add_pages(ROOM, [4])
+    scene.prefill.complete(ROOM, TOKEN)
     assert scene.end(prompt).outcome == TOKEN
 
 
@@ -257,23 +259,23 @@ def test_once_it_is_known_the_other_bound_counts(scene: Scene) -> None:
 def test_an_abort_while_pages_are_waited_for(scene: Scene, step: str) -> None:
     prompt = scene.begin([9, 2])
     if step != "unknown":
-        scene.desk.open(ROOM)
+        scene.prefill.open(ROOM)
     if step == "begun":
-        scene.desk.add_pages(ROOM, [4])
+        scene.prefill.add_pages(ROOM, [4])
         until(lambda: len(scene.mover.begun) == 1)
     else:
-        until(lambda: bool(scene.desk._waiting))
+        until(lambda: bool(scene.prefill._waiting))
     prompt.cancel()
     assert scene.failure(prompt) == "the request was aborted"
     if step == "unknown":
-        scene.desk.open(ROOM)  # It has come too late.
+        scene.prefill.open(ROOM)  # It has come too late.
     assert scene.given_up() == "the request was aborted"
 
 
 def test_an_abort_while_pages_are_read(scene: Scene) -> None:
     scene.mover.hold = True
-    scene.desk.open(ROOM)
-    scene.desk.add_pages(ROOM, [4])
+    scene.prefill.open(ROOM)
+    scene.prefill.add_pages(ROOM, [4])
     prompt = scene.begin([9])
     until(lambda: len(scene.mover.begun) == 1)
     prompt.cancel()
@@ -291,11 +293,11 @@ def test_an_end_at_the_prefill_server_ends_a_read_that_hangs(
 ) -> None:
     monkeypatch.setattr(control_connection, "REPEAT_S", 0.02)
     scene.mover.hold = True
-    scene.desk.open(ROOM)
-    scene.desk.add_pages(ROOM, [4])
+    scene.prefill.open(ROOM)
+    scene.prefill.add_pages(ROOM, [4])
     prompt = scene.begin([9])
     until(lambda: len(scene.mover.begun) == 1)
-    scene.desk.end(ROOM, "out of memory")
+    scene.prefill.end(ROOM, "out of memory")
     until(lambda: isinstance(prompt.outcome, str))
     assert prompt.outcome == "the prefill server ended the request: out of memory"
     assert not prompt.has_ended

@@ -1,4 +1,4 @@
-"""A prompt that does not come: the transport fails, or the desk answers wrongly."""
+"""A prompt that does not come: the transport fails, or the prefill server answers wrongly."""
 
 from __future__ import annotations
 
@@ -59,8 +59,8 @@ def scene() -> Iterator[Scene]:
 
 def test_an_error_of_the_transport(scene: Scene) -> None:
     scene.mover.fails = lambda blocks: PeerUnreachable("p", "ended during a transfer")
-    scene.desk.open(ROOM)
-    scene.desk.add_pages(ROOM, [4])
+    scene.prefill.open(ROOM)
+    scene.prefill.add_pages(ROOM, [4])
     why = scene.failure(scene.begin([9]))
     assert why == "reading from the prefill server failed: peer p ended during a transfer"
     assert scene.given_up() == why
@@ -83,15 +83,15 @@ def refuse_address(transfer: Transfer) -> None:
 
 
 def test_a_read_that_ends_without_its_bytes(scene: Scene) -> None:
-    scene.desk.open(ROOM)
-    scene.desk.add_pages(ROOM, [4])
+    scene.prefill.open(ROOM)
+    scene.prefill.add_pages(ROOM, [4])
     prompt = scene.begin([9], engine=OtherMover(refuse_address))
     assert "could not be read within 60 s, or it refuses their addresses" in scene.failure(prompt)
 
 
 def test_pages_that_the_transport_never_lets_go_of_stay_taken(scene: Scene) -> None:
-    scene.desk.open(ROOM)
-    scene.desk.add_pages(ROOM, [4])
+    scene.prefill.open(ROOM)
+    scene.prefill.add_pages(ROOM, [4])
     ended = PeerUnreachable("p", "ended during a transfer")
     prompt = scene.begin([9], engine=OtherMover(lambda transfer: transfer.leave(ended)))
     scene.end(prompt)
@@ -113,8 +113,8 @@ def test_a_peer_that_is_known_to_hang_is_not_asked(scene: Scene) -> None:
         def begin(self, *args: Any, **fields: Any) -> Transfer:
             raise TransferError("peer p has not answered a call for 21 s")
 
-    scene.desk.open(ROOM)
-    scene.desk.add_pages(ROOM, [4])
+    scene.prefill.open(ROOM)
+    scene.prefill.add_pages(ROOM, [4])
     why = scene.failure(scene.begin([9], engine=Stalled()))
     assert why.endswith("failed: peer p has not answered a call for 21 s")
 
@@ -124,18 +124,18 @@ def test_an_error_that_nobody_expected(scene: Scene) -> None:
         def begin(self, *args: Any, **fields: Any) -> Transfer:
             raise KeyError("what")
 
-    scene.desk.open(ROOM)
-    scene.desk.add_pages(ROOM, [4])
+    scene.prefill.open(ROOM)
+    scene.prefill.add_pages(ROOM, [4])
     why = scene.failure(scene.begin([9], engine=Broken()))
     assert why == "receiving the prompt failed: KeyError: 'what'"
     assert scene.given_up() == "'what'", "prefill need not wait"
 
 
-# ---- desks that answer wrongly -----------------------------------------------------------------
+# ---- prefill servers that answer wrongly -------------------------------------------------------
 
 
-class OddDesk:
-    """Answers one connection after the other, as it is told. A thread."""
+class OddPrefill:
+    """Answers one connection after the other. A thread."""
 
     def __init__(self, answer: Callable[[Asked], Sequence[Answered | bytes]]) -> None:
         self.heard: list[Question] = []
@@ -145,7 +145,7 @@ class OddDesk:
         self._thread = threading.Thread(target=self._serve, daemon=True)
         self._thread.start()
 
-    def __enter__(self) -> OddDesk:
+    def __enter__(self) -> OddPrefill:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -212,34 +212,34 @@ def test_wrong_answers_fail_the_prompt(
     scene: Scene, news: RoomStatus, fields: dict[str, Any], why: str
 ) -> None:
     layout = scene.there.geometry.layout("i", scene.mover.get_session_id())
-    with OddDesk(answering(layout, news, **fields)) as desk:
-        scene.endpoint = desk.endpoint
+    with OddPrefill(answering(layout, news, **fields)) as prefill:
+        scene.endpoint = prefill.endpoint
         assert why in scene.failure(scene.begin([9, 2]))
-        until(lambda: isinstance(desk.heard[-1], GiveUp))
+        until(lambda: isinstance(prefill.heard[-1], GiveUp))
         scene.assert_untouched()
 
 
 def test_pages_that_were_let_go_of_meanwhile_do_not_count(scene: Scene) -> None:
     layout = scene.there.geometry.layout("i", scene.mover.get_session_id())
     news = RoomStatus(ROOM, True, 0, [4], TOKEN)
-    with OddDesk(answering(layout, news, was_held=False)) as desk:
-        scene.endpoint = desk.endpoint
+    with OddPrefill(answering(layout, news, was_held=False)) as prefill:
+        scene.endpoint = prefill.endpoint
         why = scene.failure(scene.begin([9]))
         assert why == "the prefill server let go of the pages while they were read"
-        assert [type(one) for one in desk.heard[:3]] == [Hello, Poll, Received]
+        assert [type(one) for one in prefill.heard[:3]] == [Hello, Poll, Received]
 
 
 def test_unlike_pages_are_refused_before_anything_is_read(scene: Scene) -> None:
     layout = msgspec.structs.replace(
         scene.there.geometry.layout("i", "s"), digest="other", facts={"page size": "64"}
     )
-    with OddDesk(answering(layout, RoomStatus(ROOM, True))) as desk:
-        scene.endpoint = desk.endpoint
+    with OddPrefill(answering(layout, RoomStatus(ROOM, True))) as prefill:
+        scene.endpoint = prefill.endpoint
         why = scene.failure(scene.begin([9]))
         assert "the prefill server at host:1 cannot serve this one: its pages differ" in why
         assert "page size 64 there, 2 here" in why
-        until(lambda: len(desk.heard) > 1)
-        assert isinstance(desk.heard[1], GiveUp)
+        until(lambda: len(prefill.heard) > 1)
+        assert isinstance(prefill.heard[1], GiveUp)
         assert scene.mover.begun == []
 
 
@@ -247,19 +247,19 @@ def test_unlike_pages_are_refused_before_anything_is_read(scene: Scene) -> None:
 def test_bytes_that_are_no_answer_are_passed_over(scene: Scene, raw: bytes) -> None:
     layout = scene.there.geometry.layout("i", scene.mover.get_session_id())
     good = answering(layout, RoomStatus(ROOM, True, 0, [4], TOKEN))
-    with OddDesk(lambda asked: [raw, *good(asked), raw]) as desk:
-        scene.endpoint = desk.endpoint
+    with OddPrefill(lambda asked: [raw, *good(asked), raw]) as prefill:
+        scene.endpoint = prefill.endpoint
         assert scene.end(scene.begin([9])).outcome == TOKEN
 
 
 def test_answers_of_another_kind_are_not_taken(scene: Scene) -> None:
     odd = RoomStatus(ROOM, True)
-    with OddDesk(lambda asked: [Answered(asked.number, "instance", odd)]) as desk:
-        scene.endpoint = desk.endpoint
+    with OddPrefill(lambda asked: [Answered(asked.number, "instance", odd)]) as prefill:
+        scene.endpoint = prefill.endpoint
         timeouts = Timeouts(bootstrap=60, waiting=60, silence=2)
         prompt = scene.begin([9], timeouts=timeouts)
-        until(lambda: len(desk.heard) > 2)
-        assert all(isinstance(one, Hello) for one in desk.heard[:3]), "it asks on"
+        until(lambda: len(prefill.heard) > 2)
+        assert all(isinstance(one, Hello) for one in prefill.heard[:3]), "it asks on"
         prompt.cancel()
         assert scene.failure(prompt) == "the request was aborted"
 
@@ -269,9 +269,9 @@ def test_answers_of_another_kind_are_not_taken(scene: Scene) -> None:
 
 @pytest.mark.parametrize("step", STEPS)
 def test_an_injected_failure_says_so(scene: Scene, step: str) -> None:
-    scene.desk.open(ROOM)
-    scene.desk.add_pages(ROOM, [4])
-    scene.desk.complete(ROOM, TOKEN)
+    scene.prefill.open(ROOM)
+    scene.prefill.add_pages(ROOM, [4])
+    scene.prefill.complete(ROOM, TOKEN)
     why = scene.failure(scene.begin([9], fails_at=step))
     assert why == f"injected by SGLANG_TEST_DISAGG_FAILURE_PROB: {step} failed"
     assert scene.given_up() == why

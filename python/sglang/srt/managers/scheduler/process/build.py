@@ -381,8 +381,8 @@ def _transfer_engine(
 def _make_role(
     server_args: ServerArgs, runner: ModelRunner, group: RankGroup
 ) -> tuple[MakeRole | None, list[Route]]:
-    """Makes the role of a prefill or decode server; None: the server does both. With the routes of
-    all ranks, for the bootstrap server; [] if it needs none. A collective."""
+    """How to make the role of a prefill or decode server (None: the server does both), and the
+    routes of all ranks for its bootstrap server ([]: it has none). A collective."""
     if server_args.disaggregation_mode == DisaggregationMode.NULL:
         return None, []
     mode, pools = DisaggregationMode(server_args.disaggregation_mode), list(runner.pools.values())
