@@ -27,10 +27,8 @@ from typing import Any, Final, NamedTuple
 import msgspec
 import numpy as np
 import torch
-from sglang.test.disaggregation.desk_rig import PrefillRooms
-from sglang.test.disaggregation.prompt_scene import Prompt
-from sglang.test.schedulers.rank_processes import run_ranks
 
+from rigs.disaggregation.desk_rig import PrefillRooms
 from rigs.disaggregation.prompt_scene import Prompt
 from rigs.schedulers.rank_processes import run_ranks
 from sglang.benchmark.report import emit, provenance

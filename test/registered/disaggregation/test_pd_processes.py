@@ -13,14 +13,14 @@ from typing import Any
 
 import pytest
 
-from sglang.srt.arg_groups.disaggregation import DisaggregationMode
-from sglang.srt.managers.messages.io_struct import AbortReq, Bootstrap, TokenizedGenerateReqInput
-from sglang.srt.mem_cache.tree.radix_key import token_array
-from sglang.test.ci.ci_register import register_cpu_ci
 from rigs.disaggregation.pd_processes import RoleProcess
 from rigs.disaggregation.pd_rig import LOOPBACK, NEVER_ASKED
 from rigs.schedulers import checkable_model
 from rigs.schedulers.scheduler_rig import greedy, prompt
+from sglang.srt.arg_groups.disaggregation import DisaggregationMode
+from sglang.srt.managers.messages.io_struct import AbortReq, Bootstrap, TokenizedGenerateReqInput
+from sglang.srt.mem_cache.tree.radix_key import token_array
+from sglang.test.ci.ci_register import register_cpu_ci
 
 register_cpu_ci(est_time=35, suite="base-b-test-cpu")
 

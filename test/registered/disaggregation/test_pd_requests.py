@@ -12,12 +12,12 @@ import msgspec
 import openai
 import pytest
 
+from rigs.disaggregation.pd_servers import ServerPair, assert_alike, server_pair
+from rigs.servers.engine_server import EXACT, EngineServer
 from sglang.srt.disaggregation.common.bootstrap_client import find
 from sglang.srt.disaggregation.control.deployment_secret import DeploymentSecret
 from sglang.srt.utils.network import wait_until
 from sglang.test.ci.ci_register import register_cpu_ci
-from rigs.disaggregation.pd_servers import ServerPair, assert_alike, server_pair
-from rigs.servers.engine_server import EXACT, EngineServer
 
 register_cpu_ci(est_time=60, suite="base-b-test-cpu")
 

@@ -10,10 +10,10 @@ import httpx
 import openai
 import pytest
 
-from sglang.srt.utils.network import wait_until
-from sglang.test.ci.ci_register import register_cpu_ci
 from rigs.disaggregation.pd_servers import ServerPair, assert_alike, server_pair
 from rigs.servers.engine_server import EXACT, EngineServer
+from sglang.srt.utils.network import wait_until
+from sglang.test.ci.ci_register import register_cpu_ci
 
 register_cpu_ci(est_time=50, suite="base-b-test-cpu")
 

@@ -9,12 +9,9 @@ from typing import Any, cast
 
 import msgspec
 import torch
-from sglang.test.disaggregation.control_proxy import ControlProxy
-from sglang.test.disaggregation.desk_rig import PrefillRooms, failure
-from sglang.test.disaggregation.pd_rig import SLOW_BLOCKS, LocalMover, one_rank
 
 from rigs.disaggregation.control_proxy import ControlProxy
-from rigs.disaggregation.desk_rig import failure
+from rigs.disaggregation.desk_rig import PrefillRooms, failure
 from rigs.disaggregation.pd_rig import SLOW_BLOCKS, LocalMover, one_rank
 from sglang.srt.disaggregation.base.bootstrap_route import Route
 from sglang.srt.disaggregation.base.conn import BootstrapAddr, KVPoll

@@ -7,15 +7,15 @@ from typing import Any
 
 import pytest
 
+from rigs.disaggregation.pd_rig import LocalMover, PdRig, RoleRig
+from rigs.schedulers import checkable_model
+from rigs.schedulers.scheduler_rig import greedy, prompt
 from sglang.srt.constants import BUILTIN_MODEL_DIR
 from sglang.srt.disaggregation.prefill import REMEMBER_S, PrefillRole
 from sglang.srt.disaggregation.request_match import sampling_digest
 from sglang.srt.managers.messages.io_struct import DeclineRoomReq
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.test.ci.ci_register import register_cpu_ci
-from rigs.disaggregation.pd_rig import LocalMover, PdRig, RoleRig
-from rigs.schedulers import checkable_model
-from rigs.schedulers.scheduler_rig import greedy, prompt
 
 register_cpu_ci(est_time=6, suite="base-a-test-cpu")
 

@@ -8,13 +8,13 @@ from collections.abc import Iterator
 
 import pytest
 
+from rigs.disaggregation.pd_rig import LocalMover, PdRig, RoleRig
+from rigs.schedulers.scheduler_rig import greedy, prompt
 from sglang.srt.constants import BUILTIN_MODEL_DIR
 from sglang.srt.distributed.device_communicators.transfer_types import PeerUnreachable
 from sglang.srt.environ import envs
 from sglang.srt.managers.messages.io_struct import Stages
 from sglang.test.ci.ci_register import register_cpu_ci
-from rigs.disaggregation.pd_rig import LocalMover, PdRig, RoleRig
-from rigs.schedulers.scheduler_rig import greedy, prompt
 
 register_cpu_ci(est_time=5, suite="base-a-test-cpu")
 

@@ -8,6 +8,17 @@ from typing import Any
 import pytest
 import torch
 
+from rigs.disaggregation.control_proxy import ControlProxy
+from rigs.disaggregation.pd_rig import (
+    LocalMover,
+    PdRig,
+    RoleRig,
+    make_manager,
+)
+from rigs.disaggregation.prompt_scene import Place
+from rigs.schedulers import checkable_model
+from rigs.schedulers.scheduler_rig import greedy, prompt
+from rigs.servers.scarce_threads import no_threads
 from sglang.srt.arg_groups.disaggregation import DisaggregationMode
 from sglang.srt.constants import BUILTIN_MODEL_DIR
 from sglang.srt.disaggregation.common import control_connection
@@ -21,17 +32,6 @@ from sglang.srt.hardware_backend.device_runtime import device_runtime
 from sglang.srt.managers.messages.io_struct import ShutdownReq, TokenizedGenerateReqInput
 from sglang.srt.utils.network import wait_until
 from sglang.test.ci.ci_register import register_cpu_ci
-from rigs.disaggregation.control_proxy import ControlProxy
-from rigs.disaggregation.pd_rig import (
-    LocalMover,
-    PdRig,
-    RoleRig,
-    make_manager,
-)
-from rigs.disaggregation.prompt_scene import Place
-from rigs.schedulers import checkable_model
-from rigs.schedulers.scheduler_rig import greedy, prompt
-from rigs.servers.scarce_threads import no_threads
 
 register_cpu_ci(est_time=12, suite="base-a-test-cpu")
 

@@ -9,9 +9,8 @@ from typing import Any
 import msgspec
 import pytest
 import torch
-from sglang.test.disaggregation.prompt_scene import LONG_TIMEOUTS, ROOM, TOKEN, Prompt, Scene, until
 
-from rigs.disaggregation.prompt_scene import ROOM, TOKEN, Prompt, Scene, until
+from rigs.disaggregation.prompt_scene import LONG_TIMEOUTS, ROOM, TOKEN, Prompt, Scene, until
 from sglang.srt.disaggregation.base.first_token import FirstToken
 from sglang.srt.disaggregation.common.control_connection import Timeouts
 from sglang.srt.disaggregation.common.metadata_reader import MetadataReader

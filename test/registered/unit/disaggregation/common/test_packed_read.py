@@ -8,6 +8,9 @@ from collections.abc import Callable, Iterator, Sequence
 import msgspec
 import pytest
 
+from rigs.disaggregation.control_proxy import ControlProxy
+from rigs.disaggregation.desk_rig import Asker
+from rigs.disaggregation.prompt_scene import LONG_TIMEOUTS, PAGES, ROOM, TOKEN, Scene, until
 from sglang.srt.disaggregation.common import control_connection
 from sglang.srt.disaggregation.common.control_connection import Timeouts
 from sglang.srt.disaggregation.common.link_costs import LinkCosts
@@ -23,9 +26,6 @@ from sglang.srt.disaggregation.common.protocol import (
 from sglang.srt.disaggregation.common.staging import NUM_BUFFERS, StagingBuffer
 from sglang.srt.distributed.device_communicators.transfer_types import PeerUnreachable
 from sglang.test.ci.ci_register import register_cpu_ci
-from rigs.disaggregation.control_proxy import ControlProxy
-from rigs.disaggregation.desk_rig import Asker
-from rigs.disaggregation.prompt_scene import LONG_TIMEOUTS, PAGES, ROOM, TOKEN, Scene, until
 
 register_cpu_ci(est_time=5, suite="base-a-test-cpu")
 

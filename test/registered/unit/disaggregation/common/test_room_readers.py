@@ -6,6 +6,17 @@ from collections.abc import Callable
 
 import pytest
 
+from rigs.disaggregation.desk_rig import (
+    SILENT_S,
+    TOKEN,
+    UNWANTED_S,
+    Asker,
+    Clock,
+    PrefillRooms,
+    failure,
+    fill,
+    until,
+)
 from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.common import room_server
 from sglang.srt.disaggregation.common.protocol import (
@@ -18,17 +29,6 @@ from sglang.srt.disaggregation.common.protocol import (
 )
 from sglang.srt.disaggregation.common.room_server import LONG_POLL_S
 from sglang.test.ci.ci_register import register_cpu_ci
-from rigs.disaggregation.desk_rig import (
-    SILENT_S,
-    TOKEN,
-    UNWANTED_S,
-    Asker,
-    Clock,
-    PrefillRooms,
-    failure,
-    fill,
-    until,
-)
 
 register_cpu_ci(est_time=3, suite="base-a-test-cpu")
 

@@ -12,6 +12,16 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from rigs.disaggregation.desk_rig import (
+    LAYOUT,
+    SILENT_S,
+    TOKEN,
+    Asker,
+    Clock,
+    PrefillRooms,
+    fill,
+    until,
+)
 from sglang.srt.disaggregation.common.control_connection import (
     Cancellation,
     ControlConnection,
@@ -39,16 +49,6 @@ from sglang.srt.disaggregation.control.control_listener import STRANGERS_FRAMES_
 from sglang.srt.disaggregation.control.deployment_secret import DeploymentSecret
 from sglang.srt.utils.network import can_connect
 from sglang.test.ci.ci_register import register_cpu_ci
-from rigs.disaggregation.desk_rig import (
-    LAYOUT,
-    SILENT_S,
-    TOKEN,
-    Asker,
-    Clock,
-    PrefillRooms,
-    fill,
-    until,
-)
 
 register_cpu_ci(est_time=6, suite="base-a-test-cpu")
 

@@ -10,13 +10,10 @@ from typing import Any
 
 import pytest
 import torch
-from sglang.test.disaggregation.desk_rig import PrefillRooms
-from sglang.test.disaggregation.pd_rig import LocalMover
-from sglang.test.disaggregation.prompt_scene import LONG_TIMEOUTS, ROOM, TOKEN, Prompt
-from sglang.test.servers.scarce_threads import no_threads
 
+from rigs.disaggregation.desk_rig import PrefillRooms
 from rigs.disaggregation.pd_rig import LocalMover
-from rigs.disaggregation.prompt_scene import ROOM, TOKEN, Prompt
+from rigs.disaggregation.prompt_scene import LONG_TIMEOUTS, ROOM, TOKEN, Prompt
 from rigs.servers.scarce_threads import no_threads
 from sglang.srt.disaggregation.base.bootstrap_route import Route
 from sglang.srt.disaggregation.common import staging

@@ -13,15 +13,10 @@ from functools import partial
 
 import msgspec
 import pytest
-from sglang.test.disaggregation import desk_rig
-from sglang.test.disaggregation.control_proxy import ControlProxy
-from sglang.test.disaggregation.desk_rig import PrefillRooms
-from sglang.test.disaggregation.pd_rig import one_rank
-from sglang.test.disaggregation.prompt_scene import ROOM, Server, until
-from sglang.test.servers.scarce_threads import no_threads
 
 from rigs.disaggregation import desk_rig
 from rigs.disaggregation.control_proxy import ControlProxy
+from rigs.disaggregation.desk_rig import PrefillRooms
 from rigs.disaggregation.pd_rig import one_rank
 from rigs.disaggregation.prompt_scene import ROOM, Server, until
 from rigs.servers.scarce_threads import no_threads

@@ -10,11 +10,9 @@ from collections.abc import Iterator, Sequence
 
 import msgspec
 import pytest
-from sglang.test.disaggregation.control_proxy import ControlProxy, Fate
-from sglang.test.disaggregation.prompt_scene import ROOM, SHORT_TIMEOUTS, TOKEN, Scene, until
 
 from rigs.disaggregation.control_proxy import ControlProxy, Fate
-from rigs.disaggregation.prompt_scene import ROOM, TOKEN, Scene, until
+from rigs.disaggregation.prompt_scene import ROOM, SHORT_TIMEOUTS, TOKEN, Scene, until
 from sglang.srt.disaggregation.common import control_connection
 from sglang.srt.disaggregation.common.control_connection import Timeouts
 from sglang.srt.disaggregation.common.protocol import Asked, Poll, Question
