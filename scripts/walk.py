@@ -9,11 +9,19 @@ before. `--list` prints the functions too. Only the first entry into each functi
 comprehensions and lambdas do not. Threads interleave: each way is walked several times, and the
 walk with the fewest returns counts.
 
+The ways of pages and states are counted twice. `in all` is everything that the engine enters
+meanwhile, with the ticks, the model and the answers of the request. The main count leaves out what
+an engine without L2 and L3 enters for the same prompt: computed, found in L1, and in idle ticks.
+What is left is what the lower tiers add. The ticks of the tiers stay in it, and so does what the
+tiers do for a prompt that is not moved.
+
 The model is small and random, the device is the CPU, L3 is a real Mooncake Store. The ways:
 
     match      A prompt reaches its match in the tree. Begins in the tick that has the message.
-    page-out   Pages reach L3. Begins with their insertion into the tree, ends when L3 has them.
-    page-in    Pages reach the device from L3. Begins with the look-up.
+    page-out   Pages reach L3. Begins with their insertion into the tree, ends when the write to L3
+               is acknowledged.
+    page-in    Pages reach the device from L3. Begins with the prefetch, ends when the load to the
+               device is acknowledged.
     state-out  As page-out, of a hybrid model: a recurrent state goes with the pages.
     state-in   As page-in, likewise.
     room       A request reaches its first token on a decode server. Begins in its first tick.
@@ -28,7 +36,7 @@ import os
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import CodeType, FrameType
@@ -46,6 +54,7 @@ from sglang.srt.environ import envs
 from sglang.srt.managers.messages.io_struct import FlushCacheReqInput, TokenizedGenerateReqInput
 from sglang.srt.mem_cache.hiradix_cache import HiRadixCache
 from sglang.srt.mem_cache.l2.host_load import HostLoad
+from sglang.srt.mem_cache.l3.storage_backup import StorageBackup
 from sglang.srt.mem_cache.radix_cache import RadixCache
 from sglang.srt.mem_cache.tree.prefix_tree import PrefixTree
 
@@ -64,6 +73,9 @@ class Counts:
     functions: int
     files: int
     returns: int
+
+    def __str__(self) -> str:
+        return f"{self.functions:4} functions {self.files:3} files {self.returns:4} returns"
 
 
 class Trail:
@@ -110,19 +122,17 @@ class Trail:
         self._seen.add(code)
         self.entries.append(code)
 
-    def counts(self) -> Counts:
-        visited: set[str] = set()
-        last, returns = "", 0
-        for code in self.entries:
-            if code.co_filename != last:
-                returns += code.co_filename in visited
-                last = code.co_filename
-                visited.add(last)
-        return Counts(len(self.entries), len(visited), returns)
 
-    def lines(self) -> Iterator[str]:
-        for code in self.entries:
-            yield f"{code.co_filename.removeprefix(_ROOT)}  {code.co_qualname}"
+def count(entries: Sequence[CodeType]) -> Counts:
+    """Count first entries, in the order in which they happened."""
+    visited: set[str] = set()
+    last, returns = "", 0
+    for code in entries:
+        if code.co_filename != last:
+            returns += code.co_filename in visited
+            last = code.co_filename
+            visited.add(last)
+    return Counts(len(entries), len(visited), returns)
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,6 +140,8 @@ class Walk:
     """One walk of a way."""
 
     counts: Counts
+    in_all: Counts
+    """With the functions that an engine without L2 and L3 enters too."""
     lines: list[str]
 
 
@@ -143,15 +155,35 @@ class Walker:
         self._rigs: dict[str, SchedulerRig] = {}
         self._pair: PdRig | None = None
         self._seeds = itertools.count(1)
+        self._known: dict[str, set[CodeType]] = {}
+        """What an engine of a family without L2 and L3 enters; see `_learn`."""
 
     def walk(self, way: str) -> Walk:
         """The walk with the fewest returns; the first one only warms up."""
         walks = []
+        known = self._learn(_FAMILIES[way]) if way in _FAMILIES else set[CodeType]()
         for _ in range(_WALKS + 1):
             getattr(self, f"_{way.replace('-', '_')}")()
             self._trail.stop()
-            walks.append(Walk(self._trail.counts(), list(self._trail.lines())))
+            entries = self._trail.entries
+            own = [code for code in entries if code not in known]
+            lines = [f"{one.co_filename.removeprefix(_ROOT)}  {one.co_qualname}" for one in own]
+            walks.append(Walk(count(own), count(entries), lines))
         return min(walks[1:], key=lambda walk: (walk.counts.returns, walk.counts.functions))
+
+    def _learn(self, family: str) -> set[CodeType]:
+        """The functions that an engine without L2 and L3 enters for a prompt that is computed, for
+        the same one from L1, and while it is idle."""
+        if family not in self._known:
+            rig = SchedulerRig(self._model(family), pool_tokens=2048, page_size=_PAGE)
+            ids = prompt(next(self._seeds), _LENGTH)
+            self._trail.start()
+            for _ in range(2):
+                rig.run(self._request(rig, ids))
+            rig.wait_a_tick()
+            self._trail.stop()
+            self._known[family] = set(self._trail.entries)
+        return self._known[family]
 
     def _match(self) -> None:
         rig = self._rig("qwen3")
@@ -164,11 +196,10 @@ class Walker:
     def _page_out(self, family: str = "qwen3") -> list[int]:
         rig = self._rig(family)
         ids = prompt(next(self._seeds), _LENGTH)
-        self._trail.start(begin=PrefixTree.insert)
+        self._trail.start(begin=PrefixTree.insert, end=StorageBackup._settle)
         rig.step(self._request(rig, ids))
         while not rig.scheduler.is_idle() or rig.tree.is_busy():
             rig.wait_a_tick()
-        self._trail.stop()
         return ids
 
     def _page_in(self, family: str = "qwen3") -> None:
@@ -246,6 +277,13 @@ class Walker:
         return self._pair
 
 
+_FAMILIES: Final = {
+    "page-out": "qwen3",
+    "page-in": "qwen3",
+    "state-out": "qwen3_next",
+    "state-in": "qwen3_next",
+}
+"""The ways of pages and states, with the family of the model."""
 WAYS: Final = ("match", "page-out", "page-in", "state-out", "state-in", "room")
 
 
@@ -262,12 +300,8 @@ def main() -> int:
         walker = Walker(trail, stack)
         for way in args.ways:
             walk = walker.walk(way)
-            counts = walk.counts
-            print(
-                f"{way:<10} {counts.functions:4} functions {counts.files:3} files "
-                f"{counts.returns:4} returns",
-                flush=True,
-            )
+            in_all = f"; in all {walk.in_all}" if way in _FAMILIES else ""
+            print(f"{way:<10} {walk.counts}{in_all}", flush=True)
             if args.list:
                 print(*(f"    {line}" for line in walk.lines), sep="\n")
     return 0
