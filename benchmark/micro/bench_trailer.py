@@ -19,14 +19,14 @@ from typing import TypeAlias
 
 import torch
 
-from rigs.stores.mooncake_cluster import MooncakeCluster
 from sglang.benchmark.report import emit, provenance
 from sglang.srt.distributed.device_context import mark_device_set
 from sglang.srt.mem_cache.device.memory_pool import MHATokenToKVPool
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorageConfig, PoolName, PoolTransfer
 from sglang.srt.mem_cache.memory_pool_host import MHATokenToKVPoolHost
 from sglang.srt.mem_cache.storage.mooncake_store.mooncake_store import MooncakeStore
-from sglang.srt.mem_cache.storage.page_trailer import page_digest
+from sglang.srt.mem_cache.storage.page_trailer import seal
+from rigs.stores.mooncake_cluster import MooncakeCluster
 
 PAGE_TOKENS = 64
 HEADS, HEAD_DIM = 4, 128
@@ -86,7 +86,7 @@ class Bench:
 
     def hash_all(self) -> None:
         for views in self.host.get_page_views(self.slots):
-            page_digest(views)
+            seal(views, "key")
 
     def gb_per_second(self, work: Callable[[], None]) -> float:
         started = time.perf_counter()

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ClassVar
 
 import pytest
@@ -34,16 +34,17 @@ PAGES = len(PROMPT) // PAGE
 class HoleAfterExists(MooncakeStore):
     """Removes page 5 right after it was reported as present."""
 
-    def batch_exists_v2(
+    def prompts_exist(
         self,
-        keys: list[str],
-        pool_transfers: list[PoolTransfer] | None = None,
-        extra_info: HiCacheStorageExtraInfo | None = None,
-    ) -> PoolTransferResult:
-        result = super().batch_exists_v2(keys, pool_transfers, extra_info)
-        if result.kv_hit_pages > 5:
-            self._client.store.remove(self.object_key(keys[5], "kv"), True)
-        return result
+        prompts: Sequence[list[str]],
+        extra_infos: Sequence[HiCacheStorageExtraInfo | None],
+        pool_transfers: Sequence[PoolTransfer] | None = None,
+    ) -> list[PoolTransferResult]:
+        results = super().prompts_exist(prompts, extra_infos, pool_transfers)
+        for keys, result in zip(prompts, results, strict=True):
+            if result.kv_hit_pages > 5:
+                self._client.store.remove(self.object_keys(keys, "kv")[5], True)
+        return results
 
 
 class HeldGets(MooncakeStore):
@@ -108,7 +109,7 @@ def stored(rig: CacheRig) -> tuple[Any, list[str]]:
     store = attached.guard.client
     assert isinstance(store, MooncakeStore)
     hashes = [page for node in rig.hi.nodes() for page in node.page_hashes(PAGE)]
-    keys = [store.object_key(key, "kv") for key in attached.guard.pools.keys(hashes)]
+    keys = store.object_keys(attached.guard.pools.keys(hashes), "kv")
     assert len(keys) == PAGES
     return store._client.store, keys
 

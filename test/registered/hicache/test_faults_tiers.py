@@ -180,7 +180,7 @@ def check_no_orphans(rig: CacheRig, prompts: list[list[int]]) -> set[str]:
     for prompt in prompts:
         pages = RadixKey(prompt).page_hashes(PAGE)
         there = io.guard.client._exist(
-            [io.guard.client.object_key(key, "kv") for key in io.guard.pools.keys(pages)]
+            io.guard.client.object_keys(io.guard.pools.keys(pages), "kv")
         )
         reach = there.index(False) if False in there else len(there)
         assert not any(there[reach:]), "a page was written whose ancestors are not there"

@@ -29,7 +29,6 @@ from sglang.srt.mem_cache.hicache_storage import (
     PoolTransferResult,
     StoragePool,
 )
-from sglang.srt.mem_cache.storage.base import checked_transfer
 from sglang.srt.mem_cache.storage.file_store import HiCacheFile
 from sglang.srt.mem_cache.storage.page_trailer import TRAILER_BYTES, is_intact, seal
 
@@ -128,19 +127,19 @@ class InPlaceStore(PlainStore):
         return _answer(call, results)
 
     def _move(self, call: Call, transfer: PoolTransfer, *, is_get: bool) -> list[PageResult]:
-        pool = self.pool(transfer.name)
-        keys, indices = checked_transfer(transfer, pool)
+        pool, keys, indices = self.checked(transfer)
+        object_keys = self.object_keys(keys, transfer.name)
         # Reads may have holes, since the engine uses the pages before the first. Writes have none.
         may_have_holes = is_get and call.rng.random() < 0.5
         move_page = self._get_page if is_get else self._set_page
         results: list[PageResult] = []
-        for key, slots in zip(keys, indices.view(len(keys), pool.page_size), strict=True):
+        for key, slots in zip(object_keys, indices.view(-1, pool.page_size), strict=True):
             if results and not results[-1] and not may_have_holes:
                 results.append(CacheOutcome.SHORT)
                 continue
             if len(results) % 2:
                 call.pause()
-            outcome = move_page(call, self.object_key(key, transfer.name), pool, slots)
+            outcome = move_page(call, key, pool, slots)
             results.append(outcome if call.rng.random() < 0.5 else bool(outcome))
         return results
 

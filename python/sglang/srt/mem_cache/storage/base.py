@@ -131,7 +131,7 @@ class HiCacheStorage(ABC):
         """
         results: dict[str, Sequence[PageResult]] = {}
         for transfer in transfers:
-            keys, indices = checked_transfer(transfer, self.pool(transfer.name))
+            _, keys, indices = self.checked(transfer)
             object_keys = self.object_keys(keys, transfer.name)
             if transfer.name == PoolName.KV:
                 results[transfer.name] = self.batch_get_v1(object_keys, indices, extra_info)
@@ -149,7 +149,7 @@ class HiCacheStorage(ABC):
         """
         results: dict[str, Sequence[PageResult]] = {}
         for transfer in transfers:
-            keys, indices = checked_transfer(transfer, self.pool(transfer.name))
+            _, keys, indices = self.checked(transfer)
             object_keys = self.object_keys(keys, transfer.name)
             if transfer.name == PoolName.KV:
                 results[transfer.name] = self.batch_set_v1(object_keys, indices, extra_info)
@@ -266,17 +266,30 @@ class HiCacheStorage(ABC):
 
     # -- shared ----------------------------------------------------------------------------------
 
-    def object_key(self, key: str, pool: str) -> str:
-        """The full key of a page's object of one pool. Raises ValueError without a config."""
+    def object_keys(self, keys: Sequence[str], pool: str) -> list[str]:
+        """The full keys of pages' objects of one pool. Raises ValueError without a config."""
         if self.storage_config is None:
             raise ValueError(f"{type(self).__name__}.storage_config is not set")
-        return self.storage_config.object_key(key, pool)
-
-    def object_keys(self, keys: Sequence[str], pool: str) -> list[str]:
-        """`object_key` of each of `keys`."""
         # All keys have the same suffix.
-        suffix = self.object_key("", pool)
+        suffix = self.storage_config.object_key("", pool)
         return [key + suffix for key in keys]
+
+    def checked(self, transfer: PoolTransfer) -> tuple[StoragePool, list[str], torch.Tensor]:
+        """Pool, keys and host slots of a transfer.
+
+        Raises ValueError if the pool is not registered, or the numbers do not match.
+        """
+        pool, keys, indices = self.pool(transfer.name), transfer.keys, transfer.host_indices
+        if keys is None or indices is None:
+            raise ValueError(
+                f"pool transfer {transfer.name}: keys and host_indices are both needed"
+            )
+        if len(indices) != len(keys) * pool.page_size:
+            raise ValueError(
+                f"pool transfer {transfer.name}: {len(keys)} keys of {pool.page_size} tokens need "
+                f"{len(keys) * pool.page_size} host_indices, got {len(indices)}"
+            )
+        return pool, keys, indices
 
     def _check_knows_extra_pools(self, name: str) -> None:
         """Raise ValueError if the class implements calls that know the anchor alone."""
@@ -338,20 +351,6 @@ class HiCacheStorage(ABC):
             done = answers.flag(self, "set", self.set(key, value))
             outcomes.append(CacheOutcome.LANDED if done else CacheOutcome.FAILED)
         return outcomes
-
-
-def checked_transfer(transfer: PoolTransfer, pool: StoragePool) -> tuple[list[str], torch.Tensor]:
-    """Keys and host slots of a transfer. Raises ValueError if their numbers do not match."""
-    keys, indices = transfer.keys, transfer.host_indices
-    if keys is None or indices is None:
-        raise ValueError(f"pool transfer {transfer.name}: keys and host_indices are both needed")
-    if len(indices) != len(keys) * pool.page_size:
-        raise ValueError(
-            f"pool transfer {transfer.name}: {len(keys)} keys of {pool.page_size} tokens need "
-            f"{len(keys) * pool.page_size} host_indices, got {len(indices)}"
-        )
-    pool.check_pages(indices)
-    return keys, indices
 
 
 def _rows(keys: list[str], *columns: Sequence[Any] | None) -> Iterator[tuple[Any, ...]]:

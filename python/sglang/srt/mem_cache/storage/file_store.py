@@ -13,7 +13,7 @@ import torch
 
 from sglang.srt.mem_cache.device.pool_transfer import PoolTransfer
 from sglang.srt.mem_cache.device.state_spec import PoolHitPolicy
-from sglang.srt.mem_cache.storage.base import HiCacheStorage, checked_transfer
+from sglang.srt.mem_cache.storage.base import HiCacheStorage
 from sglang.srt.mem_cache.storage.counters import StorageCounters
 from sglang.srt.mem_cache.storage.file_objects import MalformedObject, ObjectFiles
 from sglang.srt.mem_cache.storage.page_trailer import TRAILER_BYTES, is_intact, seal
@@ -74,13 +74,12 @@ class HiCacheFile(HiCacheStorage):
         return {transfer.name: self._move(transfer, is_get=False) for transfer in transfers}
 
     def _move(self, transfer: PoolTransfer, *, is_get: bool) -> list[CacheOutcome]:
-        pool = self.pool(transfer.name)
-        keys, indices = checked_transfer(transfer, pool)
+        pool, keys, indices = self.checked(transfer)
         outcomes: list[CacheOutcome] = []
-        pages = indices.view(len(keys), pool.page_size)
+        object_keys = self.object_keys(keys, transfer.name)
         move_one = self._get_page if is_get else self._set_page
-        for key, slots in zip(keys, pages, strict=True):
-            outcome = move_one(self.object_key(key, transfer.name), pool, slots)
+        for key, slots in zip(object_keys, indices.view(-1, pool.page_size), strict=True):
+            outcome = move_one(key, pool, slots)
             outcomes.append(outcome)
             if not outcome and transfer.hit_policy is PoolHitPolicy.ALL_PAGES:
                 # A page is useless without its ancestors.

@@ -27,28 +27,25 @@ _HALF: Final = 16
 Buffer: TypeAlias = bytes | bytearray | memoryview
 
 
-def key_digest(object_key: str) -> bytes:
-    """16 bytes that identify the full key, so that the object of another key is detected."""
-    return hashlib.sha256(object_key.encode("utf-8", "surrogatepass")).digest()[:_HALF]
-
-
-def page_digest(buffers: Iterable[Buffer]) -> bytes:
-    """xxh3-128 of the concatenated `buffers`, each of them contiguous. 16 bytes."""
-    digest = xxhash.xxh3_128()
-    for buffer in buffers:
-        digest.update(buffer)
-    return digest.digest()
-
-
 def seal(buffers: Iterable[Buffer], object_key: str, *, with_checksum: bool = True) -> bytes:
-    """The trailer of an object. Without a checksum, `buffers` are not read."""
-    return (page_digest(buffers) if with_checksum else NO_CHECKSUM) + key_digest(object_key)
+    """The trailer of an object whose bytes are the concatenated `buffers`, each contiguous.
+
+    Without a checksum, `buffers` are not read.
+    """
+    checksum = NO_CHECKSUM
+    if with_checksum:
+        digest = xxhash.xxh3_128()
+        for buffer in buffers:
+            digest.update(buffer)
+        checksum = digest.digest()
+    # The full key, so that the object of another key is detected.
+    return checksum + hashlib.sha256(object_key.encode("utf-8", "surrogatepass")).digest()[:_HALF]
 
 
 def is_intact(
     trailer: Buffer, buffers: Iterable[Buffer], object_key: str, *, verify_checksum: bool
 ) -> bool:
     """Whether `trailer` belongs to these bytes under this key."""
-    if len(trailer) != TRAILER_BYTES or bytes(trailer[_HALF:]) != key_digest(object_key):
-        return False
-    return not verify_checksum or bytes(trailer[:_HALF]) == page_digest(buffers)
+    expected = seal(buffers, object_key, with_checksum=verify_checksum)
+    begin = 0 if verify_checksum else _HALF
+    return len(trailer) == TRAILER_BYTES and bytes(trailer[begin:]) == expected[begin:]

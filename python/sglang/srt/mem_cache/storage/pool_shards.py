@@ -9,6 +9,7 @@ Pure data and functions, any thread; the same on all ranks.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import xxhash
 
@@ -18,32 +19,15 @@ from sglang.srt.mem_cache.device.state_spec import RankShare
 _SETTING = "extra config tp_lcm_size"
 
 
-@dataclass(frozen=True, slots=True)
-class HeadGroup:
-    """The heads `[begin, end)` of `total`, which an object holds of a page."""
-
-    begin: int = 0
-    end: int = 1
-    total: int = 1
-
-    @property
-    def shard(self) -> str:
-        """`h{first}-{last}.{total}`; "" where the object holds all heads."""
-        if self.end - self.begin == self.total:
-            return ""
-        return f"h{self.begin}-{self.end - 1}.{self.total}"
-
-
-@dataclass(frozen=True, slots=True)
-class StoredObject:
+class StoredObject(NamedTuple):
     """One of the objects that a page of a pool is stored as."""
 
     pool: str
     """Name of the pool in the backend: the pool's own for the first object, the name with the heads
     for further ones."""
     name: str
-    """Last part of the object's key: `{pool}[/{heads}]`."""
-    group: HeadGroup
+    """Last part of the object's key: `{pool}`, or `{pool}/h{first}-{last}.{total}` if the object
+    does not hold all heads."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,12 +70,12 @@ class PoolShards:
         if tp_lcm_size is not None:
             check_tp_lcm_size(tp_lcm_size, pool, share.total, tp_size)
             size = max(1, share.total // tp_lcm_size)
-        groups = [
-            HeadGroup(begin, begin + size, share.total)
-            for begin in range(share.begin, share.end, size)
-        ]
+        names = [pool]
+        if size != share.total:
+            begins = range(share.begin, share.end, size)
+            names = [f"{pool}/h{begin}-{begin + size - 1}.{share.total}" for begin in begins]
         return cls(
-            tuple(_stored_object(pool, group, is_first=group is groups[0]) for group in groups),
+            tuple(map(StoredObject, [pool, *names[1:]], names)),
             num_writers=replicas * ranks.attn_cp_size,
             writer=ranks.attn_cp_rank * replicas + tp_rank % replicas,
         )
@@ -104,7 +88,7 @@ class PoolShards:
     @property
     def holds_all_heads(self) -> bool:
         """Whether a page is one object on all ranks."""
-        return not self.objects[0].group.shard
+        return self.objects[0].name == self.objects[0].pool
 
     def writes(self, object_key: str) -> bool:
         """Whether this rank writes an object that it holds. Exactly one of the ranks that hold an
@@ -136,8 +120,3 @@ def check_tp_lcm_size(tp_lcm_size: int, pool: str, total_heads: int, tp_size: in
             f"{_SETTING}: {tp_lcm_size} ranks cannot split the {total_heads} heads of pool {pool} "
             f"evenly; give a divisor or a multiple of {total_heads}"
         )
-
-
-def _stored_object(pool: str, group: HeadGroup, *, is_first: bool) -> StoredObject:
-    name = f"{pool}/{group.shard}" if group.shard else pool
-    return StoredObject(pool if is_first else name, name, group)

@@ -17,7 +17,7 @@ from sglang.srt.mem_cache.l3.pool_parts import (
     parts_of_pages,
     usable_pages,
 )
-from sglang.srt.mem_cache.storage.pool_shards import HeadGroup, PoolShards, StoredObject
+from sglang.srt.mem_cache.storage.pool_shards import PoolShards, StoredObject
 from sglang.srt.mem_cache.tree.radix_key import PageHash
 from sglang.test.ci.ci_register import register_cpu_ci
 
@@ -102,10 +102,7 @@ def test_a_prefix_ends_where_it_has_a_state(
 def cut_in_two(pool: str, **args: int) -> PoolShards:
     names = (pool, f"{pool}/h1-1.2")
     return PoolShards(
-        tuple(
-            StoredObject(name, f"{pool}/h{head}-{head}.2", HeadGroup(head, head + 1, 2))
-            for head, name in enumerate(names)
-        ),
+        tuple(StoredObject(name, f"{pool}/h{head}-{head}.2") for head, name in enumerate(names)),
         **args,
     )
 

@@ -62,7 +62,7 @@ class Bench:
         return self.store.batch_get_v2([self.move])["kv"]
 
     def key(self, page: int) -> str:
-        return self.store.object_key(page_keys(PAGES)[page], "kv")
+        return self.store.object_keys(page_keys(PAGES), "kv")[page]
 
     def answer(self, **answers: Callable[..., Any]) -> None:
         self.fakes[-1].answers.update(answers)

@@ -32,8 +32,8 @@ from sglang.srt.mem_cache.hicache_storage import (
 from sglang.srt.mem_cache.l3.store_opener import host_allocator_type
 from sglang.srt.mem_cache.storage.backend_factory import StorageBackendFactory
 from sglang.srt.mem_cache.storage.mooncake_store import base_store, client
+from sglang.srt.mem_cache.storage.mooncake_store.calls import get_outcome, set_outcome
 from sglang.srt.mem_cache.storage.mooncake_store.client import settle_protocol
-from sglang.srt.mem_cache.storage.mooncake_store.codes import get_outcome, set_outcome
 from sglang.srt.mem_cache.storage.mooncake_store.mooncake_store import (
     MooncakeHostTensorAllocator,
     MooncakeStore,

@@ -1,21 +1,51 @@
-"""Calls of one Mooncake client: moving a batch, resolving ambiguous codes, probing.
+"""Calls of one Mooncake client, and the codes that Mooncake 0.3.13.post1 returns for an object.
 
 Without a master each call takes seconds to fail, so the first failure decides for the rest.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
+from typing import Final
 
 from sglang.srt.mem_cache.storage.mooncake_store.client import MooncakeClient
-from sglang.srt.mem_cache.storage.mooncake_store.codes import (
-    is_about_object,
-    is_full,
-    is_store_failure,
-    is_transfer_failure,
-)
 from sglang.srt.mem_cache.storage.mooncake_store.page_batches import PageBatch
-from sglang.srt.mem_cache.storage.types import StorageUnavailable
+from sglang.srt.mem_cache.storage.types import CacheOutcome, StorageUnavailable
+
+NO_ROOM: Final = -200
+"""A put found no room. Evictions may make room later."""
+_BUFFER_TOO_SMALL: Final = -600
+_NOT_READY: Final = -703
+_NOT_FOUND: Final = -704
+_EXISTS: Final = -705
+_UNDER_LEASE: Final = -706
+_LEASE_EXPIRED: Final = -707
+_TRANSFER_FAILED: Final = -800
+"""No bytes moved: a broken client, a dead node or a truncated object."""
+_NO_MASTER: Final = -900
+STORE_FAILURES: Final = (_TRANSFER_FAILED, _NO_MASTER)
+"""The store failed, not just this object."""
+_ABOUT_OBJECT: Final = (_NOT_READY, _NOT_FOUND, _UNDER_LEASE)
+"""Negative codes that answer a query about an object; other ones report a failed query."""
+_NOT_THERE: Final = (_NOT_READY, _NOT_FOUND, _LEASE_EXPIRED)
+
+
+def get_outcome(code: int, size: int) -> CacheOutcome:
+    """Outcome of a get of `size` bytes. After LANDED, the trailer must still be checked.
+
+    An object of another size is damaged.
+    """
+    if code == size:
+        return CacheOutcome.LANDED
+    if code >= 0 or code == _BUFFER_TOO_SMALL:
+        return CacheOutcome.DAMAGED
+    return CacheOutcome.MISS if code in _NOT_THERE else CacheOutcome.FAILED
+
+
+def set_outcome(code: int) -> CacheOutcome:
+    """Outcome of a put. A key that already exists counts as written."""
+    return CacheOutcome.LANDED if code in (0, _EXISTS) else CacheOutcome.FAILED
 
 
 def move(client: MooncakeClient, batch: PageBatch, *, is_get: bool) -> list[int]:
@@ -23,29 +53,25 @@ def move(client: MooncakeClient, batch: PageBatch, *, is_get: bool) -> list[int]
 
     Raises StorageUnavailable if transfers may still be under way or the answer is malformed.
     """
+    count = len(batch.keys)
     # Opening a session with a hanging node takes a minute for each key: get one key first.
-    first = int(is_get and not client.has_read)
-    codes = _move_pages(client, batch, 0, first, is_get=is_get) if first else []
-    if any(is_store_failure(code) for code in codes):
-        codes *= len(batch.keys)
-    elif first < len(batch.keys):
-        codes += _move_pages(client, batch, first, len(batch.keys), is_get=is_get)
-        client.has_read = client.has_read or is_get
-    if len(codes) != len(batch.keys):
-        raise StorageUnavailable(f"Mooncake answered {len(codes)} codes to {len(batch.keys)}")
-    return _mark_truncated(client, batch, codes) if is_get else codes
-
-
-def _move_pages(
-    client: MooncakeClient, batch: PageBatch, begin: int, end: int, *, is_get: bool
-) -> list[int]:
-    """Mooncake's codes for the pages `[begin, end)` of a batch."""
-    with client.transferring() as store:
-        call = store.batch_get_into_multi_buffers if is_get else store.batch_put_from_multi_buffers
-        codes: list[int] = call(
-            batch.keys[begin:end], batch.ptrs[begin:end], batch.sizes[begin:end]
-        )
+    bounds = [0, 1, count] if is_get and not client.has_read and count > 1 else [0, count]
+    codes: list[int] = []
+    for begin, end in itertools.pairwise(bounds):
+        pages = slice(begin, end)
+        with client.transferring() as store:
+            call = (
+                store.batch_get_into_multi_buffers if is_get else store.batch_put_from_multi_buffers
+            )
+            codes += call(batch.keys[pages], batch.ptrs[pages], batch.sizes[pages])
+        if end < count and any(code in STORE_FAILURES for code in codes):
+            return _mark_truncated(client, batch, [codes[0]] * count)
+    if len(codes) != count:
+        raise StorageUnavailable(f"Mooncake answered {len(codes)} codes to {count}")
+    if not is_get:
         return codes
+    client.has_read = client.has_read or count > 1
+    return _mark_truncated(client, batch, codes)
 
 
 def _mark_truncated(client: MooncakeClient, batch: PageBatch, codes: list[int]) -> list[int]:
@@ -56,11 +82,11 @@ def _mark_truncated(client: MooncakeClient, batch: PageBatch, codes: list[int]) 
     """
     marked = list(codes)
     for index, code in enumerate(codes):
-        if not is_transfer_failure(code):
+        if code != _TRANSFER_FAILED:
             continue
         with client.using() as store:
             size: int = store.get_size(batch.keys[index])
-        if not is_about_object(size):
+        if size < 0 and size not in _ABOUT_OBJECT:
             break
         if size != sum(batch.sizes[index]):
             marked[index] = size
@@ -72,7 +98,7 @@ def remove(client: MooncakeClient, keys: Sequence[str]) -> None:
     for key in keys:
         with client.using() as store:
             code: int = store.remove(key, True)
-        if not is_about_object(code):
+        if code < 0 and code not in _ABOUT_OBJECT:
             return
 
 
@@ -89,7 +115,7 @@ def moves_bytes(client: MooncakeClient, key: str, *, full_is_fine: bool) -> bool
     payload = b"probe"
     with client.transferring(pages=False) as store:
         code: int = store.put(key, payload)
-    if is_full(code):
+    if code == NO_ROOM:
         with client.using() as store:
             return full_is_fine and bool(store.health_check() == 0)
     if code:

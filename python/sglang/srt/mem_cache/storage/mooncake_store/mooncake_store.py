@@ -22,17 +22,18 @@ import torch
 
 from sglang.srt.mem_cache.device.pool_transfer import PoolTransfer
 from sglang.srt.mem_cache.device.state_spec import PoolHitPolicy, PoolName
-from sglang.srt.mem_cache.storage.base import checked_transfer
 from sglang.srt.mem_cache.storage.counters import StorageCounters
 from sglang.srt.mem_cache.storage.mooncake_store.base_store import MooncakeBaseStore
-from sglang.srt.mem_cache.storage.mooncake_store.calls import move, moves_bytes, remove
-from sglang.srt.mem_cache.storage.mooncake_store.client import MooncakeClient, is_reachable
-from sglang.srt.mem_cache.storage.mooncake_store.codes import (
+from sglang.srt.mem_cache.storage.mooncake_store.calls import (
+    NO_ROOM,
+    STORE_FAILURES,
     get_outcome,
-    is_full,
-    is_store_failure,
+    move,
+    moves_bytes,
+    remove,
     set_outcome,
 )
+from sglang.srt.mem_cache.storage.mooncake_store.client import MooncakeClient, is_reachable
 from sglang.srt.mem_cache.storage.mooncake_store.config import MooncakeStoreConfig
 from sglang.srt.mem_cache.storage.mooncake_store.host_allocator import MooncakeHostTensorAllocator
 from sglang.srt.mem_cache.storage.mooncake_store.page_batches import PageBatch, PoolRows
@@ -154,10 +155,7 @@ class MooncakeStore(MooncakePlainCalls):
         pool_transfers: list[PoolTransfer] | None = None,
         extra_info: HiCacheStorageExtraInfo | None = None,
     ) -> PoolTransferResult:
-        def exists(pool: str, asked: Sequence[str]) -> list[bool]:
-            return self._exist(self.object_keys(asked, pool))
-
-        return combine_hits(keys, pool_transfers, exists, PoolName.KV)
+        return self.prompts_exist([keys], [extra_info], pool_transfers)[0]
 
     def prompts_exist(
         self,
@@ -167,8 +165,6 @@ class MooncakeStore(MooncakePlainCalls):
     ) -> list[PoolTransferResult]:
         if pool_transfers:
             return self._prompts_in_all_pools(prompts, pool_transfers)
-        if len(prompts) == 1:
-            return super().prompts_exist(prompts, extra_infos)
         # One call costs as much as 500 more keys in a call.
         there = iter(self._exist(self.object_keys(list(chain(*prompts)), PoolName.KV)))
         return [PoolTransferResult(leading_run(list(islice(there, len(p))))) for p in prompts]
@@ -220,8 +216,7 @@ class MooncakeStore(MooncakePlainCalls):
         self, transfer: PoolTransfer, is_get: bool, *, are_full: bool = False
     ) -> list[CacheOutcome]:
         """Move the pages of one pool. `are_full`: the keys are those of objects, not of pages."""
-        pool = self.pool(transfer.name)
-        keys, indices = checked_transfer(transfer, pool)
+        pool, keys, indices = self.checked(transfer)
         object_keys = keys if are_full else self.object_keys(keys, transfer.name)
         is_prefix = transfer.hit_policy is PoolHitPolicy.ALL_PAGES
         run = self._get_batches if is_get else self._set_batches
@@ -244,7 +239,13 @@ class MooncakeStore(MooncakePlainCalls):
         under_way: deque[Future[list[CacheOutcome]]] = deque()
         try:
             for batch_keys, batch_slots in rows.cut(keys, slots):
-                under_way.append(self._start_get(rows, batch_keys, batch_slots))
+                if self._readers is None:
+                    # Get in this thread and verify in the helper.
+                    fetched = self._fetch(rows, batch_keys, batch_slots)
+                    future = self._hasher.submit(self._check, rows, *fetched)
+                else:
+                    future = self._readers.submit(self._read, rows, batch_keys, batch_slots)
+                under_way.append(future)
                 if len(under_way) > (_CONCURRENT_GETS if self._readers is not None else 1):
                     outcomes += under_way.popleft().result()
                     if is_prefix and not all(outcomes):
@@ -256,14 +257,9 @@ class MooncakeStore(MooncakePlainCalls):
             outcomes += future.result()
         return outcomes
 
-    def _start_get(
-        self, rows: PoolRows, keys: list[str], slots: torch.Tensor
-    ) -> Future[list[CacheOutcome]]:
-        """Get in this thread and verify in the helper; with readers, do both in a reader."""
-        if self._readers is not None:
-            return self._readers.submit(lambda: self._check(rows, *self._fetch(rows, keys, slots)))
-        fetched = self._fetch(rows, keys, slots)
-        return self._hasher.submit(self._check, rows, *fetched)
+    def _read(self, rows: PoolRows, keys: list[str], slots: torch.Tensor) -> list[CacheOutcome]:
+        """Get and verify a batch, in a reader."""
+        return self._check(rows, *self._fetch(rows, keys, slots))
 
     def _fetch(
         self, rows: PoolRows, keys: list[str], slots: torch.Tensor
@@ -289,10 +285,11 @@ class MooncakeStore(MooncakePlainCalls):
             ):
                 outcomes[index] = _DAMAGED
             rows.deliver(batch, [index for index, one in enumerate(outcomes) if one])
-        damaged = [key for key, one in zip(batch.keys, outcomes, strict=True) if one is _DAMAGED]
-        for key in damaged:
-            self._warn.warning("damaged", "L3 object is damaged: %s", key)
-        remove(self._client, damaged)
+        if _DAMAGED in outcomes:
+            damaged = list(compress(batch.keys, [one is _DAMAGED for one in outcomes]))
+            for key in damaged:
+                self._warn.warning("damaged", "L3 object is damaged: %s", key)
+            remove(self._client, damaged)
         return outcomes
 
     def _set_batches(
@@ -348,16 +345,16 @@ class MooncakeStore(MooncakePlainCalls):
 
         Raises StorageUnavailable if no page was moved because the store does not work.
         """
-        with client.budget.hold(batch.num_slices):
+        with client.budget.hold(sum(map(len, batch.ptrs))):
             codes = move(client, batch, is_get=is_get)
-        if no_room := sum(is_full(code) for code in codes):
+        if no_room := codes.count(NO_ROOM):
             self._counters.bump("set_no_room_pages", no_room)
             self._warn.warning(
                 "full", "Mooncake Store is full: no room for %d pages of %d; give it more store "
                 "nodes, or lower the master's --eviction_high_watermark_ratio",
                 no_room, len(codes),
             )  # fmt: skip
-        if codes and all(is_store_failure(code) for code in codes):
+        if codes and all(code in STORE_FAILURES for code in codes):
             self._has_failed_transfer = True
             way = "get" if is_get else "put"
             raise StorageUnavailable(f"Mooncake failed a {way} of {len(codes)} pages: {codes[0]}")

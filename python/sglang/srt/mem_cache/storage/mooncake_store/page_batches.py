@@ -14,7 +14,6 @@ from dataclasses import dataclass, field
 from typing import Final
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from sglang.srt.constants import KIB, MIB
@@ -45,17 +44,7 @@ class PageBatch:
     ptrs: list[list[int]] = field(default_factory=list)
     sizes: list[list[int]] = field(default_factory=list)
     views: list[list[memoryview]] = field(default_factory=list)
-    """For each page the memory of `ptrs` without the trailer; empty if pages are not hashed."""
-
-    @property
-    def num_slices(self) -> int:
-        return sum(len(parts) for parts in self.ptrs)
-
-    @property
-    def trailers(self) -> npt.NDArray[np.uint8]:
-        """`[pages, TRAILER_BYTES]`, a view."""
-        trailers: npt.NDArray[np.uint8] = self.rows[:, -TRAILER_BYTES:].numpy()
-        return trailers
+    """For each page the memory of `ptrs` without the trailer; no memory if pages are not hashed."""
 
 
 class PoolRows:
@@ -132,6 +121,7 @@ class PoolRows:
             ValueError: A slot is outside the pool.
         """
         batch = PageBatch(keys=keys, slots=slots, rows=rows[: len(keys)])
+        batch.views = [[]] * len(keys)
         first = rows.data_ptr()
         row_ptrs = [first + index * self.row_bytes for index in range(len(keys))]
         if not self._in_place:
@@ -156,27 +146,25 @@ class PoolRows:
         if not self._in_place:
             self.pool.gather_pages(batch.slots, batch.rows[:, :-TRAILER_BYTES])
         raw = b"".join(
-            seal(self._views(batch, index), key, with_checksum=self._with_checksum)
-            for index, key in enumerate(batch.keys)
+            seal(views, key, with_checksum=self._with_checksum)
+            for views, key in zip(batch.views, batch.keys, strict=True)
         )
-        batch.trailers[:] = np.frombuffer(raw, dtype=np.uint8).reshape(-1, TRAILER_BYTES)
+        trailers = np.frombuffer(raw, dtype=np.uint8).reshape(-1, TRAILER_BYTES)
+        batch.rows[:, -TRAILER_BYTES:].numpy()[:] = trailers
 
     def find_damaged(self, batch: PageBatch, arrived: Sequence[int]) -> list[int]:
         """Indices of the pages in `arrived` whose bytes or key do not match their trailer."""
-        raw = batch.trailers.tobytes()
+        raw = batch.rows[:, -TRAILER_BYTES:].numpy().tobytes()
         return [
             index
             for index in arrived
             if not is_intact(
                 raw[index * TRAILER_BYTES : (index + 1) * TRAILER_BYTES],
-                self._views(batch, index),
+                batch.views[index],
                 batch.keys[index],
                 verify_checksum=self._with_checksum,
             )
         ]
-
-    def _views(self, batch: PageBatch, index: int) -> list[memoryview]:
-        return batch.views[index] if self._with_checksum else []
 
     def deliver(self, batch: PageBatch, landed: Sequence[int]) -> None:
         """Copy staged pages (indices into the batch) to their slots; nothing if moved in place."""

@@ -11,7 +11,7 @@ import torch
 
 from sglang.srt.mem_cache.storage.base import HiCacheStorage
 from sglang.srt.mem_cache.storage.mooncake_store.base_store import MooncakeBaseStore
-from sglang.srt.mem_cache.storage.mooncake_store.codes import set_outcome
+from sglang.srt.mem_cache.storage.mooncake_store.calls import set_outcome
 from sglang.srt.mem_cache.storage.page_trailer import TRAILER_BYTES, is_intact, seal
 from sglang.srt.mem_cache.storage.pool_hits import leading_run
 from sglang.srt.mem_cache.storage.types import HiCacheStorageExtraInfo, StorageUnavailable
