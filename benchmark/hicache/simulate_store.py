@@ -6,7 +6,7 @@ The conversations of `simulate_turns.py` on the real tree, with eviction that co
 One thread reads the store, prompt after prompt, in calls of 64 pages. One device computes prompts
 one after the other; the next is the first in the queue that does not wait for the store. With
 `whole`, requests wait for all reads. With `overtaken`, a read is cut if computing will be faster,
-by the engine's own rule and its estimates of both rates (`fetch_worth.py`).
+by the engine's own rule and its estimates of both rates (`prefetch_cost.py`).
 
 The `empty` store has only pages that were computed before; the `filled` one has all pages from the
 start, as after an earlier server with the same conversations. Writing and HTTP cost nothing here.
@@ -27,8 +27,9 @@ from simulate_turns import Talk, request_seconds
 
 from sglang.benchmark.cache_simulation import Arrangement, CacheSizes, SimulatedCache
 from sglang.benchmark.report import emit, provenance, writable_file
-from sglang.srt.mem_cache.l3.fetch_worth import FetchWorth, PendingRead, overtaken
 from sglang.srt.mem_cache.l3.guarded_store import PAGES_PER_CALL
+from sglang.srt.mem_cache.l3.prefetch_cost import PendingRead, RateEstimate, slower_reads
+from sglang.srt.mem_cache.tree.ballot import Rates
 
 _SEEDS: Final = (5, 6, 7)
 _TURN, _CLIENTS, _ROUNDS, _PAGE = 2048, 20, 10, 64
@@ -84,7 +85,7 @@ class Server:
         rng = np.random.default_rng(1)
         self._texts = rng.integers(0, 1 << 17, (_CLIENTS, _ROUNDS * _TURN), dtype=np.uint32)
         self._rate, self._filled, self._cuts = read_tokens_per_s, filled, cuts
-        self._worth = FetchWorth()
+        self._reads, self._prefills = RateEstimate(), RateEstimate()
         self._stored = [0] * _CLIENTS
         self._queue: list[Request] = []
         self._call: tuple[Request, int, float] | None = None
@@ -107,7 +108,7 @@ class Server:
                 request, tokens, _ = self._call
                 request.landed += tokens
                 request.reads = request.reads and request.landed < request.hit
-                self._worth.reads.add(tokens, tokens / self._rate)
+                self._reads.add(tokens, tokens / self._rate)
                 self._call = None
             if self._step is not None and self._step[2] <= self.now:
                 self._answer(self._step[0])
@@ -140,7 +141,7 @@ class Server:
         landed = max(0, request.known + request.landed - device - host)
         cached = device + host + landed
         seconds = request_seconds(cached, request.total, host + landed)
-        self._worth.prefills.add(request.total - cached, seconds)
+        self._prefills.add(request.total - cached, seconds)
         self.from_store += landed
         self.busy_s += seconds
         self._step = request, request.total - cached, self.now + seconds
@@ -160,7 +161,7 @@ class Server:
         reading = [one for one in self._queue if one.reads]
         half = self._call[1] // 2 if self._call is not None else 0
         whose = self._call[0] if self._call is not None else None
-        later = overtaken(
+        later = slower_reads(
             [
                 PendingRead(
                     one.hit - one.landed - (half if one is whose else 0),
@@ -169,7 +170,7 @@ class Server:
                 )
                 for one in reading
             ],
-            self._worth.rates(),
+            Rates(self._reads.known, self._prefills.known),
             ahead=0 if whose is None or whose.reads else half,
             waiting=(0 if self._step is None else self._step[1])
             + sum(one.total - one.known - one.landed for one in waits),

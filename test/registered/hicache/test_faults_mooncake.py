@@ -130,7 +130,7 @@ def test_c1_nothing_is_published_before_it_has_landed(
     prompt = [*PROMPT, 1]
     reader.arrive("first", prompt)
     # Cut while the get is held: the hit is known, but nothing has landed, so nothing may be used.
-    reader.until(lambda: reader.hi.storage_prefetch.board.operations()[0].hit_pages == PAGES)
+    reader.until(lambda: reader.hi.storage_prefetch.table.operations[0].hit_pages == PAGES)
     assert reader.tree.check_prefetch_progress("first")
     request, reused = reader.admit("first", prompt)
     assert reused == Reused()

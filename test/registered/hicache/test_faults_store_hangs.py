@@ -46,8 +46,8 @@ def test_c7_reads_given_up_while_a_node_hangs_leave_l2_to_others() -> None:
             began = time.monotonic()
             for rid, prompt in waiting.items():
                 reader.arrive(rid, prompt)
-            assert reader.hi.storage_prefetch.board.held_tokens() == L2_PAGES // 2 * PAGE
-            hangs = reader.hi.storage_prefetch.board.operations()[0]
+            assert reader.hi.storage_prefetch.table.held_tokens() == L2_PAGES // 2 * PAGE
+            hangs = reader.hi.storage_prefetch.table.operations[0]
             reader.until(lambda: hangs.handed_pages > hangs.landed_pages)
             for rid, prompt in waiting.items():
                 reader.until(lambda rid=rid: reader.hi.check_prefetch_progress(rid))  # type: ignore[misc]
@@ -55,7 +55,7 @@ def test_c7_reads_given_up_while_a_node_hangs_leave_l2_to_others() -> None:
                 reader.finish(request)
             assert time.monotonic() - began < TIMEOUT_S + EPSILON_S
             reader.tick()
-            stuck = reader.hi.storage_prefetch.board.stuck_tokens()
+            stuck = reader.hi.storage_prefetch.table.stuck_tokens()
             assert 0 < stuck <= L2_PAGES // 8 * PAGE, "only the pages of the call under way"
             assert not hangs.ended
             reader.hi.check_integrity()
@@ -79,7 +79,7 @@ def test_c7_reads_given_up_while_a_node_hangs_leave_l2_to_others() -> None:
         assert hangs.ended
         reader.flush()
         assert reader.hi.host_pool.available_size() == reader.hi.host_pool.size
-        assert reader.hi.storage_prefetch.board.stuck_tokens() == 0
+        assert reader.hi.storage_prefetch.table.stuck_tokens() == 0
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ from rigs.caches.storage_rigs import StorageRigs, attached_store_of, counts
 from rigs.servers.engine_server import EXACT, EngineServer
 from rigs.stores.mooncake_cluster import MooncakeCluster
 from sglang.srt.mem_cache.l3.circuit_breaker import _LONGEST_PAUSE_S
-from sglang.srt.mem_cache.l3.storage_check import _CHECK_EVERY
+from sglang.srt.mem_cache.l3.storage_backup import _CHECK_EVERY
 from sglang.srt.mem_cache.storage.mooncake_store.mooncake_store import MooncakeStore
 from sglang.srt.utils.network import get_free_port, wait_until
 from sglang.test.ci.ci_register import register_cpu_ci

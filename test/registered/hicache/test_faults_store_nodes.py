@@ -111,7 +111,7 @@ def test_c7_a_node_stopped_in_mid_get(
         try:
             began = time.monotonic()
             reader.arrive("held", PROMPT)
-            operation = reader.hi.storage_prefetch.board.operations()[0]
+            operation = reader.hi.storage_prefetch.table.operations[0]
             reader.until(lambda: operation.landed_pages == PAGES_PER_CALL)
             reader.tick()
             landed_after = time.monotonic() - began

@@ -67,7 +67,7 @@ class SteppedRig(CacheRig):
     def prefetches(self, count: int | None) -> None:
         """Do the first `count` reads from L3."""
         if (attached := self.hi.store.attached) is not None:
-            self.hi.storage_prefetch._submit()
+            self.hi.storage_prefetch.begin_tick()
             if count is not None:
                 _ungroup(attached.reads.queue)
             _serve(attached.reads.queue, attached.reads.run, count)

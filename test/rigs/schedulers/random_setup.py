@@ -24,10 +24,9 @@ from sglang.srt.mem_cache.l2 import cache_controller
 from sglang.srt.mem_cache.l2.host_backup import WRITE_POLICIES
 from sglang.srt.mem_cache.l3 import (
     circuit_breaker,
-    fetch_choice,
     guarded_store,
-    recent_timeouts,
-    storage_check,
+    prefetch_cost,
+    storage_backup,
     storage_reads,
     storage_writes,
 )
@@ -231,9 +230,9 @@ def impatient() -> Iterator[None]:
             (storage_reads, "_LONGEST_CHECK_PAUSE_S", 0.05),
             (circuit_breaker, "_FIRST_PAUSE_S", 0.004),
             (circuit_breaker, "_LONGEST_PAUSE_S", 0.05),
-            (recent_timeouts, "PERIOD_S", 0.05),
-            (storage_check, "_CHECK_EVERY", 5),
-            (fetch_choice, "_PROBE_EVERY", 4),
+            (circuit_breaker, "PERIOD_S", 0.05),
+            (storage_backup, "_CHECK_EVERY", 5),
+            (prefetch_cost, "_PROBE_EVERY", 4),
         ):
             stack.enter_context(patch.object(module, name, value))
         # The pools have kilobytes, and other tests may use the machine's memory.

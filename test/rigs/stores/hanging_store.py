@@ -17,12 +17,12 @@ from sglang.srt.mem_cache.hicache_storage import (
     StorageUnavailable,
 )
 from sglang.srt.mem_cache.l3.attached_store import AttachedStore
-from sglang.srt.mem_cache.l3.pool_parts import StoredPools
 from sglang.srt.mem_cache.l3.storage_operation import (
     PrefetchOperation,
     StorageOperation,
 )
 from sglang.srt.mem_cache.l3.storage_settings import StorageSettings
+from sglang.srt.mem_cache.l3.stored_pools import StoredPools
 from sglang.srt.mem_cache.tree.hicache_metrics import HiCacheMetrics
 from sglang.srt.mem_cache.tree.radix_key import PageHash, RadixKey
 from sglang.srt.mem_cache.tree.tree_node import TreeNode

@@ -28,7 +28,6 @@ from sglang.srt.mem_cache.l2.host_backup import HostBackup
 from sglang.srt.mem_cache.l2.host_load import HostLoad
 from sglang.srt.mem_cache.l3.hicache_administration import ChangeResult, StorageAdministration
 from sglang.srt.mem_cache.l3.storage_backup import StorageBackup
-from sglang.srt.mem_cache.l3.storage_check import StorageCheck
 from sglang.srt.mem_cache.l3.storage_prefetch import StoragePrefetch
 from sglang.srt.mem_cache.l3.store_connection import StoreConnection
 from sglang.srt.mem_cache.l3.store_opener import (
@@ -146,7 +145,6 @@ class HiRadixCache(RadixCache):
             self.storage_prefetch,
             self.host_backup,
             self.host_load,
-            StorageCheck(params.page_size, store),
             self.storage_backup,
         )
         super().__init__(params, tree, flows, evict_from)
@@ -272,10 +270,11 @@ class HiRadixCache(RadixCache):
         return self.storage_prefetch.pop_prefetch_loaded_tokens(req_id)
 
     def note_prefill(self, tokens: int, seconds: float) -> None:
-        self.storage_prefetch.note_prefill(tokens, seconds)
+        if self.store.attached is not None:
+            self.store.attached.prefill_rate.add(tokens, seconds)
 
     def watch_workload(self, workload: Callable[[], Workload]) -> None:
-        self.storage_prefetch.watch_workload(workload)
+        self.storage_prefetch.cost_model.workload = workload
 
     def write_backup_storage(self, node: TreeNode) -> str | None:
         """Queue the write of a node's host pages to L3; return None, or the reason why not."""
@@ -371,7 +370,7 @@ class HiRadixCache(RadixCache):
             component.metrics.set_host(total=states.size, free=states.available_size())
         used = self.host_pool.size - self.host_pool.available_size()
         self.metrics.set_state(used, self.is_busy())
-        self.metrics.host_stuck.set(self.storage_prefetch.stuck_tokens())
+        self.metrics.host_stuck.set(self.storage_prefetch.table.stuck_tokens())
 
     def check_integrity(
         self,

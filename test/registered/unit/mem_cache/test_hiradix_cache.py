@@ -10,6 +10,10 @@ from typing import Any
 import pytest
 import torch
 
+from sglang.srt.mem_cache.l3 import prefetch_table
+from sglang.srt.mem_cache.tree.base_prefix_cache import (
+    EvictParams,
+)
 from rigs.caches.cache_rig import RIG_LAYOUTS, CacheRig, Reused
 from rigs.caches.tier_rigs import (
     FlakyStorage,
@@ -17,10 +21,6 @@ from rigs.caches.tier_rigs import (
     three_tiers,
     two_tiers,
     wait_for,
-)
-from sglang.srt.mem_cache.l3 import hicache_prefetch
-from sglang.srt.mem_cache.tree.base_prefix_cache import (
-    EvictParams,
 )
 from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci
 
@@ -155,7 +155,7 @@ def test_a_backend_that_answers_for_fewer_pages_than_it_was_asked_brings_none() 
 def test_a_prompt_of_which_the_store_has_nothing_waits_for_no_tick(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(hicache_prefetch, "_ANSWER_S", 30.0)
+    monkeypatch.setattr(prefetch_table, "_ANSWER_S", 30.0)
     rig = three_tiers()
     rig.arrive("new", list(range(17)))
     rig.tree.check_hicache_events()
@@ -180,7 +180,7 @@ def test_a_tick_waits_a_moment_for_the_store_and_no_longer(
     monkeypatch: pytest.MonkeyPatch, policy: str
 ) -> None:
     # With best_effort it does not wait at all, or this would take half a minute.
-    monkeypatch.setattr(hicache_prefetch, "_ANSWER_S", 0.001 if policy == "timeout" else 30.0)
+    monkeypatch.setattr(prefetch_table, "_ANSWER_S", 0.001 if policy == "timeout" else 30.0)
     rig = three_tiers(hicache_storage_prefetch_policy=policy)
     flaky = FlakyStorage(rig)
     flaky.mode = "hangs"
@@ -217,7 +217,7 @@ def test_what_was_read_before_the_store_came_back_is_written_again(storage_dir: 
     rig.arrive("reads", list(range(17)))
     rig.tick()
     begun_in = rig.hi.store.epoch
-    (operation,) = rig.hi.storage_prefetch.board.operations()
+    (operation,) = rig.hi.storage_prefetch.table.operations
     wait_for(lambda: operation.ended)
     rig.hi.store.epoch += 1  # It came back, empty.
     for path in storage_dir.rglob("*"):

@@ -210,7 +210,7 @@ def test_nothing_of_a_read_is_visible_before_both_kinds_are_there(
     writer.settle()
     Picky.gate.clear()
     reader.arrive("slow", PROMPT)
-    (operation,) = reader.hi.storage_prefetch.board.take_new()
+    (operation,) = reader.hi.storage_prefetch.table.take_new()
     attached_store_of(reader).reads.queue.put([operation])
     reader.until(lambda: operation.handed_pages == 10)
     assert operation.landed_pages == 0

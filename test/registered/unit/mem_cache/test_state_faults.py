@@ -111,7 +111,7 @@ def test_pages_that_are_there_are_invisible_until_their_state_is(
     attached_store_of(reader).reads._pages_per_read = 4
     Odd.gate.clear()
     reader.arrive("slow", PROMPT)
-    (operation,) = reader.hi.storage_prefetch.board.operations()
+    (operation,) = reader.hi.storage_prefetch.table.operations
     reader.until(lambda: operation.handed_pages == 10)
     may_go_on = policy == "best_effort"
     for _ in range(3):

@@ -26,8 +26,8 @@ from sglang.srt.mem_cache.hicache_storage import (
     HiCacheStorageExtraInfo,
     PoolTransfer,
 )
-from sglang.srt.mem_cache.l3 import storage_check
-from sglang.srt.mem_cache.l3.hicache_prefetch import PrefetchBoard
+from sglang.srt.mem_cache.l3 import storage_backup
+from sglang.srt.mem_cache.l3.prefetch_table import PrefetchTable
 from sglang.srt.mem_cache.l3.storage_operation import PrefetchOperation
 from sglang.srt.mem_cache.l3.storage_reads import StorageReads
 from sglang.srt.mem_cache.tree.base_prefix_cache import EvictParams
@@ -218,7 +218,7 @@ def test_a_read_that_is_cut_gives_everything_back(rigs: StorageRigs, calls: int)
     writer.settle()
     with HeldReads(reader.hi, pages_per_call=2, calls=calls) as held:
         reader.arrive("gone", PROMPT)
-        (operation,) = reader.hi.storage_prefetch.board.operations()
+        (operation,) = reader.hi.storage_prefetch.table.operations
         reader.until(lambda: operation.handed_pages == 2 * (calls + 1))
         reader.tree.release_aborted_request("gone")
         for _ in range(3):
@@ -264,7 +264,7 @@ def test_pages_whose_state_the_tree_has_taken_alone_are_not_published(
     longer = [*SHARED, *range(400, 409)]
     for rid in ("first", "second"):
         reader.arrive(rid, longer)
-    (read,) = reader.hi.storage_prefetch.board.reads()
+    (read,) = reader.hi.storage_prefetch.table.reads
     monkeypatch.setattr(StorageReads, "_end", lambda *_: None)
     for _ in range(3):
         reader.prefetches(None)
@@ -273,7 +273,7 @@ def test_pages_whose_state_the_tree_has_taken_alone_are_not_published(
     assert reader.tree.check_prefetch_progress("first")
     shared = reader.match([*SHARED, 90]).best_match_node
     assert depth(shared) == 12 and shared.states[0].host_value is not None
-    assert sorted(read.needs) == ["first", "second"] and read.operation.owned_tokens
+    assert sorted(read.needs) == ["first", "second"] and read.owned_tokens
     reader.hi.evict(EvictParams(num_tokens=1000))
     reader.hi.evict_host(1000)
     assert list(reader.hi.nodes()) == []
@@ -282,7 +282,7 @@ def test_pages_whose_state_the_tree_has_taken_alone_are_not_published(
     monkeypatch.undo()
     for rid in ("first", "second"):
         reader.tree.release_aborted_request(rid)
-    read.operation.finish(CacheOutcome.LATE)
+    read.finish(CacheOutcome.LATE)
     reader.settle()
 
 
@@ -296,7 +296,7 @@ def test_a_request_waits_for_a_read_only_if_its_state_is_one_that_it_can_use(
     with HeldReads(reader.hi, pages_per_call=2, calls=0) as held:
         for rid, prompt in (("a", PROMPT), ("same", PROMPT), ("short", [*SHARED, 300])):
             reader.arrive(rid, prompt)
-        reads = reader.hi.storage_prefetch.board.reads()
+        reads = reader.hi.storage_prefetch.table.reads
         assert [sorted(read.needs) for read in reads] == [["a", "same"], ["short"]]
         held.open()
         for rid in ("a", "same", "short"):
@@ -321,7 +321,7 @@ def test_a_longer_prompt_gets_its_own_state_though_a_shorter_one_is_being_read(
     writer.settle()
     with HeldReads(reader.hi, pages_per_call=1, calls=0) as held:
         reader.arrive("shorter", shorter)
-        (read,) = reader.hi.storage_prefetch.board.reads()
+        (read,) = reader.hi.storage_prefetch.table.reads
         if is_answered:
             reader.until(lambda: read.progress.hit == 3)
         reader.arrive("longer", longer)
@@ -367,8 +367,8 @@ def test_reads_hold_half_of_the_states_of_l2(rigs: StorageRigs) -> None:
     with HeldReads(reader.hi, calls=0) as held:
         for number, prompt in enumerate(prompts):
             reader.arrive(f"r{number}", prompt)
-        board = reader.hi.storage_prefetch.board
-        assert [number in board for number in ("r0", "r3", "r4", "r5")] == [
+        table = reader.hi.storage_prefetch.table
+        assert [bool(table.reads_of(number)) for number in ("r0", "r3", "r4", "r5")] == [
             True,
             True,
             False,
@@ -387,7 +387,7 @@ def test_reads_hold_half_of_the_states_of_l2(rigs: StorageRigs) -> None:
     reader.settle()
 
 
-def one_read() -> tuple[PrefetchBoard, PrefetchOperation]:
+def one_read() -> tuple[PrefetchTable, PrefetchOperation]:
     """A read of three pages and a state, under way."""
     slot = torch.tensor([5])
     operation = PrefetchOperation(
@@ -402,9 +402,9 @@ def one_read() -> tuple[PrefetchBoard, PrefetchOperation]:
         extra_transfers=[PoolTransfer("mamba", slot)],
         host_state=slot,
     )
-    board = PrefetchBoard(PAGE)
-    board.start(operation)
-    return board, operation
+    table = PrefetchTable(PAGE)
+    table.start(operation)
+    return table, operation
 
 
 @pytest.mark.parametrize(("agreed_hit", "landed"), [(3, 3), (2, 0)])
@@ -412,24 +412,23 @@ def test_a_read_counts_as_landed_where_the_ranks_agree_on_the_page_of_its_state(
     agreed_hit: int, landed: int
 ) -> None:
     """On a rank whose store has more, the state that was read stands behind another page."""
-    board, operation = one_read()
+    table, operation = one_read()
     operation.hit_pages = operation.landed_pages = operation.handed_pages = 3
     operation.finish(CacheOutcome.LANDED)
-    (first,) = board.progress()
+    (first,) = table.report(awaits_answers=False)
     assert (first.hit, first.landed, first.ended) == (3, 0, False)
-    board.agree([first._replace(hit=agreed_hit)])
-    (second,) = board.progress()
+    table.agree([first._replace(hit=agreed_hit)])
+    (second,) = table.report(awaits_answers=False)
     assert (second.landed, second.ended) == (landed, True)
-    freed = board.agree([second])
-    states = board.take_freed_states()
+    freed, states = table.agree([second])
     assert (sum(map(len, freed)), len(states)) == ((0, 0) if landed else (12, 1))
 
 
 def test_a_miss_ends_at_once() -> None:
-    board, operation = one_read()
+    table, operation = one_read()
     operation.hit_pages = 0
     operation.finish(CacheOutcome.MISS)
-    (progress,) = board.progress()
+    (progress,) = table.report(awaits_answers=False)
     assert (progress.hit, progress.landed, progress.ended) == (0, 0, True)
 
 
@@ -439,7 +438,7 @@ def test_a_miss_ends_at_once() -> None:
 def test_a_check_asks_up_to_a_state_that_l3_is_known_to_have(
     rigs: StorageRigs, storage_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(storage_check, "_CHECK_EVERY", 1)
+    monkeypatch.setattr(storage_backup, "_CHECK_EVERY", 1)
     rig = rigs.make("file", kind=StateRig)
     rig.run([*SHARED, *range(100, 109)])
     rig.settle()

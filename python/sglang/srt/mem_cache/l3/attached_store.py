@@ -16,12 +16,12 @@ import time
 from collections.abc import Mapping
 from typing import Any, Final
 
-from sglang.srt.mem_cache.l3.fetch_worth import FetchWorth
 from sglang.srt.mem_cache.l3.guarded_store import Connect, GuardedStore
-from sglang.srt.mem_cache.l3.pool_parts import StoredPools
+from sglang.srt.mem_cache.l3.prefetch_cost import RateEstimate
 from sglang.srt.mem_cache.l3.storage_reads import StorageReads
 from sglang.srt.mem_cache.l3.storage_settings import OnUnreachable, StorageSettings
 from sglang.srt.mem_cache.l3.storage_writes import StorageWrites
+from sglang.srt.mem_cache.l3.stored_pools import StoredPools
 from sglang.srt.mem_cache.storage.types import StorageUnavailable
 from sglang.srt.mem_cache.tree.hicache_metrics import HiCacheMetrics
 
@@ -50,7 +50,9 @@ class AttachedStore:
         guard: The client, and what protects the engine from it.
         reads: Queue and work of the prefetch thread.
         writes: Queue and work of the backup thread.
-        worth: Measured rates of reads, and of prefills, which the scheduler thread adds.
+        threshold_pages: Shorter hits are not read.
+        read_rate: Speed of reads on this rank. The prefetch thread adds measurements.
+        prefill_rate: Speed of prefills on this rank. The scheduler thread adds measurements.
 
     Raises:
         StorageUnavailable: The first `connect` failed, and `settings` do not allow that; or the
@@ -74,7 +76,8 @@ class AttachedStore:
         self.backend = backend
         self.config = config
         self.settings = settings
-        self.worth = FetchWorth()
+        self.threshold_pages = settings.threshold_pages(page_size)
+        self.read_rate, self.prefill_rate = RateEstimate(), RateEstimate()
         self.guard = GuardedStore(
             connect,
             pools=pools,
@@ -87,9 +90,9 @@ class AttachedStore:
             page_size=page_size,
             page_bytes=page_bytes,
             pages_per_read=pages_per_read,
-            threshold_pages=settings.threshold_pages(page_size),
+            threshold_pages=self.threshold_pages,
             metrics=metrics,
-            worth=self.worth,
+            rate=self.read_rate,
         )
         self.writes = StorageWrites(
             self.guard, page_size=page_size, page_bytes=page_bytes, metrics=metrics

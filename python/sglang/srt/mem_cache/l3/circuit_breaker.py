@@ -1,17 +1,23 @@
-"""Leaves a failing store alone for a while, then probes it.
+"""What of a failing store is left alone: all of it (`CircuitBreaker`), or pages (`RecentTimeouts`).
 
-Source of the pattern: Nygard, "Release It!" (2007).
+Source of the pattern of the breaker: Nygard, "Release It!" (2007).
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Final
+
+from sglang.srt.mem_cache.tree.radix_key import PageHash
 
 _FIRST_PAUSE_S: Final = 1.0
 _LONGEST_PAUSE_S: Final = 30.0
+PERIOD_S: Final = 30.0
+"""How long a page whose transfer timed out is left alone."""
+_MAX_PAGES: Final = 65_536
+"""A bound on memory, about 10 MB; beyond it the oldest are forgotten."""
 
 
 class CircuitBreaker:
@@ -84,3 +90,38 @@ class CircuitBreaker:
     def _close(self) -> None:
         self._retry_at = None
         self._pause = _FIRST_PAUSE_S
+
+
+class RecentTimeouts:
+    """The pages whose transfers of one kind have just timed out, so that they are not tried again
+    at once.
+
+    A store with one hanging node passes the probes of the breaker, and each further read of a page
+    on that node would cost another timeout. Only the thread that makes the transfers calls it.
+
+    Args:
+        clock: Seconds, monotonic.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._until: dict[PageHash, float] = {}
+        """Until when a page is left alone; the earliest first."""
+
+    def add(self, pages: Iterable[PageHash]) -> None:
+        """Note `pages` that did not land in a transfer that took too long."""
+        until = self._clock() + PERIOD_S
+        for page in pages:
+            self._until.pop(page, None)
+            self._until[page] = until
+        while len(self._until) > _MAX_PAGES:
+            del self._until[next(iter(self._until))]
+
+    def leading_allowed(self, pages: Sequence[PageHash]) -> int:
+        """The number of pages before the first that is left alone."""
+        now = self._clock()
+        while self._until and next(iter(self._until.values())) <= now:
+            del self._until[next(iter(self._until))]
+        if not self._until:
+            return len(pages)
+        return next((i for i, page in enumerate(pages) if page in self._until), len(pages))

@@ -17,9 +17,8 @@ from contextlib import contextmanager
 from typing import Final, Literal
 
 from sglang.srt.mem_cache.device.pool_transfer import PoolTransfer
-from sglang.srt.mem_cache.l3.circuit_breaker import CircuitBreaker
-from sglang.srt.mem_cache.l3.pool_parts import StoredPools, combined_outcomes
-from sglang.srt.mem_cache.l3.recent_timeouts import RecentTimeouts
+from sglang.srt.mem_cache.l3.circuit_breaker import CircuitBreaker, RecentTimeouts
+from sglang.srt.mem_cache.l3.stored_pools import StoredPools, combined_outcomes
 from sglang.srt.mem_cache.storage import answers
 from sglang.srt.mem_cache.storage.base import HiCacheStorage
 from sglang.srt.mem_cache.storage.types import (
@@ -41,7 +40,8 @@ takes as much CPU time as ten more pages of 64 KB in it, or 500 more keys."""
 _STUCK_AFTER_S: Final = 3.0
 """A call that takes longer makes the store unavailable until it returns."""
 _CLEAR: Final = "clear"
-"""Its name among the kinds of calls that are watched."""
+_PROBE: Final = "probe"
+"""Kinds of calls that do not trip the breaker, however long they take."""
 
 Connect = Callable[[], HiCacheStorage]
 """Makes a client with all pools registered. Raises StorageUnavailable."""
@@ -136,17 +136,17 @@ class GuardedStore:
     def transfer(
         self,
         kind: Literal["get", "set"],
-        parts: Sequence[PoolTransfer],
+        hashes: Sequence[PageHash],
+        objects: list[PoolTransfer],
         prefix: Sequence[PageHash],
     ) -> tuple[int, CacheOutcome]:
         """One get or put of some pages, in all pools.
 
-        A put leaves out what other ranks write, and counts it as landed: the ranks agree on what
-        became of a page. Where nothing is left the store is not called.
-
         Args:
             kind: Whether to get or to put.
-            parts: As `parts_of_pages` gives them, the anchor's first, which has all of the pages.
+            hashes: One for each page.
+            objects: The objects of these pages that this rank gets or puts; see
+                `StoredPools.objects`. Others count as landed.
             prefix: Hashes of the pages before.
 
         Returns:
@@ -155,31 +155,36 @@ class GuardedStore:
         Raises:
             StorageUnavailable: The store failed, or broke its contract.
         """
-        hashes = parts[0].keys or []
-        transfers = self.pools.objects(parts)
-        asked = transfers
-        if kind == "set":
-            asked = [one for one in map(self.pools.to_write, transfers) if one.keys]
-            if not asked:
-                return len(hashes), CacheOutcome.LANDED
+        if not objects:
+            return len(hashes), CacheOutcome.LANDED
         storage = self._require_client()
         call = storage.batch_get_v2 if kind == "get" else storage.batch_set_v2
+        otherwise = CacheOutcome.MISS if kind == "get" else CacheOutcome.FAILED
         started = time.monotonic()
         outcomes = [CacheOutcome.FAILED] * len(hashes)
         try:
             with self._calling(kind):
-                answer = call(asked, self._extra_info(prefix))
-            answered = [self._outcomes(storage, kind, answer, one) for one in asked]
-            outcomes = combined_outcomes(transfers[0].keys or (), asked, answered)
+                answer = call(objects, self._hints(prefix))
+            answered = [
+                answers.page_outcomes(
+                    storage,
+                    f"batch_{kind}_v2",
+                    answer,
+                    len(one.keys or ()),
+                    pool=one.name,
+                    otherwise=otherwise,
+                )
+                for one in objects
+            ]
+            outcomes = combined_outcomes(self.pools.keys(hashes), objects, answered)
         finally:
             if _is_stuck(started):
-                missing = itertools.compress(hashes, [not outcome for outcome in outcomes])
-                self.timeouts[kind].add(PageHash(page) for page in missing)
+                missing = [not outcome for outcome in outcomes]
+                self.timeouts[kind].add(itertools.compress(hashes, missing))
             for outcome in set(outcomes):
                 self._metrics.pages.labels(kind, outcome.value).inc(outcomes.count(outcome))
         landed = next((i for i, outcome in enumerate(outcomes) if not outcome), len(outcomes))
-        why = CacheOutcome.LANDED if landed == len(outcomes) else outcomes[landed]
-        return landed, why
+        return landed, outcomes[landed] if landed < len(outcomes) else CacheOutcome.LANDED
 
     def hit_pages(
         self, prompts: Sequence[Sequence[PageHash]], prefixes: Sequence[Sequence[PageHash]]
@@ -195,15 +200,11 @@ class GuardedStore:
         """
         storage = self._require_client()
         keys = [self.pools.keys(hashes) for hashes in prompts]
-        infos = [self._extra_info(prefix) for prefix in prefixes]
-        questions = self.pools.questions()
+        hints = [self._hints(prefix) for prefix in prefixes]
+        # Backends of one pool need not know of others.
+        further = (self.pools.questions,) if self.pools.questions else ()
         with self._calling("exists"):
-            answer = (
-                storage.prompts_exist(keys, infos, questions)
-                if questions
-                # Backends of one pool need not know of others.
-                else storage.prompts_exist(keys, infos)
-            )
+            answer = storage.prompts_exist(keys, hints, *further)
         return answers.prompt_hits(storage, "prompts_exist", answer, list(map(len, keys)))
 
     @contextmanager
@@ -228,7 +229,7 @@ class GuardedStore:
         Until it returns `available` is false, so that nothing is asked of the store meanwhile.
         Raises StorageUnavailable or ValueError, or whatever else the backend raises.
         """
-        with self._watching(_CLEAR):
+        with self._calling(_CLEAR):
             self._require_client().clear()
 
     def close(self, timeout_s: float) -> bool:
@@ -249,19 +250,7 @@ class GuardedStore:
             raise StorageUnavailable("the storage backend is not connected")
         return self.client
 
-    def _outcomes(
-        self, storage: HiCacheStorage, kind: str, answer: object, transfer: PoolTransfer
-    ) -> list[CacheOutcome]:
-        return answers.page_outcomes(
-            storage,
-            f"batch_{kind}_v2",
-            answer,
-            len(transfer.keys or ()),
-            pool=transfer.name,
-            otherwise=CacheOutcome.MISS if kind == "get" else CacheOutcome.FAILED,
-        )
-
-    def _extra_info(self, prefix: Sequence[PageHash]) -> HiCacheStorageExtraInfo | None:
+    def _hints(self, prefix: Sequence[PageHash]) -> HiCacheStorageExtraInfo | None:
         if not self.pass_prefix_keys:
             return None
         return HiCacheStorageExtraInfo(prefix_keys=self.pools.keys(prefix))
@@ -269,7 +258,7 @@ class GuardedStore:
     def _probe(self) -> bool:
         """Breaker: does the store work again? Builds the client where there is none."""
         # A probe can hang as any call can; callers are not to wait behind it.
-        with self._watching("probe"):
+        with self._calling(_PROBE):
             works = self._probe_client()
         if works:
             self.reconnects += 1
@@ -290,25 +279,19 @@ class GuardedStore:
         return False
 
     @contextmanager
-    def _watching(self, kind: str) -> Iterator[float]:
-        """Register work that may hang, so that `available` shows it. Yields its start
-        (`time.monotonic()`)."""
-        started = self._call_started[kind] = time.monotonic()
-        try:
-            yield started
-        finally:
-            del self._call_started[kind]
-
-    @contextmanager
     def _calling(self, kind: str) -> Iterator[None]:
-        """Watch a call to the store; if it was stuck, trip the breaker at its end.
+        """Watch a call, so that `available` shows whether it hangs; if a transfer or a question was
+        stuck, trip the breaker at its end.
 
         A call that raises trips it where the error is caught, and not here too.
         """
-        with self._watching(kind) as started:
+        started = self._call_started[kind] = time.monotonic()
+        try:
             yield
-            if _is_stuck(started):
-                self.trip()
+        finally:
+            del self._call_started[kind]
+        if kind not in (_CLEAR, _PROBE) and _is_stuck(started):
+            self.trip()
 
 
 def _is_stuck(started: float) -> bool:

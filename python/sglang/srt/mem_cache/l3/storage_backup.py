@@ -3,6 +3,10 @@
 `storage_writes.py` has the thread that writes. If the store refuses a page, the pages after it are
 not written: readers find a whole prefix or none.
 
+A stored page is not written again, and while it is in L1 or L2 it is not read either. So now and
+then the flow checks whether L3 still has the pages of a prompt: only this check detects that the
+store was restarted, or has evicted pages.
+
 Threads: the scheduler's only.
 """
 
@@ -13,8 +17,7 @@ from collections import deque
 from enum import StrEnum
 from typing import TYPE_CHECKING, Final
 
-from sglang.srt.mem_cache.device.pool_transfer import PoolTransfer
-from sglang.srt.mem_cache.l3.storage_operation import StorageOperation
+from sglang.srt.mem_cache.l3.storage_operation import CheckOperation, StorageOperation
 from sglang.srt.mem_cache.tree.ballot import MAX_SETTLED, Progress, Verdict
 from sglang.srt.mem_cache.tree.radix_key import PageHash
 from sglang.srt.mem_cache.tree.tier_flow import TierFlow
@@ -28,6 +31,9 @@ if TYPE_CHECKING:
 _BACKUP_SHARE: Final = 0.5
 """Share of the pages of L2, and of its states, that writes to L3 in flight may pin, so that L2 does
 not run short of either."""
+_CHECK_EVERY: Final = 61
+"""Re-check L3 on every 61st use of a stored prompt. A count, not a time, so that all ranks check at
+the same tick; a prime, so that prompts used in rotation all get a turn."""
 
 
 class NoWrite(StrEnum):
@@ -47,7 +53,7 @@ class NoWrite(StrEnum):
 
 
 class StorageBackup(TierFlow):
-    """Writes to L3 for one tree.
+    """Writes to L3 for one tree, and checks of stored pages, one at a time.
 
     Args:
         tree: Tree of the nodes, which are pinned in L2 while they are written.
@@ -64,18 +70,39 @@ class StorageBackup(TierFlow):
         """Tokens of the writes in flight."""
         self._postponed: dict[int, TreeNode] = {}
         """Nodes that wait until writes in flight end, by id, parents first."""
+        self._check: CheckOperation | None = None
+        """The check in flight."""
+        self._uses = 0
+        """Uses of stored prompts since the start."""
 
     def busy(self) -> dict[str, int]:
         count = len(self._under_way) + len(self._postponed)
-        return {"backups": count} if count else {}
+        busy = {} if self._check is None else {"checks": 1}
+        return {**busy, "backups": count} if count else busy
 
     # ---- writes ----------------------------------------------------------------------------
 
     def on_insert(self, path: list[TreeNode]) -> None:
-        if self._store.attached is not None:
-            # L3 may lack these pages, if it was attached, came back or lost pages since their
-            # write.
-            self._write_all([node for node in path if node.backuped])
+        if self._store.attached is None:
+            return
+        if path and self._store.has_stored(path[0]):
+            self._uses += 1
+            if self._uses % _CHECK_EVERY == 0 and self._check is None and self._store.available:
+                self._start_check(path)
+        # L3 may lack these pages, if it was attached, came back or lost pages since their write.
+        self._write_all([node for node in path if node.backuped])
+
+    def _start_check(self, path: list[TreeNode]) -> None:
+        """Ask L3 whether it still has the stored pages of `path`."""
+        assert self._store.attached is not None
+        stored = list(itertools.takewhile(self._store.has_stored, path))
+        while stored and any(state.host_value is None for state in stored[-1].states):
+            # A stored prompt ends with its states; only those on the host are known to be in L3.
+            stored.pop()
+        hashes = [page for node in stored for page in node.page_hashes(self._tree.page_size)]
+        if hashes:
+            self._check = CheckOperation(hashes, self._store.epoch)
+            self._store.attached.reads.queue.put(self._check)
 
     def on_host_landed(self, nodes: list[TreeNode]) -> None:
         if self._store.attached is None:
@@ -112,6 +139,12 @@ class StorageBackup(TierFlow):
         if attached.settings.pass_prefix_keys:
             prefix = node.get_prefix_hash_values(self._tree.page_size)
         hashes = node.page_hashes(self._tree.page_size)
+        # A state stands behind the last page.
+        states = [
+            component.transfer(slot, keys=[hashes[-1]])
+            for component in self._tree.components
+            if (slot := component.of(node).host_value) is not None
+        ]
         after = node.parent.backup_op
         assert after is None or isinstance(after, StorageOperation)
         operation = StorageOperation(
@@ -121,7 +154,7 @@ class StorageBackup(TierFlow):
             prefix_hashes=prefix,
             after=after,
             epoch=self._store.epoch,
-            extra_transfers=self._states_of(node, hashes),
+            extra_transfers=states,
         )
         node.protect_host()
         node.backup_op = operation
@@ -139,19 +172,15 @@ class StorageBackup(TierFlow):
             return NoWrite.ORPHAN
         if not self._store.available:
             return NoWrite.UNAVAILABLE
-        return None if self._is_within_share(len(node.key)) else NoWrite.QUEUE_FULL
-
-    def _is_within_share(self, tokens: int) -> bool:
-        """Whether the writes in flight and one of `tokens` more pin no more than their share."""
         if not self._under_way:
-            return True  # Waiting would make no node smaller.
-        if self._tokens + tokens > _BACKUP_SHARE * self._tree.host.pool.size:
-            return False
+            return None  # Waiting would make no node smaller.
+        if self._tokens + len(node.key) > _BACKUP_SHARE * self._tree.host.pool.size:
+            return NoWrite.QUEUE_FULL
         # Each write pins the states of its node, also those that come meanwhile.
-        return all(
-            len(self._under_way) < _BACKUP_SHARE * component.host.pool.size
-            for component in self._tree.components
-        )
+        sizes = [component.host.pool.size for component in self._tree.components]
+        if any(len(self._under_way) >= _BACKUP_SHARE * size for size in sizes):
+            return NoWrite.QUEUE_FULL
+        return None
 
     def _count(self, refusal: NoWrite) -> None:
         self._metrics.backup_outcomes.labels(refusal.value).inc()
@@ -163,8 +192,14 @@ class StorageBackup(TierFlow):
         progress.backups = [
             Verdict.on(is_good=bool(one.outcome)) for one in itertools.islice(ended, MAX_SETTLED)
         ]
+        if self._check is not None and self._check.outcome is not None:
+            progress.check = Verdict.on(is_good=bool(self._check.outcome))
 
     def act_on(self, agreed: Progress) -> None:
+        if (check := self._check) is not None and agreed.check is not Verdict.UNDER_WAY:
+            self._check = None
+            if agreed.check is Verdict.FAILED and check.epoch == self._store.epoch:
+                self._store.forget_stored()
         refused: set[TreeNode] = set()
         for verdict in agreed.backups:
             operation = self._under_way.popleft()
@@ -219,15 +254,6 @@ class StorageBackup(TierFlow):
                     self._count(refusal)
                     break
             del self._postponed[node.id]
-
-    def _states_of(self, node: TreeNode, hashes: list[PageHash]) -> list[PoolTransfer]:
-        """Transfers of the states of `node` that the host has, under the last of the pages'
-        `hashes`."""
-        return [
-            component.transfer(slot, keys=[hashes[-1]])
-            for component in self._tree.components
-            if (slot := component.of(node).host_value) is not None
-        ]
 
     def _unsaved_path(self, node: TreeNode) -> list[TreeNode]:
         """`node` and the nodes split off above it since it was postponed, top first."""

@@ -8,17 +8,20 @@ other thread sees single assignments of ints and flags.
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Final
 
 import torch
 
 from sglang.srt.mem_cache.device.pool_transfer import PoolTransfer
 from sglang.srt.mem_cache.device.state_spec import PoolName
 from sglang.srt.mem_cache.storage.types import CacheOutcome
+from sglang.srt.mem_cache.tree.ballot import PrefetchProgress
 from sglang.srt.mem_cache.tree.radix_key import PageHash, RadixKey
 from sglang.srt.mem_cache.tree.tree_node import NodeWrite, TreeNode
+
+_NO_PROGRESS: Final = PrefetchProgress()
 
 
 class _Operation:
@@ -31,7 +34,7 @@ class _Operation:
 
     @property
     def transfers(self) -> list[PoolTransfer]:
-        """Where the pages are in L2, the anchor's slots first."""
+        """Where the pages are in L2, the primary pool's slots first."""
         return [PoolTransfer(PoolName.KV, self.host_indices), *self.extra_transfers]
 
     @property
@@ -69,8 +72,8 @@ class PrefetchOperation(_Operation):
     epoch: int
     """The store's epoch when the read began; in a later one its objects may be gone."""
     extra_transfers: Sequence[PoolTransfer] = ()
-    """Host slots in other pools that have their own; see `parts_of_pages`. Pools that share others'
-    slots come along by themselves."""
+    """Host slots in other pools that have their own; see `StoredPools.objects`. Auxiliary pools
+    come along by themselves."""
     host_state: torch.Tensor | None = None
     """Scheduler: int64 `[1]`, the host slot of the state that `extra_transfers` names, while it is
     this operation's."""
@@ -79,25 +82,28 @@ class PrefetchOperation(_Operation):
     """Transfer thread: pages that the store reported to this rank; -1 while unknown."""
     handed_pages: int = 0
     """Transfer thread: pages that the store may write to, from the first on. Final once the read
-    is cut."""
+    is terminated."""
     landed_pages: int = 0
     """Transfer thread: pages that can be used, from the first on: all their parts are there and
     verified, and a state behind the last where a pool has states."""
     outcome: CacheOutcome | None = None
     """Transfer thread, last of all: from now on it does not touch `host_indices`."""
-    agreed_hit: int | None = None
-    """Scheduler: pages that the store has for all ranks; None while unknown."""
+    answered: threading.Event = field(default_factory=threading.Event)
+    """Transfer thread: the store has answered for this prompt, or the operation has ended."""
+    progress: PrefetchProgress = _NO_PROGRESS
+    """Scheduler: progress that the ranks agreed on last."""
+    needs: dict[str, int] = field(default_factory=dict)
+    """Scheduler: by waiting request, how many of the pages it needs, counted from the first."""
     wanted_pages: int = field(init=False)
-    """Scheduler: pages that requests wait for, from the first on. It is only ever lowered."""
+    """Scheduler: the most of `needs`. It is only ever lowered."""
     is_terminated: bool = False
     """Scheduler: no request waits for more pages. The transfer stops at its next step."""
-    is_overtaken: bool = False
+    is_cancelled: bool = False
     """Scheduler, before `is_terminated`: computing the prompt ended sooner, or was going to."""
     is_spared: bool = False
-    """Scheduler: the read is not overtaken, so that it measures how fast reads are."""
+    """Scheduler: the read is not cancelled, so that it measures how fast reads are."""
     has_state: bool = field(init=False)
     """Whether a state is read with the pages."""
-    _answered: threading.Event = field(default_factory=threading.Event)
     _owned: list[tuple[int, int]] = field(init=False)
     """Scheduler: ranges of `host_indices` that are neither the tree's nor free."""
 
@@ -106,95 +112,92 @@ class PrefetchOperation(_Operation):
         self.wanted_pages = len(self.hashes)
         self.has_state = self.host_state is not None
 
+    # ---- scheduler thread --------------------------------------------------------------------
+
+    @property
+    def is_reading(self) -> bool:
+        """Whether the read may bring more pages."""
+        return not (self.progress.ended or self.is_cancelled)
+
+    @property
+    def reach(self) -> int:
+        """Pages that have landed or may still land, as far as the store has answered."""
+        if not self.is_reading:
+            return self.progress.landed
+        hit = self.progress.hit
+        return self.wanted_pages if hit < 0 else min(self.wanted_pages, hit)
+
     @property
     def owned_tokens(self) -> int:
-        """Scheduler: host tokens that are still this operation's."""
+        """Host tokens that are still this operation's."""
         return sum(end - begin for begin, end in self._owned)
 
     def owns(self, begin: int, end: int) -> bool:
-        """Scheduler: whether all tokens from `begin` to `end` are still this operation's."""
+        """Whether all tokens from `begin` to `end` are still this operation's."""
         return any(first <= begin and end <= last for first, last in self._owned)
 
     def owned_slots(self) -> torch.Tensor:
-        """Scheduler: host slots of the tokens that are still this operation's."""
+        """Host slots of the tokens that are still this operation's."""
         return self._slots(self._owned)
 
     def publish(self, begin: int, end: int) -> torch.Tensor:
-        """Scheduler: hand the tokens from `begin` to `end` to the tree; their host slots."""
+        """Hand the tokens from `begin` to `end` to the tree; returns their host slots."""
         self._owned = _outside(self._owned, begin, end)
         return self.host_indices[begin:end].clone()
 
     def take_state(self) -> torch.Tensor | None:
-        """Scheduler: hand over the slot of the state, if it is still this operation's."""
+        """Hand over the slot of the state, if it is still this operation's."""
         slot, self.host_state = self.host_state, None
         return slot
 
-    @property
-    def is_held(self) -> bool:
-        """Scheduler: whether it owns anything in L2."""
-        return bool(self.owned_tokens) or self.host_state is not None
-
     def release(self, begin: int, end: int) -> torch.Tensor:
-        """Scheduler: give up all but the tokens from `begin` to `end`; returns the host slots."""
-        freed, kept = self._owned, []
-        if begin < end:
-            freed = _outside(freed, begin, end)
-            kept = [
-                (max(first, begin), min(last, end))
-                for first, last in self._owned
-                if first < end and last > begin
-            ]
-        self._owned = kept
+        """Give up all but the tokens from `begin` to `end`; returns the host slots."""
+        freed = _outside(self._owned, begin, end) if begin < end else self._owned
+        inside = [(max(first, begin), min(last, end)) for first, last in self._owned]
+        self._owned = [(first, last) for first, last in inside if first < last]
         return self._slots(freed)
 
     def _slots(self, ranges: list[tuple[int, int]]) -> torch.Tensor:
-        if ranges == [(0, len(self.host_indices))]:
-            return self.host_indices
         parts = [self.host_indices[begin:end] for begin, end in ranges]
         return parts[0] if len(parts) == 1 else torch.cat([self.host_indices[:0], *parts])
 
-    def overtake(self) -> None:
-        """Scheduler: cut the read, because computing the prompt is going to end sooner."""
-        self.is_overtaken = True
+    def cancel(self) -> None:
+        """End the read, because computing the prompt is going to end sooner."""
+        self.is_cancelled = True
         self.is_terminated = True
+
+    # ---- transfer thread ---------------------------------------------------------------------
 
     @property
     def why_cut(self) -> CacheOutcome:
-        """Transfer thread: the outcome of a read that ends now. LATE if it was cut before all pages
-        had landed that the store has and requests waited for."""
-        if self.is_overtaken:
+        """The outcome of a read that ends now. LATE if it was terminated before all pages had
+        landed that the store has and requests waited for."""
+        if self.is_cancelled:
             return CacheOutcome.OVERTAKEN
-        hit = self.hit_pages if self.agreed_hit is None else self.agreed_hit
+        agreed = self.progress.hit
+        hit = self.hit_pages if agreed < 0 else agreed
         awaited = self.wanted_pages if hit < 0 else min(self.wanted_pages, hit)
         is_late = self.is_terminated and self.landed_pages < awaited
         return CacheOutcome.LATE if is_late else CacheOutcome.LANDED
 
     def hand_over(self, pages: int) -> bool:
-        """Transfer thread: whether the store may write to the first `pages` pages. Call it before.
+        """Whether the store may write to the first `pages` pages. Call it before it does.
 
         False where no request waits for more than the store has been given already, or where
         another rank lacks what follows. This thread writes the number and then reads
         `is_terminated`; the scheduler writes `is_terminated` and then reads the number. So either
-        this thread sees the cut, or the scheduler sees the number.
+        this thread sees the end, or the scheduler sees the number.
         """
-        hit = self.agreed_hit
-        if self.handed_pages >= (self.wanted_pages if hit is None else min(self.wanted_pages, hit)):
+        hit = self.progress.hit
+        if self.handed_pages >= (self.wanted_pages if hit < 0 else min(self.wanted_pages, hit)):
             return False
         self.handed_pages = pages
         return not self.is_terminated
 
-    def note_answer(self) -> None:
-        """Transfer thread: the store has answered, and its pages are going to be read."""
-        self._answered.set()
-
     def finish(self, outcome: CacheOutcome) -> None:
-        """Transfer thread: end the operation."""
+        """End the operation."""
         self.outcome = outcome
-        self._answered.set()
-
-    def wait_for_answer(self, until: float) -> None:
-        """Scheduler: wait for the store's answer, at most until `until` (`time.monotonic()`)."""
-        self._answered.wait(max(0.0, until - time.monotonic()))
+        self.answered.set()
 
 
 @dataclass(eq=False, slots=True)
@@ -212,9 +215,14 @@ class StorageOperation(_Operation, NodeWrite):
     epoch: int
     """The store's epoch when the write was queued."""
     extra_transfers: Sequence[PoolTransfer] = ()
-    """Host slots in other pools that have their own, pinned as well; see `parts_of_pages`."""
+    """Host slots in other pools that have their own, pinned as well; see `StoredPools.objects`."""
     outcome: CacheOutcome | None = None
     """Transfer thread, last of all."""
+
+    @property
+    def lacks_predecessor(self) -> bool:
+        """Whether the store lacks the pages before these, so that no reader could use these."""
+        return self.after is not None and self.after.outcome is not CacheOutcome.LANDED
 
     def finish(self, outcome: CacheOutcome) -> None:
         """Transfer thread: end the operation, and drop its reference to earlier ones."""

@@ -8,10 +8,10 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Final, TypeAlias
 
-from sglang.srt.mem_cache.l3.fetch_worth import FetchWorth
 from sglang.srt.mem_cache.l3.guarded_store import PAGES_PER_CALL, GuardedStore
-from sglang.srt.mem_cache.l3.pool_parts import parts_of_pages, usable_pages
+from sglang.srt.mem_cache.l3.prefetch_cost import RateEstimate
 from sglang.srt.mem_cache.l3.storage_operation import CheckOperation, PrefetchOperation
+from sglang.srt.mem_cache.l3.stored_pools import usable_pages
 from sglang.srt.mem_cache.storage.types import CacheOutcome
 from sglang.srt.mem_cache.tree.hicache_metrics import HiCacheMetrics
 from sglang.srt.mem_cache.tree.radix_key import PageHash
@@ -42,7 +42,7 @@ class StorageReads:
         pages_per_read: Most pages of one get, which a hanging call keeps in the host pools.
         threshold_pages: Shorter hits are not read.
         metrics: Counts what happened.
-        worth: Receives the measured rates of reads.
+        rate: Receives the measured rates of reads.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class StorageReads:
         pages_per_read: int,
         threshold_pages: int,
         metrics: HiCacheMetrics,
-        worth: FetchWorth,
+        rate: RateEstimate,
     ) -> None:
         self._store = store
         self._page_size = page_size
@@ -62,7 +62,7 @@ class StorageReads:
         self._pages_per_read = pages_per_read
         self._threshold_pages = threshold_pages
         self._metrics = metrics
-        self._worth = worth
+        self._rate = rate
         self._check_pause = _CHECK_PAUSE_S
         self._check_at = 0.0
         """`time.monotonic()` seconds before which no check is made."""
@@ -84,19 +84,20 @@ class StorageReads:
         started = time.monotonic()
         to_read: list[PrefetchOperation] = []
         for operation, answer in zip(group, self._ask(group), strict=True):
-            outcome: CacheOutcome | None = CacheOutcome.FAILED
-            with self._store.reporting_failures("read"):
-                outcome = self._decide(operation, answer)
-            if outcome is None:
-                operation.note_answer()
-                to_read.append(operation)
-            else:
+            operation.hit_pages = 0 if isinstance(answer, CacheOutcome) else answer
+            if isinstance(answer, CacheOutcome):
+                self._end(operation, answer, time.monotonic() - started)
+            elif answer < self._threshold_pages:
+                outcome = CacheOutcome.REVOKED if answer else CacheOutcome.MISS
                 self._end(operation, outcome, time.monotonic() - started)
+            else:
+                operation.answered.set()
+                to_read.append(operation)
         for operation in to_read:
             started = time.monotonic()
             ended = CacheOutcome.FAILED
             with self._store.reporting_failures("read"):
-                ended = self._read_pages(operation, operation.hit_pages)
+                ended = self._read_pages(operation)
             self._end(operation, ended, time.monotonic() - started)
 
     def _ask(self, group: Sequence[PrefetchOperation]) -> list[int | CacheOutcome]:
@@ -119,21 +120,9 @@ class StorageReads:
             known.update(zip(asked, hits, strict=True))
         return list(known.values())
 
-    def _decide(
-        self, operation: PrefetchOperation, answer: int | CacheOutcome
-    ) -> CacheOutcome | None:
-        """The outcome of an operation without a read; None: `hit_pages` are to be read."""
-        hit = answer if isinstance(answer, int) else 0
-        operation.hit_pages = hit
-        if not isinstance(answer, int):
-            return answer
-        if hit < self._threshold_pages or hit == 0:
-            return CacheOutcome.REVOKED if hit else CacheOutcome.MISS
-        return None
-
-    def _read_pages(self, operation: PrefetchOperation, pages: int) -> CacheOutcome:
-        """Read the first `pages` of an operation, some at a time, until a part is missing."""
-        transfers, hashes = operation.transfers, operation.hashes
+    def _read_pages(self, operation: PrefetchOperation) -> CacheOutcome:
+        """Read the pages that the store has, some at a time, until a part is missing."""
+        transfers, hashes, pages = operation.transfers, operation.hashes, operation.hit_pages
         read, ended = 0, CacheOutcome.LANDED
         for begin in range(0, pages, self._pages_per_read):
             end = min(begin + self._pages_per_read, pages)
@@ -143,15 +132,16 @@ class StorageReads:
             started = time.monotonic()
             landed, why = self._store.transfer(
                 "get",
-                parts_of_pages(transfers, hashes, begin, end, last=pages),
+                hashes[begin:end],
+                self._store.pools.objects(transfers, hashes, begin, end, last=pages),
                 [*operation.prefix_hashes, *before],
             )
-            # Nobody takes pages that land after the cut.
+            # Nobody takes pages that land after the end of the wait.
             ended = operation.why_cut
             read += landed
             operation.landed_pages = usable_pages(read, transfers, hashes, pages)
             # For each call, not for each prompt: long prompts then give rates while they are read.
-            self._worth.reads.add(landed * self._page_size, time.monotonic() - started)
+            self._rate.add(landed * self._page_size, time.monotonic() - started)
             if not why:
                 self._store.log.warning(
                     f"get-{why}", "L3: page %d of %d is %s; the rest is recomputed",

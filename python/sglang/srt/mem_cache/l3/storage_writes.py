@@ -8,12 +8,13 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Final
 
-from sglang.srt.mem_cache.device.pool_transfer import PoolTransfer, join_transfers
+from sglang.srt.mem_cache.device.pool_transfer import join_transfers
 from sglang.srt.mem_cache.l3.guarded_store import PAGES_PER_CALL, GuardedStore
-from sglang.srt.mem_cache.l3.pool_parts import parts_of_pages
 from sglang.srt.mem_cache.l3.storage_operation import StorageOperation
+from sglang.srt.mem_cache.l3.stored_pools import num_keys
 from sglang.srt.mem_cache.storage.types import CacheOutcome
 from sglang.srt.mem_cache.tree.hicache_metrics import HiCacheMetrics
+from sglang.srt.mem_cache.tree.radix_key import PageHash
 from sglang.srt.utils.threads import give_way, leave_cores_to_model
 
 _GATHER_S: Final = 0.1
@@ -69,31 +70,40 @@ class StorageWrites:
 
         The others are left to `_write_alone`, which finds out how each of them ends.
         """
+        if len(group) < 2 or self._store.pass_prefix_keys:
+            return 0
         hashes = [page for operation in group for page in operation.hashes]
-        allowed = self._store.timeouts["set"].leading_allowed(hashes) == len(hashes)
-        if len(group) < 2 or self._store.pass_prefix_keys or not allowed:
+        if not self._may_write(hashes):
             return 0
-        if not self._store.allows_calls():
-            return 0
-        parts = join_transfers(list(map(_parts_of, group)))
+        pools = self._store.pools
+        objects = join_transfers([pools.objects(one.transfers, one.hashes) for one in group])
+        own = pools.to_write(objects)
         started = time.monotonic()
         landed = 0
         with self._store.reporting_failures("write"):
-            landed, _ = self._store.transfer("set", parts, ())
+            landed, _ = self._store.transfer("set", hashes, own, ())
         ends = itertools.accumulate(len(operation.hashes) for operation in group)
-        settled = sum(end <= landed for end in ends)
+        settled = group[: sum(end <= landed for end in ends)]
         if settled:
-            pages = sum(len(operation.hashes) for operation in group[:settled])
-            sent = pages * self._store.pools.share_to_write(parts)
-            self._report(pages, sent, [CacheOutcome.LANDED] * settled, time.monotonic() - started)
-        for operation in group[:settled]:
+            pages = sum(len(operation.hashes) for operation in settled)
+            share = num_keys(own) / num_keys(objects)
+            outcomes = [CacheOutcome.LANDED] * len(settled)
+            self._report(pages, pages * share, outcomes, time.monotonic() - started)
+        for operation in settled:
             operation.finish(CacheOutcome.LANDED)
-        return settled
+        return len(settled)
+
+    def _may_write(self, hashes: Sequence[PageHash]) -> bool:
+        """Whether the store may be given these pages now."""
+        reach = self._store.timeouts["set"].leading_allowed(hashes)
+        return reach == len(hashes) and self._store.allows_calls()
 
     def _write_alone(self, operation: StorageOperation) -> None:
+        pools = self._store.pools
+        objects = pools.objects(operation.transfers, operation.hashes)
+        share = num_keys(pools.to_write(objects)) / num_keys(objects)
         started = time.monotonic()
         landed, outcome = 0, CacheOutcome.FAILED
-        share = self._store.pools.share_to_write(_parts_of(operation))
         with self._store.reporting_failures("write"):
             landed, outcome = self._write(operation, share)
         self._report(landed, landed * share, [outcome], time.monotonic() - started)
@@ -104,27 +114,27 @@ class StorageWrites:
 
         Args:
             operation: What to write.
-            share: How much of it this rank writes.
+            share: How much of it this rank writes, from 0 to 1; the rest is for other ranks.
 
         Returns:
             The leading pages of which the store has every part that this rank writes, and why no
             more.
         """
-        if lacks_predecessor(operation):
+        transfers, hashes, pools = operation.transfers, operation.hashes, self._store.pools
+        if operation.lacks_predecessor:
             return 0, CacheOutcome.SHORT
         if not share:
-            # Other ranks say what becomes of it, also where the store fails on this one.
-            return len(operation.hashes), CacheOutcome.LANDED
-        transfers, hashes = operation.transfers, operation.hashes
-        reach = self._store.timeouts["set"].leading_allowed(hashes)
-        if reach < len(hashes) or not self._store.allows_calls():
+            # Other ranks decide what becomes of it, also where the store fails on this one.
+            return len(hashes), CacheOutcome.LANDED
+        if not self._may_write(hashes):
             return 0, CacheOutcome.UNAVAILABLE
         total = 0
         for begin in range(0, len(hashes), PAGES_PER_CALL):
             end = min(begin + PAGES_PER_CALL, len(hashes))
             landed, why = self._store.transfer(
                 "set",
-                parts_of_pages(transfers, hashes, begin, end),
+                hashes[begin:end],
+                pools.to_write(pools.objects(transfers, hashes, begin, end)),
                 [*operation.prefix_hashes, *hashes[:begin]],
             )
             total += landed
@@ -157,11 +167,6 @@ class StorageWrites:
             self._metrics.backup_bandwidth.set(rate / 1e9)
 
 
-def _parts_of(operation: StorageOperation) -> list[PoolTransfer]:
-    """All pages of an operation, in all pools."""
-    return parts_of_pages(operation.transfers, operation.hashes, 0, len(operation.hashes))
-
-
 def next_group(queued: Sequence[StorageOperation]) -> list[StorageOperation]:
     """The first writes of `queued` that can go in one call; at least one.
 
@@ -172,13 +177,8 @@ def next_group(queued: Sequence[StorageOperation]) -> list[StorageOperation]:
     pages = 0
     for operation in queued:
         pages += len(operation.hashes)
-        may_join = operation.after in group or not lacks_predecessor(operation)
+        may_join = operation.after in group or not operation.lacks_predecessor
         if pages > PAGES_PER_CALL or not may_join:
             break
         group.append(operation)
     return group or list(queued[:1])
-
-
-def lacks_predecessor(operation: StorageOperation) -> bool:
-    """Whether the pages before these are not in the store, so that no reader could use these."""
-    return operation.after is not None and operation.after.outcome is not CacheOutcome.LANDED

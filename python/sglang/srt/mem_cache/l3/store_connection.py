@@ -11,7 +11,7 @@ from typing import Any
 
 from sglang.srt.arg_groups.extra_config import parse_extra_config, without_secrets
 from sglang.srt.mem_cache.l3.attached_store import AttachedStore
-from sglang.srt.mem_cache.l3.hicache_prefetch import PrefetchPolicy
+from sglang.srt.mem_cache.l3.prefetch_table import PrefetchPolicy
 from sglang.srt.mem_cache.l3.store_opener import StoreOpener
 from sglang.srt.mem_cache.tree.ballot import Progress, Rates
 from sglang.srt.mem_cache.tree.hicache_metrics import HiCacheMetrics
@@ -180,7 +180,7 @@ class StoreConnection:
             progress.available = store.guard.available
             self._seen_reconnects = store.guard.reconnects
             progress.has_reconnected = self._seen_reconnects != self._agreed_reconnects
-            progress.rates = store.worth.rates()
+            progress.rates = Rates(store.read_rate.known, store.prefill_rate.known)
 
     def act_on(self, agreed: Progress) -> None:
         """Take up what the ranks agree on."""

@@ -18,9 +18,9 @@ from sglang.srt.mem_cache.host.host_pool import AnyHostPool
 from sglang.srt.mem_cache.host.host_pool_group import HostPoolGroup
 from sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller import HybridTransfers
 from sglang.srt.mem_cache.l3.attached_store import AttachedStore
-from sglang.srt.mem_cache.l3.pool_parts import StoredPools
 from sglang.srt.mem_cache.l3.storage_reads import pages_per_read
 from sglang.srt.mem_cache.l3.storage_settings import OnUnreachable, StorageSettings
+from sglang.srt.mem_cache.l3.stored_pools import StoredPools
 from sglang.srt.mem_cache.storage.backend_factory import StorageBackendFactory
 from sglang.srt.mem_cache.storage.base import HiCacheStorage
 from sglang.srt.mem_cache.storage.mooncake_store.config import MooncakeStoreConfig

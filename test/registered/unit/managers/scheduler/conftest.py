@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from sglang.srt.mem_cache.l3 import prefetch_cost
 from rigs.schedulers.scheduler_rig import PROMPTS, SchedulerRig
-from sglang.srt.mem_cache.l3 import fetch_worth
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -34,7 +34,7 @@ def overlap(request: pytest.FixtureRequest) -> Iterator[None]:
 @pytest.fixture
 def reads_are_never_late(monkeypatch: pytest.MonkeyPatch) -> None:
     """What L3 has is read, however soon a tiny model would have computed it."""
-    monkeypatch.setattr(fetch_worth, "_CUT_SLACK_S", 60.0)
+    monkeypatch.setattr(prefetch_cost, "_CANCEL_SLACK_S", 60.0)
 
 
 @pytest.fixture(scope="module")

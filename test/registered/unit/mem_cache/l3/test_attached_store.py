@@ -8,8 +8,8 @@ import pytest
 
 from rigs.stores.hanging_store import HangingStore, wait_for
 from sglang.srt.mem_cache.l3.attached_store import AttachedStore
-from sglang.srt.mem_cache.l3.pool_parts import StoredPools
 from sglang.srt.mem_cache.l3.storage_settings import StorageSettings
+from sglang.srt.mem_cache.l3.stored_pools import StoredPools
 from sglang.srt.mem_cache.storage.types import StorageUnavailable
 from sglang.srt.mem_cache.tree.hicache_metrics import HiCacheMetrics
 from sglang.test.ci.ci_register import register_cpu_ci

@@ -271,7 +271,7 @@ def test_a_clear_that_hangs_is_given_up_and_its_store_can_be_detached(
     assert rig.hi.administration.take_result() is not None
     rig.run(range(16))
     rig.settle()
-    assert rig.hi.storage_prefetch.board.operations() == [] and not rig.hi.store.available, (
+    assert rig.hi.storage_prefetch.table.operations == [] and not rig.hi.store.available, (
         "it is left alone"
     )
     done, text = rig.hi.detach_storage_backend()

@@ -11,7 +11,7 @@ from rigs.caches.memory_ranks import EchoGroup
 from rigs.caches.storage_rigs import counts
 from rigs.caches.tier_rigs import FlakyStorage, three_tiers, wait_for
 from sglang.srt.mem_cache.hicache_storage import CacheOutcome
-from sglang.srt.mem_cache.l3 import storage_check
+from sglang.srt.mem_cache.l3 import storage_backup
 from sglang.srt.mem_cache.tree.base_prefix_cache import (
     EvictParams,
     MatchPrefixParams,
@@ -98,7 +98,7 @@ def test_pages_that_l3_has_lost_are_written_again_while_they_are_used(storage_di
     lost = sorted(files)[2]
     lost.unlink()
     asked = len(flaky.calls)
-    for _ in range(storage_check._CHECK_EVERY - 1):
+    for _ in range(storage_backup._CHECK_EVERY - 1):
         assert rig.run(range(16)) == Reused(device=12)
     assert len(flaky.calls) == asked, "uses cost no question"
     rig.run(range(16))

@@ -99,7 +99,7 @@ def test_who_joins_waits_for_the_shared_pages_and_no_longer(make: Callable[..., 
         rig.arrive("first", FIRST)
         rig.tick()
         rig.arrive("shared", [*SHARED, 7])
-        rig.until(lambda: rig.hi.storage_prefetch.board.reads_of("first")[0].progress.landed == 3)
+        rig.until(lambda: rig.hi.storage_prefetch.table.reads_of("first")[0].progress.landed == 3)
         assert not rig.tree.check_prefetch_progress("shared")
         reads.let(1)
         # The read goes on for the first: its third call hangs.
@@ -121,7 +121,7 @@ def test_a_read_goes_on_for_who_still_waits_and_no_further(
     with HeldReads(rig.hi, pages_per_call=2, calls=1) as reads:
         rig.arrive("first", FIRST)
         rig.arrive("second", SECOND)
-        rig.until(lambda: rig.hi.storage_prefetch.board.reads_of("first")[0].progress.landed == 2)
+        rig.until(lambda: rig.hi.storage_prefetch.table.reads_of("first")[0].progress.landed == 2)
         if leave == "aborted":
             rig.tree.release_aborted_request("first")
         else:
@@ -145,7 +145,7 @@ def test_a_read_that_goes_on_for_fewer_pages_is_joined_for_these(
         rig.arrive("shared", [*SHARED, 7])
         rig.tree.release_aborted_request("first")
         rig.arrive("third", FIRST)
-        assert [read.needs for read in rig.hi.storage_prefetch.board.reads()] == [
+        assert [read.needs for read in rig.hi.storage_prefetch.table.reads] == [
             {"shared": 6, "third": 6},
             {"third": 2},
         ]
@@ -163,7 +163,7 @@ def test_a_prompt_joins_several_reads_one_after_the_other(make: Callable[..., Ca
     with HeldReads(rig.hi) as reads:
         for rid, ids in (("a", FIRST), ("b", SECOND), ("c", third), ("d", third)):
             rig.arrive(rid, ids)
-        assert [len(rig.hi.storage_prefetch.board.reads_of(rid)) for rid in "abcd"] == [1, 2, 3, 3]
+        assert [len(rig.hi.storage_prefetch.table.reads_of(rid)) for rid in "abcd"] == [1, 2, 3, 3]
         # In another order than they came: each takes what is there, and counts what no tier has.
         assert serve(rig, "d", third) == Reused(storage=44)
         assert serve(rig, "c", third) == Reused(device=44)
@@ -180,9 +180,9 @@ def test_of_a_prompt_whose_pages_the_store_lacks_nothing_is_asked_twice(
     stored(rig, SHARED)
     with HeldReads(rig.hi, calls=0) as reads:
         rig.arrive("first", FIRST)
-        rig.until(lambda: rig.hi.storage_prefetch.board.reads_of("first")[0].progress.hit == 6)
+        rig.until(lambda: rig.hi.storage_prefetch.table.reads_of("first")[0].progress.hit == 6)
         rig.arrive("second", FIRST)
-        (read,) = rig.hi.storage_prefetch.board.reads()
+        (read,) = rig.hi.storage_prefetch.table.reads
         assert read.needs == {"first": 8, "second": 6}
         reads.open()
         rig.until(lambda: read.progress.ended)
@@ -220,7 +220,7 @@ def test_a_sample_reads_nothing_itself_and_outlives_its_sibling(
         rig.arrive("first", FIRST)
         rig.arrive("first-1", FIRST, only_join=True)
         rig.arrive("else-1", SECOND[24:], only_join=True)
-        assert len(rig.hi.storage_prefetch.board) == 1
+        assert len(rig.hi.storage_prefetch.table.operations) == 1
         assert rig.tree.check_prefetch_progress("else-1")
         rig.tree.release_aborted_request("first")
         rig.tree.release_aborted_request("else-1")
@@ -236,13 +236,13 @@ def test_a_read_ends_when_the_tree_has_its_pages(make: Callable[..., CacheRig]) 
     with HeldReads(rig.hi, pages_per_call=1, calls=1) as reads:
         rig.arrive("a", FIRST)
         rig.arrive("b", SECOND)
-        rig.until(lambda: rig.hi.storage_prefetch.board.reads_of("a")[0].progress.landed == 1)
+        rig.until(lambda: rig.hi.storage_prefetch.table.reads_of("a")[0].progress.landed == 1)
         # Another request computes the pages that both wait for, and all of the first's.
         request, _ = rig.admit("computes", FIRST)
         rig.finish(request)
         rig.tick()
         assert rig.tree.check_prefetch_progress("a")
-        assert [read.needs for read in rig.hi.storage_prefetch.board.reads()] == [{"b": 3}]
+        assert [read.needs for read in rig.hi.storage_prefetch.table.reads] == [{"b": 3}]
         reads.open()
         assert serve(rig, "b", SECOND) == Reused(device=24, storage=12)
         assert serve(rig, "a", FIRST) == Reused(device=32)
@@ -296,7 +296,7 @@ def test_what_has_left_the_tree_is_not_its_root(make: Callable[..., CacheRig]) -
     rig.flush()
     node.parent = None
     rig.hi.prefetch_from_storage("r", node, suffix)
-    assert len(rig.hi.storage_prefetch.board) == 0
+    assert len(rig.hi.storage_prefetch.table.operations) == 0
     assert outcomes(rig, "orphan") == 1
 
 
@@ -340,13 +340,13 @@ def test_what_was_published_and_evicted_since_is_not_published_again(
     stored(rig, FIRST)
     with HeldReads(rig.hi, pages_per_call=4, calls=1) as reads:
         rig.arrive("r", FIRST)
-        rig.until(lambda: rig.hi.storage_prefetch.board.reads_of("r")[0].progress.landed == 4)
+        rig.until(lambda: rig.hi.storage_prefetch.table.reads_of("r")[0].progress.landed == 4)
         assert rig.tree.check_prefetch_progress("r")
         assert on_host(rig, FIRST) == 16
         rig.hi.evict_host(1000)
         rig.arrive("reads itself", FIRST)
         reads.open()
-        reads_of = rig.hi.storage_prefetch.board.reads_of
+        reads_of = rig.hi.storage_prefetch.table.reads_of
         for rid in ("r", "reads itself"):
             rig.until(lambda rid=rid: reads_of(rid)[0].progress.landed == 8)  # type: ignore[misc]
         assert rig.tree.check_prefetch_progress("r")

@@ -91,7 +91,7 @@ def test_what_a_read_brings_after_it_was_cut_is_late(
 
     def cut_and_get(*args: Any) -> Any:
         if is_overtaken:
-            operation.overtake()
+            operation.cancel()
         operation.is_terminated = True
         return get(*args)
 

@@ -17,9 +17,9 @@ from sglang.srt.mem_cache.hicache_storage import CacheOutcome, PoolName, PoolTra
 from sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller import HybridTransfers
 from sglang.srt.mem_cache.l3 import storage_writes
 from sglang.srt.mem_cache.l3.attached_store import AttachedStore
-from sglang.srt.mem_cache.l3.pool_parts import StoredPools
 from sglang.srt.mem_cache.l3.storage_operation import PrefetchOperation, StorageOperation
 from sglang.srt.mem_cache.l3.storage_settings import StorageSettings
+from sglang.srt.mem_cache.l3.stored_pools import StoredPools
 from sglang.srt.mem_cache.storage.backend_factory import StorageBackendFactory
 from sglang.srt.mem_cache.tree.hicache_metrics import HiCacheMetrics
 from sglang.srt.mem_cache.tree.radix_key import PageHash, RadixKey

@@ -202,7 +202,7 @@ def test_a_read_is_not_cut_for_a_request_that_cannot_run_yet(
             for _ in range(20):
                 rig.step()
             reads.open()
-            until(rig, lambda: hi_of(rig).storage_prefetch.board.operations()[0].landed_pages == 18)
+            until(rig, lambda: hi_of(rig).storage_prefetch.table.operations[0].landed_pages == 18)
             assert rig.scheduler.state.queues.num_holders == 1
             settle(rig)
         assert last_of(rig, "waits").cached_tokens_details.storage == 288

@@ -6,12 +6,11 @@ from itertools import accumulate
 
 import pytest
 
-from sglang.srt.mem_cache.l3.fetch_worth import (
-    FetchWorth,
+from sglang.srt.mem_cache.l3.prefetch_cost import (
     PendingRead,
     RateEstimate,
-    is_hopeless,
-    overtaken,
+    is_rejected,
+    slower_reads,
 )
 from sglang.srt.mem_cache.tree.ballot import Rates
 from sglang.test.ci.ci_register import register_cpu_ci
@@ -28,7 +27,7 @@ def prompt(tokens: int, *, spared: bool = False) -> PendingRead:
 
 def cuts(*reads: int, rates: Rates = EQUAL, waiting: int = 0, ahead: int = 0) -> str:
     """A letter for each prompt of that many tokens: r, it is read, or c, it is computed."""
-    later = overtaken([prompt(one) for one in reads], rates, ahead=ahead, waiting=waiting)
+    later = slower_reads([prompt(one) for one in reads], rates, ahead=ahead, waiting=waiting)
     return "".join("rc"[one] for one in later)
 
 
@@ -68,14 +67,14 @@ def test_what_is_read_before_for_nobody_takes_time_too() -> None:
 def test_one_that_is_cut_is_not_read_before_the_next_but_computed_before_it() -> None:
     def third(second: PendingRead) -> str:
         reads = [prompt(1000), second, prompt(3000)]
-        return "".join("rc"[one] for one in overtaken(reads, EQUAL, ahead=0, waiting=0))[1:]
+        return "".join("rc"[one] for one in slower_reads(reads, EQUAL, ahead=0, waiting=0))[1:]
 
     assert third(prompt(1000, spared=True)) == "rc"
     assert third(prompt(1000)) == "cr"
     # What the store lacks of it has to be computed as well, before the third.
     assert cuts(1000, 1000, ahead=2000) == "cc"
     longer = [PendingRead(1000, 1000, 4000), prompt(1000)]
-    assert overtaken(longer, EQUAL, ahead=2000, waiting=0) == [True, False]
+    assert slower_reads(longer, EQUAL, ahead=2000, waiting=0) == [True, False]
 
 
 @pytest.mark.parametrize(
@@ -98,24 +97,24 @@ def test_a_read_that_is_nearly_done_is_not_cut_for_nothing() -> None:
 
 def test_a_call_under_way_is_half_done_but_brings_nothing_if_it_is_cut() -> None:
     slow = Rates(reads=600, prefills=1000)
-    assert overtaken([PendingRead(1000, 1000, 1000)], slow, ahead=0, waiting=0) == [True]
-    assert overtaken([PendingRead(500, 1000, 1000)], slow, ahead=0, waiting=0) == [False]
+    assert slower_reads([PendingRead(1000, 1000, 1000)], slow, ahead=0, waiting=0) == [True]
+    assert slower_reads([PendingRead(500, 1000, 1000)], slow, ahead=0, waiting=0) == [False]
 
 
 def test_the_spared_one_is_read_and_the_others_know_it() -> None:
     reads = [prompt(1000), prompt(1000, spared=True), prompt(1000)]
-    assert overtaken(reads, EQUAL, ahead=0, waiting=0) == [False, False, True]
+    assert slower_reads(reads, EQUAL, ahead=0, waiting=0) == [False, False, True]
 
 
 @pytest.mark.parametrize("rates", [Rates(), Rates(reads=1), Rates(prefills=10**6)])
 def test_nothing_is_cut_before_both_rates_are_known(rates: Rates) -> None:
     assert cuts(*[10**6] * 4, rates=rates) == "rrrr"
-    assert not is_hopeless(10**6, rates, ahead=10**6, waiting=0)
+    assert not is_rejected(10**6, rates, ahead=10**6, waiting=0)
 
 
 def test_a_read_is_not_begun_where_computing_is_more_than_twice_as_fast() -> None:
     def hopeless(reads: int, ahead: int = 0, waiting: int = 0) -> bool:
-        return is_hopeless(1000, Rates(reads, 1000), ahead=ahead, waiting=waiting)
+        return is_rejected(1000, Rates(reads, 1000), ahead=ahead, waiting=waiting)
 
     assert not hopeless(500)
     assert hopeless(490)
@@ -134,19 +133,19 @@ def rate_of(*samples: tuple[int, float]) -> float:
 
 
 def test_rates_are_known_from_the_fourth_measurement_on() -> None:
-    worth = FetchWorth()
+    reads, prefills = RateEstimate(), RateEstimate()
     for count in range(4):
-        assert worth.rates() == (0, 0), count
-        worth.reads.add(100, 1.0)
-        worth.prefills.add(1000, 1.0)
-    assert worth.rates() == (100, 1000)
+        assert (reads.known, prefills.known) == (0, 0), count
+        reads.add(100, 1.0)
+        prefills.add(1000, 1.0)
+    assert (reads.known, prefills.known) == (100, 1000)
 
 
 def test_nothing_is_learned_from_nothing() -> None:
-    worth = FetchWorth()
-    worth.reads.add(0, 1.0)
-    worth.reads.add(10, 0.0)
-    assert worth.reads.samples == 0
+    reads = RateEstimate()
+    reads.add(0, 1.0)
+    reads.add(10, 0.0)
+    assert reads.samples == 0
 
 
 def test_tiny_prefills_say_little_about_large_ones() -> None:

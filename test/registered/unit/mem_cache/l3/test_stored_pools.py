@@ -11,10 +11,10 @@ from sglang.srt.mem_cache.hicache_storage import (
     PoolName,
     PoolTransfer,
 )
-from sglang.srt.mem_cache.l3.pool_parts import (
+from sglang.srt.mem_cache.l3.stored_pools import (
     StoredPools,
     combined_outcomes,
-    parts_of_pages,
+    num_keys,
     usable_pages,
 )
 from sglang.srt.mem_cache.storage.pool_shards import PoolShards, StoredObject
@@ -37,6 +37,16 @@ INDEXER = PoolTransfer(PoolName.INDEXER, torch.arange(5) + 100)
 def states(count: int, keys: list[str] | None = None) -> PoolTransfer:
     slots = torch.arange(count) + 50
     return PoolTransfer(PoolName.MAMBA, slots, keys=keys, hit_policy=PoolHitPolicy.TRAILING_PAGES)
+
+
+def parts_of_pages(
+    transfers: list[PoolTransfer], hashes: list[PageHash], begin: int, end: int, **last: int
+) -> list[PoolTransfer]:
+    """The parts that pages have in pools, with the hashes of the pages as keys."""
+    objects = StoredPools().objects(transfers, hashes, begin, end, **last)
+    for one in objects:
+        one.keys = [key.removeprefix("/") for key in one.keys or ()]
+    return objects
 
 
 def shown(parts: list[PoolTransfer]) -> dict[str, tuple[list[int], list[str] | None]]:
@@ -113,7 +123,7 @@ def test_a_pool_whose_heads_are_cut_is_several_pools_to_a_backend() -> None:
         queries=[PoolTransfer(PoolName.INDEXER), states(0)],
         shards={"kv": cut_in_two("kv"), "mamba": cut_in_two("mamba")},
     )
-    asked = [(one.name, one.hit_policy) for one in stored.questions()]
+    asked = [(one.name, one.hit_policy) for one in stored.questions]
     pages, trailing = PoolHitPolicy.ALL_PAGES, PoolHitPolicy.TRAILING_PAGES
     assert asked == [
         ("kv/h1-1.2", pages),
@@ -121,33 +131,34 @@ def test_a_pool_whose_heads_are_cut_is_several_pools_to_a_backend() -> None:
         ("mamba", trailing),
         ("mamba/h1-1.2", trailing),
     ]
-    moved = shown(stored.objects(parts_of_pages([KV, states(1, ["c"])], HASHES, 2, 4)))
+    moved = shown(stored.objects([KV, states(1, ["c"])], HASHES, 2, 4))
     assert moved["kv"] == moved["kv/h1-1.2"] == ([4, 5, 6, 7], ["ns/c", "ns/d"])
     assert moved["mamba"] == moved["mamba/h1-1.2"] == ([50], ["ns/c"])
 
 
 def test_without_shards_pages_are_as_they_come() -> None:
     stored = StoredPools("ns")
-    parts = parts_of_pages([KV, INDEXER], HASHES, 0, 5)
-    objects = stored.objects(parts)
-    assert [one.host_indices for one in objects] == [part.host_indices for part in parts]
+    objects = stored.objects([KV, INDEXER], HASHES)
+    assert [shown(objects)[pool][0] for pool in ("kv", "indexer")] == [
+        list(range(10)),
+        list(range(100, 105)),
+    ]
     assert [one.keys for one in objects] == [[f"ns/{page}" for page in HASHES]] * 2
-    assert stored.questions() == []
-    assert [stored.to_write(one) for one in objects] == objects
-    assert stored.share_to_write(parts) == 1.0
+    assert stored.questions == []
+    assert stored.to_write(objects) == objects
 
 
 def test_ranks_with_equal_bytes_divide_the_keys_of_each_object_among_them() -> None:
-    hashes = [f"{page:064x}" for page in range(100)]
+    hashes = [PageHash(f"{page:064x}") for page in range(100)]
     names = [f"ns/{page}" for page in hashes]
     ranks = [
         StoredPools("ns", shards={"kv": cut_in_two("kv", num_writers=2, writer=rank)})
         for rank in (0, 1)
     ]
-    transfer = PoolTransfer("kv", torch.arange(200), keys=hashes)
+    objects = ranks[0].objects([PoolTransfer("kv", torch.arange(200))], hashes)
+    written = [rank.to_write(objects) for rank in ranks]
     by_object = []
-    for whole in ranks[0].objects([transfer]):
-        first, second = (rank.to_write(whole) for rank in ranks)
+    for first, second in zip(*written, strict=True):
         assert first.keys and second.keys and sorted([*first.keys, *second.keys]) == names
         for part in (first, second):
             assert part.host_indices is not None and part.keys is not None
@@ -155,8 +166,8 @@ def test_ranks_with_equal_bytes_divide_the_keys_of_each_object_among_them() -> N
             assert part.host_indices.view(-1, 2)[:, 0].tolist() == [2 * page for page in pages]
         by_object.append(first.keys)
     assert by_object[0] != by_object[1], "each object has a hash of its own"
-    shares = [rank.share_to_write([transfer]) for rank in ranks]
-    assert sum(shares) == 1.0 and all(shares)
+    shares = [num_keys(own) for own in written]
+    assert sum(shares) == num_keys(objects) == 200 and all(shares)
 
 
 if __name__ == "__main__":

@@ -16,8 +16,8 @@ from rigs.caches.cache_rig import CacheRig, HiCacheSettings
 from rigs.caches.memory_ranks import MemoryExchange
 from sglang.srt.environ import envs
 from sglang.srt.mem_cache.hicache_storage import CacheOutcome
-from sglang.srt.mem_cache.l3.fetch_choice import FetchChoice
-from sglang.srt.mem_cache.l3.hicache_prefetch import PrefetchBoard, PrefetchPolicy
+from sglang.srt.mem_cache.l3.prefetch_cost import PrefetchCostModel
+from sglang.srt.mem_cache.l3.prefetch_table import PrefetchPolicy, PrefetchTable
 from sglang.srt.mem_cache.l3.storage_operation import PrefetchOperation
 from sglang.srt.mem_cache.tree.ballot import PrefetchProgress, Rates
 from sglang.srt.mem_cache.tree.base_prefix_cache import Workload
@@ -33,16 +33,16 @@ TIMEOUT = PrefetchPolicy.TIMEOUT
 
 
 class Queue:
-    """A choice over a board of its own, and what its scheduler has to compute."""
+    """A cost model over a table of its own, and what its scheduler has to compute."""
 
     def __init__(self, rates: Rates = EQUAL) -> None:
-        self.board = PrefetchBoard(PAGE)
-        self.choice = FetchChoice(self.board)
+        self.table = PrefetchTable(PAGE)
+        self.model = PrefetchCostModel(self.table, PAGE)
         self.rates = rates
         self.computing = 0
         self.waiting: dict[str, int] = {}
         self.looks = 0
-        self.choice.watch(self._look)
+        self.model.workload = self._look
 
     def _look(self) -> Workload:
         self.looks += 1
@@ -52,7 +52,7 @@ class Queue:
         """Requests with this many tokens that no tier has, of which L3 is asked for `ASKED`."""
         for rid in rids:
             self.waiting[rid] = uncached
-            self.board.start(
+            self.table.start(
                 PrefetchOperation(
                     request_id=rid,
                     key=RadixKey([]),
@@ -67,19 +67,19 @@ class Queue:
 
     def agree(self, **progress: PrefetchProgress) -> None:
         """The ranks' progress; those that are not named have none."""
-        self.board.agree(
-            [progress.get(one.request_id, PrefetchProgress()) for one in self.board.operations()]
+        self.table.agree(
+            [progress.get(one.request_id, PrefetchProgress()) for one in self.table.operations]
         )
 
     def cut(self, policy: PrefetchPolicy = TIMEOUT) -> list[str]:
-        return [one.request_id for one in self.choice.cut_overtaken(policy, self.rates)]
+        return [one.request_id for one in self.model.cancel_slower(policy, self.rates)]
 
 
 def test_what_is_cut_goes_on_at_once_and_is_computed_before_those_that_come_later() -> None:
     queue = Queue()
     queue.comes("a", "b")
     assert queue.cut() == ["b"]
-    assert [queue.board.may_schedule(rid, TIMEOUT) for rid in "ab"] == [False, True]
+    assert [queue.table.may_schedule(rid, TIMEOUT) for rid in "ab"] == [False, True]
     assert queue.cut() == [], "once"
     queue.comes("c", "d")
     # c is read behind a, while b is computed; d would be read behind both.
@@ -107,10 +107,10 @@ def test_what_has_landed_is_neither_to_read_nor_to_compute() -> None:
     queue.computing = 850
     assert queue.cut() == ["b"]
     queue.waiting["b"] = 0
-    assert queue.board.uncached("a", 1000) == 0, "L3 brings it"
+    assert queue.model.uncached("a", 1000) == 0, "L3 brings it"
     queue.agree(a=landed._replace(ended=True))
-    assert queue.board.uncached("a", 1000) == 200
-    assert queue.board.uncached("of no read", 1000) == 1000
+    assert queue.model.uncached("a", 1000) == 200
+    assert queue.model.uncached("of no read", 1000) == 1000
 
 
 def test_what_the_store_lacks_is_not_waited_for() -> None:
@@ -128,12 +128,12 @@ def test_the_call_under_way_of_one_that_was_cut_still_takes_time() -> None:
     queue.comes("a")
     assert queue.cut() == ["a"]
     queue.agree(a=PrefetchProgress(hit=100, handed=100))
-    assert queue.board.abandoned_tokens() == 500, "half of it, by and large"
+    assert queue.model.abandoned_tokens() == 500, "half of it, by and large"
     queue.waiting["a"] = 500
     queue.comes("b")
     assert queue.cut() == ["b"]
     queue.agree(a=PrefetchProgress(hit=100, handed=100, ended=True))
-    assert queue.board.abandoned_tokens() == 0
+    assert queue.model.abandoned_tokens() == 0
     queue.waiting["b"] = 0
     queue.comes("c")
     assert queue.cut() == []
@@ -151,8 +151,8 @@ def test_every_32nd_read_given_up_is_made_after_all_and_to_its_end() -> None:
             assert queue.cut() == [], "neither now nor later"
     assert spared == [31, 63]
     # One that lands says how fast reads are: no need to try for as long.
-    queue.choice.note_read()
-    queue.board = queue.choice._board = PrefetchBoard(PAGE)
+    queue.model.given_up = 0
+    queue.table = queue.model._table = PrefetchTable(PAGE)
     for number in range(31):
         queue.comes(f"s{number}")
         queue.waiting.clear()
@@ -160,8 +160,8 @@ def test_every_32nd_read_given_up_is_made_after_all_and_to_its_end() -> None:
 
 
 def begun(queue: Queue, count: int, policy: PrefetchPolicy = TIMEOUT) -> int:
-    queue.choice.begin_tick()
-    return sum(queue.choice.may_begin(f"new{n}", ASKED, policy, queue.rates) for n in range(count))
+    queue.model.begin_tick()
+    return sum(queue.model.may_begin(f"new{n}", ASKED, policy, queue.rates) for n in range(count))
 
 
 def test_hopeless_reads_are_not_begun_but_for_every_32nd() -> None:
@@ -213,8 +213,8 @@ class TwoRanks:
             attached = rig.hi.store.attached
             assert attached is not None
             for _ in range(4):
-                attached.worth.reads.add(known.reads, 1.0)
-                attached.worth.prefills.add(known.prefills, 1.0)
+                attached.read_rate.add(known.reads, 1.0)
+                attached.prefill_rate.add(known.prefills, 1.0)
 
     def tick(self) -> None:
         list(self._pool.map(CacheRig.tick, self.rigs))
@@ -271,7 +271,7 @@ def test_ranks_whose_rates_and_progress_differ_cut_the_same_reads() -> None:
         for rig in ranks.rigs:
             rig.hi.watch_workload(lambda: Workload(computing, {}))
             rig.arrive("a", prompts["a"])
-        operation = second.hi.storage_prefetch.board.operations()[0]
+        operation = second.hi.storage_prefetch.table.operations[0]
         ranks.until(lambda rig: rig is first or operation.ended)
         for _ in range(3):
             ranks.tick()
@@ -283,10 +283,10 @@ def test_ranks_whose_rates_and_progress_differ_cut_the_same_reads() -> None:
         for _ in range(3):
             ranks.tick()
             assert [
-                rig.hi.storage_prefetch.board.may_schedule("b", TIMEOUT) for rig in ranks.rigs
+                rig.hi.storage_prefetch.table.may_schedule("b", TIMEOUT) for rig in ranks.rigs
             ] == [True] * 2
             assert [
-                rig.hi.storage_prefetch.board.may_schedule("a", TIMEOUT) for rig in ranks.rigs
+                rig.hi.storage_prefetch.table.may_schedule("a", TIMEOUT) for rig in ranks.rigs
             ] == [False] * 2
         computing = 0
         ranks.tick()
@@ -324,7 +324,7 @@ def test_ranks_of_which_one_reads_faster_let_those_who_joined_go_at_the_same_tic
         for rig in ranks.rigs:
             for rid, ids in prompts.items():
                 rig.arrive(rid, ids)
-        fast = ranks.rigs[1].hi.storage_prefetch.board.operations()
+        fast = ranks.rigs[1].hi.storage_prefetch.table.operations
         ranks.until(lambda rig: rig is ranks.rigs[0] or all(one.ended for one in fast))
         for _ in range(3):
             ranks.tick()

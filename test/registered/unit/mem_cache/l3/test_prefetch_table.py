@@ -7,7 +7,7 @@ import torch
 
 from sglang.srt.mem_cache.hicache_storage import CacheOutcome
 from sglang.srt.mem_cache.l3.guarded_store import PAGES_PER_CALL
-from sglang.srt.mem_cache.l3.hicache_prefetch import PrefetchBoard
+from sglang.srt.mem_cache.l3.prefetch_table import PrefetchTable
 from sglang.srt.mem_cache.l3.storage_operation import PrefetchOperation
 from sglang.srt.mem_cache.l3.storage_reads import pages_per_read
 from sglang.srt.mem_cache.tree.ballot import PrefetchProgress, Progress, from_vector, to_vector
@@ -20,7 +20,7 @@ PAGE = 2
 PAGES = 10
 
 
-def started(board: PrefetchBoard, rid: str = "r", first_page: int = 0) -> PrefetchOperation:
+def started(table: PrefetchTable, rid: str = "r", first_page: int = 0) -> PrefetchOperation:
     """A read of the ten host pages from `first_page` on."""
     operation = PrefetchOperation(
         request_id=rid,
@@ -32,77 +32,77 @@ def started(board: PrefetchBoard, rid: str = "r", first_page: int = 0) -> Prefet
         deadline=0.0,
         epoch=0,
     )
-    board.start(operation)
+    table.start(operation)
     return operation
 
 
-def tick(board: PrefetchBoard) -> list[int]:
+def tick(table: PrefetchTable) -> list[int]:
     """One agreement; the host pages that are free since."""
-    freed = board.agree(board.progress())
+    freed, _ = table.agree(table.report(awaits_answers=False))
     slots = torch.cat([torch.empty(0, dtype=torch.int64), *freed]).tolist()
     assert slots[1::PAGE] == [slot + 1 for slot in slots[::PAGE]], "whole pages"
     return [slot // PAGE for slot in slots[::PAGE]]
 
 
 def test_a_read_that_had_not_begun_gives_all_back_at_once_and_never_begins() -> None:
-    board = PrefetchBoard(PAGE)
-    operation = started(board)
-    board.leave("r")
+    table = PrefetchTable(PAGE)
+    operation = started(table)
+    table.leave("r")
     assert not operation.hand_over(4), "too late"
     # What was noted then counts until the thread has seen that it is too late.
-    assert tick(board) == [4, 5, 6, 7, 8, 9]
+    assert tick(table) == [4, 5, 6, 7, 8, 9]
     operation.finish(CacheOutcome.LATE)
-    assert tick(board) == [0, 1, 2, 3]
-    assert len(board) == 0
+    assert tick(table) == [0, 1, 2, 3]
+    assert len(table.operations) == 0
 
-    operation = started(board)
-    board.leave("r")
-    assert tick(board) == list(range(10))
-    assert len(board) == 0
+    operation = started(table)
+    table.leave("r")
+    assert tick(table) == list(range(10))
+    assert len(table.operations) == 0
     assert not operation.hand_over(4)
 
 
 def test_no_more_is_read_than_the_store_has_for_all_ranks() -> None:
-    board = PrefetchBoard(PAGE)
-    operation = started(board)
+    table = PrefetchTable(PAGE)
+    operation = started(table)
     operation.hit_pages = 10
     assert operation.hand_over(4), "no rank knows yet what the others have"
-    board.agree([PrefetchProgress(hit=-1)])
+    table.agree([PrefetchProgress(hit=-1)])
     assert operation.hand_over(6)
-    board.agree([PrefetchProgress(hit=6, handed=6)])
+    table.agree([PrefetchProgress(hit=6, handed=6)])
     assert not operation.hand_over(8)
     assert operation.handed_pages == 6
 
 
 def test_only_the_pages_of_the_call_under_way_stay_with_a_read_that_was_cut() -> None:
-    board = PrefetchBoard(PAGE)
-    operation = started(board)
+    table = PrefetchTable(PAGE)
+    operation = started(table)
     assert operation.hand_over(4)
     operation.landed_pages = 4
-    tick(board)
+    tick(table)
     assert operation.hand_over(8)
-    (cut,) = board.leave("r")
-    assert (cut.operation, cut.progress.landed) == (operation, 4)
+    (cut,) = table.leave("r")
+    assert (cut, cut.progress.landed) == (operation, 4)
     operation.publish(1 * PAGE, 4 * PAGE)
-    assert tick(board) == [0, 8, 9]
-    assert board.stuck_tokens() == 4 * PAGE
-    assert tick(board) == []
+    assert tick(table) == [0, 8, 9]
+    assert table.stuck_tokens() == 4 * PAGE
+    assert tick(table) == []
     operation.landed_pages = 6
-    assert tick(board) == [4, 5]
+    assert tick(table) == [4, 5]
     operation.finish(CacheOutcome.FAILED)
-    assert tick(board) == [6, 7]
-    assert (len(board), board.stuck_tokens(), board.held_tokens()) == (0, 0, 0)
+    assert tick(table) == [6, 7]
+    assert (len(table.operations), table.stuck_tokens(), table.room(0)) == (0, 0, 0)
 
 
 def test_who_ended_gives_back_what_it_has_though_one_before_it_hangs() -> None:
-    board = PrefetchBoard(PAGE)
-    hangs, behind = started(board, "hangs"), started(board, "behind", PAGES)
+    table = PrefetchTable(PAGE)
+    hangs, behind = started(table, "hangs"), started(table, "behind", PAGES)
     hangs.hand_over(2)
     for rid in ("hangs", "behind"):
-        board.leave(rid)
-    assert tick(board) == [*range(2, 10), *range(10, 20)]
+        table.leave(rid)
+    assert tick(table) == [*range(2, 10), *range(10, 20)]
     assert not behind.hand_over(2)
-    assert board.stuck_tokens() == 2 * PAGE
+    assert table.stuck_tokens() == 2 * PAGE
 
 
 def test_ranks_keep_what_any_of_them_may_be_writing_to() -> None:

@@ -1,0 +1,304 @@
+"""The reads from L3 under way, and which request waits for which of their pages.
+
+No bytes are moved here. `StoragePrefetch` starts operations, feeds each tick's agreed progress, and
+takes back the pages that landed and the slots to be freed.
+
+A read is *under way* while requests wait for it. A request whose prompt is partly being read
+already waits for those pages too, and reads only the pages after them. It leaves the read when it
+is scheduled or aborted, or when the tree has the pages that it waits for. A read without requests
+is *terminated*: the pages that landed have been published by then. Its other host pages are freed
+at the next tick, except for those of the call under way: they stay with the read until that call
+returns. With Mooncake that can take minutes, if a store node hangs.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from enum import StrEnum
+from typing import Final, NamedTuple
+
+import torch
+
+from sglang.srt.mem_cache.l3.storage_operation import PrefetchOperation
+from sglang.srt.mem_cache.tree.ballot import MAX_PREFETCHES, PrefetchProgress
+from sglang.srt.mem_cache.tree.radix_key import PageHash, RadixKey
+
+_ANSWER_S: Final = 0.001
+"""A store answers in a tenth to a third of it; the next tick is about ten times as far away."""
+
+
+class PrefetchPolicy(StrEnum):
+    """How long a request waits for its prefetch."""
+
+    BEST_EFFORT = "best_effort"
+    """The request does not wait: it uses the pages that have landed."""
+    WAIT_COMPLETE = "wait_complete"
+    """The request waits until the read ends, at most `prefetch_timeout_max`, however slow L3 is."""
+    TIMEOUT = "timeout"
+    """It waits a base time plus some for each 1,024 tokens, and no longer than computing takes."""
+
+
+class Joined(NamedTuple):
+    """How much of a prompt is being read already."""
+
+    tokens: int
+    """The first tokens, which the request waits for."""
+    rest: RadixKey
+    """The tokens after them, which the request reads; empty where the store lacks them."""
+    prior: PageHash | None
+    """Hash of the page before `rest`."""
+
+
+class Freed(NamedTuple):
+    """Host slots that reads have let go of. int64."""
+
+    pages: list[torch.Tensor]
+    states: list[torch.Tensor]
+
+
+class PrefetchTable:
+    """The reads of one scheduler. Scheduler thread only.
+
+    Args:
+        page_size: Tokens.
+
+    Attributes:
+        reads: The reads under way, in order of start. Read only.
+    """
+
+    def __init__(self, page_size: int) -> None:
+        self._page_size = page_size
+        self.reads: list[PrefetchOperation] = []
+        self._terminated: list[PrefetchOperation] = []
+        """Reads without requests that still own host pages or a host state."""
+        self._by_request: dict[str, list[PrefetchOperation]] = {}
+        """The reads that a request waits for, in the order of its pages."""
+        self._by_page: dict[PageHash, PrefetchOperation] = {}
+        self._new: list[PrefetchOperation] = []
+        self._unanswered: list[PrefetchOperation] = []
+
+    @property
+    def operations(self) -> list[PrefetchOperation]:
+        """The operations that own host slots: first those under way, then those terminated."""
+        return [*self.reads, *self._terminated]
+
+    def room(self, tokens: int) -> int:
+        """How many host tokens a new read may take, where all reads may hold `tokens`; 0: the
+        ballot has no slot for another read."""
+        operations = self.operations
+        if len(operations) >= MAX_PREFETCHES:
+            return 0
+        return tokens - sum(operation.owned_tokens for operation in operations)
+
+    def stuck_tokens(self) -> int:
+        """Host tokens of reads that were terminated, and whose call has not returned."""
+        return sum(operation.owned_tokens for operation in self._terminated)
+
+    # ---- who waits for what ------------------------------------------------------------------
+
+    def start(self, operation: PrefetchOperation) -> None:
+        """Add a read. It is submitted with the others of the same tick; see `take_new`."""
+        self.reads.append(operation)
+        self._by_page.update(dict.fromkeys(operation.hashes, operation))
+        self._let_wait(operation.request_id, operation, operation.wanted_pages)
+        self._new.append(operation)
+
+    def join(self, request_id: str, new: RadixKey, start: int, prior: PageHash | None) -> Joined:
+        """Let a request wait for the pages of its prompt that are being read. It waits no longer
+        than the request that began the read.
+
+        Args:
+            request_id: A request that waits for nothing yet.
+            new: The part of its prompt that neither L1 nor L2 has. Whole pages.
+            start: Tokens of the prompt before `new`.
+            prior: Hash of the page before `new`.
+        """
+        page, first = self._page_size, start
+        while len(new):
+            read = self._by_page.get(new.hash_page(0, page, prior))
+            if read is None or read.is_cancelled or read.progress.expired:
+                break
+            # Equal hashes of a page mean equal pages before it.
+            before = start - read.start
+            common = (before + read.key[start:].match(new, page)) // page
+            asked = min(common, read.wanted_pages)
+            if asked * page <= before:
+                break
+            reach = min(asked, read.reach)
+            is_longer = len(new) > asked * page - before
+            if read.has_state and not self._brings_state(read, reach, before, is_longer):
+                break
+            if reach * page > before:
+                if not read.owns(before, reach * page):
+                    # Some were published, and the tree has evicted them since.
+                    break
+                self._let_wait(request_id, read, reach)
+            if reach < asked and not (read.has_state and is_longer):
+                # The store lacks a page; the pages after it are of no use.
+                return Joined(max(0, reach * page - before) + start - first, new[:0], prior)
+            done = reach * page - before
+            new, start, prior = new[done:], start + done, read.hashes[reach - 1]
+            if reach < asked:
+                # The read ends at the last state of its own prompt. This one may have a later one.
+                break
+        return Joined(start - first, new, prior)
+
+    def _brings_state(
+        self, read: PrefetchOperation, reach: int, before: int, is_longer: bool
+    ) -> bool:
+        """Whether a request may wait for the first `reach` pages of a read that brings a state.
+
+        Args:
+            before: Tokens of the read's prompt, behind its start, that the request has already.
+            is_longer: The request's prompt goes on where the read's ends.
+        """
+        if reach < read.reach:
+            # The state stands behind pages that this prompt does not have.
+            return False
+        if not is_longer:
+            return True
+        # Only the store's answer says where the read ends, so where the rest begins.
+        return read.progress.hit >= 0 and reach * self._page_size > before
+
+    def _let_wait(self, request_id: str, read: PrefetchOperation, pages: int) -> None:
+        read.needs[request_id] = pages
+        self._by_request.setdefault(request_id, []).append(read)
+
+    def reads_of(self, request_id: str) -> list[PrefetchOperation]:
+        """The reads that a request waits for, in the order of its pages."""
+        return self._by_request.get(request_id, []).copy()
+
+    def leave(self, request_id: str) -> list[PrefetchOperation]:
+        """Remove a request from its reads. Returns the reads that are terminated by that, in the
+        order of its pages; the pages that are not published are freed at later ticks."""
+        reads = self._by_request.pop(request_id, [])
+        for read in reads:
+            del read.needs[request_id]
+            self._narrow(read)
+        return [read for read in reads if not read.needs]
+
+    def note_known(self, read: PrefetchOperation, tokens: int) -> None:
+        """Note that the tree has the first `tokens` of a read's prompt: requests that need no more
+        leave the read."""
+        pages = (tokens - read.start) // self._page_size
+        if read.progress.ended and pages >= read.progress.landed:
+            # It has ended, and all that landed is known.
+            pages = len(read.hashes)
+        for request_id in [rid for rid, needed in read.needs.items() if needed <= pages]:
+            del read.needs[request_id]
+            self._by_request[request_id].remove(read)
+            if not self._by_request[request_id]:
+                del self._by_request[request_id]
+        if not read.needs and not read.progress.ended:
+            read.cancel()
+        self._narrow(read)
+
+    def _narrow(self, read: PrefetchOperation) -> None:
+        """Read no further than the requests need; terminate a read that has none."""
+        if read.needs:
+            read.wanted_pages = max(read.needs.values())
+            return
+        read.is_terminated = True
+        self.reads.remove(read)
+        self._terminated.append(read)
+        for page in read.hashes:
+            if self._by_page.get(page) is read:
+                del self._by_page[page]
+
+    def check(self) -> None:
+        """Assert that reads and requests know of each other, and that every read has a request."""
+        waits = [(rid, id(read)) for rid, reads in self._by_request.items() for read in reads]
+        needs = [(rid, id(read)) for read in self.reads for rid in read.needs]
+        assert sorted(waits) == sorted(needs), (
+            f"{len(waits)} waits of requests, {len(needs)} needs of reads"
+        )
+        assert all(self._by_request.values()), "a request waits for nothing"
+        for read in self.reads:
+            wanted = read.wanted_pages
+            assert wanted == max(read.needs.values(), default=-1), f"{wanted}: {read.needs}"
+        assert set(self._by_page.values()) <= set(self.reads), "pages of no read"
+
+    # ---- one tick ----------------------------------------------------------------------------
+
+    def take_new(self) -> list[PrefetchOperation]:
+        """The reads that were started since the last call, to be submitted now."""
+        self._unanswered, self._new = self._new, []
+        return self._unanswered
+
+    def report(self, *, awaits_answers: bool) -> Sequence[PrefetchProgress]:
+        """This rank's progress on each of `operations`.
+
+        Args:
+            awaits_answers: Wait for about a millisecond for the store's answers about new prompts,
+                so that a prompt that the store does not have need not wait for the next tick.
+        """
+        if awaits_answers:
+            until = time.monotonic() + _ANSWER_S
+            for operation in self._unanswered:
+                operation.answered.wait(max(0.0, until - time.monotonic()))
+            self._unanswered = []
+        now = time.monotonic()
+        seen = []
+        for operation in self.operations:
+            # `ended` first: `landed_pages` is final once it is true.
+            ended = operation.ended
+            progress = PrefetchProgress(
+                operation.hit_pages,
+                operation.landed_pages,
+                ended,
+                now > operation.deadline,
+                operation.handed_pages,
+            )
+            seen.append(_with_state(operation, progress) if operation.has_state else progress)
+        return seen
+
+    def agree(self, agreed: Sequence[PrefetchProgress]) -> Freed:
+        """Take the progress that the ranks agreed on; returns the host slots to be freed now."""
+        page = self._page_size
+        pages, states = [], []
+        for read, progress in zip(self.operations, agreed, strict=True):
+            read.progress = progress
+            landed = progress.landed
+            if not read.needs:
+                # It is handed no more pages: only the call under way may write.
+                end = landed if progress.ended else max(landed, progress.handed)
+                pages.append(read.release(landed * page, end * page))
+                # What was handed over may be written to until the read has ended.
+                lets_go = progress.ended or not progress.handed
+            else:
+                lets_go = progress.ended and not landed
+                if progress.ended:
+                    pages.append(read.release(0, landed * page))
+                if lets_go:
+                    self.note_known(read, read.start)
+            if lets_go and (state := read.take_state()) is not None:
+                states.append(state)
+        self._terminated = [
+            read for read in self._terminated if read.owned_tokens or read.host_state is not None
+        ]
+        return Freed([slots for slots in pages if len(slots)], states)
+
+    def may_schedule(self, request_id: str, policy: PrefetchPolicy) -> bool:
+        """Whether a request need not wait any longer. Depends only on agreed progress."""
+        return policy is PrefetchPolicy.BEST_EFFORT or not any(
+            read.is_reading
+            and read.progress.landed < read.needs[request_id]
+            and not read.progress.expired
+            for read in self._by_request.get(request_id, ())
+        )
+
+
+def _with_state(operation: PrefetchOperation, progress: PrefetchProgress) -> PrefetchProgress:
+    """The progress of a read that brings a state, as this rank tells it to the others.
+
+    The state stands behind the pages of this rank's own hit. Where the ranks agree on a shorter one
+    it is of no use to any, so nothing counts as landed before they have agreed.
+    """
+    hit = 0 if progress.ended and progress.hit < 0 else progress.hit
+    if hit == 0:
+        return progress._replace(hit=0, landed=0)
+    if operation.progress.hit < 0:
+        return progress._replace(landed=0, ended=False)
+    is_common = operation.progress.hit == operation.hit_pages
+    return progress if is_common else progress._replace(landed=0)

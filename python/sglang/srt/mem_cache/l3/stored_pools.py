@@ -1,0 +1,179 @@
+"""How the pages of a model's pools map to objects in L3. Pure, any thread.
+
+A page has a part in each pool that has a page for it; a state stands behind one page of a prefix.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+
+from sglang.srt.mem_cache.device.pool_transfer import PoolTransfer
+from sglang.srt.mem_cache.device.state_spec import PoolHitPolicy, PoolName
+from sglang.srt.mem_cache.storage.pool_shards import PoolShards
+from sglang.srt.mem_cache.storage.types import CacheOutcome
+from sglang.srt.mem_cache.tree.radix_key import PageHash
+
+Resolve = Callable[[list[PoolTransfer]], list[PoolTransfer]]
+"""Adds the transfers of auxiliary pools."""
+
+
+class StoredPools:
+    """Turns transfers of pools into transfers of objects.
+
+    Args:
+        namespace: First part of every key.
+        queries: The pools beside the primary one, and what a prefix needs of each.
+        resolve: Adds the transfers of auxiliary pools. Any thread.
+        shards: How pages of a pool are divided into objects, by pool. A page of a pool that is not
+            here is one object, and this rank writes all.
+
+    Attributes:
+        shards: As given.
+        questions: What a backend is asked about beside the primary pool: one transfer for each
+            further object.
+    """
+
+    def __init__(
+        self,
+        namespace: str = "",
+        queries: Sequence[PoolTransfer] = (),
+        resolve: Resolve = lambda transfers: transfers,
+        shards: Mapping[str, PoolShards] | None = None,
+    ) -> None:
+        self._namespace = namespace
+        self._resolve = resolve
+        self.shards = shards or {}
+        self._object_names = {
+            stored.pool: (one, stored.name)
+            for one in self.shards.values()
+            if one.num_writers > 1
+            for stored in one.objects
+        }
+        """Shards and last part of the key, by pool as the backend knows it. Pools of which this
+        rank writes all are left out."""
+        self.questions = self._by_object([PoolTransfer(PoolName.KV), *queries])[1:]
+
+    def keys(self, hashes: Sequence[str]) -> list[str]:
+        """The keys of pages, without pool and shard."""
+        return [f"{self._namespace}/{page}" for page in hashes]
+
+    def objects(
+        self,
+        transfers: Sequence[PoolTransfer],
+        hashes: Sequence[PageHash],
+        begin: int = 0,
+        end: int | None = None,
+        *,
+        last: int | None = None,
+    ) -> list[PoolTransfer]:
+        """One transfer for each object of the pages from `begin` to `end`, with the keys of the
+        store. The primary pool's comes first; each pool's first object has its name.
+
+        A pool of `ALL_PAGES` has a page for each of `hashes`. A pool of `TRAILING_PAGES` has states
+        after the pages that its `keys` name; without keys it has one, after page `last`.
+
+        Args:
+            transfers: Transfers of an operation on all of `hashes`, with host slots.
+            hashes: One for each page.
+            begin: First page.
+            end: Page after the last; by default all.
+            last: Pages that are going to be moved; by default all.
+        """
+        chosen = list(hashes[begin:end])
+        parts = []
+        for transfer in transfers:
+            slots = transfer.host_indices
+            assert slots is not None, f"pool transfer {transfer.name} has no host slots"
+            if transfer.hit_policy is PoolHitPolicy.ALL_PAGES:
+                slots = slots.view(len(hashes), -1)[begin:end].reshape(-1)
+                pages: list[str] = [*chosen]
+            else:
+                behind = _state_hashes(transfer, hashes, last)
+                states = [index for index, page in enumerate(behind) if page in chosen]
+                slots = slots.view(len(behind), -1)[states].reshape(-1)
+                pages = [behind[index] for index in states]
+            if pages:
+                keys, policy = self.keys(pages), transfer.hit_policy
+                parts.append(PoolTransfer(transfer.name, slots, keys=keys, hit_policy=policy))
+        return self._by_object(self._resolve(parts))
+
+    def _by_object(self, transfers: Sequence[PoolTransfer]) -> list[PoolTransfer]:
+        """`transfers`, and those of further objects of the same pages."""
+        found: list[PoolTransfer] = []
+        for transfer in transfers:
+            found.append(transfer)
+            if (shards := self.shards.get(transfer.name)) is not None:
+                found += [replace(transfer, name=one.pool) for one in shards.objects[1:]]
+        return found
+
+    def to_write(self, objects: list[PoolTransfer]) -> list[PoolTransfer]:
+        """The part of `objects` that this rank writes. Of the ranks that hold the same bytes
+        exactly one writes a key."""
+        if not self._object_names:
+            return objects
+        own = []
+        for one in objects:
+            keys, slots = one.keys or [], one.host_indices
+            assert slots is not None, f"pool transfer {one.name} has no host slots"
+            if one.name in self._object_names:
+                shards, name = self._object_names[one.name]
+                chosen = [index for index, key in enumerate(keys) if shards.writes(f"{key}/{name}")]
+                keys = [keys[index] for index in chosen]
+                slots = slots.view(len(one.keys or ()), -1)[chosen].reshape(-1)
+            if keys:
+                own.append(replace(one, keys=keys, host_indices=slots))
+        return own
+
+
+def _state_hashes(
+    transfer: PoolTransfer, hashes: Sequence[PageHash], last: int | None
+) -> Sequence[str]:
+    """Hashes of the pages that the states of a `TRAILING_PAGES` pool follow; see `objects`."""
+    if transfer.keys is not None:
+        return transfer.keys
+    return [hashes[(len(hashes) if last is None else last) - 1]]
+
+
+def num_keys(transfers: Sequence[PoolTransfer]) -> int:
+    """Keys of all `transfers`."""
+    return sum(len(one.keys or ()) for one in transfers)
+
+
+def combined_outcomes(
+    keys: Sequence[str],
+    transfers: Sequence[PoolTransfer],
+    outcomes: Sequence[Sequence[CacheOutcome]],
+) -> list[CacheOutcome]:
+    """Outcome of each page of the primary pool: LANDED if all its parts have landed, otherwise the
+    outcome of the first part that has not.
+
+    Args:
+        keys: Keys of the pages.
+        transfers: What the store was asked for, the primary pool's first. Parts that it was not
+            asked for count as landed.
+        outcomes: For each transfer, one for each key.
+    """
+    pages = dict.fromkeys(keys, CacheOutcome.LANDED)
+    for transfer, results in zip(transfers, outcomes, strict=True):
+        for key, outcome in zip(transfer.keys or (), results, strict=True):
+            if pages[key]:
+                pages[key] = outcome
+    return [pages[key] for key in keys]
+
+
+def usable_pages(
+    landed: int, transfers: Sequence[PoolTransfer], hashes: Sequence[PageHash], last: int
+) -> int:
+    """Pages of the longest usable prefix among the first `landed`, which have all their parts.
+
+    With a pool of `TRAILING_PAGES` a prefix ends where it has a state. Arguments as those of
+    `StoredPools.objects`.
+    """
+    common = set[str](hashes[:landed])
+    trailing = [t for t in transfers if t.hit_policy is PoolHitPolicy.TRAILING_PAGES]
+    if not trailing:
+        return landed
+    for transfer in trailing:
+        common &= set(_state_hashes(transfer, hashes, last))
+    return max((index + 1 for index in range(landed) if hashes[index] in common), default=0)
