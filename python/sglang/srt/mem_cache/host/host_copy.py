@@ -9,6 +9,7 @@ runs beside the scheduler.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import TypeAlias
 
 import numpy as np
@@ -85,17 +86,15 @@ class CpuPageCopier(PageCopier):
         )
 
 
+@dataclass(frozen=True, slots=True)
 class _CpuLoad(PageLoad):
-    def __init__(
-        self, layers: list[list[PagePair]], host_pages: PageIndex, device_pages: PageIndex
-    ) -> None:
-        self._layers = layers
-        self._host_pages = host_pages
-        self._device_pages = device_pages
+    layers: list[list[PagePair]]
+    host_pages: PageIndex
+    device_pages: PageIndex
 
     def issue(self, layer: int) -> None:
-        for host, device in self._layers[layer]:
-            copy_pages(host, self._host_pages, device, self._device_pages)
+        for host, device in self.layers[layer]:
+            copy_pages(host, self.host_pages, device, self.device_pages)
 
 
 def copy_pages(source: PageView, pages: PageIndex, target: PageView, to: PageIndex) -> None:

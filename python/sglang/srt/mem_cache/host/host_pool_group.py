@@ -92,14 +92,10 @@ class HostPoolGroup:
 
     def get_pool(self, name: str) -> AnyHostPool:
         """The host pool called `name`. Raises ValueError that lists the known."""
-        return self._entry(name).host_pool
-
-    def _entry(self, name: str) -> PoolEntry:
-        entry = self.entries.get(name)
-        if entry is None:
+        if name not in self.entries:
             known = ", ".join(self.entries)
             raise ValueError(f"no host pool {name!r} in this group; it has: {known}")
-        return entry
+        return self.entries[name].host_pool
 
     # -- copies ------------------------------------------------------------------------------------
 
@@ -156,12 +152,12 @@ class HostPoolGroup:
             layers_done[model_layer].record()
 
     def _checked(self, transfer: PoolTransfer) -> tuple[PoolEntry, torch.Tensor, torch.Tensor]:
-        entry = self._entry(transfer.name)
+        self.get_pool(transfer.name)  # Raises if there is none.
         if transfer.host_indices is None or transfer.device_indices is None:
             raise ValueError(
                 f"pool transfer {transfer.name}: a copy needs host_indices and device_indices"
             )
-        return entry, transfer.host_indices, transfer.device_indices
+        return self.entries[transfer.name], transfer.host_indices, transfer.device_indices
 
     def prefers_cpu_slots(self, io_backend: str) -> bool:
         """Whether backups of some pool are faster with their device slots on the CPU.

@@ -57,7 +57,7 @@ class CircuitBreaker:
     def reset(self) -> None:
         """Close after a successful call."""
         with self._lock:
-            self._close()
+            self._retry_at, self._pause = None, _FIRST_PAUSE_S
 
     def allow(self) -> bool:
         """Whether a call may be made now. Probes the store first where a pause is over."""
@@ -75,7 +75,7 @@ class CircuitBreaker:
             with self._lock:
                 self._probing = False
                 if works:
-                    self._close()
+                    self._retry_at, self._pause = None, _FIRST_PAUSE_S
                 else:
                     self._open()
         return works
@@ -86,10 +86,6 @@ class CircuitBreaker:
         else:
             self._pause = min(self._pause * 2, _LONGEST_PAUSE_S)
         self._retry_at = self._clock() + self._pause
-
-    def _close(self) -> None:
-        self._retry_at = None
-        self._pause = _FIRST_PAUSE_S
 
 
 class RecentTimeouts:

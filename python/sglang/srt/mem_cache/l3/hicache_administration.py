@@ -212,7 +212,7 @@ class StorageAdministration(TierFlow):
         return result
 
     def busy(self) -> dict[str, int]:
-        return {"administration": 1} if self.is_under_way else {}
+        return {} if self._change is None else {"administration": 1}
 
     def shutdown(self) -> None:
         self.give_up("the server is shutting down")

@@ -126,6 +126,8 @@ class PrefetchCostModel:
 
     Attributes:
         workload: Tells how much waits to be computed; by default nothing does.
+        waiting: Tokens that wait to be computed in this tick; None: not looked up yet, as at the
+            begin of each tick.
         given_up: Reads that were rejected or cancelled since pages last landed.
     """
 
@@ -133,13 +135,8 @@ class PrefetchCostModel:
         self._table = table
         self._page_size = page_size
         self.workload: Callable[[], Workload] = lambda: Workload(0, {})
-        self._waiting: int | None = None
-        """Tokens that wait to be computed in this tick; None: not looked up yet."""
+        self.waiting: int | None = None
         self.given_up = 0
-
-    def begin_tick(self) -> None:
-        """Begin a tick: forget what was known of the queue."""
-        self._waiting = None
 
     def may_begin(self, request_id: str, tokens: int, policy: PrefetchPolicy, rates: Rates) -> bool:
         """Whether to begin a read of `tokens` for a new request.
@@ -149,16 +146,16 @@ class PrefetchCostModel:
         """
         if policy is PrefetchPolicy.WAIT_COMPLETE or not all(rates):
             return True
-        if self._waiting is None:
+        if self.waiting is None:
             work = self.workload()
-            self._waiting = self._to_compute(work) - work.waiting.get(request_id, 0)
+            self.waiting = self._to_compute(work) - work.waiting.get(request_id, 0)
         known = [read for read in self._awaited() if read.progress.hit >= 0]
         ahead = sum(self._pending(read, {}).unread for read in known)
-        if not is_rejected(tokens, rates, ahead=ahead, waiting=self._waiting):
+        if not is_rejected(tokens, rates, ahead=ahead, waiting=self.waiting):
             return True
         if not self._may_give_up():
             return True
-        self._waiting += tokens
+        self.waiting += tokens
         return False
 
     def cancel_slower(self, policy: PrefetchPolicy, rates: Rates) -> list[PrefetchOperation]:

@@ -65,6 +65,7 @@ class PrefetchTable:
 
     Attributes:
         reads: The reads under way, in order of start. Read only.
+        new: Those of them that were not submitted yet. Read only.
     """
 
     def __init__(self, page_size: int) -> None:
@@ -75,7 +76,7 @@ class PrefetchTable:
         self._by_request: dict[str, list[PrefetchOperation]] = {}
         """The reads that a request waits for, in the order of its pages."""
         self._by_page: dict[PageHash, PrefetchOperation] = {}
-        self._new: list[PrefetchOperation] = []
+        self.new: list[PrefetchOperation] = []
         self._unanswered: list[PrefetchOperation] = []
 
     @property
@@ -102,7 +103,7 @@ class PrefetchTable:
         self.reads.append(operation)
         self._by_page.update(dict.fromkeys(operation.hashes, operation))
         self._let_wait(operation.request_id, operation, operation.wanted_pages)
-        self._new.append(operation)
+        self.new.append(operation)
 
     def join(self, request_id: str, new: RadixKey, start: int, prior: PageHash | None) -> Joined:
         """Let a request wait for the pages of its prompt that are being read. It waits no longer
@@ -223,7 +224,7 @@ class PrefetchTable:
 
     def take_new(self) -> list[PrefetchOperation]:
         """The reads that were started since the last call, to be submitted now."""
-        self._unanswered, self._new = self._new, []
+        self._unanswered, self.new = self.new, []
         return self._unanswered
 
     def report(self, *, awaits_answers: bool) -> Sequence[PrefetchProgress]:

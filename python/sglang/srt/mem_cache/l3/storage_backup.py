@@ -208,7 +208,8 @@ class StorageBackup(TierFlow):
                 refused.add(operation.node)
         if refused:
             self._give_up_below(refused)
-        self._resume_postponed()
+        if self._postponed:
+            self._resume_postponed()
 
     def _settle(self, operation: StorageOperation, *, success: bool) -> None:
         length = len(operation.host_indices)

@@ -354,11 +354,10 @@ class StoragePrefetch(TierFlow):
     def _settle_used(self) -> None:
         """Settle the reads of prompts with the same first page as prompts that were computed since
         the last tick: the tree may have their pages now."""
-        if self._used:
-            for read in self.table.reads.copy():
-                if read.key.child_key(self.page_size) in self._used:
-                    self._settle_known(read)
-            self._used.clear()
+        for read in self.table.reads.copy():
+            if read.key.child_key(self.page_size) in self._used:
+                self._settle_known(read)
+        self._used.clear()
 
     # ---- end of the wait -------------------------------------------------------------------
 
@@ -381,11 +380,11 @@ class StoragePrefetch(TierFlow):
     def begin_tick(self) -> None:
         """Submit the reads of the prompts that have come since the last tick, with one query for
         all."""
-        self.cost_model.begin_tick()
-        if started := self.table.take_new():
+        self.cost_model.waiting = None
+        if self.table.new:
             attached = self._store.attached
             assert attached is not None, "L3 is detached when nothing is under way"
-            attached.reads.queue.put(started)
+            attached.reads.queue.put(self.table.take_new())
 
     def report(self, progress: Progress) -> None:
         awaits_answers = self._store.prefetch_policy is not PrefetchPolicy.BEST_EFFORT
@@ -398,7 +397,8 @@ class StoragePrefetch(TierFlow):
         for slot in freed.states:
             assert self._states is not None
             self._states.host.free(slot)
-        self._settle_used()
+        if self._used:
+            self._settle_used()
         policy, rates = self._store.prefetch_policy, self._store.rates
         for read in self.cost_model.cancel_slower(policy, rates):
             self._log.info(

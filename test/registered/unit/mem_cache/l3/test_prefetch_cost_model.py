@@ -160,7 +160,7 @@ def test_every_32nd_read_given_up_is_made_after_all_and_to_its_end() -> None:
 
 
 def begun(queue: Queue, count: int, policy: PrefetchPolicy = TIMEOUT) -> int:
-    queue.model.begin_tick()
+    queue.model.waiting = None
     return sum(queue.model.may_begin(f"new{n}", ASKED, policy, queue.rates) for n in range(count))
 
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from rigs.stores.host_pools import make_device_pool, make_host_pool
 from sglang.srt.mem_cache.host.head_group_pool import HeadGroupPool
 from sglang.srt.mem_cache.storage.mooncake_store.page_batches import PoolRows
 from sglang.test.ci.ci_register import register_cpu_ci
+from rigs.stores.host_pools import make_device_pool, make_host_pool, page_slots
 
 register_cpu_ci(est_time=1, suite="base-a-test-cpu")
 
@@ -20,8 +20,10 @@ def test_groups_of_heads_of_a_pool_share_side_memory() -> None:
     assert beside.memory is rows.memory
     (memory,) = beside.buffers()
     assert memory is rows.memory, "the pool itself is not registered"
-    with rows.borrow(is_get=True) as one, beside.borrow(is_get=True) as other:
-        assert one.data_ptr() != other.data_ptr()
+    one, other = (
+        each.lay_out(["key"], page_slots([0]), is_get=True).rows for each in (rows, beside)
+    )
+    assert one.data_ptr() != other.data_ptr()
     assert PoolRows(whole, others=[rows]).memory is not rows.memory
 
 

@@ -14,7 +14,7 @@ import threading
 from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, wait
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from itertools import chain, compress, islice
 from typing import Any, Final
 
@@ -263,28 +263,25 @@ class MooncakeStore(MooncakePlainCalls):
 
     def _fetch(
         self, rows: PoolRows, keys: list[str], slots: torch.Tensor
-    ) -> tuple[PageBatch, list[int], ExitStack]:
-        """Get a batch. Returns it with Mooncake's codes, and the borrowed rows to release."""
-        with ExitStack() as borrowed:
-            memory = borrowed.enter_context(rows.borrow(is_get=True))
-            batch = rows.lay_out(keys, slots, memory)
-            codes = self._transfer(self._client, batch, is_get=True)
-            return batch, codes, borrowed.pop_all()
+    ) -> tuple[PageBatch, list[int]]:
+        """Get a batch. Returns it with Mooncake's codes; `_check` releases it."""
+        batch = rows.lay_out(keys, slots, is_get=True)
+        try:
+            return batch, self._transfer(self._client, batch, is_get=True)
+        except BaseException:
+            batch.release()
+            raise
 
-    def _check(
-        self, rows: PoolRows, batch: PageBatch, codes: list[int], held: ExitStack
-    ) -> list[CacheOutcome]:
+    def _check(self, rows: PoolRows, batch: PageBatch, codes: list[int]) -> list[CacheOutcome]:
         """Check the pages of a batch, deliver the good ones, and remove damaged objects."""
-        with held:
+        try:
             outcomes = [
                 get_outcome(code, sum(sizes))
                 for code, sizes in zip(codes, batch.sizes, strict=True)
             ]
-            for index in rows.find_damaged(
-                batch, [index for index, outcome in enumerate(outcomes) if outcome]
-            ):
-                outcomes[index] = _DAMAGED
-            rows.deliver(batch, [index for index, one in enumerate(outcomes) if one])
+            rows.deliver(batch, outcomes)
+        finally:
+            batch.release()
         if _DAMAGED in outcomes:
             damaged = list(compress(batch.keys, [one is _DAMAGED for one in outcomes]))
             for key in damaged:
@@ -307,36 +304,37 @@ class MooncakeStore(MooncakePlainCalls):
         chosen = slots.view(len(keys), -1)[torch.tensor(absent)].reshape(-1)
         written: list[CacheOutcome] = []
         pieces = list(rows.cut([keys[index] for index in absent], chosen))
-        batch, held = self._seal(rows, *pieces[0])
+        batch = self._seal(rows, *pieces[0])
         for following in [*pieces[1:], None]:
-            ready: Future[tuple[PageBatch, ExitStack]] | None = None
-            with held:
-                if following is not None:
-                    ready = self._hasher.submit(self._seal, rows, *following)
-                try:
-                    codes = self._transfer(client, batch, is_get=False)
-                except BaseException:
-                    _release(ready)
-                    raise
+            ready: Future[PageBatch] | None = None
+            if following is not None:
+                ready = self._hasher.submit(self._seal, rows, *following)
+            try:
+                codes = self._transfer(client, batch, is_get=False)
+            except BaseException:
+                _release(ready)
+                raise
+            finally:
+                batch.release()
             written += [set_outcome(code) for code in codes]
             if is_prefix and not all(written):
                 _release(ready)
                 break
             if ready is not None:
-                batch, held = ready.result()
+                batch = ready.result()
         for index, outcome in zip(absent, written, strict=False):
             outcomes[index] = outcome
         return outcomes
 
-    def _seal(
-        self, rows: PoolRows, keys: list[str], slots: torch.Tensor
-    ) -> tuple[PageBatch, ExitStack]:
-        """A batch that is ready to be put, and the borrowed rows to release."""
-        with ExitStack() as borrowed:
-            memory = borrowed.enter_context(rows.borrow(is_get=False))
-            batch = rows.lay_out(keys, slots, memory)
+    def _seal(self, rows: PoolRows, keys: list[str], slots: torch.Tensor) -> PageBatch:
+        """A batch that is ready to be put."""
+        batch = rows.lay_out(keys, slots, is_get=False)
+        try:
             rows.seal(batch)
-            return batch, borrowed.pop_all()
+        except BaseException:
+            batch.release()
+            raise
+        return batch
 
     # -- calls into Mooncake -----------------------------------------------------------------------
 
@@ -446,7 +444,7 @@ class MooncakeStore(MooncakePlainCalls):
         }
 
 
-def _release(ready: Future[tuple[PageBatch, ExitStack]] | None) -> None:
+def _release(ready: Future[PageBatch] | None) -> None:
     """Release the rows of a batch that was sealed but will not be put."""
     if ready is not None:
-        ready.result()[1].close()
+        ready.result().release()

@@ -8,8 +8,7 @@ staged: one row has page and trailer. The object is the same in both cases.
 from __future__ import annotations
 
 import queue
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -19,7 +18,7 @@ import torch
 from sglang.srt.constants import KIB, MIB
 from sglang.srt.mem_cache.host.host_memory import HostTensorAllocator
 from sglang.srt.mem_cache.storage.page_trailer import TRAILER_BYTES, is_intact, seal
-from sglang.srt.mem_cache.storage.types import StoragePool
+from sglang.srt.mem_cache.storage.types import CacheOutcome, StoragePool
 
 _BATCH_BYTES: Final = 32 * MIB
 """Enough to keep a link busy, and small enough to hash one batch while the next is moved."""
@@ -41,6 +40,8 @@ class PageBatch:
     """Host slots, int64 `[pages * page_size]`."""
     rows: torch.Tensor
     """uint8 `[pages, row bytes]`, registered: trailers, or whole objects if pages are staged."""
+    release: Callable[[], None]
+    """Gives `rows` back, after the last use of the batch."""
     ptrs: list[list[int]] = field(default_factory=list)
     sizes: list[list[int]] = field(default_factory=list)
     views: list[list[memoryview]] = field(default_factory=list)
@@ -105,40 +106,34 @@ class PoolRows:
             for start in range(0, len(keys), size)
         ]
 
-    @contextmanager
-    def borrow(self, is_get: bool) -> Iterator[torch.Tensor]:
-        """Rows for one batch. Waits until a batch of the same direction releases some."""
-        rows = self._free[is_get].get()
-        try:
-            yield rows
-        finally:
-            self._free[is_get].put(rows)
+    def lay_out(self, keys: list[str], slots: torch.Tensor, *, is_get: bool) -> PageBatch:
+        """A batch of up to `batch_pages` pages with their addresses, which the caller releases.
 
-    def lay_out(self, keys: list[str], slots: torch.Tensor, rows: torch.Tensor) -> PageBatch:
-        """A batch of up to `batch_pages` pages with their addresses.
+        Waits until a batch of the same direction releases its rows.
 
         Raises:
             ValueError: A slot is outside the pool.
         """
-        batch = PageBatch(keys=keys, slots=slots, rows=rows[: len(keys)])
-        batch.views = [[]] * len(keys)
-        first = rows.data_ptr()
-        row_ptrs = [first + index * self.row_bytes for index in range(len(keys))]
-        if not self._in_place:
-            batch.ptrs = [[ptr] for ptr in row_ptrs]
-            batch.sizes = [[self.row_bytes]] * len(keys)
+        ptrs: list[int] = []
+        sizes: list[int] = []
+        views: list[list[memoryview]] = [[]] * len(keys)
+        if self._in_place:
+            ptrs, sizes = self.pool.get_page_buffer_meta(slots)
             if self._with_checksum:
-                batch.views = [[row.data] for row in batch.rows[:, :-TRAILER_BYTES].numpy()]
-            return batch
-        ptrs, sizes = self.pool.get_page_buffer_meta(slots)
+                views = self.pool.get_page_views(slots)
+        free = self._free[is_get]
+        memory = free.get()
+        batch = PageBatch(keys, slots, memory[: len(keys)], release=lambda: free.put(memory))
         parts = len(ptrs) // max(1, len(keys))
+        first = memory.data_ptr()
         batch.ptrs = [
-            [*ptrs[index * parts : (index + 1) * parts], row_ptrs[index]]
+            [*ptrs[index * parts : (index + 1) * parts], first + index * self.row_bytes]
             for index in range(len(keys))
         ]
-        batch.sizes = [[*sizes[:parts], TRAILER_BYTES]] * len(keys)
-        if self._with_checksum:
-            batch.views = self.pool.get_page_views(slots)
+        batch.sizes = [[*sizes[:parts], self.row_bytes]] * len(keys)
+        if self._with_checksum and not self._in_place:
+            views = [[row.data] for row in batch.rows[:, :-TRAILER_BYTES].numpy()]
+        batch.views = views
         return batch
 
     def seal(self, batch: PageBatch) -> None:
@@ -152,22 +147,24 @@ class PoolRows:
         trailers = np.frombuffer(raw, dtype=np.uint8).reshape(-1, TRAILER_BYTES)
         batch.rows[:, -TRAILER_BYTES:].numpy()[:] = trailers
 
-    def find_damaged(self, batch: PageBatch, arrived: Sequence[int]) -> list[int]:
-        """Indices of the pages in `arrived` whose bytes or key do not match their trailer."""
-        raw = batch.rows[:, -TRAILER_BYTES:].numpy().tobytes()
-        return [
-            index
-            for index in arrived
-            if not is_intact(
-                raw[index * TRAILER_BYTES : (index + 1) * TRAILER_BYTES],
+    def deliver(self, batch: PageBatch, outcomes: list[CacheOutcome]) -> None:
+        """Check the pages that have landed, and copy staged ones to their slots.
+
+        Args:
+            batch: A batch that was got.
+            outcomes: One for each page. Those of pages whose bytes or key do not match their
+                trailer become DAMAGED.
+        """
+        trailers = batch.rows[:, -TRAILER_BYTES:].numpy()
+        for index, outcome in enumerate(outcomes):
+            if outcome and not is_intact(
+                trailers[index].data,
                 batch.views[index],
                 batch.keys[index],
                 verify_checksum=self._with_checksum,
-            )
-        ]
-
-    def deliver(self, batch: PageBatch, landed: Sequence[int]) -> None:
-        """Copy staged pages (indices into the batch) to their slots; nothing if moved in place."""
+            ):
+                outcomes[index] = CacheOutcome.DAMAGED
+        landed = [index for index, outcome in enumerate(outcomes) if outcome]
         if self._in_place or not landed:
             return
         slots = batch.slots.view(len(batch.keys), -1)
