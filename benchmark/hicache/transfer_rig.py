@@ -147,7 +147,7 @@ class PoolsTogether:
         self._all = all_pools
         self._group = HostPoolGroup(
             [
-                PoolEntry.of(pools.host, pools.device, is_anchor=pools is all_pools[0])
+                PoolEntry.of(pools.host, pools.device, is_primary=pools is all_pools[0])
                 for pools in all_pools
             ]
         )

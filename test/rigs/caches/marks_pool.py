@@ -1,8 +1,8 @@
 """An artificial second kind of state: a few bytes per page, in some layers of the model.
 
 `MarksPool` is its device pool, `MarksPoolHost` its host pool in any layout. A *mark* is a number of
-`MARK_BYTES` bytes for a page and layer. It stands for an indexer, which shares the anchor's slots,
-or for recurrent states, where `page_size` is 1 and slots are its own.
+`MARK_BYTES` bytes for a page and layer. It stands for an indexer, which shares the primary pool's
+slots, or for recurrent states, where `page_size` is 1 and slots are its own.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _MARK: Final = (StateBuffer("mark", (1,), torch.int64),)
 
 
 def page_marks(*layers: int) -> StateSpec:
-    """Spec of marks in these layers, one for each page of the anchor."""
+    """Spec of marks in these layers, one for each page of the primary pool."""
     return StateSpec(
         name=PoolName.INDEXER, layers=layers, buffers=_MARK, indices_from_pool=PoolName.KV
     )

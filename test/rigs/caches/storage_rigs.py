@@ -103,7 +103,7 @@ def assert_one_question_for_all_prompts(
     Args:
         patch: Puts a fake in the place of the store.
         kind: Class of a rig with several kinds of state.
-        pool: The kind beside the anchor.
+        pool: The kind beside the primary pool.
         objects: Number of its objects for the two prompts, of ten and of five pages.
     """
     fakes = FakeMooncakes(patch)

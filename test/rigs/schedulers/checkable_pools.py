@@ -124,7 +124,11 @@ class CheckablePools:
     def __post_init__(self) -> None:
         state, heads = self.state, self.state.heads
         self.kv = self._token_pool()
-        paged = [pool for pool in (self.kv, *self.kv.sidecars) if isinstance(pool, PagedDevicePool)]
+        paged = [
+            pool
+            for pool in (self.kv, *self.kv.auxiliary_pools)
+            if isinstance(pool, PagedDevicePool)
+        ]
         self.tokens = [
             one
             for pool in paged
@@ -172,9 +176,9 @@ class CheckablePools:
         )
 
     def model_pools(self) -> ModelPools:
-        """All pools, the anchor first."""
+        """All pools, the primary pool first."""
         states = () if self.states is None else (self.states,)
-        return ModelPools.of([self.kv, *self.kv.sidecars, *states], self.state.num_layers)
+        return ModelPools.of([self.kv, *self.kv.auxiliary_pools, *states], self.state.num_layers)
 
     def rows(self, max_requests: int, context_len: int) -> ReqToTokenPool:
         """The rows of requests, each with a state if the model keeps some."""

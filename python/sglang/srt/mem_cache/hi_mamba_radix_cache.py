@@ -5,10 +5,7 @@ Its flows are the same as for other models; states move with the pages. See `doc
 
 from __future__ import annotations
 
-from typing import ClassVar
-
-from sglang.srt.mem_cache.hiradix_cache import BuildHostStack, HiCacheArgs, HiRadixCache
-from sglang.srt.mem_cache.hybrid_cache.hybrid_pool_assembler import build_mamba_hybrid_stack
+from sglang.srt.mem_cache.hiradix_cache import HiCacheArgs, HiRadixCache
 from sglang.srt.mem_cache.mamba_radix_cache import check_has_states
 from sglang.srt.mem_cache.tree.cache_init_params import CacheInitParams
 
@@ -20,8 +17,6 @@ class HiMambaRadixCache(HiRadixCache):
         ValueError: As `HiRadixCache`, or `params.model_pools` has no recurrent states.
         StorageUnreachable: As `HiRadixCache`.
     """
-
-    build_host_stack: ClassVar[BuildHostStack] = staticmethod(build_mamba_hybrid_stack)
 
     def __init__(self, params: CacheInitParams, server_args: HiCacheArgs) -> None:
         check_has_states(params)

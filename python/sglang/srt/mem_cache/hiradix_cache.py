@@ -9,19 +9,13 @@ Threads: the scheduler's only.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, ClassVar, Protocol, TypeAlias, Unpack
+from typing import Any, Protocol
 
 import torch
 
 from sglang.srt.mem_cache.device.model_pools import ModelPools
 from sglang.srt.mem_cache.device.pool_transfer import PoolTransfer
-from sglang.srt.mem_cache.host.host_pool_group import HostPoolGroup
-from sglang.srt.mem_cache.hybrid_cache.hybrid_pool_assembler import (
-    HostStackSettings,
-    build_kv_host_stack,
-    build_nsa_hybrid_stack,
-    has_indexer,
-)
+from sglang.srt.mem_cache.hybrid_cache.hybrid_pool_assembler import build_kv_host_stack
 from sglang.srt.mem_cache.l2.cache_controller import HiCacheController
 from sglang.srt.mem_cache.l2.eviction_to_host import EvictionToHost
 from sglang.srt.mem_cache.l2.host_backup import HostBackup
@@ -45,16 +39,6 @@ from sglang.srt.mem_cache.tree.prefix_tree import PrefixTree
 from sglang.srt.mem_cache.tree.radix_cache import RadixCache, make_tree
 from sglang.srt.mem_cache.tree.radix_key import PageHash, TokenArray
 from sglang.srt.mem_cache.tree.tree_node import TreeNode
-
-BuildHostStack: TypeAlias = Callable[..., tuple[str, HostPoolGroup]]
-"""Type of `build_kv_host_stack` and of its variants for certain models."""
-
-
-def _build_host_stack(
-    pools: ModelPools, **settings: Unpack[HostStackSettings]
-) -> tuple[str, HostPoolGroup]:
-    build = build_nsa_hybrid_stack if has_indexer(pools) else build_kv_host_stack
-    return build(pools, **settings)
 
 
 class HiCacheArgs(Protocol):
@@ -99,18 +83,13 @@ class HiRadixCache(RadixCache):
         metrics: Metrics of the tiers.
     """
 
-    build_host_stack: ClassVar[BuildHostStack] = staticmethod(_build_host_stack)
-    """Builds the host pools of L2."""
-
     def __init__(self, params: CacheInitParams, server_args: HiCacheArgs) -> None:
         tree = make_tree(params)
         metrics = self.metrics = HiCacheMetrics(params.metrics_registry)
         self._group = params.tp_cache_group
-        controller = self.cache_controller = _make_controller(
-            params, server_args, self.build_host_stack
-        )
+        controller = self.cache_controller = _make_controller(params, server_args)
         self._create_prefetch_sync_groups()
-        self.host_pool = controller.mem_pool_host.anchor
+        self.host_pool = controller.mem_pool_host.primary
         opener = StoreOpener(
             controller.mem_pool_host,
             params.page_size,
@@ -340,7 +319,9 @@ class HiRadixCache(RadixCache):
         """One line per tier below L1: its size, and the reason for the size."""
         pool, group = self.host_pool, self.cache_controller.mem_pool_host
         states = "".join(f" and {one.host.pool.size} states" for one in self.tree.components)
-        pools = ", ".join([group.anchor_entry.name, *(one.name for one in self._get_extra_pools())])
+        pools = ", ".join(
+            [group.primary_entry.name, *(one.name for one in self._get_extra_pools())]
+        )
         host = (
             f"L2: {pool.size} tokens{states}, {group.nbytes / 1e9:.2f} GB of host memory for "
             f"{pools} in layout {pool.layout}, I/O {self.cache_controller.io_backend}"
@@ -383,20 +364,12 @@ class HiRadixCache(RadixCache):
 
 def _add_host(tree: PrefixTree, group: HostPoolGroup) -> None:
     """Let nodes of `tree` have slots in the pools of L2, which evict to make room."""
-    entries = {
-        component.pool.spec.name: group.entries[component.pool.spec.name]
-        for component in tree.components
-    }
-    tree.add_host(group.anchor, {name: entry.host_pool for name, entry in entries.items()})
+    tree.add_host(group.primary, {name: entry.host_pool for name, entry in group.entries.items()})
     for component in tree.components:
-        entries[component.pool.spec.name].host_evict_fn = component.host.evict
+        group.entries[component.pool.spec.name].host_evict_fn = component.host.evict
 
 
-def _make_controller(
-    params: CacheInitParams,
-    server_args: HiCacheArgs,
-    build_host_stack: BuildHostStack,
-) -> HiCacheController:
+def _make_controller(params: CacheInitParams, server_args: HiCacheArgs) -> HiCacheController:
     """Build L2 and its controller."""
     allocator, ranks = params.token_to_kv_pool_allocator, params.tp_cache_group
     backend = server_args.hicache_storage_backend
@@ -408,7 +381,7 @@ def _make_controller(
             shares_with_other_sizes(backend, extra_config),
         ),
     )
-    io_backend, host_pool = build_host_stack(
+    io_backend, host_pool = build_kv_host_stack(
         params.model_pools or ModelPools.of([allocator.get_kvcache()]),
         ratio=server_args.hicache_ratio,
         size_gb=server_args.hicache_size,

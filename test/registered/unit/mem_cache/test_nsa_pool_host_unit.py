@@ -229,10 +229,10 @@ def test_an_unknown_layout_is_refused(make: Callable[..., PagedDevicePool]) -> N
 
 
 def test_an_indexer_with_longer_pages_than_its_anchor_is_refused() -> None:
-    anchor = MLATokenToKVPoolHost(make_mla_pool(), 2.0, 0, PAGE, "page_first")
+    primary = MLATokenToKVPoolHost(make_mla_pool(), 2.0, 0, PAGE, "page_first")
     longer = NSAIndexerPool(IndexerSpec.of((0,), 6, torch.bfloat16), 64, 8, "cpu")
     with pytest.raises(ValueError, match=r"pages of 8 tokens .* pages of 4"):
-        NSAIndexerPoolHost(longer, anchor, "page_first")
+        NSAIndexerPoolHost(longer, primary, "page_first")
 
 
 if __name__ == "__main__":

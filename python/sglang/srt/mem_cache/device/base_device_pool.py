@@ -65,7 +65,7 @@ class BaseDevicePool(ABC):
         self._place = {layer: place for place, layer in enumerate(spec.layers)}
 
     @property
-    def sidecars(self) -> tuple[BaseDevicePool, ...]:
+    def auxiliary_pools(self) -> tuple[BaseDevicePool, ...]:
         """Pools of other kinds of state in the same slots that were made with this one."""
         return ()
 

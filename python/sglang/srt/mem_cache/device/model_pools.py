@@ -13,8 +13,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class ModelPools:
-    """Pools of all kinds of state that a model keeps. The first is the anchor: prefixes are made of
-    its pages.
+    """Pools of all kinds of state that a model keeps. The first is the primary pool: prefixes are
+    made of its pages.
 
     Raises:
         ValueError: A name repeats; a pool has layers that the model does not have; or it shares the
@@ -29,7 +29,7 @@ class ModelPools:
         if not self.pools or self.pools[0].spec.indices_from_pool is not None:
             names = [str(pool.spec.name) for pool in self.pools]
             raise ValueError(
-                f"a model's first pool is the anchor, which has slots of its own: {names}"
+                f"a model's first pool is the primary pool, which has slots of its own: {names}"
             )
         before: dict[PoolName, BaseDevicePool] = {}
         for pool in self.pools:
@@ -47,7 +47,7 @@ class ModelPools:
 
     @classmethod
     def of(cls, pools: Iterable[BaseDevicePool], num_layers: int | None = None) -> ModelPools:
-        """The pools of a model, the anchor first.
+        """The pools of a model, the primary pool first.
 
         Args:
             pools: Pools in the order of the model's specs.

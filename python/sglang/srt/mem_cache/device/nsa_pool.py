@@ -112,7 +112,7 @@ class NSATokenToKVPool(MLATokenToKVPool):
         return pool
 
     @property
-    def sidecars(self) -> tuple[BaseDevicePool, ...]:
+    def auxiliary_pools(self) -> tuple[BaseDevicePool, ...]:
         return (self.index_pool,)
 
     def get_index_k_buffer(self, layer_id: int) -> torch.Tensor:

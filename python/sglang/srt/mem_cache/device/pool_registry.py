@@ -52,8 +52,8 @@ def make_pools(
 
     Raises:
         ValueError: A kind of state has no pool class; two specs have the same name; the pool whose
-            slots a sidecar shares is missing or has other items; or two kinds of states of whole
-            prefixes have slots of their own. Names the state. No memory is taken then.
+            slots an auxiliary pool shares is missing or has other items; or two kinds of states of
+            whole prefixes have slots of their own. Names the state. No memory is taken then.
     """
     _check_specs(specs)
     sizes = {ItemKind.TOKEN: (size, page_size), ItemKind.STATE: (num_states, 1)}
@@ -61,7 +61,7 @@ def make_pools(
     for spec in specs:
         if spec.name not in pools:
             pool = _POOLS[type(spec)](spec, *sizes[spec.item], device)
-            pools |= {one.spec.name: one for one in (pool, *pool.sidecars)}
+            pools |= {one.spec.name: one for one in (pool, *pool.auxiliary_pools)}
     owner = state_pool(pools.values())
     for pool in pools.values():
         if isinstance(pool, StatePool) and owner is not None and pool is not owner:

@@ -103,7 +103,7 @@ class StateSpec:
     hit_policy: PoolHitPolicy = PoolHitPolicy.ALL_PAGES
     share: RankShare = RankShare()
     indices_from_pool: PoolName | None = None
-    """The pool whose slots this one shares (a sidecar); None: it has slots of its own."""
+    """The pool whose slots this one shares (an auxiliary pool); None: it has slots of its own."""
 
     def __post_init__(self) -> None:
         if not self.layers or not self.buffers or sorted(set(self.layers)) != list(self.layers):

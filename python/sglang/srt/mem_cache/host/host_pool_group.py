@@ -1,4 +1,4 @@
-"""The host pools of one model: an anchor whose pages prefixes are made of, and extra pools."""
+"""The host pools of one model: a primary pool whose pages prefixes are made of, and extra pools."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ class PoolEntry:
 
     @classmethod
     def of(
-        cls, host_pool: AnyHostPool, device_pool: BaseDevicePool, *, is_anchor: bool
+        cls, host_pool: AnyHostPool, device_pool: BaseDevicePool, *, is_primary: bool
     ) -> PoolEntry:
         """The entry of a pair of pools, with the name and the layers of their spec."""
         layers = {layer: own for own, layer in enumerate(device_pool.spec.layers)}
-        return cls(device_pool.spec.name, host_pool, device_pool, layers.get, is_anchor)
+        return cls(device_pool.spec.name, host_pool, device_pool, layers.get, is_primary)
 
     @property
     def spec(self) -> StateSpec:
@@ -43,34 +43,34 @@ class PoolEntry:
 
 
 class HostPoolGroup:
-    """The operations on all pools of a model. What concerns the anchor alone is on `anchor`.
+    """The operations on all pools of a model. What concerns the primary pool alone is on `primary`.
 
     Args:
-        entries: One of them the anchor.
+        entries: One of them the primary pool.
         num_layers: Layers of the model on this rank, with or without state; by default up to the
-            last one that the anchor has.
+            last one that the primary pool has.
 
     Raises:
-        ValueError: There is not exactly one anchor, two entries share a name, or one shares the
-            slots of a pool that is not there or has others.
+        ValueError: There is not exactly one primary pool, two entries share a name, or one shares
+            the slots of a pool that is not there or has others.
     """
 
     def __init__(self, entries: Sequence[PoolEntry], num_layers: int | None = None) -> None:
-        anchors = [entry for entry in entries if entry.is_primary_index_anchor]
-        if len(anchors) != 1:
-            raise ValueError(f"a pool group needs one anchor, got {len(anchors)}")
+        primaries = [entry for entry in entries if entry.is_primary_index_anchor]
+        if len(primaries) != 1:
+            raise ValueError(f"a pool group needs one primary pool, got {len(primaries)}")
         self.entries: dict[str, PoolEntry] = {entry.name: entry for entry in entries}
         if len(self.entries) != len(entries):
             raise ValueError(f"pool names repeat: {[str(entry.name) for entry in entries]}")
-        self.anchor_entry = anchors[0]
-        self.anchor = self.anchor_entry.host_pool
-        self.num_layers = self.anchor.end_layer + 1 if num_layers is None else num_layers
+        self.primary_entry = primaries[0]
+        self.primary = self.primary_entry.host_pool
+        self.num_layers = self.primary.end_layer + 1 if num_layers is None else num_layers
         self._layers: dict[str, dict[int, int]] = {
             entry.name: self._layers_of(entry) for entry in entries
         }
         """For each pool, its own layer numbers by the model's."""
-        self.sidecars = tuple(
-            self._sidecar(entry) for entry in entries if entry.spec.indices_from_pool
+        self.auxiliary_pools = tuple(
+            self._auxiliary(entry) for entry in entries if entry.spec.indices_from_pool
         )
         """The pools without slots of their own."""
 
@@ -78,7 +78,7 @@ class HostPoolGroup:
         own = ((layer, entry.layer_mapper(layer)) for layer in range(self.num_layers))
         return {layer: mapped for layer, mapped in own if mapped is not None}
 
-    def _sidecar(self, entry: PoolEntry) -> SidecarPoolSpec:
+    def _auxiliary(self, entry: PoolEntry) -> SidecarPoolSpec:
         shared = entry.spec.indices_from_pool
         assert shared is not None
         own, owner = entry.host_pool, self.get_pool(shared)
@@ -173,11 +173,11 @@ class HostPoolGroup:
 
     @property
     def extra_pools(self) -> dict[str, AnyHostPool]:
-        """All pools but the anchor, by name. A storage backend registers them after it."""
+        """All pools but the primary pool, by name. A storage backend registers them after it."""
         return {
             name: entry.host_pool
             for name, entry in self.entries.items()
-            if entry is not self.anchor_entry
+            if entry is not self.primary_entry
         }
 
     @property

@@ -57,7 +57,7 @@ class _Pages(NamedTuple):
 
 class NSAIndexerPoolHost(PagedPoolHost):
     """Mirrors an `NSAIndexerPool`: a page is its indexer keys, one part in every layout. Slots are
-    the anchor's."""
+    the primary pool's."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""Transfers of extra pools beside the anchor's, for models with several kinds of state.
+"""Completes the transfers of an operation, for models with several kinds of state.
 
 `HiCacheController` copies them, and `GuardedStore` puts and gets them, as for a dense model.
 """
@@ -15,7 +15,7 @@ from sglang.srt.mem_cache.host.host_pool_group import HostPoolGroup
 
 
 class HybridTransfers:
-    """Completes the transfers of an operation. Scheduler's thread; any thread may call `resolve`.
+    """Completes transfers of one model's pools. Scheduler's thread; any thread may call `resolve`.
 
     Args:
         group: The model's pools.
@@ -23,35 +23,34 @@ class HybridTransfers:
 
     def __init__(self, group: HostPoolGroup) -> None:
         self._group = group
-        self._anchor = group.anchor_entry.name
-        self._sidecars = group.sidecars
 
     def resolve(self, transfers: list[PoolTransfer]) -> list[PoolTransfer]:
-        """`transfers`, and the transfers of pools that share slots with them. Any thread.
+        """`transfers`, and the transfers of auxiliary pools, which share slots with them. Any
+        thread.
 
         Raises:
             ValueError: A transfer takes its slots from a pool that is not among `transfers`.
         """
-        if len(transfers) == 1 and not self._sidecars:
+        if len(transfers) == 1 and not self._group.auxiliary_pools:
             return transfers
-        return _resolve_shared_pool_transfers(transfers, self._sidecars)
+        return _resolve_shared_pool_transfers(transfers, self._group.auxiliary_pools)
 
     def reserve_host_pages(
         self, device_indices: torch.Tensor, extra: Sequence[PoolTransfer]
     ) -> list[PoolTransfer] | None:
         """Take host pages for a write in all pools that have slots of their own, or in none.
 
-        Returns the transfers, the anchor's first; None if a pool has no room.
+        Returns the transfers, the primary pool's first; None if a pool has no room.
 
         Args:
-            device_indices: The anchor's slots.
+            device_indices: The primary pool's slots.
             extra: Transfers of other pools. Transfers without `host_indices` get as many as they
                 have `device_indices`; the pool's `host_evict_fn` makes room.
         """
-        host_indices = self._group.anchor.alloc(len(device_indices))
+        host_indices = self._group.primary.alloc(len(device_indices))
         if host_indices is None:
             return None
-        transfers = [PoolTransfer(self._anchor, host_indices, device_indices)]
+        transfers = [PoolTransfer(self._group.primary_entry.name, host_indices, device_indices)]
         taken = transfers.copy()
         for transfer in extra:
             if transfer.host_indices is None and transfer.indices_from_pool is None:
@@ -80,14 +79,14 @@ class HybridTransfers:
 
 
 def _resolve_shared_pool_transfers(
-    transfers: list[PoolTransfer], sidecars: Sequence[SidecarPoolSpec]
+    transfers: list[PoolTransfer], auxiliary_pools: Sequence[SidecarPoolSpec]
 ) -> list[PoolTransfer]:
-    """Give every transfer its slots, and add the transfers of sidecars.
+    """Give every transfer its slots, and add the transfers of auxiliary pools.
 
     Args:
-        transfers: Transfers, the anchor's first. One with `indices_from_pool` takes the slots and
-            keys of that pool's transfer.
-        sidecars: Pools without slots of their own; each moves whenever its owner does.
+        transfers: Transfers, the primary pool's first. One with `indices_from_pool` takes the slots
+            and keys of that pool's transfer.
+        auxiliary_pools: Pools without slots of their own; each moves whenever its owner does.
 
     Raises:
         ValueError: A transfer takes its slots from a pool that is not among `transfers`.
@@ -104,19 +103,19 @@ def _resolve_shared_pool_transfers(
             spec = SidecarPoolSpec(PoolName(transfer.name), owner, transfer.hit_policy)
             transfer = _beside(resolved[owner], spec)
         resolved[transfer.name] = transfer
-    for sidecar in sidecars:
-        owner = sidecar.indices_from_pool
-        if owner in resolved and sidecar.pool_name not in resolved:
-            resolved[sidecar.pool_name] = _beside(resolved[owner], sidecar)
+    for auxiliary in auxiliary_pools:
+        owner = auxiliary.indices_from_pool
+        if owner in resolved and auxiliary.pool_name not in resolved:
+            resolved[auxiliary.pool_name] = _beside(resolved[owner], auxiliary)
     return list(resolved.values())
 
 
-def _beside(owner: PoolTransfer, sidecar: SidecarPoolSpec) -> PoolTransfer:
-    """A sidecar's transfer: the pages that its owner moves."""
+def _beside(owner: PoolTransfer, auxiliary: SidecarPoolSpec) -> PoolTransfer:
+    """An auxiliary pool's transfer: the pages that its owner moves."""
     return PoolTransfer(
-        sidecar.pool_name,
+        auxiliary.pool_name,
         owner.host_indices,
         owner.device_indices,
         owner.keys,
-        sidecar.hit_policy,
+        auxiliary.hit_policy,
     )

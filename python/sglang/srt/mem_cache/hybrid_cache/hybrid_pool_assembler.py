@@ -10,14 +10,13 @@ import importlib
 import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Final, NotRequired, TypeAlias, TypedDict, Unpack
+from typing import Any, Final, TypeAlias
 
 import torch
 
 from sglang.srt.constants import GB
 from sglang.srt.distributed.rank_group import RankGroup, SingleRank, gather_texts
 from sglang.srt.mem_cache.device.base_device_pool import BaseDevicePool
-from sglang.srt.mem_cache.device.indexer_pool import IndexerSpec
 from sglang.srt.mem_cache.device.model_pools import ModelPools
 from sglang.srt.mem_cache.device.state_pool import state_pool
 from sglang.srt.mem_cache.device.state_spec import PoolName
@@ -68,7 +67,7 @@ class _Plan:
 
 @dataclass(frozen=True, slots=True)
 class _Plans:
-    """All host pools of this rank, the anchor's first."""
+    """All host pools of this rank, the primary pool's first."""
 
     plans: list[_Plan]
     pages: dict[PoolName, int]
@@ -95,8 +94,8 @@ def build_kv_host_stack(
         ratio: Host slots per device slot of each pool, if `size_gb` is 0.
         size_gb: GB (10^9 bytes) of all host pools together, divided between them as device memory
             is; overrides the ratio.
-        io_backend: Requested I/O backend; `auto` chooses by the anchor's pages, and by whether
-            there are recurrent states.
+        io_backend: Requested I/O backend; `auto` chooses by the primary pool's pages, and by
+            whether there are recurrent states.
         layout: Requested layout; `auto` likewise.
         has_storage: Whether an L3 backend is configured.
         is_shared_by_sizes: Whether servers of other tensor-parallel sizes share it.
@@ -143,7 +142,7 @@ def build_kv_host_stack(
             PoolEntry.of(
                 _build(plan, pages[plan.name], planned.layout, allocator_type),
                 plan.device_pool,
-                is_anchor=plan is planned.plans[0],
+                is_primary=plan is planned.plans[0],
             )
             for plan in planned.plans
         ]
@@ -152,52 +151,8 @@ def build_kv_host_stack(
     return planned.io_backend, HostPoolGroup(entries, pools.num_layers)
 
 
-class HostStackSettings(TypedDict):
-    """Arguments of `build_kv_host_stack` besides the pools."""
-
-    ratio: float
-    size_gb: float
-    io_backend: str
-    layout: str
-    has_storage: bool
-    is_shared_by_sizes: NotRequired[bool]
-    allocator_type: NotRequired[str]
-    ranks: NotRequired[RankGroup | None]
-
-
-def build_nsa_hybrid_stack(
-    pools: ModelPools, **settings: Unpack[HostStackSettings]
-) -> tuple[str, HostPoolGroup]:
-    """`build_kv_host_stack` for a model with sparse attention: latent rows and indexer keys.
-
-    Raises:
-        ValueError: `build_kv_host_stack` raises it, or the model has no indexer.
-    """
-    if not has_indexer(pools):
-        raise ValueError(f"the model keeps {_names(pools)}, and no indexer keys")
-    return build_kv_host_stack(pools, **settings)
-
-
-def build_mamba_hybrid_stack(
-    pools: ModelPools, **settings: Unpack[HostStackSettings]
-) -> tuple[str, HostPoolGroup]:
-    """`build_kv_host_stack` for a model with recurrent states.
-
-    Raises:
-        ValueError: `build_kv_host_stack` raises it, or the model has no recurrent states.
-    """
-    if state_pool(pools.pools) is None:
-        raise ValueError(f"the model keeps {_names(pools)}, and no recurrent states")
-    return build_kv_host_stack(pools, **settings)
-
-
-def has_indexer(pools: ModelPools) -> bool:
-    """Whether the model keeps keys of an indexer."""
-    return any(isinstance(pool.spec, IndexerSpec) for pool in pools.pools)
-
-
-def _names(pools: ModelPools) -> str:
-    return ", ".join(pool.spec.name for pool in pools.pools)
+build_nsa_hybrid_stack = build_mamba_hybrid_stack = build_kv_host_stack
+"""Further names of the same function, for models with an indexer and with recurrent states."""
 
 
 def _host_pool_class(pool: BaseDevicePool) -> HostPoolClass:

@@ -281,7 +281,7 @@ class HiCacheController:
             extra_transfers: Transfers of other pools with slots of their own, with host and device
                 slots.
         """
-        name = self.mem_pool_host.anchor_entry.name
+        name = self.mem_pool_host.primary_entry.name
         anchor = PoolTransfer(name, host_indices, device_indices)
         operation = CacheOperation(self._take_id(), [anchor, *extra_transfers])
         self.load_queue.append(operation)

@@ -98,7 +98,7 @@ class StoreOpener:
                 "extra config tp_lcm_size=%d has no effect: objects of this model hold all heads",
                 settings.tp_lcm_size,
             )
-        if device_runtime(group.anchor_entry.device_pool.device).kind.overlaps_steps:
+        if device_runtime(group.primary_entry.device_pool.device).kind.overlaps_steps:
             share_interpreter()
         connect = self._connector(backend, config, settings, shards)
         if waits:
@@ -110,7 +110,7 @@ class StoreOpener:
             settings=settings,
             page_size=self._page_size,
             page_bytes=group.page_bytes,
-            pages_per_read=pages_per_read(group.anchor.page_num),
+            pages_per_read=pages_per_read(group.primary.page_num),
             metrics=self._metrics,
             pools=StoredPools(
                 self.namespace(), group.extra_queries, HybridTransfers(group).resolve, shards
@@ -123,9 +123,9 @@ class StoreOpener:
         group = self._host_pools
         return CacheNamespace(
             weights_identity=self._weights_identity,
-            kv_dtype=str(group.anchor_entry.device_pool.dtype),
+            kv_dtype=str(group.primary_entry.device_pool.dtype),
             page_size=self._page_size,
-            page_byte_order=group.anchor.page_byte_order,
+            page_byte_order=group.primary.page_byte_order,
             extra_pools=tuple(
                 f"{name} {pool.page_format}" for name, pool in group.extra_pools.items()
             )
@@ -145,9 +145,9 @@ class StoreOpener:
     ) -> Callable[[], HiCacheStorage]:
         group = self._host_pools
         attn_cp_rank, attn_cp_size = self.get_attn_cp_rank_and_size()
-        anchor, *extra = (
+        primary, *extra = (
             pool
-            for name in [group.anchor_entry.name, *group.extra_pools]
+            for name in [group.primary_entry.name, *group.extra_pools]
             for pool in _storage_pools(group.get_pool(name), shards[name])
         )
         storage_config = HiCacheStorageConfig(
@@ -157,9 +157,9 @@ class StoreOpener:
             pp_size=1,
             attn_cp_rank=attn_cp_rank,
             attn_cp_size=attn_cp_size,
-            is_mla_model=group.anchor_entry.spec.share.split is RankSplit.SAME,
+            is_mla_model=group.primary_entry.spec.share.split is RankSplit.SAME,
             enable_storage_metrics=True,
-            is_page_first_layout=group.anchor.is_zero_copy,
+            is_page_first_layout=group.primary.is_zero_copy,
             model_name=self._model_name,
             tp_lcm_size=settings.tp_lcm_size,
             should_split_heads=any(one.is_split for one in shards.values()),
@@ -170,7 +170,7 @@ class StoreOpener:
 
         def connect() -> HiCacheStorage:
             return StorageBackendFactory.create_backend(
-                backend, storage_config, anchor[1], extra_pools=dict(extra)
+                backend, storage_config, primary[1], extra_pools=dict(extra)
             )
 
         return connect

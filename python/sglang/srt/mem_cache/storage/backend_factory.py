@@ -76,7 +76,7 @@ class StorageBackendFactory:
             backend_name: A registered name, or `dynamic` with `backend_name`, `module_path` and
                 `class_name` in the extra config.
             storage_config: Passed to the backend, and set on it if its constructor does not do so.
-            mem_pool_host: The anchor pool.
+            mem_pool_host: The primary pool.
             extra_pools: The other pools, by name.
             kwargs: Passed to backends that are not built in.
 

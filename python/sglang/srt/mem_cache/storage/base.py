@@ -2,9 +2,10 @@
 
 The engine calls only `prompts_exist`, `batch_get_v2`, `batch_set_v2`, `clear`, `close`,
 `get_stats`, `probe` and `rebuild`. A third-party backend may implement just `get`, `set` and
-`exists`, whose values are flat uint8 tensors (page bytes, then the trailer of `page_trailer`), or
-the v1 calls, which know the anchor pool alone: it then serves models that have no other. The engine
-refuses answers of a wrong type or length (`answers.py`), and then treats the store as failing.
+`exists`, whose values are flat uint8 tensors (page bytes, then the trailer of `page_trailer`). Or
+it implements the v1 calls, which know the primary pool alone: it then serves models that have no
+other. The engine refuses answers of a wrong type or length (`answers.py`), and then treats the
+store as failing.
 
 Threads: the prefetch thread calls gets and exists, the backup thread calls sets, at the same time.
 At run time, other threads create, clear and close a backend, while no other call runs. Import it
@@ -44,13 +45,13 @@ class HiCacheStorage(ABC):
     storage_config: HiCacheStorageConfig | None = None
     """Set by the constructor; if not, `StorageBackendFactory` sets it."""
     mem_pool_host: StoragePool | None = None
-    """The anchor pool."""
+    """The primary pool."""
     extra_mem_pools: dict[str, StoragePool] | None = None
 
     # -- pools --------------------------------------------------------------------------------
 
     def register_mem_pool_host(self, mem_pool_host: PlainHostPool) -> None:
-        """Register the anchor pool, before the first transfer.
+        """Register the primary pool, before the first transfer.
 
         Any pool with `get_page_buffer_meta` will do; see `PlainPool`.
         """
@@ -60,7 +61,7 @@ class HiCacheStorage(ABC):
         """Register a pool by name, before the first transfer that names it.
 
         Raises:
-            ValueError: The backend knows the anchor alone, and this is another pool.
+            ValueError: The backend knows the primary pool alone, and this is another pool.
         """
         if host_pool_name == PoolName.KV:
             self.register_mem_pool_host(host_pool)
@@ -112,8 +113,8 @@ class HiCacheStorage(ABC):
         Args:
             prompts: Keys of the pages of each prompt.
             extra_infos: One for each prompt.
-            pool_transfers: The pools beside the anchor with their hit policies, the same for all
-                prompts. Given if the model has such pools.
+            pool_transfers: The pools beside the primary one with their hit policies, the same for
+                all prompts. Given if the model has such pools.
         """
         transfers = list(pool_transfers) if pool_transfers else None
         return [
@@ -157,7 +158,7 @@ class HiCacheStorage(ABC):
                 results[transfer.name] = self._plain_set(transfer.name, object_keys, indices)
         return results
 
-    # -- v1: the anchor pool only; keys are full object keys -------------------------------------
+    # -- v1: the primary pool only; keys are full object keys -------------------------------------
 
     def batch_get_v1(
         self,
@@ -165,7 +166,7 @@ class HiCacheStorage(ABC):
         host_indices: torch.Tensor,
         extra_info: HiCacheStorageExtraInfo | None = None,
     ) -> Sequence[PageResult]:
-        """Read the anchor pool's pages."""
+        """Read the primary pool's pages."""
         return self._plain_get(PoolName.KV, keys, host_indices)
 
     def batch_set_v1(
@@ -174,7 +175,7 @@ class HiCacheStorage(ABC):
         host_indices: torch.Tensor,
         extra_info: HiCacheStorageExtraInfo | None = None,
     ) -> Sequence[PageResult]:
-        """Write the anchor pool's pages."""
+        """Write the primary pool's pages."""
         return self._plain_set(PoolName.KV, keys, host_indices)
 
     # -- plain calls: one value for each key ----------------------------------------------------
@@ -292,20 +293,20 @@ class HiCacheStorage(ABC):
         return pool, keys, indices
 
     def _check_knows_extra_pools(self, name: str) -> None:
-        """Raise ValueError if the class implements calls that know the anchor alone."""
+        """Raise ValueError if the class implements calls that know the primary pool alone."""
         mine = type(self)
-        of_anchor = [
+        of_primary = [
             f"batch_{kind}_v1"
             for kind in ("get", "set")
             if getattr(mine, f"batch_{kind}_v1") is not getattr(HiCacheStorage, f"batch_{kind}_v1")
             and getattr(mine, f"batch_{kind}_v2") is getattr(HiCacheStorage, f"batch_{kind}_v2")
         ]
         if "pool_transfers" not in inspect.signature(mine.prompts_exist).parameters:
-            of_anchor.append("prompts_exist")
-        if of_anchor:
+            of_primary.append("prompts_exist")
+        if of_primary:
             raise ValueError(
                 f"storage backend {mine.__name__} knows one pool, and this model has pool "
-                f"{str(name)!r} as well: {', '.join(of_anchor)} has no pools; implement the v2 "
+                f"{str(name)!r} as well: {', '.join(of_primary)} has no pools; implement the v2 "
                 "calls, or use another --hicache-storage-backend"
             )
 

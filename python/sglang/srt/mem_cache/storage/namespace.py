@@ -19,7 +19,7 @@ class CacheNamespace(msgspec.Struct, frozen=True, kw_only=True):
     kv_dtype: str
     page_size: int
     page_byte_order: str
-    """`HostKVCache.page_byte_order` of the anchor: layouts with equal bytes share pages."""
+    """`HostKVCache.page_byte_order` of the primary pool: layouts with equal bytes share pages."""
     extra_pools: tuple[str, ...] | msgspec.UnsetType = msgspec.UNSET
     """Name, dtype and shape of each pool beside the KV pool; unset where there is none, so that it
     is no part of the digest."""

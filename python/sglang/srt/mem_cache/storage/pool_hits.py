@@ -21,21 +21,21 @@ def combine_hits(
     keys: Sequence[str],
     pool_transfers: Sequence[PoolTransfer] | None,
     exists: Callable[[str, Sequence[str]], Sequence[bool]],
-    anchor: str,
+    primary: str,
 ) -> PoolTransferResult:
-    """Find the longest prefix that the anchor and every extra pool can serve.
+    """Find the longest prefix that the primary pool and every extra pool can serve.
 
     Args:
         keys: Keys of consecutive pages, one for each page.
         pool_transfers: Extra pools. A transfer with its own keys has objects only for those.
         exists: Queries the store: `(pool, keys) -> one bool for each key`. Called once per pool.
-        anchor: Name of the pool whose pages form the prefix.
+        primary: Name of the pool whose pages form the prefix.
     """
-    anchor_pages = leading_run(exists(anchor, keys))
-    result = PoolTransferResult(kv_hit_pages=anchor_pages)
-    boundaries = set(range(anchor_pages + 1))
+    primary_pages = leading_run(exists(primary, keys))
+    result = PoolTransferResult(kv_hit_pages=primary_pages)
+    boundaries = set(range(primary_pages + 1))
     for transfer in pool_transfers or ():
-        own = _boundaries(keys[:anchor_pages], transfer, exists)
+        own = _boundaries(keys[:primary_pages], transfer, exists)
         result.update_extra_pool_hit_pages({transfer.name: max(own)})
         boundaries &= own
     result.update_kv_hit_pages(max(boundaries))

@@ -65,7 +65,7 @@ class PoolTransferResult:
     kv_hit_pages: int
     """Pages of the longest prefix that every pool can serve."""
     extra_pool_hit_pages: dict[str, int] = field(default_factory=dict)
-    """Extra pool to pages of the longest prefix that it and the anchor can serve."""
+    """Extra pool to pages of the longest prefix that it and the primary pool can serve."""
 
     @classmethod
     def empty(cls) -> PoolTransferResult:
@@ -94,7 +94,7 @@ class HiCacheStorageConfig:
     """Never part of a key, because context-parallel ranks have the same KV."""
     attn_cp_size: int
     is_mla_model: bool
-    """Whether all ranks have the same bytes in the anchor pool."""
+    """Whether all ranks have the same bytes in the primary pool."""
     enable_storage_metrics: bool
     is_page_first_layout: bool
     model_name: str | None

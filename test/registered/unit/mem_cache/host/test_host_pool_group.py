@@ -50,7 +50,7 @@ class Pools:
             ],
             num_layers=5,
         )
-        self.host = self.group.anchor.alloc(2 * PAGE)
+        self.host = self.group.primary.alloc(2 * PAGE)
         self.on_device = page_slots([4, 2])
         self.marks.marks[:, [4, 2]] = torch.tensor([[10, 11], [20, 21]])
 
@@ -96,7 +96,7 @@ def test_a_group_moves_the_pages_of_all_pools() -> None:
     assert marks_of(pools.marks, pools.on_device) == [10, 11, 20, 21]
     pools.group.check_integrity()
     pools.group.clear()
-    assert pools.group.anchor.available_size() == pools.group.anchor.size
+    assert pools.group.primary.available_size() == pools.group.primary.size
 
 
 class WatchedLoad(PageLoad):
@@ -137,9 +137,9 @@ def test_a_layer_is_signalled_when_every_pool_that_has_it_has_loaded_it(
 def test_what_a_group_says_of_all_its_pools() -> None:
     group = Pools().group
     kv, marks = group.get_pool("kv"), group.get_pool("indexer")
-    assert kv is group.anchor
+    assert kv is group.primary
     assert group.extra_pools == {"indexer": marks}
-    assert group.sidecars == (SidecarPoolSpec(PoolName.INDEXER, PoolName.KV),)
+    assert group.auxiliary_pools == (SidecarPoolSpec(PoolName.INDEXER, PoolName.KV),)
     assert [(one.name, one.hit_policy.value) for one in group.extra_queries] == [
         ("indexer", "all_pages")
     ]
@@ -150,7 +150,7 @@ def test_what_a_group_says_of_all_its_pools() -> None:
 def test_a_group_needs_one_anchor_known_names_and_equal_slots() -> None:
     pools = Pools()
     indexer, kv = pools.group.entries.values()
-    with pytest.raises(ValueError, match="one anchor, got 0"):
+    with pytest.raises(ValueError, match="one primary pool, got 0"):
         HostPoolGroup([indexer])
     with pytest.raises(ValueError, match="repeat"):
         HostPoolGroup([indexer, indexer, kv])

@@ -1,4 +1,4 @@
-"""Which pages of extra pools move with the anchor's, and copies of pools with own slots."""
+"""Which pages of extra pools move with the primary pool's, and copies of pools with own slots."""
 
 from __future__ import annotations
 
@@ -30,30 +30,33 @@ HOST, DEVICE = torch.arange(4), torch.arange(8, 12)
 # -- slots that pools share ----------------------------------------------------------------------
 
 
-def test_a_sidecar_moves_the_pages_of_its_owner_under_the_same_keys() -> None:
-    anchor = PoolTransfer(KV, HOST, DEVICE, ["ns/a"])
+def test_an_auxiliary_pool_moves_the_pages_of_its_owner_under_the_same_keys() -> None:
+    primary = PoolTransfer(KV, HOST, DEVICE, ["ns/a"])
     state = PoolTransfer(MAMBA, HOST[:1], DEVICE[:1], ["ns/a"], TRAILING)
-    resolved = _resolve_shared_pool_transfers([anchor, state], [SidecarPoolSpec(INDEXER, KV)])
-    assert resolved[:2] == [anchor, state]
-    (sidecar,) = resolved[2:]
-    assert sidecar.name is INDEXER
-    assert sidecar.host_indices is HOST
-    assert sidecar.device_indices is DEVICE
-    assert (sidecar.keys, sidecar.hit_policy) == (["ns/a"], SidecarPoolSpec(INDEXER, KV).hit_policy)
+    resolved = _resolve_shared_pool_transfers([primary, state], [SidecarPoolSpec(INDEXER, KV)])
+    assert resolved[:2] == [primary, state]
+    (auxiliary,) = resolved[2:]
+    assert auxiliary.name is INDEXER
+    assert auxiliary.host_indices is HOST
+    assert auxiliary.device_indices is DEVICE
+    assert (auxiliary.keys, auxiliary.hit_policy) == (
+        ["ns/a"],
+        SidecarPoolSpec(INDEXER, KV).hit_policy,
+    )
 
 
 def test_a_transfer_that_names_its_owner_takes_its_slots() -> None:
     asked = PoolTransfer(INDEXER, indices_from_pool=KV)
-    for sidecars in ([], [SidecarPoolSpec(INDEXER, KV)]):
-        anchor, sidecar = _resolve_shared_pool_transfers(
-            [PoolTransfer(KV, HOST, DEVICE), asked], sidecars
+    for auxiliary_pools in ([], [SidecarPoolSpec(INDEXER, KV)]):
+        primary, auxiliary = _resolve_shared_pool_transfers(
+            [PoolTransfer(KV, HOST, DEVICE), asked], auxiliary_pools
         )
-        assert sidecar.host_indices is anchor.host_indices is HOST
+        assert auxiliary.host_indices is primary.host_indices is HOST
     with pytest.raises(ValueError, match="indexer: takes its slots from kv"):
         _resolve_shared_pool_transfers([asked], [])
 
 
-def test_a_sidecar_stays_where_its_owner_does() -> None:
+def test_an_auxiliary_pool_stays_where_its_owner_does() -> None:
     state = PoolTransfer(MAMBA, HOST[:1], DEVICE[:1])
     assert _resolve_shared_pool_transfers([state], [SidecarPoolSpec(INDEXER, KV)]) == [state]
 
@@ -104,10 +107,10 @@ def test_a_state_is_written_and_loaded_with_its_pages(
 def test_a_write_takes_host_pages_in_all_pools_or_in_none() -> None:
     pools = StatePools()
     taken = pools.state_host.alloc(12)
-    kv_free = pools.group.anchor.available_size()
+    kv_free = pools.group.primary.available_size()
     state = pools.state()
     assert pools.controller.write(page_slots([1]), [state]) is None
-    assert pools.group.anchor.available_size() == kv_free
+    assert pools.group.primary.available_size() == kv_free
     assert state.host_indices is None
     # The pool's own eviction makes room.
     missing: list[int] = []
@@ -120,8 +123,8 @@ def test_a_write_takes_host_pages_in_all_pools_or_in_none() -> None:
     pools.group.entries[MAMBA].host_evict_fn = evict
     assert pools.controller.write(page_slots([1]), [state]) is not None
     assert (missing, pools.state_host.available_size()) == ([1], 1)
-    # The anchor has no room: nothing is taken of the other either.
-    pools.group.anchor.alloc(pools.group.anchor.available_size())
+    # The primary pool has no room: nothing is taken of the other either.
+    pools.group.primary.alloc(pools.group.primary.available_size())
     assert pools.controller.write(page_slots([1]), [pools.state()]) is None
     assert pools.state_host.available_size() == 1
     pools.controller.start_writing(is_urgent=True)

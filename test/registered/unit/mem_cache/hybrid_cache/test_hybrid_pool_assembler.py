@@ -37,7 +37,6 @@ from sglang.srt.mem_cache.hybrid_cache.hybrid_pool_assembler import (
     build_kv_host_stack,
     build_mamba_hybrid_stack,
     build_nsa_hybrid_stack,
-    has_indexer,
 )
 from sglang.srt.mem_cache.memory_pool_host import (
     HostPoolGroup,
@@ -130,7 +129,7 @@ def test_every_pool_has_the_ratio_of_its_device_pool() -> None:
         "indexer": [0, None, 1, None, None, None],
         "mamba": [None, None, None, 0, 1, None],
     }
-    assert group.get_pool("indexer").layout == group.anchor.layout == "page_first_direct"
+    assert group.get_pool("indexer").layout == group.primary.layout == "page_first_direct"
 
 
 def test_a_size_is_divided_as_device_memory_is() -> None:
@@ -146,8 +145,8 @@ def test_a_dense_model_has_one_pool_of_the_whole_size() -> None:
     kv = make_device_pool()
     group = build(ModelPools.of([kv]), size_gb=(41 * KV_PAGE + 1) / 1e9)
     assert page_nums(group) == {"kv": 41}
-    assert (group.num_layers, group.sidecars, group.extra_queries) == (3, (), [])
-    assert isinstance(group.anchor, MHATokenToKVPoolHost)
+    assert (group.num_layers, group.auxiliary_pools, group.extra_queries) == (3, (), [])
+    assert isinstance(group.primary, MHATokenToKVPoolHost)
 
 
 def test_a_subclass_is_mirrored_as_its_base() -> None:
@@ -155,16 +154,16 @@ def test_a_subclass_is_mirrored_as_its_base() -> None:
         pass
 
     kv = Special(64, PAGE, torch.bfloat16, 2, 4, 3, "cpu")
-    assert type(build(ModelPools.of([kv])).anchor) is MHATokenToKVPoolHost
+    assert type(build(ModelPools.of([kv])).primary) is MHATokenToKVPoolHost
 
 
 def test_a_sparse_model_has_latent_rows_and_indexer_keys_in_the_same_pages() -> None:
     group = build(sparse_model(), size_gb=(9 * (LATENT_PAGE + KEYS_PAGE) + 1) / 1e9)
     assert page_nums(group) == {"kv": 9, "indexer": 9}
-    assert isinstance(group.anchor, MLATokenToKVPoolHost)
+    assert isinstance(group.primary, MLATokenToKVPoolHost)
     assert isinstance(group.get_pool("indexer"), NSAIndexerPoolHost)
     assert (group.page_bytes, group.num_layers) == (LATENT_PAGE + KEYS_PAGE, 3)
-    assert [one.pool_name for one in group.sidecars] == [INDEXER]
+    assert [one.pool_name for one in group.auxiliary_pools] == [INDEXER]
     assert [group.entries["indexer"].layer_mapper(layer) for layer in range(3)] == [0, None, 1]
 
 
@@ -260,7 +259,7 @@ def test_all_pools_of_a_sparse_model_have_the_same_layout(layout: HostLayout) ->
     group = build(sparse_model(), layout=layout)
     assert {entry.host_pool.layout for entry in group.entries.values()} == {layout.value}
     assert group.nbytes == 32 * (LATENT_PAGE + KEYS_PAGE)
-    assert len(group.anchor.get_hybrid_pool_buffer()) == (2 if "split" in layout else 1)
+    assert len(group.primary.get_hybrid_pool_buffer()) == (2 if "split" in layout else 1)
 
 
 @pytest.mark.parametrize("error", [MemoryError("the driver refused"), RuntimeError("no memory")])
@@ -306,8 +305,8 @@ def test_specs_are_checked() -> None:
     marks = MarksPool(page_marks(0, 1), 64, PAGE)
     of_states = replace(page_marks(0, 1), indices_from_pool=MAMBA)
     for pools, message in (
-        ([], "first pool is the anchor"),
-        ([marks, kv], "first pool is the anchor"),
+        ([], "first pool is the primary pool"),
+        ([marks, kv], "first pool is the primary pool"),
         ([kv, kv], "kv is there twice"),
         ([kv, MarksPool(page_marks(0, 4), 64, PAGE)], r"indexer has layers \[0, 4\] .* with 4"),
         ([kv, MarksPool(page_marks(-1, 0), 64, PAGE)], r"indexer has layers \[-1, 0\]"),
@@ -336,22 +335,15 @@ def test_recurrent_states_count_in_the_choice_of_a_layout() -> None:
     assert [call.kwargs["has_states"] for call in asked.call_args_list] == [True, False]
 
 
-def test_the_stack_of_a_sparse_model_wants_an_indexer() -> None:
-    asked: Any = {
-        "ratio": 1.0, "size_gb": 0.0, "io_backend": "auto", "layout": "page_first",
-        "has_storage": False,
-    }  # fmt: skip
+def test_the_stack_of_a_sparse_model_has_a_pool_of_indexer_keys() -> None:
     sparse = NSATokenToKVPool(8 * PAGE, PAGE, 6, torch.bfloat16, 2, 3, "cpu", 4)
-    pools = ModelPools.of([sparse, *sparse.sidecars])
-    assert has_indexer(pools)
-    _, group = build_nsa_hybrid_stack(pools, **asked)
+    pools = ModelPools.of([sparse, *sparse.auxiliary_pools])
+    _, group = build_nsa_hybrid_stack(
+        pools, ratio=1.0, size_gb=0.0, io_backend="auto", layout="page_first", has_storage=False
+    )
     assert [type(group.get_pool(name)) for name in group.entries] == [
         MLATokenToKVPoolHost, NSAIndexerPoolHost
     ]  # fmt: skip
-    dense = ModelPools.of([make_mla_pool()])
-    assert not has_indexer(dense)
-    with pytest.raises(ValueError, match="keeps kv, and no indexer keys"):
-        build_nsa_hybrid_stack(dense, **asked)
 
 
 def test_host_sizes_of_pages_and_states_are_in_the_ratio_of_the_device() -> None:
@@ -367,8 +359,6 @@ def test_a_stack_with_states_that_cannot_be_built_names_the_pool_and_takes_no_me
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     refuse_allocation(monkeypatch, 1, AssertionError("memory was taken"))
-    with pytest.raises(ValueError, match="keeps kv, and no recurrent states"):
-        build_with_states(ModelPools.of([make_device_pool()]))
     with pytest.raises(ValueError, match=f"pool mamba gets 44 .*takes {STATE_BYTES}"):
         build_with_states(with_states(), ratio=0.1)
     with pytest.raises(

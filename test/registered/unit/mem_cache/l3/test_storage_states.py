@@ -43,7 +43,7 @@ class Bench:
         group = self.pools.group
         self.io = AttachedStore(
             lambda: StorageBackendFactory.create_backend(
-                "file", storage_config(), group.anchor, extra_pools=group.extra_pools
+                "file", storage_config(), group.primary, extra_pools=group.extra_pools
             ),
             backend="file",
             config={},
@@ -54,7 +54,7 @@ class Bench:
             metrics=HiCacheMetrics(None),
             pools=StoredPools("ns", group.extra_queries, HybridTransfers(group).resolve),
         )
-        self.slots = self.pools.group.anchor.alloc(PAGES * PAGE)
+        self.slots = self.pools.group.primary.alloc(PAGES * PAGE)
         self.state_slots = self.pools.state_host.alloc(2)
 
     def write(self, *behind: int) -> CacheOutcome | None:

@@ -88,7 +88,7 @@ def test_a_page_has_landed_when_all_its_parts_have() -> None:
     assert combined_outcomes(HASHES, parts, [whole, damaged, [LANDED]]) == damaged
     assert combined_outcomes(HASHES, parts, [whole, whole, [MISS]]) == [LANDED] * 3 + [MISS, LANDED]
     first = combined_outcomes(HASHES, parts, [missing, damaged, [FAILED]])
-    assert first == missing, "the anchor's first"
+    assert first == missing, "the primary pool's first"
 
 
 @pytest.mark.parametrize(

@@ -61,7 +61,7 @@ class DictStorage(HiCacheStorage):
 
 
 class V1Storage(DictStorage):
-    """A third-party backend with v1 calls for the anchor pool that return bools."""
+    """A third-party backend with v1 calls for the primary pool that return bools."""
 
     def batch_get_v1(
         self, keys: list[str], host_indices: torch.Tensor, extra_info: Any = None

@@ -84,7 +84,7 @@ class MooncakeStore(MooncakePlainCalls):
     Args:
         storage_config: Ranks, namespace and extra config (the settings of `MooncakeStoreConfig`);
             None: one rank, no namespace, settings from file and environment.
-        mem_pool: The anchor pool, if it already exists.
+        mem_pool: The primary pool, if it already exists.
     """
 
     def __init__(
@@ -186,7 +186,7 @@ class MooncakeStore(MooncakePlainCalls):
     def _get_hybrid_page_component_keys(
         self, pages: Sequence[str], pool_transfers: Sequence[PoolTransfer]
     ) -> list[str]:
-        """Keys of all parts of pages: first the anchor's, then those of the other pools."""
+        """Keys of all parts of pages: first the primary pool's, then those of the other pools."""
         pools = [PoolName.KV, *(transfer.name for transfer in pool_transfers)]
         return [key for pool in pools for key in self.object_keys(pages, pool)]
 
