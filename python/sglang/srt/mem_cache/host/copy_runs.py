@@ -180,7 +180,7 @@ class CopyGrids:
 
 
 def have_grids(part: PartRows) -> bool:
-    """Whether a page of all layers is a grid that copy engines move, on both sides."""
+    """True if a page of all layers is a grid that copy engines move, on both sides."""
     stride = part.device_layer_stride
     return stride is not None and max(stride, part.rows.layer_stride) <= MAX_STRIDE
 
@@ -229,13 +229,13 @@ def join_runs(several: Sequence[BufferRuns]) -> BufferRuns:
 
 
 def pages_are_runs(part: PartRows, page_size: int) -> bool:
-    """Whether a page of all layers is one run of host memory."""
+    """True if a page of all layers is one run of host memory."""
     page_bytes = len(part.device_addresses) * page_size * part.rows.row_bytes
     return _page_stride(part.rows, page_size) == page_bytes
 
 
 def is_token_major(part: PartRows, page_size: int) -> bool:
-    """Whether a page is one run in which a token's layers stand together."""
+    """True if a page is one run in which a token's layers stand together."""
     return (
         page_size > 1
         and len(part.device_addresses) > 1

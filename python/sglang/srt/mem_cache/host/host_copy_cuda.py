@@ -47,12 +47,12 @@ _BACKENDS: Final = (IoBackend.KERNEL.value, IoBackend.DIRECT.value)
 
 @dataclass(frozen=True, slots=True)
 class EngineUse:
-    """Whether copy engines do each direction."""
+    """True if copy engines do each direction."""
 
     load: bool
     backup: bool
     load_of_one_layer: bool = True
-    """Whether they load also a layer that comes alone."""
+    """True if copy engines also load a layer that comes alone."""
 
     @classmethod
     def of(cls, parts: Sequence[PartRows], page_size: int, io_backend: str) -> EngineUse:
@@ -212,7 +212,7 @@ class CudaPageCopier(PageCopier):
             copy.issue(range(self.num_layers), to_host=True)
 
     def prefers_cpu_slots(self, io_backend: str) -> bool:
-        """Whether a backup runs without kernels if its device slots are on the CPU.
+        """True if a backup needs no kernels when its device slots are on the CPU.
 
         Copy engines take such pages from the pool itself, a grid of runs for all layers of a page,
         and beside them nothing runs slower. Where every prompt is backed up and none hits, kernels

@@ -130,12 +130,12 @@ def page_byte_order(layout: str) -> str:
 
 
 def is_zero_copy(layout: str) -> bool:
-    """Whether each part of a page is one run of bytes, so that L3 reads and writes it in place."""
+    """True if each part of a page is one run of bytes, so that L3 reads and writes it in place."""
     return parse_layout(layout) is not HostLayout.LAYER_FIRST
 
 
 def suits_copy_engines(page_bytes: int) -> bool:
-    """Whether pages with this many bytes of K (or V) over all layers are long enough for copy
+    """True if pages with this many bytes of K (or V) over all layers are long enough for copy
     engines."""
     return page_bytes >= LONG_PAGE_BYTES
 
@@ -157,10 +157,10 @@ def resolve_layout_and_io(
         device: `cpu`, `cuda` or `npu`, with or without an index (`cuda:1`).
         io_backend: `--hicache-io-backend`.
         layout: `--hicache-mem-layout`.
-        has_storage: Whether an L3 backend is configured.
+        has_storage: True if an L3 backend is configured.
         page_bytes: Bytes of the shorter of K and V of a page, over all layers.
-        has_states: Whether the model keeps recurrent states beside pages.
-        is_shared_by_sizes: Whether servers of other tensor-parallel sizes share the L3. Their ranks
+        has_states: True if the model keeps recurrent states beside pages.
+        is_shared_by_sizes: True if servers of other tensor-parallel sizes share the L3. Their ranks
             have pages of other lengths, so that `auto` takes a layout of one byte order, whatever
             the length.
         known: The layouts that every kind of state of the model has: `auto` takes one of them.

@@ -52,7 +52,7 @@ class HostKVCache(HostPageList, ABC, Generic[PoolT]):
             many as that.
 
     Attributes:
-        is_zero_copy: Whether L3 moves pages in place; otherwise through `gather_pages` and
+        is_zero_copy: True if L3 moves pages in place; otherwise through `gather_pages` and
             `scatter_pages`.
 
     Raises:
@@ -187,7 +187,7 @@ class HostKVCache(HostPageList, ABC, Generic[PoolT]):
         or on the CPU."""
 
     def prefers_cpu_slots(self, device_pool: PoolT, io_backend: str) -> bool:
-        """Whether backups are faster with their `device_indices` on the CPU."""
+        """True if backups are faster with their `device_indices` on the CPU."""
         return False
 
     @abstractmethod
@@ -243,7 +243,7 @@ class HostKVCache(HostPageList, ABC, Generic[PoolT]):
         return ptrs.reshape(-1).tolist(), [size for _, size, _ in parts] * len(pages)
 
     def is_stride_page_aligned(self, page_size_bytes: int = 4096) -> bool:
-        """Whether each page's buffers start and end on memory pages of `page_size_bytes`."""
+        """True if each page's buffers start and end on memory pages of `page_size_bytes`."""
         return self.is_zero_copy and all(
             size % page_size_bytes == 0 and base % page_size_bytes == 0
             for _, size, base in self._page_parts()

@@ -38,12 +38,12 @@ class PoolEntry:
 
     @property
     def spec(self) -> StateSpec:
-        """What the pool stores, whose slots it shares, and what a hit needs of it."""
+        """Spec of the pool: layers, buffers, owner of its slots, hit policy."""
         return self.device_pool.spec
 
 
 class HostPoolGroup:
-    """The operations on all pools of a model. What concerns the primary pool alone is on `primary`.
+    """The operations on all pools of a model. `primary` has those of the primary pool alone.
 
     Args:
         entries: One of them the primary pool.
@@ -160,9 +160,9 @@ class HostPoolGroup:
         return self.entries[transfer.name], transfer.host_indices, transfer.device_indices
 
     def prefers_cpu_slots(self, io_backend: str) -> bool:
-        """Whether backups of some pool are faster with their device slots on the CPU.
+        """True if any pool backs up faster with its device slots on the CPU.
 
-        Of another pool they are then a little slower: its slots go back to the device.
+        Other pools then back up a little slower: their slots go back to the device.
         """
         return any(
             entry.host_pool.prefers_cpu_slots(entry.device_pool, io_backend)

@@ -40,7 +40,7 @@ class HostRows:
     """Bytes, at most 16, that divide the address of every buffer on both sides."""
 
     def has_page_runs(self, page_size: int) -> bool:
-        """Whether the tokens of a page lie one after the other in each layer."""
+        """True if the tokens of a page lie one after the other in each layer."""
         return page_size == 1 or self.token_stride == self.row_bytes
 
 
@@ -57,7 +57,7 @@ class PartRows:
 
     @property
     def has_device_runs(self) -> bool:
-        """Whether rows of neighbouring slots adjoin on the device."""
+        """True if rows of neighbouring slots adjoin on the device."""
         return self.device_stride == self.rows.row_bytes
 
     @property

@@ -68,8 +68,8 @@ class NSAIndexerPoolHost(PagedPoolHost):
         device: str = "cpu",
         allocator_type: str = "default",
     ) -> None:
-        """As `HostKVCache`, with as many pages as `anchor_host`. Of an `NSATokenToKVPool` it
-        mirrors the pool of keys.
+        """See `HostKVCache`. The pool has as many pages as `anchor_host`, and mirrors the
+        indexer-key pool of an `NSATokenToKVPool`.
 
         Raises:
             ValueError: The pages of the two device pools are not equally long, or as

@@ -65,7 +65,7 @@ class PageCopier(ABC):
         """Check and stage the slots of a load once for all of its layers. Raises as `backup`."""
 
     def prefers_cpu_slots(self, io_backend: str) -> bool:
-        """Whether backups are faster with their `device_indices` on the CPU."""
+        """True if backups are faster with their `device_indices` on the CPU."""
         return False
 
 

@@ -97,8 +97,8 @@ def build_kv_host_stack(
         io_backend: Requested I/O backend; `auto` chooses by the primary pool's pages, and by
             whether there are recurrent states.
         layout: Requested layout; `auto` likewise.
-        has_storage: Whether an L3 backend is configured.
-        is_shared_by_sizes: Whether servers of other tensor-parallel sizes share it.
+        has_storage: True if an L3 backend is configured.
+        is_shared_by_sizes: True if servers of other tensor-parallel sizes share it.
         allocator_type: Allocator of the host memory; see `HostKVCache`.
         ranks: All ranks of the server, which build at the same time; None: this rank alone. A pool
             gets the pages of the rank with the fewest.

@@ -1,4 +1,4 @@
-"""What of a failing store is left alone: all of it (`CircuitBreaker`), or pages (`RecentTimeouts`).
+"""Leaves a failing store alone for a while (`CircuitBreaker`), or some pages (`RecentTimeouts`).
 
 Source of the pattern of the breaker: Nygard, "Release It!" (2007).
 """
@@ -60,7 +60,7 @@ class CircuitBreaker:
             self._retry_at, self._pause = None, _FIRST_PAUSE_S
 
     def allow(self) -> bool:
-        """Whether a call may be made now. Probes the store first where a pause is over."""
+        """True if a call may be made now. Probes the store first where a pause is over."""
         with self._lock:
             if self._retry_at is None:
                 return True

@@ -120,7 +120,7 @@ class GuardedStore:
     # ---- transfer threads ------------------------------------------------------------------
 
     def allows_calls(self) -> bool:
-        """Whether a call may be made now. Probes the store first where a pause is over."""
+        """True if a call may be made now. Probes the store first where a pause is over."""
         return self._breaker.allow() and self.client is not None
 
     def trip(self) -> None:

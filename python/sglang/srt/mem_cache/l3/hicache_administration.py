@@ -81,7 +81,7 @@ class StorageAdministration(TierFlow):
 
     @property
     def is_under_way(self) -> bool:
-        """Whether a change has begun and not ended: another one has to wait."""
+        """True if a change has begun and not ended: another one has to wait."""
         return self._change is not None
 
     def begin_attaching(
@@ -126,11 +126,11 @@ class StorageAdministration(TierFlow):
             self._begin("detaching", lambda: None, lambda _: _NOT_ATTACHED)
             return
 
-        def say(closed: bool) -> str:
+        def describe(closed: bool) -> str:
             rest = "" if closed else "; its client could not be closed and is left behind"
             return f"detached {attached.backend}{rest}"
 
-        self._begin("detaching", attached.close, say)
+        self._begin("detaching", attached.close, describe)
         self._store.detach()
 
     def begin_clearing(self) -> None:
@@ -143,13 +143,13 @@ class StorageAdministration(TierFlow):
         if attached is None:
             raise ValueError(_NOT_ATTACHED)
 
-        def say(_: None) -> str:
+        def describe(_: None) -> str:
             self._store.forget_stored()
             return f"cleared {attached.backend}"
 
         # If it fails, some of the objects may have been removed nevertheless.
         work = self._unless_too_many_hang(attached.guard.clear)
-        self._begin("clearing", work, say, on_failure=self._store.forget_stored)
+        self._begin("clearing", work, describe, on_failure=self._store.forget_stored)
 
     def _refuse_while_busy(self) -> None:
         if busy := self._is_busy():
@@ -184,8 +184,8 @@ class StorageAdministration(TierFlow):
     def _unless_too_many_hang(self, work: Callable[[], T]) -> Callable[[], T]:
         """`work`, or a function that fails if too many earlier changes hang on this rank.
 
-        The number of hanging changes differs between ranks. So the refusal is a failure, on which
-        the ranks agree.
+        The number of hanging changes differs between ranks. So a refusal counts as a failed change,
+        on which the ranks agree.
         """
         self._left_behind = [call for call in self._left_behind if not call.ended]
         hanging = len(self._left_behind)

@@ -72,13 +72,13 @@ class PendingRead(NamedTuple):
     uncached: int
     """Tokens to be computed if nothing more is read: `missing`, and those that the store lacks."""
     is_spared: bool = False
-    """Whether it is read even if computing would end sooner."""
+    """True if the read is not cancelled, even if computing would end sooner."""
 
 
 def slower_reads(
     reads: Sequence[PendingRead], rates: Rates, *, ahead: int, waiting: int
 ) -> list[bool]:
-    """For each read, whether to cancel it because computing would end sooner.
+    """For each read, True if it should be cancelled because computing would end sooner.
 
     Args:
         reads: In the order in which they are read.
@@ -100,7 +100,7 @@ def slower_reads(
 
 
 def is_rejected(tokens: int, rates: Rates, *, ahead: int, waiting: int) -> bool:
-    """Whether a read of `tokens` is not worth beginning: computing them would end much sooner.
+    """True if a read of `tokens` should not begin, because computing them would end much sooner.
 
     Args:
         tokens: Tokens to be read.
@@ -139,7 +139,7 @@ class PrefetchCostModel:
         self.given_up = 0
 
     def may_begin(self, request_id: str, tokens: int, policy: PrefetchPolicy, rates: Rates) -> bool:
-        """Whether to begin a read of `tokens` for a new request.
+        """True if a read of `tokens` for a new request may begin.
 
         Args:
             rates: Rates that the ranks agreed on last.
@@ -161,7 +161,7 @@ class PrefetchCostModel:
     def cancel_slower(self, policy: PrefetchPolicy, rates: Rates) -> list[PrefetchOperation]:
         """Cancel the reads that computing would overtake, and return them; `rates` as for
         `may_begin`."""
-        # With best effort no request waits, and with `wait_complete` all wait to the end.
+        # Requests do not wait under `best_effort`, and wait to the end under `wait_complete`.
         if policy is not PrefetchPolicy.TIMEOUT or not all(rates):
             return []
         awaited = self._awaited()
@@ -198,7 +198,7 @@ class PrefetchCostModel:
 
         Args:
             read: The read.
-            waiting: By request, the tokens of its prompt that no tier had when it arrived.
+            waiting: Tokens of each request's prompt that no tier had when it arrived.
         """
         # Until the store answers, it is taken to have all pages.
         missing = max(0, read.reach - read.progress.landed) * self._page_size

@@ -8,7 +8,7 @@ already waits for those pages too, and reads only the pages after them. It leave
 is scheduled or aborted, or when the tree has the pages that it waits for. A read without requests
 is *terminated*: the pages that landed have been published by then. Its other host pages are freed
 at the next tick, except for those of the call under way: they stay with the read until that call
-returns. With Mooncake that can take minutes, if a store node hangs.
+returns. A call to Mooncake can take minutes if a store node hangs.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class PrefetchTable:
 
     Attributes:
         reads: The reads under way, in order of start. Read only.
-        new: Those of them that were not submitted yet. Read only.
+        new: Reads that were not submitted yet, a part of `reads`. Read only.
     """
 
     def __init__(self, page_size: int) -> None:
@@ -148,7 +148,7 @@ class PrefetchTable:
     def _brings_state(
         self, read: PrefetchOperation, reach: int, before: int, is_longer: bool
     ) -> bool:
-        """Whether a request may wait for the first `reach` pages of a read that brings a state.
+        """True if a request may wait for the first `reach` pages of a read that brings a state.
 
         Args:
             before: Tokens of the read's prompt, behind its start, that the request has already.
@@ -265,7 +265,7 @@ class PrefetchTable:
                 # It is handed no more pages: only the call under way may write.
                 end = landed if progress.ended else max(landed, progress.handed)
                 pages.append(read.release(landed * page, end * page))
-                # What was handed over may be written to until the read has ended.
+                # The store may write to pages that it was handed until the read has ended.
                 lets_go = progress.ended or not progress.handed
             else:
                 lets_go = progress.ended and not landed
@@ -281,7 +281,7 @@ class PrefetchTable:
         return Freed([slots for slots in pages if len(slots)], states)
 
     def may_schedule(self, request_id: str, policy: PrefetchPolicy) -> bool:
-        """Whether a request need not wait any longer. Depends only on agreed progress."""
+        """True if a request may be scheduled now. Depends only on agreed progress."""
         return policy is PrefetchPolicy.BEST_EFFORT or not any(
             read.is_reading
             and read.progress.landed < read.needs[request_id]
@@ -293,8 +293,8 @@ class PrefetchTable:
 def _with_state(operation: PrefetchOperation, progress: PrefetchProgress) -> PrefetchProgress:
     """The progress of a read that brings a state, as this rank tells it to the others.
 
-    The state stands behind the pages of this rank's own hit. Where the ranks agree on a shorter one
-    it is of no use to any, so nothing counts as landed before they have agreed.
+    The state stands behind the pages of this rank's own hit. If the ranks agree on a shorter hit,
+    no rank can use its state. So nothing counts as landed before they have agreed.
     """
     hit = 0 if progress.ended and progress.hit < 0 else progress.hit
     if hit == 0:

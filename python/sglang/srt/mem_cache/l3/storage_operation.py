@@ -25,7 +25,7 @@ _NO_PROGRESS: Final = PrefetchProgress()
 
 
 class _Operation:
-    """What a read and a write have in common."""
+    """Base of a read and a write."""
 
     __slots__ = ()
     host_indices: torch.Tensor
@@ -34,7 +34,7 @@ class _Operation:
 
     @property
     def transfers(self) -> list[PoolTransfer]:
-        """Where the pages are in L2, the primary pool's slots first."""
+        """One transfer for each pool with slots of its own, the primary pool's first."""
         return [PoolTransfer(PoolName.KV, self.host_indices), *self.extra_transfers]
 
     @property
@@ -103,7 +103,7 @@ class PrefetchOperation(_Operation):
     is_spared: bool = False
     """Scheduler: the read is not cancelled, so that it measures how fast reads are."""
     has_state: bool = field(init=False)
-    """Whether a state is read with the pages."""
+    """True if a state is read with the pages."""
     _owned: list[tuple[int, int]] = field(init=False)
     """Scheduler: ranges of `host_indices` that are neither the tree's nor free."""
 
@@ -116,7 +116,7 @@ class PrefetchOperation(_Operation):
 
     @property
     def is_reading(self) -> bool:
-        """Whether the read may bring more pages."""
+        """True if the read may bring more pages."""
         return not (self.progress.ended or self.is_cancelled)
 
     @property
@@ -133,7 +133,7 @@ class PrefetchOperation(_Operation):
         return sum(end - begin for begin, end in self._owned)
 
     def owns(self, begin: int, end: int) -> bool:
-        """Whether all tokens from `begin` to `end` are still this operation's."""
+        """True if all tokens from `begin` to `end` are still this operation's."""
         return any(first <= begin and end <= last for first, last in self._owned)
 
     def owned_slots(self) -> torch.Tensor:
@@ -170,8 +170,8 @@ class PrefetchOperation(_Operation):
 
     @property
     def why_cut(self) -> CacheOutcome:
-        """The outcome of a read that ends now. LATE if it was terminated before all pages had
-        landed that the store has and requests waited for."""
+        """The outcome of a read that ends now. LATE if it was terminated before all awaited pages
+        that the store has had landed."""
         if self.is_cancelled:
             return CacheOutcome.OVERTAKEN
         agreed = self.progress.hit
@@ -181,12 +181,12 @@ class PrefetchOperation(_Operation):
         return CacheOutcome.LATE if is_late else CacheOutcome.LANDED
 
     def hand_over(self, pages: int) -> bool:
-        """Whether the store may write to the first `pages` pages. Call it before it does.
+        """True if the store may write to the first `pages` pages. Call it before it does.
 
-        False where no request waits for more than the store has been given already, or where
-        another rank lacks what follows. This thread writes the number and then reads
-        `is_terminated`; the scheduler writes `is_terminated` and then reads the number. So either
-        this thread sees the end, or the scheduler sees the number.
+        False if no request waits for more than the store has been given already, or if another rank
+        lacks the pages that follow. This thread writes the number and then reads `is_terminated`;
+        the scheduler writes `is_terminated` and then reads the number. So one of them sees what the
+        other has written.
         """
         hit = self.progress.hit
         if self.handed_pages >= (self.wanted_pages if hit < 0 else min(self.wanted_pages, hit)):
@@ -221,7 +221,7 @@ class StorageOperation(_Operation, NodeWrite):
 
     @property
     def lacks_predecessor(self) -> bool:
-        """Whether the store lacks the pages before these, so that no reader could use these."""
+        """True if the store lacks the pages before these, so that no reader could use these."""
         return self.after is not None and self.after.outcome is not CacheOutcome.LANDED
 
     def finish(self, outcome: CacheOutcome) -> None:
@@ -235,7 +235,7 @@ class CheckOperation:
     """A question whether L3 still has all pages of a prompt that was written to it."""
 
     hashes: list[PageHash]
-    """From the first page of the prompt on."""
+    """Hashes of pages, from the first page of the prompt on."""
     epoch: int
     """The store's epoch when the question was queued."""
     outcome: CacheOutcome | None = None

@@ -136,7 +136,7 @@ class StorageReads:
                 self._store.pools.objects(transfers, hashes, begin, end, last=pages),
                 [*operation.prefix_hashes, *before],
             )
-            # Nobody takes pages that land after the end of the wait.
+            # Pages that land after the end of the wait are of no use.
             ended = operation.why_cut
             read += landed
             operation.landed_pages = usable_pages(read, transfers, hashes, pages)

@@ -94,7 +94,7 @@ class StorageWrites:
         return len(settled)
 
     def _may_write(self, hashes: Sequence[PageHash]) -> bool:
-        """Whether the store may be given these pages now."""
+        """True if the store may be given these pages now."""
         reach = self._store.timeouts["set"].leading_allowed(hashes)
         return reach == len(hashes) and self._store.allows_calls()
 

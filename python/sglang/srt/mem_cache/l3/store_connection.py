@@ -44,10 +44,10 @@ class StoreConnection:
 
     Attributes:
         attached: Client and threads of the attached store; None: none is attached.
-        is_changing: Whether an operator's change of L3 is under way.
+        is_changing: True while an operator's change of L3 is under way.
         epoch: Counter that is increased whenever L3 may have lost its objects. Pages written or
             read in an earlier epoch do not count as stored.
-        answers: Whether no call to L3 is stuck on any rank.
+        answers: True if no call to L3 is stuck on any rank.
         rates: Speeds of reads and of prefills that the ranks agreed on last.
     """
 
@@ -67,12 +67,12 @@ class StoreConnection:
 
     @property
     def available(self) -> bool:
-        """Whether calls to L3 are allowed: no call is stuck on any rank, and no change is under
+        """True if calls to L3 are allowed: no call is stuck on any rank, and no change is under
         way."""
         return self.answers and not self.is_changing
 
     def has_stored(self, node: TreeNode) -> bool:
-        """Whether L3 is believed to have the pages of `node`."""
+        """True if L3 is believed to have the pages of `node`."""
         return node.parent is None or node.storage_epoch == self.epoch
 
     def forget_stored(self) -> None:

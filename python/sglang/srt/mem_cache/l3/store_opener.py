@@ -75,7 +75,7 @@ class StoreOpener:
         Args:
             backend: Name of the backend.
             config: Extra config.
-            may_wait: Whether the config may demand to wait for a store that cannot be reached.
+            may_wait: Accept a config that demands to wait for a store that cannot be reached.
 
         Raises:
             ValueError: The backend or its configuration cannot work.

@@ -30,8 +30,8 @@ class StoredPools:
 
     Attributes:
         shards: As given.
-        questions: What a backend is asked about beside the primary pool: one transfer for each
-            further object.
+        questions: One transfer for each object of a page except the primary pool's first: what a
+            backend is asked about beside that.
     """
 
     def __init__(
@@ -108,8 +108,8 @@ class StoredPools:
         return found
 
     def to_write(self, objects: list[PoolTransfer]) -> list[PoolTransfer]:
-        """The part of `objects` that this rank writes. Of the ranks that hold the same bytes
-        exactly one writes a key."""
+        """The part of `objects` that this rank writes. Exactly one of the ranks that hold the same
+        bytes writes a key."""
         if not self._object_names:
             return objects
         own = []
@@ -150,8 +150,8 @@ def combined_outcomes(
 
     Args:
         keys: Keys of the pages.
-        transfers: What the store was asked for, the primary pool's first. Parts that it was not
-            asked for count as landed.
+        transfers: Transfers that the store was asked for, the primary pool's first. Other parts
+            count as landed.
         outcomes: For each transfer, one for each key.
     """
     pages = dict.fromkeys(keys, CacheOutcome.LANDED)
@@ -167,8 +167,8 @@ def usable_pages(
 ) -> int:
     """Pages of the longest usable prefix among the first `landed`, which have all their parts.
 
-    With a pool of `TRAILING_PAGES` a prefix ends where it has a state. Arguments as those of
-    `StoredPools.objects`.
+    A prefix ends where it has a state, if there is a pool of `TRAILING_PAGES`. For the arguments
+    see `StoredPools.objects`.
     """
     common = set[str](hashes[:landed])
     trailing = [t for t in transfers if t.hit_policy is PoolHitPolicy.TRAILING_PAGES]

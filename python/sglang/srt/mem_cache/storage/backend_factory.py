@@ -81,9 +81,9 @@ class StorageBackendFactory:
             kwargs: Passed to backends that are not built in.
 
         Raises:
-            ValueError: The name is unknown, a field is missing, the class does not know one of
-                the pools, or it cannot be loaded, is not a `HiCacheStorage`, or its constructor
-                fails. One line.
+            ValueError: The name is unknown; a field is missing; the class cannot be loaded, is not
+                a `HiCacheStorage`, or does not know one of the pools; or its constructor fails. One
+                line.
             StorageUnavailable: The store does not answer, or does not take the memory of a pool.
         """
         entry = cls._find(backend_name, storage_config)

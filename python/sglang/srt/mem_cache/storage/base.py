@@ -223,7 +223,7 @@ class HiCacheStorage(ABC):
 
     @abstractmethod
     def exists(self, key: str) -> bool:
-        """Whether `key` has a value."""
+        """True if `key` has a value."""
 
     def batch_exists(
         self, keys: list[str], extra_info: HiCacheStorageExtraInfo | None = None
@@ -241,7 +241,7 @@ class HiCacheStorage(ABC):
         return
 
     def probe(self) -> bool:
-        """Whether a store that failed works again. Bounded in time; never raises."""
+        """True if a store that failed works again. Bounded in time; never raises."""
         return True
 
     def rebuild(self) -> None:

@@ -39,7 +39,7 @@ class StorageCounters:
             self._counts[name] += amount
 
     def snapshot(self) -> dict[str, int]:
-        """All counters. Those of pages, bytes and `set_objects` are always present, others only if
+        """All counters. Pages, bytes and `set_objects` are always present, other counters only if
         not zero. `set_objects` are the objects that this backend has written: pages that landed
         and were not in the store before."""
         zero = {f"{way}_{unit}": 0 for way in ("get", "set") for unit in ("pages", "bytes")}

@@ -48,7 +48,7 @@ class ObjectFiles:
         self.root.mkdir(parents=True, exist_ok=True)
 
     def is_writable_by_others(self) -> bool:
-        """Whether the root belongs to another user than root, or is writable by all.
+        """True if the root belongs to another user than root, or is writable by all.
 
         This matters because a checksum detects damage, but not a foreign writer.
         """
@@ -65,7 +65,7 @@ class ObjectFiles:
         return self.folder(namespace) / spread / escape(rest)
 
     def exists(self, path: Path) -> bool:
-        """Whether `path` is a regular file. Any error counts as absent."""
+        """True if `path` is a regular file. Any error counts as absent."""
         try:
             return stat.S_ISREG(os.lstat(path).st_mode)
         except OSError:

@@ -3,7 +3,7 @@
 Bytes 0 to 15: xxh3-128 of the page's bytes, buffers in order (K, then V), or `NO_CHECKSUM`. Bytes
 16 to 31: the first 16 bytes of sha256 of the full object key.
 
-With `verify_checksum` off, an engine neither writes nor reads checksums. It still writes and checks
+An engine with `verify_checksum` off neither writes nor reads checksums. It still writes and checks
 the key, at almost no cost, and it accepts the objects of all engines. An engine that verifies
 treats an object without a checksum as damaged, since it could be: it removes the object, computes
 the page again and writes it with a checksum. Engines of both kinds then use that object.
@@ -45,7 +45,7 @@ def seal(buffers: Iterable[Buffer], object_key: str, *, with_checksum: bool = Tr
 def is_intact(
     trailer: Buffer, buffers: Iterable[Buffer], object_key: str, *, verify_checksum: bool
 ) -> bool:
-    """Whether `trailer` belongs to these bytes under this key."""
+    """True if `trailer` belongs to these bytes under this key."""
     expected = seal(buffers, object_key, with_checksum=verify_checksum)
     begin = 0 if verify_checksum else _HALF
     return len(trailer) == TRAILER_BYTES and bytes(trailer[begin:]) == expected[begin:]

@@ -23,7 +23,8 @@ def as_storage_pool(pool: PlainHostPool, known: StoragePool | None = None) -> St
 
     Args:
         pool: A host pool.
-        known: What this returned for the pool that is registered; returned again for the same one.
+        known: Result of an earlier call for the registered pool, which is returned again for the
+            same pool.
 
     Raises:
         ValueError: The pool lacks what a `PlainPool` needs; names it.

@@ -82,17 +82,17 @@ class PoolShards:
 
     @property
     def is_split(self) -> bool:
-        """Whether a page is several objects."""
+        """True if a page is several objects."""
         return len(self.objects) > 1
 
     @property
     def holds_all_heads(self) -> bool:
-        """Whether a page is one object on all ranks."""
+        """True if a page is one object on all ranks."""
         return self.objects[0].name == self.objects[0].pool
 
     def writes(self, object_key: str) -> bool:
-        """Whether this rank writes an object that it holds. Exactly one of the ranks that hold an
-        object does; each writes about equally many."""
+        """True if this rank writes an object that it holds. Exactly one of the ranks that hold an
+        object writes it; each rank writes about equally many."""
         if self.num_writers == 1:
             return True
         return xxhash.xxh3_64_intdigest(object_key.encode()) % self.num_writers == self.writer

@@ -94,7 +94,7 @@ class HiCacheStorageConfig:
     """Never part of a key, because context-parallel ranks have the same KV."""
     attn_cp_size: int
     is_mla_model: bool
-    """Whether all ranks have the same bytes in the primary pool."""
+    """True if all ranks have the same bytes in the primary pool."""
     enable_storage_metrics: bool
     is_page_first_layout: bool
     model_name: str | None
@@ -114,7 +114,7 @@ class HiCacheStorageConfig:
 
     @property
     def verify_checksum(self) -> bool:
-        """Whether to write and verify checksums of pages. Raises ValueError if not a bool."""
+        """Write and verify checksums of pages. Raises ValueError if not a bool."""
         value = (self.extra_config or {}).get("verify_checksum", True)
         if not isinstance(value, bool):
             raise ValueError(f"extra config verify_checksum: true or false, not {value!r}")

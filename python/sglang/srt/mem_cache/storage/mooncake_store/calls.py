@@ -103,11 +103,11 @@ def remove(client: MooncakeClient, keys: Sequence[str]) -> None:
 
 
 def moves_bytes(client: MooncakeClient, key: str, *, full_is_fine: bool) -> bool:
-    """Whether a client can put and get a few bytes. A broken one answers, but moves nothing.
+    """True if a client can put and get a few bytes. A broken one answers, but moves nothing.
 
     Args:
         key: A key of no other object; the object is removed again.
-        full_is_fine: Whether a store without room for the object counts as working.
+        full_is_fine: True if a store without room for the object counts as working.
 
     Raises:
         StorageUnavailable: The client was given up, before or because of this call.

@@ -80,13 +80,13 @@ class MooncakeClient:
         self.is_standalone = config.standalone_storage
         self.budget = SliceBudget()
         self.has_read = False
-        """Whether a node has answered a get, so that a session with it exists. Prefetch thread."""
+        """True if a node has answered a get, so that a session with it exists. Prefetch thread."""
         self._registered: dict[int, torch.Tensor] = {}
         self._users = 0
         self._given_up = False
         self._disconnected = False
         self._unfinished_transfers = False
-        """Whether a stand-alone client may have transfers under way, which only its end stops."""
+        """True if a stand-alone client may have transfers under way, which only its end stops."""
         self._changed = threading.Condition()
         self._client_address = config.client_host_port()
         self.store: Any = load_mooncake().MooncakeDistributedStore()
@@ -127,7 +127,7 @@ class MooncakeClient:
 
     @property
     def is_given_up(self) -> bool:
-        """Whether the client must be replaced; every use of it raises."""
+        """True if the client must be replaced; every use of it raises."""
         return self._given_up
 
     @contextmanager
@@ -155,7 +155,7 @@ class MooncakeClient:
         `wait_for_unfinished_transfers`.
 
         Args:
-            pages: Whether the bytes are in registered memory, rather than in Mooncake's own.
+            pages: True if the bytes are in registered memory, rather than in Mooncake's own.
 
         Raises:
             StorageUnavailable: The client was given up, before the call or because of it.
@@ -315,12 +315,12 @@ def settle_protocol(config: MooncakeStoreConfig, device: str) -> tuple[str, str]
 
 
 def is_master_reachable(config: MooncakeStoreConfig) -> bool:
-    """Whether the master's port accepts connections, within `REACH_SECONDS`."""
+    """True if the master's port accepts connections, within `REACH_SECONDS`."""
     return _answers(config.master_host_port())
 
 
 def is_reachable(config: MooncakeStoreConfig) -> bool:
-    """Whether the master, and the stand-alone client if there is one, accept connections."""
+    """True if the master, and the stand-alone client if there is one, accept connections."""
     return is_master_reachable(config) and _answers(config.client_host_port())
 
 

@@ -107,7 +107,7 @@ class MooncakeStore(MooncakePlainCalls):
         )
         """Several readers, because a stand-alone client uses one thread for each call."""
         self._has_failed_transfer = False
-        """Whether a whole transfer failed since the last good probe: the client may be broken."""
+        """True if a whole transfer failed since the last good probe: the client may be broken."""
         self._direction_locks = {True: threading.Lock(), False: threading.Lock()}
         if mem_pool is not None:
             self.register_mem_pool_host(mem_pool)
@@ -391,7 +391,7 @@ class MooncakeStore(MooncakePlainCalls):
             raise StorageUnavailable("Mooncake does not store: no store node has room or answers")
 
     def probe(self) -> bool:
-        """Whether the store works; replaces the client if needed.
+        """True if the store works; replaces the client if needed.
 
         A full store works, because it can be read.
 

@@ -70,7 +70,7 @@ class PoolRows:
         others: Iterable[PoolRows] = (),
     ) -> None:
         """Args:
-        with_checksum: Whether to hash pages that are put and pages that were read.
+        with_checksum: Hash pages that are put, and pages that were read.
         allocator: Allocator of the side memory; None takes ordinary memory.
         concurrent_gets: Most batches of gets on the wire at once.
         others: Rows of other pools of the same client; rows of equal length share their memory.
@@ -152,8 +152,8 @@ class PoolRows:
 
         Args:
             batch: A batch that was got.
-            outcomes: One for each page. Those of pages whose bytes or key do not match their
-                trailer become DAMAGED.
+            outcomes: One for each page. A page becomes DAMAGED if its bytes or its key do not match
+                its trailer.
         """
         trailers = batch.rows[:, -TRAILER_BYTES:].numpy()
         for index, outcome in enumerate(outcomes):

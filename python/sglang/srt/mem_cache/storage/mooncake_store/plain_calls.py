@@ -22,7 +22,7 @@ class MooncakePlainCalls(MooncakeBaseStore, HiCacheStorage):
     registered memory with a size in bytes."""
 
     _verify: bool
-    """Whether to hash what is stored and what was read."""
+    """Hash values that are stored, and values that were read."""
 
     def get(
         self, key: str, target_location: Any | None = None, target_sizes: Any | None = None
@@ -86,7 +86,7 @@ class MooncakePlainCalls(MooncakeBaseStore, HiCacheStorage):
         return leading_run(self._exist(keys))
 
     def _exist(self, object_keys: list[str]) -> list[bool]:
-        """Whether each object exists. Raises StorageUnavailable if the master does not answer."""
+        """For each object, True if it exists. Raises StorageUnavailable without a master."""
         if not object_keys:
             return []
         with self._client.using() as store:
