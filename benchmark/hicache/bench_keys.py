@@ -38,9 +38,9 @@ from sglang.srt.mem_cache.hicache_storage import (
     PoolName,
     PoolTransfer,
 )
+from sglang.srt.mem_cache.storage.base import combine_hits
 from sglang.srt.mem_cache.storage.mooncake_store.mooncake_store import MooncakeStore
 from sglang.srt.mem_cache.storage.page_trailer import seal
-from sglang.srt.mem_cache.storage.pool_hits import combine_hits
 from sglang.srt.mem_cache.tree.radix_key import RadixKey
 
 _NAMESPACE = "0123456789abcdef" * 2

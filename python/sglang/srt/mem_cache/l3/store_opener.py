@@ -24,9 +24,9 @@ from sglang.srt.mem_cache.l3.stored_pools import StoredPools
 from sglang.srt.mem_cache.storage.backend_factory import StorageBackendFactory
 from sglang.srt.mem_cache.storage.base import HiCacheStorage
 from sglang.srt.mem_cache.storage.mooncake_store.config import MooncakeStoreConfig
-from sglang.srt.mem_cache.storage.namespace import CacheNamespace
 from sglang.srt.mem_cache.storage.pool_shards import PoolShards
 from sglang.srt.mem_cache.storage.types import (
+    CacheNamespace,
     HiCacheStorageConfig,
     StoragePool,
     StorageUnreachable,

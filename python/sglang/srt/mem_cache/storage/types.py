@@ -8,7 +8,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, Protocol, TypeAlias
+
+import msgspec
+import xxhash
 
 if TYPE_CHECKING:
     import torch
@@ -78,6 +81,30 @@ class PoolTransferResult:
     def update_extra_pool_hit_pages(self, results: Mapping[str, int]) -> None:
         """Record the hits of extra pools, in pages."""
         self.extra_pool_hit_pages.update(results)
+
+
+FORMAT_VERSION: Final = 1
+"""Increased when the bytes or the keys of objects change their meaning."""
+
+
+class CacheNamespace(msgspec.Struct, frozen=True, kw_only=True):
+    """The properties that engines must have in common to share pages. Its digest is the first part
+    of every L3 key."""
+
+    weights_identity: str
+    """Digest of weights and configuration (model_loader/weights_identity.py)."""
+    kv_dtype: str
+    page_size: int
+    page_byte_order: str
+    """`HostKVCache.page_byte_order` of the primary pool: layouts with equal bytes share pages."""
+    extra_pools: tuple[str, ...] | msgspec.UnsetType = msgspec.UNSET
+    """Name, dtype and shape of each pool beside the KV pool; unset where there is none, so that it
+    is no part of the digest."""
+    format_version: int = FORMAT_VERSION
+
+    def digest(self) -> str:
+        """32 hex digits."""
+        return xxhash.xxh3_128_hexdigest(msgspec.json.encode(self))
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,8 +33,8 @@ from sglang.srt.mem_cache.hicache_storage import (
     StorageUnavailable,
 )
 from sglang.srt.mem_cache.host.host_layout import HostLayout
+from sglang.srt.mem_cache.storage.base import combine_hits
 from sglang.srt.mem_cache.storage.page_trailer import TRAILER_BYTES, is_intact, seal
-from sglang.srt.mem_cache.storage.pool_hits import combine_hits
 from sglang.test.ci.ci_register import register_cpu_ci
 
 register_cpu_ci(est_time=4, suite="base-a-test-cpu")

@@ -22,6 +22,7 @@ import torch
 
 from sglang.srt.mem_cache.device.pool_transfer import PoolTransfer
 from sglang.srt.mem_cache.device.state_spec import PoolHitPolicy, PoolName
+from sglang.srt.mem_cache.storage.base import combine_hits, leading_run
 from sglang.srt.mem_cache.storage.counters import StorageCounters
 from sglang.srt.mem_cache.storage.mooncake_store.base_store import MooncakeBaseStore
 from sglang.srt.mem_cache.storage.mooncake_store.calls import (
@@ -37,9 +38,7 @@ from sglang.srt.mem_cache.storage.mooncake_store.client import MooncakeClient, i
 from sglang.srt.mem_cache.storage.mooncake_store.config import MooncakeStoreConfig
 from sglang.srt.mem_cache.storage.mooncake_store.host_allocator import MooncakeHostTensorAllocator
 from sglang.srt.mem_cache.storage.mooncake_store.page_batches import PageBatch, PoolRows
-from sglang.srt.mem_cache.storage.mooncake_store.plain_calls import MooncakePlainCalls
 from sglang.srt.mem_cache.storage.plain_pool import as_storage_pool
-from sglang.srt.mem_cache.storage.pool_hits import combine_hits, leading_run
 from sglang.srt.mem_cache.storage.types import (
     CacheOutcome,
     HiCacheStorageConfig,
@@ -78,7 +77,7 @@ __all__ = [
 ]
 
 
-class MooncakeStore(MooncakePlainCalls):
+class MooncakeStore(MooncakeBaseStore):
     """Page objects in a Mooncake Store; `HiCacheStorage` documents the calls.
 
     Args:
