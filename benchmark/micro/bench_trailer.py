@@ -19,6 +19,7 @@ from typing import TypeAlias
 
 import torch
 
+from rigs.stores.mooncake_cluster import MooncakeCluster
 from sglang.benchmark.report import emit, provenance
 from sglang.srt.distributed.device_context import mark_device_set
 from sglang.srt.mem_cache.device.memory_pool import MHATokenToKVPool
@@ -26,7 +27,6 @@ from sglang.srt.mem_cache.hicache_storage import HiCacheStorageConfig, PoolName,
 from sglang.srt.mem_cache.memory_pool_host import MHATokenToKVPoolHost
 from sglang.srt.mem_cache.storage.mooncake_store.mooncake_store import MooncakeStore
 from sglang.srt.mem_cache.storage.page_trailer import seal
-from rigs.stores.mooncake_cluster import MooncakeCluster
 
 PAGE_TOKENS = 64
 HEADS, HEAD_DIM = 4, 128

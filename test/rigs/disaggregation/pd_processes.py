@@ -19,6 +19,7 @@ from typing import Any, Final
 
 import torch
 
+from rigs.disaggregation.pd_rig import LOOPBACK, CheckableRoleRig, MooncakeMover, one_rank
 from sglang.srt.arg_groups.disaggregation import DisaggregationMode
 from sglang.srt.constants import BUILTIN_MODEL_DIR
 from sglang.srt.distributed.device_communicators.mooncake_transfer_engine import (
@@ -27,7 +28,6 @@ from sglang.srt.distributed.device_communicators.mooncake_transfer_engine import
 from sglang.srt.distributed.device_context import mark_device_set
 from sglang.srt.environ import envs
 from sglang.srt.managers.messages.io_struct import FinishReason, ToScheduler
-from rigs.disaggregation.pd_rig import LOOPBACK, CheckableRoleRig, MooncakeMover, one_rank
 
 _TIMEOUT_S: Final = 60.0
 _UNASKED: Final = "sglang:num_prefill_bootstrap_queue_reqs"

@@ -17,6 +17,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
+from rigs.disaggregation.pd_processes import RoleProcess
+from rigs.disaggregation.pd_rig import LOOPBACK, NEVER_ASKED
+from rigs.schedulers import checkable_model
+from rigs.schedulers.scheduler_rig import greedy, prompt
+from rigs.stores.mooncake_cluster import MooncakeCluster
 from sglang.srt.arg_groups.disaggregation import DisaggregationMode
 from sglang.srt.managers.messages.io_struct import (
     Bootstrap,
@@ -24,11 +29,6 @@ from sglang.srt.managers.messages.io_struct import (
     TokenizedGenerateReqInput,
 )
 from sglang.srt.mem_cache.tree.radix_key import token_array
-from rigs.disaggregation.pd_processes import RoleProcess
-from rigs.disaggregation.pd_rig import LOOPBACK, NEVER_ASKED
-from rigs.schedulers import checkable_model
-from rigs.schedulers.scheduler_rig import greedy, prompt
-from rigs.stores.mooncake_cluster import MooncakeCluster
 
 PAGE: Final = 16
 _LENGTH: Final = 20 * PAGE

@@ -23,6 +23,10 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Final
 
+from rigs.disaggregation.pd_processes import Ended, RoleProcess
+from rigs.disaggregation.pd_rig import NEVER_ASKED
+from rigs.schedulers import checkable_model
+from rigs.schedulers.scheduler_rig import greedy, prompt
 from sglang.srt.arg_groups.disaggregation import DisaggregationMode
 from sglang.srt.managers.messages.io_struct import (
     CLIENT_ABORT_STATUS,
@@ -31,10 +35,6 @@ from sglang.srt.managers.messages.io_struct import (
     TokenizedGenerateReqInput,
 )
 from sglang.srt.mem_cache.tree.radix_key import token_array
-from rigs.disaggregation.pd_processes import Ended, RoleProcess
-from rigs.disaggregation.pd_rig import NEVER_ASKED
-from rigs.schedulers import checkable_model
-from rigs.schedulers.scheduler_rig import greedy, prompt
 
 SILENT_S: Final = 2
 ENV: Final = {

@@ -7,14 +7,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from rigs.schedulers.rank_threads import RankThreads
+from rigs.schedulers.scheduler_rig import MAX_STEPS, Collected, SchedulerRig
 from sglang.srt.disaggregation.roles import MakeRole
 from sglang.srt.distributed.rank_group import RankGroup
 from sglang.srt.managers.messages.io_struct import BatchTokenIDOutput, ToScheduler
 from sglang.srt.managers.messages.tick import decode_tick, encode_tick
 from sglang.srt.mem_cache.device.base_device_pool import BaseDevicePool
 from sglang.srt.sampling.sampling_params import SamplingParams
-from rigs.schedulers.rank_threads import RankThreads
-from rigs.schedulers.scheduler_rig import MAX_STEPS, Collected, SchedulerRig
 
 _MOST_DELAY_S = 0.0005
 

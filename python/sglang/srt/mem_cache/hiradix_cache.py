@@ -15,6 +15,7 @@ import torch
 
 from sglang.srt.mem_cache.device.model_pools import ModelPools
 from sglang.srt.mem_cache.device.pool_transfer import PoolTransfer
+from sglang.srt.mem_cache.host.host_pool_group import HostPoolGroup
 from sglang.srt.mem_cache.hybrid_cache.hybrid_pool_assembler import build_kv_host_stack
 from sglang.srt.mem_cache.l2.cache_controller import HiCacheController
 from sglang.srt.mem_cache.l2.eviction_to_host import EvictionToHost

@@ -10,10 +10,6 @@ from typing import Any
 import pytest
 import torch
 
-from sglang.srt.mem_cache.l3 import prefetch_table
-from sglang.srt.mem_cache.tree.base_prefix_cache import (
-    EvictParams,
-)
 from rigs.caches.cache_rig import RIG_LAYOUTS, CacheRig, Reused
 from rigs.caches.tier_rigs import (
     FlakyStorage,
@@ -21,6 +17,10 @@ from rigs.caches.tier_rigs import (
     three_tiers,
     two_tiers,
     wait_for,
+)
+from sglang.srt.mem_cache.l3 import prefetch_table
+from sglang.srt.mem_cache.tree.base_prefix_cache import (
+    EvictParams,
 )
 from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci
 

@@ -5,7 +5,7 @@
 
 The scheduler thread puts operations into the queues of `reads` and `writes`, and looks at their
 fields; it never calls the store while requests run. Every operation ends, whatever the store does:
-its fields tell how far it came, and `guard.available` whether it is worth asking for more.
+its fields have its progress, and `guard.available` is false while asking for more is pointless.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ class AttachedStore:
     def close(self) -> bool:
         """End the threads and the client, within seconds. Any thread, while nothing is under way.
 
-        False if the client is left behind, since a call to it hangs, or did not close.
+        False if a call to the client hangs, so that it stays open, or if it failed to close.
         """
         self.reads.queue.put(None)
         self.writes.queue.put(None)

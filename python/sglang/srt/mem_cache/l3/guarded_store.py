@@ -35,7 +35,7 @@ from sglang.srt.utils.logging_utils import RateLimitedLogger
 logger = logging.getLogger(__name__)
 
 PAGES_PER_CALL: Final = 64
-"""Pages of one get or put: enough to hide the round trip, few enough to cut a read soon. A call
+"""Pages of one get or put: enough to hide the round trip, few enough to end a read soon. A call
 takes as much CPU time as ten more pages of 64 KB in it, or 500 more keys."""
 _STUCK_AFTER_S: Final = 3.0
 """A call that takes longer makes the store unavailable until it returns."""
@@ -257,7 +257,7 @@ class GuardedStore:
 
     def _probe(self) -> bool:
         """Breaker: does the store work again? Builds the client where there is none."""
-        # A probe can hang as any call can; callers are not to wait behind it.
+        # A probe can hang as any call can; callers must not wait for it.
         with self._calling(_PROBE):
             works = self._probe_client()
         if works:

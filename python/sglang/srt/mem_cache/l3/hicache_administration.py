@@ -77,7 +77,7 @@ class StorageAdministration(TierFlow):
         self._ranks = ranks
         self._change: _Change | None = None
         self._result: ChangeResult | None = None
-        self._left_behind: list[BackgroundCall[Any]] = []
+        self._hanging: list[BackgroundCall[Any]] = []
 
     @property
     def is_under_way(self) -> bool:
@@ -187,8 +187,8 @@ class StorageAdministration(TierFlow):
         The number of hanging changes differs between ranks. So a refusal counts as a failed change,
         on which the ranks agree.
         """
-        self._left_behind = [call for call in self._left_behind if not call.ended]
-        hanging = len(self._left_behind)
+        self._hanging = [call for call in self._hanging if not call.ended]
+        hanging = len(self._hanging)
         if hanging < _MAX_LEFT_BEHIND:
             return work
 
@@ -253,7 +253,7 @@ class StorageAdministration(TierFlow):
             return
         change = self._end(self._change)
         change.call.abandon()
-        self._left_behind.append(change.call)
+        self._hanging.append(change.call)
         change.on_failure()
         self._result = ChangeResult(False, f"the {change.what} was given up: {why}")
 

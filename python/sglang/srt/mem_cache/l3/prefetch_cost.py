@@ -71,7 +71,7 @@ class PendingRead(NamedTuple):
     """Tokens that need not be computed if they are read."""
     uncached: int
     """Tokens to be computed if nothing more is read: `missing`, and those that the store lacks."""
-    is_spared: bool = False
+    is_probe: bool = False
     """True if the read is not cancelled, even if computing would end sooner."""
 
 
@@ -89,7 +89,7 @@ def slower_reads(
     cancelled = []
     for read in reads:
         later = _is_later(ahead + read.unread, waiting + read.missing, rates, _CANCEL_MARGIN)
-        is_cancelled = later and not read.is_spared
+        is_cancelled = later and not read.is_probe
         cancelled.append(is_cancelled)
         # A cancelled prompt joins the queue of computing, another stays in that of reads.
         if is_cancelled:
@@ -180,7 +180,7 @@ class PrefetchCostModel:
                 read.cancel()
                 cancelled.append(read)
             else:
-                read.is_spared = True
+                read.is_probe = True
         return cancelled
 
     def _may_give_up(self) -> bool:
@@ -209,7 +209,7 @@ class PrefetchCostModel:
             unread=max(0, missing - self._half_of_call(read.progress)),
             missing=missing,
             uncached=max(missing, sum(rests)),
-            is_spared=read.is_spared,
+            is_probe=read.is_probe,
         )
 
     def abandoned_tokens(self) -> int:

@@ -151,15 +151,15 @@ class PrefetchTable:
         """True if a request may wait for the first `reach` pages of a read that brings a state.
 
         Args:
-            before: Tokens of the read's prompt, behind its start, that the request has already.
+            before: Tokens of the read's prompt after its start that the request has already.
             is_longer: The request's prompt goes on where the read's ends.
         """
         if reach < read.reach:
-            # The state stands behind pages that this prompt does not have.
+            # The state follows pages that this prompt does not have.
             return False
         if not is_longer:
             return True
-        # Only the store's answer says where the read ends, so where the rest begins.
+        # The store's answer decides where the read ends, so where the rest begins.
         return read.progress.hit >= 0 and reach * self._page_size > before
 
     def _let_wait(self, request_id: str, read: PrefetchOperation, pages: int) -> None:
@@ -291,9 +291,9 @@ class PrefetchTable:
 
 
 def _with_state(operation: PrefetchOperation, progress: PrefetchProgress) -> PrefetchProgress:
-    """The progress of a read that brings a state, as this rank tells it to the others.
+    """The progress of a read that brings a state, as this rank reports it to the others.
 
-    The state stands behind the pages of this rank's own hit. If the ranks agree on a shorter hit,
+    The state follows the pages of this rank's own hit. If the ranks agree on a shorter hit,
     no rank can use its state. So nothing counts as landed before they have agreed.
     """
     hit = 0 if progress.ended and progress.hit < 0 else progress.hit

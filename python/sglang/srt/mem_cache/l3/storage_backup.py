@@ -139,7 +139,7 @@ class StorageBackup(TierFlow):
         if attached.settings.pass_prefix_keys:
             prefix = node.get_prefix_hash_values(self._tree.page_size)
         hashes = node.page_hashes(self._tree.page_size)
-        # A state stands behind the last page.
+        # A state follows the last page.
         states = [
             component.transfer(slot, keys=[hashes[-1]])
             for component in self._tree.components

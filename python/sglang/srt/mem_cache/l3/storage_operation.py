@@ -50,8 +50,8 @@ class PrefetchOperation(_Operation):
     and `host_state` until it is published or released. Other slots of `extra_transfers` stay the
     caller's.
 
-    The state that is read stands behind the last page that the store has of the prompt: such a read
-    is of use when all of it has landed, and not before.
+    A state that is read follows the last page that the store has of the prompt: such a read is of
+    use when all of it has landed, and not before.
     """
 
     request_id: str
@@ -85,7 +85,7 @@ class PrefetchOperation(_Operation):
     is terminated."""
     landed_pages: int = 0
     """Transfer thread: pages that can be used, from the first on: all their parts are there and
-    verified, and a state behind the last where a pool has states."""
+    verified, and a state follows the last where a pool has states."""
     outcome: CacheOutcome | None = None
     """Transfer thread, last of all: from now on it does not touch `host_indices`."""
     answered: threading.Event = field(default_factory=threading.Event)
@@ -100,8 +100,8 @@ class PrefetchOperation(_Operation):
     """Scheduler: no request waits for more pages. The transfer stops at its next step."""
     is_cancelled: bool = False
     """Scheduler, before `is_terminated`: computing the prompt ended sooner, or was going to."""
-    is_spared: bool = False
-    """Scheduler: the read is not cancelled, so that it measures how fast reads are."""
+    is_probe: bool = False
+    """Scheduler: the read is never cancelled, because it measures how fast reads are."""
     has_state: bool = field(init=False)
     """True if a state is read with the pages."""
     _owned: list[tuple[int, int]] = field(init=False)
@@ -169,7 +169,7 @@ class PrefetchOperation(_Operation):
     # ---- transfer thread ---------------------------------------------------------------------
 
     @property
-    def why_cut(self) -> CacheOutcome:
+    def outcome_now(self) -> CacheOutcome:
         """The outcome of a read that ends now. LATE if it was terminated before all awaited pages
         that the store has had landed."""
         if self.is_cancelled:

@@ -1,8 +1,8 @@
 """Flow from L3 to L2: reads pages that prompts need and that neither L1 nor L2 has.
 
-`prefetch_table.py` has the reads in flight, `prefetch_cost.py` decides which reads are worth their
-time, and `storage_reads.py` has the thread that makes them. A failing L3 shortens a prefix, and
-never fails a request.
+`prefetch_table.py` has the reads in flight, `prefetch_cost.py` compares them with computing, and
+`storage_reads.py` has the thread that makes them. A failing L3 shortens a prefix, and never fails a
+request.
 
 Threads: the scheduler's only.
 """
@@ -80,7 +80,7 @@ class StoragePrefetch(TierFlow):
 
     Attributes:
         table: The reads in flight.
-        cost_model: Decides which of them are worth their time.
+        cost_model: Rejects or cancels reads that are slower than computing.
     """
 
     def __init__(self, tree: PrefixTree, store: StoreConnection, metrics: HiCacheMetrics) -> None:

@@ -103,7 +103,7 @@ class StorageReads:
     def _ask(self, group: Sequence[PrefetchOperation]) -> list[int | CacheOutcome]:
         """For each prompt the pages that the store has, or why that is not known."""
         known: dict[int, int | CacheOutcome] = {
-            index: operation.why_cut if operation.is_terminated else CacheOutcome.UNAVAILABLE
+            index: operation.outcome_now if operation.is_terminated else CacheOutcome.UNAVAILABLE
             for index, operation in enumerate(group)
         }
         timeouts = self._store.timeouts["get"]
@@ -127,7 +127,7 @@ class StorageReads:
         for begin in range(0, pages, self._pages_per_read):
             end = min(begin + self._pages_per_read, pages)
             if not operation.hand_over(end):
-                return operation.why_cut
+                return operation.outcome_now
             before = hashes[:begin] if self._store.pass_prefix_keys else []
             started = time.monotonic()
             landed, why = self._store.transfer(
@@ -137,7 +137,7 @@ class StorageReads:
                 [*operation.prefix_hashes, *before],
             )
             # Pages that land after the end of the wait are of no use.
-            ended = operation.why_cut
+            ended = operation.outcome_now
             read += landed
             operation.landed_pages = usable_pages(read, transfers, hashes, pages)
             # For each call, not for each prompt: long prompts then give rates while they are read.

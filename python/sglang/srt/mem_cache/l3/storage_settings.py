@@ -23,7 +23,7 @@ class OnUnreachable(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StorageSettings:
-    """Thresholds and bounds of L3 reads, and how objects are cut."""
+    """Thresholds and bounds of L3 reads, and the heads in an object."""
 
     prefetch_threshold: int = 256
     """Tokens. Shorter hits are computed instead."""
@@ -69,7 +69,7 @@ class StorageSettings:
         )
 
     def threshold_pages(self, page_size: int) -> int:
-        """Least hit worth reading, in pages; at least one."""
+        """Shortest hit that is read, in pages; at least one."""
         return max(1, math.ceil(self.prefetch_threshold / page_size))
 
 

@@ -1,6 +1,6 @@
 """How the pages of a model's pools map to objects in L3. Pure, any thread.
 
-A page has a part in each pool that has a page for it; a state stands behind one page of a prefix.
+A page has a part in each pool that has a page for it; a state follows one page of a prefix.
 """
 
 from __future__ import annotations
@@ -89,10 +89,10 @@ class StoredPools:
                 slots = slots.view(len(hashes), -1)[begin:end].reshape(-1)
                 pages: list[str] = [*chosen]
             else:
-                behind = _state_hashes(transfer, hashes, last)
-                states = [index for index, page in enumerate(behind) if page in chosen]
-                slots = slots.view(len(behind), -1)[states].reshape(-1)
-                pages = [behind[index] for index in states]
+                before = _state_hashes(transfer, hashes, last)
+                states = [index for index, page in enumerate(before) if page in chosen]
+                slots = slots.view(len(before), -1)[states].reshape(-1)
+                pages = [before[index] for index in states]
             if pages:
                 keys, policy = self.keys(pages), transfer.hit_policy
                 parts.append(PoolTransfer(transfer.name, slots, keys=keys, hit_policy=policy))

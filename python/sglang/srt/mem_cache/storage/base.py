@@ -359,7 +359,7 @@ def _rows(keys: list[str], *columns: Sequence[Any] | None) -> Iterator[tuple[Any
     return zip(keys, *given, strict=True)
 
 
-# -- hits of several pools. Pure, any thread --------------------------------------------------------
+# -- hits of several pools: pure, any thread ------------------------------------------------------
 
 
 def leading_run(present: Sequence[bool]) -> int:

@@ -37,7 +37,7 @@ def as_storage_pool(pool: PlainHostPool, known: StoragePool | None = None) -> St
 
 
 class PlainPool:
-    """A `StoragePool` over the addresses that `get_page_buffer_meta` of another pool tells.
+    """A `StoragePool` over the addresses that `get_page_buffer_meta` of another pool returns.
 
     Other attributes are that pool's own.
 
@@ -127,8 +127,8 @@ class PlainPool:
 
 
 def _memory_of(pool: PlainHostPool) -> list[torch.Tensor]:
-    told = getattr(pool, "get_hybrid_pool_buffer", None)
-    memory = told() if told is not None else getattr(pool, "kv_buffer", None)
+    get_buffers = getattr(pool, "get_hybrid_pool_buffer", None)
+    memory = get_buffers() if get_buffers is not None else getattr(pool, "kv_buffer", None)
     buffers = [memory] if isinstance(memory, torch.Tensor) else memory
     if (
         not isinstance(buffers, Sequence)

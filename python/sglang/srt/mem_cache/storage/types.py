@@ -34,7 +34,7 @@ class CacheOutcome(StrEnum):
     LATE = "late"
     """Did not arrive in time."""
     OVERTAKEN = "overtaken"
-    """A read that was cut, because computing was faster or was going to be."""
+    """A read that was cancelled, because computing was faster or was going to be."""
     REVOKED = "revoked"
     """Not read, because the hit is below the threshold."""
     UNAVAILABLE = "unavailable"

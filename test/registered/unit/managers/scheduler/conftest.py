@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from sglang.srt.mem_cache.l3 import prefetch_cost
 from rigs.schedulers.scheduler_rig import PROMPTS, SchedulerRig
+from sglang.srt.mem_cache.l3 import prefetch_cost
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

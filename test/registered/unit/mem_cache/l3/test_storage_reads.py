@@ -113,9 +113,9 @@ def test_a_read_whose_pages_came_in_time_is_not_late(
 ) -> None:
     operation = bench.operation("a", "b", "c")
     operation.hit_pages, operation.wanted_pages, operation.landed_pages = hit, wanted, landed
-    assert operation.why_cut is CacheOutcome.LANDED, "it is not cut"
+    assert operation.outcome_now is CacheOutcome.LANDED, "it is not cut"
     operation.is_terminated = True
-    assert operation.why_cut == outcome
+    assert operation.outcome_now == outcome
 
 
 def test_a_question_that_fails_fails_all_it_was_about(bench: HangingBench) -> None:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from rigs.stores.host_pools import make_device_pool, make_host_pool, page_slots
 from sglang.srt.mem_cache.host.head_group_pool import HeadGroupPool
 from sglang.srt.mem_cache.storage.mooncake_store.page_batches import PoolRows
 from sglang.test.ci.ci_register import register_cpu_ci
-from rigs.stores.host_pools import make_device_pool, make_host_pool, page_slots
 
 register_cpu_ci(est_time=1, suite="base-a-test-cpu")
 
