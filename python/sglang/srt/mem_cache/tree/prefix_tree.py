@@ -26,7 +26,6 @@ from sglang.srt.mem_cache.tree.tree_node import ROOT_ID, TreeNode
 
 if TYPE_CHECKING:
     from sglang.srt.mem_cache.allocator.base import BaseTokenToKVPoolAllocator
-    from sglang.srt.mem_cache.device.state_spec import PoolName
     from sglang.srt.mem_cache.tree.component import TreeComponent
     from sglang.srt.mem_cache.tree.evict_policy import EvictionStrategy
     from sglang.srt.mem_cache.tree.kv_event_log import KVEventLog
@@ -85,7 +84,7 @@ class PrefixTree:
         self.reset()
         self.device.events = events
 
-    def add_host(self, pool: SlotPool, pools: Mapping[PoolName, SlotPool]) -> None:
+    def add_host(self, pool: SlotPool, pools: Mapping[str, SlotPool]) -> None:
         """Let nodes have slots on the host too.
 
         Args:

@@ -1,4 +1,4 @@
-"""A model with a third kind of state, added as docs/structures.md says: a spec, and its layers.
+"""A model with a third kind of state, added as docs/extending.md says: a spec, and its layers.
 
 A Qwen3-Next that also keeps a checksum of all tokens so far, one for each prefix, and says what the
 checksum demands. So its words are a function of the prompt, and every lost, stale or misplaced
