@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import ast
 import re
+import runpy
 from collections import Counter
 from pathlib import Path
 from typing import Final
@@ -219,6 +220,18 @@ def test_sources_cite_only_pages_of_this_repository() -> None:
         if (pages := [page for page in _PAGE.findall(text) if not _is_page(page)])
     }
     assert not missing, f"cited, but not there: {missing}"
+
+
+def test_the_changes_name_lines_and_tests_that_exist() -> None:
+    updated = runpy.run_path(str(REPO / "scripts" / "update_changes.py"))["updated"]
+    for page in REPO.glob("docs/changes/*.md"):
+        text = page.read_text(encoding="utf-8")
+        assert text == updated(text), "run scripts/update_changes.py"
+        named = re.findall(r"`(test_\w+\.py)::(\w+)`", text)
+        assert named, page
+        for file, name in named:
+            found = [path.read_text(encoding="utf-8") for path in REPO.glob(f"test/**/{file}")]
+            assert any(f"def {name}(" in one for one in found), f"{page}: {file}::{name}"
 
 
 def test_links_lead_to_files() -> None:
