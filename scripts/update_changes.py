@@ -26,8 +26,11 @@ def definitions(body: list[ast.stmt], prefix: str = "") -> Iterator[tuple[str, i
                 yield from definitions(node.body, f"{prefix}{node.name}.")
             case ast.FunctionDef() | ast.AsyncFunctionDef():
                 yield prefix + node.name, node.lineno
-            case ast.Assign(targets=[ast.Name(id=name)]) | ast.AnnAssign(target=ast.Name(id=name)):
+            case ast.AnnAssign(target=ast.Name(id=name)):
                 yield prefix + name, node.lineno
+            case ast.Assign(targets=targets):
+                names = [target.id for target in targets if isinstance(target, ast.Name)]
+                yield from ((prefix + name, node.lineno) for name in names)
 
 
 def line_of(symbol: str, file: str) -> int:
