@@ -181,4 +181,4 @@ class PrefillRig(SchedulerRig):
         assert self.manager.pages.keys() == self.manager.ended.keys(), "rooms that nobody ends"
         role = self.scheduler._parts.role
         assert isinstance(role, PrefillRole)
-        assert not (role._unclaimed or role._owners or role._held)
+        assert not role._rooms

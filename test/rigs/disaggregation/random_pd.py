@@ -242,9 +242,9 @@ class RandomPd:
 
     def _forget_a_room(self) -> None:
         """Let a sender give up its room by itself."""
-        senders = _prefill_half(self.pair)._senders
-        if senders:
-            senders[self.rng.choice(list(senders))].abort("given up by injection")
+        rooms = _prefill_role(self.pair)._rooms
+        if rooms:
+            rooms[self.rng.choice(list(rooms))].sender.abort("given up by injection")
             self.outcome.counts["rooms forgotten"] += 1
 
     # ---- rounds --------------------------------------------------------------------------------
@@ -361,8 +361,8 @@ class RandomPd:
         pair.assert_clean()
         for rig in pair.rigs:
             assert_unpinned(rig.tree)
-        prefill, decode = _prefill_half(pair), _decode_half(pair)
-        assert not prefill._owners and not prefill._held, "rooms without an end"
+        prefill, decode = _prefill_role(pair), _decode_role(pair)
+        assert not prefill._rooms, "rooms without an end"
         assert not (decode._owners or decode._waiting or decode._transferring or decode._lingering)
         assert all(room.has_ended for room in pair.prefill.manager.rooms._rooms.values())
         self._mover.begun.clear()
@@ -421,13 +421,13 @@ class RandomPd:
             self.outcome.counts[f"{name}: tokens computed"] += counters.prefill_tokens
 
 
-def _prefill_half(pair: PdRig) -> PrefillRole:
+def _prefill_role(pair: PdRig) -> PrefillRole:
     role = pair.prefill.scheduler._parts.role
     assert isinstance(role, PrefillRole)
     return role
 
 
-def _decode_half(pair: PdRig) -> DecodeRole:
+def _decode_role(pair: PdRig) -> DecodeRole:
     role = pair.decode.scheduler._parts.role
     assert isinstance(role, DecodeRole)
     return role

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from itertools import islice
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from sglang.srt.disaggregation.base.conn import BaseKVManager, BaseKVSender, KVPoll
@@ -26,11 +26,30 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 LOST_STATUS: Final = 503
-_SAY_S: Final = 5.0
+_LOG_AFTER_S: Final = 5.0
 """Seconds that a request has waited before the log says so."""
 _SHOWN_ROOMS: Final = 8
 REMEMBER_S: Final = 60.0
 """Seconds for which a room that has ended is not given to another request."""
+
+
+@dataclass(slots=True, eq=False)
+class PrefillRoom:
+    """The room of a request, from the request's arrival until another request may have the room."""
+
+    sender: BaseKVSender
+    arrived: float
+    """Time of the request's arrival, in seconds of the scheduler's ticks."""
+    rid: str = ""
+    """Id of the request; "": it was refused before it came here."""
+    asked: float | None = None
+    """`time.monotonic()` at which a decode server was found to ask for it; None: none asks yet."""
+    has_failed: bool = False
+    held: tuple[Req, FinishReason] | None = None
+    """The request with its finish reason in case of success, once its prompt is computed and until
+    it has been read."""
+    ended: float = 0.0
+    """Time of the request's end, in seconds of the scheduler's ticks."""
 
 
 class PrefillRole:
@@ -69,81 +88,74 @@ class PrefillRole:
         self._wait_s = wait_s
         self._group = group or SingleRank()
         self._log = RateLimitedLogger(logger)
-        self._senders: dict[int, BaseKVSender] = {}
-        """Senders of requests, by room."""
-        self._polled: dict[int, BaseKVSender] = {}
-        """Those of them that have not failed."""
-        self._unclaimed: dict[int, float] = {}
-        """Arrival of the request of each room that was not asked for yet, in seconds of the
-        scheduler's ticks; ascending."""
-        self._asked: dict[int, float] = {}
-        """`time.monotonic()` at which a decode server was found to ask for a room."""
-        self._held: dict[str, tuple[Req, FinishReason]] = {}
-        """Complete requests by id, each with its finish reason in case of success."""
-        self._owners: dict[int, str] = {}
-        """Id of each room's request."""
-        self._past: dict[int, tuple[BaseKVSender, float]] = {}
-        """Senders of rooms that have ended, and their ends in seconds of the scheduler's ticks;
-        ascending."""
+        self._rooms: dict[int, PrefillRoom] = {}
+        """Rooms of requests that have not ended, by number, in order of arrival."""
+        self._past: dict[int, PrefillRoom] = {}
+        """Rooms that have ended, by number, in order of their ends."""
         self._metrics = DisaggregationMetrics(
             state.metrics.registry,
             {
-                "num_prefill_bootstrap_queue_reqs": lambda: len(self._unclaimed),
-                "num_prefill_inflight_queue_reqs": lambda: len(self._held),
+                "num_prefill_bootstrap_queue_reqs": lambda: len(self._unclaimed()),
+                "num_prefill_inflight_queue_reqs": lambda: sum(
+                    room.held is not None for room in self._rooms.values()
+                ),
             },
         )
+
+    def _unclaimed(self) -> list[int]:
+        """Rooms for which no decode server asks yet."""
+        return [number for number, room in self._rooms.items() if room.asked is None]
 
     def on_arrival(self, req: Req) -> FinishReason | None:
         bootstrap = req.spec.bootstrap
         if bootstrap is None:
             return None
-        room = bootstrap.room
-        if self._is_taken(room):
-            message = f"bootstrap_room {room} belongs to another request: draw one for each request"
+        number = bootstrap.room
+        if self._is_taken(number):
+            message = (
+                f"bootstrap_room {number} belongs to another request: draw one for each request"
+            )
             return FinishReason(type="abort", message=message, status_code=400)
-        self._senders[room] = self._polled[room] = self._new_sender(bootstrap)
-        self._owners[room] = req.rid
-        self._unclaimed[room] = self._state.now
+        self._rooms[number] = PrefillRoom(self._new_sender(bootstrap), self._state.now, req.rid)
         return None
 
     def _new_sender(self, bootstrap: Bootstrap) -> BaseKVSender:
         address = bootstrap.host, bootstrap.port
         return self._sender_class(self._kv_manager, address, bootstrap.room)
 
-    def _is_taken(self, room: int) -> bool:
-        """Whether a request has the room, or had it a moment ago."""
-        return room in self._owners or room in self._past
+    def _is_taken(self, number: int) -> bool:
+        """True if a request has the room, or had it a moment ago."""
+        return number in self._rooms or number in self._past
 
     def on_refusal(self, message: TokenizedGenerateReqInput, reason: FinishReason) -> None:
         bootstrap = message.bootstrap
         if bootstrap is None:
             return
         why = reason.message or "the request was refused"
-        if self._owners.get(bootstrap.room) == message.rid:
-            self._end_room(bootstrap.room, why)
+        room = self._rooms.get(bootstrap.room)
+        if room is not None and room.rid == message.rid:
+            self._end_room(room, why)
         else:
             self.on_declined(bootstrap, why)
 
     def on_declined(self, bootstrap: Bootstrap, reason: str) -> None:
         if not self._is_taken(bootstrap.room):
-            self._senders[bootstrap.room] = self._new_sender(bootstrap)
-            self._end_room(bootstrap.room, reason)
+            self._end_room(PrefillRoom(self._new_sender(bootstrap), self._state.now), reason)
 
-    def _end_room(self, room: int, why: str) -> None:
-        self._owners.pop(room, None)
-        self._unclaimed.pop(room, None)
-        self._asked.pop(room, None)
-        self._polled.pop(room, None)
-        sender = self._senders.pop(room)
-        sender.abort(why)
-        self._past[room] = sender, self._state.now
+    def _end_room(self, room: PrefillRoom, why: str) -> None:
+        number = room.sender.bootstrap_room
+        self._rooms.pop(number, None)
+        room.sender.abort(why)
+        room.held, room.ended = None, self._state.now
+        self._past[number] = room
 
     def is_remote(self, req: Req) -> bool:
         return False
 
     def may_compute(self, req: Req) -> bool:
         bootstrap = req.spec.bootstrap
-        return bootstrap is None or bootstrap.room not in self._unclaimed
+        room = None if bootstrap is None else self._rooms.get(bootstrap.room)
+        return room is None or room.asked is not None
 
     def on_computed(self, work: PrefillWork) -> None:
         req = work.req
@@ -151,7 +163,7 @@ class PrefillRole:
         if bootstrap is None or req.progress.finish_reason is not None:
             return
         page_size = self._state.limits.page_size
-        sender = self._senders[bootstrap.room]
+        sender = self._rooms[bootstrap.room].sender
         # Only the last page of a prompt may be partial: no other chunk ends within a page.
         row = self._state.pools.req_to_token_pool.req_to_token[req.slots.row]
         slots = row[sender.num_sent * page_size : work.end : page_size]
@@ -163,6 +175,7 @@ class PrefillRole:
     def hand_over(self, req: Req, reason: FinishReason | None) -> None:
         bootstrap, spec, progress = req.spec.bootstrap, req.spec, req.progress
         assert bootstrap is not None
+        room = self._rooms[bootstrap.room]
         outputs, report = progress.output_ids, req.report
         prefill_seconds = report.stages.prefill
         assert prefill_seconds is not None, "its prompt is computed"
@@ -177,52 +190,58 @@ class PrefillRole:
                 progress.output_top_logprobs[0] if progress.output_top_logprobs else None
             ),
             cached=report.cached_tokens_details,
-            queue_seconds=max(0.0, first_step - self._asked.get(bootstrap.room, first_step)),
+            queue_seconds=0.0 if room.asked is None else max(0.0, first_step - room.asked),
             prefill_seconds=prefill_seconds,
             state_slot=self._state.pools.req_to_token_pool.state_of(req.slots.row),
         )
-        self._held[req.rid] = req, reason or FinishReason(type="length", length=len(outputs))
-        self._senders[bootstrap.room].send_aux(first_token)
+        room.held = req, reason or FinishReason(type="length", length=len(outputs))
+        room.sender.send_aux(first_token)
 
     def tick(self) -> TransferUpdate:
         now = self._state.now
         while self._past:
-            room, (sender, ended) = next(iter(self._past.items()))
-            if now - ended <= REMEMBER_S:
+            number, room = next(iter(self._past.items()))
+            if now - room.ended <= REMEMBER_S:
                 break
-            del self._past[room]
-            sender.clear()
+            del self._past[number]
+            room.sender.clear()
         update = TransferUpdate(ended=self._poll())
-        for room, arrived in self._unclaimed.items():
-            if now - arrived <= self._wait_s:
+        for room in self._rooms.values():
+            if now - room.arrived <= self._wait_s:
                 break
-            self._fail_room(room, f"no decode server has asked for it within {self._wait_s:.0f} s")
-        if self._unclaimed and self._group.rank == 0:
+            if room.asked is None and not room.has_failed:
+                self._fail(room, f"no decode server has asked for it within {self._wait_s:.0f} s")
+        if self._group.rank == 0:
             self._log_unclaimed()
         return update
 
     def _poll(self) -> list[tuple[Req, FinishReason]]:
-        """Act on what the ranks' senders have seen; return the requests that were read."""
+        """Act on the status that the ranks agree on; return the requests that were read."""
+        rooms = [room for room in self._rooms.values() if not room.has_failed]
+        polls = poll_and_all_reduce([room.sender for room in rooms], self._group)
+        if KVPoll.Failed in polls:
+            failed = [one for one, poll in zip(rooms, polls, strict=True) if poll == KVPoll.Failed]
+            reasons = failure_reasons([room.sender for room in failed], self._group)
+            for room, why in zip(failed, reasons, strict=True):
+                self._fail(room, why)
         read: list[tuple[Req, FinishReason]] = []
-        senders = list(self._polled.values())
-        polls = poll_and_all_reduce(senders, self._group)
-        failed = [one for one, poll in zip(senders, polls, strict=True) if poll == KVPoll.Failed]
-        for sender, why in zip(failed, failure_reasons(failed, self._group), strict=True):
-            self._fail_room(sender.bootstrap_room, why)
-        for sender, poll in zip(senders, polls, strict=True):
-            room = sender.bootstrap_room
-            if poll >= KVPoll.WaitingForInput and self._unclaimed.pop(room, None) is not None:
-                self._asked[room] = time.monotonic()
-            if poll == KVPoll.Success and (held := self._held.pop(self._owners[room], None)):
-                read.append(held)
+        for room, poll in zip(rooms, polls, strict=True):
+            if room.asked is None and poll >= KVPoll.WaitingForInput:
+                room.asked = time.monotonic()
+            if poll == KVPoll.Success and room.held is not None:
+                read.append(room.held)
+                room.held = None
         return read
 
     def _log_unclaimed(self) -> None:
         """Log that requests wait until decode servers ask for them."""
-        waited = self._state.now - next(iter(self._unclaimed.values()))
-        if waited < _SAY_S:
+        unclaimed = self._unclaimed()
+        if not unclaimed:
             return
-        count = len(self._unclaimed)
+        waited = self._state.now - self._rooms[unclaimed[0]].arrived
+        if waited < _LOG_AFTER_S:
+            return
+        count = len(unclaimed)
         more = f" and {count - _SHOWN_ROOMS} more" if count > _SHOWN_ROOMS else ""
         self._log.warning(
             "unclaimed",
@@ -231,29 +250,25 @@ class PrefillRole:
             count,
             waited,
             self._wait_s,
-            ", ".join(map(str, islice(self._unclaimed, _SHOWN_ROOMS))),
+            ", ".join(map(str, unclaimed[:_SHOWN_ROOMS])),
             more,
         )
 
-    def _fail_room(self, room: int, why: str) -> None:
-        self._polled.pop(room, None)
-        owner = self._state.queues.find(self._owners.get(room, ""))
-        if owner is not None:
-            self._fail(owner, room, why)
-
-    def _fail(self, req: Req, room: int, why: str) -> None:
-        if req.progress.to_abort is not None:
-            return  # Its client has aborted it, or it has failed already.
-        logger.warning("request %s, room %d: %s", req.rid, room, why)
-        self._metrics.on_failure(had_bootstrapped=room not in self._unclaimed)
+    def _fail(self, room: PrefillRoom, why: str) -> None:
+        room.has_failed = True
+        req = self._state.queues.find(room.rid)
+        if req is None or req.progress.to_abort is not None:
+            return  # Its client has aborted it.
+        logger.warning("request %s, room %d: %s", req.rid, room.sender.bootstrap_room, why)
+        self._metrics.on_failure(had_bootstrapped=room.asked is not None)
         reason = FinishReason(type="abort", message=why, status_code=LOST_STATUS)
         self._state.queues.abort(req, reason)
 
     def on_end(self, req: Req, reason: FinishReason) -> bool:
         bootstrap = req.spec.bootstrap
-        if bootstrap is not None and self._owners.get(bootstrap.room) == req.rid:
-            self._held.pop(req.rid, None)
-            self._end_room(bootstrap.room, reason.message or "the request has ended")
+        room = None if bootstrap is None else self._rooms.get(bootstrap.room)
+        if room is not None and room.rid == req.rid:
+            self._end_room(room, reason.message or "the request has ended")
         # A decode server that still reads learns that it read too late.
         return True
 

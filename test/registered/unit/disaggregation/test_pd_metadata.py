@@ -73,7 +73,8 @@ def rowless(pair: PdRig) -> tuple[list[MooncakeKVSender], list[MooncakeKVSender]
     """Senders with a row, and senders that wait for one."""
     role = pair.prefill.scheduler._parts.role
     assert isinstance(role, PrefillRole)
-    senders = [one for one in role._senders.values() if isinstance(one, MooncakeKVSender)]
+    every = [room.sender for room in role._rooms.values()]
+    senders = [one for one in every if isinstance(one, MooncakeKVSender)]
     with_row = [one for one in senders if one._room.row is not None]
     return with_row, [one for one in senders if one._unsent is not None]
 
@@ -123,11 +124,13 @@ def test_requests_wait_for_rows(monkeypatch: pytest.MonkeyPatch) -> None:
         assert isinstance(role, PrefillRole)
         messages = [pair.request(f"r{n}", ids, greedy(5)) for n, ids in enumerate(PROMPTS)]
         mover.hold = True
-        pair.until(lambda: len(role._held) == len(PROMPTS), *messages)
+        pair.until(
+            lambda: sum(r.held is not None for r in role._rooms.values()) == len(PROMPTS), *messages
+        )
         with_row, waiting = rowless(pair)
         assert (len(with_row), len(waiting)) == (1, len(PROMPTS) - 1)
         # One that is given up frees its row, or the place in which it waits.
-        given_up = [role._owners[one.bootstrap_room] for one in (with_row[0], waiting[0])]
+        given_up = [role._rooms[one.bootstrap_room].rid for one in (with_row[0], waiting[0])]
         pair.step(
             [pair.prefill.abort(rid) for rid in given_up],
             [pair.decode.abort(rid) for rid in given_up],
@@ -197,7 +200,7 @@ def test_a_row_that_is_overwritten_fails_its_request_alone(
         complete = MooncakeKVSender.complete
 
         def spoil(sender: MooncakeKVSender, metadata: FirstToken, row: int | None) -> None:
-            if role._owners[sender.bootstrap_room] == "torn":
+            if role._rooms[sender.bootstrap_room].rid == "torn":
                 rows._rows[row, 40] ^= 1
             complete(sender, metadata, row)
 
