@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Final
 
 import msgspec
@@ -40,7 +41,7 @@ class CannotServe(ValueError):
     """The ranks of a prefill server lack something that this rank needs; the message names it."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class PoolGeometry:
     """The pages and states of all pools of a server's rank.
 
@@ -97,7 +98,7 @@ class PoolGeometry:
         """The address of each buffer, pool by pool."""
         return [buffer.address for pool in self.pools for buffer in pool.buffers]
 
-    @property
+    @cached_property
     def digest(self) -> str:
         """Digest that is equal on two servers if they can exchange heads."""
         return xxhash.xxh3_128_hexdigest(msgspec.json.encode(sorted(self.facts.items())))

@@ -1,8 +1,8 @@
-"""Keeps this process alive when a peer's message is more than Mooncake's parser takes.
+"""Keeps this process alive when Mooncake's parser throws on a message of a peer.
 
-The thread behind Mooncake's handshake port parses what peers send, and does not catch what the
-parser throws; C++ then ends the process. `contain_parser_errors` ends that thread alone. Transfers
-and connections go on, but the port answers no new peer until the process starts again.
+The thread behind Mooncake's handshake port parses messages of peers without catching exceptions, so
+C++ would end the process. `contain_parser_errors` ends only that thread. Transfers and connections
+go on, but the port answers no new peer until the process starts again.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from typing import Final
 logger = logging.getLogger(__name__)
 
 _EXIT_CALL: Final = {"x86_64": 60, "aarch64": 93}
-"""Number of the system call that ends one thread, by machine."""
+"""Number of the system call that ends a thread, by machine."""
 _PARSER_ERRORS: Final = b"N4Json"
-"""How the C++ names of all types of Mooncake's JSON library begin."""
+"""Prefix of the C++ names of all types of Mooncake's JSON library."""
 _Handler: Final = ctypes.CFUNCTYPE(None)
 _SetHandler: Final = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p)
 _ExceptionType: Final = ctypes.CFUNCTYPE(ctypes.c_void_p)
@@ -29,15 +29,15 @@ _ExceptionType: Final = ctypes.CFUNCTYPE(ctypes.c_void_p)
 
 @functools.cache
 def contain_parser_errors() -> None:
-    """Install the handler, for all threads of this process. Idempotent; not for other machines
-    than those of Mooncake's wheels."""
+    """Install the handler for all threads of this process. Does nothing on machines for which
+    Mooncake has no wheel. Idempotent."""
     number = _EXIT_CALL.get(platform.machine())
     if number is not None:
         atexit.register(_Containment(number).remove)
 
 
 class _Containment:
-    """A C++ terminate handler. Others' exceptions go to the handler that was there before."""
+    """A C++ terminate handler. It passes other exceptions on to the previous handler."""
 
     def __init__(self, exit_call: int) -> None:
         self._exit_call = exit_call
@@ -50,24 +50,24 @@ class _Containment:
         self._before = self._set_handler(ctypes.cast(self._ours, ctypes.c_void_p))
 
     def remove(self) -> None:
-        """Put back the handler that was there before. Ours needs the interpreter."""
+        """Put back the previous handler: this one needs the interpreter."""
         self._set_handler(self._before)
 
     def _terminate(self) -> None:
-        """In the thread whose exception nobody catches. Its stack is still there, and stays."""
+        """Runs in the thread with the uncaught exception. Its stack is not unwound."""
         try:
             name = self._exception_name()
             is_main = threading.get_native_id() == os.getpid()
             if name.startswith(_PARSER_ERRORS) and not is_main:
                 logger.error(
-                    "a peer sent to Mooncake's handshake port what its parser does not take (%s): "
-                    "the port answers no new peers until this process starts again; what is "
-                    "connected goes on. Keep strangers away from Mooncake's ports (SECURITY.md)",
+                    "Mooncake's parser cannot take a message to its handshake port (%s): the port "
+                    "answers no new peers until this process starts again; connected peers go on. "
+                    "Keep strangers away from Mooncake's ports (SECURITY.md)",
                     name.decode(errors="replace"),
                 )
-                # No unwinding, which would end the process. Who joins the thread sees its end.
+                # Without unwinding, which would end the process. A join of the thread returns.
                 self._libc.syscall(self._exit_call, 0)
-            logger.critical("C++ exception %r is caught nowhere", name)
+            logger.critical("uncaught C++ exception %r", name)
         except Exception:
             logger.exception("thread %d ends the process", threading.get_native_id())
         if self._before:

@@ -27,25 +27,25 @@ from sglang.srt.utils.network import address_at_home
 logger = logging.getLogger(__name__)
 
 PEER_TO_PEER: Final = "P2PHANDSHAKE"
-"""The metadata server that is none: clients and engines ask each other."""
+"""Stands for no metadata server: clients and engines ask each other."""
 _Bind: Final = ctypes.CFUNCTYPE(
     ctypes.c_int, ctypes.c_int, ctypes.c_void_p, ctypes.c_uint32, use_errno=True
 )
 _ADDRESS_AT: Final = {int(socket.AF_INET): slice(4, 8), int(socket.AF_INET6): slice(8, 24)}
-"""Where a `sockaddr` of a family has its address."""
+"""Place of the address in a `sockaddr`, by family."""
 _IPV4_IN_IPV6: Final = bytes(10) + b"\xff\xff"
 
 _addresses: ContextVar[Mapping[int, bytes]] = ContextVar("mooncake_addresses")
-"""By family, the address that a socket is bound to in place of "all addresses"."""
+"""Address to which a socket is bound instead of "all addresses", by family."""
 
 
 @contextmanager
 def listening_at(hostname: str, metadata: str = PEER_TO_PEER) -> Iterator[None]:
-    """Ports that Mooncake opens in this thread within the block are open at `hostname` alone.
+    """Context manager: ports that Mooncake opens in this thread are open only at `hostname`.
 
-    They are open at all addresses if `address_at_home` knows none, if the address is none of this
-    machine's (behind a NAT), and with a metadata server: Mooncake tells it an address of its own
-    choice.
+    They are open at all addresses if `address_at_home` knows none, if this machine does not have
+    the address (behind a NAT), and with a metadata server, because Mooncake chooses the address
+    that it registers there.
 
     Args:
         hostname: The name that Mooncake is given: `host`, `host:port` or `[host]:port`.
@@ -80,10 +80,10 @@ def redirect_binds(libraries: str) -> int:
     """Redirect the `bind` of loaded libraries. Idempotent.
 
     Args:
-        libraries: How the paths of Mooncake's libraries begin.
+        libraries: Prefix of the paths of Mooncake's libraries.
 
     Returns:
-        How many imports were redirected by this call.
+        Number of imports that this call redirected.
     """
     redirection = _redirection()
     return replace_imports(libraries, redirection.theirs, redirection.ours)
@@ -91,7 +91,7 @@ def redirect_binds(libraries: str) -> int:
 
 @functools.cache
 def _redirection() -> BindRedirection:
-    """That of this process. It must not go: the libraries' tables point to it."""
+    """The redirection of this process. It is never freed: the libraries' tables point to it."""
     return BindRedirection()
 
 
@@ -99,8 +99,8 @@ class BindRedirection:
     """A C function in place of libc's `bind`.
 
     Attributes:
-        theirs: Address of libc's.
-        ours: Address of this one.
+        theirs: Address of libc's function.
+        ours: Address of this function.
     """
 
     def __init__(self) -> None:

@@ -1,9 +1,9 @@
-"""Mooncake's log lines, passed on to this process's log: one of a kind per period, with a count.
+"""Passes Mooncake's log lines on to this process's log: one of each kind per period, with a count.
 
-Mooncake logs with glog, to stderr, three lines for each key of a store node that died, and one
-error at each start that means nothing. glog's reference to `stderr` is pointed to a pipe, which a
-thread of this module reads. A pipe that is full loses lines, so that the log holds up no transfer.
-The line of a fatal error goes to the true stderr before the process ends.
+Mooncake logs to stderr with glog: three lines for each key of a store node that died, and a
+meaningless error at each start. This module points glog's reference to `stderr` to a pipe, which a
+thread reads. A full pipe loses lines, so the log never holds up a transfer. The line of a fatal
+error goes to the true stderr before the process ends.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _LEVELS: Final = {
     "F": logging.CRITICAL,
 }
 _MEANINGLESS: Final = (
-    # At each start of an engine or a client, which look for themselves before they are known.
+    # Logged at each start of an engine or client, which looks itself up before it is registered.
     "Local segment descriptor not found",
     "Logging before InitGoogleLogging() is written to STDERR",
 )
@@ -52,17 +52,17 @@ def redirect_log(libraries: str) -> int:
     """Redirect the log of loaded libraries. Idempotent.
 
     Args:
-        libraries: How the paths of Mooncake's libraries begin.
+        libraries: Prefix of the paths of Mooncake's libraries.
 
     Returns:
-        How many references to `stderr` were redirected by this call.
+        Number of references to `stderr` that this call redirected.
     """
     return _log().redirect(libraries)
 
 
 @functools.cache
 def _log() -> MooncakeLog:
-    """That of this process. It must not go: the libraries' tables point to it."""
+    """The log of this process. It is never freed: the libraries' tables point to it."""
     return MooncakeLog()
 
 
@@ -77,12 +77,12 @@ class MooncakeLog:
         libc.fdopen.restype = ctypes.c_void_p
         self.stream = ctypes.c_void_p(libc.fdopen(write_end, b"w"))
         """C's `FILE *` of the pipe."""
-        # A line is then one write, which is whole or is not made.
+        # Each line is one write, which is done whole or not at all.
         libc.setvbuf(self.stream, None, _UNBUFFERED, ctypes.c_size_t(0))
         self._stderr = ctypes.addressof(ctypes.c_void_p.in_dll(libc, "stderr"))
         self._fail = _Failure(self._end_process)
         self._pending = b""
-        """What was read and is not passed on yet."""
+        """Bytes that were read and not passed on yet."""
         threading.Thread(target=self._run, name="mooncake-log", daemon=True).start()
 
     def redirect(self, libraries: str) -> int:
@@ -97,7 +97,7 @@ class MooncakeLog:
         return count
 
     def _end_process(self) -> None:
-        """In the thread of a fatal error, in place of glog's `abort`."""
+        """Runs in the thread of a fatal error, instead of glog's `abort`."""
         try:
             os.write(_STDERR, self._pending + self._read())
         finally:
@@ -106,7 +106,7 @@ class MooncakeLog:
     def _run(self) -> None:
         while True:
             select.select([self._read_end], [], [])
-            # One line then tells how many alike come together.
+            # Lines that come together are counted as one.
             time.sleep(_GATHER_S)
             self._pending += self._read()
             lines, _, rest = self._pending.rpartition(b"\n")
@@ -121,7 +121,7 @@ class MooncakeLog:
         return b"".join(parts)
 
     def pass_on(self, lines: Sequence[str]) -> None:
-        """Log `lines`, those from one place of Mooncake's code as one."""
+        """Log `lines`; those from the same place of Mooncake's code become one."""
         numbers: Counter[str] = Counter()
         firsts: dict[str, tuple[int, str]] = {}
         for line in lines:

@@ -24,7 +24,7 @@ class CustomMemPool(StrEnum):
     """Mooncake's allocator for Barex."""
     INTRA_NODE_NVLINK = "INTRA_NODE_NVLINK"
     """Plain memory: the transport within a node exports only memory of `cudaMalloc`. Metadata is on
-    the device of the pages, and is read as they are."""
+    the same device as the pages, and is read like them."""
 
 
 _ALLOCATORS: Final = {

@@ -1,7 +1,7 @@
-"""Choice of Mooncake's transport, and what the host and the wheel have for it.
+"""Chooses Mooncake's transport; finds out which ones the host and the wheel support.
 
-Mooncake accepts any string, and silently falls back to TCP if there is no RDMA device. Here a
-protocol that the host cannot provide is an error.
+Mooncake accepts any string, and silently falls back to TCP if there is no RDMA device. Here it is
+an error to ask for a protocol that the host cannot provide.
 """
 
 from __future__ import annotations
@@ -41,20 +41,20 @@ UNSUPPORTED_PROTOCOLS: Final = (
     "ub",
     "ubshmem",
 )
-"""Further transports of Mooncake, with which this engine was never run."""
+"""Other transports of Mooncake, which were never tested with this engine."""
 
 _BUILD_FLAGS: Final = {
     "efa": "SUPPORT_EFA",
     "nvlink": "SUPPORT_MNNVL",
     "nvlink_intra": "SUPPORT_INTRA_NVLINK",
 }
-"""Attributes of `mooncake.engine` that tell whether the wheel has a protocol."""
+"""Attributes of `mooncake.engine` that say whether the wheel has a protocol."""
 _TRANSPORT_CLASSES: Final = {
     "ascend": (b"21AscendDirectTransport", b"13HcclTransport", b"26HeterogeneousRdmaTransport"),
     "barex": (b"14BarexTransport",),
 }
-"""Classes of the transports that no attribute tells of, as the compiler writes their names: length
-first. The wheel's libraries have the name of a class only if they have the class."""
+"""Classes of transports without such an attribute, as mangled names, length first. The wheel's
+libraries contain the name of a class only if they have the class."""
 
 _EFA_DRIVER: Final = "efa"
 
@@ -69,8 +69,8 @@ class RdmaDevice:
 
     @property
     def is_efa(self) -> bool:
-        """Whether it is an EFA device: it has Amazon's own transport, and not the reliable
-        connections that `rdma` needs."""
+        """True for an EFA device: it has Amazon's own transport, but not the reliable connections
+        that `rdma` needs."""
         return self.driver == _EFA_DRIVER
 
 
