@@ -19,7 +19,7 @@ from sglang.srt.disaggregation.base.conn import (
 from sglang.srt.disaggregation.common.metadata_reader import CONTROL, TRANSPORT
 from sglang.srt.disaggregation.common.protocol import MAX_POLLED_ROOMS
 from sglang.srt.disaggregation.prefill import LOST_STATUS
-from sglang.srt.disaggregation.request_match import fake_metadata, why_not
+from sglang.srt.disaggregation.request_match import fake_metadata, mismatch_of
 from sglang.srt.disaggregation.utils import failure_reasons, poll_and_all_reduce
 from sglang.srt.distributed.rank_group import RankGroup, SingleRank
 from sglang.srt.managers.messages.io_struct import FinishReason
@@ -98,7 +98,7 @@ class DecodeRequest:
             return poll
         if self.mismatch is None:
             metadata = self.receiver.metadata
-            found = metadata and why_not(self.req.spec, metadata, self.vocab_size)
+            found = metadata and mismatch_of(self.req.spec, metadata, self.vocab_size)
             self.mismatch = found or ""
         return KVPoll.Failed if self.mismatch else poll
 

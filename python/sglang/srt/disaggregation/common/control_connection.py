@@ -22,7 +22,7 @@ from sglang.srt.disaggregation.common.protocol import (
     Released,
     RoomStatus,
 )
-from sglang.srt.disaggregation.control.control_link import ControlLink, Unwelcome
+from sglang.srt.disaggregation.control.control_link import ControlLink, HandshakeFailed
 from sglang.srt.disaggregation.control.deployment_secret import DeploymentSecret
 from sglang.srt.environ import EnvInt, envs
 from sglang.srt.utils.bad_messages import MALFORMED
@@ -49,7 +49,7 @@ class Replaced(RoomFailed):
     """Another instance answers at the prefill server's address."""
 
 
-def cannot_serve(where: str, refusal: str) -> RoomFailed:
+def incompatible(where: str, refusal: str) -> RoomFailed:
     """The error for servers of a pair that do not fit each other."""
     return RoomFailed(f"the prefill server at {where} cannot serve this one: {refusal}")
 
@@ -222,7 +222,7 @@ class ControlConnection:
         """
         try:
             raw = self._link.receive(timeout)
-        except Unwelcome as error:
+        except HandshakeFailed as error:
             raise RoomFailed(f"the prefill server at {self._endpoint} {error}") from None
         if raw is None:
             return None

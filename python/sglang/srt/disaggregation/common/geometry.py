@@ -37,7 +37,7 @@ _WORDS: Final = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
 """Dtypes of the words that copies of raw memory move, by their bytes."""
 
 
-class CannotServe(ValueError):
+class IncompatibleLayouts(ValueError):
     """The ranks of a prefill server lack something that this rank needs; the message names it."""
 
 
@@ -138,7 +138,7 @@ class PoolGeometry:
             rows,
         )
 
-    def why_not(self, layout: KVLayout) -> str | None:
+    def incompatibility(self, layout: KVLayout) -> str | None:
         """Reason why `layout` cannot be read into these pools; None: its heads fit."""
         if layout.version != VERSION:
             return f"it speaks version {layout.version} of the protocol, this server {VERSION}"
@@ -157,7 +157,7 @@ class PoolGeometry:
         ]
         return "its pages differ: " + "; ".join(unlike)
 
-    def why_not_split(self, num_ranks: int) -> str | None:
+    def why_no_split(self, num_ranks: int) -> str | None:
         """Reason why no server of this model splits its heads over `num_ranks` ranks, or None."""
         for pool, total in zip(self.pools, self.num_heads, strict=True):
             if total % num_ranks and num_ranks % total:
@@ -171,11 +171,11 @@ class PoolGeometry:
 
         Args:
             layouts: Layouts of all ranks that have heads in common with this one; each fits
-                (`why_not`).
+                (`incompatibility`).
             draw: Any number; it selects a rank if several have the same heads.
 
         Raises:
-            CannotServe: A head is on none of the ranks, or heads cannot be cut out.
+            IncompatibleLayouts: A head is on none of the ranks, or heads cannot be cut out.
         """
         slices = [ShardSlice([], [], []) for _ in layouts]
         tensors = {tensor.data_ptr(): tensor for tensor in self.tensors}
@@ -388,7 +388,7 @@ def _source_ranks(
     while begin < own.end:
         holders = [i for i, one in enumerate(theirs) if one.begin <= begin < one.end]
         if not holders:
-            raise CannotServe(f"none of its ranks has head {begin} of pool {own.name}")
+            raise IncompatibleLayouts(f"none of its ranks has head {begin} of pool {own.name}")
         source = holders[draw % len(holders)]
         end = min(own.end, theirs[source].end)
         yield source, begin, end
@@ -401,16 +401,16 @@ def _head_ranges(
     """Bytes of heads `[begin, end)` in an item of a buffer.
 
     Raises:
-        CannotServe: The heads cannot be cut out.
+        IncompatibleLayouts: The heads cannot be cut out.
     """
     (here, mine), (there, other) = own, their
     if not mine.head_parts or len(mine.head_parts) != len(other.head_parts):
-        raise CannotServe(
+        raise IncompatibleLayouts(
             f"pool {here.name} has heads {there.begin} to {there.end} there, {here.begin} to "
             f"{here.end} here, and fewer cannot be cut out of it: use the same --tp-size"
         )
     if other.page_bytes > STAGING_BYTES:
-        raise CannotServe(
+        raise IncompatibleLayouts(
             f"a page of pool {here.name} has {other.page_bytes} bytes of a layer there, which are "
             f"too many to be cut ({STAGING_BYTES}): use the same --tp-size, or smaller pages"
         )

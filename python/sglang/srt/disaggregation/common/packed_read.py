@@ -112,7 +112,7 @@ class PackedRead:
                 if not self._places and left <= 0:
                     self._decline()
                     return False
-                self._hear(POLL_S if self._places else min(POLL_S, left))
+                self._receive_status(POLL_S if self._places else min(POLL_S, left))
             if before != (len(self._places), self._num_done):
                 moved = time.monotonic()
             elif not self._in_flight and time.monotonic() >= moved + self._reader.timeout:
@@ -144,10 +144,10 @@ class PackedRead:
         if self._num_begun < len(self._units) and has_room:
             if not self._reader.is_read(one.transfer, self._nap):
                 self._nap = min(_RARER * self._nap, POLL_S)
-                self._hear(0.0)
+                self._receive_status(0.0)
                 return
         else:
-            self._reader.finish(one.transfer, lambda: self._hear(0.0))
+            self._reader.finish(one.transfer, lambda: self._receive_status(0.0))
         self._in_flight.popleft()
         self._nap = _SOON_S
         self._num_done += 1
@@ -155,7 +155,7 @@ class PackedRead:
         one.buffer.unpack(self._buffers, self._units[one.number], index)
         self._free.append(one.buffer)
 
-    def _hear(self, timeout: float) -> None:
+    def _receive_status(self, timeout: float) -> None:
         """Process an answer of the prefill server, and ask again for units that it has not
         announced."""
         if not self._is_asked and len(self._places) < len(self._units):

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Final, TypeAlias
 
 from sglang.srt.disaggregation.base.bootstrap_route import Route
-from sglang.srt.disaggregation.common.control_connection import Timeouts, cannot_serve
+from sglang.srt.disaggregation.common.control_connection import Timeouts, incompatible
 from sglang.srt.disaggregation.common.engine import Engine
 from sglang.srt.disaggregation.common.geometry import PoolGeometry
 from sglang.srt.disaggregation.common.link_costs import LinkCosts
@@ -100,7 +100,7 @@ class TransferContext:
             RoomFailed: This model cannot have such ranks, or they are too many.
         """
         num_ranks, attn_tp_size = route.num_ranks, route.attn_tp_size
-        why = self.geometry.why_not_split(attn_tp_size)
+        why = self.geometry.why_no_split(attn_tp_size)
         if num_ranks % attn_tp_size:
             why = f"its {num_ranks} ranks are no multiple of the {attn_tp_size} that split heads"
         if why is None:
@@ -110,4 +110,4 @@ class TransferContext:
             why = (
                 f"this rank would read from {len(sources)} of its ranks; the limit is {MAX_SOURCES}"
             )
-        raise cannot_serve(where, why)
+        raise incompatible(where, why)

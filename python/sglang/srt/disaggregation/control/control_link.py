@@ -41,7 +41,7 @@ _READ_BYTES: Final = 64 * KIB
 _SAME: Final = f"give both servers the same {SOURCES}"
 
 
-class Unwelcome(RuntimeError):
+class HandshakeFailed(RuntimeError):
     """The server refuses this client, or does not prove the secret. The message is one line that
     follows the server's name, and has the remedy."""
 
@@ -93,7 +93,7 @@ class ControlLink:
         readable.
 
         Raises:
-            Unwelcome: The secrets differ, or no such server is there.
+            HandshakeFailed: The secrets differ, or no such server is there.
         """
         end = time.monotonic() + timeout
         while (message := self._take()) is None:
@@ -107,7 +107,7 @@ class ControlLink:
     def close(self) -> None:
         """Close the connection, after at most `LINGER_S` if its last message waits for it."""
         end = time.monotonic() + LINGER_S
-        with contextlib.suppress(Unwelcome):
+        with contextlib.suppress(HandshakeFailed):
             while self._unsent is not None and (left := end - time.monotonic()) > 0:
                 self.receive(left)
         self._break()
@@ -220,26 +220,26 @@ class ControlLink:
                     return message
                 self._shake_hands(message)
         except (FrameTooLong, *MALFORMED) as error:
-            raise self._unwelcome(
+            raise self._handshake_failed(
                 f"is none that this release understands ({error}): start both servers with the "
                 "same release"
             ) from error
         return None
 
-    def _unwelcome(self, why: str) -> Unwelcome:
+    def _handshake_failed(self, why: str) -> HandshakeFailed:
         self._unsent = None  # It would never be sent.
         self._break()
-        return Unwelcome(why)
+        return HandshakeFailed(why)
 
     def _shake_hands(self, message: bytes) -> None:
         """Take the next step of the handshake.
 
         Raises:
-            Unwelcome: It fails.
+            HandshakeFailed: It fails.
         """
         step = OPENING_DECODER.decode(message)
         if isinstance(step, Refused):
-            raise self._unwelcome(f"refuses this server, which {step.reason}")
+            raise self._handshake_failed(f"refuses this server, which {step.reason}")
         if isinstance(step, Greeting):
             self._greeting = step
             if self._secret is None:
@@ -248,12 +248,12 @@ class ControlLink:
                 mac = self._secret.proof(OF_CLIENT, step.nonce, self._nonce)
                 self._write(msgspec.msgpack.encode(Proof(self._nonce, mac)))
             else:
-                raise self._unwelcome(f"has no secret, and this server has one: {_SAME}")
+                raise self._handshake_failed(f"has no secret, and this server has one: {_SAME}")
             return
         nonce = b"" if self._greeting is None else self._greeting.nonce
         if self._secret is None or not self._secret.is_proof(
             step.mac, OF_SERVER, nonce, self._nonce
         ):
-            raise self._unwelcome(f"does not prove the secret of this server: {_SAME}")
+            raise self._handshake_failed(f"does not prove the secret of this server: {_SAME}")
         self._is_greeted = self._is_open = True
         self._push()

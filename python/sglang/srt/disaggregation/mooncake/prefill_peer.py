@@ -29,7 +29,7 @@ from sglang.srt.disaggregation.common.control_connection import (
     NotAnswered,
     Replaced,
     RoomFailed,
-    cannot_serve,
+    incompatible,
 )
 from sglang.srt.disaggregation.common.protocol import (
     MAX_DECLINED,
@@ -130,7 +130,7 @@ class PrefillPeer:
         """Begin to ask about a room. `receiver` gets its sources, or fails."""
         with self._lock:
             self._receivers[receiver.bootstrap_room] = receiver
-        self._go_on()
+        self._wake_or_start()
 
     def leave(self, receiver: MooncakeKVReceiver) -> None:
         """Ask no more about a room. Idempotent."""
@@ -147,7 +147,7 @@ class PrefillPeer:
                 del self._declined[next(iter(self._declined))]
         if is_full:
             self._log_dropped(1, "too many wait")
-        self._go_on()
+        self._wake_or_start()
 
     def close(self) -> None:
         """End the thread, which first declines what it can within `CLOSE_S`. Idempotent."""
@@ -164,7 +164,7 @@ class PrefillPeer:
         """Whether the thread runs."""
         return self._has_thread
 
-    def _go_on(self) -> None:
+    def _wake_or_start(self) -> None:
         """Wake the thread, or start one."""
         with self._lock:
             is_new, self._has_thread = not self._has_thread, True
@@ -192,7 +192,7 @@ class PrefillPeer:
         """Ask as long as there is anything to ask. Never raises."""
         while self._has_work():
             try:
-                self._talk()
+                self._poll_rooms()
                 continue
             except WrongSecret as error:
                 self._fail_all(_not_found(error))
@@ -221,7 +221,7 @@ class PrefillPeer:
                     self._close_sockets()
             return self._has_thread
 
-    def _talk(self) -> None:
+    def _poll_rooms(self) -> None:
         """Find the prefill server if it is not known yet, and ask it until there is nothing to ask
         for a while.
 
@@ -242,9 +242,9 @@ class PrefillPeer:
             self._wakes,
         )
         try:
-            why = context.geometry.why_not(self._greet(connection))
-            refusal = None if why is None else str(cannot_serve(self._where, why))
-            while self._attend(connection, refusal):
+            why = context.geometry.incompatibility(self._greet(connection))
+            refusal = None if why is None else str(incompatible(self._where, why))
+            while self._poll_until_idle(connection, refusal):
                 pass
         finally:
             connection.drop()
@@ -270,7 +270,7 @@ class PrefillPeer:
         self._heard, self._silence = time.monotonic(), ""
         return layout
 
-    def _attend(self, connection: ControlConnection, refusal: str | None) -> bool:
+    def _poll_until_idle(self, connection: ControlConnection, refusal: str | None) -> bool:
         """Ask until nothing is left to ask, then wait for more. False: there was nothing to ask for
         `IDLE_S`, or the thread has to end.
 

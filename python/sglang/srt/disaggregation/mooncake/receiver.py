@@ -19,9 +19,9 @@ from sglang.srt.disaggregation.base.conn import (
 from sglang.srt.disaggregation.common.control_connection import (
     Cancellation,
     RoomFailed,
-    cannot_serve,
+    incompatible,
 )
-from sglang.srt.disaggregation.common.geometry import CannotServe, ShardSlice
+from sglang.srt.disaggregation.common.geometry import IncompatibleLayouts, ShardSlice
 from sglang.srt.disaggregation.common.metadata_reader import CONTROL, TRANSPORT
 from sglang.srt.disaggregation.common.page_reader import OwnSlots, Source
 from sglang.srt.disaggregation.common.protocol import KVLayout
@@ -178,8 +178,8 @@ class MooncakeKVReceiver(BaseKVReceiver):
             layouts = [self._layouts[one] for one in self._shards]
             try:
                 slices = self._context.geometry.slices(layouts, self.bootstrap_room)
-            except CannotServe as error:
-                raise cannot_serve(shard.source.where, str(error)) from None
+            except IncompatibleLayouts as error:
+                raise incompatible(shard.source.where, str(error)) from None
             self._slices = dict(zip(self._shards, slices, strict=True))
             self._has_slices.set()
         while not self._has_slices.wait(_POLL_S):

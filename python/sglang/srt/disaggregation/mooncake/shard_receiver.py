@@ -19,7 +19,7 @@ from sglang.srt.disaggregation.base.first_token import FirstToken
 from sglang.srt.disaggregation.common.control_connection import (
     ControlConnection,
     RoomFailed,
-    cannot_serve,
+    incompatible,
 )
 from sglang.srt.disaggregation.common.metadata_reader import CONTROL, TRANSPORT, RowRead
 from sglang.srt.disaggregation.common.page_reader import OwnSlots, PageReader, Source
@@ -126,9 +126,9 @@ class ShardReceiver:
         source, context = self.source, self._context
         self._fail_at("asking")
         layout = connection.ask(Hello(), KVLayout)
-        refusal = context.geometry.why_not(layout)
+        refusal = context.geometry.incompatibility(layout)
         if refusal is not None:
-            raise cannot_serve(source.where, refusal)
+            raise incompatible(source.where, refusal)
         shard_slice = self._receiver.slice_for(self, layout)
         self._session_id = context.sessions.enter(
             layout.session_id, layout.instance_id, source.endpoint

@@ -14,7 +14,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rigs.caches.marks_pool import MarksPool, page_marks, prefix_marks
-from sglang.srt.disaggregation.common.geometry import CannotServe, PoolGeometry, ShardSlice
+from sglang.srt.disaggregation.common.geometry import (
+    IncompatibleLayouts,
+    PoolGeometry,
+    ShardSlice,
+)
 from sglang.srt.disaggregation.common.protocol import KVLayout
 from sglang.srt.disaggregation.common.staging import rounds
 from sglang.srt.disaggregation.common.transfer_context import RankPlace
@@ -102,7 +106,7 @@ def test_blocks_move_what_copies_page_by_page_do(theirs: list[int], own: list[in
     [(2, 1, True), (2, 2, True), (2, 4, True), (2, 3, False), (8, 6, False), (1, 7, True)],
 )
 def test_heads_are_split_evenly_or_kept_whole(heads: int, num_ranks: int, can_be: bool) -> None:
-    why = geometry_of(make_pool(head_num=heads)).why_not_split(num_ranks)
+    why = geometry_of(make_pool(head_num=heads)).why_no_split(num_ranks)
     assert (why is None) is can_be
     if why is not None:
         assert why == f"the {heads} heads of pool kv cannot be split over {num_ranks} ranks"
@@ -110,7 +114,7 @@ def test_heads_are_split_evenly_or_kept_whole(heads: int, num_ranks: int, can_be
 
 def test_servers_of_one_layout_fit_whatever_their_size() -> None:
     here, there = geometry_of(make_pool()), geometry_of(make_pool(size=400))
-    assert here.why_not(layout_of(there)) is None
+    assert here.incompatibility(layout_of(there)) is None
     assert here.digest == there.digest
 
 
@@ -131,7 +135,7 @@ def test_servers_of_one_layout_fit_whatever_their_size() -> None:
 def test_each_difference_is_named(changes: dict[str, Any], named: str) -> None:
     weights, computes = changes.pop("weights", "w"), changes.pop("computes", torch.float32)
     there = geometry_of(make_pool(**changes), weights=weights, dtype=computes)
-    why = geometry_of(make_pool()).why_not(layout_of(there))
+    why = geometry_of(make_pool()).incompatibility(layout_of(there))
     assert why is not None and named in why
     assert why.startswith("its pages differ: ")
 
@@ -141,7 +145,7 @@ def test_fp8_is_not_taken_for_bytes() -> None:
     fp8 = geometry_of(make_pool(dtype=torch.float8_e4m3fn))
     other = geometry_of(make_pool(dtype=torch.float8_e5m2))
     assert fp8.pools[0].buffers[0].page_bytes == other.pools[0].buffers[0].page_bytes
-    why = fp8.why_not(layout_of(other))
+    why = fp8.incompatibility(layout_of(other))
     assert why is not None and "float8_e5m2 there" in why
 
 
@@ -150,16 +154,16 @@ def test_a_further_pool_is_named() -> None:
     both = geometry_of(pool, PagedDevicePool(page_marks(0, 1), pool.size, 1, "cpu"))
     alone = geometry_of(pool)
     for here, there, named in ((alone, both, "none here"), (both, alone, "none there")):
-        why = here.why_not(layout_of(there))
+        why = here.incompatibility(layout_of(there))
         assert why is not None and named in why
 
 
 def test_other_protocols_and_lists_are_refused() -> None:
     here = geometry_of(make_pool())
-    why = here.why_not(layout_of(here, version=1))
+    why = here.incompatibility(layout_of(here, version=1))
     assert why == "it speaks version 1 of the protocol, this server 5"
     # A digest that fits and a list that does not.
-    why = here.why_not(layout_of(here, pools=[]))
+    why = here.incompatibility(layout_of(here, pools=[]))
     assert why == "its pages differ: it has 0 buffers, this server 4"
 
 
@@ -290,7 +294,7 @@ def test_every_rank_gets_its_heads_whoever_has_them(
             sink = Rank(place, is_filled=False)
             peers = place.sources(places[0])
             known = [layouts[peer.rank] for peer in peers]
-            assert all(sink.geometry.why_not(layout) is None for layout in known)
+            assert all(sink.geometry.incompatibility(layout) is None for layout in known)
             num_bytes = 0
             for peer, shard_slice in zip(peers, sink.geometry.slices(known, draw), strict=True):
                 blocks = [*shard_slice.page_blocks(theirs, own), *shard_slice.state_blocks(3, 5)]
@@ -327,7 +331,7 @@ def test_what_the_other_rank_has_beside_is_left_alone() -> None:
 
 def test_a_head_that_nobody_has_is_named() -> None:
     source, sink = Rank(RankPlace(0, 2, 2), is_filled=True), Rank(RankPlace(), is_filled=False)
-    with pytest.raises(CannotServe, match="none of its ranks has head 2 of pool kv"):
+    with pytest.raises(IncompatibleLayouts, match="none of its ranks has head 2 of pool kv"):
         sink.geometry.slices([layout_of(source.geometry)], 0)
 
 
@@ -339,13 +343,15 @@ def test_heads_that_cannot_be_cut_out_are_refused_by_name() -> None:
     whole, half, rest = marks(0, 2), marks(0, 1), marks(1, 2)
     (shard_slice,) = whole.slices([layout_of(marks(0, 2))], 0)
     assert len(shard_slice.state_blocks(1, 2)) == 1
-    with pytest.raises(CannotServe, match=r"pool mamba has heads 0 to 1 there, 0 to 2 here, .*tp"):
+    with pytest.raises(
+        IncompatibleLayouts, match=r"pool mamba has heads 0 to 1 there, 0 to 2 here, .*tp"
+    ):
         whole.slices([layout_of(half), layout_of(rest)], 0)
 
 
 def test_models_of_other_heads_do_not_fit() -> None:
     here, there = geometry_of(make_pool(head_num=2)), geometry_of(make_pool(head_num=4))
-    why = here.why_not(layout_of(there))
+    why = here.incompatibility(layout_of(there))
     assert why is not None and "heads of pool kv 4 there, 2 here" in why
 
 

@@ -18,7 +18,7 @@ from rigs.servers.scarce_threads import no_threads
 from sglang.srt.disaggregation.base.bootstrap_route import Route
 from sglang.srt.disaggregation.common import staging
 from sglang.srt.disaggregation.common.control_connection import Timeouts
-from sglang.srt.disaggregation.common.geometry import CannotServe, CutBuffer, PoolGeometry
+from sglang.srt.disaggregation.common.geometry import CutBuffer, IncompatibleLayouts, PoolGeometry
 from sglang.srt.disaggregation.common.metadata_reader import MetadataReader
 from sglang.srt.disaggregation.common.protocol import PoolBuffer
 from sglang.srt.disaggregation.common.sessions import Sessions
@@ -148,7 +148,9 @@ def test_a_page_that_no_buffer_holds_is_refused_by_name(monkeypatch: pytest.Monk
     )
     layouts = [there.layout("i", "s")]
     monkeypatch.setattr("sglang.srt.disaggregation.common.geometry.STAGING_BYTES", 31)
-    with pytest.raises(CannotServe, match="a page of pool kv has 32 bytes of a layer there, which"):
+    with pytest.raises(
+        IncompatibleLayouts, match="a page of pool kv has 32 bytes of a layer there, which"
+    ):
         here.slices(layouts, 0)
     monkeypatch.setattr("sglang.srt.disaggregation.common.geometry.STAGING_BYTES", 32)
     here.slices(layouts, 0)

@@ -18,7 +18,7 @@ import msgspec
 import pytest
 
 from sglang.srt.disaggregation.control import control_link, control_listener
-from sglang.srt.disaggregation.control.control_link import ControlLink, Unwelcome
+from sglang.srt.disaggregation.control.control_link import ControlLink, HandshakeFailed
 from sglang.srt.disaggregation.control.control_listener import (
     FRAMES_A_SECOND,
     FRAMES_AT_ONCE,
@@ -193,7 +193,9 @@ def test_unlike_secrets_do_not_and_the_remedy_is_named(
     echo = new_echo(theirs)
     link = link_to(echo, mine)
     link.send(b"a question")
-    with pytest.raises(Unwelcome, match=f"^{why}.*--disaggregation-secret-file or SGLANG_DIS"):
+    with pytest.raises(
+        HandshakeFailed, match=f"^{why}.*--disaggregation-secret-file or SGLANG_DIS"
+    ):
         link.receive(10)
     assert not echo.taken
     lines = [one.getMessage() for one in caplog.records if one.levelname == "WARNING"]
@@ -262,7 +264,9 @@ def test_a_server_that_does_not_prove_the_secret_is_not_believed(link_to: LinkTo
             peer.sendall(as_frame(msgspec.msgpack.encode(Greeting(1, b"n" * 32, True))))
             assert link.receive(0.1) is None
             peer.sendall(as_frame(msgspec.msgpack.encode(Welcome(b"m" * 32))))
-            with pytest.raises(Unwelcome, match="does not prove the secret of this server: give b"):
+            with pytest.raises(
+                HandshakeFailed, match="does not prove the secret of this server: give b"
+            ):
                 link.receive(10)
         link.close()
 
@@ -277,7 +281,9 @@ def test_another_kind_of_server_is_said(sent: bytes) -> None:
         peer, _ = listener.accept()
         with peer:
             peer.sendall(sent)
-            with pytest.raises(Unwelcome, match=r"is none that this release understands .* start"):
+            with pytest.raises(
+                HandshakeFailed, match=r"is none that this release understands .* start"
+            ):
                 link.receive(10)
         link.close()
 
