@@ -172,43 +172,30 @@ class EngineProcesses:
 
 
 def launch_subprocesses(
-    server_args: ServerArgs, load_tokenizer: Callable[[], TokenizerData | None]
+    server_args: ServerArgs, load_tokenizer: Callable[[], TokenizerData | None] | None = None
 ) -> EngineProcesses:
-    """Start the engine's processes and wait until they can serve.
+    """Start this machine's processes and wait until they can serve.
 
     Args:
         server_args: Resolved arguments.
-        load_tokenizer: Loads the caller's part of the model while the scheduler loads its own, and
-            returns the data that the detokenizer needs. An error in it ends the start.
-
-    Raises:
-        StartError: One line with the cause; no process is left running.
-    """
-    processes = EngineProcesses()
-    try:
-        readers = _start_schedulers(processes, server_args)
-        first = next(iter(readers))
-        data = load_tokenizer()
-        without_secret = dataclasses.replace(server_args, disaggregation_secret=None)
-        readers["detokenizer"] = processes.start(
-            "detokenizer", _run_detokenizer, (without_secret, processes.ipc, data)
-        )
-        processes.ready_details = processes.await_ready(readers)[first]
-    except BaseException:
-        processes.kill()
-        raise
-    return processes
-
-
-def launch_ranks(server_args: ServerArgs) -> EngineProcesses:
-    """Start the ranks of a machine that is not the first, and wait until they can serve.
+        load_tokenizer: Loads the caller's part of the model while the schedulers load their own,
+            and returns the data that the detokenizer needs. An error in it ends the start. None:
+            the machine is not the first of its server, and has ranks alone.
 
     Raises:
         StartError, ValueError: One line with the cause; no process is left running.
     """
     processes = EngineProcesses()
     try:
-        processes.await_ready(_start_schedulers(processes, server_args))
+        readers = _start_schedulers(processes, server_args)
+        first = next(iter(readers))
+        if load_tokenizer is not None:
+            data = load_tokenizer()
+            without_secret = dataclasses.replace(server_args, disaggregation_secret=None)
+            readers["detokenizer"] = processes.start(
+                "detokenizer", _run_detokenizer, (without_secret, processes.ipc, data)
+            )
+        processes.ready_details = processes.await_ready(readers)[first]
     except BaseException:
         processes.kill()
         raise

@@ -6,7 +6,7 @@ import logging
 from typing import Final
 
 from sglang.srt.arg_groups.parallelism import ranks_per_node
-from sglang.srt.entrypoints.engine_processes import launch_ranks
+from sglang.srt.entrypoints.engine_processes import launch_subprocesses
 from sglang.srt.entrypoints.start_checks import check_start
 from sglang.srt.server_args import ServerArgs
 
@@ -26,7 +26,7 @@ def run_node(args: ServerArgs) -> int:
         StartError: A rank could not start.
     """
     check_start(args)
-    processes = launch_ranks(args)
+    processes = launch_subprocesses(args)
     try:
         count = ranks_per_node(args)
         first = args.node_rank * count

@@ -26,6 +26,8 @@ from starlette.responses import JSONResponse
 from starlette.routing import Match
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from sglang.srt.utils.error_answers import error_object
+
 F = TypeVar("F", bound=Callable[..., Any])
 
 _LEVEL_ATTRIBUTE: Final = "_auth_level"
@@ -145,14 +147,9 @@ class _ApiKeyMiddleware:
 
 def _refusal(decision: AuthDecision) -> JSONResponse:
     status = decision.error_status_code
-    body = {
-        "message": decision.reason,
-        "type": "authentication_error",
-        "param": None,
-        "code": status,
-    }
+    body = error_object(decision.reason, "authentication_error", status)
     headers = {"WWW-Authenticate": "Bearer"} if status == 401 else None
-    return JSONResponse({"error": body}, status_code=status, headers=headers)
+    return JSONResponse(body, status_code=status, headers=headers)
 
 
 def _bearer_matches(header: str | None, key: str) -> bool:

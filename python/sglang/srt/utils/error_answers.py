@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
-from typing import Final
+from typing import Any, Final
 
 import msgspec
 
 _MAX_CHARS: Final = 300
 
 
+def error_object(
+    message: str, kind: str, code: int | str, param: str | None = None
+) -> dict[str, Any]:
+    """The JSON object of an error, in OpenAI's form."""
+    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+
+
 def error_text(body: bytes) -> str:
-    """The message of `{"error": {"message": ...}}` in one line, cut where it is long."""
+    """The message of an `error_object`, in one line and cut if it is long."""
     try:
         message = msgspec.json.decode(body)["error"]["message"]
     except (msgspec.DecodeError, UnicodeDecodeError, KeyError, TypeError):

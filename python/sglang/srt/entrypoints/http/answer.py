@@ -9,6 +9,8 @@ from typing import Any, Final, Protocol
 
 from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
+from sglang.srt.utils.error_answers import error_object
+
 _ONE_WRITE_BYTES: Final = 65536
 """Most bytes of body data that are joined with the head: joining more costs more than a second
 write."""
@@ -74,9 +76,7 @@ class AnswerTransport:
 
 def refusal(status: int, message: str) -> bytes:
     """A whole answer with an error in the common format; it ends the connection."""
-    kind, code = "invalid_request_error", status
-    error = {"message": message, "type": kind, "param": None, "code": code}
-    body = json.dumps({"error": error}).encode()
+    body = json.dumps(error_object(message, "invalid_request_error", status)).encode()
     head = (
         f"HTTP/1.1 {status} {HTTPStatus(status).phrase}\r\ncontent-type: application/json\r\n"
         f"content-length: {len(body)}\r\nconnection: close\r\n\r\n"

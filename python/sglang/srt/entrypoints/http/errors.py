@@ -17,6 +17,7 @@ from sglang.srt.managers.tokenizer.generate_request import (
     InvalidRequest,
     RequestFailed,
 )
+from sglang.srt.utils.error_answers import error_object
 
 logger = logging.getLogger(__name__)
 
@@ -74,14 +75,7 @@ def _methods_at(request: Request) -> list[str]:
 def error_body(error: ApiError) -> dict[str, Any]:
     """The JSON object of an error."""
     kind = "invalid_request_error" if error.status < 500 else "server_error"
-    return {
-        "error": {
-            "message": error.message,
-            "type": kind,
-            "param": error.param,
-            "code": error.code or error.status,
-        }
-    }
+    return error_object(error.message, kind, error.code or error.status, error.param)
 
 
 def error_response(error: ApiError, headers: dict[str, str] | None = None) -> JSONResponse:
