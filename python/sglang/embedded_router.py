@@ -71,7 +71,7 @@ class Router(ManagedProcess):
         super().__init__("router", command, ready=self._is_ready, log_dir=log_dir)
 
     def is_healthy(self, url: str) -> bool:
-        """Whether the router sends requests to the server at `url`, as far as its probes tell."""
+        """Whether the router's last probes found the server at `url` healthy."""
         try:
             with urllib.request.urlopen(f"{self.url}/workers", timeout=_READY_TIMEOUT_S) as answer:
                 workers = json.load(answer)["workers"]

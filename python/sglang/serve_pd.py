@@ -2,12 +2,11 @@
 
 Starts `mooncake_master` and a store node for the prefill server's cache, both servers, and
 `sglang_router` in front of them. Asks a question over HTTP, prints the answer and a command for the
-next question, and runs until Ctrl-C (with `ONCE=1` until the answer). Arguments are those of both
-servers, but `--host` and `--port` are the router's, and those of the cache are the prefill
-server's. The servers share a secret, which is drawn unless SGLANG_DISAGGREGATION_SECRET
-has one. Without `--model-path` both serve the built-in model, with `MODEL=hybrid` the built-in
-hybrid. With GPUs for both each server has its own. All processes are children and end by their
-handles.
+next question, and runs until Ctrl-C (with `ONCE=1` until the answer). Both servers get the
+arguments, except that `--host` and `--port` are for the router and flags of the cache for the
+prefill server. The servers share a secret: SGLANG_DISAGGREGATION_SECRET, or a random one. Without
+`--model-path` both serve the built-in model, with `MODEL=hybrid` the built-in hybrid. If there are
+enough GPUs, each server has its own. All processes are children and end by their handles.
 """
 
 from __future__ import annotations

@@ -98,7 +98,7 @@ def read_trace(path: str | Path, limit: int | None = None) -> list[TraceRequest]
 
 
 def several(trace: Sequence[TraceRequest], copies: int) -> list[TraceRequest]:
-    """`copies` groups of users at once: each request that often, with ids of its group alone."""
+    """The trace of `copies` groups of users at once: each group repeats it with ids of its own."""
     beyond = 1 + max((one for request in trace for one in request.hash_ids), default=0)
     return [
         dataclasses.replace(

@@ -39,7 +39,7 @@ class BatchTimes:
     """One for each token except the first, which the prefill gives."""
 
     def figures(self) -> dict[str, Any]:
-        """The figures under their usual names; None for those of decoding without decode steps."""
+        """The figures under their usual names. Without decode steps, those of decoding are None."""
         median = statistics.median(self.decode_steps) if self.decode_steps else None
         total = self.prefill + sum(self.decode_steps)
         tokens = self.batch_size * (self.input_len + self.output_len)

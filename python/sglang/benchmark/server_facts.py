@@ -28,7 +28,7 @@ class Tokens:
         return np.asarray(kept, dtype=np.uint32)
 
     def as_text(self, ids: list[int]) -> str:
-        """The text of `ids`, cut so that it has about as many tokens after tokenizing again.
+        """The text of `ids`, cut so that tokenizing it again gives about as many tokens.
 
         The tokenizer seldom splits the text of random tokens into the same tokens. Equal prefixes
         stay equal.

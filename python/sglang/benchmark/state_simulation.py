@@ -1,8 +1,8 @@
 """Replays requests on the real prefix cache of a model with recurrent states, without a model.
 
-Pages are those of `cache_simulation.py`. States are slots of the engine's pool, a few bytes each.
-Where a request starts and where it leaves snapshots is decided by the scheduler's `Snapshots`, for
-requests of the scheduler's own class. Requests are served one after the other.
+Pages are simulated as in `cache_simulation.py`. States are slots of the engine's pool, a few bytes
+each. The scheduler's `Snapshots` decides where a request starts and where it leaves snapshots.
+Requests have the scheduler's class and are served one after the other.
 
 One thread, and the copy threads of the hierarchical cache.
 """
@@ -79,7 +79,7 @@ class SimulatedStateCache(SimulatedCache):
     answers.
 
     Args:
-        sizes: Pages of the tiers. L2 has as many times the states of L1 as it has pages.
+        sizes: Pages of the tiers. The ratio of L2 to L1 is the same for states.
         states: None: of a model with keys and values alone.
         page_size: Tokens.
         arrangement: Arrangement of the tiers.

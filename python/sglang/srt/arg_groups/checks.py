@@ -106,8 +106,8 @@ def refuse_ignored(args: ServerArgs, field: str, where: str) -> Iterator[str]:
 
 
 def cache_and_page_size(args: ServerArgs) -> tuple[bool, int]:
-    """Whether the cache is hierarchical, which a storage backend implies; and the tokens of a
-    page."""
+    """Whether the cache is hierarchical, and the tokens of a page. A storage backend implies the
+    hierarchical cache."""
     hierarchical = args.enable_hierarchical_cache or args.hicache_storage_backend is not None
     default = DEFAULT_HIERARCHICAL_PAGE_SIZE if hierarchical else DEFAULT_PAGE_SIZE
     return hierarchical, default if args.page_size is None else args.page_size

@@ -1,6 +1,6 @@
 """A command line from a dataclass: each field defines a flag's name, type and default.
 
-Every mistake of a command line that can be known is told at once (`FlagErrors`).
+All mistakes of a command line are reported at once (`FlagErrors`).
 """
 
 from __future__ import annotations
@@ -142,7 +142,7 @@ def add_flags(parser: argparse.ArgumentParser, args_class: type) -> None:
 
 
 def _telling(parse: Callable[[str], Any]) -> Callable[[str], Any]:
-    """`parse` whose errors argparse passes on with their text."""
+    """`parse`, with errors of the type whose text argparse shows."""
 
     def convert(word: str) -> Any:
         try:
@@ -158,7 +158,7 @@ class ParsedFlags:
     """What a command line says.
 
     Attributes:
-        values: Field name to value; a field whose flag is absent or malformed has its default.
+        values: Field name to value. The default, if the flag is absent or malformed.
         malformed: The fields whose flags are malformed.
         lines: A line for each mistake: flags that are unknown, refused or malformed.
         ignored: Flags of SGLang's that have no effect here and none on answers.
@@ -271,15 +271,15 @@ def _subject(name: str) -> list[str]:
 
 
 def _sense(name: str) -> tuple[bool, bool]:
-    """The meaning that a typo does not reverse: whether a flag turns something off, and whether it
-    is a minimum."""
+    """Two facts that a typo does not change: whether a flag turns something off, and whether it is
+    a minimum."""
     words = name.lstrip("-").split("-")
     return sum(word in _NEGATIONS for word in words) % 2 == 1, "min" in words
 
 
 def check_choices(args: Any) -> Iterator[Mistake]:
-    """Find fields with choices whose value is none of them, nor None if that is the default; the
-    line suggests the nearest one."""
+    """Find fields whose value is not one of their choices; the line suggests the nearest choice.
+    None is accepted if it is the default."""
     for field in dataclasses.fields(args):
         choices = field.metadata["choices"]
         value = getattr(args, field.name)

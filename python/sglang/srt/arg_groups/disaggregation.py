@@ -137,8 +137,7 @@ def _check_secret(args: ServerArgs) -> Iterator[str]:
 
 
 def prefill_hosts(args: ServerArgs) -> PrefillHosts | None:
-    """The prefill servers that requests may name; None: this server contacts
-    none.
+    """The prefill servers that requests may name; None: this server contacts none.
 
     Raises:
         ValueError: One of them is no host; names the flag.

@@ -1,7 +1,7 @@
 """`--hicache-storage-backend-extra-config`: JSON, or `@file` with JSON, YAML or TOML.
 
-The configuration may also come over HTTP while the server runs. So reading it takes bounded time
-and memory, and gives plain values that JSON can express or raises ValueError.
+The configuration may also come over HTTP while the server runs. Reading it takes bounded time and
+memory; it gives plain values that JSON can express, or raises ValueError.
 """
 
 from __future__ import annotations
@@ -99,9 +99,10 @@ def parse_extra_config(text: str | None) -> dict[str, Any]:
 
 
 def without_secrets(config: Mapping[str, Any]) -> dict[str, Any]:
-    """`config` for display, without values whose names look secret and credentials in addresses.
+    """`config` for display: values with secret-looking names and credentials in addresses are
+    hidden.
 
-    The settings listed above are not secret, whatever their names.
+    The settings listed above are not secret, even if their names look so.
     """
     return {
         key: "***" if key not in _PUBLIC_KEYS and _SECRET.search(key) else _shown(value)

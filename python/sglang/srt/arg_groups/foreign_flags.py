@@ -1,7 +1,7 @@
-"""Flags of SGLang and vLLM that are none here: what becomes of each, as one table.
+"""The treatment of flags that SGLang or vLLM has and this engine lacks, as one table.
 
-A user who moves a command line from there learns at once which features are missing, which flags
-have another name here, and which may stay. `docs/flags.md` is made of the table.
+A user who brings a command line from there learns at once which features are missing, which flags
+have another name here, and which may stay. `docs/flags.md` is made from the table.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any, Final
 
 
 class Treatment(StrEnum):
-    """What becomes of a flag that this engine lacks."""
+    """The treatment of a flag that this engine lacks."""
 
     IGNORED = "ignored"
     """It cannot change an answer: accepted, with one warning that names all of them."""

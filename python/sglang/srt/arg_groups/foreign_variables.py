@@ -44,8 +44,8 @@ _READ_BY_MOONCAKE: Final = tuple(
 
 
 def warnings_about_variables() -> Iterator[str]:
-    """A line for all variables of SGLang's that have no effect here, and one for each that nobody
-    knows."""
+    """One line for all of SGLang's variables without effect here, and a line for each unknown
+    variable."""
     others = Envs.others(_SGLANG)
     foreign = [name for name in others if _is_one_of(name.removeprefix(_SGLANG), SGLANG_VARIABLES)]
     if foreign:

@@ -35,7 +35,7 @@ def mistakes_of(args: ServerArgs, malformed: Sequence[str] = ()) -> list[str]:
     for find in (check_choices, check_numbers, check_not_empty):
         for field, line in find(args):
             wrong.setdefault(field, line)
-    # How the others fit each other is told too, as far as the wrong ones leave that open.
+    # The other fields are checked against each other too, with stand-ins for the wrong ones.
     others = dataclasses.replace(args, **{name: _stand_in(args, name) for name in wrong})
     checks = (check_remote_weights, check_parallelism, check_disaggregation, _check_cache)
     lines = [line for check in checks for line in lines_of(check, others)]
@@ -46,7 +46,7 @@ def mistakes_of(args: ServerArgs, malformed: Sequence[str] = ()) -> list[str]:
 
 
 def _stand_in(args: ServerArgs, name: str) -> Any:
-    """A value for a field whose own is wrong: the default, or a choice where that is None."""
+    """A value in place of a wrong one: the default, or a choice if the default is None."""
     field = next(one for one in dataclasses.fields(args) if one.name == name)
     choices = field.metadata["choices"]
     return choices[0] if field.default is None and choices else field.default

@@ -1,8 +1,8 @@
-"""What becomes of each field of a checkpoint's config.json. Needs neither torch nor transformers.
+"""The treatment of each field of a checkpoint's config.json. Needs neither torch nor transformers.
 
-A field may change what the model computes, and ignoring one gives wrong words without an error. So
-each is read, harmless, or supported at stated values alone, by architecture; others are refused,
-unless they are null, false, zero or empty.
+A field may change what the model computes, and ignoring it would give wrong words without an error.
+For each architecture a field is read, harmless, or supported at stated values only. Other fields
+are refused, unless they are null, false, zero or empty.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class ConfigFields:
     """Fields of `text_config`, if the settings of the text model are there; it alone is served."""
 
     def known(self) -> frozenset[str]:
-        """Fields that may have any value, as far as is checked here."""
+        """Fields whose values are not checked here."""
         own = self.read | self.read_by_class | self.harmless
         return READ_OF_ALL | _READ_BY_CLASS | _HARMLESS | own
 
@@ -215,8 +215,8 @@ def check_fields(raw: Mapping[str, Any], architecture: str) -> None:
     """Check all fields of a config.json.
 
     Raises:
-        ValueError: Some are set to what is not supported, or are not known and may change what the
-            model computes. One line that names them, with the remedy.
+        ValueError: A value is not supported, or unknown fields may change what the model computes.
+            One line that names them, with the remedy.
     """
     fields = FIELDS[architecture]
     known = fields.known()
@@ -267,7 +267,7 @@ def _check(
 
 
 def _with_rope(values: Mapping[str, Any], harmless: frozenset[str]) -> Iterator[tuple[str, object]]:
-    """All fields, and those of the rotation that are not known."""
+    """All fields, and the unknown fields of the rotation."""
     yield from values.items()
     for name in ("rope_parameters", "rope_scaling"):
         rope = values.get(name)

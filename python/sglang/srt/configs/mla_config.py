@@ -36,8 +36,8 @@ class MLAConfig:
         """Read a config of the DeepSeek family.
 
         Raises:
-            ValueError: A size is missing or not a positive integer, or `head_dim` is another than
-                that of the rotated part.
+            ValueError: A size is missing or not a positive integer, or `head_dim` differs from the
+                size of the rotated part.
         """
         rope_dim = positive_int(hf_config, "qk_rope_head_dim")
         head_dim = getattr(hf_config, "head_dim", rope_dim)

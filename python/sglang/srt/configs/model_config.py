@@ -124,8 +124,8 @@ def _parse_hf_config(directory: Path, architecture: str) -> PretrainedConfig:
     raw = read_json(directory / "config.json")
     assert raw is not None, "its architecture was read"
     try:
-        # Without a word about it, transformers would ask on the terminal. Code of others runs only
-        # where transformers has none.
+        # Without this argument transformers would ask on the terminal. Code of the checkpoint runs
+        # only if transformers has none.
         config = AutoConfig.from_pretrained(
             str(directory),
             local_files_only=True,
@@ -163,7 +163,7 @@ def _linear_attention_layers(hf: PretrainedConfig) -> tuple[int, ...]:
 
 
 def _name_of_intermediate_size(hf: PretrainedConfig) -> str:
-    """Models all of whose layers have experts may not say how wide a dense one is."""
+    """A model with experts in all layers may lack the width of a dense layer."""
     name = "intermediate_size"
     return name if getattr(hf, name, None) is not None else f"moe_{name}"
 
@@ -213,7 +213,7 @@ def _dtype_of_weights(directory: Path) -> torch.dtype | None:
 
 
 def _resolve_context_len(requested: int | None, hf: PretrainedConfig, rope: RopeConfig) -> int:
-    """Tokens of the longest context: those of config.json, or fewer or more as `requested`."""
+    """Tokens of the longest context: `requested`, or what config.json has."""
     field = "max_position_embeddings"
     longest = stated = positive_int(hf, field)
     if rope.rope_type == "linear":

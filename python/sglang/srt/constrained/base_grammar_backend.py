@@ -23,8 +23,8 @@ class GrammarMatcher(ABC):
     def failure(self) -> str | None:
         """Why the engine must end this request: its grammar takes too much time for each token.
 
-        One line for the client; None if the grammar is fast enough. The answer depends on a clock,
-        so one rank decides for all.
+        One line for the client; None if the grammar is fast enough. It depends on a clock, so one
+        rank decides for all.
         """
 
     @abstractmethod

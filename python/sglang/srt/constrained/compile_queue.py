@@ -22,10 +22,10 @@ class CompileJob:
 class CompileQueue:
     """New jobs, and jobs whose first try was too short.
 
-    A first try is short. A job that it does not finish continues if less than half of the threads
-    run long jobs; otherwise it restarts later. So half of the threads stay free for first tries.
-    New jobs run newest and oldest in turn: a client that queues many jobs does not delay the single
-    job of another client, and no job waits for ever.
+    A first try is short. If it does not finish, the job continues while less than half of the
+    threads run long jobs; otherwise it restarts later. Half of the threads stay free for first
+    tries. The newest and the oldest job alternate: a client that queues many jobs does not delay
+    the single job of another client, and no job waits for ever.
 
     No lock of its own; the owner's lock guards it.
 
@@ -45,7 +45,8 @@ class CompileQueue:
         self._new.append(job)
 
     def take(self) -> CompileJob | None:
-        """The job to run now; None if no job waits, or if each must wait for a long job to end."""
+        """The job to run now; None: no job waits, or all that wait must wait for a long job to
+        end."""
         if self._retries and self._num_long < self._max_long:
             job = self._retries.popleft()
             self.may_go_on(job)
@@ -57,7 +58,7 @@ class CompileQueue:
         return job
 
     def may_go_on(self, job: CompileJob) -> bool:
-        """Whether a job whose first try is over may use the whole compile timeout."""
+        """Whether a job may use the whole compile timeout after its first try."""
         if not job.is_long and self._num_long < self._max_long:
             self._num_long += 1
             job.is_long = True

@@ -37,13 +37,12 @@ EXIT_FAILED: Final = 1
 READY_LINE: Final = "The server is fired up and ready to roll!"
 """SGLang's log line, for which scripts that start a server wait (docs/api.md)."""
 KEEP_ALIVE_SECONDS: Final = 75
-"""Seconds for which an idle connection stays open, more than clients keep theirs (5 to 15 s), so
-that the client closes first. A server that closes first breaks a request that is just being
-sent."""
+"""Seconds for which an idle connection stays open. Clients close theirs earlier (after 5 to 15 s):
+a server that closes first breaks a request that is just being sent."""
 NOTICE_SECONDS: Final = 5.0
-"""Seconds for which a server that SIGTERM ends goes on refusing requests and probes, if one came
-within as many seconds before: a router learns from that to send requests to other servers. A
-refused connection would teach it later (docs/pd.md)."""
+"""Seconds for which a server still answers, with refusals, after SIGTERM, if a request or a probe
+came within as many seconds before. A router learns from a refusal to use other servers; from a
+refused connection it learns that later (docs/pd.md)."""
 DEATH_GRACE_SECONDS: Final = CLOSE_SECONDS + 2.0
 """Seconds to send errors to clients after the engine has died; then the server ends in any case."""
 

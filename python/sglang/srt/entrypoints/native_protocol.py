@@ -44,7 +44,7 @@ SAMPLING_MARKS: Final[dict[str, Refused]] = {
     "custom_params": Refused("use logit_bias"),
     "stream_interval": Refused("start the server with --stream-interval"),
 }
-"""Refused fields of `sampling_params`. The others are those of `SamplingParams`, and
+"""Refused fields of `sampling_params`. The accepted ones are those of `SamplingParams` and
 `no_stop_trim`."""
 
 

@@ -209,8 +209,8 @@ def _check_transfer_engine(user: str, devices: str) -> None:
 
 
 def _check_protocol(requested: str, chosen: str, field: str) -> None:
-    """Check a protocol and the devices that `field` gives for it. Which of them a GPU uses is its
-    process's to check."""
+    """Check a protocol and the devices that `field` gives for it. Each rank's process checks which
+    of them its GPU uses."""
     devices = list_rdma_devices()
     by_gpu = parse_ib_device_config(chosen, field=field)
     if by_gpu is None and requested in IB_PROTOCOLS:

@@ -37,7 +37,7 @@ class BaseFormatDetector(FormatDetector):
 
     Args:
         tool_names: The tools that the request named; None allows any name.
-        schemas: Not needed: JSON says of which type a value is.
+        schemas: Not needed: JSON has types.
         commits_early: Whether to send a call before its end; `parse_non_stream` does not.
     """
 

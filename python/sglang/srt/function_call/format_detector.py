@@ -38,7 +38,7 @@ class FormatDetector(ABC):
         self._result = StreamingParseResult()
         self._num_calls = 0
         self.num_cut = 0
-        """Calls of which a stream has sent a part, and that broke then."""
+        """Calls that broke after a stream had sent a part of them."""
 
     def parse_non_stream(self, text: str) -> tuple[str, list[ToolCallItem]]:
         """The normal text and the calls of a whole output."""

@@ -12,7 +12,7 @@ _PYTHON_WORDS: Final = {"True": True, "False": False, "None": None}
 
 
 def parse_json(text: str) -> Any:
-    """The JSON value `text`, of which every JSON reader knows the words.
+    """The value of the JSON text `text`, without the constants that only some readers know.
 
     Raises:
         ValueError: It is none.
@@ -32,7 +32,7 @@ def parse_json_object(text: str) -> dict[str, Any]:
 
 
 def typed_value(text: str, parameters: Mapping[str, Any], name: str) -> Any:
-    """The value of the parameter `name`: of a type that its schema allows, else the text itself.
+    """The value of the parameter `name`, if its schema allows the type; else the text itself.
 
     Args:
         parameters: JSON schema of all parameters.
@@ -50,7 +50,7 @@ def typed_value(text: str, parameters: Mapping[str, Any], name: str) -> Any:
 
 
 def allowed_types(schema: object) -> frozenset[str]:
-    """Names of the JSON types that a schema allows; for one that does not say: what it may mean."""
+    """Names of the JSON types that a schema allows. A schema without a type allows strings."""
     if not isinstance(schema, Mapping):
         return _STRING
     named = schema.get("type")

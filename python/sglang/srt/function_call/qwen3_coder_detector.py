@@ -1,7 +1,7 @@
 """Qwen3-Coder: `<tool_call><function=NAME><parameter=KEY>VALUE</parameter></function></tool_call>`.
 
-Qwen3-Next's coder and Qwen3.5 write the same. Values are plain text: the tool's schema says
-what they mean.
+Qwen3-Next's coder and Qwen3.5 write the same. Values are plain text; the tool's schema gives their
+types.
 """
 
 from __future__ import annotations

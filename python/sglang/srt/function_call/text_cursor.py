@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 class NeedMoreText(Exception):
-    """The text ends before it is decided what it is."""
+    """The text ends too early to decide what it is."""
 
 
 class BrokenCall(Exception):
@@ -45,7 +45,7 @@ class TextCursor:
         return None
 
     def expect(self, *literals: str) -> str:
-        """As `accept`, where nothing else may be here.
+        """As `accept`, if nothing else may follow.
 
         Raises:
             NeedMoreText: The text ends within one of them.

@@ -50,7 +50,7 @@ class DisaggregationMetrics:
         """A request failed between the servers.
 
         Args:
-            had_bootstrapped: Whether the decode server knew that the prefill server has it.
+            had_bootstrapped: Whether the prefill server had confirmed the request to the decode server.
         """
         (self._transfer_failed if had_bootstrapped else self._bootstrap_failed).inc()
 
@@ -95,6 +95,6 @@ class TransferMetrics:
             self._speed.observe(num_bytes / seconds / 1e9)
 
     def on_metadata(self, num_bytes: Mapping[str, int]) -> None:
-        """The metadata of a prompt has come: bytes by their way."""
+        """Count the metadata of a prompt: bytes by way."""
         for way, count in num_bytes.items():
             self._metadata.labels(way).inc(count)

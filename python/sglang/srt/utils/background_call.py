@@ -1,4 +1,4 @@
-"""One call in a thread of its own, for work that may fail in any way, take long or never return."""
+"""A call in its own thread, for work that may fail in any way, take long or never return."""
 
 from __future__ import annotations
 

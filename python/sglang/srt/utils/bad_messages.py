@@ -14,8 +14,8 @@ MALFORMED: Final = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 class BadMessages:
     """Counts dropped messages, and logs every count that is a power of two.
 
-    So the log stays short under a flood, and its last count is at least half of the true one. For
-    one thread.
+    The log stays short under a flood, and its last count is at least half of the true one. For one
+    thread.
     """
 
     def __init__(self, logger: logging.Logger, kind: str) -> None:

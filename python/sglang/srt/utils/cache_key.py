@@ -6,7 +6,7 @@ from __future__ import annotations
 def combine_extra_key(extra_key: str | None, cache_salt: str | None) -> str | None:
     """Combine `extra_key` and `cache_salt` into one key. Equal keys mean equal inputs.
 
-    The key has tag, length and text of each given part. So no crafted value of one part can look
+    The key has the tag, length and text of each given part. A crafted value of one part cannot look
     like the other part, and an empty text differs from an absent one.
 
     Returns:

@@ -24,7 +24,7 @@ def replace_imports(path_prefix: str, old: int, new: int) -> int:
     """In the tables of loaded libraries, put address `new` in place of `old`.
 
     Args:
-        path_prefix: Which libraries: how their resolved paths begin.
+        path_prefix: The libraries to change: the beginning of their resolved paths.
         old: Address of a function or variable of another library.
         new: Stays valid as long as the process lives.
 
@@ -40,7 +40,7 @@ def replace_imports(path_prefix: str, old: int, new: int) -> int:
 
 
 def open_loaded(path_prefix: str, name: str) -> ctypes.CDLL | None:
-    """A library that is loaded already, by the prefix of its path and that of its file's name."""
+    """A loaded library whose path and file name begin with the given prefixes."""
     for _, _, path in _mappings():
         if path.startswith(path_prefix) and Path(path).name.startswith(name):
             return ctypes.CDLL(path)

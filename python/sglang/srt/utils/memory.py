@@ -1,7 +1,7 @@
 """Returns freed memory to the operating system.
 
-glibc reuses freed memory for later allocations and returns only the top of its heap. So a server
-would stay large after one huge request.
+glibc reuses freed memory for later allocations and returns only the top of its heap. Without this
+module a server would stay large after one huge request.
 """
 
 from __future__ import annotations

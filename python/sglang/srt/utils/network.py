@@ -23,8 +23,8 @@ _OUTGOING_PORTS: Final = Path("/proc/sys/net/ipv4/ip_local_port_range")
 def get_free_port(host: str = "127.0.0.1") -> int:
     """A TCP port that was free on `host` a moment ago. It is not reserved: bind soon.
 
-    Where it can be, it is none that the kernel gives to outgoing connections: one of those could
-    take it before it is bound.
+    It is outside the range that the kernel gives to outgoing connections if possible, because such
+    a connection could take it before it is bound.
     """
     return get_free_ports(1, host)[0]
 
@@ -120,9 +120,8 @@ def is_loopback(host: str) -> bool:
 
 
 def canonical_host(host: str) -> str:
-    """One spelling of a name or an address: small letters, without brackets or a dot at the end;
-    addresses as short as they can be, and IPv4 addresses without their mapping to IPv6. Resolves no
-    names."""
+    """The canonical spelling of a name or an address: lower case, without brackets or a final dot,
+    IPv6 addresses compressed, IPv4 addresses not mapped to IPv6. Resolves no names."""
     plain = host.removeprefix("[").removesuffix("]").lower()
     try:
         address = ipaddress.ip_address(plain)
@@ -134,8 +133,8 @@ def canonical_host(host: str) -> str:
 
 
 def own_addresses(listen_host: str) -> list[str]:
-    """Addresses of this machine at which a server that listens on `listen_host` is reached: that
-    itself, or for "all addresses" those of all interfaces."""
+    """Addresses of a server on this machine that listens on `listen_host`. If that means "all
+    addresses", they are the addresses of all interfaces."""
     if listen_host not in ("0.0.0.0", "::"):
         return [listen_host]
     return [
@@ -147,9 +146,9 @@ def own_addresses(listen_host: str) -> list[str]:
 
 
 def address_for_peers(listen_host: str) -> str:
-    """Where other hosts reach a process whose server listens on `listen_host`.
+    """The address at which other hosts reach a server that listens on `listen_host`.
 
-    That itself; for "all addresses" the one of the default route, or loopback where there is none.
+    If that means "all addresses": the address of the default route, or loopback if there is none.
     """
     if listen_host not in ("0.0.0.0", "::"):
         return listen_host

@@ -1,8 +1,8 @@
 """Temporary directories that belong to a live process; those of killed processes are removed.
 
-The owner holds a `flock` on the directory. The kernel drops it when the process ends, however it
-ends, so a directory whose lock is free has lost its owner. Names, process ids and ages prove
-nothing: another program may use the name, ids are reused, and a server may run for a year.
+The owner holds a `flock` on the directory. The kernel drops it when the process ends in any way, so
+a free lock proves that the owner has ended. Names, process ids and ages prove nothing: another
+program may use the name, ids are reused, and a server may run for a year.
 """
 
 from __future__ import annotations

@@ -51,10 +51,10 @@ def holding_signals_from_children() -> Iterator[None]:
 
 @contextlib.contextmanager
 def postponing_signals() -> Iterator[None]:
-    """Handle SIGINT and SIGTERM that come inside the block behind it. It does nothing outside
-    the main thread, where no handler runs.
+    """Postpone SIGINT and SIGTERM to the end of the block. Outside the main thread it does nothing,
+    because no handler runs there.
 
-    For imports: C++ that imports Python modules aborts the process where a handler raises in them.
+    For imports: if a handler raises inside an import that C++ code makes, the process aborts.
     """
     if threading.current_thread() is not threading.main_thread():
         yield

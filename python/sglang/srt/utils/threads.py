@@ -44,10 +44,10 @@ def started_pool(
 def share_interpreter() -> None:
     """Shorten the switch interval of the interpreter for the whole process.
 
-    Threads of copies and reads need the interpreter lock for moments between calls that release
-    it. By default each of them waits 5 ms for it while another thread runs Python code. Measured:
-    reads from a store in shared memory, 6.0 GB/s alone, fell to 0.6 GB/s beside such a thread; with
-    the shorter interval they reach 3.8 GB/s. A model on the CPU would lose 3% of its throughput.
+    Threads that copy and read need the interpreter lock briefly between calls that release it. By
+    default a thread waits 5 ms for the lock while another one runs Python code. Measured: reads
+    from a store in shared memory reach 6.0 GB/s alone, 0.6 GB/s beside a thread that runs Python,
+    and 3.8 GB/s with the shorter interval. A model on the CPU would lose 3% of its throughput.
     """
     sys.setswitchinterval(_SWITCH_S)
 

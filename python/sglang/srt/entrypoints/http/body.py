@@ -42,8 +42,8 @@ async def read_body(request: Request, limit: int = MAX_BODY_BYTES) -> bytes:
     """The whole body.
 
     Raises:
-        ApiError: 413 where more than `limit` bytes are announced or come; 408 when they come too
-            slowly. The connection ends with the answer then.
+        ApiError: 413: more than `limit` bytes are announced or come. 408: they come too slowly.
+            The answer ends the connection.
     """
     announced = request.headers.get("content-length", "")
     if announced.isdigit() and int(announced[:20]) > limit:
@@ -76,8 +76,8 @@ def decode_body(body: bytes, kind: type[T]) -> T:
     """`body` as a `kind`.
 
     Raises:
-        ApiError: 400 that names the field and what is expected there. Of an unknown field it says
-            what `kind.elsewhere` has for that name, if `kind` has that.
+        ApiError: 400 that names the field and what is expected there. For an unknown field it has
+            the remedy of `kind.elsewhere`, if there is one.
     """
     try:
         if len(body) < _LARGE_BYTES:
@@ -167,7 +167,7 @@ def _check_values(body: bytes) -> None:
         ApiError: 400 that names the largest field.
         msgspec.DecodeError: It is no JSON.
     """
-    # Without escapes, what is between two quotes is a string.
+    # Once escapes are removed, the text between two quotes is a string.
     plain = body.replace(rb"\\", b"").replace(rb"\"", b"") if b"\\" in body else body
     strings = plain.count(b'"') // 2
     most = max(strings, plain.count(b"[") + plain.count(b"{"))

@@ -16,10 +16,10 @@ from sglang.srt.entrypoints.http.body import MAX_BATCH
 from sglang.srt.entrypoints.http.errors import bad_request
 
 NOTHING: Final[tuple[Any, ...]] = (None, False, "", [], {})
-"""Values that ask for nothing, whatever the field."""
+"""Values that ask for nothing, in any field."""
 
 TEXT_ALONE: Final = "this server serves text alone"
-"""Why images, videos and audio are refused, whatever else a checkpoint's model can see."""
+"""Remedy for images, videos and audio, which are refused for every model."""
 LORA: Final = "SGLang has LoRA, this engine does not"
 ONE_RANK: Final = "SGLang has data parallelism, this engine does not"
 BOOKKEEPING: Final = "bookkeeping of clients and routers"

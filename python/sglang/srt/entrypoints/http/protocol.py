@@ -3,11 +3,11 @@
 uvicorn does not bound the size of a request's head, the time it takes to come, or the cost of
 parsing a body; and it goes on parsing after it has refused a request. This protocol differs:
 
-- A head may have `MAX_HEAD_BYTES` and take `HEAD_SECONDS`. `body.py` bounds the body's bytes and
-  seconds, `BodyMeter` what its chunks add.
-- One request is parsed at a time; what follows it waits until it is answered.
-- An answer that comes before the whole body ends the connection. The rest of the body is thrown
-  away unparsed, for a while, so that the client can read the answer (`_discard`).
+- A head may have `MAX_HEAD_BYTES` and take `HEAD_SECONDS`. `body.py` bounds the bytes and seconds
+  of a body, and `BodyMeter` the overhead of its chunks.
+- One request is parsed at a time; data after it waits until it is answered.
+- An answer that comes before the whole body ends the connection. The rest of the body is discarded
+  unparsed, for a while, so that the client can read the answer (`_discard`).
 - A connection is paused later, at `MAX_UNREAD_BYTES` of a body that its endpoint has not read.
 - The number of idle connections is bounded (`OpenConnections`).
 - A response's head goes out with the first part of its body (`AnswerTransport`).
@@ -95,8 +95,8 @@ class BoundedProtocol(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def end_with_answer(self) -> None:
-        """Let the answer under way, if there is one, end the connection and say so. One whose head
-        has gone out has promised the opposite."""
+        """Let the answer under way end the connection, with a header that says so. An answer whose
+        head has gone out keeps the connection, as its head says."""
         if self._has_request() and not self.cycle.response_started:
             self.cycle.keep_alive = False
 
@@ -154,7 +154,7 @@ class BoundedProtocol(HttpToolsProtocol):
             self._await_head()
 
     def _take_head(self, data: memoryview) -> memoryview:
-        """Parse a request's head once it is all here; what is left of `data`."""
+        """Parse a request's head once it is complete; return the rest of `data`."""
         held = len(self._head)
         piece = bytes(data[: MAX_HEAD_BYTES - held])
         if not held and piece[:1] in (b"\r", b"\n"):
@@ -165,10 +165,10 @@ class BoundedProtocol(HttpToolsProtocol):
         if end >= 0:
             size = end + len(_HEAD_END)
             if self._head[:size] == _HTTP2_PREFACE:
-                # A question, and no mistake: it is answered, not counted.
+                # A client's question whether HTTP/2 is spoken, not a mistake: it is not counted.
                 self._hang_up(505, "HTTP/2 is not spoken here: send HTTP/1.1")
                 return data[size - held :]
-            # No other protocol is spoken here. A parser that sees `Upgrade` would skip the body.
+            # There is no protocol to upgrade to, and a parser that sees `Upgrade` skips the body.
             self._feed(_UPGRADE.sub(rb"\r\nno-upgrade:", bytes(self._head[:size])))
             self._head.clear()
             return data[size - held :]
@@ -179,7 +179,7 @@ class BoundedProtocol(HttpToolsProtocol):
         return data[len(piece) :]
 
     def _take_body(self, data: memoryview) -> memoryview:
-        """Parse what is here of a body, or a part of its chunks; what is left of `data`."""
+        """Parse the next part of a body; return the rest of `data`."""
         part = self._meter.take(data)
         self._feed(part)
         if self.cycle.more_body and self._meter.costs_too_much:
@@ -191,7 +191,7 @@ class BoundedProtocol(HttpToolsProtocol):
             self.parser.feed_data(part)
         except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
             if self._has_request() and not self.cycle.more_body:
-                # Something behind the last chunk: answer that request, then hang up.
+                # Bytes after the last chunk: the request is answered, then the connection ends.
                 self.cycle.keep_alive = False
             else:
                 self._refuse(400, f"{_NO_REQUEST}: {_cause_of(error)}")
@@ -323,7 +323,8 @@ def _cause_of(error: Exception) -> str:
 
 
 def bounded_protocol(max_idle: int = MAX_IDLE_CONNECTIONS) -> type[BoundedProtocol]:
-    """A protocol class for one server, with a count and connections of its own."""
+    """A protocol class for one server. Its connections share a count of bad requests and the list
+    of idle connections."""
     quiet = logging.getLogger("uvicorn.error.connections")
     quiet.setLevel(logging.ERROR)
     shared = {

@@ -59,7 +59,7 @@ class EventStream(Response):
         self._events = events
 
     def init_headers(self, headers: Mapping[str, str] | None = None) -> None:
-        """Starlette's hook, which would put them together anew for each stream."""
+        """Starlette's hook; by default it builds the headers anew for each stream."""
         self.raw_headers = list(_STREAM_HEADERS)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

@@ -61,7 +61,7 @@ def chat_prompt(
     if body.reasoning_effort is not None:
         variables["reasoning_effort"] = body.reasoning_effort
     if body.reasoning_effort == "none":
-        # The families' templates call it differently, and pass over what they do not know.
+        # Templates have different names for it, and ignore names that they do not know.
         for name in ("enable_thinking", "thinking"):
             variables.setdefault(name, False)
     for name in variables.keys() & _RENDER_ARGUMENTS:

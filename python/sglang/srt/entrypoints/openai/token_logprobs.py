@@ -69,10 +69,10 @@ async def chat_logprobs(state: RequestState, first: int, shower: TokenShower) ->
 class CompletionLogprobs:
     """`logprobs` of one completion's choice, told in parts as the output grows.
 
-    `text_offset` counts characters of the answer's text. A character that is split over tokens
-    counts once it is complete: all its tokens have the offset at which it begins. Bytes that never
-    become a character count with the token behind them. Tokens without text, as special ones that
-    are left out, have the offset of what follows.
+    `text_offset` counts characters of the answer's text. If a character is split over tokens, all
+    of them have the offset at which it begins. Bytes that never become a character count with the
+    token after them. A token without text, such as a special token that is left out, has the offset
+    of the text after it.
     """
 
     def __init__(
@@ -138,8 +138,8 @@ class CompletionLogprobs:
         }
 
     async def _offsets_in_echo(self, prompt_ids: list[int], echo: str) -> list[int]:
-        """Offsets of the prompt's tokens. Those that the tokenizer put in front of the client's
-        text are not in `echo`, and begin with it."""
+        """Offsets of the prompt's tokens. Tokens that the tokenizer added before the client's text
+        are not in `echo`; their offset is 0."""
         decoder = self._shower.new_decoder(False)
         starts, chars = [], 0
         for token_id in prompt_ids:

@@ -56,7 +56,7 @@ class ByteVocabulary:
     def __getitem__(self, token_id: int) -> bytes:
         found = self._bytes.get(token_id)
         if found is None:
-            # None for ids of the padded vocabulary that no token has.
+            # The padding of the vocabulary has ids without a token.
             token = self._tokenizer.convert_ids_to_tokens(token_id)
             found = token_bytes(token) if isinstance(token, str) else b""
             self._bytes[token_id] = found

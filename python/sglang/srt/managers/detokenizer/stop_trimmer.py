@@ -30,7 +30,7 @@ class StopTrimmer:
         """Add `text` to the held text; return the part of both that is certain to be shown.
 
         Args:
-            text: New text, which continues that of the last call.
+            text: New text; it continues the text of the last call.
             shown_chars: `RequestOutput.shown_chars`.
         """
         if self._keep_match:
@@ -40,7 +40,7 @@ class StopTrimmer:
         return self._show(text, len(text) - keep, shown_chars)
 
     def finish(self, text: str, shown_chars: int | None = None) -> str:
-        """The rest of the text: like `feed`, but drops what is not shown now."""
+        """The rest of the text. Text that is not shown now is dropped."""
         if self._keep_match:
             return text
         text = self._held + text

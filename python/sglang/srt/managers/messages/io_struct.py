@@ -191,10 +191,10 @@ class CachedTokensDetails(msgspec.Struct, kw_only=True, frozen=True):
 
 
 class Stages(msgspec.Struct, kw_only=True):
-    """Where the time of a request went, in seconds, each measured by the clock of one machine.
+    """Durations of a request's stages, in seconds. The clock of one machine measures each.
 
-    None: the request was not in that stage. The stages need not add up to the whole: messages
-    take time, and pages are read while later ones are computed.
+    None: the request was not in that stage. The sum may differ from the whole: messages take time,
+    and pages are read while later ones are computed.
     """
 
     queue: float | None = None

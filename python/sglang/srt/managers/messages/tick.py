@@ -1,7 +1,7 @@
 """The tick: rank 0's message to every rank at the start of a step.
 
-It has all inputs that ranks could see differently and do not agree on by the cache's ballot or the
-status of transfers: the messages, the time, and which grammars are compiled.
+It has the inputs that ranks could see differently: the messages, the time, and which grammars are
+compiled. On other such inputs the ranks agree by the cache's tick sync or the status of transfers.
 """
 
 from __future__ import annotations

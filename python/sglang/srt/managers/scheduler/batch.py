@@ -28,14 +28,14 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class PrefillWork:
-    """What one request computes in one prefill batch. Its row has the slots already."""
+    """The part of a prompt that one prefill batch computes. Its row has the slots already."""
 
     req: Req
     extend_len: int
     """Tokens after the committed ones."""
     out_slots: torch.Tensor
-    """int64 `[extend_len]` on the device: where their keys and values are stored. Slot 0, padding,
-    for a token whose keys and values are cached."""
+    """int64 `[extend_len]` on the device: where their keys and values are stored. A token whose
+    keys and values are cached has slot 0, the padding."""
     first_state: int = 0
     """The slot of the recurrent state at the end of its cached prefix, pinned until the step is
     launched; 0: it continues from its own."""
@@ -76,8 +76,8 @@ def _top_logprobs_nums(reqs: Sequence[Req]) -> tuple[bool, list[int] | None]:
 
 
 def _input_logprobs_of(work: PrefillWork) -> tuple[int, list[int]]:
-    """Which tokens of `work` give prompt logprobs: the place of the first, and the tokens that the
-    logprobs are of."""
+    """The tokens of `work` that give prompt logprobs: the place of the first, and the tokens after
+    them, whose logprobs these are."""
     prompt_ids = work.req.spec.input_ids
     begin = work.req.progress.kv_committed_len
     end = min(begin + work.extend_len, len(prompt_ids) - 1)
@@ -97,8 +97,8 @@ def make_prefill_batch(
     """The tensors of a prefill step.
 
     A batch in which each request computes one token runs as a decode step: attention takes all
-    requests at once, and on CUDA a captured graph is replayed. Not where it must wait for a load
-    from L2: nothing in a graph can.
+    requests at once, and on CUDA a captured graph is replayed. The exception is a batch that waits
+    for a load from L2, because a graph cannot wait.
     """
     prefix_lens = [work.req.progress.kv_committed_len for work in works]
     extend_lens = [work.extend_len for work in works]
@@ -182,7 +182,7 @@ def _states_of(
 
 
 class DecodeBatch:
-    """The requests of the next decode step, and their tensors, which each step moves on by a token.
+    """The requests of the next decode step, and their tensors. Each step advances them by a token.
 
     Tensors are made anew only when requests join or leave. A step never writes into a tensor that
     it handed out, so that the next step may be prepared while one runs. The input tokens of the
@@ -305,8 +305,8 @@ class DecodeBatch:
         self._is_stale = False
 
     def _last_tokens(self) -> torch.Tensor:
-        """int64 `[bs]`: each request's newest token. Where the CPU does not know it, it is taken on
-        the device from the step in flight."""
+        """int64 `[bs]`: each request's newest token. If a step in flight samples it, it is taken
+        from that step on the device."""
         parts = [req.progress for req in self.reqs]
         known = [progress.output_ids[-1] for progress in parts if not progress.num_in_flight]
         known_ids = self._pools.int64(known)

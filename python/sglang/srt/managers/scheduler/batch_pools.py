@@ -44,11 +44,11 @@ class BatchPools:
 
 
 def release_slots(req: Req, tree: BasePrefixCache, pools: BatchPools) -> None:
-    """Give back all that a request holds on the device: its slots to the tree (those of a probe are
-    freed), its row to the pool.
+    """Give back all that a request holds on the device. The tree gets its slots (the slots of a
+    probe are freed), the pool gets its row.
 
-    Slots of a decode step in flight are freed too. That is no race: whatever uses them next is
-    queued behind that step.
+    Slots of a decode step in flight are freed too. That is no race: their next use is queued behind
+    that step.
     """
     rows, allocator = pools.req_to_token_pool, pools.allocator
     slots, progress = req.slots, req.progress

@@ -117,8 +117,8 @@ class ControlHandler:
         return {kind: count for kind, count in counts.items() if count}
 
     def tick(self) -> None:
-        """Answer a change of L3 that has ended; flush if now idle; refuse flushes whose time is
-        up."""
+        """Answer a change of L3 that has ended. Run the pending flushes if the scheduler is idle,
+        and refuse those that have waited too long."""
         self._end_change()
         if not self._flushes:
             return

@@ -47,8 +47,7 @@ class DecodeScheduler:
         return len(state.decode_batch)
 
     def can_run_ahead(self) -> bool:
-        """Whether the next step of the gathered batch can be prepared before the tokens of the last
-        step are known."""
+        """Whether the next step can be prepared before the tokens of the last step are known."""
         batch, info = self._state.decode_batch, self._sampling_info
         if info is None or batch.is_stale:
             return not any(req.is_sampled_by_history for req in batch.reqs)
@@ -61,7 +60,8 @@ class DecodeScheduler:
         Requests are retracted only if no step is in flight, since then it is known which requests
         have ended.
 
-        False: no step can run in this tick, or none before the step in flight is processed.
+        Returns:
+            False if no step can run in this tick, or only after the step in flight is processed.
         """
         state = self._state
         batch = state.decode_batch
@@ -143,8 +143,8 @@ class DecodeScheduler:
         state.metrics.retractions.inc()
 
     def _stall_or_give_up(self, req: Req) -> None:
-        """Wait for copies in flight, or abort `req`: it lacks slots though no other request holds
-        any."""
+        """No other request holds slots, and `req` lacks some: wait for copies in flight to release
+        them, or abort it."""
         self.is_stalled = True
         if self._state.has_device_copies():
             return

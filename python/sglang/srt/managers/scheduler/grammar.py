@@ -48,7 +48,7 @@ class GrammarQueue:
     def look(
         self, queues: RequestQueues, messages: Sequence[ToScheduler]
     ) -> Sequence[GrammarResult]:
-        """Rank 0: the compilations that have ended, of requests that wait or are about to arrive.
+        """Rank 0: the ended compilations of requests that wait or are about to arrive.
 
         Args:
             queues: The requests that wait.
@@ -93,8 +93,8 @@ class GrammarQueue:
         return None
 
     def follow(self, results: Sequence[GrammarResult], queues: RequestQueues) -> None:
-        """All ranks: give matchers to waiting requests whose grammar is ready on rank 0; abort
-        requests whose grammar failed there."""
+        """All ranks: apply rank 0's results to waiting requests. A ready grammar gives a matcher, a
+        failed one aborts its request."""
         for result in results:
             req = queues.find(result.rid)
             ticket = None if req is None else req.progress.grammar_ticket

@@ -1,4 +1,4 @@
-"""A launched step until the CPU has its results, and the error for a step without memory."""
+"""A launched step and its results, and the error for a step that has no memory."""
 
 from __future__ import annotations
 
@@ -84,9 +84,9 @@ class LaunchedStep:
 class StepOutOfMemory(RuntimeError):
     """The device has no memory for a step. The message names the settings.
 
-    The memory of a step is set aside at start (`model_executor/pool_sizing.py`). The other ranks
-    are in the middle of the same step and may wait for this rank's part, so that the ranks cannot
-    agree on anything: the error ends this rank, and the server with it.
+    The memory of a step is set aside at the start (`model_executor/pool_sizing.py`). The other
+    ranks are inside the same step and may wait for this rank's part, so the ranks cannot agree on a
+    remedy: the error ends this rank, and the server with it.
     """
 
 

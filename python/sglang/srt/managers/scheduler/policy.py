@@ -50,8 +50,8 @@ class Arrival(Protocol):
 
     @property
     def turn(self) -> int:
-        """Count of requests admitted since the start at which all that were ahead of this one on
-        arrival have been admitted."""
+        """The value of `num_admitted` at which all requests that were ahead of this one on arrival
+        have been admitted."""
 
 
 R = TypeVar("R", bound=Arrival)
@@ -69,10 +69,10 @@ def order_waiting(
         policy: The order asked for; `lpm` becomes `fcfs` while more than `LPM_MAX_WAITING` wait.
         waiting: Requests.
         matched_tokens: Tokens of a request that are cached; only called for `lpm`.
-        num_admitted: Requests admitted since the start. With `lpm` at most `LPM_MAX_OVERTAKEN`
-            later requests go before one that waits, plus one for each that was ahead of it on
-            arrival, plus those of the batch that is being made. Counts, not clocks, so that ranks
-            agree.
+        num_admitted: Requests admitted since the start. It bounds how many later requests
+            overtake a request with `lpm`: `LPM_MAX_OVERTAKEN`, one more for each request that was
+            ahead of it on arrival, and those of the batch under construction. Counts are used, not
+            clocks, because ranks must agree.
     """
     if policy is SchedulePolicy.FCFS or len(waiting) > LPM_MAX_WAITING or len(waiting) < 2:
         return sorted(waiting, key=lambda req: req.arrival_number)
@@ -207,11 +207,12 @@ class PrefillAdder:
 class BatchPolicy:
     """Decides whether a prefill or a decode step comes next, if both are possible.
 
-    Without a target they alternate, so that neither starves. With a target, waiting prompts are
-    computed in a row. Decode steps follow until the mean time between tokens since that row began
-    is down to the target: after `p` seconds of prefills, with steps of `d` seconds, that takes
-    `p / (target - d)` steps. Tokens come faster and first tokens later. Prefills go in a row
-    because requests that are prefilled together decode together: steps are fuller, and fewer.
+    Without a target they alternate, so that neither starves. With a target, prefills run in a row,
+    and decode steps follow. The steps go on until the mean time between tokens, measured from the
+    start of the row, has fallen to the target. After `p` seconds of prefills and with steps of `d`
+    seconds, that takes `p / (target - d)` steps. A target makes tokens faster and first tokens
+    slower. Prefills run in a row because requests that are prefilled together decode together:
+    steps are fuller, and fewer.
 
     Args:
         target: Mean seconds between two tokens of a request; None: alternate.
@@ -305,8 +306,8 @@ S = TypeVar("S", bound=SpareState)
 
 
 def first_to_give_up(spares: Sequence[S]) -> S:
-    """The slot that a request without a running state is given: the one whose loss costs least, of
-    the newest request."""
+    """The slot to give to a request without a running state: the one whose loss costs least. Among
+    equals, that of the newest request."""
     return min(spares, key=lambda spare: (spare.saved_tokens, -spare.arrival_number))
 
 

@@ -41,10 +41,10 @@ class _Prefix:
     from_device: int
     from_host: int
     cut: int
-    """Tokens behind it that would be cached if a recurrent state were."""
+    """Tokens after it that a missing recurrent state makes unusable."""
     branching: int | None
-    """Tokens before the place where other prompts diverge from what is known of this one, if a
-    recurrent state is missing there."""
+    """Tokens before the point where other prompts diverge from this one, if no recurrent state is
+    cached there; else None."""
 
 
 class PrefillScheduler:
@@ -86,17 +86,17 @@ class PrefillScheduler:
         if queues.partial is None:
             self._add_waiting(adder, works)
         load = state.tree.ready_to_load_host_cache()
-        # A load whose request was not admitted after all still fills slots that the tree shows.
+        # A load fills slots that the tree shows, even if its request was not admitted after all.
         load = self._unawaited_load if load == -1 else load
         self._unawaited_load = -1 if works else load
         return (works, load) if works else None
 
     def hold(self, req: Req) -> AddOutcome:
-        """Lock what is cached of the prompt of a waiting request, and give the rest slots that
-        something else is going to fill; or do none of it. L1 alone is looked at: what comes from L2
-        is there only for steps that wait for it.
+        """Hold a waiting request: lock the cached part of its prompt, and allocate slots for the
+        rest, which a transfer fills. If there is no room, nothing changes. Only L1 counts as
+        cached, because a page that comes from L2 is there only for steps that wait for it.
 
-        The request is held then. Until its prompt is there, the tokens to come count as in flight.
+        Until its prompt is there, the tokens to come count as in flight.
         """
         state, queues, progress = self._state, self._state.queues, req.progress
         if self._unawaited_load != -1 and "loads" in state.tree.is_busy():
@@ -122,8 +122,8 @@ class PrefillScheduler:
         return plan.outcome
 
     def on_launched(self, works: list[PrefillWork]) -> None:
-        """The device was given the step. The tree may have its keys and values now, and copies of
-        them may be queued: whatever reads them is queued behind the step."""
+        """The device has the step in its queue. The tree may have its keys and values now, and
+        copies of them may be queued: every reader is queued behind the step."""
         tree = self._state.tree
         self._count_scheduled()
         for work in works:
@@ -162,7 +162,7 @@ class PrefillScheduler:
     def _work(
         self, req: Req, extend_tokens: int, slots: torch.Tensor, first_state: int = 0
     ) -> PrefillWork:
-        """What `req` computes next, and the snapshot that it leaves."""
+        """The next work of `req`, with the snapshot that it leaves."""
         track_slot, track_len = self._state.snapshots.in_prefill(req, extend_tokens)
         return PrefillWork(req, extend_tokens, slots, first_state, track_slot, track_len)
 
@@ -202,15 +202,15 @@ class PrefillScheduler:
             break
 
     def _shortage(self) -> tuple[int, int, bool]:
-        """What admission depends on beside pages: while it stays the same, nothing has come
-        free."""
+        """The facts, besides pages, that admission depends on. While they stay the same, nothing
+        has come free."""
         queues = self._state.queues
         has_state = self._state.snapshots.has_room(queues.decoding)
         return queues.num_holders, len(queues.waiting), has_state
 
     def _waits_for_prompt(self, req: Req, added: set[str]) -> bool:
-        """Whether another request computes the prompt of `req` and has not been launched: after
-        that the cache has it.
+        """Whether another request computes the prompt of `req` and is not launched yet. Once it is
+        launched, the cache has the prompt.
 
         Args:
             added: Requests that are in this batch.
@@ -228,7 +228,8 @@ class PrefillScheduler:
         return len(match.device_indices) + match.host_hit_length
 
     def _try_add(self, req: Req, adder: PrefillAdder) -> tuple[AddOutcome, PrefillWork | None]:
-        """Lock what is cached of the prompt, load it, and allocate the rest; or do none of it."""
+        """Lock the cached part of the prompt, load it, and allocate the rest. If there is no room,
+        nothing changes."""
         state, tree = self._state, self._state.tree
         prefix, plan = self._reuse(req, adder)
         progress = req.progress
@@ -303,7 +304,7 @@ class PrefillScheduler:
         self, req: Req, extend_tokens: int, prefix: torch.Tensor | None = None
     ) -> torch.Tensor | None:
         """Slots for the keys and values of the next tokens, written to the request's row; None: too
-        few are free, or no recurrent state.
+        few slots are free, or no recurrent state is.
 
         The last token of a prompt that is cached whole is computed again and gets no slot: the step
         stores it as padding, and reads it from the cached page.
@@ -356,7 +357,7 @@ class PrefillScheduler:
         self._report(req, details, prefix.cut)
 
     def _report(self, req: Req, details: CachedTokensDetails, cut: int) -> None:
-        """What the client and the metrics are told of the first prefill of `req`."""
+        """Record the first prefill of `req` for the client and the metrics."""
         report = req.report
         report.was_scheduled = True
         report.queue_time = max(0.0, self._state.now - req.spec.created_time)
@@ -366,8 +367,8 @@ class PrefillScheduler:
             self._uncounted.append((req, cut))
 
     def _count_scheduled(self) -> None:
-        """Tell the metrics of the requests that were scheduled for the first time. They can wait
-        until the device has its step."""
+        """Count the requests that were scheduled for the first time. This runs after the launch, so
+        that the device does not wait for it."""
         for req, cut in self._uncounted:
             report, num_prompt = req.report, len(req.spec.input_ids)
             details = report.cached_tokens_details
@@ -382,7 +383,7 @@ class PrefillScheduler:
         self._uncounted.clear()
 
     def _give_up(self, req: Req) -> None:
-        """Abort `req`: nothing runs, nothing is in flight, and slots are short. Some are lost."""
+        """Abort `req`: nothing runs or is in flight, and yet slots are short. Some are lost."""
         free = self._state.free_tokens()
         logger.error("no room for request %s though nothing runs: %d slots free", req.rid, free)
         message = f"the engine has {free} token slots left, too few for this request"
@@ -393,8 +394,8 @@ class PrefillScheduler:
 def _reused_tokens(prefix: _Prefix, from_storage: int, num_tokens: int) -> tuple[int, int, int]:
     """Tokens that are not computed, by the tier they come from: device, host, storage.
 
-    Where all are cached, the last token is computed nevertheless; the lowest tier that contributed
-    then counts one less.
+    If all are cached, the last token is computed nevertheless, and the lowest tier that contributed
+    counts one less.
 
     Args:
         from_storage: Tokens of `prefix.from_host` that were read from L3.

@@ -152,8 +152,8 @@ class ResultProcessor:
             self._state.metrics.num_generated += 1
 
     def _end_finished(self, reqs: list[Req]) -> list[Req]:
-        """End those of `reqs` whose newest token ends them; output the token for the others, and
-        return these."""
+        """End the requests that their newest token ends. Output the token of the others, and return
+        them."""
         going_on: list[Req] = []
         for req, reason in zip(reqs, self._stop_checker.check(reqs), strict=True):
             if reason is not None:

@@ -2,9 +2,9 @@
 returns its outputs.
 
 `step` is one tick and does no I/O of its own; `run` is the loop around it. Ranks with the same
-ticks decide the same: decisions depend on the state, the order of messages and the agreements of
-the ranks (the cache's ballot, the status of transfers), never on a clock or a finished copy of one
-rank.
+ticks decide the same. Decisions depend on the state, on the order of messages, and on what the
+ranks have agreed on (the cache's tick sync, the status of transfers). They never depend on the
+clock or on the copies of one rank.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ class Scheduler:
         while not self.is_stopped:
             timeout = self.poll_timeout_ms()
             messages = channel.receive(timeout)
-            # A busy server has no time to check its books between two requests.
+            # Only an idle server has time to check its books.
             is_idle = timeout == _IDLE_POLL_MS and not messages
             if is_idle and self._is_verified and not self._state.tree.needs_tick:
                 continue  # The other ranks wait as this one does.
@@ -216,8 +216,8 @@ class Scheduler:
         )
         step = self._launch_prefill() if may_prefill else None
         if step is None and not decoding and state.in_flight is not None:
-            # Only the requests of that step can decode. Send their first tokens now: the next tick
-            # spends a millisecond of the CPU on launching a step for their second tokens.
+            # Only the requests of that step can decode. Their first tokens are sent now, because
+            # launching a step for their second tokens takes the next tick a millisecond.
             self._settle()
             return None
         return step or self._launch_decode()
@@ -229,8 +229,8 @@ class Scheduler:
             self._settle()  # The next part goes on where its logprobs end.
         before = state.in_flight
         if before is not None and before.mostly_done is not None:
-            # Otherwise launching blocks once the driver's queue is full, and holds the
-            # interpreter's lock: the threads of L3 would stand still during long prefills.
+            # Otherwise a launch blocks when the driver's queue is full, while it holds the
+            # interpreter's lock, and the threads of L3 stand still during long prefills.
             with naming_the_remedy():
                 before.mostly_done.synchronize()
         scheduled = self._parts.prefill.schedule()

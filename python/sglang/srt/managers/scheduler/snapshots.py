@@ -2,12 +2,12 @@
 
 A request never runs on a state of the tree. Its first step reads the state at the end of its
 cached prefix and writes a slot of its own. Steps leave snapshots in spare slots, at positions that
-are known before they are launched. The running state itself is no use to the tree: steps overlap,
-so it may be a token too far by the time the CPU knows that its request has ended. The tree takes
-over a snapshot together with the pages before it.
+are chosen before the launch. The tree cannot use the running state itself: steps overlap, so it may
+be a token too far by the time the CPU knows that its request has ended. The tree takes over a
+snapshot together with the pages before it.
 
-Running states come first: where no slot is free, a request that is about to start gets that of the
-tree's oldest snapshot, else one that a decoding request holds for its snapshots.
+Running states come first. If no slot is free for a request that is about to start, the tree evicts
+its oldest snapshot; if it has none, a decoding request gives up a slot for snapshots.
 
 For a model without recurrent states all calls have no effect.
 """
@@ -103,8 +103,8 @@ class Snapshots:
             self._tree.evict(EvictParams(mamba_num=1))
 
     def _give_up_spare(self, decoding: Iterable[Req]) -> None:
-        """Free a slot that one of `decoding` holds beyond its running state, if any does. A step in
-        flight may write to it: that is queued before every later use of the slot."""
+        """Free a slot that one of `decoding` holds beyond its running state, if any does. A write
+        by a step in flight is harmless: it is queued before every later use of the slot."""
         spares = _spares_of(decoding)
         if not spares:
             return
@@ -183,9 +183,9 @@ class Snapshots:
         return rows, on_device(list(taken.values()), device, torch.int64)
 
     def on_decoded(self, req: Req) -> None:
-        """A decode step of `req` has ended, and its token is counted. The snapshot that it left, if
-        any, replaces the one before. The tree gets the last one when the request ends: earlier ones
-        would only displace states of other prefixes."""
+        """A decode step of `req` has ended, and its token is counted. If the step left a snapshot,
+        it replaces the one before. The tree gets only the last one, when the request ends: earlier
+        ones would displace states of other prefixes."""
         slots = req.slots
         if slots.snapshot_in_flight == req.progress.kv_committed_len:
             last = slots.snapshot_slot

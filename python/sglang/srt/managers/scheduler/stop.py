@@ -33,8 +33,8 @@ _decoder = msgspec.msgpack.Decoder(list[FinishReason | None])
 class StopChecker:
     """Checks stop tokens and lengths of all requests, and stop strings and patterns where present.
 
-    Patterns and grammars have a budget of CPU time, which differs between ranks. So rank 0 alone
-    checks the requests that have one, and broadcasts the results.
+    Patterns and grammars have a budget of CPU time, which runs out at different times on different
+    ranks. Rank 0 alone checks requests with such a budget, and broadcasts the results.
 
     Args:
         new_decoder: Makes the decoder of a request with stop strings or patterns; None: there is no

@@ -78,8 +78,8 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     """Whether the tokenizer may add e.g. a BOS to `text`; chat templates bring their own."""
     sampling_params: SamplingParams = msgspec.field(default_factory=SamplingParams)
     default_max_new_tokens: int | None = None
-    """Limit of new tokens if the client named none; less if the context has less room; 0: all of
-    that room. None: the client named `sampling_params.max_new_tokens`, which must fit."""
+    """Limit of new tokens if the client named none; the context may have less room. 0: the whole
+    room of the context. None: the client named `sampling_params.max_new_tokens`, which must fit."""
     max_tokens_field: str = "sampling_params.max_new_tokens"
     """The client's name for that number, for errors."""
     prompt_field: str = "text"
@@ -101,4 +101,4 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     num_outputs: int = 1
     """Requests of the same body, this one included: they share the limits of a body."""
     sample_of: str | None = None
-    """Id of the request whose prompt this one shares, as another of its `n` samples."""
+    """Id of the first of the `n` samples of its prompt; None: this is the first."""

@@ -1,9 +1,9 @@
 """Text to token ids without holding up the event loop.
 
-Thread `tokenize` encodes long texts. Short ones are encoded on the caller's thread, because a
-hand-over would take longer. A tokenizer that adds nothing to its Rust core is bypassed: the core
-alone takes a third less time for a short text. Any other tokenizer is copied for the thread, since
-the library's tokenizers must not be used from two threads at once.
+The thread `tokenize` encodes long texts. The caller's thread encodes short ones, because handing
+them over would take longer. If a tokenizer adds nothing to its Rust core, only the core is used: it
+takes a third less time for a short text. Any other tokenizer is copied for the thread, because two
+threads must not use one at once.
 """
 
 from __future__ import annotations

@@ -48,7 +48,7 @@ class RequestLimits:
     """Decode server: the prefill servers that requests may name; None: every one, as none is
     contacted."""
     draws_rooms: bool = False
-    """Whether a request without a room gets one, in which no other server takes part."""
+    """Whether a request without a room gets one that no other server shares."""
 
     @property
     def max_text_chars(self) -> int:
@@ -64,7 +64,7 @@ class RequestLimits:
 
 
 def check_request(request: GenerateRequest, limits: RequestLimits) -> None:
-    """Check a request as far as its prompt's tokens are not needed.
+    """Make the checks that do not need the prompt's tokens.
 
     Raises:
         InvalidRequest: Names the field, what is wrong and what is allowed.
@@ -129,7 +129,7 @@ def _check_fields(request: GenerateRequest) -> None:
 
 
 def _check_queue(request: GenerateRequest, max_queued_requests: int) -> None:
-    """Refuse a body whose requests never fit the queue together: another try would not help."""
+    """Refuse a body with more requests than the queue can hold: a retry would not help."""
     if request.num_outputs > max_queued_requests:
         raise InvalidRequest(
             f"n: the body asks for {request.num_outputs} outputs, and at most "

@@ -35,7 +35,7 @@ class RequestState:
     encoding: asyncio.Task[None] | None = None
     """Task that tokenizes a long prompt and then sends the request."""
     is_sent: bool = False
-    """Whether it was sent to the scheduler, which happens after its prompt is tokenized."""
+    """Whether the scheduler has it. It is sent once its prompt is tokenized."""
     prompt_tokens: int = 0
     """Tokens of the prompt; 0 until the request is sent."""
     logprob_ids: list[int] = field(default_factory=list)

@@ -23,13 +23,13 @@ logger = logging.getLogger(__name__)
 
 
 class ServerChannel:
-    """Sends what one turn of the event loop has in one frame, and reads when a socket wakes the
-    loop.
+    """Sends the messages of one turn of the event loop in one frame, and reads when a socket wakes
+    the loop.
 
-    The sockets are plain ones, and neither waits. `zmq.asyncio` would take a future, a task and a
-    turn of the loop more for each message.
+    The sockets are plain ones, and neither waits. `zmq.asyncio` would need another future, task and
+    turn of the loop for each message.
 
-    All methods are for the event loop that called `start`, but for `call_soon_threadsafe`.
+    Only the event loop that called `start` may use it, except for `call_soon_threadsafe`.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class ServerChannel:
         self._source = pull_socket(self._context, self._ipc.server_input)
         self._sink = push_socket(self._context, self._ipc.scheduler_input)
         self._loop.add_reader(self._source.fileno(), self._read)
-        self._read()  # What came before the loop watched wakes it no more.
+        self._read()  # Messages that came before the loop watched do not wake it.
 
     async def close(self) -> None:
         """Send what is left and close the sockets. Idempotent."""
@@ -93,7 +93,7 @@ class ServerChannel:
         """
         if self._loop is None or self._sink is None:
             raise EngineUnavailable("the engine has been shut down")
-        # Encoded here, so that a message that cannot be fails its sender alone.
+        # Encoded here: a message that cannot be encoded fails its sender alone.
         encoded = encode(message)
         if not self._outbox:
             self._loop.call_soon(self._flush)
@@ -111,8 +111,8 @@ class ServerChannel:
         self._outbox.clear()
 
     def _read(self) -> None:
-        """Pass on all messages that are there. The descriptor wakes the loop once for what comes
-        after the socket was seen empty, so it has to be seen empty each time."""
+        """Pass on all messages. It reads until the socket is empty, because the descriptor wakes
+        the loop only for messages that come after that."""
         assert self._source is not None, "it is open while the loop watches it"
         try:
             while True:

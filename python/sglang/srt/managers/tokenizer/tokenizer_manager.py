@@ -69,8 +69,8 @@ class TokenizerManager:
         self._encoder = PromptEncoder(tokenizer)
         self._states: dict[str, RequestState] = {}
         self._leaving: set[str] = set()
-        """Ids of requests without a client whose last output has not come yet; the ids are still in
-        use."""
+        """Ids of requests that have lost their client, until their last output comes. The ids are
+        still in use."""
         self._refusal: str | None = None
         self._log = RateLimitedLogger(logger)
 

@@ -357,7 +357,7 @@ def _seed_address(server_args: ServerArgs) -> SeedAddress | None:
 
 
 def _gpu_of(server_args: ServerArgs, rendezvous: Rendezvous | None) -> int | None:
-    """Index of this rank's device among those of its kind; None: there is only one."""
+    """Index of this rank's device; None: the kind of device has only one."""
     if not device_kind(server_args.device).has_own_memory:
         return None
     rank = 0 if rendezvous is None else rendezvous.rank
@@ -415,5 +415,5 @@ def _make_weight_seed(runner: ModelRunner, group: RankGroup) -> WeightSeed | Non
 def _load_tokenizer(server_args: ServerArgs) -> PreTrainedTokenizerBase:
     path = server_args.tokenizer_path or server_args.model_path
     assert path is not None, "resolved arguments name the model"
-    # The server process loads it too, and says what there is to say of it.
+    # The server process loads it too, and logs the library's warnings.
     return get_tokenizer(path, trust_remote_code=server_args.trust_remote_code, is_known=True)

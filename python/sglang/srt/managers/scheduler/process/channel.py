@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 _LINGER_MS: Final = 2000
 _MAX_MESSAGES_PER_TICK: Final = 1024
-"""So that a flood of messages cannot keep the running requests waiting."""
+"""A limit, because a flood of messages must not keep running requests waiting."""
 
 
 class ZmqChannel:

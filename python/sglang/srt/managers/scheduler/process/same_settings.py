@@ -21,7 +21,7 @@ _OF_A_MACHINE: Final = frozenset(
      "node_rank", "dist_init_addr", "base_gpu_id", "mem_fraction_static"}
 )  # fmt: skip
 """Fields that may differ between machines: paths, addresses, keys, and the share of the device's
-memory, of which the ranks take the least."""
+memory. All ranks use the smallest share."""
 _CONFIG: Final = "config.json of the model"
 _DIGEST_BYTES: Final = 64
 _MAX_VALUE_CHARS: Final = 120
@@ -37,8 +37,8 @@ def check_same_settings(group: RankGroup, server_args: ServerArgs) -> None:
         server_args: Resolved arguments of this rank.
 
     Raises:
-        ValueError: Settings differ, or a file of settings cannot be read. Of a difference the
-            message is the same on all ranks; it names the first one and both values.
+        ValueError: Settings differ, or a file of settings cannot be read. The message names the
+            first difference and both values, and is the same on all ranks.
     """
     mine = json.dumps(_settings(server_args)).encode()
     digests = gather_texts(group, _digest(mine), _DIGEST_BYTES)
@@ -56,8 +56,8 @@ def check_same_settings(group: RankGroup, server_args: ServerArgs) -> None:
 
 
 def _settings(server_args: ServerArgs) -> dict[str, tuple[str, str]]:
-    """What is shown of each setting, and a digest of all of it, by name; the order is the same
-    everywhere. Secrets are in digests alone."""
+    """For each setting by name: the text that errors show, and a digest of its whole value. The
+    order is the same on all ranks. Secrets are only in digests."""
     assert server_args.model_path is not None, "resolved"
     settings = {_CONFIG: _entry(config_digest(server_args.model_path))}
     for field, value in sorted(server_args.to_public_dict().items()):
@@ -71,8 +71,8 @@ def _settings(server_args: ServerArgs) -> dict[str, tuple[str, str]]:
 
 
 def _of_extra_config(server_args: ServerArgs) -> dict[str, tuple[str, str]]:
-    """Likewise the settings of the extra config, each under a name of its own. Those of a file are
-    compared, and its path is not."""
+    """The same for the settings inside the extra config. If it is a file, its content is compared,
+    not its path."""
     config = server_args.extra_config()
     shown = without_secrets(config)
     return {

@@ -25,7 +25,7 @@ class RequestProgress:
     output_logprobs: list[float] = field(default_factory=list)
     output_top_logprobs: list[TopLogprobs] = field(default_factory=list)
     input_logprobs: list[float] = field(default_factory=list)
-    """Logprobs of the prompt's tokens after `logprob_start_len`, as far as they are computed."""
+    """Logprobs of the prompt's tokens after `logprob_start_len` that are computed so far."""
     input_top_logprobs: list[TopLogprobs] = field(default_factory=list)
     turn: int = 0
     """See `policy.Arrival`; set by `RequestQueues`."""
@@ -50,7 +50,7 @@ class RequestProgress:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of prompt and output so far, all of which a prefill computes."""
+        """Tokens of prompt and output so far. A prefill computes all of them."""
         return len(self.prompt_ids) + len(self.output_ids)
 
     @property
@@ -64,7 +64,7 @@ class RequestProgress:
         return self.kv_committed_len + self.num_in_flight
 
     def ids_between(self, begin: int, end: int) -> TokenArray:
-        """Tokens `[begin, end)` of prompt and output. Those of the prompt alone are a view."""
+        """Tokens `[begin, end)` of prompt and output. A range inside the prompt is a view."""
         prompt_len = len(self.prompt_ids)
         if end <= prompt_len:
             return self.prompt_ids[begin:end]

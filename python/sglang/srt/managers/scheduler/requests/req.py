@@ -1,8 +1,8 @@
 """A request as the scheduler sees it, from its arrival to its last output.
 
-The last token of a prompt is always computed, because the next one comes of its logits. Where the
-cache has the whole prompt, the keys and values of that token are read like those of the others and
-not written: its column holds the slot of the cached page, which is shared.
+The last token of a prompt is always computed, because the next token is sampled from its logits. If
+the cache has the whole prompt, that token's keys and values are read from the cached page and not
+written: its column holds a slot of the page, which is shared.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _NOTHING_CACHED = CachedTokensDetails()
 
 @dataclass(slots=True, eq=False)
 class RequestReport:
-    """What the client and the metrics are told about a request. Times are seconds."""
+    """Figures of a request for the client and the metrics. Times are seconds."""
 
     queue_time: float = 0.0
     """Seconds from its arrival to its first prefill."""
@@ -40,7 +40,7 @@ class RequestReport:
     """`time.monotonic()` at which the stage that is not over began, once it was scheduled."""
 
     def end_prefill(self, now: float) -> None:
-        """Its first token is known. A request that is computed again has it already."""
+        """Its first token is known. Only the first prefill of a request counts."""
         if self.stages.prefill is None:
             self.stages.prefill, self.stage_began = now - self.stage_began, now
 
@@ -103,13 +103,13 @@ class Req:
 
     @property
     def ends_in_flight(self) -> bool:
-        """Whether the steps in flight bring the last token that it may have."""
+        """Whether a step in flight samples its last allowed token."""
         progress = self.progress
         return len(progress.output_ids) + progress.num_in_flight >= self.max_new_tokens
 
     @property
     def is_sampled_by_history(self) -> bool:
-        """Whether the CPU must know its tokens to prepare the sampling of the next."""
+        """Whether sampling its next token needs the tokens before it on the CPU."""
         return self.progress.matcher is not None or self.spec.sampling_params.has_penalties
 
     @property
@@ -122,8 +122,8 @@ class Req:
         return position if position < len(spec.input_ids) - 1 else None
 
     def match_key(self) -> RadixKey:
-        """Tokens that may be looked up in the cache: all but those that give prompt logprobs. The
-        same object until they are more, so that the tree may know it again."""
+        """Tokens to look up in the cache: those before the first that gives a prompt logprob. The
+        same object is returned until there are more tokens, so that the tree can reuse its work."""
         wanted = self.next_input_logprob
         length = self.progress.num_tokens if wanted is None else wanted
         if self._match_key is None or len(self._match_key) != length:

@@ -66,9 +66,8 @@ class StopFinder:
         """The stop that ended the output, once `advance` has found it."""
 
     def shown_chars(self, *, ended: bool) -> int | None:
-        """Characters of the output that may be shown, as in `RequestOutput.shown_chars`: up to the
-        stop that was found; while the output may grow, up to the place where a pattern may still
-        match."""
+        """Characters of the output that may be shown; see `RequestOutput.shown_chars`. They end at
+        the stop that was found, or while the output grows, where a pattern may still match."""
         if self.match is not None:
             return self.match.begin
         return None if ended else min((scan.begin for scan in self._scans), default=None)
@@ -152,10 +151,10 @@ class _MatchCredit:
 class _PatternScan:
     """Search for one pattern in a growing text.
 
-    A search gives the place where the end of the text cuts a match off: no later match can begin
-    before that place. One exception: an assertion such as `\\B` may have failed only because the
-    text ended there. So the place from the search before is used: the end it saw is now inside the
-    text.
+    A search finds the place where the end of the text cuts a match off; no later match begins
+    before it. One exception: an assertion such as `\\B` may have failed only because the text ended
+    there. Therefore the place from the previous search is used: the end that it saw is inside the
+    text now.
     """
 
     def __init__(self, source: str) -> None:
