@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Annotated, Any, ClassVar, Final
 
-import msgspec
-
 from sglang.srt.entrypoints.http.body import (
     MAX_BATCH,
     convert,
@@ -19,11 +17,11 @@ from sglang.srt.entrypoints.http.field_marks import (
     IMAGES_ALONE,
     LORA,
     NOTHING,
-    ONE_RANK,
     TEXT_ALONE,
     WHOLE_PROMPT,
     Ignored,
     Refused,
+    SharedFields,
     is_neutral,
     refuse_fields,
 )
@@ -48,7 +46,7 @@ SAMPLING_MARKS: Final[dict[str, Refused]] = {
 `no_stop_trim`."""
 
 
-class GenerateBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+class GenerateBody(SharedFields, kw_only=True):
     """The body as clients send it: one prompt or a batch. `null` means absent."""
 
     elsewhere: ClassVar[dict[str, str]] = {
@@ -62,28 +60,18 @@ class GenerateBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     text: str | list[str] | None = None
     input_ids: list[int | list[int]] | None = None
     sampling_params: dict[str, Any] | list[dict[str, Any]] | None = None
-    stream: bool | None = None
     return_logprob: bool | list[bool] | None = None
     logprob_start_len: int | list[int] | None = None
     top_logprobs_num: int | list[int] | None = None
     return_text_in_logprobs: bool | None = None
     rid: str | list[str] | None = None
-    priority: int | None = None
     extra_key: str | list[str | None] | None = None
     cache_salt: str | list[str | None] | None = None
-    no_stop_trim: bool | None = None
-    bootstrap_host: str | list[str] | None = None
-    bootstrap_port: int | list[int | None] | None = None
-    bootstrap_room: int | list[int] | None = None
 
     stream_options: Annotated[
         dict[str, Any] | None, Ignored("`meta_info` of every answer has the counts")
     ] = None
     model: Annotated[str | None, Ignored("there is one model")] = None
-    routing_key: Annotated[str | None, Ignored("routers read it")] = None
-    log_metrics: Annotated[bool | None, Ignored(BOOKKEEPING)] = None
-    no_logs: Annotated[bool | None, Ignored(BOOKKEEPING)] = None
-    custom_labels: Annotated[dict[str, str] | None, Ignored(BOOKKEEPING)] = None
     external_trace_header: Annotated[dict[str, str] | None, Ignored(BOOKKEEPING)] = None
     max_dynamic_patch: Annotated[int | None, Ignored(IMAGES_ALONE)] = None
     min_dynamic_patch: Annotated[int | None, Ignored(IMAGES_ALONE)] = None
@@ -97,23 +85,14 @@ class GenerateBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     modalities: Annotated[Any, Refused(TEXT_ALONE, (*NOTHING, "text"))] = None
     use_audio_in_video: Annotated[Any, Refused(TEXT_ALONE)] = None
     token_ids_logprob: Annotated[Any, Refused("ask for top_logprobs_num")] = None
-    return_hidden_states: Annotated[Any, Refused("leave it out")] = None
-    return_routed_experts: Annotated[Any, Refused("leave it out")] = None
     return_entropy: Annotated[Any, Refused("leave it out")] = None
     return_bytes: Annotated[Any, Refused("output_ids has every byte")] = None
-    return_prompt_token_ids: Annotated[Any, Refused("ask /v1/tokenize for them")] = None
     require_reasoning: Annotated[
         Any, Refused("constrain the output with a structural_tag, which leaves reasoning free")
     ] = None
-    session_params: Annotated[Any, Refused(WHOLE_PROMPT)] = None
     conversation_id: Annotated[Any, Refused(WHOLE_PROMPT)] = None
     background: Annotated[Any, Refused("keep the connection open")] = None
-    lora_path: Annotated[Any, Refused(LORA)] = None
     lora_id: Annotated[Any, Refused(LORA)] = None
-    custom_logit_processor: Annotated[Any, Refused("use logit_bias")] = None
-    data_parallel_rank: Annotated[Any, Refused(ONE_RANK, (*NOTHING, 0))] = None
-    routed_dp_rank: Annotated[Any, Refused(ONE_RANK, (*NOTHING, 0))] = None
-    disagg_prefill_dp_rank: Annotated[Any, Refused(ONE_RANK, (*NOTHING, 0))] = None
     bootstrap_pair_key: Annotated[Any, Refused("bootstrap_room alone names the pair")] = None
 
 

@@ -5,33 +5,26 @@ A router adds them when it sends one body to a prefill and to a decode server.
 
 from __future__ import annotations
 
-from typing import Final, Protocol
+from typing import Final
 
 from sglang.srt.constants import DEFAULT_BOOTSTRAP_PORT
 from sglang.srt.entrypoints.http.body import spread
 from sglang.srt.entrypoints.http.errors import bad_request
+from sglang.srt.entrypoints.http.field_marks import SharedFields
 from sglang.srt.managers.messages.io_struct import MAX_ROOM, Bootstrap
 
 MAX_HOST_CHARS: Final = 255
 """Longest host name in characters; DNS allows fewer."""
 
 
-class BootstrapFields(Protocol):
-    """The part of a body with the room. A list has one value for each prompt."""
-
-    bootstrap_host: str | list[str] | None
-    bootstrap_port: int | list[int | None] | None
-    bootstrap_room: int | list[int] | None
-
-
-def rooms_of(body: BootstrapFields, count: int, *, is_batch: bool) -> list[Bootstrap | None]:
+def rooms_of(body: SharedFields, count: int, *, is_batch: bool) -> list[Bootstrap | None]:
     """The rooms of `count` prompts; all None if the body names none.
 
     Host and port may be one value for all prompts; a port that is null or absent is
     `DEFAULT_BOOTSTRAP_PORT`.
 
     Args:
-        body: Body whose fields have the types above.
+        body: Each of its room's fields is one value, or a list with a value for each prompt.
         count: Number of prompts, at least 1.
         is_batch: Whether the body may have lists.
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, Final, get_args
+from typing import Annotated, Any, Final, get_args
 
 import msgspec
 
@@ -44,6 +44,32 @@ class Refused:
     """What the client does instead; it may begin with the reason."""
     neutral: tuple[Any, ...] = NOTHING
     """Values that are accepted; also a list of them, one for each prompt."""
+
+
+class SharedFields(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """Fields of `/generate` and of OpenAI's completions. `null` means absent."""
+
+    priority: int | None = None
+    stream: bool | None = None
+    no_stop_trim: bool | None = None
+    bootstrap_host: str | list[str] | None = None
+    bootstrap_port: int | list[int | None] | None = None
+    bootstrap_room: int | list[int] | None = None
+
+    routing_key: Annotated[str | None, Ignored("routers read it")] = None
+    log_metrics: Annotated[bool | None, Ignored(BOOKKEEPING)] = None
+    no_logs: Annotated[bool | None, Ignored(BOOKKEEPING)] = None
+    custom_labels: Annotated[dict[str, str] | None, Ignored(BOOKKEEPING)] = None
+
+    lora_path: Annotated[Any, Refused(LORA)] = None
+    session_params: Annotated[Any, Refused(WHOLE_PROMPT)] = None
+    custom_logit_processor: Annotated[Any, Refused("use logit_bias")] = None
+    return_hidden_states: Annotated[Any, Refused("leave it out")] = None
+    return_routed_experts: Annotated[Any, Refused("leave it out")] = None
+    return_prompt_token_ids: Annotated[Any, Refused("ask /v1/tokenize for them")] = None
+    data_parallel_rank: Annotated[Any, Refused(ONE_RANK, (*NOTHING, 0))] = None
+    routed_dp_rank: Annotated[Any, Refused(ONE_RANK, (*NOTHING, 0))] = None
+    disagg_prefill_dp_rank: Annotated[Any, Refused(ONE_RANK, (*NOTHING, 0))] = None
 
 
 @cache

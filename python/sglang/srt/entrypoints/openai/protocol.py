@@ -13,13 +13,11 @@ from sglang.srt.entrypoints.http.field_marks import (
     BOOKKEEPING,
     EQUAL_PREFIXES,
     IMAGES_ALONE,
-    LORA,
     NOTHING,
-    ONE_RANK,
     TEXT_ALONE,
-    WHOLE_PROMPT,
     Ignored,
     Refused,
+    SharedFields,
 )
 
 _TEMPLATE: Final = "send it in chat_template_kwargs, under the name that the chat template has"
@@ -47,7 +45,7 @@ class ResponseFormat(msgspec.Struct, kw_only=True):
     triggers: Any = None
 
 
-class CommonBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+class CommonBody(SharedFields, kw_only=True):
     """Fields of both kinds of completion. `null` means absent."""
 
     elsewhere: ClassVar[dict[str, str]] = {
@@ -76,8 +74,6 @@ class CommonBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     min_tokens: int | None = None
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
-    no_stop_trim: bool | None = None
-    stream: bool | None = None
     stream_options: StreamOptions | None = None
     response_format: ResponseFormat | None = None
     n: int | None = None
@@ -87,11 +83,7 @@ class CommonBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     rid: str | None = None
     extra_key: str | None = None
     cache_salt: str | None = None
-    priority: int | None = None
     return_cached_tokens_details: bool | None = None
-    bootstrap_host: str | list[str] | None = None
-    bootstrap_port: int | list[int | None] | None = None
-    bootstrap_room: int | list[int] | None = None
 
     user: Annotated[str | None, Ignored(BOOKKEEPING)] = None
     metadata: Annotated[dict[str, Any] | None, Ignored(BOOKKEEPING)] = None
@@ -101,24 +93,11 @@ class CommonBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     prompt_cache_key: Annotated[str | None, Ignored(EQUAL_PREFIXES)] = None
     prompt_cache_retention: Annotated[str | None, Ignored("the cache evicts what is old")] = None
     prompt_cache_options: Annotated[Any, Ignored("the cache evicts what is old")] = None
-    routing_key: Annotated[str | None, Ignored("routers read it")] = None
-    log_metrics: Annotated[bool | None, Ignored(BOOKKEEPING)] = None
-    no_logs: Annotated[bool | None, Ignored(BOOKKEEPING)] = None
-    custom_labels: Annotated[dict[str, str] | None, Ignored(BOOKKEEPING)] = None
 
     structural_tag: Annotated[Any, Refused("use response_format of type structural_tag")] = None
-    lora_path: Annotated[Any, Refused(LORA)] = None
-    session_params: Annotated[Any, Refused(WHOLE_PROMPT)] = None
-    custom_logit_processor: Annotated[Any, Refused("use logit_bias")] = None
     custom_params: Annotated[Any, Refused("use logit_bias")] = None
-    return_hidden_states: Annotated[Any, Refused("leave it out")] = None
-    return_routed_experts: Annotated[Any, Refused("leave it out")] = None
     return_token_ids: Annotated[Any, Refused("ask /generate, whose answers have output_ids")] = None
-    return_prompt_token_ids: Annotated[Any, Refused("ask /v1/tokenize for them")] = None
     return_meta_info: Annotated[Any, Refused("ask /generate, whose answers have it")] = None
-    data_parallel_rank: Annotated[Any, Refused(ONE_RANK, (*NOTHING, 0))] = None
-    routed_dp_rank: Annotated[Any, Refused(ONE_RANK, (*NOTHING, 0))] = None
-    disagg_prefill_dp_rank: Annotated[Any, Refused(ONE_RANK, (*NOTHING, 0))] = None
     # Names of vLLM's.
     guided_json: Annotated[Any, Refused("use response_format or json_schema")] = None
     guided_regex: Annotated[Any, Refused("use regex")] = None

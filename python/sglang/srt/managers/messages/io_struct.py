@@ -290,9 +290,8 @@ def unpack_tokens(_: object, value: object) -> PackedTokens:
 _encoder = msgspec.msgpack.Encoder(enc_hook=_pack)
 
 
-def encode(message: msgspec.Struct) -> bytes:
-    """Bytes of one message, or of a struct that contains messages."""
-    return _encoder.encode(message)
+encode: Final = _encoder.encode
+"""Encodes one message, or a struct that contains messages."""
 
 
 def frame_of(messages: Sequence[bytes]) -> bytes:

@@ -7,6 +7,7 @@ compiled. On other such inputs the ranks agree by the cache's tick sync or the s
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Final
 
 import msgspec
 
@@ -33,14 +34,6 @@ class Tick(msgspec.Struct, frozen=True, omit_defaults=True):
     """Whether nothing has happened for a while, so that there is time to check the books."""
 
 
-_decoder = msgspec.msgpack.Decoder(Tick, dec_hook=unpack_tokens)
-
-
-def encode_tick(tick: Tick) -> bytes:
-    """Encode a tick for the other ranks."""
-    return encode(tick)
-
-
-def decode_tick(payload: bytes) -> Tick:
-    """Decode the output of `encode_tick`. Raises `msgspec.DecodeError` on anything else."""
-    return _decoder.decode(payload)
+encode_tick: Final = encode
+decode_tick: Final = msgspec.msgpack.Decoder(Tick, dec_hook=unpack_tokens).decode
+"""Decodes the output of `encode_tick`. Raises `msgspec.DecodeError` on anything else."""
