@@ -106,7 +106,7 @@ def measure_scheduler(args: argparse.Namespace) -> dict[str, float]:
     from rigs.models.tiny_models import save_tiny_checkpoint
     from rigs.schedulers.scheduler_rig import SchedulerRig, greedy
     from sglang.srt.managers.scheduler.tp_worker import TpModelWorker
-    from sglang.srt.utils.process import settle_heap
+    from sglang.srt.utils.process import freeze_heap
 
     torch.set_num_threads(1)
     ids, span = prompt_ids(args.tokens, _TINY_VOCAB_SIZE), Span(args.calls)
@@ -139,7 +139,7 @@ def measure_scheduler(args: argparse.Namespace) -> dict[str, float]:
         stack.callback(rig.close)
         rig.run(rig.request("first", ids, greedy(1)))
         rig.run(rig.request("second", ids, greedy(1)))
-        settle_heap()
+        freeze_heap()
         patch = mock.patch.object(TpModelWorker, "forward_batch_generation", launch)
         stack.enter_context(patch)
         scheduler = rig.scheduler
@@ -221,7 +221,7 @@ def measure_server(args: argparse.Namespace) -> dict[str, dict[str, float]]:
     from sglang.srt.managers.tokenizer.tokenizer_manager import TokenizerManager
     from sglang.srt.observability.server_metrics import ServerMetrics
     from sglang.srt.server_args import ServerArgs
-    from sglang.srt.utils.process import settle_heap
+    from sglang.srt.utils.process import freeze_heap
 
     way_in, way_out = Span(args.calls), Span(args.calls)
     memory = None if args.warm else np.zeros(_COLD_WORDS, dtype=np.int64)
@@ -292,7 +292,7 @@ def measure_server(args: argparse.Namespace) -> dict[str, dict[str, float]]:
     engine.start()
     asker = threading.Thread(target=ask, name="ask")
     asker.start()
-    settle_heap()
+    freeze_heap()
     with (
         mock.patch.object(BoundedProtocol, "data_received", on_data),
         mock.patch.object(ServerChannel, "_flush", on_flush),

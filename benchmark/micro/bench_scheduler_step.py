@@ -23,10 +23,10 @@ from unittest import mock
 import numpy as np
 import torch
 
-from rigs.schedulers.scheduler_rig import SchedulerRig, greedy, prompt
 from sglang.benchmark.report import emit, provenance
 from sglang.srt.managers.scheduler.tp_worker import TpModelWorker
-from sglang.srt.utils.process import settle_heap
+from sglang.srt.utils.process import freeze_heap
+from rigs.schedulers.scheduler_rig import SchedulerRig, greedy, prompt
 
 _CONTEXT = 512
 _ARRANGEMENTS: tuple[dict[str, Any], ...] = (
@@ -83,7 +83,7 @@ def measure(args: argparse.Namespace, model: Path, settings: dict[str, Any]) -> 
                 rig.step()
         assert len(scheduler.state.queues.decoding) == args.running, "not all requests run at once"
         behind = [rig.request(f"w{n}", prompt(n, 16), greedy(1)) for n in range(args.waiting)]
-        settle_heap()
+        freeze_heap()
         started = time.perf_counter()
         rig.step(*behind)
         arrivals_s = time.perf_counter() - started

@@ -17,10 +17,10 @@ import pytest
 
 from sglang.srt.utils.network import wait_until
 from sglang.srt.utils.process import (
+    freeze_heap,
     is_alive,
     kill_process_tree,
     postponing_signals,
-    settle_heap,
     start_parent_watch,
     stop_process,
 )
@@ -106,7 +106,7 @@ def test_a_settled_heap_has_no_garbage_and_is_not_collected() -> None:
     lost = weakref.ref(garbage)
     del garbage
     try:
-        settle_heap()
+        freeze_heap()
         assert lost() is None
         assert all(one is not kept for one in gc.get_objects())
         later = Link()

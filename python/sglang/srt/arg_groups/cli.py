@@ -137,11 +137,11 @@ def add_flags(parser: argparse.ArgumentParser, args_class: type) -> None:
             parser.add_argument(*_flag_names(field), action="store_true", **options)
         else:
             parse = field.metadata["parse"]
-            options["type"] = kind if parse is None else _telling(parse)
+            options["type"] = kind if parse is None else _with_message(parse)
             parser.add_argument(*_flag_names(field), default=field.default, **options)
 
 
-def _telling(parse: Callable[[str], Any]) -> Callable[[str], Any]:
+def _with_message(parse: Callable[[str], Any]) -> Callable[[str], Any]:
     """`parse`, with errors of the type whose text argparse shows."""
 
     def convert(word: str) -> Any:

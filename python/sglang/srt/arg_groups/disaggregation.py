@@ -42,7 +42,7 @@ _OFFLOAD: Final = "disaggregation_decode_enable_offload_kvcache"
 BOOTSTRAP_PORT_FLAG: Final = "--disaggregation-bootstrap-port"
 SECRET_FLAG: Final = "--disaggregation-secret-file"
 MIN_SECRET_CHARS: Final = 16
-_OF_PEERS: Final = (
+_PEER_FIELDS: Final = (
     "disaggregation_ib_device",
     "disaggregation_secret_file",
     "disaggregation_allow_no_secret",
@@ -97,7 +97,7 @@ def check_disaggregation(args: ServerArgs) -> Iterator[str]:
         return
     if not moves_pages(args):
         where += f" --disaggregation-transfer-backend {TransferBackend.FAKE}"
-        for field in _OF_PEERS:
+        for field in _PEER_FIELDS:
             yield from refuse_ignored(args, field, where)
     else:
         yield from _check_secret(args)

@@ -85,10 +85,10 @@ class EngineProcesses:
         waiting: dict[Any, str] = {reader: name for name, reader in readers.items()}
         victim: StartError | None = None
         while waiting:
-            told = wait(list(waiting), timeout=None if victim is None else KILL_WAIT)
-            if not told:
+            ready = wait(list(waiting), timeout=None if victim is None else KILL_WAIT)
+            if not ready:
                 break
-            for one in told:
+            for one in ready:
                 name = waiting.pop(one)
                 try:
                     messages[name] = self._receive(name, readers[name])

@@ -29,7 +29,7 @@ from sglang.srt.utils.auth import add_api_key_middleware
 from sglang.srt.utils.listeners import warn_of_open_server
 from sglang.srt.utils.logging_utils import configure_logger
 from sglang.srt.utils.network import base_url, check_port_available
-from sglang.srt.utils.process import raise_file_limit, settle_heap
+from sglang.srt.utils.process import freeze_heap, raise_file_limit
 
 logger = logging.getLogger(__name__)
 
@@ -123,7 +123,7 @@ def run_server(args: ServerArgs) -> int:
     front = EngineFront(args)
     try:
         server = HttpServer(front)
-        settle_heap()
+        freeze_heap()
         return server.serve_blocking()
     finally:
         front.processes.kill()

@@ -55,8 +55,8 @@ class AnswerWriter:
         self._input_top_logprobs: list[list[Entry] | None] = []
         self._top_logprobs: list[list[Entry]] = []
         self._slices = Slices()
-        self._told_input = False
-        self._told_output = 0
+        self._sent_input = False
+        self._num_sent = 0
         """Number of entries of the output's logprobs when they were last sent."""
 
     async def answer(self, state: RequestState) -> dict[str, Any]:
@@ -68,7 +68,7 @@ class AnswerWriter:
             answer["output_ids"] = state.output_ids.copy()
             ended = state.ended
             await self._catch_up(state)
-            self._tell_logprobs(meta, ended=ended)
+            self._add_logprobs(meta, ended=ended)
         return answer
 
     def _meta_info(self, state: RequestState) -> dict[str, Any]:
@@ -88,19 +88,19 @@ class AnswerWriter:
             meta["stages"] = msgspec.to_builtins(state.stages)
         return meta
 
-    def _tell_logprobs(self, meta: dict[str, Any], *, ended: bool) -> None:
+    def _add_logprobs(self, meta: dict[str, Any], *, ended: bool) -> None:
         tops = self._request.top_logprobs_num
-        tells_input = ended or not self._told_input
-        self._told_input = bool(self._input_logprobs)
-        meta["input_token_logprobs"] = self._input_logprobs if tells_input else []
+        with_input = ended or not self._sent_input
+        self._sent_input = bool(self._input_logprobs)
+        meta["input_token_logprobs"] = self._input_logprobs if with_input else []
         count = len(self._logprobs) * (1 + tops)
-        tells_output = ended or count <= FREE_ENTRIES or count >= REPEAT_GROWTH * self._told_output
-        if tells_output:
-            self._told_output = count
-        meta["output_token_logprobs"] = self._logprobs if tells_output else []
+        with_output = ended or count <= FREE_ENTRIES or count >= REPEAT_GROWTH * self._num_sent
+        if with_output:
+            self._num_sent = count
+        meta["output_token_logprobs"] = self._logprobs if with_output else []
         if tops:
-            meta["input_top_logprobs"] = self._input_top_logprobs if tells_input else []
-            meta["output_top_logprobs"] = self._top_logprobs if tells_output else []
+            meta["input_top_logprobs"] = self._input_top_logprobs if with_input else []
+            meta["output_top_logprobs"] = self._top_logprobs if with_output else []
 
     async def _catch_up(self, state: RequestState) -> None:
         num_output = len(state.output_logprobs)
@@ -112,7 +112,7 @@ class AnswerWriter:
             self._logprobs.append(entry)
             if tops:
                 self._top_logprobs.append(self._row(state.output_top_logprobs[index]))
-            await self._slices.did(1 + tops)
+            await self._slices.count(1 + tops)
 
     async def _add_input(self, state: RequestState) -> None:
         """Add the prompt's logprobs, which came with the first output. The first token has none: no
@@ -121,11 +121,11 @@ class AnswerWriter:
         self._input_logprobs.append((None, *first[1:]))
         for value, token_id in zip(state.input_logprobs, state.logprob_ids[1:], strict=False):
             self._input_logprobs.append(self._entry(value, token_id))
-            await self._slices.did(1)
+            await self._slices.count(1)
         self._input_top_logprobs.append(None)
         for row in state.input_top_logprobs:
             self._input_top_logprobs.append(self._row(row))
-            await self._slices.did(len(row))
+            await self._slices.count(len(row))
 
     def _entry(self, logprob: float, token_id: int) -> Entry:
         return (logprob, token_id, self._text(token_id) if self._with_text else None)

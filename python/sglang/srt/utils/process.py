@@ -149,7 +149,7 @@ def raise_file_limit() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
-def settle_heap() -> None:
+def freeze_heap() -> None:
     """Exclude all existing objects from garbage collections. Call it once, after loading.
 
     Libraries, tokenizer and model are a quarter of a million objects. A full collection visits all

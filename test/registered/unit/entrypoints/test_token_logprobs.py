@@ -11,7 +11,10 @@ from tokenizers import AddedToken, Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from rigs.servers.fake_engine import EOS_ID, byte_tokenizer
-from sglang.srt.entrypoints.openai.token_logprobs import CompletionLogprobs, TokenShower
+from sglang.srt.entrypoints.openai.token_logprobs import (
+    CompletionLogprobs,
+    TokenFormatter,
+)
 from sglang.srt.managers.detokenizer.stop_trimmer import StopTrimmer
 from sglang.srt.managers.tokenizer.generate_request import GenerateRequest
 from sglang.srt.managers.tokenizer.request_state import RequestState
@@ -51,8 +54,8 @@ def told(
     skip: bool = True,
     tokenizer: PreTrainedTokenizerBase | None = None,
 ) -> CompletionLogprobs:
-    shower = TokenShower(tokenizer or byte_tokenizer())
-    return CompletionLogprobs(state, shower, skip_special_tokens=skip, echo=echo)
+    formatter = TokenFormatter(tokenizer or byte_tokenizer())
+    return CompletionLogprobs(state, formatter, skip_special_tokens=skip, echo=echo)
 
 
 def fresh(logprobs: CompletionLogprobs) -> dict[str, Any]:

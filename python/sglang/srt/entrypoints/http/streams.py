@@ -20,9 +20,9 @@ class Slices:
     def __init__(self) -> None:
         self._done = 0
 
-    async def did(self, count: int) -> None:
-        """Count `count` finished entries; yield if a slice is full."""
-        self._done += count
+    async def count(self, entries: int) -> None:
+        """Count finished entries; yield if a slice is full."""
+        self._done += entries
         if self._done >= SLICE:
             self._done = 0
             await asyncio.sleep(0)

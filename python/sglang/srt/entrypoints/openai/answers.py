@@ -38,7 +38,7 @@ class Answers(ABC):
 
     def __init__(self, body: CommonBody, context: ServerContext) -> None:
         self._options = body.stream_options
-        self._tells_tiers = bool(body.return_cached_tokens_details)
+        self._with_tiers = bool(body.return_cached_tokens_details)
         self._cache_report = context.args.enable_cache_report
         self._head: dict[str, Any] = {
             "id": f"{self.id_prefix}-{uuid.uuid4().hex}",
@@ -54,7 +54,7 @@ class Answers(ABC):
             "choices": [await self._choice(index, state) for index, state in enumerate(states)],
             "usage": self._usage(states),
         }
-        if self._tells_tiers:
+        if self._with_tiers:
             answer["sglext"] = _tiers_of(states[0])
         return answer
 
@@ -79,7 +79,7 @@ class Answers(ABC):
     def _chunk(self, state: RequestState, choice: dict[str, Any], *, ended: bool) -> dict[str, Any]:
         """A chunk with one choice; `ended`: it is the last of that choice."""
         chunk = {**self._head, "object": self.chunk_kind, "choices": [choice]}
-        if ended and self._tells_tiers:
+        if ended and self._with_tiers:
             chunk["sglext"] = _tiers_of(state)
         if self._options is not None and self._options.continuous_usage_stats:
             chunk["usage"] = self._usage([state])

@@ -20,7 +20,7 @@ from sglang.srt.entrypoints.openai.chat_output import ChatOutput
 from sglang.srt.entrypoints.openai.chat_prompt import chat_prompt
 from sglang.srt.entrypoints.openai.convert import check_common, sampling_params
 from sglang.srt.entrypoints.openai.protocol import ChatBody
-from sglang.srt.entrypoints.openai.token_logprobs import TokenShower, chat_logprobs
+from sglang.srt.entrypoints.openai.token_logprobs import TokenFormatter, chat_logprobs
 from sglang.srt.entrypoints.openai.tools import ToolUse, tool_use
 from sglang.srt.function_call.function_call_parser import make_call_parser
 from sglang.srt.managers.tokenizer.generate_request import GenerateRequest, new_rid
@@ -39,18 +39,16 @@ async def chat_completions(request: Request) -> Response:
     context = context_of(request)
     body = await read_json(request, ChatBody)
     if len(body.messages) > MESSAGES_AT_ONCE:
-        asked = await asyncio.get_running_loop().run_in_executor(
+        chat = await asyncio.get_running_loop().run_in_executor(
             context.renderer, to_requests, body, context
         )
     else:
-        asked = to_requests(body, context)
-    return await respond(
-        request, context.manager, asked.samples, lambda: ChatAnswers(asked, context)
-    )
+        chat = to_requests(body, context)
+    return await respond(request, context.manager, chat.samples, lambda: ChatAnswers(chat, context))
 
 
 @dataclass(frozen=True, slots=True)
-class AskedChat:
+class ChatRequest:
     """A chat body, and its requests to the engine."""
 
     body: ChatBody
@@ -59,7 +57,7 @@ class AskedChat:
     """The requests, one for each choice."""
 
 
-def to_requests(body: ChatBody, context: ServerContext) -> AskedChat:
+def to_requests(body: ChatBody, context: ServerContext) -> ChatRequest:
     """The engine's requests for `body`, and their use of tools.
 
     Raises:
@@ -100,7 +98,7 @@ def to_requests(body: ChatBody, context: ServerContext) -> AskedChat:
         cache_salt=body.cache_salt,
         priority=body.priority or 0,
     )
-    return AskedChat(body, tools, expand_samples([request], rooms))
+    return ChatRequest(body, tools, expand_samples([request], rooms))
 
 
 class ChatAnswers(Answers):
@@ -108,11 +106,11 @@ class ChatAnswers(Answers):
 
     id_prefix, kind, chunk_kind = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
-    def __init__(self, asked: AskedChat, context: ServerContext) -> None:
-        body, request = asked.body, asked.samples[0]
+    def __init__(self, chat: ChatRequest, context: ServerContext) -> None:
+        body, request = chat.body, chat.samples[0]
         super().__init__(body, context)
-        self._shower = TokenShower(context.manager.tokenizer) if body.logprobs else None
-        self._tools = asked.tools
+        self._formatter = TokenFormatter(context.manager.tokenizer) if body.logprobs else None
+        self._tools = chat.tools
         # A grammar that applies from the first token leaves no room for reasoning.
         constraint = request.sampling_params.constraint
         # A structural tag allows free text, and with it reasoning.
@@ -170,7 +168,9 @@ class ChatAnswers(Answers):
         yield self._chunk(state, choice({}, None) | _end_of(state, output), ended=True)
 
     async def _logprobs(self, state: RequestState, first: int) -> dict[str, Any] | None:
-        return None if self._shower is None else await chat_logprobs(state, first, self._shower)
+        return (
+            None if self._formatter is None else await chat_logprobs(state, first, self._formatter)
+        )
 
 
 def _end_of(state: RequestState, output: ChatOutput) -> dict[str, Any]:

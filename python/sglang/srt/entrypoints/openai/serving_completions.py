@@ -15,7 +15,7 @@ from sglang.srt.entrypoints.http.server_context import ServerContext, context_of
 from sglang.srt.entrypoints.openai.answers import Answers, finish_reason, matched_stop, respond
 from sglang.srt.entrypoints.openai.convert import check_common, sampling_params
 from sglang.srt.entrypoints.openai.protocol import CompletionBody
-from sglang.srt.entrypoints.openai.token_logprobs import CompletionLogprobs, TokenShower
+from sglang.srt.entrypoints.openai.token_logprobs import CompletionLogprobs, TokenFormatter
 from sglang.srt.managers.messages.io_struct import Bootstrap
 from sglang.srt.managers.tokenizer.generate_request import GenerateRequest, new_rid, prompt_ids
 from sglang.srt.managers.tokenizer.request_state import OutputCursor, RequestState
@@ -129,15 +129,15 @@ class CompletionAnswers(Answers):
         self._requests = requests
         self._echoes = bool(body.echo)
         self._tokenizer = context.manager.tokenizer
-        self._shower = TokenShower(self._tokenizer) if body.logprobs is not None else None
+        self._formatter = TokenFormatter(self._tokenizer) if body.logprobs is not None else None
 
     async def _choice(self, index: int, state: RequestState) -> dict[str, Any]:
         echo = self._echo(index)
-        told = self._logprobs(index, state, echo)
+        writer = self._logprobs(index, state, echo)
         return {
             "index": index,
             "text": (echo or "") + state.text,
-            "logprobs": None if told is None else await told.fresh(),
+            "logprobs": None if writer is None else await writer.fresh(),
             "finish_reason": finish_reason(state),
             "matched_stop": matched_stop(state),
         }
@@ -147,13 +147,13 @@ class CompletionAnswers(Answers):
     ) -> AsyncGenerator[dict[str, Any], None]:
         cursor = OutputCursor(state)
         echo = self._echo(index)
-        told = self._logprobs(index, state, echo)
+        writer = self._logprobs(index, state, echo)
         has_ended = False
         while not has_ended:
             has_ended = await state.grown()
             text, echo = (echo or "") + cursor.advance(), None
-            logprobs = None if told is None else await told.fresh()
-            if not (text or has_ended or told is not None):
+            logprobs = None if writer is None else await writer.fresh()
+            if not (text or has_ended or writer is not None):
                 continue
             choice: dict[str, Any] = {"index": index, "text": text, "logprobs": logprobs}
             choice["finish_reason"] = finish_reason(state) if has_ended else None
@@ -176,9 +176,9 @@ class CompletionAnswers(Answers):
     def _logprobs(
         self, index: int, state: RequestState, echo: str | None
     ) -> CompletionLogprobs | None:
-        if self._shower is None:
+        if self._formatter is None:
             return None
         params = self._requests[index].sampling_params
         return CompletionLogprobs(
-            state, self._shower, skip_special_tokens=params.skip_special_tokens, echo=echo
+            state, self._formatter, skip_special_tokens=params.skip_special_tokens, echo=echo
         )

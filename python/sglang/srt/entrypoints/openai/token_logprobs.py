@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-class TokenShower:
+class TokenFormatter:
     """Shows single tokens as text and as bytes, and makes the decoders of whole texts."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -51,23 +51,25 @@ class TokenShower:
         return shown
 
 
-async def chat_logprobs(state: RequestState, first: int, shower: TokenShower) -> dict[str, Any]:
+async def chat_logprobs(
+    state: RequestState, first: int, formatter: TokenFormatter
+) -> dict[str, Any]:
     """`logprobs` of a chat choice, for the tokens from index `first` on."""
     content = []
     slices = Slices()
     for index in range(first, len(state.output_logprobs)):
         top = state.output_top_logprobs[index : index + 1]
-        entry = _chat_entry(state.output_ids[index], state.output_logprobs[index], shower)
+        entry = _chat_entry(state.output_ids[index], state.output_logprobs[index], formatter)
         entry["top_logprobs"] = [
-            _chat_entry(token_id, value, shower) for value, token_id in (top[0] if top else ())
+            _chat_entry(token_id, value, formatter) for value, token_id in (top[0] if top else ())
         ]
         content.append(entry)
-        await slices.did(1 + len(entry["top_logprobs"]))
+        await slices.count(1 + len(entry["top_logprobs"]))
     return {"content": content, "refusal": None}
 
 
 class CompletionLogprobs:
-    """`logprobs` of one completion's choice, told in parts as the output grows.
+    """`logprobs` of one completion's choice, sent in parts as the output grows.
 
     `text_offset` counts characters of the answer's text. If a character is split over tokens, all
     of them have the offset at which it begins. Bytes that never become a character count with the
@@ -78,35 +80,35 @@ class CompletionLogprobs:
     def __init__(
         self,
         state: RequestState,
-        shower: TokenShower,
+        formatter: TokenFormatter,
         *,
         skip_special_tokens: bool,
         echo: str | None,
     ) -> None:
-        """Tell of the choice of `state`.
+        """Describe the choice of `state`.
 
         Args:
             skip_special_tokens: The request's.
             echo: The prompt's text, which the answer begins with; None: there is no echo, and the
-                prompt's tokens are not told.
+                prompt's tokens are left out.
         """
         self._state = state
-        self._shower = shower
-        self._decoder = shower.new_decoder(skip_special_tokens)
+        self._formatter = formatter
+        self._decoder = formatter.new_decoder(skip_special_tokens)
         self._echo = echo
         self._chars = len(echo or "")
         """Characters of the answer before the next token."""
-        self._told = 0
-        """Tokens of the output that were told."""
+        self._num_sent = 0
+        """Tokens of the output that were sent."""
         self._slices = Slices()
 
     async def fresh(self) -> dict[str, Any]:
         """The logprobs of the tokens since the last call, the prompt's in front in the first."""
         state = self._state
-        first, self._told = self._told, len(state.output_logprobs)
-        ids = state.output_ids[first : self._told]
-        values: list[float | None] = [*state.output_logprobs[first : self._told]]
-        rows: list[TopLogprobs | None] = [*state.output_top_logprobs[first : self._told]]
+        first, self._num_sent = self._num_sent, len(state.output_logprobs)
+        ids = state.output_ids[first : self._num_sent]
+        values: list[float | None] = [*state.output_logprobs[first : self._num_sent]]
+        rows: list[TopLogprobs | None] = [*state.output_top_logprobs[first : self._num_sent]]
         rows += [None] * (len(ids) - len(rows))
         offsets: list[int] = []
         if self._echo is not None:
@@ -121,15 +123,15 @@ class CompletionLogprobs:
         for token_id in ids[len(offsets) :]:
             offsets.append(self._chars)
             self._chars += len(self._decoder.feed([token_id]))
-            await self._slices.did(1)
-        shower = self._shower
+            await self._slices.count(1)
+        formatter = self._formatter
         tokens: list[str] = []
         shown_rows: list[dict[str, float] | None] = []
         for token_id, row in zip(ids, rows, strict=True):
-            tokens.append(shower.text(token_id))
-            shown = None if row is None else {shower.text(token): value for value, token in row}
+            tokens.append(formatter.text(token_id))
+            shown = None if row is None else {formatter.text(token): value for value, token in row}
             shown_rows.append(shown)
-            await self._slices.did(1 + len(row or ()))
+            await self._slices.count(1 + len(row or ()))
         return {
             "tokens": tokens,
             "token_logprobs": values,
@@ -140,16 +142,16 @@ class CompletionLogprobs:
     async def _offsets_in_echo(self, prompt_ids: list[int], echo: str) -> list[int]:
         """Offsets of the prompt's tokens. Tokens that the tokenizer added before the client's text
         are not in `echo`; their offset is 0."""
-        decoder = self._shower.new_decoder(False)
+        decoder = self._formatter.new_decoder(False)
         starts, chars = [], 0
         for token_id in prompt_ids:
             starts.append(chars)
             chars += len(decoder.feed([token_id]))
-            await self._slices.did(1)
+            await self._slices.count(1)
         added = max(chars + len(decoder.finish()) - len(echo), 0)
         return [min(max(start - added, 0), len(echo)) for start in starts]
 
 
-def _chat_entry(token_id: int, logprob: float, shower: TokenShower) -> dict[str, Any]:
-    raw = shower.raw(token_id)
+def _chat_entry(token_id: int, logprob: float, formatter: TokenFormatter) -> dict[str, Any]:
+    raw = formatter.raw(token_id)
     return {"token": raw.decode(errors="replace"), "bytes": list(raw), "logprob": logprob}

@@ -32,7 +32,7 @@ from sglang.srt.utils.bad_messages import MALFORMED, BadMessages
 from sglang.srt.utils.hf_tokenizer import get_tokenizer
 from sglang.srt.utils.logging_utils import configure_logger
 from sglang.srt.utils.portable_tokenizer import PortableTokenizer, TokenizerData
-from sglang.srt.utils.process import leave_signals_to_parent, settle_heap, start_parent_watch
+from sglang.srt.utils.process import freeze_heap, leave_signals_to_parent, start_parent_watch
 
 if TYPE_CHECKING:
     from sglang.srt.server_args import ServerArgs
@@ -146,7 +146,7 @@ def run_detokenizer_process(
         raise SystemExit(1) from None
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     source, sink = open_sockets(context, ipc)
-    settle_heap()
+    freeze_heap()
     send_ready(ready_pipe, {})
     try:
         serve(detokenizer, source, sink)

@@ -73,7 +73,7 @@ class ControlHandler:
             FlushCacheReqInput: self._flush,
             GetInternalStateReq: self._internal_state,
             GetMetricsReq: self._metrics,
-            GetWeightSeedReq: self._tell_seed,
+            GetWeightSeedReq: self._describe_seed,
             AttachHiCacheStorageReqInput: self._attach,
             DetachHiCacheStorageReqInput: lambda message: self._begin_change(
                 message.req_id, StorageAdministration.begin_detaching
@@ -183,7 +183,7 @@ class ControlHandler:
         )
         self._answer(message.req_id, True, data={"text": text})
 
-    def _tell_seed(self, message: GetWeightSeedReq) -> None:
+    def _describe_seed(self, message: GetWeightSeedReq) -> None:
         if self._weight_seed is None:
             self._answer(message.req_id, False, _NO_SEED)
             return

@@ -84,7 +84,7 @@ class InputHandler:
             # the id.
             logger.error("dropped a request: rid %s is in use", message.rid)
             return
-        refusal = self._why_not(message)
+        refusal = self._refusal_of(message)
         if refusal is not None:
             self._refuse(message, refusal)
             return
@@ -114,7 +114,7 @@ class InputHandler:
         self._outputs.refuse(output)
         self._state.counters.aborted += 1
 
-    def _why_not(self, message: TokenizedGenerateReqInput) -> FinishReason | None:
+    def _refusal_of(self, message: TokenizedGenerateReqInput) -> FinishReason | None:
         """Reason why a request cannot be accepted, or None."""
         limits = self._state.limits
         num_input = len(message.input_ids)

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from sglang.srt.managers.scheduler.batch import PrefillWork
     from sglang.srt.managers.scheduler.requests.req import Req
 
-_OF_THE_CPU: Final = "can't allocate memory"
+_NO_CPU_MEMORY: Final = "can't allocate memory"
 """Part of the message of the RuntimeError that torch raises if the CPU's memory is short."""
 
 
@@ -91,12 +91,12 @@ class StepOutOfMemory(RuntimeError):
 
 
 @contextmanager
-def naming_the_remedy() -> Iterator[None]:
+def explaining_out_of_memory() -> Iterator[None]:
     """Context for work on the device: turns a shortage of its memory into `StepOutOfMemory`."""
     try:
         yield
     except RuntimeError as error:
-        if not isinstance(error, torch.OutOfMemoryError) and _OF_THE_CPU not in str(error):
+        if not isinstance(error, torch.OutOfMemoryError) and _NO_CPU_MEMORY not in str(error):
             raise
         first_line = str(error).partition("\n")[0]
         raise StepOutOfMemory(

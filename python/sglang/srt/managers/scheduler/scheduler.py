@@ -23,7 +23,11 @@ from sglang.srt.managers.messages.io_struct import (
 )
 from sglang.srt.managers.messages.tick import Tick, decode_tick, encode_tick
 from sglang.srt.managers.scheduler.batch import ModelWorkerBatch, make_prefill_batch
-from sglang.srt.managers.scheduler.launched_step import LaunchedStep, StepResult, naming_the_remedy
+from sglang.srt.managers.scheduler.launched_step import (
+    LaunchedStep,
+    StepResult,
+    explaining_out_of_memory,
+)
 from sglang.srt.managers.scheduler.parts import SchedulerParts
 from sglang.srt.managers.scheduler.state import SchedulerState
 from sglang.srt.utils.logging_utils import RateLimitedLogger
@@ -199,7 +203,7 @@ class Scheduler:
             self._process(step)
 
     def _process(self, step: LaunchedStep) -> None:
-        with naming_the_remedy():
+        with explaining_out_of_memory():
             self._parts.results.process(step)
         now = time.monotonic()
         if step.is_prefill:
@@ -231,7 +235,7 @@ class Scheduler:
         if before is not None and before.mostly_done is not None:
             # Otherwise a launch blocks when the driver's queue is full, while it holds the
             # interpreter's lock, and the threads of L3 stand still during long prefills.
-            with naming_the_remedy():
+            with explaining_out_of_memory():
                 before.mostly_done.synchronize()
         scheduled = self._parts.prefill.schedule()
         if scheduled is None:
@@ -266,7 +270,7 @@ class Scheduler:
 
     def _forward(self, batch: ModelWorkerBatch) -> tuple[StepResult, torch.Tensor]:
         """Launch a forward; return its result, and its tokens, int64 `[bs]` on the device."""
-        with naming_the_remedy():
+        with explaining_out_of_memory():
             output, token_ids = self._parts.worker.forward_batch_generation(batch)
             return StepResult(output, token_ids), token_ids
 

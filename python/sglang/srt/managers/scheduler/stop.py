@@ -54,11 +54,11 @@ class StopChecker:
             return [self._check(req) for req in reqs]
         if self._group.rank == 0:
             reasons = [self._check(req) for req in reqs]
-            told = [reason for req, reason in zip(reqs, reasons, strict=True) if _is_timed(req)]
-            self._group.broadcast(_encoder.encode(told))
+            sent = [reason for req, reason in zip(reqs, reasons, strict=True) if _is_timed(req)]
+            self._group.broadcast(_encoder.encode(sent))
             return reasons
-        heard = iter(_decoder.decode(self._group.broadcast(None)))
-        return [next(heard) if _is_timed(req) else self._check(req) for req in reqs]
+        received = iter(_decoder.decode(self._group.broadcast(None)))
+        return [next(received) if _is_timed(req) else self._check(req) for req in reqs]
 
     def _check(self, req: Req) -> FinishReason | None:
         spec, progress = req.spec, req.progress

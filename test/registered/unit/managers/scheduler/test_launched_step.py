@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from rigs.schedulers.scheduler_rig import SchedulerRig, prompt
-from sglang.srt.managers.scheduler.launched_step import StepOutOfMemory, naming_the_remedy
+from sglang.srt.managers.scheduler.launched_step import StepOutOfMemory, explaining_out_of_memory
 from sglang.test.ci.ci_register import register_cpu_ci
+from rigs.schedulers.scheduler_rig import SchedulerRig, prompt
 
 register_cpu_ci(est_time=4, suite="base-a-test-cpu")
 
@@ -19,13 +19,13 @@ _REMEDY = "lower --mem-fraction-static, --max-prefill-tokens or --chunked-prefil
 
 def test_a_shortage_on_the_cpu_names_the_settings() -> None:
     message = f"{_REMEDY}.*tried to allocate \\d+ bytes"
-    with pytest.raises(StepOutOfMemory, match=message), naming_the_remedy():
+    with pytest.raises(StepOutOfMemory, match=message), explaining_out_of_memory():
         torch.empty(1 << 60, dtype=torch.uint8)
 
 
 def test_other_errors_pass_as_they_are() -> None:
     error = RuntimeError("shapes differ")
-    with pytest.raises(RuntimeError, match="shapes differ") as raised, naming_the_remedy():
+    with pytest.raises(RuntimeError, match="shapes differ") as raised, explaining_out_of_memory():
         raise error
     assert raised.value is error
 

@@ -35,7 +35,7 @@ class OtherRanks:
         self._rendezvous = rendezvous
         self._watch: RankWatch | None = None
 
-    def whose(self) -> str:
+    def prefix(self) -> str:
         """Prefix of this process's error messages: the rank, if there are several."""
         return "" if self._rendezvous is None else f"rank {self._rendezvous.rank}: "
 
@@ -45,13 +45,13 @@ class OtherRanks:
         if meeting is not None:
             self._watch = RankWatch(make_store(meeting), meeting.rank, meeting.size, end_process)
 
-    def leave_with(self, group: RankGroup) -> None:
+    def leave(self, group: RankGroup) -> None:
         """Wait in an orderly shutdown until every rank has left its loop. A collective."""
         if self._watch is not None:
             self._watch.close()
         group.reduce_min(torch.zeros(1, dtype=torch.int64))
 
-    def end_without(self, error: RankLost) -> NoReturn:
+    def end_after_loss(self, error: RankLost) -> NoReturn:
         """End this process after a failed collective; the log names the rank that is gone."""
         logger.critical("%s", error)
         if self._watch is not None:

@@ -23,7 +23,7 @@ from sglang.srt.managers.scheduler.watchdog import TickWatchdog
 from sglang.srt.mem_cache.hicache_storage import StorageUnavailable
 from sglang.srt.utils.listeners import log_exposed_ports
 from sglang.srt.utils.logging_utils import configure_logger
-from sglang.srt.utils.process import leave_signals_to_parent, settle_heap, start_parent_watch
+from sglang.srt.utils.process import freeze_heap, leave_signals_to_parent, start_parent_watch
 
 if TYPE_CHECKING:
     from sglang.srt.distributed.rendezvous import Rendezvous
@@ -67,29 +67,29 @@ def run_scheduler_process(
     try:
         built = build_scheduler(server_args, rendezvous, watchdog, others.watch)
     except (ValueError, StorageUnavailable) as error:
-        send_error(ready_pipe, f"{others.whose()}{error}")
+        send_error(ready_pipe, f"{others.prefix()}{error}")
         raise SystemExit(1) from None
     except RankLost as error:
-        others.end_without(error)
+        others.end_after_loss(error)
     except Exception as error:
         logger.critical("the scheduler cannot start", exc_info=True)
         what = f"the scheduler cannot start: {type(error).__name__}: {error}"
-        send_error(ready_pipe, f"{others.whose()}{what}")
+        send_error(ready_pipe, f"{others.prefix()}{what}")
         raise SystemExit(1) from None
     for line in built.tiers:
         logger.info("%s", line)
     log_exposed_ports(logger, "Mooncake")
     channel = ZmqChannel(ipc) if rank == 0 else None
-    settle_heap()
+    freeze_heap()
     send_ready(ready_pipe, built.ready_details())
     try:
         if channel is None:
             built.scheduler.run_beside()
         else:
             built.scheduler.run(channel)
-        others.leave_with(built.group)
+        others.leave(built.group)
     except RankLost as error:
-        others.end_without(error)
+        others.end_after_loss(error)
     except Exception:
         logger.critical("scheduler rank %d failed", rank, exc_info=True)
         logging.shutdown()

@@ -15,7 +15,7 @@ from sglang.srt.model_loader.weights_identity import config_digest
 if TYPE_CHECKING:
     from sglang.srt.server_args import ServerArgs
 
-_OF_A_MACHINE: Final = frozenset(
+_MACHINE_FIELDS: Final = frozenset(
     {"model_path", "tokenizer_path", "chat_template", "host", "port", "api_key", "api_key_file",
      "admin_api_key", "admin_api_key_file", "log_level", "log_requests", "enable_metrics",
      "node_rank", "dist_init_addr", "base_gpu_id", "mem_fraction_static"}
@@ -61,7 +61,7 @@ def _settings(server_args: ServerArgs) -> dict[str, tuple[str, str]]:
     assert server_args.model_path is not None, "resolved"
     settings = {_CONFIG: _entry(config_digest(server_args.model_path))}
     for field, value in sorted(server_args.to_public_dict().items()):
-        if field in _OF_A_MACHINE:
+        if field in _MACHINE_FIELDS:
             continue
         if flag_name(field) == FLAG:
             settings |= _of_extra_config(server_args)
