@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
+from rigs.schedulers.scheduler_rig import SchedulerRig, prompt
 from sglang.srt.managers.scheduler.launched_step import StepOutOfMemory, explaining_out_of_memory
 from sglang.test.ci.ci_register import register_cpu_ci
-from rigs.schedulers.scheduler_rig import SchedulerRig, prompt
 
 register_cpu_ci(est_time=4, suite="base-a-test-cpu")
 
