@@ -5,13 +5,12 @@ from __future__ import annotations
 import importlib
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from sglang.srt.environ import envs
 from sglang.srt.mem_cache.device.state_spec import PoolName
 from sglang.srt.mem_cache.storage.base import HiCacheStorage
-from sglang.srt.mem_cache.storage.class_lookup import dynamic_class
+from sglang.srt.mem_cache.storage.class_lookup import ClassPath, dynamic_class
 from sglang.srt.mem_cache.storage.types import (
     HiCacheStorageConfig,
     StoragePool,
@@ -26,25 +25,15 @@ DYNAMIC = "dynamic"
 _FILE = "file"
 
 
-@dataclass(frozen=True, slots=True)
-class _Registered:
-    module_path: str
-    class_name: str
-
-    @property
-    def where(self) -> str:
-        return f"{self.module_path}.{self.class_name}"
-
-
 class StorageBackendFactory:
     """Creates backends; imports their modules on demand.
 
     The registry is the only module state here. Programs add to it before they start an engine.
     """
 
-    _registry: ClassVar[dict[str, _Registered]] = {
-        _FILE: _Registered("sglang.srt.mem_cache.storage.file_store", "HiCacheFile"),
-        "mooncake": _Registered(
+    _registry: ClassVar[dict[str, ClassPath]] = {
+        _FILE: ClassPath("sglang.srt.mem_cache.storage.file_store", "HiCacheFile"),
+        "mooncake": ClassPath(
             "sglang.srt.mem_cache.storage.mooncake_store.mooncake_store", "MooncakeStore"
         ),
     }
@@ -55,10 +44,10 @@ class StorageBackendFactory:
 
         Raises ValueError if another class has this name.
         """
-        entry = _Registered(module_path, class_name)
-        if name == DYNAMIC or cls._registry.get(name, entry) != entry:
+        path = ClassPath(module_path, class_name)
+        if name == DYNAMIC or cls._registry.get(name, path) != path:
             raise ValueError(f"storage backend name {name!r} is taken")
-        cls._registry[name] = entry
+        cls._registry[name] = path
 
     @classmethod
     def create_backend(
@@ -86,8 +75,17 @@ class StorageBackendFactory:
                 line.
             StorageUnavailable: The store does not answer, or does not take the memory of a pool.
         """
-        entry = cls._find(backend_name, storage_config)
-        backend_class = _load(backend_name, entry)
+        if backend_name == DYNAMIC:
+            path = dynamic_class(storage_config.extra_config or {})
+        elif backend_name in cls._registry:
+            path = cls._registry[backend_name]
+        else:
+            known = [*cls._registry, DYNAMIC]
+            raise ValueError(
+                f"--hicache-storage-backend {backend_name!r}: use one of: {', '.join(known)}"
+                f"{did_you_mean(backend_name, known)}"
+            )
+        backend_class = _load(backend_name, path)
         if backend_name == _FILE:
             root = envs.SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR.get()
             args: tuple[Any, ...] = (storage_config, root)
@@ -102,21 +100,8 @@ class StorageBackendFactory:
         except (ValueError, StorageUnavailable):
             raise
         except (Exception, SystemExit) as error:
-            raise _failure(backend_name, entry, "cannot make", error) from error
+            raise _failure(backend_name, path, "cannot make", error) from error
         return backend
-
-    @classmethod
-    def _find(cls, name: str, config: HiCacheStorageConfig) -> _Registered:
-        if name != DYNAMIC:
-            entry = cls._registry.get(name)
-            if entry is None:
-                known = [*cls._registry, DYNAMIC]
-                raise ValueError(
-                    f"--hicache-storage-backend {name!r}: use one of: {', '.join(known)}"
-                    f"{did_you_mean(name, known)}"
-                )
-            return entry
-        return _Registered(*dynamic_class(config.extra_config or {}))
 
 
 def _register(backend: HiCacheStorage, pools: Mapping[str, StoragePool]) -> None:
@@ -149,19 +134,19 @@ def _not_registered(name: str, pool: StoragePool, error: Exception) -> Exception
     return ValueError(text) if known else RuntimeError(text)
 
 
-def _load(name: str, entry: _Registered) -> Any:
+def _load(name: str, path: ClassPath) -> Any:
     try:
-        found = getattr(importlib.import_module(entry.module_path), entry.class_name)
+        found = getattr(importlib.import_module(path.module_path), path.class_name)
     except (Exception, SystemExit) as error:
         # Importing runs the code of the module, which may raise anything.
-        raise _failure(name, entry, "cannot load", error) from error
+        raise _failure(name, path, "cannot load", error) from error
     if not (isinstance(found, type) and issubclass(found, HiCacheStorage)):
-        raise ValueError(f"--hicache-storage-backend {name}: {entry.where} is not a HiCacheStorage")
+        raise ValueError(f"--hicache-storage-backend {name}: {path} is not a HiCacheStorage")
     return found
 
 
-def _failure(name: str, entry: _Registered, verb: str, error: BaseException) -> ValueError:
+def _failure(name: str, path: ClassPath, verb: str, error: BaseException) -> ValueError:
     """The error to raise for a failure of third-party code; logs the traceback."""
-    logger.warning("--hicache-storage-backend %s: %s %s", name, verb, entry.where, exc_info=error)
+    logger.warning("--hicache-storage-backend %s: %s %s", name, verb, path, exc_info=error)
     cause = " ".join(f"{type(error).__name__}: {error}".split())
-    return ValueError(f"--hicache-storage-backend {name}: {verb} {entry.where}: {cause}")
+    return ValueError(f"--hicache-storage-backend {name}: {verb} {path}: {cause}")

@@ -23,6 +23,9 @@ class ClassPath(NamedTuple):
     module_path: str
     class_name: str
 
+    def __str__(self) -> str:
+        return ".".join(self)
+
 
 def dynamic_class(extra_config: Mapping[str, Any]) -> ClassPath:
     """The class that the extra config of a `dynamic` backend names.
@@ -47,10 +50,7 @@ def check_findable(path: ClassPath) -> None:
     """
     cause = _find_problem(path)
     if cause is not None:
-        raise ValueError(
-            f"--hicache-storage-backend dynamic: cannot load {path.module_path}."
-            f"{path.class_name}: {cause}"
-        )
+        raise ValueError(f"--hicache-storage-backend dynamic: cannot load {path}: {cause}")
 
 
 def _find_problem(path: ClassPath) -> str | None:
