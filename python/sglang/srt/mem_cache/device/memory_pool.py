@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, Self
 
 import torch
 
@@ -19,7 +19,7 @@ from sglang.srt.mem_cache.device.base_device_pool import (
     held_layers,
     refuse_memory_saver,
 )
-from sglang.srt.mem_cache.device.state_spec import KVSpec, RankShare
+from sglang.srt.mem_cache.device.state_spec import KVSpec, RankShare, StateSpec
 
 if TYPE_CHECKING:
     from sglang.srt.mem_cache.device.state_pool import StatePool
@@ -126,6 +126,19 @@ class KVCache(PagedDevicePool):
     Layer ids are those of the model; the spec has the layers of this pool.
     """
 
+    @classmethod
+    def from_spec(
+        cls, spec: StateSpec, size: int, page_size: int, device: torch.device | str
+    ) -> Self:
+        """The pool of `spec`; sizes as in `PagedDevicePool`."""
+        pool = cls.__new__(cls)
+        pool._set_up(spec, size, page_size, device)
+        return pool
+
+    @abstractmethod
+    def _set_up(self, spec: Any, size: int, page_size: int, device: torch.device | str) -> None:
+        """Make the buffers of `spec`, whose class is this pool's."""
+
     @abstractmethod
     def get_key_buffer(self, layer_id: int) -> torch.Tensor:
         """Keys of a layer. Waits for a load that fills the layer."""
@@ -199,32 +212,15 @@ class MHATokenToKVPool(KVCache):
         """
         refuse_memory_saver(enable_memory_saver)
         held = held_layers(layer_num, start_layer, end_layer, layers)
-        kv = KVSpec.of_heads(held, head_num, head_dim, dtype, v_head_dim=v_head_dim, share=share)
-        super().__init__(kv, size, page_size, device)
-        self.head_num = kv.head_num
-        self.head_dim = kv.head_dim
-        self.v_head_dim = kv.v_head_dim
-        self.k_buffer, self.v_buffer = self.parts
+        spec = KVSpec.of_heads(held, head_num, head_dim, dtype, v_head_dim=v_head_dim, share=share)
+        self._set_up(spec, size, page_size, device)
 
-    @classmethod
-    def from_spec(
-        cls, spec: KVSpec, size: int, page_size: int, device: torch.device | str
-    ) -> MHATokenToKVPool:
-        """The pool of `spec`; sizes as in `KVCache`."""
-        pool = cls(
-            size,
-            page_size,
-            spec.dtype,
-            spec.head_num,
-            spec.head_dim,
-            len(spec.layers),
-            device,
-            v_head_dim=spec.v_head_dim,
-            layers=spec.layers,
-            share=spec.share,
-        )
-        assert pool.spec == spec, f"{cls.__name__} cannot hold {spec}"
-        return pool
+    def _set_up(self, spec: KVSpec, size: int, page_size: int, device: torch.device | str) -> None:
+        PagedDevicePool.__init__(self, spec, size, page_size, device)
+        self.head_num = spec.head_num
+        self.head_dim = spec.head_dim
+        self.v_head_dim = spec.v_head_dim
+        self.k_buffer, self.v_buffer = self.parts
 
     def get_key_buffer(self, layer_id: int) -> torch.Tensor:
         return self._as_dtype(self.k_buffer[self.wait_for_layer(layer_id)])

@@ -14,6 +14,7 @@ import torch
 from sglang.srt.mem_cache.device.base_device_pool import (
     FP8_DTYPES,
     HasLayerId,
+    PagedDevicePool,
     held_layers,
     refuse_memory_saver,
 )
@@ -129,30 +130,15 @@ class MLATokenToKVPool(KVCache):
         )
         held = held_layers(layer_num, start_layer, end_layer, layers)
         spec = MLASpec.of(held, kv_lora_rank, qk_rope_head_dim, dtype)
-        super().__init__(spec, size, page_size, device)
-        self.kv_lora_rank = kv_lora_rank
-        self.qk_rope_head_dim = qk_rope_head_dim
+        self._set_up(spec, size, page_size, device)
+
+    def _set_up(self, spec: MLASpec, size: int, page_size: int, device: torch.device | str) -> None:
+        PagedDevicePool.__init__(self, spec, size, page_size, device)
+        self.kv_lora_rank = spec.kv_lora_rank
+        self.qk_rope_head_dim = spec.qk_rope_head_dim
         self.kv_cache_dim = spec.row_dim
         """Elements of a row."""
         (self.kv_buffer,) = self.parts
-
-    @classmethod
-    def from_spec(
-        cls, spec: MLASpec, size: int, page_size: int, device: torch.device | str
-    ) -> MLATokenToKVPool:
-        """The pool of `spec`; sizes as in `KVCache`."""
-        pool = cls(
-            size,
-            page_size,
-            spec.dtype,
-            spec.kv_lora_rank,
-            spec.qk_rope_head_dim,
-            len(spec.layers),
-            device,
-            layers=spec.layers,
-        )
-        assert pool.spec == spec, f"{cls.__name__} cannot hold {spec}"
-        return pool
 
     def get_key_buffer(self, layer_id: int) -> torch.Tensor:
         """Whole rows of a layer. Waits for a load that fills the layer."""

@@ -8,7 +8,12 @@ from typing import NoReturn
 
 import torch
 
-from sglang.srt.mem_cache.device.base_device_pool import BaseDevicePool, HasLayerId
+from sglang.srt.mem_cache.device.base_device_pool import (
+    BaseDevicePool,
+    HasLayerId,
+    held_layers,
+    refuse_memory_saver,
+)
 from sglang.srt.mem_cache.device.indexer_pool import IndexerSpec, NSAIndexerPool
 from sglang.srt.mem_cache.device.mla_pool import MLASpec, MLATokenToKVPool, check_row_dim
 
@@ -82,34 +87,16 @@ class NSATokenToKVPool(MLATokenToKVPool):
                 f"index_buf_size={index_buf_size}: keys have the slots of the rows, {size}; leave "
                 "it out"
             )
-        super().__init__(
-            size, page_size, dtype, kv_lora_rank, qk_rope_head_dim, layer_num, device,
-            enable_memory_saver, start_layer=start_layer, end_layer=end_layer, layers=layers,
-        )  # fmt: skip
-        assert isinstance(self.spec, MLASpec)
-        spec = self.spec = NSASpec.beside(self.spec, index_head_dim, index_dtype or dtype)
-        self.index_pool = NSAIndexerPool(spec.indexer, size, page_size, device)
+        refuse_memory_saver(enable_memory_saver)
+        held = held_layers(layer_num, start_layer, end_layer, layers)
+        rows = MLASpec.of(held, kv_lora_rank, qk_rope_head_dim, dtype)
+        spec = NSASpec.beside(rows, index_head_dim, index_dtype or dtype)
+        self._set_up(spec, size, page_size, device)
 
-    @classmethod
-    def from_spec(
-        cls, spec: MLASpec, size: int, page_size: int, device: torch.device | str
-    ) -> NSATokenToKVPool:
-        """The pool of `spec`, an `NSASpec`; sizes as in `KVCache`."""
-        assert isinstance(spec, NSASpec), f"{cls.__name__} cannot hold {spec}"
-        pool = cls(
-            size,
-            page_size,
-            spec.kv_lora_rank,
-            spec.dtype,
-            spec.qk_rope_head_dim,
-            len(spec.layers),
-            device,
-            spec.indexer.index_head_dim,
-            layers=spec.layers,
-            index_dtype=spec.indexer.dtype,
-        )
-        assert pool.spec == spec, f"{cls.__name__} cannot hold {spec}"
-        return pool
+    def _set_up(self, spec: MLASpec, size: int, page_size: int, device: torch.device | str) -> None:
+        assert isinstance(spec, NSASpec), f"{type(self).__name__} cannot hold {spec}"
+        super()._set_up(spec, size, page_size, device)
+        self.index_pool = NSAIndexerPool(spec.indexer, size, page_size, device)
 
     @property
     def auxiliary_pools(self) -> tuple[BaseDevicePool, ...]:
