@@ -140,7 +140,7 @@ def runs_from_pool(
     """Copies of whole pages from the device pool to the host: one for each part, layer and page.
 
     Args:
-        parts: Both sides have a page of a layer in one run.
+        parts: Parts with a page of a layer in one run on both sides.
         page_size: Tokens.
         host_pages: int64 `[n]`; `device_pages` likewise.
     """
@@ -191,10 +191,10 @@ def grids_from_pool(
     host_pages: npt.NDArray[np.int64],
     device_pages: npt.NDArray[np.int64],
 ) -> list[CopyGrids]:
-    """As `runs_from_pool`, but one copy for all layers of a page. One list for each part.
+    """Like `runs_from_pool`, with one copy for all layers of a page. Returns grids for each part.
 
     Args:
-        parts: Each has grids (`have_grids`).
+        parts: Parts with grids (`have_grids`).
     """
     grids = []
     for part in parts:

@@ -1,10 +1,10 @@
 """Copies of whole pages between a device pool on CUDA and page-locked host memory.
 
-Three ways: copy engines through a device buffer (staged_copy.py); copy engines straight from the
-pool, for backups of long pages whose device slots the CPU knows; and one Triton kernel that reads
-or writes host memory itself, a launch a layer to load, one launch for all layers to back up.
-`EngineUse.of` and `prefers_cpu_slots` choose. All issue in order with the current stream and return
-without waiting for the device. None loops over pages.
+There are three ways: copy engines through a device buffer (staged_copy.py); copy engines straight
+from the pool, for backups of long pages whose device slots the CPU knows; and a Triton kernel that
+reads or writes host memory itself, with a launch for each layer of a load, and one launch for a
+backup. `EngineUse.of` and `prefers_cpu_slots` choose. All ways issue in order with the current
+stream and return without waiting for the device. None loops over pages.
 
 Runs where copies are issued: on CUDA on the scheduler's thread, inside a `CopyStream`.
 """
@@ -47,7 +47,7 @@ _BACKENDS: Final = (IoBackend.KERNEL.value, IoBackend.DIRECT.value)
 
 @dataclass(frozen=True, slots=True)
 class EngineUse:
-    """True if copy engines do each direction."""
+    """Directions that copy engines take; the kernel takes the other ones."""
 
     load: bool
     backup: bool
@@ -56,16 +56,16 @@ class EngineUse:
 
     @classmethod
     def of(cls, parts: Sequence[PartRows], page_size: int, io_backend: str) -> EngineUse:
-        """Choose what is fastest; with `direct` copy engines move pages that are runs, even short
+        """Choose the fastest way. With `direct`, copy engines move pages that are runs, even short
         ones.
 
-        Layers that are not parts of a page (`layer_first`) are short runs: engines write them at
-        0.73 to 0.78 of the link, the kernel at 0.93, and read those of 128 KB at 0.93 to 0.96, the
-        kernel at 0.89. Token-major pages (`page_first`) would come with all of their layers at
-        once, so that the first one waits for the last: the kernel loads them. The first layer of a
-        load comes alone. Where its pages are short runs, the kernel loads it while the engines have
-        begun with the next ones: of indexer keys (16 KB) 32,768 tokens took 0.78 of the link
-        without that and 0.91 with it, of latent rows (72 KB) 0.96 and 0.97.
+        Layers that are not parts of a page (`layer_first`) are short runs. Engines write them at
+        0.73 to 0.78 of the link's speed, the kernel at 0.93; engines read runs of 128 KB at 0.93 to
+        0.96, the kernel at 0.89. The kernel loads token-major pages (`page_first`): engines would
+        load all layers at once, so the first layer would wait for the last. The first layer of a
+        load comes alone. If its pages are short runs, the kernel loads it while the engines begin
+        with the next layers. That raised 32,768 tokens of indexer keys (16 KB) from 0.78 to 0.91 of
+        the link's speed, and latent rows (72 KB) from 0.96 to 0.97.
         """
         layer_bytes = _layer_bytes(parts, page_size)
         first = parts[0]
@@ -215,10 +215,10 @@ class CudaPageCopier(PageCopier):
         """True if a backup needs no kernels when its device slots are on the CPU.
 
         Copy engines take such pages from the pool itself, a grid of runs for all layers of a page,
-        and beside them nothing runs slower. Where every prompt is backed up and none hits, kernels
-        that gather pages into a buffer took 1.2% of the throughput, and a copy for each layer,
-        36 times as many to issue, 0.5%. What counts is the mean length of the runs: a recurrent
-        state is 2 MB in a layer, and 48 KB of convolution beside it.
+        and slow down no other work. With every prompt backed up and no hits, kernels that gather
+        pages into a buffer cost 1.2% of the throughput. One copy for each layer, 36 times as many
+        to issue, cost 0.5%. The mean length of the runs decides: a recurrent state has 2 MB in
+        a layer, and 48 KB of convolution.
         """
         first = self.parts[0]
         return (

@@ -2,7 +2,7 @@
 
 Layouts whose pages are one run of host memory (`page_first_kv_split`, `page_first_direct`). Pages
 that are neighbours on the host cross together, with all their layers, through a buffer on the
-device. Indexed copies move them between that buffer and the layers of the pool. So a chunk of pages
+device. Indexed copies move them between that buffer and the layers of the pool. A chunk of pages
 costs an indexed copy for each layer and a transfer for each run, not one for each page and layer.
 
 Issued in order with the current stream. Host memory is not page-locked for NPUs, so that each

@@ -79,9 +79,9 @@ LONG_PAGE_BYTES: Final = 256 * KIB
 """Bytes of K (or V) of a page over all layers from which on copy engines are the faster way."""
 
 _LONG_PAGE_BYTES_BESIDE_STATES: Final = 192 * KIB
-"""The same for models that keep recurrent states as well, whose runs are long: the shortest pages
-that were measured. Where nothing hits, `layer_first` with the kernel took 2.3% of the throughput,
-copy engines nothing (benchmark/results/2026-11-23-gpu-hybrid.md)."""
+"""The same for models that also keep recurrent states, which have long runs: the length of the
+shortest pages measured. Without any hit, `layer_first` with the kernel cost 2.3% of the throughput,
+and copy engines nothing (benchmark/results/2026-11-23-gpu-hybrid.md)."""
 
 _Pair = tuple[IoBackend, HostLayout]
 _ENGINES: Final = (IoBackend.DIRECT, HostLayout.PAGE_FIRST_DIRECT)

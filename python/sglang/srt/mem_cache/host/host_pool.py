@@ -46,7 +46,7 @@ class HostKVCache(HostPageList, ABC, Generic[PoolT]):
         page_size: Tokens per page.
         layout: One of `HostLayout`.
         pin_memory: Page-lock the buffers where `device_pool`'s device gains from that.
-        device: Where the buffers are: `cpu`.
+        device: Device of the buffers: `cpu`.
         allocator_type: `default`, or `mooncake` for memory from Mooncake's own allocator.
         page_num: Pages; wins over ratio and size. A pool that shares the slots of another has as
             many as that.

@@ -1,10 +1,10 @@
 """Copies pages through a device buffer.
 
-The copy engine moves runs of host memory (`PageRuns`) to or from the buffer, in the order that
-host memory has; a kernel moves them between the buffer and the layers. So the CPU need not know
-device slots, runs are as long as host memory allows, and no kernel touches host memory: one that
-writes it fills queues that all multiprocessors share, and slowed down a matrix product beside it by
-half, and one that reads it gets 0.91 of the link. See benchmark/results.
+The copy engine moves runs of host memory (`PageRuns`) to or from the buffer, in the order of host
+memory. A kernel moves them between the buffer and the layers. The CPU need not know device slots,
+and runs are as long as host memory allows. No kernel touches host memory. A kernel that writes it
+fills queues that all multiprocessors share, and slowed down a matrix product at the same time by
+half. A kernel that reads it gets 0.91 of the link's speed. See benchmark/results.
 
 Everything here is called inside a copy stream.
 """
@@ -33,8 +33,8 @@ _MAX_BUFFER_BYTES: Final = 128 * MIB
 _BUFFERS: Final = 2
 _ALIGNMENT: Final = 512
 _TUNING: Final = TokenCopyTuning(programs=264, tile_bytes=16384, num_warps=8)
-"""The kernel takes the whole device, for as short as possible. One that held some multiprocessors
-would delay a matrix product, whose blocks each want a whole one, for as long as it ran."""
+"""The kernel takes the whole device for a short time. A kernel that held some multiprocessors for
+longer would delay a matrix product all that time, since each of its blocks needs a whole one."""
 
 PartGroups = Sequence[tuple[Sequence[PartRows], torch.Tensor]]
 """Parts with equal rows, and their table of device addresses."""
@@ -42,7 +42,7 @@ PartGroups = Sequence[tuple[Sequence[PartRows], torch.Tensor]]
 
 @dataclass(frozen=True, slots=True)
 class StagedLoadTuning:
-    """How long the runs of a load are. Longer ones take more layers, so the first comes later."""
+    """Lengths of the runs of a load. Longer runs have more layers, so the first layer comes later."""
 
     run_bytes: int = 512 * KIB
 

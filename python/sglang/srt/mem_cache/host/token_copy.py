@@ -112,7 +112,7 @@ def copy_tokens(
 
     Args:
         host_addresses: Address of each part (one or two) in memory that the device can reach.
-        rows: Where the rows of each part are.
+        rows: Strides between the rows of each part.
         device_table: int64 `[parts, layers of the pool]` on the device: addresses of rows.
         device_stride: Bytes between rows there.
         host_pages: int64 `[pages]` on the device.
