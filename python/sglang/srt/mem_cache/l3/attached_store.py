@@ -91,12 +91,9 @@ class AttachedStore:
             page_bytes=page_bytes,
             pages_per_read=pages_per_read,
             threshold_pages=self.threshold_pages,
-            metrics=metrics,
             rate=self.read_rate,
         )
-        self.writes = StorageWrites(
-            self.guard, page_size=page_size, page_bytes=page_bytes, metrics=metrics
-        )
+        self.writes = StorageWrites(self.guard, page_size=page_size, page_bytes=page_bytes)
         self._threads = [
             threading.Thread(target=self.reads.run, name="hicache-prefetch", daemon=True),
             threading.Thread(target=self.writes.run, name="hicache-backup", daemon=True),

@@ -74,7 +74,7 @@ class GuardedStore:
         self._connect = connect
         self.pools = pools
         self.pass_prefix_keys = pass_prefix_keys
-        self._metrics = metrics
+        self.metrics = metrics
         self.log = RateLimitedLogger(logger)
         """Rate-limited log of both threads."""
         self._breaker = CircuitBreaker(self._probe)
@@ -126,12 +126,12 @@ class GuardedStore:
     def trip(self) -> None:
         """The store failed: leave it alone for a while."""
         self._breaker.trip()
-        self._metrics.breaker_open.set(1)
+        self.metrics.breaker_open.set(1)
 
     def note_success(self) -> None:
         """The store works: close the breaker."""
         self._breaker.reset()
-        self._metrics.breaker_open.set(0)
+        self.metrics.breaker_open.set(0)
 
     def transfer(
         self,
@@ -182,7 +182,7 @@ class GuardedStore:
                 missing = [not outcome for outcome in outcomes]
                 self.timeouts[kind].add(itertools.compress(hashes, missing))
             for outcome in set(outcomes):
-                self._metrics.pages.labels(kind, outcome.value).inc(outcomes.count(outcome))
+                self.metrics.pages.labels(kind, outcome.value).inc(outcomes.count(outcome))
         landed = next((i for i, outcome in enumerate(outcomes) if not outcome), len(outcomes))
         return landed, outcomes[landed] if landed < len(outcomes) else CacheOutcome.LANDED
 
@@ -262,7 +262,7 @@ class GuardedStore:
             works = self._probe_client()
         if works:
             self.reconnects += 1
-            self._metrics.breaker_open.set(0)
+            self.metrics.breaker_open.set(0)
             logger.info("L3 answers again (%s)", self.backend_name)
         return works
 

@@ -13,7 +13,6 @@ from sglang.srt.mem_cache.l3.prefetch_cost import RateEstimate
 from sglang.srt.mem_cache.l3.storage_operation import CheckOperation, PrefetchOperation
 from sglang.srt.mem_cache.l3.stored_pools import usable_pages
 from sglang.srt.mem_cache.storage.types import CacheOutcome
-from sglang.srt.mem_cache.tree.hicache_metrics import HiCacheMetrics
 from sglang.srt.mem_cache.tree.radix_key import PageHash
 from sglang.srt.utils.threads import leave_cores_to_model
 
@@ -41,7 +40,6 @@ class StorageReads:
         page_bytes: Bytes of a page in all host pools.
         pages_per_read: Most pages of one get, which a hanging call keeps in the host pools.
         threshold_pages: Shorter hits are not read.
-        metrics: Counts what happened.
         rate: Receives the measured rates of reads.
     """
 
@@ -53,7 +51,6 @@ class StorageReads:
         page_bytes: int,
         pages_per_read: int,
         threshold_pages: int,
-        metrics: HiCacheMetrics,
         rate: RateEstimate,
     ) -> None:
         self._store = store
@@ -61,7 +58,6 @@ class StorageReads:
         self._page_bytes = page_bytes
         self._pages_per_read = pages_per_read
         self._threshold_pages = threshold_pages
-        self._metrics = metrics
         self._rate = rate
         self._check_pause = _CHECK_PAUSE_S
         self._check_at = 0.0
@@ -152,12 +148,12 @@ class StorageReads:
         return ended
 
     def _end(self, operation: PrefetchOperation, outcome: CacheOutcome, seconds: float) -> None:
-        self._metrics.prefetch_outcomes.labels(outcome.value).inc()
-        self._metrics.transfer_seconds.labels("prefetch").observe(seconds)
+        self._store.metrics.prefetch_outcomes.labels(outcome.value).inc()
+        self._store.metrics.transfer_seconds.labels("prefetch").observe(seconds)
         if operation.landed_pages:
-            self._metrics.prefetched.inc(operation.landed_pages * self._page_size)
+            self._store.metrics.prefetched.inc(operation.landed_pages * self._page_size)
             rate = operation.landed_pages * self._page_bytes / max(seconds, 1e-9)
-            self._metrics.prefetch_bandwidth.set(rate / 1e9)
+            self._store.metrics.prefetch_bandwidth.set(rate / 1e9)
         operation.finish(outcome)
 
     def _check(self, hashes: Sequence[PageHash]) -> CacheOutcome:
@@ -177,7 +173,7 @@ class StorageReads:
         self._check_at = time.monotonic() + self._check_pause
         if is_whole:
             return CacheOutcome.LANDED
-        self._metrics.pages.labels("check", CacheOutcome.MISS.value).inc()
+        self._store.metrics.pages.labels("check", CacheOutcome.MISS.value).inc()
         logger.warning(
             "L3 has lost page %d of %d of a prompt: whatever prompts use is looked for there "
             "again, and written where it is missing", there, len(hashes),

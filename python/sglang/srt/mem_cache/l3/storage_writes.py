@@ -13,7 +13,6 @@ from sglang.srt.mem_cache.l3.guarded_store import PAGES_PER_CALL, GuardedStore
 from sglang.srt.mem_cache.l3.storage_operation import StorageOperation
 from sglang.srt.mem_cache.l3.stored_pools import num_keys
 from sglang.srt.mem_cache.storage.types import CacheOutcome
-from sglang.srt.mem_cache.tree.hicache_metrics import HiCacheMetrics
 from sglang.srt.mem_cache.tree.radix_key import PageHash
 from sglang.srt.utils.threads import give_way, leave_cores_to_model
 
@@ -28,16 +27,12 @@ class StorageWrites:
         store: The store to write to.
         page_size: Tokens.
         page_bytes: Bytes of a page in all host pools.
-        metrics: Counts what happened.
     """
 
-    def __init__(
-        self, store: GuardedStore, *, page_size: int, page_bytes: int, metrics: HiCacheMetrics
-    ) -> None:
+    def __init__(self, store: GuardedStore, *, page_size: int, page_bytes: int) -> None:
         self._store = store
         self._page_size = page_size
         self._page_bytes = page_bytes
-        self._metrics = metrics
         self.queue: queue.SimpleQueue[StorageOperation | None] = queue.SimpleQueue()
         """None ends the thread."""
 
@@ -158,13 +153,13 @@ class StorageWrites:
             seconds: Duration of all writes together.
         """
         for outcome in outcomes:
-            self._metrics.backup_outcomes.labels(outcome.value).inc()
-        self._metrics.transfer_seconds.labels("backup").observe(seconds)
+            self._store.metrics.backup_outcomes.labels(outcome.value).inc()
+        self._store.metrics.transfer_seconds.labels("backup").observe(seconds)
         if landed:
-            self._metrics.backuped.inc(landed * self._page_size)
+            self._store.metrics.backuped.inc(landed * self._page_size)
         if sent:
             rate = sent * self._page_bytes / max(seconds, 1e-9)
-            self._metrics.backup_bandwidth.set(rate / 1e9)
+            self._store.metrics.backup_bandwidth.set(rate / 1e9)
 
 
 def next_group(queued: Sequence[StorageOperation]) -> list[StorageOperation]:
