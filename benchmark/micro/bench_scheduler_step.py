@@ -23,10 +23,10 @@ from unittest import mock
 import numpy as np
 import torch
 
+from rigs.schedulers.scheduler_rig import SchedulerRig, greedy, prompt
 from sglang.benchmark.report import emit, provenance
 from sglang.srt.managers.scheduler.tp_worker import TpModelWorker
 from sglang.srt.utils.process import freeze_heap
-from rigs.schedulers.scheduler_rig import SchedulerRig, greedy, prompt
 
 _CONTEXT = 512
 _ARRANGEMENTS: tuple[dict[str, Any], ...] = (

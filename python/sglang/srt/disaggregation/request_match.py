@@ -41,7 +41,9 @@ def sampling_digest(params: SamplingParams) -> str:
     return xxhash.xxh3_64_hexdigest(msgspec.json.encode(facts))
 
 
-def mismatch_of(spec: TokenizedGenerateReqInput, metadata: FirstToken, vocab_size: int) -> str | None:
+def mismatch_of(
+    spec: TokenizedGenerateReqInput, metadata: FirstToken, vocab_size: int
+) -> str | None:
     """Reason why a request cannot go on with the prefill server's result, or None."""
     ids, token = spec.input_ids, metadata.token_id
     if metadata.prompt_len != len(ids) or metadata.prompt_digest != prompt_digest(ids):

@@ -50,7 +50,7 @@ class DisaggregationMetrics:
         """A request failed between the servers.
 
         Args:
-            had_bootstrapped: Whether the prefill server had confirmed the request to the decode server.
+            had_bootstrapped: Whether the prefill server had confirmed the request.
         """
         (self._transfer_failed if had_bootstrapped else self._bootstrap_failed).inc()
 
