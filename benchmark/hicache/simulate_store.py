@@ -29,7 +29,7 @@ from sglang.benchmark.cache_simulation import Arrangement, CacheSizes, Simulated
 from sglang.benchmark.report import emit, provenance, writable_file
 from sglang.srt.mem_cache.l3.guarded_store import PAGES_PER_CALL
 from sglang.srt.mem_cache.l3.prefetch_cost import PendingRead, RateEstimate, slower_reads
-from sglang.srt.mem_cache.tree.ballot import Rates
+from sglang.srt.mem_cache.tree.tick_sync import Rates
 
 _SEEDS: Final = (5, 6, 7)
 _TURN, _CLIENTS, _ROUNDS, _PAGE = 2048, 20, 10, 64

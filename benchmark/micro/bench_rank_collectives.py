@@ -1,12 +1,12 @@
-"""Costs of a tick and a ballot for the ranks of one machine, over gloo on loopback.
+"""Costs of a tick and a tick sync for the ranks of one machine, over gloo on loopback.
 
     python benchmark/micro/bench_rank_collectives.py [--ranks 2 4 8] [--ticks 2000] [--out FILE]
 
 The ranks are processes. In each tick rank 0 broadcasts a `Tick`, as `Scheduler.run` does; in some
-cases all ranks then hold the ballot, `agree`, as the prefix cache does while anything is under way.
+cases all ranks then sync, `agree`, as the prefix cache does while anything is under way.
 A line has the times of rank 0 and of the slowest other rank, and the collectives and bytes of a
 tick. Bytes are those passed to a collective, not those on the wire. Further lines compare ways to
-reduce the ballot's vector.
+reduce the tick sync's vector.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ from sglang.srt.distributed.parallel_state import (
 from sglang.srt.distributed.torch_rank_group import TorchRankGroup
 from sglang.srt.managers.messages.io_struct import TokenizedGenerateReqInput
 from sglang.srt.managers.messages.tick import Tick, decode_tick, encode_tick
-from sglang.srt.mem_cache.tree.ballot import PrefetchProgress, Progress, agree, to_vector
-from sglang.srt.mem_cache.tree.digest import CacheBooks
+from sglang.srt.mem_cache.tree.digest import CacheState
 from sglang.srt.mem_cache.tree.radix_key import RadixKey
+from sglang.srt.mem_cache.tree.tick_sync import PrefetchProgress, Progress, agree, to_vector
 from sglang.srt.mem_cache.tree.tree_node import ROOT_ID, TreeNode
 from sglang.srt.sampling.sampling_params import SamplingParams
 
 WARM_UP: Final = 50
 PROMPTS: Final = {"an empty tick": 0, "a prompt of 1,024": 1024, "a prompt of 32,768": 32768}
-PRELOAD: Final = ("sglang.srt.mem_cache.tree.ballot", "sglang.srt.managers.messages.tick")
+PRELOAD: Final = ("sglang.srt.mem_cache.tree.tick_sync", "sglang.srt.managers.messages.tick")
 _TURN: Final = 25
 """Rounds of one way in a row, before the next way."""
 
@@ -78,21 +78,21 @@ def make_tick(prompt_tokens: int) -> Tick:
     return Tick(1000.0, [request])
 
 
-def make_books() -> CacheBooks:
-    """Books of a cache with a few nodes; their number does not change the digest's cost."""
+def make_state() -> CacheState:
+    """State of a cache with a few nodes; their number does not change the digest's cost."""
     root = TreeNode(ROOT_ID, RadixKey([]))
     for number in range(1, 9):
         TreeNode(number, RadixKey(range(64 * number, 64 * number + 64))).attach(root, 64)
     counts: dict[str, Callable[[], int]] = {name: lambda: 4096 for name in ("L1", "L2", "epoch")}
-    return CacheBooks(lambda: root, counts)
+    return CacheState(lambda: root, counts)
 
 
-def measure_tick(prompt_tokens: int, has_ballot: bool, ticks: int) -> dict[str, Any]:
+def measure_tick(prompt_tokens: int, has_tick_sync: bool, ticks: int) -> dict[str, Any]:
     """One rank's part of a case. Run by each process."""
     counted = CountedGroup(get_world_group())
     group = TorchRankGroup(counted, counted, get_attention_cp_group())
-    books, tick = make_books(), make_tick(prompt_tokens)
-    of_ticks, of_ballots = [], []
+    state, tick = make_state(), make_tick(prompt_tokens)
+    of_ticks, of_tick_syncs = [], []
     cpu = psutil.Process()
     begun = began_cpu = 0.0
     for number in range(WARM_UP + ticks):
@@ -104,15 +104,15 @@ def measure_tick(prompt_tokens: int, has_ballot: bool, ticks: int) -> dict[str, 
         payload = group.broadcast(encode_tick(tick) if group.rank == 0 else None)
         decode_tick(payload)
         told = time.perf_counter()
-        if has_ballot:
+        if has_tick_sync:
             progress = Progress(writes=1, prefetches=[PrefetchProgress(4, 2)] * 4)
-            agree(progress, group, books, group.reduce_min)
+            agree(progress, group, state, group.reduce_min)
         of_ticks.append(told - started)
-        of_ballots.append(time.perf_counter() - told)
+        of_tick_syncs.append(time.perf_counter() - told)
     seconds = time.perf_counter() - begun
     return {
         "tick_us": _percentiles(of_ticks[WARM_UP:]),
-        "ballot_us": _percentiles(of_ballots[WARM_UP:]) if has_ballot else None,
+        "tick_sync_us": _percentiles(of_tick_syncs[WARM_UP:]) if has_tick_sync else None,
         "both_us": round(seconds / ticks * 1e6, 1),
         "cpu_us": round((sum(cpu.cpu_times()[:2]) - began_cpu) / ticks * 1e6, 1),
         "collectives": counted.num_collectives / ticks,
@@ -173,7 +173,7 @@ WAYS: Final[dict[str, Callable[[torch.Tensor, dist.ProcessGroup], None]]] = {
     "star of messages": reduce_over_star,
     "the engine's": reduce_as_the_engine,
 }
-"""Ways to agree on the vector of a ballot."""
+"""Ways to agree on the vector of a tick sync."""
 
 
 def measure_ways(rounds: int) -> dict[str, dict[str, Any]]:
@@ -204,22 +204,22 @@ def measure_ways(rounds: int) -> dict[str, dict[str, Any]]:
 def report_ranks(size: int, ticks: int, out: str | None) -> None:
     """Measure one number of ranks, and print a line for each case."""
     for name, prompt_tokens in PROMPTS.items():
-        for has_ballot in (False, True):
+        for has_tick_sync in (False, True):
             first, *others = run_ranks(
-                size, measure_tick, prompt_tokens, has_ballot, ticks, preload=PRELOAD
+                size, measure_tick, prompt_tokens, has_tick_sync, ticks, preload=PRELOAD
             )
             slowest = max(others, key=lambda one: one["tick_us"][1])
             record = {
                 "ranks": size,
                 "case": name,
-                "ballot": has_ballot,
+                "tick sync": has_tick_sync,
                 "collectives_per_tick": first["collectives"],
                 "bytes_per_tick": first["bytes"],
                 "us_per_tick": first["both_us"],
                 "cpu_us_per_tick_of_rank_0": first["cpu_us"],
                 "rank_0_tick_us_p10_p50_p90_p99": first["tick_us"],
                 "slowest_other_tick_us_p10_p50_p90_p99": slowest["tick_us"],
-                "rank_0_ballot_us_p10_p50_p90_p99": first["ballot_us"],
+                "rank_0_tick_sync_us_p10_p50_p90_p99": first["tick_sync_us"],
                 "load": round(os.getloadavg()[0], 1),
             }
             emit(record, out)

@@ -109,7 +109,7 @@ class ReplayResult:
 class SimulatedCache:
     """L1 of one engine, and L2 if the arrangement has one.
 
-    Call `close` at the end; it also checks the books.
+    Call `close` at the end; it also checks page ownership.
 
     Args:
         sizes: Pages of the tiers.
@@ -198,7 +198,7 @@ class SimulatedCache:
         return device, len(loaded)
 
     def close(self) -> None:
-        """Check the books of all tiers, and end the copy threads."""
+        """Check page ownership of all tiers, and end the copy threads."""
         try:
             self._tree.check_integrity()
         finally:

@@ -243,8 +243,8 @@ def test_rank_collectives() -> None:
     assert [one["ranks"] for one in cases] == [2] * 6 + [3] * 6
     for one in cases:
         messages = 1 if one["case"] == "an empty tick" else 2
-        assert one["collectives_per_tick"] == messages + one["ballot"], one
-        assert (one["rank_0_ballot_us_p10_p50_p90_p99"] is not None) == one["ballot"]
+        assert one["collectives_per_tick"] == messages + one["tick sync"], one
+        assert (one["rank_0_tick_sync_us_p10_p50_p90_p99"] is not None) == one["tick sync"]
     assert [one["way"] for one in ways[:5]] == [one["way"] for one in ways[5:]]
     assert all(one["us_p10_p50_p90_p99"][0] > 0 for one in ways)
 

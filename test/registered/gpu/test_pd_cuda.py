@@ -102,7 +102,7 @@ def test_the_words_of_one_server(protocol: str, memory: str, expected: list[list
         assert metadata_bytes(decode, used) > 0
         assert metadata_bytes(decode, unused) == 0
         for server in (prefill, decode):
-            server.flush()  # checks the books, too
+            server.flush()  # checks page ownership, too
 
 
 def test_rows_on_a_gpu() -> None:

@@ -104,7 +104,7 @@ def test_l1_and_l2(servers: Servers, cold: tuple[list[int], Answer], io: str, la
     loaded = server.generate(ids)
     assert loaded.output_ids == expected.output_ids
     assert (loaded.cached["device"], loaded.cached["host"]) == (0, whole_pages(ids))
-    server.flush()  # checks the books, too
+    server.flush()  # checks page ownership, too
 
 
 @pytest.mark.parametrize("backend", L3)

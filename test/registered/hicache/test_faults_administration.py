@@ -235,7 +235,7 @@ def assert_from_storage(server: EngineServer, prompt: list[int], cold: list[int]
 
 
 def test_c17_administration_from_many_sides_at_once(server: EngineServer) -> None:
-    """The first of several calls wins; none hangs, and the books balance afterwards."""
+    """The first of several calls wins; none hangs, and no page is lost."""
     administer(server, "PUT", **MOONCAKE)
     replies: list[HttpReply] = []
 

@@ -150,7 +150,7 @@ def test_c11_abort_storm_leaves_the_books_balanced(
 ) -> None:
     """Requests aborted while queued, prefetching, loading, running and backing up.
 
-    The tiers are far smaller than the working set. An idle server checks its books and ends if
+    The tiers are far smaller than the working set. An idle server checks page ownership and ends if
     they do not balance. So the proof is a server that lives after the storm, with all slots free
     after a flush.
     """

@@ -41,7 +41,7 @@ class TestFileBackendQwen330BCP2(FileBackendCase):
 
 
 class TestFileBackendQwen330BTP4CP2(TestFileBackendQwen330BCP2):
-    """Four ranks in two sets: the ballot has a round over the sets and one within them."""
+    """Four ranks in two sets: the tick sync has a round over the sets and one within them."""
 
     tp_size = 4
 

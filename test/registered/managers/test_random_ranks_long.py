@@ -16,7 +16,7 @@ register_cpu_ci(est_time=30, suite="base-b-test-cpu")
 
 
 @pytest.mark.parametrize(("ranks", "ticks"), [(2, 1500), (3, 500)])
-def test_random_ticks_leave_ranks_with_equal_books(ranks: int, ticks: int) -> None:
+def test_random_ticks_leave_ranks_equal(ranks: int, ticks: int) -> None:
     torch.set_num_threads(1)
     run_until_all_happened(ranks, ticks)
 

@@ -1,4 +1,4 @@
-"""Random work on several ranks for most of an hour, their books compared at every tick.
+"""Random work on several ranks for most of an hour, compared at every tick.
 
 Upstream's ranks came apart after thirty to forty minutes. See `random_ranks.py`: the seeds are
 drawn and printed, and a failure's notes say how to repeat it.

@@ -224,7 +224,7 @@ def test_a_rank_that_differs_is_named(model: Path) -> None:
         status, _, _ = end_of(server, family)
         log = server.process.log_path.read_text()
     assert status == 1
-    assert "RanksDiverged: the ranks' books differ: rank 1 has" in log
+    assert "RanksDiverged: the ranks' states differ: rank 1 has" in log
 
 
 if __name__ == "__main__":

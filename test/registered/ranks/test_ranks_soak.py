@@ -1,4 +1,4 @@
-"""Ranks that are stopped for moments, again and again, say the same and keep equal books."""
+"""Ranks that are stopped for moments, again and again, say the same and keep equal states."""
 
 from __future__ import annotations
 

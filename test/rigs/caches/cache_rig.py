@@ -278,7 +278,7 @@ class CacheRig:
             time.sleep(0.0005)
 
     def settle(self) -> None:
-        """Tick until no operation is under way, and check the books."""
+        """Tick until no operation is under way, and check page ownership."""
         self.until(lambda: not self.tree.is_busy())
         self.tree.check_integrity()
 

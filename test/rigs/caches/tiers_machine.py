@@ -231,7 +231,7 @@ class Tiers(RuleBasedStateMachine):
     # ---- what always holds -----------------------------------------------------------------
 
     @invariant()
-    def books(self) -> None:
+    def page_ownership(self) -> None:
         if self.rig is not None:
             table = self.rig.rows.req_to_token.to(torch.int64)
             self.rig.hi.check_integrity(

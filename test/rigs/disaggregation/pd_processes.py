@@ -122,7 +122,7 @@ class RoleProcess:
         return ended
 
     def check(self) -> None:
-        """Check the scheduler's books; it must be idle."""
+        """Check who owns which page; the scheduler must be idle."""
         self._call("check", None)
 
     def until(self, is_so: Callable[[Facts], bool]) -> Facts:

@@ -166,12 +166,12 @@ class PdRanks:
         return all(rig.scheduler.is_idle() for rig in rigs)
 
     def run(self, *messages: ToScheduler) -> None:
-        """Send `messages` to both, step until both are idle, and check their books."""
+        """Send `messages` to both, step until both are idle, and check page ownership."""
         self.until(self.is_idle, *messages)
         self.assert_clean()
 
     def assert_clean(self) -> None:
-        """Assert that no rank holds a slot, and that all books agree."""
+        """Assert that no rank holds a slot, and that every page has one owner."""
         for server in self.servers:
             for rig in server.rigs:
                 rig.assert_clean()

@@ -403,12 +403,12 @@ class PdRig:
             self.step((), ())
 
     def run(self, *messages: ToScheduler) -> None:
-        """Send `messages` to both, step until both are idle, and check their books."""
+        """Send `messages` to both, step until both are idle, and check page ownership."""
         self.until(lambda: all(rig.scheduler.is_idle() for rig in self.rigs), *messages)
         self.assert_clean()
 
     def assert_clean(self) -> None:
-        """Assert that neither holds a slot, and that their books agree."""
+        """Assert that neither holds a slot, and that every page has one owner."""
         for rig in self.rigs:
             rig.assert_clean()
             rig.check()

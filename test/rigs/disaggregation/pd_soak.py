@@ -6,7 +6,7 @@ Two processes of each kind. A request goes to one prefill and one decode process
 send it; some go to only one of them, some are aborted. A killed process is replaced; a stopped one
 continues after up to twice the time that the others wait for it. Now and then the faults pause:
 then every request must have ended, with its words or with an error that names what failed, all
-processes must be idle, and their books exact: no page is lost, none lingers.
+processes must be idle, and their page ownership exact: no page is lost, none lingers.
 """
 
 from __future__ import annotations
@@ -298,7 +298,7 @@ class PdSoak:
             for process in self._processes[mode]:
                 process.until(lambda facts: facts.is_idle and not facts.num_lingering)
                 process.check()
-                self.outcome.counts["books checked"] += 1
+                self.outcome.counts["ownership checks"] += 1
 
 
 def run_soak(seconds: float, seed: int) -> Outcome:

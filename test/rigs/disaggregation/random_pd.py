@@ -9,7 +9,7 @@ prefill servers that are away or silent. In
 some rounds nothing fails, and every request must give its words. In the others messages are lost,
 doubled and delayed, reads hang and fail, rooms are given up, and prompts fail by injection;
 then a request gives its words or ends with an error that names the step. After each round both
-sides are idle, their books exact, and no room is open.
+sides are idle, their page ownership exact, and no room is open.
 
 Only the model's arithmetic and the carrier of the bytes are not real. A run is a function of its
 seed, except for the progress of threads.

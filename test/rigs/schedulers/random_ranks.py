@@ -7,7 +7,7 @@
 Each rank is a scheduler on a thread of its own, with pools, tree, copies and a storage client of
 its own; the store is one. Rank 0 is driven as in `random_scheduler.py`; the others get its ticks
 through a `MemoryRankGroup` that delays each rank at random. After each tick the digests of all
-ranks' books are compared by a group beside theirs, and at the end the books themselves.
+states of the ranks are compared by a group beside theirs, and once more at the end.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from sglang.srt.distributed.rank_group import RankGroup, RanksDiverged
 from sglang.srt.managers.messages.io_struct import ControlReqOutput, RequestOutput, ToScheduler
 from sglang.srt.managers.messages.tick import decode_tick, encode_tick
 from sglang.srt.mem_cache.hiradix_cache import HiRadixCache
-from sglang.srt.mem_cache.tree.digest import CacheBooks, explain_difference
+from sglang.srt.mem_cache.tree.digest import CacheState, explain_difference
 
 _MODULE: Final = "rigs.schedulers.random_ranks"
 SIZES: Final = ((2, 1), (2, 2), (4, 2), (4, 4), (3, 1), (1, 1), (4, 1))
@@ -69,7 +69,7 @@ class RankRig(CheckableRig):
 
     Args:
         group: The scheduler's ranks.
-        referee: The same ranks, to compare their books after each tick; None: without that.
+        referee: The same ranks, to compare their states after each tick; None: without that.
         args: Arguments of `CheckableRig`.
     """
 
@@ -107,13 +107,15 @@ class RankRig(CheckableRig):
             self._compare(self._referee)
 
     def _compare(self, referee: RankGroup) -> None:
-        digest = self.books().digest
+        digest = self.replicated_state().digest
         least, minus_most = referee.reduce_min(torch.tensor([digest, -digest])).tolist()
         if least != -minus_most:
-            difference = explain_difference(referee, self.books())
-            raise RanksDiverged(f"the books differ after tick {self.num_ticks}: {difference}")
+            difference = explain_difference(referee, self.replicated_state())
+            raise RanksDiverged(
+                f"the ranks' states differ after tick {self.num_ticks}: {difference}"
+            )
 
-    def books(self) -> CacheBooks:
+    def replicated_state(self) -> CacheState:
         """Everything that must be equal on all ranks."""
         tree, state = self.tree, self.scheduler.state
         counts = {"free tokens of L1": state.pools.allocator.available_size}
@@ -126,7 +128,7 @@ class RankRig(CheckableRig):
         if states is not None:
             counts["free states of L1"] = states.available_size
         counts["operations under way"] = lambda: sum(tree.is_busy().values())
-        return CacheBooks(lambda: tree.root_node, counts, state.queues)
+        return CacheState(lambda: tree.root_node, counts, state.queues)
 
     def _collect(self, output: RequestOutput) -> None:
         if self.group.rank == 0:
@@ -142,7 +144,7 @@ class _Rank(threading.Thread):
         super().__init__(name="rank", daemon=True)
         self._make_rig = make_rig
         self._on_failure = on_failure
-        self.books: Mapping[str, str] = {}
+        self.replicated: Mapping[str, str] = {}
         self.error: BaseException | None = None
 
     def run(self) -> None:
@@ -152,7 +154,7 @@ class _Rank(threading.Thread):
                 while rig.follow():
                     if rig.num_ticks % 8 == 0:
                         rig.check()
-                self.books = rig.books().describe()
+                self.replicated = rig.replicated_state().describe()
         except BaseException as error:  # noqa: BLE001 - told by who joins this thread
             self.error = error
             self._on_failure(error)
@@ -167,7 +169,7 @@ class RandomRanks(RandomScheduler):
         attn_cp_size: Number of sets that they are divided into; see `RankGroup`.
         setup: Replaces the setup that the seed draws.
         wrap_group: Wraps each rank's group, for a rank that misbehaves.
-        has_referee: Whether to compare the books after each tick. If not, only the ballots do.
+        has_referee: Whether to compare the ranks after each tick. If not, only the tick syncs do.
     """
 
     def __init__(
@@ -218,9 +220,9 @@ class RandomRanks(RandomScheduler):
             for rank in self._ranks:
                 rank.join()
             self._tell_first_error()
-        mine = rig.books().describe()
+        mine = rig.replicated_state().describe()
         for number, rank in enumerate(self._ranks, start=1):
-            assert rank.books == mine, f"rank {number} ends with other books than rank 0"
+            assert rank.replicated == mine, f"rank {number} ends with another state than rank 0"
 
     def _fail(self, error: BaseException) -> None:
         """Note that a rank has failed, so that no other waits for it."""

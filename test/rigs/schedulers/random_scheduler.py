@@ -6,8 +6,8 @@
 A seed determines a configuration (kinds of state, page size, policies, sizes of the tiers, layout,
 overlap), and for each tick requests that share prefixes in many ways, aborts, administration, and
 moods of the store. After each tick all outputs are compared with the expected ones. Every few
-ticks, and whenever the scheduler is idle, the books are checked. Only the model's arithmetic, the
-store and the engine's timers are not real; the timers are too long for ticks of a millisecond.
+ticks, and whenever the scheduler is idle, page ownership is checked. Only the model's arithmetic,
+the store and the engine's timers are not real; the timers are too long for ticks of a millisecond.
 
 A run is a function of its seed, except for the progress of copies and transfers in other threads.
 """

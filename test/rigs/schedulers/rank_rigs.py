@@ -29,7 +29,7 @@ class _Rank(SchedulerRig):
             for one in output.outputs:
                 self._collect(one)
 
-    def books(self) -> tuple[int, ...]:
+    def replicated_state(self) -> tuple[int, ...]:
         """Numbers that must be equal on all ranks."""
         state = self.scheduler.state
         free = state.pools.allocator.available_size()
@@ -37,7 +37,7 @@ class _Rank(SchedulerRig):
 
 
 class RankRigs:
-    """`SchedulerRig` for several ranks, stepped together. Their books are compared at each tick.
+    """`SchedulerRig` for several ranks, stepped together. Their states are compared at each tick.
 
     Args:
         model_path: A checkpoint whose layers `size` ranks can split.
@@ -101,8 +101,8 @@ class RankRigs:
         self._now += self._tick_s
         payload = encode_tick(self.rigs[0].scheduler.make_tick(self._now, messages))
         self.threads.run(lambda rank: self.rigs[rank].take(payload))
-        books = [rig.books() for rig in self.rigs]
-        assert len(set(books)) == 1, f"the ranks' books differ: {books}"
+        states = [rig.replicated_state() for rig in self.rigs]
+        assert len(set(states)) == 1, f"the ranks' states differ: {states}"
 
     def run(self, *messages: ToScheduler) -> None:
         """Send `messages`, then step until idle."""

@@ -271,7 +271,7 @@ class SchedulerRig:
         self.assert_clean()
 
     def assert_clean(self) -> None:
-        """Assert that the scheduler holds no slot and no row, and that the books agree."""
+        """Assert that the scheduler holds no slot and no row, and that every page has one owner."""
         state = self.scheduler.state
         pools = state.pools
         rows = pools.req_to_token_pool

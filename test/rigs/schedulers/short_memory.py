@@ -1,6 +1,6 @@
 """Short memory on one rank at a time: allocations fail at random, independently.
 
-Slots, pages, states and rows are allocated alike on all ranks: they are numbers in equal books.
+Slots, pages, states and rows are allocated alike on all ranks: they are numbers in equal states.
 Memory of the system may fail on a single rank: buffers, threads, a client of L3.
 """
 

@@ -30,15 +30,15 @@ from sglang.srt.mem_cache.l3.store_opener import (
     host_allocator_type,
     shares_with_other_sizes,
 )
-from sglang.srt.mem_cache.tree.ballot import Progress, agree
 from sglang.srt.mem_cache.tree.base_prefix_cache import InitLoadBackParams, Workload
 from sglang.srt.mem_cache.tree.cache_init_params import CacheInitParams
-from sglang.srt.mem_cache.tree.digest import Books, CacheBooks
+from sglang.srt.mem_cache.tree.digest import CacheState, ReplicatedState
 from sglang.srt.mem_cache.tree.hicache_metrics import HiCacheMetrics
 from sglang.srt.mem_cache.tree.on_all_ranks import on_all_ranks
 from sglang.srt.mem_cache.tree.prefix_tree import PrefixTree
 from sglang.srt.mem_cache.tree.radix_cache import RadixCache, make_tree
 from sglang.srt.mem_cache.tree.radix_key import PageHash, TokenArray
+from sglang.srt.mem_cache.tree.tick_sync import Progress, agree
 from sglang.srt.mem_cache.tree.tree_node import TreeNode
 
 
@@ -132,7 +132,7 @@ class HiRadixCache(RadixCache):
         counts = {"epoch of L3": lambda: store.epoch}
         for tier in tree.tiers:
             counts[f"free slots of {tier.name}"] = tier.pool.available_size
-        self._books = CacheBooks(lambda: tree.root, counts)
+        self._replicated = CacheState(lambda: tree.root, counts)
         if (backend := server_args.hicache_storage_backend) is not None:
             extra_config = server_args.hicache_storage_backend_extra_config
             try:
@@ -167,8 +167,8 @@ class HiRadixCache(RadixCache):
     def needs_tick(self) -> bool:
         return not self.store.answers or any(flow.busy() for flow in self._flows)
 
-    def watch_queues(self, queues: Books) -> None:
-        self._books.queues = queues
+    def watch_queues(self, queues: ReplicatedState) -> None:
+        self._replicated.queues = queues
 
     def check_hicache_events(self) -> None:
         for flow in self._flows:
@@ -180,7 +180,7 @@ class HiRadixCache(RadixCache):
         self.store.report(progress)
         for flow in busy:
             flow.report(progress)
-        agreed = agree(progress, self._group, self._books, self._all_reduce_prefetch_groups)
+        agreed = agree(progress, self._group, self._replicated, self._all_reduce_prefetch_groups)
         self.store.act_on(agreed)
         for flow in busy:
             flow.act_on(agreed)
@@ -334,7 +334,7 @@ class HiRadixCache(RadixCache):
         without slots, with what a hit needs of it."""
         return self.cache_controller.mem_pool_host.extra_queries
 
-    # ---- books -----------------------------------------------------------------------------
+    # ---- self check and metrics ------------------------------------------------------------
 
     def count_lookup(
         self, prompt_tokens: int, *, device: int, host: int, storage: int, cut: int = 0

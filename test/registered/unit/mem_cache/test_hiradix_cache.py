@@ -1,4 +1,4 @@
-"""Three tiers, one tree: every path of a page, its books at every step. L3 is the file backend."""
+"""Three tiers, one tree: every path of a page, its owner at every step. L3 is the file backend."""
 
 from __future__ import annotations
 

@@ -99,8 +99,8 @@ def test_damage_to_either_part_is_detected_counted_and_healed(
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_aborts_at_any_point_leave_the_books_balanced(rigs: StorageRigs, seed: int) -> None:
-    """`settle` checks the books."""
+def test_aborts_at_any_point_lose_no_page(rigs: StorageRigs, seed: int) -> None:
+    """`settle` checks page ownership."""
     rig = make(rigs, l1_pages=24, hicache_ratio=1.5)
     end_at_any_point(rig, seed, steps=60)
     rig.settle()

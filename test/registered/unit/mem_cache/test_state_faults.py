@@ -249,7 +249,7 @@ def test_a_damaged_state_is_detected_counted_and_healed(
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_aborts_at_any_point_leave_the_books_balanced(rigs: StorageRigs, seed: int) -> None:
+def test_aborts_at_any_point_lose_no_page(rigs: StorageRigs, seed: int) -> None:
     """`settle` checks the host."""
     rig = make(rigs, l1_pages=24, hicache_ratio=1.5)
     end_at_any_point(rig, seed, steps=50)

@@ -1,4 +1,4 @@
-"""Recurrent states on two ranks: slow copies, stores that differ, equal books at each tick."""
+"""Recurrent states on two ranks: slow copies, stores that differ, equal states at each tick."""
 
 from __future__ import annotations
 

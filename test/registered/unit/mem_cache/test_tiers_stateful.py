@@ -2,7 +2,7 @@
 
 Copies and transfers happen when a rule says so, never beside it, so that a run is decided by its
 seed alone: a node can be split, evicted or matched at every page under a write, a load, a backup
-and a prefetch. The rig's made-up KV shows a wrong byte, `check_integrity` a wrong book.
+and a prefetch. The rig's made-up KV shows a wrong byte, `check_integrity` a wrong owner.
 A failure prints its steps; the line with `reproduce_failure` repeats it.
 """
 

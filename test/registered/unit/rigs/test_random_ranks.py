@@ -21,7 +21,7 @@ from sglang.srt.distributed.rank_group import RankGroup, RanksDiverged
 from sglang.srt.managers.messages.tick import Tick
 from sglang.srt.managers.scheduler.scheduler import Scheduler, SchedulerOutput
 from sglang.srt.mem_cache.hiradix_cache import HiRadixCache
-from sglang.srt.mem_cache.tree.ballot import Progress, to_vector
+from sglang.srt.mem_cache.tree.tick_sync import Progress, to_vector
 from sglang.test.ci.ci_register import register_cpu_ci
 
 register_cpu_ci(est_time=25, suite="base-a-test-cpu")
@@ -38,18 +38,18 @@ def quick() -> Iterator[None]:
 
 class OwnProgress(PassedOnGroup):
     """A rank that acts on what it has seen itself, and agrees with the others on nothing but to
-    compare the books."""
+    compare their states."""
 
     def reduce_min(self, values: torch.Tensor) -> torch.Tensor:
         agreed = super().reduce_min(values)
-        is_ballot = len(values) == len(to_vector(Progress()))
-        return torch.cat([agreed[:2], values[2:]]) if is_ballot else agreed
+        is_tick_sync = len(values) == len(to_vector(Progress()))
+        return torch.cat([agreed[:2], values[2:]]) if is_tick_sync else agreed
 
 
 @pytest.mark.parametrize(
     ("seed", "ranks", "attn_cp_size"), [(0, 2, 1), (2, 2, 2), (12, 3, 1), (2, 4, 2)]
 )
-def test_ranks_that_do_random_work_have_equal_books_at_every_tick(
+def test_ranks_that_do_random_work_have_equal_states_at_every_tick(
     seed: int, ranks: int, attn_cp_size: int
 ) -> None:
     outcome = RandomRanks(seed, ranks, attn_cp_size=attn_cp_size).run(TICKS)
@@ -58,7 +58,7 @@ def test_ranks_that_do_random_work_have_equal_books_at_every_tick(
 
 
 @pytest.mark.parametrize("seed", [0, 13])
-@pytest.mark.parametrize("has_referee", [True, False], ids=["every tick", "ballots"])
+@pytest.mark.parametrize("has_referee", [True, False], ids=["every tick", "tick syncs"])
 def test_ranks_that_act_on_their_own_progress_diverge(seed: int, has_referee: bool) -> None:
     run = RandomRanks(seed, wrap_group=OwnProgress, has_referee=has_referee)
     # One that alone has nothing to vote on leaves the other waiting.
@@ -86,7 +86,7 @@ def test_sets_of_ranks_diverge_without_the_round_over_cp(seed: int) -> None:
     with pytest.raises(RanksDiverged) as caught:
         run.run(TICKS)
     assert re.match(
-        r"the books differ after tick \d+: rank 2 has (.+), rank 0 (.+); "
+        r"the ranks' states differ after tick \d+: rank 2 has (.+), rank 0 (.+); "
         r"rank 3 has \1, rank 0 \2$",
         str(caught.value),
     )
@@ -127,10 +127,10 @@ def test_a_rank_that_lost_a_page_is_named_in_the_same_tick(
     with pytest.raises(RanksDiverged) as caught:
         RandomRanks(2, 4, attn_cp_size=2, setup=without_states(2)).run(TICKS)
     entry = rf"rank {rank} has free tokens of L2: \d+, rank 0 \d+"
-    assert re.match(rf"the books differ after tick {lost[0]}: {entry}$", str(caught.value))
+    assert re.match(rf"the ranks' states differ after tick {lost[0]}: {entry}$", str(caught.value))
 
 
-def test_a_rank_that_lost_a_page_ends_all_and_is_named_by_the_next_ballot(
+def test_a_rank_that_lost_a_page_ends_all_and_is_named_by_the_next_tick_sync(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     lost = losing_a_page(monkeypatch, 1)

@@ -1,4 +1,4 @@
-"""Ranks of which each is short of memory at random go on with equal books (row C15)."""
+"""Ranks of which each is short of memory at random go on with equal states (row C15)."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ LEAST_RUNS, MOST_RUNS = 2, 40
     ],
     ids=["buffers", "clients and threads"],
 )
-def test_allocations_that_fail_on_one_rank_alone_leave_the_books_equal(
+def test_allocations_that_fail_on_one_rank_alone_leave_the_ranks_equal(
     sites: tuple[str, ...], work: tuple[str, ...]
 ) -> None:
     torch.set_num_threads(1)

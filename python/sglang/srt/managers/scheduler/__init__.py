@@ -1,1 +1,1 @@
-"""The scheduler process: decides which requests are computed next, and keeps their books."""
+"""The scheduler process: decides which requests are computed next, and which slots each holds."""

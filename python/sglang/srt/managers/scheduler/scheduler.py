@@ -116,7 +116,7 @@ class Scheduler:
         while not self.is_stopped:
             timeout = self.poll_timeout_ms()
             messages = channel.receive(timeout)
-            # Only an idle server has time to check its books.
+            # Only an idle server has time to check page ownership.
             is_idle = timeout == _IDLE_POLL_MS and not messages
             if is_idle and self._is_verified and not self._state.tree.needs_tick:
                 continue  # The other ranks wait as this one does.
@@ -171,7 +171,7 @@ class Scheduler:
         return _IDLE_POLL_MS if self.is_idle() else _BUSY_POLL_MS
 
     def verify_once(self) -> None:
-        """Check the books, unless no tick has changed them since the last check.
+        """Check page ownership, unless no tick has changed them since the last check.
 
         Raises:
             AssertionError: Slots were lost or have two owners.

@@ -22,11 +22,11 @@ if TYPE_CHECKING:
         CacheOperation,
         HiCacheController,
     )
-    from sglang.srt.mem_cache.tree.ballot import Progress
     from sglang.srt.mem_cache.tree.component import TreeComponent
     from sglang.srt.mem_cache.tree.hicache_metrics import HiCacheMetrics
     from sglang.srt.mem_cache.tree.pool_tier import PoolTier
     from sglang.srt.mem_cache.tree.prefix_tree import PrefixTree
+    from sglang.srt.mem_cache.tree.tick_sync import Progress
 
 logger = logging.getLogger(__name__)
 

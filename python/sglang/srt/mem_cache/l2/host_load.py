@@ -20,11 +20,11 @@ from sglang.srt.utils.logging_utils import RateLimitedLogger
 
 if TYPE_CHECKING:
     from sglang.srt.mem_cache.l2.cache_controller import HiCacheController
-    from sglang.srt.mem_cache.tree.ballot import Progress
     from sglang.srt.mem_cache.tree.component import TreeComponent
     from sglang.srt.mem_cache.tree.hicache_metrics import HiCacheMetrics
     from sglang.srt.mem_cache.tree.pool_tier import DeviceTier
     from sglang.srt.mem_cache.tree.prefix_tree import PrefixTree
+    from sglang.srt.mem_cache.tree.tick_sync import Progress
 
 logger = logging.getLogger(__name__)
 

@@ -18,8 +18,8 @@ from sglang.srt.distributed.rank_group import RankGroup, gather_texts
 from sglang.srt.mem_cache.l2.host_backup import WRITE_POLICIES, HostBackup
 from sglang.srt.mem_cache.l3.store_connection import PreparedChange, StoreConnection
 from sglang.srt.mem_cache.storage.types import StorageUnavailable
-from sglang.srt.mem_cache.tree.ballot import Progress, Verdict
 from sglang.srt.mem_cache.tree.on_all_ranks import MOST_REASON_BYTES, reasons
+from sglang.srt.mem_cache.tree.tick_sync import Progress, Status
 from sglang.srt.mem_cache.tree.tier_flow import TierFlow
 from sglang.srt.utils.background_call import BackgroundCall
 from sglang.srt.utils.listeners import log_exposed_ports
@@ -219,13 +219,13 @@ class StorageAdministration(TierFlow):
 
     def report(self, progress: Progress) -> None:
         if self._change is not None and self._change.call.ended:
-            progress.administration = Verdict.on(is_good=self._change.call.error is None)
+            progress.administration = Status.on(is_good=self._change.call.error is None)
 
     def act_on(self, agreed: Progress) -> None:
-        if self._change is None or agreed.administration is Verdict.UNDER_WAY:
+        if self._change is None or agreed.administration is Status.UNDER_WAY:
             return
         change = self._end(self._change)
-        if agreed.administration is Verdict.LANDED:
+        if agreed.administration is Status.LANDED:
             self._result = ChangeResult(True, change.accept(change.call.result))
             return
         error = change.call.error

@@ -17,8 +17,8 @@ from typing import Final, NamedTuple
 
 from sglang.srt.mem_cache.l3.prefetch_table import PrefetchPolicy, PrefetchTable
 from sglang.srt.mem_cache.l3.storage_operation import PrefetchOperation
-from sglang.srt.mem_cache.tree.ballot import PrefetchProgress, Rates
 from sglang.srt.mem_cache.tree.base_prefix_cache import Workload
+from sglang.srt.mem_cache.tree.tick_sync import PrefetchProgress, Rates
 
 _MEMORY: Final = 4
 """Measurements of full size after which an earlier one has lost two thirds of its weight."""

@@ -21,8 +21,8 @@ from typing import Final, NamedTuple
 import torch
 
 from sglang.srt.mem_cache.l3.storage_operation import PrefetchOperation
-from sglang.srt.mem_cache.tree.ballot import MAX_PREFETCHES, PrefetchProgress
 from sglang.srt.mem_cache.tree.radix_key import PageHash, RadixKey
+from sglang.srt.mem_cache.tree.tick_sync import MAX_PREFETCHES, PrefetchProgress
 
 _ANSWER_S: Final = 0.001
 """A store answers in a tenth to a third of it; the next tick is about ten times as far away."""
@@ -86,7 +86,7 @@ class PrefetchTable:
 
     def room(self, tokens: int) -> int:
         """How many host tokens a new read may take, where all reads may hold `tokens`; 0: the
-        ballot has no slot for another read."""
+        tick sync has no slot for another read."""
         operations = self.operations
         if len(operations) >= MAX_PREFETCHES:
             return 0

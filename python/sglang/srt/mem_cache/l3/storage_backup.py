@@ -18,8 +18,8 @@ from enum import StrEnum
 from typing import TYPE_CHECKING, Final
 
 from sglang.srt.mem_cache.l3.storage_operation import CheckOperation, StorageOperation
-from sglang.srt.mem_cache.tree.ballot import MAX_SETTLED, Progress, Verdict
 from sglang.srt.mem_cache.tree.radix_key import PageHash
+from sglang.srt.mem_cache.tree.tick_sync import MAX_SETTLED, Progress, Status
 from sglang.srt.mem_cache.tree.tier_flow import TierFlow
 from sglang.srt.mem_cache.tree.tree_node import TreeNode, parts_of
 
@@ -190,21 +190,21 @@ class StorageBackup(TierFlow):
     def report(self, progress: Progress) -> None:
         ended = itertools.takewhile(lambda one: one.ended, self._under_way)
         progress.backups = [
-            Verdict.on(is_good=bool(one.outcome)) for one in itertools.islice(ended, MAX_SETTLED)
+            Status.on(is_good=bool(one.outcome)) for one in itertools.islice(ended, MAX_SETTLED)
         ]
         if self._check is not None and self._check.outcome is not None:
-            progress.check = Verdict.on(is_good=bool(self._check.outcome))
+            progress.check = Status.on(is_good=bool(self._check.outcome))
 
     def act_on(self, agreed: Progress) -> None:
-        if (check := self._check) is not None and agreed.check is not Verdict.UNDER_WAY:
+        if (check := self._check) is not None and agreed.check is not Status.UNDER_WAY:
             self._check = None
-            if agreed.check is Verdict.FAILED and check.epoch == self._store.epoch:
+            if agreed.check is Status.FAILED and check.epoch == self._store.epoch:
                 self._store.forget_stored()
         refused: set[TreeNode] = set()
-        for verdict in agreed.backups:
+        for status in agreed.backups:
             operation = self._under_way.popleft()
-            self._settle(operation, success=verdict is Verdict.LANDED)
-            if verdict is Verdict.FAILED:
+            self._settle(operation, success=status is Status.LANDED)
+            if status is Status.FAILED:
                 refused.add(operation.node)
         if refused:
             self._give_up_below(refused)

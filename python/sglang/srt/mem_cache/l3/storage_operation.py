@@ -17,8 +17,8 @@ import torch
 from sglang.srt.mem_cache.device.pool_transfer import PoolTransfer
 from sglang.srt.mem_cache.device.state_spec import PoolName
 from sglang.srt.mem_cache.storage.types import CacheOutcome
-from sglang.srt.mem_cache.tree.ballot import PrefetchProgress
 from sglang.srt.mem_cache.tree.radix_key import PageHash, RadixKey
+from sglang.srt.mem_cache.tree.tick_sync import PrefetchProgress
 from sglang.srt.mem_cache.tree.tree_node import NodeWrite, TreeNode
 
 _NO_PROGRESS: Final = PrefetchProgress()

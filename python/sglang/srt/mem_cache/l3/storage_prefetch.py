@@ -21,8 +21,8 @@ import torch
 from sglang.srt.mem_cache.l3.prefetch_cost import PrefetchCostModel
 from sglang.srt.mem_cache.l3.prefetch_table import PrefetchPolicy, PrefetchTable
 from sglang.srt.mem_cache.l3.storage_operation import PrefetchOperation
-from sglang.srt.mem_cache.tree.ballot import Progress
 from sglang.srt.mem_cache.tree.radix_key import ChildKey, PageHash, RadixKey, TokenArray
+from sglang.srt.mem_cache.tree.tick_sync import Progress
 from sglang.srt.mem_cache.tree.tier_flow import TierFlow
 from sglang.srt.mem_cache.tree.tree_node import TreeNode
 from sglang.srt.utils.logging_utils import RateLimitedLogger
@@ -59,7 +59,7 @@ class NoRead(StrEnum):
     UNAVAILABLE = "unavailable"
     """L3 may not be asked now."""
     QUEUE_FULL = "queue_full"
-    """Reads in flight hold their whole share of L2, or all slots of the ballot."""
+    """Reads in flight hold their whole share of L2, or all slots of the tick sync."""
     SLOWER = "slower_than_computing"
     """The cost model rejected the read: computing is faster."""
     NO_HOST_MEMORY = "no_host_memory"

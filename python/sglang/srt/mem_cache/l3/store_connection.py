@@ -13,8 +13,8 @@ from sglang.srt.arg_groups.extra_config import parse_extra_config, without_secre
 from sglang.srt.mem_cache.l3.attached_store import AttachedStore
 from sglang.srt.mem_cache.l3.prefetch_table import PrefetchPolicy
 from sglang.srt.mem_cache.l3.store_opener import StoreOpener
-from sglang.srt.mem_cache.tree.ballot import Progress, Rates
 from sglang.srt.mem_cache.tree.hicache_metrics import HiCacheMetrics
+from sglang.srt.mem_cache.tree.tick_sync import Progress, Rates
 from sglang.srt.mem_cache.tree.tree_node import TreeNode
 
 
@@ -61,7 +61,7 @@ class StoreConnection:
         self.answers = True
         self.rates = Rates()
         self._seen_reconnects = self._agreed_reconnects = 0
-        """Reconnects of L3 on this rank: as last reported in a ballot, and as agreed by all."""
+        """Reconnects of L3 on this rank: as last reported in a tick sync, and as agreed by all."""
 
     # ---- what the flows to and from L3 ask ---------------------------------------------------
 
@@ -175,7 +175,7 @@ class StoreConnection:
     # ---- one tick ----------------------------------------------------------------------------
 
     def report(self, progress: Progress) -> None:
-        """Add this rank's observations to its ballot."""
+        """Add this rank's observations to its tick sync."""
         if (store := self.attached) is not None:
             progress.available = store.guard.available
             self._seen_reconnects = store.guard.reconnects

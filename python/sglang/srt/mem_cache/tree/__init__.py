@@ -1,1 +1,1 @@
-"""The prefix tree: keys, nodes, structure, books, eviction order, agreement of the ranks."""
+"""The prefix tree: keys, nodes, page ownership, eviction order, agreement of the ranks."""

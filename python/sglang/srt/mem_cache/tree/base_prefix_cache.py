@@ -15,7 +15,7 @@ import torch
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
-    from sglang.srt.mem_cache.tree.digest import Books
+    from sglang.srt.mem_cache.tree.digest import ReplicatedState
     from sglang.srt.mem_cache.tree.kv_events import KVCacheEvent
     from sglang.srt.mem_cache.tree.radix_key import PageHash, RadixKey, TokenArray
     from sglang.srt.mem_cache.tree.state_metrics import StateMetrics
@@ -256,7 +256,7 @@ class BasePrefixCache(ABC):
         request_slots: Iterable[torch.Tensor] = (),
         request_states: Iterable[torch.Tensor] = (),
     ) -> None:
-        """Assert every invariant of the books.
+        """Assert every invariant of nodes, locks and page ownership.
 
         Args:
             request_slots: For each request that holds slots, the int64 slots that it owns itself
@@ -325,13 +325,13 @@ class BasePrefixCache(ABC):
         """Run one scheduler tick: act on finished copies and transfers, as the ranks agree on them.
 
         Raises:
-            RanksDiverged: The books of the ranks differ.
+            RanksDiverged: The states of the ranks differ.
         """
 
     @property
     def needs_tick(self) -> bool:
-        """Whether the ranks must hold a ballot at the next tick even if no operation is in flight.
-        The same on all ranks."""
+        """Whether the ranks must sync at the next tick even if no operation is in flight. The same on
+        all ranks."""
         return False
 
     def prefetch_from_storage(
@@ -364,9 +364,9 @@ class BasePrefixCache(ABC):
         """Set the function that gives the present workload. Its cost grows with the number of
         requests in the queue."""
 
-    def watch_queues(self, queues: Books) -> None:
+    def watch_queues(self, queues: ReplicatedState) -> None:
         """Set the queues that are compared between the ranks, together with the cache's own
-        books."""
+        state."""
 
     def note_waiting(self, rid: str, arrival_number: int, node: TreeNode) -> None:
         """Record that request `rid` waits and will use the prefix that ends with `node`. Pages that

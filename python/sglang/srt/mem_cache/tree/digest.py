@@ -1,4 +1,4 @@
-"""Digest of the ranks' books, equal while the books are equal, and a description of differences.
+"""Digest of the ranks' states, equal while these are equal, and a description of differences.
 
 The digest of a tree is a sum over its nodes. Each change adds to the sum, so its cost does not grow
 with the tree. A node is named by its tokens from the root on, never by its slots, which may differ
@@ -42,17 +42,17 @@ _STORAGE_WEIGHT: Final = 0x1C3A5C85C97CB312
 _COUNT_WEIGHT: Final = 0x02F1BBCDCBFA53E0
 
 _MAX_ENTRIES: Final = 20_000
-"""Most entries of a description, which ranks with different books exchange: a few megabytes."""
+"""Most entries of a description, which ranks with different states exchange: a few megabytes."""
 _MAX_ENTRY_CHARS: Final = 120
 _MAX_DIFFERENCE_BYTES: Final = 512
 
 
-class Books(Protocol):
+class ReplicatedState(Protocol):
     """Data that must be equal on all ranks."""
 
     @property
     def digest(self) -> int:
-        """Number of at most 62 bits, not negative; equal books have equal digests."""
+        """Number of at most 62 bits, not negative; equal states have equal digests."""
 
     def describe(self) -> Mapping[str, str]:
         """Entries of the digest, by names that are the same on all ranks."""
@@ -99,25 +99,25 @@ def span_of(begin: PrefixHash, end: PrefixHash) -> int:
 
 
 @dataclasses.dataclass(slots=True)
-class CacheBooks:
-    """`Books` of a prefix cache and of the queues above it."""
+class CacheState:
+    """`ReplicatedState` of a prefix cache and of the queues above it."""
 
     root: Callable[[], TreeNode]
     counts: dict[str, Callable[[], int]]
     """Functions that give numbers which must be equal, each below 2**61."""
-    queues: Books | None = None
+    queues: ReplicatedState | None = None
     """Queues of the scheduler, once there is one."""
 
     @property
     def digest(self) -> int:
-        """See `Books`."""
+        """See `ReplicatedState`."""
         total = self.root().tree_digest.value + (self.queues.digest if self.queues else 0)
         for number, count in enumerate(self.counts.values(), start=1):
             total += count() * (_COUNT_WEIGHT + number * DEVICE_WEIGHT)
         return total % MODULUS
 
     def describe(self) -> Mapping[str, str]:
-        """See `Books`; of large trees the first `_MAX_ENTRIES` entries."""
+        """See `ReplicatedState`; of large trees the first `_MAX_ENTRIES` entries."""
         entries = {name: str(count()) for name, count in self.counts.items()}
         if self.queues is not None:
             entries.update(self.queues.describe())
@@ -168,12 +168,12 @@ def check_digest(root: TreeNode, nodes: Iterable[TreeNode]) -> None:
     assert kept == anew.value, f"the digest of the tree is {kept:x}, its nodes make {anew.value:x}"
 
 
-def explain_difference(group: RankGroup, books: Books) -> str:
+def explain_difference(group: RankGroup, state: ReplicatedState) -> str:
     """Name the ranks that differ from rank 0, each with its first different entry. A collective.
 
     Rank 0 broadcasts its description, a few megabytes; each rank returns one line.
     """
-    mine = books.describe()
+    mine = state.describe()
     raw = group.broadcast(msgspec.msgpack.encode(mine) if group.rank == 0 else None)
     theirs = msgspec.msgpack.decode(raw, type=dict[str, str])
     differences = gather_texts(group, _first_difference(mine, theirs), _MAX_DIFFERENCE_BYTES)

@@ -1,7 +1,7 @@
 """Interface of flows: a flow moves pages between two tiers in one direction.
 
 A prefix cache is a tree and its flows. The cache notifies the flows of changes of its nodes. Once a
-tick each busy flow adds its observations to the ballot, and acts on the agreement of the ranks.
+tick each busy flow adds its observations to the tick sync, and acts on the agreement of the ranks.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import torch
 
-    from sglang.srt.mem_cache.tree.ballot import Progress
     from sglang.srt.mem_cache.tree.pool_tier import PoolTier
+    from sglang.srt.mem_cache.tree.tick_sync import Progress
     from sglang.srt.mem_cache.tree.tree_node import TreeNode
 
 
@@ -36,7 +36,7 @@ class TierFlow:
         """Start the operations that were queued since the last tick."""
 
     def report(self, progress: Progress) -> None:
-        """Add this rank's observations to its ballot."""
+        """Add this rank's observations to its tick sync."""
 
     def act_on(self, agreed: Progress) -> None:
         """Act on the agreement of the ranks."""

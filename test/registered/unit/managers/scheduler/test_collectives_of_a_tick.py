@@ -112,7 +112,7 @@ def test_one_broadcast_a_tick_one_round_while_something_is_under_way_and_none_wh
     assert script.num_tokens == 12 + 8 + 20
     assert groups[0].broadcasts == groups[1].broadcasts
     assert groups[0].reductions == groups[1].reductions
-    assert len(set(groups[0].reductions)) == 1, "the ballot has one size"
+    assert len(set(groups[0].reductions)) == 1, "the tick sync has one size"
 
     said = [(broadcasts, rounds) for _, _, broadcasts, rounds in script.polls]
     assert set(said) == {(0, 0), (1, 0), (1, 1)}
@@ -122,14 +122,14 @@ def test_one_broadcast_a_tick_one_round_while_something_is_under_way_and_none_wh
         else:
             assert rounds == 0, "nothing is under way while the scheduler is idle"
     idle = [poll for poll in script.polls if poll[0] == IDLE_MS and not poll[1]]
-    # Books are checked once in each idle time, together.
+    # Page ownership is checked once in each idle time, together.
     assert sum(poll[2] for poll in idle) == 2 < len(idle) == 2 * IDLE_POLLS
     decode_ticks = [one for one in said if one == (1, 0)]
     assert len(decode_ticks) > 20, "no round while requests decode and no copy is under way"
     ticks = [one for one in said if one[0]]
     print(
         f"{len(said)} polls, {len(ticks)} ticks: a tick is {min(groups[0].broadcasts)} to "
-        f"{max(groups[0].broadcasts)} bytes, a ballot {groups[0].reductions[0]} bytes in "
+        f"{max(groups[0].broadcasts)} bytes, a tick sync {groups[0].reductions[0]} bytes in "
         f"{len(groups[0].reductions)} of them"
     )
 

@@ -132,7 +132,7 @@ class Allocator(RuleBasedStateMachine):
             self.allocator.free(slots)
 
     @invariant()
-    def books(self) -> None:
+    def page_ownership(self) -> None:
         if not hasattr(self, "allocator"):
             return
         held = [slot for slots in self.requests for slot in slots]
@@ -226,7 +226,7 @@ class HostPool(RuleBasedStateMachine):
             self.host.free(page_slots([chosen.pop()], self.page))
 
     @invariant()
-    def books(self) -> None:
+    def page_ownership(self) -> None:
         if not hasattr(self, "host"):
             return
         self.host.check_integrity()
@@ -309,7 +309,7 @@ class Radix(RuleBasedStateMachine):
         self.model = kept
 
     @invariant()
-    def books(self) -> None:
+    def page_ownership(self) -> None:
         if not hasattr(self, "tree"):
             return
         self.tree.check_integrity()

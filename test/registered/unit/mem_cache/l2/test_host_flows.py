@@ -87,7 +87,7 @@ def test_write_through_selective_writes_at_the_second_hit() -> None:
         assert rig.hi.host_pool.size - rig.hi.host_pool.available_size() == expected_used
 
 
-def test_l2_smaller_than_l1_keeps_the_books_and_the_newest() -> None:
+def test_l2_smaller_than_l1_loses_no_page_and_keeps_the_newest() -> None:
     rig = three_tiers(16, hicache_ratio=0.5)
     for base in range(0, 600, 100):
         rig.run(range(base, base + 16))

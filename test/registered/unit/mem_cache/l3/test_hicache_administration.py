@@ -26,7 +26,7 @@ from sglang.srt.mem_cache.l3.hicache_administration import (
     _MAX_LEFT_BEHIND,
     ChangeResult,
 )
-from sglang.srt.mem_cache.tree.ballot import Progress, Verdict
+from sglang.srt.mem_cache.tree.tick_sync import Progress, Status
 from sglang.test.ci.ci_register import register_cpu_ci
 
 register_cpu_ci(est_time=4, suite="base-a-test-cpu")
@@ -202,7 +202,7 @@ def test_attachments_that_hang_for_ever_are_bounded(rig: CacheRig) -> None:
 def test_what_failed_on_one_rank_is_made_on_none(storage_dir: Path) -> None:
     """The rank on which it has succeeded lets go of it again."""
 
-    def work(group: RankGroup) -> tuple[ChangeResult, Verdict]:
+    def work(group: RankGroup) -> tuple[ChangeResult, Status]:
         rig = CacheRig(l1_pages=8, group=group, settings=HiCacheSettings())
         administration = rig.hi.administration
         try:
@@ -217,7 +217,7 @@ def test_what_failed_on_one_rank_is_made_on_none(storage_dir: Path) -> None:
             rig.close()
 
     told = "rank 0 of 2: extra config prefetch_threshold: 0 or more, not -1"
-    assert run_on_ranks(2, work) == [((False, told), Verdict.UNDER_WAY)] * 2
+    assert run_on_ranks(2, work) == [((False, told), Status.UNDER_WAY)] * 2
     wait_for(lambda: Erratic.closed)
 
 

@@ -12,7 +12,7 @@ from sglang.srt.mem_cache.l3.prefetch_cost import (
     is_rejected,
     slower_reads,
 )
-from sglang.srt.mem_cache.tree.ballot import Rates
+from sglang.srt.mem_cache.tree.tick_sync import Rates
 from sglang.test.ci.ci_register import register_cpu_ci
 
 register_cpu_ci(est_time=1, suite="base-a-test-cpu")

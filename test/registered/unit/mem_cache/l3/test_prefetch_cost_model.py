@@ -19,9 +19,9 @@ from sglang.srt.mem_cache.hicache_storage import CacheOutcome
 from sglang.srt.mem_cache.l3.prefetch_cost import PrefetchCostModel
 from sglang.srt.mem_cache.l3.prefetch_table import PrefetchPolicy, PrefetchTable
 from sglang.srt.mem_cache.l3.storage_operation import PrefetchOperation
-from sglang.srt.mem_cache.tree.ballot import PrefetchProgress, Rates
 from sglang.srt.mem_cache.tree.base_prefix_cache import Workload
 from sglang.srt.mem_cache.tree.radix_key import PageHash, RadixKey
+from sglang.srt.mem_cache.tree.tick_sync import PrefetchProgress, Rates
 from sglang.test.ci.ci_register import register_cpu_ci
 
 register_cpu_ci(est_time=2, suite="base-a-test-cpu")

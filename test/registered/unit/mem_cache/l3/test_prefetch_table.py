@@ -10,8 +10,8 @@ from sglang.srt.mem_cache.l3.guarded_store import PAGES_PER_CALL
 from sglang.srt.mem_cache.l3.prefetch_table import PrefetchTable
 from sglang.srt.mem_cache.l3.storage_operation import PrefetchOperation
 from sglang.srt.mem_cache.l3.storage_reads import pages_per_read
-from sglang.srt.mem_cache.tree.ballot import PrefetchProgress, Progress, from_vector, to_vector
 from sglang.srt.mem_cache.tree.radix_key import PageHash, RadixKey
+from sglang.srt.mem_cache.tree.tick_sync import PrefetchProgress, Progress, from_vector, to_vector
 from sglang.test.ci.ci_register import register_cpu_ci
 
 register_cpu_ci(est_time=1, suite="base-a-test-cpu")

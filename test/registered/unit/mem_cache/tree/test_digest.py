@@ -1,4 +1,4 @@
-"""The digest of a tree: equal for equal books, other for others, and what differs then."""
+"""The digest of a tree: equal for equal states, other for others, and what differs then."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from rigs.caches.memory_ranks import MemoryExchange
 from sglang.srt.mem_cache.tree import digest
 from sglang.srt.mem_cache.tree.digest import (
-    CacheBooks,
+    CacheState,
     check_digest,
     empty_prefix,
     explain_difference,
@@ -52,11 +52,11 @@ class Tree:
     def slots(self, node: TreeNode) -> torch.Tensor:
         return torch.arange(self._first_slot, self._first_slot + len(node.key))
 
-    def books(self, **counts: int) -> CacheBooks:
+    def cache_state(self, **counts: int) -> CacheState:
         def constant(number: int) -> Callable[[], int]:
             return lambda: number
 
-        return CacheBooks(lambda: self.root, {k: constant(v) for k, v in counts.items()})
+        return CacheState(lambda: self.root, {k: constant(v) for k, v in counts.items()})
 
 
 def test_equal_trees_have_equal_digests_whatever_their_slots_and_order() -> None:
@@ -159,15 +159,15 @@ def test_prefix_hashes_of_long_prompts_are_those_of_their_parts() -> None:
         assert part.digest() == prefix_with(begin, tokens[:cut]).digest(), "it is left as it was"
 
 
-def test_counts_and_queues_are_part_of_the_books() -> None:
+def test_counts_and_queues_are_part_of_the_digest() -> None:
     tree = Tree()
     tree.add(1, 2)
-    assert tree.books(free=3, pinned=4).digest == tree.books(free=3, pinned=4).digest
-    assert tree.books(free=3, pinned=4).digest != tree.books(free=4, pinned=3).digest
-    books = tree.books()
-    without = books.digest
-    books.queues = Tree().books(waiting=1)
-    assert books.digest != without
+    assert tree.cache_state(free=3, pinned=4).digest == tree.cache_state(free=3, pinned=4).digest
+    assert tree.cache_state(free=3, pinned=4).digest != tree.cache_state(free=4, pinned=3).digest
+    state = tree.cache_state()
+    without = state.digest
+    state.queues = Tree().cache_state(waiting=1)
+    assert state.digest != without
 
 
 def test_a_description_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -175,11 +175,11 @@ def test_a_description_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     tree = Tree()
     for token in range(5):
         tree.add(token, token)
-    books = tree.books(free=5)
-    assert len(books.describe()) == 3
-    books.queues = tree.books(**{"x" * 500: 1, "y": 2, "z": 3})
-    assert max(map(len, books.describe())) == 120
-    assert len(books.describe()) == 3
+    state = tree.cache_state(free=5)
+    assert len(state.describe()) == 3
+    state.queues = tree.cache_state(**{"x" * 500: 1, "y": 2, "z": 3})
+    assert max(map(len, state.describe())) == 120
+    assert len(state.describe()) == 3
 
 
 def name_of(node: TreeNode) -> str:
@@ -187,13 +187,13 @@ def name_of(node: TreeNode) -> str:
     return node.prefix.hexdigest()
 
 
-def explained(*books: CacheBooks) -> list[str]:
-    exchange = MemoryExchange(len(books), deadline_s=60)
-    with ThreadPoolExecutor(len(books)) as pool:
+def explained(*states: CacheState) -> list[str]:
+    exchange = MemoryExchange(len(states), deadline_s=60)
+    with ThreadPoolExecutor(len(states)) as pool:
         return list(
             pool.map(
-                lambda rank: explain_difference(exchange.group(rank), books[rank]),
-                range(len(books)),
+                lambda rank: explain_difference(exchange.group(rank), states[rank]),
+                range(len(states)),
             )
         )
 
@@ -208,7 +208,7 @@ def test_every_rank_learns_which_rank_differs_and_where_first() -> None:
     trees[2].nodes[1].storage_epoch = 6
     name = f"node {name_of(trees[0].nodes[1])}: tokens 0 to 4 (1, 2, 3, 4, ...)"
     assert (
-        explained(*(tree.books(free=5) for tree in trees))
+        explained(*(tree.cache_state(free=5) for tree in trees))
         == [
             f"rank 2 has {name}: L1 and L3 in epoch 6, "
             "rank 0 tokens 0 to 4 (1, 2, 3, 4, ...): L1 and L2"
@@ -220,7 +220,7 @@ def test_every_rank_learns_which_rank_differs_and_where_first() -> None:
 def test_a_node_that_one_rank_alone_has_is_named() -> None:
     one, other = Tree(), Tree()
     node = other.add(1, 2)
-    (line, _) = explained(one.books(free=5), other.books(free=5))
+    (line, _) = explained(one.cache_state(free=5), other.cache_state(free=5))
     state = f"node {name_of(node)}: tokens 0 to 2 (1, 2, ...): L1"
     assert line == f"rank 1 has {state}, rank 0 nothing"
 
@@ -228,7 +228,10 @@ def test_a_node_that_one_rank_alone_has_is_named() -> None:
 def test_a_count_that_differs_is_named_before_nodes() -> None:
     one, other = Tree(), Tree()
     other.add(1, 2)
-    assert explained(one.books(free=5), other.books(free=3))[0] == "rank 1 has free: 3, rank 0 5"
+    assert (
+        explained(one.cache_state(free=5), other.cache_state(free=3))[0]
+        == "rank 1 has free: 3, rank 0 5"
+    )
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The tree of one tier: match, split, insert, lock, evict, and the books."""
+"""The tree of one tier: match, split, insert, lock, evict, and page ownership."""
 
 from __future__ import annotations
 
@@ -177,7 +177,7 @@ def test_nodes_hash_as_their_whole_prefix_after_splits() -> None:
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_books_balance_under_random_requests(seed: int) -> None:
+def test_random_requests_lose_no_page(seed: int) -> None:
     rng = random.Random(seed)
     rig = CacheRig(l1_pages=24, page_size=2, eviction_policy=rng.choice(["lru", "lfu", "slru"]))
     running: list[RigRequest] = []

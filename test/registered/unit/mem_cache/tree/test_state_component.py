@@ -12,7 +12,7 @@ from sglang.srt.mem_cache.hi_mamba_radix_cache import HiMambaRadixCache
 from sglang.srt.mem_cache.mamba_radix_cache import MambaRadixCache
 from sglang.srt.mem_cache.tree.base_prefix_cache import EvictParams, InsertParams, MatchPrefixParams
 from sglang.srt.mem_cache.tree.cache_init_params import CacheInitParams
-from sglang.srt.mem_cache.tree.digest import CacheBooks
+from sglang.srt.mem_cache.tree.digest import CacheState
 from sglang.srt.mem_cache.tree.prefix_tree import PrefixTree
 from sglang.srt.mem_cache.tree.radix_key import RadixKey
 from sglang.srt.mem_cache.tree.state_component import StateComponent
@@ -350,12 +350,12 @@ def test_a_match_that_passes_a_state_does_not_use_it() -> None:
 
 
 def test_the_digest_counts_states() -> None:
-    """Ranks that differ in a state alone have different books, and can say in which."""
+    """Ranks that differ in a state alone have different states, and can say in which."""
     rigs = [StateRig(page_size=4) for _ in range(2)]
     for rig in rigs:
         insert(rig, range(8))
         insert(rig, range(16))
-    first, second = (CacheBooks(lambda rig=rig: rig.tree.root_node, {}) for rig in rigs)  # type: ignore[misc]
+    first, second = (CacheState(lambda rig=rig: rig.tree.root_node, {}) for rig in rigs)  # type: ignore[misc]
     assert first.digest == second.digest
     rigs[0].tree.evict(EvictParams(mamba_num=1))
     assert first.digest != second.digest

@@ -38,8 +38,8 @@ class RequestQueues:
     """Every request from its arrival to its end, in one state at a time. Scheduler thread only.
 
     `arrive`, `admit`, `cut`, `join`, `hold`, `retract`, `finish` and `let_go` are the only
-    transitions; each asserts that it is allowed. Each takes constant time. The queues are `Books`:
-    the same on all ranks.
+    transitions; each asserts that it is allowed. Each takes constant time. The queues are
+    `ReplicatedState`: the same on all ranks.
 
         arrive   -> WAITING
         admit    WAITING, or COMPUTING in parts -> COMPUTING
@@ -74,15 +74,15 @@ class RequestQueues:
         self.num_joined = 0
         self._digest = 0
 
-    # ---- books of the ranks --------------------------------------------------------------------
+    # ---- what ranks compare --------------------------------------------------------------------
 
     @property
     def digest(self) -> int:
-        """A digest of the requests that wait and of those that hold slots; see `Books`."""
+        """Digest of the requests that wait and of those with slots; see `ReplicatedState`."""
         return self._digest
 
     def describe(self) -> Mapping[str, str]:
-        """Entries of the digest; see `Books`."""
+        """Entries of the digest; see `ReplicatedState`."""
         waiting = self._waiting
         return {
             f"request {rid}": "waits" if rid in waiting else "has been admitted"

@@ -236,7 +236,7 @@ def assert_is(
     assert (None if queues.partial is None else queues.partial.rid) == partial
 
 
-def test_slots_of_a_held_request_are_in_the_books(model: Path) -> None:
+def test_slots_of_a_held_request_have_an_owner(model: Path) -> None:
     """As a decode engine reserves them before anything has been scheduled."""
     rig = SchedulerRig(model, page_size=4, max_requests=2)
     state = rig.scheduler.state

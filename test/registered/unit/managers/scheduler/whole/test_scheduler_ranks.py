@@ -306,7 +306,7 @@ def test_nothing_is_broadcast_while_all_is_idle(
         run_loops(ranks, Script([ranks.request("a", greedy(3))], *[[]] * idle_turns))
         calls.append(ranks.exchange.num_calls)
         for rig in ranks.rigs:
-            assert rig.scheduler._is_verified, "the one idle tick is for checking the books"
+            assert rig.scheduler._is_verified, "the one idle tick is for checking page ownership"
     assert calls[0] == calls[1]
 
 

@@ -1,11 +1,11 @@
-"""The ballot: once a tick the ranks agree on the progress of copies and transfers.
+"""The tick sync: once a tick the ranks agree on the progress of copies and transfers.
 
 Copies and transfers progress at different moments on different ranks, yet every rank must make the
 same decisions. So progress enters a decision only through one int64 vector of fixed size, reduced
-by MIN over the ranks. Each ballot also compares a digest of the ranks' books, which must be equal.
+by MIN over the ranks. It also compares a digest of the ranks' states, which must be equal.
 
-Layout of the vector: the digest of the books and its negative, `available`, the two `rates`,
-`-has_reconnected`, `writes`, `loads`, `check`, `administration`; a verdict for each backup slot;
+Layout of the vector: the digest and its negative, `available`, the two `rates`,
+`-has_reconnected`, `writes`, `loads`, `check`, `administration`; a status for each backup slot;
 for each prefetch slot `hit`, `landed`, `ended`, `-expired` and `-handed`.
 """
 
@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 from sglang.srt.distributed.rank_group import RankGroup, RanksDiverged
-from sglang.srt.mem_cache.tree.digest import Books, explain_difference
+from sglang.srt.mem_cache.tree.digest import ReplicatedState, explain_difference
 
 MAX_PREFETCHES: Final = 64
 """Most prefetches that own host pages: the vector has a fixed size (unequal ones abort gloo)."""
@@ -34,7 +34,7 @@ _BACKUPS_END: Final = _HEAD + MAX_SETTLED
 _VECTOR_SIZE: Final = _BACKUPS_END + _SLOT * MAX_PREFETCHES
 
 
-class Verdict(IntEnum):
+class Status(IntEnum):
     """Outcome of one operation. The least over the ranks counts."""
 
     UNDER_WAY = 0
@@ -44,8 +44,8 @@ class Verdict(IntEnum):
     LANDED = 2
 
     @classmethod
-    def on(cls, *, is_good: bool) -> Verdict:
-        """The verdict on an operation that has ended."""
+    def on(cls, *, is_good: bool) -> Status:
+        """The status of an operation that has ended."""
         return cls.LANDED if is_good else cls.FAILED
 
 
@@ -78,8 +78,8 @@ _NO_RATES: Final = Rates()
 class Progress:
     """Observations of one rank, or the agreement of all. Made at every tick."""
 
-    books_digest: int = 0
-    """Digest of tree, free counts and queues (`Books`); must be equal on all ranks."""
+    digest: int = 0
+    """Digest of tree, free counts and queues (`ReplicatedState`); must be equal on all ranks."""
     available: bool = True
     """Whether no call to L3 is stuck."""
     rates: Rates = _NO_RATES
@@ -91,12 +91,12 @@ class Progress:
     """Number of copies from L1 to L2 that have ended, from the head of their queue on."""
     loads: int = 0
     """Number of copies from L2 to L1 that have ended, likewise."""
-    check: Verdict = Verdict.UNDER_WAY
-    """Verdict on the check of L3's pages; `FAILED`: L3 has lost pages."""
-    administration: Verdict = Verdict.UNDER_WAY
-    """Verdict on the preparation of an operator's change of L3."""
-    backups: Sequence[Verdict] = ()
-    """Verdicts on the writes to L3 that have ended, from the head of their queue on; at most
+    check: Status = Status.UNDER_WAY
+    """Status of the check of L3's pages; `FAILED`: L3 has lost pages."""
+    administration: Status = Status.UNDER_WAY
+    """Status of the preparation of an operator's change of L3."""
+    backups: Sequence[Status] = ()
+    """Statuses of the writes to L3 that have ended, from the head of their queue on; at most
     `MAX_SETTLED`."""
     prefetches: Sequence[PrefetchProgress] = ()
     """Progress of the reads in the order of the board: first those that requests wait for, then
@@ -107,7 +107,7 @@ def to_vector(progress: Progress) -> torch.Tensor:
     """int64 `[fixed]`, so that an element-wise MIN over ranks is the agreement."""
     assert len(progress.prefetches) <= MAX_PREFETCHES
     assert len(progress.backups) <= MAX_SETTLED
-    values = [progress.books_digest, -progress.books_digest]
+    values = [progress.digest, -progress.digest]
     values += [int(progress.available), *progress.rates, -int(progress.has_reconnected)]
     values += [progress.writes, progress.loads, progress.check]
     values += [progress.administration, *progress.backups]
@@ -122,7 +122,7 @@ def to_vector(progress: Progress) -> torch.Tensor:
 
 
 def from_vector(vector: torch.Tensor, num_prefetches: int) -> Progress:
-    """The agreement in a reduced vector of ranks with equal books."""
+    """The agreement in a reduced vector of ranks with equal states."""
     values = vector.tolist()
     ended = itertools.takewhile(bool, values[_HEAD:_BACKUPS_END])
     begins = range(_BACKUPS_END, _BACKUPS_END + _SLOT * num_prefetches, _SLOT)
@@ -132,15 +132,15 @@ def from_vector(vector: torch.Tensor, num_prefetches: int) -> Progress:
         for hit, landed, ended, minus_expired, minus_handed in slots
     ]
     return Progress(
-        books_digest=values[0],
+        digest=values[0],
         available=bool(values[2]),
         rates=Rates(values[3], values[4]),
         has_reconnected=values[5] < 0,
         writes=values[6],
         loads=values[7],
-        check=Verdict(values[8]),
-        administration=Verdict(values[9]),
-        backups=[Verdict(value) for value in ended],
+        check=Status(values[8]),
+        administration=Status(values[9]),
+        backups=[Status(value) for value in ended],
         prefetches=prefetches,
     )
 
@@ -148,25 +148,25 @@ def from_vector(vector: torch.Tensor, num_prefetches: int) -> Progress:
 def agree(
     progress: Progress,
     group: RankGroup,
-    books: Books,
+    state: ReplicatedState,
     reduce_min: Callable[[torch.Tensor], torch.Tensor],
 ) -> Progress:
     """Agree with all ranks on progress; a single rank's own progress counts. A collective.
 
     Args:
-        progress: Observations of this rank. `books_digest` is filled in here.
+        progress: Observations of this rank. `digest` is filled in here.
         group: The ranks.
-        books: Books of this rank at the time of the observations.
+        state: State of this rank at the time of the observations.
         reduce_min: Element-wise MIN over these ranks.
 
     Raises:
-        RanksDiverged: The books differ. Names the ranks, and the first difference of each.
+        RanksDiverged: The ranks' states differ. Names the ranks, and the first difference of each.
     """
     if group.size == 1:
         return progress
-    progress.books_digest = books.digest
+    progress.digest = state.digest
     vector = reduce_min(to_vector(progress))
     least, minus_most = vector[:2].tolist()
     if least != -minus_most:
-        raise RanksDiverged(f"the ranks' books differ: {explain_difference(group, books)}")
+        raise RanksDiverged(f"the ranks' states differ: {explain_difference(group, state)}")
     return from_vector(vector, len(progress.prefetches))

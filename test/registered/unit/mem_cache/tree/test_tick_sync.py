@@ -1,4 +1,4 @@
-"""The ballot: what ranks that saw different progress agree on."""
+"""The tick sync: what ranks that saw different progress agree on."""
 
 from __future__ import annotations
 
@@ -9,25 +9,25 @@ import torch
 
 from rigs.caches.memory_ranks import EchoGroup, MemoryExchange
 from sglang.srt.distributed.rank_group import RankGroup, RanksDiverged, SingleRank
-from sglang.srt.mem_cache.tree.ballot import (
+from sglang.srt.mem_cache.tree.digest import CacheState
+from sglang.srt.mem_cache.tree.radix_key import RadixKey
+from sglang.srt.mem_cache.tree.tick_sync import (
     MAX_PREFETCHES,
     MAX_SETTLED,
     PrefetchProgress,
     Progress,
     Rates,
-    Verdict,
+    Status,
     agree,
     from_vector,
     to_vector,
 )
-from sglang.srt.mem_cache.tree.digest import CacheBooks
-from sglang.srt.mem_cache.tree.radix_key import RadixKey
 from sglang.srt.mem_cache.tree.tree_node import ROOT_ID, TreeNode
 from sglang.test.ci.ci_register import register_cpu_ci
 
 register_cpu_ci(est_time=1, suite="base-a-test-cpu")
 
-FAILED, LANDED = Verdict.FAILED, Verdict.LANDED
+FAILED, LANDED = Status.FAILED, Status.LANDED
 
 
 def vote(*ranks: Progress) -> Progress:
@@ -61,10 +61,10 @@ def test_a_write_that_failed_on_one_rank_failed_for_all_and_holds_up_no_other() 
 
 
 def test_as_many_writes_as_there_are_slots_are_settled_in_a_tick() -> None:
-    verdicts = [LANDED, FAILED] * (MAX_SETTLED // 2)
+    statuses = [LANDED, FAILED] * (MAX_SETTLED // 2)
     reads = [PrefetchProgress(hit=8, landed=3, handed=5)] * MAX_PREFETCHES
-    agreed = vote(Progress(backups=verdicts, prefetches=reads))
-    assert agreed.backups == verdicts
+    agreed = vote(Progress(backups=statuses, prefetches=reads))
+    assert agreed.backups == statuses
     assert agreed.prefetches == reads
 
 
@@ -72,7 +72,7 @@ def test_what_one_rank_has_lost_is_lost_for_all_once_all_have_looked() -> None:
     found, missing = Progress(check=LANDED), Progress(check=FAILED)
     assert vote(found, missing).check is FAILED
     assert vote(found, found).check is LANDED
-    assert vote(missing, Progress()).check is Verdict.UNDER_WAY
+    assert vote(missing, Progress()).check is Status.UNDER_WAY
 
 
 def test_unavailable_or_slow_anywhere_is_so_everywhere() -> None:
@@ -87,19 +87,19 @@ def test_an_l3_that_came_back_on_one_rank_came_back_for_all() -> None:
     assert not vote(Progress(), Progress()).has_reconnected
 
 
-def books(free: int) -> CacheBooks:
+def state(free: int) -> CacheState:
     """Of an empty tree."""
     root = TreeNode(ROOT_ID, RadixKey([]))
-    return CacheBooks(lambda: root, {"free tokens": lambda: free})
+    return CacheState(lambda: root, {"free tokens": lambda: free})
 
 
-def ballot(*free: int) -> list[str]:
-    """What each rank gets from a ballot, by the free tokens in its books."""
+def tick_sync(*free: int) -> list[str]:
+    """What each rank gets from a tick sync, by the free tokens in its state."""
     exchange = MemoryExchange(len(free), deadline_s=60)
 
     def on(group: RankGroup) -> str:
         try:
-            mine = books(free[group.rank])
+            mine = state(free[group.rank])
             agreed = agree(Progress(writes=3), group, mine, group.reduce_min)
             return f"writes {agreed.writes}"
         except RanksDiverged as error:
@@ -109,10 +109,10 @@ def ballot(*free: int) -> list[str]:
         return list(pool.map(on, map(exchange.group, range(len(free)))))
 
 
-def test_different_books_stop_all_ranks_and_name_what_differs() -> None:
-    assert ballot(8, 8) == ["writes 3"] * 2
+def test_different_states_stop_all_ranks_and_name_what_differs() -> None:
+    assert tick_sync(8, 8) == ["writes 3"] * 2
     difference = "rank 1 has free tokens: 7, rank 0 8; rank 2 has free tokens: 9, rank 0 8"
-    assert ballot(8, 7, 9) == [f"the ranks' books differ: {difference}"] * 3
+    assert tick_sync(8, 7, 9) == [f"the ranks' states differ: {difference}"] * 3
 
 
 def test_the_vector_has_one_size_whatever_happens() -> None:
@@ -125,8 +125,8 @@ def test_the_vector_has_one_size_whatever_happens() -> None:
 def test_one_rank_agrees_with_itself() -> None:
     progress = Progress(loads=1)
     alone, echo = SingleRank(), EchoGroup()
-    assert agree(progress, alone, books(4), alone.reduce_min) is progress
-    assert agree(progress, echo, books(4), echo.reduce_min).loads == 1
+    assert agree(progress, alone, state(4), alone.reduce_min) is progress
+    assert agree(progress, echo, state(4), echo.reduce_min).loads == 1
 
 
 if __name__ == "__main__":
