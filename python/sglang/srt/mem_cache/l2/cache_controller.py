@@ -1,9 +1,9 @@
 """Copies pages between L1 and L2, for all pools together.
 
 The scheduler thread queues copies here, starts them once a tick, and reads their acknowledgements,
-on which the ranks agree by the tick sync. A copy is a list of `PoolTransfer`s, those of the
-primary pool first; it is acknowledged when the bytes of all its transfers have landed. Threads and streams: a write stream
-(L1 to L2) and a load stream (L2 to L1), both `CopyStream`s.
+on which the ranks agree by the tick sync. A copy is a list of `PoolTransfer`s, the primary pool's
+first; it is acknowledged when the bytes of all its transfers have landed. Threads and streams: a
+write stream (L1 to L2) and a load stream (L2 to L1), both `CopyStream`s.
 """
 
 from __future__ import annotations
