@@ -330,8 +330,8 @@ class BasePrefixCache(ABC):
 
     @property
     def needs_tick(self) -> bool:
-        """Whether the ranks must sync at the next tick even if no operation is in flight. The same on
-        all ranks."""
+        """Whether the ranks must sync at the next tick even if no operation is in flight. The same
+        on all ranks."""
         return False
 
     def prefetch_from_storage(
