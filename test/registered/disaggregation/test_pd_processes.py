@@ -180,7 +180,7 @@ def test_decode_is_lost(prefill: RoleProcess, decode: RoleProcess, how: signal.S
         assert_right(other, never)
         assert_serves(prefill, other)
     if how is signal.SIGSTOP:
-        # What it reads late is not used, though the bytes may be there.
+        # Late reads are not used, though the bytes may be there.
         decode.signal(signal.SIGCONT)
         decode.set(hold=False)
         assert_right(decode, made["decoding"])

@@ -37,7 +37,7 @@ IDLE_S: Final = 60.0
 
 
 def is_idle(server: EngineServer) -> bool:
-    """Whether no request is in a server, and all pages are free or in the tree."""
+    """True if no request is in a server, and all pages are free or in the tree."""
     state = server.request("GET", "/server_info").body["internal_states"][0]
     return not state["busy"] and state["used_tokens"] == 0
 

@@ -324,14 +324,14 @@ class DecodeRole:
         )
 
     def _is_within_share(self, req: Req, share: Sequence[DecodeRequest]) -> bool:
-        """Whether `req` may have slots beside the other prompts of its prefill server."""
+        """True if `req` may have slots beside the other prompts of its prefill server."""
         if not share:
             return True  # Otherwise a long prompt would never come.
         state, queues, page_size = self._state, self._state.queues, self._state.limits.page_size
         free_rows = state.limits.max_running_requests - queues.num_holders
         if not is_within_share(len(share), 1, free_rows):
             return False
-        # As `PrefillAdder.plan` counts, so that what is within the share finds room.
+        # Counts like `PrefillAdder.plan`: a request within the share finds room.
         free = state.free_tokens() - sum(map(state.reserve_for, queues.holders()))
         need = ceil_to_page(req.progress.num_tokens, page_size) + state.reserve_for(req)
         own = sum(one.num_tokens or 0 for one in share)
@@ -341,7 +341,7 @@ class DecodeRole:
         return is_within_share(own, need - len(match.device_indices), free)
 
     def _has_retracted(self) -> bool:
-        """Whether any waiting request has decoded already."""
+        """True if any waiting request has decoded already."""
         waiting = self._state.queues.waiting
         return len(waiting) > len(self._waiting) and any(req.progress.output_ids for req in waiting)
 

@@ -1,4 +1,4 @@
-"""Whether a prefill and a decode server were sent the same request."""
+"""Compares the requests that a prefill and a decode server were sent."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What prefill and decode share, under SGLang's names: rows of metadata, agreement, backends."""
+"""Parts shared by prefill and decode, under SGLang's names: metadata rows, agreement, backends."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def metadata_device(pages: torch.device) -> torch.device | None:
     connection.
 
     The control connection is the default, since a decode server needs a message that a prompt is
-    complete anyway, and a row is one more transfer. With INTRA_NODE_NVLINK metadata is read as the
+    complete anyway, and a row is one more transfer. With INTRA_NODE_NVLINK metadata is read like
     pages: only that pool has rows on GPUs.
 
     Args:

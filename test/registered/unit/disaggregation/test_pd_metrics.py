@@ -143,7 +143,7 @@ def test_each_prompt_that_came_is_measured_once(pair: PdRig) -> None:
     speed = value(pair.decode, "kv_transfer_speed_gb_s_sum")
     assert speed * seconds * 1e3 == pytest.approx(size)
     assert stages(pair.decode, "a").transfer == pytest.approx(seconds)
-    # Of this one only the page that the first one did not fill.
+    # Only the page of this prompt that the first one did not fill.
     pair.run(pair.request("b", IDS, greedy(2)))
     assert value(pair.decode, "kv_transfer_total_mb_sum") == pytest.approx(size * (1 + 1 / pages))
 

@@ -35,7 +35,7 @@ class Poller:
 def on_two_ranks(
     pollers_of: Callable[[int], list[Poller]],
 ) -> tuple[list[KVPoll], list[str]]:
-    """What two ranks agree on, and the reasons of all pollers, which must be the same on both."""
+    """The agreed statuses and the reasons of all pollers; they must be the same on both ranks."""
 
     def run(group: RankGroup) -> tuple[list[KVPoll], list[str]]:
         pollers = pollers_of(group.rank)

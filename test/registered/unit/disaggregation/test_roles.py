@@ -85,7 +85,7 @@ def assert_said(pair: PdRig, *messages: TokenizedGenerateReqInput) -> None:
 
 
 def stepped(rig: RoleRig, rid: str) -> bool:
-    """Whether a request has ended after a further tick."""
+    """True if a request has ended after a further tick."""
     rig.step()
     return rid in rig.results
 
@@ -157,7 +157,7 @@ def test_pages_of_an_aborted_read_are_not_reused_before_it_has_ended(
     state = pair.decode.scheduler.state
     assert (state.queues.num_holders, state.free_tokens()) == (1, 512 - 100)
     assert not any(transfer.is_settled for transfer in held)
-    # What lands now, lands on pages that nobody uses.
+    # Late bytes land on pages that nobody uses.
     mover.release()
     pair.until(pair.decode.scheduler.is_idle)
     pair.assert_clean()

@@ -47,7 +47,7 @@ class KVTransferError(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class KVTransferMetric:
-    """What a receiver has read.
+    """Amounts that a receiver has read.
 
     Attributes:
         transfer_latency_s: Seconds with reads in flight.
@@ -198,8 +198,8 @@ class BaseKVReceiver(ABC):
         bootstrap_room: Number of the room.
 
     Attributes:
-        metadata: What the prefill server has found, once `poll` is `Success`; None: not yet, or
-            the transport moves nothing.
+        metadata: Results of the prefill, once `poll` is `Success`; None: not yet, or the transport
+            moves nothing.
     """
 
     bootstrap_room: int
@@ -243,7 +243,7 @@ class BaseKVReceiver(ABC):
     @property
     @abstractmethod
     def has_ended(self) -> bool:
-        """Whether no read into the pages is in flight, or will begin."""
+        """True if no read into the pages is in flight, or will begin."""
 
     @abstractmethod
     def get_transfer_metric(self) -> KVTransferMetric:

@@ -1,4 +1,4 @@
-"""A request's metadata: what a prefill server has found, beside the pages."""
+"""A request's metadata: results of its prefill beside the pages."""
 
 from __future__ import annotations
 

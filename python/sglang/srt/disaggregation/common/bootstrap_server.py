@@ -190,7 +190,7 @@ class _Connection(asyncio.Protocol):
     Args:
         server: Answers the request.
         everyone: All connections.
-        waiting: Those that can be closed for a new one: all.
+        waiting: Connections that can be closed for a new one: all.
     """
 
     transport: asyncio.Transport

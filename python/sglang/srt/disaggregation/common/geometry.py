@@ -167,7 +167,7 @@ class PoolGeometry:
         return None
 
     def slices(self, layouts: Sequence[KVLayout], draw: int) -> list[ShardSlice]:
-        """What to read of each rank of a prefill server, so that every head is read once.
+        """The slices to read from the ranks of a prefill server: each head is read once.
 
         Args:
             layouts: Layouts of all ranks that have heads in common with this one; each fits

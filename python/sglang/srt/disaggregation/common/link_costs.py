@@ -41,7 +41,7 @@ class LinkCosts:
         return self.packing_s + num_units * self.unit_s + num_bytes / self.bytes_per_s
 
     def packing_pays(self, num_blocks: int, num_bytes: int, unit_bytes: int) -> bool:
-        """Whether packing `num_blocks` blocks is faster than reading them."""
+        """True if packing `num_blocks` blocks is faster than reading them."""
         return self.packed_s(num_bytes, unit_bytes) < self.direct_s(num_blocks, num_bytes)
 
 

@@ -63,7 +63,7 @@ class MetadataReader:
         self._lock = threading.Lock()
 
     def reads(self, layout: KVLayout, where: str) -> bool:
-        """Whether to try to read the rows of the server at `where`."""
+        """True if the rows of the server at `where` can be read, as far as is known."""
         if self.rows is None:
             return False
         with self._lock:

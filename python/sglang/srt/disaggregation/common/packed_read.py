@@ -85,7 +85,7 @@ class PackedRead:
         self._num_buffers = 0
         self._nap = _SOON_S
         self._is_asked = False
-        """Whether a question is unanswered, assuming that no message was lost."""
+        """True if a question is unanswered, assuming that no message was lost."""
 
     def run(self, timeout: float) -> bool:
         """Read all pages. False: no memory was free on one of the sides within `timeout` seconds,

@@ -76,8 +76,8 @@ class PageReader:
         own: Place of the prompt in this server's pools.
         context: What all receivers of this rank share.
         connection: Connection to the rank.
-        layout: What it holds, with the session to read it by.
-        shard_slice: What to read of it.
+        layout: Its layout, with the session for reads.
+        shard_slice: The part of it to read.
         heartbeat: Called repeatedly while a read is in flight, with the number of pages that are
             there after it; may raise RoomFailed.
 

@@ -1,6 +1,6 @@
 """Messages of the control connection between a decode and a prefill server, as msgpack.
 
-A decode server asks, a prefill server answers. All questions are idempotent and may be repeated. So
+A decode server asks, a prefill server answers. All questions are idempotent and may be repeated, so
 messages may be lost, doubled or late.
 """
 
@@ -42,7 +42,7 @@ class PoolLayout(msgspec.Struct, frozen=True, array_like=True):
 
     name: str
     is_state: bool
-    """Whether the pool has recurrent states, each of a whole prompt, and not pages of tokens."""
+    """True if the pool has recurrent states, each of a whole prompt, and not pages of tokens."""
     page_size: int
     begin: int
     """First of the model's heads `[begin, end)` in the pool. State without heads is one head, which
@@ -112,13 +112,13 @@ class Poll(msgspec.Struct, frozen=True, tag=True):
     """Number of leading pages of the prompt that the asker has."""
     has_token: bool = False
     may_wait: bool = True
-    """Whether the answer may wait. False: the question only shows that the asker is alive, and asks
+    """True if the answer may wait. False: the question only shows that the asker is alive, and asks
     for a failure."""
     part: Part = 0
     num_parts: Annotated[int, msgspec.Meta(ge=1, le=MAX_RANK + 1)] = 1
     """Number of the reader's ranks that read from this rank."""
     wants_inline: bool = True
-    """Whether to send the first token. False: it is read from its row, if it has one."""
+    """True to send the first token. False: it is read from its row, if it has one."""
 
 
 class Pack(msgspec.Struct, frozen=True, tag=True):
@@ -171,7 +171,7 @@ class BootstrapStatus(msgspec.Struct, frozen=True, tag=True):
     serial: int
     """Number of the question; all rooms that it declined are declined."""
     known: list[int] = []
-    """Those of the question's `rooms` that the prefill server has."""
+    """The rooms of the question's `rooms` that the prefill server has."""
     ended: dict[int, str] = {}
     """Reasons of the question's rooms that have ended without success."""
 
@@ -181,7 +181,7 @@ class RoomStatus(msgspec.Struct, frozen=True, tag=True):
 
     room: int
     is_known: bool
-    """Whether the prefill server has the request."""
+    """True if the prefill server has the request."""
     first_page: int = 0
     pages: list[int] = []
     """Pages of the prefill server's pools that hold the prompt, from `first_page` on."""
@@ -194,7 +194,7 @@ class RoomStatus(msgspec.Struct, frozen=True, tag=True):
 
     @property
     def is_complete(self) -> bool:
-        """Whether all pages are there."""
+        """True if all pages are there."""
         return self.first_token is not None or self.row is not None
 
 
@@ -216,7 +216,7 @@ class Released(msgspec.Struct, frozen=True, tag=True):
 
     room: int
     was_held: bool
-    """Whether its pages were held until now, so that the data read from them is right."""
+    """True if its pages were held until now, so that the data read from them is right."""
 
 
 Waitable = BootstrapPoll | Poll | Pack
@@ -245,7 +245,7 @@ ANSWERED_DECODER: Final = msgspec.msgpack.Decoder(Answered)
 
 
 def has_changes(answer: Answer, question: Waitable) -> bool:
-    """Whether the answer has anything that the asker does not know yet."""
+    """True if the answer has anything that the asker does not know yet."""
     assert isinstance(answer, BootstrapStatus | RoomStatus | Packed), "an answer to such a question"
     if isinstance(answer, BootstrapStatus):
         assert isinstance(question, BootstrapPoll)

@@ -21,7 +21,7 @@ class Room:
     row: int | None = None
     """Index of the row of `MetadataBuffers` that has the metadata too."""
     is_complete: bool = False
-    """Whether all pages and the metadata are known."""
+    """True if all pages and the metadata are known."""
     failure: str | None = None
     reader: str | None = None
     """The reader that asked first; None: none has."""
@@ -30,11 +30,11 @@ class Room:
     received: set[int] = field(default_factory=set)
     """Parts of the reader that have received all."""
     has_ended: bool = False
-    """Whether the pages were let go of."""
+    """True if the pages were let go of."""
 
     @property
     def was_received(self) -> bool:
-        """Whether all parts of the reader have received all."""
+        """True if all parts of the reader have received all."""
         return bool(self.received) and not self.reading
 
     def poll(self) -> KVPoll:

@@ -126,7 +126,7 @@ class RoomServer:
         self._unwanted: OrderedDict[int, tuple[float, str]] = OrderedDict()
         """Rooms that were given up before their requests came, with time and reason."""
         self._named_all = -math.inf
-        """Time at which a decode server last named as many rooms as it can."""
+        """Time at which a decode server last named the maximum number of rooms."""
         self._waiting: dict[ControlPeer, _Waiting] = {}
         """The last question of each decode server that has no answer yet."""
         self.lock = threading.Lock()

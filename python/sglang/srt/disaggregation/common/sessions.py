@@ -1,10 +1,11 @@
 """Sessions of prefill servers' Transfer Engines, and the end of those whose servers are gone.
 
 A connection to a peer costs an engine object: threads, ports, registered memory. A decode server
-does not notice the end of a prefill server from which no prompt comes. So sessions without prompts
-are probed when a new one is entered, when a prompt has failed, and once a minute while prompts
-come; those whose servers accept no control connection are forgotten. The Transfer Engine's own port
-says less: a stranger can silence it (`mooncake_containment.py`), and its connections go on.
+does not notice the end of a prefill server from which no prompt comes. Sessions without prompts are
+therefore probed when a new one is entered, when a prompt has failed, and once a minute while
+prompts come. A session is forgotten if its server accepts no control connection. The Transfer
+Engine's own port says less: a stranger can silence it (`mooncake_containment.py`), while its
+connections go on.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ class Sessions:
         """Held while a session is forgotten, so that no read of it begins meanwhile."""
         self._is_probing = False
         self._is_wanted = False
-        """Whether to probe once more after the probing in progress."""
+        """True to probe once more after the probing in progress."""
         self._probed = time.monotonic()
 
     @property
@@ -174,6 +175,6 @@ def _address(session_id: str) -> tuple[str, int] | None:
 
 
 def _accepts(endpoint: str) -> bool:
-    """Whether connections to an endpoint are accepted. One may be lost on a busy host."""
+    """True if connections to an endpoint are accepted. One may be lost on a busy host."""
     address = parse_endpoint(endpoint)
     return any(can_connect(*address) for _ in range(2))

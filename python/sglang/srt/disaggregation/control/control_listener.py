@@ -68,7 +68,7 @@ class ControlPeer(asyncio.BufferedProtocol):
         self.heard = self.loop.time()
         """Time at which its last frame was taken, or it connected."""
         self._is_open = listener.secret is None
-        """Whether its frames are messages: it has proved the secret."""
+        """True if its frames are messages: it has proved the secret."""
         self._held = FrameBuffer(MAX_QUESTION_BYTES if self._is_open else MAX_PROOF_BYTES)
         self._message: bytes | None = None
         """The message that was announced."""
@@ -218,7 +218,7 @@ class ControlListener:
 
     @property
     def has_frames(self) -> bool:
-        """Whether there are frames to take."""
+        """True if there are frames to take."""
         return bool(self._ready)
 
     def take(self, most: int) -> Iterator[tuple[ControlPeer, bytes]]:

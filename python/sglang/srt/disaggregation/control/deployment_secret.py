@@ -42,7 +42,7 @@ class DeploymentSecret:
         return mac.digest()
 
     def is_proof(self, given: bytes, purpose: str, *parts: bytes) -> bool:
-        """Whether `given` is `proof(purpose, *parts)`. Takes the same time for each wrong one."""
+        """True if `given` is `proof(purpose, *parts)`. Takes the same time for each wrong one."""
         return hmac.compare_digest(given, self.proof(purpose, *parts))
 
     def is_hex_proof(self, given: str, purpose: str, *parts: bytes) -> bool:

@@ -1,7 +1,7 @@
 """Mooncake's transport between prefill and decode servers: the decode server reads.
 
-No server writes into another server's memory. So the pages of a decode server are free again as
-soon as its own reads have ended, even if the prefill server has failed.
+No server writes to the memory of another. The pages of a decode server are free again as soon as
+its own reads have ended, even if the prefill server has failed.
 """
 
 from __future__ import annotations

@@ -122,7 +122,7 @@ class PrefillPeer:
 
     @property
     def is_idle(self) -> bool:
-        """Whether no room is asked about or declined."""
+        """True if no room is asked about or declined."""
         with self._lock:
             return not (self._receivers or self._declined)
 
@@ -161,7 +161,7 @@ class PrefillPeer:
 
     @property
     def has_thread(self) -> bool:
-        """Whether the thread runs."""
+        """True if the thread runs."""
         return self._has_thread
 
     def _wake_or_start(self) -> None:

@@ -4,7 +4,7 @@ Mooncake binds its ports to all addresses and has no setting for that. Nine byte
 port end the process, and its data port reads and writes registered memory. The libraries call
 libc's `bind` through their tables of imported functions. These tables get the address of
 `BindRedirection._bind` instead, which replaces "all addresses" for calls within `listening_at`.
-So a port is never open to others, not even for a moment, and no privilege is needed. Ports stay
+A port is never open to others, not even for a moment, and no privilege is needed. Ports stay
 open where the address is not known; `log_exposed_ports` looks at the ports themselves.
 """
 

@@ -158,7 +158,7 @@ def list_rdma_devices(root: str | Path = "/sys/class/infiniband") -> list[RdmaDe
 def choose_devices(
     chosen: str | None, devices: Sequence[RdmaDevice], *, field: str
 ) -> list[RdmaDevice]:
-    """Those of the host's `devices` that `chosen` names.
+    """The devices of the host that `chosen` names.
 
     Args:
         chosen: Names, comma separated, as `get_ib_devices_for_gpu` returns them; None or empty: all

@@ -163,7 +163,7 @@ class MooncakeTransferEngine:
 
     @property
     def stays_on_host(self) -> bool:
-        """Whether peers on other hosts are out of reach."""
+        """True if peers on other hosts are out of reach."""
         return self._settings.protocol == "nvlink_intra"
 
     def describe(self) -> dict[str, Any]:
@@ -204,7 +204,7 @@ class MooncakeTransferEngine:
         return 0
 
     def is_registered(self, ptr: int, length: int) -> bool:
-        """Whether these bytes are within one registered range."""
+        """True if these bytes are within one registered range."""
         return self._book.holds(ptr, length)
 
     def deregister(self, ptr: int) -> None:

@@ -41,16 +41,16 @@ class Role(Protocol):
         """A request was refused before it came here. Another request may have the same room."""
 
     def is_remote(self, req: Req) -> bool:
-        """Whether the prompt of a waiting request is computed elsewhere."""
+        """True if the prompt of a waiting request is computed elsewhere."""
 
     def may_compute(self, req: Req) -> bool:
-        """Whether the prompt of a waiting request may be computed here now."""
+        """True if the prompt of a waiting request may be computed here now."""
 
     def on_computed(self, work: PrefillWork) -> None:
         """A part of a prompt has its keys and values."""
 
     def keeps(self, req: Req) -> bool:
-        """Whether a request with a complete prompt stays held here, since it decodes elsewhere."""
+        """True if a request with a complete prompt stays held here, since it decodes elsewhere."""
 
     def hand_over(self, req: Req, reason: FinishReason | None) -> None:
         """A kept request has its prompt computed and its first token sampled.

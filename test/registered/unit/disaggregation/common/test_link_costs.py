@@ -1,4 +1,4 @@
-"""Whether packing pages pays, in figures."""
+"""When packing pages pays, in figures."""
 
 from __future__ import annotations
 

@@ -132,7 +132,7 @@ def test_without_memory_pages_are_read_from_pool_to_pool(side: str) -> None:
         for buffer in taken:
             assert buffer is not None
             buffer.give_back()
-        # What was asked for in vain is not packed afterwards.
+        # Units of a packing that was given up are not packed later.
         assert_all_free(scene)
     finally:
         scene.close()

@@ -62,9 +62,9 @@ class Echo:
         self.silent_s = silent_s
         self.taken: list[bytes] = []
         self.keeps = False
-        """Whether connections are kept once they have sent anything."""
+        """True if connections are kept once they have sent anything."""
         self.is_paused = False
-        """Whether no frame is taken."""
+        """True if no frame is taken."""
         (self.socket,) = listening_sockets("127.0.0.1", 0, 512)
         self.port = int(self.socket.getsockname()[1])
         self.endpoint = f"tcp://127.0.0.1:{self.port}"
