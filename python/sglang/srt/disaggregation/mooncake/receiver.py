@@ -56,7 +56,7 @@ class MooncakeKVReceiver(BaseKVReceiver):
         serial: First question with the room; None: there was none. The peer's thread alone.
         unknown_since: Time of the first answer that the room is not known; None: there was none.
             The peer's thread alone.
-        cancelled: Ends the read.
+        cancelled: Ends the read, with the reason of the failure.
         has_returned: Set when no thread reads, or will.
     """
 
@@ -81,7 +81,6 @@ class MooncakeKVReceiver(BaseKVReceiver):
         self._layouts: dict[ShardReceiver, KVLayout] = {}
         self._slices: dict[ShardReceiver, ShardSlice] = {}
         self._has_slices = threading.Event()
-        self._failure: str | None = None
         self._lock = threading.Lock()
 
     # -- the scheduler's thread ------------------------------------------------------------------
@@ -117,16 +116,16 @@ class MooncakeKVReceiver(BaseKVReceiver):
             self.has_returned.set()
 
     def poll(self) -> KVPoll:
-        if self._failure is not None:
-            return KVPoll.Failed
         if self.metadata is not None:
             return KVPoll.Success
+        if self.cancelled.is_set():
+            return KVPoll.Failed
         if self._is_reading:
             return KVPoll.Transferring
         return KVPoll.WaitingForInput if self.sources else KVPoll.Bootstrapping
 
     def failure_exception(self) -> NoReturn:
-        raise KVTransferError(self._failure or "")
+        raise KVTransferError(self.cancelled.why if self.poll() == KVPoll.Failed else "")
 
     @property
     def has_ended(self) -> bool:
@@ -157,9 +156,8 @@ class MooncakeKVReceiver(BaseKVReceiver):
     def fail(self, why: str) -> None:
         """Note that the prompt will not come; the first reason counts."""
         with self._lock:
-            if self.metadata is None and self._failure is None:
-                self._failure = why
-        self.cancelled.set(why)
+            if self.metadata is None:
+                self.cancelled.set(why)
 
     def slice_for(self, shard: ShardReceiver, layout: KVLayout) -> ShardSlice:
         """The slice that `shard` reads. Waits until all shards have layouts.
@@ -211,7 +209,7 @@ class MooncakeKVReceiver(BaseKVReceiver):
             logger.exception("a prompt could not be received")
             self.fail(f"receiving the prompt failed: {type(error).__name__}: {error}")
         with self._lock:
-            if self._failure is None:
+            if not self.cancelled.is_set():
                 self.metadata = metadata
         self.has_returned.set()
         if metadata is None or self.cancelled.is_set():
