@@ -13,7 +13,7 @@ import logging
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import islice
 from typing import TYPE_CHECKING, Final
@@ -142,11 +142,9 @@ class PrefillPeer:
         """Decline a room: it is not wanted."""
         with self._lock:
             self._declined[room] = _Declined(reason[:MAX_REASON_CHARS], time.monotonic())
-            is_full = len(self._declined) > _MAX_DECLINED_WAITING
-            if is_full:
-                del self._declined[next(iter(self._declined))]
-        if is_full:
-            self._log_dropped(1, "too many wait")
+            num_surplus = max(0, len(self._declined) - _MAX_DECLINED_WAITING)
+            surplus = dict(islice(self._declined.items(), num_surplus))
+        self._drop_declined(surplus, "too many wait")
         self._wake_or_start()
 
     def close(self) -> None:
@@ -200,7 +198,7 @@ class PrefillPeer:
                 self._routes, self._silence = (), _not_found(error)
             except Replaced as error:
                 self._routes, self._silence = (), str(error)
-                self._fail_if(lambda receiver: bool(receiver.sources), str(error))
+                self._fail_receivers(str(error), only_known=True)
             except NotAnswered as error:
                 self._routes, self._silence = (), str(error)
             except RoomFailed as error:
@@ -279,7 +277,7 @@ class PrefillPeer:
                 rooms are not wanted.
         """
         if refusal is not None:
-            self._fail_if(lambda receiver: True, refusal)
+            self._fail_receivers(refusal)
         question = self._question(None)
         if question is not None:
             self._asked = time.monotonic()
@@ -290,7 +288,7 @@ class PrefillPeer:
                 self._heard, self._silence = time.monotonic(), ""
                 self._take(answer)
             if refusal is not None:
-                self._fail_if(lambda receiver: True, refusal)
+                self._fail_receivers(refusal)
             self._fail_overdue()
             self._check_instance()
             if (following := self._question(question)) is not question or answer is not None:
@@ -340,9 +338,13 @@ class PrefillPeer:
         return msgspec.structs.replace(question, serial=self._serial)
 
     def _take(self, answer: BootstrapStatus) -> None:
-        self._drop_declined(lambda one: one.serial is not None and one.serial <= answer.serial)
         with self._lock:
             receivers = list(self._receivers.values())
+            self._declined = {
+                room: one
+                for room, one in self._declined.items()
+                if one.serial is None or one.serial > answer.serial
+            }
         known = set(answer.known)
         for receiver in receivers:
             if receiver.serial is None or receiver.serial > answer.serial:
@@ -355,13 +357,6 @@ class PrefillPeer:
             else:
                 receiver.unknown_since = receiver.unknown_since or self._heard
 
-    def _drop_declined(self, is_so: Callable[[_Declined], bool]) -> int:
-        """Forget declined rooms; returns how many."""
-        with self._lock:
-            kept = {room: one for room, one in self._declined.items() if not is_so(one)}
-            count, self._declined = len(self._declined) - len(kept), kept
-        return count
-
     # -- failures --------------------------------------------------------------------------------
 
     def _fail(self, receiver: MooncakeKVReceiver, why: str) -> None:
@@ -370,47 +365,57 @@ class PrefillPeer:
             if self._receivers.get(receiver.bootstrap_room) is receiver:
                 del self._receivers[receiver.bootstrap_room]
 
-    def _fail_if(self, is_so: Callable[[MooncakeKVReceiver], bool], why: str) -> None:
+    def _fail_receivers(self, why: str, *, only_known: bool = False) -> None:
         with self._lock:
-            receivers = list(self._receivers.values())
+            receivers = [one for one in self._receivers.values() if one.sources or not only_known]
         for receiver in receivers:
-            if is_so(receiver):
-                self._fail(receiver, why)
+            self._fail(receiver, why)
 
     def _fail_all(self, why: str) -> None:
-        self._fail_if(lambda receiver: True, why)
-        self._log_dropped(self._drop_declined(lambda one: True), why)
+        self._fail_receivers(why)
+        with self._lock:
+            declined = dict(self._declined)
+        self._drop_declined(declined, why)
 
     def _fail_overdue(self) -> None:
-        """Fail the receivers whose time is over: nothing was heard, or the room is not known."""
+        """Fail the rooms whose time is over: nothing was heard, or the prefill server does not know
+        them."""
         now, timeouts = time.monotonic(), self._context.timeouts
-
-        def is_unheard(one: MooncakeKVReceiver | _Declined) -> bool:
-            return now - max(one.since, self._heard) >= timeouts.silence
-
-        endpoint = self._routes[0].endpoint if self._routes else self._where
-        silence = f"the prefill server at {endpoint} has not answered for {timeouts.silence:g} s"
-        why = self._silence or silence
-        self._fail_if(is_unheard, why)
-        self._log_dropped(self._drop_declined(is_unheard), why)
-        self._fail_if(
-            lambda receiver: (
-                not receiver.sources
-                and receiver.unknown_since is not None
-                and now - receiver.unknown_since >= timeouts.bootstrap
-            ),
-            "the prefill server does not know the request in time",
-        )
-
-    def _log_dropped(self, count: int, why: str) -> None:
-        if count:
-            self._log.warning(
-                "dropped",
-                "%d rooms of the prefill server at %s could not be declined: %s",
-                count,
-                self._where,
-                why,
+        latest = now - timeouts.silence
+        with self._lock:
+            receivers, declined = list(self._receivers.values()), dict(self._declined)
+        if self._heard <= latest:
+            endpoint = self._routes[0].endpoint if self._routes else self._where
+            silence = (
+                f"the prefill server at {endpoint} has not answered for {timeouts.silence:g} s"
             )
+            why = self._silence or silence
+            for one in receivers:
+                if one.since <= latest:
+                    self._fail(one, why)
+            self._drop_declined(
+                {room: one for room, one in declined.items() if one.since <= latest}, why
+            )
+        for one in receivers:
+            since = one.unknown_since
+            if not one.sources and since is not None and now - since >= timeouts.bootstrap:
+                self._fail(one, "the prefill server does not know the request in time")
+
+    def _drop_declined(self, declined: Mapping[int, _Declined], why: str) -> None:
+        """Forget rooms that could not be declined."""
+        if not declined:
+            return
+        with self._lock:
+            for room, one in declined.items():
+                if self._declined.get(room) is one:
+                    del self._declined[room]
+        self._log.warning(
+            "dropped",
+            "%d rooms of the prefill server at %s could not be declined: %s",
+            len(declined),
+            self._where,
+            why,
+        )
 
     def _check_instance(self) -> None:
         """If the prefill server is silent, look up whether another instance has replaced it.
