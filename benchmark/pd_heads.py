@@ -1,10 +1,10 @@
 """Cost of different splits of heads on prefill and decode servers.
 
-    python benchmark/pd_heads.py [--tokens 1024] [--repeat 5] [--strips] [--out FILE]
+    python benchmark/pd_heads.py [--tokens 1024] [--repeat 5] [--by-token] [--out FILE]
 
 One peer process has the pages of all prefill ranks; this one reads them as a decode rank does, TCP
 over loopback, one rank after the other. The shape is Qwen3-8B's: 36 layers, 8 KV heads of 128, 16
-bits, pages of 64 tokens, in order. `--strips` also reads the heads of each token by themselves,
+bits, pages of 64 tokens, in order. `--by-token` also reads the heads of each token by themselves,
 once.
 """
 
@@ -99,7 +99,7 @@ def staged(shard_slice: ShardSlice, pages: Sequence[int], read: Callable[[Sequen
     return num_bytes
 
 
-def in_strips(shard_slice: ShardSlice, pages: Sequence[int]) -> list[Block]:
+def by_token(shard_slice: ShardSlice, pages: Sequence[int]) -> list[Block]:
     """Blocks that read the heads of each token by themselves."""
     blocks = []
     for cut in shard_slice.cuts:
@@ -118,7 +118,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--tokens", type=int, default=1024, help="Of the prompt.")
     parser.add_argument("--repeat", type=int, default=5, help="Turns that count.")
-    parser.add_argument("--strips", action="store_true", help="Read strips too, once.")
+    parser.add_argument("--by-token", action="store_true", help="Read heads token by token too, once.")
     parser.add_argument("--out", type=writable_file, help="Append the lines to this file.")
     args = parser.parse_args()
     torch.set_num_threads(1)
@@ -161,11 +161,11 @@ def main() -> None:
             "gb_per_second": round(num_bytes / statistics.median(seconds[1:]) / 1e9, 3),
             "raw_seconds": seconds[1:],
         }
-        if args.strips and parts[0][0].cuts:
+        if args.by_token and parts[0][0].cuts:
             started = time.perf_counter()
             for shard_slice, read in parts:
-                read(in_strips(shard_slice, pages))
-            record["strips_seconds"] = round(time.perf_counter() - started, 3)
+                read(by_token(shard_slice, pages))
+            record["by_token_seconds"] = round(time.perf_counter() - started, 3)
         emit(record, args.out)
         engine.batch_deregister(geometry.addresses)
     here.send(None)
