@@ -118,7 +118,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--tokens", type=int, default=1024, help="Of the prompt.")
     parser.add_argument("--repeat", type=int, default=5, help="Turns that count.")
-    parser.add_argument("--by-token", action="store_true", help="Read heads token by token too, once.")
+    parser.add_argument(
+        "--by-token", action="store_true", help="Also read heads token by token, once."
+    )
     parser.add_argument("--out", type=writable_file, help="Append the lines to this file.")
     args = parser.parse_args()
     torch.set_num_threads(1)
