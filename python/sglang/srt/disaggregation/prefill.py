@@ -235,12 +235,10 @@ class PrefillRole:
 
     def _log_unclaimed(self) -> None:
         """Log that requests wait until decode servers ask for them."""
+        first = next((room for room in self._rooms.values() if room.asked is None), None)
+        if first is None or (waited := self._state.now - first.arrived) < _LOG_AFTER_S:
+            return
         unclaimed = self._unclaimed()
-        if not unclaimed:
-            return
-        waited = self._state.now - self._rooms[unclaimed[0]].arrived
-        if waited < _LOG_AFTER_S:
-            return
         count = len(unclaimed)
         more = f" and {count - _SHOWN_ROOMS} more" if count > _SHOWN_ROOMS else ""
         self._log.warning(
