@@ -8,7 +8,7 @@ are refused, unless they are null, false, zero or empty.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 TEXT_CONFIG: Final = "text_config"
@@ -141,14 +141,16 @@ _QWEN3_5_MOE: Final = ConfigFields(
     rope=_QWEN3_5.rope,
 )
 
+_DEEPSEEK_V3: Final = ConfigFields(
+    model_types=_words("deepseek_v3"),
+    read=_LATENT | _words("first_k_dense_replace"),
+    read_by_class=_LATENT_BY_CLASS,
+    harmless=_words("qk_head_dim"),
+    fixed=_LATENT_FIXED,
+)
+
 FIELDS: Final[Mapping[str, ConfigFields]] = {
-    "DeepseekV2ForCausalLM": ConfigFields(
-        model_types=_words("deepseek_v2"),
-        read=_LATENT | _words("first_k_dense_replace"),
-        read_by_class=_LATENT_BY_CLASS,
-        harmless=_words("qk_head_dim"),
-        fixed=_LATENT_FIXED,
-    ),
+    "DeepseekV2ForCausalLM": replace(_DEEPSEEK_V3, model_types=_words("deepseek_v2")),
     "DeepseekV32ForCausalLM": ConfigFields(
         model_types=_words("deepseek_v32"),
         read=_LATENT | _words("mlp_layer_types index_topk index_head_dim index_n_heads"),
@@ -163,13 +165,7 @@ FIELDS: Final[Mapping[str, ConfigFields]] = {
             "index_topk_freq": (1,),
         },
     ),
-    "DeepseekV3ForCausalLM": ConfigFields(
-        model_types=_words("deepseek_v3"),
-        read=_LATENT | _words("first_k_dense_replace"),
-        read_by_class=_LATENT_BY_CLASS,
-        harmless=_words("qk_head_dim"),
-        fixed=_LATENT_FIXED,
-    ),
+    "DeepseekV3ForCausalLM": _DEEPSEEK_V3,
     "LlamaForCausalLM": ConfigFields(
         model_types=_words("llama"),
         read=_words("attention_bias mlp_bias"),

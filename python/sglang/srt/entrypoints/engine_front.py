@@ -142,7 +142,7 @@ class EngineFront:
         Returns:
             Whether the scheduler ended by itself, with status 0.
         """
-        self.manager.refuse_new("the server is shutting down")
+        self.manager.refusal = "the server is shutting down"
         self.processes.expect_end()
         try:
             await self.manager.shut_down_scheduler(timeout)

@@ -184,7 +184,7 @@ class HttpServer(BoundedServer):
             os._exit(128 + sig)
         self._signalled = True
         manager, seconds = self._front.manager, self._front.context.args.drain_seconds
-        manager.refuse_new("the server is shutting down: send the request to another one")
+        manager.refusal = "the server is shutting down: send the request to another one"
         self.drain(NOTICE_SECONDS if sig == signal.SIGTERM else 0.0, seconds)
         logger.info(
             "%s: draining for up to %.0f s (%d requests under way), again to kill",

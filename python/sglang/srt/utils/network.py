@@ -152,14 +152,21 @@ def address_for_peers(listen_host: str) -> str:
     """
     if listen_host not in ("0.0.0.0", "::"):
         return listen_host
-    family, elsewhere = socket.AF_INET, "192.0.2.1"
-    if listen_host == "::":
-        family, elsewhere = socket.AF_INET6, "2001:db8::1"
-    with socket.socket(family, socket.SOCK_DGRAM) as sock:
-        try:
-            sock.connect((elsewhere, 9))  # Chooses a route, and sends nothing.
-        except OSError:
-            return "127.0.0.1"
+    try:
+        return _own_address_towards("2001:db8::1" if listen_host == "::" else "192.0.2.1")
+    except OSError:
+        return "127.0.0.1"
+
+
+def _own_address_towards(host: str) -> str:
+    """The address of this machine on the route to `host`. Sends nothing.
+
+    Raises:
+        OSError: There is no route.
+    """
+    family, kind, _, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind) as sock:
+        sock.connect(address)
         return str(sock.getsockname()[0])
 
 
@@ -201,10 +208,7 @@ def interface_towards(host: str) -> str:
         ValueError: There is no way to it.
     """
     try:
-        family, kind, _, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, kind) as sock:
-            sock.connect(address)
-            own = sock.getsockname()[0]
+        own = _own_address_towards(host)
     except OSError as error:
         raise ValueError(f"no way from this machine to {host}: {error}") from error
     for name, addresses in psutil.net_if_addrs().items():

@@ -289,17 +289,15 @@ def pages_to_decode(seq_lens: Sequence[int], page_size: int) -> int:
     return sum(1 for length in seq_lens if length % page_size == 0)
 
 
-class SpareState(Protocol):
+@dataclass(frozen=True, slots=True)
+class SpareState:
     """A slot that a request holds beyond its running state: for a snapshot, or with one."""
 
-    @property
-    def arrival_number(self) -> int:
-        """That of the request."""
-
-    @property
-    def saved_tokens(self) -> int:
-        """Tokens that later prompts need not compute thanks to the snapshot; 0: it has none, or a
-        later one replaces it."""
+    arrival_number: int
+    """That of the request."""
+    saved_tokens: int
+    """Tokens that later prompts need not compute thanks to the snapshot; 0: it has none, or a later
+    one replaces it."""
 
 
 S = TypeVar("S", bound=SpareState)

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from sglang.srt.hardware_backend.device_runtime import on_device
-from sglang.srt.managers.scheduler.policy import first_to_give_up, states_to_load
+from sglang.srt.managers.scheduler.policy import SpareState, first_to_give_up, states_to_load
 from sglang.srt.mem_cache.tree.base_prefix_cache import EvictParams
 
 if TYPE_CHECKING:
@@ -32,14 +32,12 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class _Spare:
-    """A `SpareState`."""
+class _Spare(SpareState):
+    """A `SpareState`, and where it is."""
 
     slots: RequestSlots
     is_next: bool
     """Whether it is `snapshot_slot`, and not `mamba_track_slot`."""
-    arrival_number: int
-    saved_tokens: int
 
 
 class Snapshots:
@@ -234,8 +232,8 @@ def _spares_of(decoding: Iterable[Req]) -> list[_Spare]:
         coming, last = slots.snapshot_in_flight, slots.mamba_last_track_seqlen
         if slots.snapshot_slot is not None:
             saved = 0 if coming is None else coming - known
-            spares.append(_Spare(slots, True, req.arrival_number, saved))
+            spares.append(_Spare(req.arrival_number, saved, slots, is_next=True))
         if slots.mamba_track_slot is not None:
             saved = 0 if last is None or coming is not None else last - known
-            spares.append(_Spare(slots, False, req.arrival_number, saved))
+            spares.append(_Spare(req.arrival_number, saved, slots, is_next=False))
     return spares

@@ -71,7 +71,8 @@ class TokenizerManager:
         self._leaving: set[str] = set()
         """Ids of requests that have lost their client, until their last output comes. The ids are
         still in use."""
-        self._refusal: str | None = None
+        self.refusal: str | None = None
+        """Reason why no request is accepted, or None."""
         self._log = RateLimitedLogger(logger)
 
     # ---- start and end ---------------------------------------------------------------------
@@ -86,13 +87,9 @@ class TokenizerManager:
         self._encoder.close()
         await self._channel.close()
 
-    def refuse_new(self, reason: str) -> None:
-        """Refuse further requests; their clients get `reason`."""
-        self._refusal = reason
-
     def fail_all(self, reason: str) -> None:
         """End all requests and control requests with `reason`: the engine has died or ends."""
-        self._refusal = self._refusal or reason
+        self.refusal = self.refusal or reason
         error = EngineUnavailable(reason)
         for state in self._states.values():
             state.fail(error)
@@ -100,7 +97,7 @@ class TokenizerManager:
 
     def fail_all_threadsafe(self, reason: str) -> None:
         """Call `fail_all` from another thread; without effect if the loop has ended."""
-        self._refusal = self._refusal or reason
+        self.refusal = self.refusal or reason
         self._channel.call_soon_threadsafe(self.fail_all, reason)
 
     async def shut_down_scheduler(self, timeout: float) -> None:
@@ -111,11 +108,6 @@ class TokenizerManager:
     def num_requests(self) -> int:
         """Requests that have not ended."""
         return len(self._states)
-
-    @property
-    def refusal(self) -> str | None:
-        """Reason why no request is accepted, or None."""
-        return self._refusal
 
     # ---- requests --------------------------------------------------------------------------
 
@@ -131,9 +123,9 @@ class TokenizerManager:
             InvalidRequest: Names the field.
             EngineUnavailable: The engine shuts down or has died.
         """
-        if self._refusal is not None:
-            self._decline(requests, self._refusal)
-            raise EngineUnavailable(self._refusal)
+        if self.refusal is not None:
+            self._decline(requests, self.refusal)
+            raise EngineUnavailable(self.refusal)
         now = time.monotonic()
         try:
             for request in requests:

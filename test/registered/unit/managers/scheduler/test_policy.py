@@ -18,6 +18,7 @@ from sglang.srt.managers.scheduler.policy import (
     NewTokenEstimate,
     PrefillAdder,
     SchedulePolicy,
+    SpareState,
     first_to_give_up,
     newest,
     order_waiting,
@@ -171,14 +172,8 @@ def test_decode_needs_a_page_where_the_last_one_is_full() -> None:
     assert pages_to_decode([4, 5, 7, 8], 1) == 4
 
 
-@dataclass(frozen=True)
-class Spare:
-    saved_tokens: int
-    arrival_number: int
-
-
 def test_the_slot_whose_loss_costs_least_is_given_up_that_of_the_newest_request_first() -> None:
-    empty_old, empty_new, short, long = Spare(0, 1), Spare(0, 3), Spare(64, 4), Spare(512, 9)
+    empty_old, empty_new, short, long = map(SpareState, (1, 3, 4, 9), (0, 0, 64, 512))
     spares = [long, empty_old, short, empty_new]
     order = []
     while spares:

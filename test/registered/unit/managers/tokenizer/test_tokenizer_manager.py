@@ -149,7 +149,7 @@ def test_refusing_new_requests_lets_the_running_finish() -> None:
             running = asyncio.create_task(manager.generate_whole(ask()))
             while not engine.scheduler.running:
                 await asyncio.sleep(0.01)
-            manager.refuse_new("the server is shutting down")
+            manager.refusal = "the server is shutting down"
             with pytest.raises(EngineUnavailable, match="shutting down"):
                 await manager.generate_whole(ask())
             engine.scheduler.hold.clear()
