@@ -15,6 +15,7 @@ from sglang.srt.distributed.device_communicators.mooncake_transfer_engine import
 from sglang.srt.managers.messages.io_struct import (
     AttachHiCacheStorageReqInput,
     ClearHiCacheReqInput,
+    ControlReq,
     ControlReqOutput,
     DetachHiCacheStorageReqInput,
     FlushCacheReqInput,
@@ -69,7 +70,7 @@ class ControlHandler:
         self._flushes: list[_Pending] = []
         self._change: _Pending | None = None
         self._drain_deadline: float | None = None
-        self._handlers: dict[type, Callable[[Any], None]] = {
+        self._handlers: dict[type, Callable[[Any], dict[str, Any] | None]] = {
             FlushCacheReqInput: self._flush,
             GetInternalStateReq: self._internal_state,
             GetMetricsReq: self._metrics,
@@ -82,12 +83,24 @@ class ControlHandler:
                 message.req_id, StorageAdministration.begin_clearing
             ),
             GetHiCacheStorageReqInput: self._get_storage,
-            ShutdownReq: self._shutdown,
         }
+        """Each returns the data of its answer; None: the answer comes later. They raise ValueError
+        with the reason of a refusal."""
 
     def handle(self, message: object) -> None:
         """Act on one control request."""
-        self._handlers[type(message)](message)
+        if isinstance(message, ShutdownReq):
+            self._drain_deadline = self._state.now + max(0.0, message.timeout)
+            logger.info("shutting down within %.1f s: %s", message.timeout, self.busy() or "idle")
+            return
+        assert isinstance(message, ControlReq), "every other message is a request's"
+        try:
+            data = self._handlers[type(message)](message)
+        except ValueError as error:
+            self._answer(message.req_id, False, str(error))
+        else:
+            if data is not None:
+                self._answer(message.req_id, True, data=data)
 
     @property
     def is_draining(self) -> bool:
@@ -148,11 +161,11 @@ class ControlHandler:
         deadline = self._state.now + max(0.0, message.timeout)
         self._flushes.append(_Pending(message.req_id, deadline))
 
-    def _internal_state(self, message: GetInternalStateReq) -> None:
+    def _internal_state(self, message: GetInternalStateReq) -> dict[str, Any]:
         state = self._state
         tree = state.tree
         engine = get_mooncake_transfer_engine()
-        data: dict[str, Any] = {
+        return {
             "server_args": self._public_args,
             "num_running_reqs": state.queues.num_holders,
             "num_waiting_reqs": len(state.queues.waiting),
@@ -170,9 +183,8 @@ class ControlHandler:
             "hicache": {"enabled": self._administration is not None, **tree.storage_state()},
             "transfer_engine": None if engine is None else engine.describe(),
         }
-        self._answer(message.req_id, True, data=data)
 
-    def _metrics(self, message: GetMetricsReq) -> None:
+    def _metrics(self, message: GetMetricsReq) -> dict[str, Any]:
         state = self._state
         state.tree.read_metrics()
         text = state.metrics.render(
@@ -181,18 +193,12 @@ class ControlHandler:
             used_tokens=state.used_tokens(),
             pool_tokens=state.limits.pool_tokens,
         )
-        self._answer(message.req_id, True, data={"text": text})
+        return {"text": text}
 
-    def _describe_seed(self, message: GetWeightSeedReq) -> None:
+    def _describe_seed(self, message: GetWeightSeedReq) -> dict[str, Any]:
         if self._weight_seed is None:
-            self._answer(message.req_id, False, _NO_SEED)
-            return
-        try:
-            data = self._weight_seed.answer(message.rank)
-        except ValueError as error:
-            self._answer(message.req_id, False, str(error))
-        else:
-            self._answer(message.req_id, True, data=data)
+            raise ValueError(_NO_SEED)
+        return self._weight_seed.answer(message.rank)
 
     def _attach(self, message: AttachHiCacheStorageReqInput) -> None:
         self._begin_change(
@@ -205,11 +211,10 @@ class ControlHandler:
             ),
         )
 
-    def _get_storage(self, message: GetHiCacheStorageReqInput) -> None:
+    def _get_storage(self, message: GetHiCacheStorageReqInput) -> dict[str, Any]:
         if self._administration is None:
-            self._answer(message.req_id, False, _NO_HIERARCHY)
-            return
-        self._answer(message.req_id, True, data=self._state.tree.storage_state())
+            raise ValueError(_NO_HIERARCHY)
+        return self._state.tree.storage_state()
 
     @property
     def _administration(self) -> StorageAdministration | None:
@@ -218,20 +223,18 @@ class ControlHandler:
         return tree.administration if isinstance(tree, HiRadixCache) else None
 
     def _begin_change(self, req_id: str, begin: Callable[[StorageAdministration], None]) -> None:
-        """Begin a change of L3 on an idle hierarchical cache, or answer with the reason why not."""
+        """Begin a change of L3 on an idle hierarchical cache.
+
+        Raises:
+            ValueError: The reason why it cannot begin.
+        """
         administration = self._administration
         if administration is None:
-            self._answer(req_id, False, _NO_HIERARCHY)
-            return
+            raise ValueError(_NO_HIERARCHY)
         if busy := self.busy():
-            self._answer(req_id, False, _busy_text(busy))
-            return
-        try:
-            begin(administration)
-        except ValueError as error:
-            self._answer(req_id, False, str(error))
-        else:
-            self._change = _Pending(req_id, self._state.now + LONGEST_STORAGE_CHANGE_S)
+            raise ValueError(_busy_text(busy))
+        begin(administration)
+        self._change = _Pending(req_id, self._state.now + LONGEST_STORAGE_CHANGE_S)
 
     def _end_change(self) -> None:
         """Answer the change of L3 under way if it has ended, or has taken too long."""
@@ -248,10 +251,6 @@ class ControlHandler:
         logger.info("administration of L3: %s", result.message)
         data = self._state.tree.storage_state() if result.done else None
         self._answer(change.req_id, result.done, result.message, data)
-
-    def _shutdown(self, message: ShutdownReq) -> None:
-        self._drain_deadline = self._state.now + max(0.0, message.timeout)
-        logger.info("shutting down within %.1f s: %s", message.timeout, self.busy() or "idle")
 
     def _answer(
         self, req_id: str, success: bool, message: str = "", data: dict[str, Any] | None = None
