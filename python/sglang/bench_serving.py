@@ -227,7 +227,7 @@ async def _warm_up(
     options: RequestOptions,
     tokens: Tokens,
 ) -> None:
-    """Send requests whose prompts differ from those of the test, so that none of them is cached."""
+    """Send requests whose prompts differ from the prompts of the test, which stay uncached."""
     shape = RandomShape(input_len=64, output_len=4, range_ratio=1.0)
     count = max(0, args.warmup_requests)
     for one in random_requests(tokens.vocabulary, shape, count, args.seed + _WARMUP_SEED_OFFSET):

@@ -15,7 +15,8 @@ from sglang.srt.utils.network import base_url, get_free_port
 
 _PACKAGE: Final = "sglang_router"
 _READY_PATH: Final = "/readiness"
-"""200 once the router knows a healthy server of each kind; its `/health` is about itself alone."""
+"""Answers 200 once the router knows a healthy server of each kind. Its `/health` tells only that
+the router runs."""
 _READY_TIMEOUT_S: Final = 2.0
 RESTART_FLAGS: Final = (
     *("--health-check-interval-secs", "1", "--health-failure-threshold", "2"),
@@ -48,8 +49,9 @@ class Router(ManagedProcess):
             host: Address that the router listens on.
             port: Port that it listens on.
             log_dir: An existing directory.
-            flags: Further ones of the router.
-            plain: URLs of servers that compute whole requests; then there are no others.
+            flags: Further flags of the router.
+            plain: URLs of servers that compute whole requests; not together with `prefills` and
+                `decodes`.
 
         Raises:
             ChildStartError: The package is not installed.

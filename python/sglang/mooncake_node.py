@@ -3,7 +3,7 @@
     MOONCAKE_MASTER=127.0.0.1:50051 MOONCAKE_PROTOCOL=tcp MOONCAKE_GLOBAL_SEGMENT_SIZE=64gb \\
         python -m sglang.mooncake_node
 
-Settings come from the environment, as those of an engine's store client do. Unlike
+Settings come from the environment, as for an engine's store client. Unlike
 `mooncake.mooncake_store_service` it has no REST port, on which anyone could read and write objects,
 and its other ports are open at MOONCAKE_LOCAL_HOSTNAME alone. SIGTERM or Ctrl-C ends it, and takes
 its objects away.
@@ -35,7 +35,7 @@ def main() -> None:
     """Lend memory until a signal comes. A failed start exits with one line."""
     logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s", level=logging.INFO)
     set_title("store_node")
-    # In all threads, those of Mooncake too, so that the signals wait for `sigwait`.
+    # In all threads, Mooncake's too, so that the signals wait for `sigwait`.
     signal.pthread_sigmask(signal.SIG_BLOCK, _ENDS)
     try:
         config = MooncakeStoreConfig.load_from_env()

@@ -158,8 +158,8 @@ def _start_all(stack: ExitStack, args: ServerArgs, argv: Sequence[str]) -> list[
 
 @contextmanager
 def telling(title: str, what: str) -> Iterator[None]:
-    """In the block, say every `QUIET_S` seconds that it still does `what`; `title` begins each
-    line."""
+    """Print every `QUIET_S` seconds that `what` still goes on, until the block ends; `title` begins
+    each line."""
     began, is_done = time.monotonic(), threading.Event()
 
     def tell() -> None:
@@ -181,13 +181,13 @@ def start_in_order(
     quick: Sequence[ManagedProcess],
     servers: Sequence[ManagedProcess],
 ) -> None:
-    """Start the quick ones, then the servers, each after the one before it; say so.
+    """Start the children one after another, first the quick ones, and print the progress.
 
     Args:
         title: Begins each line.
         stack: Ends them in reverse order.
-        quick: Serve within seconds.
-        servers: Load a model, and finish what runs before they end.
+        quick: Children that serve within seconds.
+        servers: Children that load a model, and finish their requests before they end.
 
     Raises:
         ChildStartError: One of them did not start.
@@ -221,7 +221,7 @@ def answer_and_stay(
         title: Begins each line.
         url: URL of the server to ask.
         api_key: API key of that server.
-        processes: All that were started.
+        processes: All processes that were started.
 
     Raises:
         ChildStartError: A child ended by itself.
@@ -257,15 +257,16 @@ def serve(argv: Sequence[str]) -> None:
 
 
 def run(title: str, serve: Callable[[Sequence[str]], None]) -> int:
-    """Call `serve` with the process's arguments, and say how it ends.
+    """Call `serve` with the process's arguments, and print how it ended.
 
     Args:
         title: Begins each line.
-        serve: Raises as the function of that name above. Its arguments include the model that
-            `MODEL` names.
+        serve: Raises like the function `serve` above. The model that `MODEL` names is added to its
+            arguments.
 
     Returns:
-        Exit status: 0 after Ctrl-C or the one answer; 1 after an error, with one line about it.
+        Exit status: 0 after Ctrl-C or, with `ONCE=1`, the answer; 1 after an error, with one line
+        about it.
     """
     # From here on Ctrl-C and a supervisor's SIGTERM end all started processes.
     signal.signal(signal.SIGINT, signal.default_int_handler)

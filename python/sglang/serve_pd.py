@@ -63,8 +63,8 @@ def plan(args: ServerArgs, argv: Sequence[str], ports: Sequence[int], num_gpus: 
 
     Args:
         args: Arguments of the prefill server, except for its mode, as `argv` gives them.
-        argv: The user's.
-        ports: Three free ones of this machine: prefill, bootstrap, decode.
+        argv: The user's arguments.
+        ports: Three free ports of this machine: prefill, bootstrap, decode.
         num_gpus: GPUs of this machine.
 
     Raises:
@@ -170,7 +170,7 @@ def serve(argv: Sequence[str]) -> None:
         KeyboardInterrupt: A signal came, and all processes have ended.
     """
     args = prepare_server_args([*STORAGE_FLAGS, *argv])
-    envs.SGLANG_DISAGGREGATION_SECRET.clear()  # The servers alone get it.
+    envs.SGLANG_DISAGGREGATION_SECRET.clear()  # Only the servers get it.
     check_port_available(args.host, args.port)
     check_model(args)
     parts = plan(args, argv, get_free_ports(3), count_gpus())

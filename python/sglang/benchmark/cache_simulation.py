@@ -1,9 +1,9 @@
 """Replays a trace on the real radix tree and the real allocators, without a model.
 
 The device pool is the engine's class with one layer, one head and one dimension, so that a working
-set of millions of tokens fits into memory; no KV is computed. The other steps are those of the
-scheduler: match, load back, evict, insert, release. Requests are served one after the other, and
-their answers are not cached.
+set of millions of tokens fits into memory; no KV is computed. The other steps are the scheduler's:
+match, load back, evict, insert, release. Requests are served one after the other, and their answers
+are not cached.
 
 One thread, and the copy threads of the hierarchical cache. A replay waits for them after each
 request, so that it always gives the same figures.

@@ -1,6 +1,6 @@
 """A static batch on one worker: prompts that start and end together, without a scheduler.
 
-Requests, batches and slots are those of the scheduler; its decisions are left out.
+It uses the scheduler's requests, batches and slots, but none of its decisions.
 """
 
 from __future__ import annotations
@@ -39,7 +39,8 @@ class BatchTimes:
     """One for each token except the first, which the prefill gives."""
 
     def figures(self) -> dict[str, Any]:
-        """The figures under their usual names. Without decode steps, those of decoding are None."""
+        """The figures under their usual names. Without decode steps, the figures of decoding are
+        None."""
         median = statistics.median(self.decode_steps) if self.decode_steps else None
         total = self.prefill + sum(self.decode_steps)
         tokens = self.batch_size * (self.input_len + self.output_len)

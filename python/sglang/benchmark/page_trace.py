@@ -63,7 +63,7 @@ def page_trace_of(trace: Sequence[TraceRequest], scale: TraceScale, page_size: i
     """The pages of a scaled trace. A block must be a whole number of pages.
 
     Raises:
-        ValueError: It is not; the message says what to change.
+        ValueError: A block is not a whole number of pages; the message says what to change.
     """
     if scale.block_tokens % page_size:
         raise ValueError(

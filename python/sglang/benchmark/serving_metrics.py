@@ -67,7 +67,8 @@ def error_counts(results: Iterable[RequestResult]) -> dict[str, int]:
 
 
 def table(figures: dict[str, Any]) -> str:
-    """The usual table of results. `figures` has those of `summarize` and the fields of the run."""
+    """The usual table of results. `figures` has the results of `summarize` and the fields of the
+    run."""
     rate = figures["request_rate"]
     limit = figures["max_concurrency"]
     lines = [

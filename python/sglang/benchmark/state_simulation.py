@@ -80,7 +80,7 @@ class SimulatedStateCache(SimulatedCache):
 
     Args:
         sizes: Pages of the tiers. The ratio of L2 to L1 is the same for states.
-        states: None: of a model with keys and values alone.
+        states: None: the model has only keys and values.
         page_size: Tokens.
         arrangement: Arrangement of the tiers.
         max_tokens: Tokens of the longest prompt with its answer.
@@ -156,8 +156,8 @@ class SimulatedStateCache(SimulatedCache):
         return device, host
 
     def _reuse(self, req: Req) -> tuple[int, int, int | None]:
-        """Lock the longest usable prefix, and load what is in L2 alone. Returns its tokens in L1
-        and in L2, and where others turned off further down."""
+        """Lock the longest usable prefix, and load the part that is only in L2. Returns its tokens
+        in L1 and in L2, and where others turned off further down."""
         tree, slots = self._tree, req.slots
         match = tree.match_prefix(MatchPrefixParams(req.match_key(), req=slots))
         tree.note_scheduled(req.rid)
@@ -200,7 +200,7 @@ class SimulatedStateCache(SimulatedCache):
             self.snapshots_kept += bool(slot) and slots.mamba_track_slot is None
 
     def _decode(self, req: Req, answer: TokenArray) -> None:
-        """Decode up to the last token of `answer`; what happens at snapshots is all that counts."""
+        """Decode up to the last token of `answer`; only snapshots have an effect."""
         begin, end = len(req.spec.input_ids), len(req.spec.input_ids) + len(answer)
         req.progress.output_ids.extend(answer.tolist())
         if self._interval:

@@ -49,7 +49,8 @@ def raise_errors(lines: Iterable[str]) -> None:
 
 
 def lines_of(check: Callable[..., Iterable[str] | None], *arguments: Any) -> list[str]:
-    """The lines that a check of arguments yields, and the one that it raises as a ValueError."""
+    """The lines that a check of arguments yields, then the message of its ValueError, if it raises
+    one."""
     found: list[str] = []
     try:
         found.extend(check(*arguments) or ())
@@ -155,10 +156,10 @@ def _with_message(parse: Callable[[str], Any]) -> Callable[[str], Any]:
 
 @dataclass(frozen=True, slots=True)
 class ParsedFlags:
-    """What a command line says.
+    """The contents of a command line.
 
     Attributes:
-        values: Field name to value. The default, if the flag is absent or malformed.
+        values: Field name to value; the default if the flag is absent or malformed.
         malformed: The fields whose flags are malformed.
         lines: A line for each mistake: flags that are unknown, refused or malformed.
         ignored: Flags of SGLang's that have no effect here and none on answers.
@@ -260,7 +261,8 @@ def _explain_unknown(name: str, args_class: type) -> str:
 
 
 def _negates(name: str, other: str) -> bool:
-    """Whether two flags mean the opposite: equal words, and one of them turns the feature off."""
+    """Whether two flags are opposites: they have the same words, and one of them turns the feature
+    off."""
     first, second = _subject(name), _subject(other)
     return first == second and _sense(name) != _sense(other)
 

@@ -1,4 +1,4 @@
-"""The flags of prefill and decode on different servers: what contradicts them or has no effect."""
+"""The flags of prefill and decode on different servers, and the flags that do not go with them."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ class DisaggregationMode(StrEnum):
 
 
 class TransferBackend(StrEnum):
-    """Values of `--disaggregation-transfer-backend`: what moves keys and values."""
+    """Values of `--disaggregation-transfer-backend`: the library that moves keys and values."""
 
     MOONCAKE = "mooncake"
     FAKE = "fake"
-    """Nothing: for warm-up and benchmarks of one server alone."""
+    """No library: for warm-up and benchmarks of a single server."""
 
 
 FAKE_BOOTSTRAP_HOST: Final = "2.2.2.2"
-"""Bootstrap host of rooms that no other server takes part in."""
+"""Bootstrap host of a room that this server has to itself."""
 OFFLOAD_FLAG: Final = "--disaggregation-decode-enable-offload-kvcache"
 _RADIX: Final = "disaggregation_decode_enable_radix_cache"
 _ALLOW_NO_SECRET: Final = "--disaggregation-allow-no-secret"

@@ -1,7 +1,7 @@
 """The treatment of flags that SGLang or vLLM has and this engine lacks, as one table.
 
-A user who brings a command line from there learns at once which features are missing, which flags
-have another name here, and which may stay. `docs/flags.md` is made from the table.
+A user who brings such a command line learns at once which features are missing, which flags have
+another name here, and which may stay. `docs/flags.md` is made from the table.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class ForeignFlags:
     """Flags of SGLang for one feature.
 
     Attributes:
-        feature: What they are about; ends a refusal.
+        feature: Name of the feature; ends a refusal.
         patterns: Patterns of field names (`--dp-size` is `dp_size`), each with the values at which
             the flag asks for nothing.
     """
@@ -39,7 +39,7 @@ class ForeignFlags:
     patterns: Mapping[str, tuple[str, ...]]
 
     def matches(self, field_name: str) -> bool:
-        """Whether the flag is one of these."""
+        """Whether the flag `field_name` belongs to this row."""
         return self._pattern(field_name) is not None
 
     def is_neutral(self, field_name: str, value: object) -> bool:
@@ -180,7 +180,7 @@ SGLANG_FLAGS: Final = (
 )  # fmt: skip
 
 _OTHER_NAMES: Final[Mapping[str, str]] = {
-    # vLLM's name (underscores): what to do here.
+    # vLLM's name (underscores): the remedy.
     "max_model_len": "use --context-length",
     "max_num_seqs": "use --max-running-requests",
     "gpu_memory_utilization": "use --mem-fraction-static, the share for weights and KV",
@@ -216,7 +216,7 @@ _OTHER_NAMES: Final[Mapping[str, str]] = {
 }
 
 _OTHER_CHOICES: Final[Mapping[str, tuple[tuple[str, ...], str]]] = {
-    # Field: SGLang's values that this engine lacks, and what to do here.
+    # Field: SGLang's values that this engine lacks, and the remedy.
     "hicache_storage_backend": (
         ("hf3fs", "nixl", "aibrix", "eic", "simm"),
         "use mooncake or file, or dynamic with a class of your own",
@@ -252,10 +252,10 @@ def foreign_flags(field_name: str) -> ForeignFlags | None:
 
 
 def refusals(given: Sequence[tuple[str, Any]]) -> Iterator[str]:
-    """A line for each feature that this engine lacks and flags of SGLang's ask for.
+    """A line for each feature that flags of SGLang's ask for and this engine lacks.
 
     Args:
-        given: Field names with their values; flags that are no flags of SGLang's are passed over.
+        given: Field names with their values; flags that SGLang lacks too are passed over.
     """
     by_row: dict[str, list[str]] = {}
     rows = {row.feature: row for row in SGLANG_FLAGS}

@@ -1,4 +1,5 @@
-"""Environment variables that look like this engine's and are not: SGLang's, and misspelt ones."""
+"""Environment variables that this engine does not read although they look so: SGLang's and misspelt
+ones."""
 
 from __future__ import annotations
 

@@ -19,12 +19,12 @@ _Network: TypeAlias = ipaddress.IPv4Network | ipaddress.IPv6Network
 class PrefillHosts:
     """Hosts, each with a port or with all ports, and networks.
 
-    A name stands for itself, not for its addresses: what a client names is compared, and contacted
-    only if it is among these.
+    Names are compared, not resolved: a host that a client names is contacted only if it is among
+    these.
 
     Attributes:
         hosts: Pairs of a host in the form of `canonical_host` and a port; None: every port.
-        networks: Networks; all their addresses, with every port.
+        networks: Networks: each of their addresses, with every port.
     """
 
     hosts: frozenset[tuple[str, int | None]]
@@ -33,7 +33,7 @@ class PrefillHosts:
     @classmethod
     def parse(cls, text: str | None, own_host: str) -> PrefillHosts:
         """Args:
-            text: Value of the flag; None: this machine alone.
+            text: Value of the flag; None: only this machine.
             own_host: Address that this server listens on.
 
         Raises:

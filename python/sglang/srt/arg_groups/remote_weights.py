@@ -40,7 +40,8 @@ def reads_weights(args: RemoteWeightArgs) -> bool:
 
 
 def offers_weights(args: RemoteWeightArgs) -> bool:
-    """Whether other servers may read its weights. One that has read them itself offers them too."""
+    """Whether other servers may read its weights. A server that has read its weights from another
+    one offers them too."""
     return reads_weights(args) or args.remote_instance_weight_loader_start_seed_via_transfer_engine
 
 

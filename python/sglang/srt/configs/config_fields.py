@@ -57,7 +57,7 @@ _HARMLESS: Final = _words("""
     output_scores return_dict_in_generate forced_bos_token_id forced_eos_token_id
     remove_invalid_values exponential_decay_length_penalty suppress_tokens begin_suppress_tokens
 """)
-"""Bookkeeping; what only training uses; defaults of generation, which clients choose here."""
+"""Bookkeeping, settings of training, and defaults of generation, which clients choose here."""
 
 _ROPE: Final = _words("""
     rope_type type rope_theta partial_rotary_factor factor low_freq_factor high_freq_factor
@@ -69,7 +69,7 @@ _ROPE: Final = _words("""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConfigFields:
-    """The fields of one architecture, besides those of all."""
+    """The fields of one architecture, besides the fields of all architectures."""
 
     model_types: frozenset[str]
     """Values of `model_type` that name a config class of transformers for this architecture."""
@@ -82,7 +82,8 @@ class ConfigFields:
     rope: frozenset[str] = frozenset()
     """Harmless fields of `rope_parameters`."""
     text: ConfigFields | None = None
-    """Fields of `text_config`, if the settings of the text model are there; it alone is served."""
+    """Fields of `text_config`, if the text model has its settings there; only the text model is
+    served."""
 
     def known(self) -> frozenset[str]:
         """Fields whose values are not checked here."""

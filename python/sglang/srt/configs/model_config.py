@@ -38,7 +38,7 @@ class ModelConfig:
     model_type: str
     """Of the whole checkpoint, as `architecture` is."""
     hf_config: PretrainedConfig
-    """Of the text model: config.json, or the part of it that `TEXT_CONFIG` names."""
+    """Settings of the text model: config.json, or the part of it that `TEXT_CONFIG` names."""
     dtype: torch.dtype
     """Dtype of weights and activations."""
     context_len: int
@@ -76,7 +76,7 @@ class ModelConfig:
             model_path: Directory with `config.json`.
             dtype: A key of `DTYPES`, or "auto" for the checkpoint's dtype.
             context_length: Tokens; None means the length that config.json has.
-            ssm_dtype: A key of `DTYPES`: of recurrent states.
+            ssm_dtype: A key of `DTYPES`, for recurrent states.
             trust_remote_code: Whether a config class that comes with the checkpoint may be run.
 
         Raises:
@@ -213,7 +213,7 @@ def _dtype_of_weights(directory: Path) -> torch.dtype | None:
 
 
 def _resolve_context_len(requested: int | None, hf: PretrainedConfig, rope: RopeConfig) -> int:
-    """Tokens of the longest context: `requested`, or what config.json has."""
+    """Tokens of the longest context: `requested`, or the length in config.json."""
     field = "max_position_embeddings"
     longest = stated = positive_int(hf, field)
     if rope.rope_type == "linear":

@@ -39,8 +39,8 @@ class GrammarMatcher(ABC):
     def fill_next_token_bitmask(self, bitmask: torch.Tensor, row: int) -> None:
         """Write the tokens allowed next into `bitmask[row]`; see `allocate_bitmask`.
 
-        If the grammar is complete, they include the end tokens, or are the end tokens alone. The
-        matcher must not be terminated.
+        If the grammar is complete, the end tokens are allowed too, or only they. The matcher must
+        not be terminated.
         """
 
     @abstractmethod
@@ -96,10 +96,11 @@ class GrammarBackend(ABC):
 
     @abstractmethod
     def compile_now(self, constraint: Constraint) -> Grammar:
-        """Compile in the calling thread, without a trial: for what another rank has tried.
+        """Compile in the calling thread, without a trial, because another rank has tried the
+        constraint.
 
         Raises:
-            GrammarError: It is no grammar of its kind.
+            GrammarError: The text is not a grammar of its kind.
         """
 
     @abstractmethod

@@ -91,7 +91,7 @@ class CompileProcess:
         return bool(resident <= self._limits.idle_process_memory)
 
     def check(self, constraint: Constraint, may_go_on: Callable[[], bool]) -> None:
-        """Compile a constraint in the process; return when that has succeeded.
+        """Compile a constraint in the process; return when it has succeeded.
 
         Args:
             may_go_on: Called once, after `limits.first_try`; False stops the trial.

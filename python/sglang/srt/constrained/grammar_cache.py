@@ -1,4 +1,4 @@
-"""Tickets by constraint: all that are compiling, and the most recently used of the done ones."""
+"""Tickets by constraint: all whose grammar compiles, and the most recently used of the others."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from sglang.srt.constrained.constraint import Constraint
 
 
 class GrammarCache:
-    """Evicts the least recently used tickets, by number and by bytes; never one that is compiling.
+    """Evicts the least recently used tickets, by number and by bytes; never one whose grammar
+    compiles.
 
     Failed tickets are kept too, so that an expensive constraint is refused at once the next time.
     No lock of its own; the owner's lock guards it.

@@ -23,8 +23,8 @@ class Hello(msgspec.Struct, frozen=True):
 
 
 class Task(msgspec.Struct, frozen=True):
-    """A later message to the process: a constraint to try. Without a kind: stop the trial, if one
-    runs. Each trial has one answer, also if it is stopped."""
+    """Each later message to the process: a constraint to try, or, without a kind, the order to stop
+    the trial that runs. Each trial has one answer, even if it is stopped."""
 
     kind: ConstraintKind | None = None
     text: str = ""

@@ -230,7 +230,8 @@ class XGrammarBackend(GrammarBackend):
 
 
 def _prepared(constraint: Constraint) -> Constraint:
-    """The constraint in the library's form. Raises GrammarError if part of it would be ignored."""
+    """The constraint in the library's form. Raises GrammarError if the library would ignore a part
+    of it."""
     kind, text = constraint
     if kind is ConstraintKind.JSON_SCHEMA:
         text = prepare_json_schema(text)

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 WRITE_BACK_SECONDS: Final = 30.0
-"""Seconds for the scheduler to end in a shutdown: what runs, and writing back to L3."""
+"""Seconds that the scheduler has in a shutdown, to finish its requests and to write back to L3."""
 _MARGIN_SECONDS: Final = 5.0
 
 
@@ -159,7 +159,8 @@ class EngineFront:
 
 
 def _start_bootstrap(args: ServerArgs) -> CommonKVBootstrapServer | None:
-    """Start the bootstrap server at which decode servers find this one; None: none does.
+    """Start the bootstrap server at which decode servers find this server; None: they do not need
+    one.
 
     Raises:
         ValueError: The port is in use.

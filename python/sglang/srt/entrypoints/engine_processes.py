@@ -1,4 +1,4 @@
-"""The child processes of one engine: started together, watched, ended together.
+"""The child processes of one engine, which start together, are watched, and end together.
 
 Its only thread is `engine-watch`, which waits for the death of a child.
 """
@@ -180,7 +180,7 @@ def launch_subprocesses(
         server_args: Resolved arguments.
         load_tokenizer: Loads the caller's part of the model while the schedulers load their own,
             and returns the data that the detokenizer needs. An error in it ends the start. None:
-            the machine is not the first of its server, and has ranks alone.
+            the machine is not the first of its server, and runs only ranks.
 
     Raises:
         StartError, ValueError: One line with the cause; no process is left running.

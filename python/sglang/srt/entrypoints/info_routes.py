@@ -32,7 +32,7 @@ METRICS_TIMEOUT: Final = 3.0
 
 
 async def health(request: Request) -> Response:
-    """200 while requests are accepted: all processes live and no shutdown has begun."""
+    """Answer 200 while requests are accepted: all processes live and no shutdown has begun."""
     _refuse_if_ending(context_of(request))
     return Response()
 

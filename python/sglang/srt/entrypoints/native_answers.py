@@ -14,7 +14,7 @@ from sglang.srt.managers.tokenizer.request_state import RequestState
 FREE_ENTRIES: Final = 1024
 """Most output logprobs that are repeated in every event of a stream; see `AnswerWriter`."""
 REPEAT_GROWTH: Final = 1.25
-"""Factor by which more logprobs must have grown to be repeated."""
+"""Factor by which the number of logprobs must grow before more than `FREE_ENTRIES` are repeated."""
 
 Entry: TypeAlias = tuple[float, int, str | None]
 """Logprob, token id, and the token's text or None if it is not asked for."""

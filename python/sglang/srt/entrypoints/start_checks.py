@@ -202,7 +202,7 @@ def _check_package(user: str, module: str = "") -> None:
 
 
 def _check_transfer_engine(user: str, devices: str) -> None:
-    """Check the Transfer Engine of `user`; `devices`: as `parse_ib_device_config` takes them."""
+    """Check the Transfer Engine of `user`; `parse_ib_device_config` describes `devices`."""
     _check_package(user, "mooncake.engine")
     if not envs.ENABLE_ASCEND_TRANSFER_WITH_MOONCAKE.get():
         _check_protocol(envs.MOONCAKE_PROTOCOL.get(), devices, ENGINE_FIELD)

@@ -41,7 +41,7 @@ class DeepSeekV3Detector(TaggedFormatDetector):
         return self._name, arguments
 
     def _read_name(self, cursor: TextCursor) -> str:
-        """Read the name of a call and what follows it, up to the arguments."""
+        """Read the name of a call and the text up to the arguments."""
         cursor.expect(f"function{SEPARATOR}")
         return cursor.until("\n", forbidden="<").strip()
 

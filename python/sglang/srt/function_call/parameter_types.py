@@ -15,7 +15,7 @@ def parse_json(text: str) -> Any:
     """The value of the JSON text `text`, without the constants that only some readers know.
 
     Raises:
-        ValueError: It is none.
+        ValueError: The text is not JSON.
     """
     try:
         return json.loads(text, parse_constant=_refuse)
@@ -24,7 +24,7 @@ def parse_json(text: str) -> Any:
 
 
 def parse_json_object(text: str) -> dict[str, Any]:
-    """As `parse_json`, of an object."""
+    """Like `parse_json`, but the value must be an object."""
     value = parse_json(text)
     if not isinstance(value, dict):
         raise ValueError("not an object")

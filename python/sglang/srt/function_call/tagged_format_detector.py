@@ -17,7 +17,7 @@ class TaggedFormatDetector(FormatDetector):
     """A section has a start marker, calls, maybe blanks between them, and an end marker.
 
     A stream sends a call when it is complete, so no call is ever cut, and a stream gives what
-    `parse_non_stream` gives. What breaks off is text. The end of the section may be missing.
+    `parse_non_stream` gives. A call that breaks off is text. The end of the section may be missing.
     """
 
     section_ends: ClassVar[tuple[str, ...]]
@@ -55,7 +55,7 @@ class TaggedFormatDetector(FormatDetector):
 
         Raises:
             NeedMoreText: The part is not complete.
-            BrokenCall: It is no part of a call, or the call is of an unknown tool.
+            BrokenCall: The text is no part of a call, or the call names an unknown tool.
         """
 
     def _step(self) -> bool:

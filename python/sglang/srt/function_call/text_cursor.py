@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 class NeedMoreText(Exception):
-    """The text ends too early to decide what it is."""
+    """The text ends too early to be classified."""
 
 
 class BrokenCall(Exception):
@@ -28,7 +28,7 @@ class TextCursor:
         self.position = len(self._text) - len(rest.lstrip())
 
     def accept(self, *literals: str) -> str | None:
-        """Read one of `literals`, whichever is here, and return it; None: none of them is.
+        """Read the one of `literals` that comes next, and return it; None: none of them comes next.
 
         Raises:
             NeedMoreText: The text ends within one of them.
@@ -45,11 +45,11 @@ class TextCursor:
         return None
 
     def expect(self, *literals: str) -> str:
-        """As `accept`, if nothing else may follow.
+        """Like `accept`, but one of `literals` must come next.
 
         Raises:
             NeedMoreText: The text ends within one of them.
-            BrokenCall: None of them is here.
+            BrokenCall: None of them comes next.
         """
         found = self.accept(*literals)
         if found is None:
@@ -61,10 +61,10 @@ class TextCursor:
 
         Args:
             forbidden: Characters that may not come before it.
-            searched: Characters of the text in which it does not begin.
+            searched: Position in the text before which `literal` does not begin.
 
         Raises:
-            NeedMoreText: It is not here yet.
+            NeedMoreText: The text ends before `literal`.
             BrokenCall: A forbidden character comes first.
         """
         end = self._text.find(literal, max(self.position, searched))

@@ -59,7 +59,7 @@ class TransferMetrics:
     """Metrics of a decode server's reads, prompt by prompt. Scheduler thread only.
 
     Args:
-        ways: Ways that metadata come.
+        ways: Ways by which metadata come.
     """
 
     def __init__(self, registry: CollectorRegistry, ways: Sequence[str]) -> None:

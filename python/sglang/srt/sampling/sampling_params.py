@@ -49,7 +49,7 @@ class SamplingParams(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, o
     frequency_penalty: float = 0.0
     presence_penalty: float = 0.0
     repetition_penalty: float = 1.0
-    """Counts prompt and output tokens; the other two penalties count the output alone."""
+    """Counts prompt and output tokens; the other two penalties count only output tokens."""
     stop: str | list[str] | None = None
     """Strings that end the output, none of them empty. An empty list means None."""
     stop_regex: str | list[str] | None = None

@@ -25,7 +25,8 @@ ACCEPTS_AT_ONCE: Final = 64
 PAUSE_SECONDS: Final = 0.1
 """Seconds without accepting when there is no room."""
 LEAST_IDLE_SECONDS: Final = 0.25
-"""Seconds that a connection must have been idle to be closed: its first request may be coming."""
+"""Seconds for which a connection must be idle before it may be closed: its first request may be on
+its way."""
 SPARE_FILES: Final = 256
 """Number of files kept free for other uses, and for connections that were just closed."""
 _NO_ROOM: Final = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})

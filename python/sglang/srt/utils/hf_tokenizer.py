@@ -50,8 +50,7 @@ def get_tokenizer(
     Args:
         path: A directory.
         trust_remote_code: Whether code that comes with the tokenizer may be run.
-        is_known: Another process of this server has loaded it too, and logs what the library warns
-            of.
+        is_known: Another process of this server has loaded it too, and logs the library's warnings.
 
     Raises:
         ValueError: Files are missing or broken, or the tokenizer needs such code. One line with

@@ -27,7 +27,7 @@ _M = TypeVar("_M", bound="_Metric")
 
 
 class _Metric(MetricWrapperBase):
-    """What the types have in common."""
+    """The base of all types of metrics."""
 
     _is_reported = False
 
@@ -98,7 +98,7 @@ class Gauge(_Metric, prometheus_client.Gauge):
 
 
 class Histogram(_Metric, prometheus_client.Histogram):
-    """How often values of each size came."""
+    """Counts of values by size."""
 
     @_harmless
     def observe(self, amount: float, exemplar: dict[str, str] | None = None) -> None:

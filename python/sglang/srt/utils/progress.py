@@ -1,4 +1,4 @@
-"""Progress of what takes long: a bar on a terminal, a line from time to time elsewhere."""
+"""Progress of long work: a bar on a terminal, a line from time to time elsewhere."""
 
 from __future__ import annotations
 

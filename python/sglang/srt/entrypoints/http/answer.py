@@ -1,4 +1,4 @@
-"""Writing of answers: head and body in one write, and refusals of bytes that are no HTTP."""
+"""Writes answers, head and body in one write, and refusals of bytes that are not HTTP."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ class AnsweringConnection(Protocol):
 
 
 class Answer(RequestResponseCycle):
-    """One request and its answer, which ends the connection if the request's body is not
-    complete."""
+    """One request and its answer. The answer ends the connection if the request's body is
+    incomplete."""
 
     async def send(self, message: Any) -> None:
         if not self.response_started and self.more_body:

@@ -20,7 +20,7 @@ from sglang.srt.entrypoints.http.server_context import context_of
 T = TypeVar("T", bound=msgspec.Struct)
 
 MAX_BODY_BYTES: Final = 16 * MIB
-"""Several times what the longest contexts need. It bounds the memory of a hostile body."""
+"""Several times the size that the longest contexts need. It bounds the memory of a hostile body."""
 BODY_SECONDS: Final = 60.0
 """Most time for a whole body to arrive."""
 CHUNK_SECONDS: Final = 10.0
@@ -76,8 +76,8 @@ def decode_body(body: bytes, kind: type[T]) -> T:
     """`body` as a `kind`.
 
     Raises:
-        ApiError: 400 that names the field and what is expected there. For an unknown field it has
-            the remedy of `kind.elsewhere`, if there is one.
+        ApiError: 400 that names the field and the values allowed there. For an unknown field it has
+            the remedy in `kind.elsewhere`, if there is one.
     """
     try:
         if len(body) < _LARGE_BYTES:
@@ -104,7 +104,8 @@ async def read_json(request: Request, kind: type[T]) -> T:
 
 
 def convert(value: object, kind: type[T], field: str) -> T:
-    """`value`, which was decoded without a type, as a `kind`; errors name it as part of `field`.
+    """Convert `value`, which was decoded without a type, to a `kind`; errors name it as part of
+    `field`.
 
     Raises:
         ApiError: 400 as `decode_body`.
@@ -161,7 +162,7 @@ def spread(field: str, value: Any, count: int, is_batch: bool) -> list[Any]:
 
 
 def _check_values(body: bytes) -> None:
-    """Refuse a body of too many values before it is decoded; looks at its bytes alone.
+    """Refuse a body of too many values before it is decoded; looks only at its bytes.
 
     Raises:
         ApiError: 400 that names the largest field.

@@ -40,6 +40,6 @@ class BodyMeter:
 
     @property
     def costs_too_much(self) -> bool:
-        """Whether there is too much framing for the body so far."""
+        """Whether there is too much framing for the bytes of the body so far."""
         room = self._body_bytes + self._body_bytes // _BODY_PER_FRAMING_BYTE
         return self._raw_bytes > _FREE_FRAMING_BYTES + room

@@ -24,7 +24,7 @@ def rooms_of(body: SharedFields, count: int, *, is_batch: bool) -> list[Bootstra
     `DEFAULT_BOOTSTRAP_PORT`.
 
     Args:
-        body: Each of its room's fields is one value, or a list with a value for each prompt.
+        body: Each of these three fields is one value, or a list with a value for each prompt.
         count: Number of prompts, at least 1.
         is_batch: Whether the body may have lists.
 

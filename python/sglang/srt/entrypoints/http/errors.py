@@ -22,7 +22,7 @@ from sglang.srt.utils.error_answers import error_object
 logger = logging.getLogger(__name__)
 
 RETRY_AFTER_SECONDS: Final = 5
-"""Seconds after which a client may try again what was refused with 503."""
+"""Seconds after which a client may repeat a request that was refused with 503."""
 
 
 class ApiError(Exception):
@@ -45,7 +45,7 @@ def bad_request(message: str, param: str | None = None) -> ApiError:
 
 
 def as_api_error(error: Exception) -> ApiError | None:
-    """The error that clients get for `error`; None: it is an internal error of the server."""
+    """The error that clients get for `error`; None: `error` is internal to the server."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, InvalidRequest):

@@ -41,7 +41,7 @@ class Refused:
     """The field is refused by name, unless its value asks for nothing."""
 
     remedy: str
-    """What the client does instead; it may begin with the reason."""
+    """The remedy for the client; it may begin with the reason."""
     neutral: tuple[Any, ...] = NOTHING
     """Values that are accepted; also a list of them, one for each prompt."""
 
@@ -98,7 +98,8 @@ def refuse_fields(obj: msgspec.Struct) -> None:
 
 
 def is_neutral(value: object, neutral: tuple[Any, ...]) -> bool:
-    """Whether `value` is one of `neutral`, of the same type; or one of these for each prompt."""
+    """Whether `value` is one of `neutral`, also by type, or a list of such values, one for each
+    prompt."""
     if isinstance(value, list) and 1 <= len(value) <= MAX_BATCH:
         return all(_is_one_of(item, neutral) for item in value) or _is_one_of(value, neutral)
     return _is_one_of(value, neutral)

@@ -37,8 +37,8 @@ class BoundedServer(uvicorn.Server):
         """Begin to drain. May be called by a signal handler.
 
         Args:
-            notice: Seconds for which a server goes on listening after the last request that came
-                before the drain, even if none is under way.
+            notice: Seconds for which the server goes on listening after the last request before the
+                drain, even if no request is under way.
             at_most: Seconds after which requests under way have to end.
         """
         self._note_use()

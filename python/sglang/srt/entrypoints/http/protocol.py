@@ -38,8 +38,9 @@ MAX_HEAD_BYTES: Final = 16384
 HEAD_SECONDS: Final = 10.0
 """Seconds from the first byte (or the connection) to the end of a request's head."""
 MAX_UNREAD_BYTES: Final = 256 * KIB
-"""A connection is paused while more than this of a body waits for its endpoint. As much as asyncio
-receives at once: with uvicorn's 64 KiB, each part of a long prompt pauses and resumes it."""
+"""A connection is paused while more than this of a body waits for its endpoint. asyncio receives as
+much at once: with uvicorn's 64 KiB, each part of a long prompt would pause and resume the
+connection."""
 DISCARD_SECONDS: Final = 10.0
 DISCARD_BYTES: Final = 64 * MIB
 """Bounds for discarding data that a client still sends after an answer that ends its connection
@@ -95,8 +96,8 @@ class BoundedProtocol(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def end_with_answer(self) -> None:
-        """Let the answer under way end the connection, with a header that says so. An answer whose
-        head has gone out keeps the connection, as its head says."""
+        """Let the answer under way end the connection, with a header that says so. If its head has
+        already gone out, it keeps the connection, as the head says."""
         if self._has_request() and not self.cycle.response_started:
             self.cycle.keep_alive = False
 
@@ -139,7 +140,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self._parse(memoryview(self._ahead + data if self._ahead else data))
 
     def _parse(self, data: memoryview) -> None:
-        """Feed the parser up to the end of a request; what follows waits for the answer."""
+        """Feed the parser up to the end of a request; later data waits for the answer."""
         self._ahead = b""
         while data and not self._discarding and not self.transport.is_closing():
             if not self._has_request():
@@ -165,7 +166,7 @@ class BoundedProtocol(HttpToolsProtocol):
         if end >= 0:
             size = end + len(_HEAD_END)
             if self._head[:size] == _HTTP2_PREFACE:
-                # A client's question whether HTTP/2 is spoken, not a mistake: it is not counted.
+                # Not counted as a mistake: the client asks whether the server speaks HTTP/2.
                 self._hang_up(505, "HTTP/2 is not spoken here: send HTTP/1.1")
                 return data[size - held :]
             # There is no protocol to upgrade to, and a parser that sees `Upgrade` skips the body.
@@ -282,7 +283,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self.bad_requests.add(message)
         has_begun = self._has_request() and self.cycle.response_started
         if self._has_request():
-            # A request whose body went bad: its task must not answer as well.
+            # The body of a request is malformed: its task must not answer as well.
             self.cycle.disconnected = True
             self.cycle.message_event.set()
         if has_begun:

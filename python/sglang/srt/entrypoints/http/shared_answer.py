@@ -19,8 +19,8 @@ class SharedAnswer(Generic[T]):
         self._ended = 0.0
 
     async def latest(self, ask: Callable[[], Coroutine[Any, Any, T]]) -> T:
-        """The fresh answer, or the one in progress; if there is neither, that of a new `ask`.
-        Raises what `ask` raises.
+        """The last answer if it is fresh, else the answer in progress, else the answer of a new
+        `ask`. Raises as `ask` does.
 
         The work goes on if the caller that began it is cancelled, since others may wait for it.
         """

@@ -49,7 +49,7 @@ class EventStream(Response):
     """
 
     def __init__(self, first: object, events: AsyncGenerator[object, None]) -> None:
-        """Take a stream whose `first` event is there already.
+        """Take a stream whose `first` event has come.
 
         Get it with `unless_client_leaves(request.receive, anext(events), events)`: a failure before
         the first event is then a plain HTTP error.

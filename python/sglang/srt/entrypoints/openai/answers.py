@@ -1,4 +1,4 @@
-"""The answers that both of OpenAI's completion endpoints give: whole, or as a stream of chunks."""
+"""Answers of OpenAI's two completion endpoints: whole, or as a stream of chunks."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Answers(ABC):
 
     Args:
         body: The body, whose samples may stream.
-        context: The server's.
+        context: State of the server.
     """
 
     id_prefix: ClassVar[str]
@@ -77,7 +77,7 @@ class Answers(ABC):
         """The chunks of one choice."""
 
     def _chunk(self, state: RequestState, choice: dict[str, Any], *, ended: bool) -> dict[str, Any]:
-        """A chunk with one choice; `ended`: it is the last of that choice."""
+        """A chunk with one choice; `ended` marks the choice's last chunk."""
         chunk = {**self._head, "object": self.chunk_kind, "choices": [choice]}
         if ended and self._with_tiers:
             chunk["sglext"] = _tiers_of(state)

@@ -34,11 +34,12 @@ class TokenFormatter:
         return make_decoder_factory(self._tokenizer)
 
     def text(self, token_id: int) -> str:
-        """Text of the token alone; U+FFFD if it is only part of a character."""
+        """Text of this token without its neighbours; U+FFFD if it is only part of a character."""
         return self.raw(token_id).decode(errors="replace")
 
     def raw(self, token_id: int) -> bytes:
-        """Bytes of the token alone, so that clients can join them to characters."""
+        """Bytes of this token without its neighbours, so that clients can join them to
+        characters."""
         shown = self._bytes.get(token_id)
         if shown is None:
             if self._byte_level:
@@ -88,7 +89,7 @@ class CompletionLogprobs:
         """Describe the choice of `state`.
 
         Args:
-            skip_special_tokens: The request's.
+            skip_special_tokens: The request's parameter.
             echo: The prompt's text, which the answer begins with; None: there is no echo, and the
                 prompt's tokens are left out.
         """

@@ -29,11 +29,11 @@ class ToolUse:
     json_schema: str | None = None
     """Schema of an output that must be one call; None: the model may answer freely."""
     parallel: bool = True
-    """Whether more than one call of an output is passed on."""
+    """Whether calls after the first one of an output are passed on."""
 
 
 def tool_use(body: ChatBody, parser: str | None) -> ToolUse | None:
-    """The use of tools by `body`; None: it uses none.
+    """The tools that `body` uses; None: it uses no tools.
 
     Args:
         parser: Value of `--tool-call-parser`.

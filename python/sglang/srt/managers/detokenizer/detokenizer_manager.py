@@ -80,7 +80,7 @@ class Detokenizer:
 
 
 def _visible_ids(output: RequestOutput) -> list[int]:
-    """Tokens of `output` without the one that stopped the request."""
+    """Tokens of `output` except the token that stopped the request."""
     reason = output.finish_reason
     ids = output.output_ids
     if reason is not None and reason.type == "stop" and ids and ids[-1] == reason.matched:
@@ -110,7 +110,8 @@ def serve(detokenizer: Detokenizer, source: zmq.Socket[bytes], sink: zmq.Socket[
 def open_sockets(
     context: zmq.Context[zmq.Socket[bytes]], ipc: IpcAddresses
 ) -> tuple[zmq.Socket[bytes], zmq.Socket[bytes]]:
-    """The socket that the scheduler pushes to (bound), and the one to the server (connected)."""
+    """The bound socket, to which the scheduler pushes, and the connected one, which pushes to the
+    server."""
     source = pull_socket(context, ipc.detokenizer_input)
     sink = push_socket(context, ipc.server_input)
     sink.setsockopt(zmq.LINGER, 1000)
@@ -125,8 +126,8 @@ def run_detokenizer_process(
 ) -> None:
     """Entry point of the process; does not return while its parent lives.
 
-    Signals for the process group are the parent's to handle: it ends this process last, so that
-    no text is lost.
+    The parent handles signals for the process group, and ends this process last, so that no text is
+    lost.
 
     Args:
         server_args: Resolved arguments.

@@ -18,7 +18,7 @@ REPLACEMENT: Final = "\N{REPLACEMENT CHARACTER}"
 
 _WINDOW_TOKENS: Final = 64
 _CHARACTER_TOKENS: Final = 4
-"""Tokens of one character, at most: UTF-8 takes up to four bytes."""
+"""Most tokens of one character: UTF-8 takes up to four bytes."""
 
 
 class TextDecoder(ABC):
@@ -116,7 +116,7 @@ class WindowDecoder(TextDecoder):
         return self._decode(self._window)[self._sent :]
 
     def _slide(self, whole: bool) -> None:
-        """Drop old tokens; keep those that the text of the next ones may depend on."""
+        """Drop old tokens; keep the tokens on which the text of the next ones may depend."""
         if whole:
             self._drop(self._context)
             self._context = len(self._window)

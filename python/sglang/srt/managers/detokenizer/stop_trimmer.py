@@ -1,4 +1,4 @@
-"""Streaming around stops: text that may turn out to be part of one is held back."""
+"""Streaming around stops: text that may turn out to be part of a stop is held back."""
 
 from __future__ import annotations
 
@@ -57,8 +57,7 @@ class StopTrimmer:
 def _overlap(text: str, stop: str) -> int:
     """Characters at the end of `text` that `stop` begins with, all of `stop` included.
 
-    A whole stop string is held back too: it ends the request, and the message that says so may
-    be the next one.
+    A whole stop string is held back too: it ends the request, perhaps only with the next message.
     """
     position = text.find(stop[0], max(len(text) - len(stop), 0))
     while position >= 0:

@@ -42,7 +42,7 @@ class Bootstrap(msgspec.Struct, frozen=True):
     """Address of the prefill server's bootstrap server."""
     port: int
     room: int
-    """Number from 0 to `MAX_ROOM`, drawn by the sender of the request, usually a router."""
+    """Number from 0 to `MAX_ROOM`. The sender of the request, usually a router, draws it."""
 
 
 class TokenizedGenerateReqInput(Message):
@@ -84,7 +84,7 @@ class AbortReq(Message):
 
 
 class ControlReq(Message, kw_only=True):
-    """A request that is no prompt. A `ControlReqOutput` with the same id answers it."""
+    """A request without a prompt. A `ControlReqOutput` with the same id answers it."""
 
     req_id: str = ""
     """Set by `ControlClient.ask`."""
@@ -169,7 +169,8 @@ class FinishReason(msgspec.Struct, kw_only=True, omit_defaults=True):
 
 
 CLIENT_ABORT_STATUS: Final = 499
-"""Status of a request that was aborted on demand. It did not fail: it keeps the output it had."""
+"""Status of a request that was aborted on demand. Such a request did not fail: it keeps its
+output."""
 ABORTED_BY_CLIENT: Final = FinishReason(
     type="abort", message="aborted by the client", status_code=CLIENT_ABORT_STATUS
 )
@@ -242,7 +243,7 @@ class BatchTokenIDOutput(Message):
 
 
 class TextOutput(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """`RequestOutput` with its text: `text` continues what was sent before."""
+    """`RequestOutput` with its text: `text` continues the text of the last message."""
 
     output: RequestOutput
     text: str

@@ -56,7 +56,7 @@ class IpcAddresses:
         return f"ipc://{self.directory}/tokenizer"
 
     def leave_as_orphan(self) -> None:
-        """End this child process, whose parent has gone and cannot remove the sockets any more."""
+        """End this child process. Its parent has died, and cannot remove the sockets."""
         shutil.rmtree(self.directory, ignore_errors=True)
         os._exit(1)
 

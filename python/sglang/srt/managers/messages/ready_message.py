@@ -11,7 +11,7 @@ from multiprocessing.connection import Connection
 from typing import Any, Final
 
 LOST_A_RANK: Final = 71
-"""Exit status of a rank that ends because another is gone: it is not the cause."""
+"""Exit status of a rank that ends because another rank has ended, and so is not the cause."""
 
 
 def send_ready(pipe: Connection, details: dict[str, Any]) -> None:
@@ -36,7 +36,7 @@ def receive_ready(pipe: Connection) -> dict[str, Any]:
 
 
 def _send(pipe: Connection, message: dict[str, Any]) -> None:
-    # A parent that has gone needs no message; the parent watch ends the child.
+    # A dead parent needs no message; the parent watch ends the child.
     with contextlib.suppress(BrokenPipeError):
         pipe.send_bytes(json.dumps(message).encode())
     pipe.close()

@@ -31,7 +31,7 @@ class Tick(msgspec.Struct, frozen=True, omit_defaults=True):
     grammars: Sequence[GrammarResult] = ()
     """Grammars of requests that wait or are among the messages."""
     is_idle: bool = False
-    """Whether nothing has happened for a while, so that there is time to check page ownership."""
+    """Whether the scheduler has been idle for a while, so that page ownership may be checked."""
 
 
 encode_tick: Final = encode

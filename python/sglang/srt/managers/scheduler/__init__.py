@@ -1,1 +1,1 @@
-"""The scheduler process: decides which requests are computed next, and which slots each holds."""
+"""The scheduler process, which decides which requests are computed next."""

@@ -40,7 +40,7 @@ class PrefillWork:
     """The slot of the recurrent state at the end of its cached prefix, pinned until the step is
     launched; 0: it continues from its own."""
     track_slot: int = 0
-    """The slot that takes a snapshot; 0: none is taken."""
+    """The slot that takes a snapshot; 0: no snapshot is taken."""
     track_len: int = 0
     """After how many of the new tokens it is taken."""
     is_last_chunk: bool = field(init=False)
@@ -55,7 +55,7 @@ class PrefillWork:
 
 @dataclass(slots=True, kw_only=True)
 class ModelWorkerBatch:
-    """Everything the worker needs for one step; nothing of it changes while it runs."""
+    """The inputs of the worker for one step. They do not change while the step runs."""
 
     forward: ForwardBatch
     sampling_info: SamplingBatchInfo
@@ -68,7 +68,8 @@ class ModelWorkerBatch:
 
 
 def _top_logprobs_nums(reqs: Sequence[Req]) -> tuple[bool, list[int] | None]:
-    """Whether any request wants logprobs, and how many top logprobs each wants; None: no tops."""
+    """Whether any request wants logprobs, and the number of top logprobs of each; None: none wants
+    any."""
     if not any(req.spec.return_logprob for req in reqs):
         return False, None
     nums = [req.spec.top_logprobs_num if req.spec.return_logprob else 0 for req in reqs]
@@ -162,7 +163,7 @@ def _states_of(
     """The recurrent states of a prefill; `rows` is int64 `[bs]` on the device.
 
     Args:
-        is_decode: It runs as a decode step.
+        is_decode: Whether it runs as a decode step.
     """
     states = StateBatch.running(pools.req_to_token_pool, rows)
     if states is None:
@@ -186,7 +187,7 @@ class DecodeBatch:
 
     Tensors are made anew only when requests join or leave. A step never writes into a tensor that
     it handed out, so that the next step may be prepared while one runs. The input tokens of the
-    next are those that the running one samples, which only the device knows.
+    next step are sampled by the running one, so only the device knows them.
     """
 
     def __init__(self, pools: BatchPools) -> None:
@@ -210,7 +211,7 @@ class DecodeBatch:
         values that no step in flight computes.
 
         Args:
-            queues: The same ones each time.
+            queues: The same object in each call.
             in_flight: Whether a step is in flight. Requests that end with it are left out.
         """
         reqs = list(queues.decoding)
@@ -224,7 +225,7 @@ class DecodeBatch:
 
     @property
     def is_stale(self) -> bool:
-        """Whether requests joined or left since the last step: what was kept row by row is void."""
+        """Whether requests joined or left since the last step, so that tensors by row are void."""
         return self._is_stale
 
     def next_seq_lens(self) -> list[int]:
@@ -234,7 +235,8 @@ class DecodeBatch:
         return self._seq_lens_cpu
 
     def prepare(self) -> bool:
-        """Give each request the slot of its next token. False (nothing changed): too few free."""
+        """Give each request the slot of its next token. False: too few are free, and nothing
+        changed."""
         if self._is_stale:
             self._rebuild()
         seq_lens_cpu = [length + 1 for length in self._seq_lens_cpu]
@@ -252,7 +254,7 @@ class DecodeBatch:
         """The prepared step, which is going to be launched.
 
         Args:
-            snapshots: Says which requests leave one; None: none does.
+            snapshots: Chooses the requests that leave a snapshot; None: none does.
         """
         states = self._states
         if states is not None and snapshots is not None:
@@ -281,7 +283,8 @@ class DecodeBatch:
         )
 
     def advance(self, next_token_ids: torch.Tensor) -> None:
-        """The step was launched; int64 `[bs]` on the device: its tokens, the input of the next."""
+        """Note that the step was launched. Its tokens, int64 `[bs]` on the device, are the next
+        one's input."""
         self._input_ids = next_token_ids
         self._steps = self._steps + 1
         self._rows_of_last_step = self.reqs.copy()

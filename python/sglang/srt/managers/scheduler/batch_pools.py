@@ -1,4 +1,4 @@
-"""The pools that batches get rows and slots from, and how a request gives its own back."""
+"""The pools from which batches get rows and slots, and to which ended requests return theirs."""
 
 from __future__ import annotations
 

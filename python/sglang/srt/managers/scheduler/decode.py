@@ -24,7 +24,7 @@ class DecodeScheduler:
 
     Attributes:
         is_stalled: Slots are short and will come back from copies in flight. Until then no request
-            is admitted, and no more are retracted.
+            is admitted or retracted.
     """
 
     def __init__(
@@ -57,8 +57,8 @@ class DecodeScheduler:
     def prepare(self) -> bool:
         """Give every request of the gathered batch a slot; evict as needed.
 
-        Requests are retracted only if no step is in flight, since then it is known which requests
-        have ended.
+        Requests are retracted only while no step is in flight, because only then all ended requests
+        are known.
 
         Returns:
             False if no step can run in this tick, or only after the step in flight is processed.

@@ -53,7 +53,7 @@ class StepResult:
         self._logprobs, self._top_values, self._top_ids = (value or [] for value in values[1:])
 
     def logprob(self, row: int) -> float:
-        """Logprob of the row's token. The step must have been asked for logprobs."""
+        """Logprob of the row's token. Only of a step that computes logprobs."""
         return self._logprobs[row]
 
     def top_logprobs(self, row: int, count: int) -> TopLogprobs:
@@ -71,7 +71,7 @@ class LaunchedStep:
     works: list[PrefillWork] = field(default_factory=list)
     """The rows of a prefill batch; empty for a decode step."""
     mostly_done: Event | None = None
-    """Event that a prefill batch records when little of its work is left. See
+    """Event of a prefill batch; it comes when little of the batch's work is left. See
     `Scheduler._launch_prefill`."""
     reqs: list[Req] = field(default_factory=list)
     """The rows of a decode step; empty for a prefill batch."""

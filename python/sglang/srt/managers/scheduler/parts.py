@@ -1,4 +1,4 @@
-"""The parts of a scheduler, and the one place where they are made."""
+"""The parts of a scheduler, and their construction."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ class SchedulerParts:
     """Prepare each step while the device runs the one before it. It pays if launching a forward
     returns at once."""
     tick_guard: TickGuard = nullcontext
-    """The watchdog's context, entered for a tick and for telling the other ranks of it."""
+    """The watchdog's context, entered for a tick and for its message to the other ranks."""
 
 
 def make_parts(server_args: ServerArgs, resources: SchedulerResources) -> SchedulerParts:

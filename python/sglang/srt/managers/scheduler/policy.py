@@ -123,7 +123,7 @@ class AddOutcome(Enum):
     ADDED = "added"
     """The whole rest of the prompt is computed now."""
     CHUNKED = "chunked"
-    """A first part of it is computed now; no request can be added after it."""
+    """Only a first part of the prompt is computed now; no request can be added after it."""
     NO_MEMORY = "no memory"
     """The pool cannot hold it beside the running requests."""
     NO_BUDGET = "no budget"
@@ -291,10 +291,11 @@ def pages_to_decode(seq_lens: Sequence[int], page_size: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class SpareState:
-    """A slot that a request holds beyond its running state: for a snapshot, or with one."""
+    """A slot that a request holds beyond its running state: it has a snapshot or is kept free for
+    one."""
 
     arrival_number: int
-    """That of the request."""
+    """Arrival number of the request."""
     saved_tokens: int
     """Tokens that later prompts need not compute thanks to the snapshot; 0: it has none, or a later
     one replaces it."""

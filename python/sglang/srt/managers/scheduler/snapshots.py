@@ -37,7 +37,7 @@ class _Spare(SpareState):
 
     slots: RequestSlots
     is_next: bool
-    """Whether it is `snapshot_slot`, and not `mamba_track_slot`."""
+    """Whether the slot is `snapshot_slot`, and not `mamba_track_slot`."""
 
 
 class Snapshots:
@@ -134,8 +134,8 @@ class Snapshots:
         return branching - begin
 
     def in_prefill(self, req: Req, extend_len: int) -> tuple[int, int]:
-        """Slot for the snapshot of a prefill, and the number of its tokens before it; 0 and 0: none
-        is taken."""
+        """Slot for the snapshot of a prefill, and the number of its tokens before it; 0 and 0: no
+        snapshot is taken."""
         if self._alignment is None or req.is_probe:
             return 0, 0
         begin = req.progress.kv_committed_len

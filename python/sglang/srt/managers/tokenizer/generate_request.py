@@ -91,7 +91,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     return_logprob: bool = False
     top_logprobs_num: int = 0
     logprob_start_len: int = -1
-    """First prompt token of the prompt logprobs; -1: logprobs of the output alone."""
+    """First prompt token of the prompt logprobs; -1: no prompt logprobs."""
     no_stop_trim: bool = False
     bootstrap: Bootstrap | None = None
     """Bootstrap info of a prefill or decode server; None: the server does both."""

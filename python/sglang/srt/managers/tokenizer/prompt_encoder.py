@@ -101,7 +101,7 @@ class PromptEncoder:
 
 
 def _core_encode(tokenizer: PreTrainedTokenizerBase) -> Encode | None:
-    """A function that encodes with the Rust core alone; None: the tokenizer adds to its core. The
+    """A function that encodes with only the Rust core; None: the tokenizer adds to its core. The
     core does not change, so any thread may use it."""
     core = core_tokenizer(tokenizer, ("encode", "_encode_plus"))
     if core is None:

@@ -41,14 +41,14 @@ class RequestLimits:
     max_input_len: int
     """Longest prompt that fits the pools and leaves room for one output token."""
     max_queued_requests: int
-    """Requests that may wait to be scheduled; those of one body come at once."""
+    """Requests that may wait to be scheduled. The requests of one body come at once."""
     disaggregation_mode: str = DisaggregationMode.NULL
     """Mode of the server: a request needs a room (`prefill`, `decode`) or must have none."""
     prefill_hosts: PrefillHosts | None = None
-    """Decode server: the prefill servers that requests may name; None: every one, as none is
+    """Decode server: the prefill servers that requests may name; None: any, because none is
     contacted."""
     draws_rooms: bool = False
-    """Whether a request without a room gets one that no other server shares."""
+    """Whether a request without a room gets a room that no other server shares."""
 
     @property
     def max_text_chars(self) -> int:

@@ -58,7 +58,7 @@ class ServerChannel:
 
     @property
     def is_open(self) -> bool:
-        """Whether `send` sends."""
+        """Whether `send` may be called."""
         return self._sink is not None
 
     async def start(self) -> None:
@@ -71,7 +71,7 @@ class ServerChannel:
         self._read()  # Messages that came before the loop watched do not wake it.
 
     async def close(self) -> None:
-        """Send what is left and close the sockets. Idempotent."""
+        """Send the remaining messages and close the sockets. Idempotent."""
         self._stop_reading()
         self._flush()
         if self._context is not None:
@@ -93,7 +93,7 @@ class ServerChannel:
         """
         if self._loop is None or self._sink is None:
             raise EngineUnavailable("the engine has been shut down")
-        # Encoded here: a message that cannot be encoded fails its sender alone.
+        # Encoded here, so that a message that cannot be encoded fails only its sender.
         encoded = encode(message)
         if not self._outbox:
             self._loop.call_soon(self._flush)
@@ -105,7 +105,7 @@ class ServerChannel:
             self._loop.call_soon_threadsafe(callback, argument)
 
     def _flush(self) -> None:
-        """Send what has collected. The socket never blocks."""
+        """Send the collected messages. The socket never blocks."""
         if self._outbox and self._sink is not None:
             self._sink.send(frame_of(self._outbox), zmq.NOBLOCK)
         self._outbox.clear()

@@ -61,5 +61,5 @@ class ZmqChannel:
         (self._to_detokenizer if is_tokens else self._to_server).send(encode(output))
 
     def close(self) -> None:
-        """Send what is left, within a bound, and close."""
+        """Send the remaining messages within a bounded time, and close."""
         self._context.destroy(linger=_LINGER_MS)

@@ -40,7 +40,8 @@ class OtherRanks:
         return "" if self._rendezvous is None else f"rank {self._rendezvous.rank}: "
 
     def watch(self) -> None:
-        """Watch the other ranks, which are all there: end this process when one of them is gone."""
+        """Watch the other ranks, all of which have joined; end this process when one of them
+        ends."""
         meeting = self._rendezvous
         if meeting is not None:
             self._watch = RankWatch(make_store(meeting), meeting.rank, meeting.size, end_process)

@@ -1,4 +1,5 @@
-"""Checks that all ranks have the same settings: each machine of a server has a command line."""
+"""Checks that all ranks have the same settings, because each machine of a server has its own
+command line."""
 
 from __future__ import annotations
 

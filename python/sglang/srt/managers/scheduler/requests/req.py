@@ -50,7 +50,7 @@ class Req:
     """One request. Where it is, `RequestQueues` knows."""
 
     spec: TokenizedGenerateReqInput
-    """What was asked. It never changes."""
+    """The request as it came. It never changes."""
     max_new_tokens: int
     """Limit of new tokens, cut to the room of the context and the pool."""
     stop_token_ids: frozenset[int] = frozenset()
@@ -114,7 +114,8 @@ class Req:
 
     @property
     def next_input_logprob(self) -> int | None:
-        """Position whose logits give the next prompt logprob; None: no more are wanted."""
+        """Position whose logits give the next prompt logprob; None: no prompt logprob is left to
+        compute."""
         spec = self.spec
         if spec.logprob_start_len < 0:
             return None

@@ -18,7 +18,7 @@ class RequestState(Enum):
     WAITING = "waiting"
     """Waits to be scheduled."""
     COMPUTING = "computing"
-    """Its prompt is being computed: the whole rest, or a part (`RequestQueues.partial`)."""
+    """Its prompt is being computed, to its end or a part of it (`RequestQueues.partial`)."""
     DECODING = "decoding"
     HELD = "held"
     """It holds slots, and no step of this engine computes it: another server prefills or decodes
