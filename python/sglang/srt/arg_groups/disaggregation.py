@@ -158,6 +158,6 @@ def _check_caches_of_decode(args: ServerArgs, where: str) -> Iterator[str]:
         )
     elif args.enable_hierarchical_cache or args.hicache_storage_backend:
         yield (
-            f"the hierarchical cache has no effect {where}, whose prompts come from prefill "
-            f"servers, but to write to L3: use it on those, or give {OFFLOAD_FLAG} too"
+            f"the hierarchical cache has no effect {where} except to write to L3, because prompts "
+            f"come from prefill servers: use it on those, or give {OFFLOAD_FLAG} too"
         )

@@ -258,8 +258,8 @@ def _check(
     ]
     if unknown:
         raise ValueError(
-            f"config.json has settings that are not known for {architecture}, and that may change "
-            f"what the model computes: {', '.join(unknown)}: remove those that do not"
+            f"config.json has settings that are not known for {architecture} and may change what "
+            f"the model computes: {', '.join(unknown)}: remove the settings that do not"
         )
 
 

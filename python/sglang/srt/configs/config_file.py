@@ -40,8 +40,8 @@ def supported_architecture(model_path: str, *, trust_remote_code: bool = False) 
     name = _architecture(raw, directory)
     if FIELDS[name].text is not None and not isinstance(text, dict):
         raise ValueError(
-            f"{directory}: config.json has no {TEXT_CONFIG}, which the settings of {name}'s "
-            "text model are in: copy the checkpoint again"
+            f"{directory}: config.json has no {TEXT_CONFIG}, which has the settings of {name}'s "
+            "text model: copy the checkpoint again"
         )
     if is_remote_config(raw, name) and not trust_remote_code:
         raise ValueError(

@@ -43,8 +43,8 @@ class MLAConfig:
         head_dim = getattr(hf_config, "head_dim", rope_dim)
         if head_dim != rope_dim:
             raise ValueError(
-                f"config.json: head_dim={head_dim} means what is rotated of a head, which "
-                f"qk_rope_head_dim={rope_dim} says too: remove head_dim"
+                f"config.json: head_dim={head_dim} is the rotated part of a head, and contradicts "
+                f"qk_rope_head_dim={rope_dim}: remove head_dim"
             )
         has_q_lora = getattr(hf_config, "q_lora_rank", None) is not None
         return cls(

@@ -229,7 +229,7 @@ def _resolve_context_len(requested: int | None, hf: PretrainedConfig, rope: Rope
     if not 1 <= requested <= longest:
         raise ValueError(
             f"context length {requested} must be between 1 and {longest}, "
-            f"what the model's config.json allows ({field})"
+            f"the limit in the model's config.json ({field})"
         )
     return requested
 

@@ -68,7 +68,7 @@ def probe(grammar: XGrammarGrammar, vocab_size: int) -> None:
             bits = np.unpackbits(bitmask.numpy().view(np.uint8), bitorder="little")
             allowed = np.flatnonzero(bits[:vocab_size])
             if allowed.size == 0:
-                raise GrammarError("the grammar allows no text at all, or leads where none follows")
+                raise GrammarError("the grammar allows no text, or has a dead end")
             if not (repeat and last >= 0 and bits[last]):
                 last = int(allowed[0] if repeat else rng.choice(allowed))
             matcher.accept_token(last)

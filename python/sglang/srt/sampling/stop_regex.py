@@ -69,8 +69,8 @@ def _verify(pattern: str) -> None:
     size = _unrolled_size(pattern)
     if size > MAX_UNROLLED:
         raise ValueError(
-            f"has repeats that make {size} parts of it, at most {MAX_UNROLLED} are allowed: repeat "
-            "less inside what is repeated"
+            f"has {size} parts when its repeats are written out, at most {MAX_UNROLLED} are "
+            "allowed: nest fewer repeats"
         )
     compiled = compile_stop_regex(pattern)
     try:
@@ -79,7 +79,8 @@ def _verify(pattern: str) -> None:
         raise ValueError("takes too long to match: simplify it") from None
     if matches_empty:
         raise ValueError(
-            "matches the empty text, which every output begins with: let it ask for a character"
+            "matches the empty text, which every output begins with: let it match at least one "
+            "character"
         )
 
 

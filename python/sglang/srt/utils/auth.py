@@ -102,7 +102,7 @@ def decide_request_auth(
     if other and _bearer_matches(authorization_header, other):
         kinds = ("API key", "admin key")
         has, needs = kinds if required == admin_api_key else reversed(kinds)
-        return AuthDecision(False, 403, f"this is the {has} where the {needs} is asked for")
+        return AuthDecision(False, 403, f"this endpoint needs the {needs}, and this is the {has}")
     problem = "no key" if authorization_header is None else "wrong key, or no bearer key"
     return AuthDecision(False, 401, f"{problem}: send the header 'Authorization: Bearer KEY'")
 

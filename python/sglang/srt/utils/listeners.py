@@ -40,9 +40,9 @@ def log_exposed_ports(logger: logging.Logger, opened_by: str) -> None:
     ports = ports_on_all_addresses()
     if ports:
         logger.warning(
-            "TCP ports %s are open on all addresses, by %s: who reaches them can end this process, "
-            "and read and write its pages; set MOONCAKE_LOCAL_HOSTNAME to the address at which "
-            "peers reach this host, or keep them behind a firewall",
+            "TCP ports %s are open on all addresses, by %s: anyone who reaches them can end this "
+            "process, and read and write its pages; set MOONCAKE_LOCAL_HOSTNAME to the address at "
+            "which peers reach this host, or keep them behind a firewall",
             ", ".join(map(str, ports)),
             opened_by,
         )

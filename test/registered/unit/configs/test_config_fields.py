@@ -210,7 +210,7 @@ LLAMA, QWEN2, QWEN3, QWEN3_5, V3, V32 = (
 @pytest.mark.parametrize(
     ("architecture", "changes", "message"),
     [
-        (LLAMA, {"sliding_window": 4096}, "sliding_window=4096: remove those"),
+        (LLAMA, {"sliding_window": 4096}, "sliding_window=4096: remove the settings"),
         (LLAMA, {"attn_logit_cap": 30.0, "a": 0, "b": "x"}, "attn_logit_cap=30.0, b='x'"),
         (LLAMA, {"is_causal": False}, "is_causal=False is not supported"),
         (LLAMA, {"layer_types": ["full_attention", "chunked"]}, "layer_types='chunked'"),

@@ -146,7 +146,7 @@ def test_a_text_model_beside_a_vision_tower(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "changes", "message"),
     [
-        ({}, {"text_config": ...}, r"no text_config, which the settings of Qwen3_5ForCond"),
+        ({}, {"text_config": ...}, r"no text_config, which has the settings of Qwen3_5ForCond"),
         ({}, {"text_config": [1]}, r"no text_config"),
         ({}, {"quantization_config": {"quant_method": "fp8"}}, "quantiz"),
         ({"quantization_config": {"quant_method": "fp8"}}, {}, "quantiz"),

@@ -74,12 +74,12 @@ def test_each_key_passes_where_the_table_says(
     [
         (NORMAL, None, 401, "no key"),
         (NORMAL, "wrong", 401, "wrong key"),
-        (NORMAL, "admin", 403, "admin key where the API key is asked for"),
+        (NORMAL, "admin", 403, "needs the API key, and this is the admin key"),
         (OPTIONAL, None, 401, "no key"),
         (OPTIONAL, "wrong", 401, "wrong key"),
-        (OPTIONAL, "user", 403, "API key where the admin key is asked for"),
+        (OPTIONAL, "user", 403, "needs the admin key, and this is the API key"),
         (FORCE, "wrong", 401, "wrong key"),
-        (FORCE, "user", 403, "API key where the admin key is asked for"),
+        (FORCE, "user", 403, "needs the admin key, and this is the API key"),
     ],
 )
 def test_a_wrong_key_gets_401_and_a_key_of_the_wrong_kind_403(

@@ -50,8 +50,8 @@ def tool_use(body: ChatBody, parser: str | None) -> ToolUse | None:
         value = getattr(body, field)
         if value is not None and getattr(value, "type", "") != "text":
             raise bad_request(
-                f"{field} with tools is not supported, a call would not fit it: leave one out, or "
-                "send tool_choice: none",
+                f"{field} with tools is not supported, because a call would not fit it: leave one "
+                "out, or send tool_choice: none",
                 field,
             )
     shown = [_shown(tool) for tool in tools]
@@ -88,8 +88,8 @@ def _decided_by_the_model(
     for index, tool in enumerate(tools):
         if tool.function.strict:
             raise bad_request(
-                f"tools[{index}].function.strict is enforced with tool_choice required or a named "
-                "function alone: leave it out",
+                f"tools[{index}].function.strict is enforced only with tool_choice required or a "
+                "named function: leave it out",
                 "tools",
             )
     return ToolUse(shown=shown, parser=parser, parallel=parallel is not False)
@@ -102,7 +102,7 @@ def _check_choice(tools: Sequence[Tool], choice: str | ToolChoice | None) -> Non
             "tool_choice",
         )
     if not tools and choice not in (None, "none", "auto"):
-        raise bad_request("tool_choice asks for a call and there are no tools", "tool_choice")
+        raise bad_request("tool_choice asks for a call, but there are no tools", "tool_choice")
     if isinstance(choice, ToolChoice):
         if choice.type != "function":
             raise bad_request("tool_choice.type must be function", "tool_choice")

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 _DEAD_END = FinishReason(
     type="abort",
-    message="no token of this model's vocabulary continues what the constraint asks for",
+    message="no token of this model's vocabulary continues the output as the constraint demands",
     status_code=400,
 )
 
