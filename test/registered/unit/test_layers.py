@@ -84,7 +84,7 @@ ABOVE: Final = OUTSIDE + 1
 """Layer of the tests' rigs: nothing that is installed may need them."""
 
 
-TYPE_CIRCLES: Final[tuple[frozenset[str], ...]] = (frozenset({"arg_groups", "server_args"}),)
+TYPE_CIRCLES: Final[tuple[frozenset[str], ...]] = ()
 """Folders that import each other if imports for types alone count. A circle may leave this list or
 lose a folder; none may join it."""
 

@@ -14,8 +14,8 @@ from sglang.srt.arg_groups.cli import Mistake, flag_name
 from sglang.srt.constants import DEFAULT_HIERARCHICAL_PAGE_SIZE, DEFAULT_PAGE_SIZE
 
 if TYPE_CHECKING:
+    from sglang.srt.arg_groups.server_args import ServerArgs
     from sglang.srt.hardware_backend.device_kinds import DeviceKind
-    from sglang.srt.server_args import ServerArgs
 
 
 def check_device(args: ServerArgs, kind: DeviceKind) -> Iterator[str]:

@@ -14,7 +14,7 @@ from sglang.srt.environ import envs
 from sglang.srt.utils.network import is_loopback
 
 if TYPE_CHECKING:
-    from sglang.srt.server_args import ServerArgs
+    from sglang.srt.arg_groups.server_args import ServerArgs
 
 
 class DisaggregationMode(StrEnum):

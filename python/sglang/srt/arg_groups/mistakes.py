@@ -22,7 +22,7 @@ from sglang.srt.arg_groups.remote_weights import check_remote_weights
 from sglang.srt.hardware_backend.device_kinds import device_kind
 
 if TYPE_CHECKING:
-    from sglang.srt.server_args import ServerArgs
+    from sglang.srt.arg_groups.server_args import ServerArgs
 
 
 def mistakes_of(args: ServerArgs, malformed: Sequence[str] = ()) -> list[str]:

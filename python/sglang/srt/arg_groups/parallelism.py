@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from sglang.srt.arg_groups.checks import refuse_ignored
 
 if TYPE_CHECKING:
-    from sglang.srt.server_args import ServerArgs
+    from sglang.srt.arg_groups.server_args import ServerArgs
 
 
 def check_parallelism(args: ServerArgs) -> Iterator[str]:

@@ -86,7 +86,8 @@ def test_servers_that_move_nothing_need_no_secret(mode: str) -> None:
         ),
         (
             (MODE, "decode", "--enable-hierarchical-cache"),
-            f"^the hierarchical cache has no effect with {MODE} decode except .* or give {OFFLOAD} too$",
+            "^the hierarchical cache has no effect with --disaggregation-mode decode except .* "
+            f"or give {OFFLOAD} too$",
         ),
         ((MODE, "decode", *FILES), f"^the hierarchical cache has no effect with {MODE} decode"),
         ((MODE, "decode", OFFLOAD), f"^{OFFLOAD} needs --hicache-storage-backend"),

@@ -150,7 +150,11 @@ def calls(arguments: dict[str, Any]) -> dict[str, Any]:
         (GENERATE, sampling(stop_regex="a" * 513), ["stop_regex has 513 characters, at most 512"]),
         (GENERATE, sampling(stop_regex="(?r)a"), ["stop_regex[0] searches backwards"]),
         (GENERATE, sampling(stop_regex="(?x)a # b"), ["stop_regex[0] uses a mode"]),
-        (GENERATE, sampling(stop_regex="(((a){9}){9}){9}"), ["stop_regex[0] has 2110 parts", "1024"]),
+        (
+            GENERATE,
+            sampling(stop_regex="(((a){9}){9}){9}"),
+            ["stop_regex[0] has 2110 parts", "1024"],
+        ),
         (
             GENERATE,
             {"text": ["a"] * 65, "sampling_params": [{"stop_regex": f"x{n}"} for n in range(65)]},

@@ -1,0 +1,486 @@
+"""All command line settings: names, defaults, and the combinations that are refused.
+
+`ServerArgs` uses neither disk (except an `@file` extra config), network nor hardware. Names of
+backends and policies are strings here; their users make objects of them. `None` means "determined
+later": by `resolve()` if that needs neither machine nor model, otherwise by the code that sizes it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import logging
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Final
+
+from sglang.srt.arg_groups.api_keys import resolve_key
+from sglang.srt.arg_groups.checks import cache_and_page_size, check_device
+from sglang.srt.arg_groups.cli import (
+    add_flags,
+    explain_foreign,
+    flag,
+    flag_name,
+    ignoring,
+    parse_flags,
+    raise_errors,
+)
+from sglang.srt.arg_groups.disaggregation import DisaggregationMode, TransferBackend, read_secret
+from sglang.srt.arg_groups.extra_config import parse_extra_config, public_text
+from sglang.srt.arg_groups.mistakes import mistakes_of
+from sglang.srt.arg_groups.remote_weights import REMOTE_INSTANCE
+from sglang.srt.constants import (
+    BUILTIN_MODEL_DIR,
+    BUILTIN_MODEL_NAME,
+    DEFAULT_BOOTSTRAP_PORT,
+    DEFAULT_HOST,
+    DEFAULT_PORT,
+)
+from sglang.srt.environ import envs, parse_gigabytes
+from sglang.srt.function_call.function_call_parser import TOOL_CALL_PARSERS
+from sglang.srt.hardware_backend.device_kinds import DEVICE_KINDS, device_kind
+from sglang.srt.parser.reasoning_parser import REASONING_PARSERS
+from sglang.srt.utils.logging_utils import LOG_LEVELS, configure_logger
+
+logger = logging.getLogger(__name__)
+
+_EXTRA_CONFIG: Final = "hicache_storage_backend_extra_config"
+
+
+@dataclass(kw_only=True)
+class ServerArgs:
+    """The settings of one engine. `resolve()` returns the copy that the engine uses."""
+
+    grpc_mode: ClassVar[bool] = False
+    """Whether servers speak gRPC; `sglang_router.launch_server` asks."""
+
+    # Model
+    model_path: str | None = flag(
+        None,
+        "Directory of a Hugging Face checkpoint; absent: the built-in model.",
+        aliases=("--model",),
+    )
+    tokenizer_path: str | None = flag(None, "Directory of the tokenizer; absent: the model's.")
+    served_model_name: str | None = flag(None, "Name in /v1/models; absent: the model path.")
+    load_format: str = flag(
+        "auto",
+        "Format of the weights; dummy makes random weights, pt reads pickled files, "
+        "remote_instance reads them from a running server.",
+        choices=("auto", "safetensors", "dummy", "pt", REMOTE_INSTANCE),
+    )
+    dtype: str = flag(
+        "auto",
+        "Dtype of weights and activations; auto: the checkpoint's.",
+        choices=("auto", "float32", "bfloat16", "float16"),
+    )
+    kv_cache_dtype: str = flag(
+        "auto",
+        "Dtype of keys and values in every tier; auto: the model's. fp8_e4m3 needs a GPU.",
+        choices=("auto", "float32", "bfloat16", "float16", "fp8_e4m3"),
+    )
+    context_length: int | None = flag(None, "Longest context in tokens; absent: the model's.")
+    trust_remote_code: bool = flag(False, "Run Python code that comes with the checkpoint.")
+    random_seed: int = flag(0, "Seed of random weights.")
+    remote_instance_weight_loader_seed_instance_ip: str | None = flag(
+        None, "Host of the server whose weights remote_instance reads."
+    )
+    remote_instance_weight_loader_seed_instance_service_port: int | None = flag(
+        None, "Port of that server's HTTP."
+    )
+    remote_instance_weight_loader_backend: str = flag(
+        "transfer_engine", "How remote_instance reads them.", choices=("transfer_engine",)
+    )
+    remote_instance_weight_loader_start_seed_via_transfer_engine: bool = flag(
+        False, "Let other servers read the weights, through Mooncake's Transfer Engine."
+    )
+
+    # Server
+    host: str = flag(DEFAULT_HOST, "Address to listen on.")
+    port: int = flag(DEFAULT_PORT, "Port to listen on.")
+    api_key: str | None = flag(None, "Bearer token that requests must send.", secret=True)
+    api_key_file: str | None = flag(None, "File with that token; or set SGLANG_API_KEY.")
+    admin_api_key: str | None = flag(
+        None, "Bearer token of the administration endpoints.", secret=True
+    )
+    admin_api_key_file: str | None = flag(
+        None, "File with that token; or set SGLANG_ADMIN_API_KEY."
+    )
+    log_level: str = flag("info", "Least severity logged.", choices=LOG_LEVELS)
+    log_requests: bool = flag(False, "Log every request's id, lengths and times (no text).")
+    enable_metrics: bool = flag(False, "Serve Prometheus metrics on /metrics.")
+    enable_cache_report: bool = flag(False, "Report cached tokens in the usage of OpenAI answers.")
+    stream_interval: int = flag(1, "Tokens between two events of a stream.")
+    watchdog_timeout: float = flag(
+        300.0,
+        "Seconds that one tick of the scheduler, a forward pass among it, may take before the "
+        "server ends.",
+    )
+    drain_seconds: float = flag(
+        30.0,
+        "Most seconds for requests under way after SIGTERM or Ctrl-C, while new ones are refused.",
+    )
+    chat_template: str | None = flag(None, "Jinja file; absent: the tokenizer's own template.")
+    grammar_backend: str = flag(
+        "xgrammar", "Library that enforces json_schema, regex and ebnf.", choices=("xgrammar",)
+    )
+    constrained_json_disable_any_whitespace: bool = flag(
+        False, "Write constrained JSON on one line, as json.dumps does, without free whitespace."
+    )
+    tool_call_parser: str | None = flag(
+        None,
+        "Format of the model's tool calls; absent: tool_choice auto is refused.",
+        choices=tuple(TOOL_CALL_PARSERS),
+    )
+    reasoning_parser: str | None = flag(
+        None,
+        "Format of the model's reasoning; absent: reasoning is part of the text.",
+        choices=tuple(REASONING_PARSERS),
+    )
+
+    # Memory and scheduling
+    device: str = flag(
+        "auto",
+        "Device of the model; auto: a GPU or an NPU if torch finds one.",
+        choices=("auto", *sorted(DEVICE_KINDS)),
+    )
+    mem_fraction_static: float | None = flag(
+        None,
+        "Share of device memory for weights and L1; absent: sized from the machine; on a GPU 0.88 "
+        "minus the memory of CUDA graphs.",
+    )
+    max_running_requests: int | None = flag(None, "Requests decoded together; absent: sized.")
+    max_queued_requests: int = flag(
+        4096, "Requests that may wait to be scheduled; more are refused with 503."
+    )
+    max_total_tokens: int | None = flag(None, "Tokens in L1; absent: sized from the memory.")
+    max_prefill_tokens: int = flag(
+        16384, "Most prompt tokens in one prefill batch; at least a page where prompts are cut."
+    )
+    chunked_prefill_size: int | None = flag(
+        None,
+        "Most prompt tokens in one pass; -1: whole prompts; absent: about 2048, on a GPU 8192.",
+    )
+    page_size: int | None = flag(None, "Tokens a page; absent: 1, 64 with the hierarchical cache.")
+    schedule_policy: str = flag(
+        "fcfs",
+        "Order of waiting requests: fcfs takes the oldest, lpm the longest cached prefix. With lpm "
+        "at most 128 later requests overtake a request, and one more for each that was already "
+        "waiting.",
+        choices=("fcfs", "lpm"),
+    )
+    schedule_conservativeness: float = flag(
+        1.0, "Above 1: admit fewer requests, retract less; below 1: the opposite."
+    )
+    target_inter_token_latency: float | None = flag(
+        None,
+        "Average seconds between two tokens of a request while prompts are computed. A smaller "
+        "target makes prompts wait longer. Absent: prefills and decode steps alternate.",
+    )
+    max_mamba_cache_size: int | None = flag(None, "Recurrent states in L1; absent: sized.")
+    mamba_full_memory_ratio: float | None = flag(
+        None, "Most bytes of recurrent states in L1 for each byte of keys and values; absent: 0.9."
+    )
+    mamba_ssm_dtype: str = flag(
+        "float32", "Dtype of recurrent states.", choices=("float32", "bfloat16")
+    )
+    mamba_scheduler_strategy: str = flag(
+        "auto",
+        "Snapshots of recurrent states: extra_buffer (auto): also while decoding; no_buffer: of "
+        "prompts alone.",
+        choices=("auto", "no_buffer", "extra_buffer"),
+    )
+    mamba_track_interval: int = flag(
+        256, "Tokens between snapshots of a request's recurrent state while it decodes."
+    )
+    disable_radix_cache: bool = flag(False, "Do not reuse prefixes.")
+    radix_eviction_policy: str = flag(
+        "lru",
+        "Order in which prefixes are evicted.",
+        choices=("lru", "lfu", "fifo", "priority", "slru"),
+    )
+    radix_cache_backend: str | None = flag(
+        None,
+        "Name of a prefix cache that the program has registered with register_radix_cache_backend; "
+        "absent: the engine's own.",
+    )
+    attention_backend: str | None = flag(
+        None,
+        "Attention kernels; absent: torch_native on a CPU, triton on a GPU. flashinfer needs the "
+        "package flashinfer-python.",
+        choices=("torch_native", "triton", "flashinfer", "ascend"),
+    )
+    disable_overlap_schedule: bool = flag(
+        False, "On a GPU, process the tokens of each step before launching the next step."
+    )
+    disable_cuda_graph: bool = flag(
+        False, "On a GPU, launch the kernels of decode steps and short prefills one by one."
+    )
+    cuda_graph_max_bs: int | None = flag(
+        None, "Largest decode batch that is captured as a CUDA graph, in requests; absent: 256."
+    )
+
+    # Parallelism
+    tp_size: int = flag(
+        1, "Ranks of tensor parallelism.", aliases=("--tp", "--tensor-parallel-size")
+    )
+    attn_cp_size: int = flag(
+        1,
+        "Ranks of --tp-size over which the tokens of a prefill are split (context parallelism).",
+        aliases=("--attention-context-parallel-size",),
+    )
+    enable_prefill_context_parallel: bool = flag(
+        False,
+        "Implied by --attn-cp-size above 1, which says over how many ranks.",
+        aliases=("--enable-nsa-prefill-context-parallel", "--enable-dsa-prefill-context-parallel"),
+    )
+    dp_size: int = flag(
+        1,
+        "Servers that sglang_router.launch_server starts, with a router; one server has 1.",
+        aliases=("--data-parallel-size", "--dp"),
+    )
+    nnodes: int = flag(1, "Number of machines, each with equally many ranks.")
+    node_rank: int = flag(0, "Which of the machines this is; 0 has the HTTP server.")
+    dist_init_addr: str | None = flag(
+        None,
+        "HOST:PORT of the first machine where the ranks meet; absent: a free port of 127.0.0.1.",
+        aliases=("--nccl-init-addr",),
+    )
+    base_gpu_id: int = flag(0, "GPU of this machine's first rank; the others follow it.")
+    disaggregation_mode: str = flag(
+        DisaggregationMode.NULL,
+        "Serve whole requests (null), or only their prefill or decode.",
+        choices=tuple(DisaggregationMode),
+    )
+    disaggregation_transfer_backend: str = flag(
+        TransferBackend.MOONCAKE,
+        "What moves keys and values between the servers.",
+        choices=tuple(TransferBackend),
+    )
+    disaggregation_bootstrap_port: int = flag(
+        DEFAULT_BOOTSTRAP_PORT,
+        "Port of a prefill server's bootstrap server, where decode servers find its ranks.",
+    )
+    disaggregation_ib_device: str | None = flag(
+        None,
+        "InfiniBand devices of KV transfers: a list, a JSON object by GPU, or a "
+        ".json file with one; absent: MOONCAKE_DEVICE, or what the transport chooses.",
+    )
+    disaggregation_secret: str | None = flag(
+        None, "The secret of the deployment.", secret=True, is_shown=False
+    )
+    disaggregation_secret_file: str | None = flag(
+        None,
+        "File with the secret that all prefill and decode servers of the deployment share; or set "
+        "SGLANG_DISAGGREGATION_SECRET.",
+    )
+    disaggregation_allow_no_secret: bool = flag(
+        False, "Serve without that secret although --host is reachable by other machines."
+    )
+    disaggregation_prefill_hosts: str | None = flag(
+        None,
+        "Prefill servers that requests to a decode server may name, as bootstrap_host: HOST, "
+        "HOST:PORT or networks such as 10.0.0.0/16, separated by commas; absent: this machine "
+        "alone (loopback and --host).",
+    )
+    disaggregation_decode_enable_radix_cache: bool = flag(
+        False,
+        "Implied: a decode server reads only what its own prefix cache lacks, unless "
+        "--disable-radix-cache is given.",
+    )
+    disaggregation_decode_enable_offload_kvcache: bool = flag(
+        False,
+        "Let a decode server write what it computes and reads to --hicache-storage-backend.",
+    )
+
+    # HiCache
+    enable_hierarchical_cache: bool = flag(False, "Keep evicted prefixes in host memory.")
+    hicache_ratio: float = flag(2.0, "Tokens (and recurrent states) of L2 per one of L1.")
+    hicache_size: float = flag(
+        0.0,
+        "GB of L2 per rank, all kinds of state together, or a size (64GiB); overrides the ratio; "
+        "0: use the ratio.",
+        parse=parse_gigabytes,
+    )
+    hicache_write_policy: str = flag(
+        "write_through",
+        "When pages are copied from L1 to L2.",
+        choices=("write_through", "write_through_selective", "write_back"),
+    )
+    hicache_io_backend: str = flag(
+        "auto",
+        "How pages move between L1 and L2.",
+        choices=("auto", "kernel", "direct", "kernel_ascend"),
+    )
+    hicache_mem_layout: str = flag(
+        "auto",
+        "Memory layout of L2.",
+        choices=("auto", "layer_first", "page_first", "page_first_direct", "page_first_kv_split"),
+    )
+    hicache_storage_backend: str | None = flag(
+        None, "L3; absent: none.", choices=("file", "mooncake", "dynamic")
+    )
+    hicache_storage_prefetch_policy: str = flag(
+        "timeout",
+        "How long a request waits for L3.",
+        choices=("timeout", "best_effort", "wait_complete"),
+    )
+    hicache_storage_backend_extra_config: str | None = flag(
+        None, "Settings of L3: JSON, or @file with JSON, YAML or TOML.", secret=True
+    )
+    hicache_allow_dynamic_attach: bool = flag(
+        False, "Allow the admin key to attach a dynamic backend, which can run any Python code."
+    )
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if self.__dict__.get("_is_resolved"):
+            raise dataclasses.FrozenInstanceError(f"{name}: resolved settings do not change")
+        super().__setattr__(name, value)
+
+    @staticmethod
+    def add_cli_args(parser: argparse.ArgumentParser) -> None:
+        """Add the flags to the parser of another program, `sglang_router.launch_server`."""
+        add_flags(parser, ServerArgs)
+
+    @classmethod
+    def from_cli_args(cls, args: argparse.Namespace) -> ServerArgs:
+        """The settings that a parser with `add_cli_args` found."""
+        shown = [field for field in dataclasses.fields(cls) if field.metadata["is_shown"]]
+        return cls(**{field.name: getattr(args, field.name) for field in shown})
+
+    @classmethod
+    def from_kwargs(cls, **kwargs: Any) -> ServerArgs:
+        """Like the constructor, but judges names of other flags as the command line does.
+
+        Raises:
+            FlagErrors: Names are no fields.
+        """
+        known = {field.name for field in dataclasses.fields(cls)}
+        foreign = [(flag_name(name), kwargs[name]) for name in kwargs if name not in known]
+        lines, ignored = explain_foreign(foreign, cls)
+        raise_errors(lines)
+        if ignored:
+            logger.warning(ignoring(ignored))
+        return cls(**{name: value for name, value in kwargs.items() if name in known})
+
+    def with_keys(self) -> ServerArgs:
+        """A copy with the keys from files and the environment. Called once, before `resolve`.
+
+        Raises:
+            ValueError: A key has two sources, or its file has none. No message shows a key.
+        """
+        return dataclasses.replace(
+            self,
+            api_key=resolve_key(self.api_key, self.api_key_file, "--api-key", envs.SGLANG_API_KEY),
+            admin_api_key=resolve_key(
+                self.admin_api_key,
+                self.admin_api_key_file,
+                "--admin-api-key",
+                envs.SGLANG_ADMIN_API_KEY,
+            ),
+            disaggregation_secret=read_secret(self),
+        )
+
+    def resolve(self) -> ServerArgs:
+        """Check every value; fill in those that need neither machine nor model.
+
+        With `device="auto"`, values that depend on the device stay unset until `on_device`.
+
+        Idempotent: resolving a resolved copy gives an equal copy.
+
+        Raises:
+            FlagErrors: A line for each mistake, with the flag and the remedy.
+        """
+        raise_errors(mistakes_of(self))
+        hierarchical, page_size = cache_and_page_size(self)
+        if hierarchical and not self.enable_hierarchical_cache:
+            logger.info(
+                "--hicache-storage-backend %s implies --enable-hierarchical-cache",
+                self.hicache_storage_backend,
+            )
+        model_path = self.model_path or str(BUILTIN_MODEL_DIR)
+        name = self.model_path or BUILTIN_MODEL_NAME
+        args = dataclasses.replace(
+            self,
+            model_path=model_path,
+            enable_hierarchical_cache=hierarchical,
+            page_size=page_size,
+            enable_prefill_context_parallel=self.attn_cp_size > 1,
+            disaggregation_decode_enable_radix_cache=(
+                self.disaggregation_mode == DisaggregationMode.DECODE
+                and not self.disable_radix_cache
+            ),
+            tokenizer_path=self.tokenizer_path or model_path,
+            served_model_name=self.served_model_name or name,
+        )
+        return args._settled() if args.device == "auto" else args.on_device(args.device)
+
+    def on_device(self, device: str) -> ServerArgs:
+        """Fill in the values of a resolved copy that depend on the device, and check them.
+
+        Args:
+            device: One of `DEVICE_KINDS`: the meaning of `auto` on this machine, or the one given.
+
+        Raises:
+            FlagErrors: A line for each mistake, with the flag and the remedy.
+        """
+        kind = device_kind(device)
+        raise_errors(check_device(self, kind))
+        page_size = self.page_size
+        assert page_size is not None, "resolved arguments have a page size"
+        chunk = self.chunked_prefill_size
+        if chunk is None:
+            chunk = max(kind.prefill_chunk_tokens // page_size, 1) * page_size
+        return dataclasses.replace(
+            self,
+            device=device,
+            attention_backend=self.attention_backend or kind.attention_backends[0],
+            chunked_prefill_size=chunk,
+        )._settled()
+
+    def _settled(self) -> ServerArgs:
+        """This object, which from now on refuses changes: threads share it."""
+        self._is_resolved = True
+        return self
+
+    def extra_config(self) -> dict[str, Any]:
+        """`hicache_storage_backend_extra_config` as an object, which may be empty."""
+        return parse_extra_config(self.hicache_storage_backend_extra_config)
+
+    def to_public_dict(self) -> dict[str, Any]:
+        """Field name to value for `/server_info` and the log, with secret values hidden."""
+        values = dataclasses.asdict(self)
+        for field in dataclasses.fields(self):
+            if field.metadata["secret"] and values[field.name] is not None:
+                values[field.name] = "***"
+        values[_EXTRA_CONFIG] = public_text(self.hicache_storage_backend_extra_config)
+        return values
+
+
+def prepare_server_args(argv: Sequence[str] | None = None) -> ServerArgs:
+    """Parse and resolve a command line, and set up logging at its `--log-level`.
+
+    Args:
+        argv: Arguments without the program's name; None means those of the process.
+
+    Raises:
+        FlagErrors: A line for each mistake, with the flag and the remedy.
+        SystemExit: `--help` was given and has been printed.
+    """
+    parsed = parse_flags(
+        ServerArgs,
+        sys.argv[1:] if argv is None else argv,
+        prog="python -m sglang.launch_server",
+        description="Serve a language model over HTTP, with a prefix cache in up to three tiers.",
+    )
+    args = ServerArgs(**parsed.values)
+    lines = list(parsed.lines)
+    configure_logger(args.log_level if args.log_level in LOG_LEVELS else LOG_LEVELS[0])
+    try:
+        args = args.with_keys()
+    except ValueError as error:
+        lines.append(str(error))
+    raise_errors([*lines, *mistakes_of(args, parsed.malformed)])
+    if parsed.ignored:
+        logger.warning(ignoring(parsed.ignored))
+    return args.resolve()
