@@ -129,9 +129,10 @@ class GuardedStore:
         self.metrics.breaker_open.set(1)
 
     def note_success(self) -> None:
-        """The store works: close the breaker."""
-        self._breaker.reset()
-        self.metrics.breaker_open.set(0)
+        """The store works: close the breaker, if it is open."""
+        if self.is_open:
+            self._breaker.reset()
+            self.metrics.breaker_open.set(0)
 
     def transfer(
         self,

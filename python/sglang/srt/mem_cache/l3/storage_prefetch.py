@@ -323,7 +323,8 @@ class StoragePrefetch(TierFlow):
         self._host.put(node, operation.publish(begin, end), is_stored=True)
         node.hash_value = operation.hashes[begin // self.page_size : end // self.page_size]
         node.storage_epoch = operation.epoch
-        self._publish_state(operation, node)
+        if operation.has_state:
+            self._publish_state(operation, node)
 
     def _publish_state(self, operation: PrefetchOperation, node: TreeNode) -> None:
         """Give the state that a read has brought, if any, to `node`, which ends at its position."""
