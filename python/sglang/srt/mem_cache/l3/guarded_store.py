@@ -144,7 +144,7 @@ class GuardedStore:
         """One get or put of some pages, in all pools.
 
         Args:
-            kind: Whether to get or to put.
+            kind: Direction: `get` reads into L2, `set` writes to the store.
             hashes: One for each page.
             objects: The objects of these pages that this rank gets or puts; see
                 `StoredPools.objects`. Others count as landed.
