@@ -13,8 +13,7 @@ The ways of pages and states are counted twice. `in all` is everything that the 
 meanwhile, with the ticks, the model and the answers of the request. The main count leaves out what
 an engine without L2 and L3 enters for the same prompt: computed, found in L1, and in idle ticks.
 What is left is what the lower tiers add. The ticks of the tiers stay in it, and so does what the
-tiers do for a prompt that is not moved. The main count follows each thread by itself: a switch of
-threads is no return. `in all` takes the entries as they happen on all threads.
+tiers do for a prompt that is not moved.
 
 The model is small and random, the device is the CPU, L3 is a real Mooncake Store. The ways:
 
@@ -41,7 +40,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import CodeType, FrameType
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import sglang.srt
 from rigs.disaggregation.pd_rig import LOOPBACK, PdRig
@@ -79,18 +78,11 @@ class Counts:
         return f"{self.functions:4} functions {self.files:3} files {self.returns:4} returns"
 
 
-class Entry(NamedTuple):
-    """The first entry into a function."""
-
-    code: CodeType
-    thread: int
-
-
 class Trail:
     """First entries into functions of the engine, while it records."""
 
     def __init__(self) -> None:
-        self.entries: list[Entry] = []
+        self.entries: list[CodeType] = []
         self._seen: set[CodeType] = set()
         self._begin: CodeType | None = None
         self._end: CodeType | None = None
@@ -128,20 +120,18 @@ class Trail:
         if threading.current_thread().name.startswith(_OF_PREFILL):
             return
         self._seen.add(code)
-        self.entries.append(Entry(code, threading.get_ident()))
+        self.entries.append(code)
 
 
-def count(entries: Sequence[Entry], *, by_thread: bool) -> Counts:
-    """Count first entries, in the order in which they happened on each thread, or on all."""
+def count(entries: Sequence[CodeType]) -> Counts:
+    """Count first entries, in the order in which they happened."""
     visited: set[str] = set()
-    last: dict[int, str] = {}
-    returns = 0
-    for code, thread in entries:
-        key = thread if by_thread else 0
-        if code.co_filename != last.get(key):
+    last, returns = "", 0
+    for code in entries:
+        if code.co_filename != last:
             returns += code.co_filename in visited
-            last[key] = code.co_filename
-            visited.add(code.co_filename)
+            last = code.co_filename
+            visited.add(last)
     return Counts(len(entries), len(visited), returns)
 
 
@@ -176,10 +166,9 @@ class Walker:
             getattr(self, f"_{way.replace('-', '_')}")()
             self._trail.stop()
             entries = self._trail.entries
-            own = [one for one in entries if one.code not in known]
-            lines = [f"{one.co_filename.removeprefix(_ROOT)}  {one.co_qualname}" for one, _ in own]
-            counts = count(own, by_thread=way in _FAMILIES)
-            walks.append(Walk(counts, count(entries, by_thread=False), lines))
+            own = [code for code in entries if code not in known]
+            lines = [f"{one.co_filename.removeprefix(_ROOT)}  {one.co_qualname}" for one in own]
+            walks.append(Walk(count(own), count(entries), lines))
         return min(walks[1:], key=lambda walk: (walk.counts.returns, walk.counts.functions))
 
     def _learn(self, family: str) -> set[CodeType]:
@@ -193,7 +182,7 @@ class Walker:
                 rig.run(self._request(rig, ids))
             rig.wait_a_tick()
             self._trail.stop()
-            self._known[family] = {one.code for one in self._trail.entries}
+            self._known[family] = set(self._trail.entries)
         return self._known[family]
 
     def _match(self) -> None:
