@@ -61,7 +61,7 @@ class StoreConnection:
         self.answers = True
         self.rates = Rates()
         self._seen_reconnects = self._agreed_reconnects = 0
-        """Reconnects of L3 on this rank: as last reported in a ballot, and as agreed by all."""
+        """Reconnects of L3 on this rank: as last reported, and as agreed by all ranks."""
 
     # ---- what the flows to and from L3 ask ---------------------------------------------------
 
@@ -175,7 +175,7 @@ class StoreConnection:
     # ---- one tick ----------------------------------------------------------------------------
 
     def report(self, progress: Progress) -> None:
-        """Add this rank's observations to its ballot."""
+        """Add this rank's observations to those of the tick."""
         if (store := self.attached) is not None:
             progress.available = store.guard.available
             self._seen_reconnects = store.guard.reconnects
