@@ -1,11 +1,10 @@
 """The interface of an L3 storage backend, with the v2 calls implemented over the older ones.
 
-The engine calls only `prompts_exist`, `batch_get_v2`, `batch_set_v2`, `clear`, `close`,
-`get_stats`, `probe` and `rebuild`. A third-party backend may implement just `get`, `set` and
-`exists`, whose values are flat uint8 tensors (page bytes, then the trailer of `page_trailer`). Or
-it implements the v1 calls, which know the primary pool alone: it then serves models that have no
-other. The engine refuses answers of a wrong type or length (`answers.py`), and then treats the
-store as failing.
+The engine calls only `prompts_exist`, `batch_get_v2`, `batch_set_v2`, `probe`, `clear`, `close` and
+`describe_transport`. A third-party backend may implement just `get`, `set` and `exists`, whose
+values are flat uint8 tensors (page bytes, then the trailer of `page_trailer`). Or it implements the
+v1 calls, which know the primary pool alone: it then serves models that have no other. The engine
+refuses answers of a wrong type or length (`answers.py`), and then treats the store as failing.
 
 Threads: the prefetch thread calls gets and exists, the backup thread calls sets, at the same time.
 At run time, other threads create, clear and close a backend, while no other call runs. Import it
@@ -235,17 +234,9 @@ class HiCacheStorage(ABC):
 
     # -- life ------------------------------------------------------------------------------------
 
-    def warmup(self) -> None:
-        """Prepare for transfers. Called once, after the pools were registered."""
-        return
-
     def probe(self) -> bool:
         """True if a store that failed works again. Bounded in time; never raises."""
         return True
-
-    def rebuild(self) -> None:
-        """Replace a client that cannot recover. Raises StorageUnavailable if that fails."""
-        return
 
     def clear(self) -> None:
         """Remove the objects of this namespace. Raises ValueError if the backend cannot do that."""
