@@ -46,7 +46,7 @@ def test_c7_reads_given_up_while_a_node_hangs_leave_l2_to_others() -> None:
             began = time.monotonic()
             for rid, prompt in waiting.items():
                 reader.arrive(rid, prompt)
-            assert reader.hi.storage_prefetch.table.room(L2_PAGES // 2 * PAGE) == 0
+            assert reader.hi.storage_prefetch.table.room(0) == -(L2_PAGES // 2 * PAGE)
             hangs = reader.hi.storage_prefetch.table.operations[0]
             reader.until(lambda: hangs.handed_pages > hangs.landed_pages)
             for rid, prompt in waiting.items():
