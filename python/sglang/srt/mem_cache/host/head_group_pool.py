@@ -112,6 +112,10 @@ class HeadGroupPool:
         """Never: a group's bytes are in many pieces."""
         return False
 
+    def check_pages(self, indices: torch.Tensor) -> None:
+        """See `HostKVCache.check_pages`."""
+        self._pool.check_pages(indices)
+
     def get_hybrid_pool_buffer(self) -> list[torch.Tensor]:
         """Nothing: no transport reads or writes the pool itself."""
         return []

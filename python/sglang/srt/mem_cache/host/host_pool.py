@@ -221,6 +221,10 @@ class HostKVCache(HostPageList, ABC, Generic[PoolT]):
         """The contiguous tensors to register with a transport."""
         return self.kv_buffer
 
+    def check_pages(self, indices: torch.Tensor) -> None:
+        """Raise ValueError if `indices` are not whole, aligned pages inside the pool."""
+        whole_pages(indices, self.page_size, self.page_num)
+
     def get_page_views(self, indices: torch.Tensor) -> list[list[memoryview]]:
         """Per page its buffers, writable, in page byte order. Checked as `get_page_buffer_meta`."""
         pages = self._zero_copy_pages(indices).tolist()

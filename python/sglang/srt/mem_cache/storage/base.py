@@ -268,7 +268,8 @@ class HiCacheStorage(ABC):
     def checked(self, transfer: PoolTransfer) -> tuple[StoragePool, list[str], torch.Tensor]:
         """Pool, keys and host slots of a transfer.
 
-        Raises ValueError if the pool is not registered, or the numbers do not match.
+        Raises ValueError if the pool is not registered, the numbers do not match, or a slot is
+        outside the pool: nothing unchecked reaches the store.
         """
         pool, keys, indices = self.pool(transfer.name), transfer.keys, transfer.host_indices
         if keys is None or indices is None:
@@ -280,6 +281,7 @@ class HiCacheStorage(ABC):
                 f"pool transfer {transfer.name}: {len(keys)} keys of {pool.page_size} tokens need "
                 f"{len(keys) * pool.page_size} host_indices, got {len(indices)}"
             )
+        pool.check_pages(indices)
         return pool, keys, indices
 
     def _check_knows_extra_pools(self, name: str) -> None:

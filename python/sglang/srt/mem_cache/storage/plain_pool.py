@@ -66,6 +66,10 @@ class PlainPool:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.wrapped, name)
 
+    def check_pages(self, indices: torch.Tensor) -> None:
+        """Raise ValueError if `indices` are not whole, aligned pages inside the pool."""
+        whole_pages(indices, self.page_size, self._page_num)
+
     def get_hybrid_pool_buffer(self) -> list[torch.Tensor]:
         """The contiguous tensors to register with a transport."""
         return self._buffers
@@ -77,7 +81,7 @@ class PlainPool:
             ValueError: A slot is outside the pool or not page-aligned, or the pool answered an
                 address outside its memory, which must not reach C++.
         """
-        whole_pages(indices, self.page_size, self._page_num)
+        self.check_pages(indices)
         if not len(indices):
             return [], []
         ptrs, sizes = self.wrapped.get_page_buffer_meta(indices)

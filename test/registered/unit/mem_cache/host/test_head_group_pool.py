@@ -154,9 +154,7 @@ def test_no_transport_is_given_addresses_of_a_group() -> None:
         with pytest.raises(ValueError, match="copy it with gather_pages"):
             ask(SOME)
     with pytest.raises(ValueError, match="leave the pool"):
-        group.gather_pages(
-            page_slots([PAGES]), torch.empty((1, group.page_bytes), dtype=torch.uint8)
-        )
+        group.check_pages(page_slots([PAGES]))
 
 
 if __name__ == "__main__":
