@@ -1,4 +1,4 @@
-"""Kernels in which ranks meet, interpreted: see `rigs.schedulers.meeting_ranks`.
+"""Kernels with barriers between ranks, interpreted: see `rigs.schedulers.meeting_ranks`.
 
 On GPUs `test/registered/gpu/test_ranks_cuda.py` runs the same kernels.
 """

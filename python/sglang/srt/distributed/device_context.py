@@ -1,7 +1,7 @@
-"""Record that this process has set its device, on which libraries with device contexts depend.
+"""Records that this process has set its device, for libraries that need a device context.
 
 Mooncake's transports use the device that is current when they start. A transport that starts too
-early finds no device, or the first one of the machine instead of its rank's.
+early finds no device, or the machine's first device instead of its rank's.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from sglang.srt.hardware_backend.device_runtime import detect_device
 
 
 class DeviceContext:
-    """The device of one process, once it is set. Any thread."""
+    """The device of one process, after it was set. Any thread."""
 
     def __init__(self) -> None:
         self._device: str | None = None
@@ -22,10 +22,10 @@ class DeviceContext:
     def mark(self, device: str) -> None:
         """Record that `device` (`cpu`, `cuda:1`, ...) is the current device. Idempotent.
 
-        A CPU has no context, so it does not replace a device, and a device may be set after it.
+        A CPU has no context: it never replaces a device, and a device may replace it.
 
         Raises:
-            RuntimeError: Another device was set before, and libraries may use that one.
+            RuntimeError: Another device was set before, and libraries may use it.
             ValueError: There is no such kind of device.
         """
         has_context = device_kind(device).has_own_memory
@@ -40,14 +40,14 @@ class DeviceContext:
 
     @property
     def is_marked(self) -> bool:
-        """Whether a device is set."""
+        """True if a device is set."""
         return self._device is not None
 
     def require(self, user: str) -> str:
         """The device of this process.
 
         Raises:
-            RuntimeError: No device is set yet; names `user`, which started too early.
+            RuntimeError: No device is set yet; names the `user` that started too early.
         """
         with self._lock:
             if self._device is None:
@@ -60,17 +60,17 @@ class DeviceContext:
 
 
 _process = DeviceContext()
-"""Context of this process; marked only by the code that sets the device."""
+"""Context of this process. Only the code that sets the device marks it."""
 
 
 def mark_device_set(device: str) -> None:
-    """See `DeviceContext.mark`; for this process."""
+    """`DeviceContext.mark` for this process."""
     _process.mark(device)
 
 
 def require_device_set(user: str) -> str:
-    """See `DeviceContext.require`; for this process. A host with only a CPU needs no device to be
-    set, because there is no context to miss."""
+    """`DeviceContext.require` for this process. On a host with only a CPU, no device has to be set,
+    because there is no context."""
     if not _process.is_marked and detect_device() == CPU.name:
         return CPU.name
     return _process.require(user)

@@ -1,10 +1,9 @@
-"""The rank of this process in torch.distributed. No other module asks torch.distributed.
+"""The groups of ranks of this process. Only this module and `torch_symm_mem` use torch.distributed.
 
-The world has all `tp_size` ranks of a server. `attn_cp_size` divides it into sets: the ranks of a
-set, which are consecutive, split the heads of attention among them (attention TP); ranks at the
-same place in different sets have the same heads and split the tokens of a prefill (attention CP).
-Each group has a second group over gloo for messages of the CPU. One thread of each rank uses the
-groups.
+The world has all `tp_size` ranks of a server, in `attn_cp_size` sets. The ranks of a set are
+consecutive and split the heads of attention (attention TP). Ranks at the same index of different
+sets have the same heads, and split the tokens of a prefill (attention CP). Each group has a second
+group over gloo for messages between CPUs. One thread of each rank uses the groups.
 """
 
 from __future__ import annotations
@@ -37,9 +36,9 @@ logger = logging.getLogger(__name__)
 _all_gather: Final[Callable[..., object]] = (
     getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 )
-"""The function `all_gather_single`; before torch 2.13 its name was `all_gather_into_tensor`."""
+"""`all_gather_single`, which was called `all_gather_into_tensor` before torch 2.13."""
 JOIN_TIMEOUT: Final = timedelta(minutes=10)
-"""Time limit for all ranks to reach the rendezvous: the first start of a process can be slow."""
+"""Timeout for all ranks to reach the rendezvous; the first start of a process can be slow."""
 _TRANSPORT_ERRORS: Final = (dist.DistBackendError, dist.DistNetworkError)
 _GLOO_TRANSPORT: Final = "gloo/transport/"
 """Text in gloo's connection errors, whose type is RuntimeError."""
@@ -47,7 +46,7 @@ _GLOO_SOURCE: Final = re.compile(r"^\[[^]]*\.cc:\d+\] ")
 _SHORT_BYTES: Final = 256 * KIB
 _NEVER: Final = timedelta(days=365)
 """Timeout of collectives. Ranks wait in a broadcast while the server is idle, so a shorter timeout
-would end idle servers. `RankWatch` ends ranks that wait for a rank that is gone."""
+would end idle servers. `RankWatch` ends ranks that wait for a lost rank."""
 
 
 class GroupCoordinator(TensorGroup):
@@ -55,8 +54,8 @@ class GroupCoordinator(TensorGroup):
 
     Attributes:
         ranks: Ranks of the group by their numbers in the world, ascending.
-        device_group: The group for tensors on the device; None: the group is this rank alone.
-        cpu_group: The same ranks over gloo; None: the group is this rank alone.
+        device_group: The group for tensors on the device; None: no other ranks.
+        cpu_group: The same ranks over gloo; None: no other ranks.
     """
 
     def __init__(
@@ -73,8 +72,8 @@ class GroupCoordinator(TensorGroup):
         self._symm_mem: TorchSymmMemCommunicator | None = None
 
     def open_symmetric_memory(self, device: torch.device) -> None:
-        """Sum small tensors over symmetric memory, which all ranks read. All ranks call it at the
-        same time. If one of them cannot, all go on without it, and the log has the reason.
+        """From now on, sum small tensors over symmetric memory. A collective. If one rank cannot do
+        so, all go on without it, and the log has the reason.
 
         Args:
             device: Device of this rank, with its index.
@@ -91,13 +90,13 @@ class GroupCoordinator(TensorGroup):
             self._symm_mem = found
         else:
             logger.info(
-                "small sums over %d ranks are made like large ones, without symmetric memory: %s",
+                "small sums over %d ranks use no symmetric memory, like large ones: %s",
                 self.size,
                 why or "another rank has no symmetric memory",
             )
 
     def _why_devices_are_apart(self, device: torch.device) -> str | None:
-        """Reason why this device cannot read the others' memory; None: it can."""
+        """Reason why this device cannot read the other devices' memory; None: it can."""
         machine = hashlib.sha256(platform.node().encode()).digest()[:7]
         mine = torch.tensor([int.from_bytes(machine, "little"), device.index])
         rows = [torch.empty_like(mine) for _ in self.ranks]
@@ -156,7 +155,7 @@ class GroupCoordinator(TensorGroup):
         return gathered
 
     def broadcast_on_cpu(self, values: torch.Tensor) -> None:
-        """Overwrite a CPU tensor with that of the group's first rank."""
+        """Overwrite a CPU tensor with the one of the group's first rank."""
         if self.cpu_group is not None:
             with _naming_lost_ranks():
                 dist.broadcast(values, self.ranks[0], group=self.cpu_group)
@@ -172,9 +171,9 @@ class GroupCoordinator(TensorGroup):
                 dist.all_reduce(values, dist.ReduceOp.MIN, group=self.cpu_group)
 
     def _goes_by_first(self, values: torch.Tensor, group: dist.ProcessGroup) -> bool:
-        """Whether `_reduce_at_first` is faster than gloo's own algorithm, which waits for a
+        """True if `_reduce_at_first` is faster than gloo's own algorithm, which waits for a
         neighbour 2 * (size - 1) times and uses the links well only for long tensors.
-        benchmark/results/2026-11-22-ballot.md has figures."""
+        benchmark/results/2026-11-22-ballot.md has the measurements."""
         is_short = self.size > 2 and values.nbytes <= _SHORT_BYTES
         return is_short and dist.get_backend(group) == dist.Backend.GLOO
 
@@ -184,12 +183,11 @@ class GroupCoordinator(TensorGroup):
         reduce: Callable[..., torch.Tensor],
         group: dist.ProcessGroup,
     ) -> None:
-        """Overwrite `values` on all ranks: the first gathers them, reduces, and broadcasts the
-        result.
+        """Overwrite `values` on all ranks: the first rank gathers, reduces and broadcasts them.
 
         Args:
             values: A contiguous tensor.
-            reduce: Reduces a tensor over one dimension, like `torch.sum`.
+            reduce: A function that reduces a tensor over one dimension, like `torch.sum`.
             group: The group of these ranks.
         """
         rows = None
@@ -215,18 +213,18 @@ _rendezvous_host = "127.0.0.1"
 
 
 def init_distributed_environment(backend: str, rendezvous: Rendezvous | None = None) -> None:
-    """Join the world of this server's ranks, unless this process is in one already.
+    """Join the world of this server's ranks, unless this process has joined one already.
 
-    A rank alone needs no port: its store is in its own memory. On one machine gloo and NCCL listen
-    on loopback. The process leaves the world when it ends, since NCCL warns otherwise. Call this in
-    one thread, before the device's libraries need a rank.
+    A single rank needs no port, because its store is in its own memory. On one machine gloo and
+    NCCL listen on loopback. The process leaves the world when it ends, because NCCL warns
+    otherwise. Call this in one thread, before the device's libraries need a rank.
 
     Args:
         backend: `DeviceKind.process_group`, or another that torch knows.
-        rendezvous: Meeting place of the ranks; None: this rank is alone.
+        rendezvous: Rendezvous of the ranks; None: this is the only rank.
 
     Raises:
-        RuntimeError, ValueError: torch has no such backend, or a rank does not come in time; with
+        RuntimeError, ValueError: torch has no such backend, or a rank does not join in time; with
             torch's message.
     """
     if dist.is_initialized():
@@ -248,8 +246,8 @@ def init_distributed_environment(backend: str, rendezvous: Rendezvous | None = N
 
 
 def make_store(rendezvous: Rendezvous | None) -> Any:
-    """The store through which ranks find each other. Rank 0's first call makes it; every other call
-    makes a new connection to it."""
+    """The store through which ranks find each other. Rank 0's first call creates it; every other
+    call makes a new connection to it."""
     if rendezvous is None:
         return dist.HashStore()  # type: ignore[attr-defined]  # public, and not in torch's stubs
     arguments: dict[str, Any] = {"is_master": False}
@@ -265,7 +263,7 @@ def make_store(rendezvous: Rendezvous | None) -> Any:
 
 
 def initialize_model_parallel(tensor_model_parallel_size: int, attn_cp_size: int = 1) -> None:
-    """Divide the world into groups. All ranks call it, once.
+    """Divide the world into groups. All ranks call this once.
 
     Raises:
         ValueError: The world has another size, or the sizes do not divide each other.
@@ -304,23 +302,23 @@ def destroy_model_parallel() -> None:
 def create_custom_parallel_group(
     group_ranks: list[int], backend: str = "gloo"
 ) -> dist.ProcessGroup | None:
-    """Make a group of ranks that each rank chooses for itself. All ranks of the world call it.
+    """Make a group of ranks that each rank chooses itself. All ranks of the world call this.
 
     Args:
-        group_ranks: The ranks of this rank's group, itself included; the same on each of them, in
-            any order.
+        group_ranks: The ranks of this rank's group, including itself, in any order; the same on
+            each of them.
 
     Returns:
-        The group; None: it is this rank alone.
+        The group; None: no other ranks.
 
     Raises:
-        ValueError: This rank is not in its own group, or the groups of the ranks are no partition.
+        ValueError: This rank is not in its own group, or the ranks' groups are no partition.
     """
     world, rank = dist.get_world_size(), dist.get_rank()
     mine = torch.full((world,), world, dtype=torch.int64)
     mine[: len(set(group_ranks))] = torch.tensor(sorted(set(group_ranks)))
     rows = [torch.empty_like(mine) for _ in range(world)]
-    dist.all_gather(rows, mine, group=_cpu_world())
+    dist.all_gather(rows, mine, group=_known().world.cpu_group)
     lists = [tuple(place for place in row.tolist() if place < world) for row in rows]
     for owner, named in enumerate(lists):
         if owner not in named or any(lists[other] != named for other in named):
@@ -338,7 +336,7 @@ def create_custom_parallel_group(
 
 
 def destroy_custom_parallel_group(group: dist.ProcessGroup | None) -> None:
-    """End a group of `create_custom_parallel_group`. No collective; None is ignored."""
+    """End a group of `create_custom_parallel_group`. No collective. Ignores None."""
     if group is not None and dist.is_initialized():
         dist.destroy_process_group(group)
 
@@ -369,7 +367,7 @@ def _known() -> _Groups:
 
 def _make_group(partition: list[list[int]]) -> GroupCoordinator:
     """Make this rank's group of a partition of the world. All ranks make all groups in the same
-    order, as torch requires."""
+    order, which torch requires."""
     rank = dist.get_rank()
     (mine,) = [group for ranks in partition if (group := _new_group(ranks, rank)) is not None]
     return mine
@@ -384,14 +382,10 @@ def _new_group(ranks: list[int], rank: int) -> GroupCoordinator | None:
     return GroupCoordinator(ranks, rank, device_group, cpu_group) if rank in ranks else None
 
 
-def _cpu_world() -> dist.ProcessGroup | None:
-    return _known().world.cpu_group
-
-
 @contextmanager
 def _naming_lost_ranks() -> Iterator[None]:
-    """Context that turns errors of the transport into `RankLost`, but not a rank's own errors, such
-    as a shortage of memory."""
+    """Context that turns transport errors into `RankLost`, but not this rank's own errors, such as
+    a shortage of memory."""
     try:
         yield
     except RuntimeError as error:
@@ -402,25 +396,24 @@ def _naming_lost_ranks() -> Iterator[None]:
 
 
 def _cause_in(text: str) -> str:
-    """The part of a transport's message that describes the error, without gloo's source line and
-    advice."""
+    """The description in a transport's error message, without gloo's source line and advice."""
     line = text.strip().partition("\n")[0]
     return _GLOO_SOURCE.sub("", line).partition(" This is typically")[0].rstrip(".")
 
 
 def _gloo_listening_towards(host: str) -> AbstractContextManager[None]:
-    """Context in which gloo listens on the interface towards `host`. Its default is the address of
-    the host's name, which other machines can reach."""
+    """Context in which gloo listens on the interface towards `host`. By default it listens at the
+    address of the hostname, which other machines can reach."""
     interface = envs.GLOO_SOCKET_IFNAME
     return nullcontext() if interface.is_set() else interface.override(_interface_towards(host))
 
 
 def _steer_nccl_towards(host: str) -> None:
     """Make NCCL's sockets listen on the interface towards `host`, unless the user has chosen one.
-    Its default is one that other machines can reach.
+    Other machines can reach its default interface.
 
-    NCCL reads the variable when the process makes its first communicator, which can be long after
-    the group, so it stays set.
+    The variable stays set, because NCCL reads it when the process makes its first communicator,
+    which can be long after the group.
     """
     if not envs.NCCL_SOCKET_IFNAME.is_set():
         envs.NCCL_SOCKET_IFNAME.set(f"={_interface_towards(host)}")  # NCCL takes "lo" for a prefix.
@@ -431,6 +424,6 @@ def _interface_towards(host: str) -> str:
 
 
 def _leave(world: dist.ProcessGroup | None) -> None:
-    """End `world`, if it is still the one of this process."""
+    """Leave `world`, if it is still the world of this process."""
     if dist.is_initialized() and dist.group.WORLD is world:
         dist.destroy_process_group()

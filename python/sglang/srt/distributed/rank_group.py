@@ -1,11 +1,11 @@
-"""The ranks of one server as the engine sees them: a broadcast from rank 0, and a MIN over all.
+"""The engine's interface to the ranks of one server: a broadcast from rank 0, and a MIN.
 
-Every rank has a scheduler of its own. A `RankGroup` is made once, where the scheduler is built, and
-handed down to all parts that have to agree. Its calls are collectives: all ranks make the same
-calls in the same order, each on its scheduler's thread and never on a thread of copies or storage.
+Every rank has its own scheduler. A `RankGroup` is made once, where the scheduler is built, and
+handed down to all parts that must agree. Its calls are collectives: all ranks make the same calls
+in the same order, each on its scheduler's thread, never on a thread of copies or storage.
 
-The `size` ranks are `attn_cp_size` sets of `attn_tp_size` ranks. The ranks of a set split the heads
-of attention among them; ranks at the same place in different sets hold the same keys and values.
+The `size` ranks form `attn_cp_size` sets of `attn_tp_size` ranks. The ranks of a set split the
+heads of attention. Ranks at the same index of different sets hold the same keys and values.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ import torch
 
 _WORD: Final = np.dtype("<i8")
 _ABSENT: Final = torch.iinfo(torch.int64).max
-"""Placeholder in the slots of other ranks, so that MIN takes their values."""
+"""Placeholder in the slots of other ranks, where MIN takes their values."""
 
 
 class RanksDiverged(RuntimeError):
-    """The ranks have diverged: going on would corrupt a cache."""
+    """The ranks have diverged, and going on would corrupt a cache."""
 
 
 class RankLost(RuntimeError):
-    """Another rank is gone. This rank cannot go on without it, and is not the cause."""
+    """Another rank is lost. This rank cannot go on, but is not the cause."""
 
 
 class RankGroup(ABC):
-    """The ranks that must decide the same. Scheduler thread only."""
+    """The ranks that must make the same decisions. Scheduler thread only."""
 
     @property
     @abstractmethod
@@ -68,7 +68,7 @@ class RankGroup(ABC):
         """Rank 0's `payload`, on every rank. Blocks until rank 0 has called.
 
         Args:
-            payload: Bytes of any length on rank 0; None on the others.
+            payload: Bytes of any length on rank 0; None on other ranks.
 
         Raises:
             RanksDiverged: Another rank made another call.
@@ -82,7 +82,7 @@ class RankGroup(ABC):
             values: int64 `[n]` on the CPU, n the same on all ranks.
 
         Raises:
-            RanksDiverged: Another rank made another call, or gave another length.
+            RanksDiverged: Another rank made another call, or passed another length.
         """
 
     def open_min(self) -> RankGroup:
@@ -106,7 +106,7 @@ class SingleRank(RankGroup):
         return 1
 
     def broadcast(self, payload: bytes | None) -> bytes:
-        assert payload is not None, "rank 0 has something to say"
+        assert payload is not None, "rank 0 broadcasts"
         return payload
 
     def reduce_min(self, values: torch.Tensor) -> torch.Tensor:
@@ -114,11 +114,11 @@ class SingleRank(RankGroup):
 
 
 def gather_texts(group: RankGroup, text: str, max_bytes: int) -> list[str]:
-    """Texts of all ranks, on every rank, in the order of ranks. A collective.
+    """The texts of all ranks, in order, on every rank. A collective.
 
     Args:
         group: The ranks.
-        text: Text of this rank; it is cut at `max_bytes` of UTF-8.
+        text: Text of this rank, cut at `max_bytes` of UTF-8.
         max_bytes: Length limit, the same on all ranks; a multiple of 8.
     """
     words = max_bytes // _WORD.itemsize
@@ -132,17 +132,17 @@ def gather_texts(group: RankGroup, text: str, max_bytes: int) -> list[str]:
 
 
 def gather_bytes(group: RankGroup, raw: bytes) -> list[bytes]:
-    """Bytes of all ranks, of any length, on every rank, in the order of ranks. A collective."""
+    """The bytes of all ranks, of any length, in order, on every rank. A collective."""
     lengths = torch.full((group.size,), _ABSENT, dtype=torch.int64)
     lengths[group.rank] = len(raw)
-    said = []
+    gathered = []
     for rank, length in enumerate(group.reduce_min(lengths).tolist()):
         if not length:
-            said.append(b"")
+            gathered.append(b"")
             continue
         words = torch.full((-(-length // _WORD.itemsize),), _ABSENT, dtype=torch.int64)
         if rank == group.rank:
             padded = raw.ljust(len(words) * _WORD.itemsize, b"\0")
             words = torch.from_numpy(np.frombuffer(padded, dtype=_WORD).astype(np.int64))
-        said.append(group.reduce_min(words).numpy().astype(_WORD).tobytes()[:length])
-    return said
+        gathered.append(group.reduce_min(words).numpy().astype(_WORD).tobytes()[:length])
+    return gathered

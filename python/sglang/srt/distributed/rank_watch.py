@@ -1,9 +1,9 @@
-"""Ends the server when a rank is gone, stuck or out of reach.
+"""Ends the server when a rank is gone, stuck or unreachable.
 
-Each rank counts up in a key of the store through which the ranks met, and reads the others' counts.
-A process that dies on this machine is noticed sooner, by its parent; the watch is for stopped
-processes, other machines and networks. The store is in rank 0's process, and its calls wait for an
-answer without a limit, so a second thread watches the duration of a look.
+Each rank increments a heartbeat in the store of the rendezvous, and reads the other ranks'. The
+parent notices sooner if a process on this machine dies; the watch is for stopped processes, other
+machines and networks. The store is in rank 0's process, and its calls have no timeout, so a second
+thread watches how long a check takes.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ PERIOD_S: Final = 1.0
 LIMIT_S: Final = 8.0
 """Seconds without progress after which a rank counts as lost."""
 _LATE_S: Final = 2.0
-"""Seconds of delay of a look that show that this rank was stopped itself, perhaps with the whole
-machine."""
+"""Delay of a check, in seconds, that shows that this rank itself was stopped, perhaps with the
+whole machine."""
 
 
-class Counts(Protocol):
+class HeartbeatStore(Protocol):
     """The part of the store that the watch uses. Every call may raise RuntimeError, or never
     return."""
 
@@ -34,21 +34,21 @@ class Counts(Protocol):
 
 
 class RankWatch:
-    """Watches the ranks of a server. Owns two daemon threads: `rank-watch` looks, and
-    `rank-watch-guard` notices a look that does not end.
+    """Watches the ranks of a server. Owns two daemon threads: `rank-watch` checks heartbeats, and
+    `rank-watch-guard` notices a check that does not end.
 
     Args:
-        counts: A connection to the store for this watch alone.
+        store: A connection to the store, only for this watch.
         rank: This rank.
         size: Number of ranks.
-        on_lost: Called once, from one of the threads, with one line that names the rank.
+        on_lost: Called once, by one of the threads, with one line that names the rank.
         limit_s: Seconds without progress after which a rank counts as lost.
         clock: Seconds, monotonic.
     """
 
     def __init__(
         self,
-        counts: Counts,
+        store: HeartbeatStore,
         rank: int,
         size: int,
         on_lost: Callable[[str], None],
@@ -57,24 +57,24 @@ class RankWatch:
         period_s: float = PERIOD_S,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._counts = counts
+        self._store = store
         self._rank = rank
         self._on_lost = on_lost
         self._limit_s = limit_s
         self._period_s = period_s
         self._clock = clock
-        self._beats = 0
-        self._last_look = clock()
-        self._seen = {other: (b"", self._last_look) for other in range(size) if other != rank}
-        self._num_looks = 0
-        """Number of looks that have ended."""
+        self._heartbeat = 0
+        self._last_check = clock()
+        self._seen = {other: (b"", self._last_check) for other in range(size) if other != rank}
+        self._num_checks = 0
+        """Number of checks that have ended."""
         self._num_guarded = (-1, 0)
-        """`_num_looks` at the last call of `guard`, and the number of earlier calls in a row with
-        the same value."""
+        """`_num_checks` at the last call of `guard`, and the number of consecutive earlier calls
+        with the same value."""
         self._closed = threading.Event()
-        self._told = threading.Lock()
+        self._reported = threading.Lock()
         self._threads = (
-            threading.Thread(target=self._run, args=(self.look,), name="rank-watch", daemon=True),
+            threading.Thread(target=self._run, args=(self.check,), name="rank-watch", daemon=True),
             threading.Thread(
                 target=self._run, args=(self.guard,), name="rank-watch-guard", daemon=True
             ),
@@ -87,32 +87,33 @@ class RankWatch:
         self._closed.set()
 
     def guard(self) -> str | None:
-        """Check, once a period, that looks end; return an error in one line, or None.
+        """Verify, once a period, that checks end. Returns an error in one line, or None.
 
-        It counts its own calls instead of seconds, since a stopped process makes no calls.
+        It counts its own calls instead of seconds, because a stopped process makes no calls.
         """
         known, times = self._num_guarded
-        times = times + 1 if known == self._num_looks else 0
-        self._num_guarded = self._num_looks, times
-        # A period may pass before the next look, and another one before the next guard.
+        times = times + 1 if known == self._num_checks else 0
+        self._num_guarded = self._num_checks, times
+        # A period may pass before the next check, and another one before the next call.
         if times * self._period_s > self._limit_s - 2 * self._period_s:
             silent_s = times * self._period_s
             return f"rank 0 is stuck or out of reach: no answer from it for {silent_s:.0f} s"
         return None
 
-    def look(self) -> str | None:
-        """Count up, and read the others' counts; return an error in one line, or None."""
+    def check(self) -> str | None:
+        """Increment this rank's heartbeat, and check the others. Returns an error in one line, or
+        None."""
         try:
-            self._beats += 1
-            self._counts.set(_key(self._rank), str(self._beats))
-            beats = {other: self._beats_of(other) for other in self._seen}
+            self._heartbeat += 1
+            self._store.set(_key(self._rank), str(self._heartbeat))
+            heartbeats = {other: self._heartbeat_of(other) for other in self._seen}
         except RuntimeError as error:
             return f"rank 0 is gone or out of reach: {_first_line(error)}"
-        self._num_looks += 1
+        self._num_checks += 1
         now = self._clock()
-        was_late = now - self._last_look > self._period_s + _LATE_S
-        self._last_look = now
-        for other, count in beats.items():
+        was_late = now - self._last_check > self._period_s + _LATE_S
+        self._last_check = now
+        for other, count in heartbeats.items():
             known, since = self._seen[other]
             if count != known or was_late:
                 self._seen[other] = count, now
@@ -120,16 +121,16 @@ class RankWatch:
                 return f"rank {other} has given no sign of life for {self._limit_s:.0f} s"
         return None
 
-    def _beats_of(self, rank: int) -> bytes:
+    def _heartbeat_of(self, rank: int) -> bytes:
         key = _key(rank)
-        return self._counts.get(key) if self._counts.check([key]) else b""
+        return self._store.get(key) if self._store.check([key]) else b""
 
     def _run(self, find: Callable[[], str | None]) -> None:
         while not self._closed.wait(self._period_s):
             wrong = find()
             if wrong is None or self._closed.is_set():
                 continue
-            if self._told.acquire(blocking=False):
+            if self._reported.acquire(blocking=False):
                 self._on_lost(wrong)
             return
 

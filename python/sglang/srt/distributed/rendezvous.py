@@ -1,4 +1,4 @@
-"""Meeting place of a server's ranks. Needs no torch."""
+"""Rendezvous of a server's ranks. Needs no torch."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from dataclasses import dataclass, field, replace
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rendezvous:
-    """Address of the meeting of a server's ranks, and the number of this rank."""
+    """Address at which a server's ranks join, and the number of this rank."""
 
     rank: int
     size: int
     host: str
     port: int
     listener: socket.socket | None = field(default=None, repr=False)
-    """Rank 0's socket, which listens at `host` and `port`; the store takes it over."""
+    """Rank 0's socket, which listens at `host` and `port`, for the store to take over."""
 
     def for_rank(self, rank: int) -> Rendezvous:
         """The same rendezvous for another rank of this machine."""
@@ -28,12 +28,12 @@ class Rendezvous:
 def open_rendezvous(
     size: int, host: str = "127.0.0.1", port: int = 0, *, first_rank: int = 0
 ) -> Iterator[Rendezvous]:
-    """Context with the rendezvous of the first rank of a machine. At its end the socket is closed
-    in this process; processes that got the socket have a copy.
+    """Context with the rendezvous of the first rank of a machine. It closes the socket of this
+    process at its end; processes that were given the socket have a copy.
 
     Args:
         port: Port to listen on; 0: a free one.
-        first_rank: First rank of this machine; if it is 0, this machine listens.
+        first_rank: First rank of this machine; rank 0's machine listens.
 
     Raises:
         ValueError: This machine cannot listen at the address.
@@ -45,7 +45,7 @@ def open_rendezvous(
     try:
         listener = socket.create_server((host, port), family=family)
     except OSError as error:
-        # Python adds the address, which the message has already.
+        # Python adds the address, which the message already has.
         why = str(error.strerror or error).partition(" (while")[0]
         raise ValueError(
             f"the ranks cannot meet at {host}:{port} ({why}): give an address of this machine and "

@@ -1,4 +1,4 @@
-"""Collectives of layers over the ranks that share a model: sums and gathers of tensors."""
+"""Collectives of layers over the ranks that share a model: sums and gathers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from sglang.srt.constants import KIB
 
 @dataclass(frozen=True, slots=True)
 class PeerParts:
-    """Addresses at which a kernel reads the parts of all ranks, in memory of other devices.
+    """Addresses of all ranks' partial sums, which a kernel reads in other devices' memory.
 
     Attributes:
         memories: Address of each rank's memory in this process.
@@ -22,7 +22,7 @@ class PeerParts:
             `layers/triton_ops/barrier.py`.
         rank: Number of this rank.
         size: Number of ranks.
-        offset: Offset of a rank's part in its memory, in bytes.
+        offset: Offset of a rank's partial sum in its memory, in bytes.
         low_latency: Offset of a rank's low-latency buffer, in bytes; see `low_latency_bytes`.
     """
 
@@ -53,11 +53,11 @@ def low_latency_bytes(num_ranks: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class PendingSum:
-    """A sum over the ranks that its reader has to make: see `TensorGroup.sum_later`.
+    """A sum over the ranks that its reader must compute; see `TensorGroup.sum_later`.
 
     Attributes:
-        part: This rank's addend.
-        peers: Addresses of all ranks' addends.
+        part: This rank's partial sum.
+        peers: Addresses of all ranks' partial sums.
     """
 
     group: TensorGroup
@@ -65,17 +65,17 @@ class PendingSum:
     peers: PeerParts
 
     def sum(self) -> torch.Tensor:
-        """Compute the sum, if no norm adds the parts."""
+        """Compute the sum, if no norm does it."""
         return self.group.all_reduce(self.part)
 
 
 ToAdd: TypeAlias = torch.Tensor | PendingSum | None
-"""Addend of a residual that the next norm adds; None: no addend."""
+"""Term that the next norm adds to the residual; None: nothing to add."""
 
 
 class TensorGroup(ABC):
-    """Ranks that split layers among them. One thread of each rank makes the calls, in the same
-    order on all ranks."""
+    """Ranks that split layers. One thread of each rank makes the calls, in the same order on all
+    ranks."""
 
     @property
     @abstractmethod
@@ -88,13 +88,13 @@ class TensorGroup(ABC):
         """Number of ranks."""
 
     def empty_part(self, shape: Sequence[int], like: torch.Tensor) -> torch.Tensor:
-        """Memory for this rank's part of a sum, which `sum_later` then need not copy.
+        """Memory for this rank's partial sum, which saves `sum_later` a copy.
 
-        Only one part is in use at a time: further calls give the same memory until `sum_later` has
-        taken it.
+        Only one partial sum is in use at a time: further calls return the same memory until
+        `sum_later` has taken it.
 
         Args:
-            like: Tensor with the part's dtype and device.
+            like: Tensor with the wanted dtype and device.
         """
         return like.new_empty(shape)
 
@@ -103,12 +103,11 @@ class TensorGroup(ABC):
         """The sum over the ranks, with the same bits on all of them.
 
         Args:
-            x: A tensor of the same shape and dtype on all ranks. It may be overwritten with the
-                sum.
+            x: A tensor of the same shape and dtype on all ranks; may be overwritten with the sum.
         """
 
     def sum_later(self, x: torch.Tensor) -> torch.Tensor | PendingSum:
-        """The sum over the ranks, or its parts, which a norm sums in its own kernel.
+        """The sum over the ranks, or the partial sums for a norm to add in its kernel.
 
         Args:
             x: `[num_tokens, size]`, of the same shape and dtype on all ranks.
@@ -116,11 +115,11 @@ class TensorGroup(ABC):
         return self.all_reduce(x)
 
     def shared_keys(self, count: int) -> tuple[torch.Tensor, PeerParts] | None:
-        """Memory for int64 `[count]` that kernels of all ranks can read once this rank has written
-        it, and the addresses of all ranks' memory; None: there is no shared memory.
+        """Memory for int64 `[count]` that kernels of all ranks can read after this rank wrote it,
+        and the addresses of all ranks' memory; None: there is no shared memory.
 
-        The next call but one gives the same memory. By then a kernel of this rank must have met
-        those of the other ranks. Not for captures.
+        The call after the next returns the same memory. Before that, a kernel of this rank must
+        have passed a barrier with the other ranks. Not for captures.
         """
         return None
 

@@ -25,9 +25,9 @@ _LENGTH_BYTES: Final = 8
 class TorchRankGroup(RankGroup):
     """Messages of the CPU over gloo.
 
-    A message that fits into one frame with its length takes one collective, a longer one two. MIN
-    runs first over the ranks with the same heads, then over those that split them; if one of these
-    groups has all ranks, there is only one round.
+    A message that fits into one frame with its length takes one collective; a longer one takes two.
+    MIN runs first over the ranks with the same heads, then over those that split them. If one of
+    these groups has all ranks, there is only one round.
 
     Args:
         world: All ranks.
@@ -35,7 +35,7 @@ class TorchRankGroup(RankGroup):
         attention_cp: The ranks that have the same heads as this one.
 
     Attributes:
-        rounds: Groups of the rounds of a MIN, in their order; each has further ranks.
+        rounds: Groups of the rounds of a MIN, in order, without groups of one rank.
     """
 
     def __init__(
@@ -67,11 +67,11 @@ class TorchRankGroup(RankGroup):
         return self._attn_cp_size
 
     def broadcast(self, payload: bytes | None) -> bytes:
-        assert (payload is not None) == (self.rank == 0), "rank 0 alone has something to say"
-        said = payload or b""
+        assert (payload is not None) == (self.rank == 0), "only rank 0 broadcasts"
+        message = payload or b""
         head = torch.zeros(_FRAME_BYTES, dtype=torch.uint8)
         if self.rank == 0:
-            first = len(said).to_bytes(_LENGTH_BYTES, "little") + said
+            first = len(message).to_bytes(_LENGTH_BYTES, "little") + message
             first = first[:_FRAME_BYTES]
             head[: len(first)] = _as_tensor(first)
         self._world.broadcast_on_cpu(head)
@@ -82,7 +82,7 @@ class TorchRankGroup(RankGroup):
             return raw[_LENGTH_BYTES : _LENGTH_BYTES + length]
         rest = torch.empty(missing, dtype=torch.uint8)
         if self.rank == 0:
-            rest = _as_tensor(said[-missing:])
+            rest = _as_tensor(message[-missing:])
         self._world.broadcast_on_cpu(rest)
         return raw[_LENGTH_BYTES:] + rest.numpy().tobytes()
 
@@ -93,7 +93,7 @@ class TorchRankGroup(RankGroup):
         return least
 
     def open_min(self) -> TorchRankGroup:
-        # All ranks have equally many rounds, with different groups.
+        # All ranks have the same number of rounds, with different groups.
         made = [create_custom_parallel_group(list(group.ranks)) for group in self.rounds]
         twin = copy.copy(self)
         twin.rounds = [

@@ -1,9 +1,9 @@
 """Sums of tensors over the GPUs of one machine, which read each other's memory.
 
-A decode step sums some kilobytes twice a layer. NCCL's kernels take longer for each of them than
-one kernel in which every rank reads all parts and adds them ("one shot"). Memory, barriers and that
-kernel are torch's: docs.pytorch.org, "PyTorch Symmetric Memory". If a norm follows, its kernel
-makes the sum (`layers/triton_ops/summed_norm.py`).
+A decode step sums some kilobytes twice per layer. A "one shot" kernel, in which every rank reads
+and adds all partial sums, takes less time for that than NCCL. Memory, barriers and the kernel are
+torch's: docs.pytorch.org, "PyTorch Symmetric Memory". If a norm follows, its kernel computes the
+sum (`layers/triton_ops/summed_norm.py`).
 """
 
 from __future__ import annotations
@@ -21,41 +21,41 @@ from sglang.srt.environ import envs
 from sglang.srt.hardware_backend.device_runtime import device_runtime
 
 ALL_REDUCE_BYTES: Final = MIB
-"""Most bytes of a tensor that `all_reduce` sums; measured by `benchmark/gpu_ranks.py`."""
+"""Most bytes of a tensor for `all_reduce`; measured by `benchmark/gpu_ranks.py`."""
 DEFERRED_BYTES: Final = {2: 64 * MIB}
-"""Most bytes of a tensor that a norm sums, by the number of ranks. Two ranks read as many bytes as
-with any other algorithm; more ranks read each byte more often than NCCL's rings do."""
+"""Most bytes of a tensor that a norm sums, by number of ranks. Two ranks read no more bytes than
+with other algorithms; more ranks read each byte more often than NCCL's rings."""
 _DEFERRED_BYTES_OF_MORE: Final = 2 * MIB
 _KEYS_BYTES: Final = MIB // 4
 """Most bytes of the keys of a step: 256 requests with 128 keys each."""
 _FLAG_BYTES: Final = 4
 _ALIGNMENT: Final = 16
-"""Bytes that a thread reads at once. For other sizes the kernels are slow."""
+"""Bytes that a thread reads at once. Kernels are slow for other sizes."""
 _DTYPES: Final = (torch.bfloat16, torch.float32)
 
 
 class TorchSymmMemCommunicator:
-    """This rank's memory for parts of sums. The thread that runs the model uses it, in captures of
-    CUDA graphs too; all ranks make the same calls in the same order.
+    """This rank's memory for partial sums. Only the thread that runs the model uses it, in captures
+    of CUDA graphs too. All ranks make the same calls in the same order.
 
     The memory has five buffers. `all_reduce` has one, and returns when no rank reads it any more.
-    Two are for sums that norms finish, and take turns: such a kernel waits for the parts of all
-    ranks, but not for the end of their reading. A rank that begins the next sum but one has seen
-    all others begin the next one, and so end this one. So the first such sum of a pass must come
-    after an `all_reduce` of any size, which is that of the embedding. The last two are for keys,
-    and take turns likewise. After them are the low-latency buffer, to which other ranks write, and
-    the flags of barriers between ranks.
+    Two alternate for sums that norms finish. A norm's kernel waits for the partial sums of all
+    ranks, but not until they have been read. When a rank begins sum n + 2, all others have begun
+    sum n + 1, so they have finished sum n, whose buffer is reused. Therefore the first such sum of
+    a pass must come after an `all_reduce` of any size, which is the embedding's. The last two
+    buffers are for keys, and alternate likewise. They are followed by the low-latency buffer, to
+    which other ranks write, and the flags of barriers between ranks.
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
-        """Exchange memory with the other ranks; all ranks do so at the same time.
+        """Exchange memory with the other ranks; a collective.
 
         Args:
             group: The group of the devices.
             device: Device of this rank, with its index.
 
         Raises:
-            RuntimeError: The devices cannot read each other's memory; with torch's message.
+            RuntimeError: Devices cannot read each other's memory; with torch's message.
         """
         self._name = group.group_name
         size = dist.get_world_size(group)
@@ -65,7 +65,7 @@ class TorchSymmMemCommunicator:
         flags = low_latency + low_latency_bytes(size)
         total = flags + MOST_PROGRAMS * size * _FLAG_BYTES
         self._memory = symm_mem.empty(total, dtype=torch.uint8, device=device)
-        # Zeroed before the exchange: the first kernel of a rank that is ahead sets a flag.
+        # Zeroed before the exchange, because a rank that is ahead soon sets flags.
         self._memory[low_latency:].zero_()
         device_runtime(device).synchronize()
         multicast = envs.TORCH_SYMM_MEM_DISABLE_MULTICAST
@@ -82,14 +82,14 @@ class TorchSymmMemCommunicator:
         self._next = self._next_keys = 0
 
     def should_allreduce(self, x: torch.Tensor) -> bool:
-        """Whether `all_reduce` accepts `x`."""
+        """True if `all_reduce` accepts `x`."""
         return self._takes(x.shape, x.dtype, ALL_REDUCE_BYTES)
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
-        """The sum over the ranks: a new tensor, with the same bits on all of them.
+        """The sum over the ranks, a new tensor with the same bits on all of them.
 
         Args:
-            x: A tensor that `should_allreduce` accepts, or a part of `empty_part`.
+            x: A tensor that `should_allreduce` accepts, or one from `empty_part`.
         """
         part = x
         if x.untyped_storage().data_ptr() != self._memory.data_ptr():
@@ -98,16 +98,16 @@ class TorchSymmMemCommunicator:
         return summed
 
     def should_defer(self, shape: Sequence[int], dtype: torch.dtype) -> bool:
-        """Whether `empty_part` and `defer` accept tensors of this shape and dtype."""
+        """True if `empty_part` and `defer` accept tensors of this shape and dtype."""
         return self._takes(shape, dtype, self._most)
 
     def empty_part(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """Memory for the next sum that a norm finishes, which `defer` then need not copy."""
+        """Memory for the next sum that a norm finishes, which saves `defer` a copy."""
         return self._view(self._places[self._next].offset, shape, dtype)
 
     def defer(self, x: torch.Tensor) -> tuple[torch.Tensor, PeerParts]:
-        """This rank's part of a sum in memory that all ranks read, and the addresses of all
-        parts."""
+        """This rank's partial sum in memory that all ranks read, and the addresses of all ranks'
+        partial sums."""
         place = self._places[self._next]
         part = self._view(place.offset, x.shape, x.dtype)
         if x.data_ptr() != part.data_ptr():

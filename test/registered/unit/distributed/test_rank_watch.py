@@ -48,7 +48,7 @@ class Clock:
 
 
 def watch_of(store: Store, clock: Clock, rank: int = 0, size: int = 3) -> RankWatch:
-    """A watch whose own thread never looks."""
+    """A watch whose own thread never checks."""
 
     def never(cause: str) -> None:
         raise AssertionError(cause)
@@ -62,12 +62,12 @@ def join(watch: RankWatch) -> None:
         assert not thread.is_alive()
 
 
-def looks(watch: RankWatch, clock: Clock, seconds: int) -> list[str]:
-    """Findings of a watch that looks once a second."""
+def checks(watch: RankWatch, clock: Clock, seconds: int) -> list[str]:
+    """Findings of a watch that checks once a second."""
     found = []
     for _ in range(seconds):
         clock.now += 1.0
-        found.append(watch.look())
+        found.append(watch.check())
     return [cause for cause in found if cause is not None]
 
 
@@ -76,7 +76,7 @@ def test_ranks_that_count_are_there() -> None:
     watches = [watch_of(store, clock, rank) for rank in range(3)]
     for _ in range(30):
         clock.now += 1.0
-        assert [watch.look() for watch in watches] == [None] * 3
+        assert [watch.check() for watch in watches] == [None] * 3
 
 
 @pytest.mark.parametrize("has_counted", [False, True])
@@ -84,31 +84,31 @@ def test_a_rank_that_stops_counting_is_named(has_counted: bool) -> None:
     store, clock = Store(), Clock()
     mine, other, stuck = (watch_of(store, clock, rank) for rank in range(3))
     if has_counted:
-        assert stuck.look() is None
-    # Its count was new at the first look.
+        assert stuck.check() is None
+    # Its count was new at the first check.
     for _ in range(9 + has_counted):
         clock.now += 1.0
-        found = [other.look(), mine.look()]
+        found = [other.check(), mine.check()]
     assert found == 2 * ["rank 2 has given no sign of life for 8 s"]
 
 
 def test_a_store_out_of_reach_is_rank_0() -> None:
     store, clock = Store(), Clock()
     watch = watch_of(store, clock, rank=1)
-    assert watch.look() is None
+    assert watch.check() is None
     store.is_gone = True
-    assert watch.look() == "rank 0 is gone or out of reach: Connection reset by peer"
+    assert watch.check() == "rank 0 is gone or out of reach: Connection reset by peer"
 
 
 def test_who_was_stopped_itself_gives_the_others_time_again() -> None:
     store, clock = Store(), Clock()
     watch = RankWatch(store, 0, 2, lambda cause: None, limit_s=8.0, period_s=1e6, clock=clock)
     watch._period_s = 1.0
-    assert looks(watch, clock, 5) == []
+    assert checks(watch, clock, 5) == []
     clock.now += 60.0
-    assert watch.look() is None
-    assert looks(watch, clock, 8) == []
-    assert looks(watch, clock, 1) == ["rank 1 has given no sign of life for 8 s"]
+    assert watch.check() is None
+    assert checks(watch, clock, 8) == []
+    assert checks(watch, clock, 1) == ["rank 1 has given no sign of life for 8 s"]
 
 
 def test_rank_0_that_does_not_answer_is_noticed_within_the_limit() -> None:
@@ -116,13 +116,13 @@ def test_rank_0_that_does_not_answer_is_noticed_within_the_limit() -> None:
     watch = RankWatch(store, 1, 2, lambda cause: None, limit_s=8.0, period_s=1e6, clock=clock)
     watch._period_s = 1.0
     for _ in range(30):
-        watch.look()
-        assert watch.guard() is None, "looks end"
+        watch.check()
+        assert watch.guard() is None, "checks end"
     assert [watch.guard() for _ in range(7)] == [
         *[None] * 6,
         "rank 0 is stuck or out of reach: no answer from it for 7 s",
     ]
-    watch.look()
+    watch.check()
     assert watch.guard() is None
 
 
@@ -139,7 +139,7 @@ def test_the_guard_tells_of_a_call_that_does_not_return() -> None:
     store.is_gone = True
     store.answers.set()
     join(watch)
-    assert len(told) == 1, "the look fails, and tells nothing more"
+    assert len(told) == 1, "the check fails, and reports nothing more"
     assert "rank 0 is stuck or out of reach" in told[0]
 
 

@@ -145,7 +145,7 @@ def test_the_memory_beside_a_ranks_share(
     with weight_rig(llama, there) as rig:
         model, _ = rig.read(here - 1, here)
         weights = {tensor.untyped_storage().data_ptr() for tensor in raw(model)}
-        assert {begin for begin, _ in rig.engine._book.ranges()} == weights
+        assert {begin for begin, _ in rig.engine._registry.ranges()} == weights
         parts = [96 * 128 * 4 // there for _ in ("o_proj", "down_proj")]
         assert staged == [max(parts) if there != here else 0]
 

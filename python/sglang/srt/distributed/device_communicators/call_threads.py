@@ -1,4 +1,4 @@
-"""Threads for calls that may hang: a caller submits a call, and limits its own wait."""
+"""Threads for calls that may hang. A caller submits a call, and limits its own wait."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ Work = Callable[[], None]
 
 
 class CallThreads:
-    """Runs each piece of work at once, in an idle thread or a new one. Any thread may call.
+    """Runs each call at once, in an idle thread or a new one. Any thread may submit.
 
-    The threads are daemons: a thread that hangs in a library does not keep the process from ending.
-    Work must not raise. `close` ends idle threads; the others end with their work.
+    The threads are daemons, so a thread that hangs in a library does not keep the process from
+    ending. Work must not raise. `close` ends idle threads; the others end with their work.
     """
 
     def __init__(self, name: str, enter: Callable[[], None] = lambda: None) -> None:
@@ -33,7 +33,7 @@ class CallThreads:
 
     @property
     def num_busy(self) -> int:
-        """Number of pieces of work in progress."""
+        """Number of calls in progress."""
         return self._num_busy
 
     def submit(self, work: Work) -> None:
@@ -45,11 +45,11 @@ class CallThreads:
         with self._lock:
             assert not self._closed, f"{self._name}: closed"
             self._num_busy += 1
-            inbox = self._idle.pop() if self._idle else None
-        if inbox is None:
-            inbox = SimpleQueue()
+            queue = self._idle.pop() if self._idle else None
+        if queue is None:
+            queue = SimpleQueue()
             thread = threading.Thread(
-                target=self._serve, args=(inbox,), name=self._name, daemon=True
+                target=self._serve, args=(queue,), name=self._name, daemon=True
             )
             try:
                 thread.start()
@@ -57,22 +57,22 @@ class CallThreads:
                 with self._lock:
                     self._num_busy -= 1
                 raise
-        inbox.put(work)
+        queue.put(work)
 
     def close(self) -> None:
         """Accept no more work, and end the idle threads. Idempotent."""
         with self._lock:
             self._closed = True
             idle, self._idle = self._idle, []
-        for inbox in idle:
-            inbox.put(None)
+        for queue in idle:
+            queue.put(None)
 
-    def _serve(self, inbox: SimpleQueue[Work | None]) -> None:
+    def _serve(self, queue: SimpleQueue[Work | None]) -> None:
         self._enter()
-        while (work := inbox.get()) is not None:
+        while (work := queue.get()) is not None:
             work()
             with self._lock:
                 self._num_busy -= 1
                 if self._closed or len(self._idle) >= _MAX_IDLE:
                     return
-                self._idle.append(inbox)
+                self._idle.append(queue)

@@ -3,9 +3,9 @@ peers.
 
 A peer that hangs during a connection attempt blocks all transfers of the engine object that
 connects to it, and a connection that a peer broke stays broken. Over TCP an object costs two
-threads and two ports, and registration costs nothing; so each peer gets an object of its own. Over
-other transports devices and memory are registered with the process's object, and all peers share it
-until one breaks it.
+threads and two ports, and registration is free, so each peer gets its own object. Over other
+transports devices and memory are registered with the process's object, and all peers share it until
+one breaks it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from typing import Final, Protocol
 
 from sglang.srt.distributed.device_communicators.engine_settings import EngineSettings
-from sglang.srt.distributed.device_communicators.memory_book import MemoryBook
+from sglang.srt.distributed.device_communicators.memory_registry import MemoryRegistry
 from sglang.srt.distributed.device_communicators.mooncake_listeners import (
     PEER_TO_PEER,
     listening_at,
@@ -30,12 +30,11 @@ from sglang.srt.distributed.device_communicators.transfer_types import (
 logger = logging.getLogger(__name__)
 
 _MAX_IDLE: Final = 4
-"""Most engine objects that are kept without a peer. Ending one holds the interpreter for a
-second."""
+"""Most engine objects to keep without a peer. Ending one holds the GIL for a second."""
 
 
 class RawEngine(Protocol):
-    """The part of `mooncake.engine.TransferEngine` that is used here. Code 0 is success."""
+    """The part of `mooncake.engine.TransferEngine` that is used here. Code 0 means success."""
 
     def initialize(self, local_name: str, metadata: str, protocol: str, device: str) -> int: ...
 
@@ -55,7 +54,7 @@ class RawEngine(Protocol):
 
 
 class PooledEngine:
-    """One engine object, its end, and the peers that it must not be used for any more."""
+    """One engine object, its end, and the peers for which it must not be used any more."""
 
     def __init__(self, raw: RawEngine, *, is_home: bool = False) -> None:
         self._raw: RawEngine | None = raw
@@ -65,12 +64,12 @@ class PooledEngine:
 
     @property
     def raw(self) -> RawEngine:
-        """Mooncake's object. It does not end while a reference to it is kept."""
+        """Mooncake's object. It does not end while a reference to it exists."""
         assert self._raw is not None, "ended"
         return self._raw
 
     def move(self, op: TransferOp, peer: str, requests: Sequence[Request]) -> int:
-        """Move one batch and return Mooncake's code. Blocks; releases the interpreter."""
+        """Move one batch, and return Mooncake's code. Blocks; releases the GIL."""
         raw = self.raw
         call = (
             raw.batch_transfer_sync_write
@@ -85,10 +84,8 @@ class PooledEngine:
         )
 
     def end(self) -> None:
-        """End the object and all its transfers. No call may be in progress.
-
-        Holds the interpreter for up to a second, until Mooncake's threads notice.
-        """
+        """End the object and all its transfers. No call may be in progress. Holds the GIL for up to
+        a second, until Mooncake's threads notice."""
         self._raw = None
         self.ended.set()
 
@@ -98,7 +95,10 @@ class EnginePool:
     thread."""
 
     def __init__(
-        self, settings: EngineSettings, new_engine: Callable[[], RawEngine], book: MemoryBook
+        self,
+        settings: EngineSettings,
+        new_engine: Callable[[], RawEngine],
+        registry: MemoryRegistry,
     ) -> None:
         """Start the process's own engine.
 
@@ -107,9 +107,9 @@ class EnginePool:
         """
         self._settings = settings
         self._new_engine = new_engine
-        self._book = book
+        self._registry = registry
         self._lock = threading.Lock()
-        """Held while memory is registered, not while an engine starts."""
+        """Held while memory is registered, but not while an engine starts."""
         self.home = PooledEngine(self._start(), is_home=True)
         self._all = [self.home]
         self._idle: list[PooledEngine] = []
@@ -136,14 +136,14 @@ class EnginePool:
                     return engine
         engine = PooledEngine(self._start())
         with self._lock:
-            known = self._book.ranges()
+            known = self._registry.ranges()
             _register(engine.raw, [ptr for ptr, _ in known], [length for _, length in known])
             self._all.append(engine)
         return engine
 
     def put_back(self, engine: PooledEngine, spoiled_for: str) -> None:
-        """Take back an engine object, which the peer `spoiled_for` never gets again; other peers
-        may. Calls may use it only if it is the process's own."""
+        """Take back an engine object, for other peers than `spoiled_for`. Calls may still use it
+        only if it is the process's own object."""
         with self._lock:
             engine.spoiled.add(spoiled_for)
             if engine.is_home:
@@ -166,14 +166,14 @@ class EnginePool:
         engine.end()
 
     def register(self, ptrs: Sequence[int], lengths: Sequence[int]) -> None:
-        """Register memory with all engine objects, and add it to the book: all ranges or none.
+        """Register memory with all engine objects, and add it to the registry: all ranges or none.
 
         Raises:
-            ValueError, OverlappingRange: See `MemoryBook.add`.
+            ValueError, OverlappingRange: See `MemoryRegistry.add`.
             RegistrationError: The transport refused.
         """
         with self._lock:
-            self._book.add(ptrs, lengths)
+            self._registry.add(ptrs, lengths)
             done: list[PooledEngine] = []
             try:
                 for engine in self._all:
@@ -182,17 +182,17 @@ class EnginePool:
             except RegistrationError:
                 for engine in done:
                     _unregister(engine.raw, ptrs)
-                self._book.remove(ptrs)
+                self._registry.remove(ptrs)
                 raise
 
     def unregister(self, ptrs: Sequence[int]) -> None:
         """Undo `register`.
 
         Raises:
-            UnknownRange, RangeInUse: See `MemoryBook.remove`; no range was removed.
+            UnknownRange, RangeInUse: See `MemoryRegistry.remove`; no range was removed.
         """
         with self._lock:
-            self._book.remove(ptrs)
+            self._registry.remove(ptrs)
             for engine in self._all:
                 _unregister(engine.raw, ptrs)
 
@@ -238,5 +238,5 @@ def _register(engine: RawEngine, ptrs: Sequence[int], lengths: Sequence[int]) ->
 
 def _unregister(engine: RawEngine, ptrs: Sequence[int]) -> None:
     for ptr in ptrs:
-        # One by one, since a batch stops at the first unknown range.
+        # One by one, because a batch stops at the first unknown range.
         engine.unregister_memory(ptr)

@@ -1,4 +1,4 @@
-"""Settings of a process's Transfer Engine, decided and checked before anything starts."""
+"""Settings of a process's Transfer Engine, resolved and checked before anything starts."""
 
 from __future__ import annotations
 
@@ -32,20 +32,20 @@ logger = logging.getLogger(__name__)
 
 _ON_CUDA: Final = ("nvlink", "nvlink_intra")
 _ON_PLAIN_MEMORY: Final = ("efa", "nvlink_intra")
-"""Protocols that register only memory of `cudaMalloc`, and none that was mapped otherwise."""
+"""Protocols that register only memory from `cudaMalloc`."""
 _NEEDS: Final = {
     "tcp": envs.MC_FORCE_TCP,
     "nvlink": envs.MC_FORCE_MNNVL,
     "nvlink_intra": envs.MC_INTRANODE_NVLINK,
     "barex": envs.USE_BAREX,
 }
-"""Variables that force a protocol; tcp needs its variable only if Mooncake would prefer another
+"""Variables that force a protocol. TCP needs its variable only if Mooncake would prefer another
 protocol."""
 
 
 @dataclass(frozen=True, slots=True)
 class EngineSettings:
-    """Settled settings, checked as far as this machine allows."""
+    """Resolved settings, checked as far as possible on this machine."""
 
     requested: str
     """The requested protocol."""
@@ -54,7 +54,7 @@ class EngineSettings:
     hostname: str
     """Name or address of this process for its peers."""
     local_name: str
-    """Name that the engine gets: the hostname, on Ascend with a port and the NPU."""
+    """Name for the engine: the hostname; on Ascend, with a port and the NPU."""
     ib_device: str
     """InfiniBand devices, comma separated; empty: the transport chooses."""
     variable: EnvOptionalStr | None = None
@@ -62,13 +62,13 @@ class EngineSettings:
 
     @property
     def is_fallback(self) -> bool:
-        """Whether the protocol in use is not the requested one, which the user has allowed."""
+        """True if the protocol in use is not the requested one, which the user has allowed."""
         return self.requested != self.protocol
 
     @property
     def request_bytes(self) -> int:
-        """Most bytes of a request. Over `nvlink_intra` requests are copied one after the other, so
-        smaller ones would gain nothing, and each costs 5 us."""
+        """Most bytes of a request. Over `nvlink_intra` requests are copied one by one at 5 us each,
+        so smaller ones would gain nothing."""
         return COPY_BYTES if self._copies else REQUEST_BYTES
 
     @property
@@ -81,11 +81,11 @@ class EngineSettings:
         return self.protocol == "nvlink_intra"
 
     def export(self) -> None:
-        """Make Mooncake's engine install the transport of this protocol, by an environment variable
-        that stays set.
+        """Set the environment variable that makes Mooncake's engine install this protocol's
+        transport.
 
-        The engine chooses by the devices that it finds and by such variables; it ignores the name
-        of the protocol. Call this before other threads read the environment.
+        The engine ignores the protocol's name, and chooses by its devices and such variables. Call
+        this before other threads read the environment. The variable stays set.
         """
         if self.variable is not None and not self.variable.is_set():
             self.variable.set("1")
@@ -100,18 +100,18 @@ def settle_engine(
     devices: Sequence[RdmaDevice],
     supported: Collection[str],
 ) -> EngineSettings:
-    """Decide on the protocol, and refuse settings that cannot work here. Uses no transport.
+    """Choose the protocol, and refuse settings that cannot work here. Uses no transport.
 
     Args:
-        hostname: Name or address under which peers reach this process.
+        hostname: Name or address at which peers reach this process.
         device: Device of this process, as given to `mark_device_set`.
-        gpu_id: Index of the rank's device; it identifies an NPU if ASCEND_NPU_PHY_ID is not set.
+        gpu_id: Index of the rank's device, which identifies an NPU unless ASCEND_NPU_PHY_ID is set.
         ib_device: InfiniBand devices, comma separated; empty: any.
         devices: All InfiniBand devices of the host.
         supported: Protocols of the installed wheel.
 
     Raises:
-        ValueError: One line with the setting and the remedy.
+        ValueError: In one line: the setting and the remedy.
     """
     requested = envs.MOONCAKE_PROTOCOL.get()
     if envs.ENABLE_ASCEND_TRANSFER_WITH_MOONCAKE.get():
@@ -145,7 +145,7 @@ def settle_engine(
 
 
 def _check_memory(protocol: str) -> None:
-    """Check that the protocol registers memory of the kind that the settings ask for."""
+    """Check that the protocol can register the kind of memory that the settings select."""
     pool = check_mooncake_custom_mem_pool_enabled()
     if protocol not in _ON_PLAIN_MEMORY:
         return
@@ -164,8 +164,8 @@ def _check_memory(protocol: str) -> None:
 
 
 def _has_expandable_segments(conf: str) -> bool:
-    """Whether `conf` turns on expandable segments. It is parsed as in torch: `key:value` pairs,
-    comma separated; the last one counts."""
+    """True if `conf` turns on expandable segments. Parsed like in torch: comma-separated
+    `key:value` pairs, of which the last one counts."""
     values = [
         value.strip().lower()
         for key, _, value in (part.partition(":") for part in conf.split(","))

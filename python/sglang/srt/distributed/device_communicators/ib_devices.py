@@ -1,4 +1,4 @@
-"""Parser of `--disaggregation-ib-device`: InfiniBand devices by GPU."""
+"""Parser of `--disaggregation-ib-device`, which names InfiniBand devices, possibly by GPU."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Final
 
 ENGINE_FIELD: Final = "--disaggregation-ib-device (or MOONCAKE_DEVICE)"
-"""Setting of a Transfer Engine's devices, for errors."""
+"""Name of the setting of a Transfer Engine's devices, for errors."""
 _FORMS: Final = (
     'use a list like mlx5_0,mlx5_1, a JSON object by GPU like {"0": "mlx5_0", "1": "mlx5_1"}, or '
     "the path of a .json file with such an object"
@@ -21,10 +21,10 @@ def parse_ib_device_config(
 
     Args:
         ib_device_str: A comma separated list, a JSON object, or the path of a file with one.
-        field: Setting that the value comes from, for the error.
+        field: Name of the setting, for the error.
 
     Raises:
-        ValueError: The value is none of these; names the field and the remedy.
+        ValueError: The value has none of these forms; names the field and the remedy.
     """
     text = (ib_device_str or "").strip()
     shown = f"{field} {text}"
@@ -46,8 +46,8 @@ def get_ib_devices_for_gpu(
         gpu_id: None: the process has no GPU.
 
     Raises:
-        ValueError: `parse_ib_device_config` raises it, or an object has no devices for this GPU, or
-            there is none.
+        ValueError: From `parse_ib_device_config`; or the object has no devices for this GPU, or
+            there is no GPU.
     """
     by_gpu = parse_ib_device_config(ib_device_str, field=field)
     if by_gpu is None:

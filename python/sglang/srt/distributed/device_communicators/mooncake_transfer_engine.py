@@ -29,7 +29,7 @@ from sglang.srt.distributed.device_communicators.ib_devices import (
     get_ib_devices_for_gpu,
     parse_ib_device_config,
 )
-from sglang.srt.distributed.device_communicators.memory_book import MemoryBook
+from sglang.srt.distributed.device_communicators.memory_registry import MemoryRegistry
 from sglang.srt.distributed.device_communicators.mooncake_library import load_transfer_engine
 from sglang.srt.distributed.device_communicators.mooncake_protocol import (
     list_rdma_devices,
@@ -104,7 +104,7 @@ class MooncakeTransferEngine:
         self._supported = wheel_protocols() if supported is None else supported
         config = envs.MOONCAKE_DEVICE.get() if ib_device is None else ib_device
         device_name = get_ib_devices_for_gpu(config, gpu_id) or ""
-        self._book = MemoryBook()
+        self._registry = MemoryRegistry()
         # Over NVLink Mooncake maps the peer's memory for the current device of the calling thread.
         # If that is not the pools' device, bytes go through host memory, at a tenth of the rate.
         self._threads = CallThreads(
@@ -135,7 +135,7 @@ class MooncakeTransferEngine:
             supported=self._supported,
         )
         self._settings.export()
-        self._pool = EnginePool(self._settings, self._new_engine, self._book)
+        self._pool = EnginePool(self._settings, self._new_engine, self._registry)
         logger.info(
             "Mooncake's Transfer Engine: %s over %s", self.get_session_id(), self._settings.protocol
         )
@@ -168,7 +168,7 @@ class MooncakeTransferEngine:
 
     def describe(self) -> dict[str, Any]:
         """The transport's settings and its current memory and peers, for the server info."""
-        ranges = self._book.ranges()
+        ranges = self._registry.ranges()
         with self._lock:
             peers = list(self._peers.values())
         return {
@@ -205,7 +205,7 @@ class MooncakeTransferEngine:
 
     def is_registered(self, ptr: int, length: int) -> bool:
         """True if these bytes are within one registered range."""
-        return self._book.holds(ptr, length)
+        return self._registry.holds(ptr, length)
 
     def deregister(self, ptr: int) -> None:
         """Undo `register`.
@@ -267,8 +267,8 @@ class MooncakeTransferEngine:
         """
         remote = self._peer(peer)
         remote.check_moving()
-        ranges = self._book.pin(blocks)
-        transfer = Transfer(blocks, on_settled=lambda: self._book.unpin(ranges))
+        ranges = self._registry.pin(blocks)
+        transfer = Transfer(blocks, on_settled=lambda: self._registry.unpin(ranges))
         deadline = None if timeout is None else time.monotonic() + timeout
         requests = merge_blocks(blocks, ranges, self._settings.request_bytes)
         worker = TransferWorker(

@@ -28,11 +28,11 @@ logger = logging.getLogger(__name__)
 
 STALLED_AFTER_S: Final = 20.0
 """Seconds without a successful call, while calls are in progress, after which no further call
-begins; beside those that the bytes of the calls take at `LEAST_RATE`."""
+begins; plus the time that the calls' bytes take at `LEAST_RATE`."""
 _CONNECT_S: Final = 1.5
 """Seconds for a connection attempt. TCP repeats a lost packet after one second."""
 _ANSWER_S: Final = 2.0
-"""Seconds for an answer to a first contact that only shows whether the peer runs."""
+"""Seconds for an answer to a first contact that only tests if the peer runs."""
 
 
 class CallFailed(Exception):
@@ -43,14 +43,14 @@ class CallFailed(Exception):
         self.seconds = seconds
         self.num_requests = num_requests
         self.is_stall = seconds >= _stall_seconds()
-        """Whether the call took as long as the transport waits for progress of the peer. Calls
-        that move bytes may take as long, and fail for another reason: see `Peer.why_failed`."""
+        """True if the call took as long as the transport waits for progress of the peer. A call
+        that moves bytes may take as long and fail for another reason; see `Peer.why_failed`."""
         self.may_go_on = num_requests > 1 or self.is_stall
-        """Whether requests of the call may still move bytes."""
+        """True if requests of the call may still move bytes."""
 
 
 class ConnectionGone(Exception):
-    """The connection was given up before the call began."""
+    """The connection was closed before the call began."""
 
 
 class Peer:
@@ -60,17 +60,17 @@ class Peer:
     def __init__(self, name: str, pool: EnginePool) -> None:
         self.name = name
         self.budget = SliceBudget()
-        """Budget of the requests in flight to the peer, shared by all users in this process.
-        Requests that a failed call left in the shared engine hold none: no further call to this
-        peer goes through that engine."""
+        """Budget of the requests in flight to the peer, shared by all users in this process. It
+        does not count requests that a failed call left in the shared engine, because no further
+        call to this peer goes through that engine."""
         self._address = parse_session_id(name)
         self._pool = pool
         self._engine: PooledEngine | None = None
-        """The connected engine. A new connection replaces it; calls keep the engine that they began
-        with."""
+        """The connected engine. A new connection replaces it; calls keep the engine with which they
+        began."""
         self._num_calls: Counter[PooledEngine] = Counter()
         self._gone: WeakSet[PooledEngine] = WeakSet()
-        """Engines that have ended, or were lent to another peer since."""
+        """Engines that have ended, or were lent to another peer since then."""
         self._retired: set[PooledEngine] = set()
         """Engines to end after their last call."""
         self._shelved: set[PooledEngine] = set()
@@ -84,14 +84,14 @@ class Peer:
         self._lock = threading.Lock()
 
     def check_moving(self) -> None:
-        """Raise PeerStalled if a call to this peer hangs: another call would hang too."""
-        seconds, patience = self._seconds_without_success()
-        if seconds > patience:
+        """Raise PeerStalled if a call to this peer hangs, because another one would hang too."""
+        seconds, limit = self._seconds_without_success()
+        if seconds > limit:
             raise PeerStalled(self.name, f"has not answered a call for {seconds:.0f} s")
 
     def connect(self, deadline: float | None) -> PooledEngine | None:
         """The engine object with an open connection; None: another thread's attempt lasts beyond
-        `deadline`. The caller's own attempt blocks as long as the peer does not answer.
+        `deadline`. The caller's own attempt blocks until the peer answers.
 
         Raises:
             PeerUnreachable: No process accepts connections at its address, or the peer was
@@ -121,7 +121,7 @@ class Peer:
             with self._calling(engine):
                 # An empty transfer, which only opens the connection.
                 code = engine.move(TransferOp.READ, self.name, [])
-        except ConnectionGone:  # The shared engine, which a failed call gave up just now.
+        except ConnectionGone:  # a failed call has just closed the shared engine's connection
             return self._connect()
         if code:
             self._pool.put_back(engine, spoiled_for=self.name)
@@ -129,16 +129,17 @@ class Peer:
         return engine
 
     def is_listening(self) -> bool:
-        """Whether the peer accepts connections. A stopped peer still does, for a while."""
+        """True if the peer accepts connections. A stopped peer does so for a while."""
         return can_connect(*self._address, timeout=_CONNECT_S)
 
     def call(self, engine: PooledEngine, op: TransferOp, requests: Sequence[Request]) -> None:
-        """Move one batch, over the connection of `engine`. Returns when all of it has arrived.
+        """Move one batch over the connection of `engine`. Returns when all of it has arrived.
 
         Raises:
             CallFailed: Not all of it has arrived. If there was more than one request, or the call
-                stalled, requests may still move bytes, now or when the peer goes on: see `retire`.
-            ConnectionGone: The connection was given up meanwhile; no bytes were sent.
+                stalled, requests may still move bytes, now or when the peer continues; see
+                `retire`.
+            ConnectionGone: The connection was closed in the meantime; no bytes were sent.
         """
         with self._calling(engine, sum(one.length for one in requests)) as started:
             code = engine.move(op, self.name, requests)
@@ -150,20 +151,20 @@ class Peer:
         self._succeeded = time.monotonic()
 
     def why_failed(self, engine: PooledEngine, failure: CallFailed) -> PeerError | None:
-        """Error of a call that failed because of the peer; None: the peer runs, and refused a
+        """Error of a call that failed because of the peer; None: the peer runs, but refused a
         request or broke the connection. Call `retire` first. Blocks for up to four seconds."""
         if not self.is_listening():
             return PeerUnreachable(self.name, "ended during a transfer")
         if not failure.is_stall:
             return None
-        # Over the shared engine the requests are not repeated, so that no contact is worth it.
+        # Requests over the shared engine are not repeated, so a contact would be of no use.
         if failure.num_requests > 1 and not engine.is_home and self._answers():
             return None
         return PeerStalled(self.name, f"moved nothing for {failure.seconds:.0f} s")
 
     def _answers(self) -> bool:
-        """Whether the peer answers a first contact soon. A stopped peer accepts connections and
-        does not."""
+        """True if the peer soon answers a first contact. A stopped peer accepts connections but
+        does not answer."""
         deadline = time.monotonic() + _ANSWER_S
         contact = BackgroundCall(
             "mooncake-contact", lambda: self.connect(deadline), expected=(PeerError,)
@@ -172,13 +173,13 @@ class Peer:
         return has_ended and contact.error is None and contact.result is not None
 
     def retire(self, engine: PooledEngine, failure: CallFailed) -> bool:
-        """Give up the connection after a failed call; return once no request of that call touches
-        memory. False: some may for ever, since all peers share the engine object, which therefore
-        cannot be ended.
+        """Close the connection after a failed call, and return once no request of that call
+        accesses memory. False: some may do so forever, because the engine object is shared by all
+        peers, and cannot be ended.
 
         Mooncake returns at the first request that fails. Later requests stay in the connections'
-        queues, and move as soon as the peer takes them. They end with their engine object, which
-        ends after its other calls; one of these may hang as long as the peer does.
+        queues, and move when the peer takes them. They end with their engine object, which ends
+        after its other calls; one of these may hang as long as the peer does.
         """
         self._mark_retired(engine)
         if engine.is_home:
@@ -189,7 +190,7 @@ class Peer:
         return True
 
     def close(self) -> None:
-        """Give up the connection for good. Calls in progress keep it until they return."""
+        """Close the connection for good. Calls in progress keep it until they return."""
         with self._lock:
             self._is_forgotten = True
             engine, self._engine = self._engine, None
@@ -206,13 +207,13 @@ class Peer:
             if was_used:
                 self._engine = None
             if engine.is_home:
-                # Its requests have no budget any more, so that no call may follow.
+                # Its requests are no longer in the budget, so no call may follow.
                 self._gone.add(engine)
             elif engine not in self._gone:
                 self._shelved.discard(engine)
                 self._retired.add(engine)
         if was_used:
-            logger.warning("the connection to peer %s is given up", self.name)
+            logger.warning("the connection to peer %s is closed after a failed call", self.name)
 
     def _let_go(self, engine: PooledEngine) -> None:
         """After the last call, end a retired engine, or give a shelved one back to the pool."""
@@ -248,12 +249,12 @@ class Peer:
 
     def _seconds_without_success(self) -> tuple[float, float]:
         """Seconds since the last successful call, or since the start of the first call in progress
-        if that is later; and how many of them a peer that moves may take."""
+        if that is later; and the limit for a peer that makes progress."""
         with self._lock:
             now = time.monotonic()
             calls = list(self._calls.values())
         began = min((started for started, _ in calls), default=now)
-        # Mooncake ends a call itself after a time.
+        # Mooncake itself ends a call after a timeout.
         moving_s = min(
             sum(num_bytes for _, num_bytes in calls) / LEAST_RATE, envs.MC_TRANSFER_TIMEOUT.get()
         )
@@ -261,7 +262,7 @@ class Peer:
 
 
 def _seconds_until(deadline: float | None) -> float:
-    """Timeout for `Lock.acquire`, in seconds: -1 waits without bound."""
+    """Timeout for `Lock.acquire`, in seconds; -1: no limit."""
     return -1 if deadline is None else max(0.0, deadline - time.monotonic())
 
 

@@ -1,8 +1,8 @@
-"""Bounds the slices that one user of Mooncake's transport has in flight, over all threads.
+"""Limits the slices in flight of one user of Mooncake's transport, over all threads.
 
-A slice is one buffer of one request. Beyond 2,048 in flight to a peer Mooncake's TCP transport
-fails or hangs for a minute, and the connection stays broken after that. Each engine object and each
-store client has a transport, so that each has a budget: `docs/transports.md`, "Beside the store".
+A slice is one buffer of one request. With more than 2,048 in flight to a peer, Mooncake's TCP
+transport fails or hangs for a minute, and the connection stays broken. Each engine object and each
+store client has its own transport, and so its own budget: `docs/transports.md`, "Beside the store".
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from contextlib import contextmanager
 from typing import Final
 
 MAX_SLICES: Final = 1024
-"""Most slices in flight: half of the number that was measured to break the transport."""
+"""Most slices in flight: half of the number that breaks the transport, by measurement."""
 
 
 class SliceBudget:
-    """A counting semaphore that takes several permits at once, in order of arrival.
+    """A counting semaphore whose callers take several permits at once, in order of arrival.
 
-    Without the order small puts would starve a large get. Any thread. A thread may give back
-    permits that another thread took.
+    The order prevents small puts from starving a large get. Any thread. A thread may release
+    permits that another thread acquired.
     """
 
     def __init__(self, capacity: int = MAX_SLICES) -> None:
@@ -39,18 +39,18 @@ class SliceBudget:
 
     @property
     def peak(self) -> int:
-        """Largest number of slices held at once so far."""
+        """Largest number of slices held at the same time so far."""
         return self._peak
 
     def acquire(self, slices: int, deadline: float | None = None) -> bool:
-        """Wait for room for `slices` and hold them until `release`.
+        """Wait for room for `slices`, and hold them until `release`.
 
         Args:
             slices: Number of slices.
             deadline: `time.monotonic()` seconds; None: wait without a limit.
 
         Returns:
-            Whether they are held; False once the deadline has passed.
+            True if they are held; False if the deadline has passed.
 
         Raises:
             ValueError: They can never fit; split the batch.
@@ -73,7 +73,7 @@ class SliceBudget:
             return has_room
 
     def release(self, slices: int) -> None:
-        """Give back slices that `acquire` took."""
+        """Release slices that `acquire` took."""
         with self._condition:
             self._in_flight -= slices
             self._condition.notify_all()

@@ -2,8 +2,8 @@
 thread.
 
 The transport moves few large requests faster than many small ones, over a few connections per peer.
-So neighbours are merged up to a size that still gives all connections work, and larger blocks are
-cut at that size.
+Neighbouring blocks are merged up to a size that still keeps all connections busy, and larger blocks
+are cut at that size.
 """
 
 from __future__ import annotations
@@ -13,28 +13,28 @@ from dataclasses import dataclass
 from typing import Final
 
 from sglang.srt.constants import MIB
-from sglang.srt.distributed.device_communicators.memory_book import MemoryRange
+from sglang.srt.distributed.device_communicators.memory_registry import MemoryRange
 from sglang.srt.distributed.device_communicators.transfer_types import Block
 
 REQUEST_BYTES: Final = 16 * MIB
-"""Most bytes of a request, if several requests are in flight at once. Mooncake's rates grow up to
-about this size."""
+"""Most bytes of a request if several are in flight at once. Mooncake's rate grows up to about this
+size."""
 BATCH_REQUESTS: Final = 512
-"""Most requests of one call: two such calls may share a peer's budget."""
+"""Most requests of one call. Two such calls fit into a peer's budget."""
 BATCH_BYTES: Final = 256 * MIB
-"""Most bytes of one call over a network. A call gives up after two minutes even if it makes
-progress, so `LEAST_RATE` suffices."""
+"""Most bytes of one call over a network. A call times out after two minutes even if it makes
+progress; at `LEAST_RATE` this size is fast enough."""
 LEAST_RATE: Final = 3e6
-"""Bytes per second with which a peer counts as moving. A call of `BATCH_BYTES` takes 90 s then."""
+"""Least bytes per second of a peer that makes progress: 90 s for a call of `BATCH_BYTES`."""
 COPY_BYTES: Final = 256 * MIB
 """Most bytes of a request that is one copy between devices."""
 COPIES_BYTES: Final = 8192 * MIB
-"""Most bytes of a call whose requests are such copies. Between two calls nothing moves."""
+"""Most bytes of a call with such requests. Nothing moves between two calls."""
 
 
 @dataclass(slots=True)
 class Request:
-    """Contiguous bytes of the blocks `first` to `last`."""
+    """Contiguous bytes that belong to the blocks `first` to `last`."""
 
     local: int
     remote: int
@@ -46,11 +46,11 @@ class Request:
 def merge_blocks(
     blocks: Sequence[Block], ranges: Sequence[MemoryRange], most: int = REQUEST_BYTES
 ) -> list[Request]:
-    """Requests for all blocks, in their order.
+    """Requests for all blocks, in order.
 
     Args:
         blocks: The blocks to move.
-        ranges: The registered range of each; a request never spans two.
+        ranges: The registered range of each block; a request never spans two.
         most: Most bytes of a request.
     """
     requests: list[Request] = []
@@ -79,11 +79,11 @@ def _cut(index: int, block: Block, most: int) -> Iterator[Request]:
 
 @dataclass(slots=True)
 class Batch:
-    """Requests of one call, which have the blocks `first` to `last`."""
+    """Requests of one call, with the blocks `first` to `last`."""
 
     requests: list[Request]
     is_last_whole: bool = True
-    """Whether the batch has the end of its last block; False: the next batch continues the
+    """True if the batch has the end of its last block; otherwise the next batch continues the
     block."""
 
     @property
@@ -100,7 +100,8 @@ class Batch:
 def cut_batches(
     requests: Sequence[Request], most: int = BATCH_REQUESTS, most_bytes: int = BATCH_BYTES
 ) -> Iterator[Batch]:
-    """Runs of requests, each small enough for one call: of at most `most` requests."""
+    """Cut requests into batches for one call each, with at most `most` requests and
+    `most_bytes`."""
     pending: list[Request] = []
     num_bytes = 0
     for request in requests:

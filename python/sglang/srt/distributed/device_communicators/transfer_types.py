@@ -16,13 +16,13 @@ class TransferOp(Enum):
     """Direction of a transfer."""
 
     WRITE = "write"
-    """Bytes go to the peer; the transfer is done once the peer's memory has them."""
+    """Bytes go to the peer. The transfer is done once the peer's memory has them."""
     READ = "read"
 
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """Bytes that are contiguous on both sides."""
+    """Bytes that are contiguous in both processes."""
 
     local: int
     """Address in this process, within a registered range."""
@@ -36,17 +36,17 @@ class BlockOutcome(Enum):
     """Outcome of one block."""
 
     NOT_SENT = "not sent"
-    """Not all of its bytes were sent, and none will move any more."""
+    """Not all of its bytes were sent, and no more will be."""
     IN_FLIGHT = "in flight"
-    """The transport may still access the memory on both sides, which must not be reused."""
+    """The transport may still access the memory on both sides, so it must not be reused."""
     DONE = "done"
     FAILED = "failed"
-    """The peer refuses the block: its address is outside the peer's registered memory. Parts may
-    have moved; no bytes will move any more."""
+    """The peer refused the block: its address is outside the peer's registered memory. Parts may
+    have been transferred; no more will be."""
 
 
 class TransferError(RuntimeError):
-    """A transfer failed, in whole or in part. None of its blocks is in flight."""
+    """A transfer failed completely or in part. None of its blocks is in flight."""
 
 
 class PeerError(TransferError):
@@ -58,32 +58,32 @@ class PeerError(TransferError):
 
 
 class PeerUnreachable(PeerError):
-    """No process listens at the peer's address, or the connection breaks: the peer ended or was
+    """No process listens at the peer's address, or the connection broke: the peer ended or was
     replaced."""
 
 
 class PeerStalled(PeerError):
-    """The peer accepts connections and moves no bytes: it is stopped, or its network drops packets.
+    """The peer accepts connections but moves no bytes: it is stopped, or its network drops packets.
 
-    `Transfer.outcomes` of the failed transfer has the blocks that are still in flight.
+    `Transfer.outcomes` of the failed transfer names the blocks still in flight.
     """
 
 
 class BatchFailed(PeerError):
-    """A batch failed at a peer that runs, and cannot be repeated request by request, since what it
-    left in flight cannot be ended."""
+    """A batch failed at a running peer, and cannot be repeated request by request, because its
+    requests in flight cannot be ended."""
 
 
 class UnknownRange(ValueError):
-    """A local address outside the registered ranges."""
+    """A local address is outside the registered ranges."""
 
 
 class OverlappingRange(ValueError):
-    """A range that shares bytes with one that is registered already."""
+    """A range overlaps a registered one."""
 
 
 class RangeInUse(RuntimeError):
-    """A range that a transfer in flight may still access."""
+    """A transfer in flight may still access the range."""
 
 
 class RegistrationError(RuntimeError):
@@ -93,8 +93,8 @@ class RegistrationError(RuntimeError):
 class Transfer:
     """The blocks of one call. The caller's thread and one worker thread share it.
 
-    The worker takes runs of blocks one after the other (`begin`, `end`); the caller waits, and may
-    abandon blocks that were not begun. Begun blocks stay in flight until the transport lets go of
+    The worker takes one run of blocks after another (`begin`, `end`). The caller waits, and may
+    abandon blocks that have not begun. Begun blocks stay in flight until the transport releases
     them.
     """
 
@@ -110,42 +110,42 @@ class Transfer:
         self._abandoned = False
         self._settled = False
         self._ended = threading.Event()
-        """Set when the worker has ended, or its work no longer matters."""
+        """Set when the worker has ended, or its result no longer matters."""
         self._lock = threading.Lock()
 
     @property
     def outcomes(self) -> list[BlockOutcome]:
-        """The present outcome of each block. Outcomes of blocks in flight still change."""
+        """The current outcome of each block. Outcomes of blocks in flight may change."""
         with self._lock:
             return list(self._outcomes)
 
     @property
     def in_flight(self) -> list[int]:
-        """Indices of the blocks whose memory must not be reused yet, on either side."""
+        """Indices of the blocks whose memory must not be reused yet on either side."""
         return [i for i, outcome in enumerate(self.outcomes) if outcome is BlockOutcome.IN_FLIGHT]
 
     @property
     def is_done(self) -> bool:
-        """Whether all blocks have arrived."""
+        """True if all blocks have arrived."""
         return all(outcome is BlockOutcome.DONE for outcome in self.outcomes)
 
     @property
     def is_settled(self) -> bool:
-        """Whether no block is in flight, and none will be."""
+        """True if no block is in flight, and none will be."""
         return self._settled
 
     @property
     def is_left(self) -> bool:
-        """Whether blocks stay in flight until this process ends; `error` tells why."""
+        """True if blocks stay in flight until this process ends; `error` has the reason."""
         return self._ended.is_set() and not self._settled
 
     @property
     def error(self) -> Exception | None:
-        """Error that ended the transfer early; None: there is none, or it has not ended."""
+        """Error that ended the transfer early; None: no error, or it has not ended."""
         return self._error
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Wait for the end, at most `timeout` seconds; return whether the transfer is settled."""
+        """Wait at most `timeout` seconds for the end. Returns True if the transfer is settled."""
         self._ended.wait(timeout)
         return self._settled
 
@@ -158,8 +158,8 @@ class Transfer:
             self.settle()
 
     def begin(self, first: int, last: int, deadline: float | None) -> bool:
-        """Worker: mark blocks `[first, last]` as in flight, to hand them to the transport. False:
-        the transfer was abandoned or the deadline has passed; do not."""
+        """Worker: mark blocks `[first, last]` as in flight, before the transport gets them. False:
+        the transfer was abandoned or the deadline has passed, so they must not be sent."""
         with self._lock:
             if self._abandoned or (deadline is not None and time.monotonic() >= deadline):
                 return False
@@ -167,31 +167,31 @@ class Transfer:
             return True
 
     def end(self, first: int, last: int, outcome: BlockOutcome) -> None:
-        """Worker: the transport has let go of blocks `[first, last]`."""
+        """Worker: record that the transport has released blocks `[first, last]`."""
         with self._lock:
             self._mark(first, last, outcome)
 
     def settle(self, error: Exception | None = None) -> None:
-        """Worker: no block is in flight any more. The first call counts."""
+        """Worker: record that no block is in flight any more. Only the first call has an effect."""
         with self._lock:
             is_first = not self._settled
             if is_first:
                 self._error = error
                 self._mark_all_ended()
-                # Last: callers read it without the lock, and the error and the outcomes after it.
+                # Last, because callers read it without the lock before error and outcomes.
                 self._settled = True
         if is_first:
             self._on_settled()
             self._ended.set()
 
     def leave(self, error: Exception) -> None:
-        """Worker: blocks in flight stay so until this process ends."""
+        """Worker: record that blocks in flight stay so until this process ends."""
         with self._lock:
             self._error = error
         self._ended.set()
 
     def _mark_all_ended(self) -> None:
-        """Mark blocks in flight as not sent: a worker that met an unexpected error leaves some."""
+        """Mark blocks in flight as failed: an unexpected error in the worker leaves some."""
         self._outcomes = [
             BlockOutcome.FAILED if outcome is BlockOutcome.IN_FLIGHT else outcome
             for outcome in self._outcomes

@@ -1,9 +1,9 @@
-"""One transfer, from its requests to an outcome for each block. Runs in a worker thread.
+"""Runs one transfer in a worker thread, and records an outcome for each block.
 
-A call of the transport has one code for all its requests, and returns at the first that fails.
-After an error, the requests that the call left in flight are ended first. Then a new connection is
-made (the old one may be broken, or lead to a process that is gone), and the requests are sent one
-by one, so that an error belongs to a single request.
+A call of the transport has one code for all its requests, and returns at the first failure. After
+an error, the worker first ends the requests that the call left in flight. Then it makes a new
+connection (the old one may be broken, or lead to a dead process) and sends the requests one by one,
+to find the ones that fail.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from sglang.srt.distributed.device_communicators.transfer_types import (
 logger = logging.getLogger(__name__)
 
 OnFailure = Callable[[PooledEngine, Batch, CallFailed], bool]
-"""Handles a failed call; returns False if there was not enough time for all of its requests."""
+"""Handles a failed call. Returns False if there was not enough time for all of its requests."""
 
 
 class TransferWorker:
@@ -65,10 +65,10 @@ class TransferWorker:
         self._deadline = deadline
         self._batch_bytes = batch_bytes
         self._has_left = False
-        """Whether blocks stay in flight for good."""
+        """True if blocks stay in flight for good."""
 
     def run(self) -> None:
-        """Move all requests that can begin in time. Never raises: the transfer has the error."""
+        """Move all requests that can begin in time. Never raises: errors go to the transfer."""
         error: Exception | None = None
         try:
             for batch in cut_batches(self._requests, most_bytes=self._batch_bytes):
@@ -92,9 +92,9 @@ class TransferWorker:
         self._transfer.leave(error)
 
     def _move(self, batch: Batch) -> bool:
-        """Move one batch. False: there was no time left to begin it."""
+        """Move one batch. False: there was not enough time to begin it."""
         num_slices = len(batch.requests)
-        # Connect first, so that no budget is held during the wait for a peer's first answer.
+        # Connect first, to hold no budget while waiting for a peer's first answer.
         if self._peer.connect(self._deadline) is None:
             return False
         if not self._peer.budget.acquire(num_slices, self._deadline):

@@ -1,6 +1,6 @@
-"""The book of registered memory: only its addresses may reach the transport.
+"""The registry of registered memory. Only its addresses may reach the transport.
 
-Over TCP Mooncake accepts any address, and reads the memory there or crashes.
+Over TCP Mooncake accepts any address, and reads its memory or crashes.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ class MemoryRange:
     start: int
     end: int
     users: int = field(default=0)
-    """Number of transfers that may still access it."""
+    """Number of transfers that may still access the range."""
 
 
-class MemoryBook:
-    """Registered ranges, disjoint, sorted by address. Any thread."""
+class MemoryRegistry:
+    """Registered ranges, disjoint and sorted by address. Any thread."""
 
     def __init__(self) -> None:
         self._starts: list[int] = []
@@ -42,12 +42,12 @@ class MemoryBook:
             return [(known.start, known.end - known.start) for known in self._ranges]
 
     def add(self, ptrs: Sequence[int], lengths: Sequence[int]) -> None:
-        """Add ranges, all or none.
+        """Add all ranges or none.
 
         Raises:
             ValueError: A length is below 1, an address is not positive, or the lists differ in
                 length.
-            OverlappingRange: Bytes are registered already, or named twice.
+            OverlappingRange: Bytes are registered already, or occur twice.
         """
         if len(ptrs) != len(lengths):
             raise ValueError(f"{len(ptrs)} addresses with {len(lengths)} lengths")
@@ -63,15 +63,15 @@ class MemoryBook:
                 raise
 
     def remove(self, ptrs: Sequence[int]) -> None:
-        """Remove ranges, all or none.
+        """Remove all ranges or none.
 
         Raises:
-            UnknownRange: No range begins at one of the addresses, or one is named twice.
+            UnknownRange: No range begins at one of the addresses, or one occurs twice.
             RangeInUse: A transfer in flight may still access one.
         """
         with self._lock:
             if len(set(ptrs)) != len(ptrs):
-                raise UnknownRange("a range is named twice")
+                raise UnknownRange("a range occurs twice")
             for ptr in ptrs:
                 known = self._at(ptr)
                 if known is None or known.start != ptr:
@@ -85,7 +85,7 @@ class MemoryBook:
                 self._delete(ptr)
 
     def holds(self, ptr: int, length: int) -> bool:
-        """Whether these bytes are within one range."""
+        """True if these bytes are within one range."""
         with self._lock:
             known = self._at(ptr)
             return known is not None and ptr + length <= known.end
@@ -95,7 +95,7 @@ class MemoryBook:
 
         Raises:
             UnknownRange: Not all bytes of a block are in one range; no range is pinned.
-            ValueError: A block has no bytes, or a negative address of the peer.
+            ValueError: A block has no bytes, or a negative address at the peer.
         """
         with self._lock:
             ranges = [self._range_of(index, block) for index, block in enumerate(blocks)]
@@ -124,7 +124,7 @@ class MemoryBook:
         return known
 
     def _at(self, address: int) -> MemoryRange | None:
-        """The range that holds `address`."""
+        """The range that contains `address`."""
         index = bisect.bisect_right(self._starts, address) - 1
         if index < 0 or address >= self._ranges[index].end:
             return None

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang.srt.distributed.device_communicators.memory_book import MemoryBook
+from sglang.srt.distributed.device_communicators.memory_registry import MemoryRegistry
 from sglang.srt.distributed.device_communicators.transfer_types import (
     Block,
     OverlappingRange,
@@ -19,8 +19,8 @@ register_cpu_ci(est_time=3, suite="base-a-test-cpu")
 
 
 @pytest.fixture
-def book() -> MemoryBook:
-    made = MemoryBook()
+def registry() -> MemoryRegistry:
+    made = MemoryRegistry()
     made.add([1000, 3000], [100, 500])
     return made
 
@@ -28,49 +28,49 @@ def book() -> MemoryBook:
 @pytest.mark.parametrize(
     ("ptr", "length"), [(1000, 100), (1099, 1), (999, 2), (900, 300), (1010, 5), (3499, 10)]
 )
-def test_overlaps_are_refused(book: MemoryBook, ptr: int, length: int) -> None:
+def test_overlaps_are_refused(registry: MemoryRegistry, ptr: int, length: int) -> None:
     with pytest.raises(OverlappingRange, match="overlap the registered range of"):
-        book.add([5000, ptr], [10, length])
-    assert book.ranges() == [(1000, 100), (3000, 500)]
+        registry.add([5000, ptr], [10, length])
+    assert registry.ranges() == [(1000, 100), (3000, 500)]
 
 
-def test_neighbours_do_not_overlap(book: MemoryBook) -> None:
-    book.add([900, 1100], [100, 1900])
-    assert book.ranges() == [(900, 100), (1000, 100), (1100, 1900), (3000, 500)]
+def test_neighbours_do_not_overlap(registry: MemoryRegistry) -> None:
+    registry.add([900, 1100], [100, 1900])
+    assert registry.ranges() == [(900, 100), (1000, 100), (1100, 1900), (3000, 500)]
     with pytest.raises(OverlappingRange):
-        book.add([1], [899 + 1])
+        registry.add([1], [899 + 1])
 
 
 @pytest.mark.parametrize(("ptrs", "lengths"), [([5], [0]), ([0], [5]), ([5], [-1]), ([5], [])])
-def test_what_is_no_range(book: MemoryBook, ptrs: list[int], lengths: list[int]) -> None:
+def test_what_is_no_range(registry: MemoryRegistry, ptrs: list[int], lengths: list[int]) -> None:
     with pytest.raises(ValueError, match=r"cannot register|1 addresses with 0 lengths"):
-        book.add(ptrs, lengths)
+        registry.add(ptrs, lengths)
 
 
-def test_only_whole_known_ranges_are_removed(book: MemoryBook) -> None:
+def test_only_whole_known_ranges_are_removed(registry: MemoryRegistry) -> None:
     for ptrs in ([1001], [1000, 1000], [1000, 9]):
         with pytest.raises(UnknownRange):
-            book.remove(ptrs)
-    assert len(book.ranges()) == 2
-    book.remove([3000, 1000])
-    assert book.ranges() == []
+            registry.remove(ptrs)
+    assert len(registry.ranges()) == 2
+    registry.remove([3000, 1000])
+    assert registry.ranges() == []
     with pytest.raises(UnknownRange, match="no registered range begins at 0x3e8"):
-        book.remove([1000])
+        registry.remove([1000])
 
 
-def test_a_range_in_use_stays(book: MemoryBook) -> None:
-    twice = [book.pin([Block(1000, 0, 10), Block(1020, 50, 10)]) for _ in range(2)]
+def test_a_range_in_use_stays(registry: MemoryRegistry) -> None:
+    twice = [registry.pin([Block(1000, 0, 10), Block(1020, 50, 10)]) for _ in range(2)]
     for ranges in twice:
         with pytest.raises(RangeInUse, match="wait until they are settled"):
-            book.remove([3000, 1000])
-        book.unpin(ranges)
-    book.remove([3000, 1000])
+            registry.remove([3000, 1000])
+        registry.unpin(ranges)
+    registry.remove([3000, 1000])
 
 
-def test_a_refused_pin_keeps_nothing(book: MemoryBook) -> None:
+def test_a_refused_pin_keeps_nothing(registry: MemoryRegistry) -> None:
     with pytest.raises(UnknownRange, match="block 1: 101 bytes at 0x3e8"):
-        book.pin([Block(1000, 0, 10), Block(1000, 0, 101)])
-    book.remove([1000])
+        registry.pin([Block(1000, 0, 10), Block(1000, 0, 101)])
+    registry.remove([1000])
 
 
 @given(
@@ -82,13 +82,13 @@ def test_what_is_pinned_is_registered(
     added: list[tuple[int, int]], local: int, length: int
 ) -> None:
     """Against a set of addresses, one a byte; a block stays within one range."""
-    book = MemoryBook()
+    registry = MemoryRegistry()
     kept: list[range] = []
     for ptr, size in added:
         new = range(ptr, ptr + max(size, 0))
         fits = size > 0 and ptr > 0 and not any(set(new) & set(known) for known in kept)
         try:
-            book.add([ptr], [size])
+            registry.add([ptr], [size])
         except ValueError:
             assert not fits
         else:
@@ -97,7 +97,7 @@ def test_what_is_pinned_is_registered(
     wanted = set(range(local, local + length))
     allowed = length > 0 and any(wanted <= set(known) for known in kept)
     try:
-        book.pin([Block(local, 0, length)])
+        registry.pin([Block(local, 0, length)])
     except ValueError:
         assert not allowed
     else:
