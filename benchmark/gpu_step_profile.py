@@ -4,7 +4,7 @@
 
 For each number of ranks and each batch: a line for the step, and one for each kernel with how often
 it runs, how long, and how long the device has nothing to run before it. torch.profiler's times,
-Qwen3-8B's shape. A kernel in which ranks meet includes the wait for the other one.
+Qwen3-8B's shape. A kernel with a barrier includes the wait for the other rank.
 """
 
 from __future__ import annotations

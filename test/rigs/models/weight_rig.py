@@ -25,8 +25,8 @@ from sglang.srt.distributed.rank_group import RankGroup
 from sglang.srt.model_loader.load_config import LoadConfig, SeedAddress
 from sglang.srt.model_loader.loader import build_model, get_model
 from sglang.srt.model_loader.remote_weights import RemoteInstanceWeights
+from sglang.srt.model_loader.seed_answer import SeedAnswer, WeightsDigest
 from sglang.srt.model_loader.tensor_memory import register_weights
-from sglang.srt.model_loader.weight_offer import SeedAnswer, WeightsDigest
 from sglang.srt.model_loader.weight_seed import WeightSeed
 from sglang.srt.model_loader.weight_source import WeightSlots
 from sglang.srt.model_loader.weights_identity import config_values

@@ -1,7 +1,7 @@
-"""Base of the runtimes of devices with streams of their own.
+"""Base of the runtimes of devices with streams.
 
-`torch.cuda` and `torch.npu` name the same things alike, so that one text serves both and a test
-can record its calls without a device.
+`torch.cuda` and `torch.npu` have the same names, so one class serves both, and a test can record
+its calls without a device.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from sglang.srt.hardware_backend.device_runtime import (
 )
 
 _URGENT = -1
-"""Priority of a stream whose kernels go before those of the caller's."""
+"""Priority of a stream whose kernels run before those of the caller's stream."""
 
 
 class AcceleratorRuntime(DeviceRuntime):
     """A device with streams.
 
     Args:
-        device: Device, in the form that `api` takes; None: the current one.
+        device: The device, in the form of `api`; None: the current one.
         api: `torch.cuda`, or a module with the same names.
     """
 
@@ -38,8 +38,8 @@ class AcceleratorRuntime(DeviceRuntime):
         self._api = api
 
     def prepare(self) -> None:
-        """Make the device current: what is started in this process takes the current one, and what
-        touches an NPU finds no context without one."""
+        """Make the device current. Libraries of this process use the current device, and NPUs have
+        no context without one."""
         self.enter_thread()
 
     @abstractmethod
@@ -103,7 +103,7 @@ class _StreamEvent:
 
 
 class _DeviceCopyStream(CopyStream):
-    """The caller issues work into a stream that first waits for the caller's current stream."""
+    """The caller queues work on a stream that first waits for the caller's current stream."""
 
     def __init__(self, api: Any, device: torch.device | int | None, *, is_urgent: bool) -> None:
         self._api = api

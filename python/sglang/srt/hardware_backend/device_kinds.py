@@ -1,6 +1,6 @@
-"""Facts about each kind of device, known without torch: names, defaults, limits, needed packages.
+"""Facts about each kind of device that need no torch: names, defaults, limits, packages.
 
-The one source for the flags that depend on the device. Plain values, any process, any thread.
+The single source for flags that depend on the device. Plain values, any process, any thread.
 """
 
 from __future__ import annotations
@@ -14,44 +14,42 @@ _KV_CACHE_DTYPES: Final = ("auto", "float32", "bfloat16", "float16")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceKind:
-    """One kind of device. Its name is torch's type of the device: `cuda` of `cuda:1`."""
+    """One kind of device. Its name is torch's type of the device, such as `cuda` for `cuda:1`."""
 
     name: str
     title: str
     """Name with an article, for messages: "a GPU"."""
     runtime: str
-    """Path of the `DeviceRuntime` class: module and name, with a dot between them."""
+    """Dotted path of the `DeviceRuntime` class."""
     attention_backends: tuple[str, ...]
-    """Those that run on it, the default first."""
+    """Attention backends that run on it, the default first."""
     process_group: str
-    """Backend of torch.distributed between devices of this kind."""
+    """Backend of torch.distributed for this kind."""
     kv_cache_dtypes: tuple[str, ...] = _KV_CACHE_DTYPES
     """Choices of `--kv-cache-dtype`."""
     prefill_chunk_tokens: int
     """Default of `--chunked-prefill-size`."""
     overlaps_steps: bool = True
-    """The device computes while the CPU launches what comes next. On a CPU nothing would overlap,
-    and what interrupts the CPU interrupts the model."""
+    """True if the device computes a step while the CPU prepares the next one. On a CPU nothing
+    would overlap, and interrupting the CPU interrupts the model."""
     has_own_memory: bool = True
-    """Its memory is apart from the host's; otherwise L1 takes a small part of what all share."""
+    """True if it has its own memory; otherwise L1 takes a small part of the shared host memory."""
     warms_up: bool = True
-    """Kernels are compiled, and memory is taken, where something is done for the first time."""
+    """True if kernels are compiled, and memory is taken, on first use."""
     has_symmetric_memory: bool = False
-    """Devices of one machine can read each other's memory inside a kernel."""
+    """True if kernels can read the memory of other devices of the machine."""
     captures_graphs: bool = False
-    """Steps can be captured as graphs."""
+    """True if graphs can capture steps."""
     package: str | None = None
     """Python package that torch needs for it."""
     package_flags: tuple[tuple[str, str], ...] = ()
-    """Fields of the server's arguments, and the values of them that need the package."""
+    """Fields of the server's arguments, with the values that need the package."""
     package_remedy: str = ""
     """Packages to install."""
 
     def missing_package(self) -> str | None:
-        """Why the kind cannot be used here, and what to install; None: its package is there.
-
-        Looks for the package without importing it.
-        """
+        """Reason why the kind cannot be used here, with the packages to install; None: the package
+        is installed. Does not import it."""
         if self.package is None or importlib.util.find_spec(self.package) is not None:
             return None
         return f"{self.package} is not installed; {self.package_remedy}"
@@ -83,7 +81,7 @@ NPU: Final = DeviceKind(
     name="npu",
     title="an NPU",
     runtime="sglang.srt.hardware_backend.npu.runtime.NpuRuntime",
-    # The default needs no kernel of its own; `ascend` asks for whole pages of 16 tokens.
+    # The default needs no special kernel; `ascend` needs pages of a multiple of 16 tokens.
     attention_backends=("torch_native", "ascend"),
     process_group="hccl",
     prefill_chunk_tokens=8192,
@@ -97,7 +95,7 @@ NPU: Final = DeviceKind(
     "flag out",
 )
 
-# In the order in which `--device auto` takes them.
+# In the order of preference of `--device auto`.
 DEVICE_KINDS: Final = {kind.name: kind for kind in (CUDA, NPU, CPU)}
 
 
@@ -105,7 +103,7 @@ def device_kind(device: str) -> DeviceKind:
     """The kind of a device such as `cuda` or `cuda:1`.
 
     Raises:
-        ValueError: There is none of that name; lists those that there are.
+        ValueError: There is no such kind; the message lists the kinds.
     """
     kind = DEVICE_KINDS.get(device.partition(":")[0])
     if kind is None:

@@ -1,7 +1,7 @@
-"""One interface to every device: streams, events, host memory, sizes. Runtimes by registry.
+"""One interface to all devices: streams, events, host memory, sizes; and the registry of runtimes.
 
-What works with a device asks `device_runtime` once, when it is made, and keeps the answer. No other
-code compares names of devices: what differs between them is a method or a field here.
+Code that works with a device calls `device_runtime` once and keeps the result. No other code
+compares names of devices: each difference between them is a method or a field here.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ logger = logging.getLogger(__name__)
 
 
 class Event(Protocol):
-    """A point in a `CopyStream`. `record` is called inside the stream's work."""
+    """A point in a `CopyStream`; the stream's work calls `record`."""
 
     def record(self) -> None:
-        """Mark the point: everything submitted to the stream before it comes first."""
+        """Mark the point, after everything submitted to the stream before."""
 
     def query(self) -> bool:
         """True once the point has been reached. Never blocks."""
@@ -37,35 +37,35 @@ class Event(Protocol):
         """Block the calling thread until the point has been reached."""
 
     def wait(self) -> None:
-        """Order the current stream (on a CPU: the calling thread) after the point."""
+        """Make the current stream (on a CPU, the calling thread) wait for the point."""
 
 
 class CopyStream(ABC):
-    """Runs copy functions one after the other, beside the caller.
+    """Runs copy functions one after another, concurrently with the caller.
 
     Threads: `submit` may be called from any one thread (the scheduler's).
     """
 
     @abstractmethod
     def submit(self, work: Callable[[], None], *, follows_caller: bool = True) -> None:
-        """Queue `work` behind what was submitted before. It records its own events.
+        """Queue `work` after earlier submissions. It records its own events.
 
         Args:
-            follows_caller: Behind what the caller's stream has queued as well. A CPU has no such
-                stream: what the caller did is done.
+            follows_caller: If true, `work` also comes after what the caller's stream has queued. A
+                CPU has no such stream: the caller's work is done.
         """
 
     @abstractmethod
     def close(self) -> None:
-        """Wait for the work already queued, and end the thread, if there is one. Idempotent."""
+        """Wait for the queued work, and end the thread, if there is one. Idempotent."""
 
 
 class SideStream(ABC):
-    """A stream beside the current one, for work that it forks and joins again."""
+    """A second stream, for work that forks from the current stream and joins it again."""
 
     @abstractmethod
     def follow(self) -> None:
-        """Order this stream after what the current one has queued until now."""
+        """Order this stream after the work that the current one has queued so far."""
 
     @abstractmethod
     def use(self) -> AbstractContextManager[Any]:
@@ -73,62 +73,61 @@ class SideStream(ABC):
 
     @abstractmethod
     def join(self) -> None:
-        """Order the current stream after what this one has queued until now."""
+        """Order the current stream after the work that this one has queued so far."""
 
 
 class MemPool(Protocol):
-    """Memory of the device that another allocator than torch's gives. Kept as long as tensors in it
-    live."""
+    """Device memory from an allocator other than torch's. It lives as long as tensors in it."""
 
     def use(self) -> AbstractContextManager[Any]:
-        """Inside, new tensors of the calling thread on the device are made in it."""
+        """Context manager: this thread's device allocations come from this pool."""
 
 
 class HostCopies(ABC):
-    """Copies of tensors on their way to the CPU, begun when this is made.
+    """Copies of tensors to the CPU, which begin when this is created.
 
-    They are made in order with the current stream, so that what overwrites a tensor later does
-    not hurt, and `wait` waits for them alone and not for what was queued after them.
+    They run in order with the current stream, so a tensor may be overwritten later. `wait` waits
+    only for them, not for work queued after them.
     """
 
     @property
     @abstractmethod
     def is_done(self) -> bool:
-        """Whether `wait` would return at once. Never blocks."""
+        """True if `wait` would return at once. Never blocks."""
 
     @abstractmethod
     def wait(self) -> list[torch.Tensor | None]:
-        """The tensors on the CPU, in their order. Blocks until they are there."""
+        """The tensors on the CPU, in order. Blocks until the copies are complete."""
 
 
 class DeviceRuntime(ABC):
-    """One device, or the current one of its kind where no index is named.
+    """One device, or the current device of its kind if no index is given.
 
-    Any thread may use it; streams are those of the calling thread.
+    Any thread may use it. Current streams are those of the calling thread.
     """
 
     kind: ClassVar[DeviceKind]
 
     @abstractmethod
     def why_absent(self) -> str | None:
-        """Why the device cannot be used on this machine; None: it can."""
+        """Reason why the device cannot be used on this machine; None: it can."""
 
     def prepare(self) -> None:
-        """Make the process ready for the device. Called once, before anything is made on it."""
+        """Prepare the process for the device. Called once, before anything is created on it."""
 
     @abstractmethod
     def set_device(self, index: int) -> None:
-        """Make the device of this index the calling thread's current one. A CPU is one device."""
+        """Make the device with this index the calling thread's current one. No effect on a CPU."""
 
     def enter_thread(self) -> None:
-        """Make the device the calling thread's current one. Threads begin with the first device,
-        whatever is current in the thread that starts them. A CPU is one device."""
+        """Make this device the calling thread's current one. A new thread's current device is the
+        first one, not that of the thread that started it. No effect on a CPU."""
 
     # -- order ------------------------------------------------------------------------------------
 
     @abstractmethod
     def make_event(self) -> Event:
-        """An event for work on the device; not reached until it has been recorded and passed."""
+        """An event for work on the device. It is reached once it was recorded and passed."""
 
     @abstractmethod
     def make_copy_stream(self, name: str, *, is_urgent: bool = True) -> CopyStream:
@@ -136,50 +135,50 @@ class DeviceRuntime(ABC):
 
         Args:
             name: Name of its thread, if it has one.
-            is_urgent: A forward waits for its copies. Others give way.
+            is_urgent: True if a forward waits for its copies; others have lower priority.
         """
 
     @abstractmethod
     def make_side_stream(self, *, is_urgent: bool = True) -> SideStream:
-        """A new stream beside the current one.
+        """A new stream in addition to the current one.
 
         Args:
-            is_urgent: A forward waits for its work. That of others does not overtake forwards.
+            is_urgent: True if a forward waits for its work; work of others never overtakes
+                forwards.
         """
 
     @abstractmethod
     def synchronize(self) -> None:
-        """Wait until the device has done what was queued."""
+        """Wait until the device has completed all queued work."""
 
     def current_stream_handle(self) -> int:
-        """The driver's handle of the current stream. Raises ValueError where there are none."""
+        """The driver's handle of the current stream. Raises ValueError if the kind has none."""
         raise ValueError(f"{self.kind.title} has no handles of streams")
 
     @abstractmethod
     def keep_for_current_stream(self, tensor: torch.Tensor) -> None:
-        """Let `tensor`'s memory be reused only after what the current stream has queued until now.
+        """Allow reuse of `tensor`'s memory only after the work queued so far on the current stream.
 
-        For a tensor made on another stream, whose last reference may go while this one reads it.
-        One in host memory needs nothing.
+        For a tensor from another stream whose last reference may go while this stream reads it. No
+        effect on host memory.
         """
 
     # -- between host and device ------------------------------------------------------------------
 
     @abstractmethod
     def stage_to_device(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A copy of a CPU tensor on the device, in order with the current stream, without waiting.
+        """Copy a CPU tensor to the device, in order with the current stream, without waiting.
 
-        A tensor that is there already is returned as it is.
+        A tensor on the device is returned as it is.
         """
 
     @abstractmethod
     def copy_to_host(self, tensors: Sequence[torch.Tensor | None]) -> HostCopies:
-        """Begin to copy tensors to the CPU. Those that are there already are taken as they are."""
+        """Begin to copy tensors to the CPU. Tensors on the CPU are taken as they are."""
 
     def leaf_digests(self, matrices: Sequence[torch.Tensor]) -> list[bytes]:
-        """Digests of the leaves (`leaf_hash`) of each matrix, row by row.
-
-        It runs beside the device's computations, once what the current stream has queued is done.
+        """Digests of the leaves (`leaf_hash`) of each matrix, row by row. They are computed
+        concurrently with the device's other work, after the work queued on the current stream.
 
         Args:
             matrices: uint8 `[rows, bytes]` on the device, with any distance between rows.
@@ -190,7 +189,7 @@ class DeviceRuntime(ABC):
 
     @functools.cached_property
     def _hash_stream(self) -> SideStream:
-        """The stream of `leaf_digests`: one for all calls, since allocators keep memory for each
+        """The stream of `leaf_digests`: one for all calls, because allocators keep memory per
         stream."""
         return self.make_side_stream(is_urgent=False)
 
@@ -204,30 +203,26 @@ class DeviceRuntime(ABC):
 
     @abstractmethod
     def memory(self) -> tuple[int, int]:
-        """Bytes of memory on the device that are free, and that there are.
-
-        On a CPU what the system says is available without swapping.
-        """
+        """Free and total bytes of the device's memory. On a CPU, free memory is what the system has
+        available without swapping."""
 
     @property
     def starts_kernels_early(self) -> bool:
-        """Whether a kernel may be placed on the device before the one before it has ended."""
+        """True if a kernel may be placed on the device before the previous one has ended."""
         return False
 
     def can_read(self, index: int) -> bool:
-        """Whether kernels of this device can read the memory of this machine's device `index`."""
+        """True if kernels of this device can read the memory of this machine's device `index`."""
         return False
 
     def allocations_of(self, tensors: Iterable[torch.Tensor]) -> dict[int, int]:
-        """The driver's allocations that tensors lie in: address to bytes.
-
-        On a CPU their storages.
-        """
+        """The driver's allocations that contain tensors: address to bytes. On a CPU, their
+        storages."""
         storages = (tensor.untyped_storage() for tensor in tensors)
         return {storage.data_ptr(): storage.nbytes() for storage in storages}
 
     def make_mem_pool(self, allocator: object) -> MemPool:
-        """A pool of what `allocator` gives: the device's own kind of object, as torch takes it.
+        """A pool of memory from `allocator`, an object of the device's kind that torch accepts.
 
         Raises:
             ValueError: The kind has no such pools.
@@ -236,7 +231,8 @@ class DeviceRuntime(ABC):
 
     @property
     def pins_memory(self) -> bool:
-        """Whether copies to the device gain from host memory that `register_host_memory` locks."""
+        """True if host memory that `register_host_memory` locks makes copies to the device
+        faster."""
         return False
 
     def register_host_memory(self, address: int, size: int) -> None:
@@ -249,10 +245,10 @@ class DeviceRuntime(ABC):
         raise ValueError(f"{self.kind.title} does not lock host memory in place")
 
     def unregister_host_memory(self, address: int) -> None:
-        """Undo `register_host_memory`. Errors are ignored: the context may be gone already."""
+        """Undo `register_host_memory`. Errors are ignored, because the context may be gone."""
 
     def host_cpus_near_device(self) -> frozenset[int]:
-        """CPUs of the NUMA node that the device hangs on; empty where unknown."""
+        """CPUs of the device's NUMA node; empty: unknown."""
         return frozenset()
 
     @abstractmethod
@@ -261,25 +257,26 @@ class DeviceRuntime(ABC):
 
 
 RuntimeFactory: TypeAlias = Callable[[str], DeviceRuntime]
-"""Takes a device with or without an index, `cuda:1`. Raises ValueError: it cannot be used here."""
+"""Takes a device with or without an index, such as `cuda:1`. Raises ValueError if the device cannot
+be used here."""
 
 _REGISTERED: Final[dict[str, RuntimeFactory]] = {}
 
 
 def register_device_runtime(kind: str, factory: RuntimeFactory) -> None:
-    """Let `factory` make the runtimes of devices whose type is `kind`, from now on."""
+    """From now on, let `factory` make the runtimes of devices of type `kind`."""
     _REGISTERED[kind] = factory
     device_runtime.cache_clear()
 
 
-# Cached in C: a look-up on the way of every step costs no Python call.
+# Cached in C, because every step looks it up.
 @functools.cache
 def device_runtime(device: torch.device | str) -> DeviceRuntime:
-    """The runtime of `device`, the same one for each call. Any thread.
+    """The runtime of `device`; the same object for every call. Any thread.
 
     Raises:
-        ValueError: No runtime knows this kind of device (lists those that are known), or what it
-            needs is not installed (says what).
+        ValueError: The kind of device is unknown (the message lists the known ones), or a package
+            that it needs is not installed (the message names it).
     """
     name = str(device)
     kind = name.partition(":")[0]
@@ -298,7 +295,7 @@ def _factory(kind: str) -> RuntimeFactory:
 
 
 def detect_device() -> str:
-    """The kind of device that `auto` means here: the first of `DEVICE_KINDS` that is there."""
+    """The kind of device that `auto` means here: the first of `DEVICE_KINDS` that exists."""
     for kind in DEVICE_KINDS.values():
         if kind.missing_package() is not None:
             continue
@@ -306,8 +303,8 @@ def detect_device() -> str:
             if device_runtime(kind.name).why_absent() is None:
                 return kind.name
         except ValueError as error:
-            logger.warning("%s is passed over: %s", kind.title, error)
-    raise AssertionError("a CPU is always there")
+            logger.warning("%s is skipped: %s", kind.title, error)
+    raise AssertionError("there is always a CPU")
 
 
 def on_device(
@@ -315,5 +312,5 @@ def on_device(
     device: torch.device | str,
     dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
-    """`torch.tensor(values)` on `device`, without waiting for what runs there."""
+    """`torch.tensor(values)` on `device`, without waiting for the device's work."""
     return device_runtime(device).stage_to_device(torch.tensor(values, dtype=dtype))

@@ -1,5 +1,5 @@
-"""Hashes that many threads can compute at once: bytes are cut into leaves of 1 MiB, and each leaf
-has a digest, xxh3-128. The last leaf is padded with zeros to whole blocks of 1 KiB."""
+"""A hash that many threads can compute in parallel. Bytes are cut into leaves of 1 MiB, and each
+leaf has an xxh3-128 digest. The last leaf is padded with zeros to whole blocks of 1 KiB."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import xxhash
 from sglang.srt.constants import KIB, MIB
 
 HASH_NAME: Final = "xxh3-128 of MiBs"
-"""Name of the hash, for hosts that compare theirs."""
+"""Name of the hash, which hosts compare."""
 LEAF_BYTES: Final = MIB
 BLOCK_BYTES: Final = KIB
 DIGEST_BYTES: Final = 16
@@ -22,18 +22,18 @@ _PIECE_BYTES: Final = 16 * LEAF_BYTES
 
 
 def join_leaves(digests: bytes, num_bytes: int) -> str:
-    """The hash of `num_bytes` bytes, of the digests of their leaves: 32 hexadecimal digits."""
+    """The hash of `num_bytes` bytes, from the digests of their leaves: 32 hexadecimal digits."""
     return xxhash.xxh3_128_hexdigest(digests + num_bytes.to_bytes(8, "little"))
 
 
 def host_digests(pieces: Iterable[npt.NDArray[np.uint8]]) -> bytes:
-    """Digests of the leaves of bytes that come in pieces of any length.
+    """Digests of the leaves of bytes given in pieces of any length.
 
     Args:
-        pieces: Contiguous arrays; each is used before the next one is asked for.
+        pieces: Contiguous arrays; each is used up before the next one is requested.
 
     Returns:
-        16 bytes a leaf, the most significant byte first.
+        16 bytes per leaf, most significant byte first.
     """
     found = bytearray()
     rest = np.empty(0, np.uint8)
@@ -50,7 +50,7 @@ def host_digests(pieces: Iterable[npt.NDArray[np.uint8]]) -> bytes:
 
 
 def pieces_of(matrix: torch.Tensor) -> Iterator[torch.Tensor]:
-    """All bytes, row by row, in contiguous tensors of at most 16 MiB.
+    """All bytes of a matrix, row by row, in contiguous tensors of at most 16 MiB.
 
     Args:
         matrix: uint8 `[rows, bytes]`; the bytes of a row are contiguous.

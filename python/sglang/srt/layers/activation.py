@@ -24,7 +24,7 @@ def scale_by_gates_(
 
     Args:
         x: Contiguous `[n, num_heads * head_dim]`.
-        gates: `[num_tokens, num_heads, head_dim]` with dense rows.
+        gates: `[num_tokens, num_heads, head_dim]`, the last dimension dense.
         rows: int64 `[n]`: the token of each row of `x`; None: row i is token i.
 
     Returns:

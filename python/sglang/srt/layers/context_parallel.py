@@ -1,9 +1,9 @@
-"""Context parallelism: the new tokens of a prefill are split over ranks that have the same heads.
+"""Context parallelism: ranks with the same heads split the new tokens of a prefill.
 
-A request's new tokens are cut into 2c runs for c ranks; rank r takes run r and run 2c-1-r, so that
-the causal work is even ("zig-zag", Llama 3 herd of models, 2024, section 3.3.2). Attention treats a
-run as a request whose prefix reaches to the run's begin. Before a layer attends, the ranks exchange
-what they stored for it, so that their pools are equal.
+With c ranks, a request's new tokens are cut into 2c runs. Rank r takes runs r and 2c-1-r, which
+makes the causal work even ("zig-zag", Llama 3 herd of models, 2024, section 3.3.2). Attention
+treats each run as a request whose prefix ends where the run begins. Before a layer attends, the
+ranks exchange what they have stored for it, and their pools become equal.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from sglang.srt.mem_cache.device.base_device_pool import BaseDevicePool, PagedDe
 from sglang.srt.mem_cache.device.state_spec import PoolName
 
 SHORTEST_RUN: Final = 16
-"""Fewest tokens of a run. A request too short to split is computed by one rank; a step in which no
-request can be split is computed by every rank."""
+"""Fewest tokens of a run. One rank computes a request that is too short to split; every rank
+computes a step without any request to split."""
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Some new tokens of one request that follow one another."""
+    """Consecutive new tokens of one request."""
 
     request: int
     """The request's place in the batch."""
     begin: int
-    """First token, counted from the request's first new token; `end` is exclusive."""
+    """Index of the first token among the request's new ones; `end` is exclusive."""
     end: int
 
     @property
@@ -45,7 +45,7 @@ class Run:
 def plan_runs(
     new_lens: Sequence[int], size: int, shortest: int = SHORTEST_RUN
 ) -> list[list[Run]] | None:
-    """Runs that each of `size` ranks computes, in the batch's order; None: no request is split.
+    """The runs of each of `size` ranks, in the batch's order; None: no request is split.
 
     Args:
         new_lens: New tokens of each request.
@@ -80,7 +80,7 @@ class ContextShare:
     """The step as the scheduler made it."""
     group: TensorGroup
     here: torch.Tensor
-    """int64 `[padded]`: slots of this rank's tokens, padded with slot 0; equally long on all
+    """int64 `[padded]`: slots of this rank's tokens, padded with slot 0 to the same length on all
     ranks."""
     everywhere: torch.Tensor
     """int64 `[size * padded]`: `here` of all ranks, one after the other."""
@@ -93,7 +93,7 @@ class ContextShare:
     """Rows that the whole step needs."""
 
     def share_stored(self, layer_id: int, pools: Mapping[PoolName, BaseDevicePool]) -> None:
-        """Exchange what the ranks stored for a layer; afterwards every rank's pools have all of
+        """Exchange what the ranks have stored for a layer, so that every rank's pools have all of
         it."""
         buffers = [
             part[pool.wait_for_layer(layer_id)]
@@ -121,7 +121,7 @@ class ContextShare:
 
 
 def split_context(batch: ForwardBatch, group: TensorGroup) -> ForwardBatch | None:
-    """Make the step that is this rank's share of an extend step; None: the step is not split.
+    """Make this rank's share of an extend step; None: the step is not split.
 
     Args:
         batch: An extend step without recurrent states, the same on all ranks.
@@ -164,12 +164,13 @@ def split_context(batch: ForwardBatch, group: TensorGroup) -> ForwardBatch | Non
         places=places,
         num_places=num_places,
     )
+    rows_cpu = batch.req_pool_indices_cpu
     return replace(
         batch,
         input_ids=batch.input_ids.index_select(0, index),
         positions=batch.positions.index_select(0, index),
         req_pool_indices=batch.req_pool_indices.index_select(0, on_rows),
-        req_pool_indices_cpu=_picked(batch.req_pool_indices_cpu, requests),
+        req_pool_indices_cpu=rows_cpu and [rows_cpu[request] for request in requests],
         seq_lens=on_device(lens, device, torch.int64),
         seq_lens_cpu=lens,
         out_cache_loc=batch.out_cache_loc.index_select(0, index),
@@ -177,7 +178,3 @@ def split_context(batch: ForwardBatch, group: TensorGroup) -> ForwardBatch | Non
         extend_seq_lens_cpu=[run.length for run in runs],
         context_share=share,
     )
-
-
-def _picked(values: list[int] | None, places: Sequence[int]) -> list[int] | None:
-    return None if values is None else [values[place] for place in places]

@@ -28,7 +28,7 @@ class ForwardMode(IntEnum):
     """Kind of a step: prefill or decode."""
 
     EXTEND = 1
-    """Prefill: each request computes the tokens after those that the pool already holds."""
+    """Prefill: each request computes its tokens after those that the pool holds."""
     DECODE = 2
     """Each request computes one token."""
 
@@ -40,7 +40,7 @@ class ForwardMode(IntEnum):
 
 
 class Segment(NamedTuple):
-    """One request of an extend step: its new tokens are the step's from `begin` on."""
+    """One request of an extend step; its new tokens begin at the step's token `begin`."""
 
     row: int
     """The request's row of `req_to_token`."""
@@ -62,11 +62,11 @@ class StateBatch:
     """Slots of recurrent states that a step uses. Tensors are on the model's device."""
 
     slots: torch.Tensor
-    """int64 `[bs]`: slot of each request's running state, which the step overwrites. The state of a
-    request without a prefix is zeroed."""
+    """int64 `[bs]`: slot of each request's running state, which the step overwrites. A request
+    without a prefix starts from a zeroed state."""
     first_slots: torch.Tensor | None = None
-    """int64 `[bs]`: slots of the states that the step continues from; None: `slots`. The state of a
-    cached prefix belongs to the tree and is only read."""
+    """int64 `[bs]`: slots of the states that the step continues from; None: `slots`. A cached
+    prefix's state belongs to the tree and is only read."""
     decoded: tuple[torch.Tensor, torch.Tensor] | None = None
     """Decode only: slots of running states, and slots to which they are copied after the step,
     int64 `[n]` each; None: the step leaves no snapshots."""
@@ -74,8 +74,8 @@ class StateBatch:
     """Extend only: int64 `[bs]`, the slot for a snapshot of each request's state; 0 (padding): no
     snapshot. None: no request has one."""
     track_lens_cpu: list[int] | None = None
-    """Extend only, with `track_slots`: number of each request's new tokens before its snapshot; 0:
-    no snapshot. Later tokens are computed from the snapshot as stored."""
+    """Extend only, with `track_slots`: new tokens of each request before its snapshot; 0: no
+    snapshot. Later tokens continue from the snapshot as stored."""
     plan: object | None = None
     """Extend only: the plan that layers of linear attention share. The first of them makes it; see
     `extend_plan_of` and `short_plan_of`."""
@@ -106,15 +106,15 @@ class ForwardBatch:
     input_ids: torch.Tensor
     """int64 `[num_tokens]`; in an extend step the new tokens of every request, concatenated."""
     positions: torch.Tensor
-    """int64 `[num_tokens]`: place of each token in its own context, from 0."""
+    """int64 `[num_tokens]`: position of each token in its context, from 0."""
     req_pool_indices: torch.Tensor
     """int64 `[bs]`: rows of `req_to_token_pool`."""
     seq_lens: torch.Tensor
     """int64 `[bs]`: context lengths, the tokens of this step included."""
     seq_lens_cpu: list[int]
     out_cache_loc: torch.Tensor
-    """int64 `[num_tokens]`: slots that take the new keys and values. Slot 0, padding, for a token
-    whose keys and values the pool has already: attention reads them by its request's row."""
+    """int64 `[num_tokens]`: slots that take the new keys and values. Slot 0 (padding) for a token
+    whose keys and values are in the pool already; attention finds them by the request's row."""
     req_to_token_pool: ReqToTokenPool
     token_to_kv_pool: KVCache
     req_pool_indices_cpu: list[int] | None = None
@@ -124,34 +124,34 @@ class ForwardBatch:
     extend_seq_lens_cpu: list[int] | None = None
     """Extend only: new tokens of each request, at least 1 each."""
     return_logprob: bool = False
-    """Whether any request wants the logprobs of its output."""
+    """True if any request wants logprobs of its output."""
     top_logprobs_nums: list[int] | None = None
-    """How many of the most likely tokens each request wants logprobs of; None: none wants any."""
+    """Number of most likely tokens whose logprobs each request wants; None: all zero."""
     extend_logprob_start_lens_cpu: list[int] | None = None
-    """Extend only: for each request, the first new token whose logits give a prompt logprob; its
-    number of new tokens where it wants none. None: no request wants any."""
+    """Extend only: for each request, the first new token whose logits give a prompt logprob; the
+    number of its new tokens if it wants none. None: no request wants any."""
     extend_input_logprob_token_ids_cpu: list[list[int]] | None = None
-    """Set together with `extend_logprob_start_lens_cpu`: for each request the tokens whose logprobs
-    are wanted, one after each of these new tokens."""
+    """Set together with `extend_logprob_start_lens_cpu`: for each request, the token that follows
+    each of these new tokens, whose logprob is wanted."""
     logits_out: torch.Tensor | None = None
     """Buffer for this rank's logits, fp32 `[bs, width]` (`VocabLogits.part`); None: a new tensor.
     For captured graphs."""
     last_rows_in: torch.Tensor | None = None
-    """Extend only: int64 `[bs]`, the buffer that `last_rows` returns. For captured graphs."""
+    """Extend only: int64 `[bs]`, a buffer for `last_rows` to return. For captured graphs."""
     is_captured: bool = False
-    """Whether the launched kernels are replayed for other steps, whose lengths are not in
-    `seq_lens_cpu`. For captured graphs."""
+    """True while a graph is captured: the kernels are replayed for other steps, with lengths other
+    than `seq_lens_cpu`."""
     on_layer: Callable[[int], None] | None = None
     """Called with each layer's number before its attention is launched. For captured graphs."""
     states: StateBatch | None = None
     """Slots of recurrent states; None: the model has none."""
     context_share: ContextShare | None = None
-    """Extend only, set by the runner: this is one rank's share of a step, in which each run of
-    tokens counts as a request. None: it is the whole step."""
+    """Extend only, set by the runner: this batch is one rank's share of a step, and each run of
+    tokens counts as a request. None: this is the whole step."""
     attn_backends: Mapping[AttentionKind, Attention] | None = None
     """The backend of each kind of the model's layers. Set by the runner, which owns them."""
     pools: Mapping[PoolName, BaseDevicePool] | None = None
-    """The pools of all state, `token_to_kv_pool` among them. Set by the runner."""
+    """The pools of all state, including `token_to_kv_pool`. Set by the runner."""
     mostly_done: Event | None = None
     """Recorded when three quarters of the layers are done; None: nothing waits for that."""
 
@@ -162,7 +162,7 @@ class ForwardBatch:
 
     @property
     def longest_context(self) -> int:
-        """Upper bound of the context lengths in tokens; for a captured step, of all replays."""
+        """Upper bound of the context lengths, in tokens; for a captured step, over all replays."""
         if self.is_captured:
             return self.req_to_token_pool.req_to_token.shape[1]
         return max(self.seq_lens_cpu)
@@ -188,18 +188,18 @@ class ForwardBatch:
                 self.mostly_done.record()
 
     def rows_for_logits(self) -> torch.Tensor | None:
-        """Indices of the step's tokens whose logits are needed: the last one of each request.
+        """Indices of the step's tokens whose logits are needed.
 
         Returns:
-            int64 `[bs]` on the model's device; None: all of them, as in a decode step or where
-            logprobs of prompt tokens are wanted.
+            int64 `[bs]` on the model's device: the last token of each request. None: all tokens,
+            as in a decode step, or if logprobs of prompt tokens are wanted.
         """
         if not self.forward_mode.is_extend() or self.extend_logprob_start_lens_cpu is not None:
             return None
         return self.last_rows()
 
     def last_rows(self) -> torch.Tensor:
-        """Extend only: the place of each request's last token in the step, int64 `[bs]`."""
+        """Extend only: index in the step of each request's last token, int64 `[bs]`."""
         if self.last_rows_in is not None:
             return self.last_rows_in
         assert self.extend_seq_lens_cpu is not None
@@ -210,7 +210,7 @@ class ForwardBatch:
 def compute_extend_positions(
     prefix_lens_cpu: list[int], extend_seq_lens_cpu: list[int], device: torch.device | str
 ) -> torch.Tensor:
-    """Positions of an extend step's tokens, request after request.
+    """Positions of an extend step's tokens, request by request.
 
     Returns:
         int64 `[sum(extend_seq_lens_cpu)]` on `device`.

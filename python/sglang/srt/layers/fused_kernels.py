@@ -1,6 +1,6 @@
-"""Fused kernels by kind of device: one launch for what takes torch several.
+"""Fused kernels by kind of device: one launch instead of several of torch's.
 
-Layers ask here; on devices without fused kernels they use torch's operations.
+On devices without fused kernels, layers use torch's operations.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ MOST_TAPS: Final = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeltaLayout:
-    """Where a delta-net layer's projections lie side by side, in columns.
+    """Columns of a delta-net layer's projections, which lie side by side.
 
-    Value head `n` of key head `h`, `n` below `repeats`, begins at `q` and `k` plus `h * qk_step`,
-    at `v` and `z` (the gate) plus `h * v_step + n * value_dim`, and at `b` and `a` plus
-    `h * ba_step + n`.
+    Key head `h` begins at `q + h * qk_step` and `k + h * qk_step`. Its value head `n`, below
+    `repeats`, begins at `v + h * v_step + n * value_dim`, likewise from `z` (the gate), and at
+    `b + h * ba_step + n`, likewise from `a`.
     """
 
     q: int
@@ -63,16 +63,16 @@ class DeltaStates:
     read_slots: torch.Tensor
     """`[bs]`: slots that the requests continue from."""
     bounds: torch.Tensor | None = None
-    """`[bs + 1]`: where each request's tokens begin and end; None: each has one."""
+    """`[bs + 1]`: begin and end of each request's tokens; None: one token each."""
     track_slots: torch.Tensor | None = None
-    """`[bs]`: slots for snapshots, taken after `track_lens` tokens; None: there are none."""
+    """`[bs]`: slots for snapshots after `track_lens` tokens; None: no snapshots."""
     track_lens: torch.Tensor | None = None
     """`[bs]`: new tokens before each snapshot; 0: no snapshot."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertChoice:
-    """How a token's experts are chosen; see `RouterOptions`."""
+    """The rule that chooses a token's experts; see `RouterOptions`."""
 
     top_k: int
     is_softmax: bool
@@ -83,11 +83,11 @@ class ExpertChoice:
     top_groups: int
     """Groups that a token may use."""
     two_of_group: bool
-    """Whether a group is as good as its two best experts together; else as its best one."""
+    """If true, a group's score is the sum of its two best experts' scores, else the best score."""
     correction_bias: torch.Tensor | None
     """fp32 `[num_experts]`."""
     has_shared: bool
-    """Whether there is an expert that every token uses."""
+    """True if there is an expert that every token uses."""
     shared_gate: torch.Tensor | None
     """`[1, hidden_size]`: projection whose sigmoid is the shared expert's weight; None: it is 1."""
 
@@ -164,13 +164,13 @@ class FusedKernels:
         [torch.Tensor, ExpertChoice, torch.Tensor], tuple[torch.Tensor, torch.Tensor]
     ]
     run_experts: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, ExpertWeights], torch.Tensor]
-    """For so few tokens that reading their experts' weights takes most of the time."""
+    """For few tokens, for which most of the time goes into reading their experts' weights."""
     rows_added_in_product: int
-    """Fewest rows for which a product adds the residual itself."""
+    """Fewest rows for which a matrix product adds the residual itself."""
     has_grouped_mm: bool
-    """Whether `torch._grouped_mm` takes bf16 on the device, reading nothing back."""
+    """True if `torch._grouped_mm` takes bf16 on the device without reading back to the CPU."""
     runs_fla: bool
-    """Whether the kernels of flash-linear-attention run on the device, if they are installed."""
+    """True if flash-linear-attention, where installed, has kernels for the device."""
 
 
 _MODULES: Final[dict[str, str | None]] = {
@@ -178,10 +178,10 @@ _MODULES: Final[dict[str, str | None]] = {
     "cuda": "sglang.srt.layers.triton_ops.fused",
     "npu": None,
 }
-"""Module that has the `KERNELS`, by kind of device; None: there are no fused kernels."""
+"""Module with the `KERNELS` of each kind of device; None: no fused kernels."""
 
 
-# Cached in C: layers that do not know their device when they are made ask in each step.
+# Cached in C, because layers that are made without a device ask in each step.
 @functools.cache
 def fused_kernels(device: torch.device | str) -> FusedKernels | None:
     """Fused kernels of `device`; None: it has none.

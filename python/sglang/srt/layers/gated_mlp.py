@@ -1,4 +1,4 @@
-"""The gated feed-forward network of dense layers, and of experts that every token uses."""
+"""The gated feed-forward network of dense layers and of shared experts."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class GatedMLP(torch.nn.Module):
         return self.down_proj.forward(self._gated(x), residual)
 
     def part(self, x: torch.Tensor) -> torch.Tensor:
-        """`[num_tokens, hidden_size]` to this rank's addend of the output, of the same shape."""
+        """`[num_tokens, hidden_size]` to this rank's partial sum of the output, same shape."""
         return self.down_proj.part(self._gated(x))
 
     def _gated(self, x: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Restricting logits to what each constrained request's grammar allows next."""
+"""Masks of logits that leave each constrained request the tokens its grammar allows."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ class GrammarRow:
     """Tokens that the request generated so far; the request's own list, which grows."""
     min_new_tokens: int = 0
     end_ids: tuple[int, ...] = ()
-    """Tokens that are forbidden before `min_new_tokens` others, unless nothing else is allowed."""
+    """Tokens forbidden before `min_new_tokens` other tokens, unless nothing else is allowed."""
 
 
 class GrammarMask:
-    """Masks of one batch, recomputed in each step. Holds one bit per vocabulary entry and row."""
+    """Masks of one batch, recomputed in each step: one bit per vocabulary entry and row."""
 
     def __init__(self, rows: Sequence[GrammarRow], batch_size: int, vocab_size: int) -> None:
         self._rows = rows
@@ -48,7 +48,7 @@ class GrammarMask:
         mask = self._bitmask[row.row].clone()
         for token in row.end_ids:
             mask[token // _BITS] &= ~_bit(token)
-        # A complete grammar allows only the end, which then overrides the minimum.
+        # A complete grammar allows only the end; the minimum then yields.
         if mask.any():
             self._bitmask[row.row] = mask
 

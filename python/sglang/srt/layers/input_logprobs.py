@@ -1,4 +1,4 @@
-"""Logprobs of prompt tokens: the output head over many positions, a few at a time."""
+"""Logprobs of prompt tokens: the output head runs over many positions, a few at a time."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ _MAX_LOGITS: Final = 1 << 24
 
 @dataclass(frozen=True, slots=True)
 class InputLogprobs:
-    """For each request of an extend step, the logprobs of the prompt tokens that it asked about."""
+    """Logprobs of the prompt tokens that each request of an extend step asked about."""
 
     values: list[list[float]]
     tops: list[list[list[tuple[float, int]]]]
-    """For each value, (logprob, token) of the most likely tokens at its place, descending."""
+    """For each value, (logprob, token) of the most likely tokens at that position, descending."""
 
 
 def compute_input_logprobs(
     hidden_states: torch.Tensor, head: VocabParallelEmbedding, batch: ForwardBatch
 ) -> InputLogprobs:
-    """Logprobs of the model's own logits at the places that `batch` names.
+    """Logprobs of the model's own logits at the positions that `batch` names.
 
     Args:
         hidden_states: `[num_tokens, hidden_size]`, after the final norm.
@@ -57,7 +57,7 @@ def compute_input_logprobs(
 
 
 def _rows(batch: ForwardBatch) -> Iterator[int]:
-    """Indices, into the step's tokens, of the places that `batch` names."""
+    """Indices in the step's tokens of the positions that `batch` names."""
     starts, token_lists = (
         batch.extend_logprob_start_lens_cpu,
         batch.extend_input_logprob_token_ids_cpu,

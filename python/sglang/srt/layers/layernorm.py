@@ -12,10 +12,11 @@ from sglang.srt.layers.weight_slot import NamedSlots, WeightedLayer, WeightSlot
 
 
 class RMSNorm(WeightedLayer):
-    """Normalises in fp32, rounds to the input's dtype, then scales, as transformers does."""
+    """Normalises in fp32, rounds to the input's dtype, then multiplies by the weight, as
+    transformers does."""
 
     is_centered = False
-    """Whether it scales by 1 + weight instead, before it rounds."""
+    """If true, multiply by (1 + weight) in fp32, then round."""
 
     def __init__(self, size: int, eps: float, *, placement: TensorPlacement) -> None:
         super().__init__(placement)
@@ -36,12 +37,12 @@ class RMSNorm(WeightedLayer):
         """Add `x` to the residual, and normalise the sum.
 
         Args:
-            x: `[num_tokens, size]`, overwritten, or a sum over ranks still to be made; None:
-                nothing to add.
+            x: `[num_tokens, size]`, overwritten, or partial sums of the ranks; None: nothing to
+                add.
             residual: `[num_tokens, size]`, overwritten.
 
         Returns:
-            The normalised sum, and the sum.
+            The normalised sum, and the sum itself.
         """
         if x is None:
             return self.forward(residual), residual
@@ -63,7 +64,7 @@ class RMSNorm(WeightedLayer):
 
 
 class ZeroCenteredRMSNorm(RMSNorm):
-    """Normalises and scales in fp32, by 1 + weight, then rounds."""
+    """Normalises and multiplies by (1 + weight) in fp32, then rounds."""
 
     is_centered = True
 
@@ -73,7 +74,7 @@ class ZeroCenteredRMSNorm(RMSNorm):
 
 
 class QKNorm(WeightedLayer):
-    """Per-head normalisation of queries and keys, which lie side by side, in one pass."""
+    """Per-head normalisation of queries and keys in one pass; they lie side by side."""
 
     def __init__(
         self,
@@ -87,8 +88,8 @@ class QKNorm(WeightedLayer):
         super().__init__(placement)
         self.eps = eps
         self.num_heads = num_heads
-        # A row for each head, though all queries share one and all keys another: one multiply
-        # instead of two and no concatenation.
+        # A row for each head, although all queries share a weight and all keys another: this takes
+        # one multiplication instead of two and a concatenation.
         self.weight = placement.empty(num_heads + num_kv_heads, head_dim)
 
     def forward(self, qk: torch.Tensor) -> torch.Tensor:

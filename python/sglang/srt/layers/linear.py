@@ -17,8 +17,7 @@ from sglang.srt.layers.placement import Share, TensorPlacement
 from sglang.srt.layers.weight_slot import NamedSlots, WeightedLayer, WeightSlot
 
 _MAX_UNPADDED_ROWS: Final = 32
-"""Batches up to this size are never padded: they come in every size, and padding rows would cost
-more than the compiled code that they save."""
+"""Batches up to this size are not padded: padding would cost more than compiling for each size."""
 
 
 def apply_linear(
@@ -29,15 +28,15 @@ def apply_linear(
     out: torch.Tensor | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
-    """`x @ weight.T + bias`, by the kernel that fits the device and the number of rows.
+    """Compute `x @ weight.T + bias` with the best kernel for the device and the number of rows.
 
     Args:
         x: `[num_tokens, input_size]`.
         weight: `[output_size, input_size]`.
         bias: `[output_size]`.
-        out: Takes the result: `[num_tokens, output_size]` of `out_dtype`; None: a new tensor.
+        out: Tensor for the result, `[num_tokens, output_size]` of `out_dtype`; None: a new one.
         out_dtype: Dtype of the result; None: that of `x`. On CUDA the sums are not rounded to the
-            dtype of `x` first.
+            dtype of `x` in between.
     """
     kernels = fused_kernels(x.device)
     if kernels is not None:
@@ -63,10 +62,10 @@ def apply_linear(
 def _linear_on_cpu(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
 ) -> torch.Tensor:
-    """`F.linear`, padded with rows of zeros where that saves compiling code.
+    """`F.linear`, padded with rows of zeros to fewer different sizes.
 
     oneDNN, which multiplies 16-bit numbers, compiles code for each number of rows: 0.4 ms and
-    0.5 MB. So numbers above 32 are rounded up to one of four sizes in each power of two.
+    0.5 MB. Numbers above 32 are rounded up to one of four sizes in each power of two.
     """
     rows = x.shape[0]
     step = 1 << max(0, (rows - 1).bit_length() - 3)
@@ -92,8 +91,8 @@ class MergedColumnParallelLinear(WeightedLayer):
     ) -> None:
         """Args:
         input_size: Features of the input.
-        parts: Name in the checkpoint and this rank's output features of each projection: one share,
-            or a share of each of several consecutive runs.
+        parts: For each projection, its name in the checkpoint and this rank's output features: one
+            share, or one of each of several consecutive runs.
         placement: The enclosing layer's; checkpoints have no name for the merged projection.
         """
         super().__init__(placement)
@@ -121,9 +120,9 @@ class MergedColumnParallelLinear(WeightedLayer):
 
 
 class RowParallelLinear(WeightedLayer):
-    """A projection of features that a column-parallel layer may have split over the ranks.
+    """A projection whose input features are split over the ranks.
 
-    Each rank computes an addend of the output; only the first rank adds the bias.
+    Each rank computes a partial sum of the output; only the first rank adds the bias.
     """
 
     def __init__(
@@ -140,19 +139,19 @@ class RowParallelLinear(WeightedLayer):
         self.bias = placement.empty(output_size) if bias and placement.tp_rank == 0 else None
         kernels = fused_kernels(placement.device)
         self._rows_added: int | None = None
-        """Fewest rows for which the product adds the residual itself; None: it never does."""
+        """Fewest rows for which the product adds the residual itself; None: never."""
         if kernels is not None and self.bias is None and self._group.size == 1:
             self._rows_added = kernels.rows_added_in_product
 
     def forward(self, x: torch.Tensor, residual: torch.Tensor) -> tuple[ToAdd, torch.Tensor]:
-        """Project, and add the result to the residual if the product can do so.
+        """Project, and add the result to the residual if the matrix product can do that.
 
         Args:
             x: `[num_tokens, input_size]`.
             residual: `[num_tokens, output_size]`; its memory may be used.
 
         Returns:
-            What is still to be added to the residual (None: nothing), and the residual.
+            The tensor that remains to be added to the residual (None: nothing), and the residual.
         """
         if self._rows_added is not None and len(x) >= self._rows_added:
             return None, residual.addmm_(x, self.weight.t())
@@ -162,10 +161,11 @@ class RowParallelLinear(WeightedLayer):
         return self._group.sum_later(self.part(x, out)), residual
 
     def part(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-        """Project `[num_tokens, input_size]` to this rank's addend, `[num_tokens, output_size]`.
+        """Project `[num_tokens, input_size]` to this rank's partial sum,
+        `[num_tokens, output_size]`.
 
         Args:
-            out: Takes the result; None: a new tensor.
+            out: Tensor for the result; None: a new one.
         """
         return apply_linear(x, self.weight, self.bias, out=out)
 

@@ -14,7 +14,7 @@ from sglang.srt.layers.vocab_parallel_embedding import VocabParallelEmbedding
 
 @dataclass(kw_only=True)
 class LogitsProcessorOutput:
-    """Output of a step. The sampler fills in the logprobs that requests want."""
+    """Output of a step. The sampler fills in the logprobs."""
 
     logits: VocabLogits
     """Before penalties and temperature."""
@@ -29,7 +29,7 @@ class LogitsProcessorOutput:
 
     @property
     def next_token_logits(self) -> torch.Tensor:
-        """fp32 `[bs, vocab_size]`, of all ranks. Sampling never writes to it."""
+        """fp32 `[bs, vocab_size]`, gathered from all ranks. Sampling never writes to it."""
         return self.logits.whole()
 
 

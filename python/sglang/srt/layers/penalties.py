@@ -1,6 +1,6 @@
-"""Adjusting logits by what a request generated: penalties, biases, minimum length.
+"""Adjustments of logits: penalties of generated tokens, biases, minimum length.
 
-Each class covers the rows that ask for it; a batch without such rows has no instance of it.
+Each class handles the rows that ask for it. A batch without such rows has no instance of it.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ _NO_COUNTS: Final = torch.empty(0)
 class TokenHistory:
     """The token counts of one request, for its penalties.
 
-    The request's first penalised step makes them on the device, and they go from batch to batch:
-    the prompt is uploaded once, output tokens only if no step has counted them. The latest
+    The request's first penalised step creates them on the device, and later batches reuse them. The
+    prompt is uploaded once; output tokens are uploaded only if no step has counted them. The latest
     `Penalties` with the request owns the memory; earlier ones must not be used again.
     """
 
@@ -47,8 +47,8 @@ class TokenHistory:
     def rows(
         self, vocab_size: int, device: torch.device | str
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """How often each token was generated, as far as counted (int32 `[vocab_size]`), and whether
-        the prompt has it (bool `[vocab_size]`)."""
+        """Counts of generated tokens so far, int32 `[vocab_size]`, and a mask of the prompt's
+        tokens, bool `[vocab_size]`."""
         if self._owner is None:
             self._counts = torch.zeros(vocab_size, dtype=torch.int32, device=device)
             self._in_prompt = torch.zeros(vocab_size, dtype=torch.bool, device=device)
@@ -57,23 +57,23 @@ class TokenHistory:
         return self._counts, self._in_prompt
 
     def move(self, owner: Penalties, counts: torch.Tensor, in_prompt: torch.Tensor) -> None:
-        """Note that the rows are now in `owner`'s memory."""
+        """Record that the rows are now in `owner`'s memory."""
         self._owner, self._counts, self._in_prompt = owner, counts, in_prompt
 
     def take_uncounted(self) -> Sequence[int]:
-        """Output tokens that are not counted yet; the caller counts them."""
+        """Return the output tokens that are not counted yet, for the caller to count."""
         uncounted = self._output_ids[self._num_counted :]
         self._num_counted = len(self._output_ids)
         return uncounted
 
     def on_step(self, owner: Penalties) -> None:
-        """Note that `owner` counted one more token, which the CPU may not know yet."""
+        """Record that `owner` has counted one more token, which the CPU may not know yet."""
         assert self._owner is owner, "another batch has gone on with this request"
         self._num_counted += 1
 
 
 class Penalties:
-    """Frequency, presence and repetition penalties, from counts kept up to date step by step.
+    """Frequency, presence and repetition penalties, from counts that each step updates.
 
     Memory: 5 bytes per vocabulary entry and penalised row.
     """
@@ -116,7 +116,8 @@ class Penalties:
             self._counts.view(-1).scatter_add_(0, places, ones)
 
     def apply_(self, logits: torch.Tensor) -> None:
-        """Change `[bs, vocab_size]` in place: repetition as in transformers, then OpenAI's two."""
+        """Change `[bs, vocab_size]` in place: repetition penalty as in transformers, then OpenAI's
+        two penalties."""
         part = logits.index_select(0, self.rows)
         generated = self._counts > 0
         factor = torch.where(generated | self._in_prompt, self._repetition, 1.0)
@@ -135,7 +136,7 @@ class Penalties:
 
 
 class LogitBias:
-    """What requests add to the logits of single tokens."""
+    """Biases of requests, added to the logits of single tokens."""
 
     def __init__(
         self, params: Sequence[SamplingParams], rows: list[int], device: torch.device | str
@@ -155,7 +156,7 @@ class LogitBias:
 
 
 class MinNewTokens:
-    """Keeps requests from ending before their minimum length."""
+    """Prevents requests from ending before their minimum length."""
 
     def __init__(
         self,
@@ -181,7 +182,7 @@ class MinNewTokens:
             steps: int64 `[bs]`: tokens that each row generated before.
         """
         too_early = steps.index_select(0, self._rows) < self._minimums
-        # Zeros are added where it does not apply: to leave those places out, the CPU would have to
-        # wait for the device to count them.
+        # Rows that are long enough get zeros: to skip them, the CPU would have to wait until the
+        # device has counted them.
         penalty = torch.where(too_early, -torch.inf, 0.0).to(logits.dtype)
         logits.index_put_((self._rows, self._tokens), penalty, accumulate=True)

@@ -1,7 +1,4 @@
-"""Where a model's tensors live, what a checkpoint calls them, and which part a rank has of them.
-
-Handed down to every layer.
-"""
+"""Device, checkpoint name and rank's share of a model's tensors, handed down to every layer."""
 
 from __future__ import annotations
 
@@ -15,7 +12,7 @@ from sglang.srt.mem_cache.device.state_spec import RankShare, RankSplit
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """The part `[begin, end)` that a rank has of a dimension of `total`."""
+    """A rank's part `[begin, end)` of a dimension of `total` elements."""
 
     begin: int
     end: int
@@ -26,7 +23,7 @@ class Share:
         return self.end - self.begin
 
     def times(self, count: int) -> Share:
-        """The same part of a dimension that has `count` elements for each element of this one."""
+        """The same part of a dimension with `count` elements for each element of this one."""
         return Share(self.begin * count, self.end * count, self.total * count)
 
     def of_state(self, split: RankSplit) -> RankShare:
@@ -43,16 +40,16 @@ class TensorPlacement:
     tp_group: TensorGroup = field(default_factory=SingleTensorGroup)
     """The ranks that split the layer."""
     prefix: str = ""
-    """What the names of the layer's tensors in a checkpoint begin with, without the last dot."""
+    """Prefix of the layer's tensor names in a checkpoint, without the last dot."""
 
     @property
     def tp_rank(self) -> int:
-        """This rank's place among those that split the layer."""
+        """Index of this rank among those that split the layer."""
         return self.tp_group.rank
 
     @property
     def tp_size(self) -> int:
-        """How many ranks split the layer."""
+        """Number of ranks that split the layer."""
         return self.tp_group.size
 
     def at(self, name: str) -> TensorPlacement:
@@ -77,10 +74,11 @@ class TensorPlacement:
         return Share(self.tp_rank * size, (self.tp_rank + 1) * size, total)
 
     def kv_head_share(self, num_kv_heads: int) -> Share:
-        """This rank's KV heads; with more ranks than heads, several ranks have the same head.
+        """This rank's KV heads. With more ranks than heads, several ranks have the same head.
 
         Raises:
-            ValueError: Neither number, of heads or ranks, is a multiple of the other.
+            ValueError: The number of heads is no multiple of that of ranks, nor the other way
+                round.
         """
         if self.tp_size <= num_kv_heads or self.tp_size % num_kv_heads:
             return self.share(num_kv_heads, "KV heads")
@@ -94,13 +92,13 @@ class TensorPlacement:
         return heads.of_state(RankSplit.HEADS if is_split else RankSplit.REPLICATED)
 
     def row_share(self, total: int) -> Share:
-        """This rank's rows of a table of any length: equally many, but fewer on the last ranks."""
+        """This rank's rows of a table of any length. The last ranks may have fewer rows."""
         size = -(-total // self.tp_size)
         begin = min(self.tp_rank * size, total)
         return Share(begin, min(begin + size, total), total)
 
     def empty(self, *shape: int) -> torch.nn.Parameter:
-        """An uninitialised weight of `shape`: the loader fills it."""
+        """An uninitialised weight of `shape`, for the loader to fill."""
         return torch.nn.Parameter(
             torch.empty(shape, dtype=self.dtype, device=self.device), requires_grad=False
         )

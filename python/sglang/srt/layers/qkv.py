@@ -1,4 +1,4 @@
-"""Steps between the QKV projection and attention: norms, rotation, storing in the pool."""
+"""The steps between QKV projection and attention: norms, rotation, storing in the pool."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ def prepare_qkv(
     """Normalise and rotate queries and keys, and store keys and values in the layer's pool.
 
     Args:
-        qkv: Contiguous `[num_tokens, num_heads + 2 * num_kv_heads, head_dim]`. Changed in place
-            by fused kernels.
+        qkv: Contiguous `[num_tokens, num_heads + 2 * num_kv_heads, head_dim]`. Fused kernels
+            change it in place.
 
     Returns:
         Queries, keys and values as `RadixAttention.forward` takes them.
@@ -32,7 +32,7 @@ def prepare_qkv(
     if kernels is not None:
         _fused(kernels, qkv, qk_norm, rotation, attn, forward_batch)
         return qkv[:, : attn.num_heads], qkv[:, attn.num_heads : num_rotated], qkv[:, num_rotated:]
-    # Queries and keys lie side by side: both are normalised and rotated in one pass.
+    # Queries and keys lie side by side, so one pass normalises and rotates both.
     qk, v = qkv[:, :num_rotated], qkv[:, num_rotated:]
     if qk_norm is not None:
         qk = qk_norm.forward(qk)

@@ -38,7 +38,7 @@ class IndexQuery(NamedTuple):
 
 
 class Attention(Protocol):
-    """What a layer calls of its `AttentionBackend`, which documents the methods."""
+    """The methods of an `AttentionBackend` that a layer calls; documented there."""
 
     def forward(
         self,

@@ -18,14 +18,14 @@ class Rotation(NamedTuple):
     cos: torch.Tensor
     """`[num_tokens, 1, rotary_dim]` in the model's dtype."""
     signed_sin: torch.Tensor
-    """Likewise; negative in the first half, so that rotating takes no negation."""
+    """Likewise; the first half is negated in advance, for `apply_rotary`."""
 
 
 def inverse_frequencies(rope: RopeConfig, head_dim: int) -> torch.Tensor:
     """Radians per token of each pair of dimensions.
 
-    llama3's rule: waves longer than the original context are slowed by `factor`, waves shorter
-    than a `high_freq_factor`-th of it are kept, and what lies between is interpolated.
+    llama3's rule slows waves longer than the original context by `factor`, keeps waves shorter than
+    the original context divided by `high_freq_factor`, and interpolates between.
 
     Returns:
         fp32 `[head_dim / 2]` on the CPU.
@@ -48,8 +48,8 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int) -> torch.Tensor:
 def _yarn_frequencies(rope: RopeConfig, freqs: torch.Tensor) -> torch.Tensor:
     """YaRN (Peng et al., 2023), "NTK by parts".
 
-    Pairs that turn more than `beta_fast` times in the original context are kept, those that turn
-    less than `beta_slow` times are slowed by `factor`, and what lies between is interpolated.
+    Pairs with more than `beta_fast` turns in the original context are kept, pairs with fewer than
+    `beta_slow` turns are slowed by `factor`, and pairs between are interpolated.
     """
     pairs = len(freqs)
 
@@ -68,7 +68,7 @@ def _yarn_frequencies(rope: RopeConfig, freqs: torch.Tensor) -> torch.Tensor:
 
 
 class RotaryEmbedding(torch.nn.Module):
-    """Rotary angles, computed for each batch in fp32: no table bounds the context length."""
+    """Rotary angles, computed for each batch in fp32, without a table that bounds the context."""
 
     inv_freq: torch.Tensor
 
@@ -98,8 +98,8 @@ class RotaryEmbedding(torch.nn.Module):
 
 
 def apply_rotary(x: torch.Tensor, rotation: Rotation) -> torch.Tensor:
-    """Rotate the first `rotary_dim` dimensions of `[num_tokens, num_heads, head_dim]`, which may be
-    all; dimension i pairs with i + rotary_dim / 2."""
+    """Rotate the first `rotary_dim` dimensions, or all, of `[num_tokens, num_heads, head_dim]`.
+    Dimension i pairs with i + rotary_dim / 2."""
     rotary_dim = rotation.cos.shape[-1]
     if rotary_dim < x.shape[-1]:
         rotated = apply_rotary(x[..., :rotary_dim], rotation)
@@ -109,9 +109,9 @@ def apply_rotary(x: torch.Tensor, rotation: Rotation) -> torch.Tensor:
 
 
 def deinterleave(x: torch.Tensor) -> torch.Tensor:
-    """Order the last dimension so that pairs 2i and 2i + 1 become pairs i and i + half.
+    """Reorder the last dimension: pairs 2i and 2i + 1 become pairs i and i + half.
 
-    For checkpoints whose pairs are neighbours. Scores do not change where queries and keys are
-    ordered alike.
+    For checkpoints that pair neighbours. Scores stay the same if queries and keys are reordered
+    alike.
     """
     return x.view(*x.shape[:-1], -1, 2).transpose(-1, -2).flatten(-2)

@@ -1,7 +1,7 @@
-"""Choosing the next tokens.
+"""Sampling of the next tokens.
 
-Reproducible whatever else is in the batch: a row's token depends on its logits, its parameters,
-its seed and its step alone. One uniform number, hashed from (seed, step), is looked up in the
+Results do not depend on the rest of the batch: a row's token depends only on its own logits,
+parameters, seed and step. A uniform number, hashed from (seed, step), is looked up in the row's
 cumulative distribution.
 """
 
@@ -18,13 +18,13 @@ _GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)
 _MIX_1 = 0xBF58476D1CE4E5B9 - (1 << 64)
 _MIX_2 = 0x94D049BB133111EB - (1 << 64)
 _UNIFORM_BITS = 48
-"""Few enough that a product with the total mass never rounds up to the mass."""
+"""So few that the product with the total mass is never rounded up to the mass."""
 
 _HEAD_TOKENS = 512
 
 
 class Sampler(torch.nn.Module):
-    """Chooses each row's next token. Stateless."""
+    """Samples each row's next token. Stateless."""
 
     @torch.inference_mode()
     def forward(
@@ -36,12 +36,12 @@ class Sampler(torch.nn.Module):
         return_logprob: bool = False,
         top_logprobs_nums: list[int] | None = None,
     ) -> torch.Tensor:
-        """Choose each row's next token, and fill `logits_output`'s logprobs where asked for.
+        """Sample each row's next token, and fill in the logprobs of `logits_output` that rows want.
 
         Args:
             seeds: int64 `[bs]`.
             steps: int64 `[bs]`: tokens that each row generated before.
-            top_logprobs_nums: How many alternatives each row wants; None: none.
+            top_logprobs_nums: Number of alternatives that each row wants; None: no row wants any.
 
         Returns:
             int64 `[bs]` on the logits' device.
@@ -93,8 +93,8 @@ def _sample(probs: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
     """
     mass = probs.cumsum(dim=-1, dtype=torch.float64)
     target = uniform.unsqueeze(1) * mass[:, -1:]
-    # The first token whose cumulative mass exceeds the target, never one without mass. The bound
-    # is for rows of NaN, whose token means nothing but has to exist.
+    # The first token whose cumulative mass exceeds the target, so never one without mass. The
+    # bound is for rows of NaN: their token is meaningless, but must exist.
     found = torch.searchsorted(mass, target, right=True).squeeze(1)
     return found.clamp_(max=probs.shape[-1] - 1)
 
@@ -104,13 +104,13 @@ def _sample_filtered(
 ) -> torch.Tensor:
     """Sample from the tokens of `probs` `[n, vocab_size]` that top-k, top-p and min-p all keep.
 
-    Each of the three keeps the first tokens in descending order, a head; together they keep the
-    shortest head. Sorting a large vocabulary is slow and heads are short, so the head is looked for
-    among the `_HEAD_TOKENS` largest. Only rows whose head may be longer are sorted as a whole.
+    Each filter keeps the first tokens in descending order (a head), and together they keep the
+    shortest head. Sorting a large vocabulary is slow and heads are short, so the head is sought
+    among the `_HEAD_TOKENS` largest. Only rows with a possibly longer head are sorted completely.
     """
     if probs.shape[-1] <= 2 * _HEAD_TOKENS:
         return _sample_head(*_descending(probs), uniform, filtered)[0]
-    # Candidates in vocabulary order, so that sorting them breaks ties as sorting all would.
+    # Candidates in vocabulary order: sorting them then breaks ties like sorting all tokens.
     values, tokens = probs.topk(_HEAD_TOKENS, dim=-1)
     smallest = values[:, -1]
     tokens = tokens.sort(dim=-1).values
@@ -133,10 +133,10 @@ def _descending(probs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 def _sample_head(
     probs: torch.Tensor, tokens: torch.Tensor, uniform: torch.Tensor, filtered: FilteredRows
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Sample from the kept head of `probs`, which descend; `tokens` are their ids.
+    """Sample from the kept head of `probs`, which are descending; `tokens` are their ids.
 
     Returns:
-        Token ids `[n]`, and the smallest probability that was kept, `[n]`.
+        Token ids `[n]`, and the smallest probability that each row kept, `[n]`.
     """
     mass = probs.cumsum(dim=-1, dtype=torch.float64)
     rank = torch.arange(probs.shape[-1], device=probs.device)
@@ -151,7 +151,7 @@ def _sample_head(
 def _fill_logprobs(
     output: LogitsProcessorOutput, token_ids: torch.Tensor, top_logprobs_nums: list[int] | None
 ) -> None:
-    """Logprobs are of the model's own logits: before penalties, temperature and filters."""
+    """Fill in logprobs of the model's own logits, before penalties, temperature and filters."""
     logprobs = output.next_token_logits.log_softmax(dim=-1)
     output.next_token_logprobs = logprobs.gather(1, token_ids.unsqueeze(1)).squeeze(1)
     nums = top_logprobs_nums or []

@@ -1,6 +1,6 @@
 """The sampling parameters of a batch, as tensors.
 
-Made when requests join or leave; between that, `accumulate` keeps it up to date.
+They are made anew when requests join or leave; in between, `accumulate` updates them.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ class FilteredRows:
     rows: torch.Tensor
     """int64 `[n]`."""
     top_ks: torch.Tensor
-    """int64 `[n, 1]`: the vocabulary's size where not limited."""
+    """int64 `[n, 1]`: the vocabulary's size if unlimited."""
     top_ps: torch.Tensor
-    """fp64 `[n, 1]`: infinite where not limited, so that rounding drops nothing."""
+    """fp64 `[n, 1]`: infinite if unlimited, so that rounding drops no token."""
     min_ps: torch.Tensor
     """fp32 `[n, 1]`."""
 
@@ -34,15 +34,15 @@ class FilteredRows:
 class SamplingBatchInfo:
     """Sampling parameters of each row of a batch.
 
-    Rows are split by how they are sampled, so that a row's tokens never depend on what the
-    others asked for: greedy, filtered (top-k, top-p, min-p), and plain.
+    Rows are sampled in three groups, so that a row's tokens never depend on the parameters of
+    others: greedy, filtered (top-k, top-p, min-p), and plain.
     """
 
     batch_size: int
     temperatures: torch.Tensor | None
-    """fp32 `[bs, 1]`; 1 for greedy rows. None where all are greedy."""
+    """fp32 `[bs, 1]`; 1 for greedy rows. None: all rows are greedy."""
     plain_rows: torch.Tensor | None
-    """int64 `[n]`: rows that sample from the whole vocabulary; None: there are none."""
+    """int64 `[n]`: rows that sample from the whole vocabulary; None: no rows."""
     filtered: FilteredRows | None
     penalties: Penalties | None
     logit_bias: LogitBias | None
@@ -63,8 +63,8 @@ class SamplingBatchInfo:
         """Collect the parameters of a batch's requests, verified before.
 
         Args:
-            eos_token_ids: Tokens that `min_new_tokens` masks, besides a request's stop tokens.
-            histories: One for each request, used only for those with a penalty; None: empty ones.
+            eos_token_ids: Tokens that `min_new_tokens` masks, in addition to stop tokens.
+            histories: One for each request, used only if it has a penalty; None: empty ones.
             grammars: The constrained rows, which apply `min_new_tokens` themselves.
         """
         plain: list[int] = []
@@ -111,12 +111,12 @@ class SamplingBatchInfo:
 
     @property
     def is_all_greedy(self) -> bool:
-        """Whether no row draws its tokens."""
+        """True if no row samples at random."""
         return self.temperatures is None
 
     @property
     def adjusts_logits(self) -> bool:
-        """Whether any row has a penalty, a bias, a minimum length or a grammar."""
+        """True if any row has a penalty, a bias, a minimum length or a grammar."""
         return not (
             self.penalties is None
             and self.logit_bias is None
@@ -125,8 +125,10 @@ class SamplingBatchInfo:
         )
 
     def adjusted(self, logits: torch.Tensor, steps: torch.Tensor) -> torch.Tensor:
-        """`logits`, fp32 `[bs, vocab_size]`, after penalties, biases, minimum lengths and grammars:
-        a copy if anything changes."""
+        """Apply penalties, biases, minimum lengths and grammars to fp32 `[bs, vocab_size]`.
+
+        Returns a copy if anything changes.
+        """
         if not self.adjusts_logits:
             return logits
         logits = logits.clone()
@@ -142,7 +144,7 @@ class SamplingBatchInfo:
 
     @torch.inference_mode()
     def accumulate(self, next_token_ids: torch.Tensor) -> None:
-        """Count int64 `[bs]` sampled tokens: call it after each step whose batch goes on."""
+        """Count int64 `[bs]` sampled tokens. Call it after each step if the batch goes on."""
         if self.penalties is not None:
             self.penalties.accumulate(next_token_ids)
 

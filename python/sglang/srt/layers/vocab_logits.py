@@ -10,13 +10,14 @@ from sglang.srt.layers.placement import Share
 
 
 class VocabLogits:
-    """Logits that are gathered only if all of them are read: greedy rows need only the greatest.
+    """Logits that are gathered from the ranks only when they are all needed. Greedy rows need just
+    the greatest.
 
-    All ranks make the same calls in the same order, and get the same bits. The thread that runs
-    the model uses it.
+    All ranks make the same calls in the same order, and get the same bits. Only the thread that
+    runs the model uses it.
 
     Attributes:
-        part: fp32 `[n, width]`, equally wide on all ranks: this rank's tokens, then garbage.
+        part: fp32 `[n, width]`, of the same width on all ranks: this rank's tokens, then garbage.
         tokens: This rank's tokens; `total` is the vocabulary's size.
     """
 
@@ -44,14 +45,14 @@ class VocabLogits:
             parts = self._group.all_gather(self.part)
             width, total = self.part.shape[1], self.tokens.total
             self._whole = self.part.new_empty((len(self.part), total))
-            # Each number is moved once: `parts` is ranks by rows.
+            # `parts` is ranks by rows, so each number is moved once.
             for begin, part in zip(range(0, total, width), parts, strict=False):
                 target = self._whole[:, begin : begin + width]
                 target.copy_(part[:, : target.shape[1]])
         return self._whole
 
     def argmax(self) -> torch.Tensor:
-        """int64 `[n]`: the token of each row's greatest logit, as `whole().argmax(-1)` has it: the
+        """int64 `[n]`: the token with each row's greatest logit, like `whole().argmax(-1)`: the
         first of equal ones; NaN is greater than all numbers."""
         if self._group.size == 1:
             return self.part.argmax(dim=-1)
@@ -63,7 +64,7 @@ class VocabLogits:
 
     def _argmax_of_gathered(self) -> torch.Tensor:
         tokens = self.tokens
-        # In fp64 both are exact. A rank without tokens, never the first, has nothing to offer.
+        # Both are exact in fp64. A rank without tokens, which is never the first, keeps -inf.
         best = self.part.new_full((2, len(self.part)), float("-inf"), dtype=torch.float64)
         if tokens.size:
             values, places = self.part[:, : tokens.size].max(dim=-1)

@@ -13,9 +13,9 @@ from sglang.srt.layers.weight_slot import NamedSlots, WeightedLayer, WeightSlot
 
 
 class VocabParallelEmbedding(WeightedLayer):
-    """Embedding table split over the ranks by token; `weight` has equally many rows on all ranks.
+    """Embedding table, split over the ranks by token, and the untied output head.
 
-    Rows after the vocabulary's end are zeros. The same class is the (untied) output head.
+    `weight` has the same number of rows on all ranks; rows past the vocabulary's end are zeros.
     """
 
     def __init__(self, vocab_size: int, hidden_size: int, *, placement: TensorPlacement) -> None:
@@ -49,7 +49,7 @@ class VocabParallelEmbedding(WeightedLayer):
         """The logits of `[n, hidden_size]`.
 
         Args:
-            out: Takes this rank's logits, fp32 `[n, len(weight)]`; None: a new tensor.
+            out: Tensor for this rank's logits, fp32 `[n, len(weight)]`; None: a new one.
         """
         part = apply_linear(hidden_states, self.weight, out=out, out_dtype=torch.float32)
         return VocabLogits(part, self.tokens, self._group)

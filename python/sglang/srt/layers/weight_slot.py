@@ -1,4 +1,4 @@
-"""Places of checkpoint tensors in a model: declared by the layers, used by the loader."""
+"""Slots for checkpoint tensors in a model: layers declare them, the loader fills them."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from sglang.srt.layers.placement import Share, TensorPlacement
 
 
 class Sliceable(Protocol):
-    """A whole checkpoint tensor: in memory, or in a file that is read where it is indexed."""
+    """A whole checkpoint tensor: in memory, or in a file of which only indexed parts are read."""
 
     def __getitem__(self, index: tuple[slice, ...], /) -> torch.Tensor: ...
 
 
 @dataclass(frozen=True, slots=True)
 class WeightSlot:
-    """The place of one checkpoint tensor, or of this rank's part of it.
+    """The destination of one checkpoint tensor, or of this rank's part of it.
 
-    `dest` is a view into a parameter; merged layers give one view for each tensor they merge.
-    The part broadcasts to `dest`.
+    `dest` is a view of a parameter; a merged layer has one view for each tensor that it merges. The
+    part broadcasts to `dest`.
     """
 
     dest: torch.Tensor
@@ -33,14 +33,14 @@ class WeightSlot:
     dim: int = 0
     """The dimension that is split."""
     shares: tuple[Share, ...] = ()
-    """This rank's part of each run of that dimension; runs follow one another. Empty: ranks have
-    the whole tensor each."""
+    """This rank's part of each run of that dimension; the runs are consecutive. Empty: each rank
+    has the whole tensor."""
     parts: tuple[str, ...] = ()
-    """For a tensor that holds several others, the names of those; see `stacked_slots`."""
+    """Names of the tensors that a stacked tensor holds; see `stacked_slots`."""
 
     @classmethod
     def of(cls, dest: torch.Tensor, share: Share | None = None, dim: int = 0) -> WeightSlot:
-        """The slot of a tensor whose part on this rank fills `dest`."""
+        """A slot whose `dest` takes this rank's part of the tensor."""
         return cls.of_runs(dest, () if share is None else (share,), dim)
 
     @classmethod
@@ -51,7 +51,7 @@ class WeightSlot:
         dim: int = 0,
         parts: tuple[str, ...] = (),
     ) -> WeightSlot:
-        """The slot of a tensor of several runs, whose parts on this rank fill `dest` in order."""
+        """A slot whose `dest` takes this rank's parts of several runs, in order."""
         shape = list(dest.shape)
         if shares:
             assert shape[dim] == sum(share.size for share in shares), (shape, dim, shares)
@@ -60,7 +60,7 @@ class WeightSlot:
 
     @property
     def is_split(self) -> bool:
-        """Whether this rank takes less than the whole tensor."""
+        """True if this rank takes less than the whole tensor."""
         return any(share.size < share.total for share in self.shares)
 
     @property
@@ -75,12 +75,12 @@ class WeightSlot:
 
     @property
     def runs(self) -> list[int]:
-        """Lengths of the runs of `dim`; empty: ranks have the whole tensor each."""
+        """Lengths of the runs of `dim`; empty: each rank has the whole tensor."""
         return [share.total for share in self.shares]
 
     @property
     def copies(self) -> torch.Tensor:
-        """`dest` as `[copies, *part]`: the part, as often as `dest` repeats it."""
+        """`dest` as `[copies, *part]`, one entry for each time that `dest` repeats the part."""
         part = list(self.shape)
         if self.shares:
             part[self.dim] = sum(share.size for share in self.shares)
@@ -90,10 +90,8 @@ class WeightSlot:
         return self.dest
 
     def fill(self, whole: Sliceable) -> None:
-        """Copy this rank's part of a checkpoint tensor of `shape`, any dtype, any device.
-
-        Reads nothing else of it.
-        """
+        """Copy this rank's part of a checkpoint tensor of `shape`, any dtype, any device. Nothing
+        else of it is read."""
         index = [slice(None)] * len(self.shape)
         if not self.shares:
             self.dest.copy_(whole[tuple(index)].expand(self.dest.shape))
@@ -109,7 +107,7 @@ NamedSlots = Iterator[tuple[str, WeightSlot]]
 
 
 class WeightedLayer(torch.nn.Module, ABC):
-    """A layer that takes tensors of a checkpoint, whose names begin with `prefix`."""
+    """A layer with weights from a checkpoint; the names of its tensors begin with `prefix`."""
 
     def __init__(self, placement: TensorPlacement) -> None:
         super().__init__()
@@ -117,11 +115,9 @@ class WeightedLayer(torch.nn.Module, ABC):
 
     @abstractmethod
     def weight_slots(self) -> NamedSlots:
-        """Yield each checkpoint tensor's full name and its place."""
+        """Yield the full name of each checkpoint tensor, and its slot."""
 
     def stacked_slots(self) -> NamedSlots:
-        """Yield the tensors, with `parts`, that a checkpoint may have in place of their parts.
-
-        The parts are among `weight_slots`.
-        """
+        """Yield the stacked tensors that a checkpoint may have instead of some of `weight_slots`,
+        which their `parts` name."""
         return iter(())

@@ -1,8 +1,8 @@
 """Decode steps as CUDA graphs, one for each of a few batch sizes.
 
-Launching the kernels of a small decode step takes the CPU longer than running them takes the
-GPU; a graph launches them all at once. A batch is padded to the next captured size with requests
-of one token, in row 0 of the table and slot 0: the padding page, which no request owns.
+For small decode steps, the CPU takes longer to launch the kernels than the GPU to run them; a graph
+launches them all at once. A batch is padded to the next captured size with requests of one token,
+in row 0 of the table and slot 0, the padding page, which no request owns.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ from sglang.srt.model_executor.graph_capture import Graph, GraphCapture
 
 MAX_BATCH_SIZE = 256
 _FIXED_BYTES = 512 << 20
-"""Memory of kernels, library workspaces and the activations of one layer, whatever the model."""
+"""Bytes for kernels, library workspaces and the activations of one layer, for any model."""
 
 _COPIES_OF_STATES = 4
-"""Copies of a layer's states at one time: as read, in fp32, after the step, and as stored."""
+"""Copies of a layer's states that exist at once: as read, in fp32, after the step, as stored."""
 
 Forward = Callable[[torch.Tensor, torch.Tensor, ForwardBatch], LogitsProcessorOutput]
 
 
 def graph_batch_sizes(max_batch_size: int | None, max_running_requests: int) -> list[int]:
-    """Batch sizes to capture, ascending: padding costs at most an eighth or 7 rows.
+    """Batch sizes to capture, ascending. Padding adds at most an eighth, or 7 rows.
 
     Args:
-        max_batch_size: The largest, as the user asked for; None: `max_running_requests`, at most
+        max_batch_size: The largest size, from the user; None: `max_running_requests`, at most
             `MAX_BATCH_SIZE`.
 
     Raises:
@@ -57,7 +57,7 @@ def graph_batch_sizes(max_batch_size: int | None, max_running_requests: int) -> 
 
 
 def estimate_graph_bytes(max_batch_size: int, vocab_size: int, state_bytes: int = 0) -> int:
-    """Estimate the bytes of all graphs and of their logits, as gathered and in vocabulary order.
+    """Estimate the bytes of all graphs and their logits, both as gathered and in vocabulary order.
 
     Args:
         state_bytes: Bytes of one layer's recurrent state of a request.
@@ -67,7 +67,7 @@ def estimate_graph_bytes(max_batch_size: int, vocab_size: int, state_bytes: int 
 
 
 class CudaGraphRunner:
-    """Captures decode steps when it is made, then replays them. For the model's thread only."""
+    """Captures decode steps when it is created, then replays them. Only for the model's thread."""
 
     def __init__(
         self,
@@ -81,9 +81,9 @@ class CudaGraphRunner:
     ) -> None:
         """Args:
         forward: The model's `forward`.
-        pools: Pools of all the model's state.
+        pools: The pools of all the model's state.
         batch_sizes: Ascending.
-        num_logits: Logits per request on this rank.
+        num_logits: Number of logits per request on this rank.
         """
         for pool in pools.values():
             assert pool.layer_transfer_counter is None, "waits cannot be captured"
@@ -95,8 +95,8 @@ class CudaGraphRunner:
         self._batch_sizes = list(batch_sizes)
         largest, device = self._batch_sizes[-1], req_to_token_pool.device
         with torch.inference_mode():
-            # Rows: input_ids, positions, req_pool_indices, seq_lens, out_cache_loc, and slots of
-            # running states, where the model has such.
+            # Rows: input_ids, positions, req_pool_indices, seq_lens, out_cache_loc, slots of
+            # running states (if the model has states).
             self._padding = torch.tensor([[0], [0], [0], [1], [0], [0]], device=device)
             self._inputs = self._padding.repeat(1, largest)
             self._logits_out = torch.empty(
@@ -112,11 +112,11 @@ class CudaGraphRunner:
             )
 
     def can_run(self, forward_batch: ForwardBatch) -> bool:
-        """Whether there is a graph for this batch."""
+        """True if there is a graph for this batch."""
         is_small = forward_batch.batch_size <= self._batch_sizes[-1]
         states = forward_batch.states
         if states is not None and states.first_slots is not None:
-            return False  # A graph reads the states that it overwrites.
+            return False  # a graph reads the same slots of states that it overwrites
         return forward_batch.forward_mode.is_decode() and is_small
 
     def replay(self, forward_batch: ForwardBatch) -> LogitsProcessorOutput:
@@ -127,7 +127,7 @@ class CudaGraphRunner:
         """
         count = forward_batch.batch_size
         size = self._batch_sizes[bisect.bisect_left(self._batch_sizes, count)]
-        # Layers are loaded in their order: the last comes after all others.
+        # Layers are loaded in order, so the last layer's load ends last.
         self._loaded_last.wait_for_layer(self._loaded_last.end_layer)
         if count < size:
             self._inputs[:, count:size] = self._padding
@@ -159,9 +159,6 @@ class CudaGraphRunner:
 
         return capture.capture(run)
 
-    def _static_states(self, slots: torch.Tensor) -> StateBatch | None:
-        return None if state_pool(self._pools.values()) is None else StateBatch(slots=slots)
-
     def _static_batch(self, size: int) -> ForwardBatch:
         inputs = self._inputs[:, :size]
         return ForwardBatch(
@@ -175,7 +172,7 @@ class CudaGraphRunner:
             req_to_token_pool=self._req_to_token_pool,
             token_to_kv_pool=kv_pool(self._pools),
             pools=self._pools,
-            states=self._static_states(inputs[5]),
+            states=StateBatch(slots=inputs[5]) if state_pool(self._pools.values()) else None,
             logits_out=self._logits_out[:size],
             attn_backends=self._attn_backends,
             is_captured=True,

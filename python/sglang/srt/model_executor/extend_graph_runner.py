@@ -1,10 +1,10 @@
-"""Short prefills as CUDA graphs, one for each layer, so that each layer's load can be waited for.
+"""Short prefills as CUDA graphs, one for each layer, with a wait for the layer's load in between.
 
-A question after a long prefix that the cache holds is a prefill of few tokens: running its kernels
-takes the GPU less time than launching them takes the CPU, and the first token waits for that. A
-graph for each layer launches them at once; one for all layers could not wait for the loads of
-single layers. A step is padded to the next captured number of tokens with tokens that attend to
-nothing and store in slot 0, the padding page.
+A question after a long cached prefix is a prefill of few tokens. The CPU takes longer to launch its
+kernels than the GPU to run them, and delays the first token. A graph for each layer launches the
+kernels at once; one graph for all layers could not wait for the loads of single layers. A step is
+padded to the next captured number of tokens. Padding tokens attend to nothing, and are stored in
+slot 0, the padding page.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from sglang.srt.model_executor.cuda_graph_runner import Forward
 from sglang.srt.model_executor.graph_capture import Graph, GraphCapture
 
 TOKEN_COUNTS: Final = (16, 32, 64, 128, 256)
-"""Captured numbers of tokens. From some 300 tokens on the GPU takes longer than the CPU."""
+"""Captured numbers of tokens. From about 300 tokens on, the GPU takes longer than the CPU."""
 assert TOKEN_COUNTS[-1] <= SHORT, "layers of linear attention plan longer prefills on the CPU"
 MAX_REQUESTS: Final = 8
 
 
 class ExtendGraphRunner:
-    """Captures prefills when it is made, then replays them. For the model's thread only."""
+    """Captures prefills when it is created, then replays them. Only for the model's thread."""
 
     def __init__(
         self,
@@ -50,8 +50,8 @@ class ExtendGraphRunner:
         """Args:
         forward: The model's `forward`.
         attn_backends: The backend of each kind of layer; each `captures_extend`.
-        pools: Pools of all the model's state.
-        num_logits: Logits per request on this rank.
+        pools: The pools of all the model's state.
+        num_logits: Number of logits per request on this rank.
         """
         for pool in pools.values():
             assert pool.layer_transfer_counter is None, "waits cannot be captured"
@@ -61,7 +61,7 @@ class ExtendGraphRunner:
         self._pools = pools
         pool_of = {layer: pool for pool in pools.values() for layer in pool.spec.layers}
         self._waits = sorted(pool_of.items(), key=lambda wait: wait[0])
-        """Layers that have state, ascending, each with a pool that waits for its load."""
+        """Layers with state, ascending, each with a pool that can wait for the layer's load."""
         table = req_to_token_pool.req_to_token
         device = table.device
         self._max_requests = min(MAX_REQUESTS, len(table))
@@ -89,7 +89,7 @@ class ExtendGraphRunner:
             )
 
     def can_run(self, forward_batch: ForwardBatch) -> bool:
-        """Whether there are graphs for this batch."""
+        """True if there are graphs for this batch."""
         return (
             forward_batch.forward_mode.is_extend()
             and bool(self._token_counts)
@@ -140,7 +140,7 @@ class ExtendGraphRunner:
         plan = ShortPlan.of(
             num_new, states.track_lens_cpu, forward_batch.input_ids.device, self._max_requests
         )
-        # Without snapshots these slots are not read.
+        # These slots are not read if there are no snapshots.
         targets = states.slots if states.track_slots is None else states.track_slots
         return [states.slots, states.read_slots, targets, *plan]
 
@@ -158,7 +158,7 @@ class ExtendGraphRunner:
         return capture.capture_pieces(run)
 
     def _static_batch(self, size: int) -> ForwardBatch:
-        """One request of `size` tokens, all of them in the padding page."""
+        """One request of `size` tokens, all in the padding page."""
         ids, positions, loc = self._tokens[:, :size]
         rows, seq_lens, last_rows, slots, first_slots, track_slots = self._requests
         return ForwardBatch(

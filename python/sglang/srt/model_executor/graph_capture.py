@@ -1,4 +1,4 @@
-"""CUDA graphs: captured once, replayed often, whole or in pieces."""
+"""Capture of CUDA graphs, whole or in pieces."""
 
 from __future__ import annotations
 
@@ -19,40 +19,40 @@ T = TypeVar("T")
 
 
 class GraphCapture:
-    """Captures graphs into one memory pool, so no two of them may be replayed at the same time."""
+    """Captures graphs into one memory pool; no two of them may be replayed at the same time."""
 
     def __init__(self) -> None:
         self._pool = torch.cuda.graph_pool_handle()
-        gc.collect()  # an object that dies during a capture might be freed in it
+        gc.collect()  # an object that dies during a capture might be freed within it
         torch.cuda.synchronize()
 
     def capture_sizes(
         self, what: str, sizes: Sequence[int], capture: Callable[[int], T]
     ) -> dict[int, T]:
-        """Capture each size, and log the time; the results by size.
+        """Capture each size, and log the time. Returns the results by size.
 
         Args:
-            what: Name of the steps for the log, e.g. "decoding of %s requests".
+            what: Name of the steps for the log, such as "decoding of %s requests".
             sizes: Ascending.
         """
         started = time.monotonic()
-        # The largest first: the others fit into what it took.
+        # The largest first: the others fit into its memory.
         made = {size: capture(size) for size in reversed(sizes)}
         named = what % ", ".join(map(str, sizes))
         logger.info("Captured %s, %.2f s", named, time.monotonic() - started)
         return made
 
     def capture(self, run: Callable[[], object]) -> Graph:
-        """One graph of all that `run` launches."""
+        """Capture one graph of all that `run` launches."""
         return self.capture_pieces(lambda cut: run())[0]
 
     def capture_pieces(self, run: Callable[[Callable[[], None]], object]) -> list[Graph]:
         """Capture graphs to be replayed one after the other.
 
         Args:
-            run: Launches kernels, and calls its argument where the next graph is to begin. It runs
-                a few times before the capture: compiling kernels and making library handles cannot
-                be captured.
+            run: Launches kernels, and calls its argument at the start of each further graph. It
+                runs a few times before the capture, because compiling kernels and making library
+                handles cannot be captured.
         """
         stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         stream.wait_stream(torch.cuda.current_stream())

@@ -65,7 +65,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SharedTransferEngine:
-    """Arguments of this process's Transfer Engine; see `MooncakeTransferEngine`."""
+    """Arguments for this process's Transfer Engine; see `MooncakeTransferEngine`."""
 
     hostname: str
     gpu_id: int | None = None
@@ -74,7 +74,7 @@ class SharedTransferEngine:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelRunnerConfig:
-    """Everything a runner needs to know, as plain values."""
+    """Settings of a runner, as plain values."""
 
     model_config: ModelConfig
     device: str = "cpu"
@@ -82,20 +82,20 @@ class ModelRunnerConfig:
     """One of the device's `DeviceKind.kv_cache_dtypes`; "auto" is the model's own."""
     page_size: int = 1
     attention_backend: str | None = None
-    """The backend's name; None: the best one for the device."""
+    """Name of the backend; None: the default for the device."""
     load_format: str = "auto"
     random_seed: int = 0
     """Seed of `dummy` weights."""
     seed_instance: SeedAddress | None = None
     """The seed of `remote_instance` weights."""
     offers_weights: bool = False
-    """Whether peers may read the weights; needs a `transfer_engine`."""
+    """If true, peers may read the weights; needs a `transfer_engine`."""
     rendezvous: Rendezvous | None = None
-    """Meeting place of the server's ranks; None: this rank is alone."""
+    """Rendezvous of the server's ranks; None: this is the only rank."""
     attn_cp_size: int = 1
     """See `RankGroup.attn_cp_size`."""
     gpu_id: int | None = None
-    """Index of the device; None: the current one."""
+    """Index of the device; None: the current device."""
     tp_group: TensorGroup | None = None
     """The ranks that split the model's layers; None: the world's attention TP group."""
     cp_group: TensorGroup | None = None
@@ -105,29 +105,28 @@ class ModelRunnerConfig:
     cuda_graph_max_bs: int | None = None
     """Largest batch whose decoding is captured; None: `max_running_requests`, 256 at most."""
     transfer_engine: SharedTransferEngine | None = None
-    """Engine of features that move this process's memory; None: the server has no such feature."""
+    """Engine of features that transfer this process's memory; None: no such feature is on."""
 
 
 class ModelRunner:
-    """Runs batches. Only one thread uses it once it is made.
+    """Runs batches. Once it is created, only one thread uses it.
 
     Attributes:
-        model: The model, weights loaded.
+        model: The model with its weights.
         weight_source: Source of the weights.
-        remote_instance_transfer_engine: The Transfer Engine with the weights registered, so that
-            peers can read them; None without `offers_weights`.
-        remote_instance_transfer_engine_session_id: Session under which peers address it; empty
+        remote_instance_transfer_engine: The Transfer Engine with the weights registered, from which
+            peers read them; None without `offers_weights`.
+        remote_instance_transfer_engine_session_id: Session id for peers to address it; empty
             without `offers_weights`.
         model_config: The model's configuration.
         tp_group: The ranks that split the model's layers.
-        cp_group: The ranks that have the same share of the layers, and split the tokens of
-            prefills.
-        state_specs: State that the model caches per token and per prefix.
+        cp_group: The ranks with the same share of the layers, which split the tokens of prefills.
+        state_specs: Specs of the state that the model caches per token and per prefix.
         attn_backends: The attention backend of each kind of the model's layers.
         req_to_token_pool: Slots of each running request; after `init_memory_pool`.
         pools: The device pools (L1), one for each of `state_specs`; after `init_memory_pool`.
-        token_to_kv_pool: The one of `pools` whose slots requests own; after `init_memory_pool`.
-        token_to_kv_pool_allocator: Hands out that pool's pages; after `init_memory_pool`.
+        token_to_kv_pool: The pool in `pools` whose slots requests own; after `init_memory_pool`.
+        token_to_kv_pool_allocator: The allocator of its pages; after `init_memory_pool`.
     """
 
     req_to_token_pool: ReqToTokenPool
@@ -141,12 +140,12 @@ class ModelRunner:
         """Load the model.
 
         Args:
-            on_joined: Called when the ranks have met, before anything is loaded.
+            on_joined: Called when all ranks have joined, before anything is loaded.
 
         Raises:
-            RuntimeError: Another device was set in this process, or the Transfer Engine did not
+            RuntimeError: The process has another device already, or the Transfer Engine did not
                 start.
-            ValueError: A name or size is not supported, or weights are damaged; one line.
+            ValueError: A name or size is not supported, or weights are damaged; in one line.
         """
         if config.page_size < 1:
             raise ValueError(f"page_size={config.page_size} must be at least 1")
@@ -174,10 +173,10 @@ class ModelRunner:
         if self.cp_group.size > 1 and self.state_bytes():
             raise ValueError(
                 f"--attn-cp-size {self.cp_group.size}: a recurrent state of "
-                f"{config.model_config.architecture} depends on all tokens before, so that ranks "
+                f"{config.model_config.architecture} depends on all earlier tokens, so ranks "
                 "cannot split a prefill: leave it at 1, and split heads (--tp-size)"
             )
-        # Before the weights are loaded, so that a wrong name is reported at once.
+        # Before the weights are loaded, to report a wrong name at once.
         self.attn_backends = self._make_attention_backends()
         self.remote_instance_transfer_engine: MooncakeTransferEngine | None = None
         self.remote_instance_transfer_engine_session_id = ""
@@ -186,13 +185,12 @@ class ModelRunner:
         self.weight_source = load_weights(self.model, config.model_config, load_config)
 
     def init_torch_distributed(self) -> None:
-        """Make the device current, notify the threads that wait for that, and join the other ranks.
-
-        A process that is in a world already stays in it.
+        """Make the device current, record that for the process, and join the other ranks. A process
+        that has joined already stays in its world.
 
         Raises:
-            RuntimeError: Another device was set in this process before, or a rank did not join.
-            ValueError: The numbers of ranks do not fit each other.
+            RuntimeError: The process has another device already, or a rank did not join.
+            ValueError: The numbers of ranks are inconsistent.
         """
         config, device = self.config, self.config.device
         if config.gpu_id is not None:
@@ -200,40 +198,40 @@ class ModelRunner:
             device = f"{device}:{config.gpu_id}"
         self._runtime.prepare()
         mark_device_set(device)
-        meeting = config.rendezvous
+        rendezvous = config.rendezvous
         backend = self._device_kind.process_group
-        if meeting is not None or backend != "gloo":
-            # A rank alone needs no gloo, which would listen and keep a file open for each
-            # connection that a stranger made, though he left.
-            init_distributed_environment(backend, meeting)
+        if rendezvous is not None or backend != "gloo":
+            # A single rank needs no gloo. It would listen, and keep a file open for each connection
+            # of a stranger, even a closed one.
+            init_distributed_environment(backend, rendezvous)
         self.tp_group: TensorGroup = config.tp_group or SingleTensorGroup()
         self.cp_group: TensorGroup = config.cp_group or SingleTensorGroup()
-        if meeting is not None:
-            initialize_model_parallel(meeting.size, config.attn_cp_size)
+        if rendezvous is not None:
+            initialize_model_parallel(rendezvous.size, config.attn_cp_size)
             if self._device_kind.has_symmetric_memory and config.gpu_id is not None:
                 own = torch.device(config.device, config.gpu_id)
                 get_attention_tp_group().open_symmetric_memory(own)
             self.tp_group = config.tp_group or get_attention_tp_group()
             self.cp_group = config.cp_group or get_attention_cp_group()
-        self._is_first_rank = meeting is None or meeting.rank == 0
+        self._is_first_rank = rendezvous is None or rendezvous.rank == 0
 
     def init_shared_mooncake_transfer_engine(self) -> None:
-        """Start the Transfer Engine that features of this server share, if any does.
+        """Start the Transfer Engine that features of this server share, if any needs it.
 
         Raises:
             RuntimeError: `init_torch_distributed` has not set a device yet, or the engine did not
                 start.
-            ValueError: A setting cannot work here.
+            ValueError: A setting cannot work on this machine.
         """
         shared = self.config.transfer_engine
         if shared is not None:
             init_mooncake_transfer_engine(shared.hostname, shared.gpu_id, shared.ib_device)
 
     def remote_instance_init_transfer_engine(self) -> None:
-        """Register the weights with the shared Transfer Engine, so that they can be read.
+        """Register the weights with the shared Transfer Engine, for peers to read.
 
         Raises:
-            RuntimeError: The transport refuses the memory.
+            RuntimeError: The transport refused the memory.
         """
         engine = get_mooncake_transfer_engine()
         assert engine is not None, "offers_weights comes with a transfer_engine"
@@ -262,15 +260,15 @@ class ModelRunner:
         return sum(p.numel() * p.element_size() for p in self.model.parameters())
 
     def kv_bytes_per_token(self) -> int:
-        """Bytes of one token in all paged pools, over all layers, on this rank."""
+        """Bytes of one token over all paged pools and layers on this rank."""
         return bytes_per_token(self.state_specs)
 
     def state_bytes(self) -> int:
-        """Bytes of one recurrent state, over all layers, on this rank; 0: the model has none."""
+        """Bytes of one recurrent state over all layers on this rank; 0: the model has none."""
         return bytes_per_state(self.state_specs)
 
     def graph_bytes(self) -> int:
-        """Estimated bytes of device memory that captured steps take; 0: there are none."""
+        """Estimated device memory, in bytes, of captured steps; 0: there are none."""
         backends = self.attn_backends.values()
         if not self._captures_graphs or not all(backend.can_be_captured for backend in backends):
             return 0
@@ -290,19 +288,19 @@ class ModelRunner:
         longest_pass: int = 0,
         num_states: int | None = None,
     ) -> None:
-        """Make the pools and the allocator; warm up and capture graphs if the device does so.
+        """Create the pools and the allocator; warm up and capture graphs if the device does so.
 
         Args:
             max_total_tokens: Slots of the device pool, a multiple of the page size.
             max_running_requests: Rows of the table of slots.
             longest_pass: New tokens of the longest prefill to warm up for; 0: only short ones.
-            num_states: Slots of recurrent states; None: one for each row. Unused where the model
-                has no such states.
+            num_states: Slots of recurrent states; None: one for each row. Unused if the model has
+                no recurrent states.
 
         Raises:
-            ValueError: `max_total_tokens` is not a positive multiple of the page size, there is no
-                pool for a kind of state that the model keeps, or the memory that
-                SGLANG_MOONCAKE_CUSTOM_MEM_POOL names is not available here.
+            ValueError: `max_total_tokens` is not a positive multiple of the page size, a kind of
+                state has no pool, or the memory that SGLANG_MOONCAKE_CUSTOM_MEM_POOL names is not
+                available on this machine.
         """
         page_size = self.config.page_size
         if max_total_tokens < page_size or max_total_tokens % page_size:
@@ -345,7 +343,7 @@ class ModelRunner:
         return self._device_kind.captures_graphs and not self.config.disable_cuda_graph
 
     def _capture(self, batch_sizes: list[int]) -> None:
-        """Capture decode steps of `batch_sizes` and short prefills, where all backends can."""
+        """Capture decode steps of `batch_sizes` and short prefills, if all backends support it."""
         backends = self.attn_backends
         num_logits = -(-self.model_config.vocab_size // self.tp_group.size)
         refusal = uncaptured(backends, lambda backend: backend.can_be_captured)
@@ -376,10 +374,10 @@ class ModelRunner:
 
     @torch.inference_mode()
     def forward(self, forward_batch: ForwardBatch) -> LogitsProcessorOutput:
-        """Run one step: store the new tokens' keys and values, return the last tokens' logits.
+        """Run one step: store the new tokens' keys and values, and return the last tokens' logits.
 
-        On CUDA this queues the work and returns. The logits of a captured step are overwritten by
-        the next: whatever reads them must be queued before that.
+        On CUDA this queues the work and returns. The next captured step overwrites the logits of
+        this one, so queue all reads of them before it.
         """
         output = self._forward(forward_batch)
         states = forward_batch.states
@@ -393,7 +391,7 @@ class ModelRunner:
         for graphs in self._graphs:
             if graphs.can_run(forward_batch):
                 return graphs.replay(forward_batch)
-        # Captured prefills are short, so each rank computes all of them: a graph exchanges nothing.
+        # Captured prefills are short, so each rank computes them whole: graphs exchange nothing.
         if self.cp_group.size > 1 and forward_batch.forward_mode.is_extend():
             forward_batch = split_context(forward_batch, self.cp_group) or forward_batch
         forward_batch.attn_backends = self.attn_backends

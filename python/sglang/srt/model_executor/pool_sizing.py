@@ -1,6 +1,6 @@
-"""How large the device pool is: a pure decision over plain numbers, with its reason.
+"""Size of the device pools: pure decisions over plain numbers.
 
-The reason goes into the server's start-up line.
+Each has a reason, which the server logs at the start.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ CPU_POOL_FRACTION = 0.1
 GPU_STATIC_FRACTION = 0.88
 MAX_RUNNING_REQUESTS = 256
 MIN_TOKENS = 2
-"""One token of a prompt and one of its output: with fewer no request can be served."""
+"""A token of a prompt and one of its output: with fewer, no request can be served."""
 FULL_MEMORY_RATIO = 0.9
-"""Bytes of recurrent states for each byte of keys and values."""
+"""Bytes of recurrent states per byte of keys and values."""
 REQ_TABLE_BYTES = 256 * MIB
 """Upper bound of the table of requests' slots, unless the user asks for more requests."""
 _SLOT_BYTES = 4
@@ -40,8 +40,8 @@ def pool_budget(
     weight_bytes: int = 0,
     graph_bytes: int = 0,
 ) -> Sizing:
-    """Decide how many bytes all device pools may take, unless the user asks for sizes. Arguments as
-    in `size_kv_pool`.
+    """Decide how many bytes all device pools may take, unless the user asks for sizes. The
+    arguments are those of `size_kv_pool`.
 
     Raises:
         ValueError: `mem_fraction_static` is not between 0 and 1.
@@ -69,23 +69,24 @@ def size_kv_pool(
     """Decide how many tokens the device pool (L1) holds.
 
     Args:
-        has_own_memory: Whether the device has its own memory, or else the host's, as a CPU does.
+        has_own_memory: True if the device has its own memory; false for a CPU, which shares the
+            host's.
         kv_bytes_per_token: Bytes of one token's keys and values over all layers.
-        page_size: Tokens per page; one more page, the padding page, is counted in.
+        page_size: Tokens per page. One more page is needed for padding.
         total_bytes: Memory of the device.
-        available_bytes: Memory that is free after the weights were loaded.
+        available_bytes: Free memory after the weights were loaded.
         mem_fraction_static: Share of `total_bytes` for weights and pool together; None: on a
             CPU min(1 GiB, 10% of the memory), elsewhere 0.88 less `graph_bytes`.
-        max_total_tokens: An upper bound that the user set.
+        max_total_tokens: Upper bound from the user.
         weight_bytes: Bytes of the weights, part of the static share.
         graph_bytes: Bytes that CUDA graphs will take.
         state_bytes: Bytes that recurrent states will take.
-        context_len: Longest context of the model. Unless a size was asked for, a GPU's pool holds
-            at most `MAX_RUNNING_REQUESTS` of them, so that a small model leaves memory alone.
+        context_len: Longest context of the model. Unless the user asks for a size, a GPU's pool
+            holds at most `MAX_RUNNING_REQUESTS` of them, to leave memory free for small models.
 
     Raises:
         ValueError: One page or the shortest request does not fit, or the memory is not available;
-            names the flag.
+            the message names the flag.
     """
     budget, reason = pool_budget(
         has_own_memory=has_own_memory,
@@ -144,7 +145,7 @@ def _budget(
 def _default_budget(
     budget: int, reason: str, total_bytes: int, available_bytes: int, graph_bytes: int
 ) -> tuple[int, str]:
-    """Leave room for graphs, and the usual reserve even if others use the device too."""
+    """Leave room for graphs, and the usual reserve even if other processes use the device."""
     reserve = int(total_bytes * (1.0 - GPU_STATIC_FRACTION))
     if available_bytes - reserve < budget:
         budget = available_bytes - reserve
@@ -168,12 +169,12 @@ def size_states(
 
     Args:
         budget_bytes: Bytes of all device pools: see `pool_budget`.
-        state_bytes: Bytes of one state over all layers; one more state, padding, is counted in.
-        keeps_snapshots: Whether states of prefixes are cached; if not, there are only as many
+        state_bytes: Bytes of one state over all layers. One more state is needed for padding.
+        keeps_snapshots: True if states of prefixes are cached; otherwise there are only as many
             states as running requests.
-        full_memory_ratio: Bytes of states for each byte of keys and values, at most; None: 0.9.
-        max_states: Number that the user asked for; it overrides the ratio.
-        max_running_requests: Number that the user asked for; None: `MAX_RUNNING_REQUESTS`.
+        full_memory_ratio: Most bytes of states per byte of keys and values; None: 0.9.
+        max_states: Number from the user, which overrides the ratio.
+        max_running_requests: Number from the user; None: `MAX_RUNNING_REQUESTS`.
 
     Raises:
         ValueError: Too few states fit, or are asked for; names the flags.
@@ -211,12 +212,12 @@ def size_running_requests(
 ) -> Sizing:
     """Decide how many requests may run at once.
 
-    Unless the user asks for a number: as many as the pool can give 64 tokens each, at most 256, and
-    few enough that the table of their slots (4 bytes per token of context) stays small.
+    Unless the user asks for a number, the pool must have 64 tokens for each, there are at most 256,
+    and the table of their slots (4 bytes per token of context) must stay small.
 
     Args:
         available_bytes: Memory of the device that weights, pools and states leave free.
-        states: Recurrent states, of which each request needs one; None: the model has none.
+        states: Number of recurrent states; each request needs one. None: the model has none.
 
     Raises:
         ValueError: `max_running_requests` is less than 1, or their table does not fit.

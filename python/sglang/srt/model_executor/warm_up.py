@@ -1,4 +1,4 @@
-"""Warm-up of prefills: one-time work of a GPU, done before the first request."""
+"""Warm-up of prefills: does a GPU's one-time work before the first request."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from sglang.srt.mem_cache.device.memory_pool import KVCache, ReqToTokenPool
 
 NEW_TOKENS = (1, 4, 8, 16, 32, 64)
 IN_CHUNKS = SHORT + CHUNK
-"""New tokens for models with recurrent states: just too many for the kernels of short prefills."""
+"""New tokens for models with recurrent states, just too many for the kernels of short prefills."""
 PREFIX_TOKENS = 4096
 UNEVEN_TOKENS = 96
-"""Added to a prefix of one pass: prefixes of uneven length use other kernels."""
+"""Tokens added to a prefix of one pass, because prefixes of uneven length use other kernels."""
 
 
 def warm_up_batches(
     req_to_token_pool: ReqToTokenPool, token_to_kv_pool: KVCache, longest_pass: int
 ) -> Iterator[ForwardBatch]:
-    """Extend steps that together use every kernel of prefills, and all the memory that the longest
-    pass takes.
+    """Extend steps that together use every kernel of prefills, and as much memory as the longest
+    pass.
 
-    They read and write the padding page alone. The table must be new: its rows are all zeros.
+    They read and write only the padding page. The table must be new, with rows of zeros.
 
     Args:
         longest_pass: Most new tokens of one pass.
@@ -40,7 +40,7 @@ def warm_up_batches(
     for prefix, new in warm_up_lengths(context, longest_pass, has_states):
         states = StateBatch.running(req_to_token_pool, row)
         if states is not None and new > SHORT:
-            # As after a hit: with a snapshot, and tokens after it.
+            # Like after a cache hit: with a snapshot, and tokens after it.
             states.track_slots, states.track_lens_cpu = row, [(new - 1) // CHUNK * CHUNK]
         zeros = torch.zeros(new, dtype=torch.int64, device=req_to_token_pool.device)
         yield ForwardBatch(

@@ -1,4 +1,4 @@
-"""Weights from the files of a checkpoint, and errors of the files."""
+"""Loads weights from the files of a checkpoint, with errors that name the file."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from sglang.srt.model_loader.weight_source import WeightSlots
 class CheckpointFiles:
     """The weight files of a checkpoint: see `WeightSource`.
 
-    Safetensors files are mapped into memory, and only this rank's parts are read. With the load
-    format "pt", the files are pickled state dicts, each in memory as a whole while it is read.
+    Safetensors files are mapped into memory, and only this rank's parts are read. The files of load
+    format "pt" are pickled state dicts; each is in memory as a whole while it is read.
     """
 
     def __init__(self, model_config: ModelConfig, load_config: LoadConfig) -> None:

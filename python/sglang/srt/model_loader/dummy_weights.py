@@ -1,7 +1,7 @@
-"""Random weights that depend on (seed, name, place) alone: equal bytes on every device.
+"""Random weights that depend only on (seed, name, position), with equal bytes on every device.
 
-They are made by integer operations and one rounding, which are equal on every device, so ranks and
-hosts agree on them. On a GPU 16 GB take about a second.
+They come from integer operations and one rounding, whose results are equal on every device, so
+ranks and hosts agree. On a GPU 16 GB take about a second.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from sglang.srt.model_loader.weight_source import WeightSlots
 from sglang.srt.model_loader.weights_identity import weights_identity
 
 _CHUNK = 1 << 20
-"""Elements that share their two keys. The weights depend on it."""
+"""Number of elements that share two keys. The weights depend on it."""
 
 # A bijection of 32 bits with little bias: hash-prospector's `lowbias32` (Wellons, 2018).
 _MIX_1 = 0x7FEB352D
@@ -23,16 +23,16 @@ _MIX_2 = 0x846CA68B - (1 << 32)
 
 
 class DummyWeights:
-    """Random weights, each determined by the seed and its name alone.
+    """Random weights, each determined by the seed and its name.
 
-    A rank makes each whole weight on the device of its part, then keeps the part.
+    A rank generates each whole weight on the device of its part, and keeps the part.
     """
 
     name = "random"
 
     def __init__(self, model_config: ModelConfig, load_config: LoadConfig) -> None:
         self._seed = load_config.random_seed
-        # config.json may be another one when the identity is asked for.
+        # Computed now, because config.json may change later.
         self._identity = weights_identity(
             model_config.model_path, load_format="dummy", random_seed=self._seed
         )
@@ -58,8 +58,8 @@ def dummy_tensor(
 ) -> torch.Tensor:
     """The weight called `name`.
 
-    It is scaled so that activations keep their size and outputs depend on the whole context: norms
-    near 1, biases small, matrices by fan-in.
+    Scales keep activations in range and make outputs depend on the whole context: norms near 1,
+    small biases, matrices by fan-in.
 
     Args:
         shape: Shape of the whole weight, not of a rank's part.
@@ -84,8 +84,8 @@ def dummy_tensor(
 def _hash(places: torch.Tensor, digest: int) -> torch.Tensor:
     """Hash int32 `[n]` to a new int32 `[n]`, by a 64-bit digest.
 
-    The halves of the digest are used at different stages; otherwise chunks with similar first keys
-    would be shifted copies.
+    The two halves of the digest are used at different stages; otherwise chunks with similar first
+    keys would be shifted copies.
     """
     x = places + _signed(digest & 0xFFFFFFFF)
     x ^= _shift(x, 16)
@@ -102,5 +102,5 @@ def _signed(word: int) -> int:
 
 
 def _shift(x: torch.Tensor, bits: int) -> torch.Tensor:
-    """Shift right and fill with zeros; torch's shift of int32 fills with the sign."""
+    """Shift right, filling with zeros; torch's shift of int32 fills with the sign."""
     return (x >> bits).bitwise_and_((1 << (32 - bits)) - 1)

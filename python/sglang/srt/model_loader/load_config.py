@@ -1,4 +1,4 @@
-"""Source and destination of a model's weights: plain values."""
+"""Source and destination of a model's weights, as plain values."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class SeedAddress:
     host: str
     port: int
     api_key: str | None = field(default=None, repr=False)
-    """Key that is sent to the server; None: it needs none."""
+    """Key for the server; None: it needs no key."""
 
     @property
     def url(self) -> str:
@@ -28,7 +28,7 @@ class LoadConfig:
     """Settings to load a model on this rank."""
 
     load_format: str = "auto"
-    """A key of `loader.WEIGHT_SOURCES`; "auto" is "safetensors"."""
+    """A key of `loader.WEIGHT_SOURCES`; "auto" means "safetensors"."""
     random_seed: int = 0
     """The seed of `dummy` weights."""
     seed_instance: SeedAddress | None = None

@@ -1,7 +1,7 @@
-"""The files of a checkpoint as they were when they were loaded, and the identity of their weights.
+"""The files of a checkpoint as they were loaded, and the identity of their weights.
 
-The identity is often asked for long after loading, and by then the files may hold other weights. So
-names, sizes, times and inodes are noted before the files are read, which costs no reading.
+The identity may be needed long after loading, when the files may contain other weights. So their
+names, sizes, times and inodes are recorded before they are read.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ _Signature: TypeAlias = tuple[int, int, int]
 
 
 class LoadedFiles:
-    """config.json and the weight files of a checkpoint. Made before the weights are read.
+    """config.json and the weight files of a checkpoint. Create it before reading the weights.
 
     Attributes:
         weights: The weight files, sorted by name.
     """
 
     def __init__(self, model_path: str, load_format: str) -> None:
-        """Raises ValueError: see `weight_files`; or there is no config.json."""
+        """Raises ValueError: from `weight_files`, or there is no config.json."""
         self._path = model_path
         self._format = load_format
         config = config_file(model_path)
@@ -34,16 +34,16 @@ class LoadedFiles:
         self._identity: str | None = None
 
     def identity(self) -> str:
-        """Identity of the weights that were loaded. The first call reads all files, unless their
-        digests are known; what it returned stays valid whatever becomes of the files.
+        """Identity of the loaded weights. The first call reads all files, unless their digests are
+        cached. The result stays valid even if the files change later.
 
         Raises:
-            ValueError: A file is not the one that was loaded; names it and the remedy.
+            ValueError: A file has changed since it was loaded; names the file and the remedy.
         """
         if self._identity is None:
             self._check_unchanged()
             identity = weights_identity(self._path, load_format=self._format)
-            self._check_unchanged()  # A file may have changed while it was hashed.
+            self._check_unchanged()  # a file may have changed while it was hashed
             self._identity = identity
         return self._identity
 
@@ -52,8 +52,8 @@ class LoadedFiles:
         if changes:
             more = f" (and {len(changes) - 1} more)" if len(changes) > 1 else ""
             raise ValueError(
-                f"{self._path}: {changes[0]}{more} since the weights were loaded, so that the "
-                "files no longer tell what is in memory: restart this server"
+                f"{self._path}: {changes[0]}{more} since the weights were loaded, so the files no "
+                "longer identify the weights in memory: restart this server"
             )
 
     def _changes(self) -> list[str]:
@@ -68,13 +68,13 @@ class LoadedFiles:
         try:
             listed = weight_files(Path(self._path), self._format)
         except ValueError:
-            listed = []  # An index is damaged, or names what is missing.
+            listed = []  # an index is damaged, or names a missing file
         changes = [f"{file.name} was added" for file in listed if file not in self._noted]
         return changes or ([] if listed == self.weights else ["the index has changed"])
 
 
 def _signatures(files: Iterable[Path]) -> dict[Path, _Signature]:
-    """Signatures of the files that are there. Links are followed."""
+    """Signatures of the files that exist. Links are followed."""
     found = {}
     for file in files:
         try:

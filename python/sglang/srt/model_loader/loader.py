@@ -1,4 +1,4 @@
-"""Construction of a model with its weights: from files, random, or of a running server."""
+"""Builds a model with weights from files, random weights, or weights of a running server."""
 
 from __future__ import annotations
 
@@ -31,11 +31,12 @@ WEIGHT_SOURCES: Mapping[str, Callable[[ModelConfig, LoadConfig], WeightSource]] 
         "remote_instance": RemoteInstanceWeights,
     }
 )
-"""Sources of weights by the value of `--load-format`."""
+"""Sources of weights by value of `--load-format`."""
 
 
 def get_model(model_config: ModelConfig, load_config: LoadConfig) -> CausalLM:
-    """This rank's share of a model, with its weights; raises what the two functions below raise."""
+    """This rank's share of a model with its weights. Raises like `build_model` and
+    `load_weights`."""
     model = build_model(model_config, load_config)
     load_weights(model, model_config, load_config)
     return model
@@ -59,11 +60,11 @@ def build_model(model_config: ModelConfig, load_config: LoadConfig) -> CausalLM:
 def load_weights(
     model: CausalLM, model_config: ModelConfig, load_config: LoadConfig
 ) -> WeightSource:
-    """Fill all weights of a model that `build_model` made; return their source.
+    """Fill all weights of a model from `build_model`, and return their source.
 
     Raises:
-        ValueError: One line that names the load format, or the source and the tensor that is
-            missing, unexpected, torn or of another shape, and the remedy.
+        ValueError: In one line: the unknown load format, or the source, the tensor that is missing,
+            unexpected, torn or of another shape, and the remedy.
     """
     make_source = WEIGHT_SOURCES.get(load_config.load_format)
     if make_source is None:

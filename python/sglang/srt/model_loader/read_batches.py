@@ -1,4 +1,4 @@
-"""Order in which the parts of weights are read: batches of whole tensors and of rows. Pure."""
+"""Batches in which the parts of weights are read. Pure functions."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Step:
 
     Attributes:
         name: Name of the tensor.
-        offset: Byte offset of its rows in the staging memory; None: they are read into place.
+        offset: Byte offset of its rows in the staging memory; None: read directly into place.
     """
 
     name: str
@@ -31,13 +31,13 @@ class Step:
 
 @dataclass(slots=True)
 class ReadBatch:
-    """Reads that are in flight at the same time.
+    """Reads in flight at the same time.
 
     Attributes:
         steps: Reads, tensor by tensor.
-        done: The tensors that are complete at the end of the batch.
+        done: The tensors that are complete after the batch.
         num_bytes: Bytes to read from the seed.
-        staged: Bytes of staging memory that the batch takes.
+        staged: Bytes of staging memory of the batch.
     """
 
     steps: list[Step] = field(default_factory=list)
@@ -46,7 +46,7 @@ class ReadBatch:
     staged: int = 0
 
     def add(self, name: str, read: PartRead) -> None:
-        """Add a read; it takes staging memory unless it is direct."""
+        """Add a read. It takes staging memory unless it is direct."""
         self.steps.append(Step(name, read, None if read.is_direct else self.staged))
         self.num_bytes += read.num_bytes
         if not read.is_direct:
@@ -61,8 +61,8 @@ class ReadBatch:
 
 
 def staging_bytes(plans: Sequence[TensorPlan], most: int) -> int:
-    """Bytes of staging memory for one batch: half of the largest part that needs it, limited by
-    `most`, but at least a row. Two batches take turns."""
+    """Bytes of staging memory for one batch: half of the largest part that needs it, at most
+    `most`, but at least a row. Two batches alternate."""
     staged = [read for plan in plans for read in plan.reads if not read.is_direct]
     if not staged:
         return 0
@@ -73,7 +73,7 @@ def staging_bytes(plans: Sequence[TensorPlan], most: int) -> int:
 def cut_batches(
     plans: Sequence[TensorPlan], most_bytes: int, most_staged: int
 ) -> Iterator[ReadBatch]:
-    """Cut plans into batches of about `most_bytes`; a larger direct read is a batch of its own.
+    """Cut plans into batches of about `most_bytes`. A larger direct read is a batch by itself.
 
     Args:
         most_staged: Most bytes of staging memory of one batch; see `staging_bytes`.

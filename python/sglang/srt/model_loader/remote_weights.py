@@ -1,4 +1,4 @@
-"""Weights read from the memory of a running server, the seed."""
+"""Reads weights from the memory of a running server, the seed."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ from sglang.srt.distributed.device_communicators.transfer_types import (
 from sglang.srt.hardware_backend.device_runtime import device_runtime
 from sglang.srt.model_loader.load_config import LoadConfig
 from sglang.srt.model_loader.read_batches import ReadBatch, Step, cut_batches, staging_bytes
+from sglang.srt.model_loader.seed_answer import SeedAnswer, check_seed
 from sglang.srt.model_loader.seed_client import DIGEST_TIMEOUT_S, SeedClient
 from sglang.srt.model_loader.staging_memory import StagingMemory
 from sglang.srt.model_loader.tensor_memory import checksums
-from sglang.srt.model_loader.weight_offer import SeedAnswer, check_offer
 from sglang.srt.model_loader.weight_plan import TensorPlan, check_checksums, plan_reads
 from sglang.srt.model_loader.weight_source import WeightSlots
 from sglang.srt.model_loader.weights_identity import config_values
@@ -38,14 +38,14 @@ from sglang.srt.utils.network import is_loopback
 logger = logging.getLogger(__name__)
 
 _BATCH_BYTES: Final = 256 * MIB
-"""Bytes of a batch, which is read while batches before it are hashed."""
+"""Bytes of a batch. A batch is read while earlier ones are hashed."""
 _NVLINK_BATCH_BYTES: Final = 1024 * MIB
-"""The same over NVLink, where what comes between two batches takes as long as 64 MiB."""
+"""The same over NVLink, where the gap between two batches takes as long as 64 MiB."""
 _STAGED_BYTES: Final = 32 * MIB
-"""Most bytes of a batch that are read into staging memory."""
+"""Most bytes of a batch that go through staging memory."""
 _BATCH_TIMEOUT_S: Final = 30.0
 _LEAST_RATE: Final = 10e6
-"""Least rate in bytes per second; a slower seed is given up."""
+"""Least rate, in bytes per second; reads from a slower seed time out."""
 
 _Checked: TypeAlias = list[tuple[TensorPlan, list[str]]]
 """Tensors that have arrived, with the checksums of their cells."""
@@ -54,12 +54,12 @@ _Checked: TypeAlias = list[tuple[TensorPlan, list[str]]]
 class RemoteInstanceWeights:
     """This rank's share of the weights of a running server with the same model.
 
-    The seed may have another number of ranks: the parts of each tensor that make up this rank's own
-    are read, each from one rank of the seed. The memory of the slots is registered with this
-    process's Transfer Engine (`register_weights`). The seed is read, never written; the read bytes
-    are compared with its checksums before the server serves.
+    The seed may have another number of ranks. Each tensor of this rank is read in parts, each part
+    from one rank of the seed. The slots' memory is registered with this process's Transfer Engine
+    (`register_weights`). The seed is never written to. The read bytes are compared with its
+    checksums before the server serves.
 
-    Threads: one for each rank of the seed, which reads; `weights-digest`, which hashes.
+    Threads: a reader for each rank of the seed; `weights-digest`, which hashes.
     """
 
     def __init__(
@@ -70,10 +70,8 @@ class RemoteInstanceWeights:
         engine: MooncakeTransferEngine | None = None,
         client: SeedClient | None = None,
     ) -> None:
-        """
-
-        Args:
-            engine: Transfer Engine; None: this process's.
+        """Args:
+            engine: Transfer Engine; None: that of this process.
             client: Client of the seed; None: made from `load_config`.
 
         Raises:
@@ -95,8 +93,7 @@ class RemoteInstanceWeights:
         self._config = config_values(model_config.model_path)
         self._identity: str | None = None
         self._staging: StagingMemory | None = None
-        """Staging memory. It is kept after an error, since reads in flight may still write to
-        it."""
+        """Staging memory. It is kept after an error, because reads in flight may write to it."""
 
     def identity(self) -> str:
         """The seed's identity. Call it after `fill`."""
@@ -104,10 +101,10 @@ class RemoteInstanceWeights:
         return self._identity
 
     def fill(self, slots: WeightSlots) -> None:
-        """See `WeightSource`. The time is limited: a seed that stalls is given up.
+        """See `WeightSource`. A seed that stalls causes an error after a timeout.
 
         Raises:
-            ValueError: One line with the seed, the difference or failure, and the remedy.
+            ValueError: In one line: the seed, the difference or failure, and the remedy.
         """
         try:
             self._fill(slots)
@@ -123,7 +120,7 @@ class RemoteInstanceWeights:
         answers = self._client.ask_all()
         for answer in answers:
             self._check_session(answer.session_id)
-            check_offer(answer.weights, config=self._config, protocol=self._protocol)
+            check_seed(answer.weights, config=self._config, protocol=self._protocol)
         wanted = slots.empty()
         plans = plan_reads(answers, wanted, rank=self._rank)
         checked = self._read_all(plans, answers, slots)
@@ -135,7 +132,7 @@ class RemoteInstanceWeights:
             self._engine.forget_peer(answer.session_id)
 
     def _check_session(self, session_id: str) -> None:
-        """Refuse a session id that leads to another process than the seed."""
+        """Refuse a session id that does not lead to the seed's process."""
         host, _ = parse_session_id(session_id)
         if is_loopback(host) and not is_loopback(self._host):
             raise ValueError(
@@ -148,7 +145,7 @@ class RemoteInstanceWeights:
     def _read_all(
         self, plans: Sequence[TensorPlan], answers: Sequence[SeedAnswer], slots: WeightSlots
     ) -> _Checked:
-        """Fill the slots; batches are hashed while later ones are read.
+        """Fill the slots. Batches are hashed while later ones are read.
 
         Raises:
             TransferError: Not all bytes have arrived.
@@ -166,13 +163,13 @@ class RemoteInstanceWeights:
             ExitStack() as on_end,
         ):
             hashers = ThreadPoolExecutor(1, thread_name_prefix="weights-digest")
-            on_end.callback(hashers.shutdown, cancel_futures=True)  # There are some after an error.
-            for turn, batch in enumerate(cut_batches(plans, most, size)):
-                for before, call in enumerate(hashing):
-                    # Two batches before, its half of the staging memory is free again.
-                    if call.done() or (batch.staged and before <= turn - 2):
+            on_end.callback(hashers.shutdown, cancel_futures=True)  # some remain after an error
+            for index, batch in enumerate(cut_batches(plans, most, size)):
+                for earlier, call in enumerate(hashing):
+                    # This batch uses the same half of the staging memory as the last but one.
+                    if call.done() or (batch.staged and earlier <= index - 2):
                         call.result()
-                address = staging.half(turn).data_ptr()
+                address = staging.half(index).data_ptr()
                 reads = [
                     readers.submit(self._read, sessions[holder], steps, address)
                     for holder, steps in batch.of_holders().items()
@@ -180,7 +177,7 @@ class RemoteInstanceWeights:
                 errors = [error for read in reads if (error := read.exception()) is not None]
                 if errors:
                     raise errors[0]
-                hashing.append(hashers.submit(_take_over, checked, batch, staging, turn))
+                hashing.append(hashers.submit(_take_over, checked, batch, staging, index))
                 num_bytes += batch.num_bytes
                 for plan in batch.done:
                     slots.take(plan.name, plan.slot.shape, self.name)
@@ -221,11 +218,10 @@ class RemoteInstanceWeights:
                 )
 
 
-def _take_over(checked: _Checked, batch: ReadBatch, staging: StagingMemory, turn: int) -> None:
-    """Copy a batch's rows from staging memory into place, and hash the tensors that are
-    complete."""
+def _take_over(checked: _Checked, batch: ReadBatch, staging: StagingMemory, index: int) -> None:
+    """Copy a batch's rows from staging memory into place, and hash the complete tensors."""
     with torch.inference_mode():
-        staging.unpack(batch, turn)
+        staging.unpack(batch, index)
         found = iter(checksums([cell.data for plan in batch.done for cell in plan.cells]))
         for plan in batch.done:
             checked.append((plan, [next(found) for _ in plan.cells]))

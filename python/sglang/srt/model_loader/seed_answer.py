@@ -1,4 +1,4 @@
-"""A seed's description of its weights: the parts of tensors of each rank, and their addresses."""
+"""A seed's description of its weights: the tensor parts of each rank, and their addresses."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ class TensorPart(msgspec.Struct, frozen=True, kw_only=True):
     """The whole tensor's shape."""
     split_dim: int = 0
     split_ranges: tuple[tuple[int, int], ...] = ()
-    """Start and end of the rank's part of each of `split_runs`; in memory the parts are
-    consecutive."""
+    """Begin and end of the rank's part of each of `split_runs`. The parts are consecutive in
+    memory."""
     split_runs: tuple[int, ...] = ()
-    """Lengths of the runs of `split_dim`, each of which the ranks split; empty: the tensor is never
+    """Lengths of the runs of `split_dim`; the ranks split each run. Empty: the tensor is never
     split, for any number of ranks."""
 
     @classmethod
@@ -52,7 +52,7 @@ class TensorPart(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class WeightsDigest(msgspec.Struct, frozen=True, kw_only=True):
-    """The part of an answer that takes long to compute, since every byte is read."""
+    """The part of an answer that takes long to compute, because every byte is read."""
 
     identity: str
     """See `weights_identity`; the same on all ranks."""
@@ -61,7 +61,7 @@ class WeightsDigest(msgspec.Struct, frozen=True, kw_only=True):
     in the rank's memory, row by row, 32 hexadecimal digits."""
 
 
-class WeightsOffer(msgspec.Struct, frozen=True, kw_only=True):
+class SeedWeights(msgspec.Struct, frozen=True, kw_only=True):
     """A seed's description of one rank, without addresses."""
 
     config: dict[str, str]
@@ -72,10 +72,10 @@ class WeightsOffer(msgspec.Struct, frozen=True, kw_only=True):
     """Number of ranks of the seed."""
     tensors: dict[str, TensorPart]
     hash: str = "xxh3-128"
-    """Name of the checksums' hash. Seeds that do not tell it hash tensors whole."""
+    """Name of the checksums' hash. Seeds without this field hash tensors as a whole."""
     digest: WeightsDigest | None = None
-    """Digest of the weights; None: it is being computed, ask again. All ranks get theirs at the
-    same time."""
+    """Digest of the weights; None: it is still being computed, ask again. All ranks get theirs at
+    the same time."""
 
 
 MemoryPlace = tuple[int, int, int]
@@ -87,8 +87,8 @@ class SeedAnswer(msgspec.Struct, frozen=True, kw_only=True):
 
     rank: int
     remote_instance_transfer_engine_info: tuple[str, dict[str, MemoryPlace]]
-    """Session id of the rank's Transfer Engine, and the place of each tensor, in SGLang's form."""
-    weights: WeightsOffer
+    """Session id of the rank's Transfer Engine, and each tensor's place, in SGLang's format."""
+    weights: SeedWeights
 
     @property
     def session_id(self) -> str:
@@ -117,7 +117,7 @@ def place_of(tensor: torch.Tensor) -> MemoryPlace:
     return tensor.data_ptr(), tensor.numel(), tensor.element_size()
 
 
-def check_offer(weights: WeightsOffer, *, config: Mapping[str, str], protocol: str) -> None:
+def check_seed(weights: SeedWeights, *, config: Mapping[str, str], protocol: str) -> None:
     """Refuse a seed with another model or another transport.
 
     Args:
@@ -125,7 +125,7 @@ def check_offer(weights: WeightsOffer, *, config: Mapping[str, str], protocol: s
         protocol: Protocol of this process's Transfer Engine.
 
     Raises:
-        ValueError: Model, transport or hash differ; names the difference (for a model the first
+        ValueError: Model, transport or hash differ; with the difference (for a model, the first
             field) and the remedy.
     """
     if weights.protocol != protocol:

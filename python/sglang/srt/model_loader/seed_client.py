@@ -1,4 +1,4 @@
-"""HTTP client of a seed; all requests have time limits."""
+"""HTTP client of a seed. All requests have timeouts."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ import msgspec
 from sglang.srt.arg_groups.remote_weights import SEED_PATH, START_SEED
 from sglang.srt.constants import MIB
 from sglang.srt.model_loader.load_config import SeedAddress
-from sglang.srt.model_loader.weight_offer import ANSWER_DECODER, SeedAnswer, WeightsDigest
+from sglang.srt.model_loader.seed_answer import ANSWER_DECODER, SeedAnswer, WeightsDigest
 from sglang.srt.utils.background_call import BackgroundCall
 from sglang.srt.utils.error_answers import error_text
 
 ANSWER_TIMEOUT_S: Final = 20.0
-"""Seconds for one answer. The seed's scheduler answers between two forwards."""
+"""Timeout of one answer, in seconds. The seed's scheduler answers between two forwards."""
 DIGEST_TIMEOUT_S: Final = 600.0
-"""Seconds for the seed to read all its weights once, while it serves."""
+"""Seconds for the seed to hash all its weights while it serves."""
 _POLL_S: Final = 0.1
 _MOST_BYTES: Final = 64 * MIB
-"""Most bytes of an answer; a tensor takes about 300."""
+"""Most bytes of an answer. A tensor takes about 300 bytes."""
 
 
 class SeedClient:
@@ -33,27 +33,27 @@ class SeedClient:
         self._timeout = answer_timeout
 
     def ask_all(self) -> list[SeedAnswer]:
-        """Ask for the seed's present answers about all its ranks, in their order.
+        """Ask for the current answers of all the seed's ranks, in the order of ranks.
 
         Raises:
-            ValueError: `ask` raises it, or the answers are not of the same server.
+            ValueError: From `ask`, or the answers are not from the same server.
         """
         first = self.ask(0)
         answers = [first, *(self.ask(rank) for rank in range(1, first.weights.ranks))]
         for rank, answer in enumerate(answers):
             if (answer.rank, answer.weights.ranks) != (rank, len(answers)):
                 raise ValueError(
-                    f"asked for rank {rank} of {len(answers)}, it tells of rank {answer.rank} of "
+                    f"asked for rank {rank} of {len(answers)}, it answers as rank {answer.rank} of "
                     f"{answer.weights.ranks}: it has been started again meanwhile, start this one "
                     "again too"
                 )
         return answers
 
     def ask(self, rank: int) -> SeedAnswer:
-        """Ask for the seed's present answer about one rank. Blocks for at most the timeout.
+        """Ask for the current answer of one of the seed's ranks. Blocks for at most the timeout.
 
         Raises:
-            ValueError: There is no answer, or it is not that of a seed; describes it.
+            ValueError: There is no answer, or it is not that of a seed; with the cause.
         """
         path = f"{SEED_PATH}?{urlencode({'rank': rank})}"
         call = BackgroundCall(
@@ -85,7 +85,7 @@ class SeedClient:
             deadline: `time.monotonic()` seconds.
 
         Raises:
-            ValueError: `ask` raises it, or the time is up.
+            ValueError: From `ask`, or the deadline has passed.
         """
         return [self._await_digest(rank, deadline) for rank in range(num_ranks)]
 

@@ -1,4 +1,4 @@
-"""Staging memory for rows of a seed, of which this rank needs only some columns."""
+"""Staging memory for a seed's rows if this rank needs only some of their columns."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from sglang.srt.model_loader.read_batches import ReadBatch
 
 
 class StagingMemory:
-    """Two halves that batches use in turn: one is filled while the other is copied from.
+    """Two halves, used by alternate batches: one is filled while the other is copied from.
 
     Args:
         engine: The engine that the memory is registered with.
-        num_bytes: Bytes of a half; 0: no batch needs staging memory.
+        num_bytes: Bytes of each half; 0: no batch needs staging memory.
         device: Device of the weights.
-        known: Addresses of the allocations that the engine knows already.
+        known: Addresses of allocations that are registered with the engine already.
 
     Raises:
         RegistrationError: The transport refused.
@@ -35,20 +35,20 @@ class StagingMemory:
         self._memory = torch.empty(2 * num_bytes, dtype=torch.uint8, device=device)
         self._halves = torch.split(self._memory, num_bytes) if num_bytes else (self._memory,) * 2
         self._runtime = device_runtime(device)
-        # It may share an allocation with the weights.
+        # It may be in the same allocation as weights.
         ranges = self._runtime.allocations_of([self._memory]) if num_bytes else {}
         self._own = {begin: size for begin, size in ranges.items() if begin not in known}
         if self._own:
             engine.batch_register(list(self._own), list(self._own.values()))
 
-    def half(self, turn: int) -> torch.Tensor:
-        """The half of the batch with number `turn`, as uint8."""
-        return self._halves[turn % 2]
+    def half(self, index: int) -> torch.Tensor:
+        """The half for the batch with this index, as uint8."""
+        return self._halves[index % 2]
 
-    def unpack(self, batch: ReadBatch, turn: int) -> None:
-        """Copy the staged rows of `batch` into place. Any thread; the copies are complete on
-        return."""
-        half = self.half(turn)
+    def unpack(self, batch: ReadBatch, index: int) -> None:
+        """Copy the staged rows of `batch`, which has this index, into place. Any thread. The copies
+        are complete on return."""
+        half = self.half(index)
         for step in batch.steps:
             if step.offset is not None:
                 step.read.copy_from(half[step.offset : step.offset + step.read.num_bytes])
@@ -56,6 +56,6 @@ class StagingMemory:
             self._runtime.synchronize()
 
     def release(self) -> None:
-        """Deregister the memory; no read into it is in flight."""
+        """Deregister the memory. No read into it may be in flight."""
         if self._own:
             self._engine.batch_deregister(list(self._own))

@@ -1,4 +1,4 @@
-"""The memory of weights: registration with the transport, and checksums."""
+"""Registration of weights' memory with the transport, and checksums of weights."""
 
 from __future__ import annotations
 
@@ -17,8 +17,7 @@ from sglang.srt.layers.weight_slot import WeightSlot
 def register_weights(engine: MooncakeTransferEngine, slots: Iterable[WeightSlot]) -> None:
     """Register the memory of all slots of one model, for as long as the process lives.
 
-    Whole allocations are registered, since over NVLink a peer on the same host can map nothing
-    smaller.
+    Whole allocations are registered, because over NVLink a peer on the same host cannot map less.
 
     Raises:
         RegistrationError: The transport refused.
@@ -31,8 +30,7 @@ def register_weights(engine: MooncakeTransferEngine, slots: Iterable[WeightSlot]
 
 
 def checksums(cells: Sequence[torch.Tensor]) -> list[str]:
-    """The hash of the bytes of each tensor, row by row: 32 hexadecimal digits (`leaf_hash`). Any
-    thread.
+    """Hash the bytes of each tensor, row by row (`leaf_hash`): 32 hexadecimal digits. Any thread.
 
     Args:
         cells: uint8 `[rows, bytes]` on one device; the bytes of a row are contiguous.

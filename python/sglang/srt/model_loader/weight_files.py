@@ -1,4 +1,4 @@
-"""The weight files of a checkpoint, found by names and indices. Needs no torch."""
+"""Finds the weight files of a checkpoint by names and indices. Needs no torch."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def weight_files(directory: Path, load_format: str) -> list[Path]:
     """The files that hold a checkpoint's weights, sorted by name.
 
     Args:
-        load_format: "auto" or "safetensors"; "pt" for pickled files, which are read only on demand.
+        load_format: "auto", "safetensors", or "pt" for pickled files, which must be asked for.
 
     Raises:
         ValueError: There are no weight files; a shard that the index names is missing or a git-lfs
@@ -52,7 +52,7 @@ def _find(directory: Path, load_format: str) -> list[Path]:
 
 
 def _glob(directory: Path, patterns: tuple[str, ...]) -> list[Path]:
-    # Some checkpoints carry the same weights a second time under this name.
+    # Some checkpoints have the same weights a second time under this name.
     found = {path for pattern in patterns for path in directory.glob(pattern)}
     return sorted(path for path in found if not path.name.startswith("consolidated"))
 

@@ -1,4 +1,4 @@
-"""Plan of reads: the bytes of a seed's ranks that make up the weights of this rank. No I/O."""
+"""Plans the reads from a seed's ranks that make up this rank's weights. No I/O."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 from sglang.srt.distributed.device_communicators.transfer_types import Block
 from sglang.srt.layers.weight_slot import WeightSlot
-from sglang.srt.model_loader.weight_offer import SeedAnswer, TensorPart, WeightsDigest, place_of
+from sglang.srt.model_loader.seed_answer import SeedAnswer, TensorPart, WeightsDigest, place_of
 from sglang.srt.model_loader.weight_ranges import (
     EvenSpread,
     HeldRanges,
@@ -41,8 +41,8 @@ class PartRead:
 
     @property
     def is_direct(self) -> bool:
-        """Whether the part is contiguous on both sides. If not, whole rows are read into staging
-        memory, and the part is copied from there: reads of parts of rows would take far longer."""
+        """True if the part is contiguous on both sides. Otherwise whole rows are read into staging
+        memory and copied from there, because reads of parts of rows would take far longer."""
         rows, width = self.dest.shape
         return rows == 1 or (width == self.row_bytes and self.dest.is_contiguous())
 
@@ -52,25 +52,25 @@ class PartRead:
         return self.dest.numel() if self.is_direct else len(self.dest) * self.row_bytes
 
     def block(self, base: int | None = None) -> Block:
-        """The block to read: the part itself, or whole rows to the address `base`."""
+        """The block to read: the part itself, or, with `base`, whole rows to that address."""
         if base is None:
             remote = self.remote + self.skipped
             return Block(self.dest.data_ptr(), remote, self.dest.numel())
         return Block(base, self.remote, self.num_bytes)
 
     def rows(self, begin: int, end: int) -> PartRead:
-        """The read of rows `[begin, end)` only."""
+        """The read of only rows `[begin, end)`."""
         return replace(self, remote=self.remote + begin * self.row_bytes, dest=self.dest[begin:end])
 
     def copy_from(self, rows: torch.Tensor) -> None:
-        """Copy the part from whole rows, which are uint8 `[rows * row_bytes]`."""
+        """Copy the part out of whole rows, uint8 `[rows * row_bytes]`."""
         end = self.skipped + self.dest.shape[1]
         self.dest.copy_(rows.view(-1, self.row_bytes)[:, self.skipped : end])
 
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """Bytes of a slot that are compared with a checksum.
+    """Bytes of a slot that have one checksum.
 
     Attributes:
         holder: The rank of the seed that the bytes are read from.
@@ -85,7 +85,7 @@ class Cell:
 
 @dataclass(frozen=True, slots=True)
 class TensorPlan:
-    """The reads that fill one slot, and the cells to check."""
+    """The reads that fill one slot, and its cells to check."""
 
     name: str
     slot: WeightSlot
@@ -96,7 +96,7 @@ class TensorPlan:
 def rows_of(slot: WeightSlot) -> torch.Tensor:
     """A slot's part, or the first copy of it, as uint8 `[rows, bytes]`.
 
-    A row has all elements with the same indices in the dimensions before the split one.
+    A row has the elements with equal indices in the dimensions before the split one.
     """
     first = slot.copies[0]
     place_of(first)
@@ -116,17 +116,17 @@ def cell_views(slot: WeightSlot) -> list[torch.Tensor]:
 def plan_reads(
     answers: Sequence[SeedAnswer], slots: Mapping[str, WeightSlot], *, rank: int
 ) -> list[TensorPlan]:
-    """Plan the reads for all slots, sorted by address. The bytes are spread evenly over replicas of
-    the seed.
+    """Plan the reads for all slots, sorted by address. Reads are spread evenly over replicas of the
+    seed.
 
     Args:
-        answers: Answers of all ranks of the seed, in their order, for the same model
-            (`check_offer`).
+        answers: Answers of all ranks of the seed, in the order of ranks, for the same model
+            (`check_seed`).
         slots: Slots of this server's model.
-        rank: Rank of this server; ranks begin with different replicas.
+        rank: Rank of this server; different ranks begin with different replicas.
 
     Raises:
-        ValueError: Seed and model differ; names the first tensor, the difference and the remedy.
+        ValueError: Seed and model differ; with the first tensor, the difference and the remedy.
     """
     planner = _Planner(answers, rank % len(answers))
     names = {*slots, *(name for answer in answers for name in answer.weights.tensors)}
@@ -146,7 +146,7 @@ class _Held:
 
 
 class _Planner:
-    """Plans one tensor after the other.
+    """Plans tensor by tensor.
 
     Args:
         answers: See `plan_reads`.
@@ -196,17 +196,17 @@ class _Planner:
     def _candidates(
         self, name: str, part: Range, cells: Sequence[Range], holders: Sequence[_Held]
     ) -> list[int]:
-        """Ranks that have a part, with checksums of its cells. Raises ValueError: there are
+        """Ranks that have a part and the checksums of its cells. Raises ValueError: there are
         none."""
         having = [at for at, held in enumerate(holders) if held.ranges.offset_of(part) is not None]
         if not having:
-            raise ValueError(f"tensor {name!r}: {part[0]} to {part[1]} is on none of its ranks")
+            raise ValueError(f"tensor {name!r}: no rank has {part[0]} to {part[1]}")
         fitting = [at for at in having if all(cell in holders[at].cells for cell in cells)]
         if not fitting:
             raise ValueError(
-                f"tensor {name!r}: {part[0]} to {part[1]}, which this rank needs, is no part that "
-                f"the seed with --tp-size {len(holders)} has checksums of: start this server with "
-                "the same --tp-size, or with 1, 2, 4 or 8"
+                f"tensor {name!r}: the seed with --tp-size {len(holders)} has no checksums of "
+                f"{part[0]} to {part[1]}, which this rank needs: start this server with the same "
+                "--tp-size, or with 1, 2, 4 or 8"
             )
         return fitting
 
@@ -220,7 +220,7 @@ class _Planner:
         """Ranges that a rank of the seed holds of a tensor.
 
         Raises:
-            ValueError: The rank lacks the tensor, has a different one, or splits it in another way.
+            ValueError: The rank lacks the tensor, has a different one, or splits it differently.
         """
         theirs, place = answer.weights.tensors.get(name), answer.places.get(name)
         if theirs is None or place is None:
@@ -228,7 +228,7 @@ class _Planner:
         _check_alike(name, theirs, ours)
         held = self._held_of(theirs)
         count = held.num_elements
-        # Some slots have several copies.
+        # Slots may have several copies of a part.
         if place[2] != itemsize or (place[1] % count if count else place[1]):
             raise ValueError(
                 f"tensor {name!r} has {place[1]} elements of {place[2]} bytes on rank "
@@ -239,7 +239,7 @@ class _Planner:
 
 
 def _check_alike(name: str, theirs: TensorPart, ours: TensorPart) -> None:
-    """Raises ValueError: the tensors differ, or are split in another way."""
+    """Raises ValueError: the tensors differ, or are split differently."""
     if (theirs.dtype, theirs.shape) != (ours.dtype, ours.shape):
         raise ValueError(
             f"tensor {name!r} is {theirs} there and {ours} here: start both with the same model "
@@ -249,14 +249,14 @@ def _check_alike(name: str, theirs: TensorPart, ours: TensorPart) -> None:
     one_is_whole = not (theirs.split_runs and ours.split_runs)
     if len(splits) > 1 or (one_is_whole and any(dim for dim, _ in splits)):
         raise ValueError(
-            f"tensor {name!r} is split in another way there (dimension {theirs.split_dim}, runs of "
+            f"tensor {name!r} is split differently there (dimension {theirs.split_dim}, runs of "
             f"{list(theirs.split_runs)}) than here (dimension {ours.split_dim}, runs of "
             f"{list(ours.split_runs)}): start both with the same release"
         )
 
 
 def _columns(data: torch.Tensor, held: HeldRanges, part: Range) -> torch.Tensor:
-    """Columns of `data` (see `rows_of`), which has the ranges `held`, with the range `part`."""
+    """The columns of `part` in `data` (see `rows_of`), whose columns are the ranges `held`."""
     offset = held.offset_of(part)
     assert offset is not None, "it is held"
     each = data.shape[1] // held.size
@@ -279,7 +279,7 @@ def check_checksums(
         digests: Digest of each rank of the seed.
 
     Raises:
-        ValueError: Names the tensor, if it differs or has no checksum.
+        ValueError: A tensor differs or has no checksum; names it.
     """
     for cell, checksum in zip(plan.cells, ours, strict=True):
         theirs = digests[cell.holder].checksums.get(plan.name, [])

@@ -1,8 +1,8 @@
-"""Ranges that ranks hold of a split tensor, and their places under another split. Pure functions.
+"""Ranges of a split tensor that ranks hold, and their place under another split. Pure functions.
 
-A tensor is split along one dimension, which consists of runs that are split one by one (queries,
-keys and values in one matrix are three runs). A rank holds a range of each run, one after the
-other. Indices are those of the whole tensor's dimension.
+A tensor is split along one dimension. The dimension consists of runs, and each run is split over
+the ranks (queries, keys and values in one matrix are three runs). A rank holds a range of each run,
+in order. Indices are those of the whole dimension.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ Range: TypeAlias = tuple[int, int]
 """First index, and the index after the last."""
 
 GRID_SIZES: Final = (1, 2, 4, 8)
-"""Numbers of ranks at whose bounds checksums are split, independent of the seed's own split."""
+"""Numbers of ranks whose bounds divide the checksums, independent of the seed's own split."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +25,7 @@ class HeldRanges:
     """The part of a dimension that one rank holds.
 
     Attributes:
-        ranges: The held range of each run, ascending; empty ones are left out.
+        ranges: The held range of each run, ascending, without empty ranges.
         grid: Bounds between the parts with checksums, ascending.
     """
 
@@ -51,8 +51,8 @@ class HeldRanges:
         return cut_at(self.ranges, self.grid)
 
     def offset_of(self, part: Range) -> int | None:
-        """Index of the first element of `part` among the held ones; None: not all of `part` is
-        held."""
+        """Index among the held elements of the first one of `part`; None: `part` is not held
+        completely."""
         offset = 0
         for begin, end in self.ranges:
             if begin <= part[0] and part[1] <= end:
@@ -62,7 +62,7 @@ class HeldRanges:
 
 
 def grid_of(runs: Sequence[int]) -> list[int]:
-    """Bounds of the shares of each number of ranks of `GRID_SIZES`, in all runs."""
+    """Bounds, in all runs, of the shares of each number of ranks in `GRID_SIZES`."""
     grid: set[int] = set()
     for begin, length in zip(accumulate(runs, initial=0), runs, strict=False):
         for count in GRID_SIZES:
@@ -72,7 +72,7 @@ def grid_of(runs: Sequence[int]) -> list[int]:
 
 
 def cut_at(ranges: Iterable[Range], cuts: Sequence[int]) -> list[Range]:
-    """Cut ranges at `cuts`, which are ascending."""
+    """Cut ranges at the ascending `cuts`."""
     parts = []
     for begin, end in ranges:
         within = cuts[bisect_right(cuts, begin) : bisect_left(cuts, end)]
@@ -81,17 +81,17 @@ def cut_at(ranges: Iterable[Range], cuts: Sequence[int]) -> list[Range]:
 
 
 def common_parts(wanted: HeldRanges, holders: Sequence[HeldRanges]) -> list[Range]:
-    """Cut `wanted` into parts that each holder has wholly or not at all."""
+    """Cut `wanted` into parts that each holder has completely or not at all."""
     bounds = {bound for holder in holders for part in holder.ranges for bound in part}
     return cut_at(wanted.ranges, sorted(bounds))
 
 
 class EvenSpread:
-    """Chooses among replicas: the one with the fewest assigned bytes.
+    """Chooses the replica with the fewest assigned bytes.
 
     Args:
         num_holders: Number of replicas.
-        first: The replica that is preferred among equals; then those after it.
+        first: The preferred replica among equals, followed by those after it.
     """
 
     def __init__(self, num_holders: int, first: int) -> None:

@@ -1,5 +1,4 @@
-"""A seed: a server that gives other servers the addresses of its weights, so that they can read
-them."""
+"""A seed: a server that gives other servers the addresses of its weights to read."""
 
 from __future__ import annotations
 
@@ -15,15 +14,15 @@ from sglang.srt.distributed.device_communicators.mooncake_transfer_engine import
 )
 from sglang.srt.distributed.rank_group import RankGroup, gather_bytes
 from sglang.srt.hardware_backend.leaf_hash import HASH_NAME
-from sglang.srt.model_loader.tensor_memory import checksums
-from sglang.srt.model_loader.weight_offer import (
+from sglang.srt.model_loader.seed_answer import (
     PACKED_ANSWER_DECODER,
     SeedAnswer,
+    SeedWeights,
     TensorPart,
     WeightsDigest,
-    WeightsOffer,
     place_of,
 )
+from sglang.srt.model_loader.tensor_memory import checksums
 from sglang.srt.model_loader.weight_plan import cell_views
 from sglang.srt.models.causal_lm import CausalLM
 from sglang.srt.utils.background_call import BackgroundCall
@@ -31,24 +30,16 @@ from sglang.srt.utils.threads import give_way
 
 logger = logging.getLogger(__name__)
 
-
-class _Computed(msgspec.Struct, frozen=True, kw_only=True):
-    """Result of computing one rank's digest."""
-
-    error: str = ""
-    identity: str = ""
-    checksums: dict[str, list[str]] = {}
-
-
-_COMPUTED_DECODER: Final = msgspec.msgpack.Decoder(_Computed)
+_DIGEST_DECODER: Final = msgspec.msgpack.Decoder(WeightsDigest | str)
+"""Decodes a rank's digest, or the error that prevented it."""
 
 
 class WeightSeed:
     """The weights of a server, registered by each rank and never written again.
 
-    One thread of each rank uses it, the scheduler's; its calls are collectives.
+    Only the scheduler's thread of each rank uses it. Its calls are collectives.
 
-    Threads: `weights-digest` on each rank, from the first request until every byte was read once.
+    Threads: `weights-digest` on each rank, from the first request until all weights are hashed.
     """
 
     def __init__(
@@ -63,12 +54,11 @@ class WeightSeed:
         """A collective.
 
         Args:
-            engine: Transfer Engine, with which the model's memory is registered
-                (`register_weights`).
+            engine: Transfer Engine with the model's memory registered (`register_weights`).
             group: The ranks of the server.
             config: `config_values` of the model.
-            identity: Returns the weights' identity, or raises ValueError; may read files. Called
-                only on rank 0.
+            identity: Returns the weights' identity, or raises ValueError; may read files. It is
+                called only on rank 0.
         """
         self._slots = dict(model.weight_slots())
         self._group = group
@@ -79,7 +69,7 @@ class WeightSeed:
                 engine.get_session_id(),
                 {name: place_of(slot.dest) for name, slot in self._slots.items()},
             ),
-            weights=WeightsOffer(
+            weights=SeedWeights(
                 config=config,
                 protocol=str(engine.describe()["protocol"]),
                 ranks=group.size,
@@ -92,19 +82,17 @@ class WeightSeed:
             for raw in gather_bytes(group, msgspec.msgpack.encode(own))
         ]
         self._has_digests = False
-        self._computing: BackgroundCall[_Computed] | None = None
+        self._computing: BackgroundCall[WeightsDigest] | None = None
 
     def answer(self, rank: int) -> dict[str, Any]:
-        """A rank's `SeedAnswer` as plain values. Never waits for a digest; if it is missing, ask
-        again.
-
-        A collective until the digests are computed.
+        """A rank's `SeedAnswer` as plain values. It never waits for a digest: ask again for one
+        that is missing. A collective until the digests are computed.
 
         Args:
-            rank: A rank of this server; the same number on all its ranks.
+            rank: A rank of this server; the same value on all ranks.
 
         Raises:
-            ValueError: There is no such rank, or a digest cannot be computed; one line, on all
+            ValueError: There is no such rank, or a digest cannot be computed; in one line, on all
                 ranks.
         """
         if rank >= self._group.size:
@@ -118,8 +106,7 @@ class WeightSeed:
         return values
 
     def _take_digests(self) -> None:
-        """Compute the digests of all ranks in the background; exchange them once all are
-        computed."""
+        """Compute digests in the background, and exchange them once all ranks have theirs."""
         if self._computing is None:
             self._computing = BackgroundCall(
                 "weights-digest", self._compute, expected=(ValueError, OSError)
@@ -128,27 +115,27 @@ class WeightSeed:
         if not int(self._group.reduce_min(ended)):
             return
         call, self._computing = self._computing, None
-        own = call.result if call.error is None else _Computed(error=str(call.error) or "failed")
+        own = call.result if call.error is None else str(call.error) or "failed"
         computed = [
-            _COMPUTED_DECODER.decode(raw)
+            _DIGEST_DECODER.decode(raw)
             for raw in gather_bytes(self._group, msgspec.msgpack.encode(own))
         ]
-        for rank, one in enumerate(computed):
-            if one.error:
+        digests = []
+        for rank, found in enumerate(computed):
+            if isinstance(found, str):
                 where = f" on rank {rank}" if len(computed) > 1 else ""
-                raise ValueError(f"the weights' identity cannot be computed{where}: {one.error}")
+                raise ValueError(f"the weights' identity cannot be computed{where}: {found}")
+            digests.append(found)
         self._answers = [
-            answer.with_digest(
-                WeightsDigest(identity=computed[0].identity, checksums=one.checksums)
-            )
-            for answer, one in zip(self._answers, computed, strict=True)
+            answer.with_digest(msgspec.structs.replace(digest, identity=digests[0].identity))
+            for answer, digest in zip(self._answers, digests, strict=True)
         ]
         self._has_digests = True
 
-    def _compute(self) -> _Computed:
+    def _compute(self) -> WeightsDigest:
         give_way()
-        # First, since where there is none the checksums are of no use.
+        # First, because checksums are useless without it.
         identity = self._identity() if self._group.rank == 0 else ""
-        told = {name: checksums(cell_views(slot)) for name, slot in self._slots.items()}
-        logger.info("computed the checksums of %d tensors for servers that read them", len(told))
-        return _Computed(identity=identity, checksums=told)
+        found = {name: checksums(cell_views(slot)) for name, slot in self._slots.items()}
+        logger.info("computed the checksums of %d tensors for servers that read them", len(found))
+        return WeightsDigest(identity=identity, checksums=found)

@@ -1,4 +1,4 @@
-"""Sources of weights, and the record of the slots of a model that they have filled."""
+"""Interface of sources of weights, and the record of a model's filled slots."""
 
 from __future__ import annotations
 
@@ -20,25 +20,25 @@ class WeightSource(Protocol):
     def identity(self) -> str:
         """Digest that identifies these weights: 32 hexadecimal digits. Call it after `fill`.
 
-        It is that of the weights in memory, whatever became of their files since. The first call
-        may read all files.
+        It identifies the weights in memory, even if the files change later. The first call may read
+        all files.
 
         Raises:
-            ValueError: Files have changed since they were loaded, before the first call; names the
-                change and the remedy.
+            ValueError: Files changed between loading and the first call; names the change and the
+                remedy.
         """
 
     def fill(self, slots: WeightSlots) -> None:
-        """Fill the slots, each from the tensor of its name; read only this rank's parts.
+        """Fill each slot from the tensor of its name, reading only this rank's parts.
 
         Raises:
-            ValueError: One line that names the source and the tensor that is unexpected, torn or
-                of another shape, and the remedy.
+            ValueError: In one line: the source, the tensor that is unexpected, torn or of another
+                shape, and the remedy.
         """
 
 
 class WeightSlots:
-    """The slots of a model, and those that are still empty. One thread uses it."""
+    """The slots of a model, and which are still empty. Only one thread uses it."""
 
     def __init__(self, model: CausalLM, on_taken: Callable[[], object]) -> None:
         """Args:
@@ -56,23 +56,23 @@ class WeightSlots:
         return len(self._all)
 
     def empty(self) -> dict[str, WeightSlot]:
-        """The slots that were not taken yet, by tensor name."""
+        """The slots that are not taken yet, by tensor name."""
         return dict(self._empty)
 
     def take_all(self) -> Iterator[tuple[str, WeightSlot]]:
-        """Take each empty slot; the caller fills it before it takes the next."""
+        """Take each empty slot. The caller fills a slot before it takes the next."""
         for name, slot in list(self._empty.items()):
             del self._empty[name]
             yield name, slot
             self._on_taken()
 
     def take(self, name: str, shape: tuple[int, ...], file: Path | str) -> WeightSlot | None:
-        """Take the slot of a checkpoint tensor, which is filled now or was just filled; None: the
+        """Take the slot of a checkpoint tensor, to be filled now or filled just before. None: the
         model does not need the tensor.
 
         Args:
             shape: Shape of the whole tensor.
-            file: File with the tensor, for errors.
+            file: The tensor's file, for errors.
 
         Raises:
             ValueError: The tensor has no slot, was found before, or has another shape.

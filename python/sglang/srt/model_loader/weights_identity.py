@@ -1,8 +1,8 @@
-"""Identity of a model's weights: the part of the cache's namespace that tells models apart.
+"""Identity of a model's weights, which distinguishes models in the cache's namespace.
 
-It is the xxh3-128 of the contents of config.json and of the weight files. Hashing reads every byte,
-so the digests are kept by path, size and modification time in a small JSON file. That file is a
-cache: if it is damaged or cannot be written, the weights are hashed again.
+It is the xxh3-128 of config.json and of the weight files. Hashing reads every byte, so digests are
+cached by path, size and modification time in a small JSON file. If that file is damaged or cannot
+be written, the weights are hashed again.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ _MAX_ENTRIES = 4096
 def weights_identity(
     model_path: str, *, load_format: str, random_seed: int = 0, cache_dir: Path | None = None
 ) -> str:
-    """Identity of the weights that `load_format` gives for the directory `model_path`.
+    """Identity of the weights of the directory `model_path` under `load_format`.
 
     Args:
-        load_format: See `LoadConfig`; the identity of "dummy" weights is made from config.json and
-            the seed.
+        load_format: See `LoadConfig`. The identity of "dummy" weights comes from config.json and
+            the random seed.
         cache_dir: Directory in which digests are cached; None: `~/.cache/sglang`.
 
     Returns:
@@ -67,10 +67,10 @@ def config_digest(model_path: str) -> str:
 
 
 def config_values(model_path: str) -> dict[str, str]:
-    """The values of the directory's config.json as JSON, by name; `a.b` is `b` in the object `a`.
+    """The values of the directory's config.json, as JSON, by name; `a.b` is `b` in the object `a`.
 
     Raises:
-        ValueError: There is no config.json, or it is no JSON object.
+        ValueError: There is no config.json, or it is not a JSON object.
     """
     raw = read_json(config_file(model_path))
     assert raw is not None, "it is there"
@@ -103,7 +103,7 @@ class _DigestCache:
 
     def digest(self, file: Path) -> str:
         """32 hexadecimal digits: xxh3-128 of the file's bytes."""
-        # Links are followed: snapshots are often directories of links to shared blobs.
+        # Follow links, because snapshots are often directories of links to shared blobs.
         real = file.resolve()
         stat = real.stat()
         key = f"{real}:{stat.st_size}:{stat.st_mtime_ns}"
@@ -112,7 +112,7 @@ class _DigestCache:
         return self._known[key]
 
     def save(self) -> None:
-        """Add the new digests to the file, atomically; entries of other processes stay."""
+        """Add the new digests to the file atomically, keeping entries of other processes."""
         if not self._fresh:
             return
         entries = {**_read_cache(self._path), **self._fresh}
@@ -133,7 +133,7 @@ class _DigestCache:
 
 
 def _read_cache(path: Path) -> dict[str, str]:
-    """Entries of the cache file, without malformed ones."""
+    """The well-formed entries of the cache file."""
     try:
         entries = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):

@@ -15,7 +15,7 @@ from sglang.srt.mem_cache.device.state_spec import StateSpec
 
 
 class CausalLM(Protocol):
-    """A causal language model, or one rank's share of it. The thread that runs it uses it."""
+    """A causal language model, or one rank's share of it. Only the thread that runs it uses it."""
 
     def forward(
         self, input_ids: torch.Tensor, positions: torch.Tensor, forward_batch: ForwardBatch
@@ -31,23 +31,24 @@ class CausalLM(Protocol):
         """
 
     def weight_slots(self) -> NamedSlots:
-        """Every checkpoint tensor that the model needs: full name and place."""
+        """Full name and slot of every checkpoint tensor that the model needs."""
 
     def stacked_slots(self) -> NamedSlots:
-        """Tensors that a checkpoint may have in place of several others; see `WeightedLayer`."""
+        """Stacked tensors that a checkpoint may have instead; see `WeightedLayer`."""
 
     def is_redundant(self, name: str) -> bool:
-        """Whether a checkpoint may hold this tensor though the model computes or shares it."""
+        """True if a checkpoint may have this tensor although the model does not load it."""
 
     def state_specs(self, kv_dtype: torch.dtype) -> tuple[StateSpec, ...]:
-        """State cached per token and per prefix; the spec whose slots others share comes first.
+        """Specs of the state cached per token and per prefix. The spec whose slots others share
+        comes first.
 
         Args:
             kv_dtype: Dtype in which keys, values and latent rows are stored.
         """
 
     def attention_layers(self) -> Iterator[RadixAttention]:
-        """Every attention layer, in the model's order; each says of which kind it is."""
+        """Every attention layer, in the model's order."""
 
     def parameters(self, recurse: bool = True) -> Iterator[torch.nn.Parameter]:
         """The weights."""

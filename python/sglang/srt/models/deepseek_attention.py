@@ -1,4 +1,4 @@
-"""The attention part of DeepSeek's decoder layers: projections around latent attention."""
+"""The attention part of DeepSeek's decoder layers: latent attention and its projections."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from sglang.srt.mem_cache.device.nsa_pool import NSATokenToKVPool
 from sglang.srt.models.llama import DecoderOptions
 
 _NORM_EPS = 1e-6
-"""Epsilon of the norms between projections; the others have `rms_norm_eps`."""
+"""Epsilon of the norms between projections; other norms have `rms_norm_eps`."""
 
 
 class LatentProjections(torch.nn.Module):
-    """Projections of hidden states to queries and to the parts of latent rows.
+    """Projects hidden states to queries and to the parts of latent rows.
 
     Queries are projected from the hidden state, or from a normalised vector of `q_lora_rank`.
     """
@@ -64,14 +64,14 @@ class LatentProjections(torch.nn.Module):
         """Project `[num_tokens, hidden_size]`.
 
         Returns:
-            Queries `[num_tokens, heads * qk_head_dim]`; what they were projected from;
-            latent vectors `[num_tokens, kv_lora_rank]`, normalised; the part of the keys that is
-            to be rotated, `[num_tokens, qk_rope_head_dim]`.
+            Queries `[num_tokens, heads * qk_head_dim]`; the tensor that they were projected from;
+            normalised latent vectors `[num_tokens, kv_lora_rank]`; the keys' part to rotate,
+            `[num_tokens, qk_rope_head_dim]`.
         """
         latent = self.to_latent.forward(x)
         if self.q_a_layernorm is not None:
             assert self.q_rank is not None
-            # Kernels that normalise take contiguous rows.
+            # Norm kernels take contiguous rows.
             x = self.q_a_layernorm.forward(latent[:, : self.q_rank].contiguous())
             latent = latent[:, self.q_rank :]
         q = self.to_queries.forward(x)
@@ -80,7 +80,7 @@ class LatentProjections(torch.nn.Module):
 
 
 class DeepseekV2AttentionMLA(torch.nn.Module):
-    """Latent attention: a layer stores one row per token that all heads share."""
+    """Latent attention: one stored row per token, which all heads share."""
 
     kind: AttentionKind = MLA
 
@@ -143,7 +143,7 @@ class DeepseekV2AttentionMLA(torch.nn.Module):
         rotation: Rotation,
         forward_batch: ForwardBatch,
     ) -> IndexQuery | None:
-        """Queries that choose the tokens to attend to; None: all tokens are read."""
+        """Queries that choose the tokens to attend to; None: attend to all tokens."""
         return None
 
 
@@ -174,7 +174,7 @@ class DeepseekV32Attention(DeepseekV2AttentionMLA):
         rotation: Rotation,
         forward_batch: ForwardBatch,
     ) -> IndexQuery | None:
-        """Store the indexer's keys; return its queries if a context has more than `topk` tokens."""
+        """Store the indexer's keys, and return its queries if a context exceeds `topk` tokens."""
         pool = forward_batch.token_to_kv_pool
         assert isinstance(pool, NSATokenToKVPool)
         keys = self.indexer.keys(x, rotation)
@@ -185,5 +185,5 @@ class DeepseekV32Attention(DeepseekV2AttentionMLA):
 
 
 def _whole(size: int) -> Share:
-    """All of a dimension, on every rank."""
+    """The whole of a dimension, on every rank."""
     return Share(0, size, size)

@@ -1,4 +1,4 @@
-"""DeepSeek-V2, V3 and V3.2: llama's decoder with latent attention and, mostly, experts."""
+"""DeepSeek-V2, V3 and V3.2: llama's decoder with latent attention and usually experts."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from sglang.srt.models.llama import DecoderOptions, LlamaForCausalLM
 
 
 class DeepseekV2ForCausalLM(LlamaForCausalLM):
-    """See `LlamaForCausalLM`. Experts are scored by softmax, maybe in groups."""
+    """See `LlamaForCausalLM`. Experts are scored by softmax, possibly in groups."""
 
     def __init__(self, config: ModelConfig, placement: TensorPlacement) -> None:
         """Raises ValueError: config.json asks for something that is not supported."""
@@ -86,12 +86,12 @@ class DeepseekV2ForCausalLM(LlamaForCausalLM):
         return (MLASpec.of(layers, self._mla.kv_lora_rank, self._mla.qk_rope_head_dim, kv_dtype),)
 
     def is_redundant(self, name: str) -> bool:
-        """As in the base class, and layers after the last one: they only draft tokens."""
+        """Also true of the layers past the last one, which only draft tokens."""
         return super().is_redundant(name) or name.startswith(self._draft_prefixes)
 
 
 class DeepseekV3ForCausalLM(DeepseekV2ForCausalLM):
-    """As DeepSeek-V2, but experts are scored by sigmoid, and a bias balances the choice."""
+    """Like DeepSeek-V2, but experts are scored by sigmoid, and a bias balances the choice."""
 
     @classmethod
     def _router(cls, config: ModelConfig) -> RouterOptions:
@@ -111,7 +111,7 @@ class DeepseekV3ForCausalLM(DeepseekV2ForCausalLM):
 
 
 class DeepseekV32ForCausalLM(DeepseekV3ForCausalLM):
-    """As DeepSeek-V3, with an indexer in each layer that chooses what a token attends to."""
+    """Like DeepSeek-V3, but an indexer in each layer chooses the tokens to attend to."""
 
     def __init__(self, config: ModelConfig, placement: TensorPlacement) -> None:
         super().__init__(config, placement)

@@ -9,39 +9,28 @@ from sglang.srt.distributed.tensor_group import ToAdd
 from sglang.srt.layers.forward_batch_info import ForwardBatch
 from sglang.srt.layers.fused_kernels import FusedKernels, fused_kernels
 from sglang.srt.layers.layernorm import ZeroCenteredRMSNorm
-from sglang.srt.layers.linear import MergedColumnParallelLinear, RowParallelLinear
 from sglang.srt.layers.placement import TensorPlacement
-from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.layers.rotary_embedding import Rotation, apply_rotary
+from sglang.srt.models.llama import DecoderOptions, LlamaAttention
 
 
-class GatedAttention(torch.nn.Module):
+class GatedAttention(LlamaAttention):
     """Grouped-query attention whose output is scaled by the sigmoid of a projection."""
 
-    def __init__(self, config: ModelConfig, placement: TensorPlacement, layer_id: int) -> None:
-        super().__init__()
-        placement = placement.at("self_attn")
-        heads = placement.share(config.num_attention_heads, "attention heads")
-        kv_heads = placement.kv_head_share(config.num_key_value_heads)
-        self.head_dim = config.head_dim
-        bias = bool(getattr(config.hf_config, "attention_bias", False))
-        q, kv = heads.times(self.head_dim), kv_heads.times(self.head_dim)
-        # Each head's query is followed by its gate.
-        self.qkv_proj = MergedColumnParallelLinear(
-            config.hidden_size,
-            [("q_proj", heads.times(2 * self.head_dim)), ("k_proj", kv), ("v_proj", kv)],
-            bias=bias,
-            placement=placement,
-        )
-        self.o_proj = RowParallelLinear(
-            q, config.hidden_size, bias=bias, placement=placement.at("o_proj")
-        )
-        eps = config.rms_norm_eps
-        self.q_norm = ZeroCenteredRMSNorm(self.head_dim, eps, placement=placement.at("q_norm"))
-        self.k_norm = ZeroCenteredRMSNorm(self.head_dim, eps, placement=placement.at("k_norm"))
-        self.attn = RadixAttention(
-            heads.size, self.head_dim, self.head_dim**-0.5, kv_heads.size, layer_id
-        )
+    # Each head's query is followed by its gate.
+    outputs_per_query = 2
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        options: DecoderOptions,
+        placement: TensorPlacement,
+        layer_id: int,
+    ) -> None:
+        super().__init__(config, options, placement, layer_id)
+        own, eps = placement.at("self_attn"), config.rms_norm_eps
+        self.q_norm = ZeroCenteredRMSNorm(self.head_dim, eps, placement=own.at("q_norm"))
+        self.k_norm = ZeroCenteredRMSNorm(self.head_dim, eps, placement=own.at("k_norm"))
         self._kernels = fused_kernels(placement.device)
 
     def forward(
@@ -52,12 +41,6 @@ class GatedAttention(torch.nn.Module):
         forward_batch: ForwardBatch,
         rows: torch.Tensor | None,
     ) -> tuple[ToAdd, torch.Tensor]:
-        """Attend, then project towards the residual: see `RowParallelLinear.forward`.
-
-        Args:
-            x: `[num_tokens, hidden_size]`.
-            rows: int64 `[bs]`: tokens whose output is wanted; None: all.
-        """
         attn = self.attn
         qkv = self.qkv_proj.forward(x).view(len(x), -1, self.head_dim)
         sizes = [2 * attn.num_heads, attn.num_kv_heads, attn.num_kv_heads]
@@ -83,8 +66,8 @@ class GatedAttention(torch.nn.Module):
         rotation: Rotation,
         forward_batch: ForwardBatch,
     ) -> torch.Tensor:
-        """Queries, from the projections `[num_tokens, ..., head_dim]`; keys in place, and stored
-        with the values."""
+        """Normalise and rotate queries (returned) and keys (in place) of the projections
+        `[num_tokens, ..., head_dim]`, and store keys and values."""
         return kernels.prepare_gated_qkv_(
             qkv,
             (self.q_norm.weight, self.k_norm.weight),

@@ -1,4 +1,4 @@
-"""Llama, and the decoder that the Qwen families share with it but for a few options."""
+"""Llama, and its decoder, which other families use with a few options."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from sglang.srt.mem_cache.device.state_spec import KVSpec, StateSpec
 
 
 class SelfAttention(Protocol):
-    """The part of a decoder layer in which tokens see others."""
+    """The part of a decoder layer in which tokens see other tokens."""
 
     def forward(
         self,
@@ -45,14 +45,14 @@ MakeAttention = Callable[[ModelConfig, "DecoderOptions", TensorPlacement, int], 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecoderOptions:
-    """Options in which the architectures differ."""
+    """Differences between the architectures."""
 
     qkv_bias: bool = False
     out_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False
     sparse: SparseMoeOptions | None = None
-    """Experts that `sparse_layers` have in place of the dense feed-forward part."""
+    """Experts of the `sparse_layers`, instead of a dense feed-forward part."""
     sparse_layers: frozenset[int] = frozenset()
     attention: MakeAttention | None = None
     """Makes the attention of each layer; None: `LlamaAttention`."""
@@ -62,6 +62,9 @@ class DecoderOptions:
 
 class LlamaAttention(torch.nn.Module):
     """Grouped-query attention with rotary positions."""
+
+    outputs_per_query = 1
+    """Outputs of the query projection per element of the queries."""
 
     def __init__(
         self,
@@ -78,7 +81,7 @@ class LlamaAttention(torch.nn.Module):
         q, kv = heads.times(self.head_dim), kv_heads.times(self.head_dim)
         self.qkv_proj = MergedColumnParallelLinear(
             config.hidden_size,
-            [("q_proj", q), ("k_proj", kv), ("v_proj", kv)],
+            [("q_proj", q.times(self.outputs_per_query)), ("k_proj", kv), ("v_proj", kv)],
             bias=options.qkv_bias,
             placement=placement,
         )
@@ -111,11 +114,11 @@ class LlamaAttention(torch.nn.Module):
         forward_batch: ForwardBatch,
         rows: torch.Tensor | None,
     ) -> tuple[ToAdd, torch.Tensor]:
-        """Attend, then project towards the residual: see `RowParallelLinear.forward`.
+        """Attend, then project; returns the result of `RowParallelLinear.forward`.
 
         Args:
             x: `[num_tokens, hidden_size]`.
-            rows: int64 `[bs]`: tokens whose output is wanted; None: all.
+            rows: int64 `[bs]`: tokens whose output is needed; None: all.
         """
         qkv = self.qkv_proj.forward(x).view(x.shape[0], -1, self.head_dim)
         q, k, v = prepare_qkv(qkv, self.qk_norm, rotation, self.attn, forward_batch)
@@ -126,7 +129,7 @@ class LlamaAttention(torch.nn.Module):
 
 
 class LlamaDecoderLayer(torch.nn.Module):
-    """Attention and feed-forward, each behind a norm and beside a residual."""
+    """Attention and feed-forward, each after a norm and with a residual."""
 
     def __init__(
         self,
@@ -170,14 +173,14 @@ class LlamaDecoderLayer(torch.nn.Module):
         """Run the layer. The next layer adds its output to the residual.
 
         Args:
-            x: `[num_tokens, hidden_size]`: output of the layer before, overwritten; None: the
-                residual has it already.
+            x: `[num_tokens, hidden_size]`: output of the previous layer, overwritten; None: the
+                residual includes it.
             residual: `[num_tokens, hidden_size]`, overwritten.
-            rows: int64 `[bs]`: tokens whose output is wanted, each request's last; None: all. Keys
-                and values of the others are stored all the same.
+            rows: int64 `[bs]`: tokens whose output is needed, each request's last; None: all. Keys
+                and values of all tokens are stored.
 
         Returns:
-            Output (None: the residual has it already) and residual.
+            The output (None: the residual includes it) and the residual.
         """
         normed, residual = self.input_layernorm.add_(x, residual)
         x, residual = self.self_attn.forward(normed, residual, rotation, forward_batch, rows)
@@ -211,23 +214,23 @@ class LlamaModel(torch.nn.Module):
     ) -> torch.Tensor:
         """Hidden states of `ForwardBatch.rows_for_logits`, `[rows, hidden_size]`."""
         x: ToAdd = None
-        # The lookup comes first: it cannot start early, what comes behind it can.
+        # The lookup comes first: it cannot start early, and the kernels after it can.
         residual = self.embed_tokens.forward(input_ids)
         rotation = self.rotary_emb.forward(positions)
         *most, last = self.decoder_layers
         for layer in most:
             x, residual = layer.forward(x, residual, rotation, forward_batch)
-        # After the last layer only each request's last token is read.
+        # After the last layer only the last token of each request is read.
         rows = forward_batch.rows_for_logits()
         x, residual = last.forward(x, residual, rotation, forward_batch, rows)
         return self.norm.add_(x, residual)[0]
 
 
 class LlamaForCausalLM(torch.nn.Module):
-    """A causal language model. Its subclasses differ in `decoder_options`."""
+    """A causal language model. Subclasses differ in `decoder_options`."""
 
     model_prefix = "model"
-    """What the names of all tensors but the head's begin with in a checkpoint."""
+    """Prefix of the names of all checkpoint tensors except the head's."""
 
     def __init__(self, config: ModelConfig, placement: TensorPlacement) -> None:
         super().__init__()
@@ -269,7 +272,7 @@ class LlamaForCausalLM(torch.nn.Module):
         return self.logits_processor.forward(hidden_states, head, forward_batch)
 
     def state_specs(self, kv_dtype: torch.dtype) -> tuple[StateSpec, ...]:
-        """Keys and values of every layer that attends to them."""
+        """The spec of the keys and values of all attention layers."""
         layers = list(self.attention_layers())
         ids, first, share = tuple(layer.layer_id for layer in layers), layers[0], self._kv_share
         return (KVSpec.of_heads(ids, first.num_kv_heads, first.head_dim, kv_dtype, share=share),)
@@ -287,12 +290,12 @@ class LlamaForCausalLM(torch.nn.Module):
                 yield from module.weight_slots()
 
     def stacked_slots(self) -> NamedSlots:
-        """Tensors that a checkpoint may have in place of several of `weight_slots`."""
+        """Stacked tensors that a checkpoint may have instead of some of `weight_slots`."""
         for module in self.modules():
             if isinstance(module, WeightedLayer):
                 yield from module.stacked_slots()
 
     def is_redundant(self, name: str) -> bool:
-        """Whether a checkpoint may hold this tensor though the model computes or shares it."""
+        """True if a checkpoint may have this tensor although the model does not load it."""
         tied_head = name == "lm_head.weight" and self.lm_head is None
         return tied_head or name.endswith(".rotary_emb.inv_freq")

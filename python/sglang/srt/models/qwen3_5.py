@@ -1,7 +1,7 @@
-"""Qwen3.5, text alone: Qwen3-Next with a projection for each kind, dense or with experts.
+"""Qwen3.5, text only: Qwen3-Next with separate projections, dense or with experts.
 
-A checkpoint is of the text model, or has a vision tower beside it. The sections of its rotation
-(mrope) differ in the positions of images alone, so that with text they are one plain rotation.
+A checkpoint has only the text model, or a vision tower too. The sections of its rotation (mrope)
+differ only in the positions of images, so for text they form one plain rotation.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ class Qwen3_5MoeForCausalLM(Qwen3_5ForCausalLM):
 
 
 class _BesideVision(Qwen3_5ForCausalLM):
-    """The text model of a checkpoint that has a vision tower too, whose tensors are not read."""
+    """The text model of a checkpoint with a vision tower, whose tensors are not read."""
 
     model_prefix = "model.language_model"
 
     def is_redundant(self, name: str) -> bool:
-        """Also the vision tower's."""
+        """Also true of the vision tower's tensors."""
         return super().is_redundant(name) or name.startswith("model.visual.")
 
 

@@ -1,4 +1,4 @@
-"""Qwen3-MoE: Qwen3's decoder with experts in some of its layers or in all."""
+"""Qwen3-MoE: Qwen3's decoder with experts in some or all layers."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ def sparse_options(
     """Options of the Qwen families' experts, scored by a softmax over all of them.
 
     Args:
-        renormalize: Whether the weights of a token's experts are divided by their sum.
-        shared: The expert that every token uses; None: there is none.
+        renormalize: If true, the weights of a token's experts are divided by their sum.
+        shared: The expert that every token uses; None: no such expert.
 
     Raises:
         ValueError: config.json's numbers of experts contradict one another.

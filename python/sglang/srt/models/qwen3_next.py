@@ -1,4 +1,4 @@
-"""Qwen3-Next: delta-net layers with full attention in between; and what Qwen3.5 shares with it."""
+"""Qwen3-Next: delta-net layers and some layers of full attention. Qwen3.5 shares code with it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from sglang.srt.models.qwen3_moe import sparse_layers, sparse_options
 
 
 class Qwen3NextForCausalLM(LlamaForCausalLM):
-    """See `LlamaForCausalLM`. Raises ValueError where config.json contradicts itself."""
+    """See `LlamaForCausalLM`. Raises ValueError if config.json contradicts itself."""
 
     has_grouped_projections = True
     """See `DeltaNetOptions.is_grouped`."""
@@ -37,7 +37,10 @@ class Qwen3NextForCausalLM(LlamaForCausalLM):
     @classmethod
     def decoder_options(cls, config: ModelConfig) -> DecoderOptions:
         sparse = cls.sparse_layers(config)
+        bias = bool(getattr(config.hf_config, "attention_bias", False))
         return DecoderOptions(
+            qkv_bias=bias,
+            out_bias=bias,
             sparse_layers=sparse,
             sparse=cls.sparse_options(config) if sparse else None,
             attention=_full_or_linear(cls._linear_options(config)),
@@ -46,7 +49,7 @@ class Qwen3NextForCausalLM(LlamaForCausalLM):
 
     @classmethod
     def sparse_layers(cls, config: ModelConfig) -> frozenset[int]:
-        """Layers with experts."""
+        """Indices of the layers with experts."""
         return sparse_layers(config) if config.hf_config.num_experts > 0 else frozenset()
 
     @classmethod
@@ -55,7 +58,7 @@ class Qwen3NextForCausalLM(LlamaForCausalLM):
         return gated_experts(config, renormalize=bool(config.hf_config.norm_topk_prob))
 
     def state_specs(self, kv_dtype: torch.dtype) -> tuple[StateSpec, ...]:
-        """Keys and values of the full-attention layers, states of the others."""
+        """Specs of keys and values of the full-attention layers, and of states of the others."""
         ssm_dtype, conv_dtype = self._dtypes
         states = self._linear.state_spec(
             self._linear_layers, ssm_dtype, conv_dtype, self._state_share
@@ -63,7 +66,7 @@ class Qwen3NextForCausalLM(LlamaForCausalLM):
         return (*super().state_specs(kv_dtype), states)
 
     def is_redundant(self, name: str) -> bool:
-        """As in the base class, and tensors that predict several tokens at once."""
+        """Also true of tensors that predict several tokens at once."""
         return super().is_redundant(name) or name.startswith("mtp.")
 
     @classmethod
@@ -82,20 +85,20 @@ class Qwen3NextForCausalLM(LlamaForCausalLM):
 
 
 def _full_or_linear(linear: DeltaNetOptions) -> MakeAttention:
-    """Make linear attention with these options or full attention, as config.json says."""
+    """Make linear attention with these options, or full attention, according to config.json."""
 
     def make(
         config: ModelConfig, options: DecoderOptions, placement: TensorPlacement, layer_id: int
     ) -> GatedAttention | GatedDeltaNet:
         if layer_id in config.linear_attention_layers:
             return GatedDeltaNet(linear, placement.at("linear_attn"), layer_id)
-        return GatedAttention(config, placement, layer_id)
+        return GatedAttention(config, options, placement, layer_id)
 
     return make
 
 
 def gated_experts(config: ModelConfig, *, renormalize: bool) -> SparseMoeOptions:
-    """Options of the family's experts, and of a gated one that every token uses."""
+    """Options of the family's experts, including a gated expert that every token uses."""
     shared = SharedExpertOptions(
         intermediate_size=positive_int(config.hf_config, "shared_expert_intermediate_size"),
         name="shared_expert",

@@ -1,4 +1,4 @@
-"""Model classes by the architecture that a checkpoint names."""
+"""Model classes by the name of the architecture in a checkpoint."""
 
 from __future__ import annotations
 

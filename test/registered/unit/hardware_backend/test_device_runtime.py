@@ -89,7 +89,7 @@ def test_a_kind_that_does_not_load_is_passed_over(
     register_device_runtime(CUDA.name, broken)
     monkeypatch.setitem(sys.modules, "torch_npu", None)
     assert detect_device() == "cpu"
-    assert "a GPU is passed over: cuda has no driver" in caplog.text
+    assert "a GPU is skipped: cuda has no driver" in caplog.text
 
 
 def test_kinds_are_listed_in_the_order_of_auto() -> None:

@@ -255,8 +255,8 @@ def test_files_that_changed_since_do_not_tell_what_was_loaded(
         with pytest.raises(ValueError) as caught:
             source.identity()
         assert str(caught.value) == (
-            f"{checkpoint}: {what} since the weights were loaded, so that the files no longer tell "
-            "what is in memory: restart this server"
+            f"{checkpoint}: {what} since the weights were loaded, so the files no longer identify "
+            "the weights in memory: restart this server"
         )
 
 

@@ -29,8 +29,8 @@ from sglang.srt.model_loader import weight_seed as seed_module
 from sglang.srt.model_loader.load_config import LoadConfig, SeedAddress
 from sglang.srt.model_loader.read_batches import cut_batches
 from sglang.srt.model_loader.remote_weights import RemoteInstanceWeights
+from sglang.srt.model_loader.seed_answer import SeedAnswer
 from sglang.srt.model_loader.tensor_memory import checksums
-from sglang.srt.model_loader.weight_offer import SeedAnswer
 from sglang.srt.model_loader.weight_plan import cell_views
 from sglang.srt.model_loader.weight_seed import WeightSeed
 from sglang.srt.model_loader.weight_source import WeightSlots

@@ -112,7 +112,7 @@ def test_all_ranks_are_asked() -> None:
 def test_a_seed_that_is_replaced_between_two_questions(second: dict[str, Any]) -> None:
     with (
         serving(200, of_rank(0, 2), second) as (port, _),
-        pytest.raises(ValueError, match=r"asked for rank 1 of 2, it tells of rank . of .: it has"),
+        pytest.raises(ValueError, match=r"asked for rank 1 of 2, it answers as rank . of .: it"),
     ):
         client(port).ask_all()
 

@@ -13,13 +13,13 @@ from sglang.srt.hardware_backend.leaf_hash import HASH_NAME
 from sglang.srt.layers.placement import Share
 from sglang.srt.layers.weight_slot import WeightSlot
 from sglang.srt.model_loader.read_batches import cut_batches, staging_bytes
-from sglang.srt.model_loader.weight_offer import (
+from sglang.srt.model_loader.seed_answer import (
     MemoryPlace,
     SeedAnswer,
+    SeedWeights,
     TensorPart,
     WeightsDigest,
-    WeightsOffer,
-    check_offer,
+    check_seed,
     place_of,
 )
 from sglang.srt.model_loader.weight_plan import check_checksums, plan_reads
@@ -67,7 +67,7 @@ def make_answer(
             f"10.0.0.1:1500{rank}",
             {name: place(name, at) for name, at in far.items()},
         ),
-        weights=WeightsOffer(**fields),
+        weights=SeedWeights(**fields),
     )
 
 
@@ -198,11 +198,11 @@ def changed(name: str, **fields: object) -> dict[str, Any]:
     [
         (changed("k", dtype="float16"), r"'k' is float16 \[2, 4\] there and float32 \[2, 4\] here"),
         (changed("k", shape=(8,)), r"'k' is float32 \[8\] there and float32 \[2, 4\] here"),
-        (changed("b", split_ranges=((0, 3),)), r"'b': 3 to 6 is on none of its ranks"),
-        (changed("b", split_runs=(2, 4)), r"'b' is split in another way there .*runs of \[2, 4\]"),
+        (changed("b", split_ranges=((0, 3),)), r"'b': no rank has 3 to 6"),
+        (changed("b", split_runs=(2, 4)), r"'b' is split differently there .*runs of \[2, 4\]"),
         (
             changed("k", split_dim=1, split_ranges=((0, 4),), split_runs=(4,)),
-            r"'k' is split in another way there \(dimension 1",
+            r"'k' is split differently there \(dimension 1",
         ),
         ({"tensors": {}}, "tensor 'b' is not in the seed: .*the same model"),
         ({"place": lambda n, p: (p[0], 9 if n == "q" else p[1], p[2])}, "'q' has 9 elements of 4"),
@@ -222,7 +222,7 @@ def test_a_split_that_no_checksum_fits() -> None:
         WeightSlot.of(column[at : at + 16], Share(at, at + 16, 48)) for at in range(0, 48, 16)
     ]
     seed = [make_answer({"w": WeightSlot.of(column, Share(0, 48, 48))})]
-    with pytest.raises(ValueError, match=r"'w': 16 to 32, which .* --tp-size 1 has checksums of"):
+    with pytest.raises(ValueError, match=r"'w': .* --tp-size 1 has no checksums of 16 to 32,"):
         plan_reads(seed, {"w": thirds[1]}, rank=0)
     # Three of each have the same bounds.
     answers = [make_answer({"w": slot}, rank, 3) for rank, slot in enumerate(thirds)]
@@ -250,9 +250,9 @@ def test_a_tensor_that_the_model_here_lacks() -> None:
     ],
 )
 def test_another_model_or_transport(fields: dict[str, Any], message: str) -> None:
-    check_offer(make_answer({}).weights, config=CONFIG, protocol="tcp")
+    check_seed(make_answer({}).weights, config=CONFIG, protocol="tcp")
     with pytest.raises(ValueError, match=message) as caught:
-        check_offer(make_answer({}, **fields).weights, config=CONFIG, protocol="tcp")
+        check_seed(make_answer({}, **fields).weights, config=CONFIG, protocol="tcp")
     assert "\n" not in str(caught.value)
 
 

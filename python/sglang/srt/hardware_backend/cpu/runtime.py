@@ -1,5 +1,5 @@
-"""The CPU as a device. Copies are asynchronous here too: torch and numpy release the GIL while they
-copy, so whatever holds for copies in flight is exercised on every machine."""
+"""The CPU as a device. Copies are asynchronous here too, because torch and numpy release the GIL
+while they copy. So every machine exercises the handling of copies in flight."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 
 class CpuRuntime(DeviceRuntime):
-    """The CPU, of which there is one for all ranks."""
+    """The CPU, which all ranks share."""
 
     kind = CPU
 
@@ -41,7 +41,7 @@ class CpuRuntime(DeviceRuntime):
         return None
 
     def prepare(self) -> None:
-        """Bound the caches that oneDNN and torch keep of compiled code."""
+        """Limit oneDNN's and torch's caches of compiled code."""
         envs.ONEDNN_PRIMITIVE_CACHE_CAPACITY.export_default()
         envs.LRU_CACHE_CAPACITY.export_default()
 
@@ -58,7 +58,7 @@ class CpuRuntime(DeviceRuntime):
         return _InOrder()
 
     def synchronize(self) -> None:
-        """Nothing to wait for: what was called is done."""
+        """Nothing to wait for: calls complete before they return."""
 
     def keep_for_current_stream(self, tensor: torch.Tensor) -> None:
         pass
@@ -97,11 +97,11 @@ class _ThreadEvent:
 class _CopyThread(CopyStream):
     """A daemon thread with a FIFO queue, which `close` ends.
 
-    Work that no step waits for has time: its pages stay where they are meanwhile, and the forward,
-    which the rest of its team would wait for, keeps its cores.
+    Copies that no step waits for run at lower priority, so that they do not take cores from a
+    forward.
 
-    A copy that raises is a bug of ours that would leave wrong bytes in a cache: the process
-    ends with the cause (`os._exit`), since those pages must not be read any more.
+    A copy that raises is a bug that would leave wrong bytes in a cache. The process ends with the
+    cause (`os._exit`), because those pages must not be read.
     """
 
     def __init__(self, name: str, *, is_urgent: bool) -> None:
@@ -137,7 +137,7 @@ class _CopyThread(CopyStream):
 
 
 class _InOrder(SideStream):
-    """The calling thread itself: everything is in order."""
+    """The calling thread itself, in which everything is in order."""
 
     def follow(self) -> None:
         pass

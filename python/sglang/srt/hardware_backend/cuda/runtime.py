@@ -26,7 +26,9 @@ class CudaRuntime(AcceleratorRuntime):
     kind = CUDA
 
     def __init__(self, device: str, api: Any = torch.cuda) -> None:
-        """`api`: a test gives one that records."""
+        """Args:
+        api: `torch.cuda`, or a recorder in a test.
+        """
         self._target = torch.device(device)
         super().__init__(self._target, api)
 
@@ -44,7 +46,7 @@ class CudaRuntime(AcceleratorRuntime):
 
         if small_copies.suits(tensor):
             return small_copies.upload(tensor, self._target)
-        # The page-locked copy belongs to torch's cache, which reuses it only after the transfer.
+        # torch's cache owns the page-locked copy, and reuses it only after the transfer.
         return tensor.pin_memory().to(self._target, non_blocking=True)
 
     def download(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -70,7 +72,7 @@ class CudaRuntime(AcceleratorRuntime):
         return bool(self._api.is_available())
 
     def register_host_memory(self, address: int, size: int) -> None:
-        """As `DeviceRuntime.register_host_memory`. Releases the GIL."""
+        """See `DeviceRuntime.register_host_memory`. Releases the GIL."""
         code = self._api.cudart().cudaHostRegister(address, size, 0)
         if int(code):
             raise MemoryError(
@@ -88,8 +90,8 @@ class CudaRuntime(AcceleratorRuntime):
         return bool(self._api.can_device_access_peer(self._target, index))
 
     def allocations_of(self, tensors: Iterable[torch.Tensor]) -> dict[int, int]:
-        """Segments of torch's allocator: each is what one call of the driver gave, and holds many
-        tensors. Memory of any other origin is taken for an allocation of its own."""
+        """Segments of torch's allocator: each is one allocation of the driver, and holds many
+        tensors. Memory from elsewhere is taken to be an allocation by itself."""
         segments = sorted(
             (segment["address"], segment["total_size"]) for segment in self._api.memory_snapshot()
         )
@@ -105,8 +107,8 @@ class CudaRuntime(AcceleratorRuntime):
         return _CudaMemPool(self._api, allocator, self._target)
 
     def host_cpus_near_device(self) -> frozenset[int]:
-        """CPUs of the NUMA node that the current CUDA device hangs on; empty where unknown."""
-        # torch's type stubs do not know all of the properties.
+        """CPUs of the current device's NUMA node; empty: unknown."""
+        # torch's type stubs lack some of the properties.
         gpu: Any = self._api.get_device_properties(self._api.current_device())
         try:
             address = f"{gpu.pci_domain_id:04x}:{gpu.pci_bus_id:02x}:{gpu.pci_device_id:02x}.0"
@@ -124,7 +126,7 @@ class _CudaMemPool:
     def __init__(self, api: Any, allocator: object, device: torch.device) -> None:
         self._api = api
         self._device = None if device.index is None else device
-        """None: the current one; torch takes no device without an index here."""
+        """None: the current one. torch accepts no device without an index here."""
         self._pool = api.MemPool(allocator)
 
     def use(self) -> AbstractContextManager[Any]:

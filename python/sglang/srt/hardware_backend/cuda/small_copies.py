@@ -1,9 +1,9 @@
 """Small copies between page-locked memory and a CUDA device, made by a kernel.
 
-A copy engine serves its streams in turn. Behind the hundreds of megabytes of a backup or a load,
-the few bytes of a step's tokens, or of the next step's input, waited for milliseconds, and the
-device idled meanwhile: 15 ms a prefill of 8,192 tokens on an H200. A kernel reads and writes
-page-locked memory itself, beside them.
+A copy engine serves its streams one after another. The few bytes of a step's tokens or inputs
+waited for milliseconds behind the hundreds of megabytes of a backup or a load, and the device
+idled: 15 ms per prefill of 8,192 tokens on an H200. A kernel copies page-locked memory
+concurrently.
 
 Importing this module needs triton.
 """
@@ -24,7 +24,7 @@ from sglang.srt.constants import KIB, MIB
 _WORD: Final = 4
 _BLOCK_WORDS: Final = 1024
 _MAX_BYTES: Final = 256 * KIB
-"""Longest copy; longer ones are worth a copy engine."""
+"""Longest copy, in bytes. Longer ones are worth a copy engine."""
 _HALF_BYTES: Final = 4 * MIB
 _ALIGNMENT: Final = 16
 
@@ -38,37 +38,38 @@ def _copy_words(source, target, words, BLOCK: tl.constexpr):
 
 
 class _PinnedRing:
-    """Page-locked memory that uploads pass through: two halves, filled in turn.
+    """Page-locked memory for uploads, in two halves that are filled alternately.
 
-    A half is filled again when the device has read what was in it, on every stream that did.
+    A half is reused once every stream that reads it has done so.
     """
 
     def __init__(self) -> None:
         self._memory = torch.empty(2 * _HALF_BYTES, dtype=torch.uint8, pin_memory=True)
-        # Some callers are in inference mode, others not: torch would not let both write.
+        # torch does not let callers inside and outside of inference mode write to one tensor.
         self._bytes = self._memory.numpy()
-        self._role = 0
+        self._half = 0
         self._used = 0
         self._streams: set[torch.cuda.Stream] = set()
         self._read: list[list[torch.cuda.Event]] = [[], []]
 
     def put(self, data: torch.Tensor, reader: torch.cuda.Stream) -> int:
-        """Take in `data`, uint8 `[n]` on the CPU; the address that `reader` reads it at, once."""
+        """Copy in `data`, uint8 `[n]` on the CPU, and return its address for one read by
+        `reader`."""
         if self._used + len(data) > _HALF_BYTES:
-            self._turn()
-        begin = self._role * _HALF_BYTES + self._used
+            self._switch_half()
+        begin = self._half * _HALF_BYTES + self._used
         self._bytes[begin : begin + len(data)] = data.numpy()
         self._used += -(-len(data) // _ALIGNMENT) * _ALIGNMENT
         self._streams.add(reader)
         return self._memory.data_ptr() + begin
 
-    def _turn(self) -> None:
-        self._read[self._role] = [stream.record_event() for stream in self._streams]
+    def _switch_half(self) -> None:
+        self._read[self._half] = [stream.record_event() for stream in self._streams]
         self._streams.clear()
-        self._role, self._used = 1 - self._role, 0
-        for event in self._read[self._role]:
+        self._half, self._used = 1 - self._half, 0
+        for event in self._read[self._half]:
             event.synchronize()
-        self._read[self._role].clear()
+        self._read[self._half].clear()
 
 
 _lock = threading.Lock()
@@ -76,31 +77,29 @@ _ring: _PinnedRing | None = None
 
 
 def suits(tensor: torch.Tensor) -> bool:
-    """Whether `tensor` is short enough and of whole words."""
+    """True if `tensor` is short enough and consists of whole words."""
     size = tensor.nbytes
     return 0 < size <= _MAX_BYTES and size % _WORD == 0
 
 
 def upload(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """A copy on `device` of a CPU tensor that `suits`, in order with the current stream.
-
-    Does not wait for the device. Any thread.
-    """
+    """Copy a CPU tensor that `suits` to `device`, in order with the current stream, without waiting
+    for the device. Any thread."""
     global _ring
     target = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
     stream = torch.cuda.current_stream(device)
     data = tensor.contiguous().view(-1).view(torch.uint8)
     with _lock:
         _ring = _ring or _PinnedRing()
-        # Under the lock, or another thread might turn to this half before its kernel is queued.
+        # Under the lock, so that no other thread reuses this half before the kernel is queued.
         _launch(_ring.put(data, stream), target.data_ptr(), tensor.nbytes)
     return target
 
 
 def download(tensor: torch.Tensor) -> torch.Tensor:
-    """A page-locked copy of a CUDA tensor that `suits`, in order with the current stream.
+    """Copy a CUDA tensor that `suits` to page-locked memory, in order with the current stream.
 
-    It holds the values once the stream has come so far; the caller keeps it until then.
+    The copy holds the values once the stream has reached it; the caller keeps it until then.
     """
     copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
     source = tensor.contiguous()

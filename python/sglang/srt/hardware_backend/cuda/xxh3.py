@@ -1,8 +1,8 @@
 """xxh3-128 of device memory, by two kernels.
 
-A hash takes its bytes in blocks of 1 KiB. What a block adds to the hash's eight accumulators does
-not depend on them: one kernel computes that of all blocks at once. Between two blocks the
-accumulators are scrambled: another kernel does so, eight threads a hash.
+A hash processes blocks of 1 KiB. A block's contribution to the hash's eight accumulators does not
+depend on them, so one kernel computes the contributions of all blocks at once. The accumulators are
+scrambled between two blocks; a second kernel does that with eight threads per hash.
 
 Source: "XXH3 algorithm overview" in the xxHash specification, for more than 240 bytes, seed 0.
 
@@ -34,11 +34,11 @@ _LEAF_BLOCKS: Final = tl.constexpr(LEAF_BYTES // BLOCK_BYTES)
 _BLOCKS_AT_ONCE: Final = 16
 _LEAVES_AT_ONCE: Final = 8
 _GROUP: Final = 256 * MIB // LEAF_BYTES
-"""Leaves of one launch. What their blocks add takes a sixteenth of their bytes."""
+"""Leaves of one launch. The contributions of their blocks take a sixteenth of their bytes."""
 _MOST_BYTES: Final = _WORD << 31
 _COLUMNS: Final = 5
-"""Of the table of leaves: address of the cell, first word, words, words of a row, and from row to
-row."""
+"""Columns of the table of leaves: address of the cell, first word, number of words, words of a row,
+words from row to row."""
 
 _SECRET: Final = bytes.fromhex(
     "b8fe6c3923a44bbe7c01812cf721ad1cded46de9839097db7240a4a4b7b3671f"
@@ -73,7 +73,7 @@ def _words(constants, row):
 
 @triton.jit
 def _load_words(cell, first, index, count, row_words, stride):
-    """Words `index` of a leaf; zeros behind its last one."""
+    """Words `index` of a leaf; zeros after its last word."""
     word = first + index
     row = word // row_words
     address = cell + row.to(tl.int64) * stride + (word - row * row_words)
@@ -82,7 +82,7 @@ def _load_words(cell, first, index, count, row_words, stride):
 
 @triton.jit
 def _sum_blocks(table, constants, sums, COLUMNS: tl.constexpr, BLOCKS: tl.constexpr):
-    """What each block of a leaf adds to the accumulators: `sums`, int64 `[leaves, blocks, 8]`."""
+    """Contributions of each block of a leaf to the accumulators: int64 `[leaves, blocks, 8]`."""
     leaf = tl.program_id(0)
     entry = table + leaf * COLUMNS
     cell = tl.load(entry).to(tl.pointer_type(tl.int64))
@@ -99,7 +99,7 @@ def _sum_blocks(table, constants, sums, COLUMNS: tl.constexpr, BLOCKS: tl.conste
         at = block * _BLOCK_WORDS + stripe * _LANES
         own = _load_words(cell, first, at + lane, count, row_words, stride)
         other = _load_words(cell, first, at + (lane ^ 1), count, row_words, stride)
-        # The last stripe of all has keys of its own.
+        # The last stripe of a leaf has different keys.
         is_last = (block == blocks - 1) & (stripe == _STRIPES - 1)
         keys = tl.load(constants + tl.where(is_last, _LAST_KEYS, stripe) * _LANES + lane)
         mixed = own ^ keys.to(tl.uint64, bitcast=True)
@@ -125,7 +125,8 @@ def _merge(accumulators, keys, start, LEAVES: tl.constexpr):
 @triton.jit
 def _join_blocks(table, constants, sums, digests, leaves, COLUMNS: tl.constexpr,
                  LEAVES: tl.constexpr):  # fmt: skip
-    """The digests of leaves, from what their blocks add: int64 `[leaves, 2]`, high word first."""
+    """Digests of leaves from the contributions of their blocks: int64 `[leaves, 2]`, high word
+    first."""
     leaf = tl.program_id(0) * LEAVES + tl.arange(0, LEAVES)
     is_there = leaf < leaves
     count = tl.load(table + leaf * COLUMNS + 2, mask=is_there, other=1).to(tl.int32)
@@ -167,7 +168,7 @@ def _constants(device: torch.device) -> torch.Tensor:
 
 
 def _aligned(cell: torch.Tensor) -> torch.Tensor:
-    """The cell itself, or where its rows are no whole words a copy in one row, padded by zeros."""
+    """The cell itself or, if its rows are not whole words, a copy in one row, padded with zeros."""
     step = cell.stride(0) if len(cell) > 1 else 0
     if not (cell.data_ptr() % _WORD or cell.shape[1] % _WORD or step % _WORD):
         return cell
@@ -223,7 +224,7 @@ def leaf_digests(cells: Sequence[torch.Tensor]) -> list[bytes]:
             part, constants, sums, found, len(part), COLUMNS=_COLUMNS, LEAVES=_LEAVES_AT_ONCE,
             num_warps=2,
         )  # fmt: skip
-    told = digests.cpu().numpy().astype(">i8").tobytes()
+    raw = digests.cpu().numpy().astype(">i8").tobytes()
     counts = [-(-source.numel() // LEAF_BYTES) * DIGEST_BYTES for source in sources]
     ends = np.cumsum(counts)
-    return [told[end - count : end] for end, count in zip(ends, counts, strict=True)]
+    return [raw[end - count : end] for end, count in zip(ends, counts, strict=True)]

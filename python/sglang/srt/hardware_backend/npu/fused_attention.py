@@ -1,9 +1,9 @@
-"""Attention by `torch_npu.npu_fused_infer_attention_score`, within what its documentation allows.
+"""Attention by `torch_npu.npu_fused_infer_attention_score`, within its documented limits.
 
     keys and values in pages     queries of one token; pages of a multiple of 16 tokens, 512 at most
     keys and values in one piece queries of any number of tokens
 
-Both in float16 or bfloat16. Not run on hardware.
+Both in float16 or bfloat16. It has not run on hardware.
 """
 
 from __future__ import annotations
@@ -19,30 +19,30 @@ PAGE_TOKENS: Final = range(16, 513, 16)
 """Pages that the operator reads."""
 HEAD_DIMS: Final = range(16, 513, 16)
 MAX_GROUP: Final = 64
-"""Query heads of a KV head."""
+"""Most query heads of a KV head."""
 MAX_TOKEN_ELEMENTS: Final = 65534
-"""Elements of all query heads of a token."""
+"""Most elements of all query heads of a token."""
 DTYPES: Final = (torch.float16, torch.bfloat16)
 
 _LAYOUT: Final = "BSND"
 _MASK_SIZE: Final = 2048
 _CAUSAL: Final = 3
-"""`sparse_mode`: the last query sees all keys, each one before it a key less."""
+"""`sparse_mode`: the last query sees all keys; each earlier query sees one key less."""
 _MAX_ELEMENTS: Final = 2**31 - 1
 
 
 class FusedAttention:
-    """The operator for one model's heads. The thread that runs the model."""
+    """The operator for one model's heads. Only the thread that runs the model uses it."""
 
     def __init__(self, num_heads: int, num_kv_heads: int, device: torch.device | str) -> None:
-        """Raises ValueError where `torch_npu` does not load."""
+        """Raises ValueError if `torch_npu` does not load."""
         self._operator: Any = load_torch_npu(
             "--attention-backend ascend"
         ).npu_fused_infer_attention_score
         self._heads = {"num_heads": num_heads, "num_key_value_heads": num_kv_heads}
         ones = torch.ones(_MASK_SIZE, _MASK_SIZE, dtype=torch.bool, device=device)
         self._causal_mask = ones.triu(1)
-        """The mask that the operator wants in place of the batch's own; True hides."""
+        """The mask that the operator expects instead of the batch's own; True hides a key."""
 
     def attend_pages(
         self,
@@ -58,8 +58,8 @@ class FusedAttention:
             q: `[requests, num_heads, head_dim]`, contiguous.
             kv: Keys and values, each `[pages, page_size, num_kv_heads * head_dim]`, contiguous.
             block_table: int32 `[requests, pages of the longest context]` on the device. Entries
-                past a context's end are not read.
-            seq_lens: Tokens of each context; their pages together are at most those of `kv`.
+                past a context's end are unused.
+            seq_lens: Tokens of each context. Together they have at most as many pages as `kv`.
 
         Returns:
             `[requests, num_heads, head_dim]`.
@@ -82,7 +82,7 @@ class FusedAttention:
     def attend_causally(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float
     ) -> torch.Tensor:
-        """Attend from the last tokens of one context to all of it, each up to itself.
+        """Attend causally from the last tokens of one context to all of it.
 
         Args:
             q: `[new, num_heads, head_dim]`, contiguous.
@@ -91,7 +91,7 @@ class FusedAttention:
         Returns:
             `[new, num_heads, head_dim]`.
         """
-        # A single query sees everything; for it the operator knows no mask.
+        # A single query sees all keys, and the operator takes no mask for it.
         causal = {"atten_mask": self._causal_mask, "sparse_mode": _CAUSAL} if len(q) > 1 else {}
         out, _ = self._operator(
             q.unsqueeze(0),

@@ -1,4 +1,4 @@
-"""The one import of `torch_npu`: where it is refused, and why."""
+"""The only import of `torch_npu`, with an error if it does not load."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def load_torch_npu(user: str = f"--device {NPU.name}") -> Any:
         user: The flag that needs it, for the message.
 
     Raises:
-        ValueError: It is not installed, or does not load; says why and what to install.
+        ValueError: It is not installed, or does not load; with the cause and what to install.
     """
     missing = NPU.missing_package()
     if missing is not None:

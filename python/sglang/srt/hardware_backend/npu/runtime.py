@@ -1,7 +1,7 @@
-"""Ascend NPUs through `torch_npu`, whose `torch.npu` repeats the names of `torch.cuda`.
+"""Ascend NPUs through `torch_npu`, whose `torch.npu` has the names of `torch.cuda`.
 
-Written against the library's documented interface, and tested with a module that records its
-calls; not run on hardware yet.
+It is written against the library's documented interface and tested with a module that records its
+calls. It has not run on hardware.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ class NpuRuntime(AcceleratorRuntime):
     kind = NPU
 
     def __init__(self, device: str) -> None:
-        """Raises ValueError where `torch_npu` cannot be imported, and says what to install."""
+        """Raises ValueError, with the packages to install, if `torch_npu` cannot be imported."""
         index = device.partition(":")[2]
         self._index = int(index) if index else None
         self._name = device
@@ -35,7 +35,7 @@ class NpuRuntime(AcceleratorRuntime):
     def stage_to_device(self, tensor: torch.Tensor) -> torch.Tensor:
         if not tensor.is_cpu:
             return tensor
-        # The page-locked copy belongs to torch's cache, which reuses it only after the transfer.
+        # torch's cache owns the page-locked copy, and reuses it only after the transfer.
         return tensor.pin_memory().to(self._name, non_blocking=True)
 
     def current_stream_handle(self) -> int:

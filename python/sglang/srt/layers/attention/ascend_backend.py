@@ -1,7 +1,7 @@
-"""Attention on Ascend NPUs by their fused operator. Not run on hardware.
+"""Attention on Ascend NPUs by their fused operator. It has not run on hardware.
 
-Decoding reads the pool's pages in place. The operator takes prefills from pages of 128 tokens only,
-so a prefill gathers each request's context once a layer, and attends request by request.
+Decoding reads the pool's pages in place. For prefills the operator takes only pages of 128 tokens,
+so each request's context is gathered once per layer and attended to by itself.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class _DecodeCall:
     begin: int
     end: int
     block_table: torch.Tensor
-    """int32 `[end - begin, pages]`: pages of each context; entries past its end are not read."""
+    """int32 `[end - begin, pages]`: pages of each context; entries past its end are unused."""
     seq_lens: list[int]
     """Tokens of each context."""
 
@@ -41,10 +41,10 @@ class _Prefill:
 
 
 class AscendAttnBackend(AttentionBackend):
-    """One call of the operator for a decode step, one for each request of a prefill."""
+    """Calls the operator once for a decode step, and once for each request of a prefill."""
 
     def __init__(self, config: AttentionConfig) -> None:
-        """Raises ValueError if the operator does not take the model or is not installed."""
+        """Raises ValueError if the operator does not support the model or is not installed."""
         check_ascend(config)
         self._page_size = config.page_size
         self._attention = FusedAttention(config.num_heads, config.num_kv_heads, config.device)
@@ -96,8 +96,8 @@ class AscendAttnBackend(AttentionBackend):
         return torch.cat(outs).flatten(1)
 
     def _plan_decode(self, batch: ForwardBatch) -> list[_DecodeCall]:
-        """Split the batch into calls, usually one. The operator counts a page once for each request
-        that has it, and refuses more pages than the pool has; the rest goes into further calls."""
+        """Split the batch into calls, usually one. The operator counts a shared page for each of
+        its requests, and refuses more pages than the pool has; further calls take the rest."""
         size = self._page_size
         pool_pages = batch.token_to_kv_pool.size // size + 1
         pages = [-(-length // size) for length in batch.seq_lens_cpu]
@@ -129,7 +129,8 @@ class AscendAttnBackend(AttentionBackend):
 
 
 def check_ascend(config: AttentionConfig) -> None:
-    """Raise ValueError if the operator does not take the model; it names the flag to change."""
+    """Raise ValueError, which names the flag to change, if the operator does not support the
+    model."""
     name, remedy = "attention backend 'ascend'", "use torch_native"
     if config.dtype not in fused_attention.DTYPES or config.kv_dtype != config.dtype:
         raise ValueError(

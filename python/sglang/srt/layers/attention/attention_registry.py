@@ -1,6 +1,6 @@
 """Registry of attention backends by kind of attention, `--attention-backend` name and device.
 
-The first backend registered for a kind and a device is the best one there.
+The first backend registered for a kind and a device is the default there.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def register_attention_backend(
 
     Args:
         device_type: Name of a `DeviceKind`.
-        make: Makes the backend; raises ValueError if it does not take the model.
+        make: Makes the backend; raises ValueError if it does not support the model.
 
     Raises:
         ValueError: A backend is already registered for these three.
@@ -48,7 +48,7 @@ def register_attention_backend(
 
 
 def default_attention_backend(device: str, kind: AttentionKind = FULL_ATTENTION) -> str:
-    """Name of the best backend for `kind` on `device`, e.g. "cpu" or "cuda:0".
+    """Name of the default backend for `kind` on `device`, such as "cpu" or "cuda:0".
 
     Raises:
         ValueError: No backend runs there.
@@ -68,8 +68,8 @@ def create_attention_backend(
     """Make the backend called `name` for layers of one kind.
 
     Raises:
-        ValueError: No backend has that name (the error lists the names), or it does not run on the
-            device or not with this model.
+        ValueError: No backend has that name (the error lists the names), or it does not support the
+            device or this model.
     """
     make = _BACKENDS.get((kind, name, device_kind(config.device).name))
     if make is not None:
@@ -91,13 +91,13 @@ def create_attention_backends(
     """Make the backends of a model, one for each kind of its layers.
 
     Args:
-        name: Used for every kind that has a backend of that name. Other kinds use their best one,
-            and the log says so. None: every kind uses its best.
+        name: Used for every kind that has a backend of that name. Other kinds use their default,
+            and the log says so. None: every kind uses its default.
         configs: One for each kind of the model's layers.
 
     Raises:
-        ValueError: On the device no kind, of this model or another, has a backend of that name, or
-            a kind has no backend at all, or a backend does not take the model.
+        ValueError: No kind has a backend of that name on the device, a kind has no backend at all,
+            or a backend does not support the model.
     """
     made: dict[AttentionKind, AttentionBackend] = {}
     for kind, config in configs.items():
@@ -107,7 +107,7 @@ def create_attention_backends(
         if name is None or (is_there and name not in _names(kind, config.device)):
             chosen = best
         else:
-            # A name that no kind has here is refused below, with the reason.
+            # A name that no kind has on this device is refused below, with the reason.
             chosen = name
         if name not in (None, chosen):
             logger.info("Layers of kind %r run on %r: %r does not support them", kind, chosen, name)
@@ -116,13 +116,13 @@ def create_attention_backends(
 
 
 def _names(kind: AttentionKind, device: str) -> list[str]:
-    """Names of the backends for `kind` on `device`, the best first."""
+    """Names of the backends for `kind` on `device`, the default first."""
     device_type = device_kind(device).name
     return [n for k, n, d in _BACKENDS if (k, d) == (kind, device_type)]
 
 
 def _imported(path: str) -> MakeBackend:
-    """A backend class that is imported when it is made: it needs packages of its device."""
+    """A backend class to import on first use, because it needs packages of its device."""
     module, _, name = path.rpartition(".")
 
     def make(config: AttentionConfig) -> AttentionBackend:
@@ -139,7 +139,7 @@ def _make_flashinfer(config: AttentionConfig) -> AttentionBackend:
 
 
 def _check_flashinfer(config: AttentionConfig) -> None:
-    """Raise ValueError if the library is not installed or does not take this model."""
+    """Raise ValueError if the library is not installed or does not support this model."""
     if importlib.util.find_spec("flashinfer") is None:
         raise ValueError(
             "attention backend 'flashinfer' needs the package of that name: "

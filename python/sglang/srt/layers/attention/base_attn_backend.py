@@ -17,16 +17,16 @@ from sglang.srt.mem_cache.device.state_spec import KVSpec, PoolName, StateSpec
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionConfig:
-    """What the attention layers of one kind have in common, on this rank."""
+    """Common settings of the attention layers of one kind, on this rank."""
 
     num_heads: int
     """Query heads on this rank; a multiple of `num_kv_heads`."""
     specs: Mapping[PoolName, StateSpec]
-    """All state that the model caches, by pool."""
+    """Specs of all state that the model caches, by pool."""
     page_size: int
     """Tokens per page of the pools."""
     dtype: torch.dtype
-    """Dtype of queries, and of keys and values before they are stored."""
+    """Dtype of queries, keys and values, before they are stored."""
     device: str
     mla: MLAConfig | None = None
     """Sizes of latent attention, for the kinds that have it."""
@@ -60,57 +60,55 @@ class AttentionConfig:
 
 
 class AttentionBackend(ABC):
-    """Attention of one model runner, used by the thread that runs the model, batch after batch.
-
-    Holds the plan of the batch that is being run.
+    """Attention of one model runner, with the plan of the current batch. Only the thread that runs
+    the model uses it.
     """
 
     can_be_captured = False
-    """Whether decode steps can be captured in a graph; `init_forward_metadata_graph` runs before
-    each capture and replay."""
+    """True if graphs can capture decode steps; `init_forward_metadata_graph` runs before each
+    capture and replay."""
 
     captures_extend = False
-    """Whether short prefills can be captured; `init_forward_metadata_extend_graph` runs before each
-    capture and replay."""
+    """True if graphs can capture short prefills; `init_forward_metadata_extend_graph` runs before
+    each capture and replay."""
 
     @abstractmethod
     def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
-        """Plan the batch, once for all layers: runs of slots, masks."""
+        """Plan the batch (runs of slots, masks), once for all layers."""
 
     def init_forward_metadata_graph(self, forward_batch: ForwardBatch) -> None:
-        """Plan a decode step that a graph runs: called before the capture and before each replay.
+        """Plan a decode step that a graph runs. Called before the capture and before each replay.
 
-        Buffers that captured kernels read must keep the addresses they had when the size was first
-        seen. The default does nothing: for backends that decode without a plan.
+        Buffers that captured kernels read must stay at the addresses of the first call for a size.
+        The default, for backends that decode without a plan, does nothing.
 
         Args:
             forward_batch: A batch of a captured size. Its tensors are the same every time and hold
-                the step's input; `seq_lens_cpu` is the step's own. Padding requests have one token.
+                the step's input; `seq_lens_cpu` is new. Padding requests have one token.
         """
 
     def init_forward_metadata_extend_graph(
         self, forward_batch: ForwardBatch, num_tokens: int, num_requests: int
     ) -> None:
-        """Plan a short prefill that graphs run: called before the capture and before each replay.
+        """Plan a short prefill that graphs run. Called before the capture and before each replay.
 
-        Buffers that captured kernels read must keep the addresses they had when the size was first
-        seen. Only backends with `captures_extend` implement this.
+        Buffers that captured kernels read must stay at the addresses of the first call for a size.
+        Only backends with `captures_extend` implement this.
 
         Args:
             forward_batch: The step without padding, of at most `num_tokens` and `num_requests`.
-            num_tokens: Tokens that the graphs compute; those after the step's own attend to
-                nothing.
+            num_tokens: Tokens that the graphs compute; the padding tokens attend to nothing.
             num_requests: Requests that the graphs compute.
         """
         raise NotImplementedError(type(self).__name__)
 
     def graph_bytes(self, num_tokens: int, context_len: int) -> int:
-        """Bytes of device memory that captured steps of `num_tokens` hold and that grow with
+        """Device memory, in bytes, of captured steps of `num_tokens`, if it grows with
         `context_len`, the longest possible context in tokens."""
         return 0
 
     def warm_up(self) -> None:
-        """Do the one-time work of libraries (plans, compiled kernels) before the first request."""
+        """Do one-time work of libraries (plans, compiled kernels) before the first request."""
 
     @abstractmethod
     def forward_extend(
@@ -124,15 +122,15 @@ class AttentionBackend(ABC):
     ) -> torch.Tensor:
         """Attend from new tokens to their prefix and, causally, to each other.
 
-        With `rows`, only each request's last new token attends, and only its output is returned.
-        Shapes as in `RadixAttention.forward`.
+        If `rows` are given, only each request's last new token attends and has an output. Shapes
+        are those of `RadixAttention.forward`.
         """
 
     @abstractmethod
     def forward_decode(
         self, q: torch.Tensor, layer: RadixAttention, forward_batch: ForwardBatch
     ) -> torch.Tensor:
-        """Attend from `q` `[bs, num_heads, head_dim]`, a token of each request, to its whole
+        """Attend from one token of each request, `q` `[bs, num_heads, head_dim]`, to its
         context."""
 
     def forward_decode_gated(
@@ -142,8 +140,8 @@ class AttentionBackend(ABC):
         layer: RadixAttention,
         forward_batch: ForwardBatch,
     ) -> torch.Tensor | None:
-        """`forward_decode`, times the sigmoid of `gates`, which are shaped as `q`. None: the
-        backend leaves the gates to the caller."""
+        """`forward_decode`, multiplied by the sigmoid of `gates`, which have the shape of `q`.
+        None: the backend leaves the gates to the caller."""
         return None
 
     def forward(
@@ -158,12 +156,12 @@ class AttentionBackend(ABC):
         *,
         index: IndexQuery | None = None,
     ) -> torch.Tensor:
-        """Store K and V, then attend; shapes as in `RadixAttention.forward`.
+        """Store K and V, then attend. Shapes are those of `RadixAttention.forward`.
 
         `index` is for kinds of attention that choose which tokens are read.
 
-        Storing comes first, to slots that no load in flight writes. Reading the pool waits for this
-        layer's load, so that the load overlaps with earlier layers.
+        Storing comes first, into slots that no load in flight writes. Reading the pool waits for
+        this layer's load, which overlaps with earlier layers.
         """
         assert index is None, f"{type(self).__name__} reads whole contexts"
         if save_kv_cache:

@@ -1,8 +1,9 @@
-"""Attention of long runs of new tokens by cuDNN, the fastest way on Hopper.
+"""Attention of long runs of new tokens by cuDNN, the fastest kernels on Hopper.
 
-`benchmark/results/` has the table. cuDNN makes a plan for each new shape, which takes some 35 ms
-of the CPU, more than the attention of a layer. So it gets few shapes: all lengths are multiples of
-`UNIT`. `plan_dense` cuts a request to fit; the tokens left over go to the Triton kernels.
+`benchmark/results/` has the measurements. cuDNN makes a plan for each new shape, which takes the
+CPU about 35 ms, longer than the attention of a layer. So it gets few shapes: all lengths are
+multiples of `UNIT`. `plan_dense` cuts a request to fit, and Triton kernels compute the other
+tokens.
 """
 
 from __future__ import annotations
@@ -14,16 +15,16 @@ import torch
 from sglang.srt.layers.attention.partial_attention import heads_first
 
 UNIT = 1024
-"""Lengths are multiples of this many tokens; from this length on cuDNN is faster than Triton."""
+"""Lengths are multiples of this many tokens. From this length on, cuDNN is faster than Triton."""
 
 
 @dataclass(frozen=True, slots=True)
 class DensePlan:
     """How the attention of one request's new tokens is cut.
 
-    Keys `[0, whole)` are read in pieces, each seen completely by every query. Keys from `whole` to
-    the last new token of the plan are read causally. They may begin with the prefix's end: `pad`
-    rows whose output is dropped are then put before the queries, so that row i sees keys up to i.
+    Keys `[0, whole)` are read in pieces, which every query sees completely. Keys from `whole` to
+    the plan's last new token are read causally. If these begin in the prefix, `pad` query rows,
+    whose output is dropped, are put first, so that row i sees keys up to i.
     """
 
     pieces: list[tuple[int, int]]
@@ -31,9 +32,9 @@ class DensePlan:
     whole: int
     """Tokens read in pieces, a multiple of `UNIT`."""
     pad: int
-    """Rows put before the first query: the tokens of the prefix from `whole` on."""
+    """Rows put before the first query: tokens of the prefix from `whole` on."""
     count: int
-    """New tokens that cuDNN computes; `pad + count` is a multiple of `UNIT`. 0: none."""
+    """New tokens that cuDNN computes, or 0; `pad + count` is a multiple of `UNIT`."""
 
 
 def plan_dense(prefix: int, num_new: int) -> DensePlan:
@@ -71,7 +72,7 @@ def dense_attention(
 
     Args:
         q: bf16 or fp16 `[num_tokens, num_heads, head_dim]` on a CUDA device.
-        k: `[num_keys, num_kv_heads, head_dim]`; `v` likewise, but for its `v_head_dim`.
+        k: `[num_keys, num_kv_heads, head_dim]`; `v` likewise, with `v_head_dim`.
 
     Returns:
         Contiguous `[num_tokens, num_heads, v_head_dim]`, and the scores' log-sum-exp (natural),

@@ -1,13 +1,12 @@
-"""DeepSeek Sparse Attention (DSA) in torch alone: latent attention over the tokens that an
-indexer chooses.
+"""DeepSeek Sparse Attention (DSA) in plain torch: latent attention over tokens that an indexer
+chooses.
 
 A token at position `topk` or later chooses `topk` tokens of its context by their indexer keys, and
-attends to their latent rows. Keys and rows share slots. Earlier tokens see their whole context, as
-without an indexer.
+attends to their latent rows, which have the same slots. Earlier tokens see their whole context.
 
-A layer takes this much memory beyond that of the base class: at most `GATHER_BYTES` of rows,
-`SCORE_BYTES` of products, a few numbers per token of the context for each query of a block, and a
-copy of the context's indexer keys if its slots are not consecutive.
+In addition to the base class's memory, a layer takes at most `GATHER_BYTES` of rows, `SCORE_BYTES`
+of products, a few numbers per token of the context for each query of a block, and a copy of the
+context's indexer keys if its slots are not consecutive.
 """
 
 from __future__ import annotations
@@ -43,17 +42,17 @@ from sglang.srt.layers.radix_attention import IndexQuery, RadixAttention
 from sglang.srt.mem_cache.device.nsa_pool import NSATokenToKVPool
 
 GATHER_BYTES: Final = 64 << 20
-"""Upper bound of the chosen rows gathered at a time."""
+"""Upper bound, in bytes, of the chosen rows gathered at a time."""
 
 
 @dataclass(frozen=True, slots=True)
 class Context:
-    """Slots of one request's tokens, those of this step included."""
+    """Slots of one request's tokens, including this step's."""
 
     slots: torch.Tensor
     """int64 `[context]` on the pool's device."""
     first_slot: int | None
-    """The first slot if all are consecutive, else None."""
+    """The first slot, if all are consecutive; else None."""
 
     @classmethod
     def of(cls, slots: Slots, page_size: int, device: torch.device) -> Context:
@@ -71,20 +70,20 @@ class Context:
 
 @dataclass(frozen=True, slots=True)
 class DecodeSplit:
-    """The requests of a decode step, by whether all of their context is read."""
+    """The requests of a decode step, split by length of context."""
 
     short_rows: torch.Tensor
-    """int64 `[short]`: rows of the batch that read all of their context."""
+    """int64 `[short]`: rows of the batch that read their whole context."""
     short_plan: DecodePlan | None
-    """Plan of the short rows, in this order; None: there are none."""
+    """Plan of the short rows, in this order; None: no short rows."""
     long_rows: list[int]
     """Rows of the batch that choose tokens."""
     order: torch.Tensor
-    """int64 `[bs]`: place of each batch row in the short rows followed by the long rows."""
+    """int64 `[bs]`: index of each batch row in the short rows followed by the long rows."""
 
 
 class Pools(NamedTuple):
-    """One layer's buffers; `of` waits until they may be read."""
+    """One layer's buffers. `of` waits until they may be read."""
 
     rows: torch.Tensor
     """`[slots, 1, row_dim]`."""
@@ -99,13 +98,13 @@ class Pools(NamedTuple):
 
 
 class DSATorchNativeBackend(MLATorchNativeBackend):
-    """The base class if `index` is None; otherwise attention to the tokens that `index` chooses."""
+    """Attention to the tokens that `index` chooses; without `index`, like the base class."""
 
     def __init__(self, config: AttentionConfig, *, view_bytes: int = VIEW_BYTES) -> None:
         super().__init__(config, view_bytes=view_bytes)
         self._slots: Sequence[Slots] = ()
         self._device = torch.device(config.device)
-        # Plans of the current batch: made for the first layer that asks, reused by the others.
+        # Plans of the current batch, made for the first layer and reused by the others.
         self._contexts: dict[int, Context] = {}
         self._splits: dict[int, DecodeSplit] = {}
 
@@ -244,8 +243,8 @@ def _attend_rows(
         `[n, num_heads * v_head_dim]`.
     """
     absorbed = absorb(q, layer).unsqueeze(1)
-    # One token at a time on a CPU: 0.8 ms each, against 4.5 ms each for 28 at a time, most of it
-    # for fresh memory (2,048 rows of 576, 16 heads, bf16, 2 cores).
+    # One token at a time on a CPU takes 0.8 ms per token; 28 at a time take 4.5 ms per token,
+    # mostly for fresh memory (2,048 rows of 576, 16 heads, bf16, 2 cores).
     step = 1 if q.is_cpu else len(q)
     outs = []
     for begin in range(0, len(q), step):

@@ -1,8 +1,8 @@
 """Attention on CUDA by the `flashinfer` library, over the pages of the pool.
 
-The library plans every batch on the CPU and compiles its kernels where they are first used, with
-`nvcc` and `ninja`. Prompts without a prefix are attended as they were computed; what the pool
-stores is the same, for it has the model's dtype.
+The library plans every batch on the CPU, and compiles its kernels on first use with `nvcc` and
+`ninja`. Prompts without a prefix read the keys and values just computed; the pool has the same
+values, because its dtype is the model's.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ logger = logging.getLogger(__name__)
 WORKSPACE_BYTES = 256 * MIB
 """Memory for partial results of split contexts, shared by all wrappers."""
 TENSOR_CORE_GROUP = 4
-"""Fewest query heads per KV head for which decoding uses tensor cores. Kernels without tensor cores
-exist only for groups of 1, 2, 3, 4 and 8."""
+"""Fewest query heads per KV head for which decoding uses tensor cores. The other kernels exist only
+for groups of 1, 2, 3, 4 and 8."""
 
 
 class _Pages(NamedTuple):
-    """Pages that hold the contexts of a batch."""
+    """The pages of a batch's contexts."""
 
     indptr: torch.Tensor
-    """int32 `[bs + 1]`, page-locked: begin and end of each request's pages."""
+    """int32 `[bs + 1]`, page-locked: begin and end of each request's pages in `indices`."""
     indices: torch.Tensor
     """int32 `[pages]` on the device."""
     last_page_len: torch.Tensor
@@ -46,19 +46,19 @@ class _Pages(NamedTuple):
 class FlashInferAttnBackend(AttentionBackend):
     """Holds the library's wrappers, which hold the plans.
 
-    A wrapper copies its plan to the device through page-locked memory of its own. The next plan
-    waits for that copy, which runs only after the steps queued before it.
+    A wrapper copies its plan to the device through its own page-locked memory. The next plan waits
+    for that copy, which runs only after the steps queued before it.
     """
 
     can_be_captured = True
     attends_new_tokens_directly = True
-    """Whether prompts without a prefix read the keys and values just computed. False, for
-    comparisons: from the pool."""
+    """If true, prompts without a prefix read the keys and values just computed; if false (for
+    comparisons), those in the pool."""
     short_tokens = 256
-    """Batches with prefixes and at most this many new tokens use the kernels that split contexts.
-    The kernels for Hopper do not split, so a short question after a long prefix leaves the device
-    idle. On an H200, after 32,000 tokens: 64 new tokens take 0.12 ms split and 0.43 ms not split,
-    512 take 0.82 and 0.45 ms."""
+    """Most new tokens of a batch with prefixes for the kernels that split contexts. The kernels for
+    Hopper do not split, so a short question after a long prefix would leave the device idle. On an
+    H200, after 32,000 tokens, 64 new tokens take 0.12 ms split and 0.43 ms unsplit; 512 take 0.82
+    and 0.45 ms."""
 
     def __init__(self, config: AttentionConfig) -> None:
         self._config = config
@@ -75,7 +75,7 @@ class FlashInferAttnBackend(AttentionBackend):
             self._workspace, "NHD", use_tensor_cores=self._use_tensor_cores
         )
         self._captured: dict[int, Any] = {}
-        """Wrappers by batch size; their buffers keep the addresses that the graphs read."""
+        """Wrappers by batch size. Their buffers stay at the addresses that graphs read."""
         self._captured_indices: torch.Tensor | None = None
         self._extending = self._paged
         self._decoding = self._eager
@@ -86,7 +86,7 @@ class FlashInferAttnBackend(AttentionBackend):
         """Compile the kernels of decoding; the warm-up batches compile those of prefill.
 
         Raises:
-            RuntimeError: Compilation failed; has the compiler's message.
+            RuntimeError: Compilation failed; with the compiler's message.
         """
         logger.info("Loading FlashInfer's kernels; those not compiled before take minutes")
         with self._planning():
@@ -139,7 +139,7 @@ class FlashInferAttnBackend(AttentionBackend):
 
     @contextmanager
     def _planning(self) -> Iterator[None]:
-        """Wait until the last plan's copy has left the memory that the enclosed plan writes."""
+        """Context that first waits until the last plan's copy has left the shared memory."""
         if self._has_planned:
             self._plan_copied.synchronize()
         yield

@@ -28,11 +28,11 @@ from sglang.srt.layers.triton_ops.attention.indexer_topk import choose_slots, in
 from sglang.srt.layers.triton_ops.attention.latent_rows import latent_attention
 
 SHORT_TOKENS: Final = 256
-"""Requests with at most this many new tokens attend to rows; others project rows up."""
+"""Requests with at most this many new tokens attend to latent rows; others project rows up."""
 TOKENS_AT_ONCE: Final = 1024
-"""Tokens whose queries are absorbed together."""
+"""Number of tokens whose queries are absorbed together."""
 SCORE_BYTES: Final = 256 << 20
-"""Upper bound of the indexer's scores computed at a time."""
+"""Upper bound, in bytes, of the indexer's scores computed at a time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +42,7 @@ class SlotLists:
     rows: torch.Tensor
     """int64 `[n]`: rows of the table of slots."""
     lens: torch.Tensor
-    """int64 `[n]`: tokens of the row that are seen."""
+    """int64 `[n]`: number of tokens of the row that are seen."""
     longest: int
     """Upper bound of `lens`."""
     one_list: bool = False
@@ -62,7 +62,7 @@ class _LongSegment:
 
     segment: Segment
     prefix_slots: torch.Tensor | None
-    """int64 `[prefix]`; None: there is no prefix."""
+    """int64 `[prefix]`; None: no prefix."""
     lists: SlotLists
     """Lists of its new tokens."""
 
@@ -75,11 +75,11 @@ class _ExtendPlan:
     short: SlotLists | None = None
     """Lists of the tokens of all other requests."""
     short_tokens: torch.Tensor | None = None
-    """int64 `[n]`: places of these tokens in the batch; None: they are the whole batch."""
+    """int64 `[n]`: indices of these tokens in the batch; None: the whole batch."""
 
 
 class LatentTritonBackend(AttentionBackend):
-    """Backend of MLA and DSA layers: without an indexer's query a token sees its whole context."""
+    """Backend of MLA and DSA layers. Without an indexer's query, a token sees its whole context."""
 
     can_be_captured = True
     captures_extend = True
@@ -89,8 +89,8 @@ class LatentTritonBackend(AttentionBackend):
         self._runtime = device_runtime(config.device)
         self._plan = _ExtendPlan()
         self._captured: dict[int, torch.Tensor] = {}
-        """int64 `[2, num_tokens]`, rows and lengths of tokens, by a captured prefill's
-        num_tokens."""
+        """Rows and lengths of tokens, int64 `[2, num_tokens]`, by `num_tokens` of a captured
+        prefill."""
         self._own_rows = torch.arange(TOKENS_AT_ONCE, device=config.device)
 
     def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
@@ -134,7 +134,7 @@ class LatentTritonBackend(AttentionBackend):
         self._plan = _ExtendPlan(short=SlotLists(found[0], found[1], table.shape[1]))
 
     def warm_up(self) -> None:
-        """Have cuDNN make its plans for the usual lengths."""
+        """Let cuDNN make its plans for the usual lengths."""
         config = self._config
         assert config.mla is not None, "its layers have latent attention"
         q = torch.empty(
@@ -170,7 +170,8 @@ class LatentTritonBackend(AttentionBackend):
         forward_batch: ForwardBatch,
         index: IndexQuery | None = None,
     ) -> torch.Tensor:
-        """Attend from one token of each request to its context or, with `index`, to a choice."""
+        """Attend from one token of each request to its context or, with `index`, to chosen
+        tokens."""
         latent = as_latent(layer)
         lens, longest = forward_batch.seq_lens, forward_batch.longest_context
         lists = SlotLists(forward_batch.req_pool_indices, lens, longest)
@@ -239,7 +240,7 @@ class LatentTritonBackend(AttentionBackend):
         index: IndexQuery | None,
         out: torch.Tensor,
     ) -> None:
-        """Attend from tokens to their lists, or with `index` to tokens chosen from them.
+        """Attend from tokens to their lists or, with `index`, to tokens chosen from them.
 
         Args:
             q: `[n, num_heads, qk_head_dim]`.
@@ -288,8 +289,8 @@ def _empty_out(q: torch.Tensor, layer: LatentAttention) -> torch.Tensor:
 
 
 def _rows_and_lens(segments: Sequence[Segment]) -> torch.Tensor:
-    """int64 `[2, num_tokens]` on the CPU: each new token's row of the table, and tokens that it
-    sees."""
+    """int64 `[2, num_tokens]` on the CPU: each new token's row of the table, and the number of
+    tokens that it sees."""
     counts = [segment.new for segment in segments]
     rows = np.repeat([segment.row for segment in segments], counts)
     lens = [np.arange(s.prefix + 1, s.prefix + s.new + 1) for s in segments]

@@ -1,16 +1,16 @@
-"""Latent attention (MLA) in torch alone.
+"""Latent attention (MLA) in plain torch.
 
-A decode step absorbs the up-projections: the rows of the pool are keys and values of a single
-head, whose queries are the model's heads, and are read as dense attention reads them. A prefill
-projects rows up, because scores of many queries cost less over keys than over rows; it reads its
-prefix piece by piece and joins the pieces by their log-sum-exp. So beside the keys and values of
-its new tokens (as many as its queries) it holds at most `PIECE_BYTES` of copies of a prefix.
+A decode step absorbs the up-projections: the pool's rows serve as keys and values of a single KV
+head, which all query heads share, and are read as in dense attention. A prefill projects rows up,
+because for many queries scores over keys cost less than scores over rows. It reads its prefix
+piece by piece and joins the pieces by their log-sum-exp, so copies of a prefix take at most
+`PIECE_BYTES`, in addition to keys and values of the new tokens.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Final, cast
+from typing import Final
 
 import torch
 
@@ -24,14 +24,14 @@ from sglang.srt.layers.attention.slot_plan import DecodePlan, ExtendSegment
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend, decode_by_plan
 from sglang.srt.layers.forward_batch_info import ForwardBatch
 from sglang.srt.layers.mla.latent_attention import LatentAttention
-from sglang.srt.layers.radix_attention import DSA, MLA, RadixAttention
+from sglang.srt.layers.radix_attention import RadixAttention
 
 PIECE_BYTES: Final = 64 << 20
-"""Upper bound of one piece of a prefix in one layer, gathered or projected up."""
+"""Upper bound, in bytes, of one piece of a prefix in one layer, gathered or projected up."""
 
 
 class MLATorchNativeBackend(TorchNativeAttnBackend):
-    """Latent attention over views of the pool, or gathers where views do not pay."""
+    """Latent attention over views of the pool, or over gathers if those are faster."""
 
     def forward_extend(
         self,
@@ -61,9 +61,9 @@ class MLATorchNativeBackend(TorchNativeAttnBackend):
 
 
 def as_latent(layer: RadixAttention) -> LatentAttention:
-    """Cast a layer to latent attention, which its kind says it is."""
-    assert layer.kind in (MLA, DSA), layer.kind
-    return cast("LatentAttention", layer)
+    """The layer, which must be one of latent attention."""
+    assert isinstance(layer, LatentAttention), layer.kind
+    return layer
 
 
 def decode_rows(
@@ -107,7 +107,7 @@ def extend_segment(
     """Attend from new tokens of one request to its prefix and, causally, to each other.
 
     Args:
-        queries: `[n, num_heads, qk_head_dim]` of all new tokens, or of the last one alone.
+        queries: `[n, num_heads, qk_head_dim]` of all new tokens, or of the last one only.
         new: `[new tokens, 1, row_dim]`.
         pool: `[slots, 1, row_dim]`.
         segment: The request's plan, with the slots of its prefix.
@@ -127,7 +127,7 @@ def extend_segment(
 
 
 def absorbing_pays(num_queries: int, layer: LatentAttention) -> bool:
-    """Whether `num_queries` cost less over a latent row than over its keys and values."""
+    """True if `num_queries` cost less over latent rows than over projected keys and values."""
     mla = layer.mla
     row_dim = mla.kv_lora_rank + mla.qk_rope_head_dim
     saved = 2 * row_dim - mla.qk_head_dim - mla.v_head_dim
@@ -141,7 +141,7 @@ def _pieces(
     token_bytes = pool[0].nbytes
     if not is_absorbed:
         mla = layer.mla
-        # Keys and values of all heads, and the copies that attention makes of them.
+        # Keys and values of all heads, and the copies of them that attention makes.
         token_bytes += 2 * layer.num_heads * (mla.qk_head_dim + mla.v_head_dim) * pool.itemsize
     step = max(1, PIECE_BYTES // token_bytes)
     if segment.prefix_run is not None:
@@ -154,7 +154,7 @@ def _pieces(
 
 
 def _attend_absorbed(queries: torch.Tensor, rows: torch.Tensor, layer: LatentAttention) -> Partial:
-    """Attend from every query to every row: all heads and queries are rows of one matrix.
+    """Attend from every query to every row. All heads and queries are rows of one matrix.
 
     Returns:
         `out` `[1, num_heads, n, v_head_dim]`.

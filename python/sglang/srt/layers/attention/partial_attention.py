@@ -1,8 +1,8 @@
-"""Attention over part of a context, and joining the parts into the whole.
+"""Attention over parts of a context, and the merge of parts.
 
 A softmax over a union of keys is the average of the softmaxes over its parts, weighted by the
-parts' sums of exponentials. So a context can be read where it lies, piece by piece, instead
-of being gathered first (the identity that FlashAttention and Flash-Decoding rest on).
+parts' sums of exponentials (as in FlashAttention and Flash-Decoding). So a context can be read in
+place, piece by piece, instead of being gathered first.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 
 SCORE_BYTES: Final = 256 << 20
-"""Upper bound of the scores computed at a time where no kernel computes attention."""
+"""Upper bound, in bytes, of the scores computed at a time without an attention kernel."""
 
 
 class Partial(NamedTuple):
@@ -42,12 +42,12 @@ def attend(
     """Attention with its log-sum-exp.
 
     Args:
-        q: `[n, heads, rows, head_dim]`; strides are free but for the dense last dimension.
+        q: `[n, heads, rows, head_dim]`, any strides with a dense last dimension.
         k: `[n, kv_heads, keys, head_dim]`; `kv_heads` divides `heads`.
         v: `[n, kv_heads, keys, v_head_dim]`. On a CPU, if `v_head_dim` is not `head_dim`, the
             narrower tensors are copied with padding.
         scale: Factor of the scores.
-        causal: Row i sees keys 0 to i (rows and keys are then equal in number).
+        causal: Row i sees keys 0 to i; there are as many rows as keys.
         mask: Added to the scores, broadcast to `[n, heads, rows, keys]`; not with `causal`.
     """
     if not q.is_cpu:
@@ -57,8 +57,8 @@ def attend(
         v = F.pad(v, (0, head_dim - v_head_dim))
     elif v_head_dim > head_dim:
         q, k = (F.pad(x, (0, v_head_dim - head_dim)) for x in (q, k))
-    # The kernel that scaled_dot_product_attention runs on a CPU, called by name because the
-    # public function drops the log-sum-exp.
+    # The CPU kernel of scaled_dot_product_attention, called by name because the public function
+    # drops the log-sum-exp.
     out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
         q, k, v, 0.0, causal, attn_mask=mask, scale=scale
     )
@@ -74,10 +74,8 @@ def _attend_plainly(
     causal: bool,
     mask: torch.Tensor | None,
 ) -> Partial:
-    """`attend` in elementary operations, for devices without such a kernel.
-
-    Computes blocks of rows whose scores take at most `SCORE_BYTES`.
-    """
+    """`attend` in elementary operations, for devices without such a kernel. It computes blocks of
+    rows with at most `SCORE_BYTES` of scores."""
     group = q.shape[1] // k.shape[1]
     wide_k = k.float().repeat_interleave(group, dim=1)
     wide_v = wide_k if v is k else v.float().repeat_interleave(group, dim=1)
@@ -105,14 +103,14 @@ def merge_two(a: Partial, b: Partial) -> torch.Tensor:
 
 
 class RunningAttention:
-    """Attention over parts of a context, added one after the other; sums are fp32."""
+    """Attention over parts of a context that are added one by one, in fp32."""
 
     def __init__(self, first: Partial) -> None:
         self.out = first.out.float()
         self.lse = first.lse
 
     def add_(self, part: Partial) -> None:
-        """Add a part whose keys are in no earlier part."""
+        """Add a part with keys of no earlier part."""
         weight = torch.sigmoid(part.lse - self.lse).unsqueeze(-1)
         self.out.lerp_(part.out.float(), weight)
         self.lse = torch.logaddexp(self.lse, part.lse)

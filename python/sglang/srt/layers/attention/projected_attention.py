@@ -1,8 +1,8 @@
-"""Latent attention of many new tokens: rows are projected up, and attended to as keys and values.
+"""Latent attention of many new tokens: rows are projected up to keys and values.
 
-Scores of many queries cost less over keys than over latent rows. Keys and values take many times
-the memory of rows, so they exist for some heads and some tokens at a time, and a prefix is read
-piece by piece; the pieces are joined by their log-sum-exp.
+For many queries, scores over keys cost less than over latent rows. Keys and values take many times
+the memory of rows, so only some heads and tokens are projected at a time. A prefix is read piece by
+piece, and the pieces are joined by their log-sum-exp.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from sglang.srt.layers.triton_ops.attention.combine_splits import merge_into_
 
 MAX_HEAD_DIM: Final = 192
 MAX_V_HEAD_DIM: Final = 128
-"""Head sizes of DeepSeek's models, which cuDNN computes at three quarters of the device's peak."""
+"""Head sizes of DeepSeek's models, which cuDNN computes at 75% of the device's peak."""
 WARM_UP_TOKENS: Final = 8192
 HEADS_AT_ONCE: Final = 32
-"""Heads projected at a time. Keys and values of 8,192 tokens then take 100 and 70 MB, and fill the
-device."""
+"""Heads projected at a time. They fill the device; keys and values of 8,192 tokens take 100 and
+70 MB."""
 PIECE_UNITS: Final = 8
 """Longest piece of a prefix that is projected at a time, in `UNIT`s of tokens."""
 
@@ -42,13 +42,13 @@ def attend_projected(
         q: `[n, num_heads, qk_head_dim]` on an accelerator.
         new: `[n, 1, row_dim]`: rows of the new tokens.
         pool: `[slots, 1, row_dim]`.
-        prefix: int64 `[prefix]`: slots of the prefix; None: there is none.
+        prefix: int64 `[prefix]`: slots of the prefix; None: no prefix.
         out: `[n, num_heads, v_head_dim]`, the last dimension dense; overwritten.
     """
     known = 0 if prefix is None else len(prefix)
     pad, count = known % UNIT, len(q)
     behind = -(pad + count) % UNIT
-    # cuDNN computes whole units: the prefix's end is put before the new tokens, with query rows
+    # cuDNN computes whole units. The prefix's end is put before the new tokens, with query rows
     # whose output is dropped. No query sees the padding keys after the last token.
     tail = F.pad(new, (0, 0, 0, 0, pad, behind))
     if prefix is not None and pad:
@@ -67,8 +67,8 @@ def attend_projected(
 
 
 def warm_up(q: torch.Tensor, v: torch.Tensor) -> None:
-    """Have cuDNN make its plans for prefills of up to `WARM_UP_TOKENS` new tokens. This takes a
-    second, which otherwise a request waits for.
+    """Let cuDNN make its plans for prefills of up to `WARM_UP_TOKENS` new tokens. This takes a
+    second, which a request would otherwise wait.
 
     Args:
         q: A tensor like one token's queries, `[1, num_heads, qk_head_dim]`.
@@ -105,7 +105,7 @@ def _project(
 def _attend(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float, *, causal: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`dense_attention` if cuDNN takes the dtype and sizes, else `attend` with the same shapes."""
+    """`dense_attention` if cuDNN supports dtype and sizes, else `attend`; the same shapes."""
     if can_be_dense(q, v):
         return dense_attention(q, k, v, scaling, causal=causal)
     out, lse = attend(heads_first(q), heads_first(k), heads_first(v), scale=scaling, causal=causal)
@@ -113,7 +113,7 @@ def _attend(
 
 
 def can_be_dense(q: torch.Tensor, v: torch.Tensor) -> bool:
-    """Whether cuDNN takes queries and values like these, `[..., head_dim]`."""
+    """True if cuDNN supports queries and values like these, `[..., head_dim]`."""
     head_dim, v_head_dim = q.shape[-1], v.shape[-1]
     fits = head_dim <= MAX_HEAD_DIM and v_head_dim <= MAX_V_HEAD_DIM
     return q.is_cuda and q.element_size() == 2 and fits and not (head_dim % 8 or v_head_dim % 8)

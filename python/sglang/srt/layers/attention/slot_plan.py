@@ -1,12 +1,12 @@
-"""Plan how each request's context is read from the pool: as a view if its slots are consecutive.
+"""Plans how to read each request's context from the pool: a view if its slots are consecutive.
 
 Pure decisions on the CPU, once per batch and shared by all layers. Units: a slot is a row of the
-pool; a context is a list of slots in token order, in whole pages but for the last.
+pool; a context is a list of slots in token order, in whole pages except for the last.
 
 Measured (2 cores, 2 KV heads of 32, bf16, one layer, 16 requests): at 300 tokens each, one
 padded gather takes 0.20 ms and a view per request 0.38 ms; at 2,000 1.21 and 1.18; at 6,000
-5.0 and 4.0. A view saves the copy and costs a kernel call of its own, so it pays from about
-`VIEW_BYTES` of keys and values; fp32 crosses over at the same number of bytes.
+5.0 and 4.0. A view saves the copy but costs its own kernel call, so it pays from about `VIEW_BYTES`
+of keys and values on. For fp32 the break-even is at the same number of bytes.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import torch
 VIEW_BYTES = 384 << 10
 """Runs with at least this many bytes of keys and values in one layer are read as views."""
 SPLIT_TOKENS = 2048
-"""Padding, in tokens, above which another gather is worth its calls."""
+"""Padding, in tokens, above which one more gather is worth its calls."""
 
 Slots = npt.NDArray[np.int32]
 """int32 `[tokens]`: slots of consecutive tokens."""
@@ -50,13 +50,13 @@ class Gather:
 
     rows: list[int]
     row_index: torch.Tensor | None
-    """int64 `[len(rows)]`: `rows`; None if they are the whole batch in its order."""
+    """int64 `[len(rows)]`: `rows` on the device; None: the whole batch in its order."""
     slots: torch.Tensor
-    """int64 `[len(rows) * width]`. Padding repeats a slot of the same row: always real data."""
+    """int64 `[len(rows) * width]`. Padding repeats a slot of the same row, so all data is valid."""
     width: int
     """Tokens of the longest row."""
     mask: torch.Tensor | None
-    """`[len(rows), 1, 1, width]`, 0 or -inf; None where nothing is padded."""
+    """`[len(rows), 1, 1, width]`, 0 or -inf; None: nothing is padded."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,9 +68,9 @@ class DecodePlan:
     owners: torch.Tensor
     """int64 `[parts]`: batch row of each part, in the order views, then gathers' rows."""
     order: torch.Tensor | None
-    """int64 `[bs]`: the part of each row; None: some rows have several parts, to be merged."""
+    """int64 `[bs]`: the part of each row; None: some rows have several parts to merge."""
     in_order: bool
-    """Whether the parts are the rows in their order: no output has to be moved."""
+    """True if the parts are the rows in order, so that no output has to move."""
 
 
 def longest_run(slots: Slots, page_size: int) -> Run:
@@ -102,9 +102,9 @@ def plan_decode(
 
     Args:
         contexts: Slots of each request, the new token's included.
-        view_tokens: Shortest run that is cheaper to view than to copy.
+        view_tokens: Shortest run, in tokens, that is cheaper to view than to copy.
         dtype: Dtype of the masks.
-        device: Device of the tensors of the plan: that of the pool.
+        device: The pool's device, for the tensors of the plan.
     """
     views: list[View] = []
     pieces: list[tuple[int, Slots]] = []
@@ -135,7 +135,7 @@ def plan_decode(
 
 
 def _bucket_by_length(pieces: list[tuple[int, Slots]]) -> list[list[tuple[int, Slots]]]:
-    """Split pieces so that no bucket pads more than another gather would cost."""
+    """Split pieces into buckets; no bucket pads more than another gather would cost."""
     buckets: list[list[tuple[int, Slots]]] = []
     left = sorted(pieces, key=lambda piece: -len(piece[1]))
     begin = 0
@@ -174,9 +174,9 @@ class ExtendSegment:
     begin: int
     end: int
     prefix_run: Run | None
-    """Run of the whole prefix if its slots are consecutive."""
+    """Run of the whole prefix, if its slots are consecutive."""
     prefix_slots: torch.Tensor | None
-    """int64 `[prefix]`: slots of the prefix otherwise. Both None: there is no prefix."""
+    """int64 `[prefix]`: slots of the prefix, otherwise. Both None: no prefix."""
 
 
 def plan_extend(
@@ -189,9 +189,9 @@ def plan_extend(
     """Decide how an extend step reads the prefixes of its requests.
 
     Args:
-        prefixes: For each request the slots of tokens that the pool already holds; may be empty.
+        prefixes: For each request, the slots of tokens that the pool already holds; may be empty.
         extend_lens: New tokens of each request.
-        device: Device of the tensors of the plan: that of the pool.
+        device: The pool's device, for the tensors of the plan.
     """
     segments = []
     begin = 0

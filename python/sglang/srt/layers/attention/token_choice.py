@@ -1,6 +1,6 @@
 """Choice of the tokens that sparse attention (DSA) reads, by an indexer's scores.
 
-The choice depends on the scores and on positions alone, not on where tokens are stored.
+The choice depends only on scores and positions, not on the tokens' slots.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import torch
 from sglang.srt.layers.radix_attention import IndexQuery
 
 SCORE_BYTES: Final = 32 << 20
-"""Upper bound of the products of queries and keys held at a time, before the sum over heads."""
+"""Upper bound, in bytes, of products of queries and keys held before the sum over heads."""
 
 
 def index_scores(query: IndexQuery, keys: torch.Tensor, *, positions: torch.Tensor) -> torch.Tensor:
@@ -21,7 +21,7 @@ def index_scores(query: IndexQuery, keys: torch.Tensor, *, positions: torch.Tens
     Args:
         query: Indexer queries of `n` tokens.
         keys: `[context, head_dim]`: the indexer's keys, in the order of the context.
-        positions: int64 `[n]`: places of the querying tokens in the context.
+        positions: int64 `[n]`: positions of the querying tokens in the context.
 
     Returns:
         fp32 `[n, context]`; -inf for tokens after the querying one.
@@ -40,11 +40,10 @@ def index_scores(query: IndexQuery, keys: torch.Tensor, *, positions: torch.Tens
 
 
 def choose_tokens(scores: torch.Tensor, topk: int) -> torch.Tensor:
-    """Choose the `topk` best tokens of each row; of equal scores the first tokens win.
+    """Choose the `topk` best tokens of each row; among equal scores the first tokens win.
 
-    Ties are common, because taking positive parts makes many scores exactly 0. `torch.topk` does
-    not define which of equal scores it takes, so only its values are used. Nothing is read back to
-    the CPU.
+    Ties are common, because relu makes many scores exactly 0. `torch.topk` does not define its
+    choice among equal scores, so only its values are used. Nothing is read back to the CPU.
 
     Args:
         scores: fp32 `[n, context]`, with at least `topk` tokens.
@@ -56,9 +55,9 @@ def choose_tokens(scores: torch.Tensor, topk: int) -> torch.Tensor:
     above, equal = scores > last, scores == last
     missing = topk - above.sum(dim=-1, keepdim=True)
     chosen = above | (equal & (equal.cumsum(dim=-1) <= missing))
-    # Each chosen token's rank says where it goes; the others go to a column that is cut off.
+    # A chosen token's rank is its column; the other tokens go to a column that is cut off.
     ranks = (chosen.cumsum(dim=-1) - 1).masked_fill_(~chosen, topk)
     places = torch.arange(scores.shape[-1], device=scores.device).expand_as(scores)
-    # Zeros: if scores are NaN, the entries left unset are still valid places.
+    # Zeros, so that entries that NaN scores leave unset are valid positions too.
     out = torch.zeros(len(scores), topk + 1, dtype=torch.int64, device=scores.device)
     return out.scatter_(1, ranks, places)[:, :topk]

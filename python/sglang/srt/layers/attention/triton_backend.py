@@ -1,7 +1,7 @@
 """Attention on CUDA: Triton kernels over the paged pool, and cuDNN for long runs of new tokens.
 
-Attention reads what the pool stores, also for tokens of the same step. So a warm cache gives the
-same tokens as a cold one, whatever the pool's dtype.
+Attention reads keys and values from the pool, even those of the same step. So a warm cache gives
+the same tokens as a cold one, for any dtype of the pool.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ from sglang.srt.layers.triton_ops.attention.extend_attention import (
 
 DENSE_HEAD_DIM = 128
 WARM_UP_TOKENS = 8192
-"""New tokens up to which cuDNN's plans are made before the first request."""
+"""Most new tokens for which cuDNN's plans are made before the first request."""
 WARM_UP_PIECES = tuple(UNIT << i for i in range(5))
-"""Lengths of prefix pieces, in tokens, for which plans are made then."""
+"""Lengths of prefix pieces, in tokens, for which these plans are made."""
 
 
 class _DenseSegment(NamedTuple):
-    """New tokens of a request, rows `[begin, end)` of the batch, that go through cuDNN."""
+    """New tokens of a request, rows `[begin, end)` of the batch, that cuDNN computes."""
 
     begin: int
     end: int
@@ -131,7 +131,7 @@ class TritonAttnBackend(AttentionBackend):
         if plan.paged is None and len(plan.dense) == 1:
             return _attend_densely(q, (k, v), pool, layer.scaling, plan.dense[0]).flatten(1)
         out = torch.empty((q.shape[0], q.shape[1] * q.shape[2]), dtype=q.dtype, device=q.device)
-        if plan.paged is not None:  # first: it writes garbage to the rows of dense segments
+        if plan.paged is not None:  # first, because it writes garbage to rows of dense segments
             table = forward_batch.req_to_token_pool.req_to_token
             extend_attention(q, *pool, table, plan.paged, layer.scaling, out)
         for segment in plan.dense:
@@ -175,8 +175,7 @@ class TritonAttnBackend(AttentionBackend):
         )
 
     def warm_up(self) -> None:
-        """Have cuDNN make its plans for the usual lengths, so that no request waits a second for
-        it."""
+        """Let cuDNN make its plans for the usual lengths, which would cost a request a second."""
         if not self._can_be_dense:
             return
         config = self._config
@@ -214,7 +213,7 @@ def _attend_densely(
     """
     plan, slots = segment.plan, segment.slots
     k, v = new
-    # cuDNN's plans depend on strides too: all are views of one tensor, or all are copies.
+    # cuDNN's plans depend on strides too: use either views of one tensor or copies for all.
     if plan.pad or pool[0].dtype != q.dtype:
         k, v = (_read(buffer, slots[plan.whole :], q.dtype) for buffer in pool)
         q = F.pad(q, (0, 0, 0, 0, plan.pad, 0))
@@ -222,7 +221,7 @@ def _attend_densely(
     q = q.contiguous() if plan.pieces else q
     for begin, end in plan.pieces:
         piece_k, piece_v = (_read(buffer, slots[begin:end], q.dtype) for buffer in pool)
-        # Prefix and new tokens are attended apart: cuDNN has no mask for both.
+        # Prefix and new tokens are attended separately: cuDNN has no mask for both together.
         part = dense_attention(q, piece_k, piece_v, scaling, causal=False)
         lse = merge_into_(out, lse, *part)
     return out[plan.pad :]
@@ -232,5 +231,5 @@ def _read(pool: torch.Tensor, slots: torch.Tensor, dtype: torch.dtype) -> torch.
     """Copy `slots` (int64 `[n]`) out of the pool: `[n, num_kv_heads, head_dim]` of `dtype`."""
     if pool.dtype == dtype:
         return pool.index_select(0, slots)
-    # Index operations on fp8 are not implemented everywhere; bytes are.
+    # Index operations are not implemented for fp8 everywhere, but they are for bytes.
     return pool.view(torch.uint8).index_select(0, slots).view(pool.dtype).to(dtype)

@@ -1,6 +1,6 @@
-"""A causal convolution over each channel, with the last inputs of a request as its state.
+"""Causal convolution of each channel; the state of a request is its last inputs.
 
-Computed in fp32, rounded once, after SiLU.
+It is computed in fp32 and rounded once, after SiLU.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ def convolve_decode(
 
     Args:
         x: `[bs, channels]`.
-        state: `[bs, channels, kernel - 1]`: the inputs before, oldest first.
+        state: `[bs, channels, kernel - 1]`: earlier inputs, oldest first.
         weight: `[channels, kernel]`.
 
     Returns:
-        SiLU of the convolution, as `x`, and the state after the token, as `state`.
+        SiLU of the convolution, shaped like `x`, and the state after the token, like `state`.
     """
     window = torch.cat([state, x.to(state.dtype).unsqueeze(-1)], dim=-1)
     out = (window.float() * weight.float()).sum(dim=-1)
@@ -35,14 +35,14 @@ def convolve_extend(
     """Convolve the new tokens of each request.
 
     Args:
-        x: `[num_tokens, channels]`, request after request.
-        state: `[bs, channels, kernel - 1]`: the inputs before, oldest first.
+        x: `[num_tokens, channels]`, request by request.
+        state: `[bs, channels, kernel - 1]`: earlier inputs, oldest first.
         weight: `[channels, kernel]`.
         plan: The batch's plan.
 
     Returns:
-        SiLU of the convolution, as `x`; the states after the prefill, as `state`; and those of the
-        snapshots, `[num_tracked, channels, kernel - 1]`, in the plan's order.
+        SiLU of the convolution, shaped like `x`; the states after the prefill, like `state`; the
+        states of snapshots, `[num_tracked, channels, kernel - 1]`, in the plan's order.
     """
     before = state.transpose(1, 2).flatten(0, 1)
     windows = torch.cat([x, before.to(x.dtype)]).index_select(0, plan.window_rows)
@@ -56,6 +56,6 @@ def convolve_extend(
 
 
 def _states(windows: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
-    """States `[n, channels, kernel - 1]`: the inputs at int64 `[n, kernel - 1]` of the windows."""
+    """States `[n, channels, kernel - 1]`: the inputs at `places`, int64 `[n, kernel - 1]`."""
     rows = windows.index_select(0, places.reshape(-1))
     return rows.view(*places.shape, windows.shape[1]).transpose(1, 2)

@@ -40,21 +40,22 @@ class DeltaNetOptions:
     """Shape of a delta-net layer.
 
     Raises:
-        ValueError: Heads of values are no multiple of those of keys, or a size is too small.
+        ValueError: The number of value heads is no multiple of that of key heads, or a size is too
+            small.
     """
 
     hidden_size: int
     num_key_heads: int
     num_heads: int
-    """Value heads; each key head serves equally many of them."""
+    """Value heads; each key head serves the same number of them."""
     key_dim: int
     value_dim: int
     kernel: int
     """Width of the convolution, in tokens."""
     eps: float
     is_grouped: bool
-    """Whether a checkpoint has the projections interleaved, key head by key head (Qwen3-Next), or
-    one tensor for each kind (Qwen3.5)."""
+    """If true, checkpoints interleave the projections, key head by key head (Qwen3-Next); else they
+    have a tensor for each projection (Qwen3.5)."""
 
     def __post_init__(self) -> None:
         if min(self.num_key_heads, self.key_dim, self.value_dim) < 1 or self.kernel < 2:
@@ -71,7 +72,7 @@ class DeltaNetOptions:
         return 2 * self.num_key_heads * self.key_dim + self.num_heads * self.value_dim
 
     def on_rank(self, heads: DeltaNetHeads) -> DeltaNetOptions:
-        """The same with the heads of one rank."""
+        """These options with the heads of one rank."""
         return replace(self, num_key_heads=heads.keys.size, num_heads=heads.values.size)
 
     def state_spec(
@@ -81,10 +82,10 @@ class DeltaNetOptions:
         conv_dtype: torch.dtype,
         share: RankShare,
     ) -> MambaSpec:
-        """Spec of the states that such layers keep of a prefix.
+        """Spec of the states that such layers keep for a prefix.
 
         Args:
-            share: Which value heads of the model these are.
+            share: This rank's share of the model's value heads.
         """
         return MambaSpec.of_shapes(
             layers,
@@ -98,7 +99,7 @@ class DeltaNetOptions:
 
 @dataclass(frozen=True, slots=True)
 class DeltaNetHeads:
-    """The heads that a rank has: whole groups of a key head and its value heads."""
+    """The heads of one rank: whole groups of a key head with its value heads."""
 
     keys: Share
     values: Share
@@ -125,11 +126,11 @@ class _Projected(NamedTuple):
     b: torch.Tensor
     """`[num_tokens, num_heads]`: `beta` before the sigmoid."""
     a: torch.Tensor
-    """`[num_tokens, num_heads]`: the time step before bias and softplus."""
+    """`[num_tokens, num_heads]`: the time step, before bias and softplus."""
 
 
 class DeltaNetProjections(torch.nn.Module):
-    """All projections of a layer's input in one product, whichever way a checkpoint has them.
+    """All projections of a layer's input in one product, for either form of checkpoint.
 
     Args:
         options: Options of the rank.
@@ -143,7 +144,7 @@ class DeltaNetProjections(torch.nn.Module):
         values = heads.values.times(options.value_dim)
         runs = heads.runs(options)
         repeats = options.num_heads // options.num_key_heads
-        # Interleaved key head by key head, a rank's part is one run.
+        # If key heads are interleaved, a rank's part is one run.
         group = 2 * options.key_dim + 2 * repeats * options.value_dim
         parts: dict[str, tuple[Share, ...]] = (
             {
@@ -203,8 +204,8 @@ class DeltaNetProjections(torch.nn.Module):
 
 
 class DeltaNetGates(WeightedLayer):
-    """The weights of a layer beside its projections: convolution, decay, time step. In fp32, as
-    they are computed with."""
+    """The other weights of a layer: convolution, decay, time step. They are kept in fp32, in which
+    they are used."""
 
     def __init__(
         self, options: DeltaNetOptions, heads: DeltaNetHeads, placement: TensorPlacement
@@ -227,7 +228,7 @@ class DeltaNetGates(WeightedLayer):
 
 
 class GatedDeltaNet(torch.nn.Module):
-    """Linear attention: reads and overwrites the running state of each request of the batch."""
+    """Linear attention, which reads and overwrites each request's running state."""
 
     def __init__(self, options: DeltaNetOptions, placement: TensorPlacement, layer_id: int) -> None:
         """Raises ValueError: the ranks do not divide the key heads."""
@@ -256,13 +257,12 @@ class GatedDeltaNet(torch.nn.Module):
         forward_batch: ForwardBatch,
         rows: torch.Tensor | None,
     ) -> tuple[ToAdd, torch.Tensor]:
-        """Update the states, then project and add to the residual as `RowParallelLinear.forward`
-        does.
+        """Update the states, then project like `RowParallelLinear.forward`.
 
         Args:
             x: `[num_tokens, hidden_size]`.
-            rotation: Not used: positions are in the states.
-            rows: int64 `[bs]`: tokens whose output is wanted; None: all.
+            rotation: Unused: the states carry positions.
+            rows: int64 `[bs]`: tokens whose output is needed; None: all.
         """
         forward_batch.begin_layer(self.layer_id)
         is_few = forward_batch.forward_mode.is_decode() or len(x) <= SHORT
@@ -288,8 +288,8 @@ class GatedDeltaNet(torch.nn.Module):
     def _attend_fused(
         self, kernels: FusedKernels, x: torch.Tensor, forward_batch: ForwardBatch
     ) -> torch.Tensor:
-        """The output projection's input, `[num_tokens, num_heads * value_dim]`, from the layer's
-        input."""
+        """Input of the output projection, `[num_tokens, num_heads * value_dim]`, for the layer's
+        input `x`."""
         temporal, conv, states = self._states_of(forward_batch)
         is_extend = forward_batch.forward_mode.is_extend()
         bounds, track_lens = short_plan_of(forward_batch) if is_extend else (None, None)
@@ -316,7 +316,7 @@ class GatedDeltaNet(torch.nn.Module):
         out, after = TorchDeltaRule().decode(
             self._inputs(qkv, projected), temporal.index_select(0, first).float()
         )
-        # Rows of padding all write to the padding slot, in any order.
+        # Padding rows all write to the padding slot, in any order.
         conv.index_copy_(0, slots, conv_after)
         temporal.index_copy_(0, slots, after.to(temporal.dtype))
         return out

@@ -1,4 +1,4 @@
-"""Choice of the gated delta rule's implementation for prefills in chunks, by device."""
+"""Choice of the gated delta rule's implementation for chunked prefills, by device."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class DeltaRule(Protocol):
 def delta_rule(device: str, dtype: torch.dtype) -> DeltaRule:
     """The best implementation for activations of `dtype` on `device`.
 
-    The kernels multiply in the dtype of the activations, or in tf32: fp32 is left to torch.
+    The kernels multiply in the dtype of the activations, or in tf32, so torch computes fp32.
     """
     kernels = fused_kernels(device)
     may_run = kernels is not None and kernels.runs_fla and dtype != torch.float32

@@ -1,4 +1,4 @@
-"""Indices of rows that linear attention reads and writes in a prefill, shared by all layers."""
+"""Row indices of a prefill for linear attention, shared by all layers."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from sglang.srt.hardware_backend.device_runtime import device_runtime
 from sglang.srt.layers.forward_batch_info import ForwardBatch
 
 CHUNK: Final = 64
-"""Tokens that the delta rule takes at once."""
+"""Tokens that the delta rule computes at once."""
 
 SHORT: Final = 256
-"""Devices with fused kernels compute prefills of at most this many tokens token by token."""
+"""Longest prefill, in tokens, that devices with fused kernels compute token by token."""
 
 _Ids = npt.NDArray[np.int64]
 
 
 class ShortPlan(NamedTuple):
-    """Plan of a prefill that is computed token by token. int64 on the device."""
+    """Plan of a prefill that is computed token by token: int64 tensors on the device."""
 
     bounds: torch.Tensor
-    """`[bs + 1]`: where each request's tokens begin and end."""
+    """`[bs + 1]`: begin and end of each request's tokens."""
     track_lens: torch.Tensor
     """`[bs]`: new tokens before each request's snapshot; 0: no snapshot."""
 
@@ -43,7 +43,8 @@ class ShortPlan(NamedTuple):
         """The plan of a batch.
 
         Args:
-            num_requests: Requests of the plan, the last ones without tokens; None: the batch's.
+            num_requests: Requests of the plan; those after the batch's have no tokens. None: the
+                batch's requests alone.
         """
         count = len(num_new) if num_requests is None else num_requests
         padding = [0] * (count - len(num_new))
@@ -53,25 +54,25 @@ class ShortPlan(NamedTuple):
 
 
 class ExtendPass(NamedTuple):
-    """Tokens of some requests, concatenated, for kernels that take sequences. int64 on the
+    """Tokens of some requests, concatenated, for kernels that take sequences: int64 tensors on the
     device."""
 
     tokens: torch.Tensor
-    """`[pass_tokens]`: tokens of the step, request after request."""
+    """`[pass_tokens]`: tokens of the step, request by request."""
     requests: torch.Tensor
     """`[n]`: the requests."""
     bounds: torch.Tensor
-    """`[n + 1]`: where each request's tokens begin and end among `tokens`."""
+    """`[n + 1]`: begin and end of each request's tokens in `tokens`."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ExtendPlan:
     """Indices for one prefill of `bs` requests. Tensors are int64 on the device.
 
-    A *window* is the consecutive inputs of one request: the `kernel - 1` before the prefill, which
-    its state has, then its new tokens. A *chunk* is up to `CHUNK` tokens of one request. A
-    request's chunks begin at its first new token, and again after its snapshot. The chunks of all
-    requests are computed in rounds: one of each request that has some left.
+    A *window* is the consecutive inputs of one request: first the `kernel - 1` inputs in its state,
+    then its new tokens. A *chunk* is up to `CHUNK` tokens of one request. A request's chunks begin
+    at its first new token, and again after its snapshot. Chunks are computed in rounds; a round has
+    one chunk of each request that has chunks left.
     """
 
     num_new: tuple[int, ...]
@@ -79,28 +80,28 @@ class ExtendPlan:
     track_lens: tuple[int, ...]
     """New tokens before each request's snapshot; 0: no snapshot."""
     window_rows: torch.Tensor
-    """`[num_tokens + bs * (kernel - 1)]`: all windows, as rows of the new tokens' inputs followed
-    by the states' inputs."""
+    """`[num_tokens + bs * (kernel - 1)]`: all windows, as indices of rows: first the inputs of new
+    tokens, then those in the states."""
     first_inputs: torch.Tensor
-    """`[num_tokens]`: for each token, the place in the windows of the first input that it sees."""
+    """`[num_tokens]`: for each token, the index in the windows of the first input that it sees."""
     last_inputs: torch.Tensor
-    """`[bs, kernel - 1]`: places of the inputs that are each request's state after the prefill."""
+    """`[bs, kernel - 1]`: indices in the windows of each request's state after the prefill."""
     tracked_inputs: torch.Tensor
     """`[num_tracked, kernel - 1]`: likewise for the snapshots."""
     chunk_tokens: torch.Tensor
     """`[num_chunks, CHUNK]`: tokens of each chunk, round by round, padded with `num_tokens`."""
     token_places: torch.Tensor
-    """`[num_tokens]`: place of each token in the flattened chunks."""
+    """`[num_tokens]`: index of each token in the flattened chunks."""
     order: torch.Tensor
-    """`[bs]`: requests, those with most chunks first, so that each round has the first ones."""
+    """`[bs]`: requests by number of chunks, descending, so each round has the first ones."""
     round_sizes: tuple[int, ...]
-    """Requests that have a chunk in each round."""
+    """Number of requests that have a chunk in each round."""
     tracked_rounds: tuple[int, ...]
     """Ascending: the round after which each snapshot is taken."""
     tracked_places: torch.Tensor
-    """`[num_tracked]`: places in `order` of the requests that have snapshots."""
+    """`[num_tracked]`: indices in `order` of the requests with snapshots."""
     tracked: torch.Tensor
-    """`[num_tracked]`: these requests, as places in the batch."""
+    """`[num_tracked]`: indices in the batch of these requests."""
 
     @classmethod
     def of(
@@ -115,7 +116,7 @@ class ExtendPlan:
         Args:
             num_new: New tokens of each request, at least 1 each.
             track_lens: New tokens before each request's snapshot; 0: no snapshot. None: all are 0.
-            kernel: Inputs that the convolution sees at once.
+            kernel: Width of the convolution in tokens.
 
         Raises:
             ValueError: A snapshot lies beyond its request's new tokens.
@@ -193,7 +194,7 @@ def _pass(spans: list[tuple[int, int, int]], device: torch.device) -> ExtendPass
 
 
 def short_plan_of(forward_batch: ForwardBatch) -> ShortPlan:
-    """The plan of a prefill of at most `SHORT` tokens, made for the first layer that asks."""
+    """The plan of a prefill of at most `SHORT` tokens; the first layer that asks makes it."""
     states, num_new = forward_batch.states, forward_batch.extend_seq_lens_cpu
     assert states is not None and num_new is not None, "the maker of the batch gave it states"
     if states.plan is None:
@@ -204,10 +205,10 @@ def short_plan_of(forward_batch: ForwardBatch) -> ShortPlan:
 
 
 def extend_plan_of(forward_batch: ForwardBatch, kernel: int) -> ExtendPlan | None:
-    """The plan of a prefill, made for the first layer that asks; None: a decode step.
+    """The plan of a prefill, which the first layer that asks makes; None: a decode step.
 
     Args:
-        kernel: Inputs that the convolution sees at once, the same in all layers.
+        kernel: Width of the convolution in tokens, the same in all layers.
     """
     if not forward_batch.forward_mode.is_extend():
         return None
@@ -260,7 +261,7 @@ def _window_rows(
 
 
 def _upload(columns: list[_Ids], device: torch.device | str) -> list[torch.Tensor]:
-    """Upload all columns in one copy; shapes stay."""
+    """Upload all columns in one copy, keeping their shapes."""
     flat = np.concatenate([column.reshape(-1).astype(np.int64) for column in columns])
     staged = device_runtime(device).stage_to_device(torch.from_numpy(flat))
     parts = torch.split(staged, [column.size for column in columns])

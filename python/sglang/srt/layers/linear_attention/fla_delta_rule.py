@@ -1,7 +1,7 @@
-"""The gated delta rule by the kernels of flash-linear-attention, where that package is installed.
+"""The gated delta rule by flash-linear-attention, an optional package.
 
-Its function `chunk_gated_delta_rule` launches Triton kernels for what `gated_delta_rule.py`
-defines; it takes and gives states in fp32.
+Its function `chunk_gated_delta_rule` computes with Triton kernels what `gated_delta_rule.py`
+defines. It takes and returns states in fp32.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from sglang.srt.layers.linear_attention.gated_delta_rule import DeltaRuleInputs
 
 @dataclass(frozen=True, slots=True)
 class FlaDeltaRule:
-    """The `DeltaRule` by the package's kernels."""
+    """The `DeltaRule` of the package's kernels."""
 
     chunks: Callable[..., tuple[torch.Tensor, torch.Tensor]]
 
@@ -69,7 +69,7 @@ class FlaDeltaRule:
 
 
 def _arguments(inputs: DeltaRuleInputs) -> dict[str, torch.Tensor]:
-    """Inputs by the package's names, with queries and keys repeated for each value head."""
+    """Inputs under the package's names; queries and keys are repeated for each value head."""
     repeats = inputs.v.shape[1] // inputs.k.shape[1]
     return {
         "q": inputs.q.repeat_interleave(repeats, dim=1),

@@ -1,4 +1,4 @@
-"""The gated delta rule: attention by a state of fixed size, which forgets and corrects itself.
+"""The gated delta rule: attention through a state of fixed size that decays and is corrected.
 
 For one head, with state S `[key_dim, value_dim]` and decay a = exp(g):
 
@@ -7,8 +7,8 @@ For one head, with state S `[key_dim, value_dim]` and decay a = exp(g):
 
 Sources: S. Yang, J. Kautz, A. Hatamizadeh, "Gated Delta Networks: Improving Mamba2 with Delta
 Rule" (ICLR 2025) for the rule and its chunks; S. Yang et al., "Parallelizing Linear Transformers
-with the Delta Rule over Sequence Length" (NeurIPS 2024) for the triangular system. Queries and keys
-are normalised and queries scaled by key_dim^-0.5 here.
+with the Delta Rule over Sequence Length" (NeurIPS 2024) for the triangular system. Here queries and
+keys are normalised, and queries are scaled by key_dim^-0.5.
 """
 
 from __future__ import annotations
@@ -34,11 +34,10 @@ class DeltaRuleInputs(NamedTuple):
     g: torch.Tensor
     """fp32 `[num_tokens, num_heads]`: log of the decay, at most 0."""
     beta: torch.Tensor
-    """fp32 `[num_tokens, num_heads]`: how far a value is corrected, 0 to 1."""
+    """fp32 `[num_tokens, num_heads]`: strength of the correction, 0 to 1."""
 
     def normalised(self) -> DeltaRuleInputs:
-        """The inputs in fp32: keys of length 1, queries scaled, both repeated for each value
-        head."""
+        """The inputs in fp32: unit keys and scaled queries, both repeated for each value head."""
         repeats = self.v.shape[1] // self.k.shape[1]
         q = _unit(self.q.float()) * self.q.shape[-1] ** -0.5
         k = _unit(self.k.float())
@@ -56,24 +55,24 @@ def _unit(x: torch.Tensor) -> torch.Tensor:
 
 
 class _Chunks(NamedTuple):
-    """Tensors of chunks that do not depend on states, each `[num_chunks, num_heads, ...]`."""
+    """Chunk tensors that do not depend on states, each `[num_chunks, num_heads, ...]`."""
 
     values: torch.Tensor
-    """`[CHUNK, value_dim]`: the corrections for a state of zero."""
+    """`[CHUNK, value_dim]`: the corrections if the state is zero."""
     reads: torch.Tensor
-    """`[CHUNK, key_dim]`: their product with the state is subtracted from `values`."""
+    """`[CHUNK, key_dim]`: subtract the product of this and the state from `values`."""
     scores: torch.Tensor
     """`[CHUNK, CHUNK]`: scores of the chunk's queries for its own keys."""
     queries: torch.Tensor
-    """`[CHUNK, key_dim]`: queries, decayed since the chunk's beginning."""
+    """`[CHUNK, key_dim]`: queries with the decay since the chunk's beginning."""
     keys: torch.Tensor
-    """`[CHUNK, key_dim]`: keys, decayed until its end."""
+    """`[CHUNK, key_dim]`: keys with the decay until the chunk's end."""
     decay: torch.Tensor
     """`[1, 1]`: decay of the state over the whole chunk."""
 
 
 class TorchDeltaRule:
-    """The rule in torch's operations, for any device. All of it is computed in fp32."""
+    """The rule in torch's operations, for any device, computed in fp32."""
 
     def decode(
         self, inputs: DeltaRuleInputs, state: torch.Tensor
@@ -81,7 +80,7 @@ class TorchDeltaRule:
         """Compute one token of each request.
 
         Args:
-            state: fp32 `[bs, num_heads, key_dim, value_dim]`; its memory is used.
+            state: fp32 `[bs, num_heads, key_dim, value_dim]`, overwritten.
 
         Returns:
             fp32 `[bs, num_heads, value_dim]`, and the state after the token.
@@ -102,7 +101,7 @@ class TorchDeltaRule:
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Compute the new tokens of each request.
 
-        Tokens after a snapshot continue from the snapshot as stored: rounded to `state_dtype`.
+        Tokens after a snapshot continue from it as stored, rounded to `state_dtype`.
 
         Args:
             state: fp32 `[bs, num_heads, key_dim, value_dim]`: states before the prefill.
@@ -139,15 +138,15 @@ class TorchDeltaRule:
 
 
 def _solve(inputs: DeltaRuleInputs, plan: ExtendPlan) -> _Chunks:
-    """Solve all chunks at once: the corrections of a chunk's tokens are a linear system."""
+    """Solve all chunks at once; the corrections of a chunk's tokens form a linear system."""
     q, k, v, g, beta = (_in_chunks(tensor, plan) for tensor in inputs.normalised())
     total = g.cumsum(dim=-1)
     is_past = torch.ones(CHUNK, CHUNK, dtype=torch.bool, device=g.device).tril_()
-    # Masked before exp: decay over a negative time may overflow.
+    # Masked before exp, because decay over a negative time may overflow.
     between = total.unsqueeze(-1) - total.unsqueeze(-2)
     between = between.masked_fill_(~is_past, float("-inf")).exp_()
     scaled = k * beta.unsqueeze(-1)
-    # Only entries below the diagonal are read; the diagonal counts as ones.
+    # Only entries below the diagonal are read; the diagonal is taken as ones.
     system = (scaled @ k.transpose(-1, -2)).mul_(between)
     wanted = torch.cat([v * beta.unsqueeze(-1), scaled * total.exp().unsqueeze(-1)], dim=-1)
     solved = torch.linalg.solve_triangular(system, wanted, upper=False, unitriangular=True)

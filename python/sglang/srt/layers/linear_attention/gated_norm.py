@@ -1,4 +1,4 @@
-"""Norm of linear attention's output: scaled, then gated, head by head."""
+"""The norm of linear attention's output, head by head, with a gate."""
 
 from __future__ import annotations
 

@@ -1,9 +1,8 @@
 """The indexer of DeepSeek Sparse Attention (DSA): small queries and keys that rank tokens.
 
-A token's score for another is the sum over the indexer's heads of a weight, which the querying
-token gives each head, times the positive part of query times key (DeepSeek-V3.2, section 2.1).
-The reference keeps keys in fp8 behind a Hadamard rotation; without fp8 the rotation changes
-nothing, and there is none here.
+A key's score for a query is the sum over the indexer's heads of relu(query * key), weighted by a
+factor per head that the querying token provides (DeepSeek-V3.2, section 2.1). The reference stores
+keys in fp8 after a Hadamard rotation. Without fp8 the rotation has no effect, so it is omitted.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ _NORM_EPS = 1e-6
 
 
 class Indexer(WeightedLayer):
-    """The indexer of one layer. Each rank has all of it."""
+    """The indexer of one layer; replicated on every rank."""
 
     def __init__(
         self,
@@ -43,7 +42,7 @@ class Indexer(WeightedLayer):
         self.query_weight = placement.empty(heads * dim, mla.q_lora_rank)
         self.key_weight = placement.empty(dim, hidden_size)
         self.norm_weight, self.norm_bias = placement.empty(dim), placement.empty(dim)
-        # In fp32 as in the reference: the weights of heads decide the ranking of tokens.
+        # fp32 as in the reference: the head weights decide the ranking of tokens.
         self.heads_weight = replace(placement, dtype=torch.float32).empty(heads, hidden_size)
         self._scale = dim**-0.5 * heads**-0.5
 

@@ -1,8 +1,8 @@
-"""Latent attention: what all heads share is stored, and projected up where it is read.
+"""Latent attention: the pool stores one latent row per token, which all heads share.
 
-A token's row is a latent vector, then the rotated part of its key. Scores over rows need no keys:
-a query is multiplied by the up-projection of keys instead ("absorbed", DeepSeek-V2, section 2.1),
-and a head's output in latent space by that of values.
+A row is a latent vector followed by the rotated part of the key. Scores can be computed without
+projecting rows up to keys: queries are multiplied by the key up-projection instead ("absorbed",
+DeepSeek-V2, section 2.1), and each head's latent output by the value up-projection.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from sglang.srt.layers.weight_slot import NamedSlots, WeightedLayer, WeightSlot
 
 
 class KVUpProjection(WeightedLayer):
-    """Projection of latent vectors to keys, without position, and values of this rank's heads.
+    """Projects latent vectors to position-free keys and to values, for this rank's heads.
 
     The two projections are views of one weight, interleaved by head as in a checkpoint.
     """
@@ -44,7 +44,7 @@ class KVUpProjection(WeightedLayer):
         return both[..., : self.key_dim], both[..., self.key_dim :]
 
     def absorb(self, q: torch.Tensor) -> torch.Tensor:
-        """Take queries to latent space, where their products with latent vectors are the scores.
+        """Map queries to latent space, where their products with latent vectors are the scores.
 
         Args:
             q: `[num_heads, num_tokens, qk_nope_head_dim]`, any strides.
@@ -55,7 +55,7 @@ class KVUpProjection(WeightedLayer):
         return torch.bmm(q, self._by_head()[:, : self.key_dim])
 
     def values_of(self, latent: torch.Tensor) -> torch.Tensor:
-        """Take outputs of heads from latent space to values.
+        """Map outputs of heads from latent space to values.
 
         Args:
             latent: `[num_heads, num_tokens, kv_lora_rank]`, any strides.
@@ -73,7 +73,7 @@ class KVUpProjection(WeightedLayer):
 
 
 class LatentAttention(RadixAttention):
-    """Attention over rows of latent vectors: one KV head, whose values are a part of its keys."""
+    """Attention over latent rows: one KV head, whose values are part of its keys."""
 
     def __init__(
         self,
@@ -107,8 +107,8 @@ class LatentAttention(RadixAttention):
             q: `[num_tokens, num_heads, qk_nope_head_dim + qk_rope_head_dim]`, rotated.
             row: `[num_tokens, 1, kv_lora_rank + qk_rope_head_dim]`, rotated.
             rows: As in `RadixAttention.forward`.
-            index: Queries that choose the tokens to attend to; None: each token sees all up to
-                itself.
+            index: Queries that choose the tokens to attend to; None: each token sees all tokens up
+                to itself.
 
         Returns:
             `[num_tokens, num_heads * v_head_dim]`, or `[bs, ...]` with `rows`.

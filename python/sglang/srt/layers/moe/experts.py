@@ -1,4 +1,4 @@
-"""The experts of one layer: gated feed-forward networks, of which each token uses a few."""
+"""The experts of one layer: gated feed-forward networks. Each token uses a few."""
 
 from __future__ import annotations
 
@@ -14,15 +14,16 @@ from sglang.srt.layers.weight_slot import NamedSlots, WeightedLayer, WeightSlot
 
 FEW: Final = 48
 _USES_OF_AN_EXPERT: Final = 2
-"""Bounds of the kernels for few tokens: tokens, and uses of an expert on average. Above either
-bound, grouped products read the weights fewer times: of Qwen3-Next's shape they take 1.28 times as
-long for 32 tokens, and 0.86 for 64 (benchmark/results/2026-11-23-gpu-early-start.md)."""
+"""Limits of the kernels for few tokens: number of tokens, and average uses of an expert. Above
+either limit, grouped products read the weights fewer times. For Qwen3-Next's shape they take 1.28
+times as long with 32 tokens, and 0.86 times with 64
+(benchmark/results/2026-11-23-gpu-early-start.md)."""
 
 
 class RoutedExperts(WeightedLayer):
     """Gate, up and down projections of all experts, stacked by expert.
 
-    Each rank has some of the intermediate features of every expert, so it computes an addend of the
+    Each rank has some intermediate features of every expert, and computes a partial sum of the
     output, as in `RowParallelLinear`.
     """
 
@@ -58,19 +59,19 @@ class RoutedExperts(WeightedLayer):
         )
 
     def takes_few(self, num_tokens: int, top_k: int) -> bool:
-        """Whether the kernels for few tokens, which read each token's experts, are faster."""
+        """True if the kernels for few tokens, which read each token's experts, are faster."""
         is_rare = num_tokens * top_k <= _USES_OF_AN_EXPERT * self.num_experts
         return num_tokens <= FEW and is_rare
 
     def forward(self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
         """The weighted sum of each token's experts, summed in fp32.
 
-        On an accelerator the launches do not depend on the values, so that graphs can capture them.
+        On an accelerator the launches do not depend on the values, so graphs can capture them.
 
         Args:
             x: `[num_tokens, hidden_size]`.
             weights: fp32 `[num_tokens, top_k]`.
-            ids: `[num_tokens, top_k]` of any integer dtype: no token has an expert twice.
+            ids: `[num_tokens, top_k]`, any integer dtype; no token has an expert twice.
 
         Returns:
             `[num_tokens, hidden_size]` of the dtype of `x`.
@@ -103,9 +104,9 @@ class RoutedExperts(WeightedLayer):
         return out.to(x.dtype)
 
     def _grouped(self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-        """Two grouped products over rows sorted by expert; a third product sums in fp32."""
+        """Two grouped products over rows sorted by expert, and a product that sums in fp32."""
         num_tokens, top_k = ids.shape
-        # Sorting takes as many passes as ids have bits.
+        # The number of sorting passes grows with the bits of an id.
         flat_ids, order = ids.flatten().to(torch.int16).sort(stable=True)
         experts = torch.arange(self.num_experts, dtype=torch.int16, device=x.device)
         ends = torch.searchsorted(flat_ids, experts, right=True, out_int32=True)
@@ -118,7 +119,7 @@ class RoutedExperts(WeightedLayer):
         return torch.bmm(weights.to(x.dtype).unsqueeze(1), by_token).squeeze(1)
 
     def _dense(self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-        """All experts for all tokens: for dtypes and sizes that no grouped product takes."""
+        """All experts for all tokens, for dtypes and sizes that grouped products do not take."""
         out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
         for expert in range(self.num_experts):
             scales = weights.where(ids == expert, 0.0).sum(dim=1, keepdim=True)

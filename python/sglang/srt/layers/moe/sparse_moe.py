@@ -1,4 +1,4 @@
-"""The feed-forward block of a sparse layer: a router, routed experts, maybe a shared one."""
+"""The feed-forward block of a sparse layer: router, routed experts, optional shared expert."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ class SharedExpertOptions:
     name: str = "shared_experts"
     """The expert's name in a checkpoint."""
     has_gate: bool = False
-    """Whether its output is scaled by the sigmoid of a projection, called `{name}_gate`."""
+    """If true, its output is scaled by the sigmoid of a projection called `{name}_gate`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SparseMoeOptions:
-    """Sizes of a sparse layer, and how its experts are chosen."""
+    """Sizes of a sparse layer, and the rule that chooses its experts."""
 
     hidden_size: int
     intermediate_size: int
@@ -42,12 +42,12 @@ class SparseMoeOptions:
     router_dtype: torch.dtype | None = None
     """Dtype of the router's weight and of its product; None: the model's dtype."""
     has_correction_bias: bool = False
-    """Whether the router has an `e_score_correction_bias`, kept in fp32."""
+    """True if the router has an `e_score_correction_bias`, kept in fp32."""
     shared: SharedExpertOptions | None = None
 
 
 class Router(WeightedLayer):
-    """Scores the experts for each token and chooses some. Each rank has all of it."""
+    """Scores the experts for each token and chooses some; replicated on every rank."""
 
     def __init__(self, options: SparseMoeOptions, placement: TensorPlacement) -> None:
         super().__init__(placement)
@@ -61,7 +61,7 @@ class Router(WeightedLayer):
         )
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """`[num_tokens, hidden_size]` to weights and ids: see `select_experts`."""
+        """`[num_tokens, hidden_size]` to weights and ids; see `select_experts`."""
         return select_experts(self.logits(x).float(), self.options, self.correction_bias)
 
     def logits(self, x: torch.Tensor) -> torch.Tensor:
@@ -76,7 +76,7 @@ class Router(WeightedLayer):
 
 
 class SharedExpertGate(WeightedLayer):
-    """The sigmoid that scales a shared expert's output. Each rank has all of it."""
+    """The sigmoid that scales a shared expert's output; replicated on every rank."""
 
     def __init__(self, hidden_size: int, placement: TensorPlacement) -> None:
         super().__init__(placement)
@@ -138,7 +138,7 @@ class SparseMoeBlock(torch.nn.Module):
         )
 
     def _plan_few(self) -> ExpertWeights | None:
-        """Argument of the kernels for few tokens; None: they do not take this layer."""
+        """Argument of the kernels for few tokens; None: they do not support this layer."""
         experts, shared = self.experts, self.shared_expert
         both: tuple[torch.Tensor, torch.Tensor] | None = None
         if shared is not None:
@@ -155,7 +155,7 @@ class SparseMoeBlock(torch.nn.Module):
             residual: `[num_tokens, hidden_size]`; its memory may be used.
 
         Returns:
-            What is still to be added to the residual (None: nothing), and the residual.
+            The tensor that remains to be added to the residual (None: nothing), and the residual.
         """
         shared_weight: torch.Tensor | None = None
         if self._kernels is None:

@@ -1,4 +1,4 @@
-"""The choice of experts for each token. Pure: scores in, weights and ids out."""
+"""The choice of experts for each token. A pure function of scores."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RouterOptions:
-    """How a family scores experts and chooses among them.
+    """The rule by which a model family scores and chooses experts.
 
     Qwen3-MoE, Qwen3-Next: softmax, no groups. DeepSeek-V2's `greedy` and `group_limited_greedy`:
     softmax, `group_score="max"`. DeepSeek-V3's `noaux_tc`: sigmoid, `group_score="top2_sum"`, and a
@@ -25,14 +25,14 @@ class RouterOptions:
     """Experts for each token."""
     scoring: Literal["softmax", "sigmoid"] = "softmax"
     renormalize: bool = True
-    """Whether the weights of a token are divided by their sum."""
+    """If true, the weights of a token are divided by their sum."""
     num_groups: int = 1
     """Groups of neighbouring experts, of equal size."""
     topk_groups: int = 1
-    """Groups that a token may use, the best by `group_score`."""
+    """Number of groups that a token may use: the best by `group_score`."""
     group_score: Literal["max", "top2_sum"] = "max"
     routed_scaling_factor: float = 1.0
-    """Multiplies all weights, last of all."""
+    """Factor of all weights, applied last."""
 
     def __post_init__(self) -> None:
         if not 1 <= self.top_k <= self.num_experts:
@@ -58,20 +58,20 @@ class RouterOptions:
 
     @property
     def is_grouped(self) -> bool:
-        """Whether a token may use only some of the experts."""
+        """True if a token may use only some groups of experts."""
         return self.topk_groups < self.num_groups
 
 
 def select_experts(
     logits: torch.Tensor, options: RouterOptions, correction_bias: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Choose the experts of each token, best first; of equal ones the lower id comes first.
+    """Choose the experts of each token, best first; among equals the lower id comes first.
 
-    Reads nothing back from the device, and shapes do not depend on the values.
+    It reads nothing back from the device, and shapes do not depend on the values.
 
     Args:
         logits: fp32 `[num_tokens, num_experts]`.
-        correction_bias: fp32 `[num_experts]`: added to the scores for the choice alone, not for the
+        correction_bias: fp32 `[num_experts]`, added to the scores for the choice, but not for the
             weights.
 
     Returns:
@@ -104,7 +104,7 @@ def _within_best_groups(ranking: torch.Tensor, options: RouterOptions) -> torch.
 def _best(values: torch.Tensor, count: int) -> torch.Tensor:
     """Indices of the largest values, int64 `[..., count]`.
 
-    A stable sort, because `torch.topk` does not define the order of equal values.
+    The sort is stable; `torch.topk` does not define the order of equal values.
     """
     order = values.sort(dim=-1, descending=True, stable=True).indices
     return order.narrow(-1, 0, count)

@@ -14,7 +14,7 @@ import triton.language as tl
 
 @triton.jit
 def barrier(memories: tl.tuple, flags: tl.tensor, RANK: tl.constexpr, RANKS: tl.constexpr) -> None:
-    """Wait for the peers. Whatever they wrote before their kernels may be read afterwards.
+    """Wait for the peers. Their earlier writes may be read afterwards.
 
     Args:
         memories: Address of each rank's memory.

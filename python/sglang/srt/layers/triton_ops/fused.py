@@ -1,4 +1,4 @@
-"""The fused kernels of CUDA devices, as `layers/fused_kernels.py` hands them out."""
+"""The fused kernels of CUDA devices; `layers/fused_kernels.py` hands them out."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from sglang.srt.layers.triton_ops import (
 )
 
 _ROWS_ADDED_IN_PRODUCT: Final = 512
-"""A product of this many rows hides reading the residual. A norm that adds it takes twice as long
-as one that does not: 1% of a long prompt's prefill."""
+"""A product of this many rows hides the reading of the residual. Adding it in the norm would double
+the norm's time, 1% of a long prefill."""
 
 KERNELS: Final = FusedKernels(
     silu_and_mul=gating.silu_and_mul,

@@ -1,8 +1,8 @@
 """Linear attention of few tokens in two kernels: convolution, gates and rule; norm and conv states.
 
-For decoding and short prefills, where launches take longer than the work. The rule is computed
-token by token, as `gated_delta_rule.py` defines it, all of it in fp32 in registers; the inputs of
-the convolution are read where the projection has left them.
+For decoding and short prefills, where launches take longer than the work. The rule of
+`gated_delta_rule.py` is computed token by token, in fp32 in registers. The convolution reads its
+inputs directly from the output of the projection.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from sglang.srt.layers.triton_ops.early_start import await_kernels_before, early
 
 _FEW_REQUESTS = 2
 _VALUES_AT_ONCE = (16, 32)
-"""Values of a head per program; the first for decode steps of at most `_FEW_REQUESTS`. Few values
-fill the device; more values recompute key and query less often."""
+"""Values of a head per program: the first for decode steps of at most `_FEW_REQUESTS`, the second
+otherwise. Fewer values fill the device; more values recompute key and query less often."""
 _WARPS = 2
 _NORM_EPS: tl.constexpr = tl.constexpr(1e-6)
 
@@ -30,8 +30,8 @@ def _convolution(  # type: ignore[no-untyped-def]  # noqa: ANN202
     inside: tl.tensor,
     KERNEL: tl.constexpr,
 ):
-    """The weights of a convolution over at most four tokens, the newest token's first; then, from
-    the inputs in the state, what these give to the next token, the one after it and the third."""
+    """The weights of a convolution over at most four tokens, newest token first; then the
+    contributions of the inputs in the state to the next three tokens."""
     taps = weight_ptr + channels * KERNEL + KERNEL - 1
     newest = conv_ptr + channels * (KERNEL - 1) + KERNEL - 2
     nothing = tl.zeros(channels.shape, tl.float32)
@@ -52,8 +52,8 @@ def _convolution(  # type: ignore[no-untyped-def]  # noqa: ANN202
 
 @triton.jit
 def _activated(x: tl.tensor, past: tl.tensor, tap: tl.tensor) -> tl.tensor:
-    """SiLU of the convolution whose older inputs give `past`, in fp32 but rounded to the dtype of
-    the input."""
+    """SiLU of the convolution, with `past` from older inputs, in fp32 but rounded to the input's
+    dtype."""
     acc = past + x.to(tl.float32) * tap
     return (acc / (1.0 + tl.exp(-acc))).to(x.dtype).to(tl.float32)
 
@@ -103,8 +103,8 @@ def _rule_kernel(
     is_key = keys < KEY_DIM
     values = tl.program_id(0) * BLOCK_V + tl.arange(0, BLOCK_V)
     is_value = values < VALUE_DIM
-    # Read before the wait: no other kernel of the step writes the layer's states, and slots were
-    # there before the lookup of embeddings, which does not start early.
+    # These reads precede the wait: no other kernel of the step writes the layer's states, and slots
+    # were written before the embedding lookup, which does not start early.
     first = tl.load(read_ptr + request)
     slot = tl.load(write_ptr + request)
     conv = conv_ptr + first * channels * (KERNEL - 1)
@@ -161,7 +161,7 @@ def _rule_kernel(
             q_1st, q_2nd, q_3rd = q_2nd + xq * qt1, q_3rd + xq * qt2, xq * qt3
             k_1st, k_2nd, k_3rd = k_2nd + xk * kt1, k_3rd + xk * kt2, xk * kt3
             v_1st, v_2nd, v_3rd = v_2nd + xv * vt1, v_3rd + xv * vt2, xv * vt3
-            # The next token's inputs come while this one is computed.
+            # The next token's inputs are loaded while this one is computed.
             row = x_ptr + tl.minimum(token + 1, end - 1) * stride
             xq = tl.load(row + q_cols, mask=is_key, other=0.0)
             xk = tl.load(row + k_cols, mask=is_key, other=0.0)
@@ -240,7 +240,7 @@ def _move_conv(
         inside_too = inside & (past * 0 + track_len > 0)[None, :]
         kept = _inputs_before(x_ptr, before, at, begin, stride, cols, channels, inside_too, KERNEL)
         tl.store(conv_ptr + snapshot * size + to, kept, mask=inside_too)
-    # All of the state has been read before any of it is overwritten.
+    # The whole state must be read before any of it is overwritten.
     tl.debug_barrier()
     tl.store(conv_ptr + slot * size + to, final, mask=inside)
 
@@ -279,10 +279,8 @@ def _finish_kernel(
     TRACK: tl.constexpr,
     EARLY: tl.constexpr,
 ) -> None:
-    """Normalise and gate one head of a token; rows after the tokens write a head's conv state.
-
-    Conv states are written here because all programs of `_rule_kernel` read them.
-    """
+    """Normalise and gate one head of a token. Rows after the tokens write a head's conv state,
+    because all programs of `_rule_kernel` read it."""
     head = tl.program_id(0)
     row = tl.program_id(1).to(tl.int64)
     key_head, nth = head // REPEATS, head % REPEATS
@@ -300,7 +298,7 @@ def _finish_kernel(
         if not ONE:
             known = tl.load(bounds_ptr + requests)
         at = (row * heads + head) * VALUE_DIM + values
-        # Tokens of no request were not computed: padding must not spread stale memory.
+        # Padding tokens were not computed, and must not spread stale memory.
         x = tl.load(attended_ptr + at, mask=is_value, other=0.0)
         x = tl.where(row < known, x, 0.0)
         scale = tl.rsqrt(tl.sum(x * x, axis=0) / VALUE_DIM + eps)
@@ -356,8 +354,8 @@ def attend_linearly(
 
     Args:
         x: `[num_tokens, columns]` with dense rows: the projections of the layer's input.
-        gates: fp32: the convolution's weight `[channels, kernel]`, log of the decay's rate and
-            bias of the time step, `[num_heads]` each.
+        gates: The convolution's weight `[channels, kernel]`, then the log of the decay rate and the
+            bias of the time step, `[num_heads]` each; all fp32.
         norm: Weight `[value_dim]` and epsilon of the gated norm.
         states: Read and overwritten.
 
@@ -377,7 +375,7 @@ def attend_linearly(
     assert layout.kernel <= MOST_TAPS
     attended = torch.empty((num_tokens, heads, value_dim), dtype=torch.float32, device=x.device)
     out = torch.empty((num_tokens, heads * value_dim), dtype=x.dtype, device=x.device)
-    # Any tensor stands for what is not read.
+    # Any tensor can stand in for an argument that is not read.
     slots = states.slots
     bounds = slots if states.bounds is None else states.bounds
     track_slots = slots if states.track_slots is None else states.track_slots

@@ -1,7 +1,7 @@
-"""Experts of few tokens: the choice, and two products that read only the chosen weights.
+"""Experts for few tokens: the choice, and two products that read only the chosen weights.
 
-Bound by reading weights, so tensor cores are not used. The shared expert is one more place after a
-token's chosen ones.
+Reading the weights is the bound, so no tensor cores are used. The shared expert has one more place,
+after a token's chosen experts.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from sglang.srt.layers.triton_ops.ordered import ordered
 _FEATURES_OF_ONE = 4
 """Features that a program of the first product computes for a single token."""
 _TAG = tl.constexpr(0x1FFF)
-"""The bits of fp32 that no number of 16 bits uses: an expert's id has room there."""
+"""The bits of fp32 that 16-bit numbers never use; they hold an expert's id."""
 _LEAST = tl.constexpr(-2147483648)
-"""No score, and no tagged one, is the least of all integers."""
+"""The least integer, which no score, tagged or not, has."""
 
 
 @triton.jit
@@ -37,7 +37,7 @@ def _ranking(
     SOFTMAX: tl.constexpr,
     BIAS: tl.constexpr,
 ) -> tl.tensor:
-    """What experts are chosen by: their scores, and the bias."""
+    """Scores plus bias, by which experts are chosen."""
     score = tl.load(logits + experts, mask=inside, other=float("-inf")).to(tl.float32)
     if SOFTMAX:
         score = tl.exp(score - peak) / mass
@@ -50,15 +50,15 @@ def _ranking(
 
 @triton.jit
 def _first_best(key: tl.tensor, ids: tl.tensor, BLOCK: tl.constexpr) -> tl.tensor:
-    """The lowest of the ids with the highest key. A maximum and a minimum over a warp's 32-bit
-    numbers are one instruction each; a maximum of 64 bits, which could hold both, takes ten."""
+    """The lowest id among those with the highest key. A maximum and a minimum of a warp's 32-bit
+    numbers take one instruction each; a maximum of 64 bits, which could hold both, takes ten."""
     return tl.min(tl.where(key == tl.max(key, axis=0), ids, BLOCK), axis=0)
 
 
 @triton.jit
 def _tagged(logit: tl.tensor, experts: tl.tensor) -> tl.tensor:
-    """Keys in the order of the logits, numbers of 16 bits in fp32; of equal ones the lower id is
-    greater."""
+    """Keys in the order of the logits (16-bit numbers in fp32); among equals the lower id has the
+    greater key."""
     return (ordered(logit) | _TAG) - experts
 
 
@@ -120,8 +120,8 @@ def _choose_kernel(
     TAGS: tl.constexpr,
     EARLY: tl.constexpr,
 ) -> None:
-    """Grid `(num_tokens, 1 + GATE)`: a program chooses the experts of one token; another weighs its
-    shared expert. TAGS: experts are chosen by their logits alone, which have 16 bits."""
+    """Grid `(num_tokens, 1 + GATE)`: one program chooses the experts of a token; another computes
+    the weight of its shared expert. TAGS: only the logits, of 16 bits, decide the choice."""
     token = tl.program_id(0).to(tl.int64)
     weights_ptr += token * PLACES
     if GATE:  # noqa: SIM102 - known when this is compiled
@@ -139,7 +139,7 @@ def _choose_kernel(
     mass = 1.0
     if SOFTMAX:
         logit = tl.load(logits + experts, mask=inside, other=float("-inf")).to(tl.float32)
-        # What the weights of the chosen ones are divided by is the same for all.
+        # If weights are renormalised, their common divisor is not needed.
         if not (TAGS and RENORMALIZE):
             peak = tl.max(logit, axis=0)
             mass = tl.sum(tl.exp(logit - peak), axis=0)
@@ -198,7 +198,8 @@ def _best_of_all(
     BIAS: tl.constexpr,
     TWO_OF_GROUP: tl.constexpr,
 ) -> tl.tensor:
-    """Ids of the experts with the highest scores, by place; with groups, of the best groups."""
+    """Ids of the experts with the highest scores, by place, within the best groups if there are
+    groups."""
     score = _ranking(logits, bias_ptr, experts, inside, peak, mass, SOFTMAX, BIAS)
     allowed = inside
     if TOP_GROUPS < GROUPS:
@@ -232,7 +233,7 @@ def _best_of_all(
 def choose_experts(
     logits: torch.Tensor, choice: ExpertChoice, x: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The experts of each token, best first, as `select_experts` chooses them.
+    """Choose the experts of each token, best first, like `select_experts`.
 
     Args:
         logits: Contiguous `[num_tokens, num_experts]`, any float dtype.
@@ -298,14 +299,13 @@ def _gate_up_kernel(
     ONE: tl.constexpr,
     EARLY: tl.constexpr,
 ) -> None:
-    """Compute ROWS features of an expert for all its tokens, in the program of the first of
-    them."""
+    """Compute ROWS features of an expert for all its tokens, in the program of its first token."""
     features = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     token = tl.program_id(1) // PLACES
     place = tl.program_id(1) % PLACES
     # `_down_kernel` begins to read weights once ids are known.
     await_then_start_next(EARLY)
-    # Uses of the expert are numbered as the ids are; those of the shared one by token.
+    # Uses of a chosen expert are numbered like the ids, uses of the shared expert by token.
     numbers = tl.arange(0, BLOCK_I)
     used = numbers < tokens
     current = token
@@ -364,9 +364,9 @@ def _down_kernel(
     SHARED: tl.constexpr,
     EARLY: tl.constexpr,
 ) -> None:
-    """One feature of a token: the weighted sum over its experts.
+    """Compute one feature of a token: the weighted sum over its experts.
 
-    The kernel before is `_gate_up_kernel`, so that ids and weights may be read before the wait: see
+    The previous kernel is `_gate_up_kernel`, so ids and weights may be read before the wait; see
     `early_start`.
     """
     feature = tl.program_id(0).to(tl.int64)
@@ -410,11 +410,11 @@ def _down_kernel(
 def run_experts(
     x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, experts: ExpertWeights
 ) -> torch.Tensor:
-    """The weighted sum of each token's experts, the shared one among them, summed in fp32.
+    """The weighted sum of each token's experts, including the shared one, summed in fp32.
 
     Args:
         x: Contiguous `[num_tokens, hidden_size]`.
-        weights: As `choose_experts` gives them; `ids` likewise, of any integer dtype.
+        weights: From `choose_experts`; `ids` likewise, of any integer dtype.
 
     Returns:
         `[num_tokens, hidden_size]` of the dtype of `x`.

@@ -1,7 +1,7 @@
-"""All steps between the QKV projection and attention in one kernel.
+"""All steps between QKV projection and attention in one kernel.
 
-Per-head norm of queries and keys, rotation, and storing keys and values in the pool. Rounds to the
-model's dtype where the layers that it replaces do.
+They are the per-head norm of queries and keys, the rotation, and storing keys and values in the
+pool. The kernel rounds to the model's dtype at the same points as the layers that it replaces.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ def _normalise_rotate_store_kernel(
     NORM: tl.constexpr,
     EARLY: tl.constexpr,
 ) -> None:
-    """Process one token's KV head and the queries of its group; BLOCK covers half a head."""
+    """One program processes a token's KV head and its group of queries; BLOCK covers half a
+    head."""
     token = tl.program_id(0).to(tl.int64)
     kv_head = tl.program_id(1)
     head_dim = 2 * HALF

@@ -29,7 +29,7 @@ def _prepare_kernel(
     BLOCK: tl.constexpr,
     EARLY: tl.constexpr,
 ) -> None:
-    """Process one head of a token: a query, or a key with its value."""
+    """One program processes one head of a token: a query, or a key with its value."""
     token = tl.program_id(1).to(tl.int64)
     head = tl.program_id(0)
     dims = tl.arange(0, BLOCK)
@@ -45,7 +45,7 @@ def _prepare_kernel(
         row = base + (HEADS + head) * HEAD_DIM
     weight = 1.0 + tl.load(weight_ptr + dims, mask=inside, other=0.0).to(tl.float32)
     other_weight = 1.0 + tl.load(weight_ptr + partner, mask=inside, other=0.0).to(tl.float32)
-    # Angles and slots were written before the lookup of embeddings, which does not start early.
+    # Angles and slots were written before the embedding lookup, which does not start early.
     turns = dims < ROTARY_DIM
     angle = token * ROTARY_DIM + dims
     cos = tl.load(cos_ptr + angle, mask=turns, other=1.0).to(tl.float32)
@@ -63,7 +63,7 @@ def _prepare_kernel(
     if head < HEADS:
         tl.store(q_ptr + (token * HEADS + head) * HEAD_DIM + dims, rotated, mask=inside)
         return
-    # All of the key has been read before any of it is overwritten.
+    # The whole key must be read before any of it is overwritten.
     tl.debug_barrier()
     tl.store(row + dims, rotated, mask=inside)
     kv_head = head - HEADS
@@ -83,7 +83,7 @@ def prepare_gated_qkv_(
     k_pool: torch.Tensor,
     v_pool: torch.Tensor,
 ) -> torch.Tensor:
-    """Normalise and rotate queries and keys, the keys in place, and store keys and values.
+    """Normalise and rotate queries and keys (keys in place), and store keys and values.
 
     Args:
         qkv: Contiguous `[num_tokens, 2 * num_heads + 2 * num_kv_heads, head_dim]`: a gate after

@@ -18,7 +18,7 @@ def _silu_and_mul_kernel(
     EVEN: tl.constexpr,
     EARLY: tl.constexpr,
 ) -> None:
-    """Grid `(num_tokens, size / BLOCK)`: a program computes BLOCK features of one token."""
+    """Grid `(num_tokens, size / BLOCK)`: one program computes BLOCK features of one token."""
     row = tl.program_id(0).to(tl.int64)
     cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     await_kernels_before(EARLY)
@@ -57,7 +57,7 @@ def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
 
 @triton.jit
 def gated(out: tl.tensor, gate: tl.tensor) -> tl.tensor:
-    """`out`, rounded already, times the sigmoid of its gate."""
+    """Multiply `out`, which is rounded already, by the sigmoid of its gate."""
     return (out.to(tl.float32) / (1.0 + tl.exp(-gate.to(tl.float32)))).to(out.dtype)
 
 
@@ -74,7 +74,7 @@ def _gate_kernel(
     ROWS: tl.constexpr,
     EARLY: tl.constexpr,
 ) -> None:
-    """Grid `(heads, num_tokens)`: a program scales one head of one token."""
+    """Grid `(heads, num_tokens)`: one program scales one head of one token."""
     head = tl.program_id(0)
     token = tl.program_id(1).to(tl.int64)
     await_kernels_before(EARLY)

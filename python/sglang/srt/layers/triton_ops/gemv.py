@@ -1,4 +1,4 @@
-"""One row times a weight matrix: bound by reading weights once, so tensor cores are not used."""
+"""One row times a weight matrix. Reading the weights is the bound, so no tensor cores are used."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def _gemv_kernel(
     BIAS: tl.constexpr,
     EARLY: tl.constexpr,
 ) -> None:
-    """Grid `(n / BLOCK_N,)`: a program computes BLOCK_N outputs."""
+    """Grid `(n / BLOCK_N,)`: one program computes BLOCK_N outputs."""
     rows = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     cols = tl.arange(0, BLOCK_K)
     weights = weight_ptr + rows.to(tl.int64)[:, None] * K + cols[None, :]
@@ -48,7 +48,7 @@ def _gated_gemv_kernel(
     BLOCK_K: tl.constexpr,
     EARLY: tl.constexpr,
 ) -> None:
-    """Compute one feature, from its row of gate and, N rows below, its row of up."""
+    """Compute one feature from its row of gate and, N rows below, its row of up."""
     feature = tl.program_id(0).to(tl.int64)
     both = tl.arange(0, 2)
     cols = tl.arange(0, BLOCK_K)
@@ -60,7 +60,7 @@ def _gated_gemv_kernel(
         w = tl.load(weights + begin)
         x = tl.load(x_ptr + begin + cols)
         acc += w.to(tl.float32) * x.to(tl.float32)[None, :]
-    # Rounded where `gemv` and `silu_and_mul` round.
+    # Rounded at the same points as in `gemv` and `silu_and_mul`.
     dtype = out_ptr.dtype.element_ty
     total = tl.sum(acc, axis=1).to(dtype).to(tl.float32)
     gate = tl.sum(tl.where(both == 0, total, 0.0), axis=0)
@@ -70,12 +70,12 @@ def _gated_gemv_kernel(
 
 
 _MANY_ROWS = 2048
-"""From here on programs of more rows and fewer columns still fill the device; measured for the
-shapes of Qwen3-8B on one and two ranks, Qwen3-Next and DeepSeek-V3.2."""
+"""From this size on, programs with more rows and fewer columns still fill the device. Measured for
+the shapes of Qwen3-8B on one and two ranks, Qwen3-Next and DeepSeek-V3.2."""
 
 
 def plan(n: int, k: int) -> tuple[int, int, int] | None:
-    """Rows, columns and warps of a program for a weight `[n, k]`; None: its shape does not fit."""
+    """Rows, columns and warps of a program for a weight `[n, k]`; None: unsupported shape."""
     sizes = (2048, 1024, 512, 256) if n < _MANY_ROWS else (1024, 512, 256)
     block_k = next((size for size in sizes if k % size == 0), None)
     if block_k is None or n % 8:
@@ -120,8 +120,8 @@ def gemv(
 def gated_gemv(
     x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, config: tuple[int, int, int]
 ) -> None:
-    """`out[0] = silu(gate @ x[0]) * (up @ x[0])`, rounded where `gemv` and `silu_and_mul` round, in
-    one launch.
+    """`out[0] = silu(gate @ x[0]) * (up @ x[0])` in one launch, rounded at the same points as
+    `gemv` and `silu_and_mul`.
 
     Args:
         x: `[1, k]`, dense.

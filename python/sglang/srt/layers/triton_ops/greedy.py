@@ -19,7 +19,7 @@ from sglang.srt.layers.triton_ops.barrier import barrier
 from sglang.srt.layers.triton_ops.ordered import ordered
 
 _COLUMNS: Final = 4096
-"""Columns that one key covers."""
+"""Number of columns that one key covers."""
 
 
 @triton.jit
@@ -31,7 +31,7 @@ def _find_keys_kernel(
     begin: tl.tensor,
     BLOCK: tl.constexpr,
 ) -> None:
-    """Find the key of one block of a row's columns; BLOCK covers the block."""
+    """Find the greatest key of one block of a row's columns; BLOCK covers the block."""
     row = tl.program_id(0).to(tl.int64)
     chunk = tl.program_id(1)
     cols = chunk * BLOCK + tl.arange(0, BLOCK)
@@ -53,7 +53,7 @@ def _join_keys_kernel(
     RANKS: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """Join the keys of rows over all ranks; BLOCK covers one rank's keys of a row."""
+    """Take the greatest key of each row over all ranks; BLOCK covers one rank's keys of a row."""
     program = tl.program_id(0)
     cols = tl.arange(0, BLOCK)
     barrier(memories, flags, RANK, RANKS)
@@ -70,11 +70,11 @@ def _join_keys_kernel(
 
 
 def argmax_of_ranks(part: torch.Tensor, tokens: Share, group: TensorGroup) -> torch.Tensor | None:
-    """`VocabLogits.argmax`, int64 `[n]`; None: the ranks share no memory for keys.
+    """`VocabLogits.argmax`, int64 `[n]`; None: the ranks share no memory for the keys.
 
     Args:
         part: fp32 `[n, width]`, dense rows.
-        tokens: The tokens that its columns stand for.
+        tokens: The tokens of its columns.
     """
     rows, width = part.shape
     count = triton.cdiv(width, _COLUMNS)

@@ -1,4 +1,4 @@
-"""Lookup in a table that is split over ranks: this rank's rows, and zeros for the others."""
+"""Lookup in a table that is split over ranks: this rank's rows, and zeros for other ranks' rows."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def _look_up_kernel(
     SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """Grid `(ids, size / BLOCK)`: a program copies BLOCK columns of one row."""
+    """Grid `(ids, size / BLOCK)`: one program copies BLOCK columns of one row."""
     token = tl.program_id(0).to(tl.int64)
     cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     place = tl.load(ids_ptr + token) - begin
@@ -34,7 +34,7 @@ def look_up_share(ids: torch.Tensor, weight: torch.Tensor, rows: Share) -> torch
     """Look up a row for each id: a new tensor `[n, size]`.
 
     Args:
-        ids: int64 `[n]`, dense; ids count the rows of all ranks.
+        ids: int64 `[n]`, dense: row indices in the whole table.
         weight: Contiguous `[at least rows.size, size]`.
     """
     assert weight.is_contiguous() and ids.stride(0) == 1

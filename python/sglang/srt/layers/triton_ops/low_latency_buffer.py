@@ -38,7 +38,7 @@ def _words_of(
 ) -> tl.tensor:  # fmt: skip
     """Place of a sender's row with this number in one rank's memory: pointer to int64."""
     place = ((number & 1) * RANKS + sender) * _ROWS + row
-    # Declared as aligned: otherwise each word would be moved by itself.
+    # Declared as aligned; otherwise each word would be moved separately.
     begin = tl.multiple_of((memory + buffer).to(tl.pointer_type(tl.int64)), 16)
     return begin + place.to(tl.int64) * _ROW_WORDS
 

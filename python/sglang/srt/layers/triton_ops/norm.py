@@ -1,4 +1,4 @@
-"""Root-mean-square normalisation, with the residual's addition in the same pass."""
+"""Root-mean-square normalisation that can add the residual in the same pass."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def _rms_norm_kernel(
     CENTERED: tl.constexpr,
     EARLY: tl.constexpr,
 ) -> None:
-    """Grid `(num_tokens,)`: a program normalises one token; BLOCK covers it."""
+    """Grid `(num_tokens,)`: one program normalises one token; BLOCK covers it."""
     row = tl.program_id(0).to(tl.int64)
     cols = tl.arange(0, BLOCK)
     inside = cols < SIZE
@@ -39,7 +39,7 @@ def _rms_norm_kernel(
     if CENTERED:
         normed = wide * scale * (1.0 + weight)
     else:
-        # Rounded before the weight is applied: the order that checkpoints were trained with.
+        # Rounded before the weight is applied, as in the training of checkpoints.
         normed = (wide * scale).to(dtype).to(tl.float32) * weight
     tl.store(out_ptr + row * SIZE + cols, normed.to(dtype), mask=inside)
 
@@ -50,7 +50,7 @@ def rms_norm(
     """Normalise contiguous `[num_tokens, size]` into a new tensor.
 
     Args:
-        is_centered: Whether the factor is 1 + weight, and nothing is rounded before it is applied.
+        is_centered: If true, multiply by (1 + weight) in fp32, then round.
     """
     assert x.is_contiguous()
     out = torch.empty_like(x)

@@ -45,13 +45,13 @@ def _angles_kernel(
 def rotary_angles(
     positions: torch.Tensor, inv_freq: torch.Tensor, scale: float, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Cosines and signed sines, as `Rotation` has them.
+    """Cosines and signed sines for `Rotation`.
 
     Args:
         positions: int64 `[num_tokens]`.
         inv_freq: fp32 `[rotary_dim / 2]`.
         scale: Factor of both.
-        dtype: Of the results.
+        dtype: Dtype of the results.
 
     Returns:
         Two `[num_tokens, 1, rotary_dim]`.

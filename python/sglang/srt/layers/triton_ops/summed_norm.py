@@ -29,13 +29,13 @@ def _normed(
     SIZE: tl.constexpr,
     CENTERED: tl.constexpr,
 ) -> tl.tensor:
-    """The norm of one token, in its dtype."""
+    """The norm of one token, in the token's dtype."""
     wide = rounded.to(tl.float32)
     scale = tl.rsqrt(tl.sum(wide * wide, axis=0) / SIZE + eps)
     if CENTERED:
         normed = wide * scale * (1.0 + weight)
     else:
-        # Rounded before the weight is applied: the order that checkpoints were trained with.
+        # Rounded before the weight is applied, as in the training of checkpoints.
         normed = (wide * scale).to(rounded.dtype).to(tl.float32) * weight
     return normed.to(rounded.dtype)
 
@@ -57,7 +57,7 @@ def _summed_norm_kernel(
     CENTERED: tl.constexpr,
     EARLY: tl.constexpr,
 ) -> None:
-    """Grid `(programs,)`: a program takes every `programs`-th token; BLOCK covers a token."""
+    """Grid `(programs,)`: one program takes every `programs`-th token; BLOCK covers a token."""
     program = tl.program_id(0)
     cols = tl.arange(0, BLOCK)
     inside = cols < SIZE
@@ -69,10 +69,10 @@ def _summed_norm_kernel(
     for row in range(program, rows, tl.num_programs(0)):
         places = tl.cast(row, tl.int64) * SIZE + cols
         x = tl.load(residual_ptr + places, mask=inside, other=0.0).to(tl.float32)
-        # In the order of ranks, so that all get the same bits.
+        # Summed in the order of ranks, so that all get the same bits.
         for peer in tl.static_range(RANKS):
             memory = memories[peer] + offset
-            # Declared as aligned: otherwise each number would be loaded by itself.
+            # Declared as aligned; otherwise each number would be loaded separately.
             part = tl.multiple_of(memory.to(tl.pointer_type(dtype)), 16)
             x += tl.load(part + places, mask=inside, other=0.0).to(tl.float32)
         rounded = x.to(dtype)
@@ -83,7 +83,7 @@ def _summed_norm_kernel(
 
 @triton.jit
 def _numbers(words: tl.tensor, HALF: tl.constexpr) -> tl.tensor:
-    """The numbers of int32 words in fp32: two of bf16 in each, or one of fp32."""
+    """Unpack int32 words to fp32 numbers: two bf16 numbers, or one fp32 number, per word."""
     if HALF:
         low = (words << 16).to(tl.float32, bitcast=True)
         high = (words & -65536).to(tl.float32, bitcast=True)
@@ -128,7 +128,7 @@ def _sent_norm_kernel(
     dtype = residual_ptr.dtype.element_ty
     places = row.to(tl.int64) * SIZE + cols
     x = tl.load(residual_ptr + places, mask=inside, other=0.0).to(tl.float32)
-    # In the order of ranks, so that all get the same bits.
+    # Summed in the order of ranks, so that all get the same bits.
     for peer in tl.static_range(RANKS):
         words = own
         if peer != RANK:

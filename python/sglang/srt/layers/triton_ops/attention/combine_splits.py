@@ -1,4 +1,4 @@
-"""Joining attention over parts of a context by their log-sum-exp."""
+"""Joins attention over parts of a context by their log-sum-exp."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from sglang.srt.layers.triton_ops.early_start import (
 from sglang.srt.layers.triton_ops.gating import gated
 
 _GATED_DIMS = 64
-"""Elements of a row that a program joins where there are gates: rows are few then."""
+"""Elements of a row that one program joins if there are gates, which means few rows."""
 
 
 @triton.jit
@@ -32,7 +32,7 @@ def _combine_kernel(
     GATED: tl.constexpr,
     EARLY: tl.constexpr,
 ) -> None:
-    """Grid `(rows, head_dim / BLOCK_D)`: a program joins the splits of some elements of one row."""
+    """Grid `(rows, head_dim / BLOCK_D)`: one program joins all splits of a part of one row."""
     row = tl.program_id(0).to(tl.int64)
     splits = tl.arange(0, SPLITS)
     cols = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
@@ -42,7 +42,7 @@ def _combine_kernel(
     if peak == float("inf"):
         return
     weight = tl.exp2(lse - peak)
-    # Parts that were not written have no weight and are not read.
+    # Parts that were not written have no weight, and are not read.
     inside = (weight > 0.0)[:, None] & (cols < HEAD_DIM)[None, :]
     at = (row * SPLITS + splits)[:, None] * HEAD_DIM + cols[None, :]
     parts = tl.load(parts_ptr + at, mask=inside, other=0.0)
@@ -63,12 +63,12 @@ def combine_splits(
     """Join the splits of every row.
 
     Args:
-        parts: fp32 `[rows, splits, head_dim]`, each normalised by itself.
-        lse: fp32 `[rows, splits]`: base-2 log-sum-exp of each split; -inf: the split is empty; +inf
-            in a row whose `out` is final already.
+        parts: fp32 `[rows, splits, head_dim]`, each normalised separately.
+        lse: fp32 `[rows, splits]`: base-2 log-sum-exp of each split; -inf: an empty split; +inf:
+            the row of `out` is final already.
         out: Contiguous `[rows, head_dim]`.
-        gates: `[bs, num_heads, head_dim]` with dense rows, `bs * num_heads` being the rows: the
-            result is multiplied by their sigmoid. None: it is not.
+        gates: `[bs, num_heads, head_dim]` with dense rows, one for each of `rows`; the result is
+            multiplied by their sigmoid. None: no gates.
     """
     rows, splits, head_dim = parts.shape
     block_d = triton.next_power_of_2(head_dim)
@@ -108,7 +108,7 @@ def _merge_kernel(
     ROWS: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ) -> None:
-    """Grid `(num_tokens, heads / ROWS)`: a program joins ROWS heads of one token."""
+    """Grid `(num_tokens, heads / ROWS)`: one program joins ROWS heads of one token."""
     token = tl.program_id(0).to(tl.int64)
     heads = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     cols = tl.arange(0, BLOCK_D)
@@ -118,7 +118,7 @@ def _merge_kernel(
     share = 1.0 / (1.0 + tl.exp(b_lse - a_lse))
     peak = tl.maximum(a_lse, b_lse)
     joined = peak + tl.log(tl.exp(a_lse - peak) + tl.exp(b_lse - peak))
-    # Not in place: another warp may not have read it yet.
+    # Not in place, because another warp may not have read it yet.
     tl.store(joined_ptr + heads * num_tokens + token, joined, mask=is_head)
     inside = is_head[:, None] & (cols < HEAD_DIM)[None, :]
     at = token * NUM_HEADS * HEAD_DIM + heads[:, None] * HEAD_DIM + cols[None, :]
@@ -131,7 +131,7 @@ def _merge_kernel(
 def merge_into_(
     out: torch.Tensor, lse: torch.Tensor, other: torch.Tensor, other_lse: torch.Tensor
 ) -> torch.Tensor:
-    """Join attention over two parts of a context, into `out`.
+    """Join attention over two parts of a context into `out`.
 
     Args:
         out: Contiguous `[num_tokens, num_heads, head_dim]`; `other` likewise.

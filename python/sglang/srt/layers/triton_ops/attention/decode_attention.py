@@ -1,9 +1,9 @@
 """Attention of one token per request over its paged context.
 
-The query heads that share a KV head are the rows of one matrix product, so that the context is read
-once. Contexts are split over programs if there are too few requests to fill the device; the program
-that ends last joins the parts, or a kernel of its own where a gate scales the output. The grid
-depends on the size of the batch and not on lengths, so it can be captured in a graph.
+Query heads that share a KV head are the rows of one matrix product, so the context is read once. If
+there are too few requests to fill the device, contexts are split over programs (Flash-Decoding).
+The program that ends last joins the parts; if gates scale the output, a second kernel does. The
+grid depends on the batch size and not on lengths, so graphs can capture it.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ from sglang.srt.layers.triton_ops.gating import gated
 
 BLOCK_N = 64
 PROGRAMS = 512
-"""Programs that fill the device; more would cost more than they balance."""
+"""Programs that fill the device. More would cost more than better balance gains."""
 MAX_SPLITS = 32
 JOINED_APART = (256, 32)
-"""Most parts of a request with gates and few KV heads, and the tokens of their blocks. A kernel of
-its own joins them, so that so many do not take long to join."""
+"""Most parts of a request with gates and few KV heads, and the tokens of their blocks. A second
+kernel joins them, fast enough for so many."""
 LONG_SPLITS = (4, 16)
 LONG_TOKENS = 2048
 LONG_PROGRAMS = 8192
-"""Batches that fill the device are split too, because one long context among short ones would keep
-all waiting: into parts of at least `LONG_TOKENS`, by at most `LONG_PROGRAMS` programs. A program
-that finds nothing to do costs little."""
+"""Batches that fill the device are split too, because all would wait for one long context among
+short ones: into parts of at least `LONG_TOKENS`, over at most `LONG_PROGRAMS` programs. A program
+without work costs little."""
 _MOST_COUNTED = 1 << 16
 _ROWS_JOINED_AT_ONCE = 64
 _SECTOR_BYTES = 32
-"""What an L1 cache fetches at once. Rows that share one with the newest are not read early."""
+"""Unit that an L1 cache fetches. Rows in the same sector as the newest row are not read early."""
 
 
 @triton.jit(do_not_specialize=["splits", "least"])
@@ -73,7 +73,8 @@ def _decode_kernel(
     EARLY: tl.constexpr,
     EARLY_KV: tl.constexpr,
 ) -> None:
-    """Grid `(kv_heads, bs, splits)`: a program attends from a group's query heads to one split."""
+    """Grid `(kv_heads, bs, splits)`: one program attends from a group's query heads to one
+    split."""
     # Programs that run together read neighbouring heads of the same tokens.
     kv_head = tl.program_id(0)
     request = tl.program_id(1).to(tl.int64)
@@ -89,8 +90,8 @@ def _decode_kernel(
     k_head = k_ptr + kv_head * HEAD_DIM
     v_head = v_ptr + kv_head * HEAD_DIM
     if EARLY_KV:
-        # Of the kernels since the lookup of embeddings only the layer's own write to its keys and
-        # values, and only those of the newest token.
+        # Since the embedding lookup, only this layer's kernels have written to its keys and values,
+        # and only those of the newest token.
         pos = begin + tl.arange(0, BLOCK)
         slot = tl.load(slots + pos, mask=pos < end, other=0).to(tl.int64)
         at = slot[:, None] * (NUM_KV_HEADS * HEAD_DIM) + dims[None, :]
@@ -175,7 +176,7 @@ def _join(
     GATED: tl.constexpr,
 ) -> None:
     """Join the parts of the heads of one group, weighted by their masses, PARTS at a time."""
-    # Parts of other programs are read past the L1 cache, which is not coherent.
+    # Parts of other programs are read past the L1 cache, because it is not coherent.
     dims = tl.arange(0, BLOCK_D)
     is_head = tl.arange(0, ROWS) < GROUP
     head = kv_head * GROUP + tl.arange(0, ROWS)
@@ -188,7 +189,7 @@ def _join(
         part = row[:, None] * splits + number[None, :]
         there = is_head[:, None] & (number < parts)[None, :]
         lse = tl.load(lse_ptr + part, mask=there, other=float("-inf"), cache_modifier=".cg")
-        # Rows without a head weigh nothing, and are not to become NaN.
+        # Rows without a head have no weight, and must not become NaN.
         lse = tl.where(is_head[:, None], lse, 0.0)
         at = part[:, :, None] * HEAD_DIM + dims[None, None, :]
         inside = there[:, :, None] & (dims < HEAD_DIM)[None, None, :]
@@ -208,15 +209,13 @@ def _join(
 
 
 def make_arrivals(device: torch.device | str) -> torch.Tensor:
-    """Counters of finished parts for `decode_attention`: int32 `[65536]`, zero between calls.
-
-    Each stream that calls it needs its own.
-    """
+    """Counters of finished parts for `decode_attention`: int32 `[65536]`, zero between calls. Each
+    calling stream needs its own."""
     return torch.zeros(_MOST_COUNTED, dtype=torch.int32, device=device)
 
 
 def plan_splits(batch_size: int, num_kv_heads: int, *, is_gated: bool = False) -> tuple[int, int]:
-    """Most parts that a context is split into, a power of 2, and the fewest tokens of a part."""
+    """Most parts of a context, a power of 2, and fewest tokens of a part."""
     if batch_size * num_kv_heads > _MOST_COUNTED:
         return 1, BLOCK_N
     wanted = PROGRAMS // (batch_size * num_kv_heads)
@@ -251,17 +250,17 @@ def decode_attention(
     """Attend from one token of each request to its context.
 
     Args:
-        q: `[bs, num_heads, head_dim]`, dense but for the first stride.
-        k_pool: Contiguous `[slots, num_kv_heads, head_dim]`, the model's dtype or fp8; `v_pool`
+        q: `[bs, num_heads, head_dim]`, dense except for the first stride.
+        k_pool: Contiguous `[slots, num_kv_heads, head_dim]`, of the model's dtype or fp8; `v_pool`
             likewise.
         req_to_token: int32 `[rows, max_context_len]`.
         req_pool_indices: Integer `[bs]`.
         seq_lens: Integer `[bs]`, at least 1 each.
         arrivals: Counters from `make_arrivals`.
-        gates: `[bs, num_heads, head_dim]` with dense rows: the output is multiplied by their
-            sigmoid. None: it is not.
-        window: Tokens that are seen, the newest included; 0: all.
-        splits: As `plan_splits` gives them; None: its result.
+        gates: `[bs, num_heads, head_dim]` with dense rows; the output is multiplied by their
+            sigmoid. None: no gates.
+        window: Number of tokens that are seen, including the newest; 0: all.
+        splits: In the form of `plan_splits`; None: its result.
         launch: Tokens per block, warps, stages; None: the fastest.
 
     Returns:
@@ -273,7 +272,7 @@ def decode_attention(
     if splits is None:
         splits = plan_splits(batch_size, num_kv_heads, is_gated=gates is not None)
     count, least = splits
-    # One program would take as long for many parts as all of them took to read the context.
+    # One program would take as long to join many parts as all programs took to read the context.
     joins_apart = gates is not None and count > 1 and least < LONG_TOKENS
     out = torch.empty((batch_size, num_heads * head_dim), dtype=q.dtype, device=q.device)
     parts, lse = out, out
@@ -292,7 +291,7 @@ def decode_attention(
     block_n, num_warps, num_stages = launch
     starts = early_start(q)
     row_bytes = head_dim * k_pool.element_size()
-    # Programs of one short block gain by it; those that read on were not measured.
+    # Programs with one short block gain from it; longer ones were not measured.
     reads_early = starts["EARLY"] and joins_apart and row_bytes % _SECTOR_BYTES == 0
     _decode_kernel[(num_kv_heads, batch_size, count)](
         q,

@@ -1,7 +1,7 @@
 """Attention of new tokens over a paged context that holds them already.
 
-A block is a run of one request's new tokens times the query heads of one KV head. Contexts are
-split over programs if there are few blocks, as for a short question after a long prefix.
+A block is a run of one request's new tokens times the query heads of one KV head. If there are few
+blocks, as for a short question after a long prefix, contexts are split over programs.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def _extend_kernel(
     SPLIT: tl.constexpr,
     WINDOW: tl.constexpr,
 ) -> None:
-    """Grid `(blocks, kv_heads, splits)`: a program attends from ROWS query rows to one split."""
+    """Grid `(blocks, kv_heads, splits)`: one program attends from ROWS query rows to one split."""
     block = blocks_ptr + tl.program_id(0) * 4
     kv_head = tl.program_id(1)
     split = tl.program_id(2)
@@ -81,7 +81,7 @@ def _extend_kernel(
     v_head = v_ptr + kv_head * HEAD_DIM
     whole = begin
     if WINDOW == 0:
-        # Blocks that even the first row sees all of need no mask.
+        # Blocks that even the first row sees completely need no mask.
         common = tl.maximum(tl.minimum(end, first_pos + 1) - begin, 0)
         whole = begin + common // BLOCK_N * BLOCK_N
         peak, mass, acc = attend_range(
@@ -103,22 +103,19 @@ def _extend_kernel(
 
 @dataclass(frozen=True, slots=True)
 class ExtendWork:
-    """How an extend step is cut into blocks: the same for all layers.
-
-    Made by `plan_blocks`.
-    """
+    """The blocks of an extend step, the same for all layers; see `plan_blocks`."""
 
     blocks: torch.Tensor
     """int32 `[num_blocks, 4]`: table row, first token in the batch, its position, token count."""
     rows: int
     """Query rows of a block, a power of 2."""
     splits: int
-    """Most parts that a context is split into, a power of 2."""
+    """Most parts of a context, a power of 2."""
     begin: int
     """First token of the batch that is computed; token numbers in `blocks` count from it."""
     end: int
     is_padded: bool = False
-    """Whether the last tokens may be in no block; their output is then zero."""
+    """True if the last tokens may be in no block; their output is then zero."""
 
 
 def plan_blocks(
@@ -133,9 +130,8 @@ def plan_blocks(
     """Cut requests into blocks.
 
     Args:
-        segments: For each request its table row, first token in the batch, length of its prefix,
-            number of new tokens; in the order of the batch. Tokens between segments are not
-            computed.
+        segments: For each request, its table row, first token in the batch, length of prefix and
+            number of new tokens, in the batch's order. Tokens between segments are not computed.
         group: Query heads per KV head.
         device: The pool's.
     """
@@ -161,8 +157,8 @@ def plan_any_blocks(
 ) -> ExtendWork:
     """Work for any step of at most `num_requests` requests and `num_tokens` new tokens.
 
-    Its blocks are empty; `put_blocks` fills them. Every step is launched alike, so it can be
-    captured.
+    Its blocks are empty; `put_blocks` fills them. Every step has the same launch, so graphs can
+    capture it.
     """
     rows = _query_rows(num_tokens, group)
     whole = -(-num_tokens // (rows // group))
@@ -172,8 +168,8 @@ def plan_any_blocks(
 
 
 def put_blocks(work: ExtendWork, segments: Sequence[tuple[int, int, int, int]], group: int) -> None:
-    """Fill the work of `plan_any_blocks` with a step's segments (see `plan_blocks`); does not
-    wait for the device."""
+    """Fill the work of `plan_any_blocks` with a step's segments (see `plan_blocks`), without
+    waiting for the device."""
     blocks = cut_into_blocks(segments, work.rows // group)
     full = torch.zeros(work.blocks.shape, dtype=torch.int32)
     full[: len(blocks)] = blocks
@@ -232,14 +228,14 @@ def extend_attention(
 ) -> None:
     """Attend from the tokens that `work` names.
 
-    Rows of `out` before the first and after the last of them are not written. Rows between them
-    that `work` does not name get garbage, or zeros where the work is padded.
+    Rows of `out` before the first and after the last of them are not written. Other rows that
+    `work` does not name get garbage, or zeros if the work is padded.
 
     Args:
-        q: `[num_tokens, num_heads, head_dim]`, dense but for the first stride.
-        k_pool: As in `decode_attention`; holds the new tokens' keys too.
+        q: `[num_tokens, num_heads, head_dim]`, dense except for the first stride.
+        k_pool: As in `decode_attention`, with the new tokens' keys.
         out: Contiguous `[num_tokens, num_heads * head_dim]`.
-        window: Tokens that a token sees, itself included; 0: all before it.
+        window: Number of tokens that a token sees, including itself; 0: all before it.
         launch: Tokens per block, warps, stages; None: the fastest.
     """
     q, out = q[work.begin : work.end], out[work.begin : work.end]
@@ -255,7 +251,7 @@ def extend_attention(
     if work.is_padded:
         out.zero_()
         if splits > 1:
-            lse.fill_(math.inf)  # rows that no block writes have nothing to join
+            lse.fill_(math.inf)  # for rows that no block writes: nothing to join
     if launch is None:
         # fp32 takes twice the shared memory, and each product is three TF32 products.
         # Sums of 128 rows of 256 do not fit into the registers of four warps.

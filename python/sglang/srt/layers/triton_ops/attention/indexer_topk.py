@@ -1,7 +1,7 @@
-"""Choice of the tokens that sparse attention (DSA) reads, on a GPU, by an indexer's scores.
+"""An indexer's scores, and the top-k tokens that sparse attention (DSA) reads, on a GPU.
 
-Same results as `layers/attention/token_choice.py`, ties included: of equal scores the first tokens
-win.
+The results are those of `layers/attention/token_choice.py`, even for ties: among equal scores the
+first tokens win.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ import triton
 import triton.language as tl
 
 PROGRAMS: Final = 512
-"""Programs that fill the device with scores."""
+"""Programs of the scores that fill the device."""
 _LAUNCH: Final = (128, 128, 3)
-"""Rows of a program's products, tokens times heads; keys of a block; stages."""
+"""Rows of a program's products (tokens times heads), keys of a block, stages."""
 _FP32_LAUNCH: Final = (64, 64, 1)
 _CHOICE_BLOCK: Final = 16384
 _CHOICE_BLOCK_A_WARP: Final = 512
@@ -41,7 +41,7 @@ def _score_kernel(
     BLOCK_D: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """Scores of TOKENS tokens of one list; programs along axis 1 share its blocks."""
+    """Scores of TOKENS tokens that have one list; programs along axis 1 share its blocks."""
     first = tl.program_id(0).to(tl.int64) * TOKENS
     tokens = first + tl.arange(0, TOKENS)
     lens = tl.load(lens_ptr + tokens, mask=tokens < num_tokens, other=0).to(tl.int32)
@@ -86,9 +86,9 @@ def index_scores(
         keys: Contiguous `[slots, head_dim]`.
         table: int32 `[lists, max_length]`, the last dimension dense.
         rows: Integer `[num_tokens]`: the list of each token.
-        lens: Integer `[num_tokens]`: tokens of the list that get a score.
-        longest: Upper bound of `lens`; it decides the launch.
-        one_list: Whether all tokens have the same list; it is then read once for several of them.
+        lens: Integer `[num_tokens]`: number of tokens of the list that get a score.
+        longest: Upper bound of `lens`, which decides the launch.
+        one_list: If true, all tokens have the same list, which is read once for several of them.
 
     Returns:
         fp32 `[num_tokens, longest]`; garbage past a token's length.
@@ -127,7 +127,7 @@ def index_scores(
 
 @triton.jit
 def _keys(scores: tl.tensor, pos: tl.tensor, length: tl.tensor) -> tl.tensor:
-    """Scores as uint32 keys of the same order; -0 counts as 0. Past `length`: 0, below all keys."""
+    """Scores as uint32 keys of the same order; -0 counts as 0. Past `length`: 0, the lowest key."""
     score = tl.load(scores + pos, mask=pos < length, other=0.0)
     bits = tl.where(score == 0.0, 0.0, score).to(tl.int32, bitcast=True)
     flip = (bits >> 31) | -2147483648
@@ -136,8 +136,8 @@ def _keys(scores: tl.tensor, pos: tl.tensor, length: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def _counts(key: tl.tensor, lowest: tl.tensor, step: tl.tensor) -> tl.tensor:
-    """Which keys reach one, two and three steps above `lowest`, 20 bits for each: contexts have
-    less than a million tokens."""
+    """Masks of the keys that reach one, two and three steps above `lowest`, in 20 bits each to be
+    summed: contexts have less than a million tokens."""
     found = (key >= lowest + step).to(tl.int64)
     found += (key >= lowest + 2 * step).to(tl.int64) << 20
     return found + ((key >= lowest + 3 * step).to(tl.int64) << 40)
@@ -145,7 +145,7 @@ def _counts(key: tl.tensor, lowest: tl.tensor, step: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def _raised(lowest: tl.tensor, step: tl.tensor, counts: tl.tensor, TOPK: tl.constexpr) -> tl.tensor:
-    """The highest of the four keys that at least TOPK keys reach."""
+    """The highest of four thresholds that at least TOPK keys reach."""
     total = tl.sum(counts, axis=0)
     raised = tl.where((total & 0xFFFFF) >= TOPK, lowest + step, lowest)
     raised = tl.where((total >> 20 & 0xFFFFF) >= TOPK, lowest + 2 * step, raised)
@@ -164,7 +164,7 @@ def _take(
     """Write the slots of keys above `lowest`, and of the first `missing` keys that equal it.
 
     Returns:
-        How many equal it, and how many were written.
+        The number of keys that equal it, and the number of slots written.
     """
     is_equal = key == lowest
     both = (key > lowest).to(tl.int64) + (is_equal.to(tl.int64) << 32)
@@ -190,8 +190,8 @@ def _choose_kernel(
 ) -> None:
     """Find the lowest chosen key, two bits at a time, then take all keys from it up.
 
-    A histogram of digits would read the keys less often; Triton's take four times as long. Up to
-    BLOCK keys stay in registers meanwhile.
+    A histogram of digits would read the keys less often, but Triton's takes four times as long. Up
+    to BLOCK keys stay in registers.
     """
     token = tl.program_id(0).to(tl.int64)
     length = tl.load(lens_ptr + token).to(tl.int32)

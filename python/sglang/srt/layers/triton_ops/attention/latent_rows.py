@@ -1,10 +1,10 @@
-"""Attention of single tokens over latent rows (MLA); values are a part of the rows.
+"""Attention of single tokens over latent rows (MLA); values are part of the rows.
 
-All query heads share the rows of a context, so that a block of heads is one matrix product and a
-row is read once for it. Each token has its own list of slots: its request's row of the table, or
-the slots that an indexer has chosen. Contexts are split over programs if there are too few tokens
-to fill the device (Flash-Decoding). The grid depends on the number of tokens and not on lengths, so
-it can be captured in a graph.
+All query heads share the rows of a context, so a block of heads is one matrix product that reads
+each row once. Each token has its own list of slots: its request's row of the table, or the slots
+that an indexer has chosen. If there are too few tokens to fill the device, contexts are split over
+programs (Flash-Decoding). The grid depends on the number of tokens and not on lengths, so graphs
+can capture it.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ PROGRAMS: Final = 128
 """Programs that fill the device."""
 MAX_SPLITS: Final = 64
 LAUNCH: Final = (64, 64, 8, 2)
-"""Heads and tokens per block, warps, stages: the fastest."""
+"""Heads and tokens per block, warps, stages: the fastest setting."""
 _FP32_LAUNCH: Final = (16, 16, 8, 1)
-"""The same for fp32, which takes twice the shared memory; each product is three TF32 products."""
+"""The same for fp32: twice the shared memory, and three TF32 products for each product."""
 
 
 @triton.jit(do_not_specialize=["splits", "least"])
@@ -59,8 +59,8 @@ def _latent_kernel(
     SPLIT: tl.constexpr,
     EARLY: tl.constexpr,
 ) -> None:
-    """Grid `(heads / HEADS, tokens, splits)`: a program attends from HEADS heads to one split."""
-    # Programs that run together read the same rows.
+    """Grid `(heads / HEADS, tokens, splits)`: one program attends from HEADS heads to one split."""
+    # Programs that run at the same time read the same rows.
     heads = tl.program_id(0) * HEADS + tl.arange(0, HEADS)
     token = tl.program_id(1).to(tl.int64)
     split = tl.program_id(2)
@@ -102,7 +102,7 @@ def _latent_kernel(
         rope = tl.trans(rope.to(q.dtype))
         scores = tl.dot(q_rope, rope, scores, input_precision="tf32x3") * scale
         scores = tl.where(pos[None, :] < end, scores, float("-inf"))
-        # Each block has a token that is seen, so that no peak stays -inf.
+        # Every block has a token that is seen, so no peak stays -inf.
         new_peak = tl.maximum(peak, tl.max(scores, axis=1))
         shrink = tl.exp2(peak - new_peak)
         p = tl.exp2(scores - new_peak[:, None])
@@ -121,7 +121,7 @@ def _latent_kernel(
 
 
 def plan_splits(num_tokens: int, head_blocks: int) -> int:
-    """Most parts that a context is split into, a power of 2."""
+    """Most parts of a context, a power of 2."""
     wanted = min(PROGRAMS // (num_tokens * head_blocks), MAX_SPLITS)
     return 1 << max(0, wanted.bit_length() - 1)
 
@@ -139,7 +139,7 @@ def latent_attention(
     splits: int | None = None,
     launch: tuple[int, int, int, int] | None = None,
 ) -> torch.Tensor:
-    """Attend from tokens to lists of slots; computed as `attend_range` does it.
+    """Attend from tokens to lists of slots, with the computation of `attend_range`.
 
     Args:
         latent_q: `[num_tokens, num_heads, kv_lora_rank]`, absorbed; the last dimension dense.
@@ -147,10 +147,10 @@ def latent_attention(
         pool: Contiguous `[slots, 1, kv_lora_rank + qk_rope_head_dim]`.
         table: int32 `[lists, max_length]`, the last dimension dense: slots.
         rows: Integer `[num_tokens]`: the list of each token.
-        lens: Integer `[num_tokens]`, at least 1 each: tokens of the list that are read.
-        most: Most tokens of a list that are read; 0: no limit.
-        splits: As `plan_splits` gives them; None: its result.
-        launch: As `LAUNCH`.
+        lens: Integer `[num_tokens]`, at least 1 each: number of tokens of the list to read.
+        most: Most tokens of a list to read; 0: no limit.
+        splits: In the form of `plan_splits`; None: its result.
+        launch: In the form of `LAUNCH`; None: the fastest.
 
     Returns:
         Contiguous `[num_tokens, num_heads, kv_lora_rank]` of the dtype of `latent_q`.

@@ -1,4 +1,4 @@
-"""The loop that decode and extend share: a block of query rows over a range of a paged context."""
+"""Online softmax of query rows over a range of a paged context, for decode and extend."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ def split_range(  # type: ignore[no-untyped-def]  # noqa: ANN201
     least: tl.tensor,
     BLOCK_N: tl.constexpr,
 ):
-    """Tokens `[begin, end)` of `[first, last)` that one split takes, and the number of splits that
-    are not empty.
+    """The tokens `[begin, end)` of `[first, last)` that belong to one split, and the number of
+    splits that are not empty.
 
-    A split takes whole blocks, and at least `least` tokens if there are that many. Splits after the
-    last token are empty.
+    A split has whole blocks, and at least `least` tokens if there are as many. Splits past the last
+    token are empty.
     """
     wanted = tl.minimum(splits, tl.maximum((last - first) // least, 1))
     per_part = tl.cdiv(tl.cdiv(last - first, wanted), BLOCK_N) * BLOCK_N
@@ -50,8 +50,8 @@ def attend_range(  # type: ignore[no-untyped-def]  # noqa: ANN201
 ):
     """One pass of online softmax (Milakov and Gimelshein, 2018), base 2.
 
-    Slots of the context are looked up token by token, so that any page size is the same code.
-    EVEN: the range is whole blocks, and every row sees all of it.
+    Slots of the context are looked up token by token, so one kernel serves all page sizes. EVEN:
+    the range is whole blocks, and every row sees all of it.
     """
     tokens = tl.arange(0, BLOCK_N)
     dims = tl.arange(0, BLOCK_D)
@@ -92,9 +92,9 @@ def weigh(  # type: ignore[no-untyped-def]  # noqa: ANN201
     scale: tl.tensor,
     EVEN: tl.constexpr,
 ):
-    """Weights of one block's values, what shrinks the sums before it, and peak and mass after it.
+    """Weights of one block's values, the factor for the sums before it, and the new peak and mass.
 
-    EVEN: every row sees all of the block, and `seen` is not looked at.
+    EVEN: every row sees all of the block, and `seen` is ignored.
     """
     scores = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision="tf32x3") * scale
     if not EVEN:
@@ -103,7 +103,7 @@ def weigh(  # type: ignore[no-untyped-def]  # noqa: ANN201
     if EVEN:
         base = new_peak
     else:
-        # A row that has seen nothing yet: -inf less -inf would be NaN.
+        # For a row that has seen nothing yet, -inf minus -inf would be NaN.
         base = tl.where(new_peak == float("-inf"), 0.0, new_peak)
     shrink = tl.exp2(peak - base)
     p = tl.exp2(scores - base[:, None])

@@ -1,4 +1,4 @@
-"""Page tables as libraries take them: the page numbers of every request, one after the other."""
+"""Page tables in the form of libraries: the page numbers of all requests, concatenated."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def _page_indices_kernel(
     PAGE_SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """Grid `(bs, pages / BLOCK)`: a program writes BLOCK page numbers of one request."""
+    """Grid `(bs, pages / BLOCK)`: one program writes BLOCK page numbers of one request."""
     request = tl.program_id(0)
     begin = tl.load(indptr_ptr + request)
     count = tl.load(indptr_ptr + request + 1) - begin
@@ -38,12 +38,12 @@ def page_indices(
     longest: int,
     page_size: int,
 ) -> torch.Tensor:
-    """Numbers of the pages that hold each request's context.
+    """Page numbers of each request's context.
 
     Args:
         table: int32 `[table rows, tokens]`: slots.
         rows: int64 `[bs]`: the table row of each request.
-        indptr: int32 `[bs + 1]`: where each request's pages begin and end in the result.
+        indptr: int32 `[bs + 1]`: begin and end of each request's pages in the result.
         total: `indptr[-1]`, at least 1.
         longest: Most pages of one request.
 
