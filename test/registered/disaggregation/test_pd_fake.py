@@ -10,6 +10,7 @@ import psutil
 import pytest
 
 from rigs.servers.engine_server import EngineServer
+from rigs.servers.forked_servers import ForkedServer
 from sglang.test.ci.ci_register import register_cpu_ci
 
 register_cpu_ci(est_time=30, suite="base-b-test-cpu")
@@ -21,7 +22,7 @@ TEXT = "The code of heron is 7391. The code of heron is"
 def servers() -> Iterator[dict[str, EngineServer]]:
     flags = ("--disaggregation-transfer-backend", "fake", "--page-size", "16", "--enable-metrics")
     modes = ("prefill", "decode")
-    made = {mode: EngineServer("--disaggregation-mode", mode, *flags) for mode in modes}
+    made = {mode: ForkedServer("--disaggregation-mode", mode, *flags) for mode in modes}
     with ExitStack() as stack:
         for server in made.values():
             stack.enter_context(server)

@@ -14,6 +14,7 @@ import pytest
 
 from rigs.disaggregation.pd_servers import ServerPair, assert_alike, server_pair
 from rigs.servers.engine_server import EXACT, EngineServer
+from rigs.servers.forked_servers import ForkedServer
 from sglang.srt.disaggregation.common.bootstrap_client import find
 from sglang.srt.disaggregation.control.deployment_secret import DeploymentSecret
 from sglang.srt.utils.network import wait_until
@@ -44,7 +45,7 @@ def is_idle(server: EngineServer) -> bool:
 
 @pytest.fixture(scope="module")
 def whole() -> Iterator[EngineServer]:
-    with EngineServer("--page-size", "16", *CHUNKS, *EXACT) as running:
+    with ForkedServer("--page-size", "16", *CHUNKS, *EXACT) as running:
         yield running
 
 

@@ -12,6 +12,7 @@ import pytest
 
 from rigs.disaggregation.pd_servers import ServerPair, assert_alike, server_pair
 from rigs.servers.engine_server import EXACT, EngineServer
+from rigs.servers.forked_servers import ForkedServer
 from sglang.srt.utils.network import wait_until
 from sglang.test.ci.ci_register import register_cpu_ci
 
@@ -28,7 +29,7 @@ def pair() -> Iterator[ServerPair]:
 
 @pytest.fixture(scope="module")
 def whole() -> Iterator[EngineServer]:
-    with EngineServer("--page-size", "16", *EXACT) as server:
+    with ForkedServer("--page-size", "16", *EXACT) as server:
         yield server
 
 

@@ -21,6 +21,7 @@ import pytest
 
 from rigs.disaggregation.pd_servers import TCP, decode_server, prefill_server, router
 from rigs.servers.engine_server import EXACT, EngineServer
+from rigs.servers.forked_servers import ForkedServer
 from rigs.stores.mooncake_cluster import MooncakeCluster
 from sglang.srt.environ import child_environment
 from sglang.srt.utils.network import wait_until
@@ -70,7 +71,7 @@ def servers() -> Iterator[Servers]:
 @pytest.fixture(scope="module")
 def whole() -> Iterator[EngineServer]:
     """A server that prefills and decodes."""
-    with EngineServer("--page-size", str(PAGE), *EXACT) as server:
+    with ForkedServer("--page-size", str(PAGE), *EXACT) as server:
         yield server
 
 

@@ -19,6 +19,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from rigs.servers.engine_server import EXACT, EngineServer
+from rigs.servers.forked_servers import ForkedServer
 from rigs.servers.seed_servers import remote_flags, weight_digest
 from sglang.embedded_mooncake import LOOPBACK
 from sglang.srt.arg_groups.remote_weights import SEED_PATH, START_SEED
@@ -53,7 +54,7 @@ PROGRESS_S = 4
 
 def reading(seed: EngineServer, *flags: str, **options: Any) -> EngineServer:
     """A server that reads the weights of another one."""
-    return EngineServer(
+    return ForkedServer(
         *remote_flags(seed), *flags, env={**TCP, **options.pop("env", {})}, **options
     )
 
@@ -83,7 +84,7 @@ def test_a_chain_of_three(tmp_path: Path) -> None:
         *EXACT,
     )  # fmt: skip
     model = str(without_weights(tmp_path / "model"))
-    with EngineServer(START_SEED, *flags, env={**TCP, **store}) as first:
+    with ForkedServer(START_SEED, *flags, env={**TCP, **store}) as first:
         want, told = words(first), digest(first)
         long = first.generate(LONG_PROMPT)
         first.flush()
@@ -109,7 +110,7 @@ def test_another_dtype_and_random_weights() -> None:
     flags = ("--dtype", "float32")
     random = ("--load-format", "dummy")
     with (
-        EngineServer(START_SEED, *random, *flags, env=TCP) as first,
+        ForkedServer(START_SEED, *random, *flags, env=TCP) as first,
         reading(first, *flags) as second,
     ):
         assert words(second) == words(first)
@@ -119,7 +120,7 @@ def test_another_dtype_and_random_weights() -> None:
 @pytest.fixture(scope="module")
 def seed() -> Iterator[EngineServer]:
     """Whom tests do no harm, but for the last, which kills it."""
-    with EngineServer(START_SEED, env=TCP) as server:
+    with ForkedServer(START_SEED, env=TCP) as server:
         yield server
 
 
@@ -139,7 +140,7 @@ def test_an_unlike_reader_is_refused_and_the_seed_serves_on(tmp_path: Path) -> N
     config = json.loads((other / "config.json").read_text())
     (other / "config.json").write_text(json.dumps({**config, "rms_norm_eps": 1e-3}))
     key = ("--api-key", "user")
-    with EngineServer(START_SEED, *key, env=TCP) as server:
+    with ForkedServer(START_SEED, *key, env=TCP) as server:
         here = re.escape(f"error: the seed at {server.url}: ")
         starts: Sequence[tuple[EngineServer, str]] = [
             (
@@ -173,7 +174,7 @@ def test_a_seed_whose_files_have_changed(tmp_path: Path) -> None:
     shutil.copytree(BUILTIN_MODEL_DIR, model)
     reader_model = str(without_weights(tmp_path / "reader"))
     loaded = weights_identity(str(model), load_format="auto")
-    with EngineServer(START_SEED, env=TCP, model=str(model)) as server:
+    with ForkedServer(START_SEED, env=TCP, model=str(model)) as server:
         want = words(server)
         change_weights(model)
         line = last_line(reading(server, model=reader_model))
@@ -185,7 +186,7 @@ def test_a_seed_whose_files_have_changed(tmp_path: Path) -> None:
     shutil.copytree(BUILTIN_MODEL_DIR, model)
     store = {"SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR": str(tmp_path / "store")}
     flags = ("--enable-hierarchical-cache", "--hicache-storage-backend", "file")
-    with EngineServer(START_SEED, *flags, env={**TCP, **store}, model=str(model)) as server:
+    with ForkedServer(START_SEED, *flags, env={**TCP, **store}, model=str(model)) as server:
         change_weights(model)
         # It writes to the namespace of what it loaded, and so do its readers.
         with reading(server, model=reader_model) as reader:
@@ -194,7 +195,7 @@ def test_a_seed_whose_files_have_changed(tmp_path: Path) -> None:
 
 
 def test_a_server_without_the_flag_and_no_server_at_all(tmp_path: Path) -> None:
-    with EngineServer() as server:
+    with ForkedServer() as server:
         reply = server.request("GET", f"{SEED_PATH}?rank=0")
         assert (reply.status, START_SEED in str(reply.body)) == (400, True)
         line = last_line(reading(server))

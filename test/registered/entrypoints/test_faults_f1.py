@@ -16,6 +16,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 
 from rigs.servers.engine_server import EngineServer
+from rigs.servers.forked_servers import ForkedServer
 from rigs.servers.http_fuzz import FuzzedRequest, fuzzed_requests, judge
 from sglang.srt.constants import MIB
 from sglang.srt.entrypoints.http.body import MAX_BODY_BYTES
@@ -33,7 +34,7 @@ MOST_S: Final = 25.0
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[EngineServer]:
-    with EngineServer("--enable-metrics") as running:
+    with ForkedServer("--enable-metrics") as running:
         running.generate("name")
         yield running
 

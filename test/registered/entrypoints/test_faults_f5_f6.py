@@ -17,6 +17,7 @@ import psutil
 import pytest
 
 from rigs.servers.engine_server import EXACT, EngineServer
+from rigs.servers.forked_servers import ForkedServer
 from sglang.srt.utils.network import is_port_available, wait_until
 from sglang.srt.utils.process import is_alive
 from sglang.test.ci.ci_register import register_cpu_ci
@@ -41,7 +42,7 @@ def storage(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def server(storage: Path) -> Iterator[EngineServer]:
     flags = ("--hicache-storage-backend", "file", "--hicache-storage-prefetch-policy")
     env = {"SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR": str(storage)}
-    with EngineServer(*flags, "wait_complete", *EXACT, env=env) as running:
+    with ForkedServer(*flags, "wait_complete", *EXACT, env=env) as running:
         yield running
 
 

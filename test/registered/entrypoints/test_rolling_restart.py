@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from rigs.servers.engine_server import EngineServer
+from rigs.servers.forked_servers import ForkedServer
 from rigs.servers.rolling_restart import Load, restart_each
 from sglang.embedded_router import RESTART_FLAGS, Router
 from sglang.srt.utils.network import get_free_port
@@ -18,7 +18,7 @@ register_cpu_ci(est_time=60, suite="base-b-test-cpu")
 
 def test_no_request_fails_while_servers_are_restarted(tmp_path: Path) -> None:
     with ExitStack() as stack:
-        servers = [stack.enter_context(EngineServer()) for _ in range(2)]
+        servers = [stack.enter_context(ForkedServer()) for _ in range(2)]
         urls = [server.url for server in servers]
         router = Router(
             [], [], port=get_free_port(), log_dir=tmp_path, flags=RESTART_FLAGS, plain=urls

@@ -14,6 +14,7 @@ import psutil
 import pytest
 
 from rigs.servers.engine_server import EXACT, EngineServer
+from rigs.servers.forked_servers import ForkedServer
 from sglang.srt.utils.network import wait_until
 from sglang.srt.utils.process import is_alive
 from sglang.test.ci.ci_register import register_cpu_ci
@@ -51,7 +52,7 @@ ASK: Any = [{"role": "user", "content": "The code of heron is 7391. Who is it?"}
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineServer]:
     template: Path = tmp_path_factory.mktemp("template") / "chat.jinja"
     template.write_text(TEMPLATE)
-    with EngineServer(
+    with ForkedServer(
         "--chat-template", str(template), "--enable-cache-report", "--page-size", "8",
         "--chunked-prefill-size", "64", "--max-queued-requests", "64", *EXACT,
     ) as running:  # fmt: skip
@@ -162,7 +163,7 @@ def test_whitespace_in_json_is_forbidden_by_a_flag(server: EngineServer) -> None
         },
     }  # fmt: skip
     free = server.request("POST", "/generate", body).body["text"]
-    with EngineServer("--constrained-json-disable-any-whitespace") as strict:
+    with ForkedServer("--constrained-json-disable-any-whitespace") as strict:
         plain = strict.request("POST", "/generate", body).body["text"]
     assert plain == json.dumps(json.loads(plain))
     assert len(free) > len(json.dumps(json.loads(free)))

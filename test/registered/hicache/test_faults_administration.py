@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from rigs.servers.engine_server import EXACT, EngineServer, HttpReply
+from rigs.servers.forked_servers import ForkedServer
 from rigs.stores.mooncake_cluster import MooncakeCluster
 from sglang.srt.distributed.device_communicators.mooncake_protocol import list_rdma_devices
 from sglang.test.ci.ci_register import register_cpu_ci
@@ -53,7 +54,7 @@ def server(cluster: MooncakeCluster) -> Iterator[EngineServer]:
         *EXACT,
     )
     env = cluster.engine_env() | {"SGLANG_MOONCAKE_ALLOW_TCP_FALLBACK": "1"}
-    with EngineServer(*flags, env=env) as running:
+    with ForkedServer(*flags, env=env) as running:
         yield running
 
 

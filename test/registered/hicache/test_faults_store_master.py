@@ -14,7 +14,8 @@ import pytest
 
 from rigs.caches.cache_rig import CacheRig, Reused
 from rigs.caches.storage_rigs import StorageRigs, attached_store_of, counts
-from rigs.servers.engine_server import EXACT, EngineServer
+from rigs.servers.engine_server import EXACT
+from rigs.servers.forked_servers import ForkedServer
 from rigs.stores.mooncake_cluster import MooncakeCluster
 from sglang.srt.mem_cache.l3.circuit_breaker import _LONGEST_PAUSE_S
 from sglang.srt.mem_cache.l3.storage_backup import _CHECK_EVERY
@@ -158,7 +159,7 @@ def test_c9_a_server_degrades_resumes_and_degrades_again() -> None:
     with MooncakeCluster(segment_size="128mb") as cluster:
         env = cluster.engine_env()
         cluster.master.kill()
-        with EngineServer(*FLAGS, *extra(on_unreachable="degrade"), env=env) as server:
+        with ForkedServer(*FLAGS, *extra(on_unreachable="degrade"), env=env) as server:
             prompt = tokens(9)
             cold = server.generate(prompt).output_ids
             cluster.master.start()
@@ -192,7 +193,7 @@ def test_c9_a_server_exits_at_once_where_the_master_is_missing() -> None:
     }
     began = time.monotonic()
     with pytest.raises(RuntimeError, match=r"status [1-9]") as ended:
-        EngineServer(*FLAGS, env=env).start()
+        ForkedServer(*FLAGS, env=env).start()
     assert time.monotonic() - began < 80, "not Mooncake's own 90 seconds"
     assert "MOONCAKE_MASTER" in str(ended.value)
     assert "Traceback" not in str(ended.value)
@@ -202,7 +203,7 @@ def test_c9_a_server_waits_for_the_master() -> None:
     with MooncakeCluster(segment_size="128mb") as cluster:
         capacity = cluster.capacity_bytes()
         cluster.master.kill()
-        server = EngineServer(*FLAGS, *extra(on_unreachable="wait"), env=cluster.engine_env())
+        server = ForkedServer(*FLAGS, *extra(on_unreachable="wait"), env=cluster.engine_env())
         failed: list[Exception] = []
 
         def start() -> None:

@@ -10,6 +10,7 @@ from typing import Final
 import pytest
 
 from rigs.servers.engine_server import EngineServer
+from rigs.servers.forked_servers import ForkedServer
 from sglang.srt.environ import envs
 from sglang.test.ci.ci_register import register_cpu_ci
 
@@ -40,7 +41,7 @@ HICACHE: Final = (
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineServer]:
     folder: Path = tmp_path_factory.mktemp("store")
-    with EngineServer(
+    with ForkedServer(
         "--enable-metrics", "--hicache-storage-backend", "file",
         "--hicache-storage-prefetch-policy", "wait_complete", "--page-size", str(PAGE),
         "--max-total-tokens", str(16 * PAGE), "--hicache-ratio", "4",

@@ -169,12 +169,17 @@ def sources(repo: Path) -> dict[str, str]:
     return {str(p.relative_to(repo)): p.read_text(encoding="utf-8") for p in sorted(paths)}
 
 
+@pytest.fixture(scope="module")
+def members() -> dict[str, set[str]]:
+    return class_members(REPO)
+
+
 @pytest.mark.parametrize(
     "page",
     ["README.md", "SECURITY.md", *(str(p.relative_to(REPO)) for p in REPO.glob("docs/**/*.md"))],
 )
-def test_what_the_docs_name_exists(page: str) -> None:
-    missing = missing_names((REPO / page).read_text(encoding="utf-8"), class_members(REPO), REPO)
+def test_what_the_docs_name_exists(page: str, members: dict[str, set[str]]) -> None:
+    missing = missing_names((REPO / page).read_text(encoding="utf-8"), members, REPO)
     assert not missing, f"{page} names what is not there: {missing}"
 
 

@@ -40,7 +40,7 @@ _TIMEOUT_S: Final = 60.0
 """Time limit of an honest request."""
 _ALONE: Final = 0.25
 """Seconds without attacks, as a share of the seconds with them, but not fewer than `_LEAST_S`."""
-_LEAST_S: Final = 15.0
+_LEAST_S: Final = 5.0
 _MAX_RUNNING: Final = 16
 """Requests that the decode server decodes at once: fewer than strangers send."""
 _NUM_KNOWN: Final = 24

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from rigs.servers.engine_server import EXACT, EngineServer
+from rigs.servers.forked_servers import ForkedServer
 from rigs.servers.rolling_restart import Load, restart_each
 from sglang.embedded_router import RESTART_FLAGS, Router
 from sglang.srt.environ import envs
@@ -38,7 +39,7 @@ def prefill_server(
     """A prefill server that is not started yet, and its bootstrap port."""
     port = get_free_port()
     flags = ("--disaggregation-mode", "prefill", "--disaggregation-bootstrap-port", str(port))
-    return EngineServer(*flags, "--page-size", "16", *EXACT, *args, env=env, model=model), port
+    return ForkedServer(*flags, "--page-size", "16", *EXACT, *args, env=env, model=model), port
 
 
 def decode_server(
@@ -46,7 +47,7 @@ def decode_server(
 ) -> EngineServer:
     """A decode server that is not started yet."""
     flags = ("--disaggregation-mode", "decode", "--page-size", "16")
-    return EngineServer(*flags, *EXACT, *args, env=env, model=model)
+    return ForkedServer(*flags, *EXACT, *args, env=env, model=model)
 
 
 @contextmanager
