@@ -9,7 +9,6 @@ import httpx
 import psutil
 import pytest
 
-from rigs.servers.engine_server import EngineServer
 from rigs.servers.forked_servers import ForkedServer
 from sglang.test.ci.ci_register import register_cpu_ci
 
@@ -19,7 +18,7 @@ TEXT = "The code of heron is 7391. The code of heron is"
 
 
 @pytest.fixture(scope="module")
-def servers() -> Iterator[dict[str, EngineServer]]:
+def servers() -> Iterator[dict[str, ForkedServer]]:
     flags = ("--disaggregation-transfer-backend", "fake", "--page-size", "16", "--enable-metrics")
     modes = ("prefill", "decode")
     made = {mode: ForkedServer("--disaggregation-mode", mode, *flags) for mode in modes}
@@ -32,7 +31,7 @@ def servers() -> Iterator[dict[str, EngineServer]]:
 @pytest.mark.parametrize(("mode", "length"), [("prefill", 1), ("decode", 6)])
 @pytest.mark.parametrize("room", [{}, {"bootstrap_host": "2.2.2.2", "bootstrap_room": 5}])
 def test_each_server_answers_alone(
-    servers: dict[str, EngineServer], mode: str, length: int, room: dict[str, object]
+    servers: dict[str, ForkedServer], mode: str, length: int, room: dict[str, object]
 ) -> None:
     # A decode server answers noise, which may have an end.
     params = {"temperature": 0, "max_new_tokens": 6, "ignore_eos": True}
@@ -45,7 +44,7 @@ def test_each_server_answers_alone(
     assert len(info["output_top_logprobs"]) == length
 
 
-def test_many_requests_at_once_leave_nothing_behind(servers: dict[str, EngineServer]) -> None:
+def test_many_requests_at_once_leave_nothing_behind(servers: dict[str, ForkedServer]) -> None:
     for mode, length in (("prefill", 1), ("decode", 8)):
         body = {"text": [f"{number} {TEXT}" for number in range(40)]}
         params = {"sampling_params": {"temperature": 0, "max_new_tokens": 8, "ignore_eos": True}}
@@ -59,7 +58,7 @@ def test_many_requests_at_once_leave_nothing_behind(servers: dict[str, EngineSer
         assert httpx.get(f"{servers[mode].url}/health_generate", timeout=60).status_code == 200
 
 
-def test_they_listen_for_clients_alone(servers: dict[str, EngineServer]) -> None:
+def test_they_listen_for_clients_alone(servers: dict[str, ForkedServer]) -> None:
     for server in servers.values():
         root = psutil.Process(server.process.pid)
         ports = {
