@@ -25,12 +25,12 @@ class TreeCacheBuildContext:
 
     @property
     def is_hybrid_ssm(self) -> bool:
-        """Whether the model has recurrent states."""
+        """True if the model has recurrent states."""
         return mamba_pool_of(self.params) is not None
 
     @property
     def disable_radix_cache(self) -> bool:
-        """Whether no pages are kept across requests."""
+        """True if no pages are kept across requests."""
         return self.params.disable
 
 

@@ -85,7 +85,7 @@ class HostLoad(TierFlow):
         return slots, last
 
     def _may_end(self, chain: list[TreeNode], quota: int | None) -> bool:
-        """Whether a prefix may end with `chain`, whose tokens must not exceed `quota`."""
+        """True if a prefix may end with `chain`, whose tokens must not exceed `quota`."""
         fits = quota is None or sum(len(node.key) for node in chain) <= quota
         return fits and self._tree.can_end(chain[-1])
 

@@ -86,7 +86,7 @@ class StatefulRequest(CacheableRequest, Protocol):
 class MatchPrefixParams:
     key: RadixKey
     cow_mamba: bool = False
-    """Whether to copy the state at the end of the match to `mamba_pool_idx` of `req`, unless the
+    """True if to copy the state at the end of the match to `mamba_pool_idx` of `req`, unless the
     state has to be loaded first (`mamba_host_hit_length`). The copy is queued on the current
     stream."""
     req: CacheableRequest | None = None
@@ -110,7 +110,7 @@ class InsertResult:
     """Tokens of the key that the tree already had on the device (whole pages)."""
     total_len: int = 0
     mamba_exist: bool = False
-    """Whether the tree had a state there on the device; then the caller still owns
+    """True if the tree had a state there on the device; then the caller still owns
     `mamba_value`."""
     inserted_host_node: TreeNode | None = None
 
@@ -193,7 +193,7 @@ class BasePrefixCache(ABC):
 
     page_size: int
     disable: bool
-    """Whether the cache keeps no pages across requests."""
+    """True if the cache keeps no pages across requests."""
     state_metrics: StateMetrics | None = None
     """Metrics of recurrent states; None: the model has none."""
 
@@ -221,7 +221,7 @@ class BasePrefixCache(ABC):
         of the `ReqToTokenPool`, `prefix_indices`, `last_node` and `cache_protected_len`.
 
         Args:
-            chunked: Whether more of its prompt follows. A tree that counts uses then counts none;
+            chunked: True if more of its prompt follows. A tree that counts uses then counts none;
                 `RadixCache` counts a request's use when it ends.
         """
 
@@ -268,18 +268,18 @@ class BasePrefixCache(ABC):
         """
 
     def take_events(self) -> list[KVCacheEvent]:
-        """What came to L1 and left it since the last call, in order; empty unless
+        """Pages that came to L1 and left it since the last call, in order; empty unless
         `enable_kv_cache_events` is set. Hashes are those of pages, made smaller by
         `hash_str_to_int64`; equal tokens under different extra keys have different hashes."""
         return []
 
     def supports_mamba(self) -> bool:
-        """Whether the cache keeps recurrent states."""
+        """True if the cache keeps recurrent states."""
         return False
 
     @property
     def mamba_snapshot_alignment(self) -> int | None:
-        """Tokens of which the positions of snapshots are multiples; None: the cache keeps no
+        """Snapshots are taken at multiples of so many tokens; None: the cache keeps no
         recurrent states."""
         return None
 
@@ -330,7 +330,7 @@ class BasePrefixCache(ABC):
 
     @property
     def needs_tick(self) -> bool:
-        """Whether the ranks must sync at the next tick even if no operation is in flight. The same
+        """True if the ranks must sync at the next tick even if no operation is in flight. The same
         on all ranks."""
         return False
 
@@ -349,7 +349,7 @@ class BasePrefixCache(ABC):
         being read already are not read again, and with `only_join` no others are read."""
 
     def check_prefetch_progress(self, req_id: str) -> bool:
-        """Whether `req_id` need not wait for L3 any longer. Then landed pages are published; the
+        """True if `req_id` need not wait for L3 any longer. Then landed pages are published; the
         read of the others continues until `note_scheduled`."""
         return True
 

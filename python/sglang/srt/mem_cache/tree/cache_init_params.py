@@ -20,7 +20,7 @@ class CacheInitParams:
     """Arguments of every prefix cache."""
 
     disable: bool
-    """Whether to keep no pages across requests."""
+    """True if to keep no pages across requests."""
     req_to_token_pool: ReqToTokenPool
     token_to_kv_pool_allocator: BaseTokenToKVPoolAllocator
     page_size: int
@@ -36,7 +36,7 @@ class CacheInitParams:
     model_pools: ModelPools | None = None
     """Pools of all kinds of state that the model keeps; None: only the allocator's pool."""
     mamba_snapshot_alignment: int | None = None
-    """Tokens of which the positions of snapshots are multiples, so that a page and a chunk of the
+    """Snapshots are taken at multiples of so many tokens, so that a page and a chunk of the
     kernel end there; None: the end of any page."""
     enable_kv_cache_events: bool = False
-    """Whether `take_events` answers; somebody must call it then."""
+    """True if `take_events` answers; somebody must call it then."""

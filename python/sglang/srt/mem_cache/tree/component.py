@@ -34,7 +34,7 @@ class TreeComponent(ABC):
 
     Attributes:
         pool: The pool on the device whose slots nodes have.
-        alignment: Tokens of which the lengths of prefixes that can be used are multiples.
+        alignment: Prefixes that can be used are multiples of so many tokens.
         metrics: Metrics of the slots in all tiers.
         weights: Weights of the slots in the digest of the tree.
         device: The slots on the device (L1), once the component is bound.
@@ -58,7 +58,7 @@ class TreeComponent(ABC):
 
     @abstractmethod
     def of(self, node: TreeNode) -> StateSlots:
-        """What `node` has of this kind."""
+        """Slots of this kind that `node` has."""
 
     # ---- matching and inserting ------------------------------------------------------------
 
@@ -73,7 +73,7 @@ class TreeComponent(ABC):
         """`match` with the fields of this kind of state filled in.
 
         Args:
-            path: All nodes of the key in the tree, of which the match may use only a front.
+            path: All nodes of the key in the tree; the match may use only a front of them.
             params: Parameters of the match.
         """
         return match
@@ -97,7 +97,7 @@ class TreeComponent(ABC):
         """`req` has ended: free the slots that it holds for the tree."""
 
     def can_end(self, node: TreeNode) -> bool:
-        """Whether a prefix that ends with `node`, whose pages are there, can be used."""
+        """True if a prefix that ends with `node`, whose pages are there, can be used."""
         return True
 
     @abstractmethod

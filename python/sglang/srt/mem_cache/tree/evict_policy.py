@@ -30,7 +30,7 @@ class EvictionStrategy(ABC):
     """Orders nodes for eviction."""
 
     grows_with_use: ClassVar[bool] = True
-    """Whether a node's priority never falls while it is used, so that stale heap entries are lower
+    """True if a node's priority never falls while it is used, so that stale heap entries are lower
     bounds."""
 
     recency: Callable[[TreeNode], int] = attrgetter("last_access_time")
@@ -152,7 +152,7 @@ class EvictionHeap:
 
     Args:
         strategy: The order of eviction.
-        is_candidate: Whether a node may be evicted; called again when its entry reaches the top.
+        is_candidate: True if a node may be evicted; called again when its entry reaches the top.
     """
 
     def __init__(

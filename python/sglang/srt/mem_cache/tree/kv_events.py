@@ -12,7 +12,7 @@ import msgspec
 
 
 class StorageMedium(StrEnum):
-    """Where a block is."""
+    """Tier of a block."""
 
     GPU = "GPU"
     """Device memory of any kind (L1)."""
@@ -32,7 +32,7 @@ class BlockStored(KVCacheEvent, frozen=True, kw_only=True):
     block_hashes: list[int]
     """int64 of each block's hash; see `hash_str_to_int64`."""
     parent_block_hash: int | None
-    """Of the block before the first; None: it begins a prompt."""
+    """Hash of the block before the first; None: a prompt begins here."""
     token_ids: list[int]
     """Tokens of all blocks."""
     block_size: int

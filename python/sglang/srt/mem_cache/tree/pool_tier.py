@@ -53,9 +53,9 @@ class TierOrder(TypedDict):
     strategy: EvictionStrategy
     """Order in which nodes lose their slots."""
     slots_of: Callable[[TreeNode], PoolSlots] | None
-    """What a node has of the pool; None: the node itself, for pages."""
+    """The pool's slots of a node; None: the node itself, for pages."""
     leaves_only: bool
-    """Whether only nodes without children on the tier may lose their slots."""
+    """True if only nodes without children on the tier may lose their slots."""
 
 
 class PoolTier(ABC):
@@ -101,7 +101,7 @@ class PoolTier(ABC):
         tree.tiers.append(self)
 
     def slots_of(self, node: TreeNode) -> PoolSlots:
-        """What `node` has of the pool."""
+        """The slots of the pool that `node` has, on both tiers."""
         return node if self._of is None else self._of(node)
 
     @abstractmethod
@@ -110,7 +110,7 @@ class PoolTier(ABC):
 
     @abstractmethod
     def may_leave(self, node: TreeNode) -> bool:
-        """Whether `node` has slots, which nothing uses and no slots of children need."""
+        """True if `node` has slots, which nothing uses and no slots of children need."""
 
     @abstractmethod
     def take_off(self, node: TreeNode) -> torch.Tensor:
@@ -276,7 +276,7 @@ class HostTier(PoolTier):
         on the host, and `slots` are freed.
 
         Args:
-            is_stored: Whether L3 has what the node's mark says even so. If not, the node counts as
+            is_stored: True if L3 has what the node's mark says even so. If not, the node counts as
                 not stored, so that its slots are written.
         """
         at = self.slots_of(node)

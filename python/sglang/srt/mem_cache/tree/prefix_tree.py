@@ -65,7 +65,7 @@ class PrefixTree:
         self.look_ahead = LookAhead()
         self._policy = eviction_policy
         self._walks: WeakKeyDictionary[RadixKey, list[TreeNode]] = WeakKeyDictionary()
-        """What `walk` gave for keys that are still in use. Forgotten whenever a node joins the
+        """Results of `walk` for keys that are still in use. Forgotten whenever a node joins the
         tree, leaves it or is split; tiers do not matter."""
         self.tiers: list[PoolTier] = []
         self.device = DeviceTier(
@@ -216,7 +216,7 @@ class PrefixTree:
             node = parent
 
     def _is_useless(self, node: TreeNode) -> bool:
-        """Whether nothing needs `node`: no child, lock or pin, and no prompt could end there."""
+        """True if nothing needs `node`: no child, lock or pin, and no prompt could end there."""
         if node.parent is None or node.children or node.lock_ref or node.host_ref_counter:
             return False
         return not node.is_on_any_tier or any(
@@ -224,7 +224,7 @@ class PrefixTree:
         )
 
     def can_end(self, node: TreeNode) -> bool:
-        """Whether a prefix that ends with `node`, whose pages are there, can be used."""
+        """True if a prefix that ends with `node`, whose pages are there, can be used."""
         return all(component.can_end(node) for component in self.components)
 
     def nodes(self) -> Iterable[TreeNode]:

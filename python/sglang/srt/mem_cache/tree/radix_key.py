@@ -73,7 +73,7 @@ def hash_str_to_int64(hash_str: str) -> int:
 
 
 def chain_seed(extra_key: str | None) -> PageHash | None:
-    """Where a chain starts: empty without an extra key, else a digest of its tagged bytes.
+    """The begin of a chain of hashes: empty without an extra key, else a digest of its tagged bytes.
 
     The seed is itself a sha256 of a tagged string, so that no choice of key or tokens makes two
     different (key, tokens) pairs start equal chains, short of a collision of sha256.
@@ -91,7 +91,7 @@ class RadixKey:
     Args:
         token_ids: Token ids, each in [0, 2**32).
         extra_key: Prefixes with different extra keys share nothing.
-        is_bigram: Whether the items of the key are the pairs of neighbours: one less than tokens.
+        is_bigram: True if the items of the key are the pairs of neighbours: one less than tokens.
 
     Raises:
         OverflowError: A token id does not fit 32 bits.
@@ -112,7 +112,7 @@ class RadixKey:
 
     @property
     def is_bigram(self) -> bool:
-        """Whether the items are pairs of neighbours."""
+        """True if the items are pairs of neighbours."""
         return self.ids.dtype == np.uint64
 
     @property

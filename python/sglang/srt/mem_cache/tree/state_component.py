@@ -48,7 +48,7 @@ class StateComponent(TreeComponent):
 
     Args:
         pool: Pool of the states.
-        alignment: Tokens of which the positions of snapshots are multiples.
+        alignment: Snapshots are taken at multiples of so many tokens.
         metrics: Metrics of states in all tiers.
     """
 
@@ -183,7 +183,7 @@ class StateComponent(TreeComponent):
         return self.of(node).is_on_any_tier
 
     def _is_ready(self, node: TreeNode) -> bool:
-        """Whether the state of `node` is on the device; False while it is being loaded."""
+        """True if the state of `node` is on the device; False while it is being loaded."""
         at = self.of(node)
         is_loading = at.lock_ref > 0 and at.host_value is not None
         return at.value is not None and not is_loading

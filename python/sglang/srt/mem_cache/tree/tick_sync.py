@@ -64,9 +64,9 @@ class PrefetchProgress(NamedTuple):
     landed: int = 0
     """Number of leading pages whose bytes are in host memory."""
     ended: bool = False
-    """Whether the transfer no longer touches host memory."""
+    """True if the transfer no longer touches host memory."""
     expired: bool = False
-    """Whether its time is up."""
+    """True if its time is up."""
     handed: int = 0
     """Number of leading pages that the store may have written to, or may be writing to."""
 
@@ -81,11 +81,11 @@ class Progress:
     digest: int = 0
     """Digest of tree, free counts and queues (`ReplicatedState`); must be equal on all ranks."""
     available: bool = True
-    """Whether no call to L3 is stuck."""
+    """True if no call to L3 is stuck."""
     rates: Rates = _NO_RATES
     """Speeds of reading from L3 and of computing, on the slowest rank; 0 if a rank has none."""
     has_reconnected: bool = False
-    """Whether L3 came back after a failure, perhaps without its objects, since the ranks last
+    """True if L3 came back after a failure, perhaps without its objects, since the ranks last
     agreed on such a return."""
     writes: int = 0
     """Number of copies from L1 to L2 that have ended, from the head of their queue on."""

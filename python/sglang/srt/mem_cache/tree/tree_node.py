@@ -40,7 +40,7 @@ class NodeWrite:
 
 
 class PoolSlots:
-    """What a node has of one pool: slots on two tiers, locks, and the time of use.
+    """Slots of one pool that a node has: on two tiers, with their locks and time of use.
 
     Attributes:
         value: int64 slots on the device tier (L1); None: none.
@@ -68,12 +68,12 @@ class PoolSlots:
 
     @property
     def is_on_any_tier(self) -> bool:
-        """Whether the node has slots of the pool on the device or on the host."""
+        """True if the node has slots of the pool on the device or on the host."""
         return self.value is not None or self.host_value is not None
 
     @property
     def is_on_device_only(self) -> bool:
-        """Whether the slots have no copy on the host."""
+        """True if the slots have no copy on the host."""
         return self.value is not None and self.host_value is None
 
 
@@ -194,17 +194,17 @@ class TreeNode(PoolSlots):
 
     @property
     def evicted(self) -> bool:
-        """Whether its pages are not on the device."""
+        """True if its pages are not on the device."""
         return self.value is None
 
     @property
     def backuped(self) -> bool:
-        """Whether its pages are on the host."""
+        """True if its pages are on the host."""
         return self.host_value is not None
 
     @property
     def backuped_from_root(self) -> bool:
-        """Whether its pages and those of all ancestors are on the host. True for the root."""
+        """True if its pages and those of all ancestors are on the host. True for the root."""
         node = self
         while node.parent is not None:
             if not node.backuped:
@@ -214,7 +214,7 @@ class TreeNode(PoolSlots):
 
     @property
     def has_unsaved_state(self) -> bool:
-        """Whether some state at its end is on the device only."""
+        """True if some state at its end is on the device only."""
         return any(state.is_on_device_only for state in self.states)
 
     @property
