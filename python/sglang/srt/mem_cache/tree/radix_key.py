@@ -73,7 +73,7 @@ def hash_str_to_int64(hash_str: str) -> int:
 
 
 def chain_seed(extra_key: str | None) -> PageHash | None:
-    """The begin of a chain of hashes: empty without an extra key, else a digest of its tagged bytes.
+    """The begin of a chain of hashes: empty without an extra key, else a digest of the key.
 
     The seed is itself a sha256 of a tagged string, so that no choice of key or tokens makes two
     different (key, tokens) pairs start equal chains, short of a collision of sha256.
