@@ -4,9 +4,10 @@
 
 The `register_*_ci` calls in `test/registered` (see `sglang.test.ci.ci_register`) define the suites.
 They are read from the syntax tree, without imports. Unit suites run in one process a core, other
-files in one process each: one after the other, or `--at-once` of them together where they are not
-registered as `alone`. The output of processes that run together is printed when they end. The last
-line is `N passed, N failed`, in tests; the exit status is 0 only if nothing failed.
+files in one process each: one after the other, or `--at-once` of them together, of all suites.
+Those registered as `alone` come last. The output of processes that run together is printed when
+they end. The last line is `N passed, N failed`, in tests; the exit status is 0 only if nothing
+failed.
 """
 
 from __future__ import annotations
@@ -259,18 +260,16 @@ def _count(lines: Sequence[str], outcome: Outcome) -> None:
         outcome.note = "ran no tests"
 
 
-def _plan(suite: str, files: Sequence[Registration], at_once: int) -> list[list[Step]]:
-    """The processes that run `files` of `suite`: those of one list may share the machine."""
+def _plan(suite: str, files: Sequence[Registration], at_once: int) -> tuple[list[Step], list[Step]]:
+    """The processes that run `files` of `suite`: those that may share the machine, and others."""
     files = [file for file in files if file.suite == suite]
     if suite in UNIT_SUITES and len(files) > 1:
-        return [_unit_steps(suite, files)]
+        return _unit_steps(suite, files), []
     # The longest first, so that none runs by itself at the end.
     env = ONE_THREAD if at_once > 1 else {}
     shared = sorted((f for f in files if not f.is_alone), key=lambda f: -f.est_time)
-    return [
-        [_file_step(file, env) for file in shared],
-        *([_file_step(file, {})] for file in files if file.is_alone),
-    ]
+    alone = [file for file in files if file.is_alone]
+    return [_file_step(file, env) for file in shared], [_file_step(file, {}) for file in alone]
 
 
 def _file_step(file: Registration, env: Mapping[str, str]) -> Step:
@@ -328,20 +327,26 @@ def run_files(
 ) -> list[Outcome]:
     """Run `files`, suite by suite; stop at the first failing process unless `keep_going`.
 
+    Files that run alone come last.
+
     Args:
         files: Of any suites.
         timeout: Seconds for each process.
         keep_going: Start the rest after a failure.
-        at_once: Processes at the same time; of unit suites always `PROCESSES`.
+        at_once: Processes at the same time, of all suites. With 1, a unit suite still has
+            `PROCESSES`.
     """
-    suites = dict.fromkeys(file.suite for file in files)
-    plan = [(suite, steps) for suite in suites for steps in _plan(suite, files, at_once)]
+    plans = {s: _plan(s, files, at_once) for s in dict.fromkeys(file.suite for file in files)}
+    groups = [(PROCESSES if s in UNIT_SUITES else 1, shared) for s, (shared, _) in plans.items()]
+    if at_once > 1:
+        # All suites together: no core waits for the last process of one.
+        groups = [(at_once, [step for _, steps in groups for step in steps])]
+    groups += [(1, [step]) for _, alone in plans.values() for step in alone]
     outcomes: list[Outcome] = []
-    for suite, steps in plan:
+    for most, steps in groups:
         if not keep_going and any(outcome.failed for outcome in outcomes):
             outcomes += map(_not_run, steps)
         else:
-            most = PROCESSES if suite in UNIT_SUITES else at_once
             outcomes += _run_together(steps, timeout, keep_going, most)
     return outcomes
 

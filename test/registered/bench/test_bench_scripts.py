@@ -15,7 +15,7 @@ from rigs.servers.forked_servers import ForkedServer
 from sglang.srt.environ import child_environment
 from sglang.test.ci.ci_register import register_cpu_ci
 
-register_cpu_ci(est_time=70, suite="base-b-test-cpu")
+register_cpu_ci(est_time=60, suite="base-b-test-cpu")
 
 BENCHMARK = Path(__file__).parents[3] / "benchmark"
 EVIDENCE = {"date", "command", "commit", "hardware"}

@@ -12,7 +12,7 @@ import pytest
 from rigs.servers.forked_servers import ForkedServer
 from sglang.test.ci.ci_register import register_cpu_ci
 
-register_cpu_ci(est_time=30, suite="base-b-test-cpu")
+register_cpu_ci(est_time=10, suite="base-b-test-cpu")
 
 TEXT = "The code of heron is 7391. The code of heron is"
 
@@ -21,7 +21,9 @@ TEXT = "The code of heron is 7391. The code of heron is"
 def servers() -> Iterator[dict[str, ForkedServer]]:
     flags = ("--disaggregation-transfer-backend", "fake", "--page-size", "16", "--enable-metrics")
     modes = ("prefill", "decode")
-    made = {mode: ForkedServer("--disaggregation-mode", mode, *flags) for mode in modes}
+    made: dict[str, EngineServer] = {
+        mode: ForkedServer("--disaggregation-mode", mode, *flags) for mode in modes
+    }
     with ExitStack() as stack:
         for server in made.values():
             stack.enter_context(server)

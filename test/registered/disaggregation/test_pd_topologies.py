@@ -27,7 +27,7 @@ from sglang.srt.environ import child_environment
 from sglang.srt.utils.network import wait_until
 from sglang.test.ci.ci_register import register_cpu_ci
 
-register_cpu_ci(est_time=60, suite="base-b-test-cpu")
+register_cpu_ci(est_time=20, suite="base-b-test-cpu")
 
 PAGE: Final = 16
 TOPOLOGIES: Final = [(1, 2), (2, 1)]

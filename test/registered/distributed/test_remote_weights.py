@@ -43,7 +43,7 @@ from sglang.srt.model_loader.weights_identity import weights_identity
 from sglang.srt.utils.network import wait_until
 from sglang.test.ci.ci_register import register_cpu_ci
 
-register_cpu_ci(est_time=75, suite="base-b-test-cpu")
+register_cpu_ci(est_time=50, suite="base-b-test-cpu")
 
 TCP = {"MOONCAKE_PROTOCOL": "tcp"}
 PROMPT = "The code of heron is 7391. What is the code of heron?"

@@ -19,7 +19,7 @@ from rigs.stores.mooncake_cluster import MooncakeCluster
 from sglang.srt.distributed.device_communicators.mooncake_protocol import list_rdma_devices
 from sglang.test.ci.ci_register import register_cpu_ci
 
-register_cpu_ci(est_time=35, suite="base-b-test-cpu")
+register_cpu_ci(est_time=15, suite="base-b-test-cpu")
 
 BACKEND = "/hicache/storage-backend"
 MOONCAKE = {

@@ -26,7 +26,7 @@ from sglang.srt.mem_cache.l3.guarded_store import PAGES_PER_CALL
 from sglang.srt.mem_cache.storage.mooncake_store.mooncake_store import MooncakeStore
 from sglang.test.ci.ci_register import register_cpu_ci
 
-register_cpu_ci(est_time=50, suite="base-b-test-cpu")
+register_cpu_ci(est_time=30, suite="base-b-test-cpu")
 
 PAGES = 100
 PROMPT = [*range(PAGES * PAGE), 7]

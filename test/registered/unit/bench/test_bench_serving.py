@@ -18,7 +18,7 @@ from sglang.benchmark.serving_metrics import summarize, table
 from sglang.benchmark.workload import BenchRequest, arrival_times
 from sglang.test.ci.ci_register import register_cpu_ci
 
-register_cpu_ci(est_time=8, suite="base-a-test-cpu")
+register_cpu_ci(est_time=1, suite="base-a-test-cpu")
 
 ROOT = Path(__file__).parents[4]
 EXCERPT = str(ROOT / "benchmark/data/mooncake_synthetic_excerpt.jsonl")

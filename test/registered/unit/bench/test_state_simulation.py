@@ -18,7 +18,7 @@ from sglang.benchmark.mooncake_trace import TraceRequest, TraceScale, read_trace
 from sglang.benchmark.state_simulation import SimulatedStateCache, StateSettings, divide_memory
 from sglang.test.ci.ci_register import register_cpu_ci
 
-register_cpu_ci(est_time=6, suite="base-a-test-cpu")
+register_cpu_ci(est_time=1, suite="base-a-test-cpu")
 
 EXCERPT = Path(__file__).parents[4] / "benchmark/data/mooncake_synthetic_excerpt.jsonl"
 SCALE = TraceScale(length=4 / 512)

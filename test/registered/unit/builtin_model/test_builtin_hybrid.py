@@ -19,7 +19,7 @@ from sglang.srt.mem_cache.device.mamba_pool import MambaPool
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.recall_text import UNKNOWN
 
-register_cpu_ci(est_time=20, suite="base-a-test-cpu")
+register_cpu_ci(est_time=7, suite="base-a-test-cpu")
 
 TOKENIZER: Any = AutoTokenizer.from_pretrained(BUILTIN_HYBRID_MODEL_DIR, local_files_only=True)
 PAGE = 64

@@ -19,7 +19,7 @@ from sglang.test.recall_names import CAPITALISED, NAMES
 from sglang.test.recall_task import estimate_tokens, heldout_conversation
 from sglang.test.recall_text import template_words
 
-register_cpu_ci(est_time=12, suite="base-a-test-cpu")
+register_cpu_ci(est_time=4, suite="base-a-test-cpu")
 
 MODEL_DIR = Path(sglang.__file__).parent / "builtin_model"
 TEXTS = settings(max_examples=150, deadline=None)

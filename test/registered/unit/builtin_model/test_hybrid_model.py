@@ -23,7 +23,7 @@ from rigs.models.model_oracle import assert_close, assert_logits_of_batches
 from rigs.models.tiny_models import StepDriver
 from sglang.test.ci.ci_register import register_cpu_ci
 
-register_cpu_ci(est_time=20, suite="base-a-test-cpu")
+register_cpu_ci(est_time=1, suite="base-a-test-cpu")
 
 MODEL_DIR = Path(sglang.__file__).parent / "builtin_model"
 SCRIPTS = Path(__file__).resolve().parents[4] / "scripts" / "builtin_model"

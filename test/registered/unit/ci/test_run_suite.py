@@ -206,6 +206,21 @@ def test_suites_run_in_the_given_order(tmp_path: Path) -> None:
     assert started == ["test_2.py", "test_1.py"]
 
 
+def test_the_next_suite_begins_before_one_has_ended(tmp_path: Path) -> None:
+    """Its file starts what the other waits for."""
+    waits = """
+        import pathlib, time
+        def test_z():
+            while not (pathlib.Path(__file__).parent / "begun").exists():
+                time.sleep(0.05)
+    """
+    begins = "def test_z(): __import__('pathlib').Path(__file__).with_name('begun').touch()"
+    write(tmp_path, "test_1.py", "register_cpu_ci(1, 's')", waits)
+    write(tmp_path, "test_2.py", "register_cpu_ci(1, 't')", begins)
+    status, lines = run(tmp_path, "--suite", "s", "--suite", "t", "--at-once", "2")
+    assert (status, lines[-1]) == (0, "2 passed, 0 failed")
+
+
 def test_a_hanging_file_is_killed_with_its_children(tmp_path: Path) -> None:
     pid_file = tmp_path / "pid"
     # It hangs before it imports anything that takes long on a busy machine.

@@ -24,7 +24,7 @@ from sglang.srt.model_loader.load_config import LoadConfig
 from sglang.srt.model_loader.loader import build_model
 from sglang.test.ci.ci_register import register_cpu_ci
 
-register_cpu_ci(est_time=6, suite="base-a-test-cpu")
+register_cpu_ci(est_time=1, suite="base-a-test-cpu")
 
 SRT: Final = "/sglang/srt/"
 

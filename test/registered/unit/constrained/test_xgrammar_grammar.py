@@ -37,7 +37,7 @@ from sglang.srt.constrained.xgrammar_grammar import (
 from sglang.srt.utils.hf_tokenizer import get_tokenizer
 from sglang.test.ci.ci_register import register_cpu_ci
 
-register_cpu_ci(est_time=10, suite="base-a-test-cpu")
+register_cpu_ci(est_time=1, suite="base-a-test-cpu")
 
 VOCAB = 2200
 """More than the tokenizer's 2176 ids, and not a multiple of 32."""

@@ -13,7 +13,7 @@ from sglang.srt.disaggregation.common.protocol import MAX_POLLED_ROOMS
 from sglang.srt.disaggregation.decode import is_within_share
 from sglang.test.ci.ci_register import register_cpu_ci
 
-register_cpu_ci(est_time=6, suite="base-a-test-cpu")
+register_cpu_ci(est_time=1, suite="base-a-test-cpu")
 
 IDS = prompt(1, 10)
 

@@ -17,7 +17,7 @@ from sglang.srt.managers.messages.io_struct import DeclineRoomReq
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.test.ci.ci_register import register_cpu_ci
 
-register_cpu_ci(est_time=6, suite="base-a-test-cpu")
+register_cpu_ci(est_time=1, suite="base-a-test-cpu")
 
 IDS = prompt(1, 18)
 

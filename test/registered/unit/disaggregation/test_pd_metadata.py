@@ -35,7 +35,7 @@ from sglang.srt.environ import envs
 from sglang.srt.managers.messages.io_struct import TokenizedGenerateReqInput
 from sglang.test.ci.ci_register import register_cpu_ci
 
-register_cpu_ci(est_time=8, suite="base-a-test-cpu")
+register_cpu_ci(est_time=1, suite="base-a-test-cpu")
 
 PROMPTS = [prompt(seed, length) for seed, length in enumerate((1, 4, 15, 17, 64))]
 

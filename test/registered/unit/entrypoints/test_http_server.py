@@ -29,7 +29,7 @@ from sglang.srt.server_args import ServerArgs
 from sglang.srt.utils.network import wait_until
 from sglang.test.ci.ci_register import register_cpu_ci
 
-register_cpu_ci(est_time=10, suite="base-a-test-cpu")
+register_cpu_ci(est_time=2, suite="base-a-test-cpu")
 
 HELLO_IDS = byte_tokenizer().encode("hello", add_special_tokens=False)
 

@@ -15,7 +15,7 @@ from sglang.srt.function_call.format_detector import FormatDetector, merge_calls
 from sglang.srt.function_call.function_call_parser import TOOL_CALL_PARSERS, make_call_parser
 from sglang.test.ci.ci_register import register_cpu_ci
 
-register_cpu_ci(est_time=6, suite="base-a-test-cpu")
+register_cpu_ci(est_time=1, suite="base-a-test-cpu")
 
 TOOLS = [{"type": "function", "function": {"name": name}} for name in ("add", "say")]
 ADD = '{"name": "add", "arguments": {"a": 1, "b": [2, {"c": "}"}]}}'

@@ -17,7 +17,7 @@ from sglang.srt.mem_cache.tree.base_prefix_cache import EvictParams, InitLoadBac
 from sglang.srt.mem_cache.tree.tree_node import TreeNode
 from sglang.test.ci.ci_register import register_cpu_ci
 
-register_cpu_ci(est_time=6, suite="base-a-test-cpu")
+register_cpu_ci(est_time=1, suite="base-a-test-cpu")
 
 LAYOUTS = ("layer_first", "page_first", "page_first_direct")
 EVERYTHING = EvictParams(num_tokens=10_000)

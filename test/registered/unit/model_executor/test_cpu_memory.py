@@ -13,7 +13,7 @@ from rigs.models.tiny_models import save_tiny_checkpoint
 from sglang.srt.environ import child_environment, envs
 from sglang.test.ci.ci_register import register_cpu_ci
 
-register_cpu_ci(est_time=20, suite="base-a-test-cpu")
+register_cpu_ci(est_time=7, suite="base-a-test-cpu")
 
 
 UNBOUNDED = "4096"

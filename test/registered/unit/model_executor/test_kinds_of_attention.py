@@ -39,7 +39,7 @@ from sglang.srt.models.llama import LlamaAttention, LlamaForCausalLM, LlamaModel
 from sglang.srt.models.registry import MODEL_CLASSES
 from sglang.test.ci.ci_register import register_cpu_ci
 
-register_cpu_ci(est_time=6, suite="base-a-test-cpu")
+register_cpu_ci(est_time=1, suite="base-a-test-cpu")
 
 UNIFORM = AttentionKind("uniform")
 UNIFORM_LAYERS = (1, 2)

@@ -24,7 +24,7 @@ from sglang.srt.model_loader.weight_source import WeightSlots, WeightSource
 from sglang.srt.model_loader.weights_identity import weights_identity
 from sglang.test.ci.ci_register import register_cpu_ci
 
-register_cpu_ci(est_time=6, suite="base-a-test-cpu")
+register_cpu_ci(est_time=1, suite="base-a-test-cpu")
 
 NAME = "model.layers.1.self_attn.k_proj.weight"
 

@@ -37,7 +37,7 @@ from sglang.srt.model_loader.weight_source import WeightSlots
 from sglang.srt.utils.network import wait_until
 from sglang.test.ci.ci_register import register_cpu_ci
 
-register_cpu_ci(est_time=8, suite="base-a-test-cpu")
+register_cpu_ci(est_time=1, suite="base-a-test-cpu")
 
 SEED_NAME = "the seed at http://127.0.0.1:1: "
 

@@ -20,7 +20,7 @@ from sglang.srt.model_loader.weight_ranges import (
 )
 from sglang.test.ci.ci_register import register_cpu_ci
 
-register_cpu_ci(est_time=6, suite="base-a-test-cpu")
+register_cpu_ci(est_time=1, suite="base-a-test-cpu")
 
 SIZES = (1, 2, 4, 8)
 

@@ -36,7 +36,7 @@ from sglang.srt.models.causal_lm import CausalLM
 from sglang.srt.utils.network import wait_until
 from sglang.test.ci.ci_register import register_cpu_ci
 
-register_cpu_ci(est_time=30, suite="base-a-test-cpu")
+register_cpu_ci(est_time=9, suite="base-a-test-cpu")
 
 HEADS: Final[dict[str, Any]] = {"num_attention_heads": 8}
 """Two KV heads: of four ranks each has one that another has too."""

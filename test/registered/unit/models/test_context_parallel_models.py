@@ -16,7 +16,7 @@ from sglang.srt.layers.forward_batch_info import ForwardBatch
 from sglang.srt.mem_cache.device.base_device_pool import PagedDevicePool
 from sglang.test.ci.ci_register import register_cpu_ci
 
-register_cpu_ci(est_time=40, suite="base-a-test-cpu")
+register_cpu_ci(est_time=1, suite="base-a-test-cpu")
 
 SPLIT: dict[str, Any] = {"num_attention_heads": 8}
 LATENT: dict[str, Any] = {**SPLIT, "num_key_value_heads": 8}

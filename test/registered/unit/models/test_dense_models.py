@@ -20,7 +20,7 @@ from sglang.srt.configs.config_fields import FIELDS
 from sglang.srt.models.registry import MODEL_CLASSES
 from sglang.test.ci.ci_register import register_cpu_ci
 
-register_cpu_ci(est_time=12, suite="base-a-test-cpu")
+register_cpu_ci(est_time=1, suite="base-a-test-cpu")
 
 LLAMA3 = {
     "rope_type": "llama3",

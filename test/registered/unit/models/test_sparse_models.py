@@ -25,7 +25,7 @@ from sglang.srt.model_loader.load_config import LoadConfig
 from sglang.srt.model_loader.loader import get_model
 from sglang.test.ci.ci_register import register_cpu_ci
 
-register_cpu_ci(est_time=20, suite="base-a-test-cpu")
+register_cpu_ci(est_time=1, suite="base-a-test-cpu")
 
 FAMILY = "qwen3_moe"
 CASES = [

@@ -45,7 +45,7 @@ from sglang.srt.mem_cache.l3 import guarded_store
 from sglang.srt.mem_cache.storage import base
 from sglang.test.ci.ci_register import register_cpu_ci
 
-register_cpu_ci(est_time=16, suite="base-a-test-cpu")
+register_cpu_ci(est_time=7, suite="base-a-test-cpu")
 
 PAGE = 4
 PROMPT = [*range(1, 31)]

@@ -17,7 +17,7 @@ from sglang.srt.utils.hf_tokenizer import get_tokenizer, is_byte_level, special_
 from sglang.srt.utils.portable_tokenizer import PortableTokenizer, tokenizer_data
 from sglang.test.ci.ci_register import register_cpu_ci
 
-register_cpu_ci(est_time=6, suite="base-a-test-cpu")
+register_cpu_ci(est_time=1, suite="base-a-test-cpu")
 
 LIBRARY = get_tokenizer(str(BUILTIN_MODEL_DIR))
 DATA = tokenizer_data(LIBRARY)

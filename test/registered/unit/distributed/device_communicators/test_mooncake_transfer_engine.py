@@ -33,7 +33,7 @@ from sglang.srt.distributed.device_communicators.transfer_types import (
 from sglang.srt.utils.network import get_free_port
 from sglang.test.ci.ci_register import register_cpu_ci
 
-register_cpu_ci(est_time=6, suite="base-a-test-cpu")
+register_cpu_ci(est_time=1, suite="base-a-test-cpu")
 
 
 # -- memory --------------------------------------------------------------------------------------

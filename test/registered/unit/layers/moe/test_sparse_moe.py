@@ -23,7 +23,7 @@ from sglang.srt.layers.placement import TensorPlacement
 from sglang.srt.layers.weight_slot import WeightedLayer, WeightSlot
 from sglang.test.ci.ci_register import register_cpu_ci
 
-register_cpu_ci(est_time=6, suite="base-a-test-cpu")
+register_cpu_ci(est_time=1, suite="base-a-test-cpu")
 
 HIDDEN, SIZE, EXPERTS, TOP_K = 32, 24, 8, 3
 DEEPSEEK: dict[str, Any] = {

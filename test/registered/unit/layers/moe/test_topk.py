@@ -17,7 +17,7 @@ from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextTopKRout
 from sglang.srt.layers.moe.topk import RouterOptions, select_experts
 from sglang.test.ci.ci_register import register_cpu_ci
 
-register_cpu_ci(est_time=6, suite="base-a-test-cpu")
+register_cpu_ci(est_time=1, suite="base-a-test-cpu")
 
 
 def logits_of(*probabilities: float) -> torch.Tensor:

@@ -25,7 +25,7 @@ from sglang.srt.managers.messages.io_struct import (
 )
 from sglang.test.ci.ci_register import register_cpu_ci
 
-register_cpu_ci(est_time=10, suite="base-a-test-cpu")
+register_cpu_ci(est_time=2, suite="base-a-test-cpu")
 
 BYTES = byte_tokenizer()
 NEW_BYTES = make_decoder_factory(BYTES)

@@ -16,7 +16,7 @@ from sglang.srt.managers.messages.io_struct import BatchTokenIDOutput, ShutdownR
 from sglang.srt.managers.scheduler.scheduler import SchedulerOutput
 from sglang.test.ci.ci_register import register_cpu_ci
 
-register_cpu_ci(est_time=10, suite="base-a-test-cpu")
+register_cpu_ci(est_time=1, suite="base-a-test-cpu")
 
 IDLE_POLLS: Final = 6
 IDLE_MS: Final = 1000

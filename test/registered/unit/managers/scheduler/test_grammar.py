@@ -14,7 +14,7 @@ from sglang.srt.constrained.limits import GrammarLimits
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci
 
-register_cpu_ci(est_time=8, suite="base-a-test-cpu")
+register_cpu_ci(est_time=1, suite="base-a-test-cpu")
 register_cuda_ci(est_time=25, suite="base-b-test-1-gpu-large")
 
 

@@ -14,7 +14,7 @@ from sglang.srt.managers.scheduler.policy import LPM_MAX_OVERTAKEN
 from sglang.srt.managers.scheduler.tp_worker import TpModelWorker
 from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci
 
-register_cpu_ci(est_time=6, suite="base-a-test-cpu")
+register_cpu_ci(est_time=1, suite="base-a-test-cpu")
 register_cuda_ci(est_time=15, suite="base-b-test-1-gpu-large")
 
 

@@ -23,7 +23,7 @@ from sglang.srt.observability.scheduler_metrics import SchedulerMetrics
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci
 
-register_cpu_ci(est_time=12, suite="base-a-test-cpu")
+register_cpu_ci(est_time=1, suite="base-a-test-cpu")
 register_cuda_ci(est_time=30, suite="base-b-test-1-gpu-large")
 
 

@@ -17,7 +17,7 @@ from sglang.srt.mem_cache.allocator import (
 from sglang.srt.mem_cache.device.memory_pool import MHATokenToKVPool
 from sglang.test.ci.ci_register import register_cpu_ci
 
-register_cpu_ci(est_time=6, suite="base-a-test-cpu")
+register_cpu_ci(est_time=1, suite="base-a-test-cpu")
 
 
 def make(page_size: int, num_pages: int) -> BaseTokenToKVPoolAllocator:

@@ -12,7 +12,7 @@ from sglang.srt.mem_cache.tree.base_prefix_cache import EvictParams, InsertParam
 from sglang.srt.mem_cache.tree.radix_key import RadixKey, chain_seed, page_hash
 from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci
 
-register_cpu_ci(est_time=6, suite="base-a-test-cpu")
+register_cpu_ci(est_time=1, suite="base-a-test-cpu")
 register_cuda_ci(est_time=15, suite="base-b-test-1-gpu-large")
 
 

@@ -18,7 +18,7 @@ from rigs.caches.state_rig import StateRequest, StateRig, depth
 from sglang.srt.mem_cache.tree.base_prefix_cache import EvictParams
 from sglang.test.ci.ci_register import register_cpu_ci
 
-register_cpu_ci(est_time=8, suite="base-a-test-cpu")
+register_cpu_ci(est_time=1, suite="base-a-test-cpu")
 
 EVICTION = ("lru", "lfu", "fifo", "mru", "filo", "priority", "slru")
 

@@ -25,7 +25,7 @@ from sglang.srt.mem_cache.tree.base_prefix_cache import MatchPrefixParams
 from sglang.srt.mem_cache.tree.radix_key import token_array
 from sglang.test.ci.ci_register import register_cpu_ci
 
-register_cpu_ci(est_time=6, suite="base-a-test-cpu")
+register_cpu_ci(est_time=1, suite="base-a-test-cpu")
 
 
 STATES: Final = tuple(RequestState)

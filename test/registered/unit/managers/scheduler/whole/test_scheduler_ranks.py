@@ -35,7 +35,7 @@ from sglang.srt.managers.scheduler.scheduler import SchedulerOutput
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.test.ci.ci_register import register_cpu_ci
 
-register_cpu_ci(est_time=10, suite="base-a-test-cpu")
+register_cpu_ci(est_time=1, suite="base-a-test-cpu")
 
 _DEADLINE_S = 20.0
 
