@@ -77,7 +77,7 @@ class HiRadixCache(RadixCache):
     Attributes:
         administration: Changes of L3 at run time.
         cache_controller: Controller of copies.
-        host_pool: The anchor's pool in L2.
+        host_pool: The primary pool in L2.
         store: The connection to L3.
         eviction: Eviction from L1.
         host_backup, host_load, storage_backup, storage_prefetch: The flows down and up.
@@ -330,7 +330,7 @@ class HiRadixCache(RadixCache):
         return [host, self.store.describe()]
 
     def _get_extra_pools(self) -> list[PoolTransfer]:
-        """The pools beside the anchor, whose state moves with its pages: for each one a transfer
+        """The auxiliary pools, whose state moves with its pages: for each one a transfer
         without slots, with what a hit needs of it."""
         return self.cache_controller.mem_pool_host.extra_queries
 

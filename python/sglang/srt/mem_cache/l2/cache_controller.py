@@ -82,12 +82,12 @@ class CacheOperation:
 
     operation_id: int
     transfers: list[PoolTransfer]
-    """Transfers of the anchor and of other pools with slots of their own, the anchor's first. Each
+    """Transfers of the primary pool and of others with slots of their own, the primary's first. Each
     has int64 slots of whole pages, equally many on each side."""
 
     @property
     def host_indices(self) -> torch.Tensor:
-        """The anchor's host slots."""
+        """The primary pool's host slots."""
         host = self.transfers[0].host_indices
         assert host is not None
         return host
@@ -105,11 +105,11 @@ class _Locating:
 
     operations: list[CacheOperation]
     transfers: list[PoolTransfer]
-    """Transfers of all operations, joined; the anchor's first."""
+    """Transfers of all operations, joined; the primary pool's first."""
     device: HostCopies
     """Copies of the device slots of each transfer to the CPU."""
     begun: int = 0
-    """Tokens of the anchor whose copies have been issued."""
+    """Tokens of the primary pool whose copies have been issued."""
     started: float = 0.0
     """`time.monotonic()` seconds of the first piece."""
     was_passed_over: bool = False
@@ -195,7 +195,7 @@ class HiCacheController:
         The caller keeps the device pages of every pool locked until the acknowledgement.
 
         Args:
-            device_indices: The anchor's slots.
+            device_indices: The primary pool's slots.
             extra_transfers: Transfers of other pools with slots of their own: `device_indices`, and
                 `host_indices` unless they are to be taken from the pool. Transfers of pools that
                 share slots are added automatically.
@@ -234,7 +234,7 @@ class HiCacheController:
                 break
             # If more writes wait, they come faster than pieces are issued.
             self._write_more(first, whole=is_urgent or len(self._locating) > 1)
-            if first.begun < _slots_of_anchor(first.transfers):
+            if first.begun < _num_slots(first.transfers):
                 break
             self._locating.popleft()
 
@@ -244,7 +244,7 @@ class HiCacheController:
         A page is some dozens of copies; issuing those of a whole prefill would take the CPU longer
         than a decode step takes the device.
         """
-        begin, total = write.begun, _slots_of_anchor(write.transfers)
+        begin, total = write.begun, _num_slots(write.transfers)
         if begin == 0:
             write.started = time.monotonic()
         end = total if whole else min(begin + _PAGES_AT_ONCE * self.page_size, total)
@@ -276,14 +276,14 @@ class HiCacheController:
         acknowledgement.
 
         Args:
-            host_indices: The anchor's host slots.
+            host_indices: The primary pool's host slots.
             device_indices: Its device slots.
             extra_transfers: Transfers of other pools with slots of their own, with host and device
                 slots.
         """
         name = self.mem_pool_host.primary_entry.name
-        anchor = PoolTransfer(name, host_indices, device_indices)
-        operation = CacheOperation(self._take_id(), [anchor, *extra_transfers])
+        primary = PoolTransfer(name, host_indices, device_indices)
+        operation = CacheOperation(self._take_id(), [primary, *extra_transfers])
         self.load_queue.append(operation)
         return operation
 
@@ -317,7 +317,7 @@ class HiCacheController:
         """Start one copy for all `operations`, whose joined transfers are `transfers`."""
         finish = self._runtime.make_event()
         ids = [operation.operation_id for operation in operations]
-        ack = HiCacheAck(finish, ids, _slots_of_anchor(transfers), time.monotonic())
+        ack = HiCacheAck(finish, ids, _num_slots(transfers), time.monotonic())
         resolved = self._transfers.resolve(transfers)
         stream.submit(lambda: copy(resolved, finish))
         return ack
@@ -341,19 +341,19 @@ class HiCacheController:
         self._load_stream.close()
 
 
-def _slots_of_anchor(transfers: Sequence[PoolTransfer]) -> int:
+def _num_slots(transfers: Sequence[PoolTransfer]) -> int:
     host = transfers[0].host_indices
     assert host is not None
     return len(host)
 
 
 def _piece_of(write: _Locating, begin: int, end: int, *, is_last: bool) -> list[PoolTransfer]:
-    """Transfers of the anchor's tokens from `begin` to `end`. The last piece has the transfers of
+    """Transfers of the primary pool's tokens from `begin` to `end`. The last piece has the transfers of
     other pools with slots of their own."""
     slots = write.device.wait()
-    anchor, host, device = write.transfers[0], write.transfers[0].host_indices, slots[0]
+    primary, host, device = write.transfers[0], write.transfers[0].host_indices, slots[0]
     assert host is not None and device is not None
-    piece = [PoolTransfer(anchor.name, host[begin:end], device[begin:end])]
+    piece = [PoolTransfer(primary.name, host[begin:end], device[begin:end])]
     if is_last:
         rest = zip(write.transfers[1:], slots[1:], strict=True)
         piece += [replace(transfer, device_indices=on_cpu) for transfer, on_cpu in rest]
