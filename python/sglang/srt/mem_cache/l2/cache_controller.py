@@ -82,8 +82,8 @@ class CacheOperation:
 
     operation_id: int
     transfers: list[PoolTransfer]
-    """Transfers of the primary pool and of others with slots of their own, the primary's first. Each
-    has int64 slots of whole pages, equally many on each side."""
+    """Transfers of the primary pool, the first, and of others with slots of their own. Each has int64
+    slots of whole pages, equally many on each side."""
 
     @property
     def host_indices(self) -> torch.Tensor:
@@ -348,7 +348,7 @@ def _num_slots(transfers: Sequence[PoolTransfer]) -> int:
 
 
 def _piece_of(write: _Locating, begin: int, end: int, *, is_last: bool) -> list[PoolTransfer]:
-    """Transfers of the primary pool's tokens from `begin` to `end`. The last piece has the transfers of
+    """Transfers of the primary pool's tokens from `begin` to `end`. The last piece has those of the
     other pools with slots of their own."""
     slots = write.device.wait()
     primary, host, device = write.transfers[0], write.transfers[0].host_indices, slots[0]
