@@ -82,8 +82,8 @@ class CacheOperation:
 
     operation_id: int
     transfers: list[PoolTransfer]
-    """Transfers of the primary pool, the first, and of others with slots of their own. Each has int64
-    slots of whole pages, equally many on each side."""
+    """Transfers of the primary pool, the first, and of others with slots of their own. Each has
+    int64 slots of whole pages, equally many on each side."""
 
     @property
     def host_indices(self) -> torch.Tensor:
