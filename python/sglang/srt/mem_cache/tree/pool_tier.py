@@ -202,9 +202,9 @@ class DeviceTier(PoolTier):
         if self.events is not None:
             self.events.stored(node)
         if at.lock_ref:
-            self.protected += len(slots)
+            self.protected += slots.numel()
         else:
-            self.evictable += len(slots)
+            self.evictable += slots.numel()
         self.heap.offer(node)
         return True
 
@@ -216,7 +216,7 @@ class DeviceTier(PoolTier):
         if self.events is not None:
             self.events.removed(node)
         at.set_value(None)
-        self.evictable -= len(slots)
+        self.evictable -= slots.numel()
         self.heap.offer(node.parent)
         self._count_evicted(slots)
         return slots
@@ -225,8 +225,8 @@ class DeviceTier(PoolTier):
         """Keep the slots that `nodes` have or get until the matching `unlock`."""
         for at in nodes if self._of is None else map(self._of, nodes):
             if at.lock_ref == 0 and at.value is not None:
-                self.evictable -= len(at.value)
-                self.protected += len(at.value)
+                self.evictable -= at.value.numel()
+                self.protected += at.value.numel()
             at.lock_ref += 1
 
     def unlock(self, *nodes: TreeNode) -> None:
@@ -236,8 +236,8 @@ class DeviceTier(PoolTier):
             assert at.lock_ref > 0, f"{node} is unlocked twice"
             at.lock_ref -= 1
             if at.lock_ref == 0 and at.value is not None:
-                self.evictable += len(at.value)
-                self.protected -= len(at.value)
+                self.evictable += at.value.numel()
+                self.protected -= at.value.numel()
                 self.heap.offer(node)
 
     def reset(self) -> None:

@@ -58,11 +58,14 @@ class Req:
     arrival_number: int = 0
     """See `policy.Arrival`."""
     report: RequestReport = field(default_factory=RequestReport)
+    is_probe: bool = field(init=False)
+    """True for a health check, which is neither counted nor cached."""
     progress: RequestProgress = field(init=False)
     slots: RequestSlots = field(init=False)
     _match_key: RadixKey | None = None
 
     def __post_init__(self) -> None:
+        self.is_probe = self.spec.rid.startswith(HEALTH_CHECK_RID_PREFIX)
         self.progress = RequestProgress(self.spec.input_ids)
         self.slots = RequestSlots(self.spec, self.progress)
 
@@ -85,11 +88,6 @@ class Req:
     @property
     def rid(self) -> str:
         return self.spec.rid
-
-    @property
-    def is_probe(self) -> bool:
-        """Whether it is a health check, which is neither counted nor cached."""
-        return self.rid.startswith(HEALTH_CHECK_RID_PREFIX)
 
     @property
     def turn(self) -> int:
