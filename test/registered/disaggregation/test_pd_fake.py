@@ -21,9 +21,7 @@ TEXT = "The code of heron is 7391. The code of heron is"
 def servers() -> Iterator[dict[str, ForkedServer]]:
     flags = ("--disaggregation-transfer-backend", "fake", "--page-size", "16", "--enable-metrics")
     modes = ("prefill", "decode")
-    made: dict[str, EngineServer] = {
-        mode: ForkedServer("--disaggregation-mode", mode, *flags) for mode in modes
-    }
+    made = {mode: ForkedServer("--disaggregation-mode", mode, *flags) for mode in modes}
     with ExitStack() as stack:
         for server in made.values():
             stack.enter_context(server)

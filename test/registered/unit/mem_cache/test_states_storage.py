@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from pathlib import Path
 from typing import Any, ClassVar
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -31,6 +32,7 @@ from sglang.srt.mem_cache.l3.prefetch_table import PrefetchTable
 from sglang.srt.mem_cache.l3.storage_operation import PrefetchOperation
 from sglang.srt.mem_cache.l3.storage_reads import StorageReads
 from sglang.srt.mem_cache.tree.base_prefix_cache import EvictParams
+from sglang.srt.mem_cache.tree.pool_tier import HostTier
 from sglang.srt.mem_cache.tree.radix_key import PageHash, RadixKey
 from sglang.test.ci.ci_register import register_cpu_ci
 
@@ -389,7 +391,7 @@ def test_reads_hold_half_of_the_states_of_l2(rigs: StorageRigs) -> None:
 
 def one_read() -> tuple[PrefetchTable, PrefetchOperation]:
     """A read of three pages and a state, under way."""
-    slot = torch.tensor([5])
+    slot, tier = torch.tensor([5]), Mock(spec=HostTier)
     operation = PrefetchOperation(
         request_id="r",
         key=RadixKey(range(12)),
@@ -400,7 +402,7 @@ def one_read() -> tuple[PrefetchTable, PrefetchOperation]:
         deadline=time.monotonic() + 60,
         epoch=0,
         extra_transfers=[PoolTransfer("mamba", slot)],
-        host_state=slot,
+        states={tier: slot},
     )
     table = PrefetchTable(PAGE)
     table.start(operation)

@@ -16,13 +16,16 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from enum import StrEnum
-from typing import Final, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 import torch
 
 from sglang.srt.mem_cache.l3.storage_operation import PrefetchOperation
 from sglang.srt.mem_cache.tree.radix_key import PageHash, RadixKey
 from sglang.srt.mem_cache.tree.tick_sync import MAX_PREFETCHES, PrefetchProgress
+
+if TYPE_CHECKING:
+    from sglang.srt.mem_cache.tree.pool_tier import HostTier
 
 _ANSWER_S: Final = 0.001
 """A store answers in a tenth to a third of it; the next tick is about ten times as far away."""
@@ -54,7 +57,7 @@ class Freed(NamedTuple):
     """Host slots that reads have let go of. int64."""
 
     pages: list[torch.Tensor]
-    states: list[torch.Tensor]
+    states: list[tuple[HostTier, torch.Tensor]]
 
 
 class PrefetchTable:
@@ -128,14 +131,14 @@ class PrefetchTable:
                 break
             reach = min(asked, read.reach)
             is_longer = len(new) > asked * page - before
-            if read.has_state and not self._brings_state(read, reach, before, is_longer):
+            if read.has_states and not self._brings_state(read, reach, before, is_longer):
                 break
             if reach * page > before:
                 if not read.owns(before, reach * page):
                     # Some were published, and the tree has evicted them since.
                     break
                 self._let_wait(request_id, read, reach)
-            if reach < asked and not (read.has_state and is_longer):
+            if reach < asked and not (read.has_states and is_longer):
                 # The store lacks a page; the pages after it are of no use.
                 return Joined(max(0, reach * page - before) + start - first, new[:0], prior)
             done = reach * page - before
@@ -251,13 +254,14 @@ class PrefetchTable:
                 now > operation.deadline,
                 operation.handed_pages,
             )
-            seen.append(_with_state(operation, progress) if operation.has_state else progress)
+            seen.append(_with_state(operation, progress) if operation.has_states else progress)
         return seen
 
     def agree(self, agreed: Sequence[PrefetchProgress]) -> Freed:
         """Take the progress that the ranks agreed on; returns the host slots to be freed now."""
         page = self._page_size
-        pages, states = [], []
+        pages: list[torch.Tensor] = []
+        states: list[tuple[HostTier, torch.Tensor]] = []
         for read, progress in zip(self.operations, agreed, strict=True):
             read.progress = progress
             landed = progress.landed
@@ -273,11 +277,9 @@ class PrefetchTable:
                     pages.append(read.release(0, landed * page))
                 if lets_go:
                     self.note_known(read, read.start)
-            if lets_go and (state := read.take_state()) is not None:
-                states.append(state)
-        self._terminated = [
-            read for read in self._terminated if read.owned_tokens or read.host_state is not None
-        ]
+            if lets_go:
+                states += read.take_states().items()
+        self._terminated = [read for read in self._terminated if read.owned_tokens or read.states]
         return Freed([slots for slots in pages if len(slots)], states)
 
     def may_schedule(self, request_id: str, policy: PrefetchPolicy) -> bool:

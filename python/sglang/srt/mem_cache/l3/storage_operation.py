@@ -8,9 +8,9 @@ other thread sees single assignments of ints and flags.
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import torch
 
@@ -20,6 +20,9 @@ from sglang.srt.mem_cache.storage.types import CacheOutcome
 from sglang.srt.mem_cache.tree.radix_key import PageHash, RadixKey
 from sglang.srt.mem_cache.tree.tick_sync import PrefetchProgress
 from sglang.srt.mem_cache.tree.tree_node import NodeWrite, TreeNode
+
+if TYPE_CHECKING:
+    from sglang.srt.mem_cache.tree.pool_tier import HostTier
 
 _NO_PROGRESS: Final = PrefetchProgress()
 
@@ -47,10 +50,10 @@ class PrefetchOperation(_Operation):
     """A read of the pages of a prompt after those that L1 and L2 have or that other reads bring.
 
     It owns `host_indices` until they are published (pages that landed) or released (the others),
-    and `host_state` until it is published or released. Other slots of `extra_transfers` stay the
+    and `states` until these are published or released. Other slots of `extra_transfers` stay the
     caller's.
 
-    A state that is read follows the last page that the store has of the prompt: such a read is of
+    States that are read follow the last page that the store has of the prompt: such a read is of
     use when all of it has landed, and not before.
     """
 
@@ -74,9 +77,9 @@ class PrefetchOperation(_Operation):
     extra_transfers: Sequence[PoolTransfer] = ()
     """Host slots in other pools that have their own; see `StoredPools.objects`. Auxiliary pools
     come along by themselves."""
-    host_state: torch.Tensor | None = None
-    """Scheduler: int64 `[1]`, the host slot of the state that `extra_transfers` names, while it is
-    this operation's."""
+    states: Mapping[HostTier, torch.Tensor] = field(default_factory=dict)
+    """Scheduler: int64 `[1]` each, the host slots of the states that `extra_transfers` names, while
+    they are this operation's."""
 
     hit_pages: int = -1
     """Transfer thread: pages that the store reported to this rank; -1 while unknown."""
@@ -102,15 +105,15 @@ class PrefetchOperation(_Operation):
     """Scheduler, before `is_terminated`: computing the prompt ended sooner, or was going to."""
     is_probe: bool = False
     """Scheduler: the read is never cancelled, because it measures how fast reads are."""
-    has_state: bool = field(init=False)
-    """True if a state is read with the pages."""
+    has_states: bool = field(init=False)
+    """True if states are read with the pages."""
     _owned: list[tuple[int, int]] = field(init=False)
     """Scheduler: ranges of `host_indices` that are neither the tree's nor free."""
 
     def __post_init__(self) -> None:
         self._owned = [(0, len(self.host_indices))]
         self.wanted_pages = len(self.hashes)
-        self.has_state = self.host_state is not None
+        self.has_states = bool(self.states)
 
     # ---- scheduler thread --------------------------------------------------------------------
 
@@ -145,10 +148,10 @@ class PrefetchOperation(_Operation):
         self._owned = _outside(self._owned, begin, end)
         return self.host_indices[begin:end].clone()
 
-    def take_state(self) -> torch.Tensor | None:
-        """Hand over the slot of the state, if it is still this operation's."""
-        slot, self.host_state = self.host_state, None
-        return slot
+    def take_states(self) -> Mapping[HostTier, torch.Tensor]:
+        """Hand over the slots of the states that are still this operation's."""
+        states, self.states = self.states, {}
+        return states
 
     def release(self, begin: int, end: int) -> torch.Tensor:
         """Give up all but the tokens from `begin` to `end`; returns the host slots."""

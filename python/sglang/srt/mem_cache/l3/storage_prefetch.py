@@ -28,8 +28,8 @@ from sglang.srt.mem_cache.tree.tree_node import TreeNode
 from sglang.srt.utils.logging_utils import RateLimitedLogger
 
 if TYPE_CHECKING:
-    from sglang.srt.mem_cache.device.pool_transfer import PoolTransfer
     from sglang.srt.mem_cache.l3.store_connection import StoreConnection
+    from sglang.srt.mem_cache.tree.component import TreeComponent
     from sglang.srt.mem_cache.tree.hicache_metrics import HiCacheMetrics
     from sglang.srt.mem_cache.tree.pool_tier import PoolTier
     from sglang.srt.mem_cache.tree.prefix_tree import PrefixTree
@@ -87,7 +87,6 @@ class StoragePrefetch(TierFlow):
         self.page_size = tree.page_size
         self._tree = tree
         self._host = tree.host
-        self._states = next(iter(tree.components), None)
         self._store = store
         self._metrics = metrics
         self._log = RateLimitedLogger(logger)
@@ -106,8 +105,8 @@ class StoragePrefetch(TierFlow):
         for operation in self.table.operations:
             owner = f"prefetch of {operation.request_id}"
             yield self._host, owner, operation.owned_slots()
-            if operation.host_state is not None and self._states is not None:
-                yield self._states.host, owner, operation.host_state
+            for tier, slots in operation.states.items():
+                yield tier, owner, slots
 
     def check(self) -> None:
         self.table.check()
@@ -142,7 +141,7 @@ class StoragePrefetch(TierFlow):
         if self._store.attached is None:
             return
         new = RadixKey(new_input_tokens, extra_key)
-        if self._states is not None:
+        if self._tree.components:
             # A state after the last token is of no use: see `StateComponent.usable`.
             new = new[: max(0, len(new) - 1)]
         reason = self._join_or_read(
@@ -214,8 +213,8 @@ class StoragePrefetch(TierFlow):
             # The time for all of `new`: the read may come after the joined ones.
             deadline=time.monotonic() + self._store.prefetch_seconds(len(new)),
             epoch=self._store.epoch,
-            extra_transfers=room.transfers,
-            host_state=room.state,
+            extra_transfers=[kind.transfer(slot) for kind, slot in room.states.items()],
+            states={kind.host: slot for kind, slot in room.states.items()},
         )
         self.table.start(operation)
         return None
@@ -223,7 +222,7 @@ class StoragePrefetch(TierFlow):
     def _make_room(self, req_id: str, node: TreeNode, wanted: int, least: int) -> NoRead | _Room:
         """Allocate host slots for a read of at most `wanted` tokens after `node`, or give the
         reason why there is no read."""
-        page, pool, states = self.page_size, self._host.pool, self._states
+        page, pool = self.page_size, self._host.pool
         if wanted < least:
             return NoRead.TOO_SHORT
         if not self._store.available:
@@ -239,18 +238,26 @@ class StoragePrefetch(TierFlow):
         node.protect_host()
         self._host.make_room(wanted)
         wanted = min(wanted, pool.available_size() // page * page)
-        state = None
-        if states is not None and wanted >= least:
-            held = sum(operation.host_state is not None for operation in self.table.operations)
-            if held + 1 <= max(1.0, _PREFETCH_SHARE * states.host.pool.size):
-                state = states.host.alloc(1)
+        states = self._alloc_states() if wanted >= least else {}
         self._host.unpin(node)
-        if wanted < least or (states is not None and state is None):
+        if wanted < least or len(states) < len(self._tree.components):
+            for component, slot in states.items():
+                component.host.free(slot)
             return NoRead.NO_HOST_MEMORY
         pages = pool.alloc(wanted)
         assert pages is not None
-        transfers = [] if states is None or state is None else [states.transfer(state)]
-        return _Room(pages, state, transfers)
+        return _Room(pages, states)
+
+    def _alloc_states(self) -> dict[TreeComponent, torch.Tensor]:
+        """A host slot for the state of each kind that a read brings, as far as there is room."""
+        states = {}
+        for component in self._tree.components:
+            tier = component.host
+            held = sum(tier in operation.states for operation in self.table.operations)
+            has_share = held + 1 <= max(1.0, _PREFETCH_SHARE * tier.pool.size)
+            if has_share and (slot := tier.alloc(1)) is not None:
+                states[component] = slot
+        return states
 
     # ---- while a request waits -------------------------------------------------------------
 
@@ -277,9 +284,9 @@ class StoragePrefetch(TierFlow):
         The prompt is matched again, since other requests may have inserted some of its pages
         meanwhile. None: the tree lacks pages before the read, so that its pages cannot be used.
         """
-        if operation.has_state:
-            # The state is after the last page, so that no part of the read is of use without it.
-            pages = operation.progress.landed if operation.host_state is not None else 0
+        if operation.has_states:
+            # States follow the last page, so that no part of the read is of use without them.
+            pages = operation.progress.landed if operation.states else 0
         landed = min(pages, operation.progress.landed) * self.page_size
         if not landed:
             return 0
@@ -290,8 +297,8 @@ class StoragePrefetch(TierFlow):
         begin = known - operation.start
         if begin < 0:
             return None
-        if begin == landed and operation.has_state:
-            self._add_state(operation, path[-1], landed)
+        if begin == landed and operation.has_states:
+            self._add_states(operation, path[-1], landed)
         if not begin < landed or not operation.owns(begin, landed):
             # Other flows have brought the pages, or the pages published before have been evicted.
             return 0
@@ -300,8 +307,8 @@ class StoragePrefetch(TierFlow):
         self._publish_pages(operation, leaf, begin, landed)
         return end - known
 
-    def _add_state(self, operation: PrefetchOperation, node: TreeNode, landed: int) -> None:
-        """Give the state that a read has brought to `node`, whose pages the tree has already.
+    def _add_states(self, operation: PrefetchOperation, node: TreeNode, landed: int) -> None:
+        """Give the states that a read has brought to `node`, whose pages the tree has already.
 
         A host state needs host pages: where the node's are on the device only, and are not being
         copied, it takes those of the read.
@@ -311,26 +318,19 @@ class StoragePrefetch(TierFlow):
         """
         begin = landed - len(node.key)
         if not node.backuped and node.write_id is None and begin >= 0:
-            if operation.host_state is not None and operation.owns(begin, landed):
+            if operation.states and operation.owns(begin, landed):
                 self._publish_pages(operation, node, begin, landed)
         elif node.backuped:
-            self._publish_state(operation, node)
+            _publish_states(operation, node)
 
     def _publish_pages(
         self, operation: PrefetchOperation, node: TreeNode, begin: int, end: int
     ) -> None:
-        """Give `node` the pages of a read from token `begin` to `end`, and its state, if any."""
+        """Give `node` the pages of a read from token `begin` to `end`, and its states, if any."""
         self._host.put(node, operation.publish(begin, end), is_stored=True)
         node.hash_value = operation.hashes[begin // self.page_size : end // self.page_size]
         node.storage_epoch = operation.epoch
-        if operation.has_state:
-            self._publish_state(operation, node)
-
-    def _publish_state(self, operation: PrefetchOperation, node: TreeNode) -> None:
-        """Give the state that a read has brought, if any, to `node`, which ends at its position."""
-        if (slot := operation.take_state()) is not None:
-            assert self._states is not None
-            self._states.host.put(node, slot, is_stored=True)
+        _publish_states(operation, node)
 
     def _settle_known(self, read: PrefetchOperation) -> None:
         """Mark the pages of a read that the tree has as known, for the requests that wait for it,
@@ -395,9 +395,8 @@ class StoragePrefetch(TierFlow):
         freed = self.table.agree(agreed.prefetches)
         for slots in freed.pages:
             self._host.pool.free(slots)
-        for slot in freed.states:
-            assert self._states is not None
-            self._states.host.free(slot)
+        for tier, slot in freed.states:
+            tier.free(slot)
         if self._used:
             self._settle_used()
         policy, rates = self._store.prefetch_policy, self._store.rates
@@ -417,9 +416,13 @@ class _Room(NamedTuple):
     """Host slots for a read. int64."""
 
     pages: torch.Tensor
-    state: torch.Tensor | None
-    transfers: list[PoolTransfer]
-    """The transfer of the state, if there is one."""
+    states: dict[TreeComponent, torch.Tensor]
+
+
+def _publish_states(operation: PrefetchOperation, node: TreeNode) -> None:
+    """Give the states that a read has brought, if any, to `node`, which ends at their position."""
+    for tier, slot in operation.take_states().items():
+        tier.put(node, slot, is_stored=True)
 
 
 def _path_tokens(node: TreeNode) -> np.ndarray[Any, np.dtype[np.uint32]]:
