@@ -122,7 +122,7 @@ class StaticBatch:
             queues.arrive(req)
             queues.admit(req)
             queues.join(req)
-        self._decoding.follow(queues, in_flight=False)
+        self._decoding.update(queues, in_flight=False)
 
     def decode(self) -> torch.Tensor:
         """Run one decode step. Returns the next tokens, int64 `[bs]` on the device."""

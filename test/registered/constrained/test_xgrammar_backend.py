@@ -22,6 +22,7 @@ from sglang.srt.constrained.constraint import (
 from sglang.srt.constrained.grammar_backend import GrammarBackend, create_grammar_backend
 from sglang.srt.constrained.limits import GrammarLimits
 from sglang.srt.utils.hf_tokenizer import get_tokenizer
+from sglang.srt.utils.process import is_alive
 from sglang.test.ci.ci_register import register_cpu_ci
 
 register_cpu_ci(est_time=25, suite="base-b-test-cpu")
@@ -52,7 +53,8 @@ def backend() -> Iterator[GrammarBackend]:
 
 
 def compile_processes() -> list[psutil.Process]:
-    children = psutil.Process().children(recursive=True)
+    # Zombies of other tests have no command line.
+    children = filter(is_alive, psutil.Process().children(recursive=True))
     return [child for child in children if "compile_worker" in " ".join(child.cmdline())]
 
 

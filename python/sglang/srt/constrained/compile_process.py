@@ -80,7 +80,7 @@ class CompileProcess:
         return self._process.poll() is None
 
     @property
-    def is_worth_keeping(self) -> bool:
+    def is_reusable(self) -> bool:
         """Whether to use the process again: it runs, and its memory has not grown too large."""
         if not self.is_running:
             return False

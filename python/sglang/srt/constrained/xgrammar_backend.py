@@ -223,7 +223,7 @@ class XGrammarBackend(GrammarBackend):
     def _return_process(self, process: CompileProcess) -> None:
         with self._lock:
             self._busy.discard(process)
-            if not self._closed and process.is_worth_keeping:
+            if not self._closed and process.is_reusable:
                 self._idle.append(process)
                 return
         process.close()

@@ -61,7 +61,7 @@ async def whole_answers(
 
     async def one(request: GenerateRequest, state: RequestState) -> dict[str, Any]:
         writer = AnswerWriter(request, manager.tokenizer, text_in_logprobs=with_text)
-        return await writer.answer(await state.end())
+        return await writer.answer(await state.wait_for_end())
 
     with manager.submit(requests) as states:
         return await gather_or_cancel(list(map(one, requests, states)))
@@ -89,7 +89,7 @@ async def _stream_one(
 ) -> AsyncGenerator[dict[str, Any], None]:
     has_ended = False
     while not has_ended:
-        has_ended = await state.grown()
+        has_ended = await state.wait_for_output()
         yield await writer.answer(state)
 
 

@@ -26,7 +26,7 @@ from sglang.srt.model_loader.tensor_memory import checksums
 from sglang.srt.model_loader.weight_plan import cell_views
 from sglang.srt.models.causal_lm import CausalLM
 from sglang.srt.utils.background_call import BackgroundCall
-from sglang.srt.utils.threads import give_way
+from sglang.srt.utils.threads import lower_priority
 
 logger = logging.getLogger(__name__)
 
@@ -133,7 +133,7 @@ class WeightSeed:
         self._has_digests = True
 
     def _compute(self) -> WeightsDigest:
-        give_way()
+        lower_priority()
         # First, because checksums are useless without it.
         identity = self._identity() if self._group.rank == 0 else ""
         found = {name: checksums(cell_views(slot)) for name, slot in self._slots.items()}

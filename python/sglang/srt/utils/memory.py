@@ -14,7 +14,7 @@ QUIET_SECONDS: Final = 2.0
 """Delay between the first large use and the return, so that simultaneous uses share one return."""
 
 
-def give_back() -> None:
+def trim_heap() -> None:
     """Return freed memory now. Does nothing without glibc. Any thread; releases the interpreter
     lock."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
@@ -22,14 +22,14 @@ def give_back() -> None:
         trim(0)
 
 
-class MemoryReturner:
+class HeapTrimmer:
     """Returns freed memory in a worker thread, some time after its use. Event loop thread only."""
 
     def __init__(self, quiet_seconds: float = QUIET_SECONDS) -> None:
         self._quiet_seconds = quiet_seconds
         self._is_due = False
 
-    def give_back_soon(self) -> None:
+    def trim_soon(self) -> None:
         """Return memory soon, because a large object exists now and will be freed."""
         if not self._is_due:
             self._is_due = True
@@ -37,4 +37,4 @@ class MemoryReturner:
 
     def _begin(self) -> None:
         self._is_due = False
-        asyncio.get_running_loop().run_in_executor(None, give_back)
+        asyncio.get_running_loop().run_in_executor(None, trim_heap)

@@ -34,8 +34,8 @@ def progress_bar(
     disable: bool = False,
     **options: Any,
 ) -> tqdm[Any]:
-    """A `tqdm` that redraws itself on a terminal. Elsewhere it says a line every `LINE_S` seconds,
-    and none if it ends before the first, because redrawings would make one endless line.
+    """A `tqdm` that redraws itself on a terminal. Elsewhere, where redrawings would make one endless
+    line, it logs a line every `LINE_S` seconds, and none if it ends before the first is due.
 
     Args:
         log: Gets these lines, e.g. `logger.info`.

@@ -41,7 +41,7 @@ def started_pool(
     return pool
 
 
-def share_interpreter() -> None:
+def shorten_switch_interval() -> None:
     """Shorten the switch interval of the interpreter for the whole process.
 
     Threads that copy and read need the interpreter lock briefly between calls that release it. By
@@ -65,7 +65,7 @@ def leave_cores_to_model() -> None:
     threadpool_limits(1, user_api="openmp")
 
 
-def give_way() -> None:
+def lower_priority() -> None:
     """Lower the priority of the calling thread for good. For work that no request waits for.
 
     Only on Linux, where each thread has a priority. A sandbox may forbid it; then nothing happens.

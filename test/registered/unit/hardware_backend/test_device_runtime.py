@@ -134,7 +134,7 @@ def test_a_copy_thread_works_in_order_beside_the_caller() -> None:
 def test_copies_that_nobody_waits_for_give_way(monkeypatch: pytest.MonkeyPatch) -> None:
     gave_way: list[str] = []
     monkeypatch.setattr(
-        cpu_runtime, "give_way", lambda: gave_way.append(threading.current_thread().name)
+        cpu_runtime, "lower_priority", lambda: gave_way.append(threading.current_thread().name)
     )
     for name, is_urgent in (("load", True), ("write", False)):
         device_runtime("cpu").make_copy_stream(name, is_urgent=is_urgent).close()

@@ -11,19 +11,19 @@ import pytest
 
 from sglang.srt.environ import child_environment
 from sglang.srt.utils import memory
-from sglang.srt.utils.memory import MemoryReturner
+from sglang.srt.utils.memory import HeapTrimmer
 from sglang.test.ci.ci_register import register_cpu_ci
 
 register_cpu_ci(est_time=3, suite="base-a-test-cpu")
 
 SCRIPT = """
 import psutil
-from sglang.srt.utils.memory import give_back
+from sglang.srt.utils.memory import trim_heap
 pieces = [b"x" * 60_000 for _ in range(4000)]
 last = [b"x" * 60_000]
 del pieces
 before = psutil.Process().memory_info().rss
-give_back()
+trim_heap()
 print((before - psutil.Process().memory_info().rss) >> 20)
 """
 
@@ -32,11 +32,11 @@ def test_simultaneous_large_uses_share_one_return(monkeypatch: pytest.MonkeyPatc
     times: list[int] = []
 
     async def run() -> None:
-        monkeypatch.setattr(memory, "give_back", lambda: times.append(1))
-        returner = MemoryReturner(quiet_seconds=0.01)
+        monkeypatch.setattr(memory, "trim_heap", lambda: times.append(1))
+        returner = HeapTrimmer(quiet_seconds=0.01)
         for rounds in (1, 2):
             for _ in range(100):
-                returner.give_back_soon()
+                returner.trim_soon()
             async with asyncio.timeout(10):
                 while len(times) < rounds:
                     await asyncio.sleep(0.005)

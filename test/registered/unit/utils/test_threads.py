@@ -11,7 +11,7 @@ import torch
 
 from rigs.servers.scarce_threads import NO_THREAD, no_threads
 from sglang.srt.hardware_backend.device_runtime import device_runtime
-from sglang.srt.utils.threads import give_way, leave_cores_to_model, started_pool
+from sglang.srt.utils.threads import leave_cores_to_model, lower_priority, started_pool
 from sglang.test.ci.ci_register import register_cpu_ci
 
 register_cpu_ci(est_time=2, suite="base-a-test-cpu")
@@ -52,8 +52,8 @@ def test_a_lower_priority_holds_for_the_calling_thread_only() -> None:
     seen: list[int] = []
 
     def work() -> None:
-        give_way()
-        give_way()
+        lower_priority()
+        lower_priority()
         seen.append(os.getpriority(os.PRIO_PROCESS, threading.get_native_id()))
 
     before = os.getpriority(os.PRIO_PROCESS, 0)

@@ -99,7 +99,7 @@ async def read_json(request: Request, kind: type[T]) -> T:
     """Read and decode the body; raises as `read_body` and `decode_body` do."""
     body = await read_body(request)
     if len(body) >= _LARGE_BYTES:
-        context_of(request).memory.give_back_soon()
+        context_of(request).memory.trim_soon()
     return decode_body(body, kind)
 
 

@@ -13,7 +13,7 @@ from sglang.srt.entrypoints.http.errors import ApiError
 from sglang.srt.entrypoints.http.shared_answer import SharedAnswer
 from sglang.srt.managers.tokenizer.tokenizer_manager import TokenizerManager
 from sglang.srt.server_args import ServerArgs
-from sglang.srt.utils.memory import MemoryReturner
+from sglang.srt.utils.memory import HeapTrimmer
 from sglang.srt.utils.threads import started_pool
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ class ServerContext:
     ready_details: dict[str, Any]
     model_info: dict[str, Any] = field(default_factory=dict)
     started: float = field(default_factory=time.time)  # noqa: TID251 (a date, for clients)
-    memory: MemoryReturner = field(default_factory=MemoryReturner)
+    memory: HeapTrimmer = field(default_factory=HeapTrimmer)
     probe: SharedAnswer[ApiError | None] = field(default_factory=lambda: SharedAnswer(1.0))
     """Result of the last health probe: the reason why no token could be generated, or None."""
     renderer: ThreadPoolExecutor = field(default_factory=lambda: started_pool(1, "render"))

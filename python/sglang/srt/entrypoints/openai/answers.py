@@ -141,7 +141,7 @@ async def _whole(
     make_answers: Callable[[], Answers],
 ) -> dict[str, Any]:
     with manager.submit(samples) as states:
-        await gather_or_cancel([state.end() for state in states])
+        await gather_or_cancel([state.wait_for_end() for state in states])
         return await make_answers().whole(states)
 
 

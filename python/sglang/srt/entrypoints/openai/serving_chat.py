@@ -151,7 +151,7 @@ class ChatAnswers(Answers):
             return {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": None}
 
         while not has_ended:
-            has_ended = await state.grown()
+            has_ended = await state.wait_for_output()
             if not has_begun:
                 has_begun = True
                 role = {"role": "assistant", "content": ""}

@@ -150,7 +150,7 @@ class CompletionAnswers(Answers):
         writer = self._logprobs(index, state, echo)
         has_ended = False
         while not has_ended:
-            has_ended = await state.grown()
+            has_ended = await state.wait_for_output()
             text, echo = (echo or "") + cursor.advance(), None
             logprobs = None if writer is None else await writer.fresh()
             if not (text or has_ended or writer is not None):

@@ -24,7 +24,7 @@ from sglang.srt.hardware_backend.device_runtime import (
     HostCopies,
     SideStream,
 )
-from sglang.srt.utils.threads import give_way, leave_cores_to_model
+from sglang.srt.utils.threads import leave_cores_to_model, lower_priority
 
 logger = logging.getLogger(__name__)
 
@@ -125,7 +125,7 @@ class _CopyThread(CopyStream):
     def _work(self) -> None:
         leave_cores_to_model()
         if not self._is_urgent:
-            give_way()
+            lower_priority()
         while (work := self._queue.get()) is not None:
             try:
                 work()

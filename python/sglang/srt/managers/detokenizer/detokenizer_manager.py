@@ -139,7 +139,7 @@ def run_detokenizer_process(
     configure_logger(server_args.log_level, "detokenizer")
     parent = multiprocessing.parent_process()
     if parent is not None and parent.pid is not None:
-        start_parent_watch(parent.pid, ipc.leave_as_orphan)
+        start_parent_watch(parent.pid, ipc.exit_as_orphan)
     try:
         detokenizer = _load(server_args, tokenizer)
     except ValueError as error:

@@ -55,7 +55,7 @@ class IpcAddresses:
     def server_input(self) -> str:
         return f"ipc://{self.directory}/tokenizer"
 
-    def leave_as_orphan(self) -> None:
+    def exit_as_orphan(self) -> None:
         """End this child process. Its parent has died, and cannot remove the sockets."""
         shutil.rmtree(self.directory, ignore_errors=True)
         os._exit(1)

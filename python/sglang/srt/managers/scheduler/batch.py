@@ -206,7 +206,7 @@ class DecodeBatch:
     def __len__(self) -> int:
         return len(self.reqs)
 
-    def follow(self, queues: RequestQueues, *, in_flight: bool) -> None:
+    def update(self, queues: RequestQueues, *, in_flight: bool) -> None:
         """Take the requests that decode. Each has a row, and exactly one token without keys and
         values that no step in flight computes.
 

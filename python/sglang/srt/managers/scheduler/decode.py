@@ -43,7 +43,7 @@ class DecodeScheduler:
     def gather(self) -> int:
         """Bring the batch up to date with the requests that decode; return its size."""
         state = self._state
-        state.decode_batch.follow(state.queues, in_flight=state.in_flight is not None)
+        state.decode_batch.update(state.queues, in_flight=state.in_flight is not None)
         return len(state.decode_batch)
 
     def can_run_ahead(self) -> bool:

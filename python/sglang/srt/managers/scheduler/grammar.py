@@ -24,11 +24,11 @@ _LATE_S: Final = 60.0
 """Seconds within which every compilation has ended or failed; see `GrammarLimits`."""
 
 
-class GrammarQueue:
+class GrammarManager:
     """Asks for the grammars of arriving requests, and gives requests their matchers.
 
     Every rank compiles for itself. Rank 0 decides whether a compilation has ended or failed: its
-    `look` gives the results for the tick, and all ranks `follow` them.
+    `collect_results` gives the results for the tick, and all ranks apply them (`apply_results`).
 
     Args:
         make_backend: Called when the first constraint arrives, since the backend costs memory.
@@ -40,12 +40,12 @@ class GrammarQueue:
         self._make_backend = make_backend
         self._backend: GrammarBackend | None = None
         self._num_compiling = 0
-        """Rank 0: upper bound of the number of requests that wait for a grammar; `look` updates
-        it."""
-        self._asked: dict[str, GrammarTicket] = {}
+        """Rank 0: upper bound of the number of requests that wait for a grammar;
+        `collect_results` updates it."""
+        self._requested: dict[str, GrammarTicket] = {}
         """Rank 0, within a tick: tickets of requests that are among its messages."""
 
-    def look(
+    def collect_results(
         self, queues: RequestQueues, messages: Sequence[ToScheduler]
     ) -> Sequence[GrammarResult]:
         """Rank 0: the ended compilations of requests that wait or are about to arrive.
@@ -55,7 +55,7 @@ class GrammarQueue:
             messages: Messages of the next tick. Their grammars are asked for at once, so that
                 requests with cached grammars do not wait for a later tick.
         """
-        self._asked.clear()
+        self._requested.clear()
         results: list[GrammarResult] = []
         if self._num_compiling:
             tickets = [(req.rid, req.progress.grammar_ticket) for req in queues.waiting]
@@ -66,13 +66,13 @@ class GrammarQueue:
             if not isinstance(message, TokenizedGenerateReqInput):
                 continue
             constraint = message.sampling_params.constraint
-            if constraint is None or message.rid in self._asked or queues.find(message.rid):
+            if constraint is None or message.rid in self._requested or queues.find(message.rid):
                 continue
             try:
-                ticket = self._ask(constraint)
+                ticket = self._request(constraint)
             except ValueError:
                 continue  # `on_arrival` refuses it.
-            self._asked[message.rid] = ticket
+            self._requested[message.rid] = ticket
             if ticket.done():
                 results.append(_result(message.rid, ticket))
         return results
@@ -82,17 +82,17 @@ class GrammarQueue:
         constraint = req.spec.sampling_params.constraint
         if constraint is None:
             return None
-        ticket = self._asked.pop(req.rid, None)
+        ticket = self._requested.pop(req.rid, None)
         if ticket is None:
             try:
-                ticket = self._ask(constraint)
+                ticket = self._request(constraint)
             except ValueError as error:
                 return _refusal(f"{constraint.kind.value}: {error}")
         req.progress.grammar_ticket = ticket
         self._num_compiling += 1
         return None
 
-    def follow(self, results: Sequence[GrammarResult], queues: RequestQueues) -> None:
+    def apply_results(self, results: Sequence[GrammarResult], queues: RequestQueues) -> None:
         """All ranks: apply rank 0's results to waiting requests. A ready grammar gives a matcher, a
         failed one aborts its request."""
         for result in results:
@@ -112,7 +112,7 @@ class GrammarQueue:
         if self._backend is not None:
             self._backend.close()
 
-    def _ask(self, constraint: Constraint) -> GrammarTicket:
+    def _request(self, constraint: Constraint) -> GrammarTicket:
         try:
             backend = self._get_backend()
         except RuntimeError as error:

@@ -20,7 +20,7 @@ from sglang.srt.mem_cache.tree.base_prefix_cache import MatchPrefixParams
 if TYPE_CHECKING:
     from sglang.srt.managers.messages.io_struct import ToScheduler
     from sglang.srt.managers.scheduler.control import ControlHandler
-    from sglang.srt.managers.scheduler.grammar import GrammarQueue
+    from sglang.srt.managers.scheduler.grammar import GrammarManager
     from sglang.srt.managers.scheduler.output import OutputCollector
     from sglang.srt.managers.scheduler.results import ResultProcessor
     from sglang.srt.managers.scheduler.role import Role
@@ -38,7 +38,7 @@ class InputHandler:
         control: ControlHandler,
         results: ResultProcessor,
         outputs: OutputCollector,
-        grammar: GrammarQueue,
+        grammar: GrammarManager,
         role: Role,
     ) -> None:
         self._state = state

@@ -14,7 +14,7 @@ from sglang.srt.managers.scheduler.batch import DecodeBatch, PrefillWork
 from sglang.srt.managers.scheduler.batch_pools import BatchPools
 from sglang.srt.managers.scheduler.control import ControlHandler
 from sglang.srt.managers.scheduler.decode import DecodeScheduler
-from sglang.srt.managers.scheduler.grammar import GrammarQueue
+from sglang.srt.managers.scheduler.grammar import GrammarManager
 from sglang.srt.managers.scheduler.input import InputHandler
 from sglang.srt.managers.scheduler.output import OutputCollector
 from sglang.srt.managers.scheduler.policy import (
@@ -104,7 +104,7 @@ class SchedulerParts:
     worker: ModelWorker
     input: InputHandler
     control: ControlHandler
-    grammar: GrammarQueue
+    grammar: GrammarManager
     prefill: PrefillPart
     decode: DecodePart
     batch_policy: BatchPolicy
@@ -135,7 +135,7 @@ def make_parts(server_args: ServerArgs, resources: SchedulerResources) -> Schedu
         role = resources.make_role(state, prefill)
     stop_checker = StopChecker(resources.new_decoder, resources.group)
     results = ResultProcessor(state, stop_checker, outputs, role)
-    grammar = GrammarQueue(resources.grammar_backend)
+    grammar = GrammarManager(resources.grammar_backend)
     resources.tree.watch_workload(state.workload)
     resources.tree.watch_queues(state.queues)
     return SchedulerParts(

@@ -93,7 +93,7 @@ class Scheduler:
         if self._parts.control.is_drained():
             self._parts.input.abort(None, _SHUT_DOWN)
             self.is_stopped = True
-        self._parts.grammar.follow(tick.grammars, state.queues)
+        self._parts.grammar.apply_results(tick.grammars, state.queues)
         if state.queues.aborted:
             self._settle()
             self._parts.input.end_aborted()
@@ -147,7 +147,9 @@ class Scheduler:
         is_full = len(state.queues.waiting) >= state.limits.max_queued_requests
         # No grammar is compiled for requests that are going to be refused.
         coming = () if is_full or self._parts.control.is_draining else messages
-        return Tick(now, messages, self._parts.grammar.look(state.queues, coming), is_idle)
+        return Tick(
+            now, messages, self._parts.grammar.collect_results(state.queues, coming), is_idle
+        )
 
     def _step_or_verify(self, tick: Tick) -> list[SchedulerOutput]:
         if tick.is_idle:

@@ -157,7 +157,7 @@ class RequestState:
             self.finished_time = time.monotonic()
             self._changed.set()
 
-    async def grown(self) -> bool:
+    async def wait_for_output(self) -> bool:
         """Wait for new output or the request's end. True: it has ended without an error.
 
         For one reader only.
@@ -181,9 +181,9 @@ class RequestState:
             raise RequestFailed(reason.message or "the engine aborted it", reason.status_code)
         return True
 
-    async def end(self) -> RequestState:
-        """Wait until the request has ended; raises as `grown` does."""
-        while not await self.grown():
+    async def wait_for_end(self) -> RequestState:
+        """Wait until the request has ended; raises as `wait_for_output` does."""
+        while not await self.wait_for_output():
             pass
         return self
 

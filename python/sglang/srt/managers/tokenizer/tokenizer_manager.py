@@ -116,8 +116,8 @@ class TokenizerManager:
         """Check, encode and send the requests of one body; give their states, which grow.
 
         No request is sent unless all pass. A long text is encoded by the encoder's thread, and its
-        request is sent after that; `RequestState.grown` raises the errors of its prompt. Leaving
-        the context aborts requests that have not ended.
+        request is sent after that; `RequestState.wait_for_output` raises the errors of its prompt.
+        Leaving the context aborts requests that have not ended.
 
         Raises:
             InvalidRequest: Names the field.
@@ -165,9 +165,9 @@ class TokenizerManager:
                 self._leave(state)
 
     async def generate_whole(self, request: GenerateRequest) -> RequestState:
-        """Run one request to its end; raises as `submit` and `RequestState.grown` do."""
+        """Run one request to its end; raises as `submit` and `RequestState.wait_for_output` do."""
         with self.submit([request]) as (state,):
-            return await state.end()
+            return await state.wait_for_end()
 
     async def tokenize(self, text: str, *, add_special_tokens: bool) -> list[int]:
         """Token ids of `text`."""

@@ -14,7 +14,7 @@ from sglang.srt.mem_cache.l3.storage_operation import StorageOperation
 from sglang.srt.mem_cache.l3.stored_pools import num_keys
 from sglang.srt.mem_cache.storage.types import CacheOutcome
 from sglang.srt.mem_cache.tree.radix_key import PageHash
-from sglang.srt.utils.threads import give_way, leave_cores_to_model
+from sglang.srt.utils.threads import leave_cores_to_model, lower_priority
 
 _GATHER_S: Final = 0.1
 """How long a write waits for others to go in the same call. No request waits for writes."""
@@ -40,7 +40,7 @@ class StorageWrites:
         """Body of the backup thread."""
         leave_cores_to_model()
         # Mooncake waits for the end of a transfer by asking over and over.
-        give_way()
+        lower_priority()
         while (first := self.queue.get()) is not None:
             # Asleep, so that the writes queued meanwhile do not wake this thread one by one.
             time.sleep(_GATHER_S)

@@ -32,7 +32,7 @@ from sglang.srt.mem_cache.storage.types import (
     StorageUnreachable,
 )
 from sglang.srt.mem_cache.tree.hicache_metrics import HiCacheMetrics
-from sglang.srt.utils.threads import share_interpreter
+from sglang.srt.utils.threads import shorten_switch_interval
 
 logger = logging.getLogger(__name__)
 
@@ -99,7 +99,7 @@ class StoreOpener:
                 settings.tp_lcm_size,
             )
         if device_runtime(group.primary_entry.device_pool.device).kind.overlaps_steps:
-            share_interpreter()
+            shorten_switch_interval()
         connect = self._connector(backend, config, settings, shards)
         if waits:
             connect = _first_waiting(connect)

@@ -54,7 +54,7 @@ def test_a_request_that_left_and_joined_again_is_a_change_of_the_batch(model: Pa
         if act is not None:
             act(req)
         if act not in (queues.retract, queues.admit):
-            batch.follow(queues, in_flight=False)
+            batch.update(queues, in_flight=False)
             seen.append(([one.rid for one in batch.reqs], batch.is_stale))
             assert batch.prepare()
     assert seen == [(["a", "b"], True), (["a", "b"], False), (["a", "b"], True)]

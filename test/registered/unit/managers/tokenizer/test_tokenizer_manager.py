@@ -95,7 +95,7 @@ def test_leaving_early_aborts_and_keeps_the_id_until_the_end_has_come() -> None:
             engine.scheduler.hold_after = 2
             request = ask(stream=True, rid="r")
             with manager.submit([request]) as (state,):
-                assert not await state.grown()
+                assert not await state.wait_for_output()
             with pytest.raises(InvalidRequest, match="rid"):
                 await manager.generate_whole(ask(rid="r"))
             while manager._leaving:
@@ -299,7 +299,7 @@ def test_a_long_text_with_too_many_tokens_is_refused_and_its_id_is_free() -> Non
             await manager.start()
             with manager.submit([ask("a" * CONTEXT_LEN, rid="r")]) as (state,):
                 with pytest.raises(InvalidRequest, match="text has 200 tokens, at most 199"):
-                    await state.grown()
+                    await state.wait_for_output()
                 assert manager.num_requests == 0
                 # Another request may have its id before the first has left.
                 other = asyncio.create_task(manager.generate_whole(ask(rid="r")))

@@ -60,7 +60,7 @@ def run_scheduler_process(
     # Progress bars share a lock between processes by default: a semaphore that a killed process
     # leaves behind, with a warning as the last line of the log.
     tqdm.set_lock(threading.RLock())
-    start_parent_watch(os.getppid() if parent_pid is None else parent_pid, ipc.leave_as_orphan)
+    start_parent_watch(os.getppid() if parent_pid is None else parent_pid, ipc.exit_as_orphan)
     contain_parser_errors()
     watchdog = TickWatchdog(server_args.watchdog_timeout)
     others = OtherRanks(rendezvous)
