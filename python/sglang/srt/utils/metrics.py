@@ -32,7 +32,7 @@ class _Metric(MetricWrapperBase):
     _is_reported = False
 
     def labels(self: _M, *labelvalues: Any, **labelkwargs: Any) -> _M:
-        """The metric with these values of its labels; for wrong labels, one that is not exported."""
+        """The metric with these values of its labels; for wrong ones, one that is not exported."""
         try:
             return super().labels(*labelvalues, **labelkwargs)
         except Exception as error:  # noqa: BLE001 - `report` logs it

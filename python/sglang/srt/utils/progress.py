@@ -34,7 +34,7 @@ def progress_bar(
     disable: bool = False,
     **options: Any,
 ) -> tqdm[Any]:
-    """A `tqdm` that redraws itself on a terminal. Elsewhere, where redrawings would make one endless
+    """A `tqdm` that redraws itself on a terminal. Elsewhere, as redrawings would make one endless
     line, it logs a line every `LINE_S` seconds, and none if it ends before the first is due.
 
     Args:
