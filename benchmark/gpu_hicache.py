@@ -36,11 +36,11 @@ import numpy as np
 import torch
 from gpu_server import Emit, random_prompt
 
+from rigs.bench.multiturn import Conversations, converse, round_figures
 from rigs.models.qwen3_8b import DUMMY_FLAGS, KV_BYTES, VOCAB_SIZE, dummy_model
 from rigs.servers.engine_server import EngineServer
 from sglang.benchmark.api_backends import RequestOptions, SglangBackend
 from sglang.benchmark.load_generator import LoadResult, generate_load, open_session
-from sglang.benchmark.multiturn import Conversations, converse, round_figures
 from sglang.benchmark.report import emit, provenance
 from sglang.benchmark.request_result import TIERS, RequestResult
 from sglang.benchmark.workload import BenchRequest

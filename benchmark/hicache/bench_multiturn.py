@@ -33,15 +33,15 @@ matplotlib.use("Agg")
 from matplotlib import pyplot, ticker
 from tqdm import tqdm
 
-from sglang.benchmark.api_backends import RequestOptions
-from sglang.benchmark.load_generator import open_session
-from sglang.benchmark.multiturn import (
+from rigs.bench.multiturn import (
     Conversations,
     Distribution,
     ReadyQueuePolicy,
     converse,
     round_figures,
 )
+from sglang.benchmark.api_backends import RequestOptions
+from sglang.benchmark.load_generator import open_session
 from sglang.benchmark.report import emit, provenance, writable_file
 from sglang.benchmark.request_result import TIERS, RequestResult
 from sglang.benchmark.server_facts import fetch_model_info, flush_cache, load_tokens

@@ -28,9 +28,9 @@ import torch
 from simulate_turns import Talk
 from tqdm import tqdm
 
-from sglang.benchmark.cache_simulation import Arrangement, CacheSizes, ReplayResult
+from rigs.bench.cache_simulation import Arrangement, CacheSizes, ReplayResult
+from rigs.bench.state_simulation import SimulatedStateCache, StateSettings, divide_memory
 from sglang.benchmark.report import emit, provenance, writable_file
-from sglang.benchmark.state_simulation import SimulatedStateCache, StateSettings, divide_memory
 
 _SEEDS: Final = (5, 6, 7)
 

@@ -31,22 +31,22 @@ from typing import Any, Final
 import torch
 from tqdm import tqdm
 
-from sglang.benchmark.cache_simulation import (
+from rigs.bench.cache_simulation import (
     Arrangement,
     CacheSizes,
     ReplayResult,
     TracePrompts,
     replay,
 )
-from sglang.benchmark.mooncake_trace import TraceScale, read_trace, several
-from sglang.benchmark.page_trace import page_trace_of
-from sglang.benchmark.report import emit, provenance, writable_file
-from sglang.benchmark.state_simulation import (
+from rigs.bench.page_trace import page_trace_of
+from rigs.bench.state_simulation import (
     MIN_STATES,
     SimulatedStateCache,
     StateSettings,
     divide_memory,
 )
+from sglang.benchmark.mooncake_trace import TraceScale, read_trace, several
+from sglang.benchmark.report import emit, provenance, writable_file
 
 _EXCERPT: Final = Path(__file__).parents[1] / "data" / "mooncake_synthetic_excerpt.jsonl"
 _ARRANGEMENTS: Final = (Arrangement.ONE_TIER, Arrangement.WRITE_THROUGH)

@@ -25,7 +25,7 @@ import numpy as np
 import torch
 from simulate_turns import Talk, request_seconds
 
-from sglang.benchmark.cache_simulation import Arrangement, CacheSizes, SimulatedCache
+from rigs.bench.cache_simulation import Arrangement, CacheSizes, SimulatedCache
 from sglang.benchmark.report import emit, provenance, writable_file
 from sglang.srt.mem_cache.l3.guarded_store import PAGES_PER_CALL
 from sglang.srt.mem_cache.l3.prefetch_cost import PendingRead, RateEstimate, slower_reads

@@ -29,8 +29,8 @@ import torch
 from plot_trace import draw
 from tqdm import tqdm
 
-from sglang.benchmark.belady import belady_hits, unlimited_hits
-from sglang.benchmark.cache_simulation import (
+from rigs.bench.belady import belady_hits, unlimited_hits
+from rigs.bench.cache_simulation import (
     Arrangement,
     CacheSizes,
     ReplayResult,
@@ -38,8 +38,8 @@ from sglang.benchmark.cache_simulation import (
     TracePrompts,
     replay,
 )
+from rigs.bench.page_trace import PageTrace, page_trace_of
 from sglang.benchmark.mooncake_trace import TraceRequest, TraceScale, read_trace
-from sglang.benchmark.page_trace import PageTrace, page_trace_of
 from sglang.benchmark.report import append, emit, provenance, writable_file
 
 _POLICIES = ("lru", "lfu", "fifo", "slru")

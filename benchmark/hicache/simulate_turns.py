@@ -24,10 +24,10 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-from sglang.benchmark.belady import belady_hits, unlimited_hits
-from sglang.benchmark.cache_simulation import Arrangement, CacheSizes, SimulatedCache
-from sglang.benchmark.multiturn import ReadyQueuePolicy
-from sglang.benchmark.page_trace import make_page_trace
+from rigs.bench.belady import belady_hits, unlimited_hits
+from rigs.bench.cache_simulation import Arrangement, CacheSizes, SimulatedCache
+from rigs.bench.multiturn import ReadyQueuePolicy
+from rigs.bench.page_trace import make_page_trace
 from sglang.benchmark.report import emit, provenance, writable_file
 
 _PER_TOKEN_S: Final = 2.10e-5

@@ -33,8 +33,8 @@ import orjson
 import psutil
 
 import sglang
+from rigs.bench.cpu_clocks import process_seconds
 from rigs.servers.engine_server import EngineServer
-from sglang.benchmark.cpu_clocks import process_seconds
 from sglang.benchmark.load_generator import open_session
 from sglang.benchmark.report import emit, provenance
 from sglang.srt.utils.network import get_free_port, wait_until

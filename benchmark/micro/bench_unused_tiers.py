@@ -28,9 +28,9 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
+from rigs.bench.cpu_clocks import process_seconds, thread_seconds
 from rigs.schedulers.scheduler_rig import SchedulerRig, greedy
 from rigs.stores.mooncake_cluster import MooncakeCluster
-from sglang.benchmark.cpu_clocks import process_seconds, thread_seconds
 from sglang.benchmark.report import emit, provenance
 from sglang.srt.constants import BUILTIN_MODEL_DIR
 

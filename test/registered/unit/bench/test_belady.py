@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sglang.benchmark.belady import belady_hits, unlimited_hits
-from sglang.benchmark.page_trace import PageTrace, make_page_trace
+from rigs.bench.belady import belady_hits, unlimited_hits
+from rigs.bench.page_trace import PageTrace, make_page_trace
 from sglang.test.ci.ci_register import register_cpu_ci
 
 register_cpu_ci(est_time=3, suite="base-a-test-cpu")

@@ -7,8 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from sglang.benchmark.belady import belady_hits, unlimited_hits
-from sglang.benchmark.cache_simulation import (
+from rigs.bench.belady import belady_hits, unlimited_hits
+from rigs.bench.cache_simulation import (
     Arrangement,
     CacheSizes,
     ReplayResult,
@@ -16,6 +16,7 @@ from sglang.benchmark.cache_simulation import (
     TracePrompts,
     replay,
 )
+from rigs.bench.page_trace import page_trace_of
 from sglang.benchmark.mooncake_trace import (
     TokenMaker,
     TraceRequest,
@@ -23,7 +24,6 @@ from sglang.benchmark.mooncake_trace import (
     read_trace,
     several,
 )
-from sglang.benchmark.page_trace import page_trace_of
 from sglang.test.ci.ci_register import register_cpu_ci
 
 register_cpu_ci(est_time=1, suite="base-a-test-cpu")

@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from sglang.benchmark.cpu_clocks import process_seconds, thread_seconds
+from rigs.bench.cpu_clocks import process_seconds, thread_seconds
 from sglang.test.ci.ci_register import register_cpu_ci
 
 register_cpu_ci(est_time=1, suite="base-a-test-cpu")

@@ -9,16 +9,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rigs.servers.fake_generate_server import FakeServer
-from sglang.benchmark.api_backends import RequestOptions
-from sglang.benchmark.load_generator import open_session
-from sglang.benchmark.multiturn import (
+from rigs.bench.multiturn import (
     Conversations,
     Distribution,
     ReadyQueuePolicy,
     converse,
     round_figures,
 )
+from rigs.servers.fake_generate_server import FakeServer
+from sglang.benchmark.api_backends import RequestOptions
+from sglang.benchmark.load_generator import open_session
 from sglang.benchmark.request_result import RequestResult
 from sglang.test.ci.ci_register import register_cpu_ci
 

@@ -7,15 +7,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from sglang.benchmark.cache_simulation import (
+from rigs.bench.cache_simulation import (
     Arrangement,
     CacheSizes,
     ReplayResult,
     TracePrompts,
     replay,
 )
+from rigs.bench.state_simulation import SimulatedStateCache, StateSettings, divide_memory
 from sglang.benchmark.mooncake_trace import TraceRequest, TraceScale, read_trace
-from sglang.benchmark.state_simulation import SimulatedStateCache, StateSettings, divide_memory
 from sglang.test.ci.ci_register import register_cpu_ci
 
 register_cpu_ci(est_time=1, suite="base-a-test-cpu")

@@ -15,7 +15,7 @@ import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from sglang.benchmark.page_trace import PageTrace
+from rigs.bench.page_trace import PageTrace
 
 _NEVER = 1 << 60
 

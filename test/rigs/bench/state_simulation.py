@@ -15,7 +15,7 @@ from typing import Final
 import numpy as np
 import torch
 
-from sglang.benchmark.cache_simulation import Arrangement, CacheSizes, SimulatedCache
+from rigs.bench.cache_simulation import Arrangement, CacheSizes, SimulatedCache
 from sglang.srt.managers.messages.io_struct import TokenizedGenerateReqInput
 from sglang.srt.managers.scheduler.policy import ceil_to_page
 from sglang.srt.managers.scheduler.requests.req import Req
