@@ -28,6 +28,7 @@ from sglang.srt.layers.fused_kernels import (
     ExpertWeights,
 )
 from sglang.srt.layers.triton_ops import (
+    expert_choice,
     fused_delta_net,
     fused_experts,
     fused_qkv,
@@ -293,12 +294,12 @@ def few(table: list[Row]) -> None:
 
     for count in (1, 2, 8, 64):
         x, logits = random(count, 2048), random(count, 512)
-        chosen = fused_experts.choose_experts(logits, choice, x)
+        chosen = expert_choice.choose_experts(logits, choice, x)
         base = {"rows": count}
         attempt(
             table,
             {"what": "choice of experts", **base},
-            partial(fused_experts.choose_experts, logits, choice, x),
+            partial(expert_choice.choose_experts, logits, choice, x),
             logits.nbytes + x.nbytes,
         )
         num_used = len(chosen[1].unique())  # type: ignore[no-untyped-call]

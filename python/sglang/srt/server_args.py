@@ -1,5 +1,45 @@
-"""Re-exports the command line settings at SGLang's path."""
+"""The command line of a server, at SGLang's path: the settings, parsed and resolved."""
 
-from sglang.srt.arg_groups.server_args import ServerArgs, prepare_server_args
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Sequence
+
+from sglang.srt.arg_groups.cli import ignoring, parse_flags, raise_errors
+from sglang.srt.arg_groups.mistakes import mistakes_of
+from sglang.srt.arg_groups.server_args import ServerArgs
+from sglang.srt.utils.logging_utils import LOG_LEVELS, configure_logger
 
 __all__ = ["ServerArgs", "prepare_server_args"]
+
+logger = logging.getLogger(__name__)
+
+
+def prepare_server_args(argv: Sequence[str] | None = None) -> ServerArgs:
+    """Parse and resolve a command line, and set up logging at its `--log-level`.
+
+    Args:
+        argv: Arguments without the program's name; None means those of the process.
+
+    Raises:
+        FlagErrors: A line for each mistake, with the flag and the remedy.
+        SystemExit: `--help` was given and has been printed.
+    """
+    parsed = parse_flags(
+        ServerArgs,
+        sys.argv[1:] if argv is None else argv,
+        prog="python -m sglang.launch_server",
+        description="Serve a language model over HTTP, with a prefix cache in up to three tiers.",
+    )
+    args = ServerArgs(**parsed.values)
+    lines = list(parsed.lines)
+    configure_logger(args.log_level if args.log_level in LOG_LEVELS else LOG_LEVELS[0])
+    try:
+        args = args.with_keys()
+    except ValueError as error:
+        lines.append(str(error))
+    raise_errors([*lines, *mistakes_of(args, parsed.malformed)])
+    if parsed.ignored:
+        logger.warning(ignoring(parsed.ignored))
+    return args.resolve()

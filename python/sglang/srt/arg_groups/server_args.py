@@ -10,10 +10,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import logging
-import sys
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, ClassVar, Final
+from typing import Any, ClassVar
 
 from sglang.srt.arg_groups.api_keys import resolve_key
 from sglang.srt.arg_groups.checks import cache_and_page_size, check_device
@@ -23,7 +20,6 @@ from sglang.srt.arg_groups.cli import (
     flag,
     flag_name,
     ignoring,
-    parse_flags,
     raise_errors,
 )
 from sglang.srt.arg_groups.disaggregation import DisaggregationMode, TransferBackend, read_secret
@@ -41,14 +37,12 @@ from sglang.srt.environ import envs, parse_gigabytes
 from sglang.srt.function_call.function_call_parser import TOOL_CALL_PARSERS
 from sglang.srt.hardware_backend.device_kinds import DEVICE_KINDS, device_kind
 from sglang.srt.parser.reasoning_parser import REASONING_PARSERS
-from sglang.srt.utils.logging_utils import LOG_LEVELS, configure_logger
+from sglang.srt.utils.logging_utils import LOG_LEVELS
 
 logger = logging.getLogger(__name__)
 
-_EXTRA_CONFIG: Final = "hicache_storage_backend_extra_config"
 
-
-@dataclass(kw_only=True)
+@dataclasses.dataclass(kw_only=True)
 class ServerArgs:
     """The settings of one engine. `resolve()` returns the copy that the engine uses."""
 
@@ -399,7 +393,6 @@ class ServerArgs:
                 self.hicache_storage_backend,
             )
         model_path = self.model_path or str(BUILTIN_MODEL_DIR)
-        name = self.model_path or BUILTIN_MODEL_NAME
         args = dataclasses.replace(
             self,
             model_path=model_path,
@@ -411,7 +404,7 @@ class ServerArgs:
                 and not self.disable_radix_cache
             ),
             tokenizer_path=self.tokenizer_path or model_path,
-            served_model_name=self.served_model_name or name,
+            served_model_name=self.served_model_name or self.model_path or BUILTIN_MODEL_NAME,
         )
         return args._settled() if args.device == "auto" else args.on_device(args.device)
 
@@ -426,11 +419,10 @@ class ServerArgs:
         """
         kind = device_kind(device)
         raise_errors(check_device(self, kind))
-        page_size = self.page_size
-        assert page_size is not None, "resolved arguments have a page size"
+        assert self.page_size is not None, "resolved arguments have a page size"
         chunk = self.chunked_prefill_size
         if chunk is None:
-            chunk = max(kind.prefill_chunk_tokens // page_size, 1) * page_size
+            chunk = max(kind.prefill_chunk_tokens // self.page_size, 1) * self.page_size
         return dataclasses.replace(
             self,
             device=device,
@@ -453,34 +445,6 @@ class ServerArgs:
         for field in dataclasses.fields(self):
             if field.metadata["secret"] and values[field.name] is not None:
                 values[field.name] = "***"
-        values[_EXTRA_CONFIG] = public_text(self.hicache_storage_backend_extra_config)
+        extra_config = public_text(self.hicache_storage_backend_extra_config)
+        values["hicache_storage_backend_extra_config"] = extra_config
         return values
-
-
-def prepare_server_args(argv: Sequence[str] | None = None) -> ServerArgs:
-    """Parse and resolve a command line, and set up logging at its `--log-level`.
-
-    Args:
-        argv: Arguments without the program's name; None means those of the process.
-
-    Raises:
-        FlagErrors: A line for each mistake, with the flag and the remedy.
-        SystemExit: `--help` was given and has been printed.
-    """
-    parsed = parse_flags(
-        ServerArgs,
-        sys.argv[1:] if argv is None else argv,
-        prog="python -m sglang.launch_server",
-        description="Serve a language model over HTTP, with a prefix cache in up to three tiers.",
-    )
-    args = ServerArgs(**parsed.values)
-    lines = list(parsed.lines)
-    configure_logger(args.log_level if args.log_level in LOG_LEVELS else LOG_LEVELS[0])
-    try:
-        args = args.with_keys()
-    except ValueError as error:
-        lines.append(str(error))
-    raise_errors([*lines, *mistakes_of(args, parsed.malformed)])
-    if parsed.ignored:
-        logger.warning(ignoring(parsed.ignored))
-    return args.resolve()

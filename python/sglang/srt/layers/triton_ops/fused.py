@@ -6,6 +6,7 @@ from typing import Final
 
 from sglang.srt.layers.fused_kernels import FusedKernels
 from sglang.srt.layers.triton_ops import (
+    expert_choice,
     fused_delta_net,
     fused_experts,
     fused_qkv,
@@ -38,7 +39,7 @@ KERNELS: Final = FusedKernels(
     prepare_gated_qkv_=gated_qkv.prepare_gated_qkv_,
     scale_by_gates_=gating.scale_by_gates_,
     attend_linearly=fused_delta_net.attend_linearly,
-    choose_experts=fused_experts.choose_experts,
+    choose_experts=expert_choice.choose_experts,
     run_experts=fused_experts.run_experts,
     rows_added_in_product=_ROWS_ADDED_IN_PRODUCT,
     has_grouped_mm=True,

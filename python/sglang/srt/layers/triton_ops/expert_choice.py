@@ -1,0 +1,277 @@
+"""The choice of experts for few tokens, by one kernel.
+
+The shared expert has one more place, after a token's chosen experts.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from sglang.srt.layers.fused_kernels import ExpertChoice
+from sglang.srt.layers.triton_ops.early_start import (
+    await_kernels_before,
+    early_start,
+)
+from sglang.srt.layers.triton_ops.ordered import ordered
+
+_TAG = tl.constexpr(0x1FFF)
+"""The bits of fp32 that 16-bit numbers never use; they hold an expert's id."""
+_LEAST = tl.constexpr(-2147483648)
+"""The least integer, which no score, tagged or not, has."""
+
+
+@triton.jit
+def _ranking(
+    logits: tl.tensor,
+    bias_ptr: tl.tensor,
+    experts: tl.tensor,
+    inside: tl.tensor,
+    peak: tl.tensor,
+    mass: tl.tensor,
+    SOFTMAX: tl.constexpr,
+    BIAS: tl.constexpr,
+) -> tl.tensor:
+    """Scores plus bias, by which experts are chosen."""
+    score = tl.load(logits + experts, mask=inside, other=float("-inf")).to(tl.float32)
+    if SOFTMAX:
+        score = tl.exp(score - peak) / mass
+    else:
+        score = 1.0 / (1.0 + tl.exp(-score))
+    if BIAS:
+        score += tl.load(bias_ptr + experts, mask=inside, other=0.0)
+    return score
+
+
+@triton.jit
+def _first_best(key: tl.tensor, ids: tl.tensor, BLOCK: tl.constexpr) -> tl.tensor:
+    """The lowest id among those with the highest key. A maximum and a minimum of a warp's 32-bit
+    numbers take one instruction each; a maximum of 64 bits, which could hold both, takes ten."""
+    return tl.min(tl.where(key == tl.max(key, axis=0), ids, BLOCK), axis=0)
+
+
+@triton.jit
+def _tagged(logit: tl.tensor, experts: tl.tensor) -> tl.tensor:
+    """Keys in the order of the logits (16-bit numbers in fp32); among equals the lower id has the
+    greater key."""
+    return (ordered(logit) | _TAG) - experts
+
+
+@triton.jit
+def _logit_of(key: tl.tensor) -> tl.tensor:
+    """The logit of a tagged key, in fp32."""
+    bits = tl.where(key < 0, (key | _TAG) ^ 0x7FFFFFFF, (key | _TAG) - _TAG)
+    return bits.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _weigh_shared(
+    x_ptr: tl.tensor,
+    gate_ptr: tl.tensor,
+    to: tl.tensor,
+    HIDDEN: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    EARLY: tl.constexpr,
+) -> None:
+    """Store the weight of a token's shared expert: the sigmoid of a product."""
+    cols = tl.arange(0, BLOCK_H)
+    gate = tl.load(gate_ptr + cols, mask=cols < HIDDEN, other=0.0).to(tl.float32)
+    await_kernels_before(EARLY)
+    x = tl.load(x_ptr + cols, mask=cols < HIDDEN, other=0.0)
+    acc = x.to(tl.float32) * gate
+    for begin in range(BLOCK_H, HIDDEN, BLOCK_H):
+        at = begin + cols
+        x = tl.load(x_ptr + at, mask=at < HIDDEN, other=0.0)
+        more = tl.load(gate_ptr + at, mask=at < HIDDEN, other=0.0)
+        acc += x.to(tl.float32) * more.to(tl.float32)
+    tl.store(to, 1.0 / (1.0 + tl.exp(-tl.sum(acc, axis=0))))
+
+
+@triton.jit
+def _choose_kernel(
+    logits_ptr: tl.tensor,
+    bias_ptr: tl.tensor,
+    x_ptr: tl.tensor,
+    gate_ptr: tl.tensor,
+    weights_ptr: tl.tensor,
+    ids_ptr: tl.tensor,
+    factor: tl.tensor,
+    EXPERTS: tl.constexpr,
+    TOP_K: tl.constexpr,
+    PLACES: tl.constexpr,
+    HIDDEN: tl.constexpr,
+    GROUPS: tl.constexpr,
+    TOP_GROUPS: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+    SOFTMAX: tl.constexpr,
+    BIAS: tl.constexpr,
+    RENORMALIZE: tl.constexpr,
+    TWO_OF_GROUP: tl.constexpr,
+    GATE: tl.constexpr,
+    TAGS: tl.constexpr,
+    EARLY: tl.constexpr,
+) -> None:
+    """Grid `(num_tokens, 1 + GATE)`: one program chooses the experts of a token; another computes
+    the weight of its shared expert. TAGS: only the logits, of 16 bits, decide the choice."""
+    token = tl.program_id(0).to(tl.int64)
+    weights_ptr += token * PLACES
+    if GATE:  # noqa: SIM102 - known when this is compiled
+        if tl.program_id(1) == 1:
+            x_ptr += token * HIDDEN
+            _weigh_shared(x_ptr, gate_ptr, weights_ptr + TOP_K, HIDDEN, BLOCK_H, EARLY)
+            return
+    experts = tl.arange(0, BLOCK_E)
+    inside = experts < EXPERTS
+    places = tl.arange(0, BLOCK_P)
+    chosen = places < TOP_K
+    await_kernels_before(EARLY)
+    logits = logits_ptr + token * EXPERTS
+    peak = 0.0
+    mass = 1.0
+    if SOFTMAX:
+        logit = tl.load(logits + experts, mask=inside, other=float("-inf")).to(tl.float32)
+        # If weights are renormalised, their common divisor is not needed.
+        if not (TAGS and RENORMALIZE):
+            peak = tl.max(logit, axis=0)
+            mass = tl.sum(tl.exp(logit - peak), axis=0)
+    if TAGS:
+        tagged = tl.where(inside, _tagged(logit, experts), _LEAST)
+        bests = tl.zeros([BLOCK_P], tl.int32)
+        for place in range(TOP_K):
+            best = tl.max(tagged, axis=0)
+            bests = tl.where(places == place, best, bests)
+            tagged = tl.where(tagged == best, _LEAST, tagged)
+        ids = _TAG - (bests & _TAG)
+        weights = tl.where(chosen, _logit_of(bests), float("-inf"))
+        if RENORMALIZE:
+            peak = tl.max(weights, axis=0)
+    else:
+        ids = _best_of_all(
+            logits, bias_ptr, experts, inside, peak, mass, places,
+            EXPERTS, TOP_K, GROUPS, TOP_GROUPS, BLOCK_E, BLOCK_P, BLOCK_G, BLOCK_S,
+            SOFTMAX, BIAS, TWO_OF_GROUP,
+        )  # fmt: skip
+        weights = tl.load(logits + ids, mask=chosen, other=float("-inf")).to(tl.float32)
+    if SOFTMAX:
+        weights = tl.exp(weights - peak) / mass
+    else:
+        weights = 1.0 / (1.0 + tl.exp(-weights))
+    weights = tl.where(chosen, weights, 0.0)
+    if RENORMALIZE:
+        weights = weights / (tl.sum(weights, axis=0) + 1e-20)
+    weights *= factor
+    stored = chosen
+    if PLACES > TOP_K and not GATE:
+        weights = tl.where(places == TOP_K, 1.0, weights)
+        stored = places < PLACES
+    tl.store(weights_ptr + places, weights, mask=stored)
+    tl.store(ids_ptr + token * TOP_K + places, ids, mask=chosen)
+
+
+@triton.jit
+def _best_of_all(
+    logits: tl.tensor,
+    bias_ptr: tl.tensor,
+    experts: tl.tensor,
+    inside: tl.tensor,
+    peak: tl.tensor,
+    mass: tl.tensor,
+    places: tl.tensor,
+    EXPERTS: tl.constexpr,
+    TOP_K: tl.constexpr,
+    GROUPS: tl.constexpr,
+    TOP_GROUPS: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+    SOFTMAX: tl.constexpr,
+    BIAS: tl.constexpr,
+    TWO_OF_GROUP: tl.constexpr,
+) -> tl.tensor:
+    """Ids of the experts with the highest scores, by place, within the best groups if there are
+    groups."""
+    score = _ranking(logits, bias_ptr, experts, inside, peak, mass, SOFTMAX, BIAS)
+    allowed = inside
+    if TOP_GROUPS < GROUPS:
+        SIZE: tl.constexpr = EXPERTS // GROUPS
+        groups = tl.arange(0, BLOCK_G)
+        nth = tl.arange(0, BLOCK_S)[None, :]
+        member = (groups < GROUPS)[:, None] & (nth < SIZE)
+        of_group = groups[:, None] * SIZE + nth
+        ranks = _ranking(logits, bias_ptr, of_group, member, peak, mass, SOFTMAX, BIAS)
+        ranks = tl.where(member, ranks, float("-inf"))
+        group_score = tl.max(ranks, axis=1)
+        if TWO_OF_GROUP:
+            best = tl.where(ranks == group_score[:, None], nth, BLOCK_S)
+            is_first = nth == tl.min(best, axis=1)[:, None]
+            group_score += tl.max(tl.where(is_first, float("-inf"), ranks), axis=1)
+        group_key = tl.where(groups < GROUPS, ordered(group_score), _LEAST)
+        allowed = experts < 0
+        for _ in range(TOP_GROUPS):
+            group = _first_best(group_key, groups, BLOCK_G)
+            allowed |= experts // SIZE == group
+            group_key = tl.where(groups == group, _LEAST, group_key)
+    key = tl.where(allowed, ordered(score), _LEAST)
+    ids = tl.zeros([BLOCK_P], tl.int32)
+    for place in range(TOP_K):
+        expert = _first_best(key, experts, BLOCK_E)
+        ids = tl.where(places == place, expert, ids)
+        key = tl.where(experts == expert, _LEAST, key)
+    return ids
+
+
+def choose_experts(
+    logits: torch.Tensor, choice: ExpertChoice, x: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Choose the experts of each token, best first, like `select_experts`.
+
+    Args:
+        logits: Contiguous `[num_tokens, num_experts]`, any float dtype.
+        x: Contiguous `[num_tokens, hidden_size]`, for the gate of the shared expert.
+
+    Returns:
+        fp32 `[num_tokens, places]`: weights of the chosen experts, then that of the shared one, if
+        any; and int32 `[num_tokens, top_k]`: ids.
+    """
+    num_tokens, num_experts = logits.shape
+    places = choice.top_k + choice.has_shared
+    assert logits.is_contiguous() and x.is_contiguous()
+    weights = torch.empty((num_tokens, places), dtype=torch.float32, device=x.device)
+    ids = torch.empty((num_tokens, choice.top_k), dtype=torch.int32, device=x.device)
+    has_gate, is_softmax = choice.shared_gate is not None, choice.is_softmax
+    by_logits = is_softmax and choice.correction_bias is None and choice.groups == choice.top_groups
+    _choose_kernel[(num_tokens, 1 + has_gate)](
+        logits,
+        logits if choice.correction_bias is None else choice.correction_bias,
+        x,
+        x if choice.shared_gate is None else choice.shared_gate,
+        weights,
+        ids,
+        choice.factor,
+        EXPERTS=num_experts,
+        TOP_K=choice.top_k,
+        PLACES=places,
+        HIDDEN=x.shape[1],
+        GROUPS=choice.groups,
+        TOP_GROUPS=choice.top_groups,
+        BLOCK_E=triton.next_power_of_2(num_experts),
+        BLOCK_P=triton.next_power_of_2(places),
+        BLOCK_H=min(2048, triton.next_power_of_2(x.shape[1])),
+        BLOCK_G=triton.next_power_of_2(choice.groups),
+        BLOCK_S=triton.next_power_of_2(num_experts // choice.groups),
+        SOFTMAX=is_softmax,
+        BIAS=choice.correction_bias is not None,
+        RENORMALIZE=choice.renormalize,
+        TWO_OF_GROUP=choice.two_of_group,
+        GATE=has_gate,
+        TAGS=by_logits and logits.element_size() == 2 and num_experts <= _TAG.value,
+        num_warps=1,
+        **early_start(x),
+    )
+    return weights, ids
