@@ -15,8 +15,7 @@ AT_PORTS = ("flood", "endless", "idle", "bombs")
 def test_honest_requests_beside_strangers() -> None:
     """Without a secret, which would keep most of it out."""
     report = run_attacks(10.0, 4.0, AT_PORTS, has_secret=False)
-    print("\n".join(report.lines()))
-    assert report.is_good
+    assert report.is_good, "\n".join(report.lines())
     assert len(report.attacked) == 40
 
 

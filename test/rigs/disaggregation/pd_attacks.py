@@ -280,6 +280,8 @@ async def attack(servers: Deployment, seconds: float, rate: float, names: Sequen
     assert not traffic.failed, f"without any attack: {traffic.failed}"
     before = most = usage()
     with under_attack(names, servers.targets) as deeds:
+        # On a busy machine the strangers' processes take seconds to start.
+        wait_until(lambda: all(deed.count for deed in deeds.values()), _REST_S, 0.1)
         watching = asyncio.create_task(traffic.run(seconds))
         while not (await asyncio.wait([watching], timeout=0.5))[0]:
             now = usage()
