@@ -19,8 +19,12 @@ ON_GPU = DEVICE == "cuda"
 # The interpreter's bf16 is no real one.
 HALF = torch.bfloat16 if ON_GPU else torch.float16
 
+from sglang.srt.layers.attention import (  # noqa: E402
+    dense_attention,
+    projected_attention,
+    token_choice,
+)
 from sglang.srt.layers.attention import latent_triton_backend as backend  # noqa: E402
-from sglang.srt.layers.attention import projected_attention, token_choice  # noqa: E402
 from sglang.srt.layers.attention.base_attn_backend import AttentionConfig  # noqa: E402
 from sglang.srt.layers.triton_ops.attention.indexer_topk import (  # noqa: E402
     choose_slots,
@@ -137,7 +141,8 @@ def test_logits_equal_transformers(
         monkeypatch.setattr(backend, "SHORT_TOKENS", 20)
         monkeypatch.setattr(backend, "TOKENS_AT_ONCE", 8)
         monkeypatch.setattr(projected_attention, "HEADS_AT_ONCE", 4)
-        monkeypatch.setattr(projected_attention, "UNIT", 8)
+        for module in (projected_attention, dense_attention):  # It cuts the prefix in such units.
+            monkeypatch.setattr(module, "UNIT", 8)
         monkeypatch.setattr(projected_attention, "PIECE_UNITS", 2)
     hf = save_tiny_checkpoint(tmp_path, family)
     driver = driver_of(tmp_path)
