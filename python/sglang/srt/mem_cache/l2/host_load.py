@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping
 from typing import TYPE_CHECKING
 
 import torch
@@ -72,11 +72,12 @@ class HostLoad(TierFlow):
         while chain and not self._may_end(chain, params.mem_quota):
             chain.pop()
         last = chain[-1] if chain else above
-        missing = [
-            component
+        missing = {
+            component: slot
             for component in self._tree.components
-            if component.of(last).value is None and component.of(last).host_value is not None
-        ]
+            if component.of(last).value is None
+            and (slot := component.of(last).host_value) is not None
+        }
         slots = None
         if (chain or missing) and not (missing and params.mamba_quota == 0):
             slots = self._load(chain, last, above, missing)
@@ -100,7 +101,7 @@ class HostLoad(TierFlow):
         chain: list[TreeNode],
         last: TreeNode,
         above: TreeNode,
-        missing: Sequence[TreeComponent],
+        missing: Mapping[TreeComponent, torch.Tensor],
     ) -> torch.Tensor | None:
         """Queue a load of pages, states or both; return its device slots, empty if only states are
         loaded. None: there is no room.
@@ -109,7 +110,7 @@ class HostLoad(TierFlow):
             chain: The nodes whose pages are loaded, from the top; may be empty.
             last: The end of the prefix.
             above: The last node on the device before `chain`.
-            missing: The kinds of state that are loaded for `last`.
+            missing: Host slots of the states of `last` that are loaded, by kind.
         """
         pinned = chain or [last]
         for node in pinned:
@@ -122,12 +123,7 @@ class HostLoad(TierFlow):
         slots, states = reserved
         none = torch.empty(0, dtype=torch.int64)
         hosts = [none, *(node.host_value for node in chain if node.host_value is not None)]
-        on_host = {
-            component: slot
-            for component in missing
-            if (slot := component.of(last).host_value) is not None
-        }
-        extra = [component.transfer(slot, states[component]) for component, slot in on_host.items()]
+        extra = [component.transfer(slot, states[component]) for component, slot in missing.items()]
         operation = self._controller.load(torch.cat(hosts), slots, extra)
         done = 0
         for node in chain:
@@ -138,13 +134,13 @@ class HostLoad(TierFlow):
             component.device.put(last, slot)
             component.device.lock(last)
         length = sum(len(node.key) for node in pinned)
-        copy = DeviceCopy(last, length, operation.host_indices, on_host)
+        copy = DeviceCopy(last, length, operation.host_indices, missing)
         self._loading[operation.operation_id] = copy
         self._metrics.load_back.inc(done)
         return slots
 
     def _reserve(
-        self, tokens: int, above: TreeNode, missing: Sequence[TreeComponent]
+        self, tokens: int, above: TreeNode, missing: Collection[TreeComponent]
     ) -> tuple[torch.Tensor, dict[TreeComponent, torch.Tensor]] | None:
         """Allocate device slots for pages, and for the states of `missing`; None: no room for all
         of them."""

@@ -86,7 +86,7 @@ class StatefulRequest(CacheableRequest, Protocol):
 class MatchPrefixParams:
     key: RadixKey
     cow_mamba: bool = False
-    """True if to copy the state at the end of the match to `mamba_pool_idx` of `req`, unless the
+    """Copy the state at the end of the match to `mamba_pool_idx` of `req`, unless the
     state has to be loaded first (`mamba_host_hit_length`). The copy is queued on the current
     stream."""
     req: CacheableRequest | None = None

@@ -20,7 +20,7 @@ class CacheInitParams:
     """Arguments of every prefix cache."""
 
     disable: bool
-    """True if to keep no pages across requests."""
+    """Keep no pages across requests."""
     req_to_token_pool: ReqToTokenPool
     token_to_kv_pool_allocator: BaseTokenToKVPoolAllocator
     page_size: int

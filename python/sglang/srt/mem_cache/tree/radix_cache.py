@@ -260,11 +260,12 @@ class RadixCache(BasePrefixCache):
         return next((component.alignment for component in self.tree.components), None)
 
     def pin_state(self, node: TreeNode) -> int:
+        slots = [slot for state in node.states if (slot := state.value) is not None]
+        if not slots or len(slots) < len(node.states):
+            return 0
         for component in self.tree.components:
-            if (slot := component.of(node).value) is not None:
-                component.device.lock(node)
-                return int(slot)
-        return 0
+            component.device.lock(node)
+        return int(slots[0])
 
     def unpin_state(self, node: TreeNode) -> None:
         for component in self.tree.components:
