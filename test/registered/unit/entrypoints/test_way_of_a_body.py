@@ -162,18 +162,20 @@ async def run_to_the_socket(
         ready_details={},
     )
     await asyncio.sleep(0)  # The reader of the engine's messages begins.
-    # The second body is counted: the first fills the caches of a process (`marks_of`).
-    for walk in (Walk(), Walk()):
-        sys.setprofile(walk.note)
-        try:
-            response = await endpoint(request_of(body, context))
-        finally:
-            sys.setprofile(None)
-        # Its client leaves at once: a stream without a reader is closed.
-        await response({"type": "http"}, leave, drop)
-        await asyncio.sleep(0)
-    await manager.close()
-    return walk
+    try:
+        # The second body is counted: the first fills the caches of a process (`marks_of`).
+        for walk in (Walk(), Walk()):
+            sys.setprofile(walk.note)
+            try:
+                response = await endpoint(request_of(body, context))
+            finally:
+                sys.setprofile(None)
+            # Its client leaves at once: a stream without a reader is closed.
+            await response({"type": "http"}, leave, drop)
+            await asyncio.sleep(0)
+        return walk
+    finally:
+        await manager.close()
 
 
 async def leave() -> dict[str, Any]:

@@ -107,12 +107,15 @@ async def unless_client_leaves(
     """
     task = asyncio.current_task()
     assert task is not None, "endpoints run in tasks"
-    has_left = False
+    has_left = is_over = False
 
     def on_gone(_: asyncio.Task[None]) -> None:
         nonlocal has_left
-        has_left = True
-        task.cancel()
+        # The client may leave in the turn of the loop in which `work` ends. This callback is then
+        # scheduled already, and would cancel what the caller does next.
+        if not is_over:
+            has_left = True
+            task.cancel()
 
     # `work` runs in this task. Only the watch has its own: a task for `work` would cost more.
     gone = asyncio.create_task(_wait_until_gone(receive))
@@ -127,7 +130,7 @@ async def unless_client_leaves(
         task.uncancel()
         raise ClientLeft from None
     finally:
-        gone.remove_done_callback(on_gone)
+        is_over = True
         gone.cancel()
 
 
