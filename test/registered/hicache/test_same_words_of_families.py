@@ -133,6 +133,7 @@ def check_every_tier(server: ForkedServer, cold: Asked) -> None:
         ("deepseek_v3", "file"),
         ("deepseek_v32", "mooncake"),
         ("qwen3_next", "mooncake"),
+        ("ministral", "mooncake"),
     ],
 )
 def test_the_same_words_cold_from_every_tier_and_after_a_restart(
@@ -144,7 +145,7 @@ def test_the_same_words_cold_from_every_tier_and_after_a_restart(
     env = {"SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR": str(tmp_path / "store")}
     if backend == "mooncake":
         env = cluster.engine_env()
-    states = STATES if family == "qwen3_next" else ()
+    states = STATES if family in ("qwen3_next", "ministral") else ()
     path = str(tmp_path / "model")
     with ForkedServer(*flags(backend), *states, env=env, model=path) as server:
         check_every_tier(server, Asked(words, NAMES[backend]))

@@ -16,6 +16,8 @@ from transformers import (
     DeepseekV32ForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
+    MinistralConfig,
+    MinistralForCausalLM,
     PreTrainedModel,
     Qwen2Config,
     Qwen2ForCausalLM,
@@ -43,8 +45,7 @@ from sglang.srt.layers.forward_batch_info import (
     compute_extend_positions,
 )
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
-from sglang.srt.mem_cache.device.mamba_pool import MambaPool
-from sglang.srt.mem_cache.device.state_spec import PoolName
+from sglang.srt.mem_cache.device.state_pool import state_pool
 from sglang.srt.model_executor.model_runner import ModelRunner, ModelRunnerConfig
 
 _VISION: dict[str, Any] = {
@@ -78,6 +79,7 @@ _CLASSES: dict[str, tuple[Any, Any]] = {
     "deepseek_v3": (DeepseekV3Config, DeepseekV3ForCausalLM),
     "deepseek_v32": (DeepseekV32Config, DeepseekV32ForCausalLM),
     "llama": (LlamaConfig, LlamaForCausalLM),
+    "ministral": (MinistralConfig, MinistralForCausalLM),
     "qwen2": (Qwen2Config, Qwen2ForCausalLM),
     "qwen3": (Qwen3Config, Qwen3ForCausalLM),
     "qwen3_moe": (Qwen3MoeConfig, Qwen3MoeForCausalLM),
@@ -153,6 +155,11 @@ _FAMILY_SHAPES: dict[str, dict[str, Any]] = {
         "index_topk": 32,
         "index_n_heads": 16,
         "index_head_dim": 24,
+    },
+    "ministral": {
+        "num_hidden_layers": 4,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "sliding_window": 12,
     },
     "qwen3_moe": {
         "num_experts": 8,
@@ -305,8 +312,8 @@ class StepDriver:
         whose state is in the slot `snapshot`."""
         table = self.runner.req_to_token_pool.req_to_token
         states = self.runner.req_to_token_pool.state_slots(self._tensor(rows))
-        pool = self.runner.pools[PoolName.MAMBA]
-        assert isinstance(pool, MambaPool) and states is not None
+        pool = state_pool(self.runner.pools.values())
+        assert pool is not None and states is not None
         pool.copy_from(self._tensor([snapshot] * len(rows)), states)
         for row in rows:
             table[row, :length] = table[source, :length]

@@ -113,6 +113,7 @@ _HYBRID_FIXED: Final = {
 }
 _WINDOWS: Final = _words("sliding_window max_window_layers")
 """Without effect while `use_sliding_window` is false."""
+_WINDOWED: Final = {"layer_types": ("full_attention", "sliding_attention")}
 _LATENT: Final = _words("""
     attention_bias kv_lora_rank q_lora_rank qk_nope_head_dim qk_rope_head_dim v_head_dim
     rope_interleave n_routed_experts n_shared_experts num_experts_per_tok moe_intermediate_size
@@ -171,16 +172,24 @@ FIELDS: Final[Mapping[str, ConfigFields]] = {
         model_types=_words("llama"),
         read=_words("attention_bias mlp_bias"),
     ),
+    "MinistralForCausalLM": ConfigFields(
+        model_types=_words("ministral"),
+        read=_words("sliding_window"),
+        fixed=_WINDOWED,
+    ),
     "Qwen2ForCausalLM": ConfigFields(
         model_types=_words("qwen2"),
+        read=_words("sliding_window"),
+        read_by_class=_words("max_window_layers"),
         # The biases are a part of the architecture.
-        harmless=_WINDOWS | _words("attention_bias"),
+        harmless=_words("attention_bias"),
+        fixed={**_WINDOWED, "use_sliding_window": (False, True)},
     ),
     "Qwen3ForCausalLM": ConfigFields(
         model_types=_words("qwen3"),
-        read=_words("attention_bias"),
-        harmless=_WINDOWS,
-        fixed={"use_qk_norm": (True,)},
+        read=_words("attention_bias sliding_window"),
+        read_by_class=_words("max_window_layers"),
+        fixed={**_WINDOWED, "use_qk_norm": (True,), "use_sliding_window": (False, True)},
     ),
     "Qwen3MoeForCausalLM": ConfigFields(
         model_types=_words("qwen3_moe"),

@@ -57,6 +57,10 @@ class ModelConfig:
     """Ascending. Any of them ends a generation."""
     linear_attention_layers: tuple[int, ...] = ()
     """Layers whose state is recurrent; the others have full attention."""
+    sliding_window: int | None = None
+    """Tokens that a token of the `sliding_window_layers` sees, itself included."""
+    sliding_window_layers: tuple[int, ...] = ()
+    """Layers with a window that is shorter than `context_len`."""
     ssm_dtype: torch.dtype = torch.float32
     """Dtype of recurrent states in the pool."""
 
@@ -97,13 +101,15 @@ class ModelConfig:
             )
         linear_layers = _linear_attention_layers(hf)
         rope = RopeConfig.from_hf(hf, may_be_partial=bool(linear_layers))
+        context_len = _resolve_context_len(context_length, hf, rope)
+        windowed_layers = _sliding_window_layers(hf, context_len)
         return cls(
             model_path=str(directory),
             architecture=architecture,
             model_type=whole.model_type,
             hf_config=hf,
             dtype=_resolve_dtype(dtype, (hf, whole), directory),
-            context_len=_resolve_context_len(context_length, hf, rope),
+            context_len=context_len,
             hidden_size=hidden_size,
             intermediate_size=positive_int(hf, _name_of_intermediate_size(hf)),
             num_hidden_layers=positive_int(hf, "num_hidden_layers"),
@@ -116,6 +122,8 @@ class ModelConfig:
             rope=rope,
             eos_token_ids=_eos_token_ids((hf, whole), directory),
             linear_attention_layers=linear_layers,
+            sliding_window=hf.sliding_window if windowed_layers else None,
+            sliding_window_layers=windowed_layers,
             ssm_dtype=DTYPES[ssm_dtype],
         )
 
@@ -160,6 +168,25 @@ def _linear_attention_layers(hf: PretrainedConfig) -> tuple[int, ...]:
             "least one with full_attention"
         )
     return linear
+
+
+def _sliding_window_layers(hf: PretrainedConfig, context_len: int) -> tuple[int, ...]:
+    """Layers with a window that is shorter than the longest context.
+
+    Raises:
+        ValueError: The window is no positive integer, or all layers have it.
+    """
+    types = getattr(hf, "layer_types", None) or []
+    windowed = tuple(i for i, kind in enumerate(types) if kind == "sliding_attention")
+    if not windowed or context_len <= positive_int(hf, "sliding_window"):
+        return ()
+    if len(windowed) == len(types):
+        raise ValueError(
+            f"config.json: all layers have a window of {hf.sliding_window} tokens, and at least "
+            f"one layer with full attention is needed: give --context-length {hf.sliding_window}, "
+            "up to which windows change nothing"
+        )
+    return windowed
 
 
 def _name_of_intermediate_size(hf: PretrainedConfig) -> str:

@@ -22,6 +22,11 @@ DSA: Final = AttentionKind("dsa")
 """Like `MLA`, but a token sees only the tokens that an indexer chooses."""
 
 
+SLIDING_WINDOW: Final = AttentionKind("sliding_window")
+"""Like `FULL_ATTENTION`, but a token sees only the last tokens; their keys and values are a state
+of the whole prefix."""
+
+
 class IndexQuery(NamedTuple):
     """An indexer's queries for some tokens; they choose which tokens of the contexts are read."""
 

@@ -10,6 +10,7 @@ import torch
 
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.distributed.tensor_group import ToAdd
+from sglang.srt.layers.attention.window_backend import window_spec
 from sglang.srt.layers.forward_batch_info import ForwardBatch
 from sglang.srt.layers.gated_mlp import GatedMLP
 from sglang.srt.layers.layernorm import QKNorm, RMSNorm
@@ -18,7 +19,7 @@ from sglang.srt.layers.logits_processor import LogitsProcessor, LogitsProcessorO
 from sglang.srt.layers.moe.sparse_moe import SparseMoeBlock, SparseMoeOptions
 from sglang.srt.layers.placement import TensorPlacement
 from sglang.srt.layers.qkv import prepare_qkv
-from sglang.srt.layers.radix_attention import RadixAttention
+from sglang.srt.layers.radix_attention import FULL_ATTENTION, SLIDING_WINDOW, RadixAttention
 from sglang.srt.layers.rotary_embedding import RotaryEmbedding, Rotation
 from sglang.srt.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from sglang.srt.layers.weight_slot import NamedSlots, WeightedLayer
@@ -102,8 +103,14 @@ class LlamaAttention(torch.nn.Module):
             if options.qk_norm
             else None
         )
+        has_window = layer_id in config.sliding_window_layers
         self.attn = RadixAttention(
-            heads.size, self.head_dim, self.head_dim**-0.5, kv_heads.size, layer_id
+            heads.size,
+            self.head_dim,
+            self.head_dim**-0.5,
+            kv_heads.size,
+            layer_id,
+            kind=SLIDING_WINDOW if has_window else FULL_ATTENTION,
         )
 
     def forward(
@@ -122,7 +129,8 @@ class LlamaAttention(torch.nn.Module):
         """
         qkv = self.qkv_proj.forward(x).view(x.shape[0], -1, self.head_dim)
         q, k, v = prepare_qkv(qkv, self.qk_norm, rotation, self.attn, forward_batch)
-        attended = self.attn.forward(q, k, v, forward_batch, save_kv_cache=False, rows=rows)
+        is_stored = self.attn.kind == FULL_ATTENTION
+        attended = self.attn.forward(q, k, v, forward_batch, save_kv_cache=not is_stored, rows=rows)
         if rows is not None:
             residual = residual.index_select(0, rows)
         return self.o_proj.forward(attended, residual)
@@ -246,6 +254,7 @@ class LlamaForCausalLM(torch.nn.Module):
         )
         self.logits_processor = LogitsProcessor()
         self._kv_share = placement.kv_state_share(config.num_key_value_heads)
+        self._window, self._dtype = config.sliding_window, config.dtype
 
     @staticmethod
     def decoder_options(config: ModelConfig) -> DecoderOptions:
@@ -272,10 +281,21 @@ class LlamaForCausalLM(torch.nn.Module):
         return self.logits_processor.forward(hidden_states, head, forward_batch)
 
     def state_specs(self, kv_dtype: torch.dtype) -> tuple[StateSpec, ...]:
-        """The spec of the keys and values of all attention layers."""
+        """The spec of the keys and values of all attention layers, and of those with a window.
+
+        Windows keep the dtype of activations: they are small.
+        """
         layers = list(self.attention_layers())
-        ids, first, share = tuple(layer.layer_id for layer in layers), layers[0], self._kv_share
-        return (KVSpec.of_heads(ids, first.num_kv_heads, first.head_dim, kv_dtype, share=share),)
+        full, windowed = (
+            tuple(layer.layer_id for layer in layers if (layer.kind == SLIDING_WINDOW) is has)
+            for has in (False, True)
+        )
+        heads, dim, share = layers[0].num_kv_heads, layers[0].head_dim, self._kv_share
+        kv = KVSpec.of_heads(full, heads, dim, kv_dtype, share=share)
+        if not windowed:
+            return (kv,)
+        assert self._window is not None
+        return kv, window_spec(windowed, self._window, heads, dim, self._dtype, share)
 
     def attention_layers(self) -> Iterator[RadixAttention]:
         """The attention of each layer."""

@@ -14,6 +14,7 @@ from sglang.srt.models.deepseek_v2 import (
     DeepseekV32ForCausalLM,
 )
 from sglang.srt.models.llama import LlamaForCausalLM
+from sglang.srt.models.ministral import MinistralForCausalLM
 from sglang.srt.models.qwen2 import Qwen2ForCausalLM
 from sglang.srt.models.qwen3 import Qwen3ForCausalLM
 from sglang.srt.models.qwen3_5 import (
@@ -31,6 +32,7 @@ MODEL_CLASSES: Mapping[str, Callable[[ModelConfig, TensorPlacement], CausalLM]] 
         "DeepseekV32ForCausalLM": DeepseekV32ForCausalLM,
         "DeepseekV3ForCausalLM": DeepseekV3ForCausalLM,
         "LlamaForCausalLM": LlamaForCausalLM,
+        "MinistralForCausalLM": MinistralForCausalLM,
         "Qwen2ForCausalLM": Qwen2ForCausalLM,
         "Qwen3ForCausalLM": Qwen3ForCausalLM,
         "Qwen3MoeForCausalLM": Qwen3MoeForCausalLM,

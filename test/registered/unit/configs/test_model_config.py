@@ -256,7 +256,14 @@ def test_overrides(tmp_path: Path) -> None:
     [
         ({"architectures": ["MambaForCausalLM"]}, "MambaForCausalLM.*not supported.*LlamaForCaus"),
         ({"architectures": ...}, r"missing \(model_type 'qwen3'\)"),
-        ({"use_sliding_window": True, "sliding_window": 128}, "use_sliding_window"),
+        (
+            {"use_sliding_window": True, "sliding_window": 128, "max_window_layers": 0},
+            "all layers have a window of 128 tokens.*--context-length 128",
+        ),
+        (
+            {"use_sliding_window": True, "sliding_window": -1, "max_window_layers": 1},
+            "sliding_window=-1",
+        ),
         ({"rope_scaling": {"rope_type": "dynamic", "factor": 4.0}}, "'dynamic'.*llama3, yarn"),
         ({"rope_scaling": {"rope_type": "linear"}}, "'linear'.*factor"),
         ({"rope_scaling": {"rope_type": "yarn"}}, "'yarn'.*factor|factor.*'yarn'"),

@@ -35,6 +35,7 @@ MODELS: Final[dict[str, dict[str, Any]]] = {
     "deepseek_v32": {**HEADS, "num_key_value_heads": 8, "index_topk": 12},
     "qwen3_next": DELTA,
     "qwen3_5": DELTA,
+    "ministral": HEADS,
 }
 LONG: Final = PROMPTS[4]
 ARGS: Final[dict[str, Any]] = {
@@ -104,6 +105,10 @@ CASES: Final = [
     ("qwen3_next", 2, 1, 1),
     ("qwen3_next", 1, 2, 1),
     ("qwen3_5", 4, 2, 1),
+    ("ministral", 1, 1, 1),
+    ("ministral", 2, 1, 1),
+    ("ministral", 1, 2, 1),
+    ("ministral", 4, 2, 1),
 ]
 """Family, ranks of prefill, ranks of decode, over how many of prefill's prompts are split."""
 

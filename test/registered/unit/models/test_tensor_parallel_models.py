@@ -26,6 +26,7 @@ CASES = [
     pytest.param("llama", {**SPLIT, "tie_word_embeddings": True}, id="llama-tied"),
     pytest.param("qwen2", SPLIT, id="qwen2"),
     pytest.param("qwen3", SPLIT, id="qwen3"),
+    pytest.param("ministral", SPLIT, id="ministral"),
     pytest.param("qwen3_moe", SPLIT, id="qwen3_moe"),
     pytest.param("deepseek_v2", LATENT, id="deepseek_v2"),
     pytest.param("deepseek_v3", {**LATENT, "attention_bias": True}, id="deepseek_v3-biases"),

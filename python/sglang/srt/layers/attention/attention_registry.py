@@ -18,7 +18,14 @@ from sglang.srt.layers.attention.base_attn_backend import AttentionBackend, Atte
 from sglang.srt.layers.attention.dsa_backend import DSATorchNativeBackend
 from sglang.srt.layers.attention.mla_backend import MLATorchNativeBackend
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
-from sglang.srt.layers.radix_attention import DSA, FULL_ATTENTION, MLA, AttentionKind
+from sglang.srt.layers.attention.window_backend import WindowTorchBackend
+from sglang.srt.layers.radix_attention import (
+    DSA,
+    FULL_ATTENTION,
+    MLA,
+    SLIDING_WINDOW,
+    AttentionKind,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -173,3 +180,4 @@ for _kind in DEVICE_KINDS.values():
         register_attention_backend(DSA, "triton", _kind.name, _LATENT_TRITON)
     register_attention_backend(MLA, "torch_native", _kind.name, MLATorchNativeBackend)
     register_attention_backend(DSA, "torch_native", _kind.name, DSATorchNativeBackend)
+    register_attention_backend(SLIDING_WINDOW, "torch_native", _kind.name, WindowTorchBackend)

@@ -50,7 +50,7 @@ class ShortPlan(NamedTuple):
         padding = [0] * (count - len(num_new))
         bounds = np.asarray([0, *itertools.accumulate([*num_new, *padding])], dtype=np.int64)
         track = np.asarray([*(track_lens or [0] * len(num_new)), *padding], dtype=np.int64)
-        return cls(*_upload([bounds, track], device))
+        return cls(*upload([bounds, track], device))
 
 
 class ExtendPass(NamedTuple):
@@ -151,7 +151,7 @@ class ExtendPlan:
             np.asarray([place for _, place, _ in snapshots], dtype=np.int64),
             np.asarray(tracked, dtype=np.int64),
         ]
-        ids = _upload(columns, device)
+        ids = upload(columns, device)
         return cls(
             num_new=tuple(num_new),
             track_lens=tuple(track),
@@ -190,7 +190,7 @@ def _pass(spans: list[tuple[int, int, int]], device: torch.device) -> ExtendPass
         np.asarray([request for request, *_ in spans], dtype=np.int64),
         np.asarray(bounds, dtype=np.int64),
     ]
-    return ExtendPass(*_upload(columns, device))
+    return ExtendPass(*upload(columns, device))
 
 
 def short_plan_of(forward_batch: ForwardBatch) -> ShortPlan:
@@ -260,7 +260,7 @@ def _window_rows(
     return np.concatenate(rows), first, last, at_snapshot.reshape(len(tracked), past)
 
 
-def _upload(columns: list[_Ids], device: torch.device | str) -> list[torch.Tensor]:
+def upload(columns: list[_Ids], device: torch.device | str) -> list[torch.Tensor]:
     """Upload all columns in one copy, keeping their shapes."""
     flat = np.concatenate([column.reshape(-1).astype(np.int64) for column in columns])
     staged = device_runtime(device).stage_to_device(torch.from_numpy(flat))

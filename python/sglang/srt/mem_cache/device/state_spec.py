@@ -22,6 +22,7 @@ class PoolName(StrEnum):
     KV = "kv"
     MAMBA = "mamba"
     INDEXER = "indexer"
+    SWA = "swa"
 
 
 class PoolHitPolicy(StrEnum):

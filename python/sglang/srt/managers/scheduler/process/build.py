@@ -218,16 +218,19 @@ def on_this_machine(server_args: ServerArgs, detected: str) -> ServerArgs:
 
 
 def check_model_flags(server_args: ServerArgs, model_config: ModelConfig) -> None:
-    """Refuse flags of recurrent states with a model that keeps none.
+    """Refuse flags of recurrent states with a model that keeps none; windows are such states,
+    except for their dtype.
 
     Raises:
         ValueError: Names the flag and the model.
     """
     if model_config.linear_attention_layers:
         return
+    has_windows = bool(model_config.sliding_window_layers)
     for field in dataclasses.fields(server_args):
         is_set = getattr(server_args, field.name) != field.default
-        if is_set and "mamba" in field.name:
+        is_used = has_windows and field.name != "mamba_ssm_dtype"
+        if is_set and "mamba" in field.name and not is_used:
             raise ValueError(
                 f"{flag_name(field.name)} has no effect on {model_config.architecture}, which "
                 "keeps no recurrent states: leave it out"

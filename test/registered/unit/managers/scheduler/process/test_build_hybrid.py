@@ -159,5 +159,15 @@ def test_flags_of_states_are_refused_where_there_are_none(
         check_model_flags(args, config)
 
 
+def test_flags_of_sizes_hold_for_windows_and_that_of_dtypes_does_not(tmp_path: Path) -> None:
+    save_tiny_checkpoint(tmp_path, "ministral")
+    config = ModelConfig.from_path(str(tmp_path))
+    args = ServerArgs(model_path=str(tmp_path), max_mamba_cache_size=4).resolve()
+    check_model_flags(args, config)
+    args = ServerArgs(model_path=str(tmp_path), mamba_ssm_dtype="bfloat16").resolve()
+    with pytest.raises(ValueError, match="mamba-ssm-dtype has no effect on MinistralForCausalLM"):
+        check_model_flags(args, config)
+
+
 if __name__ == "__main__":
     raise SystemExit(pytest.main([__file__, "-q"]))

@@ -1,4 +1,4 @@
-"""Models with recurrent states, served: words as transformers' in any company and any order."""
+"""Models with states of whole prefixes: words as transformers' in any company and order."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ NEW_TOKENS = 16
 class Oracle:
     """A tiny checkpoint, and transformers' greedy words."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, family: str, **overrides: Any) -> None:
         self.path = path
-        self.hf = save_tiny_checkpoint(path, "qwen3_next", mlp_only_layers=[1], eos_token_id=None)
+        self.hf = save_tiny_checkpoint(path, family, eos_token_id=None, **overrides)
 
     def words(self, tokens: list[int], count: int = NEW_TOKENS) -> list[int]:
         generate: Any = self.hf.generate
@@ -32,10 +32,13 @@ class Oracle:
         return ids[0, len(tokens) :].tolist()  # type: ignore[no-any-return]
 
 
-@pytest.fixture(scope="module")
-def oracle(tmp_path_factory: pytest.TempPathFactory) -> Oracle:
+@pytest.fixture(
+    scope="module", params=[("qwen3_next", {"mlp_only_layers": [1]}), ("ministral", {})], ids=str
+)
+def oracle(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Oracle:
     torch.set_num_threads(1)
-    return Oracle(tmp_path_factory.mktemp("hybrid"))
+    family, overrides = request.param
+    return Oracle(tmp_path_factory.mktemp(family), family, **overrides)
 
 
 @pytest.fixture(scope="module")
