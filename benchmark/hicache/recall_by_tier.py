@@ -19,11 +19,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rigs.recall.run_eval import EvalArgs, run_eval
 from rigs.servers.engine_server import EngineServer
 from rigs.stores.mooncake_cluster import MooncakeCluster
 from sglang.benchmark.report import emit, provenance
 from sglang.srt.constants import BUILTIN_HYBRID_MODEL_DIR, BUILTIN_MODEL_DIR
-from sglang.test.run_eval import EvalArgs, run_eval
 
 MODELS = {"builtin": BUILTIN_MODEL_DIR, "hybrid": BUILTIN_HYBRID_MODEL_DIR}
 SMALL_L1 = ("--max-total-tokens", "8192")

@@ -11,7 +11,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from transformers import PreTrainedTokenizerFast
 
-from sglang.test.recall_task import (
+from rigs.recall.recall_task import (
     LAYOUTS,
     RecallConversation,
     Split,

@@ -16,7 +16,7 @@ import torch
 from make_tokenizer import PACKAGE_DIR
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from sglang.test.recall_task import RecallConversation, heldout_conversation
+from rigs.recall.recall_task import RecallConversation, heldout_conversation
 
 MAX_ANSWER_TOKENS = 12
 

@@ -13,8 +13,8 @@ from pathlib import Path
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from sglang.test.recall_names import CAPITALISED, NAMES
-from sglang.test.recall_text import (
+from rigs.recall.recall_names import CAPITALISED, NAMES
+from rigs.recall.recall_text import (
     ACKNOWLEDGEMENT,
     ROLES,
     UNKNOWN,

@@ -40,7 +40,7 @@ from training import (
 )
 from transformers import AutoTokenizer, Qwen3ForCausalLM
 
-from sglang.test.recall_text import UNKNOWN
+from rigs.recall.recall_text import UNKNOWN
 
 NEW_LEARNING_RATE = 2e-3
 KEPT_LEARNING_RATE = 3e-4

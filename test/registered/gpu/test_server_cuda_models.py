@@ -11,10 +11,10 @@ from contextlib import ExitStack
 import pytest
 
 from rigs.models.qwen3_8b import DUMMY_FLAGS, VOCAB_SIZE, dummy_model
+from rigs.recall.run_eval import EvalArgs, run_eval
 from rigs.servers.engine_server import EngineServer
 from sglang.srt.hardware_backend.device_runtime import detect_device
 from sglang.test.ci.ci_register import register_cuda_ci
-from sglang.test.run_eval import EvalArgs, run_eval
 
 register_cuda_ci(est_time=60, suite="base-b-test-1-gpu-large")
 

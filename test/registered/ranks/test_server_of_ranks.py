@@ -17,13 +17,13 @@ import psutil
 import pytest
 
 import sglang
+from rigs.recall.recall_task import heldout_conversation
 from rigs.schedulers.scheduler_rig import prompt
 from rigs.servers.engine_server import EXACT, EngineServer, HttpReply
 from rigs.servers.forked_servers import ForkedServer
 from sglang.srt.utils.network import wait_until
 from sglang.srt.utils.process import is_alive
 from sglang.test.ci.ci_register import register_cpu_ci
-from sglang.test.recall_task import heldout_conversation
 
 register_cpu_ci(est_time=25, suite="base-b-test-cpu")
 

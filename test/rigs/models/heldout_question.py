@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from transformers import AutoTokenizer
 
+from rigs.recall.recall_task import heldout_conversation
 from sglang.srt.constants import BUILTIN_MODEL_DIR
-from sglang.test.recall_task import heldout_conversation
 
 
 @dataclass(frozen=True)

@@ -12,12 +12,12 @@ from safetensors import safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rigs.models.heldout_question import HeldoutQuestion
+from rigs.recall.recall_text import UNKNOWN
 from rigs.schedulers.scheduler_rig import SchedulerRig, greedy
 from sglang.srt.constants import BUILTIN_HYBRID_MODEL_DIR, BUILTIN_MODEL_DIR
 from sglang.srt.mem_cache.device.hybrid_req_pool import HybridReqToTokenPool
 from sglang.srt.mem_cache.device.mamba_pool import MambaPool
 from sglang.test.ci.ci_register import register_cpu_ci
-from sglang.test.recall_text import UNKNOWN
 
 register_cpu_ci(est_time=7, suite="base-a-test-cpu")
 

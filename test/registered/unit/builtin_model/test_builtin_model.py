@@ -14,10 +14,10 @@ from safetensors import safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import sglang
+from rigs.recall.recall_names import CAPITALISED, NAMES
+from rigs.recall.recall_task import estimate_tokens, heldout_conversation
+from rigs.recall.recall_text import template_words
 from sglang.test.ci.ci_register import register_cpu_ci
-from sglang.test.recall_names import CAPITALISED, NAMES
-from sglang.test.recall_task import estimate_tokens, heldout_conversation
-from sglang.test.recall_text import template_words
 
 register_cpu_ci(est_time=4, suite="base-a-test-cpu")
 

@@ -1,4 +1,4 @@
-"""Evaluates a running server: python -m sglang.test.run_eval --eval-name recall
+"""Evaluates a running server: python -m rigs.recall.run_eval --eval-name recall
 
 Sends held-out conversations to `/v1/chat/completions` at temperature 0 and counts the right codes.
 With `--num-questions` above 1 each conversation continues with the server's own answers, so that
@@ -16,13 +16,11 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, fields
-from pathlib import Path
 from typing import Any
 
-from sglang.test.chat_client import ChatClient, ChatReply
-from sglang.test.recall_task import RecallConversation, estimate_tokens, heldout_conversation
+from rigs.recall.chat_client import ChatClient, ChatReply
+from rigs.recall.recall_task import RecallConversation, estimate_tokens, heldout_conversation
 
-BUILTIN_MODEL_DIR = Path(__file__).resolve().parents[1] / "builtin_model"
 EVAL_NAMES = ("recall",)
 ORDERS = ("conversation", "round")
 _MAX_WRONG_SHOWN = 5
@@ -193,7 +191,7 @@ def _summary(config: EvalArgs, dialogues: list[_Dialogue], seconds: float) -> di
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m sglang.test.run_eval", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m rigs.recall.run_eval", description=__doc__)
     default = EvalArgs()
     parser.add_argument("--eval-name", choices=EVAL_NAMES, default=default.eval_name)
     parser.add_argument("--order", choices=ORDERS, default=default.order)

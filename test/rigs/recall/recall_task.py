@@ -13,8 +13,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
-from sglang.test.recall_names import CAPITALISED, NAMES
-from sglang.test.recall_text import (
+from rigs.recall.recall_names import CAPITALISED, NAMES
+from rigs.recall.recall_text import (
     ACKNOWLEDGEMENT,
     FACTS,
     FILLERS,

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
+from rigs.recall.recall_task import heldout_conversation
+from rigs.recall.run_eval import EvalArgs, main, run_eval
 from sglang.test.ci.ci_register import register_cpu_ci
-from sglang.test.recall_task import heldout_conversation
-from sglang.test.run_eval import EvalArgs, main, run_eval
 
 register_cpu_ci(est_time=3, suite="base-a-test-cpu")
 

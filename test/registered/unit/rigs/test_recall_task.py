@@ -9,10 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sglang.test import recall_task
-from sglang.test.ci.ci_register import register_cpu_ci
-from sglang.test.recall_names import CAPITALISED, NAMES
-from sglang.test.recall_task import (
+from rigs.recall import recall_task
+from rigs.recall.recall_names import CAPITALISED, NAMES
+from rigs.recall.recall_task import (
     LAYOUTS,
     TURN_OVERHEAD_TOKENS,
     RecallConversation,
@@ -23,8 +22,9 @@ from sglang.test.recall_task import (
     make_conversation,
     recall_rng,
 )
-from sglang.test.recall_text import template_words
-from sglang.test.run_eval import EvalArgs
+from rigs.recall.recall_text import template_words
+from rigs.recall.run_eval import EvalArgs
+from sglang.test.ci.ci_register import register_cpu_ci
 
 register_cpu_ci(est_time=4, suite="base-a-test-cpu")
 
