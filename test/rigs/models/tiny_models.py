@@ -291,9 +291,12 @@ class StepDriver:
         return self._run(batch, rows, total)
 
     def decode(
-        self, work: Sequence[tuple[int, int]], snapshots: Snapshots | None = None
+        self,
+        work: Sequence[tuple[int, int]],
+        snapshots: Snapshots | None = None,
+        before: Callable[[ForwardBatch], None] = lambda batch: None,
     ) -> LogitsProcessorOutput:
-        """Compute one token of each request, given as `(row, token)`."""
+        """Compute one token of each request, given as `(row, token)`; `before` as in `extend`."""
         rows = [row for row, _ in work]
         total = [self.lens[row] + 1 for row in rows]
         loc = self.runner.token_to_kv_pool_allocator.alloc_decode(
@@ -305,6 +308,7 @@ class StepDriver:
         tokens = [token for _, token in work]
         batch = self._batch(ForwardMode.DECODE, rows, total, tokens, loc)
         self._track(batch, rows, snapshots)
+        before(batch)
         return self._run(batch, rows, total)
 
     def continue_from(self, snapshot: int, source: int, rows: Sequence[int], length: int) -> None:

@@ -120,12 +120,15 @@ def test_a_step_reads_a_snapshot_and_leaves_it_as_it_is(tmp_path: Path, is_exten
     def from_snapshot(batch: Any) -> None:
         batch.states.first_slots = torch.tensor([18])
 
-    work = tokens[30:] if is_extend else tokens[30:31]
-    got = driver.extend([(1, work)], before=from_snapshot).next_token_logits
-    assert_close(got, want[29 + len(work) :][:1])
+    step = (
+        driver.extend([(1, tokens[30:40])], before=from_snapshot)
+        if is_extend
+        else driver.decode([(1, tokens[30])], before=from_snapshot)
+    )
+    end = driver.lens[1]
+    assert_close(step.next_token_logits, want[end - 1 : end])
     assert all(map(torch.equal, before, (buffer[:, 18] for buffer in pool.buffers)))
-    if not is_extend:
-        assert_close(driver.decode([(1, tokens[31])]).next_token_logits, want[31:32])
+    assert_close(driver.decode([(1, tokens[end])]).next_token_logits, want[end : end + 1])
 
 
 def test_requests_continue_from_a_snapshot_of_decoding(tmp_path: Path) -> None:
