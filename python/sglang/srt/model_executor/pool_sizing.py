@@ -46,10 +46,29 @@ def pool_budget(
     Raises:
         ValueError: `mem_fraction_static` is not between 0 and 1.
     """
-    budget, reason = _budget(has_own_memory, total_bytes, mem_fraction_static, weight_bytes)
-    if mem_fraction_static is None and has_own_memory:
-        budget, reason = _default_budget(budget, reason, total_bytes, available_bytes, graph_bytes)
-    return Sizing(budget, reason)
+    if mem_fraction_static is None and not has_own_memory:
+        tenth = int(total_bytes * CPU_POOL_FRACTION)
+        if tenth < CPU_POOL_BYTES:
+            return Sizing(tenth, f"10% of {total_bytes / GIB:.1f} GiB memory")
+        return Sizing(CPU_POOL_BYTES, "1 GiB, the default on a CPU")
+    fraction = GPU_STATIC_FRACTION if mem_fraction_static is None else mem_fraction_static
+    if not 0.0 < fraction < 1.0:
+        raise ValueError(f"--mem-fraction-static {fraction} must be between 0 and 1")
+    budget = int(total_bytes * fraction) - weight_bytes
+    reason = (
+        f"--mem-fraction-static {fraction:g} of {total_bytes / GIB:.1f} GiB, "
+        f"less {weight_bytes / GIB:.2f} GiB of weights"
+    )
+    if mem_fraction_static is not None:
+        return Sizing(budget, reason)
+    # Leave room for graphs, and the usual reserve even if other processes use the device.
+    reserve = int(total_bytes * (1.0 - GPU_STATIC_FRACTION))
+    if available_bytes - reserve < budget:
+        budget = available_bytes - reserve
+        reason = f"{available_bytes / GIB:.2f} GiB free, less a reserve of {reserve / GIB:.2f} GiB"
+    if graph_bytes:
+        reason += f" and {graph_bytes / GIB:.2f} GiB for CUDA graphs"
+    return Sizing(budget - graph_bytes, reason)
 
 
 def size_kv_pool(
@@ -124,37 +143,6 @@ def size_kv_pool(
     return Sizing(tokens, reason)
 
 
-def _budget(
-    has_own_memory: bool, total_bytes: int, mem_fraction_static: float | None, weight_bytes: int
-) -> tuple[int, str]:
-    if mem_fraction_static is None and not has_own_memory:
-        tenth = int(total_bytes * CPU_POOL_FRACTION)
-        if tenth < CPU_POOL_BYTES:
-            return tenth, f"10% of {total_bytes / GIB:.1f} GiB memory"
-        return CPU_POOL_BYTES, "1 GiB, the default on a CPU"
-    fraction = GPU_STATIC_FRACTION if mem_fraction_static is None else mem_fraction_static
-    if not 0.0 < fraction < 1.0:
-        raise ValueError(f"--mem-fraction-static {fraction} must be between 0 and 1")
-    return (
-        int(total_bytes * fraction) - weight_bytes,
-        f"--mem-fraction-static {fraction:g} of {total_bytes / GIB:.1f} GiB, "
-        f"less {weight_bytes / GIB:.2f} GiB of weights",
-    )
-
-
-def _default_budget(
-    budget: int, reason: str, total_bytes: int, available_bytes: int, graph_bytes: int
-) -> tuple[int, str]:
-    """Leave room for graphs, and the usual reserve even if other processes use the device."""
-    reserve = int(total_bytes * (1.0 - GPU_STATIC_FRACTION))
-    if available_bytes - reserve < budget:
-        budget = available_bytes - reserve
-        reason = f"{available_bytes / GIB:.2f} GiB free, less a reserve of {reserve / GIB:.2f} GiB"
-    if graph_bytes:
-        reason += f" and {graph_bytes / GIB:.2f} GiB for CUDA graphs"
-    return budget - graph_bytes, reason
-
-
 def size_states(
     *,
     budget_bytes: int,
@@ -222,7 +210,16 @@ def size_running_requests(
     Raises:
         ValueError: `max_running_requests` is less than 1, or their table does not fit.
     """
-    size = _running_requests(pool_tokens, context_len, max_running_requests)
+    if max_running_requests is None:
+        by_pool = pool_tokens // 64
+        by_table = REQ_TABLE_BYTES // (_SLOT_BYTES * context_len)
+        requests = max(1, min(MAX_RUNNING_REQUESTS, by_pool, by_table))
+        reason = f"of {MAX_RUNNING_REQUESTS}, {by_pool} by pool, {by_table} by table"
+        size = Sizing(requests, reason)
+    elif max_running_requests < 1:
+        raise ValueError(f"--max-running-requests {max_running_requests} must be at least 1")
+    else:
+        size = Sizing(max_running_requests, f"--max-running-requests {max_running_requests}")
     if states is not None and states < size.amount:
         size = Sizing(states, f"one for each of {states} states")
     table_bytes = _SLOT_BYTES * context_len * size.amount
@@ -234,16 +231,3 @@ def size_running_requests(
             "--context-length"
         )
     return size
-
-
-def _running_requests(
-    pool_tokens: int, context_len: int, max_running_requests: int | None
-) -> Sizing:
-    if max_running_requests is not None:
-        if max_running_requests < 1:
-            raise ValueError(f"--max-running-requests {max_running_requests} must be at least 1")
-        return Sizing(max_running_requests, f"--max-running-requests {max_running_requests}")
-    by_pool = pool_tokens // 64
-    by_table = REQ_TABLE_BYTES // (_SLOT_BYTES * context_len)
-    requests = max(1, min(MAX_RUNNING_REQUESTS, by_pool, by_table))
-    return Sizing(requests, f"of {MAX_RUNNING_REQUESTS}, {by_pool} by pool, {by_table} by table")
