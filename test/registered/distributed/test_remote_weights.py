@@ -37,9 +37,9 @@ from sglang.srt.model_loader.load_config import LoadConfig, SeedAddress
 from sglang.srt.model_loader.loader import build_model
 from sglang.srt.model_loader.remote_weights import RemoteInstanceWeights
 from sglang.srt.model_loader.seed_client import SeedClient
-from sglang.srt.model_loader.tensor_memory import register_weights
+from sglang.srt.model_loader.weight_files import weights_identity
+from sglang.srt.model_loader.weight_seed import register_weights
 from sglang.srt.model_loader.weight_source import WeightSlots
-from sglang.srt.model_loader.weights_identity import weights_identity
 from sglang.srt.utils.network import wait_until
 from sglang.test.ci.ci_register import register_cpu_ci
 

@@ -26,10 +26,9 @@ from sglang.srt.model_loader.load_config import LoadConfig, SeedAddress
 from sglang.srt.model_loader.loader import build_model, get_model
 from sglang.srt.model_loader.remote_weights import RemoteInstanceWeights
 from sglang.srt.model_loader.seed_answer import SeedAnswer, WeightsDigest
-from sglang.srt.model_loader.tensor_memory import register_weights
-from sglang.srt.model_loader.weight_seed import WeightSeed
+from sglang.srt.model_loader.weight_files import config_values
+from sglang.srt.model_loader.weight_seed import WeightSeed, register_weights
 from sglang.srt.model_loader.weight_source import WeightSlots
-from sglang.srt.model_loader.weights_identity import config_values
 from sglang.srt.models.causal_lm import CausalLM
 from sglang.srt.utils.network import wait_until
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
+from dataclasses import dataclass, field
 from typing import Final, TypeAlias
 
 import torch
@@ -19,20 +20,19 @@ from sglang.srt.distributed.device_communicators.mooncake_transfer_engine import
 )
 from sglang.srt.distributed.device_communicators.peer import parse_session_id
 from sglang.srt.distributed.device_communicators.transfer_types import (
+    Block,
     BlockOutcome,
     TransferError,
     TransferOp,
 )
 from sglang.srt.hardware_backend.device_runtime import device_runtime
 from sglang.srt.model_loader.load_config import LoadConfig
-from sglang.srt.model_loader.read_batches import ReadBatch, Step, cut_batches, staging_bytes
 from sglang.srt.model_loader.seed_answer import SeedAnswer, check_seed
 from sglang.srt.model_loader.seed_client import DIGEST_TIMEOUT_S, SeedClient
-from sglang.srt.model_loader.staging_memory import StagingMemory
-from sglang.srt.model_loader.tensor_memory import checksums
-from sglang.srt.model_loader.weight_plan import TensorPlan, check_checksums, plan_reads
+from sglang.srt.model_loader.weight_files import config_values
+from sglang.srt.model_loader.weight_plan import PartRead, TensorPlan, check_checksums, plan_reads
+from sglang.srt.model_loader.weight_seed import checksums
 from sglang.srt.model_loader.weight_source import WeightSlots
-from sglang.srt.model_loader.weights_identity import config_values
 from sglang.srt.utils.network import is_loopback
 
 logger = logging.getLogger(__name__)
@@ -239,3 +239,149 @@ def _log_rate(num_bytes: int, num_ranks: int, read_s: float, hashed_s: float) ->
         num_bytes / read_s / 1e9,
         hashed_s,
     )
+
+
+_WORD = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One read of a batch.
+
+    Attributes:
+        name: Name of the tensor.
+        offset: Byte offset of its rows in the staging memory; None: read directly into place.
+    """
+
+    name: str
+    read: PartRead
+    offset: int | None
+
+    def block(self, staging: int) -> Block:
+        """The block that the transport moves, with staging memory at the address `staging`."""
+        return self.read.block(None if self.offset is None else staging + self.offset)
+
+
+@dataclass(slots=True)
+class ReadBatch:
+    """Reads in flight at the same time.
+
+    Attributes:
+        steps: Reads, tensor by tensor.
+        done: The tensors that are complete after the batch.
+        num_bytes: Bytes to read from the seed.
+        staged: Bytes of staging memory of the batch.
+    """
+
+    steps: list[Step] = field(default_factory=list)
+    done: list[TensorPlan] = field(default_factory=list)
+    num_bytes: int = 0
+    staged: int = 0
+
+    def add(self, name: str, read: PartRead) -> None:
+        """Add a read. It takes staging memory unless it is direct."""
+        self.steps.append(Step(name, read, None if read.is_direct else self.staged))
+        self.num_bytes += read.num_bytes
+        if not read.is_direct:
+            self.staged += _aligned(read.num_bytes)
+
+    def of_holders(self) -> dict[int, list[Step]]:
+        """The reads of each rank of the seed."""
+        found: dict[int, list[Step]] = {}
+        for step in self.steps:
+            found.setdefault(step.read.holder, []).append(step)
+        return found
+
+
+def staging_bytes(plans: Sequence[TensorPlan], most: int) -> int:
+    """Bytes of staging memory for one batch: half of the largest part that needs it, at most
+    `most`, but at least a row. Two batches alternate."""
+    staged = [read for plan in plans for read in plan.reads if not read.is_direct]
+    if not staged:
+        return 0
+    half = max(-(-len(read.dest) // 2) * read.row_bytes for read in staged)
+    return _aligned(max(min(half, most), *(read.row_bytes for read in staged)))
+
+
+def cut_batches(
+    plans: Sequence[TensorPlan], most_bytes: int, most_staged: int
+) -> Iterator[ReadBatch]:
+    """Cut plans into batches of about `most_bytes`. A larger direct read is a batch by itself.
+
+    Args:
+        most_staged: Most bytes of staging memory of one batch; see `staging_bytes`.
+    """
+    batch = ReadBatch()
+    for plan in plans:
+        for read in plan.reads:
+            begin, rows = 0, len(read.dest)
+            while begin < rows:
+                count = rows
+                if not read.is_direct:
+                    count = min(rows - begin, (most_staged - batch.staged) // read.row_bytes)
+                part = read.rows(begin, begin + count)
+                if not count or (batch.steps and batch.num_bytes + part.num_bytes > most_bytes):
+                    assert batch.steps, "a row fits into the staging memory"
+                    yield batch
+                    batch = ReadBatch()
+                    continue
+                batch.add(plan.name, part)
+                begin += count
+        batch.done.append(plan)
+    if batch.done:
+        yield batch
+
+
+def _aligned(num_bytes: int) -> int:
+    """`num_bytes`, rounded up to whole words."""
+    return -(-num_bytes // _WORD) * _WORD
+
+
+class StagingMemory:
+    """Two halves, used by alternate batches: one is filled while the other is copied from.
+
+    Args:
+        engine: The engine that the memory is registered with.
+        num_bytes: Bytes of each half; 0: no batch needs staging memory.
+        device: Device of the weights.
+        known: Addresses of allocations that are registered with the engine already.
+
+    Raises:
+        RegistrationError: The transport refused.
+    """
+
+    def __init__(
+        self,
+        engine: MooncakeTransferEngine,
+        num_bytes: int,
+        device: torch.device,
+        known: set[int],
+    ) -> None:
+        self._engine = engine
+        self._memory = torch.empty(2 * num_bytes, dtype=torch.uint8, device=device)
+        self._halves = torch.split(self._memory, num_bytes) if num_bytes else (self._memory,) * 2
+        self._runtime = device_runtime(device)
+        # It may be in the same allocation as weights.
+        ranges = self._runtime.allocations_of([self._memory]) if num_bytes else {}
+        self._own = {begin: size for begin, size in ranges.items() if begin not in known}
+        if self._own:
+            engine.batch_register(list(self._own), list(self._own.values()))
+
+    def half(self, index: int) -> torch.Tensor:
+        """The half for the batch with this index, as uint8."""
+        return self._halves[index % 2]
+
+    def unpack(self, batch: ReadBatch, index: int) -> None:
+        """Copy the staged rows of `batch`, which has this index, into place. Any thread. The copies
+        are complete on return."""
+        half = self.half(index)
+        for step in batch.steps:
+            if step.offset is not None:
+                step.read.copy_from(half[step.offset : step.offset + step.read.num_bytes])
+        if batch.staged:
+            self._runtime.synchronize()
+
+    def release(self) -> None:
+        """Deregister the memory. No read into it may be in flight."""
+        if self._own:
+            self._engine.batch_deregister(list(self._own))

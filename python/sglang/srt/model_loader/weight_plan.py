@@ -10,13 +10,16 @@ import torch
 
 from sglang.srt.distributed.device_communicators.transfer_types import Block
 from sglang.srt.layers.weight_slot import WeightSlot
-from sglang.srt.model_loader.seed_answer import SeedAnswer, TensorPart, WeightsDigest, place_of
-from sglang.srt.model_loader.weight_ranges import (
+from sglang.srt.model_loader.seed_answer import (
     EvenSpread,
     HeldRanges,
     Range,
+    SeedAnswer,
+    TensorPart,
+    WeightsDigest,
     common_parts,
     cut_at,
+    place_of,
 )
 
 

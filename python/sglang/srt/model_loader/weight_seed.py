@@ -1,9 +1,10 @@
-"""A seed: a server that gives other servers the addresses of its weights to read."""
+"""A seed: a server that registers its weights with the transport, and gives other servers their
+addresses and checksums."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final
 
 import msgspec
@@ -13,7 +14,9 @@ from sglang.srt.distributed.device_communicators.mooncake_transfer_engine import
     MooncakeTransferEngine,
 )
 from sglang.srt.distributed.rank_group import RankGroup, gather_bytes
-from sglang.srt.hardware_backend.leaf_hash import HASH_NAME
+from sglang.srt.hardware_backend.device_runtime import device_runtime
+from sglang.srt.hardware_backend.leaf_hash import HASH_NAME, join_leaves
+from sglang.srt.layers.weight_slot import WeightSlot
 from sglang.srt.model_loader.seed_answer import (
     PACKED_ANSWER_DECODER,
     SeedAnswer,
@@ -22,7 +25,6 @@ from sglang.srt.model_loader.seed_answer import (
     WeightsDigest,
     place_of,
 )
-from sglang.srt.model_loader.tensor_memory import checksums
 from sglang.srt.model_loader.weight_plan import cell_views
 from sglang.srt.models.causal_lm import CausalLM
 from sglang.srt.utils.background_call import BackgroundCall
@@ -139,3 +141,29 @@ class WeightSeed:
         found = {name: checksums(cell_views(slot)) for name, slot in self._slots.items()}
         logger.info("computed the checksums of %d tensors for servers that read them", len(found))
         return WeightsDigest(identity=identity, checksums=found)
+
+
+def register_weights(engine: MooncakeTransferEngine, slots: Iterable[WeightSlot]) -> None:
+    """Register the memory of all slots of one model, for as long as the process lives.
+
+    Whole allocations are registered, because over NVLink a peer on the same host cannot map less.
+
+    Raises:
+        RegistrationError: The transport refused.
+        OverlappingRange: Part of the memory is registered already.
+    """
+    tensors = [slot.dest for slot in slots if slot.dest.numel()]
+    if tensors:
+        ranges = device_runtime(tensors[0].device).allocations_of(tensors)
+        engine.batch_register(list(ranges), list(ranges.values()))
+
+
+def checksums(cells: Sequence[torch.Tensor]) -> list[str]:
+    """Hash the bytes of each tensor, row by row (`leaf_hash`): 32 hexadecimal digits. Any thread.
+
+    Args:
+        cells: uint8 `[rows, bytes]` on one device; the bytes of a row are contiguous.
+    """
+    filled = [cell for cell in cells if cell.numel()]
+    digests = iter(device_runtime(cells[0].device).leaf_digests(filled) if filled else ())
+    return [join_leaves(next(digests) if cell.numel() else b"", cell.numel()) for cell in cells]

@@ -17,11 +17,11 @@ from rigs.caches.memory_ranks import PlaceInGroup
 from rigs.models.tiny_models import save_tiny_checkpoint
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.layers.weight_slot import WeightSlot
-from sglang.srt.model_loader import loaded_files
+from sglang.srt.model_loader import checkpoint_files
 from sglang.srt.model_loader.load_config import LoadConfig
 from sglang.srt.model_loader.loader import build_model, get_model, load_weights
+from sglang.srt.model_loader.weight_files import weights_identity
 from sglang.srt.model_loader.weight_source import WeightSlots, WeightSource
-from sglang.srt.model_loader.weights_identity import weights_identity
 from sglang.test.ci.ci_register import register_cpu_ci
 
 register_cpu_ci(est_time=1, suite="base-a-test-cpu")
@@ -276,7 +276,7 @@ def test_files_that_change_while_they_are_hashed(
         replace_weights(checkpoint)
         return weights_identity(*args, **kwargs)
 
-    monkeypatch.setattr(loaded_files, "weights_identity", hash_late)
+    monkeypatch.setattr(checkpoint_files, "weights_identity", hash_late)
     with pytest.raises(ValueError, match=r"model\.safetensors has changed since the weights were"):
         source.identity()
 

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sglang.srt.layers.placement import Share
-from sglang.srt.model_loader.weight_ranges import (
+from sglang.srt.model_loader.seed_answer import (
     EvenSpread,
     HeldRanges,
     common_parts,

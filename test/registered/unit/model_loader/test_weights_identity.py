@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from sglang.srt.model_loader import weights_identity as module
-from sglang.srt.model_loader.weights_identity import (
+from sglang.srt.model_loader import weight_files as module
+from sglang.srt.model_loader.weight_files import (
     CACHE_FILE,
     config_digest,
     config_values,

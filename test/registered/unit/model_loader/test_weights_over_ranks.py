@@ -29,8 +29,7 @@ from rigs.stores.fake_transfer_engine import (
 )
 from sglang.srt.distributed.rank_group import RankGroup
 from sglang.srt.model_loader import remote_weights
-from sglang.srt.model_loader.remote_weights import RemoteInstanceWeights
-from sglang.srt.model_loader.staging_memory import StagingMemory
+from sglang.srt.model_loader.remote_weights import RemoteInstanceWeights, StagingMemory
 from sglang.srt.model_loader.weight_seed import WeightSeed
 from sglang.srt.models.causal_lm import CausalLM
 from sglang.srt.utils.network import wait_until

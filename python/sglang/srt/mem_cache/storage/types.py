@@ -92,7 +92,7 @@ class CacheNamespace(msgspec.Struct, frozen=True, kw_only=True):
     of every L3 key."""
 
     weights_identity: str
-    """Digest of weights and configuration (model_loader/weights_identity.py)."""
+    """Digest of weights and configuration (model_loader/weight_files.py)."""
     kv_dtype: str
     page_size: int
     page_byte_order: str

@@ -50,8 +50,8 @@ from sglang.srt.model_executor.pool_sizing import (
     size_states,
 )
 from sglang.srt.model_loader.load_config import SeedAddress
+from sglang.srt.model_loader.weight_files import config_values
 from sglang.srt.model_loader.weight_seed import WeightSeed
-from sglang.srt.model_loader.weights_identity import config_values
 from sglang.srt.observability.scheduler_metrics import SchedulerMetrics
 from sglang.srt.utils.hf_tokenizer import get_tokenizer
 from sglang.srt.utils.network import address_for_peers

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Final
 from sglang.srt.arg_groups.cli import flag_name
 from sglang.srt.arg_groups.extra_config import FLAG, MACHINE_KEYS, without_secrets
 from sglang.srt.distributed.rank_group import RankGroup, gather_bytes, gather_texts
-from sglang.srt.model_loader.weights_identity import config_digest
+from sglang.srt.model_loader.weight_files import config_digest
 
 if TYPE_CHECKING:
     from sglang.srt.server_args import ServerArgs
