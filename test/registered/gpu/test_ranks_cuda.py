@@ -25,7 +25,7 @@ from sglang.srt.distributed.parallel_state import (
 from sglang.srt.hardware_backend.device_runtime import detect_device, device_runtime
 from sglang.srt.layers.layernorm import RMSNorm
 from sglang.srt.layers.placement import TensorPlacement
-from sglang.srt.layers.vocab_logits import VocabLogits
+from sglang.srt.layers.vocab_parallel_embedding import VocabLogits
 from sglang.srt.model_executor.graph_capture import GraphCapture
 from sglang.test.ci.ci_register import register_cuda_ci
 

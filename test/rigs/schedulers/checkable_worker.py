@@ -20,9 +20,8 @@ from rigs.schedulers.checkable_pools import CheckablePools, CheckableState
 from rigs.schedulers.checkable_step import Context, StateUse, Step, expect
 from rigs.schedulers.lagging_device import LaggingDevice, LaggingStates
 from sglang.srt.layers.forward_batch_info import ForwardBatch
-from sglang.srt.layers.input_logprobs import InputLogprobs
-from sglang.srt.layers.logits_processor import LogitsProcessorOutput
-from sglang.srt.layers.vocab_logits import VocabLogits
+from sglang.srt.layers.logits_processor import InputLogprobs, LogitsProcessorOutput
+from sglang.srt.layers.vocab_parallel_embedding import VocabLogits
 from sglang.srt.managers.scheduler.batch import ModelWorkerBatch
 from sglang.srt.mem_cache.allocator import make_allocator
 from sglang.srt.mem_cache.device.base_device_pool import LayerTransferCounter

@@ -28,7 +28,7 @@ from sglang.srt.distributed.tensor_group import (
     low_latency_bytes,
 )
 from sglang.srt.layers.placement import Share
-from sglang.srt.layers.triton_ops import greedy, summed_norm
+from sglang.srt.layers.triton_ops import norm, vocab
 
 ROUNDS: Final = 18
 ROWS: Final = 3
@@ -97,7 +97,7 @@ def work(group: MappedGroup) -> None:
         offset = number % 2 * _PLACE
         group.own(offset, rows * WIDTH, dtype).copy_(parts[rank].flatten())
         right = (residual.float() + parts.float().sum(0)).to(dtype)
-        normed = summed_norm.add_parts_rms_norm_(group.place(offset), residual, weight, EPS, False)
+        normed = norm.add_parts_rms_norm_(group.place(offset), residual, weight, EPS, False)
         torch.testing.assert_close(residual, right)
         wanted = F.rms_norm(right.float(), (WIDTH,), None, EPS) * weight
         bound = 1e-5 if dtype is torch.float32 else 2e-2
@@ -105,7 +105,7 @@ def work(group: MappedGroup) -> None:
         whole = logits(generator, width, size)
         tokens = Share(rank * width, min((rank + 1) * width, VOCAB), VOCAB)
         part = whole[:, rank * width : (rank + 1) * width]
-        found = greedy.argmax_of_ranks(part, tokens, group)
+        found = vocab.argmax_of_ranks(part, tokens, group)
         assert found is not None
         assert found.tolist() == whole[:, :VOCAB].argmax(-1).tolist() == [17, 0, 4500]
 

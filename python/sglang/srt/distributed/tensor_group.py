@@ -46,7 +46,7 @@ def low_latency_bytes(num_ranks: int) -> int:
 
     It is int64 `[2, num_ranks, LOW_LATENCY_ROWS, LOW_LATENCY_ROW_BYTES / 8]`, then the last
     sequence number of each row, int32 `[LOW_LATENCY_ROWS]`, all zero at the start; see
-    `layers/triton_ops/low_latency_buffer.py`.
+    `layers/triton_ops/peers.py`.
     """
     return 2 * num_ranks * LOW_LATENCY_ROWS * LOW_LATENCY_ROW_BYTES + LOW_LATENCY_ROWS * 4
 

@@ -3,7 +3,7 @@
 A decode step sums some kilobytes twice per layer. A "one shot" kernel, in which every rank reads
 and adds all partial sums, takes less time for that than NCCL. Memory, barriers and the kernel are
 torch's: docs.pytorch.org, "PyTorch Symmetric Memory". If a norm follows, its kernel computes the
-sum (`layers/triton_ops/summed_norm.py`).
+sum (`layers/triton_ops/norm.py`).
 """
 
 from __future__ import annotations

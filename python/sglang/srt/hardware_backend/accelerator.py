@@ -6,7 +6,6 @@ its calls without a device.
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -42,8 +41,10 @@ class AcceleratorRuntime(DeviceRuntime):
         no context without one."""
         self.enter_thread()
 
-    @abstractmethod
-    def enter_thread(self) -> None: ...
+    def enter_thread(self) -> None:
+        device = self._device
+        index = device.index if isinstance(device, torch.device) else device
+        self.set_device(self._api.current_device() if index is None else index)
 
     def set_device(self, index: int) -> None:
         self._api.set_device(index)
@@ -52,10 +53,10 @@ class AcceleratorRuntime(DeviceRuntime):
         return _StreamEvent(self._api)
 
     def make_copy_stream(self, name: str, *, is_urgent: bool = True) -> CopyStream:
-        return _DeviceCopyStream(self._api, self._device, is_urgent=is_urgent)
+        return _DeviceStream(self._api, self._device, is_urgent=is_urgent)
 
     def make_side_stream(self, *, is_urgent: bool = True) -> SideStream:
-        return _DeviceSideStream(self._api, self._device, is_urgent=is_urgent)
+        return _DeviceStream(self._api, self._device, is_urgent=is_urgent)
 
     def synchronize(self) -> None:
         self._api.synchronize(self._device)
@@ -65,7 +66,17 @@ class AcceleratorRuntime(DeviceRuntime):
             tensor.record_stream(self._api.current_stream(tensor.device))
 
     def copy_to_host(self, tensors: Sequence[torch.Tensor | None]) -> HostCopies:
-        return _PinnedCopies(self._api, tensors, self.download)
+        copies: list[torch.Tensor | None] = []
+        copied: Event | None = None
+        for tensor in tensors:
+            if tensor is None or tensor.is_cpu:
+                copies.append(tensor)
+                continue
+            copies.append(self.download(tensor))
+            copied = copied or self.make_event()
+        if copied is not None:
+            copied.record()
+        return HostCopies(copies, copied)
 
     def memory(self) -> tuple[int, int]:
         self._api.empty_cache()
@@ -102,8 +113,8 @@ class _StreamEvent:
         self._api.current_stream().wait_event(self._event)
 
 
-class _DeviceCopyStream(CopyStream):
-    """The caller queues work on a stream that first waits for the caller's current stream."""
+class _DeviceStream(CopyStream, SideStream):
+    """A stream of the device. The caller itself queues the work on it."""
 
     def __init__(self, api: Any, device: torch.device | int | None, *, is_urgent: bool) -> None:
         self._api = api
@@ -112,19 +123,12 @@ class _DeviceCopyStream(CopyStream):
 
     def submit(self, work: Callable[[], None], *, follows_caller: bool = True) -> None:
         if follows_caller:
-            self._stream.wait_stream(self._api.current_stream(self._device))
-        with self._api.stream(self._stream):
+            self.follow()
+        with self.use():
             work()
 
     def close(self) -> None:
         self._stream.synchronize()
-
-
-class _DeviceSideStream(SideStream):
-    def __init__(self, api: Any, device: torch.device | int | None, *, is_urgent: bool) -> None:
-        self._api = api
-        self._device = device
-        self._stream = api.Stream(device, priority=_URGENT if is_urgent else 0)
 
     def follow(self) -> None:
         self._stream.wait_stream(self._api.current_stream(self._device))
@@ -135,31 +139,3 @@ class _DeviceSideStream(SideStream):
 
     def join(self) -> None:
         self._api.current_stream(self._device).wait_stream(self._stream)
-
-
-class _PinnedCopies(HostCopies):
-    def __init__(
-        self,
-        api: Any,
-        tensors: Sequence[torch.Tensor | None],
-        download: Callable[[torch.Tensor], torch.Tensor],
-    ) -> None:
-        self._event: _StreamEvent | None = None
-        self._copies: list[torch.Tensor | None] = []
-        for tensor in tensors:
-            if tensor is None or tensor.is_cpu:
-                self._copies.append(tensor)
-                continue
-            self._copies.append(download(tensor))
-            self._event = self._event or _StreamEvent(api)
-        if self._event is not None:
-            self._event.record()
-
-    @property
-    def is_done(self) -> bool:
-        return self._event is None or self._event.query()
-
-    def wait(self) -> list[torch.Tensor | None]:
-        if self._event is not None:
-            self._event.synchronize()
-        return self._copies

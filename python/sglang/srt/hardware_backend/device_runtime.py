@@ -6,6 +6,7 @@ compares names of devices: each difference between them is a method or a field h
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 import logging
@@ -60,18 +61,19 @@ class CopyStream(ABC):
         """Wait for the queued work, and end the thread, if there is one. Idempotent."""
 
 
-class SideStream(ABC):
-    """A second stream, for work that forks from the current stream and joins it again."""
+class SideStream:
+    """A second stream, for work that forks from the current stream and joins it again.
 
-    @abstractmethod
+    This class is the calling thread itself, in which everything is in order.
+    """
+
     def follow(self) -> None:
         """Order this stream after the work that the current one has queued so far."""
 
-    @abstractmethod
     def use(self) -> AbstractContextManager[Any]:
         """Make this stream the current one."""
+        return contextlib.nullcontext()
 
-    @abstractmethod
     def join(self) -> None:
         """Order the current stream after the work that this one has queued so far."""
 
@@ -83,21 +85,31 @@ class MemPool(Protocol):
         """Context manager: this thread's device allocations come from this pool."""
 
 
-class HostCopies(ABC):
-    """Copies of tensors to the CPU, which begin when this is created.
+class HostCopies:
+    """Copies of tensors to the CPU.
 
     They run in order with the current stream, so a tensor may be overwritten later. `wait` waits
     only for them, not for work queued after them.
+
+    Args:
+        tensors: The tensors on the CPU.
+        copied: Reached when the copies are complete; None: they are.
     """
 
+    def __init__(self, tensors: Sequence[torch.Tensor | None], copied: Event | None = None) -> None:
+        self._tensors = list(tensors)
+        self._copied = copied
+
     @property
-    @abstractmethod
     def is_done(self) -> bool:
         """True if `wait` would return at once. Never blocks."""
+        return self._copied is None or self._copied.query()
 
-    @abstractmethod
     def wait(self) -> list[torch.Tensor | None]:
         """The tensors on the CPU, in order. Blocks until the copies are complete."""
+        if self._copied is not None:
+            self._copied.synchronize()
+        return self._tensors
 
 
 class DeviceRuntime(ABC):

@@ -1,11 +1,14 @@
-"""Activation functions of gated layers."""
+"""Activation functions of gated layers, and the gated feed-forward network."""
 
 from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
 
+from sglang.srt.distributed.tensor_group import ToAdd
 from sglang.srt.layers.fused_kernels import fused_kernels
+from sglang.srt.layers.linear import MergedColumnParallelLinear, RowParallelLinear
+from sglang.srt.layers.placement import TensorPlacement
 
 
 def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
@@ -36,3 +39,42 @@ def scale_by_gates_(
         return x
     own = gates if rows is None else gates.index_select(0, rows)
     return x.mul_(own.flatten(1).sigmoid())
+
+
+class GatedMLP(torch.nn.Module):
+    """`down(silu(gate(x)) * up(x))`; each rank has some of the intermediate features."""
+
+    def __init__(
+        self, hidden_size: int, intermediate_size: int, *, bias: bool, placement: TensorPlacement
+    ) -> None:
+        """Raises ValueError: the ranks do not divide the intermediate size."""
+        super().__init__()
+        size = placement.share(intermediate_size, "features of the feed-forward layers")
+        self.gate_up_proj = MergedColumnParallelLinear(
+            hidden_size,
+            [("gate_proj", size), ("up_proj", size)],
+            bias=bias,
+            placement=placement,
+        )
+        self.down_proj = RowParallelLinear(
+            size, hidden_size, bias=bias, placement=placement.at("down_proj")
+        )
+
+    def forward(self, x: torch.Tensor, residual: torch.Tensor) -> tuple[ToAdd, torch.Tensor]:
+        """Apply to `x` `[num_tokens, hidden_size]`; the rest as in `RowParallelLinear.forward`."""
+        return self.down_proj.forward(self._gated(x), residual)
+
+    def part(self, x: torch.Tensor) -> torch.Tensor:
+        """`[num_tokens, hidden_size]` to this rank's partial sum of the output, same shape."""
+        return self.down_proj.part(self._gated(x))
+
+    def _gated(self, x: torch.Tensor) -> torch.Tensor:
+        """`[num_tokens, hidden_size]` to this rank's features."""
+        weight, kernels = self.gate_up_proj.weight, fused_kernels(x.device)
+        if kernels is not None and len(x) == 1 and self.gate_up_proj.bias is None:
+            config = kernels.plan_gemv(*weight.shape)
+            if config is not None:
+                out = x.new_empty((1, len(weight) // 2))
+                kernels.gated_gemv(x, weight, out, config)
+                return out
+        return silu_and_mul(self.gate_up_proj.forward(x))

@@ -100,3 +100,21 @@ class QKNorm(WeightedLayer):
         shape = (self.weight.shape[-1],)
         yield f"{self.prefix}.q_norm.weight", WeightSlot(self.weight[: self.num_heads], shape)
         yield f"{self.prefix}.k_norm.weight", WeightSlot(self.weight[self.num_heads :], shape)
+
+
+class GatedRMSNorm(WeightedLayer):
+    """Norm of linear attention, head by head, times SiLU of a gate, in fp32. Heads share the
+    weight."""
+
+    def __init__(self, size: int, eps: float, *, placement: TensorPlacement) -> None:
+        super().__init__(placement)
+        self.eps = eps
+        self.weight = placement.empty(size)
+
+    def forward(self, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+        """Normalise the last dimension of `x`; `gate` has the same shape and the result's dtype."""
+        normed = F.rms_norm(x.float(), self.weight.shape, self.weight.float(), self.eps)
+        return (normed * F.silu(gate.float())).to(gate.dtype)
+
+    def weight_slots(self) -> NamedSlots:
+        yield f"{self.prefix}.weight", WeightSlot.of(self.weight)

@@ -1,21 +1,28 @@
-"""Adjustments of logits: penalties of generated tokens, biases, minimum length.
+"""Adjustments of logits: penalties of generated tokens, biases, minimum length, grammars.
 
-Each class handles the rows that ask for it. A batch without such rows has no instance of it.
+Each class handles the rows that ask for it. A batch without such rows has no instance of it. All
+take the logits and, as int64 `[bs]`, the number of tokens that each row generated before.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Final
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 import torch
 
+from sglang.srt.constrained.bitmask import allocate_bitmask, apply_bitmask
 from sglang.srt.hardware_backend.device_runtime import on_device
 from sglang.srt.mem_cache.tree.radix_key import TokenArray, token_array
 from sglang.srt.sampling.sampling_params import SamplingParams
 
+if TYPE_CHECKING:
+    from sglang.srt.constrained.base_grammar_backend import GrammarMatcher
+
 _NO_COUNTS: Final = torch.empty(0)
+_MASK_BITS: Final = 32
 
 
 class TokenHistory:
@@ -115,7 +122,7 @@ class Penalties:
             ones = torch.ones_like(places, dtype=torch.int32)
             self._counts.view(-1).scatter_add_(0, places, ones)
 
-    def apply_(self, logits: torch.Tensor) -> None:
+    def apply_(self, logits: torch.Tensor, steps: torch.Tensor) -> None:
         """Change `[bs, vocab_size]` in place: repetition penalty as in transformers, then OpenAI's
         two penalties."""
         part = logits.index_select(0, self.rows)
@@ -150,7 +157,7 @@ class LogitBias:
         self._tokens = on_device([entry[1] for entry in entries], device)
         self._values = on_device([entry[2] for entry in entries], device)
 
-    def apply_(self, logits: torch.Tensor) -> None:
+    def apply_(self, logits: torch.Tensor, steps: torch.Tensor) -> None:
         """Change `[bs, vocab_size]` in place."""
         logits.index_put_((self._rows, self._tokens), self._values, accumulate=True)
 
@@ -176,13 +183,52 @@ class MinNewTokens:
         self._minimums = on_device(minimums, device, torch.int64)
 
     def apply_(self, logits: torch.Tensor, steps: torch.Tensor) -> None:
-        """Change `[bs, vocab_size]` in place.
-
-        Args:
-            steps: int64 `[bs]`: tokens that each row generated before.
-        """
+        """Change `[bs, vocab_size]` in place."""
         too_early = steps.index_select(0, self._rows) < self._minimums
         # Rows that are long enough get zeros: to skip them, the CPU would have to wait until the
         # device has counted them.
         penalty = torch.where(too_early, -torch.inf, 0.0).to(logits.dtype)
         logits.index_put_((self._rows, self._tokens), penalty, accumulate=True)
+
+
+@dataclass(frozen=True, slots=True)
+class GrammarRow:
+    """One constrained row of a batch."""
+
+    row: int
+    matcher: GrammarMatcher
+    output_ids: Sequence[int]
+    """Tokens that the request generated so far; the request's own list, which grows."""
+    min_new_tokens: int = 0
+    end_ids: tuple[int, ...] = ()
+    """Tokens forbidden before `min_new_tokens` other tokens, unless nothing else is allowed."""
+
+
+class GrammarMask:
+    """Masks of one batch, recomputed in each step: one bit per vocabulary entry and row."""
+
+    def __init__(self, rows: Sequence[GrammarRow], batch_size: int, vocab_size: int) -> None:
+        self._rows = rows
+        self._bitmask = allocate_bitmask(batch_size, vocab_size)
+
+    def apply_(self, logits: torch.Tensor, steps: torch.Tensor) -> None:
+        """Change `[bs, vocab_size]` in place: tokens that a grammar forbids get minus infinity."""
+        for row in self._rows:
+            row.matcher.fill_next_token_bitmask(self._bitmask, row.row)
+            if len(row.output_ids) < row.min_new_tokens:
+                self._hold_back_ends(row)
+        apply_bitmask(logits, self._bitmask, [row.row for row in self._rows])
+
+    def _hold_back_ends(self, row: GrammarRow) -> None:
+        mask = self._bitmask[row.row].clone()
+        for token in row.end_ids:
+            mask[token // _MASK_BITS] &= ~_bit(token)
+        # A complete grammar allows only the end; the minimum then yields.
+        if mask.any():
+            self._bitmask[row.row] = mask
+
+
+def _bit(token: int) -> int:
+    """The token's bit of its word, as a signed 32-bit number."""
+    bit = 1 << token % _MASK_BITS
+    return bit - (1 << _MASK_BITS) if bit == 1 << (_MASK_BITS - 1) else bit

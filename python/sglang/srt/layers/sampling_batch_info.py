@@ -11,8 +11,14 @@ from dataclasses import dataclass
 import torch
 
 from sglang.srt.hardware_backend.device_runtime import on_device
-from sglang.srt.layers.grammar_mask import GrammarMask, GrammarRow
-from sglang.srt.layers.penalties import LogitBias, MinNewTokens, Penalties, TokenHistory
+from sglang.srt.layers.penalties import (
+    GrammarMask,
+    GrammarRow,
+    LogitBias,
+    MinNewTokens,
+    Penalties,
+    TokenHistory,
+)
 from sglang.srt.sampling.sampling_params import SamplingParams
 
 
@@ -117,29 +123,22 @@ class SamplingBatchInfo:
     @property
     def adjusts_logits(self) -> bool:
         """True if any row has a penalty, a bias, a minimum length or a grammar."""
-        return not (
-            self.penalties is None
-            and self.logit_bias is None
-            and self.min_new_tokens is None
-            and self.grammar is None
-        )
+        return bool(self._adjustments)
+
+    @property
+    def _adjustments(self) -> list[Penalties | LogitBias | MinNewTokens | GrammarMask]:
+        found = (self.penalties, self.logit_bias, self.min_new_tokens, self.grammar)
+        return [one for one in found if one is not None]
 
     def adjusted(self, logits: torch.Tensor, steps: torch.Tensor) -> torch.Tensor:
         """Apply penalties, biases, minimum lengths and grammars to fp32 `[bs, vocab_size]`.
 
         Returns a copy if anything changes.
         """
-        if not self.adjusts_logits:
-            return logits
-        logits = logits.clone()
-        if self.penalties is not None:
-            self.penalties.apply_(logits)
-        if self.logit_bias is not None:
-            self.logit_bias.apply_(logits)
-        if self.min_new_tokens is not None:
-            self.min_new_tokens.apply_(logits, steps)
-        if self.grammar is not None:
-            self.grammar.apply_(logits)
+        if self.adjusts_logits:
+            logits = logits.clone()
+        for adjustment in self._adjustments:
+            adjustment.apply_(logits, steps)
         return logits
 
     @torch.inference_mode()

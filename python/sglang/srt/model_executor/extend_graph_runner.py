@@ -20,7 +20,7 @@ from sglang.srt.layers.forward_batch_info import ForwardBatch, ForwardMode, Stat
 from sglang.srt.layers.linear_attention.extend_plan import SHORT, ShortPlan
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from sglang.srt.layers.radix_attention import AttentionKind
-from sglang.srt.layers.vocab_logits import VocabLogits
+from sglang.srt.layers.vocab_parallel_embedding import VocabLogits
 from sglang.srt.mem_cache.device.base_device_pool import BaseDevicePool
 from sglang.srt.mem_cache.device.memory_pool import ReqToTokenPool
 from sglang.srt.mem_cache.device.pool_registry import kv_pool

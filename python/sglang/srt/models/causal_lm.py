@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from typing import Protocol
 
 import torch
 
 from sglang.srt.layers.forward_batch_info import ForwardBatch
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from sglang.srt.layers.radix_attention import RadixAttention
-from sglang.srt.layers.weight_slot import NamedSlots
+from sglang.srt.layers.weight_slot import NamedSlots, WeightedLayer
 from sglang.srt.mem_cache.device.state_spec import StateSpec
 
 
-class CausalLM(Protocol):
+class CausalLM(torch.nn.Module, ABC):
     """A causal language model, or one rank's share of it. Only the thread that runs it uses it."""
 
+    @abstractmethod
     def forward(
         self, input_ids: torch.Tensor, positions: torch.Tensor, forward_batch: ForwardBatch
     ) -> LogitsProcessorOutput:
@@ -30,15 +31,7 @@ class CausalLM(Protocol):
             Logits of each request's last token, fp32 `[bs, vocab_size]`.
         """
 
-    def weight_slots(self) -> NamedSlots:
-        """Full name and slot of every checkpoint tensor that the model needs."""
-
-    def stacked_slots(self) -> NamedSlots:
-        """Stacked tensors that a checkpoint may have instead; see `WeightedLayer`."""
-
-    def is_redundant(self, name: str) -> bool:
-        """True if a checkpoint may have this tensor although the model does not load it."""
-
+    @abstractmethod
     def state_specs(self, kv_dtype: torch.dtype) -> tuple[StateSpec, ...]:
         """Specs of the state cached per token and per prefix. The spec whose slots others share
         comes first.
@@ -47,8 +40,24 @@ class CausalLM(Protocol):
             kv_dtype: Dtype in which keys, values and latent rows are stored.
         """
 
+    @abstractmethod
+    def is_redundant(self, name: str) -> bool:
+        """True if a checkpoint may have this tensor although the model does not load it."""
+
+    def weight_slots(self) -> NamedSlots:
+        """Full name and slot of every checkpoint tensor that the model needs."""
+        for module in self.modules():
+            if isinstance(module, WeightedLayer):
+                yield from module.weight_slots()
+
+    def stacked_slots(self) -> NamedSlots:
+        """Stacked tensors that a checkpoint may have instead; see `WeightedLayer`."""
+        for module in self.modules():
+            if isinstance(module, WeightedLayer):
+                yield from module.stacked_slots()
+
     def attention_layers(self) -> Iterator[RadixAttention]:
         """Every attention layer, in the model's order."""
-
-    def parameters(self, recurse: bool = True) -> Iterator[torch.nn.Parameter]:
-        """The weights."""
+        for module in self.modules():
+            if isinstance(module, RadixAttention):
+                yield module

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -10,9 +10,9 @@ import torch
 
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.distributed.tensor_group import ToAdd
+from sglang.srt.layers.activation import GatedMLP
 from sglang.srt.layers.attention.window_backend import window_spec
 from sglang.srt.layers.forward_batch_info import ForwardBatch
-from sglang.srt.layers.gated_mlp import GatedMLP
 from sglang.srt.layers.layernorm import QKNorm, RMSNorm
 from sglang.srt.layers.linear import MergedColumnParallelLinear, RowParallelLinear
 from sglang.srt.layers.logits_processor import LogitsProcessor, LogitsProcessorOutput
@@ -22,8 +22,8 @@ from sglang.srt.layers.qkv import prepare_qkv
 from sglang.srt.layers.radix_attention import FULL_ATTENTION, SLIDING_WINDOW, RadixAttention
 from sglang.srt.layers.rotary_embedding import RotaryEmbedding, Rotation
 from sglang.srt.layers.vocab_parallel_embedding import VocabParallelEmbedding
-from sglang.srt.layers.weight_slot import NamedSlots, WeightedLayer
 from sglang.srt.mem_cache.device.state_spec import KVSpec, StateSpec
+from sglang.srt.models.causal_lm import CausalLM
 
 
 class SelfAttention(Protocol):
@@ -125,14 +125,13 @@ class LlamaAttention(torch.nn.Module):
 
         Args:
             x: `[num_tokens, hidden_size]`.
+            residual: `[num_tokens, hidden_size]`, or `[bs, hidden_size]` with `rows`.
             rows: int64 `[bs]`: tokens whose output is needed; None: all.
         """
         qkv = self.qkv_proj.forward(x).view(x.shape[0], -1, self.head_dim)
         q, k, v = prepare_qkv(qkv, self.qk_norm, rotation, self.attn, forward_batch)
         is_stored = self.attn.kind == FULL_ATTENTION
         attended = self.attn.forward(q, k, v, forward_batch, save_kv_cache=not is_stored, rows=rows)
-        if rows is not None:
-            residual = residual.index_select(0, rows)
         return self.o_proj.forward(attended, residual)
 
 
@@ -150,25 +149,17 @@ class LlamaDecoderLayer(torch.nn.Module):
         size, eps = config.hidden_size, config.rms_norm_eps
         make_attention = options.attention or LlamaAttention
         self.self_attn = make_attention(config, options, placement, layer_id)
-        self.mlp = self._feed_forward(config, options, placement.at("mlp"), layer_id)
+        self.mlp: GatedMLP | SparseMoeBlock
+        if layer_id in options.sparse_layers:
+            assert options.sparse is not None
+            self.mlp = SparseMoeBlock(options.sparse, placement.at("mlp"))
+        else:
+            inner = config.intermediate_size
+            self.mlp = GatedMLP(size, inner, bias=options.mlp_bias, placement=placement.at("mlp"))
         self.input_layernorm = options.norm(size, eps, placement=placement.at("input_layernorm"))
         self.post_attention_layernorm = options.norm(
             size, eps, placement=placement.at("post_attention_layernorm")
         )
-
-    @staticmethod
-    def _feed_forward(
-        config: ModelConfig, options: DecoderOptions, placement: TensorPlacement, layer_id: int
-    ) -> GatedMLP | SparseMoeBlock:
-        if layer_id not in options.sparse_layers:
-            return GatedMLP(
-                config.hidden_size,
-                config.intermediate_size,
-                bias=options.mlp_bias,
-                placement=placement,
-            )
-        assert options.sparse is not None
-        return SparseMoeBlock(options.sparse, placement)
 
     def forward(
         self,
@@ -191,6 +182,8 @@ class LlamaDecoderLayer(torch.nn.Module):
             The output (None: the residual includes it) and the residual.
         """
         normed, residual = self.input_layernorm.add_(x, residual)
+        if rows is not None:
+            residual = residual.index_select(0, rows)
         x, residual = self.self_attn.forward(normed, residual, rotation, forward_batch, rows)
         normed, residual = self.post_attention_layernorm.add_(x, residual)
         return self.mlp.forward(normed, residual)
@@ -234,7 +227,7 @@ class LlamaModel(torch.nn.Module):
         return self.norm.add_(x, residual)[0]
 
 
-class LlamaForCausalLM(torch.nn.Module):
+class LlamaForCausalLM(CausalLM):
     """A causal language model. Subclasses differ in `decoder_options`."""
 
     model_prefix = "model"
@@ -265,15 +258,6 @@ class LlamaForCausalLM(torch.nn.Module):
     def forward(
         self, input_ids: torch.Tensor, positions: torch.Tensor, forward_batch: ForwardBatch
     ) -> LogitsProcessorOutput:
-        """Run one step.
-
-        Args:
-            input_ids: int64 `[num_tokens]`.
-            positions: int64 `[num_tokens]`.
-
-        Returns:
-            Logits of each request's last token, fp32 `[bs, vocab_size]`.
-        """
         hidden_states = self.model.forward(input_ids, positions, forward_batch)
         if (share := forward_batch.context_share) is not None:
             hidden_states, forward_batch = share.gather_hidden(hidden_states), share.whole
@@ -297,25 +281,6 @@ class LlamaForCausalLM(torch.nn.Module):
         assert self._window is not None
         return kv, window_spec(windowed, self._window, heads, dim, self._dtype, share)
 
-    def attention_layers(self) -> Iterator[RadixAttention]:
-        """The attention of each layer."""
-        for module in self.modules():
-            if isinstance(module, RadixAttention):
-                yield module
-
-    def weight_slots(self) -> NamedSlots:
-        """Every checkpoint tensor of the model, by full name."""
-        for module in self.modules():
-            if isinstance(module, WeightedLayer):
-                yield from module.weight_slots()
-
-    def stacked_slots(self) -> NamedSlots:
-        """Stacked tensors that a checkpoint may have instead of some of `weight_slots`."""
-        for module in self.modules():
-            if isinstance(module, WeightedLayer):
-                yield from module.stacked_slots()
-
     def is_redundant(self, name: str) -> bool:
-        """True if a checkpoint may have this tensor although the model does not load it."""
         tied_head = name == "lm_head.weight" and self.lm_head is None
         return tied_head or name.endswith(".rotary_emb.inv_freq")

@@ -1,10 +1,18 @@
-"""Qwen3-Next: delta-net layers and some layers of full attention. Qwen3.5 shares code with it."""
+"""Qwen3-Next and Qwen3.5: delta-net layers and some layers of full attention.
+
+Qwen3.5 has separate projections, and is dense or has experts. It is text only: a checkpoint may
+have a vision tower too. The sections of its rotation (mrope) differ only in the positions of
+images, so for text they form one plain rotation.
+"""
 
 from __future__ import annotations
 
 import torch
 
 from sglang.srt.configs.model_config import ModelConfig, positive_int
+from sglang.srt.distributed.tensor_group import ToAdd
+from sglang.srt.layers.forward_batch_info import ForwardBatch
+from sglang.srt.layers.fused_kernels import fused_kernels
 from sglang.srt.layers.layernorm import ZeroCenteredRMSNorm
 from sglang.srt.layers.linear_attention.delta_net import (
     DeltaNetHeads,
@@ -13,10 +21,67 @@ from sglang.srt.layers.linear_attention.delta_net import (
 )
 from sglang.srt.layers.moe.sparse_moe import SharedExpertOptions, SparseMoeOptions
 from sglang.srt.layers.placement import TensorPlacement
+from sglang.srt.layers.rotary_embedding import Rotation, apply_rotary
+from sglang.srt.mem_cache.device.mamba_pool import MambaSpec
 from sglang.srt.mem_cache.device.state_spec import RankSplit, StateSpec
-from sglang.srt.models.gated_attention import GatedAttention
-from sglang.srt.models.llama import DecoderOptions, LlamaForCausalLM, MakeAttention
-from sglang.srt.models.qwen3_moe import sparse_layers, sparse_options
+from sglang.srt.models.llama import (
+    DecoderOptions,
+    LlamaAttention,
+    LlamaForCausalLM,
+    MakeAttention,
+)
+from sglang.srt.models.qwen import sparse_layers, sparse_options
+
+
+class GatedAttention(LlamaAttention):
+    """Grouped-query attention with normed heads and partial rotation, whose output is scaled by the
+    sigmoid of a projection."""
+
+    # Each head's query is followed by its gate.
+    outputs_per_query = 2
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        options: DecoderOptions,
+        placement: TensorPlacement,
+        layer_id: int,
+    ) -> None:
+        super().__init__(config, options, placement, layer_id)
+        own, eps = placement.at("self_attn"), config.rms_norm_eps
+        self.q_norm = ZeroCenteredRMSNorm(self.head_dim, eps, placement=own.at("q_norm"))
+        self.k_norm = ZeroCenteredRMSNorm(self.head_dim, eps, placement=own.at("k_norm"))
+        self._kernels = fused_kernels(placement.device)
+
+    def forward(
+        self,
+        x: torch.Tensor,
+        residual: torch.Tensor,
+        rotation: Rotation,
+        forward_batch: ForwardBatch,
+        rows: torch.Tensor | None,
+    ) -> tuple[ToAdd, torch.Tensor]:
+        attn = self.attn
+        qkv = self.qkv_proj.forward(x).view(len(x), -1, self.head_dim)
+        sizes = [2 * attn.num_heads, attn.num_kv_heads, attn.num_kv_heads]
+        queries, k, v = torch.split(qkv, sizes, dim=1)
+        q, gates = queries[:, ::2], queries[:, 1::2]
+        if self._kernels is not None:
+            # It also changes the keys in place, and stores keys and values.
+            q = self._kernels.prepare_gated_qkv_(
+                qkv,
+                (self.q_norm.weight, self.k_norm.weight),
+                self.q_norm.eps,
+                (rotation.cos, rotation.signed_sin),
+                forward_batch.out_cache_loc,
+                *forward_batch.token_to_kv_pool.kv_buffer_to_write(attn.layer_id),
+            )
+        else:
+            q = apply_rotary(self.q_norm.forward(q), rotation)
+            k = apply_rotary(self.k_norm.forward(k), rotation)
+        is_stored = self._kernels is not None
+        attended = attn.forward(q, k, v, forward_batch, not is_stored, rows, gates=gates)
+        return self.o_proj.forward(attended, residual)
 
 
 class Qwen3NextForCausalLM(LlamaForCausalLM):
@@ -29,10 +94,15 @@ class Qwen3NextForCausalLM(LlamaForCausalLM):
         super().__init__(config, placement)
         options = self._linear_options(config)
         heads = DeltaNetHeads.of(options, placement)
-        self._linear = options.on_rank(heads)
-        self._state_share = heads.values.of_state(RankSplit.HEADS)
-        self._linear_layers = config.linear_attention_layers
-        self._dtypes = config.ssm_dtype, config.dtype
+        own = options.on_rank(heads)
+        self._states = MambaSpec.of_shapes(
+            config.linear_attention_layers,
+            (own.num_heads, own.key_dim, own.value_dim),
+            (own.num_channels, own.kernel - 1),
+            ssm_dtype=config.ssm_dtype,
+            conv_dtype=config.dtype,
+            share=heads.values.of_state(RankSplit.HEADS),
+        )
 
     @classmethod
     def decoder_options(cls, config: ModelConfig) -> DecoderOptions:
@@ -59,11 +129,7 @@ class Qwen3NextForCausalLM(LlamaForCausalLM):
 
     def state_specs(self, kv_dtype: torch.dtype) -> tuple[StateSpec, ...]:
         """Specs of keys and values of the full-attention layers, and of states of the others."""
-        ssm_dtype, conv_dtype = self._dtypes
-        states = self._linear.state_spec(
-            self._linear_layers, ssm_dtype, conv_dtype, self._state_share
-        )
-        return (*super().state_specs(kv_dtype), states)
+        return (*super().state_specs(kv_dtype), self._states)
 
     def is_redundant(self, name: str) -> bool:
         """Also true of tensors that predict several tokens at once."""
@@ -105,3 +171,43 @@ def gated_experts(config: ModelConfig, *, renormalize: bool) -> SparseMoeOptions
         has_gate=True,
     )
     return sparse_options(config, renormalize=renormalize, shared=shared)
+
+
+class Qwen3_5ForCausalLM(Qwen3NextForCausalLM):
+    """See `Qwen3NextForCausalLM`. Every feed-forward layer is dense."""
+
+    has_grouped_projections = False
+
+    @classmethod
+    def sparse_layers(cls, config: ModelConfig) -> frozenset[int]:
+        return frozenset()
+
+
+class Qwen3_5MoeForCausalLM(Qwen3_5ForCausalLM):
+    """See `Qwen3NextForCausalLM`. Every feed-forward layer has experts."""
+
+    @classmethod
+    def sparse_layers(cls, config: ModelConfig) -> frozenset[int]:
+        return frozenset(range(config.num_hidden_layers))
+
+    @classmethod
+    def sparse_options(cls, config: ModelConfig) -> SparseMoeOptions:
+        return gated_experts(config, renormalize=True)
+
+
+class _BesideVision(Qwen3_5ForCausalLM):
+    """The text model of a checkpoint with a vision tower, whose tensors are not read."""
+
+    model_prefix = "model.language_model"
+
+    def is_redundant(self, name: str) -> bool:
+        """Also true of the vision tower's tensors."""
+        return super().is_redundant(name) or name.startswith("model.visual.")
+
+
+class Qwen3_5ForConditionalGeneration(_BesideVision):
+    """See `Qwen3_5ForCausalLM`."""
+
+
+class Qwen3_5MoeForConditionalGeneration(_BesideVision, Qwen3_5MoeForCausalLM):
+    """See `Qwen3_5MoeForCausalLM`."""

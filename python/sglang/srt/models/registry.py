@@ -15,16 +15,18 @@ from sglang.srt.models.deepseek_v2 import (
 )
 from sglang.srt.models.llama import LlamaForCausalLM
 from sglang.srt.models.ministral import MinistralForCausalLM
-from sglang.srt.models.qwen2 import Qwen2ForCausalLM
-from sglang.srt.models.qwen3 import Qwen3ForCausalLM
-from sglang.srt.models.qwen3_5 import (
+from sglang.srt.models.qwen import (
+    Qwen2ForCausalLM,
+    Qwen3ForCausalLM,
+    Qwen3MoeForCausalLM,
+)
+from sglang.srt.models.qwen3_next import (
     Qwen3_5ForCausalLM,
     Qwen3_5ForConditionalGeneration,
     Qwen3_5MoeForCausalLM,
     Qwen3_5MoeForConditionalGeneration,
+    Qwen3NextForCausalLM,
 )
-from sglang.srt.models.qwen3_moe import Qwen3MoeForCausalLM
-from sglang.srt.models.qwen3_next import Qwen3NextForCausalLM
 
 MODEL_CLASSES: Mapping[str, Callable[[ModelConfig, TensorPlacement], CausalLM]] = MappingProxyType(
     {

@@ -125,7 +125,7 @@ def test_the_exceptions_are_there() -> None:
 
 def test_only_its_own_folder_imports_torch_npu() -> None:
     importers = {name for name, tree in sources() if find_imports(tree, "torch_npu")}
-    assert importers == {"srt/hardware_backend/npu/library.py"}
+    assert importers == {"srt/hardware_backend/npu/runtime.py"}
 
 
 @pytest.mark.parametrize(

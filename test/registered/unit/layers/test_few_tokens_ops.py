@@ -17,15 +17,16 @@ from sglang.srt.layers.fused_kernels import MOST_TAPS, ExpertChoice
 from sglang.srt.layers.layernorm import ZeroCenteredRMSNorm
 from sglang.srt.layers.linear_attention.delta_net import DeltaNetOptions, GatedDeltaNet
 from sglang.srt.layers.moe.sparse_moe import (
+    RouterOptions,
     SharedExpertOptions,
     SparseMoeBlock,
     SparseMoeOptions,
+    select_experts,
 )
-from sglang.srt.layers.moe.topk import RouterOptions, select_experts
 from sglang.srt.layers.placement import TensorPlacement
 from sglang.srt.layers.rotary_embedding import Rotation, apply_rotary
-from sglang.srt.mem_cache.device.mamba_pool import MambaPool
-from sglang.srt.mem_cache.device.state_spec import PoolName, RankShare
+from sglang.srt.mem_cache.device.mamba_pool import MambaPool, MambaSpec
+from sglang.srt.mem_cache.device.state_spec import PoolName
 from sglang.test.ci.ci_register import register_cuda_ci
 
 register_cuda_ci(est_time=30, suite="base-b-test-1-gpu-large")
@@ -67,7 +68,12 @@ def delta_net(dtype: torch.dtype, **changes: Any) -> GatedDeltaNet:
 
 
 def pool_of(layer: GatedDeltaNet, ssm_dtype: torch.dtype, dtype: torch.dtype) -> MambaPool:
-    pool = MambaPool(layer.options.state_spec((0,), ssm_dtype, dtype, RankShare()), 12, DEVICE)
+    shape = layer.options
+    spec = MambaSpec.of_shapes(
+        (0,), (shape.num_heads, shape.key_dim, shape.value_dim),
+        (shape.num_channels, shape.kernel - 1), ssm_dtype=ssm_dtype, conv_dtype=dtype,
+    )  # fmt: skip
+    pool = MambaPool(spec, 12, DEVICE)
     pool.temporal.copy_(randn(*pool.temporal.shape, seed=2))
     pool.conv.copy_(randn(*pool.conv.shape, seed=3))
     return pool

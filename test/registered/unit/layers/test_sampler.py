@@ -13,7 +13,7 @@ from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from sglang.srt.layers.penalties import TokenHistory
 from sglang.srt.layers.sampler import Sampler, uniform_from_seed
 from sglang.srt.layers.sampling_batch_info import SamplingBatchInfo
-from sglang.srt.layers.vocab_logits import VocabLogits
+from sglang.srt.layers.vocab_parallel_embedding import VocabLogits
 from sglang.srt.sampling.sampling_params import (
     GREEDY_TEMPERATURE,
     MAX_TEMPERATURE,

@@ -17,7 +17,7 @@ DEVICE = triton_device()
 HALF = torch.bfloat16 if DEVICE == "cuda" else torch.float16
 
 from sglang.srt.layers.placement import Share  # noqa: E402
-from sglang.srt.layers.triton_ops import fused_qkv, gating, gemv, lookup, norm, rotary  # noqa: E402
+from sglang.srt.layers.triton_ops import fused_qkv, gating, gemv, norm, vocab  # noqa: E402
 
 
 def random(*shape: int, seed: int, dtype: torch.dtype = HALF) -> torch.Tensor:
@@ -92,7 +92,7 @@ def test_angles_are_those_of_torch(half: int, scale: float) -> None:
     freqs = (10_000.0 ** -(torch.arange(half) / half)).to(DEVICE)
     angles = positions.float()[:, None] * freqs
     for dtype in (torch.float32, HALF):
-        cos, sin = rotary.rotary_angles(positions, freqs, scale, dtype)
+        cos, sin = fused_qkv.rotary_angles(positions, freqs, scale, dtype)
         wanted = angles.cos() * scale, angles.sin() * scale
         signed = torch.cat((-wanted[1], wanted[1]), dim=-1)
         for got, want in ((cos, torch.cat((wanted[0], wanted[0]), dim=-1)), (sin, signed)):
@@ -117,7 +117,7 @@ def test_rows_of_a_rank(size: int, tokens: Share) -> None:
     for row, token in enumerate(ids.tolist()):
         if tokens.begin <= token < tokens.end:
             want[row] = weight[token - tokens.begin]
-    assert torch.equal(lookup.look_up_share(ids, weight, tokens), want)
+    assert torch.equal(vocab.look_up_share(ids, weight, tokens), want)
 
 
 @pytest.mark.parametrize("with_norm", [False, True])

@@ -13,8 +13,7 @@ from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from sglang.srt.layers.placement import TensorPlacement
 from sglang.srt.layers.sampler import Sampler
 from sglang.srt.layers.sampling_batch_info import SamplingBatchInfo
-from sglang.srt.layers.vocab_logits import VocabLogits
-from sglang.srt.layers.vocab_parallel_embedding import VocabParallelEmbedding
+from sglang.srt.layers.vocab_parallel_embedding import VocabLogits, VocabParallelEmbedding
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.test.ci.ci_register import register_cpu_ci
 

@@ -22,7 +22,6 @@ from rigs.models.tiny_models import StepDriver, save_tiny_checkpoint
 from sglang.srt.layers.attention import (
     dsa_backend,
     mla_backend,
-    token_choice,
     torch_native_backend,
 )
 from sglang.srt.layers.attention.partial_attention import Partial, _attend_plainly
@@ -117,7 +116,7 @@ def test_prefixes_are_read_in_pieces_within_bounds(
     """Pieces of a few tokens, of prefixes that lie in one piece and of scattered ones."""
     monkeypatch.setattr(mla_backend, "PIECE_BYTES", 10_000)
     monkeypatch.setattr(dsa_backend, "GATHER_BYTES", 20_000)
-    monkeypatch.setattr(token_choice, "SCORE_BYTES", 4096)
+    monkeypatch.setattr(dsa_backend, "SCORE_BYTES", 4096)
     hf = save_tiny_checkpoint(tmp_path, family, **DENSE)
     tokens = prompt(150, 5)
     want = reference(hf, tokens)
@@ -173,9 +172,10 @@ def test_the_chosen_tokens_are_the_same_however_a_prompt_is_cut(
 ) -> None:
     save_tiny_checkpoint(tmp_path, "deepseek_v32", **DENSE)
     chosen: list[torch.Tensor] = []
+    choose_tokens = dsa_backend.choose_tokens
 
     def recording(scores: torch.Tensor, topk: int) -> torch.Tensor:
-        chosen.append(token_choice.choose_tokens(scores, topk))
+        chosen.append(choose_tokens(scores, topk))
         return chosen[-1]
 
     monkeypatch.setattr(dsa_backend, "choose_tokens", recording)

@@ -3,14 +3,11 @@ while they copy. So every machine exercises the handling of copies in flight."""
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import queue
 import threading
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
-from typing import Any
 
 import psutil
 import torch
@@ -55,7 +52,7 @@ class CpuRuntime(DeviceRuntime):
         return _CopyThread(name, is_urgent=is_urgent)
 
     def make_side_stream(self, *, is_urgent: bool = True) -> SideStream:
-        return _InOrder()
+        return SideStream()
 
     def synchronize(self) -> None:
         """Nothing to wait for: calls complete before they return."""
@@ -68,7 +65,7 @@ class CpuRuntime(DeviceRuntime):
         return tensor
 
     def copy_to_host(self, tensors: Sequence[torch.Tensor | None]) -> HostCopies:
-        return _AlreadyHere(tensors)
+        return HostCopies(tensors)
 
     def memory(self) -> tuple[int, int]:
         memory = psutil.virtual_memory()
@@ -134,28 +131,3 @@ class _CopyThread(CopyStream):
                 logger.exception("the cause")
                 logging.shutdown()
                 os._exit(70)
-
-
-class _InOrder(SideStream):
-    """The calling thread itself, in which everything is in order."""
-
-    def follow(self) -> None:
-        pass
-
-    def use(self) -> AbstractContextManager[Any]:
-        return contextlib.nullcontext()
-
-    def join(self) -> None:
-        pass
-
-
-class _AlreadyHere(HostCopies):
-    def __init__(self, tensors: Sequence[torch.Tensor | None]) -> None:
-        self._tensors = list(tensors)
-
-    @property
-    def is_done(self) -> bool:
-        return True
-
-    def wait(self) -> list[torch.Tensor | None]:
-        return self._tensors

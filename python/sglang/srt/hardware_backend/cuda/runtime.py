@@ -32,10 +32,6 @@ class CudaRuntime(AcceleratorRuntime):
         self._target = torch.device(device)
         super().__init__(self._target, api)
 
-    def enter_thread(self) -> None:
-        index = self._target.index
-        self.set_device(self._api.current_device() if index is None else index)
-
     def why_absent(self) -> str | None:
         return None if self._api.is_available() else "torch sees no CUDA device here"
 

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from sglang.srt.layers.attention.dense_attention import UNIT, cut_prefix, dense_attention
 from sglang.srt.layers.attention.partial_attention import attend, heads_first
 from sglang.srt.layers.mla.latent_attention import LatentAttention
-from sglang.srt.layers.triton_ops.attention.combine_splits import merge_into_
+from sglang.srt.layers.triton_ops.attention.online_softmax import merge_into_
 
 MAX_HEAD_DIM: Final = 192
 MAX_V_HEAD_DIM: Final = 128

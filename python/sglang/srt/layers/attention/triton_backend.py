@@ -21,7 +21,6 @@ from sglang.srt.layers.attention.dense_attention import (
 )
 from sglang.srt.layers.forward_batch_info import ForwardBatch
 from sglang.srt.layers.radix_attention import RadixAttention
-from sglang.srt.layers.triton_ops.attention.combine_splits import merge_into_
 from sglang.srt.layers.triton_ops.attention.decode_attention import decode_attention, make_arrivals
 from sglang.srt.layers.triton_ops.attention.extend_attention import (
     ExtendWork,
@@ -30,6 +29,7 @@ from sglang.srt.layers.triton_ops.attention.extend_attention import (
     plan_blocks,
     put_blocks,
 )
+from sglang.srt.layers.triton_ops.attention.online_softmax import merge_into_
 
 DENSE_HEAD_DIM = 128
 WARM_UP_TOKENS = 8192

@@ -1,4 +1,8 @@
-"""The delta-net layer: projections, convolution, gated delta rule, gated norm."""
+"""The delta-net layer: projections, convolution, gated delta rule, gated norm.
+
+The convolution of each channel is causal; a request's state has its last inputs. It is computed in
+fp32 and rounded once, after SiLU.
+"""
 
 from __future__ import annotations
 
@@ -17,22 +21,20 @@ from sglang.srt.layers.fused_kernels import (
     FusedKernels,
     fused_kernels,
 )
+from sglang.srt.layers.layernorm import GatedRMSNorm
 from sglang.srt.layers.linear import MergedColumnParallelLinear, RowParallelLinear
-from sglang.srt.layers.linear_attention.causal_conv import convolve_decode, convolve_extend
-from sglang.srt.layers.linear_attention.delta_rules import delta_rule
 from sglang.srt.layers.linear_attention.extend_plan import (
     SHORT,
     ExtendPlan,
     extend_plan_of,
     short_plan_of,
 )
-from sglang.srt.layers.linear_attention.gated_delta_rule import DeltaRuleInputs, TorchDeltaRule
-from sglang.srt.layers.linear_attention.gated_norm import GatedRMSNorm
+from sglang.srt.layers.linear_attention.gated_delta_rule import DeltaRuleInputs, delta_rule
 from sglang.srt.layers.placement import Share, TensorPlacement
 from sglang.srt.layers.rotary_embedding import Rotation
 from sglang.srt.layers.weight_slot import NamedSlots, WeightedLayer, WeightSlot
-from sglang.srt.mem_cache.device.mamba_pool import MambaPool, MambaSpec
-from sglang.srt.mem_cache.device.state_spec import PoolName, RankShare
+from sglang.srt.mem_cache.device.mamba_pool import MambaPool
+from sglang.srt.mem_cache.device.state_spec import PoolName
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,27 +76,6 @@ class DeltaNetOptions:
     def on_rank(self, heads: DeltaNetHeads) -> DeltaNetOptions:
         """These options with the heads of one rank."""
         return replace(self, num_key_heads=heads.keys.size, num_heads=heads.values.size)
-
-    def state_spec(
-        self,
-        layers: tuple[int, ...],
-        ssm_dtype: torch.dtype,
-        conv_dtype: torch.dtype,
-        share: RankShare,
-    ) -> MambaSpec:
-        """Spec of the states that such layers keep for a prefix.
-
-        Args:
-            share: This rank's share of the model's value heads.
-        """
-        return MambaSpec.of_shapes(
-            layers,
-            (self.num_heads, self.key_dim, self.value_dim),
-            (self.num_channels, self.kernel - 1),
-            ssm_dtype=ssm_dtype,
-            conv_dtype=conv_dtype,
-            share=share,
-        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,6 +208,56 @@ class DeltaNetGates(WeightedLayer):
         yield f"{self.prefix}.dt_bias", WeightSlot.of(self.dt_bias, self._heads.values)
 
 
+def convolve_decode(
+    x: torch.Tensor, state: torch.Tensor, weight: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Convolve one token of each request.
+
+    Args:
+        x: `[bs, channels]`.
+        state: `[bs, channels, kernel - 1]`: earlier inputs, oldest first.
+        weight: `[channels, kernel]`.
+
+    Returns:
+        SiLU of the convolution, shaped like `x`, and the state after the token, like `state`.
+    """
+    window = torch.cat([state, x.to(state.dtype).unsqueeze(-1)], dim=-1)
+    out = (window.float() * weight.float()).sum(dim=-1)
+    return F.silu(out).to(x.dtype), window[..., 1:]
+
+
+def convolve_extend(
+    x: torch.Tensor, state: torch.Tensor, weight: torch.Tensor, plan: ExtendPlan
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Convolve the new tokens of each request.
+
+    Args:
+        x: `[num_tokens, channels]`, request by request.
+        state: `[bs, channels, kernel - 1]`: earlier inputs, oldest first.
+        weight: `[channels, kernel]`.
+        plan: The batch's plan.
+
+    Returns:
+        SiLU of the convolution, shaped like `x`; the states after the prefill, like `state`; the
+        states of snapshots, `[num_tracked, channels, kernel - 1]`, in the plan's order.
+    """
+    before = state.transpose(1, 2).flatten(0, 1)
+    windows = torch.cat([x, before.to(x.dtype)]).index_select(0, plan.window_rows)
+    taps = weight.float().unbind(dim=1)
+    length = len(windows) - len(taps) + 1
+    out = windows[:length].float() * taps[0]
+    for nth, tap in enumerate(taps[1:], start=1):
+        out.addcmul_(windows[nth : nth + length].float(), tap)
+    out = F.silu(out.index_select(0, plan.first_inputs)).to(x.dtype)
+    return out, _states(windows, plan.last_inputs), _states(windows, plan.tracked_inputs)
+
+
+def _states(windows: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+    """States `[n, channels, kernel - 1]`: the inputs at `places`, int64 `[n, kernel - 1]`."""
+    rows = windows.index_select(0, places.reshape(-1))
+    return rows.view(*places.shape, windows.shape[1]).transpose(1, 2)
+
+
 class GatedDeltaNet(torch.nn.Module):
     """Linear attention, which reads and overwrites each request's running state."""
 
@@ -261,6 +292,7 @@ class GatedDeltaNet(torch.nn.Module):
 
         Args:
             x: `[num_tokens, hidden_size]`.
+            residual: `[num_tokens, hidden_size]`, or `[bs, hidden_size]` with `rows`.
             rotation: Unused: the states carry positions.
             rows: int64 `[bs]`: tokens whose output is needed; None: all.
         """
@@ -270,7 +302,6 @@ class GatedDeltaNet(torch.nn.Module):
             attended = self._attend_fused(self._kernels, x, forward_batch)
             if rows is not None:
                 attended = attended.index_select(0, rows)
-                residual = residual.index_select(0, rows)
             return self.out_proj.forward(attended, residual)
         projected = self.in_proj.forward(x)
         plan = extend_plan_of(forward_batch, self.options.kernel)
@@ -282,7 +313,6 @@ class GatedDeltaNet(torch.nn.Module):
         gate = projected.gate
         if rows is not None:
             attended, gate = attended.index_select(0, rows), gate.index_select(0, rows)
-            residual = residual.index_select(0, rows)
         return self.out_proj.forward(self.norm.forward(attended, gate).flatten(1), residual)
 
     def _attend_fused(
@@ -313,7 +343,7 @@ class GatedDeltaNet(torch.nn.Module):
         temporal, conv, states = self._states_of(forward_batch)
         slots, first, weight = states.slots, states.read_slots, self.gates.conv.squeeze(1)
         qkv, conv_after = convolve_decode(projected.qkv, conv.index_select(0, first), weight)
-        out, after = TorchDeltaRule().decode(
+        out, after = self._rule.decode(
             self._inputs(qkv, projected), temporal.index_select(0, first).float()
         )
         # Padding rows all write to the padding slot, in any order.

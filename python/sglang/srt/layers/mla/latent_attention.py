@@ -1,4 +1,5 @@
-"""Latent attention: the pool stores one latent row per token, which all heads share.
+"""Latent attention (MLA), and the indexer of its sparse form. The pool stores one latent row per
+token, which all heads share.
 
 A row is a latent vector followed by the rotated part of the key. Scores can be computed without
 projecting rows up to keys: queries are multiplied by the key up-projection instead ("absorbed",
@@ -7,14 +8,19 @@ DeepSeek-V2, section 2.1), and each head's latent output by the value up-project
 
 from __future__ import annotations
 
-import torch
+from dataclasses import replace
 
-from sglang.srt.configs.mla_config import MLAConfig
-from sglang.srt.layers.forward_batch_info import ForwardBatch
+import torch
+import torch.nn.functional as F
+
+from sglang.srt.configs.mla_config import IndexerConfig, MLAConfig
 from sglang.srt.layers.linear import apply_linear
 from sglang.srt.layers.placement import Share, TensorPlacement
 from sglang.srt.layers.radix_attention import MLA, AttentionKind, IndexQuery, RadixAttention
+from sglang.srt.layers.rotary_embedding import Rotation, apply_rotary
 from sglang.srt.layers.weight_slot import NamedSlots, WeightedLayer, WeightSlot
+
+_INDEXER_NORM_EPS = 1e-6
 
 
 class KVUpProjection(WeightedLayer):
@@ -73,7 +79,12 @@ class KVUpProjection(WeightedLayer):
 
 
 class LatentAttention(RadixAttention):
-    """Attention over latent rows: one KV head, whose values are part of its keys."""
+    """Attention over latent rows: one KV head, whose values are part of its keys.
+
+    `forward` takes rotated queries `[num_tokens, num_heads, qk_head_dim]`, rotated rows as keys,
+    `[num_tokens, 1, kv_lora_rank + qk_rope_head_dim]`, and the rows' latent vectors as values. Each
+    head's output has `v_head_dim` elements.
+    """
 
     def __init__(
         self,
@@ -93,25 +104,63 @@ class LatentAttention(RadixAttention):
         self.mla = mla
         self.up_projection = up_projection
 
-    def attend(
+
+class Indexer(WeightedLayer):
+    """The indexer of DeepSeek Sparse Attention (DSA) in one layer; replicated on every rank.
+
+    Its small queries and keys rank tokens. A key's score for a query is the sum over the indexer's
+    heads of relu(query * key), weighted by a factor per head that the querying token provides
+    (DeepSeek-V3.2, section 2.1). The reference stores keys in fp8 after a Hadamard rotation.
+    Without fp8 the rotation has no effect, so it is omitted.
+    """
+
+    def __init__(
         self,
-        q: torch.Tensor,
-        row: torch.Tensor,
-        forward_batch: ForwardBatch,
-        rows: torch.Tensor | None = None,
-        index: IndexQuery | None = None,
-    ) -> torch.Tensor:
-        """Store the rows of new tokens, then attend.
+        config: IndexerConfig,
+        mla: MLAConfig,
+        hidden_size: int,
+        *,
+        placement: TensorPlacement,
+    ) -> None:
+        """Raises ValueError: config.json has no `q_lora_rank`."""
+        super().__init__(placement)
+        if mla.q_lora_rank is None:
+            raise ValueError("config.json: q_lora_rank is missing: the indexer's queries need it")
+        self.config = config
+        dim, heads = config.head_dim, config.num_heads
+        self.query_weight = placement.empty(heads * dim, mla.q_lora_rank)
+        self.key_weight = placement.empty(dim, hidden_size)
+        self.norm_weight, self.norm_bias = placement.empty(dim), placement.empty(dim)
+        # fp32 as in the reference: the head weights decide the ranking of tokens.
+        self.heads_weight = replace(placement, dtype=torch.float32).empty(heads, hidden_size)
+        self._scale = dim**-0.5 * heads**-0.5
+
+    def queries(
+        self, hidden: torch.Tensor, q_latent: torch.Tensor, rotation: Rotation
+    ) -> IndexQuery:
+        """Queries of tokens, and the weights of their heads.
 
         Args:
-            q: `[num_tokens, num_heads, qk_nope_head_dim + qk_rope_head_dim]`, rotated.
-            row: `[num_tokens, 1, kv_lora_rank + qk_rope_head_dim]`, rotated.
-            rows: As in `RadixAttention.forward`.
-            index: Queries that choose the tokens to attend to; None: each token sees all tokens up
-                to itself.
-
-        Returns:
-            `[num_tokens, num_heads * v_head_dim]`, or `[bs, ...]` with `rows`.
+            hidden: `[num_tokens, hidden_size]`.
+            q_latent: `[num_tokens, q_lora_rank]`, normalised.
         """
-        latent = row[..., : self.mla.kv_lora_rank]
-        return self.forward(q, row, latent, forward_batch, rows=rows, index=index)
+        q = apply_linear(q_latent, self.query_weight)
+        q = apply_rotary(q.view(len(q), -1, self.config.head_dim), rotation)
+        weights = apply_linear(hidden.float(), self.heads_weight) * self._scale
+        return IndexQuery(q, weights, self.config.topk)
+
+    def keys(self, hidden: torch.Tensor, rotation: Rotation) -> torch.Tensor:
+        """Keys `[num_tokens, head_dim]` of tokens `[num_tokens, hidden_size]`."""
+        k = apply_linear(hidden, self.key_weight)
+        k = F.layer_norm(k, k.shape[-1:], self.norm_weight, self.norm_bias, _INDEXER_NORM_EPS)
+        return apply_rotary(k.unsqueeze(1), rotation).squeeze(1)
+
+    def weight_slots(self) -> NamedSlots:
+        for name, weight in (
+            ("wq_b.weight", self.query_weight),
+            ("wk.weight", self.key_weight),
+            ("k_norm.weight", self.norm_weight),
+            ("k_norm.bias", self.norm_bias),
+            ("weights_proj.weight", self.heads_weight),
+        ):
+            yield f"{self.prefix}.{name}", WeightSlot.of(weight)

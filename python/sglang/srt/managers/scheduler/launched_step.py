@@ -12,8 +12,7 @@ import torch
 from sglang.srt.hardware_backend.device_runtime import Event, device_runtime
 
 if TYPE_CHECKING:
-    from sglang.srt.layers.input_logprobs import InputLogprobs
-    from sglang.srt.layers.logits_processor import LogitsProcessorOutput
+    from sglang.srt.layers.logits_processor import InputLogprobs, LogitsProcessorOutput
     from sglang.srt.managers.messages.io_struct import TopLogprobs
     from sglang.srt.managers.scheduler.batch import PrefillWork
     from sglang.srt.managers.scheduler.requests.req import Req

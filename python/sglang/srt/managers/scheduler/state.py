@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from sglang.srt.layers.grammar_mask import GrammarRow
+from sglang.srt.layers.penalties import GrammarRow
 from sglang.srt.layers.sampling_batch_info import SamplingBatchInfo
 from sglang.srt.managers.scheduler.batch_pools import release_slots
 from sglang.srt.managers.scheduler.policy import ceil_to_page

@@ -21,8 +21,8 @@ HALF = torch.bfloat16 if ON_GPU else torch.float16
 
 from sglang.srt.layers.attention import (  # noqa: E402
     dense_attention,
+    dsa_backend,
     projected_attention,
-    token_choice,
 )
 from sglang.srt.layers.attention import latent_triton_backend as backend  # noqa: E402
 from sglang.srt.layers.attention.base_attn_backend import AttentionConfig  # noqa: E402
@@ -92,7 +92,7 @@ def test_scores_and_choice(heads: int, dim: int) -> None:
             torch.testing.assert_close(got[i, :length], want, rtol=1e-3, atol=1e-3)
         slots = table[row, :length]
         if length > 64:
-            slots = slots[token_choice.choose_tokens(scores[i : i + 1, :length], 64)[0]]
+            slots = slots[dsa_backend.choose_tokens(scores[i : i + 1, :length], 64)[0]]
         assert torch.equal(chosen[i, : len(slots)], slots)
 
 
@@ -107,7 +107,7 @@ def test_of_equal_tokens_the_first_are_chosen(longest: int) -> None:
     lens = torch.tensor([longest, longest - 1, 500, 201], device=DEVICE)
     chosen = choose_slots(scores, table, torch.zeros_like(lens), lens, 200)
     for i, length in enumerate(lens.tolist()):
-        want = token_choice.choose_tokens(scores[i : i + 1, :length], 200)[0]
+        want = dsa_backend.choose_tokens(scores[i : i + 1, :length], 200)[0]
         assert torch.equal(chosen[i].long(), want)
 
 

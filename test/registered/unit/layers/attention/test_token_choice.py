@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from sglang.srt.layers.attention import token_choice
-from sglang.srt.layers.attention.token_choice import choose_tokens, index_scores
+from sglang.srt.layers.attention import dsa_backend
+from sglang.srt.layers.attention.dsa_backend import choose_tokens, index_scores
 from sglang.srt.layers.radix_attention import IndexQuery
 from sglang.test.ci.ci_register import register_cpu_ci
 
@@ -19,7 +19,7 @@ INF = float("inf")
 def test_scores_are_sums_over_heads_of_positive_products(
     monkeypatch: pytest.MonkeyPatch, score_bytes: int
 ) -> None:
-    monkeypatch.setattr(token_choice, "SCORE_BYTES", score_bytes)
+    monkeypatch.setattr(dsa_backend, "SCORE_BYTES", score_bytes)
     generator = torch.Generator().manual_seed(1)
     q, keys = torch.randn(3, 4, 8, generator=generator), torch.randn(9, 8, generator=generator)
     weights = torch.randn(3, 4, generator=generator)

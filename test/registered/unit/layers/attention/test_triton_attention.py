@@ -29,7 +29,6 @@ from rigs.models.attention_cases import (  # noqa: E402
 )
 from rigs.models.attention_cases import queries as queries_on  # noqa: E402
 from sglang.srt.layers.attention.dense_attention import UNIT, plan_dense  # noqa: E402
-from sglang.srt.layers.triton_ops.attention.combine_splits import merge_into_  # noqa: E402
 from sglang.srt.layers.triton_ops.attention.decode_attention import (  # noqa: E402
     LONG_TOKENS,
     decode_attention,
@@ -43,7 +42,10 @@ from sglang.srt.layers.triton_ops.attention.extend_attention import (  # noqa: E
     plan_blocks,
     put_blocks,
 )
-from sglang.srt.layers.triton_ops.attention.online_softmax import split_range  # noqa: E402
+from sglang.srt.layers.triton_ops.attention.online_softmax import (  # noqa: E402
+    merge_into_,
+    split_range,
+)
 from sglang.srt.layers.triton_ops.attention.page_indices import page_indices  # noqa: E402
 
 DTYPES = [torch.float32, HALF, *([FP8] if ON_GPU else [])]

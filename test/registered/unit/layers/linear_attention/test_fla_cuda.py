@@ -8,10 +8,13 @@ import pytest
 import torch
 
 from sglang.srt.hardware_backend.device_runtime import detect_device
-from sglang.srt.layers.linear_attention.delta_rules import delta_rule
 from sglang.srt.layers.linear_attention.extend_plan import ExtendPlan
-from sglang.srt.layers.linear_attention.fla_delta_rule import FlaDeltaRule
-from sglang.srt.layers.linear_attention.gated_delta_rule import DeltaRuleInputs, TorchDeltaRule
+from sglang.srt.layers.linear_attention.gated_delta_rule import (
+    DeltaRuleInputs,
+    FlaDeltaRule,
+    TorchDeltaRule,
+    delta_rule,
+)
 from sglang.test.ci.ci_register import register_cuda_ci
 
 register_cuda_ci(est_time=60, suite="base-b-test-1-gpu-large")

@@ -7,10 +7,13 @@ from typing import Any
 import pytest
 import torch
 
-from sglang.srt.layers.linear_attention.delta_rules import DeltaRule, delta_rule
 from sglang.srt.layers.linear_attention.extend_plan import ExtendPlan
-from sglang.srt.layers.linear_attention.fla_delta_rule import FlaDeltaRule
-from sglang.srt.layers.linear_attention.gated_delta_rule import DeltaRuleInputs, TorchDeltaRule
+from sglang.srt.layers.linear_attention.gated_delta_rule import (
+    DeltaRuleInputs,
+    FlaDeltaRule,
+    TorchDeltaRule,
+    delta_rule,
+)
 from sglang.test.ci.ci_register import register_cpu_ci
 
 register_cpu_ci(est_time=4, suite="base-a-test-cpu")
@@ -90,7 +93,7 @@ def assert_close(got: torch.Tensor, want: torch.Tensor) -> None:
 
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("lens", [[1], [64], [65, 3], [7, 200, 64, 1, 130]])
-def test_chunks_of_a_batch(rule: DeltaRule, lens: list[int]) -> None:
+def test_chunks_of_a_batch(rule: TorchDeltaRule, lens: list[int]) -> None:
     inputs, states = random_inputs(sum(lens), 1), random_states(len(lens))
     plan = ExtendPlan.of(lens, None, 4, "cpu")
     out, after, snapshots = rule.extend(inputs, states, plan, torch.float32)
@@ -105,7 +108,7 @@ def test_chunks_of_a_batch(rule: DeltaRule, lens: list[int]) -> None:
 
 
 @pytest.mark.parametrize("rule", RULES)
-def test_snapshots_are_the_states_after_so_many_tokens(rule: DeltaRule) -> None:
+def test_snapshots_are_the_states_after_so_many_tokens(rule: TorchDeltaRule) -> None:
     lens, track = [70, 5, 150, 64], [64, 0, 97, 1]
     inputs, states = random_inputs(sum(lens), 2), random_states(4)
     plan = ExtendPlan.of(lens, track, 4, "cpu")
@@ -123,7 +126,7 @@ def test_snapshots_are_the_states_after_so_many_tokens(rule: DeltaRule) -> None:
 
 
 @pytest.mark.parametrize("rule", RULES)
-def test_what_follows_a_snapshot_is_computed_from_what_is_kept_of_it(rule: DeltaRule) -> None:
+def test_what_follows_a_snapshot_is_computed_from_what_is_kept_of_it(rule: TorchDeltaRule) -> None:
     inputs, states = random_inputs(100, 3), random_states(1)
     plan = ExtendPlan.of([100], [70], 4, "cpu")
     whole, after, snapshots = rule.extend(inputs, states, plan, torch.bfloat16)
@@ -136,7 +139,7 @@ def test_what_follows_a_snapshot_is_computed_from_what_is_kept_of_it(rule: Delta
 
 
 @pytest.mark.parametrize("rule", RULES)
-def test_a_decay_to_nothing_and_a_correction_of_all(rule: DeltaRule) -> None:
+def test_a_decay_to_nothing_and_a_correction_of_all(rule: TorchDeltaRule) -> None:
     """Exponents over a whole chunk are far below what fp32 holds."""
     inputs = random_inputs(64, 4)
     strong = inputs._replace(g=torch.full((64, HEADS), -40.0), beta=torch.ones(64, HEADS))
@@ -164,7 +167,7 @@ def test_steps_of_decoding() -> None:
 
 
 def test_a_cpu_has_the_rule_in_torch() -> None:
-    assert isinstance(delta_rule("cpu", torch.bfloat16), TorchDeltaRule)
+    assert type(delta_rule("cpu", torch.bfloat16)) is TorchDeltaRule
 
 
 if __name__ == "__main__":

@@ -14,11 +14,11 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBl
 from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextSparseMoeBlock
 
 from sglang.srt.layers.moe.sparse_moe import (
+    RouterOptions,
     SharedExpertOptions,
     SparseMoeBlock,
     SparseMoeOptions,
 )
-from sglang.srt.layers.moe.topk import RouterOptions
 from sglang.srt.layers.placement import TensorPlacement
 from sglang.srt.layers.weight_slot import WeightedLayer, WeightSlot
 from sglang.test.ci.ci_register import register_cpu_ci

@@ -14,8 +14,12 @@ import torch
 import triton
 import triton.language as tl
 
-from sglang.srt.layers.triton_ops.attention.combine_splits import combine_splits
-from sglang.srt.layers.triton_ops.attention.online_softmax import attend_range, split_range, weigh
+from sglang.srt.layers.triton_ops.attention.online_softmax import (
+    attend_range,
+    combine_splits,
+    split_range,
+    weigh,
+)
 from sglang.srt.layers.triton_ops.early_start import await_kernels_before, early_start
 from sglang.srt.layers.triton_ops.gating import gated
 

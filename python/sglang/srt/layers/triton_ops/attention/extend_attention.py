@@ -15,8 +15,11 @@ import triton
 import triton.language as tl
 
 from sglang.srt.hardware_backend.device_runtime import device_runtime
-from sglang.srt.layers.triton_ops.attention.combine_splits import combine_splits
-from sglang.srt.layers.triton_ops.attention.online_softmax import attend_range, split_range
+from sglang.srt.layers.triton_ops.attention.online_softmax import (
+    attend_range,
+    combine_splits,
+    split_range,
+)
 
 PROGRAMS = 264
 MAX_SPLITS = 64

@@ -1,6 +1,6 @@
 """An indexer's scores, and the top-k tokens that sparse attention (DSA) reads, on a GPU.
 
-The results are those of `layers/attention/token_choice.py`, even for ties: among equal scores the
+The results are those of `layers/attention/dsa_backend.py`, even for ties: among equal scores the
 first tokens win.
 """
 

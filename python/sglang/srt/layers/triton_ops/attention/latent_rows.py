@@ -16,8 +16,7 @@ import torch
 import triton
 import triton.language as tl
 
-from sglang.srt.layers.triton_ops.attention.combine_splits import combine_splits
-from sglang.srt.layers.triton_ops.attention.online_softmax import split_range
+from sglang.srt.layers.triton_ops.attention.online_softmax import combine_splits, split_range
 from sglang.srt.layers.triton_ops.early_start import await_kernels_before, early_start
 
 PROGRAMS: Final = 128

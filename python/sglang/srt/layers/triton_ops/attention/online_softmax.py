@@ -1,9 +1,21 @@
-"""Online softmax of query rows over a range of a paged context, for decode and extend."""
+"""Online softmax of query rows over a range of a paged context, and the join of attention over
+parts of a context by their log-sum-exp."""
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
+
+from sglang.srt.layers.triton_ops.early_start import (
+    EarlyStart,
+    await_kernels_before,
+    early_start,
+)
+from sglang.srt.layers.triton_ops.gating import gated
+
+_GATED_DIMS = 64
+"""Elements of a row that one program joins if there are gates, which means few rows."""
 
 
 @triton.jit
@@ -108,3 +120,148 @@ def weigh(  # type: ignore[no-untyped-def]  # noqa: ANN201
     shrink = tl.exp2(peak - base)
     p = tl.exp2(scores - base[:, None])
     return p, shrink, new_peak, mass * shrink + tl.sum(p, axis=1)
+
+
+@triton.jit
+def _combine_kernel(
+    parts_ptr: tl.tensor,
+    lse_ptr: tl.tensor,
+    out_ptr: tl.tensor,
+    gates_ptr: tl.tensor,
+    gates_stride: tl.tensor,
+    gates_step: tl.tensor,
+    HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    SPLITS: tl.constexpr,
+    GATED: tl.constexpr,
+    EARLY: tl.constexpr,
+) -> None:
+    """Grid `(rows, head_dim / BLOCK_D)`: one program joins all splits of a part of one row."""
+    row = tl.program_id(0).to(tl.int64)
+    splits = tl.arange(0, SPLITS)
+    cols = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
+    await_kernels_before(EARLY)
+    lse = tl.load(lse_ptr + row * SPLITS + splits)
+    peak = tl.max(lse, axis=0)
+    if peak == float("inf"):
+        return
+    weight = tl.exp2(lse - peak)
+    # Parts that were not written have no weight, and are not read.
+    inside = (weight > 0.0)[:, None] & (cols < HEAD_DIM)[None, :]
+    at = (row * SPLITS + splits)[:, None] * HEAD_DIM + cols[None, :]
+    parts = tl.load(parts_ptr + at, mask=inside, other=0.0)
+    out = tl.sum(parts * weight[:, None], axis=0) / tl.sum(weight, axis=0)
+    out = out.to(out_ptr.dtype.element_ty)
+    if GATED:
+        at = gates_ptr + row // HEADS * gates_stride + row % HEADS * gates_step + cols
+        out = gated(out, tl.load(at, mask=cols < HEAD_DIM, other=0.0))
+    tl.store(out_ptr + row * HEAD_DIM + cols, out, mask=cols < HEAD_DIM)
+
+
+def combine_splits(
+    parts: torch.Tensor,
+    lse: torch.Tensor,
+    out: torch.Tensor,
+    gates: torch.Tensor | None = None,
+) -> None:
+    """Join the splits of every row.
+
+    Args:
+        parts: fp32 `[rows, splits, head_dim]`, each normalised separately.
+        lse: fp32 `[rows, splits]`: base-2 log-sum-exp of each split; -inf: an empty split; +inf:
+            the row of `out` is final already.
+        out: Contiguous `[rows, head_dim]`.
+        gates: `[bs, num_heads, head_dim]` with dense rows, one for each of `rows`; the result is
+            multiplied by their sigmoid. None: no gates.
+    """
+    rows, splits, head_dim = parts.shape
+    block_d = triton.next_power_of_2(head_dim)
+    heads, stride, step = 1, 0, 0
+    early: EarlyStart = {"EARLY": False}
+    if gates is not None:
+        block_d = min(block_d, _GATED_DIMS)
+        heads, stride, step = gates.shape[1], gates.stride(0), gates.stride(1)
+        early = early_start(gates)
+    _combine_kernel[(rows, triton.cdiv(head_dim, block_d))](
+        parts,
+        lse,
+        out,
+        out if gates is None else gates,
+        stride,
+        step,
+        HEADS=heads,
+        HEAD_DIM=head_dim,
+        BLOCK_D=block_d,
+        SPLITS=splits,
+        GATED=gates is not None,
+        num_warps=4 if splits > 8 else 1,
+        **early,
+    )
+
+
+@triton.jit
+def _merge_kernel(
+    a_ptr: tl.tensor,
+    a_lse_ptr: tl.tensor,
+    b_ptr: tl.tensor,
+    b_lse_ptr: tl.tensor,
+    joined_ptr: tl.tensor,
+    num_tokens: tl.tensor,
+    NUM_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+) -> None:
+    """Grid `(num_tokens, heads / ROWS)`: one program joins ROWS heads of one token."""
+    token = tl.program_id(0).to(tl.int64)
+    heads = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    cols = tl.arange(0, BLOCK_D)
+    is_head = heads < NUM_HEADS
+    a_lse = tl.load(a_lse_ptr + heads * num_tokens + token, mask=is_head, other=0.0)
+    b_lse = tl.load(b_lse_ptr + heads * num_tokens + token, mask=is_head, other=0.0)
+    share = 1.0 / (1.0 + tl.exp(b_lse - a_lse))
+    peak = tl.maximum(a_lse, b_lse)
+    joined = peak + tl.log(tl.exp(a_lse - peak) + tl.exp(b_lse - peak))
+    # Not in place, because another warp may not have read it yet.
+    tl.store(joined_ptr + heads * num_tokens + token, joined, mask=is_head)
+    inside = is_head[:, None] & (cols < HEAD_DIM)[None, :]
+    at = token * NUM_HEADS * HEAD_DIM + heads[:, None] * HEAD_DIM + cols[None, :]
+    a = tl.load(a_ptr + at, mask=inside, other=0.0)
+    b = tl.load(b_ptr + at, mask=inside, other=0.0)
+    merged = a.to(tl.float32) * share[:, None] + b.to(tl.float32) * (1.0 - share)[:, None]
+    tl.store(a_ptr + at, merged.to(a.dtype), mask=inside)
+
+
+def merge_into_(
+    out: torch.Tensor, lse: torch.Tensor, other: torch.Tensor, other_lse: torch.Tensor
+) -> torch.Tensor:
+    """Join attention over two parts of a context into `out`.
+
+    Args:
+        out: Contiguous `[num_tokens, num_heads, head_dim]`; `other` likewise.
+        lse: Contiguous fp32 `[num_heads, num_tokens]`, log-sum-exp (natural) of the scores;
+            `other_lse` likewise.
+
+    Returns:
+        The log-sum-exp over both parts, of the shape of `lse`.
+    """
+    num_tokens, num_heads, head_dim = out.shape
+    assert out.is_contiguous() and other.is_contiguous()
+    assert lse.is_contiguous() and other_lse.is_contiguous()
+    joined = torch.empty_like(lse)
+    rows = min(32, triton.next_power_of_2(num_heads))
+    _merge_kernel[(num_tokens, triton.cdiv(num_heads, rows))](
+        out,
+        lse,
+        other,
+        other_lse,
+        joined,
+        num_tokens,
+        NUM_HEADS=num_heads,
+        HEAD_DIM=head_dim,
+        ROWS=rows,
+        BLOCK_D=triton.next_power_of_2(head_dim),
+        num_warps=4,
+    )
+    return joined

@@ -1,18 +1,33 @@
-"""Qwen3-MoE: Qwen3's decoder with experts in some or all layers."""
+"""Qwen2, Qwen2.5, Qwen3 and Qwen3-MoE: llama's decoder with a few options."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
 from sglang.srt.configs.model_config import ModelConfig, positive_int
-from sglang.srt.layers.moe.sparse_moe import SharedExpertOptions, SparseMoeOptions
-from sglang.srt.layers.moe.topk import RouterOptions
-from sglang.srt.models.llama import DecoderOptions
-from sglang.srt.models.qwen3 import Qwen3ForCausalLM
+from sglang.srt.layers.moe.sparse_moe import RouterOptions, SharedExpertOptions, SparseMoeOptions
+from sglang.srt.models.llama import DecoderOptions, LlamaForCausalLM
+
+
+class Qwen2ForCausalLM(LlamaForCausalLM):
+    """Llama's decoder with a bias on queries, keys and values."""
+
+    @staticmethod
+    def decoder_options(config: ModelConfig) -> DecoderOptions:
+        return DecoderOptions(qkv_bias=True)
+
+
+class Qwen3ForCausalLM(LlamaForCausalLM):
+    """Llama's decoder with per-head norms on queries and keys."""
+
+    @staticmethod
+    def decoder_options(config: ModelConfig) -> DecoderOptions:
+        bias = bool(getattr(config.hf_config, "attention_bias", False))
+        return DecoderOptions(qkv_bias=bias, out_bias=bias, qk_norm=True)
 
 
 class Qwen3MoeForCausalLM(Qwen3ForCausalLM):
-    """See `LlamaForCausalLM`."""
+    """Qwen3's decoder with experts in some or all layers."""
 
     @staticmethod
     def decoder_options(config: ModelConfig) -> DecoderOptions:

@@ -1,8 +1,15 @@
-"""Rows that GPUs write into each other's low-latency buffers inside a kernel.
+"""Exchange between GPUs inside a kernel: a barrier, and rows that are written into each other's
+low-latency buffers.
 
-A rank writes its row into the buffer of each peer as 64-bit words: 32 bits of the row and a
-sequence number. The peer polls until every word has the number that it expects. So a row takes one
-trip over the link, without a fence or a flag after it, but twice the bytes.
+The barrier: the programs with the same number on all GPUs wait for each other.
+A flag is a counter. A program increments its flag on each peer, then waits for each peer's flag in
+its own memory and decrements it. An increment needs no answer, so the barrier takes one trip over
+the link. A rank that is ahead may increment for its next kernel before a slower rank has
+decremented; otherwise all flags are 0 between two kernels.
+
+The buffers: a rank writes its row into the buffer of each peer as 64-bit words: 32 bits of the row
+and a sequence number. The peer polls until every word has the number that it expects. So a row
+takes one trip over the link, without a fence or a flag after it, but twice the bytes.
 
 Each row of a buffer has a counter of sequence numbers, equal on all ranks, and two places that
 alternate. A rank that writes number n + 2 has received number n + 1 from every peer, so each peer
@@ -20,6 +27,27 @@ from sglang.srt.distributed.tensor_group import LOW_LATENCY_ROW_BYTES, LOW_LATEN
 
 _ROWS: tl.constexpr = tl.constexpr(LOW_LATENCY_ROWS)
 _ROW_WORDS: tl.constexpr = tl.constexpr(LOW_LATENCY_ROW_BYTES // 8)
+
+
+@triton.jit
+def barrier(memories: tl.tuple, flags: tl.tensor, RANK: tl.constexpr, RANKS: tl.constexpr) -> None:
+    """Wait for the peers. Their earlier writes may be read afterwards.
+
+    Args:
+        memories: Address of each rank's memory.
+        flags: Offset of the flags in it, in bytes.
+    """
+    first = tl.program_id(0) * RANKS
+    for peer in tl.static_range(RANKS):
+        if peer != RANK:
+            theirs = (memories[peer] + flags).to(tl.pointer_type(tl.int32)) + first + RANK
+            tl.atomic_add(theirs, 1, sem="release", scope="sys")
+    for peer in tl.static_range(RANKS):
+        if peer != RANK:
+            own = (memories[RANK] + flags).to(tl.pointer_type(tl.int32)) + first + peer
+            while tl.atomic_add(own, 0, sem="acquire", scope="sys") < 1:
+                pass
+            tl.atomic_add(own, -1, sem="relaxed", scope="sys")
 
 
 @triton.jit

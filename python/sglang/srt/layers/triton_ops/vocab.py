@@ -1,8 +1,9 @@
-"""Argmax of logits that are split over GPUs by vocabulary.
+"""Kernels of a vocabulary that is split over GPUs: lookup of embeddings, and argmax of logits.
 
-Two launches: the first finds the greatest logit of each block of columns; the second waits for the
-peers and takes the greatest over all ranks. A key packs logit and token into one integer: the
-greatest key has the greatest logit, and among equal logits the first token.
+The lookup gives this rank's rows, and zeros for other ranks' rows. Argmax takes two launches: the
+first finds the greatest logit of each block of columns; the second waits for the peers and takes
+the greatest over all ranks. A key packs logit and token into one integer: the greatest key has the
+greatest logit, and among equal logits the first token.
 """
 
 from __future__ import annotations
@@ -15,11 +16,49 @@ import triton.language as tl
 
 from sglang.srt.distributed.tensor_group import MOST_PROGRAMS, TensorGroup
 from sglang.srt.layers.placement import Share
-from sglang.srt.layers.triton_ops.barrier import barrier
 from sglang.srt.layers.triton_ops.ordered import ordered
+from sglang.srt.layers.triton_ops.peers import barrier
 
 _COLUMNS: Final = 4096
 """Number of columns that one key covers."""
+
+
+@triton.jit
+def _look_up_kernel(
+    ids_ptr: tl.tensor,
+    weight_ptr: tl.tensor,
+    out_ptr: tl.tensor,
+    begin: tl.tensor,
+    count: tl.tensor,
+    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    """Grid `(ids, size / BLOCK)`: one program copies BLOCK columns of one row."""
+    token = tl.program_id(0).to(tl.int64)
+    cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    place = tl.load(ids_ptr + token) - begin
+    # A vector, because Triton's interpreter takes no scalar masks.
+    places = place + tl.zeros([BLOCK], tl.int64)
+    is_here = (places >= 0) & (places < count) & (cols < SIZE)
+    row = tl.load(weight_ptr + place * SIZE + cols, mask=is_here, other=0.0)
+    tl.store(out_ptr + token * SIZE + cols, row, mask=cols < SIZE)
+
+
+def look_up_share(ids: torch.Tensor, weight: torch.Tensor, rows: Share) -> torch.Tensor:
+    """Look up a row for each id: a new tensor `[n, size]`.
+
+    Args:
+        ids: int64 `[n]`, dense: row indices in the whole table.
+        weight: Contiguous `[at least rows.size, size]`.
+    """
+    assert weight.is_contiguous() and ids.stride(0) == 1
+    size = weight.shape[1]
+    out = torch.empty((len(ids), size), dtype=weight.dtype, device=weight.device)
+    block = min(2048, triton.next_power_of_2(size))
+    _look_up_kernel[(len(ids), triton.cdiv(size, block))](
+        ids, weight, out, rows.begin, rows.size, SIZE=size, BLOCK=block, num_warps=4
+    )
+    return out
 
 
 @triton.jit
