@@ -7,8 +7,7 @@ import torch.nn.functional as F
 
 from sglang.srt.distributed.tensor_group import PendingSum, ToAdd
 from sglang.srt.layers.fused_kernels import fused_kernels
-from sglang.srt.layers.placement import TensorPlacement
-from sglang.srt.layers.weight_slot import NamedSlots, WeightedLayer, WeightSlot
+from sglang.srt.layers.placement import NamedSlots, TensorPlacement, WeightedLayer, WeightSlot
 
 
 class RMSNorm(WeightedLayer):

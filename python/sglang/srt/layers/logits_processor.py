@@ -36,26 +36,21 @@ class LogitsProcessorOutput:
         return self.logits.whole()
 
 
-class LogitsProcessor(torch.nn.Module):
-    """Applies the output head."""
+def compute_logits(
+    hidden_states: torch.Tensor, head: VocabParallelEmbedding, forward_batch: ForwardBatch
+) -> LogitsProcessorOutput:
+    """Apply the output head.
 
-    def forward(
-        self,
-        hidden_states: torch.Tensor,
-        head: VocabParallelEmbedding,
-        forward_batch: ForwardBatch,
-    ) -> LogitsProcessorOutput:
-        """Args:
+    Args:
         hidden_states: `[rows, hidden_size]`, after the final norm; the rows are those of
             `ForwardBatch.rows_for_logits`.
-        head: The output head.
-        """
-        inputs: InputLogprobs | None = None
-        if forward_batch.extend_logprob_start_lens_cpu is not None:
-            inputs = compute_input_logprobs(hidden_states, head, forward_batch)
-            hidden_states = hidden_states.index_select(0, forward_batch.last_rows())
-        logits = head.logits(hidden_states, out=forward_batch.logits_out)
-        return LogitsProcessorOutput(logits=logits, input_logprobs=inputs)
+    """
+    inputs: InputLogprobs | None = None
+    if forward_batch.extend_logprob_start_lens_cpu is not None:
+        inputs = compute_input_logprobs(hidden_states, head, forward_batch)
+        hidden_states = hidden_states.index_select(0, forward_batch.last_rows())
+    logits = head.logits(hidden_states, out=forward_batch.logits_out)
+    return LogitsProcessorOutput(logits=logits, input_logprobs=inputs)
 
 
 @dataclass(frozen=True, slots=True)

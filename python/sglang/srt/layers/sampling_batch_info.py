@@ -44,7 +44,6 @@ class SamplingBatchInfo:
     others: greedy, filtered (top-k, top-p, min-p), and plain.
     """
 
-    batch_size: int
     temperatures: torch.Tensor | None
     """fp32 `[bs, 1]`; 1 for greedy rows. None: all rows are greedy."""
     plain_rows: torch.Tensor | None
@@ -90,7 +89,6 @@ class SamplingBatchInfo:
                 minimal.append(row)
         temperatures = [1.0 if p.is_greedy else p.temperature for p in params]
         return cls(
-            batch_size=len(params),
             temperatures=(
                 on_device(temperatures, device).unsqueeze(1) if plain or filtered else None
             ),

@@ -9,8 +9,13 @@ import torch.nn.functional as F
 from sglang.srt.distributed.tensor_group import SingleTensorGroup, TensorGroup
 from sglang.srt.layers.fused_kernels import fused_kernels
 from sglang.srt.layers.linear import apply_linear
-from sglang.srt.layers.placement import Share, TensorPlacement
-from sglang.srt.layers.weight_slot import NamedSlots, WeightedLayer, WeightSlot
+from sglang.srt.layers.placement import (
+    NamedSlots,
+    Share,
+    TensorPlacement,
+    WeightedLayer,
+    WeightSlot,
+)
 
 
 class VocabParallelEmbedding(WeightedLayer):

@@ -17,7 +17,7 @@ import msgspec
 import torch
 
 from sglang.srt.hardware_backend.leaf_hash import HASH_NAME
-from sglang.srt.layers.weight_slot import WeightSlot
+from sglang.srt.layers.placement import WeightSlot
 
 _MAX_VALUE_CHARS = 80
 

@@ -9,7 +9,7 @@ from math import prod
 import torch
 
 from sglang.srt.distributed.device_communicators.transfer_types import Block
-from sglang.srt.layers.weight_slot import WeightSlot
+from sglang.srt.layers.placement import WeightSlot
 from sglang.srt.model_loader.seed_answer import (
     EvenSpread,
     HeldRanges,

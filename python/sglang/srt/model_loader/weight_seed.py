@@ -16,7 +16,7 @@ from sglang.srt.distributed.device_communicators.mooncake_transfer_engine import
 from sglang.srt.distributed.rank_group import RankGroup, gather_bytes
 from sglang.srt.hardware_backend.device_runtime import device_runtime
 from sglang.srt.hardware_backend.leaf_hash import HASH_NAME, join_leaves
-from sglang.srt.layers.weight_slot import WeightSlot
+from sglang.srt.layers.placement import WeightSlot
 from sglang.srt.model_loader.seed_answer import (
     PACKED_ANSWER_DECODER,
     SeedAnswer,

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Protocol
 
-from sglang.srt.layers.weight_slot import WeightSlot
+from sglang.srt.layers.placement import WeightSlot
 from sglang.srt.models.causal_lm import CausalLM
 
 

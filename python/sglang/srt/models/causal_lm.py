@@ -9,8 +9,8 @@ import torch
 
 from sglang.srt.layers.forward_batch_info import ForwardBatch
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
+from sglang.srt.layers.placement import NamedSlots, WeightedLayer
 from sglang.srt.layers.radix_attention import RadixAttention
-from sglang.srt.layers.weight_slot import NamedSlots, WeightedLayer
 from sglang.srt.mem_cache.device.state_spec import StateSpec
 
 

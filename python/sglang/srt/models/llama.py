@@ -13,14 +13,14 @@ from sglang.srt.distributed.tensor_group import ToAdd
 from sglang.srt.layers.activation import GatedMLP
 from sglang.srt.layers.attention.window_backend import window_spec
 from sglang.srt.layers.forward_batch_info import ForwardBatch
+from sglang.srt.layers.fused_kernels import fused_kernels
 from sglang.srt.layers.layernorm import QKNorm, RMSNorm
 from sglang.srt.layers.linear import MergedColumnParallelLinear, RowParallelLinear
-from sglang.srt.layers.logits_processor import LogitsProcessor, LogitsProcessorOutput
+from sglang.srt.layers.logits_processor import LogitsProcessorOutput, compute_logits
 from sglang.srt.layers.moe.sparse_moe import SparseMoeBlock, SparseMoeOptions
 from sglang.srt.layers.placement import TensorPlacement
-from sglang.srt.layers.qkv import prepare_qkv
 from sglang.srt.layers.radix_attention import FULL_ATTENTION, SLIDING_WINDOW, RadixAttention
-from sglang.srt.layers.rotary_embedding import RotaryEmbedding, Rotation
+from sglang.srt.layers.rotary_embedding import RotaryEmbedding, Rotation, apply_rotary
 from sglang.srt.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from sglang.srt.mem_cache.device.state_spec import KVSpec, StateSpec
 from sglang.srt.models.causal_lm import CausalLM
@@ -129,10 +129,45 @@ class LlamaAttention(torch.nn.Module):
             rows: int64 `[bs]`: tokens whose output is needed; None: all.
         """
         qkv = self.qkv_proj.forward(x).view(x.shape[0], -1, self.head_dim)
-        q, k, v = prepare_qkv(qkv, self.qk_norm, rotation, self.attn, forward_batch)
+        q, k, v = self._prepare(qkv, rotation, forward_batch)
         is_stored = self.attn.kind == FULL_ATTENTION
         attended = self.attn.forward(q, k, v, forward_batch, save_kv_cache=not is_stored, rows=rows)
         return self.o_proj.forward(attended, residual)
+
+    def _prepare(
+        self, qkv: torch.Tensor, rotation: Rotation, forward_batch: ForwardBatch
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Normalise and rotate queries and keys, and store keys and values in the layer's pool.
+
+        Layers with a sliding window store by themselves.
+
+        Args:
+            qkv: Contiguous `[num_tokens, num_heads + 2 * num_kv_heads, head_dim]`. Fused kernels
+                change it in place.
+
+        Returns:
+            Queries, keys and values as `RadixAttention.forward` takes them.
+        """
+        attn, norm, loc = self.attn, self.qk_norm, forward_batch.out_cache_loc
+        has_window = attn.kind == SLIDING_WINDOW
+        # Queries and keys lie side by side, so one pass normalises and rotates both.
+        num_rotated = attn.num_heads + attn.num_kv_heads
+        qk, v = qkv[:, :num_rotated], qkv[:, num_rotated:]
+        kernels = fused_kernels(qkv.device)
+        if kernels is not None and not has_window:
+            kernels.normalise_rotate_store_(
+                qkv,
+                None if norm is None else (norm.weight, norm.eps),
+                (rotation.cos, rotation.signed_sin),
+                loc,
+                *forward_batch.token_to_kv_pool.kv_buffer_to_write(attn.layer_id),
+            )
+            return qk[:, : attn.num_heads], qk[:, attn.num_heads :], v
+        qk = apply_rotary(qk if norm is None else norm.forward(qk), rotation)
+        q, k = qk[:, : attn.num_heads], qk[:, attn.num_heads :]
+        if not has_window:
+            forward_batch.token_to_kv_pool.set_kv_buffer(attn, loc, k, v)
+        return q, k, v
 
 
 class LlamaDecoderLayer(torch.nn.Module):
@@ -245,7 +280,6 @@ class LlamaForCausalLM(CausalLM):
                 config.vocab_size, config.hidden_size, placement=placement.at("lm_head")
             )
         )
-        self.logits_processor = LogitsProcessor()
         self._kv_share = placement.kv_state_share(config.num_key_value_heads)
         self._window, self._dtype = config.sliding_window, config.dtype
 
@@ -262,7 +296,7 @@ class LlamaForCausalLM(CausalLM):
         if (share := forward_batch.context_share) is not None:
             hidden_states, forward_batch = share.gather_hidden(hidden_states), share.whole
         head = self.lm_head or self.model.embed_tokens
-        return self.logits_processor.forward(hidden_states, head, forward_batch)
+        return compute_logits(hidden_states, head, forward_batch)
 
     def state_specs(self, kv_dtype: torch.dtype) -> tuple[StateSpec, ...]:
         """The spec of the keys and values of all attention layers, and of those with a window.
@@ -284,3 +318,7 @@ class LlamaForCausalLM(CausalLM):
     def is_redundant(self, name: str) -> bool:
         tied_head = name == "lm_head.weight" and self.lm_head is None
         return tied_head or name.endswith(".rotary_emb.inv_freq")
+
+
+class MinistralForCausalLM(LlamaForCausalLM):
+    """Some of its layers have a sliding window: `ModelConfig.sliding_window_layers`."""

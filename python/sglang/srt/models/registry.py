@@ -13,8 +13,7 @@ from sglang.srt.models.deepseek_v2 import (
     DeepseekV3ForCausalLM,
     DeepseekV32ForCausalLM,
 )
-from sglang.srt.models.llama import LlamaForCausalLM
-from sglang.srt.models.ministral import MinistralForCausalLM
+from sglang.srt.models.llama import LlamaForCausalLM, MinistralForCausalLM
 from sglang.srt.models.qwen import (
     Qwen2ForCausalLM,
     Qwen3ForCausalLM,

@@ -26,7 +26,7 @@ CUDA_ONLY: Final = (
     "srt/model_executor/graph_capture.py",
     "srt/layers/triton_ops/",
     "srt/layers/attention/triton_backend.py",
-    "srt/layers/attention/projected_attention.py",
+    "srt/layers/attention/dense_attention.py",
     "srt/layers/attention/flashinfer_backend.py",
     "srt/mem_cache/host/copy_engine.py",
     "srt/mem_cache/host/host_copy_cuda.py",

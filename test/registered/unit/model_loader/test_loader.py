@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from rigs.caches.memory_ranks import PlaceInGroup
 from rigs.models.tiny_models import save_tiny_checkpoint
 from sglang.srt.configs.model_config import ModelConfig
-from sglang.srt.layers.weight_slot import WeightSlot
+from sglang.srt.layers.placement import WeightSlot
 from sglang.srt.model_loader import checkpoint_files
 from sglang.srt.model_loader.load_config import LoadConfig
 from sglang.srt.model_loader.loader import build_model, get_model, load_weights

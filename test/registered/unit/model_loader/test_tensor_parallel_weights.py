@@ -12,9 +12,8 @@ from rigs.caches.memory_ranks import PlaceInGroup
 from rigs.models.tiny_models import save_tiny_checkpoint
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.layers.linear import RowParallelLinear
-from sglang.srt.layers.placement import Share, TensorPlacement
+from sglang.srt.layers.placement import Share, TensorPlacement, WeightSlot
 from sglang.srt.layers.vocab_parallel_embedding import VocabParallelEmbedding
-from sglang.srt.layers.weight_slot import WeightSlot
 from sglang.srt.mem_cache.device.state_spec import RankShare, RankSplit
 from sglang.srt.model_loader.load_config import LoadConfig
 from sglang.srt.model_loader.loader import get_model

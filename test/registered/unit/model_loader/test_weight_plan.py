@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from sglang.srt.hardware_backend.leaf_hash import HASH_NAME
-from sglang.srt.layers.placement import Share
-from sglang.srt.layers.weight_slot import WeightSlot
+from sglang.srt.layers.placement import Share, WeightSlot
 from sglang.srt.model_loader.remote_weights import cut_batches, staging_bytes
 from sglang.srt.model_loader.seed_answer import (
     MemoryPlace,

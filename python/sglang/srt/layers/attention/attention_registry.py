@@ -141,11 +141,6 @@ def _imported(path: str) -> MakeBackend:
 
 
 def _make_flashinfer(config: AttentionConfig) -> AttentionBackend:
-    _check_flashinfer(config)
-    return _imported("flashinfer_backend.FlashInferAttnBackend")(config)
-
-
-def _check_flashinfer(config: AttentionConfig) -> None:
     """Raise ValueError if the library is not installed or does not support this model."""
     if importlib.util.find_spec("flashinfer") is None:
         raise ValueError(
@@ -163,6 +158,7 @@ def _check_flashinfer(config: AttentionConfig) -> None:
             "attention backend 'flashinfer' takes a head_dim of "
             f"{', '.join(map(str, _FLASHINFER_HEAD_DIMS))}, not {config.head_dim}: use triton"
         )
+    return _imported("flashinfer_backend.FlashInferAttnBackend")(config)
 
 
 _LATENT_TRITON: Final = _imported("latent_triton_backend.LatentTritonBackend")

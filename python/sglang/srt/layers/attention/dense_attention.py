@@ -1,21 +1,39 @@
-"""Attention of long runs of new tokens by cuDNN, the fastest kernels on Hopper.
+"""Attention of long runs of new tokens, dense or latent, by cuDNN, the fastest kernels on Hopper.
 
 `benchmark/results/` has the measurements. cuDNN makes a plan for each new shape, which takes the
 CPU about 35 ms, longer than the attention of a layer. So it gets few shapes: all lengths are
 multiples of `UNIT`. `plan_dense` cuts a request to fit, and Triton kernels compute the other
 tokens.
+
+Latent attention of many new tokens projects rows up to keys and values: for many queries, scores
+over keys cost less than over latent rows. Keys and values take many times the memory of rows, so
+only some heads and tokens are projected at a time. A prefix is read piece by piece, and the pieces
+are joined by their log-sum-exp.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Final
 
 import torch
+import torch.nn.functional as F
 
-from sglang.srt.layers.attention.partial_attention import heads_first
+from sglang.srt.layers.attention.partial_attention import attend, heads_first
+from sglang.srt.layers.mla.latent_attention import LatentAttention
+from sglang.srt.layers.triton_ops.attention.online_softmax import merge_into_
 
-UNIT = 1024
+UNIT: Final = 1024
 """Lengths are multiples of this many tokens. From this length on, cuDNN is faster than Triton."""
+MAX_HEAD_DIM: Final = 192
+MAX_V_HEAD_DIM: Final = 128
+"""Head sizes of DeepSeek's models, which cuDNN computes at 75% of the device's peak."""
+WARM_UP_TOKENS: Final = 8192
+HEADS_AT_ONCE: Final = 32
+"""Heads projected at a time. They fill the device; keys and values of 8,192 tokens take 100 and
+70 MB."""
+PIECE_UNITS: Final = 8
+"""Longest piece of a prefix that is projected at a time, in `UNIT`s of tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,3 +102,94 @@ def dense_attention(
     out: torch.Tensor = found[0][0].transpose(0, 1)
     lse: torch.Tensor = found[1].reshape(q.shape[1], q.shape[0])
     return out.contiguous(), lse.contiguous()
+
+
+def attend_projected(
+    q: torch.Tensor,
+    new: torch.Tensor,
+    pool: torch.Tensor,
+    prefix: torch.Tensor | None,
+    layer: LatentAttention,
+    out: torch.Tensor,
+) -> None:
+    """Attend from new tokens of one request to its prefix and, causally, to each other.
+
+    Args:
+        q: `[n, num_heads, qk_head_dim]` on an accelerator.
+        new: `[n, 1, row_dim]`: rows of the new tokens.
+        pool: `[slots, 1, row_dim]`.
+        prefix: int64 `[prefix]`: slots of the prefix; None: no prefix.
+        out: `[n, num_heads, v_head_dim]`, the last dimension dense; overwritten.
+    """
+    known = 0 if prefix is None else len(prefix)
+    pad, count = known % UNIT, len(q)
+    behind = -(pad + count) % UNIT
+    # cuDNN computes whole units. The prefix's end is put before the new tokens, with query rows
+    # whose output is dropped. No query sees the padding keys after the last token.
+    tail = F.pad(new, (0, 0, 0, 0, pad, behind))
+    if prefix is not None and pad:
+        tail[:pad] = pool.index_select(0, prefix[known - pad :])
+    pieces = [] if prefix is None else cut_prefix(known - pad, PIECE_UNITS)
+    for begin in range(0, layer.num_heads, HEADS_AT_ONCE):
+        heads = slice(begin, begin + HEADS_AT_ONCE)
+        own = F.pad(q[:, heads], (0, 0, 0, 0, pad, behind))
+        found, lse = _attend(own, *_project(tail, layer, heads), layer.scaling, causal=True)
+        for first, end in pieces:
+            assert prefix is not None
+            keys, values = _project(pool.index_select(0, prefix[first:end]), layer, heads)
+            part = _attend(own, keys, values, layer.scaling, causal=False)
+            lse = merge_into_(found, lse, *part)
+        out[:, heads] = found[pad : pad + count]
+
+
+def warm_up_projected(q: torch.Tensor, v: torch.Tensor) -> None:
+    """Let cuDNN make its plans for prefills of up to `WARM_UP_TOKENS` new tokens. This takes a
+    second, which a request would otherwise wait.
+
+    Args:
+        q: A tensor like one token's queries, `[1, num_heads, qk_head_dim]`.
+        v: A tensor like its values, `[1, num_heads, v_head_dim]`.
+    """
+    if not can_be_dense(q, v):
+        return
+
+    def rows(like: torch.Tensor, heads: int, tokens: int) -> torch.Tensor:
+        return like.new_zeros((tokens, heads, like.shape[-1]))
+
+    for heads in {min(HEADS_AT_ONCE, q.shape[1]), q.shape[1] % HEADS_AT_ONCE} - {0}:
+        for tokens in range(UNIT, WARM_UP_TOKENS + 1, UNIT):
+            queries = rows(q, heads, tokens)
+            _attend(queries, queries, rows(v, heads, tokens), 1.0, causal=True)
+            for piece in (UNIT << i for i in range(PIECE_UNITS.bit_length())):
+                keys, values = rows(q, heads, piece), rows(v, heads, piece)
+                _attend(queries, keys, values, 1.0, causal=False)
+
+
+def _project(
+    rows: torch.Tensor, layer: LatentAttention, heads: slice
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys `[n, heads, qk_head_dim]` and values `[n, heads, v_head_dim]` of rows."""
+    mla = layer.mla
+    keys_alone, values = layer.up_projection.forward(rows[:, 0, : mla.kv_lora_rank], heads)
+    keys = values.new_empty((*keys_alone.shape[:2], mla.qk_head_dim))
+    keys[..., : mla.qk_nope_head_dim] = keys_alone
+    keys[..., mla.qk_nope_head_dim :] = rows[:, :, mla.kv_lora_rank :]
+    # cuDNN's plans depend on strides too.
+    return keys, values.contiguous()
+
+
+def _attend(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float, *, causal: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`dense_attention` if cuDNN supports dtype and sizes, else `attend`; the same shapes."""
+    if can_be_dense(q, v):
+        return dense_attention(q, k, v, scaling, causal=causal)
+    out, lse = attend(heads_first(q), heads_first(k), heads_first(v), scale=scaling, causal=causal)
+    return out[0].transpose(0, 1).contiguous(), lse[0].contiguous()
+
+
+def can_be_dense(q: torch.Tensor, v: torch.Tensor) -> bool:
+    """True if cuDNN supports queries and values like these, `[..., head_dim]`."""
+    head_dim, v_head_dim = q.shape[-1], v.shape[-1]
+    fits = head_dim <= MAX_HEAD_DIM and v_head_dim <= MAX_V_HEAD_DIM
+    return q.is_cuda and q.element_size() == 2 and fits and not (head_dim % 8 or v_head_dim % 8)

@@ -3,7 +3,7 @@
 Decode steps and short prefills absorb the up-projections and attend to the rows of the pool
 (`latent_rows.py`). Each token has its own list of slots: its context, or the tokens chosen from it
 (`indexer_topk.py`). No launch depends on lengths, so graphs can capture all of it. Long prefills
-project rows up (`projected_attention.py`); with an indexer, only for tokens before position `topk`.
+project rows up (`dense_attention.py`); with an indexer, only for tokens before position `topk`.
 """
 
 from __future__ import annotations
@@ -17,10 +17,9 @@ import torch
 
 from sglang.srt.hardware_backend.device_runtime import device_runtime
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend, AttentionConfig
+from sglang.srt.layers.attention.dense_attention import attend_projected, warm_up_projected
 from sglang.srt.layers.attention.dsa_backend import Pools
 from sglang.srt.layers.attention.mla_backend import as_latent
-from sglang.srt.layers.attention.projected_attention import attend_projected
-from sglang.srt.layers.attention.projected_attention import warm_up as warm_up_projected
 from sglang.srt.layers.forward_batch_info import ForwardBatch, Segment
 from sglang.srt.layers.mla.latent_attention import LatentAttention
 from sglang.srt.layers.radix_attention import IndexQuery, RadixAttention

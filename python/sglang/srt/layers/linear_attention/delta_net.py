@@ -30,9 +30,14 @@ from sglang.srt.layers.linear_attention.extend_plan import (
     short_plan_of,
 )
 from sglang.srt.layers.linear_attention.gated_delta_rule import DeltaRuleInputs, delta_rule
-from sglang.srt.layers.placement import Share, TensorPlacement
+from sglang.srt.layers.placement import (
+    NamedSlots,
+    Share,
+    TensorPlacement,
+    WeightedLayer,
+    WeightSlot,
+)
 from sglang.srt.layers.rotary_embedding import Rotation
-from sglang.srt.layers.weight_slot import NamedSlots, WeightedLayer, WeightSlot
 from sglang.srt.mem_cache.device.mamba_pool import MambaPool
 from sglang.srt.mem_cache.device.state_spec import PoolName
 

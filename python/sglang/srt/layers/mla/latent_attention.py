@@ -15,10 +15,15 @@ import torch.nn.functional as F
 
 from sglang.srt.configs.mla_config import IndexerConfig, MLAConfig
 from sglang.srt.layers.linear import apply_linear
-from sglang.srt.layers.placement import Share, TensorPlacement
+from sglang.srt.layers.placement import (
+    NamedSlots,
+    Share,
+    TensorPlacement,
+    WeightedLayer,
+    WeightSlot,
+)
 from sglang.srt.layers.radix_attention import MLA, AttentionKind, IndexQuery, RadixAttention
 from sglang.srt.layers.rotary_embedding import Rotation, apply_rotary
-from sglang.srt.layers.weight_slot import NamedSlots, WeightedLayer, WeightSlot
 
 _INDEXER_NORM_EPS = 1e-6
 

@@ -9,8 +9,7 @@ import torch
 from sglang.srt.layers.activation import silu_and_mul
 from sglang.srt.layers.fused_kernels import fused_kernels
 from sglang.srt.layers.linear import apply_linear
-from sglang.srt.layers.placement import TensorPlacement
-from sglang.srt.layers.weight_slot import NamedSlots, WeightedLayer, WeightSlot
+from sglang.srt.layers.placement import NamedSlots, TensorPlacement, WeightedLayer, WeightSlot
 
 FEW: Final = 48
 _USES_OF_AN_EXPERT: Final = 2

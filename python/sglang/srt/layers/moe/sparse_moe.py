@@ -17,8 +17,13 @@ from sglang.srt.layers.fused_kernels import (
 )
 from sglang.srt.layers.linear import MergedColumnParallelLinear, apply_linear
 from sglang.srt.layers.moe.experts import RoutedExperts
-from sglang.srt.layers.placement import Share, TensorPlacement
-from sglang.srt.layers.weight_slot import NamedSlots, WeightedLayer, WeightSlot
+from sglang.srt.layers.placement import (
+    NamedSlots,
+    Share,
+    TensorPlacement,
+    WeightedLayer,
+    WeightSlot,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -22,7 +22,6 @@ HALF = torch.bfloat16 if ON_GPU else torch.float16
 from sglang.srt.layers.attention import (  # noqa: E402
     dense_attention,
     dsa_backend,
-    projected_attention,
 )
 from sglang.srt.layers.attention import latent_triton_backend as backend  # noqa: E402
 from sglang.srt.layers.attention.base_attn_backend import AttentionConfig  # noqa: E402
@@ -140,10 +139,9 @@ def test_logits_equal_transformers(
     if is_long:
         monkeypatch.setattr(backend, "SHORT_TOKENS", 20)
         monkeypatch.setattr(backend, "TOKENS_AT_ONCE", 8)
-        monkeypatch.setattr(projected_attention, "HEADS_AT_ONCE", 4)
-        for module in (projected_attention, dense_attention):  # It cuts the prefix in such units.
-            monkeypatch.setattr(module, "UNIT", 8)
-        monkeypatch.setattr(projected_attention, "PIECE_UNITS", 2)
+        monkeypatch.setattr(dense_attention, "HEADS_AT_ONCE", 4)
+        monkeypatch.setattr(dense_attention, "UNIT", 8)
+        monkeypatch.setattr(dense_attention, "PIECE_UNITS", 2)
     hf = save_tiny_checkpoint(tmp_path, family)
     driver = driver_of(tmp_path)
     long, short = prompt(90, 1), prompt(21, 2)

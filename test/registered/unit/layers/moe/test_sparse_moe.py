@@ -19,8 +19,7 @@ from sglang.srt.layers.moe.sparse_moe import (
     SparseMoeBlock,
     SparseMoeOptions,
 )
-from sglang.srt.layers.placement import TensorPlacement
-from sglang.srt.layers.weight_slot import WeightedLayer, WeightSlot
+from sglang.srt.layers.placement import TensorPlacement, WeightedLayer, WeightSlot
 from sglang.test.ci.ci_register import register_cpu_ci
 
 register_cpu_ci(est_time=1, suite="base-a-test-cpu")
