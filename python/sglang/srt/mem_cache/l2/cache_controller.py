@@ -8,10 +8,12 @@ write stream (L1 to L2) and a load stream (L2 to L1), both `CopyStream`s.
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
@@ -22,14 +24,44 @@ from sglang.srt.hardware_backend.device_runtime import (
     device_runtime,
 )
 from sglang.srt.mem_cache.allocator.base import BaseTokenToKVPoolAllocator
+from sglang.srt.mem_cache.device.model_pools import ModelPools
 from sglang.srt.mem_cache.device.pool_transfer import PoolTransfer, join_transfers
-from sglang.srt.mem_cache.device.state_spec import PoolName
 from sglang.srt.mem_cache.host.host_pool_group import HostPoolGroup
-from sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller import HybridTransfers
+from sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller import (
+    _resolve_shared_pool_transfers,
+)
+from sglang.srt.mem_cache.hybrid_cache.hybrid_pool_assembler import build_kv_host_stack
+from sglang.srt.mem_cache.tree.on_all_ranks import on_all_ranks
+
+if TYPE_CHECKING:
+    from sglang.srt.mem_cache.tree.cache_init_params import CacheInitParams
 
 _PAGES_AT_ONCE = 32
 """Pages in a piece of a write. A piece has a copy for each layer and part unless these form grids,
 up to 2,000 for a large model; issuing them takes at most a millisecond."""
+
+
+class HiCacheArgs(Protocol):
+    """The server arguments that this cache reads."""
+
+    @property
+    def hicache_ratio(self) -> float: ...
+    @property
+    def hicache_size(self) -> float: ...
+    @property
+    def hicache_write_policy(self) -> str: ...
+    @property
+    def hicache_io_backend(self) -> str: ...
+    @property
+    def hicache_mem_layout(self) -> str: ...
+    @property
+    def hicache_storage_backend(self) -> str | None: ...
+    @property
+    def hicache_storage_prefetch_policy(self) -> str: ...
+    @property
+    def hicache_storage_backend_extra_config(self) -> str | None: ...
+    @property
+    def served_model_name(self) -> str | None: ...
 
 
 class LayerDoneCounter:
@@ -92,12 +124,6 @@ class CacheOperation:
         assert host is not None
         return host
 
-    def host_slots(self, pool: PoolName) -> torch.Tensor | None:
-        """The host slots of a pool that has slots of its own; None: the copy does not involve the
-        pool."""
-        found = (one.host_indices for one in self.transfers if one.name == pool)
-        return next(found, None)
-
 
 @dataclass(slots=True)
 class _Locating:
@@ -121,7 +147,6 @@ class HiCacheAck:
 
     finish_event: Event
     operation_ids: list[int]
-    num_tokens: int
     started: float
     """`time.monotonic()` seconds."""
 
@@ -151,13 +176,12 @@ class HiCacheController:
         self.io_backend = io_backend
         device = self.mem_pool_device.device
         self._runtime = device_runtime(device)
-        self._transfers = HybridTransfers(mem_pool_host)
         self.layer_done_counter = LayerDoneCounter(mem_pool_host.num_layers, device)
         for entry in mem_pool_host.entries.values():
             entry.device_pool.register_layer_transfer_counter(self.layer_done_counter)
         self._write_stream = self._runtime.make_copy_stream("hicache-write", is_urgent=False)
         self._load_stream = self._runtime.make_copy_stream("hicache-load")
-        self._next_id = 0
+        self._ids = itertools.count(1)
         self.write_queue: list[CacheOperation] = []
         self._locating: deque[_Locating] = deque()
         self.load_queue: list[CacheOperation] = []
@@ -178,12 +202,13 @@ class HiCacheController:
             on_device = page.to(self.mem_pool_device.device)
             read.append(PoolTransfer(entry.name, page, on_device))
             written.append(PoolTransfer(entry.name, page, page if self._locates else on_device))
-        layers = [self._runtime.make_event() for _ in range(self.mem_pool_host.num_layers)]
-        saved, loaded = (self._runtime.make_event() for _ in range(2))
-        self._write_stream.submit(lambda: self._copy_to_host(written, saved))
-        saved.synchronize()
-        self._load_stream.submit(lambda: self._copy_to_device(read, layers, loaded))
-        loaded.synchronize()
+        group, io_backend = self.mem_pool_host, self.io_backend
+        layers = [self._runtime.make_event() for _ in range(group.num_layers)]
+        for transfers, stream, copy in (
+            (written, self._write_stream, lambda pools: group.backup(pools, io_backend)),
+            (read, self._load_stream, lambda pools: group.load(pools, layers, io_backend)),
+        ):
+            self._issue([], transfers, stream, copy).finish_event.synchronize()
 
     # ---- L1 to L2 --------------------------------------------------------------------------
 
@@ -192,20 +217,47 @@ class HiCacheController:
     ) -> CacheOperation | None:
         """Queue a copy of `device_indices` to fresh host pages; None: L2 is full.
 
-        The caller keeps the device pages of every pool locked until the acknowledgement.
+        Host pages are taken in all pools or in none. The caller keeps the device pages of every
+        pool locked until the acknowledgement.
 
         Args:
             device_indices: The primary pool's slots.
             extra_transfers: Transfers of other pools with slots of their own: `device_indices`, and
-                `host_indices` unless they are to be taken from the pool. Transfers of pools that
-                share slots are added automatically.
+                `host_indices` unless they are to be taken from the pool, whose `host_evict_fn`
+                makes room. Transfers of pools that share slots are added automatically.
         """
-        transfers = self._transfers.reserve_host_pages(device_indices, extra_transfers)
-        if transfers is None:
+        group = self.mem_pool_host
+        host_indices = group.primary.alloc(len(device_indices))
+        if host_indices is None:
             return None
-        operation = CacheOperation(self._take_id(), transfers)
+        transfers = [PoolTransfer(group.primary_entry.name, host_indices, device_indices)]
+        taken = transfers.copy()
+        for transfer in extra_transfers:
+            if transfer.host_indices is None and transfer.indices_from_pool is None:
+                transfer.host_indices = self._alloc_host(transfer)
+                if transfer.host_indices is None:
+                    self._free_host(taken)
+                    return None
+                taken.append(transfer)
+            transfers.append(transfer)
+        operation = CacheOperation(next(self._ids), transfers)
         self.write_queue.append(operation)
         return operation
+
+    def _alloc_host(self, transfer: PoolTransfer) -> torch.Tensor | None:
+        assert transfer.device_indices is not None, f"{transfer.name}: nothing to write"
+        entry = self.mem_pool_host.entries[transfer.name]
+        needed = len(transfer.device_indices)
+        missing = needed - entry.host_pool.available_size()
+        if missing > 0 and entry.host_evict_fn is not None:
+            entry.host_evict_fn(missing)
+        return entry.host_pool.alloc(needed)
+
+    def _free_host(self, transfers: Sequence[PoolTransfer]) -> None:
+        for transfer in transfers:
+            assert transfer.host_indices is not None
+            self.mem_pool_host.get_pool(transfer.name).free(transfer.host_indices)
+            transfer.host_indices = None
 
     def start_writing(self, *, is_urgent: bool = False, soon: bool = False) -> None:
         """Issue all queued writes as one copy.
@@ -225,7 +277,12 @@ class HiCacheController:
                 located = self._runtime.copy_to_host(slots)
                 self._locating.append(_Locating(operations, transfers, located))
             else:
-                ack = self._issue(operations, transfers, self._write_stream, self._copy_to_host)
+                ack = self._issue(
+                    operations,
+                    transfers,
+                    self._write_stream,
+                    lambda pools: self.mem_pool_host.backup(pools, self.io_backend),
+                )
                 self.ack_write_queue.append(ack)
         while self._locating and (is_urgent or self._locating[0].device.is_done):
             first = self._locating[0]
@@ -248,19 +305,20 @@ class HiCacheController:
         if begin == 0:
             write.started = time.monotonic()
         end = total if whole else min(begin + _PAGES_AT_ONCE * self.page_size, total)
-        piece = self._transfers.resolve(_piece_of(write, begin, end, is_last=end == total))
+        piece = self._completed(_piece_of(write, begin, end, is_last=end == total))
         finish = self._runtime.make_event() if end == total else None
+
+        def copy() -> None:
+            self.mem_pool_host.backup(piece, self.io_backend)
+            if finish is not None:
+                finish.record()
+
         # The step that fills the pages has ended, so the copy need not wait for it.
-        self._write_stream.submit(lambda: self._copy_to_host(piece, finish), follows_caller=False)
+        self._write_stream.submit(copy, follows_caller=False)
         write.begun = end
         if finish is not None:
             ids = [operation.operation_id for operation in write.operations]
-            self.ack_write_queue.append(HiCacheAck(finish, ids, total, write.started))
-
-    def _copy_to_host(self, transfers: list[PoolTransfer], finish: Event | None) -> None:
-        self.mem_pool_host.backup(transfers, self.io_backend)
-        if finish is not None:
-            finish.record()
+            self.ack_write_queue.append(HiCacheAck(finish, ids, write.started))
 
     # ---- L2 to L1 --------------------------------------------------------------------------
 
@@ -283,7 +341,7 @@ class HiCacheController:
         """
         name = self.mem_pool_host.primary_entry.name
         primary = PoolTransfer(name, host_indices, device_indices)
-        operation = CacheOperation(self._take_id(), [primary, *extra_transfers])
+        operation = CacheOperation(next(self._ids), [primary, *extra_transfers])
         self.load_queue.append(operation)
         return operation
 
@@ -291,40 +349,41 @@ class HiCacheController:
         """Issue all queued loads as one; return its producer index, -1 if none was queued."""
         if not self.load_queue:
             return -1
-        index, layer_events = self.layer_done_counter.update_producer()
-
-        def copy(transfers: list[PoolTransfer], finish: Event) -> None:
-            self._copy_to_device(transfers, layer_events, finish)
-
+        index, layers = self.layer_done_counter.update_producer()
         operations, self.load_queue = self.load_queue, []
         transfers = join_transfers([operation.transfers for operation in operations])
-        self.ack_load_queue.append(self._issue(operations, transfers, self._load_stream, copy))
+        ack = self._issue(
+            operations,
+            transfers,
+            self._load_stream,
+            lambda pools: self.mem_pool_host.load(pools, layers, self.io_backend),
+        )
+        self.ack_load_queue.append(ack)
         return index
-
-    def _copy_to_device(
-        self, transfers: list[PoolTransfer], layers: Sequence[Event], finish: Event
-    ) -> None:
-        self.mem_pool_host.load(transfers, layers, self.io_backend)
-        finish.record()
 
     def _issue(
         self,
         operations: list[CacheOperation],
         transfers: list[PoolTransfer],
         stream: CopyStream,
-        copy: Callable[[list[PoolTransfer], Event], None],
+        copy: Callable[[list[PoolTransfer]], None],
     ) -> HiCacheAck:
         """Start one copy for all `operations`, whose joined transfers are `transfers`."""
-        finish = self._runtime.make_event()
         ids = [operation.operation_id for operation in operations]
-        ack = HiCacheAck(finish, ids, _num_slots(transfers), time.monotonic())
-        resolved = self._transfers.resolve(transfers)
-        stream.submit(lambda: copy(resolved, finish))
+        ack = HiCacheAck(self._runtime.make_event(), ids, time.monotonic())
+        completed = self._completed(transfers)
+
+        def run() -> None:
+            copy(completed)
+            ack.finish_event.record()
+
+        stream.submit(run)
         return ack
 
-    def _take_id(self) -> int:
-        self._next_id += 1
-        return self._next_id
+    def _completed(self, transfers: list[PoolTransfer]) -> list[PoolTransfer]:
+        """`transfers`, and those of the pools that share slots with them."""
+        auxiliary = self.mem_pool_host.auxiliary_pools
+        return _resolve_shared_pool_transfers(transfers, auxiliary) if auxiliary else transfers
 
     # ---- start and end ---------------------------------------------------------------------
 
@@ -358,3 +417,31 @@ def _piece_of(write: _Locating, begin: int, end: int, *, is_last: bool) -> list[
         rest = zip(write.transfers[1:], slots[1:], strict=True)
         piece += [replace(transfer, device_indices=on_cpu) for transfer, on_cpu in rest]
     return piece
+
+
+def make_controller(
+    params: CacheInitParams,
+    server_args: HiCacheArgs,
+    *,
+    allocator_type: str,
+    is_shared_by_sizes: bool,
+) -> HiCacheController:
+    """Build L2 and its controller; on all ranks or on none. The last two arguments are those of
+    `build_kv_host_stack`, which raises ValueError."""
+    allocator, ranks = params.token_to_kv_pool_allocator, params.tp_cache_group
+    io_backend, host_pool = build_kv_host_stack(
+        params.model_pools or ModelPools.of([allocator.get_kvcache()]),
+        ratio=server_args.hicache_ratio,
+        size_gb=server_args.hicache_size,
+        io_backend=server_args.hicache_io_backend,
+        layout=server_args.hicache_mem_layout,
+        has_storage=server_args.hicache_storage_backend is not None,
+        is_shared_by_sizes=is_shared_by_sizes,
+        allocator_type=allocator_type,
+        ranks=ranks,
+    )
+    return on_all_ranks(
+        ranks,
+        lambda: HiCacheController(allocator, host_pool, params.page_size, io_backend=io_backend),
+        HiCacheController.shutdown,
+    )

@@ -15,7 +15,7 @@ from sglang.srt.utils.logging_utils import RateLimitedLogger
 
 if TYPE_CHECKING:
     from sglang.srt.mem_cache.l2.cache_controller import HiCacheController
-    from sglang.srt.mem_cache.l2.host_backup import HostBackup
+    from sglang.srt.mem_cache.l2.host_flows import HostBackup
     from sglang.srt.mem_cache.tree.hicache_metrics import HiCacheMetrics
     from sglang.srt.mem_cache.tree.pool_tier import DeviceTier
     from sglang.srt.mem_cache.tree.prefix_tree import PrefixTree
@@ -115,16 +115,16 @@ class EvictionToHost:
         """Queue the copy of a node, and take the node off the device."""
         # Eviction from the host must not evict the node itself.
         node.protect_host()
-        operation = self._backup.queue_copy(node)
-        if operation is None and node.children:
-            operation = self._backup.queue_copy(node, with_states=False)
-        if operation is None:
+        copy = self._backup.queue_copy(node)
+        if copy is None and node.children:
+            copy = self._backup.queue_copy(node, with_states=False)
+        if copy is None:
             node.release_host()
             return False
         # Set before the bytes land. No reader sees that, since `evict` waits for them.
         if not node.backuped:
-            self._tree.host.put(node, operation.host_indices, is_stored=True)
-        for component, slot in self._backup.host_states(operation).items():
+            self._tree.host.put(node, copy.host_indices, is_stored=True)
+        for component, slot in copy.host_states.items():
             component.host.put(node, slot)
             leaving.take_off(component.device, node)
         leaving.take_off(self._tree.device, node)
@@ -142,7 +142,7 @@ class EvictionToHost:
         for node in leaving.nodes:
             self._tree.host.unpin(node)
         # Leaves were taken first; L3 needs parents first.
-        self._backup.tell_landed([node for node in leaving.nodes[::-1] if node.parent is not None])
+        self._backup.on_landed([node for node in leaving.nodes[::-1] if node.parent is not None])
 
     def _drop(self, node: TreeNode) -> bool:
         """Delete a node without host pages, and the host pages below it. False: a node below is

@@ -15,12 +15,11 @@ from typing import Any, Final, NamedTuple, TypeVar
 
 from sglang.srt.constants import LONGEST_STORAGE_CHANGE_S
 from sglang.srt.distributed.rank_group import RankGroup, gather_texts
-from sglang.srt.mem_cache.l2.host_backup import WRITE_POLICIES, HostBackup
+from sglang.srt.mem_cache.l2.host_flows import WRITE_POLICIES, HostBackup
 from sglang.srt.mem_cache.l3.store_connection import PreparedChange, StoreConnection
 from sglang.srt.mem_cache.storage.types import StorageUnavailable
 from sglang.srt.mem_cache.tree.on_all_ranks import MOST_REASON_BYTES, reasons
 from sglang.srt.mem_cache.tree.tick_sync import Progress, Status
-from sglang.srt.mem_cache.tree.tier_flow import TierFlow
 from sglang.srt.utils.background_call import BackgroundCall
 from sglang.srt.utils.listeners import log_exposed_ports
 
@@ -51,7 +50,7 @@ class _Change:
     on_failure: Callable[[], None]
 
 
-class StorageAdministration(TierFlow):
+class StorageAdministration:
     """The change under way, and the result of the last one. Scheduler thread only.
 
     Requests may run during a change; they use no L3. Owns one thread, `hicache-administration`,
@@ -210,12 +209,6 @@ class StorageAdministration(TierFlow):
                 self._change.call.wait(_TICK_S)
             tick()
         return result
-
-    def busy(self) -> dict[str, int]:
-        return {} if self._change is None else {"administration": 1}
-
-    def shutdown(self) -> None:
-        self.give_up("the server is shutting down")
 
     def report(self, progress: Progress) -> None:
         if self._change is not None and self._change.call.ended:

@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING, Final
 from sglang.srt.mem_cache.l3.storage_operation import CheckOperation, StorageOperation
 from sglang.srt.mem_cache.tree.radix_key import PageHash
 from sglang.srt.mem_cache.tree.tick_sync import MAX_SETTLED, Progress, Status
-from sglang.srt.mem_cache.tree.tier_flow import TierFlow
 from sglang.srt.mem_cache.tree.tree_node import TreeNode, parts_of
 
 if TYPE_CHECKING:
@@ -52,33 +51,31 @@ class NoWrite(StrEnum):
     """The store refused a page before it."""
 
 
-class StorageBackup(TierFlow):
+class StorageBackup:
     """Writes to L3 for one tree, and checks of stored pages, one at a time.
 
     Args:
         tree: Tree of the nodes, which are pinned in L2 while they are written.
         store: The connection to L3.
         metrics: Metrics of the tiers.
+
+    Attributes:
+        under_way: The writes in flight, in their order. Read only.
+        postponed: Nodes that wait until writes in flight end, by id, parents first. Read only.
+        check: The check in flight. Read only.
     """
 
     def __init__(self, tree: PrefixTree, store: StoreConnection, metrics: HiCacheMetrics) -> None:
         self._tree = tree
         self._store = store
         self._metrics = metrics
-        self._under_way: deque[StorageOperation] = deque()
+        self.under_way: deque[StorageOperation] = deque()
         self._tokens = 0
         """Tokens of the writes in flight."""
-        self._postponed: dict[int, TreeNode] = {}
-        """Nodes that wait until writes in flight end, by id, parents first."""
-        self._check: CheckOperation | None = None
-        """The check in flight."""
+        self.postponed: dict[int, TreeNode] = {}
+        self.check: CheckOperation | None = None
         self._uses = 0
         """Uses of stored prompts since the start."""
-
-    def busy(self) -> dict[str, int]:
-        count = len(self._under_way) + len(self._postponed)
-        busy = {} if self._check is None else {"checks": 1}
-        return {**busy, "backups": count} if count else busy
 
     # ---- writes ----------------------------------------------------------------------------
 
@@ -87,7 +84,7 @@ class StorageBackup(TierFlow):
             return
         if path and self._store.has_stored(path[0]):
             self._uses += 1
-            if self._uses % _CHECK_EVERY == 0 and self._check is None and self._store.available:
+            if self._uses % _CHECK_EVERY == 0 and self.check is None and self._store.available:
                 self._start_check(path)
         # L3 may lack these pages, if it was attached, came back or lost pages since their write.
         self._write_all([node for node in path if node.backuped])
@@ -101,8 +98,8 @@ class StorageBackup(TierFlow):
             stored.pop()
         hashes = [page for node in stored for page in node.page_hashes(self._tree.page_size)]
         if hashes:
-            self._check = CheckOperation(hashes, self._store.epoch)
-            self._store.attached.reads.queue.put(self._check)
+            self.check = CheckOperation(hashes, self._store.epoch)
+            self._store.attached.reads.queue.put(self.check)
 
     def on_host_landed(self, nodes: list[TreeNode]) -> None:
         if self._store.attached is None:
@@ -114,17 +111,17 @@ class StorageBackup(TierFlow):
             node = below.popleft()
             if node.backuped and not self._store.has_stored(node) and node.backup_op is None:
                 self._write_all([node])
-                if node.backup_op is not None or node.id in self._postponed:
+                if node.backup_op is not None or node.id in self.postponed:
                     below.extend(node.children.values())
 
     def _write_all(self, nodes: list[TreeNode]) -> None:
         for node in nodes:
-            is_known = node.backup_op is not None or node.id in self._postponed
+            is_known = node.backup_op is not None or node.id in self.postponed
             if is_known or self._store.has_stored(node):
                 continue
             refusal = self.write(node)
             if refusal is NoWrite.QUEUE_FULL:
-                self._postponed[node.id] = node
+                self.postponed[node.id] = node
             elif refusal is not None:
                 self._count(refusal)
 
@@ -158,27 +155,27 @@ class StorageBackup(TierFlow):
         )
         node.protect_host()
         node.backup_op = operation
-        self._under_way.append(operation)
+        self.under_way.append(operation)
         self._tokens += len(node.key)
         attached.writes.queue.put(operation)
         return None
 
     def _refusal(self, node: TreeNode, above: TreeNode) -> NoWrite | None:
         if not self._store.has_stored(above) and above.backup_op is None:
-            return NoWrite.QUEUE_FULL if above.id in self._postponed else NoWrite.ORPHAN
+            return NoWrite.QUEUE_FULL if above.id in self.postponed else NoWrite.ORPHAN
         if not above.backuped_from_root:
             # If this write hung, an ancestor without a host copy could not be evicted from L1. When
             # the ancestor reaches the host, these pages are written after it.
             return NoWrite.ORPHAN
         if not self._store.available:
             return NoWrite.UNAVAILABLE
-        if not self._under_way:
+        if not self.under_way:
             return None  # Waiting would make no node smaller.
         if self._tokens + len(node.key) > _BACKUP_SHARE * self._tree.host.pool.size:
             return NoWrite.QUEUE_FULL
         # Each write pins the states of its node, also those that come meanwhile.
         sizes = [component.host.pool.size for component in self._tree.components]
-        if any(len(self._under_way) >= _BACKUP_SHARE * size for size in sizes):
+        if any(len(self.under_way) >= _BACKUP_SHARE * size for size in sizes):
             return NoWrite.QUEUE_FULL
         return None
 
@@ -188,27 +185,27 @@ class StorageBackup(TierFlow):
     # ---- one tick --------------------------------------------------------------------------
 
     def report(self, progress: Progress) -> None:
-        ended = itertools.takewhile(lambda one: one.ended, self._under_way)
+        ended = itertools.takewhile(lambda one: one.ended, self.under_way)
         progress.backups = [
             Status.on(is_good=bool(one.outcome)) for one in itertools.islice(ended, MAX_SETTLED)
         ]
-        if self._check is not None and self._check.outcome is not None:
-            progress.check = Status.on(is_good=bool(self._check.outcome))
+        if self.check is not None and self.check.outcome is not None:
+            progress.check = Status.on(is_good=bool(self.check.outcome))
 
     def act_on(self, agreed: Progress) -> None:
-        if (check := self._check) is not None and agreed.check is not Status.UNDER_WAY:
-            self._check = None
+        if (check := self.check) is not None and agreed.check is not Status.UNDER_WAY:
+            self.check = None
             if agreed.check is Status.FAILED and check.epoch == self._store.epoch:
                 self._store.forget_stored()
         refused: set[TreeNode] = set()
         for status in agreed.backups:
-            operation = self._under_way.popleft()
+            operation = self.under_way.popleft()
             self._settle(operation, success=status is Status.LANDED)
             if status is Status.FAILED:
                 refused.add(operation.node)
         if refused:
             self._give_up_below(refused)
-        if self._postponed:
+        if self.postponed:
             self._resume_postponed()
 
     def _settle(self, operation: StorageOperation, *, success: bool) -> None:
@@ -232,18 +229,18 @@ class StorageBackup(TierFlow):
 
     def _give_up_below(self, refused: set[TreeNode]) -> None:
         """Drop the postponed writes of descendants of refused nodes."""
-        for node in list(self._postponed.values()):
+        for node in list(self.postponed.values()):
             above: TreeNode | None = node
             while above is not None and above not in refused:
                 above = above.parent
             if above is not None:
-                del self._postponed[node.id]
+                del self.postponed[node.id]
                 self._count(NoWrite.SHORT)
 
     def _resume_postponed(self) -> None:
         """Queue the postponed writes, in their order, while there is room."""
-        while self._postponed:
-            node = next(iter(self._postponed.values()))
+        while self.postponed:
+            node = next(iter(self.postponed.values()))
             if node.parent is None:
                 # It left the tree while it waited.
                 self._count(NoWrite.EVICTED)
@@ -254,7 +251,7 @@ class StorageBackup(TierFlow):
                 if refusal is not None:
                     self._count(refusal)
                     break
-            del self._postponed[node.id]
+            del self.postponed[node.id]
 
     def _unsaved_path(self, node: TreeNode) -> list[TreeNode]:
         """`node` and the nodes split off above it since it was postponed, top first."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
@@ -21,9 +21,8 @@ import torch
 from sglang.srt.mem_cache.l3.prefetch_cost import PrefetchCostModel
 from sglang.srt.mem_cache.l3.prefetch_table import PrefetchPolicy, PrefetchTable
 from sglang.srt.mem_cache.l3.storage_operation import PrefetchOperation
-from sglang.srt.mem_cache.tree.radix_key import ChildKey, PageHash, RadixKey, TokenArray
+from sglang.srt.mem_cache.tree.radix_key import ChildKey, PageHash, RadixKey
 from sglang.srt.mem_cache.tree.tick_sync import Progress
-from sglang.srt.mem_cache.tree.tier_flow import TierFlow
 from sglang.srt.mem_cache.tree.tree_node import TreeNode
 from sglang.srt.utils.logging_utils import RateLimitedLogger
 
@@ -70,7 +69,7 @@ _EXPECTED: Final = (NoRead.TOO_SHORT, NoRead.JOINED, NoRead.SAMPLE, NoRead.MISS)
 """Reasons that are not logged, since they are expected."""
 
 
-class StoragePrefetch(TierFlow):
+class StoragePrefetch:
     """Reads from L3 for one tree.
 
     Args:
@@ -92,74 +91,20 @@ class StoragePrefetch(TierFlow):
         self._log = RateLimitedLogger(logger)
         self.table = PrefetchTable(self.page_size)
         self.cost_model = PrefetchCostModel(self.table, self.page_size)
-        self._loaded: dict[str, int] = {}
-        """Number of tokens that L3 contributed, by request."""
         self._used: set[ChildKey] = set()
         """First pages of prompts that were put on the device or used again since the last tick."""
 
-    def busy(self) -> dict[str, int]:
-        count = len(self.table.operations)
-        return {"prefetches": count} if count else {}
-
     def owned_slots(self) -> Iterator[tuple[PoolTier, str, torch.Tensor]]:
+        """Slots that reads own and no node has: the tier, the owner, and int64 slots."""
         for operation in self.table.operations:
             owner = f"prefetch of {operation.request_id}"
             yield self._host, owner, operation.owned_slots()
             for tier, slots in operation.states.items():
                 yield tier, owner, slots
 
-    def check(self) -> None:
-        self.table.check()
-
-    def reset(self) -> None:
-        self._loaded.clear()
-
     # ---- arrival of a request --------------------------------------------------------------
 
-    def prefetch_from_storage(
-        self,
-        req_id: str,
-        last_host_node: TreeNode,
-        new_input_tokens: Sequence[int] | TokenArray,
-        last_hash: PageHash | None = None,
-        prefix_keys: list[PageHash] | None = None,
-        *,
-        extra_key: str | None = None,
-        only_join: bool = False,
-    ) -> None:
-        """Read the pages that follow `last_host_node` in the prompt of `req_id`. The read begins at
-        the next tick. Pages that are being read already are waited for and not read again.
-
-        Args:
-            last_host_node: Last node that the request matched on arrival.
-            new_input_tokens: The tokens after that node; a partial last page is ignored.
-            last_hash: Hash of the node's last page, if the caller knows it.
-            prefix_keys: Hashes of the pages before, if the caller knows them.
-            extra_key: Extra key of the request.
-            only_join: Start no read; only join reads in flight.
-        """
-        if self._store.attached is None:
-            return
-        new = RadixKey(new_input_tokens, extra_key)
-        if self._tree.components:
-            # A state after the last token is of no use: see `StateComponent.usable`.
-            new = new[: max(0, len(new) - 1)]
-        reason = self._join_or_read(
-            req_id,
-            last_host_node,
-            new.page_aligned(self.page_size),
-            last_hash,
-            prefix_keys,
-            only_join=only_join,
-        )
-        if reason is not None:
-            self._metrics.prefetch_outcomes.labels(reason.value).inc()
-            if reason not in _EXPECTED:
-                self._log.info(
-                    f"no-prefetch-{reason.value}", "no L3 read for a prompt: %s", reason.value
-                )
-
-    def _join_or_read(
+    def join_or_read(
         self,
         req_id: str,
         node: TreeNode,
@@ -169,8 +114,17 @@ class StoragePrefetch(TierFlow):
         *,
         only_join: bool,
     ) -> NoRead | None:
-        """Join reads or start one for `new`, which follows `node`; return None, or the reason why
-        no read was started."""
+        """Join the reads of pages of `new` that are under way, and start one for the pages after
+        them; return None, or the reason why no read was started. A read begins at the next tick.
+
+        Args:
+            req_id: The request whose prompt it is.
+            node: Last node that the request matched on arrival.
+            new: The tokens after that node; whole pages.
+            last_hash: Hash of the node's last page, if the caller knows it.
+            prefix_keys: Hashes of the pages before, if the caller knows them.
+            only_join: Start no read.
+        """
         is_root = node is self._tree.root
         if node.parent is None and not is_root:
             # The node has left the tree: pages after it could not be published.
@@ -261,21 +215,14 @@ class StoragePrefetch(TierFlow):
 
     # ---- while a request waits -------------------------------------------------------------
 
-    def check_prefetch_progress(self, req_id: str) -> bool:
-        if not self.table.may_schedule(req_id, self._store.prefetch_policy):
-            return False
-        for read in self.table.reads_of(req_id):
-            # Landed pages are published now. The read is terminated when the request is scheduled,
-            # which may be much later.
-            new = self._publish(read, read.needs[req_id]) or 0
-            if new:
-                self._loaded[req_id] = self._loaded.get(req_id, 0) + new
-            if new or read.progress.ended:
-                self._settle_known(read)
-        return True
-
-    def pop_prefetch_loaded_tokens(self, req_id: str) -> int:
-        return self._loaded.pop(req_id, 0)
+    def publish(self, read: PrefetchOperation, req_id: str) -> int:
+        """Put the landed pages of a read that request `req_id` needs into the tree; return the
+        number of tokens that were new to it. The read continues until the request is scheduled,
+        which may be much later."""
+        new = self._publish(read, read.needs[req_id]) or 0
+        if new or read.progress.ended:
+            self._settle_known(read)
+        return new
 
     def _publish(self, operation: PrefetchOperation, pages: int) -> int | None:
         """Put the landed ones of the first `pages` of a read into the tree; return the number of
@@ -348,8 +295,9 @@ class StoragePrefetch(TierFlow):
                     self._tree.look_ahead.extend(request_id, last)
         self.table.note_known(read, known)
 
-    def on_insert(self, path: list[TreeNode]) -> None:
-        if path and self.table.reads:
+    def note_used(self, path: list[TreeNode]) -> None:
+        """The nodes of `path`, root's child first, were put on the device or used again."""
+        if path:
             self._used.add(path[0].key.child_key(self.page_size))
 
     def _settle_used(self) -> None:
@@ -360,9 +308,17 @@ class StoragePrefetch(TierFlow):
                 self._settle_known(read)
         self._used.clear()
 
+    def note_refusal(self, reason: NoRead) -> None:
+        """Count the reason why no read was started, and log it unless it is expected."""
+        self._metrics.prefetch_outcomes.labels(reason.value).inc()
+        if reason not in _EXPECTED:
+            self._log.info(
+                f"no-prefetch-{reason.value}", "no L3 read for a prompt: %s", reason.value
+            )
+
     # ---- end of the wait -------------------------------------------------------------------
 
-    def on_scheduled(self, rid: str) -> None:
+    def release(self, rid: str) -> None:
         """Let request `rid` leave its reads: terminate those that no other request waits for, and
         publish their landed pages."""
         for read in self.table.leave(rid):
@@ -371,10 +327,6 @@ class StoragePrefetch(TierFlow):
             if not read.ended and not read.is_cancelled:
                 landed = read.progress.landed * self.page_size
                 self._log.info("late", "an L3 read was cut; %d tokens of it had landed", landed)
-
-    def on_aborted(self, rid: str) -> None:
-        self.on_scheduled(rid)
-        self._loaded.pop(rid, None)
 
     # ---- one tick --------------------------------------------------------------------------
 

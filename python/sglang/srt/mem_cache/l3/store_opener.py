@@ -16,7 +16,6 @@ from sglang.srt.mem_cache.device.state_spec import RankSplit
 from sglang.srt.mem_cache.host.head_group_pool import HeadGroupPool
 from sglang.srt.mem_cache.host.host_pool import AnyHostPool
 from sglang.srt.mem_cache.host.host_pool_group import HostPoolGroup
-from sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller import HybridTransfers
 from sglang.srt.mem_cache.l3.attached_store import AttachedStore
 from sglang.srt.mem_cache.l3.storage_reads import pages_per_read
 from sglang.srt.mem_cache.l3.storage_settings import OnUnreachable, StorageSettings
@@ -112,9 +111,7 @@ class StoreOpener:
             page_bytes=group.page_bytes,
             pages_per_read=pages_per_read(group.primary.page_num),
             metrics=self._metrics,
-            pools=StoredPools(
-                self.namespace(), group.extra_queries, HybridTransfers(group).resolve, shards
-            ),
+            pools=StoredPools(self.namespace(), group.extra_queries, group.auxiliary_pools, shards),
         )
 
     def namespace(self) -> str:

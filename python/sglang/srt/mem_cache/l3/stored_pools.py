@@ -5,17 +5,17 @@ A page has a part in each pool that has a page for it; a state follows one page 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from sglang.srt.mem_cache.device.pool_transfer import PoolTransfer
+from sglang.srt.mem_cache.device.pool_transfer import PoolTransfer, SidecarPoolSpec
 from sglang.srt.mem_cache.device.state_spec import PoolHitPolicy, PoolName
+from sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller import (
+    _resolve_shared_pool_transfers,
+)
 from sglang.srt.mem_cache.storage.pool_shards import PoolShards
 from sglang.srt.mem_cache.storage.types import CacheOutcome
 from sglang.srt.mem_cache.tree.radix_key import PageHash
-
-Resolve = Callable[[list[PoolTransfer]], list[PoolTransfer]]
-"""Adds the transfers of auxiliary pools."""
 
 
 class StoredPools:
@@ -24,7 +24,7 @@ class StoredPools:
     Args:
         namespace: First part of every key.
         queries: The pools beside the primary one, and what a prefix needs of each.
-        resolve: Adds the transfers of auxiliary pools. Any thread.
+        auxiliary_pools: The pools without slots of their own, whose pages are stored as well.
         shards: How pages of a pool are divided into objects, by pool. A page of a pool that is not
             here is one object, and this rank writes all.
 
@@ -38,11 +38,11 @@ class StoredPools:
         self,
         namespace: str = "",
         queries: Sequence[PoolTransfer] = (),
-        resolve: Resolve = lambda transfers: transfers,
+        auxiliary_pools: Sequence[SidecarPoolSpec] = (),
         shards: Mapping[str, PoolShards] | None = None,
     ) -> None:
         self._namespace = namespace
-        self._resolve = resolve
+        self._auxiliary_pools = auxiliary_pools
         self.shards = shards or {}
         self._object_names = {
             stored.pool: (one, stored.name)
@@ -96,7 +96,9 @@ class StoredPools:
             if pages:
                 keys, policy = self.keys(pages), transfer.hit_policy
                 parts.append(PoolTransfer(transfer.name, slots, keys=keys, hit_policy=policy))
-        return self._by_object(self._resolve(parts))
+        if self._auxiliary_pools:
+            parts = _resolve_shared_pool_transfers(parts, self._auxiliary_pools)
+        return self._by_object(parts)
 
     def _by_object(self, transfers: Sequence[PoolTransfer]) -> list[PoolTransfer]:
         """`transfers`, and those of further objects of the same pages."""

@@ -1,13 +1,13 @@
 """The prefix cache of one tier (L1): the operations of requests on the tree.
 
-The hierarchical cache is this one with flows to the tiers below (`tier_flow.py`).
+The hierarchical cache (`HiRadixCache`) is this one with flows to the tiers below.
 
 Threads: the scheduler's only.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -37,20 +37,18 @@ from sglang.srt.mem_cache.tree.tree_node import TreeNode
 if TYPE_CHECKING:
     from sglang.srt.mem_cache.tree.cache_init_params import CacheInitParams
     from sglang.srt.mem_cache.tree.kv_events import KVCacheEvent
-    from sglang.srt.mem_cache.tree.tier_flow import TierFlow
 
 __all__ = ["RadixCache", "RadixKey", "TreeNode"]
 
 
 class RadixCache(BasePrefixCache):
-    """Prefix cache over a tree and flows to lower tiers.
+    """Prefix cache over a tree.
 
     With `params.disable` no pages are kept across requests: no match, no insert.
 
     Args:
         params: Arguments that all prefix caches have.
         tree: An empty tree; None: a new one.
-        flows: Flows to and from lower tiers, in the order in which they act; none with one tier.
         evict_from: Frees slots of a pool in L1: at least so many if possible, and returns how many.
     """
 
@@ -58,14 +56,12 @@ class RadixCache(BasePrefixCache):
         self,
         params: CacheInitParams,
         tree: PrefixTree | None = None,
-        flows: Sequence[TierFlow] = (),
         evict_from: Callable[[DeviceTier, int], int] = DeviceTier.evict,
     ) -> None:
         self.disable = params.disable
         self.page_size = params.page_size
         self.req_to_token_pool = params.req_to_token_pool
         self.tree = make_tree(params) if tree is None else tree
-        self._flows = tuple(flows)
         self._mamba_pool = mamba_pool_of(params)
         self.state_metrics = next((one.metrics for one in self.tree.components), None)
         if self.state_metrics is None and self._mamba_pool is not None:
@@ -135,8 +131,8 @@ class RadixCache(BasePrefixCache):
         return InsertResult(prefix_len=prefix_len, total_len=len(key), mamba_exist=any(was_there))
 
     def _on_insert(self, path: list[TreeNode]) -> None:
-        for flow in self._flows:
-            flow.on_insert(path)
+        """The nodes of `path`, root's child first, were put on the device or used again. For caches
+        with lower tiers."""
 
     # ---- requests --------------------------------------------------------------------------
 
@@ -222,13 +218,9 @@ class RadixCache(BasePrefixCache):
 
     def note_scheduled(self, rid: str) -> None:
         self.tree.refresh(self.tree.look_ahead.remove(rid))
-        for flow in self._flows:
-            flow.on_scheduled(rid)
 
     def release_aborted_request(self, rid: str) -> None:
         self.tree.refresh(self.tree.look_ahead.remove(rid))
-        for flow in self._flows:
-            flow.on_aborted(rid)
 
     # ---- locks, eviction, sizes ------------------------------------------------------------
 
@@ -338,10 +330,12 @@ class RadixCache(BasePrefixCache):
         states = list(enumerate(request_states))
         for component in self.tree.components:
             owned += [(component.device, f"request {index}", slots) for index, slots in states]
-        for flow in self._flows:
-            owned += flow.owned_slots()
-            flow.check()
-        self.tree.check(owned)
+        self.tree.check([*owned, *self._owned_by_operations()])
+
+    def _owned_by_operations(self) -> Iterable[tuple[PoolTier, str, torch.Tensor]]:
+        """Slots that operations of lower tiers own and no node has: the tier, the owner, and int64
+        slots."""
+        return ()
 
 
 def make_tree(params: CacheInitParams) -> PrefixTree:

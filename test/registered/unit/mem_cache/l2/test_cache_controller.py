@@ -56,7 +56,7 @@ def test_a_write_begins_when_the_cpu_knows_its_slots(controller: HiCacheControll
     assert not controller.ack_write_queue
     arrived(controller)
     controller.start_writing()
-    assert [ack.num_tokens for ack in controller.ack_write_queue] == [4]
+    assert [ack.operation_ids for ack in controller.ack_write_queue] == [[1]]
 
 
 def test_a_call_that_another_follows_leaves_it_to_that_one(controller: HiCacheController) -> None:
@@ -85,7 +85,7 @@ def test_a_long_write_goes_in_pieces_and_is_acknowledged_at_its_end(
         controller.start_writing()
     assert begun == [8, 16]
     (ack,) = controller.ack_write_queue
-    assert ack.num_tokens == 20
+    assert ack.operation_ids == [1, 2]
     assert started <= ack.started <= after_first, "its time counts from the first piece on"
 
 
@@ -99,7 +99,7 @@ def test_what_others_wait_behind_is_issued_whole(
     controller.start_writing()
     arrived(controller)
     controller.start_writing()
-    assert [ack.num_tokens for ack in controller.ack_write_queue] == [20]
+    assert [ack.operation_ids for ack in controller.ack_write_queue] == [[1, 2]]
 
 
 def test_an_urgent_write_waits_for_its_slots_and_those_before_it(

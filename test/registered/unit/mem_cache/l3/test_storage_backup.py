@@ -67,7 +67,7 @@ def test_write_back_stores_a_whole_branch_once_what_it_hangs_on_has_landed() -> 
 def test_a_postponed_write_whose_pages_leave_is_counted() -> None:
     rig = three_tiers(16, prefetch_threshold=1000, hicache_ratio=1.0)
     node = rig.hi.tree.add_leaf(RadixKey(list(range(4))), rig.hi.root_node)
-    rig.hi.storage_backup._postponed[node.id] = node
+    rig.hi.storage_backup.postponed[node.id] = node
     rig.hi.tree.prune(node)
     rig.hi.storage_backup._resume_postponed()
     assert not rig.hi.is_busy()
@@ -195,7 +195,7 @@ def test_all_writes_that_have_ended_are_settled_in_one_tick_though_they_failed()
     for number in range(5):
         rig.run(range(100 * number, 100 * number + 16))
     rig.until(lambda: rig.tree.is_busy() == {"backups": 5})
-    operations = list(rig.hi.storage_backup._under_way)
+    operations = list(rig.hi.storage_backup.under_way)
     flaky.mode = "full"
     flaky.goes_on.set()
     wait_for(lambda: all(one.ended for one in operations))

@@ -14,7 +14,6 @@ from rigs.caches.state_pools import TRAILING, StatePools
 from rigs.stores.host_pools import PAGE, device_bytes, page_slots, storage_config
 from sglang.srt.environ import envs
 from sglang.srt.mem_cache.hicache_storage import CacheOutcome, PoolName, PoolTransfer
-from sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller import HybridTransfers
 from sglang.srt.mem_cache.l3 import storage_writes
 from sglang.srt.mem_cache.l3.attached_store import AttachedStore
 from sglang.srt.mem_cache.l3.storage_operation import PrefetchOperation, StorageOperation
@@ -52,7 +51,7 @@ class Bench:
             page_bytes=group.page_bytes,
             pages_per_read=2,
             metrics=HiCacheMetrics(None),
-            pools=StoredPools("ns", group.extra_queries, HybridTransfers(group).resolve),
+            pools=StoredPools("ns", group.extra_queries, group.auxiliary_pools),
         )
         self.slots = self.pools.group.primary.alloc(PAGES * PAGE)
         self.state_slots = self.pools.state_host.alloc(2)

@@ -1,0 +1,323 @@
+"""The flows between L1 and L2: copies of pages and states to the host, and back to the device.
+
+Threads: the scheduler's only.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+import torch
+
+from sglang.srt.mem_cache.tree.tree_node import TreeNode, parts_of
+from sglang.srt.utils.logging_utils import RateLimitedLogger
+
+if TYPE_CHECKING:
+    from sglang.srt.mem_cache.l2.cache_controller import HiCacheController
+    from sglang.srt.mem_cache.tree.component import TreeComponent
+    from sglang.srt.mem_cache.tree.hicache_metrics import HiCacheMetrics
+    from sglang.srt.mem_cache.tree.pool_tier import DeviceTier, PoolTier
+    from sglang.srt.mem_cache.tree.prefix_tree import PrefixTree
+
+logger = logging.getLogger(__name__)
+
+WRITE_POLICIES: Final = ("write_through", "write_through_selective", "write_back")
+_SELECTIVE_HITS: Final = 2
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceCopy:
+    """A copy between L1 and L2 of the `length` tokens up to the end of `node`. After splits several
+    nodes have them: see `parts_of`."""
+
+    operation_id: int
+    node: TreeNode
+    length: int
+    host_indices: torch.Tensor
+    """Host slots of the pages; empty if only states are copied."""
+    host_states: Mapping[TreeComponent, torch.Tensor]
+    """Host slots of the states of `node` that the copy includes, by kind."""
+
+
+class HostBackup:
+    """Copies of one tree's pages to the host.
+
+    - A node's host pages are set when their bytes have landed, never before.
+    - While a copy runs, its device pages are locked and the operation owns its host pages.
+    - States of a node go in the same copy as its pages, or alone if the pages are on the host
+      already.
+
+    Args:
+        tree: Tree of the nodes.
+        controller: Controller of copies.
+        write_policy: One of `WRITE_POLICIES`.
+        metrics: Metrics of the tiers.
+        on_landed: Called with nodes, parents first, whose pages have reached the host.
+
+    Attributes:
+        write_policy: As given; an operator may change it.
+        writing: The copies under way, by operation. Read only.
+        on_landed: As given.
+    """
+
+    def __init__(
+        self,
+        tree: PrefixTree,
+        controller: HiCacheController,
+        *,
+        write_policy: str,
+        metrics: HiCacheMetrics,
+        on_landed: Callable[[list[TreeNode]], None],
+    ) -> None:
+        self.write_policy = write_policy
+        self.writing: dict[int, DeviceCopy] = {}
+        self.on_landed = on_landed
+        self._tree = tree
+        self._controller = controller
+        self._metrics = metrics
+        self._log = RateLimitedLogger(logger)
+
+    def owned_slots(self) -> Iterator[tuple[PoolTier, str, torch.Tensor]]:
+        """Slots that copies own and no node has: the tier, the owner, and int64 slots."""
+        for operation_id, copy in self.writing.items():
+            owner = f"write {operation_id}"
+            yield self._tree.host, owner, copy.host_indices
+            for component, slots in copy.host_states.items():
+                yield component.host, owner, slots
+
+    def on_insert(self, path: list[TreeNode]) -> None:
+        """The nodes of `path`, root's child first, were put on the device or used again."""
+        if self.write_policy == "write_back":
+            return
+        wanted = 1 if self.write_policy == "write_through" else _SELECTIVE_HITS
+        for node in path:
+            is_due = wanted == 1 or node.hit_count >= wanted
+            if node.backuped:
+                if is_due and node.states:
+                    self._save_states(node)
+            elif node.write_id is None and not (is_due and self.write(node)):
+                # Top down, up to the first node that is not written: a written node has written
+                # ancestors.
+                break
+
+    def write(self, node: TreeNode) -> bool:
+        """Queue the copy of the pages and states of `node` that are on the device alone: all or
+        none. False: L2 has no room."""
+        has_pages = not node.backuped
+        if not has_pages:
+            node.protect_host()
+        copy = self.queue_copy(node)
+        if copy is None:
+            lacks_pages = has_pages and self._tree.host.pool.available_size() < len(node.key)
+            what = f"{len(node.key)} tokens stay"
+            if not has_pages:
+                what = f"the state behind {node.depth} tokens stays"
+                self._tree.host.unpin(node)
+            self._log.warning(
+                "l2-full" if lacks_pages else "l2-states-full",
+                "L2 is full of %s in use; %s without a copy",
+                "pages" if lacks_pages else "states",
+                what,
+            )
+            return False
+        if has_pages:
+            node.write_id = copy.operation_id
+        self._tree.lock(node)
+        for component in copy.host_states:
+            component.device.lock(node)
+        self.writing[copy.operation_id] = copy
+        return True
+
+    def _save_states(self, node: TreeNode) -> None:
+        """Queue the copy of states whose pages are on the host already, if L2 has room for them."""
+        if node.has_unsaved_state and not any(state.lock_ref for state in node.states):
+            self.write(node)
+
+    def queue_copy(self, node: TreeNode, *, with_states: bool = True) -> DeviceCopy | None:
+        """Queue the copy of the pages and the states of `node` that are not on the host: all or
+        none. The caller keeps them on the device."""
+        assert node.value is not None
+        pages = node.value[:0] if node.backuped else node.value
+        states = {
+            component: component.transfer(device=component.of(node).value)
+            for component in self._tree.components
+            if with_states and component.of(node).is_on_device_only
+        }
+        operation = self._controller.write(pages, list(states.values()))
+        if operation is None and len(pages):
+            self._tree.host.make_room(len(pages))
+            operation = self._controller.write(pages, list(states.values()))
+        if operation is None:
+            return None
+        slots = {
+            component: transfer.host_indices
+            for component, transfer in states.items()
+            if transfer.host_indices is not None
+        }
+        number, host = operation.operation_id, operation.host_indices
+        return DeviceCopy(number, node, len(node.key), host, slots)
+
+    def settle(self, num_ended: int) -> None:
+        """Act on the end of the first `num_ended` copies, on which the ranks have agreed."""
+        for _ in range(num_ended):
+            ack = self._controller.ack_write_queue.popleft()
+            self._metrics.transfer_seconds.labels("write").observe(time.monotonic() - ack.started)
+            for operation_id in ack.operation_ids:
+                # Absent: an eviction has waited for the copy and settled it.
+                if (copy := self.writing.pop(operation_id, None)) is not None:
+                    self._settle(copy)
+
+    def _settle(self, copy: DeviceCopy) -> None:
+        """Set the host pages, whose bytes have landed, and unlock the device pages."""
+        host = self._tree.host
+        has_pages = len(copy.host_indices) > 0
+        parts = parts_of(copy.node, copy.length)
+        if has_pages:
+            for node, begin, end in parts:
+                node.write_id = None
+                # A copy of the range, so that the rest is not kept alive.
+                slots = copy.host_indices[begin:end]
+                # L3 may have had the pages before the host.
+                host.put(node, slots.clone() if len(parts) > 1 else slots, is_stored=True)
+        for component, slots in copy.host_states.items():
+            component.host.put(copy.node, slots)
+            component.device.unlock(copy.node)
+        if not has_pages:
+            for node, _, _ in parts:
+                host.unpin(node)
+        self._tree.unlock(copy.node)
+        # Nodes that had become useless were deleted when they were unlocked.
+        landed = [node for node, _, _ in parts if node.parent is not None]
+        if self.write_policy != "write_back" and copy.node.states:
+            for node in landed:
+                self._save_states(node)  # A state that came while the pages were being copied.
+        self.on_landed(landed[::-1])
+
+
+class HostLoad:
+    """Loads of one tree.
+
+    While a load runs, its device pages are locked and its host pages are pinned. States at the end
+    of the prefix are loaded with the pages, or alone if they are on the device.
+
+    Args:
+        tree: Tree of the nodes.
+        controller: Controller of copies.
+        evict_from: Frees slots of a pool in L1: at least so many if possible, and returns how many.
+        metrics: Metrics of the tiers.
+
+    Attributes:
+        loading: The loads under way, by operation. Read only.
+    """
+
+    def __init__(
+        self,
+        tree: PrefixTree,
+        controller: HiCacheController,
+        *,
+        evict_from: Callable[[DeviceTier, int], int],
+        metrics: HiCacheMetrics,
+    ) -> None:
+        self.loading: dict[int, DeviceCopy] = {}
+        self._tree = tree
+        self._controller = controller
+        self._evict_from = evict_from
+        self._metrics = metrics
+        self._log = RateLimitedLogger(logger)
+
+    def load(
+        self, chain: list[TreeNode], above: TreeNode, most_states: int | None
+    ) -> torch.Tensor | None:
+        """Queue a load of pages, of the states at their end, or both; return its device slots,
+        empty if only states are loaded. None: nothing is missing, or there is no room.
+
+        Args:
+            chain: The nodes whose pages are loaded, from the top; may be empty.
+            above: The last node on the device before `chain`.
+            most_states: States that may be loaded; None: any number.
+        """
+        pinned = chain or [above]
+        last = pinned[-1]
+        missing = {
+            component: slot
+            for component in self._tree.components
+            if component.of(last).value is None
+            and (slot := component.of(last).host_value) is not None
+        }
+        if (missing and most_states == 0) or not (chain or missing):
+            return None
+        for node in pinned:
+            node.protect_host()
+        reserved = self._reserve(sum(len(node.key) for node in chain), above, missing)
+        if reserved is None:
+            for node in pinned:
+                self._tree.host.unpin(node)
+            return None
+        slots, states = reserved
+        none = torch.empty(0, dtype=torch.int64)
+        values = [node.host_value for node in chain if node.host_value is not None]
+        host_indices = torch.cat([none, *values])
+        extra = [component.transfer(slot, states[component]) for component, slot in missing.items()]
+        operation = self._controller.load(host_indices, slots, extra)
+        done = 0
+        for node in chain:
+            self._tree.device.put(node, slots[done : done + len(node.key)].clone())
+            done += len(node.key)
+        self._tree.lock(last)
+        for component, slot in states.items():
+            component.device.put(last, slot)
+            component.device.lock(last)
+        length = sum(len(node.key) for node in pinned)
+        number = operation.operation_id
+        self.loading[number] = DeviceCopy(number, last, length, host_indices, missing)
+        self._metrics.load_back.inc(done)
+        return slots
+
+    def _reserve(
+        self, tokens: int, above: TreeNode, missing: Collection[TreeComponent]
+    ) -> tuple[torch.Tensor, dict[TreeComponent, torch.Tensor]] | None:
+        """Allocate device slots for pages, and for the states of `missing`; None: no room for all
+        of them."""
+        # The eviction must not take the nodes to load or their ancestors.
+        self._tree.lock(above)
+        states = {}
+        for component in missing:
+            if (slot := self._alloc_state(component)) is not None:
+                states[component] = slot
+        short = tokens - self._tree.allocator.available_size()
+        if short > 0:
+            self._evict_from(self._tree.device, short)
+        slots = self._tree.allocator.alloc(tokens) if len(states) == len(missing) else None
+        self._tree.unlock(above)
+        if slots is not None:
+            return slots, states
+        for component, slot in states.items():
+            component.device.free(slot)
+        self._log.info("l1-full", "no room in L1 to load %d tokens back from L2", tokens)
+        return None
+
+    def _alloc_state(self, component: TreeComponent) -> torch.Tensor | None:
+        """A free device slot for a state, int64 `[1]` on the CPU; evicts for it."""
+        if not component.pool.available_size():
+            self._evict_from(component.device, 1)
+        taken = component.pool.take(1)
+        return None if taken is None else torch.tensor(taken)
+
+    def settle(self, num_ended: int) -> None:
+        """Act on the end of the first `num_ended` loads, on which the ranks have agreed."""
+        for _ in range(num_ended):
+            ack = self._controller.ack_load_queue.popleft()
+            self._metrics.load_back_seconds.observe(time.monotonic() - ack.started)
+            for operation_id in ack.operation_ids:
+                self._settle(self.loading.pop(operation_id))
+
+    def _settle(self, copy: DeviceCopy) -> None:
+        for component in copy.host_states:
+            component.device.unlock(copy.node)
+        for node, _, _ in parts_of(copy.node, copy.length):
+            self._tree.host.unpin(node)
+        self._tree.unlock(copy.node)
