@@ -210,9 +210,12 @@ def measure_server(args: argparse.Namespace) -> dict[str, dict[str, float]]:
     import uvicorn
 
     from rigs.servers.fake_engine import byte_tokenizer
-    from sglang.srt.entrypoints.http.answer import AnswerTransport
     from sglang.srt.entrypoints.http.listener import BoundedServer
-    from sglang.srt.entrypoints.http.protocol import BoundedProtocol, bounded_protocol
+    from sglang.srt.entrypoints.http.protocol import (
+        AnswerTransport,
+        BoundedProtocol,
+        bounded_protocol,
+    )
     from sglang.srt.entrypoints.http.server_context import ServerContext
     from sglang.srt.entrypoints.http_server import create_app
     from sglang.srt.managers.tokenizer.chat_template import ChatTemplate

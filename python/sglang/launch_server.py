@@ -36,9 +36,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         # Scripts look for the module's name to find the server's process.
         set_title("server", f"sglang.launch_server {url}")
         # Imported after the command line was checked and the first line was logged.
-        from sglang.srt.entrypoints.engine_processes import StartError
+        from sglang.srt.entrypoints.engine_processes import StartError, run_node
         from sglang.srt.entrypoints.http_server import run_server
-        from sglang.srt.entrypoints.node import run_node
     except ValueError as error:
         return _fail(error)
     # Until the server installs its own handlers, a signal unwinds the start. SystemExit, because

@@ -27,14 +27,14 @@ import xgrammar
 from rigs.servers.engine_server import EngineServer
 from sglang import launch_server
 from sglang.srt.distributed.rendezvous import Rendezvous
-from sglang.srt.entrypoints import http_server, node
+from sglang.srt.entrypoints import engine_processes, http_server
 from sglang.srt.environ import envs
 from sglang.srt.managers.detokenizer import detokenizer_manager
 from sglang.srt.managers.scheduler.process import run
 from sglang.srt.models import registry
 from sglang.test.test_utils import RunningServer, await_health, new_log_path, server_flags, tail_of
 
-PRELOADED: Final = (http_server, node, detokenizer_manager, run, registry, xgrammar)
+PRELOADED: Final = (http_server, engine_processes, detokenizer_manager, run, registry, xgrammar)
 """Modules that the processes of a server import."""
 
 InRank = Callable[[int], None]

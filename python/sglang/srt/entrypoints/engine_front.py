@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 from sglang.srt.arg_groups.disaggregation import (
@@ -41,17 +40,10 @@ WRITE_BACK_SECONDS: Final = 30.0
 _MARGIN_SECONDS: Final = 5.0
 
 
-@dataclass(frozen=True, slots=True)
-class LoadedModel:
-    """The part of the model that the server process itself needs."""
-
-    config: ModelConfig
-    tokenizer: PreTrainedTokenizerBase
-    chat_template: ChatTemplate
-
-
-def load_model_files(args: ServerArgs) -> LoadedModel:
-    """Read config, tokenizer and chat template; no weights.
+def _load_model_files(
+    args: ServerArgs,
+) -> tuple[ModelConfig, PreTrainedTokenizerBase, ChatTemplate]:
+    """The part of the model that the server process itself needs; no weights.
 
     Args:
         args: Resolved arguments.
@@ -74,7 +66,7 @@ def load_model_files(args: ServerArgs) -> LoadedModel:
         tokenizer = get_tokenizer(
             args.tokenizer_path or args.model_path, trust_remote_code=args.trust_remote_code
         )
-    return LoadedModel(config, tokenizer, ChatTemplate(tokenizer, args.chat_template))
+    return config, tokenizer, ChatTemplate(tokenizer, args.chat_template)
 
 
 class EngineFront:
@@ -91,11 +83,11 @@ class EngineFront:
             StartError: A process could not start.
         """
         check_start(args)
-        loaded: list[LoadedModel] = []
+        loaded: list[tuple[ModelConfig, PreTrainedTokenizerBase, ChatTemplate]] = []
 
         def load() -> TokenizerData | None:
-            loaded.append(load_model_files(args))
-            return tokenizer_data(loaded[0].tokenizer)
+            loaded.append(_load_model_files(args))
+            return tokenizer_data(loaded[0][1])
 
         self._bootstrap = _start_bootstrap(args)
         try:
@@ -104,17 +96,17 @@ class EngineFront:
             if self._bootstrap is not None:
                 self._bootstrap.close()
             raise
-        (model,) = loaded
+        config, tokenizer, chat_template = loaded[0]
         details = self.processes.ready_details
         if self._bootstrap is not None:
             for route in details["routes"]:
                 self._bootstrap.register(Route(**route))
         self.manager = TokenizerManager(
             ipc=self.processes.ipc,
-            tokenizer=model.tokenizer,
+            tokenizer=tokenizer,
             limits=RequestLimits(
-                vocab_size=model.config.vocab_size,
-                context_len=model.config.context_len,
+                vocab_size=config.vocab_size,
+                context_len=config.context_len,
                 max_input_len=int(details["max_req_input_len"]),
                 max_queued_requests=args.max_queued_requests,
                 disaggregation_mode=args.disaggregation_mode,
@@ -127,9 +119,9 @@ class EngineFront:
         self.context = ServerContext(
             args=args,
             manager=self.manager,
-            chat_template=model.chat_template,
+            chat_template=chat_template,
             ready_details=details,
-            model_info=_model_info(args, model.config, details),
+            model_info=_model_info(args, config, details),
         )
 
     async def drain(self, timeout: float) -> bool:

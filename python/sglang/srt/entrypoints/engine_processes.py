@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from sglang.srt.arg_groups.parallelism import meeting_address, ranks_per_node
 from sglang.srt.distributed.rendezvous import Rendezvous, open_rendezvous
+from sglang.srt.entrypoints.start_checks import check_start
 from sglang.srt.environ import envs
 from sglang.srt.managers.messages.ipc import IpcAddresses, make_ipc_directory
 from sglang.srt.managers.messages.ready_message import LOST_A_RANK, receive_ready
@@ -169,6 +170,31 @@ class EngineProcesses:
             for child in self._children.values():
                 child.join(max(deadline - time.monotonic(), 0.0))
             self._directory.remove()
+
+
+def run_node(args: ServerArgs) -> int:
+    """Run the ranks of a machine that is not the first of its server, until rank 0 ends them;
+    return the process's exit status.
+
+    Args:
+        args: Resolved arguments, with a `node_rank` above 0.
+
+    Raises:
+        ValueError: Settings or files are wrong.
+        StartError: A rank could not start.
+    """
+    check_start(args)
+    processes = launch_subprocesses(args)
+    try:
+        count = ranks_per_node(args)
+        first = args.node_rank * count
+        which = (
+            f"rank {first} serves" if count == 1 else f"ranks {first} to {first + count - 1} serve"
+        )
+        logger.info("%s; rank 0 ends the server", which)
+        return 0 if processes.wait_for_scheduler(None) else 1
+    finally:
+        processes.kill()
 
 
 def launch_subprocesses(

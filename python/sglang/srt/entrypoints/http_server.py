@@ -8,16 +8,17 @@ import os
 import signal
 import socket
 import threading
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from types import FrameType
 from typing import Final
 
 import uvicorn
 from starlette.applications import Starlette
+from starlette.middleware.cors import CORSMiddleware
+from starlette.types import ASGIApp, Receive, Scope, Send
 
-from sglang.srt.entrypoints import cache_routes, info_routes, native_routes, weight_routes
+from sglang.srt.entrypoints import cache_routes, info_routes, native_routes
 from sglang.srt.entrypoints.engine_front import WRITE_BACK_SECONDS, EngineFront
-from sglang.srt.entrypoints.http.cross_origin import add_cross_origin_middleware
 from sglang.srt.entrypoints.http.errors import install_error_handlers
 from sglang.srt.entrypoints.http.listener import CLOSE_SECONDS, BoundedServer
 from sglang.srt.entrypoints.http.protocol import bounded_protocol
@@ -73,7 +74,7 @@ def create_app(
 
     routes = [
         route
-        for module in (native_routes, info_routes, cache_routes, weight_routes, openai_routes)
+        for module in (native_routes, info_routes, cache_routes, openai_routes)
         for route in module.ROUTES
     ]
     app = Starlette(routes=routes, lifespan=lifespan)
@@ -84,8 +85,36 @@ def create_app(
     add_api_key_middleware(
         app, api_key=context.args.api_key, admin_api_key=context.args.admin_api_key
     )
-    add_cross_origin_middleware(app)
+    # Around the check of keys: preflights have no key, and a page must be able to read the reason
+    # of a refusal.
+    app.add_middleware(_CrossOriginMiddleware)
     return app
+
+
+class _CrossOriginMiddleware:
+    """Lets pages of any origin read answers (CORS); requests without an `Origin` bypass it.
+
+    Any origin is allowed, as in SGLang. A page without the key gains no access, because a page has
+    to send the bearer token itself. Credentials that browsers add by themselves, such as cookies,
+    are not allowed with such requests: the server does not read them, but a proxy in front of it
+    may.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        methods = ("GET", "HEAD", "POST", "PUT", "DELETE", "OPTIONS")
+        self._app = app
+        self._for_pages = CORSMiddleware(
+            app, allow_origins=("*",), allow_methods=methods, allow_headers=("*",)
+        )
+
+    def __call__(self, scope: Scope, receive: Receive, send: Send) -> Awaitable[None]:
+        """Handle one request. Not a coroutine, since each event of a stream would pass through
+        it."""
+        if scope["type"] == "http":
+            for name, _ in scope["headers"]:
+                if name == b"origin":
+                    return self._for_pages(scope, receive, send)
+        return self._app(scope, receive, send)
 
 
 def launch_server(server_args: ServerArgs) -> None:

@@ -1,4 +1,4 @@
-"""Health, the served model and its settings, load, metrics."""
+"""Health, the served model, its settings and the addresses of its weights, load, metrics."""
 
 from __future__ import annotations
 
@@ -11,11 +11,16 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from sglang.srt.arg_groups.remote_weights import SEED_PATH
 from sglang.srt.constants import HEALTH_CHECK_RID_PREFIX, VERSION
-from sglang.srt.entrypoints.http.errors import ApiError, as_api_error
+from sglang.srt.entrypoints.http.errors import ApiError, as_api_error, bad_request
 from sglang.srt.entrypoints.http.server_context import ServerContext, context_of
 from sglang.srt.entrypoints.http.sse import json_response
-from sglang.srt.managers.messages.io_struct import GetInternalStateReq, GetMetricsReq
+from sglang.srt.managers.messages.io_struct import (
+    GetInternalStateReq,
+    GetMetricsReq,
+    GetWeightSeedReq,
+)
 from sglang.srt.managers.tokenizer.generate_request import (
     EngineUnavailable,
     GenerateRequest,
@@ -154,6 +159,21 @@ async def _internal_state(context: ServerContext) -> dict[str, Any]:
     return (await context.manager.control.ask(GetInternalStateReq())).data
 
 
+async def transfer_engine_info(request: Request) -> Response:
+    """Session id and, for each tensor, address, number of elements, element size and checksums.
+
+    The first request starts the computation of the checksums; until its end `weights.digest` is
+    null.
+    """
+    text = request.query_params.get("rank", "")
+    if not (text.isascii() and text.isdecimal() and len(text) < 10):
+        raise bad_request(f"rank={text[:20]!r}: name a rank, as in {SEED_PATH}?rank=0", "rank")
+    answer = await context_of(request).manager.control.ask(GetWeightSeedReq(rank=int(text)))
+    if not answer.success:
+        raise ApiError(400, answer.message)
+    return json_response(answer.data)
+
+
 ROUTES: Final = (
     Route("/health", health, methods=["GET"]),
     Route("/health_generate", health_generate, methods=["GET"]),
@@ -165,4 +185,6 @@ ROUTES: Final = (
     Route("/v1/loads", loads, methods=["GET"]),
     Route("/metrics", metrics, methods=["GET"]),
     Route("/metrics/", metrics, methods=["GET"]),
+    Route(SEED_PATH, transfer_engine_info, methods=["GET"]),
+    Route("/get_remote_instance_transfer_engine_info", transfer_engine_info, methods=["GET"]),
 )

@@ -10,9 +10,7 @@ from sglang.srt.entrypoints.http.body import (
     refuse_own_ids,
     spread,
 )
-from sglang.srt.entrypoints.http.bootstrap_fields import rooms_of
-from sglang.srt.entrypoints.http.errors import bad_request
-from sglang.srt.entrypoints.http.field_marks import (
+from sglang.srt.entrypoints.http.body_fields import (
     BOOKKEEPING,
     IMAGES_ALONE,
     LORA,
@@ -24,7 +22,9 @@ from sglang.srt.entrypoints.http.field_marks import (
     SharedFields,
     is_neutral,
     refuse_fields,
+    rooms_of,
 )
+from sglang.srt.entrypoints.http.errors import bad_request
 from sglang.srt.managers.tokenizer.generate_request import GenerateRequest, new_rid, prompt_ids
 from sglang.srt.managers.tokenizer.samples import expand_samples
 from sglang.srt.mem_cache.tree.radix_key import TokenArray

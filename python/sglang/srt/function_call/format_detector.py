@@ -4,12 +4,32 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping
-from types import MappingProxyType
-from typing import Any, ClassVar, Final, Self
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Self
 
-from sglang.srt.function_call.core_types import StreamingParseResult, ToolCallItem
 
-NO_SCHEMAS: Final[Mapping[str, Mapping[str, Any]]] = MappingProxyType({})
+@dataclass(frozen=True)
+class ToolCallItem:
+    """A call, or a piece of a call in a stream.
+
+    Attributes:
+        tool_index: Index of the call in the output, from 0.
+        name: The tool's name; None in later pieces of a call.
+        parameters: The arguments, a JSON object as the model wrote it. In a stream: the part that
+            follows the last piece.
+    """
+
+    tool_index: int
+    name: str | None
+    parameters: str
+
+
+@dataclass
+class StreamingParseResult:
+    """The text and calls that one increment of a stream added."""
+
+    normal_text: str = ""
+    calls: list[ToolCallItem] = field(default_factory=list)
 
 
 class FormatDetector(ABC):
@@ -27,9 +47,7 @@ class FormatDetector(ABC):
     """Any of them may begin a call."""
 
     def __init__(
-        self,
-        tool_names: Collection[str] | None,
-        schemas: Mapping[str, Mapping[str, Any]] = NO_SCHEMAS,
+        self, tool_names: Collection[str] | None, schemas: Mapping[str, Mapping[str, Any]]
     ) -> None:
         self._names = None if tool_names is None else frozenset(tool_names)
         self._schemas = schemas

@@ -18,17 +18,17 @@ from openai.types.chat import completion_create_params
 
 from rigs.servers.fake_engine import byte_tokenizer
 from sglang.srt.entrypoints.http.body import decode_body
+from sglang.srt.entrypoints.http.body_fields import NOTHING, Ignored, Refused, marks_of
 from sglang.srt.entrypoints.http.errors import ApiError
-from sglang.srt.entrypoints.http.field_marks import NOTHING, Ignored, Refused, marks_of
 from sglang.srt.entrypoints.native_protocol import SAMPLING_MARKS, GenerateBody
 from sglang.srt.entrypoints.native_protocol import to_requests as generate_requests
 from sglang.srt.entrypoints.openai.chat_prompt import chat_prompt
-from sglang.srt.entrypoints.openai.convert import check_common
 from sglang.srt.entrypoints.openai.protocol import (
     ChatBody,
     ChatMessage,
     CompletionBody,
     StreamOptions,
+    check_common,
 )
 from sglang.srt.entrypoints.openai.serving_completions import to_requests as completion_requests
 from sglang.srt.managers.tokenizer.chat_template import ChatTemplate

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from sglang.srt.entrypoints.http.sse import json_bytes
-from sglang.srt.entrypoints.native_answers import FREE_ENTRIES, AnswerWriter
+from sglang.srt.entrypoints.native_routes import FREE_ENTRIES, AnswerWriter
 from sglang.srt.managers.detokenizer.stop_trimmer import StopTrimmer
 from sglang.srt.managers.messages.io_struct import (
     FinishReason,

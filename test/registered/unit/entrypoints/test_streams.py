@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from sglang.srt.entrypoints.http.streams import merge
+from sglang.srt.entrypoints.http.sse import merge
 from sglang.test.ci.ci_register import register_cpu_ci
 
 register_cpu_ci(est_time=1, suite="base-a-test-cpu")

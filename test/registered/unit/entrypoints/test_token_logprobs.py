@@ -11,7 +11,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from rigs.servers.fake_engine import EOS_ID, byte_tokenizer
-from sglang.srt.entrypoints.openai.token_logprobs import (
+from sglang.srt.entrypoints.openai.answers import (
     CompletionLogprobs,
     TokenFormatter,
 )

@@ -11,8 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sglang.srt.environ import envs
-from sglang.srt.function_call.core_types import ToolCallItem
-from sglang.srt.function_call.format_detector import merge_calls
+from sglang.srt.function_call.format_detector import ToolCallItem, merge_calls
 from sglang.srt.function_call.function_call_parser import make_call_parser
 from sglang.srt.function_call.parameter_types import allowed_types, typed_value
 from sglang.test.ci.ci_register import register_cpu_ci

@@ -17,21 +17,126 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import logging
 import re
 import urllib.parse
-from typing import Final
+from http import HTTPStatus
+from typing import Any, Final
 
 import httptools
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from sglang.srt.constants import KIB, MIB
-from sglang.srt.entrypoints.http.answer import Answer, AnswerTransport, refusal
-from sglang.srt.entrypoints.http.body_meter import BodyMeter
 from sglang.srt.utils.bad_messages import BadMessages
 from sglang.srt.utils.bounded_listener import MAX_IDLE_CONNECTIONS, OpenConnections
+from sglang.srt.utils.error_answers import error_object
 
 logger = logging.getLogger(__name__)
+
+_CHUNKED_PIECE: Final = 16384
+"""Bytes of a chunked body between two checks of the overhead."""
+_FREE_FRAMING_BYTES: Final = 65536
+_BODY_PER_FRAMING_BYTE: Final = 64
+
+
+class BodyMeter:
+    """Counts the bytes of one body, with and without its framing.
+
+    Framing is the overhead of chunks: lengths, extensions, trailers. Some 10,000 chunks of any size
+    are allowed, and any number of chunks of at least 512 bytes.
+    """
+
+    def __init__(self, length: int | None) -> None:
+        """Start with a body of `length` bytes; None: it comes in chunks."""
+        self._left = length
+        self._raw_bytes = 0
+        """Bytes of a chunked body with its framing."""
+        self._body_bytes = 0
+
+    def take(self, data: memoryview) -> memoryview:
+        """The front of `data` to parse next, which is counted."""
+        if self._left is None:
+            part = data[:_CHUNKED_PIECE]
+            self._raw_bytes += len(part)
+        else:
+            part = data[: self._left]
+            self._left -= len(part)
+        return part
+
+    def note_body(self, count: int) -> None:
+        """Count `count` bytes of the body itself, found by the parser."""
+        self._body_bytes += count
+
+    @property
+    def costs_too_much(self) -> bool:
+        """Whether there is too much framing for the bytes of the body so far."""
+        room = self._body_bytes + self._body_bytes // _BODY_PER_FRAMING_BYTE
+        return self._raw_bytes > _FREE_FRAMING_BYTES + room
+
+
+_ONE_WRITE_BYTES: Final = 65536
+"""Most bytes of body data that are joined with the head: joining more costs more than a second
+write."""
+
+
+class Answer(RequestResponseCycle):
+    """One request and its answer. The answer ends the connection if the request's body is
+    incomplete."""
+
+    async def send(self, message: Any) -> None:
+        if not self.response_started and self.more_body:
+            self.keep_alive = False
+        await super().send(message)
+
+
+class AnswerTransport:
+    """The transport that an answer is written to.
+
+    The head waits for the start of the body, so that both are one write and wake the client once.
+    The wait is short: every endpoint has the first bytes of its body when it starts its answer.
+    """
+
+    def __init__(self, connection: BoundedProtocol) -> None:
+        self._connection = connection
+        self._transport = connection.transport
+        self._head: bytes | None = None
+
+    def write(self, data: bytes) -> None:
+        """Write `data`, or hold it back if it is the head: the first data after the start of the
+        response. Only a `100 Continue` comes before that."""
+        if self._head is None and self._connection.cycle.response_started:
+            self._head = data
+        elif self._head and len(data) <= _ONE_WRITE_BYTES:
+            head, self._head = self._head, b""
+            self._transport.write(head + data)
+        else:
+            self.flush()
+            self._transport.write(data)
+
+    def flush(self) -> None:
+        """Write a head that is still held back, if the answer has no body."""
+        if self._head:
+            self._transport.write(self._head)
+            self._head = b""
+
+    def is_closing(self) -> bool:
+        return self._transport.is_closing()
+
+    def close(self) -> None:
+        self.flush()
+        self._connection.end()
+
+
+def refusal(status: int, message: str) -> bytes:
+    """A whole answer with an error in the common format; it ends the connection."""
+    body = json.dumps(error_object(message, "invalid_request_error", status)).encode()
+    head = (
+        f"HTTP/1.1 {status} {HTTPStatus(status).phrase}\r\ncontent-type: application/json\r\n"
+        f"content-length: {len(body)}\r\nconnection: close\r\n\r\n"
+    )
+    return head.encode() + body
+
 
 MAX_HEAD_BYTES: Final = 16384
 """Longest head of a request, its empty line included."""

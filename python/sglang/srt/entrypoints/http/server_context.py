@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
+from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from starlette.requests import Request
 
 from sglang.srt.entrypoints.http.errors import ApiError
-from sglang.srt.entrypoints.http.shared_answer import SharedAnswer
 from sglang.srt.managers.tokenizer.tokenizer_manager import TokenizerManager
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.utils.memory import HeapTrimmer
@@ -18,6 +19,36 @@ from sglang.srt.utils.threads import started_pool
 
 if TYPE_CHECKING:
     from sglang.srt.managers.tokenizer.chat_template import ChatTemplate
+
+
+Ask: TypeAlias = Callable[[], Coroutine[Any, Any, ApiError | None]]
+
+
+class SharedAnswer:
+    """One answer for all who ask at the same time, or soon after. Event loop thread only."""
+
+    def __init__(self, fresh_seconds: float) -> None:
+        """Reuse an answer for `fresh_seconds` seconds."""
+        self._fresh_seconds = fresh_seconds
+        self._work: asyncio.Task[ApiError | None] | None = None
+        self._ended = 0.0
+
+    async def latest(self, ask: Ask) -> ApiError | None:
+        """The last answer if it is fresh, else the answer in progress, else the answer of a new
+        `ask`. Raises as `ask` does.
+
+        The work goes on if the caller that began it is cancelled, since others may wait for it.
+        """
+        now = asyncio.get_running_loop().time
+        if self._work is None or (self._work.done() and now() - self._ended >= self._fresh_seconds):
+            self._work = asyncio.create_task(self._run(ask))
+        return await asyncio.shield(self._work)
+
+    async def _run(self, ask: Ask) -> ApiError | None:
+        try:
+            return await ask()
+        finally:
+            self._ended = asyncio.get_running_loop().time()
 
 
 @dataclass(slots=True, kw_only=True)
@@ -31,7 +62,7 @@ class ServerContext:
     model_info: dict[str, Any] = field(default_factory=dict)
     started: float = field(default_factory=time.time)  # noqa: TID251 (a date, for clients)
     memory: HeapTrimmer = field(default_factory=HeapTrimmer)
-    probe: SharedAnswer[ApiError | None] = field(default_factory=lambda: SharedAnswer(1.0))
+    probe: SharedAnswer = field(default_factory=lambda: SharedAnswer(1.0))
     """Result of the last health probe: the reason why no token could be generated, or None."""
     renderer: ThreadPoolExecutor = field(default_factory=lambda: started_pool(1, "render"))
     """The thread `render`, for chat templates over long conversations."""

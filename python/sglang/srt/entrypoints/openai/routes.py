@@ -10,15 +10,14 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from sglang.srt.entrypoints.http.body import MAX_BATCH, read_json
+from sglang.srt.entrypoints.http.body_fields import NOTHING, is_neutral
 from sglang.srt.entrypoints.http.errors import ApiError, bad_request
-from sglang.srt.entrypoints.http.field_marks import NOTHING, is_neutral
 from sglang.srt.entrypoints.http.server_context import ServerContext, context_of
 from sglang.srt.entrypoints.http.sse import json_response, unless_client_leaves
-from sglang.srt.entrypoints.openai.chat_prompt import chat_prompt
+from sglang.srt.entrypoints.openai.chat_prompt import chat_prompt, tool_use
 from sglang.srt.entrypoints.openai.protocol import ChatBody, DetokenizeBody, TokenizeBody
 from sglang.srt.entrypoints.openai.serving_chat import MESSAGES_AT_ONCE, chat_completions
 from sglang.srt.entrypoints.openai.serving_completions import completions
-from sglang.srt.entrypoints.openai.tools import tool_use
 from sglang.srt.managers.tokenizer.request_limits import RequestLimits
 from sglang.srt.managers.tokenizer.tokenizer_manager import TokenizerManager
 

@@ -9,13 +9,18 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from sglang.srt.entrypoints.http.body import MAX_BATCH, read_json
-from sglang.srt.entrypoints.http.bootstrap_fields import rooms_of
+from sglang.srt.entrypoints.http.body_fields import rooms_of
 from sglang.srt.entrypoints.http.errors import bad_request
 from sglang.srt.entrypoints.http.server_context import ServerContext, context_of
-from sglang.srt.entrypoints.openai.answers import Answers, finish_reason, matched_stop, respond
-from sglang.srt.entrypoints.openai.convert import check_common, sampling_params
-from sglang.srt.entrypoints.openai.protocol import CompletionBody
-from sglang.srt.entrypoints.openai.token_logprobs import CompletionLogprobs, TokenFormatter
+from sglang.srt.entrypoints.openai.answers import (
+    Answers,
+    CompletionLogprobs,
+    TokenFormatter,
+    finish_reason,
+    matched_stop,
+    respond,
+)
+from sglang.srt.entrypoints.openai.protocol import CompletionBody, check_common, sampling_params
 from sglang.srt.managers.messages.io_struct import Bootstrap
 from sglang.srt.managers.tokenizer.generate_request import GenerateRequest, new_rid, prompt_ids
 from sglang.srt.managers.tokenizer.request_state import OutputCursor, RequestState

@@ -1,7 +1,8 @@
-"""Marks on the fields of request bodies: accepted without effect, or refused.
+"""Fields of request bodies: marks of those without effect and of refused ones, and the rooms.
 
 A field without a mark is acted on. `docs/api.md` has the table of all fields, which
-`scripts/update_api.py` writes from these marks.
+`scripts/update_api.py` writes from the marks. A router adds the fields of rooms when it sends one
+body to a prefill and to a decode server.
 """
 
 from __future__ import annotations
@@ -12,8 +13,10 @@ from typing import Annotated, Any, Final, get_args
 
 import msgspec
 
-from sglang.srt.entrypoints.http.body import MAX_BATCH
+from sglang.srt.constants import DEFAULT_BOOTSTRAP_PORT
+from sglang.srt.entrypoints.http.body import MAX_BATCH, spread
 from sglang.srt.entrypoints.http.errors import bad_request
+from sglang.srt.managers.messages.io_struct import MAX_ROOM, Bootstrap
 
 NOTHING: Final[tuple[Any, ...]] = (None, False, "", [], {})
 """Values that ask for nothing, in any field."""
@@ -107,3 +110,64 @@ def is_neutral(value: object, neutral: tuple[Any, ...]) -> bool:
 
 def _is_one_of(value: object, words: tuple[Any, ...]) -> bool:
     return any(value == word and type(value) is type(word) for word in words)
+
+
+MAX_HOST_CHARS: Final = 255
+"""Longest host name in characters; DNS allows fewer."""
+
+
+def rooms_of(body: SharedFields, count: int, *, is_batch: bool) -> list[Bootstrap | None]:
+    """The rooms of `count` prompts; all None if the body names none.
+
+    Host and port may be one value for all prompts; a port that is null or absent is
+    `DEFAULT_BOOTSTRAP_PORT`.
+
+    Args:
+        body: Each of these three fields is one value, or a list with a value for each prompt.
+        count: Number of prompts, at least 1.
+        is_batch: Whether the body may have lists.
+
+    Raises:
+        ApiError: 400 that names the field.
+    """
+    given = {
+        "bootstrap_host": body.bootstrap_host,
+        "bootstrap_port": body.bootstrap_port,
+        "bootstrap_room": body.bootstrap_room,
+    }
+    if not any(value is not None for value in given.values()):
+        return [None] * count
+    hosts, ports, rooms = (spread(field, value, count, is_batch) for field, value in given.items())
+    for index, (host, port, room) in enumerate(zip(hosts, ports, rooms, strict=True)):
+        for field, value in (("bootstrap_host", host), ("bootstrap_room", room)):
+            if value is None:
+                raise bad_request(
+                    f"{field} is missing: a request for a prefill or decode server has "
+                    "bootstrap_host and bootstrap_room, and may have bootstrap_port",
+                    field,
+                )
+        place = f"[{index}]" if is_batch else ""
+        if not (1 <= len(host) <= MAX_HOST_CHARS and host.isprintable() and " " not in host):
+            raise bad_request(
+                f"bootstrap_host{place} must be a name or an address, of 1 to {MAX_HOST_CHARS} "
+                "printable characters without spaces",
+                "bootstrap_host",
+            )
+        if port is not None and not 1 <= port <= 65535:
+            raise bad_request(
+                f"bootstrap_port{place}={str(port)[:32]} must be from 1 to 65535", "bootstrap_port"
+            )
+        if not 0 <= room <= MAX_ROOM:
+            raise bad_request(
+                f"bootstrap_room{place}={str(room)[:32]} must be from 0 to 2^63 - 1",
+                "bootstrap_room",
+            )
+    if len(set(rooms)) < count:
+        raise bad_request(
+            "bootstrap_room: two prompts have the same room: give each one of its own, in a list",
+            "bootstrap_room",
+        )
+    return [
+        Bootstrap(host=host, port=DEFAULT_BOOTSTRAP_PORT if port is None else port, room=room)
+        for host, port, room in zip(hosts, ports, rooms, strict=True)
+    ]

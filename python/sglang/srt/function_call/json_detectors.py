@@ -9,9 +9,74 @@ from collections.abc import Collection, Mapping
 from enum import Enum
 from typing import Any, ClassVar, Final, Self
 
-from sglang.srt.function_call.core_types import StreamingParseResult
-from sglang.srt.function_call.format_detector import NO_SCHEMAS, FormatDetector
-from sglang.srt.function_call.json_scanner import JsonObjectScanner, ScanState
+from sglang.srt.function_call.format_detector import FormatDetector, StreamingParseResult
+
+_OUTSIDE_STRINGS: Final = frozenset(' \t\r\n{}[]:,"+-.0123456789eEtrufalsn')
+
+
+class ScanState(Enum):
+    """State of the text read so far."""
+
+    OPEN = "open"
+    CLOSED = "closed"
+    BROKEN = "broken"
+
+
+class JsonObjectScanner:
+    """Reads a text that starts with `{`. Checks brackets and characters, not the whole grammar.
+
+    Attributes:
+        position: Characters read. If CLOSED, the object is `text[:position]`; if BROKEN,
+            `text[position]` is not allowed.
+        argument_end: End of the nested object that starts at `argument_start`; None while open.
+    """
+
+    def __init__(self) -> None:
+        self.state = ScanState.OPEN
+        self.position = 0
+        self.argument_start: int | None = None
+        self.argument_end: int | None = None
+        self._depth = 0
+        self._in_string = False
+        self._escaped = False
+
+    def watch_argument(self, start: int, text: str) -> None:
+        """Read up to `start`, and from there look for the end of the object at `text[start]`."""
+        self.feed(text, start)
+        self.argument_start = start
+
+    def feed(self, text: str, end: int | None = None) -> ScanState:
+        """Read on to `end`, or to the end of `text`, which may have grown since the last call."""
+        stop = len(text) if end is None else end
+        while self.state is ScanState.OPEN and self.position < stop:
+            self._read(text[self.position])
+        return self.state
+
+    def _read(self, char: str) -> None:
+        if self._in_string:
+            if self._escaped:
+                self._escaped = False
+            elif char == "\\":
+                self._escaped = True
+            elif char == '"':
+                self._in_string = False
+        elif char not in _OUTSIDE_STRINGS:
+            self.state = ScanState.BROKEN
+            return
+        elif char == '"':
+            self._in_string = True
+        elif char in "{[":
+            self._depth += 1
+        elif char in "}]":
+            self._depth -= 1
+        self.position += 1
+        if self._in_string or char not in "}]":
+            return
+        if self._depth == 1 and self.argument_start is not None and self.argument_end is None:
+            self.argument_end = self.position
+        if self._depth == 0:
+            self.state = ScanState.CLOSED
+
 
 _HEAD: Final = re.compile(
     r'\{\s*"name"\s*:\s*"([^"\\]*)"\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)'
@@ -47,7 +112,7 @@ class BaseFormatDetector(FormatDetector):
     def __init__(
         self,
         tool_names: Collection[str] | None,
-        schemas: Mapping[str, Mapping[str, Any]] = NO_SCHEMAS,
+        schemas: Mapping[str, Mapping[str, Any]],
         *,
         commits_early: bool = True,
     ) -> None:
@@ -200,3 +265,51 @@ def _as_call(text: str) -> tuple[str, dict[str, Any]] | None:
     if not isinstance(name, str) or not isinstance(arguments, dict):
         return None
     return name, arguments
+
+
+_END: Final = "</tool_call>"
+
+
+class Qwen25Detector(BaseFormatDetector):
+    """Qwen 2.5 and 3: `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`.
+
+    The end marker may be missing.
+    """
+
+    start_markers: ClassVar[tuple[str, ...]] = ("<tool_call>",)
+
+    def _read_separator(self) -> bool | None:
+        rest = self._buffer.lstrip()
+        if rest.startswith(_END):
+            self._buffer = rest[len(_END) :]
+            return True
+        return None if _END.startswith(rest) else False
+
+
+_MARKER: Final = "<|python_tag|>"
+
+
+class Llama32Detector(BaseFormatDetector):
+    """Llama 3: `{"name": ..., "parameters": {...}}`, separated by `;`, with or without a marker.
+
+    The marker is a special token, which detokenizing may drop. So an object at the start of the
+    output counts as a call too. Anything but a `;` after a call is text.
+    """
+
+    start_markers: ClassVar[tuple[str, ...]] = (_MARKER,)
+    bare_at_start: ClassVar[bool] = True
+
+    def _read_separator(self) -> bool | None:
+        rest = self._buffer.lstrip()
+        if not rest:
+            return None
+        if rest[0] != ";":
+            return False
+        following = rest[1:].lstrip()
+        if following.startswith("{"):
+            self._start_call(len(self._buffer) - len(following))
+            return True
+        if following.startswith(_MARKER):
+            self._start_call(len(self._buffer) - len(following) + len(_MARKER))
+            return True
+        return None if _MARKER.startswith(following) else False
