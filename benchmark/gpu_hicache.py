@@ -39,12 +39,13 @@ from gpu_server import Emit, random_prompt
 from rigs.bench.multiturn import Conversations, converse, round_figures
 from rigs.models.qwen3_8b import DUMMY_FLAGS, KV_BYTES, VOCAB_SIZE, dummy_model
 from rigs.servers.engine_server import EngineServer
+from rigs.stores.store_processes import StandaloneClient
 from sglang.benchmark.api_backends import RequestOptions, SglangBackend
 from sglang.benchmark.load_generator import LoadResult, generate_load, open_session
 from sglang.benchmark.report import emit, provenance
 from sglang.benchmark.request_result import TIERS, RequestResult
 from sglang.benchmark.workload import BenchRequest
-from sglang.embedded_mooncake import MooncakeMaster, StandaloneClient
+from sglang.embedded_mooncake import MooncakeMaster
 from sglang.srt.distributed.device_communicators.mooncake_library import load_mooncake
 from sglang.srt.mem_cache.storage.mooncake_store.host_allocator import MooncakeHostTensorAllocator
 

@@ -1,8 +1,8 @@
-"""A Mooncake Store on this machine: master, store nodes, stand-alone client as child processes.
+"""A Mooncake Store on this machine: master and store nodes as child processes.
 
 `serve_embedded` starts a master and a node; tests start clusters. Each process has a handle and a
 log file, and ends when the thread that started it ends. Master and nodes listen on the loopback
-interface only. A stand-alone client has two ports, chosen by Mooncake, at all addresses.
+interface only.
 """
 
 from __future__ import annotations
@@ -10,12 +10,10 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import importlib.util
-import os
 import signal
 import subprocess
 import sys
 import time
-import urllib.request
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Final
@@ -28,7 +26,6 @@ from sglang.srt.utils.process import stop_process
 LOOPBACK: Final = "127.0.0.1"
 START_TIMEOUT_S: Final = 60.0
 """Seconds until a child must serve, on a busy machine; most need a second or two."""
-_SUSPEND_TIMEOUT_S: Final = 30.0
 _PR_SET_PDEATHSIG: Final = 1
 _LIBC: Final = ctypes.CDLL(None)
 
@@ -43,7 +40,7 @@ def _die_with_parent() -> None:
 
 
 class ManagedProcess:
-    """A child process that can be started, stopped, killed, suspended and restarted.
+    """A child process that can be started, stopped and killed.
 
     Not thread-safe: one thread owns it, and the child ends with that thread.
     """
@@ -124,7 +121,6 @@ class ManagedProcess:
     def stop(self, timeout: float = 10.0) -> None:
         """Send SIGTERM, and SIGKILL after `timeout` seconds. Idempotent."""
         if self._process is not None:
-            self.resume()
             stop_process(self._process, timeout)
 
     def kill(self) -> None:
@@ -132,25 +128,6 @@ class ManagedProcess:
         if self._process is not None:
             self._process.kill()
             self._process.wait()
-
-    def suspend(self) -> None:
-        """Send SIGSTOP. After the return the child keeps its connections, but does not answer."""
-        os.kill(self.pid, signal.SIGSTOP)
-        # Sending the signal returns before it has reached every thread.
-        deadline = time.monotonic() + _SUSPEND_TIMEOUT_S
-        while not _is_suspended(self.pid):
-            assert time.monotonic() < deadline, f"{self.name} does not stop"
-            time.sleep(0.001)
-
-    def resume(self) -> None:
-        """Send SIGCONT, if the child runs."""
-        if self._process is not None and self._process.poll() is None:
-            self._process.send_signal(signal.SIGCONT)
-
-    def restart(self, timeout: float = START_TIMEOUT_S) -> None:
-        """Kill the child if it runs, and start it again on the same ports."""
-        self.kill()
-        self.start(timeout)
 
     def log_tail(self, lines: int = 20) -> str:
         """The last non-empty lines that the child wrote."""
@@ -160,19 +137,12 @@ class ManagedProcess:
         return "\n".join([line for line in text.splitlines() if line.strip()][-lines:])
 
 
-def _is_suspended(pid: int) -> bool:
-    """Whether all threads of a process are stopped."""
-    try:
-        states = [
-            task.read_text().rpartition(")")[2].split()[0]
-            for task in Path(f"/proc/{pid}/task").glob("*/stat")
-        ]
-    except FileNotFoundError:
-        return False  # A thread ended meanwhile; the caller polls again.
-    return set(states) == {"T"}
+def binary(name: str) -> str:
+    """Path of a program of Mooncake's package.
 
-
-def _binary(name: str) -> str:
+    Raises:
+        ChildStartError: The package lacks it.
+    """
     spec = importlib.util.find_spec("mooncake")
     for folder in (spec.submodule_search_locations or []) if spec else []:
         binary = Path(folder) / name
@@ -211,7 +181,7 @@ class MooncakeMaster(ManagedProcess):
         }
         super().__init__(
             "mooncake_master",
-            [_binary("mooncake_master"), *(f"--{key}={value}" for key, value in settings.items())],
+            [binary("mooncake_master"), *(f"--{key}={value}" for key, value in settings.items())],
             ready=lambda: (
                 can_connect(LOOPBACK, self.rpc_port) and can_connect(LOOPBACK, self.metrics_port)
             ),
@@ -222,27 +192,6 @@ class MooncakeMaster(ManagedProcess):
     def address(self) -> str:
         """The value for `MOONCAKE_MASTER`."""
         return f"{LOOPBACK}:{self.rpc_port}"
-
-    def keys(self) -> list[str]:
-        """Keys of all objects in the store."""
-        return [line for line in self._get("/get_all_keys").splitlines() if line]
-
-    def metric(self, name: str) -> float:
-        """Value of one of the master's Prometheus gauges or counters.
-
-        Raises:
-            KeyError: The master has no such metric.
-        """
-        for line in self._get("/metrics").splitlines():
-            if line.startswith(f"{name} "):
-                return float(line.rsplit(" ", 1)[1])
-        raise KeyError(name)
-
-    def _get(self, path: str) -> str:
-        url = f"http://{LOOPBACK}:{self.metrics_port}{path}"
-        with urllib.request.urlopen(url, timeout=10) as response:
-            body: bytes = response.read()
-        return body.decode()
 
     def engine_env(self) -> dict[str, str]:
         """Environment for an engine that uses this store and lends no memory to it."""
@@ -271,45 +220,3 @@ class StoreNode(ManagedProcess):
             env=master.engine_env()
             | {"MOONCAKE_GLOBAL_SEGMENT_SIZE": str(segment_bytes), "MOONCAKE_CLIENT": ""},
         )
-
-
-class StandaloneClient(ManagedProcess):
-    """`mooncake_client`: lends memory as a node does, and copies pages for engines on this host.
-
-    The L2 of an engine that attaches to it (`MOONCAKE_CLIENT`) is shared memory, so that pages move
-    at the speed of a copy. The objects outlive the engine.
-    """
-
-    def __init__(
-        self,
-        master: MooncakeMaster,
-        log_dir: Path,
-        *,
-        segment_bytes: int,
-        name: str = "mooncake_client",
-    ) -> None:
-        """Describe a client of `master`'s store that holds up to `segment_bytes` of objects."""
-        self._master = master
-        (self.port,) = get_free_ports(1)
-        settings: dict[str, str | int] = {
-            "host": LOOPBACK,
-            "port": self.port,
-            "global_segment_size": f"{segment_bytes} B",
-            "local_buffer_size": "0",
-            "master_server_address": master.address,
-            "metadata_server": "P2PHANDSHAKE",
-            "protocol": "tcp",
-            "threads": 8,
-        }
-        super().__init__(
-            name,
-            [_binary("mooncake_client"), *(f"--{key}={value}" for key, value in settings.items())],
-            ready=lambda: can_connect(LOOPBACK, self.port),
-            log_dir=log_dir,
-            # The default of MC_STORE_MEMCPY depends on the wheel and on the host's devices.
-            env={"MC_STORE_CLIENT_SETUP_RETRIES": "1", "MC_STORE_MEMCPY": "1"},
-        )
-
-    def engine_env(self) -> dict[str, str]:
-        """Environment for an engine that attaches to this client."""
-        return self._master.engine_env() | {"MOONCAKE_CLIENT": f"{LOOPBACK}:{self.port}"}

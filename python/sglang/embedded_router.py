@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 import sys
 import urllib.request
 from collections.abc import Sequence
@@ -18,12 +17,6 @@ _READY_PATH: Final = "/readiness"
 """Answers 200 once the router knows a healthy server of each kind. Its `/health` tells only that
 the router runs."""
 _READY_TIMEOUT_S: Final = 2.0
-RESTART_FLAGS: Final = (
-    *("--health-check-interval-secs", "1", "--health-failure-threshold", "2"),
-    *("--health-success-threshold", "1"),
-    *("--cb-failure-threshold", "3", "--cb-timeout-duration-secs", "5"),
-)
-"""Flags with which a restart of one of several servers fails no request (docs/pd.md)."""
 
 
 class Router(ManagedProcess):
@@ -71,15 +64,6 @@ class Router(ManagedProcess):
             *flags,
         ]
         super().__init__("router", command, ready=self._is_ready, log_dir=log_dir)
-
-    def is_healthy(self, url: str) -> bool:
-        """Whether the router's last probes found the server at `url` healthy."""
-        try:
-            with urllib.request.urlopen(f"{self.url}/workers", timeout=_READY_TIMEOUT_S) as answer:
-                workers = json.load(answer)["workers"]
-        except OSError:
-            return False
-        return any(one["url"] == url and one["is_healthy"] for one in workers)
 
     def _is_ready(self) -> bool:
         try:

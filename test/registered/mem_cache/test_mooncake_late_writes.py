@@ -21,7 +21,8 @@ from rigs.stores.host_pools import (
     storage_config,
 )
 from rigs.stores.mooncake_cluster import MooncakeCluster
-from sglang.embedded_mooncake import MooncakeMaster, StandaloneClient
+from rigs.stores.store_processes import StandaloneClient
+from sglang.embedded_mooncake import MooncakeMaster
 from sglang.srt.mem_cache.hicache_storage import (
     CacheOutcome,
     PoolName,

@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from rigs.stores.mooncake_standalone import connect, some_pages
-from sglang.embedded_mooncake import MooncakeMaster, StandaloneClient
+from rigs.stores.store_processes import StandaloneClient
+from sglang.embedded_mooncake import MooncakeMaster
 from sglang.srt.mem_cache.hicache_storage import CacheOutcome, PoolTransfer, StorageUnavailable
 from sglang.srt.mem_cache.storage.mooncake_store.mooncake_store import MooncakeStore
 from sglang.srt.utils.network import wait_until

@@ -13,7 +13,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
 
-from sglang.embedded_mooncake import MooncakeMaster, StoreNode
+from rigs.stores.store_processes import ObservedMaster, SuspendableNode
 from sglang.srt.environ import parse_size
 
 
@@ -40,9 +40,9 @@ class MooncakeCluster:
         self.log_dir = Path(
             self._stack.enter_context(tempfile.TemporaryDirectory(prefix="mooncake-"))
         )
-        self.master = MooncakeMaster(self.log_dir, flags=master_flags)
+        self.master = ObservedMaster(self.log_dir, flags=master_flags)
         self.nodes = [
-            StoreNode(
+            SuspendableNode(
                 self.master,
                 self.log_dir,
                 segment_bytes=parse_size(segment_size),

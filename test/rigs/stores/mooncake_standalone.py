@@ -9,7 +9,7 @@ from rigs.stores.host_pools import (
     page_keys,
     storage_config,
 )
-from sglang.embedded_mooncake import StandaloneClient
+from rigs.stores.store_processes import StandaloneClient
 from sglang.srt.mem_cache.hicache_storage import PoolName, PoolTransfer
 from sglang.srt.mem_cache.storage.mooncake_store.mooncake_store import MooncakeStore
 

@@ -17,17 +17,18 @@ from types import TracebackType
 
 import numpy as np
 
-from sglang.embedded_mooncake import LOOPBACK, ManagedProcess
+from rigs.stores.store_processes import SuspendableProcess
+from sglang.embedded_mooncake import LOOPBACK
 from sglang.srt.distributed.device_communicators.mooncake_transfer_engine import (
     init_mooncake_transfer_engine,
 )
 from sglang.srt.distributed.device_context import mark_device_set
 
 
-class TransferPeer(ManagedProcess):
+class TransferPeer(SuspendableProcess):
     """Context manager: within it the process runs. Its memory is zero at first.
 
-    `kill`, `suspend` and `resume` are those of `ManagedProcess`.
+    `kill`, `suspend` and `resume` are those of `SuspendableProcess`.
     """
 
     def __init__(self, num_bytes: int) -> None:
