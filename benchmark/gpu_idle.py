@@ -24,10 +24,13 @@ from gpu_server import random_prompt
 from rigs.models.qwen3_8b import dummy_model
 from sglang.benchmark.report import emit, provenance
 from sglang.srt.constants import BUILTIN_MODEL_DIR
-from sglang.srt.managers.messages.io_struct import BatchTokenIDOutput, TokenizedGenerateReqInput
-from sglang.srt.managers.messages.tick import Tick
+from sglang.srt.managers.messages.io_struct import (
+    BatchTokenIDOutput,
+    Tick,
+    TokenizedGenerateReqInput,
+)
 from sglang.srt.managers.scheduler.batch import ModelWorkerBatch
-from sglang.srt.managers.scheduler.input import InputHandler
+from sglang.srt.managers.scheduler.control import InputHandler
 from sglang.srt.managers.scheduler.launched_step import StepResult
 from sglang.srt.managers.scheduler.prefill import PrefillScheduler
 from sglang.srt.managers.scheduler.process.build import build_scheduler

@@ -30,8 +30,7 @@ from sglang.benchmark.report import emit, provenance
 from sglang.benchmark.request_result import RequestResult
 from sglang.benchmark.workload import BenchRequest
 from sglang.srt.constants import BUILTIN_MODEL_DIR
-from sglang.srt.managers.messages.io_struct import TokenizedGenerateReqInput
-from sglang.srt.managers.messages.tick import Tick
+from sglang.srt.managers.messages.io_struct import Tick, TokenizedGenerateReqInput
 from sglang.srt.managers.scheduler.launched_step import StepResult
 from sglang.srt.managers.scheduler.process.build import build_scheduler
 from sglang.srt.managers.scheduler.scheduler import Scheduler

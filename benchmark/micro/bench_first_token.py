@@ -105,7 +105,7 @@ def measure_scheduler(args: argparse.Namespace) -> dict[str, float]:
 
     from rigs.models.tiny_models import save_tiny_checkpoint
     from rigs.schedulers.scheduler_rig import SchedulerRig, greedy
-    from sglang.srt.managers.scheduler.tp_worker import TpModelWorker
+    from sglang.srt.managers.scheduler.launched_step import TpModelWorker
     from sglang.srt.utils.process import freeze_heap
 
     torch.set_num_threads(1)
@@ -210,14 +210,13 @@ def measure_server(args: argparse.Namespace) -> dict[str, dict[str, float]]:
     import uvicorn
 
     from rigs.servers.fake_engine import byte_tokenizer
-    from sglang.srt.entrypoints.http.listener import BoundedServer
     from sglang.srt.entrypoints.http.protocol import (
         AnswerTransport,
         BoundedProtocol,
         bounded_protocol,
     )
     from sglang.srt.entrypoints.http.server_context import ServerContext
-    from sglang.srt.entrypoints.http_server import create_app
+    from sglang.srt.entrypoints.http_server import BoundedServer, create_app
     from sglang.srt.managers.tokenizer.chat_template import ChatTemplate
     from sglang.srt.managers.tokenizer.request_limits import RequestLimits
     from sglang.srt.managers.tokenizer.server_channel import ServerChannel

@@ -30,8 +30,12 @@ from sglang.srt.distributed.parallel_state import (
     get_world_group,
 )
 from sglang.srt.distributed.torch_rank_group import TorchRankGroup
-from sglang.srt.managers.messages.io_struct import TokenizedGenerateReqInput
-from sglang.srt.managers.messages.tick import Tick, decode_tick, encode_tick
+from sglang.srt.managers.messages.io_struct import (
+    Tick,
+    TokenizedGenerateReqInput,
+    decode_tick,
+    encode,
+)
 from sglang.srt.mem_cache.tree.digest import CacheState
 from sglang.srt.mem_cache.tree.radix_key import RadixKey
 from sglang.srt.mem_cache.tree.tick_sync import PrefetchProgress, Progress, agree, to_vector
@@ -40,7 +44,7 @@ from sglang.srt.sampling.sampling_params import SamplingParams
 
 WARM_UP: Final = 50
 PROMPTS: Final = {"an empty tick": 0, "a prompt of 1,024": 1024, "a prompt of 32,768": 32768}
-PRELOAD: Final = ("sglang.srt.mem_cache.tree.tick_sync", "sglang.srt.managers.messages.tick")
+PRELOAD: Final = ("sglang.srt.mem_cache.tree.tick_sync", "sglang.srt.managers.messages.io_struct")
 _TURN: Final = 25
 """Rounds of one way in a row, before the next way."""
 
@@ -101,7 +105,7 @@ def measure_tick(prompt_tokens: int, has_tick_sync: bool, ticks: int) -> dict[st
             counted.clear()
             begun, began_cpu = time.perf_counter(), sum(cpu.cpu_times()[:2])
         started = time.perf_counter()
-        payload = group.broadcast(encode_tick(tick) if group.rank == 0 else None)
+        payload = group.broadcast(encode(tick) if group.rank == 0 else None)
         decode_tick(payload)
         told = time.perf_counter()
         if has_tick_sync:

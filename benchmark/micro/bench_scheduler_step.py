@@ -25,7 +25,7 @@ import torch
 
 from rigs.schedulers.scheduler_rig import SchedulerRig, greedy, prompt
 from sglang.benchmark.report import emit, provenance
-from sglang.srt.managers.scheduler.tp_worker import TpModelWorker
+from sglang.srt.managers.scheduler.launched_step import TpModelWorker
 from sglang.srt.utils.process import freeze_heap
 
 _CONTEXT = 512

@@ -34,8 +34,8 @@ from sglang.srt.arg_groups.cli import flag_name, ignoring, parse_flags, raise_er
 from sglang.srt.arg_groups.mistakes import mistakes_of
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.hardware_backend.device_runtime import detect_device, device_runtime
+from sglang.srt.managers.scheduler.launched_step import TpModelWorker
 from sglang.srt.managers.scheduler.process.build import on_this_machine
-from sglang.srt.managers.scheduler.tp_worker import TpModelWorker
 from sglang.srt.managers.tokenizer.chat_template import ChatTemplate
 from sglang.srt.model_executor.model_runner import ModelRunner, ModelRunnerConfig
 from sglang.srt.model_executor.pool_sizing import size_kv_pool

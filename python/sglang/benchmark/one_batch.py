@@ -16,11 +16,15 @@ import torch
 from sglang.srt.hardware_backend.device_runtime import device_runtime
 from sglang.srt.layers.sampling_batch_info import SamplingBatchInfo
 from sglang.srt.managers.messages.io_struct import TokenizedGenerateReqInput
-from sglang.srt.managers.scheduler.batch import DecodeBatch, PrefillWork, make_prefill_batch
-from sglang.srt.managers.scheduler.batch_pools import BatchPools
+from sglang.srt.managers.scheduler.batch import (
+    BatchPools,
+    DecodeBatch,
+    PrefillWork,
+    make_prefill_batch,
+)
+from sglang.srt.managers.scheduler.launched_step import TpModelWorker
 from sglang.srt.managers.scheduler.requests.req import Req
 from sglang.srt.managers.scheduler.requests.request_queues import RequestQueues
-from sglang.srt.managers.scheduler.tp_worker import TpModelWorker
 from sglang.srt.mem_cache.tree.radix_key import token_array
 from sglang.srt.sampling.sampling_params import SamplingParams
 

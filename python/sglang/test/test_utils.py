@@ -14,22 +14,7 @@ from typing import Final, Protocol
 
 from sglang.srt.environ import child_environment
 from sglang.srt.utils.network import get_free_port, is_healthy, wait_until
-from sglang.srt.utils.process import kill_process_tree
-
-__all__ = [
-    "DEFAULT_TIMEOUT_FOR_SERVER_LAUNCH",
-    "DEFAULT_URL_FOR_TEST",
-    "CustomTestCase",
-    "RunningServer",
-    "ServerProcess",
-    "await_health",
-    "find_available_port",
-    "kill_process_tree",
-    "new_log_path",
-    "popen_launch_server",
-    "server_flags",
-    "tail_of",
-]
+from sglang.srt.utils.process import kill_process_tree as kill_process_tree  # SGLang's path
 
 DEFAULT_URL_FOR_TEST: Final = "http://127.0.0.1:21000"
 DEFAULT_TIMEOUT_FOR_SERVER_LAUNCH: Final = 120.0

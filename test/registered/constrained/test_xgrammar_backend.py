@@ -12,15 +12,14 @@ import pytest
 
 import sglang
 from sglang.srt.constrained import xgrammar_backend
-from sglang.srt.constrained.base_grammar_backend import GrammarTicket
 from sglang.srt.constrained.constraint import (
     JSON_OBJECT_SCHEMA,
     Constraint,
     ConstraintKind,
     GrammarError,
 )
-from sglang.srt.constrained.grammar_backend import GrammarBackend, create_grammar_backend
-from sglang.srt.constrained.limits import GrammarLimits
+from sglang.srt.constrained.grammar import GrammarBackend, GrammarLimits, GrammarTicket
+from sglang.srt.constrained.xgrammar_backend import XGrammarBackend
 from sglang.srt.utils.hf_tokenizer import get_tokenizer
 from sglang.srt.utils.process import is_alive
 from sglang.test.ci.ci_register import register_cpu_ci
@@ -41,7 +40,7 @@ HUGE_SCHEMA = json.dumps(
 
 def make(limits: GrammarLimits) -> GrammarBackend:
     tokenizer = get_tokenizer(str(Path(sglang.__file__).parent / "builtin_model"))
-    return create_grammar_backend("xgrammar", tokenizer, 2200, (2, 0), limits)
+    return XGrammarBackend(tokenizer, 2200, (2, 0), limits)
 
 
 @pytest.fixture(scope="module")
@@ -67,13 +66,17 @@ def outcome(ticket: GrammarTicket) -> str:
     return str(error)
 
 
+def ask(backend: GrammarBackend, kind: str, text: str) -> GrammarTicket:
+    return backend.get(Constraint(ConstraintKind(kind), text))
+
+
 def test_a_constraint_compiles_once(backend: GrammarBackend) -> None:
-    first = backend.get("regex", "[ab]+")
-    assert backend.get("regex", "[ab]+") is first
+    first = ask(backend, "regex", "[ab]+")
+    assert ask(backend, "regex", "[ab]+") is first
     assert outcome(first) == "ready"
-    assert backend.get("regex", "[ab]+") is first
-    assert backend.get("ebnf", "[ab]+") is not first
-    assert outcome(backend.get("json_schema", JSON_OBJECT_SCHEMA)) == "ready"
+    assert ask(backend, "regex", "[ab]+") is first
+    assert ask(backend, "ebnf", "[ab]+") is not first
+    assert outcome(ask(backend, "json_schema", JSON_OBJECT_SCHEMA)) == "ready"
 
 
 def test_what_another_rank_has_tried_compiles_without_a_trial(
@@ -107,29 +110,29 @@ def test_what_another_rank_has_tried_compiles_without_a_trial(
 def test_errors_of_bad_texts_name_the_field(
     backend: GrammarBackend, kind: str, text: str, says: str
 ) -> None:
-    said = outcome(backend.get(kind, text))
+    said = outcome(ask(backend, kind, text))
     if says:
         assert said != "ready"
     assert said == "ready" or (said.startswith(kind) and says in said and "\n" not in said)
 
 
 def test_an_endless_compilation_is_killed_and_cached_as_failed(backend: GrammarBackend) -> None:
-    assert outcome(backend.get("regex", "warm")) == "ready"
-    ticket = backend.get("regex", ENDLESS_REGEX)
+    assert outcome(ask(backend, "regex", "warm")) == "ready"
+    ticket = ask(backend, "regex", ENDLESS_REGEX)
     assert not ticket.done(), "it is not waited for"
     # The other compile thread serves meanwhile.
-    assert outcome(backend.get("regex", "other+")) == "ready"
+    assert outcome(ask(backend, "regex", "other+")) == "ready"
     assert outcome(ticket) == "regex: compiling it took more than 2 s: simplify it"
-    assert backend.get("regex", ENDLESS_REGEX).done()
-    assert outcome(backend.get("regex", "after+")) == "ready"
+    assert ask(backend, "regex", ENDLESS_REGEX).done()
+    assert outcome(ask(backend, "regex", "after+")) == "ready"
 
 
 def test_long_compilations_of_one_client_do_not_delay_another() -> None:
     backend = make(GrammarLimits(compile_timeout=300, queue_timeout=300))
     try:
-        assert outcome(backend.get("regex", "warm")) == "ready"
-        slow = [backend.get("regex", ENDLESS_REGEX + "b" * i) for i in range(6)]
-        assert outcome(backend.get("regex", "victim+")) == "ready"
+        assert outcome(ask(backend, "regex", "warm")) == "ready"
+        slow = [ask(backend, "regex", ENDLESS_REGEX + "b" * i) for i in range(6)]
+        assert outcome(ask(backend, "regex", "victim+")) == "ready"
         assert not any(ticket.done() for ticket in slow)
     finally:
         backend.close()
@@ -140,36 +143,31 @@ def test_a_huge_schema_is_refused_or_compiled_in_time(
     backend: GrammarBackend,
 ) -> None:
     start = time.monotonic()
-    result = outcome(backend.get("json_schema", HUGE_SCHEMA))
+    result = outcome(ask(backend, "json_schema", HUGE_SCHEMA))
     assert result == "ready" or result.startswith("json_schema: ")
     assert time.monotonic() - start < 60
-    assert outcome(backend.get("regex", "well+")) == "ready"
+    assert outcome(ask(backend, "regex", "well+")) == "ready"
 
 
 def test_a_killed_compile_process_is_replaced(backend: GrammarBackend) -> None:
-    assert outcome(backend.get("regex", "before")) == "ready"
+    assert outcome(ask(backend, "regex", "before")) == "ready"
     for process in compile_processes():
         process.kill()
         process.wait(30)
-    assert outcome(backend.get("regex", "behind")) == "ready"
-
-
-def test_unknown_kinds_are_refused(backend: GrammarBackend) -> None:
-    with pytest.raises(ValueError, match=r"'xml' is not known: use one of json_schema"):
-        backend.get("xml", "a")
+    assert outcome(ask(backend, "regex", "behind")) == "ready"
 
 
 def test_limits_of_memory_and_of_the_queue() -> None:
     backend = make(GrammarLimits(compile_memory=1 << 20, max_compiling=1, compile_threads=1))
     try:
-        first = backend.get("json_schema", HUGE_SCHEMA)
-        refused = backend.get("regex", "a")
+        first = ask(backend, "json_schema", HUGE_SCHEMA)
+        refused = ask(backend, "regex", "a")
         assert (
             outcome(refused) == "regex: cannot be compiled now, too many are compiling: retry later"
         )
         assert "memory" in outcome(first)
         # A refusal because of a full queue is not cached.
-        assert backend.get("regex", "a") is not refused
+        assert ask(backend, "regex", "a") is not refused
     finally:
         backend.close()
 
@@ -177,14 +175,14 @@ def test_limits_of_memory_and_of_the_queue() -> None:
 def test_close_fails_pending_compilations_and_leaves_no_process() -> None:
     before = compile_processes()
     backend = make(GrammarLimits(compile_timeout=60))
-    tickets = [backend.get("regex", ENDLESS_REGEX + "b" * i) for i in range(4)]
+    tickets = [ask(backend, "regex", ENDLESS_REGEX + "b" * i) for i in range(4)]
     start = time.monotonic()
     backend.close()
     backend.close()
     assert time.monotonic() - start < 30
     assert all(ticket.exception(0) is not None for ticket in tickets)
     assert compile_processes() == before
-    assert outcome(backend.get("regex", "late")).startswith("regex: cannot be compiled now")
+    assert outcome(ask(backend, "regex", "late")).startswith("regex: cannot be compiled now")
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ MOST: Final = 150
 """Connections of a process that may open 300 files."""
 SERVER: Final = """
 import asyncio, logging, os, resource, sys, uvicorn
-from sglang.srt.entrypoints.http.listener import BoundedServer
+from sglang.srt.entrypoints.http_server import BoundedServer
 from sglang.srt.entrypoints.http.protocol import bounded_protocol
 from sglang.srt.utils.bounded_listener import most_connections
 

@@ -12,7 +12,7 @@ import torch
 
 from rigs.schedulers.scheduler_rig import SchedulerRig, greedy, prompt
 from sglang.srt.hardware_backend.device_runtime import detect_device
-from sglang.srt.managers.messages.tick import Tick
+from sglang.srt.managers.messages.io_struct import Tick
 from sglang.srt.managers.scheduler.scheduler import Scheduler
 from sglang.test.ci.ci_register import register_cuda_ci
 

@@ -30,8 +30,7 @@ from sglang.srt.managers.messages.io_struct import (
     encode,
     frame_of,
 )
-from sglang.srt.managers.messages.ipc import IpcAddresses, make_ipc_directory
-from sglang.srt.managers.messages.ready_message import receive_ready
+from sglang.srt.managers.messages.ipc import IpcAddresses, make_ipc_directory, receive_ready
 from sglang.srt.managers.scheduler.process.build import on_this_machine
 from sglang.srt.managers.scheduler.process.run import run_scheduler_process
 from sglang.srt.mem_cache.tree.radix_key import token_array

@@ -23,8 +23,7 @@ from sglang.srt.distributed.device_communicators.mooncake_listeners import (
     redirect_binds,
 )
 from sglang.srt.distributed.device_communicators.mooncake_log import redirect_log
-from sglang.srt.utils.listeners import ports_on_all_addresses
-from sglang.srt.utils.network import wait_until
+from sglang.srt.utils.network import ports_on_all_addresses, wait_until
 from sglang.test.ci.ci_register import register_cpu_ci
 
 register_cpu_ci(est_time=12, suite="base-b-test-cpu")

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang.srt.arg_groups.foreign_variables import SGLANG_VARIABLES, warnings_about_variables
+from sglang.srt.arg_groups.foreign_flags import SGLANG_VARIABLES, warnings_about_variables
 from sglang.srt.entrypoints.start_checks import check_start
 from sglang.srt.environ import Envs, child_environment, envs, parse_size
 from sglang.srt.server_args import ServerArgs

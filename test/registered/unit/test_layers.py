@@ -61,11 +61,9 @@ LAYERS: Final[tuple[tuple[str, ...], ...]] = (
     ),
     (
         "managers.scheduler.requests",
-        "managers.scheduler.batch_pools",
         "managers.scheduler.batch",
         "managers.scheduler.launched_step",
         "managers.scheduler.policy",
-        "managers.scheduler.tp_worker",
     ),
     (
         "managers.scheduler",

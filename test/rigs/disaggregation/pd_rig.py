@@ -42,7 +42,7 @@ from sglang.srt.distributed.device_communicators.transfer_types import (
 )
 from sglang.srt.distributed.rank_group import RankGroup, SingleRank
 from sglang.srt.managers.messages.io_struct import Bootstrap, TokenizedGenerateReqInput, ToScheduler
-from sglang.srt.managers.scheduler.tp_worker import ModelWorker
+from sglang.srt.managers.scheduler.launched_step import ModelWorker
 from sglang.srt.mem_cache.device.base_device_pool import BaseDevicePool
 from sglang.srt.sampling.sampling_params import SamplingParams
 

@@ -7,12 +7,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
-from sglang.srt.constrained.base_grammar_backend import Grammar, GrammarBackend, GrammarTicket
-from sglang.srt.constrained.constraint import Constraint, ConstraintKind, GrammarError
-from sglang.srt.constrained.limits import GrammarLimits
-from sglang.srt.constrained.vocabulary import Vocabulary
-from sglang.srt.constrained.xgrammar_grammar import (
-    XGrammarGrammar,
+from sglang.srt.constrained.constraint import Constraint, GrammarError
+from sglang.srt.constrained.grammar import (
+    Grammar,
+    GrammarBackend,
+    GrammarLimits,
+    GrammarTicket,
+    Vocabulary,
     compile_constraint,
     make_compiler,
 )
@@ -50,9 +51,9 @@ class HandBackend(GrammarBackend):
         self._vocabulary = character_vocabulary()
         self._compiler = make_compiler(self._vocabulary)
 
-    def get(self, kind: ConstraintKind | str, text: str) -> GrammarTicket:
+    def get(self, constraint: Constraint) -> GrammarTicket:
         self.num_asked += 1
-        ticket = GrammarTicket(Constraint(ConstraintKind(kind), text))
+        ticket = GrammarTicket(constraint)
         self.held.append(ticket)
         if not self.hold:
             self.release()
@@ -69,12 +70,12 @@ class HandBackend(GrammarBackend):
                 ticket.fail(str(error))
                 continue
             kind = ticket.constraint.kind
-            ticket.set_result(XGrammarGrammar(compiled, kind, self._vocabulary, self.limits))
+            ticket.set_result(Grammar(compiled, kind, self._vocabulary, self.limits))
         self.held = []
 
     def compile_now(self, constraint: Constraint) -> Grammar:
         compiled = compile_constraint(self._compiler, constraint, any_whitespace=True)
-        return XGrammarGrammar(compiled, constraint.kind, self._vocabulary, self.limits)
+        return Grammar(compiled, constraint.kind, self._vocabulary, self.limits)
 
     def close(self) -> None:
         self.is_closed = True

@@ -34,8 +34,13 @@ from rigs.schedulers.random_seeds import print_counts
 from rigs.schedulers.random_setup import Setup
 from sglang.srt.constants import BUILTIN_MODEL_DIR
 from sglang.srt.distributed.rank_group import RankGroup, RanksDiverged
-from sglang.srt.managers.messages.io_struct import ControlReqOutput, RequestOutput, ToScheduler
-from sglang.srt.managers.messages.tick import decode_tick, encode_tick
+from sglang.srt.managers.messages.io_struct import (
+    ControlReqOutput,
+    RequestOutput,
+    ToScheduler,
+    decode_tick,
+    encode,
+)
 from sglang.srt.mem_cache.hiradix_cache import HiRadixCache
 from sglang.srt.mem_cache.tree.digest import CacheState, explain_difference
 
@@ -82,7 +87,7 @@ class RankRig(CheckableRig):
         """Rank 0: run one tick of all ranks, one second later."""
         self.now += 1.0
         tick = self.scheduler.make_tick(self.now, messages)
-        self._tick(self.group.broadcast(encode_tick(tick)))
+        self._tick(self.group.broadcast(encode(tick)))
 
     def follow(self) -> bool:
         """Any other rank: run the next tick; False if there is none."""

@@ -11,8 +11,12 @@ from rigs.schedulers.rank_threads import RankThreads
 from rigs.schedulers.scheduler_rig import MAX_STEPS, Collected, SchedulerRig
 from sglang.srt.disaggregation.roles import MakeRole
 from sglang.srt.distributed.rank_group import RankGroup
-from sglang.srt.managers.messages.io_struct import BatchTokenIDOutput, ToScheduler
-from sglang.srt.managers.messages.tick import decode_tick, encode_tick
+from sglang.srt.managers.messages.io_struct import (
+    BatchTokenIDOutput,
+    ToScheduler,
+    decode_tick,
+    encode,
+)
 from sglang.srt.mem_cache.device.base_device_pool import BaseDevicePool
 from sglang.srt.sampling.sampling_params import SamplingParams
 
@@ -99,7 +103,7 @@ class RankRigs:
     def step(self, *messages: ToScheduler) -> None:
         """Run one tick of all ranks, `tick_s` after the last one."""
         self._now += self._tick_s
-        payload = encode_tick(self.rigs[0].scheduler.make_tick(self._now, messages))
+        payload = encode(self.rigs[0].scheduler.make_tick(self._now, messages))
         self.threads.run(lambda rank: self.rigs[rank].take(payload))
         states = [rig.replicated_state() for rig in self.rigs]
         assert len(set(states)) == 1, f"the ranks' states differ: {states}"

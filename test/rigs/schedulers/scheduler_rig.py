@@ -14,7 +14,7 @@ import torch
 
 from rigs.models.tiny_models import save_tiny_checkpoint
 from sglang.srt.configs.model_config import ModelConfig
-from sglang.srt.constrained.grammar_backend import GrammarBackend
+from sglang.srt.constrained.grammar import GrammarBackend
 from sglang.srt.disaggregation.roles import MakeRole
 from sglang.srt.distributed.device_context import mark_device_set
 from sglang.srt.distributed.rank_group import RankGroup, SingleRank
@@ -30,10 +30,10 @@ from sglang.srt.managers.messages.io_struct import (
     TopLogprobs,
     ToScheduler,
 )
+from sglang.srt.managers.scheduler.launched_step import ModelWorker, TpModelWorker
 from sglang.srt.managers.scheduler.parts import SchedulerResources, make_parts
 from sglang.srt.managers.scheduler.process.build import init_pools
 from sglang.srt.managers.scheduler.scheduler import Scheduler
-from sglang.srt.managers.scheduler.tp_worker import ModelWorker, TpModelWorker
 from sglang.srt.mem_cache.device.base_device_pool import BaseDevicePool
 from sglang.srt.mem_cache.device.memory_pool import ReqToTokenPool
 from sglang.srt.mem_cache.device.model_pools import ModelPools

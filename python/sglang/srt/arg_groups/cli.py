@@ -217,10 +217,6 @@ def _groups(argv: Sequence[str]) -> Iterator[tuple[str | None, list[str]]]:
         yield name, group
 
 
-def _spellings(args_class: type) -> list[str]:
-    return [spelling for f in _flags(args_class) for spelling in _flag_names(f)]
-
-
 def explain_foreign(
     given: Sequence[tuple[str, Any]], args_class: type
 ) -> tuple[list[str], list[str]]:
@@ -250,21 +246,17 @@ def _explain_unknown(name: str, args_class: type) -> str:
     line = other_name(name.lstrip("-").replace("-", "_"))
     if line is not None:
         return line
-    known = _spellings(args_class)
-    opposite = next((one for one in known if _negates(name, one)), None)
+    known = [spelling for field in _flags(args_class) for spelling in _flag_names(field)]
+    opposites = (
+        one for one in known if _subject(one) == _subject(name) and _sense(one) != _sense(name)
+    )
+    opposite = next(opposites, None)
     if opposite is not None:
         return f"unknown flag {name}: the default unless {opposite} is given; remove the flag"
     alike = [one for one in known if _sense(one) == _sense(name)]
     close = difflib.get_close_matches(name, alike, n=1)
     hint = f"; did you mean {close[0]}?" if close else "; --help lists what there is"
     return f"unknown flag {name}{hint}"
-
-
-def _negates(name: str, other: str) -> bool:
-    """Whether two flags are opposites: they have the same words, and one of them turns the feature
-    off."""
-    first, second = _subject(name), _subject(other)
-    return first == second and _sense(name) != _sense(other)
 
 
 def _subject(name: str) -> list[str]:

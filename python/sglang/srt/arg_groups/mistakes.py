@@ -12,12 +12,12 @@ from sglang.srt.arg_groups.checks import (
     check_not_empty,
     check_numbers,
     check_pages,
+    check_parallelism,
     refuse_ignored,
 )
 from sglang.srt.arg_groups.cli import check_choices, flag_name, lines_of
 from sglang.srt.arg_groups.disaggregation import check_disaggregation
 from sglang.srt.arg_groups.extra_config import FLAG, check_extra_config_keys
-from sglang.srt.arg_groups.parallelism import check_parallelism
 from sglang.srt.arg_groups.remote_weights import check_remote_weights
 from sglang.srt.hardware_backend.device_kinds import device_kind
 

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Final, Protocol
+from typing import TYPE_CHECKING, Final
 
 from sglang.srt.arg_groups.cli import flag_name
+
+if TYPE_CHECKING:
+    from sglang.srt.arg_groups.server_args import ServerArgs
 
 REMOTE_INSTANCE: Final = "remote_instance"
 """The value of `--load-format`."""
@@ -17,35 +20,18 @@ _SEED_IP: Final = f"{_PREFIX}seed_instance_ip"
 _SEED_PORT: Final = f"{_PREFIX}seed_instance_service_port"
 
 
-class RemoteWeightArgs(Protocol):
-    """The part of `ServerArgs` that matters here."""
-
-    @property
-    def load_format(self) -> str: ...
-    @property
-    def host(self) -> str: ...
-    @property
-    def port(self) -> int: ...
-    @property
-    def remote_instance_weight_loader_seed_instance_ip(self) -> str | None: ...
-    @property
-    def remote_instance_weight_loader_seed_instance_service_port(self) -> int | None: ...
-    @property
-    def remote_instance_weight_loader_start_seed_via_transfer_engine(self) -> bool: ...
-
-
-def reads_weights(args: RemoteWeightArgs) -> bool:
+def reads_weights(args: ServerArgs) -> bool:
     """Whether the server reads its weights from another one."""
     return args.load_format == REMOTE_INSTANCE
 
 
-def offers_weights(args: RemoteWeightArgs) -> bool:
+def offers_weights(args: ServerArgs) -> bool:
     """Whether other servers may read its weights. A server that has read its weights from another
     one offers them too."""
     return reads_weights(args) or args.remote_instance_weight_loader_start_seed_via_transfer_engine
 
 
-def seed_host_port(args: RemoteWeightArgs) -> tuple[str, int]:
+def seed_host_port(args: ServerArgs) -> tuple[str, int]:
     """Host and port of the seed's HTTP server; the arguments have passed `check_remote_weights`."""
     host = args.remote_instance_weight_loader_seed_instance_ip
     port = args.remote_instance_weight_loader_seed_instance_service_port
@@ -53,7 +39,7 @@ def seed_host_port(args: RemoteWeightArgs) -> tuple[str, int]:
     return host, port
 
 
-def check_remote_weights(args: RemoteWeightArgs) -> Iterator[str]:
+def check_remote_weights(args: ServerArgs) -> Iterator[str]:
     """Refuse flags that contradict each other: a line for each, with the remedy."""
     for field in (_SEED_IP, _SEED_PORT):
         value = getattr(args, field)

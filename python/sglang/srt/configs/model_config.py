@@ -15,8 +15,13 @@ from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig, PretrainedConfig
 
-from sglang.srt.configs.config_fields import FIELDS, TEXT_CONFIG
-from sglang.srt.configs.config_file import is_remote_config, read_json, supported_architecture
+from sglang.srt.configs.config_fields import (
+    FIELDS,
+    TEXT_CONFIG,
+    is_remote_config,
+    read_json,
+    supported_architecture,
+)
 from sglang.srt.configs.rope_config import RopeConfig
 
 DTYPES = {

@@ -27,9 +27,7 @@ import numpy as np
 import psutil
 import xgrammar
 
-from sglang.srt.constrained.bitmask import allocate_bitmask
-from sglang.srt.constrained.constraint import Constraint, GrammarError
-from sglang.srt.constrained.trial_messages import (
+from sglang.srt.constrained.compile_process import (
     HELLO_DECODER,
     RESULT_DECODER,
     TASK_DECODER,
@@ -38,8 +36,10 @@ from sglang.srt.constrained.trial_messages import (
     receive,
     send,
 )
-from sglang.srt.constrained.xgrammar_grammar import (
-    XGrammarGrammar,
+from sglang.srt.constrained.constraint import Constraint, GrammarError
+from sglang.srt.constrained.grammar import (
+    Grammar,
+    allocate_bitmask,
     cause_of,
     compile_constraint,
     make_compiler,
@@ -50,7 +50,7 @@ _PROBE_STEPS: Final = 32
 _NICENESS: Final = 5
 
 
-def probe(grammar: XGrammarGrammar, vocab_size: int) -> None:
+def probe(grammar: Grammar, vocab_size: int) -> None:
     """Walk the grammar for some tokens: first at random, then repeating one token where allowed.
 
     Repetition reveals ambiguity. A grammar that becomes slow later ends its own request.
@@ -125,7 +125,7 @@ def _try(compiler: xgrammar.GrammarCompiler, constraint: Constraint, hello: Hell
     limits, vocabulary = hello.limits, hello.vocabulary
     try:
         compiled = compile_constraint(compiler, constraint, any_whitespace=hello.any_whitespace)
-        grammar = XGrammarGrammar(compiled, constraint.kind, vocabulary, limits)
+        grammar = Grammar(compiled, constraint.kind, vocabulary, limits)
         if grammar.size_bytes > limits.max_grammar_bytes:
             size, most = grammar.size_bytes >> 20, limits.max_grammar_bytes >> 20
             return TrialResult(

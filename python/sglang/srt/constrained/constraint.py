@@ -22,7 +22,7 @@ class ConstraintKind(str, Enum):
     REGEX = "regex"
     EBNF = "ebnf"
     STRUCTURAL_TAG = "structural_tag"
-    """Free text with constrained parts; see `structural_tag.py`."""
+    """Free text with constrained parts; see `schema_check.py`."""
 
 
 class GrammarError(ValueError):

@@ -10,30 +10,29 @@ from typing import Final
 
 from transformers import PreTrainedTokenizerBase
 
-from sglang.srt.constrained.base_grammar_backend import GrammarBackend, GrammarTicket
 from sglang.srt.constrained.compile_process import (
     CompileProcess,
     CompileProcessDied,
     CompileProcessError,
     FirstTryOver,
 )
-from sglang.srt.constrained.compile_queue import CompileJob, CompileQueue
+from sglang.srt.constrained.compile_queue import CompileJob, CompileQueue, GrammarCache
 from sglang.srt.constrained.constraint import (
     JSON_OBJECT_SCHEMA,
     Constraint,
     ConstraintKind,
     GrammarError,
 )
-from sglang.srt.constrained.grammar_cache import GrammarCache
-from sglang.srt.constrained.limits import GrammarLimits
-from sglang.srt.constrained.schema_check import prepare_json_schema
-from sglang.srt.constrained.structural_tag import prepare_structural_tag
-from sglang.srt.constrained.vocabulary import Vocabulary
-from sglang.srt.constrained.xgrammar_grammar import (
-    XGrammarGrammar,
+from sglang.srt.constrained.grammar import (
+    Grammar,
+    GrammarBackend,
+    GrammarLimits,
+    GrammarTicket,
+    Vocabulary,
     compile_constraint,
     make_compiler,
 )
+from sglang.srt.constrained.schema_check import prepare_json_schema, prepare_structural_tag
 from sglang.srt.utils.threads import started_pool
 
 logger = logging.getLogger(__name__)
@@ -51,9 +50,11 @@ class XGrammarBackend(GrammarBackend):
     the queue, the sets of idle and busy processes, and the flag `_closed`.
 
     Args:
-        tokenizer, vocab_size, eos_token_ids: As in `create_grammar_backend`.
+        tokenizer: The model's tokenizer.
+        vocab_size: Columns of the model's logits; ids that the tokenizer lacks are never allowed.
+        eos_token_ids: Tokens that end a completed grammar.
         limits: Limits of time and memory.
-        any_whitespace: As in `create_grammar_backend`.
+        any_whitespace: Whether JSON may have whitespace between its tokens (up to 40 in a row).
 
     Raises:
         ValueError: There is no end token, or one is outside the vocabulary.
@@ -66,7 +67,7 @@ class XGrammarBackend(GrammarBackend):
         eos_token_ids: Sequence[int],
         limits: GrammarLimits,
         *,
-        any_whitespace: bool,
+        any_whitespace: bool = True,
     ) -> None:
         self._limits = limits
         self._any_whitespace = any_whitespace
@@ -80,13 +81,9 @@ class XGrammarBackend(GrammarBackend):
         self._queue = CompileQueue(limits.compile_threads)
         self._pool = started_pool(limits.compile_threads, "grammar")
 
-    def get(self, kind: ConstraintKind | str, text: str) -> GrammarTicket:
-        if kind not in ConstraintKind.__members__.values():
-            known = ", ".join(member.value for member in ConstraintKind)
-            raise ValueError(f"constraint kind {kind!r} is not known: use one of {known}")
-        constraint = Constraint(ConstraintKind(kind), text)
+    def get(self, constraint: Constraint) -> GrammarTicket:
         ticket = GrammarTicket(constraint)
-        refused = self._refuse_text(text)
+        refused = self._refuse_text(constraint.text)
         if refused is not None:
             ticket.fail(f"{constraint.kind.value}: {refused}")
             return ticket
@@ -112,7 +109,7 @@ class XGrammarBackend(GrammarBackend):
             return f"{size} bytes are more than the {self._limits.max_text_bytes} allowed: shorten"
         return None
 
-    def compile_now(self, constraint: Constraint) -> XGrammarGrammar:
+    def compile_now(self, constraint: Constraint) -> Grammar:
         return self._compile_here(_prepared(constraint))
 
     def close(self) -> None:
@@ -180,27 +177,25 @@ class XGrammarBackend(GrammarBackend):
         with self._lock:
             self._cache.finish(ticket, keep=keep)
 
-    def _compile(self, job: CompileJob) -> XGrammarGrammar:
+    def _compile(self, job: CompileJob) -> Grammar:
         constraint = job.ticket.constraint
         prepared = _prepared(constraint)
+
+        def may_go_on() -> bool:
+            with self._lock:
+                return self._queue.may_go_on(job)
+
         if constraint not in _TRUSTED:
-            self._try_in_process(prepared, job)
+            process = self._take_process()
+            try:
+                process.check(prepared, may_go_on)
+            finally:
+                self._return_process(process)
         return self._compile_here(prepared)
 
-    def _compile_here(self, prepared: Constraint) -> XGrammarGrammar:
+    def _compile_here(self, prepared: Constraint) -> Grammar:
         compiled = compile_constraint(self._compiler, prepared, any_whitespace=self._any_whitespace)
-        return XGrammarGrammar(compiled, prepared.kind, self._vocabulary, self._limits)
-
-    def _try_in_process(self, constraint: Constraint, job: CompileJob) -> None:
-        process = self._take_process()
-        try:
-            process.check(constraint, lambda: self._may_go_on(job))
-        finally:
-            self._return_process(process)
-
-    def _may_go_on(self, job: CompileJob) -> bool:
-        with self._lock:
-            return self._queue.may_go_on(job)
+        return Grammar(compiled, prepared.kind, self._vocabulary, self._limits)
 
     def _take_process(self) -> CompileProcess:
         with self._lock:

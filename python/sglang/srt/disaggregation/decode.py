@@ -24,7 +24,7 @@ from sglang.srt.disaggregation.utils import failure_reasons, poll_and_all_reduce
 from sglang.srt.distributed.rank_group import RankGroup, SingleRank
 from sglang.srt.managers.messages.io_struct import FinishReason
 from sglang.srt.managers.scheduler.policy import AddOutcome, ceil_to_page
-from sglang.srt.managers.scheduler.role import TransferUpdate
+from sglang.srt.managers.scheduler.role import Role, TransferUpdate
 from sglang.srt.mem_cache.tree.base_prefix_cache import MatchPrefixParams
 from sglang.srt.observability.disaggregation_metrics import (
     DisaggregationMetrics,
@@ -34,8 +34,7 @@ from sglang.srt.utils.network import canonical_host
 
 if TYPE_CHECKING:
     from sglang.srt.managers.messages.io_struct import Bootstrap, TokenizedGenerateReqInput
-    from sglang.srt.managers.scheduler.batch import PrefillWork
-    from sglang.srt.managers.scheduler.parts import Holder
+    from sglang.srt.managers.scheduler.prefill import PrefillScheduler
     from sglang.srt.managers.scheduler.requests.req import Req
     from sglang.srt.managers.scheduler.state import SchedulerState
 
@@ -108,7 +107,7 @@ class DecodeRequest:
         self.receiver.failure_exception()
 
 
-class DecodeRole:
+class DecodeRole(Role):
     """Requests whose prompts prefill servers compute.
 
     A request waits until its prefill server has it, then for slots, then for its prompt; then it
@@ -138,7 +137,7 @@ class DecodeRole:
     def __init__(
         self,
         state: SchedulerState,
-        holder: Holder,
+        holder: PrefillScheduler,
         kv_manager: BaseKVManager,
         receiver_class: type[BaseKVReceiver],
         wait_s: float,
@@ -213,15 +212,6 @@ class DecodeRole:
 
     def may_compute(self, req: Req) -> bool:
         return req.rid not in self._waiting
-
-    def on_computed(self, work: PrefillWork) -> None:
-        pass
-
-    def keeps(self, req: Req) -> bool:
-        return False
-
-    def hand_over(self, req: Req, reason: FinishReason | None) -> None:
-        raise AssertionError("a decode server hands nothing over")
 
     def tick(self) -> TransferUpdate:
         self._update = TransferUpdate()

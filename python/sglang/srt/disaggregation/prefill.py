@@ -13,7 +13,7 @@ from sglang.srt.disaggregation.request_match import prompt_digest, sampling_dige
 from sglang.srt.disaggregation.utils import failure_reasons, poll_and_all_reduce
 from sglang.srt.distributed.rank_group import RankGroup, SingleRank
 from sglang.srt.managers.messages.io_struct import FinishReason
-from sglang.srt.managers.scheduler.role import TransferUpdate
+from sglang.srt.managers.scheduler.role import Role, TransferUpdate
 from sglang.srt.observability.disaggregation_metrics import DisaggregationMetrics
 from sglang.srt.utils.logging_utils import RateLimitedLogger
 
@@ -52,7 +52,7 @@ class PrefillRoom:
     """Time of the request's end, in seconds of the scheduler's ticks."""
 
 
-class PrefillRole:
+class PrefillRole(Role):
     """Requests that a prefill server computes for decode servers.
 
     A request waits until a decode server asks for it and so has slots for it. If prompts were
@@ -148,9 +148,6 @@ class PrefillRole:
         room.sender.abort(why)
         room.held, room.ended = None, self._state.now
         self._past[number] = room
-
-    def is_remote(self, req: Req) -> bool:
-        return False
 
     def may_compute(self, req: Req) -> bool:
         bootstrap = req.spec.bootstrap

@@ -15,11 +15,11 @@ from sglang.srt.distributed.rank_group import RankGroup
 from sglang.srt.environ import envs
 
 if TYPE_CHECKING:
-    from sglang.srt.managers.scheduler.parts import Holder
+    from sglang.srt.managers.scheduler.prefill import PrefillScheduler
     from sglang.srt.managers.scheduler.role import Role
     from sglang.srt.managers.scheduler.state import SchedulerState
 
-MakeRole = Callable[["SchedulerState", "Holder"], "Role"]
+MakeRole = Callable[["SchedulerState", "PrefillScheduler"], "Role"]
 
 
 def role_of(
@@ -42,7 +42,7 @@ def role_of(
     wait_s = seconds(envs.SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT)
     silent_s = silence_s()
 
-    def make(state: SchedulerState, holder: Holder) -> Role:
+    def make(state: SchedulerState, holder: PrefillScheduler) -> Role:
         if mode == DisaggregationMode.PREFILL:
             sender_class = get_kv_class(transfer_backend, KVClassType.SENDER)
             return PrefillRole(state, kv_manager, sender_class, wait_s, ranks)

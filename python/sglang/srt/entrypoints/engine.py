@@ -16,8 +16,8 @@ from sglang.srt.entrypoints.http.errors import ApiError
 from sglang.srt.entrypoints.native_protocol import GenerateBody, to_requests
 from sglang.srt.entrypoints.native_routes import stream_answers, whole_answers
 from sglang.srt.managers.messages.io_struct import FlushCacheReqInput, GetInternalStateReq
-from sglang.srt.managers.tokenizer.control_client import QUICK_TIMEOUT
 from sglang.srt.managers.tokenizer.generate_request import EngineUnavailable, GenerateRequest
+from sglang.srt.managers.tokenizer.server_channel import QUICK_TIMEOUT
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.utils.logging_utils import configure_logger
 

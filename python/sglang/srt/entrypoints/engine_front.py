@@ -45,9 +45,6 @@ def _load_model_files(
 ) -> tuple[ModelConfig, PreTrainedTokenizerBase, ChatTemplate]:
     """The part of the model that the server process itself needs; no weights.
 
-    Args:
-        args: Resolved arguments.
-
     Raises:
         ValueError: A file is missing or broken; names it in one line.
     """

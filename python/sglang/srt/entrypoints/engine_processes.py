@@ -19,12 +19,16 @@ from multiprocessing.context import SpawnProcess
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from sglang.srt.arg_groups.parallelism import meeting_address, ranks_per_node
+from sglang.srt.arg_groups.checks import meeting_address, ranks_per_node
 from sglang.srt.distributed.rendezvous import Rendezvous, open_rendezvous
 from sglang.srt.entrypoints.start_checks import check_start
 from sglang.srt.environ import envs
-from sglang.srt.managers.messages.ipc import IpcAddresses, make_ipc_directory
-from sglang.srt.managers.messages.ready_message import LOST_A_RANK, receive_ready
+from sglang.srt.managers.messages.ipc import (
+    LOST_A_RANK,
+    IpcAddresses,
+    make_ipc_directory,
+    receive_ready,
+)
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.utils.process import holding_signals_from_children, postponing_signals, set_title
 

@@ -25,8 +25,12 @@ from sglang.srt.entrypoints.http.body_fields import (
     rooms_of,
 )
 from sglang.srt.entrypoints.http.errors import bad_request
-from sglang.srt.managers.tokenizer.generate_request import GenerateRequest, new_rid, prompt_ids
-from sglang.srt.managers.tokenizer.samples import expand_samples
+from sglang.srt.managers.tokenizer.generate_request import (
+    GenerateRequest,
+    expand_samples,
+    new_rid,
+    prompt_ids,
+)
 from sglang.srt.mem_cache.tree.radix_key import TokenArray
 from sglang.srt.sampling.sampling_params import SamplingParams
 

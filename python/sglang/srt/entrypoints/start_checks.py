@@ -16,14 +16,14 @@ from sglang.srt.arg_groups.disaggregation import (
     DisaggregationMode,
     moves_pages,
 )
-from sglang.srt.arg_groups.foreign_variables import warnings_about_variables
+from sglang.srt.arg_groups.foreign_flags import warnings_about_variables
 from sglang.srt.arg_groups.remote_weights import (
     START_SEED,
     offers_weights,
     reads_weights,
     seed_host_port,
 )
-from sglang.srt.configs.config_file import supported_architecture
+from sglang.srt.configs.config_fields import supported_architecture
 from sglang.srt.distributed.device_communicators.ib_devices import (
     ENGINE_FIELD,
     parse_ib_device_config,

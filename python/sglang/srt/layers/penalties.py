@@ -8,18 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import numpy as np
 import torch
 
-from sglang.srt.constrained.bitmask import allocate_bitmask, apply_bitmask
+from sglang.srt.constrained.grammar import GrammarMatcher, allocate_bitmask, apply_bitmask
 from sglang.srt.hardware_backend.device_runtime import on_device
 from sglang.srt.mem_cache.tree.radix_key import TokenArray, token_array
 from sglang.srt.sampling.sampling_params import SamplingParams
-
-if TYPE_CHECKING:
-    from sglang.srt.constrained.base_grammar_backend import GrammarMatcher
 
 _NO_COUNTS: Final = torch.empty(0)
 _MASK_BITS: Final = 32

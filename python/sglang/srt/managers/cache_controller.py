@@ -1,18 +1,8 @@
 """Re-exports the controller of copies between the tiers at SGLang's path."""
 
-from sglang.srt.mem_cache.l2.cache_controller import (
-    CacheOperation,
-    HiCacheAck,
-    HiCacheController,
-    LayerDoneCounter,
-)
-from sglang.srt.mem_cache.l3.storage_operation import PrefetchOperation, StorageOperation
-
-__all__ = [
-    "CacheOperation",
-    "HiCacheAck",
-    "HiCacheController",
-    "LayerDoneCounter",
-    "PrefetchOperation",
-    "StorageOperation",
-]
+from sglang.srt.mem_cache.l2.cache_controller import CacheOperation as CacheOperation
+from sglang.srt.mem_cache.l2.cache_controller import HiCacheAck as HiCacheAck
+from sglang.srt.mem_cache.l2.cache_controller import HiCacheController as HiCacheController
+from sglang.srt.mem_cache.l2.cache_controller import LayerDoneCounter as LayerDoneCounter
+from sglang.srt.mem_cache.l3.storage_operation import PrefetchOperation as PrefetchOperation
+from sglang.srt.mem_cache.l3.storage_operation import StorageOperation as StorageOperation

@@ -1,5 +1,3 @@
 """Re-exports the detokenizer at SGLang's path."""
 
-from sglang.srt.managers.detokenizer.detokenizer_manager import Detokenizer
-
-__all__ = ["Detokenizer"]
+from sglang.srt.managers.detokenizer.detokenizer_manager import Detokenizer as Detokenizer

@@ -1,5 +1,6 @@
 """Re-exports the messages between the processes at SGLang's path."""
 
-from sglang.srt.managers.messages.io_struct import AbortReq, TokenizedGenerateReqInput
-
-__all__ = ["AbortReq", "TokenizedGenerateReqInput"]
+from sglang.srt.managers.messages.io_struct import AbortReq as AbortReq
+from sglang.srt.managers.messages.io_struct import (
+    TokenizedGenerateReqInput as TokenizedGenerateReqInput,
+)

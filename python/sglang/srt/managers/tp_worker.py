@@ -1,5 +1,3 @@
 """Re-exports the worker of one rank at SGLang's path."""
 
-from sglang.srt.managers.scheduler.tp_worker import TpModelWorker
-
-__all__ = ["TpModelWorker"]
+from sglang.srt.managers.scheduler.launched_step import TpModelWorker as TpModelWorker

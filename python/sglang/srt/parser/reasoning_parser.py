@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Final
 
+from sglang.srt.function_call.format_detector import held_back
+
 _START: Final = "<think>"
 _END: Final = "</think>"
 _MAX_PROMPT_END: Final = 64
@@ -119,12 +121,7 @@ class ReasoningParser:
             text, self._buffer = self._buffer[:found].rstrip(), self._buffer[found + len(_END) :]
             self._part = _Part.BETWEEN
             return text
-        end = len(self._buffer)
-        if not ended:
-            partial = (
-                n for n in range(min(len(_END) - 1, end), 0, -1) if self._buffer.endswith(_END[:n])
-            )
-            end -= next(partial, 0)
+        end = len(self._buffer) - (0 if ended else held_back(self._buffer, _END))
         text = self._buffer[:end].rstrip()
         self._buffer = "" if ended else self._buffer[len(text) :]
         self._reasoned = self._reasoned or bool(text)

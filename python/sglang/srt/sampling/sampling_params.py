@@ -65,7 +65,7 @@ class SamplingParams(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, o
     ebnf: str | None = None
     """Grammar in the notation of the `xgrammar` library, with a rule `root`."""
     structural_tag: str | None = None
-    """Free text with constrained parts, as JSON text; see `constrained/structural_tag.py`."""
+    """Free text with constrained parts, as JSON text; see `constrained/schema_check.py`."""
     sampling_seed: int | None = None
     """None lets the server draw a seed when the request arrives."""
     logit_bias: dict[str, float] | None = None

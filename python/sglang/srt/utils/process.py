@@ -1,7 +1,8 @@
-"""Processes: titles, signals, limits, ending them by their handles, and ending with the parent."""
+"""Processes: titles, signals, limits, memory, ending them by their handles or with the parent."""
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import ctypes
 import gc
@@ -161,7 +162,7 @@ def freeze_heap() -> None:
 
 def start_parent_watch(
     parent_pid: int, on_death: Callable[[], None], interval: float = 0.5
-) -> threading.Thread:
+) -> None:
     """Call `on_death` once, from a daemon thread, when the parent is no longer `parent_pid`.
 
     The kernel's signal for this (PR_SET_PDEATHSIG) fires when the parent's *thread* ends, which
@@ -180,6 +181,38 @@ def start_parent_watch(
             wake.wait(interval)
         on_death()
 
-    thread = threading.Thread(target=watch, name="parent-watch", daemon=True)
-    thread.start()
-    return thread
+    threading.Thread(target=watch, name="parent-watch", daemon=True).start()
+
+
+QUIET_SECONDS: Final = 2.0
+"""Delay between the first large use and the return, so that simultaneous uses share one return."""
+
+
+def trim_heap() -> None:
+    """Return freed memory now. Does nothing without glibc. Any thread; releases the interpreter
+    lock."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
+
+
+class HeapTrimmer:
+    """Returns freed memory in a worker thread, some time after its use. Event loop thread only.
+
+    glibc reuses freed memory for later allocations and returns only the top of its heap. Without
+    this a server would stay large after one huge request.
+    """
+
+    def __init__(self, quiet_seconds: float = QUIET_SECONDS) -> None:
+        self._quiet_seconds = quiet_seconds
+        self._is_due = False
+
+    def trim_soon(self) -> None:
+        """Return memory soon, because a large object exists now and will be freed."""
+        if not self._is_due:
+            self._is_due = True
+            asyncio.get_running_loop().call_later(self._quiet_seconds, self._begin)
+
+    def _begin(self) -> None:
+        self._is_due = False
+        asyncio.get_running_loop().run_in_executor(None, trim_heap)

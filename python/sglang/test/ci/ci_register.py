@@ -18,7 +18,7 @@ def register_cpu_ci(
     runner_config: str | None = None,
     alone: bool = False,
 ) -> None:
-    """Register the calling file for a CPU suite.
+    """Register the calling file for a CPU suite; the others register it for a CUDA or an NPU suite.
 
     Args:
         est_time: Seconds that the file takes on the suite's machine, to balance partitions.
@@ -32,25 +32,5 @@ def register_cpu_ci(
     """
 
 
-def register_cuda_ci(
-    est_time: float,
-    suite: str | None = None,
-    nightly: bool = False,
-    disabled: str | None = None,
-    *,
-    stage: str | None = None,
-    runner_config: str | None = None,
-) -> None:
-    """Register the calling file for a CUDA suite; parameters as in `register_cpu_ci`."""
-
-
-def register_npu_ci(
-    est_time: float,
-    suite: str | None = None,
-    nightly: bool = False,
-    disabled: str | None = None,
-    *,
-    stage: str | None = None,
-    runner_config: str | None = None,
-) -> None:
-    """Register the calling file for an NPU suite; parameters as in `register_cpu_ci`."""
+register_cuda_ci = register_cpu_ci
+register_npu_ci = register_cpu_ci

@@ -13,8 +13,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 import sglang
-from sglang.srt.constrained.base_grammar_backend import GrammarTicket
-from sglang.srt.constrained.bitmask import allocate_bitmask, apply_bitmask
+from sglang.srt.constrained.compile_queue import GrammarCache
 from sglang.srt.constrained.constraint import (
     JSON_OBJECT_SCHEMA,
     Constraint,
@@ -23,17 +22,17 @@ from sglang.srt.constrained.constraint import (
     constraint_of,
     constraint_of_response_format,
 )
-from sglang.srt.constrained.grammar_backend import create_grammar_backend
-from sglang.srt.constrained.grammar_cache import GrammarCache
-from sglang.srt.constrained.limits import GrammarLimits
-from sglang.srt.constrained.schema_check import prepare_json_schema
-from sglang.srt.constrained.structural_tag import prepare_structural_tag
-from sglang.srt.constrained.vocabulary import Vocabulary
-from sglang.srt.constrained.xgrammar_grammar import (
-    XGrammarGrammar,
+from sglang.srt.constrained.grammar import (
+    Grammar,
+    GrammarLimits,
+    GrammarTicket,
+    Vocabulary,
+    allocate_bitmask,
+    apply_bitmask,
     compile_constraint,
     make_compiler,
 )
+from sglang.srt.constrained.schema_check import prepare_json_schema, prepare_structural_tag
 from sglang.srt.utils.hf_tokenizer import get_tokenizer
 from sglang.test.ci.ci_register import register_cpu_ci
 
@@ -70,15 +69,15 @@ def vocabulary() -> Vocabulary:
 
 def grammar(
     kind: str, text: str, limits: GrammarLimits | None = None, *, any_whitespace: bool = True
-) -> XGrammarGrammar:
+) -> Grammar:
     constraint = Constraint(ConstraintKind(kind), text)
     compiled = compile_constraint(
         make_compiler(vocabulary()), constraint, any_whitespace=any_whitespace
     )
-    return XGrammarGrammar(compiled, constraint.kind, vocabulary(), limits or GrammarLimits())
+    return Grammar(compiled, constraint.kind, vocabulary(), limits or GrammarLimits())
 
 
-def sample(of: XGrammarGrammar, seed: int, bias: dict[int, float] | None = None) -> str:
+def sample(of: Grammar, seed: int, bias: dict[int, float] | None = None) -> str:
     """Text sampled from random logits under a grammar."""
     generator = torch.Generator().manual_seed(seed)
     matcher, bitmask = of.matcher(), allocate_bitmask(1, VOCAB)
@@ -349,8 +348,6 @@ def test_a_request_has_at_most_one_constraint() -> None:
 
 
 def test_invalid_arguments_of_a_backend_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"--grammar-backend outlines.*xgrammar"):
-        create_grammar_backend("outlines", tokenizer(), VOCAB, EOS)
     with pytest.raises(ValueError, match="end-of-sequence"):
         Vocabulary.from_tokenizer(tokenizer(), VOCAB, ())
     with pytest.raises(ValueError, match="outside the vocabulary"):

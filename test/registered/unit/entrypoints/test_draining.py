@@ -17,7 +17,6 @@ import pytest
 
 from rigs.servers.fake_engine import FrontServer, front_server
 from sglang.srt.entrypoints import http_server
-from sglang.srt.entrypoints.http import listener
 from sglang.srt.entrypoints.http.errors import RETRY_AFTER_SECONDS
 from sglang.srt.managers.messages.io_struct import AbortReq, DeclineRoomReq, ShutdownReq
 from sglang.srt.utils.network import is_port_available, wait_until
@@ -205,7 +204,7 @@ def test_requests_that_outlast_the_drain_get_an_error(caplog: pytest.LogCaptureF
 def test_a_client_that_never_ends_its_request_is_let_go(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(listener, "CLOSE_SECONDS", 0.3)
+    monkeypatch.setattr(http_server, "CLOSE_SECONDS", 0.3)
     with front_server(drain_seconds=0.0) as server:
         upload = socket.create_connection(("127.0.0.1", port_of(server)))
         upload.sendall(b"POST /generate HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n\r\n{")

@@ -15,7 +15,6 @@ import pytest
 import uvicorn
 from uvicorn.server import ServerState
 
-from sglang.srt.entrypoints.http.listener import BoundedServer
 from sglang.srt.entrypoints.http.protocol import (
     DISCARD_BYTES,
     MAX_HEAD_BYTES,
@@ -23,6 +22,7 @@ from sglang.srt.entrypoints.http.protocol import (
     BoundedProtocol,
     bounded_protocol,
 )
+from sglang.srt.entrypoints.http_server import BoundedServer
 from sglang.srt.utils.network import get_free_port, wait_until
 from sglang.test.ci.ci_register import register_cpu_ci
 

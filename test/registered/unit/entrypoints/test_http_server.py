@@ -253,7 +253,7 @@ def test_long_texts_are_encoded_elsewhere_and_alike(server: FrontServer) -> None
 def test_a_client_that_leaves_is_not_tokenized_for(
     server: FrontServer, monkeypatch: pytest.MonkeyPatch, path: str, field: str
 ) -> None:
-    encoder = server.context.manager._encoder
+    encoder = server.context.manager.encoder
     gate, begun = threading.Event(), list[str]()
 
     def slow(text: str, add_special_tokens: bool) -> list[int]:

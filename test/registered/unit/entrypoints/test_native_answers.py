@@ -9,7 +9,6 @@ import pytest
 
 from sglang.srt.entrypoints.http.sse import json_bytes
 from sglang.srt.entrypoints.native_routes import FREE_ENTRIES, AnswerWriter
-from sglang.srt.managers.detokenizer.stop_trimmer import StopTrimmer
 from sglang.srt.managers.messages.io_struct import (
     FinishReason,
     RequestOutput,
@@ -17,7 +16,7 @@ from sglang.srt.managers.messages.io_struct import (
     TopLogprobs,
 )
 from sglang.srt.managers.tokenizer.generate_request import GenerateRequest
-from sglang.srt.managers.tokenizer.request_state import RequestState
+from sglang.srt.managers.tokenizer.request_state import RequestState, StopTrimmer
 from sglang.srt.mem_cache.tree.radix_key import token_array
 from sglang.test.ci.ci_register import register_cpu_ci
 

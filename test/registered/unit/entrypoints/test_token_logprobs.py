@@ -15,9 +15,8 @@ from sglang.srt.entrypoints.openai.answers import (
     CompletionLogprobs,
     TokenFormatter,
 )
-from sglang.srt.managers.detokenizer.stop_trimmer import StopTrimmer
 from sglang.srt.managers.tokenizer.generate_request import GenerateRequest
-from sglang.srt.managers.tokenizer.request_state import RequestState
+from sglang.srt.managers.tokenizer.request_state import RequestState, StopTrimmer
 from sglang.test.ci.ci_register import register_cpu_ci
 
 register_cpu_ci(est_time=3, suite="base-a-test-cpu")

@@ -36,7 +36,7 @@ STAGES: Final = (
     "request_limits:check_request",
     "prompt_encoder:PromptEncoder.encode_now",
     "request_limits:check_prompt",
-    "tokenized_request:tokenized",
+    "request_limits:tokenized",
     "server_channel:ServerChannel.send",
     END,
 )

@@ -6,7 +6,7 @@ import logging
 
 import pytest
 
-from sglang.srt.utils.listeners import warn_of_open_server
+from sglang.srt.utils.network import warn_of_open_server
 from sglang.test.ci.ci_register import register_cpu_ci
 
 register_cpu_ci(est_time=1, suite="base-a-test-cpu")

@@ -10,15 +10,15 @@ import sys
 import pytest
 
 from sglang.srt.environ import child_environment
-from sglang.srt.utils import memory
-from sglang.srt.utils.memory import HeapTrimmer
+from sglang.srt.utils import process
+from sglang.srt.utils.process import HeapTrimmer
 from sglang.test.ci.ci_register import register_cpu_ci
 
 register_cpu_ci(est_time=3, suite="base-a-test-cpu")
 
 SCRIPT = """
 import psutil
-from sglang.srt.utils.memory import trim_heap
+from sglang.srt.utils.process import trim_heap
 pieces = [b"x" * 60_000 for _ in range(4000)]
 last = [b"x" * 60_000]
 del pieces
@@ -32,7 +32,7 @@ def test_simultaneous_large_uses_share_one_return(monkeypatch: pytest.MonkeyPatc
     times: list[int] = []
 
     async def run() -> None:
-        monkeypatch.setattr(memory, "trim_heap", lambda: times.append(1))
+        monkeypatch.setattr(process, "trim_heap", lambda: times.append(1))
         returner = HeapTrimmer(quiet_seconds=0.01)
         for rounds in (1, 2):
             for _ in range(100):

@@ -14,7 +14,7 @@ from starlette.requests import Request
 from sglang.srt.entrypoints.http.errors import ApiError
 from sglang.srt.managers.tokenizer.tokenizer_manager import TokenizerManager
 from sglang.srt.server_args import ServerArgs
-from sglang.srt.utils.memory import HeapTrimmer
+from sglang.srt.utils.process import HeapTrimmer
 from sglang.srt.utils.threads import started_pool
 
 if TYPE_CHECKING:

@@ -283,30 +283,20 @@ async def respond(
     Args:
         make_answers: Called once the engine has the samples, so that they do not wait for it.
     """
+
+    async def whole() -> dict[str, Any]:
+        with manager.submit(samples) as states:
+            await gather_or_cancel([state.wait_for_end() for state in states])
+            return await make_answers().whole(states)
+
+    async def stream() -> AsyncGenerator[dict[str, Any], None]:
+        with manager.submit(samples) as states:
+            async with aclosing(make_answers().stream(states)) as chunks:
+                async for chunk in chunks:
+                    yield chunk
+
     if samples[0].stream:
-        chunks = _stream(manager, samples, make_answers)
+        chunks = stream()
         first = await unless_client_leaves(request.receive, anext(chunks), chunks)
         return EventStream(first, chunks)
-    work = _whole(manager, samples, make_answers)
-    return json_response(await unless_client_leaves(request.receive, work))
-
-
-async def _whole(
-    manager: TokenizerManager,
-    samples: Sequence[GenerateRequest],
-    make_answers: Callable[[], Answers],
-) -> dict[str, Any]:
-    with manager.submit(samples) as states:
-        await gather_or_cancel([state.wait_for_end() for state in states])
-        return await make_answers().whole(states)
-
-
-async def _stream(
-    manager: TokenizerManager,
-    samples: Sequence[GenerateRequest],
-    make_answers: Callable[[], Answers],
-) -> AsyncGenerator[dict[str, Any], None]:
-    with manager.submit(samples) as states:
-        async with aclosing(make_answers().stream(states)) as chunks:
-            async for chunk in chunks:
-                yield chunk
+    return json_response(await unless_client_leaves(request.receive, whole()))

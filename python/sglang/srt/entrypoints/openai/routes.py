@@ -89,7 +89,7 @@ async def tokenize(request: Request) -> Response:
 async def _encode_all(manager: TokenizerManager, texts: list[str], adds: bool) -> list[list[int]]:
     rows = []
     for text in texts:
-        rows.append(await manager.tokenize(text, add_special_tokens=adds))
+        rows.append(await manager.encoder.encode(text, add_special_tokens=adds))
         # Short texts are encoded on this thread; other requests may run in between.
         await asyncio.sleep(0)
     return rows

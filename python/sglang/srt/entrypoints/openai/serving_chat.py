@@ -32,9 +32,8 @@ from sglang.srt.function_call.format_detector import (
     ToolCallItem,
 )
 from sglang.srt.function_call.function_call_parser import make_call_parser
-from sglang.srt.managers.tokenizer.generate_request import GenerateRequest, new_rid
+from sglang.srt.managers.tokenizer.generate_request import GenerateRequest, expand_samples, new_rid
 from sglang.srt.managers.tokenizer.request_state import OutputCursor, RequestState
-from sglang.srt.managers.tokenizer.samples import expand_samples
 from sglang.srt.parser.reasoning_parser import (
     ReasoningParser,
     ReasoningParseResult,

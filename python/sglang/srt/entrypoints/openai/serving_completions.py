@@ -22,9 +22,13 @@ from sglang.srt.entrypoints.openai.answers import (
 )
 from sglang.srt.entrypoints.openai.protocol import CompletionBody, check_common, sampling_params
 from sglang.srt.managers.messages.io_struct import Bootstrap
-from sglang.srt.managers.tokenizer.generate_request import GenerateRequest, new_rid, prompt_ids
+from sglang.srt.managers.tokenizer.generate_request import (
+    GenerateRequest,
+    expand_samples,
+    new_rid,
+    prompt_ids,
+)
 from sglang.srt.managers.tokenizer.request_state import OutputCursor, RequestState
-from sglang.srt.managers.tokenizer.samples import expand_samples
 from sglang.srt.mem_cache.tree.radix_key import TokenArray
 
 DEFAULT_MAX_TOKENS: Final = 16

@@ -26,8 +26,13 @@ from sglang.srt.managers.messages.io_struct import (
     TextOutput,
     encode,
 )
-from sglang.srt.managers.messages.ipc import IpcAddresses, pull_socket, push_socket
-from sglang.srt.managers.messages.ready_message import send_error, send_ready
+from sglang.srt.managers.messages.ipc import (
+    IpcAddresses,
+    pull_socket,
+    push_socket,
+    send_error,
+    send_ready,
+)
 from sglang.srt.utils.bad_messages import MALFORMED, BadMessages
 from sglang.srt.utils.hf_tokenizer import get_tokenizer
 from sglang.srt.utils.logging_utils import configure_logger
@@ -133,7 +138,7 @@ def run_detokenizer_process(
         server_args: Resolved arguments.
         ipc: Socket addresses of this server.
         tokenizer: Data from the parent's tokenizer; None: the tokenizer is loaded here.
-        ready_pipe: Gets one JSON message, `ready_message`.
+        ready_pipe: Gets one JSON message, by `send_ready` or `send_error`.
     """
     leave_signals_to_parent()
     configure_logger(server_args.log_level, "detokenizer")

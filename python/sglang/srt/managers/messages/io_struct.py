@@ -4,6 +4,10 @@ Every message is a tagged `msgspec.Struct`, encoded as msgpack (never pickle). `
 and the decoders at the end are the only codec. The server's messages to the scheduler share one
 frame for each turn of its event loop; every other frame is one message. Times are
 `time.monotonic()` seconds of the machine on which all three run, counts are tokens.
+
+At the end is the tick: rank 0's message to every rank at the start of a step. It has the inputs
+that ranks could see differently: the messages, the time, and which grammars are compiled. On other
+such inputs the ranks agree by the cache's tick sync or the status of transfers.
 """
 
 from __future__ import annotations
@@ -168,12 +172,15 @@ class FinishReason(msgspec.Struct, kw_only=True, omit_defaults=True):
     """abort: the HTTP status that fits the cause."""
 
 
+def abort_reason(message: str, status_code: int) -> FinishReason:
+    """Why the engine refuses or ends a request; `status_code` is the HTTP status that fits."""
+    return FinishReason(type="abort", message=message, status_code=status_code)
+
+
 CLIENT_ABORT_STATUS: Final = 499
 """Status of a request that was aborted on demand. Such a request did not fail: it keeps its
 output."""
-ABORTED_BY_CLIENT: Final = FinishReason(
-    type="abort", message="aborted by the client", status_code=CLIENT_ABORT_STATUS
-)
+ABORTED_BY_CLIENT: Final = abort_reason("aborted by the client", CLIENT_ABORT_STATUS)
 
 
 class CachedTokensDetails(msgspec.Struct, kw_only=True, frozen=True):
@@ -269,7 +276,6 @@ ToScheduler: TypeAlias = (
     | GetWeightSeedReq
     | ShutdownReq
 )
-ToDetokenizer: TypeAlias = BatchTokenIDOutput
 ToServer: TypeAlias = BatchStrOutput | ControlReqOutput
 
 _WIRE_TOKEN = np.dtype("<u4")
@@ -305,9 +311,31 @@ SCHEDULER_DECODER: Final[msgspec.msgpack.Decoder[list[ToScheduler]]] = msgspec.m
 )
 """Decoder of the frames that the scheduler receives. Raises `msgspec.DecodeError` on hostile
 bytes."""
-DETOKENIZER_DECODER: Final[msgspec.msgpack.Decoder[ToDetokenizer]] = msgspec.msgpack.Decoder(
-    BatchTokenIDOutput
-)
+DETOKENIZER_DECODER: Final = msgspec.msgpack.Decoder(BatchTokenIDOutput)
 """Decoder of the frames that the detokenizer receives."""
 SERVER_DECODER: Final[msgspec.msgpack.Decoder[ToServer]] = msgspec.msgpack.Decoder(ToServer)
 """Decoder of the frames that the server process receives."""
+
+
+class GrammarResult(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Result of compiling the grammar of a request."""
+
+    rid: str
+    failure: str | None = None
+    """Reason for the client why it failed; None: the grammar is ready."""
+
+
+class Tick(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Input of all ranks at the start of a step."""
+
+    now: float
+    """`time.monotonic()` of rank 0."""
+    messages: Sequence[ToScheduler] = ()
+    grammars: Sequence[GrammarResult] = ()
+    """Grammars of requests that wait or are among the messages."""
+    is_idle: bool = False
+    """Whether the scheduler has been idle for a while, so that page ownership may be checked."""
+
+
+decode_tick: Final = msgspec.msgpack.Decoder(Tick, dec_hook=unpack_tokens).decode
+"""Decodes an encoded `Tick`. Raises `msgspec.DecodeError` on anything else."""

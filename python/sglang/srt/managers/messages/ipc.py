@@ -1,4 +1,5 @@
-"""The sockets through which the processes of one server exchange messages.
+"""The sockets through which the processes of one server exchange messages, and the message of a
+child process to its parent, sent once, when it can serve or cannot start.
 
 Every socket carries `io_struct` messages as msgpack; PULL sides bind, PUSH sides connect:
 
@@ -12,11 +13,14 @@ No socket has a high-water mark, so a send never waits.
 
 from __future__ import annotations
 
+import contextlib
+import json
 import logging
 import os
 import shutil
 from dataclasses import dataclass
-from typing import Final
+from multiprocessing.connection import Connection
+from typing import Any, Final
 
 import zmq
 
@@ -75,3 +79,36 @@ def push_socket(context: zmq.Context[zmq.Socket[bytes]], address: str) -> zmq.So
     socket.set_hwm(0)
     socket.connect(address)
     return socket
+
+
+LOST_A_RANK: Final = 71
+"""Exit status of a rank that ends because another rank has ended, and so is not the cause."""
+
+
+def send_ready(pipe: Connection, details: dict[str, Any]) -> None:
+    """Tell the parent that the process serves; `details` are plain JSON values. JSON over
+    `send_bytes`: the connection's own `send` pickles."""
+    _send(pipe, {"status": "ready", **details})
+
+
+def send_error(pipe: Connection, message: str) -> None:
+    """Tell the parent in one line why the process cannot start."""
+    _send(pipe, {"status": "error", "message": " ".join(message.split())})
+
+
+def receive_ready(pipe: Connection) -> dict[str, Any]:
+    """The child's message: `status` is `ready`, or `error` with a `message`.
+
+    Raises:
+        EOFError: The child ended without a message.
+    """
+    message = json.loads(pipe.recv_bytes())
+    assert isinstance(message, dict), "children send JSON objects"
+    return message
+
+
+def _send(pipe: Connection, message: dict[str, Any]) -> None:
+    # A dead parent needs no message; the parent watch ends the child.
+    with contextlib.suppress(BrokenPipeError):
+        pipe.send_bytes(json.dumps(message).encode())
+    pipe.close()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING
 
-from sglang.srt.managers.messages.io_struct import FinishReason
+from sglang.srt.managers.messages.io_struct import abort_reason
 from sglang.srt.managers.scheduler.policy import newest, pages_to_decode
 from sglang.srt.managers.scheduler.requests.req import Req
 from sglang.srt.utils.logging_utils import RateLimitedLogger
@@ -150,5 +150,4 @@ class DecodeScheduler:
             return
         logger.error("request %s is alone in the pool and lacks slots: some were lost", req.rid)
         message = "the engine ran out of token slots"
-        reason = FinishReason(type="abort", message=message, status_code=503)
-        self._state.queues.abort(req, reason)
+        self._state.queues.abort(req, abort_reason(message, 503))

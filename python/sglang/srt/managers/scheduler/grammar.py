@@ -6,15 +6,17 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Final
 
-from sglang.srt.constrained.base_grammar_backend import GrammarTicket
-from sglang.srt.constrained.constraint import GrammarError
-from sglang.srt.managers.messages.io_struct import FinishReason, TokenizedGenerateReqInput
-from sglang.srt.managers.messages.tick import GrammarResult
+from sglang.srt.constrained.constraint import Constraint, GrammarError
+from sglang.srt.constrained.grammar import Grammar, GrammarBackend, GrammarTicket
+from sglang.srt.managers.messages.io_struct import (
+    FinishReason,
+    GrammarResult,
+    TokenizedGenerateReqInput,
+    ToScheduler,
+    abort_reason,
+)
 
 if TYPE_CHECKING:
-    from sglang.srt.constrained.base_grammar_backend import Grammar, GrammarBackend
-    from sglang.srt.constrained.constraint import Constraint
-    from sglang.srt.managers.messages.io_struct import ToScheduler
     from sglang.srt.managers.scheduler.requests.req import Req
     from sglang.srt.managers.scheduler.requests.request_queues import RequestQueues
 
@@ -87,7 +89,7 @@ class GrammarManager:
             try:
                 ticket = self._request(constraint)
             except ValueError as error:
-                return _refusal(f"{constraint.kind.value}: {error}")
+                return abort_reason(f"{constraint.kind.value}: {error}", 400)
         req.progress.grammar_ticket = ticket
         self._num_compiling += 1
         return None
@@ -102,7 +104,7 @@ class GrammarManager:
                 continue  # It was refused on arrival.
             req.progress.grammar_ticket = None
             if result.failure is not None:
-                queues.abort(req, _refusal(result.failure))
+                queues.abort(req, abort_reason(result.failure, 400))
             else:
                 stops = req.spec.sampling_params.stop_token_ids or ()
                 req.progress.matcher = self._grammar_of(ticket).matcher(stops)
@@ -113,13 +115,18 @@ class GrammarManager:
             self._backend.close()
 
     def _request(self, constraint: Constraint) -> GrammarTicket:
-        try:
-            backend = self._get_backend()
-        except RuntimeError as error:
-            ticket = GrammarTicket(constraint)
-            ticket.fail(f"{constraint.kind.value}: cannot be compiled now, {error}: retry later")
-            return ticket
-        return backend.get(constraint.kind, constraint.text)
+        if self._make_backend is None:
+            raise ValueError("this server has no grammar backend: leave it out")
+        if self._backend is None:
+            try:
+                self._backend = self._make_backend()
+            except RuntimeError as error:
+                ticket = GrammarTicket(constraint)
+                kind = constraint.kind.value
+                ticket.fail(f"{kind}: cannot be compiled now, {error}: retry later")
+                return ticket
+            logger.info("constrained decoding is ready, on demand of the first request")
+        return self._backend.get(constraint)
 
     def _grammar_of(self, ticket: GrammarTicket) -> Grammar:
         """The grammar of a ticket that is ready on rank 0. Other ranks may have to wait for it.
@@ -134,19 +141,7 @@ class GrammarManager:
             assert self._backend is not None, "it was asked for the ticket"
             return self._backend.compile_now(ticket.constraint)
 
-    def _get_backend(self) -> GrammarBackend:
-        if self._backend is None:
-            if self._make_backend is None:
-                raise ValueError("this server has no grammar backend: leave it out")
-            self._backend = self._make_backend()
-            logger.info("constrained decoding is ready, on demand of the first request")
-        return self._backend
-
 
 def _result(rid: str, ticket: GrammarTicket) -> GrammarResult:
     error = ticket.exception()
     return GrammarResult(rid, None if error is None else str(error))
-
-
-def _refusal(message: str) -> FinishReason:
-    return FinishReason(type="abort", message=message, status_code=400)

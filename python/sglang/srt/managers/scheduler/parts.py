@@ -5,69 +5,39 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import torch
 
 from sglang.srt.distributed.rank_group import RankGroup, SingleRank
-from sglang.srt.managers.scheduler.batch import DecodeBatch, PrefillWork
-from sglang.srt.managers.scheduler.batch_pools import BatchPools
-from sglang.srt.managers.scheduler.control import ControlHandler
+from sglang.srt.managers.scheduler.batch import BatchPools, DecodeBatch
+from sglang.srt.managers.scheduler.control import ControlHandler, InputHandler
 from sglang.srt.managers.scheduler.decode import DecodeScheduler
 from sglang.srt.managers.scheduler.grammar import GrammarManager
-from sglang.srt.managers.scheduler.input import InputHandler
-from sglang.srt.managers.scheduler.output import OutputCollector
 from sglang.srt.managers.scheduler.policy import (
-    AddOutcome,
     BatchLimits,
     BatchPolicy,
     NewTokenEstimate,
     SchedulePolicy,
 )
 from sglang.srt.managers.scheduler.prefill import PrefillScheduler
-from sglang.srt.managers.scheduler.requests.req import Req
-from sglang.srt.managers.scheduler.results import ResultProcessor
-from sglang.srt.managers.scheduler.role import Role, UnifiedRole
+from sglang.srt.managers.scheduler.requests.stop import StopChecker
+from sglang.srt.managers.scheduler.results import OutputCollector, ResultProcessor
+from sglang.srt.managers.scheduler.role import Role
 from sglang.srt.managers.scheduler.snapshots import Snapshots
 from sglang.srt.managers.scheduler.state import SchedulerState
-from sglang.srt.managers.scheduler.stop import StopChecker
 
 if TYPE_CHECKING:
-    from sglang.srt.constrained.base_grammar_backend import GrammarBackend
-    from sglang.srt.layers.sampling_batch_info import SamplingBatchInfo
+    from sglang.srt.constrained.grammar import GrammarBackend
     from sglang.srt.managers.detokenizer.incremental_detokenizer import DecoderFactory
-    from sglang.srt.managers.scheduler.tp_worker import ModelWorker
+    from sglang.srt.managers.scheduler.launched_step import ModelWorker
     from sglang.srt.mem_cache.tree.base_prefix_cache import BasePrefixCache
     from sglang.srt.model_loader.weight_seed import WeightSeed
     from sglang.srt.observability.scheduler_metrics import SchedulerMetrics
     from sglang.srt.server_args import ServerArgs
 
+
 TickGuard = Callable[[], AbstractContextManager[object]]
-
-
-class PrefillPart(Protocol):
-    """Decides which prompts are computed next: see `PrefillScheduler`."""
-
-    def schedule(self) -> tuple[list[PrefillWork], int] | None: ...
-    def on_launched(self, works: list[PrefillWork]) -> None: ...
-
-
-class Holder(Protocol):
-    """Gives requests slots for keys and values of another server: see `PrefillScheduler`."""
-
-    def hold(self, req: Req) -> AddOutcome: ...
-
-
-class DecodePart(Protocol):
-    """Decides which requests decode next: see `DecodeScheduler`."""
-
-    @property
-    def is_stalled(self) -> bool: ...
-    @property
-    def sampling_info(self) -> SamplingBatchInfo: ...
-    def gather(self) -> int: ...
-    def can_run_ahead(self) -> bool: ...
-    def prepare(self) -> bool: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,35 +57,30 @@ class SchedulerResources:
     Raises ValueError if the model cannot be constrained."""
     weight_seed: WeightSeed | None = None
     """Gives other servers the addresses of the weights; None: none may read them."""
-    make_role: Callable[[SchedulerState, Holder], Role] | None = None
+    make_role: Callable[[SchedulerState, PrefillScheduler], Role] | None = None
     """Makes the role of a prefill or decode server; None: the server does both."""
     overlap: bool = False
-    """See `SchedulerParts`."""
+    """Prepare each step while the device runs the one before it. It pays if launching a forward
+    returns at once."""
     tick_guard: TickGuard = nullcontext
-    """See `SchedulerParts`."""
+    """The watchdog's context, entered for a tick and for its message to the other ranks."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerParts:
     """The collaborators of a `Scheduler`. They share `state`."""
 
+    resources: SchedulerResources
     state: SchedulerState
-    group: RankGroup
-    worker: ModelWorker
     input: InputHandler
     control: ControlHandler
     grammar: GrammarManager
-    prefill: PrefillPart
-    decode: DecodePart
+    prefill: PrefillScheduler
+    decode: DecodeScheduler
     batch_policy: BatchPolicy
     results: ResultProcessor
     outputs: OutputCollector
     role: Role
-    overlap: bool = False
-    """Prepare each step while the device runs the one before it. It pays if launching a forward
-    returns at once."""
-    tick_guard: TickGuard = nullcontext
-    """The watchdog's context, entered for a tick and for its message to the other ranks."""
 
 
 def make_parts(server_args: ServerArgs, resources: SchedulerResources) -> SchedulerParts:
@@ -129,7 +94,7 @@ def make_parts(server_args: ServerArgs, resources: SchedulerResources) -> Schedu
     outputs = OutputCollector(server_args.stream_interval)
     public_args = server_args.to_public_dict()
     control = ControlHandler(state, outputs, public_args, resources.weight_seed)
-    role: Role = UnifiedRole()
+    role = Role()
     prefill = PrefillScheduler(state, lambda req: role.may_compute(req))
     if resources.make_role is not None:
         role = resources.make_role(state, prefill)
@@ -139,9 +104,8 @@ def make_parts(server_args: ServerArgs, resources: SchedulerResources) -> Schedu
     resources.tree.watch_workload(state.workload)
     resources.tree.watch_queues(state.queues)
     return SchedulerParts(
+        resources=resources,
         state=state,
-        group=resources.group,
-        worker=resources.worker,
         input=InputHandler(state, control, results, outputs, grammar, role),
         control=control,
         grammar=grammar,
@@ -151,8 +115,6 @@ def make_parts(server_args: ServerArgs, resources: SchedulerResources) -> Schedu
         results=results,
         outputs=outputs,
         role=role,
-        overlap=resources.overlap,
-        tick_guard=resources.tick_guard,
     )
 
 
@@ -160,6 +122,8 @@ def _make_state(server_args: ServerArgs, resources: SchedulerResources) -> Sched
     worker = resources.worker
     allocator = worker.token_to_kv_pool_allocator
     chunk = server_args.chunked_prefill_size
+    snaps_prompts_alone = server_args.mamba_scheduler_strategy == "no_buffer"
+    interval = 0 if snaps_prompts_alone else server_args.mamba_track_interval
     pools = BatchPools(
         req_to_token_pool=worker.req_to_token_pool,
         allocator=allocator,
@@ -184,12 +148,5 @@ def _make_state(server_args: ServerArgs, resources: SchedulerResources) -> Sched
         vocab_size=worker.vocab_size,
         eos_token_ids=worker.eos_token_ids,
         metrics=resources.metrics,
-        snapshots=_make_snapshots(server_args, resources),
+        snapshots=Snapshots(resources.tree, worker.req_to_token_pool.mamba_pool, interval),
     )
-
-
-def _make_snapshots(server_args: ServerArgs, resources: SchedulerResources) -> Snapshots:
-    pool = resources.worker.req_to_token_pool.mamba_pool
-    is_of_prompts_alone = server_args.mamba_scheduler_strategy == "no_buffer"
-    interval = 0 if is_of_prompts_alone else server_args.mamba_track_interval
-    return Snapshots(resources.tree, pool, interval)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from sglang.srt.managers.messages.io_struct import CachedTokensDetails, FinishReason
+from sglang.srt.managers.messages.io_struct import CachedTokensDetails, abort_reason
 from sglang.srt.managers.scheduler.batch import PrefillWork
 from sglang.srt.managers.scheduler.policy import (
     AddOutcome,
@@ -347,24 +347,20 @@ class PrefillScheduler:
         from_storage = min(tree.pop_prefetch_loaded_tokens(req.rid), prefix.from_host)
         if req.report.was_scheduled:
             return
+        # For the client and the metrics: only its first prefill counts.
         device, host, storage = _reused_tokens(prefix, from_storage, req.progress.num_tokens)
-        details = CachedTokensDetails(
+        report = req.report
+        report.was_scheduled = True
+        report.queue_time = max(0.0, self._state.now - req.spec.created_time)
+        report.stages.queue, report.stage_began = report.queue_time, time.monotonic()
+        report.cached_tokens_details = CachedTokensDetails(
             device=device,
             host=host,
             storage=storage,
             storage_backend=tree.storage_backend_name,
         )
-        self._report(req, details, prefix.cut)
-
-    def _report(self, req: Req, details: CachedTokensDetails, cut: int) -> None:
-        """Record the first prefill of `req` for the client and the metrics."""
-        report = req.report
-        report.was_scheduled = True
-        report.queue_time = max(0.0, self._state.now - req.spec.created_time)
-        report.stages.queue, report.stage_began = report.queue_time, time.monotonic()
-        report.cached_tokens_details = details
         if not req.is_probe:
-            self._uncounted.append((req, cut))
+            self._uncounted.append((req, prefix.cut))
 
     def _count_scheduled(self) -> None:
         """Count the requests that were scheduled for the first time. This runs after the launch, so
@@ -387,8 +383,7 @@ class PrefillScheduler:
         free = self._state.free_tokens()
         logger.error("no room for request %s though nothing runs: %d slots free", req.rid, free)
         message = f"the engine has {free} token slots left, too few for this request"
-        reason = FinishReason(type="abort", message=message, status_code=503)
-        self._state.queues.abort(req, reason)
+        self._state.queues.abort(req, abort_reason(message, 503))
 
 
 def _reused_tokens(prefix: _Prefix, from_storage: int, num_tokens: int) -> tuple[int, int, int]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Final, Protocol
+from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
     from sglang.srt.disaggregation.base.first_token import FirstToken
@@ -28,29 +28,38 @@ class TransferUpdate:
     """Requests whose prompt has arrived."""
 
 
-class Role(Protocol):
-    """Hooks of a server that only prefills or only decodes. Scheduler's thread."""
+_NO_UPDATE: Final = TransferUpdate()
+
+
+class Role:
+    """Hooks of a server that prefills and decodes; one that does a part of it overrides them.
+    Scheduler's thread."""
 
     def on_arrival(self, req: Req) -> FinishReason | None:
         """A request was accepted. Returns the reason to refuse it after all, or None."""
+        return None
 
     def on_refusal(self, message: TokenizedGenerateReqInput, reason: FinishReason) -> None:
         """A request was not accepted."""
 
     def on_declined(self, bootstrap: Bootstrap, reason: str) -> None:
         """A request was refused before it came here. Another request may have the same room."""
+        raise AssertionError("a server that does both has no rooms")
 
     def is_remote(self, req: Req) -> bool:
         """True if the prompt of a waiting request is computed elsewhere."""
+        return False
 
     def may_compute(self, req: Req) -> bool:
         """True if the prompt of a waiting request may be computed here now."""
+        return True
 
     def on_computed(self, work: PrefillWork) -> None:
         """A part of a prompt has its keys and values."""
 
     def keeps(self, req: Req) -> bool:
         """True if a request with a complete prompt stays held here, since it decodes elsewhere."""
+        return False
 
     def hand_over(self, req: Req, reason: FinishReason | None) -> None:
         """A kept request has its prompt computed and its first token sampled.
@@ -58,53 +67,16 @@ class Role(Protocol):
         Args:
             reason: Reason why its first token ends it, or None.
         """
+        raise AssertionError("this server keeps no request")
 
     def tick(self) -> TransferUpdate:
         """Act on arrivals and ended transfers, and begin the transfers that can begin."""
+        return _NO_UPDATE
 
     def on_end(self, req: Req, reason: FinishReason) -> bool:
         """A request ends. True: no transfer uses its slots. False: a transfer does; it is told to
         stop, and a later `tick` releases the request."""
+        return True
 
     def close(self) -> None:
         """End the threads and transfers."""
-
-
-class UnifiedRole:
-    """Hooks of a server that prefills and decodes."""
-
-    def on_arrival(self, req: Req) -> FinishReason | None:
-        return None
-
-    def on_refusal(self, message: TokenizedGenerateReqInput, reason: FinishReason) -> None:
-        pass
-
-    def on_declined(self, bootstrap: Bootstrap, reason: str) -> None:
-        raise AssertionError("a server that does both has no rooms")
-
-    def is_remote(self, req: Req) -> bool:
-        return False
-
-    def may_compute(self, req: Req) -> bool:
-        return True
-
-    def on_computed(self, work: PrefillWork) -> None:
-        pass
-
-    def keeps(self, req: Req) -> bool:
-        return False
-
-    def hand_over(self, req: Req, reason: FinishReason | None) -> None:
-        raise AssertionError("nothing is handed over: this server does both")
-
-    def tick(self) -> TransferUpdate:
-        return _NO_UPDATE
-
-    def on_end(self, req: Req, reason: FinishReason) -> bool:
-        return True
-
-    def close(self) -> None:
-        pass
-
-
-_NO_UPDATE: Final = TransferUpdate()

@@ -18,10 +18,12 @@ from sglang.srt.hardware_backend.device_runtime import device_runtime
 from sglang.srt.managers.messages.io_struct import (
     BatchTokenIDOutput,
     ControlReqOutput,
-    FinishReason,
+    Tick,
     ToScheduler,
+    abort_reason,
+    decode_tick,
+    encode,
 )
-from sglang.srt.managers.messages.tick import Tick, decode_tick, encode_tick
 from sglang.srt.managers.scheduler.batch import ModelWorkerBatch, make_prefill_batch
 from sglang.srt.managers.scheduler.launched_step import (
     LaunchedStep,
@@ -39,7 +41,7 @@ logger = logging.getLogger(__name__)
 
 _IDLE_POLL_MS: Final = 1000
 _BUSY_POLL_MS: Final = 1
-_SHUT_DOWN = FinishReason(type="abort", message="the server is shutting down", status_code=503)
+_SHUT_DOWN = abort_reason("the server is shutting down", 503)
 
 SchedulerOutput = BatchTokenIDOutput | ControlReqOutput
 
@@ -58,14 +60,15 @@ class Scheduler:
     """Continuous batching over one model worker. One thread uses it.
 
     A tick launches either a prefill batch or a decode step. If both are possible, `BatchPolicy`
-    decides, so that neither starves. With `SchedulerParts.overlap` the tick then processes the step
-    that the tick before has launched: the CPU works while the device runs the new step. Outputs are
-    the same. A request whose end becomes known only then has run one step too many; the token of
-    that step is dropped.
+    decides, so that neither starves. With `SchedulerResources.overlap` the tick then processes the
+    step that the tick before has launched: the CPU works while the device runs the new step.
+    Outputs are the same. A request whose end becomes known only then has run one step too many; the
+    token of that step is dropped.
     """
 
     def __init__(self, parts: SchedulerParts) -> None:
         self._parts = parts
+        self._resources = parts.resources
         self._state = parts.state
         self._last_end = 0.0
         self._did_forward = False
@@ -80,7 +83,7 @@ class Scheduler:
 
     def step(self, tick: Tick) -> list[SchedulerOutput]:
         """One tick: messages in, at most one batch, outputs out."""
-        with self._parts.tick_guard():
+        with self._resources.tick_guard():
             return self._step(tick)
 
     def _step(self, tick: Tick) -> list[SchedulerOutput]:
@@ -102,7 +105,7 @@ class Scheduler:
         self._did_forward = not self.is_stopped and self._run_batch()
         if self._did_forward:
             self._is_verified = False
-            if self._parts.group.rank == 0:
+            if self._resources.group.rank == 0:
                 self._log_status()
         return self._parts.outputs.take()
 
@@ -121,9 +124,9 @@ class Scheduler:
             if is_idle and self._is_verified and not self._state.tree.needs_tick:
                 continue  # The other ranks wait as this one does.
             tick = self.make_tick(time.monotonic(), messages, is_idle=is_idle)
-            if self._parts.group.size > 1:
-                with self._parts.tick_guard():
-                    self._parts.group.broadcast(encode_tick(tick))
+            if self._resources.group.size > 1:
+                with self._resources.tick_guard():
+                    self._resources.group.broadcast(encode(tick))
             for output in self._step_or_verify(tick):
                 channel.send(output)
 
@@ -131,7 +134,7 @@ class Scheduler:
         """Loop of every other rank: run rank 0's ticks until a shutdown is complete. The outputs
         are dropped, since rank 0 sends them."""
         while not self.is_stopped:
-            self._step_or_verify(decode_tick(self._parts.group.broadcast(None)))
+            self._step_or_verify(decode_tick(self._resources.group.broadcast(None)))
 
     def make_tick(
         self, now: float, messages: Sequence[ToScheduler] = (), *, is_idle: bool = False
@@ -194,7 +197,7 @@ class Scheduler:
         before, state.in_flight = state.in_flight, launched
         if before is not None:
             self._process(before)
-        if launched is not None and not self._parts.overlap:
+        if launched is not None and not self._resources.overlap:
             self._settle()
         return launched is not None or was_in_flight
 
@@ -247,7 +250,7 @@ class Scheduler:
             [work.req for work in works], [work.is_last_chunk for work in works]
         )
         batch = make_prefill_batch(works, state.pools, info, load)
-        if self._parts.overlap:
+        if self._resources.overlap:
             batch.forward.mostly_done = device_runtime(state.pools.device).make_event()
         started = time.monotonic()
         result, _ = self._forward(batch)
@@ -273,7 +276,7 @@ class Scheduler:
     def _forward(self, batch: ModelWorkerBatch) -> tuple[StepResult, torch.Tensor]:
         """Launch a forward; return its result, and its tokens, int64 `[bs]` on the device."""
         with explaining_out_of_memory():
-            output, token_ids = self._parts.worker.forward_batch_generation(batch)
+            output, token_ids = self._resources.worker.forward_batch_generation(batch)
             return StepResult(output, token_ids), token_ids
 
     def _prepare_decode(self) -> bool:

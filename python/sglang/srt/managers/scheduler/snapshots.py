@@ -22,13 +22,15 @@ import torch
 
 from sglang.srt.hardware_backend.device_runtime import on_device
 from sglang.srt.managers.scheduler.policy import SpareState, first_to_give_up, states_to_load
-from sglang.srt.mem_cache.tree.base_prefix_cache import EvictParams
+from sglang.srt.mem_cache.tree.base_prefix_cache import (
+    BasePrefixCache,
+    EvictParams,
+    StatefulRequest,
+)
 
 if TYPE_CHECKING:
-    from sglang.srt.managers.scheduler.requests.req import Req
-    from sglang.srt.managers.scheduler.requests.slots import RequestSlots
+    from sglang.srt.managers.scheduler.requests.req import Req, RequestSlots
     from sglang.srt.mem_cache.device.state_pool import StatePool
-    from sglang.srt.mem_cache.tree.base_prefix_cache import BasePrefixCache, StatefulRequest
 
 
 @dataclass(frozen=True, slots=True)

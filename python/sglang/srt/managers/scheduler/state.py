@@ -13,19 +13,22 @@ import torch
 
 from sglang.srt.layers.penalties import GrammarRow
 from sglang.srt.layers.sampling_batch_info import SamplingBatchInfo
-from sglang.srt.managers.scheduler.batch_pools import release_slots
-from sglang.srt.managers.scheduler.policy import ceil_to_page
+from sglang.srt.managers.scheduler.batch import BatchPools
+from sglang.srt.managers.scheduler.policy import (
+    BatchLimits,
+    NewTokenEstimate,
+    SchedulePolicy,
+    ceil_to_page,
+)
+from sglang.srt.managers.scheduler.requests.req import NO_SLOTS
 from sglang.srt.managers.scheduler.requests.request_queues import RequestQueues
-from sglang.srt.mem_cache.tree.base_prefix_cache import EvictParams, Workload
+from sglang.srt.mem_cache.tree.base_prefix_cache import BasePrefixCache, EvictParams, Workload
 
 if TYPE_CHECKING:
     from sglang.srt.managers.scheduler.batch import DecodeBatch
-    from sglang.srt.managers.scheduler.batch_pools import BatchPools
     from sglang.srt.managers.scheduler.launched_step import LaunchedStep
-    from sglang.srt.managers.scheduler.policy import BatchLimits, NewTokenEstimate, SchedulePolicy
     from sglang.srt.managers.scheduler.requests.req import Req
     from sglang.srt.managers.scheduler.snapshots import Snapshots
-    from sglang.srt.mem_cache.tree.base_prefix_cache import BasePrefixCache
     from sglang.srt.observability.scheduler_metrics import SchedulerMetrics
 
 
@@ -106,8 +109,23 @@ class SchedulerState:
         return ceil_to_page(tokens, self.limits.page_size)
 
     def release(self, req: Req) -> None:
-        """Give back all that `req` holds on the device: see `release_slots`."""
-        release_slots(req, self.tree, self.pools)
+        """Give back all that `req` holds on the device. The tree gets its slots (the slots of a
+        probe are freed), the pool gets its row.
+
+        Slots of a decode step in flight are freed too. That is no race: their next use is queued
+        behind that step.
+        """
+        rows, allocator = self.pools.req_to_token_pool, self.pools.allocator
+        slots, progress = req.slots, req.progress
+        begin = ceil_to_page(progress.kv_committed_len, allocator.page_size)
+        end = progress.next_seq_len
+        if begin < end:
+            allocator.free_in_order(rows.req_to_token[slots.row, begin:end].to(torch.int64))
+        self.tree.cache_finished_req(slots, is_insert=not req.is_probe)
+        rows.free(slots)
+        slots.history.forget()
+        progress.kv_committed_len = 0
+        slots.prefix_indices = NO_SLOTS
         self.snapshots.release(req)
 
     def check_integrity(self) -> None:

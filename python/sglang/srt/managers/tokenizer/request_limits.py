@@ -1,18 +1,21 @@
-"""All limits of a request, checked before the scheduler sees it. Pure functions.
+"""All limits of a request, checked before the scheduler sees it, and its message to the scheduler.
 
-`check_request` comes before the prompt is tokenized, `check_prompt` after it.
+`check_request` comes before the prompt is tokenized, `check_prompt` and `tokenized` after it. Pure
+functions, but for a drawn seed.
 """
 
 from __future__ import annotations
 
+import copy
 import re
+import secrets
 from dataclasses import dataclass
 from typing import Final
 
-from sglang.srt.arg_groups.disaggregation import DisaggregationMode
+from sglang.srt.arg_groups.disaggregation import FAKE_BOOTSTRAP_HOST, DisaggregationMode
 from sglang.srt.arg_groups.prefill_hosts import PREFILL_HOSTS_FLAG, PrefillHosts
-from sglang.srt.constants import HEALTH_CHECK_RID_PREFIX
-from sglang.srt.managers.messages.io_struct import Bootstrap
+from sglang.srt.constants import DEFAULT_BOOTSTRAP_PORT, HEALTH_CHECK_RID_PREFIX
+from sglang.srt.managers.messages.io_struct import MAX_ROOM, Bootstrap, TokenizedGenerateReqInput
 from sglang.srt.managers.tokenizer.generate_request import GenerateRequest, InvalidRequest
 from sglang.srt.mem_cache.tree.radix_key import TokenArray
 from sglang.srt.utils.network import base_url
@@ -70,10 +73,21 @@ def check_request(request: GenerateRequest, limits: RequestLimits) -> None:
         InvalidRequest: Names the field, what is wrong and what is allowed.
     """
     _check_fields(request)
-    _check_queue(request, limits.max_queued_requests)
+    if request.num_outputs > limits.max_queued_requests:
+        # A retry would not help: the queue cannot hold them.
+        raise InvalidRequest(
+            f"n: the body asks for {request.num_outputs} outputs, and at most "
+            f"{limits.max_queued_requests} may wait (--max-queued-requests): split it",
+            field="n",
+        )
     _check_role(request, limits)
-    if request.bootstrap is not None and not limits.may_contact(request.bootstrap):
-        raise _foreign(request.bootstrap)
+    room = request.bootstrap
+    if room is not None and not limits.may_contact(room):
+        raise InvalidRequest(
+            f"bootstrap_host: {base_url(room.host, room.port)} is none of the prefill servers of "
+            f"this decode server: name it with {PREFILL_HOSTS_FLAG}",
+            field="bootstrap_host",
+        )
     try:
         request.sampling_params.verify(limits.vocab_size)
     except ValueError as error:
@@ -128,16 +142,6 @@ def _check_fields(request: GenerateRequest) -> None:
         raise InvalidRequest("priority must fit in 32 bits", field="priority")
 
 
-def _check_queue(request: GenerateRequest, max_queued_requests: int) -> None:
-    """Refuse a body with more requests than the queue can hold: a retry would not help."""
-    if request.num_outputs > max_queued_requests:
-        raise InvalidRequest(
-            f"n: the body asks for {request.num_outputs} outputs, and at most "
-            f"{max_queued_requests} may wait (--max-queued-requests): split it",
-            field="n",
-        )
-
-
 def _check_role(request: GenerateRequest, limits: RequestLimits) -> None:
     """Check that requests have rooms on prefill and decode servers, and none on others. The
     server's own probes have none."""
@@ -157,14 +161,6 @@ def _check_role(request: GenerateRequest, limits: RequestLimits) -> None:
             "adds bootstrap_host, bootstrap_port and bootstrap_room",
             field="bootstrap_room",
         )
-
-
-def _foreign(bootstrap: Bootstrap) -> InvalidRequest:
-    return InvalidRequest(
-        f"bootstrap_host: {base_url(bootstrap.host, bootstrap.port)} is none of the prefill "
-        f"servers of this decode server: name it with {PREFILL_HOSTS_FLAG}",
-        field="bootstrap_host",
-    )
 
 
 def _check_tokens(tokens: TokenArray, limits: RequestLimits, field: str) -> None:
@@ -233,3 +229,73 @@ def _leading_name(message: str) -> str | None:
     """The field that a `SamplingParams` error begins with."""
     match = re.match(r"[a-z][a-z_]*", message)
     return match[0] if match else None
+
+
+_SEED_BITS: Final = 63
+
+
+def combine_extra_key(extra_key: str | None, cache_salt: str | None) -> str | None:
+    """Combine `extra_key` and `cache_salt` into one key. Equal keys mean equal inputs.
+
+    The key has the tag, length and text of each given part. A crafted value of one part cannot look
+    like the other part, and an empty text differs from an absent one.
+
+    Returns:
+        The key; None if neither part is given. Requests without a key share their prefixes.
+    """
+    parts = [
+        f"{tag}{len(text)}:{text}"
+        for tag, text in (("e", extra_key), ("s", cache_salt))
+        if text is not None
+    ]
+    return "".join(parts) or None
+
+
+def tokenized(
+    request: GenerateRequest, tokens: TokenArray, limits: RequestLimits, created_time: float
+) -> TokenizedGenerateReqInput:
+    """The message for `request`, with a completed copy of its sampling parameters.
+
+    Args:
+        request: Request that passed `check_request`, and with `tokens` `check_prompt`.
+        tokens: The prompt.
+        limits: Limits of the server.
+        created_time: `time.monotonic()` on arrival.
+    """
+    params = copy.copy(request.sampling_params)
+    params.normalize()
+    if params.top_k > limits.vocab_size:
+        params.top_k = -1
+    if request.default_max_new_tokens is not None:
+        room = limits.context_len - len(tokens)
+        default = max(min(request.default_max_new_tokens or room, room), 1)
+        # A minimum above the default raises the limit.
+        params.max_new_tokens = max(default, params.min_new_tokens)
+    seed = params.sampling_seed
+    decodes_only = limits.disaggregation_mode == DisaggregationMode.DECODE
+    draws_room = (
+        limits.draws_rooms
+        and request.bootstrap is None
+        and not request.rid.startswith(HEALTH_CHECK_RID_PREFIX)
+    )
+    bootstrap = request.bootstrap
+    if draws_room:
+        # No other server takes part in this room.
+        number = secrets.randbelow(MAX_ROOM + 1)
+        bootstrap = Bootstrap(FAKE_BOOTSTRAP_HOST, DEFAULT_BOOTSTRAP_PORT, number)
+    return TokenizedGenerateReqInput(
+        rid=request.rid,
+        input_ids=tokens,
+        sampling_params=params,
+        seed=secrets.randbits(_SEED_BITS) if seed is None else seed,
+        stream=request.stream,
+        return_logprob=request.return_logprob,
+        top_logprobs_num=request.top_logprobs_num,
+        # The prefill server computes the logprobs of the prompt.
+        logprob_start_len=-1 if decodes_only else request.logprob_start_len,
+        extra_key=combine_extra_key(request.extra_key, request.cache_salt),
+        priority=request.priority,
+        sample_of=request.sample_of,
+        bootstrap=bootstrap,
+        created_time=created_time,
+    )

@@ -1,6 +1,6 @@
 """The server process's side of the engine: requests in, growing outputs out.
 
-A request is checked (`request_limits`), encoded (`prompt_encoder`, `tokenized_request`) and sent
+A request is checked (`request_limits`), encoded (`prompt_encoder`) and sent
 (`server_channel`) in `TokenizerManager.submit`; its outputs collect in a `RequestState`. Everything
 runs on the event loop that called `start`; only `PromptEncoder` has a thread.
 """
@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING
 
 from sglang.srt.arg_groups.disaggregation import DisaggregationMode
 from sglang.srt.constants import HEALTH_CHECK_RID_PREFIX
-from sglang.srt.managers.detokenizer.stop_trimmer import StopTrimmer
 from sglang.srt.managers.messages.io_struct import (
     AbortReq,
     ControlReqOutput,
@@ -25,17 +24,20 @@ from sglang.srt.managers.messages.io_struct import (
     ShutdownReq,
     ToServer,
 )
-from sglang.srt.managers.tokenizer.control_client import ControlClient
 from sglang.srt.managers.tokenizer.generate_request import (
     EngineUnavailable,
     GenerateRequest,
     InvalidRequest,
 )
 from sglang.srt.managers.tokenizer.prompt_encoder import PromptEncoder
-from sglang.srt.managers.tokenizer.request_limits import RequestLimits, check_prompt, check_request
-from sglang.srt.managers.tokenizer.request_state import RequestState
-from sglang.srt.managers.tokenizer.server_channel import ServerChannel
-from sglang.srt.managers.tokenizer.tokenized_request import tokenized
+from sglang.srt.managers.tokenizer.request_limits import (
+    RequestLimits,
+    check_prompt,
+    check_request,
+    tokenized,
+)
+from sglang.srt.managers.tokenizer.request_state import RequestState, StopTrimmer
+from sglang.srt.managers.tokenizer.server_channel import ControlClient, ServerChannel
 from sglang.srt.mem_cache.tree.radix_key import token_array
 from sglang.srt.observability.server_metrics import ServerMetrics
 from sglang.srt.utils.logging_utils import RateLimitedLogger
@@ -66,7 +68,7 @@ class TokenizerManager:
         self._channel = ServerChannel(ipc, self._handle, self.fail_all)
         self.control = ControlClient(self._channel.send)
         self._log_requests = log_requests
-        self._encoder = PromptEncoder(tokenizer)
+        self.encoder = PromptEncoder(tokenizer)
         self._states: dict[str, RequestState] = {}
         self._leaving: set[str] = set()
         """Ids of requests that have lost their client, until their last output comes. The ids are
@@ -84,7 +86,7 @@ class TokenizerManager:
     async def close(self) -> None:
         """Fail pending requests and close the sockets. Idempotent."""
         self.fail_all("the engine has been shut down")
-        self._encoder.close()
+        self.encoder.close()
         await self._channel.close()
 
     def fail_all(self, reason: str) -> None:
@@ -130,7 +132,7 @@ class TokenizerManager:
         try:
             for request in requests:
                 check_request(request, self.limits)
-            prompts = self._encoder.encode_now(requests)
+            prompts = self.encoder.encode_now(requests)
             for request, tokens in zip(requests, prompts, strict=True):
                 if tokens is not None:
                     check_prompt(request, tokens, self.limits)
@@ -169,10 +171,6 @@ class TokenizerManager:
         with self.submit([request]) as (state,):
             return await state.wait_for_end()
 
-    async def tokenize(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        """Token ids of `text`."""
-        return await self._encoder.encode(text, add_special_tokens=add_special_tokens)
-
     async def abort(self, rid: str) -> None:
         """Abort the request `rid` and all its samples."""
         meant = [
@@ -193,7 +191,7 @@ class TokenizerManager:
 
         async def run() -> None:
             tokens = token_array(
-                await self._encoder.encode(
+                await self.encoder.encode(
                     request.text or "", add_special_tokens=request.add_special_tokens
                 )
             )
@@ -234,11 +232,20 @@ class TokenizerManager:
             self._leaving.add(state.rid)
             if self._channel.is_open:
                 self._channel.send(AbortReq(rid=state.rid))
-        probe = state.rid.startswith(HEALTH_CHECK_RID_PREFIX)
-        if self.metrics is not None and not probe:
+        if state.rid.startswith(HEALTH_CHECK_RID_PREFIX):
+            return
+        if self.metrics is not None:
             self.metrics.observe_end(state.outcome, state.seconds)
-        if self._log_requests and not probe:
-            _log_end(state)
+        if self._log_requests:
+            logger.info(
+                "request %s: %d prompt tokens (%d cached), %d output tokens, %.3f s, %s",
+                state.rid,
+                state.prompt_tokens,
+                state.cached_tokens_details.total,
+                len(state.output_ids),
+                time.monotonic() - state.created_time,
+                state.finish_reason.type if state.finish_reason else "left by its client",
+            )
 
     # ---- outputs ---------------------------------------------------------------------------
 
@@ -271,12 +278,9 @@ class TokenizerManager:
 
     def _observe_tokens(self, state: RequestState, fresh: int, now: float) -> None:
         last = state.last_token_time
-        if last is None:
-            state.first_token_time = now
         state.last_token_time = now
-        if self.metrics is None or not state.request.stream:
-            return
-        if state.rid.startswith(HEALTH_CHECK_RID_PREFIX):
+        is_probe = state.rid.startswith(HEALTH_CHECK_RID_PREFIX)
+        if self.metrics is None or not state.request.stream or is_probe:
             return
         if last is None:
             self.metrics.observe_first_token(now - state.created_time)
@@ -289,15 +293,3 @@ def _abort_unsent(states: Iterable[RequestState]) -> None:
     for state in list(states):
         if not state.is_sent:
             state.abort_unsent()
-
-
-def _log_end(state: RequestState) -> None:
-    logger.info(
-        "request %s: %d prompt tokens (%d cached), %d output tokens, %.3f s, %s",
-        state.rid,
-        state.prompt_tokens,
-        state.cached_tokens_details.total,
-        len(state.output_ids),
-        time.monotonic() - state.created_time,
-        state.finish_reason.type if state.finish_reason else "left by its client",
-    )

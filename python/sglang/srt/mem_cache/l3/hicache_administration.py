@@ -21,7 +21,7 @@ from sglang.srt.mem_cache.storage.types import StorageUnavailable
 from sglang.srt.mem_cache.tree.on_all_ranks import MOST_REASON_BYTES, reasons
 from sglang.srt.mem_cache.tree.tick_sync import Progress, Status
 from sglang.srt.utils.background_call import BackgroundCall
-from sglang.srt.utils.listeners import log_exposed_ports
+from sglang.srt.utils.network import log_exposed_ports
 
 logger = logging.getLogger(__name__)
 

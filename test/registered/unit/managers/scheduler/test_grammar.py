@@ -10,7 +10,7 @@ import pytest
 
 from rigs.models.grammar_rig import EOS_ID, HandBackend, text_of
 from rigs.schedulers.scheduler_rig import SchedulerRig, greedy, prompt
-from sglang.srt.constrained.limits import GrammarLimits
+from sglang.srt.constrained.grammar import GrammarLimits
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci
 

@@ -17,7 +17,8 @@ from sglang.srt.managers.messages.io_struct import (
     ToScheduler,
 )
 from sglang.srt.managers.scheduler.batch import PrefillWork
-from sglang.srt.managers.scheduler.parts import PrefillPart, SchedulerResources, make_parts
+from sglang.srt.managers.scheduler.parts import SchedulerResources, make_parts
+from sglang.srt.managers.scheduler.prefill import PrefillScheduler
 from sglang.srt.managers.scheduler.scheduler import Scheduler, SchedulerOutput
 from sglang.srt.observability.scheduler_metrics import SchedulerMetrics
 from sglang.srt.sampling.sampling_params import SamplingParams
@@ -113,25 +114,20 @@ def test_sampled_tokens_do_not_depend_on_the_company(model: Path) -> None:
     assert rig.results["b"].output_ids != rig.results["a"].output_ids
 
 
-class _Closed:
+class _Closed(PrefillScheduler):
     """Prefills nothing until it is opened."""
 
-    def __init__(self, inner: PrefillPart) -> None:
-        self._inner = inner
-        self.is_open = False
+    is_open = False
 
     def schedule(self) -> tuple[list[PrefillWork], int] | None:
-        return self._inner.schedule() if self.is_open else None
-
-    def on_launched(self, works: list[PrefillWork]) -> None:
-        self._inner.on_launched(works)
+        return super().schedule() if self.is_open else None
 
 
 def test_a_scheduler_uses_the_parts_that_it_is_given(model: Path, alone: list[list[int]]) -> None:
     rig = SchedulerRig(model)
     resources = SchedulerResources(worker=rig.worker, tree=rig.tree, metrics=SchedulerMetrics())
     parts = make_parts(rig.server_args, resources)
-    prefill = _Closed(parts.prefill)
+    prefill = _Closed(parts.state)
     rig.scheduler = Scheduler(dataclasses.replace(parts, prefill=prefill))
     rig.step(rig.request("waits", PROMPTS[0]))
     for _ in range(3):

@@ -20,16 +20,20 @@ from sglang.srt.managers.messages.io_struct import (
     TokenizedGenerateReqInput,
 )
 from sglang.srt.managers.tokenizer import prompt_encoder
-from sglang.srt.managers.tokenizer.control_client import ControlClient
 from sglang.srt.managers.tokenizer.generate_request import (
     EngineUnavailable,
     GenerateRequest,
     InvalidRequest,
+    expand_samples,
 )
 from sglang.srt.managers.tokenizer.prompt_encoder import SHORT_CHARS, PromptEncoder
-from sglang.srt.managers.tokenizer.request_limits import RequestLimits, check_prompt, check_request
-from sglang.srt.managers.tokenizer.samples import expand_samples
-from sglang.srt.managers.tokenizer.tokenized_request import tokenized
+from sglang.srt.managers.tokenizer.request_limits import (
+    RequestLimits,
+    check_prompt,
+    check_request,
+    tokenized,
+)
+from sglang.srt.managers.tokenizer.server_channel import ControlClient
 from sglang.srt.mem_cache.tree.radix_key import token_array
 from sglang.srt.observability.server_metrics import ServerMetrics
 from sglang.srt.sampling.sampling_params import SamplingParams
@@ -224,7 +228,7 @@ def test_an_abort_during_tokenization_ends_the_request_and_all_its_samples(
         with fake_engine() as engine:
             manager = engine.manager()
             await manager.start()
-            thread = GatedEncoding(manager._encoder)
+            thread = GatedEncoding(manager.encoder)
             request = ask("aa", rid="r", sampling_params=SamplingParams(max_new_tokens=4, n=3))
             samples = [
                 asyncio.create_task(manager.generate_whole(one))
@@ -256,7 +260,7 @@ def test_an_id_is_taken_while_its_prompt_is_tokenized() -> None:
         with fake_engine() as engine:
             manager = engine.manager()
             await manager.start()
-            thread = GatedEncoding(manager._encoder)
+            thread = GatedEncoding(manager.encoder)
             first = asyncio.create_task(manager.generate_whole(ask("aa", rid="r")))
             await until(lambda: bool(thread.begun))
             second = asyncio.create_task(manager.generate_whole(ask("bb", rid="r")))
@@ -277,7 +281,7 @@ def test_what_is_tokenized_ends_with_the_engine() -> None:
         with fake_engine() as engine:
             manager = engine.manager()
             await manager.start()
-            thread = GatedEncoding(manager._encoder)
+            thread = GatedEncoding(manager.encoder)
             running = asyncio.create_task(manager.generate_whole(ask("aa")))
             waiting = asyncio.create_task(manager.generate_whole(ask("bb")))
             await until(lambda: bool(thread.begun))
@@ -324,10 +328,10 @@ def test_a_tokenizer_that_fails_ends_its_request_alone() -> None:
             def fail(text: str, add_special_tokens: bool) -> list[int]:
                 raise RuntimeError(f"cannot encode {text!r}")
 
-            encode, manager._encoder._far = manager._encoder._far, fail
+            encode, manager.encoder._far = manager.encoder._far, fail
             with pytest.raises(RuntimeError, match="cannot encode 'ab'"):
                 await manager.generate_whole(ask(rid="r"))
-            manager._encoder._far = encode
+            manager.encoder._far = encode
             assert (await manager.generate_whole(ask(rid="r"))).text == "abab"
             await manager.close()
 

@@ -11,12 +11,13 @@ from typing import TYPE_CHECKING, Any, Final, TypedDict
 import msgspec
 import torch
 
+from sglang.srt.arg_groups.checks import ranks_per_node
 from sglang.srt.arg_groups.cli import flag_name
 from sglang.srt.arg_groups.disaggregation import DisaggregationMode, TransferBackend, moves_pages
-from sglang.srt.arg_groups.parallelism import ranks_per_node
 from sglang.srt.arg_groups.remote_weights import offers_weights, reads_weights, seed_host_port
 from sglang.srt.configs.model_config import ModelConfig
-from sglang.srt.constrained.grammar_backend import create_grammar_backend
+from sglang.srt.constrained.grammar import GrammarLimits
+from sglang.srt.constrained.xgrammar_backend import XGrammarBackend
 from sglang.srt.disaggregation.base.bootstrap_route import Route
 from sglang.srt.disaggregation.base.conn import KVArgs
 from sglang.srt.disaggregation.roles import MakeRole, role_of
@@ -28,11 +29,10 @@ from sglang.srt.hardware_backend.device_kinds import device_kind
 from sglang.srt.hardware_backend.device_runtime import detect_device, device_runtime
 from sglang.srt.layers.linear_attention.extend_plan import CHUNK
 from sglang.srt.managers.detokenizer.incremental_detokenizer import make_decoder_factory
+from sglang.srt.managers.scheduler.launched_step import TpModelWorker
 from sglang.srt.managers.scheduler.parts import SchedulerResources, make_parts
 from sglang.srt.managers.scheduler.process.same_settings import check_same_settings
 from sglang.srt.managers.scheduler.scheduler import Scheduler
-from sglang.srt.managers.scheduler.tp_worker import TpModelWorker
-from sglang.srt.managers.scheduler.watchdog import TickWatchdog
 from sglang.srt.mem_cache.device.model_pools import ModelPools
 from sglang.srt.mem_cache.host.host_layout import check_layout_and_io
 from sglang.srt.mem_cache.registry import TreeCacheBuildContext, create_tree_cache
@@ -60,6 +60,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from sglang.srt.distributed.rendezvous import Rendezvous
+    from sglang.srt.managers.scheduler.process.run import TickWatchdog
     from sglang.srt.mem_cache.tree.base_prefix_cache import BasePrefixCache
     from sglang.srt.server_args import ServerArgs
 
@@ -176,11 +177,11 @@ def build_scheduler(
         metrics=metrics,
         group=group,
         new_decoder=make_decoder_factory(tokenizer),
-        grammar_backend=lambda: create_grammar_backend(
-            server_args.grammar_backend,
+        grammar_backend=lambda: XGrammarBackend(
             tokenizer,
             model_config.vocab_size,
             model_config.eos_token_ids,
+            GrammarLimits(),
             any_whitespace=not server_args.constrained_json_disable_any_whitespace,
         ),
         weight_seed=_make_weight_seed(runner, group),
@@ -275,7 +276,10 @@ def init_pools(runner: ModelRunner, server_args: ServerArgs, group: RankGroup) -
     )
     wanted = [size.amount, rows.amount, *([] if states is None else [states.amount])]
     tokens, requests, *num_states = group.reduce_min(torch.tensor(wanted)).tolist()
-    runner.init_memory_pool(tokens, requests, _longest_pass(server_args), *num_states)
+    chunk = server_args.chunked_prefill_size
+    # Prompts that are not cut may have more new tokens in a prefill.
+    longest_pass = server_args.max_prefill_tokens if chunk is None or chunk == -1 else chunk
+    runner.init_memory_pool(tokens, requests, longest_pass, *num_states)
     gigabytes = (tokens + page_size) * runner.kv_bytes_per_token() / 1e9
     other = "what another rank has room for"
     why = size.reason if tokens == size.amount else other
@@ -315,12 +319,6 @@ def _line_of_states(runner: ModelRunner, num_states: int, why: str) -> str:
         f"{(num_states + 1) * each / 1e9:.2f} GB ({why}); a prefix of {_EXAMPLE_PREFIX} tokens "
         f"takes {prefix_gigabytes:.3f} GB of keys and values and {each / 1e9:.3f} GB of state"
     )
-
-
-def _longest_pass(server_args: ServerArgs) -> int:
-    """Usual limit of new tokens in a prefill; prompts that are not cut may have more."""
-    chunk = server_args.chunked_prefill_size
-    return server_args.max_prefill_tokens if chunk is None or chunk == -1 else chunk
 
 
 def _make_tree(

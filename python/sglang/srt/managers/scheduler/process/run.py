@@ -1,36 +1,218 @@
-"""The scheduler's process: builds a rank, says ready, runs the loop."""
+"""The scheduler's process: builds a rank, says ready, runs the loop, watches the other ranks."""
 
 from __future__ import annotations
 
+import faulthandler
 import logging
 import os
+import sys
 import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from multiprocessing.connection import Connection
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final, NoReturn
 
+import torch
+import zmq
 from tqdm import tqdm
 
-from sglang.srt.arg_groups.parallelism import ranks_per_node
+from sglang.srt.arg_groups.checks import ranks_per_node
 from sglang.srt.distributed.device_communicators.mooncake_containment import (
     contain_parser_errors,
 )
-from sglang.srt.distributed.rank_group import RankLost
-from sglang.srt.managers.messages.ready_message import send_error, send_ready
+from sglang.srt.distributed.parallel_state import make_store
+from sglang.srt.distributed.rank_group import RankGroup, RankLost
+from sglang.srt.distributed.rank_watch import LIMIT_S, RankWatch
+from sglang.srt.environ import envs
+from sglang.srt.managers.messages.io_struct import (
+    SCHEDULER_DECODER,
+    BatchTokenIDOutput,
+    ControlReqOutput,
+    ToScheduler,
+    encode,
+)
+from sglang.srt.managers.messages.ipc import (
+    LOST_A_RANK,
+    IpcAddresses,
+    pull_socket,
+    push_socket,
+    send_error,
+    send_ready,
+)
 from sglang.srt.managers.scheduler.process.build import build_scheduler
-from sglang.srt.managers.scheduler.process.channel import ZmqChannel
-from sglang.srt.managers.scheduler.process.other_ranks import OtherRanks, share_cores
-from sglang.srt.managers.scheduler.watchdog import TickWatchdog
 from sglang.srt.mem_cache.hicache_storage import StorageUnavailable
-from sglang.srt.utils.listeners import log_exposed_ports
+from sglang.srt.utils.bad_messages import MALFORMED, BadMessages
 from sglang.srt.utils.logging_utils import configure_logger
+from sglang.srt.utils.network import log_exposed_ports
 from sglang.srt.utils.process import freeze_heap, leave_signals_to_parent, start_parent_watch
 
 if TYPE_CHECKING:
     from sglang.srt.distributed.rendezvous import Rendezvous
-    from sglang.srt.managers.messages.ipc import IpcAddresses
     from sglang.srt.server_args import ServerArgs
 
 logger = logging.getLogger(__name__)
+
+
+def end_hung_process() -> None:
+    """Write the stacks of all threads to stderr and exit: a hung tick cannot be unwound."""
+    faulthandler.dump_traceback(sys.stderr, all_threads=True)
+    logging.shutdown()
+    os._exit(70)
+
+
+class TickWatchdog:
+    """Ends the process if the scheduler's tick under way takes too long: a forward or a copy hangs,
+    or another rank does not take part in what all ranks do.
+
+    Owns one daemon thread, `tick-watchdog`. `guard` is for one thread, the scheduler's.
+
+    Args:
+        timeout: Seconds that one tick may take.
+        on_hang: Called once from the watchdog's thread.
+        clock: Seconds, monotonic.
+    """
+
+    def __init__(
+        self,
+        timeout: float,
+        on_hang: Callable[[], None] = end_hung_process,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._timeout = timeout
+        self._on_hang = on_hang
+        self._clock = clock
+        self._begin: float | None = None
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="tick-watchdog", daemon=True)
+        self._thread.start()
+
+    @contextmanager
+    def guard(self) -> Iterator[None]:
+        """Context in which a tick runs."""
+        self._begin = self._clock()
+        try:
+            yield
+        finally:
+            self._begin = None
+
+    def close(self) -> None:
+        """End the thread. Idempotent."""
+        self._closed.set()
+        self._thread.join()
+
+    def _watch(self) -> None:
+        while not self._closed.wait(min(1.0, self._timeout / 4)):
+            begin = self._begin
+            if begin is not None and self._clock() - begin > self._timeout:
+                logger.critical(
+                    "a tick of the scheduler has taken more than --watchdog-timeout %.0f s: "
+                    "ending the process",
+                    self._timeout,
+                )
+                self._on_hang()
+                return
+
+
+_LINGER_MS: Final = 2000
+_MAX_MESSAGES_PER_TICK: Final = 1024
+"""A limit, because a flood of messages must not keep running requests waiting."""
+
+
+class ZmqChannel:
+    """Rank 0's channel. One thread uses it.
+
+    Args:
+        ipc: Addresses to listen on and to send to.
+    """
+
+    def __init__(self, ipc: IpcAddresses) -> None:
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._source = pull_socket(self._context, ipc.scheduler_input)
+        self._to_detokenizer = push_socket(self._context, ipc.detokenizer_input)
+        self._to_server = push_socket(self._context, ipc.server_input)
+        self._bad = BadMessages(logger, "message")
+
+    def receive(self, timeout_ms: int) -> list[ToScheduler]:
+        """Messages that are there, after waiting at most `timeout_ms` for the first."""
+        messages: list[ToScheduler] = []
+        self._source.set(zmq.RCVTIMEO, timeout_ms)
+        flags = 0
+        while len(messages) < _MAX_MESSAGES_PER_TICK:
+            try:
+                payload = self._source.recv(flags)
+            except zmq.Again:
+                break
+            flags = zmq.NOBLOCK
+            try:
+                messages += SCHEDULER_DECODER.decode(payload)
+            except MALFORMED as error:
+                self._bad.add(error)
+        return messages
+
+    def send(self, output: BatchTokenIDOutput | ControlReqOutput) -> None:
+        """Tokens to the detokenizer, answers to the server. Never blocks."""
+        is_tokens = isinstance(output, BatchTokenIDOutput)
+        (self._to_detokenizer if is_tokens else self._to_server).send(encode(output))
+
+    def close(self) -> None:
+        """Send the remaining messages within a bounded time, and close."""
+        self._context.destroy(linger=_LINGER_MS)
+
+
+_NAMING_S = LIMIT_S + 1.5
+"""Seconds for the watch to find out which rank is gone, if the transport does not say."""
+
+
+class OtherRanks:
+    """The other ranks of this process's server, if there are any. The scheduler's thread uses it.
+
+    Args:
+        rendezvous: Meeting point of the ranks; None: there are no others.
+    """
+
+    def __init__(self, rendezvous: Rendezvous | None) -> None:
+        self._rendezvous = rendezvous
+        self._watch: RankWatch | None = None
+
+    def prefix(self) -> str:
+        """Prefix of this process's error messages: the rank, if there are several."""
+        return "" if self._rendezvous is None else f"rank {self._rendezvous.rank}: "
+
+    def watch(self) -> None:
+        """Watch the other ranks, all of which have joined; end this process when one of them
+        ends."""
+        meeting = self._rendezvous
+        if meeting is not None:
+            self._watch = RankWatch(make_store(meeting), meeting.rank, meeting.size, end_process)
+
+    def leave(self, group: RankGroup) -> None:
+        """Wait in an orderly shutdown until every rank has left its loop. A collective."""
+        if self._watch is not None:
+            self._watch.close()
+        group.reduce_min(torch.zeros(1, dtype=torch.int64))
+
+    def end_after_loss(self, error: RankLost) -> NoReturn:
+        """End this process after a failed collective; the log names the rank that is gone."""
+        logger.critical("%s", error)
+        if self._watch is not None:
+            time.sleep(_NAMING_S)  # The watch ends the process first.
+        end_process(str(error))
+
+
+def end_process(cause: str) -> NoReturn:
+    """End this process because another rank is gone. Any thread."""
+    logger.critical("%s: this rank ends", cause)
+    logging.shutdown()
+    # Not SystemExit: threads of the cache may be in calls that block for minutes.
+    os._exit(LOST_A_RANK)
+
+
+def share_cores(ranks_here: int) -> None:
+    """Give torch this rank's part of the machine's cores, unless the environment sets the
+    number."""
+    if ranks_here > 1 and not envs.OMP_NUM_THREADS.is_set():
+        torch.set_num_threads(max(torch.get_num_threads() // ranks_here, 1))
 
 
 def run_scheduler_process(
@@ -50,7 +232,7 @@ def run_scheduler_process(
         server_args: Resolved arguments.
         ipc: Socket addresses of this server.
         rendezvous: Meeting point of the ranks, and this rank's number; None: it is alone.
-        ready_pipe: Gets one JSON message, `ready_message`.
+        ready_pipe: Gets one JSON message, by `send_ready` or `send_error`.
         parent_pid: Process whose end also ends this one; by default the one that started it.
     """
     leave_signals_to_parent()

@@ -9,16 +9,152 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
 
 from sglang.srt.constants import HEALTH_CHECK_RID_PREFIX
+from sglang.srt.layers.penalties import TokenHistory
 from sglang.srt.managers.messages.io_struct import (
     CachedTokensDetails,
+    FinishReason,
     Stages,
     TokenizedGenerateReqInput,
+    TopLogprobs,
 )
-from sglang.srt.managers.scheduler.requests.progress import RequestProgress
-from sglang.srt.managers.scheduler.requests.slots import RequestSlots
-from sglang.srt.mem_cache.tree.radix_key import RadixKey
+from sglang.srt.mem_cache.tree.radix_key import RadixKey, TokenArray, token_array
+
+if TYPE_CHECKING:
+    from sglang.srt.constrained.grammar import GrammarMatcher, GrammarTicket
+    from sglang.srt.managers.scheduler.requests.stop import StopFinder
+    from sglang.srt.mem_cache.device.memory_pool import ReqToTokenPool
+    from sglang.srt.mem_cache.tree.tree_node import TreeNode
+
+
+@dataclass(slots=True, eq=False)
+class RequestProgress:
+    """Progress of a request. Counts are tokens."""
+
+    prompt_ids: TokenArray
+    """The prompt, which never changes."""
+    output_ids: list[int] = field(default_factory=list)
+    output_logprobs: list[float] = field(default_factory=list)
+    output_top_logprobs: list[TopLogprobs] = field(default_factory=list)
+    input_logprobs: list[float] = field(default_factory=list)
+    """Logprobs of the prompt's tokens after `logprob_start_len` that are computed so far."""
+    input_top_logprobs: list[TopLogprobs] = field(default_factory=list)
+    cached_on_arrival: int = 0
+    """Tokens of the prompt that L1 and L2 had on arrival."""
+    kv_committed_len: int = 0
+    """Tokens whose keys and values are in the pool."""
+    num_in_flight: int = 0
+    """Tokens after the committed ones that decode steps in flight compute. They have slots; the CPU
+    does not know yet whether the request ends before them."""
+    finish_reason: FinishReason | None = None
+    """Reason why it ended; set by `RequestQueues`."""
+    to_abort: FinishReason | None = None
+    """Reason why it ends before the next step; set by `RequestQueues`."""
+    stop_finder: StopFinder | None = None
+    """Search for stop strings and patterns, up to the end of `output_ids`; None: the request has
+    none, or no output yet."""
+    grammar_ticket: GrammarTicket | None = None
+    """Set while its grammar compiles: it cannot be scheduled."""
+    matcher: GrammarMatcher | None = None
+    """Matcher of its grammar, which has accepted `output_ids`; a retracted request keeps it."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of prompt and output so far. A prefill computes all of them."""
+        return len(self.prompt_ids) + len(self.output_ids)
+
+    @property
+    def uncommitted_tokens(self) -> int:
+        """Tokens of prompt and output that a prefill still has to compute."""
+        return self.num_tokens - self.kv_committed_len
+
+    @property
+    def next_seq_len(self) -> int:
+        """Context length before the next decode step."""
+        return self.kv_committed_len + self.num_in_flight
+
+    def ids_between(self, begin: int, end: int) -> TokenArray:
+        """Tokens `[begin, end)` of prompt and output. A range inside the prompt is a view."""
+        prompt_len = len(self.prompt_ids)
+        if end <= prompt_len:
+            return self.prompt_ids[begin:end]
+        output = token_array(self.output_ids[max(0, begin - prompt_len) : end - prompt_len])
+        if begin >= prompt_len:
+            return output
+        return np.concatenate([self.prompt_ids[begin:], output])
+
+
+NO_SLOTS = torch.empty(0, dtype=torch.int64)
+
+
+@dataclass(slots=True, eq=False)
+class RequestSlots:
+    """Resources that a request holds. The tree and the row pool get only this part: it is a
+    `CacheableRequest`, for which the other parts are read-only.
+
+    Invariant between two steps: columns `[0, kv_committed_len)` of the row hold slots with the keys
+    and values of `kv_committed_ids`; the `num_in_flight` columns after them hold the slots that a
+    step in flight fills; and the row has no others.
+    """
+
+    spec: TokenizedGenerateReqInput
+    progress: RequestProgress
+    req_pool_idx: int | None = None
+    prefix_indices: torch.Tensor = NO_SLOTS
+    cache_protected_len: int = 0
+    last_node: TreeNode = field(init=False)
+    mamba_track_slot: torch.Tensor | None = None
+    mamba_last_track_seqlen: int | None = None
+    snapshot_slot: torch.Tensor | None = None
+    """int64 `[1]` on the CPU: slot of the next snapshot of a decode step; `mamba_track_slot` has
+    the last snapshot. The two slots take turns."""
+    snapshot_in_flight: int | None = None
+    """Tokens of the snapshot that a decode step in flight writes to `snapshot_slot`; None: none is
+    in flight."""
+    history: TokenHistory = field(init=False)
+    """Token counts for penalties, on the device while the request runs."""
+
+    def __post_init__(self) -> None:
+        self.history = TokenHistory(self.progress.prompt_ids, self.progress.output_ids)
+
+    @property
+    def rid(self) -> str:
+        return self.spec.rid
+
+    @property
+    def extra_key(self) -> str | None:
+        return self.spec.extra_key
+
+    @property
+    def priority(self) -> int:
+        return self.spec.priority
+
+    @property
+    def kv_committed_len(self) -> int:
+        return self.progress.kv_committed_len
+
+    @property
+    def kv_committed_ids(self) -> TokenArray:
+        return self.progress.ids_between(0, self.kv_committed_len)
+
+    @property
+    def row(self) -> int:
+        """`req_pool_idx` of a request that has one."""
+        assert self.req_pool_idx is not None, f"request {self.rid} has no row"
+        return self.req_pool_idx
+
+    def own_slots(self, pool: ReqToTokenPool) -> torch.Tensor:
+        """int64: slots that the request owns itself; they follow the tree's in its row."""
+        if self.req_pool_idx is None:
+            return NO_SLOTS
+        row = pool.req_to_token[self.req_pool_idx]
+        return row[self.cache_protected_len : self.progress.next_seq_len].to(torch.int64)
+
 
 _NOTHING_CACHED = CachedTokensDetails()
 
@@ -57,6 +193,8 @@ class Req:
     """End-of-sequence and stop tokens, unless the request ignores the former."""
     arrival_number: int = 0
     """See `policy.Arrival`."""
+    turn: int = 0
+    """See `policy.Arrival`; set by `RequestQueues`."""
     report: RequestReport = field(default_factory=RequestReport)
     is_probe: bool = field(init=False)
     """True for a health check, which is neither counted nor cached."""
@@ -88,11 +226,6 @@ class Req:
     @property
     def rid(self) -> str:
         return self.spec.rid
-
-    @property
-    def turn(self) -> int:
-        """See `policy.Arrival`."""
-        return self.progress.turn
 
     @property
     def rest_new_tokens(self) -> int:

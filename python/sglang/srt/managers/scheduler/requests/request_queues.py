@@ -50,7 +50,17 @@ class RequestQueues:
         finish   any -> ENDED; a HELD one may keep its slots
         let_go   ENDED -> ENDED, without slots
 
+    The collections are views, which follow changes.
+
     Attributes:
+        alive: Requests that have arrived and not ended, in order of arrival.
+        waiting: Requests that wait to be scheduled, in no particular order.
+        computing: Requests whose prompt is being computed, whole or in parts.
+        decoding: Requests that decode, in the order in which they joined.
+        held: Requests whose slots a transfer fills or reads.
+        aborted: Requests that end before the next step.
+        lingering: Ended requests whose slots a transfer still fills or reads.
+        digest: Digest of the requests that wait and of those with slots; see `ReplicatedState`.
         num_admitted: Requests that left the queue for slots, since the start; a retracted one
             counts again.
         num_joined: Requests that began to decode, since the start; a retracted one counts again.
@@ -63,23 +73,22 @@ class RequestQueues:
         self._states: dict[str, RequestState] = {}
         self._in: dict[RequestState, dict[str, Req]] = {state: {} for state in _LIVING}
         self._waiting = self._in[RequestState.WAITING]
-        self._computing = self._in[RequestState.COMPUTING]
-        self._decoding = self._in[RequestState.DECODING]
-        self._held = self._in[RequestState.HELD]
         self._lingering: dict[int, Req] = {}
         """Ended requests that keep slots, by `id`: a later request may have the same rid."""
         self._aborted: dict[str, Req] = {}
+        self.alive: Collection[Req] = self._alive.values()
+        self.waiting: Collection[Req] = self._waiting.values()
+        self.computing: Collection[Req] = self._in[RequestState.COMPUTING].values()
+        self.decoding: Collection[Req] = self._in[RequestState.DECODING].values()
+        self.held: Collection[Req] = self._in[RequestState.HELD].values()
+        self.aborted: Collection[Req] = self._aborted.values()
+        self.lingering: Collection[Req] = self._lingering.values()
         self.partial: Req | None = None
         self.num_admitted = 0
         self.num_joined = 0
-        self._digest = 0
+        self.digest = 0
 
     # ---- what ranks compare --------------------------------------------------------------------
-
-    @property
-    def digest(self) -> int:
-        """Digest of the requests that wait and of those with slots; see `ReplicatedState`."""
-        return self._digest
 
     def describe(self) -> Mapping[str, str]:
         """Entries of the digest; see `ReplicatedState`."""
@@ -91,37 +100,6 @@ class RequestQueues:
 
     # ---- queries -------------------------------------------------------------------------------
 
-    @property
-    def alive(self) -> Collection[Req]:
-        """Requests that have arrived and not ended, in order of arrival. The view follows
-        changes."""
-        return self._alive.values()
-
-    @property
-    def waiting(self) -> Collection[Req]:
-        """Requests that wait to be scheduled, in no particular order. The view follows changes."""
-        return self._waiting.values()
-
-    @property
-    def computing(self) -> Collection[Req]:
-        """Requests whose prompt is being computed, whole or in parts. The view follows changes."""
-        return self._computing.values()
-
-    @property
-    def decoding(self) -> Collection[Req]:
-        """Requests that decode, in the order in which they joined. The view follows changes."""
-        return self._decoding.values()
-
-    @property
-    def held(self) -> Collection[Req]:
-        """Requests whose slots a transfer fills or reads. The view follows changes."""
-        return self._held.values()
-
-    @property
-    def aborted(self) -> Collection[Req]:
-        """Requests that end before the next step. The view follows changes."""
-        return self._aborted.values()
-
     def holders(self) -> Iterator[Req]:
         """Requests that hold slots."""
         yield from self.decoding
@@ -130,15 +108,10 @@ class RequestQueues:
         yield from self.lingering
 
     @property
-    def lingering(self) -> Collection[Req]:
-        """Ended requests whose slots a transfer still fills or reads. The view follows changes."""
-        return self._lingering.values()
-
-    @property
     def num_holders(self) -> int:
         """Requests that hold slots."""
-        num_living = len(self._decoding) + len(self._computing) + len(self._held)
-        return num_living + len(self._lingering)
+        num_living = len(self.decoding) + len(self.computing) + len(self.held)
+        return num_living + len(self.lingering)
 
     def find(self, rid: str) -> Req | None:
         """The request with the id `rid` that has not ended, or None."""
@@ -162,7 +135,7 @@ class RequestQueues:
         """Add `req`, which is new and waits. Its id must be free."""
         assert req.rid not in self._alive, f"request {req.rid} is here already"
         assert req.progress.finish_reason is None, f"request {req.rid} has ended"
-        req.progress.turn = self.num_admitted + len(self.waiting)
+        req.turn = self.num_admitted + len(self.waiting)
         self._alive[req.rid] = req
         self._enter(req, RequestState.WAITING)
 
@@ -243,12 +216,12 @@ class RequestQueues:
         state = self.state_of(req)
         assert state in allowed, f"{transition}: request {req.rid} is {state.value}"
         del self._in[state][req.rid]
-        self._digest = (self._digest - hash_of(req.rid) * _weight(state)) % MODULUS
+        self.digest = (self.digest - hash_of(req.rid) * _weight(state)) % MODULUS
 
     def _enter(self, req: Req, state: RequestState) -> None:
         self._states[req.rid] = state
         self._in[state][req.rid] = req
-        self._digest = (self._digest + hash_of(req.rid) * _weight(state)) % MODULUS
+        self.digest = (self.digest + hash_of(req.rid) * _weight(state)) % MODULUS
 
 
 def _weight(state: RequestState) -> int:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from rigs.servers.fake_engine import byte_tokenizer
 from sglang.srt.managers.detokenizer.incremental_detokenizer import make_decoder_factory
-from sglang.srt.managers.scheduler.requests.stop_finder import (
+from sglang.srt.managers.scheduler.requests.stop import (
     StopFinder,
     StopMatch,
     StopRegexTooSlow,

@@ -18,7 +18,7 @@ from rigs.models.grammar_rig import HandBackend, text_of
 from rigs.models.letters import Letters
 from rigs.models.tiny_models import save_tiny_checkpoint
 from rigs.schedulers.scheduler_rig import SchedulerRig, greedy, prompt
-from sglang.srt.constrained.base_grammar_backend import Grammar, GrammarTicket
+from sglang.srt.constrained.grammar import Grammar, GrammarTicket
 from sglang.srt.distributed.rank_group import SingleRank
 from sglang.srt.managers.messages.io_struct import (
     AbortReq,
@@ -27,10 +27,12 @@ from sglang.srt.managers.messages.io_struct import (
     FinishReason,
     FlushCacheReqInput,
     ShutdownReq,
+    Tick,
     ToScheduler,
+    decode_tick,
+    encode,
 )
-from sglang.srt.managers.messages.tick import Tick, decode_tick, encode_tick
-from sglang.srt.managers.scheduler.requests.stop_finder import StopFinder, StopRegexTooSlow
+from sglang.srt.managers.scheduler.requests.stop import StopFinder, StopRegexTooSlow
 from sglang.srt.managers.scheduler.scheduler import SchedulerOutput
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.test.ci.ci_register import register_cpu_ci
@@ -84,7 +86,7 @@ class Ranks:
 
     def step(self, *messages: ToScheduler) -> None:
         self._now += 1.0
-        payload = encode_tick(self.rigs[0].scheduler.make_tick(self._now, messages))
+        payload = encode(self.rigs[0].scheduler.make_tick(self._now, messages))
         list(self._pool.map(lambda rig: rig.take(payload), self.rigs))
         digests = {rig.scheduler.state.queues.digest for rig in self.rigs}
         assert len(digests) == 1, "the ranks' queues differ"
@@ -131,11 +133,11 @@ def test_a_tick_comes_through_as_it_was(model: Path) -> None:
     rig = SchedulerRig(model)
     request = rig.request("r", [1, 2, 3], constrained(regex="a"), extra_key="k")
     tick = Tick(7.5, [request, AbortReq(rid="x")], (), is_idle=True)
-    came = decode_tick(encode_tick(tick))
+    came = decode_tick(encode(tick))
     assert (came.now, came.is_idle, len(came.messages)) == (7.5, True, 2)
-    assert encode_tick(came) == encode_tick(tick)
+    assert encode(came) == encode(tick)
     assert came.messages[0].input_ids.tolist() == [1, 2, 3]  # type: ignore[union-attr]
-    assert len(encode_tick(Tick(7.5))) < 32
+    assert len(encode(Tick(7.5))) < 32
 
 
 def test_ranks_that_get_the_same_ticks_say_the_same(
