@@ -21,12 +21,6 @@ import torch.nn.functional as F
 from triton.testing import do_bench
 
 from sglang.srt.layers.attention.dense_attention import dense_attention
-from sglang.srt.layers.fused_kernels import (
-    DeltaLayout,
-    DeltaStates,
-    ExpertChoice,
-    ExpertWeights,
-)
 from sglang.srt.layers.triton_ops import (
     expert_choice,
     fused_delta_net,
@@ -35,6 +29,12 @@ from sglang.srt.layers.triton_ops import (
     gating,
     gemv,
     norm,
+)
+from sglang.srt.layers.triton_ops.arguments import (
+    DeltaLayout,
+    DeltaStates,
+    ExpertChoice,
+    ExpertWeights,
 )
 from sglang.srt.layers.triton_ops.attention.decode_attention import decode_attention, make_arrivals
 from sglang.srt.layers.triton_ops.attention.extend_attention import (

@@ -27,7 +27,6 @@ from sglang.srt.distributed.tensor_group import (
     PeerParts,
     low_latency_bytes,
 )
-from sglang.srt.layers.placement import Share
 from sglang.srt.layers.triton_ops import norm, vocab
 
 ROUNDS: Final = 18
@@ -103,9 +102,8 @@ def work(group: MappedGroup) -> None:
         bound = 1e-5 if dtype is torch.float32 else 2e-2
         torch.testing.assert_close(normed.float(), wanted, rtol=bound, atol=bound)
         whole = logits(generator, width, size)
-        tokens = Share(rank * width, min((rank + 1) * width, VOCAB), VOCAB)
-        part = whole[:, rank * width : (rank + 1) * width]
-        found = vocab.argmax_of_ranks(part, tokens, group)
+        begin, end = rank * width, (rank + 1) * width
+        found = vocab.argmax_of_ranks(whole[:, begin:end], begin, min(end, VOCAB) - begin, group)
         assert found is not None
         assert found.tolist() == whole[:, :VOCAB].argmax(-1).tolist() == [17, 0, 4500]
 

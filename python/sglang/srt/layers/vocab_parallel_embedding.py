@@ -37,7 +37,9 @@ class VocabParallelEmbedding(WeightedLayer):
             return F.embedding(input_ids, self.weight)
         kernels = fused_kernels(input_ids.device)
         if kernels is not None:
-            rows = kernels.look_up_share(input_ids, self.weight, self.tokens)
+            rows = kernels.look_up_share(
+                input_ids, self.weight, self.tokens.begin, self.tokens.size
+            )
             return self._group.all_reduce(rows)
         places = input_ids - self.tokens.begin
         is_elsewhere = (places < 0) | (places >= self.tokens.size)
@@ -114,7 +116,9 @@ class VocabLogits:
         kernels = fused_kernels(self.part.device)
         found = None
         if kernels is not None:
-            found = kernels.argmax_of_ranks(self.part, self.tokens, self._group)
+            found = kernels.argmax_of_ranks(
+                self.part, self.tokens.begin, self.tokens.size, self._group
+            )
         return self._argmax_of_gathered() if found is None else found
 
     def _argmax_of_gathered(self) -> torch.Tensor:

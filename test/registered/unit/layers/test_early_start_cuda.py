@@ -10,7 +10,6 @@ import torch
 from rigs.models.triton_device import triton_device
 from sglang.srt.environ import envs
 from sglang.srt.hardware_backend.device_runtime import device_runtime
-from sglang.srt.layers.fused_kernels import FusedKernels
 from sglang.test.ci.ci_register import register_cuda_ci
 
 register_cuda_ci(est_time=30, suite="base-b-test-1-gpu-large")
@@ -18,7 +17,7 @@ register_cuda_ci(est_time=30, suite="base-b-test-1-gpu-large")
 DEVICE = triton_device()
 
 from sglang.srt.layers.triton_ops import early_start  # noqa: E402
-from sglang.srt.layers.triton_ops.fused import KERNELS  # noqa: E402
+from sglang.srt.layers.triton_ops.fused import KERNELS, FusedKernels  # noqa: E402
 
 SIZE, INNER = 512, 1024
 LAYERS, TURNS = (40, 50) if DEVICE == "cuda" else (2, 1)

@@ -13,7 +13,6 @@ import torch.nn.functional as F
 from rigs.models.triton_device import triton_device
 from sglang.srt.environ import envs
 from sglang.srt.layers.forward_batch_info import ForwardBatch, ForwardMode, StateBatch
-from sglang.srt.layers.fused_kernels import MOST_TAPS, ExpertChoice
 from sglang.srt.layers.layernorm import ZeroCenteredRMSNorm
 from sglang.srt.layers.linear_attention.delta_net import DeltaNetOptions, GatedDeltaNet
 from sglang.srt.layers.moe.sparse_moe import (
@@ -25,6 +24,7 @@ from sglang.srt.layers.moe.sparse_moe import (
 )
 from sglang.srt.layers.placement import TensorPlacement
 from sglang.srt.layers.rotary_embedding import Rotation, apply_rotary
+from sglang.srt.layers.triton_ops.arguments import MOST_TAPS, ExpertChoice
 from sglang.srt.mem_cache.device.mamba_pool import MambaPool, MambaSpec
 from sglang.srt.mem_cache.device.state_spec import PoolName
 from sglang.test.ci.ci_register import register_cuda_ci

@@ -117,7 +117,7 @@ def test_rows_of_a_rank(size: int, tokens: Share) -> None:
     for row, token in enumerate(ids.tolist()):
         if tokens.begin <= token < tokens.end:
             want[row] = weight[token - tokens.begin]
-    assert torch.equal(vocab.look_up_share(ids, weight, tokens), want)
+    assert torch.equal(vocab.look_up_share(ids, weight, tokens.begin, tokens.size), want)
 
 
 @pytest.mark.parametrize("with_norm", [False, True])

@@ -12,7 +12,6 @@ context's indexer keys if its slots are not consecutive.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
@@ -32,7 +31,6 @@ from sglang.srt.layers.attention.partial_attention import attend
 from sglang.srt.layers.attention.slot_plan import (
     VIEW_BYTES,
     DecodePlan,
-    ExtendSegment,
     Slots,
     longest_run,
 )
@@ -104,24 +102,12 @@ class DSATorchNativeBackend(MLATorchNativeBackend):
 
     def __init__(self, config: AttentionConfig, *, view_bytes: int = VIEW_BYTES) -> None:
         super().__init__(config, view_bytes=view_bytes)
-        self._slots: Sequence[Slots] = ()
-        self._device = torch.device(config.device)
         # Plans of the current batch, made for the first layer and reused by the others.
         self._contexts: dict[int, Context] = {}
         self._splits: dict[int, DecodeSplit] = {}
 
-    def _plan_decode(self, contexts: Sequence[Slots], device: torch.device) -> DecodePlan:
-        self._begin_batch(contexts, device)
-        return super()._plan_decode(contexts, device)
-
-    def _plan_extend(
-        self, contexts: Sequence[Slots], extend_lens: Sequence[int], device: torch.device
-    ) -> list[ExtendSegment]:
-        self._begin_batch(contexts, device)
-        return super()._plan_extend(contexts, extend_lens, device)
-
-    def _begin_batch(self, contexts: Sequence[Slots], device: torch.device) -> None:
-        self._slots, self._device = contexts, device
+    def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
+        super().init_forward_metadata(forward_batch)
         self._contexts, self._splits = {}, {}
 
     def forward(
@@ -165,7 +151,7 @@ class DSATorchNativeBackend(MLATorchNativeBackend):
             contexts = [self._slots[row] for row in short]
             self._splits[topk] = DecodeSplit(
                 torch.tensor(short, dtype=torch.int64, device=self._device),
-                super()._plan_decode(contexts, self._device) if short else None,
+                self._plan_decode(contexts) if short else None,
                 long,
                 torch.tensor(short + long, device=self._device).argsort(),
             )

@@ -46,6 +46,9 @@ class TorchNativeAttnBackend(AttentionBackend):
     def __init__(self, config: AttentionConfig, *, view_bytes: int = VIEW_BYTES) -> None:
         self._config = config
         self._view_tokens = max(1, view_bytes // config.specs[PoolName.KV].layer_bytes)
+        self._slots: Sequence[Slots] = ()
+        """Slots of each context of the current batch."""
+        self._device = torch.device(config.device)
         self._decode_plan: DecodePlan | None = None
         self._extend_plan: list[ExtendSegment] = []
 
@@ -54,29 +57,27 @@ class TorchNativeAttnBackend(AttentionBackend):
         rows = forward_batch.req_pool_indices.tolist()
         lens = forward_batch.seq_lens_cpu
         contexts = [table[row, :length] for row, length in zip(rows, lens, strict=True)]
-        device = forward_batch.input_ids.device
+        self._slots, self._device = contexts, forward_batch.input_ids.device
         if forward_batch.forward_mode.is_decode():
-            self._decode_plan = self._plan_decode(contexts, device)
-        else:
-            assert forward_batch.extend_seq_lens_cpu is not None
-            self._extend_plan = self._plan_extend(
-                contexts, forward_batch.extend_seq_lens_cpu, device
-            )
+            self._decode_plan = self._plan_decode(contexts)
+            return
+        extend_lens = forward_batch.extend_seq_lens_cpu
+        assert extend_lens is not None
+        self._extend_plan = plan_extend(
+            [slots[:-new] for slots, new in zip(contexts, extend_lens, strict=True)],
+            extend_lens,
+            page_size=self._config.page_size,
+            device=self._device,
+        )
 
-    def _plan_decode(self, contexts: Sequence[Slots], device: torch.device) -> DecodePlan:
+    def _plan_decode(self, contexts: Sequence[Slots]) -> DecodePlan:
         return plan_decode(
             contexts,
             page_size=self._config.page_size,
             view_tokens=self._view_tokens,
             dtype=self._config.dtype,
-            device=device,
+            device=self._device,
         )
-
-    def _plan_extend(
-        self, contexts: Sequence[Slots], extend_lens: Sequence[int], device: torch.device
-    ) -> list[ExtendSegment]:
-        prefixes = [slots[:-new] for slots, new in zip(contexts, extend_lens, strict=True)]
-        return plan_extend(prefixes, extend_lens, page_size=self._config.page_size, device=device)
 
     def forward_extend(
         self,
@@ -101,9 +102,9 @@ class TorchNativeAttnBackend(AttentionBackend):
                 causal=not last_only,
             )
             out = new.out
-            prefix = _read_prefix(pool_k, pool_v, segment)
+            prefix = _attend_prefix(queries, (pool_k, pool_v), segment, layer)
             if prefix is not None:
-                out = merge_two(_attend_prefix(queries, *prefix, layer), new)
+                out = merge_two(prefix, new)
             outs.append(out[0].transpose(0, 1).reshape(len(queries), -1))
         return outs[0] if len(outs) == 1 else torch.cat(outs)
 
@@ -154,40 +155,30 @@ def decode_by_plan(
     return out
 
 
-def _read_prefix(
-    pool_k: torch.Tensor, pool_v: torch.Tensor, segment: ExtendSegment
-) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """Keys and values of a prefix, `[prefix, num_kv_heads, head_dim]` each; None: no prefix."""
-    if segment.prefix_run is not None:
-        length = segment.prefix_run.end
-        slot = segment.prefix_run.slot
-        return pool_k.narrow(0, slot, length), pool_v.narrow(0, slot, length)
-    if segment.prefix_slots is not None:
-        return (
-            pool_k.index_select(0, segment.prefix_slots),
-            pool_v.index_select(0, segment.prefix_slots),
-        )
-    return None
-
-
 def _attend_prefix(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: RadixAttention
-) -> Partial:
-    """Attend from `[num_new, num_heads, head_dim]` queries to a prefix.
+    q: torch.Tensor,
+    pool: tuple[torch.Tensor, torch.Tensor],
+    segment: ExtendSegment,
+    layer: RadixAttention,
+) -> Partial | None:
+    """Attend from `[num_new, num_heads, head_dim]` queries to their prefix; None: no prefix.
 
     Every new token sees the whole prefix, so the query heads of a KV head are rows of one matrix.
 
     Returns:
         `out` `[1, num_heads, num_new, head_dim]`.
     """
+    run, slots = segment.prefix_run, segment.prefix_slots
+    if run is not None:
+        k, v = (buffer.narrow(0, run.slot, run.end) for buffer in pool)
+    elif slots is not None:
+        k, v = (buffer.index_select(0, slots) for buffer in pool)
+    else:
+        return None
     num_new = q.shape[0]
     rows = heads_first(q).reshape(1, layer.num_kv_heads, -1, layer.head_dim)
-    part = attend(
-        rows,
-        heads_first(k).to(q.dtype),
-        heads_first(v).to(q.dtype),
-        scale=layer.scaling,
-    )
+    keys, values = (heads_first(x).to(q.dtype) for x in (k, v))
+    part = attend(rows, keys, values, scale=layer.scaling)
     return Partial(
         part.out.reshape(1, layer.num_heads, num_new, layer.head_dim),
         part.lse.reshape(1, layer.num_heads, num_new),

@@ -14,13 +14,7 @@ import torch.nn.functional as F
 
 from sglang.srt.distributed.tensor_group import ToAdd
 from sglang.srt.layers.forward_batch_info import ForwardBatch, StateBatch
-from sglang.srt.layers.fused_kernels import (
-    MOST_TAPS,
-    DeltaLayout,
-    DeltaStates,
-    FusedKernels,
-    fused_kernels,
-)
+from sglang.srt.layers.fused_kernels import fused_kernels
 from sglang.srt.layers.layernorm import GatedRMSNorm
 from sglang.srt.layers.linear import MergedColumnParallelLinear, RowParallelLinear
 from sglang.srt.layers.linear_attention.extend_plan import (
@@ -38,6 +32,7 @@ from sglang.srt.layers.placement import (
     WeightSlot,
 )
 from sglang.srt.layers.rotary_embedding import Rotation
+from sglang.srt.layers.triton_ops.arguments import MOST_TAPS, DeltaLayout, DeltaStates
 from sglang.srt.mem_cache.device.mamba_pool import MambaPool
 from sglang.srt.mem_cache.device.state_spec import PoolName
 
@@ -304,7 +299,7 @@ class GatedDeltaNet(torch.nn.Module):
         forward_batch.begin_layer(self.layer_id)
         is_few = forward_batch.forward_mode.is_decode() or len(x) <= SHORT
         if self._kernels is not None and is_few:
-            attended = self._attend_fused(self._kernels, x, forward_batch)
+            attended = self._attend_fused(x, forward_batch)
             if rows is not None:
                 attended = attended.index_select(0, rows)
             return self.out_proj.forward(attended, residual)
@@ -320,15 +315,14 @@ class GatedDeltaNet(torch.nn.Module):
             attended, gate = attended.index_select(0, rows), gate.index_select(0, rows)
         return self.out_proj.forward(self.norm.forward(attended, gate).flatten(1), residual)
 
-    def _attend_fused(
-        self, kernels: FusedKernels, x: torch.Tensor, forward_batch: ForwardBatch
-    ) -> torch.Tensor:
+    def _attend_fused(self, x: torch.Tensor, forward_batch: ForwardBatch) -> torch.Tensor:
         """Input of the output projection, `[num_tokens, num_heads * value_dim]`, for the layer's
         input `x`."""
         temporal, conv, states = self._states_of(forward_batch)
         is_extend = forward_batch.forward_mode.is_extend()
         bounds, track_lens = short_plan_of(forward_batch) if is_extend else (None, None)
-        return kernels.attend_linearly(
+        assert self._kernels is not None
+        return self._kernels.attend_linearly(
             self.in_proj.merged.forward(x),
             self._layout,
             (self.gates.conv.squeeze(1), self.gates.a_log, self.gates.dt_bias),

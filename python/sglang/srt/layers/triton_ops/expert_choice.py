@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from sglang.srt.layers.fused_kernels import ExpertChoice
+from sglang.srt.layers.triton_ops.arguments import ExpertChoice
 from sglang.srt.layers.triton_ops.early_start import (
     await_kernels_before,
     early_start,

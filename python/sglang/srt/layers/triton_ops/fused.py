@@ -4,40 +4,45 @@ from __future__ import annotations
 
 from typing import Final
 
-from sglang.srt.layers.fused_kernels import FusedKernels
 from sglang.srt.layers.triton_ops import (
     expert_choice,
     fused_delta_net,
     fused_experts,
     fused_qkv,
     gating,
-    gemv,
     norm,
     vocab,
 )
+from sglang.srt.layers.triton_ops import gemv as gemvs
 
-_ROWS_ADDED_IN_PRODUCT: Final = 512
-"""A product of this many rows hides the reading of the residual. Adding it in the norm would double
-the norm's time, 1% of a long prefill."""
 
-KERNELS: Final = FusedKernels(
-    silu_and_mul=gating.silu_and_mul,
-    rms_norm=norm.rms_norm,
-    add_rms_norm_=norm.add_rms_norm_,
-    add_parts_rms_norm_=norm.add_parts_rms_norm_,
-    look_up_share=vocab.look_up_share,
-    argmax_of_ranks=vocab.argmax_of_ranks,
-    plan_gemv=gemv.plan,
-    gemv=gemv.gemv,
-    gated_gemv=gemv.gated_gemv,
-    rotary_angles=fused_qkv.rotary_angles,
-    normalise_rotate_store_=fused_qkv.normalise_rotate_store_,
-    prepare_gated_qkv_=fused_qkv.prepare_gated_qkv_,
-    scale_by_gates_=gating.scale_by_gates_,
-    attend_linearly=fused_delta_net.attend_linearly,
-    choose_experts=expert_choice.choose_experts,
-    run_experts=fused_experts.run_experts,
-    rows_added_in_product=_ROWS_ADDED_IN_PRODUCT,
-    has_grouped_mm=True,
-    runs_fla=True,
-)
+class FusedKernels:
+    """Functions on tensors of the device. Their modules have the contracts."""
+
+    silu_and_mul = staticmethod(gating.silu_and_mul)
+    scale_by_gates_ = staticmethod(gating.scale_by_gates_)
+    rms_norm = staticmethod(norm.rms_norm)
+    add_rms_norm_ = staticmethod(norm.add_rms_norm_)
+    add_parts_rms_norm_ = staticmethod(norm.add_parts_rms_norm_)
+    look_up_share = staticmethod(vocab.look_up_share)
+    argmax_of_ranks = staticmethod(vocab.argmax_of_ranks)
+    plan_gemv = staticmethod(gemvs.plan)
+    gemv = staticmethod(gemvs.gemv)
+    gated_gemv = staticmethod(gemvs.gated_gemv)
+    rotary_angles = staticmethod(fused_qkv.rotary_angles)
+    normalise_rotate_store_ = staticmethod(fused_qkv.normalise_rotate_store_)
+    prepare_gated_qkv_ = staticmethod(fused_qkv.prepare_gated_qkv_)
+    attend_linearly = staticmethod(fused_delta_net.attend_linearly)
+    choose_experts = staticmethod(expert_choice.choose_experts)
+    run_experts = staticmethod(fused_experts.run_experts)
+    rows_added_in_product = 512
+    """Fewest rows for which a matrix product adds the residual itself. A product of this many rows
+    hides the reading of the residual. Adding it in the norm would double the norm's time, 1% of a
+    long prefill."""
+    has_grouped_mm = True
+    """True if `torch._grouped_mm` takes bf16 on the device without reading back to the CPU."""
+    runs_fla = True
+    """True if flash-linear-attention, where installed, has kernels for the device."""
+
+
+KERNELS: Final = FusedKernels()

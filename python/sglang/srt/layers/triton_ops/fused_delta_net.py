@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from sglang.srt.layers.fused_kernels import MOST_TAPS, DeltaLayout, DeltaStates
+from sglang.srt.layers.triton_ops.arguments import MOST_TAPS, DeltaLayout, DeltaStates
 from sglang.srt.layers.triton_ops.early_start import await_kernels_before, early_start
 
 _FEW_REQUESTS = 2

@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from sglang.srt.layers.fused_kernels import ExpertWeights
+from sglang.srt.layers.triton_ops.arguments import ExpertWeights
 from sglang.srt.layers.triton_ops.early_start import (
     await_kernels_before,
     await_then_start_next,

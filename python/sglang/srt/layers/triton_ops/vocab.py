@@ -15,7 +15,6 @@ import triton
 import triton.language as tl
 
 from sglang.srt.distributed.tensor_group import MOST_PROGRAMS, TensorGroup
-from sglang.srt.layers.placement import Share
 from sglang.srt.layers.triton_ops.ordered import ordered
 from sglang.srt.layers.triton_ops.peers import barrier
 
@@ -44,19 +43,19 @@ def _look_up_kernel(
     tl.store(out_ptr + token * SIZE + cols, row, mask=cols < SIZE)
 
 
-def look_up_share(ids: torch.Tensor, weight: torch.Tensor, rows: Share) -> torch.Tensor:
+def look_up_share(ids: torch.Tensor, weight: torch.Tensor, begin: int, count: int) -> torch.Tensor:
     """Look up a row for each id: a new tensor `[n, size]`.
 
     Args:
         ids: int64 `[n]`, dense: row indices in the whole table.
-        weight: Contiguous `[at least rows.size, size]`.
+        weight: Contiguous `[at least count, size]`: rows `[begin, begin + count)` of the table.
     """
     assert weight.is_contiguous() and ids.stride(0) == 1
     size = weight.shape[1]
     out = torch.empty((len(ids), size), dtype=weight.dtype, device=weight.device)
     block = min(2048, triton.next_power_of_2(size))
     _look_up_kernel[(len(ids), triton.cdiv(size, block))](
-        ids, weight, out, rows.begin, rows.size, SIZE=size, BLOCK=block, num_warps=4
+        ids, weight, out, begin, count, SIZE=size, BLOCK=block, num_warps=4
     )
     return out
 
@@ -108,12 +107,15 @@ def _join_keys_kernel(
         tl.store(tokens_ptr + row, 0x7FFFFFFF - (key & 0x7FFFFFFF))
 
 
-def argmax_of_ranks(part: torch.Tensor, tokens: Share, group: TensorGroup) -> torch.Tensor | None:
+def argmax_of_ranks(
+    part: torch.Tensor, begin: int, size: int, group: TensorGroup
+) -> torch.Tensor | None:
     """`VocabLogits.argmax`, int64 `[n]`; None: the ranks share no memory for the keys.
 
     Args:
         part: fp32 `[n, width]`, dense rows.
-        tokens: The tokens of its columns.
+        begin: Token of the first column.
+        size: Number of columns that are tokens.
     """
     rows, width = part.shape
     count = triton.cdiv(width, _COLUMNS)
@@ -123,7 +125,7 @@ def argmax_of_ranks(part: torch.Tensor, tokens: Share, group: TensorGroup) -> to
     keys, peers = shared
     assert part.stride(1) == 1
     _find_keys_kernel[(rows, count)](
-        part, keys, part.stride(0), tokens.size, tokens.begin, BLOCK=_COLUMNS, num_warps=8
+        part, keys, part.stride(0), size, begin, BLOCK=_COLUMNS, num_warps=8
     )
     found = torch.empty(rows, dtype=torch.int64, device=part.device)
     _join_keys_kernel[(min(rows, MOST_PROGRAMS),)](

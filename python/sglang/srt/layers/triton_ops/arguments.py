@@ -1,0 +1,92 @@
+"""Arguments of fused kernels, as plain data. Needs no triton."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+
+MOST_TAPS: Final = 4
+"""The widest convolution that `attend_linearly` takes, in tokens."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeltaLayout:
+    """Columns of a delta-net layer's projections, which lie side by side.
+
+    Key head `h` begins at `q + h * qk_step` and `k + h * qk_step`. Its value head `n`, below
+    `repeats`, begins at `v + h * v_step + n * value_dim`, likewise from `z` (the gate), and at
+    `b + h * ba_step + n`, likewise from `a`.
+    """
+
+    q: int
+    k: int
+    v: int
+    z: int
+    b: int
+    a: int
+    qk_step: int
+    v_step: int
+    ba_step: int
+    key_heads: int
+    repeats: int
+    """Value heads per key head."""
+    key_dim: int
+    value_dim: int
+    kernel: int
+    """Width of the convolution, in tokens: at most `MOST_TAPS`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeltaStates:
+    """The states of one delta-net layer, and a step's slots in them: int64 on the device."""
+
+    temporal: torch.Tensor
+    """`[slots, num_heads, key_dim, value_dim]`."""
+    conv: torch.Tensor
+    """`[slots, channels, kernel - 1]`."""
+    slots: torch.Tensor
+    """`[bs]`: slots that the step writes."""
+    read_slots: torch.Tensor
+    """`[bs]`: slots that the requests continue from."""
+    bounds: torch.Tensor | None = None
+    """`[bs + 1]`: begin and end of each request's tokens; None: one token each."""
+    track_slots: torch.Tensor | None = None
+    """`[bs]`: slots for snapshots after `track_lens` tokens; None: no snapshots."""
+    track_lens: torch.Tensor | None = None
+    """`[bs]`: new tokens before each snapshot; 0: no snapshot."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertChoice:
+    """The rule that chooses a token's experts; see `RouterOptions`."""
+
+    top_k: int
+    is_softmax: bool
+    renormalize: bool
+    factor: float
+    """Multiplies the weights of the chosen experts."""
+    groups: int
+    top_groups: int
+    """Groups that a token may use."""
+    two_of_group: bool
+    """If true, a group's score is the sum of its two best experts' scores, else the best score."""
+    correction_bias: torch.Tensor | None
+    """fp32 `[num_experts]`."""
+    has_shared: bool
+    """True if there is an expert that every token uses."""
+    shared_gate: torch.Tensor | None
+    """`[1, hidden_size]`: projection whose sigmoid is the shared expert's weight; None: it is 1."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertWeights:
+    """Weights of a layer's experts."""
+
+    gate_up: torch.Tensor
+    """`[num_experts, 2 * features, hidden_size]`."""
+    down: torch.Tensor
+    """`[num_experts, hidden_size, features]`."""
+    shared: tuple[torch.Tensor, torch.Tensor] | None
+    """`gate_up` and `down` of the shared expert, without the first dimension; as many features."""
