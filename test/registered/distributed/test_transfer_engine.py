@@ -27,8 +27,8 @@ from sglang.srt.distributed.device_communicators.mooncake_transfer_engine import
     MooncakeTransferEngine,
 )
 from sglang.srt.distributed.device_communicators.slice_budget import MAX_SLICES
-from sglang.srt.distributed.device_communicators.transfer_plan import BATCH_REQUESTS
 from sglang.srt.distributed.device_communicators.transfer_types import (
+    BATCH_REQUESTS,
     Block,
     BlockOutcome,
     TransferOp,

@@ -16,10 +16,10 @@ from rigs.stores.handshake_bombs import ELSEWHERE, tcp_listeners, throw_bombs
 from rigs.stores.mooncake_cluster import MooncakeCluster
 from rigs.stores.transfer_peer import TransferPeer
 from sglang.embedded_mooncake import LOOPBACK, ManagedProcess
-from sglang.srt.distributed.device_communicators.mooncake_library import load_transfer_engine
-from sglang.srt.distributed.device_communicators.mooncake_listeners import (
+from sglang.srt.distributed.device_communicators.mooncake_library import (
     PEER_TO_PEER,
     listening_at,
+    load_transfer_engine,
     redirect_binds,
 )
 from sglang.srt.distributed.device_communicators.mooncake_log import redirect_log

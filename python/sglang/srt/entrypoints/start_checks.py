@@ -24,10 +24,6 @@ from sglang.srt.arg_groups.remote_weights import (
     seed_host_port,
 )
 from sglang.srt.configs.config_fields import supported_architecture
-from sglang.srt.distributed.device_communicators.ib_devices import (
-    ENGINE_FIELD,
-    parse_ib_device_config,
-)
 from sglang.srt.distributed.device_communicators.mooncake_library import (
     MOONCAKE_MISSING,
     STORE_USER,
@@ -36,9 +32,11 @@ from sglang.srt.distributed.device_communicators.mooncake_mem_pool import (
     check_mooncake_custom_mem_pool_enabled,
 )
 from sglang.srt.distributed.device_communicators.mooncake_protocol import (
+    ENGINE_FIELD,
     IB_PROTOCOLS,
     choose_devices,
     list_rdma_devices,
+    parse_ib_device_config,
     resolve_mooncake_protocol,
 )
 from sglang.srt.environ import envs

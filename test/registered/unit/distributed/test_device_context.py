@@ -12,7 +12,6 @@ from sglang.srt.distributed.device_communicators.mooncake_transfer_engine import
     MooncakeTransferEngine,
 )
 from sglang.srt.distributed.device_context import (
-    DeviceContext,
     mark_device_set,
     require_device_set,
 )
@@ -26,7 +25,7 @@ register_cpu_ci(est_time=3, suite="base-a-test-cpu")
 @pytest.fixture(autouse=True)
 def new_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """A process that has set no device, on a host with an NPU."""
-    monkeypatch.setattr(device_context, "_process", DeviceContext())
+    monkeypatch.setattr(device_context, "_device", None)
     monkeypatch.setattr(device_context, "detect_device", lambda: "npu")
 
 

@@ -18,7 +18,7 @@ from rigs.models.tiny_models import save_tiny_checkpoint
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.distributed import device_context
 from sglang.srt.distributed.device_communicators import mooncake_transfer_engine
-from sglang.srt.distributed.device_context import DeviceContext, require_device_set
+from sglang.srt.distributed.device_context import require_device_set
 from sglang.srt.hardware_backend.device_runtime import device_runtime
 from sglang.srt.model_executor import model_runner
 from sglang.srt.model_executor.model_runner import (
@@ -44,7 +44,7 @@ class Start:
         self._config = ModelConfig.from_path(str(model_path))
         answers = {"current_device()": 1}  # Asked after `set_device`, as the log shows.
         patch.setitem(sys.modules, "torch_npu", fake_torch_npu(self.log, answers))
-        patch.setattr(device_context, "_process", DeviceContext())
+        patch.setattr(device_context, "_device", None)
         patch.setattr(mooncake_transfer_engine, "_engine", None)
         patch.setattr(mooncake_transfer_engine, "_engine_arguments", None)
         patch.setattr(dist, "is_initialized", lambda: False)

@@ -10,7 +10,7 @@ import pytest
 from rigs.models.tiny_models import save_tiny_checkpoint
 from rigs.models.weight_rig import WeightRig, weight_rig
 from sglang.srt.distributed import device_context
-from sglang.srt.distributed.device_context import DeviceContext, mark_device_set
+from sglang.srt.distributed.device_context import mark_device_set
 from sglang.srt.environ import envs
 
 
@@ -19,7 +19,7 @@ def on_a_cpu_over_tcp(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in envs.fields():
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("MOONCAKE_PROTOCOL", "tcp")
-    monkeypatch.setattr(device_context, "_process", DeviceContext())
+    monkeypatch.setattr(device_context, "_device", None)
     mark_device_set("cpu")
 
 

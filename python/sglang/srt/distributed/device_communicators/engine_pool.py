@@ -17,13 +17,13 @@ from typing import Final, Protocol
 
 from sglang.srt.distributed.device_communicators.engine_settings import EngineSettings
 from sglang.srt.distributed.device_communicators.memory_registry import MemoryRegistry
-from sglang.srt.distributed.device_communicators.mooncake_listeners import (
+from sglang.srt.distributed.device_communicators.mooncake_library import (
     PEER_TO_PEER,
     listening_at,
 )
-from sglang.srt.distributed.device_communicators.transfer_plan import Request
 from sglang.srt.distributed.device_communicators.transfer_types import (
     RegistrationError,
+    Request,
     TransferOp,
 )
 

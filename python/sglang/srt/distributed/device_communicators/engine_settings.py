@@ -4,21 +4,21 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
-from sglang.srt.distributed.device_communicators.ib_devices import ENGINE_FIELD
 from sglang.srt.distributed.device_communicators.mooncake_mem_pool import (
     CustomMemPool,
     check_mooncake_custom_mem_pool_enabled,
 )
 from sglang.srt.distributed.device_communicators.mooncake_protocol import (
+    ENGINE_FIELD,
     IB_PROTOCOLS,
     RdmaDevice,
     choose_devices,
     resolve_mooncake_protocol,
 )
-from sglang.srt.distributed.device_communicators.transfer_plan import (
+from sglang.srt.distributed.device_communicators.transfer_types import (
     BATCH_BYTES,
     COPIES_BYTES,
     COPY_BYTES,
@@ -59,6 +59,10 @@ class EngineSettings:
     """InfiniBand devices, comma separated; empty: the transport chooses."""
     variable: EnvOptionalStr | None = None
     """Variable that must be set for Mooncake to install this protocol's transport."""
+    request_bytes: int = REQUEST_BYTES
+    """Most bytes of a request."""
+    batch_bytes: int = BATCH_BYTES
+    """Most bytes of a call."""
 
     @property
     def is_fallback(self) -> bool:
@@ -66,18 +70,8 @@ class EngineSettings:
         return self.requested != self.protocol
 
     @property
-    def request_bytes(self) -> int:
-        """Most bytes of a request. Over `nvlink_intra` requests are copied one by one at 5 us each,
-        so smaller ones would gain nothing."""
-        return COPY_BYTES if self._copies else REQUEST_BYTES
-
-    @property
-    def batch_bytes(self) -> int:
-        """Most bytes of a call."""
-        return COPIES_BYTES if self._copies else BATCH_BYTES
-
-    @property
-    def _copies(self) -> bool:
+    def stays_on_host(self) -> bool:
+        """True if peers on other hosts are out of reach."""
         return self.protocol == "nvlink_intra"
 
     def export(self) -> None:
@@ -141,7 +135,11 @@ def settle_engine(
     variable = _NEEDS.get(protocol)
     if protocol == "tcp" and not devices and not set(_ON_CUDA) & set(supported):
         variable = None
-    return EngineSettings(requested, protocol, hostname, local_name, ib_device, variable)
+    settings = EngineSettings(requested, protocol, hostname, local_name, ib_device, variable)
+    if settings.stays_on_host:
+        # Requests are copied one by one at 5 us each, so smaller ones would gain nothing.
+        return replace(settings, request_bytes=COPY_BYTES, batch_bytes=COPIES_BYTES)
+    return settings
 
 
 def _check_memory(protocol: str) -> None:

@@ -6,6 +6,7 @@ Over TCP Mooncake accepts any address, and reads its memory or crashes.
 from __future__ import annotations
 
 import bisect
+import itertools
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -32,8 +33,7 @@ class MemoryRegistry:
     """Registered ranges, disjoint and sorted by address. Any thread."""
 
     def __init__(self) -> None:
-        self._starts: list[int] = []
-        self._ranges: list[MemoryRange] = []
+        self._keep([])
         self._lock = threading.Lock()
 
     def ranges(self) -> list[tuple[int, int]]:
@@ -51,16 +51,20 @@ class MemoryRegistry:
         """
         if len(ptrs) != len(lengths):
             raise ValueError(f"{len(ptrs)} addresses with {len(lengths)} lengths")
+        for ptr, length in zip(ptrs, lengths, strict=True):
+            if length < 1 or ptr < 1:
+                raise ValueError(f"cannot register {length} bytes at {ptr:#x}")
+        new = [MemoryRange(ptr, ptr + length) for ptr, length in zip(ptrs, lengths, strict=True)]
         with self._lock:
-            entered: list[int] = []
-            try:
-                for ptr, length in zip(ptrs, lengths, strict=True):
-                    self._insert(ptr, length)
-                    entered.append(ptr)
-            except ValueError:
-                for ptr in entered:
-                    self._delete(ptr)
-                raise
+            ranges = sorted([*self._ranges, *new], key=lambda one: one.start)
+            for before, after in itertools.pairwise(ranges):
+                if after.start < before.end:
+                    raise OverlappingRange(
+                        f"{after.end - after.start} bytes at {after.start:#x} overlap the "
+                        f"registered range of {before.end - before.start} bytes at "
+                        f"{before.start:#x}"
+                    )
+            self._keep(ranges)
 
     def remove(self, ptrs: Sequence[int]) -> None:
         """Remove all ranges or none.
@@ -81,8 +85,7 @@ class MemoryRegistry:
                         f"the range at {ptr:#x} is in use by {known.users} transfers; wait until "
                         "they are settled (Transfer.wait)"
                     )
-            for ptr in ptrs:
-                self._delete(ptr)
+            self._keep([known for known in self._ranges if known.start not in ptrs])
 
     def holds(self, ptr: int, length: int) -> bool:
         """True if these bytes are within one range."""
@@ -98,7 +101,20 @@ class MemoryRegistry:
             ValueError: A block has no bytes, or a negative address at the peer.
         """
         with self._lock:
-            ranges = [self._range_of(index, block) for index, block in enumerate(blocks)]
+            ranges = []
+            for index, block in enumerate(blocks):
+                if block.length < 1 or block.remote < 0:
+                    raise ValueError(
+                        f"block {index}: {block.length} bytes at the peer's {block.remote}; a "
+                        "block has at least one byte and no negative address"
+                    )
+                known = self._at(block.local)
+                if known is None or block.local + block.length > known.end:
+                    raise UnknownRange(
+                        f"block {index}: {block.length} bytes at {block.local:#x} are not within "
+                        "one registered range; register the memory first"
+                    )
+                ranges.append(known)
             for known in set(ranges):
                 known.users += 1
             return ranges
@@ -109,20 +125,6 @@ class MemoryRegistry:
             for known in set(ranges):
                 known.users -= 1
 
-    def _range_of(self, index: int, block: Block) -> MemoryRange:
-        if block.length < 1 or block.remote < 0:
-            raise ValueError(
-                f"block {index}: {block.length} bytes at the peer's {block.remote}; a block has "
-                "at least one byte and no negative address"
-            )
-        known = self._at(block.local)
-        if known is None or block.local + block.length > known.end:
-            raise UnknownRange(
-                f"block {index}: {block.length} bytes at {block.local:#x} are not within one "
-                "registered range; register the memory first"
-            )
-        return known
-
     def _at(self, address: int) -> MemoryRange | None:
         """The range that contains `address`."""
         index = bisect.bisect_right(self._starts, address) - 1
@@ -130,21 +132,6 @@ class MemoryRegistry:
             return None
         return self._ranges[index]
 
-    def _insert(self, ptr: int, length: int) -> None:
-        if length < 1 or ptr < 1:
-            raise ValueError(f"cannot register {length} bytes at {ptr:#x}")
-        index = bisect.bisect_left(self._starts, ptr)
-        before = self._ranges[index - 1] if index else None
-        after = self._ranges[index] if index < len(self._ranges) else None
-        for known in (before, after):
-            if known is not None and ptr < known.end and known.start < ptr + length:
-                raise OverlappingRange(
-                    f"{length} bytes at {ptr:#x} overlap the registered range of "
-                    f"{known.end - known.start} bytes at {known.start:#x}"
-                )
-        self._starts.insert(index, ptr)
-        self._ranges.insert(index, MemoryRange(ptr, ptr + length))
-
-    def _delete(self, ptr: int) -> None:
-        index = bisect.bisect_left(self._starts, ptr)
-        del self._starts[index], self._ranges[index]
+    def _keep(self, ranges: list[MemoryRange]) -> None:
+        self._ranges = ranges
+        self._starts = [known.start for known in ranges]

@@ -25,25 +25,22 @@ from sglang.srt.distributed.device_communicators.engine_settings import (
     EngineSettings,
     settle_engine,
 )
-from sglang.srt.distributed.device_communicators.ib_devices import (
-    get_ib_devices_for_gpu,
-    parse_ib_device_config,
-)
 from sglang.srt.distributed.device_communicators.memory_registry import MemoryRegistry
 from sglang.srt.distributed.device_communicators.mooncake_library import load_transfer_engine
 from sglang.srt.distributed.device_communicators.mooncake_protocol import (
+    get_ib_devices_for_gpu,
     list_rdma_devices,
+    parse_ib_device_config,
     wheel_protocols,
 )
-from sglang.srt.distributed.device_communicators.peer import Peer, parse_session_id
-from sglang.srt.distributed.device_communicators.transfer_plan import merge_blocks
+from sglang.srt.distributed.device_communicators.peer import Peer, TransferWorker
 from sglang.srt.distributed.device_communicators.transfer_types import (
     Block,
     Transfer,
     TransferError,
     TransferOp,
+    merge_blocks,
 )
-from sglang.srt.distributed.device_communicators.transfer_worker import TransferWorker
 from sglang.srt.distributed.device_context import require_device_set
 from sglang.srt.environ import envs
 from sglang.srt.hardware_backend.device_runtime import device_runtime
@@ -164,7 +161,7 @@ class MooncakeTransferEngine:
     @property
     def stays_on_host(self) -> bool:
         """True if peers on other hosts are out of reach."""
-        return self._settings.protocol == "nvlink_intra"
+        return self._settings.stays_on_host
 
     def describe(self) -> dict[str, Any]:
         """The transport's settings and its current memory and peers, for the server info."""
@@ -353,7 +350,6 @@ class MooncakeTransferEngine:
         self._pool.close()
 
     def _peer(self, session_id: str) -> Peer:
-        parse_session_id(session_id)
         with self._lock:
             if self._closed:
                 raise RuntimeError("the Transfer Engine of this process was closed")

@@ -1,4 +1,5 @@
-"""State of one peer in this process: its connection, its budget, and its calls in progress."""
+"""One peer in this process: its connection, its budget, its calls in progress, and the workers that
+move its transfers."""
 
 from __future__ import annotations
 
@@ -6,19 +7,28 @@ import logging
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Final
 from weakref import WeakSet
 
 from sglang.srt.distributed.device_communicators.engine_pool import EnginePool, PooledEngine
 from sglang.srt.distributed.device_communicators.slice_budget import SliceBudget
-from sglang.srt.distributed.device_communicators.transfer_plan import LEAST_RATE, Request
 from sglang.srt.distributed.device_communicators.transfer_types import (
+    LEAST_RATE,
+    Batch,
+    BatchFailed,
+    BlockOutcome,
     PeerError,
     PeerStalled,
     PeerUnreachable,
+    Request,
+    Transfer,
+    TransferError,
     TransferOp,
+    cut_batches,
+    one_by_one,
+    split_merged,
 )
 from sglang.srt.environ import envs
 from sglang.srt.utils.background_call import BackgroundCall
@@ -85,8 +95,16 @@ class Peer:
 
     def check_moving(self) -> None:
         """Raise PeerStalled if a call to this peer hangs, because another one would hang too."""
-        seconds, limit = self._seconds_without_success()
-        if seconds > limit:
+        with self._lock:
+            now = time.monotonic()
+            calls = list(self._calls.values())
+        began = min((started for started, _ in calls), default=now)
+        # Mooncake itself ends a call after a timeout.
+        moving_s = min(
+            sum(num_bytes for _, num_bytes in calls) / LEAST_RATE, envs.MC_TRANSFER_TIMEOUT.get()
+        )
+        seconds = now - max(began, self._succeeded)
+        if seconds > STALLED_AFTER_S + moving_s:
             raise PeerStalled(self.name, f"has not answered a call for {seconds:.0f} s")
 
     def connect(self, deadline: float | None) -> PooledEngine | None:
@@ -142,12 +160,11 @@ class Peer:
             ConnectionGone: The connection was closed in the meantime; no bytes were sent.
         """
         with self._calling(engine, sum(one.length for one in requests)) as started:
-            code = engine.move(op, self.name, requests)
-            failure = CallFailed(code, time.monotonic() - started, len(requests))
-            if code and failure.may_go_on:
-                self._mark_retired(engine)
-        if code:
-            raise failure
+            if code := engine.move(op, self.name, requests):
+                failure = CallFailed(code, time.monotonic() - started, len(requests))
+                if failure.may_go_on:
+                    self._mark_retired(engine)
+                raise failure
         self._succeeded = time.monotonic()
 
     def why_failed(self, engine: PooledEngine, failure: CallFailed) -> PeerError | None:
@@ -247,18 +264,132 @@ class Peer:
                 self._num_calls[engine] -= 1
             self._let_go(engine)
 
-    def _seconds_without_success(self) -> tuple[float, float]:
-        """Seconds since the last successful call, or since the start of the first call in progress
-        if that is later; and the limit for a peer that makes progress."""
-        with self._lock:
-            now = time.monotonic()
-            calls = list(self._calls.values())
-        began = min((started for started, _ in calls), default=now)
-        # Mooncake itself ends a call after a timeout.
-        moving_s = min(
-            sum(num_bytes for _, num_bytes in calls) / LEAST_RATE, envs.MC_TRANSFER_TIMEOUT.get()
+
+OnFailure = Callable[[PooledEngine, Batch, CallFailed], bool]
+"""Handles a failed call. Returns False if there was not enough time for all of its requests."""
+
+
+class TransferWorker:
+    """Moves one transfer's requests to or from one peer, and records an outcome for each block.
+
+    A call of the transport has one code for all its requests, and returns at the first failure.
+    After an error, the worker first ends the requests that the call left in flight. Then it makes a
+    new connection (the old one may be broken, or lead to a dead process) and sends the requests one
+    by one, to find the ones that fail.
+    """
+
+    def __init__(
+        self,
+        peer: Peer,
+        op: TransferOp,
+        transfer: Transfer,
+        requests: Sequence[Request],
+        deadline: float | None,
+        batch_bytes: int,
+    ) -> None:
+        """Args:
+        peer: The peer.
+        op: The direction.
+        transfer: Transfer that keeps the outcomes of the blocks.
+        requests: Requests for all of its blocks.
+        deadline: `time.monotonic()` seconds after which no request is begun; None: no deadline.
+        batch_bytes: Most bytes of a call.
+        """
+        self._peer = peer
+        self._op = op
+        self._transfer = transfer
+        self._requests = requests
+        self._deadline = deadline
+        self._batch_bytes = batch_bytes
+        self._has_left = False
+        """True if blocks stay in flight for good."""
+
+    def run(self) -> None:
+        """Move all requests that can begin in time. Never raises: errors go to the transfer."""
+        error: Exception | None = None
+        try:
+            for batch in cut_batches(self._requests, most_bytes=self._batch_bytes):
+                if not self._move(batch):
+                    break
+        except TransferError as known:
+            error = known
+        except Exception as unknown:
+            logger.exception("a transfer with peer %s failed", self._peer.name)
+            error = TransferError(f"{type(unknown).__name__}: {unknown}")
+        if not self._has_left:
+            self._transfer.settle(error)
+            return
+        assert error is not None, "a failure left them"
+        logger.error(
+            "%s; %d blocks stay in flight with peer %s until this process ends",
+            error,
+            len(self._transfer.in_flight),
+            self._peer.name,
         )
-        return now - max(began, self._succeeded), STALLED_AFTER_S + moving_s
+        self._transfer.leave(error)
+
+    def _move(self, batch: Batch) -> bool:
+        """Move one batch. False: there was not enough time to begin it."""
+        num_slices = len(batch.requests)
+        # Connect first, to hold no budget while waiting for a peer's first answer.
+        if self._peer.connect(self._deadline) is None:
+            return False
+        if not self._peer.budget.acquire(num_slices, self._deadline):
+            return False
+        try:
+            return self._call(batch, self._split_batch)
+        finally:
+            self._peer.budget.release(num_slices)
+
+    def _call(self, batch: Batch, on_failure: OnFailure) -> bool:
+        engine = self._peer.connect(self._deadline)
+        if engine is None:
+            return False
+        if not self._transfer.begin(batch.first, batch.last, self._deadline):
+            return False
+        try:
+            self._peer.call(engine, self._op, batch.requests)
+        except ConnectionGone:
+            self._end(batch, BlockOutcome.NOT_SENT)
+            return self._call(batch, on_failure)
+        except CallFailed as failure:
+            return on_failure(engine, batch, failure)
+        self._end(batch, BlockOutcome.DONE)
+        return True
+
+    def _split_batch(self, engine: PooledEngine, batch: Batch, failure: CallFailed) -> bool:
+        self._retire(engine, batch, failure)
+        return all(self._call(single, self._split_request) for single in one_by_one(batch))
+
+    def _split_request(self, engine: PooledEngine, single: Batch, failure: CallFailed) -> bool:
+        """Repeat a refused request block by block, if it has several blocks."""
+        if failure.is_stall or not self._peer.is_listening():
+            self._retire(engine, single, failure)
+        blocks = split_merged(single, self._transfer.blocks)
+        self._end(single, BlockOutcome.NOT_SENT if blocks else BlockOutcome.FAILED)
+        return all(self._call(block, self._split_request) for block in blocks)
+
+    def _retire(self, engine: PooledEngine, batch: Batch, failure: CallFailed) -> None:
+        """End the requests that a failed batch left in flight. Raises PeerError if the peer caused
+        the failure, or if they cannot be ended."""
+        has_ended = self._peer.retire(engine, failure)
+        if has_ended:
+            self._end(batch, BlockOutcome.NOT_SENT)
+        self._has_left |= not has_ended
+        error = self._peer.why_failed(engine, failure)
+        if error is None and not has_ended:
+            error = BatchFailed(
+                self._peer.name,
+                f"failed a batch of {failure.num_requests} requests ({failure}): it refuses an "
+                "address, or broke the connection",
+            )
+        if error is not None:
+            raise error
+
+    def _end(self, batch: Batch, outcome: BlockOutcome) -> None:
+        self._transfer.end(batch.first, batch.last, outcome)
+        if outcome is BlockOutcome.DONE and not batch.is_last_whole:
+            self._transfer.end(batch.last, batch.last, BlockOutcome.NOT_SENT)
 
 
 def _seconds_until(deadline: float | None) -> float:

@@ -1,15 +1,35 @@
-"""Types of a transfer between two engines: blocks, outcomes, errors.
+"""A transfer between two engines: blocks, outcomes, errors, and the plan of its calls. No I/O.
 
-Plain values and one handle, no I/O.
+The transport moves few large requests faster than many small ones, over a few connections per peer.
+Neighbouring blocks are merged up to a size that still keeps all connections busy, and larger blocks
+are cut at that size. A call moves a batch of requests.
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from typing import Final
+
+from sglang.srt.constants import MIB
+
+REQUEST_BYTES: Final = 16 * MIB
+"""Most bytes of a request if several are in flight at once. Mooncake's rate grows up to about this
+size."""
+BATCH_REQUESTS: Final = 512
+"""Most requests of one call. Two such calls fit into a peer's budget."""
+BATCH_BYTES: Final = 256 * MIB
+"""Most bytes of one call over a network. A call times out after two minutes even if it makes
+progress; at `LEAST_RATE` this size is fast enough."""
+LEAST_RATE: Final = 3e6
+"""Least bytes per second of a peer that makes progress: 90 s for a call of `BATCH_BYTES`."""
+COPY_BYTES: Final = 256 * MIB
+"""Most bytes of a request that is one copy between devices."""
+COPIES_BYTES: Final = 8192 * MIB
+"""Most bytes of a call with such requests. Nothing moves between two calls."""
 
 
 class TransferOp(Enum):
@@ -96,6 +116,10 @@ class Transfer:
     The worker takes one run of blocks after another (`begin`, `end`). The caller waits, and may
     abandon blocks that have not begun. Begun blocks stay in flight until the transport releases
     them.
+
+    Attributes:
+        error: Error that ended the transfer early; None: no error, or it has not ended.
+        is_settled: True if no block is in flight, and none will be.
     """
 
     def __init__(self, blocks: Sequence[Block], on_settled: Callable[[], None]) -> None:
@@ -104,11 +128,11 @@ class Transfer:
         on_settled: Called once, in any thread, when no block is in flight any more.
         """
         self.blocks = blocks
+        self.error: Exception | None = None
+        self.is_settled = False
         self._on_settled = on_settled
         self._outcomes = [BlockOutcome.NOT_SENT] * len(blocks)
-        self._error: Exception | None = None
         self._abandoned = False
-        self._settled = False
         self._ended = threading.Event()
         """Set when the worker has ended, or its result no longer matters."""
         self._lock = threading.Lock()
@@ -127,27 +151,17 @@ class Transfer:
     @property
     def is_done(self) -> bool:
         """True if all blocks have arrived."""
-        return all(outcome is BlockOutcome.DONE for outcome in self.outcomes)
-
-    @property
-    def is_settled(self) -> bool:
-        """True if no block is in flight, and none will be."""
-        return self._settled
+        return all(outcome is BlockOutcome.DONE for outcome in self._outcomes)
 
     @property
     def is_left(self) -> bool:
         """True if blocks stay in flight until this process ends; `error` has the reason."""
-        return self._ended.is_set() and not self._settled
-
-    @property
-    def error(self) -> Exception | None:
-        """Error that ended the transfer early; None: no error, or it has not ended."""
-        return self._error
+        return self._ended.is_set() and not self.is_settled
 
     def wait(self, timeout: float | None = None) -> bool:
         """Wait at most `timeout` seconds for the end. Returns True if the transfer is settled."""
         self._ended.wait(timeout)
-        return self._settled
+        return self.is_settled
 
     def abandon(self) -> None:
         """Begin no further blocks. Blocks in flight settle later."""
@@ -174,12 +188,16 @@ class Transfer:
     def settle(self, error: Exception | None = None) -> None:
         """Worker: record that no block is in flight any more. Only the first call has an effect."""
         with self._lock:
-            is_first = not self._settled
+            is_first = not self.is_settled
             if is_first:
-                self._error = error
-                self._mark_all_ended()
+                self.error = error
+                # An unexpected error in the worker leaves some in flight.
+                self._outcomes = [
+                    BlockOutcome.FAILED if outcome is BlockOutcome.IN_FLIGHT else outcome
+                    for outcome in self._outcomes
+                ]
                 # Last, because callers read it without the lock before error and outcomes.
-                self._settled = True
+                self.is_settled = True
         if is_first:
             self._on_settled()
             self._ended.set()
@@ -187,18 +205,108 @@ class Transfer:
     def leave(self, error: Exception) -> None:
         """Worker: record that blocks in flight stay so until this process ends."""
         with self._lock:
-            self._error = error
+            self.error = error
         self._ended.set()
-
-    def _mark_all_ended(self) -> None:
-        """Mark blocks in flight as failed: an unexpected error in the worker leaves some."""
-        self._outcomes = [
-            BlockOutcome.FAILED if outcome is BlockOutcome.IN_FLIGHT else outcome
-            for outcome in self._outcomes
-        ]
 
     def _mark(self, first: int, last: int, outcome: BlockOutcome) -> None:
         for index in range(first, last + 1):
             # A block that was cut into several requests has the worst of their outcomes.
             if self._outcomes[index] is not BlockOutcome.FAILED:
                 self._outcomes[index] = outcome
+
+
+@dataclass(slots=True)
+class Request:
+    """Contiguous bytes that belong to the blocks `first` to `last`."""
+
+    local: int
+    remote: int
+    length: int
+    first: int
+    last: int
+
+
+def merge_blocks(
+    blocks: Sequence[Block], ranges: Sequence[object], most: int = REQUEST_BYTES
+) -> list[Request]:
+    """Requests for all blocks, in order.
+
+    Args:
+        blocks: The blocks to move.
+        ranges: The registered range of each block; a request never spans two.
+        most: Most bytes of a request.
+    """
+    requests: list[Request] = []
+    joined: object = None
+    for index, (block, known) in enumerate(zip(blocks, ranges, strict=True)):
+        if requests and known is joined:
+            end = requests[-1]
+            if (
+                end.length + block.length <= most
+                and end.local + end.length == block.local
+                and end.remote + end.length == block.remote
+            ):
+                end.length += block.length
+                end.last = index
+                continue
+        joined = known
+        for offset in range(0, block.length, most):
+            length = min(most, block.length - offset)
+            local, remote = block.local + offset, block.remote + offset
+            requests.append(Request(local, remote, length, index, index))
+    return requests
+
+
+@dataclass(slots=True)
+class Batch:
+    """Requests of one call, with the blocks `first` to `last`."""
+
+    requests: list[Request]
+    is_last_whole: bool = True
+    """True if the batch has the end of its last block; otherwise the next batch continues the
+    block."""
+
+    @property
+    def first(self) -> int:
+        """Index of the first block."""
+        return self.requests[0].first
+
+    @property
+    def last(self) -> int:
+        """Index of the last block."""
+        return self.requests[-1].last
+
+
+def cut_batches(
+    requests: Sequence[Request], most: int = BATCH_REQUESTS, most_bytes: int = BATCH_BYTES
+) -> Iterator[Batch]:
+    """Cut requests into batches for one call each, with at most `most` requests and
+    `most_bytes`."""
+    pending: list[Request] = []
+    num_bytes = 0
+    for request in requests:
+        if pending and (len(pending) == most or num_bytes + request.length > most_bytes):
+            yield Batch(pending, is_last_whole=pending[-1].last != request.first)
+            pending, num_bytes = [], 0
+        pending.append(request)
+        num_bytes += request.length
+    if pending:
+        yield Batch(pending)
+
+
+def one_by_one(batch: Batch) -> Iterator[Batch]:
+    """A batch for each request of `batch`."""
+    for single in cut_batches(batch.requests, most=1):
+        if single.requests[0] is batch.requests[-1]:
+            single.is_last_whole = batch.is_last_whole
+        yield single
+
+
+def split_merged(batch: Batch, blocks: Sequence[Block]) -> list[Batch]:
+    """A batch for each block of a merged request; empty if the request has only one block."""
+    if batch.first == batch.last:
+        return []
+    return [
+        Batch([Request(block.local, block.remote, block.length, index, index)])
+        for index, block in enumerate(blocks[batch.first : batch.last + 1], batch.first)
+    ]

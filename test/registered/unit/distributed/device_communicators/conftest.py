@@ -15,7 +15,7 @@ from sglang.srt.distributed import device_context
 from sglang.srt.distributed.device_communicators.mooncake_transfer_engine import (
     MooncakeTransferEngine,
 )
-from sglang.srt.distributed.device_context import DeviceContext, mark_device_set
+from sglang.srt.distributed.device_context import mark_device_set
 from sglang.srt.environ import envs
 
 
@@ -24,7 +24,7 @@ def environment(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in envs.fields():
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("MOONCAKE_PROTOCOL", "tcp")
-    monkeypatch.setattr(device_context, "_process", DeviceContext())
+    monkeypatch.setattr(device_context, "_device", None)
     mark_device_set("cpu")
 
 

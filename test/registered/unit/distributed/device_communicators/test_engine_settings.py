@@ -27,7 +27,7 @@ from sglang.srt.distributed.device_communicators.mooncake_transfer_engine import
     init_mooncake_transfer_engine,
 )
 from sglang.srt.distributed.device_communicators.transfer_types import TransferOp
-from sglang.srt.distributed.device_context import DeviceContext, mark_device_set
+from sglang.srt.distributed.device_context import mark_device_set
 from sglang.srt.environ import envs
 from sglang.test.ci.ci_register import register_cpu_ci
 
@@ -54,7 +54,7 @@ class Host:
         link.symlink_to(self._root / "drivers" / driver)
 
     def set_device(self, device: str) -> None:
-        self._patch.setattr(device_context, "_process", DeviceContext())
+        self._patch.setattr(device_context, "_device", None)
         mark_device_set(device)
 
     def start(

@@ -8,7 +8,7 @@ import struct
 
 import pytest
 
-from sglang.srt.distributed.device_communicators.mooncake_listeners import (
+from sglang.srt.distributed.device_communicators.mooncake_library import (
     BindRedirection,
     narrowed,
 )

@@ -352,17 +352,19 @@ def test_a_slow_peer_is_not_one_that_hangs(
 
 def test_a_transfer_counts_as_settled_once_its_error_and_outcomes_are_there() -> None:
     """Its caller reads one after the other, without a lock."""
-    seen: list[tuple[bool, Exception | None]] = []
+    seen: list[tuple[Exception | None, list[BlockOutcome]]] = []
 
     class Watched(Transfer):
-        def _mark_all_ended(self) -> None:
-            super()._mark_all_ended()
-            seen.append((self.is_settled, self.error))
+        def __setattr__(self, name: str, value: object) -> None:
+            if name == "is_settled" and value:
+                seen.append((self.error, list(self._outcomes)))
+            super().__setattr__(name, value)
 
     error = PeerUnreachable("p", "ended")
     transfer = Watched(apart(1), on_settled=lambda: None)
+    transfer.begin(0, 0, deadline=None)
     transfer.settle(error)
-    assert seen == [(False, error)]
+    assert seen == [(error, [BlockOutcome.FAILED])]
     assert transfer.is_settled
 
 

@@ -7,19 +7,19 @@ from hypothesis import strategies as st
 
 from sglang.srt.constants import MIB
 from sglang.srt.distributed.device_communicators.memory_registry import MemoryRange
-from sglang.srt.distributed.device_communicators.transfer_plan import (
+from sglang.srt.distributed.device_communicators.transfer_types import (
     BATCH_BYTES,
     BATCH_REQUESTS,
     COPIES_BYTES,
     COPY_BYTES,
     REQUEST_BYTES,
+    Block,
     Request,
     cut_batches,
     merge_blocks,
     one_by_one,
     split_merged,
 )
-from sglang.srt.distributed.device_communicators.transfer_types import Block
 from sglang.test.ci.ci_register import register_cpu_ci
 
 register_cpu_ci(est_time=3, suite="base-a-test-cpu")

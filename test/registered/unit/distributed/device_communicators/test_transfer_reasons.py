@@ -31,8 +31,8 @@ from sglang.srt.distributed.device_communicators.peer import (
     CallFailed,
     ConnectionGone,
 )
-from sglang.srt.distributed.device_communicators.transfer_plan import BATCH_BYTES
 from sglang.srt.distributed.device_communicators.transfer_types import (
+    BATCH_BYTES,
     Block,
     BlockOutcome,
     PeerStalled,

@@ -16,16 +16,16 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Final
 
 from sglang.srt.constants import MIB
-from sglang.srt.distributed.device_communicators.ib_devices import get_ib_devices_for_gpu
 from sglang.srt.distributed.device_communicators.mooncake_library import (
     STORE_USER,
+    listening_at,
     load_mooncake,
 )
-from sglang.srt.distributed.device_communicators.mooncake_listeners import listening_at
 from sglang.srt.distributed.device_communicators.mooncake_protocol import (
     IB_PROTOCOLS,
     SUPPORTED_PROTOCOLS,
     choose_devices,
+    get_ib_devices_for_gpu,
     list_rdma_devices,
     resolve_mooncake_protocol,
     wheel_protocols,
