@@ -38,13 +38,17 @@ from sglang.srt.disaggregation.base.bootstrap_route import Route
 from sglang.srt.disaggregation.base.first_token import FirstToken
 from sglang.srt.disaggregation.common.control_connection import Timeouts
 from sglang.srt.disaggregation.common.geometry import PoolGeometry
-from sglang.srt.disaggregation.common.link_costs import LINKS, LinkCosts
 from sglang.srt.disaggregation.common.metadata_reader import MetadataReader
 from sglang.srt.disaggregation.common.packing import Packer
 from sglang.srt.disaggregation.common.protocol import KVLayout
 from sglang.srt.disaggregation.common.sessions import Sessions
 from sglang.srt.disaggregation.common.staging import Staging, rounds
-from sglang.srt.disaggregation.common.transfer_context import RankPlace, TransferContext
+from sglang.srt.disaggregation.common.transfer_context import (
+    LINKS,
+    LinkCosts,
+    RankPlace,
+    TransferContext,
+)
 from sglang.srt.distributed.device_communicators.mooncake_transfer_engine import (
     MooncakeTransferEngine,
 )
@@ -153,11 +157,9 @@ class Side:
         self.engine.batch_register(list(found), list(found.values()))
         self.geometry = PoolGeometry.of([self.pool], "dummy", torch.float32)
         self.staging: dict[int, Staging] = {}
-        known = set(found)
         for unit in args.unit_mib:
-            staging = Staging(self.engine, torch.device(device), known, unit * MIB)
+            staging = Staging(self.engine, torch.device(device), unit * MIB)
             staging.prepare()
-            known |= staging.registered
             self.staging[unit] = staging
 
     def copies_gb_s(self, unit: int, page_bytes: int) -> dict[str, float]:

@@ -43,10 +43,11 @@ from types import CodeType, FrameType
 from typing import Any, Final
 
 import sglang.srt
-from rigs.disaggregation.pd_rig import LOOPBACK, PdRig
+from rigs.disaggregation.pd_rig import PdRig
 from rigs.models.tiny_models import save_tiny_checkpoint
 from rigs.schedulers.scheduler_rig import SchedulerRig, greedy, prompt
 from rigs.stores.mooncake_cluster import MooncakeCluster
+from sglang.embedded_mooncake import LOOPBACK
 from sglang.srt.distributed.device_communicators.mooncake_transfer_engine import (
     MooncakeTransferEngine,
 )

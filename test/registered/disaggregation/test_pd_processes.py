@@ -13,10 +13,11 @@ from typing import Any
 
 import pytest
 
+from rigs.disaggregation.pd_pair import NEVER_ASKED
 from rigs.disaggregation.pd_processes import RoleProcess
-from rigs.disaggregation.pd_rig import LOOPBACK, NEVER_ASKED
 from rigs.schedulers import checkable_model
 from rigs.schedulers.scheduler_rig import greedy, prompt
+from sglang.embedded_mooncake import LOOPBACK
 from sglang.srt.arg_groups.disaggregation import DisaggregationMode
 from sglang.srt.managers.messages.io_struct import AbortReq, Bootstrap, TokenizedGenerateReqInput
 from sglang.srt.mem_cache.tree.radix_key import token_array

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from rigs.disaggregation.control_proxy import ControlProxy
-from rigs.disaggregation.pd_rig import LOOPBACK, MooncakeMover, PdRig
+from rigs.disaggregation.pd_rig import MooncakeMover, PdRig
 from rigs.models.letters import Letters
 from rigs.models.tiny_models import save_tiny_checkpoint
 from rigs.schedulers.scheduler_rig import RIG_DEVICE, Collected, SchedulerRig, greedy, prompt
@@ -52,7 +52,7 @@ def engine() -> Iterator[MooncakeTransferEngine]:
     torch.set_num_threads(1)
     mark_device_set(RIG_DEVICE)
     with envs.MOONCAKE_PROTOCOL.override("tcp"):
-        engine = MooncakeTransferEngine(LOOPBACK)
+        engine = MooncakeTransferEngine("127.0.0.1")
         yield engine
         engine.close()
 

@@ -18,7 +18,7 @@ from rigs.schedulers.scheduler_rig import prompt
 from rigs.servers.engine_server import EngineServer
 from sglang.serve_pd import count_gpus
 from sglang.srt.disaggregation.base.first_token import FirstToken
-from sglang.srt.disaggregation.common.metadata_row import BadRow
+from sglang.srt.disaggregation.common.metadata_reader import BadRow
 from sglang.srt.disaggregation.utils import MetadataBuffers
 from sglang.srt.distributed.device_communicators.mooncake_protocol import wheel_protocols
 from sglang.srt.hardware_backend.device_runtime import detect_device

@@ -18,9 +18,8 @@ from sglang.srt.disaggregation.base.conn import (
     KVTransferError,
     KVTransferMetric,
 )
-from sglang.srt.disaggregation.base.first_token import FirstToken
+from sglang.srt.disaggregation.base.first_token import FirstToken, prompt_digest
 from sglang.srt.disaggregation.decode import DecodeRole
-from sglang.srt.disaggregation.request_match import prompt_digest
 from sglang.srt.disaggregation.roles import MakeRole
 from sglang.srt.managers.messages.io_struct import (
     Bootstrap,

@@ -19,7 +19,8 @@ from typing import Any, Final
 
 import torch
 
-from rigs.disaggregation.pd_rig import LOOPBACK, CheckableRoleRig, MooncakeMover, one_rank
+from rigs.disaggregation.pd_rig import CheckableRoleRig, MooncakeMover, one_rank
+from sglang.embedded_mooncake import LOOPBACK
 from sglang.srt.arg_groups.disaggregation import DisaggregationMode
 from sglang.srt.constants import BUILTIN_MODEL_DIR
 from sglang.srt.distributed.device_communicators.mooncake_transfer_engine import (

@@ -17,11 +17,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
+from rigs.disaggregation.pd_pair import NEVER_ASKED
 from rigs.disaggregation.pd_processes import RoleProcess
-from rigs.disaggregation.pd_rig import LOOPBACK, NEVER_ASKED
 from rigs.schedulers import checkable_model
 from rigs.schedulers.scheduler_rig import greedy, prompt
 from rigs.stores.mooncake_cluster import MooncakeCluster
+from sglang.embedded_mooncake import LOOPBACK
 from sglang.srt.arg_groups.disaggregation import DisaggregationMode
 from sglang.srt.managers.messages.io_struct import (
     Bootstrap,

@@ -6,27 +6,24 @@ Mooncake's Transfer Engine carries the bytes, or `LocalMover`, which copies memo
 from __future__ import annotations
 
 import ctypes
-import itertools
 import threading
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any, ClassVar, Protocol
 
 import msgspec
 import torch
 
+from rigs.disaggregation.pd_pair import NEVER_ASKED, PdPair
 from rigs.schedulers.checkable_worker import CheckableWorker
-from rigs.schedulers.scheduler_rig import Collected, SchedulerRig
+from rigs.schedulers.scheduler_rig import SchedulerRig
+from sglang.embedded_mooncake import LOOPBACK
 from sglang.srt.arg_groups.disaggregation import DisaggregationMode
-from sglang.srt.disaggregation.base.bootstrap_route import Route
+from sglang.srt.disaggregation.base.bootstrap_route import BootstrapError, Route
 from sglang.srt.disaggregation.base.conn import KVArgs
-from sglang.srt.disaggregation.common.bootstrap_client import BootstrapError
 from sglang.srt.disaggregation.common.engine import Engine
-from sglang.srt.disaggregation.common.link_costs import UNIT_BYTES, LinkCosts
-from sglang.srt.disaggregation.common.transfer_context import FindRank
+from sglang.srt.disaggregation.common.transfer_context import UNIT_BYTES, FindRank, LinkCosts
 from sglang.srt.disaggregation.mooncake.conn import MooncakeKVManager
 from sglang.srt.disaggregation.roles import MakeRole, role_of
 from sglang.srt.disaggregation.utils import MetadataBuffers
@@ -41,15 +38,9 @@ from sglang.srt.distributed.device_communicators.transfer_types import (
     TransferOp,
 )
 from sglang.srt.distributed.rank_group import RankGroup, SingleRank
-from sglang.srt.managers.messages.io_struct import Bootstrap, TokenizedGenerateReqInput, ToScheduler
 from sglang.srt.managers.scheduler.launched_step import ModelWorker
 from sglang.srt.mem_cache.device.base_device_pool import BaseDevicePool
-from sglang.srt.sampling.sampling_params import SamplingParams
 
-LOOPBACK = "127.0.0.1"
-NEVER_ASKED = 1
-"""A port: rigs find each other without a bootstrap server."""
-_TIMEOUT_S = 60.0
 SLOW_BLOCKS = LinkCosts(block_s=10.0, bytes_per_s=1e12, packing_s=0.0, unit_s=0.0)
 """A link on which pages are packed wherever that makes fewer blocks of them, however long the
 prefill server takes for the first unit."""
@@ -303,8 +294,8 @@ class CheckableRoleRig(RoleRig):
         return CheckableWorker(page_size, pool_tokens, max_requests)
 
 
-class PdRig:
-    """Context manager: both schedulers.
+class PdRig(PdPair[RoleRig]):
+    """Both schedulers.
 
     Args:
         model_path: As for `SchedulerRig`.
@@ -325,6 +316,7 @@ class PdRig:
         decode: dict[str, Any] | None = None,
         **args: Any,
     ) -> None:
+        super().__init__()
         kind = CheckableRoleRig if checkable else RoleRig
         self.engine = engine
         self.other: RoleRig | None = None
@@ -343,7 +335,6 @@ class PdRig:
         )
         self.strangers: dict[str, Route | None] = {}
         """Other prefill servers that requests may name, by host; None: it is not found."""
-        self._rooms = itertools.count(1)
 
     def _find(self, host: str, port: int, rank: int) -> Route:
         if host in self.strangers:
@@ -355,17 +346,8 @@ class PdRig:
         route = (self.other or self.prefill).routes[0]
         return msgspec.structs.replace(route, endpoint=self.endpoint or route.endpoint)
 
-    def __enter__(self) -> PdRig:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        value: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.decode.close()
-        self.prefill.close()
+    def close(self) -> None:
+        super().close()
         # The next pair's pools may be where these were.
         for rig in self.rigs:
             rig.engine.deregister_all()
@@ -373,57 +355,3 @@ class PdRig:
     @property
     def rigs(self) -> tuple[RoleRig, RoleRig]:
         return self.prefill, self.decode
-
-    def request(
-        self,
-        rid: str,
-        input_ids: list[int],
-        params: SamplingParams | None = None,
-        *,
-        room: int | None = None,
-        **fields: Any,
-    ) -> TokenizedGenerateReqInput:
-        """A request message for both schedulers, in a new room unless `room` names one."""
-        bootstrap = Bootstrap(LOOPBACK, NEVER_ASKED, next(self._rooms) if room is None else room)
-        return self.decode.request(rid, input_ids, params, bootstrap=bootstrap, **fields)
-
-    def step(self, to_prefill: Sequence[ToScheduler], to_decode: Sequence[ToScheduler]) -> None:
-        """Run a tick of each scheduler."""
-        self.prefill.step(*to_prefill)
-        self.decode.step(*to_decode)
-        if all(rig.scheduler.poll_timeout_ms() for rig in self.rigs):
-            time.sleep(0.0005)  # Yields to the threads that carry messages and bytes.
-
-    def until(self, is_so: Callable[[], bool], *messages: ToScheduler) -> None:
-        """Send `messages` to both, and step until `is_so`."""
-        deadline = time.monotonic() + _TIMEOUT_S
-        self.step(messages, messages)
-        while not is_so():
-            assert time.monotonic() < deadline, self.describe()
-            self.step((), ())
-
-    def run(self, *messages: ToScheduler) -> None:
-        """Send `messages` to both, step until both are idle, and check page ownership."""
-        self.until(lambda: all(rig.scheduler.is_idle() for rig in self.rigs), *messages)
-        self.assert_clean()
-
-    def assert_clean(self) -> None:
-        """Assert that neither holds a slot, and that every page has one owner."""
-        for rig in self.rigs:
-            rig.assert_clean()
-            rig.check()
-
-    def result(self, rid: str) -> Collected:
-        """Output of the decode scheduler."""
-        return self.decode.results[rid]
-
-    def describe(self) -> str:
-        """State of both schedulers' requests, for failures."""
-        return "\n".join(
-            f"{name}: waiting {[req.rid for req in queues.waiting]}, "
-            f"holding {[req.rid for req in queues.holders()]}"
-            for name, queues in (
-                (DisaggregationMode.PREFILL, self.prefill.scheduler.state.queues),
-                (DisaggregationMode.DECODE, self.decode.scheduler.state.queues),
-            )
-        )

@@ -23,8 +23,8 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Final
 
+from rigs.disaggregation.pd_pair import NEVER_ASKED
 from rigs.disaggregation.pd_processes import Ended, RoleProcess
-from rigs.disaggregation.pd_rig import NEVER_ASKED
 from rigs.schedulers import checkable_model
 from rigs.schedulers.scheduler_rig import greedy, prompt
 from sglang.srt.arg_groups.disaggregation import DisaggregationMode

@@ -16,18 +16,16 @@ from rigs.disaggregation.pd_rig import SLOW_BLOCKS, LocalMover, one_rank
 from sglang.srt.disaggregation.base.bootstrap_route import Route
 from sglang.srt.disaggregation.base.conn import BootstrapAddr, KVPoll
 from sglang.srt.disaggregation.base.first_token import FirstToken
-from sglang.srt.disaggregation.common.control_connection import ABORTED, Timeouts
+from sglang.srt.disaggregation.common.control_connection import Timeouts
 from sglang.srt.disaggregation.common.geometry import PoolGeometry
-from sglang.srt.disaggregation.common.link_costs import LinkCosts
 from sglang.srt.disaggregation.common.metadata_reader import MetadataReader
 from sglang.srt.disaggregation.common.packing import Packer
 from sglang.srt.disaggregation.common.protocol import RowsLayout
 from sglang.srt.disaggregation.common.sessions import Sessions
 from sglang.srt.disaggregation.common.staging import Staging
-from sglang.srt.disaggregation.common.transfer_context import RankPlace, TransferContext
+from sglang.srt.disaggregation.common.transfer_context import LinkCosts, RankPlace, TransferContext
 from sglang.srt.disaggregation.mooncake.conn import MooncakeKVManager
-from sglang.srt.disaggregation.mooncake.prefill_servers import PrefillServers
-from sglang.srt.disaggregation.mooncake.receiver import MooncakeKVReceiver
+from sglang.srt.disaggregation.mooncake.receiver import MooncakeKVReceiver, PrefillServers
 from sglang.srt.mem_cache.device.memory_pool import MHATokenToKVPool
 from sglang.srt.utils.network import wait_until
 
@@ -86,7 +84,7 @@ class Prompt(MooncakeKVReceiver):
         """The metadata, or the reason of a failure."""
         return failure(self) if self.poll() == KVPoll.Failed else self.metadata
 
-    def cancel(self, reason: str = ABORTED) -> None:
+    def cancel(self, reason: str = "the request was aborted") -> None:
         self.abort(reason)
 
 

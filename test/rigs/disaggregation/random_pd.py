@@ -29,9 +29,8 @@ from typing import Any, Final
 import msgspec
 
 from rigs.disaggregation.control_proxy import ControlProxy
+from rigs.disaggregation.pd_pair import NEVER_ASKED
 from rigs.disaggregation.pd_rig import (
-    LOOPBACK,
-    NEVER_ASKED,
     LocalMover,
     PdRig,
     one_rank,
@@ -46,6 +45,7 @@ from rigs.schedulers.random_requests import RandomRequests, Sent
 from rigs.schedulers.random_seeds import Outcome
 from rigs.schedulers.scheduler_rig import Collected
 from rigs.schedulers.step_watchdog import Watchdog
+from sglang.embedded_mooncake import LOOPBACK
 from sglang.srt.constants import BUILTIN_MODEL_DIR, HEALTH_CHECK_RID_PREFIX
 from sglang.srt.disaggregation.common import control_connection
 from sglang.srt.disaggregation.decode import DecodeRole

@@ -13,6 +13,7 @@ from sglang.srt.disaggregation.roles import MakeRole
 from sglang.srt.distributed.rank_group import RankGroup
 from sglang.srt.managers.messages.io_struct import (
     BatchTokenIDOutput,
+    TokenizedGenerateReqInput,
     ToScheduler,
     decode_tick,
     encode,
@@ -96,7 +97,7 @@ class RankRigs:
 
     def request(
         self, rid: str, input_ids: list[int], params: SamplingParams | None = None, **fields: Any
-    ) -> ToScheduler:
+    ) -> TokenizedGenerateReqInput:
         """See `SchedulerRig.request`."""
         return self.rigs[0].request(rid, input_ids, params, **fields)
 

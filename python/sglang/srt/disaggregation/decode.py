@@ -16,10 +16,10 @@ from sglang.srt.disaggregation.base.conn import (
     KVPoller,
     KVTransferError,
 )
+from sglang.srt.disaggregation.base.first_token import fake_metadata, mismatch_of
 from sglang.srt.disaggregation.common.metadata_reader import CONTROL, TRANSPORT
 from sglang.srt.disaggregation.common.protocol import MAX_POLLED_ROOMS
 from sglang.srt.disaggregation.prefill import LOST_STATUS
-from sglang.srt.disaggregation.request_match import fake_metadata, mismatch_of
 from sglang.srt.disaggregation.utils import failure_reasons, poll_and_all_reduce
 from sglang.srt.distributed.rank_group import RankGroup, SingleRank
 from sglang.srt.managers.messages.io_struct import FinishReason
@@ -153,8 +153,6 @@ class DecodeRole(Role):
         self._group = group or SingleRank()
         self._waiting: dict[str, DecodeRequest] = {}
         """Requests that wait for slots, by id, in order of arrival."""
-        self._unasked: list[DecodeRequest] = []
-        """Waiting requests that no prefill server is asked for yet."""
         self._transferring: dict[str, DecodeRequest] = {}
         """Requests whose prompts are read, by id."""
         self._lingering: list[DecodeRequest] = []
@@ -186,9 +184,7 @@ class DecodeRole(Role):
         self._owners[bootstrap.room] = req.rid
         peer = canonical_host(bootstrap.host), bootstrap.port
         state, receiver = self._state, self._new_receiver(bootstrap)
-        one = DecodeRequest(req, peer, state.now, state.vocab_size, receiver)
-        self._waiting[req.rid] = one
-        self._unasked.append(one)
+        self._waiting[req.rid] = DecodeRequest(req, peer, state.now, state.vocab_size, receiver)
         return None
 
     def on_refusal(self, message: TokenizedGenerateReqInput, reason: FinishReason) -> None:
@@ -222,19 +218,15 @@ class DecodeRole(Role):
 
     def _init_receivers(self) -> None:
         """Let prefill servers be asked for the requests that came."""
-        if not self._unasked:
+        unasked = [one for one in self._waiting.values() if not one.is_asked]
+        if not unasked:
             return
         num_asked = Counter(one.peer for one in self._waiting.values() if one.is_asked)
-        unasked, self._unasked = self._unasked, []
         for one in unasked:
-            if self._waiting.get(one.req.rid) is not one:
-                continue  # It has ended.
-            if num_asked[one.peer] >= MAX_POLLED_ROOMS or one.req.progress.to_abort is not None:
-                self._unasked.append(one)
-                continue
-            num_asked[one.peer] += 1
-            one.is_asked = True
-            one.receiver.init()
+            if num_asked[one.peer] < MAX_POLLED_ROOMS and one.req.progress.to_abort is None:
+                num_asked[one.peer] += 1
+                one.is_asked = True
+                one.receiver.init()
 
     def _poll(self) -> None:
         """Act on the status that the ranks agree on."""
@@ -266,7 +258,11 @@ class DecodeRole(Role):
             return
         now = self._state.now
         failed = {req.rid for req, _ in self._update.ended}
-        has_retracted = self._has_retracted()  # They wait for the slots that are free.
+        waiting = self._state.queues.waiting
+        # Retracted requests wait for the slots that are free.
+        has_retracted = len(waiting) > len(self._waiting) and any(
+            req.progress.output_ids for req in waiting
+        )
         blocked: dict[BootstrapAddr, str | None] = {}
         """Prefill servers whose share is used up, with the reason to take no more requests."""
         shares: defaultdict[BootstrapAddr, list[DecodeRequest]] = defaultdict(list)
@@ -329,11 +325,6 @@ class DecodeRole(Role):
             return True
         match = state.tree.match_prefix(MatchPrefixParams(req.match_key(), req=req.slots))
         return is_within_share(own, need - len(match.device_indices), free)
-
-    def _has_retracted(self) -> bool:
-        """True if any waiting request has decoded already."""
-        waiting = self._state.queues.waiting
-        return len(waiting) > len(self._waiting) and any(req.progress.output_ids for req in waiting)
 
     def _receive(self, one: DecodeRequest) -> None:
         """Note that the prompt is there."""

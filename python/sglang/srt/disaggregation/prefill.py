@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from sglang.srt.disaggregation.base.conn import BaseKVManager, BaseKVSender, KVPoll
-from sglang.srt.disaggregation.base.first_token import FirstToken
-from sglang.srt.disaggregation.request_match import prompt_digest, sampling_digest
+from sglang.srt.disaggregation.base.first_token import FirstToken, prompt_digest, sampling_digest
 from sglang.srt.disaggregation.utils import failure_reasons, poll_and_all_reduce
 from sglang.srt.distributed.rank_group import RankGroup, SingleRank
 from sglang.srt.managers.messages.io_struct import FinishReason

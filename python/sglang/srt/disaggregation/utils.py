@@ -22,7 +22,7 @@ from sglang.srt.disaggregation.base.conn import (
     KVTransferError,
 )
 from sglang.srt.disaggregation.base.first_token import FirstToken
-from sglang.srt.disaggregation.common.metadata_row import (
+from sglang.srt.disaggregation.common.metadata_reader import (
     HEAD_BYTES,
     ROW_BYTES,
     pack_row,
@@ -118,7 +118,7 @@ class ReqToMetadataIdxAllocator:
 
 
 class MetadataBuffers:
-    """Rows of `ROW_BYTES` (see `metadata_row`): those of a prefill server, which decode servers
+    """Rows of `ROW_BYTES` (see `metadata_reader`): those of a prefill server, which decode servers
     read, or those that a decode server reads into. Any thread; each row has one owner at a time.
 
     Args:

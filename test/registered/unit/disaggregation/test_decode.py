@@ -11,7 +11,7 @@ import pytest
 from rigs.disaggregation.decode_rig import WAIT_S, DecodeRig, FakeReceiver
 from rigs.models.grammar_rig import EOS_ID, HandBackend
 from rigs.schedulers.scheduler_rig import SchedulerRig, greedy, prompt
-from sglang.srt.disaggregation.request_match import sampling_digest
+from sglang.srt.disaggregation.base.first_token import sampling_digest
 from sglang.srt.managers.messages.io_struct import (
     CachedTokensDetails,
     FinishReason,

@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from sglang.srt.disaggregation.base.first_token import FirstToken
-from sglang.srt.disaggregation.common.metadata_reader import host_identity
-from sglang.srt.disaggregation.common.metadata_row import ROW_BYTES, BadRow
+from sglang.srt.disaggregation.common.metadata_reader import ROW_BYTES, BadRow, host_identity
 from sglang.srt.disaggregation.utils import (
     MetadataBuffers,
     ReqToMetadataIdxAllocator,

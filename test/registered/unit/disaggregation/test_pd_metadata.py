@@ -19,8 +19,7 @@ from sglang.srt.constants import BUILTIN_MODEL_DIR
 from sglang.srt.disaggregation import utils
 from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.base.first_token import FirstToken
-from sglang.srt.disaggregation.common.metadata_reader import host_identity
-from sglang.srt.disaggregation.common.metadata_row import ROW_BYTES
+from sglang.srt.disaggregation.common.metadata_reader import ROW_BYTES, host_identity
 from sglang.srt.disaggregation.decode import DecodeRole
 from sglang.srt.disaggregation.mooncake.conn import MooncakeKVSender
 from sglang.srt.disaggregation.prefill import PrefillRole
@@ -145,7 +144,7 @@ def test_requests_wait_for_rows(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_metadata_that_does_not_fit_a_row_is_sent_inline(monkeypatch: pytest.MonkeyPatch) -> None:
     with make_pair() as pair:
-        monkeypatch.setattr("sglang.srt.disaggregation.common.metadata_row.ROW_BYTES", 60)
+        monkeypatch.setattr("sglang.srt.disaggregation.common.metadata_reader.ROW_BYTES", 60)
         run_all(pair, "long")
         inline, moved = metadata_bytes(pair)
         assert inline > 0 and moved == 0

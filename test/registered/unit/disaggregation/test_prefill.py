@@ -11,8 +11,8 @@ import pytest
 from rigs.disaggregation.prefill_rig import PAGE, WAIT_S, PrefillRig
 from rigs.models.grammar_rig import HandBackend
 from rigs.schedulers.scheduler_rig import SchedulerRig, greedy, prompt
+from sglang.srt.disaggregation.base.first_token import prompt_digest
 from sglang.srt.disaggregation.prefill import REMEMBER_S
-from sglang.srt.disaggregation.request_match import prompt_digest
 from sglang.srt.managers.messages.io_struct import (
     CachedTokensDetails,
     FinishReason,

@@ -15,7 +15,7 @@ from rigs.models.tiny_models import save_tiny_checkpoint
 from rigs.schedulers.rank_rigs import RankRigs
 from rigs.schedulers.scheduler_rig import SchedulerRig, greedy, prompt
 from sglang.srt.disaggregation.common import control_connection
-from sglang.srt.disaggregation.common.metadata_row import ROW_BYTES
+from sglang.srt.disaggregation.common.metadata_reader import ROW_BYTES
 from sglang.srt.disaggregation.decode import DecodeRole
 from sglang.srt.distributed.device_communicators.transfer_types import PeerUnreachable
 from sglang.srt.environ import envs
@@ -316,13 +316,13 @@ def test_a_collective_a_tick_while_prompts_are_on_their_way_and_none_otherwise(
 ) -> None:
     message = pair.request("a", LONG, greedy(300), stream=True)
     pair.step([message], [message])
-    for server in pair.servers:
+    for server in (pair.prefill, pair.decode):
         before = server.threads.ranks.num_calls
         server.step()
         assert server.threads.ranks.num_calls == before + 1
     pair.until(lambda: "a" in pair.decode.results)
     pair.until(lambda: "a" in pair.prefill.results)
-    for server in pair.servers:
+    for server in (pair.prefill, pair.decode):
         before = server.threads.ranks.num_calls
         for _ in range(5):
             server.step()

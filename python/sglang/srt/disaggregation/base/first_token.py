@@ -1,10 +1,18 @@
-"""A request's metadata: results of its prefill beside the pages."""
+"""A request's metadata: results of its prefill beside the pages; whether they fit a request."""
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import msgspec
+import xxhash
 
 from sglang.srt.managers.messages.io_struct import CachedTokensDetails, TopLogprobs
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.messages.io_struct import TokenizedGenerateReqInput
+    from sglang.srt.mem_cache.tree.radix_key import TokenArray
+    from sglang.srt.sampling.sampling_params import SamplingParams
 
 
 class FirstToken(msgspec.Struct, frozen=True, kw_only=True):
@@ -30,3 +38,68 @@ class FirstToken(msgspec.Struct, frozen=True, kw_only=True):
     server's clock."""
     prefill_seconds: float = 0.0
     """Seconds from that step to the token."""
+
+
+def prompt_digest(ids: TokenArray) -> str:
+    """The digest of a prompt's token ids."""
+    return xxhash.xxh3_64_hexdigest(ids.tobytes())
+
+
+def sampling_digest(params: SamplingParams) -> str:
+    """Digest of the parameters by which the first token may differ from the likeliest; "" if there
+    are none.
+
+    A seed that a server has drawn is not included.
+    """
+    draws = None
+    if not params.is_greedy:
+        draws = params.temperature, params.top_p, params.top_k, params.min_p, params.sampling_seed
+    facts = (
+        draws,
+        params.min_new_tokens,
+        params.repetition_penalty,
+        sorted((params.logit_bias or {}).items()),
+        (params.json_schema, params.regex, params.ebnf, params.structural_tag),
+    )
+    if facts == (None, 0, 1.0, [], (None, None, None, None)):
+        return ""
+    return xxhash.xxh3_64_hexdigest(msgspec.json.encode(facts))
+
+
+def mismatch_of(
+    spec: TokenizedGenerateReqInput, metadata: FirstToken, vocab_size: int
+) -> str | None:
+    """Reason why a request cannot go on with the prefill server's result, or None."""
+    ids, token = spec.input_ids, metadata.token_id
+    if metadata.prompt_len != len(ids) or metadata.prompt_digest != prompt_digest(ids):
+        return (
+            f"the prefill server computed another prompt, of {metadata.prompt_len} tokens: "
+            "both servers need the same tokenizer and chat template"
+        )
+    is_unlike = (
+        (token is not None) != (spec.sampling_params.max_new_tokens > 0)
+        or (token is not None and spec.return_logprob and metadata.logprob is None)
+        or (token is not None and len(metadata.top_logprobs or ()) != _num_tops(spec, vocab_size))
+        or metadata.sampling_digest != sampling_digest(spec.sampling_params)
+    )
+    if is_unlike:
+        return "the prefill server was sent another request: sampling or logprobs differ"
+    if token is not None and not 0 <= token < vocab_size:
+        return f"the prefill server chose token {token}, which the model does not have"
+    return None
+
+
+def fake_metadata(spec: TokenizedGenerateReqInput, vocab_size: int) -> FirstToken:
+    """Metadata of a prompt that was not moved: the first token is token 0."""
+    tops = [(0.0, token) for token in range(_num_tops(spec, vocab_size))]
+    return FirstToken(
+        token_id=0 if spec.sampling_params.max_new_tokens > 0 else None,
+        prompt_len=len(spec.input_ids),
+        prompt_digest=prompt_digest(spec.input_ids),
+        logprob=0.0,
+        top_logprobs=tops,
+    )
+
+
+def _num_tops(spec: TokenizedGenerateReqInput, vocab_size: int) -> int:
+    return min(spec.top_logprobs_num, vocab_size) * spec.return_logprob

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 import socket
-import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final, TypeVar
 
@@ -33,7 +33,6 @@ REPEAT_S: Final = 1.0
 """Seconds without an answer after which a question is repeated; fewer if `silence` is short."""
 POLL_S: Final = 0.1
 """Seconds within which an abort is noticed."""
-ABORTED: Final = "the request was aborted"
 _A = TypeVar("_A", KVLayout, BootstrapStatus, RoomStatus, Packed, Released)
 
 
@@ -52,29 +51,6 @@ class Replaced(RoomFailed):
 def incompatible(where: str, refusal: str) -> RoomFailed:
     """The error for servers of a pair that do not fit each other."""
     return RoomFailed(f"the prefill server at {where} cannot serve this one: {refusal}")
-
-
-class Cancellation:
-    """Flag that a prompt is not wanted any more, with the reason. Any thread."""
-
-    def __init__(self) -> None:
-        self.why = ABORTED
-        """Reason, set before `is_set`; the first one counts."""
-        self._event = threading.Event()
-        self._lock = threading.Lock()
-
-    def set(self, why: str) -> None:
-        with self._lock:
-            if not self._event.is_set():
-                self.why = why
-                self._event.set()
-
-    def is_set(self) -> bool:
-        return self._event.is_set()
-
-    def wait(self, timeout: float) -> bool:
-        """Wait at most `timeout` seconds; return whether it is set then."""
-        return self._event.wait(timeout)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,12 +97,13 @@ def silence_s() -> int:
     return interval * seconds(envs.SGLANG_DISAGGREGATION_HEARTBEAT_MAX_FAILURE)
 
 
-class ControlConnection:
-    """Questions to one prefill server, one at a time, over a connection of its own.
+class ControlConnection(ControlLink):
+    """Questions to one prefill server, one at a time, over a link of its own.
 
     Args:
         instance_id: The instance that has to answer.
         waker: See `ControlLink`.
+        why_cancelled: Reason why the answers are not wanted any more, or None.
     """
 
     def __init__(
@@ -134,38 +111,24 @@ class ControlConnection:
         endpoint: str,
         secret: DeploymentSecret | None,
         timeouts: Timeouts,
-        cancelled: Cancellation,
         instance_id: str,
+        *,
         waker: socket.socket | None = None,
+        why_cancelled: Callable[[], str | None] = lambda: None,
     ) -> None:
         """Raises RoomFailed if the endpoint is no such address."""
         self._endpoint = endpoint
         self._timeouts = timeouts
-        self._cancelled = cancelled
+        self._why_cancelled = why_cancelled
         self._number = 0
         self._heard = time.monotonic()
         """Time of the prefill server's last answer, or of the first question."""
         self._sent = 0.0
         self._instance_id = instance_id
         try:
-            self._link = ControlLink(endpoint, secret, waker)
+            super().__init__(endpoint, secret, waker)
         except ValueError as error:
             raise RoomFailed(f"the prefill server has a wrong endpoint: {error}") from None
-
-    def __enter__(self) -> ControlConnection:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._link.close()
-
-    def drop(self) -> None:
-        """Close the connection at once. Its last question may not have been sent."""
-        self._link.drop()
-
-    def send(self, question: Question) -> None:
-        """Send a question once, without waiting for an answer."""
-        self._number += 1
-        self._send(question)
 
     def ask(self, question: Question, kind: type[_A]) -> _A:
         """Ask, and repeat the question until there is an answer of type `kind`.
@@ -188,7 +151,7 @@ class ControlConnection:
 
     def advance(self, question: Question) -> None:
         """Send the last question with the asker's new progress, at once."""
-        self._send(question)
+        self.send(msgspec.msgpack.encode(Asked(self._number, question)))
         self._sent = time.monotonic()
 
     def keep_alive(self, question: Question, kind: type[_A], timeout: float = 0.0) -> _A | None:
@@ -198,8 +161,8 @@ class ControlConnection:
         Raises:
             RoomFailed: As `ask`. The time limit begins with the last answer.
         """
-        if self._cancelled.is_set():
-            raise RoomFailed(self._cancelled.why)
+        if (why := self._why_cancelled()) is not None:
+            raise RoomFailed(why)
         now = time.monotonic()
         if now >= self._heard + self._timeouts.silence:
             raise NotAnswered(
@@ -208,20 +171,17 @@ class ControlConnection:
             )
         if now >= self._sent + self._timeouts.repeat:
             self.advance(question)
-        answer = self.receive(timeout)
+        answer = self.receive_answer(timeout)
         return answer if isinstance(answer, kind) else None
 
-    def _send(self, question: Question) -> None:
-        self._link.send(msgspec.msgpack.encode(Asked(self._number, question)))
-
-    def receive(self, timeout: float) -> Answer | None:
+    def receive_answer(self, timeout: float) -> Answer | None:
         """The answer to the last question, after at most `timeout` seconds; None: none has come.
 
         Raises:
             RoomFailed: Another instance answers, or the server refuses this client.
         """
         try:
-            raw = self._link.receive(timeout)
+            raw = self.receive(timeout)
         except HandshakeFailed as error:
             raise RoomFailed(f"the prefill server at {self._endpoint} {error}") from None
         if raw is None:

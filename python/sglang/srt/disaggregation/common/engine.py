@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from sglang.srt.distributed.device_communicators.transfer_types import Block, Transfer, TransferOp
@@ -20,3 +20,11 @@ class Engine(Protocol):
         self, peer: str, op: TransferOp, blocks: Sequence[Block], *, timeout: float | None
     ) -> Transfer: ...
     def forget_peer(self, session_id: str) -> None: ...
+
+
+def register_new(engine: Engine, ranges: Mapping[int, int]) -> None:
+    """Register the allocations, address to bytes, that the engine does not know yet: on a GPU,
+    pools, buffers, rows of metadata, and weights that other servers read can share one."""
+    new = {ptr: size for ptr, size in ranges.items() if not engine.is_registered(ptr, size)}
+    if new:
+        engine.batch_register(list(new), list(new.values()))

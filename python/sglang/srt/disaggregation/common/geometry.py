@@ -99,15 +99,18 @@ class PoolGeometry:
         return [buffer.address for pool in self.pools for buffer in pool.buffers]
 
     @cached_property
+    def _tensor_at(self) -> dict[int, torch.Tensor]:
+        return {tensor.data_ptr(): tensor for tensor in self.tensors}
+
+    @cached_property
     def digest(self) -> str:
         """Digest that is equal on two servers if they can exchange heads."""
         return xxhash.xxh3_128_hexdigest(msgspec.json.encode(sorted(self.facts.items())))
 
     def page_rows(self) -> dict[int, torch.Tensor]:
         """The buffers of pages by address, as words `[pages, words of a page]`."""
-        tensors = {tensor.data_ptr(): tensor for tensor in self.tensors}
         return {
-            buffer.address: _page_rows(tensors[buffer.address], buffer.page_bytes)
+            buffer.address: _page_rows(self._tensor_at[buffer.address], buffer.page_bytes)
             for pool in self.pools
             if not pool.is_state
             for buffer in pool.buffers
@@ -178,7 +181,6 @@ class PoolGeometry:
             IncompatibleLayouts: A head is on none of the ranks, or heads cannot be cut out.
         """
         slices = [ShardSlice([], [], []) for _ in layouts]
-        tensors = {tensor.data_ptr(): tensor for tensor in self.tensors}
         for place, own in enumerate(self.pools):
             theirs = [layout.pools[place] for layout in layouts]
             for source, begin, end in _source_ranks(own, theirs, draw):
@@ -191,13 +193,13 @@ class PoolGeometry:
                         ranges = _head_ranges((own, mine), (their, other), begin, end)
                     if own.is_state:
                         shard_slice.states.append(_States(mine, other, ranges))
-                    elif is_whole:
-                        tensor = tensors[mine.address]
+                        continue
+                    tensor = self._tensor_at[mine.address]
+                    if is_whole:
                         shard_slice.wholes.append(
                             WholeBuffer(other.address, mine.page_bytes, tensor)
                         )
                     else:
-                        tensor = tensors[mine.address]
                         shard_slice.cuts.append(CutBuffer.of(tensor, own.page_size, other, ranges))
         return slices
 

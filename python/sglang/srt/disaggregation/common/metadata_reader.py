@@ -1,19 +1,32 @@
-"""Metadata of prompts for a rank of a decode server: read from rows, or sent inline in messages."""
+"""Metadata of prompts: the results of a prefill besides keys and values.
+
+A decode server reads it from a row of the prefill server, or gets it inline in a message.
+
+A row is
+
+bytes 0 to 8     the room
+8 to 16          a checksum of all that follows, and of the room
+16 to 20         the number of bytes that follow
+from 20          a `FirstToken` as msgpack, as messages have it
+"""
 
 from __future__ import annotations
 
 import logging
 import socket
+import struct
 import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
+import msgspec
+import xxhash
+
 from sglang.srt.disaggregation.base.conn import AuxBuffers
 from sglang.srt.disaggregation.base.first_token import FirstToken
 from sglang.srt.disaggregation.common.control_connection import POLL_S, RoomFailed
-from sglang.srt.disaggregation.common.metadata_row import ROW_BYTES, BadRow
 from sglang.srt.disaggregation.common.protocol import KVLayout
 from sglang.srt.distributed.device_communicators.transfer_types import (
     Block,
@@ -23,7 +36,6 @@ from sglang.srt.distributed.device_communicators.transfer_types import (
 )
 
 if TYPE_CHECKING:
-    from sglang.srt.disaggregation.common.page_reader import Source
     from sglang.srt.disaggregation.common.transfer_context import TransferContext
 
 logger = logging.getLogger(__name__)
@@ -33,6 +45,55 @@ CONTROL: Final = "control"
 TRANSPORT: Final = "transport"
 """Read over the transport of the pages."""
 _BOOT_ID: Final = Path("/proc/sys/kernel/random/boot_id")
+ROW_BYTES: Final = 4096
+"""Bytes of each row; 128 top logprobs take 1,900."""
+HEAD_BYTES: Final = 20
+_HEAD: Final = struct.Struct("<QQI")
+_LENGTH: Final = struct.Struct("<I")
+_DECODER: Final = msgspec.msgpack.Decoder(FirstToken)
+assert _HEAD.size == HEAD_BYTES
+
+
+class BadRow(RoomFailed):
+    """The row that was read is not the one written for the room."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__(f"reading the metadata from the prefill server failed: {what}")
+
+
+def pack_row(room: int, metadata: FirstToken) -> bytes | None:
+    """The used bytes of a row; None: they do not fit into a row."""
+    body = msgspec.msgpack.encode(metadata)
+    if HEAD_BYTES + len(body) > ROW_BYTES:
+        return None
+    return _HEAD.pack(room, _checksum(room, body), len(body)) + body
+
+
+def unpack_row(raw: bytes, room: int) -> FirstToken:
+    """Decode the row that was written for `room`.
+
+    Args:
+        raw: `ROW_BYTES` bytes.
+
+    Raises:
+        BadRow: The row is empty, or has other content.
+    """
+    if not any(raw[:HEAD_BYTES]):
+        raise BadRow("the row is empty")
+    written_for, checksum, length = _HEAD.unpack_from(raw)
+    if written_for != room:
+        raise BadRow(f"the row is stale: it was written for room {written_for}, not for {room}")
+    body = raw[HEAD_BYTES : HEAD_BYTES + length]
+    if len(body) != length or _checksum(room, body) != checksum:
+        raise BadRow("the row is torn: its checksum is of other bytes")
+    try:
+        return _DECODER.decode(body)
+    except msgspec.DecodeError as error:  # For example, the other server has another version.
+        raise BadRow(f"the row is malformed: {error}") from error
+
+
+def _checksum(room: int, body: bytes) -> int:
+    return xxhash.xxh3_64_intdigest(_LENGTH.pack(len(body)) + body, seed=room)
 
 
 def host_identity() -> str:
@@ -114,11 +175,18 @@ class RowRead:
         self._transfer: Transfer | None = None
 
     def run(
-        self, layout: KVLayout, row: int, source: Source, heartbeat: Callable[[], None]
+        self,
+        layout: KVLayout,
+        row: int,
+        where: str,
+        room: int,
+        heartbeat: Callable[[], None],
     ) -> FirstToken | None:
         """Read row `row` of a prefill server.
 
         Args:
+            where: Name of the server, for the log.
+            room: The room whose metadata the row has.
             heartbeat: Called repeatedly while the read waits; may raise RoomFailed.
 
         Returns:
@@ -126,7 +194,7 @@ class RowRead:
             sent inline.
 
         Raises:
-            BadRow: The row is not that of the source's room.
+            BadRow: The row is not that of the room.
             RoomFailed: No row of this rank was free in time, or `heartbeat` raised it.
         """
         theirs, rows = layout.rows, self._rows
@@ -138,11 +206,11 @@ class RowRead:
         block = Block(rows.address(index), theirs.address + row * ROW_BYTES, ROW_BYTES)
         why = self._move(layout.session_id, block, heartbeat)
         if why is not None:
-            self._context.metadata.read_no_more(layout, source.where, why)
+            self._context.metadata.read_no_more(layout, where, why)
             self.settle()
             return None
         self.num_bytes = ROW_BYTES
-        metadata = rows.get_buf(index, source.room)
+        metadata = rows.get_buf(index, room)
         self.settle()
         return metadata
 

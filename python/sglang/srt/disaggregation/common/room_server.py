@@ -14,11 +14,13 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final
 
 import msgspec
 
+from sglang.srt.disaggregation.base.conn import KVPoll
+from sglang.srt.disaggregation.base.first_token import FirstToken
 from sglang.srt.disaggregation.common.packing import Packer
 from sglang.srt.disaggregation.common.protocol import (
     ASKED_DECODER,
@@ -41,7 +43,6 @@ from sglang.srt.disaggregation.common.protocol import (
     Waitable,
     has_changes,
 )
-from sglang.srt.disaggregation.common.room import Room
 from sglang.srt.disaggregation.control.control_listener import ControlListener, ControlPeer
 from sglang.srt.disaggregation.control.deployment_secret import DeploymentSecret
 from sglang.srt.utils.bad_messages import MALFORMED, BadMessages
@@ -71,13 +72,45 @@ _LINGER_S: Final = 1.0
 """Seconds for the last answers to leave."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Waiting:
-    """A question without an answer yet."""
+@dataclass(slots=True)
+class Room:
+    """One request whose prompt a decode server reads. Under the lock of its `RoomServer`; times are
+    in seconds of its clock."""
 
     number: int
-    question: Waitable
-    until: float
+    opened: float
+    named: float | None = None
+    """Time at which a decode server last named the room; None: none has."""
+    pages: list[int] = field(default_factory=list)
+    metadata: FirstToken | None = None
+    row: int | None = None
+    """Index of the row of `MetadataBuffers` that has the metadata too."""
+    is_complete: bool = False
+    """True if all pages and the metadata are known."""
+    failure: str | None = None
+    reader: str | None = None
+    """The reader that asked first; None: none has."""
+    reading: dict[int, float] = field(default_factory=dict)
+    """Time of the last question of each part of the reader that has not received all."""
+    received: set[int] = field(default_factory=set)
+    """Parts of the reader that have received all."""
+    has_ended: bool = False
+    """True if the pages were let go of."""
+
+    @property
+    def was_received(self) -> bool:
+        """True if all parts of the reader have received all."""
+        return bool(self.received) and not self.reading
+
+    def poll(self) -> KVPoll:
+        """Progress of the room. Needs no lock."""
+        if self.was_received:
+            return KVPoll.Success
+        if self.failure is not None:
+            return KVPoll.Failed
+        if self.reader is None:
+            return KVPoll.Bootstrapping
+        return KVPoll.Transferring if self.is_complete else KVPoll.WaitingForInput
 
 
 class RoomServer:
@@ -127,8 +160,9 @@ class RoomServer:
         """Rooms that were given up before their requests came, with time and reason."""
         self._named_all = -math.inf
         """Time at which a decode server last named the maximum number of rooms."""
-        self._waiting: dict[ControlPeer, _Waiting] = {}
-        """The last question of each decode server that has no answer yet."""
+        self._waiting: dict[ControlPeer, tuple[int, Waitable, float]] = {}
+        """The last question of each decode server that has no answer yet: its number, itself, and
+        the time until which it waits."""
         self.lock = threading.Lock()
         # The route has one port. Clients try all addresses of a name.
         self._socket, *others = listening_sockets(host, 0, _BACKLOG)
@@ -257,22 +291,21 @@ class RoomServer:
             return
         question = asked.question
         answer = self._answer(question)
-        if self._has_named_a_room(question, answer):
+        if isinstance(answer, BootstrapStatus):
+            has_named_a_room = bool(answer.known or answer.ended)
+        else:
+            has_named_a_room = getattr(question, "room", None) in self._rooms
+        if has_named_a_room:
             sender.keep()  # Rooms cannot be guessed.
         if isinstance(question, Waitable) and getattr(question, "may_wait", True):
             if not has_changes(answer, question):
-                self._keep_waiting(sender, asked.number, question)
+                number, _, until = self._waiting.get(sender, (None, None, 0.0))
+                if number != asked.number:  # A repeated one has waited since it first came.
+                    until = self._clock() + LONG_POLL_S
+                self._waiting[sender] = asked.number, question, until
                 return
             self._waiting.pop(sender, None)
         self._reply(sender, asked.number, answer)
-
-    def _keep_waiting(self, sender: ControlPeer, number: int, question: Waitable) -> None:
-        """Keep a question for later; each asker's last one counts."""
-        before = self._waiting.get(sender)
-        # A repeated question has waited since it first came.
-        is_repeated = before is not None and before.number == number
-        until = before.until if before is not None and is_repeated else self._clock() + LONG_POLL_S
-        self._waiting[sender] = _Waiting(number, question, until)
 
     def _answer(self, question: Question) -> Answer:
         if isinstance(question, Hello):
@@ -280,7 +313,12 @@ class RoomServer:
         now = self._clock()
         with self.lock:
             if isinstance(question, BootstrapPoll):
-                self._note_named(question, now)
+                rooms = (*question.rooms, *question.known)
+                if len(rooms) >= MAX_POLLED_ROOMS:
+                    self._named_all = now
+                for room in rooms:
+                    if (named := self._rooms.get(room)) is not None:
+                        named.named = now
                 for room, reason in question.declined.items():
                     self._on_give_up(GiveUp(room, "", reason), self._rooms.get(room), now)
             if isinstance(question, Waitable):
@@ -296,14 +334,6 @@ class RoomServer:
                 one.received.add(question.part)
                 self._note_read(question, len(one.pages))
             return Released(question.room, was_held=question.part in one.received)
-
-    def _note_named(self, question: BootstrapPoll, now: float) -> None:
-        rooms = (*question.rooms, *question.known)
-        if len(rooms) >= MAX_POLLED_ROOMS:
-            self._named_all = now
-        for room in rooms:
-            if (one := self._rooms.get(room)) is not None:
-                one.named = now
 
     def _on_give_up(self, question: GiveUp, one: Room | None, now: float) -> None:
         reason = f"the decode server gave it up: {question.reason[:MAX_REASON_CHARS]}"
@@ -330,27 +360,21 @@ class RoomServer:
             elif room.is_complete and now - min(room.reading.values()) > self._silent_s:
                 room.failure = f"{_NOT_HEARD} {self._silent_s:.0f} s"
 
-    def _forget(self, now: float) -> None:
-        """Forget rooms that were given up and whose requests never came."""
-        while self._unwanted:
-            room, (since, _) = next(iter(self._unwanted.items()))
-            if now - since <= self._unwanted_s:
-                break
-            del self._unwanted[room]
-
     def _answer_waiting(self) -> None:
         now = self._clock()
         answers: list[tuple[ControlPeer, int, Answer]] = []
         answer: Answer
         with self.lock:
-            self._forget(now)
+            unwanted = self._unwanted
+            while unwanted and now - next(iter(unwanted.values()))[0] > self._unwanted_s:
+                unwanted.popitem(last=False)  # Its request never came.
             if self._loop.time() >= self._silent_look_at:
                 self._silent_look_at = self._loop.time() + _SILENT_LOOK_S
                 self._fail_silent(now)
-            for sender, waiting in self._waiting.items():
-                answer = self._state_of(waiting.question, now)
-                if now >= waiting.until or has_changes(answer, waiting.question):
-                    answers.append((sender, waiting.number, answer))
+            for sender, (number, question, until) in self._waiting.items():
+                answer = self._state_of(question, now)
+                if now >= until or has_changes(answer, question):
+                    answers.append((sender, number, answer))
         for sender, number, answer in answers:
             del self._waiting[sender]
             self._reply(sender, number, answer)
@@ -416,11 +440,6 @@ class RoomServer:
     def _note_read(self, question: Poll | Received, have_pages: int) -> None:
         if self._packer is not None:
             self._packer.note_read(question.room, question.part, have_pages)
-
-    def _has_named_a_room(self, question: Question, answer: Answer) -> bool:
-        if isinstance(answer, BootstrapStatus):
-            return bool(answer.known or answer.ended)
-        return getattr(question, "room", None) in self._rooms
 
     def _reply(self, sender: ControlPeer, number: int, answer: Answer) -> None:
         # An answer that is lost will be asked for again.

@@ -11,7 +11,6 @@ connections go on.
 from __future__ import annotations
 
 import logging
-import socket
 import threading
 import time
 from collections.abc import Callable
@@ -20,9 +19,8 @@ from typing import Final
 
 from sglang.srt.disaggregation.common.engine import Engine
 from sglang.srt.disaggregation.control.control_link import parse_endpoint
-from sglang.srt.distributed.device_communicators.peer import parse_session_id
 from sglang.srt.utils.background_call import BackgroundCall
-from sglang.srt.utils.network import can_connect, canonical_host
+from sglang.srt.utils.network import can_connect
 
 logger = logging.getLogger(__name__)
 
@@ -37,8 +35,6 @@ class _Session:
     instance_id: str
     endpoint: str
     """Of its server's control connections, `tcp://HOST:PORT`."""
-    address: tuple[str, int] | None
-    """Where its server listens; None: not known."""
     num_users: int = 0
     """Number of parts of prompts that may have transfers in flight."""
 
@@ -58,9 +54,9 @@ class Sessions:
         """By id; the last used last."""
         self._lock = threading.Lock()
         """Held while a session is forgotten, so that no read of it begins meanwhile."""
-        self._is_probing = False
-        self._is_wanted = False
-        """True to probe once more after the probing in progress."""
+        self._probing = threading.Lock()
+        self._turns = threading.BoundedSemaphore(2)
+        """Of the thread that probes, and of one that waits for it."""
         self._probed = time.monotonic()
 
     @property
@@ -69,46 +65,33 @@ class Sessions:
         with self._lock:
             return list(self._known)
 
-    def enter(self, session_id: str, instance_id: str, endpoint: str) -> str:
-        """Keep a session until `leave`: transfers of it begin. May resolve a name.
+    def enter(self, session_id: str, instance_id: str, endpoint: str) -> None:
+        """Keep a session until `leave`: transfers of it begin.
 
         Args:
             session_id: The session of its Transfer Engine.
             instance_id: Its instance.
             endpoint: Endpoint of its control connections.
-
-        Returns:
-            The id under which the session is known, for the transfers and for `leave`. It has
-            another name of the same host if the server gave that earlier: each name would get a
-            connection of its own.
         """
         with self._lock:
-            is_known = session_id in self._known
-        address = None if is_known else _address(session_id)
-        with self._lock:
-            if address is not None:
-                others = (name for name, one in self._known.items() if one.address == address)
-                session_id = next(others, session_id)
             session = self._known.pop(session_id, None)
             if session is not None and session.instance_id != instance_id:
                 # Another process has the address now. If reads of the old one are still in flight,
                 # the engine ends their connection when they fail.
                 if not session.num_users:
                     self._engine.forget_peer(session_id)
-                    address, session = session.address, None
+                    session = None
                 else:
                     session.instance_id, session.endpoint = instance_id, endpoint
-            is_new = session is None
+            is_due = session is None or time.monotonic() >= self._probed + PROBE_EVERY_S
             if session is None:
-                session = _Session(instance_id, endpoint, address)
+                session = _Session(instance_id, endpoint)
             self._known[session_id] = session
             session.num_users += 1
             for name in self._idle()[:-MAX_IDLE]:
                 self._forget(name)
-            is_due = time.monotonic() >= self._probed + PROBE_EVERY_S
-        if is_new or is_due:
+        if is_due:
             self.probe()
-        return session_id
 
     def leave(self, session_id: str) -> None:
         """Undo `enter`: no transfer is in flight."""
@@ -117,36 +100,22 @@ class Sessions:
 
     def probe(self) -> None:
         """Probe idle sessions in a thread, and forget those of servers that are gone."""
-        with self._lock:
-            if self._is_probing:
-                self._is_wanted = True
-                return
-            if not self._idle():
-                return
-            self._is_probing = True
-        call = BackgroundCall("disagg-sessions", self._probe_all)
-        if call.ended and call.error is not None:  # There may have been no thread for it.
-            with self._lock:
-                self._is_probing = False
+        BackgroundCall("disagg-sessions", self._probe_all)
 
     def _probe_all(self) -> None:
-        is_wanted = True
-        while is_wanted:
-            with self._lock:
-                self._is_wanted = False
-                self._probed = time.monotonic()
-                idle = {name: self._known[name].endpoint for name in self._idle()}
-            try:
+        if not self._turns.acquire(blocking=False):
+            return  # Another thread waits, and will probe all that this one would.
+        try:
+            with self._probing:
+                with self._lock:
+                    self._probed = time.monotonic()
+                    idle = {name: self._known[name].endpoint for name in self._idle()}
                 for session_id, endpoint in idle.items():
                     # Without the lock: a host that is away takes its time.
                     if not self._runs(endpoint):
                         self._on_gone(session_id)
-            except BaseException:
-                with self._lock:
-                    self._is_probing = False
-                raise
-            with self._lock:
-                is_wanted = self._is_probing = self._is_wanted
+        finally:
+            self._turns.release()
 
     def _on_gone(self, session_id: str) -> None:
         with self._lock:
@@ -162,16 +131,6 @@ class Sessions:
     def _forget(self, session_id: str) -> None:
         del self._known[session_id]
         self._engine.forget_peer(session_id)
-
-
-def _address(session_id: str) -> tuple[str, int] | None:
-    """Address at which the server of a session listens; None: not known."""
-    try:
-        host, port = parse_session_id(session_id)
-        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-    except (OSError, ValueError):
-        return None  # The transport will say what is wrong with it.
-    return canonical_host(str(found[0][4][0])), port
 
 
 def _accepts(endpoint: str) -> bool:

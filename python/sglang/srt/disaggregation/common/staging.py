@@ -4,7 +4,7 @@ If the ranks of the prefill server have other heads, a decode server reads whole
 buffer, and copies the heads that it needs from there. In a page they are a piece in each token, and
 the transport moves pieces of a kilobyte a hundred times slower than pages. A link that is fast only
 for large blocks has buffers on both sides: pages are packed into a buffer of the prefill
-server (`packing`), read at once into a buffer of the decode server (`packed_read`), and copied from
+server (`Packer`), read at once into a buffer of the decode server (`PackedRead`), and copied from
 there.
 """
 
@@ -13,14 +13,14 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
 
 import torch
 
 from sglang.srt.constants import MIB
-from sglang.srt.disaggregation.common.engine import Engine
+from sglang.srt.disaggregation.common.engine import Engine, register_new
 from sglang.srt.disaggregation.common.geometry import STAGING_BYTES, CutBuffer, WholeBuffer
 from sglang.srt.distributed.device_communicators.transfer_types import Block
 from sglang.srt.hardware_backend.device_runtime import device_runtime
@@ -161,32 +161,21 @@ class Staging:
     Args:
         engine: The transport.
         device: Device of the pools.
-        registered: Addresses of the allocations that the transport knows already.
         num_bytes: Bytes of a buffer.
     """
 
     def __init__(
-        self,
-        engine: Engine,
-        device: torch.device,
-        registered: Iterable[int] = (),
-        num_bytes: int = STAGING_BYTES,
+        self, engine: Engine, device: torch.device, num_bytes: int = STAGING_BYTES
     ) -> None:
         self.device = device
         self.num_bytes = num_bytes
         self._engine = engine
-        self._registered = set(registered)
         self._runtime = device_runtime(device)
         # Set for this thread's device: in the threads of prompts another device is current.
         self._stream = self._runtime.make_side_stream()
         self._free: list[StagingBuffer] = []
         self._num_made = 0
         self._changed = threading.Condition()
-
-    @property
-    def registered(self) -> frozenset[int]:
-        """Addresses of the allocations that the transport knows by now."""
-        return frozenset(self._registered)
 
     def prepare(self) -> None:
         """Make all buffers now, while no transfer is in flight. A server was once ended by SIGSEGV
@@ -227,12 +216,7 @@ class Staging:
 
     def _make(self) -> StagingBuffer:
         memory = torch.empty(self.num_bytes, dtype=torch.uint8, device=self.device)
-        # The buffer may share an allocation with the pools.
-        ranges = self._runtime.allocations_of([memory])
-        new = [begin for begin in ranges if begin not in self._registered]
-        if new:
-            self._engine.batch_register(new, [ranges[begin] for begin in new])
-            self._registered.update(new)
+        register_new(self._engine, self._runtime.allocations_of([memory]))
         self._num_made += 1
         logger.info(
             "staging buffer %d of at most %d: %d MiB",

@@ -1,16 +1,16 @@
-"""State shared by all receivers of a rank; the mapping of decode ranks to prefill ranks."""
+"""State shared by all receivers of a rank: its place among the ranks, and the costs of its link."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Final, TypeAlias
 
+from sglang.srt.constants import MIB
 from sglang.srt.disaggregation.base.bootstrap_route import Route
 from sglang.srt.disaggregation.common.control_connection import Timeouts, incompatible
 from sglang.srt.disaggregation.common.engine import Engine
 from sglang.srt.disaggregation.common.geometry import PoolGeometry
-from sglang.srt.disaggregation.common.link_costs import LinkCosts
 from sglang.srt.disaggregation.common.metadata_reader import MetadataReader
 from sglang.srt.disaggregation.common.sessions import Sessions
 from sglang.srt.disaggregation.common.staging import Staging
@@ -18,6 +18,9 @@ from sglang.srt.disaggregation.control.deployment_secret import DeploymentSecret
 
 MAX_SOURCES: Final = 64
 """Most ranks that one rank reads from. Each costs a thread and a connection for each prompt."""
+UNIT_BYTES: Final = 128 * MIB
+"""Bytes of a unit of packed pages, which is read at once. Its read takes longer than the messages
+about it, and a prompt of thousands of tokens has several units, whose reads overlap."""
 FindRank: TypeAlias = Callable[[str, int, int], Route]
 """Finds the route of a rank of a prefill server; arguments: host and port of its bootstrap server,
 rank. Asks once and may take time; raises BootstrapError."""
@@ -41,27 +44,58 @@ class RankPlace:
     num_ranks: int = 1
     attn_tp_size: int = 1
 
-    def others(self) -> list[RankPlace]:
-        """All ranks of the same server, this one included, in their order."""
+    def partners(self, other: RankPlace) -> list[int]:
+        """The ranks of the server of `other` that have heads in common with this rank, for any
+        number of heads."""
+        share, size = self.rank % self.attn_tp_size, self.attn_tp_size
+        shares = [rank % other.attn_tp_size for rank in range(other.num_ranks)]
         return [
-            RankPlace(rank, self.num_ranks, self.attn_tp_size) for rank in range(self.num_ranks)
+            rank
+            for rank, there in enumerate(shares)
+            if share * other.attn_tp_size < (there + 1) * size
+            and there * size < (share + 1) * other.attn_tp_size
         ]
 
-    def overlaps(self, other: RankPlace) -> bool:
-        """True if the two ranks have heads in common, for any number of heads."""
-        own, their = self.rank % self.attn_tp_size, other.rank % other.attn_tp_size
-        return (
-            own * other.attn_tp_size < (their + 1) * self.attn_tp_size
-            and their * self.attn_tp_size < (own + 1) * other.attn_tp_size
-        )
 
-    def sources(self, prefill: RankPlace) -> list[RankPlace]:
-        """The ranks of the server of `prefill` that this rank reads from."""
-        return [one for one in prefill.others() if self.overlaps(one)]
+@dataclass(frozen=True, slots=True)
+class LinkCosts:
+    """A link on which packing may pay.
 
-    def readers(self, decode: RankPlace) -> list[int]:
-        """The ranks of the server of `decode` that read from this rank."""
-        return [one.rank for one in decode.others() if one.overlaps(self)]
+    Attributes:
+        block_s: Seconds of overhead per block that is read from pool to pool.
+        bytes_per_s: Bandwidth of one large block, in bytes per second.
+        packing_s: Seconds until the first unit is packed and its reader knows it, plus seconds
+            after the last is read.
+        unit_s: Seconds of overhead per unit.
+    """
+
+    block_s: float
+    bytes_per_s: float
+    packing_s: float
+    unit_s: float
+
+    def direct_s(self, num_blocks: int, num_bytes: int) -> float:
+        """Seconds to read blocks from pool to pool."""
+        return num_blocks * self.block_s + num_bytes / self.bytes_per_s
+
+    def packed_s(self, num_bytes: int, unit_bytes: int) -> float:
+        """Seconds to read the same bytes packed into units."""
+        num_units = -(-num_bytes // unit_bytes)
+        return self.packing_s + num_units * self.unit_s + num_bytes / self.bytes_per_s
+
+    def packing_pays(self, num_blocks: int, num_bytes: int, unit_bytes: int) -> bool:
+        """True if packing `num_blocks` blocks is faster than reading them."""
+        return self.packed_s(num_bytes, unit_bytes) < self.direct_s(num_blocks, num_bytes)
+
+
+LINKS: Final[Mapping[str, LinkCosts]] = {
+    # Two H200s (benchmark/results/2026-11-23-gpu-pd.md): 9,216 blocks of 128 KB in 46 to 58 ms, 72
+    # of 16 MB in 4 ms, while a peer copy has 394 GB/s. Packed in units of 64 to 256 MiB, 1.2 GB
+    # take 7.6 to 10.4 ms and 4.8 GB take 18 to 34 ms: this line fits all six within 15%.
+    "nvlink_intra": LinkCosts(block_s=5e-6, bytes_per_s=390e9, packing_s=2.5e-3, unit_s=0.3e-3),
+}
+"""Costs by protocol. Over other protocols blocks are queued, and pages are read from pool to
+pool."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,7 +123,7 @@ class TransferContext:
     secret: DeploymentSecret | None = None
     link: LinkCosts | None = None
 
-    def sources_of(self, route: Route, where: str) -> list[RankPlace]:
+    def sources_of(self, route: Route, where: str) -> list[int]:
         """The ranks of a prefill server that this rank reads from.
 
         Args:
@@ -104,7 +138,7 @@ class TransferContext:
         if num_ranks % attn_tp_size:
             why = f"its {num_ranks} ranks are no multiple of the {attn_tp_size} that split heads"
         if why is None:
-            sources = self.place.sources(RankPlace(0, num_ranks, attn_tp_size))
+            sources = self.place.partners(RankPlace(0, num_ranks, attn_tp_size))
             if len(sources) <= MAX_SOURCES:
                 return sources
             why = (

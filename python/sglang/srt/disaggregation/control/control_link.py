@@ -1,4 +1,13 @@
-"""The client's end of a control connection."""
+"""Control connections: their frames, the handshake that opens one, and the client's end.
+
+    server: Greeting
+    client: Proof                    with a secret
+    server: Welcome, or Refused      with a secret
+
+A frame is its length, four bytes in network order, and that many bytes. All further frames are
+messages of the connection's users. A client without a secret sends them without waiting for the
+greeting.
+"""
 
 from __future__ import annotations
 
@@ -8,37 +17,113 @@ import secrets
 import select
 import socket
 import time
-from typing import Final
+from typing import Annotated, Final, TypeAlias
 from urllib.parse import urlsplit
 
 import msgspec
 
-from sglang.srt.constants import KIB
+from sglang.srt.constants import KIB, MIB
 from sglang.srt.disaggregation.control.deployment_secret import (
     NONCE_BYTES,
     SOURCES,
     DeploymentSecret,
 )
-from sglang.srt.disaggregation.control.frames import (
-    MAX_ANSWER_BYTES,
-    OF_CLIENT,
-    OF_SERVER,
-    OPENING_DECODER,
-    FrameBuffer,
-    FrameTooLong,
-    Greeting,
-    Proof,
-    Refused,
-    as_frame,
-)
 from sglang.srt.utils.bad_messages import MALFORMED
 
+VERSION: Final = 1
+MAX_PROOF_BYTES: Final = 256
+MAX_QUESTION_BYTES: Final = 96 * KIB
+"""Most bytes of a frame to the server. The longest question names some thousand rooms, and gives
+reasons for 32 of them."""
+MAX_ANSWER_BYTES: Final = 64 * MIB
+"""Most bytes of a frame to the client; pages of a million tokens have 9 MiB."""
+OF_CLIENT: Final = "client of a control connection"
+OF_SERVER: Final = "server of a control connection"
+"""Purposes of the proofs. Each is about both nonces, the server's first."""
+_LENGTH_BYTES: Final = 4
+
+Nonce: TypeAlias = Annotated[bytes, msgspec.Meta(min_length=NONCE_BYTES, max_length=NONCE_BYTES)]
+Mac: TypeAlias = Annotated[bytes, msgspec.Meta(max_length=64)]
 LINGER_S: Final = 1.0
 """Most seconds for which `ControlLink.close` waits until the last message can be sent."""
 _RETRY_S: Final = 0.1
 """Seconds from the end of a connection to the next attempt."""
 _READ_BYTES: Final = 64 * KIB
 _SAME: Final = f"give both servers the same {SOURCES}"
+
+
+class Greeting(msgspec.Struct, frozen=True, tag=True):
+    """The server's first frame."""
+
+    version: int
+    nonce: Nonce
+    wants_proof: bool
+
+
+class Proof(msgspec.Struct, frozen=True, tag=True):
+    """The client knows the secret."""
+
+    nonce: Nonce
+    mac: Mac
+
+
+class Welcome(msgspec.Struct, frozen=True, tag=True):
+    """The server knows the secret too, and answers questions."""
+
+    mac: Mac
+
+
+class Refused(msgspec.Struct, frozen=True, tag=True):
+    """The server answers no question of this connection."""
+
+    reason: Annotated[str, msgspec.Meta(max_length=512)]
+
+
+PROOF_DECODER: Final = msgspec.msgpack.Decoder(Proof)
+OPENING_DECODER: Final = msgspec.msgpack.Decoder(Greeting | Welcome | Refused)
+
+
+class FrameTooLong(ValueError):
+    """A peer has announced a frame with more bytes than it may have."""
+
+
+def as_frame(message: bytes) -> bytes:
+    """The frame of `message`."""
+    return len(message).to_bytes(_LENGTH_BYTES, "big") + message
+
+
+class FrameBuffer:
+    """Received bytes that were not taken yet.
+
+    Attributes:
+        max_bytes: Most bytes of a frame.
+    """
+
+    def __init__(self, max_bytes: int) -> None:
+        self.max_bytes = max_bytes
+        self._held = bytearray()
+
+    def add(self, part: bytes | memoryview) -> None:
+        """Add the bytes that came next."""
+        self._held += part
+
+    def take(self) -> bytes | None:
+        """Take the message of the next frame; None: the frame is not whole yet.
+
+        Raises:
+            FrameTooLong: It will never be.
+        """
+        if len(self._held) < _LENGTH_BYTES:
+            return None
+        length = int.from_bytes(self._held[:_LENGTH_BYTES], "big")
+        if length > self.max_bytes:
+            raise FrameTooLong(f"a frame of {length} bytes; at most {self.max_bytes} are read")
+        end = _LENGTH_BYTES + length
+        if len(self._held) < end:
+            return None
+        message = bytes(self._held[_LENGTH_BYTES:end])
+        del self._held[:end]
+        return message
 
 
 class HandshakeFailed(RuntimeError):
@@ -85,8 +170,10 @@ class ControlLink:
     def send(self, message: bytes) -> None:
         """Send `message`, now or when the connection is open; another one takes its place then.
         Does not block."""
-        self._unsent = message
-        self._push()
+        if self._is_open:
+            self._write(message)
+        else:
+            self._unsent = message
 
     def receive(self, timeout: float) -> bytes | None:
         """The next message, after at most `timeout` seconds; None: none has come, or the waker was
@@ -170,8 +257,8 @@ class ControlLink:
             self._break()
         else:
             self._is_connected = True
-            self._is_open = self._secret is None
-            self._push()
+            if self._secret is None:
+                self._open()
         return True
 
     def _empty_waker(self) -> None:
@@ -193,12 +280,12 @@ class ControlLink:
         else:
             self._break()
 
-    def _push(self) -> None:
-        """Send the message that waits, if the connection is open."""
-        if not self._is_open or self._unsent is None:
-            return
+    def _open(self) -> None:
+        """Messages may be sent from now on. Send the one that waits."""
+        self._is_open = True
         message, self._unsent = self._unsent, None
-        self._write(message)
+        if message is not None:
+            self._write(message)
 
     def _write(self, message: bytes) -> None:
         assert self._socket is not None
@@ -255,5 +342,5 @@ class ControlLink:
             step.mac, OF_SERVER, nonce, self._nonce
         ):
             raise self._handshake_failed(f"does not prove the secret of this server: {_SAME}")
-        self._is_greeted = self._is_open = True
-        self._push()
+        self._is_greeted = True
+        self._open()

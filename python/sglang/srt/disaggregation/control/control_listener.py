@@ -13,12 +13,7 @@ from typing import Final
 import msgspec
 
 from sglang.srt.constants import KIB
-from sglang.srt.disaggregation.control.deployment_secret import (
-    NONCE_BYTES,
-    SOURCES,
-    DeploymentSecret,
-)
-from sglang.srt.disaggregation.control.frames import (
+from sglang.srt.disaggregation.control.control_link import (
     MAX_PROOF_BYTES,
     MAX_QUESTION_BYTES,
     OF_CLIENT,
@@ -31,6 +26,11 @@ from sglang.srt.disaggregation.control.frames import (
     Refused,
     Welcome,
     as_frame,
+)
+from sglang.srt.disaggregation.control.deployment_secret import (
+    NONCE_BYTES,
+    SOURCES,
+    DeploymentSecret,
 )
 from sglang.srt.utils.bad_messages import MALFORMED, BadMessages
 from sglang.srt.utils.bounded_listener import Listener, OpenConnections, most_connections

@@ -16,7 +16,7 @@ from typing import Final, NoReturn
 import msgspec
 
 from sglang.srt.arg_groups.disaggregation import DisaggregationMode
-from sglang.srt.disaggregation.base.bootstrap_route import ROUTE_DECODER, Route
+from sglang.srt.disaggregation.base.bootstrap_route import ROUTE_DECODER, Route, find
 from sglang.srt.disaggregation.base.conn import (
     AuxBuffers,
     BaseKVManager,
@@ -28,19 +28,17 @@ from sglang.srt.disaggregation.base.conn import (
     ServerSettings,
 )
 from sglang.srt.disaggregation.base.first_token import FirstToken
-from sglang.srt.disaggregation.common.bootstrap_client import find
 from sglang.srt.disaggregation.common.bootstrap_server import CommonKVBootstrapServer
 from sglang.srt.disaggregation.common.control_connection import (
     Timeouts,
     seconds,
     silence_s,
 )
-from sglang.srt.disaggregation.common.engine import Engine
+from sglang.srt.disaggregation.common.engine import Engine, register_new
 from sglang.srt.disaggregation.common.geometry import (
     STAGING_BYTES,
     PoolGeometry,
 )
-from sglang.srt.disaggregation.common.link_costs import LINKS, UNIT_BYTES, LinkCosts
 from sglang.srt.disaggregation.common.metadata_reader import (
     MetadataReader,
     host_identity,
@@ -50,10 +48,16 @@ from sglang.srt.disaggregation.common.protocol import RowsLayout
 from sglang.srt.disaggregation.common.room_server import RoomServer
 from sglang.srt.disaggregation.common.sessions import Sessions
 from sglang.srt.disaggregation.common.staging import Staging
-from sglang.srt.disaggregation.common.transfer_context import FindRank, RankPlace, TransferContext
+from sglang.srt.disaggregation.common.transfer_context import (
+    LINKS,
+    UNIT_BYTES,
+    FindRank,
+    LinkCosts,
+    RankPlace,
+    TransferContext,
+)
 from sglang.srt.disaggregation.control.deployment_secret import DeploymentSecret
-from sglang.srt.disaggregation.mooncake.prefill_servers import PrefillServers
-from sglang.srt.disaggregation.mooncake.receiver import MooncakeKVReceiver
+from sglang.srt.disaggregation.mooncake.receiver import MooncakeKVReceiver, PrefillServers
 from sglang.srt.distributed.device_communicators.mooncake_transfer_engine import (
     get_mooncake_transfer_engine,
 )
@@ -127,12 +131,8 @@ class MooncakeKVManager(BaseKVManager):
         self._secret = DeploymentSecret.of(server_args.disaggregation_secret)
         self._geometry = PoolGeometry.of(args.pools, args.weights_identity, args.dtype)
         packs, reads = link is not None, disaggregation_mode == DisaggregationMode.DECODE
-        staging = Staging(
-            engine,
-            args.pools[0].device,
-            self.register_buffer_to_engine(),
-            unit_bytes if packs else STAGING_BYTES,
-        )
+        self.register_buffer_to_engine()
+        staging = Staging(engine, args.pools[0].device, unit_bytes if packs else STAGING_BYTES)
         if prepares_staging and (packs or reads):
             staging.prepare()
         self._rooms: RoomServer | None = None
@@ -172,11 +172,8 @@ class MooncakeKVManager(BaseKVManager):
         assert self._prefill_servers is not None, "this is a prefill server"
         return self._prefill_servers
 
-    def register_buffer_to_engine(self) -> dict[int, int]:
+    def register_buffer_to_engine(self) -> None:
         """Register pools and rows of metadata.
-
-        Returns:
-            The allocations that have this memory, address to bytes.
 
         Raises:
             RuntimeError: The transport refuses the memory.
@@ -188,12 +185,11 @@ class MooncakeKVManager(BaseKVManager):
             any(begin <= address < begin + size for begin, size in ranges.items())
             for address in geometry.addresses
         ), "a pool has memory that its geometry does not name"
-        self._register(ranges)
+        register_new(self._engine, ranges)
         if rows is None:
-            return ranges
-        allocations = rows.allocations()
+            return
         try:
-            self._register(allocations)
+            register_new(self._engine, rows.allocations())
         except RuntimeError as error:
             raise RuntimeError(
                 f"metadata in memory of {rows.device}: {error}; set SGLANG_MOONCAKE_SEND_AUX_TCP=1 "
@@ -201,18 +197,6 @@ class MooncakeKVManager(BaseKVManager):
                 "SGLANG_MOONCAKE_CUSTOM_MEM_POOL=INTRA_NODE_NVLINK to keep it beside the pages"
             ) from error
         logger.info("metadata is in rows in memory of %s, and is read as pages are", rows.device)
-        return ranges | allocations
-
-    def _register(self, allocations: dict[int, int]) -> None:
-        """Register what is not registered yet: on a GPU pools, rows of metadata, and weights that
-        other servers may read can share an allocation."""
-        new = {
-            address: size
-            for address, size in allocations.items()
-            if not self._engine.is_registered(address, size)
-        }
-        if new:
-            self._engine.batch_register(list(new), list(new.values()))
 
     def _listen(self, packer: Packer | None) -> RoomServer:
         ranks, rows = self._args.ranks, self._args.aux_buffers

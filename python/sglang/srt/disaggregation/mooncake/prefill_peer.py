@@ -20,11 +20,9 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
-from sglang.srt.disaggregation.base.bootstrap_route import Route
-from sglang.srt.disaggregation.common.bootstrap_client import BootstrapError, WrongSecret
+from sglang.srt.disaggregation.base.bootstrap_route import BootstrapError, Route, WrongSecret
 from sglang.srt.disaggregation.common.control_connection import (
     POLL_S,
-    Cancellation,
     ControlConnection,
     NotAnswered,
     Replaced,
@@ -81,6 +79,9 @@ class PrefillPeer:
         port: Port of its bootstrap server.
         context: What all receivers of the rank share.
         threads: Run the peer's thread.
+
+    Attributes:
+        has_thread: True if the thread runs.
     """
 
     def __init__(
@@ -94,7 +95,7 @@ class PrefillPeer:
         """Rooms that are asked about."""
         self._declined: dict[int, _Declined] = {}
         """Rooms to decline."""
-        self._has_thread = False
+        self.has_thread = False
         self._closes_at: float | None = None
         """Time at which the thread ends at the latest; None: it is not closing."""
         self._lock = threading.Lock()
@@ -153,19 +154,14 @@ class PrefillPeer:
             if self._closes_at is None:
                 self._closes_at = time.monotonic() + CLOSE_S
             self._receivers.clear()
-            if not self._has_thread:
+            if not self.has_thread:
                 self._close_sockets()
         self._wake()
-
-    @property
-    def has_thread(self) -> bool:
-        """True if the thread runs."""
-        return self._has_thread
 
     def _wake_or_start(self) -> None:
         """Wake the thread, or start one."""
         with self._lock:
-            is_new, self._has_thread = not self._has_thread, True
+            is_new, self.has_thread = not self.has_thread, True
         if not is_new:
             self._wake()
             return
@@ -174,7 +170,7 @@ class PrefillPeer:
         except RuntimeError as error:
             self._fail_all(f"no thread for the prefill server at {self._where}: {error}")
             with self._lock:
-                self._has_thread = False
+                self.has_thread = False
 
     def _wake(self) -> None:
         with contextlib.suppress(OSError):  # It has enough to wake up for, or has ended.
@@ -214,10 +210,10 @@ class PrefillPeer:
     def _has_work(self) -> bool:
         with self._lock:
             if self._is_over() or not (self._receivers or self._declined):
-                self._has_thread = False
+                self.has_thread = False
                 if self._closes_at is not None:
                     self._close_sockets()
-            return self._has_thread
+            return self.has_thread
 
     def _poll_rooms(self) -> None:
         """Find the prefill server if it is not known yet, and ask it until there is nothing to ask
@@ -235,9 +231,8 @@ class PrefillPeer:
             first.endpoint,
             context.secret,
             context.timeouts,
-            Cancellation(),
             first.instance_id,
-            self._wakes,
+            waker=self._wakes,
         )
         try:
             why = context.geometry.incompatibility(self._greet(connection))
@@ -251,7 +246,7 @@ class PrefillPeer:
         """The routes of the ranks to read from."""
         first = self._look_up(0)
         sources = self._context.sources_of(first, self._where)
-        return tuple(self._look_up(one.rank) if one.rank else first for one in sources)
+        return tuple(self._look_up(rank) if rank else first for rank in sources)
 
     def _look_up(self, rank: int) -> Route:
         self._looked_up = time.monotonic()
@@ -303,7 +298,7 @@ class PrefillPeer:
         while self.is_idle:
             if self._closes_at is not None or time.monotonic() >= until:
                 return False
-            connection.receive(until - time.monotonic())
+            connection.receive_answer(until - time.monotonic())
         return not self._is_over()
 
     def _is_over(self) -> bool:
@@ -361,9 +356,7 @@ class PrefillPeer:
 
     def _fail(self, receiver: MooncakeKVReceiver, why: str) -> None:
         receiver.fail(why)
-        with self._lock:
-            if self._receivers.get(receiver.bootstrap_room) is receiver:
-                del self._receivers[receiver.bootstrap_room]
+        self.leave(receiver)
 
     def _fail_receivers(self, why: str, *, only_known: bool = False) -> None:
         with self._lock:

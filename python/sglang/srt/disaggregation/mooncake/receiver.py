@@ -1,8 +1,9 @@
-"""A KV receiver: reads a prompt from all prefill ranks that have a shard of it."""
+"""KV receivers, and the prefill servers that they ask and read from."""
 
 from __future__ import annotations
 
 import logging
+import random
 import threading
 import time
 from collections.abc import Sequence
@@ -16,28 +17,98 @@ from sglang.srt.disaggregation.base.conn import (
     KVTransferError,
     KVTransferMetric,
 )
-from sglang.srt.disaggregation.common.control_connection import (
-    Cancellation,
-    RoomFailed,
-    incompatible,
-)
+from sglang.srt.disaggregation.common.control_connection import RoomFailed, incompatible
 from sglang.srt.disaggregation.common.geometry import IncompatibleLayouts, ShardSlice
 from sglang.srt.disaggregation.common.metadata_reader import CONTROL, TRANSPORT
-from sglang.srt.disaggregation.common.page_reader import OwnSlots, Source
 from sglang.srt.disaggregation.common.protocol import KVLayout
-from sglang.srt.disaggregation.common.transfer_context import RankPlace
-from sglang.srt.disaggregation.mooncake.prefill_servers import TOO_MANY
-from sglang.srt.disaggregation.mooncake.shard_receiver import ShardReceiver
+from sglang.srt.disaggregation.common.transfer_context import TransferContext
+from sglang.srt.disaggregation.mooncake.prefill_peer import CLOSE_S, PrefillPeer
+from sglang.srt.disaggregation.mooncake.shard_receiver import STEPS, OwnSlots, ShardReceiver
+from sglang.srt.distributed.device_communicators.call_threads import CallThreads
+from sglang.srt.utils.network import canonical_host, wait_until
 
 if TYPE_CHECKING:
     from sglang.srt.disaggregation.mooncake.conn import MooncakeKVManager
-    from sglang.srt.disaggregation.mooncake.prefill_peer import PrefillPeer
 
 logger = logging.getLogger(__name__)
 
+MAX_PEERS: Final = 256
+"""Most prefill servers, each with a thread and a connection while there is anything to ask."""
+TOO_MANY: Final = f"this server asks {MAX_PEERS} prefill servers already, which do not answer"
 _POLL_S: Final = 0.1
 """Seconds within which a shard that waits for the layouts of others notices that it waits in
 vain."""
+
+
+class PrefillServers:
+    """The prefill servers of a rank. Scheduler's thread.
+
+    Threads: `disagg-peer`, one for each prefill server that is asked about rooms; `disagg-prompt`,
+    one for each prompt that is read.
+
+    Args:
+        context: What all receivers of the rank share.
+        instance_id: Id drawn at the start, the same on all ranks of this server and different on
+            every other server.
+        failure_prob: Share of prompts that fail by injection.
+
+    Attributes:
+        reading: The threads that read prompts.
+    """
+
+    def __init__(
+        self, context: TransferContext, instance_id: str, failure_prob: float = 0.0
+    ) -> None:
+        self.context = context
+        self._instance_id = instance_id
+        self._failure_prob = failure_prob
+        self._num_readers = 0
+        self._asking = CallThreads("disagg-peer")
+        self.reading = CallThreads("disagg-prompt")
+        self._peers: dict[BootstrapAddr, PrefillPeer] = {}
+        """By canonical host and port; the last used last."""
+
+    def new_reader(self) -> tuple[str, str | None]:
+        """Id of the next prompt's reader, and the step that fails by injection, or None. All ranks
+        read the same prompts in the same order."""
+        fails = random.random() < self._failure_prob
+        reader = f"{self._instance_id} {self._num_readers}"
+        self._num_readers += 1
+        return reader, random.choice(STEPS) if fails else None
+
+    def find(self, address: BootstrapAddr) -> PrefillPeer | None:
+        """The prefill server with this bootstrap server; None: there are too many to ask another
+        one."""
+        host, port = address
+        key = canonical_host(host), port
+        peer = self._peers.pop(key, None)
+        if peer is None:
+            if len(self._peers) >= MAX_PEERS:
+                idle = next((one for one, peer in self._peers.items() if peer.is_idle), None)
+                if idle is None:
+                    return None
+                self._peers.pop(idle).close()
+            peer = PrefillPeer(*key, self.context, self._asking)
+        self._peers[key] = peer
+        return peer
+
+    def decline(self, address: BootstrapAddr, room: int, reason: str) -> None:
+        """Decline a room of a prefill server: it is not wanted."""
+        if self.context.place.rank:
+            return  # One rank speaks for all.
+        if (peer := self.find(address)) is None:
+            logger.warning("room %d could not be declined: %s", room, TOO_MANY)
+        else:
+            peer.decline(room, reason)
+
+    def close(self) -> None:
+        """Accept no more prompts, and end the threads that ask; they first decline what they can.
+        Prompts on their way end by themselves."""
+        for peer in self._peers.values():
+            peer.close()
+        wait_until(lambda: not any(peer.has_thread for peer in self._peers.values()), CLOSE_S)
+        self._asking.close()
+        self.reading.close()
 
 
 class MooncakeKVReceiver(BaseKVReceiver):
@@ -56,7 +127,7 @@ class MooncakeKVReceiver(BaseKVReceiver):
         serial: First question with the room; None: there was none. The peer's thread alone.
         unknown_since: Time of the first answer that the room is not known; None: there was none.
             The peer's thread alone.
-        cancelled: Ends the read, with the reason of the failure.
+        failure: Reason why the prompt will not come, which ends the read; None: it may come.
         has_returned: Set when no thread reads, or will.
     """
 
@@ -70,10 +141,9 @@ class MooncakeKVReceiver(BaseKVReceiver):
         self.since = 0.0
         self.serial: int | None = None
         self.unknown_since: float | None = None
-        self.cancelled = Cancellation()
+        self.failure: str | None = None
         self.has_returned = threading.Event()
         self._servers = mgr.prefill_servers
-        self._context = self._servers.context
         self._peer: PrefillPeer | None = None
         """The server that is asked about the room."""
         self._is_reading = False
@@ -102,7 +172,7 @@ class MooncakeKVReceiver(BaseKVReceiver):
     ) -> None:
         own = OwnSlots(
             pages=kv_indices,
-            first_page=decode_prefix_len // self._context.geometry.pools[0].page_size,
+            first_page=decode_prefix_len // self._servers.context.geometry.pools[0].page_size,
             state=next(iter(state_indices), None),
         )
         if self._peer is not None:
@@ -118,14 +188,14 @@ class MooncakeKVReceiver(BaseKVReceiver):
     def poll(self) -> KVPoll:
         if self.metadata is not None:
             return KVPoll.Success
-        if self.cancelled.is_set():
+        if self.failure is not None:
             return KVPoll.Failed
         if self._is_reading:
             return KVPoll.Transferring
         return KVPoll.WaitingForInput if self.sources else KVPoll.Bootstrapping
 
     def failure_exception(self) -> NoReturn:
-        raise KVTransferError(self.cancelled.why if self.poll() == KVPoll.Failed else "")
+        raise KVTransferError(self.failure or "")
 
     @property
     def has_ended(self) -> bool:
@@ -136,16 +206,15 @@ class MooncakeKVReceiver(BaseKVReceiver):
     def get_transfer_metric(self) -> KVTransferMetric:
         """What was read so far; the seconds are those of the shard with the most."""
         shards = self._shards
-        readers = [shard.reader for shard in shards if shard.reader is not None]
         return KVTransferMetric(
-            max((reader.seconds for reader in readers), default=0.0),
-            sum(reader.num_bytes for reader in readers),
+            max((shard.seconds for shard in shards), default=0.0),
+            sum(shard.num_bytes for shard in shards),
             {way: sum(one.metadata_bytes[way] for one in shards) for way in (CONTROL, TRANSPORT)},
         )
 
     def abort(self, reason: str) -> None:
         if self._is_reading:
-            self.cancelled.set(reason)
+            self.fail(reason)
             return
         if self._peer is not None:
             self._peer.leave(self)
@@ -156,8 +225,8 @@ class MooncakeKVReceiver(BaseKVReceiver):
     def fail(self, why: str) -> None:
         """Note that the prompt will not come; the first reason counts."""
         with self._lock:
-            if self.metadata is None:
-                self.cancelled.set(why)
+            if self.metadata is None and self.failure is None:
+                self.failure = why
 
     def slice_for(self, shard: ShardReceiver, layout: KVLayout) -> ShardSlice:
         """The slice that `shard` reads. Waits until all shards have layouts.
@@ -167,7 +236,7 @@ class MooncakeKVReceiver(BaseKVReceiver):
             layout: Layout of its prefill rank.
 
         Raises:
-            RoomFailed: The layouts do not fit, or the prompt was cancelled.
+            RoomFailed: The layouts do not fit, or the prompt has failed.
         """
         with self._lock:
             self._layouts[shard] = layout
@@ -175,14 +244,14 @@ class MooncakeKVReceiver(BaseKVReceiver):
         if is_last:
             layouts = [self._layouts[one] for one in self._shards]
             try:
-                slices = self._context.geometry.slices(layouts, self.bootstrap_room)
+                slices = self._servers.context.geometry.slices(layouts, self.bootstrap_room)
             except IncompatibleLayouts as error:
-                raise incompatible(shard.source.where, str(error)) from None
+                raise incompatible(shard.where, str(error)) from None
             self._slices = dict(zip(self._shards, slices, strict=True))
             self._has_slices.set()
         while not self._has_slices.wait(_POLL_S):
-            if self.cancelled.is_set():
-                raise RoomFailed(self.cancelled.why)
+            if self.failure is not None:
+                raise RoomFailed(self.failure)
         return self._slices[shard]
 
     # -- the prompt's thread ---------------------------------------------------------------------
@@ -196,39 +265,23 @@ class MooncakeKVReceiver(BaseKVReceiver):
             reader: Id drawn for this prompt, the same on all ranks of this server.
             fails_at: Step of `STEPS` that fails, for tests.
         """
-        metadata = None
+        context, metadata = self._servers.context, None
         try:
             self._shards = [
-                ShardReceiver(self, self._context, self._source(route, reader), own)
-                for route in self.sources
+                ShardReceiver(self, context, route, reader, own, None if number else fails_at)
+                for number, route in enumerate(self.sources)
             ]
-            self._shards[0].fails_at = fails_at
             self._run_shards()
             metadata = self._shards[0].metadata
         except Exception as error:
             logger.exception("a prompt could not be received")
             self.fail(f"receiving the prompt failed: {type(error).__name__}: {error}")
         with self._lock:
-            if not self.cancelled.is_set():
+            if self.failure is None:
                 self.metadata = metadata
         self.has_returned.set()
-        if metadata is None or self.cancelled.is_set():
-            self._context.sessions.probe()
-
-    def _source(self, route: Route, reader: str) -> Source:
-        own = self._context.place
-        rank = RankPlace(route.rank, route.num_ranks, route.attn_tp_size)
-        readers = rank.readers(own)
-        host, port = self.bootstrap_addr
-        return Source(
-            where=f"{host}:{port}",
-            endpoint=route.endpoint,
-            instance_id=route.instance_id,
-            room=self.bootstrap_room,
-            reader=reader,
-            part=readers.index(own.rank),
-            num_parts=len(readers),
-        )
+        if self.metadata is None:
+            context.sessions.probe()
 
     def _run_shards(self) -> None:
         """Run all shards, and return when all have ended."""

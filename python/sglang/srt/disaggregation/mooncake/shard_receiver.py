@@ -4,35 +4,58 @@ The decode server reads, and no other server writes to its memory. Its pages are
 own reads have ended, even if the prefill server has failed. It polls the room while it reads: a
 prefill server keeps pages only for readers that poll, and a missing answer fails the request before
 the transport gives up.
+
+Pages are read by one of three strategies:
+
+direct   from pool to pool; pages that follow one another on both sides are one block
+staged   whole pages of a rank with other heads, into a buffer that the heads are copied from
+packed   units into which the prefill server copies pages first; see `PackedRead`
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
-import threading
 import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 import msgspec
 
+from sglang.srt.disaggregation.base.bootstrap_route import Route
 from sglang.srt.disaggregation.base.first_token import FirstToken
 from sglang.srt.disaggregation.common.control_connection import (
+    POLL_S,
     ControlConnection,
     RoomFailed,
     incompatible,
 )
+from sglang.srt.disaggregation.common.geometry import ShardSlice
 from sglang.srt.disaggregation.common.metadata_reader import CONTROL, TRANSPORT, RowRead
-from sglang.srt.disaggregation.common.page_reader import OwnSlots, PageReader, Source
 from sglang.srt.disaggregation.common.protocol import (
     GiveUp,
     Hello,
     KVLayout,
+    Pack,
     Poll,
     Received,
     Released,
     RoomStatus,
 )
-from sglang.srt.disaggregation.common.transfer_context import TransferContext
+from sglang.srt.disaggregation.common.staging import StagingBuffer, rounds
+from sglang.srt.disaggregation.common.transfer_context import (
+    LinkCosts,
+    RankPlace,
+    TransferContext,
+)
+from sglang.srt.disaggregation.mooncake.packed_read import PackedRead
+from sglang.srt.distributed.device_communicators.transfer_types import (
+    Block,
+    Transfer,
+    TransferError,
+    TransferOp,
+)
 
 if TYPE_CHECKING:
     from sglang.srt.disaggregation.mooncake.receiver import MooncakeKVReceiver
@@ -43,6 +66,21 @@ STEPS: Final = ("asking", "reading", "confirming")
 """Steps of a prompt in which tests inject a failure."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OwnSlots:
+    """Place of a prompt in this server's pools.
+
+    Attributes:
+        pages: Pages for the prompt's pages from `first_page` on.
+        first_page: Number of leading pages of the prompt that this server has already.
+        state: Slot for the prompt's recurrent state; None: the model has none.
+    """
+
+    pages: Sequence[int]
+    first_page: int = 0
+    state: int | None = None
+
+
 class ShardReceiver:
     """Receives the shard of one prefill rank. One thread calls `run`; any thread may read the
     attributes.
@@ -51,126 +89,149 @@ class ShardReceiver:
         receiver: The prompt. Its failure ends the shard, and a failure of the shard fails it, maybe
             long before `has_ended`.
         context: What all receivers of this rank share.
-        source: The prefill rank.
+        route: The prefill rank.
+        reader: See `Reader`.
         own: Place of the prompt in this server's pools.
+        fails_at: Step of `STEPS` that fails, for tests.
 
     Attributes:
+        where: Name of the prefill server, for errors.
         metadata: The metadata, set before `has_ended` if the whole shard was received.
         metadata_bytes: Bytes of the received first token, by the way that it came.
-        reader: Reads the pages; None: it is not settled yet what to read.
-        fails_at: Step of `STEPS` that fails, for tests.
+        num_bytes: Bytes of pages and states read so far.
+        seconds: Seconds during which reads were in flight, or pages were packed for them.
+        has_ended: True once no read into the pages is in flight.
+        timeout: Seconds for each read, for a buffer, and for a further unit of packed pages.
+        staging: The rank's staging buffers.
     """
 
     def __init__(
-        self, receiver: MooncakeKVReceiver, context: TransferContext, source: Source, own: OwnSlots
+        self,
+        receiver: MooncakeKVReceiver,
+        context: TransferContext,
+        route: Route,
+        reader: str,
+        own: OwnSlots,
+        fails_at: str | None = None,
     ) -> None:
-        self.source = source
+        host, port = receiver.bootstrap_addr
+        self.where = f"{host}:{port}"
         self.metadata: FirstToken | None = None
         self.metadata_bytes = {CONTROL: 0, TRANSPORT: 0}
-        self.reader: PageReader | None = None
-        self.fails_at: str | None = None
+        self.num_bytes = 0
+        self.seconds = 0.0
+        self.has_ended = False
+        self.timeout = context.timeouts.waiting
+        self.staging = context.staging
         self._receiver = receiver
-        self._own = own
         self._context = context
+        self._route = route
+        self._room = receiver.bootstrap_room
+        self._reader = reader
+        self._own = own
+        self._fails_at = fails_at
+        rank = RankPlace(route.rank, route.num_ranks, route.attn_tp_size)
+        readers = rank.partners(context.place)
+        self._part, self._num_parts = readers.index(context.place.rank), len(readers)
+        """Index of this rank among the reader's ranks that ask the prefill rank, and their
+        number."""
+        self._connection: ControlConnection
+        self._slice: ShardSlice
+        """The part of the prefill rank's memory to read."""
+        self._layout: KVLayout
+        self._keeps_session = False
+        """True once the session of the layout is entered."""
+        self._num_packings = 0
+        self._in_flight: list[Transfer] = []
+        self._buffers: list[StagingBuffer] = []
+        """Staging buffers that were taken."""
         self._row_read: RowRead | None = None
-        self._session_id: str | None = None
-        """The rank's session, which is kept."""
-        self._ended = threading.Event()
-
-    @property
-    def has_ended(self) -> bool:
-        """True once no read into the pages is in flight."""
-        return self._ended.is_set()
 
     def run(self) -> None:
         """Receive the shard. Never raises. `has_ended` is true afterwards, unless the transport
         never lets go of the pages."""
+        context, route = self._context, self._route
         try:
-            self.metadata = self._receive()
+            self._connection = ControlConnection(
+                route.endpoint,
+                context.secret,
+                context.timeouts,
+                route.instance_id,
+                why_cancelled=lambda: self._receiver.failure,
+            )
+            with contextlib.closing(self._connection) as connection:
+                try:
+                    self.metadata = self._read_shard()
+                except Exception as error:
+                    for transfer in self._in_flight:
+                        transfer.abandon()
+                    connection.begin(GiveUp(self._room, self._reader, str(error)[:500]))
+                    raise
         except RoomFailed as error:
             self._receiver.fail(str(error))
         except Exception as error:
             logger.exception("a prompt could not be received")
             self._receiver.fail(f"receiving the prompt failed: {type(error).__name__}: {error}")
-        has_settled = self.reader is None or self.reader.settle()
+        self._settle()
+
+    def _settle(self) -> None:
+        """Wait until all reads have ended, and give back what was taken for them."""
+        have_settled = [transfer.wait() for transfer in self._in_flight]
+        has_settled = all(have_settled)
         if has_settled:
-            self._ended.set()
+            for buffer in list(self._buffers):
+                self.give_back(buffer)
+            self.has_ended = True
         else:
             logger.error(
                 "room %d: its pages are lost, since the transport does not let go of them",
-                self.source.room,
+                self._room,
             )
         if self._row_read is not None:
             has_settled = self._row_read.settle() and has_settled
-        if self._session_id is not None and has_settled:
-            self._context.sessions.leave(self._session_id)
+        if self._keeps_session and has_settled:
+            self._context.sessions.leave(self._layout.session_id)
 
-    def _receive(self) -> FirstToken:
-        source, context = self.source, self._context
-        with ControlConnection(
-            source.endpoint,
-            context.secret,
-            context.timeouts,
-            self._receiver.cancelled,
-            source.instance_id,
-        ) as connection:
-            try:
-                return self._read_shard(connection)
-            except Exception as error:
-                if self.reader is not None:
-                    self.reader.abandon()
-                connection.send(GiveUp(source.room, source.reader, str(error)[:500]))
-                raise
+    # -- the conversation ------------------------------------------------------------------------
 
-    def _read_shard(self, connection: ControlConnection) -> FirstToken:
-        source, context = self.source, self._context
+    def _read_shard(self) -> FirstToken:
+        context, connection, own = self._context, self._connection, self._own
         self._fail_at("asking")
         layout = connection.ask(Hello(), KVLayout)
         refusal = context.geometry.incompatibility(layout)
         if refusal is not None:
-            raise incompatible(source.where, refusal)
-        shard_slice = self._receiver.slice_for(self, layout)
-        self._session_id = context.sessions.enter(
-            layout.session_id, layout.instance_id, source.endpoint
-        )
-        layout = msgspec.structs.replace(layout, session_id=self._session_id)
-        self.reader = reader = PageReader(
-            source,
-            self._own,
-            context,
-            connection=connection,
-            layout=layout,
-            shard_slice=shard_slice,
-            heartbeat=lambda have: self._heartbeat(connection, have),
-        )
-        first_token = self._read_pages(connection, layout, reader)
-        theirs, own = first_token.state_slot, self._own.state
-        if (theirs is None) != (own is None):
+            raise incompatible(self.where, refusal)
+        self._slice = self._receiver.slice_for(self, layout)
+        context.sessions.enter(layout.session_id, layout.instance_id, self._route.endpoint)
+        self._layout, self._keeps_session = layout, True
+        first_token = self._read_pages()
+        theirs = first_token.state_slot
+        if (theirs is None) != (own.state is None):
             raise RoomFailed("the prefill server has not sent the slot of the recurrent state")
-        if theirs is not None and own is not None:
-            reader.read_state(theirs, own)  # It is ready with the first token.
+        if theirs is not None and own.state is not None:
+            # It is ready with the first token.
+            self._read_blocks(self._slice.state_blocks(theirs, own.state), len(own.pages))
         self._fail_at("confirming")
-        received = Received(source.room, source.reader, source.part)
+        received = Received(self._room, self._reader, self._part)
         if not connection.ask(received, Released).was_held:
             raise RoomFailed("the prefill server let go of the pages while they were read")
         return first_token
 
     def _fail_at(self, step: str) -> None:
-        if step == self.fails_at:
+        if step == self._fails_at:
             raise RoomFailed(f"injected by SGLANG_TEST_DISAGG_FAILURE_PROB: {step} failed")
 
-    def _read_pages(
-        self, connection: ControlConnection, layout: KVLayout, reader: PageReader
-    ) -> FirstToken:
+    def _read_pages(self) -> FirstToken:
         """Read pages as they are computed; return the metadata, which comes after the last."""
         first_page = self._own.first_page
         have, total = 0, len(self._own.pages)
         timeouts = self._context.timeouts
         is_known = False
-        wants_inline = not self._context.metadata.reads(layout, self.source.where)
+        wants_inline = not self._context.metadata.reads(self._layout, self.where)
         deadline = time.monotonic() + timeouts.bootstrap
         while True:
-            status = connection.ask(self._poll(have, wants_inline=wants_inline), RoomStatus)
+            question = self._poll(have, wants_inline=wants_inline)
+            status = self._connection.ask(question, RoomStatus)
             _check(status)
             coming = have + len(status.pages)
             if coming > total or (status.is_complete and coming < total):
@@ -185,10 +246,14 @@ class ShardReceiver:
                     raise RoomFailed(
                         "the prefill server answered for other pages than were asked for"
                     )
-                reader.read(status.pages, have)
+                self._read(status.pages, have)
                 have = coming
             if status.row is not None and not wants_inline:
-                metadata = self._read_row(connection, layout, status.row)
+                self._row_read = row = RowRead(self._context)
+                metadata = row.run(
+                    self._layout, status.row, self.where, self._room, lambda: self._heartbeat(total)
+                )
+                self.metadata_bytes[TRANSPORT] += row.num_bytes
                 if metadata is not None:
                     return metadata
                 wants_inline = True
@@ -204,23 +269,13 @@ class ShardReceiver:
                 what = "has not computed more" if status.is_known else "does not know the request"
                 raise RoomFailed(f"the prefill server {what} in time")
 
-    def _read_row(
-        self, connection: ControlConnection, layout: KVLayout, row: int
-    ) -> FirstToken | None:
-        """Read the first token from its row; None: it has to be sent inline."""
-        have = len(self._own.pages)
-        self._row_read = read = RowRead(self._context)
-        metadata = read.run(layout, row, self.source, lambda: self._heartbeat(connection, have))
-        self.metadata_bytes[TRANSPORT] += read.num_bytes
-        return metadata
-
-    def _heartbeat(self, connection: ControlConnection, have: int) -> None:
+    def _heartbeat(self, have: int) -> None:
         """Show that this server is alive; raises RoomFailed if the prefill server has failed.
 
         Args:
             have: Pages that are there, or are being read.
         """
-        _check(connection.keep_alive(self._poll(have, may_wait=False), RoomStatus))
+        _check(self._connection.keep_alive(self._poll(have, may_wait=False), RoomStatus))
 
     def _poll(self, have: int, *, may_wait: bool = True, wants_inline: bool = False) -> Poll:
         """Args:
@@ -228,15 +283,148 @@ class ShardReceiver:
         wants_inline: Whether the first token has to be sent, and is not read from its row.
         """
         return Poll(
-            self.source.room,
-            self.source.reader,
+            self._room,
+            self._reader,
             self._own.first_page + have,
             has_token=not may_wait,
             may_wait=may_wait,
-            part=self.source.part,
-            num_parts=self.source.num_parts,
+            part=self._part,
+            num_parts=self._num_parts,
             wants_inline=wants_inline,
         )
+
+    # -- the strategies --------------------------------------------------------------------------
+
+    def _read(self, theirs: Sequence[int], have: int) -> None:
+        """Read pages `theirs`, which follow the first `have` pages. Raises RoomFailed."""
+        coming = have + len(theirs)
+        own = self._own.pages[have:coming]
+        link = self._context.link
+        if link is not None and self._read_packed(link, theirs, own, have):
+            return
+        self._read_blocks(self._slice.page_blocks(theirs, own), coming)
+        if self._slice.cuts:
+            self._read_staged(theirs, own, coming)
+
+    def _read_blocks(self, blocks: Sequence[Block], coming: int) -> None:
+        if not blocks:
+            return
+        started = time.monotonic()
+        transfer = self.begin(blocks)
+        try:
+            self.finish(transfer, lambda: self._heartbeat(coming))
+        finally:
+            self.seconds += time.monotonic() - started
+
+    def _read_staged(self, theirs: Sequence[int], own: Sequence[int], coming: int) -> None:
+        cuts, buffer = self._slice.cuts, self._wait_for_buffer(coming)
+        index = self.staging.index(own)
+        sizes = [cut.page_bytes for cut in cuts]
+        for pieces in rounds(sizes, len(own), self.staging.num_bytes):
+            blocks = [
+                block
+                for piece in pieces
+                for block in piece.blocks(buffer.address, cuts[piece.place].address, theirs)
+            ]
+            self._read_blocks(blocks, coming)
+            buffer.unpack(cuts, pieces, index)
+        self.give_back(buffer)
+
+    def _read_packed(
+        self, link: LinkCosts, theirs: Sequence[int], own: Sequence[int], have: int
+    ) -> bool:
+        """Read pages packed by the prefill server. False: packing does not pay, or there is no
+        memory for it soon; no page was read."""
+        buffers = self._slice.buffers
+        unit_bytes = min(self._layout.unit_bytes, self.staging.num_bytes)
+        if not buffers or max(one.page_bytes for one in buffers) > unit_bytes:
+            return False
+        num_blocks = self._slice.num_blocks(theirs, own)
+        num_bytes = self._slice.page_bytes * len(own)
+        if not link.packing_pays(num_blocks, num_bytes, unit_bytes):
+            return False
+        first = Pack(
+            self._room,
+            self._reader,
+            self._part,
+            self._num_packings,
+            [buffer.address for buffer in buffers],
+            self._own.first_page + have,
+            len(own),
+            unit_bytes,
+        )
+        self._num_packings += 1
+        started = time.monotonic()
+        # Wait at most as long as a read without packing takes: waiting in vain doubles the time.
+        timeout = link.direct_s(num_blocks, num_bytes)
+        packed = PackedRead(first, buffers, own, connection=self._connection, shard=self)
+        is_read = packed.run(timeout)
+        self.seconds += time.monotonic() - started
+        return is_read
+
+    def _wait_for_buffer(self, coming: int) -> StagingBuffer:
+        deadline = time.monotonic() + self.timeout
+        while time.monotonic() < deadline:
+            if (buffer := self.take(POLL_S)) is not None:
+                return buffer
+            self._heartbeat(coming)
+        raise RoomFailed(
+            f"no memory for pages of ranks with other heads was free in {self.timeout:g} s"
+        )
+
+    # -- reads in flight and their buffers -------------------------------------------------------
+
+    def begin(self, blocks: Sequence[Block]) -> Transfer:
+        """Begin a read. Raises RoomFailed."""
+        try:
+            transfer = self._context.engine.begin(
+                self._layout.session_id, TransferOp.READ, blocks, timeout=self.timeout
+            )
+        except TransferError as error:
+            raise RoomFailed(f"reading from the prefill server failed: {error}") from error
+        self._in_flight.append(transfer)
+        return transfer
+
+    def is_read(self, transfer: Transfer, timeout: float) -> bool:
+        """Wait at most `timeout` seconds; return whether all bytes are there. Raises RoomFailed if
+        the read has failed."""
+        if not transfer.wait(timeout):
+            if transfer.is_left:
+                raise RoomFailed(
+                    f"reading from the prefill server failed, and cannot end: {transfer.error}"
+                )
+            return False
+        self._in_flight.remove(transfer)
+        self.num_bytes += sum(block.length for block in transfer.blocks)
+        if transfer.error is not None:
+            raise RoomFailed(f"reading from the prefill server failed: {transfer.error}")
+        if not transfer.is_done:
+            raise RoomFailed(
+                f"the prefill server's pages could not be read within {self.timeout:g} s, or it "
+                "refuses their addresses"
+            )
+        return True
+
+    def finish(self, transfer: Transfer, heartbeat: Callable[[], None]) -> None:
+        """Wait until all bytes are there; raises RoomFailed.
+
+        Args:
+            heartbeat: Called repeatedly meanwhile; may raise RoomFailed.
+        """
+        while not self.is_read(transfer, POLL_S):
+            heartbeat()
+
+    def take(self, timeout: float) -> StagingBuffer | None:
+        """Take a buffer as `Staging.take` does; it is given back at the end at the latest."""
+        buffer = self.staging.take(timeout)
+        if buffer is not None:
+            self._buffers.append(buffer)
+        return buffer
+
+    def give_back(self, buffer: StagingBuffer) -> None:
+        """Give back a buffer into which no read is in flight."""
+        self._buffers.remove(buffer)
+        buffer.give_back()
 
 
 def _check(status: RoomStatus | None) -> None:

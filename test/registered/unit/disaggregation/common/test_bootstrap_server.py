@@ -13,13 +13,15 @@ from contextlib import ExitStack
 import msgspec
 import pytest
 
-from sglang.srt.disaggregation.base.bootstrap_route import OF_ANSWER, OF_QUESTION, Route
-from sglang.srt.disaggregation.common import bootstrap_server
-from sglang.srt.disaggregation.common.bootstrap_client import (
+from sglang.srt.disaggregation.base.bootstrap_route import (
+    OF_ANSWER,
+    OF_QUESTION,
     BootstrapError,
+    Route,
     WrongSecret,
     find,
 )
+from sglang.srt.disaggregation.common import bootstrap_server
 from sglang.srt.disaggregation.common.bootstrap_server import (
     MAX_CONNECTIONS,
     MAX_REQUEST_BYTES,

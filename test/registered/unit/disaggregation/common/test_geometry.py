@@ -284,16 +284,16 @@ SIZES = [(1, 1), (2, 2), (2, 1), (1, 2), (4, 2), (2, 4)]
 def test_every_rank_gets_its_heads_whoever_has_them(
     prefill: int, decode: int, cp_size: int
 ) -> None:
-    places = RankPlace(0, prefill * cp_size, prefill).others()
+    places = [RankPlace(rank, prefill * cp_size, prefill) for rank in range(prefill * cp_size)]
     sources = [Rank(place, is_filled=True) for place in places]
-    layouts = {one.place.rank: layout_of(one.geometry) for one in sources}
+    layouts = [layout_of(one.geometry) for one in sources]
     theirs, own = [2, 3, 7, 1], [1, 2, 3, 8]
     givers: set[int] = set()
-    for place in RankPlace(0, decode, decode).others():
+    for place in (RankPlace(rank, decode, decode) for rank in range(decode)):
         for draw in range(3):
             sink = Rank(place, is_filled=False)
-            peers = place.sources(places[0])
-            known = [layouts[peer.rank] for peer in peers]
+            peers = place.partners(places[0])
+            known = [layouts[peer] for peer in peers]
             assert all(sink.geometry.incompatibility(layout) is None for layout in known)
             num_bytes = 0
             for peer, shard_slice in zip(peers, sink.geometry.slices(known, draw), strict=True):
@@ -303,7 +303,7 @@ def test_every_rank_gets_its_heads_whoever_has_them(
                 num_bytes += 4 * cut_bytes(shard_slice)
                 read_cuts(shard_slice, theirs, own, capacity=300)
                 if blocks:
-                    givers.add(peer.rank)
+                    givers.add(peer)
             want = copied(Rank(place, is_filled=True), Rank(place, is_filled=False), theirs, own)
             for got, wanted in zip(sink.tensors(), want.tensors(), strict=True):
                 assert torch.equal(got, wanted)

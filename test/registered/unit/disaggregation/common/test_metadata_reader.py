@@ -13,8 +13,7 @@ import torch
 from rigs.disaggregation.prompt_scene import LONG_TIMEOUTS, ROOM, TOKEN, Prompt, Scene, until
 from sglang.srt.disaggregation.base.first_token import FirstToken
 from sglang.srt.disaggregation.common.control_connection import Timeouts
-from sglang.srt.disaggregation.common.metadata_reader import MetadataReader
-from sglang.srt.disaggregation.common.metadata_row import ROW_BYTES
+from sglang.srt.disaggregation.common.metadata_reader import ROW_BYTES, MetadataReader
 from sglang.srt.disaggregation.common.protocol import RowsLayout
 from sglang.srt.disaggregation.utils import MetadataBuffers
 from sglang.srt.distributed.device_communicators.transfer_types import (

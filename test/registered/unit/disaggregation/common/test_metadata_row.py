@@ -7,7 +7,7 @@ import random
 import pytest
 
 from sglang.srt.disaggregation.base.first_token import FirstToken
-from sglang.srt.disaggregation.common.metadata_row import (
+from sglang.srt.disaggregation.common.metadata_reader import (
     HEAD_BYTES,
     ROW_BYTES,
     BadRow,

@@ -23,7 +23,6 @@ from rigs.disaggregation.desk_rig import (
     until,
 )
 from sglang.srt.disaggregation.common.control_connection import (
-    Cancellation,
     ControlConnection,
     RoomFailed,
     Timeouts,
@@ -419,13 +418,10 @@ def test_a_server_with_a_secret_answers_who_has_it() -> None:
     for other in (None, DeploymentSecret("the secret of another deployment")):
         endpoint = f"tcp://127.0.0.1:{prefill.port}"
         why = f"^the prefill server at {endpoint} refuses this server, which has .* secret: give"
-        with (
-            ControlConnection(
-                endpoint, other, timeouts, Cancellation(), LAYOUT.instance_id
-            ) as connection,
-            pytest.raises(RoomFailed, match=why),
-        ):
+        connection = ControlConnection(endpoint, other, timeouts, LAYOUT.instance_id)
+        with pytest.raises(RoomFailed, match=why):
             connection.ask(Hello(), KVLayout)
+        connection.drop()
     asker.link.close()
     prefill.close()
 

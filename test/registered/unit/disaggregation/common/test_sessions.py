@@ -81,24 +81,6 @@ def test_a_session_with_transfers_in_flight_is_kept(sessions: Sessions, peers: L
     assert wait_until(lambda: peers.forgotten == ["b", "a"], 10)
 
 
-@pytest.mark.parametrize("name", ["127.0.0.1:77", "localhost:77", "127.1:77", "127.0.0.1:077"])
-def test_names_of_one_address_share_a_session(
-    sessions: Sessions, peers: LocalMover, name: str
-) -> None:
-    assert sessions.enter("127.0.0.1:77", "i", "127.0.0.1:77") == "127.0.0.1:77"
-    assert sessions.enter(name, "i", name) == "127.0.0.1:77"
-    assert sessions.enter("127.0.0.1:78", "i", "127.0.0.1:78") == "127.0.0.1:78"
-    sessions.leave("127.0.0.1:77")
-    assert sessions.known == ["127.0.0.1:77", "127.0.0.1:78"]
-
-
-def test_a_new_instance_under_another_name(sessions: Sessions, peers: LocalMover) -> None:
-    used(sessions, "127.0.0.1:77", "old")
-    used(sessions, "127.0.0.1:77", "new")
-    assert peers.forgotten == ["127.0.0.1:77"]
-    assert sessions.enter("localhost:77", "new", "localhost:77") == "127.0.0.1:77"
-
-
 def test_the_sessions_that_were_used_longest_ago_are_forgotten(
     sessions: Sessions, peers: LocalMover, monkeypatch: pytest.MonkeyPatch
 ) -> None:

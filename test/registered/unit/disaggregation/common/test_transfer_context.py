@@ -14,10 +14,7 @@ register_cpu_ci(est_time=2, suite="base-a-test-cpu")
 
 def sources(decode: tuple[int, int], prefill: tuple[int, int]) -> list[list[int]]:
     """For each decode rank its prefill ranks. A server is (ranks, attention TP)."""
-    return [
-        [one.rank for one in place.sources(RankPlace(0, *prefill))]
-        for place in RankPlace(0, *decode).others()
-    ]
+    return [RankPlace(rank, *decode).partners(RankPlace(0, *prefill)) for rank in range(decode[0])]
 
 
 @pytest.mark.parametrize(
@@ -47,12 +44,13 @@ sizes = st.integers(1, 8)
 
 @given(sizes, sizes, st.integers(1, 3))
 def test_readers_are_the_other_side_of_sources(decode_tp: int, prefill_tp: int, cp: int) -> None:
-    decode, prefill = RankPlace(0, decode_tp, decode_tp), RankPlace(0, prefill_tp * cp, prefill_tp)
-    for one in prefill.others():
-        readers = one.readers(decode)
+    decode, prefill = (decode_tp, decode_tp), (prefill_tp * cp, prefill_tp)
+    read = sources(decode, prefill)
+    for rank in range(prefill_tp * cp):
+        readers = RankPlace(rank, *prefill).partners(RankPlace(0, *decode))
         assert readers, "every prefill rank is asked"
-        for place in decode.others():
-            assert (place.rank in readers) == (one in place.sources(prefill))
+        for reader in range(decode_tp):
+            assert (reader in readers) == (rank in read[reader])
 
 
 if __name__ == "__main__":

@@ -18,7 +18,21 @@ import msgspec
 import pytest
 
 from sglang.srt.disaggregation.control import control_link, control_listener
-from sglang.srt.disaggregation.control.control_link import ControlLink, HandshakeFailed
+from sglang.srt.disaggregation.control.control_link import (
+    MAX_PROOF_BYTES,
+    MAX_QUESTION_BYTES,
+    OF_CLIENT,
+    OF_SERVER,
+    ControlLink,
+    FrameBuffer,
+    FrameTooLong,
+    Greeting,
+    HandshakeFailed,
+    Proof,
+    Refused,
+    Welcome,
+    as_frame,
+)
 from sglang.srt.disaggregation.control.control_listener import (
     FRAMES_A_SECOND,
     FRAMES_AT_ONCE,
@@ -28,19 +42,6 @@ from sglang.srt.disaggregation.control.control_listener import (
     ControlPeer,
 )
 from sglang.srt.disaggregation.control.deployment_secret import DeploymentSecret
-from sglang.srt.disaggregation.control.frames import (
-    MAX_PROOF_BYTES,
-    MAX_QUESTION_BYTES,
-    OF_CLIENT,
-    OF_SERVER,
-    FrameBuffer,
-    FrameTooLong,
-    Greeting,
-    Proof,
-    Refused,
-    Welcome,
-    as_frame,
-)
 from sglang.srt.utils.network import listening_sockets, wait_until
 from sglang.test.ci.ci_register import register_cpu_ci
 

@@ -20,9 +20,9 @@ from rigs.disaggregation.desk_rig import PrefillRooms
 from rigs.disaggregation.pd_rig import one_rank
 from rigs.disaggregation.prompt_scene import ROOM, Server, until
 from rigs.servers.scarce_threads import no_threads
+from sglang.srt.disaggregation.base.bootstrap_route import BootstrapError, WrongSecret, find
 from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.common import control_connection
-from sglang.srt.disaggregation.common.bootstrap_client import BootstrapError, WrongSecret, find
 from sglang.srt.disaggregation.common.control_connection import Timeouts
 from sglang.srt.disaggregation.common.geometry import PoolGeometry
 from sglang.srt.disaggregation.mooncake import prefill_peer

@@ -9,12 +9,11 @@ import pytest
 
 from rigs.disaggregation.desk_rig import failure
 from rigs.disaggregation.prompt_scene import Scene, receiver_of
-from sglang.srt.disaggregation.base.bootstrap_route import Route
+from sglang.srt.disaggregation.base.bootstrap_route import BootstrapError, Route
 from sglang.srt.disaggregation.base.conn import KVPoll
-from sglang.srt.disaggregation.common.bootstrap_client import BootstrapError
 from sglang.srt.disaggregation.common.transfer_context import RankPlace
-from sglang.srt.disaggregation.mooncake import prefill_servers
-from sglang.srt.disaggregation.mooncake.prefill_servers import TOO_MANY, PrefillServers
+from sglang.srt.disaggregation.mooncake import receiver as receiver_module
+from sglang.srt.disaggregation.mooncake.receiver import TOO_MANY, PrefillServers
 from sglang.test.ci.ci_register import register_cpu_ci
 
 register_cpu_ci(est_time=3, suite="base-a-test-cpu")
@@ -30,7 +29,7 @@ def scene() -> Iterator[Scene]:
 def test_servers_that_are_asked_are_bounded_and_idle_ones_make_room(
     scene: Scene, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(prefill_servers, "MAX_PEERS", 2)
+    monkeypatch.setattr(receiver_module, "MAX_PEERS", 2)
     ended = threading.Event()
 
     def hang(host: str, port: int, rank: int) -> Route:

@@ -13,7 +13,6 @@ from rigs.disaggregation.desk_rig import Asker
 from rigs.disaggregation.prompt_scene import LONG_TIMEOUTS, PAGES, ROOM, TOKEN, Scene, until
 from sglang.srt.disaggregation.common import control_connection
 from sglang.srt.disaggregation.common.control_connection import Timeouts
-from sglang.srt.disaggregation.common.link_costs import LinkCosts
 from sglang.srt.disaggregation.common.packing import WINDOW
 from sglang.srt.disaggregation.common.protocol import (
     Answered,
@@ -24,6 +23,7 @@ from sglang.srt.disaggregation.common.protocol import (
     Received,
 )
 from sglang.srt.disaggregation.common.staging import NUM_BUFFERS, StagingBuffer
+from sglang.srt.disaggregation.common.transfer_context import LinkCosts
 from sglang.srt.distributed.device_communicators.transfer_types import PeerUnreachable
 from sglang.test.ci.ci_register import register_cpu_ci
 

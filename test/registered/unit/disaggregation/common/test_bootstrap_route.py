@@ -10,8 +10,7 @@ from collections.abc import Iterator
 import msgspec
 import pytest
 
-from sglang.srt.disaggregation.base.bootstrap_route import Route
-from sglang.srt.disaggregation.common.bootstrap_client import BootstrapError, find
+from sglang.srt.disaggregation.base.bootstrap_route import BootstrapError, Route, find
 from sglang.srt.disaggregation.common.bootstrap_server import CommonKVBootstrapServer
 from sglang.srt.utils.network import get_free_port, wait_until
 from sglang.test.ci.ci_register import register_cpu_ci

@@ -27,7 +27,7 @@ from sglang.srt.disaggregation.common.staging import StagingBuffer, rounds, unit
 from sglang.srt.distributed.device_communicators.transfer_types import Block, Transfer
 
 if TYPE_CHECKING:
-    from sglang.srt.disaggregation.common.page_reader import PageReader
+    from sglang.srt.disaggregation.mooncake.shard_receiver import ShardReceiver
 
 MOST_BUFFERS: Final = 3
 """Most buffers of this server that one prompt takes: one is unpacked while two reads are in flight.
@@ -55,8 +55,8 @@ class PackedRead:
         first: The first question, with `done` and `known` 0.
         buffers: Buffers of this rank that correspond to `first.buffers`.
         own: This server's pages, `first.num_pages` of them.
-        connection: ControlConnection with the prefill server.
-        reader: Reads the units.
+        connection: Connection with the prefill server.
+        shard: Reads the units.
     """
 
     def __init__(
@@ -66,13 +66,13 @@ class PackedRead:
         own: Sequence[int],
         *,
         connection: ControlConnection,
-        reader: PageReader,
+        shard: ShardReceiver,
     ) -> None:
         self._first = first
         self._buffers = buffers
         self._own = own
         self._connection = connection
-        self._reader = reader
+        self._shard = shard
         sizes = [one.page_bytes for one in buffers]
         self._units = list(rounds(sizes, len(own), first.unit_bytes))
         self._places: list[int] = []
@@ -97,7 +97,7 @@ class PackedRead:
         began = time.monotonic()
         if not self._take_buffer(timeout):
             return False
-        index = self._reader.staging.index(self._own)
+        index = self._shard.staging.index(self._own)
         self._connection.begin(self._question())
         self._is_asked = True
         moved = time.monotonic()
@@ -115,7 +115,7 @@ class PackedRead:
                 self._receive_status(POLL_S if self._places else min(POLL_S, left))
             if before != (len(self._places), self._num_done):
                 moved = time.monotonic()
-            elif not self._in_flight and time.monotonic() >= moved + self._reader.timeout:
+            elif not self._in_flight and time.monotonic() >= moved + self._shard.timeout:
                 raise RoomFailed("the prefill server has not packed more pages in time")
         self._give_buffers_back()
         return True
@@ -133,7 +133,7 @@ class PackedRead:
             unit, buffer = self._num_begun, self._free.pop()
             length = unit_bytes_of(self._units[unit])
             block = Block(buffer.address, self._places[unit], length)
-            transfer = self._reader.begin([block])
+            transfer = self._shard.begin([block])
             self._in_flight.append(_UnitRead(unit, transfer, buffer))
             self._num_begun += 1
 
@@ -142,12 +142,12 @@ class PackedRead:
         one = self._in_flight[0]
         has_room = bool(self._free) or self._num_buffers < MOST_BUFFERS
         if self._num_begun < len(self._units) and has_room:
-            if not self._reader.is_read(one.transfer, self._nap):
+            if not self._shard.is_read(one.transfer, self._nap):
                 self._nap = min(_RARER * self._nap, POLL_S)
                 self._receive_status(0.0)
                 return
         else:
-            self._reader.finish(one.transfer, lambda: self._receive_status(0.0))
+            self._shard.finish(one.transfer, lambda: self._receive_status(0.0))
         self._in_flight.popleft()
         self._nap = _SOON_S
         self._num_done += 1
@@ -176,7 +176,7 @@ class PackedRead:
     def _take_buffer(self, timeout: float) -> bool:
         if self._num_buffers >= MOST_BUFFERS:
             return False
-        buffer = self._reader.take(timeout)
+        buffer = self._shard.take(timeout)
         if buffer is None:
             return False
         self._num_buffers += 1
@@ -185,7 +185,7 @@ class PackedRead:
 
     def _give_buffers_back(self) -> None:
         for buffer in self._free:
-            self._reader.give_back(buffer)
+            self._shard.give_back(buffer)
 
     def _decline(self) -> None:
         """Decline all units of the question, which may be packed already."""
