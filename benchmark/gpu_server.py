@@ -105,7 +105,8 @@ def part_scheduler(model: str, out: Emit) -> None:
     waiting = Waiting()
     for count, context, expected in ((1, 1024, 4.4), (64, 256, 5.95), (256, 256, 10.8)):
         for overlap in (False, True):
-            scheduler = Scheduler(dataclasses.replace(parts, overlap=overlap))
+            resources = dataclasses.replace(parts.resources, overlap=overlap)
+            scheduler = Scheduler(dataclasses.replace(parts, resources=resources))
             times = measure_steps(scheduler, waiting, count, context)
             whole, waited = (statistics.median(part) * 1e3 for part in zip(*times, strict=True))
             out(
