@@ -6,8 +6,9 @@ The `register_*_ci` calls in `test/registered` (see `sglang.test.ci.ci_register`
 They are read from the syntax tree, without imports. Unit suites run in one process a core, other
 files in one process each: one after the other, or `--at-once` of them together, of all suites.
 Those registered as `alone` come last. The output of processes that run together is printed when
-they end. The last line is `N passed, N failed`, in tests; the exit status is 0 only if nothing
-failed.
+they end. With `--preload` the files' processes are forked from one that has imported torch.
+`--check` runs a command beside the files, such as the linter; it counts as one test. The last line
+is `N passed, N failed`, in tests; the exit status is 0 only if nothing failed.
 """
 
 from __future__ import annotations
@@ -26,9 +27,9 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any, Final
+from typing import Any, Final
 
-from sglang.srt.environ import child_environment
+from rigs.step_processes import ForkedFile, StartedCommand, preload
 from sglang.srt.utils.process import kill_process_tree
 
 REPO: Final = Path(__file__).resolve().parents[1]
@@ -91,6 +92,10 @@ class Step:
     command: Sequence[str]
     env: Mapping[str, str] = field(default_factory=dict)
     """Added to this process's environment."""
+    is_forked: bool = False
+    """Whether the command's last word, a file, runs in a `ForkedFile`."""
+    is_check: bool = False
+    """Whether it counts as one test, which passes with exit status 0."""
 
 
 @dataclass(slots=True)
@@ -196,13 +201,6 @@ def partition(files: Sequence[Registration], index: int, size: int) -> list[Regi
     return [file for file in files if file in mine]
 
 
-def _pump(stream: IO[str], lines: list[str], is_shown: bool) -> None:
-    for line in stream:
-        lines.append(line.rstrip("\n"))
-        if is_shown:
-            print(line, end="", flush=True)
-
-
 def run_process(step: Step, timeout: float, *, is_shown: bool = True) -> tuple[Outcome, list[str]]:
     """Run a step; its outcome, with the counts of pytest's summary, and its output.
 
@@ -211,24 +209,14 @@ def run_process(step: Step, timeout: float, *, is_shown: bool = True) -> tuple[O
     Args:
         step: What to run.
         timeout: Seconds.
-        is_shown: Print the output as it comes.
+        is_shown: Print the output as it comes; that of a forked file is never shown.
     """
     start = time.monotonic()
-    process = subprocess.Popen(
-        step.command,
-        env=child_environment(step.env),
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        errors="replace",
-        cwd=REPO,
-        start_new_session=True,
+    process = (
+        ForkedFile(step.command[-1], REPO)
+        if step.is_forked
+        else StartedCommand(step.command, step.env, REPO, is_shown=is_shown)
     )
-    assert process.stdout is not None
-    lines: list[str] = []
-    reader = threading.Thread(target=_pump, args=(process.stdout, lines, is_shown), daemon=True)
-    reader.start()
     note = ""
     try:
         status = process.wait(timeout)
@@ -241,9 +229,12 @@ def run_process(step: Step, timeout: float, *, is_shown: bool = True) -> tuple[O
             status = process.wait()
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
-        reader.join(timeout=5)
+        lines = process.lines()
     outcome = Outcome(name=step.name, status=status, seconds=time.monotonic() - start, note=note)
-    _count(lines, outcome)
+    if step.is_check and status == 0:
+        outcome.passed = 1
+    else:
+        _count(lines, outcome)
     return outcome, lines
 
 
@@ -260,8 +251,14 @@ def _count(lines: Sequence[str], outcome: Outcome) -> None:
         outcome.note = "ran no tests"
 
 
-def _plan(suite: str, files: Sequence[Registration], at_once: int) -> tuple[list[Step], list[Step]]:
-    """The processes that run `files` of `suite`: those that may share the machine, and others."""
+def _plan(
+    suite: str, files: Sequence[Registration], at_once: int, forks: bool
+) -> tuple[list[Step], list[Step]]:
+    """The processes that run `files` of `suite`: those that may share the machine, and others.
+
+    Files are forked only from among the first, which have the environment of the process that was
+    preloaded.
+    """
     files = [file for file in files if file.suite == suite]
     if suite in UNIT_SUITES and len(files) > 1:
         return _unit_steps(suite, files), []
@@ -269,12 +266,15 @@ def _plan(suite: str, files: Sequence[Registration], at_once: int) -> tuple[list
     env = ONE_THREAD if at_once > 1 else {}
     shared = sorted((f for f in files if not f.is_alone), key=lambda f: -f.est_time)
     alone = [file for file in files if file.is_alone]
-    return [_file_step(file, env) for file in shared], [_file_step(file, {}) for file in alone]
+    return (
+        [_file_step(file, env, is_forked=forks) for file in shared],
+        [_file_step(file, {}) for file in alone],
+    )
 
 
-def _file_step(file: Registration, env: Mapping[str, str]) -> Step:
+def _file_step(file: Registration, env: Mapping[str, str], is_forked: bool = False) -> Step:
     path = os.path.relpath(file.path, REPO)
-    return Step(path, [sys.executable, path], env)
+    return Step(path, [sys.executable, path], env, is_forked)
 
 
 def _unit_steps(suite: str, files: Sequence[Registration]) -> list[Step]:
@@ -323,7 +323,12 @@ def _not_run(step: Step) -> Outcome:
 
 
 def run_files(
-    files: Sequence[Registration], timeout: float, keep_going: bool, at_once: int = 1
+    files: Sequence[Registration],
+    timeout: float,
+    keep_going: bool,
+    at_once: int = 1,
+    forks: bool = False,
+    checks: Sequence[str] = (),
 ) -> list[Outcome]:
     """Run `files`, suite by suite; stop at the first failing process unless `keep_going`.
 
@@ -335,9 +340,15 @@ def run_files(
         keep_going: Start the rest after a failure.
         at_once: Processes at the same time, of all suites. With 1, a unit suite still has
             `PROCESSES`.
+        forks: Fork files that may share the machine from one process that has imported torch.
+        checks: Commands without arguments that begin first, beside the files if `at_once` allows.
     """
-    plans = {s: _plan(s, files, at_once) for s in dict.fromkeys(file.suite for file in files)}
-    groups = [(PROCESSES if s in UNIT_SUITES else 1, shared) for s, (shared, _) in plans.items()]
+    if forks:
+        preload(ONE_THREAD if at_once > 1 else {})
+    suites = dict.fromkeys(file.suite for file in files)
+    plans = {suite: _plan(suite, files, at_once, forks) for suite in suites}
+    groups = [(1, [Step(check, [check], is_check=True) for check in checks])]
+    groups += [(PROCESSES if s in UNIT_SUITES else 1, shared) for s, (shared, _) in plans.items()]
     if at_once > 1:
         # All suites together: no core waits for the last process of one.
         groups = [(at_once, [step for _, steps in groups for step in steps])]
@@ -376,6 +387,12 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--at-once", type=int, default=1, help="files of other suites at the same time [1]"
     )
+    parser.add_argument(
+        "--preload", action="store_true", help="fork files from a process that has imported torch"
+    )
+    parser.add_argument(
+        "--check", action="append", default=[], help="also run this command; may be repeated"
+    )
     parser.add_argument("--auto-partition-id", type=int, default=0)
     parser.add_argument("--auto-partition-size", type=int, default=1)
     parser.add_argument("--root", type=Path, default=REPO / "test" / "registered")
@@ -408,7 +425,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.collect_only:
         print("\n".join(f"{f.suite}: {os.path.relpath(f.path, args.root)}" for f in part))
         return 0
-    outcomes = run_files(part, args.timeout_per_file, args.continue_on_error, max(1, args.at_once))
+    outcomes = run_files(
+        part,
+        args.timeout_per_file,
+        args.continue_on_error,
+        at_once=max(1, args.at_once),
+        forks=args.preload,
+        checks=args.check,
+    )
     return _summarise(outcomes, [f for f in wanted if f.disabled is not None])
 
 

@@ -241,6 +241,38 @@ def test_a_hanging_file_is_killed_with_its_children(tmp_path: Path) -> None:
         assert not is_alive(psutil.Process(int(pid_file.read_text())))
 
 
+def test_forked_files_run_and_end_as_commands_do(tmp_path: Path) -> None:
+    body = """
+        import atexit, os, pathlib, sys, torch
+        import helper
+        here = pathlib.Path(__file__)
+        def test_z():
+            assert sys.argv == [str(here)] or sys.argv == [os.path.relpath(here)]
+            assert __import__("multiprocessing").parent_process() is not None, "it is forked"
+            assert torch.get_num_threads() == 1
+            atexit.register(here.with_suffix(".left").touch)
+    """
+    (tmp_path / "helper.py").touch()
+    write(tmp_path, "test_good.py", "register_cpu_ci(1, 's')", body)
+    write(tmp_path, "test_bad.py", "register_cpu_ci(1, 's')", "def test_z(): assert 0")
+    write(tmp_path, "test_dies.py", "register_cpu_ci(1, 's')", "raise SystemExit(3)")
+    hang = "import os, time\nprint('it hangs', flush=True)\ntime.sleep(300)"
+    write(tmp_path, "test_hangs.py", "register_cpu_ci(1, 's')", hang)
+    flags = ("--preload", "--at-once", "2", "--continue-on-error", "--timeout-per-file", "40")
+    status, lines = run(tmp_path, "--suite", "s", *flags)
+    assert (status, lines[-1]) == (1, "1 passed, 3 failed"), "\n".join(lines)
+    assert (tmp_path / "test_good.left").exists()
+    for said in ("exit status 3", "killed after 40 s", "it hangs", "assert 0"):
+        assert any(said in line for line in lines), said
+
+
+def test_a_check_counts_as_one_test(tmp_path: Path) -> None:
+    write(tmp_path, "test_1.py", "register_cpu_ci(1, 's')", "def test_z(): pass")
+    for check, count in (("true", "2 passed, 0 failed"), ("false", "1 passed, 1 failed")):
+        status, lines = run(tmp_path, "--suite", "s", "--continue-on-error", "--check", check)
+        assert (status == 0, lines[-1]) == (check == "true", count)
+
+
 def test_collect_only_lists_the_files_without_running_them(tmp_path: Path) -> None:
     write(tmp_path, "test_1.py", "register_cpu_ci(1, 's')", "def test_z(): assert 0")
     write(tmp_path, "test_2.py", "register_cpu_ci(1, 't')", "def test_z(): assert 0")

@@ -1,0 +1,142 @@
+"""Processes that run test files: started as commands, or forked from one that has imported torch.
+
+Imports of torch and the engine take a core five seconds, more than the tests of many files. In a
+forked file all else is as for `python FILE`: arguments, output, exit status and exit handlers.
+"""
+
+from __future__ import annotations
+
+import atexit
+import multiprocessing
+import os
+import runpy
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Mapping, Sequence
+from multiprocessing import connection, forkserver
+from pathlib import Path
+from typing import Final
+from unittest import mock
+
+from sglang.srt.environ import child_environment
+
+_PRELOADED: Final = ["rigs.servers.forked_servers", "rigs.step_processes", "hypothesis", "pytest"]
+"""Modules to import first; the first one imports all that the engine does."""
+_CHILDREN: Final = threading.Lock()
+"""Guards what `multiprocessing` notes about its children; it has no lock of its own."""
+
+
+def preload(env: Mapping[str, str]) -> None:
+    """Start the process from which files are forked, with `env` added to its environment."""
+    multiprocessing.set_forkserver_preload(_PRELOADED)
+    with mock.patch.dict(os.environ, env):  # noqa: TID251 - of a child
+        forkserver.ensure_running()
+
+
+class StartedCommand:
+    """A command in a session of its own.
+
+    Args:
+        command: Program and arguments.
+        env: Added to this process's environment.
+        cwd: Its working directory.
+        is_shown: Print the output as it comes.
+    """
+
+    def __init__(
+        self, command: Sequence[str], env: Mapping[str, str], cwd: Path, *, is_shown: bool
+    ) -> None:
+        self._process = subprocess.Popen(
+            command,
+            env=child_environment(env),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+            cwd=cwd,
+            start_new_session=True,
+        )
+        self.pid = self._process.pid
+        self._lines: list[str] = []
+        self._reader = threading.Thread(target=self._read, args=(is_shown,), daemon=True)
+        self._reader.start()
+
+    @property
+    def returncode(self) -> int | None:
+        """The exit status, None before `wait` has returned it."""
+        return self._process.returncode
+
+    def wait(self, timeout: float | None = None) -> int:
+        """The exit status. Raises subprocess.TimeoutExpired after `timeout` seconds."""
+        return self._process.wait(timeout)
+
+    def lines(self) -> list[str]:
+        """All that it has printed, once it has ended."""
+        self._reader.join(timeout=5)
+        return self._lines
+
+    def _read(self, is_shown: bool) -> None:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            self._lines.append(line.rstrip("\n"))
+            if is_shown:
+                print(line, end="", flush=True)
+
+
+class ForkedFile:
+    """`python path`, in a session of its own. Any thread may make one, after `preload`.
+
+    Args:
+        path: A test file, absolute or relative to `cwd`.
+        cwd: Its working directory.
+    """
+
+    def __init__(self, path: str, cwd: Path) -> None:
+        # To a file: a pipe that nobody reads would stop it.
+        self._output = tempfile.NamedTemporaryFile()  # noqa: SIM115 - closed by `lines`
+        context = multiprocessing.get_context("forkserver")
+        self._process = context.Process(target=_run, args=(path, cwd, self._output.name))
+        with _CHILDREN:
+            self._process.start()
+        assert self._process.pid is not None
+        self.pid = self._process.pid
+
+    @property
+    def returncode(self) -> int | None:
+        """The exit status, None while it runs."""
+        with _CHILDREN:
+            return self._process.exitcode
+
+    def wait(self, timeout: float | None = None) -> int:
+        """The exit status. Raises subprocess.TimeoutExpired after `timeout` seconds."""
+        connection.wait([self._process.sentinel], timeout)
+        status = self.returncode
+        if status is None:
+            raise subprocess.TimeoutExpired("a forked file", timeout or 0.0)
+        return status
+
+    def lines(self) -> list[str]:
+        """All that it has printed, once it has ended."""
+        with self._output:
+            return self._output.read().decode(errors="replace").splitlines()
+
+
+def _run(path: str, cwd: Path, output: str) -> None:
+    os.setsid()
+    out = os.open(output, os.O_WRONLY | os.O_APPEND)
+    for stream in (sys.stdout, sys.stderr):
+        os.dup2(out, stream.fileno())
+    os.close(out)
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    os.chdir(cwd)
+    sys.argv = [path]
+    # Modules beside the file are found, as when Python runs it.
+    sys.path[0] = os.path.dirname(os.path.abspath(path))
+    try:
+        runpy.run_path(path, run_name="__main__")
+    finally:
+        # A process of `multiprocessing` leaves without them. pytest's remove old directories.
+        atexit._run_exitfuncs()
