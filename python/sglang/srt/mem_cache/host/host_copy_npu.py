@@ -131,7 +131,7 @@ class NpuPageCopier(PageCopier):
 
 
 class _NpuLoad(PageLoad):
-    """The first layer that is issued brings all of them."""
+    """Copies all layers when the first one is issued."""
 
     def __init__(
         self, copier: NpuPageCopier, chunks: list[tuple[npt.NDArray[np.int64], torch.Tensor]]

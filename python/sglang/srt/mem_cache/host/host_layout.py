@@ -76,12 +76,12 @@ _LAYOUTS_FOR: Final[dict[str, dict[IoBackend, tuple[HostLayout, ...]]]] = {
 }
 
 LONG_PAGE_BYTES: Final = 256 * KIB
-"""Bytes of K (or V) of a page over all layers from which on copy engines are the faster way."""
+"""Copy engines are faster for pages with at least so many bytes of K (or V) over all layers."""
 
 _LONG_PAGE_BYTES_BESIDE_STATES: Final = 192 * KIB
-"""The same for models that also keep recurrent states, which have long runs: the length of the
-shortest pages measured. Without any hit, `layer_first` with the kernel cost 2.3% of the throughput,
-and copy engines nothing (benchmark/results/2026-11-23-gpu-hybrid.md)."""
+"""The same for models that also keep recurrent states, whose runs are long. No shorter pages were
+measured. Without any hit, `layer_first` with the kernel cost 2.3% of the throughput, and copy
+engines cost nothing (benchmark/results/2026-11-23-gpu-hybrid.md)."""
 
 _Pair = tuple[IoBackend, HostLayout]
 _ENGINES: Final = (IoBackend.DIRECT, HostLayout.PAGE_FIRST_DIRECT)

@@ -42,7 +42,7 @@ PartGroups = Sequence[tuple[Sequence[PartRows], torch.Tensor]]
 
 @dataclass(frozen=True, slots=True)
 class StagedLoadTuning:
-    """Lengths of the runs of a load. Longer runs have more layers: the first layer comes later."""
+    """Lengths of the runs of a load. Longer runs hold more layers; the first layer comes later."""
 
     run_bytes: int = 512 * KIB
 

@@ -46,7 +46,7 @@ class NoWrite(StrEnum):
     UNAVAILABLE = "unavailable"
     """L3 may not be asked now."""
     EVICTED = "evicted"
-    """It left the host while it waited."""
+    """The node left the host while its write waited."""
     SHORT = "short"
     """The store refused a page before it."""
 

@@ -23,10 +23,10 @@ _LONGEST_CHECK_PAUSE_S: Final = 600.0
 """Pauses between two checks that L3 still has its pages. The pause doubles after a check that found
 a page missing, up to the longest, so that a store that is too small is not filled over and over."""
 _STUCK_SHARE: Final = 8
-"""A get is given at most one in this many pages of L2, since it keeps them while it hangs."""
+"""A get is given at most this fraction of the pages of L2, since it keeps them while it hangs."""
 _PROMPTS_PER_QUESTION: Final = 16
 _PAGES_PER_QUESTION: Final = 1024
-"""All prompts of a question together; a single prompt may have more."""
+"""Most pages of all prompts of a question together; a single prompt may have more."""
 
 Prefetches: TypeAlias = Sequence[PrefetchOperation] | CheckOperation
 

@@ -129,7 +129,7 @@ class HiCacheStorageConfig:
     """An object holds the heads that one of this many ranks would have, whatever `tp_size` is;
     None: those of this rank."""
     should_split_heads: bool = False
-    """Whether this rank's heads are several objects. The backend knows the first by the pool's
+    """True if this rank's heads are several objects. The backend knows the first by the pool's
     name, and each further one as a pool of its own."""
     extra_config: dict[str, Any] | None = None
     namespace: str = field(default="", kw_only=True)

@@ -50,7 +50,7 @@ class TreeComponent(ABC):
 
     @abstractmethod
     def bind(self, tree: PrefixTree, index: int) -> None:
-        """The component was added to `tree`, which is empty: its slots are `node.states[index]`."""
+        """Join `tree`, which is empty. The slots of a node will be `node.states[index]`."""
 
     @abstractmethod
     def add_host(self, pool: SlotPool) -> None:
@@ -91,10 +91,10 @@ class TreeComponent(ABC):
         return length
 
     def take_from(self, req: CacheableRequest, end: TreeNode) -> None:
-        """The tree has taken over the tokens of `req` up to `end`: take over its state there."""
+        """Take over the state of `req` at `end`. The tree has taken over the tokens up to there."""
 
     def release(self, req: CacheableRequest) -> None:
-        """`req` has ended: free the slots that it holds for the tree."""
+        """Free the slots that `req`, which has ended, holds for the tree."""
 
     def can_end(self, node: TreeNode) -> bool:
         """True if a prefix that ends with `node`, whose pages are there, can be used."""

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from sglang.srt.mem_cache.tree.tree_node import TreeNode
 
 _MAX_EVENTS: Final = 100_000
-"""Beyond it nobody takes them. The log then says that all blocks are gone, which is safe, and goes
-on from there."""
+"""With more events, it is clear that nobody takes them. The log then drops them and says that all
+blocks are gone, which is safe."""
 
 
 class KVEventLog:
@@ -38,7 +38,7 @@ class KVEventLog:
         return events
 
     def stored(self, node: TreeNode) -> None:
-        """`node`, which is in the tree, is on the device now."""
+        """Note that `node`, which is in the tree, is on the device now."""
         hashes = node.page_hashes(self._page_size)
         parent = node.parent.get_last_hash_value() if node.parent is not None else None
         self._note(
@@ -53,12 +53,12 @@ class KVEventLog:
         )
 
     def removed(self, node: TreeNode) -> None:
-        """`node` is about to leave the device."""
+        """Note that `node` is about to leave the device."""
         hashes = _numbers(node.page_hashes(self._page_size))
         self._note(BlockRemoved(block_hashes=hashes, medium=StorageMedium.GPU))
 
     def cleared(self) -> None:
-        """The tree forgets every node."""
+        """Note that the tree forgets every node."""
         self._events = [AllBlocksCleared()]
 
     def _note(self, event: KVCacheEvent) -> None:

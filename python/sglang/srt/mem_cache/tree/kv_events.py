@@ -1,4 +1,4 @@
-"""Events of KV blocks: what a prefix cache has got and lost, for routers that choose by it.
+"""Events of KV blocks that a prefix cache has got or lost, for routers that choose servers by them.
 
 Encoded by msgspec, an event is a map with its `type`, and a batch a list. Plain data, any thread.
 """

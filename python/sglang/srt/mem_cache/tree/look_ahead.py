@@ -30,7 +30,7 @@ class LookAhead:
         """The deepest node of each prefix that is still in the tree, by arrival number."""
 
     def add(self, rid: str, arrival: int, node: TreeNode) -> None:
-        """Request `rid` waits, and will use `node` and its ancestors."""
+        """Note that request `rid` waits, and will use `node` and its ancestors."""
         self.remove(rid)
         self._arrivals[rid] = arrival
         self._ends[arrival] = node

@@ -134,7 +134,7 @@ class PoolTier(ABC):
         return freed
 
     def reset(self) -> None:
-        """The tree forgets all nodes. The caller clears the pool."""
+        """Forget all nodes, as the tree does. The caller clears the pool."""
         self.heap.clear()
 
     def check(self, nodes: Sequence[TreeNode], owned: Iterable[tuple[str, torch.Tensor]]) -> None:

@@ -104,7 +104,7 @@ class PrefixTree:
             component.add_host(pools[component.pool.spec.name])
 
     def strategy_of(self, recency: Callable[[TreeNode], int]) -> EvictionStrategy:
-        """The eviction policy over nodes with another time of use."""
+        """The tree's eviction policy; `recency` gives the time of a node's last use."""
         return get_eviction_strategy(self._policy, recency)
 
     def reset(self) -> None:
@@ -236,7 +236,7 @@ class PrefixTree:
             stack.extend(node.children.values())
 
     def refresh(self, nodes: Iterable[TreeNode]) -> None:
-        """`nodes` may leave their tiers earlier than thought."""
+        """Update the places of `nodes`, which may have moved forward, in the order of eviction."""
         for node in nodes:
             for tier in self.tiers:
                 tier.heap.refresh(node)
@@ -259,13 +259,13 @@ class PrefixTree:
     # ---- locks -----------------------------------------------------------------------------
 
     def lock(self, node: TreeNode) -> int:
-        """Keep `node` and its ancestors on the device; the change of what can be evicted."""
+        """Keep `node` and its ancestors on the device. Returns the change of evictable tokens."""
         before = self.device.evictable
         self.device.lock(*_up_from(node))
         return self.device.evictable - before
 
     def unlock(self, node: TreeNode) -> int:
-        """Undo one `lock`; the change of what can be evicted."""
+        """Undo one `lock`. Returns the change of evictable tokens."""
         before = self.device.evictable
         self.device.unlock(*_up_from(node))
         delta = self.device.evictable - before

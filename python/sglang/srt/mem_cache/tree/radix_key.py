@@ -53,7 +53,7 @@ def page_hash(tokens: KeyArray, prior: PageHash | None) -> PageHash:
 
 
 def _bytes_of(tokens: KeyArray) -> bytes:
-    """Little-endian; of a bigram the token, then its successor."""
+    """The tokens as little-endian bytes; a bigram is a token, then its successor."""
     return tokens.astype("<u8" if tokens.dtype == np.uint64 else "<u4", copy=False).tobytes()
 
 

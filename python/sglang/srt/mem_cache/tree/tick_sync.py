@@ -99,8 +99,8 @@ class Progress:
     """Statuses of the writes to L3 that have ended, from the head of their queue on; at most
     `MAX_SETTLED`."""
     prefetches: Sequence[PrefetchProgress] = ()
-    """Progress of the reads in the order of the board: first those that requests wait for, then
-    those that were cut."""
+    """Progress of the reads in the order of the prefetch table: first those that requests wait for,
+    then the terminated ones."""
 
 
 def to_vector(progress: Progress) -> torch.Tensor:

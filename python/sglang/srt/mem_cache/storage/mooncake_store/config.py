@@ -35,7 +35,7 @@ class MooncakeStoreConfig:
     master_metrics_port: int
     check_server: bool
     standalone_storage: bool = False
-    """Whether to attach to a `mooncake_client` process on this host, which holds the objects. Pages
+    """True to attach to a `mooncake_client` process on this host, which holds the objects. Pages
     move through shared memory."""
     client_server_address: str = ""
     """host:port of that process."""
