@@ -334,7 +334,7 @@ class Tick(msgspec.Struct, frozen=True, omit_defaults=True):
     grammars: Sequence[GrammarResult] = ()
     """Grammars of requests that wait or are among the messages."""
     is_idle: bool = False
-    """Whether the scheduler has been idle for a while, so that page ownership may be checked."""
+    """True if the scheduler has been idle for a while, so that page ownership may be checked."""
 
 
 decode_tick: Final = msgspec.msgpack.Decoder(Tick, dec_hook=unpack_tokens).decode

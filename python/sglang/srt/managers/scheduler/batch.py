@@ -68,7 +68,7 @@ class PrefillWork:
     track_len: int = 0
     """After how many of the new tokens it is taken."""
     is_last_chunk: bool = field(init=False)
-    """Whether the step samples this request's next token."""
+    """True if the step samples this request's next token."""
     end: int = field(init=False)
     """Tokens of the request whose keys and values are in the pool after the step."""
 
@@ -92,8 +92,8 @@ class ModelWorkerBatch:
 
 
 def _top_logprobs_nums(reqs: Sequence[Req]) -> tuple[bool, list[int] | None]:
-    """Whether any request wants logprobs, and the number of top logprobs of each; None: none wants
-    any."""
+    """True if any request wants logprobs; and the number of top logprobs of each request, None if
+    no request wants top logprobs."""
     if not any(req.spec.return_logprob for req in reqs):
         return False, None
     nums = [req.spec.top_logprobs_num if req.spec.return_logprob else 0 for req in reqs]
@@ -249,7 +249,7 @@ class DecodeBatch:
 
     @property
     def is_stale(self) -> bool:
-        """Whether requests joined or left since the last step, so that tensors by row are void."""
+        """True if requests joined or left since the last step, so that tensors by row are void."""
         return self._is_stale
 
     def next_seq_lens(self) -> list[int]:

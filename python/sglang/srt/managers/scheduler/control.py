@@ -116,16 +116,16 @@ class ControlHandler:
 
     @property
     def is_draining(self) -> bool:
-        """Whether a shutdown was asked for."""
+        """True if a shutdown was asked for."""
         return self._drain_deadline is not None
 
     @property
     def is_waiting(self) -> bool:
-        """Whether a flush or a shutdown waits for idleness or a deadline."""
+        """True if a flush or a shutdown waits for idleness or a deadline."""
         return bool(self._flushes) or self.is_draining
 
     def is_drained(self) -> bool:
-        """Whether the process may end: all work is done, or the time for it is up."""
+        """True if the process may end: all work is done, or the time for it is up."""
         if self._drain_deadline is None:
             return False
         return not self.busy() or self._state.now >= self._drain_deadline

@@ -47,7 +47,7 @@ class DecodeScheduler:
         return len(state.decode_batch)
 
     def can_run_ahead(self) -> bool:
-        """Whether the next step can be prepared before the tokens of the last step are known."""
+        """True if the next step can be prepared before the tokens of the last step are known."""
         batch, info = self._state.decode_batch, self._sampling_info
         if info is None or batch.is_stale:
             return not any(req.is_sampled_by_history for req in batch.reqs)
@@ -143,8 +143,8 @@ class DecodeScheduler:
         state.metrics.retractions.inc()
 
     def _stall_or_give_up(self, req: Req) -> None:
-        """No other request holds slots, and `req` lacks some: wait for copies in flight to release
-        them, or abort it."""
+        """Wait for copies in flight to release slots that `req` lacks, or abort it. No other
+        request holds slots."""
         self.is_stalled = True
         if self._state.has_device_copies():
             return

@@ -139,7 +139,7 @@ class AddPlan:
 
     @property
     def is_admitted(self) -> bool:
-        """Whether the request joins the batch."""
+        """True if the request joins the batch."""
         return self.outcome in (AddOutcome.ADDED, AddOutcome.CHUNKED)
 
 
@@ -225,7 +225,7 @@ class BatchPolicy:
         self._decode_steps = 1
 
     def may_prefill(self, now: float) -> bool:
-        """Whether a prefill may come next; `now`: seconds of the tick, the same on every rank."""
+        """True if a prefill may come next; `now`: seconds of the tick, the same on every rank."""
         steps = self._decode_steps
         if self._target is None:
             return steps > 0

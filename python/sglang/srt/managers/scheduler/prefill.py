@@ -137,7 +137,7 @@ class PrefillScheduler:
                 tree.cache_unfinished_req(req.slots, chunked=not work.is_last_chunk)
 
     def _is_blocked(self) -> bool:
-        """Whether admission would fail again: nothing has changed since slots were short."""
+        """True if admission would fail again: nothing has changed since slots were short."""
         queues = self._state.queues
         if not queues.num_holders:
             return False
@@ -167,7 +167,7 @@ class PrefillScheduler:
         return PrefillWork(req, extend_tokens, slots, first_state, track_slot, track_len)
 
     def _start(self, req: Req, outcome: AddOutcome) -> None:
-        """`req` is in the batch, with all that is left of its prompt or with a part."""
+        """Note that the batch computes all that is left of the prompt of `req`, or a part of it."""
         if outcome is AddOutcome.CHUNKED:
             self._state.queues.cut(req)
         else:
@@ -209,7 +209,7 @@ class PrefillScheduler:
         return queues.num_holders, len(queues.waiting), has_state
 
     def _waits_for_prompt(self, req: Req, added: set[str]) -> bool:
-        """Whether another request computes the prompt of `req` and is not launched yet. Once it is
+        """True if another request computes the prompt of `req` and is not launched yet. Once it is
         launched, the cache has the prompt.
 
         Args:

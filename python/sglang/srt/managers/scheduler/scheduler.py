@@ -166,7 +166,7 @@ class Scheduler:
         self._state.tree.shutdown()
 
     def is_idle(self) -> bool:
-        """Whether no work is left until a message comes."""
+        """True if no work is left until a message comes."""
         return not self._parts.control.busy() and not self._parts.control.is_waiting
 
     def poll_timeout_ms(self) -> int:

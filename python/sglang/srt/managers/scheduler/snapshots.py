@@ -39,7 +39,7 @@ class _Spare(SpareState):
 
     slots: RequestSlots
     is_next: bool
-    """Whether the slot is `snapshot_slot`, and not `mamba_track_slot`."""
+    """True if the slot is `snapshot_slot`, and not `mamba_track_slot`."""
 
 
 class Snapshots:
@@ -78,7 +78,7 @@ class Snapshots:
             self._give_up_spare(decoding)
 
     def has_room(self, decoding: Iterable[Req]) -> bool:
-        """Whether a slot is free, or `make_room` may free one."""
+        """True if a slot is free, or `make_room` may free one."""
         if self._pool is None or self._pool.available_size():
             return True
         return bool(self._tree.mamba_evictable_size() or _spares_of(decoding))

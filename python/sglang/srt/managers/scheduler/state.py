@@ -88,7 +88,7 @@ class SchedulerState:
         return self.pools.allocator.available_size() + self.tree.evictable_size()
 
     def has_device_copies(self) -> bool:
-        """Whether copies in flight keep device pages from being evicted."""
+        """True if copies in flight keep device pages from being evicted."""
         busy = self.tree.is_busy()
         return "writes" in busy or "loads" in busy
 

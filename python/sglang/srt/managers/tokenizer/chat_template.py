@@ -33,11 +33,11 @@ class ChatTemplate:
         self._tokenizer = tokenizer
         self._template: str | None = None if path is None else read_template(path)
         self.exists = self._template is not None or tokenizer.chat_template is not None
-        """Whether there is a template to render with."""
+        """True if there is a template to render with."""
         source = self._template or tokenizer.chat_template or ""
         texts = source.values() if isinstance(source, dict) else [source]
         self.takes_tools = any("tools" in text for text in texts)
-        """Whether the template shows tools to the model."""
+        """True if the template shows tools to the model."""
 
     def render(
         self,

@@ -77,7 +77,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     text: str | None = None
     input_ids: TokenArray | None = None
     add_special_tokens: bool = True
-    """Whether the tokenizer may add e.g. a BOS to `text`; chat templates bring their own."""
+    """True if the tokenizer may add e.g. a BOS to `text`; chat templates bring their own."""
     sampling_params: SamplingParams = msgspec.field(default_factory=SamplingParams)
     default_max_new_tokens: int | None = None
     """Limit of new tokens if the client named none; the context may have less room. 0: the whole

@@ -51,7 +51,7 @@ class RequestLimits:
     """Decode server: the prefill servers that requests may name; None: any, because none is
     contacted."""
     draws_rooms: bool = False
-    """Whether a request without a room gets a room that no other server shares."""
+    """True if a request without a room gets a room that no other server shares."""
 
     @property
     def max_text_chars(self) -> int:
@@ -60,7 +60,7 @@ class RequestLimits:
         return max(MAX_CHARS_PER_TOKEN * tokens, CHEAP_CHARS)
 
     def may_contact(self, bootstrap: Bootstrap) -> bool:
-        """Whether this server may contact the prefill server that a request names. A decode server
+        """True if this server may contact the prefill server that a request names. A decode server
         reads its pages into the cache that all requests share."""
         hosts = self.prefill_hosts
         return hosts is None or hosts.has(bootstrap.host, bootstrap.port)

@@ -97,7 +97,7 @@ class RequestState:
     encoding: asyncio.Task[None] | None = None
     """Task that tokenizes a long prompt and then sends the request."""
     is_sent: bool = False
-    """Whether the scheduler has it. It is sent once its prompt is tokenized."""
+    """True if the scheduler has it. It is sent once its prompt is tokenized."""
     prompt_tokens: int = 0
     """Tokens of the prompt; 0 until the request is sent."""
     logprob_ids: list[int] = field(default_factory=list)
@@ -138,7 +138,7 @@ class RequestState:
 
     @property
     def ended(self) -> bool:
-        """Whether the request has ended: its output does not grow any more."""
+        """True if the request has ended: its output does not grow any more."""
         return self.finish_reason is not None or self.failure is not None
 
     @property

@@ -108,7 +108,7 @@ class ServerChannel:
 
     @property
     def is_open(self) -> bool:
-        """Whether `send` may be called."""
+        """True if `send` may be called."""
         return self._sink is not None
 
     async def start(self) -> None:

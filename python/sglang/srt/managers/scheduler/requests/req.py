@@ -234,13 +234,13 @@ class Req:
 
     @property
     def ends_in_flight(self) -> bool:
-        """Whether a step in flight samples its last allowed token."""
+        """True if a step in flight samples its last allowed token."""
         progress = self.progress
         return len(progress.output_ids) + progress.num_in_flight >= self.max_new_tokens
 
     @property
     def is_sampled_by_history(self) -> bool:
-        """Whether sampling its next token needs the tokens before it on the CPU."""
+        """True if sampling its next token needs the tokens before it on the CPU."""
         return self.progress.matcher is not None or self.spec.sampling_params.has_penalties
 
     @property

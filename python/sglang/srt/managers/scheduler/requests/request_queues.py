@@ -123,7 +123,7 @@ class RequestQueues:
         return self._states[req.rid] if is_alive else RequestState.ENDED
 
     def is_prompt_ahead(self, rid: str | None) -> bool:
-        """Whether all or a part of the prompt of request `rid` is yet to be scheduled."""
+        """True if all or a part of the prompt of request `rid` is yet to be scheduled."""
         if rid is None:
             return False
         is_partial = self.partial is not None and self.partial.rid == rid
@@ -140,25 +140,25 @@ class RequestQueues:
         self._enter(req, RequestState.WAITING)
 
     def admit(self, req: Req) -> None:
-        """The next step computes the whole rest of the prompt of `req`."""
+        """Note that the next step computes the whole rest of the prompt of `req`."""
         self._compute(req, "admit")
         self._forget_partial(req)
 
     def cut(self, req: Req) -> None:
-        """The next step computes a part of the prompt of `req`; a later step computes more."""
+        """Note that the next step computes a part of the prompt of `req`; later steps do more."""
         assert self.partial in (None, req), "one prompt at a time is computed in parts"
         self._compute(req, "cut")
         self.partial = req
 
     def join(self, req: Req) -> None:
-        """`req` decodes from now on: its prompt is computed, and its first token known."""
+        """Let `req` decode: its prompt is computed, and its first token is known."""
         assert req is not self.partial, f"join: the prompt of request {req.rid} is not complete"
         self._leave(req, "join", RequestState.COMPUTING, RequestState.HELD)
         self._enter(req, RequestState.DECODING)
         self.num_joined += 1
 
     def hold(self, req: Req) -> None:
-        """`req` has slots that a transfer fills or reads."""
+        """Note that `req` has slots that a transfer fills or reads."""
         assert req is not self.partial, f"hold: the prompt of request {req.rid} is not complete"
         was_waiting = self.state_of(req) is RequestState.WAITING
         self._leave(req, "hold", RequestState.WAITING, RequestState.COMPUTING)
@@ -166,7 +166,7 @@ class RequestQueues:
         self.num_admitted += was_waiting
 
     def retract(self, req: Req) -> None:
-        """`req` gave its slots back and waits again."""
+        """Let `req`, which gave its slots back, wait again."""
         is_in_flight = req is not self.partial and self.state_of(req) is RequestState.COMPUTING
         assert not is_in_flight, f"retract: the prompt of request {req.rid} is in flight"
         self._leave(req, "retract", *_HOLDING)
@@ -174,7 +174,7 @@ class RequestQueues:
         self._enter(req, RequestState.WAITING)
 
     def finish(self, req: Req, reason: FinishReason, *, lingers: bool = False) -> None:
-        """`req` ends; its id is free again.
+        """End `req`; its id is free again.
 
         Args:
             lingers: The request was held, and keeps its slots until `let_go`.
@@ -188,14 +188,14 @@ class RequestQueues:
         req.progress.finish_reason = reason
 
     def let_go(self, req: Req) -> None:
-        """`req`, which has ended, gave its slots back."""
+        """Note that `req`, which has ended, gave its slots back."""
         assert id(req) in self._lingering, f"let_go: request {req.rid} does not linger"
         del self._lingering[id(req)]
 
     # ---- aborting, in any state ----------------------------------------------------------------
 
     def abort(self, req: Req, reason: FinishReason) -> None:
-        """`req` ends before the next step. The first reason counts."""
+        """Mark `req` to end before the next step. The first reason counts."""
         assert self.state_of(req) is not RequestState.ENDED, f"request {req.rid} has ended"
         if req.progress.to_abort is None:
             req.progress.to_abort = reason

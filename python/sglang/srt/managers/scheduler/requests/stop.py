@@ -271,5 +271,5 @@ class StopChecker:
 
 
 def _is_timed(req: Req) -> bool:
-    """Whether the end of `req` depends on CPU time. It does not change while the request runs."""
+    """True if the end of `req` depends on CPU time. It does not change while the request runs."""
     return req.progress.matcher is not None or bool(req.spec.sampling_params.stop_patterns)
