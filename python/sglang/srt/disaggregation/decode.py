@@ -299,8 +299,8 @@ class DecodeRole(Role):
         return f"the prefill server does not know the request within {self._wait_s:.0f} s"
 
     def _why_stuck(self, share: Sequence[DecodeRequest]) -> str | None:
-        """Reason to take no new requests of a prefill server, or None: all that its share holds are
-        reads for ended requests, and they have not ended for `silent_s` seconds."""
+        """Reason to take no new requests of a prefill server, or None. It is stuck if its share
+        holds only reads for requests that ended at least `silent_s` seconds ago."""
         now = self._state.now
         if any(one.ended is None or now - one.ended < self._silent_s for one in share):
             return None

@@ -52,7 +52,7 @@ __all__ = [
     "get_kv_class",
     "poll_and_all_reduce",
 ]
-"""SGLang's names; the first and the fifth are the flags' own."""
+"""SGLang's names. `DisaggregationMode` and `TransferBackend` are the types of the flags."""
 NUM_ROWS: Final = 512
 """Rows of a rank, 2 MiB together. Requests that need one more wait."""
 _WORD_BYTES: Final = 4

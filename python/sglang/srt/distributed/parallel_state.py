@@ -209,7 +209,7 @@ class _Groups:
 
 _groups: _Groups | None = None
 _rendezvous_host = "127.0.0.1"
-"""The groups listen on the interface towards it."""
+"""Host of the rendezvous. The groups listen on the interface towards it."""
 
 
 def init_distributed_environment(backend: str, rendezvous: Rendezvous | None = None) -> None:

@@ -87,7 +87,7 @@ class RankGroup(ABC):
 
     def open_min(self) -> RankGroup:
         """The same ranks, with connections of its own for `reduce_min`, so that its messages never
-        wait behind others. A collective. By default this group, which has no such connections."""
+        wait behind others. A collective. A group without such connections returns itself."""
         return self
 
     def close(self) -> None:

@@ -251,7 +251,7 @@ class BaseKVReceiver(ABC):
 
     @abstractmethod
     def abort(self, reason: str) -> None:
-        """The prompt is not wanted. The prefill server gets the reason, also before `init`."""
+        """Give the prompt up. The prefill server gets the reason, also before `init`."""
 
 
 class BaseKVBootstrapServer(ABC):

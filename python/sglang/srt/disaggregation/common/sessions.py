@@ -25,7 +25,7 @@ from sglang.srt.utils.network import can_connect
 logger = logging.getLogger(__name__)
 
 MAX_IDLE: Final = 64
-"""Most sessions without prompts; of more, those that were used longest ago are forgotten."""
+"""Most sessions without prompts. Beyond that, those used longest ago are forgotten."""
 PROBE_EVERY_S: Final = 60.0
 """Seconds after which a prompt makes all idle sessions be probed again."""
 
@@ -34,7 +34,7 @@ PROBE_EVERY_S: Final = 60.0
 class _Session:
     instance_id: str
     endpoint: str
-    """Of its server's control connections, `tcp://HOST:PORT`."""
+    """Endpoint of its server's control connections, `tcp://HOST:PORT`."""
     num_users: int = 0
     """Number of parts of prompts that may have transfers in flight."""
 
@@ -51,7 +51,7 @@ class Sessions:
         self._engine = engine
         self._runs = runs or _accepts
         self._known: dict[str, _Session] = {}
-        """By id; the last used last."""
+        """Sessions by id, the most recently used last."""
         self._lock = threading.Lock()
         """Held while a session is forgotten, so that no read of it begins meanwhile."""
         self._probing = threading.Lock()

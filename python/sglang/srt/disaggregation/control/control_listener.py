@@ -222,7 +222,7 @@ class ControlListener:
         return bool(self._ready)
 
     def take(self, most: int) -> Iterator[tuple[ControlPeer, bytes]]:
-        """Take at most `most` frames, one of each connection, of those first that wait longest."""
+        """Take at most `most` frames, one of each connection, the longest waiting first."""
         for _ in range(min(most, len(self._ready))):
             peer = self._ready.popleft()
             message = peer.take()

@@ -35,8 +35,8 @@ The server has more, so that a prompt that hangs cannot hold all of them."""
 _SOON_S: Final = 1e-4
 """Seconds between the first checks for further units while one is read."""
 _RARER: Final = 1.1
-"""Factor by which each check comes later: a unit takes a fraction of a millisecond, and a peer that
-hangs is asked for less and less often."""
+"""Factor by which the pause between checks grows. A unit takes a fraction of a millisecond; a peer
+that hangs is asked less and less often."""
 
 
 @dataclass(frozen=True, slots=True)
