@@ -20,7 +20,8 @@ from sglang.srt.entrypoints.http.server_context import context_of
 T = TypeVar("T", bound=msgspec.Struct)
 
 MAX_BODY_BYTES: Final = 16 * MIB
-"""Several times the size that the longest contexts need. It bounds the memory of a hostile body."""
+"""Most bytes of a body: several times the size that the longest contexts need. It bounds the memory
+of a hostile body."""
 BODY_SECONDS: Final = 60.0
 """Most time for a whole body to arrive."""
 CHUNK_SECONDS: Final = 10.0

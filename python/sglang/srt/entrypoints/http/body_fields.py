@@ -101,8 +101,8 @@ def refuse_fields(obj: msgspec.Struct) -> None:
 
 
 def is_neutral(value: object, neutral: tuple[Any, ...]) -> bool:
-    """Whether `value` is one of `neutral`, also by type, or a list of such values, one for each
-    prompt."""
+    """True if `value` equals one of `neutral` and has its type, or is a list of such values, one
+    for each prompt."""
     if isinstance(value, list) and 1 <= len(value) <= MAX_BATCH:
         return all(_is_one_of(item, neutral) for item in value) or _is_one_of(value, neutral)
     return _is_one_of(value, neutral)

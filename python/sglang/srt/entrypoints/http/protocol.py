@@ -55,7 +55,7 @@ class BodyMeter:
         self._body_bytes = 0
 
     def take(self, data: memoryview) -> memoryview:
-        """The front of `data` to parse next, which is counted."""
+        """Count and return the front of `data` that is to be parsed next."""
         if self._left is None:
             part = data[:_CHUNKED_PIECE]
             self._raw_bytes += len(part)
@@ -70,7 +70,7 @@ class BodyMeter:
 
     @property
     def costs_too_much(self) -> bool:
-        """Whether there is too much framing for the bytes of the body so far."""
+        """True if there is too much framing for the bytes of the body so far."""
         room = self._body_bytes + self._body_bytes // _BODY_PER_FRAMING_BYTE
         return self._raw_bytes > _FREE_FRAMING_BYTES + room
 

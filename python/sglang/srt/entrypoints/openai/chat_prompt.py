@@ -32,7 +32,7 @@ class ToolUse:
     json_schema: str | None = None
     """Schema of an output that must be one call; None: the model may answer freely."""
     parallel: bool = True
-    """Whether calls after the first one of an output are passed on."""
+    """True if calls after the first one of an output are passed on."""
 
 
 def tool_use(body: ChatBody, parser: str | None) -> ToolUse | None:

@@ -66,7 +66,7 @@ class ChatOutput:
         self._stream_reasoning = stream_reasoning
         self._held_reasoning = ""
         self.has_calls = False
-        """Whether a call was found."""
+        """True if a call was found."""
 
     def message(self, text: str) -> dict[str, Any]:
         """The assistant's message for a whole output."""

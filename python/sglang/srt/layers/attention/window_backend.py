@@ -88,7 +88,7 @@ class _Rows(NamedTuple):
     """Rows of rings, one for each of n tokens; int64 `[n]` each, on the device."""
 
     tokens: torch.Tensor
-    """Tokens of the step that the rows are for; of rows that are read, their positions."""
+    """Tokens of the step that the rows are for. For rows that are read: positions of the tokens."""
     requests: torch.Tensor
     """Index in the batch of each token's request."""
     rows: torch.Tensor
@@ -109,7 +109,7 @@ class _Block(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class _ExtendPlan:
-    """What all layers share of a prefill."""
+    """Plan of a prefill, which all layers share."""
 
     past: _Rows
     """Rows with the tokens before the new ones, up to `window - 1` for each request."""
@@ -118,8 +118,8 @@ class _ExtendPlan:
     blocks: list[list[_Block]]
     """The blocks of each request."""
     before: _Rows
-    """The new tokens up to each request's snapshot, or all if it has none; of more than `window`
-    only the last."""
+    """The new tokens up to each request's snapshot, or all if it has none; at most the last
+    `window` of them."""
     after: _Rows
     """Likewise the tokens after the snapshots."""
     tracked: torch.Tensor
@@ -247,7 +247,7 @@ class WindowTorchBackend(AttentionBackend):
         return _Rings(k, v), forward_batch.states
 
     def _store(self, k: torch.Tensor, v: torch.Tensor, rings: _Rings, states: StateBatch) -> None:
-        """Store the keys and values of a prefill, and take its snapshots amid them."""
+        """Store the keys and values of a prefill, and take its snapshots on the way."""
         plan = self._plan
         assert plan is not None
         if states.first_slots is not None:
@@ -334,7 +334,7 @@ class WindowTorchBackend(AttentionBackend):
         return blocks
 
     def _mask(self, rows: int, keys: int, own_key: int, device: torch.device) -> torch.Tensor:
-        """`[rows, keys]`, added to the scores of rows of which the first is key `own_key`."""
+        """`[rows, keys]`, added to the scores. The token of the first row is key `own_key`."""
         age = torch.arange(own_key, own_key + rows, device=device).unsqueeze(1) - torch.arange(
             keys, device=device
         )
