@@ -77,7 +77,7 @@ class ManagedProcess:
         return self._process.pid
 
     def is_running(self) -> bool:
-        """Whether the child was started and has not ended. A suspended child counts as running."""
+        """True if the child was started and has not ended. A suspended child counts as running."""
         return self._process is not None and self._process.poll() is None
 
     def start(self, timeout: float = START_TIMEOUT_S) -> None:

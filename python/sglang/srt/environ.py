@@ -80,7 +80,7 @@ class EnvField(Generic[T]):
         return str(value)
 
     def is_set(self) -> bool:
-        """Whether the process environment has the variable."""
+        """True if the process environment has the variable."""
         return self.name in os.environ
 
     def get(self) -> T:

@@ -106,7 +106,7 @@ def refuse_ignored(args: ServerArgs, field: str, where: str) -> Iterator[str]:
 
 
 def cache_and_page_size(args: ServerArgs) -> tuple[bool, int]:
-    """Whether the cache is hierarchical, and the tokens of a page. A storage backend implies the
+    """True if the cache is hierarchical, and the tokens of a page. A storage backend implies the
     hierarchical cache."""
     hierarchical = args.enable_hierarchical_cache or args.hicache_storage_backend is not None
     default = DEFAULT_HIERARCHICAL_PAGE_SIZE if hierarchical else DEFAULT_PAGE_SIZE

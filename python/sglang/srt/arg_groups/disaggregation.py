@@ -53,7 +53,7 @@ _PEER_FIELDS: Final = (
 
 
 def moves_pages(args: ServerArgs) -> bool:
-    """Whether pages move between this server and others."""
+    """True if pages move between this server and others."""
     backend = args.disaggregation_transfer_backend
     is_whole = args.disaggregation_mode == DisaggregationMode.NULL
     return not is_whole and backend != TransferBackend.FAKE

@@ -43,7 +43,7 @@ class ForeignFlags:
     patterns: Mapping[str, tuple[str, ...]]
 
     def is_neutral(self, field_name: str, value: object) -> bool:
-        """Whether the flag asks for nothing with `value`."""
+        """True if the flag asks for nothing with `value`."""
         if value is None or value is False:
             return True
         pattern = self.pattern(field_name)

@@ -47,7 +47,7 @@ class PrefillHosts:
         return cls(frozenset(_host(entry) for entry in entries if "/" not in entry), networks)
 
     def has(self, host: str, port: int) -> bool:
-        """Whether a client may name this bootstrap server."""
+        """True if a client may name this bootstrap server."""
         host = canonical_host(host)
         if (host, None) in self.hosts or (host, port) in self.hosts:
             return True

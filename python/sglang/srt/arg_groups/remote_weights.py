@@ -21,12 +21,12 @@ _SEED_PORT: Final = f"{_PREFIX}seed_instance_service_port"
 
 
 def reads_weights(args: ServerArgs) -> bool:
-    """Whether the server reads its weights from another one."""
+    """True if the server reads its weights from another one."""
     return args.load_format == REMOTE_INSTANCE
 
 
 def offers_weights(args: ServerArgs) -> bool:
-    """Whether other servers may read its weights. A server that has read its weights from another
+    """True if other servers may read its weights. A server that has read its weights from another
     one offers them too."""
     return reads_weights(args) or args.remote_instance_weight_loader_start_seed_via_transfer_engine
 

@@ -47,7 +47,7 @@ class ServerArgs:
     """The settings of one engine. `resolve()` returns the copy that the engine uses."""
 
     grpc_mode: ClassVar[bool] = False
-    """Whether servers speak gRPC; `sglang_router.launch_server` asks."""
+    """True if servers speak gRPC; `sglang_router.launch_server` asks."""
 
     # Model
     model_path: str | None = flag(

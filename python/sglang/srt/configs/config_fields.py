@@ -345,7 +345,7 @@ def supported_architecture(model_path: str, *, trust_remote_code: bool = False) 
 
 
 def is_remote_config(raw: dict[str, Any], architecture: str) -> bool:
-    """Whether config.json is read by a class that comes with the checkpoint: transformers has none
+    """True if config.json is read by a class that comes with the checkpoint: transformers has none
     for its `model_type`, as with Kimi-K2's.
 
     Raises:

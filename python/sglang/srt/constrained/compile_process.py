@@ -128,12 +128,12 @@ class CompileProcess:
 
     @property
     def is_running(self) -> bool:
-        """Whether the process runs."""
+        """True if the process runs."""
         return self._process.poll() is None
 
     @property
     def is_reusable(self) -> bool:
-        """Whether to use the process again: it runs, and its memory has not grown too large."""
+        """True if the process can serve again: it runs, and its memory has not grown too large."""
         if not self.is_running:
             return False
         try:

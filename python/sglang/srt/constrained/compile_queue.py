@@ -79,7 +79,7 @@ class CompileJob:
     submitted_at: float
     """`time.monotonic()` seconds."""
     is_long: bool = False
-    """Whether the job may now use the whole compile timeout."""
+    """True if the job may now use the whole compile timeout."""
 
 
 class CompileQueue:
@@ -121,7 +121,7 @@ class CompileQueue:
         return job
 
     def may_go_on(self, job: CompileJob) -> bool:
-        """Whether a job may use the whole compile timeout after its first try."""
+        """True if a job may use the whole compile timeout after its first try."""
         if not job.is_long and self._num_long < self._max_long:
             self._num_long += 1
             job.is_long = True

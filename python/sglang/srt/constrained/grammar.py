@@ -255,7 +255,7 @@ class GrammarMatcher:
         self._spent += time.thread_time() - start
 
     def is_terminated(self) -> bool:
-        """Whether the matcher has accepted an end token; no token can follow."""
+        """True if the matcher has accepted an end token; no token can follow."""
         return bool(self._matcher.is_terminated())
 
 

@@ -107,7 +107,7 @@ class BaseFormatDetector(FormatDetector):
     """
 
     bare_at_start: ClassVar[bool] = False
-    """Whether an object at the start of the output is a call even without a marker."""
+    """True if an object at the start of the output is a call even without a marker."""
 
     def __init__(
         self,

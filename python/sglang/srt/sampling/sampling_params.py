@@ -73,14 +73,14 @@ class SamplingParams(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, o
 
     @property
     def has_penalties(self) -> bool:
-        """Whether earlier tokens change the logits."""
+        """True if earlier tokens change the logits."""
         return bool(
             self.frequency_penalty or self.presence_penalty or self.repetition_penalty != 1.0
         )
 
     @property
     def is_greedy(self) -> bool:
-        """Whether every token is the argmax of the (penalised, biased) logits."""
+        """True if every token is the argmax of the (penalised, biased) logits."""
         return self.top_k == 1 or self.temperature < GREEDY_TEMPERATURE
 
     @property
@@ -104,7 +104,7 @@ class SamplingParams(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, o
 
     @property
     def has_text_stops(self) -> bool:
-        """Whether the text of the output may end it."""
+        """True if the text of the output may end it."""
         return self.stop is not None or self.stop_regex is not None
 
     def verify(self, vocab_size: int) -> None:

@@ -4,5 +4,5 @@ from sglang.srt.utils import network
 
 
 def is_port_available(port: int) -> bool:
-    """Whether a server could listen on TCP port `port` of all addresses now."""
+    """True if a server could listen on TCP port `port` of all addresses now."""
     return network.is_port_available("0.0.0.0", port)

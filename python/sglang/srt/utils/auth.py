@@ -45,7 +45,7 @@ class AuthLevel(str, Enum):
 
 @dataclass(frozen=True, slots=True)
 class AuthDecision:
-    """Whether a request may pass. If not: the HTTP status and the reason, for the client."""
+    """Tells if a request may pass; if not, with the HTTP status and the reason for the client."""
 
     allowed: bool
     error_status_code: int = 401
@@ -63,7 +63,7 @@ def auth_level(level: AuthLevel) -> Callable[[F], F]:
 
 
 def app_has_admin_force_endpoints(app: Starlette) -> bool:
-    """Whether any route of `app` is marked ADMIN_FORCE."""
+    """True if any route of `app` is marked ADMIN_FORCE."""
     return any(_level_of(route) is AuthLevel.ADMIN_FORCE for route in app.routes)
 
 

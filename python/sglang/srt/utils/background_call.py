@@ -54,7 +54,7 @@ class BackgroundCall(Generic[T]):
 
     @property
     def ended(self) -> bool:
-        """Whether `work` has returned or raised."""
+        """True if `work` has returned or raised."""
         return self._ended.is_set()
 
     def wait(self, timeout: float) -> bool:

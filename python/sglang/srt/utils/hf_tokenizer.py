@@ -84,7 +84,7 @@ def get_tokenizer(
 
 
 def is_byte_level(tokenizer: object) -> bool:
-    """Whether each token has bytes independent of its neighbours, as in byte-level BPE."""
+    """True if each token has bytes independent of its neighbours, as in byte-level BPE."""
     # Imported here, so that checking files does not load the library.
     from tokenizers import decoders
 

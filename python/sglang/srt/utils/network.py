@@ -62,7 +62,7 @@ def base_url(host: str, port: int) -> str:
 
 
 def is_port_available(host: str, port: int) -> bool:
-    """Whether a server could listen on `host`:`port` now."""
+    """True if a server could listen on `host`:`port` now."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as sock:
         # As servers do: connections in TIME_WAIT do not block the port, a listener does.
@@ -113,7 +113,7 @@ def listening_sockets(host: str, port: int, backlog: int) -> list[socket.socket]
 
 
 def is_loopback(host: str) -> bool:
-    """Whether `host` is `localhost` or a loopback address. Resolves no names."""
+    """True if `host` is `localhost` or a loopback address. Resolves no names."""
     try:
         return host == "localhost" or ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -219,7 +219,7 @@ def interface_towards(host: str) -> str:
 
 
 def can_connect(host: str, port: int, timeout: float = 1.0) -> bool:
-    """Whether something accepts TCP connections on `host`:`port`, within `timeout` seconds."""
+    """True if something accepts TCP connections on `host`:`port`, within `timeout` seconds."""
     try:
         with socket.create_connection((host, port), timeout=timeout):
             return True
@@ -249,7 +249,7 @@ def wait_for_listener_to_end(host: str, port: int) -> None:
 
 
 def is_healthy(base_url: str, api_key: str | None = None) -> bool:
-    """Whether `GET /health` of the server at `base_url` answers 200 within two seconds."""
+    """True if `GET /health` of the server at `base_url` answers 200 within two seconds."""
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
     request = urllib.request.Request(f"{base_url}/health", headers=headers)
     try:

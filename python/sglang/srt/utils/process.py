@@ -123,7 +123,7 @@ def kill_process_tree(pid: int, include_parent: bool = True, timeout: float = 10
 
 
 def is_alive(process: psutil.Process) -> bool:
-    """Whether `process` still runs. A zombie does not; it only waits to be reaped."""
+    """True if `process` still runs. A zombie does not; it only waits to be reaped."""
     try:
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
