@@ -66,7 +66,7 @@ class Registration:
 
     @property
     def is_alone(self) -> bool:
-        """Whether no other file may run beside it: devices are not shared, and what runs for a
+        """True if no other file may run beside it: devices are not shared, and what runs for a
         night measures."""
         return self.alone or self.nightly or self.hw != "cpu"
 
@@ -93,9 +93,9 @@ class Step:
     env: Mapping[str, str] = field(default_factory=dict)
     """Added to this process's environment."""
     is_forked: bool = False
-    """Whether the command's last word, a file, runs in a `ForkedFile`."""
+    """True if the command's last word, a file, runs in a `ForkedFile`."""
     is_check: bool = False
-    """Whether it counts as one test, which passes with exit status 0."""
+    """True if it counts as one test, which passes with exit status 0."""
 
 
 @dataclass(slots=True)

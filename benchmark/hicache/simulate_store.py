@@ -63,7 +63,7 @@ class Request:
     """Further tokens that the store has."""
     landed: int = 0
     reads: bool = True
-    """Whether it waits for a read."""
+    """True if it waits for a read."""
 
     @property
     def name(self) -> str:

@@ -111,7 +111,7 @@ def run_round(rig: SchedulerRig, seed: int) -> None:
 
 
 def is_done(rig: SchedulerRig, rid: str) -> bool:
-    """Whether the answer is complete; if so, it is dropped."""
+    """True if the answer is complete; if so, it is dropped."""
     result = rig.results.get(rid)
     if result is None or result.finish_reason is None:
         return False

@@ -142,7 +142,7 @@ class Reader:
 
 
 def _is_ready(port: str) -> bool:
-    """Whether the router there knows healthy servers, or the server there is healthy."""
+    """True if the router there knows healthy servers, or the server there is healthy."""
     for path in ("readiness", "health"):
         try:
             with urllib.request.urlopen(f"http://127.0.0.1:{port}/{path}", timeout=5) as answer:

@@ -40,7 +40,7 @@ class _Child:
         return cls(seed, command, output, process, time.monotonic() + _MOST_S_OF_A_SEED)
 
     def has_ended(self) -> bool:
-        """Whether it has ended; ends it if its time is up."""
+        """True if it has ended; ends it if its time is up."""
         if time.monotonic() > self.until:
             self.process.kill()
             self.process.wait()

@@ -138,7 +138,7 @@ def test_a_min_has_groups_of_its_own_one_for_each_set_of_ranks(
 
 
 def sums() -> list[bool]:
-    """Whether sums of short and long tensors have the same bits on all ranks."""
+    """True if sums of short and long tensors have the same bits on all ranks."""
     world, right = get_world_group(), []
     for count, dtype in ((1000, torch.float32), (1000, torch.bfloat16), (70_000, torch.float32)):
         parts = [

@@ -287,7 +287,7 @@ def die_reading(seed_url: str) -> None:
 
 
 def has_read_all(reader: Reader, seed: EngineServer) -> bool:
-    """Whether its weights are the seed's, after `read`."""
+    """True if its weights are the seed's, after `read`."""
     told = digest(seed)
     names = {name for name, _ in reader.model.weight_slots()}
     return reader.source.identity() == told["identity"] and names == set(told["checksums"])

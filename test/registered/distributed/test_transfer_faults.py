@@ -73,7 +73,7 @@ class Here:
         return self.engine.transfer(via or peer.session_id, op, wanted, timeout=timeout)
 
     def settles(self) -> bool:
-        """Whether within a while no call is under way and no budget is held."""
+        """True if within a while no call is under way and no budget is held."""
 
         def is_idle() -> bool:
             facts = self.engine.describe()

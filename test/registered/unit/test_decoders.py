@@ -26,7 +26,7 @@ PLAIN_OF_MSGSPEC: Final = {"msgspec", "msgspec.Raw"}
 
 
 def names_structs(kind: ast.expr) -> bool:
-    """Whether a type expression has another name than those of plain values."""
+    """True if a type expression has another name than those of plain values."""
     return any(
         ast.unparse(node) not in PLAIN | PLAIN_OF_MSGSPEC
         for node in ast.walk(kind)

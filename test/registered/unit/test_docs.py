@@ -150,7 +150,7 @@ def cited_rows(source: str) -> set[str]:
 
 
 def is_test(name: str, repo: Path) -> bool:
-    """Whether `name` is a test file, or `FILE::FUNCTION` with a test function of that file."""
+    """True if `name` is a test file, or `FILE::FUNCTION` with a test function of that file."""
     path, _, function = name.partition("::")
     file = repo / path
     if not file.is_file():

@@ -61,7 +61,7 @@ class Conversations:
     distribution: Distribution = Distribution.POISSON
     ready_queue_policy: ReadyQueuePolicy = ReadyQueuePolicy.RANDOM
     fixed_answers: bool = False
-    """Whether to continue with random tokens in place of the model's answers. Two runs then send
+    """True to continue with random tokens in place of the model's answers. Two runs then send
     the same prompts, even if rounding changes the answers."""
     seed: int = 1
 

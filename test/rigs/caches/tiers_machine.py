@@ -42,7 +42,7 @@ class Tiers(RuleBasedStateMachine):
         self.known: set[PageHash] = set()
         """The reference: every page that was ever computed."""
         self.removed = False
-        """Whether pages were removed from L3; holes are allowed from then on."""
+        """True if pages were removed from L3; holes are allowed from then on."""
 
     @initialize(
         page_size=st.sampled_from((1, 2, 4)),

@@ -150,7 +150,7 @@ class Asker:
         return msgspec.msgpack.decode(message, type=Answered)
 
     def hears_nothing(self) -> bool:
-        """Whether no answer is there."""
+        """True if no answer is there."""
         return self.link.receive(0.0) is None
 
     def ask(self, question: Question) -> Answer:

@@ -62,7 +62,7 @@ class Usage:
         return cls(memory, sum(one.num_fds() for one in tree))
 
     def is_back(self, before: Usage) -> bool:
-        """Whether it is about what it was."""
+        """True if memory and open files are about what they were before the attack."""
         return (
             self.memory_mib <= before.memory_mib + MAX_MEMORY_MIB
             and self.num_files <= before.num_files + MAX_FILES

@@ -40,7 +40,7 @@ class FakeManager(BaseKVManager):
         self.ended: dict[int, str] = {}
         self.claimed: list[int] = []
         self.claims = True
-        """Whether decode servers ask for rooms at once."""
+        """True if decode servers ask for rooms at once."""
         self.outcomes: dict[int, str] = {}
         self.given_up: dict[int, str] = {}
         self.unheard: dict[int, str] = {}

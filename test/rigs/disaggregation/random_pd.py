@@ -99,9 +99,9 @@ class Pending:
 
     sent: Sent
     is_remote: bool
-    """Whether the request has a room."""
+    """True if the request has a room."""
     is_odd: bool
-    """Whether it may fail without faults: one side does not get it, or its room is taken."""
+    """True if it may fail without faults: one side does not get it, or its room is taken."""
     to_come: set[str]
     """The sides that have not reported its end yet."""
 
@@ -410,7 +410,7 @@ class RandomPd:
         counts[f"{side}: {'aborted' if is_aborted else 'refused' if is_refused else 'failed'}"] += 1
 
     def _is_too_long(self, sent: Sent) -> bool:
-        """Whether the prompt is too long for one of the sides."""
+        """True if the prompt is too long for one of the sides."""
         limits = (rig.scheduler.state.limits.max_input_tokens for rig in self.pair.rigs)
         return len(sent.prompt) > min(limits)
 

@@ -41,7 +41,7 @@ class HandBackend(GrammarBackend):
     """Compiles in the calling thread, at once or on `release`."""
 
     hold: bool = False
-    """Whether new tickets wait for `release`, instead of compiling at once."""
+    """True if new tickets wait for `release`, instead of compiling at once."""
     limits: GrammarLimits = field(default_factory=GrammarLimits)
     held: list[GrammarTicket] = field(default_factory=list)
     num_asked: int = 0

@@ -54,7 +54,7 @@ class CheckableState:
     """What a checkable model keeps of a prefix, on one rank. The defaults are a dense model."""
 
     is_sparse: bool = False
-    """Whether it keeps latent rows with an indexer's keys, in place of keys and values per head."""
+    """True if it keeps latent rows with an indexer's keys, in place of keys and values per head."""
     num_states: int = 0
     """Slots of recurrent states; 0: it keeps none."""
     alignment: int = 1

@@ -50,7 +50,7 @@ class Context:
 
     @property
     def is_whole(self) -> bool:
-        """Whether the pool has the request's one new token too, which the step reads and does not
+        """True if the pool has the request's one new token too, which the step reads and does not
         store."""
         return self.num_old == len(self.slots)
 

@@ -54,7 +54,7 @@ class LaggingDevice:
         self._queue.put(work)
 
     def has_reached(self, position: int) -> bool:
-        """Whether the first `position` pieces of work are done, or never will be."""
+        """True if the first `position` pieces of work are done, or never will be."""
         return self._num_done >= position
 
     def wait(self, position: int) -> None:

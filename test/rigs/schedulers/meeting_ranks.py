@@ -124,7 +124,7 @@ def forked(act: Callable[[], None]) -> int:
 
 
 def run(size: int) -> bool:
-    """Whether all `size` ranks got right results and left no flag set."""
+    """True if all `size` ranks got right results and left no flag set."""
     maps = [mmap.mmap(-1, _BYTES) for _ in range(size)]
     memories = [torch.from_numpy(np.frombuffer(one, dtype=np.uint8)) for one in maps]
     groups = [MappedGroup(memories, rank) for rank in range(size)]

@@ -27,9 +27,9 @@ class Sent:
     words: list[int]
     """The expected output; its last token ends the request."""
     stops: bool
-    """Whether the last token is a stop token."""
+    """True if the last token is a stop token."""
     is_refused: bool
-    """Whether the prompt is too long to run."""
+    """True if the prompt is too long to run."""
     arrived: int = 0
     """Number of forwards before its arrival."""
     may_be_aborted: bool = False

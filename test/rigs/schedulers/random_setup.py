@@ -75,7 +75,7 @@ class Setup:
     heads: int
     """Heads of a rank; 0: all ranks have the same head."""
     writes_like_gpu: bool
-    """Whether writes to L2 begin when the CPU knows the slots, and are issued in pieces."""
+    """True if writes to L2 begin when the CPU knows the slots, and are issued in pieces."""
     most_lag_s: float
     """See `LaggingDevice`; 0: steps run when they are launched."""
 

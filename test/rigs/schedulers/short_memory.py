@@ -46,7 +46,7 @@ class ShortMemory:
         """Allocations that have failed, by site."""
 
     def fails(self, site: str) -> bool:
-        """Whether this allocation fails."""
+        """True if this allocation fails."""
         with self._lock:
             fails = site in self._sites and self._rng.random() < self._chance
             self.failed[site] += fails

@@ -141,7 +141,7 @@ def _events(reply: httpx.Response) -> list[str]:
 
 
 def _is_healthy(router: Router, url: str) -> bool:
-    """Whether the router's last probes found the server at `url` healthy."""
+    """True if the router's last probes found the server at `url` healthy."""
     reply = httpx.get(f"{router.url}/workers", timeout=_TIMEOUT_S)
     return any(one["url"] == url and one["is_healthy"] for one in reply.json()["workers"])
 

@@ -158,7 +158,7 @@ class Refusal:
     status: int
     output: str
     ran_code: bool
-    """Whether code of the checkpoint ran."""
+    """True if code of the checkpoint ran."""
 
     def check(self, case: Case) -> None:
         """Assert that the error is one clear line."""

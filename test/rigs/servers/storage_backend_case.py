@@ -86,7 +86,7 @@ class StorageBackendCase(CustomTestCase):
     """One server for all tests of a subclass, which are run in the order of their names."""
 
     __test__: ClassVar[bool] = False
-    """Whether pytest collects the class. Subclasses with all hooks set it."""
+    """True if pytest collects the class. Subclasses with all hooks set it."""
     backend_name: ClassVar[str]
     """Name of the store in answers."""
     server: ClassVar[EngineServer]

@@ -233,7 +233,7 @@ class FileStore(HiCacheFile):
 
 
 def is_back(store: ObjectStore) -> bool:
-    """Whether a store answers a probe."""
+    """True if a store answers a probe."""
     try:
         call = store.begin("probe")
     except Exception:  # noqa: BLE001 - a probe never raises

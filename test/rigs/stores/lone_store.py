@@ -74,7 +74,7 @@ def move_pages(store: MooncakeStore, prefix: str, pool: ThirdPartyPool) -> dict[
 
 
 def are_equal(pool: ThirdPartyPool) -> bool:
-    """Whether pages 5 and 6 have the bytes of pages 1 and 2."""
+    """True if pages 5 and 6 have the bytes of pages 1 and 2."""
     return all(torch.equal(pool.page(page), pool.page(page + 4)) for page in (1, 2))
 
 

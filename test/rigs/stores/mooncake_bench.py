@@ -91,7 +91,7 @@ class Bench:
         return self.store.batch_get_v2([self.move])["kv"]
 
     def host_is_intact(self) -> bool:
-        """Whether the pool has the original bytes of the pages."""
+        """True if the pool has the original bytes of the pages."""
         return host_bytes(self.host, self.device, self.slots, self.pages) == self.wanted
 
     def object_key(self, index: int, pool: str = "kv") -> str:

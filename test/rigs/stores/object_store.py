@@ -54,7 +54,7 @@ class Mood:
     lose: float = 0.0
     """The object of a requested page is removed for good."""
     is_full: bool = False
-    """Whether every write is refused."""
+    """True if every write is refused."""
 
 
 MOODS: Final = {
@@ -165,11 +165,11 @@ class ObjectStore:
                 self._objects[key] = damaged(self._objects[key], other, rng)
 
     def has_had(self, key: str) -> bool:
-        """Whether an object was ever written under `key`."""
+        """True if an object was ever written under `key`."""
         return key in self._first
 
     def has_had_since(self, key: str, when: float) -> bool:
-        """Whether the object existed at any time after `when` (`time.monotonic()` seconds)."""
+        """True if the object existed at any time after `when` (`time.monotonic()` seconds)."""
         with self._lock:
             return key in self._objects or self._lost_at.get(key, when - 1.0) >= when
 
@@ -348,7 +348,7 @@ class Call:
             folder.spoil(path, self.rng)
 
     def refuses(self) -> bool:
-        """Whether the object of a page is not moved."""
+        """True if the object of a page is not moved."""
         is_full = self._mood.is_full and self._kind == "set"
         self.store.happened[f"{self._kind} full"] += is_full
         return is_full or self._draws(self._mood.refuse, "refuse")

@@ -51,7 +51,7 @@ class SuspendableProcess(ManagedProcess):
 
 
 def _is_suspended(pid: int) -> bool:
-    """Whether all threads of a process are stopped."""
+    """True if all threads of a process are stopped."""
     try:
         states = [
             task.read_text().rpartition(")")[2].split()[0]

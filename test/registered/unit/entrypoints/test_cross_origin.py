@@ -35,7 +35,7 @@ class Reply:
 
     @property
     def page_may_read(self) -> bool:
-        """Whether a browser lets a page read the answer to a request without cookies."""
+        """True if a browser lets a page read the answer to a request without cookies."""
         return self.headers.get(ALL) in ("*", PAGE)
 
 

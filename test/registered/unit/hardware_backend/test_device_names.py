@@ -85,7 +85,7 @@ def find_device_names(tree: ast.Module) -> list[int]:
 
 
 def find_imports(tree: ast.Module, package: str) -> bool:
-    """Whether `package` is imported, by a statement or by its name in a call."""
+    """True if `package` is imported, by a statement or by its name in a call."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import) and any(
             alias.name.partition(".")[0] == package for alias in node.names
