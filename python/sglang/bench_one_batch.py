@@ -38,7 +38,7 @@ from sglang.srt.managers.scheduler.launched_step import TpModelWorker
 from sglang.srt.managers.scheduler.process.build import on_this_machine
 from sglang.srt.managers.tokenizer.chat_template import ChatTemplate
 from sglang.srt.model_executor.model_runner import ModelRunner, ModelRunnerConfig
-from sglang.srt.model_executor.pool_sizing import size_kv_pool
+from sglang.srt.model_executor.pool_sizing import DeviceMemory, size_kv_pool
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.utils.hf_tokenizer import get_tokenizer
 from sglang.srt.utils.logging_utils import configure_logger
@@ -175,16 +175,19 @@ def make_worker(args: ServerArgs, requests: int, tokens_each: int) -> TpModelWor
     is_sized = args.max_total_tokens is not None or args.mem_fraction_static is not None
     runtime = device_runtime(args.device)
     free, total = runtime.memory()
-    size = size_kv_pool(
+    memory = DeviceMemory(
         has_own_memory=runtime.kind.has_own_memory,
-        kv_bytes_per_token=runner.kv_bytes_per_token(),
-        page_size=args.page_size,
         total_bytes=total,
         available_bytes=free,
         mem_fraction_static=args.mem_fraction_static,
-        max_total_tokens=args.max_total_tokens if is_sized else need,
         weight_bytes=runner.weight_bytes(),
         graph_bytes=runner.graph_bytes(),
+    )
+    size = size_kv_pool(
+        memory,
+        kv_bytes_per_token=runner.kv_bytes_per_token(),
+        page_size=args.page_size,
+        max_total_tokens=args.max_total_tokens if is_sized else need,
     )
     if size.amount < need:
         raise ValueError(

@@ -5,6 +5,7 @@ Each has a reason, which the server logs at the start.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from sglang.srt.constants import GIB, MIB
@@ -31,74 +32,71 @@ class Sizing(NamedTuple):
     reason: str
 
 
-def pool_budget(
-    *,
-    has_own_memory: bool,
-    total_bytes: int,
-    available_bytes: int,
-    mem_fraction_static: float | None = None,
-    weight_bytes: int = 0,
-    graph_bytes: int = 0,
-) -> Sizing:
-    """Decide how many bytes all device pools may take, unless the user asks for sizes. The
-    arguments are those of `size_kv_pool`.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceMemory:
+    """The memory of a device, and what takes it beside the pools."""
 
-    Raises:
-        ValueError: `mem_fraction_static` is not between 0 and 1.
-    """
-    if mem_fraction_static is None and not has_own_memory:
-        tenth = int(total_bytes * CPU_POOL_FRACTION)
-        if tenth < CPU_POOL_BYTES:
-            return Sizing(tenth, f"10% of {total_bytes / GIB:.1f} GiB memory")
-        return Sizing(CPU_POOL_BYTES, "1 GiB, the default on a CPU")
-    fraction = GPU_STATIC_FRACTION if mem_fraction_static is None else mem_fraction_static
-    if not 0.0 < fraction < 1.0:
-        raise ValueError(f"--mem-fraction-static {fraction} must be between 0 and 1")
-    budget = int(total_bytes * fraction) - weight_bytes
-    reason = (
-        f"--mem-fraction-static {fraction:g} of {total_bytes / GIB:.1f} GiB, "
-        f"less {weight_bytes / GIB:.2f} GiB of weights"
-    )
-    if mem_fraction_static is not None:
-        return Sizing(budget, reason)
-    # Leave room for graphs, and the usual reserve even if other processes use the device.
-    reserve = int(total_bytes * (1.0 - GPU_STATIC_FRACTION))
-    if available_bytes - reserve < budget:
-        budget = available_bytes - reserve
-        reason = f"{available_bytes / GIB:.2f} GiB free, less a reserve of {reserve / GIB:.2f} GiB"
-    if graph_bytes:
-        reason += f" and {graph_bytes / GIB:.2f} GiB for CUDA graphs"
-    return Sizing(budget - graph_bytes, reason)
+    has_own_memory: bool
+    """True if the device has its own memory; false for a CPU, which shares the host's."""
+    total_bytes: int
+    available_bytes: int
+    """Free memory after the weights were loaded."""
+    mem_fraction_static: float | None = None
+    """Share of `total_bytes` for weights and pools together; None: on a CPU min(1 GiB, 10% of the
+    memory), elsewhere 0.88 less `graph_bytes`."""
+    weight_bytes: int = 0
+    """Bytes of the weights, part of the static share."""
+    graph_bytes: int = 0
+    """Bytes that CUDA graphs will take."""
+
+    def pool_budget(self) -> Sizing:
+        """Decide how many bytes all device pools may take, unless the user asks for sizes.
+
+        Raises:
+            ValueError: `mem_fraction_static` is not between 0 and 1.
+        """
+        total, available = self.total_bytes, self.available_bytes
+        if self.mem_fraction_static is None and not self.has_own_memory:
+            tenth = int(total * CPU_POOL_FRACTION)
+            if tenth < CPU_POOL_BYTES:
+                return Sizing(tenth, f"10% of {total / GIB:.1f} GiB memory")
+            return Sizing(CPU_POOL_BYTES, "1 GiB, the default on a CPU")
+        asked = self.mem_fraction_static
+        fraction = GPU_STATIC_FRACTION if asked is None else asked
+        if not 0.0 < fraction < 1.0:
+            raise ValueError(f"--mem-fraction-static {fraction} must be between 0 and 1")
+        budget = int(total * fraction) - self.weight_bytes
+        reason = (
+            f"--mem-fraction-static {fraction:g} of {total / GIB:.1f} GiB, "
+            f"less {self.weight_bytes / GIB:.2f} GiB of weights"
+        )
+        if asked is not None:
+            return Sizing(budget, reason)
+        # Leave room for graphs, and the usual reserve even if other processes use the device.
+        reserve = int(total * (1.0 - GPU_STATIC_FRACTION))
+        if available - reserve < budget:
+            budget = available - reserve
+            reason = f"{available / GIB:.2f} GiB free, less a reserve of {reserve / GIB:.2f} GiB"
+        if self.graph_bytes:
+            reason += f" and {self.graph_bytes / GIB:.2f} GiB for CUDA graphs"
+        return Sizing(budget - self.graph_bytes, reason)
 
 
 def size_kv_pool(
+    memory: DeviceMemory,
     *,
-    has_own_memory: bool,
     kv_bytes_per_token: int,
     page_size: int,
-    total_bytes: int,
-    available_bytes: int,
-    mem_fraction_static: float | None = None,
     max_total_tokens: int | None = None,
-    weight_bytes: int = 0,
-    graph_bytes: int = 0,
     state_bytes: int = 0,
     context_len: int | None = None,
 ) -> Sizing:
     """Decide how many tokens the device pool (L1) holds.
 
     Args:
-        has_own_memory: True if the device has its own memory; false for a CPU, which shares the
-            host's.
         kv_bytes_per_token: Bytes of one token's keys and values over all layers.
         page_size: Tokens per page. One more page is needed for padding.
-        total_bytes: Memory of the device.
-        available_bytes: Free memory after the weights were loaded.
-        mem_fraction_static: Share of `total_bytes` for weights and pool together; None: on a
-            CPU min(1 GiB, 10% of the memory), elsewhere 0.88 less `graph_bytes`.
         max_total_tokens: Upper bound from the user.
-        weight_bytes: Bytes of the weights, part of the static share.
-        graph_bytes: Bytes that CUDA graphs will take.
         state_bytes: Bytes that recurrent states will take.
         context_len: Longest context of the model. Unless the user asks for a size, a GPU's pool
             holds at most `MAX_RUNNING_REQUESTS` of them, to leave memory free for small models.
@@ -107,24 +105,18 @@ def size_kv_pool(
         ValueError: One page or the shortest request does not fit, or the memory is not available;
             the message names the flag.
     """
-    budget, reason = pool_budget(
-        has_own_memory=has_own_memory,
-        total_bytes=total_bytes,
-        available_bytes=available_bytes,
-        mem_fraction_static=mem_fraction_static,
-        weight_bytes=weight_bytes,
-        graph_bytes=graph_bytes,
-    )
+    budget, reason = memory.pool_budget()
+    available_bytes, is_default = memory.available_bytes, memory.mem_fraction_static is None
     if state_bytes:
         budget -= state_bytes
         available_bytes -= state_bytes
         reason += f", less {state_bytes / GIB:.2f} GiB of states"
     tokens = budget // kv_bytes_per_token - page_size
-    if mem_fraction_static is None and has_own_memory and context_len is not None:
+    if is_default and memory.has_own_memory and context_len is not None:
         most = MAX_RUNNING_REQUESTS * context_len
         if most < tokens:
             tokens, reason = most, f"{MAX_RUNNING_REQUESTS} contexts of {context_len} tokens"
-    if max_total_tokens is not None and (mem_fraction_static is None or max_total_tokens < tokens):
+    if max_total_tokens is not None and (is_default or max_total_tokens < tokens):
         tokens, reason = max_total_tokens, f"--max-total-tokens {max_total_tokens}"
     tokens = tokens // page_size * page_size
     if tokens < max(page_size, MIN_TOKENS):
@@ -156,7 +148,7 @@ def size_states(
     snapshots.
 
     Args:
-        budget_bytes: Bytes of all device pools: see `pool_budget`.
+        budget_bytes: Bytes of all device pools: see `DeviceMemory`.
         state_bytes: Bytes of one state over all layers. One more state is needed for padding.
         keeps_snapshots: True if states of prefixes are cached; otherwise there are only as many
             states as running requests.

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
 
 from sglang.srt.constants import GIB, MIB
 from sglang.srt.model_executor.pool_sizing import (
-    pool_budget,
+    DeviceMemory,
+    Sizing,
     size_kv_pool,
     size_running_requests,
     size_states,
@@ -24,6 +26,12 @@ BASE: dict[str, Any] = {
     "total_bytes": 24 * GIB,
     "available_bytes": 20 * GIB,
 }
+MEMORY = {field.name for field in dataclasses.fields(DeviceMemory)}
+
+
+def size_of_pool(**fields: Any) -> Sizing:
+    memory = DeviceMemory(**{name: fields.pop(name) for name in MEMORY & fields.keys()})
+    return size_kv_pool(memory, **fields)
 
 
 @pytest.mark.parametrize(
@@ -39,7 +47,7 @@ BASE: dict[str, Any] = {
     ],
 )
 def test_tokens(fields: dict[str, Any], tokens: int, reason: str) -> None:
-    got = size_kv_pool(**{**BASE, **fields})
+    got = size_of_pool(**{**BASE, **fields})
     assert got.amount == tokens
     assert reason in got.reason
 
@@ -62,7 +70,7 @@ GPU = BASE | {"has_own_memory": True, "total_bytes": 100 * GIB, "available_bytes
     ],
 )
 def test_tokens_on_a_gpu(fields: dict[str, Any], gib: int, reason: str) -> None:
-    got = size_kv_pool(**{**GPU, **fields})
+    got = size_of_pool(**{**GPU, **fields})
     assert abs((got.amount + 64) * 1024 - gib * GIB) <= 64 * 1024
     assert reason in got.reason
 
@@ -79,7 +87,7 @@ def test_tokens_on_a_gpu(fields: dict[str, Any], gib: int, reason: str) -> None:
 )
 def test_what_cannot_work_is_said_with_the_flag(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        size_kv_pool(**{**BASE, **fields})
+        size_of_pool(**{**BASE, **fields})
 
 
 @pytest.mark.parametrize(
@@ -157,13 +165,15 @@ def test_one_state_is_enough_only_without_a_prefix_cache() -> None:
 
 
 def test_states_come_first_and_tokens_get_the_rest() -> None:
-    budget = pool_budget(has_own_memory=False, total_bytes=24 * GIB, available_bytes=20 * GIB)
+    budget = DeviceMemory(
+        has_own_memory=False, total_bytes=24 * GIB, available_bytes=20 * GIB
+    ).pool_budget()
     assert budget.amount == GIB
-    got = size_kv_pool(**{**BASE, "state_bytes": GIB // 4})
+    got = size_of_pool(**{**BASE, "state_bytes": GIB // 4})
     assert got.amount == 3 * (1 << 18) - 64
     assert "less 0.25 GiB of states" in got.reason
     with pytest.raises(ValueError, match=r"0.75 GiB and 0.50 GiB of memory are available"):
-        size_kv_pool(**{**BASE, "available_bytes": 3 * GIB // 4, "state_bytes": GIB // 4})
+        size_of_pool(**{**BASE, "available_bytes": 3 * GIB // 4, "state_bytes": GIB // 4})
 
 
 def test_no_more_requests_run_than_have_states() -> None:

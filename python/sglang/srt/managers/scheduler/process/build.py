@@ -6,7 +6,7 @@ import dataclasses
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final, TypedDict
+from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 import torch
@@ -43,8 +43,8 @@ from sglang.srt.model_executor.model_runner import (
     SharedTransferEngine,
 )
 from sglang.srt.model_executor.pool_sizing import (
+    DeviceMemory,
     Sizing,
-    pool_budget,
     size_kv_pool,
     size_running_requests,
     size_states,
@@ -66,17 +66,6 @@ if TYPE_CHECKING:
 
 _EXAMPLE_PREFIX: Final = 8192
 """Length in tokens of the example prefix in the log line about states."""
-
-
-class _DeviceMemory(TypedDict):
-    """Arguments that `pool_budget` and `size_kv_pool` share."""
-
-    has_own_memory: bool
-    total_bytes: int
-    available_bytes: int
-    mem_fraction_static: float | None
-    weight_bytes: int
-    graph_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -248,18 +237,18 @@ def init_pools(runner: ModelRunner, server_args: ServerArgs, group: RankGroup) -
     runtime = device_runtime(server_args.device)
     available, total = runtime.memory()
     page_size = runner.config.page_size
-    memory: _DeviceMemory = {
-        "has_own_memory": runtime.kind.has_own_memory,
-        "total_bytes": total,
-        "available_bytes": available,
-        "mem_fraction_static": server_args.mem_fraction_static,
-        "weight_bytes": runner.weight_bytes(),
-        "graph_bytes": runner.graph_bytes(),
-    }
+    memory = DeviceMemory(
+        has_own_memory=runtime.kind.has_own_memory,
+        total_bytes=total,
+        available_bytes=available,
+        mem_fraction_static=server_args.mem_fraction_static,
+        weight_bytes=runner.weight_bytes(),
+        graph_bytes=runner.graph_bytes(),
+    )
     states = _size_states(runner, server_args, memory)
     all_state_bytes = 0 if states is None else (states.amount + 1) * runner.state_bytes()
     size = size_kv_pool(
-        **memory,
+        memory,
         kv_bytes_per_token=runner.kv_bytes_per_token(),
         page_size=page_size,
         max_total_tokens=server_args.max_total_tokens,
@@ -295,13 +284,13 @@ def init_pools(runner: ModelRunner, server_args: ServerArgs, group: RankGroup) -
 
 
 def _size_states(
-    runner: ModelRunner, server_args: ServerArgs, memory: _DeviceMemory
+    runner: ModelRunner, server_args: ServerArgs, memory: DeviceMemory
 ) -> Sizing | None:
     """Number of recurrent states in L1; None: the model has none."""
     if not runner.state_bytes():
         return None
     return size_states(
-        budget_bytes=pool_budget(**memory).amount,
+        budget_bytes=memory.pool_budget().amount,
         state_bytes=runner.state_bytes(),
         keeps_snapshots=not server_args.disable_radix_cache,
         full_memory_ratio=server_args.mamba_full_memory_ratio,
