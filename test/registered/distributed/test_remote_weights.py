@@ -33,13 +33,12 @@ from sglang.srt.distributed.device_context import mark_device_set
 from sglang.srt.environ import child_environment, envs
 from sglang.srt.hardware_backend.device_runtime import detect_device
 from sglang.srt.model_loader import remote_weights
-from sglang.srt.model_loader.load_config import LoadConfig, SeedAddress
 from sglang.srt.model_loader.loader import build_model
 from sglang.srt.model_loader.remote_weights import RemoteInstanceWeights
 from sglang.srt.model_loader.seed_client import SeedClient
 from sglang.srt.model_loader.weight_files import weights_identity
 from sglang.srt.model_loader.weight_seed import register_weights
-from sglang.srt.model_loader.weight_source import WeightSlots
+from sglang.srt.model_loader.weight_source import LoadConfig, SeedAddress, WeightSlots
 from sglang.srt.utils.network import wait_until
 from sglang.test.ci.ci_register import register_cpu_ci
 

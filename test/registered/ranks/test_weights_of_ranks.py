@@ -22,10 +22,10 @@ from sglang.embedded_mooncake import LOOPBACK
 from sglang.srt.arg_groups.remote_weights import SEED_PATH, START_SEED
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.constants import BUILTIN_MODEL_DIR
-from sglang.srt.model_loader.load_config import LoadConfig
 from sglang.srt.model_loader.loader import get_model
 from sglang.srt.model_loader.weight_plan import cell_views
 from sglang.srt.model_loader.weight_seed import checksums
+from sglang.srt.model_loader.weight_source import LoadConfig
 from sglang.srt.utils.network import get_free_port, wait_until
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.test_utils import await_health, new_log_path

@@ -22,13 +22,12 @@ from sglang.srt.distributed.device_communicators.mooncake_transfer_engine import
     MooncakeTransferEngine,
 )
 from sglang.srt.distributed.rank_group import RankGroup
-from sglang.srt.model_loader.load_config import LoadConfig, SeedAddress
 from sglang.srt.model_loader.loader import build_model, get_model
 from sglang.srt.model_loader.remote_weights import RemoteInstanceWeights
 from sglang.srt.model_loader.seed_answer import SeedAnswer, WeightsDigest
 from sglang.srt.model_loader.weight_files import config_values
 from sglang.srt.model_loader.weight_seed import WeightSeed, register_weights
-from sglang.srt.model_loader.weight_source import WeightSlots
+from sglang.srt.model_loader.weight_source import LoadConfig, SeedAddress, WeightSlots
 from sglang.srt.models.causal_lm import CausalLM
 from sglang.srt.utils.network import wait_until
 

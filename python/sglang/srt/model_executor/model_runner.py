@@ -56,9 +56,9 @@ from sglang.srt.model_executor.cuda_graph_runner import (
 )
 from sglang.srt.model_executor.extend_graph_runner import TOKEN_COUNTS, ExtendGraphRunner
 from sglang.srt.model_executor.warm_up import warm_up_batches
-from sglang.srt.model_loader.load_config import LoadConfig, SeedAddress
 from sglang.srt.model_loader.loader import build_model, load_weights
 from sglang.srt.model_loader.weight_seed import register_weights
+from sglang.srt.model_loader.weight_source import LoadConfig, SeedAddress
 
 logger = logging.getLogger(__name__)
 

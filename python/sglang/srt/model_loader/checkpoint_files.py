@@ -15,14 +15,13 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from sglang.srt.configs.model_config import ModelConfig
-from sglang.srt.model_loader.load_config import LoadConfig
 from sglang.srt.model_loader.weight_files import (
     REMEDY,
     config_file,
     weight_files,
     weights_identity,
 )
-from sglang.srt.model_loader.weight_source import WeightSlots
+from sglang.srt.model_loader.weight_source import LoadConfig, WeightSlots
 
 _Signature: TypeAlias = tuple[int, int, int]
 """Size, modification time in nanoseconds, inode."""

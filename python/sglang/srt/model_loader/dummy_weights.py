@@ -10,9 +10,8 @@ import torch
 import xxhash
 
 from sglang.srt.configs.model_config import ModelConfig
-from sglang.srt.model_loader.load_config import LoadConfig
 from sglang.srt.model_loader.weight_files import weights_identity
-from sglang.srt.model_loader.weight_source import WeightSlots
+from sglang.srt.model_loader.weight_source import LoadConfig, WeightSlots
 
 _CHUNK = 1 << 20
 """Number of elements that share two keys. The weights depend on it."""

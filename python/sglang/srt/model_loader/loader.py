@@ -13,9 +13,8 @@ from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.layers.placement import TensorPlacement
 from sglang.srt.model_loader.checkpoint_files import CheckpointFiles
 from sglang.srt.model_loader.dummy_weights import DummyWeights
-from sglang.srt.model_loader.load_config import LoadConfig
 from sglang.srt.model_loader.remote_weights import RemoteInstanceWeights
-from sglang.srt.model_loader.weight_source import WeightSlots, WeightSource
+from sglang.srt.model_loader.weight_source import LoadConfig, WeightSlots, WeightSource
 from sglang.srt.models.causal_lm import CausalLM
 from sglang.srt.models.registry import MODEL_CLASSES
 from sglang.srt.utils.progress import progress_bar

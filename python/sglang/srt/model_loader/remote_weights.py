@@ -26,13 +26,12 @@ from sglang.srt.distributed.device_communicators.transfer_types import (
     TransferOp,
 )
 from sglang.srt.hardware_backend.device_runtime import device_runtime
-from sglang.srt.model_loader.load_config import LoadConfig
 from sglang.srt.model_loader.seed_answer import SeedAnswer, check_seed
 from sglang.srt.model_loader.seed_client import DIGEST_TIMEOUT_S, SeedClient
 from sglang.srt.model_loader.weight_files import config_values
 from sglang.srt.model_loader.weight_plan import PartRead, TensorPlan, check_checksums, plan_reads
 from sglang.srt.model_loader.weight_seed import checksums
-from sglang.srt.model_loader.weight_source import WeightSlots
+from sglang.srt.model_loader.weight_source import LoadConfig, WeightSlots
 from sglang.srt.utils.network import is_loopback
 
 logger = logging.getLogger(__name__)

@@ -11,8 +11,8 @@ import msgspec
 
 from sglang.srt.arg_groups.remote_weights import SEED_PATH, START_SEED
 from sglang.srt.constants import MIB
-from sglang.srt.model_loader.load_config import SeedAddress
 from sglang.srt.model_loader.seed_answer import ANSWER_DECODER, SeedAnswer, WeightsDigest
+from sglang.srt.model_loader.weight_source import SeedAddress
 from sglang.srt.utils.background_call import BackgroundCall
 from sglang.srt.utils.error_answers import error_text
 

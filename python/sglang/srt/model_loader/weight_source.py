@@ -1,13 +1,47 @@
-"""Interface of sources of weights, and the record of a model's filled slots."""
+"""Interface of sources of weights, their settings, and the record of a model's filled slots."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
+from sglang.srt.distributed.tensor_group import SingleTensorGroup, TensorGroup
 from sglang.srt.layers.placement import WeightSlot
 from sglang.srt.models.causal_lm import CausalLM
+from sglang.srt.utils.network import base_url
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SeedAddress:
+    """The HTTP server whose weights are read."""
+
+    host: str
+    port: int
+    api_key: str | None = field(default=None, repr=False)
+    """Key for the server; None: it needs no key."""
+
+    @property
+    def url(self) -> str:
+        """`http://HOST:PORT`."""
+        return base_url(self.host, self.port)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadConfig:
+    """Settings to load a model on this rank."""
+
+    load_format: str = "auto"
+    """A key of `loader.WEIGHT_SOURCES`; "auto" means "safetensors"."""
+    random_seed: int = 0
+    """The seed of `dummy` weights."""
+    seed_instance: SeedAddress | None = None
+    """The seed of `remote_instance` weights."""
+    device: str = "cpu"
+    tp_group: TensorGroup = field(default_factory=SingleTensorGroup)
+    """The ranks that split the model's layers."""
+    show_progress: bool = True
 
 
 class WeightSource(Protocol):

@@ -49,11 +49,13 @@ class DeepseekV2AttentionMLA(torch.nn.Module):
         heads = placement.share(config.num_attention_heads, "attention heads")
         bias = bool(getattr(config.hf_config, "attention_bias", False))
         self.num_heads = heads.size
-        to_latent = [("kv_a_proj_with_mqa", _whole(mla.kv_lora_rank + mla.qk_rope_head_dim))]
+        row_dim = mla.kv_lora_rank + mla.qk_rope_head_dim
+        # Every rank has all of the latent vectors.
+        to_latent = [("kv_a_proj_with_mqa", Share(0, row_dim, row_dim))]
         query_name, query_inputs = "q_proj", config.hidden_size
         self.q_a_layernorm: RMSNorm | None = None
         if mla.q_lora_rank is not None:
-            to_latent.insert(0, ("q_a_proj", _whole(mla.q_lora_rank)))
+            to_latent.insert(0, ("q_a_proj", Share(0, mla.q_lora_rank, mla.q_lora_rank)))
             query_name, query_inputs = "q_b_proj", mla.q_lora_rank
             self.q_a_layernorm = RMSNorm(
                 mla.q_lora_rank, _NORM_EPS, placement=placement.at("q_a_layernorm")
@@ -159,11 +161,6 @@ class DeepseekV32Attention(DeepseekV2AttentionMLA):
         if forward_batch.longest_context <= self.indexer.config.topk:
             return None
         return self.indexer.queries(x, q_input, rotation)
-
-
-def _whole(size: int) -> Share:
-    """The whole of a dimension, on every rank."""
-    return Share(0, size, size)
 
 
 class DeepseekV2ForCausalLM(LlamaForCausalLM):

@@ -28,7 +28,6 @@ from sglang.srt.models.llama import (
     DecoderOptions,
     LlamaAttention,
     LlamaForCausalLM,
-    MakeAttention,
 )
 from sglang.srt.models.qwen import sparse_layers, sparse_options
 
@@ -113,7 +112,7 @@ class Qwen3NextForCausalLM(LlamaForCausalLM):
             out_bias=bias,
             sparse_layers=sparse,
             sparse=cls.sparse_options(config) if sparse else None,
-            attention=_full_or_linear(cls._linear_options(config)),
+            attention=cls._make_attention,
             norm=ZeroCenteredRMSNorm,
         )
 
@@ -136,6 +135,16 @@ class Qwen3NextForCausalLM(LlamaForCausalLM):
         return super().is_redundant(name) or name.startswith("mtp.")
 
     @classmethod
+    def _make_attention(
+        cls, config: ModelConfig, options: DecoderOptions, placement: TensorPlacement, layer_id: int
+    ) -> GatedAttention | GatedDeltaNet:
+        """Full or linear attention, according to config.json."""
+        if layer_id in config.linear_attention_layers:
+            linear = cls._linear_options(config)
+            return GatedDeltaNet(linear, placement.at("linear_attn"), layer_id)
+        return GatedAttention(config, options, placement, layer_id)
+
+    @classmethod
     def _linear_options(cls, config: ModelConfig) -> DeltaNetOptions:
         hf = config.hf_config
         return DeltaNetOptions(
@@ -148,19 +157,6 @@ class Qwen3NextForCausalLM(LlamaForCausalLM):
             eps=config.rms_norm_eps,
             is_grouped=cls.has_grouped_projections,
         )
-
-
-def _full_or_linear(linear: DeltaNetOptions) -> MakeAttention:
-    """Make linear attention with these options, or full attention, according to config.json."""
-
-    def make(
-        config: ModelConfig, options: DecoderOptions, placement: TensorPlacement, layer_id: int
-    ) -> GatedAttention | GatedDeltaNet:
-        if layer_id in config.linear_attention_layers:
-            return GatedDeltaNet(linear, placement.at("linear_attn"), layer_id)
-        return GatedAttention(config, options, placement, layer_id)
-
-    return make
 
 
 def gated_experts(config: ModelConfig, *, renormalize: bool) -> SparseMoeOptions:

@@ -20,8 +20,8 @@ from sglang.srt.configs.config_fields import (
     check_fields,
 )
 from sglang.srt.configs.model_config import ModelConfig
-from sglang.srt.model_loader.load_config import LoadConfig
 from sglang.srt.model_loader.loader import build_model
+from sglang.srt.model_loader.weight_source import LoadConfig
 from sglang.test.ci.ci_register import register_cpu_ci
 
 register_cpu_ci(est_time=1, suite="base-a-test-cpu")

@@ -18,10 +18,9 @@ from rigs.models.tiny_models import save_tiny_checkpoint
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.layers.placement import WeightSlot
 from sglang.srt.model_loader import checkpoint_files
-from sglang.srt.model_loader.load_config import LoadConfig
 from sglang.srt.model_loader.loader import build_model, get_model, load_weights
 from sglang.srt.model_loader.weight_files import weights_identity
-from sglang.srt.model_loader.weight_source import WeightSlots, WeightSource
+from sglang.srt.model_loader.weight_source import LoadConfig, WeightSlots, WeightSource
 from sglang.test.ci.ci_register import register_cpu_ci
 
 register_cpu_ci(est_time=1, suite="base-a-test-cpu")

@@ -26,12 +26,11 @@ from sglang.srt.distributed.rank_group import SingleRank
 from sglang.srt.hardware_backend import leaf_hash
 from sglang.srt.model_loader import remote_weights as source_module
 from sglang.srt.model_loader import weight_seed as seed_module
-from sglang.srt.model_loader.load_config import LoadConfig, SeedAddress
 from sglang.srt.model_loader.remote_weights import RemoteInstanceWeights, cut_batches
 from sglang.srt.model_loader.seed_answer import SeedAnswer
 from sglang.srt.model_loader.weight_plan import cell_views
 from sglang.srt.model_loader.weight_seed import WeightSeed, checksums
-from sglang.srt.model_loader.weight_source import WeightSlots
+from sglang.srt.model_loader.weight_source import LoadConfig, SeedAddress, WeightSlots
 from sglang.srt.utils.network import wait_until
 from sglang.test.ci.ci_register import register_cpu_ci
 

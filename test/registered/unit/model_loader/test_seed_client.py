@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from sglang.srt.model_loader.load_config import SeedAddress
 from sglang.srt.model_loader.seed_client import SeedClient
+from sglang.srt.model_loader.weight_source import SeedAddress
 from sglang.srt.utils.network import get_free_port
 from sglang.test.ci.ci_register import register_cpu_ci
 

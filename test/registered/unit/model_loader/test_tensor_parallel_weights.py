@@ -15,8 +15,8 @@ from sglang.srt.layers.linear import RowParallelLinear
 from sglang.srt.layers.placement import Share, TensorPlacement, WeightSlot
 from sglang.srt.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from sglang.srt.mem_cache.device.state_spec import RankShare, RankSplit
-from sglang.srt.model_loader.load_config import LoadConfig
 from sglang.srt.model_loader.loader import get_model
+from sglang.srt.model_loader.weight_source import LoadConfig
 from sglang.srt.models.causal_lm import CausalLM
 from sglang.test.ci.ci_register import register_cpu_ci
 

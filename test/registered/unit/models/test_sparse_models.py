@@ -21,8 +21,8 @@ from rigs.models.tiny_models import StepDriver, save_tiny_checkpoint
 from rigs.schedulers.scheduler_rig import SchedulerRig
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.layers.moe.sparse_moe import SparseMoeBlock
-from sglang.srt.model_loader.load_config import LoadConfig
 from sglang.srt.model_loader.loader import get_model
+from sglang.srt.model_loader.weight_source import LoadConfig
 from sglang.test.ci.ci_register import register_cpu_ci
 
 register_cpu_ci(est_time=1, suite="base-a-test-cpu")

@@ -49,9 +49,9 @@ from sglang.srt.model_executor.pool_sizing import (
     size_running_requests,
     size_states,
 )
-from sglang.srt.model_loader.load_config import SeedAddress
 from sglang.srt.model_loader.weight_files import config_values
 from sglang.srt.model_loader.weight_seed import WeightSeed
+from sglang.srt.model_loader.weight_source import SeedAddress
 from sglang.srt.observability.scheduler_metrics import SchedulerMetrics
 from sglang.srt.utils.hf_tokenizer import get_tokenizer
 from sglang.srt.utils.network import address_for_peers
