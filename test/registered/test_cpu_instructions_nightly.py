@@ -57,7 +57,7 @@ LIMIT_S: Final = 1500
 
 
 def environment(setting: str | None) -> dict[str, str]:
-    """This process's, with one thread and with `setting`."""
+    """This process's environment, with one thread and with `setting`."""
     names = {one.partition("=")[0] for one in SETTINGS}
     env = {name: value for name, value in child_environment().items() if name not in names}
     name, _, value = (setting or "").partition("=")

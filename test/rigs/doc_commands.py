@@ -40,7 +40,7 @@ class Block:
     """A fenced block of a page."""
 
     line: int
-    """Of the page, where its text begins."""
+    """Line of the page on which its text begins."""
     info: str
     text: str
 
@@ -56,7 +56,7 @@ class Block:
 
     @property
     def port(self) -> str | None:
-        """Where it serves; None: it ends."""
+        """Port on which it serves; None: it ends by itself."""
         found = re.fullmatch(r"bash serves on (\d+)", self.info)
         return found[1] if found else None
 

@@ -30,7 +30,7 @@ class _Child:
     output: IO[str]
     process: subprocess.Popen[str]
     until: float
-    """When it is ended, in `time.monotonic()` seconds."""
+    """Time at which it is ended, in `time.monotonic()` seconds."""
 
     @classmethod
     def start(cls, seed: int, command: list[str]) -> _Child:

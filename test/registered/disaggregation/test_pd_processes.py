@@ -88,7 +88,7 @@ def assert_right(process: RoleProcess, message: TokenizedGenerateReqInput) -> No
 
 
 def assert_free(process: RoleProcess) -> None:
-    """It comes to rest, and every page has one owner."""
+    """Assert that it comes to rest, and that every page has one owner."""
     process.until(lambda facts: facts.is_idle and not facts.num_reads)
     process.check()
 

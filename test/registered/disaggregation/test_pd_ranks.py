@@ -152,7 +152,7 @@ def said(answer: httpx.Response) -> tuple[list[int], list[float]]:
 
 
 def assert_given_back(*servers: EngineServer) -> None:
-    """Nothing is held, and no slot is lost."""
+    """Assert that nothing is held, and no slot is lost."""
 
     def info(server: EngineServer) -> dict[str, Any]:
         state: dict[str, Any] = server.request("GET", "/server_info").body["internal_states"][0]

@@ -44,7 +44,7 @@ def whole_pages(ids: list[int]) -> int:
 
 @pytest.fixture(scope="module")
 def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
-    """All that the tests below ask, started side by side."""
+    """All servers of the tests below, started side by side."""
     with ExitStack() as stack:
         store = stack.enter_context(MooncakeCluster(segment_size="256mb"))
         folder = tmp_path_factory.mktemp("l3")

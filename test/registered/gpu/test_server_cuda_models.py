@@ -27,7 +27,7 @@ Servers = dict[str, EngineServer]
 
 @pytest.fixture(scope="module")
 def servers() -> Iterator[Servers]:
-    """All that the tests below ask, started side by side."""
+    """All servers of the tests below, started side by side."""
     with ExitStack() as stack:
         large = stack.enter_context(dummy_model())
         made = {

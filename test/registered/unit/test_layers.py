@@ -215,7 +215,7 @@ def folder_of(module: str) -> str:
 def folder_graph(
     modules: Mapping[str, ast.Module], *, for_types: bool = False
 ) -> dict[str, set[str]]:
-    """For each folder of `sglang.srt` the other folders that its files import."""
+    """The folders of `sglang.srt`, each with the other folders that its files import."""
     graph: dict[str, set[str]] = {}
     for module in modules:
         if module.startswith("sglang.srt."):

@@ -29,7 +29,7 @@ from sglang.srt.mem_cache.tree.radix_key import TokenArray
 from sglang.srt.sampling.sampling_params import SamplingParams
 
 MIN_STATES: Final = 3
-"""One that a request runs on, one that it starts from, and one for its snapshot."""
+"""States of one request: one to run on, one to start from, and one for its snapshot."""
 _NO_ANSWER: Final = np.empty(0, np.uint32)
 _SPEC: Final = MambaSpec.of_shapes(
     (1,), (1, 1, 1), (1, 1), ssm_dtype=torch.float32, conv_dtype=torch.bfloat16

@@ -37,7 +37,7 @@ def mamba_spec(
 
 
 def make_mamba_pool(seed: int = 0, *, spec: MambaSpec | None = None, size: int = 15) -> MambaPool:
-    """States in random bits, and such padding."""
+    """A pool whose states and padding have random bits."""
     pool = MambaPool(mamba_spec() if spec is None else spec, size, "cpu")
     fill_with_random_bits(pool, seed)
     return pool

@@ -155,7 +155,7 @@ def run_on_ranks(
 
 
 class EchoGroup(RankGroup):
-    """Rank 0 of two, of which the other sees whatever this one sees."""
+    """Rank 0 of two ranks. The other rank sees whatever this one sees."""
 
     @property
     def rank(self) -> int:

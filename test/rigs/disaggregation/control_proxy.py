@@ -15,8 +15,8 @@ from urllib.parse import urlsplit
 from sglang.srt.disaggregation.control.control_link import as_frame
 
 Fate = Callable[[bytes, bool], Sequence[float]]
-"""From a message, and whether it is a question, the delays in seconds after which its copies
-arrive; empty: it is lost."""
+"""Gives the delays in seconds after which copies of a message arrive; empty: it is lost. Arguments:
+the message, and True if it is a question."""
 _LENGTH_BYTES: Final = 4
 
 

@@ -80,7 +80,7 @@ class Report:
     deeds: dict[str, int] = field(default_factory=dict)
     """What each attack has done: bytes, connections or requests."""
     usage: dict[str, tuple[Usage, Usage, Usage]] = field(default_factory=dict)
-    """Of each server before, at most during, and after the attacks."""
+    """Usage of each server: before, the most during, and after the attacks."""
 
     @property
     def not_back(self) -> list[str]:

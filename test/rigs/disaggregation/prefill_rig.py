@@ -130,7 +130,7 @@ class PrefillRig(SchedulerRig):
         return self.request(rid, ids, params, bootstrap=Bootstrap("host", 1, room), **more)
 
     def check(self) -> None:
-        """Also that pages that were sent still are the requests'."""
+        """Check page ownership, and that pages that were sent still belong to requests."""
         super().check()
         state = self.scheduler.state
         for req in state.queues.holders():
@@ -159,7 +159,7 @@ class PrefillRig(SchedulerRig):
         raise AssertionError("it does not come to that")
 
     def run_until_read(self, room: int) -> None:
-        """Until `room` is complete; then read it, and step until idle."""
+        """Step until `room` is complete, read it, and step until idle."""
         for _ in range(1000):
             if room in self.manager.tokens:
                 self.manager.outcomes[room] = ""

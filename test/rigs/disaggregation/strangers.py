@@ -82,7 +82,7 @@ Attack = Callable[[Targets, Deeds], None]
 
 
 def flood(targets: Targets, deeds: Deeds) -> None:
-    """Questions without a pause, valid ones and others, over a few connections. Role of them end
+    """Questions without a pause, valid ones and others, over a few connections. Half of them end
     soon, and others come in their place."""
     in_threads(partial(flood_once, targets, deeds, seed) for seed in range(_NUM_FLOODS))
 

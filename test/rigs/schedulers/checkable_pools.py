@@ -58,7 +58,7 @@ class CheckableState:
     num_states: int = 0
     """Slots of recurrent states; 0: it keeps none."""
     alignment: int = 1
-    """Tokens of which the positions of snapshots are multiples."""
+    """Positions of snapshots are multiples of this many tokens."""
     heads: RankShare = _ALL_HEADS
     """The heads of this rank."""
 

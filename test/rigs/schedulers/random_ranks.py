@@ -50,8 +50,8 @@ SIZES: Final = ((2, 1), (2, 2), (4, 2), (4, 4), (3, 1), (1, 1), (4, 1))
 TICKS_OF_A_SEED: Final = 500
 _MOST_DELAY_S: Final = 0.0005
 _DEADLINE_S: Final = 30.0
-"""Of a rank that waits for others. Less than the limit of a step, so that it says who is missing:
-ranks that have diverged may wait for each other in different collectives."""
+"""Limit for a rank that waits for others. It is below the limit of a step, so that the error names
+the missing rank: ranks that have diverged may wait for each other in different collectives."""
 _WORK: Final = (
     "tokens from host",
     "tokens from storage",

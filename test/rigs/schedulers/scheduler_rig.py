@@ -225,7 +225,7 @@ class SchedulerRig:
     def wait_a_tick(self) -> None:
         """Run one tick, a millisecond after the last one, and let threads work for as long.
 
-        For waits that end by threads: by the scheduler's clock they take no longer than they do.
+        For waits that end by the work of threads: the scheduler's clock does not run ahead of them.
         """
         self.now += 0.001 - self.tick_s
         self.step()

@@ -63,7 +63,7 @@ COMMANDS: Final = {
     "--context-length 32768 --tp 8 --ep-num-redundant-experts 32 --moe-dense-tp-size 1 "
     "--max-running-requests 1024 --cuda-graph-bs 1 2 4 8 16 --decode-log-interval 1",
 }
-"""Of documentation pages and manifests."""
+"""Commands of documentation pages and manifests."""
 INSTEAD: Final = {"--hicache-storage-backend": "file", "--attention-backend": "flashinfer"}
 """Values for those that are refused with a choice of others."""
 

@@ -124,7 +124,7 @@ def test_a_damaged_state_changes_what_follows_the_cut(hybrid_model: Any, hybrid:
 
 
 def test_swapped_prefixes_give_swapped_states(hybrid_model: Any, hybrid: Any) -> None:
-    """Of layer 0, whose input is the token alone: its output after the cut is the other row's."""
+    """In layer 0, whose input is the token alone, the output after the cut is the other row's."""
     net = hybrid.model.layers[0].linear_attn
     ids = _ids(2, 96)
     ids[1, 45:] = ids[0, 45:]  # The convolution sees 3 tokens before the cut at 48.

@@ -53,7 +53,7 @@ def test_a_request_has_no_slots_before_its_prefill_server_knows_it(model: Path) 
 
 
 def test_twenty_rooms_that_nobody_knows_delay_no_other(model: Path) -> None:
-    """They would fill the server."""
+    """These rooms would fill the server."""
     rig = DecodeRig(model, pool_tokens=256, max_requests=16)
     rig.servers.unknown = set(range(20))
     rig.step(*(rig.ask(f"nobody {n}", prompt(n, 40), n) for n in range(20)))
@@ -70,7 +70,7 @@ def test_twenty_rooms_that_nobody_knows_delay_no_other(model: Path) -> None:
 
 
 def test_a_stuck_prefill_server_costs_its_own_requests_alone(model: Path) -> None:
-    """It has said that it knows them, and reads nothing."""
+    """The server has said that it knows the rooms, and reads nothing."""
     rig = DecodeRig(model, pool_tokens=320, max_requests=16)
     rig.step(*(rig.ask(f"s{n}", prompt(n, 20), n, host="stuck") for n in range(40)))
     stuck = len(rooms(rig))

@@ -225,7 +225,7 @@ def words(models: Callable[[str], Path], ids: list[int], number: int = 12) -> li
 
 
 def why(server: RankRigs, rid: str) -> str:
-    """Why a request failed; the same on all ranks."""
+    """Reason why a request failed; the same on all ranks."""
     reason = server.results[rid].finish_reason
     assert reason is not None and reason.type == "abort"
     return reason.message or ""

@@ -91,7 +91,7 @@ def stepped(rig: RoleRig, rid: str) -> bool:
 
 
 def why(pair: PdRig, rid: str) -> str:
-    """Why a request failed on the decode server."""
+    """Reason why a request failed on the decode server."""
     reason = pair.result(rid).finish_reason
     assert reason is not None and reason.type == "abort"
     return reason.message or ""

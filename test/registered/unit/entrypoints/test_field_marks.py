@@ -1,4 +1,4 @@
-"""What becomes of each field of a body: acted on, accepted without effect, or refused."""
+"""Fields of bodies: acted on, accepted without effect, or refused."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ GENERATE_FIELDS: Final = """
     image_max_dynamic_patch video_max_dynamic_patch use_audio_in_video external_trace_header
     return_prompt_token_ids model stream_options
 """
-"""What SGLang's clients, benchmarks and router send to `/generate`."""
+"""Fields that SGLang's clients, benchmarks and router send to `/generate`."""
 SAMPLING_FIELDS: Final = """
     max_new_tokens stop stop_token_ids stop_regex temperature top_p top_k min_p frequency_penalty
     presence_penalty repetition_penalty min_new_tokens n json_schema regex ebnf structural_tag

@@ -260,7 +260,7 @@ def block_of(
 
 
 def both_ways(block: SparseMoeBlock, x: torch.Tensor) -> list[torch.Tensor]:
-    """What a block gives in torch and by the kernels. For more tokens these choose only."""
+    """Outputs of a block in torch and by the kernels, which only choose experts for more tokens."""
     found = []
     for few in (False, True):
         block._kernels = KERNELS if few else None
@@ -396,7 +396,7 @@ def hybrid_layers(count: int, width: int) -> list[Layer]:
 
 
 def run_hybrid(layers: list[Layer], tokens: int) -> list[torch.Tensor]:
-    """What two decode steps leave: the residual, and the states of all layers."""
+    """Results of two decode steps: the residual, and the states of all layers."""
     nothing: Any = None
     slots = torch.tensor([3, 7, 1][:tokens], device=DEVICE)
     for *_, pool in layers:

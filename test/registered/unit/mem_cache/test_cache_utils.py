@@ -1,4 +1,4 @@
-"""What third parties find in `mem_cache.utils`, `mem_cache.registry` and a key of bigrams."""
+"""Names for third parties in `mem_cache.utils` and `mem_cache.registry`; keys of bigrams."""
 
 from __future__ import annotations
 

@@ -61,7 +61,7 @@ def kind(request: pytest.FixtureRequest) -> Kind:
 
 
 def second_part(root: Path, page: int) -> Path:
-    """Where the mark, or the indexer keys, of a page of `PROMPT` are."""
+    """File of the mark, or of the indexer keys, of a page of `PROMPT`."""
     page_hash = RadixKey(PROMPT[:40]).page_hashes(PAGE)[page]
     (found,) = root.glob(f"*/??/{page_hash}%2Findexer")
     return found

@@ -28,7 +28,7 @@ SLOT = 3 * 2 * 2 * 4 * 4
 
 
 def outcome_of(work: Callable[[RankGroup], Any]) -> Callable[[RankGroup], str]:
-    """What a rank's start raises, as text; "" if it succeeds."""
+    """Error of a rank's start as text; "" if it succeeds."""
 
     def run(group: RankGroup) -> str:
         try:

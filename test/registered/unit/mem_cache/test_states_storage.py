@@ -44,7 +44,7 @@ PROMPT = [*range(40), 7]
 
 
 def object_file(root: Path, ids: list[int], pool: str) -> Path:
-    """Where the state behind `ids`, or their last page, is."""
+    """File of the state after `ids`, or of their last page."""
     page_hash = RadixKey(ids).page_hashes(PAGE)[-1]
     (found,) = root.glob(f"*/??/{page_hash}%2F{pool}")
     return found

@@ -27,7 +27,7 @@ PROMPT = [*range(40), 7]
 """Ten pages and a token."""
 LAYOUTS = ("layer_first", "page_first", "page_first_direct")
 POOLS = ("indexer", "mamba")
-"""Of both kinds of state."""
+"""Pools of both kinds of state."""
 
 
 def two_tiers(**values: object) -> TwoStatesRig:
@@ -42,7 +42,7 @@ def spoil(rig: TwoStatesRig) -> None:
 
 
 def state_file(root: Path, pool: str) -> Path:
-    """Where a state behind `PROMPT` is."""
+    """File of a state after `PROMPT`."""
     page_hash = RadixKey(PROMPT[:40]).page_hashes(PAGE)[-1]
     (found,) = root.glob(f"*/??/{page_hash}%2F{pool}")
     return found

@@ -1,4 +1,4 @@
-"""Which batch sizes are captured."""
+"""Batch sizes that are captured."""
 
 from __future__ import annotations
 

@@ -45,7 +45,7 @@ def with_session_of(rig: WeightRig, session_id: str) -> list[SeedAnswer]:
 
 
 def refusal(rig: WeightRig) -> str:
-    """Why nothing is read: one line that names the seed."""
+    """The reason why nothing is read: one line that names the seed."""
     with pytest.raises(ValueError) as caught:
         rig.read()
     line = str(caught.value)

@@ -229,7 +229,7 @@ def test_graphs_give_what_launches_give_at_every_batch_size(tmp_path: Path, back
 
 
 def test_short_prefills_in_graphs_give_what_launches_give(tmp_path: Path) -> None:
-    """At every captured number of tokens and beside it, for one request and for several."""
+    """Holds at every captured number of tokens and beside it, for one request and several."""
     shape = WIDER | {"max_position_embeddings": 2048}
     save_tiny_checkpoint(tmp_path, "qwen3", dtype=torch.bfloat16, **shape)
     drivers = [

@@ -166,7 +166,7 @@ def test_experts_of_a_layer_in_two_tensors_as_they_are_published(tmp_path: Path)
 
 @pytest.mark.parametrize("family", ["qwen3_5_vision", "qwen3_5_moe_vision"])
 def test_tensors_beside_the_text_model_are_left_unread_by_name(tmp_path: Path, family: str) -> None:
-    """What sees, and what predicts several tokens; others are refused as in any checkpoint."""
+    """Vision and prediction of several tokens are left unread; other tensors are refused."""
     hf = save_tiny_checkpoint(tmp_path, family)
     extra = tmp_path / "more.safetensors"
     save_file({"mtp.fc.weight": torch.zeros(1), "model.visual.x": torch.zeros(1)}, extra)

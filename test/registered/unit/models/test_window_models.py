@@ -26,7 +26,7 @@ from sglang.test.ci.ci_register import register_cpu_ci
 register_cpu_ci(est_time=5, suite="base-a-test-cpu")
 
 LATE: dict[str, Any] = {"use_sliding_window": True, "max_window_layers": 1, "sliding_window": 20}
-"""Of two layers the second has a window."""
+"""The second of two layers has a window."""
 CASES = [
     pytest.param("ministral", {}, id="ministral"),
     pytest.param("ministral", {"sliding_window": 1}, id="ministral-window-1"),

@@ -17,7 +17,7 @@ register_cpu_ci(est_time=1, suite="base-a-test-cpu")
 
 @pytest.fixture(name="serving")
 def _serving() -> Iterator[None]:
-    """As in a server, where no test watches."""
+    """Serve as a server does, where no test watches."""
     with envs.SGLANG_TEST_RAISE_METRIC_ERRORS.override(False):
         yield
 

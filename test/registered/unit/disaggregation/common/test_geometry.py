@@ -1,4 +1,4 @@
-"""Which bytes are read for a page of another server, and why it cannot be."""
+"""Bytes that are read for a page of another server, and reasons why none can be."""
 
 from __future__ import annotations
 

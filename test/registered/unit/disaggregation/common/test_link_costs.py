@@ -1,4 +1,4 @@
-"""When packing pages pays, in figures."""
+"""Figures that decide if packing pages pays."""
 
 from __future__ import annotations
 

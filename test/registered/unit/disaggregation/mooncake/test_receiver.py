@@ -79,7 +79,7 @@ def test_the_request_may_reach_the_prefill_server_later(scene: Scene) -> None:
 
 
 def lossy(share: float) -> Fate:
-    """This share of the messages is lost."""
+    """Lose this share of the messages."""
     rng = random.Random(1)
     return lambda message, is_question: () if rng.random() < share else (0.0,)
 
@@ -89,7 +89,7 @@ def always(*delays: float) -> Fate:
 
 
 def delayed_by_turns() -> Fate:
-    """So that messages overtake each other."""
+    """Delay messages so that they overtake each other."""
     counter = itertools.count()
     return lambda message, is_question: ((next(counter) % 3) * 0.03, 0.05)
 

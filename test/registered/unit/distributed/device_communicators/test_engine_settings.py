@@ -1,4 +1,4 @@
-"""Which transport a Transfer Engine starts with, and what is refused before anything starts."""
+"""Transport that a Transfer Engine starts with, and refusals before anything starts."""
 
 from __future__ import annotations
 

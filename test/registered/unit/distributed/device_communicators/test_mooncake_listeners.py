@@ -1,4 +1,4 @@
-"""What Mooncake's calls of `bind` become."""
+"""Mooncake's calls of `bind`, as they are redirected."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ def data() -> torch.Tensor:
 
 
 def matrices(data: torch.Tensor) -> list[torch.Tensor]:
-    """Of every kind: whole blocks and not, one leaf and many, columns, odd bytes and addresses."""
+    """Matrices of every kind: whole blocks and not, one leaf and many, columns, odd sizes."""
     table = data[: 512 * 4096].view(512, 4096)
     return [
         data[:1].view(1, 1),

@@ -1,4 +1,4 @@
-"""Which tokens sparse attention reads: scores by their definition, and ties."""
+"""Tokens that sparse attention reads: scores by their definition, and ties."""
 
 from __future__ import annotations
 

@@ -51,7 +51,7 @@ FALLBACK = byte_fallback_tokenizer()
 
 
 def pieces(decoder: TextDecoder, ids: Sequence[int], cuts: Sequence[int]) -> list[str]:
-    """What the decoder says for `ids`, handed over in parts that end at `cuts`."""
+    """Texts of the decoder for `ids`, which come in parts that end at `cuts`."""
     bounds = [0, *sorted(min(cut, len(ids)) for cut in cuts), len(ids)]
     parts = [decoder.feed(ids[a:b]) for a, b in itertools.pairwise(bounds)]
     return [*parts, decoder.finish()]

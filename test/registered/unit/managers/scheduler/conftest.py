@@ -33,7 +33,7 @@ def overlap(request: pytest.FixtureRequest) -> Iterator[None]:
 
 @pytest.fixture
 def reads_are_never_late(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What L3 has is read, however soon a tiny model would have computed it."""
+    """Pages in L3 are read, however soon a tiny model would have computed them."""
     monkeypatch.setattr(prefetch_cost, "_CANCEL_SLACK_S", 60.0)
 
 
@@ -46,6 +46,6 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def alone(model: Path) -> list[list[int]]:
-    """What each of `PROMPTS` gives by itself, in one piece, with nothing cached."""
+    """Output of each of `PROMPTS` by itself, in one piece, with nothing cached."""
     rig = SchedulerRig(model, disable_radix_cache=True, chunked_prefill_size=-1)
     return [rig.generate([ids])[0] for ids in PROMPTS]

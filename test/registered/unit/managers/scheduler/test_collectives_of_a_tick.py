@@ -1,4 +1,4 @@
-"""What the ranks say to each other in a tick: none while idle, one broadcast and one round."""
+"""Messages of the ranks in a tick: none while idle, else one broadcast and one round."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ register_cpu_ci(est_time=1, suite="base-a-test-cpu")
 
 IDLE_POLLS: Final = 6
 IDLE_MS: Final = 1000
-"""How long rank 0 waits for messages when there is nothing to do."""
+"""Milliseconds for which an idle rank 0 waits for messages."""
 
 
 class CountingGroup(PassedOnGroup):

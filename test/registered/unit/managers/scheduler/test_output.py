@@ -1,4 +1,4 @@
-"""What a client is sent of a request: how often, and with which logprobs."""
+"""Messages that a client gets about a request: how often, and with which logprobs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which prompts are computed next, and what of them the cache has."""
+"""Choice of the prompts that are computed next, and of the parts that the cache has."""
 
 from __future__ import annotations
 

@@ -214,7 +214,7 @@ def test_what_was_said_comes_back_with_the_next_turn_from_storage(
 
 
 def state_file(storage_dir: Path, ids: list[int]) -> Path:
-    """Where the state behind the last whole page of `ids` is."""
+    """File of the state after the last whole page of `ids`."""
     page_hash = RadixKey(ids).page_hashes(PAGE)[-1]
     (found,) = storage_dir.glob(f"*/??/{page_hash}%2Fmamba")
     return found

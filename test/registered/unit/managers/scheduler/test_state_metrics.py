@@ -1,4 +1,4 @@
-"""What operators see of recurrent states: `/metrics` and the internal state of the scheduler."""
+"""Recurrent states as operators see them: `/metrics` and the scheduler's internal state."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def run(rig: SchedulerRig, rid: str, tokens: list[int], count: int = 2) -> None:
 
 
 def samples(rig: SchedulerRig) -> Mapping[str, float]:
-    """By name without its prefix, and the values of labels."""
+    """Samples by name, without its prefix, and values of labels."""
     rig.step(GetMetricsReq(req_id="metrics"))
     text = rig.answers.pop().data["text"]
     return {

@@ -1,4 +1,4 @@
-"""What ends an output: tokens, strings, patterns."""
+"""Ends of outputs: tokens, strings, patterns."""
 
 from __future__ import annotations
 

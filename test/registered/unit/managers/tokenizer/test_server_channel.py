@@ -21,7 +21,7 @@ register_cpu_ci(est_time=2, suite="base-a-test-cpu")
 
 @dataclass
 class Engine:
-    """What the engine sends, and what the channel made of it."""
+    """The engine's end, and what the channel has received and reported."""
 
     sink: zmq.Socket[bytes]
     channel: ServerChannel

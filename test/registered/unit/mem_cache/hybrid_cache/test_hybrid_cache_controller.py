@@ -1,4 +1,4 @@
-"""Which pages of extra pools move with the primary pool's, and copies of pools with own slots."""
+"""Pages of extra pools that move with the primary pool's; copies of pools with own slots."""
 
 from __future__ import annotations
 

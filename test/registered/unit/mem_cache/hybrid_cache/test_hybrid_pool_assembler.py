@@ -90,7 +90,7 @@ def build(pools: ModelPools, **arguments: Any) -> HostPoolGroup:
 def refuse_allocation(
     monkeypatch: pytest.MonkeyPatch, number: int, error: Exception
 ) -> list[weakref.ref[torch.Tensor]]:
-    """From allocation `number` (from 1) on, raise `error`. Returns those that were made before."""
+    """Raise `error` from allocation `number` (from 1) on. Returns the earlier allocations."""
     made: list[weakref.ref[torch.Tensor]] = []
     allocate = HostTensorAllocator.allocate
 

@@ -1,4 +1,4 @@
-"""When copies to the host begin, and which loads a forward waits for."""
+"""Time at which copies to the host begin, and the loads that a forward waits for."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class SlowSlots:
 
 @pytest.fixture(name="controller")
 def make_controller(monkeypatch: pytest.MonkeyPatch) -> HiCacheController:
-    """Of a pool that wants device slots on the CPU; with one write of a page queued."""
+    """Controller of a pool that wants device slots on the CPU; one write of a page is queued."""
     monkeypatch.setattr(MHATokenToKVPoolHost, "prefers_cpu_slots", lambda *_: True)
     runtime = type(device_runtime(RIG_DEVICE))
     monkeypatch.setattr(runtime, "copy_to_host", lambda _, tensors: SlowSlots(tensors))

@@ -107,7 +107,7 @@ def wait_for(condition: Callable[[], object]) -> None:
 
 
 def serves_from_storage(rig: CacheRig) -> bool:
-    """What is computed now is written to L3, and read from there after a flush."""
+    """Assert that new pages are written to L3, and read from there after a flush."""
     rig.run(range(500, 516))
     rig.flush()
     return rig.run(range(500, 517)) == Reused(storage=16)

@@ -1,4 +1,4 @@
-"""When a prompt is read from L3, and when computing it is sooner."""
+"""Choice between reading a prompt from L3 and computing it."""
 
 from __future__ import annotations
 

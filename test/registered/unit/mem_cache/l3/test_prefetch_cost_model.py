@@ -1,4 +1,4 @@
-"""Which reads are begun and which are cut, from what the ranks agreed on and what waits."""
+"""Reads that are begun or cut, by the agreement of the ranks and the waiting requests."""
 
 from __future__ import annotations
 

@@ -57,7 +57,7 @@ class Bench:
         self.state_slots = self.pools.state_host.alloc(2)
 
     def write(self, *behind: int) -> CacheOutcome | None:
-        """All pages, and states 50 and 51 or 60 and 61 behind those named; how that ended."""
+        """The outcome of writing all pages, and states 50 and 51 or 60 and 61 after those named."""
         pools = self.pools
         states = pools.states
         states.marks[:, 4] = torch.tensor([60, 61])
@@ -79,7 +79,7 @@ class Bench:
         return write.outcome
 
     def read(self) -> PrefetchOperation:
-        """All pages that the store has, and the state at the end of them."""
+        """Read all pages that the store has, and the state at the end of them."""
         assert self.slots is not None and self.state_slots is not None
         state = PoolTransfer(PoolName.MAMBA, self.state_slots[:1], hit_policy=TRAILING)
         operation = PrefetchOperation(

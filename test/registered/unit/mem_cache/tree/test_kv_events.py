@@ -28,7 +28,7 @@ class Listener:
 
     def __init__(self) -> None:
         self.tokens: dict[int, tuple[int, ...]] = {}
-        """By hash, the tokens of a block."""
+        """Tokens of blocks, by hash."""
         self.parents: dict[int, int | None] = {}
 
     def hear(self, events: list[KVCacheEvent]) -> None:

@@ -16,7 +16,7 @@ register_cpu_ci(est_time=1, suite="base-a-test-cpu")
 
 
 def failing(errors: dict[int, Exception], discarded: list[int]) -> Callable[[RankGroup], object]:
-    """What a rank returns from a step, or the exception that it raises."""
+    """Result of a step on a rank, or the exception that it raises."""
 
     def work(group: RankGroup) -> object:
         def step() -> int:

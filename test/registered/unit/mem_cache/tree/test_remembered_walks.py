@@ -28,7 +28,7 @@ def match(rig: CacheRig, key: RadixKey) -> MatchResult:
 
 
 def lengths(rig: CacheRig, key: RadixKey) -> list[int]:
-    """Of the nodes along `key`."""
+    """Lengths of the nodes along `key`."""
     return [len(node.key) for node in rig.tree.tree.walk(key)]
 
 

@@ -24,7 +24,7 @@ EVICTION = ("lru", "lfu", "fifo", "mru", "filo", "priority", "slru")
 
 
 def prefixes_with_states(request: RigRequest) -> list[tuple[int, ...]]:
-    """Of what the tree has taken over of a request."""
+    """Prefixes with states that the tree has taken over from a request."""
     found, node = [], request.last_node
     while node.parent is not None:
         if node.states[0].value is not None:
@@ -69,7 +69,7 @@ class States(RuleBasedStateMachine):
         return [*ids, *range(900, 900 + tail % page)]
 
     def longest(self, ids: list[int]) -> int:
-        """What a match can reuse by the model."""
+        """Tokens that a match can reuse, by the model."""
         known = (len(one) for one in self.states if tuple(ids[: len(one)]) == one)
         return max((length for length in known if length < len(ids)), default=0)
 

@@ -31,7 +31,7 @@ FAILED, LANDED = Status.FAILED, Status.LANDED
 
 
 def vote(*ranks: Progress) -> Progress:
-    """What all of `ranks` agree on."""
+    """Agreement of `ranks`."""
     vectors = torch.stack([to_vector(rank) for rank in ranks])
     return from_vector(vectors.min(dim=0).values, len(ranks[0].prefetches))
 
@@ -88,13 +88,13 @@ def test_an_l3_that_came_back_on_one_rank_came_back_for_all() -> None:
 
 
 def state(free: int) -> CacheState:
-    """Of an empty tree."""
+    """State of an empty tree."""
     root = TreeNode(ROOT_ID, RadixKey([]))
     return CacheState(lambda: root, {"free tokens": lambda: free})
 
 
 def tick_sync(*free: int) -> list[str]:
-    """What each rank gets from a tick sync, by the free tokens in its state."""
+    """Result of a tick sync on each rank, by the free tokens in its state."""
     exchange = MemoryExchange(len(free), deadline_s=60)
 
     def on(group: RankGroup) -> str:

@@ -1,4 +1,4 @@
-"""What a start does for a model with recurrent states: sizes, lines of the log, refusals."""
+"""Start of a model with recurrent states: sizes, lines of the log, refusals."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def hybrid(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def start_args(model: Path, **fields: Any) -> ServerArgs:
-    """Of a start on the CPU with the built-in tokenizer."""
+    """Arguments of a start on the CPU with the built-in tokenizer."""
     args: dict[str, Any] = {"max_total_tokens": 256, "page_size": 16} | fields
     return ServerArgs(
         model_path=str(model), tokenizer_path=str(BUILTIN_MODEL_DIR), device="cpu", **args

@@ -23,7 +23,7 @@ REMEDY: Final = "give all machines the same"
 
 
 def checked(*settings: dict[str, Any]) -> list[str]:
-    """What each rank, with settings of its own, is told; empty: nothing."""
+    """Errors of the ranks, each with settings of its own; empty: none."""
     exchange = MemoryExchange(len(settings))
 
     def run(rank: int) -> str:

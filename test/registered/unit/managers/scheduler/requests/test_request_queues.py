@@ -1,4 +1,4 @@
-"""Where a request is: its state, the transitions between states, and what a long queue costs."""
+"""State of a request, transitions between states, and the cost of a long queue."""
 
 from __future__ import annotations
 
@@ -237,7 +237,7 @@ def assert_is(
 
 
 def test_slots_of_a_held_request_have_an_owner(model: Path) -> None:
-    """As a decode engine reserves them before anything has been scheduled."""
+    """A decode engine reserves them before anything has been scheduled."""
     rig = SchedulerRig(model, page_size=4, max_requests=2)
     state = rig.scheduler.state
     req = make_req("held")

@@ -51,7 +51,7 @@ def make_deepseek(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(name="plans", autouse=True)
 def note_plans(monkeypatch: pytest.MonkeyPatch) -> list[list[list[Run]]]:
-    """How prefills were split."""
+    """Note how prefills were split."""
     plans: list[list[list[Run]]] = []
     plan_runs = context_parallel.plan_runs
 
@@ -156,7 +156,7 @@ def test_retraction_changes_no_word(qwen3: Path, make_ranks: Callable[..., RankR
 
 
 def test_samples_of_one_prompt(qwen3: Path, make_ranks: Callable[..., RankRigs]) -> None:
-    """As `n` of 3: the others wait for the first, and share its prompt."""
+    """With `n` of 3, two samples wait for the first, and share its prompt."""
 
     def ticks(rig: AnyRig) -> Ticks:
         params = SamplingParams(max_new_tokens=12, temperature=0.8, ignore_eos=True)

@@ -217,7 +217,7 @@ def test_running_requests_are_counted_while_their_prompts_are_in_flight(
 def test_no_step_runs_for_a_request_that_ends_by_length(
     model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also because its next token would have no place in its row."""
+    """Its next token would have no place in its row, too."""
     rig = make_rig(model, monkeypatch, overlap=True)
     context = rig.scheduler.state.limits.context_len
     ids = prompt(2, 40)

@@ -102,7 +102,7 @@ class Ranks:
         return self.rigs[0].request(rid, prompt(1, 8), params)
 
     def outcome(self, rid: str) -> tuple[FinishReason, list[int]]:
-        """How a request ended, which is the same on both ranks."""
+        """The end of a request, which is the same on both ranks."""
         got = [rig.results[rid] for rig in self.rigs]
         assert got[0].output_ids == got[1].output_ids
         reason = got[0].finish_reason

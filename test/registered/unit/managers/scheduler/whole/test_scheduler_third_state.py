@@ -50,7 +50,7 @@ def advanced(checksum: int, token: int) -> int:
 
 
 def words_after(tokens: list[int], count: int = NEW_TOKENS) -> list[int]:
-    """What the model says."""
+    """The words of the model."""
     checksum = 0
     for token in tokens:
         checksum = advanced(checksum, token)

@@ -70,7 +70,7 @@ def settle(rig: SchedulerRig) -> None:
 
 
 def ask(rig: SchedulerRig, rid: str, ids: list[int], count: int = 5) -> CachedTokensDetails:
-    """Where the prompt came from. Fails where the words are not the model's."""
+    """Tiers that the prompt came from. Fails if the words are not the model's."""
     rig.step(rig.request(rid, ids, greedy(count)))
     settle(rig)
     got = rig.results[rid]
@@ -263,7 +263,7 @@ def test_retraction(page_size: int) -> None:
 
 @pytest.mark.parametrize("page_size", [1, 16])
 def test_one_that_fills_the_pool_runs_again(page_size: int) -> None:
-    """It takes no slot more than it took when it was computed."""
+    """It takes no more slots than when it was computed."""
     rig = make_rig(page_size, pool_tokens=192 + page_size)
     for rid, cached in (("cold", 0), ("warm", 191)):
         assert ask(rig, rid, PROMPT, page_size).total == cached
