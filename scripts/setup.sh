@@ -115,13 +115,18 @@ if [ ${#packages[@]} -gt 0 ]; then
 fi
 .venv/bin/python -m pip --version >/dev/null 2>&1 || run "making .venv" "$python" -m venv .venv
 export PIP_DISABLE_PIP_VERSION_CHECK=1
-pip=(.venv/bin/python -m pip install --progress-bar off)
+pip=(.venv/bin/python -m pip install --progress-bar off --no-compile)
+# pip would compile with one core, after the downloads. What cannot be compiled is not imported.
+compile() { .venv/bin/python -m compileall -q -q -j 0 "$@" || true; }
 if ! [ -e /dev/nvidiactl ]; then
     # First and with an exact version: the machine's pip configuration chooses the build, and the
     # next step then does not fetch CUDA's libraries.
     run "installing torch" "${pip[@]}" torch==2.13.0
 fi
+compile .venv/lib 9>&- & # Beside the next downloads.
 run "installing everything else" "${pip[@]}" --editable '.[test]'
+wait
+run "compiling" compile .venv/lib python
 # `rigs`, which the tests share, is not a part of the package: it is found in place.
 for site in .venv/lib/python3*/site-packages; do echo "$PWD/test" >"$site/rigs.pth"; done
 run "loading mooncake" .venv/bin/python -c 'import mooncake.store'
