@@ -72,7 +72,8 @@ class ControlProxy:
 
     async def _join(self, asker: asyncio.StreamReader, to_asker: asyncio.StreamWriter) -> None:
         """Carry the messages of a connection, until either end closes it."""
-        with contextlib.suppress(OSError):
+        # The end of the loop cancels it, which asyncio would print.
+        with contextlib.suppress(OSError, asyncio.CancelledError):
             server, to_server = await asyncio.open_connection(*self._target)
             with contextlib.closing(to_server):
                 with contextlib.suppress(asyncio.IncompleteReadError):

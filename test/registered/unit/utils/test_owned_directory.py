@@ -138,13 +138,17 @@ def _make_and_remove(until: float, results: Connection) -> None:
 def test_concurrent_starts_never_remove_each_others_directories(parent: Path) -> None:
     context = multiprocessing.get_context("fork")
     until = time.monotonic() + RACE_SECONDS
-    ends = []
+    ends, processes = [], []
     for _ in range(6):
         reader, writer = context.Pipe(duplex=False)
-        context.Process(target=_make_and_remove, args=(until, writer)).start()
+        process = context.Process(target=_make_and_remove, args=(until, writer))
+        process.start()
         writer.close()
         ends.append(reader)
+        processes.append(process)
     results = [reader.recv() for reader in ends]
+    for process in processes:
+        process.join()
     assert sum(made for made, _ in results) > 100
     assert sum(lost for _, lost in results) == 0
     assert list(parent.iterdir()) == []
