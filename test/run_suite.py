@@ -256,8 +256,7 @@ def _plan(
 ) -> tuple[list[Step], list[Step]]:
     """The processes that run `files` of `suite`: those that may share the machine, and others.
 
-    Files are forked only from among the first, which have the environment of the process that was
-    preloaded.
+    Forked files have the environment of the process that was preloaded.
     """
     files = [file for file in files if file.suite == suite]
     if suite in UNIT_SUITES and len(files) > 1:
@@ -268,7 +267,7 @@ def _plan(
     alone = [file for file in files if file.is_alone]
     return (
         [_file_step(file, env, is_forked=forks) for file in shared],
-        [_file_step(file, {}) for file in alone],
+        [_file_step(file, env if forks else {}, is_forked=forks) for file in alone],
     )
 
 
@@ -295,7 +294,7 @@ def _run_together(
 ) -> list[Outcome]:
     """Run `steps`, at most `at_once` at the same time.
 
-    One by itself shows its output as it comes, others show theirs when they end.
+    A command by itself shows its output as it comes, others show theirs when they end.
     """
     is_one = min(len(steps), at_once) == 1
     prints = threading.Lock()
@@ -304,12 +303,13 @@ def _run_together(
     def run(step: Step) -> Outcome:
         if has_failed.is_set() and not keep_going:
             return _not_run(step)
-        if is_one:
+        is_live = is_one and not step.is_forked
+        if is_live:
             print(f"--- {step.name}", flush=True)
-        outcome, lines = run_process(step, timeout, is_shown=is_one)
+        outcome, lines = run_process(step, timeout, is_shown=is_live)
         if outcome.failed:
             has_failed.set()
-        if not is_one:
+        if not is_live:
             with prints:
                 print(f"--- {step.name}", *lines, sep="\n", flush=True)
         return outcome
@@ -340,7 +340,7 @@ def run_files(
         keep_going: Start the rest after a failure.
         at_once: Processes at the same time, of all suites. With 1, a unit suite still has
             `PROCESSES`.
-        forks: Fork files that may share the machine from one process that has imported torch.
+        forks: Fork the files from one process that has imported torch.
         checks: Commands without arguments that begin first, beside the files if `at_once` allows.
     """
     if forks:
