@@ -36,7 +36,7 @@ class SeedClient:
         """Ask for the current answers of all the seed's ranks, in the order of ranks.
 
         Raises:
-            ValueError: From `ask`, or the answers are not from the same server.
+            ValueError: The answers are not from the same server; or as `ask`.
         """
         first = self.ask(0)
         answers = [first, *(self.ask(rank) for rank in range(1, first.weights.ranks))]
@@ -85,7 +85,7 @@ class SeedClient:
             deadline: `time.monotonic()` seconds.
 
         Raises:
-            ValueError: From `ask`, or the deadline has passed.
+            ValueError: The deadline has passed; or as `ask`.
         """
         return [self._await_digest(rank, deadline) for rank in range(num_ranks)]
 

@@ -41,8 +41,8 @@ class DensePlan:
     """How the attention of one request's new tokens is cut.
 
     Keys `[0, whole)` are read in pieces, which every query sees completely. Keys from `whole` to
-    the plan's last new token are read causally. If these begin in the prefix, `pad` query rows,
-    whose output is dropped, are put first, so that row i sees keys up to i.
+    the plan's last new token are read causally. If these begin in the prefix, `pad` query rows are
+    put first, so that row i sees keys up to i. Their output is dropped.
     """
 
     pieces: list[tuple[int, int]]
