@@ -1,8 +1,4 @@
-"""Reports of benchmarks: figures with the command, the commit and the machine that gave them.
-
-All benchmarks print their results with `emit`, as one line of JSON each, so that one reader can
-read all files of results.
-"""
+"""Reports of benchmarks: figures with the command, the commit and the machine that gave them."""
 
 from __future__ import annotations
 
@@ -72,18 +68,6 @@ def _cpu_model() -> str:
         if name.strip() in ("model name", "Model"):
             return value.strip()
     return platform.processor() or platform.machine()
-
-
-def emit(record: Mapping[str, Any], path: str | Path | None = None) -> None:
-    """Print `record` as one line of JSON, and append it to the file `path` if given.
-
-    Raises:
-        OSError: `path` cannot be written.
-    """
-    line = orjson.dumps(record, option=orjson.OPT_SERIALIZE_NUMPY) + b"\n"
-    sys.stdout.write(line.decode())
-    sys.stdout.flush()
-    append(record, path)
 
 
 def writable_file(path: str) -> str:

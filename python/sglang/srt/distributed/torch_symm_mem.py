@@ -21,7 +21,7 @@ from sglang.srt.environ import envs
 from sglang.srt.hardware_backend.device_runtime import device_runtime
 
 ALL_REDUCE_BYTES: Final = MIB
-"""Most bytes of a tensor for `all_reduce`; measured by `benchmark/gpu_ranks.py`."""
+"""Most bytes of a tensor for `all_reduce`; measured by `python -m benchmark gpu-ranks sums`."""
 DEFERRED_BYTES: Final = {2: 64 * MIB}
 """Most bytes of a tensor that a norm sums, by number of ranks. Two ranks read no more bytes than
 with other algorithms; more ranks read each byte more often than NCCL's rings."""

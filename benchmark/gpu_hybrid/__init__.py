@@ -1,0 +1,1 @@
+"""Models with more state than KV on a GPU: steps, servers, experts."""

@@ -1,0 +1,66 @@
+"""Shapes of models with more state than KV, and prompts for them."""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Final
+
+from transformers import DeepseekV32Config, Qwen3NextConfig
+
+from benchmark.prompts import random_prompt
+
+LENGTH: Final = 8192
+STEPS: Final = 32
+VOCABULARY: Final = 129_280
+SHAPES: Final[dict[str, tuple[Any, str, dict[str, Any]]]] = {
+    "qwen3_next": (
+        Qwen3NextConfig,
+        "Qwen3NextForCausalLM",
+        {
+            "hidden_size": 2048, "intermediate_size": 5120, "num_hidden_layers": 12,
+            "num_attention_heads": 16, "num_key_value_heads": 2, "head_dim": 256,
+            "linear_num_key_heads": 16, "linear_num_value_heads": 32,
+            "linear_key_head_dim": 128, "linear_value_head_dim": 128,
+            "linear_conv_kernel_dim": 4, "num_experts": 512, "num_experts_per_tok": 10,
+            "moe_intermediate_size": 512, "shared_expert_intermediate_size": 512,
+        },
+    ),
+    "deepseek_v32": (
+        DeepseekV32Config,
+        "DeepseekV32ForCausalLM",
+        {
+            "hidden_size": 7168, "intermediate_size": 18432, "num_hidden_layers": 6,
+            "num_attention_heads": 128, "num_key_value_heads": 128, "q_lora_rank": 1536,
+            "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64,
+            "head_dim": 64, "v_head_dim": 128, "index_n_heads": 64, "index_head_dim": 128,
+            "index_topk": 2048, "n_routed_experts": 64, "n_shared_experts": 1,
+            "num_experts_per_tok": 8, "moe_intermediate_size": 2048, "n_group": 8,
+            "topk_group": 4, "first_k_dense_replace": 1,
+        },
+    ),
+}  # fmt: skip
+"""Those of Qwen3-Next-80B-A3B with 12 of 48 layers, and of DeepSeek-V3.2 with 6 of 61 layers (1
+dense) and 64 of 256 experts: class of the configuration, class of the model, fields."""
+
+
+def add_families(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--families", nargs="+", choices=list(SHAPES), default=list(SHAPES))
+
+
+@contextmanager
+def model_of(family: str) -> Iterator[str]:
+    """A temporary directory with only the configuration."""
+    config_class, architecture, shape = SHAPES[family]
+    with tempfile.TemporaryDirectory() as directory:
+        config = config_class(vocab_size=VOCABULARY, max_position_embeddings=40960, **shape)
+        config.architectures = [architecture]
+        config.dtype = "bfloat16"
+        config.save_pretrained(directory)
+        yield directory
+
+
+def prompt(seed: int, length: int) -> list[int]:
+    return random_prompt(seed, length, 0, VOCABULARY)

@@ -1,0 +1,153 @@
+"""Prefills of 8,192 tokens and decode steps through ModelRunner, against the limits.
+
+Random weights. Decode steps in graphs and without; the limit of a step of one request is reading
+its active weights once, at the speed of a large copy in the same run (target: at most 1.5 times
+that). With graphs also the same step again and again (`replayed`), its kernels by time, and
+prefills of 64 tokens after 8,192.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections import Counter
+from collections.abc import Callable
+from typing import Any, Final
+from unittest import mock
+
+import torch
+
+from benchmark.command import Command
+from benchmark.gpu_hybrid.families import (
+    LENGTH,
+    SHAPES,
+    STEPS,
+    add_families,
+    model_of,
+    prompt,
+)
+from benchmark.gpu_timing import device_ms
+from benchmark.report import Report
+from rigs.models.tiny_models import StepDriver
+from sglang.benchmark.device_limits import measure_limits
+from sglang.srt.hardware_backend.device_runtime import device_runtime
+from sglang.srt.layers.forward_batch_info import ForwardBatch
+
+SHORT: Final = 64
+_PROFILED: Final = 4
+"""Runs of a profile."""
+TARGET: Final = "at most 1.5"
+EXPECTED_MS: Final = {"qwen3_next": 0.8}
+
+
+def active_bytes(driver: StepDriver, shape: dict[str, Any], but: tuple[str, ...] = ()) -> float:
+    """Bytes of the weights that a step of one token reads, but for some."""
+    experts = shape.get("num_experts") or shape["n_routed_experts"]
+    share = shape["num_experts_per_tok"] / experts
+    total = 0.0
+    for name, slot in driver.runner.model.weight_slots():
+        if not any(part in name for part in ("embed_tokens", *but)):
+            total += slot.dest.nbytes * (share if ".mlp.experts." in name else 1.0)
+    return total
+
+
+def add_decode(
+    report: Report, case: dict[str, Any], step_ms: float, least_ms: float, expected: float | None
+) -> None:
+    report.add("decode", step_ms, "ms", case, expected=expected, limit=least_ms)
+    report.add("times_the_limit", step_ms / least_ms, "ratio", case, target=TARGET)
+
+
+def add_kernels(report: Report, case: dict[str, Any], run: Callable[[], object]) -> None:
+    """The kernels of a run, most time first: microseconds and launches of one run."""
+    activities = [torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=activities) as profile:
+        for _ in range(_PROFILED):
+            run()
+        torch.cuda.synchronize()
+    total: Counter[str] = Counter()
+    count: Counter[str] = Counter()
+    for event in profile.events():
+        if event.device_time_total > 0 and "graph" not in event.name.lower():
+            total[event.name[:70]] += event.device_time_total
+            count[event.name[:70]] += 1
+    for name, us in total.most_common(24):
+        of_kernel = {**case, "kernel": name}
+        report.add("time", us / _PROFILED, "us", of_kernel, launches=count[name] / _PROFILED)
+
+
+def measure_replays(family: str, driver: StepDriver, least_ms: float, report: Report) -> None:
+    """One decode step again and again, and a short prefill: the device's time, not the driver's."""
+    forward = driver.runner.forward
+    batches: list[ForwardBatch] = []
+
+    def keep(batch: ForwardBatch) -> object:
+        batches.append(batch)
+        return forward(batch)
+
+    with mock.patch.object(driver.runner, "forward", keep):
+        driver.decode([(0, 7)])
+        driver.extend([(1, prompt(5, SHORT))])
+    step, short = batches
+    step_ms = device_ms(lambda: forward(step), 64)
+    begun = time.perf_counter()
+    forward(short)
+    launched_ms = (time.perf_counter() - begun) * 1e3
+    case = {"family": family, "replayed": True}
+    add_decode(report, case, step_ms, least_ms, EXPECTED_MS.get(family))
+    report.add("prefill_64", device_ms(lambda: forward(short), 8), "ms", case)
+    report.add("prefill_64_launch", launched_ms, "ms", case)
+    add_kernels(report, {"family": family, "of": "a decode step"}, lambda: forward(step))
+    add_kernels(report, {"family": family, "of": "64 tokens"}, lambda: forward(short))
+
+
+def measure_steps(family: str, model: str, report: Report) -> None:
+    shape = SHAPES[family][2]
+    for disable_graphs in (False, True):
+        driver = StepDriver(
+            model,
+            page_size=64,
+            pool_tokens=2 * LENGTH + 1024,
+            max_requests=8,
+            device="cuda",
+            load_format="dummy",
+            disable_cuda_graph=disable_graphs,
+            cuda_graph_max_bs=2,
+        )
+        wait = device_runtime("cuda").synchronize
+        seconds = []
+        for row in range(2):
+            wait()
+            begun = time.perf_counter()
+            driver.extend([(row, prompt(row, LENGTH))])
+            wait()
+            seconds.append(time.perf_counter() - begun)
+        for nth in range(STEPS + 4):
+            if nth == 4:
+                wait()
+                begun = time.perf_counter()
+            driver.decode([(0, 7)])
+        wait()
+        step_ms = (time.perf_counter() - begun) / STEPS * 1e3
+        limits = measure_limits("cuda", torch.bfloat16)
+        # A copy reads and writes: half of its bytes would be a lower limit than reading reaches.
+        least_ms = active_bytes(driver, shape) / limits.copy_bytes_per_s * 1e3
+        # Two operations for each weight of two bytes; attention comes on top.
+        least_s = active_bytes(driver, shape, ("lm_head",)) * LENGTH / limits.product_flop_per_s
+        case = {"family": family, "graphs": len(driver.runner._graphs)}
+        report.add(f"prefill_{LENGTH}", seconds[1], "s", case, limit=least_s)
+        report.add("active_weights", active_bytes(driver, shape) / 1e9, "GB", case)
+        add_decode(report, case, step_ms, least_ms, EXPECTED_MS.get(family))
+        if not disable_graphs:
+            measure_replays(family, driver, least_ms, report)
+        del driver
+        torch.cuda.empty_cache()
+
+
+def run(args: argparse.Namespace, report: Report) -> None:
+    for family in args.families:
+        with model_of(family) as model:
+            measure_steps(family, model, report)
+
+
+COMMAND: Final = Command(run=run, add_options=add_families, devices=("cuda",))

@@ -1,0 +1,1 @@
+"""Prefill and decode on two GPUs over NVLink, and KV pages between them."""

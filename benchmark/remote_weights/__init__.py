@@ -1,0 +1,1 @@
+"""Starts of a server with the weights of a running server."""

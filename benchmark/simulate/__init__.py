@@ -1,0 +1,1 @@
+"""Hit rates and times of the prefix cache by replay on the real tree; no model runs."""

@@ -1,0 +1,89 @@
+"""Benchmarks with the arguments of a command, in processes forked from one that has imported torch.
+
+A small run of a benchmark takes less time than its imports. All else is as for a command:
+arguments, output, exit status.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import runpy
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from types import ModuleType
+from typing import Any, Final
+from unittest import mock
+
+import torch
+
+from sglang.srt.utils.process import kill_process_tree
+
+_PRELOAD: Final = ["rigs.servers.forked_servers", "rigs.servers.forked_benchmarks"]
+"""Modules to import first; the first one imports all that the engine does."""
+_ROOT: Final = Path(__file__).parents[3]
+_SCHEMA: Final = set("date commit host device command arguments case metric value unit".split())
+_TIMEOUT_S: Final = 240.0
+
+
+def run(*words: str, status: int = 0) -> list[dict[str, Any]]:
+    """The cases of a benchmark that must exit with `status`, each with its figures by metric.
+
+    The keys `expected` and `details` of a case have those of its metrics.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "lines.jsonl"
+        done = run_benchmark(*words, "--output-file", str(path), timeout=_TIMEOUT_S)
+        assert done.returncode == status, done.stderr[-2000:]
+        lines = [json.loads(line) for line in path.read_text().splitlines()]
+    cases: list[dict[str, Any]] = []
+    last = None
+    for line in lines:
+        assert line.keys() >= _SCHEMA
+        if line["case"] != last:
+            last = line["case"]
+            cases.append({**last, "expected": {}, "details": {}})
+        found, metric = cases[-1], line["metric"]
+        assert metric not in found, "the case does not tell two figures apart"
+        found[metric] = line["value"]
+        found["expected"][metric] = line.get("expected")
+        found["details"][metric] = line.get("details", {})
+    return cases
+
+
+def run_benchmark(*words: str, timeout: float) -> subprocess.CompletedProcess[str]:
+    """Run `python -m benchmark` with `words`, with one thread of torch, and wait for its end.
+
+    Raises:
+        subprocess.TimeoutExpired: After `timeout` seconds; it is killed with its children.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(_PRELOAD)
+    with tempfile.TemporaryDirectory() as folder:
+        out, err = Path(folder, "out"), Path(folder, "err")
+        process = context.Process(target=_run, args=(words, str(out), str(err)))
+        # The forked process would import this one's program, a test file.
+        with mock.patch.dict(sys.modules, {"__main__": ModuleType("__main__")}):
+            process.start()
+        process.join(timeout)
+        if process.exitcode is None:
+            assert process.pid is not None
+            kill_process_tree(process.pid)
+            process.join()
+            raise subprocess.TimeoutExpired(words, timeout)
+        return subprocess.CompletedProcess(
+            words, process.exitcode, out.read_text(), err.read_text()
+        )
+
+
+def _run(words: tuple[str, ...], out: str, err: str) -> None:
+    for stream, name in ((sys.stdout, out), (sys.stderr, err)):
+        os.dup2(os.open(name, os.O_WRONLY | os.O_CREAT), stream.fileno())
+    torch.set_num_threads(1)
+    sys.argv = ["benchmark", *words]
+    # The package is found in the root of the checkout, as when Python runs a module there.
+    sys.path[0] = str(_ROOT)
+    runpy.run_module("benchmark", run_name="__main__", alter_sys=True)
