@@ -23,7 +23,7 @@ from benchmark.report import Report
 from benchmark.timing import seconds_of
 from sglang.srt.hardware_backend.device_runtime import CopyStream, device_runtime
 from sglang.srt.mem_cache.host.host_copy_cuda import CudaPageCopier, EngineUse
-from sglang.srt.mem_cache.host.pinned_memory import allocate_pinned
+from sglang.srt.mem_cache.host.host_memory import allocate_pinned
 from sglang.srt.mem_cache.host.staged_copy import StagedLoadTuning
 
 PAIRS: Final = (

@@ -106,10 +106,10 @@ def stored(rig: CacheRig) -> tuple[Any, list[str]]:
     rig.settle()
     attached = rig.hi.store.attached
     assert attached is not None
-    store = attached.guard.client
+    store = attached.client
     assert isinstance(store, MooncakeStore)
     hashes = [page for node in rig.hi.nodes() for page in node.page_hashes(PAGE)]
-    keys = store.object_keys(attached.guard.pools.keys(hashes), "kv")
+    keys = store.object_keys(attached.pools.keys(hashes), "kv")
     assert len(keys) == PAGES
     return store._client.store, keys
 

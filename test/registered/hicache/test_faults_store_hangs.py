@@ -57,10 +57,10 @@ def test_c7_reads_given_up_while_a_node_hangs_leave_l2_to_others() -> None:
             reader.tick()
             stuck = reader.hi.storage_prefetch.table.stuck_tokens()
             assert 0 < stuck <= L2_PAGES // 8 * PAGE, "only the pages of the call under way"
-            assert not hangs.ended
+            assert hangs.outcome is None
             reader.hi.check_integrity()
 
-            reader.until(lambda: not attached_store_of(reader).guard.available)
+            reader.until(lambda: not attached_store_of(reader).available)
             reader.tick()
             reader.arrive("refused", PROMPTS[0])
             assert reader.hi.check_prefetch_progress("refused")
@@ -76,7 +76,7 @@ def test_c7_reads_given_up_while_a_node_hangs_leave_l2_to_others() -> None:
         finally:
             cluster.nodes[0].resume()
         reader.settle()
-        assert hangs.ended
+        assert hangs.outcome is not None
         reader.flush()
         assert reader.hi.host_pool.available_size() == reader.hi.host_pool.size
         assert reader.hi.storage_prefetch.table.stuck_tokens() == 0

@@ -54,7 +54,7 @@ def test_c9_requests_go_on_without_the_master_and_l3_resumes_by_itself() -> None
                 slowest = max(slowest, time.monotonic() - began)
             assert slowest < TIMEOUT_S + EPSILON_S
             reader.settle()
-            assert attached_store_of(reader).guard.is_open
+            assert attached_store_of(reader).breaker.is_open
             why = counts(reader.hi.metrics.prefetch_outcomes)
             assert why.get("failed", 0) + why.get("late", 0) >= 1
             # The open breaker skips the store, so that requests do not wait.
@@ -70,7 +70,7 @@ def test_c9_requests_go_on_without_the_master_and_l3_resumes_by_itself() -> None
                 return reader.run(prompt) == Reused(storage=160)
 
             wait_for(resumed, _LONGEST_PAUSE_S)
-            assert not attached_store_of(reader).guard.is_open
+            assert not attached_store_of(reader).breaker.is_open
             reader.settle()
 
 
@@ -98,10 +98,10 @@ def test_c9_what_a_restart_of_the_master_took_is_written_again(is_noticed: bool)
 
         uses = use_until(writer, prompt, lambda: sorted(cluster.master.keys()) == keys)
         if is_noticed:
-            assert attached_store_of(writer).guard.reconnects == 1
+            assert attached_store_of(writer).reconnects == 1
         else:
             assert uses <= _CHECK_EVERY + 1
-            assert attached_store_of(writer).guard.reconnects == 0, "no error revealed the restart"
+            assert attached_store_of(writer).reconnects == 0, "no error revealed the restart"
             assert counts(writer.hi.metrics.pages)["check/miss"] == 1
         assert reader.run(prompt) == Reused(storage=160)
 
@@ -117,7 +117,7 @@ def test_c9_what_a_restart_of_the_master_took_is_written_again(is_noticed: bool)
 
 def raw_client(rig: CacheRig) -> Any:
     """Mooncake's own client of a rig."""
-    store = attached_store_of(rig).guard.client
+    store = attached_store_of(rig).client
     assert isinstance(store, MooncakeStore)
     return store._client.store
 

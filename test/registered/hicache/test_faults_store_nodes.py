@@ -22,7 +22,7 @@ from rigs.caches.storage_rigs import PAGE, StorageRigs, counts
 from rigs.stores.mooncake_cluster import MooncakeCluster
 from sglang.srt.distributed.rank_group import RankGroup
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorageExtraInfo, PoolTransfer
-from sglang.srt.mem_cache.l3.guarded_store import PAGES_PER_CALL
+from sglang.srt.mem_cache.l3.storage_writes import PAGES_PER_CALL
 from sglang.srt.mem_cache.storage.mooncake_store.mooncake_store import MooncakeStore
 from sglang.test.ci.ci_register import register_cpu_ci
 
@@ -125,7 +125,7 @@ def test_c7_a_node_stopped_in_mid_get(
             else:
                 assert timeout_s <= waited < timeout_s + EPSILON_S
             # The pages that the call may still write to are neither free nor visible.
-            assert not operation.ended
+            assert operation.outcome is None
             reader.tree.check_integrity()
             assert reader.hi.is_busy()["prefetches"] == 1
             began = time.monotonic()
@@ -134,7 +134,7 @@ def test_c7_a_node_stopped_in_mid_get(
         finally:
             node.resume()
         reader.settle()
-        assert operation.ended
+        assert operation.outcome is not None
         reader.flush()
         assert reader.hi.host_pool.available_size() == reader.hi.host_pool.size
         assert rigs.make().run(PROMPT) == Reused(storage=PAGES * PAGE)

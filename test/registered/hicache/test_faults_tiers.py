@@ -22,7 +22,7 @@ from sglang.srt.mem_cache.hicache_storage import (
     PoolTransfer,
     StorageUnavailable,
 )
-from sglang.srt.mem_cache.l3 import guarded_store
+from sglang.srt.mem_cache.l3 import attached_store
 from sglang.srt.mem_cache.l3.storage_backup import NoWrite
 from sglang.srt.mem_cache.storage.mooncake_store.mooncake_store import MooncakeStore
 from sglang.srt.mem_cache.tree.radix_key import RadixKey
@@ -66,7 +66,7 @@ def test_c10_a_store_that_keeps_timing_out(
     cluster: MooncakeCluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Half a second replaces the minute of a real timeout."""
-    monkeypatch.setattr(guarded_store, "_STUCK_AFTER_S", 0.3)
+    monkeypatch.setattr(attached_store, "_STUCK_AFTER_S", 0.3)
     monkeypatch.setattr(TimesOut, "asked", [])
     with StorageRigs.on(cluster, prefetch_timeout_max=1.0) as rigs:
         writer, reader = rigs.make(), rigs.make(TimesOut)
@@ -81,7 +81,7 @@ def test_c10_a_store_that_keeps_timing_out(
             rounds += 1
         assert rounds > 10, "an unavailable store costs no time: a timeout each would be 8 rounds"
         assert len(TimesOut.asked) == len(set(TimesOut.asked)), "a key timed out twice"
-        assert attached_store_of(reader).guard.is_open
+        assert attached_store_of(reader).breaker.is_open
         assert reader.hi.metrics.breaker_open._value.get() == 1
         # A successful probe closes the breaker; the pages that timed out stay blocked for longer.
         monkeypatch.setattr(TimesOut, "is_sick", False)
@@ -94,7 +94,7 @@ def test_c10_a_store_that_keeps_timing_out(
             return reader.run(other) == Reused(storage=160)
 
         reader.until(healed)
-        assert not attached_store_of(reader).guard.is_open
+        assert not attached_store_of(reader).breaker.is_open
         assert reader.hi.metrics.breaker_open._value.get() == 0
 
 
@@ -175,13 +175,11 @@ def test_c12_tiers_far_smaller_than_the_working_set(cluster: MooncakeCluster, po
 def check_no_orphans(rig: CacheRig, prompts: list[list[int]]) -> set[str]:
     """Assert that all stored pages have their ancestors in the store; return their hashes."""
     io = attached_store_of(rig)
-    assert isinstance(io.guard.client, MooncakeStore)
+    assert isinstance(io.client, MooncakeStore)
     found: set[str] = set()
     for prompt in prompts:
         pages = RadixKey(prompt).page_hashes(PAGE)
-        there = io.guard.client._exist(
-            io.guard.client.object_keys(io.guard.pools.keys(pages), "kv")
-        )
+        there = io.client._exist(io.client.object_keys(io.pools.keys(pages), "kv"))
         reach = there.index(False) if False in there else len(there)
         assert not any(there[reach:]), "a page was written whose ancestors are not there"
         found.update(pages[:reach])
@@ -218,7 +216,7 @@ def test_c18_a_full_disk_refuses_writes_and_costs_no_request(tmp_path: Path) -> 
         rig.settle()
         outcomes = counts(rig.hi.metrics.backup_outcomes)
         assert outcomes["landed"] >= 1 and outcomes["failed"] >= 1, outcomes
-        assert not attached_store_of(rig).guard.is_open, "a full disk can be read"
+        assert not attached_store_of(rig).breaker.is_open, "a full disk can be read"
         rig.flush()
         assert rig.run([*range(80), 7]) == Reused(storage=80)
         assert rig.run([*range(5000, 5080), 7]).storage < 80

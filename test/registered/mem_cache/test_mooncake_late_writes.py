@@ -178,7 +178,7 @@ def test_pages_are_kept_until_a_hanging_stand_alone_client_has_ended(
         thread = threading.Thread(target=call)
         thread.start()
         hung = bench.store._client
-        assert wait_until(lambda: hung._unfinished_transfers, 60)
+        assert wait_until(lambda: hung.has_unfinished_transfers, 60)
         bench.fill(7)
         client.resume()
         if way == "get":

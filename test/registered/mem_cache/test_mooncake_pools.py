@@ -43,9 +43,9 @@ def test_both_parts_come_back_or_both_stay_away(
         assert reader.run(PROMPT) == Reused(storage=160)
         reader.settle()
         io = attached_store_of(reader)
-        assert isinstance(io.guard.client, MooncakeStore)
-        (key,) = io.guard.pools.keys(RadixKey(PROMPT[:160]).page_hashes(PAGE)[30:31])
-        with io.guard.client._client.using() as client:
+        assert isinstance(io.client, MooncakeStore)
+        (key,) = io.pools.keys(RadixKey(PROMPT[:160]).page_hashes(PAGE)[30:31])
+        with io.client._client.using() as client:
             assert client.remove(f"{key}/indexer", True) == 0
         reader.flush()
         assert reader.run(PROMPT) == Reused(storage=120), "30 pages of 40"
@@ -124,9 +124,9 @@ def test_a_state_comes_back_with_the_pages_that_it_stands_behind(
         assert reader.run(PROMPT) == Reused(storage=160)
         reader.settle()
         io = attached_store_of(reader)
-        assert isinstance(io.guard.client, MooncakeStore)
-        (key,) = io.guard.pools.keys(RadixKey(PROMPT[:160]).page_hashes(PAGE)[-1:])
-        with io.guard.client._client.using() as client:
+        assert isinstance(io.client, MooncakeStore)
+        (key,) = io.pools.keys(RadixKey(PROMPT[:160]).page_hashes(PAGE)[-1:])
+        with io.client._client.using() as client:
             assert client.remove(f"{key}/mamba", True) == 0
         reader.flush()
         assert reader.run(PROMPT) == Reused(storage=120), "up to the state before"

@@ -36,7 +36,7 @@ def run_prompts(
     try:
         reused = [rig.run(prompt) for prompt in prompts]
         rig.settle()
-        storage = attached_store_of(rig).guard.client
+        storage = attached_store_of(rig).client
         assert isinstance(storage, MooncakeStore)
         stats = storage.get_stats()
         assert not stats.get("set_present_pages")

@@ -345,15 +345,15 @@ class HeldReads:
         self, tree: HiRadixCache, *, pages_per_call: int | None = None, calls: int | None = None
     ) -> None:
         attached = tree.store.attached
-        assert attached is not None and attached.guard.client is not None
+        assert attached is not None and attached.client is not None
         self.pages = 0
         """Pages requested so far, without those of held reads."""
-        self._get = attached.guard.client.batch_get_v2
+        self._get = attached.client.batch_get_v2
         self._permits = threading.Semaphore(calls or 0)
         self._is_open = calls is None
-        attached.guard.client.batch_get_v2 = self._held_get  # type: ignore[method-assign]
+        attached.client.batch_get_v2 = self._held_get  # type: ignore[method-assign]
         if pages_per_call is not None:
-            attached.reads._pages_per_read = pages_per_call
+            attached.pages_per_read = pages_per_call
 
     def __enter__(self) -> HeldReads:
         return self

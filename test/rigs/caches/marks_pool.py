@@ -20,9 +20,7 @@ from sglang.srt.mem_cache.device.state_spec import (
     StateBuffer,
     StateSpec,
 )
-from sglang.srt.mem_cache.host.host_page_list import whole_pages
 from sglang.srt.mem_cache.host.host_pool import HostKVCache
-from sglang.srt.mem_cache.host.page_copier import PageLoad
 
 MARK_BYTES: Final = 8
 
@@ -77,21 +75,9 @@ class MarksPool(BaseDevicePool):
         return slots[:: self.page_size] // self.page_size
 
 
-class _MarksLoad(PageLoad):
-    def __init__(
-        self, marks: torch.Tensor, to: torch.Tensor, by_page: torch.Tensor, source: torch.Tensor
-    ) -> None:
-        self._marks = marks
-        self._to = to
-        self._by_page = by_page
-        self._source = source
-
-    def issue(self, layer: int) -> None:
-        self._marks[layer, self._to] = self._by_page[self._source, layer]
-
-
 class MarksPoolHost(HostKVCache[MarksPool]):
-    """Marks in host memory, page by page or layer by layer."""
+    """Marks in host memory, page by page or layer by layer. Each slot of a page has an equal share
+    of the mark's bytes."""
 
     @classmethod
     def slot_bytes(cls, device_pool: MarksPool) -> int:
@@ -101,50 +87,9 @@ class MarksPoolHost(HostKVCache[MarksPool]):
     def shortest_part_bytes(cls, device_pool: MarksPool) -> int:
         return cls.slot_bytes(device_pool)
 
-    def get_ksize_per_token(self) -> int:
-        return self.size_per_token
-
-    def init_kv_buffer(self) -> list[torch.Tensor]:
-        pages_first = (self.page_num, self.layer_num)
-        shape = pages_first if self.is_zero_copy else pages_first[::-1]
-        buffer = self.allocator.allocate(shape, torch.int64, self.device, pinned_by=self._pinned_by)
-        self._by_page = buffer if self.is_zero_copy else buffer.t()
-        """`[page, layer]`, a view."""
-        return [buffer]
-
-    def begin_load(
-        self,
-        device_pool: MarksPool,
-        host_indices: torch.Tensor,
-        device_indices: torch.Tensor,
-        io_backend: str,
-    ) -> PageLoad:
-        to = device_pool.pages(device_indices)
-        return _MarksLoad(device_pool.marks, to, self._by_page, self._pages_of(host_indices))
-
-    def backup_from_device_all_layer(
-        self,
-        device_pool: MarksPool,
-        host_indices: torch.Tensor,
-        device_indices: torch.Tensor,
-        io_backend: str,
-    ) -> None:
-        source = device_pool.marks[:, device_pool.pages(device_indices)]
-        self._by_page[self._pages_of(host_indices)] = source.t()
-
-    def gather_pages(self, indices: torch.Tensor, out: torch.Tensor) -> None:
-        rows = self._by_page[self._pages_of(indices)].contiguous()
-        out.copy_(rows.view(torch.uint8))
-
-    def scatter_pages(self, indices: torch.Tensor, pages: torch.Tensor) -> None:
-        self._by_page[self._pages_of(indices)] = pages.contiguous().view(torch.int64)
-
-    def _pages_of(self, indices: torch.Tensor) -> torch.Tensor:
-        return torch.from_numpy(whole_pages(indices, self.page_size, self.page_num))
-
-    def _page_parts(self) -> list[tuple[memoryview, int, int]]:
-        raw = self.kv_buffer[0].view(-1).view(torch.uint8).numpy()
-        return [(raw.data, self.page_bytes, self.kv_buffer[0].data_ptr())]
+    def _device_parts(self, device_pool: MarksPool) -> tuple[tuple[torch.Tensor, ...], ...]:
+        share = MARK_BYTES // device_pool.page_size
+        return (tuple(layer.view(torch.uint8).view(-1, share) for layer in device_pool.marks),)
 
     def _page_shape(self) -> tuple[int, ...]:
         return (self.layer_num,)

@@ -49,12 +49,12 @@ class FlakyStorage:
     def __init__(self, rig: CacheRig) -> None:
         attached = rig.hi.store.attached
         assert attached is not None
-        assert attached.guard.client is not None
-        self.real = attached.guard.client
+        assert attached.client is not None
+        self.real = attached.client
         self.mode = "ok"
         self.calls: list[str] = []
         self.goes_on = threading.Event()
-        attached.guard.client = self  # type: ignore[assignment]
+        attached.client = self  # type: ignore[assignment]
 
     def __getattr__(self, name: str) -> object:
         call = getattr(self.real, name)

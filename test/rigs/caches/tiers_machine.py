@@ -210,8 +210,8 @@ class Tiers(RuleBasedStateMachine):
         """The store evicts any object."""
         self.removed = True
         attached = self.attached()
-        assert attached.guard.client is not None
-        root = attached.guard.client._files.root  # type: ignore[attr-defined]
+        assert attached.client is not None
+        root = attached.client._files.root  # type: ignore[attr-defined]
         files = sorted(path for path in root.glob("*/??/*") if path.is_file())
         if files:
             files[which % len(files)].unlink()
@@ -270,12 +270,12 @@ class Tiers(RuleBasedStateMachine):
 
     def _check_prefix_closed(self, rig: SteppedRig, attached: AttachedStore) -> None:
         """Pages that the tree counts as stored are in L3, and so are all pages before them."""
-        assert attached.guard.client is not None
+        assert attached.client is not None
         for node in rig.hi.nodes():
             if node.storage_epoch == rig.hi.store.epoch:
                 above = node.get_prefix_hash_values(self.page)
-                keys = attached.guard.pools.keys([*above, *node.page_hashes(self.page)])
-                assert attached.guard.client.batch_exists_v2(keys).kv_hit_pages == len(keys)
+                keys = attached.pools.keys([*above, *node.page_hashes(self.page)])
+                assert attached.client.batch_exists_v2(keys).kv_hit_pages == len(keys)
 
 
 class StateTiers(Tiers):
@@ -377,13 +377,13 @@ class StateTiers(Tiers):
 
     def _check_prefix_closed(self, rig: SteppedRig, attached: AttachedStore) -> None:
         super()._check_prefix_closed(rig, attached)
-        assert attached.guard.client is not None
+        assert attached.client is not None
         for node in rig.hi.nodes():
             is_stored = node.storage_epoch == rig.hi.store.epoch
             if is_stored and node.states[0].host_value is not None:
                 above = node.get_prefix_hash_values(self.page)
-                keys = attached.guard.pools.keys([*above, *node.page_hashes(self.page)])
+                keys = attached.pools.keys([*above, *node.page_hashes(self.page)])
                 trailing = PoolHitPolicy.TRAILING_PAGES
                 state = PoolTransfer(PoolName.MAMBA, keys=keys[-1:], hit_policy=trailing)
-                hit = attached.guard.client.batch_exists_v2(keys, pool_transfers=[state])
+                hit = attached.client.batch_exists_v2(keys, pool_transfers=[state])
                 assert hit.kv_hit_pages == len(keys)

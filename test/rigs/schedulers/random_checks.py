@@ -64,12 +64,12 @@ def assert_stored(tree: RadixCache, store: ObjectStore, backend: str, epoch_bega
         epoch_began: A time, `time.monotonic()` seconds, before the tree began to use this L3.
     """
     attached = tree.store.attached if isinstance(tree, HiRadixCache) else None
-    if attached is None or attached.guard.client is None or store.breaks_contract:
+    if attached is None or attached.client is None or store.breaks_contract:
         return
-    storage = attached.guard.client
+    storage = attached.client
     assert isinstance(tree, HiRadixCache) and storage.storage_config is not None
-    namespace = tree.store.opener.namespace()
-    pools = attached.guard.pools
+    namespace = tree.store.namespace()
+    pools = attached.pools
     for node in tree.nodes():
         pages = [f"{namespace}/{page}" for page in node.page_hashes(tree.page_size)]
         if node.storage_epoch == tree.store.epoch:
@@ -92,7 +92,7 @@ def assert_stored(tree: RadixCache, store: ObjectStore, backend: str, epoch_bega
 
 def _written_here(attached: AttachedStore, pages: list[str]) -> list[str]:
     """The `pages`, with their namespace, whose keys and values this rank writes."""
-    shards = attached.guard.pools.shards.get(PoolName.KV)
+    shards = attached.pools.shards.get(PoolName.KV)
     if shards is None:
         return pages
     name = shards.objects[0].name

@@ -210,7 +210,7 @@ class FileStore(HiCacheFile):
         results: dict[str, list[PageResult]] = {}
         for one in transfers:
             for key in self.object_keys(one.keys or [], one.name):
-                call.disturb(self._files.path(*self._split(key)))
+                call.disturb(self._path(key))
             results[str(one.name)] = (
                 [CacheOutcome.FAILED] * len(one.keys or ())
                 if call.refuses()

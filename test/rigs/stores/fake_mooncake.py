@@ -135,6 +135,5 @@ class FakeMooncakes(list[FakeMooncake]):
 
         module = SimpleNamespace(MooncakeDistributedStore=make)
         patch.setattr(client, "load_mooncake", lambda: module)
-        patch.setattr(client, "is_reachable", lambda config: True)
         patch.setattr(client, "check_reachable", lambda config: None)
         patch.setattr(base_store, "settle_protocol", lambda config, device: ("tcp", ""))

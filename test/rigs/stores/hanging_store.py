@@ -17,11 +17,9 @@ from sglang.srt.mem_cache.hicache_storage import (
     StorageUnavailable,
 )
 from sglang.srt.mem_cache.l3.attached_store import AttachedStore
-from sglang.srt.mem_cache.l3.storage_operation import (
-    PrefetchOperation,
-    StorageOperation,
-)
+from sglang.srt.mem_cache.l3.prefetch_table import PrefetchOperation
 from sglang.srt.mem_cache.l3.storage_settings import StorageSettings
+from sglang.srt.mem_cache.l3.storage_writes import StorageOperation
 from sglang.srt.mem_cache.l3.stored_pools import StoredPools
 from sglang.srt.mem_cache.tree.hicache_metrics import HiCacheMetrics
 from sglang.srt.mem_cache.tree.radix_key import PageHash, RadixKey
@@ -122,12 +120,12 @@ class HangingBench:
             page_size=1, page_bytes=64, pages_per_read=64, metrics=self.metrics,
             pools=StoredPools("ns"),
         )  # fmt: skip
-        self.io.guard._breaker._clock = self.clock.monotonic
+        self.io.breaker._clock = self.clock.monotonic
 
     def read(self, *pages: str) -> CacheOutcome | None:
         """Read `pages` to the end; returns the outcome."""
         operation = self.submit(*pages)
-        wait_for(lambda: operation.ended)
+        wait_for(lambda: operation.outcome is not None)
         return operation.outcome
 
     def submit(self, *pages: str) -> PrefetchOperation:
@@ -149,7 +147,7 @@ class HangingBench:
             hashes=[PageHash(page) for page in pages], prefix_hashes=[], after=None, epoch=0,
         )  # fmt: skip
         self.io.writes.queue.put(operation)
-        wait_for(lambda: operation.ended)
+        wait_for(lambda: operation.outcome is not None)
         return operation.outcome
 
     def count(self, call: str, outcome: str) -> float:
@@ -158,7 +156,7 @@ class HangingBench:
         return pages
 
     def let_the_pause_pass(self) -> None:
-        self.io.guard._breaker._retry_at = self.clock.now
+        self.io.breaker._retry_at = self.clock.now
 
 
 def wait_for(condition: object) -> None:

@@ -18,7 +18,7 @@ from typing import ClassVar, Final
 
 from sglang.srt.mem_cache.hicache_storage import StorageUnavailable, StorageUnreachable
 from sglang.srt.mem_cache.storage.backend_factory import StorageBackendFactory
-from sglang.srt.mem_cache.storage.file_objects import ObjectFiles
+from sglang.srt.mem_cache.storage.file_store import ObjectFiles
 
 PLAIN: Final = "chaotic-plain"
 IN_PLACE: Final = "chaotic-in-place"

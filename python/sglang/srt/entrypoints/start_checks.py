@@ -45,12 +45,12 @@ from sglang.srt.managers.tokenizer.chat_template import read_template
 from sglang.srt.mem_cache.host.host_layout import AUTO, check_layout_and_io
 from sglang.srt.mem_cache.l3.storage_settings import OnUnreachable, StorageSettings
 from sglang.srt.mem_cache.storage.class_lookup import check_findable, dynamic_class
-from sglang.srt.mem_cache.storage.mooncake_store.client import (
+from sglang.srt.mem_cache.storage.mooncake_store.config import (
     DEVICE_FIELD,
+    MooncakeStoreConfig,
     check_reachable,
     check_store_protocol,
 )
-from sglang.srt.mem_cache.storage.mooncake_store.config import MooncakeStoreConfig
 from sglang.srt.mem_cache.storage.types import StorageUnreachable
 from sglang.srt.model_loader.weight_files import weight_files
 from sglang.srt.server_args import ServerArgs

@@ -4,5 +4,5 @@ from sglang.srt.mem_cache.l2.cache_controller import CacheOperation as CacheOper
 from sglang.srt.mem_cache.l2.cache_controller import HiCacheAck as HiCacheAck
 from sglang.srt.mem_cache.l2.cache_controller import HiCacheController as HiCacheController
 from sglang.srt.mem_cache.l2.cache_controller import LayerDoneCounter as LayerDoneCounter
-from sglang.srt.mem_cache.l3.storage_operation import PrefetchOperation as PrefetchOperation
-from sglang.srt.mem_cache.l3.storage_operation import StorageOperation as StorageOperation
+from sglang.srt.mem_cache.l3.prefetch_table import PrefetchOperation as PrefetchOperation
+from sglang.srt.mem_cache.l3.storage_writes import StorageOperation as StorageOperation

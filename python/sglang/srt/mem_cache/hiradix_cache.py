@@ -22,9 +22,8 @@ from sglang.srt.mem_cache.l2.host_flows import HostBackup, HostLoad
 from sglang.srt.mem_cache.l3.hicache_administration import ChangeResult, StorageAdministration
 from sglang.srt.mem_cache.l3.storage_backup import StorageBackup
 from sglang.srt.mem_cache.l3.storage_prefetch import StoragePrefetch
-from sglang.srt.mem_cache.l3.store_connection import StoreConnection
-from sglang.srt.mem_cache.l3.store_opener import (
-    StoreOpener,
+from sglang.srt.mem_cache.l3.store_connection import (
+    StoreConnection,
     host_allocator_type,
     shares_with_other_sizes,
 )
@@ -81,16 +80,14 @@ class HiRadixCache(RadixCache):
         )
         self._create_prefetch_sync_groups()
         self.host_pool = controller.mem_pool_host.primary
-        opener = StoreOpener(
+        store = self.store = StoreConnection(
             controller.mem_pool_host,
             params.page_size,
             self._group,
             weights_identity=params.weights_identity,
             model_name=server_args.served_model_name,
+            prefetch_policy=server_args.hicache_storage_prefetch_policy,
             metrics=metrics,
-        )
-        store = self.store = StoreConnection(
-            opener, server_args.hicache_storage_prefetch_policy, metrics
         )
         _add_host(tree, controller.mem_pool_host)
         tree.device.evicted = metrics.evicted.labels("device")
@@ -215,7 +212,7 @@ class HiRadixCache(RadixCache):
     # ---- L2 --------------------------------------------------------------------------------
 
     def _on_insert(self, path: list[TreeNode]) -> None:
-        if self.storage_prefetch.table.reads:
+        if any(read.needs for read in self.storage_prefetch.table.operations):
             self.storage_prefetch.note_used(path)
         self.host_backup.on_insert(path)
         if self.store.attached is not None:
@@ -366,7 +363,7 @@ class HiRadixCache(RadixCache):
     @property
     def storage_backend_name(self) -> str | None:
         """Class name of the backend, as `cached_tokens_details` shows it."""
-        return None if self.store.attached is None else self.store.attached.guard.backend_name
+        return None if self.store.attached is None else self.store.attached.backend_name
 
     def tiers(self) -> list[str]:
         """One line per tier below L1: its size, and the reason for the size."""

@@ -6,12 +6,12 @@ from sglang.srt.environ import envs
 from sglang.srt.mem_cache.host.host_memory import HostTensorAllocator
 from sglang.srt.mem_cache.host.host_pool import HostKVCache
 from sglang.srt.mem_cache.host.host_pool_group import HostPoolGroup, PoolEntry
-from sglang.srt.mem_cache.host.mla_host_pool import (
+from sglang.srt.mem_cache.host.paged_host_pool import (
     DSAIndexerPoolHost,
+    MHATokenToKVPoolHost,
     MLATokenToKVPoolHost,
     NSAIndexerPoolHost,
 )
-from sglang.srt.mem_cache.host.paged_host_pool import MHATokenToKVPoolHost
 from sglang.srt.mem_cache.host.state_host_pool import MambaPoolHost
 
 HICACHE_HOST_MEMORY_RESERVE_BYTES: Final = envs.HICACHE_HOST_MEMORY_RESERVE_BYTES

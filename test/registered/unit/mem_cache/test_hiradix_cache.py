@@ -218,16 +218,16 @@ def test_what_was_read_before_the_store_came_back_is_written_again(storage_dir: 
     rig.tick()
     begun_in = rig.hi.store.epoch
     (operation,) = rig.hi.storage_prefetch.table.operations
-    wait_for(lambda: operation.ended)
+    wait_for(lambda: operation.outcome is not None)
     rig.hi.store.epoch += 1  # It came back, empty.
     for path in storage_dir.rglob("*"):
         path.unlink() if path.is_file() else None
     rig.until(lambda: rig.tree.check_prefetch_progress("reads"))
     (node,) = rig.hi.nodes()
-    assert (node.storage_epoch, rig.hi.store.has_stored(node)) == (begun_in, False)
+    assert (node.storage_epoch, rig.hi.storage_backup.has_stored(node)) == (begun_in, False)
     assert rig.run(range(17)) == Reused(host=16)
     rig.settle()
-    assert rig.hi.store.has_stored(node)
+    assert rig.hi.storage_backup.has_stored(node)
     assert len([path for path in storage_dir.rglob("*") if path.is_file()]) == 4
     rig.close()
 

@@ -231,7 +231,7 @@ def test_a_store_that_fails_for_one_kind_gives_nothing(
     writer.settle()
     monkeypatch.setattr(Picky, "is_down", True)
     assert reader.run(PROMPT) == Reused()
-    assert attached_store_of(reader).guard.is_open
+    assert attached_store_of(reader).breaker.is_open
     reader.settle()
     assert reader.hi.host_pool.available_size() == reader.hi.host_pool.size - 40, "its own copy"
 

@@ -54,7 +54,7 @@ def latent(group: RankGroup) -> MLARig:
 
 def written(rig: CacheRig, *, present: int = 0) -> int:
     """Objects that this rank has written, having found `present` of those it was to write."""
-    storage = attached_store_of(rig).guard.client
+    storage = attached_store_of(rig).client
     assert storage is not None
     stats = storage.get_stats()
     assert stats.get("set_present_pages", 0) == present
@@ -167,12 +167,12 @@ def test_the_tree_asks_for_the_least_of_all_ranks_by_groups_of_its_own() -> None
 def test_backends_are_told_the_rank_in_attention_and_who_has_the_same_heads() -> None:
     def work(group: RankGroup) -> tuple[int, ...]:
         rig = ShardedRig(l1_pages=8, settings=COMMON, group=group)
-        storage = attached_store_of(rig).guard.client
+        storage = attached_store_of(rig).client
         assert storage is not None and storage.storage_config is not None
         told = storage.storage_config
         rig.close()
         assert (told.tp_lcm_size, told.should_split_heads, told.is_mla_model) == (4, True, False)
-        assert rig.hi.store.opener.get_attn_cp_rank_and_size() == (group.rank // 2, 2)
+        assert rig.hi.store.get_attn_cp_rank_and_size() == (group.rank // 2, 2)
         return told.tp_rank, told.tp_size, told.attn_cp_rank, told.attn_cp_size
 
     ranks = run_on_ranks(4, work, attn_cp_size=2)
@@ -304,7 +304,7 @@ def test_a_common_size_without_effect_is_said(caplog: pytest.LogCaptureFixture) 
 
 def break_writes(rig: CacheRig) -> None:
     """This rank's store refuses what it is given from now on."""
-    storage = attached_store_of(rig).guard.client
+    storage = attached_store_of(rig).client
     assert storage is not None
 
     def refuse(*_: object) -> None:
@@ -324,22 +324,22 @@ def test_a_write_that_fails_on_its_writer_counts_for_no_rank(storage_dir: Path) 
     def work(group: RankGroup) -> tuple[bool, dict[str, float], int, int]:
         rig = sharded(group)
         try:
-            storage = attached_store_of(rig).guard.client
+            storage = attached_store_of(rig).client
             assert storage is not None
             if group.rank == 1:
                 break_writes(rig)
             rig.run(PROMPT)
             rig.settle()
             node = next(iter(rig.tree.root_node.children.values()))
-            stored = rig.hi.store.has_stored(node)
+            stored = rig.hi.storage_backup.has_stored(node)
             first, ended = written(rig), outcomes(rig)
             both_wrote.wait(30)
             if group.rank == 1:
                 del vars(storage)["batch_set_v2"]
-                attached_store_of(rig).guard.note_success()
+                attached_store_of(rig).breaker.reset()
             rig.run([*PROMPT, 8])
             rig.settle()
-            assert rig.hi.store.has_stored(node)
+            assert rig.hi.storage_backup.has_stored(node)
             return stored, ended, first, written(rig, present=first)
         finally:
             rig.close()
@@ -358,14 +358,14 @@ def test_a_page_that_another_rank_writes_needs_no_store_here() -> None:
         rig = ShardedRig(l1_pages=128, settings=L3, group=group)
         try:
             io = attached_store_of(rig)
-            (key,) = io.guard.pools.keys(RadixKey(PROMPT[:PAGE]).page_hashes(PAGE))
-            if not io.guard.pools.shards["kv"].writes(f"{key}/kv"):
+            (key,) = io.pools.keys(RadixKey(PROMPT[:PAGE]).page_hashes(PAGE))
+            if not io.pools.shards["kv"].writes(f"{key}/kv"):
                 break_writes(rig)
-                io.guard.trip()
+                io.breaker.trip()
             rig.run(PROMPT[: PAGE + 1])
             rig.settle()
             (node,) = rig.tree.root_node.children.values()
-            assert rig.hi.store.has_stored(node)
+            assert rig.hi.storage_backup.has_stored(node)
             return outcomes(rig)
         finally:
             rig.close()

@@ -108,7 +108,7 @@ def test_pages_that_are_there_are_invisible_until_their_state_is(
 ) -> None:
     write(rigs, kind)
     reader = make(rigs, Odd, kind, hicache_storage_prefetch_policy=policy)
-    attached_store_of(reader).reads._pages_per_read = 4
+    attached_store_of(reader).pages_per_read = 4
     Odd.gate.clear()
     reader.arrive("slow", PROMPT)
     (operation,) = reader.hi.storage_prefetch.table.operations

@@ -28,8 +28,7 @@ from sglang.srt.mem_cache.hicache_storage import (
     PoolTransfer,
 )
 from sglang.srt.mem_cache.l3 import storage_backup
-from sglang.srt.mem_cache.l3.prefetch_table import PrefetchTable
-from sglang.srt.mem_cache.l3.storage_operation import PrefetchOperation
+from sglang.srt.mem_cache.l3.prefetch_table import PrefetchOperation, PrefetchTable
 from sglang.srt.mem_cache.l3.storage_reads import StorageReads
 from sglang.srt.mem_cache.tree.base_prefix_cache import EvictParams
 from sglang.srt.mem_cache.tree.pool_tier import HostTier
@@ -284,7 +283,7 @@ def test_pages_whose_state_the_tree_has_taken_alone_are_not_published(
     monkeypatch.undo()
     for rid in ("first", "second"):
         reader.tree.release_aborted_request(rid)
-    read.finish(CacheOutcome.LATE)
+    read.outcome = CacheOutcome.LATE
     reader.settle()
 
 
@@ -416,7 +415,7 @@ def test_a_read_counts_as_landed_where_the_ranks_agree_on_the_page_of_its_state(
     """On a rank whose store has more, the state that was read stands behind another page."""
     table, operation = one_read()
     operation.hit_pages = operation.landed_pages = operation.handed_pages = 3
-    operation.finish(CacheOutcome.LANDED)
+    operation.outcome = CacheOutcome.LANDED
     (first,) = table.report(awaits_answers=False)
     assert (first.hit, first.landed, first.ended) == (3, 0, False)
     table.agree([first._replace(hit=agreed_hit)])
@@ -429,7 +428,7 @@ def test_a_read_counts_as_landed_where_the_ranks_agree_on_the_page_of_its_state(
 def test_a_miss_ends_at_once() -> None:
     table, operation = one_read()
     operation.hit_pages = 0
-    operation.finish(CacheOutcome.MISS)
+    operation.outcome = CacheOutcome.MISS
     (progress,) = table.report(awaits_answers=False)
     assert (progress.hit, progress.landed, progress.ended) == (0, 0, True)
 

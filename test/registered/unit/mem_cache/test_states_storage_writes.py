@@ -38,7 +38,7 @@ def test_a_silent_store_leaves_half_of_the_states_of_l2_to_new_prompts(rigs: Sto
     assert all(node.states[0].host_value is not None for node in nodes[-4:]), "the newest reach L2"
     assert rig.hi.is_busy() == {"backups": 20}, "all others wait until a write ends"
     rig.settle()
-    assert all(rig.hi.store.has_stored(node) for node in (*nodes[:4], *nodes[-4:]))
+    assert all(rig.hi.storage_backup.has_stored(node) for node in (*nodes[:4], *nodes[-4:]))
 
 
 def test_a_full_l2_says_what_it_is_full_of(

@@ -41,7 +41,7 @@ from sglang.srt.managers.messages.io_struct import (
     ToScheduler,
 )
 from sglang.srt.managers.scheduler.prefill import PrefillScheduler
-from sglang.srt.mem_cache.l3 import guarded_store
+from sglang.srt.mem_cache.l3 import attached_store
 from sglang.srt.mem_cache.storage import base
 from sglang.test.ci.ci_register import register_cpu_ci
 
@@ -288,7 +288,7 @@ def test_writes_that_wait_for_room_end_with_what_is_above_them(
     store: ObjectStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A store that refuses is not asked again and again by an engine that has nothing to do."""
-    monkeypatch.setattr(guarded_store, "_STUCK_AFTER_S", 20.0)
+    monkeypatch.setattr(attached_store, "_STUCK_AFTER_S", 20.0)
     monkeypatch.setitem(MOODS, "hung", Mood(hang=1.0))
     rig = make_rig(hicache_ratio=14 / 16)  # Writes under way have half of it: 7 pages.
     try:

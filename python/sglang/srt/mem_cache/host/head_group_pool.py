@@ -8,7 +8,7 @@ gathered and scattered.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any, Final, NamedTuple, NoReturn
+from typing import Final, NamedTuple, NoReturn
 
 import torch
 
@@ -21,7 +21,6 @@ from sglang.srt.mem_cache.host.host_copy import (
 )
 from sglang.srt.mem_cache.host.host_page_list import whole_pages
 from sglang.srt.mem_cache.host.host_pool import AnyHostPool
-from sglang.srt.mem_cache.host.parted_host_pool import PartedPoolHost
 
 _REMEDY: Final = (
     "leave tp_lcm_size out of the extra config, or give the number of ranks that split the heads "
@@ -49,7 +48,7 @@ def _cut(
     """The `index`-th of `num_groups` equal pieces of each run of `lengths`.
 
     Args:
-        items: See `PartedPoolHost.page_items`.
+        items: See `HostKVCache.page_items`.
         lengths: See `StateBuffer.head_parts`.
         index: Index of the piece, from 0.
         num_groups: Divides each of `lengths`.
@@ -83,17 +82,13 @@ class HeadGroupPool:
 
     def __init__(self, pool: AnyHostPool, index: int, num_groups: int) -> None:
         spec = pool.device_pool.spec
-        if not isinstance(pool, PartedPoolHost):
-            raise ValueError(
-                f"pool {spec.name}: {type(pool).__name__} has no heads to cut; {_REMEDY}"
-            )
         for buffer in spec.buffers:
             if not buffer.head_parts or any(length % num_groups for length in buffer.head_parts):
                 raise ValueError(
                     f"pool {spec.name}: its buffer {buffer.name} {list(buffer.shape)} cannot be "
                     f"cut into {num_groups} groups of heads; {_REMEDY}"
                 )
-        self._pool: PartedPoolHost[Any] = pool
+        self._pool = pool
         self._parts: list[_Part] = []
         self.page_bytes = 0
         """Bytes of the group in one page, without the L3 trailer."""

@@ -17,7 +17,6 @@ import numpy.typing as npt
 import torch
 
 from sglang.srt.mem_cache.host.host_layout import IoBackend
-from sglang.srt.mem_cache.host.host_page_list import check_equally_many, whole_pages
 from sglang.srt.mem_cache.host.page_copier import PageCopier, PageLoad, PoolPair
 
 PageView: TypeAlias = npt.NDArray[np.uint8]
@@ -56,10 +55,8 @@ class CpuPageCopier(PageCopier):
     """Copies between a host pool and a device pool on the CPU, in the caller's thread."""
 
     def __init__(self, pools: PoolPair) -> None:
+        self._pools = pools
         self._layers = _layer_pairs(pools)
-        self._page_size = pools.page_size
-        self._host_pages = pools.host_pages
-        self._device_pages = pools.device_pages
 
     def backup(
         self, host_indices: torch.Tensor, device_indices: torch.Tensor, io_backend: str
@@ -79,11 +76,9 @@ class CpuPageCopier(PageCopier):
     ) -> tuple[PageIndex, PageIndex]:
         if io_backend != IoBackend.DIRECT:
             raise ValueError(f"io_backend {io_backend}: this host pool copies with direct only")
-        check_equally_many(host_indices, device_indices)
-        return (
-            page_index(whole_pages(host_indices, self._page_size, self._host_pages)),
-            page_index(whole_pages(device_indices, self._page_size, self._device_pages)),
-        )
+        host, device = self._pools.pages(host_indices, device_indices)
+        assert device is not None, "the device is the CPU"
+        return page_index(host), page_index(device)
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,6 @@ Runs where copies are issued: on CUDA on the scheduler's thread, inside a `CopyS
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
@@ -31,7 +30,6 @@ from sglang.srt.mem_cache.host.copy_runs import (
     runs_from_pool,
 )
 from sglang.srt.mem_cache.host.host_layout import IoBackend, suits_copy_engines
-from sglang.srt.mem_cache.host.host_page_list import check_equally_many, whole_pages
 from sglang.srt.mem_cache.host.host_rows import PartRows, TokenCopyTuning, part_rows
 from sglang.srt.mem_cache.host.page_copier import PageCopier, PageLoad, PoolPair
 from sglang.srt.mem_cache.host.staged_copy import StagedBackup, StagedLoad, StagedLoadTuning
@@ -90,21 +88,19 @@ class _Slots:
     """int64 `[n * page_size]` on the device, in order with the current stream."""
 
 
-class PageCopy(ABC):
-    """One set of pages on its way, in either direction. Lives until its last layer is issued."""
+class _KernelCopy(PageLoad):
+    """Pages that a kernel moves, in either direction."""
 
-    @abstractmethod
-    def issue(self, layers: range, *, to_host: bool) -> None:
-        """Queue the copies of `layers` in the current stream."""
-
-
-class _KernelCopy(PageCopy):
     def __init__(self, pool: CudaPageCopier, slots: _Slots) -> None:
         self._pool = pool
         self._host_pages = pool.runtime.stage_to_device(torch.from_numpy(slots.host_pages))
         self._device_slots = slots.device
 
-    def issue(self, layers: range, *, to_host: bool) -> None:
+    def issue(self, layer: int) -> None:
+        self.copy(range(layer, layer + 1), to_host=False)
+
+    def copy(self, layers: range, *, to_host: bool) -> None:
+        """Queue the copies of `layers` in the current stream."""
         from sglang.srt.mem_cache.host.token_copy import copy_tokens
 
         for group, table in self._pool.groups:
@@ -114,7 +110,7 @@ class _KernelCopy(PageCopy):
                 table,
                 group[0].device_stride,
                 self._host_pages,
-                self._pool.page_size,
+                self._pool.pools.page_size,
                 self._device_slots,
                 layers,
                 to_host=to_host,
@@ -122,7 +118,9 @@ class _KernelCopy(PageCopy):
             )
 
 
-class _StagedLoad(PageCopy):
+class _StagedLoad(PageLoad):
+    """Pages that copy engines load, some layers at a time."""
+
     def __init__(
         self,
         pool: CudaPageCopier,
@@ -137,31 +135,22 @@ class _StagedLoad(PageCopy):
         self._num_layers = pool.num_layers
         self._issued_until = 0
 
-    def issue(self, layers: range, *, to_host: bool) -> None:
-        assert not to_host
-        if layers.stop <= self._issued_until:
+    def issue(self, layer: int) -> None:
+        if layer < self._issued_until:
             return
         if self._stage.layers_at_once == self._num_layers:
             layers, in_order = range(self._num_layers), True
         else:
             # A load goes from layer 0 on; one that starts elsewhere is of that layer alone.
-            in_order = layers.start == self._issued_until
-            step = self._stage.layers_at_once if in_order and layers.start else 1
-            layers = range(layers.start, min(layers.start + step, self._num_layers))
+            in_order = layer == self._issued_until
+            step = self._stage.layers_at_once if in_order and layer else 1
+            layers = range(layer, min(layer + step, self._num_layers))
         if self._one_layer is not None and len(layers) == 1:
-            self._one_layer.issue(layers, to_host=False)
+            self._one_layer.copy(layers, to_host=False)
         else:
             self._stage.load(self._chunks, layers)
         if in_order:
             self._issued_until = layers.stop
-
-
-class _CudaLoad(PageLoad):
-    def __init__(self, copy: PageCopy) -> None:
-        self._copy = copy
-
-    def issue(self, layer: int) -> None:
-        self._copy.issue(range(layer, layer + 1), to_host=False)
 
 
 class CudaPageCopier(PageCopier):
@@ -172,9 +161,7 @@ class CudaPageCopier(PageCopier):
             part_rows(host, device) for host, device in zip(pools.host, pools.device, strict=True)
         )
         page_size = pools.page_size
-        self.page_size = page_size
-        self.host_pages = pools.host_pages
-        self.device_pages = pools.device_pages
+        self.pools = pools
         self.device = pools.device[0][0].device
         self.runtime = device_runtime(self.device)
         self.num_layers = len(self.parts[0].device_addresses)
@@ -202,14 +189,18 @@ class CudaPageCopier(PageCopier):
     ) -> None:
         """As `PageCopier.backup`, with `kernel` or `direct`."""
         _check_backend(io_backend)
-        check_equally_many(host_indices, device_indices)
         if device_indices.is_cpu and self.prefers_cpu_slots(io_backend):
             self._backup_runs(host_indices, device_indices)
-        elif self.engine_use[io_backend].backup:
-            self._backup_staged(host_indices, device_indices)
-        else:
-            copy = _KernelCopy(self, self._slots(host_indices, device_indices))
-            copy.issue(range(self.num_layers), to_host=True)
+            return
+        slots = self._slots(host_indices, device_indices)
+        if not self.engine_use[io_backend].backup:
+            _KernelCopy(self, slots).copy(range(self.num_layers), to_host=True)
+            return
+        if self._staged is None:
+            self._staged = StagedBackup(
+                self.groups, self.pools.page_size, self.device, self._copy_engine()
+            )
+        self._staged.backup(slots.host_pages, slots.device)
 
     def prefers_cpu_slots(self, io_backend: str) -> bool:
         """True if a backup needs no kernels when its device slots are on the CPU.
@@ -223,15 +214,15 @@ class CudaPageCopier(PageCopier):
         first = self.parts[0]
         return (
             self.engine_use[io_backend].backup
-            and first.rows.has_page_runs(self.page_size)
+            and first.rows.has_page_runs(self.pools.page_size)
             and first.has_device_runs
             and self._mean_run_bytes >= (_GRID_RUN_BYTES if self._has_grids else _LONG_RUN_BYTES)
         )
 
     def _backup_runs(self, host: torch.Tensor, device: torch.Tensor) -> None:
-        host_pages = whole_pages(host, self.page_size, self.host_pages)
-        device_pages = whole_pages(device, self.page_size, self.device_pages)
-        pages = self.page_size, host_pages, device_pages
+        host_pages, device_pages = self.pools.pages(host, device)
+        assert device_pages is not None, "the slots are on the CPU"
+        pages = self.pools.page_size, host_pages, device_pages
         stream = self.runtime.current_stream_handle()
         if not self._has_grids:
             self._copy_engine().copy(runs_from_pool(self.parts, *pages), stream)
@@ -239,30 +230,18 @@ class CudaPageCopier(PageCopier):
         for grids in grids_from_pool(self.parts, *pages):
             self._copy_engine().copy_grids(grids, stream)
 
-    def _backup_staged(self, host: torch.Tensor, device: torch.Tensor) -> None:
-        slots = self._slots(host, device)
-        if self._staged is None:
-            self._staged = StagedBackup(
-                self.groups, self.page_size, self.device, self._copy_engine()
-            )
-        self._staged.backup(slots.host_pages, slots.device)
-
     def begin_load(
         self, host_indices: torch.Tensor, device_indices: torch.Tensor, io_backend: str
     ) -> PageLoad:
         """As `PageCopier.begin_load`, with `kernel` or `direct`."""
-        return _CudaLoad(self._prepare(host_indices, device_indices, io_backend))
-
-    def _prepare(self, host: torch.Tensor, device: torch.Tensor, io_backend: str) -> PageCopy:
-        check_equally_many(host, device)
         _check_backend(io_backend)
-        slots = self._slots(host, device)
+        slots = self._slots(host_indices, device_indices)
         if not self.engine_use[io_backend].load:
             return _KernelCopy(self, slots)
         if self._staged_load is None:
             self._staged_load = StagedLoad(
                 self.groups,
-                self.page_size,
+                self.pools.page_size,
                 self.device,
                 self._copy_engine(),
                 self.staged_load_tuning,
@@ -275,9 +254,7 @@ class CudaPageCopier(PageCopier):
         )
 
     def _slots(self, host: torch.Tensor, device: torch.Tensor) -> _Slots:
-        pages = whole_pages(host, self.page_size, self.host_pages)
-        if device.is_cpu:
-            whole_pages(device, self.page_size, self.device_pages)
+        pages, _ = self.pools.pages(host, device)
         # Made on another stream and maybe freed there while this one still reads it.
         self.runtime.keep_for_current_stream(device)
         return _Slots(pages, self.runtime.stage_to_device(device))

@@ -23,7 +23,6 @@ import torch
 from sglang.srt.constants import MIB
 from sglang.srt.hardware_backend.device_runtime import device_runtime
 from sglang.srt.mem_cache.host.host_layout import IoBackend
-from sglang.srt.mem_cache.host.host_page_list import check_equally_many, whole_pages
 from sglang.srt.mem_cache.host.page_copier import PageCopier, PageLoad, PoolPair
 
 BUFFER_BYTES: Final = 64 * MIB
@@ -74,9 +73,7 @@ class NpuPageCopier(PageCopier):
             _Part.of(host, device, pools.page_size)
             for host, device in zip(pools.host, pools.device, strict=True)
         ]
-        self._page_size = pools.page_size
-        self._host_pages = pools.host_pages
-        self._device_pages = pools.device_pages
+        self._pools = pools
         self._runtime = device_runtime(pools.device[0][0].device)
         page_bytes = max(part.host[0].nbytes for part in self._parts)
         self._pages_at_once = max(1, buffer_bytes // page_bytes)
@@ -117,14 +114,11 @@ class NpuPageCopier(PageCopier):
         """Checked pages on the host and on the device, as many at once as the buffer takes."""
         if io_backend != IoBackend.KERNEL_ASCEND:
             raise ValueError(f"io_backend {io_backend}: NPU pools copy with kernel_ascend")
-        check_equally_many(host_indices, device_indices)
-        host = whole_pages(host_indices, self._page_size, self._host_pages)
-        if device_indices.is_cpu:
-            whole_pages(device_indices, self._page_size, self._device_pages)
+        host, _ = self._pools.pages(host_indices, device_indices)
         # Made on another stream and maybe freed there while this one still reads it.
         self._runtime.keep_for_current_stream(device_indices)
         slots = self._runtime.stage_to_device(device_indices)
-        device = slots[:: self._page_size] // self._page_size
+        device = slots[:: self._pools.page_size] // self._pools.page_size
         size = self._pages_at_once
         for start in range(0, len(host), size):
             yield host[start : start + size], device[start : start + size]

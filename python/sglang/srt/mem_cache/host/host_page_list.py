@@ -115,11 +115,3 @@ def whole_pages(indices: torch.Tensor, page_size: int, page_num: int) -> npt.NDA
             f"{page_num * page_size} slots"
         )
     return pages
-
-
-def check_equally_many(host_indices: torch.Tensor, device_indices: torch.Tensor) -> None:
-    """Raise ValueError unless there is one device slot for each host slot."""
-    if len(host_indices) != len(device_indices):
-        raise ValueError(
-            f"{len(host_indices)} host_indices for {len(device_indices)} device_indices"
-        )

@@ -18,8 +18,10 @@ import torch
 from sglang.srt.constants import GB
 from sglang.srt.hardware_backend.device_runtime import DeviceRuntime, device_runtime
 from sglang.srt.mem_cache.device.base_device_pool import BaseDevicePool
+from sglang.srt.mem_cache.host.host_copy import PagePair, gather_views, page_view, scatter_views
 from sglang.srt.mem_cache.host.host_layout import (
     HostLayout,
+    PageByteOrder,
     check_layout_of_kind,
     is_zero_copy,
     page_byte_order,
@@ -31,13 +33,22 @@ from sglang.srt.mem_cache.host.host_memory import (
     get_allocator_from_storage,
 )
 from sglang.srt.mem_cache.host.host_page_list import HostPageList, whole_pages
-from sglang.srt.mem_cache.host.page_copier import PageLoad
+from sglang.srt.mem_cache.host.page_copier import (
+    PageCopier,
+    PageLoad,
+    PoolPair,
+    make_page_copier,
+)
 
 PoolT = TypeVar("PoolT", bound=BaseDevicePool)
 
 
 class HostKVCache(HostPageList, ABC, Generic[PoolT]):
-    """A pool of pages in host memory that mirrors one device pool, and their free list.
+    """A pool of pages in host memory that mirrors one device pool, part by part, and their free
+    list.
+
+    A *part* is one buffer of the device pool's spec, or some columns of it, over all layers: keys,
+    values, latent rows, states. A page's bytes are its parts, one after the other.
 
     Args:
         device_pool: The pool that pages are copied from and to.
@@ -62,6 +73,10 @@ class HostKVCache(HostPageList, ABC, Generic[PoolT]):
 
     LAYOUTS: ClassVar[tuple[HostLayout, ...]] = tuple(HostLayout)
     """Layouts that this kind of state has."""
+    kv_buffer: list[torch.Tensor]
+    _parts: tuple[torch.Tensor, ...]
+    """Layer by layer in `layer_first`, else page by page; each contiguous."""
+    _copier: tuple[PoolT, PageCopier] | None = None
 
     def __init__(
         self,
@@ -127,30 +142,57 @@ class HostKVCache(HostPageList, ABC, Generic[PoolT]):
 
     # -- what a kind of pool defines ---------------------------------------------------------------
 
-    @classmethod
     @abstractmethod
-    def slot_bytes(cls, device_pool: PoolT) -> int:
-        """Bytes of one slot over all layers, known before any memory is taken."""
+    def _device_parts(self, device_pool: PoolT) -> tuple[tuple[torch.Tensor, ...], ...]:
+        """For each part of a page its layers on the device, `[slots, *item]`: buffers or views."""
+
+    def _part_shape(self, item: tuple[int, ...]) -> tuple[int, ...]:
+        """Shape of a part in host memory; `item` is that of a slot in a layer."""
+        match self.layout:
+            case HostLayout.LAYER_FIRST:
+                return (self.layer_num, self.size, *item)
+            case HostLayout.PAGE_FIRST:
+                return (self.size, self.layer_num, *item)
+            case _:
+                return (self.page_num, self.layer_num, self.page_size, *item)
 
     @classmethod
-    @abstractmethod
+    def slot_bytes(cls, device_pool: PoolT) -> int:
+        """Bytes of one slot over all layers, known before any memory is taken."""
+        return device_pool.spec.num_bytes
+
+    @classmethod
     def shortest_part_bytes(cls, device_pool: PoolT) -> int:
         """Bytes of one slot over all layers in the shortest part of a page (keys or values). They
         decide layout and I/O."""
+        spec = device_pool.spec
+        return min(buffer.num_bytes for buffer in spec.buffers) * len(spec.layers)
 
     def get_size_per_token(self) -> int:
         """Bytes of one token's state over all layers."""
         return self.slot_bytes(self.device_pool)
 
-    @abstractmethod
     def get_ksize_per_token(self) -> int:
-        """Bytes of the first part of a page (keys), per token."""
+        """Bytes of the first part of a page (keys), per token, over all layers."""
+        return self._parts[0].nbytes // self.size
 
-    @abstractmethod
     def init_kv_buffer(self) -> list[torch.Tensor]:
         """Allocate the buffers: contiguous tensors that hold whole pages."""
+        firsts = [layers[0] for layers in self._device_parts(self.device_pool)]
+        buffers = [
+            self.allocator.allocate(
+                self._part_shape(first.shape[1:]),
+                first.dtype,
+                self.device,
+                pinned_by=self._pinned_by,
+            )
+            for first in firsts
+        ]
+        self._parts = tuple(buffers)
+        return buffers
 
-    @abstractmethod
+    # -- copies ------------------------------------------------------------------------------------
+
     def begin_load(
         self,
         device_pool: PoolT,
@@ -160,6 +202,8 @@ class HostKVCache(HostPageList, ABC, Generic[PoolT]):
     ) -> PageLoad:
         """Prepare a load of whole pages to the device pool; the caller issues its layers (0-based
         in this pool). The indices must not change until the last layer is issued."""
+        copier = self._copier_of(device_pool)
+        return copier.begin_load(host_indices, device_indices, io_backend)
 
     def load_to_device_per_layer(
         self,
@@ -175,7 +219,6 @@ class HostKVCache(HostPageList, ABC, Generic[PoolT]):
         """
         self.begin_load(device_pool, host_indices, device_indices, io_backend).issue(layer_id)
 
-    @abstractmethod
     def backup_from_device_all_layer(
         self,
         device_pool: PoolT,
@@ -185,18 +228,43 @@ class HostKVCache(HostPageList, ABC, Generic[PoolT]):
     ) -> None:
         """Copy all layers of whole pages from the device pool. `device_indices` are on its device,
         or on the CPU."""
+        self._copier_of(device_pool).backup(host_indices, device_indices, io_backend)
 
     def prefers_cpu_slots(self, device_pool: PoolT, io_backend: str) -> bool:
         """True if backups are faster with their `device_indices` on the CPU."""
-        return False
+        return self._copier_of(device_pool).prefers_cpu_slots(io_backend)
 
-    @abstractmethod
-    def gather_pages(self, indices: torch.Tensor, out: torch.Tensor) -> None:
-        """Copy pages into the rows of `out`, uint8 `[pages, page_bytes]`, in page byte order."""
+    def _copier_of(self, device_pool: PoolT) -> PageCopier:
+        """The copier between this pool and `device_pool`, made on first use."""
+        if self._copier is None or self._copier[0] is not device_pool:
+            self._copier = (device_pool, make_page_copier(self._paired_with(device_pool)))
+        return self._copier[1]
 
-    @abstractmethod
-    def scatter_pages(self, indices: torch.Tensor, pages: torch.Tensor) -> None:
-        """The inverse of `gather_pages`."""
+    def _paired_with(self, device_pool: PoolT) -> PoolPair:
+        """The pages of this pool and of `device_pool`, layer by layer."""
+        layers = range(self.layer_num)
+        return PoolPair(
+            host=tuple(
+                tuple(self._layer_pages(part, layer) for layer in layers) for part in self._parts
+            ),
+            device=self._device_parts(device_pool),
+            page_size=self.page_size,
+            host_pages=self.page_num,
+            device_pages=device_pool.size // self.page_size + 1,
+        )
+
+    def _layer_pages(self, part: torch.Tensor, layer: int) -> torch.Tensor:
+        """A layer of a part by pages, a view `[page, slot, elements]`."""
+        match self.layout:
+            case HostLayout.LAYER_FIRST:
+                pages = part[layer]
+            case HostLayout.PAGE_FIRST:
+                pages = part.view(self.page_num, self.page_size, *part.shape[1:])[:, :, layer]
+            case _:
+                pages = part[:, layer]
+        return pages.view(self.page_num, self.page_size, -1)
+
+    # -- bytes, for L3 -----------------------------------------------------------------------------
 
     @property
     def page_byte_order(self) -> str:
@@ -214,8 +282,6 @@ class HostKVCache(HostPageList, ABC, Generic[PoolT]):
         """`size`, which is that of this rank's heads, for all heads of the model."""
         share = self.device_pool.spec.share
         return size * share.total // (share.end - share.begin)
-
-    # -- bytes, for L3 -----------------------------------------------------------------------------
 
     def get_hybrid_pool_buffer(self) -> list[torch.Tensor]:
         """The contiguous tensors to register with a transport."""
@@ -283,13 +349,66 @@ class HostKVCache(HostPageList, ABC, Generic[PoolT]):
             )
         return whole_pages(indices, self.page_size, self.page_num)
 
-    @abstractmethod
     def _page_parts(self) -> list[tuple[memoryview, int, int]]:
-        """Per part of a page (K, V): all bytes of that part, bytes a page, address."""
+        """Per part of a page: all bytes of that part, bytes a page, address."""
+        return [
+            (
+                part.view(-1).view(torch.uint8).numpy().data,
+                part.nbytes // self.page_num,
+                part.data_ptr(),
+            )
+            for part in self._parts
+        ]
 
-    @abstractmethod
     def _page_shape(self) -> tuple[int, ...]:
         """Shape of an unflattened page."""
+        items = [layers[0].shape[1:] for layers in self._device_parts(self.device_pool)]
+        if items != [items[0]] * len(items):
+            raise ValueError("a page of unlike parts has only its flat form")
+        parts = (len(items),) if len(items) > 1 else ()
+        if page_byte_order(self.layout) == PageByteOrder.TOKEN_MAJOR:
+            return (*parts, self.page_size, self.layer_num, *items[0])
+        return (*parts, self.layer_num, self.page_size, *items[0])
+
+    def gather_pages(self, indices: torch.Tensor, out: torch.Tensor) -> None:
+        """Copy pages into the rows of `out`, uint8 `[pages, page_bytes]`, in page byte order."""
+        numbers = whole_pages(indices, self.page_size, self.page_num)
+        gather_views(self._flat_pairs(out), numbers)
+
+    def scatter_pages(self, indices: torch.Tensor, pages: torch.Tensor) -> None:
+        """The inverse of `gather_pages`."""
+        numbers = whole_pages(indices, self.page_size, self.page_num)
+        scatter_views(self._flat_pairs(pages), numbers)
+
+    def _flat_pairs(self, flat: torch.Tensor) -> list[PagePair]:
+        """The pool's parts, and where they are in flat pages (uint8 `[n, page_bytes]`, rows)."""
+        pairs: list[PagePair] = []
+        begin = 0
+        for part in self._parts:
+            end = begin + part.nbytes // self.page_num
+            region, begin = flat[:, begin:end], end
+            if self.is_zero_copy:
+                pairs.append((page_view(part.view(self.page_num, -1)), page_view(region)))
+                continue
+            by_layer = part.view(self.layer_num, self.page_num, -1).transpose(0, 1)
+            layers = region.view(len(flat), self.layer_num, -1)
+            pairs.append((page_view(by_layer), page_view(layers)))
+        return pairs
+
+    def page_items(self) -> list[torch.Tensor]:
+        """For each buffer of the spec a view of its bytes: uint8 `[page, *outer, length, bytes]`,
+        where `length` is the first dimension of an item and `outer` are layers and tokens in the
+        order of the layout. Each buffer must be one part here."""
+        found = []
+        for part, buffer in zip(self._parts, self.device_pool.spec.buffers, strict=True):
+            raw, length = part.view(-1).view(torch.uint8), buffer.shape[0]
+            if self.is_zero_copy:
+                outer = self.layer_num * self.page_size
+                found.append(raw.view(self.page_num, outer, length, -1))
+                continue
+            by_layer = raw.view(self.layer_num, self.page_num, self.page_size, length, -1)
+            found.append(by_layer.transpose(0, 1))
+        return found
 
 
 AnyHostPool: TypeAlias = HostKVCache[Any]

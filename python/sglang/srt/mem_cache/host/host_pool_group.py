@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -93,9 +93,12 @@ class HostPoolGroup:
     def get_pool(self, name: str) -> AnyHostPool:
         """The host pool called `name`. Raises ValueError that lists the known."""
         if name not in self.entries:
-            known = ", ".join(self.entries)
-            raise ValueError(f"no host pool {name!r} in this group; it has: {known}")
+            raise self._unknown(name)
         return self.entries[name].host_pool
+
+    def _unknown(self, name: str) -> ValueError:
+        known = ", ".join(self.entries)
+        return ValueError(f"no host pool {name!r} in this group; it has: {known}")
 
     # -- copies ------------------------------------------------------------------------------------
 
@@ -110,10 +113,7 @@ class HostPoolGroup:
             ValueError: A transfer names no pool of the group, lacks slots, or has slots outside
                 its pool.
         """
-        for transfer in transfers:
-            entry, host, device = self._checked(transfer)
-            if len(host) == len(device) == 0:
-                continue  # A state is copied alone.
+        for entry, host, device in self._moved(transfers):
             entry.host_pool.backup_from_device_all_layer(
                 entry.device_pool, host, device, io_backend
             )
@@ -133,12 +133,9 @@ class HostPoolGroup:
             ValueError: As `backup`.
         """
         parts = []
-        for transfer in transfers:
-            entry, host, device = self._checked(transfer)
-            if len(host) == len(device) == 0:
-                continue  # A state is copied alone.
+        for entry, host, device in self._moved(transfers):
             load = entry.host_pool.begin_load(entry.device_pool, host, device, io_backend)
-            parts.append((load, self._layers[transfer.name]))
+            parts.append((load, self._layers[entry.name]))
         loaded = set[int]().union(*[layers for _, layers in parts])
         if len(loaded) < len(layers_done):
             for layer, done in enumerate(layers_done):
@@ -151,13 +148,21 @@ class HostPoolGroup:
                     load.issue(own_layer)
             layers_done[model_layer].record()
 
-    def _checked(self, transfer: PoolTransfer) -> tuple[PoolEntry, torch.Tensor, torch.Tensor]:
-        self.get_pool(transfer.name)  # Raises if there is none.
-        if transfer.host_indices is None or transfer.device_indices is None:
-            raise ValueError(
-                f"pool transfer {transfer.name}: a copy needs host_indices and device_indices"
-            )
-        return self.entries[transfer.name], transfer.host_indices, transfer.device_indices
+    def _moved(
+        self, transfers: Sequence[PoolTransfer]
+    ) -> Iterator[tuple[PoolEntry, torch.Tensor, torch.Tensor]]:
+        """Entry, host slots and device slots of each transfer, unless it has none: a state may be
+        copied without pages."""
+        for transfer in transfers:
+            entry, host = self.entries.get(transfer.name), transfer.host_indices
+            if entry is None:
+                raise self._unknown(transfer.name)
+            if host is None or transfer.device_indices is None:
+                raise ValueError(
+                    f"pool transfer {transfer.name}: a copy needs host_indices and device_indices"
+                )
+            if len(host) or len(transfer.device_indices):
+                yield entry, host, transfer.device_indices
 
     def prefers_cpu_slots(self, io_backend: str) -> bool:
         """True if any pool backs up faster with its device slots on the CPU.

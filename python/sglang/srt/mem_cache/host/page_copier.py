@@ -12,7 +12,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final, TypeAlias
 
+import numpy as np
+import numpy.typing as npt
 import torch
+
+from sglang.srt.mem_cache.host.host_page_list import whole_pages
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +34,23 @@ class PoolPair:
     host_pages: int
     device_pages: int
     """The padding page included."""
+
+    def pages(
+        self, host_indices: torch.Tensor, device_indices: torch.Tensor
+    ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64] | None]:
+        """Page numbers on both sides, checked; None for slots that are on the device.
+
+        Raises ValueError if slots that the CPU can see are not whole pages of their pool, or the
+        two sides have not equally many.
+        """
+        if len(host_indices) != len(device_indices):
+            raise ValueError(
+                f"{len(host_indices)} host_indices for {len(device_indices)} device_indices"
+            )
+        host = whole_pages(host_indices, self.page_size, self.host_pages)
+        if not device_indices.is_cpu:
+            return host, None
+        return host, whole_pages(device_indices, self.page_size, self.device_pages)
 
 
 class PageLoad(ABC):
@@ -53,9 +74,7 @@ class PageCopier(ABC):
     ) -> None:
         """Copy all layers of the pages of these slots to the host.
 
-        Raises:
-            ValueError: Slots that the CPU can see are not whole pages of their pool, or the
-                device has no such `io_backend`.
+        Raises ValueError as `PoolPair.pages`, or if the device has no such `io_backend`.
         """
 
     @abstractmethod

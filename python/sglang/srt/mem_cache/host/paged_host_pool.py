@@ -1,75 +1,39 @@
-"""Host pool of token slots: keys, values, latent rows."""
+"""Host pools of token slots: keys and values, latent rows (MLA), indexer keys (DSA)."""
 
 from __future__ import annotations
+
+from typing import Self
 
 import torch
 
 from sglang.srt.mem_cache.device.base_device_pool import PagedDevicePool
-from sglang.srt.mem_cache.host.host_layout import HostLayout, PageByteOrder, page_byte_order
-from sglang.srt.mem_cache.host.page_copier import PoolPair
-from sglang.srt.mem_cache.host.parted_host_pool import PartedPoolHost
+from sglang.srt.mem_cache.device.mla_pool import MLATokenToKVPool
+from sglang.srt.mem_cache.device.nsa_pool import NSATokenToKVPool
+from sglang.srt.mem_cache.host.host_layout import HostLayout, PageByteOrder
+from sglang.srt.mem_cache.host.host_page_list import HostPageList
+from sglang.srt.mem_cache.host.host_pool import HostKVCache
 
 
-class PagedPoolHost(PartedPoolHost[PagedDevicePool]):
-    """Mirrors a `PagedDevicePool`. Raises as `PartedPoolHost`."""
+class PagedPoolHost(HostKVCache[PagedDevicePool]):
+    """Mirrors a `PagedDevicePool`. Raises as `HostKVCache`."""
 
     def _device_parts(self, device_pool: PagedDevicePool) -> tuple[tuple[torch.Tensor, ...], ...]:
-        """For each part of a page its layers on the device, `[slots, *item]`: buffers or views."""
         return tuple(tuple(part) for part in device_pool.parts)
-
-    def _make_parts(self) -> tuple[list[torch.Tensor], tuple[torch.Tensor, ...]]:
-        firsts = [layers[0] for layers in self._device_parts(self.device_pool)]
-        wanted = [(self._part_shape(first.shape[1:]), first.dtype) for first in firsts]
-        shape, dtype = wanted[0]
-        if self.layout != HostLayout.PAGE_FIRST_KV_SPLIT and wanted == [wanted[0]] * 2:
-            both = self._allocate((2, *shape), dtype)
-            return [both], (both[0], both[1])
-        parts = tuple(self._allocate(*one) for one in wanted)
-        return list(parts), parts
-
-    def _part_shape(self, item: tuple[int, ...]) -> tuple[int, ...]:
-        match self.layout:
-            case HostLayout.LAYER_FIRST:
-                return (self.layer_num, self.size, *item)
-            case HostLayout.PAGE_FIRST:
-                return (self.size, self.layer_num, *item)
-            case _:
-                return (self.page_num, self.layer_num, self.page_size, *item)
-
-    def _paired_with(self, device_pool: PagedDevicePool) -> PoolPair:
-        layers = range(self.layer_num)
-        return PoolPair(
-            host=tuple(
-                tuple(self._layer_pages(part, layer) for layer in layers) for part in self._parts
-            ),
-            device=self._device_parts(device_pool),
-            page_size=self.page_size,
-            host_pages=self.page_num,
-            device_pages=device_pool.size // self.page_size + 1,
-        )
-
-    def _layer_pages(self, part: torch.Tensor, layer: int) -> torch.Tensor:
-        match self.layout:
-            case HostLayout.LAYER_FIRST:
-                pages = part[layer]
-            case HostLayout.PAGE_FIRST:
-                pages = part.view(self.page_num, self.page_size, *part.shape[1:])[:, :, layer]
-            case _:
-                pages = part[:, layer]
-        return pages.view(self.page_num, self.page_size, -1)
-
-    def _page_shape(self) -> tuple[int, ...]:
-        items = [layers[0].shape[1:] for layers in self._device_parts(self.device_pool)]
-        if items != [items[0]] * len(items):
-            raise ValueError("a page of unlike parts has only its flat form")
-        parts = (len(items),) if len(items) > 1 else ()
-        if page_byte_order(self.layout) == PageByteOrder.TOKEN_MAJOR:
-            return (*parts, self.page_size, self.layer_num, *items[0])
-        return (*parts, self.layer_num, self.page_size, *items[0])
 
 
 class MHATokenToKVPoolHost(PagedPoolHost):
     """Mirrors an `MHATokenToKVPool`: a page is its keys, then its values."""
+
+    def init_kv_buffer(self) -> list[torch.Tensor]:
+        """One buffer for both, unless the layout is `page_first_kv_split` or they differ."""
+        keys, values = (layers[0] for layers in self._device_parts(self.device_pool))
+        is_split = self.layout == HostLayout.PAGE_FIRST_KV_SPLIT
+        if is_split or (keys.shape, keys.dtype) != (values.shape, values.dtype):
+            return super().init_kv_buffer()
+        shape = (2, *self._part_shape(keys.shape[1:]))
+        both = self.allocator.allocate(shape, keys.dtype, self.device, pinned_by=self._pinned_by)
+        self._parts = (both[0], both[1])
+        return [both]
 
     @property
     def k_buffer(self) -> torch.Tensor:
@@ -80,3 +44,84 @@ class MHATokenToKVPoolHost(PagedPoolHost):
     def v_buffer(self) -> torch.Tensor:
         """Values, likewise."""
         return self._parts[1]
+
+
+class MLATokenToKVPoolHost(PagedPoolHost):
+    """Mirrors an `MLATokenToKVPool`: a page is its latent rows.
+
+    In `page_first_kv_split` it is their latent vectors, then the rotated parts, each in a buffer of
+    their own: `(page, layer, slot, 1, kv_lora_rank)` and `(page, layer, slot, 1,
+    qk_rope_head_dim)`.
+    """
+
+    @property
+    def page_byte_order(self) -> str:
+        return PageByteOrder.LAYER_MAJOR_SPLIT if self._splits_rows else super().page_byte_order
+
+    @property
+    def _splits_rows(self) -> bool:
+        return self.layout == HostLayout.PAGE_FIRST_KV_SPLIT
+
+    def _device_parts(self, device_pool: PagedDevicePool) -> tuple[tuple[torch.Tensor, ...], ...]:
+        if not self._splits_rows:
+            return super()._device_parts(device_pool)
+        assert isinstance(device_pool, MLATokenToKVPool)
+        halves = [device_pool.split_rows(rows) for rows in device_pool.kv_buffer]
+        latent, rope = zip(*halves, strict=True)
+        return latent, rope
+
+
+class NSAIndexerPoolHost(PagedPoolHost):
+    """Mirrors an `NSAIndexerPool`: a page is its indexer keys, one part in every layout. Slots are
+    the primary pool's."""
+
+    def __init__(
+        self,
+        device_pool: PagedDevicePool,
+        anchor_host: HostPageList,
+        layout: str,
+        pin_memory: bool = True,
+        device: str = "cpu",
+        allocator_type: str = "default",
+    ) -> None:
+        """See `HostKVCache`. The pool has as many pages as `anchor_host`, and mirrors the
+        indexer-key pool of an `NSATokenToKVPool`.
+
+        Raises:
+            ValueError: The pages of the two device pools are not equally long, or as
+                `PagedPoolHost`.
+        """
+        if isinstance(device_pool, NSATokenToKVPool):
+            device_pool = device_pool.index_pool
+        if anchor_host.page_size != device_pool.page_size:
+            raise ValueError(
+                f"indexer pages of {device_pool.page_size} tokens do not share the slots of pages "
+                f"of {anchor_host.page_size}"
+            )
+        super().__init__(
+            device_pool,
+            0.0,
+            0.0,
+            device_pool.page_size,
+            layout,
+            pin_memory,
+            device,
+            allocator_type,
+            page_num=anchor_host.page_num,
+        )
+
+    @classmethod
+    def make(
+        cls,
+        device_pool: PagedDevicePool,
+        *,
+        page_num: int,
+        layout: str,
+        allocator_type: str = "default",
+    ) -> Self:
+        pages = HostPageList(page_num, device_pool.page_size)
+        return cls(device_pool, pages, layout, allocator_type=allocator_type)
+
+
+DSAIndexerPoolHost = NSAIndexerPoolHost
+"""The same class by the later name of the attention, DSA."""

@@ -8,11 +8,10 @@ import torch
 
 from sglang.srt.mem_cache.device.state_pool import StatePool
 from sglang.srt.mem_cache.host.host_layout import HostLayout
-from sglang.srt.mem_cache.host.page_copier import PoolPair
-from sglang.srt.mem_cache.host.parted_host_pool import PartedPoolHost
+from sglang.srt.mem_cache.host.host_pool import HostKVCache
 
 
-class StatePoolHost(PartedPoolHost[StatePool]):
+class StatePoolHost(HostKVCache[StatePool]):
     """Mirrors a `StatePool`, buffer by buffer.
 
     `layer_first` is `[layer, state, ...]`; `page_first` and `page_first_direct`, which differ in
@@ -58,27 +57,12 @@ class StatePoolHost(PartedPoolHost[StatePool]):
             device_pool, 0.0, 0.0, allocator_type=allocator_type, layout=layout, page_num=page_num
         )
 
-    def _make_parts(self) -> tuple[list[torch.Tensor], tuple[torch.Tensor, ...]]:
-        outer = (self.page_num, self.layer_num)
-        outer = outer if self.is_zero_copy else outer[::-1]
-        parts = tuple(
-            self._allocate((*outer, *buffer.shape), buffer.dtype)
-            for buffer in self.device_pool.spec.buffers
-        )
-        return list(parts), parts
+    def _device_parts(self, device_pool: StatePool) -> tuple[tuple[torch.Tensor, ...], ...]:
+        return tuple(tuple(buffer) for buffer in device_pool.buffers)
 
-    def _paired_with(self, device_pool: StatePool) -> PoolPair:
-        layer_dim = 1 if self.is_zero_copy else 0
-        return PoolPair(
-            host=tuple(
-                tuple(pages.view(self.page_num, 1, -1) for pages in part.unbind(layer_dim))
-                for part in self._parts
-            ),
-            device=tuple(tuple(buffer) for buffer in device_pool.buffers),
-            page_size=1,
-            host_pages=self.page_num,
-            device_pages=device_pool.size + 1,
-        )
+    def _part_shape(self, item: tuple[int, ...]) -> tuple[int, ...]:
+        outer = (self.page_num, self.layer_num)
+        return (*(outer if self.is_zero_copy else outer[::-1]), *item)
 
     @property
     def page_format(self) -> str:

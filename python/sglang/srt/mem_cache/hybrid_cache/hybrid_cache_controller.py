@@ -1,6 +1,6 @@
 """Completes the transfers of an operation, for models with several kinds of state.
 
-`HiCacheController` copies them, and `GuardedStore` puts and gets them, as for a dense model.
+`HiCacheController` copies them, and `AttachedStore` puts and gets them, as for a dense model.
 """
 
 from __future__ import annotations

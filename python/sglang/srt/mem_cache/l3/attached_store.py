@@ -1,42 +1,94 @@
-"""One attached store: its guarded client, and the two threads that use it.
+"""One attached store: its client, what protects the engine from it, and the threads that use it.
 
     prefetch thread   asks how far the store reaches into a prompt, and reads those pages
     backup thread     writes the pages of nodes
 
 The scheduler thread puts operations into the queues of `reads` and `writes`, and looks at their
-fields; it never calls the store while requests run. Every operation ends, whatever the store does:
-its fields have its progress, and `guard.available` is false while asking for more is pointless.
+fields; it never calls the store while requests run. Every operation ends, whatever the store does.
+
+Every call to the store is made here. A call that fails opens a breaker, a call that does not return
+makes the store unavailable until it does, and an answer is checked before it counts. Mooncake's
+calls can block for a minute.
 """
 
 from __future__ import annotations
 
+import itertools
 import logging
 import threading
 import time
-from collections.abc import Mapping
-from typing import Any, Final
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, Final, Literal
 
-from sglang.srt.mem_cache.l3.guarded_store import Connect, GuardedStore
-from sglang.srt.mem_cache.l3.prefetch_cost import RateEstimate
+from sglang.srt.mem_cache.device.pool_transfer import PoolTransfer
+from sglang.srt.mem_cache.l3.circuit_breaker import CircuitBreaker, RecentTimeouts
 from sglang.srt.mem_cache.l3.storage_reads import StorageReads
 from sglang.srt.mem_cache.l3.storage_settings import OnUnreachable, StorageSettings
 from sglang.srt.mem_cache.l3.storage_writes import StorageWrites
-from sglang.srt.mem_cache.l3.stored_pools import StoredPools
-from sglang.srt.mem_cache.storage.types import StorageUnavailable
+from sglang.srt.mem_cache.l3.stored_pools import StoredPools, combined_outcomes
+from sglang.srt.mem_cache.storage import answers
+from sglang.srt.mem_cache.storage.base import HiCacheStorage
+from sglang.srt.mem_cache.storage.types import (
+    CacheOutcome,
+    HiCacheStorageExtraInfo,
+    StorageUnavailable,
+    StorageUnreachable,
+)
 from sglang.srt.mem_cache.tree.hicache_metrics import HiCacheMetrics
+from sglang.srt.mem_cache.tree.radix_key import PageHash
+from sglang.srt.utils.background_call import BackgroundCall
+from sglang.srt.utils.logging_utils import RateLimitedLogger
 
 logger = logging.getLogger(__name__)
 
 _CLOSE_TIMEOUT_S: Final = 5.0
 """Time for calls under way to return, and again for the client to close."""
+_STUCK_AFTER_S: Final = 3.0
+"""A call that takes longer makes the store unavailable until it returns."""
+_CLEAR: Final = "clear"
+_PROBE: Final = "probe"
+"""Kinds of calls that do not trip the breaker, however long they take."""
+_MEMORY: Final = 4
+"""Measurements of full size after which an earlier one has lost two thirds of its weight."""
+_SIZE_FADES: Final = 0.99
+_ENOUGH_SAMPLES: Final = 4
+
+
+class RateEstimate:
+    """Tokens per second of one kind of work. The weight of a measurement is its tokens, so that
+    small ones, which are mostly overhead, say little about large ones."""
+
+    def __init__(self) -> None:
+        self.tokens_per_s = 0.0
+        self.samples = 0
+        self._largest = 0.0
+        self._weight = 0.0
+
+    @property
+    def known(self) -> int:
+        """Tokens per second, at least 1; 0 before there are enough measurements."""
+        return max(1, int(self.tokens_per_s)) if self.samples >= _ENOUGH_SAMPLES else 0
+
+    def add(self, tokens: int, seconds: float) -> None:
+        """Add a measurement; an empty one is ignored."""
+        if tokens <= 0 or seconds <= 0:
+            return
+        self._largest = max(tokens, _SIZE_FADES * self._largest)
+        self._weight += tokens - self._weight * tokens / (_MEMORY * self._largest)
+        self.tokens_per_s += tokens / self._weight * (tokens / seconds - self.tokens_per_s)
+        self.samples += 1
 
 
 class AttachedStore:
-    """Owns the guarded client and the two threads.
+    """Owns the client, its breaker, the memory of its timeouts, and the two threads.
+
+    Threads: those two make calls, each one at a time; properties are for any thread and never
+    block.
 
     Args:
-        connect: Makes the client with its pools registered. Called again after failures where there
-            is no client yet.
+        connect: Makes the client with its pools registered. Raises StorageUnavailable. Called again
+            after failures where there is no client yet.
         backend: Name of the backend.
         config: Extra config that the backend was given.
         settings: The engine's own part of it.
@@ -47,12 +99,15 @@ class AttachedStore:
         pools: How the pages of the model's pools map to objects.
 
     Attributes:
-        guard: The client, and what protects the engine from it.
+        breaker: Refuses calls for a while after a failure.
         reads: Queue and work of the prefetch thread.
         writes: Queue and work of the backup thread.
         threshold_pages: Shorter hits are not read.
         read_rate: Speed of reads on this rank. The prefetch thread adds measurements.
         prefill_rate: Speed of prefills on this rank. The scheduler thread adds measurements.
+        log: Rate-limited log of both threads.
+        timeouts: Recent timeouts by kind of call; each kind has a thread of its own.
+        reconnects: How often the store came back: what it held before may be gone.
 
     Raises:
         StorageUnavailable: The first `connect` failed, and `settings` do not allow that; or the
@@ -62,7 +117,7 @@ class AttachedStore:
 
     def __init__(
         self,
-        connect: Connect,
+        connect: Callable[[], HiCacheStorage],
         *,
         backend: str,
         config: Mapping[str, Any],
@@ -73,27 +128,31 @@ class AttachedStore:
         metrics: HiCacheMetrics,
         pools: StoredPools,
     ) -> None:
+        self._connect = connect
         self.backend = backend
         self.config = config
         self.settings = settings
+        self.page_size = page_size
+        self.page_bytes = page_bytes
+        self.pages_per_read = pages_per_read
+        self.metrics = metrics
+        self.pools = pools
         self.threshold_pages = settings.threshold_pages(page_size)
         self.read_rate, self.prefill_rate = RateEstimate(), RateEstimate()
-        self.guard = GuardedStore(
-            connect,
-            pools=pools,
-            pass_prefix_keys=settings.pass_prefix_keys,
-            metrics=metrics,
-            degrade=settings.on_unreachable is OnUnreachable.DEGRADE,
-        )
-        self.reads = StorageReads(
-            self.guard,
-            page_size=page_size,
-            page_bytes=page_bytes,
-            pages_per_read=pages_per_read,
-            threshold_pages=self.threshold_pages,
-            rate=self.read_rate,
-        )
-        self.writes = StorageWrites(self.guard, page_size=page_size, page_bytes=page_bytes)
+        self.log = RateLimitedLogger(logger)
+        self.breaker = CircuitBreaker(self._probe, metrics.breaker_open)
+        self.timeouts = {"get": RecentTimeouts(), "set": RecentTimeouts()}
+        self.reconnects = 0
+        self._call_started: dict[str, float] = {}
+        self.client: HiCacheStorage | None = None
+        try:
+            self.client = connect()
+        except StorageUnreachable as error:
+            if settings.on_unreachable is not OnUnreachable.DEGRADE:
+                raise
+            logger.warning("L3 is unavailable, running without it until it answers: %s", error)
+            self.breaker.trip()
+        self.reads, self.writes = StorageReads(self), StorageWrites(self)
         self._threads = [
             threading.Thread(target=self.reads.run, name="hicache-prefetch", daemon=True),
             threading.Thread(target=self.writes.run, name="hicache-backup", daemon=True),
@@ -105,8 +164,172 @@ class AttachedStore:
             self.close()
             raise StorageUnavailable(f"no thread for L3: {error}") from None
 
+    # ---- state -----------------------------------------------------------------------------
+
+    @property
+    def available(self) -> bool:
+        """False while a call is stuck, so that asking for more is pointless, and while the store
+        is being cleared."""
+        started, now = dict(self._call_started), time.monotonic()
+        return _CLEAR not in started and all(
+            now - begin <= _STUCK_AFTER_S for begin in started.values()
+        )
+
+    @property
+    def backend_name(self) -> str | None:
+        """Class name of the client; None while there is none."""
+        return type(self.client).__name__ if self.client is not None else None
+
+    @property
+    def is_calling(self) -> bool:
+        """True while a call is under way."""
+        return bool(self._call_started)
+
+    # ---- transfer threads ------------------------------------------------------------------
+
+    def transfer(
+        self,
+        kind: Literal["get", "set"],
+        hashes: Sequence[PageHash],
+        objects: list[PoolTransfer],
+        prefix: Sequence[PageHash],
+    ) -> tuple[int, CacheOutcome]:
+        """One get or put of some pages, in all pools.
+
+        Args:
+            kind: Direction: `get` reads into L2, `set` writes to the store.
+            hashes: One for each page.
+            objects: The objects of these pages that this rank gets or puts; see
+                `StoredPools.objects`. Others count as landed.
+            prefix: Hashes of the pages before.
+
+        Returns:
+            The leading pages of which every part landed, and why the next page did not.
+
+        Raises:
+            StorageUnavailable: The store failed, or broke its contract.
+        """
+        if not objects:
+            return len(hashes), CacheOutcome.LANDED
+        otherwise = CacheOutcome.MISS if kind == "get" else CacheOutcome.FAILED
+        started = time.monotonic()
+        outcomes = [CacheOutcome.FAILED] * len(hashes)
+        try:
+            with self._calling(kind) as storage:
+                call = storage.batch_get_v2 if kind == "get" else storage.batch_set_v2
+                answer = call(objects, self._hints(prefix))
+            answered = [
+                answers.page_outcomes(
+                    storage,
+                    f"batch_{kind}_v2",
+                    answer,
+                    len(one.keys or ()),
+                    pool=one.name,
+                    otherwise=otherwise,
+                )
+                for one in objects
+            ]
+            outcomes = combined_outcomes(self.pools.keys(hashes), objects, answered)
+        finally:
+            if time.monotonic() - started > _STUCK_AFTER_S:
+                missing = [not outcome for outcome in outcomes]
+                self.timeouts[kind].add(itertools.compress(hashes, missing))
+            for outcome in set(outcomes):
+                self.metrics.pages.labels(kind, outcome.value).inc(outcomes.count(outcome))
+        landed = next((i for i, outcome in enumerate(outcomes) if not outcome), len(outcomes))
+        return landed, outcomes[landed] if landed < len(outcomes) else CacheOutcome.LANDED
+
+    def hit_pages(
+        self, prompts: Sequence[Sequence[PageHash]], prefixes: Sequence[Sequence[PageHash]]
+    ) -> list[int]:
+        """Ask, in one call, how many pages of each prompt the store has in all pools.
+
+        Args:
+            prompts: Page hashes.
+            prefixes: For each prompt the hashes of the pages before.
+
+        Raises:
+            StorageUnavailable: As `transfer`.
+        """
+        hints = [self._hints(prefix) for prefix in prefixes]
+        # Backends of one pool need not know of others.
+        further = (self.pools.questions,) if self.pools.questions else ()
+        with self._calling("exists") as storage:
+            keys = [self.pools.keys(hashes) for hashes in prompts]
+            answer = storage.prompts_exist(keys, hints, *further)
+        return answers.prompt_hits(storage, "prompts_exist", answer, list(map(len, keys)))
+
+    def _hints(self, prefix: Sequence[PageHash]) -> HiCacheStorageExtraInfo | None:
+        if not self.settings.pass_prefix_keys:
+            return None
+        return HiCacheStorageExtraInfo(prefix_keys=self.pools.keys(prefix))
+
+    @contextmanager
+    def _calling(self, kind: str) -> Iterator[HiCacheStorage]:
+        """The client, for one call, which `available` shows if it hangs. If a transfer or a
+        question was stuck, trip the breaker at its end.
+
+        A call that raises trips it where the error is caught, and not here too. Raises
+        StorageUnavailable without a client.
+        """
+        if self.client is None:
+            raise StorageUnavailable("the storage backend is not connected")
+        started = self._call_started[kind] = time.monotonic()
+        try:
+            yield self.client
+        finally:
+            del self._call_started[kind]
+        if kind != _CLEAR and time.monotonic() - started > _STUCK_AFTER_S:
+            self.breaker.trip()
+
+    @contextmanager
+    def reporting_failures(self, what: str) -> Iterator[None]:
+        """Report whatever a thread's work on the store raises, so that the thread goes on.
+
+        `SystemExit` too, or operations would wait for a thread that has ended.
+        """
+        try:
+            yield
+        except BaseException as error:
+            if not isinstance(error, StorageUnavailable):
+                logger.exception("L3 backend %s raised what it must not", self.backend_name)
+            self.breaker.trip()
+            self.log.warning(what, "L3 %s failed, leaving it alone for a while: %s", what, error)
+
+    def _probe(self) -> bool:
+        """Breaker: does the store work again? Builds the client where there is none."""
+        # A probe can hang as any call can; callers must not wait for it.
+        self._call_started[_PROBE] = time.monotonic()
+        try:
+            if self.client is None:
+                self.client = self._connect()
+            elif not answers.flag(self.client, "probe", self.client.probe()):
+                return False
+        except StorageUnavailable as error:
+            self.log.warning("reconnect", "L3 is still unavailable: %s", error)
+            return False
+        except BaseException:
+            logger.exception("L3 (%s) could not be probed", self.backend_name)
+            return False
+        finally:
+            del self._call_started[_PROBE]
+        self.reconnects += 1
+        logger.info("L3 answers again (%s)", self.backend_name)
+        return True
+
+    # ---- any thread, while nothing is under way --------------------------------------------
+
+    def clear(self) -> None:
+        """Remove this namespace's objects.
+
+        Until it returns `available` is false, so that nothing is asked of the store meanwhile.
+        Raises StorageUnavailable or ValueError, or whatever else the backend raises.
+        """
+        with self._calling(_CLEAR) as storage:
+            storage.clear()
+
     def close(self) -> bool:
-        """End the threads and the client, within seconds. Any thread, while nothing is under way.
+        """End the threads and the client, within seconds.
 
         False if a call to the client hangs, so that it stays open, or if it failed to close.
         """
@@ -115,7 +338,14 @@ class AttachedStore:
         deadline = time.monotonic() + _CLOSE_TIMEOUT_S
         for thread in filter(threading.Thread.is_alive, self._threads):
             thread.join(max(0.0, deadline - time.monotonic()))
-        if any(thread.is_alive() for thread in self._threads) or self.guard.is_calling:
+        if any(thread.is_alive() for thread in self._threads) or self.is_calling:
             logger.warning("a storage call is stuck; its client is left to the end of the process")
             return False
-        return self.guard.close(_CLOSE_TIMEOUT_S)
+        client, self.client = self.client, None
+        if client is None:
+            return True
+        closing = BackgroundCall("hicache-close", client.close)
+        if not closing.wait(_CLOSE_TIMEOUT_S):
+            logger.warning("an L3 backend hangs in close(); it is left to the end of the process")
+            return False
+        return closing.error is None

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Final
 
 from sglang.srt.mem_cache.tree.radix_key import PageHash
+from sglang.srt.utils.metrics import Gauge
 
 _FIRST_PAUSE_S: Final = 1.0
 _LONGEST_PAUSE_S: Final = 30.0
@@ -30,19 +31,20 @@ class CircuitBreaker:
 
     Args:
         probe: True if the store works again. May block for a bounded time; must not raise.
+        opened: 1 while the breaker is open.
         clock: Seconds, monotonic.
     """
 
     def __init__(
-        self, probe: Callable[[], bool], clock: Callable[[], float] = time.monotonic
+        self, probe: Callable[[], bool], opened: Gauge, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self._probe = probe
+        self._opened = opened
         self._clock = clock
         self._lock = threading.Lock()
         self._pause = _FIRST_PAUSE_S
         self._retry_at: float | None = None
         self._probing = False
-        self.times_opened = 0
 
     @property
     def is_open(self) -> bool:
@@ -57,7 +59,8 @@ class CircuitBreaker:
     def reset(self) -> None:
         """Close after a successful call."""
         with self._lock:
-            self._retry_at, self._pause = None, _FIRST_PAUSE_S
+            if self._retry_at is not None:
+                self._close()
 
     def allow(self) -> bool:
         """True if a call may be made now. Probes the store first where a pause is over."""
@@ -75,17 +78,20 @@ class CircuitBreaker:
             with self._lock:
                 self._probing = False
                 if works:
-                    self._retry_at, self._pause = None, _FIRST_PAUSE_S
+                    self._close()
                 else:
                     self._open()
         return works
 
     def _open(self) -> None:
-        if self._retry_at is None:
-            self.times_opened += 1
-        else:
+        if self._retry_at is not None:
             self._pause = min(self._pause * 2, _LONGEST_PAUSE_S)
         self._retry_at = self._clock() + self._pause
+        self._opened.set(1)
+
+    def _close(self) -> None:
+        self._retry_at, self._pause = None, _FIRST_PAUSE_S
+        self._opened.set(0)
 
 
 class RecentTimeouts:

@@ -147,7 +147,7 @@ class StorageAdministration:
             return f"cleared {attached.backend}"
 
         # If it fails, some of the objects may have been removed nevertheless.
-        work = self._unless_too_many_hang(attached.guard.clear)
+        work = self._unless_too_many_hang(attached.clear)
         self._begin("clearing", work, describe, on_failure=self._store.forget_stored)
 
     def _refuse_while_busy(self) -> None:

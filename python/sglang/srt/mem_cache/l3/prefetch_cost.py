@@ -15,15 +15,14 @@ import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Final, NamedTuple
 
-from sglang.srt.mem_cache.l3.prefetch_table import PrefetchPolicy, PrefetchTable
-from sglang.srt.mem_cache.l3.storage_operation import PrefetchOperation
+from sglang.srt.mem_cache.l3.prefetch_table import (
+    PrefetchOperation,
+    PrefetchPolicy,
+    PrefetchTable,
+)
 from sglang.srt.mem_cache.tree.base_prefix_cache import Workload
 from sglang.srt.mem_cache.tree.tick_sync import PrefetchProgress, Rates
 
-_MEMORY: Final = 4
-"""Measurements of full size after which an earlier one has lost two thirds of its weight."""
-_SIZE_FADES: Final = 0.99
-_ENOUGH_SAMPLES: Final = 4
 _CANCEL_MARGIN: Final = 1.25
 """A read may take longer than computing by this factor: it leaves the device to other requests and
 to decoding, and rates are known to about ten percent."""
@@ -35,31 +34,6 @@ _START_MARGIN: Final = 2.0
 `_CANCEL_MARGIN` because the hit is not known yet."""
 _PROBE_EVERY: Final = 32
 """Every 32nd of the reads given up in a row is made after all: stores and networks recover."""
-
-
-class RateEstimate:
-    """Tokens per second of one kind of work. The weight of a measurement is its tokens, so that
-    small ones, which are mostly overhead, say little about large ones."""
-
-    def __init__(self) -> None:
-        self.tokens_per_s = 0.0
-        self.samples = 0
-        self._largest = 0.0
-        self._weight = 0.0
-
-    @property
-    def known(self) -> int:
-        """Tokens per second, at least 1; 0 before there are enough measurements."""
-        return max(1, int(self.tokens_per_s)) if self.samples >= _ENOUGH_SAMPLES else 0
-
-    def add(self, tokens: int, seconds: float) -> None:
-        """Add a measurement; an empty one is ignored."""
-        if tokens <= 0 or seconds <= 0:
-            return
-        self._largest = max(tokens, _SIZE_FADES * self._largest)
-        self._weight += tokens - self._weight * tokens / (_MEMORY * self._largest)
-        self.tokens_per_s += tokens / self._weight * (tokens / seconds - self.tokens_per_s)
-        self.samples += 1
 
 
 class PendingRead(NamedTuple):

@@ -13,20 +13,24 @@ returns. A call to Mooncake can take minutes if a store node hangs.
 
 from __future__ import annotations
 
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 import torch
 
-from sglang.srt.mem_cache.l3.storage_operation import PrefetchOperation
+from sglang.srt.mem_cache.device.pool_transfer import PoolTransfer
+from sglang.srt.mem_cache.storage.types import CacheOutcome
 from sglang.srt.mem_cache.tree.radix_key import PageHash, RadixKey
 from sglang.srt.mem_cache.tree.tick_sync import MAX_PREFETCHES, PrefetchProgress
 
 if TYPE_CHECKING:
     from sglang.srt.mem_cache.tree.pool_tier import HostTier
 
+_NO_PROGRESS: Final = PrefetchProgress()
 _ANSWER_S: Final = 0.001
 """A store answers in a tenth to a third of it; the next tick is about ten times as far away."""
 
@@ -40,6 +44,114 @@ class PrefetchPolicy(StrEnum):
     """The request waits until the read ends, at most `prefetch_timeout_max`, however slow L3 is."""
     TIMEOUT = "timeout"
     """It waits a base time plus some for each 1,024 tokens, and no longer than computing takes."""
+
+
+@dataclass(eq=False, slots=True)
+class PrefetchOperation:
+    """A read of the pages of a prompt after those that L1 and L2 have or that other reads bring.
+
+    A small state machine with one terminal state. The scheduler thread makes it, the prefetch
+    thread carries it out. The docstring of a field names the thread that writes it; the other
+    thread sees single assignments of ints and flags.
+
+    It owns `host_indices` until they are published (pages that landed) or released (the others),
+    and `states` until these are published or released. Other slots of `extra_transfers` stay the
+    caller's.
+
+    States that are read follow the last page that the store has of the prompt: such a read is of
+    use when all of it has landed, and not before.
+    """
+
+    request_id: str
+    """The request that began it; others may wait for it too."""
+    key: RadixKey
+    """The whole prompt up to the last page asked for. Publishing matches it again, so no node
+    needs to be pinned, and splits and evictions meanwhile do no harm."""
+    start: int
+    """Tokens of `key` that were in L1 or L2 at the start, or are read before these."""
+    host_indices: torch.Tensor
+    """int64 `[len(key) - start]`: host slots of the pages asked for."""
+    hashes: list[PageHash]
+    """One for each page asked for."""
+    prefix_hashes: list[PageHash]
+    """Hashes of the pages before."""
+    deadline: float
+    """`time.monotonic()` seconds."""
+    epoch: int
+    """The store's epoch when the read began; in a later one its objects may be gone."""
+    extra_transfers: Sequence[PoolTransfer] = ()
+    """Host slots in other pools that have their own; see `StoredPools.objects`. Auxiliary pools
+    come along by themselves."""
+    states: Mapping[HostTier, torch.Tensor] = field(default_factory=dict)
+    """Scheduler: int64 `[1]` each, the host slots of the states that `extra_transfers` names, while
+    they are this operation's."""
+
+    hit_pages: int = -1
+    """Transfer thread: pages that the store reported to this rank; -1 while unknown."""
+    handed_pages: int = 0
+    """Transfer thread: pages that the store may write to, from the first on. Final once the read
+    is terminated."""
+    landed_pages: int = 0
+    """Transfer thread: pages that can be used, from the first on: all their parts are there and
+    verified, and a state follows the last where a pool has states."""
+    outcome: CacheOutcome | None = None
+    """Transfer thread, last of all: from now on it does not touch `host_indices`."""
+    answered: threading.Event = field(default_factory=threading.Event)
+    """Transfer thread: the store has answered for this prompt, or the operation has ended."""
+    progress: PrefetchProgress = _NO_PROGRESS
+    """Scheduler: progress that the ranks agreed on last."""
+    needs: dict[str, int] = field(default_factory=dict)
+    """Scheduler: by waiting request, how many of the pages it needs, counted from the first."""
+    wanted_pages: int = field(init=False)
+    """Scheduler: the most of `needs`. It is only ever lowered."""
+    is_terminated: bool = False
+    """Scheduler: no request waits for more pages. The transfer stops at its next step."""
+    is_cancelled: bool = False
+    """Scheduler, before `is_terminated`: computing the prompt ended sooner, or was going to."""
+    is_probe: bool = False
+    """Scheduler: the read is never cancelled, because it measures how fast reads are."""
+    owned: torch.Tensor = field(init=False)
+    """Scheduler: bool, as long as `host_indices`: the slots that are neither the tree's nor
+    free."""
+
+    def __post_init__(self) -> None:
+        self.owned = torch.ones(len(self.host_indices), dtype=torch.bool)
+        self.wanted_pages = len(self.hashes)
+
+    @property
+    def has_states(self) -> bool:
+        """True if states are read with the pages."""
+        return bool(self.extra_transfers)
+
+    @property
+    def owned_tokens(self) -> int:
+        """Host tokens that are still this operation's."""
+        return int(self.owned.sum())
+
+    @property
+    def is_reading(self) -> bool:
+        """True if the read may bring more pages."""
+        return not (self.progress.ended or self.is_cancelled)
+
+    @property
+    def reach(self) -> int:
+        """Pages that have landed or may still land, as far as the store has answered."""
+        if not self.is_reading:
+            return self.progress.landed
+        hit = self.progress.hit
+        return self.wanted_pages if hit < 0 else min(self.wanted_pages, hit)
+
+    def release(self, begin: int, end: int) -> torch.Tensor:
+        """Give up all but the tokens from `begin` to `end`; returns the host slots."""
+        freed = self.owned.clone()
+        freed[begin : max(begin, end)] = False
+        self.owned &= ~freed
+        return self.host_indices[freed]
+
+    def cancel(self) -> None:
+        """End the read, because computing the prompt is going to end sooner."""
+        self.is_cancelled = True
+        self.is_terminated = True
 
 
 class Joined(NamedTuple):
@@ -67,15 +179,14 @@ class PrefetchTable:
         page_size: Tokens.
 
     Attributes:
-        reads: The reads under way, in order of start. Read only.
-        new: Reads that were not submitted yet, a part of `reads`. Read only.
+        operations: In order of start, the reads under way, and those terminated that still own host
+            pages or a host state. Read only.
+        new: Reads that were not submitted yet, a part of `operations`. Read only.
     """
 
     def __init__(self, page_size: int) -> None:
         self._page_size = page_size
-        self.reads: list[PrefetchOperation] = []
-        self._terminated: list[PrefetchOperation] = []
-        """Reads without requests that still own host pages or a host state."""
+        self.operations: list[PrefetchOperation] = []
         self._by_request: dict[str, list[PrefetchOperation]] = {}
         """The reads that a request waits for, in the order of its pages."""
         self._by_page: dict[PageHash, PrefetchOperation] = {}
@@ -83,27 +194,26 @@ class PrefetchTable:
         self._unanswered: list[PrefetchOperation] = []
 
     @property
-    def operations(self) -> list[PrefetchOperation]:
-        """The operations that own host slots: first those under way, then those terminated."""
-        return [*self.reads, *self._terminated]
+    def reads(self) -> list[PrefetchOperation]:
+        """The reads under way, in order of start."""
+        return [read for read in self.operations if read.needs]
 
     def room(self, tokens: int) -> int:
         """How many host tokens a new read may take, where all reads may hold `tokens`; 0: the
         tick sync has no slot for another read."""
-        operations = self.operations
-        if len(operations) >= MAX_PREFETCHES:
+        if len(self.operations) >= MAX_PREFETCHES:
             return 0
-        return tokens - sum(operation.owned_tokens for operation in operations)
+        return tokens - sum(operation.owned_tokens for operation in self.operations)
 
     def stuck_tokens(self) -> int:
         """Host tokens of reads that were terminated, and whose call has not returned."""
-        return sum(operation.owned_tokens for operation in self._terminated)
+        return sum(read.owned_tokens for read in self.operations if not read.needs)
 
     # ---- who waits for what ------------------------------------------------------------------
 
     def start(self, operation: PrefetchOperation) -> None:
         """Add a read. It is submitted with the others of the same tick; see `take_new`."""
-        self.reads.append(operation)
+        self.operations.append(operation)
         self._by_page.update(dict.fromkeys(operation.hashes, operation))
         self._let_wait(operation.request_id, operation, operation.wanted_pages)
         self.new.append(operation)
@@ -134,7 +244,7 @@ class PrefetchTable:
             if read.has_states and not self._brings_state(read, reach, before, is_longer):
                 break
             if reach * page > before:
-                if not read.owns(before, reach * page):
+                if not read.owned[before : reach * page].all():
                     # Some were published, and the tree has evicted them since.
                     break
                 self._let_wait(request_id, read, reach)
@@ -204,23 +314,22 @@ class PrefetchTable:
             read.wanted_pages = max(read.needs.values())
             return
         read.is_terminated = True
-        self.reads.remove(read)
-        self._terminated.append(read)
         for page in read.hashes:
             if self._by_page.get(page) is read:
                 del self._by_page[page]
 
     def check(self) -> None:
-        """Assert that reads and requests know of each other, and that every read has a request."""
+        """Assert that reads and requests know of each other."""
         waits = [(rid, id(read)) for rid, reads in self._by_request.items() for read in reads]
         needs = [(rid, id(read)) for read in self.reads for rid in read.needs]
         assert sorted(waits) == sorted(needs), (
             f"{len(waits)} waits of requests, {len(needs)} needs of reads"
         )
         assert all(self._by_request.values()), "a request waits for nothing"
-        for read in self.reads:
+        for read in self.operations:
             wanted = read.wanted_pages
-            assert wanted == max(read.needs.values(), default=-1), f"{wanted}: {read.needs}"
+            assert read.is_terminated or read.needs, "a read goes on without a request"
+            assert wanted == max(read.needs.values(), default=wanted), f"{wanted}: {read.needs}"
         assert set(self._by_page.values()) <= set(self.reads), "pages of no read"
 
     # ---- one tick ----------------------------------------------------------------------------
@@ -246,7 +355,7 @@ class PrefetchTable:
         seen = []
         for operation in self.operations:
             # `ended` first: `landed_pages` is final once it is true.
-            ended = operation.ended
+            ended = operation.outcome is not None
             progress = PrefetchProgress(
                 operation.hit_pages,
                 operation.landed_pages,
@@ -278,8 +387,11 @@ class PrefetchTable:
                 if lets_go:
                     self.note_known(read, read.start)
             if lets_go:
-                states += read.take_states().items()
-        self._terminated = [read for read in self._terminated if read.owned_tokens or read.states]
+                states += read.states.items()
+                read.states = {}
+        self.operations = [
+            read for read in self.operations if read.needs or read.owned_tokens or read.states
+        ]
         return Freed([slots for slots in pages if len(slots)], states)
 
     def may_schedule(self, request_id: str, policy: PrefetchPolicy) -> bool:

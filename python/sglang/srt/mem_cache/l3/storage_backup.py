@@ -17,7 +17,8 @@ from collections import deque
 from enum import StrEnum
 from typing import TYPE_CHECKING, Final
 
-from sglang.srt.mem_cache.l3.storage_operation import CheckOperation, StorageOperation
+from sglang.srt.mem_cache.l3.storage_reads import CheckOperation
+from sglang.srt.mem_cache.l3.storage_writes import StorageOperation
 from sglang.srt.mem_cache.tree.radix_key import PageHash
 from sglang.srt.mem_cache.tree.tick_sync import MAX_SETTLED, Progress, Status
 from sglang.srt.mem_cache.tree.tree_node import TreeNode, parts_of
@@ -77,12 +78,16 @@ class StorageBackup:
         self._uses = 0
         """Uses of stored prompts since the start."""
 
+    def has_stored(self, node: TreeNode) -> bool:
+        """True if L3 is believed to have the pages of `node`."""
+        return node.parent is None or node.storage_epoch == self._store.epoch
+
     # ---- writes ----------------------------------------------------------------------------
 
     def on_insert(self, path: list[TreeNode]) -> None:
         if self._store.attached is None:
             return
-        if path and self._store.has_stored(path[0]):
+        if path and self.has_stored(path[0]):
             self._uses += 1
             if self._uses % _CHECK_EVERY == 0 and self.check is None and self._store.available:
                 self._start_check(path)
@@ -92,7 +97,7 @@ class StorageBackup:
     def _start_check(self, path: list[TreeNode]) -> None:
         """Ask L3 whether it still has the stored pages of `path`."""
         assert self._store.attached is not None
-        stored = list(itertools.takewhile(self._store.has_stored, path))
+        stored = list(itertools.takewhile(self.has_stored, path))
         while stored and any(state.host_value is None for state in stored[-1].states):
             # A stored prompt ends with its states; only those on the host are known to be in L3.
             stored.pop()
@@ -109,7 +114,7 @@ class StorageBackup:
         below = deque(child for node in nodes for child in node.children.values())
         while below:
             node = below.popleft()
-            if node.backuped and not self._store.has_stored(node) and node.backup_op is None:
+            if node.backuped and not self.has_stored(node) and node.backup_op is None:
                 self._write_all([node])
                 if node.backup_op is not None or node.id in self.postponed:
                     below.extend(node.children.values())
@@ -117,7 +122,7 @@ class StorageBackup:
     def _write_all(self, nodes: list[TreeNode]) -> None:
         for node in nodes:
             is_known = node.backup_op is not None or node.id in self.postponed
-            if is_known or self._store.has_stored(node):
+            if is_known or self.has_stored(node):
                 continue
             refusal = self.write(node)
             if refusal is NoWrite.QUEUE_FULL:
@@ -161,7 +166,7 @@ class StorageBackup:
         return None
 
     def _refusal(self, node: TreeNode, above: TreeNode) -> NoWrite | None:
-        if not self._store.has_stored(above) and above.backup_op is None:
+        if not self.has_stored(above) and above.backup_op is None:
             return NoWrite.QUEUE_FULL if above.id in self.postponed else NoWrite.ORPHAN
         if not above.backuped_from_root:
             # If this write hung, an ancestor without a host copy could not be evicted from L1. When
@@ -185,9 +190,11 @@ class StorageBackup:
     # ---- one tick --------------------------------------------------------------------------
 
     def report(self, progress: Progress) -> None:
-        ended = itertools.takewhile(lambda one: one.ended, self.under_way)
+        outcomes = itertools.takewhile(
+            lambda outcome: outcome is not None, (one.outcome for one in self.under_way)
+        )
         progress.backups = [
-            Status.on(is_good=bool(one.outcome)) for one in itertools.islice(ended, MAX_SETTLED)
+            Status.on(is_good=bool(outcome)) for outcome in itertools.islice(outcomes, MAX_SETTLED)
         ]
         if self.check is not None and self.check.outcome is not None:
             progress.check = Status.on(is_good=bool(self.check.outcome))
@@ -257,7 +264,7 @@ class StorageBackup:
         """`node` and the nodes split off above it since it was postponed, top first."""
         path: list[TreeNode] = []
         at = node
-        while at.parent is not None and not self._store.has_stored(at) and at.backup_op is None:
+        while at.parent is not None and not self.has_stored(at) and at.backup_op is None:
             path.append(at)
             at = at.parent
         return path[::-1]

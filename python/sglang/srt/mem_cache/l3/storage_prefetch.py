@@ -19,8 +19,11 @@ import numpy as np
 import torch
 
 from sglang.srt.mem_cache.l3.prefetch_cost import PrefetchCostModel
-from sglang.srt.mem_cache.l3.prefetch_table import PrefetchPolicy, PrefetchTable
-from sglang.srt.mem_cache.l3.storage_operation import PrefetchOperation
+from sglang.srt.mem_cache.l3.prefetch_table import (
+    PrefetchOperation,
+    PrefetchPolicy,
+    PrefetchTable,
+)
 from sglang.srt.mem_cache.tree.radix_key import ChildKey, PageHash, RadixKey
 from sglang.srt.mem_cache.tree.tick_sync import Progress
 from sglang.srt.mem_cache.tree.tree_node import TreeNode
@@ -98,7 +101,7 @@ class StoragePrefetch:
         """Slots that reads own and no node has: the tier, the owner, and int64 slots."""
         for operation in self.table.operations:
             owner = f"prefetch of {operation.request_id}"
-            yield self._host, owner, operation.owned_slots()
+            yield self._host, owner, operation.host_indices[operation.owned]
             for tier, slots in operation.states.items():
                 yield tier, owner, slots
 
@@ -134,11 +137,11 @@ class StoragePrefetch:
         least = attached.threshold_pages * self.page_size
         if len(new) < least:
             return NoRead.TOO_SHORT
-        if self.table.reads_of(req_id):
-            return NoRead.DUPLICATE
+        above = _path_tokens(node)
         if last_hash is None and not is_root:
             last_hash = node.page_hashes(self.page_size)[-1]
-        above = _path_tokens(node)
+        if self.table.reads_of(req_id):
+            return NoRead.DUPLICATE
         joined, rest, prior = self.table.join(req_id, new, len(above), last_hash)
         if only_join:
             room: NoRead | _Room = NoRead.SAMPLE
@@ -157,6 +160,10 @@ class StoragePrefetch:
         if prefix_keys is None or joined:
             prefix = key[:start] if attached.settings.pass_prefix_keys else key[:0]
             prefix_keys = prefix.page_hashes(self.page_size)
+        waits_to_end = self._store.prefetch_policy is PrefetchPolicy.WAIT_COMPLETE
+        timeout = attached.settings.timeout
+        # The time for all of `new`: the read may come after the joined ones.
+        seconds = timeout.max if waits_to_end else timeout.seconds_for(len(new))
         operation = PrefetchOperation(
             request_id=req_id,
             key=key,
@@ -164,8 +171,7 @@ class StoragePrefetch:
             host_indices=room.pages,
             hashes=key[start:].page_hashes(self.page_size, prior),
             prefix_hashes=prefix_keys,
-            # The time for all of `new`: the read may come after the joined ones.
-            deadline=time.monotonic() + self._store.prefetch_seconds(len(new)),
+            deadline=time.monotonic() + seconds,
             epoch=self._store.epoch,
             extra_transfers=[kind.transfer(slot) for kind, slot in room.states.items()],
             states={kind.host: slot for kind, slot in room.states.items()},
@@ -192,7 +198,7 @@ class StoragePrefetch:
         node.protect_host()
         self._host.make_room(wanted)
         wanted = min(wanted, pool.available_size() // page * page)
-        states = self._alloc_states() if wanted >= least else {}
+        states = self._alloc_states() if wanted >= least and self._tree.components else {}
         self._host.unpin(node)
         if wanted < least or len(states) < len(self._tree.components):
             for component, slot in states.items():
@@ -246,7 +252,7 @@ class StoragePrefetch:
             return None
         if begin == landed and operation.has_states:
             self._add_states(operation, path[-1], landed)
-        if not begin < landed or not operation.owns(begin, landed):
+        if not begin < landed or not operation.owned[begin:landed].all():
             # Other flows have brought the pages, or the pages published before have been evicted.
             return 0
         parent = path[-1] if path else self._tree.root
@@ -265,19 +271,28 @@ class StoragePrefetch:
         """
         begin = landed - len(node.key)
         if not node.backuped and node.write_id is None and begin >= 0:
-            if operation.states and operation.owns(begin, landed):
+            if operation.states and operation.owned[begin:landed].all():
                 self._publish_pages(operation, node, begin, landed)
         elif node.backuped:
-            _publish_states(operation, node)
+            self._publish_states(operation, node)
 
     def _publish_pages(
         self, operation: PrefetchOperation, node: TreeNode, begin: int, end: int
     ) -> None:
         """Give `node` the pages of a read from token `begin` to `end`, and its states, if any."""
-        self._host.put(node, operation.publish(begin, end), is_stored=True)
+        operation.owned[begin:end] = False
+        self._host.put(node, operation.host_indices[begin:end].clone(), is_stored=True)
         node.hash_value = operation.hashes[begin // self.page_size : end // self.page_size]
         node.storage_epoch = operation.epoch
-        _publish_states(operation, node)
+        if operation.states:
+            self._publish_states(operation, node)
+
+    @staticmethod
+    def _publish_states(operation: PrefetchOperation, node: TreeNode) -> None:
+        """Give the states that a read has brought to `node`, which ends at their position."""
+        for tier, slot in operation.states.items():
+            tier.put(node, slot, is_stored=True)
+        operation.states = {}
 
     def _settle_known(self, read: PrefetchOperation) -> None:
         """Mark the pages of a read that the tree has as known, for the requests that wait for it,
@@ -303,7 +318,7 @@ class StoragePrefetch:
     def _settle_used(self) -> None:
         """Settle the reads of prompts with the same first page as prompts that were computed since
         the last tick: the tree may have their pages now."""
-        for read in self.table.reads.copy():
+        for read in self.table.reads:
             if read.key.child_key(self.page_size) in self._used:
                 self._settle_known(read)
         self._used.clear()
@@ -324,7 +339,7 @@ class StoragePrefetch:
         for read in self.table.leave(rid):
             if self._publish(read, read.progress.landed) is None:
                 self._metrics.prefetch_outcomes.labels(NoRead.ORPHAN.value).inc()
-            if not read.ended and not read.is_cancelled:
+            if read.outcome is None and not read.is_cancelled:
                 landed = read.progress.landed * self.page_size
                 self._log.info("late", "an L3 read was cut; %d tokens of it had landed", landed)
 
@@ -369,12 +384,6 @@ class _Room(NamedTuple):
 
     pages: torch.Tensor
     states: dict[TreeComponent, torch.Tensor]
-
-
-def _publish_states(operation: PrefetchOperation, node: TreeNode) -> None:
-    """Give the states that a read has brought, if any, to `node`, which ends at their position."""
-    for tier, slot in operation.take_states().items():
-        tier.put(node, slot, is_stored=True)
 
 
 def _path_tokens(node: TreeNode) -> np.ndarray[Any, np.dtype[np.uint32]]:

@@ -6,15 +6,20 @@ import logging
 import queue
 import time
 from collections.abc import Iterator, Sequence
-from typing import Final, TypeAlias
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
 
-from sglang.srt.mem_cache.l3.guarded_store import PAGES_PER_CALL, GuardedStore
-from sglang.srt.mem_cache.l3.prefetch_cost import RateEstimate
-from sglang.srt.mem_cache.l3.storage_operation import CheckOperation, PrefetchOperation
+from sglang.srt.mem_cache.device.pool_transfer import PoolTransfer
+from sglang.srt.mem_cache.device.state_spec import PoolName
+from sglang.srt.mem_cache.l3.storage_writes import PAGES_PER_CALL
 from sglang.srt.mem_cache.l3.stored_pools import usable_pages
 from sglang.srt.mem_cache.storage.types import CacheOutcome
 from sglang.srt.mem_cache.tree.radix_key import PageHash
 from sglang.srt.utils.threads import leave_cores_to_model
+
+if TYPE_CHECKING:
+    from sglang.srt.mem_cache.l3.attached_store import AttachedStore
+    from sglang.srt.mem_cache.l3.prefetch_table import PrefetchOperation
 
 logger = logging.getLogger(__name__)
 
@@ -28,41 +33,29 @@ _PROMPTS_PER_QUESTION: Final = 16
 _PAGES_PER_QUESTION: Final = 1024
 """Most pages of all prompts of a question together; a single prompt may have more."""
 
-Prefetches: TypeAlias = Sequence[PrefetchOperation] | CheckOperation
+
+@dataclass(eq=False, slots=True)
+class CheckOperation:
+    """A question whether L3 still has all pages of a prompt that was written to it."""
+
+    hashes: list[PageHash]
+    """Hashes of pages, from the first page of the prompt on."""
+    epoch: int
+    """The store's epoch when the question was queued."""
+    outcome: CacheOutcome | None = None
+    """Transfer thread: MISS where a page has gone; LANDED otherwise, also without an answer."""
 
 
 class StorageReads:
-    """The queue of reads and the work of the thread that makes them.
+    """The queue of reads and the work of the thread that makes them."""
 
-    Args:
-        store: The store to read from.
-        page_size: Tokens.
-        page_bytes: Bytes of a page in all host pools.
-        pages_per_read: Most pages of one get, which a hanging call keeps in the host pools.
-        threshold_pages: Shorter hits are not read.
-        rate: Receives the measured rates of reads.
-    """
-
-    def __init__(
-        self,
-        store: GuardedStore,
-        *,
-        page_size: int,
-        page_bytes: int,
-        pages_per_read: int,
-        threshold_pages: int,
-        rate: RateEstimate,
-    ) -> None:
+    def __init__(self, store: AttachedStore) -> None:
         self._store = store
-        self._page_size = page_size
-        self._page_bytes = page_bytes
-        self._pages_per_read = pages_per_read
-        self._threshold_pages = threshold_pages
-        self._rate = rate
         self._check_pause = _CHECK_PAUSE_S
         self._check_at = 0.0
         """`time.monotonic()` seconds before which no check is made."""
-        self.queue: queue.SimpleQueue[Prefetches | None] = queue.SimpleQueue()
+        self.queue: queue.SimpleQueue[Sequence[PrefetchOperation] | CheckOperation | None]
+        self.queue = queue.SimpleQueue()
         """None ends the thread."""
 
     def run(self) -> None:
@@ -83,7 +76,7 @@ class StorageReads:
             operation.hit_pages = 0 if isinstance(answer, CacheOutcome) else answer
             if isinstance(answer, CacheOutcome):
                 self._end(operation, answer, time.monotonic() - started)
-            elif answer < self._threshold_pages:
+            elif answer < self._store.threshold_pages:
                 outcome = CacheOutcome.REVOKED if answer else CacheOutcome.MISS
                 self._end(operation, outcome, time.monotonic() - started)
             else:
@@ -99,13 +92,13 @@ class StorageReads:
     def _ask(self, group: Sequence[PrefetchOperation]) -> list[int | CacheOutcome]:
         """For each prompt the pages that the store has, or why that is not known."""
         known: dict[int, int | CacheOutcome] = {
-            index: operation.outcome_now if operation.is_terminated else CacheOutcome.UNAVAILABLE
+            index: outcome_now(operation) if operation.is_terminated else CacheOutcome.UNAVAILABLE
             for index, operation in enumerate(group)
         }
         timeouts = self._store.timeouts["get"]
         reaches = [timeouts.leading_allowed(operation.hashes) for operation in group]
         asked = [i for i, one in enumerate(group) if reaches[i] and not one.is_terminated]
-        if not asked or not self._store.allows_calls():
+        if not asked or not self._store.breaker.allow():
             return list(known.values())
         known.update(dict.fromkeys(asked, CacheOutcome.FAILED))
         with self._store.reporting_failures("read"):
@@ -118,49 +111,51 @@ class StorageReads:
 
     def _read_pages(self, operation: PrefetchOperation) -> CacheOutcome:
         """Read the pages that the store has, some at a time, until a part is missing."""
-        transfers, hashes, pages = operation.transfers, operation.hashes, operation.hit_pages
+        store, hashes, pages = self._store, operation.hashes, operation.hit_pages
+        transfers = [PoolTransfer(PoolName.KV, operation.host_indices), *operation.extra_transfers]
         read, ended = 0, CacheOutcome.LANDED
-        for begin in range(0, pages, self._pages_per_read):
-            end = min(begin + self._pages_per_read, pages)
-            if not operation.hand_over(end):
-                return operation.outcome_now
-            before = hashes[:begin] if self._store.pass_prefix_keys else []
+        for begin in range(0, pages, store.pages_per_read):
+            end = min(begin + store.pages_per_read, pages)
+            if not hand_over(operation, end):
+                return outcome_now(operation)
             started = time.monotonic()
-            landed, why = self._store.transfer(
+            landed, why = store.transfer(
                 "get",
                 hashes[begin:end],
-                self._store.pools.objects(transfers, hashes, begin, end, last=pages),
-                [*operation.prefix_hashes, *before],
+                store.pools.objects(transfers, hashes, begin, end, last=pages),
+                [*operation.prefix_hashes, *hashes[:begin]],
             )
             # Pages that land after the end of the wait are of no use.
-            ended = operation.outcome_now
+            ended = outcome_now(operation)
             read += landed
             operation.landed_pages = usable_pages(read, transfers, hashes, pages)
             # For each call, not for each prompt: long prompts then give rates while they are read.
-            self._rate.add(landed * self._page_size, time.monotonic() - started)
+            store.read_rate.add(landed * store.page_size, time.monotonic() - started)
             if not why:
-                self._store.log.warning(
+                store.log.warning(
                     f"get-{why}", "L3: page %d of %d is %s; the rest is recomputed",
                     begin + landed, pages, why.value,
                 )  # fmt: skip
                 return why
-        self._store.note_success()
+        store.breaker.reset()
         return ended
 
     def _end(self, operation: PrefetchOperation, outcome: CacheOutcome, seconds: float) -> None:
-        self._store.metrics.prefetch_outcomes.labels(outcome.value).inc()
-        self._store.metrics.transfer_seconds.labels("prefetch").observe(seconds)
+        metrics = self._store.metrics
+        metrics.prefetch_outcomes.labels(outcome.value).inc()
+        metrics.transfer_seconds.labels("prefetch").observe(seconds)
         if operation.landed_pages:
-            self._store.metrics.prefetched.inc(operation.landed_pages * self._page_size)
-            rate = operation.landed_pages * self._page_bytes / max(seconds, 1e-9)
-            self._store.metrics.prefetch_bandwidth.set(rate / 1e9)
-        operation.finish(outcome)
+            metrics.prefetched.inc(operation.landed_pages * self._store.page_size)
+            rate = operation.landed_pages * self._store.page_bytes / max(seconds, 1e-9)
+            metrics.prefetch_bandwidth.set(rate / 1e9)
+        operation.outcome = outcome
+        operation.answered.set()
 
     def _check(self, hashes: Sequence[PageHash]) -> CacheOutcome:
         """Check that the store still has pages that it had: MISS if not, otherwise LANDED. Also
         LANDED where it is too early to ask, or the store does not answer."""
         # This may be the only probe of a failed store while all prompts are in L1 and L2.
-        if not self._store.allows_calls() or time.monotonic() < self._check_at:
+        if not self._store.breaker.allow() or time.monotonic() < self._check_at:
             return CacheOutcome.LANDED
         there: int | None = None
         with self._store.reporting_failures("question"):
@@ -184,6 +179,34 @@ class StorageReads:
 def pages_per_read(host_pages: int) -> int:
     """Pages of one get where L2 has `host_pages` pages."""
     return max(1, min(PAGES_PER_CALL, host_pages // _STUCK_SHARE))
+
+
+def outcome_now(operation: PrefetchOperation) -> CacheOutcome:
+    """The outcome of a read that ends now. LATE if it was terminated before all awaited pages that
+    the store has had landed."""
+    if operation.is_cancelled:
+        return CacheOutcome.OVERTAKEN
+    agreed = operation.progress.hit
+    hit = operation.hit_pages if agreed < 0 else agreed
+    awaited = operation.wanted_pages if hit < 0 else min(operation.wanted_pages, hit)
+    is_late = operation.is_terminated and operation.landed_pages < awaited
+    return CacheOutcome.LATE if is_late else CacheOutcome.LANDED
+
+
+def hand_over(operation: PrefetchOperation, pages: int) -> bool:
+    """True if the store may write to the first `pages` pages of a read. Call it before it does.
+
+    False if no request waits for more than the store has been given already, or if another rank
+    lacks the pages that follow. This thread writes the number and then reads `is_terminated`; the
+    scheduler writes `is_terminated` and then reads the number. So one of them sees what the other
+    has written.
+    """
+    hit = operation.progress.hit
+    wanted = operation.wanted_pages if hit < 0 else min(operation.wanted_pages, hit)
+    if operation.handed_pages >= wanted:
+        return False
+    operation.handed_pages = pages
+    return not operation.is_terminated
 
 
 def prompts_per_question(

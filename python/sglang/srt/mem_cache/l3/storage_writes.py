@@ -6,33 +6,64 @@ import itertools
 import queue
 import time
 from collections.abc import Iterator, Sequence
-from typing import Final
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
 
-from sglang.srt.mem_cache.device.pool_transfer import join_transfers
-from sglang.srt.mem_cache.l3.guarded_store import PAGES_PER_CALL, GuardedStore
-from sglang.srt.mem_cache.l3.storage_operation import StorageOperation
+import torch
+
+from sglang.srt.mem_cache.device.pool_transfer import PoolTransfer, join_transfers
+from sglang.srt.mem_cache.device.state_spec import PoolName
 from sglang.srt.mem_cache.l3.stored_pools import num_keys
 from sglang.srt.mem_cache.storage.types import CacheOutcome
 from sglang.srt.mem_cache.tree.radix_key import PageHash
+from sglang.srt.mem_cache.tree.tree_node import NodeWrite, TreeNode
 from sglang.srt.utils.threads import leave_cores_to_model, lower_priority
 
+if TYPE_CHECKING:
+    from sglang.srt.mem_cache.l3.attached_store import AttachedStore
+
+PAGES_PER_CALL: Final = 64
+"""Pages of one get or put: enough to hide the round trip, few enough to end a read soon. A call
+takes as much CPU time as ten more pages of 64 KB in it, or 500 more keys."""
 _GATHER_S: Final = 0.1
 """How long a write waits for others to go in the same call. No request waits for writes."""
 
 
+@dataclass(eq=False, slots=True)
+class StorageOperation(NodeWrite):
+    """A write of a node's pages to L3. The node's host pages are pinned until it has ended."""
+
+    node: TreeNode
+    """The node; after a split the lower part, whose ancestors are the upper parts."""
+    host_indices: torch.Tensor
+    """int64 `[n]`: host slots."""
+    hashes: list[PageHash]
+    prefix_hashes: list[PageHash]
+    after: StorageOperation | None
+    """The write of the pages before these. If it fails, this one does: writes are prefix-closed."""
+    epoch: int
+    """The store's epoch when the write was queued."""
+    extra_transfers: Sequence[PoolTransfer] = ()
+    """Host slots in other pools that have their own, pinned as well; see `StoredPools.objects`."""
+    outcome: CacheOutcome | None = None
+    """Transfer thread, last of all; None while the write is under way."""
+
+    @property
+    def transfers(self) -> list[PoolTransfer]:
+        """One transfer for each pool with slots of its own, the primary pool's first."""
+        return [PoolTransfer(PoolName.KV, self.host_indices), *self.extra_transfers]
+
+    @property
+    def lacks_predecessor(self) -> bool:
+        """True if the store lacks the pages before these, so that no reader could use these."""
+        return self.after is not None and self.after.outcome is not CacheOutcome.LANDED
+
+
 class StorageWrites:
-    """The queue of writes and the work of the thread that makes them.
+    """The queue of writes and the work of the thread that makes them."""
 
-    Args:
-        store: The store to write to.
-        page_size: Tokens.
-        page_bytes: Bytes of a page in all host pools.
-    """
-
-    def __init__(self, store: GuardedStore, *, page_size: int, page_bytes: int) -> None:
+    def __init__(self, store: AttachedStore) -> None:
         self._store = store
-        self._page_size = page_size
-        self._page_bytes = page_bytes
         self.queue: queue.SimpleQueue[StorageOperation | None] = queue.SimpleQueue()
         """None ends the thread."""
 
@@ -46,9 +77,9 @@ class StorageWrites:
             time.sleep(_GATHER_S)
             queued = [first, *self._queued()]
             while queued:
-                group = next_group(queued)
-                for operation in group[self._write_together(group) :]:
-                    self._write_alone(operation)
+                group = queued[:1] if self._store.settings.pass_prefix_keys else next_group(queued)
+                for operation in group[self._write(group) :]:
+                    self._write([operation])
                 del queued[: len(group)]
 
     def _queued(self) -> Iterator[StorageOperation]:
@@ -60,106 +91,71 @@ class StorageWrites:
                 break
             yield operation
 
-    def _write_together(self, group: Sequence[StorageOperation]) -> int:
-        """Write several operations in one call; returns how many of the first have landed whole.
+    def _write(self, group: Sequence[StorageOperation]) -> int:
+        """Write several operations in one call, or a single one in as many as it takes.
 
-        The others are left to `_write_alone`, which finds out how each of them ends.
+        Returns how many of the first have ended. A single one always does. Of several, those that
+        have not landed whole are left: written alone, each finds out how it ends.
         """
-        if len(group) < 2 or self._store.pass_prefix_keys:
-            return 0
-        hashes = [page for operation in group for page in operation.hashes]
-        if not self._may_write(hashes):
-            return 0
-        pools = self._store.pools
-        objects = join_transfers([pools.objects(one.transfers, one.hashes) for one in group])
-        own = pools.to_write(objects)
-        started = time.monotonic()
-        landed = 0
-        with self._store.reporting_failures("write"):
-            landed, _ = self._store.transfer("set", hashes, own, ())
-        ends = itertools.accumulate(len(operation.hashes) for operation in group)
-        settled = group[: sum(end <= landed for end in ends)]
-        if settled:
-            pages = sum(len(operation.hashes) for operation in settled)
-            share = num_keys(own) / num_keys(objects)
-            outcomes = [CacheOutcome.LANDED] * len(settled)
-            self._report(pages, pages * share, outcomes, time.monotonic() - started)
-        for operation in settled:
-            operation.finish(CacheOutcome.LANDED)
-        return len(settled)
+        store, started = self._store, time.monotonic()
+        landed, sent, outcome = 0, 0.0, CacheOutcome.FAILED
+        with store.reporting_failures("write"):
+            landed, sent, outcome = self._put(group)
+        ended = group
+        if len(group) > 1:
+            ends = list(itertools.accumulate(len(operation.hashes) for operation in group))
+            ended = group[: sum(end <= landed for end in ends)]
+            whole = ends[len(ended) - 1] if ended else 0
+            landed, sent, outcome = whole, sent * whole / max(1, landed), CacheOutcome.LANDED
+        seconds = time.monotonic() - started
+        if ended:
+            store.metrics.backup_outcomes.labels(outcome.value).inc(len(ended))
+            store.metrics.transfer_seconds.labels("backup").observe(seconds)
+        if landed:
+            store.metrics.backuped.inc(landed * store.page_size)
+        if sent:
+            rate = sent * store.page_bytes / max(seconds, 1e-9)
+            store.metrics.backup_bandwidth.set(rate / 1e9)
+        for operation in ended:
+            operation.after = None
+            operation.outcome = outcome
+        return len(ended)
 
-    def _may_write(self, hashes: Sequence[PageHash]) -> bool:
-        """True if the store may be given these pages now."""
-        reach = self._store.timeouts["set"].leading_allowed(hashes)
-        return reach == len(hashes) and self._store.allows_calls()
-
-    def _write_alone(self, operation: StorageOperation) -> None:
-        pools = self._store.pools
-        objects = pools.objects(operation.transfers, operation.hashes)
-        share = num_keys(pools.to_write(objects)) / num_keys(objects)
-        started = time.monotonic()
-        landed, outcome = 0, CacheOutcome.FAILED
-        with self._store.reporting_failures("write"):
-            landed, outcome = self._write(operation, share)
-        self._report(landed, landed * share, [outcome], time.monotonic() - started)
-        operation.finish(outcome)
-
-    def _write(self, operation: StorageOperation, share: float) -> tuple[int, CacheOutcome]:
-        """Write an operation's pages, some at a time, until a part is refused.
-
-        Args:
-            operation: What to write.
-            share: How much of it this rank writes, from 0 to 1; the rest is for other ranks.
+    def _put(self, group: Sequence[StorageOperation]) -> tuple[int, float, CacheOutcome]:
+        """Write the pages of operations, some at a time, until a part is refused.
 
         Returns:
-            The leading pages of which the store has every part that this rank writes, and why no
-            more.
+            The leading pages of which the store has every part that this rank writes; how many of
+            them this rank has written, a part of a page for a part of its objects; why no more.
         """
-        transfers, hashes, pools = operation.transfers, operation.hashes, self._store.pools
-        if operation.lacks_predecessor:
-            return 0, CacheOutcome.SHORT
-        if not share:
-            # Other ranks decide what becomes of it, also where the store fails on this one.
-            return len(hashes), CacheOutcome.LANDED
-        if not self._may_write(hashes):
-            return 0, CacheOutcome.UNAVAILABLE
-        total = 0
+        store, pools, first = self._store, self._store.pools, group[0]
+        hashes = [page for operation in group for page in operation.hashes]
+        if first.lacks_predecessor:
+            return 0, 0.0, CacheOutcome.SHORT
+        timeouts, total, sent = store.timeouts["set"], 0, 0.0
         for begin in range(0, len(hashes), PAGES_PER_CALL):
             end = min(begin + PAGES_PER_CALL, len(hashes))
-            landed, why = self._store.transfer(
-                "set",
-                hashes[begin:end],
-                pools.to_write(pools.objects(transfers, hashes, begin, end)),
-                [*operation.prefix_hashes, *hashes[:begin]],
+            objects = join_transfers(
+                [pools.objects(one.transfers, one.hashes, begin, end) for one in group]
             )
+            own = pools.to_write(objects)
+            # Other ranks decide what becomes of the rest, also where the store fails on this one.
+            if own and (
+                timeouts.leading_allowed(hashes) < len(hashes) or not store.breaker.allow()
+            ):
+                return total, sent, CacheOutcome.UNAVAILABLE
+            prefix = [*first.prefix_hashes, *hashes[:begin]]
+            landed, why = store.transfer("set", hashes[begin:end], own, prefix)
             total += landed
+            sent += landed if own is objects else landed * num_keys(own) / num_keys(objects)
             if not why:
-                self._store.log.warning(
-                    f"set-{why}", "L3: page %d of %d was not written: %s; nor is what follows it",
-                    total, len(hashes), why.value,
-                )  # fmt: skip
-                return total, why
-        return total, CacheOutcome.LANDED
-
-    def _report(
-        self, landed: int, sent: float, outcomes: Sequence[CacheOutcome], seconds: float
-    ) -> None:
-        """Count writes that have ended.
-
-        Args:
-            landed: Pages that have landed.
-            sent: Pages of these that this rank has written.
-            outcomes: One for each write.
-            seconds: Duration of all writes together.
-        """
-        for outcome in outcomes:
-            self._store.metrics.backup_outcomes.labels(outcome.value).inc()
-        self._store.metrics.transfer_seconds.labels("backup").observe(seconds)
-        if landed:
-            self._store.metrics.backuped.inc(landed * self._page_size)
-        if sent:
-            rate = sent * self._page_bytes / max(seconds, 1e-9)
-            self._store.metrics.backup_bandwidth.set(rate / 1e9)
+                if len(group) == 1:
+                    store.log.warning(
+                        f"set-{why}", "L3: page %d of %d was not written: %s; nor is what follows "
+                        "it", total, len(hashes), why.value,
+                    )  # fmt: skip
+                return total, sent, why
+        return total, sent, CacheOutcome.LANDED
 
 
 def next_group(queued: Sequence[StorageOperation]) -> list[StorageOperation]:

@@ -1,4 +1,5 @@
-"""The connection to L3 that a cache owns: which store is attached, and what all ranks know of it.
+"""The connection to L3 that a cache owns: it opens stores, from a backend's name and configuration,
+and has which one is attached, and what all ranks know of it.
 
 Threads: the scheduler's only, unless a method says otherwise.
 """
@@ -6,16 +7,47 @@ Threads: the scheduler's only, unless a method says otherwise.
 from __future__ import annotations
 
 import json
+import logging
+import time
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
-from sglang.srt.arg_groups.extra_config import parse_extra_config, without_secrets
+import msgspec
+
+from sglang.srt.arg_groups.extra_config import (
+    check_extra_config_keys,
+    parse_extra_config,
+    without_secrets,
+)
+from sglang.srt.distributed.rank_group import RankGroup
+from sglang.srt.hardware_backend.device_runtime import device_runtime
+from sglang.srt.mem_cache.device.state_spec import RankSplit
+from sglang.srt.mem_cache.host.head_group_pool import HeadGroupPool
+from sglang.srt.mem_cache.host.host_pool_group import HostPoolGroup
 from sglang.srt.mem_cache.l3.attached_store import AttachedStore
 from sglang.srt.mem_cache.l3.prefetch_table import PrefetchPolicy
-from sglang.srt.mem_cache.l3.store_opener import StoreOpener
+from sglang.srt.mem_cache.l3.storage_reads import pages_per_read
+from sglang.srt.mem_cache.l3.storage_settings import OnUnreachable, StorageSettings
+from sglang.srt.mem_cache.l3.stored_pools import StoredPools
+from sglang.srt.mem_cache.storage.backend_factory import StorageBackendFactory
+from sglang.srt.mem_cache.storage.base import HiCacheStorage
+from sglang.srt.mem_cache.storage.mooncake_store.config import MooncakeStoreConfig
+from sglang.srt.mem_cache.storage.pool_shards import PoolShards
+from sglang.srt.mem_cache.storage.types import (
+    CacheNamespace,
+    HiCacheStorageConfig,
+    StoragePool,
+    StorageUnreachable,
+)
 from sglang.srt.mem_cache.tree.hicache_metrics import HiCacheMetrics
 from sglang.srt.mem_cache.tree.tick_sync import Progress, Rates
-from sglang.srt.mem_cache.tree.tree_node import TreeNode
+from sglang.srt.utils.threads import shorten_switch_interval
+
+logger = logging.getLogger(__name__)
+
+_WAIT_BOUND_S: Final = 300.0
+_WAIT_STEP_S: Final = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +70,11 @@ class StoreConnection:
     which outlives a detachment.
 
     Args:
-        opener: Connects to backends.
+        host_pools: Pools of L2.
+        page_size: Tokens of a page.
+        ranks: All ranks, which share the store.
+        weights_identity: Digest of weights and configuration, for the namespace.
+        model_name: Name of the model, for backends.
         prefetch_policy: Name of the first prefetch policy.
         metrics: Metrics of the tiers.
 
@@ -51,13 +87,27 @@ class StoreConnection:
         rates: Speeds of reads and of prefills that the ranks agreed on last.
     """
 
-    def __init__(self, opener: StoreOpener, prefetch_policy: str, metrics: HiCacheMetrics) -> None:
-        self.opener = opener
+    def __init__(
+        self,
+        host_pools: HostPoolGroup,
+        page_size: int,
+        ranks: RankGroup,
+        *,
+        weights_identity: str,
+        model_name: str | None,
+        prefetch_policy: str,
+        metrics: HiCacheMetrics,
+    ) -> None:
+        self._host_pools = host_pools
+        self._page_size = page_size
+        self._ranks = ranks
+        self._weights_identity = weights_identity
+        self._model_name = model_name
+        self._metrics = metrics
         self.prefetch_policy = _parse_policy(prefetch_policy)
         self.attached: AttachedStore | None = None
         self.is_changing = False
         self.epoch = 0
-        self._metrics = metrics
         self.answers = True
         self.rates = Rates()
         self._seen_reconnects = self._agreed_reconnects = 0
@@ -70,10 +120,6 @@ class StoreConnection:
         """True if calls to L3 are allowed: no call is stuck on any rank, and no change is under
         way."""
         return self.answers and not self.is_changing
-
-    def has_stored(self, node: TreeNode) -> bool:
-        """True if L3 is believed to have the pages of `node`."""
-        return node.parent is None or node.storage_epoch == self.epoch
 
     def forget_stored(self) -> None:
         """Mark all nodes as not stored: L3 is another one, was cleared, or has lost pages."""
@@ -89,7 +135,7 @@ class StoreConnection:
             StorageUnavailable: It cannot be reached, and the configuration does not allow that.
         """
         config = parse_extra_config(extra_config)
-        self.attached = self.opener.open(backend, config, may_wait=True)
+        self.attached = self._open(backend, config, may_wait=True)
 
     def prepare(
         self, backend: str, extra_config: str | None, prefetch_policy: str | None
@@ -105,7 +151,7 @@ class StoreConnection:
         config = None if extra_config is None else parse_extra_config(extra_config)
         attached = self.attached
         if attached is None:
-            return PreparedChange(policy, self.opener.open(backend, config or {}, may_wait=False))
+            return PreparedChange(policy, self._open(backend, config or {}, may_wait=False))
         if backend != attached.backend:
             raise ValueError(
                 f"{attached.backend} is attached; detach it before attaching {backend}"
@@ -136,21 +182,125 @@ class StoreConnection:
         if (store := self.detach()) is not None:
             store.close()
 
-    # ---- policies, and what operators see ----------------------------------------------------
+    # ---- opening a store, any thread ---------------------------------------------------------
 
-    def prefetch_seconds(self, num_tokens: int) -> float:
-        """Seconds for which a request may wait for a read of `num_tokens`. A store is attached."""
-        assert self.attached is not None
-        timeout = self.attached.settings.timeout
-        if self.prefetch_policy is PrefetchPolicy.WAIT_COMPLETE:
-            return timeout.max
-        return timeout.seconds_for(num_tokens)
+    def _open(self, backend: str, config: dict[str, Any], *, may_wait: bool) -> AttachedStore:
+        """Connect to `backend` and start the threads that use it. The caller closes the result.
+
+        `may_wait`: accept a config that demands to wait for a store that cannot be reached. Raises
+        as `attach`.
+        """
+        check_extra_config_keys(backend, config)
+        settings = StorageSettings.from_extra_config(config)
+        waits = settings.on_unreachable is OnUnreachable.WAIT
+        if waits and not may_wait:
+            raise ValueError(
+                "extra config on_unreachable: `wait` is for the start; give exit or degrade"
+            )
+        group = self._host_pools
+        shards = {
+            name: PoolShards.of(name, entry.spec.share, self._ranks, settings.tp_lcm_size)
+            for name, entry in group.entries.items()
+        }
+        if settings.tp_lcm_size is not None and all(one.holds_all_heads for one in shards.values()):
+            logger.warning(
+                "extra config tp_lcm_size=%d has no effect: objects of this model hold all heads",
+                settings.tp_lcm_size,
+            )
+        if device_runtime(group.primary_entry.device_pool.device).kind.overlaps_steps:
+            shorten_switch_interval()
+        connect = self._connector(backend, config, settings, shards, waits=waits)
+        return AttachedStore(
+            connect,
+            backend=backend,
+            config=config,
+            settings=settings,
+            page_size=self._page_size,
+            page_bytes=group.page_bytes,
+            pages_per_read=pages_per_read(group.primary.page_num),
+            metrics=self._metrics,
+            pools=StoredPools(self.namespace(), group.extra_queries, group.auxiliary_pools, shards),
+        )
+
+    def namespace(self) -> str:
+        """First part of every key: engines with other weights or another format of pages find none
+        of these objects."""
+        group = self._host_pools
+        return CacheNamespace(
+            weights_identity=self._weights_identity,
+            kv_dtype=str(group.primary_entry.device_pool.dtype),
+            page_size=self._page_size,
+            page_byte_order=group.primary.page_byte_order,
+            extra_pools=tuple(
+                f"{name} {pool.page_format}" for name, pool in group.extra_pools.items()
+            )
+            or msgspec.UNSET,
+        ).digest()
+
+    def get_attn_cp_rank_and_size(self) -> tuple[int, int]:
+        """Number of this rank among the ranks with the same heads, and their count."""
+        return self._ranks.attn_cp_rank, self._ranks.attn_cp_size
+
+    def _connector(
+        self,
+        backend: str,
+        config: dict[str, Any],
+        settings: StorageSettings,
+        shards: Mapping[str, PoolShards],
+        *,
+        waits: bool,
+    ) -> Callable[[], HiCacheStorage]:
+        """Makes clients of a store. If it `waits`, the first one is tried for, within a time limit,
+        until the store can be reached."""
+        group = self._host_pools
+        attn_cp_rank, attn_cp_size = self.get_attn_cp_rank_and_size()
+        pools: dict[str, StoragePool] = {}
+        for name in [group.primary_entry.name, *group.extra_pools]:
+            pool, objects = group.get_pool(name), shards[name].objects
+            for index, one in enumerate(objects):
+                is_whole = len(objects) == 1
+                pools[one.pool] = pool if is_whole else HeadGroupPool(pool, index, len(objects))
+        primary = pools.pop(shards[group.primary_entry.name].objects[0].pool)
+        storage_config = HiCacheStorageConfig(
+            tp_rank=self._ranks.attn_tp_rank,
+            tp_size=self._ranks.attn_tp_size,
+            pp_rank=0,
+            pp_size=1,
+            attn_cp_rank=attn_cp_rank,
+            attn_cp_size=attn_cp_size,
+            is_mla_model=group.primary_entry.spec.share.split is RankSplit.SAME,
+            enable_storage_metrics=True,
+            is_page_first_layout=group.primary.is_zero_copy,
+            model_name=self._model_name,
+            tp_lcm_size=settings.tp_lcm_size,
+            should_split_heads=any(one.is_split for one in shards.values()),
+            extra_config=config,
+            namespace=self.namespace(),
+            object_names={one.pool: one.name for all in shards.values() for one in all.objects},
+        )
+        deadline = time.monotonic() + _WAIT_BOUND_S
+
+        def connect() -> HiCacheStorage:
+            while True:
+                try:
+                    return StorageBackendFactory.create_backend(
+                        backend, storage_config, primary, extra_pools=pools
+                    )
+                except StorageUnreachable as error:
+                    if not waits or time.monotonic() > deadline:
+                        raise
+                    logger.warning("waiting for L3 (on_unreachable=wait): %s", error)
+                    time.sleep(_WAIT_STEP_S)
+
+        return connect
+
+    # ---- policies, and what operators see ----------------------------------------------------
 
     def state(self) -> dict[str, Any]:
         """Backend, configuration as JSON text without secrets (None: there is none), transport,
         prefetch policy."""
         store = self.attached
-        client = None if store is None else store.guard.client
+        client = None if store is None else store.client
         config = None if store is None else store.config
         return {
             "hicache_storage_backend": None if store is None else store.backend,
@@ -166,10 +316,10 @@ class StoreConnection:
         store = self.attached
         if store is None:
             return "L3: none attached (--hicache-storage-backend)"
-        name = store.guard.backend_name or f"{store.backend}, not reached yet"
+        name = store.backend_name or f"{store.backend}, not reached yet"
         return (
             f"L3: {name}, sized by the store itself; prefetch policy {self.prefetch_policy.value}, "
-            f"from {store.settings.prefetch_threshold} tokens; namespace {self.opener.namespace()}"
+            f"from {store.settings.prefetch_threshold} tokens; namespace {self.namespace()}"
         )
 
     # ---- one tick ----------------------------------------------------------------------------
@@ -177,8 +327,8 @@ class StoreConnection:
     def report(self, progress: Progress) -> None:
         """Add this rank's observations to those of the tick."""
         if (store := self.attached) is not None:
-            progress.available = store.guard.available
-            self._seen_reconnects = store.guard.reconnects
+            progress.available = store.available
+            self._seen_reconnects = store.reconnects
             progress.has_reconnected = self._seen_reconnects != self._agreed_reconnects
             progress.rates = Rates(store.read_rate.known, store.prefill_rate.known)
 
@@ -198,3 +348,25 @@ def _parse_policy(name: str) -> PrefetchPolicy:
     except ValueError:
         choices = ", ".join(policy.value for policy in PrefetchPolicy)
         raise ValueError(f"hicache_storage_prefetch_policy {name!r} is none of {choices}") from None
+
+
+def host_allocator_type(backend: str | None, extra_config: str | None) -> str:
+    """Allocator of L2 that this L3 needs: `mooncake` or `default`.
+
+    Raises ValueError if the configuration cannot work.
+    """
+    if backend != "mooncake":
+        return "default"
+    config = MooncakeStoreConfig.load_from_extra_config(parse_extra_config(extra_config))
+    return config.host_allocator_type
+
+
+def shares_with_other_sizes(backend: str | None, extra_config: str | None) -> bool:
+    """True if servers of other tensor-parallel sizes may share this L3: `tp_lcm_size` is set.
+
+    Raises ValueError if the configuration cannot work.
+    """
+    if backend is None:
+        return False
+    settings = StorageSettings.from_extra_config(parse_extra_config(extra_config))
+    return settings.tp_lcm_size is not None

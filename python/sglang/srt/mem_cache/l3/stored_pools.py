@@ -52,6 +52,7 @@ class StoredPools:
         }
         """Shards and last part of the key, by pool as the backend knows it. Pools of which this
         rank writes all are left out."""
+        self._is_split = any(one.is_split for one in self.shards.values())
         self.questions = self._by_object([PoolTransfer(PoolName.KV), *queries])[1:]
 
     def keys(self, hashes: Sequence[str]) -> list[str]:
@@ -98,7 +99,7 @@ class StoredPools:
                 parts.append(PoolTransfer(transfer.name, slots, keys=keys, hit_policy=policy))
         if self._auxiliary_pools:
             parts = _resolve_shared_pool_transfers(parts, self._auxiliary_pools)
-        return self._by_object(parts)
+        return self._by_object(parts) if self._is_split else parts
 
     def _by_object(self, transfers: Sequence[PoolTransfer]) -> list[PoolTransfer]:
         """`transfers`, and those of further objects of the same pages."""

@@ -127,11 +127,8 @@ def _not_registered(name: str, pool: StoragePool, error: Exception) -> Exception
     known = isinstance(error, (ValueError, StorageUnavailable))
     cause = str(error) if known else f"{type(error).__name__}: {error}"
     text = f"host pool {name} of {size} bytes cannot be registered: {cause}"
-    if isinstance(error, StorageUnreachable):
-        return StorageUnreachable(text)
-    if isinstance(error, StorageUnavailable):
-        return StorageUnavailable(text)
-    return ValueError(text) if known else RuntimeError(text)
+    kinds = (StorageUnreachable, StorageUnavailable, ValueError)
+    return next((kind for kind in kinds if isinstance(error, kind)), RuntimeError)(text)
 
 
 def _load(name: str, path: ClassPath) -> Any:

@@ -355,7 +355,7 @@ def _rows(keys: list[str], *columns: Sequence[Any] | None) -> Iterator[tuple[Any
 # -- hits of several pools: pure, any thread ------------------------------------------------------
 
 
-def leading_run(present: Sequence[bool]) -> int:
+def leading_run(present: Sequence[object]) -> int:
     """The number of leading true values in `present`."""
     for index, one in enumerate(present):
         if not one:

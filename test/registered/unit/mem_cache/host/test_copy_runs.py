@@ -35,10 +35,9 @@ from sglang.srt.mem_cache.host.copy_runs import (
     runs_from_pool,
 )
 from sglang.srt.mem_cache.host.host_copy_cuda import CudaPageCopier, EngineUse
+from sglang.srt.mem_cache.host.host_pool import HostKVCache
 from sglang.srt.mem_cache.host.host_rows import HostRows, PartRows, part_rows
-from sglang.srt.mem_cache.host.mla_host_pool import MLATokenToKVPoolHost
-from sglang.srt.mem_cache.host.paged_host_pool import PagedPoolHost
-from sglang.srt.mem_cache.host.parted_host_pool import PartedPoolHost
+from sglang.srt.mem_cache.host.paged_host_pool import MLATokenToKVPoolHost, PagedPoolHost
 from sglang.srt.mem_cache.host.staged_copy import StagedLoadTuning
 from sglang.srt.mem_cache.host.state_host_pool import MambaPoolHost
 from sglang.test.ci.ci_register import register_cpu_ci
@@ -64,7 +63,7 @@ def host_of(device: PagedDevicePool, layout: str) -> PagedPoolHost:
     return make_host_pool(device, layout)
 
 
-def parts_of(host: PartedPoolHost[Any], device: BaseDevicePool) -> list[PartRows]:
+def parts_of(host: HostKVCache[Any], device: BaseDevicePool) -> list[PartRows]:
     pools = host._paired_with(device)
     return [part_rows(*part) for part in zip(pools.host, pools.device, strict=True)]
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import time
 
+import numpy as np
+import numpy.typing as npt
 import pytest
 import torch
 
@@ -16,7 +18,8 @@ from sglang.srt.hardware_backend.device_runtime import (
 )
 from sglang.srt.mem_cache.device.memory_pool import MHATokenToKVPool
 from sglang.srt.mem_cache.host.host_copy_cuda import CudaPageCopier
-from sglang.srt.mem_cache.host.pinned_memory import allocate_pinned
+from sglang.srt.mem_cache.host.host_memory import allocate_pinned
+from sglang.srt.mem_cache.host.staged_copy import StagedBackup
 from sglang.srt.mem_cache.memory_pool_host import MHATokenToKVPoolHost
 from sglang.test.ci.ci_register import register_cuda_ci
 
@@ -157,13 +160,13 @@ def test_long_pages_whose_slots_the_cpu_knows_go_straight_from_the_pool(
     host = MHATokenToKVPoolHost(source, 2.0, 0, page_size, layout)
     assert host.prefers_cpu_slots(source, "direct") is straight
     staged: list[int] = []
-    kernels = CudaPageCopier._backup_staged
+    kernels = StagedBackup.backup
 
-    def count(copier: CudaPageCopier, to: torch.Tensor, of: torch.Tensor) -> None:
-        staged.append(len(to))
-        kernels(copier, to, of)
+    def count(stage: StagedBackup, to: npt.NDArray[np.int64], of: torch.Tensor) -> None:
+        staged.append(len(of))
+        kernels(stage, to, of)
 
-    monkeypatch.setattr(CudaPageCopier, "_backup_staged", count)
+    monkeypatch.setattr(StagedBackup, "backup", count)
     pages, into = [3, 1, 47, 8], [14, 4, 10, 11]
     slots = host.alloc(len(pages) * page_size)
     assert slots is not None

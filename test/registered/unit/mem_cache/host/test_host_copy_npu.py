@@ -22,9 +22,8 @@ from sglang.srt.hardware_backend.cpu.runtime import CpuRuntime
 from sglang.srt.mem_cache.device.base_device_pool import PagedDevicePool
 from sglang.srt.mem_cache.host import host_layout, page_copier
 from sglang.srt.mem_cache.host.host_copy_npu import NpuPageCopier, _runs
-from sglang.srt.mem_cache.host.mla_host_pool import MLATokenToKVPoolHost
 from sglang.srt.mem_cache.host.page_copier import PoolPair, register_page_copier
-from sglang.srt.mem_cache.host.paged_host_pool import PagedPoolHost
+from sglang.srt.mem_cache.host.paged_host_pool import MLATokenToKVPoolHost, PagedPoolHost
 from sglang.test.ci.ci_register import register_cpu_ci, register_npu_ci
 
 register_cpu_ci(est_time=3, suite="base-a-test-cpu")

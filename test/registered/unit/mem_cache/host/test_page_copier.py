@@ -59,7 +59,7 @@ def test_a_load_looks_at_its_slots_once(
         looks.append(len(indices))
         return whole_pages(indices, page_size, page_num)
 
-    monkeypatch.setattr(host_copy, "whole_pages", count)
+    monkeypatch.setattr(page_copier, "whole_pages", count)
     load = host.begin_load(device, slots, page_slots([7, 8], PAGE), "direct")
     for layer in range(LAYERS):
         load.issue(layer)

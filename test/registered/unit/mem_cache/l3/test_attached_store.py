@@ -1,20 +1,174 @@
-"""The threads of L3: none is left behind where the system has too few."""
+"""Protection of the engine from a store that hangs, fails or breaks its contract.
+
+No thread of L3 is left behind where the system has too few.
+"""
 
 from __future__ import annotations
 
 import threading
 
+import numpy as np
 import pytest
 
-from rigs.stores.hanging_store import HangingStore, wait_for
+from rigs.stores.hanging_store import HangingBench, HangingStore, wait_for
+from sglang.srt.mem_cache.hicache_storage import (
+    CacheOutcome,
+    PoolTransferResult,
+    StorageUnavailable,
+)
 from sglang.srt.mem_cache.l3.attached_store import AttachedStore
+from sglang.srt.mem_cache.l3.storage_reads import CheckOperation
 from sglang.srt.mem_cache.l3.storage_settings import StorageSettings
 from sglang.srt.mem_cache.l3.stored_pools import StoredPools
-from sglang.srt.mem_cache.storage.types import StorageUnavailable
 from sglang.srt.mem_cache.tree.hicache_metrics import HiCacheMetrics
+from sglang.srt.mem_cache.tree.radix_key import PageHash
 from sglang.test.ci.ci_register import register_cpu_ci
 
-register_cpu_ci(est_time=1, suite="base-a-test-cpu")
+register_cpu_ci(est_time=3, suite="base-a-test-cpu")
+
+LANDED = CacheOutcome.LANDED
+
+
+@pytest.mark.parametrize("raises", [False, True])
+@pytest.mark.parametrize("kind", ["read", "write"])
+def test_c10_a_page_that_timed_out_is_not_asked_for_again_though_probes_succeed(
+    bench: HangingBench, kind: str, raises: bool
+) -> None:
+    """One node of a store hangs, the others answer: one timeout a page and period."""
+    move = bench.read if kind == "read" else bench.write
+    bench.store.hangs, bench.store.raises = {"bad"}, raises
+    assert move("bad", "behind") is CacheOutcome.FAILED
+    assert bench.io.breaker.is_open
+    for _ in range(3):
+        bench.let_the_pause_pass()
+        assert move("bad", "behind") is CacheOutcome.UNAVAILABLE
+    assert len(bench.store.asked) == 1
+    # Others go on, and a prompt is read up to the page that hung.
+    bench.let_the_pause_pass()
+    assert move("good") is CacheOutcome.LANDED
+    if kind == "read":
+        assert move("good", "bad") is CacheOutcome.LANDED
+        assert bench.store.asked[1:] == [["good"], ["good"]]
+
+
+def test_c10_the_breaker_opens_once_for_a_call_that_hangs_and_fails(bench: HangingBench) -> None:
+    bench.store.hangs, bench.store.raises = {"bad"}, True
+    bench.read("bad")
+    assert bench.io.breaker._pause == 1.0, "one failure, one pause"
+    assert bench.metrics.breaker_open._value.get() == 1
+    assert bench.read("good") is CacheOutcome.UNAVAILABLE
+    bench.let_the_pause_pass()
+    assert bench.read("good") is CacheOutcome.LANDED
+    assert not bench.io.breaker.is_open
+    assert bench.metrics.breaker_open._value.get() == 0
+    assert bench.io.reconnects == 1
+
+
+def test_c10_nobody_waits_behind_a_probe_that_hangs(bench: HangingBench) -> None:
+    bench.store.hangs = {"bad"}
+    bench.read("bad")
+    bench.let_the_pause_pass()
+    bench.store.probe_gate.clear()
+    behind = bench.submit("good")
+    wait_for(lambda: bench.io.is_calling)
+    assert bench.io.available
+    bench.clock.pass_too_long()
+    assert not bench.io.available
+    bench.store.probe_gate.set()
+    wait_for(lambda: behind.outcome is not None)
+    assert bench.io.available
+    assert behind.outcome is CacheOutcome.LANDED
+
+
+@pytest.mark.parametrize("kind", ["read", "write"])
+@pytest.mark.parametrize(
+    ("answer", "words"),
+    [
+        pytest.param({"kv": [LANDED, LANDED]}, "2 results for 3 pages", id="fewer"),
+        pytest.param({"kv": [True] * 4}, "4 results for 3 pages", id="more"),
+        pytest.param({"kv": []}, "0 results for 3 pages", id="none"),
+        pytest.param({"kv": [True, None, True]}, "None where True or False", id="null"),
+        pytest.param({"kv": [1, 1, 1]}, "1 where True or False", id="codes"),
+        pytest.param({"kv": ["landed"] * 3}, "of type str where True or False", id="words"),
+        pytest.param({"kv": "yes"}, "of type str where a list", id="text"),
+        pytest.param({"kv": iter([True] * 3)}, "where a list", id="iterator"),
+        pytest.param({"kv": None}, "None where a list", id="no-list"),
+        pytest.param({"indexer": [True] * 3}, "nothing about pool 'kv'", id="other-pool"),
+        pytest.param([True] * 3, "of type list where results by pool", id="no-pools"),
+        pytest.param(True, "True where results by pool", id="bool"),
+    ],
+)
+def test_a_wrong_answer_to_a_transfer_moves_no_page_and_is_a_failing_store(
+    bench: HangingBench, caplog: pytest.LogCaptureFixture, kind: str, answer: object, words: str
+) -> None:
+    bench.store.moved = answer
+    if kind == "read":
+        operation = bench.submit("a", "b", "c")
+        wait_for(lambda: operation.outcome is not None)
+        assert (operation.outcome, operation.landed_pages) == (CacheOutcome.FAILED, 0)
+    else:
+        assert bench.write("a", "b", "c") is CacheOutcome.FAILED
+    call = "get" if kind == "read" else "set"
+    assert (bench.count(call, "failed"), bench.count(call, "landed")) == (3, 0)
+    assert bench.io.breaker.is_open
+    assert f"HangingStore.batch_{call}_v2 answered" in caplog.text and words in caplog.text
+
+
+def test_results_of_numpy_are_taken_for_what_they_are(bench: HangingBench) -> None:
+    bench.store.moved = {"kv": [np.True_, np.False_]}
+    bench.store.found = [PoolTransferResult(np.int64(2))]  # type: ignore[arg-type]
+    operation = bench.submit("a", "b")
+    wait_for(lambda: operation.outcome is not None)
+    assert (operation.outcome, operation.landed_pages) == (CacheOutcome.MISS, 1)
+    assert bench.write("a", "b") is CacheOutcome.FAILED
+    assert not bench.io.breaker.is_open
+
+
+@pytest.mark.parametrize(
+    ("answer", "words"),
+    [
+        pytest.param([PoolTransferResult(-1)], "-1 pages, having been asked about 2", id="less"),
+        pytest.param([PoolTransferResult(3)], "3 pages, having been asked about 2", id="more"),
+        pytest.param([PoolTransferResult(True)], "True where a number", id="bool"),
+        pytest.param([PoolTransferResult(2.0)], "2.0 where a number", id="float"),  # type: ignore[arg-type]
+        pytest.param([PoolTransferResult(None)], "None where a number", id="null"),  # type: ignore[arg-type]
+        pytest.param([2], "2 where a PoolTransferResult", id="plain"),
+        pytest.param([], "0 results for 1 prompts", id="fewer"),
+        pytest.param([PoolTransferResult(2)] * 2, "2 results for 1 prompts", id="more-prompts"),
+        pytest.param(PoolTransferResult(2), "where a list", id="no-list"),
+    ],
+)
+def test_a_wrong_answer_to_a_question_is_a_failing_store(
+    bench: HangingBench, caplog: pytest.LogCaptureFixture, answer: object, words: str
+) -> None:
+    bench.store.found = answer
+    operation = bench.submit("a", "b")
+    wait_for(lambda: operation.outcome is not None)
+    assert (operation.outcome, operation.hit_pages) == (CacheOutcome.FAILED, 0)
+    assert bench.store.asked == [], "nothing is read"
+    assert bench.io.breaker.is_open
+    assert "HangingStore.prompts_exist answered" in caplog.text and words in caplog.text
+    bench.let_the_pause_pass()
+    check = CheckOperation([PageHash("a"), PageHash("b")], epoch=0)
+    bench.io.reads.queue.put(check)
+    wait_for(lambda: check.outcome is not None)
+    assert check.outcome is CacheOutcome.LANDED, "nothing is known to be lost"
+    assert bench.io.breaker.is_open
+
+
+@pytest.mark.parametrize("raised", [KeyError("page"), SystemExit(3), KeyboardInterrupt()])
+@pytest.mark.parametrize("kind", ["read", "write"])
+def test_whatever_a_backend_raises_its_thread_goes_on(
+    bench: HangingBench, caplog: pytest.LogCaptureFixture, kind: str, raised: BaseException
+) -> None:
+    move = bench.read if kind == "read" else bench.write
+    bench.store.moved = raised
+    assert move("a") is CacheOutcome.FAILED
+    assert bench.io.breaker.is_open
+    assert "HangingStore" in caplog.text and type(raised).__name__ in caplog.text
+    bench.store.moved = None
+    bench.let_the_pause_pass()
+    assert move("a") is CacheOutcome.LANDED
 
 
 class ClosingStore(HangingStore):

@@ -313,7 +313,7 @@ def test_what_is_detached_is_not_shown_as_failing(rig: CacheRig) -> None:
     assert attach(rig, ERRATIC)[0]
     attached = rig.hi.store.attached
     assert attached is not None
-    attached.guard.trip()
+    attached.breaker.trip()
     assert rig.hi.metrics.breaker_open._value.get() == 1
     assert rig.hi.detach_storage_backend()[0]
     assert rig.hi.metrics.breaker_open._value.get() == 0

@@ -6,9 +6,9 @@ from itertools import accumulate
 
 import pytest
 
+from sglang.srt.mem_cache.l3.attached_store import RateEstimate
 from sglang.srt.mem_cache.l3.prefetch_cost import (
     PendingRead,
-    RateEstimate,
     is_rejected,
     slower_reads,
 )

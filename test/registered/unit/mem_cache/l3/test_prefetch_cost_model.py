@@ -17,8 +17,7 @@ from rigs.caches.memory_ranks import MemoryExchange
 from sglang.srt.environ import envs
 from sglang.srt.mem_cache.hicache_storage import CacheOutcome
 from sglang.srt.mem_cache.l3.prefetch_cost import PrefetchCostModel
-from sglang.srt.mem_cache.l3.prefetch_table import PrefetchPolicy, PrefetchTable
-from sglang.srt.mem_cache.l3.storage_operation import PrefetchOperation
+from sglang.srt.mem_cache.l3.prefetch_table import PrefetchOperation, PrefetchPolicy, PrefetchTable
 from sglang.srt.mem_cache.tree.base_prefix_cache import Workload
 from sglang.srt.mem_cache.tree.radix_key import PageHash, RadixKey
 from sglang.srt.mem_cache.tree.tick_sync import PrefetchProgress, Rates
@@ -246,14 +245,14 @@ class TwoRanks:
 def hold_gets(rig: CacheRig, goes_on: threading.Event) -> None:
     """Reads of `rig` hang until `goes_on`."""
     attached = rig.hi.store.attached
-    assert attached is not None and attached.guard.client is not None
-    get = attached.guard.client.batch_get_v2
+    assert attached is not None and attached.client is not None
+    get = attached.client.batch_get_v2
 
     def held(*args: object) -> Mapping[str, object]:
         assert goes_on.wait(60)
         return get(*args)  # type: ignore[arg-type]
 
-    attached.guard.client.batch_get_v2 = held  # type: ignore[method-assign, assignment]
+    attached.client.batch_get_v2 = held  # type: ignore[method-assign, assignment]
 
 
 def test_ranks_whose_rates_and_progress_differ_cut_the_same_reads() -> None:
@@ -272,7 +271,7 @@ def test_ranks_whose_rates_and_progress_differ_cut_the_same_reads() -> None:
             rig.hi.watch_workload(lambda: Workload(computing, {}))
             rig.arrive("a", prompts["a"])
         operation = second.hi.storage_prefetch.table.operations[0]
-        ranks.until(lambda rig: rig is first or operation.ended)
+        ranks.until(lambda rig: rig is first or operation.outcome is not None)
         for _ in range(3):
             ranks.tick()
             assert [rig.hi.check_prefetch_progress("a") for rig in ranks.rigs] == [False, False]
@@ -325,7 +324,9 @@ def test_ranks_of_which_one_reads_faster_let_those_who_joined_go_at_the_same_tic
             for rid, ids in prompts.items():
                 rig.arrive(rid, ids)
         fast = ranks.rigs[1].hi.storage_prefetch.table.operations
-        ranks.until(lambda rig: rig is ranks.rigs[0] or all(one.ended for one in fast))
+        ranks.until(
+            lambda rig: rig is ranks.rigs[0] or all(one.outcome is not None for one in fast)
+        )
         for _ in range(3):
             ranks.tick()
             may = [rig.hi.check_prefetch_progress("b") for rig in ranks.rigs]

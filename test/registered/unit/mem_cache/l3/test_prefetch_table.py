@@ -6,10 +6,9 @@ import pytest
 import torch
 
 from sglang.srt.mem_cache.hicache_storage import CacheOutcome
-from sglang.srt.mem_cache.l3.guarded_store import PAGES_PER_CALL
-from sglang.srt.mem_cache.l3.prefetch_table import PrefetchTable
-from sglang.srt.mem_cache.l3.storage_operation import PrefetchOperation
-from sglang.srt.mem_cache.l3.storage_reads import pages_per_read
+from sglang.srt.mem_cache.l3.prefetch_table import PrefetchOperation, PrefetchTable
+from sglang.srt.mem_cache.l3.storage_reads import hand_over, pages_per_read
+from sglang.srt.mem_cache.l3.storage_writes import PAGES_PER_CALL
 from sglang.srt.mem_cache.tree.radix_key import PageHash, RadixKey
 from sglang.srt.mem_cache.tree.tick_sync import PrefetchProgress, Progress, from_vector, to_vector
 from sglang.test.ci.ci_register import register_cpu_ci
@@ -48,10 +47,10 @@ def test_a_read_that_had_not_begun_gives_all_back_at_once_and_never_begins() -> 
     table = PrefetchTable(PAGE)
     operation = started(table)
     table.leave("r")
-    assert not operation.hand_over(4), "too late"
+    assert not hand_over(operation, 4), "too late"
     # What was noted then counts until the thread has seen that it is too late.
     assert tick(table) == [4, 5, 6, 7, 8, 9]
-    operation.finish(CacheOutcome.LATE)
+    operation.outcome = CacheOutcome.LATE
     assert tick(table) == [0, 1, 2, 3]
     assert len(table.operations) == 0
 
@@ -59,37 +58,37 @@ def test_a_read_that_had_not_begun_gives_all_back_at_once_and_never_begins() -> 
     table.leave("r")
     assert tick(table) == list(range(10))
     assert len(table.operations) == 0
-    assert not operation.hand_over(4)
+    assert not hand_over(operation, 4)
 
 
 def test_no_more_is_read_than_the_store_has_for_all_ranks() -> None:
     table = PrefetchTable(PAGE)
     operation = started(table)
     operation.hit_pages = 10
-    assert operation.hand_over(4), "no rank knows yet what the others have"
+    assert hand_over(operation, 4), "no rank knows yet what the others have"
     table.agree([PrefetchProgress(hit=-1)])
-    assert operation.hand_over(6)
+    assert hand_over(operation, 6)
     table.agree([PrefetchProgress(hit=6, handed=6)])
-    assert not operation.hand_over(8)
+    assert not hand_over(operation, 8)
     assert operation.handed_pages == 6
 
 
 def test_only_the_pages_of_the_call_under_way_stay_with_a_read_that_was_cut() -> None:
     table = PrefetchTable(PAGE)
     operation = started(table)
-    assert operation.hand_over(4)
+    assert hand_over(operation, 4)
     operation.landed_pages = 4
     tick(table)
-    assert operation.hand_over(8)
+    assert hand_over(operation, 8)
     (cut,) = table.leave("r")
     assert (cut, cut.progress.landed) == (operation, 4)
-    operation.publish(1 * PAGE, 4 * PAGE)
+    operation.owned[1 * PAGE : 4 * PAGE] = False
     assert tick(table) == [0, 8, 9]
     assert table.stuck_tokens() == 4 * PAGE
     assert tick(table) == []
     operation.landed_pages = 6
     assert tick(table) == [4, 5]
-    operation.finish(CacheOutcome.FAILED)
+    operation.outcome = CacheOutcome.FAILED
     assert tick(table) == [6, 7]
     assert (len(table.operations), table.stuck_tokens(), table.room(0)) == (0, 0, 0)
 
@@ -97,11 +96,11 @@ def test_only_the_pages_of_the_call_under_way_stay_with_a_read_that_was_cut() ->
 def test_who_ended_gives_back_what_it_has_though_one_before_it_hangs() -> None:
     table = PrefetchTable(PAGE)
     hangs, behind = started(table, "hangs"), started(table, "behind", PAGES)
-    hangs.hand_over(2)
+    hand_over(hangs, 2)
     for rid in ("hangs", "behind"):
         table.leave(rid)
     assert tick(table) == [*range(2, 10), *range(10, 20)]
-    assert not behind.hand_over(2)
+    assert not hand_over(behind, 2)
     assert table.stuck_tokens() == 2 * PAGE
 
 

@@ -198,7 +198,7 @@ def test_all_writes_that_have_ended_are_settled_in_one_tick_though_they_failed()
     operations = list(rig.hi.storage_backup.under_way)
     flaky.mode = "full"
     flaky.goes_on.set()
-    wait_for(lambda: all(one.ended for one in operations))
+    wait_for(lambda: all(one.outcome is not None for one in operations))
     assert {one.outcome for one in operations} == {CacheOutcome.FAILED}
     assert {node.host_ref_counter for node in rig.hi.nodes()} == {1}
     rig.tick()
@@ -216,12 +216,12 @@ def test_pages_of_a_write_that_failed_are_not_stored_and_go_with_their_next_use(
     rig.run(range(16))
     rig.settle()
     (node,) = rig.hi.nodes()
-    assert node.backuped and not rig.hi.store.has_stored(node)
+    assert node.backuped and not rig.hi.storage_backup.has_stored(node)
     assert not [path for path in storage_dir.rglob("*") if path.is_file()]
     flaky.mode = "ok"
     rig.run(range(16))
     rig.settle()
-    assert rig.hi.store.has_stored(node)
+    assert rig.hi.storage_backup.has_stored(node)
     assert len([path for path in storage_dir.rglob("*") if path.is_file()]) == 4
     rig.close()
 

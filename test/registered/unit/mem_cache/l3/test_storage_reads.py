@@ -12,9 +12,7 @@ from rigs.stores.hanging_store import HangingBench, wait_for
 from sglang.srt.mem_cache.hicache_storage import (
     CacheOutcome,
 )
-from sglang.srt.mem_cache.l3.storage_operation import (
-    CheckOperation,
-)
+from sglang.srt.mem_cache.l3.storage_reads import CheckOperation, outcome_now
 from sglang.srt.mem_cache.tree.radix_key import PageHash
 from sglang.test.ci.ci_register import register_cpu_ci
 
@@ -46,15 +44,13 @@ def test_l3_is_asked_what_it_still_has_now_and_then_and_less_often_where_it_lose
         assert longer - 5 < pause() <= longer
     bench.store.is_mute = True
     assert check("a", "b") is CacheOutcome.LANDED, "whether it has lost anything is not known"
-    assert bench.io.guard.is_open
+    assert bench.io.breaker.is_open
     bench.store.is_mute, bench.store.absent = False, set()
     bench.let_the_pause_pass()
     bench.io.reads._check_at = time.monotonic() + 100
     asked = len(bench.store.questions)
     assert check("a", "b") is CacheOutcome.LANDED
-    assert (len(bench.store.questions), bench.io.guard.reconnects) == (asked, 1), (
-        "probed all the same"
-    )
+    assert (len(bench.store.questions), bench.io.reconnects) == (asked, 1), "probed all the same"
     bench.io.reads._check_at = 0.0
     assert check("a", "b") is CacheOutcome.LANDED
     assert 25 < pause() <= 30
@@ -65,7 +61,7 @@ def test_prompts_of_one_tick_are_one_question(bench: HangingBench) -> None:
     here, absent, cut = (bench.operation(page) for page in ("a", "b", "c"))
     cut.is_terminated = True
     bench.io.reads.queue.put([here, absent, cut])
-    wait_for(lambda: here.ended)
+    wait_for(lambda: here.outcome is not None)
     assert [one.outcome for one in (here, absent, cut)] == ["landed", "miss", "late"]
     assert (here.landed_pages, absent.landed_pages) == (1, 0)
     assert bench.store.questions == [2]
@@ -76,10 +72,10 @@ def test_who_misses_does_not_wait_for_who_reads(bench: HangingBench) -> None:
     bench.store.goes_on.clear()
     reads, misses = bench.operation("a"), bench.operation("b")
     bench.io.reads.queue.put([reads, misses])
-    wait_for(lambda: misses.ended)
-    assert not reads.ended
+    wait_for(lambda: misses.outcome is not None)
+    assert reads.outcome is None
     bench.store.goes_on.set()
-    wait_for(lambda: reads.ended)
+    wait_for(lambda: reads.outcome is not None)
 
 
 @pytest.mark.parametrize("is_overtaken", [False, True])
@@ -97,7 +93,7 @@ def test_what_a_read_brings_after_it_was_cut_is_late(
 
     monkeypatch.setattr(bench.store, "batch_get_v2", cut_and_get)
     bench.io.reads.queue.put([operation])
-    wait_for(lambda: operation.ended)
+    wait_for(lambda: operation.outcome is not None)
     outcome = "overtaken" if is_overtaken else "late"
     assert (operation.outcome, operation.landed_pages) == (outcome, 2)
     assert counts(bench.metrics.prefetch_outcomes) == {outcome: 1}
@@ -113,19 +109,19 @@ def test_a_read_whose_pages_came_in_time_is_not_late(
 ) -> None:
     operation = bench.operation("a", "b", "c")
     operation.hit_pages, operation.wanted_pages, operation.landed_pages = hit, wanted, landed
-    assert operation.outcome_now is CacheOutcome.LANDED, "it is not cut"
+    assert outcome_now(operation) is CacheOutcome.LANDED, "it is not cut"
     operation.is_terminated = True
-    assert operation.outcome_now == outcome
+    assert outcome_now(operation) == outcome
 
 
 def test_a_question_that_fails_fails_all_it_was_about(bench: HangingBench) -> None:
     bench.store.is_mute = True
     operations = [bench.operation(page) for page in "ab"]
     bench.io.reads.queue.put(operations)
-    wait_for(lambda: all(one.ended for one in operations))
+    wait_for(lambda: all(one.outcome is not None for one in operations))
     assert [one.outcome for one in operations] == ["failed", "failed"]
     assert [one.hit_pages for one in operations] == [0, 0]
-    assert bench.io.guard.is_open
+    assert bench.io.breaker.is_open
 
 
 def test_questions_have_a_size(bench: HangingBench) -> None:
@@ -133,7 +129,7 @@ def test_questions_have_a_size(bench: HangingBench) -> None:
     operations = [bench.operation(*long), bench.operation(*long)]
     operations += [bench.operation(str(number)) for number in range(20)]
     bench.io.reads.queue.put(operations)
-    wait_for(lambda: all(one.ended for one in operations))
+    wait_for(lambda: all(one.outcome is not None for one in operations))
     assert bench.store.questions == [1, 16, 5]
 
 

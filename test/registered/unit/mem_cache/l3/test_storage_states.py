@@ -16,8 +16,9 @@ from sglang.srt.environ import envs
 from sglang.srt.mem_cache.hicache_storage import CacheOutcome, PoolName, PoolTransfer
 from sglang.srt.mem_cache.l3 import storage_writes
 from sglang.srt.mem_cache.l3.attached_store import AttachedStore
-from sglang.srt.mem_cache.l3.storage_operation import PrefetchOperation, StorageOperation
+from sglang.srt.mem_cache.l3.prefetch_table import PrefetchOperation
 from sglang.srt.mem_cache.l3.storage_settings import StorageSettings
+from sglang.srt.mem_cache.l3.storage_writes import StorageOperation
 from sglang.srt.mem_cache.l3.stored_pools import StoredPools
 from sglang.srt.mem_cache.storage.backend_factory import StorageBackendFactory
 from sglang.srt.mem_cache.tree.hicache_metrics import HiCacheMetrics
@@ -107,7 +108,7 @@ class Bench:
 
 def wait_for(operation: StorageOperation | PrefetchOperation) -> None:
     deadline = time.monotonic() + 30
-    while not operation.ended:
+    while operation.outcome is None:
         assert time.monotonic() < deadline
         time.sleep(0.001)
 

@@ -14,12 +14,8 @@ from sglang.srt.mem_cache.hicache_storage import (
 )
 from sglang.srt.mem_cache.l3 import storage_writes
 from sglang.srt.mem_cache.l3.attached_store import AttachedStore
-from sglang.srt.mem_cache.l3.guarded_store import PAGES_PER_CALL
-from sglang.srt.mem_cache.l3.storage_operation import (
-    StorageOperation,
-)
 from sglang.srt.mem_cache.l3.storage_settings import StorageSettings
-from sglang.srt.mem_cache.l3.storage_writes import next_group
+from sglang.srt.mem_cache.l3.storage_writes import PAGES_PER_CALL, StorageOperation, next_group
 from sglang.srt.mem_cache.l3.stored_pools import StoredPools
 from sglang.srt.mem_cache.tree.hicache_metrics import HiCacheMetrics
 from sglang.srt.mem_cache.tree.radix_key import PageHash, RadixKey
@@ -37,11 +33,11 @@ def test_a_write_goes_along_only_with_what_it_hangs_on() -> None:
         )  # fmt: skip
 
     first, lost = operation(None), operation(None)
-    lost.finish(CacheOutcome.FAILED)
+    lost.outcome = CacheOutcome.FAILED
     second, orphan = operation(first), operation(lost)
     assert next_group([first, second, orphan]) == [first, second]
     assert next_group([orphan, first]) == [orphan], "alone it finds out why"
-    first.finish(CacheOutcome.LANDED)
+    first.outcome = CacheOutcome.LANDED
     assert next_group([second, operation(None)])[0] is second
 
 
@@ -88,11 +84,11 @@ def write_at_once(
         )  # fmt: skip
         operations.append(operation)
     io.writes.queue.put(operations[0])
-    wait_for(lambda: io.guard.is_calling)
+    wait_for(lambda: io.is_calling)
     for operation in operations[1:]:
         io.writes.queue.put(operation)
     store.goes_on.set()
-    wait_for(lambda: all(operation.ended for operation in operations))
+    wait_for(lambda: all(operation.outcome is not None for operation in operations))
     return operations[1:]
 
 

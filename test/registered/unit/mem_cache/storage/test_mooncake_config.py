@@ -29,11 +29,12 @@ from sglang.srt.mem_cache.hicache_storage import (
     StorageUnavailable,
     StorageUnreachable,
 )
-from sglang.srt.mem_cache.l3.store_opener import host_allocator_type
+from sglang.srt.mem_cache.l3.store_connection import host_allocator_type
 from sglang.srt.mem_cache.storage.backend_factory import StorageBackendFactory
-from sglang.srt.mem_cache.storage.mooncake_store import base_store, client
-from sglang.srt.mem_cache.storage.mooncake_store.calls import get_outcome, set_outcome
-from sglang.srt.mem_cache.storage.mooncake_store.client import settle_protocol
+from sglang.srt.mem_cache.storage.mooncake_store import base_store
+from sglang.srt.mem_cache.storage.mooncake_store import config as config_checks
+from sglang.srt.mem_cache.storage.mooncake_store.client import get_outcome, set_outcome
+from sglang.srt.mem_cache.storage.mooncake_store.config import settle_protocol
 from sglang.srt.mem_cache.storage.mooncake_store.mooncake_store import (
     MooncakeHostTensorAllocator,
     MooncakeStore,
@@ -237,7 +238,7 @@ BY_GPU = '{"0": "mlx5_0", "1": "mlx5_1"}'
 @pytest.fixture
 def rdma_host(monkeypatch: pytest.MonkeyPatch) -> None:
     """A host with two devices, on which a fallback to TCP is allowed."""
-    monkeypatch.setattr(client, "list_rdma_devices", lambda: [MLX, MLX_1])
+    monkeypatch.setattr(config_checks, "list_rdma_devices", lambda: [MLX, MLX_1])
     monkeypatch.setenv("SGLANG_MOONCAKE_ALLOW_TCP_FALLBACK", "1")
 
 
@@ -273,7 +274,7 @@ def test_protocols_that_no_store_has_are_settings_that_cannot_work(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Mooncake's own answer, code -1, would pass for a store that is not there."""
-    monkeypatch.setattr(client, "wheel_protocols", lambda: frozenset(SUPPORTED_PROTOCOLS))
+    monkeypatch.setattr(config_checks, "wheel_protocols", lambda: frozenset(SUPPORTED_PROTOCOLS))
     for protocol in ("barex", "nvlink", "nvlink_intra"):
         wanted = rf"mooncake cannot use MOONCAKE_PROTOCOL={protocol}: .*set protocol in .*rdma, tcp"
         with pytest.raises(ValueError, match=wanted):
@@ -296,7 +297,7 @@ def test_a_store_without_the_wheel_s_transport_is_no_absent_store() -> None:
 
 @pytest.mark.parametrize("requested", ["rdma", "tcp"])
 def test_a_store_tells_its_transport(monkeypatch: pytest.MonkeyPatch, requested: str) -> None:
-    monkeypatch.setattr(client, "list_rdma_devices", list)
+    monkeypatch.setattr(config_checks, "list_rdma_devices", list)
     monkeypatch.setenv("SGLANG_MOONCAKE_ALLOW_TCP_FALLBACK", "1")
     monkeypatch.setattr(base_store, "MooncakeClient", lambda *args: None)
     store = MooncakeStore(storage_config(master_server_address="127.0.0.1:1", protocol=requested))
@@ -319,7 +320,7 @@ def test_an_unreachable_master_is_reported_at_once() -> None:
 
 
 def test_rdma_without_a_device_is_reported_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(client, "list_rdma_devices", list)
+    monkeypatch.setattr(config_checks, "list_rdma_devices", list)
     with pytest.raises(ValueError, match="set MOONCAKE_PROTOCOL=tcp"):
         MooncakeStore(storage_config(master_server_address="127.0.0.1:1"))
 

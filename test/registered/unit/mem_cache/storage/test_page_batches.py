@@ -21,7 +21,8 @@ def test_groups_of_heads_of_a_pool_share_side_memory() -> None:
     (memory,) = beside.buffers()
     assert memory is rows.memory, "the pool itself is not registered"
     one, other = (
-        each.lay_out(["key"], page_slots([0]), is_get=True).rows for each in (rows, beside)
+        each.lay_out(index, ["key"], page_slots([0]), is_get=True).rows
+        for index, each in enumerate((rows, beside))
     )
     assert one.data_ptr() != other.data_ptr()
     assert PoolRows(whole, others=[rows]).memory is not rows.memory

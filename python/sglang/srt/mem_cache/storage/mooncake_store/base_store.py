@@ -14,13 +14,12 @@ import torch
 
 from sglang.srt.distributed.device_context import require_device_set
 from sglang.srt.mem_cache.storage.base import HiCacheStorage, leading_run
-from sglang.srt.mem_cache.storage.mooncake_store.calls import set_outcome
-from sglang.srt.mem_cache.storage.mooncake_store.client import (
-    MooncakeClient,
+from sglang.srt.mem_cache.storage.mooncake_store.client import MooncakeClient, set_outcome
+from sglang.srt.mem_cache.storage.mooncake_store.config import (
+    MooncakeStoreConfig,
     check_health,
     settle_protocol,
 )
-from sglang.srt.mem_cache.storage.mooncake_store.config import MooncakeStoreConfig
 from sglang.srt.mem_cache.storage.page_trailer import TRAILER_BYTES, is_intact, seal
 from sglang.srt.mem_cache.storage.types import HiCacheStorageExtraInfo, StorageUnavailable
 
@@ -104,7 +103,7 @@ class MooncakeBaseStore(HiCacheStorage):
     def get(
         self, key: str, target_location: Any | None = None, target_sizes: Any | None = None
     ) -> torch.Tensor | None:
-        with self._client.transferring(pages=False) as store:
+        with self._client.transferring() as store:
             raw: bytes = store.get(key)
         data, trailer = memoryview(raw)[:-TRAILER_BYTES], memoryview(raw)[-TRAILER_BYTES:]
         if not is_intact(trailer, [data], key, verify_checksum=self._verify):
@@ -131,7 +130,7 @@ class MooncakeBaseStore(HiCacheStorage):
         source = self._memory(target_location if value is None else value, target_sizes)
         raw = source.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
         sealed = raw + seal([raw], key, with_checksum=self._verify)
-        with self._client.transferring(pages=False) as store:
+        with self._client.transferring() as store:
             code: int = store.put(key, sealed)
         return bool(set_outcome(code))
 

@@ -1,65 +1,64 @@
-"""One connection to a Mooncake Store: set up in bounded time, and replaceable after a failure.
+"""One connection to a Mooncake Store: set up in bounded time, and replaceable after a failure; its
+calls, and the codes that Mooncake 0.3.13.post1 returns for an object.
 
 All addresses that are passed to C++ come from tensors that are registered here.
 """
 
 from __future__ import annotations
 
+import itertools
 import logging
 import resource
 import threading
 import time
-import urllib.error
-import urllib.request
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, Final
 
 from sglang.srt.constants import MIB
 from sglang.srt.distributed.device_communicators.mooncake_library import (
-    STORE_USER,
     listening_at,
     load_mooncake,
 )
-from sglang.srt.distributed.device_communicators.mooncake_protocol import (
-    IB_PROTOCOLS,
-    SUPPORTED_PROTOCOLS,
-    choose_devices,
-    get_ib_devices_for_gpu,
-    list_rdma_devices,
-    resolve_mooncake_protocol,
-    wheel_protocols,
-)
 from sglang.srt.distributed.device_communicators.slice_budget import SliceBudget
-from sglang.srt.environ import envs
-from sglang.srt.hardware_backend.device_kinds import NPU, device_kind
-from sglang.srt.mem_cache.storage.mooncake_store.config import MooncakeStoreConfig
-from sglang.srt.mem_cache.storage.types import StorageUnavailable, StorageUnreachable
-from sglang.srt.utils.network import can_connect, wait_for_listener_to_end
+from sglang.srt.mem_cache.storage.mooncake_store.config import MooncakeStoreConfig, check_reachable
+from sglang.srt.mem_cache.storage.types import (
+    CacheOutcome,
+    StorageUnavailable,
+    StorageUnreachable,
+)
+from sglang.srt.utils.network import wait_for_listener_to_end
 
 logger = logging.getLogger(__name__)
 
 if TYPE_CHECKING:
     import torch
 
-DEVICE_FIELD: Final = "MOONCAKE_DEVICE (device_name)"
-"""Setting of the InfiniBand devices, for errors."""
-_NOT_IN_STORE: Final = {
-    "nvlink": "Mooncake's store has no such transport",
-    "nvlink_intra": "it moves memory of GPUs, and the store's pages are in host memory",
-    "barex": "Mooncake's store has no such transport",
-}
-"""Protocols of Mooncake's engine with which no store client can be set up, and why."""
+    from sglang.srt.mem_cache.storage.mooncake_store.page_batches import PageBatch
+
 _STANDALONE_SCRATCH_BYTES: Final = 16 * MIB
 """Scratch memory through which a stand-alone client moves small objects other than pages."""
-REACH_SECONDS: Final = 1.5
-"""Limit of a TCP connect to the master. TCP repeats a lost packet after one second; Mooncake's own
-set-up tries for 90 s."""
 _UNFINISHED_AFTER_S: Final = 59.0
 """A call that took longer may have left transfers under way: Mooncake returns after 60 s without
 ending them."""
 _UNANSWERED_AFTER_S: Final = 29.0
 """A call to a stand-alone client that took longer had no answer: the limit is 30 s."""
+NO_ROOM: Final = -200
+"""A put found no room. Evictions may make room later."""
+_BUFFER_TOO_SMALL: Final = -600
+_NOT_READY: Final = -703
+_NOT_FOUND: Final = -704
+_EXISTS: Final = -705
+_UNDER_LEASE: Final = -706
+_LEASE_EXPIRED: Final = -707
+_TRANSFER_FAILED: Final = -800
+"""No bytes moved: a broken client, a dead node or a truncated object."""
+_NO_MASTER: Final = -900
+STORE_FAILURES: Final = (_TRANSFER_FAILED, _NO_MASTER)
+"""The store failed, not just this object."""
+_ABOUT_OBJECT: Final = (_NOT_READY, _NOT_FOUND, _UNDER_LEASE)
+"""Negative codes that answer a query about an object; other ones report a failed query."""
+_NOT_THERE: Final = (_NOT_READY, _NOT_FOUND, _LEASE_EXPIRED)
 
 
 class MooncakeClient:
@@ -85,7 +84,7 @@ class MooncakeClient:
         self._users = 0
         self._given_up = False
         self._disconnected = False
-        self._unfinished_transfers = False
+        self.has_unfinished_transfers = False
         """True if a stand-alone client may have transfers under way, which only its end stops."""
         self._changed = threading.Condition()
         self._client_address = config.client_host_port()
@@ -145,7 +144,7 @@ class MooncakeClient:
                 self._changed.notify_all()
 
     @contextmanager
-    def transferring(self, *, pages: bool = True) -> Iterator[Any]:
+    def transferring(self, slices: int = 0) -> Iterator[Any]:
         """`using`, for one call that moves bytes; ends or notes transfers that the call leaves.
 
         A call that times out on a hanging node leaves queued transfers. They continue when the node
@@ -155,35 +154,34 @@ class MooncakeClient:
         `wait_for_unfinished_transfers`.
 
         Args:
-            pages: True if the bytes are in registered memory, rather than in Mooncake's own.
+            slices: Buffers in registered memory, which count in the budget; 0: the bytes are in
+                Mooncake's own memory.
 
         Raises:
             StorageUnavailable: The client was given up, before the call or because of it.
         """
-        started = time.monotonic()
-        try:
-            with self.using() as store:
-                yield store
-        finally:
-            seconds = time.monotonic() - started
-            if self.is_standalone and seconds > _UNANSWERED_AFTER_S:
-                self._unfinished_transfers |= pages
-                raise StorageUnavailable("mooncake_client did not answer within 30 s")
-            if not self.is_standalone and seconds > _UNFINISHED_AFTER_S:
-                self.give_up()
-                raise StorageUnavailable(
-                    "a store node hangs: Mooncake did not end a transfer within a minute"
-                )
+        with self.budget.hold(slices) if slices else nullcontext():
+            started = time.monotonic()
+            try:
+                with self.using() as store:
+                    yield store
+            finally:
+                seconds = time.monotonic() - started
+                if self.is_standalone and seconds > _UNANSWERED_AFTER_S:
+                    self.has_unfinished_transfers |= slices > 0
+                    raise StorageUnavailable("mooncake_client did not answer within 30 s")
+                if not self.is_standalone and seconds > _UNFINISHED_AFTER_S:
+                    self.give_up()
+                    raise StorageUnavailable(
+                        "a store node hangs: Mooncake did not end a transfer within a minute"
+                    )
 
     def wait_for_unfinished_transfers(self) -> None:
         """Block until no earlier call can touch registered memory any more.
 
-        Returns at once, unless a stand-alone client left a call unanswered. Such a client may
-        continue the call at any time, and only the end of its process stops that. Blocks until
-        then, without a limit.
+        A stand-alone client may continue a call that it left unanswered at any time, and only the
+        end of its process stops that. Blocks until then, without a limit.
         """
-        if not self._unfinished_transfers:
-            return
         assert self._client_address is not None
         logger.error(
             "mooncake_client at %s:%d hangs, and may still access the pages of a call that it did "
@@ -192,7 +190,7 @@ class MooncakeClient:
             *self._client_address,
         )
         wait_for_listener_to_end(*self._client_address)
-        self._unfinished_transfers = False
+        self.has_unfinished_transfers = False
         logger.warning("mooncake_client has ended, and with it the call that it did not answer")
 
     def give_up(self) -> None:
@@ -257,104 +255,102 @@ class MooncakeClient:
             self.unregister(tensor)
         self.give_up()
 
+    # -- calls: without a master each takes seconds to fail, so the first failure decides for all --
+
+    def move(self, batch: PageBatch, *, is_get: bool) -> list[int]:
+        """Get or put a batch, within the budget. Returns a code for each page.
+
+        Raises StorageUnavailable if transfers may still be under way or the answer is malformed.
+        """
+        count = len(batch.keys)
+        # Opening a session with a hanging node takes a minute for each key: get one key first.
+        bounds = [0, 1, count] if is_get and not self.has_read and count > 1 else [0, count]
+        codes: list[int] = []
+        for begin, end in itertools.pairwise(bounds):
+            pages = slice(begin, end)
+            parts = (batch.keys[pages], batch.ptrs[pages], batch.sizes[pages])
+            with self.transferring(sum(map(len, batch.ptrs[pages]))) as store:
+                if is_get:
+                    codes += store.batch_get_into_multi_buffers(*parts)
+                else:
+                    codes += store.batch_put_from_multi_buffers(*parts)
+            if end < count and any(code in STORE_FAILURES for code in codes):
+                return self._mark_truncated(batch, [codes[0]] * count)
+        if len(codes) != count:
+            raise StorageUnavailable(f"Mooncake answered {len(codes)} codes to {count}")
+        self.has_read |= is_get and count > 1
+        has_failed = is_get and _TRANSFER_FAILED in codes
+        return self._mark_truncated(batch, codes) if has_failed else codes
+
+    def _mark_truncated(self, batch: PageBatch, codes: list[int]) -> list[int]:
+        """Replace the codes of failed transfers by the object's size if the size is wrong.
+
+        For an object that is smaller than the buffers, Mooncake returns the code of a failed
+        transfer. A plain get would return the size, but supports only one buffer for each object.
+        """
+        marked = list(codes)
+        for index, code in enumerate(codes):
+            if code != _TRANSFER_FAILED:
+                continue
+            with self.using() as store:
+                size: int = store.get_size(batch.keys[index])
+            if size < 0 and size not in _ABOUT_OBJECT:
+                break
+            if size != sum(batch.sizes[index]):
+                marked[index] = size
+        return marked
+
+    def remove(self, keys: Sequence[str]) -> None:
+        """Remove objects while the master answers. Raises StorageUnavailable for a lost client."""
+        for key in keys:
+            with self.using() as store:
+                code: int = store.remove(key, True)
+            if code < 0 and code not in _ABOUT_OBJECT:
+                return
+
+    def moves_bytes(self, key: str, *, full_is_fine: bool) -> bool:
+        """True if a client can put and get a few bytes. A broken one answers, but moves nothing.
+
+        Args:
+            key: A key of no other object; the object is removed again.
+            full_is_fine: True if a store without room for the object counts as working.
+
+        Raises:
+            StorageUnavailable: The client was given up, before or because of this call.
+        """
+        payload = b"probe"
+        with self.transferring() as store:
+            code: int = store.put(key, payload)
+        if code == NO_ROOM:
+            with self.using() as store:
+                return full_is_fine and bool(store.health_check() == 0)
+        if code:
+            return False
+        with self.transferring() as store:
+            got: bytes = store.get(key)
+        self.remove([key])
+        return got == payload
+
+
+def get_outcome(code: int, size: int) -> CacheOutcome:
+    """Outcome of a get of `size` bytes. After LANDED, the trailer must still be checked.
+
+    An object of another size is damaged.
+    """
+    if code == size:
+        return CacheOutcome.LANDED
+    if code >= 0 or code == _BUFFER_TOO_SMALL:
+        return CacheOutcome.DAMAGED
+    return CacheOutcome.MISS if code in _NOT_THERE else CacheOutcome.FAILED
+
+
+def set_outcome(code: int) -> CacheOutcome:
+    """Outcome of a put. A key that already exists counts as written."""
+    return CacheOutcome.LANDED if code in (0, _EXISTS) else CacheOutcome.FAILED
+
 
 def _lockable() -> str:
     """How much memory this process may page-lock, as transports that use RDMA do."""
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     amount = "any amount" if soft == resource.RLIM_INFINITY else f"{soft} bytes"
     return f"this process may lock {amount} of memory"
-
-
-def check_store_protocol(config: MooncakeStoreConfig) -> None:
-    """Refuse a protocol that only Mooncake's engine has. Raises ValueError with one line.
-
-    A stand-alone client has a transport of its own, and pages reach it through shared memory.
-    """
-    if config.standalone_storage or config.protocol not in _NOT_IN_STORE:
-        return
-    usable = ", ".join(one for one in SUPPORTED_PROTOCOLS if one not in _NOT_IN_STORE)
-    raise ValueError(
-        f"{STORE_USER} cannot use MOONCAKE_PROTOCOL={config.protocol}: "
-        f"{_NOT_IN_STORE[config.protocol]}; set protocol in "
-        f"--hicache-storage-backend-extra-config to one of: {usable}"
-    )
-
-
-def settle_protocol(config: MooncakeStoreConfig, device: str) -> tuple[str, str]:
-    """The protocol and the InfiniBand devices (comma separated; empty: Mooncake chooses) for this
-    process; see `mooncake_protocol`.
-
-    Args:
-        config: Settings of the store.
-        device: Device of this process, as given to `mark_device_set`.
-
-    Raises:
-        ValueError: One line with the setting and the remedy.
-    """
-    load_mooncake()
-    check_store_protocol(config)
-    devices = list_rdma_devices()
-    names = ""
-    if config.protocol in IB_PROTOCOLS:
-        _, _, index = device.partition(":")
-        gpu_id = int(index) if index else None
-        names = get_ib_devices_for_gpu(config.device_name, gpu_id, field=DEVICE_FIELD) or ""
-        devices = choose_devices(names, devices, field=DEVICE_FIELD)
-    protocol = resolve_mooncake_protocol(
-        config.protocol,
-        allow_tcp_fallback=envs.SGLANG_MOONCAKE_ALLOW_TCP_FALLBACK.get(),
-        devices=devices,
-        supported=wheel_protocols(),
-    )
-    if protocol == "ascend" and device_kind(device) is not NPU:
-        raise ValueError(
-            f"MOONCAKE_PROTOCOL=ascend connects NPUs, and this process is on {device}: set "
-            "MOONCAKE_PROTOCOL (protocol) to rdma or tcp"
-        )
-    return protocol, names if protocol in IB_PROTOCOLS else ""
-
-
-def is_master_reachable(config: MooncakeStoreConfig) -> bool:
-    """True if the master's port accepts connections, within `REACH_SECONDS`."""
-    return _answers(config.master_host_port())
-
-
-def is_reachable(config: MooncakeStoreConfig) -> bool:
-    """True if the master, and the stand-alone client if there is one, accept connections."""
-    return is_master_reachable(config) and _answers(config.client_host_port())
-
-
-def _answers(address: tuple[str, int] | None) -> bool:
-    return address is None or can_connect(*address, timeout=REACH_SECONDS)
-
-
-def check_reachable(config: MooncakeStoreConfig) -> None:
-    """Raise StorageUnreachable, without delay, if master or client does not answer."""
-    if not is_master_reachable(config):
-        raise StorageUnreachable(
-            f"no mooncake_master answers at MOONCAKE_MASTER={config.master_server_address}: start "
-            "one there, or set MOONCAKE_MASTER (master_server_address) to where it runs"
-        )
-    if not is_reachable(config):
-        raise StorageUnreachable(
-            f"no mooncake_client answers at MOONCAKE_CLIENT={config.client_server_address}: start "
-            "one on this host, or unset MOONCAKE_CLIENT (client_server_address)"
-        )
-    if config.check_server:
-        check_health(config)
-
-
-def check_health(config: MooncakeStoreConfig) -> None:
-    """Ask the master's metrics port for its health. Raises StorageUnreachable."""
-    address = config.master_host_port()
-    host = address[0] if address else "localhost"
-    bracketed = f"[{host}]" if ":" in host else host
-    url = f"http://{bracketed}:{config.master_metrics_port}/health"
-    try:
-        with urllib.request.urlopen(url, timeout=REACH_SECONDS):
-            return
-    except (urllib.error.URLError, OSError) as error:
-        raise StorageUnreachable(
-            f"mooncake_master is not healthy at {url}: {error}; check MOONCAKE_MASTER and "
-            "MOONCAKE_MASTER_METRICS_PORT, or unset MOONCAKE_CHECK_SERVER"
-        ) from error

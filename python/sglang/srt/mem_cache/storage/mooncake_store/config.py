@@ -1,18 +1,48 @@
-"""Settings of the Mooncake Store client, from extra config, JSON file and environment."""
+"""Settings of the Mooncake Store client, from extra config, JSON file and environment, and checks
+whether they can work on this host."""
 
 from __future__ import annotations
 
 import json
 import logging
+import urllib.error
+import urllib.request
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
+from sglang.srt.distributed.device_communicators.mooncake_library import (
+    STORE_USER,
+    load_mooncake,
+)
+from sglang.srt.distributed.device_communicators.mooncake_protocol import (
+    IB_PROTOCOLS,
+    SUPPORTED_PROTOCOLS,
+    choose_devices,
+    get_ib_devices_for_gpu,
+    list_rdma_devices,
+    resolve_mooncake_protocol,
+    wheel_protocols,
+)
 from sglang.srt.environ import envs, parse_size
+from sglang.srt.hardware_backend.device_kinds import NPU, device_kind
+from sglang.srt.mem_cache.storage.types import StorageUnreachable
+from sglang.srt.utils.network import can_connect
 
 logger = logging.getLogger(__name__)
 
+DEVICE_FIELD: Final = "MOONCAKE_DEVICE (device_name)"
+"""Setting of the InfiniBand devices, for errors."""
+_NOT_IN_STORE: Final = {
+    "nvlink": "Mooncake's store has no such transport",
+    "nvlink_intra": "it moves memory of GPUs, and the store's pages are in host memory",
+    "barex": "Mooncake's store has no such transport",
+}
+"""Protocols of Mooncake's engine with which no store client can be set up, and why."""
+_REACH_SECONDS: Final = 1.5
+"""Limit of a TCP connect to the master. TCP repeats a lost packet after one second; Mooncake's own
+set-up tries for 90 s."""
 _REFUSED = {
     "enable_ssd_offload": "offloading to SSD",
     "ssd_offload_path": "offloading to SSD",
@@ -177,3 +207,97 @@ def _size(name: str, value: object) -> int:
         except ValueError as error:
             raise ValueError(f"Mooncake setting {name}: {error}") from error
     raise ValueError(f"Mooncake setting {name}: bytes or a size like 512mb, not {value!r}")
+
+
+# -- what can work on this host -----------------------------------------------------------------
+
+
+def check_store_protocol(config: MooncakeStoreConfig) -> None:
+    """Refuse a protocol that only Mooncake's engine has. Raises ValueError with one line.
+
+    A stand-alone client has a transport of its own, and pages reach it through shared memory.
+    """
+    if config.standalone_storage or config.protocol not in _NOT_IN_STORE:
+        return
+    usable = ", ".join(one for one in SUPPORTED_PROTOCOLS if one not in _NOT_IN_STORE)
+    raise ValueError(
+        f"{STORE_USER} cannot use MOONCAKE_PROTOCOL={config.protocol}: "
+        f"{_NOT_IN_STORE[config.protocol]}; set protocol in "
+        f"--hicache-storage-backend-extra-config to one of: {usable}"
+    )
+
+
+def settle_protocol(config: MooncakeStoreConfig, device: str) -> tuple[str, str]:
+    """The protocol and the InfiniBand devices (comma separated; empty: Mooncake chooses) for this
+    process; see `mooncake_protocol`.
+
+    Args:
+        config: Settings of the store.
+        device: Device of this process, as given to `mark_device_set`.
+
+    Raises:
+        ValueError: One line with the setting and the remedy.
+    """
+    load_mooncake()
+    check_store_protocol(config)
+    devices = list_rdma_devices()
+    names = ""
+    if config.protocol in IB_PROTOCOLS:
+        _, _, index = device.partition(":")
+        gpu_id = int(index) if index else None
+        names = get_ib_devices_for_gpu(config.device_name, gpu_id, field=DEVICE_FIELD) or ""
+        devices = choose_devices(names, devices, field=DEVICE_FIELD)
+    protocol = resolve_mooncake_protocol(
+        config.protocol,
+        allow_tcp_fallback=envs.SGLANG_MOONCAKE_ALLOW_TCP_FALLBACK.get(),
+        devices=devices,
+        supported=wheel_protocols(),
+    )
+    if protocol == "ascend" and device_kind(device) is not NPU:
+        raise ValueError(
+            f"MOONCAKE_PROTOCOL=ascend connects NPUs, and this process is on {device}: set "
+            "MOONCAKE_PROTOCOL (protocol) to rdma or tcp"
+        )
+    return protocol, names if protocol in IB_PROTOCOLS else ""
+
+
+def is_reachable(config: MooncakeStoreConfig) -> bool:
+    """True if the master, and the stand-alone client if there is one, accept connections."""
+    return _answers(config.master_host_port()) and _answers(config.client_host_port())
+
+
+def _answers(address: tuple[str, int] | None) -> bool:
+    """True if a port accepts connections, within `_REACH_SECONDS`."""
+    return address is None or can_connect(*address, timeout=_REACH_SECONDS)
+
+
+def check_reachable(config: MooncakeStoreConfig) -> None:
+    """Raise StorageUnreachable, without delay, if master or client does not answer."""
+    if not _answers(config.master_host_port()):
+        raise StorageUnreachable(
+            f"no mooncake_master answers at MOONCAKE_MASTER={config.master_server_address}: start "
+            "one there, or set MOONCAKE_MASTER (master_server_address) to where it runs"
+        )
+    if not _answers(config.client_host_port()):
+        raise StorageUnreachable(
+            f"no mooncake_client answers at MOONCAKE_CLIENT={config.client_server_address}: start "
+            "one on this host, or unset MOONCAKE_CLIENT (client_server_address)"
+        )
+    if config.check_server:
+        check_health(config)
+
+
+def check_health(config: MooncakeStoreConfig) -> None:
+    """Ask the master's metrics port for its health. Raises StorageUnreachable."""
+    address = config.master_host_port()
+    host = address[0] if address else "localhost"
+    bracketed = f"[{host}]" if ":" in host else host
+    url = f"http://{bracketed}:{config.master_metrics_port}/health"
+    try:
+        with urllib.request.urlopen(url, timeout=_REACH_SECONDS):
+            return
+    except (urllib.error.URLError, OSError) as error:
+        raise StorageUnreachable(
+            f"mooncake_master is not healthy at {url}: {error}; check MOONCAKE_MASTER and "
+            "MOONCAKE_MASTER_METRICS_PORT, or unset MOONCAKE_CHECK_SERVER"
+        ) from error

@@ -11,8 +11,13 @@ import torch
 
 from sglang.srt.distributed.device_communicators.mooncake_library import load_mooncake
 from sglang.srt.hardware_backend.device_runtime import DeviceRuntime
-from sglang.srt.mem_cache.host.host_memory import HOST_DEVICE, HostTensorAllocator, nbytes, touch
-from sglang.srt.mem_cache.host.pinned_memory import touch_and_lock
+from sglang.srt.mem_cache.host.host_memory import (
+    HOST_DEVICE,
+    HostTensorAllocator,
+    nbytes,
+    touch,
+    touch_and_lock,
+)
 
 
 class MooncakeHostTensorAllocator(HostTensorAllocator):

@@ -12,9 +12,8 @@ import os
 import re
 import threading
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future, wait
-from contextlib import contextmanager
 from itertools import chain, compress, islice
 from typing import Any, Final
 
@@ -25,17 +24,14 @@ from sglang.srt.mem_cache.device.state_spec import PoolHitPolicy, PoolName
 from sglang.srt.mem_cache.storage.base import combine_hits, leading_run
 from sglang.srt.mem_cache.storage.counters import StorageCounters
 from sglang.srt.mem_cache.storage.mooncake_store.base_store import MooncakeBaseStore
-from sglang.srt.mem_cache.storage.mooncake_store.calls import (
+from sglang.srt.mem_cache.storage.mooncake_store.client import (
     NO_ROOM,
     STORE_FAILURES,
+    MooncakeClient,
     get_outcome,
-    move,
-    moves_bytes,
-    remove,
     set_outcome,
 )
-from sglang.srt.mem_cache.storage.mooncake_store.client import MooncakeClient, is_reachable
-from sglang.srt.mem_cache.storage.mooncake_store.config import MooncakeStoreConfig
+from sglang.srt.mem_cache.storage.mooncake_store.config import MooncakeStoreConfig, is_reachable
 from sglang.srt.mem_cache.storage.mooncake_store.host_allocator import MooncakeHostTensorAllocator
 from sglang.srt.mem_cache.storage.mooncake_store.page_batches import PageBatch, PoolRows
 from sglang.srt.mem_cache.storage.plain_pool import as_storage_pool
@@ -53,7 +49,6 @@ from sglang.srt.utils.threads import leave_cores_to_model, started_pool
 
 logger = logging.getLogger(__name__)
 
-_DAMAGED: Final = CacheOutcome.DAMAGED
 _CONCURRENT_GETS: Final = 4
 """Gets under way from a stand-alone client, which serves them in parallel with `--threads=4`."""
 _ONE_RANK: Final = HiCacheStorageConfig(
@@ -107,6 +102,8 @@ class MooncakeStore(MooncakeBaseStore):
         """Several readers, because a stand-alone client uses one thread for each call."""
         self._has_failed_transfer = False
         """True if a whole transfer failed since the last good probe: the client may be broken."""
+        self._batches_of_get = 2 if self._readers is None else _CONCURRENT_GETS + 1
+        """Batches of a get under way: on the wire, one of them being verified."""
         self._direction_locks = {True: threading.Lock(), False: threading.Lock()}
         if mem_pool is not None:
             self.register_mem_pool_host(mem_pool)
@@ -129,12 +126,11 @@ class MooncakeStore(MooncakeBaseStore):
         if known is not None and known.pool is pool:
             return
         shared = MooncakeHostTensorAllocator() if self.config.standalone_storage else None
-        concurrent_gets = 1 if self._readers is None else _CONCURRENT_GETS
         rows = PoolRows(
             pool,
             with_checksum=self._verify,
             allocator=shared,
-            concurrent_gets=concurrent_gets,
+            batches_of_get=self._batches_of_get,
             others=self._rows.values(),
         )
         for tensor in rows.buffers():
@@ -192,43 +188,63 @@ class MooncakeStore(MooncakeBaseStore):
     def batch_get_v2(
         self, transfers: list[PoolTransfer], extra_info: HiCacheStorageExtraInfo | None = None
     ) -> dict[str, list[CacheOutcome]]:
-        with self._exclusively(is_get=True):
-            return {one.name: self._move(one, True) for one in transfers}
+        return self._move(transfers, is_get=True)
 
     def batch_set_v2(
         self, transfers: list[PoolTransfer], extra_info: HiCacheStorageExtraInfo | None = None
     ) -> dict[str, list[CacheOutcome]]:
-        with self._exclusively(is_get=False):
-            return {one.name: self._move(one, False) for one in transfers}
+        return self._move(transfers, is_get=False)
 
-    @contextmanager
-    def _exclusively(self, *, is_get: bool) -> Iterator[None]:
-        """Allow one get and one set at a time; return only when no transfer uses host pages."""
+    # -- v1: full object keys; the engine does not use it ------------------------------------------
+
+    def batch_get_v1(
+        self,
+        keys: list[str],
+        host_indices: torch.Tensor,
+        extra_info: HiCacheStorageExtraInfo | None = None,
+    ) -> list[bool]:
+        move = PoolTransfer(PoolName.KV, host_indices=host_indices, keys=keys)
+        return list(map(bool, self._move([move], is_get=True, are_full=True)[PoolName.KV]))
+
+    def batch_set_v1(
+        self,
+        keys: list[str],
+        host_indices: torch.Tensor,
+        extra_info: HiCacheStorageExtraInfo | None = None,
+    ) -> list[bool]:
+        move = PoolTransfer(PoolName.KV, host_indices=host_indices, keys=keys)
+        return list(map(bool, self._move([move], is_get=False, are_full=True)[PoolName.KV]))
+
+    # -- pages to batches --------------------------------------------------------------------------
+
+    def _move(
+        self, transfers: list[PoolTransfer], *, is_get: bool, are_full: bool = False
+    ) -> dict[str, list[CacheOutcome]]:
+        """Move pages, pool by pool; one get and one set at a time. Returns only when no transfer
+        uses host pages. `are_full`: the keys are those of objects, not of pages."""
+        moved: dict[str, list[CacheOutcome]] = {}
         with self._direction_locks[is_get]:
             client = self._client
             try:
-                yield
+                for transfer in transfers:
+                    pool, keys, indices = self.checked(transfer)
+                    object_keys = keys if are_full else self.object_keys(keys, transfer.name)
+                    is_prefix = transfer.hit_policy is PoolHitPolicy.ALL_PAGES
+                    run = self._get_batches if is_get else self._set_batches
+                    outcomes = run(self._rows[transfer.name], object_keys, indices, is_prefix)
+                    outcomes += [CacheOutcome.SHORT] * (len(keys) - len(outcomes))
+                    if is_prefix and not all(outcomes):
+                        # A landed page is useless if an earlier page did not land.
+                        rest = leading_run(outcomes)
+                        outcomes[rest:] = [
+                            CacheOutcome.SHORT if one else one for one in outcomes[rest:]
+                        ]
+                    self._counters.add("get" if is_get else "set", outcomes, pool.page_bytes)
+                    moved[transfer.name] = outcomes
             finally:
-                client.wait_for_unfinished_transfers()
-
-    def _move(
-        self, transfer: PoolTransfer, is_get: bool, *, are_full: bool = False
-    ) -> list[CacheOutcome]:
-        """Move the pages of one pool. `are_full`: the keys are those of objects, not of pages."""
-        pool, keys, indices = self.checked(transfer)
-        object_keys = keys if are_full else self.object_keys(keys, transfer.name)
-        is_prefix = transfer.hit_policy is PoolHitPolicy.ALL_PAGES
-        run = self._get_batches if is_get else self._set_batches
-        outcomes = run(self._rows[transfer.name], object_keys, indices, is_prefix)
-        outcomes += [CacheOutcome.SHORT] * (len(keys) - len(outcomes))
-        if is_prefix:
-            run_length = leading_run([bool(one) for one in outcomes])
-            # A landed page is useless if an earlier page did not land.
-            outcomes[run_length + 1 :] = [
-                CacheOutcome.SHORT if one else one for one in outcomes[run_length + 1 :]
-            ]
-        self._counters.add("get" if is_get else "set", outcomes, pool.page_bytes)
-        return outcomes
+                if client.has_unfinished_transfers:
+                    client.wait_for_unfinished_transfers()
+        return moved
 
     def _get_batches(
         self, rows: PoolRows, keys: list[str], slots: torch.Tensor, is_prefix: bool
@@ -237,15 +253,16 @@ class MooncakeStore(MooncakeBaseStore):
         outcomes: list[CacheOutcome] = []
         under_way: deque[Future[list[CacheOutcome]]] = deque()
         try:
-            for batch_keys, batch_slots in rows.cut(keys, slots):
+            for index, piece in enumerate(rows.cut(keys, slots)):
                 if self._readers is None:
                     # Get in this thread and verify in the helper.
-                    fetched = self._fetch(rows, batch_keys, batch_slots)
-                    future = self._hasher.submit(self._check, rows, *fetched)
+                    batch = rows.lay_out(index, *piece, is_get=True)
+                    codes = self._transfer(self._client, batch, is_get=True)
+                    future = self._hasher.submit(self._check, rows, batch, codes)
                 else:
-                    future = self._readers.submit(self._read, rows, batch_keys, batch_slots)
+                    future = self._readers.submit(self._read, rows, index, *piece)
                 under_way.append(future)
-                if len(under_way) > (_CONCURRENT_GETS if self._readers is not None else 1):
+                if len(under_way) == self._batches_of_get:
                     outcomes += under_way.popleft().result()
                     if is_prefix and not all(outcomes):
                         break
@@ -256,36 +273,24 @@ class MooncakeStore(MooncakeBaseStore):
             outcomes += future.result()
         return outcomes
 
-    def _read(self, rows: PoolRows, keys: list[str], slots: torch.Tensor) -> list[CacheOutcome]:
+    def _read(
+        self, rows: PoolRows, index: int, keys: list[str], slots: torch.Tensor
+    ) -> list[CacheOutcome]:
         """Get and verify a batch, in a reader."""
-        return self._check(rows, *self._fetch(rows, keys, slots))
-
-    def _fetch(
-        self, rows: PoolRows, keys: list[str], slots: torch.Tensor
-    ) -> tuple[PageBatch, list[int]]:
-        """Get a batch. Returns it with Mooncake's codes; `_check` releases it."""
-        batch = rows.lay_out(keys, slots, is_get=True)
-        try:
-            return batch, self._transfer(self._client, batch, is_get=True)
-        except BaseException:
-            batch.release()
-            raise
+        batch = rows.lay_out(index, keys, slots, is_get=True)
+        return self._check(rows, batch, self._transfer(self._client, batch, is_get=True))
 
     def _check(self, rows: PoolRows, batch: PageBatch, codes: list[int]) -> list[CacheOutcome]:
         """Check the pages of a batch, deliver the good ones, and remove damaged objects."""
-        try:
-            outcomes = [
-                get_outcome(code, sum(sizes))
-                for code, sizes in zip(codes, batch.sizes, strict=True)
-            ]
-            rows.deliver(batch, outcomes)
-        finally:
-            batch.release()
-        if _DAMAGED in outcomes:
-            damaged = list(compress(batch.keys, [one is _DAMAGED for one in outcomes]))
+        outcomes = [
+            get_outcome(code, sum(sizes)) for code, sizes in zip(codes, batch.sizes, strict=True)
+        ]
+        rows.deliver(batch, outcomes)
+        damaged = list(compress(batch.keys, [one is CacheOutcome.DAMAGED for one in outcomes]))
+        if damaged:
             for key in damaged:
                 self._warn.warning("damaged", "L3 object is damaged: %s", key)
-            remove(self._client, damaged)
+            self._client.remove(damaged)
         return outcomes
 
     def _set_batches(
@@ -297,53 +302,40 @@ class MooncakeStore(MooncakeBaseStore):
             CacheOutcome.LANDED if there else CacheOutcome.SHORT for there in self._exist(keys)
         ]
         absent = [index for index, there in enumerate(outcomes) if not there]
-        self._counters.bump("set_present_pages", len(keys) - len(absent))
+        if len(absent) < len(keys):
+            self._counters.bump("set_present_pages", len(keys) - len(absent))
         if not absent:
             return outcomes
         chosen = slots.view(len(keys), -1)[torch.tensor(absent)].reshape(-1)
         written: list[CacheOutcome] = []
-        pieces = list(rows.cut([keys[index] for index in absent], chosen))
-        batch = self._seal(rows, *pieces[0])
-        for following in [*pieces[1:], None]:
-            ready: Future[PageBatch] | None = None
+        pieces = rows.cut([keys[index] for index in absent], chosen)
+        batch = rows.lay_out(0, *pieces[0], is_get=False)
+        for index, following in enumerate([*pieces[1:], None], 1):
+            sealing: list[Future[PageBatch]] = []
             if following is not None:
-                ready = self._hasher.submit(self._seal, rows, *following)
+                sealing = [self._hasher.submit(rows.lay_out, index, *following, is_get=False)]
             try:
                 codes = self._transfer(client, batch, is_get=False)
-            except BaseException:
-                _release(ready)
-                raise
             finally:
-                batch.release()
+                # Also after a failure, because the next put seals into the same rows.
+                wait(sealing)
             written += [set_outcome(code) for code in codes]
             if is_prefix and not all(written):
-                _release(ready)
                 break
-            if ready is not None:
-                batch = ready.result()
+            if sealing:
+                batch = sealing[0].result()
         for index, outcome in zip(absent, written, strict=False):
             outcomes[index] = outcome
         return outcomes
 
-    def _seal(self, rows: PoolRows, keys: list[str], slots: torch.Tensor) -> PageBatch:
-        """A batch that is ready to be put."""
-        batch = rows.lay_out(keys, slots, is_get=False)
-        try:
-            rows.seal(batch)
-        except BaseException:
-            batch.release()
-            raise
-        return batch
-
     # -- calls into Mooncake -----------------------------------------------------------------------
 
     def _transfer(self, client: MooncakeClient, batch: PageBatch, *, is_get: bool) -> list[int]:
-        """Make one multi-buffer call within the budget. Returns a code for each page.
+        """Make one multi-buffer call. Returns a code for each page.
 
         Raises StorageUnavailable if no page was moved because the store does not work.
         """
-        with client.budget.hold(sum(map(len, batch.ptrs))):
-            codes = move(client, batch, is_get=is_get)
+        codes = client.move(batch, is_get=is_get)
         if no_room := codes.count(NO_ROOM):
             self._counters.bump("set_no_room_pages", no_room)
             self._warn.warning(
@@ -356,31 +348,6 @@ class MooncakeStore(MooncakeBaseStore):
             way = "get" if is_get else "put"
             raise StorageUnavailable(f"Mooncake failed a {way} of {len(codes)} pages: {codes[0]}")
         return codes
-
-    # -- v1: full object keys; the engine does not use it ------------------------------------------
-
-    def batch_get_v1(
-        self,
-        keys: list[str],
-        host_indices: torch.Tensor,
-        extra_info: HiCacheStorageExtraInfo | None = None,
-    ) -> list[bool]:
-        return self._move_anchor(keys, host_indices, is_get=True)
-
-    def batch_set_v1(
-        self,
-        keys: list[str],
-        host_indices: torch.Tensor,
-        extra_info: HiCacheStorageExtraInfo | None = None,
-    ) -> list[bool]:
-        return self._move_anchor(keys, host_indices, is_get=False)
-
-    def _move_anchor(
-        self, keys: list[str], host_indices: torch.Tensor, *, is_get: bool
-    ) -> list[bool]:
-        move = PoolTransfer(PoolName.KV, host_indices=host_indices, keys=keys)
-        with self._exclusively(is_get=is_get):
-            return [bool(one) for one in self._move(move, is_get, are_full=True)]
 
     # -- life --------------------------------------------------------------------------------------
 
@@ -415,7 +382,7 @@ class MooncakeStore(MooncakeBaseStore):
 
     def _moves_bytes(self, *, full_is_fine: bool = True) -> bool:
         key = f"{self.storage_config.namespace}/probe-{os.getpid()}-{id(self._client):x}"
-        return moves_bytes(self._client, key, full_is_fine=full_is_fine)
+        return self._client.moves_bytes(key, full_is_fine=full_is_fine)
 
     def clear(self) -> None:
         """Remove this namespace's objects. Raises ValueError without one, or StorageUnavailable."""
@@ -441,9 +408,3 @@ class MooncakeStore(MooncakeBaseStore):
             "slices_peak": budget.peak,
             "protocol": self.protocol,
         }
-
-
-def _release(ready: Future[PageBatch] | None) -> None:
-    """Release the rows of a batch that was sealed but will not be put."""
-    if ready is not None:
-        ready.result().release()

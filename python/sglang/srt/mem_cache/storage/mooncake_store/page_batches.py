@@ -7,9 +7,8 @@ staged: one row has page and trailer. The object is the same in both cases.
 
 from __future__ import annotations
 
-import queue
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
@@ -26,8 +25,8 @@ _MAX_BATCH_PAGES: Final = 64
 SHORT_PAGE_BYTES: Final = 512 * KIB
 """Pages below this size are staged, because one copy costs less than moving K, V and trailer
 separately. Speed-up over TCP, measured: 1.5 with 64 KB, 1.3 with 256 KB, 0.9 with 1 MB."""
-_ROWS_PER_DIRECTION: Final = 2
-"""One batch is on the wire while the other is hashed."""
+_BATCHES_OF_PUT: Final = 2
+"""One batch is on the wire while the next one is hashed."""
 
 
 @dataclass(slots=True)
@@ -40,11 +39,9 @@ class PageBatch:
     """Host slots, int64 `[pages * page_size]`."""
     rows: torch.Tensor
     """uint8 `[pages, row bytes]`, registered: trailers, or whole objects if pages are staged."""
-    release: Callable[[], None]
-    """Gives `rows` back, after the last use of the batch."""
-    ptrs: list[list[int]] = field(default_factory=list)
-    sizes: list[list[int]] = field(default_factory=list)
-    views: list[list[memoryview]] = field(default_factory=list)
+    ptrs: list[list[int]]
+    sizes: list[list[int]]
+    views: list[list[memoryview]]
     """For each page the memory of `ptrs` without the trailer; no memory if pages are not hashed."""
 
 
@@ -56,9 +53,8 @@ class PoolRows:
     """
 
     memory: torch.Tensor
-    """uint8 `[batches, batch_pages, row_bytes]`. One block needs only one registration."""
-    _free: dict[bool, queue.SimpleQueue[torch.Tensor]]
-    """Unused rows of batches, for gets and for sets."""
+    """uint8 `[batches, batch_pages, row_bytes]`, first those of gets. One block needs only one
+    registration."""
 
     def __init__(
         self,
@@ -66,13 +62,13 @@ class PoolRows:
         *,
         with_checksum: bool = True,
         allocator: HostTensorAllocator | None = None,
-        concurrent_gets: int = 1,
+        batches_of_get: int = 2,
         others: Iterable[PoolRows] = (),
     ) -> None:
         """Args:
         with_checksum: Hash pages that are put, and pages that were read.
         allocator: Allocator of the side memory; None takes ordinary memory.
-        concurrent_gets: Most batches of gets on the wire at once.
+        batches_of_get: Most consecutive batches of a get that are under way at once.
         others: Rows of other pools of the same client; rows of equal length share their memory.
         """
         self.pool = pool
@@ -81,17 +77,14 @@ class PoolRows:
         self.row_bytes = TRAILER_BYTES + (0 if self._in_place else pool.page_bytes)
         self.batch_pages = max(1, min(_MAX_BATCH_PAGES, _BATCH_BYTES // pool.page_bytes))
         shape = (self.batch_pages, self.row_bytes)
+        self._batches_of_get = batches_of_get
         alike = next((one for one in others if one.memory.shape[1:] == shape), None)
         if alike is not None:
-            self._free, self.memory = alike._free, alike.memory
+            self.memory = alike.memory
             return
-        self._free = {True: queue.SimpleQueue(), False: queue.SimpleQueue()}
-        for_gets = max(_ROWS_PER_DIRECTION, concurrent_gets)
         self.memory = (allocator or HostTensorAllocator()).allocate(
-            (for_gets + _ROWS_PER_DIRECTION, *shape), torch.uint8
+            (batches_of_get + _BATCHES_OF_PUT, *shape), torch.uint8
         )
-        for index, rows in enumerate(self.memory):
-            self._free[index < for_gets].put(rows)
 
     def buffers(self) -> list[torch.Tensor]:
         """All memory of the pool that transfers access and that must be registered."""
@@ -106,10 +99,14 @@ class PoolRows:
             for start in range(0, len(keys), size)
         ]
 
-    def lay_out(self, keys: list[str], slots: torch.Tensor, *, is_get: bool) -> PageBatch:
-        """A batch of up to `batch_pages` pages with their addresses, which the caller releases.
+    def lay_out(
+        self, index: int, keys: list[str], slots: torch.Tensor, *, is_get: bool
+    ) -> PageBatch:
+        """A batch of up to `batch_pages` pages, ready for its call: for a put, its pages are staged
+        if needed, and its trailers are written.
 
-        Waits until a batch of the same direction releases its rows.
+        It is batch `index` of a get or put, and takes the rows of an earlier batch, which must have
+        ended: see `batches_of_get`; a put has two batches under way.
 
         Raises:
             ValueError: A slot is outside the pool.
@@ -121,23 +118,28 @@ class PoolRows:
             ptrs, sizes = self.pool.get_page_buffer_meta(slots)
             if self._with_checksum:
                 views = self.pool.get_page_views(slots)
-        free = self._free[is_get]
-        memory = free.get()
-        batch = PageBatch(keys, slots, memory[: len(keys)], release=lambda: free.put(memory))
-        parts = len(ptrs) // max(1, len(keys))
-        first = memory.data_ptr()
-        batch.ptrs = [
-            [*ptrs[index * parts : (index + 1) * parts], first + index * self.row_bytes]
-            for index in range(len(keys))
-        ]
-        batch.sizes = [[*sizes[:parts], self.row_bytes]] * len(keys)
+        turn = index % self._batches_of_get if is_get else index % _BATCHES_OF_PUT - _BATCHES_OF_PUT
+        rows = self.memory[turn][: len(keys)]
         if self._with_checksum and not self._in_place:
-            views = [[row.data] for row in batch.rows[:, :-TRAILER_BYTES].numpy()]
-        batch.views = views
+            views = [[row.data] for row in rows[:, :-TRAILER_BYTES].numpy()]
+        parts, first = len(ptrs) // max(1, len(keys)), rows.data_ptr()
+        batch = PageBatch(
+            keys,
+            slots,
+            rows,
+            ptrs=[
+                [*ptrs[page * parts : (page + 1) * parts], first + page * self.row_bytes]
+                for page in range(len(keys))
+            ],
+            sizes=[[*sizes[:parts], self.row_bytes]] * len(keys),
+            views=views,
+        )
+        if not is_get:
+            self._seal(batch)
         return batch
 
-    def seal(self, batch: PageBatch) -> None:
-        """Prepare a batch for a put: stage its pages if needed, and write its trailers."""
+    def _seal(self, batch: PageBatch) -> None:
+        """Stage the pages of a batch if needed, and write its trailers."""
         if not self._in_place:
             self.pool.gather_pages(batch.slots, batch.rows[:, :-TRAILER_BYTES])
         raw = b"".join(

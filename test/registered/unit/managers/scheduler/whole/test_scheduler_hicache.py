@@ -287,11 +287,11 @@ class SlowParts:
         compute_s: For each token of a prompt.
         """
         attached = hi_of(rig).store.attached
-        assert attached is not None and attached.guard.client is not None
-        self._get = attached.guard.client.batch_get_v2
+        assert attached is not None and attached.client is not None
+        self._get = attached.client.batch_get_v2
         self._forward = rig.scheduler._parts.resources.worker.forward_batch_generation
         self._seconds = read_s, compute_s
-        attached.guard.client.batch_get_v2 = self._slow_get  # type: ignore[method-assign]
+        attached.client.batch_get_v2 = self._slow_get  # type: ignore[method-assign]
         rig.scheduler._parts.resources.worker.forward_batch_generation = (  # type: ignore[method-assign]
             self._slow_forward
         )
