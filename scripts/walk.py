@@ -9,11 +9,11 @@ before. `--list` prints the functions too. Only the first entry into each functi
 comprehensions and lambdas do not. Threads interleave: each way is walked several times, and the
 walk with the fewest returns counts.
 
-The ways of pages and states are counted twice. `in all` is everything that the engine enters
+The ways of pages, states and rooms are counted twice. `in all` is everything that the engine enters
 meanwhile, with the ticks, the model and the answers of the request. The main count leaves out what
-an engine without L2 and L3 enters for the same prompt: computed, found in L1, and in idle ticks.
-What is left is what the lower tiers add. The ticks of the tiers stay in it, and so does what the
-tiers do for a prompt that is not moved.
+an engine alone, without L2 and L3, enters for the same prompt: computed, found in L1, and in idle
+ticks. What is left is what the lower tiers or the other server add. The ticks of the tiers stay in
+it, and so does what the tiers do for a prompt that is not moved.
 
 The model is small and random, the device is the CPU, L3 is a real Mooncake Store. The ways:
 
@@ -24,7 +24,8 @@ The model is small and random, the device is the CPU, L3 is a real Mooncake Stor
                device is acknowledged.
     state-out  As page-out, of a hybrid model: a recurrent state goes with the pages.
     state-in   As page-in, likewise.
-    room       A request reaches its first token on a decode server. Begins in its first tick.
+    room       A request reaches its first token on a decode server. Begins in its first tick, ends
+               when the token is among the tick's outputs.
 """
 
 from __future__ import annotations
@@ -53,6 +54,7 @@ from sglang.srt.distributed.device_communicators.mooncake_transfer_engine import
 )
 from sglang.srt.environ import envs
 from sglang.srt.managers.messages.io_struct import FlushCacheReqInput, TokenizedGenerateReqInput
+from sglang.srt.managers.scheduler.results import OutputCollector
 from sglang.srt.mem_cache.hiradix_cache import HiRadixCache
 from sglang.srt.mem_cache.l2.host_flows import HostLoad
 from sglang.srt.mem_cache.l3.storage_backup import StorageBackup
@@ -108,7 +110,7 @@ class Trail:
 
     def _see(self, frame: FrameType, event: str, arg: Any) -> None:
         code = frame.f_code
-        if event == "return" and code is self._end:
+        if event == "return" and self.records and code is self._end:
             self.stop()
         if event != "call":
             return
@@ -142,7 +144,7 @@ class Walk:
 
     counts: Counts
     in_all: Counts
-    """With the functions that an engine without L2 and L3 enters too."""
+    """With the functions that an engine alone, without L2 and L3, enters too."""
     lines: list[str]
 
 
@@ -157,7 +159,7 @@ class Walker:
         self._pair: PdRig | None = None
         self._seeds = itertools.count(1)
         self._known: dict[str, set[CodeType]] = {}
-        """What an engine of a family without L2 and L3 enters; see `_learn`."""
+        """What an engine alone, without L2 and L3, enters by family; see `_learn`."""
 
     def walk(self, way: str) -> Walk:
         """The walk with the fewest returns; the first one only warms up."""
@@ -173,14 +175,14 @@ class Walker:
         return min(walks[1:], key=lambda walk: (walk.counts.returns, walk.counts.functions))
 
     def _learn(self, family: str) -> set[CodeType]:
-        """The functions that an engine without L2 and L3 enters for a prompt that is computed, for
-        the same one from L1, and while it is idle."""
+        """The functions that an engine alone, without L2 and L3, enters for a prompt that is
+        computed, for the same one from L1, and while it is idle."""
         if family not in self._known:
             rig = SchedulerRig(self._model(family), pool_tokens=2048, page_size=_PAGE)
             ids = prompt(next(self._seeds), _LENGTH)
             self._trail.start()
             for _ in range(2):
-                rig.run(self._request(rig, ids))
+                rig.run(self._request(rig, ids, words=2))
             rig.wait_a_tick()
             self._trail.stop()
             self._known[family] = set(self._trail.entries)
@@ -228,18 +230,20 @@ class Walker:
         seed = next(self._seeds)
         message = pair.request(f"room {seed}", prompt(seed, _LENGTH), greedy(2))
         pair.prefill.step(message)
-        self._trail.start()
+        self._trail.start(end=OutputCollector.on_tokens)
         pair.decode.step(message)
         while message.rid not in pair.decode.results:
-            self._trail.records = False
+            has_begun, self._trail.records = self._trail.records, False
             pair.prefill.step()
-            self._trail.records = True
+            self._trail.records = has_begun
             pair.decode.step()
         self._trail.stop()
         pair.run()
 
-    def _request(self, rig: SchedulerRig, ids: list[int]) -> TokenizedGenerateReqInput:
-        return rig.request(f"request {next(self._seeds)}", ids, greedy(1))
+    def _request(
+        self, rig: SchedulerRig, ids: list[int], words: int = 1
+    ) -> TokenizedGenerateReqInput:
+        return rig.request(f"request {next(self._seeds)}", ids, greedy(words))
 
     def _model(self, family: str) -> Path:
         folder = self._folder / family
@@ -283,8 +287,9 @@ _FAMILIES: Final = {
     "page-in": "qwen3",
     "state-out": "qwen3_next",
     "state-in": "qwen3_next",
+    "room": "qwen3",
 }
-"""The ways of pages and states, with the family of the model."""
+"""The ways that are counted twice, with the family of the model."""
 WAYS: Final = ("match", "page-out", "page-in", "state-out", "state-in", "room")
 
 
