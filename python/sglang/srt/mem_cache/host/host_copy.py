@@ -122,7 +122,7 @@ def _layer_pairs(pools: PoolPair) -> list[list[PagePair]]:
     """Per layer its parts, `[pages, page_size, bytes of a token]` each."""
     return [
         [
-            (page_view(host), page_view(_whole_pages(device, pools.page_size)))
+            (page_view(host), page_view(pages_of(device, pools.page_size)))
             for host, device in zip(host_parts, device_parts, strict=True)
         ]
         for host_parts, device_parts in zip(
@@ -131,7 +131,8 @@ def _layer_pairs(pools: PoolPair) -> list[list[PagePair]]:
     ]
 
 
-def _whole_pages(buffer: torch.Tensor, page_size: int) -> torch.Tensor:
+def pages_of(buffer: torch.Tensor, page_size: int) -> torch.Tensor:
+    """A layer of a device pool by whole pages, the padding page included."""
     whole = len(buffer) // page_size
     return buffer[: whole * page_size].view(whole, page_size, -1)
 

@@ -65,7 +65,7 @@ class EngineUse:
         with the next layers. That raised 32,768 tokens of indexer keys (16 KB) from 0.78 to 0.91 of
         the link's speed, and latent rows (72 KB) from 0.96 to 0.97.
         """
-        layer_bytes = _layer_bytes(parts, page_size)
+        layer_bytes = min(part.rows.row_bytes for part in parts) * page_size
         first = parts[0]
         if not pages_are_runs(first, page_size):
             return cls(load=layer_bytes >= _LONG_RUN_BYTES, backup=False)
@@ -267,11 +267,6 @@ class CudaPageCopier(PageCopier):
     def _device_table(self, group: Sequence[PartRows]) -> torch.Tensor:
         addresses = [part.device_addresses for part in group]
         return torch.tensor(addresses, dtype=torch.int64, device=self.device)
-
-
-def _layer_bytes(parts: Sequence[PartRows], page_size: int) -> int:
-    """Bytes of a layer of a page, of the shortest part."""
-    return min(part.rows.row_bytes for part in parts) * page_size
 
 
 def _check_backend(io_backend: str) -> None:

@@ -22,6 +22,7 @@ import torch
 
 from sglang.srt.constants import MIB
 from sglang.srt.hardware_backend.device_runtime import device_runtime
+from sglang.srt.mem_cache.host.host_copy import pages_of
 from sglang.srt.mem_cache.host.host_layout import IoBackend
 from sglang.srt.mem_cache.host.page_copier import PageCopier, PageLoad, PoolPair
 
@@ -60,7 +61,7 @@ class _Part:
             host=first.as_strided(
                 (pages, count, page_size, width), (count * elements, elements, width, 1)
             ),
-            layers=tuple(_pages(buffer, page_size) for buffer in device),
+            layers=tuple(pages_of(buffer, page_size) for buffer in device),
         )
 
 
@@ -137,11 +138,6 @@ class _NpuLoad(PageLoad):
         chunks, self._chunks = self._chunks, []
         for host, device in chunks:
             self._copier.load(host, device)
-
-
-def _pages(buffer: torch.Tensor, page_size: int) -> torch.Tensor:
-    """A layer of a device pool by pages; it has whole pages, the padding page included."""
-    return buffer.view(len(buffer) // page_size, page_size, -1)
 
 
 def _runs(pages: npt.NDArray[np.int64]) -> Iterator[tuple[int, int, int]]:

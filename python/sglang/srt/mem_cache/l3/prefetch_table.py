@@ -382,7 +382,7 @@ class PrefetchTable:
                 lets_go = progress.ended or not progress.handed
             else:
                 lets_go = progress.ended and not landed
-                if progress.ended:
+                if progress.ended and landed < len(read.hashes):
                     pages.append(read.release(0, landed * page))
                 if lets_go:
                     self.note_known(read, read.start)
@@ -390,7 +390,7 @@ class PrefetchTable:
                 states += read.states.items()
                 read.states = {}
         self.operations = [
-            read for read in self.operations if read.needs or read.owned_tokens or read.states
+            read for read in self.operations if read.needs or read.owned.any() or read.states
         ]
         return Freed([slots for slots in pages if len(slots)], states)
 

@@ -128,7 +128,9 @@ class StorageReads:
             # Pages that land after the end of the wait are of no use.
             ended = outcome_now(operation)
             read += landed
-            operation.landed_pages = usable_pages(read, transfers, hashes, pages)
+            has_more = bool(operation.extra_transfers)
+            usable = usable_pages(read, transfers, hashes, pages) if has_more else read
+            operation.landed_pages = usable
             # For each call, not for each prompt: long prompts then give rates while they are read.
             store.read_rate.add(landed * store.page_size, time.monotonic() - started)
             if not why:

@@ -82,7 +82,8 @@ class MooncakeClient:
         """True if a node has answered a get, so that a session with it exists. Prefetch thread."""
         self._registered: dict[int, torch.Tensor] = {}
         self._users = 0
-        self._given_up = False
+        self.is_given_up = False
+        """True if the client must be replaced; every use of it raises."""
         self._disconnected = False
         self.has_unfinished_transfers = False
         """True if a stand-alone client may have transfers under way, which only its end stops."""
@@ -124,16 +125,11 @@ class MooncakeClient:
             )
         return code
 
-    @property
-    def is_given_up(self) -> bool:
-        """True if the client must be replaced; every use of it raises."""
-        return self._given_up
-
     @contextmanager
     def using(self) -> Iterator[Any]:
         """The store, for one call. Raises StorageUnavailable if the client was given up."""
         with self._changed:
-            if self._given_up:
+            if self.is_given_up:
                 raise StorageUnavailable("the Mooncake client was given up and not replaced yet")
             self._users += 1
         try:
@@ -200,7 +196,7 @@ class MooncakeClient:
         tensors, for a replacement. Idempotent.
         """
         with self._changed:
-            is_first, self._given_up = not self._given_up, True
+            is_first, self.is_given_up = not self.is_given_up, True
             self._changed.wait_for(lambda: self._users == 0)
             if not is_first:
                 self._changed.wait_for(lambda: self._disconnected)
@@ -242,7 +238,7 @@ class MooncakeClient:
 
     def unregister(self, tensor: torch.Tensor) -> None:
         """Unregister a tensor, which no transfer may be using."""
-        if self._registered.pop(tensor.data_ptr(), None) is not None and not self._given_up:
+        if self._registered.pop(tensor.data_ptr(), None) is not None and not self.is_given_up:
             self.store.unregister_buffer(tensor.data_ptr())
 
     def registered(self) -> Iterable[torch.Tensor]:
