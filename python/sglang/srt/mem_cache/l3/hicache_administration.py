@@ -78,11 +78,6 @@ class StorageAdministration:
         self._result: ChangeResult | None = None
         self._hanging: list[BackgroundCall[Any]] = []
 
-    @property
-    def is_under_way(self) -> bool:
-        """True if a change has begun and not ended: another one has to wait."""
-        return self._change is not None
-
     def begin_attaching(
         self,
         backend: str,
@@ -175,7 +170,7 @@ class StorageAdministration:
             discard: Runs in a thread: undoes a result that is not accepted.
             on_failure: Runs in the scheduler thread if the change failed or was given up.
         """
-        assert not self.is_under_way
+        assert self._change is None, "changes are made one at a time"
         call = BackgroundCall("hicache-administration", work, expected=_EXPECTED, discard=discard)
         self._change, self._result = _Change(f"{what} of L3", call, accept, on_failure), None
         self._store.is_changing = True
@@ -235,7 +230,11 @@ class StorageAdministration:
     def _why_failed(self, what: str, error: BaseException | None) -> str:
         """Reasons of all ranks on which a change failed. A collective, at the tick of the
         agreement."""
-        why = "" if error is None else _why(what, error)
+        why = ""
+        if isinstance(error, _EXPECTED):
+            why = str(error)
+        elif error is not None:
+            why = f"the {what} failed: {type(error).__name__}: {' '.join(str(error).split())}"
         if self._ranks.size == 1:
             return why
         return reasons(gather_texts(self._ranks, why, MOST_REASON_BYTES))
@@ -254,9 +253,3 @@ class StorageAdministration:
         """Take the outcome of the last change."""
         result, self._result = self._result, None
         return result
-
-
-def _why(what: str, error: BaseException) -> str:
-    if isinstance(error, _EXPECTED):
-        return str(error)
-    return f"the {what} failed: {type(error).__name__}: {' '.join(str(error).split())}"

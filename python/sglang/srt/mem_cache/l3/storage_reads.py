@@ -112,25 +112,20 @@ class StorageReads:
     def _read_pages(self, operation: PrefetchOperation) -> CacheOutcome:
         """Read the pages that the store has, some at a time, until a part is missing."""
         store, hashes, pages = self._store, operation.hashes, operation.hit_pages
-        transfers = [PoolTransfer(PoolName.KV, operation.host_indices), *operation.extra_transfers]
-        read, ended = 0, CacheOutcome.LANDED
+        extra, read, ended = operation.extra_transfers, 0, CacheOutcome.LANDED
         for begin in range(0, pages, store.pages_per_read):
             end = min(begin + store.pages_per_read, pages)
             if not hand_over(operation, end):
                 return outcome_now(operation)
             started = time.monotonic()
-            landed, why = store.transfer(
-                "get",
-                hashes[begin:end],
-                store.pools.objects(transfers, hashes, begin, end, last=pages),
-                [*operation.prefix_hashes, *hashes[:begin]],
-            )
+            transfers = [PoolTransfer(PoolName.KV, operation.host_indices), *extra]
+            objects = store.pools.objects(transfers, hashes, begin, end, last=pages)
+            prefix = [*operation.prefix_hashes, *hashes[:begin]]
+            landed, why = store.transfer("get", hashes[begin:end], objects, prefix)
             # Pages that land after the end of the wait are of no use.
             ended = outcome_now(operation)
             read += landed
-            has_more = bool(operation.extra_transfers)
-            usable = usable_pages(read, transfers, hashes, pages) if has_more else read
-            operation.landed_pages = usable
+            operation.landed_pages = usable_pages(read, extra, hashes, pages) if extra else read
             # For each call, not for each prompt: long prompts then give rates while they are read.
             store.read_rate.add(landed * store.page_size, time.monotonic() - started)
             if not why:
