@@ -139,7 +139,7 @@ def test_a_retracted_request_tells_them_once(oracle: Oracle) -> None:
 def test_long_prompts_are_computed_in_parts(
     oracle: Oracle, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("sglang.srt.layers.input_logprobs._MAX_LOGITS", 160 * 7)
+    monkeypatch.setattr("sglang.srt.layers.logits_processor._MAX_LOGITS", 160 * 7)
     rig = SchedulerRig(oracle.path, chunked_prefill_size=-1)
     ids = {f"r{i}": prompt(i, 30 + i) for i in range(2)}
     rig.run(*(wanting(rig, rid, one, 1, top=3) for rid, one in ids.items()))
