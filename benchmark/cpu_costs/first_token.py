@@ -216,7 +216,7 @@ def measure_server(args: argparse.Namespace) -> dict[str, dict[str, float]]:
     from sglang.srt.managers.tokenizer.request_limits import RequestLimits
     from sglang.srt.managers.tokenizer.server_channel import ServerChannel
     from sglang.srt.managers.tokenizer.tokenizer_manager import TokenizerManager
-    from sglang.srt.observability.server_metrics import ServerMetrics
+    from sglang.srt.observability.engine_metrics import ServerMetrics
     from sglang.srt.server_args import ServerArgs
     from sglang.srt.utils.process import freeze_heap
 

@@ -20,7 +20,7 @@ from sglang.srt.distributed.device_context import mark_device_set
 from sglang.srt.distributed.rank_group import RankGroup, SingleRank
 from sglang.srt.distributed.tensor_group import TensorGroup
 from sglang.srt.hardware_backend.device_runtime import detect_device
-from sglang.srt.managers.detokenizer.incremental_detokenizer import make_decoder_factory
+from sglang.srt.managers.detokenizer.detokenizer_manager import make_decoder_factory
 from sglang.srt.managers.messages.io_struct import (
     AbortReq,
     ControlReqOutput,
@@ -41,7 +41,7 @@ from sglang.srt.mem_cache.registry import TreeCacheBuildContext, create_tree_cac
 from sglang.srt.mem_cache.tree.cache_init_params import CacheInitParams
 from sglang.srt.mem_cache.tree.radix_key import token_array
 from sglang.srt.model_executor.model_runner import ModelRunner, ModelRunnerConfig
-from sglang.srt.observability.scheduler_metrics import SchedulerMetrics
+from sglang.srt.observability.engine_metrics import SchedulerMetrics
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.utils.portable_tokenizer import DecodingTokenizer

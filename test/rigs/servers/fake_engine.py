@@ -23,10 +23,12 @@ from sglang.srt.entrypoints.engine_front import EngineFront
 from sglang.srt.entrypoints.engine_processes import EngineProcesses
 from sglang.srt.entrypoints.http.server_context import ServerContext
 from sglang.srt.entrypoints.http_server import HttpServer
-from sglang.srt.managers.detokenizer.detokenizer_manager import Detokenizer, open_sockets, serve
-from sglang.srt.managers.detokenizer.incremental_detokenizer import (
+from sglang.srt.managers.detokenizer.detokenizer_manager import (
     DecoderFactory,
+    Detokenizer,
     make_decoder_factory,
+    open_sockets,
+    serve,
 )
 from sglang.srt.managers.messages.io_struct import (
     ABORTED_BY_CLIENT,
@@ -49,7 +51,7 @@ from sglang.srt.managers.scheduler.requests.stop import StopFinder
 from sglang.srt.managers.tokenizer.chat_template import ChatTemplate
 from sglang.srt.managers.tokenizer.request_limits import RequestLimits
 from sglang.srt.managers.tokenizer.tokenizer_manager import TokenizerManager
-from sglang.srt.observability.server_metrics import ServerMetrics
+from sglang.srt.observability.engine_metrics import ServerMetrics
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.utils.network import base_url, get_free_port, wait_until
 

@@ -16,6 +16,7 @@ from transformers import PreTrainedTokenizerBase
 
 from sglang.srt.constrained.constraint import Constraint, ConstraintKind, GrammarError
 from sglang.srt.hardware_backend.device_runtime import device_runtime
+from sglang.srt.utils.hf_tokenizer import special_token_ids
 
 _BITS = 32
 
@@ -124,9 +125,7 @@ class Vocabulary(msgspec.Struct, frozen=True, kw_only=True):
             tokenizer, vocab_size=vocab_size, stop_token_ids=ends
         )
         tokens = [bytes(token) for token in info.decoded_vocab]
-        added = getattr(tokenizer, "added_tokens_decoder", {})
-        special = {token_id for token_id, token in added.items() if token.special}
-        for token_id in special | set(tokenizer.all_special_ids) | set(ends):
+        for token_id in special_token_ids(tokenizer) | set(ends):
             if token_id < vocab_size:
                 tokens[token_id] = b""
         return cls(tokens=tokens, eos_token_ids=ends, add_prefix_space=bool(info.add_prefix_space))

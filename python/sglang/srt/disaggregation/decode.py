@@ -26,7 +26,7 @@ from sglang.srt.managers.messages.io_struct import FinishReason
 from sglang.srt.managers.scheduler.policy import AddOutcome, ceil_to_page
 from sglang.srt.managers.scheduler.role import Role, TransferUpdate
 from sglang.srt.mem_cache.tree.base_prefix_cache import MatchPrefixParams
-from sglang.srt.observability.disaggregation_metrics import (
+from sglang.srt.observability.engine_metrics import (
     DisaggregationMetrics,
     TransferMetrics,
 )

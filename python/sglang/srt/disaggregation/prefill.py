@@ -13,7 +13,7 @@ from sglang.srt.disaggregation.utils import failure_reasons, poll_and_all_reduce
 from sglang.srt.distributed.rank_group import RankGroup, SingleRank
 from sglang.srt.managers.messages.io_struct import FinishReason
 from sglang.srt.managers.scheduler.role import Role, TransferUpdate
-from sglang.srt.observability.disaggregation_metrics import DisaggregationMetrics
+from sglang.srt.observability.engine_metrics import DisaggregationMetrics
 from sglang.srt.utils.logging_utils import RateLimitedLogger
 
 if TYPE_CHECKING:

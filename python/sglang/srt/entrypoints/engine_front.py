@@ -22,7 +22,7 @@ from sglang.srt.managers.tokenizer.chat_template import ChatTemplate
 from sglang.srt.managers.tokenizer.generate_request import EngineUnavailable
 from sglang.srt.managers.tokenizer.request_limits import RequestLimits
 from sglang.srt.managers.tokenizer.tokenizer_manager import TokenizerManager
-from sglang.srt.observability.server_metrics import ServerMetrics
+from sglang.srt.observability.engine_metrics import ServerMetrics
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.utils.hf_tokenizer import get_tokenizer
 from sglang.srt.utils.portable_tokenizer import TokenizerData, tokenizer_data
@@ -76,7 +76,8 @@ class EngineFront:
             args: Resolved arguments.
 
         Raises:
-            ValueError: The model's files are missing or broken, or L3 cannot work.
+            ValueError: The model's files are missing or broken, L3 cannot work, or the bootstrap
+                port is in use.
             StartError: A process could not start.
         """
         check_start(args)
@@ -86,7 +87,14 @@ class EngineFront:
             loaded.append(_load_model_files(args))
             return tokenizer_data(loaded[0][1])
 
-        self._bootstrap = _start_bootstrap(args)
+        self._bootstrap: CommonKVBootstrapServer | None = None
+        if args.disaggregation_mode == DisaggregationMode.PREFILL and moves_pages(args):
+            # Decode servers find this server there.
+            self._bootstrap = CommonKVBootstrapServer(
+                args.host,
+                args.disaggregation_bootstrap_port,
+                DeploymentSecret.of(args.disaggregation_secret),
+            )
         try:
             self.processes: EngineProcesses = launch_subprocesses(args, load)
         except BaseException:
@@ -145,19 +153,6 @@ class EngineFront:
             await asyncio.to_thread(self._bootstrap.close)
         await asyncio.to_thread(self.processes.kill)
         return ended_well
-
-
-def _start_bootstrap(args: ServerArgs) -> CommonKVBootstrapServer | None:
-    """Start the bootstrap server at which decode servers find this server; None: they do not need
-    one.
-
-    Raises:
-        ValueError: The port is in use.
-    """
-    if args.disaggregation_mode != DisaggregationMode.PREFILL or not moves_pages(args):
-        return None
-    secret = DeploymentSecret.of(args.disaggregation_secret)
-    return CommonKVBootstrapServer(args.host, args.disaggregation_bootstrap_port, secret)
 
 
 def _model_info(args: ServerArgs, config: ModelConfig, details: dict[str, Any]) -> dict[str, Any]:

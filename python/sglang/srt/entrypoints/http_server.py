@@ -300,10 +300,8 @@ class HttpServer(BoundedServer):
         self.run()
         if self._cause is not None:
             logger.critical("%s; the server ends", self._cause)
-            return EXIT_FAILED
-        if not self.started:
-            return EXIT_FAILED
-        return 0 if self._ended_well else EXIT_FAILED
+        ended_well = self._cause is None and self.started and self._ended_well
+        return 0 if ended_well else EXIT_FAILED
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Listen, then log the ready line."""

@@ -168,23 +168,17 @@ def check_storage(args: ServerArgs) -> None:
     settings = StorageSettings.from_extra_config(config)
     if args.hicache_storage_backend == "dynamic":
         check_findable(dynamic_class(config))
-    if args.hicache_storage_backend == "mooncake":
-        _check_mooncake(
-            MooncakeStoreConfig.load_from_extra_config(config),
-            may_be_away=settings.on_unreachable is not OnUnreachable.EXIT,
-        )
-
-
-def _check_mooncake(config: MooncakeStoreConfig, *, may_be_away: bool) -> None:
-    _check_package(STORE_USER)
-    check_store_protocol(config)
-    _check_protocol(config.protocol, config.device_name, DEVICE_FIELD)
-    if may_be_away:
+    if args.hicache_storage_backend != "mooncake":
         return
-    try:
-        check_reachable(config)
-    except StorageUnreachable as error:
-        raise ValueError(str(error)) from None
+    store = MooncakeStoreConfig.load_from_extra_config(config)
+    _check_package(STORE_USER)
+    check_store_protocol(store)
+    _check_protocol(store.protocol, store.device_name, DEVICE_FIELD)
+    if settings.on_unreachable is OnUnreachable.EXIT:
+        try:
+            check_reachable(store)
+        except StorageUnreachable as error:
+            raise ValueError(str(error)) from None
 
 
 def _check_package(user: str, module: str = "") -> None:

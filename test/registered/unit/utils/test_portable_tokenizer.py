@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
 from sglang.srt.constants import BUILTIN_MODEL_DIR
-from sglang.srt.managers.detokenizer.incremental_detokenizer import make_decoder_factory
+from sglang.srt.managers.detokenizer.detokenizer_manager import make_decoder_factory
 from sglang.srt.managers.tokenizer.prompt_encoder import _core_encode
 from sglang.srt.utils.hf_tokenizer import get_tokenizer, is_byte_level, special_token_ids
 from sglang.srt.utils.portable_tokenizer import PortableTokenizer, tokenizer_data

@@ -24,7 +24,7 @@ from sglang.srt.entrypoints.http.sse import (
     unless_client_leaves,
 )
 from sglang.srt.entrypoints.openai.protocol import CommonBody
-from sglang.srt.managers.detokenizer.incremental_detokenizer import (
+from sglang.srt.managers.detokenizer.detokenizer_manager import (
     DecoderFactory,
     make_decoder_factory,
 )

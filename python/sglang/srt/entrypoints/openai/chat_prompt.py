@@ -59,7 +59,20 @@ def tool_use(body: ChatBody, parser: str | None) -> ToolUse | None:
             )
     shown = [_shown(tool) for tool in tools]
     if choice in (None, "auto"):
-        return _decided_by_the_model(tools, shown, parser, parallel=body.parallel_tool_calls)
+        if parser is None:
+            raise bad_request(
+                "tools: the server does not know how this model writes calls: start it with "
+                "--tool-call-parser, or send tool_choice: required or none",
+                "tools",
+            )
+        for index, tool in enumerate(tools):
+            if tool.function.strict:
+                raise bad_request(
+                    f"tools[{index}].function.strict is enforced only with tool_choice required or "
+                    "a named function: leave it out",
+                    "tools",
+                )
+        return ToolUse(shown=shown, parser=parser, parallel=body.parallel_tool_calls is not False)
     named = choice.function.name if isinstance(choice, ToolChoice) else None
     branches = [
         _call_schema(index, tool)
@@ -73,29 +86,6 @@ def tool_use(body: ChatBody, parser: str | None) -> ToolUse | None:
         json_schema=msgspec.json.encode(schema).decode(),
         parallel=False,
     )
-
-
-def _decided_by_the_model(
-    tools: Sequence[Tool],
-    shown: list[dict[str, Any]],
-    parser: str | None,
-    *,
-    parallel: bool | None,
-) -> ToolUse:
-    if parser is None:
-        raise bad_request(
-            "tools: the server does not know how this model writes calls: start it with "
-            "--tool-call-parser, or send tool_choice: required or none",
-            "tools",
-        )
-    for index, tool in enumerate(tools):
-        if tool.function.strict:
-            raise bad_request(
-                f"tools[{index}].function.strict is enforced only with tool_choice required or a "
-                "named function: leave it out",
-                "tools",
-            )
-    return ToolUse(shown=shown, parser=parser, parallel=parallel is not False)
 
 
 def _check_choice(tools: Sequence[Tool], choice: str | ToolChoice | None) -> None:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import AsyncGenerator, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import AsyncGenerator, Iterator
 from typing import Any, Final
 
 from starlette.requests import Request
@@ -149,26 +148,20 @@ async def chat_completions(request: Request) -> Response:
     context = context_of(request)
     body = await read_json(request, ChatBody)
     if len(body.messages) > MESSAGES_AT_ONCE:
-        chat = await asyncio.get_running_loop().run_in_executor(
+        samples, tools = await asyncio.get_running_loop().run_in_executor(
             context.renderer, to_requests, body, context
         )
     else:
-        chat = to_requests(body, context)
-    return await respond(request, context.manager, chat.samples, lambda: ChatAnswers(chat, context))
+        samples, tools = to_requests(body, context)
+    return await respond(
+        request, context.manager, samples, lambda: ChatAnswers(body, context, samples[0], tools)
+    )
 
 
-@dataclass(frozen=True, slots=True)
-class ChatRequest:
-    """A chat body, and its requests to the engine."""
-
-    body: ChatBody
-    tools: ToolUse | None
-    samples: Sequence[GenerateRequest]
-    """The requests, one for each choice."""
-
-
-def to_requests(body: ChatBody, context: ServerContext) -> ChatRequest:
-    """The engine's requests for `body`, and their use of tools.
+def to_requests(
+    body: ChatBody, context: ServerContext
+) -> tuple[list[GenerateRequest], ToolUse | None]:
+    """The engine's requests for `body`, one for each choice, and their use of tools.
 
     Raises:
         ApiError: 400 that names the field.
@@ -208,7 +201,7 @@ def to_requests(body: ChatBody, context: ServerContext) -> ChatRequest:
         cache_salt=body.cache_salt,
         priority=body.priority or 0,
     )
-    return ChatRequest(body, tools, expand_samples([request], rooms))
+    return expand_samples([request], rooms), tools
 
 
 class ChatAnswers(Answers):
@@ -216,11 +209,16 @@ class ChatAnswers(Answers):
 
     id_prefix, kind, chunk_kind = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
-    def __init__(self, chat: ChatRequest, context: ServerContext) -> None:
-        body, request = chat.body, chat.samples[0]
+    def __init__(
+        self,
+        body: ChatBody,
+        context: ServerContext,
+        request: GenerateRequest,
+        tools: ToolUse | None,
+    ) -> None:
         super().__init__(body, context)
         self._formatter = TokenFormatter(context.manager.tokenizer) if body.logprobs else None
-        self._tools = chat.tools
+        self._tools = tools
         # A grammar that applies from the first token leaves no room for reasoning.
         constraint = request.sampling_params.constraint
         # A structural tag allows free text, and with it reasoning.

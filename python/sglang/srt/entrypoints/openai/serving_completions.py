@@ -21,7 +21,6 @@ from sglang.srt.entrypoints.openai.answers import (
     respond,
 )
 from sglang.srt.entrypoints.openai.protocol import CompletionBody, check_common, sampling_params
-from sglang.srt.managers.messages.io_struct import Bootstrap
 from sglang.srt.managers.tokenizer.generate_request import (
     GenerateRequest,
     expand_samples,
@@ -64,44 +63,30 @@ def to_requests(body: CompletionBody) -> list[GenerateRequest]:
             "them out, or ask /generate with logprob_start_len",
             "echo",
         )
+    has_one = len(prompts) == 1
+    rid = new_rid() if body.rid is None else body.rid
     requests = [
-        _request(body, prompt, index, rooms[index], count=len(prompts))
+        GenerateRequest(
+            rid=rid if has_one else f"{rid}-{index}",
+            text=prompt if isinstance(prompt, str) else None,
+            input_ids=None if isinstance(prompt, str) else prompt,
+            sampling_params=sampling_params(body, body.max_tokens, "max_tokens", least=0),
+            default_max_new_tokens=DEFAULT_MAX_TOKENS if body.max_tokens is None else None,
+            max_tokens_field="max_tokens",
+            prompt_field="prompt" if has_one else f"prompt[{index}]",
+            stream=bool(body.stream),
+            return_logprob=body.logprobs is not None,
+            top_logprobs_num=body.logprobs or 0,
+            logprob_start_len=0 if body.echo and body.logprobs is not None else -1,
+            no_stop_trim=bool(body.no_stop_trim),
+            bootstrap=rooms[index],
+            extra_key=body.extra_key,
+            cache_salt=body.cache_salt,
+            priority=body.priority or 0,
+        )
         for index, prompt in enumerate(prompts)
     ]
     return expand_samples(requests)
-
-
-def _request(
-    body: CompletionBody,
-    prompt: str | TokenArray,
-    index: int,
-    room: Bootstrap | None,
-    *,
-    count: int,
-) -> GenerateRequest:
-    rid = body.rid
-    if rid is None:
-        rid = new_rid()
-    elif count > 1:
-        rid = f"{rid}-{index}"
-    return GenerateRequest(
-        rid=rid,
-        text=prompt if isinstance(prompt, str) else None,
-        input_ids=None if isinstance(prompt, str) else prompt,
-        sampling_params=sampling_params(body, body.max_tokens, "max_tokens", least=0),
-        default_max_new_tokens=DEFAULT_MAX_TOKENS if body.max_tokens is None else None,
-        max_tokens_field="max_tokens",
-        prompt_field="prompt" if count == 1 else f"prompt[{index}]",
-        stream=bool(body.stream),
-        return_logprob=body.logprobs is not None,
-        top_logprobs_num=body.logprobs or 0,
-        logprob_start_len=0 if body.echo and body.logprobs is not None else -1,
-        no_stop_trim=bool(body.no_stop_trim),
-        bootstrap=room,
-        extra_key=body.extra_key,
-        cache_salt=body.cache_salt,
-        priority=body.priority or 0,
-    )
 
 
 def _prompts(prompt: str | list[str | int | list[int]]) -> Sequence[str | TokenArray]:

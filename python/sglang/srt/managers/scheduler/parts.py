@@ -29,11 +29,11 @@ from sglang.srt.managers.scheduler.state import SchedulerState
 
 if TYPE_CHECKING:
     from sglang.srt.constrained.grammar import GrammarBackend
-    from sglang.srt.managers.detokenizer.incremental_detokenizer import DecoderFactory
+    from sglang.srt.managers.detokenizer.detokenizer_manager import DecoderFactory
     from sglang.srt.managers.scheduler.launched_step import ModelWorker
     from sglang.srt.mem_cache.tree.base_prefix_cache import BasePrefixCache
     from sglang.srt.model_loader.weight_seed import WeightSeed
-    from sglang.srt.observability.scheduler_metrics import SchedulerMetrics
+    from sglang.srt.observability.engine_metrics import SchedulerMetrics
     from sglang.srt.server_args import ServerArgs
 
 

@@ -289,27 +289,6 @@ def pages_to_decode(seq_lens: Sequence[int], page_size: int) -> int:
     return sum(1 for length in seq_lens if length % page_size == 0)
 
 
-@dataclass(frozen=True, slots=True)
-class SpareState:
-    """A slot that a request holds beyond its running state: it has a snapshot or is kept free for
-    one."""
-
-    arrival_number: int
-    """Arrival number of the request."""
-    saved_tokens: int
-    """Tokens that later prompts need not compute thanks to the snapshot; 0: it has none, or a later
-    one replaces it."""
-
-
-S = TypeVar("S", bound=SpareState)
-
-
-def first_to_give_up(spares: Sequence[S]) -> S:
-    """The slot to give to a request without a running state: the one whose loss costs least. Among
-    equals, that of the newest request."""
-    return min(spares, key=lambda spare: (spare.saved_tokens, -spare.arrival_number))
-
-
 def states_to_load(free: int, evictable: int, spare: int) -> int:
     """Most states that may be loaded for a request that needs a slot to run on too. Arguments are
     slots, as `Snapshots` counts them."""

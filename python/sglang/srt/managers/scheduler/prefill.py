@@ -235,7 +235,12 @@ class PrefillScheduler:
         progress = req.progress
         if plan.is_admitted:
             progress.kv_committed_len = min(len(prefix.slots), progress.num_tokens - 1)
-            plan = self._up_to_branching(plan, progress.kv_committed_len, prefix.branching)
+            # The prompt is cut where it should leave a snapshot on its way.
+            tokens = state.snapshots.shorten(
+                plan.extend_tokens, progress.kv_committed_len, prefix.branching
+            )
+            if tokens != plan.extend_tokens:
+                plan = AddPlan(AddOutcome.CHUNKED, tokens)
             first_state = tree.pin_state(prefix.node)
             slots = self._alloc(req, plan.extend_tokens, prefix.slots)
             if slots is not None:
@@ -249,11 +254,6 @@ class PrefillScheduler:
             plan = AddPlan(AddOutcome.NO_MEMORY)
         tree.dec_lock_ref(prefix.node)
         return plan.outcome, None
-
-    def _up_to_branching(self, plan: AddPlan, begin: int, branching: int | None) -> AddPlan:
-        """`plan`, with the prompt cut where it should leave a snapshot on its way."""
-        tokens = self._state.snapshots.shorten(plan.extend_tokens, begin, branching)
-        return plan if tokens == plan.extend_tokens else AddPlan(AddOutcome.CHUNKED, tokens)
 
     def _reuse(
         self, req: Req, adder: PrefillAdder, *, loads: bool = True

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from sglang.srt.hardware_backend.device_runtime import on_device
-from sglang.srt.managers.scheduler.policy import SpareState, first_to_give_up, states_to_load
+from sglang.srt.managers.scheduler.policy import states_to_load
 from sglang.srt.mem_cache.tree.base_prefix_cache import (
     BasePrefixCache,
     EvictParams,
@@ -34,12 +34,24 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class _Spare(SpareState):
-    """A `SpareState`, and where it is."""
+class Spare:
+    """A slot that a request holds beyond its running state: it has a snapshot or is kept free for
+    one."""
 
+    arrival_number: int
+    """Arrival number of the request."""
+    saved_tokens: int
+    """Tokens that later prompts need not compute thanks to the snapshot; 0: it has none, or a later
+    one replaces it."""
     slots: RequestSlots
     is_next: bool
     """True if the slot is `snapshot_slot`, and not `mamba_track_slot`."""
+
+
+def first_to_give_up(spares: Sequence[Spare]) -> Spare:
+    """The slot to give to a request without a running state: the one whose loss costs least. Among
+    equals, that of the newest request."""
+    return min(spares, key=lambda spare: (spare.saved_tokens, -spare.arrival_number))
 
 
 class Snapshots:
@@ -226,7 +238,7 @@ class Snapshots:
         return None if taken is None else torch.tensor(taken)
 
 
-def _spares_of(decoding: Iterable[Req]) -> list[_Spare]:
+def _spares_of(decoding: Iterable[Req]) -> list[Spare]:
     """The slots that requests hold beyond their running states."""
     spares = []
     for req in decoding:
@@ -234,8 +246,8 @@ def _spares_of(decoding: Iterable[Req]) -> list[_Spare]:
         coming, last = slots.snapshot_in_flight, slots.mamba_last_track_seqlen
         if slots.snapshot_slot is not None:
             saved = 0 if coming is None else coming - known
-            spares.append(_Spare(req.arrival_number, saved, slots, is_next=True))
+            spares.append(Spare(req.arrival_number, saved, slots, is_next=True))
         if slots.mamba_track_slot is not None:
             saved = 0 if last is None or coming is not None else last - known
-            spares.append(_Spare(req.arrival_number, saved, slots, is_next=False))
+            spares.append(Spare(req.arrival_number, saved, slots, is_next=False))
     return spares

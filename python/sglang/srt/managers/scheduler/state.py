@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from sglang.srt.managers.scheduler.launched_step import LaunchedStep
     from sglang.srt.managers.scheduler.requests.req import Req
     from sglang.srt.managers.scheduler.snapshots import Snapshots
-    from sglang.srt.observability.scheduler_metrics import SchedulerMetrics
+    from sglang.srt.observability.engine_metrics import SchedulerMetrics
 
 
 @dataclass(slots=True)
@@ -156,11 +156,13 @@ class SchedulerState:
             reqs: Requests of the batch, row by row.
             samples: Whether the token of each row is used; None: all are.
         """
-        grammars = [
-            self._grammar_row(row, req)
-            for row, req in enumerate(reqs)
-            if req.progress.matcher is not None and (samples is None or samples[row])
-        ]
+        grammars = []
+        for row, req in enumerate(reqs):
+            progress, params = req.progress, req.spec.sampling_params
+            if progress.matcher is not None and (samples is None or samples[row]):
+                ends = (*self.eos_token_ids, *(params.stop_token_ids or ()))
+                least = params.min_new_tokens
+                grammars.append(GrammarRow(row, progress.matcher, progress.output_ids, least, ends))
         return SamplingBatchInfo.from_reqs(
             [req.spec.sampling_params for req in reqs],
             self.vocab_size,
@@ -168,15 +170,4 @@ class SchedulerState:
             eos_token_ids=self.eos_token_ids,
             histories=[req.slots.history for req in reqs],
             grammars=grammars,
-        )
-
-    def _grammar_row(self, row: int, req: Req) -> GrammarRow:
-        progress, params = req.progress, req.spec.sampling_params
-        assert progress.matcher is not None
-        return GrammarRow(
-            row,
-            progress.matcher,
-            progress.output_ids,
-            params.min_new_tokens,
-            (*self.eos_token_ids, *(params.stop_token_ids or ())),
         )

@@ -39,7 +39,7 @@ from sglang.srt.managers.tokenizer.request_limits import (
 from sglang.srt.managers.tokenizer.request_state import RequestState, StopTrimmer
 from sglang.srt.managers.tokenizer.server_channel import ControlClient, ServerChannel
 from sglang.srt.mem_cache.tree.radix_key import token_array
-from sglang.srt.observability.server_metrics import ServerMetrics
+from sglang.srt.observability.engine_metrics import ServerMetrics
 from sglang.srt.utils.logging_utils import RateLimitedLogger
 
 if TYPE_CHECKING:

@@ -12,8 +12,8 @@ from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
 from rigs.servers.fake_engine import EOS_ID, byte_tokenizer
-from sglang.srt.managers.detokenizer.detokenizer_manager import Detokenizer
-from sglang.srt.managers.detokenizer.incremental_detokenizer import (
+from sglang.srt.managers.detokenizer.detokenizer_manager import (
+    Detokenizer,
     TextDecoder,
     WindowDecoder,
     make_decoder_factory,

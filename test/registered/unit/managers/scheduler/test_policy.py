@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 
@@ -18,13 +19,12 @@ from sglang.srt.managers.scheduler.policy import (
     NewTokenEstimate,
     PrefillAdder,
     SchedulePolicy,
-    SpareState,
-    first_to_give_up,
     newest,
     order_waiting,
     pages_to_decode,
     states_to_load,
 )
+from sglang.srt.managers.scheduler.snapshots import Spare, first_to_give_up
 from sglang.test.ci.ci_register import register_cpu_ci
 
 register_cpu_ci(est_time=2, suite="base-a-test-cpu")
@@ -173,7 +173,10 @@ def test_decode_needs_a_page_where_the_last_one_is_full() -> None:
 
 
 def test_the_slot_whose_loss_costs_least_is_given_up_that_of_the_newest_request_first() -> None:
-    empty_old, empty_new, short, long = map(SpareState, (1, 3, 4, 9), (0, 0, 64, 512))
+    no_slots: Any = None
+    counts = ((1, 0), (3, 0), (4, 64), (9, 512))
+    spares = [Spare(*each, no_slots, is_next=False) for each in counts]
+    empty_old, empty_new, short, long = spares
     spares = [long, empty_old, short, empty_new]
     order = []
     while spares:

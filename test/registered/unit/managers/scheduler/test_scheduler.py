@@ -20,7 +20,7 @@ from sglang.srt.managers.scheduler.batch import PrefillWork
 from sglang.srt.managers.scheduler.parts import SchedulerResources, make_parts
 from sglang.srt.managers.scheduler.prefill import PrefillScheduler
 from sglang.srt.managers.scheduler.scheduler import Scheduler, SchedulerOutput
-from sglang.srt.observability.scheduler_metrics import SchedulerMetrics
+from sglang.srt.observability.engine_metrics import SchedulerMetrics
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci
 

@@ -35,7 +35,7 @@ from sglang.srt.managers.tokenizer.request_limits import (
 )
 from sglang.srt.managers.tokenizer.server_channel import ControlClient
 from sglang.srt.mem_cache.tree.radix_key import token_array
-from sglang.srt.observability.server_metrics import ServerMetrics
+from sglang.srt.observability.engine_metrics import ServerMetrics
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.test.ci.ci_register import register_cpu_ci
 

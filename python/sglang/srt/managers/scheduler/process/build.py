@@ -28,7 +28,7 @@ from sglang.srt.environ import envs
 from sglang.srt.hardware_backend.device_kinds import device_kind
 from sglang.srt.hardware_backend.device_runtime import detect_device, device_runtime
 from sglang.srt.layers.linear_attention.extend_plan import CHUNK
-from sglang.srt.managers.detokenizer.incremental_detokenizer import make_decoder_factory
+from sglang.srt.managers.detokenizer.detokenizer_manager import make_decoder_factory
 from sglang.srt.managers.scheduler.launched_step import TpModelWorker
 from sglang.srt.managers.scheduler.parts import SchedulerResources, make_parts
 from sglang.srt.managers.scheduler.process.same_settings import check_same_settings
@@ -52,7 +52,7 @@ from sglang.srt.model_executor.pool_sizing import (
 from sglang.srt.model_loader.weight_files import config_values
 from sglang.srt.model_loader.weight_seed import WeightSeed
 from sglang.srt.model_loader.weight_source import SeedAddress
-from sglang.srt.observability.scheduler_metrics import SchedulerMetrics
+from sglang.srt.observability.engine_metrics import SchedulerMetrics
 from sglang.srt.utils.hf_tokenizer import get_tokenizer
 from sglang.srt.utils.network import address_for_peers
 

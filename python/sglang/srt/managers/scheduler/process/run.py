@@ -208,13 +208,6 @@ def end_process(cause: str) -> NoReturn:
     os._exit(LOST_A_RANK)
 
 
-def share_cores(ranks_here: int) -> None:
-    """Give torch this rank's part of the machine's cores, unless the environment sets the
-    number."""
-    if ranks_here > 1 and not envs.OMP_NUM_THREADS.is_set():
-        torch.set_num_threads(max(torch.get_num_threads() // ranks_here, 1))
-
-
 def run_scheduler_process(
     server_args: ServerArgs,
     ipc: IpcAddresses,
@@ -238,7 +231,9 @@ def run_scheduler_process(
     leave_signals_to_parent()
     rank = 0 if rendezvous is None else rendezvous.rank
     configure_logger(server_args.log_level, f"scheduler {rank}")
-    share_cores(ranks_per_node(server_args))
+    ranks_here = ranks_per_node(server_args)
+    if ranks_here > 1 and not envs.OMP_NUM_THREADS.is_set():
+        torch.set_num_threads(max(torch.get_num_threads() // ranks_here, 1))
     # Progress bars share a lock between processes by default: a semaphore that a killed process
     # leaves behind, with a warning as the last line of the log.
     tqdm.set_lock(threading.RLock())

@@ -19,7 +19,7 @@ from sglang.srt.sampling.stop_regex import MAX_MATCH_CHARS, compile_stop_regex
 if TYPE_CHECKING:
     import regex
 
-    from sglang.srt.managers.detokenizer.incremental_detokenizer import DecoderFactory, TextDecoder
+    from sglang.srt.managers.detokenizer.detokenizer_manager import DecoderFactory, TextDecoder
     from sglang.srt.managers.scheduler.requests.req import Req
     from sglang.srt.sampling.sampling_params import SamplingParams
 

@@ -1,0 +1,281 @@
+"""Prometheus metrics of the server process, the scheduler and transfers, under SGLang's names.
+
+The server process measures the latencies that clients see; the scheduler measures those that only
+it knows. The hierarchical cache registers its metrics in the scheduler's registry.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Final
+
+from prometheus_client import CollectorRegistry, generate_latest
+
+from sglang.srt.utils.metrics import Counter, Gauge, Histogram
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.messages.io_struct import CachedTokensDetails
+
+_FIRST_TOKEN_BUCKETS: Final = (
+    0.005, 0.01, 0.025, 0.05, 0.1, 0.2, 0.4, 0.8, 1.5, 3.0, 6.0, 12.0, 25.0, 60.0, 120.0,
+)  # fmt: skip
+_NEXT_TOKEN_BUCKETS: Final = (
+    0.002, 0.004, 0.006, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1.0, 2.0,
+)  # fmt: skip
+_REQUEST_BUCKETS: Final = (
+    0.05, 0.1, 0.2, 0.4, 0.8, 1.5, 3.0, 6.0, 12.0, 25.0, 50.0, 100.0, 200.0, 400.0, 800.0,
+)  # fmt: skip
+
+
+class ServerMetrics:
+    """Counters and histograms of one server process, in a registry of their own.
+
+    Times are seconds. Event loop thread only.
+    """
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        self._first_token = Histogram(
+            "sglang:time_to_first_token_seconds",
+            "From a streaming request's arrival to its first token.",
+            registry=self.registry,
+            buckets=_FIRST_TOKEN_BUCKETS,
+        )
+        self._next_token = Histogram(
+            "sglang:inter_token_latency_seconds",
+            "Between two tokens of a streaming request.",
+            registry=self.registry,
+            buckets=_NEXT_TOKEN_BUCKETS,
+        )
+        self._request = Histogram(
+            "sglang:e2e_request_latency_seconds",
+            "From a request's arrival to its end.",
+            registry=self.registry,
+            buckets=_REQUEST_BUCKETS,
+        )
+        self._requests = Counter(
+            "sglang:num_requests",
+            "Requests that ended, by how.",
+            ("finish_reason",),
+            registry=self.registry,
+        )
+
+    def observe_first_token(self, seconds: float) -> None:
+        """Record the time to the first token of a streaming request."""
+        self._first_token.observe(max(seconds, 0.0))
+
+    def observe_next_tokens(self, seconds: float, count: int) -> None:
+        """Record `count` tokens that arrived together, `seconds` after the last ones."""
+        each = max(seconds, 0.0) / count
+        for _ in range(count):
+            self._next_token.observe(each)
+
+    def observe_end(self, outcome: str, seconds: float | None) -> None:
+        """Record the end of a request.
+
+        Args:
+            outcome: See `RequestState.outcome`.
+            seconds: Time since its arrival; None: its client left before its end.
+        """
+        self._requests.labels(finish_reason=outcome).inc()
+        if seconds is not None and outcome in ("stop", "length"):
+            self._request.observe(max(seconds, 0.0))
+
+    def render(self) -> str:
+        """All metrics in Prometheus' text format."""
+        return generate_latest(self.registry).decode()
+
+
+_QUEUE_SECONDS: Final = (0.001, 0.005, 0.01, 0.05, 0.1, 0.25, 0.5, 1, 2, 5, 10, 30, 60, 120)
+
+
+class SchedulerMetrics:
+    """Counters that the scheduler updates, and gauges that `render` sets. Scheduler thread only.
+
+    Attributes:
+        registry: Registry of these metrics and of the cache's.
+        num_generated: Tokens generated so far; a plain number, because it changes at every token.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        """Args:
+        clock: Seconds, for the throughput.
+        """
+        self.registry = CollectorRegistry()
+        self.num_generated = 0
+        self._clock = clock
+        self._window = (clock(), 0)
+        self._num_prompt = 0
+        self._num_cached = dict.fromkeys(("device", "host", "storage"), 0)
+        self._num_exported: dict[Counter, int] = {}
+        self._gauges = {
+            name: Gauge(f"sglang:{name}", text, registry=self.registry)
+            for name, text in (
+                ("num_running_reqs", "Requests that hold token slots"),
+                ("num_queue_reqs", "Requests that wait to be scheduled"),
+                ("num_used_tokens", "Device token slots in use"),
+                ("token_usage", "Share of the device token slots in use"),
+                ("gen_throughput", "Generated tokens per second since the last reading"),
+                ("cache_hit_rate", "Share of the prompt tokens that were reused"),
+            )
+        }
+        self._prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of scheduled requests")
+        self._generation_tokens = self._counter("generation_tokens", "Generated tokens")
+        self.retractions = self._counter(
+            "num_retracted_reqs", "Requests that gave way when token slots ran out"
+        )
+        self._cached_tokens = Counter(
+            "sglang:cached_tokens",
+            "Prompt tokens that were reused, by where they were",
+            ["source"],
+            registry=self.registry,
+        )
+        self._queue_time = Histogram(
+            "sglang:queue_time_seconds",
+            "From arrival to being scheduled",
+            buckets=_QUEUE_SECONDS,
+            registry=self.registry,
+        )
+
+    def on_scheduled(
+        self, prompt_tokens: int, cached: CachedTokensDetails, queue_time: float
+    ) -> None:
+        """Count a request that is scheduled for the first time.
+
+        Args:
+            prompt_tokens: Length of its prompt.
+            cached: Tokens of it that were reused.
+            queue_time: Seconds since its arrival.
+        """
+        self._num_prompt += prompt_tokens
+        self._num_cached["device"] += cached.device
+        self._num_cached["host"] += cached.host
+        self._num_cached["storage"] += cached.storage
+        self._queue_time.observe(queue_time)
+
+    def render(
+        self, *, num_running: int, num_queued: int, used_tokens: int, pool_tokens: int
+    ) -> str:
+        """Everything in the registry, in Prometheus' text format."""
+        self._export(self._generation_tokens, self.num_generated)
+        self._export(self._prompt_tokens, self._num_prompt)
+        for source, tokens in self._num_cached.items():
+            self._export(self._cached_tokens.labels(source), tokens)
+        num_cached = sum(self._num_cached.values())
+        values = {
+            "num_running_reqs": num_running,
+            "num_queue_reqs": num_queued,
+            "num_used_tokens": used_tokens,
+            "token_usage": used_tokens / pool_tokens,
+            "gen_throughput": self._throughput(),
+            "cache_hit_rate": num_cached / self._num_prompt if self._num_prompt else 0.0,
+        }
+        for name, value in values.items():
+            self._gauges[name].set(value)
+        return generate_latest(self.registry).decode()
+
+    def _export(self, counter: Counter, total: int) -> None:
+        """Raise `counter` to the plain number `total`."""
+        counter.inc(total - self._num_exported.get(counter, 0))
+        self._num_exported[counter] = total
+
+    def _throughput(self) -> float:
+        now = self._clock()
+        begin, tokens = self._window
+        self._window = (now, self.num_generated)
+        return (self.num_generated - tokens) / (now - begin) if now > begin else 0.0
+
+    def _counter(self, name: str, text: str) -> Counter:
+        return Counter(f"sglang:{name}", text, registry=self.registry)
+
+
+_QUEUES: Final = {
+    "num_prefill_bootstrap_queue_reqs": "Requests that no decode server has asked for yet",
+    "num_prefill_inflight_queue_reqs": "Requests that are computed and not yet read",
+    "num_decode_prealloc_queue_reqs": "Requests that wait for token slots",
+    "num_decode_transfer_queue_reqs": "Requests whose prompts are on their way",
+    "num_decode_lingering_reqs": "Requests that have ended, and whose slots are still read into",
+}
+_MS: Final = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 30_000)
+_GB_PER_S: Final = (0.01, 0.05, 0.1, 0.25, 0.5, 1, 2, 5, 10, 25, 50, 100, 200, 400)
+_MB: Final = (0.1, 0.5, 1, 2, 5, 10, 25, 50, 100, 250, 500, 1000, 2500, 5000, 10_000)
+_MEGA: Final = 1e6
+
+
+class DisaggregationMetrics:
+    """Queues, failures and transfers of a prefill or decode server. Scheduler thread only."""
+
+    def __init__(
+        self, registry: CollectorRegistry, queues: Mapping[str, Callable[[], int]]
+    ) -> None:
+        """Args:
+        registry: The scheduler's.
+        queues: Functions that count the requests in a queue now, by metric name.
+        """
+        for name, count in queues.items():
+            gauge = Gauge(f"sglang:{name}", _QUEUES[name], registry=registry)
+            gauge.set_function(count)
+        self._bootstrap_failed = Counter(
+            "sglang:num_bootstrap_failed_reqs",
+            "Requests that failed before the decode server knew that the prefill server has them",
+            registry=registry,
+        )
+        self._transfer_failed = Counter(
+            "sglang:num_transfer_failed_reqs",
+            "Requests that failed, or that the other server gave up, after that",
+            registry=registry,
+        )
+
+    def on_failure(self, *, had_bootstrapped: bool) -> None:
+        """A request failed between the servers.
+
+        Args:
+            had_bootstrapped: Whether the prefill server had confirmed the request.
+        """
+        (self._transfer_failed if had_bootstrapped else self._bootstrap_failed).inc()
+
+
+class TransferMetrics:
+    """Metrics of a decode server's reads, prompt by prompt. Scheduler thread only.
+
+    Args:
+        ways: Ways by which metadata come.
+    """
+
+    def __init__(self, registry: CollectorRegistry, ways: Sequence[str]) -> None:
+        def histogram(name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
+            return Histogram(f"sglang:{name}", text, registry=registry, buckets=buckets)
+
+        self._latency = histogram(
+            "kv_transfer_latency_ms", "Time in which a prompt's pages were read, in ms", _MS
+        )
+        self._speed = histogram(
+            "kv_transfer_speed_gb_s", "Speed of reading a prompt's pages, in GB/s", _GB_PER_S
+        )
+        self._total = histogram("kv_transfer_total_mb", "What was read of a prompt, in MB", _MB)
+        self._metadata = Counter(
+            "sglang:kv_transfer_metadata_bytes",
+            "Bytes of metadata of prompts: sent over the control connection, or read as pages are",
+            ["way"],
+            registry=registry,
+        )
+        for way in ways:
+            self._metadata.labels(way)
+
+    def on_read(self, num_bytes: int, seconds: float) -> None:
+        """Count a prompt that has arrived.
+
+        Args:
+            num_bytes: Bytes read of it; 0: this server had all of it.
+            seconds: Seconds with a read in flight.
+        """
+        self._total.observe(num_bytes / _MEGA)
+        if num_bytes and seconds > 0:
+            self._latency.observe(seconds * 1e3)
+            self._speed.observe(num_bytes / seconds / 1e9)
+
+    def on_metadata(self, num_bytes: Mapping[str, int]) -> None:
+        """Count the metadata of a prompt: bytes by way."""
+        for way, count in num_bytes.items():
+            self._metadata.labels(way).inc(count)
