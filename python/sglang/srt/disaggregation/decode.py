@@ -183,7 +183,8 @@ class DecodeRole(Role):
             return FinishReason(type="abort", message=message, status_code=400)
         self._owners[bootstrap.room] = req.rid
         peer = canonical_host(bootstrap.host), bootstrap.port
-        state, receiver = self._state, self._new_receiver(bootstrap)
+        address, state = (bootstrap.host, bootstrap.port), self._state
+        receiver = self._receiver_class(self._kv_manager, address, bootstrap.room)
         self._waiting[req.rid] = DecodeRequest(req, peer, state.now, state.vocab_size, receiver)
         return None
 
@@ -197,11 +198,8 @@ class DecodeRole(Role):
 
     def on_declined(self, bootstrap: Bootstrap, reason: str) -> None:
         if bootstrap.room not in self._owners:
-            self._new_receiver(bootstrap).abort(reason)
-
-    def _new_receiver(self, bootstrap: Bootstrap) -> BaseKVReceiver:
-        address = bootstrap.host, bootstrap.port
-        return self._receiver_class(self._kv_manager, address, bootstrap.room)
+            address = bootstrap.host, bootstrap.port
+            self._receiver_class(self._kv_manager, address, bootstrap.room).abort(reason)
 
     def is_remote(self, req: Req) -> bool:
         return req.rid in self._waiting
@@ -334,8 +332,9 @@ class DecodeRole(Role):
         stages, metric = req.report.stages, receiver.get_transfer_metric()
         stages.queue = (stages.queue or 0.0) + first.queue_seconds
         stages.prefill, stages.transfer = first.prefill_seconds, metric.transfer_latency_s
-        self._transfers.on_read(metric.transfer_total_bytes, metric.transfer_latency_s)
-        self._transfers.on_metadata(metric.aux_bytes)
+        self._transfers.on_read(
+            metric.transfer_total_bytes, metric.transfer_latency_s, metric.aux_bytes
+        )
         self._update.received.append((req, first))
 
     def _fail(self, one: DecodeRequest, why: str) -> None:

@@ -263,19 +263,17 @@ class TransferMetrics:
         for way in ways:
             self._metadata.labels(way)
 
-    def on_read(self, num_bytes: int, seconds: float) -> None:
+    def on_read(self, num_bytes: int, seconds: float, metadata_bytes: Mapping[str, int]) -> None:
         """Count a prompt that has arrived.
 
         Args:
             num_bytes: Bytes read of it; 0: this server had all of it.
             seconds: Seconds with a read in flight.
+            metadata_bytes: Bytes of its metadata, by way.
         """
         self._total.observe(num_bytes / _MEGA)
         if num_bytes and seconds > 0:
             self._latency.observe(seconds * 1e3)
             self._speed.observe(num_bytes / seconds / 1e9)
-
-    def on_metadata(self, num_bytes: Mapping[str, int]) -> None:
-        """Count the metadata of a prompt: bytes by way."""
-        for way, count in num_bytes.items():
+        for way, count in metadata_bytes.items():
             self._metadata.labels(way).inc(count)

@@ -236,19 +236,21 @@ class ControlLink:
         poll = select.poll()
         if self._waker is not None:
             poll.register(self._waker, select.POLLIN)
+        pause = max(self._retry_at - time.monotonic(), 0.0)
         if self._socket is None:
-            pause = max(self._retry_at - time.monotonic(), 0.0)
-            if poll.poll(min(pause, timeout) * 1000):
-                self._empty_waker()
-                return False
+            ready = dict(poll.poll(min(pause, timeout) * 1000))
+        else:
+            poll.register(self._socket, select.POLLIN if self._is_connected else select.POLLOUT)
+            ready = dict(poll.poll(timeout * 1000))
+        if self._waker is not None and self._waker.fileno() in ready:
+            with contextlib.suppress(BlockingIOError):
+                while self._waker.recv(4096):
+                    pass
+            return False
+        if self._socket is None:
             if pause <= timeout:
                 self._connect()
             return pause <= timeout
-        poll.register(self._socket, select.POLLIN if self._is_connected else select.POLLOUT)
-        ready = dict(poll.poll(timeout * 1000))
-        if self._waker is not None and self._waker.fileno() in ready:
-            self._empty_waker()
-            return False
         if not ready:
             return False
         if self._is_connected:
@@ -260,12 +262,6 @@ class ControlLink:
             if self._secret is None:
                 self._open()
         return True
-
-    def _empty_waker(self) -> None:
-        assert self._waker is not None
-        with contextlib.suppress(BlockingIOError):
-            while self._waker.recv(4096):
-                pass
 
     def _read(self) -> None:
         assert self._socket is not None

@@ -271,8 +271,21 @@ class MooncakeKVReceiver(BaseKVReceiver):
                 ShardReceiver(self, context, route, reader, own, None if number else fails_at)
                 for number, route in enumerate(self.sources)
             ]
-            self._run_shards()
-            metadata = self._shards[0].metadata
+            first, *others = self._shards
+            threads = []
+            for shard in others:
+                thread = threading.Thread(target=shard.run, name="disagg-shard", daemon=True)
+                try:
+                    thread.start()
+                except RuntimeError as error:
+                    self.fail(f"no thread for a part of the prompt: {error}")
+                    shard.run()  # It ends at once, since the prompt has failed.
+                else:
+                    threads.append(thread)
+            first.run()
+            for thread in threads:
+                thread.join()
+            metadata = first.metadata
         except Exception as error:
             logger.exception("a prompt could not be received")
             self.fail(f"receiving the prompt failed: {type(error).__name__}: {error}")
@@ -282,20 +295,3 @@ class MooncakeKVReceiver(BaseKVReceiver):
         self.has_returned.set()
         if self.metadata is None:
             context.sessions.probe()
-
-    def _run_shards(self) -> None:
-        """Run all shards, and return when all have ended."""
-        first, *others = self._shards
-        threads = []
-        for shard in others:
-            thread = threading.Thread(target=shard.run, name="disagg-shard", daemon=True)
-            try:
-                thread.start()
-            except RuntimeError as error:
-                self.fail(f"no thread for a part of the prompt: {error}")
-                shard.run()  # It ends at once, since the prompt has failed.
-            else:
-                threads.append(thread)
-        first.run()
-        for thread in threads:
-            thread.join()
