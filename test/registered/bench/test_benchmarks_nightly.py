@@ -7,7 +7,9 @@ import pytest
 from rigs.servers.forked_benchmarks import run
 from sglang.test.ci.ci_register import register_cpu_ci
 
-register_cpu_ci(est_time=240, suite="nightly-test-cpu")
+register_cpu_ci(est_time=400, suite="nightly-test-cpu")
+
+pytestmark = pytest.mark.timeout(600)
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,7 @@ _PRELOAD: Final = ["rigs.servers.forked_servers", "rigs.servers.forked_benchmark
 """Modules to import first; the first one imports all that the engine does."""
 _ROOT: Final = Path(__file__).parents[3]
 _SCHEMA: Final = set("date commit host device command arguments case metric value unit".split())
-_TIMEOUT_S: Final = 240.0
+_TIMEOUT_S: Final = 540.0
 
 
 def run(*words: str, status: int = 0) -> list[dict[str, Any]]:
