@@ -7,8 +7,8 @@ from typing import Final
 import torch
 
 from rigs.stores.host_pools import PAGE, PoolKind, fill_with_random_bits
-from sglang.srt.mem_cache.device.indexer_pool import IndexerSpec, NSAIndexerPool
 from sglang.srt.mem_cache.device.mla_pool import MLATokenToKVPool
+from sglang.srt.mem_cache.device.nsa_pool import IndexerSpec, NSAIndexerPool
 from sglang.srt.mem_cache.hicache_storage import PoolName
 from sglang.srt.mem_cache.memory_pool_host import MLATokenToKVPoolHost, NSAIndexerPoolHost
 

@@ -7,10 +7,10 @@ from typing import Final
 import torch
 
 from rigs.caches.cache_rig import RIG_DEVICE, CacheRig
-from sglang.srt.mem_cache.device.indexer_pool import IndexerSpec, NSAIndexerPool
 from sglang.srt.mem_cache.device.memory_pool import KVCache
 from sglang.srt.mem_cache.device.mla_pool import MLATokenToKVPool
 from sglang.srt.mem_cache.device.model_pools import ModelPools
+from sglang.srt.mem_cache.device.nsa_pool import IndexerSpec, NSAIndexerPool
 
 LATENT_LAYERS: Final = (0, 1, 2)
 INDEXER_LAYERS: Final = (1, 2)

@@ -15,9 +15,9 @@ import torch
 
 from rigs.schedulers.checkable_model import Words
 from sglang.srt.mem_cache.device.base_device_pool import BaseDevicePool, PagedDevicePool
-from sglang.srt.mem_cache.device.hybrid_req_pool import HybridReqToTokenPool
 from sglang.srt.mem_cache.device.mamba_pool import MambaPool, MambaSpec
 from sglang.srt.mem_cache.device.memory_pool import (
+    HybridReqToTokenPool,
     KVCache,
     MHATokenToKVPool,
     ReqToTokenPool,

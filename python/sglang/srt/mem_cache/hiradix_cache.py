@@ -30,7 +30,7 @@ from sglang.srt.mem_cache.l3.store_connection import (
 from sglang.srt.mem_cache.tree.base_prefix_cache import InitLoadBackParams, Workload
 from sglang.srt.mem_cache.tree.cache_init_params import CacheInitParams
 from sglang.srt.mem_cache.tree.digest import CacheState, ReplicatedState
-from sglang.srt.mem_cache.tree.hicache_metrics import HiCacheMetrics
+from sglang.srt.mem_cache.tree.hicache_metrics import QUEUES, HiCacheMetrics
 from sglang.srt.mem_cache.tree.on_all_ranks import on_all_ranks
 from sglang.srt.mem_cache.tree.pool_tier import PoolTier
 from sglang.srt.mem_cache.tree.prefix_tree import PrefixTree
@@ -262,14 +262,13 @@ class HiRadixCache(RadixCache):
     ) -> None:
         if self.store.attached is None:
             return
-        new = RadixKey(new_input_tokens, extra_key)
-        if self.tree.components:
-            # A state after the last token is of no use: see `StateComponent.usable`.
-            new = new[: max(0, len(new) - 1)]
+        # A state after the last token is of no use: see `StateComponent.usable`.
+        tokens = max(0, len(new_input_tokens) - bool(self.tree.components))
+        whole_pages = new_input_tokens[: tokens // self.page_size * self.page_size]
         refusal = self.storage_prefetch.join_or_read(
             req_id,
             last_host_node,
-            new.page_aligned(self.page_size),
+            RadixKey(whole_pages, extra_key),
             last_hash,
             prefix_keys,
             only_join=only_join,
@@ -278,12 +277,16 @@ class HiRadixCache(RadixCache):
             self.storage_prefetch.note_refusal(refusal)
 
     def check_prefetch_progress(self, req_id: str) -> bool:
-        table = self.storage_prefetch.table
-        if not table.may_schedule(req_id, self.store.prefetch_policy):
+        prefetch = self.storage_prefetch
+        if not prefetch.table.may_schedule(req_id, self.store.prefetch_policy):
             return False
-        for read in table.reads_of(req_id):
-            if new := self.storage_prefetch.publish(read, req_id):
-                self._from_storage[req_id] = self._from_storage.get(req_id, 0) + new
+        for read in prefetch.table.reads_of(req_id):
+            # Landed pages are published now. The read continues until the request is scheduled,
+            # which may be much later.
+            new = prefetch.publish(read, read.needs[req_id]) or 0
+            self._from_storage[req_id] = self._from_storage.get(req_id, 0) + new
+            if new or read.progress.ended:
+                prefetch.settle_known(read)
         return True
 
     def pop_prefetch_loaded_tokens(self, req_id: str) -> int:
@@ -391,7 +394,11 @@ class HiRadixCache(RadixCache):
         found = {"device": device, "host": host}
         if self.storage_backend_name is not None:
             found["storage"] = storage
-        self.metrics.count_lookup(prompt_tokens, found)
+        missing = prompt_tokens
+        for tier, tokens in found.items():
+            missing -= tokens
+            self.metrics.hits.labels(tier).inc(tokens)
+            self.metrics.misses.labels(tier).inc(missing)
 
     def read_metrics(self) -> None:
         super().read_metrics()
@@ -399,8 +406,11 @@ class HiRadixCache(RadixCache):
             states = component.host.pool
             component.metrics.set_host(total=states.size, free=states.available_size())
         used = self.host_pool.size - self.host_pool.available_size()
-        self.metrics.set_state(used, self.is_busy())
+        self.metrics.host_used.set(used)
         self.metrics.host_stuck.set(self.storage_prefetch.table.stuck_tokens())
+        under_way = self.is_busy()
+        for queue in QUEUES:
+            self.metrics.queue_length.labels(queue).set(under_way.get(queue, 0))
 
     def check_integrity(
         self,

@@ -29,8 +29,7 @@ from rigs.stores.host_pools import (
     storage_config,
 )
 from sglang.srt.mem_cache.device.base_device_pool import PagedDevicePool
-from sglang.srt.mem_cache.device.indexer_pool import IndexerSpec, NSAIndexerPool
-from sglang.srt.mem_cache.device.nsa_pool import NSATokenToKVPool
+from sglang.srt.mem_cache.device.nsa_pool import IndexerSpec, NSAIndexerPool, NSATokenToKVPool
 from sglang.srt.mem_cache.hicache_storage import (
     CacheOutcome,
     HiCacheFile,

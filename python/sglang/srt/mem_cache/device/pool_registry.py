@@ -8,11 +8,15 @@ from typing import TypeVar
 import torch
 
 from sglang.srt.mem_cache.device.base_device_pool import BaseDevicePool, PagedDevicePool
-from sglang.srt.mem_cache.device.indexer_pool import IndexerSpec, NSAIndexerPool
 from sglang.srt.mem_cache.device.mamba_pool import MambaPool, MambaSpec
 from sglang.srt.mem_cache.device.memory_pool import KVCache, MHATokenToKVPool
 from sglang.srt.mem_cache.device.mla_pool import MLASpec, MLATokenToKVPool
-from sglang.srt.mem_cache.device.nsa_pool import NSASpec, NSATokenToKVPool
+from sglang.srt.mem_cache.device.nsa_pool import (
+    IndexerSpec,
+    NSAIndexerPool,
+    NSASpec,
+    NSATokenToKVPool,
+)
 from sglang.srt.mem_cache.device.state_pool import StatePool, state_pool
 from sglang.srt.mem_cache.device.state_spec import ItemKind, KVSpec, PoolName, StateSpec
 

@@ -48,31 +48,17 @@ class _Plan:
         return self.device_pool.spec.name
 
     @property
-    def layouts(self) -> tuple[HostLayout, ...]:
-        return self.host_pool_class.LAYOUTS
+    def slot_bytes(self) -> int:
+        return self.host_pool_class.slot_bytes(self.device_pool)
 
     @property
     def device_bytes(self) -> int:
         """Bytes that requests can own on the device."""
-        return self.device_pool.size * self._slot_bytes
+        return self.device_pool.size * self.slot_bytes
 
     @property
     def page_bytes(self) -> int:
-        return self.device_pool.page_size * self._slot_bytes
-
-    @property
-    def _slot_bytes(self) -> int:
-        return self.host_pool_class.slot_bytes(self.device_pool)
-
-
-@dataclass(frozen=True, slots=True)
-class _Plans:
-    """All host pools of this rank, the primary pool's first."""
-
-    plans: list[_Plan]
-    pages: dict[PoolName, int]
-    io_backend: str
-    layout: str
+        return self.device_pool.page_size * self.slot_bytes
 
 
 def build_kv_host_stack(
@@ -113,7 +99,7 @@ def build_kv_host_stack(
     """
     ranks = ranks or SingleRank()
 
-    def plan_all() -> _Plans:
+    def plan_all() -> tuple[list[_Plan], dict[PoolName, int], str, str]:
         plans = [_Plan(pool, _host_pool_class(pool)) for pool in pools.pools]
         device_pool = plans[0].device_pool
         check_has_copier(device_pool.device)
@@ -125,30 +111,36 @@ def build_kv_host_stack(
             plans[0].host_pool_class.shortest_part_bytes(device_pool) * device_pool.page_size,
             has_states=state_pool(pools.pools) is not None,
             is_shared_by_sizes=is_shared_by_sizes,
-            known=[one for one in HostLayout if all(one in plan.layouts for plan in plans)],
+            known=[
+                one
+                for one in HostLayout
+                if all(one in plan.host_pool_class.LAYOUTS for plan in plans)
+            ],
         )
         for plan in plans:
-            check_layout_of_kind(resolved, plan.layouts, f"host pool {plan.name}")
-        return _Plans(plans, _pages_of_pools(plans, ratio, size_gb), io, resolved)
+            layouts = plan.host_pool_class.LAYOUTS
+            check_layout_of_kind(resolved, layouts, f"host pool {plan.name}")
+        return plans, _pages_of_pools(plans, ratio, size_gb), io, resolved
 
-    planned = on_all_ranks(ranks, plan_all)
-    pages = _agree_on_pages(planned.pages, ranks)
+    plans, wanted, chosen_io, chosen_layout = on_all_ranks(ranks, plan_all)
+    # A collective: each pool gets the pages of the rank with the fewest.
+    least = ranks.reduce_min(torch.tensor(list(wanted.values()), dtype=torch.int64)).tolist()
+    pages = dict(zip(wanted, least, strict=True))
     ranks_here = _count_ranks_here(ranks)
     # No rank takes memory before all have checked that there is enough.
-    on_all_ranks(ranks, lambda: _check_all_fit(planned.plans, pages, ranks_here))
+    on_all_ranks(ranks, lambda: _check_all_fit(plans, pages, ranks_here))
 
     def build_all() -> list[PoolEntry]:
         return [
             PoolEntry.of(
-                _build(plan, pages[plan.name], planned.layout, allocator_type),
+                _build(plan, pages[plan.name], chosen_layout, allocator_type),
                 plan.device_pool,
-                is_primary=plan is planned.plans[0],
+                is_primary=plan is plans[0],
             )
-            for plan in planned.plans
+            for plan in plans
         ]
 
-    entries = on_all_ranks(ranks, build_all)
-    return planned.io_backend, HostPoolGroup(entries, pools.num_layers)
+    return chosen_io, HostPoolGroup(on_all_ranks(ranks, build_all), pools.num_layers)
 
 
 build_nsa_hybrid_stack = build_mamba_hybrid_stack = build_kv_host_stack
@@ -170,32 +162,21 @@ def _pages_of_pools(plans: Sequence[_Plan], ratio: float, size_gb: float) -> dic
     """Pages of each pool; pools that share slots have equally many."""
     setting = f"--hicache-size {size_gb} GB" if size_gb else f"--hicache-ratio {ratio}"
     device_bytes = sum(plan.device_bytes for plan in plans)
-    pages: dict[PoolName, int] = {}
+    owners: dict[PoolName, PoolName] = {}  # Whose slots each pool has; they come before it.
     for plan in plans:
-        name, owner = plan.name, plan.device_pool.spec.indices_from_pool
-        if owner is not None:
+        shared = plan.device_pool.spec.indices_from_pool
+        owners[plan.name] = plan.name if shared is None else owners[shared]
+    pages: dict[PoolName, int] = {}
+    for name, owner in owners.items():
+        if name != owner:
             pages[name] = pages[owner]
             continue
         # Pools that share its slots share its part of the memory.
-        together = [one for one in plans if _owner_of_slots(one, plans) == name]
+        together = [one for one in plans if owners[one.name] == name]
         share = sum(one.device_bytes for one in together)
         budget = size_gb * GB * (share / device_bytes) if size_gb else ratio * share
         pages[name] = pages_in(budget, sum(one.page_bytes for one in together), name, setting)
     return pages
-
-
-def _owner_of_slots(plan: _Plan, plans: Sequence[_Plan]) -> PoolName:
-    specs = {one.name: one.device_pool.spec for one in plans}
-    spec = specs[plan.name]
-    while spec.indices_from_pool is not None:
-        spec = specs[spec.indices_from_pool]
-    return spec.name
-
-
-def _agree_on_pages(pages: dict[PoolName, int], ranks: RankGroup) -> dict[PoolName, int]:
-    """Pages of each pool on the rank with the fewest. A collective."""
-    least = ranks.reduce_min(torch.tensor(list(pages.values()), dtype=torch.int64)).tolist()
-    return dict(zip(pages, least, strict=True))
 
 
 def _count_ranks_here(ranks: RankGroup) -> int:

@@ -208,7 +208,7 @@ class HiCacheController:
             (written, self._write_stream, lambda pools: group.backup(pools, io_backend)),
             (read, self._load_stream, lambda pools: group.load(pools, layers, io_backend)),
         ):
-            self._issue([], transfers, stream, copy).finish_event.synchronize()
+            self._issue([CacheOperation(0, transfers)], stream, copy).finish_event.synchronize()
 
     # ---- L1 to L2 --------------------------------------------------------------------------
 
@@ -271,15 +271,14 @@ class HiCacheController:
         """
         if self.write_queue:
             operations, self.write_queue = self.write_queue, []
-            transfers = join_transfers([operation.transfers for operation in operations])
             if self._locates:
+                transfers = join_transfers([operation.transfers for operation in operations])
                 slots = [transfer.device_indices for transfer in transfers]
                 located = self._runtime.copy_to_host(slots)
                 self._locating.append(_Locating(operations, transfers, located))
             else:
                 ack = self._issue(
                     operations,
-                    transfers,
                     self._write_stream,
                     lambda pools: self.mem_pool_host.backup(pools, self.io_backend),
                 )
@@ -305,7 +304,9 @@ class HiCacheController:
         if begin == 0:
             write.started = time.monotonic()
         end = total if whole else min(begin + _PAGES_AT_ONCE * self.page_size, total)
-        piece = self._completed(_piece_of(write, begin, end, is_last=end == total))
+        piece = _resolve_shared_pool_transfers(
+            _piece_of(write, begin, end, is_last=end == total), self.mem_pool_host.auxiliary_pools
+        )
         finish = self._runtime.make_event() if end == total else None
 
         def copy() -> None:
@@ -351,10 +352,8 @@ class HiCacheController:
             return -1
         index, layers = self.layer_done_counter.update_producer()
         operations, self.load_queue = self.load_queue, []
-        transfers = join_transfers([operation.transfers for operation in operations])
         ack = self._issue(
             operations,
-            transfers,
             self._load_stream,
             lambda pools: self.mem_pool_host.load(pools, layers, self.io_backend),
         )
@@ -364,26 +363,22 @@ class HiCacheController:
     def _issue(
         self,
         operations: list[CacheOperation],
-        transfers: list[PoolTransfer],
         stream: CopyStream,
         copy: Callable[[list[PoolTransfer]], None],
     ) -> HiCacheAck:
-        """Start one copy for all `operations`, whose joined transfers are `transfers`."""
+        """Start one copy for all `operations`."""
         ids = [operation.operation_id for operation in operations]
         ack = HiCacheAck(self._runtime.make_event(), ids, time.monotonic())
-        completed = self._completed(transfers)
+        transfers = join_transfers([operation.transfers for operation in operations])
+        if auxiliary := self.mem_pool_host.auxiliary_pools:
+            transfers = _resolve_shared_pool_transfers(transfers, auxiliary)
 
         def run() -> None:
-            copy(completed)
+            copy(transfers)
             ack.finish_event.record()
 
         stream.submit(run)
         return ack
-
-    def _completed(self, transfers: list[PoolTransfer]) -> list[PoolTransfer]:
-        """`transfers`, and those of the pools that share slots with them."""
-        auxiliary = self.mem_pool_host.auxiliary_pools
-        return _resolve_shared_pool_transfers(transfers, auxiliary) if auxiliary else transfers
 
     # ---- start and end ---------------------------------------------------------------------
 

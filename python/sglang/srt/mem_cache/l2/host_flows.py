@@ -18,10 +18,10 @@ from sglang.srt.utils.logging_utils import RateLimitedLogger
 
 if TYPE_CHECKING:
     from sglang.srt.mem_cache.l2.cache_controller import HiCacheController
-    from sglang.srt.mem_cache.tree.component import TreeComponent
     from sglang.srt.mem_cache.tree.hicache_metrics import HiCacheMetrics
     from sglang.srt.mem_cache.tree.pool_tier import DeviceTier, PoolTier
     from sglang.srt.mem_cache.tree.prefix_tree import PrefixTree
+    from sglang.srt.mem_cache.tree.state_component import StateComponent
 
 logger = logging.getLogger(__name__)
 
@@ -39,7 +39,7 @@ class DeviceCopy:
     length: int
     host_indices: torch.Tensor
     """Host slots of the pages; empty if only states are copied."""
-    host_states: Mapping[TreeComponent, torch.Tensor]
+    host_states: Mapping[StateComponent, torch.Tensor]
     """Host slots of the states of `node` that the copy includes, by kind."""
 
 
@@ -278,8 +278,8 @@ class HostLoad:
         return slots
 
     def _reserve(
-        self, tokens: int, above: TreeNode, missing: Collection[TreeComponent]
-    ) -> tuple[torch.Tensor, dict[TreeComponent, torch.Tensor]] | None:
+        self, tokens: int, above: TreeNode, missing: Collection[StateComponent]
+    ) -> tuple[torch.Tensor, dict[StateComponent, torch.Tensor]] | None:
         """Allocate device slots for pages, and for the states of `missing`; None: no room for all
         of them."""
         # The eviction must not take the nodes to load or their ancestors.
@@ -300,7 +300,7 @@ class HostLoad:
         self._log.info("l1-full", "no room in L1 to load %d tokens back from L2", tokens)
         return None
 
-    def _alloc_state(self, component: TreeComponent) -> torch.Tensor | None:
+    def _alloc_state(self, component: StateComponent) -> torch.Tensor | None:
         """A free device slot for a state, int64 `[1]` on the CPU; evicts for it."""
         if not component.pool.available_size():
             self._evict_from(component.device, 1)

@@ -85,8 +85,8 @@ class StorageBackup:
     # ---- writes ----------------------------------------------------------------------------
 
     def on_insert(self, path: list[TreeNode]) -> None:
-        if self._store.attached is None:
-            return
+        """The nodes of `path`, root's child first, were put on the device or used again. A store is
+        attached."""
         if path and self.has_stored(path[0]):
             self._uses += 1
             if self._uses % _CHECK_EVERY == 0 and self.check is None and self._store.available:
@@ -107,6 +107,7 @@ class StorageBackup:
             self._store.attached.reads.queue.put(self.check)
 
     def on_host_landed(self, nodes: list[TreeNode]) -> None:
+        """The pages of `nodes`, parents first, have reached the host."""
         if self._store.attached is None:
             return
         self._write_all(nodes)

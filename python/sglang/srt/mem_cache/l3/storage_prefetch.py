@@ -13,7 +13,7 @@ import logging
 import time
 from collections.abc import Iterator
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 import numpy as np
 import torch
@@ -31,10 +31,10 @@ from sglang.srt.utils.logging_utils import RateLimitedLogger
 
 if TYPE_CHECKING:
     from sglang.srt.mem_cache.l3.store_connection import StoreConnection
-    from sglang.srt.mem_cache.tree.component import TreeComponent
     from sglang.srt.mem_cache.tree.hicache_metrics import HiCacheMetrics
     from sglang.srt.mem_cache.tree.pool_tier import PoolTier
     from sglang.srt.mem_cache.tree.prefix_tree import PrefixTree
+    from sglang.srt.mem_cache.tree.state_component import StateComponent
 
 logger = logging.getLogger(__name__)
 
@@ -137,7 +137,8 @@ class StoragePrefetch:
         least = attached.threshold_pages * self.page_size
         if len(new) < least:
             return NoRead.TOO_SHORT
-        above = _path_tokens(node)
+        path = node.path_up()[::-1]
+        above = np.concatenate([np.empty(0, dtype=np.uint32), *(one.key.ids for one in path)])
         if last_hash is None and not is_root:
             last_hash = node.page_hashes(self.page_size)[-1]
         if self.table.reads_of(req_id):
@@ -208,7 +209,7 @@ class StoragePrefetch:
         assert pages is not None
         return _Room(pages, states)
 
-    def _alloc_states(self) -> dict[TreeComponent, torch.Tensor]:
+    def _alloc_states(self) -> dict[StateComponent, torch.Tensor]:
         """A host slot for the state of each kind that a read brings, as far as there is room."""
         states = {}
         for component in self._tree.components:
@@ -221,16 +222,7 @@ class StoragePrefetch:
 
     # ---- while a request waits -------------------------------------------------------------
 
-    def publish(self, read: PrefetchOperation, req_id: str) -> int:
-        """Put the landed pages of a read that request `req_id` needs into the tree; return the
-        number of tokens that were new to it. The read continues until the request is scheduled,
-        which may be much later."""
-        new = self._publish(read, read.needs[req_id]) or 0
-        if new or read.progress.ended:
-            self._settle_known(read)
-        return new
-
-    def _publish(self, operation: PrefetchOperation, pages: int) -> int | None:
+    def publish(self, operation: PrefetchOperation, pages: int) -> int | None:
         """Put the landed ones of the first `pages` of a read into the tree; return the number of
         tokens that were new to the tree.
 
@@ -294,7 +286,7 @@ class StoragePrefetch:
             tier.put(node, slot, is_stored=True)
         operation.states = {}
 
-    def _settle_known(self, read: PrefetchOperation) -> None:
+    def settle_known(self, read: PrefetchOperation) -> None:
         """Mark the pages of a read that the tree has as known, for the requests that wait for it,
         and terminate the read if it is not needed any more."""
         path = self._tree.walk(read.key)
@@ -320,7 +312,7 @@ class StoragePrefetch:
         the last tick: the tree may have their pages now."""
         for read in self.table.reads:
             if read.key.child_key(self.page_size) in self._used:
-                self._settle_known(read)
+                self.settle_known(read)
         self._used.clear()
 
     def note_refusal(self, reason: NoRead) -> None:
@@ -337,7 +329,7 @@ class StoragePrefetch:
         """Let request `rid` leave its reads: terminate those that no other request waits for, and
         publish their landed pages."""
         for read in self.table.leave(rid):
-            if self._publish(read, read.progress.landed) is None:
+            if self.publish(read, read.progress.landed) is None:
                 self._metrics.prefetch_outcomes.labels(NoRead.ORPHAN.value).inc()
             if read.outcome is None and not read.is_cancelled:
                 landed = read.progress.landed * self.page_size
@@ -383,13 +375,4 @@ class _Room(NamedTuple):
     """Host slots for a read. int64."""
 
     pages: torch.Tensor
-    states: dict[TreeComponent, torch.Tensor]
-
-
-def _path_tokens(node: TreeNode) -> np.ndarray[Any, np.dtype[np.uint32]]:
-    """Tokens from the root to the end of `node`."""
-    parts = []
-    while node.parent is not None:
-        parts.append(node.key.ids)
-        node = node.parent
-    return np.concatenate([np.empty(0, dtype=np.uint32), *reversed(parts)])
+    states: dict[StateComponent, torch.Tensor]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Final
 
 from prometheus_client import CollectorRegistry
@@ -11,7 +10,7 @@ from sglang.srt.utils.metrics import Counter, Gauge, Histogram
 
 _SECONDS: Final = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30)
 
-_QUEUES: Final = ("writes", "loads", "prefetches", "backups", "checks")
+QUEUES: Final = ("writes", "loads", "prefetches", "backups", "checks")
 """Names of the counts in `is_busy` of the tiers."""
 
 
@@ -30,7 +29,7 @@ class HiCacheMetrics:
         def seconds(name: str, text: str, *labels: str) -> Histogram:
             return Histogram(f"sglang:{name}", text, labels, registry=registry, buckets=_SECONDS)
 
-        self._host_used = gauge("hicache_host_used_tokens", "Host (L2) tokens in use")
+        self.host_used = gauge("hicache_host_used_tokens", "Host (L2) tokens in use")
         self.host_total = gauge("hicache_host_total_tokens", "Host (L2) capacity in tokens")
         self.host_stuck = gauge(
             "hicache_host_stuck_tokens",
@@ -46,8 +45,8 @@ class HiCacheMetrics:
         self.backuped = counter("backuped_tokens_total", "Tokens written to L3")
         self.prefetch_bandwidth = gauge("prefetch_bandwidth", "Bandwidth of the last L3 read, GB/s")
         self.backup_bandwidth = gauge("backup_bandwidth", "Bandwidth of the last L3 write, GB/s")
-        self._hits = counter("hicache_hit_tokens_total", "Prompt tokens found, by tier", "tier")
-        self._misses = counter(
+        self.hits = counter("hicache_hit_tokens_total", "Prompt tokens found, by tier", "tier")
+        self.misses = counter(
             "hicache_miss_tokens_total",
             "Prompt tokens missing in a tier and in those above it, by tier",
             "tier",
@@ -63,7 +62,7 @@ class HiCacheMetrics:
         self.pages = counter(
             "hicache_storage_pages_total", "L3 pages, by call and outcome", "call", "outcome"
         )
-        self._queue_length = gauge(
+        self.queue_length = gauge(
             "hicache_queue_length", "Operations that wait or are under way, by queue", "queue"
         )
         self.transfer_seconds = seconds(
@@ -72,27 +71,3 @@ class HiCacheMetrics:
             "kind",
         )
         self.breaker_open = gauge("hicache_breaker_open", "1 while L3 is left alone after failures")
-
-    def count_lookup(self, prompt_tokens: int, found: Mapping[str, int]) -> None:
-        """Count a prompt that was looked up in every tier of `found`, in the order of the tiers.
-
-        Args:
-            prompt_tokens: Tokens of the prompt.
-            found: Number of tokens by tier that the tier had and no tier above it.
-        """
-        missing = prompt_tokens
-        for tier, tokens in found.items():
-            missing -= tokens
-            self._hits.labels(tier).inc(tokens)
-            self._misses.labels(tier).inc(missing)
-
-    def set_state(self, host_used: int, under_way: Mapping[str, int]) -> None:
-        """Set the gauges to the present values, before the metrics are read.
-
-        Args:
-            host_used: Tokens in L2.
-            under_way: Number of operations by queue; a missing queue is empty.
-        """
-        self._host_used.set(host_used)
-        for queue in _QUEUES:
-            self._queue_length.labels(queue).set(under_way.get(queue, 0))

@@ -1,14 +1,25 @@
 """Events of KV blocks that a prefix cache has got or lost, for routers that choose servers by them.
 
-Encoded by msgspec, an event is a map with its `type`, and a batch a list. Plain data, any thread.
+Encoded by msgspec, an event is a map with its `type`, and a batch a list. Events are plain data for
+any thread.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from enum import StrEnum
+from typing import TYPE_CHECKING, Final
 
 import msgspec
+
+from sglang.srt.mem_cache.tree.radix_key import PageHash, hash_str_to_int64
+
+if TYPE_CHECKING:
+    from sglang.srt.mem_cache.tree.tree_node import TreeNode
+
+_MAX_EVENTS: Final = 100_000
+"""With more events, it is clear that nobody takes them. The log then drops them and says that all
+blocks are gone, which is safe."""
 
 
 class StorageMedium(StrEnum):
@@ -66,3 +77,52 @@ class KVEventBatch(EventBatch, frozen=True):
     """A batch of the events above, as it is decoded."""
 
     events: Sequence[BlockStored | BlockRemoved | AllBlocksCleared]
+
+
+class KVEventLog:
+    """Notes each node that comes to the device or leaves it, in the order of the tree's changes.
+
+    Threads: the scheduler's only.
+    """
+
+    def __init__(self, page_size: int) -> None:
+        self._page_size = page_size
+        self._events: list[KVCacheEvent] = []
+
+    def take(self) -> list[KVCacheEvent]:
+        """The events since the last call."""
+        events, self._events = self._events, []
+        return events
+
+    def stored(self, node: TreeNode) -> None:
+        """Note that `node`, which is in the tree, is on the device now."""
+        hashes = node.page_hashes(self._page_size)
+        parent = node.parent.get_last_hash_value() if node.parent is not None else None
+        self._note(
+            BlockStored(
+                block_hashes=_numbers(hashes),
+                parent_block_hash=None if parent is None else hash_str_to_int64(parent),
+                token_ids=node.key.token_ids.tolist(),
+                block_size=self._page_size,
+                lora_id=None,
+                medium=StorageMedium.GPU,
+            )
+        )
+
+    def removed(self, node: TreeNode) -> None:
+        """Note that `node` is about to leave the device."""
+        hashes = _numbers(node.page_hashes(self._page_size))
+        self._note(BlockRemoved(block_hashes=hashes, medium=StorageMedium.GPU))
+
+    def cleared(self) -> None:
+        """Note that the tree forgets every node."""
+        self._events = [AllBlocksCleared()]
+
+    def _note(self, event: KVCacheEvent) -> None:
+        if len(self._events) >= _MAX_EVENTS:
+            self.cleared()
+        self._events.append(event)
+
+
+def _numbers(hashes: Sequence[PageHash]) -> list[int]:
+    return list(map(hash_str_to_int64, hashes))

@@ -34,7 +34,7 @@ class LookAhead:
         self.remove(rid)
         self._arrivals[rid] = arrival
         self._ends[arrival] = node
-        for at in _path(node):
+        for at in node.path_up():
             bisect.insort(at.wanted_by, arrival)
 
     def extend(self, rid: str, node: TreeNode) -> None:
@@ -43,7 +43,7 @@ class LookAhead:
         if arrival is None or _is_marked(node, arrival):
             return
         self._ends[arrival] = node
-        for at in itertools.takewhile(lambda at: not _is_marked(at, arrival), _path(node)):
+        for at in itertools.takewhile(lambda at: not _is_marked(at, arrival), node.path_up()):
             bisect.insort(at.wanted_by, arrival)
 
     def remove(self, rid: str) -> list[TreeNode]:
@@ -52,7 +52,7 @@ class LookAhead:
         arrival = self._arrivals.pop(rid, None)
         if arrival is None:
             return []
-        path = list(_path(self._ends.pop(arrival)))
+        path = self._ends.pop(arrival).path_up()
         for at in path:
             del at.wanted_by[bisect.bisect_left(at.wanted_by, arrival)]
         return path
@@ -72,7 +72,7 @@ class LookAhead:
         """Assert that every mark belongs to a waiting request, and that none is missing."""
         wanted: dict[int, list[int]] = {}
         for arrival, end in sorted(self._ends.items()):
-            for at in _path(end):
+            for at in end.path_up():
                 wanted.setdefault(at.id, []).append(arrival)
         for node in nodes:
             expected = wanted.get(node.id, [])
@@ -82,10 +82,3 @@ class LookAhead:
 def _is_marked(node: TreeNode, arrival: int) -> bool:
     at = bisect.bisect_left(node.wanted_by, arrival)
     return at < len(node.wanted_by) and node.wanted_by[at] == arrival
-
-
-def _path(node: TreeNode) -> Iterable[TreeNode]:
-    """`node` and its ancestors, without the root."""
-    while node.parent is not None:
-        yield node
-        node = node.parent

@@ -11,16 +11,16 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Protocol, TypedDict, Unpack
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
-from sglang.srt.mem_cache.tree.evict_policy import EvictionHeap, EvictionStrategy
+from sglang.srt.mem_cache.tree.evict_policy import EvictionHeap, get_eviction_strategy
 from sglang.srt.mem_cache.tree.integrity import OwnershipAudit
 from sglang.srt.mem_cache.tree.tree_node import PoolSlots, TreeNode
 
 if TYPE_CHECKING:
-    from sglang.srt.mem_cache.tree.kv_event_log import KVEventLog
+    from sglang.srt.mem_cache.tree.kv_events import KVEventLog
     from sglang.srt.mem_cache.tree.prefix_tree import PrefixTree
     from sglang.srt.utils.metrics import Counter
 
@@ -45,19 +45,6 @@ class SlotPool(Protocol):
         """int64: numbers of the pages without an owner. For the self check."""
 
 
-class TierOrder(TypedDict):
-    """Whose slots a tier has, and in which order they leave."""
-
-    page_size: int
-    """Slots of a page of the pool."""
-    strategy: EvictionStrategy
-    """Order in which nodes lose their slots."""
-    slots_of: Callable[[TreeNode], PoolSlots] | None
-    """The pool's slots of a node; None: the node itself, for pages."""
-    leaves_only: bool
-    """True if only nodes without children on the tier may lose their slots."""
-
-
 class PoolTier(ABC):
     """One pool on one tier. Counts are slots of the pool.
 
@@ -65,7 +52,9 @@ class PoolTier(ABC):
         tree: Tree of the nodes, which keeps this tier up to date.
         name: Name for messages.
         pool: Pool of the slots.
-        order: Whose slots they are, and the order in which they leave.
+        slots_of: The pool's slots of a node, of which each stands for a whole prefix and leaves by
+            its own time of use; None: the node itself, whose pages leave after those of its
+            children.
         free: Gives int64 slots back to the pool; None: `pool.free`.
 
     Attributes:
@@ -85,19 +74,21 @@ class PoolTier(ABC):
         name: str,
         pool: SlotPool,
         *,
+        slots_of: Callable[[TreeNode], PoolSlots] | None = None,
         free: Callable[[torch.Tensor], object] | None = None,
-        **order: Unpack[TierOrder],
     ) -> None:
         self.pool = pool
         self.free = free or pool.free
         self.dependents: list[PoolTier] = []
         self.evicted: Counter | None = None
-        self.heap = EvictionHeap(order["strategy"], self.may_leave)
+        strategy = get_eviction_strategy(
+            tree.eviction_policy,
+            None if slots_of is None else lambda node: self.slots_of(node).last_access_time,
+        )
+        self.heap = EvictionHeap(strategy, self.may_leave)
         self._tree = tree
         self.name = name
-        self._page_size = order["page_size"]
-        self._of = order["slots_of"]
-        self._leaves_only = order["leaves_only"]
+        self._of = slots_of
         tree.tiers.append(self)
 
     def slots_of(self, node: TreeNode) -> PoolSlots:
@@ -112,10 +103,22 @@ class PoolTier(ABC):
     def may_leave(self, node: TreeNode) -> bool:
         """True if `node` has slots, which nothing uses and no slots of children need."""
 
-    @abstractmethod
     def take_off(self, node: TreeNode) -> torch.Tensor:
         """Take the unused slots of `node`, and those of dependents. The caller frees the returned
         slots."""
+        slots = self.get(node)
+        assert slots is not None and node.parent is not None
+        for tier in self.dependents:
+            tier.drop(node)
+        self._clear(node)
+        self.heap.offer(node.parent)
+        if self.evicted is not None:
+            self.evicted.inc(len(slots))
+        return slots
+
+    @abstractmethod
+    def _clear(self, node: TreeNode) -> None:
+        """Let `node`, which has slots, have none."""
 
     def drop(self, node: TreeNode) -> None:
         """Take the slots of `node`, if it has any, and free them."""
@@ -144,7 +147,8 @@ class PoolTier(ABC):
             nodes: All nodes of the tree but the root.
             owned: Slots that are not the tree's: owner, and int64 slots.
         """
-        audit = OwnershipAudit(self.name, self.pool.size, self._page_size, self.first_page)
+        page_size = self._tree.page_size if self._of is None else 1
+        audit = OwnershipAudit(self.name, self.pool.size, page_size, self.first_page)
         audit.own_pages("the free list", self.pool.free_page_ids())
         for owner, slots in owned:
             audit.own(owner, slots)
@@ -159,14 +163,6 @@ class PoolTier(ABC):
                 )
         audit.check()
         self.heap.check(nodes)
-
-    def _take_dependents(self, node: TreeNode) -> None:
-        for tier in self.dependents:
-            tier.drop(node)
-
-    def _count_evicted(self, slots: torch.Tensor) -> None:
-        if self.evicted is not None:
-            self.evicted.inc(len(slots))
 
 
 class DeviceTier(PoolTier):
@@ -188,7 +184,7 @@ class DeviceTier(PoolTier):
 
     def may_leave(self, node: TreeNode) -> bool:
         at = self.slots_of(node)
-        is_inner = self._leaves_only and node.device_children > 0
+        is_inner = self._of is None and node.device_children > 0
         return at.value is not None and at.lock_ref == 0 and not is_inner
 
     def put(self, node: TreeNode, slots: torch.Tensor) -> bool:
@@ -208,18 +204,13 @@ class DeviceTier(PoolTier):
         self.heap.offer(node)
         return True
 
-    def take_off(self, node: TreeNode) -> torch.Tensor:
+    def _clear(self, node: TreeNode) -> None:
         at = self.slots_of(node)
-        slots = at.value
-        assert slots is not None and at.lock_ref == 0 and node.parent is not None
-        self._take_dependents(node)
+        assert at.value is not None and at.lock_ref == 0
+        self.evictable -= at.value.numel()
         if self.events is not None:
             self.events.removed(node)
         at.set_value(None)
-        self.evictable -= slots.numel()
-        self.heap.offer(node.parent)
-        self._count_evicted(slots)
-        return slots
 
     def lock(self, *nodes: TreeNode) -> None:
         """Keep the slots that `nodes` have or get until the matching `unlock`."""
@@ -268,8 +259,9 @@ class HostTier(PoolTier):
         return self.slots_of(node).host_value
 
     def may_leave(self, node: TreeNode) -> bool:
-        is_inner = self._leaves_only and node.host_children > 0
-        return self.get(node) is not None and node.host_ref_counter == 0 and not is_inner
+        is_inner = self._of is None and node.host_children > 0
+        has_slots = self.slots_of(node).host_value is not None
+        return has_slots and node.host_ref_counter == 0 and not is_inner
 
     def put(self, node: TreeNode, slots: torch.Tensor, *, is_stored: bool = False) -> bool:
         """Give `slots`, whose bytes have landed, to `node`. False: the node has slots of the pool
@@ -292,15 +284,8 @@ class HostTier(PoolTier):
         self.heap.offer(node)
         return True
 
-    def take_off(self, node: TreeNode) -> torch.Tensor:
-        at = self.slots_of(node)
-        slots = at.host_value
-        assert slots is not None and node.parent is not None
-        self._take_dependents(node)
-        at.set_host_value(None)
-        self.heap.offer(node.parent)
-        self._count_evicted(slots)
-        return slots
+    def _clear(self, node: TreeNode) -> None:
+        self.slots_of(node).set_host_value(None)
 
     def make_room(self, num: int) -> None:
         """Evict until `num` slots are free, or all others are pinned."""

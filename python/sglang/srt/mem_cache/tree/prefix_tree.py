@@ -10,14 +10,13 @@ Threads: the scheduler's only.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
 import torch
 
 from sglang.srt.mem_cache.tree.digest import check_digest
-from sglang.srt.mem_cache.tree.evict_policy import get_eviction_strategy
 from sglang.srt.mem_cache.tree.integrity import check_nodes
 from sglang.srt.mem_cache.tree.look_ahead import LookAhead
 from sglang.srt.mem_cache.tree.pool_tier import DeviceTier, HostTier, PoolTier, SlotPool
@@ -26,9 +25,8 @@ from sglang.srt.mem_cache.tree.tree_node import ROOT_ID, TreeNode
 
 if TYPE_CHECKING:
     from sglang.srt.mem_cache.allocator.base import BaseTokenToKVPoolAllocator
-    from sglang.srt.mem_cache.tree.component import TreeComponent
-    from sglang.srt.mem_cache.tree.evict_policy import EvictionStrategy
-    from sglang.srt.mem_cache.tree.kv_event_log import KVEventLog
+    from sglang.srt.mem_cache.tree.kv_events import KVEventLog
+    from sglang.srt.mem_cache.tree.state_component import StateComponent
 
 
 class PrefixTree:
@@ -57,26 +55,19 @@ class PrefixTree:
         allocator: BaseTokenToKVPoolAllocator,
         page_size: int,
         eviction_policy: str,
-        components: Sequence[TreeComponent] = (),
+        components: Sequence[StateComponent] = (),
         events: KVEventLog | None = None,
     ) -> None:
         self.page_size = page_size
         self.allocator = allocator
         self.look_ahead = LookAhead()
-        self._policy = eviction_policy
+        self.eviction_policy = eviction_policy
         self._walks: WeakKeyDictionary[RadixKey, list[TreeNode]] = WeakKeyDictionary()
         """Results of `walk` for keys that are still in use. Forgotten whenever a node joins the
         tree, leaves it or is split; tiers do not matter."""
         self.tiers: list[PoolTier] = []
         self.device = DeviceTier(
-            self,
-            "pages on the device",
-            allocator,
-            page_size=page_size,
-            strategy=get_eviction_strategy(eviction_policy),
-            slots_of=None,
-            leaves_only=True,
-            free=allocator.free_in_order,
+            self, "pages on the device", allocator, free=allocator.free_in_order
         )
         self.components = tuple(components)
         for index, component in enumerate(self.components):
@@ -91,21 +82,9 @@ class PrefixTree:
             pool: The host pool of pages.
             pools: Those of the components' states, by name.
         """
-        self.host = HostTier(
-            self,
-            "pages on the host",
-            pool,
-            page_size=self.page_size,
-            strategy=get_eviction_strategy(self._policy),
-            slots_of=None,
-            leaves_only=True,
-        )
+        self.host = HostTier(self, "pages on the host", pool)
         for component in self.components:
             component.add_host(pools[component.pool.spec.name])
-
-    def strategy_of(self, recency: Callable[[TreeNode], int]) -> EvictionStrategy:
-        """The tree's eviction policy; `recency` gives the time of a node's last use."""
-        return get_eviction_strategy(self._policy, recency)
 
     def reset(self) -> None:
         """Forget every node. The caller clears the pools."""
@@ -159,12 +138,10 @@ class PrefixTree:
     def path_to(self, node: TreeNode) -> list[TreeNode]:
         """From root's child down to `node`; every node on the way is touched."""
         self._clock += 1
-        path: list[TreeNode] = []
-        while node.parent is not None:
-            node.last_access_time = self._clock
-            path.append(node)
-            node = node.parent
-        return path[::-1]
+        path = node.path_up()[::-1]
+        for at in path:
+            at.last_access_time = self._clock
+        return path
 
     def insert(
         self, key: RadixKey, value: torch.Tensor, priority: int
@@ -202,10 +179,14 @@ class PrefixTree:
 
     def prune(self, node: TreeNode) -> None:
         """Delete `node` if it is useless, and then what it leaves useless above. Call it when
-        `node` may have become useless."""
-        while self._is_useless(node):
-            parent = node.parent
-            assert parent is not None
+        `node` may have become useless: no child, lock or pin needs it, and no prompt can end
+        there."""
+        while (parent := node.parent) is not None:
+            if node.children or node.lock_ref or node.host_ref_counter:
+                return
+            has_pages = node.value is not None or node.host_value is not None
+            if has_pages and all(component.can_end(node) for component in self.components):
+                return
             for tier in self.tiers:
                 tier.drop(node)
             self.look_ahead.on_delete(node)
@@ -214,14 +195,6 @@ class PrefixTree:
                 tier.heap.discard(node)
             node.detach(self.page_size)
             node = parent
-
-    def _is_useless(self, node: TreeNode) -> bool:
-        """True if nothing needs `node`: no child, lock or pin, and no prompt could end there."""
-        if node.parent is None or node.children or node.lock_ref or node.host_ref_counter:
-            return False
-        return not node.is_on_any_tier or any(
-            not component.can_end(node) for component in self.components
-        )
 
     def can_end(self, node: TreeNode) -> bool:
         """True if a prefix that ends with `node`, whose pages are there, can be used."""
@@ -261,13 +234,13 @@ class PrefixTree:
     def lock(self, node: TreeNode) -> int:
         """Keep `node` and its ancestors on the device. Returns the change of evictable tokens."""
         before = self.device.evictable
-        self.device.lock(*_up_from(node))
+        self.device.lock(*node.path_up())
         return self.device.evictable - before
 
     def unlock(self, node: TreeNode) -> int:
         """Undo one `lock`. Returns the change of evictable tokens."""
         before = self.device.evictable
-        self.device.unlock(*_up_from(node))
+        self.device.unlock(*node.path_up())
         delta = self.device.evictable - before
         if self.components:
             self.prune(node)  # A node with pages is useless only if it lacks a state.
@@ -295,12 +268,3 @@ class PrefixTree:
         for node in nodes:
             in_use = node.children or node.lock_ref or node.host_ref_counter
             assert in_use or self.can_end(node), f"{node} is useless"
-
-
-def _up_from(node: TreeNode) -> list[TreeNode]:
-    """`node` and its ancestors but the root, which has no pages."""
-    path = []
-    while node.parent is not None:
-        path.append(node)
-        node = node.parent
-    return path

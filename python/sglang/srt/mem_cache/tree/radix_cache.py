@@ -26,7 +26,7 @@ from sglang.srt.mem_cache.tree.base_prefix_cache import (
     MatchResult,
     not_supported,
 )
-from sglang.srt.mem_cache.tree.kv_event_log import KVEventLog
+from sglang.srt.mem_cache.tree.kv_events import KVEventLog
 from sglang.srt.mem_cache.tree.pool_tier import DeviceTier, PoolTier
 from sglang.srt.mem_cache.tree.prefix_tree import PrefixTree
 from sglang.srt.mem_cache.tree.radix_key import RadixKey
@@ -285,12 +285,8 @@ class RadixCache(BasePrefixCache):
             self.state_metrics.cut.inc(cut)
 
     def read_metrics(self) -> None:
-        if self.state_metrics is not None and self._mamba_pool is not None:
-            self.state_metrics.set_device(
-                total=self._mamba_pool.size,
-                free=self._mamba_pool.available_size(),
-                evictable=self.mamba_evictable_size(),
-            )
+        if self.state_metrics is not None and (slots := self.mamba_slots()):
+            self.state_metrics.set_device(slots)
 
     def evictable_size(self) -> int:
         return self.tree.device.evictable

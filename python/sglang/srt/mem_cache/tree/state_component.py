@@ -30,9 +30,8 @@ from sglang.srt.mem_cache.tree.base_prefix_cache import (
     RunningRequest,
     StatefulRequest,
 )
-from sglang.srt.mem_cache.tree.component import TreeComponent
 from sglang.srt.mem_cache.tree.digest import hash_of
-from sglang.srt.mem_cache.tree.pool_tier import DeviceTier, HostTier, SlotPool, TierOrder
+from sglang.srt.mem_cache.tree.pool_tier import DeviceTier, HostTier, SlotPool
 from sglang.srt.mem_cache.tree.state_metrics import StateMetrics
 from sglang.srt.mem_cache.tree.tree_node import StateSlots, StateWeights, TreeNode
 
@@ -41,8 +40,9 @@ if TYPE_CHECKING:
     from sglang.srt.mem_cache.tree.prefix_tree import PrefixTree
 
 
-class StateComponent(TreeComponent):
-    """The states of one tree's nodes. Counts are slots unless a name says otherwise.
+class StateComponent:
+    """A component of one tree: one kind of state that its nodes have beside pages. The tree of a
+    model without such state has none. Counts are tokens unless a name says otherwise.
 
     Slots in the tree are int64 `[1]` on the CPU, so that freeing one does not wait for the device.
 
@@ -50,7 +50,18 @@ class StateComponent(TreeComponent):
         pool: Pool of the states.
         alignment: Snapshots are taken at multiples of so many tokens.
         metrics: Metrics of states in all tiers.
+
+    Attributes:
+        pool: As given.
+        alignment: As given: prefixes that can be used are multiples of it.
+        metrics: As given.
+        weights: Weights of the slots in the digest of the tree.
+        device: The slots on the device (L1), once the component is bound.
+        host: The slots on the host (L2), if there is one.
     """
+
+    device: DeviceTier
+    host: HostTier
 
     def __init__(
         self, pool: StatePool, alignment: int, metrics: StateMetrics | None = None
@@ -64,6 +75,7 @@ class StateComponent(TreeComponent):
         self._index = 0
 
     def bind(self, tree: PrefixTree, index: int) -> None:
+        """Join `tree`, which is empty. The slots of a node will be `node.states[index]`."""
         if self.alignment < 1 or self.alignment % tree.page_size:
             raise ValueError(
                 f"snapshots every {self.alignment} tokens do not end with a page of "
@@ -71,30 +83,27 @@ class StateComponent(TreeComponent):
             )
         self._tree = tree
         self._index = index
-        self.device = DeviceTier(
-            tree, f"{self.pool.spec.name} states on the device", self.pool, **self._order()
-        )
+        name = f"{self.pool.spec.name} states on the device"
+        self.device = DeviceTier(tree, name, self.pool, slots_of=self.of)
         self.device.evicted = self.metrics.evicted.labels("device")
         tree.device.dependents.append(self.device)
 
     def add_host(self, pool: SlotPool) -> None:
-        self.host = HostTier(
-            self._tree, f"{self.pool.spec.name} states on the host", pool, **self._order()
-        )
+        """Let nodes have slots of `pool` on the host too."""
+        name = f"{self.pool.spec.name} states on the host"
+        self.host = HostTier(self._tree, name, pool, slots_of=self.of)
         self.host.evicted = self.metrics.evicted.labels("host")
         self._tree.host.dependents.append(self.host)
 
-    def _order(self) -> TierOrder:
-        """A state is a page of its own, and leaves in the order of the matches that ended there."""
-        strategy = self._tree.strategy_of(lambda node: self.of(node).last_access_time)
-        return TierOrder(page_size=1, strategy=strategy, slots_of=self.of, leaves_only=False)
-
     def of(self, node: TreeNode) -> StateSlots:
+        """Slots of this kind that `node` has."""
         return node.states[self._index]
 
     # ---- matching and inserting ------------------------------------------------------------
 
     def usable(self, path: Sequence[TreeNode], key_len: int) -> int:
+        """Number of nodes at the front of `path` that a match of a key of `key_len` may use. `path`
+        begins with the root's child."""
         # The last token is always computed, and the state of the whole key includes it already.
         ends = itertools.accumulate(len(node.key) for node in path)
         fits = sum(1 for _ in itertools.takewhile(lambda end: end < key_len, ends))
@@ -103,6 +112,12 @@ class StateComponent(TreeComponent):
     def complete_match(
         self, match: MatchResult, path: Sequence[TreeNode], params: MatchPrefixParams
     ) -> MatchResult:
+        """`match` with the fields of this kind of state filled in.
+
+        Args:
+            path: All nodes of the key in the tree; the match may use only a front of them.
+            params: Parameters of the match.
+        """
         end = match.best_match_node
         if params.cow_mamba:
             slot = _running_slot(params.req)
@@ -138,6 +153,13 @@ class StateComponent(TreeComponent):
         device: torch.Tensor | None = None,
         keys: list[str] | None = None,
     ) -> PoolTransfer:
+        """Transfer between tiers of slots of this kind; pools that share them are transferred too.
+
+        Args:
+            host: Slots in L2, int64 on the CPU.
+            device: Slots in L1, int64 on the CPU.
+            keys: Hash of the last page before each slot; None: the last page of the operation.
+        """
         slot = None if device is None else self.on_device(device)
         spec = self.pool.spec
         return PoolTransfer(spec.name, host, slot, keys, spec.hit_policy)
@@ -147,16 +169,20 @@ class StateComponent(TreeComponent):
         return on_device(slot.tolist(), self.pool.device, torch.int64)
 
     def check_insert(self, params: InsertParams) -> None:
+        """Raise ValueError if `params` lacks a field that this kind of state needs."""
         if params.mamba_value is None or len(params.mamba_value) != 1:
             raise ValueError("insert needs a `mamba_value`: the slot of the state after `key`")
         if params.key is None or not len(params.key) or len(params.key) % self._tree.page_size:
             raise ValueError("a state follows whole pages: give a `key` of whole pages")
 
     def on_insert(self, end: TreeNode, params: InsertParams) -> bool:
+        """Take over the slots of an insertion for its last node, `end`. True: the tree had slots
+        there, and the caller still owns those of `params`."""
         assert params.mamba_value is not None
         return not self.device.put(end, params.mamba_value)
 
     def insertable(self, req: CacheableRequest, length: int) -> int:
+        """Number of leading tokens of a request, at most `length`, that the tree may take over."""
         holder = cast(StatefulRequest, req)
         behind = holder.mamba_last_track_seqlen
         if holder.mamba_track_slot is None or behind is None:
@@ -168,18 +194,21 @@ class StateComponent(TreeComponent):
         return behind
 
     def take_from(self, req: CacheableRequest, end: TreeNode) -> None:
+        """Take over the state of `req` at `end`. The tree has taken over the tokens up to there."""
         holder = cast(StatefulRequest, req)
         if holder.mamba_track_slot is not None and self.device.put(end, holder.mamba_track_slot):
             holder.mamba_track_slot = None
         holder.mamba_last_track_seqlen = None
 
     def release(self, req: CacheableRequest) -> None:
+        """Free the slots that `req`, which has ended, holds for the tree."""
         holder = cast(StatefulRequest, req)
         if holder.mamba_track_slot is not None:
             self.pool.free(holder.mamba_track_slot)
         holder.mamba_track_slot = holder.mamba_last_track_seqlen = None
 
     def can_end(self, node: TreeNode) -> bool:
+        """True if a prefix that ends with `node`, whose pages are there, can be used."""
         return self.of(node).is_on_any_tier
 
     def _is_ready(self, node: TreeNode) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Final
 
 from prometheus_client import CollectorRegistry
@@ -60,13 +61,12 @@ class StateMetrics:
         )
         self._host: tuple[Gauge, Gauge] | None = None
 
-    def set_device(self, *, total: int, free: int, evictable: int) -> None:
-        """Set the gauges of L1 to the present values, before the metrics are read. Counts are
-        slots."""
-        used = total - free - evictable
-        self._usage.set(used / total)
-        for place, slots in (("used", used), ("evictable", evictable), ("free", free)):
-            self._slots[place].set(slots)
+    def set_device(self, slots: Mapping[str, int]) -> None:
+        """Set the gauges of L1, before the metrics are read, to the present `mamba_slots` of the
+        cache."""
+        self._usage.set(slots["used_mamba_slots"] / slots["max_mamba_cache_size"])
+        for place, gauge in self._slots.items():
+            gauge.set(slots[f"{place}_mamba_slots"])
 
     def set_host(self, *, total: int, free: int) -> None:
         """The same for L2."""

@@ -121,7 +121,7 @@ class TreeNode(PoolSlots):
 
     The slots are those of the primary pool, one for each token of `key`. Every node but the root
     has them on at least one tier. The parent of a node on the device is on the device too. `states`
-    has the slots of further pools (`component.py`), which stand for the whole prefix: a split
+    has the slots of further pools (`state_component.py`), which stand for the whole prefix: a split
     leaves them with the lower part.
 
     Setters change the digest of the node's tree too (`digest.py`).
@@ -205,12 +205,7 @@ class TreeNode(PoolSlots):
     @property
     def backuped_from_root(self) -> bool:
         """True if its pages and those of all ancestors are on the host. True for the root."""
-        node = self
-        while node.parent is not None:
-            if not node.backuped:
-                return False
-            node = node.parent
-        return True
+        return all(node.host_value is not None for node in self.path_up())
 
     @property
     def has_unsaved_state(self) -> bool:
@@ -315,15 +310,19 @@ class TreeNode(PoolSlots):
         assert self.host_ref_counter > 0, f"node {self.id}: host pages released twice"
         self.host_ref_counter -= 1
 
+    def path_up(self) -> list[TreeNode]:
+        """This node and its ancestors but the root, which has no pages. Lowest first."""
+        path = []
+        node = self
+        while node.parent is not None:
+            path.append(node)
+            node = node.parent
+        return path
+
     @property
     def depth(self) -> int:
         """Tokens from the root to the end of this node."""
-        node: TreeNode | None = self
-        tokens = 0
-        while node is not None:
-            tokens += len(node.key)
-            node = node.parent
-        return tokens
+        return sum(len(node.key) for node in self.path_up())
 
     def get_last_hash_value(self) -> PageHash | None:
         """Hash of the last page; None if it has not been computed, and for the root."""
@@ -344,12 +343,8 @@ class TreeNode(PoolSlots):
 
     def get_prefix_hash_values(self, page_size: int) -> list[PageHash]:
         """Hashes of all pages before this node, from the root on."""
-        parts: list[list[PageHash]] = []
-        node = self.parent
-        while node is not None and node.parent is not None:
-            parts.append(node.page_hashes(page_size))
-            node = node.parent
-        return [page for part in reversed(parts) for page in part]
+        above = self.path_up()[:0:-1]
+        return [page for node in above for page in node.page_hashes(page_size)]
 
     def __repr__(self) -> str:
         states = "".join(f", state {_tiers_of(state)}" for state in self.states)

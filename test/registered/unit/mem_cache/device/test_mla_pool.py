@@ -7,9 +7,14 @@ import torch
 
 from rigs.stores.pool_readers import Layer, SpyCounter
 from sglang.srt.mem_cache.device.base_device_pool import FP8_DTYPES
-from sglang.srt.mem_cache.device.indexer_pool import IndexerSpec, NSAIndexerPool
 from sglang.srt.mem_cache.device.mla_pool import MLASpec, MLATokenToKVPool
-from sglang.srt.mem_cache.device.nsa_pool import DSATokenToKVPool, NSASpec, NSATokenToKVPool
+from sglang.srt.mem_cache.device.nsa_pool import (
+    DSATokenToKVPool,
+    IndexerSpec,
+    NSAIndexerPool,
+    NSASpec,
+    NSATokenToKVPool,
+)
 from sglang.srt.mem_cache.device.pool_registry import kv_pool, make_pools
 from sglang.srt.mem_cache.device.state_spec import PoolName, RankShare, RankSplit
 from sglang.test.ci.ci_register import register_cpu_ci

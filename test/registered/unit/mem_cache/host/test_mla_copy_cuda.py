@@ -10,8 +10,8 @@ import torch
 from rigs.stores.host_pools import device_bytes, fill_with_random_bits, page_slots
 from sglang.srt.hardware_backend.device_runtime import detect_device, device_runtime
 from sglang.srt.mem_cache.device.base_device_pool import PagedDevicePool
-from sglang.srt.mem_cache.device.indexer_pool import IndexerSpec, NSAIndexerPool
 from sglang.srt.mem_cache.device.mla_pool import MLATokenToKVPool
+from sglang.srt.mem_cache.device.nsa_pool import IndexerSpec, NSAIndexerPool
 from sglang.srt.mem_cache.host.host_pool import AnyHostPool
 from sglang.srt.mem_cache.memory_pool_host import MLATokenToKVPoolHost, NSAIndexerPoolHost
 from sglang.test.ci.ci_register import register_cuda_ci

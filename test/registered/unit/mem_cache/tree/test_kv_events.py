@@ -15,7 +15,7 @@ from sglang.srt.disaggregation.kv_events import (
     KVCacheEvent,
     KVEventBatch,
 )
-from sglang.srt.mem_cache.tree import kv_event_log
+from sglang.srt.mem_cache.tree import kv_events
 from sglang.srt.mem_cache.tree.radix_key import RadixKey
 from sglang.srt.mem_cache.utils import get_hash_str, hash_str_to_int64
 from sglang.test.ci.ci_register import register_cpu_ci
@@ -109,7 +109,7 @@ def test_nobody_pays_for_events_that_nobody_wants() -> None:
 
 
 def test_events_that_nobody_takes_do_not_pile_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kv_event_log, "_MAX_EVENTS", 10)
+    monkeypatch.setattr(kv_events, "_MAX_EVENTS", 10)
     rig = CacheRig(l1_pages=200, page_size=1, kv_events=True)
     for start in range(0, 100, 4):
         rig.run(range(start * 10, start * 10 + 3))

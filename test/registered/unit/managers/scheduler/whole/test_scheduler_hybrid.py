@@ -11,7 +11,7 @@ import torch
 
 from rigs.models.tiny_models import save_tiny_checkpoint
 from rigs.schedulers.scheduler_rig import PROMPTS, SchedulerRig, greedy, prompt
-from sglang.srt.mem_cache.device.hybrid_req_pool import HybridReqToTokenPool
+from sglang.srt.mem_cache.device.memory_pool import HybridReqToTokenPool
 from sglang.test.ci.ci_register import register_cpu_ci
 
 register_cpu_ci(est_time=8, suite="base-a-test-cpu")
