@@ -16,7 +16,7 @@ import torch
 
 from sglang.srt.mem_cache.device.pool_transfer import PoolTransfer
 from sglang.srt.mem_cache.host.host_pool_group import HostPoolGroup
-from sglang.srt.mem_cache.l2.cache_controller import HiCacheAck, HiCacheArgs, make_controller
+from sglang.srt.mem_cache.l2.cache_controller import HiCacheArgs, make_controller
 from sglang.srt.mem_cache.l2.eviction_to_host import EvictionToHost
 from sglang.srt.mem_cache.l2.host_flows import HostBackup, HostLoad
 from sglang.srt.mem_cache.l3.hicache_administration import ChangeResult, StorageAdministration
@@ -167,10 +167,12 @@ class HiRadixCache(RadixCache):
         if not busy and self.store.answers:
             return
         is_writing = "backups" in busy or "checks" in busy
-        progress = Progress(
-            writes=_num_ended(controller.ack_write_queue),
-            loads=_num_ended(controller.ack_load_queue),
+        # Copies end in the order of their queues.
+        writes, loads = (
+            sum(1 for _ in itertools.takewhile(lambda ack: ack.finish_event.query(), acks))
+            for acks in (controller.ack_write_queue, controller.ack_load_queue)
         )
+        progress = Progress(writes=writes, loads=loads)
         self.store.report(progress)
         if "administration" in busy:
             self.administration.report(progress)
@@ -423,11 +425,6 @@ class HiRadixCache(RadixCache):
 
     def _owned_by_operations(self) -> Iterable[tuple[PoolTier, str, torch.Tensor]]:
         return [*self.storage_prefetch.owned_slots(), *self.host_backup.owned_slots()]
-
-
-def _num_ended(acks: Iterable[HiCacheAck]) -> int:
-    """Number of copies that have ended, from the head of their queue on."""
-    return sum(1 for _ in itertools.takewhile(lambda ack: ack.finish_event.query(), acks))
 
 
 def _add_host(tree: PrefixTree, group: HostPoolGroup) -> None:

@@ -230,7 +230,7 @@ class PrefetchTable:
         """
         page, first = self._page_size, start
         while len(new):
-            read = self._by_page.get(new.hash_page(0, page, prior))
+            read = self._by_page.get(new[:page].page_hashes(page, prior)[0])
             if read is None or read.is_cancelled or read.progress.expired:
                 break
             # Equal hashes of a page mean equal pages before it.
