@@ -453,7 +453,7 @@ def test_an_internal_error_announces_that_the_connection_ends(
     def fail(*_: object, **__: object) -> None:
         raise RuntimeError("a mistake of ours")
 
-    monkeypatch.setattr(type(server.context.manager), "tokenize", fail)
+    monkeypatch.setattr(server.context.manager.encoder, "encode", fail)
     host = server.url.removeprefix("http://")
     with contextlib.closing(http.client.HTTPConnection(host, timeout=20)) as connection:
         connection.request("POST", "/v1/tokenize", '{"prompt": "a"}')
