@@ -14,10 +14,10 @@ from sglang.srt.distributed.device_communicators.mooncake_transfer_engine import
 )
 from sglang.srt.distributed.device_communicators.transfer_types import Transfer
 from sglang.srt.layers.forward_batch_info import ForwardBatch
-from sglang.srt.mem_cache import hiradix_cache
 from sglang.srt.mem_cache.hicache_storage import HiCacheFile
 from sglang.srt.mem_cache.hiradix_cache import HiRadixCache
 from sglang.srt.mem_cache.host.host_pool_group import HostPoolGroup
+from sglang.srt.mem_cache.l2 import cache_controller
 from sglang.srt.model_loader import checkpoint_files, remote_weights
 from sglang.srt.models.llama import LlamaDecoderLayer
 
@@ -38,7 +38,7 @@ def has_no_memory(rank: int) -> None:
     """The rank's host pool cannot be allocated."""
     if rank == FAULTY:
         no_room = ValueError(NO_MEMORY)
-        mock.patch.object(hiradix_cache, "build_kv_host_stack", side_effect=no_room).start()
+        mock.patch.object(cache_controller, "build_kv_host_stack", side_effect=no_room).start()
 
 
 def dies_while_it_starts(rank: int) -> None:
