@@ -137,9 +137,17 @@ class WindowTorchBackend(AttentionBackend):
         self._dtype = config.dtype
         _, self._window, _ = config.specs[PoolName.SWA].buffers[0].shape
         self._plan: _ExtendPlan | None = None
+        self._decode_mask: torch.Tensor | None = None
+        """Added to the scores of a decode step, `[bs, 1, 1, rows of the rings]`."""
 
     def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
         if not forward_batch.forward_mode.is_extend():
+            # All rows of a full ring are seen; before that, rows up to the token's own.
+            positions = forward_batch.positions[:, None, None, None]
+            width = min(self._window, forward_batch.longest_context)
+            is_future = torch.arange(width, device=positions.device) > positions
+            mask = torch.zeros(is_future.shape, dtype=self._dtype, device=positions.device)
+            self._decode_mask = mask.masked_fill_(is_future, -torch.inf)
             return
         states = forward_batch.states
         assert states is not None, "the maker of the batch gave it states"
@@ -218,19 +226,19 @@ class WindowTorchBackend(AttentionBackend):
         self, q: torch.Tensor, layer: RadixAttention, forward_batch: ForwardBatch
     ) -> torch.Tensor:
         rings, states = self._rings_of(layer, forward_batch)
-        width = min(self._window, forward_batch.longest_context)
-        k, v = (ring[:, :width].index_select(0, states.slots).transpose(1, 2) for ring in rings)
-        # All rows of a full ring are seen; before that, rows up to the token's own.
-        is_future = torch.arange(width, device=q.device) > forward_batch.positions.unsqueeze(1)
-        mask = torch.zeros(is_future.shape, dtype=q.dtype, device=q.device)
-        mask.masked_fill_(is_future, -torch.inf)
+        mask = self._decode_mask
+        assert mask is not None
+        k, v = (
+            ring[:, : mask.shape[-1]].index_select(0, states.slots).transpose(1, 2)
+            for ring in rings
+        )
         grouped = q.reshape(q.shape[0], layer.num_kv_heads, -1, layer.head_dim)
         part = attend(
             grouped,
             k.to(q.dtype),
             v.to(q.dtype),
             scale=layer.scaling,
-            mask=mask[:, None, None, :],
+            mask=mask,
         )
         return part.out.reshape(q.shape[0], -1)
 
