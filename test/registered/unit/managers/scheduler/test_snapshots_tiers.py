@@ -131,10 +131,15 @@ def test_a_state_is_loaded_only_where_a_slot_is_left_to_run_on(
 def test_a_prompt_is_computed_rather_than_wait_with_a_state_in_the_last_slot(
     models: dict[str, Path],
 ) -> None:
-    """Two slots, of which one runs; the state of the next prompt is on the host."""
+    """Two slots, of which one runs; the state of the next prompt is on the host.
+
+    The prompt is one chunk. The state after a first chunk would have to be copied to the host
+    before the second chunk could leave another one.
+    """
     rig = rig_of(
         models["qwen3_5"],
         num_states=2,
+        chunked_prefill_size=128,
         mamba_scheduler_strategy="no_buffer",
         mamba_track_interval=256,
     )
@@ -142,6 +147,8 @@ def test_a_prompt_is_computed_rather_than_wait_with_a_state_in_the_last_slot(
     try:
         ask(rig, "cold", ids)
         rig.tree.evict(EvictParams(num_tokens=1000))
+        match = rig.tree.match_prefix(MatchPrefixParams(RadixKey(ids)))
+        assert (match.host_hit_length, match.mamba_host_hit_length) == (96, 1)
         rig.step(rig.request("runs", runs, greedy(40)))
         rig.step(rig.request("next", ids, greedy(10)))
         for _ in range(4):
