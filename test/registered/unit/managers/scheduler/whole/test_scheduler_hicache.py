@@ -27,6 +27,7 @@ from sglang.srt.managers.scheduler.batch import ModelWorkerBatch
 from sglang.srt.managers.scheduler.prefill import PrefillScheduler
 from sglang.srt.mem_cache.hiradix_cache import HiRadixCache
 from sglang.srt.mem_cache.tree.base_prefix_cache import EvictParams
+from sglang.srt.utils.network import wait_until
 from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci
 
 register_cpu_ci(est_time=30, suite="base-a-test-cpu")
@@ -201,8 +202,12 @@ def test_a_read_is_not_cut_for_a_request_that_cannot_run_yet(
             rig.step(rig.request("runs", prompt(2, 20), greedy(120)), rig.request("waits", ids))
             for _ in range(20):
                 rig.step()
+            (read,) = hi_of(rig).storage_prefetch.table.operations
             reads.open()
-            until(rig, lambda: hi_of(rig).storage_prefetch.table.operations[0].landed_pages == 18)
+            # No tick meanwhile: "runs" would end if the thread is slow.
+            assert wait_until(lambda: read.landed_pages == 18, 20)
+            for _ in range(3):
+                rig.step()
             assert rig.scheduler.state.queues.num_holders == 1
             settle(rig)
         assert last_of(rig, "waits").cached_tokens_details.storage == 288
