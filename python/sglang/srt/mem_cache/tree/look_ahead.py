@@ -11,7 +11,6 @@ CachedAttention", USENIX ATC'24: scheduler-aware eviction, here on a radix tree.
 from __future__ import annotations
 
 import bisect
-import itertools
 from collections.abc import Iterable
 
 from sglang.srt.mem_cache.tree.tree_node import TreeNode
@@ -40,11 +39,15 @@ class LookAhead:
     def extend(self, rid: str, node: TreeNode) -> None:
         """Request `rid`, if it waits, will use its prompt at least up to `node`."""
         arrival = self._arrivals.get(rid)
-        if arrival is None or _is_marked(node, arrival):
+        if arrival is None:
             return
-        self._ends[arrival] = node
-        for at in itertools.takewhile(lambda at: not _is_marked(at, arrival), node.path_up()):
-            bisect.insort(at.wanted_by, arrival)
+        for at in node.path_up():
+            place = bisect.bisect_left(at.wanted_by, arrival)
+            if at.wanted_by[place : place + 1] == [arrival]:
+                break  # So are all nodes above.
+            at.wanted_by.insert(place, arrival)
+            if at is node:
+                self._ends[arrival] = node
 
     def remove(self, rid: str) -> list[TreeNode]:
         """Drop the marks of request `rid`; return the nodes that had them. Unknown ids are
@@ -77,8 +80,3 @@ class LookAhead:
         for node in nodes:
             expected = wanted.get(node.id, [])
             assert node.wanted_by == expected, f"{node} is wanted by {node.wanted_by}: {expected}"
-
-
-def _is_marked(node: TreeNode, arrival: int) -> bool:
-    at = bisect.bisect_left(node.wanted_by, arrival)
-    return at < len(node.wanted_by) and node.wanted_by[at] == arrival
