@@ -42,7 +42,7 @@ from sglang.srt.mem_cache.hicache_storage import (
     StorageUnreachable,
 )
 from sglang.srt.mem_cache.host.host_layout import HostLayout
-from sglang.srt.mem_cache.host.host_pool import AnyHostPool
+from sglang.srt.mem_cache.host.host_pool import HostKVCache
 from sglang.srt.mem_cache.memory_pool_host import (
     MambaPoolHost,
     MLATokenToKVPoolHost,
@@ -117,7 +117,7 @@ def test_pages_keys_and_states_move_in_one_call(store: MooncakeStore) -> None:
     layout, trailing = "page_first_direct", PoolHitPolicy.TRAILING_PAGES
     rows, keys, states = make_mla_pool(), make_indexer_pool(), make_mamba_pool()
     devices: list[AnyDevicePool] = [rows, keys, states]
-    hosts: list[AnyHostPool] = [
+    hosts: list[HostKVCache] = [
         MLATokenToKVPoolHost.make(rows, page_num=32, layout=layout, allocator_type="mooncake"),
         NSAIndexerPoolHost.make(keys, page_num=32, layout=layout, allocator_type="mooncake"),
         MambaPoolHost.make(states, page_num=32, layout=layout, allocator_type="mooncake"),
@@ -144,7 +144,7 @@ def test_pages_keys_and_states_move_in_one_call(store: MooncakeStore) -> None:
     ] == wanted
 
 
-def host_pages(host: AnyHostPool, slots: torch.Tensor | None) -> list[bytes]:
+def host_pages(host: HostKVCache, slots: torch.Tensor | None) -> list[bytes]:
     """The bytes of each of the pages at `slots`."""
     assert slots is not None
     return [b"".join(views) for views in host.get_page_views(slots)]

@@ -75,19 +75,20 @@ class MarksPool(BaseDevicePool):
         return slots[:: self.page_size] // self.page_size
 
 
-class MarksPoolHost(HostKVCache[MarksPool]):
+class MarksPoolHost(HostKVCache):
     """Marks in host memory, page by page or layer by layer. Each slot of a page has an equal share
     of the mark's bytes."""
 
     @classmethod
-    def slot_bytes(cls, device_pool: MarksPool) -> int:
+    def slot_bytes(cls, device_pool: BaseDevicePool) -> int:
         return MARK_BYTES * device_pool.layer_num // device_pool.page_size
 
     @classmethod
-    def shortest_part_bytes(cls, device_pool: MarksPool) -> int:
+    def shortest_part_bytes(cls, device_pool: BaseDevicePool) -> int:
         return cls.slot_bytes(device_pool)
 
-    def _device_parts(self, device_pool: MarksPool) -> tuple[tuple[torch.Tensor, ...], ...]:
+    def _device_parts(self, device_pool: BaseDevicePool) -> tuple[tuple[torch.Tensor, ...], ...]:
+        assert isinstance(device_pool, MarksPool)
         share = MARK_BYTES // device_pool.page_size
         return (tuple(layer.view(torch.uint8).view(-1, share) for layer in device_pool.marks),)
 

@@ -20,7 +20,7 @@ from sglang.srt.mem_cache.hicache_storage import (
     PoolName,
     PoolTransfer,
 )
-from sglang.srt.mem_cache.host.host_pool import AnyHostPool, HostKVCache
+from sglang.srt.mem_cache.host.host_pool import HostKVCache
 from sglang.srt.mem_cache.memory_pool_host import MHATokenToKVPoolHost
 
 PAGE = 4
@@ -85,7 +85,7 @@ def device_bytes(pool: AnyDevicePool, slots: torch.Tensor) -> bytes:
     return b"".join(part.view(-1).view(torch.uint8).numpy().tobytes() for part in parts)
 
 
-def copy_to_host(pool: AnyDevicePool, host: AnyHostPool, pages: list[int]) -> torch.Tensor:
+def copy_to_host(pool: AnyDevicePool, host: HostKVCache, pages: list[int]) -> torch.Tensor:
     """Back up device pages to newly allocated host pages, and return their slots."""
     slots = host.alloc(len(pages) * pool.page_size)
     assert slots is not None
@@ -94,7 +94,7 @@ def copy_to_host(pool: AnyDevicePool, host: AnyHostPool, pages: list[int]) -> to
 
 
 def copy_to_device(
-    host: AnyHostPool, pool: AnyDevicePool, slots: torch.Tensor, pages: list[int]
+    host: HostKVCache, pool: AnyDevicePool, slots: torch.Tensor, pages: list[int]
 ) -> None:
     """Load host slots into device pages, all layers."""
     for layer in range(pool.layer_num):
@@ -136,7 +136,7 @@ class PoolKind:
     name: PoolName
     make_device_pool: Callable[[int], AnyDevicePool]
     """Random bits by a seed."""
-    host_pool_class: type[HostKVCache[Any]]
+    host_pool_class: type[HostKVCache]
 
 
 def keys_and_values(dtype: torch.dtype) -> PoolKind:
@@ -166,7 +166,7 @@ def round_trip(
     """
     name = kind.name
 
-    def make_host(device: AnyDevicePool) -> AnyHostPool:
+    def make_host(device: AnyDevicePool) -> HostKVCache:
         host = kind.host_pool_class.make(
             device, page_num=32, layout=layout, allocator_type=allocator_type
         )

@@ -6,13 +6,13 @@ from sglang.srt.environ import envs
 from sglang.srt.mem_cache.host.host_memory import HostTensorAllocator
 from sglang.srt.mem_cache.host.host_pool import HostKVCache
 from sglang.srt.mem_cache.host.host_pool_group import HostPoolGroup, PoolEntry
-from sglang.srt.mem_cache.host.paged_host_pool import (
+from sglang.srt.mem_cache.host.pool_kinds import (
     DSAIndexerPoolHost,
+    MambaPoolHost,
     MHATokenToKVPoolHost,
     MLATokenToKVPoolHost,
     NSAIndexerPoolHost,
 )
-from sglang.srt.mem_cache.host.state_host_pool import MambaPoolHost
 
 HICACHE_HOST_MEMORY_RESERVE_BYTES: Final = envs.HICACHE_HOST_MEMORY_RESERVE_BYTES
 """The setting; `get()` returns the bytes of host memory that L2 leaves free."""

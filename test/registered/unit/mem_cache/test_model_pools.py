@@ -37,7 +37,7 @@ from sglang.srt.mem_cache.hicache_storage import (
     PoolTransfer,
     StorageUnavailable,
 )
-from sglang.srt.mem_cache.host.paged_host_pool import PagedPoolHost
+from sglang.srt.mem_cache.host.host_pool import HostKVCache
 from sglang.srt.mem_cache.l2 import cache_controller
 from sglang.srt.mem_cache.storage.mooncake_store import mooncake_store
 from sglang.srt.mem_cache.storage.types import StoragePool
@@ -76,7 +76,7 @@ def second_part(root: Path, page: int) -> Path:
 def test_both_kinds_go_to_the_host_and_come_back(
     monkeypatch: pytest.MonkeyPatch, kind: Kind, layout: str, policy: str, in_pieces: bool
 ) -> None:
-    monkeypatch.setattr(PagedPoolHost, "prefers_cpu_slots", lambda *_: in_pieces)
+    monkeypatch.setattr(HostKVCache, "prefers_cpu_slots", lambda *_: in_pieces)
     monkeypatch.setattr(cache_controller, "_PAGES_AT_ONCE", 3)
     settings = HiCacheSettings(hicache_mem_layout=layout, hicache_write_policy=policy)
     rig = kind(l1_pages=12, settings=settings)

@@ -37,7 +37,7 @@ from sglang.srt.mem_cache.hicache_storage import (
     PoolTransfer,
 )
 from sglang.srt.mem_cache.host.host_layout import HostLayout
-from sglang.srt.mem_cache.host.host_pool import AnyHostPool
+from sglang.srt.mem_cache.host.host_pool import HostKVCache
 from sglang.srt.mem_cache.memory_pool_host import (
     DSAIndexerPoolHost,
     MLATokenToKVPoolHost,
@@ -53,7 +53,7 @@ IN_LAYOUTS = pytest.mark.parametrize("layout", list(HostLayout))
 SPLIT = HostLayout.PAGE_FIRST_KV_SPLIT
 
 
-def host_of(device: PagedDevicePool, layout: str) -> AnyHostPool:
+def host_of(device: PagedDevicePool, layout: str) -> HostKVCache:
     kind = INDEXER_KEYS if isinstance(device, NSAIndexerPool) else LATENT_ROWS
     return kind.host_pool_class.make(device, page_num=32, layout=layout)
 

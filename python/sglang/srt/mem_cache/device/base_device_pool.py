@@ -6,7 +6,6 @@ the layer counter keeps their order.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import ClassVar, Protocol
 
@@ -35,7 +34,7 @@ class LayerTransferCounter(Protocol):
         """Order the caller after model layer `threshold` (from 0) of that load."""
 
 
-class BaseDevicePool(ABC):
+class BaseDevicePool:
     """Slots of one kind of state in device memory.
 
     Attributes:
@@ -46,11 +45,14 @@ class BaseDevicePool(ABC):
         store_dtype: Dtype of the buffers.
         device: Device of the buffers.
         layer_transfer_counter: Orders readers after loads; None: there are no loads.
+        parts: For each buffer of the spec its layers, each contiguous `[slots, *shape]`. A subclass
+            makes them.
     """
 
     host_pool: ClassVar[str | None] = None
     """Dotted path of the class that mirrors it on the host, a `HostKVCache`. None: the hierarchical
     cache is refused."""
+    parts: tuple[list[torch.Tensor], ...]
 
     def __init__(
         self, spec: StateSpec, size: int, device: torch.device | str, page_size: int = 1
@@ -114,9 +116,15 @@ class BaseDevicePool(ABC):
         """
         return self._place[layer if isinstance(layer, int) else layer.layer_id]
 
-    @abstractmethod
     def get_contiguous_buf_infos(self) -> tuple[list[int], list[int], list[int]]:
-        """For each buffer of each layer: address, bytes, bytes of a page (or of one state)."""
+        """All layers of the first buffer, then of the next: address, bytes, bytes of a page (or of
+        one state)."""
+        layers = [layer for part in self.parts for layer in part]
+        return (
+            [layer.data_ptr() for layer in layers],
+            [layer.nbytes for layer in layers],
+            [layer[0].nbytes * self.page_size for layer in layers],
+        )
 
 
 class PagedDevicePool(BaseDevicePool):
@@ -130,7 +138,7 @@ class PagedDevicePool(BaseDevicePool):
             fp8 is stored as bytes.
     """
 
-    host_pool = "sglang.srt.mem_cache.host.paged_host_pool.PagedPoolHost"
+    host_pool = "sglang.srt.mem_cache.host.host_pool.HostKVCache"
 
     def __init__(
         self, spec: StateSpec, size: int, page_size: int, device: torch.device | str
@@ -159,15 +167,6 @@ class PagedDevicePool(BaseDevicePool):
                 ).unbind(0)
             )
             for buffer in spec.buffers
-        )
-
-    def get_contiguous_buf_infos(self) -> tuple[list[int], list[int], list[int]]:
-        """All layers of the first buffer, then of the next: address, bytes, bytes of a page."""
-        buffers = [buffer for part in self.parts for buffer in part]
-        return (
-            [b.data_ptr() for b in buffers],
-            [b.nbytes for b in buffers],
-            [b[0].nbytes * self.page_size for b in buffers],
         )
 
     def move_kv_cache(self, tgt_loc: torch.Tensor, src_loc: torch.Tensor) -> None:

@@ -65,7 +65,7 @@ class MambaSpec(StateSpec):
 class MambaPool(StatePool):
     """Slots of the recurrent states of linear attention."""
 
-    host_pool = "sglang.srt.mem_cache.host.state_host_pool.MambaPoolHost"
+    host_pool = "sglang.srt.mem_cache.host.pool_kinds.MambaPoolHost"
 
     @property
     def temporal(self) -> torch.Tensor:

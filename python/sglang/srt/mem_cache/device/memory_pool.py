@@ -257,7 +257,7 @@ class MHATokenToKVPool(KVCache):
         v_buffer: For each layer `[size + page_size, head_num, v_head_dim]`.
     """
 
-    host_pool = "sglang.srt.mem_cache.host.paged_host_pool.MHATokenToKVPoolHost"
+    host_pool = "sglang.srt.mem_cache.host.pool_kinds.MHATokenToKVPoolHost"
 
     def __init__(
         self,

@@ -91,7 +91,7 @@ class MLATokenToKVPool(KVCache):
         kv_buffer: For each layer `[size + page_size, 1, kv_lora_rank + qk_rope_head_dim]`.
     """
 
-    host_pool = "sglang.srt.mem_cache.host.paged_host_pool.MLATokenToKVPoolHost"
+    host_pool = "sglang.srt.mem_cache.host.pool_kinds.MLATokenToKVPoolHost"
 
     def __init__(
         self,

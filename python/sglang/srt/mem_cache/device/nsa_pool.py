@@ -59,7 +59,7 @@ class NSAIndexerPool(PagedDevicePool):
         index_k_buffer: For each layer `[size + page_size, index_head_dim]`.
     """
 
-    host_pool = "sglang.srt.mem_cache.host.paged_host_pool.NSAIndexerPoolHost"
+    host_pool = "sglang.srt.mem_cache.host.pool_kinds.NSAIndexerPoolHost"
 
     def __init__(
         self, spec: IndexerSpec, size: int, page_size: int, device: torch.device | str

@@ -32,7 +32,7 @@ class StatePool(BaseDevicePool):
         buffers: For each buffer of the spec a tensor `[layers, size + 1, *shape]`.
     """
 
-    host_pool = "sglang.srt.mem_cache.host.state_host_pool.StatePoolHost"
+    host_pool = "sglang.srt.mem_cache.host.pool_kinds.StatePoolHost"
 
     def __init__(self, spec: StateSpec, size: int, device: torch.device | str) -> None:
         """
@@ -55,6 +55,7 @@ class StatePool(BaseDevicePool):
             )
             for buffer in spec.buffers
         )
+        self.parts = tuple(map(list, self.buffers))
         self._sharers: list[StatePool] = []
         """Pools that share the slots and hold further parts of each state."""
         self._is_free: list[bool] = []
@@ -131,15 +132,6 @@ class StatePool(BaseDevicePool):
         for pool in (self, *self._sharers):
             for buffer in pool.buffers:
                 buffer.index_fill_(1, slots, 0)
-
-    def get_contiguous_buf_infos(self) -> tuple[list[int], list[int], list[int]]:
-        """All layers of the first buffer, then of the next: address, bytes, bytes of a state."""
-        buffers = [layer for buffer in self.buffers for layer in buffer]
-        return (
-            [b.data_ptr() for b in buffers],
-            [b.nbytes for b in buffers],
-            [b[0].nbytes for b in buffers],
-        )
 
 
 def state_pool(pools: Iterable[BaseDevicePool]) -> StatePool | None:

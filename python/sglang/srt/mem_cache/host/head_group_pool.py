@@ -20,7 +20,7 @@ from sglang.srt.mem_cache.host.host_copy import (
     scatter_views,
 )
 from sglang.srt.mem_cache.host.host_page_list import whole_pages
-from sglang.srt.mem_cache.host.host_pool import AnyHostPool
+from sglang.srt.mem_cache.host.host_pool import HostKVCache
 
 _REMEDY: Final = (
     "leave tp_lcm_size out of the extra config, or give the number of ranks that split the heads "
@@ -80,7 +80,7 @@ class HeadGroupPool:
             remedy.
     """
 
-    def __init__(self, pool: AnyHostPool, index: int, num_groups: int) -> None:
+    def __init__(self, pool: HostKVCache, index: int, num_groups: int) -> None:
         spec = pool.device_pool.spec
         for buffer in spec.buffers:
             if not buffer.head_parts or any(length % num_groups for length in buffer.head_parts):

@@ -8,8 +8,7 @@ locked, so pools themselves need no lock.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from typing import Any, ClassVar, Generic, Self, TypeAlias, TypeVar
+from typing import ClassVar, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -40,10 +39,8 @@ from sglang.srt.mem_cache.host.page_copier import (
     make_page_copier,
 )
 
-PoolT = TypeVar("PoolT", bound=BaseDevicePool)
 
-
-class HostKVCache(HostPageList, ABC, Generic[PoolT]):
+class HostKVCache(HostPageList):
     """A pool of pages in host memory that mirrors one device pool, part by part, and their free
     list.
 
@@ -76,11 +73,11 @@ class HostKVCache(HostPageList, ABC, Generic[PoolT]):
     kv_buffer: list[torch.Tensor]
     _parts: tuple[torch.Tensor, ...]
     """Layer by layer in `layer_first`, else page by page; each contiguous."""
-    _copier: tuple[PoolT, PageCopier] | None = None
+    _copier: tuple[BaseDevicePool, PageCopier] | None = None
 
     def __init__(
         self,
-        device_pool: PoolT,
+        device_pool: BaseDevicePool,
         host_to_device_ratio: float,
         host_size: float,
         page_size: int,
@@ -127,10 +124,17 @@ class HostKVCache(HostPageList, ABC, Generic[PoolT]):
 
     @classmethod
     def make(
-        cls, device_pool: PoolT, *, page_num: int, layout: str, allocator_type: str = "default"
+        cls,
+        device_pool: BaseDevicePool,
+        *,
+        page_num: int,
+        layout: str,
+        allocator_type: str = "default",
     ) -> Self:
         """A pool of `page_num` pages, each as long as the device pool's. Raises as the class."""
-        return cls(
+        pool = cls.__new__(cls)
+        HostKVCache.__init__(
+            pool,
             device_pool,
             0.0,
             0.0,
@@ -139,12 +143,13 @@ class HostKVCache(HostPageList, ABC, Generic[PoolT]):
             allocator_type=allocator_type,
             page_num=page_num,
         )
+        return pool
 
-    # -- what a kind of pool defines ---------------------------------------------------------------
+    # -- what a kind of pool may redefine ----------------------------------------------------------
 
-    @abstractmethod
-    def _device_parts(self, device_pool: PoolT) -> tuple[tuple[torch.Tensor, ...], ...]:
+    def _device_parts(self, device_pool: BaseDevicePool) -> tuple[tuple[torch.Tensor, ...], ...]:
         """For each part of a page its layers on the device, `[slots, *item]`: buffers or views."""
+        return tuple(map(tuple, device_pool.parts))
 
     def _part_shape(self, item: tuple[int, ...]) -> tuple[int, ...]:
         """Shape of a part in host memory; `item` is that of a slot in a layer."""
@@ -157,12 +162,12 @@ class HostKVCache(HostPageList, ABC, Generic[PoolT]):
                 return (self.page_num, self.layer_num, self.page_size, *item)
 
     @classmethod
-    def slot_bytes(cls, device_pool: PoolT) -> int:
+    def slot_bytes(cls, device_pool: BaseDevicePool) -> int:
         """Bytes of one slot over all layers, known before any memory is taken."""
         return device_pool.spec.num_bytes
 
     @classmethod
-    def shortest_part_bytes(cls, device_pool: PoolT) -> int:
+    def shortest_part_bytes(cls, device_pool: BaseDevicePool) -> int:
         """Bytes of one slot over all layers in the shortest part of a page (keys or values). They
         decide layout and I/O."""
         spec = device_pool.spec
@@ -195,7 +200,7 @@ class HostKVCache(HostPageList, ABC, Generic[PoolT]):
 
     def begin_load(
         self,
-        device_pool: PoolT,
+        device_pool: BaseDevicePool,
         host_indices: torch.Tensor,
         device_indices: torch.Tensor,
         io_backend: str,
@@ -207,7 +212,7 @@ class HostKVCache(HostPageList, ABC, Generic[PoolT]):
 
     def load_to_device_per_layer(
         self,
-        device_pool: PoolT,
+        device_pool: BaseDevicePool,
         host_indices: torch.Tensor,
         device_indices: torch.Tensor,
         layer_id: int,
@@ -221,7 +226,7 @@ class HostKVCache(HostPageList, ABC, Generic[PoolT]):
 
     def backup_from_device_all_layer(
         self,
-        device_pool: PoolT,
+        device_pool: BaseDevicePool,
         host_indices: torch.Tensor,
         device_indices: torch.Tensor,
         io_backend: str,
@@ -230,17 +235,17 @@ class HostKVCache(HostPageList, ABC, Generic[PoolT]):
         or on the CPU."""
         self._copier_of(device_pool).backup(host_indices, device_indices, io_backend)
 
-    def prefers_cpu_slots(self, device_pool: PoolT, io_backend: str) -> bool:
+    def prefers_cpu_slots(self, device_pool: BaseDevicePool, io_backend: str) -> bool:
         """True if backups are faster with their `device_indices` on the CPU."""
         return self._copier_of(device_pool).prefers_cpu_slots(io_backend)
 
-    def _copier_of(self, device_pool: PoolT) -> PageCopier:
+    def _copier_of(self, device_pool: BaseDevicePool) -> PageCopier:
         """The copier between this pool and `device_pool`, made on first use."""
         if self._copier is None or self._copier[0] is not device_pool:
             self._copier = (device_pool, make_page_copier(self._paired_with(device_pool)))
         return self._copier[1]
 
-    def _paired_with(self, device_pool: PoolT) -> PoolPair:
+    def _paired_with(self, device_pool: BaseDevicePool) -> PoolPair:
         """The pages of this pool and of `device_pool`, layer by layer."""
         layers = range(self.layer_num)
         return PoolPair(
@@ -409,10 +414,6 @@ class HostKVCache(HostPageList, ABC, Generic[PoolT]):
             by_layer = raw.view(self.layer_num, self.page_num, self.page_size, length, -1)
             found.append(by_layer.transpose(0, 1))
         return found
-
-
-AnyHostPool: TypeAlias = HostKVCache[Any]
-"""A host pool of any kind."""
 
 
 def pages_in(budget: float, page_bytes: int, pool: str, setting: str) -> int:

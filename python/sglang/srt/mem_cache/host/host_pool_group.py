@@ -12,7 +12,7 @@ from sglang.srt.hardware_backend.device_runtime import Event
 from sglang.srt.mem_cache.device.base_device_pool import BaseDevicePool
 from sglang.srt.mem_cache.device.pool_transfer import PoolTransfer, SidecarPoolSpec
 from sglang.srt.mem_cache.device.state_spec import PoolHitPolicy, PoolName, StateSpec
-from sglang.srt.mem_cache.host.host_pool import AnyHostPool
+from sglang.srt.mem_cache.host.host_pool import HostKVCache
 
 
 @dataclass(slots=True)
@@ -20,7 +20,7 @@ class PoolEntry:
     """One pool of a group. The tree alone takes and frees device slots."""
 
     name: PoolName
-    host_pool: AnyHostPool
+    host_pool: HostKVCache
     device_pool: BaseDevicePool
     layer_mapper: Callable[[int], int | None]
     """Model layer (0-based in the stack) to this pool's layer, None where it has no such layer."""
@@ -30,7 +30,7 @@ class PoolEntry:
 
     @classmethod
     def of(
-        cls, host_pool: AnyHostPool, device_pool: BaseDevicePool, *, is_primary: bool
+        cls, host_pool: HostKVCache, device_pool: BaseDevicePool, *, is_primary: bool
     ) -> PoolEntry:
         """The entry of a pair of pools, with the name and the layers of their spec."""
         layers = {layer: own for own, layer in enumerate(device_pool.spec.layers)}
@@ -90,7 +90,7 @@ class HostPoolGroup:
             )
         return SidecarPoolSpec(entry.name, shared, entry.spec.hit_policy)
 
-    def get_pool(self, name: str) -> AnyHostPool:
+    def get_pool(self, name: str) -> HostKVCache:
         """The host pool called `name`. Raises ValueError that lists the known."""
         if name not in self.entries:
             raise self._unknown(name)
@@ -177,7 +177,7 @@ class HostPoolGroup:
     # -- all pools ---------------------------------------------------------------------------------
 
     @property
-    def extra_pools(self) -> dict[str, AnyHostPool]:
+    def extra_pools(self) -> dict[str, HostKVCache]:
         """All pools but the primary pool, by name. A storage backend registers them after it."""
         return {
             name: entry.host_pool

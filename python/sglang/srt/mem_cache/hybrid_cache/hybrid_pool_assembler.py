@@ -10,7 +10,7 @@ import importlib
 import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Final, TypeAlias
+from typing import Final
 
 import torch
 
@@ -26,14 +26,12 @@ from sglang.srt.mem_cache.host.host_layout import (
     resolve_layout_and_io,
 )
 from sglang.srt.mem_cache.host.host_memory import available_host_bytes, check_fits_host_memory
-from sglang.srt.mem_cache.host.host_pool import AnyHostPool, HostKVCache, pages_in
+from sglang.srt.mem_cache.host.host_pool import HostKVCache, pages_in
 from sglang.srt.mem_cache.host.host_pool_group import HostPoolGroup, PoolEntry
 from sglang.srt.mem_cache.host.page_copier import check_has_copier
 from sglang.srt.mem_cache.tree.on_all_ranks import on_all_ranks
 
 _MOST_NAME_BYTES: Final = 256
-
-HostPoolClass: TypeAlias = type[HostKVCache[Any]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +39,7 @@ class _Plan:
     """One host pool before it has memory."""
 
     device_pool: BaseDevicePool
-    host_pool_class: HostPoolClass
+    host_pool_class: type[HostKVCache]
 
     @property
     def name(self) -> PoolName:
@@ -147,14 +145,14 @@ build_nsa_hybrid_stack = build_mamba_hybrid_stack = build_kv_host_stack
 """Further names of the same function, for models with an indexer and with recurrent states."""
 
 
-def _host_pool_class(pool: BaseDevicePool) -> HostPoolClass:
+def _host_pool_class(pool: BaseDevicePool) -> type[HostKVCache]:
     if pool.host_pool is None:
         raise ValueError(
             f"the hierarchical cache has no host pool for {type(pool).__name__} "
             f"(pool {pool.spec.name}); start without --enable-hierarchical-cache"
         )
     module, _, name = pool.host_pool.rpartition(".")
-    found: HostPoolClass = getattr(importlib.import_module(module), name)
+    found: type[HostKVCache] = getattr(importlib.import_module(module), name)
     return found
 
 
@@ -199,7 +197,7 @@ def _check_all_fit(plans: Sequence[_Plan], pages: dict[PoolName, int], ranks_her
     )
 
 
-def _build(plan: _Plan, page_num: int, layout: str, allocator_type: str) -> AnyHostPool:
+def _build(plan: _Plan, page_num: int, layout: str, allocator_type: str) -> HostKVCache:
     name = plan.name
     try:
         return plan.host_pool_class.make(

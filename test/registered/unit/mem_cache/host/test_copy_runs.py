@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -37,9 +36,8 @@ from sglang.srt.mem_cache.host.copy_runs import (
 from sglang.srt.mem_cache.host.host_copy_cuda import CudaPageCopier, EngineUse
 from sglang.srt.mem_cache.host.host_pool import HostKVCache
 from sglang.srt.mem_cache.host.host_rows import HostRows, PartRows, part_rows
-from sglang.srt.mem_cache.host.paged_host_pool import MLATokenToKVPoolHost, PagedPoolHost
+from sglang.srt.mem_cache.host.pool_kinds import MambaPoolHost, MLATokenToKVPoolHost
 from sglang.srt.mem_cache.host.staged_copy import StagedLoadTuning
-from sglang.srt.mem_cache.host.state_host_pool import MambaPoolHost
 from sglang.test.ci.ci_register import register_cpu_ci
 
 register_cpu_ci(est_time=5, suite="base-a-test-cpu")
@@ -56,14 +54,14 @@ def unlike_heads(seed: int = 0) -> PagedDevicePool:
 KINDS = [make_device_pool, unlike_heads, make_mla_pool]
 
 
-def host_of(device: PagedDevicePool, layout: str) -> PagedPoolHost:
+def host_of(device: PagedDevicePool, layout: str) -> HostKVCache:
     if isinstance(device, MLATokenToKVPool):
         return MLATokenToKVPoolHost.make(device, page_num=32, layout=layout)
     assert isinstance(device, MHATokenToKVPool)
     return make_host_pool(device, layout)
 
 
-def parts_of(host: HostKVCache[Any], device: BaseDevicePool) -> list[PartRows]:
+def parts_of(host: HostKVCache, device: BaseDevicePool) -> list[PartRows]:
     pools = host._paired_with(device)
     return [part_rows(*part) for part in zip(pools.host, pools.device, strict=True)]
 

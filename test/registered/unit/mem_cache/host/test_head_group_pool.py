@@ -14,9 +14,12 @@ from sglang.srt.mem_cache.device.mamba_pool import MambaPool, MambaSpec
 from sglang.srt.mem_cache.device.memory_pool import MHATokenToKVPool
 from sglang.srt.mem_cache.host.head_group_pool import HeadGroupPool
 from sglang.srt.mem_cache.host.host_layout import HostLayout
-from sglang.srt.mem_cache.host.host_pool import AnyHostPool
-from sglang.srt.mem_cache.host.paged_host_pool import MHATokenToKVPoolHost, MLATokenToKVPoolHost
-from sglang.srt.mem_cache.host.state_host_pool import MambaPoolHost
+from sglang.srt.mem_cache.host.host_pool import HostKVCache
+from sglang.srt.mem_cache.host.pool_kinds import (
+    MambaPoolHost,
+    MHATokenToKVPoolHost,
+    MLATokenToKVPoolHost,
+)
 from sglang.test.ci.ci_register import register_cpu_ci
 
 register_cpu_ci(est_time=1, suite="base-a-test-cpu")
@@ -25,14 +28,14 @@ HEADS, DIM, V_DIM, LAYERS, PAGES = 8, 4, 6, 3, 6
 SOME = page_slots([4, 1, 2])
 
 
-def kv_pools(layout: str, dtype: torch.dtype, num_groups: int) -> tuple[AnyHostPool, list[Any]]:
+def kv_pools(layout: str, dtype: torch.dtype, num_groups: int) -> tuple[HostKVCache, list[Any]]:
     """A host pool of all heads with random bits, and pools of the heads of each group."""
     size = PAGES * PAGE
 
     def device_pool(heads: int) -> MHATokenToKVPool:
         return MHATokenToKVPool(size, PAGE, dtype, heads, DIM, LAYERS, "cpu", v_head_dim=V_DIM)
 
-    def host_pool(pool: MHATokenToKVPool) -> AnyHostPool:
+    def host_pool(pool: MHATokenToKVPool) -> HostKVCache:
         host = MHATokenToKVPoolHost.make(pool, page_num=PAGES, layout=layout)
         slots = page_slots(list(range(PAGES)))
         host.backup_from_device_all_layer(pool, slots, slots + PAGE, "direct")
@@ -92,7 +95,7 @@ def test_a_scattered_group_leaves_other_heads_alone() -> None:
 KEY_HEADS, KEY_DIM, VALUE_HEADS, VALUE_DIM, KERNEL = 4, 3, 8, 2, 4
 
 
-def state_pool(layout: str, key_heads: int) -> tuple[MambaPool, AnyHostPool]:
+def state_pool(layout: str, key_heads: int) -> tuple[MambaPool, HostKVCache]:
     """A pool of states with `key_heads` key heads, and two value heads for each."""
     values = 2 * key_heads
     spec = MambaSpec.of_shapes(

@@ -22,8 +22,9 @@ from sglang.srt.hardware_backend.cpu.runtime import CpuRuntime
 from sglang.srt.mem_cache.device.base_device_pool import PagedDevicePool
 from sglang.srt.mem_cache.host import host_layout, page_copier
 from sglang.srt.mem_cache.host.host_copy_npu import NpuPageCopier, _runs
+from sglang.srt.mem_cache.host.host_pool import HostKVCache
 from sglang.srt.mem_cache.host.page_copier import PoolPair, register_page_copier
-from sglang.srt.mem_cache.host.paged_host_pool import MLATokenToKVPoolHost, PagedPoolHost
+from sglang.srt.mem_cache.host.pool_kinds import MLATokenToKVPoolHost
 from sglang.test.ci.ci_register import register_cpu_ci, register_npu_ci
 
 register_cpu_ci(est_time=3, suite="base-a-test-cpu")
@@ -48,7 +49,7 @@ def as_npu(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
     return use
 
 
-def load(host: PagedPoolHost, pool: PagedDevicePool, slots: torch.Tensor) -> None:
+def load(host: HostKVCache, pool: PagedDevicePool, slots: torch.Tensor) -> None:
     begun = host.begin_load(pool, slots, page_slots(INTO), IO)
     for layer in range(pool.layer_num):
         begun.issue(layer)

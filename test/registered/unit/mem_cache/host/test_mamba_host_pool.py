@@ -13,7 +13,7 @@ from rigs.stores.host_pools import (
     fill_with_random_bits,
 )
 from sglang.srt.mem_cache.device.mamba_pool import MambaPool, MambaSpec
-from sglang.srt.mem_cache.host.state_host_pool import MambaPoolHost
+from sglang.srt.mem_cache.host.pool_kinds import MambaPoolHost
 from sglang.test.ci.ci_register import register_cpu_ci
 
 register_cpu_ci(est_time=2, suite="base-a-test-cpu")

@@ -12,7 +12,7 @@ from sglang.srt.hardware_backend.device_runtime import detect_device, device_run
 from sglang.srt.mem_cache.device.base_device_pool import PagedDevicePool
 from sglang.srt.mem_cache.device.mla_pool import MLATokenToKVPool
 from sglang.srt.mem_cache.device.nsa_pool import IndexerSpec, NSAIndexerPool
-from sglang.srt.mem_cache.host.host_pool import AnyHostPool
+from sglang.srt.mem_cache.host.host_pool import HostKVCache
 from sglang.srt.mem_cache.memory_pool_host import MLATokenToKVPoolHost, NSAIndexerPoolHost
 from sglang.test.ci.ci_register import register_cuda_ci
 
@@ -54,7 +54,7 @@ MAKERS = pytest.mark.parametrize(
 )
 
 
-def host_of(pool: PagedDevicePool, layout: str) -> AnyHostPool:
+def host_of(pool: PagedDevicePool, layout: str) -> HostKVCache:
     kind = NSAIndexerPoolHost if isinstance(pool, NSAIndexerPool) else MLATokenToKVPoolHost
     return kind.make(pool, page_num=2 * NUM_PAGES, layout=layout)
 

@@ -22,7 +22,7 @@ from sglang.srt.mem_cache.host.page_copier import (
     make_page_copier,
     register_page_copier,
 )
-from sglang.srt.mem_cache.host.paged_host_pool import MHATokenToKVPoolHost
+from sglang.srt.mem_cache.host.pool_kinds import MHATokenToKVPoolHost
 from sglang.srt.mem_cache.hybrid_cache.hybrid_pool_assembler import build_kv_host_stack
 from sglang.test.ci.ci_register import register_cpu_ci
 

@@ -24,7 +24,7 @@ from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator
 from sglang.srt.mem_cache.allocator.token import TokenToKVPoolAllocator
 from sglang.srt.mem_cache.device.base_device_pool import PagedDevicePool
 from sglang.srt.mem_cache.host.host_layout import HostLayout
-from sglang.srt.mem_cache.host.paged_host_pool import PagedPoolHost
+from sglang.srt.mem_cache.host.host_pool import HostKVCache
 from sglang.srt.mem_cache.memory_pool_host import (
     MHATokenToKVPoolHost,
     MLATokenToKVPoolHost,
@@ -165,7 +165,7 @@ class HostPool(RuleBasedStateMachine):
     )
     def build(
         self,
-        kind: tuple[Callable[..., PagedDevicePool], type[PagedPoolHost]],
+        kind: tuple[Callable[..., PagedDevicePool], type[HostKVCache]],
         layout: HostLayout,
         page: int,
         seed: int,

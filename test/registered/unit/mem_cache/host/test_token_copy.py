@@ -14,7 +14,7 @@ from sglang.srt.mem_cache.device.base_device_pool import PagedDevicePool
 from sglang.srt.mem_cache.device.mla_pool import MLATokenToKVPool
 from sglang.srt.mem_cache.host.host_copy_cuda import CudaPageCopier, EngineUse
 from sglang.srt.mem_cache.host.host_layout import HostLayout
-from sglang.srt.mem_cache.host.paged_host_pool import MHATokenToKVPoolHost, MLATokenToKVPoolHost
+from sglang.srt.mem_cache.host.pool_kinds import MHATokenToKVPoolHost, MLATokenToKVPoolHost
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 from sglang.test.ci.ci_register import register_cuda_ci
 

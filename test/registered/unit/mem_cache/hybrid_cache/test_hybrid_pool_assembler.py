@@ -32,7 +32,7 @@ from sglang.srt.mem_cache.device.state_spec import StateBuffer, StateSpec
 from sglang.srt.mem_cache.hicache_storage import PoolName
 from sglang.srt.mem_cache.host.host_layout import HostLayout, resolve_layout_and_io
 from sglang.srt.mem_cache.host.host_memory import HostTensorAllocator
-from sglang.srt.mem_cache.host.paged_host_pool import PagedPoolHost
+from sglang.srt.mem_cache.host.host_pool import HostKVCache
 from sglang.srt.mem_cache.hybrid_cache.hybrid_pool_assembler import (
     build_kv_host_stack,
     build_mamba_hybrid_stack,
@@ -190,7 +190,7 @@ class Scores(PagedDevicePool):
 def test_a_new_kind_of_token_slots_needs_no_host_pool_of_its_own(layout: str) -> None:
     pool = Scores.make()
     host = build(ModelPools.of([make_device_pool(), pool]), layout=layout).get_pool("indexer")
-    assert type(host) is PagedPoolHost
+    assert type(host) is HostKVCache
     slots = copy_to_host(pool, host, [1, 2, 5])
     flat = torch.empty(3, host.page_bytes, dtype=torch.uint8)
     host.gather_pages(slots, flat)

@@ -10,7 +10,7 @@ import torch
 
 from rigs.caches.cache_rig import RIG_DEVICE, CacheRig, HiCacheSettings
 from sglang.srt.hardware_backend.device_runtime import device_runtime
-from sglang.srt.mem_cache.host.paged_host_pool import MHATokenToKVPoolHost
+from sglang.srt.mem_cache.host.pool_kinds import MHATokenToKVPoolHost
 from sglang.srt.mem_cache.l2 import cache_controller
 from sglang.srt.mem_cache.l2.cache_controller import HiCacheController, LayerDoneCounter
 from sglang.test.ci.ci_register import register_cpu_ci

@@ -1,12 +1,13 @@
-"""Host pools of token slots: keys and values, latent rows (MLA), indexer keys (DSA)."""
+"""Host pools by kind of state: keys and values, latent rows (MLA), indexer keys (DSA), states of
+whole prefixes. Other token slots are mirrored by a plain `HostKVCache`."""
 
 from __future__ import annotations
 
-from typing import Self
+from typing import ClassVar
 
 import torch
 
-from sglang.srt.mem_cache.device.base_device_pool import PagedDevicePool
+from sglang.srt.mem_cache.device.base_device_pool import BaseDevicePool
 from sglang.srt.mem_cache.device.mla_pool import MLATokenToKVPool
 from sglang.srt.mem_cache.device.nsa_pool import NSATokenToKVPool
 from sglang.srt.mem_cache.host.host_layout import HostLayout, PageByteOrder
@@ -14,14 +15,7 @@ from sglang.srt.mem_cache.host.host_page_list import HostPageList
 from sglang.srt.mem_cache.host.host_pool import HostKVCache
 
 
-class PagedPoolHost(HostKVCache[PagedDevicePool]):
-    """Mirrors a `PagedDevicePool`. Raises as `HostKVCache`."""
-
-    def _device_parts(self, device_pool: PagedDevicePool) -> tuple[tuple[torch.Tensor, ...], ...]:
-        return tuple(tuple(part) for part in device_pool.parts)
-
-
-class MHATokenToKVPoolHost(PagedPoolHost):
+class MHATokenToKVPoolHost(HostKVCache):
     """Mirrors an `MHATokenToKVPool`: a page is its keys, then its values."""
 
     def init_kv_buffer(self) -> list[torch.Tensor]:
@@ -46,7 +40,7 @@ class MHATokenToKVPoolHost(PagedPoolHost):
         return self._parts[1]
 
 
-class MLATokenToKVPoolHost(PagedPoolHost):
+class MLATokenToKVPoolHost(HostKVCache):
     """Mirrors an `MLATokenToKVPool`: a page is its latent rows.
 
     In `page_first_kv_split` it is their latent vectors, then the rotated parts, each in a buffer of
@@ -62,7 +56,7 @@ class MLATokenToKVPoolHost(PagedPoolHost):
     def _splits_rows(self) -> bool:
         return self.layout == HostLayout.PAGE_FIRST_KV_SPLIT
 
-    def _device_parts(self, device_pool: PagedDevicePool) -> tuple[tuple[torch.Tensor, ...], ...]:
+    def _device_parts(self, device_pool: BaseDevicePool) -> tuple[tuple[torch.Tensor, ...], ...]:
         if not self._splits_rows:
             return super()._device_parts(device_pool)
         assert isinstance(device_pool, MLATokenToKVPool)
@@ -71,13 +65,13 @@ class MLATokenToKVPoolHost(PagedPoolHost):
         return latent, rope
 
 
-class NSAIndexerPoolHost(PagedPoolHost):
+class NSAIndexerPoolHost(HostKVCache):
     """Mirrors an `NSAIndexerPool`: a page is its indexer keys, one part in every layout. Slots are
     the primary pool's."""
 
     def __init__(
         self,
-        device_pool: PagedDevicePool,
+        device_pool: BaseDevicePool,
         anchor_host: HostPageList,
         layout: str,
         pin_memory: bool = True,
@@ -88,8 +82,7 @@ class NSAIndexerPoolHost(PagedPoolHost):
         indexer-key pool of an `NSATokenToKVPool`.
 
         Raises:
-            ValueError: The pages of the two device pools are not equally long, or as
-                `PagedPoolHost`.
+            ValueError: The pages of the two pools are not equally long, or as `HostKVCache`.
         """
         if isinstance(device_pool, NSATokenToKVPool):
             device_pool = device_pool.index_pool
@@ -110,18 +103,68 @@ class NSAIndexerPoolHost(PagedPoolHost):
             page_num=anchor_host.page_num,
         )
 
-    @classmethod
-    def make(
-        cls,
-        device_pool: PagedDevicePool,
-        *,
-        page_num: int,
-        layout: str,
-        allocator_type: str = "default",
-    ) -> Self:
-        pages = HostPageList(page_num, device_pool.page_size)
-        return cls(device_pool, pages, layout, allocator_type=allocator_type)
-
 
 DSAIndexerPoolHost = NSAIndexerPoolHost
 """The same class by the later name of the attention, DSA."""
+
+
+class StatePoolHost(HostKVCache):
+    """Mirrors a `StatePool`, buffer by buffer.
+
+    `layer_first` is `[layer, state, ...]`; `page_first` and `page_first_direct`, which differ in
+    the order of tokens alone, are `[state, layer, ...]`. Arguments are those of `HostKVCache`; the
+    page size is 1, and `page_first_kv_split` is refused: a state has no keys and values.
+    """
+
+    LAYOUTS: ClassVar[tuple[HostLayout, ...]] = (
+        HostLayout.LAYER_FIRST,
+        HostLayout.PAGE_FIRST,
+        HostLayout.PAGE_FIRST_DIRECT,
+    )
+
+    def __init__(
+        self,
+        device_pool: BaseDevicePool,
+        host_to_device_ratio: float,
+        host_size: float,
+        pin_memory: bool = True,
+        device: str = "cpu",
+        allocator_type: str = "default",
+        layout: str = "layer_first",
+        *,
+        page_num: int | None = None,
+    ) -> None:
+        super().__init__(
+            device_pool,
+            host_to_device_ratio,
+            host_size,
+            1,
+            layout,
+            pin_memory,
+            device,
+            allocator_type,
+            page_num=page_num,
+        )
+
+    def _part_shape(self, item: tuple[int, ...]) -> tuple[int, ...]:
+        outer = (self.page_num, self.layer_num)
+        return (*(outer if self.is_zero_copy else outer[::-1]), *item)
+
+    @property
+    def page_format(self) -> str:
+        buffers = [
+            f"{one.name} {one.dtype} {(self._over_all_heads(one.shape[0]), *one.shape[1:])}"
+            for one in self.device_pool.spec.buffers
+        ]
+        return f"{super().page_format} {buffers}"
+
+    def get_dummy_flat_data_page(self) -> torch.Tensor:
+        """A zeroed flat state, uint8: its buffers have dtypes of their own."""
+        return torch.zeros(self.page_bytes, dtype=torch.uint8)
+
+    def _page_shape(self) -> tuple[int, ...]:
+        raise ValueError("a recurrent state has only its flat form")
+
+
+class MambaPoolHost(StatePoolHost):
+    """Mirrors a `MambaPool`: a buffer of `temporal`, and one of `conv`."""
