@@ -53,10 +53,8 @@ class HiRadixCache(RadixCache):
         administration: Changes of L3 at run time.
         cache_controller: Controller of copies.
         host_pool: The primary pool in L2.
-        store: The connection to L3.
         eviction: Eviction from L1.
         host_backup, host_load, storage_backup, storage_prefetch: The flows down and up.
-        metrics: Metrics of the tiers.
     """
 
     def __init__(self, params: CacheInitParams, server_args: HiCacheArgs) -> None:

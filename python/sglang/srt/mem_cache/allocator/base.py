@@ -36,8 +36,6 @@ class BaseTokenToKVPoolAllocator(ABC):
         Args:
             size: Token slots to hand out; whole pages.
             page_size: Tokens per page.
-            dtype: Dtype of the pool.
-            device: Device of the indices.
             kvcache: The pool whose slots these are; None in tests of the free list alone.
             need_sort: Whether to sort returned pages before they are handed out again.
 

@@ -43,7 +43,6 @@ class BaseDevicePool:
         page_size: Slots of a page: tokens, or 1 if a slot holds the state of a whole prefix.
         dtype: Dtype of the values as they are read.
         store_dtype: Dtype of the buffers.
-        device: Device of the buffers.
         layer_transfer_counter: Orders readers after loads; None: there are no loads.
         parts: For each buffer of the spec its layers, each contiguous `[slots, *shape]`. A subclass
             makes them.
@@ -94,9 +93,6 @@ class BaseDevicePool:
         """Wait for the load of a layer; return the index of its buffers. On CUDA only work that is
         queued later may read them.
 
-        Args:
-            layer_id: The model's layer.
-
         Raises:
             KeyError: The layer has none of this state.
         """
@@ -107,9 +103,6 @@ class BaseDevicePool:
     def place_to_write(self, layer: HasLayerId | int) -> int:
         """Index of the layer's buffers, to store new tokens. Does not wait, since a load and a
         forward fill different slots.
-
-        Args:
-            layer: The attention layer, or its id.
 
         Raises:
             KeyError: The layer has none of this state.
@@ -148,7 +141,6 @@ class PagedDevicePool(BaseDevicePool):
             spec: Spec of the state, whose item is a token.
             size: Token slots besides the padding page.
             page_size: Tokens per page.
-            device: Device of the buffers.
 
         Raises:
             ValueError: A size is not positive, or `size` is not whole pages.
@@ -185,7 +177,6 @@ def held_layers(
     """Ids of the model layers that a pool holds.
 
     Args:
-        layer_num: Number of layers.
         start_layer: First layer, if they are consecutive; 0 by default.
         end_layer: Last layer; follows from `layer_num` by default.
         layers: All layers, if they are not consecutive.

@@ -43,8 +43,6 @@ class MambaSpec(StateSpec):
             temporal: Shape on one rank: value heads, elements of a key, elements of a value.
             conv: Shape on one rank: channels (all queries, all keys, all values), inputs before the
                 next token that the convolution reads.
-            ssm_dtype: Dtype of `temporal`.
-            conv_dtype: Dtype of `conv`.
             share: The model's heads that these are; None: all of them.
         """
         heads, key_dim, value_dim = temporal

@@ -282,7 +282,6 @@ class MHATokenToKVPool(KVCache):
             dtype: Dtype of keys and values as attention sees them.
             head_num: KV heads on this rank.
             head_dim: Elements of a key of one head.
-            layer_num: Layers held here.
             enable_memory_saver: Refused.
             v_head_dim: Elements of a value of one head; as `head_dim` by default.
             start_layer: See `held_layers`; so are `end_layer` and `layers`.
@@ -324,7 +323,6 @@ class MHATokenToKVPool(KVCache):
         """Store new tokens.
 
         Args:
-            layer: The attention layer, or its id.
             loc: int64 `[n]`: slots.
             cache_k: `[n, head_num, head_dim]`, any float dtype.
             cache_v: `[n, head_num, v_head_dim]`.

@@ -116,7 +116,6 @@ class MLATokenToKVPool(KVCache):
             dtype: Dtype of the rows; fp8 is refused.
             kv_lora_rank: Elements of the latent vector.
             qk_rope_head_dim: Elements of the rotated part of the key.
-            layer_num: Layers held here.
             enable_memory_saver: Refused.
             start_layer: See `held_layers`; so are `end_layer` and `layers`.
             use_dsa: Refused: the pool of such a model is a `DSATokenToKVPool`.
@@ -167,7 +166,6 @@ class MLATokenToKVPool(KVCache):
         """Store the rows of new tokens.
 
         Args:
-            layer: The attention layer, or its id.
             loc: int64 `[n]`: slots.
             cache_k: `[n, 1, kv_lora_rank + qk_rope_head_dim]`: whole rows, any float dtype.
             cache_v: The latent part of the rows. It is not read, since `cache_k` has it.
@@ -184,7 +182,6 @@ class MLATokenToKVPool(KVCache):
         """Store the rows of new tokens, given in two parts. Does not wait.
 
         Args:
-            layer: The attention layer, or its id.
             loc: int64 `[n]`: slots.
             cache_k_nope: `[n, kv_lora_rank]` or `[n, 1, kv_lora_rank]`: latent vectors.
             cache_k_rope: `[n, qk_rope_head_dim]` or `[n, 1, qk_rope_head_dim]`: rotated parts.
@@ -205,7 +202,6 @@ class MLATokenToKVPool(KVCache):
         """Copies of the rows of slots. Waits for a load that fills the layer.
 
         Args:
-            layer: The attention layer, or its id.
             loc: int64 `[n]`: slots.
             dst_dtype: Dtype of the copies; by default the pool's.
 

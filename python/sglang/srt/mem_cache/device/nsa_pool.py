@@ -78,7 +78,6 @@ class NSAIndexerPool(PagedDevicePool):
         """Store the keys of new tokens. Does not wait, since a load fills other slots.
 
         Args:
-            layer: The attention layer, or its id.
             loc: int64 `[n]`: slots.
             index_k: `[n, index_head_dim]`, any float dtype.
         """
@@ -203,7 +202,6 @@ class NSATokenToKVPool(MLATokenToKVPool):
         """A copy of the keys of a sequence, `[seq_len, index_head_dim]`.
 
         Args:
-            layer_id: The model's layer.
             seq_len: Tokens.
             page_indices: int `[n]`: its pages in order, as many as the tokens need or more.
         """

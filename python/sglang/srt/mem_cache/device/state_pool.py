@@ -39,7 +39,6 @@ class StatePool(BaseDevicePool):
         Args:
             spec: Spec of the state, whose item is a state.
             size: Slots besides padding.
-            device: Device of the buffers.
 
         Raises:
             ValueError: `size` is not positive, or an item of `spec` is not a state.

@@ -77,8 +77,6 @@ class _Stage:
         groups: The parts of a page, in one group or two.
         page_size: Tokens.
         layers: Layers of each page that a buffer holds.
-        device: Of the device pool.
-        engine: Moves the runs.
     """
 
     def __init__(

@@ -119,7 +119,6 @@ def copy_tokens(
         page_size: Tokens of a page.
         device_slots: int64 `[pages * page_size]` on the device, those of a page in its order.
         layers: Consecutive layers.
-        to_host: The direction.
         tuning: How much of the device to take.
     """
     count = len(device_slots)

@@ -74,7 +74,6 @@ def build_kv_host_stack(
     """Build host pools for all kinds of state of a model.
 
     Args:
-        pools: Pools of L1.
         ratio: Host slots per device slot of each pool, if `size_gb` is 0.
         size_gb: GB (10^9 bytes) of all host pools together, divided between them as device memory
             is; overrides the ratio.

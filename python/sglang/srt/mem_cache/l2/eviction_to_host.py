@@ -43,10 +43,7 @@ class EvictionToHost:
     """Evicts from L1. Slots with a host copy leave it; others are written back or dropped.
 
     Args:
-        tree: Tree of the nodes.
-        controller: Controller of copies.
         backup: Copies pages to the host; its write policy says whether eviction does.
-        metrics: Metrics of the tiers.
     """
 
     def __init__(

@@ -52,16 +52,12 @@ class HostBackup:
       already.
 
     Args:
-        tree: Tree of the nodes.
-        controller: Controller of copies.
         write_policy: One of `WRITE_POLICIES`.
-        metrics: Metrics of the tiers.
         on_landed: Called with nodes, parents first, whose pages have reached the host.
 
     Attributes:
         write_policy: As given; an operator may change it.
         writing: The copies under way, by operation. Read only.
-        on_landed: As given.
     """
 
     def __init__(
@@ -205,10 +201,7 @@ class HostLoad:
     of the prefix are loaded with the pages, or alone if they are on the device.
 
     Args:
-        tree: Tree of the nodes.
-        controller: Controller of copies.
         evict_from: Frees slots of a pool in L1: at least so many if possible, and returns how many.
-        metrics: Metrics of the tiers.
 
     Attributes:
         loading: The loads under way, by operation. Read only.

@@ -89,13 +89,11 @@ class AttachedStore:
     Args:
         connect: Makes the client with its pools registered. Raises StorageUnavailable. Called again
             after failures where there is no client yet.
-        backend: Name of the backend.
         config: Extra config that the backend was given.
         settings: The engine's own part of it.
         page_size: Tokens.
         page_bytes: Bytes of a page in all host pools.
         pages_per_read: Most pages of one get, which a hanging call keeps in the host pools.
-        metrics: Metrics of the tiers.
         pools: How the pages of the model's pools map to objects.
 
     Attributes:

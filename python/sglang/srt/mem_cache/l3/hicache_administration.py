@@ -57,7 +57,6 @@ class StorageAdministration:
     while a change is under way.
 
     Args:
-        store: The connection to L3.
         backup: Copies to L2, whose policy changes with L3.
         is_busy: Tells what is under way in the cache, by kind.
         ranks: All ranks; either all make a change or none.

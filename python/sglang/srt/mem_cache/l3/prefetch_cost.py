@@ -95,7 +95,6 @@ class PrefetchCostModel:
     """Decides for one tree which reads begin and which are cancelled. Scheduler thread only.
 
     Args:
-        table: The reads under way.
         page_size: Tokens.
 
     Attributes:
@@ -171,7 +170,6 @@ class PrefetchCostModel:
         """How much of an awaited read is left.
 
         Args:
-            read: The read.
             waiting: Tokens of each request's prompt that no tier had when it arrived.
         """
         # Until the store answers, it is taken to have all pages.

@@ -57,8 +57,6 @@ class StorageBackup:
 
     Args:
         tree: Tree of the nodes, which are pinned in L2 while they are written.
-        store: The connection to L3.
-        metrics: Metrics of the tiers.
 
     Attributes:
         under_way: The writes in flight, in their order. Read only.

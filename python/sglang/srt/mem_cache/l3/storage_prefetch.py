@@ -77,8 +77,6 @@ class StoragePrefetch:
 
     Args:
         tree: The tree in which read pages are published; they are read to pages of its host tier.
-        store: The connection to L3.
-        metrics: Metrics of the tiers.
 
     Attributes:
         table: The reads in flight.
@@ -121,7 +119,6 @@ class StoragePrefetch:
         them; return None, or the reason why no read was started. A read begins at the next tick.
 
         Args:
-            req_id: The request whose prompt it is.
             node: Last node that the request matched on arrival.
             new: The tokens after that node; whole pages.
             last_hash: Hash of the node's last page, if the caller knows it.

@@ -74,9 +74,7 @@ class StoreConnection:
         page_size: Tokens of a page.
         ranks: All ranks, which share the store.
         weights_identity: Digest of weights and configuration, for the namespace.
-        model_name: Name of the model, for backends.
         prefetch_policy: Name of the first prefetch policy.
-        metrics: Metrics of the tiers.
 
     Attributes:
         attached: Client and threads of the attached store; None: none is attached.

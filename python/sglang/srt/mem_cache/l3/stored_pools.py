@@ -152,7 +152,6 @@ def combined_outcomes(
     outcome of the first part that has not.
 
     Args:
-        keys: Keys of the pages.
         transfers: Transfers that the store was asked for, the primary pool's first. Other parts
             count as landed.
         outcomes: For each transfer, one for each key.

@@ -22,7 +22,6 @@ def as_storage_pool(pool: PlainHostPool, known: StoragePool | None = None) -> St
     """`pool`, or a `PlainPool` of it if it lacks a part of `StoragePool`.
 
     Args:
-        pool: A host pool.
         known: Result of an earlier call for the registered pool, which is returned again for the
             same pool.
 

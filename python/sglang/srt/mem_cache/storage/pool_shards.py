@@ -48,9 +48,7 @@ class PoolShards:
         """The objects of a pool whose heads are split over `ranks`.
 
         Args:
-            pool: Name of the pool.
             share: The heads that this rank has.
-            ranks: The ranks of the server.
             tp_lcm_size: An object holds the heads that one of this many ranks would have; None:
                 those of this rank.
 
@@ -103,7 +101,6 @@ def check_tp_lcm_size(tp_lcm_size: int, pool: str, total_heads: int, tp_size: in
 
     Args:
         tp_lcm_size: A common multiple of the sizes of all servers that share the store.
-        pool: Name of the pool.
         total_heads: Heads of the model in this pool.
         tp_size: Ranks over which this server splits heads.
     """

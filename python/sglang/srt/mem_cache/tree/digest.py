@@ -147,7 +147,6 @@ def check_digest(root: TreeNode, nodes: Iterable[TreeNode]) -> None:
     right.
 
     Args:
-        root: Root of the tree.
         nodes: All other nodes, parents before children.
     """
     anew = TreeDigest()

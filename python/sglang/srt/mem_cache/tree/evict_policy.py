@@ -151,7 +151,6 @@ class EvictionHeap:
     never reach the top.
 
     Args:
-        strategy: The order of eviction.
         is_candidate: True if a node may be evicted; called again when its entry reaches the top.
     """
 

@@ -21,7 +21,6 @@ class OwnershipAudit:
     """Counts the owners of each page of one pool.
 
     Args:
-        tier: Name for the messages.
         size: Capacity in tokens, without a padding page.
         page_size: Tokens of a page.
         first_page: Number of padding pages before the first page that may be owned.

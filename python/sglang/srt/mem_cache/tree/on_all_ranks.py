@@ -27,7 +27,6 @@ def on_all_ranks(
     With one rank this is `work()`, with its exceptions.
 
     Args:
-        ranks: All ranks.
         work: Step of this rank; may raise any `Exception`.
         discard: Undoes the result of `work` on this rank if it failed on another.
 

@@ -50,16 +50,12 @@ class PoolTier(ABC):
 
     Args:
         tree: Tree of the nodes, which keeps this tier up to date.
-        name: Name for messages.
-        pool: Pool of the slots.
         slots_of: The pool's slots of a node, of which each stands for a whole prefix and leaves by
             its own time of use; None: the node itself, whose pages leave after those of its
             children.
         free: Gives int64 slots back to the pool; None: `pool.free`.
 
     Attributes:
-        name: As given.
-        pool: As given.
         heap: The nodes that may lose their slots, the first to lose them on top.
         dependents: Tiers of pools whose slots leave with these.
         evicted: Counts the slots that leave; None: nothing does.

@@ -33,7 +33,6 @@ class PrefixTree:
     """Nodes, who locks them, and the slots that they have on each tier. Counts are tokens.
 
     Args:
-        allocator: Allocator of the pages on the device.
         page_size: Tokens of a page.
         eviction_policy: Name of the order in which nodes leave a tier.
         components: Kinds of state that nodes have beside pages.

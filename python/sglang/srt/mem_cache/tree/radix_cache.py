@@ -47,7 +47,6 @@ class RadixCache(BasePrefixCache):
     With `params.disable` no pages are kept across requests: no match, no insert.
 
     Args:
-        params: Arguments that all prefix caches have.
         tree: An empty tree; None: a new one.
         evict_from: Frees slots of a pool in L1: at least so many if possible, and returns how many.
     """

@@ -47,14 +47,11 @@ class StateComponent:
     Slots in the tree are int64 `[1]` on the CPU, so that freeing one does not wait for the device.
 
     Args:
-        pool: Pool of the states.
         alignment: Snapshots are taken at multiples of so many tokens.
         metrics: Metrics of states in all tiers.
 
     Attributes:
-        pool: As given.
         alignment: As given: prefixes that can be used are multiples of it.
-        metrics: As given.
         weights: Weights of the slots in the digest of the tree.
         device: The slots on the device (L1), once the component is bound.
         host: The slots on the host (L2), if there is one.
@@ -116,7 +113,6 @@ class StateComponent:
 
         Args:
             path: All nodes of the key in the tree; the match may use only a front of them.
-            params: Parameters of the match.
         """
         end = match.best_match_node
         if params.cow_mamba:
@@ -140,7 +136,6 @@ class StateComponent:
         for it.
 
         Args:
-            node: Node with the state.
             slot: int64 `[1]` on the device: target of the copy, which the tree does not own.
         """
         value = self.of(node).value

@@ -155,7 +155,6 @@ def agree(
 
     Args:
         progress: Observations of this rank. `digest` is filled in here.
-        group: The ranks.
         state: State of this rank at the time of the observations.
         reduce_min: Element-wise MIN over these ranks.
 

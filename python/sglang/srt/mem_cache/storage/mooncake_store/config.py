@@ -232,7 +232,6 @@ def settle_protocol(config: MooncakeStoreConfig, device: str) -> tuple[str, str]
     process; see `mooncake_protocol`.
 
     Args:
-        config: Settings of the store.
         device: Device of this process, as given to `mark_device_set`.
 
     Raises:

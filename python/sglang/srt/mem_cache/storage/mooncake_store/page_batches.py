@@ -153,7 +153,6 @@ class PoolRows:
         """Check the pages that have landed, and copy staged ones to their slots.
 
         Args:
-            batch: A batch that was got.
             outcomes: One for each page. A page becomes DAMAGED if its bytes or its key do not match
                 its trailer.
         """
