@@ -30,7 +30,7 @@ from sglang.srt.mem_cache.l3 import (
     storage_reads,
     storage_writes,
 )
-from sglang.srt.mem_cache.tree.base_prefix_cache import BasePrefixCache
+from sglang.srt.mem_cache.tree.radix_cache import RadixCache
 
 _EVICTION: Final = ("lru", "lfu", "fifo", "priority", "slru")
 _LAYOUTS: Final = (AUTO, *(layout.value for layout in HostLayout))
@@ -185,7 +185,7 @@ class Setup:
             }
         return args
 
-    def slow_down(self, tree: BasePrefixCache, rng: random.Random) -> None:
+    def slow_down(self, tree: RadixCache, rng: random.Random) -> None:
         """Delay some copies of `tree`, if it makes any, as drawn from `rng`."""
         if isinstance(tree, HiRadixCache) and self.slow_copies:
             _slow_down_copies(tree, rng, self.slow_copies)

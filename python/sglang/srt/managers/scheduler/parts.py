@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from sglang.srt.constrained.grammar import GrammarBackend
     from sglang.srt.managers.detokenizer.detokenizer_manager import DecoderFactory
     from sglang.srt.managers.scheduler.launched_step import ModelWorker
-    from sglang.srt.mem_cache.tree.base_prefix_cache import BasePrefixCache
+    from sglang.srt.mem_cache.tree.radix_cache import RadixCache
     from sglang.srt.model_loader.weight_seed import WeightSeed
     from sglang.srt.observability.engine_metrics import SchedulerMetrics
     from sglang.srt.server_args import ServerArgs
@@ -46,7 +46,7 @@ class SchedulerResources:
     pools."""
 
     worker: ModelWorker
-    tree: BasePrefixCache
+    tree: RadixCache
     metrics: SchedulerMetrics
     group: RankGroup = field(default_factory=SingleRank)
     """The ranks; the tree has the same group."""

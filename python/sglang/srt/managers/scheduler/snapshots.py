@@ -22,11 +22,8 @@ import torch
 
 from sglang.srt.hardware_backend.device_runtime import on_device
 from sglang.srt.managers.scheduler.policy import states_to_load
-from sglang.srt.mem_cache.tree.base_prefix_cache import (
-    BasePrefixCache,
-    EvictParams,
-    StatefulRequest,
-)
+from sglang.srt.mem_cache.tree.base_prefix_cache import EvictParams, StatefulRequest
+from sglang.srt.mem_cache.tree.radix_cache import RadixCache
 
 if TYPE_CHECKING:
     from sglang.srt.managers.scheduler.requests.req import Req, RequestSlots
@@ -66,7 +63,7 @@ class Snapshots:
         ValueError: The interval is no multiple of the distance between possible snapshots.
     """
 
-    def __init__(self, tree: BasePrefixCache, pool: StatePool | None, interval: int) -> None:
+    def __init__(self, tree: RadixCache, pool: StatePool | None, interval: int) -> None:
         self._tree = tree
         self._alignment = tree.mamba_snapshot_alignment
         self._pool = None if self._alignment is None else pool

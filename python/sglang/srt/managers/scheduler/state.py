@@ -22,7 +22,8 @@ from sglang.srt.managers.scheduler.policy import (
 )
 from sglang.srt.managers.scheduler.requests.req import NO_SLOTS
 from sglang.srt.managers.scheduler.requests.request_queues import RequestQueues
-from sglang.srt.mem_cache.tree.base_prefix_cache import BasePrefixCache, EvictParams, Workload
+from sglang.srt.mem_cache.tree.base_prefix_cache import EvictParams, Workload
+from sglang.srt.mem_cache.tree.radix_cache import RadixCache
 
 if TYPE_CHECKING:
     from sglang.srt.managers.scheduler.batch import DecodeBatch
@@ -51,7 +52,7 @@ class SchedulerCounters:
 class SchedulerState:
     """State that the parts of a scheduler share. Only `queues` has the states of requests."""
 
-    tree: BasePrefixCache
+    tree: RadixCache
     pools: BatchPools
     limits: BatchLimits
     policy: SchedulePolicy

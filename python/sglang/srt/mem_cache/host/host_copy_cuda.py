@@ -23,14 +23,16 @@ from sglang.srt.constants import KIB
 from sglang.srt.hardware_backend.device_runtime import device_runtime
 from sglang.srt.mem_cache.host.copy_engine import CopyEngine
 from sglang.srt.mem_cache.host.copy_runs import (
+    PartRows,
+    TokenCopyTuning,
     grids_from_pool,
     have_grids,
     is_token_major,
     pages_are_runs,
+    part_rows,
     runs_from_pool,
 )
 from sglang.srt.mem_cache.host.host_layout import IoBackend, suits_copy_engines
-from sglang.srt.mem_cache.host.host_rows import PartRows, TokenCopyTuning, part_rows
 from sglang.srt.mem_cache.host.page_copier import PageCopier, PageLoad, PoolPair
 from sglang.srt.mem_cache.host.staged_copy import StagedBackup, StagedLoad, StagedLoadTuning
 

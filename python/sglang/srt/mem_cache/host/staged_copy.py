@@ -22,8 +22,14 @@ import torch
 from sglang.srt.constants import KIB, MIB
 from sglang.srt.hardware_backend.device_runtime import DeviceRuntime, Event, device_runtime
 from sglang.srt.mem_cache.host.copy_engine import CopyEngine
-from sglang.srt.mem_cache.host.copy_runs import BufferRuns, PageRuns, is_token_major, join_runs
-from sglang.srt.mem_cache.host.host_rows import PartRows, TokenCopyTuning
+from sglang.srt.mem_cache.host.copy_runs import (
+    BufferRuns,
+    PageRuns,
+    PartRows,
+    TokenCopyTuning,
+    is_token_major,
+    join_runs,
+)
 
 _BUFFER_SHARE: Final = 1 / 1024
 """Share of the device's memory that one of four buffers takes. Pieces are long, since each costs

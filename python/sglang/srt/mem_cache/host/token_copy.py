@@ -19,7 +19,7 @@ import torch
 import triton
 import triton.language as tl
 
-from sglang.srt.mem_cache.host.host_rows import HostRows, TokenCopyTuning
+from sglang.srt.mem_cache.host.copy_runs import HostRows, TokenCopyTuning
 
 _ELEMENT_TYPES: Final = {8: tl.int64, 4: tl.int32, 2: tl.int16, 1: tl.int8}
 

@@ -29,11 +29,10 @@ from sglang.srt.mem_cache.l3.attached_store import AttachedStore
 from sglang.srt.mem_cache.l3.prefetch_table import PrefetchPolicy
 from sglang.srt.mem_cache.l3.storage_reads import pages_per_read
 from sglang.srt.mem_cache.l3.storage_settings import OnUnreachable, StorageSettings
-from sglang.srt.mem_cache.l3.stored_pools import StoredPools
+from sglang.srt.mem_cache.l3.stored_pools import PoolShards, StoredPools
 from sglang.srt.mem_cache.storage.backend_factory import StorageBackendFactory
 from sglang.srt.mem_cache.storage.base import HiCacheStorage
 from sglang.srt.mem_cache.storage.mooncake_store.config import MooncakeStoreConfig
-from sglang.srt.mem_cache.storage.pool_shards import PoolShards
 from sglang.srt.mem_cache.storage.types import (
     CacheNamespace,
     HiCacheStorageConfig,

@@ -1,4 +1,4 @@
-"""Interfaces of prefix caches to the scheduler, and of requests to a cache.
+"""Parameters and results of a prefix cache's calls, and the parts of requests that it uses.
 
 The trees never import the scheduler's `Req`: they touch it through `CacheableRequest`, and the
 type checker proves that `RequestSlots` fits. Counts are tokens; indices are token slots of a pool.
@@ -7,18 +7,15 @@ type checker proves that `RequestSlots` fits. Counts are tokens; indices are tok
 from __future__ import annotations
 
 import dataclasses
-from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from sglang.srt.mem_cache.tree.digest import ReplicatedState
-    from sglang.srt.mem_cache.tree.kv_events import KVCacheEvent
     from sglang.srt.mem_cache.tree.radix_key import PageHash, RadixKey, TokenArray
-    from sglang.srt.mem_cache.tree.state_metrics import StateMetrics
     from sglang.srt.mem_cache.tree.tree_node import TreeNode
 
 
@@ -185,124 +182,11 @@ class Workload(NamedTuple):
     """Tokens of each waiting prompt that neither L1 nor L2 had on its arrival, by request."""
 
 
-class BasePrefixCache(ABC):
-    """A prefix cache as the scheduler sees it.
+class BasePrefixCache:
+    """What the scheduler asks of the tiers below L1, as a cache of one tier answers it.
 
-    All methods run on the scheduler thread. The defaults below are those of a cache of one tier.
+    All methods run on the scheduler thread. `RadixCache` has the others.
     """
-
-    page_size: int
-    disable: bool
-    """True if the cache keeps no pages across requests."""
-    state_metrics: StateMetrics | None = None
-    """Metrics of recurrent states; None: the model has none."""
-
-    @abstractmethod
-    def reset(self) -> None:
-        """Forget all nodes. The caller clears the allocator."""
-
-    @abstractmethod
-    def match_prefix(self, params: MatchPrefixParams) -> MatchResult:
-        """The longest cached prefix of `params.key`, in whole pages. The one match function:
-        scheduling, prefetch and load-back all use it.
-
-        If the match is the whole key, the scheduler computes the key's last token again and stores
-        nothing. A cache of state that this would corrupt, such as a recurrent state, leaves the
-        last page out of the match.
-        """
-
-    @abstractmethod
-    def cache_finished_req(self, req: CacheableRequest, is_insert: bool = True) -> None:
-        """Take over the whole pages that `req` computed, free the rest of its slots, unlock."""
-
-    @abstractmethod
-    def cache_unfinished_req(self, req: CacheableRequest, chunked: bool = False) -> None:
-        """Take over the pages that `req` has computed so far; the request goes on. Updates its row
-        of the `ReqToTokenPool`, `prefix_indices`, `last_node` and `cache_protected_len`.
-
-        Args:
-            chunked: True if more of its prompt follows. A tree that counts uses then counts none;
-                `RadixCache` counts a request's use when it ends.
-        """
-
-    @abstractmethod
-    def evict(self, params: EvictParams) -> EvictResult:
-        """Free at least `num_tokens` device slots if there are enough unlocked pages, and
-        `mamba_num` states. Pages that are useless without an evicted state are evicted too."""
-
-    @abstractmethod
-    def inc_lock_ref(self, node: TreeNode) -> IncLockRefResult:
-        """Keep `node` and its ancestors on the device until the matching `dec_lock_ref`."""
-
-    @abstractmethod
-    def dec_lock_ref(self, node: TreeNode, params: Any = None) -> DecLockRefResult:
-        """Undo one `inc_lock_ref`."""
-
-    @abstractmethod
-    def evictable_size(self) -> int:
-        """Device tokens in the tree that no lock protects."""
-
-    @abstractmethod
-    def protected_size(self) -> int:
-        """Device tokens in the tree under a lock."""
-
-    @abstractmethod
-    def total_size(self) -> int:
-        """Device tokens in the tree."""
-
-    @abstractmethod
-    def check_integrity(
-        self,
-        request_slots: Iterable[torch.Tensor] = (),
-        request_states: Iterable[torch.Tensor] = (),
-    ) -> None:
-        """Assert every invariant of nodes, locks and page ownership.
-
-        Args:
-            request_slots: For each request that holds slots, the int64 slots that it owns itself
-                (those after its `cache_protected_len`).
-            request_states: For each request the int64 slots of the states that it owns.
-
-        Raises:
-            AssertionError: Names the page and the tier without an owner, or with two.
-        """
-
-    def take_events(self) -> list[KVCacheEvent]:
-        """Pages that came to L1 and left it since the last call, in order; empty unless
-        `enable_kv_cache_events` is set. Hashes are those of pages, made smaller by
-        `hash_str_to_int64`; equal tokens under different extra keys have different hashes."""
-        return []
-
-    def supports_mamba(self) -> bool:
-        """True if the cache keeps recurrent states."""
-        return False
-
-    @property
-    def mamba_snapshot_alignment(self) -> int | None:
-        """Snapshots are taken at multiples of so many tokens; None: the cache keeps no
-        recurrent states."""
-        return None
-
-    def pin_state(self, node: TreeNode) -> int:
-        """Keep the recurrent state at the end of `node`, whose pages are locked, on the device.
-
-        Returns:
-            Slot of the state, which may still be being loaded; 0: there is no state, and none is
-            pinned.
-        """
-        return 0
-
-    def unpin_state(self, node: TreeNode) -> None:
-        """Undo one `pin_state` that returned a slot."""
-
-    def mamba_evictable_size(self) -> int:
-        """States on the device that can be evicted."""
-        return 0
-
-    def mamba_slots(self) -> dict[str, int]:
-        """Number of slots of recurrent states on the device: all, free, evictable and used ones;
-        empty if the model has none."""
-        return {}
 
     def init_load_back(self, params: InitLoadBackParams) -> tuple[torch.Tensor, TreeNode]:
         """Reserve device slots for the host part of a match and queue its copy.
@@ -368,18 +252,6 @@ class BasePrefixCache(ABC):
         """Set the queues that are compared between the ranks, together with the cache's own
         state."""
 
-    def note_waiting(self, rid: str, arrival_number: int, node: TreeNode) -> None:
-        """Record that request `rid` waits and will use the prefix that ends with `node`. Pages that
-        waiting requests will use are evicted last. Requests are expected to be served in the order
-        of their numbers."""
-
-    def note_scheduled(self, rid: str) -> None:
-        """Record that request `rid` has locked its prefix: it waits no more, and no pages are read
-        for it."""
-
-    def release_aborted_request(self, rid: str) -> None:
-        """Forget a waiting request that will not run, and its prefetch."""
-
     @property
     def storage_backend_name(self) -> str | None:
         """Class name of the L3 backend, as `cached_tokens_details` shows it; None without one."""
@@ -393,15 +265,6 @@ class BasePrefixCache(ABC):
         """Backend of L3, its configuration without secrets, and the policies; empty without an
         L3."""
         return {}
-
-    def count_lookup(
-        self, prompt_tokens: int, *, device: int, host: int, storage: int, cut: int = 0
-    ) -> None:
-        """Count a looked-up prompt for the metrics: the tokens that each tier had and no tier above
-        it, and the tokens that lacked only a recurrent state (`cut`)."""
-
-    def read_metrics(self) -> None:
-        """Update the gauges, before the metrics are read."""
 
     def is_busy(self) -> dict[str, int]:
         """Operations in flight by kind; empty when idle."""

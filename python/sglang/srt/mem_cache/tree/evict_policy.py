@@ -1,4 +1,4 @@
-"""Eviction order: strategies, and the heap that uses them.
+"""Eviction order: strategies, the heap that uses them, and marks of nodes that are evicted last.
 
 A strategy maps a node to a priority; the node with the smallest is evicted first. Recency is the
 tree's own counter, never a clock, and ties are broken by node id, so that every rank evicts the
@@ -7,6 +7,7 @@ same nodes.
 
 from __future__ import annotations
 
+import bisect
 import heapq
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable
@@ -42,7 +43,7 @@ class EvictionStrategy(ABC):
 
     def eviction_order(self, node: TreeNode) -> EvictionOrder:
         """`get_priority`, except that nodes which waiting requests will use are evicted after all
-        others, the one needed last first. See `look_ahead.py`."""
+        others, the one needed last first. See `LookAhead`."""
         if node.wanted_by:
             return 1, (-node.wanted_by[0],)
         return 0, self.get_priority(node)
@@ -228,3 +229,77 @@ class EvictionHeap:
         assert len(self._heap) <= _STALE_FACTOR * len(self._members) + _STALE_SLACK, (
             f"{len(self._heap)} entries for {len(self._members)} candidates"
         )
+
+
+class LookAhead:
+    """Marks of the nodes of one tree that waiting requests will use. Scheduler thread only.
+
+    A request is matched when it arrives, and the nodes of its prefix are marked until it is
+    scheduled or aborted; nodes that are read from L3 meanwhile are marked too. Marked nodes are
+    evicted after all others, the one needed last first. Without waiting requests the order of
+    eviction is the usual one.
+
+    Source: Gao et al., "Cost-Efficient Large Language Model Serving for Multi-turn Conversations
+    with CachedAttention", USENIX ATC'24: scheduler-aware eviction, here on a radix tree.
+
+    `TreeNode.wanted_by` holds the arrival numbers of the requests whose prefix ends there or below,
+    in ascending order. A split copies them; if a node is deleted, its marks end at its parent.
+    """
+
+    def __init__(self) -> None:
+        self._arrivals: dict[str, int] = {}
+        self._ends: dict[int, TreeNode] = {}
+        """The deepest node of each prefix that is still in the tree, by arrival number."""
+
+    def add(self, rid: str, arrival: int, node: TreeNode) -> None:
+        """Note that request `rid` waits, and will use `node` and its ancestors."""
+        self.remove(rid)
+        self._arrivals[rid] = arrival
+        self._ends[arrival] = node
+        for at in node.path_up():
+            bisect.insort(at.wanted_by, arrival)
+
+    def extend(self, rid: str, node: TreeNode) -> None:
+        """Request `rid`, if it waits, will use its prompt at least up to `node`."""
+        arrival = self._arrivals.get(rid)
+        if arrival is None:
+            return
+        for at in node.path_up():
+            place = bisect.bisect_left(at.wanted_by, arrival)
+            if at.wanted_by[place : place + 1] == [arrival]:
+                break  # So are all nodes above.
+            at.wanted_by.insert(place, arrival)
+            if at is node:
+                self._ends[arrival] = node
+
+    def remove(self, rid: str) -> list[TreeNode]:
+        """Drop the marks of request `rid`; return the nodes that had them. Unknown ids are
+        ignored."""
+        arrival = self._arrivals.pop(rid, None)
+        if arrival is None:
+            return []
+        path = self._ends.pop(arrival).path_up()
+        for at in path:
+            del at.wanted_by[bisect.bisect_left(at.wanted_by, arrival)]
+        return path
+
+    def on_delete(self, node: TreeNode) -> None:
+        """`node`, a leaf, is about to leave the tree."""
+        assert node.parent is not None
+        for arrival in node.wanted_by:
+            self._ends[arrival] = node.parent
+
+    def clear(self) -> None:
+        """Drop all marks: the tree is new."""
+        self._arrivals.clear()
+        self._ends.clear()
+
+    def check(self, nodes: Iterable[TreeNode]) -> None:
+        """Assert that every mark belongs to a waiting request, and that none is missing."""
+        wanted: dict[int, list[int]] = {}
+        for arrival, end in sorted(self._ends.items()):
+            for at in end.path_up():
+                wanted.setdefault(at.id, []).append(arrival)
+        for node in nodes:
+            expected = wanted.get(node.id, [])
+            assert node.wanted_by == expected, f"{node} is wanted by {node.wanted_by}: {expected}"

@@ -17,8 +17,8 @@ from weakref import WeakKeyDictionary
 import torch
 
 from sglang.srt.mem_cache.tree.digest import check_digest
+from sglang.srt.mem_cache.tree.evict_policy import LookAhead
 from sglang.srt.mem_cache.tree.integrity import check_nodes
-from sglang.srt.mem_cache.tree.look_ahead import LookAhead
 from sglang.srt.mem_cache.tree.pool_tier import DeviceTier, HostTier, PoolTier, SlotPool
 from sglang.srt.mem_cache.tree.radix_key import RadixKey
 from sglang.srt.mem_cache.tree.tree_node import ROOT_ID, TreeNode

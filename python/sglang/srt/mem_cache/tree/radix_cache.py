@@ -26,12 +26,12 @@ from sglang.srt.mem_cache.tree.base_prefix_cache import (
     MatchResult,
     not_supported,
 )
+from sglang.srt.mem_cache.tree.hicache_metrics import StateMetrics
 from sglang.srt.mem_cache.tree.kv_events import KVEventLog
 from sglang.srt.mem_cache.tree.pool_tier import DeviceTier, PoolTier
 from sglang.srt.mem_cache.tree.prefix_tree import PrefixTree
 from sglang.srt.mem_cache.tree.radix_key import RadixKey
 from sglang.srt.mem_cache.tree.state_component import StateComponent
-from sglang.srt.mem_cache.tree.state_metrics import StateMetrics
 from sglang.srt.mem_cache.tree.tree_node import TreeNode
 
 if TYPE_CHECKING:
@@ -49,6 +49,10 @@ class RadixCache(BasePrefixCache):
     Args:
         tree: An empty tree; None: a new one.
         evict_from: Frees slots of a pool in L1: at least so many if possible, and returns how many.
+
+    Attributes:
+        disable: True if the cache keeps no pages across requests.
+        state_metrics: Metrics of recurrent states; None: the model has none.
     """
 
     def __init__(
@@ -72,14 +76,25 @@ class RadixCache(BasePrefixCache):
         return self.tree.root
 
     def reset(self) -> None:
+        """Forget all nodes. The caller clears the allocator."""
         self.tree.reset()
 
     def take_events(self) -> list[KVCacheEvent]:
+        """Pages that came to L1 and left it since the last call, in order; empty unless
+        `enable_kv_cache_events` is set. Hashes are those of pages, made smaller by
+        `hash_str_to_int64`; equal tokens under different extra keys have different hashes."""
         return [] if self.tree.device.events is None else self.tree.device.events.take()
 
     # ---- matching and inserting ------------------------------------------------------------
 
     def match_prefix(self, params: MatchPrefixParams) -> MatchResult:
+        """The longest cached prefix of `params.key`, in whole pages. The one match function:
+        scheduling, prefetch and load-back all use it.
+
+        If the match is the whole key, the scheduler computes the key's last token again and stores
+        nothing. A cache of state that this would corrupt, such as a recurrent state, leaves the
+        last page out of the match.
+        """
         components = self.tree.components
         if params.cow_mamba and not components:
             raise not_supported(params, "cow_mamba")
@@ -136,6 +151,7 @@ class RadixCache(BasePrefixCache):
     # ---- requests --------------------------------------------------------------------------
 
     def cache_finished_req(self, req: CacheableRequest, is_insert: bool = True) -> None:
+        """Take over the whole pages that `req` computed, free the rest of its slots, unlock."""
         kept = req.cache_protected_len
         if is_insert and not self.disable:
             whole = self._insertable(req)
@@ -158,6 +174,12 @@ class RadixCache(BasePrefixCache):
         req.cache_protected_len = 0
 
     def cache_unfinished_req(self, req: CacheableRequest, chunked: bool = False) -> None:
+        """Take over the pages that `req` has computed so far; the request goes on. Updates its row
+        of the `ReqToTokenPool`, `prefix_indices`, `last_node` and `cache_protected_len`.
+
+        Args:
+            chunked: True if more of its prompt follows. A request's use counts when it ends.
+        """
         if self.disable:
             req.prefix_indices = self._slots_of(req, 0)
             return
@@ -213,23 +235,33 @@ class RadixCache(BasePrefixCache):
     # ---- requests that wait ----------------------------------------------------------------
 
     def note_waiting(self, rid: str, arrival_number: int, node: TreeNode) -> None:
+        """Record that request `rid` waits and will use the prefix that ends with `node`. Pages that
+        waiting requests will use are evicted last. Requests are expected to be served in the order
+        of their numbers."""
         self.tree.look_ahead.add(rid, arrival_number, node)
 
     def note_scheduled(self, rid: str) -> None:
+        """Record that request `rid` has locked its prefix: it waits no more, and no pages are read
+        for it."""
         self.tree.refresh(self.tree.look_ahead.remove(rid))
 
     def release_aborted_request(self, rid: str) -> None:
+        """Forget a waiting request that will not run, and its prefetch."""
         self.tree.refresh(self.tree.look_ahead.remove(rid))
 
     # ---- locks, eviction, sizes ------------------------------------------------------------
 
     def inc_lock_ref(self, node: TreeNode) -> IncLockRefResult:
+        """Keep `node` and its ancestors on the device until the matching `dec_lock_ref`."""
         return IncLockRefResult(delta=self.tree.lock(node))
 
     def dec_lock_ref(self, node: TreeNode, params: Any = None) -> DecLockRefResult:
+        """Undo one `inc_lock_ref`."""
         return DecLockRefResult(delta=self.tree.unlock(node))
 
     def evict(self, params: EvictParams) -> EvictResult:
+        """Free at least `num_tokens` device slots if there are enough unlocked pages, and
+        `mamba_num` states. Pages that are useless without an evicted state are evicted too."""
         if params.swa_num_tokens or (params.mamba_num and not self.tree.components):
             raise not_supported(params, "swa_num_tokens", "mamba_num")
         wanted = {component.device: params.mamba_num for component in self.tree.components}
@@ -244,13 +276,22 @@ class RadixCache(BasePrefixCache):
         return EvictResult(num_tokens_evicted=freed[-1], mamba_num_evicted=sum(freed[:-1]))
 
     def supports_mamba(self) -> bool:
+        """True if the cache keeps recurrent states."""
         return bool(self.tree.components)
 
     @property
     def mamba_snapshot_alignment(self) -> int | None:
+        """Snapshots are taken at multiples of so many tokens; None: the cache keeps no
+        recurrent states."""
         return next((component.alignment for component in self.tree.components), None)
 
     def pin_state(self, node: TreeNode) -> int:
+        """Keep the recurrent state at the end of `node`, whose pages are locked, on the device.
+
+        Returns:
+            Slot of the state, which may still be being loaded; 0: there is no state, and none is
+            pinned.
+        """
         slots = [slot for state in node.states if (slot := state.value) is not None]
         if not slots or len(slots) < len(node.states):
             return 0
@@ -259,13 +300,17 @@ class RadixCache(BasePrefixCache):
         return int(slots[0])
 
     def unpin_state(self, node: TreeNode) -> None:
+        """Undo one `pin_state` that returned a slot."""
         for component in self.tree.components:
             component.device.unlock(node)
 
     def mamba_evictable_size(self) -> int:
+        """States on the device that can be evicted."""
         return sum(component.device.evictable for component in self.tree.components)
 
     def mamba_slots(self) -> dict[str, int]:
+        """Number of slots of recurrent states on the device: all, free, evictable and used ones;
+        empty if the model has none."""
         pool = self._mamba_pool
         if pool is None:
             return {}
@@ -280,20 +325,26 @@ class RadixCache(BasePrefixCache):
     def count_lookup(
         self, prompt_tokens: int, *, device: int, host: int, storage: int, cut: int = 0
     ) -> None:
+        """Count a looked-up prompt for the metrics: the tokens that each tier had and no tier above
+        it, and the tokens that lacked only a recurrent state (`cut`)."""
         if self.state_metrics is not None:
             self.state_metrics.cut.inc(cut)
 
     def read_metrics(self) -> None:
+        """Update the gauges, before the metrics are read."""
         if self.state_metrics is not None and (slots := self.mamba_slots()):
             self.state_metrics.set_device(slots)
 
     def evictable_size(self) -> int:
+        """Device tokens in the tree that no lock protects."""
         return self.tree.device.evictable
 
     def protected_size(self) -> int:
+        """Device tokens in the tree under a lock."""
         return self.tree.device.protected
 
     def total_size(self) -> int:
+        """Device tokens in the tree."""
         return self.tree.device.evictable + self.tree.device.protected
 
     def nodes(self) -> Iterable[TreeNode]:
@@ -318,6 +369,16 @@ class RadixCache(BasePrefixCache):
         request_slots: Iterable[torch.Tensor] = (),
         request_states: Iterable[torch.Tensor] = (),
     ) -> None:
+        """Assert every invariant of nodes, locks and page ownership.
+
+        Args:
+            request_slots: For each request that holds slots, the int64 slots that it owns itself
+                (those after its `cache_protected_len`).
+            request_states: For each request the int64 slots of the states that it owns.
+
+        Raises:
+            AssertionError: Names the page and the tier without an owner, or with two.
+        """
         owned: list[tuple[PoolTier, str, torch.Tensor]] = [
             (self.tree.device, f"request {index}", slots)
             for index, slots in enumerate(request_slots)

@@ -31,8 +31,8 @@ from sglang.srt.mem_cache.tree.base_prefix_cache import (
     StatefulRequest,
 )
 from sglang.srt.mem_cache.tree.digest import hash_of
+from sglang.srt.mem_cache.tree.hicache_metrics import StateMetrics
 from sglang.srt.mem_cache.tree.pool_tier import DeviceTier, HostTier, SlotPool
-from sglang.srt.mem_cache.tree.state_metrics import StateMetrics
 from sglang.srt.mem_cache.tree.tree_node import StateSlots, StateWeights, TreeNode
 
 if TYPE_CHECKING:

@@ -27,15 +27,17 @@ from sglang.srt.mem_cache.device.mla_pool import MLATokenToKVPool
 from sglang.srt.mem_cache.host.copy_runs import (
     CopyGrids,
     CopyRuns,
+    HostRows,
     PageRuns,
+    PartRows,
     grids_from_pool,
     have_grids,
     join_runs,
+    part_rows,
     runs_from_pool,
 )
 from sglang.srt.mem_cache.host.host_copy_cuda import CudaPageCopier, EngineUse
 from sglang.srt.mem_cache.host.host_pool import HostKVCache
-from sglang.srt.mem_cache.host.host_rows import HostRows, PartRows, part_rows
 from sglang.srt.mem_cache.host.pool_kinds import MambaPoolHost, MLATokenToKVPoolHost
 from sglang.srt.mem_cache.host.staged_copy import StagedLoadTuning
 from sglang.test.ci.ci_register import register_cpu_ci

@@ -12,12 +12,13 @@ from sglang.srt.mem_cache.hicache_storage import (
     PoolTransfer,
 )
 from sglang.srt.mem_cache.l3.stored_pools import (
+    PoolShards,
+    StoredObject,
     StoredPools,
     combined_outcomes,
     num_keys,
     usable_pages,
 )
-from sglang.srt.mem_cache.storage.pool_shards import PoolShards, StoredObject
 from sglang.srt.mem_cache.tree.radix_key import PageHash
 from sglang.test.ci.ci_register import register_cpu_ci
 

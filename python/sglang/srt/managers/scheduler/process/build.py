@@ -61,7 +61,7 @@ if TYPE_CHECKING:
 
     from sglang.srt.distributed.rendezvous import Rendezvous
     from sglang.srt.managers.scheduler.process.run import TickWatchdog
-    from sglang.srt.mem_cache.tree.base_prefix_cache import BasePrefixCache
+    from sglang.srt.mem_cache.tree.radix_cache import RadixCache
     from sglang.srt.server_args import ServerArgs
 
 _EXAMPLE_PREFIX: Final = 8192
@@ -312,7 +312,7 @@ def _line_of_states(runner: ModelRunner, num_states: int, why: str) -> str:
 
 def _make_tree(
     server_args: ServerArgs, runner: ModelRunner, metrics: SchedulerMetrics, group: RankGroup
-) -> BasePrefixCache:
+) -> RadixCache:
     hierarchical = server_args.enable_hierarchical_cache
     identity = runner.weight_source.identity() if hierarchical else ""
     params = CacheInitParams(

@@ -10,7 +10,7 @@ import torch
 from rigs.caches.memory_ranks import MemoryExchange, PlaceInGroup
 from sglang.srt.layers.placement import TensorPlacement
 from sglang.srt.mem_cache.device.state_spec import RankShare, RankSplit
-from sglang.srt.mem_cache.storage.pool_shards import PoolShards
+from sglang.srt.mem_cache.l3.stored_pools import PoolShards
 from sglang.test.ci.ci_register import register_cpu_ci
 
 register_cpu_ci(est_time=2, suite="base-a-test-cpu")
