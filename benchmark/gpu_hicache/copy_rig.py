@@ -17,12 +17,11 @@ import torch
 
 from sglang.srt.hardware_backend.device_runtime import CopyStream, device_runtime
 from sglang.srt.mem_cache.device.base_device_pool import BaseDevicePool, PagedDevicePool
-from sglang.srt.mem_cache.device.mamba_pool import MambaSpec
 from sglang.srt.mem_cache.device.mla_pool import MLASpec
 from sglang.srt.mem_cache.device.nsa_pool import IndexerSpec
 from sglang.srt.mem_cache.device.pool_registry import make_pools
 from sglang.srt.mem_cache.device.pool_transfer import PoolTransfer
-from sglang.srt.mem_cache.device.state_pool import StatePool
+from sglang.srt.mem_cache.device.state_pool import MambaSpec, StatePool
 from sglang.srt.mem_cache.device.state_spec import ItemKind, KVSpec, PoolName, StateSpec
 from sglang.srt.mem_cache.memory_pool_host import (
     HostPoolGroup,

@@ -19,7 +19,7 @@ from rigs.servers.engine_server import EngineServer
 from rigs.stores.store_processes import StandaloneClient
 from sglang.embedded_mooncake import MooncakeMaster
 from sglang.srt.distributed.device_communicators.mooncake_library import load_mooncake
-from sglang.srt.mem_cache.storage.mooncake_store.host_allocator import MooncakeHostTensorAllocator
+from sglang.srt.mem_cache.host.host_memory import MooncakeHostTensorAllocator
 
 WORKING_SET: Final = 20 * 10 * 2048
 """Tokens of all conversations of `gpu-hicache turns`."""

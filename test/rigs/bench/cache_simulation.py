@@ -21,18 +21,18 @@ import torch
 
 from sglang.benchmark.mooncake_trace import TokenMaker, TraceRequest, TraceScale
 from sglang.srt.mem_cache.allocator import BaseTokenToKVPoolAllocator, make_allocator
-from sglang.srt.mem_cache.device.mamba_pool import MambaPool
 from sglang.srt.mem_cache.device.memory_pool import MHATokenToKVPool, ReqToTokenPool
-from sglang.srt.mem_cache.device.model_pools import ModelPools
+from sglang.srt.mem_cache.device.pool_registry import ModelPools
+from sglang.srt.mem_cache.device.state_pool import MambaPool
 from sglang.srt.mem_cache.hiradix_cache import HiRadixCache
 from sglang.srt.mem_cache.registry import TreeCacheBuildContext, create_tree_cache
 from sglang.srt.mem_cache.tree.base_prefix_cache import (
+    CacheInitParams,
     EvictParams,
     InitLoadBackParams,
     InsertParams,
     MatchPrefixParams,
 )
-from sglang.srt.mem_cache.tree.cache_init_params import CacheInitParams
 from sglang.srt.mem_cache.tree.radix_key import RadixKey, TokenArray
 
 _VOCABULARY = np.arange(1, 1 << 16, dtype=np.uint32)

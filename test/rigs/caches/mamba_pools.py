@@ -7,7 +7,7 @@ from typing import Final
 import torch
 
 from rigs.stores.host_pools import PoolKind, fill_with_random_bits
-from sglang.srt.mem_cache.device.mamba_pool import MambaPool, MambaSpec
+from sglang.srt.mem_cache.device.state_pool import MambaPool, MambaSpec
 from sglang.srt.mem_cache.hicache_storage import PoolName
 from sglang.srt.mem_cache.memory_pool_host import MambaPoolHost
 

@@ -6,7 +6,7 @@ import torch
 
 from rigs.caches.cache_rig import CacheRig, RigRequest, expected_kv
 from rigs.caches.marks_pool import MarksPool, page_marks
-from sglang.srt.mem_cache.device.model_pools import ModelPools
+from sglang.srt.mem_cache.device.pool_registry import ModelPools
 
 MARK_LAYERS = (1, 3)
 NUM_LAYERS = 5

@@ -9,8 +9,8 @@ import torch
 from rigs.caches.cache_rig import RIG_DEVICE, CacheRig
 from sglang.srt.mem_cache.device.memory_pool import KVCache
 from sglang.srt.mem_cache.device.mla_pool import MLATokenToKVPool
-from sglang.srt.mem_cache.device.model_pools import ModelPools
 from sglang.srt.mem_cache.device.nsa_pool import IndexerSpec, NSAIndexerPool
+from sglang.srt.mem_cache.device.pool_registry import ModelPools
 
 LATENT_LAYERS: Final = (0, 1, 2)
 INDEXER_LAYERS: Final = (1, 2)

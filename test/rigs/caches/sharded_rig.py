@@ -10,8 +10,8 @@ from rigs.caches.cache_rig import RIG_DEVICE, CacheRig
 from rigs.caches.memory_ranks import PlaceInGroup
 from rigs.caches.state_rig import StateRig, distinct_numbers
 from sglang.srt.layers.placement import TensorPlacement
-from sglang.srt.mem_cache.device.mamba_pool import MambaSpec
 from sglang.srt.mem_cache.device.memory_pool import KVCache, MHATokenToKVPool
+from sglang.srt.mem_cache.device.state_pool import MambaSpec
 from sglang.srt.mem_cache.device.state_spec import RankShare, RankSplit
 
 _LAYERS, _DIM = 3, 4

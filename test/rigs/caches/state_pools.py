@@ -10,7 +10,7 @@ import torch
 from rigs.caches.marks_pool import MarksPool, prefix_marks
 from rigs.stores.host_pools import PAGE, make_device_pool
 from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator
-from sglang.srt.mem_cache.device.model_pools import ModelPools
+from sglang.srt.mem_cache.device.pool_registry import ModelPools
 from sglang.srt.mem_cache.hicache_storage import PoolHitPolicy, PoolName, PoolTransfer
 from sglang.srt.mem_cache.hybrid_cache.hybrid_pool_assembler import build_kv_host_stack
 from sglang.srt.mem_cache.l2.cache_controller import HiCacheController

@@ -15,9 +15,8 @@ import torch
 
 from rigs.caches.cache_rig import RIG_DEVICE, CacheRig, Reused, RigRequest, expected_kv
 from sglang.srt.hardware_backend.device_runtime import on_device
-from sglang.srt.mem_cache.device.mamba_pool import MambaPool, MambaSpec
-from sglang.srt.mem_cache.device.model_pools import ModelPools
-from sglang.srt.mem_cache.device.state_pool import StatePool
+from sglang.srt.mem_cache.device.pool_registry import ModelPools
+from sglang.srt.mem_cache.device.state_pool import MambaPool, MambaSpec, StatePool
 from sglang.srt.mem_cache.hiradix_cache import HiRadixCache
 from sglang.srt.mem_cache.tree.base_prefix_cache import (
     EvictParams,

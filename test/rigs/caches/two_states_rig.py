@@ -14,10 +14,8 @@ import torch
 from rigs.caches.cache_rig import RIG_DEVICE, RigRequest
 from rigs.caches.state_rig import NUM_LAYERS, SPEC, StateRequest, StateRig, state_value
 from rigs.caches.stepped_rig import SteppedStateRig
-from sglang.srt.mem_cache.device.mamba_pool import MambaPool
-from sglang.srt.mem_cache.device.model_pools import ModelPools
-from sglang.srt.mem_cache.device.pool_registry import make_pools
-from sglang.srt.mem_cache.device.state_pool import StatePool
+from sglang.srt.mem_cache.device.pool_registry import ModelPools, make_pools
+from sglang.srt.mem_cache.device.state_pool import MambaPool, StatePool
 from sglang.srt.mem_cache.device.state_spec import (
     ItemKind,
     PoolHitPolicy,

@@ -15,15 +15,15 @@ import torch
 
 from rigs.schedulers.checkable_model import Words
 from sglang.srt.mem_cache.device.base_device_pool import BaseDevicePool, PagedDevicePool
-from sglang.srt.mem_cache.device.mamba_pool import MambaPool, MambaSpec
 from sglang.srt.mem_cache.device.memory_pool import (
     HybridReqToTokenPool,
     KVCache,
     MHATokenToKVPool,
     ReqToTokenPool,
 )
-from sglang.srt.mem_cache.device.model_pools import ModelPools
 from sglang.srt.mem_cache.device.nsa_pool import NSATokenToKVPool
+from sglang.srt.mem_cache.device.pool_registry import ModelPools
+from sglang.srt.mem_cache.device.state_pool import MambaPool, MambaSpec
 from sglang.srt.mem_cache.device.state_spec import RankShare, RankSplit
 
 _ALL_HEADS: Final = RankShare(RankSplit.HEADS, 0, 1, 1)

@@ -25,7 +25,7 @@ from sglang.srt.layers.vocab_parallel_embedding import VocabLogits
 from sglang.srt.managers.scheduler.batch import ModelWorkerBatch
 from sglang.srt.mem_cache.allocator import make_allocator
 from sglang.srt.mem_cache.device.base_device_pool import LayerTransferCounter
-from sglang.srt.mem_cache.device.mamba_pool import MambaPool
+from sglang.srt.mem_cache.device.state_pool import MambaPool
 
 _DENSE = CheckableState()
 

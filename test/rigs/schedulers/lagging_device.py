@@ -21,7 +21,7 @@ import torch
 from sglang.srt.hardware_backend import device_runtime as runtimes
 from sglang.srt.hardware_backend.cpu.runtime import CpuRuntime
 from sglang.srt.hardware_backend.device_runtime import CopyStream, HostCopies
-from sglang.srt.mem_cache.device.mamba_pool import MambaPool, MambaSpec
+from sglang.srt.mem_cache.device.state_pool import MambaPool, MambaSpec
 
 _CURRENT: Final = threading.local()
 

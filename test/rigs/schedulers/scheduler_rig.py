@@ -36,9 +36,9 @@ from sglang.srt.managers.scheduler.process.build import init_pools
 from sglang.srt.managers.scheduler.scheduler import Scheduler
 from sglang.srt.mem_cache.device.base_device_pool import BaseDevicePool
 from sglang.srt.mem_cache.device.memory_pool import ReqToTokenPool
-from sglang.srt.mem_cache.device.model_pools import ModelPools
+from sglang.srt.mem_cache.device.pool_registry import ModelPools
 from sglang.srt.mem_cache.registry import TreeCacheBuildContext, create_tree_cache
-from sglang.srt.mem_cache.tree.cache_init_params import CacheInitParams
+from sglang.srt.mem_cache.tree.base_prefix_cache import CacheInitParams
 from sglang.srt.mem_cache.tree.radix_key import token_array
 from sglang.srt.model_executor.model_runner import ModelRunner, ModelRunnerConfig
 from sglang.srt.observability.engine_metrics import SchedulerMetrics

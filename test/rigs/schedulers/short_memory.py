@@ -17,7 +17,7 @@ from unittest.mock import patch
 import torch
 
 from rigs.stores import chaotic_store
-from sglang.srt.mem_cache.host import host_copy
+from sglang.srt.mem_cache.host import page_copier
 from sglang.srt.mem_cache.storage import base as storage_base
 from sglang.srt.mem_cache.storage.backend_factory import StorageBackendFactory
 
@@ -55,7 +55,7 @@ class ShortMemory:
     @contextlib.contextmanager
     def on_all_ranks(self) -> Iterator[None]:
         """Let allocations of every rank of this process fail with that chance."""
-        gather, create = host_copy._gathered, StorageBackendFactory.create_backend
+        gather, create = page_copier._gathered, StorageBackendFactory.create_backend
         start = threading.Thread.start
 
         def gathered(*args: Any) -> Any:
@@ -75,7 +75,7 @@ class ShortMemory:
 
         torch_of_l3 = _TorchOf(self)
         with (
-            patch.object(host_copy, "_gathered", gathered),
+            patch.object(page_copier, "_gathered", gathered),
             patch.object(storage_base, "torch", torch_of_l3),
             patch.object(chaotic_store, "torch", torch_of_l3),
             patch.object(StorageBackendFactory, "create_backend", create_backend),

@@ -1,5 +1,5 @@
 """Re-exports the arguments of prefix caches at SGLang's path."""
 
-from sglang.srt.mem_cache.tree.cache_init_params import CacheInitParams
+from sglang.srt.mem_cache.tree.base_prefix_cache import CacheInitParams
 
 __all__ = ["CacheInitParams"]

@@ -27,8 +27,11 @@ from sglang.srt.mem_cache.l3.store_connection import (
     host_allocator_type,
     shares_with_other_sizes,
 )
-from sglang.srt.mem_cache.tree.base_prefix_cache import InitLoadBackParams, Workload
-from sglang.srt.mem_cache.tree.cache_init_params import CacheInitParams
+from sglang.srt.mem_cache.tree.base_prefix_cache import (
+    CacheInitParams,
+    InitLoadBackParams,
+    Workload,
+)
 from sglang.srt.mem_cache.tree.digest import CacheState, ReplicatedState
 from sglang.srt.mem_cache.tree.hicache_metrics import QUEUES, HiCacheMetrics
 from sglang.srt.mem_cache.tree.on_all_ranks import on_all_ranks

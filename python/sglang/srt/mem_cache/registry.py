@@ -10,7 +10,7 @@ from sglang.srt.mem_cache.hi_mamba_radix_cache import HiMambaRadixCache
 from sglang.srt.mem_cache.hiradix_cache import HiRadixCache
 from sglang.srt.mem_cache.l2.cache_controller import HiCacheArgs
 from sglang.srt.mem_cache.mamba_radix_cache import MambaRadixCache
-from sglang.srt.mem_cache.tree.cache_init_params import CacheInitParams
+from sglang.srt.mem_cache.tree.base_prefix_cache import CacheInitParams
 from sglang.srt.mem_cache.tree.radix_cache import RadixCache, mamba_pool_of
 
 

@@ -22,7 +22,7 @@ from sglang.srt.layers.linear_attention.delta_net import (
 from sglang.srt.layers.moe.sparse_moe import SharedExpertOptions, SparseMoeOptions
 from sglang.srt.layers.placement import TensorPlacement
 from sglang.srt.layers.rotary_embedding import Rotation, apply_rotary
-from sglang.srt.mem_cache.device.mamba_pool import MambaSpec
+from sglang.srt.mem_cache.device.state_pool import MambaSpec
 from sglang.srt.mem_cache.device.state_spec import RankSplit, StateSpec
 from sglang.srt.models.llama import (
     DecoderOptions,

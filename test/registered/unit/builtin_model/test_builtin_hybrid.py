@@ -15,8 +15,8 @@ from rigs.models.heldout_question import HeldoutQuestion
 from rigs.recall.recall_text import UNKNOWN
 from rigs.schedulers.scheduler_rig import SchedulerRig, greedy
 from sglang.srt.constants import BUILTIN_HYBRID_MODEL_DIR, BUILTIN_MODEL_DIR
-from sglang.srt.mem_cache.device.mamba_pool import MambaPool
 from sglang.srt.mem_cache.device.memory_pool import HybridReqToTokenPool
+from sglang.srt.mem_cache.device.state_pool import MambaPool
 from sglang.test.ci.ci_register import register_cpu_ci
 
 register_cpu_ci(est_time=7, suite="base-a-test-cpu")

@@ -25,7 +25,7 @@ from sglang.srt.layers.moe.sparse_moe import (
 from sglang.srt.layers.placement import TensorPlacement
 from sglang.srt.layers.rotary_embedding import Rotation, apply_rotary
 from sglang.srt.layers.triton_ops.arguments import MOST_TAPS, ExpertChoice
-from sglang.srt.mem_cache.device.mamba_pool import MambaPool, MambaSpec
+from sglang.srt.mem_cache.device.state_pool import MambaPool, MambaSpec
 from sglang.srt.mem_cache.device.state_spec import PoolName
 from sglang.test.ci.ci_register import register_cuda_ci
 

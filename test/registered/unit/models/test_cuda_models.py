@@ -18,7 +18,7 @@ from sglang.srt.layers.forward_batch_info import ForwardBatch
 from sglang.srt.layers.linear_attention import delta_net
 from sglang.srt.layers.linear_attention.extend_plan import SHORT
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
-from sglang.srt.mem_cache.device.mamba_pool import MambaPool
+from sglang.srt.mem_cache.device.state_pool import MambaPool
 from sglang.srt.mem_cache.device.state_spec import PoolName
 from sglang.srt.model_executor.extend_graph_runner import ExtendGraphRunner
 from sglang.srt.model_executor.model_runner import ModelRunner, ModelRunnerConfig

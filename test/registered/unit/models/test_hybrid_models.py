@@ -20,7 +20,7 @@ from rigs.models.model_oracle import (
     reference,
 )
 from rigs.models.tiny_models import StepDriver, save_tiny_checkpoint
-from sglang.srt.mem_cache.device.mamba_pool import MambaPool
+from sglang.srt.mem_cache.device.state_pool import MambaPool
 from sglang.srt.mem_cache.device.state_spec import PoolName
 from sglang.test.ci.ci_register import register_cpu_ci
 

@@ -33,7 +33,7 @@ from sglang.srt.layers.placement import (
 )
 from sglang.srt.layers.rotary_embedding import Rotation
 from sglang.srt.layers.triton_ops.arguments import MOST_TAPS, DeltaLayout, DeltaStates
-from sglang.srt.mem_cache.device.mamba_pool import MambaPool
+from sglang.srt.mem_cache.device.state_pool import MambaPool
 from sglang.srt.mem_cache.device.state_spec import PoolName
 
 

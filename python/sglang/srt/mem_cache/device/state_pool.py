@@ -2,12 +2,14 @@
 far.
 
 A slot is the running state of a request, or a snapshot, which is no longer written. If a model has
-several kinds of such state, one pool hands out the slots, and the others share them.
+several kinds of such state, one pool hands out the slots, and the others share them. A `MambaPool`
+has the recurrent states of linear attention, which the delta-net layers of a model keep.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Self
 
 import torch
@@ -15,7 +17,14 @@ import torch
 from sglang.srt.constants import MIB
 from sglang.srt.hardware_backend.device_runtime import on_device
 from sglang.srt.mem_cache.device.base_device_pool import BaseDevicePool
-from sglang.srt.mem_cache.device.state_spec import ItemKind, StateSpec
+from sglang.srt.mem_cache.device.state_spec import (
+    ItemKind,
+    PoolHitPolicy,
+    PoolName,
+    RankShare,
+    StateBuffer,
+    StateSpec,
+)
 
 COPY_BYTES = 256 * MIB
 """Limit of the temporary memory of `StatePool.copy_from`, in bytes."""
@@ -141,3 +150,62 @@ def state_pool(pools: Iterable[BaseDevicePool]) -> StatePool | None:
         if isinstance(pool, StatePool) and pool.spec.indices_from_pool is None
     )
     return next(found, None)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MambaSpec(StateSpec):
+    """The state of linear attention: `temporal` and `conv`, in the delta-net layers."""
+
+    name: PoolName = PoolName.MAMBA
+    item: ItemKind = ItemKind.STATE
+    hit_policy: PoolHitPolicy = PoolHitPolicy.TRAILING_PAGES
+
+    @classmethod
+    def of_shapes(
+        cls,
+        layers: tuple[int, ...],
+        temporal: tuple[int, int, int],
+        conv: tuple[int, int],
+        *,
+        ssm_dtype: torch.dtype,
+        conv_dtype: torch.dtype,
+        share: RankShare | None = None,
+    ) -> MambaSpec:
+        """The spec of states of these shapes.
+
+        Args:
+            layers: The delta-net layers.
+            temporal: Shape on one rank: value heads, elements of a key, elements of a value.
+            conv: Shape on one rank: channels (all queries, all keys, all values), inputs before the
+                next token that the convolution reads.
+            share: The model's heads that these are; None: all of them.
+        """
+        heads, key_dim, value_dim = temporal
+        values = heads * value_dim
+        keys, rest = divmod(conv[0] - values, 2)
+        # It is not known how to split other channels than queries, keys and values of such heads.
+        is_known = rest == 0 and keys > 0 and keys % key_dim == 0
+        return cls(
+            layers=layers,
+            buffers=(
+                StateBuffer("temporal", temporal, ssm_dtype, (heads,)),
+                StateBuffer("conv", conv, conv_dtype, (keys, keys, values) if is_known else ()),
+            ),
+            share=share or RankShare(),
+        )
+
+
+class MambaPool(StatePool):
+    """Slots of the recurrent states of linear attention."""
+
+    host_pool = "sglang.srt.mem_cache.host.pool_kinds.MambaPoolHost"
+
+    @property
+    def temporal(self) -> torch.Tensor:
+        """`[layers, size + 1, heads, key elements, value elements]`."""
+        return self.buffers[0]
+
+    @property
+    def conv(self) -> torch.Tensor:
+        """`[layers, size + 1, channels, kernel - 1]`."""
+        return self.buffers[1]

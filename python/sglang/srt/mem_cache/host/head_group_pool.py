@@ -12,15 +12,15 @@ from typing import Final, NamedTuple, NoReturn
 
 import torch
 
-from sglang.srt.mem_cache.host.host_copy import (
+from sglang.srt.mem_cache.host.host_page_list import whole_pages
+from sglang.srt.mem_cache.host.host_pool import HostKVCache
+from sglang.srt.mem_cache.host.page_copier import (
     PagePair,
     PageView,
     gather_views,
     page_view,
     scatter_views,
 )
-from sglang.srt.mem_cache.host.host_page_list import whole_pages
-from sglang.srt.mem_cache.host.host_pool import HostKVCache
 
 _REMEDY: Final = (
     "leave tp_lcm_size out of the extra config, or give the number of ranks that split the heads "

@@ -22,9 +22,8 @@ import torch
 
 from sglang.srt.constants import MIB
 from sglang.srt.hardware_backend.device_runtime import device_runtime
-from sglang.srt.mem_cache.host.host_copy import pages_of
 from sglang.srt.mem_cache.host.host_layout import IoBackend
-from sglang.srt.mem_cache.host.page_copier import PageCopier, PageLoad, PoolPair
+from sglang.srt.mem_cache.host.page_copier import PageCopier, PageLoad, PoolPair, pages_of
 
 BUFFER_BYTES: Final = 64 * MIB
 """Bytes of pages that are on their way at once."""

@@ -11,7 +11,6 @@ it afterwards. See benchmark/results for what that brings.
 from __future__ import annotations
 
 import ctypes
-import importlib
 import logging
 import math
 import mmap
@@ -27,6 +26,7 @@ import psutil
 import torch
 
 from sglang.srt.constants import GIB, MIB
+from sglang.srt.distributed.device_communicators.mooncake_library import load_mooncake
 from sglang.srt.environ import envs
 from sglang.srt.hardware_backend.device_runtime import DeviceRuntime
 from sglang.srt.utils.progress import progress_bar
@@ -60,15 +60,49 @@ class HostTensorAllocator:
         return tensor
 
 
-_ALLOCATORS: Final = {
-    "default": (__name__, "HostTensorAllocator"),
-    "mooncake": (
-        "sglang.srt.mem_cache.storage.mooncake_store.host_allocator",
-        "MooncakeHostTensorAllocator",
-    ),
-}
-"""Module and class by `allocator_type`. Modules of storage backends are in a layer above this one,
-and are imported when they are asked for."""
+class MooncakeHostTensorAllocator(HostTensorAllocator):
+    """Allocates shared memory, which Mooncake's clients can map, from `MooncakeHostMemAllocator`. A
+    block is freed together with its tensor."""
+
+    def __init__(self) -> None:
+        """Raises ValueError if Mooncake cannot be loaded."""
+        self._source = load_mooncake().MooncakeHostMemAllocator()
+
+    def allocate(
+        self,
+        dims: Sequence[int],
+        dtype: torch.dtype,
+        device: str = HOST_DEVICE,
+        *,
+        pinned_by: DeviceRuntime | None = None,
+    ) -> torch.Tensor:
+        if device != HOST_DEVICE:
+            raise ValueError(f"allocator_type mooncake gives host memory only, not {device!r}")
+        size = nbytes(dims, dtype)
+        address: int = self._source.alloc(size)
+        if not address:
+            raise MemoryError(f"Mooncake could not allocate {size} bytes of host memory")
+        block = (ctypes.c_uint8 * size).from_address(address)
+        # torch keeps `block` alive as long as the tensor or a view of it.
+        finalizer = weakref.finalize(block, _give_back, self._source, address, pinned_by)
+        if pinned_by is not None:
+            # At exit the process frees both, and the driver may already have shut down.
+            finalizer.atexit = False
+            touch_and_lock(address, size, pinned_by)
+        tensor = torch.frombuffer(block, dtype=dtype).view(tuple(dims))
+        if pinned_by is None:
+            touch(tensor)
+        return tensor
+
+
+def _give_back(source: Any, address: int, pinned_by: DeviceRuntime | None) -> None:
+    if pinned_by is not None:
+        pinned_by.unregister_host_memory(address)
+    source.free(address)
+
+
+_ALLOCATORS: Final = {"default": HostTensorAllocator, "mooncake": MooncakeHostTensorAllocator}
+"""Classes by `allocator_type`."""
 
 
 def get_allocator_from_storage(allocator_type: str) -> HostTensorAllocator:
@@ -79,10 +113,7 @@ def get_allocator_from_storage(allocator_type: str) -> HostTensorAllocator:
     """
     if allocator_type not in _ALLOCATORS:
         raise ValueError(f"allocator_type {allocator_type!r}: use {' or '.join(_ALLOCATORS)}")
-    module, name = _ALLOCATORS[allocator_type]
-    allocator = getattr(importlib.import_module(module), name)()
-    assert isinstance(allocator, HostTensorAllocator)
-    return allocator
+    return _ALLOCATORS[allocator_type]()
 
 
 def touch(tensor: torch.Tensor) -> None:

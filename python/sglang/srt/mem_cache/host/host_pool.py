@@ -17,7 +17,6 @@ import torch
 from sglang.srt.constants import GB
 from sglang.srt.hardware_backend.device_runtime import DeviceRuntime, device_runtime
 from sglang.srt.mem_cache.device.base_device_pool import BaseDevicePool
-from sglang.srt.mem_cache.host.host_copy import PagePair, gather_views, page_view, scatter_views
 from sglang.srt.mem_cache.host.host_layout import (
     HostLayout,
     PageByteOrder,
@@ -35,8 +34,12 @@ from sglang.srt.mem_cache.host.host_page_list import HostPageList, whole_pages
 from sglang.srt.mem_cache.host.page_copier import (
     PageCopier,
     PageLoad,
+    PagePair,
     PoolPair,
+    gather_views,
     make_page_copier,
+    page_view,
+    scatter_views,
 )
 
 

@@ -17,7 +17,7 @@ import torch
 from sglang.srt.constants import GB
 from sglang.srt.distributed.rank_group import RankGroup, SingleRank, gather_texts
 from sglang.srt.mem_cache.device.base_device_pool import BaseDevicePool
-from sglang.srt.mem_cache.device.model_pools import ModelPools
+from sglang.srt.mem_cache.device.pool_registry import ModelPools
 from sglang.srt.mem_cache.device.state_pool import state_pool
 from sglang.srt.mem_cache.device.state_spec import PoolName
 from sglang.srt.mem_cache.host.host_layout import (

@@ -24,7 +24,7 @@ from sglang.srt.hardware_backend.device_runtime import (
     device_runtime,
 )
 from sglang.srt.mem_cache.allocator.base import BaseTokenToKVPoolAllocator
-from sglang.srt.mem_cache.device.model_pools import ModelPools
+from sglang.srt.mem_cache.device.pool_registry import ModelPools
 from sglang.srt.mem_cache.device.pool_transfer import PoolTransfer, join_transfers
 from sglang.srt.mem_cache.host.host_pool_group import HostPoolGroup
 from sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller import (
@@ -34,7 +34,7 @@ from sglang.srt.mem_cache.hybrid_cache.hybrid_pool_assembler import build_kv_hos
 from sglang.srt.mem_cache.tree.on_all_ranks import on_all_ranks
 
 if TYPE_CHECKING:
-    from sglang.srt.mem_cache.tree.cache_init_params import CacheInitParams
+    from sglang.srt.mem_cache.tree.base_prefix_cache import CacheInitParams
 
 _PAGES_AT_ONCE = 32
 """Pages in a piece of a write. A piece has a copy for each layer and part unless these form grids,

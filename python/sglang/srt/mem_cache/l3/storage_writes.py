@@ -16,7 +16,7 @@ from sglang.srt.mem_cache.device.state_spec import PoolName
 from sglang.srt.mem_cache.l3.stored_pools import num_keys
 from sglang.srt.mem_cache.storage.types import CacheOutcome
 from sglang.srt.mem_cache.tree.radix_key import PageHash
-from sglang.srt.mem_cache.tree.tree_node import NodeWrite, TreeNode
+from sglang.srt.mem_cache.tree.tree_node import TreeNode
 from sglang.srt.utils.threads import leave_cores_to_model, lower_priority
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ _GATHER_S: Final = 0.1
 
 
 @dataclass(eq=False, slots=True)
-class StorageOperation(NodeWrite):
+class StorageOperation:
     """A write of a node's pages to L3. The node's host pages are pinned until it has ended."""
 
     node: TreeNode

@@ -1,4 +1,5 @@
-"""Parameters and results of a prefix cache's calls, and the parts of requests that it uses.
+"""Parameters of a prefix cache, parameters and results of its calls, and the parts of requests that
+it uses.
 
 The trees never import the scheduler's `Req`: they touch it through `CacheableRequest`, and the
 type checker proves that `RequestSlots` fits. Counts are tokens; indices are token slots of a pool.
@@ -11,12 +12,46 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 
+from sglang.srt.distributed.rank_group import RankGroup, SingleRank
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
+    from prometheus_client import CollectorRegistry
+
+    from sglang.srt.mem_cache.allocator.base import BaseTokenToKVPoolAllocator
+    from sglang.srt.mem_cache.device.memory_pool import ReqToTokenPool
+    from sglang.srt.mem_cache.device.pool_registry import ModelPools
     from sglang.srt.mem_cache.tree.digest import ReplicatedState
     from sglang.srt.mem_cache.tree.radix_key import PageHash, RadixKey, TokenArray
     from sglang.srt.mem_cache.tree.tree_node import TreeNode
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class CacheInitParams:
+    """Arguments of every prefix cache."""
+
+    disable: bool
+    """Keep no pages across requests."""
+    req_to_token_pool: ReqToTokenPool
+    token_to_kv_pool_allocator: BaseTokenToKVPoolAllocator
+    page_size: int
+    """Tokens of a page."""
+    eviction_policy: str = "lru"
+    weights_identity: str = ""
+    """Digest of weights and configuration: engines with different digests share no pages in L3."""
+    tp_cache_group: RankGroup = dataclasses.field(default_factory=SingleRank)
+    """All ranks whose caches must be equal, in whichever way the model is split over them. SGLang's
+    `attn_cp_cache_group` and `attn_tp_cache_group` are parts of this group."""
+    metrics_registry: CollectorRegistry | None = None
+    """Registry of the cache's metrics; None: it keeps none."""
+    model_pools: ModelPools | None = None
+    """Pools of all kinds of state that the model keeps; None: only the allocator's pool."""
+    mamba_snapshot_alignment: int | None = None
+    """Snapshots are taken at multiples of so many tokens, so that a page and a chunk of the
+    kernel end there; None: the end of any page."""
+    enable_kv_cache_events: bool = False
+    """True if `take_events` answers; somebody must call it then."""
 
 
 def not_supported(params: object, *names: str) -> ValueError:

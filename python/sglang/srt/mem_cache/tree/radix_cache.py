@@ -35,7 +35,7 @@ from sglang.srt.mem_cache.tree.state_component import StateComponent
 from sglang.srt.mem_cache.tree.tree_node import TreeNode
 
 if TYPE_CHECKING:
-    from sglang.srt.mem_cache.tree.cache_init_params import CacheInitParams
+    from sglang.srt.mem_cache.tree.base_prefix_cache import CacheInitParams
     from sglang.srt.mem_cache.tree.kv_events import KVCacheEvent
 
 __all__ = ["RadixCache", "RadixKey", "TreeNode"]

@@ -33,12 +33,6 @@ _COPIED_BY_SPLIT: Final = (
 )
 
 
-class NodeWrite:
-    """A write of a node's pages to L3, as the tree knows it; the flow to L3 knows more of it."""
-
-    __slots__ = ()
-
-
 class PoolSlots:
     """Slots of one pool that a node has: on two tiers, with their locks and time of use.
 
@@ -172,8 +166,8 @@ class TreeNode(PoolSlots):
         the node in the tree."""
         self.write_id: int | None = None
         """Id of the device-to-host copy under way for these pages, if any."""
-        self.backup_op: NodeWrite | None = None
-        """The write of these pages to L3 under way, if any."""
+        self.backup_op: object = None
+        """The write of these pages to L3 under way, a `StorageOperation`; None: there is none."""
         self._storage_epoch = -1
         self.hash_value: list[PageHash] | None = None
         """Hash of each page, computed at the first use."""

@@ -24,8 +24,8 @@ from sglang.srt.disaggregation.common.staging import rounds
 from sglang.srt.disaggregation.common.transfer_context import RankPlace
 from sglang.srt.distributed.device_communicators.transfer_types import Block
 from sglang.srt.mem_cache.device.base_device_pool import PagedDevicePool
-from sglang.srt.mem_cache.device.mamba_pool import MambaPool, MambaSpec
 from sglang.srt.mem_cache.device.memory_pool import MHATokenToKVPool
+from sglang.srt.mem_cache.device.state_pool import MambaPool, MambaSpec
 from sglang.srt.mem_cache.device.state_spec import RankShare, RankSplit
 from sglang.test.ci.ci_register import register_cpu_ci
 

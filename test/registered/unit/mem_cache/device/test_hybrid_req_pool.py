@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from sglang.srt.layers.forward_batch_info import StateBatch
-from sglang.srt.mem_cache.device.mamba_pool import MambaPool, MambaSpec
 from sglang.srt.mem_cache.device.memory_pool import HybridReqToTokenPool, ReqToTokenPool
+from sglang.srt.mem_cache.device.state_pool import MambaPool, MambaSpec
 from sglang.test.ci.ci_register import register_cpu_ci
 
 register_cpu_ci(est_time=2, suite="base-a-test-cpu")

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from sglang.srt.mem_cache.device.mamba_pool import MambaPool, MambaSpec
 from sglang.srt.mem_cache.device.memory_pool import MHATokenToKVPool
 from sglang.srt.mem_cache.device.pool_registry import make_pools
+from sglang.srt.mem_cache.device.state_pool import MambaPool, MambaSpec
 from sglang.srt.mem_cache.device.state_spec import (
     ItemKind,
     KVSpec,

@@ -10,8 +10,8 @@ import torch
 from rigs.caches.marks_pool import MarksPool, MarksPoolHost, page_marks
 from rigs.caches.mla_pools import make_mla_pool
 from rigs.stores.host_pools import PAGE, fill_with_random_bits, page_slots
-from sglang.srt.mem_cache.device.mamba_pool import MambaPool, MambaSpec
 from sglang.srt.mem_cache.device.memory_pool import MHATokenToKVPool
+from sglang.srt.mem_cache.device.state_pool import MambaPool, MambaSpec
 from sglang.srt.mem_cache.host.head_group_pool import HeadGroupPool
 from sglang.srt.mem_cache.host.host_layout import HostLayout
 from sglang.srt.mem_cache.host.host_pool import HostKVCache

@@ -12,7 +12,7 @@ from rigs.stores.host_pools import (
     device_bytes,
     fill_with_random_bits,
 )
-from sglang.srt.mem_cache.device.mamba_pool import MambaPool, MambaSpec
+from sglang.srt.mem_cache.device.state_pool import MambaPool, MambaSpec
 from sglang.srt.mem_cache.host.pool_kinds import MambaPoolHost
 from sglang.test.ci.ci_register import register_cpu_ci
 

@@ -11,8 +11,8 @@ import torch
 from rigs.stores.host_pools import page_slots
 from sglang.srt.hardware_backend.cpu.runtime import CpuRuntime
 from sglang.srt.mem_cache.device.memory_pool import MHATokenToKVPool
-from sglang.srt.mem_cache.device.model_pools import ModelPools
-from sglang.srt.mem_cache.host import host_copy, page_copier
+from sglang.srt.mem_cache.device.pool_registry import ModelPools
+from sglang.srt.mem_cache.host import page_copier
 from sglang.srt.mem_cache.host.host_page_list import whole_pages
 from sglang.srt.mem_cache.host.page_copier import (
     PageCopier,
@@ -107,7 +107,7 @@ def test_a_copy_without_memory_for_a_buffer_goes_page_by_page(
     def refuse(*_: object) -> None:
         raise MemoryError("Unable to allocate 64. B")
 
-    monkeypatch.setattr(host_copy, "_gathered", refuse)
+    monkeypatch.setattr(page_copier, "_gathered", refuse)
     slots = page_slots([5, 2], PAGE)
     host.backup_from_device_all_layer(device, slots, page_slots(here, PAGE), "direct")
     load = host.begin_load(device, slots, page_slots(there, PAGE), "direct")

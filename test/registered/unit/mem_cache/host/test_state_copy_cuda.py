@@ -8,7 +8,7 @@ import torch
 from rigs.caches.mamba_pools import STATE_DTYPES, mamba_spec
 from rigs.stores.host_pools import device_bytes, fill_with_random_bits
 from sglang.srt.hardware_backend.device_runtime import detect_device, device_runtime
-from sglang.srt.mem_cache.device.mamba_pool import MambaPool
+from sglang.srt.mem_cache.device.state_pool import MambaPool
 from sglang.srt.mem_cache.memory_pool_host import MambaPoolHost
 from sglang.test.ci.ci_register import register_cuda_ci
 

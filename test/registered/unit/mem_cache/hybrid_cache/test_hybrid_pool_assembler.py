@@ -24,10 +24,10 @@ from rigs.stores.host_pools import (
 )
 from sglang.srt.environ import envs
 from sglang.srt.mem_cache.device.base_device_pool import BaseDevicePool, PagedDevicePool
-from sglang.srt.mem_cache.device.mamba_pool import MambaPool, MambaSpec
 from sglang.srt.mem_cache.device.memory_pool import MHATokenToKVPool
-from sglang.srt.mem_cache.device.model_pools import ModelPools
 from sglang.srt.mem_cache.device.nsa_pool import NSATokenToKVPool
+from sglang.srt.mem_cache.device.pool_registry import ModelPools
+from sglang.srt.mem_cache.device.state_pool import MambaPool, MambaSpec
 from sglang.srt.mem_cache.device.state_spec import StateBuffer, StateSpec
 from sglang.srt.mem_cache.hicache_storage import PoolName
 from sglang.srt.mem_cache.host.host_layout import HostLayout, resolve_layout_and_io

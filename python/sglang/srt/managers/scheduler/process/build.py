@@ -33,10 +33,10 @@ from sglang.srt.managers.scheduler.launched_step import TpModelWorker
 from sglang.srt.managers.scheduler.parts import SchedulerResources, make_parts
 from sglang.srt.managers.scheduler.process.same_settings import check_same_settings
 from sglang.srt.managers.scheduler.scheduler import Scheduler
-from sglang.srt.mem_cache.device.model_pools import ModelPools
+from sglang.srt.mem_cache.device.pool_registry import ModelPools
 from sglang.srt.mem_cache.host.host_layout import check_layout_and_io
 from sglang.srt.mem_cache.registry import TreeCacheBuildContext, create_tree_cache
-from sglang.srt.mem_cache.tree.cache_init_params import CacheInitParams
+from sglang.srt.mem_cache.tree.base_prefix_cache import CacheInitParams
 from sglang.srt.model_executor.model_runner import (
     ModelRunner,
     ModelRunnerConfig,

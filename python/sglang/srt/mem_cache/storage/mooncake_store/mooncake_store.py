@@ -21,6 +21,7 @@ import torch
 
 from sglang.srt.mem_cache.device.pool_transfer import PoolTransfer
 from sglang.srt.mem_cache.device.state_spec import PoolHitPolicy, PoolName
+from sglang.srt.mem_cache.host.host_memory import MooncakeHostTensorAllocator
 from sglang.srt.mem_cache.storage.base import combine_hits, leading_run
 from sglang.srt.mem_cache.storage.counters import StorageCounters
 from sglang.srt.mem_cache.storage.mooncake_store.base_store import MooncakeBaseStore
@@ -32,7 +33,6 @@ from sglang.srt.mem_cache.storage.mooncake_store.client import (
     set_outcome,
 )
 from sglang.srt.mem_cache.storage.mooncake_store.config import MooncakeStoreConfig, is_reachable
-from sglang.srt.mem_cache.storage.mooncake_store.host_allocator import MooncakeHostTensorAllocator
 from sglang.srt.mem_cache.storage.mooncake_store.page_batches import PageBatch, PoolRows
 from sglang.srt.mem_cache.storage.plain_pool import as_storage_pool
 from sglang.srt.mem_cache.storage.types import (
