@@ -22,11 +22,7 @@ from sglang.srt.mem_cache.l2.host_flows import HostBackup, HostLoad
 from sglang.srt.mem_cache.l3.hicache_administration import ChangeResult, StorageAdministration
 from sglang.srt.mem_cache.l3.storage_backup import StorageBackup
 from sglang.srt.mem_cache.l3.storage_prefetch import StoragePrefetch
-from sglang.srt.mem_cache.l3.store_connection import (
-    StoreConnection,
-    host_allocator_type,
-    shares_with_other_sizes,
-)
+from sglang.srt.mem_cache.l3.store_connection import StoreConnection, demands_on_host_pools
 from sglang.srt.mem_cache.tree.base_prefix_cache import (
     CacheInitParams,
     InitLoadBackParams,
@@ -67,11 +63,7 @@ class HiRadixCache(RadixCache):
         backend = server_args.hicache_storage_backend
         extra_config = server_args.hicache_storage_backend_extra_config
         allocator_type, is_shared_by_sizes = on_all_ranks(
-            self._group,
-            lambda: (
-                host_allocator_type(backend, extra_config),
-                shares_with_other_sizes(backend, extra_config),
-            ),
+            self._group, lambda: demands_on_host_pools(backend, extra_config)
         )
         controller = self.cache_controller = make_controller(
             params,

@@ -44,8 +44,8 @@ class BaseDevicePool:
         dtype: Dtype of the values as they are read.
         store_dtype: Dtype of the buffers.
         layer_transfer_counter: Orders readers after loads; None: there are no loads.
-        parts: For each buffer of the spec its layers, each contiguous `[slots, *shape]`. A subclass
-            makes them.
+        parts: For each buffer of the spec its layers, each contiguous `[slots, *shape]`, with the
+            padding. fp8 is stored as bytes. A subclass makes them.
     """
 
     host_pool: ClassVar[str | None] = None
@@ -125,10 +125,6 @@ class PagedDevicePool(BaseDevicePool):
 
     Slots `[0, page_size)` are the padding page, which has no owner: padded batches write there.
     Slots `[page_size, size + page_size)` are handed out by an allocator.
-
-    Attributes:
-        parts: For each buffer of the spec its layers, each contiguous `[size + page_size, *shape]`.
-            fp8 is stored as bytes.
     """
 
     host_pool = "sglang.srt.mem_cache.host.host_pool.HostKVCache"

@@ -244,9 +244,11 @@ class KVCache(PagedDevicePool):
     ) -> None:
         """Store new tokens. Does not wait, since a load and a forward fill different slots."""
 
-    @abstractmethod
     def get_kv_size_bytes(self) -> tuple[int, int]:
-        """Bytes of the key and of the value buffers, the padding page included."""
+        """Bytes of the key and of the value buffers, the padding page included; latent rows count
+        as keys."""
+        sizes = [sum(layer.nbytes for layer in part) for part in self.parts]
+        return sizes[0], sum(sizes[1:])
 
 
 class MHATokenToKVPool(KVCache):
@@ -330,9 +332,6 @@ class MHATokenToKVPool(KVCache):
         index = self.place_to_write(layer)
         self.k_buffer[index].index_copy_(0, loc, self._as_stored(cache_k))
         self.v_buffer[index].index_copy_(0, loc, self._as_stored(cache_v))
-
-    def get_kv_size_bytes(self) -> tuple[int, int]:
-        return sum(b.nbytes for b in self.k_buffer), sum(b.nbytes for b in self.v_buffer)
 
     def _as_dtype(self, buffer: torch.Tensor) -> torch.Tensor:
         return buffer if self.store_dtype is self.dtype else buffer.view(self.dtype)

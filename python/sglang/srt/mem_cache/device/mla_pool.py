@@ -217,9 +217,5 @@ class MLATokenToKVPool(KVCache):
         rotated parts."""
         return self._latent(rows), rows[..., self.kv_lora_rank :]
 
-    def get_kv_size_bytes(self) -> tuple[int, int]:
-        """Bytes of the rows, and 0 for the values, which are a part of the rows."""
-        return sum(b.nbytes for b in self.kv_buffer), 0
-
     def _latent(self, rows: torch.Tensor) -> torch.Tensor:
         return rows[..., : self.kv_lora_rank]

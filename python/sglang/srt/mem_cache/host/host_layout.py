@@ -197,7 +197,11 @@ def _what_works(device: str, io_backend: str, layout: str) -> tuple[str, list[_P
     backends = _LAYOUTS_FOR.get(kind)
     if backends is None:
         raise ValueError(f"--device {device}: host cache pools work on {', '.join(_LAYOUTS_FOR)}")
-    wanted_io = None if io_backend == AUTO else _parse_io(io_backend)
+    wanted_io = (
+        None
+        if io_backend == AUTO
+        else _parse(IoBackend, io_backend, "--hicache-io-backend", "backend")
+    )
     wanted_layout = None if layout == AUTO else parse_layout(layout)
     if wanted_io is not None and wanted_io not in backends:
         raise ValueError(
@@ -215,10 +219,6 @@ def _what_works(device: str, io_backend: str, layout: str) -> tuple[str, list[_P
             f"--hicache-io-backend {io_backend}; {_what_can(kind)}"
         )
     return kind, works
-
-
-def _parse_io(name: str) -> IoBackend:
-    return _parse(IoBackend, name, "--hicache-io-backend", "backend")
 
 
 def _parse(kind: type[S], name: str, flag: str, what: str) -> S:

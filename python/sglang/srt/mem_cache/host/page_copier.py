@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import importlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final, TypeAlias
 
@@ -219,29 +219,21 @@ def page_index(pages: npt.NDArray[np.int64]) -> PageIndex:
     return pages
 
 
-CopierFactory: TypeAlias = Callable[[PoolPair], PageCopier]
-
-_BUILT_IN: Final = {
+_COPIERS: Final = {
     "cpu": (__name__, "CpuPageCopier"),
     "cuda": ("sglang.srt.mem_cache.host.host_copy_cuda", "CudaPageCopier"),
     "npu": ("sglang.srt.mem_cache.host.host_copy_npu", "NpuPageCopier"),
 }
-_REGISTERED: Final[dict[str, CopierFactory]] = {}
-
-
-def register_page_copier(kind: str, factory: CopierFactory) -> None:
-    """Register `factory` for the copiers of devices whose type is `kind`."""
-    _REGISTERED[kind] = factory
+"""Module and class by kind of device, of which a process imports one."""
 
 
 def check_has_copier(device: torch.device | str) -> None:
     """Raise ValueError if pages of `device` cannot be copied; lists the devices that can."""
     kind = str(device).partition(":")[0]
-    known = (*_BUILT_IN, *_REGISTERED)
-    if kind not in known:
+    if kind not in _COPIERS:
         raise ValueError(
             f"the hierarchical cache has no copies on {kind} yet, only on "
-            f"{', '.join(known)}: start without --enable-hierarchical-cache"
+            f"{', '.join(_COPIERS)}: start without --enable-hierarchical-cache"
         )
 
 
@@ -249,8 +241,6 @@ def make_page_copier(pools: PoolPair) -> PageCopier:
     """The copier of the device that `pools.device` is on. Raises as `check_has_copier`."""
     device = pools.device[0][0].device
     check_has_copier(device)
-    if device.type in _REGISTERED:
-        return _REGISTERED[device.type](pools)
-    module, name = _BUILT_IN[device.type]
-    factory: CopierFactory = getattr(importlib.import_module(module), name)
-    return factory(pools)
+    module, name = _COPIERS[device.type]
+    copier: PageCopier = getattr(importlib.import_module(module), name)(pools)
+    return copier

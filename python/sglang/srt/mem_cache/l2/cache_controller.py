@@ -169,7 +169,6 @@ class HiCacheController:
         *,
         io_backend: str,
     ) -> None:
-        self.mem_pool_device_allocator = token_to_kv_pool_allocator
         self.mem_pool_device = token_to_kv_pool_allocator.get_kvcache()
         self.mem_pool_host = mem_pool_host
         self.page_size = page_size

@@ -165,13 +165,6 @@ class Joined(NamedTuple):
     """Hash of the page before `rest`."""
 
 
-class Freed(NamedTuple):
-    """Host slots that reads have let go of. int64."""
-
-    pages: list[torch.Tensor]
-    states: list[tuple[HostTier, torch.Tensor]]
-
-
 class PrefetchTable:
     """The reads of one scheduler. Scheduler thread only.
 
@@ -366,8 +359,11 @@ class PrefetchTable:
             seen.append(_with_state(operation, progress) if operation.has_states else progress)
         return seen
 
-    def agree(self, agreed: Sequence[PrefetchProgress]) -> Freed:
-        """Take the progress that the ranks agreed on; returns the host slots to be freed now."""
+    def agree(
+        self, agreed: Sequence[PrefetchProgress]
+    ) -> tuple[list[torch.Tensor], list[tuple[HostTier, torch.Tensor]]]:
+        """Take the progress that the ranks agreed on; returns the host slots of pages and of states
+        that are to be freed now."""
         page = self._page_size
         pages: list[torch.Tensor] = []
         states: list[tuple[HostTier, torch.Tensor]] = []
@@ -392,7 +388,7 @@ class PrefetchTable:
         self.operations = [
             read for read in self.operations if read.needs or read.owned.any() or read.states
         ]
-        return Freed([slots for slots in pages if len(slots)], states)
+        return [slots for slots in pages if len(slots)], states
 
     def may_schedule(self, request_id: str, policy: PrefetchPolicy) -> bool:
         """True if a request may be scheduled now. Depends only on agreed progress."""

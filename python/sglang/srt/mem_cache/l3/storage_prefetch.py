@@ -13,7 +13,7 @@ import logging
 import time
 from collections.abc import Iterator
 from enum import StrEnum
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, Final, TypeAlias
 
 import numpy as np
 import torch
@@ -70,6 +70,10 @@ class NoRead(StrEnum):
 
 _EXPECTED: Final = (NoRead.TOO_SHORT, NoRead.JOINED, NoRead.SAMPLE, NoRead.MISS)
 """Reasons that are not logged, since they are expected."""
+
+
+_Room: TypeAlias = "tuple[torch.Tensor, dict[StateComponent, torch.Tensor]]"
+"""Host slots for a read, int64: of pages, and of states."""
 
 
 class StoragePrefetch:
@@ -153,8 +157,9 @@ class StoragePrefetch:
             # The joined pages are too few to wait for.
             self.table.leave(req_id)
             return room
+        pages, states = room
         start = len(above) + joined
-        key = RadixKey(np.concatenate([above, new.ids]), new.extra_key)[: start + len(room.pages)]
+        key = RadixKey(np.concatenate([above, new.ids]), new.extra_key)[: start + len(pages)]
         if prefix_keys is None or joined:
             prefix = key[:start] if attached.settings.pass_prefix_keys else key[:0]
             prefix_keys = prefix.page_hashes(self.page_size)
@@ -166,13 +171,13 @@ class StoragePrefetch:
             request_id=req_id,
             key=key,
             start=start,
-            host_indices=room.pages,
+            host_indices=pages,
             hashes=key[start:].page_hashes(self.page_size, prior),
             prefix_hashes=prefix_keys,
             deadline=time.monotonic() + seconds,
             epoch=self._store.epoch,
-            extra_transfers=[kind.transfer(slot) for kind, slot in room.states.items()],
-            states={kind.host: slot for kind, slot in room.states.items()},
+            extra_transfers=[kind.transfer(slot) for kind, slot in states.items()],
+            states={kind.host: slot for kind, slot in states.items()},
         )
         self.table.start(operation)
         return None
@@ -204,7 +209,7 @@ class StoragePrefetch:
             return NoRead.NO_HOST_MEMORY
         pages = pool.alloc(wanted)
         assert pages is not None
-        return _Room(pages, states)
+        return pages, states
 
     def _alloc_states(self) -> dict[StateComponent, torch.Tensor]:
         """A host slot for the state of each kind that a read brings, as far as there is room."""
@@ -348,10 +353,10 @@ class StoragePrefetch:
         progress.prefetches = self.table.report(awaits_answers=awaits_answers)
 
     def act_on(self, agreed: Progress) -> None:
-        freed = self.table.agree(agreed.prefetches)
-        for slots in freed.pages:
+        pages, states = self.table.agree(agreed.prefetches)
+        for slots in pages:
             self._host.pool.free(slots)
-        for tier, slot in freed.states:
+        for tier, slot in states:
             tier.free(slot)
         if self._used:
             self._settle_used()
@@ -366,10 +371,3 @@ class StoragePrefetch:
             self._log.warning(
                 "stuck", "an L3 read hangs: %d tokens of L2 stay with it until it returns", stuck
             )
-
-
-class _Room(NamedTuple):
-    """Host slots for a read. int64."""
-
-    pages: torch.Tensor
-    states: dict[StateComponent, torch.Tensor]

@@ -347,23 +347,17 @@ def _parse_policy(name: str) -> PrefetchPolicy:
         raise ValueError(f"hicache_storage_prefetch_policy {name!r} is none of {choices}") from None
 
 
-def host_allocator_type(backend: str | None, extra_config: str | None) -> str:
-    """Allocator of L2 that this L3 needs: `mooncake` or `default`.
-
-    Raises ValueError if the configuration cannot work.
-    """
-    if backend != "mooncake":
-        return "default"
-    config = MooncakeStoreConfig.load_from_extra_config(parse_extra_config(extra_config))
-    return config.host_allocator_type
-
-
-def shares_with_other_sizes(backend: str | None, extra_config: str | None) -> bool:
-    """True if servers of other tensor-parallel sizes may share this L3: `tp_lcm_size` is set.
+def demands_on_host_pools(backend: str | None, extra_config: str | None) -> tuple[str, bool]:
+    """The allocator that L2 needs for this L3, `mooncake` or `default`; and True if servers of
+    other tensor-parallel sizes may share this L3: `tp_lcm_size` is set.
 
     Raises ValueError if the configuration cannot work.
     """
     if backend is None:
-        return False
-    settings = StorageSettings.from_extra_config(parse_extra_config(extra_config))
-    return settings.tp_lcm_size is not None
+        return "default", False
+    config, allocator_type = parse_extra_config(extra_config), "default"
+    if backend == "mooncake":
+        store = MooncakeStoreConfig.load_from_extra_config(config)
+        allocator_type = store.host_allocator_type
+    settings = StorageSettings.from_extra_config(config)
+    return allocator_type, settings.tp_lcm_size is not None

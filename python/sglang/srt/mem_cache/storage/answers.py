@@ -1,7 +1,8 @@
 """Checks the answers of a storage backend against its contract.
 
 Answers decide which pages are good and which are written. An answer of a wrong type or length says
-nothing about any page, so it is refused; it is never cut, extended or converted. Pure, any thread.
+nothing about any page, so it is never cut, extended or converted: StorageUnavailable, which names
+class and call, then counts as a failure of the store. Pure, any thread.
 """
 
 from __future__ import annotations
@@ -13,10 +14,6 @@ import numpy as np
 import torch
 
 from sglang.srt.mem_cache.storage.types import CacheOutcome, PoolTransferResult, StorageUnavailable
-
-
-class ContractBroken(StorageUnavailable):
-    """A backend broke its contract and counts as a failing store. Names class and call."""
 
 
 def flag(backend: object, call: str, answer: object) -> bool:
@@ -99,4 +96,4 @@ def _describe(answer: object) -> str:
 
 
 def _refuse(backend: object, call: str, problem: str) -> NoReturn:
-    raise ContractBroken(f"{type(backend).__name__}.{call} answered {problem}")
+    raise StorageUnavailable(f"{type(backend).__name__}.{call} answered {problem}")

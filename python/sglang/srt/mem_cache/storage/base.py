@@ -128,15 +128,7 @@ class HiCacheStorage(ABC):
         Missing and damaged pages are results, not errors. A page whose result is false has
         undefined bytes. Raises StorageUnavailable if the whole store failed.
         """
-        results: dict[str, Sequence[PageResult]] = {}
-        for transfer in transfers:
-            _, keys, indices = self.checked(transfer)
-            object_keys = self.object_keys(keys, transfer.name)
-            if transfer.name == PoolName.KV:
-                results[transfer.name] = self.batch_get_v1(object_keys, indices, extra_info)
-            else:
-                results[transfer.name] = self._plain_get(transfer.name, object_keys, indices)
-        return results
+        return self._each_pool(transfers, extra_info, self.batch_get_v1, self._plain_get)
 
     def batch_set_v2(
         self, transfers: list[PoolTransfer], extra_info: HiCacheStorageExtraInfo | None = None
@@ -146,14 +138,23 @@ class HiCacheStorage(ABC):
         A page that the store already has counts as written. Raises StorageUnavailable if the
         whole store failed.
         """
+        return self._each_pool(transfers, extra_info, self.batch_set_v1, self._plain_set)
+
+    def _each_pool(
+        self,
+        transfers: list[PoolTransfer],
+        extra_info: HiCacheStorageExtraInfo | None,
+        move_primary: Callable[..., Sequence[PageResult]],
+        move_other: Callable[..., Sequence[PageResult]],
+    ) -> PoolResults:
         results: dict[str, Sequence[PageResult]] = {}
         for transfer in transfers:
             _, keys, indices = self.checked(transfer)
             object_keys = self.object_keys(keys, transfer.name)
             if transfer.name == PoolName.KV:
-                results[transfer.name] = self.batch_set_v1(object_keys, indices, extra_info)
+                results[transfer.name] = move_primary(object_keys, indices, extra_info)
             else:
-                results[transfer.name] = self._plain_set(transfer.name, object_keys, indices)
+                results[transfer.name] = move_other(transfer.name, object_keys, indices)
         return results
 
     # -- v1: the primary pool only; keys are full object keys -------------------------------------

@@ -13,10 +13,11 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Protocol
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from sglang.srt.mem_cache.tree.evict_policy import EvictionHeap, get_eviction_strategy
-from sglang.srt.mem_cache.tree.integrity import OwnershipAudit
 from sglang.srt.mem_cache.tree.tree_node import PoolSlots, TreeNode
 
 if TYPE_CHECKING:
@@ -43,6 +44,58 @@ class SlotPool(Protocol):
 
     def free_page_ids(self) -> torch.Tensor:
         """int64: numbers of the pages without an owner. For the self check."""
+
+
+class OwnershipAudit:
+    """Counts the owners of each page of one pool, for the self check; O(pages).
+
+    Args:
+        size: Capacity in tokens, without a padding page.
+        page_size: Tokens of a page.
+        first_page: Number of padding pages before the first page that may be owned.
+    """
+
+    def __init__(self, tier: str, size: int, page_size: int, first_page: int = 0) -> None:
+        self._tier = tier
+        self._page_size = page_size
+        self._first = first_page
+        self._pages = size // page_size
+        self._owned: list[tuple[str, npt.NDArray[np.int64]]] = []
+
+    def own(self, owner: str, slots: torch.Tensor | None) -> None:
+        """Count `owner` for the pages of `slots` (int64 token slots, any number of them per
+        page)."""
+        if slots is not None and len(slots):
+            pages = slots.cpu().numpy() // self._page_size
+            starts = np.flatnonzero(np.diff(pages, prepend=-1))
+            self._owned.append((owner, pages[starts]))
+
+    def own_pages(self, owner: str, pages: torch.Tensor) -> None:
+        """Count `owner` for `pages` (int64 page numbers, padding pages included)."""
+        self._owned.append((owner, pages.cpu().numpy()))
+
+    def check(self) -> None:
+        """Assert that each page has one owner.
+
+        Raises:
+            AssertionError: Names a page without an owner, with two, or outside the pool.
+        """
+        named = [pages - self._first for _, pages in self._owned]
+        pages = np.concatenate([np.empty(0, dtype=np.int64), *named])
+        outside = pages[(pages < 0) | (pages >= self._pages)]
+        assert not len(outside), f"{self._tier}: pages outside the pool are owned: {outside[:8]}"
+        owners = np.bincount(pages, minlength=self._pages)
+        twice = np.flatnonzero(owners > 1)
+        assert not len(twice), self._accuse(int(twice[0]) + self._first)
+        lost = np.flatnonzero(owners == 0)
+        assert not len(lost), (
+            f"{self._tier}: {len(lost)} of {self._pages} pages have no owner, "
+            f"the first is {lost[0] + self._first}"
+        )
+
+    def _accuse(self, page: int) -> str:
+        owners = [owner for owner, pages in self._owned for _ in range(int((pages == page).sum()))]
+        return f"{self._tier}: page {page} is owned by {' and by '.join(owners)}"
 
 
 class PoolTier(ABC):

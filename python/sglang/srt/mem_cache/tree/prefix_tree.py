@@ -18,7 +18,6 @@ import torch
 
 from sglang.srt.mem_cache.tree.digest import check_digest
 from sglang.srt.mem_cache.tree.evict_policy import LookAhead
-from sglang.srt.mem_cache.tree.integrity import check_nodes
 from sglang.srt.mem_cache.tree.pool_tier import DeviceTier, HostTier, PoolTier, SlotPool
 from sglang.srt.mem_cache.tree.radix_key import RadixKey
 from sglang.srt.mem_cache.tree.tree_node import ROOT_ID, TreeNode
@@ -254,7 +253,7 @@ class PrefixTree:
             owned: Slots that are not the tree's: the tier, the owner, and int64 slots.
         """
         nodes = list(self.nodes())
-        check_nodes(self.root, nodes, self.page_size)
+        _check_nodes(self.root, nodes, self.page_size)
         check_digest(self.root, nodes)
         self.look_ahead.check(nodes)
         for key, path in list(self._walks.items()):
@@ -267,3 +266,28 @@ class PrefixTree:
         for node in nodes:
             in_use = node.children or node.lock_ref or node.host_ref_counter
             assert in_use or self.can_end(node), f"{node} is useless"
+
+
+def _check_nodes(root: TreeNode, nodes: Sequence[TreeNode], page_size: int) -> None:
+    """Assert the invariants of each node of a tree, and of its parent and children."""
+    device_children = dict.fromkeys([root.id, *(node.id for node in nodes)], 0)
+    host_children = dict(device_children)
+    for node in nodes:
+        parent = node.parent
+        assert parent is not None, f"{node} has no parent"
+        assert parent.children[node.key.child_key(page_size)] is node, f"{node}: wrong key"
+        assert len(node.key) and len(node.key) % page_size == 0, f"{node}: not whole pages"
+        assert node.value is not None or node.backuped, f"{node} is on no tier"
+        for value in (node.value, node.host_value):
+            assert value is None or len(value) == len(node.key), f"{node}: slots and tokens differ"
+        if node.value is not None:
+            assert parent is root or parent.value is not None, f"{node}: parent off the device"
+        if parent is not root:
+            assert parent.lock_ref >= node.lock_ref, f"{node} is locked more than its parent"
+        device_children[parent.id] += node.value is not None
+        host_children[parent.id] += node.backuped
+    for node in [root, *nodes]:
+        counted = (node.device_children, node.host_children)
+        assert counted == (device_children[node.id], host_children[node.id]), (
+            f"{node} counts {counted} children on device and host"
+        )

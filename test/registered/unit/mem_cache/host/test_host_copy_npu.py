@@ -23,7 +23,7 @@ from sglang.srt.mem_cache.device.base_device_pool import PagedDevicePool
 from sglang.srt.mem_cache.host import host_layout, page_copier
 from sglang.srt.mem_cache.host.host_copy_npu import NpuPageCopier, _runs
 from sglang.srt.mem_cache.host.host_pool import HostKVCache
-from sglang.srt.mem_cache.host.page_copier import PoolPair, register_page_copier
+from sglang.srt.mem_cache.host.page_copier import PoolPair
 from sglang.srt.mem_cache.host.pool_kinds import MLATokenToKVPoolHost
 from sglang.test.ci.ci_register import register_cpu_ci, register_npu_ci
 
@@ -38,13 +38,12 @@ IO = "kernel_ascend"
 @pytest.fixture
 def as_npu(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
     """Makes pools in CPU memory copy as an NPU's do, this many bytes of K at once."""
-    monkeypatch.setattr(page_copier, "_REGISTERED", {})
 
     def use(buffer_bytes: int) -> None:
         def make(pools: PoolPair) -> NpuPageCopier:
             return NpuPageCopier(pools, buffer_bytes=buffer_bytes)
 
-        register_page_copier("cpu", make)
+        monkeypatch.setattr(page_copier, "CpuPageCopier", make)
 
     return use
 

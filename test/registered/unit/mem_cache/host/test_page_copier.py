@@ -20,7 +20,6 @@ from sglang.srt.mem_cache.host.page_copier import (
     PoolPair,
     check_has_copier,
     make_page_copier,
-    register_page_copier,
 )
 from sglang.srt.mem_cache.host.pool_kinds import MHATokenToKVPoolHost
 from sglang.srt.mem_cache.hybrid_cache.hybrid_pool_assembler import build_kv_host_stack
@@ -172,12 +171,6 @@ def test_a_load_of_a_cuda_pool_stages_its_slots_once_and_launches_a_layer_at_a_t
         copier.begin_load(slots, there, "kernel_ascend")
 
 
-@pytest.fixture
-def fresh_registry(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Forgets what a test registers."""
-    monkeypatch.setattr(page_copier, "_REGISTERED", {})
-
-
 class NoCopier(PageCopier):
     def __init__(self, pools: PoolPair) -> None:
         self.pools = pools
@@ -193,8 +186,9 @@ class NoCopier(PageCopier):
         raise AssertionError
 
 
-@pytest.mark.usefixtures("fresh_registry")
-def test_a_device_without_a_copier_is_refused_until_it_has_one() -> None:
+def test_a_device_without_a_copier_is_refused_until_it_has_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     for device in ("xpu:0", torch.device("meta")):
         with pytest.raises(ValueError, match=r"no copies on (xpu|meta) yet, only on cpu, cuda, n"):
             check_has_copier(device)
@@ -213,7 +207,7 @@ def test_a_device_without_a_copier_is_refused_until_it_has_one() -> None:
             layout="auto",
             has_storage=False,
         )
-    register_page_copier("meta", NoCopier)
+    monkeypatch.setitem(page_copier._COPIERS, "meta", (__name__, "NoCopier"))
     copier = make_page_copier(pools)
     assert isinstance(copier, NoCopier)
     assert copier.pools is pools

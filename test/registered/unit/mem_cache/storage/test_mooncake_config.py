@@ -29,7 +29,7 @@ from sglang.srt.mem_cache.hicache_storage import (
     StorageUnavailable,
     StorageUnreachable,
 )
-from sglang.srt.mem_cache.l3.store_connection import host_allocator_type
+from sglang.srt.mem_cache.l3.store_connection import demands_on_host_pools
 from sglang.srt.mem_cache.storage.backend_factory import StorageBackendFactory
 from sglang.srt.mem_cache.storage.mooncake_store import base_store
 from sglang.srt.mem_cache.storage.mooncake_store import config as config_checks
@@ -80,14 +80,15 @@ def test_extra_config_then_file_then_environment(
 def test_the_address_of_a_client_selects_stand_alone(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    assert host_allocator_type(None, None) == host_allocator_type("file", "{}") == "default"
+    for none in (demands_on_host_pools(None, None), demands_on_host_pools("file", "{}")):
+        assert none == ("default", False)
     monkeypatch.setenv("MOONCAKE_MASTER", "h:1")
-    assert host_allocator_type("mooncake", None) == "default"
+    assert demands_on_host_pools("mooncake", None) == ("default", False)
     monkeypatch.setenv("MOONCAKE_CLIENT", "h:2")
     config = MooncakeStoreConfig.load_from_env()
     assert config.standalone_storage and config.client_host_port() == ("h", 2)
-    assert host_allocator_type("mooncake", None) == "mooncake"
-    assert host_allocator_type("mooncake", '{"standalone_storage": false}') == "default"
+    assert demands_on_host_pools("mooncake", None) == ("mooncake", False)
+    assert demands_on_host_pools("mooncake", '{"standalone_storage": false}') == ("default", False)
 
 
 @pytest.mark.parametrize(
