@@ -54,9 +54,10 @@ PROMPTS: Final = (
 
 _WARM_UP_STEPS: Final = 8
 _USED: Final = frozenset(
-    "model_path tokenizer_path load_format dtype kv_cache_dtype context_length trust_remote_code "
-    "random_seed log_level device mem_fraction_static max_running_requests max_total_tokens "
-    "page_size attention_backend disable_cuda_graph cuda_graph_max_bs chat_template".split()
+    "model_path tokenizer_path load_format dtype kv_cache_dtype quantization context_length "
+    "trust_remote_code random_seed log_level device mem_fraction_static max_running_requests "
+    "max_total_tokens page_size attention_backend disable_cuda_graph cuda_graph_max_bs "
+    "chat_template".split()
 )
 """Fields of `ServerArgs` that have an effect without a server."""
 _REFUSED: Final = {
@@ -152,6 +153,7 @@ def make_worker(args: ServerArgs, requests: int, tokens_each: int) -> TpModelWor
         dtype=args.dtype,
         context_length=args.context_length,
         trust_remote_code=args.trust_remote_code,
+        quantization=args.quantization,
     )
     if tokens_each > config.context_len:
         raise ValueError(
@@ -209,7 +211,10 @@ def run(own: argparse.Namespace, args: ServerArgs) -> None:
         Path(own.result_filename).open("ab").close()
     assert args.model_path is not None
     config = ModelConfig.from_path(
-        args.model_path, dtype=args.dtype, trust_remote_code=args.trust_remote_code
+        args.model_path,
+        dtype=args.dtype,
+        trust_remote_code=args.trust_remote_code,
+        quantization=args.quantization,
     )
     device_name = device_runtime(args.device).device_name()
     limits = measure_limits(args.device, config.dtype)

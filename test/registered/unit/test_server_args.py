@@ -139,7 +139,8 @@ def test_storage_implies_the_hierarchical_cache_and_logs_it(
         (["--lora-paths", "x"], "--lora-paths: SGLang has it, this engine does not: LoRA"),
         (["--speculative-algorithm=EAGLE"], "does not: speculative decoding"),
         (["--dp-size", "2"], "python -m sglang_router.launch_server starts several"),
-        (["--quantization", "fp8"], "does not: quantization"),
+        (["--torchao-config", "int4wo-128"], "does not: quantization at load"),
+        (["--quantization", "bitsandbytes"], "bitsandbytes: choose one of fp8, compressed-tensors"),
         (
             ["--constrained-json-whitespace-pattern", " "],
             "does not yet: a whitespace pattern for constrained JSON",

@@ -78,7 +78,7 @@ SGLANG_FLAGS: Final = (
         init_expert_location=trivial ep_num_redundant_experts=0 ep_* moe_* enable_eplb eplb_*
         enable_expert_* expert_* deepep_* enable_deepep_* elastic_ep_* enable_elastic_*
         enable_fused_grouped_gemm_combine mooncake_ib_device"""),
-    _row(_NEVER, "quantization", """quantization quantization_* torchao_config modelopt_*
+    _row(_NEVER, "quantization at load", """quantization_* torchao_config modelopt_*
         quantize_and_serve rl_quant_profile enable_quant_communications
         flashinfer_mxfp4_moe_precision=default"""),
     _row(_NEVER, "an output head of another precision", "enable_fp32_lm_head"),

@@ -73,6 +73,11 @@ class ServerArgs:
         "Dtype of keys and values in every tier; auto: the model's. fp8_e4m3 needs a GPU.",
         choices=("auto", "float32", "bfloat16", "float16", "fp8_e4m3"),
     )
+    quantization: str | None = flag(
+        None,
+        "Weight format of the checkpoint, to be checked; absent: what its config.json says.",
+        choices=("fp8", "compressed-tensors", "awq", "awq_marlin", "gptq", "gptq_marlin"),
+    )
     context_length: int | None = flag(None, "Longest context in tokens; absent: the model's.")
     trust_remote_code: bool = flag(False, "Run Python code that comes with the checkpoint.")
     random_seed: int = flag(0, "Seed of random weights.")

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final
 
+from sglang.srt.configs.quantization_config import quantization_of
 from sglang.srt.utils.lfs_pointer import refuse_lfs_pointer
 
 TEXT_CONFIG: Final = "text_config"
@@ -31,7 +32,9 @@ READ_OF_ALL: Final = _words("""
     num_attention_heads num_key_value_heads head_dim rms_norm_eps max_position_embeddings
     tie_word_embeddings rope_parameters eos_token_id
 """)
-_READ_BY_CLASS: Final = _words("torch_dtype rope_scaling rope_theta partial_rotary_factor auto_map")
+_READ_BY_CLASS: Final = _words(
+    "torch_dtype rope_scaling rope_theta partial_rotary_factor auto_map quantization_config"
+)
 _FIXED: Final[Mapping[str, tuple[Any, ...]]] = {
     "hidden_act": ("silu",),
     "is_causal": (True,),
@@ -298,16 +301,19 @@ def _shown(value: object) -> str:
     return text if len(text) <= _MAX_SHOWN_CHARS else f"{text[:_MAX_SHOWN_CHARS]}..."
 
 
-def supported_architecture(model_path: str, *, trust_remote_code: bool = False) -> str:
+def supported_architecture(
+    model_path: str, *, trust_remote_code: bool = False, quantization: str | None = None
+) -> str:
     """The key of `FIELDS` that the checkpoint in directory `model_path` has; its config.json is
     checked.
 
     Args:
         trust_remote_code: Whether a config class that comes with the checkpoint may be run.
+        quantization: Name of the weight format; None: what the checkpoint says.
 
     Raises:
-        ValueError: There is no checkpoint, or its architecture or a field is not supported. One
-            line with the remedy.
+        ValueError: There is no checkpoint, or its architecture, its weight format or a field is not
+            supported. One line with the remedy.
     """
     directory = Path(model_path)
     if not directory.is_dir():
@@ -319,12 +325,10 @@ def supported_architecture(model_path: str, *, trust_remote_code: bool = False) 
     if raw is None:
         raise ValueError(f"{model_path} has no config.json: it is not a checkpoint directory")
     text = raw.get(TEXT_CONFIG)
-    for part in (raw, text):
-        if isinstance(part, dict) and part.get("quantization_config") is not None:
-            raise ValueError(
-                f"{directory}: config.json has a quantization_config: quantized weights are not "
-                "supported, use the unquantized checkpoint"
-            )
+    try:
+        quantization_of(raw, asked=quantization)
+    except ValueError as error:
+        raise ValueError(f"{directory}: {error}") from None
     name = _architecture(raw, directory)
     if FIELDS[name].text is not None and not isinstance(text, dict):
         raise ValueError(

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
@@ -22,6 +23,7 @@ from sglang.srt.configs.config_fields import (
     read_json,
     supported_architecture,
 )
+from sglang.srt.configs.quantization_config import QuantizationConfig, quantization_of
 from sglang.srt.configs.rope_config import RopeConfig
 
 DTYPES = {
@@ -68,6 +70,8 @@ class ModelConfig:
     """Layers with a window that is shorter than `context_len`."""
     ssm_dtype: torch.dtype = torch.float32
     """Dtype of recurrent states in the pool."""
+    quantization: QuantizationConfig | None = None
+    """Format of the weights in the files; None: they are not quantized."""
 
     @classmethod
     def from_path(
@@ -78,6 +82,7 @@ class ModelConfig:
         context_length: int | None = None,
         ssm_dtype: str = "float32",
         trust_remote_code: bool = False,
+        quantization: str | None = None,
     ) -> ModelConfig:
         """Read the model in the directory `model_path`.
 
@@ -87,13 +92,18 @@ class ModelConfig:
             context_length: Tokens; None means the length that config.json has.
             ssm_dtype: A key of `DTYPES`, for recurrent states.
             trust_remote_code: Whether a config class that comes with the checkpoint may be run.
+            quantization: Name of the weight format; None: what the checkpoint says.
 
         Raises:
             ValueError: Something is missing or not supported. One line with the remedy.
         """
         directory = Path(model_path)
-        architecture = supported_architecture(model_path, trust_remote_code=trust_remote_code)
-        whole = _parse_hf_config(directory, architecture)
+        architecture = supported_architecture(
+            model_path, trust_remote_code=trust_remote_code, quantization=quantization
+        )
+        raw = read_json(directory / "config.json")
+        assert raw is not None, "its architecture was read"
+        whole = _parse_hf_config(directory, raw, architecture)
         hf = whole if FIELDS[architecture].text is None else getattr(whole, TEXT_CONFIG)
         num_heads = positive_int(hf, "num_attention_heads")
         hidden_size = positive_int(hf, "hidden_size")
@@ -130,12 +140,11 @@ class ModelConfig:
             sliding_window=hf.sliding_window if windowed_layers else None,
             sliding_window_layers=windowed_layers,
             ssm_dtype=DTYPES[ssm_dtype],
+            quantization=quantization_of(raw),
         )
 
 
-def _parse_hf_config(directory: Path, architecture: str) -> PretrainedConfig:
-    raw = read_json(directory / "config.json")
-    assert raw is not None, "its architecture was read"
+def _parse_hf_config(directory: Path, raw: dict[str, Any], architecture: str) -> PretrainedConfig:
     try:
         # Without this argument transformers would ask on the terminal. Code of the checkpoint runs
         # only if transformers has none.

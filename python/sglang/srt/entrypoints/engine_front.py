@@ -59,6 +59,7 @@ def _load_model_files(
             dtype=args.dtype,
             context_length=args.context_length,
             trust_remote_code=args.trust_remote_code,
+            quantization=args.quantization,
         )
         tokenizer = get_tokenizer(
             args.tokenizer_path or args.model_path, trust_remote_code=args.trust_remote_code

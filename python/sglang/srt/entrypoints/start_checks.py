@@ -112,7 +112,11 @@ def check_model(args: ServerArgs) -> None:
         ValueError: One line that names the file.
     """
     assert args.model_path is not None, "resolved arguments name the model"
-    supported_architecture(args.model_path, trust_remote_code=args.trust_remote_code)
+    supported_architecture(
+        args.model_path,
+        trust_remote_code=args.trust_remote_code,
+        quantization=args.quantization,
+    )
     if args.load_format != "dummy" and not reads_weights(args):
         weight_files(Path(args.model_path), args.load_format)
     check_tokenizer_files(args.tokenizer_path or args.model_path)

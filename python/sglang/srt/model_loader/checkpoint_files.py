@@ -6,15 +6,19 @@ names, sizes, times and inodes are recorded before they are read.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import logging
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from pickle import UnpicklingError  # noqa: TID251 - the error alone; nothing is unpickled here
-from typing import TypeAlias
+from typing import Any, Final, TypeAlias
 
 import torch
 from safetensors import SafetensorError, safe_open
 
 from sglang.srt.configs.model_config import ModelConfig
+from sglang.srt.configs.quantization_config import QuantizationConfig
+from sglang.srt.model_loader.quantized_weights import QuantizedNames, QuantizedWeight
 from sglang.srt.model_loader.weight_files import (
     REMEDY,
     config_file,
@@ -23,6 +27,10 @@ from sglang.srt.model_loader.weight_files import (
 )
 from sglang.srt.model_loader.weight_source import LoadConfig, WeightSlots
 
+logger = logging.getLogger(__name__)
+
+_PLAIN_DTYPES: Final = frozenset(("F64", "F32", "F16", "BF16"))
+"""Dtypes of weights that are not quantized."""
 _Signature: TypeAlias = tuple[int, int, int]
 """Size, modification time in nanoseconds, inode."""
 
@@ -38,17 +46,30 @@ class CheckpointFiles:
         """Raises ValueError: the files are missing, or the directory has other weights."""
         self.name = model_config.model_path
         self._format = load_config.load_format
+        self._quantization = model_config.quantization
+        if self._format == "pt" and self._quantization is not None:
+            raise ValueError(
+                f"{self.name}: quantized weights are read from safetensors files only: leave "
+                "--load-format out"
+            )
         config = config_file(self.name)
         self._files = weight_files(Path(self.name), self._format)
         self._noted = _signatures([config, *self._files])
         self._identity: str | None = None
 
     def fill(self, slots: WeightSlots) -> None:
-        for file in self._files:
-            if self._format == "pt":
+        if self._format == "pt":
+            for file in self._files:
                 _fill_from_pickle(slots, file)
-            else:
-                _fill_from_safetensors(slots, file)
+            return
+        if self._quantization is not None:
+            logger.info(
+                "weights are quantized (%s): they are dequantized at load, and activations are not "
+                "quantized",
+                self._quantization,
+            )
+        with ExitStack() as stack:
+            _SafetensorsFiles(self._files, self._quantization, stack).fill(slots)
 
     def identity(self) -> str:
         """Identity of the loaded weights. The first call reads all files, unless their digests are
@@ -99,19 +120,111 @@ def _fill_from_pickle(slots: WeightSlots, file: Path) -> None:
             slot.fill(tensor)
 
 
-def _fill_from_safetensors(slots: WeightSlots, file: Path) -> None:
-    name = "its header"
+class _SafetensorsFiles:
+    """All files of a checkpoint, mapped into memory until `stack` ends.
+
+    The tensors of a quantized weight may be in different files.
+    """
+
+    def __init__(
+        self, files: Iterable[Path], config: QuantizationConfig | None, stack: ExitStack
+    ) -> None:
+        self._config = config
+        self._opened: dict[Path, Any] = {}
+        for file in files:
+            with _reading(file, "its header"):
+                opened = safe_open(str(file), framework="pt", device="cpu")
+                self._opened[file] = stack.enter_context(opened)
+        # A name that two files have is refused when the second is read.
+        self._file_of = {
+            name: file
+            for file, opened in self._opened.items()
+            for name in opened.keys()  # noqa: SIM118 - not a dict
+        }
+        self._names = None if config is None else QuantizedNames(self._file_of.keys(), config)
+
+    def fill(self, slots: WeightSlots) -> None:
+        """See `WeightSource`."""
+        for file, opened in self._opened.items():
+            for name in opened.keys():  # noqa: SIM118 - not a dict
+                with _reading(file, f"tensor {name!r}"):
+                    self._fill(slots, file, name)
+
+    def _fill(self, slots: WeightSlots, file: Path, name: str) -> None:
+        opened = self._opened[file]
+        stored = opened.get_slice(name)
+        shape = tuple(stored.get_shape())
+        if self._names is not None and self._config is not None:
+            weight = self._names.by_elements.get(name)
+            if weight is not None:
+                self._fill_quantized(slots, file, weight, self._config)
+                return
+            if self._names.is_beside(name) or self._is_empty_bias(slots, opened, name):
+                return
+        slot = slots.take(name, shape, file)
+        if slot is None:
+            return
+        dtype = stored.get_dtype()
+        if dtype not in _PLAIN_DTYPES:
+            raise ValueError(
+                f"{file}: tensor {name!r} is {dtype} and has no scales: the weights and "
+                "quantization_config in config.json are not of the same model"
+            )
+        slot.fill(stored if slot.is_split else opened.get_tensor(name))
+
+    def _fill_quantized(
+        self, slots: WeightSlots, file: Path, weight: QuantizedWeight, config: QuantizationConfig
+    ) -> None:
+        elements = _StoredTensor(self._opened[file].get_slice(weight.elements))
+        slot = slots.take(weight.name, weight.shape(elements.shape, config), file)
+        if slot is None:
+            return
+        dtype, device = slot.dest.dtype, slot.dest.device
+        try:
+            slot.fill(weight.open(elements, self._read, config, dtype, device))
+        except ValueError as error:
+            raise ValueError(
+                f"{file}: tensor {weight.elements!r}: {error}: the weights and quantization_config "
+                "in config.json are not of the same model"
+            ) from None
+
+    def _is_empty_bias(self, slots: WeightSlots, opened: Any, name: str) -> bool:
+        """True for a bias of zeros that the model does not have. GPTQ's tools write one for each
+        quantized layer."""
+        is_bias = (
+            name.endswith(".bias") and f"{name.removesuffix('.bias')}.qweight" in self._file_of
+        )
+        return is_bias and not slots.has(name) and not opened.get_tensor(name).any()
+
+    def _read(self, name: str) -> torch.Tensor:
+        file = self._file_of.get(name)
+        if file is None:
+            raise ValueError(f"tensor {name!r} is missing")
+        with _reading(file, f"tensor {name!r}"):
+            tensor: torch.Tensor = self._opened[file].get_tensor(name)
+        return tensor
+
+
+class _StoredTensor:
+    """A tensor of a safetensors file: a `RawTensor`."""
+
+    def __init__(self, stored: Any) -> None:
+        self._stored = stored
+        self.shape: tuple[int, ...] = tuple(stored.get_shape())
+
+    def __getitem__(self, index: tuple[slice, ...]) -> torch.Tensor:
+        part: torch.Tensor = self._stored[index]
+        return part
+
+
+@contextmanager
+def _reading(file: Path, what: str) -> Iterator[None]:
+    """Raise ValueError that names the file if its bytes are damaged."""
     try:
-        with safe_open(str(file), framework="pt", device="cpu") as opened:
-            for key in opened.keys():  # noqa: SIM118 - not a dict
-                name = f"tensor {key!r}"
-                whole = opened.get_slice(key)
-                slot = slots.take(key, tuple(whole.get_shape()), file)
-                if slot is not None:
-                    slot.fill(whole if slot.is_split else opened.get_tensor(key))
+        yield
     except (SafetensorError, OSError) as error:
         raise ValueError(
-            f"{file} is torn or not safetensors, at {name} ({error}): {REMEDY}"
+            f"{file} is torn or not safetensors, at {what} ({error}): {REMEDY}"
         ) from error
 
 

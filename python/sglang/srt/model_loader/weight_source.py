@@ -89,6 +89,10 @@ class WeightSlots:
     def __len__(self) -> int:
         return len(self._all)
 
+    def has(self, name: str) -> bool:
+        """True if the model has a tensor of that name."""
+        return name in self._all
+
     def empty(self) -> dict[str, WeightSlot]:
         """The slots that are not taken yet, by tensor name."""
         return dict(self._empty)

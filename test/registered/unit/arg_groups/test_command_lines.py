@@ -194,7 +194,7 @@ def test_a_malformed_value_is_not_held_against_others() -> None:
     "flags",
     [
         "--dp 1 --dp-size 1 --data-parallel-size 1 --pp-size 1 --ep-size 1 --moe-a2a-backend none",
-        "--moe-dp-size=1 --quantization= --tokenizer-mode auto --model-impl auto",
+        "--moe-dp-size=1 --tokenizer-mode auto --model-impl auto",
         "--json-model-override-args {} --load-balance-method auto --gpu-id-step 1",
         "--disable-custom-all-reduce --disable-cuda-graph-padding --disable-chunked-prefix-cache",
         "--disable-outlines-disk-cache --flashinfer-mla-disable-ragged",

@@ -148,8 +148,16 @@ def test_a_text_model_beside_a_vision_tower(tmp_path: Path) -> None:
     [
         ({}, {"text_config": ...}, r"no text_config, which has the settings of Qwen3_5ForCond"),
         ({}, {"text_config": [1]}, r"no text_config"),
-        ({}, {"quantization_config": {"quant_method": "fp8"}}, "quantiz"),
-        ({"quantization_config": {"quant_method": "fp8"}}, {}, "quantiz"),
+        (
+            {},
+            {"quantization_config": {"quant_method": "exl3"}},
+            "'exl3' is not supported: supported are fp8",
+        ),
+        (
+            {"quantization_config": {"quant_method": "exl3"}},
+            {},
+            "'exl3' is not supported: supported are fp8",
+        ),
         ({"hidden_act": "gelu"}, {}, "hidden_act='gelu'"),
         ({"max_position_embeddings": 0}, {}, "max_position_embeddings=0"),
         ({"linear_num_key_heads": "two"}, {}, "config.json is not valid"),
@@ -268,7 +276,10 @@ def test_overrides(tmp_path: Path) -> None:
         ({"rope_scaling": {"rope_type": "linear"}}, "'linear'.*factor"),
         ({"rope_scaling": {"rope_type": "yarn"}}, "'yarn'.*factor|factor.*'yarn'"),
         ({"rope_scaling": {"rope_type": "linear", "factor": -1.0}}, "factor=-1.0"),
-        ({"quantization_config": {"quant_method": "fp8"}}, "quantiz"),
+        (
+            {"quantization_config": {"quant_method": "exl3"}},
+            "'exl3' is not supported: supported are fp8",
+        ),
         ({"hidden_act": "gelu"}, "hidden_act='gelu'"),
         ({"model_type": "llama"}, "model_type='llama' is not that of Qwen3ForCausalLM"),
         ({"model_type": ...}, "model_type=None is not that of Qwen3ForCausalLM"),

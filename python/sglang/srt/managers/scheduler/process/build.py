@@ -124,6 +124,7 @@ def build_scheduler(
         context_length=server_args.context_length,
         ssm_dtype=server_args.mamba_ssm_dtype,
         trust_remote_code=server_args.trust_remote_code,
+        quantization=server_args.quantization,
     )
     check_model_flags(server_args, model_config)
     assert server_args.page_size is not None, "resolved"

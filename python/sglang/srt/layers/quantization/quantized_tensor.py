@@ -1,0 +1,204 @@
+"""Quantized weights of a checkpoint, dequantized where they are read.
+
+A weight is `[outputs, inputs]`, or such matrices stacked in leading dimensions. Each element is an
+integer or an 8-bit float; it stands for (element - zero point) * scale. A scale belongs to a block
+of outputs and inputs. Values are computed in fp32 and rounded once to the dtype of the result.
+
+A rank reads only the elements that its part needs. Its part may begin and end anywhere: within a
+block, and within a word of packed integers. Scales and zero points are read whole.
+"""
+
+from __future__ import annotations
+
+import itertools
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Final, Protocol
+
+import torch
+
+from sglang.srt.configs.quantization_config import Packing
+from sglang.srt.layers.placement import Sliceable
+
+_TILE_ELEMENTS: Final = 1 << 22
+"""About this many elements are dequantized at a time: 16 MiB in fp32."""
+_WORD_BITS: Final = 32
+AWQ_ORDER: Final = (0, 4, 1, 5, 2, 6, 3, 7)
+"""Place in a word, counted from the lowest bits, of each of eight consecutive outputs."""
+
+
+class RawTensor(Sliceable, Protocol):
+    """A tensor of a checkpoint as it is stored."""
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+
+class QuantizedTensor(ABC):
+    """A whole weight: a `Sliceable` of dequantized elements.
+
+    Args:
+        shape: Shape of the weight, `[..., outputs, inputs]`.
+        dtype: Dtype of the results.
+        device: Device of the results, where they are computed too.
+    """
+
+    def __init__(
+        self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | str
+    ) -> None:
+        self.shape = shape
+        self._dtype, self._device = dtype, device
+
+    def __getitem__(self, index: tuple[slice, ...]) -> torch.Tensor:
+        spans = [one.indices(size) for one, size in zip(index, self.shape, strict=True)]
+        assert all(step == 1 for *_, step in spans)
+        *lead, rows, columns = [(begin, max(begin, end)) for begin, end, _ in spans]
+        sizes = [end - begin for begin, end in (*lead, rows, columns)]
+        out = torch.empty(sizes, dtype=self._dtype, device=self._device)
+        height = max(1, _TILE_ELEMENTS // max(1, sizes[-1]))
+        for place in itertools.product(*(range(*span) for span in lead)):
+            matrix = out[tuple(at - span[0] for at, span in zip(place, lead, strict=True))]
+            for begin in range(*rows, height):
+                end = min(begin + height, rows[1])
+                tile = self._tile(place, slice(begin, end), slice(*columns))
+                matrix[begin - rows[0] : end - rows[0]] = tile
+        return out
+
+    @abstractmethod
+    def _tile(self, place: tuple[int, ...], rows: slice, columns: slice) -> torch.Tensor:
+        """Elements of the matrix at `place` of the leading dimensions: fp32 `[rows, columns]`."""
+
+
+class ScaledTensor(QuantizedTensor):
+    """One element per weight: fp8 or int8, with scales.
+
+    Args:
+        raw: `[..., outputs, inputs]`, fp8 or int8.
+        scales: One for each block, `[..., ceil(outputs / block), ceil(inputs / block)]`; dimensions
+            of size 1 may be absent.
+        block: See `QuantizationConfig`; None: one scale for a matrix, or one for each output.
+
+    Raises:
+        ValueError: The scales fit neither the weight nor the blocks.
+    """
+
+    def __init__(
+        self,
+        raw: RawTensor,
+        scales: torch.Tensor,
+        block: tuple[int, int] | None,
+        dtype: torch.dtype,
+        device: torch.device | str,
+    ) -> None:
+        super().__init__(tuple(raw.shape), dtype, device)
+        self._raw = raw
+        *lead, outputs, inputs = self.shape
+        grid = list(scales.shape[len(lead) :])
+        if block is None:
+            block = (-1, -1) if grid in ([], [1], [1, 1]) else (1, -1)
+        height, width = block
+        self._block = (outputs if height < 0 else height, inputs if width < 0 else width)
+        sizes = zip((outputs, inputs), self._block, strict=True)
+        blocks = [-(-size // part) for size, part in sizes]
+        is_of_each = list(scales.shape[: len(lead)]) == lead
+        if not is_of_each or [n for n in grid if n > 1] != [n for n in blocks if n > 1]:
+            of_blocks = " x ".join("all" if n < 0 else str(n) for n in block)
+            raise ValueError(
+                f"scales {list(scales.shape)} do not fit the weight {list(self.shape)} in blocks "
+                f"of {of_blocks}"
+            )
+        self._scales = scales.to(device=device, dtype=torch.float32).reshape(*lead, *blocks)
+
+    def _tile(self, place: tuple[int, ...], rows: slice, columns: slice) -> torch.Tensor:
+        lead = tuple(slice(at, at + 1) for at in place)
+        raw = self._raw[(*lead, rows, columns)].to(self._device).to(torch.float32)
+        raw = raw.view(rows.stop - rows.start, columns.stop - columns.start)
+        height, width = self._block
+        scales = self._scales[place][_blocks(rows, height)][:, _blocks(columns, width)]
+        return raw.mul_(scales)
+
+
+class PackedTensor(QuantizedTensor):
+    """Integers of 4 or 8 bits, packed in words; see `Packing`.
+
+    Args:
+        packed: The words, int32.
+        shape: Outputs and inputs.
+        scales: `[outputs, groups]`, floating point.
+        zeros: Zero points `[outputs, groups]`, integers; None: half of the integers' range.
+        groups: The group of each input, int64 `[inputs]`.
+    """
+
+    def __init__(
+        self,
+        packed: Sliceable,
+        shape: tuple[int, int],
+        packing: Packing,
+        bits: int,
+        *,
+        scales: torch.Tensor,
+        zeros: torch.Tensor | None,
+        groups: torch.Tensor,
+        dtype: torch.dtype,
+        device: torch.device | str,
+    ) -> None:
+        super().__init__(shape, dtype, device)
+        self._packed, self._packing, self._bits = packed, packing, bits
+        self._scales = scales.to(device=device, dtype=torch.float32)
+        self._zeros = None if zeros is None else zeros.to(device=device, dtype=torch.float32)
+        self._groups = groups.to(device)
+
+    def _tile(self, place: tuple[int, ...], rows: slice, columns: slice) -> torch.Tensor:
+        packing, bits = self._packing, self._bits
+        if packing is Packing.ROWS:
+            elements = self._unpack(rows, columns, packed_dim=1)
+        elif packing is Packing.COLUMNS:
+            elements = self._unpack(columns, rows, packed_dim=0).t()
+        else:
+            elements = self._unpack(columns, rows, packed_dim=1, order=AWQ_ORDER).t()
+        groups = self._groups[columns]
+        values = elements.to(torch.float32)
+        if self._zeros is None:
+            values = values.sub_(1 << (bits - 1))
+        else:
+            values = values.sub_(self._zeros[rows][:, groups])
+        return values.mul_(self._scales[rows][:, groups])
+
+    def _unpack(
+        self, first: slice, second: slice, *, packed_dim: int, order: Sequence[int] | None = None
+    ) -> torch.Tensor:
+        """Elements `[first, second]` of the words, int32; `packed_dim` is the packed dimension."""
+        count = _WORD_BITS // self._bits
+        spans = [first, second]
+        wanted = spans[packed_dim]
+        spans[packed_dim] = slice(wanted.start // count, -(-wanted.stop // count))
+        words = self._packed[tuple(spans)].to(self._device)
+        begin = wanted.start % count
+        elements = unpack_words(words, self._bits, dim=packed_dim, order=order)
+        return elements.narrow(packed_dim, begin, wanted.stop - wanted.start)
+
+
+def unpack_words(
+    words: torch.Tensor, bits: int, *, dim: int, order: Sequence[int] | None = None
+) -> torch.Tensor:
+    """The integers in words.
+
+    Args:
+        words: int32 matrix.
+        bits: Bits of an integer, which is unsigned.
+        dim: The dimension that is packed.
+        order: Place in a word of each integer; None: ascending, from the lowest bits.
+
+    Returns:
+        int32, with `32 / bits` times as many elements in `dim`.
+    """
+    count = _WORD_BITS // bits
+    places = torch.tensor(order or range(count), dtype=torch.int32, device=words.device)
+    shifts = (places * bits).view(-1, 1) if dim == 0 else places * bits
+    elements = (words.unsqueeze(dim + 1) >> shifts) & ((1 << bits) - 1)
+    return elements.flatten(dim, dim + 1)
+
+
+def _blocks(span: slice, size: int) -> torch.Tensor:
+    """The block of each position of `span`."""
+    return torch.arange(span.start, span.stop) // size

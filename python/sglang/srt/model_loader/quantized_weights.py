@@ -1,0 +1,185 @@
+"""Names of the tensors of quantized weights in a checkpoint, and how each weight is put together.
+
+Layers know weights by one name, `{layer}.weight`. A quantized weight has several tensors in the
+files: its elements, scales, and sometimes zero points, groups and its shape.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+
+from sglang.srt.configs.quantization_config import Packing, QuantizationConfig
+from sglang.srt.layers.quantization.quantized_tensor import (
+    AWQ_ORDER,
+    PackedTensor,
+    QuantizedTensor,
+    RawTensor,
+    ScaledTensor,
+    unpack_words,
+)
+
+_SCALES: Final = ("_scale_inv", "_scale")
+"""What follows a weight's name in the name of its scales. Either is multiplied with, in spite of
+the first name."""
+_OF_ACTIVATIONS: Final = frozenset(
+    """input_scale input_zero_point input_global_scale output_scale output_zero_point
+    q_scale k_scale v_scale prob_scale""".split()
+)
+"""Tensors of a layer that quantize activations, keys or values, which are not quantized here."""
+_WORD_BITS: Final = 32
+
+ReadTensor = Callable[[str], torch.Tensor]
+"""Reads a whole tensor of the checkpoint by its name."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QuantizedWeight:
+    """The tensors of one quantized weight. All but `name` are names in the files.
+
+    Attributes:
+        name: Name of the weight in the model.
+        elements: Tensor of the elements.
+        scales: Tensor of the scales.
+        zeros: Tensor of the zero points; None: the weight has none.
+        groups: Tensor with the group of each input; None: groups are consecutive.
+    """
+
+    name: str
+    elements: str
+    scales: str
+    zeros: str | None = None
+    groups: str | None = None
+
+    def shape(self, stored: tuple[int, ...], config: QuantizationConfig) -> tuple[int, ...]:
+        """Shape of the weight, whose elements are stored in the shape `stored`."""
+        count = _WORD_BITS // config.bits
+        match config.packing:
+            case Packing.ROWS:
+                return stored[0], stored[1] * count
+            case Packing.COLUMNS:
+                return stored[1], stored[0] * count
+            case Packing.INTERLEAVED:
+                return stored[1] * count, stored[0]
+            case _:
+                return stored
+
+    def open(
+        self,
+        elements: RawTensor,
+        read: ReadTensor,
+        config: QuantizationConfig,
+        dtype: torch.dtype,
+        device: torch.device | str,
+    ) -> QuantizedTensor:
+        """The weight, of which parts can be read.
+
+        Args:
+            elements: The tensor of that name.
+            read: Reads the others.
+            dtype: Dtype of the parts.
+            device: Device of the parts.
+
+        Raises:
+            ValueError: Scales, zero points or groups do not fit the weight.
+        """
+        scales = read(self.scales)
+        if config.packing is Packing.NONE:
+            return ScaledTensor(elements, scales, config.block, dtype, device)
+        shape = self.shape(tuple(elements.shape), config)
+        assert len(shape) == 2 and config.block is not None
+        outputs, inputs = shape
+        zeros = None if self.zeros is None else self._zeros(read(self.zeros), config)
+        if config.packing is not Packing.ROWS:
+            scales = scales.t()
+        size = inputs if config.block[1] < 0 else config.block[1]
+        groups = torch.arange(inputs) // size
+        if self.groups is not None:
+            # A group of -1 stands for inputs that were not reordered.
+            told = read(self.groups).to(torch.int64)
+            groups = groups if bool((told < 0).all()) else told
+        count = -(-inputs // size)
+        for what, found in (("scales", scales), ("zero points", zeros)):
+            if found is not None and list(found.shape) != [outputs, count]:
+                raise ValueError(f"{what} {list(found.shape)} must be {[outputs, count]}")
+        if list(groups.shape) != [inputs] or groups.min() < 0 or groups.max() >= count:
+            raise ValueError(f"groups must name one of {count} groups for each of {inputs} inputs")
+        return PackedTensor(
+            elements,
+            (outputs, inputs),
+            config.packing,
+            config.bits,
+            scales=scales,
+            zeros=zeros,
+            groups=groups,
+            dtype=dtype,
+            device=device,
+        )
+
+    @staticmethod
+    def _zeros(packed: torch.Tensor, config: QuantizationConfig) -> torch.Tensor:
+        """Zero points `[outputs, groups]`."""
+        if config.packing is Packing.ROWS:
+            return unpack_words(packed, config.bits, dim=0)
+        is_interleaved = config.packing is Packing.INTERLEAVED
+        order = AWQ_ORDER if is_interleaved else None
+        zeros = unpack_words(packed, config.bits, dim=1, order=order)
+        return zeros.t() + config.zero_offset
+
+
+class QuantizedNames:
+    """Tells the tensors of quantized weights from the other tensors of a checkpoint.
+
+    Args:
+        names: Names of all tensors in the files.
+        config: The checkpoint's weight format.
+    """
+
+    def __init__(self, names: Collection[str], config: QuantizationConfig) -> None:
+        self._names = names
+        weights = filter(None, (self._weight(name, config.packing) for name in names))
+        self.by_elements = {weight.elements: weight for weight in weights}
+        """Quantized weights by the name of the tensor that has their elements."""
+        self._beside = {
+            name
+            for weight in self.by_elements.values()
+            for name in (weight.scales, weight.zeros, weight.groups, f"{weight.name}_shape")
+        }
+
+    def is_beside(self, name: str) -> bool:
+        """True for a tensor that is no weight of its own: it is part of a quantized weight, or
+        quantizes activations."""
+        return name in self._beside or name.rpartition(".")[2] in _OF_ACTIVATIONS
+
+    def _weight(self, name: str, packing: Packing) -> QuantizedWeight | None:
+        """The quantized weight whose elements are in tensor `name`; None: there is none."""
+        if packing is Packing.NONE:
+            scales = self._first(*(name + suffix for suffix in _SCALES))
+            if scales is None:
+                return None
+            return QuantizedWeight(name=name, elements=name, scales=scales)
+        marker = "_packed" if packing is Packing.ROWS else ".qweight"
+        if not name.endswith(marker):
+            return None
+        start = name.removesuffix(marker)
+        if packing is Packing.ROWS:
+            return QuantizedWeight(
+                name=start,
+                elements=name,
+                scales=f"{start}_scale",
+                zeros=self._first(f"{start}_zero_point"),
+                groups=self._first(f"{start}_g_idx"),
+            )
+        return QuantizedWeight(
+            name=f"{start}.weight",
+            elements=name,
+            scales=f"{start}.scales",
+            zeros=self._first(f"{start}.qzeros"),
+            groups=self._first(f"{start}.g_idx"),
+        )
+
+    def _first(self, *names: str) -> str | None:
+        return next((name for name in names if name in self._names), None)

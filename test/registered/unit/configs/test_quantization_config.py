@@ -1,0 +1,169 @@
+"""The weight format that config.json states is understood or refused by name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from sglang.srt.configs.quantization_config import (
+    Packing,
+    QuantizationConfig,
+    quantization_of,
+)
+from sglang.test.ci.ci_register import register_cpu_ci
+
+register_cpu_ci(est_time=2, suite="base-a-test-cpu")
+
+DEEPSEEK = {
+    "activation_scheme": "dynamic",
+    "fmt": "e4m3",
+    "quant_method": "fp8",
+    "weight_block_size": [128, 128],
+}
+AWQ = {"quant_method": "awq", "bits": 4, "group_size": 128, "version": "gemm", "zero_point": True}
+GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": False, "sym": True}
+GROUP = {
+    "input_activations": None,
+    "targets": ["Linear"],
+    "weights": {
+        "group_size": 32,
+        "num_bits": 4,
+        "strategy": "group",
+        "symmetric": True,
+        "type": "int",
+    },
+}
+KIMI = {
+    "config_groups": {"group_0": GROUP},
+    "format": "pack-quantized",
+    "ignore": ["lm_head", "re:.*self_attn.*"],
+    "quant_method": "compressed-tensors",
+    "quantization_status": "compressed",
+}
+
+
+def weights(**changes: Any) -> dict[str, Any]:
+    """A group of compressed-tensors with other weights."""
+    return {"group_0": {**GROUP, "weights": {**GROUP["weights"], **changes}}}  # type: ignore[dict-item]
+
+
+def of(stated: object, asked: str | None = None) -> QuantizationConfig | None:
+    return quantization_of({"quantization_config": stated}, asked=asked)
+
+
+@pytest.mark.parametrize(
+    ("stated", "packing", "bits", "block", "zero_offset"),
+    [
+        (DEEPSEEK, Packing.NONE, 8, (128, 128), 0),
+        ({"quant_method": "fp8", "activation_scheme": "static"}, Packing.NONE, 8, None, 0),
+        (AWQ, Packing.INTERLEAVED, 4, (1, 128), 0),
+        ({**AWQ, "version": "GEMM"}, Packing.INTERLEAVED, 4, (1, 128), 0),
+        (GPTQ, Packing.COLUMNS, 4, (1, 128), 1),
+        ({**GPTQ, "bits": 8, "group_size": -1}, Packing.COLUMNS, 8, (1, -1), 1),
+        ({**GPTQ, "checkpoint_format": "gptq_v2"}, Packing.COLUMNS, 4, (1, 128), 0),
+        ({**GPTQ, "dynamic": {r"-:.*attn.*": {}}}, Packing.COLUMNS, 4, (1, 128), 1),
+        (KIMI, Packing.ROWS, 4, (1, 32), 0),
+        (
+            {
+                **KIMI,
+                "format": "float-quantized",
+                "config_groups": weights(num_bits=8, type="float", strategy="channel"),
+            },
+            Packing.NONE,
+            8,
+            (1, -1),
+            0,
+        ),
+    ],
+)
+def test_published_formats(
+    stated: dict[str, Any],
+    packing: Packing,
+    bits: int,
+    block: tuple[int, int] | None,
+    zero_offset: int,
+) -> None:
+    found = of(stated)
+    assert found == QuantizationConfig(
+        method=stated["quant_method"],
+        packing=packing,
+        bits=bits,
+        block=block,
+        zero_offset=zero_offset,
+    )
+    assert found == of(stated, stated["quant_method"])
+    nested = quantization_of({"text_config": {"quantization_config": stated}})
+    assert nested == found
+
+
+@pytest.mark.parametrize(
+    ("stated", "words"),
+    [
+        ("fp8", "quantization_config must be an object"),
+        ({}, "quant_method='None' is not supported"),
+        ({"quant_method": "mxfp4"}, "'mxfp4' is not supported: supported are fp8, compressed-ten"),
+        ({**DEEPSEEK, "fmt": "e5m2"}, "fmt='e5m2' is not supported: 'e4m3' or"),
+        ({**DEEPSEEK, "weight_block_size": [128]}, "weight_block_size=.*two positive integers"),
+        ({**DEEPSEEK, "weight_block_size": [0, 128]}, "weight_block_size=.*two positive integers"),
+        ({**AWQ, "version": "gemv"}, "version='gemv' is not supported: 'gemm' is"),
+        ({**AWQ, "bits": 8}, "bits=8 is not supported: 4 is"),
+        ({**AWQ, "group_size": "all"}, "group_size='all' is not supported"),
+        ({**GPTQ, "bits": 3}, "bits=3 is not supported: 4 or 8 is"),
+        ({**GPTQ, "checkpoint_format": "marlin"}, "checkpoint_format='marlin'"),
+        ({**GPTQ, "dynamic": {"+:.*": {"bits": 8}}}, "dynamic=.*only '-:' rules"),
+        ({**KIMI, "format": "nvfp4-pack-quantized"}, "format='nvfp4-pack-quantized'"),
+        ({**KIMI, "config_groups": {}}, "config_groups={} is not supported"),
+        ({**KIMI, "config_groups": {"group_0": 1}}, "config_groups.group_0=1"),
+        ({**KIMI, "config_groups": weights(num_bits=3)}, "group_0.weights.num_bits=3"),
+        ({**KIMI, "config_groups": weights(strategy="token")}, "weights.strategy='token'"),
+        ({**KIMI, "config_groups": weights(type="float")}, "weights.type='float'"),
+        (
+            {**KIMI, "config_groups": {**weights(), "group_1": {**GROUP, "format": "dense"}}},
+            "format='dense'",
+        ),
+        (
+            {
+                **KIMI,
+                "config_groups": {
+                    "group_0": GROUP,
+                    "group_1": weights(group_size=64)["group_0"],
+                },
+            },
+            "one weight format for all groups",
+        ),
+        (
+            {
+                **KIMI,
+                "format": "int-quantized",
+                "config_groups": weights(num_bits=8, strategy="channel", symmetric=False),
+            },
+            "weights.symmetric=False",
+        ),
+        ({**KIMI, "quantization_status": "frozen"}, "quantization_status='frozen'"),
+        ({**KIMI, "transform_config": {"config_groups": {}}}, "transform_config="),
+        ({**KIMI, "sparsity_config": {"format": "sparse-24-bitmask"}}, "sparsity_config.format="),
+    ],
+)
+def test_other_formats_are_refused_by_name(stated: object, words: str) -> None:
+    with pytest.raises(ValueError, match=words) as error:
+        of(stated)
+    assert "\n" not in str(error.value)
+
+
+def test_what_is_asked_for_must_be_there() -> None:
+    assert quantization_of({}) is None
+    assert of(AWQ, "awq_marlin") == of(AWQ)
+    with pytest.raises(ValueError, match=r"--quantization fp8: config.json says .*'awq'"):
+        of(AWQ, "fp8")
+    with pytest.raises(ValueError, match=r"--quantization fp8: the checkpoint's weights are not"):
+        quantization_of({}, asked="fp8")
+
+
+def test_logs_name_the_format() -> None:
+    assert str(of(DEEPSEEK)) == "fp8, 8 bits, a scale for 128 x 128"
+    assert str(of({**GPTQ, "group_size": -1})) == "gptq, 4 bits, a scale for 1 x all"
+
+
+if __name__ == "__main__":
+    raise SystemExit(pytest.main([__file__, "-q"]))

@@ -1,0 +1,269 @@
+"""Writes checkpoints in published weight formats, each with a plain twin of the same values.
+
+The encoders are written from the formats' definitions with numpy, and share no code with the
+decoders under test.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from compressed_tensors.compressors import ModelCompressor
+from compressed_tensors.quantization import (
+    QuantizationArgs,
+    QuantizationConfig,
+    QuantizationScheme,
+    QuantizationStatus,
+    apply_quantization_config,
+)
+from compressed_tensors.quantization.utils import calculate_qparams
+from safetensors.torch import load_file, save_file
+from transformers import PreTrainedModel
+
+Floats: TypeAlias = npt.NDArray[np.float32]
+Encoded: TypeAlias = tuple[dict[str, torch.Tensor], Floats]
+"""The tensors of one weight by their full names, and the values that they stand for."""
+
+_LEFT_PLAIN = re.compile(r"embed_tokens|lm_head|norm|conv1d|\.gate\.weight|shared_expert_gate")
+_STACKED = re.compile(r"experts\.(gate_up_proj|down_proj)$")
+
+
+@dataclass(frozen=True, slots=True)
+class Format:
+    """One weight format.
+
+    Attributes:
+        config: `quantization_config` of config.json.
+        encode: Encodes a weight `[outputs, inputs]` of this name.
+        multiple: Outputs and inputs of a weight are multiples of this; others are left plain.
+        takes_stacks: True if stacks of weights can be encoded.
+    """
+
+    config: dict[str, Any]
+    encode: Callable[[str, Floats], Encoded]
+    multiple: int = 1
+    takes_stacks: bool = False
+
+
+def write_quantized(plain: Path, directory: Path, form: Format, *, files: int = 1) -> Path:
+    """Write the checkpoint `plain` in a weight format.
+
+    Args:
+        directory: An empty directory for two checkpoints.
+        files: Number of files, over which the tensors of each weight are spread.
+
+    Returns:
+        Path of the quantized checkpoint. `directory / "plain"` has the same values without a
+        format.
+    """
+    names = ("quantized", "plain")
+    for name in names:
+        shutil.copytree(plain, directory / name, ignore=shutil.ignore_patterns("*.safetensors*"))
+    quantized: dict[str, torch.Tensor] = {}
+    values: dict[str, torch.Tensor] = {}
+    for file in sorted(plain.glob("*.safetensors")):
+        for name, tensor in load_file(file).items():
+            is_stacked = form.takes_stacks and _STACKED.search(name) is not None
+            is_matrix = tensor.dim() == 2 and name.endswith(".weight")
+            fits = not any(size % form.multiple for size in tensor.shape[-2:])
+            if _LEFT_PLAIN.search(name) or not (is_matrix or is_stacked) or not fits:
+                quantized[name] = values[name] = tensor
+                continue
+            encoded, found = form.encode(name, tensor.to(torch.float32).numpy())
+            quantized |= encoded
+            values[name] = torch.from_numpy(np.ascontiguousarray(found)).to(tensor.dtype)
+    assert len(quantized) > len(values), "no weight was quantized"
+    for part in range(files):
+        own = {key: quantized[key].contiguous() for key in sorted(quantized)[part::files]}
+        number = "" if files == 1 else f"-{part}"
+        save_file(own, directory / names[0] / f"model{number}.safetensors")
+    save_file(values, directory / names[1] / "model.safetensors")
+    path = directory / names[0] / "config.json"
+    config = json.loads(path.read_text()) | {"quantization_config": form.config}
+    path.write_text(json.dumps(config))
+    return directory / names[0]
+
+
+def fp8_blocks(height: int = 128, width: int = 128) -> Format:
+    """DeepSeek's format: fp8 with a scale for each block."""
+    config = {
+        "quant_method": "fp8",
+        "fmt": "e4m3",
+        "activation_scheme": "dynamic",
+        "weight_block_size": [height, width],
+    }
+
+    def encode(name: str, weight: Floats) -> Encoded:
+        elements, scales, values = _fp8(weight, height, width)
+        return {name: elements, f"{name}_scale_inv": scales}, values
+
+    return Format(config, encode, takes_stacks=True)
+
+
+def fp8_per_tensor() -> Format:
+    """fp8 with one scale for a weight, and one for the activations."""
+    config = {"quant_method": "fp8", "activation_scheme": "static"}
+
+    def encode(name: str, weight: Floats) -> Encoded:
+        elements, scales, values = _fp8(weight, *weight.shape)
+        layer = name.removesuffix(".weight")
+        beside = {f"{layer}.weight_scale": scales.view(()), f"{layer}.input_scale": torch.ones(())}
+        return {name: elements, **beside}, values
+
+    return Format(config, encode)
+
+
+def _fp8(weight: Floats, height: int, width: int) -> tuple[torch.Tensor, torch.Tensor, Floats]:
+    *lead, outputs, inputs = weight.shape
+    blocks = (-(-outputs // height), -(-inputs // width))
+    scales = np.zeros((*lead, *blocks), np.float32)
+    for row in range(blocks[0]):
+        for column in range(blocks[1]):
+            block = weight[
+                ...,
+                row * height : (row + 1) * height,
+                column * width : (column + 1) * width,
+            ]
+            scales[..., row, column] = np.abs(block).max(axis=(-1, -2)) / 448.0
+    of_each = scales.repeat(height, axis=-2)[..., :outputs, :].repeat(width, axis=-1)[..., :inputs]
+    elements = torch.from_numpy(weight / of_each).to(torch.float8_e4m3fn)
+    return elements, torch.from_numpy(scales), elements.to(torch.float32).numpy() * of_each
+
+
+def awq(group: int = 32) -> Format:
+    """AutoAWQ's layout for its GEMM kernels."""
+    config = {
+        "quant_method": "awq",
+        "bits": 4,
+        "group_size": group,
+        "version": "gemm",
+        "zero_point": True,
+    }
+
+    def encode(name: str, weight: Floats) -> Encoded:
+        integers, zeros, scales, values = _integers(weight, np.arange(weight.shape[1]) // group, 4)
+        layer = name.removesuffix(".weight")
+        order = (0, 2, 4, 6, 1, 3, 5, 7)
+        return {
+            f"{layer}.qweight": _pack(integers.T, 4, axis=1, order=order),
+            f"{layer}.qzeros": _pack(zeros.T, 4, axis=1, order=order),
+            f"{layer}.scales": torch.from_numpy(scales.T.copy()),
+        }, values
+
+    return Format(config, encode, multiple=8)
+
+
+def gptq(bits: int = 4, group: int = 32, *, act_order: bool = False, version: int = 1) -> Format:
+    """The layout of AutoGPTQ (version 1), and of GPTQModel (version 2).
+
+    Args:
+        group: Inputs of a group; -1: all.
+        act_order: Whether the inputs of a group are spread over the weight.
+    """
+    config = {
+        "quant_method": "gptq",
+        "bits": bits,
+        "group_size": group,
+        "desc_act": act_order,
+        "sym": False,
+        "checkpoint_format": "gptq" if version == 1 else "gptq_v2",
+    }
+
+    def encode(name: str, weight: Floats) -> Encoded:
+        inputs = weight.shape[1]
+        groups = np.arange(inputs) // (inputs if group < 0 else group)
+        if act_order:
+            np.random.default_rng(3).shuffle(groups)
+        integers, zeros, scales, values = _integers(weight, groups, bits, least_zero=1)
+        layer = name.removesuffix(".weight")
+        return {
+            f"{layer}.qweight": _pack(integers.T, bits, axis=0),
+            f"{layer}.qzeros": _pack(zeros.T - (1 if version == 1 else 0), bits, axis=1),
+            f"{layer}.scales": torch.from_numpy(scales.T.copy()),
+            f"{layer}.g_idx": torch.from_numpy(groups.astype(np.int32)),
+        }, values
+
+    return Format(config, encode, multiple=8)
+
+
+def _integers(
+    weight: Floats, groups: npt.NDArray[np.int64], bits: int, least_zero: int = 0
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], Floats, Floats]:
+    """Integers `[outputs, inputs]`, zero points and scales `[outputs, groups]`, and values."""
+    most, count = (1 << bits) - 1, int(groups.max()) + 1
+    scales = np.zeros((len(weight), count), np.float32)
+    zeros = np.zeros((len(weight), count), np.int64)
+    for group in range(count):
+        part = weight[:, groups == group]
+        low, high = np.minimum(part.min(axis=1), 0), np.maximum(part.max(axis=1), 0)
+        scales[:, group] = ((high - low) / most).astype(np.float16)
+        zeros[:, group] = np.clip(np.round(-low / scales[:, group]), least_zero, most)
+    integers = np.clip(np.round(weight / scales[:, groups]) + zeros[:, groups], 0, most)
+    integers = integers.astype(np.int64)
+    values = (integers - zeros[:, groups]).astype(np.float32) * scales[:, groups]
+    return integers, zeros, scales, values
+
+
+def _pack(
+    integers: npt.NDArray[np.int64], bits: int, *, axis: int, order: tuple[int, ...] | None = None
+) -> torch.Tensor:
+    """Pack along `axis`; the i-th of the bit fields of a word, lowest first, has integer
+    `order[i]` of those that share it."""
+    count = 32 // bits
+    moved = np.moveaxis(integers, axis, -1)
+    by_word = moved.reshape(*moved.shape[:-1], -1, count)
+    words = np.zeros(by_word.shape[:-1], np.uint64)
+    for place, which in enumerate(order or range(count)):
+        words |= by_word[..., which].astype(np.uint64) << np.uint64(bits * place)
+    packed = np.moveaxis(words.astype(np.uint32).view(np.int32), -1, axis)
+    return torch.from_numpy(packed.copy())
+
+
+def save_compressed(model: PreTrainedModel, directory: Path, **weights: Any) -> None:
+    """Write a model as the package compressed-tensors does.
+
+    Args:
+        model: The model, which is changed.
+        weights: Fields of `QuantizationArgs`.
+    """
+    args = QuantizationArgs(**weights)
+    scheme = QuantizationScheme(targets=["Linear"], weights=args)
+    config = QuantizationConfig(config_groups={"group_0": scheme}, ignore=["re:.*lm_head"])
+    apply_quantization_config(model, config)
+    layer: Any
+    for layer in model.modules():
+        if hasattr(layer, "quantization_scheme"):
+            scales, zeros = calculate_qparams(*_ranges(layer.weight.data, args), args)
+            layer.weight_scale.data.copy_(scales)
+            if hasattr(layer, "weight_zero_point"):
+                layer.weight_zero_point.data.copy_(zeros)
+            layer.quantization_status = QuantizationStatus.FROZEN
+    compressor = ModelCompressor.from_pretrained_model(model)
+    compressor.compress_model(model)
+    model.save_pretrained(str(directory))
+    compressor.update_config(str(directory))
+
+
+def _ranges(weight: torch.Tensor, args: QuantizationArgs) -> tuple[torch.Tensor, torch.Tensor]:
+    """Least and greatest value of each block of a weight."""
+    outputs, inputs = weight.shape
+    height, width = {
+        "tensor": (outputs, inputs),
+        "channel": (1, inputs),
+        "group": (1, args.group_size),
+        "block": args.block_structure or (0, 0),
+    }[str(args.strategy)]
+    blocks = weight.view(outputs // height, height, inputs // width, width)
+    least, greatest = blocks.amin((1, 3)), blocks.amax((1, 3))
+    if args.strategy == "tensor":
+        return least.view(1), greatest.view(1)
+    return least, greatest
