@@ -132,6 +132,7 @@ def check_every_tier(server: ForkedServer, cold: Asked) -> None:
         ("deepseek_v2", "file"),
         ("deepseek_v3", "file"),
         ("deepseek_v32", "mooncake"),
+        ("glm_moe_dsa", "file"),
         ("qwen3_next", "mooncake"),
         ("ministral", "mooncake"),
     ],

@@ -121,11 +121,14 @@ _HYBRID_FIXED: Final = {
 _WINDOWS: Final = _words("sliding_window max_window_layers")
 """Without effect while `use_sliding_window` is false."""
 _WINDOWED: Final = {"layer_types": ("full_attention", "sliding_attention")}
-_LATENT: Final = _words("""
-    attention_bias kv_lora_rank q_lora_rank qk_nope_head_dim qk_rope_head_dim v_head_dim
-    rope_interleave n_routed_experts n_shared_experts num_experts_per_tok moe_intermediate_size
+_SIGMOID_EXPERTS: Final = _words("""
+    n_routed_experts n_shared_experts num_experts_per_tok moe_intermediate_size
     routed_scaling_factor norm_topk_prob topk_method scoring_func n_group topk_group
     num_nextn_predict_layers
+""")
+_LATENT: Final = _SIGMOID_EXPERTS | _words("""
+    attention_bias kv_lora_rank q_lora_rank qk_nope_head_dim qk_rope_head_dim v_head_dim
+    rope_interleave
 """)
 _LATENT_FIXED: Final = {"moe_layer_freq": (1,), "moe_router_dtype": ("float32",)}
 _LATENT_BY_CLASS: Final = _words("num_experts num_local_experts num_mtp_layers")
@@ -158,23 +161,37 @@ _DEEPSEEK_V3: Final = ConfigFields(
     fixed=_LATENT_FIXED,
 )
 
+_DEEPSEEK_V32: Final = ConfigFields(
+    model_types=_words("deepseek_v32"),
+    read=_LATENT | _words("mlp_layer_types index_topk index_head_dim index_n_heads"),
+    read_by_class=_LATENT_BY_CLASS | _words("first_k_dense_replace"),
+    harmless=_words("qk_head_dim index_share_for_mtp_iteration"),
+    fixed={
+        **_LATENT_FIXED,
+        # transformers 5.17 writes the second name, later releases the first.
+        "layer_types": ("indexed_attention", "deepseek_sparse_attention"),
+        "indexer_rope_interleave": (False,),
+        "indexer_types": ("full",),
+        "index_topk_freq": (1,),
+    },
+)
+
 FIELDS: Final[Mapping[str, ConfigFields]] = {
     "DeepseekV2ForCausalLM": replace(_DEEPSEEK_V3, model_types=_words("deepseek_v2")),
-    "DeepseekV32ForCausalLM": ConfigFields(
-        model_types=_words("deepseek_v32"),
-        read=_LATENT | _words("mlp_layer_types index_topk index_head_dim index_n_heads"),
-        read_by_class=_LATENT_BY_CLASS | _words("first_k_dense_replace"),
-        harmless=_words("qk_head_dim index_share_for_mtp_iteration"),
-        fixed={
-            **_LATENT_FIXED,
-            # transformers 5.17 writes the second name, later releases the first.
-            "layer_types": ("indexed_attention", "deepseek_sparse_attention"),
-            "indexer_rope_interleave": (False,),
-            "indexer_types": ("full",),
-            "index_topk_freq": (1,),
-        },
-    ),
+    "DeepseekV32ForCausalLM": _DEEPSEEK_V32,
     "DeepseekV3ForCausalLM": _DEEPSEEK_V3,
+    "Glm4MoeForCausalLM": ConfigFields(
+        model_types=_words("glm4_moe"),
+        read=_SIGMOID_EXPERTS | _words("attention_bias use_qk_norm first_k_dense_replace"),
+        read_by_class=_LATENT_BY_CLASS,
+    ),
+    "GlmMoeDsaForCausalLM": replace(
+        _DEEPSEEK_V32,
+        model_types=_words("glm_moe_dsa"),
+        # Layers that reuse the choice of another layer are not supported, so no layer is skipped.
+        harmless=_DEEPSEEK_V32.harmless | _words("index_skip_topk_offset"),
+        fixed={**_DEEPSEEK_V32.fixed, "indexer_rope_interleave": (True,)},
+    ),
     "LlamaForCausalLM": ConfigFields(
         model_types=_words("llama"),
         read=_words("attention_bias mlp_bias"),
@@ -183,6 +200,10 @@ FIELDS: Final[Mapping[str, ConfigFields]] = {
         model_types=_words("ministral"),
         read=_words("sliding_window"),
         fixed=_WINDOWED,
+    ),
+    "MistralForCausalLM": ConfigFields(
+        model_types=_words("mistral"),
+        read=_words("sliding_window"),
     ),
     "Qwen2ForCausalLM": ConfigFields(
         model_types=_words("qwen2"),

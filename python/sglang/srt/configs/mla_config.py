@@ -66,11 +66,14 @@ class IndexerConfig:
     num_heads: int
     """Query heads of the indexer; all of them share a key."""
     head_dim: int
-    """Elements of the indexer's queries and keys; the first `qk_rope_head_dim` are rotated."""
+    """Elements of the indexer's queries and keys; the first `rotary_dim` are rotated."""
+    rotary_dim: int
+    rope_interleave: bool
+    """See `MLAConfig`."""
 
     @classmethod
     def from_hf(cls, hf_config: PretrainedConfig) -> IndexerConfig:
-        """Read a config of DeepSeek-V3.2.
+        """Read a config of DeepSeek-V3.2 or GLM-5.
 
         Raises:
             ValueError: A size is missing or not a positive integer, or does not fit to another.
@@ -86,4 +89,7 @@ class IndexerConfig:
             topk=positive_int(hf_config, "index_topk"),
             num_heads=positive_int(hf_config, "index_n_heads"),
             head_dim=head_dim,
+            rotary_dim=rope_dim,
+            # `config_fields` allows no other value of `indexer_rope_interleave`.
+            rope_interleave=hf_config.model_type == "glm_moe_dsa",
         )

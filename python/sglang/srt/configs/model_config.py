@@ -115,7 +115,8 @@ class ModelConfig:
                 f"num_key_value_heads={kv_heads}, and head_dim={head_dim} must be even"
             )
         linear_layers = _linear_attention_layers(hf)
-        rope = RopeConfig.from_hf(hf, may_be_partial=bool(linear_layers))
+        may_be_partial = bool(linear_layers) or hf.model_type == "glm4_moe"
+        rope = RopeConfig.from_hf(hf, may_be_partial=may_be_partial)
         context_len = _resolve_context_len(context_length, hf, rope)
         windowed_layers = _sliding_window_layers(hf, context_len)
         return cls(
@@ -191,6 +192,8 @@ def _sliding_window_layers(hf: PretrainedConfig, context_len: int) -> tuple[int,
         ValueError: The window is no positive integer, or all layers have it.
     """
     types = getattr(hf, "layer_types", None) or []
+    if hf.model_type == "mistral" and hf.sliding_window is not None:
+        types = ["sliding_attention"] * hf.num_hidden_layers
     windowed = tuple(i for i, kind in enumerate(types) if kind == "sliding_attention")
     if not windowed or context_len <= positive_int(hf, "sliding_window"):
         return ()

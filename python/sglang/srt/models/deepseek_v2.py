@@ -1,4 +1,4 @@
-"""DeepSeek-V2, V3 and V3.2: llama's decoder with latent attention and usually experts."""
+"""DeepSeek-V2, V3 and V3.2, GLM-5: llama's decoder with latent attention, usually with experts."""
 
 from __future__ import annotations
 
@@ -170,9 +170,6 @@ class DeepseekV2ForCausalLM(LlamaForCausalLM):
         """Raises ValueError: config.json asks for something that is not supported."""
         super().__init__(config, placement)
         self._mla = MLAConfig.from_hf(config.hf_config)
-        extra = getattr(config.hf_config, "num_nextn_predict_layers", None) or 0
-        layers = config.num_hidden_layers
-        self._draft_prefixes = tuple(f"model.layers.{layers + i}." for i in range(extra))
 
     @classmethod
     def decoder_options(cls, config: ModelConfig) -> DecoderOptions:
@@ -229,10 +226,6 @@ class DeepseekV2ForCausalLM(LlamaForCausalLM):
         layers = [layer.layer_id for layer in self.attention_layers()]
         return (MLASpec.of(layers, self._mla.kv_lora_rank, self._mla.qk_rope_head_dim, kv_dtype),)
 
-    def is_redundant(self, name: str) -> bool:
-        """Also true of the layers past the last one, which only draft tokens."""
-        return super().is_redundant(name) or name.startswith(self._draft_prefixes)
-
 
 class DeepseekV3ForCausalLM(DeepseekV2ForCausalLM):
     """Like DeepSeek-V2, but experts are scored by sigmoid, and a bias balances the choice."""
@@ -282,6 +275,10 @@ class DeepseekV32ForCausalLM(DeepseekV3ForCausalLM):
         assert isinstance(latent, MLASpec)
         rows = NSASpec.beside(latent, self._indexer.head_dim, self._index_dtype)
         return rows, rows.indexer
+
+
+class GlmMoeDsaForCausalLM(DeepseekV32ForCausalLM):
+    """GLM-5: DeepSeek-V3.2 whose indexer rotates neighbours; see `IndexerConfig`."""
 
 
 def _check(value: object, name: str, supported: tuple[str, ...]) -> None:

@@ -154,7 +154,9 @@ class LlamaAttention(torch.nn.Module):
         num_rotated = attn.num_heads + attn.num_kv_heads
         qk, v = qkv[:, :num_rotated], qkv[:, num_rotated:]
         kernels = fused_kernels(qkv.device)
-        if kernels is not None and not has_window:
+        # The kernel rotates whole heads.
+        is_whole = rotation.cos.shape[-1] == self.head_dim
+        if kernels is not None and is_whole and not has_window:
             kernels.normalise_rotate_store_(
                 qkv,
                 None if norm is None else (norm.weight, norm.eps),
@@ -282,6 +284,11 @@ class LlamaForCausalLM(CausalLM):
         )
         self._kv_share = placement.kv_state_share(config.num_key_value_heads)
         self._window, self._dtype = config.sliding_window, config.dtype
+        extra = getattr(config.hf_config, "num_nextn_predict_layers", None) or 0
+        first = config.num_hidden_layers
+        self._draft_prefixes = tuple(
+            f"{self.model_prefix}.layers.{first + i}." for i in range(extra)
+        )
 
     @staticmethod
     def decoder_options(config: ModelConfig) -> DecoderOptions:
@@ -316,9 +323,15 @@ class LlamaForCausalLM(CausalLM):
         return kv, window_spec(windowed, self._window, heads, dim, self._dtype, share)
 
     def is_redundant(self, name: str) -> bool:
+        """Also true of the layers past the last one, which only draft tokens."""
         tied_head = name == "lm_head.weight" and self.lm_head is None
-        return tied_head or name.endswith(".rotary_emb.inv_freq")
+        is_draft = name.startswith(self._draft_prefixes)
+        return tied_head or is_draft or name.endswith(".rotary_emb.inv_freq")
 
 
 class MinistralForCausalLM(LlamaForCausalLM):
     """Some of its layers have a sliding window: `ModelConfig.sliding_window_layers`."""
+
+
+class MistralForCausalLM(LlamaForCausalLM):
+    """Llama's decoder. A window is supported if no context exceeds it."""

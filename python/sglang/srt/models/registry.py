@@ -12,8 +12,14 @@ from sglang.srt.models.deepseek_v2 import (
     DeepseekV2ForCausalLM,
     DeepseekV3ForCausalLM,
     DeepseekV32ForCausalLM,
+    GlmMoeDsaForCausalLM,
 )
-from sglang.srt.models.llama import LlamaForCausalLM, MinistralForCausalLM
+from sglang.srt.models.glm4_moe import Glm4MoeForCausalLM
+from sglang.srt.models.llama import (
+    LlamaForCausalLM,
+    MinistralForCausalLM,
+    MistralForCausalLM,
+)
 from sglang.srt.models.qwen import (
     Qwen2ForCausalLM,
     Qwen3ForCausalLM,
@@ -32,8 +38,11 @@ MODEL_CLASSES: Mapping[str, Callable[[ModelConfig, TensorPlacement], CausalLM]] 
         "DeepseekV2ForCausalLM": DeepseekV2ForCausalLM,
         "DeepseekV32ForCausalLM": DeepseekV32ForCausalLM,
         "DeepseekV3ForCausalLM": DeepseekV3ForCausalLM,
+        "Glm4MoeForCausalLM": Glm4MoeForCausalLM,
+        "GlmMoeDsaForCausalLM": GlmMoeDsaForCausalLM,
         "LlamaForCausalLM": LlamaForCausalLM,
         "MinistralForCausalLM": MinistralForCausalLM,
+        "MistralForCausalLM": MistralForCausalLM,
         "Qwen2ForCausalLM": Qwen2ForCausalLM,
         "Qwen3ForCausalLM": Qwen3ForCausalLM,
         "Qwen3MoeForCausalLM": Qwen3MoeForCausalLM,

@@ -160,8 +160,11 @@ FAMILIES: Final[dict[str, tuple[str, dict[str, Any]]]] = {
                                               "topk_group": 2}),
     "DeepseekV3ForCausalLM": ("deepseek_v3", {}),
     "DeepseekV32ForCausalLM": ("deepseek_v32", {}),
+    "Glm4MoeForCausalLM": ("glm4_moe", {}),
+    "GlmMoeDsaForCausalLM": ("glm_moe_dsa", {}),
     "LlamaForCausalLM": ("llama", {}),
     "MinistralForCausalLM": ("ministral", {}),
+    "MistralForCausalLM": ("mistral", {}),
     "Qwen2ForCausalLM": ("qwen2", {"use_sliding_window": True, "max_window_layers": 1}),
     "Qwen3ForCausalLM": ("qwen3", {"use_sliding_window": True, "max_window_layers": 1}),
     "Qwen3MoeForCausalLM": ("qwen3_moe", {}),
@@ -200,11 +203,14 @@ def test_a_field_that_changes_the_mathematics_is_refused_by_name() -> None:
     check_fields({**raw, "indexer_rope_interleave": False}, "DeepseekV32ForCausalLM")
     with pytest.raises(ValueError, match="indexer_rope_interleave=True is not supported for Deep"):
         check_fields({**raw, "indexer_rope_interleave": True}, "DeepseekV32ForCausalLM")
+    check_fields({**raw, "indexer_rope_interleave": True}, "GlmMoeDsaForCausalLM")
+    with pytest.raises(ValueError, match="indexer_rope_interleave=False is not supported for Glm"):
+        check_fields({**raw, "indexer_rope_interleave": False}, "GlmMoeDsaForCausalLM")
 
 
-LLAMA, QWEN2, QWEN3, QWEN3_5, V3, V32 = (
+LLAMA, QWEN2, QWEN3, QWEN3_5, V3, V32, GLM5 = (
     f"{name}ForCausalLM"
-    for name in ("Llama", "Qwen2", "Qwen3", "Qwen3_5", "DeepseekV3", "DeepseekV32")
+    for name in ("Llama", "Qwen2", "Qwen3", "Qwen3_5", "DeepseekV3", "DeepseekV32", "GlmMoeDsa")
 )
 
 
@@ -228,6 +234,9 @@ LLAMA, QWEN2, QWEN3, QWEN3_5, V3, V32 = (
         (V3, {"moe_layer_freq": [1, 2]}, "moe_layer_freq=2"),
         (V3, {"index_topk": 2048}, "index_topk=2048"),
         (V32, {"indexer_types": ["full", "shared"]}, "indexer_types='shared'"),
+        (GLM5, {"indexer_types": ["full", "shared"]}, "indexer_types='shared'"),
+        (GLM5, {"index_topk_freq": 4}, "index_topk_freq=4"),
+        (GLM5, {"index_topk_pattern": "FSSS"}, "index_topk_pattern='FSSS'"),
     ],
 )  # fmt: skip
 def test_what_is_not_known_or_not_supported_is_named(

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from rigs.models.tiny_models import tiny_config
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.configs.rope_config import RopeConfig
 from sglang.test.ci.ci_register import register_cpu_ci
@@ -308,6 +309,18 @@ def test_refusals_are_one_line(tmp_path: Path, changes: dict[str, Any], message:
 def test_bad_arguments(tmp_path: Path, kwargs: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         ModelConfig.from_path(write(tmp_path), **kwargs)
+
+
+def test_a_window_of_mistral_bounds_the_context(tmp_path: Path) -> None:
+    """Its config has no `layer_types`: every layer has the window."""
+    path = tmp_path / "mistral"
+    tiny_config("mistral", architectures=["MistralForCausalLM"]).save_pretrained(path)
+    assert ModelConfig.from_path(str(path)).context_len == 512
+    config = tiny_config("mistral", architectures=["MistralForCausalLM"], sliding_window=128)
+    config.save_pretrained(path)
+    with pytest.raises(ValueError, match=r"all layers have a window of 128 .*--context-length 128"):
+        ModelConfig.from_path(str(path))
+    assert ModelConfig.from_path(str(path), context_length=128).sliding_window is None
 
 
 def test_missing_and_torn_files(tmp_path: Path) -> None:

@@ -25,6 +25,8 @@ CASES = [
     pytest.param("qwen3_moe", SPLIT, id="qwen3_moe"),
     pytest.param("deepseek_v3", LATENT, id="deepseek_v3"),
     pytest.param("deepseek_v32", LATENT, id="deepseek_v32"),
+    pytest.param("glm_moe_dsa", LATENT, id="glm_moe_dsa"),
+    pytest.param("glm4_moe", SPLIT, id="glm4_moe"),
 ]
 SIZES = [(2, 2), (4, 2), (4, 4)]
 """Ranks, and over how many of them prefills are split."""

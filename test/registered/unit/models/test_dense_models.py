@@ -49,6 +49,8 @@ CASES = [
         id="llama-rope-yarn-attention-factor",
     ),
     pytest.param("llama", {"tie_word_embeddings": True}, id="llama-tied"),
+    pytest.param("mistral", {}, id="mistral"),
+    pytest.param("mistral", {"sliding_window": 512}, id="mistral-longest-window"),
     pytest.param("qwen2", {}, id="qwen2"),
     pytest.param("qwen2", {"tie_word_embeddings": True}, id="qwen2-tied"),
     pytest.param("qwen3", {"tie_word_embeddings": True}, id="qwen3-tied"),

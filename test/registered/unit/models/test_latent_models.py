@@ -40,7 +40,7 @@ YARN = {
     "mscale_all_dim": 1.3,
     "original_max_position_embeddings": 64,
 }
-FAMILIES = ("deepseek_v2", "deepseek_v3", "deepseek_v32")
+FAMILIES = ("deepseek_v2", "deepseek_v3", "deepseek_v32", "glm_moe_dsa")
 DENSE: dict[str, Any] = {"first_k_dense_replace": 2}
 CASES = [
     *(pytest.param(family, DENSE, id=f"{family}-dense") for family in FAMILIES),
@@ -200,7 +200,7 @@ def test_state_is_a_row_for_each_token(tmp_path: Path, family: str) -> None:
     save_tiny_checkpoint(tmp_path, family)
     runner = StepDriver(tmp_path, kv_cache_dtype="bfloat16").runner
     row, key = 2 * (32 + 8) * 2, 2 * 24 * 4
-    is_sparse = family == "deepseek_v32"
+    is_sparse = family in ("deepseek_v32", "glm_moe_dsa")
     assert set(runner.pools) == {PoolName.KV} | ({PoolName.INDEXER} if is_sparse else set())
     assert runner.kv_bytes_per_token() == row + (key if is_sparse else 0)
 

@@ -37,6 +37,16 @@ CASES = [
     pytest.param({"num_hidden_layers": 4, "decoder_sparse_step": 2}, id="every-second-sparse"),
     pytest.param({"max_shard_size": "60KB"}, id="sharded"),
 ]
+GLM4 = [
+    pytest.param({}, id="glm4-moe"),
+    pytest.param({"use_qk_norm": False, "attention_bias": False}, id="no-norms-no-biases"),
+    pytest.param({"norm_topk_prob": False, "n_group": 1, "topk_group": 1}, id="one-group"),
+    pytest.param({"first_k_dense_replace": 0, "n_shared_experts": 2}, id="all-sparse"),
+    pytest.param(
+        {"rope_parameters": {"rope_theta": 10000.0, "partial_rotary_factor": 0.25}},
+        id="a-quarter-rotates",
+    ),
+]
 EXPERT = "model.layers.1.mlp.experts"
 
 
@@ -50,14 +60,22 @@ def test_logits_equal_transformers(
     assert_logits_of_batches(hf, driver)
 
 
-def test_256_greedy_tokens_equal_transformers(tmp_path: Path) -> None:
-    hf = save_tiny_checkpoint(tmp_path, FAMILY, eos_token_id=None)
+@pytest.mark.parametrize("overrides", GLM4)
+def test_logits_of_glm4_equal_transformers(tmp_path: Path, overrides: dict[str, Any]) -> None:
+    hf = save_tiny_checkpoint(tmp_path, "glm4_moe", **overrides)
+    assert_logits_of_batches(hf, StepDriver(tmp_path, page_size=16))
+
+
+@pytest.mark.parametrize("family", [FAMILY, "glm4_moe"])
+def test_256_greedy_tokens_equal_transformers(tmp_path: Path, family: str) -> None:
+    hf = save_tiny_checkpoint(tmp_path, family, eos_token_id=None)
     driver = StepDriver(tmp_path, page_size=16)
     assert_greedy_words(hf, driver, prompt(20, 3))
 
 
-def test_bf16_errs_like_transformers(tmp_path: Path) -> None:
-    hf = save_tiny_checkpoint(tmp_path, FAMILY, dtype=torch.bfloat16)
+@pytest.mark.parametrize("family", [FAMILY, "glm4_moe"])
+def test_bf16_errs_like_transformers(tmp_path: Path, family: str) -> None:
+    hf = save_tiny_checkpoint(tmp_path, family, dtype=torch.bfloat16)
     driver = StepDriver(tmp_path, page_size=16)
     assert_errs_like_bf16(hf, driver, prompt(120, 3), 40)
 
