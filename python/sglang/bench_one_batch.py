@@ -33,6 +33,7 @@ from sglang.benchmark.report import append, provenance
 from sglang.srt.arg_groups.cli import flag_name, ignoring, parse_flags, raise_errors
 from sglang.srt.arg_groups.mistakes import mistakes_of
 from sglang.srt.configs.model_config import ModelConfig
+from sglang.srt.entrypoints.local_model import with_local_model
 from sglang.srt.hardware_backend.device_runtime import detect_device, device_runtime
 from sglang.srt.managers.scheduler.launched_step import TpModelWorker
 from sglang.srt.managers.scheduler.process.build import on_this_machine
@@ -54,10 +55,10 @@ PROMPTS: Final = (
 
 _WARM_UP_STEPS: Final = 8
 _USED: Final = frozenset(
-    "model_path tokenizer_path load_format dtype kv_cache_dtype quantization context_length "
-    "trust_remote_code random_seed log_level device mem_fraction_static max_running_requests "
-    "max_total_tokens page_size attention_backend disable_cuda_graph cuda_graph_max_bs "
-    "chat_template".split()
+    """model_path revision download_dir tokenizer_path load_format dtype kv_cache_dtype
+    quantization context_length trust_remote_code random_seed log_level device
+    mem_fraction_static max_running_requests max_total_tokens page_size attention_backend
+    disable_cuda_graph cuda_graph_max_bs chat_template json_model_override_args""".split()
 )
 """Fields of `ServerArgs` that have an effect without a server."""
 _REFUSED: Final = {
@@ -103,7 +104,7 @@ def parse_args(argv: Sequence[str] | None = None) -> tuple[argparse.Namespace, S
     configure_logger(args.log_level)
     if parsed.ignored:
         logger.warning(ignoring(parsed.ignored))
-    return own, on_this_machine(args.resolve(), detect_device())
+    return own, on_this_machine(with_local_model(args.resolve()), detect_device())
 
 
 def _own_parser() -> argparse.ArgumentParser:

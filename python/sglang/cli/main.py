@@ -1,4 +1,4 @@
-"""The command `sglang`: `sglang serve [flags]` starts a server, `sglang --version` says which."""
+"""The command `sglang`: `sglang serve [MODEL] [flags]` starts a server, `--version` says which."""
 
 from __future__ import annotations
 
@@ -21,5 +21,8 @@ def main() -> None:
         "command", choices=["serve"], help="start a server; `sglang serve --help` lists its flags"
     )
     parser.parse_args(sys.argv[1:2])
+    flags = sys.argv[2:]
+    if flags and not flags[0].startswith("-"):
+        flags.insert(0, "--model-path")
     # In place of this process, so that signals and the exit status are the server's.
-    os.execv(sys.executable, [sys.executable, "-m", "sglang.launch_server", *sys.argv[2:]])
+    os.execv(sys.executable, [sys.executable, "-m", "sglang.launch_server", *flags])

@@ -145,10 +145,6 @@ def test_storage_implies_the_hierarchical_cache_and_logs_it(
             ["--constrained-json-whitespace-pattern", " "],
             "does not yet: a whitespace pattern for constrained JSON",
         ),
-        (
-            ["--revision", "main"],
-            "--revision: SGLang has it, .* does not: downloads .*--model-path",
-        ),
         (["--skip-tokenizer-init"], "does not: a server without a tokenizer"),
         (["--hicache-storage-backend", "nixl"], "nixl: SGLang has it, .* use mooncake or file"),
         (["--hicache-storage-backend", "hf3fs"], "hf3fs: SGLang has it, .* use mooncake or file"),

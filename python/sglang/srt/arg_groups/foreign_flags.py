@@ -102,9 +102,6 @@ SGLANG_FLAGS: Final = (
         offload_group_size=-1 offload_num_in_group=1 offload_prefetch_step=1 offload_* kt_*"""),
     _row(_NEVER, "GGUF and other checkpoint formats", "gguf_* model_loader_extra_config={}"),
     _row(_NEVER, "other implementations of a model", "model_impl=auto|sglang"),
-    _row(_NEVER, "changes of a model's config", "json_model_override_args={}"),
-    _row(_NEVER, "downloads (download the revision, and give its directory as --model-path)",
-        "revision"),
     _row(_NEVER, "a gRPC front", "grpc_* smg_*"),
     _row(_NEVER, "TLS in the server (put a proxy in front)", "ssl_* enable_ssl_*"),
     _row(_NEVER, "a configuration file for flags", "config"),
@@ -152,7 +149,7 @@ SGLANG_FLAGS: Final = (
         load_watch_interval"""),
     _row(_IGNORED, "warming up", "skip_server_warmup warmups"),
     _row(_IGNORED, "loading a checkpoint", """weight_loader_prefetch_* delete_ckpt_after_loading
-        download_dir file_storage_path"""),
+        file_storage_path"""),
     _row(_IGNORED, "processes and their sockets", """tokenizer_worker_num detokenizer_worker_num
         nccl_port dist_timeout numa_node sleep_on_idle scheduler_recv_interval"""),
     _row(_IGNORED, "tokenizing several prompts at once", """enable_tokenizer_batch_encode

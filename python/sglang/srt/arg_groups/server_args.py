@@ -52,10 +52,19 @@ class ServerArgs:
     # Model
     model_path: str | None = flag(
         None,
-        "Directory of a Hugging Face checkpoint; absent: the built-in model.",
+        "Directory of a Hugging Face checkpoint, or its name on the hub (OWNER/NAME); absent: the "
+        "built-in model.",
         aliases=("--model",),
     )
-    tokenizer_path: str | None = flag(None, "Directory of the tokenizer; absent: the model's.")
+    revision: str | None = flag(
+        None, "Branch, tag or commit of a model on the hub; absent: its main branch."
+    )
+    download_dir: str | None = flag(
+        None, "Directory of the hub's cache; absent: HF_HUB_CACHE, or ~/.cache/huggingface/hub."
+    )
+    tokenizer_path: str | None = flag(
+        None, "Directory of the tokenizer, or its name on the hub; absent: the model's."
+    )
     served_model_name: str | None = flag(None, "Name in /v1/models; absent: the model path.")
     load_format: str = flag(
         "auto",
@@ -77,6 +86,9 @@ class ServerArgs:
         None,
         "Weight format of the checkpoint, to be checked; absent: what its config.json says.",
         choices=("fp8", "compressed-tensors", "awq", "awq_marlin", "gptq", "gptq_marlin"),
+    )
+    json_model_override_args: str = flag(
+        "{}", "JSON object: fields of config.json to be changed, as for YaRN."
     )
     context_length: int | None = flag(None, "Longest context in tokens; absent: the model's.")
     trust_remote_code: bool = flag(False, "Run Python code that comes with the checkpoint.")
@@ -188,6 +200,7 @@ class ServerArgs:
         "Snapshots of recurrent states: extra_buffer (auto): also while decoding; no_buffer: of "
         "prompts alone.",
         choices=("auto", "no_buffer", "extra_buffer"),
+        aliases=("--mamba-radix-cache-strategy",),
     )
     mamba_track_interval: int = flag(
         256, "Tokens between snapshots of a request's recurrent state while it decodes."

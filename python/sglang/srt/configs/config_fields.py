@@ -340,7 +340,7 @@ def supported_architecture(
     if not directory.is_dir():
         raise ValueError(
             f"model path {model_path!r} is not a directory: give the local directory of a "
-            "Hugging Face checkpoint (nothing is downloaded)"
+            "Hugging Face checkpoint, or its name on the hub (OWNER/NAME)"
         )
     raw = read_json(directory / "config.json")
     if raw is None:

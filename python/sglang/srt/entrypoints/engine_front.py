@@ -17,6 +17,7 @@ from sglang.srt.disaggregation.common.bootstrap_server import CommonKVBootstrapS
 from sglang.srt.disaggregation.control.deployment_secret import DeploymentSecret
 from sglang.srt.entrypoints.engine_processes import EngineProcesses, launch_subprocesses
 from sglang.srt.entrypoints.http.server_context import ServerContext
+from sglang.srt.entrypoints.local_model import with_local_model
 from sglang.srt.entrypoints.start_checks import check_start
 from sglang.srt.managers.tokenizer.chat_template import ChatTemplate
 from sglang.srt.managers.tokenizer.generate_request import EngineUnavailable
@@ -77,10 +78,11 @@ class EngineFront:
             args: Resolved arguments.
 
         Raises:
-            ValueError: The model's files are missing or broken, L3 cannot work, or the bootstrap
-                port is in use.
+            ValueError: The model's files are missing or broken, the hub does not have them, L3
+                cannot work, or the bootstrap port is in use.
             StartError: A process could not start.
         """
+        args = with_local_model(args)
         check_start(args)
         loaded: list[tuple[ModelConfig, PreTrainedTokenizerBase, ChatTemplate]] = []
 

@@ -31,7 +31,7 @@ def check_tokenizer_files(path: str) -> None:
     if not directory.is_dir():
         raise ValueError(
             f"tokenizer path {path!r} is not a directory: give a local directory with the "
-            "tokenizer's files (nothing is downloaded)"
+            "tokenizer's files, or a name on the hub (OWNER/NAME)"
         )
     if not any((directory / name).exists() for name in _TOKENIZER_FILES):
         raise ValueError(

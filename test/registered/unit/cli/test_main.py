@@ -14,14 +14,24 @@ from sglang.test.ci.ci_register import register_cpu_ci
 register_cpu_ci(est_time=1, suite="base-a-test-cpu")
 
 
-def test_serve_becomes_a_server_with_the_same_flags(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("words", "flags"),
+    [
+        (["--port", "31000", "--help"], ["--port", "31000", "--help"]),
+        (["owner/name", "--port", "1"], ["--model-path", "owner/name", "--port", "1"]),
+        ([], []),
+    ],
+)
+def test_serve_becomes_a_server_with_the_same_flags(
+    monkeypatch: pytest.MonkeyPatch, words: list[str], flags: list[str]
+) -> None:
     became: list[tuple[str, list[str]]] = []
     monkeypatch.setattr(os, "execv", lambda path, argv: became.append((path, argv)))
-    monkeypatch.setattr(sys, "argv", ["sglang", "serve", "--port", "31000", "--help"])
+    monkeypatch.setattr(sys, "argv", ["sglang", "serve", *words])
     main()
     python = sys.executable
     module = "sglang.launch_server"
-    assert became == [(python, [python, "-m", module, "--port", "31000", "--help"])]
+    assert became == [(python, [python, "-m", module, *flags])]
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,197 @@
+"""Names of the hub, and changed configs, become directories before the model is looked at."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from huggingface_hub import constants
+
+from rigs.servers.fake_hub import SHA, fake_hub
+from sglang.srt.configs.model_config import ModelConfig
+from sglang.srt.constants import BUILTIN_MODEL_DIR
+from sglang.srt.entrypoints.local_model import with_local_model
+from sglang.srt.entrypoints.start_checks import check_model
+from sglang.srt.model_loader.weight_files import weights_identity
+from sglang.srt.server_args import ServerArgs
+from sglang.test.ci.ci_register import register_cpu_ci
+
+register_cpu_ci(est_time=5, suite="base-a-test-cpu")
+
+NAME = "owner/recall-2m"
+
+
+@pytest.fixture
+def fetched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """Files that the hub has sent. It has the built-in model, and what no server needs."""
+    repository = tmp_path / "repository"
+    shutil.copytree(BUILTIN_MODEL_DIR, repository)
+    (repository / "pytorch_model.bin").write_bytes(b"weights once more")
+    (repository / "consolidated.safetensors").write_bytes(b"weights once more")
+    with fake_hub(NAME, repository) as (url, names):
+        monkeypatch.setattr(constants, "ENDPOINT", url)
+        monkeypatch.setattr(
+            constants,
+            "HUGGINGFACE_CO_URL_TEMPLATE",
+            url + "/{repo_id}/resolve/{revision}/{filename}",
+        )
+        yield names
+
+
+def args_of(tmp_path: Path, model_path: str = NAME, **fields: object) -> ServerArgs:
+    args = ServerArgs(model_path=model_path, download_dir=str(tmp_path / "cache"), **fields)  # type: ignore[arg-type]
+    return args.resolve()
+
+
+def test_a_name_is_fetched_once_and_served_under_itself(
+    tmp_path: Path, fetched: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    args = with_local_model(args_of(tmp_path, device="cpu"))
+    assert args.model_path is not None
+    assert Path(args.model_path).is_relative_to(tmp_path / "cache")
+    assert (args.tokenizer_path, args.served_model_name) == (args.model_path, NAME)
+    check_model(args)
+    assert {"config.json", "model.safetensors", "tokenizer.json"} <= set(fetched)
+    assert not {"pytorch_model.bin", "consolidated.safetensors"} & set(fetched)
+    fetched.clear()
+    assert with_local_model(args_of(tmp_path, device="cpu")) == args
+    # Without the hub, the cache is enough.
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    assert with_local_model(args_of(tmp_path, device="cpu")) == args
+    assert fetched == []
+    assert with_local_model(args) is args
+
+
+@pytest.mark.parametrize("load_format", ["dummy", "pt"])
+def test_only_the_weights_that_are_loaded_are_fetched(
+    tmp_path: Path, fetched: list[str], load_format: str
+) -> None:
+    with_local_model(args_of(tmp_path, load_format=load_format, device="cpu"))
+    assert "config.json" in fetched
+    assert "model.safetensors" not in fetched
+    assert ("pytorch_model.bin" in fetched) == (load_format == "pt")
+
+
+def test_revisions_and_tokenizers(tmp_path: Path, fetched: list[str]) -> None:
+    tagged = with_local_model(args_of(tmp_path, revision="v1.0"))
+    assert tagged.model_path is not None
+    assert Path(tagged.model_path).name == SHA
+    own = args_of(tmp_path, str(BUILTIN_MODEL_DIR), tokenizer_path=NAME)
+    fetched.clear()
+    found = with_local_model(own)
+    assert found.model_path == str(BUILTIN_MODEL_DIR)
+    assert found.tokenizer_path == tagged.model_path
+
+
+def test_paths_are_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A directory whose path looks like a name is a directory."""
+    (tmp_path / NAME).mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    for path in (NAME, "/nowhere/model", "dummy", "a/b/c", "./a/b"):
+        args = args_of(tmp_path, path)
+        assert with_local_model(args) is args
+
+
+@pytest.mark.usefixtures("fetched")
+@pytest.mark.parametrize(
+    ("model", "revision", "words"),
+    [
+        (
+            "owner/other",
+            None,
+            r"model path 'owner/other' is neither a directory here nor available",
+        ),
+        (NAME, "v2.0", r"'owner/recall-2m \(revision v2.0\)' is neither"),
+        ("/nowhere/model", "main", r"--revision main: model path '/nowhere/model' is not a name"),
+    ],
+)
+def test_what_the_hub_lacks_is_named_in_a_line(
+    tmp_path: Path, model: str, revision: str | None, words: str
+) -> None:
+    with pytest.raises(ValueError, match=words) as error:
+        with_local_model(args_of(tmp_path, model, revision=revision))
+    assert "\n" not in str(error.value)
+
+
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512}
+
+
+@pytest.mark.parametrize("is_old", [False, True])
+def test_a_changed_config_is_seen_by_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_old: bool
+) -> None:
+    """As model cards switch YaRN on, whichever of two names a config has for the rotation."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    plain = tmp_path / "plain"
+    shutil.copytree(BUILTIN_MODEL_DIR, plain)
+    config = json.loads((plain / "config.json").read_text())
+    if is_old:
+        del config["rope_parameters"]
+        (plain / "config.json").write_text(json.dumps(config))
+    asked = args_of(
+        tmp_path,
+        str(plain),
+        json_model_override_args=json.dumps({"rope_scaling": YARN, "eos_token_id": 7}),
+    )
+    args = with_local_model(asked)
+    assert args.model_path is not None
+    assert args.served_model_name == str(plain)
+    changed = ModelConfig.from_path(args.model_path)
+    before = ModelConfig.from_path(str(plain))
+    assert (changed.rope.rope_type, changed.rope.factor) == ("yarn", 4.0)
+    assert changed.rope.theta == before.rope.theta
+    assert 7 in changed.eos_token_ids
+    check_model(args)
+    plain_identity, own = (
+        weights_identity(one, load_format="auto") for one in (str(plain), args.model_path)
+    )
+    assert plain_identity != own, "pages of another rotation"
+    assert with_local_model(asked) == args
+    assert with_local_model(args) is args
+    (plain / "config.json").write_text(json.dumps({**config, "bos_token_id": 3}))
+    assert with_local_model(asked).model_path != args.model_path, "the checkpoint's own has changed"
+
+
+@pytest.mark.parametrize(
+    ("text", "words"), [("{", "is not JSON"), ("[1]", "must be a JSON object")]
+)
+def test_overrides_are_a_json_object(tmp_path: Path, text: str, words: str) -> None:
+    with pytest.raises(ValueError, match=f"--json-model-override-args .*{words}"):
+        with_local_model(args_of(tmp_path, str(BUILTIN_MODEL_DIR), json_model_override_args=text))
+
+
+def test_starts_at_once_share_a_changed_config(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    asked = args_of(
+        tmp_path, str(BUILTIN_MODEL_DIR), json_model_override_args='{"eos_token_id": 7}'
+    )
+    with ThreadPoolExecutor(8) as pool:
+        found = set(pool.map(lambda _: with_local_model(asked).model_path, range(8)))
+    assert len(found) == 1
+    models = tmp_path / ".cache" / "sglang" / "models"
+    assert [str(one) for one in models.iterdir()] == list(found)
+    shutil.rmtree(models)
+    models.write_text("a file")
+    with pytest.raises(ValueError, match=r"cannot be made .*change config.json itself"):
+        with_local_model(asked)
+
+
+def test_a_name_that_is_not_cached_is_refused_offline(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    with pytest.raises(
+        ValueError, match=r"'owner/recall-2m' is neither .*outgoing traffic has been disabled"
+    ) as error:
+        with_local_model(args_of(tmp_path))
+    assert "give its directory" in str(error.value)
+
+
+if __name__ == "__main__":
+    raise SystemExit(pytest.main([__file__, "-q"]))
