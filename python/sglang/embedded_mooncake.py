@@ -8,9 +8,9 @@ interface only.
 from __future__ import annotations
 
 import contextlib
-import ctypes
+import functools
 import importlib.util
-import signal
+import os
 import subprocess
 import sys
 import time
@@ -21,22 +21,15 @@ from typing import Final
 from sglang.mooncake_node import lends
 from sglang.srt.environ import child_environment
 from sglang.srt.utils.network import can_connect, get_free_ports
-from sglang.srt.utils.process import stop_process
+from sglang.srt.utils.process import die_with_parent, stop_process
 
 LOOPBACK: Final = "127.0.0.1"
 START_TIMEOUT_S: Final = 60.0
 """Seconds until a child must serve, on a busy machine; most need a second or two."""
-_PR_SET_PDEATHSIG: Final = 1
-_LIBC: Final = ctypes.CDLL(None)
 
 
 class ChildStartError(RuntimeError):
     """A child process did not start. The message is one line with the cause."""
-
-
-def _die_with_parent() -> None:
-    # Runs between fork and exec. Without it the store would outlive a killed parent.
-    _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 class ManagedProcess:
@@ -58,7 +51,6 @@ class ManagedProcess:
 
         Args:
             name: Name in messages, and of the log file in `log_dir`.
-            command: Program and arguments.
             ready: Returns whether the child serves; polled until it returns True.
             log_dir: An existing directory; None: the child uses its owner's output.
             env: Added to this process's environment.
@@ -72,7 +64,6 @@ class ManagedProcess:
 
     @property
     def pid(self) -> int:
-        """Process id of the running child."""
         assert self._process is not None, f"{self.name} was not started"
         return self._process.pid
 
@@ -81,12 +72,8 @@ class ManagedProcess:
         return self._process is not None and self._process.poll() is None
 
     def start(self, timeout: float = START_TIMEOUT_S) -> None:
-        """Start the child and wait until it serves.
-
-        Raises:
-            ChildStartError: The child ended, or did not serve within `timeout` seconds. It does
-                not run then.
-        """
+        """Start the child and wait until it serves. Raises ChildStartError if the child ended, or
+        did not serve within `timeout` seconds. It does not run then."""
         assert not self.is_running(), f"{self.name} runs already"
         with contextlib.ExitStack() as stack:
             log = stack.enter_context(self.log_path.open("ab")) if self.log_path else None
@@ -98,7 +85,8 @@ class ManagedProcess:
                 stderr=subprocess.STDOUT if log else None,
                 # Ctrl-C must reach only the owner, which ends its children in order.
                 start_new_session=True,
-                preexec_fn=_die_with_parent,
+                # Without it the store would outlive a killed parent.
+                preexec_fn=functools.partial(die_with_parent, os.getpid()),
             )
         deadline = time.monotonic() + timeout
         while True:
@@ -138,11 +126,7 @@ class ManagedProcess:
 
 
 def binary(name: str) -> str:
-    """Path of a program of Mooncake's package.
-
-    Raises:
-        ChildStartError: The package lacks it.
-    """
+    """Path of a program of Mooncake's package. Raises ChildStartError if the package lacks it."""
     spec = importlib.util.find_spec("mooncake")
     for folder in (spec.submodule_search_locations or []) if spec else []:
         binary = Path(folder) / name
@@ -165,12 +149,12 @@ class MooncakeMaster(ManagedProcess):
         """Describe the master.
 
         Args:
-            log_dir: An existing directory for its log.
             rpc_port: None chooses a free port.
             flags: Further flags, e.g. `{"default_kv_lease_ttl": 500}` (ms).
         """
         free_port, self.metrics_port = get_free_ports(2)
         self.rpc_port = rpc_port or free_port
+        self.address = f"{LOOPBACK}:{self.rpc_port}"
         settings: dict[str, str | int | float] = {
             "rpc_address": LOOPBACK,
             "rpc_port": self.rpc_port,
@@ -187,11 +171,6 @@ class MooncakeMaster(ManagedProcess):
             ),
             log_dir=log_dir,
         )
-
-    @property
-    def address(self) -> str:
-        """The value for `MOONCAKE_MASTER`."""
-        return f"{LOOPBACK}:{self.rpc_port}"
 
     def engine_env(self) -> dict[str, str]:
         """Environment for an engine that uses this store and lends no memory to it."""

@@ -4,19 +4,14 @@ from __future__ import annotations
 
 import importlib.util
 import sys
-import urllib.request
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
 from sglang.embedded_mooncake import LOOPBACK, ChildStartError, ManagedProcess
-from sglang.srt.utils.network import base_url, get_free_port
+from sglang.srt.utils.network import base_url, get_free_port, is_healthy
 
 _PACKAGE: Final = "sglang_router"
-_READY_PATH: Final = "/readiness"
-"""Answers 200 once the router knows a healthy server of each kind. Its `/health` tells only that
-the router runs."""
-_READY_TIMEOUT_S: Final = 2.0
 
 
 class Router(ManagedProcess):
@@ -39,10 +34,6 @@ class Router(ManagedProcess):
         Args:
             prefills: URL and bootstrap port of each.
             decodes: URL of each.
-            host: Address that the router listens on.
-            port: Port that it listens on.
-            log_dir: An existing directory.
-            flags: Further flags of the router.
             plain: URLs of servers that compute whole requests; not together with `prefills` and
                 `decodes`.
 
@@ -63,13 +54,10 @@ class Router(ManagedProcess):
             *("--log-level", "warn"),
             *flags,
         ]
-        super().__init__("router", command, ready=self._is_ready, log_dir=log_dir)
-
-    def _is_ready(self) -> bool:
-        try:
-            with urllib.request.urlopen(
-                f"{self.url}{_READY_PATH}", timeout=_READY_TIMEOUT_S
-            ) as response:
-                return int(response.status) == 200
-        except OSError:
-            return False
+        super().__init__(
+            "router",
+            command,
+            # 200 once it knows a healthy server of each kind; `/health` tells only that it runs.
+            ready=lambda: is_healthy(self.url, path="/readiness"),
+            log_dir=log_dir,
+        )

@@ -16,10 +16,7 @@ import os
 import signal
 
 from sglang.srt.mem_cache.storage.mooncake_store.client import MooncakeClient
-from sglang.srt.mem_cache.storage.mooncake_store.config import (
-    MooncakeStoreConfig,
-    settle_protocol,
-)
+from sglang.srt.mem_cache.storage.mooncake_store.config import MooncakeStoreConfig, settle_protocol
 from sglang.srt.mem_cache.storage.types import StorageUnavailable
 from sglang.srt.utils.network import log_exposed_ports
 from sglang.srt.utils.process import set_title

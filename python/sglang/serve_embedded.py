@@ -28,12 +28,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, Final
 
-from sglang.embedded_mooncake import (
-    ChildStartError,
-    ManagedProcess,
-    MooncakeMaster,
-    StoreNode,
-)
+from sglang.embedded_mooncake import ChildStartError, ManagedProcess, MooncakeMaster, StoreNode
 from sglang.srt.constants import BUILTIN_HYBRID_MODEL_DIR, BUILTIN_HYBRID_MODEL_NAME, MIB
 from sglang.srt.entrypoints.start_checks import check_model
 from sglang.srt.environ import envs
@@ -62,11 +57,8 @@ _DRAIN_TIMEOUT: Final = 60.0
 
 
 def with_model(argv: Sequence[str]) -> list[str]:
-    """`argv` with the flags of the model that the environment variable `MODEL` names.
-
-    Raises:
-        ValueError: `MODEL` names no model, or `argv` names another one. One line.
-    """
+    """`argv` with the flags of the model that the environment variable `MODEL` names. Raises
+    ValueError if `MODEL` names no model, or `argv` names another one."""
     model = envs.MODEL.get()
     if envs.MODEL.is_set() and any(word.partition("=")[0] in _MODEL_FLAGS for word in argv):
         raise ValueError(f"MODEL={model} has no effect with --model-path; unset one of them")
@@ -113,11 +105,8 @@ def describe_answer(answer: dict[str, Any]) -> str:
 
 
 def ask(base_url: str, question: str, api_key: str | None, timeout: float = 120.0) -> str:
-    """Ask the server; returns the answer as `describe_answer` formats it.
-
-    Raises:
-        RuntimeError: The server refused or did not answer. One line with its response.
-    """
+    """Ask the server; returns the answer as `describe_answer` formats it. Raises RuntimeError if
+    the server refused or did not answer; in one line with its response."""
     headers = {"Content-Type": "application/json"}
     if api_key is not None:
         headers["Authorization"] = f"Bearer {api_key}"
@@ -176,15 +165,11 @@ def telling(title: str, what: str) -> Iterator[None]:
 
 
 def start_in_order(
-    title: str,
-    stack: ExitStack,
-    quick: Sequence[ManagedProcess],
-    servers: Sequence[ManagedProcess],
+    title: str, stack: ExitStack, quick: Sequence[ManagedProcess], servers: Sequence[ManagedProcess]
 ) -> None:
     """Start the children one after another, first the quick ones, and print the progress.
 
     Args:
-        title: Begins each line.
         stack: Ends them in reverse order.
         quick: Children that serve within seconds.
         servers: Children that load a model, and finish their requests before they end.
@@ -201,11 +186,7 @@ def start_in_order(
 
 
 def _stay(processes: Sequence[ManagedProcess]) -> None:
-    """Wait for Ctrl-C.
-
-    Raises:
-        ChildStartError: A child ended by itself.
-    """
+    """Wait for Ctrl-C. Raises ChildStartError if a child ended by itself."""
     while all(process.is_running() for process in processes):
         time.sleep(0.3)
     gone = next(process for process in processes if not process.is_running())
@@ -216,12 +197,6 @@ def answer_and_stay(
     title: str, url: str, api_key: str | None, processes: Sequence[ManagedProcess]
 ) -> None:
     """Ask the first question, print the next one, and wait for Ctrl-C unless `ONCE=1`.
-
-    Args:
-        title: Begins each line.
-        url: URL of the server to ask.
-        api_key: API key of that server.
-        processes: All processes that were started.
 
     Raises:
         ChildStartError: A child ended by itself.
@@ -260,7 +235,6 @@ def run(title: str, serve: Callable[[Sequence[str]], None]) -> int:
     """Call `serve` with the process's arguments, and print how it ended.
 
     Args:
-        title: Begins each line.
         serve: Raises like the function `serve` above. The model that `MODEL` names is added to its
             arguments.
 

@@ -29,13 +29,7 @@ from typing import Final
 
 from sglang.embedded_mooncake import LOOPBACK, ManagedProcess, MooncakeMaster, StoreNode
 from sglang.embedded_router import Router
-from sglang.serve_embedded import (
-    STORAGE_FLAGS,
-    STORE_BYTES,
-    answer_and_stay,
-    run,
-    start_in_order,
-)
+from sglang.serve_embedded import STORAGE_FLAGS, STORE_BYTES, answer_and_stay, run, start_in_order
 from sglang.srt.arg_groups.disaggregation import DisaggregationMode
 from sglang.srt.entrypoints.start_checks import check_model
 from sglang.srt.environ import envs
@@ -63,9 +57,7 @@ def plan(args: ServerArgs, argv: Sequence[str], ports: Sequence[int], num_gpus: 
 
     Args:
         args: Arguments of the prefill server, except for its mode, as `argv` gives them.
-        argv: The user's arguments.
         ports: Three free ports of this machine: prefill, bootstrap, decode.
-        num_gpus: GPUs of this machine.
 
     Raises:
         ValueError: A flag does not fit the two servers. One line.
@@ -161,14 +153,7 @@ def _start_all(
 
 
 def serve(argv: Sequence[str]) -> None:
-    """Run until Ctrl-C, SIGTERM, or with `ONCE=1` until the first answer.
-
-    Raises:
-        ValueError: Flags or environment are wrong. One line.
-        ChildStartError: A process did not start, or ended. One line.
-        RuntimeError: The first question was not answered. One line.
-        KeyboardInterrupt: A signal came, and all processes have ended.
-    """
+    """Like `serve_embedded.serve`, for a pair of servers behind a router."""
     args = prepare_server_args([*STORAGE_FLAGS, *argv])
     envs.SGLANG_DISAGGREGATION_SECRET.clear()  # Only the servers get it.
     check_port_available(args.host, args.port)

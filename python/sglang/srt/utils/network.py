@@ -94,11 +94,8 @@ def check_port_available(host: str, port: int, flag: str = "--port") -> None:
 
 
 def listening_sockets(host: str, port: int, backlog: int) -> list[socket.socket]:
-    """Sockets that listen on every address of `host`, not blocking.
-
-    Raises:
-        ValueError: One of the addresses cannot be listened on.
-    """
+    """Sockets that listen on every address of `host`, not blocking. Raises ValueError if one of the
+    addresses cannot be listened on."""
     sockets: list[socket.socket] = []
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
@@ -160,11 +157,8 @@ def address_for_peers(listen_host: str) -> str:
 
 
 def _own_address_towards(host: str) -> str:
-    """The address of this machine on the route to `host`. Sends nothing.
-
-    Raises:
-        OSError: There is no route.
-    """
+    """The address of this machine on the route to `host`. Sends nothing. Raises OSError if there is
+    no route."""
     family, kind, _, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind) as sock:
         sock.connect(address)
@@ -203,11 +197,8 @@ def address_at_home(hostname: str) -> ipaddress.IPv4Address | ipaddress.IPv6Addr
 
 
 def interface_towards(host: str) -> str:
-    """The network interface through which this machine reaches `host`. Sends nothing.
-
-    Raises:
-        ValueError: There is no way to it.
-    """
+    """The network interface through which this machine reaches `host`. Sends nothing. Raises
+    ValueError if there is no way to it."""
     try:
         own = _own_address_towards(host)
     except OSError as error:
@@ -248,10 +239,10 @@ def wait_for_listener_to_end(host: str, port: int) -> None:
         return
 
 
-def is_healthy(base_url: str, api_key: str | None = None) -> bool:
-    """True if `GET /health` of the server at `base_url` answers 200 within two seconds."""
+def is_healthy(base_url: str, api_key: str | None = None, path: str = "/health") -> bool:
+    """True if `GET` of `path` at the server `base_url` answers 200 within two seconds."""
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
-    request = urllib.request.Request(f"{base_url}/health", headers=headers)
+    request = urllib.request.Request(f"{base_url}{path}", headers=headers)
     try:
         with urllib.request.urlopen(request, timeout=2) as response:
             return int(response.status) == 200

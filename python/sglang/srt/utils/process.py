@@ -26,6 +26,8 @@ logger = logging.getLogger(__name__)
 MAX_OPEN_FILES: Final = 65536
 """More than the connections of a model server, and few enough for tables with a row for each."""
 
+_PR_SET_PDEATHSIG: Final = 1
+_LIBC: Final = ctypes.CDLL(None)
 _GROUP_SIGNALS: Final = frozenset({signal.SIGINT, signal.SIGTERM})
 """Signals that a whole process group may get, for example by Ctrl-C; its leader handles them."""
 
@@ -79,11 +81,8 @@ def leave_signals_to_parent() -> None:
 
 
 def stop_process(process: subprocess.Popen[bytes], timeout: float = 10.0) -> int:
-    """Send SIGTERM, wait up to `timeout` seconds, then send SIGKILL. Idempotent.
-
-    Returns:
-        The exit status.
-    """
+    """Send SIGTERM, wait up to `timeout` seconds, then send SIGKILL. Returns the exit status.
+    Idempotent."""
     if process.poll() is None:
         process.terminate()
         try:
@@ -100,7 +99,6 @@ def kill_process_tree(pid: int, include_parent: bool = True, timeout: float = 10
     Args:
         pid: The root of the tree. It must not be reaped yet, because ids are reused. If it does
             not exist, nothing happens.
-        include_parent: Whether to kill the root too; False kills only its descendants.
         timeout: Seconds to wait for the end; a zombie has ended.
     """
     try:
@@ -132,8 +130,7 @@ def is_alive(process: psutil.Process) -> bool:
 
 def die_with_parent(parent: int) -> None:
     """Let the kernel kill this process, a fork of `parent`, when the forking thread ends."""
-    pr_set_pdeathsig = 1
-    ctypes.CDLL(None).prctl(pr_set_pdeathsig, int(signal.SIGKILL))
+    _LIBC.prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL))
     if os.getppid() != parent:
         os._exit(0)
 
@@ -191,7 +188,7 @@ QUIET_SECONDS: Final = 2.0
 def trim_heap() -> None:
     """Return freed memory now. Does nothing without glibc. Any thread; releases the interpreter
     lock."""
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    trim = getattr(_LIBC, "malloc_trim", None)
     if trim is not None:
         trim(0)
 
