@@ -63,7 +63,6 @@ def auth_level(level: AuthLevel) -> Callable[[F], F]:
 
 
 def app_has_admin_force_endpoints(app: Starlette) -> bool:
-    """True if any route of `app` is marked ADMIN_FORCE."""
     return any(_level_of(route) is AuthLevel.ADMIN_FORCE for route in app.routes)
 
 
@@ -81,10 +80,8 @@ def decide_request_auth(
     Args:
         method: HTTP method, upper case.
         path: Path without the query.
-        authorization_header: Value of the header, or None.
         api_key: The users' key; None or empty if there is none.
         admin_api_key: The operators' key; None or empty if there is none.
-        auth_level: Level of the endpoint at `path`.
     """
     if method == "OPTIONS" or path in _OPEN_PATHS or path.startswith(_OPEN_BELOW):
         return AuthDecision(True)

@@ -55,7 +55,6 @@ class OpenConnections:
 
     @property
     def num_idle(self) -> int:
-        """Number of connections without a request."""
         return len(self._idle)
 
     def add_idle(self, connection: Connection) -> None:
@@ -66,7 +65,6 @@ class OpenConnections:
             self.close_longest_idle()
 
     def remove_idle(self, connection: Connection) -> None:
-        """Remove `connection`, which has a request or has ended."""
         self._idle.pop(connection, None)
 
     def close_longest_idle(self, least_seconds: float = 0.0) -> bool:
@@ -91,12 +89,6 @@ class Listener:
 
     At the limit a new connection takes the place of one that has been idle for a while. If none is
     idle, it waits, which is logged once a minute.
-
-    Args:
-        make_protocol: Makes the protocol of a connection.
-        count: Gives the number of open connections.
-        connections: The open connections.
-        most: Most open connections.
     """
 
     def __init__(

@@ -22,11 +22,8 @@ _TOKENIZER_FILES: Final = (
 
 
 def check_tokenizer_files(path: str) -> None:
-    """Check that the directory `path` has the files of a tokenizer. Needs no transformers.
-
-    Raises:
-        ValueError: Files are missing. One line with the remedy.
-    """
+    """Check that the directory `path` has the files of a tokenizer. Needs no transformers. Raises
+    ValueError, in one line with the remedy, if they are missing."""
     directory = Path(path)
     if not directory.is_dir():
         raise ValueError(
@@ -48,7 +45,6 @@ def get_tokenizer(
     """Load the tokenizer in the directory `path`, without downloads.
 
     Args:
-        path: A directory.
         trust_remote_code: Whether code that comes with the tokenizer may be run.
         is_known: Another process of this server has loaded it too, and logs the library's warnings.
 

@@ -9,11 +9,8 @@ _FIRST_LINE: Final = b"version https://git-lfs.github.com/spec/"
 
 
 def refuse_lfs_pointer(file: Path) -> None:
-    """Refuse `file` if it is a pointer. Ignores files that cannot be read.
-
-    Raises:
-        ValueError: The file is a pointer; the message names it and the remedy.
-    """
+    """Raise ValueError if `file` is a pointer; the message names it and the remedy. Ignores files
+    that cannot be read."""
     try:
         with file.open("rb") as opened:
             start = opened.read(len(_FIRST_LINE))

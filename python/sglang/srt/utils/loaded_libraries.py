@@ -21,15 +21,13 @@ _POINTER_BYTES: Final = ctypes.sizeof(ctypes.c_void_p)
 
 
 def replace_imports(path_prefix: str, old: int, new: int) -> int:
-    """In the tables of loaded libraries, put address `new` in place of `old`.
+    """In the tables of loaded libraries, put address `new` in place of `old`. Returns how many
+    entries were replaced.
 
     Args:
         path_prefix: The libraries to change: the beginning of their resolved paths.
         old: Address of a function or variable of another library.
         new: Stays valid as long as the process lives.
-
-    Returns:
-        How many entries were replaced.
     """
     found = 0
     for span, access, path in _mappings():

@@ -77,11 +77,8 @@ class RateLimitedLogger:
         self._windows: dict[str, _Window] = {}
 
     def log(self, level: int, kind: str, message: str, *args: object) -> bool:
-        """Log `message % args` unless `kind` was logged less than a period ago.
-
-        Returns:
-            Whether a line was written.
-        """
+        """Log `message % args` unless `kind` was logged less than a period ago. Returns whether a
+        line was written."""
         if not self._logger.isEnabledFor(level):
             return False
         now = self._clock()
@@ -98,13 +95,10 @@ class RateLimitedLogger:
         return True
 
     def info(self, kind: str, message: str, *args: object) -> bool:
-        """`log` at level INFO."""
         return self.log(logging.INFO, kind, message, *args)
 
     def warning(self, kind: str, message: str, *args: object) -> bool:
-        """`log` at level WARNING."""
         return self.log(logging.WARNING, kind, message, *args)
 
     def error(self, kind: str, message: str, *args: object) -> bool:
-        """`log` at level ERROR."""
         return self.log(logging.ERROR, kind, message, *args)

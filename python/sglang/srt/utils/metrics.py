@@ -27,8 +27,6 @@ _M = TypeVar("_M", bound="_Metric")
 
 
 class _Metric(MetricWrapperBase):
-    """The base of all types of metrics."""
-
     _is_reported = False
 
     def labels(self: _M, *labelvalues: Any, **labelkwargs: Any) -> _M:

@@ -57,9 +57,6 @@ def remove_orphans(prefix: str) -> list[str]:
     """Remove this user's directories whose owner has ended; return their paths.
 
     Safe while other processes create or remove such directories, or call this function.
-
-    Args:
-        prefix: As given to `OwnedDirectory`.
     """
     pattern = re.compile(re.escape(prefix) + _RANDOM)
     parent = tempfile.gettempdir()

@@ -76,13 +76,11 @@ class PortableTokenizer:
         self.all_special_ids = sorted(data.special_ids)
 
     def convert_ids_to_tokens(self, ids: int) -> str | None:
-        """The token of an id; None if there is none."""
         token: str | None = self.backend_tokenizer.id_to_token(ids)
         return token
 
     def decode(
         self, token_ids: list[int], *, skip_special_tokens: bool, clean_up_tokenization_spaces: bool
     ) -> str:
-        """The text of tokens."""
         assert not clean_up_tokenization_spaces, "only transformers does that"
         return str(self.backend_tokenizer.decode(token_ids, skip_special_tokens))

@@ -39,9 +39,7 @@ def progress_bar(
 
     Args:
         log: Gets these lines, e.g. `logger.info`.
-        desc: What goes on.
         total: Units of all; None: not known yet, set the attribute.
-        disable: Show nothing.
         options: Units, as `tqdm` has them.
     """
     if not sys.stderr.isatty():
