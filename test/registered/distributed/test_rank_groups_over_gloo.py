@@ -12,7 +12,6 @@ from rigs.schedulers.rank_processes import RankFailed, run_ranks
 from sglang.srt.distributed.parallel_state import (
     GroupCoordinator,
     create_custom_parallel_group,
-    destroy_model_parallel,
     get_attention_cp_group,
     get_attention_tp_group,
     get_world_group,
@@ -180,7 +179,6 @@ def test_groups_that_contradict_each_other_are_refused_on_every_rank() -> None:
 
 
 def made_again(size: int, cp: int) -> str:
-    destroy_model_parallel()
     try:
         initialize_model_parallel(size, cp)
     except ValueError as error:

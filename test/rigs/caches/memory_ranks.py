@@ -157,13 +157,8 @@ def run_on_ranks(
 class EchoGroup(RankGroup):
     """Rank 0 of two ranks. The other rank sees whatever this one sees."""
 
-    @property
-    def rank(self) -> int:
-        return 0
-
-    @property
-    def size(self) -> int:
-        return 2
+    rank = 0
+    size = 2
 
     def broadcast(self, payload: bytes | None) -> bytes:
         assert payload is not None
@@ -178,18 +173,7 @@ class PassedOnGroup(RankGroup):
 
     def __init__(self, group: RankGroup) -> None:
         self._group = group
-
-    @property
-    def rank(self) -> int:
-        return self._group.rank
-
-    @property
-    def size(self) -> int:
-        return self._group.size
-
-    @property
-    def attn_cp_size(self) -> int:
-        return self._group.attn_cp_size
+        self.rank, self.size, self.attn_cp_size = group.rank, group.size, group.attn_cp_size
 
     def broadcast(self, payload: bytes | None) -> bytes:
         return self._group.broadcast(payload)
@@ -202,16 +186,8 @@ class PlaceInGroup(TensorGroup):
     """A rank without the other ranks of its group: what it computes stays a part."""
 
     def __init__(self, rank: int, size: int) -> None:
-        self._rank = rank
-        self._size = size
-
-    @property
-    def rank(self) -> int:
-        return self._rank
-
-    @property
-    def size(self) -> int:
-        return self._size
+        self.rank = rank
+        self.size = size
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         return x
@@ -259,7 +235,7 @@ class MemoryRankGroup(RankGroup):
         self, exchange: MemoryExchange, rank: int, rng: random.Random, most_delay_s: float
     ) -> None:
         self._exchange = exchange
-        self._rank = rank
+        self.rank, self.size, self.attn_cp_size = rank, exchange.size, exchange.attn_cp_size
         self._rng = rng
         self._most_delay_s = most_delay_s
         self._num_calls = 0
@@ -270,20 +246,8 @@ class MemoryRankGroup(RankGroup):
         }
         self.rounds = [(name, ranks) for name, ranks in groups.items() if len(ranks) > 1]
 
-    @property
-    def rank(self) -> int:
-        return self._rank
-
-    @property
-    def size(self) -> int:
-        return self._exchange.size
-
-    @property
-    def attn_cp_size(self) -> int:
-        return self._exchange.attn_cp_size
-
     def broadcast(self, payload: bytes | None) -> bytes:
-        assert (payload is not None) == (self._rank == 0), "rank 0 alone has a payload"
+        assert (payload is not None) == (self.rank == 0), "rank 0 alone has a payload"
         said = self._meet("a broadcast", payload)[0]
         assert isinstance(said, bytes)
         return said
@@ -307,4 +271,4 @@ class MemoryRankGroup(RankGroup):
         if self._most_delay_s:
             time.sleep(self._rng.random() * self._most_delay_s)
         number, self._num_calls = self._num_calls, self._num_calls + 1
-        return self._exchange.meet(number, self._rank, kind, payload, members)
+        return self._exchange.meet(number, self.rank, kind, payload, members)

@@ -38,11 +38,8 @@ def mark_device_set(device: str) -> None:
 
 def require_device_set(user: str) -> str:
     """The device of this process. On a host with only a CPU, no device has to be set, because there
-    is no context. Any thread.
-
-    Raises:
-        RuntimeError: No device is set yet; names the `user` that started too early.
-    """
+    is no context. Any thread. Raises RuntimeError if no device is set yet; names the `user` that
+    started too early."""
     if _device is not None:
         return _device
     if detect_device() == CPU.name:

@@ -68,7 +68,8 @@ class GroupCoordinator(TensorGroup):
         self.ranks = tuple(ranks)
         self.device_group = device_group
         self.cpu_group = cpu_group
-        self._rank = self.ranks.index(rank_in_world)
+        self.rank = self.ranks.index(rank_in_world)
+        self.size = len(self.ranks)
         self._symm_mem: TorchSymmMemCommunicator | None = None
 
     def open_symmetric_memory(self, device: torch.device) -> None:
@@ -113,14 +114,6 @@ class GroupCoordinator(TensorGroup):
         flag = torch.tensor([int(this_can)])
         self.min_on_cpu(flag)
         return bool(flag)
-
-    @property
-    def rank(self) -> int:
-        return self._rank
-
-    @property
-    def size(self) -> int:
-        return len(self.ranks)
 
     def empty_part(self, shape: Sequence[int], like: torch.Tensor) -> torch.Tensor:
         if self._symm_mem is not None and self._symm_mem.should_defer(shape, like.dtype):
@@ -178,20 +171,16 @@ class GroupCoordinator(TensorGroup):
         return is_short and dist.get_backend(group) == dist.Backend.GLOO
 
     def _reduce_at_first(
-        self,
-        values: torch.Tensor,
-        reduce: Callable[..., torch.Tensor],
-        group: dist.ProcessGroup,
+        self, values: torch.Tensor, reduce: Callable[..., torch.Tensor], group: dist.ProcessGroup
     ) -> None:
         """Overwrite `values` on all ranks: the first rank gathers, reduces and broadcasts them.
 
         Args:
             values: A contiguous tensor.
             reduce: A function that reduces a tensor over one dimension, like `torch.sum`.
-            group: The group of these ranks.
         """
         rows = None
-        if self._rank == 0:
+        if self.rank == 0:
             table = values.new_empty((self.size, *values.shape))
             rows = list(table.unbind())
         dist.gather(values, rows, self.ranks[0], group=group)
@@ -263,11 +252,8 @@ def make_store(rendezvous: Rendezvous | None) -> Any:
 
 
 def initialize_model_parallel(tensor_model_parallel_size: int, attn_cp_size: int = 1) -> None:
-    """Divide the world into groups. All ranks call this once.
-
-    Raises:
-        ValueError: The world has another size, or the sizes do not divide each other.
-    """
+    """Divide the world into groups. All ranks call this once. Raises ValueError if the world has
+    another size, or the sizes do not divide each other."""
     global _groups
     world = dist.get_world_size()
     if world != tensor_model_parallel_size:
@@ -286,30 +272,15 @@ def initialize_model_parallel(tensor_model_parallel_size: int, attn_cp_size: int
         )
 
 
-def destroy_model_parallel() -> None:
-    """Forget the groups; the world stays. Idempotent."""
-    global _groups
-    groups, _groups = _groups, None
-    if groups is None or not dist.is_initialized():
-        return
-    parts = {id(group): group for group in (groups.world, groups.attention_tp, groups.attention_cp)}
-    for group in parts.values():
-        for part in (group.device_group, group.cpu_group):
-            if part is not None:
-                dist.destroy_process_group(part)
-
-
 def create_custom_parallel_group(
     group_ranks: list[int], backend: str = "gloo"
 ) -> dist.ProcessGroup | None:
-    """Make a group of ranks that each rank chooses itself. All ranks of the world call this.
+    """Make a group of ranks that each rank chooses itself; None: it has no other ranks. All ranks
+    of the world call this.
 
     Args:
         group_ranks: The ranks of this rank's group, including itself, in any order; the same on
             each of them.
-
-    Returns:
-        The group; None: no other ranks.
 
     Raises:
         ValueError: This rank is not in its own group, or the ranks' groups are no partition.
@@ -366,20 +337,18 @@ def _known() -> _Groups:
 
 
 def _make_group(partition: list[list[int]]) -> GroupCoordinator:
-    """Make this rank's group of a partition of the world. All ranks make all groups in the same
-    order, which torch requires."""
-    rank = dist.get_rank()
-    (mine,) = [group for ranks in partition if (group := _new_group(ranks, rank)) is not None]
-    return mine
-
-
-def _new_group(ranks: list[int], rank: int) -> GroupCoordinator | None:
-    """Make a group and its second group over gloo; None: this rank is not in it."""
-    device_group = cpu_group = None
-    if len(ranks) > 1:
-        device_group = dist.new_group(ranks, backend=dist.get_backend(), timeout=_NEVER)
-        cpu_group = dist.new_group(ranks, backend="gloo", timeout=_NEVER)
-    return GroupCoordinator(ranks, rank, device_group, cpu_group) if rank in ranks else None
+    """Make this rank's group of a partition of the world, and its second group over gloo. All ranks
+    make all groups in the same order, which torch requires."""
+    rank, mine = dist.get_rank(), []
+    for ranks in partition:
+        device_group = cpu_group = None
+        if len(ranks) > 1:
+            device_group = dist.new_group(ranks, backend=dist.get_backend(), timeout=_NEVER)
+            cpu_group = dist.new_group(ranks, backend="gloo", timeout=_NEVER)
+        if rank in ranks:
+            mine.append(GroupCoordinator(ranks, rank, device_group, cpu_group))
+    (own,) = mine
+    return own
 
 
 @contextmanager

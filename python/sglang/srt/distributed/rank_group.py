@@ -32,21 +32,13 @@ class RankLost(RuntimeError):
 class RankGroup(ABC):
     """The ranks that must make the same decisions. Scheduler thread only."""
 
-    @property
-    @abstractmethod
-    def rank(self) -> int:
-        """Number of this rank, from 0."""
-
-    @property
-    @abstractmethod
-    def size(self) -> int:
-        """Number of ranks."""
-
-    @property
-    def attn_cp_size(self) -> int:
-        """Number of ranks over which the tokens of a prefill are split (context parallelism);
-        divides `size`."""
-        return 1
+    rank: int
+    """Number of this rank, from 0."""
+    size: int
+    """Number of ranks."""
+    attn_cp_size: int = 1
+    """Number of ranks over which the tokens of a prefill are split (context parallelism); divides
+    `size`."""
 
     @property
     def attn_tp_size(self) -> int:
@@ -95,15 +87,8 @@ class RankGroup(ABC):
 
 
 class SingleRank(RankGroup):
-    """A group of one rank."""
-
-    @property
-    def rank(self) -> int:
-        return 0
-
-    @property
-    def size(self) -> int:
-        return 1
+    rank = 0
+    size = 1
 
     def broadcast(self, payload: bytes | None) -> bytes:
         assert payload is not None, "rank 0 broadcasts"
@@ -114,35 +99,21 @@ class SingleRank(RankGroup):
 
 
 def gather_texts(group: RankGroup, text: str, max_bytes: int) -> list[str]:
-    """The texts of all ranks, in order, on every rank. A collective.
-
-    Args:
-        group: The ranks.
-        text: Text of this rank, cut at `max_bytes` of UTF-8.
-        max_bytes: Length limit, the same on all ranks; a multiple of 8.
-    """
-    words = max_bytes // _WORD.itemsize
-    table = torch.full((group.size, words), _ABSENT, dtype=torch.int64)
-    raw = text.encode()[:max_bytes].ljust(max_bytes, b"\0")
-    table[group.rank] = torch.from_numpy(np.frombuffer(raw, dtype=_WORD).astype(np.int64))
-    rows = group.reduce_min(table.flatten()).view(group.size, words)
-    return [
-        row.numpy().astype(_WORD).tobytes().rstrip(b"\0").decode(errors="ignore") for row in rows
-    ]
+    """The texts of all ranks, each cut at `max_bytes` of UTF-8; see `gather_bytes`."""
+    raws = gather_bytes(group, text.encode()[:max_bytes])
+    return [raw.decode(errors="ignore") for raw in raws]
 
 
 def gather_bytes(group: RankGroup, raw: bytes) -> list[bytes]:
     """The bytes of all ranks, of any length, in order, on every rank. A collective."""
     lengths = torch.full((group.size,), _ABSENT, dtype=torch.int64)
     lengths[group.rank] = len(raw)
-    gathered = []
-    for rank, length in enumerate(group.reduce_min(lengths).tolist()):
-        if not length:
-            gathered.append(b"")
-            continue
-        words = torch.full((-(-length // _WORD.itemsize),), _ABSENT, dtype=torch.int64)
-        if rank == group.rank:
-            padded = raw.ljust(len(words) * _WORD.itemsize, b"\0")
-            words = torch.from_numpy(np.frombuffer(padded, dtype=_WORD).astype(np.int64))
-        gathered.append(group.reduce_min(words).numpy().astype(_WORD).tobytes()[:length])
-    return gathered
+    sizes = group.reduce_min(lengths).tolist()
+    words = -(-max(sizes) // _WORD.itemsize)
+    if not words:
+        return [b""] * group.size
+    table = torch.full((group.size, words), _ABSENT, dtype=torch.int64)
+    padded = raw.ljust(words * _WORD.itemsize, b"\0")
+    table[group.rank] = torch.from_numpy(np.frombuffer(padded, dtype=_WORD).astype(np.int64))
+    rows = group.reduce_min(table.flatten()).view(group.size, words).numpy()
+    return [row.astype(_WORD).tobytes()[:size] for row, size in zip(rows, sizes, strict=True)]

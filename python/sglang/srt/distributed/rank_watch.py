@@ -39,8 +39,6 @@ class RankWatch:
 
     Args:
         store: A connection to the store, only for this watch.
-        rank: This rank.
-        size: Number of ranks.
         on_lost: Called once, by one of the threads, with one line that names the rank.
         limit_s: Seconds without progress after which a rank counts as lost.
         clock: Seconds, monotonic.
@@ -67,7 +65,6 @@ class RankWatch:
         self._last_check = clock()
         self._seen = {other: (b"", self._last_check) for other in range(size) if other != rank}
         self._num_checks = 0
-        """Number of checks that have ended."""
         self._num_guarded = (-1, 0)
         """`_num_checks` at the last call of `guard`, and the number of consecutive earlier calls
         with the same value."""

@@ -20,8 +20,6 @@ class PeerParts:
         memories: Address of each rank's memory in this process.
         flags: Offset of a rank's flags in its memory, in bytes; int32 `[MOST_PROGRAMS, size]`; see
             `layers/triton_ops/barrier.py`.
-        rank: Number of this rank.
-        size: Number of ranks.
         offset: Offset of a rank's partial sum in its memory, in bytes.
         low_latency: Offset of a rank's low-latency buffer, in bytes; see `low_latency_bytes`.
     """
@@ -53,12 +51,7 @@ def low_latency_bytes(num_ranks: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class PendingSum:
-    """A sum over the ranks that its reader must compute; see `TensorGroup.sum_later`.
-
-    Attributes:
-        part: This rank's partial sum.
-        peers: Addresses of all ranks' partial sums.
-    """
+    """A sum over the ranks that its reader must compute; see `TensorGroup.sum_later`."""
 
     group: TensorGroup
     part: torch.Tensor
@@ -77,15 +70,10 @@ class TensorGroup(ABC):
     """Ranks that split layers. One thread of each rank makes the calls, in the same order on all
     ranks."""
 
-    @property
-    @abstractmethod
-    def rank(self) -> int:
-        """Number of this rank in the group, from 0."""
-
-    @property
-    @abstractmethod
-    def size(self) -> int:
-        """Number of ranks."""
+    rank: int
+    """Number of this rank in the group, from 0."""
+    size: int
+    """Number of ranks."""
 
     def empty_part(self, shape: Sequence[int], like: torch.Tensor) -> torch.Tensor:
         """Memory for this rank's partial sum, which saves `sum_later` a copy.
@@ -133,15 +121,8 @@ class TensorGroup(ABC):
 
 
 class SingleTensorGroup(TensorGroup):
-    """A group of one rank."""
-
-    @property
-    def rank(self) -> int:
-        return 0
-
-    @property
-    def size(self) -> int:
-        return 1
+    rank = 0
+    size = 1
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         return x

@@ -29,11 +29,6 @@ class TorchRankGroup(RankGroup):
     MIN runs first over the ranks with the same heads, then over those that split them. If one of
     these groups has all ranks, there is only one round.
 
-    Args:
-        world: All ranks.
-        attention_tp: The ranks that split the heads of attention with this one.
-        attention_cp: The ranks that have the same heads as this one.
-
     Attributes:
         rounds: Groups of the rounds of a MIN, in order, without groups of one rank.
     """
@@ -45,26 +40,13 @@ class TorchRankGroup(RankGroup):
         attention_cp: GroupCoordinator,
     ) -> None:
         self._world = world
-        self._attn_cp_size = attention_cp.size
+        self.rank, self.size, self.attn_cp_size = world.rank, world.size, attention_cp.size
         self.rounds = [group for group in (attention_cp, attention_tp) if group.size > 1]
         self._owns_rounds = False
 
     @classmethod
     def of_world(cls) -> TorchRankGroup:
-        """The group of all ranks of this server."""
         return cls(get_world_group(), get_attention_tp_group(), get_attention_cp_group())
-
-    @property
-    def rank(self) -> int:
-        return self._world.rank
-
-    @property
-    def size(self) -> int:
-        return self._world.size
-
-    @property
-    def attn_cp_size(self) -> int:
-        return self._attn_cp_size
 
     def broadcast(self, payload: bytes | None) -> bytes:
         assert (payload is not None) == (self.rank == 0), "only rank 0 broadcasts"
@@ -111,5 +93,4 @@ class TorchRankGroup(RankGroup):
 
 
 def _as_tensor(raw: bytes) -> torch.Tensor:
-    """A copy of `raw` as a uint8 tensor."""
     return torch.from_numpy(np.frombuffer(raw, dtype=np.uint8).copy())

@@ -51,7 +51,6 @@ class TorchSymmMemCommunicator:
         """Exchange memory with the other ranks; a collective.
 
         Args:
-            group: The group of the devices.
             device: Device of this rank, with its index.
 
         Raises:
