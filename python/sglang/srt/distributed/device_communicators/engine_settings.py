@@ -48,9 +48,7 @@ class EngineSettings:
     """Resolved settings, checked as far as possible on this machine."""
 
     requested: str
-    """The requested protocol."""
     protocol: str
-    """The protocol in use."""
     hostname: str
     """Name or address of this process for its peers."""
     local_name: str
@@ -60,9 +58,7 @@ class EngineSettings:
     variable: EnvOptionalStr | None = None
     """Variable that must be set for Mooncake to install this protocol's transport."""
     request_bytes: int = REQUEST_BYTES
-    """Most bytes of a request."""
     batch_bytes: int = BATCH_BYTES
-    """Most bytes of a call."""
 
     @property
     def is_fallback(self) -> bool:

@@ -31,15 +31,11 @@ _ALLOCATORS: Final = {
     CustomMemPool.NVLINK: "NVLinkAllocator",
     CustomMemPool.BAREX: "BarexAllocator",
 }
-"""Names of the classes in `mooncake.allocator`."""
 
 
 def check_mooncake_custom_mem_pool_enabled() -> CustomMemPool | None:
-    """The pool that SGLANG_MOONCAKE_CUSTOM_MEM_POOL names; None: it is not set.
-
-    Raises:
-        ValueError: There is no such pool.
-    """
+    """The pool that SGLANG_MOONCAKE_CUSTOM_MEM_POOL names; None: it is not set. Raises ValueError
+    if there is no such pool."""
     name = envs.SGLANG_MOONCAKE_CUSTOM_MEM_POOL.get()
     if name is None:
         return None
@@ -54,11 +50,8 @@ def check_mooncake_custom_mem_pool_enabled() -> CustomMemPool | None:
 
 def init_mooncake_custom_mem_pool(device: str) -> MemPool | None:
     """The pool for tensors of KV on `device`, which must live as long as they; None: torch's
-    memory.
-
-    Raises:
-        ValueError: The device is no GPU, or the installed wheel lacks the allocator.
-    """
+    memory. Raises ValueError if the device is no GPU, or the installed wheel lacks the
+    allocator."""
     pool = check_mooncake_custom_mem_pool_enabled()
     if pool is None or pool not in _ALLOCATORS:
         return None

@@ -19,28 +19,11 @@ from sglang.srt.utils.spelling import did_you_mean
 
 logger = logging.getLogger(__name__)
 
-SUPPORTED_PROTOCOLS: Final = (
-    "rdma",
-    "tcp",
-    "efa",
-    "ascend",
-    "nvlink",
-    "nvlink_intra",
-    "barex",
-)
+SUPPORTED_PROTOCOLS: Final = ("rdma", "tcp", "efa", "ascend", "nvlink", "nvlink_intra", "barex")
 IB_PROTOCOLS: Final = ("rdma", "efa", "barex")
 """Protocols that InfiniBand devices carry."""
-UNSUPPORTED_PROTOCOLS: Final = (
-    "cxl",
-    "flagcx",
-    "hip",
-    "maca",
-    "musa",
-    "nvmeof",
-    "rdma_twosided",
-    "sunrise_link",
-    "ub",
-    "ubshmem",
+UNSUPPORTED_PROTOCOLS: Final = tuple(
+    "cxl flagcx hip maca musa nvmeof rdma_twosided sunrise_link ub ubshmem".split()
 )
 """Other transports of Mooncake, which were never tested with this engine."""
 
@@ -150,11 +133,7 @@ def _check_name(requested: str) -> None:
 
 
 def list_rdma_devices(root: str | Path = "/sys/class/infiniband") -> list[RdmaDevice]:
-    """The host's RDMA devices, sorted by name; empty if there are none.
-
-    Args:
-        root: Directory in which sysfs lists them.
-    """
+    """The host's RDMA devices, sorted by name; empty if there are none."""
     try:
         entries = sorted(Path(root).iterdir())
     except OSError:
@@ -170,7 +149,6 @@ def choose_devices(
     Args:
         chosen: Names, comma separated, as `get_ib_devices_for_gpu` returns them; None or empty: all
             devices.
-        devices: All devices of the host.
         field: Setting that `chosen` comes from, for the error.
 
     Raises:
@@ -188,7 +166,6 @@ def choose_devices(
 
 
 def _driver(device: Path) -> str:
-    """Name of the kernel driver behind a device's entry in sysfs."""
     link = device / "device" / "driver"
     return link.resolve().name if link.exists() else ""
 
@@ -235,12 +212,15 @@ def parse_ib_device_config(
     text = (ib_device_str or "").strip()
     shown = f"{field} {text}"
     if text.endswith(".json"):
-        return _parse_object(_read(text, shown), shown)
-    if text.startswith(("{", "[")):
-        return _parse_object(text, shown)
-    if text:
-        _check_list(text, shown)
-    return None
+        try:
+            text = Path(text).read_text(encoding="utf-8")
+        except (OSError, ValueError) as error:
+            raise ValueError(f"{shown}: cannot be read ({error}); {_FORMS}") from error
+    elif not text.startswith(("{", "[")):
+        if text:
+            _device_list(text, shown)
+        return None
+    return _parse_object(text, shown)
 
 
 def get_ib_devices_for_gpu(
@@ -257,7 +237,8 @@ def get_ib_devices_for_gpu(
     """
     by_gpu = parse_ib_device_config(ib_device_str, field=field)
     if by_gpu is None:
-        return _normalized(ib_device_str or "") or None
+        text = (ib_device_str or "").strip()
+        return _device_list(text, field) if text else None
     if gpu_id is None:
         raise ValueError(
             f"{field} has devices by GPU, and this process has none: use a list like mlx5_0,mlx5_1"
@@ -267,13 +248,6 @@ def get_ib_devices_for_gpu(
             f"{field} has no devices for GPU {gpu_id}, only for {sorted(by_gpu)}; add it"
         )
     return by_gpu[gpu_id]
-
-
-def _read(path: str, shown: str) -> str:
-    try:
-        return Path(path).read_text(encoding="utf-8")
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{shown}: cannot be read ({error}); {_FORMS}") from error
 
 
 def _parse_object(text: str, shown: str) -> dict[int, str]:
@@ -291,17 +265,14 @@ def _parse_object(text: str, shown: str) -> dict[int, str]:
             )
         if int(gpu) in by_gpu:
             raise ValueError(f"{shown}: GPU {int(gpu)} is named twice; {_FORMS}")
-        _check_list(devices, shown)
-        by_gpu[int(gpu)] = _normalized(devices)
+        by_gpu[int(gpu)] = _device_list(devices, shown)
     return by_gpu
 
 
-def _check_list(devices: str, shown: str) -> None:
+def _device_list(devices: str, shown: str) -> str:
+    """A list of devices without spaces; raises ValueError if it is none."""
     names = [name.strip() for name in devices.split(",")]
     wrong = [name for name in names if not name or not all(c.isalnum() or c in "_-." for c in name)]
     if wrong:
         raise ValueError(f"{shown}: {wrong[0]!r} is no device's name; {_FORMS}")
-
-
-def _normalized(devices: str) -> str:
-    return ",".join(name.strip() for name in devices.split(",") if name.strip())
+    return ",".join(names)
