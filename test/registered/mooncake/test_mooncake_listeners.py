@@ -18,11 +18,11 @@ from rigs.stores.transfer_peer import TransferPeer
 from sglang.embedded_mooncake import LOOPBACK, ManagedProcess
 from sglang.srt.distributed.device_communicators.mooncake_library import (
     PEER_TO_PEER,
+    bind_redirection,
     listening_at,
     load_transfer_engine,
-    redirect_binds,
 )
-from sglang.srt.distributed.device_communicators.mooncake_log import redirect_log
+from sglang.srt.distributed.device_communicators.mooncake_log import mooncake_log
 from sglang.srt.utils.network import ports_on_all_addresses, wait_until
 from sglang.test.ci.ci_register import register_cpu_ci
 
@@ -80,7 +80,7 @@ def test_imports_are_redirected_once() -> None:
     load_transfer_engine()
     package = importlib.import_module("mooncake")
     libraries = str(Path(os.path.realpath(str(package.__file__))).parent.parent / "mooncake")
-    assert redirect_binds(libraries) == redirect_log(libraries) == 0
+    assert bind_redirection().redirect(libraries) == mooncake_log().redirect(libraries) == 0
 
 
 if __name__ == "__main__":

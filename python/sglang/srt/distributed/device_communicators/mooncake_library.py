@@ -1,4 +1,5 @@
-"""Loads Mooncake's library with other defaults, and narrows its ports to this process's address.
+"""Loads Mooncake's library with other defaults, narrows its ports to this process's address, and
+contains the exceptions of its parser.
 
 Mooncake binds its ports to all addresses and has no setting for that. Nine bytes to its handshake
 port end the process, and its data port reads and writes registered memory. The libraries call
@@ -10,14 +11,17 @@ where the address is not known; `log_exposed_ports` looks at the ports themselve
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import errno
 import functools
 import importlib
 import logging
 import os
+import platform
 import socket
 import sys
+import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -25,7 +29,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Final
 
-from sglang.srt.distributed.device_communicators.mooncake_log import redirect_log
+from sglang.srt.distributed.device_communicators.mooncake_log import mooncake_log
 from sglang.srt.environ import envs
 from sglang.srt.utils.loaded_libraries import replace_imports
 from sglang.srt.utils.network import address_at_home
@@ -43,6 +47,13 @@ PEER_TO_PEER: Final = "P2PHANDSHAKE"
 _Bind: Final = ctypes.CFUNCTYPE(
     ctypes.c_int, ctypes.c_int, ctypes.c_void_p, ctypes.c_uint32, use_errno=True
 )
+_EXIT_CALL: Final = {"x86_64": 60, "aarch64": 93}
+"""Number of the system call that ends a thread, by machine."""
+_PARSER_ERRORS: Final = b"N4Json"
+"""Prefix of the C++ names of all types of Mooncake's JSON library."""
+_Handler: Final = ctypes.CFUNCTYPE(None)
+_SetHandler: Final = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p)
+_ExceptionType: Final = ctypes.CFUNCTYPE(ctypes.c_void_p)
 _ADDRESS_AT: Final = {int(socket.AF_INET): slice(4, 8), int(socket.AF_INET6): slice(8, 24)}
 """Place of the address in a `sockaddr`, by family."""
 _IPV4_IN_IPV6: Final = bytes(10) + b"\xff\xff"
@@ -53,10 +64,7 @@ _addresses: ContextVar[Mapping[int, bytes]] = ContextVar("mooncake_addresses")
 
 def load_mooncake() -> ModuleType:
     """Load the module `mooncake.store`. It logs only errors to stderr, and its retries are bounded.
-
-    Raises:
-        ValueError: The package or a shared library that it needs is missing; names them.
-    """
+    Raises ValueError if the package or a shared library that it needs is missing; names them."""
     return _load("mooncake.store", STORE_USER)
 
 
@@ -64,10 +72,7 @@ def load_transfer_engine() -> ModuleType:
     """Load the module `mooncake.engine`. It ends a stalled TCP transfer after ten seconds.
 
     Its default limit is as long as its calls wait, so that either the transfer or the call could
-    end first.
-
-    Raises:
-        ValueError: The package or a shared library that it needs is missing; names them.
+    end first. Raises like `load_mooncake`.
     """
     for field in (
         envs.MC_TCP_PROGRESS_TIMEOUT_SEC,
@@ -97,7 +102,7 @@ def _redirect(module: str) -> None:
     package = Path(os.path.realpath(str(importlib.import_module("mooncake").__file__))).parent
     # Its own libraries, and those that the wheel carries along (`mooncake_*.libs`).
     libraries = str(package.parent / "mooncake")
-    binds, logs = redirect_binds(libraries), redirect_log(libraries)
+    binds, logs = bind_redirection().redirect(libraries), mooncake_log().redirect(libraries)
     logger.debug("%s: %d imports of bind and %d of stderr redirected", module, binds, logs)
 
 
@@ -138,21 +143,8 @@ def narrowed(sockaddr: bytes, addresses: Mapping[int, bytes]) -> bytes | None:
     return sockaddr[: where.start] + addresses[family] + sockaddr[where.stop :]
 
 
-def redirect_binds(libraries: str) -> int:
-    """Redirect the `bind` of loaded libraries. Idempotent.
-
-    Args:
-        libraries: Prefix of the paths of Mooncake's libraries.
-
-    Returns:
-        Number of imports that this call redirected.
-    """
-    redirection = _redirection()
-    return replace_imports(libraries, redirection.theirs, redirection.ours)
-
-
 @functools.cache
-def _redirection() -> BindRedirection:
+def bind_redirection() -> BindRedirection:
     """The redirection of this process. It is never freed: the libraries' tables point to it."""
     return BindRedirection()
 
@@ -171,6 +163,11 @@ class BindRedirection:
         self._our_bind = _Bind(self._bind)
         self.ours = ctypes.cast(self._our_bind, ctypes.c_void_p).value or 0
 
+    def redirect(self, libraries: str) -> int:
+        """Redirect the `bind` of the loaded libraries whose paths begin with `libraries`. Returns
+        the number of imports that this call redirected. Idempotent."""
+        return replace_imports(libraries, self.theirs, self.ours)
+
     def _bind(self, fd: int, sockaddr: int, length: int) -> int:
         """libc's `bind`, as Mooncake calls it; errno is the caller's."""
         code: int
@@ -186,3 +183,64 @@ class BindRedirection:
                 return code
         code = self._their_bind(fd, sockaddr, length)
         return code
+
+
+@functools.cache
+def contain_parser_errors() -> None:
+    """Keep this process alive when Mooncake's parser throws on a message of a peer. Does nothing on
+    machines for which Mooncake has no wheel. Idempotent.
+
+    The thread behind Mooncake's handshake port parses messages of peers without catching
+    exceptions, so C++ would end the process. The handler ends only that thread. Transfers and
+    connections go on, but the port answers no new peer until the process starts again.
+    """
+    number = _EXIT_CALL.get(platform.machine())
+    if number is not None:
+        atexit.register(_Containment(number).remove)
+
+
+class _Containment:
+    """A C++ terminate handler. It passes other exceptions on to the previous handler."""
+
+    def __init__(self, exit_call: int) -> None:
+        self._exit_call = exit_call
+        self._libc = ctypes.CDLL("libc.so.6")
+        runtime = ctypes.CDLL("libstdc++.so.6")
+        # std::set_terminate
+        self._set_handler = _SetHandler(("_ZSt13set_terminatePFvvE", runtime))
+        self._exception_type = _ExceptionType(("__cxa_current_exception_type", runtime))
+        self._ours = _Handler(self._terminate)
+        self._before = self._set_handler(ctypes.cast(self._ours, ctypes.c_void_p))
+
+    def remove(self) -> None:
+        """Put back the previous handler: this one needs the interpreter."""
+        self._set_handler(self._before)
+
+    def _terminate(self) -> None:
+        """Runs in the thread with the uncaught exception. Its stack is not unwound."""
+        try:
+            name = self._exception_name()
+            is_main = threading.get_native_id() == os.getpid()
+            if name.startswith(_PARSER_ERRORS) and not is_main:
+                logger.error(
+                    "Mooncake's parser cannot take a message to its handshake port (%s): the port "
+                    "answers no new peers until this process starts again; connected peers go on. "
+                    "Keep strangers away from Mooncake's ports (SECURITY.md)",
+                    name.decode(errors="replace"),
+                )
+                # Without unwinding, which would end the process. A join of the thread returns.
+                self._libc.syscall(self._exit_call, 0)
+            logger.critical("uncaught C++ exception %r", name)
+        except Exception:
+            logger.exception("thread %d ends the process", threading.get_native_id())
+        if self._before:
+            _Handler(self._before)()
+
+    def _exception_name(self) -> bytes:
+        """Name of the current exception's type, as the compiler writes it; empty: none."""
+        type_info = self._exception_type()
+        if not type_info:
+            return b""
+        # Behind the pointer to its virtual functions; an asterisk marks names of one library.
+        name = ctypes.c_char_p.from_address(type_info + ctypes.sizeof(ctypes.c_void_p)).value
+        return (name or b"").removeprefix(b"*")

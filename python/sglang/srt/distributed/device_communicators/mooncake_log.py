@@ -48,20 +48,8 @@ _GATHER_S: Final = 0.2
 _Failure: Final = ctypes.CFUNCTYPE(None)
 
 
-def redirect_log(libraries: str) -> int:
-    """Redirect the log of loaded libraries. Idempotent.
-
-    Args:
-        libraries: Prefix of the paths of Mooncake's libraries.
-
-    Returns:
-        Number of references to `stderr` that this call redirected.
-    """
-    return _log().redirect(libraries)
-
-
 @functools.cache
-def _log() -> MooncakeLog:
+def mooncake_log() -> MooncakeLog:
     """The log of this process. It is never freed: the libraries' tables point to it."""
     return MooncakeLog()
 
@@ -82,11 +70,11 @@ class MooncakeLog:
         self._stderr = ctypes.addressof(ctypes.c_void_p.in_dll(libc, "stderr"))
         self._fail = _Failure(self._end_process)
         self._pending = b""
-        """Bytes that were read and not passed on yet."""
         threading.Thread(target=self._run, name="mooncake-log", daemon=True).start()
 
     def redirect(self, libraries: str) -> int:
-        """See `redirect_log`."""
+        """Redirect the log of the loaded libraries whose paths begin with `libraries`. Returns the
+        number of references to `stderr` that this call redirected. Idempotent."""
         ours = ctypes.addressof(self.stream)
         count = replace_imports(libraries, self._stderr, ours)
         glog = open_loaded(libraries, "libglog")

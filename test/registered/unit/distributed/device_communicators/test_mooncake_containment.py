@@ -18,7 +18,7 @@ register_cpu_ci(est_time=1, suite="base-a-test-cpu")
 
 TERMINATE = """
 import ctypes, threading
-from sglang.srt.distributed.device_communicators.mooncake_containment import contain_parser_errors
+from sglang.srt.distributed.device_communicators.mooncake_library import contain_parser_errors
 contain_parser_errors()
 contain_parser_errors()
 {then}

@@ -20,7 +20,7 @@ LAST_WORDS = """
 import ctypes
 from sglang.srt.distributed.device_communicators import mooncake_library, mooncake_log
 mooncake_library.load_transfer_engine()
-log = mooncake_log._log()
+log = mooncake_log.mooncake_log()
 libc = ctypes.CDLL(None)
 libc.fputs(b"F1124 20:32:29.5 7 some.cpp:1] last words\\n", log.stream)
 glog = mooncake_log.open_loaded("/", "libglog")

@@ -18,9 +18,7 @@ import zmq
 from tqdm import tqdm
 
 from sglang.srt.arg_groups.checks import ranks_per_node
-from sglang.srt.distributed.device_communicators.mooncake_containment import (
-    contain_parser_errors,
-)
+from sglang.srt.distributed.device_communicators.mooncake_library import contain_parser_errors
 from sglang.srt.distributed.parallel_state import make_store
 from sglang.srt.distributed.rank_group import RankGroup, RankLost
 from sglang.srt.distributed.rank_watch import LIMIT_S, RankWatch
