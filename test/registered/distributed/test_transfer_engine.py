@@ -26,9 +26,9 @@ from sglang.srt.constants import MIB
 from sglang.srt.distributed.device_communicators.mooncake_transfer_engine import (
     MooncakeTransferEngine,
 )
-from sglang.srt.distributed.device_communicators.slice_budget import MAX_SLICES
 from sglang.srt.distributed.device_communicators.transfer_types import (
     BATCH_REQUESTS,
+    MAX_SLICES,
     Block,
     BlockOutcome,
     TransferOp,

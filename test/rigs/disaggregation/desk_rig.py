@@ -19,8 +19,7 @@ from sglang.srt.disaggregation.common.protocol import (
     RoomStatus,
 )
 from sglang.srt.disaggregation.common.room_server import RoomServer
-from sglang.srt.disaggregation.control.control_link import ControlLink
-from sglang.srt.disaggregation.control.deployment_secret import DeploymentSecret
+from sglang.srt.disaggregation.control.control_link import ControlLink, DeploymentSecret
 from sglang.srt.disaggregation.mooncake.conn import MooncakeKVManager, MooncakeKVSender
 from sglang.srt.utils.network import wait_until
 

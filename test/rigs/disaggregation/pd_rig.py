@@ -22,7 +22,7 @@ from sglang.embedded_mooncake import LOOPBACK
 from sglang.srt.arg_groups.disaggregation import DisaggregationMode
 from sglang.srt.disaggregation.base.bootstrap_route import BootstrapError, Route
 from sglang.srt.disaggregation.base.conn import KVArgs
-from sglang.srt.disaggregation.common.engine import Engine
+from sglang.srt.disaggregation.common.sessions import Engine
 from sglang.srt.disaggregation.common.transfer_context import UNIT_BYTES, FindRank, LinkCosts
 from sglang.srt.disaggregation.mooncake.conn import MooncakeKVManager
 from sglang.srt.disaggregation.roles import MakeRole, role_of

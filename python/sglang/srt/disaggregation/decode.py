@@ -19,17 +19,14 @@ from sglang.srt.disaggregation.base.conn import (
 from sglang.srt.disaggregation.base.first_token import fake_metadata, mismatch_of
 from sglang.srt.disaggregation.common.metadata_reader import CONTROL, TRANSPORT
 from sglang.srt.disaggregation.common.protocol import MAX_POLLED_ROOMS
-from sglang.srt.disaggregation.prefill import LOST_STATUS
+from sglang.srt.disaggregation.prefill import room_taken, transfer_lost
 from sglang.srt.disaggregation.utils import failure_reasons, poll_and_all_reduce
 from sglang.srt.distributed.rank_group import RankGroup, SingleRank
 from sglang.srt.managers.messages.io_struct import FinishReason
 from sglang.srt.managers.scheduler.policy import AddOutcome, ceil_to_page
 from sglang.srt.managers.scheduler.role import Role, TransferUpdate
 from sglang.srt.mem_cache.tree.base_prefix_cache import MatchPrefixParams
-from sglang.srt.observability.engine_metrics import (
-    DisaggregationMetrics,
-    TransferMetrics,
-)
+from sglang.srt.observability.engine_metrics import DisaggregationMetrics, TransferMetrics
 from sglang.srt.utils.network import canonical_host
 
 if TYPE_CHECKING:
@@ -41,7 +38,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _SHARE: Final = 4
-"""See `is_within_share`."""
 
 
 def is_within_share(own: int, need: int, free: int) -> bool:
@@ -72,8 +68,8 @@ class DecodeRequest:
     """Time of the arrival, in seconds of the scheduler's ticks."""
     vocab_size: int
     receiver: BaseKVReceiver
+    bootstrap_room: int
     is_asked: bool = False
-    """True once the prefill server is asked for it."""
     is_known: bool = False
     """True once the ranks agree that the prefill server has the request."""
     num_tokens: int | None = None
@@ -82,10 +78,6 @@ class DecodeRequest:
     """Why the metadata does not fit the request; "": it does; None: it was not compared yet."""
     ended: float | None = None
     """Time of its end, in seconds of the scheduler's ticks."""
-
-    @property
-    def bootstrap_room(self) -> int:
-        return self.receiver.bootstrap_room
 
     def poll(self) -> KVPoll:
         """Progress of the receiver, but `Failed` if the metadata does not fit. After the end of the
@@ -125,13 +117,8 @@ class DecodeRole(Role):
     fails as soon as the part of one rank fails (`poll_and_all_reduce`).
 
     Args:
-        state: State of the scheduler.
-        holder: Gives slots to requests.
-        kv_manager: This rank's end of the transport.
-        receiver_class: The receivers of that transport.
         wait_s: Seconds for which a request waits for slots. Prefill servers wait no longer.
         silent_s: Seconds after which reads for ended requests count as stuck.
-        group: The ranks.
     """
 
     def __init__(
@@ -154,13 +141,9 @@ class DecodeRole(Role):
         self._waiting: dict[str, DecodeRequest] = {}
         """Requests that wait for slots, by id, in order of arrival."""
         self._transferring: dict[str, DecodeRequest] = {}
-        """Requests whose prompts are read, by id."""
         self._lingering: list[DecodeRequest] = []
-        """Requests that have ended while their prompts were read."""
         self._update = TransferUpdate()
-        """What the tick in progress has found."""
         self._owners: dict[int, str] = {}
-        """Id of the request that has a room, by room."""
         registry = state.metrics.registry
         self._metrics = DisaggregationMetrics(
             registry,
@@ -177,15 +160,14 @@ class DecodeRole(Role):
         if bootstrap is None:
             return None
         if bootstrap.room in self._owners:
-            message = (
-                f"bootstrap_room {bootstrap.room} belongs to another request: draw one for each"
-            )
-            return FinishReason(type="abort", message=message, status_code=400)
+            return room_taken(bootstrap.room)
         self._owners[bootstrap.room] = req.rid
-        peer = canonical_host(bootstrap.host), bootstrap.port
-        address, state = (bootstrap.host, bootstrap.port), self._state
-        receiver = self._receiver_class(self._kv_manager, address, bootstrap.room)
-        self._waiting[req.rid] = DecodeRequest(req, peer, state.now, state.vocab_size, receiver)
+        room, port, state = bootstrap.room, bootstrap.port, self._state
+        receiver = self._receiver_class(self._kv_manager, (bootstrap.host, port), room)
+        peer = canonical_host(bootstrap.host), port
+        self._waiting[req.rid] = DecodeRequest(
+            req, peer, state.now, state.vocab_size, receiver, room
+        )
         return None
 
     def on_refusal(self, message: TokenizedGenerateReqInput, reason: FinishReason) -> None:
@@ -215,7 +197,6 @@ class DecodeRole(Role):
         return self._update
 
     def _init_receivers(self) -> None:
-        """Let prefill servers be asked for the requests that came."""
         unasked = [one for one in self._waiting.values() if not one.is_asked]
         if not unasked:
             return
@@ -227,7 +208,6 @@ class DecodeRole(Role):
                 one.receiver.init()
 
     def _poll(self) -> None:
-        """Act on the status that the ranks agree on."""
         asked = [one for one in self._waiting.values() if one.is_asked]
         others = [*self._transferring.values(), *self._lingering]
         pollers: list[KVPoller] = [*(one.receiver for one in asked), *others]
@@ -251,7 +231,6 @@ class DecodeRole(Role):
             self._fail(one, why)
 
     def _give_slots(self) -> None:
-        """Give slots to the requests whose turn it is."""
         if not self._waiting:
             return
         now = self._state.now
@@ -325,7 +304,6 @@ class DecodeRole(Role):
         return is_within_share(own, need - len(match.device_indices), free)
 
     def _receive(self, one: DecodeRequest) -> None:
-        """Note that the prompt is there."""
         req, receiver = one.req, one.receiver
         first = receiver.metadata or fake_metadata(req.spec, one.vocab_size)
         del self._transferring[req.rid]
@@ -340,8 +318,7 @@ class DecodeRole(Role):
     def _fail(self, one: DecodeRequest, why: str) -> None:
         logger.warning("request %s: %s", one.req.rid, why)
         self._metrics.on_failure(had_bootstrapped=one.num_tokens is not None)
-        reason = FinishReason(type="abort", message=why, status_code=LOST_STATUS)
-        self._update.ended.append((one.req, reason))
+        self._update.ended.append((one.req, transfer_lost(why)))
 
     def _hold(self, one: DecodeRequest) -> bool:
         """Give slots to a request and begin to read its prompt. False: there is no room now."""
@@ -350,8 +327,7 @@ class DecodeRole(Role):
         if outcome is not AddOutcome.ADDED:
             if queues.num_holders == 0 and not state.tree.is_busy():
                 message = f"the engine has {state.free_tokens()} token slots, too few for it"
-                reason = FinishReason(type="abort", message=message, status_code=503)
-                queues.abort(req, reason)
+                queues.abort(req, FinishReason(type="abort", message=message, status_code=503))
             return False
         progress, page_size = req.progress, state.limits.page_size
         begin, end = progress.kv_committed_len, progress.num_tokens

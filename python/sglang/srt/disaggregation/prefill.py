@@ -24,12 +24,22 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-LOST_STATUS: Final = 503
 _LOG_AFTER_S: Final = 5.0
 """Seconds that a request has waited before the log says so."""
 _SHOWN_ROOMS: Final = 8
 REMEMBER_S: Final = 60.0
 """Seconds for which a room that has ended is not given to another request."""
+
+
+def room_taken(room: int) -> FinishReason:
+    """The end of a request whose room another request has."""
+    message = f"bootstrap_room {room} belongs to another request: draw one for each request"
+    return FinishReason(type="abort", message=message, status_code=400)
+
+
+def transfer_lost(why: str) -> FinishReason:
+    """The end of a request whose other server is lost, or has failed it."""
+    return FinishReason(type="abort", message=why, status_code=503)
 
 
 @dataclass(slots=True, eq=False)
@@ -66,11 +76,7 @@ class PrefillRole(Role):
     read it once it has read each rank's part.
 
     Args:
-        state: State of the scheduler.
-        kv_manager: This rank's end of the transport.
-        sender_class: The senders of that transport.
         wait_s: Seconds for which a request waits until a decode server asks for it.
-        group: The ranks.
     """
 
     def __init__(
@@ -102,7 +108,6 @@ class PrefillRole(Role):
         )
 
     def _unclaimed(self) -> list[int]:
-        """Rooms for which no decode server asks yet."""
         return [number for number, room in self._rooms.items() if room.asked is None]
 
     def on_arrival(self, req: Req) -> FinishReason | None:
@@ -111,10 +116,7 @@ class PrefillRole(Role):
             return None
         number = bootstrap.room
         if self._is_taken(number):
-            message = (
-                f"bootstrap_room {number} belongs to another request: draw one for each request"
-            )
-            return FinishReason(type="abort", message=message, status_code=400)
+            return room_taken(number)
         self._rooms[number] = PrefillRoom(self._new_sender(bootstrap), self._state.now, req.rid)
         return None
 
@@ -123,7 +125,6 @@ class PrefillRole(Role):
         return self._sender_class(self._kv_manager, address, bootstrap.room)
 
     def _is_taken(self, number: int) -> bool:
-        """True if a request has the room, or had it a moment ago."""
         return number in self._rooms or number in self._past
 
     def on_refusal(self, message: TokenizedGenerateReqInput, reason: FinishReason) -> None:
@@ -230,7 +231,6 @@ class PrefillRole(Role):
         return read
 
     def _log_unclaimed(self) -> None:
-        """Log that requests wait until decode servers ask for them."""
         first = next((room for room in self._rooms.values() if room.asked is None), None)
         if first is None or (waited := self._state.now - first.arrived) < _LOG_AFTER_S:
             return
@@ -255,8 +255,7 @@ class PrefillRole(Role):
             return  # Its client has aborted it.
         logger.warning("request %s, room %d: %s", req.rid, room.sender.bootstrap_room, why)
         self._metrics.on_failure(had_bootstrapped=room.asked is not None)
-        reason = FinishReason(type="abort", message=why, status_code=LOST_STATUS)
-        self._state.queues.abort(req, reason)
+        self._state.queues.abort(req, transfer_lost(why))
 
     def on_end(self, req: Req, reason: FinishReason) -> bool:
         bootstrap = req.spec.bootstrap

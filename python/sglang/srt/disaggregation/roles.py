@@ -28,17 +28,8 @@ def role_of(
     ranks: RankGroup,
     transfer_backend: TransferBackend = TransferBackend.MOONCAKE,
 ) -> MakeRole:
-    """How to make the role of a rank.
-
-    Args:
-        mode: `PREFILL` or `DECODE`.
-        kv_manager: This rank's end of the transport.
-        ranks: The ranks of this server.
-        transfer_backend: Transport of the manager.
-
-    Raises:
-        ValueError: A time limit in the environment is not positive.
-    """
+    """How to make the role of a rank. Raises ValueError if a time limit in the environment is not
+    positive."""
     wait_s = seconds(envs.SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT)
     silent_s = silence_s()
 

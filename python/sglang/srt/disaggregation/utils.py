@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from enum import StrEnum
-from typing import Final, Literal, overload
+from typing import Final, Literal, NamedTuple, overload
 
+import msgspec
 import numpy as np
 import torch
 import xxhash
@@ -38,7 +39,7 @@ from sglang.srt.distributed.device_communicators.mooncake_mem_pool import (
     CustomMemPool,
     check_mooncake_custom_mem_pool_enabled,
 )
-from sglang.srt.distributed.rank_group import RankGroup, RanksDiverged, gather_texts
+from sglang.srt.distributed.rank_group import RankGroup, RanksDiverged, gather_bytes
 from sglang.srt.environ import envs
 from sglang.srt.hardware_backend.device_kinds import CUDA, device_kind
 from sglang.srt.hardware_backend.device_runtime import device_runtime
@@ -59,9 +60,8 @@ _WORD_BYTES: Final = 4
 POLL_SLOTS: Final = 512
 """Requests in one vector of statuses. Its size is fixed, since unequal ones abort gloo."""
 _HEAD: Final = 2
-_REASON_BYTES: Final = 512
-"""Most bytes of one rank's reason, in UTF-8; the rest is cut off."""
-_SEPARATOR: Final = "\x1f"
+_REASON_CHARS: Final = 512
+"""Most characters of one rank's reason; the rest is cut off."""
 
 
 def metadata_device(pages: torch.device) -> torch.device | None:
@@ -71,9 +71,6 @@ def metadata_device(pages: torch.device) -> torch.device | None:
     The control connection is the default, since a decode server needs a message that a prompt is
     complete anyway, and a row is one more transfer. With INTRA_NODE_NVLINK metadata is read like
     pages: only that pool has rows on GPUs.
-
-    Args:
-        pages: Device of the pools.
 
     Raises:
         ValueError: SGLANG_MOONCAKE_CUSTOM_MEM_POOL names no pool.
@@ -88,18 +85,13 @@ def metadata_device(pages: torch.device) -> torch.device | None:
 
 
 class ReqToMetadataIdxAllocator:
-    """The free rows. Any thread.
-
-    Args:
-        size: Number of rows, all free at first.
-    """
+    """The free rows, at first all of them. Any thread."""
 
     def __init__(self, size: int) -> None:
         self._free = list(reversed(range(size)))
         self._changed = threading.Condition()
 
     def available_size(self) -> int:
-        """Number of free rows."""
         return len(self._free)
 
     def alloc(self, timeout: float = 0.0) -> int | None:
@@ -110,25 +102,20 @@ class ReqToMetadataIdxAllocator:
             return self._free.pop()
 
     def free(self, free_index: int) -> None:
-        """Give back a row that its owner needs no more."""
         with self._changed:
             assert free_index not in self._free, f"row {free_index} is free already"
             self._free.append(free_index)
             self._changed.notify()
 
 
-class MetadataBuffers:
+class MetadataBuffers(ReqToMetadataIdxAllocator):
     """Rows of `ROW_BYTES` (see `metadata_reader`): those of a prefill server, which decode servers
-    read, or those that a decode server reads into. Any thread; each row has one owner at a time.
-
-    Args:
-        size: Number of rows.
-        device: Device of the rows.
-    """
+    read, or those that a decode server reads into. Any thread; each row has one owner at a time."""
 
     def __init__(self, size: int, device: torch.device) -> None:
+        super().__init__(size)
         self._rows = torch.zeros((size, ROW_BYTES), dtype=torch.uint8, device=device)
-        self._indices = ReqToMetadataIdxAllocator(size)
+        self.device = self._rows.device
         self._runtime = device_runtime(device)
         self._stream = self._runtime.make_side_stream()
         self._stream.follow()  # The stream must see the zeros.
@@ -139,11 +126,6 @@ class MetadataBuffers:
         device = metadata_device(pages)
         return None if device is None else cls(NUM_ROWS, device)
 
-    @property
-    def device(self) -> torch.device:
-        """Device of the rows."""
-        return self._rows.device
-
     def allocations(self) -> dict[int, int]:
         """Memory to register: address to bytes."""
         return self._runtime.allocations_of([self._rows])
@@ -153,16 +135,7 @@ class MetadataBuffers:
         return [self._rows.data_ptr()], [self._rows.nbytes], [ROW_BYTES]
 
     def address(self, index: int) -> int:
-        """Address of a row."""
         return self._rows.data_ptr() + index * ROW_BYTES
-
-    def take(self, timeout: float = 0.0) -> int | None:
-        """Take a row for a new owner; None: none was free for `timeout` seconds."""
-        return self._indices.alloc(timeout)
-
-    def give_back(self, index: int) -> None:
-        """Give back a row that its owner needs no more."""
-        self._indices.free(index)
 
     def set_buf(self, index: int, room: int, metadata: FirstToken) -> bool:
         """Write the metadata. Peers can read them after the return. False: they do not fit."""
@@ -182,11 +155,8 @@ class MetadataBuffers:
             self._rows[index, :HEAD_BYTES].zero_()
 
     def get_buf(self, index: int, room: int) -> FirstToken:
-        """Decode the row's content for `room`.
-
-        Raises:
-            BadRow: The row is empty, or has other content.
-        """
+        """Decode the row's content for `room`. Raises BadRow if the row is empty, or has other
+        content."""
         with self._stream.use():
             (row,) = self._runtime.copy_to_host([self._rows[index]]).wait()
         assert row is not None
@@ -237,9 +207,8 @@ def failure_reasons(failed: Sequence[KVPoller], gloo_group: RankGroup) -> list[s
     own = [_failure(one) for one in failed]
     if gloo_group.size == 1 or not failed:
         return own
-    text = _SEPARATOR.join(map(_cut, own))
-    texts = gather_texts(gloo_group, text, (_REASON_BYTES + 8) * len(failed))
-    by_rank = [one.split(_SEPARATOR) for one in texts]
+    raws = gather_bytes(gloo_group, msgspec.json.encode([why[:_REASON_CHARS] for why in own]))
+    by_rank = [msgspec.json.decode(raw, type=list[str]) for raw in raws]
     return [
         next((f"rank {rank}: {why}" for rank, why in enumerate(reasons) if why), "")
         for reasons in zip(*by_rank, strict=True)
@@ -254,14 +223,7 @@ def _failure(poller: KVPoller) -> str:
         return str(error)
 
 
-def _cut(why: str) -> str:
-    raw = why.replace(_SEPARATOR, " ").encode()[:_REASON_BYTES]
-    return raw.decode(errors="ignore")
-
-
 class KVClassType(StrEnum):
-    """The classes of a transport."""
-
     MANAGER = "manager"
     SENDER = "sender"
     RECEIVER = "receiver"
@@ -283,23 +245,18 @@ def get_kv_class(
     transfer_backend: TransferBackend, class_type: KVClassType
 ) -> type[BaseKVManager] | type[BaseKVSender] | type[BaseKVReceiver]:
     """A class of the transport that `--disaggregation-transfer-backend` names."""
-    return _KV_CLASSES[transfer_backend][class_type]
+    kind: type[BaseKVManager] | type[BaseKVSender] | type[BaseKVReceiver]
+    kind = getattr(_TRANSPORTS[transfer_backend], class_type)
+    return kind
 
 
-_KV_CLASSES: Final[
-    Mapping[
-        TransferBackend,
-        Mapping[KVClassType, type[BaseKVManager] | type[BaseKVSender] | type[BaseKVReceiver]],
-    ]
-] = {
-    TransferBackend.MOONCAKE: {
-        KVClassType.MANAGER: MooncakeKVManager,
-        KVClassType.SENDER: MooncakeKVSender,
-        KVClassType.RECEIVER: MooncakeKVReceiver,
-    },
-    TransferBackend.FAKE: {
-        KVClassType.MANAGER: FakeKVManager,
-        KVClassType.SENDER: FakeKVSender,
-        KVClassType.RECEIVER: FakeKVReceiver,
-    },
+class _Transport(NamedTuple):
+    manager: type[BaseKVManager]
+    sender: type[BaseKVSender]
+    receiver: type[BaseKVReceiver]
+
+
+_TRANSPORTS: Final = {
+    TransferBackend.MOONCAKE: _Transport(MooncakeKVManager, MooncakeKVSender, MooncakeKVReceiver),
+    TransferBackend.FAKE: _Transport(FakeKVManager, FakeKVSender, FakeKVReceiver),
 }

@@ -14,7 +14,7 @@ from sglang.srt.arg_groups.disaggregation import (
 )
 from sglang.srt.disaggregation.base.bootstrap_route import Route
 from sglang.srt.disaggregation.common.bootstrap_server import CommonKVBootstrapServer
-from sglang.srt.disaggregation.control.deployment_secret import DeploymentSecret
+from sglang.srt.disaggregation.control.control_link import DeploymentSecret
 from sglang.srt.entrypoints.engine_processes import EngineProcesses, launch_subprocesses
 from sglang.srt.entrypoints.http.server_context import ServerContext
 from sglang.srt.entrypoints.local_model import with_local_model

@@ -1,17 +1,21 @@
-"""A call in its own thread, for work that may fail in any way, take long or never return."""
+"""Calls in threads of their own, for work that may fail in any way, take long or never return."""
 
 from __future__ import annotations
 
 import logging
 import threading
 from collections.abc import Callable
-from typing import Generic, TypeVar
+from queue import SimpleQueue
+from typing import Final, Generic, TypeVar
 
 from sglang.srt.utils.threads import leave_cores_to_model
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
+Work = Callable[[], None]
+
+_MAX_IDLE: Final = 8
 
 
 class BackgroundCall(Generic[T]):
@@ -23,8 +27,6 @@ class BackgroundCall(Generic[T]):
     other threads.
 
     Args:
-        name: Name of the thread.
-        work: The function to call.
         expected: Exceptions that `work` is known to raise; others are logged with a traceback.
         discard: Undoes a result that was abandoned.
     """
@@ -42,7 +44,6 @@ class BackgroundCall(Generic[T]):
         self._expected = expected
         self._discard = discard
         self._results: list[T] = []
-        """The result, after the end; empty before."""
         self._lock = threading.Lock()
         """Guards `_ended` and `_is_abandoned`, so that exactly one thread sees both set."""
         self._ended = threading.Event()
@@ -54,7 +55,6 @@ class BackgroundCall(Generic[T]):
 
     @property
     def ended(self) -> bool:
-        """True if `work` has returned or raised."""
         return self._ended.is_set()
 
     def wait(self, timeout: float) -> bool:
@@ -109,3 +109,61 @@ class BackgroundCall(Generic[T]):
                 self._discard(self._results[0])
         except BaseException:
             logger.warning("%s could not be undone", self._name, exc_info=True)
+
+
+class CallThreads:
+    """Runs each call at once, in an idle thread or a new one. Any thread may submit.
+
+    The threads are daemons, so a thread that hangs in a library does not keep the process from
+    ending. Work must not raise. `close` ends idle threads; the others end with their work.
+    """
+
+    def __init__(self, name: str, enter: Callable[[], None] = lambda: None) -> None:
+        """Args:
+        enter: Called once in each thread, before its work.
+        """
+        self._name = name
+        self._enter = enter
+        self._idle: list[SimpleQueue[Work | None]] = []
+        self.num_busy = 0
+        """Number of calls in progress."""
+        self._closed = False
+        self._lock = threading.Lock()
+
+    def submit(self, work: Work) -> None:
+        """Run `work` now, in another thread. Raises RuntimeError if the system has no thread left;
+        `work` does not run."""
+        with self._lock:
+            assert not self._closed, f"{self._name}: closed"
+            self.num_busy += 1
+            queue = self._idle.pop() if self._idle else None
+        if queue is None:
+            queue = SimpleQueue()
+            thread = threading.Thread(
+                target=self._serve, args=(queue,), name=self._name, daemon=True
+            )
+            try:
+                thread.start()
+            except RuntimeError:
+                with self._lock:
+                    self.num_busy -= 1
+                raise
+        queue.put(work)
+
+    def close(self) -> None:
+        """Accept no more work, and end the idle threads. Idempotent."""
+        with self._lock:
+            self._closed = True
+            idle, self._idle = self._idle, []
+        for queue in idle:
+            queue.put(None)
+
+    def _serve(self, queue: SimpleQueue[Work | None]) -> None:
+        self._enter()
+        while (work := queue.get()) is not None:
+            work()
+            with self._lock:
+                self.num_busy -= 1
+                if self._closed or len(self._idle) >= _MAX_IDLE:
+                    return
+                self._idle.append(queue)

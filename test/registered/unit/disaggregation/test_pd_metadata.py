@@ -65,7 +65,7 @@ def free_rows(pair: PdRig) -> list[int]:
     """Number of free rows on each of both servers."""
     assert not any(rowless(pair))
     both: list[Any] = [rig.manager._args.aux_buffers for rig in pair.rigs]
-    return [one._indices.available_size() for one in both]
+    return [one.available_size() for one in both]
 
 
 def rowless(pair: PdRig) -> tuple[list[MooncakeKVSender], list[MooncakeKVSender]]:

@@ -18,11 +18,7 @@ from urllib.parse import urlencode
 import msgspec
 
 from sglang.srt.constants import KIB
-from sglang.srt.disaggregation.control.deployment_secret import (
-    NONCE_BYTES,
-    SOURCES,
-    DeploymentSecret,
-)
+from sglang.srt.disaggregation.control.control_link import NONCE_BYTES, SOURCES, DeploymentSecret
 from sglang.srt.utils.background_call import BackgroundCall
 from sglang.srt.utils.error_answers import error_text
 from sglang.srt.utils.network import base_url
@@ -35,7 +31,6 @@ OF_QUESTION: Final = "question to a bootstrap server"
 OF_ANSWER: Final = "answer of a bootstrap server"
 """Purpose of a proof about the question's nonce and the body of the answer."""
 MAX_RANKS: Final = 1024
-"""Most ranks of a server."""
 MAX_RANK: Final = MAX_RANKS - 1
 
 Rank: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=MAX_RANK)]
@@ -52,7 +47,6 @@ class Route(msgspec.Struct, frozen=True, kw_only=True):
     instance_id: Text
     """Id drawn at the server's start: a different id at the same address is another server."""
     num_ranks: Annotated[int, msgspec.Meta(ge=1, le=MAX_RANKS)]
-    """Number of ranks of the server."""
     attn_tp_size: Annotated[int, msgspec.Meta(ge=1, le=MAX_RANKS)]
     """Number of ranks over which the heads of attention are split; see `RankGroup`."""
 
@@ -78,9 +72,6 @@ def find(
     Asks once. A server that has just been started may not answer yet: call again.
 
     Args:
-        host: Host of the bootstrap server.
-        port: Port of the bootstrap server.
-        rank: Rank of the prefill server.
         timeout: Seconds for the whole request.
         secret: The secret that both servers prove; None: neither has one.
 
@@ -97,12 +88,12 @@ def find(
         headers["Authorization"] = f"{PROOF_SCHEME} {nonce.hex()} {mac.hex()}"
     status, proof, answer = _ask(host, port, path, headers, timeout)
     if status == http.HTTPStatus.UNAUTHORIZED:
-        raise WrongSecret(_line(host, port, error_text(answer)))
+        raise _error(host, port, error_text(answer), WrongSecret)
     if status != http.HTTPStatus.OK:
         raise _error(host, port, f"it answers with status {status}: {error_text(answer)}")
     if secret is not None and not secret.is_hex_proof(proof, OF_ANSWER, nonce, answer):
         why = f"its answer does not prove the secret of this server: give both the same {SOURCES}"
-        raise WrongSecret(_line(host, port, why))
+        raise _error(host, port, why, WrongSecret)
     try:
         route = ROUTE_DECODER.decode(answer)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
@@ -138,36 +129,31 @@ def _ask(
     # The connection's own timeout is for each part of the answer; slow parts may come without end.
     expected = (OSError, http.client.HTTPException, ValueError)
     call = BackgroundCall("ask-bootstrap", work, expected=expected)
-    has_ended = call.wait(timeout)
-    if not has_ended:
+    if call.wait(timeout):
+        error = call.error
+    else:
+        error = TimeoutError()
         given_up.set()
         for sock in sockets:
             with contextlib.suppress(OSError):
                 sock.shutdown(socket.SHUT_RDWR)  # Ends the thread.
-    if not has_ended or isinstance(call.error, TimeoutError):
-        raise _error(
-            host, port, f"it has not answered for {timeout:g} s: it is stopped, or its host is away"
+    if error is None:
+        return call.result
+    why = (
+        f"it cannot be reached ({error or type(error).__name__}): check that the prefill server "
+        "runs, its --host, and its --disaggregation-bootstrap-port"
+    )
+    if isinstance(error, TimeoutError):
+        why = f"it has not answered for {timeout:g} s: it is stopped, or its host is away"
+    elif isinstance(error, http.client.HTTPException):
+        why = (
+            f"it does not speak HTTP ({type(error).__name__}): bootstrap_port has to be the "
+            "prefill server's --disaggregation-bootstrap-port"
         )
-    if isinstance(call.error, http.client.HTTPException):
-        raise _error(
-            host,
-            port,
-            f"it does not speak HTTP ({type(call.error).__name__}): bootstrap_port has to be the "
-            "prefill server's --disaggregation-bootstrap-port",
-        )
-    if call.error is not None:
-        raise _error(
-            host,
-            port,
-            f"it cannot be reached ({call.error or type(call.error).__name__}): check that the "
-            "prefill server runs, its --host, and its --disaggregation-bootstrap-port",
-        )
-    return call.result
+    raise _error(host, port, why)
 
 
-def _error(host: str, port: int, cause: str) -> BootstrapError:
-    return BootstrapError(_line(host, port, cause))
-
-
-def _line(host: str, port: int, cause: str) -> str:
-    return f"the bootstrap server at {base_url(host, port)}: {cause}"
+def _error(
+    host: str, port: int, cause: str, kind: type[BootstrapError] = BootstrapError
+) -> BootstrapError:
+    return kind(f"the bootstrap server at {base_url(host, port)}: {cause}")

@@ -22,8 +22,7 @@ if TYPE_CHECKING:
     from sglang.srt.distributed.rank_group import RankGroup
     from sglang.srt.mem_cache.device.base_device_pool import BaseDevicePool
 
-BootstrapAddr: TypeAlias = tuple[str, int]
-"""Host and port of a prefill server's bootstrap server."""
+BootstrapAddr: TypeAlias = tuple[str, int]  # host and port
 
 
 class KVPoll(IntEnum):
@@ -64,8 +63,8 @@ class AuxBuffers(Protocol):
     """Rows for metadata in memory that the transport can read; see `MetadataBuffers`. Any
     thread."""
 
-    def take(self, timeout: float = 0.0) -> int | None: ...
-    def give_back(self, index: int) -> None: ...
+    def alloc(self, timeout: float = 0.0) -> int | None: ...
+    def free(self, free_index: int) -> None: ...
     def clear(self, index: int) -> None: ...
     def address(self, index: int) -> int: ...
     def allocations(self) -> dict[int, int]: ...
@@ -82,7 +81,6 @@ class KVArgs:
     pools' own (`get_contiguous_buf_infos`).
 
     Attributes:
-        ranks: The ranks of this server.
         pools: Pools of the model, of pages and of recurrent states.
         weights_identity: Identity of the weights; only servers with the same exchange pages.
         dtype: Dtype in which the model computes.
@@ -126,33 +124,30 @@ class BaseKVManager(ABC):
 class KVPoller(Protocol):
     """What the ranks agree on; see `poll_and_all_reduce`."""
 
-    @property
-    def bootstrap_room(self) -> int:
-        """Number of the request's room."""
+    bootstrap_room: int
 
+    @abstractmethod
     def poll(self) -> KVPoll:
         """Progress on this rank."""
 
+    @abstractmethod
     def failure_exception(self) -> NoReturn:
         """Raise a KVTransferError with the reason for `KVPoll.Failed`."""
 
 
-class BaseKVSender(ABC):
+class BaseKVSender(KVPoller):
     """A request whose prompt this prefill server computes for a decode server.
 
     Args:
-        mgr: Manager of the rank.
         bootstrap_addr: The bootstrap server that the request names.
         bootstrap_room: Number of the room. No other request has it; `clear` was called on the
             sender of an earlier one.
     """
 
-    bootstrap_room: int
-
-    @abstractmethod
     def __init__(
         self, mgr: BaseKVManager, bootstrap_addr: BootstrapAddr, bootstrap_room: int
-    ) -> None: ...
+    ) -> None:
+        self.bootstrap_room = bootstrap_room
 
     @property
     @abstractmethod
@@ -168,14 +163,6 @@ class BaseKVSender(ABC):
         """Let the metadata be read; all pages are sent."""
 
     @abstractmethod
-    def poll(self) -> KVPoll:
-        """Progress on this rank."""
-
-    @abstractmethod
-    def failure_exception(self) -> NoReturn:
-        """Raise a KVTransferError with the reason for `KVPoll.Failed`."""
-
-    @abstractmethod
     def abort(self, reason: str) -> None:
         """End the transfer. The pages may be written to from now on. Idempotent.
 
@@ -189,26 +176,22 @@ class BaseKVSender(ABC):
         end."""
 
 
-class BaseKVReceiver(ABC):
-    """A request whose prompt a prefill server computes for this decode server.
-
-    Args:
-        mgr: Manager of the rank.
-        bootstrap_addr: The prefill server's bootstrap server.
-        bootstrap_room: Number of the room.
+class BaseKVReceiver(KVPoller):
+    """A request whose prompt a prefill server computes for this decode server. `Failed` may come
+    while reads are still in flight.
 
     Attributes:
         metadata: Results of the prefill, once `poll` is `Success`; None: not yet, or the transport
             moves nothing.
     """
 
-    bootstrap_room: int
     metadata: FirstToken | None
 
-    @abstractmethod
     def __init__(
         self, mgr: BaseKVManager, bootstrap_addr: BootstrapAddr, bootstrap_room: int
-    ) -> None: ...
+    ) -> None:
+        self.bootstrap_room = bootstrap_room
+        self.metadata = None
 
     @abstractmethod
     def init(self) -> None:
@@ -231,14 +214,6 @@ class BaseKVReceiver(ABC):
             decode_prefix_len: Number of leading tokens whose pages this server has already; a
                 multiple of the page size.
         """
-
-    @abstractmethod
-    def poll(self) -> KVPoll:
-        """Progress on this rank. `Failed` may come while reads are still in flight."""
-
-    @abstractmethod
-    def failure_exception(self) -> NoReturn:
-        """Raise a KVTransferError with the reason for `KVPoll.Failed`."""
 
     @property
     @abstractmethod

@@ -41,7 +41,6 @@ class FirstToken(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def prompt_digest(ids: TokenArray) -> str:
-    """The digest of a prompt's token ids."""
     return xxhash.xxh3_64_hexdigest(ids.tobytes())
 
 

@@ -32,11 +32,7 @@ from sglang.srt.disaggregation.base.bootstrap_route import (
     Route,
 )
 from sglang.srt.disaggregation.base.conn import BaseKVBootstrapServer
-from sglang.srt.disaggregation.control.deployment_secret import (
-    NONCE_BYTES,
-    SOURCES,
-    DeploymentSecret,
-)
+from sglang.srt.disaggregation.control.control_link import NONCE_BYTES, SOURCES, DeploymentSecret
 from sglang.srt.utils.bad_messages import BadMessages
 from sglang.srt.utils.bounded_listener import Listener, OpenConnections, most_connections
 from sglang.srt.utils.network import listening_sockets
@@ -46,7 +42,6 @@ logger = logging.getLogger(__name__)
 REQUEST_TIMEOUT_S: Final = 10.0
 """Seconds for a client's whole request, and for reading the answer."""
 MAX_REQUEST_BYTES: Final = 16 * KIB
-"""Most bytes of a request."""
 MAX_CONNECTIONS: Final = 256
 """Most connections; a further one takes the place of the oldest. An answer takes no time, so that
 the oldest one has a slow client."""
@@ -69,7 +64,6 @@ class CommonKVBootstrapServer(BaseKVBootstrapServer):
 
     Args:
         host: Address to listen on; if it is a name, all of its addresses.
-        port: Port to listen on.
         secret: The secret that decode servers have to prove; None: all who connect are answered.
     """
 
@@ -92,12 +86,10 @@ class CommonKVBootstrapServer(BaseKVBootstrapServer):
         self._thread.start()
 
     def register(self, route: Route) -> None:
-        """Register the route of a rank; replaces the one registered before."""
         self._routes[route.rank] = route
         logger.info("rank %d answers decode servers at %s", route.rank, route.endpoint)
 
     def close(self) -> None:
-        """Stop listening and drop all connections. Idempotent."""
         if self._thread.is_alive():
             self._loop.call_soon_threadsafe(self._ending.set)
             self._thread.join(_JOIN_S)
@@ -122,14 +114,8 @@ class CommonKVBootstrapServer(BaseKVBootstrapServer):
 
     # -- answers ---------------------------------------------------------------------------------
 
-    def answer(self, request: _Request, method: str, client: str) -> bytes:
-        """The HTTP response to a whole request."""
-        try:
-            return self._answer(request, method, client)
-        except _Refusal as error:
-            return _error(error.status, str(error))
-
-    def _answer(self, request: _Request, method: str, client: str) -> bytes:
+    def answer(self, request: _Connection, method: str, client: str) -> bytes:
+        """The HTTP response to a whole request. Raises `_Refusal`."""
         target = request.url.decode("latin-1")
         path, _, query = target.partition("?")
         if path not in (_HEALTH_PATH, ROUTE_PATH):
@@ -149,7 +135,7 @@ class CommonKVBootstrapServer(BaseKVBootstrapServer):
             proof = f"{PROOF_SCHEME}: {self._secret.proof(OF_ANSWER, nonce, body).hex()}\r\n"
         return _response(http.HTTPStatus.OK, body, "application/json", proof)
 
-    def _proved_nonce(self, request: _Request, client: str) -> bytes:
+    def _proved_nonce(self, request: _Connection, client: str) -> bytes:
         """The nonce of a question whose client knows the secret; nothing if there is none."""
         scheme, _, proof = request.authorization.decode("latin-1").partition(" ")
         nonce, _, mac = proof.partition(" ")
@@ -185,13 +171,8 @@ class CommonKVBootstrapServer(BaseKVBootstrapServer):
 
 
 class _Connection(asyncio.Protocol):
-    """A client, whose only request is answered. Thread of the server.
-
-    Args:
-        server: Answers the request.
-        everyone: All connections.
-        waiting: Connections that can be closed for a new one: all.
-    """
+    """A client, whose only request is answered. Thread of the server. The parser calls `on_url`,
+    `on_header` and `on_message_complete` by these names."""
 
     transport: asyncio.Transport
 
@@ -201,8 +182,11 @@ class _Connection(asyncio.Protocol):
         self._server = server
         self._everyone = everyone
         self._waiting = waiting
-        self._request = _Request()
-        self._parser = httptools.HttpRequestParser(self._request)
+        self._parser = httptools.HttpRequestParser(self)
+        self._num_bytes = 0
+        self._is_complete = False
+        self.url = b""
+        self.authorization = b""
         self.loop = asyncio.get_running_loop()
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -217,45 +201,15 @@ class _Connection(asyncio.Protocol):
         self._waiting.remove_idle(self)
 
     def data_received(self, data: bytes) -> None:
-        answer = self._parse(data)
+        try:
+            answer = self._parse(data)
+        except _Refusal as error:
+            answer = _error(error.status, str(error))
         if answer is not None:
             self._end(answer)
 
     def eof_received(self) -> None:
         self._end(_error(http.HTTPStatus.BAD_REQUEST, "the request is not complete"))
-
-    def _parse(self, data: bytes) -> bytes | None:
-        """The answer, if the request is whole or wrong."""
-        request = self._request
-        request.num_bytes += len(data)
-        if request.num_bytes > MAX_REQUEST_BYTES:
-            return _error(
-                http.HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
-                f"the request has more than {MAX_REQUEST_BYTES} bytes",
-            )
-        try:
-            self._parser.feed_data(data)
-        except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
-            return _error(http.HTTPStatus.BAD_REQUEST, f"not understood as HTTP: {error}")
-        if not request.is_complete:
-            return None
-        host, *_ = self.transport.get_extra_info("peername") or ("an unknown address",)
-        return self._server.answer(request, self._parser.get_method().decode("ascii"), host)
-
-    def _end(self, answer: bytes) -> None:
-        if not self.transport.is_closing():
-            self.transport.write(answer)
-            self.transport.close()
-
-
-class _Request:
-    """A request; its methods are the callbacks that the parser calls by name."""
-
-    def __init__(self) -> None:
-        self.num_bytes = 0
-        self.url = b""
-        self.authorization = b""
-        self.is_complete = False
 
     def on_url(self, part: bytes) -> None:
         self.url += part
@@ -265,7 +219,30 @@ class _Request:
             self.authorization = value
 
     def on_message_complete(self) -> None:
-        self.is_complete = True
+        self._is_complete = True
+
+    def _parse(self, data: bytes) -> bytes | None:
+        """The answer, if the request is whole. Raises `_Refusal`."""
+        self._num_bytes += len(data)
+        if self._num_bytes > MAX_REQUEST_BYTES:
+            raise _Refusal(
+                http.HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
+                f"the request has more than {MAX_REQUEST_BYTES} bytes",
+            )
+        try:
+            self._parser.feed_data(data)
+        except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
+            why = f"not understood as HTTP: {error}"
+            raise _Refusal(http.HTTPStatus.BAD_REQUEST, why) from None
+        if not self._is_complete:
+            return None
+        host, *_ = self.transport.get_extra_info("peername") or ("an unknown address",)
+        return self._server.answer(self, self._parser.get_method().decode("ascii"), host)
+
+    def _end(self, answer: bytes) -> None:
+        if not self.transport.is_closing():
+            self.transport.write(answer)
+            self.transport.close()
 
 
 def _error(status: http.HTTPStatus, message: str) -> bytes:

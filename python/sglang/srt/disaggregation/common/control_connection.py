@@ -22,8 +22,11 @@ from sglang.srt.disaggregation.common.protocol import (
     Released,
     RoomStatus,
 )
-from sglang.srt.disaggregation.control.control_link import ControlLink, HandshakeFailed
-from sglang.srt.disaggregation.control.deployment_secret import DeploymentSecret
+from sglang.srt.disaggregation.control.control_link import (
+    ControlLink,
+    DeploymentSecret,
+    HandshakeFailed,
+)
 from sglang.srt.environ import EnvInt, envs
 from sglang.srt.utils.bad_messages import MALFORMED
 
@@ -33,6 +36,7 @@ REPEAT_S: Final = 1.0
 """Seconds without an answer after which a question is repeated; fewer if `silence` is short."""
 POLL_S: Final = 0.1
 """Seconds within which an abort is noticed."""
+_T = TypeVar("_T")
 _A = TypeVar("_A", KVLayout, BootstrapStatus, RoomStatus, Packed, Released)
 
 
@@ -46,6 +50,19 @@ class NotAnswered(RoomFailed):
 
 class Replaced(RoomFailed):
     """Another instance answers at the prefill server's address."""
+
+
+def take_within(
+    timeout: float, take: Callable[[float], _T | None], heartbeat: Callable[[], None], what: str
+) -> _T:
+    """The first thing that `take` gives within `timeout` seconds. Calls `heartbeat` meanwhile.
+    Raises RoomFailed if there is none."""
+    deadline = time.monotonic() + timeout
+    while time.monotonic() < deadline:
+        if (taken := take(POLL_S)) is not None:
+            return taken
+        heartbeat()
+    raise RoomFailed(f"no {what} was free in {timeout:g} s")
 
 
 def incompatible(where: str, refusal: str) -> RoomFailed:
@@ -80,11 +97,8 @@ class Timeouts:
 
 
 def seconds(field: EnvInt) -> int:
-    """The value of a time limit in the environment.
-
-    Raises:
-        ValueError: The value is not positive.
-    """
+    """The value of a time limit in the environment. Raises ValueError if the value is not
+    positive."""
     value = field.get()
     if value < 1:
         raise ValueError(f"environment variable {field.name}={value}: it must be at least 1")
@@ -102,7 +116,6 @@ class ControlConnection(ControlLink):
 
     Args:
         instance_id: The instance that has to answer.
-        waker: See `ControlLink`.
         why_cancelled: Reason why the answers are not wanted any more, or None.
     """
 
@@ -131,12 +144,8 @@ class ControlConnection(ControlLink):
             raise RoomFailed(f"the prefill server has a wrong endpoint: {error}") from None
 
     def ask(self, question: Question, kind: type[_A]) -> _A:
-        """Ask, and repeat the question until there is an answer of type `kind`.
-
-        Raises:
-            RoomFailed: There is no answer in time, another instance answers, or the room was
-                cancelled.
-        """
+        """Ask, and repeat the question until there is an answer of type `kind`. Raises RoomFailed
+        if there is no answer in time, another instance answers, or the room was cancelled."""
         self.begin(question)
         while (answer := self.keep_alive(question, kind, POLL_S)) is None:
             pass
@@ -156,11 +165,8 @@ class ControlConnection(ControlLink):
 
     def keep_alive(self, question: Question, kind: type[_A], timeout: float = 0.0) -> _A | None:
         """Repeat the question if it is due, and wait at most `timeout` seconds for an answer to it
-        or to an earlier one.
-
-        Raises:
-            RoomFailed: As `ask`. The time limit begins with the last answer.
-        """
+        or to an earlier one. Raises RoomFailed like `ask`; its time limit begins with the last
+        answer."""
         if (why := self._why_cancelled()) is not None:
             raise RoomFailed(why)
         now = time.monotonic()
@@ -176,10 +182,7 @@ class ControlConnection(ControlLink):
 
     def receive_answer(self, timeout: float) -> Answer | None:
         """The answer to the last question, after at most `timeout` seconds; None: none has come.
-
-        Raises:
-            RoomFailed: Another instance answers, or the server refuses this client.
-        """
+        Raises RoomFailed if another instance answers, or the server refuses this client."""
         try:
             raw = self.receive(timeout)
         except HandshakeFailed as error:

@@ -95,7 +95,6 @@ class PoolGeometry:
 
     @property
     def addresses(self) -> list[int]:
-        """The address of each buffer, pool by pool."""
         return [buffer.address for pool in self.pools for buffer in pool.buffers]
 
     @cached_property
@@ -124,12 +123,7 @@ class PoolGeometry:
         unit_bytes: int = 0,
         rows: RowsLayout | None = None,
     ) -> KVLayout:
-        """Layout for servers that read.
-
-        Args:
-            unit_bytes: See `KVLayout`.
-            rows: Rows of metadata.
-        """
+        """Layout for servers that read."""
         return KVLayout(
             VERSION,
             instance_id,
@@ -285,7 +279,6 @@ class ShardSlice:
 
     Attributes:
         wholes: Buffers of pages with the same heads on both sides.
-        states: Buffers of recurrent states.
         cuts: Buffers of pages with other heads.
     """
 
@@ -400,11 +393,8 @@ def _source_ranks(
 def _head_ranges(
     own: tuple[PoolLayout, PoolBuffer], their: tuple[PoolLayout, PoolBuffer], begin: int, end: int
 ) -> list[_HeadRange]:
-    """Bytes of heads `[begin, end)` in an item of a buffer.
-
-    Raises:
-        IncompatibleLayouts: The heads cannot be cut out.
-    """
+    """Bytes of heads `[begin, end)` in an item of a buffer. Raises IncompatibleLayouts if the heads
+    cannot be cut out."""
     (here, mine), (there, other) = own, their
     if not mine.head_parts or len(mine.head_parts) != len(other.head_parts):
         raise IncompatibleLayouts(

@@ -16,7 +16,6 @@ import logging
 import socket
 import struct
 import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
@@ -26,7 +25,7 @@ import xxhash
 
 from sglang.srt.disaggregation.base.conn import AuxBuffers
 from sglang.srt.disaggregation.base.first_token import FirstToken
-from sglang.srt.disaggregation.common.control_connection import POLL_S, RoomFailed
+from sglang.srt.disaggregation.common.control_connection import POLL_S, RoomFailed, take_within
 from sglang.srt.disaggregation.common.protocol import KVLayout
 from sglang.srt.distributed.device_communicators.transfer_types import (
     Block,
@@ -113,23 +112,20 @@ class MetadataReader:
 
     Args:
         rows: Rows of this rank; None: all first tokens are sent over the control connection.
-        host: `host_identity` of this host.
     """
 
     def __init__(self, rows: AuxBuffers | None = None, host: str = "") -> None:
         self.rows = rows
         self._host = host
         self._inline: set[str] = set()
-        """Instances of prefill servers whose rows cannot be read."""
         self._lock = threading.Lock()
 
     def reads(self, layout: KVLayout, where: str) -> bool:
         """True if the rows of the server at `where` can be read, as far as is known."""
         if self.rows is None:
             return False
-        with self._lock:
-            if layout.instance_id in self._inline:
-                return False
+        if layout.instance_id in self._inline:
+            return False
         theirs = layout.rows
         if theirs is None:
             why = "it has no rows (SGLANG_MOONCAKE_CUSTOM_MEM_POOL, SGLANG_MOONCAKE_SEND_AUX_TCP)"
@@ -143,7 +139,6 @@ class MetadataReader:
         return False
 
     def read_no_more(self, layout: KVLayout, where: str, why: str) -> None:
-        """Read no more rows of this server, so that it sends its first tokens."""
         with self._lock:
             if layout.instance_id in self._inline:
                 return
@@ -171,22 +166,14 @@ class RowRead:
         self._timeout = context.timeouts.waiting
         """Seconds to wait for a free row, and seconds for the read."""
         self._index: int | None = None
-        """Index of the row of this rank."""
         self._transfer: Transfer | None = None
 
     def run(
-        self,
-        layout: KVLayout,
-        row: int,
-        where: str,
-        room: int,
-        heartbeat: Callable[[], None],
+        self, layout: KVLayout, row: int, where: str, room: int, heartbeat: Callable[[], None]
     ) -> FirstToken | None:
         """Read row `row` of a prefill server.
 
         Args:
-            where: Name of the server, for the log.
-            room: The room whose metadata the row has.
             heartbeat: Called repeatedly while the read waits; may raise RoomFailed.
 
         Returns:
@@ -201,7 +188,8 @@ class RowRead:
         assert theirs is not None and rows is not None, "rows are read"
         if not 0 <= row < theirs.num_rows:
             raise BadRow(f"there is no row {row} among {theirs.num_rows}")
-        self._index = index = self._take(rows, heartbeat)
+        index = take_within(self._timeout, rows.alloc, heartbeat, "row for metadata")
+        self._index = index
         rows.clear(index)  # The row of an earlier room could pass for this one's.
         block = Block(rows.address(index), theirs.address + row * ROW_BYTES, ROW_BYTES)
         why = self._move(layout.session_id, block, heartbeat)
@@ -213,15 +201,6 @@ class RowRead:
         metadata = rows.get_buf(index, room)
         self.settle()
         return metadata
-
-    def _take(self, rows: AuxBuffers, heartbeat: Callable[[], None]) -> int:
-        deadline = time.monotonic() + self._timeout
-        while time.monotonic() < deadline:
-            index = rows.take(POLL_S)
-            if index is not None:
-                return index
-            heartbeat()
-        raise RoomFailed(f"no row for metadata was free in {self._timeout:g} s")
 
     def _move(self, session_id: str, block: Block, heartbeat: Callable[[], None]) -> str | None:
         """Read one block; return the reason of a failure, or None."""
@@ -253,5 +232,5 @@ class RowRead:
                 logger.error("row %d is lost, since the transport does not let go of it", index)
                 return False
         assert self._rows is not None, "a row was taken"
-        self._rows.give_back(index)
+        self._rows.free(index)
         return True

@@ -37,13 +37,10 @@ class _Packing:
     rows: Sequence[torch.Tensor]
     units: list[list[Piece]]
     done: int = 0
-    """Number of units that were read."""
     next: int = 0
-    """Number of the unit that is packed next."""
     packed: dict[int, StagingBuffer] = field(default_factory=dict)
     """Buffers of units that have not been read yet, by unit."""
     index: torch.Tensor | None = None
-    """`pages` on the device."""
     failure: str | None = None
     has_ended: bool = False
 
@@ -70,23 +67,18 @@ class Packer:
 
     Args:
         rows: The pools' buffers by address; see `PoolGeometry.page_rows`.
-        staging: Buffers of the units.
     """
 
     def __init__(self, rows: Mapping[int, torch.Tensor], staging: Staging) -> None:
         self._rows = rows
         self._staging = staging
+        self.unit_bytes = staging.num_bytes
         self._packings: dict[_Key, _Packing] = {}
         """Packings in progress; the first is served next, and then moves to the end."""
         self._on_packed: Callable[[], None] = lambda: None
         self._is_closing = False
         self._changed = threading.Condition()
         self._thread = threading.Thread(target=self._serve, name="disagg-pack", daemon=True)
-
-    @property
-    def unit_bytes(self) -> int:
-        """Most bytes of a unit."""
-        return self._staging.num_bytes
 
     def start(self, on_packed: Callable[[], None]) -> None:
         """Start the thread.
@@ -98,11 +90,8 @@ class Packer:
         self._thread.start()
 
     def ask(self, ask: Pack, pages: Sequence[int]) -> Packed:
-        """Begin the packing, or note the reader's progress; return the units for the reader.
-
-        Args:
-            pages: All wanted pages of the room.
-        """
+        """Begin the packing of `pages`, or note the reader's progress; return the units for the
+        reader."""
         key = ask.room, ask.part
         with self._changed:
             packing = self._packings.get(key)
@@ -153,7 +142,6 @@ class Packer:
         return _Packing(ask.number, list(pages), end_page, rows, units)
 
     def _why_not(self, ask: Pack, pages: Sequence[int]) -> str | None:
-        """Reason why `ask` cannot be packed, or None."""
         if len(pages) != ask.num_pages:
             return "pages were to be packed that are not computed"
         if not ask.buffers or any(address not in self._rows for address in ask.buffers):

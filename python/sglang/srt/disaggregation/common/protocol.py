@@ -18,7 +18,6 @@ VERSION: Final = 5
 MAX_POLLED_ROOMS: Final = 1024
 """Most rooms of each kind in a `BootstrapPoll`."""
 MAX_DECLINED: Final = 32
-"""Most rooms that a `BootstrapPoll` declines."""
 MAX_REASON_CHARS: Final = 500
 Reader: TypeAlias = Annotated[str, msgspec.Meta(max_length=64)]
 """Id of a reader, drawn for each prompt, the same on all ranks of the decode server. A room belongs
@@ -38,8 +37,6 @@ class PoolBuffer(msgspec.Struct, frozen=True, array_like=True):
 
 
 class PoolLayout(msgspec.Struct, frozen=True, array_like=True):
-    """One pool of a rank."""
-
     name: str
     is_state: bool
     """True if the pool has recurrent states, each of a whole prompt, and not pages of tokens."""
@@ -67,19 +64,15 @@ class KVLayout(msgspec.Struct, frozen=True, tag=True):
 
     version: int
     instance_id: str
-    """Id drawn at the server's start."""
     session_id: str
-    """The session of its Transfer Engine."""
     digest: str
     """Digest of all facts that determine a head's bytes: servers with equal digests can exchange
     heads."""
     facts: dict[str, str]
-    """The facts in the digest, for errors."""
     pools: list[PoolLayout]
     unit_bytes: int = 0
     """Most bytes of a unit of packed pages; 0: pages are not packed."""
     rows: RowsLayout | None = None
-    """Rows of metadata; None: metadata is sent over the control connection."""
 
 
 class Hello(msgspec.Struct, frozen=True, tag=True):
@@ -95,7 +88,6 @@ class BootstrapPoll(msgspec.Struct, frozen=True, tag=True):
     serial: int
     """Number of this question; it increases. The answer repeats it."""
     rooms: Annotated[list[int], msgspec.Meta(max_length=MAX_POLLED_ROOMS)]
-    """Rooms that the asker does not know to be there."""
     known: Annotated[list[int], msgspec.Meta(max_length=MAX_POLLED_ROOMS)] = []
     """Rooms that the asker knows to be there; it asks for their failure."""
     declined: Annotated[dict[int, str], msgspec.Meta(max_length=MAX_DECLINED)] = {}
@@ -109,14 +101,12 @@ class Poll(msgspec.Struct, frozen=True, tag=True):
     room: int
     reader: Reader
     have_pages: int
-    """Number of leading pages of the prompt that the asker has."""
     has_token: bool = False
     may_wait: bool = True
     """True if the answer may wait. False: the question only shows that the asker is alive, and asks
     for a failure."""
     part: Part = 0
     num_parts: Annotated[int, msgspec.Meta(ge=1, le=MAX_RANK + 1)] = 1
-    """Number of the reader's ranks that read from this rank."""
     wants_inline: bool = True
     """True to send the first token. False: it is read from its row, if it has one."""
 
@@ -136,12 +126,9 @@ class Pack(msgspec.Struct, frozen=True, tag=True):
     number: Annotated[int, msgspec.Meta(ge=0)]
     """Number of the packing in this room and part. A larger one ends the packings before it."""
     buffers: list[int]
-    """Addresses of the buffers whose pages are wanted."""
     first_page: Annotated[int, msgspec.Meta(ge=0)]
-    """Index of the first page in the prompt."""
     num_pages: Annotated[int, msgspec.Meta(ge=1)]
     unit_bytes: Annotated[int, msgspec.Meta(ge=1)]
-    """Most bytes of a unit."""
     done: Annotated[int, msgspec.Meta(ge=0)] = 0
     """Number of leading units that were read, or are not wanted any more."""
     known: int = 0
@@ -177,11 +164,8 @@ class BootstrapStatus(msgspec.Struct, frozen=True, tag=True):
 
 
 class RoomStatus(msgspec.Struct, frozen=True, tag=True):
-    """The state of a room."""
-
     room: int
     is_known: bool
-    """True if the prefill server has the request."""
     first_page: int = 0
     pages: list[int] = []
     """Pages of the prefill server's pools that hold the prompt, from `first_page` on."""
@@ -190,17 +174,13 @@ class RoomStatus(msgspec.Struct, frozen=True, tag=True):
     row: int | None = None
     """Index of the row of `KVLayout.rows` with the first token; set once all pages are there."""
     failure: str | None = None
-    """Reason why the room has ended without success."""
 
     @property
     def is_complete(self) -> bool:
-        """True if all pages are there."""
         return self.first_token is not None or self.row is not None
 
 
 class Packed(msgspec.Struct, frozen=True, tag=True):
-    """Progress of a packing."""
-
     room: int
     number: int
     first: int = 0
@@ -208,7 +188,6 @@ class Packed(msgspec.Struct, frozen=True, tag=True):
     places: list[int] = []
     """Addresses of the packed units, from `first` on."""
     failure: str | None = None
-    """Reason why there will be no further units."""
 
 
 class Released(msgspec.Struct, frozen=True, tag=True):
@@ -226,15 +205,11 @@ Answer = KVLayout | BootstrapStatus | RoomStatus | Packed | Released
 
 
 class Asked(msgspec.Struct, frozen=True, array_like=True):
-    """A question with its number in a connection."""
-
     number: int
     question: Question
 
 
 class Answered(msgspec.Struct, frozen=True, array_like=True):
-    """The answer to the question of that number."""
-
     number: int
     instance_id: str
     answer: Answer

@@ -43,8 +43,8 @@ from sglang.srt.disaggregation.common.protocol import (
     Waitable,
     has_changes,
 )
+from sglang.srt.disaggregation.control.control_link import DeploymentSecret
 from sglang.srt.disaggregation.control.control_listener import ControlListener, ControlPeer
-from sglang.srt.disaggregation.control.deployment_secret import DeploymentSecret
 from sglang.srt.utils.bad_messages import MALFORMED, BadMessages
 from sglang.srt.utils.network import listening_sockets
 
@@ -53,14 +53,12 @@ logger = logging.getLogger(__name__)
 LONG_POLL_S: Final = 0.5
 """Seconds for which a question waits for a change, fewer than the asker's time limit."""
 MAX_QUESTIONS: Final = 32
-"""Most questions that are answered in a turn."""
 TURN_S: Final = 0.002
 """Seconds of a turn after which more questions wait. They leave the interpreter to the scheduler
 meanwhile, however many there are."""
 _POLL_S: Final = 0.1
 """Seconds within which a question is answered that has waited for `LONG_POLL_S`."""
 _SILENT_LOOK_S: Final = 0.5
-"""Seconds between two looks for decode servers that are gone."""
 _BACKLOG: Final = 1024
 _MAX_UNWANTED: Final = 65_536
 """Most rooms that are remembered as given up before their requests came."""
@@ -69,7 +67,6 @@ _LAST_LOOK_S: Final = 0.2
 server that has just heard of the room asks again."""
 _NOT_HEARD: Final = "the decode server has not been heard of for"
 _LINGER_S: Final = 1.0
-"""Seconds for the last answers to leave."""
 
 
 @dataclass(slots=True)
@@ -86,24 +83,20 @@ class Room:
     row: int | None = None
     """Index of the row of `MetadataBuffers` that has the metadata too."""
     is_complete: bool = False
-    """True if all pages and the metadata are known."""
     failure: str | None = None
     reader: str | None = None
     """The reader that asked first; None: none has."""
     reading: dict[int, float] = field(default_factory=dict)
     """Time of the last question of each part of the reader that has not received all."""
     received: set[int] = field(default_factory=set)
-    """Parts of the reader that have received all."""
     has_ended: bool = False
     """True if the pages were let go of."""
 
     @property
     def was_received(self) -> bool:
-        """True if all parts of the reader have received all."""
         return bool(self.received) and not self.reading
 
     def poll(self) -> KVPoll:
-        """Progress of the room. Needs no lock."""
         if self.was_received:
             return KVPoll.Success
         if self.failure is not None:
@@ -130,8 +123,6 @@ class RoomServer:
 
     Attributes:
         lock: Guards all rooms.
-        instance_id: Id drawn at the server's start.
-        port: Port at which it listens.
     """
 
     def __init__(
@@ -171,15 +162,11 @@ class RoomServer:
         self.port = int(self._socket.getsockname()[1])
         self._loop = asyncio.new_event_loop()
         self._wakes = asyncio.Event()
-        """Set when there are questions or changes."""
         self._has_changes = False
         self._last_failure = -math.inf
-        """Time of the last end of a room without success."""
         self._silent_look_at = -math.inf
-        """Time of the next look for decode servers that are gone."""
         self._closing = False
         self._defect: Exception | None = None
-        """Error that ended the thread."""
         self._bad = BadMessages(logger, "message of a decode server")
         self._thread = threading.Thread(target=self._serve, name="disagg-rooms", daemon=True)
         self._thread.start()

@@ -4,7 +4,7 @@ A connection to a peer costs an engine object: threads, ports, registered memory
 does not notice the end of a prefill server from which no prompt comes. Sessions without prompts are
 therefore probed when a new one is entered, when a prompt has failed, and once a minute while
 prompts come. A session is forgotten if its server accepts no control connection. The Transfer
-Engine's own port says less: a stranger can silence it (`mooncake_containment.py`), while its
+Engine's own port says less: a stranger can silence it (`mooncake_library.py`), while its
 connections go on.
 """
 
@@ -13,12 +13,12 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, Protocol
 
-from sglang.srt.disaggregation.common.engine import Engine
 from sglang.srt.disaggregation.control.control_link import parse_endpoint
+from sglang.srt.distributed.device_communicators.transfer_types import Block, Transfer, TransferOp
 from sglang.srt.utils.background_call import BackgroundCall
 from sglang.srt.utils.network import can_connect
 
@@ -28,6 +28,20 @@ MAX_IDLE: Final = 64
 """Most sessions without prompts. Beyond that, those used longest ago are forgotten."""
 PROBE_EVERY_S: Final = 60.0
 """Seconds after which a prompt makes all idle sessions be probed again."""
+
+
+class Engine(Protocol):
+    """The part of `MooncakeTransferEngine` that transfers of KV use. Any thread."""
+
+    def batch_register(self, ptrs: Sequence[int], lengths: Sequence[int]) -> int: ...
+    def is_registered(self, ptr: int, length: int) -> bool: ...
+    def get_session_id(self) -> str: ...
+    @property
+    def stays_on_host(self) -> bool: ...
+    def begin(
+        self, peer: str, op: TransferOp, blocks: Sequence[Block], *, timeout: float | None
+    ) -> Transfer: ...
+    def forget_peer(self, session_id: str) -> None: ...
 
 
 @dataclass(slots=True)
@@ -43,7 +57,6 @@ class Sessions:
     """Sessions that a decode rank has read from. Any thread.
 
     Args:
-        engine: The transport.
         runs: Whether a server runs, by its endpoint.
     """
 
@@ -61,18 +74,11 @@ class Sessions:
 
     @property
     def known(self) -> list[str]:
-        """Ids of the sessions that were not forgotten."""
         with self._lock:
             return list(self._known)
 
     def enter(self, session_id: str, instance_id: str, endpoint: str) -> None:
-        """Keep a session until `leave`: transfers of it begin.
-
-        Args:
-            session_id: The session of its Transfer Engine.
-            instance_id: Its instance.
-            endpoint: Endpoint of its control connections.
-        """
+        """Keep a session until `leave`: transfers of it begin."""
         with self._lock:
             session = self._known.pop(session_id, None)
             if session is not None and session.instance_id != instance_id:

@@ -13,15 +13,15 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
 import torch
 
 from sglang.srt.constants import MIB
-from sglang.srt.disaggregation.common.engine import Engine, register_new
 from sglang.srt.disaggregation.common.geometry import STAGING_BYTES, CutBuffer, WholeBuffer
+from sglang.srt.disaggregation.common.sessions import Engine
 from sglang.srt.distributed.device_communicators.transfer_types import Block
 from sglang.srt.hardware_backend.device_runtime import device_runtime
 
@@ -52,7 +52,6 @@ class Piece:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all pages of the piece."""
         return (self.end - self.begin) * self.page_bytes
 
     def blocks(self, base: int, address: int, theirs: Sequence[int]) -> Iterator[Block]:
@@ -70,7 +69,6 @@ class Piece:
                 first = at
 
     def span(self, memory: torch.Tensor) -> torch.Tensor:
-        """The bytes of the piece in a staging buffer."""
         return memory[self.offset : self.offset + self.num_bytes]
 
 
@@ -79,7 +77,6 @@ def rounds(page_bytes: Sequence[int], num_pages: int, capacity: int) -> Iterator
 
     Args:
         page_bytes: Bytes of a page of each buffer; at most `capacity`.
-        num_pages: Pages of each buffer.
     """
     pieces: list[Piece] = []
     used = 0
@@ -104,29 +101,30 @@ def unit_bytes_of(pieces: Sequence[Piece]) -> int:
     return pieces[-1].offset + pieces[-1].num_bytes
 
 
+def register_new(engine: Engine, ranges: Mapping[int, int]) -> None:
+    """Register the allocations, address to bytes, that the engine does not know yet: on a GPU,
+    pools, buffers, rows of metadata, and weights that other servers read can share one."""
+    new = {ptr: size for ptr, size in ranges.items() if not engine.is_registered(ptr, size)}
+    if new:
+        engine.batch_register(list(new), list(new.values()))
+
+
 class StagingBuffer:
     """One staging buffer. The thread that took it uses it."""
 
     def __init__(self, memory: torch.Tensor, staging: Staging) -> None:
         self.memory = memory
         """uint8 `[bytes]` on the device."""
+        self.address = memory.data_ptr()
         self._staging = staging
 
-    @property
-    def address(self) -> int:
-        return self.memory.data_ptr()
-
     def unpack(
-        self,
-        buffers: Sequence[WholeBuffer | CutBuffer],
-        pieces: Sequence[Piece],
-        own: torch.Tensor,
+        self, buffers: Sequence[WholeBuffer | CutBuffer], pieces: Sequence[Piece], own: torch.Tensor
     ) -> None:
         """Copy `pieces`, which were read into the buffer, to this rank's pages. The copy runs on
         the device, beside the scheduler's steps; blocks until it is done.
 
         Args:
-            buffers: Buffers that are read.
             own: int64 on the device: this rank's pages for all pages that are read, in order.
         """
         with self._staging.beside_steps():
@@ -156,13 +154,7 @@ class StagingBuffer:
 
 class Staging:
     """The buffers of a rank. Constructed in the scheduler's thread; other threads take and give
-    back buffers, which are made when they are first needed, or by `prepare`.
-
-    Args:
-        engine: The transport.
-        device: Device of the pools.
-        num_bytes: Bytes of a buffer.
-    """
+    back buffers, which are made when they are first needed, or by `prepare`."""
 
     def __init__(
         self, engine: Engine, device: torch.device, num_bytes: int = STAGING_BYTES
@@ -195,7 +187,6 @@ class Staging:
             return self._free.pop()
 
     def give_back(self, buffer: StagingBuffer) -> None:
-        """See `StagingBuffer`."""
         with self._changed:
             self._free.append(buffer)
             self._changed.notify()

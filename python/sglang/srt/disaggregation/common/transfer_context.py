@@ -9,12 +9,11 @@ from typing import Final, TypeAlias
 from sglang.srt.constants import MIB
 from sglang.srt.disaggregation.base.bootstrap_route import Route
 from sglang.srt.disaggregation.common.control_connection import Timeouts, incompatible
-from sglang.srt.disaggregation.common.engine import Engine
 from sglang.srt.disaggregation.common.geometry import PoolGeometry
 from sglang.srt.disaggregation.common.metadata_reader import MetadataReader
-from sglang.srt.disaggregation.common.sessions import Sessions
+from sglang.srt.disaggregation.common.sessions import Engine, Sessions
 from sglang.srt.disaggregation.common.staging import Staging
-from sglang.srt.disaggregation.control.deployment_secret import DeploymentSecret
+from sglang.srt.disaggregation.control.control_link import DeploymentSecret
 
 MAX_SOURCES: Final = 64
 """Most ranks that one rank reads from. Each costs a thread and a connection for each prompt."""
@@ -35,7 +34,6 @@ class RankPlace:
     several have the same bytes: each prefill rank has to know its readers, and when all have read.
 
     Attributes:
-        rank: Number of the rank, from 0.
         num_ranks: Ranks of the server; a multiple of `attn_tp_size`.
         attn_tp_size: Number of ranks over which heads are split; see `RankGroup`.
     """
@@ -75,16 +73,13 @@ class LinkCosts:
     unit_s: float
 
     def direct_s(self, num_blocks: int, num_bytes: int) -> float:
-        """Seconds to read blocks from pool to pool."""
         return num_blocks * self.block_s + num_bytes / self.bytes_per_s
 
     def packed_s(self, num_bytes: int, unit_bytes: int) -> float:
-        """Seconds to read the same bytes packed into units."""
         num_units = -(-num_bytes // unit_bytes)
         return self.packing_s + num_units * self.unit_s + num_bytes / self.bytes_per_s
 
     def packing_pays(self, num_blocks: int, num_bytes: int, unit_bytes: int) -> bool:
-        """True if packing `num_blocks` blocks is faster than reading them."""
         return self.packed_s(num_bytes, unit_bytes) < self.direct_s(num_blocks, num_bytes)
 
 
@@ -104,11 +99,8 @@ class TransferContext:
 
     Attributes:
         place: Place of this rank among those of the decode server.
-        geometry: Geometry of its pools.
         staging: Buffers for pages of ranks with other heads, and for packed pages.
-        metadata: Reads rows of metadata.
         sessions: Sessions of all prefill servers; a session is kept while it may be read from.
-        secret: See `ControlLink`.
         link: Costs that decide whether pages are packed; None: they are never packed.
     """
 
@@ -124,15 +116,8 @@ class TransferContext:
     link: LinkCosts | None = None
 
     def sources_of(self, route: Route, where: str) -> list[int]:
-        """The ranks of a prefill server that this rank reads from.
-
-        Args:
-            route: Route of its rank 0.
-            where: Name of the server, for errors.
-
-        Raises:
-            RoomFailed: This model cannot have such ranks, or they are too many.
-        """
+        """The ranks of a prefill server that this rank reads from. Raises RoomFailed if this model
+        cannot have such ranks, or they are too many."""
         num_ranks, attn_tp_size = route.num_ranks, route.attn_tp_size
         why = self.geometry.why_no_split(attn_tp_size)
         if num_ranks % attn_tp_size:

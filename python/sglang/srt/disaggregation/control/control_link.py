@@ -1,4 +1,4 @@
-"""Control connections: their frames, the handshake that opens one, and the client's end.
+"""Control connections: the secret, frames, the handshake that opens one, and the client's end.
 
     server: Greeting
     client: Proof                    with a secret
@@ -13,6 +13,8 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import hashlib
+import hmac
 import secrets
 import select
 import socket
@@ -23,13 +25,14 @@ from urllib.parse import urlsplit
 import msgspec
 
 from sglang.srt.constants import KIB, MIB
-from sglang.srt.disaggregation.control.deployment_secret import (
-    NONCE_BYTES,
-    SOURCES,
-    DeploymentSecret,
-)
 from sglang.srt.utils.bad_messages import MALFORMED
 
+SOURCES: Final = "--disaggregation-secret-file or SGLANG_DISAGGREGATION_SECRET"
+"""Where a server gets its secret, for errors."""
+NONCE_BYTES: Final = 32
+_SALT: Final = b"sglang deployment secret"
+_ROUNDS: Final = 100_000
+"""Makes guessing a secret from a proof slow; 0.05 s at the start."""
 VERSION: Final = 1
 MAX_PROOF_BYTES: Final = 256
 MAX_QUESTION_BYTES: Final = 96 * KIB
@@ -52,30 +55,57 @@ _READ_BYTES: Final = 64 * KIB
 _SAME: Final = f"give both servers the same {SOURCES}"
 
 
-class Greeting(msgspec.Struct, frozen=True, tag=True):
-    """The server's first frame."""
+class DeploymentSecret:
+    """The secret that all prefill and decode servers of a deployment have: proofs that their maker
+    knows it. The secret itself is never sent. Any thread."""
 
+    def __init__(self, text: str) -> None:
+        self._key = hashlib.pbkdf2_hmac("sha256", text.encode(), _SALT, _ROUNDS)
+
+    @classmethod
+    def of(cls, text: str | None) -> DeploymentSecret | None:
+        return None if text is None else cls(text)
+
+    def proof(self, purpose: str, *parts: bytes) -> bytes:
+        """32 bytes that only holders of the secret can compute.
+
+        Args:
+            purpose: Says what is proved, so that no proof counts as another one.
+            parts: What the proof is about. A nonce of the other side makes it a new one.
+        """
+        mac = hmac.new(self._key, digestmod=hashlib.sha256)
+        for part in (purpose.encode(), *parts):
+            mac.update(len(part).to_bytes(8, "big") + part)
+        return mac.digest()
+
+    def is_proof(self, given: bytes, purpose: str, *parts: bytes) -> bool:
+        """True if `given` is `proof(purpose, *parts)`. Takes the same time for each wrong one."""
+        return hmac.compare_digest(given, self.proof(purpose, *parts))
+
+    def is_hex_proof(self, given: str, purpose: str, *parts: bytes) -> bool:
+        """Like `is_proof`, for a proof in hex digits, or any other text."""
+        try:
+            return self.is_proof(bytes.fromhex(given), purpose, *parts)
+        except ValueError:
+            return False
+
+
+class Greeting(msgspec.Struct, frozen=True, tag=True):
     version: int
     nonce: Nonce
     wants_proof: bool
 
 
 class Proof(msgspec.Struct, frozen=True, tag=True):
-    """The client knows the secret."""
-
     nonce: Nonce
     mac: Mac
 
 
 class Welcome(msgspec.Struct, frozen=True, tag=True):
-    """The server knows the secret too, and answers questions."""
-
     mac: Mac
 
 
 class Refused(msgspec.Struct, frozen=True, tag=True):
-    """The server answers no question of this connection."""
-
     reason: Annotated[str, msgspec.Meta(max_length=512)]
 
 
@@ -88,31 +118,22 @@ class FrameTooLong(ValueError):
 
 
 def as_frame(message: bytes) -> bytes:
-    """The frame of `message`."""
     return len(message).to_bytes(_LENGTH_BYTES, "big") + message
 
 
 class FrameBuffer:
-    """Received bytes that were not taken yet.
-
-    Attributes:
-        max_bytes: Most bytes of a frame.
-    """
+    """Received bytes that were not taken yet; frames have at most `max_bytes`."""
 
     def __init__(self, max_bytes: int) -> None:
         self.max_bytes = max_bytes
         self._held = bytearray()
 
     def add(self, part: bytes | memoryview) -> None:
-        """Add the bytes that came next."""
         self._held += part
 
     def take(self) -> bytes | None:
-        """Take the message of the next frame; None: the frame is not whole yet.
-
-        Raises:
-            FrameTooLong: It will never be.
-        """
+        """Take the message of the next frame; None: the frame is not whole yet. Raises FrameTooLong
+        if it will never be whole."""
         if len(self._held) < _LENGTH_BYTES:
             return None
         length = int.from_bytes(self._held[:_LENGTH_BYTES], "big")
@@ -145,16 +166,12 @@ class ControlLink:
     A message may get lost on the way; its sender repeats it.
 
     Args:
-        endpoint: `tcp://HOST:PORT` of the server.
         secret: The secret that both ends prove; None: neither has one.
         waker: A non-blocking socket. When it becomes readable, it is emptied and `receive` returns.
     """
 
     def __init__(
-        self,
-        endpoint: str,
-        secret: DeploymentSecret | None,
-        waker: socket.socket | None = None,
+        self, endpoint: str, secret: DeploymentSecret | None, waker: socket.socket | None = None
     ) -> None:
         """Raises ValueError if the endpoint is no such address."""
         self._address = parse_endpoint(endpoint)
@@ -164,7 +181,6 @@ class ControlLink:
         self._socket: socket.socket | None = None
         self._retry_at = 0.0
         self._unsent: bytes | None = None
-        """The last message, if it came before the connection was open."""
         self._connect()
 
     def send(self, message: bytes) -> None:
@@ -177,11 +193,7 @@ class ControlLink:
 
     def receive(self, timeout: float) -> bytes | None:
         """The next message, after at most `timeout` seconds; None: none has come, or the waker was
-        readable.
-
-        Raises:
-            HandshakeFailed: The secrets differ, or no such server is there.
-        """
+        readable. Raises HandshakeFailed if the secrets differ, or no such server is there."""
         end = time.monotonic() + timeout
         while (message := self._take()) is None:
             left = end - time.monotonic()
@@ -200,11 +212,8 @@ class ControlLink:
         self._break()
 
     def drop(self) -> None:
-        """Close the connection at once."""
         self._unsent = None
         self._break()
-
-    # --------------------------------------------------------------------------------------------
 
     def _connect(self) -> None:
         self._held = FrameBuffer(MAX_ANSWER_BYTES)
@@ -296,7 +305,6 @@ class ControlLink:
             self._break()
 
     def _take(self) -> bytes | None:
-        """The next message that has come."""
         try:
             while (message := self._held.take()) is not None:
                 if self._is_greeted:
@@ -315,11 +323,7 @@ class ControlLink:
         return HandshakeFailed(why)
 
     def _shake_hands(self, message: bytes) -> None:
-        """Take the next step of the handshake.
-
-        Raises:
-            HandshakeFailed: It fails.
-        """
+        """Take the next step of the handshake. Raises HandshakeFailed."""
         step = OPENING_DECODER.decode(message)
         if isinstance(step, Refused):
             raise self._handshake_failed(f"refuses this server, which {step.reason}")

@@ -16,21 +16,19 @@ from sglang.srt.constants import KIB
 from sglang.srt.disaggregation.control.control_link import (
     MAX_PROOF_BYTES,
     MAX_QUESTION_BYTES,
+    NONCE_BYTES,
     OF_CLIENT,
     OF_SERVER,
     PROOF_DECODER,
+    SOURCES,
     VERSION,
+    DeploymentSecret,
     FrameBuffer,
     FrameTooLong,
     Greeting,
     Refused,
     Welcome,
     as_frame,
-)
-from sglang.srt.disaggregation.control.deployment_secret import (
-    NONCE_BYTES,
-    SOURCES,
-    DeploymentSecret,
 )
 from sglang.srt.utils.bad_messages import MALFORMED, BadMessages
 from sglang.srt.utils.bounded_listener import Listener, OpenConnections, most_connections
@@ -71,7 +69,6 @@ class ControlPeer(asyncio.BufferedProtocol):
         """True if its frames are messages: it has proved the secret."""
         self._held = FrameBuffer(MAX_QUESTION_BYTES if self._is_open else MAX_PROOF_BYTES)
         self._message: bytes | None = None
-        """The message that was announced."""
         self._nonce = secrets.token_bytes(NONCE_BYTES)
         self._is_kept = False
         self._due = 0.0
@@ -116,8 +113,6 @@ class ControlPeer(asyncio.BufferedProtocol):
     def buffer_updated(self, nbytes: int) -> None:
         self._held.add(self._listener.scratch[:nbytes])
         self._look()
-
-    # --------------------------------------------------------------------------------------------
 
     def _look(self) -> None:
         """Announce the next frame if it is whole, else go on reading."""
@@ -183,7 +178,6 @@ class ControlListener:
         on_frames: Called when there are frames to take.
 
     Attributes:
-        peers: All connections.
         strangers: Those that are not kept.
         bad: Counts connections that were refused.
         scratch: Memory for the bytes of the next read of any connection.
@@ -218,7 +212,6 @@ class ControlListener:
 
     @property
     def has_frames(self) -> bool:
-        """True if there are frames to take."""
         return bool(self._ready)
 
     def take(self, most: int) -> Iterator[tuple[ControlPeer, bytes]]:
@@ -242,7 +235,6 @@ class ControlListener:
             peer.transport.abort()
 
     def announce(self, peer: ControlPeer) -> None:
-        """Add a connection with a frame."""
         self._ready.append(peer)
         self._on_frames()
 

@@ -13,7 +13,6 @@ from sglang.srt.disaggregation.base.conn import (
     BaseKVManager,
     BaseKVReceiver,
     BaseKVSender,
-    BootstrapAddr,
     KVArgs,
     KVPoll,
     KVTransferError,
@@ -45,19 +44,11 @@ class FakeKVManager(BaseKVManager):
 class FakeKVSender(BaseKVSender):
     """A request that is asked for at once, and read as soon as it is computed."""
 
-    def __init__(
-        self, mgr: BaseKVManager, bootstrap_addr: BootstrapAddr, bootstrap_room: int
-    ) -> None:
-        self.bootstrap_room = bootstrap_room
-        self._num_sent = 0
-        self._is_complete = False
-
-    @property
-    def num_sent(self) -> int:
-        return self._num_sent
+    num_sent = 0
+    _is_complete = False
 
     def send(self, kv_indices: Sequence[int]) -> None:
-        self._num_sent += len(kv_indices)
+        self.num_sent += len(kv_indices)
 
     def send_aux(self, metadata: FirstToken) -> None:
         self._is_complete = True
@@ -78,12 +69,8 @@ class FakeKVSender(BaseKVSender):
 class FakeKVReceiver(BaseKVReceiver):
     """A prompt that has come as soon as there are slots for it."""
 
-    def __init__(
-        self, mgr: BaseKVManager, bootstrap_addr: BootstrapAddr, bootstrap_room: int
-    ) -> None:
-        self.bootstrap_room = bootstrap_room
-        self.metadata = None
-        self._has_slots = False
+    has_ended = True
+    _has_slots = False
 
     def init(self) -> None:
         pass
@@ -102,10 +89,6 @@ class FakeKVReceiver(BaseKVReceiver):
 
     def failure_exception(self) -> NoReturn:
         raise KVTransferError("")
-
-    @property
-    def has_ended(self) -> bool:
-        return True
 
     def get_transfer_metric(self) -> KVTransferMetric:
         return KVTransferMetric()

@@ -29,25 +29,14 @@ from sglang.srt.disaggregation.base.conn import (
 )
 from sglang.srt.disaggregation.base.first_token import FirstToken
 from sglang.srt.disaggregation.common.bootstrap_server import CommonKVBootstrapServer
-from sglang.srt.disaggregation.common.control_connection import (
-    Timeouts,
-    seconds,
-    silence_s,
-)
-from sglang.srt.disaggregation.common.engine import Engine, register_new
-from sglang.srt.disaggregation.common.geometry import (
-    STAGING_BYTES,
-    PoolGeometry,
-)
-from sglang.srt.disaggregation.common.metadata_reader import (
-    MetadataReader,
-    host_identity,
-)
+from sglang.srt.disaggregation.common.control_connection import Timeouts, seconds, silence_s
+from sglang.srt.disaggregation.common.geometry import STAGING_BYTES, PoolGeometry
+from sglang.srt.disaggregation.common.metadata_reader import MetadataReader, host_identity
 from sglang.srt.disaggregation.common.packing import Packer
 from sglang.srt.disaggregation.common.protocol import RowsLayout
 from sglang.srt.disaggregation.common.room_server import RoomServer
-from sglang.srt.disaggregation.common.sessions import Sessions
-from sglang.srt.disaggregation.common.staging import Staging
+from sglang.srt.disaggregation.common.sessions import Engine, Sessions
+from sglang.srt.disaggregation.common.staging import Staging, register_new
 from sglang.srt.disaggregation.common.transfer_context import (
     LINKS,
     UNIT_BYTES,
@@ -56,7 +45,7 @@ from sglang.srt.disaggregation.common.transfer_context import (
     RankPlace,
     TransferContext,
 )
-from sglang.srt.disaggregation.control.deployment_secret import DeploymentSecret
+from sglang.srt.disaggregation.control.control_link import DeploymentSecret
 from sglang.srt.disaggregation.mooncake.receiver import MooncakeKVReceiver, PrefillServers
 from sglang.srt.distributed.device_communicators.mooncake_transfer_engine import (
     get_mooncake_transfer_engine,
@@ -92,7 +81,6 @@ class MooncakeKVManager(BaseKVManager):
     `MooncakeKVReceiver` on a decode server.
 
     Args:
-        args: Memory of the rank.
         disaggregation_mode: What the server computes of its requests; not `NULL`.
         server_args: Address to listen on, and the deployment's secret.
         engine: The Transfer Engine; None: the one of this process.
@@ -102,11 +90,18 @@ class MooncakeKVManager(BaseKVManager):
         unit_bytes: With `link`, bytes of a unit of packed pages, at least `STAGING_BYTES`.
         prepares_staging: Whether to make the staging buffers now; see `Staging.prepare`.
 
+    Attributes:
+        rooms: Answers decode servers; only on a prefill server.
+        prefill_servers: The servers to read from; only on a decode server.
+
     Raises:
         ValueError: On any rank, the host is not an address of the machine, or a time limit in the
             environment is not positive.
         RuntimeError: The transport refuses the memory.
     """
+
+    rooms: RoomServer
+    prefill_servers: PrefillServers
 
     def __init__(
         self,
@@ -130,16 +125,15 @@ class MooncakeKVManager(BaseKVManager):
         self._place = RankPlace(args.ranks.rank, args.ranks.size, args.ranks.attn_tp_size)
         self._secret = DeploymentSecret.of(server_args.disaggregation_secret)
         self._geometry = PoolGeometry.of(args.pools, args.weights_identity, args.dtype)
-        packs, reads = link is not None, disaggregation_mode == DisaggregationMode.DECODE
+        packs = link is not None
+        self._reads = reads = disaggregation_mode == DisaggregationMode.DECODE
         self.register_buffer_to_engine()
         staging = Staging(engine, args.pools[0].device, unit_bytes if packs else STAGING_BYTES)
         if prepares_staging and (packs or reads):
             staging.prepare()
-        self._rooms: RoomServer | None = None
-        self._prefill_servers: PrefillServers | None = None
         if not reads:
             packer = Packer(self._geometry.page_rows(), staging) if packs else None
-            self._rooms = self._listen(packer)
+            self.rooms = self._listen(packer)
             return
         context = TransferContext(
             place=self._place,
@@ -158,26 +152,11 @@ class MooncakeKVManager(BaseKVManager):
             logger.warning("%.0f%% of the requests fail, for tests", 100 * failure_prob)
         drawn = uuid.uuid4().hex.encode() if args.ranks.rank == 0 else None
         instance_id = args.ranks.broadcast(drawn).decode()
-        self._prefill_servers = PrefillServers(context, instance_id, failure_prob)
-
-    @property
-    def rooms(self) -> RoomServer:
-        """Answers decode servers."""
-        assert self._rooms is not None, "this is a decode server"
-        return self._rooms
-
-    @property
-    def prefill_servers(self) -> PrefillServers:
-        """The servers to read from."""
-        assert self._prefill_servers is not None, "this is a prefill server"
-        return self._prefill_servers
+        self.prefill_servers = PrefillServers(context, instance_id, failure_prob)
 
     def register_buffer_to_engine(self) -> None:
-        """Register pools and rows of metadata.
-
-        Raises:
-            RuntimeError: The transport refuses the memory.
-        """
+        """Register pools and rows of metadata. Raises RuntimeError if the transport refuses the
+        memory."""
         geometry, rows = self._geometry, self._args.aux_buffers
         # Whole allocations, since over NVLink a peer on the same host can map nothing smaller.
         ranges = device_runtime(self._args.pools[0].device).allocations_of(geometry.tensors)
@@ -233,14 +212,14 @@ class MooncakeKVManager(BaseKVManager):
         return RowsLayout(address, row_bytes, num_bytes // row_bytes, host)
 
     def register_to_bootstrap(self) -> list[Route]:
-        if self._rooms is None:
+        if self._reads:
             return []
         address = address_for_peers(self._host)
         bracketed = f"[{address}]" if ":" in address else address
         route = Route(
             rank=self._place.rank,
-            endpoint=f"tcp://{bracketed}:{self._rooms.port}",
-            instance_id=self._rooms.instance_id,
+            endpoint=f"tcp://{bracketed}:{self.rooms.port}",
+            instance_id=self.rooms.instance_id,
             num_ranks=self._place.num_ranks,
             attn_tp_size=self._place.attn_tp_size,
         )
@@ -253,31 +232,27 @@ class MooncakeKVManager(BaseKVManager):
     def send_aux(self, sender: MooncakeKVSender, metadata: FirstToken) -> bool:
         """Let a request's metadata be read: from a row, where there are rows and it fits into one,
         else inline, in the message that says that all pages are there. `metadata_device` has the
-        reasons; a decode server that cannot read rows gets it inline too.
-
-        Returns:
-            Whether it was sent. False: all rows are in use.
-        """
+        reasons; a decode server that cannot read rows gets it inline too. False: all rows are in
+        use, so that it was not sent."""
         rows, row = self._args.aux_buffers, None
         if rows is not None:
-            if (row := rows.take()) is None:
+            if (row := rows.alloc()) is None:
                 return False
             if not rows.set_buf(row, sender.bootstrap_room, metadata):
-                rows.give_back(row)
+                rows.free(row)
                 row = None
         sender.complete(metadata, row)
         return True
 
     def free_aux(self, row: int) -> None:
-        """Take back the row of a request that has ended."""
         assert self._args.aux_buffers is not None, "it had one"
-        self._args.aux_buffers.give_back(row)
+        self._args.aux_buffers.free(row)
 
     def close(self) -> None:
-        if self._rooms is not None:
-            self._rooms.close()
-        if self._prefill_servers is not None:
-            self._prefill_servers.close()
+        if self._reads:
+            self.prefill_servers.close()
+        else:
+            self.rooms.close()
 
 
 class MooncakeKVSender(BaseKVSender):
@@ -286,12 +261,11 @@ class MooncakeKVSender(BaseKVSender):
     def __init__(
         self, mgr: MooncakeKVManager, bootstrap_addr: BootstrapAddr, bootstrap_room: int
     ) -> None:
-        self.bootstrap_room = bootstrap_room
+        super().__init__(mgr, bootstrap_addr, bootstrap_room)
         self._mgr = mgr
         self._rooms = mgr.rooms
         self._room = self._rooms.open_room(bootstrap_room)
         self._unsent: FirstToken | None = None
-        """Metadata that waits for a row."""
 
     @property
     def num_sent(self) -> int:

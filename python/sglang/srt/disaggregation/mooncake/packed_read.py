@@ -10,7 +10,6 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 import msgspec
@@ -39,15 +38,6 @@ _RARER: Final = 1.1
 that hangs is asked less and less often."""
 
 
-@dataclass(frozen=True, slots=True)
-class _UnitRead:
-    """The read of unit `number` in flight."""
-
-    number: int
-    transfer: Transfer
-    buffer: StagingBuffer
-
-
 class PackedRead:
     """Reads pages of all buffers in units. For one thread; `run` is called once.
 
@@ -55,8 +45,6 @@ class PackedRead:
         first: The first question, with `done` and `known` 0.
         buffers: Buffers of this rank that correspond to `first.buffers`.
         own: This server's pages, `first.num_pages` of them.
-        connection: Connection with the prefill server.
-        shard: Reads the units.
     """
 
     def __init__(
@@ -78,9 +66,9 @@ class PackedRead:
         self._places: list[int] = []
         """Addresses of the known units, in order; 0 for units that were read before they were
         announced again."""
-        self._num_begun = 0
         self._num_done = 0
-        self._in_flight: deque[_UnitRead] = deque()
+        self._in_flight: deque[tuple[Transfer, StagingBuffer]] = deque()
+        """Reads of the units from `_num_done` on, in order."""
         self._free: list[StagingBuffer] = []
         self._num_buffers = 0
         self._nap = _SOON_S
@@ -89,11 +77,7 @@ class PackedRead:
 
     def run(self, timeout: float) -> bool:
         """Read all pages. False: no memory was free on one of the sides within `timeout` seconds,
-        and no page was read.
-
-        Raises:
-            RoomFailed: See the message.
-        """
+        and no page was read. Raises RoomFailed."""
         began = time.monotonic()
         if not self._take_buffer(timeout):
             return False
@@ -101,7 +85,6 @@ class PackedRead:
         self._connection.begin(self._question())
         self._is_asked = True
         moved = time.monotonic()
-        """Time at which a unit was last announced or read."""
         while self._num_done < len(self._units):
             before = len(self._places), self._num_done
             self._begin_reads()
@@ -120,6 +103,10 @@ class PackedRead:
         self._give_buffers_back()
         return True
 
+    @property
+    def _num_begun(self) -> int:
+        return self._num_done + len(self._in_flight)
+
     def _question(self) -> Pack:
         return msgspec.structs.replace(self._first, done=self._num_done, known=len(self._places))
 
@@ -128,32 +115,30 @@ class PackedRead:
         self._is_asked = True
 
     def _begin_reads(self) -> None:
-        """Begin reads of known units while there are buffers."""
         while self._num_begun < len(self._places) and (self._free or self._take_buffer(0)):
             unit, buffer = self._num_begun, self._free.pop()
             length = unit_bytes_of(self._units[unit])
             block = Block(buffer.address, self._places[unit], length)
-            transfer = self._shard.begin([block])
-            self._in_flight.append(_UnitRead(unit, transfer, buffer))
-            self._num_begun += 1
+            self._in_flight.append((self._shard.begin([block]), buffer))
 
     def _wait_for_unit(self, index: torch.Tensor) -> None:
         """Wait for the oldest read. Returns earlier if another read may begin."""
-        one = self._in_flight[0]
+        transfer, buffer = self._in_flight[0]
         has_room = bool(self._free) or self._num_buffers < MOST_BUFFERS
         if self._num_begun < len(self._units) and has_room:
-            if not self._shard.is_read(one.transfer, self._nap):
+            if not self._shard.is_read(transfer, self._nap):
                 self._nap = min(_RARER * self._nap, POLL_S)
                 self._receive_status(0.0)
                 return
         else:
-            self._shard.finish(one.transfer, lambda: self._receive_status(0.0))
+            self._shard.finish(transfer, lambda: self._receive_status(0.0))
         self._in_flight.popleft()
         self._nap = _SOON_S
+        pieces = self._units[self._num_done]
         self._num_done += 1
         self._advance()
-        one.buffer.unpack(self._buffers, self._units[one.number], index)
-        self._free.append(one.buffer)
+        buffer.unpack(self._buffers, pieces, index)
+        self._free.append(buffer)
 
     def _receive_status(self, timeout: float) -> None:
         """Process an answer of the prefill server, and ask again for units that it has not

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import socket
 import threading
 import time
@@ -39,7 +40,7 @@ from sglang.srt.disaggregation.common.protocol import (
     KVLayout,
 )
 from sglang.srt.disaggregation.common.transfer_context import TransferContext
-from sglang.srt.distributed.device_communicators.call_threads import CallThreads
+from sglang.srt.utils.background_call import CallThreads
 from sglang.srt.utils.logging_utils import RateLimitedLogger
 from sglang.srt.utils.network import base_url
 
@@ -63,8 +64,6 @@ _MAX_DECLINED_WAITING: Final = 4096
 
 @dataclass(slots=True)
 class _Declined:
-    """A room that is not wanted."""
-
     reason: str
     since: float
     serial: int | None = None
@@ -72,17 +71,7 @@ class _Declined:
 
 
 class PrefillPeer:
-    """One prefill server. The scheduler's thread calls, except for `_run` and what it calls.
-
-    Args:
-        host: Host of its bootstrap server.
-        port: Port of its bootstrap server.
-        context: What all receivers of the rank share.
-        threads: Run the peer's thread.
-
-    Attributes:
-        has_thread: True if the thread runs.
-    """
+    """One prefill server. The scheduler's thread calls, except for `_run` and what it calls."""
 
     def __init__(
         self, host: str, port: int, context: TransferContext, threads: CallThreads
@@ -92,9 +81,7 @@ class PrefillPeer:
         self._context = context
         self._threads = threads
         self._receivers: dict[int, MooncakeKVReceiver] = {}
-        """Rooms that are asked about."""
         self._declined: dict[int, _Declined] = {}
-        """Rooms to decline."""
         self.has_thread = False
         self._closes_at: float | None = None
         """Time at which the thread ends at the latest; None: it is not closing."""
@@ -108,14 +95,12 @@ class PrefillPeer:
         self._routes: tuple[Route, ...] = ()
         """The ranks to read from; (): they have to be looked up."""
         self._heard = 0.0
-        """Time of the last answer."""
         self._serial = 0
         self._silence = ""
         """Why nothing is heard; "": the reason is not known."""
         self._asked = 0.0
         """Time of the first question since the last answer, or later."""
         self._looked_up = 0.0
-        """Time of the last look-up."""
         self._due = 0.0
         """Time before which no further question is asked."""
 
@@ -123,7 +108,6 @@ class PrefillPeer:
 
     @property
     def is_idle(self) -> bool:
-        """True if no room is asked about or declined."""
         with self._lock:
             return not (self._receivers or self._declined)
 
@@ -140,7 +124,6 @@ class PrefillPeer:
                 del self._receivers[receiver.bootstrap_room]
 
     def decline(self, room: int, reason: str) -> None:
-        """Decline a room: it is not wanted."""
         with self._lock:
             self._declined[room] = _Declined(reason[:MAX_REASON_CHARS], time.monotonic())
             num_surplus = max(0, len(self._declined) - _MAX_DECLINED_WAITING)
@@ -159,7 +142,6 @@ class PrefillPeer:
         self._wake()
 
     def _wake_or_start(self) -> None:
-        """Wake the thread, or start one."""
         with self._lock:
             is_new, self.has_thread = not self.has_thread, True
         if not is_new:
@@ -243,7 +225,6 @@ class PrefillPeer:
             connection.drop()
 
     def _find(self) -> tuple[Route, ...]:
-        """The routes of the ranks to read from."""
         first = self._look_up(0)
         sources = self._context.sources_of(first, self._where)
         return tuple(self._look_up(rank) if rank else first for rank in sources)
@@ -302,7 +283,6 @@ class PrefillPeer:
         return not self._is_over()
 
     def _is_over(self) -> bool:
-        """True once the time after `close` is over."""
         return self._closes_at is not None and time.monotonic() >= self._closes_at
 
     def _question(self, before: BootstrapPoll | None) -> BootstrapPoll | None:
@@ -364,10 +344,13 @@ class PrefillPeer:
         for receiver in receivers:
             self._fail(receiver, why)
 
-    def _fail_all(self, why: str) -> None:
-        self._fail_receivers(why)
+    def _fail_all(self, why: str, until: float = math.inf) -> None:
+        """Fail the rooms that are asked about or declined since `until` or longer."""
         with self._lock:
-            declined = dict(self._declined)
+            receivers = [one for one in self._receivers.values() if one.since <= until]
+            declined = {room: one for room, one in self._declined.items() if one.since <= until}
+        for receiver in receivers:
+            self._fail(receiver, why)
         self._drop_declined(declined, why)
 
     def _fail_overdue(self) -> None:
@@ -375,27 +358,20 @@ class PrefillPeer:
         them."""
         now, timeouts = time.monotonic(), self._context.timeouts
         latest = now - timeouts.silence
-        with self._lock:
-            receivers, declined = list(self._receivers.values()), dict(self._declined)
         if self._heard <= latest:
             endpoint = self._routes[0].endpoint if self._routes else self._where
             silence = (
                 f"the prefill server at {endpoint} has not answered for {timeouts.silence:g} s"
             )
-            why = self._silence or silence
-            for one in receivers:
-                if one.since <= latest:
-                    self._fail(one, why)
-            self._drop_declined(
-                {room: one for room, one in declined.items() if one.since <= latest}, why
-            )
+            self._fail_all(self._silence or silence, latest)
+        with self._lock:
+            receivers = list(self._receivers.values())
         for one in receivers:
             since = one.unknown_since
             if not one.sources and since is not None and now - since >= timeouts.bootstrap:
                 self._fail(one, "the prefill server does not know the request in time")
 
     def _drop_declined(self, declined: Mapping[int, _Declined], why: str) -> None:
-        """Forget rooms that could not be declined."""
         if not declined:
             return
         with self._lock:
@@ -411,11 +387,8 @@ class PrefillPeer:
         )
 
     def _check_instance(self) -> None:
-        """If the prefill server is silent, look up whether another instance has replaced it.
-
-        Raises:
-            Replaced: One has.
-        """
+        """If the prefill server is silent, look up whether another instance has replaced it. Raises
+        Replaced if one has."""
         now, repeat = time.monotonic(), self._context.timeouts.repeat
         if now - max(self._heard, self._asked, self._looked_up) < 2 * repeat:
             return
@@ -430,7 +403,6 @@ class PrefillPeer:
             raise Replaced("the prefill server was replaced by another instance")
 
     def _pause(self) -> None:
-        """Wait until the next attempt."""
         end = time.monotonic() + self._context.timeouts.repeat
         while time.monotonic() < end and self._closes_at is None and not self.is_idle:
             time.sleep(min(POLL_S, max(0.0, end - time.monotonic())))

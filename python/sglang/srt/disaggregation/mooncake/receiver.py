@@ -24,7 +24,7 @@ from sglang.srt.disaggregation.common.protocol import KVLayout
 from sglang.srt.disaggregation.common.transfer_context import TransferContext
 from sglang.srt.disaggregation.mooncake.prefill_peer import CLOSE_S, PrefillPeer
 from sglang.srt.disaggregation.mooncake.shard_receiver import STEPS, OwnSlots, ShardReceiver
-from sglang.srt.distributed.device_communicators.call_threads import CallThreads
+from sglang.srt.utils.background_call import CallThreads
 from sglang.srt.utils.network import canonical_host, wait_until
 
 if TYPE_CHECKING:
@@ -47,13 +47,9 @@ class PrefillServers:
     one for each prompt that is read.
 
     Args:
-        context: What all receivers of the rank share.
         instance_id: Id drawn at the start, the same on all ranks of this server and different on
             every other server.
         failure_prob: Share of prompts that fail by injection.
-
-    Attributes:
-        reading: The threads that read prompts.
     """
 
     def __init__(
@@ -93,7 +89,6 @@ class PrefillServers:
         return peer
 
     def decline(self, address: BootstrapAddr, room: int, reason: str) -> None:
-        """Decline a room of a prefill server: it is not wanted."""
         if self.context.place.rank:
             return  # One rank speaks for all.
         if (peer := self.find(address)) is None:
@@ -134,9 +129,8 @@ class MooncakeKVReceiver(BaseKVReceiver):
     def __init__(
         self, mgr: MooncakeKVManager, bootstrap_addr: BootstrapAddr, bootstrap_room: int
     ) -> None:
+        super().__init__(mgr, bootstrap_addr, bootstrap_room)
         self.bootstrap_addr = bootstrap_addr
-        self.bootstrap_room = bootstrap_room
-        self.metadata = None
         self.sources: Sequence[Route] = ()
         self.since = 0.0
         self.serial: int | None = None
@@ -145,7 +139,6 @@ class MooncakeKVReceiver(BaseKVReceiver):
         self.has_returned = threading.Event()
         self._servers = mgr.prefill_servers
         self._peer: PrefillPeer | None = None
-        """The server that is asked about the room."""
         self._is_reading = False
         self._shards: Sequence[ShardReceiver] = ()
         self._layouts: dict[ShardReceiver, KVLayout] = {}
@@ -229,15 +222,8 @@ class MooncakeKVReceiver(BaseKVReceiver):
                 self.failure = why
 
     def slice_for(self, shard: ShardReceiver, layout: KVLayout) -> ShardSlice:
-        """The slice that `shard` reads. Waits until all shards have layouts.
-
-        Args:
-            shard: The caller.
-            layout: Layout of its prefill rank.
-
-        Raises:
-            RoomFailed: The layouts do not fit, or the prompt has failed.
-        """
+        """The slice that `shard` reads. Waits until all shards have layouts. Raises RoomFailed if
+        the layouts do not fit, or the prompt has failed."""
         with self._lock:
             self._layouts[shard] = layout
             is_last = len(self._layouts) == len(self._shards)
@@ -261,7 +247,6 @@ class MooncakeKVReceiver(BaseKVReceiver):
         lets go of the slots.
 
         Args:
-            own: Place of the prompt in this server's pools.
             reader: Id drawn for this prompt, the same on all ranks of this server.
             fails_at: Step of `STEPS` that fails, for tests.
         """

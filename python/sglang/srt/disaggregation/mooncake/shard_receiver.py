@@ -1,9 +1,7 @@
 """Receives a shard of a prompt: the part that one decode rank reads from one prefill rank.
 
-The decode server reads, and no other server writes to its memory. Its pages are free as soon as its
-own reads have ended, even if the prefill server has failed. It polls the room while it reads: a
-prefill server keeps pages only for readers that poll, and a missing answer fails the request before
-the transport gives up.
+The decode server polls the room while it reads: a prefill server keeps pages only for readers that
+poll, and a missing answer fails the request before the transport gives up.
 
 Pages are read by one of three strategies:
 
@@ -30,6 +28,7 @@ from sglang.srt.disaggregation.common.control_connection import (
     ControlConnection,
     RoomFailed,
     incompatible,
+    take_within,
 )
 from sglang.srt.disaggregation.common.geometry import ShardSlice
 from sglang.srt.disaggregation.common.metadata_reader import CONTROL, TRANSPORT, RowRead
@@ -44,11 +43,7 @@ from sglang.srt.disaggregation.common.protocol import (
     RoomStatus,
 )
 from sglang.srt.disaggregation.common.staging import StagingBuffer, rounds
-from sglang.srt.disaggregation.common.transfer_context import (
-    LinkCosts,
-    RankPlace,
-    TransferContext,
-)
+from sglang.srt.disaggregation.common.transfer_context import LinkCosts, RankPlace, TransferContext
 from sglang.srt.disaggregation.mooncake.packed_read import PackedRead
 from sglang.srt.distributed.device_communicators.transfer_types import (
     Block,
@@ -88,10 +83,7 @@ class ShardReceiver:
     Args:
         receiver: The prompt. Its failure ends the shard, and a failure of the shard fails it, maybe
             long before `has_ended`.
-        context: What all receivers of this rank share.
-        route: The prefill rank.
         reader: See `Reader`.
-        own: Place of the prompt in this server's pools.
         fails_at: Step of `STEPS` that fails, for tests.
 
     Attributes:
@@ -102,7 +94,6 @@ class ShardReceiver:
         seconds: Seconds during which reads were in flight, or pages were packed for them.
         has_ended: True once no read into the pages is in flight.
         timeout: Seconds for each read, for a buffer, and for a further unit of packed pages.
-        staging: The rank's staging buffers.
     """
 
     def __init__(
@@ -137,14 +128,11 @@ class ShardReceiver:
         number."""
         self._connection: ControlConnection
         self._slice: ShardSlice
-        """The part of the prefill rank's memory to read."""
         self._layout: KVLayout
         self._keeps_session = False
-        """True once the session of the layout is entered."""
         self._num_packings = 0
         self._in_flight: list[Transfer] = []
         self._buffers: list[StagingBuffer] = []
-        """Staging buffers that were taken."""
         self._row_read: RowRead | None = None
 
     def run(self) -> None:
@@ -278,10 +266,6 @@ class ShardReceiver:
         _check(self._connection.keep_alive(self._poll(have, may_wait=False), RoomStatus))
 
     def _poll(self, have: int, *, may_wait: bool = True, wants_inline: bool = False) -> Poll:
-        """Args:
-        have: Pages that were read or are being read.
-        wants_inline: Whether the first token has to be sent, and is not read from its row.
-        """
         return Poll(
             self._room,
             self._reader,
@@ -317,7 +301,8 @@ class ShardReceiver:
             self.seconds += time.monotonic() - started
 
     def _read_staged(self, theirs: Sequence[int], own: Sequence[int], coming: int) -> None:
-        cuts, buffer = self._slice.cuts, self._wait_for_buffer(coming)
+        cuts, what = self._slice.cuts, "memory for pages of ranks with other heads"
+        buffer = take_within(self.timeout, self.take, lambda: self._heartbeat(coming), what)
         index = self.staging.index(own)
         sizes = [cut.page_bytes for cut in cuts]
         for pieces in rounds(sizes, len(own), self.staging.num_bytes):
@@ -362,16 +347,6 @@ class ShardReceiver:
         self.seconds += time.monotonic() - started
         return is_read
 
-    def _wait_for_buffer(self, coming: int) -> StagingBuffer:
-        deadline = time.monotonic() + self.timeout
-        while time.monotonic() < deadline:
-            if (buffer := self.take(POLL_S)) is not None:
-                return buffer
-            self._heartbeat(coming)
-        raise RoomFailed(
-            f"no memory for pages of ranks with other heads was free in {self.timeout:g} s"
-        )
-
     # -- reads in flight and their buffers -------------------------------------------------------
 
     def begin(self, blocks: Sequence[Block]) -> Transfer:
@@ -406,11 +381,7 @@ class ShardReceiver:
         return True
 
     def finish(self, transfer: Transfer, heartbeat: Callable[[], None]) -> None:
-        """Wait until all bytes are there; raises RoomFailed.
-
-        Args:
-            heartbeat: Called repeatedly meanwhile; may raise RoomFailed.
-        """
+        """Wait until all bytes are there. Calls `heartbeat` meanwhile. Both raise RoomFailed."""
         while not self.is_read(transfer, POLL_S):
             heartbeat()
 

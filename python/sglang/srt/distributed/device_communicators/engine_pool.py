@@ -10,21 +10,24 @@ one breaks it.
 
 from __future__ import annotations
 
+import bisect
+import itertools
 import logging
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Final, Protocol
 
 from sglang.srt.distributed.device_communicators.engine_settings import EngineSettings
-from sglang.srt.distributed.device_communicators.memory_registry import MemoryRegistry
-from sglang.srt.distributed.device_communicators.mooncake_library import (
-    PEER_TO_PEER,
-    listening_at,
-)
+from sglang.srt.distributed.device_communicators.mooncake_library import PEER_TO_PEER, listening_at
 from sglang.srt.distributed.device_communicators.transfer_types import (
+    Block,
+    OverlappingRange,
+    RangeInUse,
     RegistrationError,
     Request,
     TransferOp,
+    UnknownRange,
 )
 
 logger = logging.getLogger(__name__)
@@ -33,21 +36,135 @@ _MAX_IDLE: Final = 4
 """Most engine objects to keep without a peer. Ending one holds the GIL for a second."""
 
 
+@dataclass(slots=True, eq=False)
+class MemoryRange:
+    """Registered bytes `[start, end)`."""
+
+    start: int
+    end: int
+    users: int = 0
+
+
+class MemoryRegistry:
+    """Registered ranges, disjoint and sorted by address. Any thread.
+
+    Only their addresses may reach the transport: over TCP Mooncake accepts any address, and reads
+    its memory or crashes.
+    """
+
+    def __init__(self) -> None:
+        self._keep([])
+        self._lock = threading.Lock()
+
+    def ranges(self) -> list[tuple[int, int]]:
+        """(address, bytes) of all registered ranges."""
+        with self._lock:
+            return [(known.start, known.end - known.start) for known in self._ranges]
+
+    def add(self, ptrs: Sequence[int], lengths: Sequence[int]) -> None:
+        """Add all ranges or none.
+
+        Raises:
+            ValueError: A length is below 1, an address is not positive, or the lists differ in
+                length.
+            OverlappingRange: Bytes are registered already, or occur twice.
+        """
+        if len(ptrs) != len(lengths):
+            raise ValueError(f"{len(ptrs)} addresses with {len(lengths)} lengths")
+        for ptr, length in zip(ptrs, lengths, strict=True):
+            if length < 1 or ptr < 1:
+                raise ValueError(f"cannot register {length} bytes at {ptr:#x}")
+        new = [MemoryRange(ptr, ptr + length) for ptr, length in zip(ptrs, lengths, strict=True)]
+        with self._lock:
+            ranges = sorted([*self._ranges, *new], key=lambda one: one.start)
+            for before, after in itertools.pairwise(ranges):
+                if after.start < before.end:
+                    raise OverlappingRange(
+                        f"{after.end - after.start} bytes at {after.start:#x} overlap the "
+                        f"registered range of {before.end - before.start} bytes at "
+                        f"{before.start:#x}"
+                    )
+            self._keep(ranges)
+
+    def remove(self, ptrs: Sequence[int]) -> None:
+        """Remove all ranges or none.
+
+        Raises:
+            UnknownRange: No range begins at one of the addresses, or one occurs twice.
+            RangeInUse: A transfer in flight may still access one.
+        """
+        with self._lock:
+            if len(set(ptrs)) != len(ptrs):
+                raise UnknownRange("a range occurs twice")
+            for ptr in ptrs:
+                known = self._at(ptr)
+                if known is None or known.start != ptr:
+                    raise UnknownRange(f"no registered range begins at {ptr:#x}")
+                if known.users:
+                    raise RangeInUse(
+                        f"the range at {ptr:#x} is in use by {known.users} transfers; wait until "
+                        "they are settled (Transfer.wait)"
+                    )
+            self._keep([known for known in self._ranges if known.start not in ptrs])
+
+    def holds(self, ptr: int, length: int) -> bool:
+        """True if these bytes are within one range."""
+        with self._lock:
+            known = self._at(ptr)
+            return known is not None and ptr + length <= known.end
+
+    def pin(self, blocks: Sequence[Block]) -> list[MemoryRange]:
+        """Pin the range of each block until `unpin`, and return the ranges.
+
+        Raises:
+            UnknownRange: Not all bytes of a block are in one range; no range is pinned.
+            ValueError: A block has no bytes, or a negative address at the peer.
+        """
+        with self._lock:
+            ranges = []
+            for index, block in enumerate(blocks):
+                if block.length < 1 or block.remote < 0:
+                    raise ValueError(
+                        f"block {index}: {block.length} bytes at the peer's {block.remote}; a "
+                        "block has at least one byte and no negative address"
+                    )
+                known = self._at(block.local)
+                if known is None or block.local + block.length > known.end:
+                    raise UnknownRange(
+                        f"block {index}: {block.length} bytes at {block.local:#x} are not within "
+                        "one registered range; register the memory first"
+                    )
+                ranges.append(known)
+            for known in set(ranges):
+                known.users += 1
+            return ranges
+
+    def unpin(self, ranges: Sequence[MemoryRange]) -> None:
+        with self._lock:
+            for known in set(ranges):
+                known.users -= 1
+
+    def _at(self, address: int) -> MemoryRange | None:
+        index = bisect.bisect_right(self._starts, address) - 1
+        if index < 0 or address >= self._ranges[index].end:
+            return None
+        return self._ranges[index]
+
+    def _keep(self, ranges: list[MemoryRange]) -> None:
+        self._ranges = ranges
+        self._starts = [known.start for known in ranges]
+
+
 class RawEngine(Protocol):
     """The part of `mooncake.engine.TransferEngine` that is used here. Code 0 means success."""
 
     def initialize(self, local_name: str, metadata: str, protocol: str, device: str) -> int: ...
-
     def get_rpc_port(self) -> int: ...
-
     def batch_register_memory(self, ptrs: list[int], lengths: list[int]) -> int: ...
-
     def unregister_memory(self, ptr: int) -> int: ...
-
     def batch_transfer_sync_write(
         self, peer: str, buffers: list[int], peer_buffers: list[int], lengths: list[int]
     ) -> int: ...
-
     def batch_transfer_sync_read(
         self, peer: str, buffers: list[int], peer_buffers: list[int], lengths: list[int]
     ) -> int: ...
@@ -100,11 +217,7 @@ class EnginePool:
         new_engine: Callable[[], RawEngine],
         registry: MemoryRegistry,
     ) -> None:
-        """Start the process's own engine.
-
-        Raises:
-            RuntimeError: The engine does not start.
-        """
+        """Start the process's own engine. Raises RuntimeError if the engine does not start."""
         self._settings = settings
         self._new_engine = new_engine
         self._registry = registry
@@ -117,7 +230,6 @@ class EnginePool:
 
     @property
     def num_engines(self) -> int:
-        """Number of engine objects, lent or not."""
         return len(self._all)
 
     def take(self, peer: str) -> PooledEngine:
@@ -167,11 +279,7 @@ class EnginePool:
 
     def register(self, ptrs: Sequence[int], lengths: Sequence[int]) -> None:
         """Register memory with all engine objects, and add it to the registry: all ranges or none.
-
-        Raises:
-            ValueError, OverlappingRange: See `MemoryRegistry.add`.
-            RegistrationError: The transport refused.
-        """
+        Raises like `MemoryRegistry.add`, or RegistrationError if the transport refuses."""
         with self._lock:
             self._registry.add(ptrs, lengths)
             done: list[PooledEngine] = []
@@ -186,11 +294,7 @@ class EnginePool:
                 raise
 
     def unregister(self, ptrs: Sequence[int]) -> None:
-        """Undo `register`.
-
-        Raises:
-            UnknownRange, RangeInUse: See `MemoryRegistry.remove`; no range was removed.
-        """
+        """Undo `register`. Raises like `MemoryRegistry.remove`; then no range was removed."""
         with self._lock:
             self._registry.remove(ptrs)
             for engine in self._all:

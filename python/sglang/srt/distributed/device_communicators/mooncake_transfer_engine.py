@@ -19,13 +19,15 @@ from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from sglang.srt.distributed.device_communicators.call_threads import CallThreads
-from sglang.srt.distributed.device_communicators.engine_pool import EnginePool, RawEngine
+from sglang.srt.distributed.device_communicators.engine_pool import (
+    EnginePool,
+    MemoryRegistry,
+    RawEngine,
+)
 from sglang.srt.distributed.device_communicators.engine_settings import (
     EngineSettings,
     settle_engine,
 )
-from sglang.srt.distributed.device_communicators.memory_registry import MemoryRegistry
 from sglang.srt.distributed.device_communicators.mooncake_library import load_transfer_engine
 from sglang.srt.distributed.device_communicators.mooncake_protocol import (
     get_ib_devices_for_gpu,
@@ -44,6 +46,7 @@ from sglang.srt.distributed.device_communicators.transfer_types import (
 from sglang.srt.distributed.device_context import require_device_set
 from sglang.srt.environ import envs
 from sglang.srt.hardware_backend.device_runtime import device_runtime
+from sglang.srt.utils.background_call import CallThreads
 
 __all__ = [
     "MooncakeTransferEngine",
@@ -87,7 +90,8 @@ class MooncakeTransferEngine:
             rdma_root: Directory in which sysfs lists InfiniBand devices.
 
         Raises:
-            RuntimeError: No device is set in this process yet, or the engine does not start.
+            RuntimeError: No device is set in this process yet, or the engine does not start; names
+                transport, address and remedy.
             ValueError: A setting cannot work here; one line with the remedy.
         """
         device = require_device_set("Mooncake's Transfer Engine")
@@ -115,12 +119,7 @@ class MooncakeTransferEngine:
         self.initialize(hostname, device_name)
 
     def initialize(self, hostname: str, device_name: str) -> None:
-        """Settle the protocol and start the engine; the constructor does it.
-
-        Raises:
-            RuntimeError: The engine does not start; names transport, address and remedy.
-            ValueError: A setting cannot work here; no engine was started.
-        """
+        """Settle the protocol and start the engine; the constructor does it."""
         if hasattr(self, "_pool"):
             raise RuntimeError("the Transfer Engine of this process runs already")
         self._settings = settle_engine(
@@ -131,6 +130,10 @@ class MooncakeTransferEngine:
             devices=list_rdma_devices(self._rdma_root),
             supported=self._supported,
         )
+        self.protocol = self._settings.protocol
+        """The transport in use, one of `SUPPORTED_PROTOCOLS`."""
+        self.stays_on_host = self._settings.stays_on_host
+        """True if peers on other hosts are out of reach."""
         self._settings.export()
         self._pool = EnginePool(self._settings, self._new_engine, self._registry)
         logger.info(
@@ -145,11 +148,6 @@ class MooncakeTransferEngine:
         bracketed = f"[{host}]" if ":" in host else host
         return f"{bracketed}:{self._pool.home.raw.get_rpc_port()}"
 
-    @property
-    def protocol(self) -> str:
-        """The transport in use, one of `SUPPORTED_PROTOCOLS`."""
-        return self._settings.protocol
-
     def get_engine(self) -> RawEngine:
         """Mooncake's engine object that peers know. Calls to it bypass all checks."""
         return self._pool.home.raw
@@ -157,11 +155,6 @@ class MooncakeTransferEngine:
     def get_ib_device(self) -> str:
         """InfiniBand devices in use, comma separated; empty: the transport chooses."""
         return self._settings.ib_device
-
-    @property
-    def stays_on_host(self) -> bool:
-        """True if peers on other hosts are out of reach."""
-        return self._settings.stays_on_host
 
     def describe(self) -> dict[str, Any]:
         """The transport's settings and its current memory and peers, for the server info."""
@@ -205,12 +198,7 @@ class MooncakeTransferEngine:
         return self._registry.holds(ptr, length)
 
     def deregister(self, ptr: int) -> None:
-        """Undo `register`.
-
-        Raises:
-            UnknownRange: No registered range begins at `ptr`.
-            RangeInUse: A transfer in flight may still access it.
-        """
+        """Undo `register`; see `MemoryRegistry.remove`."""
         self.batch_deregister([ptr])
 
     def batch_deregister(self, ptrs: Sequence[int]) -> int:
@@ -223,18 +211,14 @@ class MooncakeTransferEngine:
     def transfer(
         self, peer: str, op: TransferOp, blocks: Sequence[Block], *, timeout: float | None
     ) -> Transfer:
-        """Move blocks to or from a peer, and wait for them at most `timeout` seconds.
+        """Move blocks to or from a peer, and wait for them at most `timeout` seconds. The returned
+        transfer is settled unless the time was up.
 
         Args:
-            peer: Session id of the peer.
-            op: The direction.
             blocks: The blocks to move; neighbours move together.
             timeout: Seconds after which no more bytes are sent; blocks that the transport has stay
                 in flight until it lets go of them (`Transfer.in_flight`, `Transfer.wait`). None:
                 wait until it does.
-
-        Returns:
-            The transfer, with an outcome for each block. It is settled unless the time was up.
 
         Raises:
             PeerError: The peer is unreachable, or moves no bytes. No block is in flight, unless a
@@ -282,11 +266,8 @@ class MooncakeTransferEngine:
     def transfer_sync(
         self, session_id: str, buffer: int, peer_buffer_address: int, length: int
     ) -> int:
-        """Write one block and wait until it has arrived. Returns 0, or -1 if it has not.
-
-        Raises:
-            UnknownRange: The local address is not registered.
-        """
+        """Write one block and wait until it has arrived. Returns 0, or -1 if it has not. Raises
+        UnknownRange if the local address is not registered."""
         return self.batch_transfer_sync(session_id, [buffer], [peer_buffer_address], [length])
 
     def batch_transfer_sync(
@@ -366,11 +347,8 @@ _engine_lock = threading.Lock()
 def init_mooncake_transfer_engine(
     hostname: str, gpu_id: int | None = None, ib_device: str | None = None
 ) -> MooncakeTransferEngine:
-    """The engine of this process, started by the first call; see `MooncakeTransferEngine`.
-
-    Raises:
-        ValueError: A setting cannot work here, or the engine runs already with other arguments.
-    """
+    """The engine of this process, started by the first call; see `MooncakeTransferEngine`. Raises
+    ValueError if a setting cannot work here, or the engine runs already with other arguments."""
     global _engine, _engine_arguments
     arguments = (hostname, gpu_id, ib_device)
     with _engine_lock:

@@ -6,14 +6,12 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Final
 from weakref import WeakSet
 
 from sglang.srt.distributed.device_communicators.engine_pool import EnginePool, PooledEngine
-from sglang.srt.distributed.device_communicators.slice_budget import SliceBudget
 from sglang.srt.distributed.device_communicators.transfer_types import (
     LEAST_RATE,
     Batch,
@@ -23,6 +21,7 @@ from sglang.srt.distributed.device_communicators.transfer_types import (
     PeerStalled,
     PeerUnreachable,
     Request,
+    SliceBudget,
     Transfer,
     TransferError,
     TransferOp,
@@ -46,8 +45,6 @@ _ANSWER_S: Final = 2.0
 
 
 class CallFailed(Exception):
-    """Mooncake's call returned an error."""
-
     def __init__(self, code: int, seconds: float, num_requests: int) -> None:
         super().__init__(f"code {code} after {seconds:.0f} s")
         self.seconds = seconds
@@ -56,7 +53,6 @@ class CallFailed(Exception):
         """True if the call took as long as the transport waits for progress of the peer. A call
         that moves bytes may take as long and fail for another reason; see `Peer.why_failed`."""
         self.may_go_on = num_requests > 1 or self.is_stall
-        """True if requests of the call may still move bytes."""
 
 
 class ConnectionGone(Exception):
@@ -78,18 +74,14 @@ class Peer:
         self._engine: PooledEngine | None = None
         """The connected engine. A new connection replaces it; calls keep the engine with which they
         began."""
-        self._num_calls: Counter[PooledEngine] = Counter()
         self._gone: WeakSet[PooledEngine] = WeakSet()
         """Engines that have ended, or were lent to another peer since then."""
-        self._retired: set[PooledEngine] = set()
-        """Engines to end after their last call."""
-        self._shelved: set[PooledEngine] = set()
-        """Engines to give back to the pool after their last call."""
+        self._leaving: dict[PooledEngine, Callable[[], None]] = {}
+        """What is called after an engine's last call: it ends, or goes back to the pool."""
         self._connecting = threading.Lock()
-        self._calls: dict[object, tuple[float, int]] = {}
-        """Start time and number of bytes of each library call in progress."""
+        self._calls: dict[object, tuple[PooledEngine, float, int]] = {}
+        """Engine, start time and number of bytes of each library call in progress."""
         self._succeeded = 0.0
-        """Time of the last successful call."""
         self._is_forgotten = False
         self._lock = threading.Lock()
 
@@ -98,10 +90,10 @@ class Peer:
         with self._lock:
             now = time.monotonic()
             calls = list(self._calls.values())
-        began = min((started for started, _ in calls), default=now)
+        began = min((started for _, started, _ in calls), default=now)
         # Mooncake itself ends a call after a timeout.
         moving_s = min(
-            sum(num_bytes for _, num_bytes in calls) / LEAST_RATE, envs.MC_TRANSFER_TIMEOUT.get()
+            sum(num_bytes for *_, num_bytes in calls) / LEAST_RATE, envs.MC_TRANSFER_TIMEOUT.get()
         )
         seconds = now - max(began, self._succeeded)
         if seconds > STALLED_AFTER_S + moving_s:
@@ -109,12 +101,8 @@ class Peer:
 
     def connect(self, deadline: float | None) -> PooledEngine | None:
         """The engine object with an open connection; None: another thread's attempt lasts beyond
-        `deadline`. The caller's own attempt blocks until the peer answers.
-
-        Raises:
-            PeerUnreachable: No process accepts connections at its address, or the peer was
-                forgotten.
-        """
+        `deadline`. The caller's own attempt blocks until the peer answers. Raises PeerUnreachable
+        if no process accepts connections at its address, or the peer was forgotten."""
         if not self._connecting.acquire(timeout=_seconds_until(deadline)):
             return None
         try:
@@ -213,7 +201,7 @@ class Peer:
             engine, self._engine = self._engine, None
             if engine is None:
                 return
-            self._shelved.add(engine)
+            self._leaving[engine] = lambda: self._pool.put_back(engine, spoiled_for=self.name)
         self._let_go(engine)
 
     def _mark_retired(self, engine: PooledEngine) -> None:
@@ -227,26 +215,20 @@ class Peer:
                 # Its requests are no longer in the budget, so no call may follow.
                 self._gone.add(engine)
             elif engine not in self._gone:
-                self._shelved.discard(engine)
-                self._retired.add(engine)
+                self._leaving[engine] = lambda: self._pool.discard(engine)
         if was_used:
             logger.warning("the connection to peer %s is closed after a failed call", self.name)
 
     def _let_go(self, engine: PooledEngine) -> None:
-        """After the last call, end a retired engine, or give a shelved one back to the pool."""
+        """End an engine or give it back after its last call, if it is to leave."""
         with self._lock:
-            if self._num_calls[engine]:
+            if any(used is engine for used, *_ in self._calls.values()):
                 return
-            is_retired, is_shelved = engine in self._retired, engine in self._shelved
-            if is_retired or is_shelved:
+            leave = self._leaving.pop(engine, None)
+            if leave is not None:
                 self._gone.add(engine)
-                del self._num_calls[engine]
-            self._retired.discard(engine)
-            self._shelved.discard(engine)
-        if is_retired:
-            self._pool.discard(engine)
-        elif is_shelved:
-            self._pool.put_back(engine, spoiled_for=self.name)
+        if leave is not None:
+            leave()
 
     @contextmanager
     def _calling(self, engine: PooledEngine, num_bytes: int = 0) -> Iterator[float]:
@@ -254,14 +236,12 @@ class Peer:
         with self._lock:
             if engine in self._gone:
                 raise ConnectionGone
-            self._calls[token] = started, num_bytes
-            self._num_calls[engine] += 1
+            self._calls[token] = engine, started, num_bytes
         try:
             yield started
         finally:
             with self._lock:
                 del self._calls[token]
-                self._num_calls[engine] -= 1
             self._let_go(engine)
 
 
@@ -288,12 +268,8 @@ class TransferWorker:
         batch_bytes: int,
     ) -> None:
         """Args:
-        peer: The peer.
-        op: The direction.
-        transfer: Transfer that keeps the outcomes of the blocks.
-        requests: Requests for all of its blocks.
+        requests: Requests for all blocks of the transfer.
         deadline: `time.monotonic()` seconds after which no request is begun; None: no deadline.
-        batch_bytes: Most bytes of a call.
         """
         self._peer = peer
         self._op = op

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
 from typing import Final
@@ -21,6 +23,8 @@ REQUEST_BYTES: Final = 16 * MIB
 size."""
 BATCH_REQUESTS: Final = 512
 """Most requests of one call. Two such calls fit into a peer's budget."""
+MAX_SLICES: Final = 1024
+"""Most slices in flight: half of the number that breaks the transport, by measurement."""
 BATCH_BYTES: Final = 256 * MIB
 """Most bytes of one call over a network. A call times out after two minutes even if it makes
 progress; at `LEAST_RATE` this size is fast enough."""
@@ -33,8 +37,6 @@ COPIES_BYTES: Final = 8192 * MIB
 
 
 class TransferOp(Enum):
-    """Direction of a transfer."""
-
     WRITE = "write"
     """Bytes go to the peer. The transfer is done once the peer's memory has them."""
     READ = "read"
@@ -53,8 +55,6 @@ class Block:
 
 
 class BlockOutcome(Enum):
-    """Outcome of one block."""
-
     NOT_SENT = "not sent"
     """Not all of its bytes were sent, and no more will be."""
     IN_FLIGHT = "in flight"
@@ -150,7 +150,6 @@ class Transfer:
 
     @property
     def is_done(self) -> bool:
-        """True if all blocks have arrived."""
         return all(outcome is BlockOutcome.DONE for outcome in self._outcomes)
 
     @property
@@ -215,6 +214,62 @@ class Transfer:
                 self._outcomes[index] = outcome
 
 
+class SliceBudget:
+    """Limits the slices in flight of one user of Mooncake's transport. A counting semaphore whose
+    callers take several permits at once, in order of arrival, so that small puts do not starve a
+    large get. Any thread. A thread may release permits that another thread acquired.
+
+    A slice is one buffer of one request. With more than 2,048 in flight to a peer, Mooncake's TCP
+    transport fails or hangs for a minute, and the connection stays broken. Each engine object and
+    each store client has its own transport, and so its own budget: `docs/transports.md`, "Beside
+    the store".
+    """
+
+    def __init__(self, capacity: int = MAX_SLICES) -> None:
+        self.capacity = capacity
+        self._condition = threading.Condition()
+        self._waiting: deque[object] = deque()
+        self.in_flight = 0
+        self.peak = 0
+        """Largest number of slices held at the same time so far."""
+
+    def acquire(self, slices: int, deadline: float | None = None) -> bool:
+        """Wait for room for `slices`, and hold them until `release`. False: the deadline, in
+        seconds of `time.monotonic()`, has passed. Raises ValueError if they can never fit: split
+        the batch."""
+        if not 0 <= slices <= self.capacity:
+            raise ValueError(f"{slices} slices do not fit a budget of {self.capacity}")
+        ticket = object()
+        with self._condition:
+            self._waiting.append(ticket)
+            timeout = None if deadline is None else max(0.0, deadline - time.monotonic())
+            has_room = self._condition.wait_for(
+                lambda: self._waiting[0] is ticket and self.in_flight + slices <= self.capacity,
+                timeout,
+            )
+            self._waiting.remove(ticket)
+            if has_room:
+                self.in_flight += slices
+                self.peak = max(self.peak, self.in_flight)
+            self._condition.notify_all()
+            return has_room
+
+    def release(self, slices: int) -> None:
+        with self._condition:
+            self.in_flight -= slices
+            self._condition.notify_all()
+
+    @contextmanager
+    def hold(self, slices: int) -> Iterator[None]:
+        """Context that waits for room for `slices`, and holds them inside. Raises like
+        `acquire`."""
+        self.acquire(slices)
+        try:
+            yield
+        finally:
+            self.release(slices)
+
+
 @dataclass(slots=True)
 class Request:
     """Contiguous bytes that belong to the blocks `first` to `last`."""
@@ -234,7 +289,6 @@ def merge_blocks(
     Args:
         blocks: The blocks to move.
         ranges: The registered range of each block; a request never spans two.
-        most: Most bytes of a request.
     """
     requests: list[Request] = []
     joined: object = None
@@ -268,12 +322,10 @@ class Batch:
 
     @property
     def first(self) -> int:
-        """Index of the first block."""
         return self.requests[0].first
 
     @property
     def last(self) -> int:
-        """Index of the last block."""
         return self.requests[-1].last
 
 
@@ -295,7 +347,6 @@ def cut_batches(
 
 
 def one_by_one(batch: Batch) -> Iterator[Batch]:
-    """A batch for each request of `batch`."""
     for single in cut_batches(batch.requests, most=1):
         if single.requests[0] is batch.requests[-1]:
             single.is_last_whole = batch.is_last_whole

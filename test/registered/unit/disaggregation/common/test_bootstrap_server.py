@@ -28,7 +28,7 @@ from sglang.srt.disaggregation.common.bootstrap_server import (
     REQUEST_TIMEOUT_S,
     CommonKVBootstrapServer,
 )
-from sglang.srt.disaggregation.control.deployment_secret import DeploymentSecret
+from sglang.srt.disaggregation.control.control_link import DeploymentSecret
 from sglang.srt.utils.network import get_free_port, is_port_available
 from sglang.test.ci.ci_register import register_cpu_ci
 

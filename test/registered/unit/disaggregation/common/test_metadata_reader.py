@@ -58,9 +58,9 @@ class RowScene(Scene):
         return [transfer for transfer in self.mover.begun if is_row(transfer.blocks)]
 
     def assert_row_is_free(self) -> None:
-        row = self.own.take()
+        row = self.own.alloc()
         assert row == 0
-        self.own.give_back(row)
+        self.own.free(row)
 
 
 @pytest.fixture
@@ -115,18 +115,18 @@ def test_metadata_without_a_row_is_sent_inline(scene: RowScene) -> None:
 
 
 def test_a_prompt_waits_for_a_row_to_read_into(scene: RowScene) -> None:
-    taken = scene.own.take()
+    taken = scene.own.alloc()
     assert taken == 0
     scene.complete()
     prompt = scene.begin([9])
     until(lambda: len(scene.mover.begun) == 1)
     assert scene.row_reads == [] and not prompt.has_ended
-    scene.own.give_back(taken)
+    scene.own.free(taken)
     assert scene.end(prompt).outcome == TOKEN
 
 
 def test_no_row_to_read_into_in_time(scene: RowScene) -> None:
-    taken = scene.own.take()
+    taken = scene.own.alloc()
     scene.complete()
     timeouts = Timeouts(bootstrap=60, waiting=0.3, silence=30)
     failure = scene.failure(scene.begin([9], timeouts=timeouts))
@@ -238,7 +238,7 @@ def test_a_row_that_the_transport_never_lets_go_of(scene: RowScene) -> None:
     scene.row_reads[0].leave(TransferError("peer p ended"))
     assert scene.end(prompt).outcome == TOKEN
     assert prompt.has_ended and bytes_by_way(prompt) == INLINE
-    assert scene.own.take() is None
+    assert scene.own.alloc() is None
 
 
 def test_a_row_in_flight_is_nobodys_when_the_prompt_is_aborted(scene: RowScene) -> None:
@@ -248,7 +248,7 @@ def test_a_row_in_flight_is_nobodys_when_the_prompt_is_aborted(scene: RowScene) 
     until(lambda: bool(scene.row_reads))
     prompt.cancel()
     until(lambda: isinstance(prompt.outcome, str))
-    assert not prompt.has_ended and scene.own.take() is None
+    assert not prompt.has_ended and scene.own.alloc() is None
     scene.mover.release()
     scene.failure(prompt)
     scene.assert_row_is_free()

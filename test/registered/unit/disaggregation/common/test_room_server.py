@@ -44,8 +44,8 @@ from sglang.srt.disaggregation.common.protocol import (
     RoomStatus,
 )
 from sglang.srt.disaggregation.common.room_server import LONG_POLL_S
+from sglang.srt.disaggregation.control.control_link import DeploymentSecret
 from sglang.srt.disaggregation.control.control_listener import STRANGERS_FRAMES_A_SECOND
-from sglang.srt.disaggregation.control.deployment_secret import DeploymentSecret
 from sglang.srt.utils.network import can_connect
 from sglang.test.ci.ci_register import register_cpu_ci
 

@@ -24,6 +24,7 @@ from sglang.srt.disaggregation.control.control_link import (
     OF_CLIENT,
     OF_SERVER,
     ControlLink,
+    DeploymentSecret,
     FrameBuffer,
     FrameTooLong,
     Greeting,
@@ -41,7 +42,6 @@ from sglang.srt.disaggregation.control.control_listener import (
     ControlListener,
     ControlPeer,
 )
-from sglang.srt.disaggregation.control.deployment_secret import DeploymentSecret
 from sglang.srt.utils.network import listening_sockets, wait_until
 from sglang.test.ci.ci_register import register_cpu_ci
 

@@ -29,12 +29,12 @@ from sglang.srt.disaggregation.common.protocol import (
 )
 from sglang.srt.disaggregation.control.control_link import (
     MAX_QUESTION_BYTES,
+    NONCE_BYTES,
     VERSION,
     FrameBuffer,
     Greeting,
     as_frame,
 )
-from sglang.srt.disaggregation.control.deployment_secret import NONCE_BYTES
 from sglang.srt.disaggregation.mooncake.shard_receiver import STEPS
 from sglang.srt.distributed.device_communicators.transfer_types import (
     BlockOutcome,

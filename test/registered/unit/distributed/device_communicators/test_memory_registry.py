@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang.srt.distributed.device_communicators.memory_registry import MemoryRegistry
+from sglang.srt.distributed.device_communicators.engine_pool import MemoryRegistry
 from sglang.srt.distributed.device_communicators.transfer_types import (
     Block,
     OverlappingRange,

@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from sglang.srt.distributed.device_communicators.slice_budget import MAX_SLICES, SliceBudget
+from sglang.srt.distributed.device_communicators.transfer_types import MAX_SLICES, SliceBudget
 from sglang.test.ci.ci_register import register_cpu_ci
 
 register_cpu_ci(est_time=2, suite="base-a-test-cpu")

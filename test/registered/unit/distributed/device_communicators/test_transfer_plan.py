@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sglang.srt.constants import MIB
-from sglang.srt.distributed.device_communicators.memory_registry import MemoryRange
+from sglang.srt.distributed.device_communicators.engine_pool import MemoryRange
 from sglang.srt.distributed.device_communicators.transfer_types import (
     BATCH_BYTES,
     BATCH_REQUESTS,

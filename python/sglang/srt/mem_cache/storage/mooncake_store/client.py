@@ -20,7 +20,7 @@ from sglang.srt.distributed.device_communicators.mooncake_library import (
     listening_at,
     load_mooncake,
 )
-from sglang.srt.distributed.device_communicators.slice_budget import SliceBudget
+from sglang.srt.distributed.device_communicators.transfer_types import SliceBudget
 from sglang.srt.mem_cache.storage.mooncake_store.config import MooncakeStoreConfig, check_reachable
 from sglang.srt.mem_cache.storage.types import (
     CacheOutcome,

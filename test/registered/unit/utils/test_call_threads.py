@@ -7,7 +7,7 @@ import threading
 import pytest
 
 from rigs.servers.scarce_threads import NO_THREAD, no_threads
-from sglang.srt.distributed.device_communicators.call_threads import CallThreads
+from sglang.srt.utils.background_call import CallThreads
 from sglang.srt.utils.network import wait_until
 from sglang.test.ci.ci_register import register_cpu_ci
 
