@@ -77,7 +77,7 @@ class CpuClocks:
 
     def watch(self, rig: SchedulerRig) -> None:
         """Count the forwards of `rig`."""
-        worker: Any = rig.scheduler._parts.resources.worker
+        worker: Any = rig.scheduler._resources.worker
         forward = worker.forward_batch_generation
 
         def timed(batch: Any) -> Any:

@@ -66,12 +66,12 @@ def measure(model: str, report: Report) -> None:
     begun = time.monotonic()
     built = build_scheduler(args.resolve())
     report.add("build", time.monotonic() - begun, "s")
-    parts = built.scheduler._parts
+    resources = built.scheduler._resources
     waiting = Waiting()
     for (count, context), expected in EXPECTED_MS.items():
         for overlap in (False, True):
-            resources = dataclasses.replace(parts.resources, overlap=overlap)
-            scheduler = Scheduler(dataclasses.replace(parts, resources=resources))
+            overlapped = dataclasses.replace(resources, overlap=overlap)
+            scheduler = Scheduler(built.server_args, overlapped)
             times = measure_steps(scheduler, waiting, count, context)
             whole, waited = (statistics.median(part) * 1e3 for part in zip(*times, strict=True))
             case = {"requests": count, "context": context, "overlap": overlap}

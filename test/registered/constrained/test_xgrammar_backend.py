@@ -18,7 +18,7 @@ from sglang.srt.constrained.constraint import (
     ConstraintKind,
     GrammarError,
 )
-from sglang.srt.constrained.grammar import GrammarBackend, GrammarLimits, GrammarTicket
+from sglang.srt.constrained.grammar import GrammarLimits, GrammarTicket
 from sglang.srt.constrained.xgrammar_backend import XGrammarBackend
 from sglang.srt.utils.hf_tokenizer import get_tokenizer
 from sglang.srt.utils.process import is_alive
@@ -38,13 +38,13 @@ HUGE_SCHEMA = json.dumps(
 )
 
 
-def make(limits: GrammarLimits) -> GrammarBackend:
+def make(limits: GrammarLimits) -> XGrammarBackend:
     tokenizer = get_tokenizer(str(Path(sglang.__file__).parent / "builtin_model"))
     return XGrammarBackend(tokenizer, 2200, (2, 0), limits)
 
 
 @pytest.fixture(scope="module")
-def backend() -> Iterator[GrammarBackend]:
+def backend() -> Iterator[XGrammarBackend]:
     made = make(GrammarLimits(compile_timeout=TIMEOUT, compile_memory=512 << 20))
     yield made
     made.close()
@@ -66,11 +66,11 @@ def outcome(ticket: GrammarTicket) -> str:
     return str(error)
 
 
-def ask(backend: GrammarBackend, kind: str, text: str) -> GrammarTicket:
+def ask(backend: XGrammarBackend, kind: str, text: str) -> GrammarTicket:
     return backend.get(Constraint(ConstraintKind(kind), text))
 
 
-def test_a_constraint_compiles_once(backend: GrammarBackend) -> None:
+def test_a_constraint_compiles_once(backend: XGrammarBackend) -> None:
     first = ask(backend, "regex", "[ab]+")
     assert ask(backend, "regex", "[ab]+") is first
     assert outcome(first) == "ready"
@@ -108,7 +108,7 @@ def test_what_another_rank_has_tried_compiles_without_a_trial(
     ],
 )
 def test_errors_of_bad_texts_name_the_field(
-    backend: GrammarBackend, kind: str, text: str, says: str
+    backend: XGrammarBackend, kind: str, text: str, says: str
 ) -> None:
     said = outcome(ask(backend, kind, text))
     if says:
@@ -116,7 +116,7 @@ def test_errors_of_bad_texts_name_the_field(
     assert said == "ready" or (said.startswith(kind) and says in said and "\n" not in said)
 
 
-def test_an_endless_compilation_is_killed_and_cached_as_failed(backend: GrammarBackend) -> None:
+def test_an_endless_compilation_is_killed_and_cached_as_failed(backend: XGrammarBackend) -> None:
     assert outcome(ask(backend, "regex", "warm")) == "ready"
     ticket = ask(backend, "regex", ENDLESS_REGEX)
     assert not ticket.done(), "it is not waited for"
@@ -140,7 +140,7 @@ def test_long_compilations_of_one_client_do_not_delay_another() -> None:
 
 
 def test_a_huge_schema_is_refused_or_compiled_in_time(
-    backend: GrammarBackend,
+    backend: XGrammarBackend,
 ) -> None:
     start = time.monotonic()
     result = outcome(ask(backend, "json_schema", HUGE_SCHEMA))
@@ -149,7 +149,7 @@ def test_a_huge_schema_is_refused_or_compiled_in_time(
     assert outcome(ask(backend, "regex", "well+")) == "ready"
 
 
-def test_a_killed_compile_process_is_replaced(backend: GrammarBackend) -> None:
+def test_a_killed_compile_process_is_replaced(backend: XGrammarBackend) -> None:
     assert outcome(ask(backend, "regex", "before")) == "ready"
     for process in compile_processes():
         process.kill()

@@ -38,7 +38,7 @@ from sglang.srt.distributed.device_communicators.transfer_types import (
     TransferOp,
 )
 from sglang.srt.distributed.rank_group import RankGroup, SingleRank
-from sglang.srt.managers.scheduler.launched_step import ModelWorker
+from sglang.srt.managers.scheduler.launched_step import TpModelWorker
 from sglang.srt.mem_cache.device.base_device_pool import BaseDevicePool
 
 SLOW_BLOCKS = LinkCosts(block_s=10.0, bytes_per_s=1e12, packing_s=0.0, unit_s=0.0)
@@ -289,7 +289,7 @@ class CheckableRoleRig(RoleRig):
 
     def make_worker(
         self, model_path: Path, page_size: int, pool_tokens: int | None, max_requests: int
-    ) -> ModelWorker:
+    ) -> TpModelWorker:
         assert pool_tokens is not None, "the test gives the size of L1"
         return CheckableWorker(page_size, pool_tokens, max_requests)
 

@@ -179,6 +179,6 @@ class PrefillRig(SchedulerRig):
         self.assert_clean()
         self.check()
         assert self.manager.pages.keys() == self.manager.ended.keys(), "rooms that nobody ends"
-        role = self.scheduler._parts.role
+        role = self.scheduler._role
         assert isinstance(role, PrefillRole)
         assert not role._rooms

@@ -368,7 +368,7 @@ class RandomPd:
         self._mover.begun.clear()
         if self.rng.random() < 0.5:
             for rig in pair.rigs:
-                rig.scheduler._parts.control.flush_now()
+                rig.scheduler._control.flush_now()
 
     # ---- results -------------------------------------------------------------------------------
 
@@ -422,13 +422,13 @@ class RandomPd:
 
 
 def _prefill_role(pair: PdRig) -> PrefillRole:
-    role = pair.prefill.scheduler._parts.role
+    role = pair.prefill.scheduler._role
     assert isinstance(role, PrefillRole)
     return role
 
 
 def _decode_role(pair: PdRig) -> DecodeRole:
-    role = pair.decode.scheduler._parts.role
+    role = pair.decode.scheduler._role
     assert isinstance(role, DecodeRole)
     return role
 

@@ -10,13 +10,13 @@ from typing import Final
 from sglang.srt.constrained.constraint import Constraint, GrammarError
 from sglang.srt.constrained.grammar import (
     Grammar,
-    GrammarBackend,
     GrammarLimits,
     GrammarTicket,
     Vocabulary,
     compile_constraint,
     make_compiler,
 )
+from sglang.srt.constrained.xgrammar_backend import XGrammarBackend
 
 VOCAB_SIZE: Final = 160
 """Vocabulary of the tiny model of `SchedulerRig`."""
@@ -37,7 +37,7 @@ def text_of(ids: Sequence[int]) -> str:
 
 
 @dataclass
-class HandBackend(GrammarBackend):
+class HandBackend(XGrammarBackend):
     """Compiles in the calling thread, at once or on `release`."""
 
     hold: bool = False

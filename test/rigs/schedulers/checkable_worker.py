@@ -23,6 +23,7 @@ from sglang.srt.layers.forward_batch_info import ForwardBatch
 from sglang.srt.layers.logits_processor import InputLogprobs, LogitsProcessorOutput
 from sglang.srt.layers.vocab_parallel_embedding import VocabLogits
 from sglang.srt.managers.scheduler.batch import ModelWorkerBatch
+from sglang.srt.managers.scheduler.launched_step import TpModelWorker
 from sglang.srt.mem_cache.allocator import make_allocator
 from sglang.srt.mem_cache.device.base_device_pool import LayerTransferCounter
 from sglang.srt.mem_cache.device.state_pool import MambaPool
@@ -30,8 +31,8 @@ from sglang.srt.mem_cache.device.state_pool import MambaPool
 _DENSE = CheckableState()
 
 
-class CheckableWorker:
-    """A `ModelWorker` with real pools and a model that checks them. Single-threaded.
+class CheckableWorker(TpModelWorker):
+    """A worker with real pools and a model that checks them. Single-threaded.
 
     The tokens of a step are not known before the device has run it. Until then negative numbers
     stand for them, so that the next step can be launched.
@@ -85,7 +86,7 @@ class CheckableWorker:
     def forward_batch_generation(
         self, batch: ModelWorkerBatch
     ) -> tuple[LogitsProcessorOutput, torch.Tensor]:
-        """See `ModelWorker`. Raises WrongContext, or the device does when results are awaited."""
+        """See `TpModelWorker`. Raises WrongContext, or the device does when results are awaited."""
         forward = batch.forward
         step = Step(self._pools, self._contexts(forward, batch.seeds.tolist()))
         tokens = -1 - torch.arange(self._num_said, self._num_said + len(step.contexts))

@@ -268,7 +268,7 @@ class RandomScheduler:
             if time.monotonic() - began > _REST_S and steps > _MOST_STEPS_TO_REST:
                 raise AssertionError(
                     f"no rest after {steps} steps: requests {sorted(self._sent)}, "
-                    f"unanswered {self._unanswered}, busy {rig.scheduler._parts.control.busy()}"
+                    f"unanswered {self._unanswered}, busy {rig.scheduler._control.busy()}"
                 )
         rig.assert_clean()
         assert_unpinned(rig.tree)

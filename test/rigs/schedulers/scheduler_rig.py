@@ -14,7 +14,7 @@ import torch
 
 from rigs.models.tiny_models import save_tiny_checkpoint
 from sglang.srt.configs.model_config import ModelConfig
-from sglang.srt.constrained.grammar import GrammarBackend
+from sglang.srt.constrained.xgrammar_backend import XGrammarBackend
 from sglang.srt.disaggregation.roles import MakeRole
 from sglang.srt.distributed.device_context import mark_device_set
 from sglang.srt.distributed.rank_group import RankGroup, SingleRank
@@ -30,10 +30,9 @@ from sglang.srt.managers.messages.io_struct import (
     TopLogprobs,
     ToScheduler,
 )
-from sglang.srt.managers.scheduler.launched_step import ModelWorker, TpModelWorker
-from sglang.srt.managers.scheduler.parts import SchedulerResources, make_parts
+from sglang.srt.managers.scheduler.launched_step import TpModelWorker
 from sglang.srt.managers.scheduler.process.build import init_pools
-from sglang.srt.managers.scheduler.scheduler import Scheduler
+from sglang.srt.managers.scheduler.scheduler import Scheduler, SchedulerResources
 from sglang.srt.mem_cache.device.base_device_pool import BaseDevicePool
 from sglang.srt.mem_cache.device.memory_pool import ReqToTokenPool
 from sglang.srt.mem_cache.device.pool_registry import ModelPools
@@ -113,7 +112,7 @@ class SchedulerRig:
         num_states: int | None = None,
         snapshot_alignment: int | None = None,
         tokenizer: DecodingTokenizer | None = None,
-        grammar_backend: Callable[[], GrammarBackend] | None = None,
+        grammar_backend: Callable[[], XGrammarBackend] | None = None,
         overlap: bool | None = None,
         group: RankGroup | None = None,
         tp_group: TensorGroup | None = None,
@@ -162,14 +161,14 @@ class SchedulerRig:
             make_role=None if make_role is None else make_role(self.pools),
             overlap=self.overlap if overlap is None else overlap,
         )
-        self.scheduler = Scheduler(make_parts(self.server_args, resources))
+        self.scheduler = Scheduler(self.server_args, resources)
         self.now = 1000.0
         self.results: dict[str, Collected] = {}
         self.answers: list[ControlReqOutput] = []
 
     def make_worker(
         self, model_path: Path, page_size: int, pool_tokens: int | None, max_requests: int
-    ) -> ModelWorker:
+    ) -> TpModelWorker:
         """Create the model with its pools. Arguments as in the constructor."""
         with _WRITING:
             if not (model_path / "config.json").exists():

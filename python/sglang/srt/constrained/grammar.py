@@ -1,10 +1,9 @@
-"""Grammars of the `xgrammar` library: limits, vocabulary, matchers, tickets, backend interface."""
+"""Grammars of the `xgrammar` library: limits, vocabulary, matchers, tickets."""
 
 from __future__ import annotations
 
 import re
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import Final
@@ -307,24 +306,3 @@ class GrammarTicket(Future[Grammar]):
     def fail(self, message: str) -> None:
         """Set the reason of a failure: one line for the client. For the backend."""
         self.set_exception(GrammarError(message))
-
-
-class GrammarBackend(ABC):
-    """Compiles constraints in threads of its own and caches the results."""
-
-    @abstractmethod
-    def get(self, constraint: Constraint) -> GrammarTicket:
-        """The ticket of a constraint: compiled, compiling or failed. Never blocks."""
-
-    @abstractmethod
-    def compile_now(self, constraint: Constraint) -> Grammar:
-        """Compile in the calling thread, without a trial, because another rank has tried the
-        constraint.
-
-        Raises:
-            GrammarError: The text is not a grammar of its kind.
-        """
-
-    @abstractmethod
-    def close(self) -> None:
-        """End threads and processes; compilations under way fail. Idempotent."""

@@ -25,7 +25,6 @@ from sglang.srt.constrained.constraint import (
 )
 from sglang.srt.constrained.grammar import (
     Grammar,
-    GrammarBackend,
     GrammarLimits,
     GrammarTicket,
     Vocabulary,
@@ -41,8 +40,8 @@ _TRUSTED: Final = frozenset({Constraint(ConstraintKind.JSON_SCHEMA, JSON_OBJECT_
 """Constraints that the engine itself makes; they need no trial in a compile process."""
 
 
-class XGrammarBackend(GrammarBackend):
-    """See `GrammarBackend`.
+class XGrammarBackend:
+    """Compiles constraints in threads of its own and caches the results.
 
     Owns up to `limits.compile_threads` threads `grammar-*`. Each thread tries a constraint in a
     compile process first, and then compiles it here without holding the interpreter lock. Compile
@@ -82,6 +81,7 @@ class XGrammarBackend(GrammarBackend):
         self._pool = started_pool(limits.compile_threads, "grammar")
 
     def get(self, constraint: Constraint) -> GrammarTicket:
+        """The ticket of a constraint: compiled, compiling or failed. Never blocks."""
         ticket = GrammarTicket(constraint)
         refused = self._refuse_text(constraint.text)
         if refused is not None:
@@ -110,9 +110,16 @@ class XGrammarBackend(GrammarBackend):
         return None
 
     def compile_now(self, constraint: Constraint) -> Grammar:
+        """Compile in the calling thread, without a trial, because another rank has tried the
+        constraint.
+
+        Raises:
+            GrammarError: The text is not a grammar of its kind.
+        """
         return self._compile_here(_prepared(constraint))
 
     def close(self) -> None:
+        """End threads and processes; compilations under way fail. Idempotent."""
         with self._lock:
             self._closed = True
             idle, busy = self._idle, list(self._busy)

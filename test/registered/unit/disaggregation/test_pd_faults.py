@@ -178,7 +178,7 @@ def test_a_flood_of_refused_requests_leaves_nothing_behind() -> None:
             status, reason = why(pair.decode, message.rid)
             assert status == 503 and "at most 63 can ever fit" in reason
         pair.assert_clean()
-        role = pair.prefill.scheduler._parts.role
+        role = pair.prefill.scheduler._role
         assert isinstance(role, PrefillRole)
         rooms = pair.prefill.manager.rooms
         assert len(rooms._rooms) == len(good) + len(bad)

@@ -70,7 +70,7 @@ def free_rows(pair: PdRig) -> list[int]:
 
 def rowless(pair: PdRig) -> tuple[list[MooncakeKVSender], list[MooncakeKVSender]]:
     """Senders with a row, and senders that wait for one."""
-    role = pair.prefill.scheduler._parts.role
+    role = pair.prefill.scheduler._role
     assert isinstance(role, PrefillRole)
     every = [room.sender for room in role._rooms.values()]
     senders = [one for one in every if isinstance(one, MooncakeKVSender)]
@@ -119,7 +119,7 @@ def test_requests_wait_for_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(utils, "NUM_ROWS", 1)
     mover = LocalMover()
     with make_pair(mover) as pair:
-        role = pair.prefill.scheduler._parts.role
+        role = pair.prefill.scheduler._role
         assert isinstance(role, PrefillRole)
         messages = [pair.request(f"r{n}", ids, greedy(5)) for n, ids in enumerate(PROMPTS)]
         mover.hold = True
@@ -193,7 +193,7 @@ def test_a_row_that_is_overwritten_fails_its_request_alone(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     with make_pair() as pair:
-        role = pair.prefill.scheduler._parts.role
+        role = pair.prefill.scheduler._role
         rows = pair.prefill.manager._args.aux_buffers
         assert isinstance(role, PrefillRole) and isinstance(rows, MetadataBuffers)
         complete = MooncakeKVSender.complete
@@ -287,7 +287,7 @@ def test_a_rank_whose_metadata_has_not_come_holds_up_the_others(
         slow.finish(slow.begun[0])
         pair.until(lambda: len(slow.begun) == 2)
         assert [block.length for block in slow.begun[1].blocks] == [ROW_BYTES]
-        role = pair.decode.rigs[0].scheduler._parts.role
+        role = pair.decode.rigs[0].scheduler._role
         assert isinstance(role, DecodeRole)
         (coming,) = role._transferring.values()
         pair.until(lambda: coming.receiver.has_ended)

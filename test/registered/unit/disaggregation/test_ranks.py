@@ -238,7 +238,7 @@ def test_a_request_starts_when_all_ranks_have_their_part(
     slow.hold = True
     message = pair.request("a", LONG, greedy(12))
     pair.until(lambda: bool(slow.begun), message)
-    role = pair.decode.rigs[0].scheduler._parts.role
+    role = pair.decode.rigs[0].scheduler._role
     assert isinstance(role, DecodeRole)
     receivers = [coming.receiver for coming in role._transferring.values()]
     while not all(one.get_transfer_metric().transfer_latency_s for one in receivers):

@@ -178,7 +178,7 @@ def test_a_shared_page_that_is_written_while_another_reads_it_shows() -> None:
     for rid in ("cold", "warm"):
         rig.run(rig.request(rid, PROMPT[:28], greedy(2), seed=1))
     assert isinstance(rig.worker, CheckableWorker) and rig.worker.num_whole == 1
-    prefill = rig.scheduler._parts.prefill
+    prefill = rig.scheduler._prefill
     assert isinstance(prefill, PrefillScheduler)
     prefill._padding_slot += int(rig.tree.all_values_flatten()[27])
     both = [rig.request(rid, PROMPT[:28], greedy(2), seed=1) for rid in ("writes", "reads")]

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Final
 
 from sglang.srt.constrained.constraint import Constraint, GrammarError
-from sglang.srt.constrained.grammar import Grammar, GrammarBackend, GrammarTicket
+from sglang.srt.constrained.grammar import Grammar, GrammarTicket
 from sglang.srt.managers.messages.io_struct import (
     FinishReason,
     GrammarResult,
@@ -17,6 +17,7 @@ from sglang.srt.managers.messages.io_struct import (
 )
 
 if TYPE_CHECKING:
+    from sglang.srt.constrained.xgrammar_backend import XGrammarBackend
     from sglang.srt.managers.scheduler.requests.req import Req
     from sglang.srt.managers.scheduler.requests.request_queues import RequestQueues
 
@@ -38,9 +39,9 @@ class GrammarManager:
             and RuntimeError if the system has no thread left.
     """
 
-    def __init__(self, make_backend: Callable[[], GrammarBackend] | None) -> None:
+    def __init__(self, make_backend: Callable[[], XGrammarBackend] | None) -> None:
         self._make_backend = make_backend
-        self._backend: GrammarBackend | None = None
+        self._backend: XGrammarBackend | None = None
         self._num_compiling = 0
         """Rank 0: upper bound of the number of requests that wait for a grammar;
         `collect_results` updates it."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Final, Protocol
+from typing import TYPE_CHECKING, Final
 
 import torch
 
@@ -22,31 +22,6 @@ if TYPE_CHECKING:
     from sglang.srt.model_executor.model_runner import ModelRunner
 
 
-class ModelWorker(Protocol):
-    """Interface of a worker to the scheduler."""
-
-    @property
-    def req_to_token_pool(self) -> ReqToTokenPool: ...
-    @property
-    def token_to_kv_pool(self) -> KVCache: ...
-    @property
-    def token_to_kv_pool_allocator(self) -> BaseTokenToKVPoolAllocator: ...
-    @property
-    def vocab_size(self) -> int: ...
-    @property
-    def context_len(self) -> int:
-        """Tokens of one request, prompt and output together."""
-
-    @property
-    def eos_token_ids(self) -> tuple[int, ...]: ...
-
-    def forward_batch_generation(
-        self, batch: ModelWorkerBatch
-    ) -> tuple[LogitsProcessorOutput, torch.Tensor]:
-        """Run one step. The second result is each request's next token, int64 `[bs]` on the
-        device."""
-
-
 class TpModelWorker:
     """One rank's `ModelRunner` with its pools, and the sampler. One thread uses it."""
 
@@ -60,12 +35,14 @@ class TpModelWorker:
         )
         self.vocab_size = model_runner.model_config.vocab_size
         self.context_len = model_runner.model_config.context_len
+        """Tokens of one request, prompt and output together."""
         self.eos_token_ids = model_runner.model_config.eos_token_ids
 
     def forward_batch_generation(
         self, batch: ModelWorkerBatch
     ) -> tuple[LogitsProcessorOutput, torch.Tensor]:
-        """See `ModelWorker`."""
+        """Run one step. The second result is each request's next token, int64 `[bs]` on the
+        device."""
         counter = self.token_to_kv_pool.layer_transfer_counter
         if counter is not None:
             counter.set_consumer(batch.hicache_consumer_index)

@@ -11,9 +11,14 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final, Protocol
 
+import torch
+
+from sglang.srt.distributed.rank_group import RankGroup, SingleRank
 from sglang.srt.hardware_backend.device_runtime import device_runtime
 from sglang.srt.managers.messages.io_struct import (
     BatchTokenIDOutput,
@@ -24,18 +29,42 @@ from sglang.srt.managers.messages.io_struct import (
     decode_tick,
     encode,
 )
-from sglang.srt.managers.scheduler.batch import ModelWorkerBatch, make_prefill_batch
+from sglang.srt.managers.scheduler.batch import (
+    BatchPools,
+    DecodeBatch,
+    ModelWorkerBatch,
+    make_prefill_batch,
+)
+from sglang.srt.managers.scheduler.control import ControlHandler, InputHandler
+from sglang.srt.managers.scheduler.decode import DecodeScheduler
+from sglang.srt.managers.scheduler.grammar import GrammarManager
 from sglang.srt.managers.scheduler.launched_step import (
     LaunchedStep,
     StepResult,
     explaining_out_of_memory,
 )
-from sglang.srt.managers.scheduler.parts import SchedulerParts
+from sglang.srt.managers.scheduler.policy import (
+    BatchLimits,
+    BatchPolicy,
+    NewTokenEstimate,
+    SchedulePolicy,
+)
+from sglang.srt.managers.scheduler.prefill import PrefillScheduler
+from sglang.srt.managers.scheduler.requests.stop import StopChecker
+from sglang.srt.managers.scheduler.results import OutputCollector, ResultProcessor
+from sglang.srt.managers.scheduler.role import Role
+from sglang.srt.managers.scheduler.snapshots import Snapshots
 from sglang.srt.managers.scheduler.state import SchedulerState
 from sglang.srt.utils.logging_utils import RateLimitedLogger
 
 if TYPE_CHECKING:
-    import torch
+    from sglang.srt.constrained.xgrammar_backend import XGrammarBackend
+    from sglang.srt.managers.detokenizer.detokenizer_manager import DecoderFactory
+    from sglang.srt.managers.scheduler.launched_step import TpModelWorker
+    from sglang.srt.mem_cache.tree.radix_cache import RadixCache
+    from sglang.srt.model_loader.weight_seed import WeightSeed
+    from sglang.srt.observability.engine_metrics import SchedulerMetrics
+    from sglang.srt.server_args import ServerArgs
 
 logger = logging.getLogger(__name__)
 
@@ -56,6 +85,32 @@ class Channel(Protocol):
         """Pass on one message."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SchedulerResources:
+    """Inputs of a scheduler, built by `build_scheduler` or a test. The tree must be on the worker's
+    pools."""
+
+    worker: TpModelWorker
+    tree: RadixCache
+    metrics: SchedulerMetrics
+    group: RankGroup = field(default_factory=SingleRank)
+    """The ranks; the tree has the same group."""
+    new_decoder: DecoderFactory | None = None
+    """Makes the decoders that stop strings and patterns need; None: no request may have any."""
+    grammar_backend: Callable[[], XGrammarBackend] | None = None
+    """Makes the grammar backend when a request first needs it; None: constraints are refused.
+    Raises ValueError if the model cannot be constrained."""
+    weight_seed: WeightSeed | None = None
+    """Gives other servers the addresses of the weights; None: none may read them."""
+    make_role: Callable[[SchedulerState, PrefillScheduler], Role] | None = None
+    """Makes the role of a prefill or decode server; None: the server does both."""
+    overlap: bool = False
+    """Prepare each step while the device runs the one before it. It pays if launching a forward
+    returns at once."""
+    tick_guard: Callable[[], AbstractContextManager[object]] = nullcontext
+    """The watchdog's context, entered for a tick and for its message to the other ranks."""
+
+
 class Scheduler:
     """Continuous batching over one model worker. One thread uses it.
 
@@ -66,20 +121,36 @@ class Scheduler:
     token of that step is dropped.
     """
 
-    def __init__(self, parts: SchedulerParts) -> None:
-        self._parts = parts
-        self._resources = parts.resources
-        self._state = parts.state
+    def __init__(self, server_args: ServerArgs, resources: SchedulerResources) -> None:
+        """Args:
+        server_args: Resolved.
+        resources: Inputs that no other scheduler uses.
+        """
+        self._resources = resources
+        self.state = state = _make_state(server_args, resources)
+        self._outputs = outputs = OutputCollector(server_args.stream_interval)
+        self._control = ControlHandler(
+            state, outputs, server_args.to_public_dict(), resources.weight_seed
+        )
+        self._role = Role()
+        self._prefill = PrefillScheduler(state, lambda req: self._role.may_compute(req))
+        if resources.make_role is not None:
+            self._role = resources.make_role(state, self._prefill)
+        stop_checker = StopChecker(resources.new_decoder, resources.group)
+        self._results = ResultProcessor(state, stop_checker, outputs, self._role)
+        self._grammar = GrammarManager(resources.grammar_backend)
+        self._input = InputHandler(
+            state, self._control, self._results, outputs, self._grammar, self._role
+        )
+        self._decode = DecodeScheduler(state, self._role.keeps)
+        self._batch_policy = BatchPolicy(server_args.target_inter_token_latency)
+        resources.tree.watch_workload(state.workload)
+        resources.tree.watch_queues(state.queues)
         self._last_end = 0.0
         self._did_forward = False
         self._is_verified = False
         self._log = RateLimitedLogger(logger)
         self.is_stopped = False
-
-    @property
-    def state(self) -> SchedulerState:
-        """Queues, pools and counts; for tests and the start-up message."""
-        return self._state
 
     def step(self, tick: Tick) -> list[SchedulerOutput]:
         """One tick: messages in, at most one batch, outputs out."""
@@ -87,27 +158,27 @@ class Scheduler:
             return self._step(tick)
 
     def _step(self, tick: Tick) -> list[SchedulerOutput]:
-        state = self._state
+        state = self.state
         state.now = tick.now
         state.counters.ticks += 1
         for message in tick.messages:
-            self._parts.input.handle(message)
+            self._input.handle(message)
         state.tree.check_hicache_events()
-        if self._parts.control.is_drained():
-            self._parts.input.abort(None, _SHUT_DOWN)
+        if self._control.is_drained():
+            self._input.abort(None, _SHUT_DOWN)
             self.is_stopped = True
-        self._parts.grammar.apply_results(tick.grammars, state.queues)
+        self._grammar.apply_results(tick.grammars, state.queues)
         if state.queues.aborted:
             self._settle()
-            self._parts.input.end_aborted()
-        self._parts.control.tick()
-        self._parts.results.follow_transfers(self._parts.role.tick())
+            self._input.end_aborted()
+        self._control.tick()
+        self._results.follow_transfers(self._role.tick())
         self._did_forward = not self.is_stopped and self._run_batch()
         if self._did_forward:
             self._is_verified = False
             if self._resources.group.rank == 0:
                 self._log_status()
-        return self._parts.outputs.take()
+        return self._outputs.take()
 
     def run(self, channel: Channel) -> None:
         """Rank 0's loop: make ticks, send them to the other ranks and step, until a shutdown is
@@ -121,7 +192,7 @@ class Scheduler:
             messages = channel.receive(timeout)
             # Only an idle server has time to check page ownership.
             is_idle = timeout == _IDLE_POLL_MS and not messages
-            if is_idle and self._is_verified and not self._state.tree.needs_tick:
+            if is_idle and self._is_verified and not self.state.tree.needs_tick:
                 continue  # The other ranks wait as this one does.
             tick = self.make_tick(time.monotonic(), messages, is_idle=is_idle)
             if self._resources.group.size > 1:
@@ -146,13 +217,11 @@ class Scheduler:
             messages: Messages that came since the last tick.
             is_idle: Whether none has come for a while.
         """
-        state = self._state
+        state = self.state
         is_full = len(state.queues.waiting) >= state.limits.max_queued_requests
         # No grammar is compiled for requests that are going to be refused.
-        coming = () if is_full or self._parts.control.is_draining else messages
-        return Tick(
-            now, messages, self._parts.grammar.collect_results(state.queues, coming), is_idle
-        )
+        coming = () if is_full or self._control.is_draining else messages
+        return Tick(now, messages, self._grammar.collect_results(state.queues, coming), is_idle)
 
     def _step_or_verify(self, tick: Tick) -> list[SchedulerOutput]:
         if tick.is_idle:
@@ -161,13 +230,13 @@ class Scheduler:
 
     def close(self) -> None:
         """End the threads of the cache, and the grammars' threads and processes."""
-        self._parts.role.close()
-        self._parts.grammar.close()
-        self._state.tree.shutdown()
+        self._role.close()
+        self._grammar.close()
+        self.state.tree.shutdown()
 
     def is_idle(self) -> bool:
         """True if no work is left until a message comes."""
-        return not self._parts.control.busy() and not self._parts.control.is_waiting
+        return not self._control.busy() and not self._control.is_waiting
 
     def poll_timeout_ms(self) -> int:
         """Milliseconds for which the loop may wait for a message."""
@@ -183,13 +252,13 @@ class Scheduler:
         """
         if self._is_verified:
             return
-        self._state.check_integrity()
+        self.state.check_integrity()
         self._is_verified = True
 
     def _run_batch(self) -> bool:
         """Launch a step, and process the step before it, which the device ran meanwhile. False:
         there was no step to launch or process."""
-        state = self._state
+        state = self.state
         was_in_flight = state.in_flight is not None
         launched = self._launch()
         # Issued while the device computes, since issuing copies takes the CPU milliseconds.
@@ -203,25 +272,25 @@ class Scheduler:
 
     def _settle(self) -> None:
         """Process the step in flight, after which the state of every request is known."""
-        step, self._state.in_flight = self._state.in_flight, None
+        step, self.state.in_flight = self.state.in_flight, None
         if step is not None:
             self._process(step)
 
     def _process(self, step: LaunchedStep) -> None:
         with explaining_out_of_memory():
-            self._parts.results.process(step)
+            self._results.process(step)
         now = time.monotonic()
         if step.is_prefill:
             # The device began it when the step before it ended.
             seconds = now - max(step.launched, self._last_end)
-            self._state.tree.note_prefill(sum(work.extend_len for work in step.works), seconds)
+            self.state.tree.note_prefill(sum(work.extend_len for work in step.works), seconds)
         self._last_end = now
 
     def _launch(self) -> LaunchedStep | None:
         """Launch the next step; None: no step can run."""
-        state, decoding = self._state, self._state.queues.decoding
+        state, decoding = self.state, self.state.queues.decoding
         may_prefill = not decoding or (
-            self._parts.batch_policy.may_prefill(state.now) and not self._parts.decode.is_stalled
+            self._batch_policy.may_prefill(state.now) and not self._decode.is_stalled
         )
         step = self._launch_prefill() if may_prefill else None
         if step is None and not decoding and state.in_flight is not None:
@@ -232,7 +301,7 @@ class Scheduler:
         return step or self._launch_decode()
 
     def _launch_prefill(self) -> LaunchedStep | None:
-        state = self._state
+        state = self.state
         partial = state.queues.partial
         if partial is not None and partial.spec.logprob_start_len >= 0:
             self._settle()  # The next part goes on where its logprobs end.
@@ -242,7 +311,7 @@ class Scheduler:
             # interpreter's lock, and the threads of L3 stand still during long prefills.
             with explaining_out_of_memory():
                 before.mostly_done.synchronize()
-        scheduled = self._parts.prefill.schedule()
+        scheduled = self._prefill.schedule()
         if scheduled is None:
             return None
         works, load = scheduled
@@ -254,21 +323,21 @@ class Scheduler:
             batch.forward.mostly_done = device_runtime(state.pools.device).make_event()
         started = time.monotonic()
         result, _ = self._forward(batch)
-        self._parts.batch_policy.on_prefill(state.now)
-        self._parts.prefill.on_launched(works)
+        self._batch_policy.on_prefill(state.now)
+        self._prefill.on_launched(works)
         return LaunchedStep(
             result=result, launched=started, works=works, mostly_done=batch.forward.mostly_done
         )
 
     def _launch_decode(self) -> LaunchedStep | None:
-        decoding = self._state.decode_batch
+        decoding = self.state.decode_batch
         if not self._prepare_decode():
             return None
-        info = self._parts.decode.sampling_info
-        batch = decoding.worker_batch(info, self._state.snapshots)
+        info = self._decode.sampling_info
+        batch = decoding.worker_batch(info, self.state.snapshots)
         started = time.monotonic()
         result, token_ids = self._forward(batch)
-        self._parts.batch_policy.on_decode()
+        self._batch_policy.on_decode()
         info.accumulate(token_ids)
         decoding.advance(token_ids)
         return LaunchedStep(result=result, launched=started, reqs=list(decoding.reqs))
@@ -281,7 +350,7 @@ class Scheduler:
 
     def _prepare_decode(self) -> bool:
         """Prepare slots and sampling of the next decode step. False: none can run."""
-        state, decode = self._state, self._parts.decode
+        state, decode = self.state, self._decode
         num_ready = decode.gather()
         if state.in_flight is not None and not decode.can_run_ahead():
             self._settle()
@@ -297,7 +366,7 @@ class Scheduler:
         return decode.gather() > 0 and decode.prepare()
 
     def _log_status(self) -> None:
-        state = self._state
+        state = self.state
         self._log.info(
             "status",
             "running %d, waiting %d, slots %d/%d, prefill tokens %d, decode steps %d",
@@ -308,3 +377,37 @@ class Scheduler:
             state.counters.prefill_tokens,
             state.counters.decode_steps,
         )
+
+
+def _make_state(server_args: ServerArgs, resources: SchedulerResources) -> SchedulerState:
+    worker = resources.worker
+    allocator = worker.token_to_kv_pool_allocator
+    chunk = server_args.chunked_prefill_size
+    snaps_prompts_alone = server_args.mamba_scheduler_strategy == "no_buffer"
+    interval = 0 if snaps_prompts_alone else server_args.mamba_track_interval
+    pools = BatchPools(
+        req_to_token_pool=worker.req_to_token_pool,
+        allocator=allocator,
+        token_to_kv_pool=worker.token_to_kv_pool,
+        device=torch.device(allocator.device),
+    )
+    return SchedulerState(
+        tree=resources.tree,
+        pools=pools,
+        limits=BatchLimits(
+            page_size=allocator.page_size,
+            max_running_requests=worker.req_to_token_pool.size,
+            max_queued_requests=server_args.max_queued_requests,
+            max_prefill_tokens=server_args.max_prefill_tokens,
+            chunk_tokens=None if chunk in (None, -1) else chunk,
+            pool_tokens=allocator.size,
+            context_len=worker.context_len,
+        ),
+        policy=SchedulePolicy(server_args.schedule_policy),
+        estimate=NewTokenEstimate(server_args.schedule_conservativeness),
+        decode_batch=DecodeBatch(pools),
+        vocab_size=worker.vocab_size,
+        eos_token_ids=worker.eos_token_ids,
+        metrics=resources.metrics,
+        snapshots=Snapshots(resources.tree, worker.req_to_token_pool.mamba_pool, interval),
+    )

@@ -39,7 +39,7 @@ def test_a_step_without_memory_ends_the_scheduler(
     def fail(*_: Any) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB.\nSee below.")
 
-    owner = rig.worker if step != "process" else rig.scheduler._parts.results
+    owner = rig.worker if step != "process" else rig.scheduler._results
     monkeypatch.setattr(owner, step, fail)
     with pytest.raises(StepOutOfMemory, match=f"{_REMEDY}CUDA out of memory.*2 GiB\\.$"):
         rig.run(rig.request("r", prompt(1, 8)))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import time
 from pathlib import Path
@@ -16,11 +15,7 @@ from sglang.srt.managers.messages.io_struct import (
     ShutdownReq,
     ToScheduler,
 )
-from sglang.srt.managers.scheduler.batch import PrefillWork
-from sglang.srt.managers.scheduler.parts import SchedulerResources, make_parts
-from sglang.srt.managers.scheduler.prefill import PrefillScheduler
-from sglang.srt.managers.scheduler.scheduler import Scheduler, SchedulerOutput
-from sglang.srt.observability.engine_metrics import SchedulerMetrics
+from sglang.srt.managers.scheduler.scheduler import SchedulerOutput
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci
 
@@ -112,30 +107,6 @@ def test_sampled_tokens_do_not_depend_on_the_company(model: Path) -> None:
     )
     assert rig.results["a"].output_ids == alone.results["a"].output_ids
     assert rig.results["b"].output_ids != rig.results["a"].output_ids
-
-
-class _Closed(PrefillScheduler):
-    """Prefills nothing until it is opened."""
-
-    is_open = False
-
-    def schedule(self) -> tuple[list[PrefillWork], int] | None:
-        return super().schedule() if self.is_open else None
-
-
-def test_a_scheduler_uses_the_parts_that_it_is_given(model: Path, alone: list[list[int]]) -> None:
-    rig = SchedulerRig(model)
-    resources = SchedulerResources(worker=rig.worker, tree=rig.tree, metrics=SchedulerMetrics())
-    parts = make_parts(rig.server_args, resources)
-    prefill = _Closed(parts.state)
-    rig.scheduler = Scheduler(dataclasses.replace(parts, prefill=prefill))
-    rig.step(rig.request("waits", PROMPTS[0]))
-    for _ in range(3):
-        rig.step()
-    assert [req.rid for req in parts.state.queues.waiting] == ["waits"]
-    prefill.is_open = True
-    rig.run()
-    assert rig.results["waits"].output_ids == alone[0]
 
 
 class _Lines:

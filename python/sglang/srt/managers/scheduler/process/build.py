@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
@@ -30,9 +31,8 @@ from sglang.srt.hardware_backend.device_runtime import detect_device, device_run
 from sglang.srt.layers.linear_attention.extend_plan import CHUNK
 from sglang.srt.managers.detokenizer.detokenizer_manager import make_decoder_factory
 from sglang.srt.managers.scheduler.launched_step import TpModelWorker
-from sglang.srt.managers.scheduler.parts import SchedulerResources, make_parts
 from sglang.srt.managers.scheduler.process.same_settings import check_same_settings
-from sglang.srt.managers.scheduler.scheduler import Scheduler
+from sglang.srt.managers.scheduler.scheduler import Scheduler, SchedulerResources
 from sglang.srt.mem_cache.device.pool_registry import ModelPools
 from sglang.srt.mem_cache.host.host_layout import check_layout_and_io
 from sglang.srt.mem_cache.registry import TreeCacheBuildContext, create_tree_cache
@@ -178,10 +178,9 @@ def build_scheduler(
         make_role=role,
         overlap=device_runtime(server_args.device).kind.overlaps_steps
         and not server_args.disable_overlap_schedule,
+        tick_guard=nullcontext if watchdog is None else watchdog.guard,
     )
-    if watchdog is not None:
-        resources = dataclasses.replace(resources, tick_guard=watchdog.guard)
-    scheduler = Scheduler(make_parts(server_args, resources))
+    scheduler = Scheduler(server_args, resources)
     return BuiltScheduler(
         scheduler, group, server_args, tiers, [msgspec.to_builtins(route) for route in routes]
     )

@@ -255,7 +255,7 @@ def test_a_load_is_waited_for_though_its_request_was_refused(
         controller._load_stream.close()
         loads = HeldStream()
         controller._load_stream = loads  # type: ignore[assignment]
-        worker, prefill = rig.scheduler._parts.resources.worker, rig.scheduler._parts.prefill
+        worker, prefill = rig.scheduler._resources.worker, rig.scheduler._prefill
         assert isinstance(prefill, PrefillScheduler)
         forward, alloc = worker.forward_batch_generation, prefill._alloc
         refusals = [True]
@@ -294,10 +294,10 @@ class SlowParts:
         attached = hi_of(rig).store.attached
         assert attached is not None and attached.client is not None
         self._get = attached.client.batch_get_v2
-        self._forward = rig.scheduler._parts.resources.worker.forward_batch_generation
+        self._forward = rig.scheduler._resources.worker.forward_batch_generation
         self._seconds = read_s, compute_s
         attached.client.batch_get_v2 = self._slow_get  # type: ignore[method-assign]
-        rig.scheduler._parts.resources.worker.forward_batch_generation = (  # type: ignore[method-assign]
+        rig.scheduler._resources.worker.forward_batch_generation = (  # type: ignore[method-assign]
             self._slow_forward
         )
 
