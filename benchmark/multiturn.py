@@ -32,12 +32,10 @@ from rigs.bench.multiturn import (
     converse,
     round_figures,
 )
-from sglang.benchmark.api_backends import RequestOptions
-from sglang.benchmark.load_generator import open_session
+from sglang.benchmark.api_backends import TIERS, RequestOptions, RequestResult
 from sglang.benchmark.report import writable_file
-from sglang.benchmark.request_result import TIERS, RequestResult
 from sglang.benchmark.server_facts import fetch_model_info, flush_cache, load_tokens
-from sglang.benchmark.serving_metrics import error_counts
+from sglang.benchmark.serving_metrics import error_counts, open_session
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 
 import aiohttp
 
-from sglang.benchmark.load_generator import open_session
+from sglang.benchmark.serving_metrics import open_session
 
 
 def post_all(

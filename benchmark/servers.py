@@ -14,9 +14,8 @@ from typing import Final
 from benchmark.report import Report
 from benchmark.timing import median_ratio
 from rigs.servers.engine_server import EngineServer
-from sglang.benchmark.api_backends import RequestOptions, SglangBackend
-from sglang.benchmark.load_generator import LoadResult, generate_load, open_session
-from sglang.benchmark.request_result import RequestResult
+from sglang.benchmark.api_backends import RequestOptions, RequestResult, SglangBackend
+from sglang.benchmark.serving_metrics import LoadResult, generate_load, open_session
 from sglang.benchmark.workload import BenchRequest
 
 VOCABULARY: Final = (0, 100_000)

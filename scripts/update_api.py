@@ -14,7 +14,7 @@ from pathlib import Path
 
 import msgspec
 
-from sglang.srt.entrypoints.http.body_fields import NOTHING, Ignored, Refused, marks_of
+from sglang.srt.entrypoints.http.body import NOTHING, Ignored, Refused, marks_of
 from sglang.srt.entrypoints.native_protocol import SAMPLING_MARKS, GenerateBody
 from sglang.srt.entrypoints.openai.protocol import (
     ChatBody,

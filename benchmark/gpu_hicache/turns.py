@@ -32,9 +32,8 @@ from benchmark.servers import VOCABULARY, ask, started
 from rigs.bench.multiturn import Conversations, converse, round_figures
 from rigs.models.qwen3_8b import DUMMY_FLAGS, KV_BYTES, VOCAB_SIZE, dummy_model
 from rigs.servers.engine_server import EngineServer
-from sglang.benchmark.api_backends import RequestOptions
-from sglang.benchmark.load_generator import open_session
-from sglang.benchmark.request_result import TIERS, RequestResult
+from sglang.benchmark.api_backends import TIERS, RequestOptions, RequestResult
+from sglang.benchmark.serving_metrics import open_session
 
 CONVERSATIONS: Final = Conversations(
     clients=20, rounds=10, request_len=2048, output_len=1, parallel=4, fixed_answers=True, seed=5

@@ -40,7 +40,7 @@ from rigs.bench.state_simulation import (
     StateSettings,
     divide_memory,
 )
-from sglang.benchmark.mooncake_trace import TraceScale, read_trace, several
+from sglang.benchmark.workload import TraceScale, read_trace, several
 
 _ARRANGEMENTS: Final = (Arrangement.ONE_TIER, Arrangement.WRITE_THROUGH)
 

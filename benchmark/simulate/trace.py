@@ -33,8 +33,8 @@ from rigs.bench.cache_simulation import (
     replay,
 )
 from rigs.bench.page_trace import PageTrace, page_trace_of
-from sglang.benchmark.mooncake_trace import TraceRequest, TraceScale, read_trace
 from sglang.benchmark.report import writable_file
+from sglang.benchmark.workload import TraceRequest, TraceScale, read_trace
 
 _POLICIES = ("lru", "lfu", "fifo", "slru")
 _FRACTIONS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)

@@ -30,8 +30,8 @@ from sglang.benchmark.device_limits import (
 )
 from sglang.benchmark.one_batch import BatchTimes, continue_greedily, time_batch
 from sglang.benchmark.report import append, provenance
+from sglang.srt.arg_groups.checks import mistakes_of
 from sglang.srt.arg_groups.cli import flag_name, ignoring, parse_flags, raise_errors
-from sglang.srt.arg_groups.mistakes import mistakes_of
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.entrypoints.local_model import with_local_model
 from sglang.srt.hardware_backend.device_runtime import detect_device, device_runtime
@@ -202,12 +202,8 @@ def make_worker(args: ServerArgs, requests: int, tokens_each: int) -> TpModelWor
 
 
 def run(own: argparse.Namespace, args: ServerArgs) -> None:
-    """Time every combination of the sizes.
-
-    Raises:
-        ValueError: See `make_worker`.
-        OSError: The result file cannot be written. Checked before the measurements.
-    """
+    """Time every combination of the sizes. Raises as `make_worker`; or OSError, before the
+    measurements, if the result file cannot be written."""
     if own.result_filename:
         Path(own.result_filename).open("ab").close()
     assert args.model_path is not None

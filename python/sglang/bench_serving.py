@@ -18,18 +18,26 @@ import aiohttp
 import orjson
 
 from sglang.benchmark.api_backends import ApiBackend, RequestOptions, make_backend
-from sglang.benchmark.load_generator import LoadResult, generate_load, open_session
-from sglang.benchmark.mooncake_trace import TraceScale, read_trace
 from sglang.benchmark.report import append, provenance, writable_file
 from sglang.benchmark.server_facts import Tokens, fetch_model_info, flush_cache, load_tokens
-from sglang.benchmark.serving_metrics import details, error_counts, summarize, table
+from sglang.benchmark.serving_metrics import (
+    LoadResult,
+    details,
+    error_counts,
+    generate_load,
+    open_session,
+    summarize,
+    table,
+)
 from sglang.benchmark.workload import (
     BenchRequest,
     RandomShape,
     SharedPrefixShape,
+    TraceScale,
     Vocabulary,
     arrival_times,
     random_requests,
+    read_trace,
     shared_prefix_requests,
     trace_requests,
 )

@@ -34,8 +34,6 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class StepWork:
-    """The amount of computation and reading in a step."""
-
     new_tokens: int
     """New tokens of all requests."""
     pairs: float

@@ -2,18 +2,158 @@
 
 Deterministic: the same arguments and seed give the same tokens in every process. Prompts are token
 ids; for chat endpoints they are converted to text.
+
+A trace has the format of Mooncake's release. Each line is a JSON object: `timestamp` (ms),
+`input_length`, `output_length` (tokens), `hash_ids` (one for each block of 512 prompt tokens; the
+last block may be partial). Equal ids mean equal tokens up to the end of the block. There is no
+text: tokens are derived from the ids, so that equal ids give equal prefixes.
+
+Source of format and data: Qin et al., "Mooncake: Trading More Storage for Less Computation",
+FAST'25.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import dataclasses
+import itertools
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from pathlib import Path
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
+import orjson
 
-from sglang.benchmark.mooncake_trace import TokenMaker, TraceRequest, TraceScale
+BLOCK_TOKENS = 512
+
+
+@dataclass(frozen=True, slots=True)
+class TraceRequest:
+    """One line of a trace. Lengths are tokens, before any scaling."""
+
+    timestamp_ms: float
+    input_length: int
+    output_length: int
+    hash_ids: tuple[int, ...]
+    priority: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class TraceScale:
+    """Factors that make a trace small enough for a machine.
+
+    Args:
+        length: Factor of prompt lengths, in (0, 1].
+        output: Factor of answer lengths, in (0, 1].
+        time: Factor of the times between requests; 0 sends all at once.
+
+    Raises:
+        ValueError: A factor is outside its range, or a block would have no tokens.
+    """
+
+    length: float = 1.0
+    output: float = 1.0
+    time: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not 0 < self.length <= 1 or not 0 < self.output <= 1:
+            raise ValueError(f"scales must be in (0, 1]: {self.length=}, {self.output=}")
+        if self.time < 0:
+            raise ValueError(f"the time factor must be 0 or more: {self.time}")
+        if self.block_tokens < 1:
+            raise ValueError(
+                f"length scale {self.length}: a block of {BLOCK_TOKENS} tokens would have none; "
+                f"use at least {1 / BLOCK_TOKENS}"
+            )
+
+    @property
+    def block_tokens(self) -> int:
+        return int(BLOCK_TOKENS * self.length)
+
+    def prompt_tokens(self, request: TraceRequest) -> int:
+        """Scaled prompt length, at least 1 and at most the tokens of the blocks."""
+        whole, rest = divmod(request.input_length, BLOCK_TOKENS)
+        scaled = whole * self.block_tokens + int(rest * self.length)
+        return max(1, min(scaled, len(request.hash_ids) * self.block_tokens))
+
+    def output_tokens(self, request: TraceRequest) -> int:
+        """Scaled answer length, at least 1."""
+        return max(1, int(request.output_length * self.output))
+
+
+def read_trace(path: str | Path, limit: int | None = None) -> list[TraceRequest]:
+    """The first `limit` requests of a trace; None reads all.
+
+    Raises:
+        ValueError: The file or a line of it is not a trace; the message names the line.
+    """
+    try:
+        with Path(path).open("rb") as lines:
+            return [
+                _parsed(line, f"{path}, line {number}")
+                for number, line in enumerate(itertools.islice(lines, limit), 1)
+                if line.strip()
+            ]
+    except OSError as error:
+        raise ValueError(f"--dataset-path {path}: {error.strerror}") from error
+
+
+def several(trace: Sequence[TraceRequest], copies: int) -> list[TraceRequest]:
+    """The trace of `copies` groups of users at once: each group repeats it with ids of its own."""
+    beyond = 1 + max((one for request in trace for one in request.hash_ids), default=0)
+    return [
+        dataclasses.replace(
+            request, hash_ids=tuple(copy * beyond + one for one in request.hash_ids)
+        )
+        for request in trace
+        for copy in range(copies)
+    ]
+
+
+def _parsed(line: bytes, where: str) -> TraceRequest:
+    try:
+        raw: dict[str, Any] = orjson.loads(line)
+        request = TraceRequest(
+            timestamp_ms=float(raw["timestamp"]),
+            input_length=int(raw["input_length"]),
+            output_length=int(raw["output_length"]),
+            hash_ids=tuple(int(one) for one in raw["hash_ids"]),
+            priority=int(raw.get("priority", 0)),
+        )
+    except (orjson.JSONDecodeError, KeyError, TypeError, ValueError) as error:
+        raise ValueError(
+            f"{where}: not a trace request ({type(error).__name__}: {error}); it needs timestamp, "
+            "input_length, output_length and hash_ids"
+        ) from error
+    blocks = -(-request.input_length // BLOCK_TOKENS)
+    if request.input_length < 1 or blocks != len(request.hash_ids):
+        raise ValueError(
+            f"{where}: input_length {request.input_length} needs {blocks} hash_ids, "
+            f"there are {len(request.hash_ids)}"
+        )
+    return request
+
+
+class TokenMaker:
+    """Derives the tokens of a block, drawn from a vocabulary, from its id."""
+
+    def __init__(self, vocabulary: npt.NDArray[np.uint32], block_tokens: int) -> None:
+        if len(vocabulary) < 2:
+            raise ValueError("a vocabulary of at least two tokens is needed to tell blocks apart")
+        self._vocabulary = vocabulary
+        self._block_tokens = block_tokens
+
+    def block(self, block_id: int) -> npt.NDArray[np.uint32]:
+        """uint32 `[block_tokens]`; a function of the id."""
+        random = np.random.Generator(np.random.Philox(key=block_id))
+        return self._vocabulary[random.integers(len(self._vocabulary), size=self._block_tokens)]
+
+    def prompt(self, hash_ids: Iterable[int], length: int) -> npt.NDArray[np.uint32]:
+        """uint32 `[length]`: the blocks of `hash_ids` one after the other, cut to `length`."""
+        blocks = [self.block(one) for one in hash_ids]
+        return np.concatenate(blocks)[:length] if blocks else np.empty(0, np.uint32)
+
 
 Vocabulary: TypeAlias = npt.NDArray[np.uint32]
 """Token ids that prompts are made of, without special tokens."""
@@ -68,7 +208,6 @@ class SharedPrefixShape:
 def random_requests(
     vocabulary: Vocabulary, shape: RandomShape, count: int, seed: int
 ) -> list[BenchRequest]:
-    """`count` independent random prompts."""
     rng = np.random.default_rng(seed)
 
     def lengths(most: int) -> npt.NDArray[np.int64]:
@@ -97,7 +236,6 @@ def shared_prefix_requests(
 def trace_requests(
     vocabulary: Vocabulary, trace: Sequence[TraceRequest], scale: TraceScale
 ) -> list[BenchRequest]:
-    """The requests of a trace, with their times."""
     maker = TokenMaker(vocabulary, scale.block_tokens)
     begin = trace[0].timestamp_ms if trace else 0.0
     return [

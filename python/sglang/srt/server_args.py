@@ -6,8 +6,8 @@ import logging
 import sys
 from collections.abc import Sequence
 
+from sglang.srt.arg_groups.checks import mistakes_of
 from sglang.srt.arg_groups.cli import ignoring, parse_flags, raise_errors
-from sglang.srt.arg_groups.mistakes import mistakes_of
 from sglang.srt.arg_groups.server_args import ServerArgs
 from sglang.srt.utils.logging_utils import LOG_LEVELS, configure_logger
 

@@ -19,7 +19,7 @@ from enum import StrEnum
 import numpy as np
 import torch
 
-from sglang.benchmark.mooncake_trace import TokenMaker, TraceRequest, TraceScale
+from sglang.benchmark.workload import TokenMaker, TraceRequest, TraceScale
 from sglang.srt.mem_cache.allocator import BaseTokenToKVPoolAllocator, make_allocator
 from sglang.srt.mem_cache.device.memory_pool import MHATokenToKVPool, ReqToTokenPool
 from sglang.srt.mem_cache.device.pool_registry import ModelPools

@@ -18,8 +18,7 @@ from typing import Any, Final
 import aiohttp
 import numpy as np
 
-from sglang.benchmark.api_backends import RequestOptions, SglangBackend
-from sglang.benchmark.request_result import TIERS, RequestResult
+from sglang.benchmark.api_backends import TIERS, RequestOptions, RequestResult, SglangBackend
 from sglang.benchmark.workload import BenchRequest, Vocabulary
 
 _FLAGS: Final = {

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from sglang.benchmark.mooncake_trace import TraceRequest, TraceScale
+from sglang.benchmark.workload import TraceRequest, TraceScale
 
 
 @dataclass(frozen=True, slots=True)

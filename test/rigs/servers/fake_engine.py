@@ -17,9 +17,8 @@ import zmq
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from sglang.srt.arg_groups.disaggregation import DisaggregationMode, prefill_hosts
-from sglang.srt.arg_groups.prefill_hosts import PrefillHosts
-from sglang.srt.entrypoints.engine_front import EngineFront
+from sglang.srt.arg_groups.disaggregation import DisaggregationMode, PrefillHosts, prefill_hosts
+from sglang.srt.entrypoints.engine import EngineFront
 from sglang.srt.entrypoints.engine_processes import EngineProcesses
 from sglang.srt.entrypoints.http.server_context import ServerContext
 from sglang.srt.entrypoints.http_server import HttpServer

@@ -42,7 +42,6 @@ class FlagErrors(ValueError):
 
 
 def raise_errors(lines: Iterable[str]) -> None:
-    """Raise `FlagErrors` if there is any line."""
     found = list(lines)
     if found:
         raise FlagErrors(found)
@@ -123,7 +122,6 @@ def _flag_names(field: dataclasses.Field[Any]) -> tuple[str, ...]:
 
 
 def add_flags(parser: argparse.ArgumentParser, args_class: type) -> None:
-    """Add one flag per field of the dataclass `args_class` to a parser."""
     hints = typing.get_type_hints(args_class)
     for field in _flags(args_class):
         kind = _scalar_type(hints[field.name])
@@ -237,7 +235,6 @@ def explain_foreign(
 
 
 def ignoring(flags: Sequence[str]) -> str:
-    """The warning about ignored flags."""
     return f"no effect here, and none on answers: {', '.join(flags)} (docs/flags.md)"
 
 
@@ -284,3 +281,12 @@ def check_choices(args: Any) -> Iterator[Mistake]:
                 or f"{flag_name(field.name)} {value}: choose one of {', '.join(choices)}"
                 f"{did_you_mean(value, choices)}",
             )
+
+
+def refuse_ignored(args: Any, field: str, where: str) -> Iterator[str]:
+    """Refuse `field` if it was set, because it would have no effect."""
+    default = next(f.default for f in dataclasses.fields(args) if f.name == field)
+    value = getattr(args, field)
+    if value != default:
+        given = flag_name(field) if value is True else f"{flag_name(field)} {value}"
+        yield f"{given} has no effect {where}"

@@ -100,10 +100,7 @@ def parse_extra_config(text: str | None) -> dict[str, Any]:
 
 def without_secrets(config: Mapping[str, Any]) -> dict[str, Any]:
     """`config` for display: values with secret-looking names and credentials in addresses are
-    hidden.
-
-    The settings listed above are not secret, even if their names look so.
-    """
+    hidden, but not the settings listed above."""
     return {
         key: "***" if key not in _PUBLIC_KEYS and _SECRET.search(key) else _shown(value)
         for key, value in config.items()
@@ -183,11 +180,7 @@ def _check(value: Any, depth: int, budget: Iterator[int]) -> None:
 
 
 def check_extra_config_keys(backend: str, config: Mapping[str, Any]) -> None:
-    """Refuse settings that `backend` would ignore.
-
-    Raises:
-        ValueError: A setting is unknown; the message suggests the nearest one.
-    """
+    """Refuse settings that `backend` would ignore: a ValueError that suggests the nearest name."""
     backend_keys = BACKEND_KEYS.get(backend)
     if backend_keys is None:
         return

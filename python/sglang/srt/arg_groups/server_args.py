@@ -13,7 +13,7 @@ import logging
 from typing import Any, ClassVar
 
 from sglang.srt.arg_groups.api_keys import resolve_key
-from sglang.srt.arg_groups.checks import cache_and_page_size, check_device
+from sglang.srt.arg_groups.checks import cache_and_page_size, check_device, mistakes_of
 from sglang.srt.arg_groups.cli import (
     add_flags,
     explain_foreign,
@@ -24,7 +24,6 @@ from sglang.srt.arg_groups.cli import (
 )
 from sglang.srt.arg_groups.disaggregation import DisaggregationMode, TransferBackend, read_secret
 from sglang.srt.arg_groups.extra_config import parse_extra_config, public_text
-from sglang.srt.arg_groups.mistakes import mistakes_of
 from sglang.srt.arg_groups.remote_weights import REMOTE_INSTANCE
 from sglang.srt.constants import (
     BUILTIN_MODEL_DIR,
@@ -362,11 +361,8 @@ class ServerArgs:
 
     @classmethod
     def from_kwargs(cls, **kwargs: Any) -> ServerArgs:
-        """Like the constructor, but judges names of other flags as the command line does.
-
-        Raises:
-            FlagErrors: Names are no fields.
-        """
+        """Like the constructor, but judges names of other flags as the command line does: raises
+        FlagErrors."""
         known = {field.name for field in dataclasses.fields(cls)}
         foreign = [(flag_name(name), kwargs[name]) for name in kwargs if name not in known]
         lines, ignored = explain_foreign(foreign, cls)
@@ -376,11 +372,8 @@ class ServerArgs:
         return cls(**{name: value for name, value in kwargs.items() if name in known})
 
     def with_keys(self) -> ServerArgs:
-        """A copy with the keys from files and the environment. Called once, before `resolve`.
-
-        Raises:
-            ValueError: A key has two sources, or its file has none. No message shows a key.
-        """
+        """A copy with the keys from files and the environment. Called once, before `resolve`;
+        raises as `resolve_key`."""
         return dataclasses.replace(
             self,
             api_key=resolve_key(self.api_key, self.api_key_file, "--api-key", envs.SGLANG_API_KEY),

@@ -20,8 +20,6 @@ T = TypeVar("T")
 
 
 class Hello(msgspec.Struct, frozen=True):
-    """First message to the process."""
-
     vocabulary: Vocabulary
     limits: GrammarLimits
     any_whitespace: bool
@@ -49,22 +47,15 @@ RESULT_DECODER: Final = msgspec.msgpack.Decoder(TrialResult)
 
 
 def send(pipe: Connection, message: msgspec.Struct) -> None:
-    """Send one message; blocks while the pipe is full.
-
-    Raises:
-        OSError: The other end is closed.
-    """
+    """Send one message; blocks while the pipe is full. Raises OSError if the other end is
+    closed."""
     pipe.send_bytes(msgspec.msgpack.encode(message))
 
 
 def receive(
     pipe: Connection, decoder: msgspec.msgpack.Decoder[T], seconds: float | None = None
 ) -> T:
-    """Receive one message.
-
-    Args:
-        decoder: The decoder of the expected message.
-        seconds: Longest time until the message; None waits for ever.
+    """Receive one message, after at most `seconds`; None waits for ever.
 
     Raises:
         EOFError: The other end is closed.
@@ -123,12 +114,10 @@ class CompileProcess:
 
     @property
     def pid(self) -> int:
-        """The process id."""
         return self._process.pid
 
     @property
     def is_running(self) -> bool:
-        """True if the process runs."""
         return self._process.poll() is None
 
     @property

@@ -42,11 +42,8 @@ def constraint_of(
     ebnf: str | None,
     structural_tag: str | None = None,
 ) -> Constraint | None:
-    """The constraint among a request's sampling parameters, or None.
-
-    Raises:
-        ValueError: There are several.
-    """
+    """The constraint among a request's sampling parameters, or None. Raises ValueError if there are
+    several."""
     texts = (json_schema, regex, ebnf, structural_tag)
     if texts == _NO_TEXTS:
         return None

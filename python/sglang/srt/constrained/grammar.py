@@ -107,11 +107,7 @@ class Vocabulary(msgspec.Struct, frozen=True, kw_only=True):
     def from_tokenizer(
         cls, tokenizer: PreTrainedTokenizerBase, vocab_size: int, eos_token_ids: Sequence[int]
     ) -> Vocabulary:
-        """Args as in `XGrammarBackend`.
-
-        Raises:
-            ValueError: There is no end token, or one is outside the vocabulary.
-        """
+        """Args and errors as in `XGrammarBackend`."""
         ends = sorted(set(eos_token_ids))
         if not ends:
             raise ValueError(
@@ -130,7 +126,6 @@ class Vocabulary(msgspec.Struct, frozen=True, kw_only=True):
         return cls(tokens=tokens, eos_token_ids=ends, add_prefix_space=bool(info.add_prefix_space))
 
     def tokenizer_info(self) -> xgrammar.TokenizerInfo:
-        """The vocabulary as the library's type."""
         return xgrammar.TokenizerInfo(
             self.tokens,
             xgrammar.VocabType.RAW,
@@ -162,10 +157,9 @@ def compile_constraint(
     compiler: xgrammar.GrammarCompiler, constraint: Constraint, *, any_whitespace: bool
 ) -> xgrammar.CompiledGrammar:
     """Compile a constraint, without a limit of time or memory. Releases the interpreter lock.
+    Schemas and structural tags must have been checked.
 
     Args:
-        compiler: From `make_compiler`.
-        constraint: The constraint; schemas and structural tags must have been checked.
         any_whitespace: Whether JSON may have whitespace between its tokens. If not, it is
             written as `json.dumps` does: one blank after each comma and colon, no line breaks.
 
@@ -274,7 +268,6 @@ class Grammar:
 
     @property
     def size_bytes(self) -> int:
-        """Host memory of the grammar, in bytes."""
         return int(self._compiled.memory_size_bytes)
 
     def matcher(self, stop_token_ids: Sequence[int] = ()) -> GrammarMatcher:
@@ -304,5 +297,5 @@ class GrammarTicket(Future[Grammar]):
         self.constraint = constraint
 
     def fail(self, message: str) -> None:
-        """Set the reason of a failure: one line for the client. For the backend."""
+        """Set the reason of a failure: one line for the client."""
         self.set_exception(GrammarError(message))

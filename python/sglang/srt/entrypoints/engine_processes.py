@@ -79,9 +79,7 @@ class EngineProcesses:
 
     def await_ready(self, readers: dict[str, Connection]) -> dict[str, dict[str, Any]]:
         """Wait for the ready messages of children, while all of them live; return them by name.
-
-        Args:
-            readers: The pipe of each child, by name; closed afterwards.
+        Closes the pipes, `readers` by the child's name.
 
         Raises:
             StartError: A child could not start, or died without a message.
@@ -178,15 +176,7 @@ class EngineProcesses:
 
 def run_node(args: ServerArgs) -> int:
     """Run the ranks of a machine that is not the first of its server, until rank 0 ends them;
-    return the process's exit status.
-
-    Args:
-        args: Resolved arguments, with a `node_rank` above 0.
-
-    Raises:
-        ValueError: Settings or files are wrong.
-        StartError: A rank could not start.
-    """
+    return the process's exit status. Raises as `launch_subprocesses`."""
     check_start(args)
     processes = launch_subprocesses(args)
     try:
@@ -234,10 +224,7 @@ def launch_subprocesses(
 
 def _start_schedulers(processes: EngineProcesses, server_args: ServerArgs) -> dict[str, Connection]:
     """Start this machine's ranks; return the pipe of each by its name, the first rank's first.
-
-    Raises:
-        ValueError: This machine cannot listen at `--dist-init-addr`.
-    """
+    Raises ValueError if this machine cannot listen at `--dist-init-addr`."""
     ipc = processes.ipc
     if server_args.tp_size == 1:
         alone = (server_args, ipc, SCHEDULER, None)

@@ -22,7 +22,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from sglang.srt.entrypoints import native_routes, server_routes
-from sglang.srt.entrypoints.engine_front import WRITE_BACK_SECONDS, EngineFront
+from sglang.srt.entrypoints.engine import WRITE_BACK_SECONDS, EngineFront
 from sglang.srt.entrypoints.http.errors import install_error_handlers
 from sglang.srt.entrypoints.http.protocol import bounded_protocol
 from sglang.srt.entrypoints.http.server_context import ServerContext
@@ -94,11 +94,8 @@ class BoundedServer(uvicorn.Server):
             self._num_answered, self._last_used = state.total_requests, time.monotonic()
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Start the application, then accept.
-
-        Raises:
-            ValueError: The server cannot listen on `host` and `port`.
-        """
+        """Start the application, then accept. Raises ValueError if `host` and `port` cannot be
+        listened on."""
         config = self.config
         own = listening_sockets(config.host, config.port, config.backlog)
         await super().startup(sockets=[])
@@ -243,15 +240,8 @@ def launch_server(server_args: ServerArgs) -> None:
 
 
 def run_server(args: ServerArgs) -> int:
-    """Serve until a signal or the engine's death; return the process's exit status.
-
-    Args:
-        args: Resolved arguments.
-
-    Raises:
-        ValueError: Settings or files are wrong, or the port is in use.
-        StartError: The engine could not start.
-    """
+    """Serve until a signal or the engine's death; return the process's exit status. `args` are
+    resolved. Raises as `launch_server`."""
     check_port_available(args.host, args.port)
     warn_of_open_server(logger, args.host, has_key=args.api_key is not None)
     front = EngineFront(args)
@@ -296,7 +286,6 @@ class HttpServer(BoundedServer):
         self._signalled = False
 
     def serve_blocking(self) -> int:
-        """Serve until the end; return the exit status."""
         self.run()
         if self._cause is not None:
             logger.critical("%s; the server ends", self._cause)
@@ -304,7 +293,6 @@ class HttpServer(BoundedServer):
         return 0 if ended_well else EXIT_FAILED
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Listen, then log the ready line."""
         await super().startup(sockets)
         if self.started:
             logger.info("%s %s", READY_LINE, base_url(self.config.host, self.config.port))

@@ -5,24 +5,22 @@ from __future__ import annotations
 from typing import Annotated, Any, ClassVar, Final
 
 from sglang.srt.entrypoints.http.body import (
-    MAX_BATCH,
-    convert,
-    refuse_own_ids,
-    spread,
-)
-from sglang.srt.entrypoints.http.body_fields import (
     BOOKKEEPING,
     IMAGES_ALONE,
     LORA,
+    MAX_BATCH,
     NOTHING,
     TEXT_ALONE,
     WHOLE_PROMPT,
     Ignored,
     Refused,
     SharedFields,
+    convert,
     is_neutral,
     refuse_fields,
+    refuse_own_ids,
     rooms_of,
+    spread,
 )
 from sglang.srt.entrypoints.http.errors import bad_request
 from sglang.srt.managers.tokenizer.generate_request import (
@@ -106,9 +104,6 @@ def to_requests(body: GenerateBody) -> tuple[list[GenerateRequest], bool]:
     With `return_logprob: false` the other logprob fields have no effect; without `return_logprob`
     they are refused as a mistake. The samples of one prompt are consecutive; more than one output
     makes a batch.
-
-    Raises:
-        ApiError: 400 that names the field.
     """
     refuse_fields(body)
     refuse_own_ids(body.rid)

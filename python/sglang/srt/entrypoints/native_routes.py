@@ -169,8 +169,6 @@ MAX_FLUSH_TIMEOUT = 3600.0
 
 
 class AbortBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    """The request to end, or all."""
-
     rid: str | None = None
     abort_all: bool | None = None
     abort_message: str | None = None
@@ -178,7 +176,6 @@ class AbortBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 
 
 async def generate(request: Request) -> Response:
-    """Complete one prompt or a batch, streaming or not."""
     context = context_of(request)
     body = await read_json(request, GenerateBody)
     requests, is_batch = to_requests(body)

@@ -71,7 +71,6 @@ async def health_generate(request: Request) -> Response:
 
 
 async def _generate_token(manager: TokenizerManager) -> ApiError | None:
-    """Generate one token; return the error, or None."""
     probe = GenerateRequest(
         rid=f"{HEALTH_CHECK_RID_PREFIX}_{uuid.uuid4().hex}",
         input_ids=token_array([0]),
@@ -87,7 +86,6 @@ async def _generate_token(manager: TokenizerManager) -> ApiError | None:
 
 
 async def model_info(request: Request) -> Response:
-    """The served model."""
     return json_response(context_of(request).model_info)
 
 
@@ -206,7 +204,6 @@ async def get_backend(request: Request) -> Response:
 
 @auth_level(AuthLevel.ADMIN_OPTIONAL)
 async def attach_backend(request: Request) -> Response:
-    """Attach a backend, or update the policies of the attached one."""
     context = _administered(request)
     body = await read_json(request, AttachBody)
     if not body.hicache_storage_backend:
@@ -219,11 +216,7 @@ async def attach_backend(request: Request) -> Response:
 
 
 def _check_attachable(context: ServerContext, body: AttachBody) -> None:
-    """Refuse settings that only the command line may have: files of the server, code to run.
-
-    Raises:
-        ApiError: 403 or 400; names the field.
-    """
+    """Refuse settings that only the command line may have: files of the server, code to run."""
     text = body.hicache_storage_backend_extra_config_json
     args = context.args
     updates_own = args.hicache_storage_backend == "dynamic" and text is None
@@ -263,11 +256,8 @@ async def clear_backend(request: Request) -> Response:
 
 
 def _administered(request: Request) -> ServerContext:
-    """The server's context. The middleware has already checked the operator's key, if there is one.
-
-    Raises:
-        ApiError: 400: the server has no operator's key, so this endpoint is closed.
-    """
+    """The server's context, if the server has an operator's key. The middleware has checked that
+    the request has it."""
     context = context_of(request)
     if not context.args.admin_api_key:
         raise ApiError(

@@ -1,6 +1,7 @@
 """Checks of a start that take a second or two, before torch is imported or a process is started.
 
-They only report errors early: the users of a file, a store or a variable check it again.
+Each raises ValueError with one line that names the flag, file or variable, and the remedy. They
+only report errors early: the users of a file, a store or a variable check it again.
 """
 
 from __future__ import annotations
@@ -63,11 +64,7 @@ _SEED_TIMEOUT_S = 2.0
 
 
 def check_start(args: ServerArgs) -> None:
-    """Check the environment, and the device, the files and the store that resolved `args` name.
-
-    Raises:
-        ValueError: One line with the remedy.
-    """
+    """Check the environment, and the device, the files and the store that resolved `args` name."""
     envs.check_own()
     for line in warnings_about_variables():
         logger.warning(line)
@@ -80,11 +77,7 @@ def check_start(args: ServerArgs) -> None:
 
 
 def check_device(args: ServerArgs) -> None:
-    """Check that the packages are installed that the device and its features need.
-
-    Raises:
-        ValueError: One line that names the flag and the package to install.
-    """
+    """Check that the packages are installed that the device and its features need."""
     for kind in DEVICE_KINDS.values():
         for field, value in kind.package_flags:
             if getattr(args, field) != value:
@@ -96,21 +89,13 @@ def check_device(args: ServerArgs) -> None:
 
 def check_host_layout(args: ServerArgs) -> None:
     """Check that L2's layout and its I/O backend work on the device, if the arguments name a
-    device.
-
-    Raises:
-        ValueError: One line that names the flag and the values that work on this device.
-    """
+    device."""
     if args.enable_hierarchical_cache and args.device != AUTO:
         check_layout_and_io(args.device, args.hicache_io_backend, args.hicache_mem_layout)
 
 
 def check_model(args: ServerArgs) -> None:
-    """Check the files of the model: config, weights, tokenizer, chat template.
-
-    Raises:
-        ValueError: One line that names the file.
-    """
+    """Check the files of the model: config, weights, tokenizer, chat template."""
     assert args.model_path is not None, "resolved arguments name the model"
     supported_architecture(
         args.model_path,
@@ -125,12 +110,8 @@ def check_model(args: ServerArgs) -> None:
 
 
 def check_seed(args: ServerArgs) -> None:
-    """Check the requirements of reading weights from another server, and of letting others read.
-
-    Raises:
-        ValueError: Mooncake is missing or cannot work here, or no server listens at the seed's
-            address.
-    """
+    """Check that Mooncake works here where weights are read or offered, and that a server listens
+    at the seed's address."""
     if not offers_weights(args):
         return
     _check_transfer_engine("weights from a running server", envs.MOONCAKE_DEVICE.get())
@@ -143,12 +124,8 @@ def check_seed(args: ServerArgs) -> None:
 
 
 def check_disaggregation(args: ServerArgs) -> None:
-    """Check the requirements of a prefill or decode server: Mooncake, and for prefill a free port.
-
-    Raises:
-        ValueError: Mooncake is missing or cannot work here, the bootstrap port is in use, or
-            SGLANG_MOONCAKE_CUSTOM_MEM_POOL is wrong.
-    """
+    """Check the requirements of a prefill or decode server: Mooncake, and for prefill a free
+    port."""
     mode = args.disaggregation_mode
     if not moves_pages(args):
         return
@@ -161,11 +138,7 @@ def check_disaggregation(args: ServerArgs) -> None:
 
 
 def check_storage(args: ServerArgs) -> None:
-    """Check that the store of L3 answers, unless the settings allow a start without it.
-
-    Raises:
-        ValueError: A setting cannot work, or the store does not answer.
-    """
+    """Check that the store of L3 answers, unless the settings allow a start without it."""
     if args.hicache_storage_backend is None:
         return
     config = args.extra_config()

@@ -62,7 +62,6 @@ class ServerMetrics:
         )
 
     def observe_first_token(self, seconds: float) -> None:
-        """Record the time to the first token of a streaming request."""
         self._first_token.observe(max(seconds, 0.0))
 
     def observe_next_tokens(self, seconds: float, count: int) -> None:
@@ -72,18 +71,13 @@ class ServerMetrics:
             self._next_token.observe(each)
 
     def observe_end(self, outcome: str, seconds: float | None) -> None:
-        """Record the end of a request.
-
-        Args:
-            outcome: See `RequestState.outcome`.
-            seconds: Time since its arrival; None: its client left before its end.
-        """
+        """Record the end of a request; `seconds` since its arrival are None if its client left
+        before its end."""
         self._requests.labels(finish_reason=outcome).inc()
         if seconds is not None and outcome in ("stop", "length"):
             self._request.observe(max(seconds, 0.0))
 
     def render(self) -> str:
-        """All metrics in Prometheus' text format."""
         return generate_latest(self.registry).decode()
 
 
@@ -99,9 +93,6 @@ class SchedulerMetrics:
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        """Args:
-        clock: Seconds, for the throughput.
-        """
         self.registry = CollectorRegistry()
         self.num_generated = 0
         self._clock = clock
@@ -141,13 +132,8 @@ class SchedulerMetrics:
     def on_scheduled(
         self, prompt_tokens: int, cached: CachedTokensDetails, queue_time: float
     ) -> None:
-        """Count a request that is scheduled for the first time.
-
-        Args:
-            prompt_tokens: Length of its prompt.
-            cached: Tokens of it that were reused.
-            queue_time: Seconds since its arrival.
-        """
+        """Count a request that is scheduled for the first time: the tokens of its prompt, those of
+        them that were reused, and the seconds since its arrival."""
         self._num_prompt += prompt_tokens
         self._num_cached["device"] += cached.device
         self._num_cached["host"] += cached.host
@@ -228,11 +214,8 @@ class DisaggregationMetrics:
         )
 
     def on_failure(self, *, had_bootstrapped: bool) -> None:
-        """A request failed between the servers.
-
-        Args:
-            had_bootstrapped: Whether the prefill server had confirmed the request.
-        """
+        """Count a request that failed between the servers; `had_bootstrapped`: the prefill server
+        had confirmed it."""
         (self._transfer_failed if had_bootstrapped else self._bootstrap_failed).inc()
 
 

@@ -108,10 +108,7 @@ class SamplingParams(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, o
         return self.stop is not None or self.stop_regex is not None
 
     def verify(self, vocab_size: int) -> None:
-        """Check every value against its range.
-
-        Args:
-            vocab_size: Tokens in the model's vocabulary.
+        """Check every value against its range; `vocab_size` is in tokens.
 
         Raises:
             ValueError: A value is out of range; the message names field, value and range.

@@ -7,7 +7,7 @@ import socket
 import psutil
 import pytest
 
-from sglang.srt.arg_groups.prefill_hosts import PrefillHosts
+from sglang.srt.arg_groups.disaggregation import PrefillHosts
 from sglang.test.ci.ci_register import register_cpu_ci
 
 register_cpu_ci(est_time=1, suite="base-a-test-cpu")

@@ -17,7 +17,7 @@ from rigs.bench.cache_simulation import (
     replay,
 )
 from rigs.bench.page_trace import page_trace_of
-from sglang.benchmark.mooncake_trace import (
+from sglang.benchmark.workload import (
     TokenMaker,
     TraceRequest,
     TraceScale,

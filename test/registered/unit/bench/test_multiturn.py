@@ -17,9 +17,8 @@ from rigs.bench.multiturn import (
     round_figures,
 )
 from rigs.servers.fake_generate_server import FakeServer
-from sglang.benchmark.api_backends import RequestOptions
-from sglang.benchmark.load_generator import open_session
-from sglang.benchmark.request_result import RequestResult
+from sglang.benchmark.api_backends import RequestOptions, RequestResult
+from sglang.benchmark.serving_metrics import open_session
 from sglang.test.ci.ci_register import register_cpu_ci
 
 register_cpu_ci(est_time=4, suite="base-a-test-cpu")

@@ -15,7 +15,7 @@ from rigs.bench.cache_simulation import (
     replay,
 )
 from rigs.bench.state_simulation import SimulatedStateCache, StateSettings, divide_memory
-from sglang.benchmark.mooncake_trace import TraceRequest, TraceScale, read_trace
+from sglang.benchmark.workload import TraceRequest, TraceScale, read_trace
 from sglang.test.ci.ci_register import register_cpu_ci
 
 register_cpu_ci(est_time=1, suite="base-a-test-cpu")

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from sglang.srt.constrained.compile_queue import CompileJob, CompileQueue
 from sglang.srt.constrained.constraint import Constraint, ConstraintKind
 from sglang.srt.constrained.grammar import GrammarTicket
+from sglang.srt.constrained.xgrammar_backend import CompileJob, CompileQueue
 from sglang.test.ci.ci_register import register_cpu_ci
 
 register_cpu_ci(est_time=1, suite="base-a-test-cpu")

@@ -13,7 +13,6 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 import sglang
-from sglang.srt.constrained.compile_queue import GrammarCache
 from sglang.srt.constrained.constraint import (
     JSON_OBJECT_SCHEMA,
     Constraint,
@@ -33,6 +32,7 @@ from sglang.srt.constrained.grammar import (
     make_compiler,
 )
 from sglang.srt.constrained.schema_check import prepare_json_schema, prepare_structural_tag
+from sglang.srt.constrained.xgrammar_backend import GrammarCache
 from sglang.srt.utils.hf_tokenizer import get_tokenizer
 from sglang.test.ci.ci_register import register_cpu_ci
 

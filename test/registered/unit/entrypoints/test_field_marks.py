@@ -17,8 +17,7 @@ from openai.types import chat
 from openai.types.chat import completion_create_params
 
 from rigs.servers.fake_engine import byte_tokenizer
-from sglang.srt.entrypoints.http.body import decode_body
-from sglang.srt.entrypoints.http.body_fields import NOTHING, Ignored, Refused, marks_of
+from sglang.srt.entrypoints.http.body import NOTHING, Ignored, Refused, decode_body, marks_of
 from sglang.srt.entrypoints.http.errors import ApiError
 from sglang.srt.entrypoints.native_protocol import SAMPLING_MARKS, GenerateBody
 from sglang.srt.entrypoints.native_protocol import to_requests as generate_requests

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from sglang.srt.environ import envs
 from sglang.srt.function_call.format_detector import ToolCallItem, merge_calls
 from sglang.srt.function_call.function_call_parser import make_call_parser
-from sglang.srt.function_call.parameter_types import allowed_types, typed_value
+from sglang.srt.function_call.tagged_detectors import allowed_types, typed_value
 from sglang.test.ci.ci_register import register_cpu_ci
 
 register_cpu_ci(est_time=1, suite="base-a-test-cpu")

@@ -40,7 +40,6 @@ class ApiError(Exception):
 
 
 def bad_request(message: str, param: str | None = None) -> ApiError:
-    """A 400 that names `param`."""
     return ApiError(400, message, param=param)
 
 
@@ -73,13 +72,11 @@ def _methods_at(request: Request) -> list[str]:
 
 
 def error_body(error: ApiError) -> dict[str, Any]:
-    """The JSON object of an error."""
     kind = "invalid_request_error" if error.status < 500 else "server_error"
     return error_object(error.message, kind, error.code or error.status, error.param)
 
 
 def error_response(error: ApiError, headers: dict[str, str] | None = None) -> JSONResponse:
-    """The answer for an error."""
     if error.status == 503:
         headers = {**(headers or {}), "Retry-After": str(RETRY_AFTER_SECONDS)}
     return JSONResponse(error_body(error), status_code=error.status, headers=headers)

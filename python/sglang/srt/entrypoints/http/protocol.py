@@ -65,7 +65,6 @@ class BodyMeter:
         return part
 
     def note_body(self, count: int) -> None:
-        """Count `count` bytes of the body itself, found by the parser."""
         self._body_bytes += count
 
     @property

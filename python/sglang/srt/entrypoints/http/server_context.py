@@ -28,7 +28,6 @@ class SharedAnswer:
     """One answer for all who ask at the same time, or soon after. Event loop thread only."""
 
     def __init__(self, fresh_seconds: float) -> None:
-        """Reuse an answer for `fresh_seconds` seconds."""
         self._fresh_seconds = fresh_seconds
         self._work: asyncio.Task[ApiError | None] | None = None
         self._ended = 0.0
@@ -69,14 +68,12 @@ class ServerContext:
 
     @property
     def model_name(self) -> str:
-        """The name in `/v1/models`."""
         name = self.args.served_model_name or self.args.model_path
         assert name is not None, "resolved arguments name the model"
         return name
 
 
 def context_of(request: Request) -> ServerContext:
-    """The context of the server that received `request`."""
     context = request.app.state.context
     assert isinstance(context, ServerContext)
     return context

@@ -28,7 +28,6 @@ class Slices:
         self._done = 0
 
     async def count(self, entries: int) -> None:
-        """Count finished entries; yield if a slice is full."""
         self._done += entries
         if self._done >= SLICE:
             self._done = 0
@@ -92,12 +91,10 @@ _encoder: Final = msgspec.json.Encoder()
 
 
 def json_bytes(value: object) -> bytes:
-    """`value` as compact JSON."""
     return _encoder.encode(value)
 
 
 def json_response(value: object, status_code: int = 200) -> Response:
-    """A JSON answer, encoded by msgspec."""
     return Response(json_bytes(value), status_code=status_code, media_type="application/json")
 
 
@@ -116,11 +113,8 @@ class EventStream(Response):
     """
 
     def __init__(self, first: object, events: AsyncGenerator[object, None]) -> None:
-        """Take a stream whose `first` event has come.
-
-        Get it with `unless_client_leaves(request.receive, anext(events), events)`: a failure before
-        the first event is then a plain HTTP error.
-        """
+        """Take a stream whose `first` event has come, with `unless_client_leaves(request.receive,
+        anext(events), events)`: a failure before it is then a plain HTTP error."""
         super().__init__()
         self._first = first
         self._events = events

@@ -179,12 +179,7 @@ def _chat_entry(token_id: int, logprob: float, formatter: TokenFormatter) -> dic
 
 
 class Answers(ABC):
-    """Writes the answers to one body. A body has one choice for each sample.
-
-    Args:
-        body: The body, whose samples may stream.
-        context: State of the server.
-    """
+    """Writes the answers to one body, which has one choice for each sample."""
 
     id_prefix: ClassVar[str]
     kind: ClassVar[str]
@@ -263,12 +258,10 @@ def _tiers_of(state: RequestState) -> dict[str, Any]:
 
 
 def finish_reason(state: RequestState) -> str | None:
-    """OpenAI's word for why the request ended."""
     return None if state.finish_reason is None else state.finish_reason.type
 
 
 def matched_stop(state: RequestState) -> int | str | None:
-    """The stop token or string that ended the request."""
     return None if state.finish_reason is None else state.finish_reason.matched
 
 
@@ -278,11 +271,8 @@ async def respond(
     samples: Sequence[GenerateRequest],
     make_answers: Callable[[], Answers],
 ) -> Response:
-    """Run all samples and answer, streaming or not; a failed sample ends the others.
-
-    Args:
-        make_answers: Called once the engine has the samples, so that they do not wait for it.
-    """
+    """Run all samples and answer, streaming or not; a failed sample ends the others. `make_answers`
+    is called once the engine has the samples, so that they do not wait for it."""
 
     async def whole() -> dict[str, Any]:
         with manager.submit(samples) as states:

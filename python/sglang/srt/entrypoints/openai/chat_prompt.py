@@ -1,5 +1,5 @@
 """The prompt of a chat request, made from its messages and tools by the chat template, and its
-enforced calls."""
+enforced calls. A wrong field is an `ApiError` of status 400 that names it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import msgspec
 
 from sglang.srt.constrained.constraint import GrammarError
 from sglang.srt.constrained.schema_check import prepare_json_schema
-from sglang.srt.entrypoints.http.body_fields import TEXT_ALONE, refuse_fields
+from sglang.srt.entrypoints.http.body import TEXT_ALONE, refuse_fields
 from sglang.srt.entrypoints.http.errors import ApiError, bad_request
 from sglang.srt.entrypoints.openai.protocol import ChatBody, ChatMessage, Tool, ToolCall, ToolChoice
 from sglang.srt.managers.tokenizer.chat_template import ChatTemplate
@@ -23,8 +23,6 @@ _ENFORCED_FORMAT: Final = "llama3"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolUse:
-    """Use of tools by one request."""
-
     shown: list[dict[str, Any]]
     """The tools in the form for chat templates."""
     parser: str
@@ -36,14 +34,8 @@ class ToolUse:
 
 
 def tool_use(body: ChatBody, parser: str | None) -> ToolUse | None:
-    """The tools that `body` uses; None: it uses no tools.
-
-    Args:
-        parser: Value of `--tool-call-parser`.
-
-    Raises:
-        ApiError: 400 that names the field.
-    """
+    """The tools that `body` uses; None: it uses no tools. `parser` is the value of
+    `--tool-call-parser`."""
     tools, choice = body.tools or [], body.tool_choice
     _check_choice(tools, choice)
     _check_tools(tools)
@@ -185,13 +177,10 @@ _ROLES: Final = ("system", "developer", "user", "assistant", "tool")
 def chat_prompt(
     body: ChatBody, template: ChatTemplate, tools: ToolUse | None, context_len: int
 ) -> str:
-    """The text that the model continues.
-
-    Args:
-        context_len: Tokens of the longest context, which limits the number of messages and parts.
+    """The text that the model continues. `context_len`, the tokens of the longest context, limits
+    the number of messages and parts.
 
     Raises:
-        ApiError: 400 that names the field.
         InvalidRequest: The template refuses the messages.
     """
     if not body.messages:

@@ -1,6 +1,6 @@
 """Bodies of OpenAI's endpoints, as its clients and `sglang_router` send them, and their conversion.
 
-`http/body_fields.py` has what the marks on fields mean.
+`http/body.py` has what the marks on fields mean, and the errors.
 """
 
 from __future__ import annotations
@@ -10,8 +10,7 @@ from typing import Annotated, Any, ClassVar, Final, TypeAlias
 import msgspec
 
 from sglang.srt.constrained.constraint import Constraint, constraint_of_response_format
-from sglang.srt.entrypoints.http.body import refuse_own_ids
-from sglang.srt.entrypoints.http.body_fields import (
+from sglang.srt.entrypoints.http.body import (
     BOOKKEEPING,
     EQUAL_PREFIXES,
     IMAGES_ALONE,
@@ -21,6 +20,7 @@ from sglang.srt.entrypoints.http.body_fields import (
     Refused,
     SharedFields,
     refuse_fields,
+    refuse_own_ids,
 )
 from sglang.srt.entrypoints.http.errors import bad_request
 from sglang.srt.sampling.sampling_params import MAX_SEED, SamplingParams
@@ -281,11 +281,7 @@ _SAME_NAME: Final = (
 
 
 def check_common(body: CommonBody) -> None:
-    """Refuse fields that are not supported, contradict each other or are out of range.
-
-    Raises:
-        ApiError: 400 that names the field.
-    """
+    """Refuse fields that are not supported, contradict each other or are out of range."""
     refuse_fields(body)
     refuse_own_ids(body.rid)
     if body.model is not None and len(body.model) > MAX_MODEL_CHARS:
@@ -312,9 +308,6 @@ def sampling_params(
         max_tokens: Limit of new tokens that the client named, or None.
         field: Name of that field.
         least: Least value of `max_tokens`.
-
-    Raises:
-        ApiError: 400 that names the field.
     """
     values = {name: getattr(body, name) for name in _SAME_NAME}
     if max_tokens is not None:

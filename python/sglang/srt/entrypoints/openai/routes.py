@@ -9,8 +9,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from sglang.srt.entrypoints.http.body import MAX_BATCH, read_json
-from sglang.srt.entrypoints.http.body_fields import NOTHING, is_neutral
+from sglang.srt.entrypoints.http.body import MAX_BATCH, NOTHING, is_neutral, read_json
 from sglang.srt.entrypoints.http.errors import ApiError, bad_request
 from sglang.srt.entrypoints.http.server_context import ServerContext, context_of
 from sglang.srt.entrypoints.http.sse import json_response, unless_client_leaves

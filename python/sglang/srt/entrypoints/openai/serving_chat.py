@@ -11,8 +11,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from sglang.srt.constrained.constraint import ConstraintKind
-from sglang.srt.entrypoints.http.body import read_json
-from sglang.srt.entrypoints.http.body_fields import rooms_of
+from sglang.srt.entrypoints.http.body import read_json, rooms_of
 from sglang.srt.entrypoints.http.errors import bad_request
 from sglang.srt.entrypoints.http.server_context import ServerContext, context_of
 from sglang.srt.entrypoints.openai.answers import (
@@ -161,11 +160,7 @@ async def chat_completions(request: Request) -> Response:
 def to_requests(
     body: ChatBody, context: ServerContext
 ) -> tuple[list[GenerateRequest], ToolUse | None]:
-    """The engine's requests for `body`, one for each choice, and their use of tools.
-
-    Raises:
-        ApiError: 400 that names the field.
-    """
+    """The engine's requests for `body`, one for each choice, and their use of tools."""
     check_common(body)
     tools = tool_use(body, context.args.tool_call_parser)
     top_logprobs = body.top_logprobs or 0
@@ -205,8 +200,6 @@ def to_requests(
 
 
 class ChatAnswers(Answers):
-    """Writes the answers to one chat body."""
-
     id_prefix, kind, chunk_kind = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
     def __init__(

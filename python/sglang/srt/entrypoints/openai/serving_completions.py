@@ -8,8 +8,7 @@ from typing import Any, Final, cast
 from starlette.requests import Request
 from starlette.responses import Response
 
-from sglang.srt.entrypoints.http.body import MAX_BATCH, read_json
-from sglang.srt.entrypoints.http.body_fields import rooms_of
+from sglang.srt.entrypoints.http.body import MAX_BATCH, read_json, rooms_of
 from sglang.srt.entrypoints.http.errors import bad_request
 from sglang.srt.entrypoints.http.server_context import ServerContext, context_of
 from sglang.srt.entrypoints.openai.answers import (
@@ -46,11 +45,7 @@ async def completions(request: Request) -> Response:
 
 
 def to_requests(body: CompletionBody) -> list[GenerateRequest]:
-    """The engine's requests, one for each sample of each prompt.
-
-    Raises:
-        ApiError: 400 that names the field.
-    """
+    """The engine's requests, one for each sample of each prompt."""
     check_common(body)
     if body.logprobs is not None and not 0 <= body.logprobs <= MAX_LOGPROBS:
         raise bad_request(f"logprobs={body.logprobs} must be from 0 to {MAX_LOGPROBS}", "logprobs")
@@ -112,8 +107,6 @@ def _prompts(prompt: str | list[str | int | list[int]]) -> Sequence[str | TokenA
 
 
 class CompletionAnswers(Answers):
-    """Writes the answers to one completion body."""
-
     id_prefix, kind, chunk_kind = "cmpl", "text_completion", "text_completion"
 
     def __init__(

@@ -184,11 +184,8 @@ def make_prefill_batch(
 def _states_of(
     works: Sequence[PrefillWork], pools: BatchPools, rows: torch.Tensor, *, is_decode: bool
 ) -> StateBatch | None:
-    """The recurrent states of a prefill; `rows` is int64 `[bs]` on the device.
-
-    Args:
-        is_decode: Whether it runs as a decode step.
-    """
+    """The recurrent states of a prefill, which may run as a decode step; `rows` is int64 `[bs]` on
+    the device."""
     states = StateBatch.running(pools.req_to_token_pool, rows)
     if states is None:
         return None
@@ -231,13 +228,9 @@ class DecodeBatch:
         return len(self.reqs)
 
     def update(self, queues: RequestQueues, *, in_flight: bool) -> None:
-        """Take the requests that decode. Each has a row, and exactly one token without keys and
-        values that no step in flight computes.
-
-        Args:
-            queues: The same object in each call.
-            in_flight: Whether a step is in flight. Requests that end with it are left out.
-        """
+        """Take the requests that decode, from the same `queues` in each call. Each has a row, and
+        exactly one token without keys and values that no step in flight computes. Requests that end
+        with a step `in_flight` are left out."""
         reqs = list(queues.decoding)
         if in_flight:
             reqs = [req for req in reqs if not req.ends_in_flight]
@@ -253,7 +246,6 @@ class DecodeBatch:
         return self._is_stale
 
     def next_seq_lens(self) -> list[int]:
-        """Context lengths before the next step."""
         if self._is_stale:
             return [req.progress.next_seq_len for req in self.reqs]
         return self._seq_lens_cpu
@@ -275,11 +267,8 @@ class DecodeBatch:
     def worker_batch(
         self, sampling_info: SamplingBatchInfo, snapshots: Snapshots | None = None
     ) -> ModelWorkerBatch:
-        """The prepared step, which is going to be launched.
-
-        Args:
-            snapshots: Chooses the requests that leave a snapshot; None: none does.
-        """
+        """The prepared step, which is going to be launched. `snapshots` chooses the requests that
+        leave a snapshot; None: none does."""
         states = self._states
         if states is not None and snapshots is not None:
             left = snapshots.in_decoding(self.reqs, self._seq_lens_cpu)

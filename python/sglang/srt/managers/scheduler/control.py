@@ -100,7 +100,6 @@ class ControlHandler:
         with the reason of a refusal."""
 
     def handle(self, message: object) -> None:
-        """Act on one control request."""
         if isinstance(message, ShutdownReq):
             self._drain_deadline = self._state.now + max(0.0, message.timeout)
             logger.info("shutting down within %.1f s: %s", message.timeout, self.busy() or "idle")
@@ -116,7 +115,6 @@ class ControlHandler:
 
     @property
     def is_draining(self) -> bool:
-        """True if a shutdown was asked for."""
         return self._drain_deadline is not None
 
     @property
@@ -235,11 +233,8 @@ class ControlHandler:
         return tree.administration if isinstance(tree, HiRadixCache) else None
 
     def _begin_change(self, req_id: str, begin: Callable[[StorageAdministration], None]) -> None:
-        """Begin a change of L3 on an idle hierarchical cache.
-
-        Raises:
-            ValueError: The reason why it cannot begin.
-        """
+        """Begin a change of L3 on an idle hierarchical cache. A ValueError has the reason why it
+        cannot begin."""
         administration = self._administration
         if administration is None:
             raise ValueError(_NO_HIERARCHY)
@@ -298,7 +293,6 @@ class InputHandler:
         self._num_arrivals = 0
 
     def handle(self, message: ToScheduler) -> None:
-        """Act on one message."""
         if isinstance(message, TokenizedGenerateReqInput):
             self._arrive(message)
         elif isinstance(message, DeclineRoomReq):

@@ -30,10 +30,8 @@ class DecodeScheduler:
     def __init__(
         self, state: SchedulerState, is_kept: Callable[[Req], bool] = lambda req: False
     ) -> None:
-        """Args:
-        is_kept: Whether the computed pages of a request's prompt must stay where they are because
-            another server reads them.
-        """
+        """`is_kept`: whether the computed pages of a request's prompt must stay where they are
+        because another server reads them."""
         self._state = state
         self._is_kept = is_kept
         self._log = RateLimitedLogger(logger)
@@ -89,7 +87,6 @@ class DecodeScheduler:
 
     @property
     def sampling_info(self) -> SamplingBatchInfo:
-        """Sampling parameters of the prepared batch."""
         assert self._sampling_info is not None
         return self._sampling_info
 

@@ -86,7 +86,6 @@ def order_waiting(
 
 
 def ceil_to_page(tokens: int, page_size: int) -> int:
-    """`tokens` rounded up to whole pages."""
     return -(-tokens // page_size) * page_size
 
 
@@ -139,7 +138,6 @@ class AddPlan:
 
     @property
     def is_admitted(self) -> bool:
-        """True if the request joins the batch."""
         return self.outcome in (AddOutcome.ADDED, AddOutcome.CHUNKED)
 
 
@@ -236,13 +234,11 @@ class BatchPolicy:
         return now - self._row_began <= self._target * steps
 
     def on_prefill(self, now: float) -> None:
-        """A prefill was launched."""
         if self._decode_steps:
             self._row_began, self._prefills, self._decode_steps = now, 0, 0
         self._prefills += 1
 
     def on_decode(self) -> None:
-        """A decode step was launched."""
         self._decode_steps += 1
 
 
@@ -262,9 +258,7 @@ class NewTokenEstimate:
     _STEPS_TO_FLOOR = 600
 
     def __init__(self, conservativeness: float) -> None:
-        """Args:
-        conservativeness: Factor of the start; above 1 admits fewer requests, below 1 more.
-        """
+        """`conservativeness`: factor of the start; above 1 admits fewer requests, below 1 more."""
         self._ceiling = min(1.0, self._START * conservativeness)
         self._floor = self._ceiling * self._FLOOR_SHARE
         self._decay = (self._ceiling - self._floor) / self._STEPS_TO_FLOOR

@@ -53,9 +53,7 @@ class PrefillScheduler:
     def __init__(
         self, state: SchedulerState, may_compute: Callable[[Req], bool] = lambda req: True
     ) -> None:
-        """Args:
-        may_compute: Whether the prompt of a waiting request may be computed here now.
-        """
+        """`may_compute`: whether the prompt of a waiting request may be computed here now."""
         self._state = state
         self._may_compute = may_compute
         self._blocked_by: tuple[int, int, bool] | None = None

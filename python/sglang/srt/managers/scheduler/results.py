@@ -53,7 +53,6 @@ class OutputCollector:
         self._outputs.append(output)
 
     def answer(self, answer: ControlReqOutput) -> None:
-        """Reply to a control request."""
         self._answers.append(answer)
 
     def take(self) -> list[BatchTokenIDOutput | ControlReqOutput]:

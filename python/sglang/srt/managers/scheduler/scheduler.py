@@ -122,10 +122,7 @@ class Scheduler:
     """
 
     def __init__(self, server_args: ServerArgs, resources: SchedulerResources) -> None:
-        """Args:
-        server_args: Resolved.
-        resources: Inputs that no other scheduler uses.
-        """
+        """`server_args` are resolved; no other scheduler uses `resources`."""
         self._resources = resources
         self.state = state = _make_state(server_args, resources)
         self._outputs = outputs = OutputCollector(server_args.stream_interval)
@@ -182,11 +179,7 @@ class Scheduler:
 
     def run(self, channel: Channel) -> None:
         """Rank 0's loop: make ticks, send them to the other ranks and step, until a shutdown is
-        complete.
-
-        Args:
-            channel: Channel that messages come from and go to.
-        """
+        complete."""
         while not self.is_stopped:
             timeout = self.poll_timeout_ms()
             messages = channel.receive(timeout)
@@ -245,11 +238,8 @@ class Scheduler:
         return _IDLE_POLL_MS if self.is_idle() else _BUSY_POLL_MS
 
     def verify_once(self) -> None:
-        """Check page ownership, unless no tick has changed them since the last check.
-
-        Raises:
-            AssertionError: Slots were lost or have two owners.
-        """
+        """Check page ownership, unless no tick has changed it since the last check. Raises as
+        `SchedulerState.check_integrity`."""
         if self._is_verified:
             return
         self.state.check_integrity()

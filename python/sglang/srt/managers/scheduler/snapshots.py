@@ -77,11 +77,8 @@ class Snapshots:
     # ---- room for running states ---------------------------------------------------------------
 
     def make_room(self, decoding: Iterable[Req]) -> None:
-        """Free a slot, if none is free, for a request that is about to start.
-
-        Args:
-            decoding: Requests that decode. One may lose its snapshot, or the slot for its next one.
-        """
+        """Free a slot, if none is free, for a request that is about to start. One of the requests
+        that decode may lose its snapshot, or the slot for its next one."""
         self._evict()
         if self._pool is not None and not self._pool.available_size():
             self._give_up_spare(decoding)
@@ -94,11 +91,7 @@ class Snapshots:
 
     def room_to_load(self, decoding: Iterable[Req]) -> int | None:
         """Number of states that may be loaded for a request that is about to start; frees a slot
-        for one if the tree has none to evict. None: the model has no states.
-
-        Args:
-            decoding: As in `make_room`.
-        """
+        for one as `make_room` does if the tree has none to evict. None: the model has no states."""
         if self._pool is None:
             return None
         free, evictable = self._pool.available_size(), self._tree.mamba_evictable_size()
@@ -130,16 +123,9 @@ class Snapshots:
     # ---- snapshots -----------------------------------------------------------------------------
 
     def shorten(self, extend_len: int, begin: int, branching: int | None) -> int:
-        """Number of tokens that the first step of a prompt computes.
-
-        The step ends where other prompts have diverged from this one, so that it leaves a snapshot
-        there for later prompts.
-
-        Args:
-            extend_len: Tokens that it would compute.
-            begin: Tokens before them.
-            branching: Tokens before the place of divergence; None: there is none.
-        """
+        """Tokens of the `extend_len` after `begin` that the first step of a prompt computes. It
+        ends where other prompts have diverged from this one (`branching`; None: nowhere), so that
+        it leaves a snapshot there for later prompts."""
         if branching is None or not begin < branching < begin + extend_len:
             return extend_len
         return branching - begin

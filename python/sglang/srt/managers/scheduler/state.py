@@ -130,11 +130,8 @@ class SchedulerState:
         self.snapshots.release(req)
 
     def check_integrity(self) -> None:
-        """Check that every slot and every recurrent state has one owner.
-
-        Raises:
-            AssertionError: Slots were lost or have two owners.
-        """
+        """Check that every slot and every recurrent state has one owner; else raise
+        AssertionError."""
         rows = self.pools.req_to_token_pool
         holders = [req.slots for req in self.queues.holders()]
         spare = [slot for one in holders for slot in (one.mamba_track_slot, one.snapshot_slot)]
@@ -151,12 +148,8 @@ class SchedulerState:
     def sampling_info(
         self, reqs: Sequence[Req], samples: Sequence[bool] | None = None
     ) -> SamplingBatchInfo:
-        """Sampling parameters of a batch, its requests' history included.
-
-        Args:
-            reqs: Requests of the batch, row by row.
-            samples: Whether the token of each row is used; None: all are.
-        """
+        """Sampling parameters of a batch, its requests' history included. `samples`: whether the
+        token of each row is used; None: all are."""
         grammars = []
         for row, req in enumerate(reqs):
             progress, params = req.progress, req.spec.sampling_params

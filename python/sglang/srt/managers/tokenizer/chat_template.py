@@ -25,11 +25,7 @@ class ChatTemplate:
     """Renders conversations; made once per server."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, path: str | None = None) -> None:
-        """Use the template in file `path`; None: the tokenizer's.
-
-        Raises:
-            ValueError: The file cannot be read, or has no template.
-        """
+        """Use the template in file `path`; None: the tokenizer's. Raises as `read_template`."""
         self._tokenizer = tokenizer
         self._template: str | None = None if path is None else read_template(path)
         self.exists = self._template is not None or tokenizer.chat_template is not None

@@ -61,7 +61,6 @@ def prompt_ids(values: Sequence[int], field: str) -> TokenArray:
 
 
 def new_rid() -> str:
-    """An id for a request whose client gave none."""
     return uuid.uuid4().hex
 
 

@@ -1,7 +1,8 @@
 """All limits of a request, checked before the scheduler sees it, and its message to the scheduler.
 
-`check_request` comes before the prompt is tokenized, `check_prompt` and `tokenized` after it. Pure
-functions, but for a drawn seed.
+`check_request` comes before the prompt is tokenized, `check_prompt` and `tokenized` after it. They
+raise InvalidRequest, which names the field, what is wrong and what is allowed. Pure functions, but
+for a drawn seed.
 """
 
 from __future__ import annotations
@@ -12,8 +13,12 @@ import secrets
 from dataclasses import dataclass
 from typing import Final
 
-from sglang.srt.arg_groups.disaggregation import FAKE_BOOTSTRAP_HOST, DisaggregationMode
-from sglang.srt.arg_groups.prefill_hosts import PREFILL_HOSTS_FLAG, PrefillHosts
+from sglang.srt.arg_groups.disaggregation import (
+    FAKE_BOOTSTRAP_HOST,
+    PREFILL_HOSTS_FLAG,
+    DisaggregationMode,
+    PrefillHosts,
+)
 from sglang.srt.constants import DEFAULT_BOOTSTRAP_PORT, HEALTH_CHECK_RID_PREFIX
 from sglang.srt.managers.messages.io_struct import MAX_ROOM, Bootstrap, TokenizedGenerateReqInput
 from sglang.srt.managers.tokenizer.generate_request import GenerateRequest, InvalidRequest
@@ -67,11 +72,7 @@ class RequestLimits:
 
 
 def check_request(request: GenerateRequest, limits: RequestLimits) -> None:
-    """Make the checks that do not need the prompt's tokens.
-
-    Raises:
-        InvalidRequest: Names the field, what is wrong and what is allowed.
-    """
+    """Make the checks that do not need the prompt's tokens."""
     _check_fields(request)
     if request.num_outputs > limits.max_queued_requests:
         # A retry would not help: the queue cannot hold them.
@@ -109,11 +110,7 @@ def check_request(request: GenerateRequest, limits: RequestLimits) -> None:
 
 
 def check_prompt(request: GenerateRequest, tokens: TokenArray, limits: RequestLimits) -> None:
-    """Check the prompt's tokens, and all limits that depend on their number.
-
-    Raises:
-        InvalidRequest: Names the field, what is wrong and what is allowed.
-    """
+    """Check the prompt's tokens, and all limits that depend on their number."""
     _check_tokens(tokens, limits, request.prompt_field)
     if request.logprob_start_len != -1:
         _check_logprob_start(request, len(tokens))
@@ -254,14 +251,8 @@ def combine_extra_key(extra_key: str | None, cache_salt: str | None) -> str | No
 def tokenized(
     request: GenerateRequest, tokens: TokenArray, limits: RequestLimits, created_time: float
 ) -> TokenizedGenerateReqInput:
-    """The message for `request`, with a completed copy of its sampling parameters.
-
-    Args:
-        request: Request that passed `check_request`, and with `tokens` `check_prompt`.
-        tokens: The prompt.
-        limits: Limits of the server.
-        created_time: `time.monotonic()` on arrival.
-    """
+    """The message for `request`, with a completed copy of its sampling parameters. The request
+    passed `check_request`, and with `tokens` `check_prompt`."""
     params = copy.copy(request.sampling_params)
     params.normalize()
     if params.top_k > limits.vocab_size:

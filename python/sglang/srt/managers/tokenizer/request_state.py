@@ -32,13 +32,8 @@ class StopTrimmer:
     """
 
     def __init__(self, stops: Sequence[str], *, keep_match: bool) -> None:
-        """Trim around `stops`.
-
-        Args:
-            stops: The request's stop strings.
-            keep_match: The match that stops the request stays in the text (`no_stop_trim`):
-                every call passes its text on.
-        """
+        """Trim around `stops`. `keep_match`: the match that stops the request stays in the text
+        (`no_stop_trim`), so every call passes its text on."""
         self._stops = tuple(stops)
         self._keep_match = keep_match
         self._held = ""
@@ -46,12 +41,8 @@ class StopTrimmer:
         """Characters that were sent."""
 
     def feed(self, text: str, shown_chars: int | None = None) -> str:
-        """Add `text` to the held text; return the part of both that is certain to be shown.
-
-        Args:
-            text: New text; it continues the text of the last call.
-            shown_chars: `RequestOutput.shown_chars`.
-        """
+        """Add `text` to the held text; return the part of both that is certain to be shown. For
+        `shown_chars` see `RequestOutput`."""
         if self._keep_match:
             return text
         text = self._held + text
@@ -125,12 +116,7 @@ class RequestState:
         return self.request.rid
 
     def note_sent(self, input_ids: TokenArray, logprob_start_len: int) -> None:
-        """Note that the scheduler got the request.
-
-        Args:
-            input_ids: The prompt.
-            logprob_start_len: The first token whose logprob is wanted; -1: none is.
-        """
+        """Note that the scheduler got the request; `logprob_start_len` -1: no prompt logprobs."""
         self.is_sent = True
         self.prompt_tokens = len(input_ids)
         if logprob_start_len >= 0:
@@ -156,22 +142,14 @@ class RequestState:
 
     @property
     def text(self) -> str:
-        """The whole text so far."""
         if self._joined_parts < len(self.text_parts):
             self._joined += "".join(self.text_parts[self._joined_parts :])
             self._joined_parts = len(self.text_parts)
         return self._joined
 
     def apply(self, update: TextOutput, stop_text: str = "") -> int:
-        """Add the new output of one message.
-
-        Args:
-            update: Message of the detokenizer.
-            stop_text: Text of the token that stopped the request, if it is to be shown.
-
-        Returns:
-            Number of new tokens.
-        """
+        """Add the new output of one message, and return the number of new tokens. `stop_text` is
+        the text of the token that stopped the request, if it is to be shown."""
         output = update.output
         reason = output.finish_reason
         if reason is None:
@@ -203,7 +181,6 @@ class RequestState:
         self.stop_encoding()
 
     def stop_encoding(self) -> None:
-        """Cancel the tokenizing of a long prompt, if it is under way."""
         if self.encoding is not None:
             self.encoding.cancel()
 

@@ -80,7 +80,6 @@ class TokenizerManager:
     # ---- start and end ---------------------------------------------------------------------
 
     async def start(self) -> None:
-        """Open the sockets on the running loop and begin to read."""
         await self._channel.start()
 
     async def close(self) -> None:
@@ -182,7 +181,6 @@ class TokenizerManager:
             self._channel.send(AbortReq(rid=one))
 
     async def abort_all(self) -> None:
-        """Abort every request."""
         _abort_unsent(self._states.values())
         self._channel.send(AbortReq(abort_all=True))
 

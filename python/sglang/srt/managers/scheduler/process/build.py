@@ -82,7 +82,6 @@ class BuiltScheduler:
     """Addresses at which decode servers find a prefill server's ranks; empty on other servers."""
 
     def ready_details(self) -> dict[str, Any]:
-        """Details for the ready message."""
         limits = self.scheduler.state.limits
         return {
             "max_total_num_tokens": limits.pool_tokens,
@@ -187,11 +186,8 @@ def build_scheduler(
 
 
 def on_this_machine(server_args: ServerArgs, detected: str) -> ServerArgs:
-    """The arguments with the fields that depend on the device filled in.
-
-    Args:
-        server_args: Resolved arguments.
-        detected: The best device of this machine, which `auto` means.
+    """The resolved arguments with the fields that depend on the device filled in. `detected` is the
+    best device of this machine, which `auto` means.
 
     Raises:
         ValueError: The named device is absent, or does not support another setting.
@@ -208,12 +204,8 @@ def on_this_machine(server_args: ServerArgs, detected: str) -> ServerArgs:
 
 
 def check_model_flags(server_args: ServerArgs, model_config: ModelConfig) -> None:
-    """Refuse flags of recurrent states with a model that keeps none; windows are such states,
-    except for their dtype.
-
-    Raises:
-        ValueError: Names the flag and the model.
-    """
+    """Refuse flags of recurrent states with a model that keeps none: a ValueError names flag and
+    model. Windows are such states, except for their dtype."""
     if model_config.linear_attention_layers:
         return
     has_windows = bool(model_config.sliding_window_layers)

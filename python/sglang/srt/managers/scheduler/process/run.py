@@ -87,7 +87,6 @@ class TickWatchdog:
 
     @contextmanager
     def guard(self) -> Iterator[None]:
-        """Context in which a tick runs."""
         self._begin = self._clock()
         try:
             yield
@@ -118,11 +117,7 @@ _MAX_MESSAGES_PER_TICK: Final = 1024
 
 
 class ZmqChannel:
-    """Rank 0's channel. One thread uses it.
-
-    Args:
-        ipc: Addresses to listen on and to send to.
-    """
+    """Rank 0's channel. One thread uses it."""
 
     def __init__(self, ipc: IpcAddresses) -> None:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -163,11 +158,8 @@ _NAMING_S = LIMIT_S + 1.5
 
 
 class OtherRanks:
-    """The other ranks of this process's server, if there are any. The scheduler's thread uses it.
-
-    Args:
-        rendezvous: Meeting point of the ranks; None: there are no others.
-    """
+    """The other ranks of this process's server, if there are any. The scheduler's thread uses
+    it."""
 
     def __init__(self, rendezvous: Rendezvous | None) -> None:
         self._rendezvous = rendezvous

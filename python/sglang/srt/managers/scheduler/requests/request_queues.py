@@ -109,7 +109,6 @@ class RequestQueues:
 
     @property
     def num_holders(self) -> int:
-        """Requests that hold slots."""
         num_living = len(self.decoding) + len(self.computing) + len(self.held)
         return num_living + len(self.lingering)
 
@@ -118,7 +117,6 @@ class RequestQueues:
         return self._alive.get(rid)
 
     def state_of(self, req: Req) -> RequestState:
-        """State of `req`."""
         is_alive = self._alive.get(req.rid) is req
         return self._states[req.rid] if is_alive else RequestState.ENDED
 
