@@ -36,10 +36,14 @@ from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.entrypoints.local_model import with_local_model
 from sglang.srt.hardware_backend.device_runtime import detect_device, device_runtime
 from sglang.srt.managers.scheduler.launched_step import TpModelWorker
-from sglang.srt.managers.scheduler.process.build import on_this_machine
+from sglang.srt.managers.scheduler.process.build import (
+    memory_beside,
+    on_this_machine,
+    runner_config,
+)
 from sglang.srt.managers.tokenizer.chat_template import ChatTemplate
-from sglang.srt.model_executor.model_runner import ModelRunner, ModelRunnerConfig
-from sglang.srt.model_executor.pool_sizing import DeviceMemory, size_kv_pool
+from sglang.srt.model_executor.model_runner import ModelRunner
+from sglang.srt.model_executor.pool_sizing import size_kv_pool
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.utils.hf_tokenizer import get_tokenizer
 from sglang.srt.utils.logging_utils import configure_logger
@@ -161,33 +165,11 @@ def make_worker(args: ServerArgs, requests: int, tokens_each: int) -> TpModelWor
             f"--input-len and --output-len: {tokens_each} tokens do not fit into the model's "
             f"context of {config.context_len}"
         )
-    runner = ModelRunner(
-        ModelRunnerConfig(
-            model_config=config,
-            device=args.device,
-            kv_cache_dtype=args.kv_cache_dtype,
-            page_size=args.page_size,
-            attention_backend=args.attention_backend,
-            load_format=args.load_format,
-            random_seed=args.random_seed,
-            disable_cuda_graph=args.disable_cuda_graph,
-            cuda_graph_max_bs=args.cuda_graph_max_bs,
-        )
-    )
+    runner = ModelRunner(runner_config(args, config))
     need = requests * -(-tokens_each // args.page_size) * args.page_size
     is_sized = args.max_total_tokens is not None or args.mem_fraction_static is not None
-    runtime = device_runtime(args.device)
-    free, total = runtime.memory()
-    memory = DeviceMemory(
-        has_own_memory=runtime.kind.has_own_memory,
-        total_bytes=total,
-        available_bytes=free,
-        mem_fraction_static=args.mem_fraction_static,
-        weight_bytes=runner.weight_bytes(),
-        graph_bytes=runner.graph_bytes(),
-    )
     size = size_kv_pool(
-        memory,
+        memory_beside(runner, args),
         kv_bytes_per_token=runner.kv_bytes_per_token(),
         page_size=args.page_size,
         max_total_tokens=args.max_total_tokens if is_sized else need,

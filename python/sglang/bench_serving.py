@@ -17,7 +17,7 @@ from typing import Any
 import aiohttp
 import orjson
 
-from sglang.benchmark.api_backends import ApiBackend, RequestOptions, make_backend
+from sglang.benchmark.api_backends import BACKENDS, ApiBackend, RequestOptions
 from sglang.benchmark.report import append, provenance, writable_file
 from sglang.benchmark.server_facts import Tokens, fetch_model_info, flush_cache, load_tokens
 from sglang.benchmark.serving_metrics import (
@@ -77,9 +77,7 @@ def _json_object(text: str) -> dict[str, Any]:
 
 def _add_server_flags(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("server")
-    group.add_argument(
-        "--backend", default="sglang", choices=["sglang", "sglang-oai", "sglang-oai-chat"]
-    )
+    group.add_argument("--backend", default="sglang", choices=list(BACKENDS))
     group.add_argument("--host", default="127.0.0.1")
     group.add_argument("--port", type=int, default=30000)
     group.add_argument("--base-url", help="instead of --host and --port")
@@ -178,7 +176,7 @@ async def run(args: argparse.Namespace) -> tuple[dict[str, Any], LoadResult]:
     Raises:
         ValueError: The server, the tokenizer, a flag or a warm-up request does not work.
     """
-    backend = make_backend(args.backend)
+    backend = BACKENDS[args.backend]()
     async with open_session(args.api_key) as session:
         tokens = await _fill_in_names(args, session)
         vocabulary = tokens.printable() if backend.wants_text else tokens.vocabulary

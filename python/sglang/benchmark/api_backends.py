@@ -10,7 +10,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Final
 
 import aiohttp
 import orjson
@@ -257,16 +257,11 @@ class OpenAIChatBackend(OpenAICompletionsBackend):
         return (delta.get("content") or "") + (delta.get("reasoning_content") or "")
 
 
-def make_backend(name: str) -> ApiBackend:
-    """The backend called `name`. Raises ValueError that lists the names."""
-    backends: dict[str, type[ApiBackend]] = {
-        "sglang": SglangBackend,
-        "sglang-oai": OpenAICompletionsBackend,
-        "sglang-oai-chat": OpenAIChatBackend,
-    }
-    if name not in backends:
-        raise ValueError(f"--backend {name!r}: use one of {', '.join(backends)}")
-    return backends[name]()
+BACKENDS: Final[Mapping[str, type[ApiBackend]]] = {
+    "sglang": SglangBackend,
+    "sglang-oai": OpenAICompletionsBackend,
+    "sglang-oai-chat": OpenAIChatBackend,
+}
 
 
 async def _events(content: aiohttp.StreamReader) -> AsyncIterator[bytes]:

@@ -8,7 +8,7 @@ import platform
 import shlex
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -18,15 +18,11 @@ import orjson
 _REPOSITORY = Path(__file__).resolve().parent
 
 
-def provenance(argv: Sequence[str] | None = None) -> dict[str, Any]:
-    """Date, command, commit and hardware of this run.
-
-    Args:
-        argv: The command line; None means `sys.argv`.
-    """
+def provenance() -> dict[str, Any]:
+    """Date, command, commit and hardware of this run."""
     return {
         "date": datetime.now(UTC).date().isoformat(),
-        "command": shlex.join(["python", *(sys.argv if argv is None else argv)]),
+        "command": shlex.join(["python", *sys.argv]),
         "commit": commit(),
         "hardware": hardware(),
     }

@@ -52,36 +52,23 @@ def _ranges(args: ServerArgs) -> Iterator[tuple[str, bool, str]]:
         value = getattr(args, field)
         yield field, value is None or value >= 2, "at least 2: one token of prompt, one of output"
     for field in (
-        "max_mamba_cache_size",
-        "mamba_track_interval",
-        "max_running_requests",
-        "max_queued_requests",
-        "max_prefill_tokens",
-        "page_size",
-        "stream_interval",
-        "cuda_graph_max_bs",
-        "tp_size",
-        "attn_cp_size",
-        "nnodes",
-    ):
+        "max_mamba_cache_size mamba_track_interval max_running_requests max_queued_requests "
+        "max_prefill_tokens page_size stream_interval cuda_graph_max_bs tp_size attn_cp_size nnodes"
+    ).split():
         value = getattr(args, field)
         yield field, value is None or value >= 1, "at least 1"
     for field in (
-        "port",
-        "disaggregation_bootstrap_port",
-        "remote_instance_weight_loader_seed_instance_service_port",
-    ):
+        "port disaggregation_bootstrap_port "
+        "remote_instance_weight_loader_seed_instance_service_port"
+    ).split():
         value = getattr(args, field)
         yield field, value is None or 1 <= value <= 65535, "from 1 to 65535"
     yield "base_gpu_id", args.base_gpu_id >= 0, "0 or more"
     yield "random_seed", 0 <= args.random_seed < 2**63, "from 0 to 2^63 - 1"
     for field in (
-        "watchdog_timeout",
-        "schedule_conservativeness",
-        "hicache_ratio",
-        "mamba_full_memory_ratio",
-        "target_inter_token_latency",
-    ):
+        "watchdog_timeout schedule_conservativeness hicache_ratio mamba_full_memory_ratio "
+        "target_inter_token_latency"
+    ).split():
         value = getattr(args, field)
         yield field, value is None or (math.isfinite(value) and value > 0), "a number above 0"
     drain = args.drain_seconds
@@ -180,11 +167,8 @@ def ranks_per_node(args: ServerArgs) -> int:
 
 
 def meeting_address(args: ServerArgs) -> tuple[str, int]:
-    """Host and port where the ranks meet; port 0: a free one.
-
-    Raises:
-        ValueError: `--dist-init-addr` is not HOST:PORT.
-    """
+    """Host and port where the ranks meet; port 0: a free one. Raises ValueError if
+    `--dist-init-addr` is not HOST:PORT."""
     if args.dist_init_addr is None:
         return "127.0.0.1", 0
     host, _, port = args.dist_init_addr.rpartition(":")
@@ -197,11 +181,8 @@ def meeting_address(args: ServerArgs) -> tuple[str, int]:
 
 
 def mistakes_of(args: ServerArgs, malformed: Sequence[str] = ()) -> list[str]:
-    """A line for each mistake, with the flag and the remedy.
-
-    Args:
-        malformed: Fields with their defaults because their flags are malformed.
-    """
+    """A line for each mistake, with the flag and the remedy. The flags of the fields `malformed`
+    are, so these have their defaults."""
     wrong: dict[str, str] = {}
     for find in (check_choices, check_numbers, check_not_empty):
         for field, line in find(args):
@@ -233,12 +214,9 @@ def _check_cache(args: ServerArgs) -> Iterator[str]:
                 "indexed by the radix tree; drop one of them"
             )
         for field in (
-            "schedule_policy",
-            "radix_eviction_policy",
-            "radix_cache_backend",
-            "mamba_scheduler_strategy",
-            "mamba_track_interval",
-        ):
+            "schedule_policy radix_eviction_policy radix_cache_backend mamba_scheduler_strategy "
+            "mamba_track_interval"
+        ).split():
             yield from refuse_ignored(args, field, "with --disable-radix-cache")
     if args.mamba_scheduler_strategy == "no_buffer":
         where = "with --mamba-scheduler-strategy no_buffer"

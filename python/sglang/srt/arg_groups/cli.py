@@ -172,11 +172,8 @@ class ParsedFlags:
 def parse_flags(
     args_class: type, argv: Sequence[str], *, prog: str, description: str
 ) -> ParsedFlags:
-    """Parse `argv`, with one flag per field of the dataclass `args_class`.
-
-    Raises:
-        SystemExit: `--help` was given and has been printed.
-    """
+    """Parse `argv`, with one flag per field of the dataclass `args_class`. Raises SystemExit after
+    `--help` has been printed."""
     parser = _Parser(prog=prog, description=description, allow_abbrev=False)
     add_flags(parser, args_class)
     known = {one: f.name for f in _flags(args_class) for one in _flag_names(f)}
@@ -218,15 +215,9 @@ def _groups(argv: Sequence[str]) -> Iterator[tuple[str | None, list[str]]]:
 def explain_foreign(
     given: Sequence[tuple[str, Any]], args_class: type
 ) -> tuple[list[str], list[str]]:
-    """Judge flags that `args_class` does not have.
-
-    Args:
-        given: Their names and values.
-
-    Returns:
-        A line for each feature that is asked for and missing, and each unknown flag; and the flags
-        that are ignored.
-    """
+    """Judge flags, given as names and values, that `args_class` does not have. Returns a line for
+    each feature that is asked for and missing, and each unknown flag; and the flags that are
+    ignored."""
     fields = [(name.lstrip("-").replace("-", "_"), value) for name, value in given]
     unknown = (name for (name, _), (field, _) in zip(given, fields, strict=True)
                if foreign_flags(field) is None)  # fmt: skip

@@ -45,9 +45,7 @@ class PrefillHosts:
 
     @classmethod
     def parse(cls, text: str | None, own_host: str) -> PrefillHosts:
-        """Args:
-            text: Value of the flag; None: only this machine.
-            own_host: Address that this server listens on.
+        """The hosts in the flag's value; None: only this machine, which listens on `own_host`.
 
         Raises:
             ValueError: An entry is no host, HOST:PORT or network; names the flag and the entry.
@@ -127,12 +125,9 @@ BOOTSTRAP_PORT_FLAG: Final = "--disaggregation-bootstrap-port"
 SECRET_FLAG: Final = "--disaggregation-secret-file"
 MIN_SECRET_CHARS: Final = 16
 _PEER_FIELDS: Final = (
-    "disaggregation_ib_device",
-    "disaggregation_secret_file",
-    "disaggregation_allow_no_secret",
-    "disaggregation_bootstrap_port",
-    "disaggregation_prefill_hosts",
-)
+    "disaggregation_ib_device disaggregation_secret_file disaggregation_allow_no_secret "
+    "disaggregation_bootstrap_port disaggregation_prefill_hosts"
+).split()
 """Fields that matter only where servers talk to each other."""
 
 
@@ -155,12 +150,7 @@ def check_disaggregation(args: ServerArgs) -> Iterator[str]:
     mode, port = args.disaggregation_mode, args.disaggregation_bootstrap_port
     where = f"with --disaggregation-mode {mode}"
     if mode == DisaggregationMode.NULL:
-        for field in (
-            "disaggregation_transfer_backend",
-            "disaggregation_ib_device",
-            "disaggregation_secret_file",
-            "disaggregation_allow_no_secret",
-        ):
+        for field in ("disaggregation_transfer_backend", *_PEER_FIELDS[:3]):
             yield from refuse_ignored(args, field, where)
     if mode != DisaggregationMode.PREFILL:
         yield from refuse_ignored(args, "disaggregation_bootstrap_port", where)

@@ -22,35 +22,17 @@ import yaml
 FLAG: Final = "--hicache-storage-backend-extra-config"
 
 CONTROLLER_KEYS: Final = frozenset(
-    {
-        "prefetch_threshold",
-        "prefetch_timeout_base",
-        "prefetch_timeout_per_ki_token",
-        "prefetch_timeout_max",
-        "hicache_storage_pass_prefix_keys",
-        "on_unreachable",
-        "tp_lcm_size",
-        "verify_checksum",
-    }
+    "prefetch_threshold prefetch_timeout_base prefetch_timeout_per_ki_token prefetch_timeout_max "
+    "hicache_storage_pass_prefix_keys on_unreachable tp_lcm_size verify_checksum".split()
 )
 """Keys that the extra config of every backend may have."""
 
 BACKEND_KEYS: Final[Mapping[str, frozenset[str]]] = {
     "file": frozenset(),
     "mooncake": frozenset(
-        {
-            "master_server_address",
-            "local_hostname",
-            "metadata_server",
-            "global_segment_size",
-            "local_buffer_size",
-            "protocol",
-            "device_name",
-            "check_server",
-            "master_metrics_port",
-            "client_server_address",
-            "standalone_storage",
-        }
+        "master_server_address local_hostname metadata_server global_segment_size "
+        "local_buffer_size protocol device_name check_server master_metrics_port "
+        "client_server_address standalone_storage".split()
     ),
 }
 """Further keys of each backend. `dynamic` is absent, because its class may read any key."""
@@ -69,14 +51,9 @@ _USER_INFO: Final = re.compile(r"(://)[^/@\s]*@")
 
 
 def parse_extra_config(text: str | None) -> dict[str, Any]:
-    """Parse the object in `text`; empty for None.
-
-    Args:
-        text: A JSON object, or `@path` of a `.json`, `.yaml`, `.yml` or `.toml` file.
-
-    Raises:
-        ValueError: The text is unreadable, malformed or not an object. One line with the flag.
-    """
+    """Parse the object in `text`; empty for None. The text is a JSON object, or `@path` of a
+    `.json`, `.yaml`, `.yml` or `.toml` file; unless it is, a ValueError of one line names the
+    flag."""
     if text is None or not text.strip():
         return {}
     source = text if text.startswith("@") else "its value"

@@ -420,10 +420,8 @@ class ServerArgs:
         return args._settled() if args.device == "auto" else args.on_device(args.device)
 
     def on_device(self, device: str) -> ServerArgs:
-        """Fill in the values of a resolved copy that depend on the device, and check them.
-
-        Args:
-            device: One of `DEVICE_KINDS`: the meaning of `auto` on this machine, or the one given.
+        """Fill in the values of a resolved copy that depend on the device, one of `DEVICE_KINDS`,
+        and check them.
 
         Raises:
             FlagErrors: A line for each mistake, with the flag and the remedy.

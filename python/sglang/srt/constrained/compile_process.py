@@ -83,11 +83,8 @@ class CompileProcessDied(GrammarError):
 
 
 class CompileProcess:
-    """One compile process. One thread at a time may use it; any thread may call `kill`.
-
-    Raises (from the constructor):
-        CompileProcessError: The process did not start within `limits.start_timeout`.
-    """
+    """One compile process. One thread at a time may use it; any thread may call `kill`. The
+    constructor raises CompileProcessError if it did not start within `limits.start_timeout`."""
 
     def __init__(
         self, vocabulary: Vocabulary, limits: GrammarLimits, *, any_whitespace: bool
@@ -132,10 +129,8 @@ class CompileProcess:
         return bool(resident <= self._limits.idle_process_memory)
 
     def check(self, constraint: Constraint, may_go_on: Callable[[], bool]) -> None:
-        """Compile a constraint in the process; return when it has succeeded.
-
-        Args:
-            may_go_on: Called once, after `limits.first_try`; False stops the trial.
+        """Compile a constraint in the process; return when it has succeeded. `may_go_on` is called
+        once, after `limits.first_try`; False stops the trial.
 
         Raises:
             FirstTryOver: `may_go_on` returned False.

@@ -20,20 +20,11 @@ from sglang.srt.utils.hf_tokenizer import special_token_ids
 _BITS = 32
 
 
-def allocate_bitmask(batch_size: int, vocab_size: int, *, pin: bool = False) -> torch.Tensor:
-    """A mask that allows everything.
-
-    Args:
-        batch_size: Rows of the logits.
-        vocab_size: Columns of the logits.
-        pin: Whether to allocate page-locked memory, for an asynchronous copy to a GPU.
-
-    Returns:
-        int32 [batch_size, ceil(vocab_size / 32)] on the CPU; bit i % 32 of word i // 32 is
-        token i.
-    """
+def allocate_bitmask(batch_size: int, vocab_size: int) -> torch.Tensor:
+    """A mask that allows everything, for logits of that batch and vocabulary: int32 [batch_size,
+    ceil(vocab_size / 32)] on the CPU; bit i % 32 of word i // 32 is token i."""
     shape = (batch_size, -(-vocab_size // _BITS))
-    return torch.full(shape, -1, dtype=torch.int32, pin_memory=pin)
+    return torch.full(shape, -1, dtype=torch.int32)
 
 
 def apply_bitmask(logits: torch.Tensor, bitmask: torch.Tensor, rows: Sequence[int]) -> None:

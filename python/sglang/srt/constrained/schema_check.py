@@ -124,9 +124,8 @@ _FORMATS: Final = frozenset(
 
 
 def prepare_json_schema(text: str) -> str:
-    """Check the schema `text` and return the schema to compile.
-
-    The library needs `items` in every array schema; a schema without it gets `"items": true`.
+    """Check the schema `text` and return the schema to compile. The library needs `items` in every
+    array schema; a schema without it gets `"items": true`.
 
     Raises:
         GrammarError: The text is not JSON, not a schema, or has a keyword that cannot be enforced.

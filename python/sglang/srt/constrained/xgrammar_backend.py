@@ -39,15 +39,11 @@ logger = logging.getLogger(__name__)
 
 
 class GrammarCache:
-    """Evicts the least recently used tickets, by number and by bytes; never one whose grammar
-    compiles.
+    """Evicts the least recently used tickets that are done, by number and by the bytes of their
+    grammars; a single grammar may be larger. It never evicts one whose grammar compiles.
 
     Failed tickets are kept too, so that an expensive constraint is refused at once the next time.
     No lock of its own; the owner's lock guards it.
-
-    Args:
-        max_tickets: Most done tickets.
-        max_bytes: Most bytes of their grammars together. A single grammar may be larger.
     """
 
     def __init__(self, max_tickets: int, max_bytes: int) -> None:
@@ -110,7 +106,7 @@ class CompileJob:
 
 
 class CompileQueue:
-    """New jobs, and jobs whose first try was too short.
+    """New jobs, and jobs whose first try was too short. `threads` jobs run at the same time.
 
     A first try is short. If it does not finish, the job continues while less than half of the
     threads run long jobs; otherwise it restarts later. Half of the threads stay free for first
@@ -118,9 +114,6 @@ class CompileQueue:
     the single job of another client, and no job waits for ever.
 
     No lock of its own; the owner's lock guards it.
-
-    Args:
-        threads: Jobs that run at the same time.
     """
 
     def __init__(self, threads: int) -> None:

@@ -241,17 +241,15 @@ class Engine:
         stream: bool = False,
         **fields: Any,
     ) -> Any:
-        """Complete prompts, like `POST /generate`.
+        """Complete prompts, like `POST /generate`: give one text or several as `prompt`, or the
+        token ids of one prompt or several as `input_ids`.
 
         Args:
-            prompt: One text or several; None: give `input_ids`.
             sampling_params: Parameters for all prompts, or a list with one for each.
-            input_ids: Token ids of one prompt, or of several.
-            stream: Return an iterator of cumulative answers.
             fields: Other fields of the endpoint (`return_logprob`, `rid`, `extra_key`, ...).
 
         Returns:
-            An answer, a list of them for a batch, or their iterator.
+            An answer, a list of them for a batch, or with `stream` their cumulative iterator.
 
         Raises:
             ValueError: A field is wrong; names it.

@@ -194,13 +194,11 @@ def run_node(args: ServerArgs) -> int:
 def launch_subprocesses(
     server_args: ServerArgs, load_tokenizer: Callable[[], TokenizerData | None] | None = None
 ) -> EngineProcesses:
-    """Start this machine's processes and wait until they can serve.
+    """Start this machine's processes and wait until they can serve. `server_args` are resolved.
 
-    Args:
-        server_args: Resolved arguments.
-        load_tokenizer: Loads the caller's part of the model while the schedulers load their own,
-            and returns the data that the detokenizer needs. An error in it ends the start. None:
-            the machine is not the first of its server, and runs only ranks.
+    `load_tokenizer` loads the caller's part of the model while the schedulers load their own, and
+    returns the data that the detokenizer needs. An error in it ends the start. None: the machine is
+    not the first of its server, and runs only ranks.
 
     Raises:
         StartError, ValueError: One line with the cause; no process is left running.
@@ -294,7 +292,6 @@ def _spinning_briefly() -> contextlib.AbstractContextManager[None]:
 
 
 def _ending_of(child: SpawnProcess) -> str:
-    """Description of a dead child's end."""
     code = child.exitcode
     if code is not None and code < 0:
         with contextlib.suppress(ValueError):

@@ -63,13 +63,9 @@ class BoundedServer(uvicorn.Server):
     drain."""
 
     def drain(self, notice: float, at_most: float) -> None:
-        """Begin to drain. May be called by a signal handler.
-
-        Args:
-            notice: Seconds for which the server goes on listening after the last request before the
-                drain, even if no request is under way.
-            at_most: Seconds after which requests under way have to end.
-        """
+        """Begin to drain. May be called by a signal handler. The server goes on listening for
+        `notice` seconds after the last request before the drain, even if no request is under way.
+        Requests under way have to end within `at_most` seconds."""
         self._note_use()
         self._drain_end = time.monotonic() + at_most
         self._drain_begin = min(self._last_used + notice, self._drain_end)
@@ -157,15 +153,12 @@ DEATH_GRACE_SECONDS: Final = CLOSE_SECONDS + 2.0
 def create_app(
     context: ServerContext, stop: Callable[[], AsyncIterator[None]] | None = None
 ) -> Starlette:
-    """The application of one server. It starts `context.manager` on the loop that serves it.
+    """The application of one server. It starts `context.manager` on the loop that serves it, then
+    runs `stop` up to its `yield`, and the rest when serving ends; None: the manager is closed at
+    the end.
 
     Bare Starlette: `http/body.py` decodes bodies, and FastAPI's additions to each request
     (dependencies, validation, documentation) have no use here.
-
-    Args:
-        context: State that all endpoints share.
-        stop: Runs up to its `yield` after the manager has started, the rest when serving ends.
-            None: the manager is closed at the end.
     """
 
     @contextlib.asynccontextmanager
@@ -222,9 +215,7 @@ class _CrossOriginMiddleware:
 def launch_server(server_args: ServerArgs) -> None:
     """Serve until a signal or the engine's death, for programs that start servers of their own,
     like `sglang_router.launch_server`. Call it in the main thread of a process of its own.
-
-    Args:
-        server_args: Arguments, not resolved yet. Keys in files and in the environment are read.
+    `server_args` are not resolved yet. Keys in files and in the environment are read.
 
     Raises:
         ValueError: Settings or files are wrong, or the port is in use.

@@ -36,23 +36,22 @@ class ServerMetrics:
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
-        self._first_token = Histogram(
-            "sglang:time_to_first_token_seconds",
+
+        def histogram(name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
+            return Histogram(f"sglang:{name}", text, registry=self.registry, buckets=buckets)
+
+        self._first_token = histogram(
+            "time_to_first_token_seconds",
             "From a streaming request's arrival to its first token.",
-            registry=self.registry,
-            buckets=_FIRST_TOKEN_BUCKETS,
+            _FIRST_TOKEN_BUCKETS,
         )
-        self._next_token = Histogram(
-            "sglang:inter_token_latency_seconds",
+        self._next_token = histogram(
+            "inter_token_latency_seconds",
             "Between two tokens of a streaming request.",
-            registry=self.registry,
-            buckets=_NEXT_TOKEN_BUCKETS,
+            _NEXT_TOKEN_BUCKETS,
         )
-        self._request = Histogram(
-            "sglang:e2e_request_latency_seconds",
-            "From a request's arrival to its end.",
-            registry=self.registry,
-            buckets=_REQUEST_BUCKETS,
+        self._request = histogram(
+            "e2e_request_latency_seconds", "From a request's arrival to its end.", _REQUEST_BUCKETS
         )
         self._requests = Counter(
             "sglang:num_requests",
@@ -92,11 +91,10 @@ class SchedulerMetrics:
         num_generated: Tokens generated so far; a plain number, because it changes at every token.
     """
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self) -> None:
         self.registry = CollectorRegistry()
         self.num_generated = 0
-        self._clock = clock
-        self._window = (clock(), 0)
+        self._window = (time.monotonic(), 0)
         self._num_prompt = 0
         self._num_cached = dict.fromkeys(("device", "host", "storage"), 0)
         self._num_exported: dict[Counter, int] = {}
@@ -167,7 +165,7 @@ class SchedulerMetrics:
         self._num_exported[counter] = total
 
     def _throughput(self) -> float:
-        now = self._clock()
+        now = time.monotonic()
         begin, tokens = self._window
         self._window = (now, self.num_generated)
         return (self.num_generated - tokens) / (now - begin) if now > begin else 0.0

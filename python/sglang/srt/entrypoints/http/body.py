@@ -47,16 +47,16 @@ _MESSAGE: Final = re.compile(r"(?P<problem>.*?)(?: - at `(?P<path>[^`]*)`)?", re
 _NAMED_FIELD: Final = re.compile(r"Object (contains unknown|missing required) field `([^`]*)`")
 
 
-async def read_body(request: Request, limit: int = MAX_BODY_BYTES) -> bytes:
+async def read_body(request: Request) -> bytes:
     """The whole body.
 
     Raises:
-        ApiError: 413: more than `limit` bytes are announced or come. 408: they come too slowly.
+        ApiError: 413: more than `MAX_BODY_BYTES` are announced or come. 408: they come too slowly.
             The answer ends the connection.
     """
     announced = request.headers.get("content-length", "")
-    if announced.isdigit() and int(announced[:20]) > limit:
-        raise _too_large(limit)
+    if announced.isdigit() and int(announced[:20]) > MAX_BODY_BYTES:
+        raise _too_large()
     now = asyncio.get_running_loop().time
     end = now() + BODY_SECONDS
     body = bytearray()
@@ -65,8 +65,8 @@ async def read_body(request: Request, limit: int = MAX_BODY_BYTES) -> bytes:
             part = await request.receive()
             while part["type"] != "http.disconnect":
                 data: bytes = part.get("body", b"")
-                if len(body) + len(data) > limit:
-                    raise _too_large(limit)
+                if len(body) + len(data) > MAX_BODY_BYTES:
+                    raise _too_large()
                 if not part.get("more_body"):
                     return bytes(body) + data if body else data
                 body += data
@@ -220,9 +220,11 @@ def _suggestion(name: str, kind: type[msgspec.Struct], path: str) -> str:
     return f"; did you mean {close[0]}?" if close else "; leave it out"
 
 
-def _too_large(limit: int) -> ApiError:
+def _too_large() -> ApiError:
     return ApiError(
-        413, f"the body has more than {limit} bytes, the most that one request may have: split it"
+        413,
+        f"the body has more than {MAX_BODY_BYTES} bytes, the most that one request may have: "
+        "split it",
     )
 
 

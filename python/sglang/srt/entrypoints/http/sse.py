@@ -94,8 +94,8 @@ def json_bytes(value: object) -> bytes:
     return _encoder.encode(value)
 
 
-def json_response(value: object, status_code: int = 200) -> Response:
-    return Response(json_bytes(value), status_code=status_code, media_type="application/json")
+def json_response(value: object) -> Response:
+    return Response(json_bytes(value), media_type="application/json")
 
 
 class ClientLeft(ApiError):
@@ -156,12 +156,9 @@ async def unless_client_leaves(
     work: Coroutine[Any, Any, T],
     events: AsyncGenerator[object, None] | None = None,
 ) -> T:
-    """The result of `work`, which is cancelled when the client leaves.
-
-    Args:
-        receive: The request's, whose body has been read.
-        work: Runs in the caller's task.
-        events: The stream whose first event `work` waits for; closed when the client leaves.
+    """The result of `work`, which runs in the caller's task and is cancelled when the client
+    leaves. Then `events`, the stream whose first event it waits for, is closed. `receive` is the
+    request's, whose body has been read.
 
     Raises:
         ClientLeft: No answer reaches the client any more.

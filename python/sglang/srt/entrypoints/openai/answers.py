@@ -106,13 +106,8 @@ class CompletionLogprobs:
         skip_special_tokens: bool,
         echo: str | None,
     ) -> None:
-        """Describe the choice of `state`.
-
-        Args:
-            skip_special_tokens: The request's parameter.
-            echo: The prompt's text, which the answer begins with; None: there is no echo, and the
-                prompt's tokens are left out.
-        """
+        """Describe the choice of `state`. `echo` is the prompt's text, which the answer begins
+        with; None: there is no echo, and the prompt's tokens are left out."""
         self._state = state
         self._formatter = formatter
         self._decoder = formatter.new_decoder(skip_special_tokens)

@@ -33,8 +33,6 @@ Text: TypeAlias = str | None
 
 
 class StreamOptions(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    """Options of a stream beside the text."""
-
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
     include_obfuscation: bool | None = None
@@ -120,16 +118,12 @@ class CommonBody(SharedFields, kw_only=True):
 
 
 class FunctionCall(msgspec.Struct, kw_only=True):
-    """The function and arguments of a call in an earlier answer."""
-
     name: str
     arguments: str | dict[str, Any] | None = None
     """Arguments as a JSON object, or as its text."""
 
 
 class ToolCall(msgspec.Struct, kw_only=True):
-    """A call in an earlier answer."""
-
     function: FunctionCall
     id: str | None = None
     type: str = "function"
@@ -147,16 +141,12 @@ class FunctionSpec(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 
 
 class Tool(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    """A tool of a request."""
-
     function: FunctionSpec
     type: str = "function"
     cache_control: Annotated[Any, Ignored(EQUAL_PREFIXES)] = None
 
 
 class FunctionName(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    """The name of a tool."""
-
     name: str
 
 

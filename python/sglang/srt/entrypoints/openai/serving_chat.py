@@ -43,11 +43,8 @@ class ChatOutput:
     """Splitter of one output. Call `message` for a whole output, or `feed` and `finish` for a
     stream.
 
-    Args:
-        reasoning: Parser that splits off reasoning; None: reasoning is content.
-        calls: Parser that splits off calls; None: calls are content.
-        parallel: Whether to pass on more calls than the first.
-        stream_reasoning: Whether to stream reasoning; False: it is held back until it is complete.
+    Without a parser, reasoning or calls are content. `parallel`: more calls than the first are
+    passed on. Unless `stream_reasoning`, reasoning is held back until it is complete.
     """
 
     def __init__(

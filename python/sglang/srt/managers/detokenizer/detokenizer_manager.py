@@ -258,13 +258,8 @@ def run_detokenizer_process(
     """Entry point of the process; does not return while its parent lives.
 
     The parent handles signals for the process group, and ends this process last, so that no text is
-    lost.
-
-    Args:
-        server_args: Resolved arguments.
-        ipc: Socket addresses of this server.
-        tokenizer: Data from the parent's tokenizer; None: the tokenizer is loaded here.
-        ready_pipe: Gets one JSON message, by `send_ready` or `send_error`.
+    lost. `tokenizer` has data from the parent's tokenizer; None: it is loaded here. `ready_pipe`
+    gets one JSON message, by `send_ready` or `send_error`.
     """
     leave_signals_to_parent()
     configure_logger(server_args.log_level, "detokenizer")

@@ -194,7 +194,6 @@ class CachedTokensDetails(msgspec.Struct, kw_only=True, frozen=True):
 
     @property
     def total(self) -> int:
-        """Prompt tokens that were reused."""
         return self.device + self.host + self.storage
 
 

@@ -66,7 +66,6 @@ class IpcAddresses:
 
 
 def pull_socket(context: zmq.Context[zmq.Socket[bytes]], address: str) -> zmq.Socket[bytes]:
-    """A socket that receives at `address`."""
     socket = context.socket(zmq.PULL)
     socket.set_hwm(0)
     socket.bind(address)

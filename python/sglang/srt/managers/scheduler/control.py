@@ -61,12 +61,8 @@ class _Pending:
 
 
 class ControlHandler:
-    """Answers control requests. None of them blocks the loop.
-
-    Args:
-        public_args: The server's arguments without its secrets.
-        weight_seed: Gives other servers the addresses of the weights; None: none may read them.
-    """
+    """Answers control requests. None of them blocks the loop. `public_args` are the server's
+    arguments without its secrets; `weight_seed` None: no server may read the weights."""
 
     def __init__(
         self,

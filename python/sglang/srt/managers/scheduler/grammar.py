@@ -51,13 +51,9 @@ class GrammarManager:
     def collect_results(
         self, queues: RequestQueues, messages: Sequence[ToScheduler]
     ) -> Sequence[GrammarResult]:
-        """Rank 0: the ended compilations of requests that wait or are about to arrive.
-
-        Args:
-            queues: The requests that wait.
-            messages: Messages of the next tick. Their grammars are asked for at once, so that
-                requests with cached grammars do not wait for a later tick.
-        """
+        """Rank 0: the ended compilations of requests that wait or are about to arrive. The grammars
+        of `messages`, which the next tick brings, are asked for at once, so that requests with
+        cached grammars do not wait for a later tick."""
         self._requested.clear()
         results: list[GrammarResult] = []
         if self._num_compiling:
@@ -111,7 +107,6 @@ class GrammarManager:
                 req.progress.matcher = self._grammar_of(ticket).matcher(stops)
 
     def close(self) -> None:
-        """End the backend's threads and processes, if there is one."""
         if self._backend is not None:
             self._backend.close()
 
@@ -130,11 +125,8 @@ class GrammarManager:
         return self._backend.get(constraint)
 
     def _grammar_of(self, ticket: GrammarTicket) -> Grammar:
-        """The grammar of a ticket that is ready on rank 0. Other ranks may have to wait for it.
-
-        Raises:
-            GrammarError: This rank cannot compile what rank 0 has compiled.
-        """
+        """The grammar of a ticket that is ready on rank 0; another rank may have to wait for it.
+        Raises GrammarError if this rank cannot compile what rank 0 has compiled."""
         try:
             return ticket.result(_LATE_S)
         except (GrammarError, TimeoutError):

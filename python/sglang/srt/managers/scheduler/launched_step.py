@@ -63,13 +63,9 @@ _NO_CPU_MEMORY: Final = "can't allocate memory"
 
 
 class StepResult:
-    """Next tokens and their logprobs, copied to the CPU while the device goes on.
-
-    Args:
-        output: The worker's output. The next step may overwrite its tensors, so they are read in
-            order with the current stream.
-        token_ids: int64 `[bs]`, likewise.
-    """
+    """Next tokens, int64 `[bs]`, and their logprobs, copied to the CPU while the device goes on.
+    The next step may overwrite the worker's tensors, so they are read in order with the current
+    stream."""
 
     def __init__(self, output: LogitsProcessorOutput, token_ids: torch.Tensor) -> None:
         self.input_logprobs: InputLogprobs | None = output.input_logprobs

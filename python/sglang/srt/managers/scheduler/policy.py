@@ -31,8 +31,6 @@ prompts where decoding alone misses the target."""
 
 
 class SchedulePolicy(str, Enum):
-    """Order of waiting requests."""
-
     FCFS = "fcfs"
     """First come, first served."""
     LPM = "lpm"
@@ -91,8 +89,6 @@ def ceil_to_page(tokens: int, page_size: int) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchLimits:
-    """Limits of a batch."""
-
     page_size: int
     max_running_requests: int
     max_queued_requests: int
@@ -142,13 +138,8 @@ class AddPlan:
 
 
 class PrefillAdder:
-    """Budgets of one prefill batch. `plan` asks, `commit` takes.
-
-    Args:
-        limits: Limits of every batch.
-        num_running: Requests that decode, or whose prompt is being computed.
-        reserved_tokens: Slots that those requests are expected to need yet.
-    """
+    """Budgets of one prefill batch. `plan` asks, `commit` takes. `num_running` requests decode, or
+    their prompt is being computed; they are expected to need `reserved_tokens` slots yet."""
 
     def __init__(self, limits: BatchLimits, num_running: int, reserved_tokens: int) -> None:
         self._limits = limits

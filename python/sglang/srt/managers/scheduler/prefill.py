@@ -207,12 +207,8 @@ class PrefillScheduler:
         return queues.num_holders, len(queues.waiting), has_state
 
     def _waits_for_prompt(self, req: Req, added: set[str]) -> bool:
-        """True if another request computes the prompt of `req` and is not launched yet. Once it is
-        launched, the cache has the prompt.
-
-        Args:
-            added: Requests that are in this batch.
-        """
+        """True if another request computes the prompt of `req` and is not launched yet; this batch
+        has the requests `added`. Once it is launched, the cache has the prompt."""
         first, queues = req.spec.sample_of, self._state.queues
         if first is None or not self._shares_prompts:
             return False
@@ -302,13 +298,10 @@ class PrefillScheduler:
         self, req: Req, extend_tokens: int, prefix: torch.Tensor | None = None
     ) -> torch.Tensor | None:
         """Slots for the keys and values of the next tokens, written to the request's row; None: too
-        few slots are free, or no recurrent state is.
+        few slots are free, or no recurrent state is. A request without a row brings its `prefix`.
 
         The last token of a prompt that is cached whole is computed again and gets no slot: the step
         stores it as padding, and reads it from the cached page.
-
-        Args:
-            prefix: Slots of the first tokens, for a request that has no row yet.
         """
         state, pools = self._state, self._state.pools
         committed = req.progress.kv_committed_len
@@ -385,14 +378,11 @@ class PrefillScheduler:
 
 
 def _reused_tokens(prefix: _Prefix, from_storage: int, num_tokens: int) -> tuple[int, int, int]:
-    """Tokens that are not computed, by the tier they come from: device, host, storage.
+    """Tokens of a request of `num_tokens` that are not computed, by the tier they come from:
+    device, host, storage. L3 gave `from_storage` of `prefix.from_host`.
 
     If all are cached, the last token is computed nevertheless, and the lowest tier that contributed
     counts one less.
-
-    Args:
-        from_storage: Tokens of `prefix.from_host` that were read from L3.
-        num_tokens: Tokens of the request.
     """
     device, host, storage = prefix.from_device, prefix.from_host - from_storage, from_storage
     if device + host + storage < num_tokens:

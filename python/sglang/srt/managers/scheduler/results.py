@@ -28,9 +28,6 @@ class OutputCollector:
 
     A request that streams has an output for its first token, then one every `stream_interval`
     tokens, and one at its end. Any other request has one at its end.
-
-    Args:
-        stream_interval: Tokens between two outputs.
     """
 
     def __init__(self, stream_interval: int) -> None:

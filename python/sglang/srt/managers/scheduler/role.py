@@ -62,11 +62,8 @@ class Role:
         return False
 
     def hand_over(self, req: Req, reason: FinishReason | None) -> None:
-        """A kept request has its prompt computed and its first token sampled.
-
-        Args:
-            reason: Reason why its first token ends it, or None.
-        """
+        """A kept request has its prompt computed and its first token sampled, which may be the
+        `reason` why it ends."""
         raise AssertionError("this server keeps no request")
 
     def tick(self) -> TransferUpdate:

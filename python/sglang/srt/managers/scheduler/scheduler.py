@@ -203,13 +203,8 @@ class Scheduler:
     def make_tick(
         self, now: float, messages: Sequence[ToScheduler] = (), *, is_idle: bool = False
     ) -> Tick:
-        """Rank 0: the next tick, for all ranks to `step`.
-
-        Args:
-            now: `time.monotonic()` seconds.
-            messages: Messages that came since the last tick.
-            is_idle: Whether none has come for a while.
-        """
+        """Rank 0: the next tick, for all ranks to `step`, with the messages since the last one.
+        `now` is `time.monotonic()`; `is_idle`: no message has come for a while."""
         state = self.state
         is_full = len(state.queues.waiting) >= state.limits.max_queued_requests
         # No grammar is compiled for requests that are going to be refused.

@@ -54,10 +54,9 @@ def first_to_give_up(spares: Sequence[Spare]) -> Spare:
 class Snapshots:
     """Snapshots of the requests of one scheduler. Scheduler thread only.
 
-    Args:
-        tree: Takes over snapshots, and evicts its oldest if slots are short.
-        pool: Pool of the recurrent states, used if the tree keeps states; None: the model has none.
-        interval: Tokens between the snapshots of a request that decodes; 0: it leaves none.
+    The tree takes over snapshots, and evicts its oldest if slots are short. The pool is used if the
+    tree keeps states. `interval` is the number of tokens between the snapshots of a request that
+    decodes; 0: it leaves none.
 
     Raises:
         ValueError: The interval is no multiple of the distance between possible snapshots.
@@ -153,16 +152,9 @@ class Snapshots:
         self, reqs: Sequence[Req], seq_lens: Sequence[int]
     ) -> tuple[torch.Tensor, torch.Tensor] | None:
         """Choose the requests that leave a snapshot of a decode step, which is going to be
-        launched.
-
-        Args:
-            reqs: Requests of the batch, row by row.
-            seq_lens: Their context lengths, the token of this step included.
-
-        Returns:
-            Their rows in the batch, and the slots for the snapshots, both int64 `[n]` on the
-            device; None: no request leaves one.
-        """
+        launched; `seq_lens` are context lengths, the token of this step included. Returns their
+        rows in the batch and the slots for the snapshots, both int64 `[n]` on the device; None: no
+        request leaves one."""
         if self._alignment is None or not self._interval:
             return None
         taken = {

@@ -103,11 +103,7 @@ def _with_texts(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def read_template(path: str) -> str:
-    """The template in file `path`.
-
-    Raises:
-        ValueError: The file cannot be read, or has no template.
-    """
+    """The template in file `path`. Raises ValueError if it cannot be read, or has no template."""
     try:
         text = Path(path).read_text(encoding="utf-8")
         jinja2.Environment(extensions=["jinja2.ext.loopcontrols"]).parse(text)

@@ -115,16 +115,13 @@ _SEED_STEP: Final = 0x9E3779B97F4A7C15
 def expand_samples(
     requests: Sequence[GenerateRequest], rooms: Sequence[Bootstrap | None] = ()
 ) -> list[GenerateRequest]:
-    """Replace each request by its `n` samples, in order.
+    """Replace each request, one for each prompt, by its `n` samples, in order.
 
     The first sample has the request's own id and seed, so it answers as the request alone would.
     The others wait for it, to find its prompt in the cache. If the client named a seed, each sample
     gets a seed of its own, derived from it. Rooms are derived in the same way: a prefill and a
-    decode server get the same rooms for the same body.
-
-    Args:
-        requests: One request for each prompt.
-        rooms: Rooms of all samples, if the client named more than one for each prompt.
+    decode server get the same rooms for the same body. If the client named more rooms than prompts,
+    `rooms` has those of all samples.
 
     Raises:
         InvalidRequest: `n` is out of range, there are too many samples, or they do not match

@@ -232,13 +232,11 @@ _SEED_BITS: Final = 63
 
 
 def combine_extra_key(extra_key: str | None, cache_salt: str | None) -> str | None:
-    """Combine `extra_key` and `cache_salt` into one key. Equal keys mean equal inputs.
+    """Combine `extra_key` and `cache_salt` into one key; None: neither is given, and prefixes are
+    shared.
 
-    The key has the tag, length and text of each given part. A crafted value of one part cannot look
-    like the other part, and an empty text differs from an absent one.
-
-    Returns:
-        The key; None if neither part is given. Requests without a key share their prefixes.
+    Equal keys mean equal inputs: the key has the tag, length and text of each given part. A crafted
+    value of one part cannot look like the other part, and an empty text differs from an absent one.
     """
     parts = [
         f"{tag}{len(text)}:{text}"

@@ -52,11 +52,8 @@ class ControlClient:
                 future.set_exception(error)
 
     async def ask(self, message: ControlReq, timeout: float = QUICK_TIMEOUT) -> ControlReqOutput:
-        """Send `message` with a fresh id, and wait for the answer.
-
-        Raises:
-            EngineUnavailable: No answer within `timeout` seconds, or the engine died.
-        """
+        """Send `message` with a fresh id, and wait for the answer. Raises EngineUnavailable if none
+        comes within `timeout` seconds, or the engine died."""
         message.req_id = req_id = uuid.uuid4().hex
         future: asyncio.Future[ControlReqOutput] = asyncio.get_running_loop().create_future()
         self._waiting[req_id] = future
@@ -88,13 +85,8 @@ class ServerChannel:
         on_message: Callable[[ToServer], None],
         on_failure: Callable[[str], None],
     ) -> None:
-        """Nothing is opened before `start`.
-
-        Args:
-            ipc: Addresses to bind and to connect to.
-            on_message: Gets each message. An exception of it ends the reading.
-            on_failure: Gets the reason why no further message will come.
-        """
+        """Nothing is opened before `start`. `on_message` gets each message, and ends the reading if
+        it raises; `on_failure` gets the reason why no further message will come."""
         self._ipc = ipc
         self._on_message = on_message
         self._on_failure = on_failure
@@ -112,7 +104,6 @@ class ServerChannel:
         return self._sink is not None
 
     async def start(self) -> None:
-        """Open the sockets on the running loop and begin to read."""
         self._loop = asyncio.get_running_loop()
         self._context = zmq.Context()
         self._source = pull_socket(self._context, self._ipc.server_input)

@@ -76,24 +76,9 @@ class BuiltScheduler:
     group: RankGroup
     server_args: ServerArgs
     """The arguments, with the fields that depend on the machine filled in."""
-    tiers: list[str]
-    """One line per tier: its size, and why that size."""
-    routes: list[dict[str, Any]]
-    """Addresses at which decode servers find a prefill server's ranks; empty on other servers."""
-
-    def ready_details(self) -> dict[str, Any]:
-        limits = self.scheduler.state.limits
-        return {
-            "max_total_num_tokens": limits.pool_tokens,
-            "max_req_input_len": limits.max_input_tokens,
-            "max_running_requests": limits.max_running_requests,
-            "context_len": limits.context_len,
-            "device": self.server_args.device,
-            "attention_backend": self.server_args.attention_backend,
-            "chunked_prefill_size": self.server_args.chunked_prefill_size,
-            "tiers": self.tiers,
-            "routes": self.routes,
-        }
+    ready_details: dict[str, Any]
+    """Of the ready message. `tiers` has a line per tier: its size, and why that size; `routes` are
+    the addresses at which decode servers find a prefill server's ranks, else empty."""
 
 
 def build_scheduler(
@@ -104,11 +89,8 @@ def build_scheduler(
 ) -> BuiltScheduler:
     """Load the model, size and allocate the tiers, and make a scheduler for them.
 
-    Args:
-        server_args: Resolved arguments.
-        rendezvous: Meeting point of the ranks; None: this rank is alone.
-        watchdog: Guards ticks.
-        on_joined: Called when the ranks have met, before anything is loaded.
+    `server_args` are resolved. Without a `rendezvous` this rank is alone. `on_joined` is called
+    when the ranks have met, before anything is loaded.
 
     Raises:
         ValueError: One line that names the setting and the remedy.
@@ -126,7 +108,6 @@ def build_scheduler(
         quantization=server_args.quantization,
     )
     check_model_flags(server_args, model_config)
-    assert server_args.page_size is not None, "resolved"
     tokenizer = _load_tokenizer(server_args)
 
     def joined() -> None:
@@ -135,16 +116,9 @@ def build_scheduler(
             check_same_settings(TorchRankGroup.of_world(), server_args)
 
     runner = ModelRunner(
-        ModelRunnerConfig(
-            model_config=model_config,
-            device=server_args.device,
-            kv_cache_dtype=server_args.kv_cache_dtype,
-            page_size=server_args.page_size,
-            attention_backend=server_args.attention_backend,
-            disable_cuda_graph=server_args.disable_cuda_graph,
-            cuda_graph_max_bs=server_args.cuda_graph_max_bs,
-            load_format=server_args.load_format,
-            random_seed=server_args.random_seed,
+        runner_config(
+            server_args,
+            model_config,
             seed_instance=_seed_address(server_args),
             offers_weights=offers_weights(server_args),
             transfer_engine=_transfer_engine(server_args, rendezvous),
@@ -180,8 +154,51 @@ def build_scheduler(
         tick_guard=nullcontext if watchdog is None else watchdog.guard,
     )
     scheduler = Scheduler(server_args, resources)
-    return BuiltScheduler(
-        scheduler, group, server_args, tiers, [msgspec.to_builtins(route) for route in routes]
+    limits = scheduler.state.limits
+    details = {
+        "max_total_num_tokens": limits.pool_tokens,
+        "max_req_input_len": limits.max_input_tokens,
+        "max_running_requests": limits.max_running_requests,
+        "context_len": limits.context_len,
+        "device": server_args.device,
+        "attention_backend": server_args.attention_backend,
+        "chunked_prefill_size": server_args.chunked_prefill_size,
+        "tiers": tiers,
+        "routes": [msgspec.to_builtins(route) for route in routes],
+    }
+    return BuiltScheduler(scheduler, group, server_args, details)
+
+
+def runner_config(
+    server_args: ServerArgs, model_config: ModelConfig, **more: Any
+) -> ModelRunnerConfig:
+    """The runner's settings that resolved arguments name, and `more` of its fields."""
+    assert server_args.page_size is not None, "resolved"
+    return ModelRunnerConfig(
+        model_config=model_config,
+        device=server_args.device,
+        kv_cache_dtype=server_args.kv_cache_dtype,
+        page_size=server_args.page_size,
+        attention_backend=server_args.attention_backend,
+        disable_cuda_graph=server_args.disable_cuda_graph,
+        cuda_graph_max_bs=server_args.cuda_graph_max_bs,
+        load_format=server_args.load_format,
+        random_seed=server_args.random_seed,
+        **more,
+    )
+
+
+def memory_beside(runner: ModelRunner, server_args: ServerArgs) -> DeviceMemory:
+    """The memory of the device, with the weights and what graphs will take."""
+    runtime = device_runtime(server_args.device)
+    available, total = runtime.memory()
+    return DeviceMemory(
+        has_own_memory=runtime.kind.has_own_memory,
+        total_bytes=total,
+        available_bytes=available,
+        mem_fraction_static=server_args.mem_fraction_static,
+        weight_bytes=runner.weight_bytes(),
+        graph_bytes=runner.graph_bytes(),
     )
 
 
@@ -226,17 +243,8 @@ def init_pools(runner: ModelRunner, server_args: ServerArgs, group: RankGroup) -
     Raises:
         ValueError: No size fits; names the flag.
     """
-    runtime = device_runtime(server_args.device)
-    available, total = runtime.memory()
     page_size = runner.config.page_size
-    memory = DeviceMemory(
-        has_own_memory=runtime.kind.has_own_memory,
-        total_bytes=total,
-        available_bytes=available,
-        mem_fraction_static=server_args.mem_fraction_static,
-        weight_bytes=runner.weight_bytes(),
-        graph_bytes=runner.graph_bytes(),
-    )
+    memory = memory_beside(runner, server_args)
     states = _size_states(runner, server_args, memory)
     all_state_bytes = 0 if states is None else (states.amount + 1) * runner.state_bytes()
     size = size_kv_pool(
@@ -251,7 +259,7 @@ def init_pools(runner: ModelRunner, server_args: ServerArgs, group: RankGroup) -
     rows = size_running_requests(
         pool_tokens=size.amount,
         context_len=runner.model_config.context_len,
-        available_bytes=available - pool_bytes - all_state_bytes,
+        available_bytes=memory.available_bytes - pool_bytes - all_state_bytes,
         max_running_requests=server_args.max_running_requests,
         states=None if states is None else states.amount,
     )

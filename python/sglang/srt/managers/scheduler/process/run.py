@@ -203,20 +203,13 @@ def run_scheduler_process(
     ipc: IpcAddresses,
     rendezvous: Rendezvous | None,
     ready_pipe: Connection,
-    parent_pid: int | None = None,
 ) -> None:
     """Entry point of the process of a rank. Returns after a `ShutdownReq`, with exit status 0.
 
     The parent handles signals for the process group: it drains this process with a message. The
     process ends with its parent. On a failure it ends with status 1 and the cause in the log; with
-    `LOST_A_RANK` if the cause is that another rank is gone.
-
-    Args:
-        server_args: Resolved arguments.
-        ipc: Socket addresses of this server.
-        rendezvous: Meeting point of the ranks, and this rank's number; None: it is alone.
-        ready_pipe: Gets one JSON message, by `send_ready` or `send_error`.
-        parent_pid: Process whose end also ends this one; by default the one that started it.
+    `LOST_A_RANK` if the cause is that another rank is gone. `ready_pipe` gets one JSON message, by
+    `send_ready` or `send_error`.
     """
     leave_signals_to_parent()
     rank = 0 if rendezvous is None else rendezvous.rank
@@ -227,7 +220,7 @@ def run_scheduler_process(
     # Progress bars share a lock between processes by default: a semaphore that a killed process
     # leaves behind, with a warning as the last line of the log.
     tqdm.set_lock(threading.RLock())
-    start_parent_watch(os.getppid() if parent_pid is None else parent_pid, ipc.exit_as_orphan)
+    start_parent_watch(os.getppid(), ipc.exit_as_orphan)
     contain_parser_errors()
     watchdog = TickWatchdog(server_args.watchdog_timeout)
     others = OtherRanks(rendezvous)
@@ -243,12 +236,12 @@ def run_scheduler_process(
         what = f"the scheduler cannot start: {type(error).__name__}: {error}"
         send_error(ready_pipe, f"{others.prefix()}{what}")
         raise SystemExit(1) from None
-    for line in built.tiers:
+    for line in built.ready_details["tiers"]:
         logger.info("%s", line)
     log_exposed_ports(logger, "Mooncake")
     channel = ZmqChannel(ipc) if rank == 0 else None
     freeze_heap()
-    send_ready(ready_pipe, built.ready_details())
+    send_ready(ready_pipe, built.ready_details)
     try:
         if channel is None:
             built.scheduler.run_beside()

@@ -31,11 +31,7 @@ _ABSENT: Final = ("not set", "")
 
 
 def check_same_settings(group: RankGroup, server_args: ServerArgs) -> None:
-    """Refuse settings that differ between ranks. A collective.
-
-    Args:
-        group: The ranks; nothing is built on them yet.
-        server_args: Resolved arguments of this rank.
+    """Refuse settings that differ between ranks, on which nothing is built yet. A collective.
 
     Raises:
         ValueError: Settings differ, or a file of settings cannot be read. The message names the

@@ -101,7 +101,6 @@ class RequestQueues:
     # ---- queries -------------------------------------------------------------------------------
 
     def holders(self) -> Iterator[Req]:
-        """Requests that hold slots."""
         yield from self.decoding
         yield from self.computing
         yield from self.held
@@ -172,11 +171,8 @@ class RequestQueues:
         self._enter(req, RequestState.WAITING)
 
     def finish(self, req: Req, reason: FinishReason, *, lingers: bool = False) -> None:
-        """End `req`; its id is free again.
-
-        Args:
-            lingers: The request was held, and keeps its slots until `let_go`.
-        """
+        """End `req`; its id is free again. `lingers`: it was held, and keeps its slots until
+        `let_go`."""
         self._leave(req, "finish", *((RequestState.HELD,) if lingers else _LIVING))
         if lingers:
             self._lingering[id(req)] = req

@@ -47,12 +47,8 @@ class StopMatch:
 
 
 class StopFinder:
-    """Decodes one request's output and looks for its stops.
-
-    Args:
-        params: Normalised parameters.
-        decoder: New decoder for this request alone.
-    """
+    """Decodes one request's output with a new `decoder`, and looks for the stops of normalised
+    `params`."""
 
     def __init__(self, params: SamplingParams, decoder: TextDecoder) -> None:
         self._decoder = decoder
@@ -77,15 +73,9 @@ class StopFinder:
         return None if ended else min((scan.begin for scan in self._scans), default=None)
 
     def advance(self, output_ids: Sequence[int], *, may_stop: bool) -> StopMatch | None:
-        """Search the text that the new tokens of `output_ids` add.
-
-        Args:
-            output_ids: All of the output.
-            may_stop: Whether a stop may end the output already. A stop that is complete before that
-                never ends the output.
-
-        Returns:
-            The stop that the new tokens complete; the first in the text, if several.
+        """Search the text that the new tokens of `output_ids`, which is all of the output, add.
+        Returns the stop that they complete; the first in the text, if several. A stop that is
+        complete before `may_stop` never ends the output.
 
         Raises:
             StopRegexTooSlow: The patterns have used up their time.
@@ -129,7 +119,6 @@ class _MatchCredit:
         self._seconds = MATCH_BURST
 
     def add(self, num_tokens: int) -> None:
-        """Add the time of `num_tokens` tokens."""
         self._seconds = min(self._seconds + num_tokens * MATCH_COST, MATCH_BURST)
 
     def search(self, pattern: regex.Pattern[str], text: str, begin: int) -> regex.Match[str] | None:
@@ -169,14 +158,8 @@ class _PatternScan:
         self._pattern = compile_stop_regex(source)
 
     def search(self, text: str, offset: int, credit: _MatchCredit, *, may_stop: bool) -> int | None:
-        """Position at which the first match begins, None if there is none.
-
-        Args:
-            text: The end of the output.
-            offset: Characters before `text`.
-            credit: CPU time that the search uses.
-            may_stop: False: skip all matches.
-        """
+        """Position at which the first match begins, None if there is none. `text` is the end of the
+        output, `offset` the characters before it. Without `may_stop` all matches are skipped."""
         position = self.begin - offset
         match = credit.search(self._pattern, text, position)
         begin = self._next_begin
@@ -208,12 +191,8 @@ class StopChecker:
     """Checks stop tokens and lengths of all requests, and stop strings and patterns where present.
 
     Patterns and grammars have a budget of CPU time, which runs out at different times on different
-    ranks. Rank 0 alone checks requests with such a budget, and broadcasts the results.
-
-    Args:
-        new_decoder: Makes the decoder of a request with stop strings or patterns; None: there is no
-            tokenizer, and no request may have any.
-        group: The ranks.
+    ranks. Rank 0 alone checks requests with such a budget, and broadcasts the results. Without
+    `new_decoder`, which takes a tokenizer, no request may have stop strings or patterns.
     """
 
     def __init__(self, new_decoder: DecoderFactory | None, group: RankGroup) -> None:

@@ -75,8 +75,9 @@ def test_prefixes_are_cached_with_their_states(hybrid: Path) -> None:
     assert tree.mamba_snapshot_alignment == 64, "a page of 16, a chunk of 64"
     assert isinstance(tree, HiMambaRadixCache)
     assert set(tree.cache_controller.mem_pool_host.entries) == {"kv", "mamba"}
-    assert [line[:3] for line in built.tiers[:3]] == ["L1:", "L1:", "L2:"]
-    assert "for kv, mamba in layout" in built.tiers[2]
+    tiers = built.ready_details["tiers"]
+    assert [line[:3] for line in tiers[:3]] == ["L1:", "L1:", "L2:"]
+    assert "for kv, mamba in layout" in tiers[2]
     built.scheduler.close()
 
 
