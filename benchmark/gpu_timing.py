@@ -10,7 +10,7 @@ from typing import Final
 import torch
 
 from benchmark.report import Report
-from sglang.benchmark.device_limits import Limits, measure_limits
+from sglang.benchmark.one_batch import Limits, measure_limits
 from sglang.srt.model_executor.graph_capture import GraphCapture
 
 _PER_GRAPH: Final = 64

@@ -32,9 +32,15 @@ from rigs.bench.multiturn import (
     converse,
     round_figures,
 )
-from sglang.benchmark.api_backends import TIERS, RequestOptions, RequestResult
+from sglang.benchmark.api_backends import (
+    TIERS,
+    RequestOptions,
+    RequestResult,
+    fetch_model_info,
+    flush_cache,
+    load_tokens,
+)
 from sglang.benchmark.report import writable_file
-from sglang.benchmark.server_facts import fetch_model_info, flush_cache, load_tokens
 from sglang.benchmark.serving_metrics import error_counts, open_session
 
 

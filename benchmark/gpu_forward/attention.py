@@ -20,7 +20,7 @@ from benchmark.command import Command
 from benchmark.gpu_timing import add_limits, median_ms
 from benchmark.report import Report
 from rigs.models.attention_cases import PagedContexts, attention_layer, queries
-from sglang.benchmark.device_limits import Limits
+from sglang.benchmark.one_batch import Limits
 from sglang.srt.layers.attention import attention_registry
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend, AttentionConfig
 from sglang.srt.layers.forward_batch_info import ForwardBatch

@@ -23,7 +23,7 @@ from benchmark.command import Command
 from benchmark.gpu_model import POOL_TOKENS, GpuModel
 from benchmark.gpu_timing import add_limits
 from benchmark.report import Report
-from sglang.benchmark.device_limits import Limits, StepWork, decode_work, least_seconds
+from sglang.benchmark.one_batch import Limits, StepWork, decode_work, least_seconds
 from sglang.srt.hardware_backend.device_runtime import device_runtime
 
 REST_S: Final = 1.0

@@ -29,7 +29,7 @@ from benchmark.gpu_hybrid.families import (
 from benchmark.gpu_timing import device_ms
 from benchmark.report import Report
 from rigs.models.tiny_models import StepDriver
-from sglang.benchmark.device_limits import measure_limits
+from sglang.benchmark.one_batch import measure_limits
 from sglang.srt.hardware_backend.device_runtime import device_runtime
 from sglang.srt.layers.forward_batch_info import ForwardBatch
 

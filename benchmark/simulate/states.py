@@ -33,14 +33,14 @@ from rigs.bench.cache_simulation import (
     TracePrompts,
     replay,
 )
-from rigs.bench.page_trace import page_trace_of
+from rigs.bench.page_trace import page_trace_of, several
 from rigs.bench.state_simulation import (
     MIN_STATES,
     SimulatedStateCache,
     StateSettings,
     divide_memory,
 )
-from sglang.benchmark.workload import TraceScale, read_trace, several
+from sglang.benchmark.workload import TraceScale, read_trace
 
 _ARRANGEMENTS: Final = (Arrangement.ONE_TIER, Arrangement.WRITE_THROUGH)
 

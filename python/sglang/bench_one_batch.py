@@ -21,14 +21,16 @@ from typing import Any, Final
 
 import torch
 
-from sglang.benchmark.device_limits import (
+from sglang.benchmark.one_batch import (
+    BatchTimes,
     Limits,
+    continue_greedily,
     decode_work,
     least_seconds,
     measure_limits,
     prefill_work,
+    time_batch,
 )
-from sglang.benchmark.one_batch import BatchTimes, continue_greedily, time_batch
 from sglang.benchmark.report import append, provenance
 from sglang.srt.arg_groups.checks import mistakes_of
 from sglang.srt.arg_groups.cli import flag_name, ignoring, parse_flags, raise_errors
@@ -141,14 +143,9 @@ def _own_parser() -> argparse.ArgumentParser:
 
 
 def make_worker(args: ServerArgs, requests: int, tokens_each: int) -> TpModelWorker:
-    """Load the model and create pools for `requests` contexts of `tokens_each` tokens.
-
-    Args:
-        args: Arguments, resolved for this machine.
-
-    Raises:
-        ValueError: The model or a setting does not work, or there is too little memory.
-    """
+    """Load the model and create pools for `requests` contexts of `tokens_each` tokens; `args` are
+    resolved for this machine. Raises ValueError if the model or a setting does not work, or there
+    is too little memory."""
     assert args.model_path is not None and args.page_size is not None, "resolved"
     most = args.max_running_requests
     if most is not None and most < requests:
@@ -271,13 +268,8 @@ def _print(record: dict[str, Any]) -> None:
 
 
 def answer_prompts(own: argparse.Namespace, args: ServerArgs) -> None:
-    """Print the model's answer to each of `PROMPTS` as one line of JSON.
-
-    The chat template formats the prompts. A model without a template continues the plain text.
-
-    Raises:
-        ValueError: See `make_worker`; or the tokenizer or the template cannot be loaded.
-    """
+    """Print the model's answer to each of `PROMPTS` as one line of JSON. The chat template formats
+    the prompts; a model without a template continues the plain text. Raises as `make_worker`."""
     path = args.tokenizer_path or args.model_path
     assert path is not None, "resolved arguments name the model"
     tokenizer: Any = get_tokenizer(path, trust_remote_code=args.trust_remote_code)

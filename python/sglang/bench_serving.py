@@ -17,9 +17,16 @@ from typing import Any
 import aiohttp
 import orjson
 
-from sglang.benchmark.api_backends import BACKENDS, ApiBackend, RequestOptions
+from sglang.benchmark.api_backends import (
+    BACKENDS,
+    ApiBackend,
+    RequestOptions,
+    Tokens,
+    fetch_model_info,
+    flush_cache,
+    load_tokens,
+)
 from sglang.benchmark.report import append, provenance, writable_file
-from sglang.benchmark.server_facts import Tokens, fetch_model_info, flush_cache, load_tokens
 from sglang.benchmark.serving_metrics import (
     LoadResult,
     details,
@@ -138,11 +145,7 @@ def _add_dataset_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def make_requests(args: argparse.Namespace, vocabulary: Vocabulary) -> list[BenchRequest]:
-    """The prompts of the chosen dataset.
-
-    Raises:
-        ValueError: A length, a factor or the trace is invalid; the message names the flag.
-    """
+    """The prompts of the chosen dataset. A ValueError names a flag that is wrong."""
     match args.dataset_name:
         case "random":
             shape = RandomShape(
@@ -171,11 +174,8 @@ def make_requests(args: argparse.Namespace, vocabulary: Vocabulary) -> list[Benc
 
 
 async def run(args: argparse.Namespace) -> tuple[dict[str, Any], LoadResult]:
-    """Run the whole test. Returns its figures and the results of all requests.
-
-    Raises:
-        ValueError: The server, the tokenizer, a flag or a warm-up request does not work.
-    """
+    """Run the whole test; return its figures and the results of all requests. Raises ValueError if
+    the server, the tokenizer, a flag or a warm-up request does not work."""
     backend = BACKENDS[args.backend]()
     async with open_session(args.api_key) as session:
         tokens = await _fill_in_names(args, session)

@@ -1,6 +1,9 @@
-"""A static batch on one worker: prompts that start and end together, without a scheduler.
+"""A static batch on one worker: prompts that start and end together, without a scheduler; and the
+least time that its steps can take.
 
-It uses the scheduler's requests, batches and slots, but none of its decisions.
+It uses the scheduler's requests, batches and slots, but none of its decisions. A step cannot move
+bytes faster than a large copy, nor multiply faster than a large product. The ratio to these limits
+shows, on any machine, how much faster a step could become.
 """
 
 from __future__ import annotations
@@ -9,10 +12,11 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import torch
 
+from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.hardware_backend.device_runtime import device_runtime
 from sglang.srt.layers.sampling_batch_info import SamplingBatchInfo
 from sglang.srt.managers.messages.io_struct import TokenizedGenerateReqInput
@@ -27,6 +31,104 @@ from sglang.srt.managers.scheduler.requests.req import Req
 from sglang.srt.managers.scheduler.requests.request_queues import RequestQueues
 from sglang.srt.mem_cache.tree.radix_key import token_array
 from sglang.srt.sampling.sampling_params import SamplingParams
+
+_GROUPS: Final = 9
+_PER_GROUP: Final = 5
+"""Runs between two readings of the clock, so that waiting for the device costs little."""
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Rates measured on a device."""
+
+    copy_bytes_per_s: float
+    """Bytes read plus bytes written by a copy much larger than any cache."""
+    product_flop_per_s: float
+    """Rate of a large product in the model's dtype; addition and multiplication count as two."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepWork:
+    new_tokens: int
+    """New tokens of all requests."""
+    pairs: float
+    """Pairs of a query and a key visible to it, of all requests, for one layer and head."""
+    read_kv_bytes: int
+    """Bytes of keys and values read in all layers."""
+    last_pairs: float
+    """Pairs in the last layer, where only tokens with logits need attention."""
+    logits: int
+    """Tokens that pass the output head, and therefore all of the last layer."""
+
+
+def measure_limits(device: torch.device | str, dtype: torch.dtype) -> Limits:
+    """Measure both rates; takes up to 8 GiB of a GPU's memory for a moment, 0.5 GiB of a CPU's."""
+    is_large = device_runtime(device).kind.has_own_memory
+    size, width = (1 << 32, 8192) if is_large else (1 << 28, 1024)
+    source = torch.zeros(size, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    copy_s = _median_seconds(lambda: target.copy_(source), device)
+    # Random values, because a GPU multiplies zeros with less power and thus at a higher clock.
+    x, y = (torch.randn(width, width, device=device).to(dtype) for _ in range(2))
+    product_s = _median_seconds(lambda: x @ y, device)
+    return Limits(2 * size / copy_s, 2 * width**3 / product_s)
+
+
+def least_seconds(model: ModelConfig, work: StepWork, limits: Limits) -> float:
+    """The larger of the times for arithmetic and for memory at the limits.
+
+    Every weight except the embedding is read once, in the model's dtype. In the last layer, tokens
+    without logits need only their keys and values.
+    """
+    attention_width = model.num_attention_heads * model.head_dim
+    kv_weights = 2 * model.hidden_size * model.num_key_value_heads * model.head_dim
+    other_weights = model.hidden_size * (2 * attention_width + 3 * model.intermediate_size)
+    layers = model.num_hidden_layers
+    body = layers * (kv_weights + other_weights)
+    head = model.vocab_size * model.hidden_size
+    flops = 2.0 * (body - other_weights) * work.new_tokens
+    flops += 2.0 * (other_weights + head) * work.logits
+    flops += 4.0 * attention_width * ((layers - 1) * work.pairs + work.last_pairs)
+    moved = model.dtype.itemsize * (body + head) + work.read_kv_bytes
+    return max(flops / limits.product_flop_per_s, moved / limits.copy_bytes_per_s)
+
+
+def prefill_work(batch_size: int, input_len: int) -> StepWork:
+    """The work for `batch_size` prompts of `input_len` tokens, without a cached prefix."""
+    return StepWork(
+        new_tokens=batch_size * input_len,
+        pairs=batch_size * input_len * (input_len + 1) / 2,
+        last_pairs=batch_size * input_len,
+        read_kv_bytes=0,
+        logits=batch_size,
+    )
+
+
+def decode_work(batch_size: int, context_len: int, kv_bytes_per_token: int) -> StepWork:
+    """The work for one token of each of `batch_size` requests with `context_len` tokens."""
+    context = batch_size * context_len
+    return StepWork(
+        new_tokens=batch_size,
+        pairs=context,
+        last_pairs=context,
+        read_kv_bytes=context * kv_bytes_per_token,
+        logits=batch_size,
+    )
+
+
+def _median_seconds(work: Callable[[], object], device: torch.device | str) -> float:
+    synchronize = device_runtime(device).synchronize
+    work()
+    seconds = []
+    for _ in range(_GROUPS):
+        synchronize()
+        begun = time.perf_counter()
+        for _ in range(_PER_GROUP):
+            work()
+        synchronize()
+        seconds.append((time.perf_counter() - begun) / _PER_GROUP)
+    return statistics.median(seconds)
+
 
 GREEDY = SamplingParams(temperature=0.0, ignore_eos=True)
 
@@ -70,10 +172,6 @@ class StaticBatch:
     def __init__(
         self, worker: TpModelWorker, prompts: Sequence[Sequence[int]], device: torch.device | str
     ) -> None:
-        """Args:
-        prompts: Token ids of each prompt, at least one.
-        device: Device of the worker.
-        """
         self._worker = worker
         self._pools = BatchPools(
             req_to_token_pool=worker.req_to_token_pool,
@@ -101,11 +199,8 @@ class StaticBatch:
         self._decoding = DecodeBatch(self._pools)
 
     def prefill(self, lens: Sequence[int] | None = None) -> torch.Tensor:
-        """Compute prompts up to `lens` tokens (None: whole prompts) in one step.
-
-        Returns:
-            int64 `[bs]` on the device: the sampled tokens, which are valid for whole prompts.
-        """
+        """Compute prompts up to `lens` tokens (None: whole prompts) in one step. Returns the
+        sampled tokens, int64 `[bs]` on the device, which are valid for whole prompts."""
         ends = [req.progress.num_tokens for req in self._reqs] if lens is None else list(lens)
         begins = [req.progress.kv_committed_len for req in self._reqs]
         counts = [end - begin for begin, end in zip(begins, ends, strict=True)]
@@ -166,11 +261,8 @@ def time_batch(
     device: torch.device | str,
     on_step: Callable[[int, float], None] | None = None,
 ) -> BatchTimes:
-    """Prefill prompts of one length and decode `output_len` tokens of each, step by step.
-
-    Args:
-        on_step: Called with the number of each decode step, from 0, and its seconds.
-    """
+    """Prefill prompts of one length and decode `output_len` tokens of each, step by step. `on_step`
+    gets the number of each decode step, from 0, and its seconds."""
     synchronize = device_runtime(device).synchronize
     batch = StaticBatch(worker, prompts, device)
     try:

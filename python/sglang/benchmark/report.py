@@ -67,11 +67,7 @@ def _cpu_model() -> str:
 
 
 def writable_file(path: str) -> str:
-    """A type for `argparse` that checks, before any measurement, that the file can be written.
-
-    Raises:
-        argparse.ArgumentTypeError: The file cannot be written.
-    """
+    """A type for `argparse` that checks, before any measurement, that the file can be written."""
     try:
         with Path(path).open("ab"):
             return path

@@ -56,7 +56,6 @@ async def generate_load(
         texts: Prompts as text, if the backend needs it.
         max_concurrency: Most requests under way. Other requests wait, and their clocks start when
             they are sent.
-        on_done: Called after each request.
     """
     slots: AbstractAsyncContextManager[object] = (
         asyncio.Semaphore(max_concurrency) if max_concurrency else nullcontext()

@@ -14,7 +14,6 @@ FAST'25.
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -83,11 +82,8 @@ class TraceScale:
 
 
 def read_trace(path: str | Path, limit: int | None = None) -> list[TraceRequest]:
-    """The first `limit` requests of a trace; None reads all.
-
-    Raises:
-        ValueError: The file or a line of it is not a trace; the message names the line.
-    """
+    """The first `limit` requests of a trace; None reads all. A ValueError names the line that is
+    wrong."""
     try:
         with Path(path).open("rb") as lines:
             return [
@@ -97,18 +93,6 @@ def read_trace(path: str | Path, limit: int | None = None) -> list[TraceRequest]
             ]
     except OSError as error:
         raise ValueError(f"--dataset-path {path}: {error.strerror}") from error
-
-
-def several(trace: Sequence[TraceRequest], copies: int) -> list[TraceRequest]:
-    """The trace of `copies` groups of users at once: each group repeats it with ids of its own."""
-    beyond = 1 + max((one for request in trace for one in request.hash_ids), default=0)
-    return [
-        dataclasses.replace(
-            request, hash_ids=tuple(copy * beyond + one for one in request.hash_ids)
-        )
-        for request in trace
-        for copy in range(copies)
-    ]
 
 
 def _parsed(line: bytes, where: str) -> TraceRequest:
@@ -249,12 +233,9 @@ def trace_requests(
 
 
 def arrival_times(requests: Sequence[BenchRequest], rate: float | None, seed: int) -> list[float]:
-    """The time to send each request, in seconds after the start.
-
-    Args:
-        rate: Requests per second of a Poisson process; infinity sends all at once. None uses the
-            times of the requests, and 0 for requests without a time.
-    """
+    """The time to send each request, in seconds after the start. `rate` is in requests per second
+    of a Poisson process; infinity sends all at once. None uses the times of the requests, and 0 for
+    requests without a time."""
     if rate is None:
         return [one.at_s or 0.0 for one in requests]
     if rate <= 0:

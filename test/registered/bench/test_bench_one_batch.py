@@ -15,14 +15,14 @@ import pytest
 import sglang
 from rigs.servers.engine_server import EXACT
 from sglang.bench_one_batch import PROMPTS, main, parse_args
-from sglang.benchmark.device_limits import (
+from sglang.benchmark.one_batch import (
+    BatchTimes,
     Limits,
     decode_work,
     least_seconds,
     measure_limits,
     prefill_work,
 )
-from sglang.benchmark.one_batch import BatchTimes
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.constants import BUILTIN_MODEL_DIR
 from sglang.srt.environ import child_environment

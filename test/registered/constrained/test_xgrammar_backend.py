@@ -54,7 +54,7 @@ def backend() -> Iterator[XGrammarBackend]:
 def compile_processes() -> list[psutil.Process]:
     # Zombies of other tests have no command line.
     children = filter(is_alive, psutil.Process().children(recursive=True))
-    return [child for child in children if "compile_worker" in " ".join(child.cmdline())]
+    return [child for child in children if "compile_process" in " ".join(child.cmdline())]
 
 
 def outcome(ticket: GrammarTicket) -> str:

@@ -70,7 +70,7 @@ def client(server: EngineServer) -> Iterator[openai.OpenAI]:
 
 def compile_processes(server: EngineServer) -> list[psutil.Process]:
     children = psutil.Process(server.process.pid).children(recursive=True)
-    return [child for child in children if "compile_worker" in " ".join(child.cmdline())]
+    return [child for child in children if "compile_process" in " ".join(child.cmdline())]
 
 
 def test_constraints_are_compiled_in_a_process_of_their_own(server: EngineServer) -> None:

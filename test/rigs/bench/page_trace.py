@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -81,3 +82,15 @@ def page_trace_of(trace: Sequence[TraceRequest], scale: TraceScale, page_size: i
             yield labels[: tokens // page_size], (tokens - 1) // page_size
 
     return make_page_trace(paths())
+
+
+def several(trace: Sequence[TraceRequest], copies: int) -> list[TraceRequest]:
+    """The trace of `copies` groups of users at once: each group repeats it with ids of its own."""
+    beyond = 1 + max((one for request in trace for one in request.hash_ids), default=0)
+    return [
+        dataclasses.replace(
+            request, hash_ids=tuple(copy * beyond + one for one in request.hash_ids)
+        )
+        for request in trace
+        for copy in range(copies)
+    ]

@@ -421,11 +421,7 @@ class ServerArgs:
 
     def on_device(self, device: str) -> ServerArgs:
         """Fill in the values of a resolved copy that depend on the device, one of `DEVICE_KINDS`,
-        and check them.
-
-        Raises:
-            FlagErrors: A line for each mistake, with the flag and the remedy.
-        """
+        and check them. Raises FlagErrors, a line for each mistake."""
         kind = device_kind(device)
         raise_errors(check_device(self, kind))
         assert self.page_size is not None, "resolved arguments have a page size"

@@ -62,12 +62,8 @@ def constraint_of_response_format(
     response_format: Mapping[str, Any] | None,
 ) -> Constraint | None:
     """OpenAI's `response_format` as a constraint; None if it does not constrain the output.
-
-    `strict` and `name` change nothing: a schema is always enforced.
-
-    Raises:
-        ValueError: A field is wrong; the message names the field and its valid values.
-    """
+    `strict` and `name` change nothing: a schema is always enforced. A ValueError names a wrong
+    field and its valid values."""
     if response_format is None:
         return None
     kind = response_format.get("type")

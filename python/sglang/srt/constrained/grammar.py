@@ -213,11 +213,8 @@ class GrammarMatcher:
         )
 
     def accept_token(self, token_id: int) -> bool:
-        """Advance by one sampled token.
-
-        Returns:
-            False if the grammar does not allow the token or has ended; nothing changes then.
-        """
+        """Advance by one sampled token. False: the grammar does not allow the token or has ended,
+        and nothing changes."""
         if self._matcher.is_terminated():
             return False
         start = time.thread_time()
@@ -227,11 +224,9 @@ class GrammarMatcher:
         return accepted
 
     def fill_next_token_bitmask(self, bitmask: torch.Tensor, row: int) -> None:
-        """Write the tokens allowed next into `bitmask[row]`; see `allocate_bitmask`.
-
-        If the grammar is complete, the end tokens are allowed too, or only they. The matcher must
-        not be terminated.
-        """
+        """Write the tokens allowed next into `bitmask[row]`; see `allocate_bitmask`. If the grammar
+        is complete, the end tokens are allowed too, or only they. The matcher must not be
+        terminated."""
         assert not self._matcher.is_terminated()
         start = time.thread_time()
         self._matcher.fill_next_token_bitmask(bitmask, row)
@@ -262,13 +257,9 @@ class Grammar:
         return int(self._compiled.memory_size_bytes)
 
     def matcher(self, stop_token_ids: Sequence[int] = ()) -> GrammarMatcher:
-        """A matcher at the start of the grammar.
-
-        Args:
-            stop_token_ids: The request's stop tokens, in addition to the model's end-of-sequence
-                ids. Only special tokens among them can end the grammar. A stop token that is also
-                text remains text here; the request stops at it, as it does without a grammar.
-        """
+        """A matcher at the start of the grammar. Of `stop_token_ids`, the request's in addition to
+        the model's end-of-sequence ids, only special tokens can end the grammar. A stop token that
+        is also text remains text here; the request stops at it, as it does without a grammar."""
         tokens = self._vocabulary.tokens
         ends = set(self._vocabulary.eos_token_ids)
         ends.update(i for i in stop_token_ids if 0 <= i < len(tokens) and not tokens[i])

@@ -166,10 +166,8 @@ class XGrammarBackend:
     the queue, the sets of idle and busy processes, and the flag `_closed`.
 
     Args:
-        tokenizer: The model's tokenizer.
         vocab_size: Columns of the model's logits; ids that the tokenizer lacks are never allowed.
         eos_token_ids: Tokens that end a completed grammar.
-        limits: Limits of time and memory.
         any_whitespace: Whether JSON may have whitespace between its tokens (up to 40 in a row).
 
     Raises:
@@ -228,11 +226,7 @@ class XGrammarBackend:
 
     def compile_now(self, constraint: Constraint) -> Grammar:
         """Compile in the calling thread, without a trial, because another rank has tried the
-        constraint.
-
-        Raises:
-            GrammarError: The text is not a grammar of its kind.
-        """
+        constraint. Raises GrammarError if the text is not a grammar of its kind."""
         return self._compile_here(_prepared(constraint))
 
     def close(self) -> None:
@@ -269,11 +263,8 @@ class XGrammarBackend:
                     self._queue.end(job)
 
     def _run(self, job: CompileJob) -> None:
-        """Compile one grammar and finish its ticket.
-
-        Raises:
-            FirstTryOver: The job must restart later.
-        """
+        """Compile one grammar and finish its ticket. Raises FirstTryOver if the job must restart
+        later."""
         ticket = job.ticket
         kind = ticket.constraint.kind.value
         message, keep, grammar = "", True, None

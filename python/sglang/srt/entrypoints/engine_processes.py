@@ -79,11 +79,8 @@ class EngineProcesses:
 
     def await_ready(self, readers: dict[str, Connection]) -> dict[str, dict[str, Any]]:
         """Wait for the ready messages of children, while all of them live; return them by name.
-        Closes the pipes, `readers` by the child's name.
-
-        Raises:
-            StartError: A child could not start, or died without a message.
-        """
+        Closes the pipes, `readers` by the child's name. Raises StartError if a child could not
+        start, or died without a message."""
         messages: dict[str, dict[str, Any]] = {}
         waiting: dict[Any, str] = {reader: name for name, reader in readers.items()}
         victim: StartError | None = None
@@ -120,10 +117,8 @@ class EngineProcesses:
         return message
 
     def watch(self, on_death: Callable[[str], None]) -> None:
-        """Call `on_death` with one line on the cause when the first child dies unexpectedly.
-
-        The thread `engine-watch` calls it, once.
-        """
+        """Call `on_death` with one line on the cause when the first child dies unexpectedly. The
+        thread `engine-watch` calls it, once."""
 
         def run() -> None:
             ended = wait([child.sentinel for child in self._children.values()])

@@ -151,11 +151,10 @@ DEATH_GRACE_SECONDS: Final = CLOSE_SECONDS + 2.0
 
 
 def create_app(
-    context: ServerContext, stop: Callable[[], AsyncIterator[None]] | None = None
+    context: ServerContext, stop: Callable[[], Awaitable[None]] | None = None
 ) -> Starlette:
-    """The application of one server. It starts `context.manager` on the loop that serves it, then
-    runs `stop` up to its `yield`, and the rest when serving ends; None: the manager is closed at
-    the end.
+    """The application of one server. It starts `context.manager` on the loop that serves it, and
+    awaits `stop` when serving ends; None: it closes the manager.
 
     Bare Starlette: `http/body.py` decodes bodies, and FastAPI's additions to each request
     (dependencies, validation, documentation) have no use here.
@@ -164,12 +163,8 @@ def create_app(
     @contextlib.asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
         await context.manager.start()
-        if stop is None:
-            yield
-            await context.manager.close()
-        else:
-            async with contextlib.asynccontextmanager(stop)():
-                yield
+        yield
+        await (stop or context.manager.close)()
 
     routes = (*native_routes.ROUTES, *server_routes.ROUTES, *openai_routes.ROUTES)
     app = Starlette(routes=routes, lifespan=lifespan)
@@ -255,7 +250,7 @@ class HttpServer(BoundedServer):
         args = front.context.args
         super().__init__(
             uvicorn.Config(
-                create_app(front.context, self._around_serving),
+                create_app(front.context, self._stop),
                 host=args.host,
                 port=args.port,
                 http=bounded_protocol(),
@@ -286,6 +281,7 @@ class HttpServer(BoundedServer):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         if self.started:
+            self._front.processes.watch(self._on_death)
             logger.info("%s %s", READY_LINE, base_url(self.config.host, self.config.port))
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
@@ -316,9 +312,7 @@ class HttpServer(BoundedServer):
             )
             await manager.abort_all()
 
-    async def _around_serving(self) -> AsyncIterator[None]:
-        self._front.processes.watch(self._on_death)
-        yield
+    async def _stop(self) -> None:
         if self._cause is None:
             self._ended_well = await self._front.drain(WRITE_BACK_SECONDS)
         else:

@@ -36,11 +36,8 @@ class FormatDetector(ABC):
     """Splits one output into text and calls. One object for each output; not thread-safe.
 
     Everything that is no call of a known tool is normal text and remains unchanged; blanks
-    between calls and behind the last one belong to the calls.
-
-    Args:
-        tool_names: The tools that the request named; None allows any name.
-        schemas: JSON schema of the parameters, by tool. Tools may be missing.
+    between calls and behind the last one belong to the calls. `tool_names` None allows any name;
+    tools may be missing in `schemas`, the JSON schemas of their parameters.
     """
 
     start_markers: ClassVar[tuple[str, ...]]

@@ -40,11 +40,6 @@ class JsonObjectScanner:
         self._in_string = False
         self._escaped = False
 
-    def watch_argument(self, start: int, text: str) -> None:
-        """Read up to `start`, and from there look for the end of the object at `text[start]`."""
-        self.feed(text, start)
-        self.argument_start = start
-
     def feed(self, text: str, end: int | None = None) -> ScanState:
         """Read on to `end`, or to the end of `text`, which may have grown since the last call."""
         stop = len(text) if end is None else end
@@ -144,19 +139,14 @@ class BaseFormatDetector(FormatDetector):
 
     @abstractmethod
     def _read_separator(self) -> bool | None:
-        """Consume the separator after a call; `_start_call` if it also starts the next call.
-
-        Returns:
-            True if a separator was consumed, None if more text is needed to decide, False if
-            something else follows.
-        """
+        """Consume the separator after a call; `_start_call` if it also starts the next call. None:
+        more text is needed to decide; False: something else follows."""
 
     @property
     def _sent_head(self) -> bool:
         return self._scanner.argument_start is not None
 
     def _step(self) -> bool:
-        """Consume some text. Returns whether another step may consume more."""
         if self._state is _State.TEXT:
             return self._step_text()
         if self._state is _State.CALL:
@@ -210,7 +200,8 @@ class BaseFormatDetector(FormatDetector):
             return
         # A new scanner: the old one may have read past the arguments' start.
         scanner = JsonObjectScanner()
-        scanner.watch_argument(head.end(), self._buffer)
+        scanner.feed(self._buffer, head.end())
+        scanner.argument_start = head.end()
         self._scanner = scanner
         self._sent = head.end()
         self._emit_call(head[1], "")

@@ -17,31 +17,17 @@ _PYTHON_WORDS: Final = {"True": True, "False": False, "None": None}
 
 
 def parse_json(text: str) -> Any:
-    """The value of the JSON text `text`, without the constants that only some readers know.
-
-    Raises:
-        ValueError: The text is not JSON.
-    """
+    """The value of the JSON text `text`, without the constants that only some readers know. Raises
+    ValueError if it is not JSON."""
     try:
         return json.loads(text, parse_constant=_refuse)
     except RecursionError:
         raise ValueError("nested too deeply") from None
 
 
-def parse_json_object(text: str) -> dict[str, Any]:
-    """Like `parse_json`, but the value must be an object."""
-    value = parse_json(text)
-    if not isinstance(value, dict):
-        raise ValueError("not an object")
-    return value
-
-
 def typed_value(text: str, parameters: Mapping[str, Any], name: str) -> Any:
-    """The value of the parameter `name`, if its schema allows the type; else the text itself.
-
-    Args:
-        parameters: JSON schema of all parameters.
-    """
+    """The value of the parameter `name`, if its schema among those of `parameters` allows the type;
+    else the text itself."""
     properties = parameters.get("properties")
     allowed = allowed_types(properties.get(name) if isinstance(properties, Mapping) else None)
     if allowed == _STRING:
@@ -102,11 +88,8 @@ class BrokenCall(Exception):
 
 
 class TextCursor:
-    """A place in a text.
-
-    Attributes:
-        position: Characters read.
-    """
+    """A place in a text, after `position` characters. The text may end within what comes next:
+    `NeedMoreText`."""
 
     def __init__(self, text: str) -> None:
         self._text = text
@@ -118,11 +101,8 @@ class TextCursor:
         self.position = len(self._text) - len(rest.lstrip())
 
     def accept(self, *literals: str) -> str | None:
-        """Read the one of `literals` that comes next, and return it; None: none of them comes next.
-
-        Raises:
-            NeedMoreText: The text ends within one of them.
-        """
+        """Read the one of `literals` that comes next, and return it; None: none of them comes
+        next."""
         for literal in literals:
             if self._text.startswith(literal, self.position):
                 self.position += len(literal)
@@ -135,28 +115,15 @@ class TextCursor:
         return None
 
     def expect(self, *literals: str) -> str:
-        """Like `accept`, but one of `literals` must come next.
-
-        Raises:
-            NeedMoreText: The text ends within one of them.
-            BrokenCall: None of them comes next.
-        """
+        """Like `accept`, but raises BrokenCall if none of `literals` comes next."""
         found = self.accept(*literals)
         if found is None:
             raise BrokenCall
         return found
 
     def until(self, literal: str, *, forbidden: str = "", searched: int = 0) -> str:
-        """Read up to `literal` and past it.
-
-        Args:
-            forbidden: Characters that may not come before it.
-            searched: Position in the text before which `literal` does not begin.
-
-        Raises:
-            NeedMoreText: The text ends before `literal`.
-            BrokenCall: A forbidden character comes first.
-        """
+        """Read up to `literal` and past it. Before it no `forbidden` character may come
+        (BrokenCall), and it does not begin before the position `searched`."""
         end = self._text.find(literal, max(self.position, searched))
         read = self._text[self.position : len(self._text) if end < 0 else end]
         if any(char in read for char in forbidden):
@@ -200,10 +167,8 @@ class TaggedFormatDetector(FormatDetector):
 
     @abstractmethod
     def _read_part(self, cursor: TextCursor) -> tuple[str, str] | None:
-        """Read the next part of a call.
-
-        Returns:
-            Name and arguments, a JSON object, if the call ends with this part.
+        """Read the next part of a call. Returns name and arguments, a JSON object, if the call ends
+        with it.
 
         Raises:
             NeedMoreText: The part is not complete.
@@ -288,11 +253,7 @@ class ParameterFormatDetector(TaggedFormatDetector):
 
     @abstractmethod
     def _read_parameter(self, tool: str, cursor: TextCursor) -> Parameter | None:
-        """Read a parameter's opening tag, or the end of the call; raises as `_read_part`.
-
-        Returns:
-            None: the call has ended.
-        """
+        """Read a parameter's opening tag, or the end of the call (None); raises as `_read_part`."""
 
     def _read_part(self, cursor: TextCursor) -> tuple[str, str] | None:
         if self._name is None:
@@ -339,10 +300,8 @@ class DeepSeekV3Detector(TaggedFormatDetector):
             self._name = name
             return None
         arguments = self._bare(self._read_value(cursor, _CALL_END))
-        try:
-            parse_json_object(arguments)
-        except ValueError:
-            raise BrokenCall from None
+        if not isinstance(_json_or_text(arguments), dict):
+            raise BrokenCall
         return self._name, arguments
 
     def _read_name(self, cursor: TextCursor) -> str:
@@ -351,11 +310,7 @@ class DeepSeekV3Detector(TaggedFormatDetector):
         return cursor.until("\n", forbidden="<").strip()
 
     def _bare(self, arguments: str) -> str:
-        """The JSON text of the arguments, without a fence.
-
-        Raises:
-            BrokenCall: There is no fence around it.
-        """
+        """The JSON text of the arguments, without the fence that must be around it."""
         fenced = arguments.strip()
         if not (fenced.startswith(f"{_FENCE}json") and fenced.endswith(_FENCE)):
             raise BrokenCall

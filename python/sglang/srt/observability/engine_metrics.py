@@ -193,10 +193,7 @@ class DisaggregationMetrics:
     def __init__(
         self, registry: CollectorRegistry, queues: Mapping[str, Callable[[], int]]
     ) -> None:
-        """Args:
-        registry: The scheduler's.
-        queues: Functions that count the requests in a queue now, by metric name.
-        """
+        """`queues`: functions that count the requests in a queue now, by metric name."""
         for name, count in queues.items():
             gauge = Gauge(f"sglang:{name}", _QUEUES[name], registry=registry)
             gauge.set_function(count)
@@ -218,11 +215,8 @@ class DisaggregationMetrics:
 
 
 class TransferMetrics:
-    """Metrics of a decode server's reads, prompt by prompt. Scheduler thread only.
-
-    Args:
-        ways: Ways by which metadata come.
-    """
+    """Metrics of a decode server's reads, prompt by prompt. Scheduler thread only. Metadata come by
+    one of `ways`."""
 
     def __init__(self, registry: CollectorRegistry, ways: Sequence[str]) -> None:
         def histogram(name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
@@ -245,13 +239,8 @@ class TransferMetrics:
             self._metadata.labels(way)
 
     def on_read(self, num_bytes: int, seconds: float, metadata_bytes: Mapping[str, int]) -> None:
-        """Count a prompt that has arrived.
-
-        Args:
-            num_bytes: Bytes read of it; 0: this server had all of it.
-            seconds: Seconds with a read in flight.
-            metadata_bytes: Bytes of its metadata, by way.
-        """
+        """Count a prompt that has arrived: the bytes read of it (0: this server had all of it), the
+        seconds with a read in flight, the bytes of its metadata by way."""
         self._total.observe(num_bytes / _MEGA)
         if num_bytes and seconds > 0:
             self._latency.observe(seconds * 1e3)

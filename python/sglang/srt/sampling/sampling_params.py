@@ -108,11 +108,8 @@ class SamplingParams(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, o
         return self.stop is not None or self.stop_regex is not None
 
     def verify(self, vocab_size: int) -> None:
-        """Check every value against its range; `vocab_size` is in tokens.
-
-        Raises:
-            ValueError: A value is out of range; the message names field, value and range.
-        """
+        """Check every value against its range; `vocab_size` is in tokens. A ValueError names field,
+        value and range."""
         if not 1 <= self.n <= MAX_SAMPLES:
             raise ValueError(f"n={self.n} must be from 1 to {MAX_SAMPLES}")
         constraint_of(self.json_schema, self.regex, self.ebnf, self.structural_tag)

@@ -27,13 +27,9 @@ _TOKEN: Final = re.compile(
 
 
 def compile_stop_regex(pattern: str) -> regex.Pattern[str]:
-    """Compile `pattern` in the syntax of the `regex` library, which extends that of `re`.
-
-    The library caches the result, so that the samples of a prompt share it.
-
-    Raises:
-        ValueError: The pattern is invalid or searches backwards. The message lacks the field name.
-    """
+    """Compile `pattern` in the syntax of the `regex` library, which extends that of `re` and caches
+    the result for the samples of a prompt. Raises ValueError, without the field's name, if it is
+    invalid or searches backwards."""
     try:
         compiled = regex.compile(pattern)
     except regex.error as error:
@@ -44,11 +40,8 @@ def compile_stop_regex(pattern: str) -> regex.Pattern[str]:
 
 
 def verify_stop_regexes(patterns: Sequence[str]) -> None:
-    """Check number, length, syntax and cost of a request's patterns.
-
-    Raises:
-        ValueError: A check fails; the message names `stop_regex` and the cause.
-    """
+    """Check number, length, syntax and cost of a request's patterns; a ValueError names
+    `stop_regex` and the cause."""
     if len(patterns) > MAX_STOP_REGEXES:
         raise ValueError(
             f"stop_regex has {len(patterns)} patterns, at most {MAX_STOP_REGEXES} are allowed"
@@ -85,14 +78,12 @@ def _verify(pattern: str) -> None:
 
 
 def _unrolled_size(pattern: str) -> int:
-    """Number of characters, classes and groups of `pattern` after unrolling its repeats.
+    """Number of characters, classes and groups of `pattern` after unrolling its repeats. Raises
+    ValueError for a mode that changes the syntax.
 
     The library unrolls a repeat to its minimal count plus one when it compiles. Nested repeats,
     as in `((((a){9}){9}){9}){9}`, could take hours and all memory. The result is an upper bound
     where this function misreads a pattern.
-
-    Raises:
-        ValueError: The pattern uses a mode that changes the syntax.
     """
     opened: list[list[int]] = []
     parts: list[int] = []

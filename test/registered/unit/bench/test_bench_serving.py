@@ -11,8 +11,7 @@ import pytest
 
 from rigs.servers.fake_generate_server import FakeServer
 from sglang.bench_serving import main, make_requests, parse_args
-from sglang.benchmark.api_backends import RequestResult
-from sglang.benchmark.server_facts import load_tokens
+from sglang.benchmark.api_backends import RequestResult, load_tokens
 from sglang.benchmark.serving_metrics import LoadResult, summarize, table
 from sglang.benchmark.workload import BenchRequest, arrival_times
 from sglang.test.ci.ci_register import register_cpu_ci

@@ -16,13 +16,12 @@ from rigs.bench.cache_simulation import (
     TracePrompts,
     replay,
 )
-from rigs.bench.page_trace import page_trace_of
+from rigs.bench.page_trace import page_trace_of, several
 from sglang.benchmark.workload import (
     TokenMaker,
     TraceRequest,
     TraceScale,
     read_trace,
-    several,
 )
 from sglang.test.ci.ci_register import register_cpu_ci
 

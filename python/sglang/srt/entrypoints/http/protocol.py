@@ -213,13 +213,10 @@ class BoundedProtocol(HttpToolsProtocol):
         """
         if self.transport.is_closing() or self._discarding:
             return
-        if self._has_read_all():
+        if self.cycle is not None and not self.cycle.more_body and not self._ahead:
             self.transport.close()
         else:
             self._discard()
-
-    def _has_read_all(self) -> bool:
-        return self.cycle is not None and not self.cycle.more_body and not self._ahead
 
     def _discard(self) -> None:
         self._discarding = True

@@ -96,11 +96,8 @@ def send_error(pipe: Connection, message: str) -> None:
 
 
 def receive_ready(pipe: Connection) -> dict[str, Any]:
-    """The child's message: `status` is `ready`, or `error` with a `message`.
-
-    Raises:
-        EOFError: The child ended without a message.
-    """
+    """The child's message: `status` is `ready`, or `error` with a `message`. Raises EOFError if the
+    child ended without one."""
     message = json.loads(pipe.recv_bytes())
     assert isinstance(message, dict), "children send JSON objects"
     return message

@@ -20,12 +20,8 @@ logger = logging.getLogger(__name__)
 
 
 class DecodeScheduler:
-    """Prepares decode steps.
-
-    Attributes:
-        is_stalled: Slots are short and will come back from copies in flight. Until then no request
-            is admitted or retracted.
-    """
+    """Prepares decode steps. While `is_stalled`, slots are short and will come back from copies in
+    flight: no request is admitted or retracted."""
 
     def __init__(
         self, state: SchedulerState, is_kept: Callable[[Req], bool] = lambda req: False
@@ -53,14 +49,9 @@ class DecodeScheduler:
         return info.grammar is None
 
     def prepare(self) -> bool:
-        """Give every request of the gathered batch a slot; evict as needed.
-
-        Requests are retracted only while no step is in flight, because only then all ended requests
-        are known.
-
-        Returns:
-            False if no step can run in this tick, or only after the step in flight is processed.
-        """
+        """Give every request of the gathered batch a slot; evict as needed. False: no step can run
+        in this tick, or only after the step in flight is processed. Requests are retracted only
+        while no step is in flight, because only then all ended requests are known."""
         state = self._state
         batch = state.decode_batch
         while len(batch):

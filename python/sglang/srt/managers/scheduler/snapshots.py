@@ -73,8 +73,6 @@ class Snapshots:
                 "tokens: snapshots end with a page and with a chunk of the kernel"
             )
 
-    # ---- room for running states ---------------------------------------------------------------
-
     def make_room(self, decoding: Iterable[Req]) -> None:
         """Free a slot, if none is free, for a request that is about to start. One of the requests
         that decode may lose its snapshot, or the slot for its next one."""
@@ -118,8 +116,6 @@ class Snapshots:
             slots.mamba_last_track_seqlen = None
         assert slot is not None and self._pool is not None, "a spare is a slot of the pool"
         self._pool.free(slot)
-
-    # ---- snapshots -----------------------------------------------------------------------------
 
     def shorten(self, extend_len: int, begin: int, branching: int | None) -> int:
         """Tokens of the `extend_len` after `begin` that the first step of a prompt computes. It

@@ -43,12 +43,9 @@ class EngineUnavailable(RuntimeError):
 
 
 def prompt_ids(values: Sequence[int], field: str) -> TokenArray:
-    """`values` as an array; `check_prompt` compares them with the vocabulary.
-
-    Raises:
-        InvalidRequest: A value does not fit 32 bits; names `field`.
-        TypeError: A value is no integer.
-    """
+    """`values` as an array; `check_prompt` compares them with the vocabulary. Raises
+    InvalidRequest, which names `field`, if a value does not fit 32 bits; TypeError if one is no
+    integer."""
     try:
         return token_array(values)
     except OverflowError:

@@ -77,8 +77,6 @@ class TokenizerManager:
         """Reason why no request is accepted, or None."""
         self._log = RateLimitedLogger(logger)
 
-    # ---- start and end ---------------------------------------------------------------------
-
     async def start(self) -> None:
         await self._channel.start()
 
@@ -109,8 +107,6 @@ class TokenizerManager:
     def num_requests(self) -> int:
         """Requests that have not ended."""
         return len(self._states)
-
-    # ---- requests --------------------------------------------------------------------------
 
     @contextmanager
     def submit(self, requests: Sequence[GenerateRequest]) -> Iterator[list[RequestState]]:
@@ -244,8 +240,6 @@ class TokenizerManager:
                 time.monotonic() - state.created_time,
                 state.finish_reason.type if state.finish_reason else "left by its client",
             )
-
-    # ---- outputs ---------------------------------------------------------------------------
 
     def _handle(self, message: ToServer) -> None:
         if isinstance(message, ControlReqOutput):

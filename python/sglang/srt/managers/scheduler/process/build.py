@@ -238,11 +238,8 @@ def check_model_flags(server_args: ServerArgs, model_config: ModelConfig) -> Non
 
 def init_pools(runner: ModelRunner, server_args: ServerArgs, group: RankGroup) -> list[str]:
     """Allocate L1, as large as the flags, the device and the rank with the least memory allow.
-    Returns log lines with the size of each part and the reason for it. A collective.
-
-    Raises:
-        ValueError: No size fits; names the flag.
-    """
+    Returns log lines with the size of each part and the reason for it. A ValueError names the flag
+    if no size fits. A collective."""
     page_size = runner.config.page_size
     memory = memory_beside(runner, server_args)
     states = _size_states(runner, server_args, memory)
