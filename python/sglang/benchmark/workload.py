@@ -233,9 +233,8 @@ def trace_requests(
 
 
 def arrival_times(requests: Sequence[BenchRequest], rate: float | None, seed: int) -> list[float]:
-    """The time to send each request, in seconds after the start. `rate` is in requests per second
-    of a Poisson process; infinity sends all at once. None uses the times of the requests, and 0 for
-    requests without a time."""
+    """The time to send each request, in seconds after the start. `rate`: requests per second of a
+    Poisson process; infinity sends all at once. If it is None, each request has its time, or 0."""
     if rate is None:
         return [one.at_s or 0.0 for one in requests]
     if rate <= 0:

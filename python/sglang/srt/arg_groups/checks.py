@@ -181,8 +181,8 @@ def meeting_address(args: ServerArgs) -> tuple[str, int]:
 
 
 def mistakes_of(args: ServerArgs, malformed: Sequence[str] = ()) -> list[str]:
-    """A line for each mistake, with the flag and the remedy. The flags of the fields `malformed`
-    are, so these have their defaults."""
+    """A line for each mistake, with the flag and the remedy. The fields `malformed` have their
+    defaults, because their flags could not be read."""
     wrong: dict[str, str] = {}
     for find in (check_choices, check_numbers, check_not_empty):
         for field, line in find(args):

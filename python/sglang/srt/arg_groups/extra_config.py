@@ -51,9 +51,9 @@ _USER_INFO: Final = re.compile(r"(://)[^/@\s]*@")
 
 
 def parse_extra_config(text: str | None) -> dict[str, Any]:
-    """Parse the object in `text`; empty for None. The text is a JSON object, or `@path` of a
-    `.json`, `.yaml`, `.yml` or `.toml` file; unless it is, a ValueError of one line names the
-    flag."""
+    """The object in `text`: a JSON object, or `@path` of a `.json`, `.yaml`, `.yml` or `.toml`
+    file; empty for None. A ValueError of one line names the flag if the text is unreadable,
+    malformed or not an object."""
     if text is None or not text.strip():
         return {}
     source = text if text.startswith("@") else "its value"

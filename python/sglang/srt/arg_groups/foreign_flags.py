@@ -250,8 +250,8 @@ def foreign_flags(field_name: str) -> ForeignFlags | None:
 
 
 def refusals(given: Sequence[tuple[str, Any]]) -> Iterator[str]:
-    """A line for each feature that flags of SGLang's, given as field names with their values, ask
-    for and this engine lacks. Flags that SGLang lacks too are passed over."""
+    """A line for each feature that the flags ask for and this engine lacks. `given` has field names
+    with their values; flags that SGLang lacks too are passed over."""
     by_row: dict[str, list[str]] = {}
     rows = {row.feature: row for row in SGLANG_FLAGS}
     for name, value in given:

@@ -80,8 +80,8 @@ def send(pipe: Connection, message: msgspec.Struct) -> None:
 def receive(
     pipe: Connection, decoder: msgspec.msgpack.Decoder[T], seconds: float | None = None
 ) -> T:
-    """Receive one message, after at most `seconds` (None: for ever; TimeoutError). Raises EOFError
-    if the other end is closed."""
+    """Receive one message. Raises TimeoutError if none comes within `seconds` (None waits for
+    ever), and EOFError if the other end is closed."""
     if not pipe.poll(seconds):
         raise TimeoutError
     return decoder.decode(pipe.recv_bytes())

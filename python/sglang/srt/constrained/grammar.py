@@ -257,9 +257,9 @@ class Grammar:
         return int(self._compiled.memory_size_bytes)
 
     def matcher(self, stop_token_ids: Sequence[int] = ()) -> GrammarMatcher:
-        """A matcher at the start of the grammar. Of `stop_token_ids`, the request's in addition to
-        the model's end-of-sequence ids, only special tokens can end the grammar. A stop token that
-        is also text remains text here; the request stops at it, as it does without a grammar."""
+        """A matcher at the start of the grammar. The model's end-of-sequence ids end the grammar,
+        and special tokens among the request's `stop_token_ids`. A stop token that is also text
+        remains text here; the request stops at it, as it does without a grammar."""
         tokens = self._vocabulary.tokens
         ends = set(self._vocabulary.eos_token_ids)
         ends.update(i for i in stop_token_ids if 0 <= i < len(tokens) and not tokens[i])

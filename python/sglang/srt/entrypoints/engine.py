@@ -246,10 +246,11 @@ class Engine:
 
         Args:
             sampling_params: Parameters for all prompts, or a list with one for each.
+            stream: Return an iterator of cumulative answers.
             fields: Other fields of the endpoint (`return_logprob`, `rid`, `extra_key`, ...).
 
         Returns:
-            An answer, a list of them for a batch, or with `stream` their cumulative iterator.
+            An answer, a list of them for a batch, or their iterator.
 
         Raises:
             ValueError: A field is wrong; names it.

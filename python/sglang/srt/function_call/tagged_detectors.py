@@ -17,7 +17,7 @@ _PYTHON_WORDS: Final = {"True": True, "False": False, "None": None}
 
 
 def parse_json(text: str) -> Any:
-    """The value of the JSON text `text`, without the constants that only some readers know. Raises
+    """The value of the JSON text `text`; constants that only some readers know are refused. Raises
     ValueError if it is not JSON."""
     try:
         return json.loads(text, parse_constant=_refuse)
@@ -26,8 +26,8 @@ def parse_json(text: str) -> Any:
 
 
 def typed_value(text: str, parameters: Mapping[str, Any], name: str) -> Any:
-    """The value of the parameter `name`, if its schema among those of `parameters` allows the type;
-    else the text itself."""
+    """The value of the parameter `name`, if its schema allows the type; else the text itself.
+    `parameters` is the JSON schema of all parameters."""
     properties = parameters.get("properties")
     allowed = allowed_types(properties.get(name) if isinstance(properties, Mapping) else None)
     if allowed == _STRING:
@@ -122,8 +122,8 @@ class TextCursor:
         return found
 
     def until(self, literal: str, *, forbidden: str = "", searched: int = 0) -> str:
-        """Read up to `literal` and past it. Before it no `forbidden` character may come
-        (BrokenCall), and it does not begin before the position `searched`."""
+        """Read up to `literal` and past it. It raises BrokenCall if a `forbidden` character comes
+        first. `literal` is known not to begin before the position `searched`."""
         end = self._text.find(literal, max(self.position, searched))
         read = self._text[self.position : len(self._text) if end < 0 else end]
         if any(char in read for char in forbidden):
