@@ -83,7 +83,7 @@ def scheduler(**args: Any) -> Iterator[tuple[Peer, Any, dict[str, Any]]]:
         ours, theirs = spawn.Pipe(duplex=False)
         process = spawn.Process(
             target=run_scheduler_process,
-            args=(ServerArgs(**args).resolve(), ipc, None, theirs, os.getpid()),
+            args=(ServerArgs(**args).resolve(), ipc, None, theirs),
         )
         process.start()
         stack.callback(process.join, 10)
