@@ -31,7 +31,7 @@ def cannot_read_weights(rank: int) -> None:
     """The rank's checkpoint is damaged, as on a disk of its own."""
     if rank == FAULTY:
         damaged = ValueError(DAMAGE)
-        mock.patch.object(checkpoint_files, "_fill_from_safetensors", side_effect=damaged).start()
+        mock.patch.object(checkpoint_files, "_SafetensorsFiles", side_effect=damaged).start()
 
 
 def has_no_memory(rank: int) -> None:

@@ -55,15 +55,9 @@ class ServerArgs:
         "built-in model.",
         aliases=("--model",),
     )
-    revision: str | None = flag(
-        None, "Branch, tag or commit of a model on the hub; absent: its main branch."
-    )
-    download_dir: str | None = flag(
-        None, "Directory of the hub's cache; absent: HF_HUB_CACHE, or ~/.cache/huggingface/hub."
-    )
-    tokenizer_path: str | None = flag(
-        None, "Directory of the tokenizer, or its name on the hub; absent: the model's."
-    )
+    revision: str | None = flag(None, "Branch, tag or commit on the hub; absent: main.")
+    download_dir: str | None = flag(None, "The hub's cache; absent: HF_HUB_CACHE says.")
+    tokenizer_path: str | None = flag(None, "The same for the tokenizer; absent: the model's.")
     served_model_name: str | None = flag(None, "Name in /v1/models; absent: the model path.")
     load_format: str = flag(
         "auto",
