@@ -52,23 +52,36 @@ def _ranges(args: ServerArgs) -> Iterator[tuple[str, bool, str]]:
         value = getattr(args, field)
         yield field, value is None or value >= 2, "at least 2: one token of prompt, one of output"
     for field in (
-        "max_mamba_cache_size mamba_track_interval max_running_requests max_queued_requests "
-        "max_prefill_tokens page_size stream_interval cuda_graph_max_bs tp_size attn_cp_size nnodes"
-    ).split():
+        "max_mamba_cache_size",
+        "mamba_track_interval",
+        "max_running_requests",
+        "max_queued_requests",
+        "max_prefill_tokens",
+        "page_size",
+        "stream_interval",
+        "cuda_graph_max_bs",
+        "tp_size",
+        "attn_cp_size",
+        "nnodes",
+    ):
         value = getattr(args, field)
         yield field, value is None or value >= 1, "at least 1"
     for field in (
-        "port disaggregation_bootstrap_port "
-        "remote_instance_weight_loader_seed_instance_service_port"
-    ).split():
+        "port",
+        "disaggregation_bootstrap_port",
+        "remote_instance_weight_loader_seed_instance_service_port",
+    ):
         value = getattr(args, field)
         yield field, value is None or 1 <= value <= 65535, "from 1 to 65535"
     yield "base_gpu_id", args.base_gpu_id >= 0, "0 or more"
     yield "random_seed", 0 <= args.random_seed < 2**63, "from 0 to 2^63 - 1"
     for field in (
-        "watchdog_timeout schedule_conservativeness hicache_ratio mamba_full_memory_ratio "
-        "target_inter_token_latency"
-    ).split():
+        "watchdog_timeout",
+        "schedule_conservativeness",
+        "hicache_ratio",
+        "mamba_full_memory_ratio",
+        "target_inter_token_latency",
+    ):
         value = getattr(args, field)
         yield field, value is None or (math.isfinite(value) and value > 0), "a number above 0"
     drain = args.drain_seconds
@@ -214,9 +227,12 @@ def _check_cache(args: ServerArgs) -> Iterator[str]:
                 "indexed by the radix tree; drop one of them"
             )
         for field in (
-            "schedule_policy radix_eviction_policy radix_cache_backend mamba_scheduler_strategy "
-            "mamba_track_interval"
-        ).split():
+            "schedule_policy",
+            "radix_eviction_policy",
+            "radix_cache_backend",
+            "mamba_scheduler_strategy",
+            "mamba_track_interval",
+        ):
             yield from refuse_ignored(args, field, "with --disable-radix-cache")
     if args.mamba_scheduler_strategy == "no_buffer":
         where = "with --mamba-scheduler-strategy no_buffer"

@@ -125,9 +125,12 @@ BOOTSTRAP_PORT_FLAG: Final = "--disaggregation-bootstrap-port"
 SECRET_FLAG: Final = "--disaggregation-secret-file"
 MIN_SECRET_CHARS: Final = 16
 _PEER_FIELDS: Final = (
-    "disaggregation_ib_device disaggregation_secret_file disaggregation_allow_no_secret "
-    "disaggregation_bootstrap_port disaggregation_prefill_hosts"
-).split()
+    "disaggregation_ib_device",
+    "disaggregation_secret_file",
+    "disaggregation_allow_no_secret",
+    "disaggregation_bootstrap_port",
+    "disaggregation_prefill_hosts",
+)
 """Fields that matter only where servers talk to each other."""
 
 
@@ -150,7 +153,12 @@ def check_disaggregation(args: ServerArgs) -> Iterator[str]:
     mode, port = args.disaggregation_mode, args.disaggregation_bootstrap_port
     where = f"with --disaggregation-mode {mode}"
     if mode == DisaggregationMode.NULL:
-        for field in ("disaggregation_transfer_backend", *_PEER_FIELDS[:3]):
+        for field in (
+            "disaggregation_transfer_backend",
+            "disaggregation_ib_device",
+            "disaggregation_secret_file",
+            "disaggregation_allow_no_secret",
+        ):
             yield from refuse_ignored(args, field, where)
     if mode != DisaggregationMode.PREFILL:
         yield from refuse_ignored(args, "disaggregation_bootstrap_port", where)

@@ -22,17 +22,35 @@ import yaml
 FLAG: Final = "--hicache-storage-backend-extra-config"
 
 CONTROLLER_KEYS: Final = frozenset(
-    "prefetch_threshold prefetch_timeout_base prefetch_timeout_per_ki_token prefetch_timeout_max "
-    "hicache_storage_pass_prefix_keys on_unreachable tp_lcm_size verify_checksum".split()
+    {
+        "prefetch_threshold",
+        "prefetch_timeout_base",
+        "prefetch_timeout_per_ki_token",
+        "prefetch_timeout_max",
+        "hicache_storage_pass_prefix_keys",
+        "on_unreachable",
+        "tp_lcm_size",
+        "verify_checksum",
+    }
 )
 """Keys that the extra config of every backend may have."""
 
 BACKEND_KEYS: Final[Mapping[str, frozenset[str]]] = {
     "file": frozenset(),
     "mooncake": frozenset(
-        "master_server_address local_hostname metadata_server global_segment_size "
-        "local_buffer_size protocol device_name check_server master_metrics_port "
-        "client_server_address standalone_storage".split()
+        {
+            "master_server_address",
+            "local_hostname",
+            "metadata_server",
+            "global_segment_size",
+            "local_buffer_size",
+            "protocol",
+            "device_name",
+            "check_server",
+            "master_metrics_port",
+            "client_server_address",
+            "standalone_storage",
+        }
     ),
 }
 """Further keys of each backend. `dynamic` is absent, because its class may read any key."""

@@ -23,9 +23,13 @@ from sglang.srt.managers.tokenizer.tokenizer_manager import TokenizerManager
 MAX_DETOKENIZED_IDS: Final = 1 << 18
 """Most ids in one request: decoding more would block the event loop."""
 _FIELDS_OF_A_CONVERSATION: Final = (
-    "add_generation_prompt continue_final_message chat_template_kwargs reasoning_effort tools "
-    "tool_choice"
-).split()
+    "add_generation_prompt",
+    "continue_final_message",
+    "chat_template_kwargs",
+    "reasoning_effort",
+    "tools",
+    "tool_choice",
+)
 """Fields of a chat request that shape its prompt, besides the messages."""
 
 
