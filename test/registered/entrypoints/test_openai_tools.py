@@ -183,6 +183,29 @@ def test_several_calls(templates: dict[str, str], stream: bool, parallel: bool) 
             assert message.content is None
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_ids_of_kimi_and_its_special_tokens_are_kept(
+    templates: dict[str, str], stream: bool
+) -> None:
+    text = (
+        "<|tool_calls_section_begin|><|tool_call_begin|>f:3<|tool_call_argument_begin|>{}"
+        "<|tool_call_end|>"
+    )
+    with front_server(chat_template=templates["last"], tool_call_parser="kimi_k2") as server:
+        reply = ask(server, text, tools=[F, G], stream=stream)
+        if stream:
+            [piece] = [one for chunk in reply for one in chunk.choices[0].delta.tool_calls or []]
+        else:
+            [piece] = reply.choices[0].message.tool_calls
+        assert (piece.id, piece.function.arguments) == ("f:3", "{}")
+        ask(server, text)
+        ask(server, text, tools=[F, G], extra_body={"skip_special_tokens": True})
+        received = server.scheduler.received
+        requests = [one for one in received if isinstance(one, TokenizedGenerateReqInput)]
+        skips = [one.sampling_params.skip_special_tokens for one in requests]
+        assert skips == [False, True, True]
+
+
 @pytest.mark.parametrize(
     ("choice", "names"),
     [("required", ["f", "g"]), ({"type": "function", "function": {"name": "g"}}, ["g"])],

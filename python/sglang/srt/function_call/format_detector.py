@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Self
 
 
@@ -17,11 +17,13 @@ class ToolCallItem:
         name: The tool's name; None in later pieces of a call.
         parameters: The arguments, a JSON object as the model wrote it. In a stream: the part that
             follows the last piece.
+        id: Id that the model wrote; None: it writes none.
     """
 
     tool_index: int
     name: str | None
     parameters: str
+    id: str | None = None
 
 
 @dataclass
@@ -42,6 +44,8 @@ class FormatDetector(ABC):
 
     start_markers: ClassVar[tuple[str, ...]]
     """Any of them may begin a call."""
+    has_special_markers: ClassVar[bool] = False
+    """True if markers are special tokens, which texts otherwise lack."""
 
     def __init__(
         self, tool_names: Collection[str] | None, schemas: Mapping[str, Mapping[str, Any]]
@@ -52,6 +56,7 @@ class FormatDetector(ABC):
         self._after_call = False
         self._result = StreamingParseResult()
         self._num_calls = 0
+        self._call_id: str | None = None
         self.num_cut = 0
         """Calls that broke after a stream had sent a part of them."""
 
@@ -117,7 +122,7 @@ class FormatDetector(ABC):
         self._result.normal_text += text
 
     def _emit_call(self, name: str | None, parameters: str) -> None:
-        self._result.calls.append(ToolCallItem(self._num_calls, name, parameters))
+        self._result.calls.append(ToolCallItem(self._num_calls, name, parameters, self._call_id))
 
     def _take_result(self) -> StreamingParseResult:
         result, self._result = self._result, StreamingParseResult()
@@ -140,6 +145,6 @@ def merge_calls(pieces: list[ToolCallItem]) -> list[ToolCallItem]:
         merged[piece.tool_index] = (
             piece
             if before is None
-            else ToolCallItem(piece.tool_index, before.name, before.parameters + piece.parameters)
+            else replace(before, parameters=before.parameters + piece.parameters)
         )
     return list(merged.values())

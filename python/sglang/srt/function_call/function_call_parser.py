@@ -8,6 +8,11 @@ from typing import Any, Final
 from sglang.srt.environ import envs
 from sglang.srt.function_call.format_detector import FormatDetector
 from sglang.srt.function_call.json_detectors import Llama32Detector, Qwen25Detector
+from sglang.srt.function_call.kimi_glm_mistral_detectors import (
+    Glm4MoeDetector,
+    KimiK2Detector,
+    MistralDetector,
+)
 from sglang.srt.function_call.tagged_detectors import (
     DeepSeekV3Detector,
     DeepSeekV31Detector,
@@ -18,11 +23,16 @@ from sglang.srt.function_call.tagged_detectors import (
 TOOL_CALL_PARSERS: Final[Mapping[str, type[FormatDetector]]] = {
     "qwen25": Qwen25Detector,
     "qwen": Qwen25Detector,
+    "hermes": Qwen25Detector,
     "qwen3_coder": Qwen3CoderDetector,
     "llama3": Llama32Detector,
     "deepseekv3": DeepSeekV3Detector,
     "deepseekv31": DeepSeekV31Detector,
     "deepseekv32": DeepSeekV32Detector,
+    "kimi_k2": KimiK2Detector,
+    "glm45": Glm4MoeDetector,
+    "glm47": Glm4MoeDetector,
+    "mistral": MistralDetector,
 }
 
 

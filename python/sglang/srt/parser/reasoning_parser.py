@@ -20,6 +20,7 @@ REASONING_PARSERS: Final[Mapping[str, bool]] = {
     "deepseek-r1": True,
     "deepseek-v3": False,
     "glm45": False,
+    "kimi_k2": False,
     "interns1": False,
     "mimo": False,
     "minimax": True,

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -11,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sglang.srt.environ import envs
-from sglang.srt.function_call.format_detector import ToolCallItem, merge_calls
+from sglang.srt.function_call.format_detector import FormatDetector, ToolCallItem, merge_calls
 from sglang.srt.function_call.function_call_parser import make_call_parser
 from sglang.srt.function_call.tagged_detectors import allowed_types, typed_value
 from sglang.test.ci.ci_register import register_cpu_ci
@@ -85,23 +87,64 @@ def deepseekv32(*calls: tuple[str, dict[str, Any]]) -> str:
     return bars(f"<|DSML|function_calls>\n{''.join(out)}</|DSML|function_calls>")
 
 
-WRITERS = {
+def kimi_k2(*calls: tuple[str, dict[str, Any]]) -> str:
+    made = [
+        f"<|tool_call_begin|>functions.{name}:{number}<|tool_call_argument_begin|>"
+        f"{json.dumps(arguments)}<|tool_call_end|>"
+        for number, (name, arguments) in enumerate(calls)
+    ]
+    return f"<|tool_calls_section_begin|>{''.join(made)}<|tool_calls_section_end|>"
+
+
+def glm(newline: str, *calls: tuple[str, dict[str, Any]]) -> str:
+    out = []
+    for name, arguments in calls:
+        values = []
+        for key, value in arguments.items():
+            written = value if isinstance(value, str) else json.dumps(value)
+            values.append(
+                f"<arg_key>{key}</arg_key>{newline}<arg_value>{written}</arg_value>{newline}"
+            )
+        out.append(f"<tool_call>{name}{newline}{''.join(values)}</tool_call>")
+    return newline.join(out)
+
+
+def mistral(*calls: tuple[str, dict[str, Any]]) -> str:
+    listed = [{"name": name, "arguments": arguments} for name, arguments in calls]
+    return f"[TOOL_CALLS] {json.dumps(listed)}"
+
+
+def mistral_v11(*calls: tuple[str, dict[str, Any]]) -> str:
+    made = [f"[TOOL_CALLS]{name}[ARGS]{json.dumps(arguments)}" for name, arguments in calls]
+    return "".join(made) or "[TOOL_CALLS]"
+
+
+WRITERS: dict[str, Callable[..., str]] = {
     "qwen3_coder": qwen3_coder,
     "deepseekv3": deepseekv3,
     "deepseekv31": deepseekv31,
     "deepseekv32": deepseekv32,
+    "kimi_k2": kimi_k2,
+    "glm45": partial(glm, "\n"),
+    "glm47": partial(glm, ""),
+    "mistral": mistral,
+    "mistral v11": mistral_v11,
 }
 FORMATS = pytest.mark.parametrize("name", list(WRITERS))
 
 
+def parser_of(name: str) -> FormatDetector:
+    return make_call_parser(TOOLS, name.split()[0])
+
+
 def parse(name: str, text: str) -> tuple[str, Calls]:
-    normal, calls = make_call_parser(TOOLS, name).parse_non_stream(text)
+    normal, calls = parser_of(name).parse_non_stream(text)
     assert [call.tool_index for call in calls] == list(range(len(calls)))
     return normal, [(call.name, json.loads(call.parameters)) for call in calls]
 
 
 def stream(name: str, pieces: list[str]) -> tuple[str, list[ToolCallItem]]:
-    parser = make_call_parser(TOOLS, name)
+    parser = parser_of(name)
     results = [parser.parse_stream_increment(piece) for piece in pieces]
     results.append(parser.finish())
     calls = merge_calls([call for result in results for call in result.calls])
@@ -119,10 +162,11 @@ def test_calls_between_text(name: str) -> None:
     assert parse(name, again) == ("Sure. ", [*calls, ("say", {})])
 
 
-@FORMATS
+@pytest.mark.parametrize("name", [name for name in WRITERS if not name.startswith("glm")])
 def test_the_end_of_the_section_may_be_missing(name: str) -> None:
     text = WRITERS[name](("say", SAY))
-    shorter = text[: text.rindex("</" if name in ("qwen3_coder", "deepseekv32") else "<")]
+    end = {"qwen3_coder": "</", "deepseekv32": "</", "mistral": "]", "mistral v11": "}"}
+    shorter = text[: text.rindex(end.get(name, "<"))] + "}" * (name == "mistral v11")
     assert parse(name, shorter) == ("", [("say", SAY)])
 
 
@@ -156,7 +200,7 @@ def test_unknown_tools_are_forwarded_on_request(name: str) -> None:
 
 @FORMATS
 def test_a_stream_gives_a_call_when_it_is_complete(name: str) -> None:
-    parser = make_call_parser(TOOLS, name)
+    parser = parser_of(name)
     text = "Yes" + WRITERS[name](("say", SAY))
     sent = [parser.parse_stream_increment(char) for char in text]
     assert [result.normal_text for result in sent[:3]] == ["Y", "e", "s"]
@@ -172,7 +216,7 @@ def fragments() -> list[str]:
     for write in WRITERS.values():
         text = write(("add", {"a": 1}), ("say", {"text": "b"}))
         found += [text, write(("rm", {})), text[: len(text) // 2], text[len(text) // 2 :]]
-        ends = [i + 1 for i, char in enumerate(text) if char == ">"]
+        ends = [i + 1 for i, char in enumerate(text) if char in ">]"]
         found += [text[a:b] for a, b in pairwise([0, *ends])]
     return sorted(set(found))
 
@@ -184,7 +228,7 @@ TEXTS = st.lists(st.sampled_from(fragments()), max_size=12).map("".join)
 @settings(max_examples=200, deadline=None)
 @given(text=TEXTS, points=st.lists(st.integers(0, 2000), max_size=12))
 def test_any_split_of_a_stream_gives_the_same(name: str, text: str, points: list[int]) -> None:
-    whole = make_call_parser(TOOLS, name).parse_non_stream(text)
+    whole = parser_of(name).parse_non_stream(text)
     bounds = [0, *sorted(point % (len(text) + 1) for point in points), len(text)]
     assert stream(name, [text[a:b] for a, b in pairwise(bounds)]) == whole
     assert stream(name, list(text)) == whole
@@ -266,6 +310,46 @@ def test_a_newline_at_each_end_of_a_value_belongs_to_the_tags() -> None:
     text = "<tool_call><function=say><parameter=text>\n\n x\n\n</parameter></function></tool_call>"
     assert parse("qwen3_coder", text) == ("", [("say", {"text": "\n x\n"})])
     assert parse("qwen3_coder", text.replace("\n", "")) == ("", [("say", {"text": " x"})])
+
+
+def test_a_call_of_kimi_keeps_the_id_that_the_model_wrote() -> None:
+    text = kimi_k2(("add", ADD), ("say", SAY))
+    _, calls = make_call_parser(TOOLS, "kimi_k2").parse_non_stream(text)
+    assert [call.id for call in calls] == ["functions.add:0", "functions.say:1"]
+    _, bare = make_call_parser(TOOLS, "kimi_k2").parse_non_stream(text.replace("functions.", ""))
+    assert [call.id for call in bare] == ["add:0", "say:1"]
+    _, others = make_call_parser(TOOLS, "glm45").parse_non_stream(glm("\n", ("say", SAY)))
+    assert [call.id for call in others] == [None]
+
+
+def test_glm_values_have_the_types_of_the_schema() -> None:
+    text = (
+        "<tool_call>add<arg_key>a</arg_key><arg_value>7</arg_value>"
+        "<arg_key>text</arg_key><arg_value>7</arg_value></tool_call>"
+    )
+    assert parse("glm47", text) == ("", [("add", {"a": 7, "text": "7"})])
+    assert parse("glm45", "<tool_call>two words<arg_key>") == ("<tool_call>two words<arg_key>", [])
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '[TOOL_CALLS] [{"name": "rm", "arguments": {}}]',
+        '[TOOL_CALLS] [{"name": "say", "arguments": 3}]',
+        '[TOOL_CALLS] [{"name": "say"}]',
+        "[TOOL_CALLS] [1]",
+        "[TOOL_CALLS]rm[ARGS]{}",
+        "[TOOL_CALLS]say[ARGS]3",
+        '[TOOL_CALLS]say[ARGS]{"a": NaN}',
+        "[TOOL_CALLS]say[ARGS]{",
+        "[TOOL_CALLS]say",
+    ],
+)
+def test_broken_calls_of_mistral_are_text(text: str) -> None:
+    assert parse("mistral", text) == (text, [])
+    good = mistral_v11(("say", SAY))
+    if text.endswith(("]", "}", "3")):
+        assert parse("mistral", text + good) == (text, [("say", SAY)])
 
 
 def test_the_last_of_equal_parameters_counts() -> None:

@@ -29,7 +29,7 @@ from sglang.srt.function_call.format_detector import (
     StreamingParseResult,
     ToolCallItem,
 )
-from sglang.srt.function_call.function_call_parser import make_call_parser
+from sglang.srt.function_call.function_call_parser import TOOL_CALL_PARSERS, make_call_parser
 from sglang.srt.managers.tokenizer.generate_request import GenerateRequest, expand_samples, new_rid
 from sglang.srt.managers.tokenizer.request_state import OutputCursor, RequestState
 from sglang.srt.parser.reasoning_parser import (
@@ -127,7 +127,7 @@ def _call(call: ToolCallItem, *, first: bool) -> dict[str, Any]:
         return {"index": call.tool_index, "function": {"arguments": call.parameters}}
     return {
         "index": call.tool_index,
-        "id": f"call_{uuid.uuid4().hex[:24]}",
+        "id": call.id or f"call_{uuid.uuid4().hex[:24]}",
         "type": "function",
         "function": {"name": call.name, "arguments": call.parameters},
     }
@@ -176,6 +176,8 @@ def to_requests(
     rooms = rooms_of(body, num_rooms, is_batch=isinstance(given, list))
     if tools is not None and tools.json_schema is not None:
         params.json_schema = tools.json_schema
+    if tools is not None and TOOL_CALL_PARSERS[tools.parser].has_special_markers:
+        params.skip_special_tokens = bool(body.skip_special_tokens)
     request = GenerateRequest(
         rid=new_rid() if body.rid is None else body.rid,
         text=chat_prompt(body, context.chat_template, tools, context.manager.limits.context_len),
