@@ -1,8 +1,8 @@
 """The directory of the model that is served, from what the arguments name.
 
-Names of the Hugging Face hub are looked up in its cache on this host, else downloaded. With
-`--json-model-override-args` the directory is one of links to the checkpoint's files, beside a
-config.json of its own. So whoever reads the config, or takes its digest, sees the changes.
+Names of the Hugging Face hub are looked up in its cache on this host, else downloaded. For
+`--json-model-override-args` the directory is made: it has its own config.json, and links to the
+checkpoint's other files. So all readers of the config see the changes, and so do digests of it.
 """
 
 from __future__ import annotations
