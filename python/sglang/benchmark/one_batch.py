@@ -35,6 +35,9 @@ from sglang.srt.sampling.sampling_params import SamplingParams
 _GROUPS: Final = 9
 _PER_GROUP: Final = 5
 """Runs between two readings of the clock, so that waiting for the device costs little."""
+_MOST_SECONDS: Final = 5.0
+"""Slow work is run less often, to take about this long: a large product in bf16 takes seconds on a
+CPU that emulates it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,16 +121,19 @@ def decode_work(batch_size: int, context_len: int, kv_bytes_per_token: int) -> S
 
 def _median_seconds(work: Callable[[], object], device: torch.device | str) -> float:
     synchronize = device_runtime(device).synchronize
-    work()
-    seconds = []
-    for _ in range(_GROUPS):
+
+    def seconds_each(runs: int) -> float:
         synchronize()
         begun = time.perf_counter()
-        for _ in range(_PER_GROUP):
+        for _ in range(runs):
             work()
         synchronize()
-        seconds.append((time.perf_counter() - begun) / _PER_GROUP)
-    return statistics.median(seconds)
+        return (time.perf_counter() - begun) / runs
+
+    work()
+    once = seconds_each(1)
+    groups = min(_GROUPS, int(_MOST_SECONDS / (once * _PER_GROUP)))
+    return statistics.median(seconds_each(_PER_GROUP) for _ in range(groups)) if groups else once
 
 
 GREEDY = SamplingParams(temperature=0.0, ignore_eos=True)
