@@ -29,8 +29,6 @@ from sglang.test.ci.ci_register import register_cpu_ci
 
 register_cpu_ci(est_time=600, suite="nightly-test-cpu", nightly=True)
 
-pytestmark = pytest.mark.timeout(1800)
-
 CONVERSATIONS: Final = (
     "What is the capital of France?",
     "Write one sentence about the sea.",
@@ -82,6 +80,7 @@ def perplexity(server: EngineServer, chunks: list[list[int]]) -> float:
     return math.exp(-total / count)
 
 
+@pytest.mark.timeout(900)
 def test_words_equal_those_of_transformers(smollm2: Path) -> None:
     model: Any = AutoModelForCausalLM.from_pretrained(smollm2, dtype=torch.float32)
     tokenizer: Any = AutoTokenizer.from_pretrained(smollm2)
@@ -105,10 +104,12 @@ def plain_perplexity(smollm2: Path, text_ids: list[list[int]]) -> float:
         return perplexity(server, text_ids)
 
 
+@pytest.mark.timeout(900)
 def test_the_text_is_understood(plain_perplexity: float) -> None:
     assert 5 < plain_perplexity < 15
 
 
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("name", FORMATS)
 def test_a_format_costs_what_its_values_cost(
     smollm2: Path, text_ids: list[list[int]], plain_perplexity: float, tmp_path: Path, name: str
