@@ -30,6 +30,7 @@ from typing import Any, Final
 
 from sglang.embedded_mooncake import ChildStartError, ManagedProcess, MooncakeMaster, StoreNode
 from sglang.srt.constants import BUILTIN_HYBRID_MODEL_DIR, BUILTIN_HYBRID_MODEL_NAME, MIB
+from sglang.srt.entrypoints.local_model import with_local_model
 from sglang.srt.entrypoints.start_checks import check_model
 from sglang.srt.environ import envs
 from sglang.srt.server_args import ServerArgs, prepare_server_args
@@ -225,7 +226,7 @@ def serve(argv: Sequence[str]) -> None:
     """
     args = prepare_server_args([*STORAGE_FLAGS, *argv])
     check_port_available(args.host, args.port)
-    check_model(args)
+    check_model(with_local_model(args))
     with ExitStack() as stack:
         processes = _start_all(stack, args, argv)
         answer_and_stay("serve", server_url(args), args.api_key, processes)

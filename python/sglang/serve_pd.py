@@ -31,6 +31,7 @@ from sglang.embedded_mooncake import LOOPBACK, ManagedProcess, MooncakeMaster, S
 from sglang.embedded_router import Router
 from sglang.serve_embedded import STORAGE_FLAGS, STORE_BYTES, answer_and_stay, run, start_in_order
 from sglang.srt.arg_groups.disaggregation import DisaggregationMode
+from sglang.srt.entrypoints.local_model import with_local_model
 from sglang.srt.entrypoints.start_checks import check_model
 from sglang.srt.environ import envs
 from sglang.srt.hardware_backend.device_kinds import device_kind
@@ -157,7 +158,7 @@ def serve(argv: Sequence[str]) -> None:
     args = prepare_server_args([*STORAGE_FLAGS, *argv])
     envs.SGLANG_DISAGGREGATION_SECRET.clear()  # Only the servers get it.
     check_port_available(args.host, args.port)
-    check_model(args)
+    check_model(with_local_model(args))
     parts = plan(args, argv, get_free_ports(3), count_gpus())
     with ExitStack() as stack:
         router, processes = _start_all(stack, args, parts)

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from sglang.srt.arg_groups.checks import meeting_address, ranks_per_node
 from sglang.srt.distributed.rendezvous import Rendezvous, open_rendezvous
+from sglang.srt.entrypoints.local_model import with_local_model
 from sglang.srt.entrypoints.start_checks import check_start
 from sglang.srt.environ import envs
 from sglang.srt.managers.messages.ipc import (
@@ -172,6 +173,7 @@ class EngineProcesses:
 def run_node(args: ServerArgs) -> int:
     """Run the ranks of a machine that is not the first of its server, until rank 0 ends them;
     return the process's exit status. Raises as `launch_subprocesses`."""
+    args = with_local_model(args)
     check_start(args)
     processes = launch_subprocesses(args)
     try:

@@ -14,6 +14,8 @@ from huggingface_hub import constants
 from rigs.servers.fake_hub import SHA, fake_hub
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.constants import BUILTIN_MODEL_DIR
+from sglang.srt.entrypoints import engine_processes
+from sglang.srt.entrypoints.engine_processes import StartError
 from sglang.srt.entrypoints.local_model import with_local_model
 from sglang.srt.entrypoints.start_checks import check_model
 from sglang.srt.model_loader.weight_files import weights_identity
@@ -180,6 +182,26 @@ def test_starts_at_once_share_a_changed_config(
     models.write_text("a file")
     with pytest.raises(ValueError, match=r"cannot be made .*change config.json itself"):
         with_local_model(asked)
+
+
+def test_later_machines_of_a_server_serve_the_same_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    asked = args_of(
+        tmp_path, str(BUILTIN_MODEL_DIR), json_model_override_args='{"eos_token_id": 7}'
+    )
+    seen: list[ServerArgs] = []
+
+    def launch(args: ServerArgs) -> None:
+        seen.append(args)
+        raise StartError("enough")
+
+    monkeypatch.setattr(engine_processes, "check_start", seen.append)
+    monkeypatch.setattr(engine_processes, "launch_subprocesses", launch)
+    with pytest.raises(StartError, match="enough"):
+        engine_processes.run_node(asked)
+    assert seen == [with_local_model(asked)] * 2
 
 
 def test_a_name_that_is_not_cached_is_refused_offline(
