@@ -15,6 +15,7 @@ import torch
 from sglang.srt.configs.quantization_config import Packing, QuantizationConfig
 from sglang.srt.layers.quantization.quantized_tensor import (
     AWQ_ORDER,
+    WORD_BITS,
     PackedTensor,
     QuantizedTensor,
     RawTensor,
@@ -30,7 +31,6 @@ _OF_ACTIVATIONS: Final = frozenset(
     q_scale k_scale v_scale prob_scale""".split()
 )
 """Tensors of a layer that quantize activations, keys or values, which are not quantized here."""
-_WORD_BITS: Final = 32
 
 ReadTensor = Callable[[str], torch.Tensor]
 """Reads a whole tensor of the checkpoint by its name."""
@@ -56,7 +56,7 @@ class QuantizedWeight:
 
     def shape(self, stored: tuple[int, ...], config: QuantizationConfig) -> tuple[int, ...]:
         """Shape of the weight, whose elements are stored in the shape `stored`."""
-        count = _WORD_BITS // config.bits
+        count = WORD_BITS // config.bits
         match config.packing:
             case Packing.ROWS:
                 return stored[0], stored[1] * count

@@ -22,7 +22,7 @@ from sglang.srt.layers.placement import Sliceable
 
 _TILE_ELEMENTS: Final = 1 << 22
 """About this many elements are dequantized at a time: 16 MiB in fp32."""
-_WORD_BITS: Final = 32
+WORD_BITS: Final = 32
 AWQ_ORDER: Final = (0, 4, 1, 5, 2, 6, 3, 7)
 """Place in a word, counted from the lowest bits, of each of eight consecutive outputs."""
 
@@ -168,7 +168,7 @@ class PackedTensor(QuantizedTensor):
         self, first: slice, second: slice, *, packed_dim: int, order: Sequence[int] | None = None
     ) -> torch.Tensor:
         """Elements `[first, second]` of the words, int32; `packed_dim` is the packed dimension."""
-        count = _WORD_BITS // self._bits
+        count = WORD_BITS // self._bits
         spans = [first, second]
         wanted = spans[packed_dim]
         spans[packed_dim] = slice(wanted.start // count, -(-wanted.stop // count))
@@ -192,7 +192,7 @@ def unpack_words(
     Returns:
         int32, with `32 / bits` times as many elements in `dim`.
     """
-    count = _WORD_BITS // bits
+    count = WORD_BITS // bits
     places = torch.tensor(order or range(count), dtype=torch.int32, device=words.device)
     shifts = (places * bits).view(-1, 1) if dim == 0 else places * bits
     elements = (words.unsqueeze(dim + 1) >> shifts) & ((1 << bits) - 1)
