@@ -126,7 +126,7 @@ def _with_config(checkpoint: Path, overrides: dict[str, Any]) -> str:
     assert config is not None, "it is there"
     scaling = overrides.get("rope_scaling")
     if isinstance(scaling, dict) and isinstance(config.get("rope_parameters"), dict):
-        # The name that transformers 5 writes, beside which the older one is not read.
+        # The older name would replace the newer one as a whole, `rope_theta` included.
         rest = {name: value for name, value in overrides.items() if name != "rope_scaling"}
         overrides = {**rest, "rope_parameters": {**config["rope_parameters"], **scaling}}
     text = json.dumps({**config, **overrides}, indent=2)

@@ -131,9 +131,8 @@ def test_a_changed_config_is_seen_by_all(
     plain = tmp_path / "plain"
     shutil.copytree(BUILTIN_MODEL_DIR, plain)
     config = json.loads((plain / "config.json").read_text())
-    if is_old:
-        del config["rope_parameters"]
-        (plain / "config.json").write_text(json.dumps(config))
+    del config["rope_parameters" if is_old else "rope_theta"]
+    (plain / "config.json").write_text(json.dumps(config))
     asked = args_of(
         tmp_path,
         str(plain),
