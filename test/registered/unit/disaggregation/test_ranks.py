@@ -47,9 +47,13 @@ ARGS: Final[dict[str, Any]] = {
 
 
 @pytest.fixture(autouse=True)
-def short_repeats(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Servers that are gone are missed after two seconds."""
+def short_repeats(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(control_connection, "REPEAT_S", 0.05)
+
+
+@pytest.fixture
+def short_heartbeats() -> Iterator[None]:
+    """Servers that are gone are missed after two seconds."""
     with (
         envs.SGLANG_DISAGGREGATION_HEARTBEAT_INTERVAL.override(1),
         envs.SGLANG_DISAGGREGATION_HEARTBEAT_MAX_FAILURE.override(2),
@@ -283,6 +287,7 @@ def test_slots_of_an_aborted_request_linger_on_all_ranks(pair: PdRanks) -> None:
     pair.assert_clean()
 
 
+@pytest.mark.usefixtures("short_heartbeats")
 def test_a_rank_of_prefill_that_is_silent_fails_the_request_on_all(pair: PdRanks) -> None:
     silent: list[bool] = []
     proxy = ControlProxy(pair.routes[1].endpoint, lambda *_: () if silent else (0.0,))
