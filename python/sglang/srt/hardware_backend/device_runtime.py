@@ -223,6 +223,10 @@ class DeviceRuntime(ABC):
         """True if a kernel may be placed on the device before the previous one has ended."""
         return False
 
+    def on_kernel_compiled(self, report: Callable[[str], None]) -> None:
+        """Call `report` with the name of each kernel that Triton compiles, or reads from its cache
+        on the disk, from now on: either delays the caller. It replaces an earlier `report`."""
+
     def can_read(self, index: int) -> bool:
         """True if kernels of this device can read the memory of this machine's device `index`."""
         return False

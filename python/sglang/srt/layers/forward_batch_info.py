@@ -78,7 +78,7 @@ class StateBatch:
     snapshot. Later tokens continue from the snapshot as stored."""
     plan: object | None = None
     """Extend only: the plan that layers of linear attention share. The first of them makes it; see
-    `extend_plan_of` and `short_plan_of`."""
+    `extend_plan_of` and `kernel_plan_of`."""
 
     @property
     def read_slots(self) -> torch.Tensor:

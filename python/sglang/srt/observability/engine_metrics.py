@@ -6,6 +6,7 @@ it knows. The hierarchical cache registers its metrics in the scheduler's regist
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Final
@@ -16,6 +17,8 @@ from sglang.srt.utils.metrics import Counter, Gauge, Histogram
 
 if TYPE_CHECKING:
     from sglang.srt.managers.messages.io_struct import CachedTokensDetails
+
+logger = logging.getLogger(__name__)
 
 _FIRST_TOKEN_BUCKETS: Final = (
     0.005, 0.01, 0.025, 0.05, 0.1, 0.2, 0.4, 0.8, 1.5, 3.0, 6.0, 12.0, 25.0, 60.0, 120.0,
@@ -114,6 +117,9 @@ class SchedulerMetrics:
         self.retractions = self._counter(
             "num_retracted_reqs", "Requests that gave way when token slots ran out"
         )
+        self._kernels = self._counter(
+            "kernel_compilations", "Kernels that were compiled, or read from the disk, in service"
+        )
         self._cached_tokens = Counter(
             "sglang:cached_tokens",
             "Prompt tokens that were reused, by where they were",
@@ -137,6 +143,11 @@ class SchedulerMetrics:
         self._num_cached["host"] += cached.host
         self._num_cached["storage"] += cached.storage
         self._queue_time.observe(queue_time)
+
+    def on_kernel_compiled(self, name: str) -> None:
+        """Count and log a kernel that was not ready when a request needed it."""
+        self._kernels.inc()
+        logger.warning("Kernel %s was compiled in service, and delayed a step", name)
 
     def render(
         self, *, num_running: int, num_queued: int, used_tokens: int, pool_tokens: int

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.machinery
 import sys
 import types
 from collections.abc import Iterator
@@ -14,6 +15,7 @@ from sglang.srt.hardware_backend.accelerator import AcceleratorRuntime
 from sglang.srt.hardware_backend.cuda.runtime import CudaRuntime
 from sglang.srt.hardware_backend.device_runtime import device_runtime
 from sglang.srt.hardware_backend.npu import runtime as npu_runtime
+from sglang.srt.observability.engine_metrics import SchedulerMetrics
 from sglang.test.ci.ci_register import register_cpu_ci
 
 register_cpu_ci(est_time=3, suite="base-a-test-cpu")
@@ -316,6 +318,29 @@ def test_an_npu_that_is_not_there_says_so(log: list[str], monkeypatch: pytest.Mo
     fake = fake_torch_npu(log, {"is_available()": False})
     monkeypatch.setitem(sys.modules, "torch_npu", fake)
     assert npu_runtime.NpuRuntime("npu").why_absent() == "torch_npu sees no NPU here"
+
+
+def test_compiled_kernels_are_counted_and_logged(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Triton calls its hook with keyword arguments, and more of them in newer releases."""
+    knobs = types.SimpleNamespace(runtime=types.SimpleNamespace(jit_post_compile_hook=None))
+    triton = types.ModuleType("triton")
+    triton.__spec__ = importlib.machinery.ModuleSpec("triton", None)
+    monkeypatch.setattr(triton, "knobs", knobs, raising=False)
+    monkeypatch.setitem(sys.modules, "triton", triton)
+    metrics = SchedulerMetrics()
+    CudaRuntime("cuda:1", RecordedCalls([], ANSWERS)).on_kernel_compiled(metrics.on_kernel_compiled)
+    for name in ("_rule_kernel", "_latent_kernel"):
+        knobs.runtime.jit_post_compile_hook(key="k", fn=types.SimpleNamespace(name=name))
+    text = metrics.render(num_running=0, num_queued=0, used_tokens=0, pool_tokens=1)
+    assert "sglang:kernel_compilations_total 2.0" in text
+    assert "_latent_kernel was compiled in service" in caplog.text
+
+
+def test_nothing_is_compiled_without_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "triton", None)
+    CudaRuntime("cuda:1", RecordedCalls([], ANSWERS)).on_kernel_compiled(pytest.fail)
 
 
 if __name__ == "__main__":

@@ -1,8 +1,7 @@
-"""Kernels of hybrids for few tokens: layers with them give what the same layers give in torch."""
+"""Kernels of sparse layers and gated attention: layers with them give what torch gives."""
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 from typing import Any
 
@@ -10,11 +9,20 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from rigs.models.triton_device import triton_device
+from rigs.models.kernel_layers import (
+    DEVICE,
+    HALF,
+    batch_of,
+    delta_net,
+    fill,
+    pool_of,
+    randn,
+    relative_error,
+)
 from sglang.srt.environ import envs
-from sglang.srt.layers.forward_batch_info import ForwardBatch, ForwardMode, StateBatch
+from sglang.srt.layers.forward_batch_info import StateBatch
 from sglang.srt.layers.layernorm import ZeroCenteredRMSNorm
-from sglang.srt.layers.linear_attention.delta_net import DeltaNetOptions, GatedDeltaNet
+from sglang.srt.layers.linear_attention.delta_net import GatedDeltaNet
 from sglang.srt.layers.moe.sparse_moe import (
     RouterOptions,
     SharedExpertOptions,
@@ -24,174 +32,13 @@ from sglang.srt.layers.moe.sparse_moe import (
 )
 from sglang.srt.layers.placement import TensorPlacement
 from sglang.srt.layers.rotary_embedding import Rotation, apply_rotary
-from sglang.srt.layers.triton_ops.arguments import MOST_TAPS, ExpertChoice
-from sglang.srt.mem_cache.device.state_pool import MambaPool, MambaSpec
-from sglang.srt.mem_cache.device.state_spec import PoolName
+from sglang.srt.layers.triton_ops import early_start
+from sglang.srt.layers.triton_ops.arguments import ExpertChoice
+from sglang.srt.layers.triton_ops.fused import KERNELS
+from sglang.srt.mem_cache.device.state_pool import MambaPool
 from sglang.test.ci.ci_register import register_cuda_ci
 
 register_cuda_ci(est_time=30, suite="base-b-test-1-gpu-large")
-
-DEVICE = triton_device()
-# The interpreter's bf16 is no real one.
-HALF = torch.bfloat16 if DEVICE == "cuda" else torch.float16
-
-from sglang.srt.layers.triton_ops import early_start  # noqa: E402
-from sglang.srt.layers.triton_ops.fused import KERNELS  # noqa: E402
-
-
-def relative_error(got: torch.Tensor, want: torch.Tensor) -> float:
-    return float((got.double() - want.double()).norm() / want.double().norm())
-
-
-def fill(module: torch.nn.Module, seed: int) -> None:
-    numbers = torch.Generator().manual_seed(seed)
-    for parameter in module.parameters():
-        parameter.copy_(torch.randn(parameter.shape, generator=numbers) * 0.2)
-
-
-def randn(*shape: int, seed: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE, dtype)
-
-
-# Linear attention.
-
-
-def delta_net(dtype: torch.dtype, **changes: Any) -> GatedDeltaNet:
-    shape: dict[str, Any] = {
-        "hidden_size": 32, "num_key_heads": 1, "num_heads": 2, "key_dim": 16, "value_dim": 24,
-        "kernel": 4, "eps": 1e-6, "is_grouped": True,
-    }  # fmt: skip
-    options = DeltaNetOptions(**shape | changes)
-    layer = GatedDeltaNet(options, TensorPlacement(dtype=dtype, device=DEVICE), 0)
-    fill(layer, 1)
-    return layer
-
-
-def pool_of(layer: GatedDeltaNet, ssm_dtype: torch.dtype, dtype: torch.dtype) -> MambaPool:
-    shape = layer.options
-    spec = MambaSpec.of_shapes(
-        (0,), (shape.num_heads, shape.key_dim, shape.value_dim),
-        (shape.num_channels, shape.kernel - 1), ssm_dtype=ssm_dtype, conv_dtype=dtype,
-    )  # fmt: skip
-    pool = MambaPool(spec, 12, DEVICE)
-    pool.temporal.copy_(randn(*pool.temporal.shape, seed=2))
-    pool.conv.copy_(randn(*pool.conv.shape, seed=3))
-    return pool
-
-
-def on_device(values: list[int] | None) -> torch.Tensor | None:
-    return None if values is None else torch.tensor(values, device=DEVICE)
-
-
-def batch_of(pool: MambaPool, num_tokens: int, new: list[int] | None, states: StateBatch) -> Any:
-    """Tokens of several requests; `new` None: a decode step."""
-    nothing: Any = None
-    return ForwardBatch(
-        forward_mode=ForwardMode.DECODE if new is None else ForwardMode.EXTEND,
-        input_ids=torch.zeros(num_tokens, dtype=torch.int64, device=DEVICE),
-        positions=nothing, req_pool_indices=nothing, seq_lens=nothing,
-        seq_lens_cpu=[1] * len(states.slots), out_cache_loc=nothing, req_to_token_pool=nothing,
-        token_to_kv_pool=nothing, states=states, extend_seq_lens_cpu=new,
-        pools={PoolName.MAMBA: pool},
-    )  # fmt: skip
-
-
-def run(
-    layer: GatedDeltaNet,
-    pool: MambaPool,
-    x: torch.Tensor,
-    new: list[int] | None,
-    states: StateBatch,
-    rows: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """The layer's output for a batch (`batch_of`)."""
-    nothing: Any = None
-    batch = batch_of(pool, len(x), new, states)
-    out, _ = layer.forward(x, torch.zeros_like(x), nothing, batch, rows)
-    assert isinstance(out, torch.Tensor)
-    return out
-
-
-def run_both(
-    layer: GatedDeltaNet,
-    ssm_dtype: torch.dtype,
-    new: list[int] | None,
-    slots: list[int],
-    first: list[int] | None = None,
-    track: dict[str, list[int]] | None = None,
-) -> list[tuple[torch.Tensor, MambaPool]]:
-    """Outputs and states in torch and by the kernels, the second step for last tokens alone."""
-    dtype = layer.in_proj.merged.weight.dtype
-    count = len(slots) if new is None else sum(new)
-    x = randn(count, layer.options.hidden_size, seed=count, dtype=dtype)
-    rows = None if new is None else torch.tensor(new, device=DEVICE).cumsum(0) - 1
-    found = []
-    for kernels in (None, KERNELS):
-        pool = pool_of(layer, ssm_dtype, dtype)
-        own = copy.copy(layer)
-        own._kernels = kernels
-        written = on_device(slots)
-        assert written is not None
-        states = StateBatch(slots=written, first_slots=on_device(first))
-        if track is not None:
-            states.track_slots = on_device(track["slots"])
-            states.track_lens_cpu = track["lens"]
-        out = run(own, pool, x, new, states)
-        last = run(own, pool, x, new, states, rows)
-        assert rows is None or len(last) == len(rows)
-        found.append((torch.cat([out, last]), pool))
-    return found
-
-
-def assert_same(found: list[tuple[torch.Tensor, MambaPool]], bound: float) -> None:
-    (want, want_pool), (got, pool) = found
-    assert relative_error(got, want) < bound
-    assert relative_error(pool.temporal, want_pool.temporal) < bound
-    assert relative_error(pool.conv, want_pool.conv) < bound
-    untouched = (want_pool.conv == pool.conv).flatten(2).all(dim=-1)[0]
-    assert untouched.sum() >= 6, "others' slots are as they were"
-
-
-@pytest.mark.parametrize("changes", [{}, {"is_grouped": False}, {"kernel": 2}])
-@pytest.mark.parametrize("dtype", [torch.float32, HALF])
-def test_decoding_moves_the_states_on(dtype: torch.dtype, changes: dict[str, Any]) -> None:
-    layer = delta_net(dtype, **changes)
-    bound = 1e-5 if dtype is torch.float32 else 5e-3
-    assert_same(run_both(layer, torch.float32, None, [3, 7, 1]), bound)
-    assert_same(run_both(layer, HALF, None, [3, 7, 1], first=[4, 7, 9]), 5e-3)
-
-
-@pytest.mark.parametrize("changes", [{}, {"is_grouped": False}])
-@pytest.mark.parametrize("dtype", [torch.float32, HALF])
-@pytest.mark.parametrize("tracks", [False, True])
-def test_short_prefills_leave_states_and_snapshots(
-    dtype: torch.dtype, changes: dict[str, Any], tracks: bool
-) -> None:
-    """Shorter and longer than the convolution sees, snapshots in the middle and at the end."""
-    layer = delta_net(dtype, **changes)
-    track = {"slots": [10, 0, 11, 12], "lens": [5, 0, 2, 1]} if tracks else None
-    found = run_both(layer, torch.float32, [9, 1, 2, 3], [3, 7, 1, 2], [4, 7, 9, 2], track)
-    assert_same(found, 1e-5 if dtype is torch.float32 else 5e-3)
-
-
-def test_what_follows_a_snapshot_is_computed_from_what_is_kept() -> None:
-    layer = delta_net(HALF)
-    layer._kernels = KERNELS
-    x, pool = randn(7, 32, seed=7, dtype=HALF), pool_of(layer, HALF, HALF)
-    slots = torch.tensor([[3], [4], [10]], device=DEVICE)
-    tracked = StateBatch(slots=slots[0], track_slots=slots[2], track_lens_cpu=[4])
-    run(layer, pool, x, [7], tracked)
-    run(layer, pool, x[4:], [3], StateBatch(slots=slots[1], first_slots=slots[2]))
-    assert torch.equal(pool.temporal[:, 4], pool.temporal[:, 3])
-    assert torch.equal(pool.conv[:, 4], pool.conv[:, 3])
-    assert not torch.equal(pool.temporal[:, 10], pool.temporal[:, 3])
-
-
-def test_wide_convolutions_are_left_to_torch() -> None:
-    assert delta_net(HALF, kernel=MOST_TAPS + 1)._kernels is None
-
-
-# Experts.
 
 
 @pytest.mark.parametrize("scoring", ["softmax", "sigmoid"])

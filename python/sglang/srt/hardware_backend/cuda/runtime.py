@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import bisect
+import importlib.util
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Final
@@ -81,6 +82,16 @@ class CudaRuntime(AcceleratorRuntime):
     @property
     def starts_kernels_early(self) -> bool:
         return bool(self._api.get_device_capability(self._target) >= _EARLY_STARTS_FROM)
+
+    def on_kernel_compiled(self, report: Callable[[str], None]) -> None:
+        if importlib.util.find_spec("triton") is None:
+            return
+        from triton import knobs
+
+        def compiled(*, fn: Any, **_: Any) -> None:
+            report(fn.name)
+
+        knobs.runtime.jit_post_compile_hook = compiled
 
     def can_read(self, index: int) -> bool:
         return bool(self._api.can_device_access_peer(self._target, index))

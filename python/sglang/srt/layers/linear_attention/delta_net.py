@@ -18,12 +18,12 @@ from sglang.srt.layers.fused_kernels import fused_kernels
 from sglang.srt.layers.layernorm import GatedRMSNorm
 from sglang.srt.layers.linear import MergedColumnParallelLinear, RowParallelLinear
 from sglang.srt.layers.linear_attention.extend_plan import (
-    SHORT,
+    ChunkPlan,
     ExtendPlan,
     extend_plan_of,
-    short_plan_of,
+    kernel_plan_of,
 )
-from sglang.srt.layers.linear_attention.gated_delta_rule import DeltaRuleInputs, delta_rule
+from sglang.srt.layers.linear_attention.gated_delta_rule import DeltaRuleInputs, TorchDeltaRule
 from sglang.srt.layers.placement import (
     NamedSlots,
     Share,
@@ -32,7 +32,12 @@ from sglang.srt.layers.placement import (
     WeightSlot,
 )
 from sglang.srt.layers.rotary_embedding import Rotation
-from sglang.srt.layers.triton_ops.arguments import MOST_TAPS, DeltaLayout, DeltaStates
+from sglang.srt.layers.triton_ops.arguments import (
+    MOST_DIM,
+    MOST_TAPS,
+    DeltaLayout,
+    DeltaStates,
+)
 from sglang.srt.mem_cache.device.state_pool import MambaPool
 from sglang.srt.mem_cache.device.state_spec import PoolName
 
@@ -267,8 +272,9 @@ class GatedDeltaNet(torch.nn.Module):
         heads = DeltaNetHeads.of(options, placement)
         self.options = options = options.on_rank(heads)
         self.layer_id = layer_id
-        self._rule = delta_rule(placement.device, placement.dtype)
-        self._kernels = fused_kernels(placement.device) if options.kernel <= MOST_TAPS else None
+        self._rule = TorchDeltaRule()
+        fits = options.kernel <= MOST_TAPS and max(options.key_dim, options.value_dim) <= MOST_DIM
+        self._kernels = fused_kernels(placement.device) if fits else None
         self.in_proj = DeltaNetProjections(options, heads, placement)
         self._layout = self.in_proj.layout()
         self.gates = DeltaNetGates(options, heads, placement)
@@ -297,8 +303,7 @@ class GatedDeltaNet(torch.nn.Module):
             rows: int64 `[bs]`: tokens whose output is needed; None: all.
         """
         forward_batch.begin_layer(self.layer_id)
-        is_few = forward_batch.forward_mode.is_decode() or len(x) <= SHORT
-        if self._kernels is not None and is_few:
+        if self._kernels is not None:
             attended = self._attend_fused(x, forward_batch)
             if rows is not None:
                 attended = attended.index_select(0, rows)
@@ -318,25 +323,27 @@ class GatedDeltaNet(torch.nn.Module):
     def _attend_fused(self, x: torch.Tensor, forward_batch: ForwardBatch) -> torch.Tensor:
         """Input of the output projection, `[num_tokens, num_heads * value_dim]`, for the layer's
         input `x`."""
+        assert self._kernels is not None
         temporal, conv, states = self._states_of(forward_batch)
         is_extend = forward_batch.forward_mode.is_extend()
-        bounds, track_lens = short_plan_of(forward_batch) if is_extend else (None, None)
-        assert self._kernels is not None
-        return self._kernels.attend_linearly(
-            self.in_proj.merged.forward(x),
-            self._layout,
-            (self.gates.conv.squeeze(1), self.gates.a_log, self.gates.dt_bias),
-            (self.norm.weight, self.norm.eps),
-            DeltaStates(
-                temporal=temporal,
-                conv=conv,
-                slots=states.slots,
-                read_slots=states.read_slots,
-                bounds=bounds,
-                track_slots=states.track_slots,
-                track_lens=track_lens if states.track_slots is not None else None,
-            ),
+        plan = kernel_plan_of(forward_batch) if is_extend else None
+        of_step = DeltaStates(
+            temporal=temporal,
+            conv=conv,
+            slots=states.slots,
+            read_slots=states.read_slots,
+            bounds=plan.bounds if plan is not None else None,
+            track_slots=states.track_slots,
+            track_lens=plan.track_lens if plan is not None else None,
         )
+        projected = self.in_proj.merged.forward(x)
+        gates = self.gates.conv.squeeze(1), self.gates.a_log, self.gates.dt_bias
+        norm = self.norm.weight, self.norm.eps
+        if isinstance(plan, ChunkPlan):
+            return self._kernels.attend_in_chunks(
+                projected, self._layout, gates, norm, of_step, plan.chunks
+            )
+        return self._kernels.attend_linearly(projected, self._layout, gates, norm, of_step)
 
     def _decode(self, projected: _Projected, forward_batch: ForwardBatch) -> torch.Tensor:
         temporal, conv, states = self._states_of(forward_batch)

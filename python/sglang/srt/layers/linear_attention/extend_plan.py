@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ import torch
 
 from sglang.srt.hardware_backend.device_runtime import device_runtime
 from sglang.srt.layers.forward_batch_info import ForwardBatch
+from sglang.srt.layers.triton_ops.arguments import DeltaChunks
 
 CHUNK: Final = 64
 """Tokens that the delta rule computes at once."""
@@ -53,16 +53,25 @@ class ShortPlan(NamedTuple):
         return cls(*upload([bounds, track], device))
 
 
-class ExtendPass(NamedTuple):
-    """Tokens of some requests, concatenated, for kernels that take sequences: int64 tensors on the
-    device."""
+class ChunkPlan(NamedTuple):
+    """Plan of a longer prefill on devices with fused kernels."""
 
-    tokens: torch.Tensor
-    """`[pass_tokens]`: tokens of the step, request by request."""
-    requests: torch.Tensor
-    """`[n]`: the requests."""
     bounds: torch.Tensor
-    """`[n + 1]`: begin and end of each request's tokens in `tokens`."""
+    """As in `ShortPlan`, and `track_lens`."""
+    track_lens: torch.Tensor
+    chunks: DeltaChunks
+
+    @classmethod
+    def of(
+        cls, num_new: Sequence[int], track_lens: Sequence[int] | None, device: torch.device | str
+    ) -> ChunkPlan:
+        track = np.asarray(track_lens or [0] * len(num_new), dtype=np.int64)
+        new = np.asarray(num_new, dtype=np.int64)
+        counts = -(-track // CHUNK) - (-(new - track) // CHUNK)
+        requests = np.repeat(np.arange(len(num_new)), counts)
+        bounds, firsts = (np.concatenate([[0], sizes.cumsum()]) for sizes in (new, counts))
+        ids = upload([bounds, track, requests, firsts], device)
+        return cls(ids[0], ids[1], DeltaChunks(CHUNK, ids[2], ids[3]))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -168,39 +177,19 @@ class ExtendPlan:
             tracked=ids[8],
         )
 
-    @functools.cached_property
-    def passes(self) -> tuple[ExtendPass, ExtendPass]:
-        """The tokens before each snapshot (all tokens of a request without one), and the tokens
-        after."""
-        starts = [0, *itertools.accumulate(self.num_new)]
-        spans = list(zip(starts, self.num_new, self.track_lens, strict=False))
-        first = [(i, start, t or n) for i, (start, n, t) in enumerate(spans)]
-        rest = [(i, start + t, n - t) for i, (start, n, t) in enumerate(spans) if 0 < t < n]
-        device = self.order.device
-        return _pass(first, device), _pass(rest, device)
 
+def kernel_plan_of(forward_batch: ForwardBatch) -> ShortPlan | ChunkPlan:
+    """The plan of a prefill for fused kernels, by its length; the first layer that asks makes it.
 
-def _pass(spans: list[tuple[int, int, int]], device: torch.device) -> ExtendPass:
-    """The pass over `spans`: request, first token and number of tokens of each."""
-    tokens = [np.arange(begin, begin + count) for _, begin, count in spans]
-    none = np.empty(0, dtype=np.int64)
-    bounds = [0, *itertools.accumulate(count for *_, count in spans)]
-    columns: list[_Ids] = [
-        np.concatenate([none, *tokens]),
-        np.asarray([request for request, *_ in spans], dtype=np.int64),
-        np.asarray(bounds, dtype=np.int64),
-    ]
-    return ExtendPass(*upload(columns, device))
-
-
-def short_plan_of(forward_batch: ForwardBatch) -> ShortPlan:
-    """The plan of a prefill of at most `SHORT` tokens; the first layer that asks makes it."""
+    In a captured prefill the step has a plan of its own already.
+    """
     states, num_new = forward_batch.states, forward_batch.extend_seq_lens_cpu
     assert states is not None and num_new is not None, "the maker of the batch gave it states"
     if states.plan is None:
-        device = forward_batch.input_ids.device
-        states.plan = ShortPlan.of(num_new, states.track_lens_cpu, device)
-    assert isinstance(states.plan, ShortPlan)
+        ids = forward_batch.input_ids
+        kind = ShortPlan if len(ids) <= SHORT else ChunkPlan
+        states.plan = kind.of(num_new, states.track_lens_cpu, ids.device)
+    assert isinstance(states.plan, ShortPlan | ChunkPlan)
     return states.plan
 
 

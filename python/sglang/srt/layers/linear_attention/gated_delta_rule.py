@@ -13,15 +13,11 @@ keys are normalised, and queries are scaled by key_dim^-0.5.
 
 from __future__ import annotations
 
-import functools
-import importlib.util
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
-from sglang.srt.layers.fused_kernels import fused_kernels
-from sglang.srt.layers.linear_attention.extend_plan import CHUNK, ExtendPass, ExtendPlan
+from sglang.srt.layers.linear_attention.extend_plan import CHUNK, ExtendPlan
 
 _NORM_EPS = 1e-6
 
@@ -139,75 +135,6 @@ class TorchDeltaRule:
         by_token = out.transpose(1, 2).flatten(0, 1).index_select(0, plan.token_places)
         after = torch.empty_like(state).index_copy_(0, plan.order, state)
         return by_token, after, torch.cat([state[:0], *snapshots])
-
-
-class FlaDeltaRule(TorchDeltaRule):
-    """Prefills by flash-linear-attention, an optional package of Triton kernels.
-
-    Args:
-        chunks: Its function `chunk_gated_delta_rule`, which takes and returns states in fp32.
-    """
-
-    def __init__(self, chunks: Callable[..., tuple[torch.Tensor, torch.Tensor]]) -> None:
-        self._chunks = chunks
-
-    def extend(
-        self,
-        inputs: DeltaRuleInputs,
-        state: torch.Tensor,
-        plan: ExtendPlan,
-        state_dtype: torch.dtype,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        repeats = inputs.v.shape[1] // inputs.k.shape[1]
-        arguments = {
-            "q": inputs.q.repeat_interleave(repeats, dim=1),
-            "k": inputs.k.repeat_interleave(repeats, dim=1),
-            "v": inputs.v.contiguous(),
-            "g": inputs.g,
-            "beta": inputs.beta,
-        }
-        first, rest = plan.passes
-        out = torch.empty(inputs.v.shape, dtype=torch.float32, device=state.device)
-        state = state.clone()
-        self._run(arguments, state, first, out)
-        snapshots = state.index_select(0, plan.tracked).to(state_dtype).float()
-        state.index_copy_(0, plan.tracked, snapshots)
-        if len(rest.tokens):
-            self._run(arguments, state, rest, out)
-        return out, state, snapshots
-
-    def _run(
-        self,
-        arguments: dict[str, torch.Tensor],
-        state: torch.Tensor,
-        part: ExtendPass,
-        out: torch.Tensor,
-    ) -> None:
-        """Update the states of a pass's requests, and write the outputs of its tokens."""
-        tokens = {name: x.index_select(0, part.tokens)[None] for name, x in arguments.items()}
-        computed, after = self._chunks(
-            **tokens,
-            initial_state=state.index_select(0, part.requests),
-            output_final_state=True,
-            use_qk_l2norm_in_kernel=True,
-            cu_seqlens=part.bounds,
-        )
-        out.index_copy_(0, part.tokens, computed.squeeze(0).float())
-        state.index_copy_(0, part.requests, after)
-
-
-@functools.cache
-def delta_rule(device: str, dtype: torch.dtype) -> TorchDeltaRule:
-    """The best implementation for activations of `dtype` on `device`.
-
-    The kernels multiply in the dtype of the activations, or in tf32, so torch computes fp32.
-    """
-    kernels = fused_kernels(device)
-    may_run = kernels is not None and kernels.runs_fla and dtype != torch.float32
-    if may_run and importlib.util.find_spec("fla") is not None:
-        ops: Any = importlib.import_module("fla.ops.gated_delta_rule")
-        return FlaDeltaRule(ops.chunk_gated_delta_rule)
-    return TorchDeltaRule()
 
 
 def _solve(inputs: DeltaRuleInputs, plan: ExtendPlan) -> _Chunks:

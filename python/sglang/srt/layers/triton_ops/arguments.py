@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple
 
 import torch
 
 MOST_TAPS: Final = 4
 """The widest convolution that `attend_linearly` takes, in tokens."""
+MOST_DIM: Final = 128
+"""The largest `key_dim` and `value_dim` of `attend_in_chunks`, whose tiles are whole heads."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,6 +58,20 @@ class DeltaStates:
     """`[bs]`: slots for snapshots after `track_lens` tokens; None: no snapshots."""
     track_lens: torch.Tensor | None = None
     """`[bs]`: new tokens before each snapshot; 0: no snapshot."""
+
+
+class DeltaChunks(NamedTuple):
+    """Chunks of a prefill for `attend_in_chunks`: int64 tensors on the device.
+
+    A request's chunks begin at its first new token, and anew after its snapshot.
+    """
+
+    size: int
+    """Tokens of a chunk: 64."""
+    requests: torch.Tensor
+    """`[num_chunks]`: the request of each chunk, ascending."""
+    first_chunks: torch.Tensor
+    """`[bs + 1]`: index of each request's first chunk; last, the number of chunks."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Final
 
 from sglang.srt.layers.triton_ops import (
+    chunked_delta_net,
     expert_choice,
     fused_delta_net,
     fused_experts,
@@ -33,6 +34,7 @@ class FusedKernels:
     normalise_rotate_store_ = staticmethod(fused_qkv.normalise_rotate_store_)
     prepare_gated_qkv_ = staticmethod(fused_qkv.prepare_gated_qkv_)
     attend_linearly = staticmethod(fused_delta_net.attend_linearly)
+    attend_in_chunks = staticmethod(chunked_delta_net.attend_in_chunks)
     choose_experts = staticmethod(expert_choice.choose_experts)
     run_experts = staticmethod(fused_experts.run_experts)
     rows_added_in_product = 512
@@ -41,8 +43,6 @@ class FusedKernels:
     long prefill."""
     has_grouped_mm = True
     """True if `torch._grouped_mm` takes bf16 on the device without reading back to the CPU."""
-    runs_fla = True
-    """True if flash-linear-attention, where installed, has kernels for the device."""
 
 
 KERNELS: Final = FusedKernels()

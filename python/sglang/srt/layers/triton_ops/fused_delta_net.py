@@ -245,6 +245,59 @@ def _move_conv(
     tl.store(conv_ptr + slot * size + to, final, mask=inside)
 
 
+@triton.jit
+def keep_conv_states(
+    x_ptr: tl.tensor,
+    conv_ptr: tl.tensor,
+    head: tl.tensor,
+    first: tl.tensor,
+    slot: tl.tensor,
+    snapshot: tl.tensor,
+    track_len: tl.tensor,
+    begin: tl.tensor,
+    end: tl.tensor,
+    stride: tl.tensor,
+    Q0: tl.constexpr,
+    K0: tl.constexpr,
+    V0: tl.constexpr,
+    QK_STEP: tl.constexpr,
+    V_STEP: tl.constexpr,
+    KEY_HEADS: tl.constexpr,
+    REPEATS: tl.constexpr,
+    KEY_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    KERNEL: tl.constexpr,
+    PAST: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    TRACK: tl.constexpr,
+) -> None:
+    """Write a request's conv states, after its tokens and of its snapshot, of the channels of one
+    value head; the first value head of a key head has its query and key too."""
+    key_head, nth = head // REPEATS, head % REPEATS
+    values = tl.arange(0, BLOCK_V)
+    CHANNELS: tl.constexpr = 2 * KEY_HEADS * KEY_DIM + KEY_HEADS * REPEATS * VALUE_DIM
+    _move_conv(
+        x_ptr, conv_ptr, first, slot, snapshot, track_len, begin, end, stride,
+        V0 + key_head * V_STEP + nth * VALUE_DIM + values,
+        2 * KEY_HEADS * KEY_DIM + head * VALUE_DIM + values,
+        values < VALUE_DIM, CHANNELS, KERNEL, PAST, TRACK,
+    )  # fmt: skip
+    if nth == 0:
+        keys = tl.arange(0, BLOCK_K)
+        is_key = keys < KEY_DIM
+        _move_conv(
+            x_ptr, conv_ptr, first, slot, snapshot, track_len, begin, end, stride,
+            Q0 + key_head * QK_STEP + keys, key_head * KEY_DIM + keys,
+            is_key, CHANNELS, KERNEL, PAST, TRACK,
+        )  # fmt: skip
+        _move_conv(
+            x_ptr, conv_ptr, first, slot, snapshot, track_len, begin, end, stride,
+            K0 + key_head * QK_STEP + keys, (KEY_HEADS + key_head) * KEY_DIM + keys,
+            is_key, CHANNELS, KERNEL, PAST, TRACK,
+        )  # fmt: skip
+
+
 @triton.jit(do_not_specialize=["tokens", "requests"])
 def _finish_kernel(
     x_ptr: tl.tensor,
@@ -322,25 +375,11 @@ def _finish_kernel(
     if TRACK:
         snapshot = tl.load(track_ptr + request)
         track_len = tl.load(track_lens_ptr + request)
-    CHANNELS: tl.constexpr = 2 * KEY_HEADS * KEY_DIM + KEY_HEADS * REPEATS * VALUE_DIM
-    _move_conv(
-        x_ptr, conv_ptr, first, slot, snapshot, track_len, begin, end, stride,
-        V0 + key_head * V_STEP + own, 2 * KEY_HEADS * KEY_DIM + head * VALUE_DIM + values,
-        is_value, CHANNELS, KERNEL, PAST, TRACK,
+    keep_conv_states(
+        x_ptr, conv_ptr, head, first, slot, snapshot, track_len, begin, end, stride, Q0, K0, V0,
+        QK_STEP, V_STEP, KEY_HEADS, REPEATS, KEY_DIM, VALUE_DIM, KERNEL, PAST, BLOCK_K, BLOCK_V,
+        TRACK,
     )  # fmt: skip
-    if nth == 0:
-        keys = tl.arange(0, BLOCK_K)
-        is_key = keys < KEY_DIM
-        _move_conv(
-            x_ptr, conv_ptr, first, slot, snapshot, track_len, begin, end, stride,
-            Q0 + key_head * QK_STEP + keys, key_head * KEY_DIM + keys,
-            is_key, CHANNELS, KERNEL, PAST, TRACK,
-        )  # fmt: skip
-        _move_conv(
-            x_ptr, conv_ptr, first, slot, snapshot, track_len, begin, end, stride,
-            K0 + key_head * QK_STEP + keys, (KEY_HEADS + key_head) * KEY_DIM + keys,
-            is_key, CHANNELS, KERNEL, PAST, TRACK,
-        )  # fmt: skip
 
 
 def attend_linearly(

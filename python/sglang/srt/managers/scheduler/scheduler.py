@@ -143,6 +143,8 @@ class Scheduler:
         self._batch_policy = BatchPolicy(server_args.target_inter_token_latency)
         resources.tree.watch_workload(state.workload)
         resources.tree.watch_queues(state.queues)
+        # Warm-up is over.
+        device_runtime(server_args.device).on_kernel_compiled(resources.metrics.on_kernel_compiled)
         self._last_end = 0.0
         self._did_forward = False
         self._is_verified = False

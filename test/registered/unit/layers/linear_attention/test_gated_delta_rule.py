@@ -2,18 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 
 from sglang.srt.layers.linear_attention.extend_plan import ExtendPlan
-from sglang.srt.layers.linear_attention.gated_delta_rule import (
-    DeltaRuleInputs,
-    FlaDeltaRule,
-    TorchDeltaRule,
-    delta_rule,
-)
+from sglang.srt.layers.linear_attention.gated_delta_rule import DeltaRuleInputs, TorchDeltaRule
 from sglang.test.ci.ci_register import register_cpu_ci
 
 register_cpu_ci(est_time=4, suite="base-a-test-cpu")
@@ -66,37 +59,15 @@ def by_definition(
     return outputs.float(), [one.float() for one in states]
 
 
-def chunks_of_fla(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **rest: Any
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """`fla.ops.gated_delta_rule.chunk_gated_delta_rule` as documented: sequences side by side."""
-    assert rest["use_qk_l2norm_in_kernel"] and rest["output_final_state"]
-    assert q.shape[:3] == k.shape[:3] == v.shape[:3] == (1, v.shape[1], HEADS)
-    inputs = DeltaRuleInputs(q[0], k[0], v[0], rest["g"][0], rest["beta"][0])
-    bounds = rest["cu_seqlens"].tolist()
-    parts = [
-        by_definition(part_of(inputs, begin, end), state)
-        for begin, end, state in zip(bounds, bounds[1:], rest["initial_state"], strict=False)
-    ]
-    outputs = torch.cat([out for out, _ in parts])[None]
-    return outputs, torch.stack([states[-1] for _, states in parts])
-
-
-FLA = FlaDeltaRule(chunks_of_fla)
-"""The calls of the kernels, without the kernels."""
-RULES = [pytest.param(TorchDeltaRule(), id="torch"), pytest.param(FLA, id="fla")]
-
-
 def assert_close(got: torch.Tensor, want: torch.Tensor) -> None:
     torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("lens", [[1], [64], [65, 3], [7, 200, 64, 1, 130]])
-def test_chunks_of_a_batch(rule: TorchDeltaRule, lens: list[int]) -> None:
+def test_chunks_of_a_batch(lens: list[int]) -> None:
     inputs, states = random_inputs(sum(lens), 1), random_states(len(lens))
     plan = ExtendPlan.of(lens, None, 4, "cpu")
-    out, after, snapshots = rule.extend(inputs, states, plan, torch.float32)
+    out, after, snapshots = TorchDeltaRule().extend(inputs, states, plan, torch.float32)
     assert snapshots.shape == (0, HEADS, KEY_DIM, VALUE_DIM)
     begin = 0
     for request, length in enumerate(lens):
@@ -107,12 +78,11 @@ def test_chunks_of_a_batch(rule: TorchDeltaRule, lens: list[int]) -> None:
         begin += length
 
 
-@pytest.mark.parametrize("rule", RULES)
-def test_snapshots_are_the_states_after_so_many_tokens(rule: TorchDeltaRule) -> None:
+def test_snapshots_are_the_states_after_so_many_tokens() -> None:
     lens, track = [70, 5, 150, 64], [64, 0, 97, 1]
     inputs, states = random_inputs(sum(lens), 2), random_states(4)
     plan = ExtendPlan.of(lens, track, 4, "cpu")
-    out, after, snapshots = rule.extend(inputs, states, plan, torch.float32)
+    out, after, snapshots = TorchDeltaRule().extend(inputs, states, plan, torch.float32)
     assert plan.tracked.tolist() == [0, 3, 2], "in the order of the rounds after which they are"
     begin = 0
     for request, length in enumerate(lens):
@@ -125,27 +95,27 @@ def test_snapshots_are_the_states_after_so_many_tokens(rule: TorchDeltaRule) -> 
         begin += length
 
 
-@pytest.mark.parametrize("rule", RULES)
-def test_what_follows_a_snapshot_is_computed_from_what_is_kept_of_it(rule: TorchDeltaRule) -> None:
+def test_what_follows_a_snapshot_is_computed_from_what_is_kept_of_it() -> None:
     inputs, states = random_inputs(100, 3), random_states(1)
     plan = ExtendPlan.of([100], [70], 4, "cpu")
-    whole, after, snapshots = rule.extend(inputs, states, plan, torch.bfloat16)
+    whole, after, snapshots = TorchDeltaRule().extend(inputs, states, plan, torch.bfloat16)
     kept = snapshots.to(torch.bfloat16)
     assert torch.equal(kept.float(), snapshots)
     rest = ExtendPlan.of([30], None, 4, "cpu")
-    out, last, _ = rule.extend(part_of(inputs, 70, 100), kept.float(), rest, torch.bfloat16)
+    out, last, _ = TorchDeltaRule().extend(
+        part_of(inputs, 70, 100), kept.float(), rest, torch.bfloat16
+    )
     assert torch.equal(out, whole[70:])
     assert torch.equal(last, after)
 
 
-@pytest.mark.parametrize("rule", RULES)
-def test_a_decay_to_nothing_and_a_correction_of_all(rule: TorchDeltaRule) -> None:
+def test_a_decay_to_nothing_and_a_correction_of_all() -> None:
     """Exponents over a whole chunk are far below what fp32 holds."""
     inputs = random_inputs(64, 4)
     strong = inputs._replace(g=torch.full((64, HEADS), -40.0), beta=torch.ones(64, HEADS))
     states = random_states(1)
     plan = ExtendPlan.of([64], None, 4, "cpu")
-    out, after, _ = rule.extend(strong, states, plan, torch.float32)
+    out, after, _ = TorchDeltaRule().extend(strong, states, plan, torch.float32)
     want, each = by_definition(strong, states[0])
     assert_close(out, want)
     assert_close(after[0], each[-1])
@@ -164,10 +134,6 @@ def test_steps_of_decoding() -> None:
         want, each = by_definition(own, states[request])
         assert_close(torch.stack([out[request] for out in outs]), want)
         assert_close(state[request], each[-1])
-
-
-def test_a_cpu_has_the_rule_in_torch() -> None:
-    assert type(delta_rule("cpu", torch.bfloat16)) is TorchDeltaRule
 
 
 if __name__ == "__main__":

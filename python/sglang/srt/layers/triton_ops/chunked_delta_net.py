@@ -1,0 +1,490 @@
+"""Linear attention of many tokens, in chunks, in five kernels.
+
+The gated delta rule of `gated_delta_rule.py`: within a chunk, the corrections of all tokens solve a
+triangular system, so a state moves on by products of matrices. Products take the activations'
+dtype and sum in fp32; decays, the system and the states are fp32.
+
+1. `_convolve_kernel`: convolution and SiLU; queries and keys are normalised.
+2. `_solve_kernel`: gates, and each chunk's system.
+3. `_advance_kernel`: the states, chunk after chunk, and the snapshots.
+4. `_output_kernel`: the outputs of all chunks, with the gated norm.
+5. `_keep_kernel`: the convolution's states.
+
+A chunk never reaches over a snapshot, so what follows one is computed as if it were a request's
+begin.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from sglang.srt.layers.triton_ops.arguments import DeltaChunks, DeltaLayout, DeltaStates
+from sglang.srt.layers.triton_ops.fused_delta_net import keep_conv_states
+
+_NORM_EPS: tl.constexpr = tl.constexpr(1e-6)
+_PART: tl.constexpr = tl.constexpr(16)
+"""Rows of a triangular system that are solved one after the other."""
+_VALUES_OF_A_STATE = 32
+"""Values of a head that one program moves on. Fewer fill the device with a single request."""
+_INDICES = [
+    "read_ptr", "write_ptr", "track_ptr", "bounds_ptr", "track_lens_ptr", "requests_ptr",
+    "firsts_ptr",
+]  # fmt: skip
+"""Parts of one upload: where they begin must not select a kernel."""
+
+
+@triton.jit
+def _span_of(  # type: ignore[no-untyped-def]  # noqa: ANN202
+    bounds_ptr: tl.tensor,
+    track_lens_ptr: tl.tensor,
+    request: tl.tensor,
+    nth: tl.tensor,
+    CHUNK: tl.constexpr,
+):
+    """Begin of a request, begin and end of its `nth` chunk; chunks begin anew after a snapshot."""
+    start = tl.load(bounds_ptr + request)
+    stop = tl.load(bounds_ptr + request + 1)
+    begin = start + nth * CHUNK
+    end = stop
+    tracked = tl.load(track_lens_ptr + request)
+    before = (tracked + CHUNK - 1) // CHUNK
+    if nth < before:
+        end = start + tracked
+    else:
+        begin = start + tracked + (nth - before) * CHUNK
+    return start, begin, tl.minimum(begin + CHUNK, end)
+
+
+@triton.jit(do_not_specialize_on_alignment=_INDICES)
+def _convolve_kernel(
+    x_ptr: tl.tensor,
+    conv_ptr: tl.tensor,
+    weight_ptr: tl.tensor,
+    q_ptr: tl.tensor,
+    k_ptr: tl.tensor,
+    v_ptr: tl.tensor,
+    read_ptr: tl.tensor,
+    bounds_ptr: tl.tensor,
+    track_lens_ptr: tl.tensor,
+    requests_ptr: tl.tensor,
+    firsts_ptr: tl.tensor,
+    stride: tl.tensor,
+    scale: tl.tensor,
+    Q0: tl.constexpr,
+    K0: tl.constexpr,
+    V0: tl.constexpr,
+    QK_STEP: tl.constexpr,
+    V_STEP: tl.constexpr,
+    KEY_HEADS: tl.constexpr,
+    REPEATS: tl.constexpr,
+    KEY_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    KERNEL: tl.constexpr,
+    CHUNK: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+) -> None:
+    """Compute a chunk's queries, keys or values of one head: first the heads of queries, then those
+    of keys, then those of values."""
+    head = tl.program_id(0)
+    chunk = tl.program_id(1)
+    request = tl.load(requests_ptr + chunk)
+    nth = chunk - tl.load(firsts_ptr + request)
+    start, begin, end = _span_of(bounds_ptr, track_lens_ptr, request, nth, CHUNK)
+    tokens = begin + tl.arange(0, CHUNK)
+    dims = tl.arange(0, BLOCK_D)
+    is_key = head < 2 * KEY_HEADS
+    dim = tl.where(is_key, KEY_DIM, VALUE_DIM)
+    value_head = head - 2 * KEY_HEADS
+    key_col = tl.where(head < KEY_HEADS, Q0, K0) + head % KEY_HEADS * QK_STEP
+    value_col = V0 + value_head // REPEATS * V_STEP + value_head % REPEATS * VALUE_DIM
+    cols = tl.where(is_key, key_col, value_col) + dims
+    first = 2 * KEY_HEADS * KEY_DIM + value_head * VALUE_DIM
+    channels = tl.where(is_key, head * KEY_DIM, first) + dims
+    heads = KEY_HEADS * REPEATS
+    size = (2 * KEY_HEADS * KEY_DIM + heads * VALUE_DIM) * (KERNEL - 1)
+    old = conv_ptr + tl.load(read_ptr + request) * size + channels * (KERNEL - 1) + KERNEL - 1
+    is_there = (tokens < end)[:, None] & (dims < dim)[None, :]
+    acc = tl.zeros([CHUNK, BLOCK_D], tl.float32)
+    for lag in tl.static_range(KERNEL - 1, -1, -1):
+        tap = tl.load(weight_ptr + channels * KERNEL + KERNEL - 1 - lag, mask=dims < dim, other=0.0)
+        at = tokens - lag
+        is_new = is_there & (at >= start)[:, None]
+        new = tl.load(x_ptr + at[:, None] * stride + cols[None, :], mask=is_new, other=0.0)
+        acc += new.to(tl.float32) * tap[None, :]
+        if lag > 0:
+            is_old = is_there & (at < start)[:, None]
+            place = old[None, :] + (at - start)[:, None]
+            # As inputs of new tokens: in the dtype of activations.
+            kept = tl.load(place, mask=is_old, other=0.0).to(x_ptr.dtype.element_ty)
+            acc += kept.to(tl.float32) * tap[None, :]
+    kept_dtype = x_ptr.dtype.element_ty
+    out = (acc / (1.0 + tl.exp(-acc))).to(kept_dtype)
+    if is_key:
+        wide = out.to(tl.float32)
+        norm = tl.rsqrt(tl.sum(wide * wide, axis=1) + _NORM_EPS)
+        norm *= tl.where(head < KEY_HEADS, scale, 1.0)
+        to = (tokens[:, None] * KEY_HEADS + head % KEY_HEADS) * KEY_DIM + dims[None, :]
+        unit = (wide * norm[:, None]).to(kept_dtype)
+        if head < KEY_HEADS:
+            tl.store(q_ptr + to, unit, mask=is_there)
+        else:
+            tl.store(k_ptr + to, unit, mask=is_there)
+    else:
+        to = (tokens[:, None] * heads + value_head) * VALUE_DIM + dims[None, :]
+        tl.store(v_ptr + to, out, mask=is_there)
+
+
+@triton.jit
+def _inverse(system: tl.tensor, CHUNK: tl.constexpr) -> tl.tensor:
+    """The inverse of 1 + `system`, fp32 `[CHUNK, CHUNK]` below the diagonal.
+
+    Blocks on the diagonal are inverted row after row. With their inverse D and the blocks L below
+    them, the whole is (1 + D L)^-1 D; D L has no power beyond the number of blocks.
+    """
+    parts: tl.constexpr = CHUNK // _PART
+    tl.static_assert(parts == 4, "the series has four terms")
+    rows = tl.arange(0, CHUNK)
+    is_inner = (rows // _PART)[:, None] == (rows // _PART)[None, :]
+    inner = tl.where(is_inner, system, 0.0)
+    blocks = tl.sum(tl.reshape(inner, [parts, _PART, parts, _PART]), axis=2)
+    nth = tl.arange(0, _PART)
+    solved = tl.zeros([parts, _PART, _PART], tl.float32)
+    solved += tl.where(nth[:, None] == nth[None, :], 1.0, 0.0)[None, :, :]
+    for row in range(1, _PART):
+        own = (nth == row)[None, :, None]
+        factors = tl.sum(tl.where(own, blocks, 0.0), axis=1)
+        change = tl.sum(factors[:, :, None] * solved, axis=1)
+        solved -= tl.where(own, change[:, None, :], 0.0)
+    wide = tl.broadcast_to(solved[:, :, None, :], [parts, _PART, parts, _PART])
+    diagonal = tl.where(is_inner, tl.reshape(wide, [CHUNK, CHUNK]), 0.0)
+    below = tl.where(is_inner, 0.0, system)
+    ratio = tl.dot(diagonal, below, input_precision="tf32x3")
+    square = tl.dot(ratio, ratio, input_precision="tf32x3")
+    less = tl.where(rows[:, None] == rows[None, :], 1.0, 0.0) - ratio
+    series = less + tl.dot(less, square, input_precision="tf32x3")
+    return tl.dot(series, diagonal, input_precision="tf32x3")
+
+
+@triton.jit
+def _decays(total: tl.tensor, CHUNK: tl.constexpr) -> tl.tensor:
+    """Decay from each token (columns) to each later one of its chunk (rows); 0 to earlier ones."""
+    nth = tl.arange(0, CHUNK)
+    is_past = nth[:, None] >= nth[None, :]
+    # Masked before exp, because decay over a negative time may overflow.
+    return tl.exp(tl.where(is_past, total[:, None] - total[None, :], float("-inf")))
+
+
+@triton.jit(do_not_specialize=["num_tokens"], do_not_specialize_on_alignment=_INDICES)
+def _solve_kernel(
+    x_ptr: tl.tensor,
+    k_ptr: tl.tensor,
+    v_ptr: tl.tensor,
+    reads_ptr: tl.tensor,
+    totals_ptr: tl.tensor,
+    a_log_ptr: tl.tensor,
+    dt_bias_ptr: tl.tensor,
+    bounds_ptr: tl.tensor,
+    track_lens_ptr: tl.tensor,
+    requests_ptr: tl.tensor,
+    firsts_ptr: tl.tensor,
+    num_tokens: tl.tensor,
+    stride: tl.tensor,
+    B0: tl.constexpr,
+    A0: tl.constexpr,
+    BA_STEP: tl.constexpr,
+    KEY_HEADS: tl.constexpr,
+    REPEATS: tl.constexpr,
+    KEY_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    CHUNK: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+) -> None:
+    """Solve one chunk of one head: its values become corrections if the state were zero, and
+    `reads` is what times the state is to be subtracted from them."""
+    head = tl.program_id(0)
+    chunk = tl.program_id(1)
+    request = tl.load(requests_ptr + chunk)
+    nth = chunk - tl.load(firsts_ptr + request)
+    _, begin, end = _span_of(bounds_ptr, track_lens_ptr, request, nth, CHUNK)
+    tokens = begin + tl.arange(0, CHUNK)
+    is_token = tokens < end
+    key_head = head // REPEATS
+    gates = x_ptr + tokens * stride + key_head * BA_STEP + head % REPEATS
+    a = tl.load(gates + A0, mask=is_token, other=0.0).to(tl.float32) + tl.load(dt_bias_ptr + head)
+    step = tl.where(a > 20.0, a, tl.log(1.0 + tl.exp(tl.minimum(a, 20.0))))
+    rate = tl.exp(tl.load(a_log_ptr + head))
+    total = tl.cumsum(tl.where(is_token, -rate * step, 0.0), axis=0)
+    b = tl.load(gates + B0, mask=is_token, other=0.0).to(tl.float32)
+    beta = tl.where(is_token, 1.0 / (1.0 + tl.exp(-b)), 0.0)
+    tl.store(totals_ptr + head * num_tokens + tokens, total, mask=is_token)
+    keys = tl.arange(0, BLOCK_K)
+    own_keys = is_token[:, None] & (keys < KEY_DIM)[None, :]
+    at = (tokens[:, None] * KEY_HEADS + key_head) * KEY_DIM + keys[None, :]
+    k = tl.load(k_ptr + at, mask=own_keys, other=0.0)
+    products = tl.dot(k, tl.trans(k), input_precision="ieee")
+    rows = tl.arange(0, CHUNK)
+    system = products * beta[:, None] * _decays(total, CHUNK)
+    inverse = _inverse(tl.where(rows[:, None] > rows[None, :], system, 0.0), CHUNK)
+    heads = KEY_HEADS * REPEATS
+    to = (tokens[:, None] * heads + head) * KEY_DIM + keys[None, :]
+    factors = (inverse * (beta * tl.exp(total))[None, :]).to(k.dtype)
+    reads = tl.dot(factors, k, input_precision="ieee")
+    tl.store(reads_ptr + to, reads.to(k.dtype), mask=own_keys)
+    values = tl.arange(0, BLOCK_V)
+    own_values = is_token[:, None] & (values < VALUE_DIM)[None, :]
+    to = (tokens[:, None] * heads + head) * VALUE_DIM + values[None, :]
+    v = tl.load(v_ptr + to, mask=own_values, other=0.0)
+    corrections = tl.dot((inverse * beta[None, :]).to(v.dtype), v, input_precision="ieee")
+    tl.store(v_ptr + to, corrections.to(v.dtype), mask=own_values)
+
+
+@triton.jit(do_not_specialize=["num_tokens"], do_not_specialize_on_alignment=_INDICES)
+def _advance_kernel(
+    k_ptr: tl.tensor,
+    v_ptr: tl.tensor,
+    reads_ptr: tl.tensor,
+    totals_ptr: tl.tensor,
+    before_ptr: tl.tensor,
+    temporal_ptr: tl.tensor,
+    read_ptr: tl.tensor,
+    write_ptr: tl.tensor,
+    track_ptr: tl.tensor,
+    bounds_ptr: tl.tensor,
+    track_lens_ptr: tl.tensor,
+    firsts_ptr: tl.tensor,
+    num_tokens: tl.tensor,
+    KEY_HEADS: tl.constexpr,
+    REPEATS: tl.constexpr,
+    KEY_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    CHUNK: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+) -> None:
+    """Move some values of one head's state over a request's chunks: keep the state before each in
+    `before`, complete the corrections, write state and snapshot."""
+    head = tl.program_id(1)
+    request = tl.program_id(2)
+    first = tl.load(firsts_ptr + request)
+    count = tl.load(firsts_ptr + request + 1) - first
+    heads = KEY_HEADS * REPEATS
+    keys = tl.arange(0, BLOCK_K)
+    values = tl.program_id(0) * BLOCK_V + tl.arange(0, BLOCK_V)
+    is_key, is_value = keys < KEY_DIM, values < VALUE_DIM
+    size = KEY_DIM * VALUE_DIM
+    place = head * size + keys[:, None] * VALUE_DIM + values[None, :]
+    inside = is_key[:, None] & is_value[None, :]
+    slots = temporal_ptr + place
+    old = tl.load(read_ptr + request) * heads * size
+    state = tl.load(slots + old, mask=inside, other=0.0).to(tl.float32)
+    kept = temporal_ptr.dtype.element_ty
+    dtype = k_ptr.dtype.element_ty
+    track_len = tl.load(track_lens_ptr + request)
+    for nth in range(count):
+        start, begin, end = _span_of(bounds_ptr, track_lens_ptr, request, nth, CHUNK)
+        tokens = begin + tl.arange(0, CHUNK)
+        is_token = tokens < end
+        rounded = state.to(dtype)
+        tl.store(before_ptr + (first + nth) * heads * size + place, rounded, mask=inside)
+        at = tokens[:, None] * heads + head
+        mask = is_token[:, None] & is_key[None, :]
+        reads = tl.load(reads_ptr + at * KEY_DIM + keys[None, :], mask=mask, other=0.0)
+        corrections = v_ptr + at * VALUE_DIM + values[None, :]
+        mask = is_token[:, None] & is_value[None, :]
+        known = tl.load(corrections, mask=mask, other=0.0).to(tl.float32)
+        known -= tl.dot(reads, rounded, input_precision="ieee")
+        tl.store(corrections, known.to(dtype), mask=mask)
+        totals = totals_ptr + head * num_tokens
+        total = tl.load(totals + tokens, mask=is_token, other=0.0)
+        last = tl.load(totals + end - 1)
+        scaled = (known * tl.exp(last - total)[:, None]).to(dtype)
+        at = tokens[None, :] * KEY_HEADS + head // REPEATS
+        mask = is_token[None, :] & is_key[:, None]
+        k = tl.load(k_ptr + at * KEY_DIM + keys[:, None], mask=mask, other=0.0)
+        state = state * tl.exp(last) + tl.dot(k, scaled, input_precision="ieee")
+        if end - start == track_len:
+            snapshot = tl.load(track_ptr + request) * heads * size
+            tl.store(slots + snapshot, state.to(kept), mask=inside)
+            # Later tokens continue from the snapshot as stored.
+            state = state.to(kept).to(tl.float32)
+    tl.store(slots + tl.load(write_ptr + request) * heads * size, state.to(kept), mask=inside)
+
+
+@triton.jit(do_not_specialize=["num_tokens"], do_not_specialize_on_alignment=_INDICES)
+def _output_kernel(
+    x_ptr: tl.tensor,
+    q_ptr: tl.tensor,
+    k_ptr: tl.tensor,
+    v_ptr: tl.tensor,
+    totals_ptr: tl.tensor,
+    before_ptr: tl.tensor,
+    norm_ptr: tl.tensor,
+    out_ptr: tl.tensor,
+    bounds_ptr: tl.tensor,
+    track_lens_ptr: tl.tensor,
+    requests_ptr: tl.tensor,
+    firsts_ptr: tl.tensor,
+    num_tokens: tl.tensor,
+    stride: tl.tensor,
+    eps: tl.tensor,
+    Z0: tl.constexpr,
+    V_STEP: tl.constexpr,
+    KEY_HEADS: tl.constexpr,
+    REPEATS: tl.constexpr,
+    KEY_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    CHUNK: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+) -> None:
+    """Compute one head's outputs of a chunk, normalise and gate them."""
+    head = tl.program_id(0)
+    chunk = tl.program_id(1)
+    request = tl.load(requests_ptr + chunk)
+    nth = chunk - tl.load(firsts_ptr + request)
+    _, begin, end = _span_of(bounds_ptr, track_lens_ptr, request, nth, CHUNK)
+    tokens = begin + tl.arange(0, CHUNK)
+    is_token = tokens < end
+    key_head, heads = head // REPEATS, KEY_HEADS * REPEATS
+    keys, values = tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_V)
+    is_key, is_value = keys < KEY_DIM, values < VALUE_DIM
+    at = (tokens[:, None] * KEY_HEADS + key_head) * KEY_DIM + keys[None, :]
+    mask = is_token[:, None] & is_key[None, :]
+    q = tl.load(q_ptr + at, mask=mask, other=0.0)
+    k = tl.load(k_ptr + at, mask=mask, other=0.0)
+    total = tl.load(totals_ptr + head * num_tokens + tokens, mask=is_token, other=0.0)
+    state = tl.load(
+        before_ptr
+        + ((chunk.to(tl.int64) * heads + head) * KEY_DIM + keys[:, None]) * VALUE_DIM
+        + values[None, :],
+        mask=is_key[:, None] & is_value[None, :],
+        other=0.0,
+    )
+    out = tl.dot(q, state, input_precision="ieee") * tl.exp(total)[:, None]
+    scores = tl.dot(q, tl.trans(k), input_precision="ieee") * _decays(total, CHUNK)
+    mask = is_token[:, None] & is_value[None, :]
+    at = (tokens[:, None] * heads + head) * VALUE_DIM + values[None, :]
+    corrections = tl.load(v_ptr + at, mask=mask, other=0.0)
+    out += tl.dot(scores.to(q.dtype), corrections, input_precision="ieee")
+    scale = tl.rsqrt(tl.sum(out * out, axis=1) / VALUE_DIM + eps)
+    weight = tl.load(norm_ptr + values, mask=is_value, other=0.0).to(tl.float32)
+    cols = Z0 + key_head * V_STEP + head % REPEATS * VALUE_DIM + values
+    gate = tl.load(x_ptr + tokens[:, None] * stride + cols[None, :], mask=mask, other=0.0)
+    wide = gate.to(tl.float32)
+    normed = out * scale[:, None] * weight[None, :] * (wide / (1.0 + tl.exp(-wide)))
+    tl.store(out_ptr + at, normed.to(gate.dtype), mask=mask)
+
+
+@triton.jit(do_not_specialize_on_alignment=_INDICES)
+def _keep_kernel(
+    x_ptr: tl.tensor,
+    conv_ptr: tl.tensor,
+    read_ptr: tl.tensor,
+    write_ptr: tl.tensor,
+    track_ptr: tl.tensor,
+    bounds_ptr: tl.tensor,
+    track_lens_ptr: tl.tensor,
+    stride: tl.tensor,
+    Q0: tl.constexpr,
+    K0: tl.constexpr,
+    V0: tl.constexpr,
+    QK_STEP: tl.constexpr,
+    V_STEP: tl.constexpr,
+    KEY_HEADS: tl.constexpr,
+    REPEATS: tl.constexpr,
+    KEY_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    KERNEL: tl.constexpr,
+    PAST: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+) -> None:
+    """Write the convolution's state of one head's channels, and that of its snapshot."""
+    request = tl.program_id(1)
+    first, slot = tl.load(read_ptr + request), tl.load(write_ptr + request)
+    begin, end = tl.load(bounds_ptr + request), tl.load(bounds_ptr + request + 1)
+    snapshot, track_len = tl.load(track_ptr + request), tl.load(track_lens_ptr + request)
+    keep_conv_states(
+        x_ptr, conv_ptr, tl.program_id(0), first, slot, snapshot, track_len, begin, end, stride,
+        Q0, K0, V0, QK_STEP, V_STEP, KEY_HEADS, REPEATS, KEY_DIM, VALUE_DIM, KERNEL, PAST, BLOCK_K,
+        BLOCK_V, True,
+    )  # fmt: skip
+
+
+def attend_in_chunks(
+    x: torch.Tensor,
+    layout: DeltaLayout,
+    gates: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    norm: tuple[torch.Tensor, float],
+    states: DeltaStates,
+    chunks: DeltaChunks,
+) -> torch.Tensor:
+    """As `attend_linearly`, for prefills of many tokens, all of which belong to a request.
+
+    It takes `2 * key_dim * value_dim / chunk` bytes a token and value head for the states before
+    the chunks, in addition to queries, keys and values, and the keys of each value head.
+
+    Args:
+        x: `[num_tokens, columns]` with dense rows: the projections of the layer's input.
+        gates: As for `attend_linearly`, and `norm`.
+        states: With `bounds` and `track_lens`. Read and overwritten.
+
+    Returns:
+        `[num_tokens, num_heads * value_dim]` of the dtype of `x`.
+    """
+    num_tokens, num_chunks, requests = len(x), len(chunks.requests), len(states.slots)
+    conv_weight, a_log, dt_bias = gates
+    weight, eps = norm
+    key_heads, key_dim, value_dim = layout.key_heads, layout.key_dim, layout.value_dim
+    heads = key_heads * layout.repeats
+    bounds, track_lens = states.bounds, states.track_lens
+    assert x.stride(1) == 1 and conv_weight.is_contiguous()
+    assert bounds is not None and track_lens is not None
+    assert states.temporal.is_contiguous() and states.conv.is_contiguous()
+    q, k = x.new_empty((2, num_tokens, key_heads, key_dim))
+    v = x.new_empty((num_tokens, heads, value_dim))
+    reads = x.new_empty((num_tokens, heads, key_dim))
+    totals = x.new_empty((heads, num_tokens), dtype=torch.float32)
+    before = x.new_empty((num_chunks, heads, key_dim, value_dim))
+    out = x.new_empty((num_tokens, heads * value_dim))
+    # Without snapshots the lengths are 0, and these are not read.
+    track_slots = states.slots if states.track_slots is None else states.track_slots
+    slots = states.read_slots, states.slots, track_slots, bounds, track_lens
+    places = bounds, track_lens, chunks.requests, chunks.first_chunks
+    block_k = max(16, triton.next_power_of_2(key_dim))
+    block_v = max(16, triton.next_power_of_2(value_dim))
+    sizes = {
+        "KEY_HEADS": key_heads, "REPEATS": layout.repeats, "KEY_DIM": key_dim,
+        "VALUE_DIM": value_dim,
+    }  # fmt: skip
+    columns = {
+        "Q0": layout.q, "K0": layout.k, "V0": layout.v, "QK_STEP": layout.qk_step,
+        "V_STEP": layout.v_step, "KERNEL": layout.kernel,
+    }  # fmt: skip
+    blocks = {"CHUNK": chunks.size, "BLOCK_K": block_k, "BLOCK_V": block_v}
+    stride = x.stride(0)
+    _convolve_kernel[(2 * key_heads + heads, num_chunks)](
+        x, states.conv, conv_weight, q, k, v, states.read_slots, *places, stride, key_dim**-0.5,
+        CHUNK=chunks.size, BLOCK_D=max(block_k, block_v), num_warps=8, **columns, **sizes,
+    )  # fmt: skip
+    _solve_kernel[(heads, num_chunks)](
+        x, k, v, reads, totals, a_log, dt_bias, *places, num_tokens, stride, B0=layout.b,
+        A0=layout.a, BA_STEP=layout.ba_step, num_warps=4, **blocks, **sizes,
+    )  # fmt: skip
+    at_once = min(_VALUES_OF_A_STATE, block_v)
+    _advance_kernel[(triton.cdiv(value_dim, at_once), heads, requests)](
+        k, v, reads, totals, before, states.temporal, *slots, chunks.first_chunks, num_tokens,
+        num_warps=4, num_stages=3, **{**blocks, "BLOCK_V": at_once}, **sizes,
+    )  # fmt: skip
+    _output_kernel[(heads, num_chunks)](
+        x, q, k, v, totals, before, weight, out, *places, num_tokens, stride, eps, Z0=layout.z,
+        V_STEP=layout.v_step, num_warps=4, **blocks, **sizes,
+    )  # fmt: skip
+    _keep_kernel[(heads, requests)](
+        x, states.conv, *slots, stride, PAST=triton.next_power_of_2(layout.kernel - 1),
+        BLOCK_K=block_k, BLOCK_V=block_v, num_warps=1, **columns, **sizes,
+    )  # fmt: skip
+    return out

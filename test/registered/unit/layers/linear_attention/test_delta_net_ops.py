@@ -1,0 +1,164 @@
+"""Kernels of linear attention, for few tokens and for many: what the same layers give in torch."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+
+from rigs.models.kernel_layers import (
+    DEVICE,
+    HALF,
+    batch_of,
+    delta_net,
+    pool_of,
+    randn,
+    relative_error,
+)
+from sglang.srt.layers.forward_batch_info import StateBatch
+from sglang.srt.layers.linear_attention.delta_net import GatedDeltaNet
+from sglang.srt.layers.triton_ops.arguments import MOST_DIM, MOST_TAPS
+from sglang.srt.layers.triton_ops.fused import KERNELS
+from sglang.srt.mem_cache.device.state_pool import MambaPool
+from sglang.test.ci.ci_register import register_cuda_ci
+
+register_cuda_ci(est_time=30, suite="base-b-test-1-gpu-large")
+
+
+def on_device(values: list[int] | None) -> torch.Tensor | None:
+    return None if values is None else torch.tensor(values, device=DEVICE)
+
+
+def run(
+    layer: GatedDeltaNet,
+    pool: MambaPool,
+    x: torch.Tensor,
+    new: list[int] | None,
+    states: StateBatch,
+    rows: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """The layer's output for a batch (`batch_of`)."""
+    nothing: Any = None
+    batch = batch_of(pool, len(x), new, states)
+    out, _ = layer.forward(x, torch.zeros_like(x), nothing, batch, rows)
+    assert isinstance(out, torch.Tensor)
+    return out
+
+
+def run_both(
+    layer: GatedDeltaNet,
+    ssm_dtype: torch.dtype,
+    new: list[int] | None,
+    slots: list[int],
+    first: list[int] | None = None,
+    track: dict[str, list[int]] | None = None,
+) -> list[tuple[torch.Tensor, MambaPool]]:
+    """Outputs and states in torch and by the kernels, the second step for last tokens alone."""
+    dtype = layer.in_proj.merged.weight.dtype
+    count = len(slots) if new is None else sum(new)
+    x = randn(count, layer.options.hidden_size, seed=count, dtype=dtype)
+    rows = None if new is None else torch.tensor(new, device=DEVICE).cumsum(0) - 1
+    found = []
+    for kernels in (None, KERNELS):
+        pool = pool_of(layer, ssm_dtype, dtype)
+        own = copy.copy(layer)
+        own._kernels = kernels
+        written = on_device(slots)
+        assert written is not None
+        states = StateBatch(slots=written, first_slots=on_device(first))
+        if track is not None:
+            states.track_slots = on_device(track["slots"])
+            states.track_lens_cpu = track["lens"]
+        out = run(own, pool, x, new, states)
+        last = run(own, pool, x, new, states, rows)
+        assert rows is None or len(last) == len(rows)
+        found.append((torch.cat([out, last]), pool))
+    return found
+
+
+def assert_same(found: list[tuple[torch.Tensor, MambaPool]], bound: float) -> None:
+    (want, want_pool), (got, pool) = found
+    assert relative_error(got, want) < bound
+    assert relative_error(pool.temporal, want_pool.temporal) < bound
+    assert relative_error(pool.conv, want_pool.conv) < bound
+    untouched = (want_pool.conv == pool.conv).flatten(2).all(dim=-1)[0]
+    assert untouched.sum() >= 6, "others' slots are as they were"
+
+
+@pytest.mark.parametrize("changes", [{}, {"is_grouped": False}, {"kernel": 2}])
+@pytest.mark.parametrize("dtype", [torch.float32, HALF])
+def test_decoding_moves_the_states_on(dtype: torch.dtype, changes: dict[str, Any]) -> None:
+    layer = delta_net(dtype, **changes)
+    bound = 1e-5 if dtype is torch.float32 else 5e-3
+    assert_same(run_both(layer, torch.float32, None, [3, 7, 1]), bound)
+    assert_same(run_both(layer, HALF, None, [3, 7, 1], first=[4, 7, 9]), 5e-3)
+
+
+@pytest.mark.parametrize("changes", [{}, {"is_grouped": False}])
+@pytest.mark.parametrize("dtype", [torch.float32, HALF])
+@pytest.mark.parametrize("tracks", [False, True])
+def test_short_prefills_leave_states_and_snapshots(
+    dtype: torch.dtype, changes: dict[str, Any], tracks: bool
+) -> None:
+    """Shorter and longer than the convolution sees, snapshots in the middle and at the end."""
+    layer = delta_net(dtype, **changes)
+    track = {"slots": [10, 0, 11, 12], "lens": [5, 0, 2, 1]} if tracks else None
+    found = run_both(layer, torch.float32, [9, 1, 2, 3], [3, 7, 1, 2], [4, 7, 9, 2], track)
+    assert_same(found, 1e-5 if dtype is torch.float32 else 5e-3)
+
+
+@pytest.mark.parametrize(
+    "changes", [{}, {"is_grouped": False, "num_key_heads": 2, "num_heads": 4}, {"kernel": 2}]
+)
+@pytest.mark.parametrize("dtype", [torch.float32, HALF])
+@pytest.mark.parametrize("tracks", [False, True])
+def test_long_prefills_leave_states_and_snapshots(
+    dtype: torch.dtype, changes: dict[str, Any], tracks: bool
+) -> None:
+    """Computed in chunks, which begin anew after a snapshot; requests of one token among them."""
+    layer = delta_net(dtype, **changes)
+    track = {"slots": [10, 0, 11, 12], "lens": [128, 0, 64, 77]} if tracks else None
+    found = run_both(layer, torch.float32, [150, 1, 64, 130], [3, 7, 1, 2], [4, 7, 9, 2], track)
+    assert_same(found, 1e-5 if dtype is torch.float32 else 5e-3)
+
+
+@pytest.mark.parametrize("strength", [0.0, 4.0])
+def test_keys_that_repeat_are_corrected_exactly(strength: float) -> None:
+    """The same token again and again: systems of ones, whose inverse must not be a long series."""
+    layer = delta_net(torch.float32, num_heads=1)
+    layer.gates.a_log.fill_(-20.0 + 5 * strength)
+    found = []
+    for kernels in (None, KERNELS):
+        own, pool = copy.copy(layer), pool_of(layer, torch.float32, torch.float32)
+        own._kernels = kernels
+        slots = on_device([3])
+        assert slots is not None
+        x = randn(1, 32, seed=5).expand(300, 32).contiguous()
+        found.append((run(own, pool, x, [300], StateBatch(slots=slots)), pool))
+    assert_same(found, 1e-4)
+
+
+@pytest.mark.parametrize("tokens", [7, 300])
+def test_what_follows_a_snapshot_is_computed_from_what_is_kept(tokens: int) -> None:
+    layer = delta_net(HALF)
+    layer._kernels = KERNELS
+    x, pool = randn(tokens, 32, seed=7, dtype=HALF), pool_of(layer, HALF, HALF)
+    slots = torch.tensor([[3], [4], [10]], device=DEVICE)
+    tracked = StateBatch(slots=slots[0], track_slots=slots[2], track_lens_cpu=[4])
+    run(layer, pool, x, [tokens], tracked)
+    rest = StateBatch(slots=slots[1], first_slots=slots[2])
+    run(layer, pool, x[4:], [tokens - 4], rest)
+    assert torch.equal(pool.temporal[:, 4], pool.temporal[:, 3])
+    assert torch.equal(pool.conv[:, 4], pool.conv[:, 3])
+    assert not torch.equal(pool.temporal[:, 10], pool.temporal[:, 3])
+
+
+def test_wide_convolutions_and_heads_are_left_to_torch() -> None:
+    assert delta_net(HALF, kernel=MOST_TAPS + 1)._kernels is None
+    assert delta_net(HALF, value_dim=MOST_DIM + 1)._kernels is None
+
+
+if __name__ == "__main__":
+    raise SystemExit(pytest.main([__file__, "-q"]))
