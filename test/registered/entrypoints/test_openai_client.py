@@ -41,6 +41,12 @@ def test_models(client: openai.OpenAI) -> None:
     assert client.models.retrieve("echo").id == "echo"
 
 
+def test_embeddings_are_refused_by_name(client: openai.OpenAI) -> None:
+    with pytest.raises(openai.APIStatusError, match="'echo' generates text") as refusal:
+        client.embeddings.create(model="echo", input="hi")
+    assert refusal.value.status_code == 501
+
+
 def test_chat(client: openai.OpenAI) -> None:
     reply = client.chat.completions.create(model="echo", messages=HELLO, max_completion_tokens=7)
     [choice] = reply.choices

@@ -128,6 +128,16 @@ async def detokenize(request: Request) -> Response:
     return json_response({"text": texts if rows else texts[0]})
 
 
+async def embeddings(request: Request) -> Response:
+    """Refused by name: a client that is told 404 looks for a wrong address."""
+    name = context_of(request).model_name
+    raise ApiError(
+        501,
+        f"{name!r} generates text, and this server computes no embeddings: use a server of an "
+        "embedding model",
+    )
+
+
 def _check_texts(texts: list[str], limits: RequestLimits) -> None:
     if len(texts) > MAX_BATCH:
         raise bad_request(f"prompt has {len(texts)} texts, at most {MAX_BATCH} fit", "prompt")
@@ -164,6 +174,7 @@ def _model_card(context: ServerContext) -> dict[str, Any]:
 ROUTES: Final = (
     Route("/v1/chat/completions", chat_completions, methods=["POST"]),
     Route("/v1/completions", completions, methods=["POST"]),
+    Route("/v1/embeddings", embeddings, methods=["POST"]),
     Route("/v1/models", models, methods=["GET"]),
     Route("/v1/models/{name:path}", model, methods=["GET"]),
     Route("/tokenize", tokenize, methods=["POST"]),
