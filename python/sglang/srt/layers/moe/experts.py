@@ -14,9 +14,7 @@ from sglang.srt.layers.placement import NamedSlots, TensorPlacement, WeightedLay
 FEW: Final = 48
 _USES_OF_AN_EXPERT: Final = 2
 """Limits of the kernels for few tokens: number of tokens, and average uses of an expert. Above
-either limit, grouped products read the weights fewer times. For Qwen3-Next's shape they take 1.28
-times as long with 32 tokens, and 0.86 times with 64
-(benchmark/results/2026-11-23-gpu-early-start.md)."""
+either limit, the kernels for many tokens are faster, which read the weights of an expert once."""
 
 
 class RoutedExperts(WeightedLayer):
@@ -47,15 +45,7 @@ class RoutedExperts(WeightedLayer):
         self.features = placement.share(intermediate_size, "features of an expert")
         self.gate_up = placement.empty(num_experts, 2 * self.features.size, hidden_size)
         self.down = placement.empty(num_experts, hidden_size, self.features.size)
-        kernels = fused_kernels(placement.device)
-        self._is_grouped = (
-            kernels is not None
-            and kernels.has_grouped_mm
-            and placement.dtype == torch.bfloat16
-            # `torch._grouped_mm` reads rows of whole 16 bytes.
-            and hidden_size % 8 == 0
-            and self.features.size % 8 == 0
-        )
+        self._kernels = fused_kernels(placement.device)
 
     def takes_few(self, num_tokens: int, top_k: int) -> bool:
         """True if the kernels for few tokens, which read each token's experts, are faster."""
@@ -77,9 +67,10 @@ class RoutedExperts(WeightedLayer):
         """
         if x.is_cpu:
             return self._one_by_one(x, weights, ids)
-        if self._is_grouped:
-            return self._grouped(x, weights, ids)
-        return self._dense(x, weights, ids)
+        if self._kernels is None:
+            return self._dense(x, weights, ids)
+        ids = ids.contiguous()
+        return self._kernels.run_routed_experts(x, weights, ids, self.gate_up, self.down)
 
     def _one_by_one(
         self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor
@@ -102,23 +93,8 @@ class RoutedExperts(WeightedLayer):
             begin = end
         return out.to(x.dtype)
 
-    def _grouped(self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-        """Two grouped products over rows sorted by expert, and a product that sums in fp32."""
-        num_tokens, top_k = ids.shape
-        # The number of sorting passes grows with the bits of an id.
-        flat_ids, order = ids.flatten().to(torch.int16).sort(stable=True)
-        experts = torch.arange(self.num_experts, dtype=torch.int16, device=x.device)
-        ends = torch.searchsorted(flat_ids, experts, right=True, out_int32=True)
-        rows = x[order.div(top_k, rounding_mode="floor")]
-        inner = silu_and_mul(torch._grouped_mm(rows, self.gate_up.transpose(1, 2), offs=ends))
-        result = torch._grouped_mm(inner, self.down.transpose(1, 2), offs=ends)
-        by_token = torch.empty_like(result)
-        by_token[order] = result
-        by_token = by_token.view(num_tokens, top_k, -1)
-        return torch.bmm(weights.to(x.dtype).unsqueeze(1), by_token).squeeze(1)
-
     def _dense(self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-        """All experts for all tokens, for dtypes and sizes that grouped products do not take."""
+        """All experts for all tokens, for accelerators without fused kernels."""
         out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
         for expert in range(self.num_experts):
             scales = weights.where(ids == expert, 0.0).sum(dim=1, keepdim=True)

@@ -12,6 +12,7 @@ from sglang.srt.layers.triton_ops import (
     fused_qkv,
     gating,
     norm,
+    routed_experts,
     vocab,
 )
 from sglang.srt.layers.triton_ops import gemv as gemvs
@@ -37,12 +38,11 @@ class FusedKernels:
     attend_in_chunks = staticmethod(chunked_delta_net.attend_in_chunks)
     choose_experts = staticmethod(expert_choice.choose_experts)
     run_experts = staticmethod(fused_experts.run_experts)
+    run_routed_experts = staticmethod(routed_experts.run_routed_experts)
     rows_added_in_product = 512
     """Fewest rows for which a matrix product adds the residual itself. A product of this many rows
     hides the reading of the residual. Adding it in the norm would double the norm's time, 1% of a
     long prefill."""
-    has_grouped_mm = True
-    """True if `torch._grouped_mm` takes bf16 on the device without reading back to the CPU."""
 
 
 KERNELS: Final = FusedKernels()

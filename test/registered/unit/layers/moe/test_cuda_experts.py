@@ -67,6 +67,14 @@ def test_the_sum_is_that_of_the_cpu(
     assert_near(gpu.forward(*given), cpu, given)
 
 
+def test_ids_and_weights_of_any_strides_are_taken() -> None:
+    gpu, _ = pair(torch.bfloat16, 256, 128)
+    x, weights, ids = work(64, 256, torch.bfloat16)
+    want = gpu.forward(x, weights, ids)
+    wider = torch.cat([ids, ids], dim=1)[:, :TOP_K]
+    assert torch.equal(gpu.forward(x, torch.cat([weights] * 2, dim=1)[:, :TOP_K], wider), want)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_a_graph_serves_tokens_that_choose_others(dtype: torch.dtype) -> None:
     gpu, cpu = pair(dtype, 256, 128)

@@ -1,0 +1,227 @@
+"""Uses of experts in the order of the experts, cut into tiles, without a sort.
+
+A use is a token's choice of one expert. Uses are numbered like the ids: `token * top_k + place`. A
+tile is up to `tile_rows` uses of one expert, which a program multiplies with the same weights.
+
+The order within an expert may differ from run to run. No result depends on it: a row's product is
+the same in every row of every tile.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+import triton
+import triton.language as tl
+
+_BLOCK: Final = 1024
+"""Uses that a program orders at a time."""
+_FEW_USES: Final = 4096
+"""Up to here, one program that orders all uses is faster than three launches."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertTiles:
+    """Ordered uses, and their tiles: int32 on the device."""
+
+    order: torch.Tensor
+    """`[num_uses]`: uses in the order of the experts."""
+    table: torch.Tensor
+    """`[bound, 3]`: expert of each tile, begin in `order`, number of uses; only `count` are set."""
+    count: torch.Tensor
+    """`[1]`: number of tiles."""
+    top_k: int
+    rows: int
+    """Most uses of a tile."""
+
+    @property
+    def bound(self) -> int:
+        """Most tiles that as many uses of as many experts can have."""
+        return len(self.table)
+
+
+@triton.jit
+def _rank(
+    ids_ptr: tl.tensor,
+    counts_ptr: tl.tensor,
+    ranks_ptr: tl.tensor,
+    begin: tl.tensor,
+    total: tl.tensor,
+    BLOCK: tl.constexpr,
+) -> None:
+    """Give BLOCK uses their numbers among the uses of the same expert, and count them."""
+    uses = begin + tl.arange(0, BLOCK)
+    is_use = uses < total
+    experts = tl.load(ids_ptr + uses, mask=is_use, other=0)
+    ones = tl.full([BLOCK], 1, tl.int32)
+    ranks = tl.atomic_add(counts_ptr + experts, ones, mask=is_use)
+    tl.store(ranks_ptr + uses, ranks, mask=is_use)
+
+
+@triton.jit
+def _lay_out(
+    counts_ptr: tl.tensor,
+    begins_ptr: tl.tensor,
+    tiles_ptr: tl.tensor,
+    count_ptr: tl.tensor,
+    EXPERTS: tl.constexpr,
+    TILE_ROWS: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+) -> None:
+    """Store where each expert's uses and tiles begin, and the number of tiles."""
+    experts = tl.arange(0, BLOCK_E)
+    inside = experts < EXPERTS
+    # Counts come from atomics, which leave the L1 cache as it was.
+    counts = tl.load(counts_ptr + experts, mask=inside, other=0, cache_modifier=".cg")
+    tiles = (counts + TILE_ROWS - 1) // TILE_ROWS
+    tl.store(begins_ptr + experts, tl.cumsum(counts, axis=0) - counts, mask=inside)
+    tl.store(tiles_ptr + experts, tl.cumsum(tiles, axis=0) - tiles, mask=inside)
+    tl.store(count_ptr, tl.sum(tiles, axis=0))
+
+
+@triton.jit
+def _put(
+    ids_ptr: tl.tensor,
+    counts_ptr: tl.tensor,
+    ranks_ptr: tl.tensor,
+    begins_ptr: tl.tensor,
+    tiles_ptr: tl.tensor,
+    order_ptr: tl.tensor,
+    table_ptr: tl.tensor,
+    begin: tl.tensor,
+    total: tl.tensor,
+    TILE_ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    """Put BLOCK uses into the order. The first use of each tile enters the tile in the table."""
+    uses = begin + tl.arange(0, BLOCK)
+    is_use = uses < total
+    experts = tl.load(ids_ptr + uses, mask=is_use, other=0)
+    ranks = tl.load(ranks_ptr + uses, mask=is_use, other=1)
+    count = tl.load(counts_ptr + experts, mask=is_use, other=0, cache_modifier=".cg")
+    at = tl.load(begins_ptr + experts, mask=is_use, other=0) + ranks
+    tile = tl.load(tiles_ptr + experts, mask=is_use, other=0) + ranks // TILE_ROWS
+    tl.store(order_ptr + at, uses, mask=is_use)
+    is_first = is_use & (ranks % TILE_ROWS == 0)
+    tl.store(table_ptr + tile * 3, experts.to(tl.int32), mask=is_first)
+    tl.store(table_ptr + tile * 3 + 1, at, mask=is_first)
+    tl.store(table_ptr + tile * 3 + 2, tl.minimum(count - ranks, TILE_ROWS), mask=is_first)
+
+
+@triton.jit(do_not_specialize=["total"])
+def _order_few_kernel(
+    ids_ptr: tl.tensor,
+    counts_ptr: tl.tensor,
+    ranks_ptr: tl.tensor,
+    begins_ptr: tl.tensor,
+    tiles_ptr: tl.tensor,
+    order_ptr: tl.tensor,
+    table_ptr: tl.tensor,
+    count_ptr: tl.tensor,
+    total: tl.tensor,
+    EXPERTS: tl.constexpr,
+    TILE_ROWS: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    """The three steps in one program."""
+    experts = tl.arange(0, BLOCK_E)
+    tl.store(counts_ptr + experts, tl.zeros([BLOCK_E], tl.int32), mask=experts < EXPERTS)
+    tl.debug_barrier()
+    for begin in range(0, total, BLOCK):
+        _rank(ids_ptr, counts_ptr, ranks_ptr, begin, total, BLOCK)
+    tl.debug_barrier()
+    _lay_out(counts_ptr, begins_ptr, tiles_ptr, count_ptr, EXPERTS, TILE_ROWS, BLOCK_E)
+    tl.debug_barrier()
+    for begin in range(0, total, BLOCK):
+        _put(
+            ids_ptr, counts_ptr, ranks_ptr, begins_ptr, tiles_ptr, order_ptr, table_ptr, begin,
+            total, TILE_ROWS, BLOCK,
+        )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["total"])
+def _rank_kernel(
+    ids_ptr: tl.tensor,
+    counts_ptr: tl.tensor,
+    ranks_ptr: tl.tensor,
+    total: tl.tensor,
+    BLOCK: tl.constexpr,
+) -> None:
+    """Grid `(uses / BLOCK)`; see `_rank`."""
+    _rank(ids_ptr, counts_ptr, ranks_ptr, tl.program_id(0) * BLOCK, total, BLOCK)
+
+
+@triton.jit
+def _lay_out_kernel(
+    counts_ptr: tl.tensor,
+    begins_ptr: tl.tensor,
+    tiles_ptr: tl.tensor,
+    count_ptr: tl.tensor,
+    EXPERTS: tl.constexpr,
+    TILE_ROWS: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+) -> None:
+    """Grid `(1)`; see `_lay_out`."""
+    _lay_out(counts_ptr, begins_ptr, tiles_ptr, count_ptr, EXPERTS, TILE_ROWS, BLOCK_E)
+
+
+@triton.jit(do_not_specialize=["total"])
+def _put_kernel(
+    ids_ptr: tl.tensor,
+    counts_ptr: tl.tensor,
+    ranks_ptr: tl.tensor,
+    begins_ptr: tl.tensor,
+    tiles_ptr: tl.tensor,
+    order_ptr: tl.tensor,
+    table_ptr: tl.tensor,
+    total: tl.tensor,
+    TILE_ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    """Grid `(uses / BLOCK)`; see `_put`."""
+    begin = tl.program_id(0) * BLOCK
+    _put(
+        ids_ptr, counts_ptr, ranks_ptr, begins_ptr, tiles_ptr, order_ptr, table_ptr, begin, total,
+        TILE_ROWS, BLOCK,
+    )  # fmt: skip
+
+
+def order_by_expert(ids: torch.Tensor, num_experts: int, tile_rows: int) -> ExpertTiles:
+    """Order the uses of experts, and cut them into tiles, without reading back to the CPU.
+
+    Args:
+        ids: Contiguous `[num_tokens, top_k]`, any integer dtype, below `num_experts`.
+        tile_rows: Most uses of a tile.
+    """
+    assert ids.is_contiguous()
+    total = ids.numel()
+    # Each expert that is used has one tile, and one more for each `tile_rows` further uses.
+    used = min(total, num_experts)
+    bound = used + (total - used) // tile_rows
+    # Separate tensors, because kernels are compiled again for pointers that are not aligned.
+    ranks, order, counts, begins, tiles, table, count = (
+        torch.empty(size, dtype=torch.int32, device=ids.device)
+        for size in (total, total, num_experts, num_experts, num_experts, (bound, 3), 1)
+    )
+    block_e = triton.next_power_of_2(num_experts)
+    if total <= _FEW_USES:
+        _order_few_kernel[(1,)](
+            ids, counts, ranks, begins, tiles, order, table, count, total,
+            EXPERTS=num_experts, TILE_ROWS=tile_rows, BLOCK_E=block_e, BLOCK=_BLOCK, num_warps=8,
+        )  # fmt: skip
+    else:
+        counts.zero_()
+        grid = (triton.cdiv(total, _BLOCK),)
+        _rank_kernel[grid](ids, counts, ranks, total, BLOCK=_BLOCK, num_warps=4)
+        _lay_out_kernel[(1,)](
+            counts, begins, tiles, count,
+            EXPERTS=num_experts, TILE_ROWS=tile_rows, BLOCK_E=block_e, num_warps=4,
+        )  # fmt: skip
+        _put_kernel[grid](
+            ids, counts, ranks, begins, tiles, order, table, total,
+            TILE_ROWS=tile_rows, BLOCK=_BLOCK, num_warps=4,
+        )  # fmt: skip
+    return ExpertTiles(order=order, table=table, count=count, top_k=ids.shape[1], rows=tile_rows)

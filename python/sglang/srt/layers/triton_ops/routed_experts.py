@@ -1,0 +1,343 @@
+"""Experts for many tokens: two products of tiles of uses, and the sum of each token's experts.
+
+A program of a product multiplies some weights of an expert with all rows of a tile
+(`expert_order`), which it gathers as it reads. Weights are the left operand: they have enough rows
+for tensor cores even where a tile has few. The results have a row for each use.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+import triton
+import triton.language as tl
+
+from sglang.srt.layers.triton_ops.expert_order import ExpertTiles, order_by_expert
+
+
+@dataclass(frozen=True, slots=True)
+class Blocks:
+    """How the programs of a product divide it."""
+
+    outputs: int
+    """Features that a program computes."""
+    depth: int
+    """Features that it multiplies at a time."""
+    group: int
+    """Tiles whose programs follow each other with the same features, for weights to be shared in
+    the L2 cache."""
+    warps: int
+    stages: int
+    """Weights read ahead, in units of `depth`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Sizes for batches of so many uses of an expert."""
+
+    most_uses: float
+    """Most uses of an expert on average."""
+    tile_rows: int
+    gate_up: Blocks
+    down: Blocks
+
+
+_PLANS: Final = (
+    Plan(6.0, 16, Blocks(64, 128, 1, 4, 3), Blocks(128, 128, 1, 4, 3)),
+    Plan(24.0, 32, Blocks(64, 128, 1, 4, 3), Blocks(128, 128, 1, 4, 3)),
+    Plan(64.0, 64, Blocks(64, 64, 4, 4, 4), Blocks(128, 64, 4, 4, 4)),
+    Plan(float("inf"), 128, Blocks(128, 64, 8, 8, 3), Blocks(256, 64, 8, 8, 3)),
+)
+_PLAN_OF_FP32: Final = Plan(
+    float("inf"), 16, Blocks(64, 32, 4, 4, 2), Blocks(64, 32, 4, 4, 2)
+)  # fmt: skip
+"""Products of fp32 are sums of three products of tf32, which take more registers."""
+_SUM_BLOCK: Final = 1024
+"""Most features of a token that a program sums."""
+
+
+def plan_of(uses: float, dtype: torch.dtype) -> Plan:
+    """The plan for `uses` of an expert on average."""
+    if dtype == torch.float32:
+        return _PLAN_OF_FP32
+    return next(plan for plan in _PLANS if uses <= plan.most_uses)
+
+
+@triton.jit
+def _program(
+    bound: tl.tensor, BLOCKS: tl.constexpr, GROUP: tl.constexpr
+) -> tuple[tl.tensor, tl.tensor]:
+    """Tile and block of this program, of a grid of `bound * BLOCKS`. Programs of GROUP tiles with
+    the same block follow each other."""
+    group = tl.program_id(0) // (GROUP * BLOCKS)
+    within = tl.program_id(0) % (GROUP * BLOCKS)
+    first = group * GROUP
+    size = tl.minimum(bound - first, GROUP)
+    return first + within % size, within // size
+
+
+@triton.jit
+def _load_weights(
+    at: tl.tensor, cols: tl.tensor, SIZE: tl.constexpr, EVEN: tl.constexpr
+) -> tl.tensor:
+    """Load weights of some rows; `cols` lie within rows of SIZE for certain if EVEN."""
+    if EVEN:
+        weights = tl.load(at)
+    else:
+        weights = tl.load(at, mask=(cols < SIZE)[None, :], other=0.0)
+    return weights
+
+
+@triton.jit
+def _load_rows(
+    at: tl.tensor, used: tl.tensor, cols: tl.tensor, SIZE: tl.constexpr, EVEN: tl.constexpr
+) -> tl.tensor:
+    """Load a tile's rows, transposed; zeros for rows that are not used."""
+    if EVEN:
+        rows = tl.load(at, mask=used[None, :], other=0.0)
+    else:
+        rows = tl.load(at, mask=used[None, :] & (cols < SIZE)[:, None], other=0.0)
+    return rows
+
+
+@triton.jit(do_not_specialize=["bound"])
+def _gate_up_kernel(
+    x_ptr: tl.tensor,
+    gate_up_ptr: tl.tensor,
+    inner_ptr: tl.tensor,
+    order_ptr: tl.tensor,
+    table_ptr: tl.tensor,
+    count_ptr: tl.tensor,
+    bound: tl.tensor,
+    HIDDEN: tl.constexpr,
+    FEATURES: tl.constexpr,
+    TOP_K: tl.constexpr,
+    TILE_ROWS: tl.constexpr,
+    BLOCK_F: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    GROUP: tl.constexpr,
+) -> None:
+    """Compute `silu(gate) * up` of BLOCK_F features for the rows of one tile."""
+    tile, block = _program(bound, tl.cdiv(FEATURES, BLOCK_F), GROUP)
+    expert = tl.load(table_ptr + tile * 3).to(tl.int64)
+    begin = tl.load(table_ptr + tile * 3 + 1)
+    num_rows = tl.load(table_ptr + tile * 3 + 2)
+    if tile >= tl.load(count_ptr):
+        return
+    nth = tl.arange(0, TILE_ROWS)
+    used = nth < num_rows
+    uses = tl.load(order_ptr + begin + nth, mask=used, other=0).to(tl.int64)
+    features = block * BLOCK_F + tl.arange(0, BLOCK_F)
+    cols = tl.arange(0, BLOCK_H)
+    # Products with the last feature again, where there are no more, are not stored.
+    rows = tl.minimum(features, FEATURES - 1)
+    gate_up = gate_up_ptr + expert * (2 * FEATURES * HIDDEN)
+    gate_at = gate_up + rows[:, None] * HIDDEN + cols[None, :]
+    x_at = x_ptr + (uses // TOP_K * HIDDEN)[None, :] + cols[:, None]
+    EVEN: tl.constexpr = HIDDEN % BLOCK_H == 0
+    gate = tl.zeros([BLOCK_F, TILE_ROWS], tl.float32)
+    up = tl.zeros([BLOCK_F, TILE_ROWS], tl.float32)
+    for k in range(0, HIDDEN, BLOCK_H):
+        # Weights first: their place is known before that of the rows.
+        gate_weights = _load_weights(gate_at + k, cols + k, HIDDEN, EVEN)
+        up_weights = _load_weights(gate_at + FEATURES * HIDDEN + k, cols + k, HIDDEN, EVEN)
+        x = _load_rows(x_at + k, used, cols + k, HIDDEN, EVEN)
+        gate = tl.dot(gate_weights, x, gate, input_precision="tf32x3")
+        up = tl.dot(up_weights, x, up, input_precision="tf32x3")
+    inner = gate / (1.0 + tl.exp(-gate)) * up
+    to = inner_ptr + (uses * FEATURES)[None, :] + features[:, None]
+    stored = used[None, :] & (features < FEATURES)[:, None]
+    tl.store(to, inner.to(inner_ptr.dtype.element_ty), mask=stored)
+
+
+@triton.jit(do_not_specialize=["bound", "stride"])
+def _down_kernel(
+    inner_ptr: tl.tensor,
+    down_ptr: tl.tensor,
+    weights_ptr: tl.tensor,
+    parts_ptr: tl.tensor,
+    order_ptr: tl.tensor,
+    table_ptr: tl.tensor,
+    count_ptr: tl.tensor,
+    bound: tl.tensor,
+    stride: tl.tensor,
+    HIDDEN: tl.constexpr,
+    FEATURES: tl.constexpr,
+    TOP_K: tl.constexpr,
+    TILE_ROWS: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    BLOCK_F: tl.constexpr,
+    GROUP: tl.constexpr,
+) -> None:
+    """Compute BLOCK_H features of the weighted output for the rows of one tile."""
+    tile, block = _program(bound, tl.cdiv(HIDDEN, BLOCK_H), GROUP)
+    expert = tl.load(table_ptr + tile * 3).to(tl.int64)
+    begin = tl.load(table_ptr + tile * 3 + 1)
+    num_rows = tl.load(table_ptr + tile * 3 + 2)
+    if tile >= tl.load(count_ptr):
+        return
+    nth = tl.arange(0, TILE_ROWS)
+    used = nth < num_rows
+    uses = tl.load(order_ptr + begin + nth, mask=used, other=0).to(tl.int64)
+    features = block * BLOCK_H + tl.arange(0, BLOCK_H)
+    cols = tl.arange(0, BLOCK_F)
+    rows = tl.minimum(features, HIDDEN - 1)
+    down = down_ptr + expert * (HIDDEN * FEATURES)
+    down_at = down + rows[:, None] * FEATURES + cols[None, :]
+    inner_at = inner_ptr + (uses * FEATURES)[None, :] + cols[:, None]
+    EVEN: tl.constexpr = FEATURES % BLOCK_F == 0
+    part = tl.zeros([BLOCK_H, TILE_ROWS], tl.float32)
+    for k in range(0, FEATURES, BLOCK_F):
+        weights = _load_weights(down_at + k, cols + k, FEATURES, EVEN)
+        inner = _load_rows(inner_at + k, used, cols + k, FEATURES, EVEN)
+        part = tl.dot(weights, inner, part, input_precision="tf32x3")
+    scales_at = weights_ptr + uses // TOP_K * stride + uses % TOP_K
+    part *= tl.load(scales_at, mask=used, other=0.0)[None, :]
+    to = parts_ptr + (uses * HIDDEN)[None, :] + features[:, None]
+    stored = used[None, :] & (features < HIDDEN)[:, None]
+    tl.store(to, part.to(parts_ptr.dtype.element_ty), mask=stored)
+
+
+@triton.jit
+def _sum_kernel(
+    parts_ptr: tl.tensor,
+    out_ptr: tl.tensor,
+    HIDDEN: tl.constexpr,
+    TOP_K: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    """Grid `(num_tokens, hidden_size / BLOCK)`: sum the outputs of a token's experts in fp32."""
+    token = tl.program_id(0).to(tl.int64)
+    cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = cols < HIDDEN
+    total = tl.zeros([BLOCK], tl.float32)
+    for place in tl.static_range(TOP_K):
+        at = parts_ptr + (token * TOP_K + place) * HIDDEN + cols
+        total += tl.load(at, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out_ptr + token * HIDDEN + cols, total.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+def multiply_gate_up(
+    x: torch.Tensor, gate_up: torch.Tensor, tiles: ExpertTiles, blocks: Blocks
+) -> torch.Tensor:
+    """The first products of all uses: `silu(gate) * up`.
+
+    Args:
+        x: Contiguous `[num_tokens, hidden_size]`.
+        gate_up: Contiguous `[num_experts, 2 * features, hidden_size]`.
+
+    Returns:
+        `[num_uses, features]` of the dtype of `x`.
+    """
+    assert x.is_contiguous() and gate_up.is_contiguous()
+    hidden, features = x.shape[1], gate_up.shape[1] // 2
+    inner = torch.empty((len(tiles.order), features), dtype=x.dtype, device=x.device)
+    outputs, depth = _fitting(blocks.outputs, features), _fitting(blocks.depth, hidden)
+    _gate_up_kernel[(tiles.bound * triton.cdiv(features, outputs),)](
+        x,
+        gate_up,
+        inner,
+        tiles.order,
+        tiles.table,
+        tiles.count,
+        tiles.bound,
+        HIDDEN=hidden,
+        FEATURES=features,
+        TOP_K=tiles.top_k,
+        TILE_ROWS=tiles.rows,
+        BLOCK_F=outputs,
+        BLOCK_H=depth,
+        GROUP=blocks.group,
+        num_warps=blocks.warps,
+        num_stages=blocks.stages,
+    )
+    return inner
+
+
+def multiply_down(
+    inner: torch.Tensor,
+    down: torch.Tensor,
+    weights: torch.Tensor,
+    tiles: ExpertTiles,
+    blocks: Blocks,
+) -> torch.Tensor:
+    """The second products of all uses, multiplied by the weights of the uses.
+
+    Args:
+        inner: From `multiply_gate_up`.
+        down: Contiguous `[num_experts, hidden_size, features]`.
+        weights: fp32 `[num_tokens, top_k]`.
+
+    Returns:
+        `[num_uses, hidden_size]` of the dtype of `inner`.
+    """
+    assert inner.is_contiguous() and down.is_contiguous() and weights.stride(1) == 1
+    hidden, features = down.shape[1:]
+    parts = torch.empty((len(inner), hidden), dtype=inner.dtype, device=inner.device)
+    outputs, depth = _fitting(blocks.outputs, hidden), _fitting(blocks.depth, features)
+    _down_kernel[(tiles.bound * triton.cdiv(hidden, outputs),)](
+        inner,
+        down,
+        weights,
+        parts,
+        tiles.order,
+        tiles.table,
+        tiles.count,
+        tiles.bound,
+        weights.stride(0),
+        HIDDEN=hidden,
+        FEATURES=features,
+        TOP_K=tiles.top_k,
+        TILE_ROWS=tiles.rows,
+        BLOCK_H=outputs,
+        BLOCK_F=depth,
+        GROUP=blocks.group,
+        num_warps=blocks.warps,
+        num_stages=blocks.stages,
+    )
+    return parts
+
+
+def sum_of_uses(parts: torch.Tensor, top_k: int) -> torch.Tensor:
+    """`[num_tokens * top_k, hidden_size]` to `[num_tokens, hidden_size]`, summed in fp32."""
+    num_tokens, hidden = len(parts) // top_k, parts.shape[1]
+    out = torch.empty((num_tokens, hidden), dtype=parts.dtype, device=parts.device)
+    block = min(_SUM_BLOCK, triton.next_power_of_2(hidden))
+    _sum_kernel[(num_tokens, triton.cdiv(hidden, block))](
+        parts, out, HIDDEN=hidden, TOP_K=top_k, BLOCK=block, num_warps=4
+    )
+    return out
+
+
+def _fitting(block: int, size: int) -> int:
+    """A block no larger than `size` needs; tensor cores take at least 16."""
+    whole: int = triton.next_power_of_2(size)
+    return max(16, min(block, whole))
+
+
+def run_routed_experts(
+    x: torch.Tensor,
+    weights: torch.Tensor,
+    ids: torch.Tensor,
+    gate_up: torch.Tensor,
+    down: torch.Tensor,
+) -> torch.Tensor:
+    """The weighted sum of each token's experts, summed in fp32; bits are the same in each run.
+
+    Args:
+        x: Contiguous `[num_tokens, hidden_size]`.
+        weights: fp32 `[num_tokens, top_k]`, of any stride between tokens.
+        ids: `[num_tokens, top_k]`, any integer dtype.
+        gate_up: See `ExpertWeights`; `down` likewise.
+
+    Returns:
+        `[num_tokens, hidden_size]` of the dtype of `x`.
+    """
+    num_experts, top_k = len(gate_up), ids.shape[1]
+    plan = plan_of(ids.numel() / num_experts, x.dtype)
+    tiles = order_by_expert(ids, num_experts, plan.tile_rows)
+    inner = multiply_gate_up(x, gate_up, tiles, plan.gate_up)
+    parts = multiply_down(inner, down, weights, tiles, plan.down)
+    return sum_of_uses(parts, top_k)
