@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -110,14 +112,20 @@ def test_the_sum_is_that_of_the_cpu(
     assert_near(run(layer, x, chosen), layer, x, chosen)
 
 
+@pytest.mark.parametrize(("hidden", "size"), [(290, 150), (296, 152)])
+@pytest.mark.parametrize("tma", [False, True])
 @pytest.mark.parametrize("nth", range(len(routed_experts._PLANS)))
 def test_every_plan_takes_sizes_that_are_no_multiples_of_its_blocks(
-    nth: int, monkeypatch: pytest.MonkeyPatch
+    nth: int, tma: bool, hidden: int, size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Several blocks of features, and several groups of tiles, none of them whole."""
-    monkeypatch.setattr(routed_experts, "_PLANS", routed_experts._PLANS[nth:])
-    layer, x = experts(HALF, 9, 290, 150), rows(70, 290, HALF)
-    chosen = choice(70, 9, 2)
+    """Several blocks of features, and several groups of tiles, none of them whole. Rows of whole
+    16 bytes and others."""
+    plan = routed_experts._PLANS[nth]
+    gate_up, down = (replace(blocks, tma=tma) for blocks in (plan.gate_up, plan.down))
+    plan = replace(plan, gate_up=gate_up, down=down, most_uses=float("inf"))
+    monkeypatch.setattr(routed_experts, "_PLANS", (plan,))
+    layer, x = experts(HALF, 3, hidden, size), rows(30, hidden, HALF)
+    chosen = choice(30, 3, 2)
     assert_near(run(layer, x, chosen), layer, x, chosen)
 
 

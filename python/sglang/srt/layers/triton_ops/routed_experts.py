@@ -13,6 +13,7 @@ from typing import Final
 import torch
 import triton
 import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from sglang.srt.layers.triton_ops.expert_order import ExpertTiles, order_by_expert
 
@@ -31,6 +32,8 @@ class Blocks:
     warps: int
     stages: int
     """Weights read ahead, in units of `depth`."""
+    tma: bool = False
+    """True if the tensor memory accelerator reads the weights, where their rows allow it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,15 +47,14 @@ class Plan:
     down: Blocks
 
 
+# Field by field: most uses, rows of a tile, then outputs, depth, group, warps and stages.
 _PLANS: Final = (
     Plan(6.0, 16, Blocks(64, 128, 1, 4, 3), Blocks(128, 128, 1, 4, 3)),
     Plan(24.0, 32, Blocks(64, 128, 1, 4, 3), Blocks(128, 128, 1, 4, 3)),
     Plan(64.0, 64, Blocks(64, 64, 4, 4, 4), Blocks(128, 64, 4, 4, 4)),
     Plan(float("inf"), 128, Blocks(128, 64, 8, 8, 3), Blocks(256, 64, 8, 8, 3)),
 )
-_PLAN_OF_FP32: Final = Plan(
-    float("inf"), 16, Blocks(64, 32, 4, 4, 2), Blocks(64, 32, 4, 4, 2)
-)  # fmt: skip
+_PLAN_OF_FP32: Final = Plan(float("inf"), 16, Blocks(64, 32, 4, 4, 2), Blocks(64, 32, 4, 4, 2))
 """Products of fp32 are sums of three products of tf32, which take more registers."""
 _SUM_BLOCK: Final = 1024
 """Most features of a token that a program sums."""
@@ -80,32 +82,52 @@ def _program(
 
 @triton.jit
 def _load_weights(
-    at: tl.tensor, cols: tl.tensor, SIZE: tl.constexpr, EVEN: tl.constexpr
+    weights: tl.tensor,
+    first: tl.tensor,
+    end: tl.tensor,
+    begin: tl.tensor,
+    ROWS: tl.constexpr,
+    SIZE: tl.constexpr,
+    COLS: tl.constexpr,
+    TMA: tl.constexpr,
 ) -> tl.tensor:
-    """Load weights of some rows; `cols` lie within rows of SIZE for certain if EVEN."""
-    if EVEN:
-        weights = tl.load(at)
+    """Load COLS columns from `begin` on, of ROWS rows of SIZE from `first` on. Columns beyond SIZE
+    are zeros, rows from `end` on have any numbers."""
+    if TMA:
+        loaded = weights.load([first, begin])
     else:
-        weights = tl.load(at, mask=(cols < SIZE)[None, :], other=0.0)
-    return weights
+        rows = tl.minimum(first + tl.arange(0, ROWS), end - 1).to(tl.int64)
+        cols = tl.arange(0, COLS)
+        at = weights + rows[:, None] * SIZE + cols[None, :] + begin
+        if SIZE % COLS == 0:
+            loaded = tl.load(at)
+        else:
+            loaded = tl.load(at, mask=(cols < SIZE - begin)[None, :], other=0.0)
+    return loaded
 
 
 @triton.jit
 def _load_rows(
-    at: tl.tensor, used: tl.tensor, cols: tl.tensor, SIZE: tl.constexpr, EVEN: tl.constexpr
+    at: tl.tensor,
+    used: tl.tensor,
+    begin: tl.tensor,
+    SIZE: tl.constexpr,
+    COLS: tl.constexpr,
 ) -> tl.tensor:
-    """Load a tile's rows, transposed; zeros for rows that are not used."""
-    if EVEN:
-        rows = tl.load(at, mask=used[None, :], other=0.0)
+    """Load COLS columns from `begin` on of a tile's rows of SIZE, transposed; zeros for rows that
+    are not used."""
+    if SIZE % COLS == 0:
+        loaded = tl.load(at + begin, mask=used[None, :], other=0.0)
     else:
-        rows = tl.load(at, mask=used[None, :] & (cols < SIZE)[:, None], other=0.0)
-    return rows
+        inside = tl.arange(0, COLS) < SIZE - begin
+        loaded = tl.load(at + begin, mask=used[None, :] & inside[:, None], other=0.0)
+    return loaded
 
 
 @triton.jit(do_not_specialize=["bound"])
 def _gate_up_kernel(
     x_ptr: tl.tensor,
-    gate_up_ptr: tl.tensor,
+    gate_up: tl.tensor,
     inner_ptr: tl.tensor,
     order_ptr: tl.tensor,
     table_ptr: tl.tensor,
@@ -118,10 +140,11 @@ def _gate_up_kernel(
     BLOCK_F: tl.constexpr,
     BLOCK_H: tl.constexpr,
     GROUP: tl.constexpr,
+    TMA: tl.constexpr,
 ) -> None:
     """Compute `silu(gate) * up` of BLOCK_F features for the rows of one tile."""
     tile, block = _program(bound, tl.cdiv(FEATURES, BLOCK_F), GROUP)
-    expert = tl.load(table_ptr + tile * 3).to(tl.int64)
+    expert = tl.load(table_ptr + tile * 3)
     begin = tl.load(table_ptr + tile * 3 + 1)
     num_rows = tl.load(table_ptr + tile * 3 + 2)
     if tile >= tl.load(count_ptr):
@@ -129,24 +152,21 @@ def _gate_up_kernel(
     nth = tl.arange(0, TILE_ROWS)
     used = nth < num_rows
     uses = tl.load(order_ptr + begin + nth, mask=used, other=0).to(tl.int64)
-    features = block * BLOCK_F + tl.arange(0, BLOCK_F)
-    cols = tl.arange(0, BLOCK_H)
-    # Products with the last feature again, where there are no more, are not stored.
-    rows = tl.minimum(features, FEATURES - 1)
-    gate_up = gate_up_ptr + expert * (2 * FEATURES * HIDDEN)
-    gate_at = gate_up + rows[:, None] * HIDDEN + cols[None, :]
-    x_at = x_ptr + (uses // TOP_K * HIDDEN)[None, :] + cols[:, None]
-    EVEN: tl.constexpr = HIDDEN % BLOCK_H == 0
+    x_at = x_ptr + (uses // TOP_K * HIDDEN)[None, :] + tl.arange(0, BLOCK_H)[:, None]
+    first = expert * 2 * FEATURES + block * BLOCK_F
+    mid = (expert * 2 + 1) * FEATURES
+    end = mid + FEATURES
     gate = tl.zeros([BLOCK_F, TILE_ROWS], tl.float32)
     up = tl.zeros([BLOCK_F, TILE_ROWS], tl.float32)
     for k in range(0, HIDDEN, BLOCK_H):
         # Weights first: their place is known before that of the rows.
-        gate_weights = _load_weights(gate_at + k, cols + k, HIDDEN, EVEN)
-        up_weights = _load_weights(gate_at + FEATURES * HIDDEN + k, cols + k, HIDDEN, EVEN)
-        x = _load_rows(x_at + k, used, cols + k, HIDDEN, EVEN)
-        gate = tl.dot(gate_weights, x, gate, input_precision="tf32x3")
-        up = tl.dot(up_weights, x, up, input_precision="tf32x3")
+        of_gate = _load_weights(gate_up, first, mid, k, BLOCK_F, HIDDEN, BLOCK_H, TMA)
+        of_up = _load_weights(gate_up, first + FEATURES, end, k, BLOCK_F, HIDDEN, BLOCK_H, TMA)
+        x = _load_rows(x_at, used, k, HIDDEN, BLOCK_H)
+        gate = tl.dot(of_gate, x, gate, input_precision="tf32x3")
+        up = tl.dot(of_up, x, up, input_precision="tf32x3")
     inner = gate / (1.0 + tl.exp(-gate)) * up
+    features = block * BLOCK_F + tl.arange(0, BLOCK_F)
     to = inner_ptr + (uses * FEATURES)[None, :] + features[:, None]
     stored = used[None, :] & (features < FEATURES)[:, None]
     tl.store(to, inner.to(inner_ptr.dtype.element_ty), mask=stored)
@@ -155,7 +175,7 @@ def _gate_up_kernel(
 @triton.jit(do_not_specialize=["bound", "stride"])
 def _down_kernel(
     inner_ptr: tl.tensor,
-    down_ptr: tl.tensor,
+    down: tl.tensor,
     weights_ptr: tl.tensor,
     parts_ptr: tl.tensor,
     order_ptr: tl.tensor,
@@ -170,10 +190,11 @@ def _down_kernel(
     BLOCK_H: tl.constexpr,
     BLOCK_F: tl.constexpr,
     GROUP: tl.constexpr,
+    TMA: tl.constexpr,
 ) -> None:
     """Compute BLOCK_H features of the weighted output for the rows of one tile."""
     tile, block = _program(bound, tl.cdiv(HIDDEN, BLOCK_H), GROUP)
-    expert = tl.load(table_ptr + tile * 3).to(tl.int64)
+    expert = tl.load(table_ptr + tile * 3)
     begin = tl.load(table_ptr + tile * 3 + 1)
     num_rows = tl.load(table_ptr + tile * 3 + 2)
     if tile >= tl.load(count_ptr):
@@ -181,20 +202,17 @@ def _down_kernel(
     nth = tl.arange(0, TILE_ROWS)
     used = nth < num_rows
     uses = tl.load(order_ptr + begin + nth, mask=used, other=0).to(tl.int64)
-    features = block * BLOCK_H + tl.arange(0, BLOCK_H)
-    cols = tl.arange(0, BLOCK_F)
-    rows = tl.minimum(features, HIDDEN - 1)
-    down = down_ptr + expert * (HIDDEN * FEATURES)
-    down_at = down + rows[:, None] * FEATURES + cols[None, :]
-    inner_at = inner_ptr + (uses * FEATURES)[None, :] + cols[:, None]
-    EVEN: tl.constexpr = FEATURES % BLOCK_F == 0
+    inner_at = inner_ptr + (uses * FEATURES)[None, :] + tl.arange(0, BLOCK_F)[:, None]
+    first = expert * HIDDEN + block * BLOCK_H
+    end = (expert + 1) * HIDDEN
     part = tl.zeros([BLOCK_H, TILE_ROWS], tl.float32)
     for k in range(0, FEATURES, BLOCK_F):
-        weights = _load_weights(down_at + k, cols + k, FEATURES, EVEN)
-        inner = _load_rows(inner_at + k, used, cols + k, FEATURES, EVEN)
+        weights = _load_weights(down, first, end, k, BLOCK_H, FEATURES, BLOCK_F, TMA)
+        inner = _load_rows(inner_at, used, k, FEATURES, BLOCK_F)
         part = tl.dot(weights, inner, part, input_precision="tf32x3")
     scales_at = weights_ptr + uses // TOP_K * stride + uses % TOP_K
     part *= tl.load(scales_at, mask=used, other=0.0)[None, :]
+    features = block * BLOCK_H + tl.arange(0, BLOCK_H)
     to = parts_ptr + (uses * HIDDEN)[None, :] + features[:, None]
     stored = used[None, :] & (features < HIDDEN)[:, None]
     tl.store(to, part.to(parts_ptr.dtype.element_ty), mask=stored)
@@ -235,9 +253,10 @@ def multiply_gate_up(
     hidden, features = x.shape[1], gate_up.shape[1] // 2
     inner = torch.empty((len(tiles.order), features), dtype=x.dtype, device=x.device)
     outputs, depth = _fitting(blocks.outputs, features), _fitting(blocks.depth, hidden)
+    tma = blocks.tma and _tma_takes(gate_up)
     _gate_up_kernel[(tiles.bound * triton.cdiv(features, outputs),)](
         x,
-        gate_up,
+        _described(gate_up, outputs, depth) if tma else gate_up,
         inner,
         tiles.order,
         tiles.table,
@@ -250,6 +269,7 @@ def multiply_gate_up(
         BLOCK_F=outputs,
         BLOCK_H=depth,
         GROUP=blocks.group,
+        TMA=tma,
         num_warps=blocks.warps,
         num_stages=blocks.stages,
     )
@@ -277,9 +297,10 @@ def multiply_down(
     hidden, features = down.shape[1:]
     parts = torch.empty((len(inner), hidden), dtype=inner.dtype, device=inner.device)
     outputs, depth = _fitting(blocks.outputs, hidden), _fitting(blocks.depth, features)
+    tma = blocks.tma and _tma_takes(down)
     _down_kernel[(tiles.bound * triton.cdiv(hidden, outputs),)](
         inner,
-        down,
+        _described(down, outputs, depth) if tma else down,
         weights,
         parts,
         tiles.order,
@@ -294,6 +315,7 @@ def multiply_down(
         BLOCK_H=outputs,
         BLOCK_F=depth,
         GROUP=blocks.group,
+        TMA=tma,
         num_warps=blocks.warps,
         num_stages=blocks.stages,
     )
@@ -315,6 +337,16 @@ def _fitting(block: int, size: int) -> int:
     """A block no larger than `size` needs; tensor cores take at least 16."""
     whole: int = triton.next_power_of_2(size)
     return max(16, min(block, whole))
+
+
+def _tma_takes(weights: torch.Tensor) -> bool:
+    """True if the rows are whole 16 bytes."""
+    return weights.shape[-1] * weights.element_size() % 16 == 0
+
+
+def _described(weights: torch.Tensor, rows: int, cols: int) -> TensorDescriptor:
+    """All experts' rows, to be read in blocks; what lies beyond the last is zeros."""
+    return TensorDescriptor.from_tensor(weights.flatten(0, 1), [rows, cols])
 
 
 def run_routed_experts(
