@@ -25,6 +25,7 @@ from sglang.srt.layers.attention import (  # noqa: E402
 )
 from sglang.srt.layers.attention import latent_triton_backend as backend  # noqa: E402
 from sglang.srt.layers.attention.base_attn_backend import AttentionConfig  # noqa: E402
+from sglang.srt.layers.triton_ops.attention import indexer_topk  # noqa: E402
 from sglang.srt.layers.triton_ops.attention.indexer_topk import (  # noqa: E402
     choose_slots,
     index_scores,
@@ -108,6 +109,59 @@ def test_of_equal_tokens_the_first_are_chosen(longest: int) -> None:
     for i, length in enumerate(lens.tolist()):
         want = dsa_backend.choose_tokens(scores[i : i + 1, :length], 200)[0]
         assert torch.equal(chosen[i].long(), want)
+
+
+def unusual_scores(length: int) -> dict[str, torch.Tensor]:
+    """fp32 `[length]` each, on the CPU."""
+    generator = torch.Generator().manual_seed(7)
+    places = torch.arange(length)
+    plain = torch.randn(length, generator=generator)
+    is_zero = torch.rand(length, generator=generator) < 0.6
+    nan = torch.tensor(float("nan"))
+    # The kernel compares the best of the tokens that are 128 apart.
+    is_together = places % 128 < 40
+    return {
+        "plain": plain,
+        "many zeros": plain.masked_fill(is_zero, 0.0),
+        "zeros at the threshold": torch.where(is_zero | (places % 20 > 0), 0.0, plain),
+        "zeros of both signs": torch.where(places % 17 == 0, 1.0, plain.sign() * 0.0),
+        "all equal": torch.full((length,), -3.7),
+        "few values": torch.randint(0, 3, (length,), generator=generator).float(),
+        "the best together": torch.where(is_together, 50 + plain, plain),
+        "equal ones together": torch.where(is_together, 50 + plain.sign(), plain),
+        "infinite": torch.where(places % 9 == 0, torch.inf, torch.where(is_zero, -torch.inf, 1.0)),
+        "not numbers": torch.where(places % 9 == 0, nan, torch.where(is_zero, -nan, plain)),
+        "the lowest of all": torch.full((length,), -1, dtype=torch.int32).view(torch.float32),
+    }
+
+
+def best_by_order_of_bits(scores: torch.Tensor, topk: int) -> torch.Tensor:
+    """Ascending positions of the best scores. NaN lie beyond infinity on both sides."""
+    bits = torch.where(scores == 0.0, 0.0, scores).view(torch.int32)
+    keys = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+    return keys.sort(descending=True, stable=True).indices[:topk].sort().values
+
+
+@pytest.mark.parametrize("few_tokens", [0, 1000])
+def test_choice_among_unusual_scores(few_tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both ways to launch; rows that are as long as a block, and one token shorter or longer."""
+    monkeypatch.setattr(indexer_topk, "_FEW_TOKENS", few_tokens)
+    longest, topk = 516, 50
+    kinds = unusual_scores(longest)
+    lengths = [longest, 512, 129, 128, 51, 50]
+    scores = torch.stack(list(kinds.values())).repeat(len(lengths), 1)
+    lens = torch.tensor(lengths).repeat_interleave(len(kinds))
+    slots = torch.randperm(longest, generator=torch.Generator().manual_seed(8)).int()
+    chosen = choose_slots(
+        scores.to(DEVICE),
+        slots.view(1, -1).to(DEVICE),
+        torch.zeros_like(lens).to(DEVICE),
+        lens.to(DEVICE),
+        topk,
+    )
+    for nth, (length, found) in enumerate(zip(lens.tolist(), chosen.cpu(), strict=True)):
+        want = best_by_order_of_bits(scores[nth, :length], topk)
+        assert torch.equal(found, slots[want]), (length, list(kinds)[nth % len(kinds)])
 
 
 def driver_of(path: Path) -> StepDriver:
