@@ -97,21 +97,42 @@ class RotaryEmbedding(torch.nn.Module):
         )
 
 
-def apply_rotary(x: torch.Tensor, rotation: Rotation) -> torch.Tensor:
-    """Rotate the first `rotary_dim` dimensions, or all, of `[num_tokens, num_heads, head_dim]`.
-    Dimension i pairs with i + rotary_dim / 2."""
-    rotary_dim = rotation.cos.shape[-1]
-    if rotary_dim < x.shape[-1]:
-        rotated = apply_rotary(x[..., :rotary_dim], rotation)
-        return torch.cat([rotated, x[..., rotary_dim:]], dim=-1)
-    swapped = x.roll(x.shape[-1] // 2, dims=-1)
-    return torch.addcmul(x * rotation.cos, swapped, rotation.signed_sin)
+def apply_rotary(
+    x: torch.Tensor,
+    rotation: Rotation,
+    out: torch.Tensor | None = None,
+    *,
+    is_interleaved: bool = False,
+) -> torch.Tensor:
+    """Rotate the first `rotary_dim` dimensions, or all, and copy the others.
 
+    Args:
+        x: `[num_tokens, num_heads, head_dim]`, the last dimension dense.
+        out: Overwritten: like `x`, or `x` itself. None: a new tensor.
+        is_interleaved: If true, dimensions 2i and 2i + 1 of `x` are a pair, and become dimensions i
+            and i + rotary_dim / 2, for checkpoints that pair neighbours. Scores stay the same if
+            queries and keys are reordered alike. Else dimensions i and i + rotary_dim / 2 are a
+            pair.
 
-def deinterleave(x: torch.Tensor) -> torch.Tensor:
-    """Reorder the last dimension: pairs 2i and 2i + 1 become pairs i and i + half.
-
-    For checkpoints that pair neighbours. Scores stay the same if queries and keys are reordered
-    alike.
+    Returns:
+        `out`.
     """
+    kernels = fused_kernels(x.device)
+    if kernels is not None:
+        angles = rotation.cos, rotation.signed_sin
+        return kernels.rotate(x, angles, out, is_interleaved=is_interleaved)
+    rotary_dim = rotation.cos.shape[-1]
+    rotated = x[..., :rotary_dim]
+    if is_interleaved:
+        rotated = _deinterleave(rotated)
+    swapped = rotated.roll(rotary_dim // 2, dims=-1)
+    rotated = torch.addcmul(rotated * rotation.cos, swapped, rotation.signed_sin)
+    if out is x:
+        x[..., :rotary_dim] = rotated
+        return x
+    return torch.cat((rotated, x[..., rotary_dim:]), dim=-1, out=out)
+
+
+def _deinterleave(x: torch.Tensor) -> torch.Tensor:
+    """Reorder the last dimension: pairs 2i and 2i + 1 become pairs i and i + half."""
     return x.view(*x.shape[:-1], -1, 2).transpose(-1, -2).flatten(-2)

@@ -17,7 +17,7 @@ from sglang.srt.layers.mla.latent_attention import Indexer, KVUpProjection, Late
 from sglang.srt.layers.moe.sparse_moe import RouterOptions, SharedExpertOptions, SparseMoeOptions
 from sglang.srt.layers.placement import Share, TensorPlacement
 from sglang.srt.layers.radix_attention import DSA, MLA, AttentionKind, IndexQuery
-from sglang.srt.layers.rotary_embedding import Rotation, apply_rotary, deinterleave
+from sglang.srt.layers.rotary_embedding import Rotation, apply_rotary
 from sglang.srt.mem_cache.device.mla_pool import MLASpec
 from sglang.srt.mem_cache.device.nsa_pool import NSASpec, NSATokenToKVPool
 from sglang.srt.mem_cache.device.state_spec import StateSpec
@@ -102,18 +102,17 @@ class DeepseekV2AttentionMLA(torch.nn.Module):
             q_input = self.q_a_layernorm.forward(latent[:, : mla.q_lora_rank].contiguous())
             latent = latent[:, mla.q_lora_rank :]
         q = self.to_queries.forward(q_input).view(len(x), self.num_heads, -1)
-        q_rope = q[..., mla.qk_nope_head_dim :]
-        q_rope.copy_(self._rotate(q_rope, rotation))
+        self._rotate_(q[..., mla.qk_nope_head_dim :], rotation)
         normed = self.kv_a_layernorm.forward(latent[:, : mla.kv_lora_rank].contiguous())
-        k_rope = self._rotate(latent[:, mla.kv_lora_rank :].unsqueeze(1), rotation)
+        k_rope = self._rotate_(latent[:, mla.kv_lora_rank :].unsqueeze(1), rotation)
         row = torch.cat((normed.unsqueeze(1), k_rope), dim=-1)
         index = self._index(x, q_input, rotation, forward_batch)
         latent = row[..., : mla.kv_lora_rank]
         attended = self.attn.forward(q, row, latent, forward_batch, rows=rows, index=index)
         return self.o_proj.forward(attended, residual)
 
-    def _rotate(self, x: torch.Tensor, rotation: Rotation) -> torch.Tensor:
-        return apply_rotary(deinterleave(x) if self.mla.rope_interleave else x, rotation)
+    def _rotate_(self, x: torch.Tensor, rotation: Rotation) -> torch.Tensor:
+        return apply_rotary(x, rotation, x, is_interleaved=self.mla.rope_interleave)
 
     def _index(
         self,

@@ -18,6 +18,7 @@ HALF = torch.bfloat16 if DEVICE == "cuda" else torch.float16
 
 from sglang.srt.layers.placement import Share  # noqa: E402
 from sglang.srt.layers.triton_ops import fused_qkv, gating, gemv, norm, vocab  # noqa: E402
+from sglang.srt.layers.triton_ops.rotation import rotate  # noqa: E402
 
 
 def random(*shape: int, seed: int, dtype: torch.dtype = HALF) -> torch.Tensor:
@@ -140,7 +141,7 @@ def test_norm_rotation_and_store(
     qk, v = x[:, :both].clone(), x[:, both:].clone()
     if with_norm:
         qk = F.rms_norm(qk, (head_dim,), None, 1e-6).mul_(weight)
-    want = apply_rotary(qk, Rotation(angles, sines))
+    want = rotated_by_torch(qk, Rotation(angles, sines), False)
     packed = (weight, 1e-6) if with_norm else None
     fused_qkv.normalise_rotate_store_(x, packed, (angles, sines), loc, *pools)
     bound = 1e-6 if dtype is torch.float32 else 5e-3
@@ -151,6 +152,47 @@ def test_norm_rotation_and_store(
     others = [i for i in range(12) if i not in loc.tolist()]
     for pool, old in zip(pools, before, strict=True):
         assert torch.equal(pool[others], old[others])
+
+
+def rotated_by_torch(x: torch.Tensor, rotation: Rotation, is_interleaved: bool) -> torch.Tensor:
+    """On the CPU, where layers have no kernels."""
+    on_cpu = Rotation(rotation.cos.cpu(), rotation.signed_sin.cpu())
+    return apply_rotary(x.cpu(), on_cpu, is_interleaved=is_interleaved).to(DEVICE)
+
+
+@pytest.mark.parametrize("is_interleaved", [False, True])
+@pytest.mark.parametrize(
+    ("tokens", "heads", "head_dim", "rotary_dim"),
+    [(5, 3, 64, 64), (3, 40, 128, 64), (130, 1, 64, 64), (4, 7, 40, 24)],
+)
+@pytest.mark.parametrize("dtype", [torch.float32, HALF])
+def test_rotation_in_place_and_apart(
+    tokens: int,
+    heads: int,
+    head_dim: int,
+    rotary_dim: int,
+    dtype: torch.dtype,
+    is_interleaved: bool,
+) -> None:
+    """The bits of torch's operations but for fp32, on views of wider tensors."""
+    wide = random(tokens, heads + 2, head_dim + 32, seed=1, dtype=dtype)
+    x = wide[:, 1:-1, 32:]
+    rotation = Rotation(*(random(tokens, 1, rotary_dim, seed=2 + i, dtype=dtype) for i in range(2)))
+    want = rotated_by_torch(x, rotation, is_interleaved)
+    apart = rotate(x, rotation, is_interleaved=is_interleaved)
+    target = torch.zeros_like(wide)
+    rotate(x, rotation, target[:, 1:-1, :head_dim], is_interleaved=is_interleaved)
+    before = wide.clone()
+    assert rotate(x, rotation, x, is_interleaved=is_interleaved) is x
+    for got in (apart, target[:, 1:-1, :head_dim], x):
+        if dtype is HALF:
+            assert torch.equal(got, want)
+        else:  # torch rounds only the sum of the second product
+            torch.testing.assert_close(got, want, rtol=1e-6, atol=1e-6)
+    before[:, 1:-1, 32:] = want
+    target[:, 1:-1, :head_dim] = 0
+    assert not target.any() and torch.equal(wide[..., :32], before[..., :32])
+    assert torch.equal(wide[:, [0, -1]], before[:, [0, -1]])
 
 
 @pytest.mark.skipif(DEVICE == "cpu", reason="the interpreter has no fp8")

@@ -23,7 +23,7 @@ from sglang.srt.layers.placement import (
     WeightSlot,
 )
 from sglang.srt.layers.radix_attention import MLA, AttentionKind, IndexQuery, RadixAttention
-from sglang.srt.layers.rotary_embedding import Rotation, apply_rotary, deinterleave
+from sglang.srt.layers.rotary_embedding import Rotation, apply_rotary
 
 _INDEXER_NORM_EPS = 1e-6
 
@@ -150,7 +150,7 @@ class Indexer(WeightedLayer):
             q_latent: `[num_tokens, q_lora_rank]`, normalised.
         """
         q = apply_linear(q_latent, self.query_weight)
-        q = self._rotate(q.view(len(q), -1, self.config.head_dim), rotation)
+        q = self._rotate_(q.view(len(q), -1, self.config.head_dim), rotation)
         weights = apply_linear(hidden.float(), self.heads_weight) * self._scale
         return IndexQuery(q, weights, self.config.topk)
 
@@ -158,13 +158,10 @@ class Indexer(WeightedLayer):
         """Keys `[num_tokens, head_dim]` of tokens `[num_tokens, hidden_size]`."""
         k = apply_linear(hidden, self.key_weight)
         k = F.layer_norm(k, k.shape[-1:], self.norm_weight, self.norm_bias, _INDEXER_NORM_EPS)
-        return self._rotate(k.unsqueeze(1), rotation).squeeze(1)
+        return self._rotate_(k.unsqueeze(1), rotation).squeeze(1)
 
-    def _rotate(self, x: torch.Tensor, rotation: Rotation) -> torch.Tensor:
-        if self.config.rope_interleave:
-            size = self.config.rotary_dim
-            x = torch.cat((deinterleave(x[..., :size]), x[..., size:]), dim=-1)
-        return apply_rotary(x, rotation)
+    def _rotate_(self, x: torch.Tensor, rotation: Rotation) -> torch.Tensor:
+        return apply_rotary(x, rotation, x, is_interleaved=self.config.rope_interleave)
 
     def weight_slots(self) -> NamedSlots:
         for name, weight in (

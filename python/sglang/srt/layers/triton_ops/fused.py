@@ -13,6 +13,7 @@ from sglang.srt.layers.triton_ops import (
     gating,
     norm,
     routed_experts,
+    rotation,
     vocab,
 )
 from sglang.srt.layers.triton_ops import gemv as gemvs
@@ -31,6 +32,7 @@ class FusedKernels:
     plan_gemv = staticmethod(gemvs.plan)
     gemv = staticmethod(gemvs.gemv)
     gated_gemv = staticmethod(gemvs.gated_gemv)
+    rotate = staticmethod(rotation.rotate)
     rotary_angles = staticmethod(fused_qkv.rotary_angles)
     normalise_rotate_store_ = staticmethod(fused_qkv.normalise_rotate_store_)
     prepare_gated_qkv_ = staticmethod(fused_qkv.prepare_gated_qkv_)
