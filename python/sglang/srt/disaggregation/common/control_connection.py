@@ -137,6 +137,8 @@ class ControlConnection(ControlLink):
         self._heard = time.monotonic()
         """Time of the prefill server's last answer, or of the first question."""
         self._sent = 0.0
+        self._overdue: float | None = None
+        """Time at which the limit for an answer was first seen to be over; None: it is not."""
         self._instance_id = instance_id
         try:
             super().__init__(endpoint, secret, waker)
@@ -155,7 +157,7 @@ class ControlConnection(ControlLink):
         """Ask, without waiting. All questions until the next `begin` are one question with growing
         progress of the asker: an answer to any of them counts."""
         self._number += 1
-        self._heard = time.monotonic()
+        self._note_heard()
         self.advance(question)
 
     def advance(self, question: Question) -> None:
@@ -166,15 +168,19 @@ class ControlConnection(ControlLink):
     def keep_alive(self, question: Question, kind: type[_A], timeout: float = 0.0) -> _A | None:
         """Repeat the question if it is due, and wait at most `timeout` seconds for an answer to it
         or to an earlier one. Raises RoomFailed like `ask`; its time limit begins with the last
-        answer."""
+        answer. An answer that is there counts, however late it is looked at: this server may have
+        stood still."""
         if (why := self._why_cancelled()) is not None:
             raise RoomFailed(why)
         now = time.monotonic()
         if now >= self._heard + self._timeouts.silence:
-            raise NotAnswered(
-                f"the prefill server at {self._endpoint} has not answered for "
-                f"{self._timeouts.silence:g} s"
-            )
+            if self._overdue is None:
+                self._overdue = now
+            elif now >= self._overdue + POLL_S:
+                raise NotAnswered(
+                    f"the prefill server at {self._endpoint} has not answered for "
+                    f"{self._timeouts.silence:g} s"
+                )
         if now >= self._sent + self._timeouts.repeat:
             self.advance(question)
         answer = self.receive_answer(timeout)
@@ -196,5 +202,9 @@ class ControlConnection(ControlLink):
             return None
         if self._instance_id != message.instance_id:
             raise Replaced("the prefill server was replaced by another instance")
-        self._heard = time.monotonic()
+        self._note_heard()
         return message.answer if message.number == self._number else None
+
+    def _note_heard(self) -> None:
+        self._heard = time.monotonic()
+        self._overdue = None
