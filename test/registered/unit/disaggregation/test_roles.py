@@ -40,9 +40,13 @@ PROMPTS = [prompt(seed, length, 1000) for seed, length in enumerate(LENGTHS)]
 
 
 @pytest.fixture(autouse=True)
-def short_repeats(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Servers that are gone are missed after two seconds."""
+def short_repeats(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(control_connection, "REPEAT_S", 0.05)
+
+
+@pytest.fixture
+def short_heartbeats() -> Iterator[None]:
+    """Servers that are gone are missed after two seconds."""
     with (
         envs.SGLANG_DISAGGREGATION_HEARTBEAT_INTERVAL.override(1),
         envs.SGLANG_DISAGGREGATION_HEARTBEAT_MAX_FAILURE.override(2),
@@ -187,6 +191,7 @@ def test_a_read_that_fails_fails_its_request_alone(pair: PdRig, mover: LocalMove
     assert_said(pair, message)
 
 
+@pytest.mark.usefixtures("short_heartbeats")
 def test_a_prefill_server_that_falls_silent_during_a_read(pair: PdRig, mover: LocalMover) -> None:
     """The request ends after the silence, its slots with the read."""
     is_silent: list[bool] = []

@@ -37,7 +37,9 @@ SILENT = "the prefill server at {} has not answered for 0.6 s"
 
 
 @pytest.fixture
-def server() -> Iterator[Server]:
+def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
+    """It is not looked up again because the machine stood still for some seconds."""
+    monkeypatch.setattr(control_connection, "REPEAT_S", 60)
     one = Server()
     yield one
     one.close()

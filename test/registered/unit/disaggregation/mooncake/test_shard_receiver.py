@@ -13,7 +13,7 @@ import pytest
 
 from rigs.disaggregation.pd_rig import LocalMover
 from rigs.disaggregation.prompt_scene import ROOM, TOKEN, Scene, until
-from sglang.srt.disaggregation.common.control_connection import Timeouts
+from sglang.srt.disaggregation.common import control_connection
 from sglang.srt.disaggregation.common.protocol import (
     Answer,
     Answered,
@@ -252,12 +252,14 @@ def test_bytes_that_are_no_answer_are_passed_over(scene: Scene, raw: bytes) -> N
         assert scene.end(scene.begin([9])).outcome == TOKEN
 
 
-def test_answers_of_another_kind_are_not_taken(scene: Scene) -> None:
+def test_answers_of_another_kind_are_not_taken(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(control_connection, "REPEAT_S", 0.02)
     odd = RoomStatus(ROOM, True)
     with OddPrefill(lambda asked: [Answered(asked.number, "instance", odd)]) as prefill:
         scene.endpoint = prefill.endpoint
-        timeouts = Timeouts(bootstrap=60, waiting=60, silence=2)
-        prompt = scene.begin([9], timeouts=timeouts)
+        prompt = scene.begin([9])
         until(lambda: len(prefill.heard) > 2)
         assert all(isinstance(one, Hello) for one in prefill.heard[:3]), "it asks on"
         prompt.cancel()
