@@ -38,7 +38,7 @@ class StandingClock:
 
     def pass_too_long(self) -> None:
         """Advance the time by more than a call of the store may take."""
-        self.now += 10.0
+        self.now += 100.0
 
 
 class HangingStore(HiCacheStorage):

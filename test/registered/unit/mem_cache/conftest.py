@@ -9,12 +9,19 @@ import pytest
 
 from rigs.caches.storage_rigs import StorageRigs
 from sglang.srt.environ import envs
+from sglang.srt.mem_cache.l3 import attached_store
 
 
 @pytest.fixture(autouse=True)
 def storage_dir(tmp_path: Path) -> Iterator[Path]:
     with envs.SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR.override(str(tmp_path)):
         yield tmp_path
+
+
+@pytest.fixture(autouse=True)
+def no_call_looks_stuck(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine that stands still for seconds does not make L3 unavailable."""
+    monkeypatch.setattr(attached_store, "_STUCK_AFTER_S", 60.0)
 
 
 @pytest.fixture(name="rigs")

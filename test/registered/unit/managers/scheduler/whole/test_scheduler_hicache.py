@@ -34,7 +34,8 @@ register_cpu_ci(est_time=30, suite="base-a-test-cpu")
 register_cuda_ci(est_time=30, suite="base-b-test-1-gpu-large")
 
 PAGE = 16
-EXTRA = json.dumps({"prefetch_threshold": PAGE})
+EXTRA = json.dumps({"prefetch_threshold": PAGE, "prefetch_timeout_base": 30})
+"""A machine that stands still for seconds makes no read late."""
 
 
 @pytest.fixture(name="storage_dir", autouse=True)
