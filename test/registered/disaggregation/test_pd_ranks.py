@@ -44,7 +44,7 @@ ENV: Final = {
     **TCP,
     "SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT": "15",
     "SGLANG_DISAGGREGATION_HEARTBEAT_INTERVAL": "1",
-    "SGLANG_DISAGGREGATION_HEARTBEAT_MAX_FAILURE": "3",
+    "SGLANG_DISAGGREGATION_HEARTBEAT_MAX_FAILURE": "6",  # A busy machine may pause for seconds.
 }
 IDS: Final = [prompt(seed, length) for seed, length in enumerate((1, 40, 100, 200))]
 rooms = itertools.count(1)
@@ -231,7 +231,7 @@ def test_a_rank_of_one_side_is_killed(dense: Fleet, side: str) -> None:
     for answer in failed:
         assert answer.status_code == 503, answer.text
         named = (
-            ("has not answered for 3 s", "is not found", "reading from the", "no slots were free")
+            ("has not answered for 6 s", "is not found", "reading from the", "no slots were free")
             if side == "prefill"
             else ("the decode server has not been heard of for", "no decode server has asked")
         )
