@@ -59,7 +59,7 @@ def test_a_part_that_is_silent_is_missed(prefill: PrefillRooms, asker: Asker, cl
         asker.ask(Poll(1, "me", 0, may_wait=False, part=0, num_parts=2))
         assert prefill.outcome(1) is None
         clock.now += SILENT_S / 2
-    assert prefill.outcome(1) == "the decode server has not been heard of for 10 s"
+    assert prefill.outcome(1) == f"the decode server has not been heard of for {SILENT_S} s"
 
 
 def test_a_part_that_has_all_need_not_be_heard_of(
@@ -161,7 +161,7 @@ def test_a_reader_that_is_not_heard_of_is_gone(
     assert prefill.outcome(1) is None
     asker.look(1, "somebody else")
     clock.now += 1
-    assert prefill.outcome(1) == "the decode server has not been heard of for 10 s"
+    assert prefill.outcome(1) == f"the decode server has not been heard of for {SILENT_S} s"
 
 
 def test_a_reader_that_is_gone_is_missed_without_a_question(
@@ -172,7 +172,7 @@ def test_a_reader_that_is_gone_is_missed_without_a_question(
     assert prefill.senders[1].poll() == KVPoll.Transferring
     clock.now += SILENT_S + 1
     until(lambda: prefill.senders[1].poll() == KVPoll.Failed)
-    assert failure(prefill.senders[1]) == "the decode server has not been heard of for 10 s"
+    assert failure(prefill.senders[1]) == f"the decode server has not been heard of for {SILENT_S} s"
 
 
 def test_reading_for_long_is_no_silence(prefill: PrefillRooms, asker: Asker, clock: Clock) -> None:
