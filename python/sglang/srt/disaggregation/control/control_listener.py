@@ -63,8 +63,8 @@ class ControlPeer(asyncio.BufferedProtocol):
     def __init__(self, listener: ControlListener) -> None:
         self._listener = listener
         self.loop = asyncio.get_running_loop()
-        self.heard = self.loop.time()
-        """Time at which its last frame was taken, or it connected."""
+        self.heard = listener.num_sweeps
+        """The listener's sweeps when its last frame was taken, or it connected."""
         self._is_open = listener.secret is None
         """True if its frames are messages: it has proved the secret."""
         self._held = FrameBuffer(MAX_QUESTION_BYTES if self._is_open else MAX_PROOF_BYTES)
@@ -89,7 +89,7 @@ class ControlPeer(asyncio.BufferedProtocol):
         message, self._message = self._message, None
         if self.transport.is_closing():
             return None
-        self.heard = self.loop.time()
+        self.heard = self._listener.num_sweeps
         if not self._is_kept:
             self._listener.strangers.add_idle(self)
         self._look()
@@ -180,6 +180,7 @@ class ControlListener:
     Attributes:
         strangers: Those that are not kept.
         bad: Counts connections that were refused.
+        num_sweeps: Looks for silent connections so far.
         scratch: Memory for the bytes of the next read of any connection.
     """
 
@@ -195,6 +196,7 @@ class ControlListener:
         self.peers: set[ControlPeer] = set()
         self.strangers = OpenConnections(MAX_STRANGERS)
         self.bad = BadMessages(logger, "control connection")
+        self.num_sweeps = 0
         self.scratch = memoryview(bytearray(_READ_BYTES))
         self._silent_s = silent_s
         self._on_frames = on_frames
@@ -239,9 +241,13 @@ class ControlListener:
         self._on_frames()
 
     def _sweep(self) -> None:
-        """Drop the connections that are silent, and those that do not read the last message."""
-        since = self._loop.time() - self._silent_s
+        """Drop the connections that are silent, and those that do not read the last message.
+
+        Silence is counted in sweeps: a process that stood still drops nobody.
+        """
+        self.num_sweeps += 1
+        since = self.num_sweeps - 1 - self._silent_s / _SWEEP_S
         for peer in self.peers:
-            if peer.heard < since or peer.transport.is_closing():
+            if peer.heard <= since or peer.transport.is_closing():
                 peer.transport.abort()
         self._sweeping = self._loop.call_later(_SWEEP_S, self._sweep)

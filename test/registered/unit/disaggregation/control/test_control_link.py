@@ -453,6 +453,21 @@ def test_silent_connections_end(
     assert link._num_attempts == 1, "who speaks stays"
 
 
+def test_a_server_that_stood_still_drops_nobody(
+    new_echo: Callable[..., Echo], link_to: LinkTo, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What came meanwhile is answered, though it is late."""
+    monkeypatch.setattr(control_listener, "_SWEEP_S", 0.05)
+    echo = new_echo(silent_s=0.5)
+    link = link_to(echo)
+    link.send(b"before")
+    assert link.receive(10) == b"before"
+    echo._loop.call_soon_threadsafe(time.sleep, 1.0)
+    link.send(b"meanwhile")
+    assert link.receive(10) == b"meanwhile"
+    assert link._num_attempts == 1
+
+
 def test_who_does_not_read_gets_no_more(echo: Echo) -> None:
     with contextlib.ExitStack() as stack:
         sock = connect(stack, echo.port)
