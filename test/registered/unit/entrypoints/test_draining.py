@@ -10,11 +10,13 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.client import HTTPConnection
+from types import SimpleNamespace
 from typing import Any, Final
 
 import httpx
 import pytest
 
+from rigs.disaggregation.desk_rig import Clock
 from rigs.servers.fake_engine import FrontServer, front_server
 from sglang.srt.entrypoints import http_server
 from sglang.srt.entrypoints.http.errors import RETRY_AFTER_SECONDS
@@ -138,19 +140,22 @@ def test_it_ends_when_the_last_request_has_ended(monkeypatch: pytest.MonkeyPatch
 def test_routers_get_time_to_notice_unless_it_is_ctrl_c(
     sig: signal.Signals, path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(http_server, "NOTICE_SECONDS", 1.5)
+    clock = Clock()
+    monkeypatch.setattr(http_server, "time", SimpleNamespace(monotonic=clock))
     with front_server() as server:
         server.signal(sig)
-        assert wait_until(lambda: has_ended(server), http_server.NOTICE_SECONDS), "nobody used it"
+        assert wait_until(lambda: has_ended(server), END_S), "nobody used it"
     with front_server() as server:
         method = "GET" if path == "/health" else "POST"
         assert httpx.request(method, server.url + path, json=BODY).status_code == 200
         server.signal(sig)
         if sig == signal.SIGINT:
-            assert wait_until(lambda: has_ended(server), http_server.NOTICE_SECONDS)
+            assert wait_until(lambda: has_ended(server), END_S)
         else:
+            clock.now += http_server.NOTICE_SECONDS - 0.1
             assert not wait_until(lambda: has_ended(server), 0.7)
             assert httpx.post(f"{server.url}/generate", json=BODY).status_code == 503
+            clock.now += 0.2
             assert wait_until(lambda: has_ended(server), END_S)
 
 

@@ -64,7 +64,7 @@ def test_probes_that_come_together_or_soon_after_are_one_request() -> None:
             thread.start()
         assert wait_until(lambda: len(server.scheduler.running) == 1, 30)
         with pytest.raises(httpx.ReadTimeout):
-            httpx.get(f"{server.url}/health_generate", timeout=0.2)
+            httpx.get(f"{server.url}/health_generate", timeout=httpx.Timeout(20, read=0.2))
         server.scheduler.hold.clear()
         for thread in threads:
             thread.join()

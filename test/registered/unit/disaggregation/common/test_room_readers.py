@@ -172,7 +172,9 @@ def test_a_reader_that_is_gone_is_missed_without_a_question(
     assert prefill.senders[1].poll() == KVPoll.Transferring
     clock.now += SILENT_S + 1
     until(lambda: prefill.senders[1].poll() == KVPoll.Failed)
-    assert failure(prefill.senders[1]) == f"the decode server has not been heard of for {SILENT_S} s"
+    assert (
+        failure(prefill.senders[1]) == f"the decode server has not been heard of for {SILENT_S} s"
+    )
 
 
 def test_reading_for_long_is_no_silence(prefill: PrefillRooms, asker: Asker, clock: Clock) -> None:
