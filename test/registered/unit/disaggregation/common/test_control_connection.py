@@ -53,6 +53,7 @@ def test_an_answer_counts_however_late_it_is_looked_at(
     connection: ControlConnection, own_clock: Clock
 ) -> None:
     connection.begin(Hello())
+    assert connection._socket is not None
     select.select([connection._socket], [], [])  # The answer is there.
     own_clock.now += 2 * SILENCE
     assert connection.keep_alive(Hello(), KVLayout, 10.0) == LAYOUT
