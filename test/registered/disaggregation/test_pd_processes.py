@@ -29,6 +29,7 @@ SILENT_S = 6
 """A busy machine may pause for seconds."""
 ENV = {
     "MOONCAKE_PROTOCOL": "tcp",
+    "SGLANG_DISAGGREGATION_UNKNOWN_ROOM_TIMEOUT": "300",
     "SGLANG_DISAGGREGATION_HEARTBEAT_INTERVAL": "1",
     "SGLANG_DISAGGREGATION_HEARTBEAT_MAX_FAILURE": str(SILENT_S),
     "MC_TCP_PROGRESS_TIMEOUT_SEC": "2",
@@ -198,11 +199,7 @@ def test_decode_is_lost(prefill: RoleProcess, decode: RoleProcess, how: signal.S
 
 def test_a_stuck_prefill_server_costs_its_own_requests_alone() -> None:
     """It knows twenty requests, and computes none. Twenty more are known to no server."""
-    env = {
-        **ENV,
-        "SGLANG_DISAGGREGATION_UNKNOWN_ROOM_TIMEOUT": "300",
-        "SGLANG_DISAGGREGATION_HEARTBEAT_INTERVAL": "60",
-    }
+    env = {**ENV, "SGLANG_DISAGGREGATION_HEARTBEAT_INTERVAL": "60"}
     with (
         RoleProcess(DisaggregationMode.PREFILL, env, **ARGS) as stuck,
         RoleProcess(DisaggregationMode.PREFILL, env, **ARGS) as healthy,
