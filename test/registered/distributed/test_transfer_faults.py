@@ -41,8 +41,9 @@ register_cpu_ci(est_time=60, suite="base-b-test-cpu")
 
 SIZE = 32 * MIB
 BLOCK = 64 * 1024
-PROGRESS_S = 4
-"""Seconds without a byte after which the transport ends a transfer."""
+PROGRESS_S = 7
+"""Seconds without a byte after which the transport ends a transfer. A machine may pause for some of
+them while a caller gives up."""
 SOON = 1.0
 """A caller's patience: enough to begin on a busy machine, and short of `PROGRESS_S`."""
 LONG = 60.0
