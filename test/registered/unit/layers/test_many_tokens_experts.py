@@ -113,16 +113,13 @@ def test_the_sum_is_that_of_the_cpu(
 
 
 @pytest.mark.parametrize(("hidden", "size"), [(290, 150), (296, 152)])
-@pytest.mark.parametrize("tma", [False, True])
 @pytest.mark.parametrize("nth", range(len(routed_experts._PLANS)))
 def test_every_plan_takes_sizes_that_are_no_multiples_of_its_blocks(
-    nth: int, tma: bool, hidden: int, size: int, monkeypatch: pytest.MonkeyPatch
+    nth: int, hidden: int, size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Several blocks of features, and several groups of tiles, none of them whole. Rows of whole
-    16 bytes and others."""
-    plan = routed_experts._PLANS[nth]
-    gate_up, down = (replace(blocks, tma=tma) for blocks in (plan.gate_up, plan.down))
-    plan = replace(plan, gate_up=gate_up, down=down, most_uses=float("inf"))
+    16 bytes, which the tensor memory accelerator reads, and others."""
+    plan = replace(routed_experts._PLANS[nth], most_uses=float("inf"))
     monkeypatch.setattr(routed_experts, "_PLANS", (plan,))
     layer, x = experts(HALF, 3, hidden, size), rows(30, hidden, HALF)
     chosen = choice(30, 3, 2)

@@ -18,6 +18,7 @@ from sglang.srt.layers.fused_kernels import fused_kernels
 from sglang.srt.layers.layernorm import GatedRMSNorm
 from sglang.srt.layers.linear import MergedColumnParallelLinear, RowParallelLinear
 from sglang.srt.layers.linear_attention.extend_plan import (
+    SHORT,
     ChunkPlan,
     ExtendPlan,
     extend_plan_of,
@@ -33,8 +34,8 @@ from sglang.srt.layers.placement import (
 )
 from sglang.srt.layers.rotary_embedding import Rotation
 from sglang.srt.layers.triton_ops.arguments import (
-    MOST_DIM,
     MOST_TAPS,
+    TILE_DIMS,
     DeltaLayout,
     DeltaStates,
 )
@@ -273,8 +274,8 @@ class GatedDeltaNet(torch.nn.Module):
         self.options = options = options.on_rank(heads)
         self.layer_id = layer_id
         self._rule = TorchDeltaRule()
-        fits = options.kernel <= MOST_TAPS and max(options.key_dim, options.value_dim) <= MOST_DIM
-        self._kernels = fused_kernels(placement.device) if fits else None
+        self._kernels = fused_kernels(placement.device) if options.kernel <= MOST_TAPS else None
+        self._takes_chunks = TILE_DIMS.issuperset({options.key_dim, options.value_dim})
         self.in_proj = DeltaNetProjections(options, heads, placement)
         self._layout = self.in_proj.layout()
         self.gates = DeltaNetGates(options, heads, placement)
@@ -303,7 +304,8 @@ class GatedDeltaNet(torch.nn.Module):
             rows: int64 `[bs]`: tokens whose output is needed; None: all.
         """
         forward_batch.begin_layer(self.layer_id)
-        if self._kernels is not None:
+        is_few = forward_batch.forward_mode.is_decode() or len(x) <= SHORT
+        if self._kernels is not None and (is_few or self._takes_chunks):
             attended = self._attend_fused(x, forward_batch)
             if rows is not None:
                 attended = attended.index_select(0, rows)

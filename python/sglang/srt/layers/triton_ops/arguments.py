@@ -9,8 +9,8 @@ import torch
 
 MOST_TAPS: Final = 4
 """The widest convolution that `attend_linearly` takes, in tokens."""
-MOST_DIM: Final = 128
-"""The largest `key_dim` and `value_dim` of `attend_in_chunks`, whose tiles are whole heads."""
+TILE_DIMS: Final = frozenset({64, 128})
+"""Values of `key_dim` and `value_dim` that `attend_in_chunks` takes: its tiles are whole heads."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,8 +12,8 @@ from sglang.srt.layers.triton_ops import (
     fused_qkv,
     gating,
     norm,
-    routed_experts,
     rotation,
+    routed_experts,
     vocab,
 )
 from sglang.srt.layers.triton_ops import gemv as gemvs

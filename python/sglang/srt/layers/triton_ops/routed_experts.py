@@ -32,8 +32,6 @@ class Blocks:
     warps: int
     stages: int
     """Weights read ahead, in units of `depth`."""
-    tma: bool = False
-    """True if the tensor memory accelerator reads the weights, where their rows allow it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,11 +47,14 @@ class Plan:
 
 # Field by field: most uses, rows of a tile, then outputs, depth, group, warps and stages.
 _PLANS: Final = (
-    Plan(6.0, 16, Blocks(64, 128, 1, 4, 3), Blocks(128, 128, 1, 4, 3)),
-    Plan(24.0, 32, Blocks(64, 128, 1, 4, 3), Blocks(128, 128, 1, 4, 3)),
-    Plan(64.0, 64, Blocks(64, 64, 4, 4, 4), Blocks(128, 64, 4, 4, 4)),
-    Plan(float("inf"), 128, Blocks(128, 64, 8, 8, 3), Blocks(256, 64, 8, 8, 3)),
+    Plan(12.0, 16, Blocks(64, 128, 1, 4, 3), Blocks(128, 128, 1, 4, 3)),
+    Plan(24.0, 32, Blocks(64, 64, 1, 4, 4), Blocks(128, 64, 1, 4, 4)),
+    Plan(96.0, 64, Blocks(64, 64, 4, 4, 4), Blocks(128, 64, 1, 4, 3)),
+    Plan(256.0, 128, Blocks(128, 64, 8, 8, 4), Blocks(128, 64, 8, 4, 3)),
+    Plan(float("inf"), 128, Blocks(128, 64, 8, 8, 3), Blocks(128, 64, 8, 4, 3)),
 )
+"""Measured on an H200 with the shapes of Qwen3-Next and DeepSeek-V3.2
+(benchmark/results/2026-11-26-gpu-hybrid-compute.md)."""
 _PLAN_OF_FP32: Final = Plan(float("inf"), 16, Blocks(64, 32, 4, 4, 2), Blocks(64, 32, 4, 4, 2))
 """Products of fp32 are sums of three products of tf32, which take more registers."""
 _SUM_BLOCK: Final = 1024
@@ -253,7 +254,7 @@ def multiply_gate_up(
     hidden, features = x.shape[1], gate_up.shape[1] // 2
     inner = torch.empty((len(tiles.order), features), dtype=x.dtype, device=x.device)
     outputs, depth = _fitting(blocks.outputs, features), _fitting(blocks.depth, hidden)
-    tma = blocks.tma and _tma_takes(gate_up)
+    tma = _tma_takes(gate_up)
     _gate_up_kernel[(tiles.bound * triton.cdiv(features, outputs),)](
         x,
         _described(gate_up, outputs, depth) if tma else gate_up,
@@ -297,7 +298,7 @@ def multiply_down(
     hidden, features = down.shape[1:]
     parts = torch.empty((len(inner), hidden), dtype=inner.dtype, device=inner.device)
     outputs, depth = _fitting(blocks.outputs, hidden), _fitting(blocks.depth, features)
-    tma = blocks.tma and _tma_takes(down)
+    tma = _tma_takes(down)
     _down_kernel[(tiles.bound * triton.cdiv(hidden, outputs),)](
         inner,
         _described(down, outputs, depth) if tma else down,

@@ -19,12 +19,16 @@ from rigs.models.kernel_layers import (
 )
 from sglang.srt.layers.forward_batch_info import StateBatch
 from sglang.srt.layers.linear_attention.delta_net import GatedDeltaNet
-from sglang.srt.layers.triton_ops.arguments import MOST_DIM, MOST_TAPS
+from sglang.srt.layers.triton_ops.arguments import MOST_TAPS
 from sglang.srt.layers.triton_ops.fused import KERNELS
 from sglang.srt.mem_cache.device.state_pool import MambaPool
 from sglang.test.ci.ci_register import register_cuda_ci
 
 register_cuda_ci(est_time=30, suite="base-b-test-1-gpu-large")
+
+
+WHOLE: dict[str, Any] = {"key_dim": 64, "value_dim": 128}
+"""Heads that the kernels for many tokens take."""
 
 
 def on_device(values: list[int] | None) -> torch.Tensor | None:
@@ -110,7 +114,8 @@ def test_short_prefills_leave_states_and_snapshots(
 
 
 @pytest.mark.parametrize(
-    "changes", [{}, {"is_grouped": False, "num_key_heads": 2, "num_heads": 4}, {"kernel": 2}]
+    "changes",
+    [{}, {"is_grouped": False, "num_key_heads": 2, "num_heads": 4}, {"kernel": 2, "value_dim": 64}],
 )
 @pytest.mark.parametrize("dtype", [torch.float32, HALF])
 @pytest.mark.parametrize("tracks", [False, True])
@@ -118,7 +123,7 @@ def test_long_prefills_leave_states_and_snapshots(
     dtype: torch.dtype, changes: dict[str, Any], tracks: bool
 ) -> None:
     """Computed in chunks, which begin anew after a snapshot; requests of one token among them."""
-    layer = delta_net(dtype, **changes)
+    layer = delta_net(dtype, **WHOLE | changes)
     track = {"slots": [10, 0, 11, 12], "lens": [128, 0, 64, 77]} if tracks else None
     found = run_both(layer, torch.float32, [150, 1, 64, 130], [3, 7, 1, 2], [4, 7, 9, 2], track)
     assert_same(found, 1e-5 if dtype is torch.float32 else 5e-3)
@@ -127,7 +132,7 @@ def test_long_prefills_leave_states_and_snapshots(
 @pytest.mark.parametrize("strength", [0.0, 4.0])
 def test_keys_that_repeat_are_corrected_exactly(strength: float) -> None:
     """The same token again and again: systems of ones, whose inverse must not be a long series."""
-    layer = delta_net(torch.float32, num_heads=1)
+    layer = delta_net(torch.float32, num_heads=1, **WHOLE)
     layer.gates.a_log.fill_(-20.0 + 5 * strength)
     found = []
     for kernels in (None, KERNELS):
@@ -142,7 +147,7 @@ def test_keys_that_repeat_are_corrected_exactly(strength: float) -> None:
 
 @pytest.mark.parametrize("tokens", [7, 300])
 def test_what_follows_a_snapshot_is_computed_from_what_is_kept(tokens: int) -> None:
-    layer = delta_net(HALF)
+    layer = delta_net(HALF, **WHOLE)
     layer._kernels = KERNELS
     x, pool = randn(tokens, 32, seed=7, dtype=HALF), pool_of(layer, HALF, HALF)
     slots = torch.tensor([[3], [4], [10]], device=DEVICE)
@@ -155,9 +160,10 @@ def test_what_follows_a_snapshot_is_computed_from_what_is_kept(tokens: int) -> N
     assert not torch.equal(pool.temporal[:, 10], pool.temporal[:, 3])
 
 
-def test_wide_convolutions_and_heads_are_left_to_torch() -> None:
+def test_wide_convolutions_and_odd_heads_are_left_to_torch() -> None:
     assert delta_net(HALF, kernel=MOST_TAPS + 1)._kernels is None
-    assert delta_net(HALF, value_dim=MOST_DIM + 1)._kernels is None
+    assert not delta_net(HALF)._takes_chunks
+    assert delta_net(HALF, **WHOLE)._takes_chunks
 
 
 if __name__ == "__main__":
