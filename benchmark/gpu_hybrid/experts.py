@@ -1,4 +1,4 @@
-"""Experts of 1 to 64 tokens, in kernels for few tokens and in grouped products.
+"""Experts of 1 to 64 tokens, in kernels for few tokens and in those for many.
 
 Random weights; all layers of a shape in a CUDA graph, so that no cache holds the weights.
 Microseconds of one layer.
@@ -33,7 +33,7 @@ def measure_experts(family: str, model: str, report: Report) -> None:
     for count in (1, 2, 4, 8, 16, 32, 64):
         x = torch.randn(count, hidden, device="cuda", dtype=torch.bfloat16)
         found: dict[str, float] = {}
-        for name in ("few", "grouped"):
+        for name in ("few", "many"):
             # All layers, so that no cache holds the weights.
             kept = [block._few for block in blocks]
 

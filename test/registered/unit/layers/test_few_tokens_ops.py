@@ -160,8 +160,9 @@ def test_one_expert_of_many_tokens_is_read_by_all() -> None:
 def test_shared_experts_of_another_size_and_many_tokens_are_left_to_others() -> None:
     shared = SharedExpertOptions(intermediate_size=48)
     assert block_of(HALF, shared)._few is None
-    assert not block_of(HALF, None).experts.takes_few(16, 3)
-    assert block_of(HALF, None).experts.takes_few(10, 3)
+    assert block_of(HALF, None).experts.takes_few(8, 3)
+    assert not block_of(HALF, None).experts.takes_few(9, 3)
+    assert not block_of(HALF, None).experts.takes_few(8, 5)
 
 
 # Norms and gated attention.

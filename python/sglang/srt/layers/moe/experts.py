@@ -11,10 +11,12 @@ from sglang.srt.layers.fused_kernels import fused_kernels
 from sglang.srt.layers.linear import apply_linear
 from sglang.srt.layers.placement import NamedSlots, TensorPlacement, WeightedLayer, WeightSlot
 
-FEW: Final = 48
+FEW: Final = 8
 _USES_OF_AN_EXPERT: Final = 2
 """Limits of the kernels for few tokens: number of tokens, and average uses of an expert. Above
-either limit, the kernels for many tokens are faster, which read the weights of an expert once."""
+either limit, the kernels for many tokens are faster, which read the weights of an expert once: 16
+tokens take them 0.9 of the time with Qwen3-Next's shape, and 0.55 with DeepSeek-V3.2's
+(benchmark/results/2026-11-26-gpu-hybrid-compute.md)."""
 
 
 class RoutedExperts(WeightedLayer):
