@@ -4,11 +4,11 @@ The gated delta rule of `gated_delta_rule.py`: within a chunk, the corrections o
 triangular system, so a state moves on by products of matrices. Products take the activations'
 dtype and sum in fp32; decays, the system and the states are fp32.
 
-1. `_convolve_kernel`: convolution and SiLU; queries and keys are normalised.
+1. `chunked_convolution.py`: convolution and SiLU; queries and keys are normalised.
 2. `_solve_kernel`: gates, and each chunk's system.
 3. `_advance_kernel`: the states, chunk after chunk, and the snapshots.
 4. `_output_kernel`: the outputs of all chunks, with the gated norm.
-5. `_keep_kernel`: the convolution's states.
+5. `chunked_convolution.py`: the convolution's states.
 
 A chunk never reaches over a snapshot, so what follows one is computed as if it were a request's
 begin.
@@ -21,119 +21,17 @@ import triton
 import triton.language as tl
 
 from sglang.srt.layers.triton_ops.arguments import DeltaChunks, DeltaLayout, DeltaStates
-from sglang.srt.layers.triton_ops.fused_delta_net import keep_conv_states
+from sglang.srt.layers.triton_ops.chunked_convolution import (
+    INDICES,
+    convolve_chunks,
+    keep_convolution,
+    span_of,
+)
 
-_NORM_EPS: tl.constexpr = tl.constexpr(1e-6)
 _PART: tl.constexpr = tl.constexpr(16)
 """Rows of a triangular system that are solved one after the other."""
 _VALUES_OF_A_STATE = 32
 """Values of a head that one program moves on. Fewer fill the device with a single request."""
-_INDICES = [
-    "read_ptr", "write_ptr", "track_ptr", "bounds_ptr", "track_lens_ptr", "requests_ptr",
-    "firsts_ptr",
-]  # fmt: skip
-"""Parts of one upload: where they begin must not select a kernel."""
-
-
-@triton.jit
-def _span_of(  # type: ignore[no-untyped-def]  # noqa: ANN202
-    bounds_ptr: tl.tensor,
-    track_lens_ptr: tl.tensor,
-    request: tl.tensor,
-    nth: tl.tensor,
-    CHUNK: tl.constexpr,
-):
-    """Begin of a request, begin and end of its `nth` chunk; chunks begin anew after a snapshot."""
-    start = tl.load(bounds_ptr + request)
-    stop = tl.load(bounds_ptr + request + 1)
-    begin = start + nth * CHUNK
-    end = stop
-    tracked = tl.load(track_lens_ptr + request)
-    before = (tracked + CHUNK - 1) // CHUNK
-    if nth < before:
-        end = start + tracked
-    else:
-        begin = start + tracked + (nth - before) * CHUNK
-    return start, begin, tl.minimum(begin + CHUNK, end)
-
-
-@triton.jit(do_not_specialize_on_alignment=_INDICES)
-def _convolve_kernel(
-    x_ptr: tl.tensor,
-    conv_ptr: tl.tensor,
-    weight_ptr: tl.tensor,
-    q_ptr: tl.tensor,
-    k_ptr: tl.tensor,
-    v_ptr: tl.tensor,
-    read_ptr: tl.tensor,
-    bounds_ptr: tl.tensor,
-    track_lens_ptr: tl.tensor,
-    requests_ptr: tl.tensor,
-    firsts_ptr: tl.tensor,
-    stride: tl.tensor,
-    scale: tl.tensor,
-    Q0: tl.constexpr,
-    K0: tl.constexpr,
-    V0: tl.constexpr,
-    QK_STEP: tl.constexpr,
-    V_STEP: tl.constexpr,
-    KEY_HEADS: tl.constexpr,
-    REPEATS: tl.constexpr,
-    KEY_DIM: tl.constexpr,
-    VALUE_DIM: tl.constexpr,
-    KERNEL: tl.constexpr,
-    CHUNK: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-) -> None:
-    """Compute a chunk's queries, keys or values of one head: first the heads of queries, then those
-    of keys, then those of values."""
-    head = tl.program_id(0)
-    chunk = tl.program_id(1)
-    request = tl.load(requests_ptr + chunk)
-    nth = chunk - tl.load(firsts_ptr + request)
-    start, begin, end = _span_of(bounds_ptr, track_lens_ptr, request, nth, CHUNK)
-    tokens = begin + tl.arange(0, CHUNK)
-    dims = tl.arange(0, BLOCK_D)
-    is_key = head < 2 * KEY_HEADS
-    dim = tl.where(is_key, KEY_DIM, VALUE_DIM)
-    value_head = head - 2 * KEY_HEADS
-    key_col = tl.where(head < KEY_HEADS, Q0, K0) + head % KEY_HEADS * QK_STEP
-    value_col = V0 + value_head // REPEATS * V_STEP + value_head % REPEATS * VALUE_DIM
-    cols = tl.where(is_key, key_col, value_col) + dims
-    first = 2 * KEY_HEADS * KEY_DIM + value_head * VALUE_DIM
-    channels = tl.where(is_key, head * KEY_DIM, first) + dims
-    heads = KEY_HEADS * REPEATS
-    size = (2 * KEY_HEADS * KEY_DIM + heads * VALUE_DIM) * (KERNEL - 1)
-    old = conv_ptr + tl.load(read_ptr + request) * size + channels * (KERNEL - 1) + KERNEL - 1
-    is_there = (tokens < end)[:, None] & (dims < dim)[None, :]
-    acc = tl.zeros([CHUNK, BLOCK_D], tl.float32)
-    for lag in tl.static_range(KERNEL - 1, -1, -1):
-        tap = tl.load(weight_ptr + channels * KERNEL + KERNEL - 1 - lag, mask=dims < dim, other=0.0)
-        at = tokens - lag
-        is_new = is_there & (at >= start)[:, None]
-        new = tl.load(x_ptr + at[:, None] * stride + cols[None, :], mask=is_new, other=0.0)
-        acc += new.to(tl.float32) * tap[None, :]
-        if lag > 0:
-            is_old = is_there & (at < start)[:, None]
-            place = old[None, :] + (at - start)[:, None]
-            # As inputs of new tokens: in the dtype of activations.
-            kept = tl.load(place, mask=is_old, other=0.0).to(x_ptr.dtype.element_ty)
-            acc += kept.to(tl.float32) * tap[None, :]
-    kept_dtype = x_ptr.dtype.element_ty
-    out = (acc / (1.0 + tl.exp(-acc))).to(kept_dtype)
-    if is_key:
-        wide = out.to(tl.float32)
-        norm = tl.rsqrt(tl.sum(wide * wide, axis=1) + _NORM_EPS)
-        norm *= tl.where(head < KEY_HEADS, scale, 1.0)
-        to = (tokens[:, None] * KEY_HEADS + head % KEY_HEADS) * KEY_DIM + dims[None, :]
-        unit = (wide * norm[:, None]).to(kept_dtype)
-        if head < KEY_HEADS:
-            tl.store(q_ptr + to, unit, mask=is_there)
-        else:
-            tl.store(k_ptr + to, unit, mask=is_there)
-    else:
-        to = (tokens[:, None] * heads + value_head) * VALUE_DIM + dims[None, :]
-        tl.store(v_ptr + to, out, mask=is_there)
 
 
 @triton.jit
@@ -176,7 +74,7 @@ def _decays(total: tl.tensor, CHUNK: tl.constexpr) -> tl.tensor:
     return tl.exp(tl.where(is_past, total[:, None] - total[None, :], float("-inf")))
 
 
-@triton.jit(do_not_specialize=["num_tokens"], do_not_specialize_on_alignment=_INDICES)
+@triton.jit(do_not_specialize=["num_tokens"], do_not_specialize_on_alignment=INDICES)
 def _solve_kernel(
     x_ptr: tl.tensor,
     k_ptr: tl.tensor,
@@ -208,7 +106,7 @@ def _solve_kernel(
     chunk = tl.program_id(1)
     request = tl.load(requests_ptr + chunk)
     nth = chunk - tl.load(firsts_ptr + request)
-    _, begin, end = _span_of(bounds_ptr, track_lens_ptr, request, nth, CHUNK)
+    _, begin, end = span_of(bounds_ptr, track_lens_ptr, request, nth, CHUNK)
     tokens = begin + tl.arange(0, CHUNK)
     is_token = tokens < end
     key_head = head // REPEATS
@@ -241,7 +139,7 @@ def _solve_kernel(
     tl.store(v_ptr + to, corrections.to(v.dtype), mask=own_values)
 
 
-@triton.jit(do_not_specialize=["num_tokens"], do_not_specialize_on_alignment=_INDICES)
+@triton.jit(do_not_specialize=["num_tokens"], do_not_specialize_on_alignment=INDICES)
 def _advance_kernel(
     k_ptr: tl.tensor,
     v_ptr: tl.tensor,
@@ -284,7 +182,7 @@ def _advance_kernel(
     dtype = k_ptr.dtype.element_ty
     track_len = tl.load(track_lens_ptr + request)
     for nth in range(count):
-        start, begin, end = _span_of(bounds_ptr, track_lens_ptr, request, nth, CHUNK)
+        start, begin, end = span_of(bounds_ptr, track_lens_ptr, request, nth, CHUNK)
         tokens = begin + tl.arange(0, CHUNK)
         is_token = tokens < end
         rounded = state.to(dtype)
@@ -313,7 +211,7 @@ def _advance_kernel(
     tl.store(slots + tl.load(write_ptr + request) * heads * size, state.to(kept), mask=inside)
 
 
-@triton.jit(do_not_specialize=["num_tokens"], do_not_specialize_on_alignment=_INDICES)
+@triton.jit(do_not_specialize=["num_tokens"], do_not_specialize_on_alignment=INDICES)
 def _output_kernel(
     x_ptr: tl.tensor,
     q_ptr: tl.tensor,
@@ -345,7 +243,7 @@ def _output_kernel(
     chunk = tl.program_id(1)
     request = tl.load(requests_ptr + chunk)
     nth = chunk - tl.load(firsts_ptr + request)
-    _, begin, end = _span_of(bounds_ptr, track_lens_ptr, request, nth, CHUNK)
+    _, begin, end = span_of(bounds_ptr, track_lens_ptr, request, nth, CHUNK)
     tokens = begin + tl.arange(0, CHUNK)
     is_token = tokens < end
     key_head, heads = head // REPEATS, KEY_HEADS * REPEATS
@@ -378,42 +276,6 @@ def _output_kernel(
     tl.store(out_ptr + at, normed.to(gate.dtype), mask=mask)
 
 
-@triton.jit(do_not_specialize_on_alignment=_INDICES)
-def _keep_kernel(
-    x_ptr: tl.tensor,
-    conv_ptr: tl.tensor,
-    read_ptr: tl.tensor,
-    write_ptr: tl.tensor,
-    track_ptr: tl.tensor,
-    bounds_ptr: tl.tensor,
-    track_lens_ptr: tl.tensor,
-    stride: tl.tensor,
-    Q0: tl.constexpr,
-    K0: tl.constexpr,
-    V0: tl.constexpr,
-    QK_STEP: tl.constexpr,
-    V_STEP: tl.constexpr,
-    KEY_HEADS: tl.constexpr,
-    REPEATS: tl.constexpr,
-    KEY_DIM: tl.constexpr,
-    VALUE_DIM: tl.constexpr,
-    KERNEL: tl.constexpr,
-    PAST: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    BLOCK_V: tl.constexpr,
-) -> None:
-    """Write the convolution's state of one head's channels, and that of its snapshot."""
-    request = tl.program_id(1)
-    first, slot = tl.load(read_ptr + request), tl.load(write_ptr + request)
-    begin, end = tl.load(bounds_ptr + request), tl.load(bounds_ptr + request + 1)
-    snapshot, track_len = tl.load(track_ptr + request), tl.load(track_lens_ptr + request)
-    keep_conv_states(
-        x_ptr, conv_ptr, tl.program_id(0), first, slot, snapshot, track_len, begin, end, stride,
-        Q0, K0, V0, QK_STEP, V_STEP, KEY_HEADS, REPEATS, KEY_DIM, VALUE_DIM, KERNEL, PAST, BLOCK_K,
-        BLOCK_V, True,
-    )  # fmt: skip
-
-
 def attend_in_chunks(
     x: torch.Tensor,
     layout: DeltaLayout,
@@ -444,8 +306,6 @@ def attend_in_chunks(
     assert x.stride(1) == 1 and conv_weight.is_contiguous()
     assert bounds is not None and track_lens is not None
     assert states.temporal.is_contiguous() and states.conv.is_contiguous()
-    q, k = x.new_empty((2, num_tokens, key_heads, key_dim))
-    v = x.new_empty((num_tokens, heads, value_dim))
     reads = x.new_empty((num_tokens, heads, key_dim))
     totals = x.new_empty((heads, num_tokens), dtype=torch.float32)
     before = x.new_empty((num_chunks, heads, key_dim, value_dim))
@@ -454,22 +314,14 @@ def attend_in_chunks(
     track_slots = states.slots if states.track_slots is None else states.track_slots
     slots = states.read_slots, states.slots, track_slots, bounds, track_lens
     places = bounds, track_lens, chunks.requests, chunks.first_chunks
-    block_k = max(16, triton.next_power_of_2(key_dim))
-    block_v = max(16, triton.next_power_of_2(value_dim))
+    block_k, block_v = triton.next_power_of_2(key_dim), triton.next_power_of_2(value_dim)
     sizes = {
         "KEY_HEADS": key_heads, "REPEATS": layout.repeats, "KEY_DIM": key_dim,
         "VALUE_DIM": value_dim,
     }  # fmt: skip
-    columns = {
-        "Q0": layout.q, "K0": layout.k, "V0": layout.v, "QK_STEP": layout.qk_step,
-        "V_STEP": layout.v_step, "KERNEL": layout.kernel,
-    }  # fmt: skip
     blocks = {"CHUNK": chunks.size, "BLOCK_K": block_k, "BLOCK_V": block_v}
     stride = x.stride(0)
-    _convolve_kernel[(2 * key_heads + heads, num_chunks)](
-        x, states.conv, conv_weight, q, k, v, states.read_slots, *places, stride, key_dim**-0.5,
-        CHUNK=chunks.size, BLOCK_D=max(block_k, block_v), num_warps=8, **columns, **sizes,
-    )  # fmt: skip
+    q, k, v = convolve_chunks(x, conv_weight, layout, states, chunks)
     _solve_kernel[(heads, num_chunks)](
         x, k, v, reads, totals, a_log, dt_bias, *places, num_tokens, stride, B0=layout.b,
         A0=layout.a, BA_STEP=layout.ba_step, num_warps=4, **blocks, **sizes,
@@ -477,14 +329,11 @@ def attend_in_chunks(
     at_once = min(_VALUES_OF_A_STATE, block_v)
     _advance_kernel[(triton.cdiv(value_dim, at_once), heads, requests)](
         k, v, reads, totals, before, states.temporal, *slots, chunks.first_chunks, num_tokens,
-        num_warps=4, num_stages=3, **{**blocks, "BLOCK_V": at_once}, **sizes,
+        num_warps=4, num_stages=2, **{**blocks, "BLOCK_V": at_once}, **sizes,
     )  # fmt: skip
     _output_kernel[(heads, num_chunks)](
         x, q, k, v, totals, before, weight, out, *places, num_tokens, stride, eps, Z0=layout.z,
         V_STEP=layout.v_step, num_warps=4, **blocks, **sizes,
     )  # fmt: skip
-    _keep_kernel[(heads, requests)](
-        x, states.conv, *slots, stride, PAST=triton.next_power_of_2(layout.kernel - 1),
-        BLOCK_K=block_k, BLOCK_V=block_v, num_warps=1, **columns, **sizes,
-    )  # fmt: skip
+    keep_convolution(x, layout, states)
     return out

@@ -1,0 +1,208 @@
+"""The convolution of linear attention for many tokens, in chunks: inputs of the rule, and states.
+
+`chunked_delta_net.py` has the rule.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from sglang.srt.layers.triton_ops.arguments import DeltaChunks, DeltaLayout, DeltaStates
+from sglang.srt.layers.triton_ops.fused_delta_net import keep_conv_states
+
+_NORM_EPS: tl.constexpr = tl.constexpr(1e-6)
+INDICES = [
+    "read_ptr", "write_ptr", "track_ptr", "bounds_ptr", "track_lens_ptr", "requests_ptr",
+    "firsts_ptr",
+]  # fmt: skip
+"""Parts of one upload: where they begin must not select a kernel."""
+
+
+@triton.jit
+def span_of(  # type: ignore[no-untyped-def]  # noqa: ANN201
+    bounds_ptr: tl.tensor,
+    track_lens_ptr: tl.tensor,
+    request: tl.tensor,
+    nth: tl.tensor,
+    CHUNK: tl.constexpr,
+):
+    """Begin of a request, begin and end of its `nth` chunk; chunks begin anew after a snapshot."""
+    start = tl.load(bounds_ptr + request)
+    stop = tl.load(bounds_ptr + request + 1)
+    begin = start + nth * CHUNK
+    end = stop
+    tracked = tl.load(track_lens_ptr + request)
+    before = (tracked + CHUNK - 1) // CHUNK
+    if nth < before:
+        end = start + tracked
+    else:
+        begin = start + tracked + (nth - before) * CHUNK
+    return start, begin, tl.minimum(begin + CHUNK, end)
+
+
+@triton.jit(do_not_specialize_on_alignment=INDICES)
+def _convolve_kernel(
+    x_ptr: tl.tensor,
+    conv_ptr: tl.tensor,
+    weight_ptr: tl.tensor,
+    q_ptr: tl.tensor,
+    k_ptr: tl.tensor,
+    v_ptr: tl.tensor,
+    read_ptr: tl.tensor,
+    bounds_ptr: tl.tensor,
+    track_lens_ptr: tl.tensor,
+    requests_ptr: tl.tensor,
+    firsts_ptr: tl.tensor,
+    stride: tl.tensor,
+    scale: tl.tensor,
+    Q0: tl.constexpr,
+    K0: tl.constexpr,
+    V0: tl.constexpr,
+    QK_STEP: tl.constexpr,
+    V_STEP: tl.constexpr,
+    KEY_HEADS: tl.constexpr,
+    REPEATS: tl.constexpr,
+    KEY_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    KERNEL: tl.constexpr,
+    CHUNK: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+) -> None:
+    """Compute a chunk's queries, keys or values of one head: first the heads of queries, then those
+    of keys, then those of values."""
+    head = tl.program_id(0)
+    chunk = tl.program_id(1)
+    request = tl.load(requests_ptr + chunk)
+    nth = chunk - tl.load(firsts_ptr + request)
+    start, begin, end = span_of(bounds_ptr, track_lens_ptr, request, nth, CHUNK)
+    tokens = begin + tl.arange(0, CHUNK)
+    dims = tl.arange(0, BLOCK_D)
+    is_key = head < 2 * KEY_HEADS
+    dim = tl.where(is_key, KEY_DIM, VALUE_DIM)
+    value_head = head - 2 * KEY_HEADS
+    key_col = tl.where(head < KEY_HEADS, Q0, K0) + head % KEY_HEADS * QK_STEP
+    value_col = V0 + value_head // REPEATS * V_STEP + value_head % REPEATS * VALUE_DIM
+    cols = tl.where(is_key, key_col, value_col) + dims
+    first = 2 * KEY_HEADS * KEY_DIM + value_head * VALUE_DIM
+    channels = tl.where(is_key, head * KEY_DIM, first) + dims
+    heads = KEY_HEADS * REPEATS
+    size = (2 * KEY_HEADS * KEY_DIM + heads * VALUE_DIM) * (KERNEL - 1)
+    old = conv_ptr + tl.load(read_ptr + request) * size + channels * (KERNEL - 1) + KERNEL - 1
+    is_there = (tokens < end)[:, None] & (dims < dim)[None, :]
+    acc = tl.zeros([CHUNK, BLOCK_D], tl.float32)
+    for lag in tl.static_range(KERNEL - 1, -1, -1):
+        tap = tl.load(weight_ptr + channels * KERNEL + KERNEL - 1 - lag, mask=dims < dim, other=0.0)
+        at = tokens - lag
+        is_new = is_there & (at >= start)[:, None]
+        new = tl.load(x_ptr + at[:, None] * stride + cols[None, :], mask=is_new, other=0.0)
+        acc += new.to(tl.float32) * tap[None, :]
+        if lag > 0:
+            is_old = is_there & (at < start)[:, None]
+            place = old[None, :] + (at - start)[:, None]
+            # As inputs of new tokens: in the dtype of activations.
+            kept = tl.load(place, mask=is_old, other=0.0).to(x_ptr.dtype.element_ty)
+            acc += kept.to(tl.float32) * tap[None, :]
+    kept_dtype = x_ptr.dtype.element_ty
+    out = (acc / (1.0 + tl.exp(-acc))).to(kept_dtype)
+    if is_key:
+        wide = out.to(tl.float32)
+        norm = tl.rsqrt(tl.sum(wide * wide, axis=1) + _NORM_EPS)
+        norm *= tl.where(head < KEY_HEADS, scale, 1.0)
+        to = (tokens[:, None] * KEY_HEADS + head % KEY_HEADS) * KEY_DIM + dims[None, :]
+        unit = (wide * norm[:, None]).to(kept_dtype)
+        if head < KEY_HEADS:
+            tl.store(q_ptr + to, unit, mask=is_there)
+        else:
+            tl.store(k_ptr + to, unit, mask=is_there)
+    else:
+        to = (tokens[:, None] * heads + value_head) * VALUE_DIM + dims[None, :]
+        tl.store(v_ptr + to, out, mask=is_there)
+
+
+@triton.jit(do_not_specialize_on_alignment=INDICES)
+def _keep_kernel(
+    x_ptr: tl.tensor,
+    conv_ptr: tl.tensor,
+    read_ptr: tl.tensor,
+    write_ptr: tl.tensor,
+    track_ptr: tl.tensor,
+    bounds_ptr: tl.tensor,
+    track_lens_ptr: tl.tensor,
+    stride: tl.tensor,
+    Q0: tl.constexpr,
+    K0: tl.constexpr,
+    V0: tl.constexpr,
+    QK_STEP: tl.constexpr,
+    V_STEP: tl.constexpr,
+    KEY_HEADS: tl.constexpr,
+    REPEATS: tl.constexpr,
+    KEY_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    KERNEL: tl.constexpr,
+    PAST: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+) -> None:
+    """Write the convolution's state of one head's channels, and that of its snapshot."""
+    request = tl.program_id(1)
+    first, slot = tl.load(read_ptr + request), tl.load(write_ptr + request)
+    begin, end = tl.load(bounds_ptr + request), tl.load(bounds_ptr + request + 1)
+    snapshot, track_len = tl.load(track_ptr + request), tl.load(track_lens_ptr + request)
+    keep_conv_states(
+        x_ptr, conv_ptr, tl.program_id(0), first, slot, snapshot, track_len, begin, end, stride,
+        Q0, K0, V0, QK_STEP, V_STEP, KEY_HEADS, REPEATS, KEY_DIM, VALUE_DIM, KERNEL, PAST, BLOCK_K,
+        BLOCK_V, True,
+    )  # fmt: skip
+
+
+def convolve_chunks(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    layout: DeltaLayout,
+    states: DeltaStates,
+    chunks: DeltaChunks,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Convolve a prefill's tokens, and apply SiLU.
+
+    Args:
+        x: As for `attend_in_chunks`.
+        weight: fp32 `[channels, kernel]`.
+        states: With `bounds` and `track_lens`. Only read.
+
+    Returns:
+        Scaled unit queries and unit keys, `[num_tokens, key_heads, key_dim]` each, and values,
+        `[num_tokens, num_heads, value_dim]`, all of the dtype of `x`.
+    """
+    num_tokens, key_heads = len(x), layout.key_heads
+    heads = key_heads * layout.repeats
+    q, k = x.new_empty((2, num_tokens, key_heads, layout.key_dim))
+    v = x.new_empty((num_tokens, heads, layout.value_dim))
+    _convolve_kernel[(2 * key_heads + heads, len(chunks.requests))](
+        x, states.conv, weight, q, k, v, states.read_slots, states.bounds, states.track_lens,
+        chunks.requests, chunks.first_chunks, x.stride(0), layout.key_dim**-0.5, CHUNK=chunks.size,
+        BLOCK_D=triton.next_power_of_2(max(layout.key_dim, layout.value_dim)), num_warps=8,
+        **_sizes(layout),
+    )  # fmt: skip
+    return q, k, v
+
+
+def keep_convolution(x: torch.Tensor, layout: DeltaLayout, states: DeltaStates) -> None:
+    """Write the convolution's states after a prefill, and those of the snapshots. The kernels that
+    read the states before must have been launched."""
+    track_slots = states.slots if states.track_slots is None else states.track_slots
+    _keep_kernel[(layout.key_heads * layout.repeats, len(states.slots))](
+        x, states.conv, states.read_slots, states.slots, track_slots, states.bounds,
+        states.track_lens, x.stride(0), PAST=triton.next_power_of_2(layout.kernel - 1),
+        BLOCK_K=triton.next_power_of_2(layout.key_dim),
+        BLOCK_V=triton.next_power_of_2(layout.value_dim), num_warps=1, **_sizes(layout),
+    )  # fmt: skip
+
+
+def _sizes(layout: DeltaLayout) -> dict[str, int]:
+    return {
+        "Q0": layout.q, "K0": layout.k, "V0": layout.v, "QK_STEP": layout.qk_step,
+        "V_STEP": layout.v_step, "KEY_HEADS": layout.key_heads, "REPEATS": layout.repeats,
+        "KEY_DIM": layout.key_dim, "VALUE_DIM": layout.value_dim, "KERNEL": layout.kernel,
+    }  # fmt: skip
