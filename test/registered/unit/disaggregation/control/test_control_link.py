@@ -480,9 +480,6 @@ def test_who_does_not_read_gets_no_more(echo: Echo) -> None:
         assert peer.transport.get_write_buffer_size() <= len(message)
 
 
-# ---- frames ------------------------------------------------------------------------------------
-
-
 def test_frames_come_whole_however_they_are_cut() -> None:
     held = FrameBuffer(5)
     got = []

@@ -119,7 +119,7 @@ def test_a_prompt_behind_another_waits_until_that_is_mostly_done(
         def synchronize(self) -> None:
             events.append("wait")
 
-    runtime = SimpleNamespace(make_event=Milestone)
+    runtime = SimpleNamespace(make_event=Milestone, on_kernel_compiled=lambda report: None)
     monkeypatch.setattr(scheduler_module, "device_runtime", lambda device: runtime)
     rig = make_rig(model, monkeypatch, overlap=True, chunked_prefill_size=16)
     rig.run(rig.request("long", prompt(1, 30), greedy(1)))
