@@ -172,8 +172,8 @@ def convolve_chunks(
         states: With `bounds` and `track_lens`. Only read.
 
     Returns:
-        Scaled unit queries and unit keys, `[num_tokens, key_heads, key_dim]` each, and values,
-        `[num_tokens, num_heads, value_dim]`, all of the dtype of `x`.
+        Queries and keys, `[num_tokens, key_heads, key_dim]`: unit vectors, queries scaled by
+        key_dim^-0.5. Values, `[num_tokens, num_heads, value_dim]`. All have the dtype of `x`.
     """
     num_tokens, key_heads = len(x), layout.key_heads
     heads = key_heads * layout.repeats
