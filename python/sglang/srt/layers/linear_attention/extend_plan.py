@@ -84,10 +84,6 @@ class ExtendPlan:
     one chunk of each request that has chunks left.
     """
 
-    num_new: tuple[int, ...]
-    """New tokens of each request."""
-    track_lens: tuple[int, ...]
-    """New tokens before each request's snapshot; 0: no snapshot."""
     window_rows: torch.Tensor
     """`[num_tokens + bs * (kernel - 1)]`: all windows, as indices of rows: first the inputs of new
     tokens, then those in the states."""
@@ -162,8 +158,6 @@ class ExtendPlan:
         ]
         ids = upload(columns, device)
         return cls(
-            num_new=tuple(num_new),
-            track_lens=tuple(track),
             window_rows=ids[0],
             first_inputs=ids[1],
             last_inputs=ids[2],
