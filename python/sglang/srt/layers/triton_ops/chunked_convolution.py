@@ -42,6 +42,22 @@ def span_of(  # type: ignore[no-untyped-def]  # noqa: ANN201
     return start, begin, tl.minimum(begin + CHUNK, end)
 
 
+@triton.jit
+def chunk_of_program(  # type: ignore[no-untyped-def]  # noqa: ANN201
+    bounds_ptr: tl.tensor,
+    track_lens_ptr: tl.tensor,
+    requests_ptr: tl.tensor,
+    firsts_ptr: tl.tensor,
+    CHUNK: tl.constexpr,
+):
+    """Request of the chunk that `program_id(1)` numbers, then as `span_of`."""
+    chunk = tl.program_id(1)
+    request = tl.load(requests_ptr + chunk)
+    nth = chunk - tl.load(firsts_ptr + request)
+    start, begin, end = span_of(bounds_ptr, track_lens_ptr, request, nth, CHUNK)
+    return request, start, begin, end
+
+
 @triton.jit(do_not_specialize_on_alignment=INDICES)
 def _convolve_kernel(
     x_ptr: tl.tensor,
@@ -73,10 +89,9 @@ def _convolve_kernel(
     """Compute a chunk's queries, keys or values of one head: first the heads of queries, then those
     of keys, then those of values."""
     head = tl.program_id(0)
-    chunk = tl.program_id(1)
-    request = tl.load(requests_ptr + chunk)
-    nth = chunk - tl.load(firsts_ptr + request)
-    start, begin, end = span_of(bounds_ptr, track_lens_ptr, request, nth, CHUNK)
+    request, start, begin, end = chunk_of_program(
+        bounds_ptr, track_lens_ptr, requests_ptr, firsts_ptr, CHUNK
+    )
     tokens = begin + tl.arange(0, CHUNK)
     dims = tl.arange(0, BLOCK_D)
     is_key = head < 2 * KEY_HEADS

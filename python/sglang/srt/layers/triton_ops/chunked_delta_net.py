@@ -23,6 +23,7 @@ import triton.language as tl
 from sglang.srt.layers.triton_ops.arguments import DeltaChunks, DeltaLayout, DeltaStates
 from sglang.srt.layers.triton_ops.chunked_convolution import (
     INDICES,
+    chunk_of_program,
     convolve_chunks,
     keep_convolution,
     span_of,
@@ -38,8 +39,9 @@ _VALUES_OF_A_STATE = 32
 def _inverse(system: tl.tensor, CHUNK: tl.constexpr) -> tl.tensor:
     """The inverse of 1 + `system`, fp32 `[CHUNK, CHUNK]` below the diagonal.
 
-    Blocks on the diagonal are inverted row after row. With their inverse D and the blocks L below
-    them, the whole is (1 + D L)^-1 D; D L has no power beyond the number of blocks.
+    Rows of the blocks on the diagonal are solved one after the other, which gives D, the inverse of
+    these blocks. With L, the blocks below them, the inverse of the whole is (1 + D L)^-1 D. It is a
+    series of powers of D L, which end with the number of blocks.
     """
     parts: tl.constexpr = CHUNK // _PART
     tl.static_assert(parts == 4, "the series has four terms")
@@ -103,10 +105,7 @@ def _solve_kernel(
     """Solve one chunk of one head: its values become corrections if the state were zero, and
     `reads` is what times the state is to be subtracted from them."""
     head = tl.program_id(0)
-    chunk = tl.program_id(1)
-    request = tl.load(requests_ptr + chunk)
-    nth = chunk - tl.load(firsts_ptr + request)
-    _, begin, end = span_of(bounds_ptr, track_lens_ptr, request, nth, CHUNK)
+    _, _, begin, end = chunk_of_program(bounds_ptr, track_lens_ptr, requests_ptr, firsts_ptr, CHUNK)
     tokens = begin + tl.arange(0, CHUNK)
     is_token = tokens < end
     key_head = head // REPEATS
@@ -240,10 +239,7 @@ def _output_kernel(
 ) -> None:
     """Compute one head's outputs of a chunk, normalise and gate them."""
     head = tl.program_id(0)
-    chunk = tl.program_id(1)
-    request = tl.load(requests_ptr + chunk)
-    nth = chunk - tl.load(firsts_ptr + request)
-    _, begin, end = span_of(bounds_ptr, track_lens_ptr, request, nth, CHUNK)
+    _, _, begin, end = chunk_of_program(bounds_ptr, track_lens_ptr, requests_ptr, firsts_ptr, CHUNK)
     tokens = begin + tl.arange(0, CHUNK)
     is_token = tokens < end
     key_head, heads = head // REPEATS, KEY_HEADS * REPEATS
@@ -256,7 +252,7 @@ def _output_kernel(
     total = tl.load(totals_ptr + head * num_tokens + tokens, mask=is_token, other=0.0)
     state = tl.load(
         before_ptr
-        + ((chunk.to(tl.int64) * heads + head) * KEY_DIM + keys[:, None]) * VALUE_DIM
+        + ((tl.program_id(1).to(tl.int64) * heads + head) * KEY_DIM + keys[:, None]) * VALUE_DIM
         + values[None, :],
         mask=is_key[:, None] & is_value[None, :],
         other=0.0,
