@@ -21,7 +21,7 @@ from sglang.benchmark.workload import BenchRequest
 VOCABULARY: Final = (0, 100_000)
 """Token ids that every large model has, the last excluded."""
 _START_S: Final = 300.0
-"""Limit for servers that start at once: kernels of linear attention tune themselves first."""
+"""Limit for servers that start at once: kernels are compiled first."""
 _REQUEST_S: Final = 600.0
 _WARM_UP_SEED: Final = 10_000_000
 

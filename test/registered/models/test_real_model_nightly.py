@@ -70,7 +70,7 @@ def serve(path: Path) -> ForkedServer:
 
 
 def perplexity(server: EngineServer, chunks: list[list[int]]) -> float:
-    """Of each token given those before it in its chunk."""
+    """The perplexity of tokens, each given the tokens before it in its chunk."""
     total = count = 0.0
     for ids in chunks:
         fields: dict[str, Any] = {"return_logprob": True, "logprob_start_len": 0}
@@ -114,7 +114,7 @@ def test_the_text_is_understood(plain_perplexity: float) -> None:
 def test_a_format_costs_what_its_values_cost(
     smollm2: Path, text_ids: list[list[int]], plain_perplexity: float, tmp_path: Path, name: str
 ) -> None:
-    """As much as a plain checkpoint with the values that the format stands for."""
+    """The perplexity equals that of a plain checkpoint with the dequantized values."""
     make, most = FORMATS[name]
     with serve(write_quantized(smollm2, tmp_path, make())) as server:
         found = perplexity(server, text_ids)
