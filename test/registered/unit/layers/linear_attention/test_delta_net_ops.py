@@ -149,15 +149,33 @@ def test_keys_that_repeat_are_corrected_exactly(strength: float) -> None:
 def test_what_follows_a_snapshot_is_computed_from_what_is_kept(tokens: int) -> None:
     layer = delta_net(HALF, **WHOLE)
     layer._kernels = KERNELS
-    x, pool = randn(tokens, 32, seed=7, dtype=HALF), pool_of(layer, HALF, HALF)
-    slots = torch.tensor([[3], [4], [10]], device=DEVICE)
-    tracked = StateBatch(slots=slots[0], track_slots=slots[2], track_lens_cpu=[4])
-    run(layer, pool, x, [tokens], tracked)
-    rest = StateBatch(slots=slots[1], first_slots=slots[2])
-    run(layer, pool, x[4:], [tokens - 4], rest)
+    _, _, pool = run_from_snapshot(layer, tokens)
     assert torch.equal(pool.temporal[:, 4], pool.temporal[:, 3])
     assert torch.equal(pool.conv[:, 4], pool.conv[:, 3])
     assert not torch.equal(pool.temporal[:, 10], pool.temporal[:, 3])
+
+
+@pytest.mark.parametrize("tokens", [7, 300])
+def test_exact_activations_show_what_a_snapshot_has_lost(tokens: int) -> None:
+    """States are kept in half precision, so a state that is not rounded gives other outputs."""
+    layer = delta_net(torch.float32, **WHOLE)
+    layer._kernels = KERNELS
+    whole, rest, _ = run_from_snapshot(layer, tokens)
+    assert relative_error(rest, whole[4:]) < 1e-5
+
+
+def run_from_snapshot(
+    layer: GatedDeltaNet, tokens: int
+) -> tuple[torch.Tensor, torch.Tensor, MambaPool]:
+    """Outputs of all tokens, with a snapshot of four in slot 10 and the state in slot 3; those of
+    the others from the snapshot, with the state in slot 4."""
+    dtype = layer.in_proj.merged.weight.dtype
+    x, pool = randn(tokens, 32, seed=7, dtype=dtype), pool_of(layer, HALF, dtype)
+    slots = torch.tensor([[3], [4], [10]], device=DEVICE)
+    tracked = StateBatch(slots=slots[0], track_slots=slots[2], track_lens_cpu=[4])
+    whole = run(layer, pool, x, [tokens], tracked)
+    states = StateBatch(slots=slots[1], first_slots=slots[2])
+    return whole, run(layer, pool, x[4:], [tokens - 4], states), pool
 
 
 def test_wide_convolutions_and_odd_heads_are_left_to_torch() -> None:
