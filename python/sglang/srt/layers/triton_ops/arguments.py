@@ -106,3 +106,36 @@ class ExpertWeights:
     """`[num_experts, hidden_size, features]`."""
     shared: tuple[torch.Tensor, torch.Tensor] | None
     """`gate_up` and `down` of the shared expert, without the first dimension; as many features."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class ScaledWeight:
+    """Weights whose elements have scales: an element stands for `(element - zero) * scale`."""
+
+    elements: torch.Tensor
+    """float8_e4m3fn `[..., outputs, inputs]`; or uint8 `[..., outputs, inputs / 2]`: two 4-bit
+    integers a byte, that of the even input in the low bits. Contiguous."""
+    scales: torch.Tensor
+    """`[..., outputs / height, inputs / group]`, contiguous: fp32 for fp8, else bf16 or fp16."""
+    zeros: torch.Tensor | None = None
+    """uint8 `[..., outputs, inputs / group]`: zero points of 4-bit integers; None: they are 8."""
+
+    @property
+    def is_fp8(self) -> bool:
+        return self.elements.dtype == torch.float8_e4m3fn
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the weights, `[..., outputs, inputs]`."""
+        *lead, inputs = self.elements.shape
+        return *lead, inputs if self.is_fp8 else 2 * inputs
+
+    @property
+    def height(self) -> int:
+        """Outputs that share a scale."""
+        return self.shape[-2] // self.scales.shape[-2]
+
+    @property
+    def group(self) -> int:
+        """Inputs that share a scale."""
+        return self.shape[-1] // self.scales.shape[-1]
