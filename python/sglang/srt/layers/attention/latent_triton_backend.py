@@ -3,13 +3,14 @@
 Decode steps and short prefills absorb the up-projections and attend to the rows of the pool
 (`latent_rows.py`). Each token has its own list of slots: its context, or the tokens chosen from it
 (`indexer_topk.py`). No launch depends on lengths, so graphs can capture all of it. Long prefills
-project rows up (`dense_attention.py`); with an indexer, only for tokens before position `topk`.
+project rows up (`dense_attention.py`). With an indexer, tokens before position `topk` do, and those
+before `MASKED_CONTEXT` under a mask of the chosen tokens (`masked_attention.py`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Final
 
 import numpy as np
@@ -17,7 +18,11 @@ import torch
 
 from sglang.srt.hardware_backend.device_runtime import device_runtime
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend, AttentionConfig
-from sglang.srt.layers.attention.dense_attention import attend_projected, warm_up_projected
+from sglang.srt.layers.attention.dense_attention import (
+    HEADS_AT_ONCE,
+    attend_projected,
+    warm_up_projected,
+)
 from sglang.srt.layers.attention.dsa_backend import Pools
 from sglang.srt.layers.attention.mla_backend import as_latent
 from sglang.srt.layers.forward_batch_info import ForwardBatch, Segment
@@ -25,6 +30,11 @@ from sglang.srt.layers.mla.latent_attention import LatentAttention
 from sglang.srt.layers.radix_attention import IndexQuery, RadixAttention
 from sglang.srt.layers.triton_ops.attention.indexer_topk import choose_slots, index_scores
 from sglang.srt.layers.triton_ops.attention.latent_rows import latent_attention
+from sglang.srt.layers.triton_ops.attention.masked_attention import (
+    mask_of,
+    masked_attention,
+    takes,
+)
 
 SHORT_TOKENS: Final = 256
 """Requests with at most this many new tokens attend to latent rows; others project rows up."""
@@ -32,6 +42,12 @@ TOKENS_AT_ONCE: Final = 1024
 """Number of tokens whose queries are absorbed together."""
 SCORE_BYTES: Final = 256 << 20
 """Upper bound, in bytes, of the indexer's scores computed at a time."""
+
+MASKED_CONTEXT: Final = 10240
+"""Tokens before this position attend to all keys under a mask. Reading the chosen rows costs a
+token the same everywhere, and a mask as much as there are keys."""
+MASKED_TOKENS: Final = 1024
+"""Fewest such tokens of a request: the context is projected up for them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +107,7 @@ class LatentTritonBackend(AttentionBackend):
         """Rows and lengths of tokens, int64 `[2, num_tokens]`, by `num_tokens` of a captured
         prefill."""
         self._own_rows = torch.arange(TOKENS_AT_ONCE, device=config.device)
+        self._positions = torch.arange(MASKED_CONTEXT, dtype=torch.int32, device=config.device)
 
     def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
         if not forward_batch.forward_mode.is_extend():
@@ -224,11 +241,61 @@ class LatentTritonBackend(AttentionBackend):
             own = slice(segment.begin, choosing)
             pool = forward_batch.token_to_kv_pool.get_key_buffer(layer.layer_id)
             attend_projected(q[own], k[own], pool, long.prefix_slots, layer, out[own])
+        if index is None:
+            return
+        masked = min(segment.end, segment.begin + MASKED_CONTEXT - segment.prefix)
+        if masked - choosing >= MASKED_TOKENS and _can_be_masked(layer):
+            own = slice(choosing, masked)
+            lists = replace(
+                long.lists.of(slice(choosing - segment.begin, masked - segment.begin)),
+                longest=segment.prefix + masked - segment.begin,
+            )
+            self._attend_masked(q[own], layer, forward_batch, lists, index.of(own), out[own])
+            choosing = masked
         if choosing < segment.end:
-            assert index is not None
             own = slice(choosing, segment.end)
             lists = long.lists.of(slice(choosing - segment.begin, None))
             self._attend(q[own], layer, forward_batch, lists, index.of(own), out[own])
+
+    def _attend_masked(
+        self,
+        q: torch.Tensor,
+        layer: LatentAttention,
+        forward_batch: ForwardBatch,
+        lists: SlotLists,
+        index: IndexQuery,
+        out: torch.Tensor,
+    ) -> None:
+        """Attend from consecutive tokens of one request to chosen tokens, under a mask.
+
+        Args:
+            q: `[n, num_heads, qk_head_dim]`.
+            lists: Lists of the tokens, which end before `MASKED_CONTEXT`.
+            index: Indexer queries of the same tokens.
+            out: `[n, num_heads, v_head_dim]`, overwritten.
+        """
+        pool, keys = Pools.of(forward_batch, layer.layer_id)
+        first, table = lists.longest - len(q), forward_batch.req_to_token_pool.req_to_token
+        rows = pool.index_select(0, table[lists.rows[0], : lists.longest]).squeeze(1)
+        masks = []
+        for begin in range(0, len(q), TOKENS_AT_ONCE):
+            own = slice(begin, min(begin + TOKENS_AT_ONCE, len(q)))
+            scores = index_scores(
+                *(index.q[own], index.weights[own], keys, table, lists.rows[own], lists.lens[own]),
+                lists.longest,
+                one_list=True,
+            )
+            # A table whose slots are positions.
+            places = self._positions.view(1, -1), torch.zeros_like(lists.rows[own])
+            chosen = choose_slots(scores, *places, lists.lens[own], index.topk)
+            masks.append(mask_of(chosen, lists.longest))
+        mask = masks[0] if len(masks) == 1 else torch.cat(masks)
+        for begin in range(0, layer.num_heads, HEADS_AT_ONCE):
+            heads = slice(begin, begin + HEADS_AT_ONCE)
+            projected = layer.up_projection.project(rows[:, : layer.mla.kv_lora_rank], heads)
+            masked_attention(
+                q[:, heads], projected, rows, mask, first, layer.scaling, out[:, heads]
+            )
 
     def _attend(
         self,
@@ -281,6 +348,12 @@ class LatentTritonBackend(AttentionBackend):
             absorbed, q[..., nope:], pool, table, rows, lists.lens, layer.scaling, most=most
         )
         return layer.up_projection.values_of(found.transpose(0, 1)).transpose(0, 1)
+
+
+def _can_be_masked(layer: LatentAttention) -> bool:
+    """True if `masked_attention` takes the layer's heads and rows."""
+    mla = layer.mla
+    return takes(mla.kv_lora_rank, mla.qk_nope_head_dim, mla.qk_rope_head_dim, mla.v_head_dim)
 
 
 def _empty_out(q: torch.Tensor, layer: LatentAttention) -> torch.Tensor:

@@ -70,7 +70,7 @@ class TritonAttnBackend(AttentionBackend):
             and config.head_dim <= DENSE_HEAD_DIM
         )
         self._plan = _ExtendPlan()
-        self._captured: dict[int, ExtendWork] = {}
+        self._captured: dict[tuple[int, int], ExtendWork] = {}
         """Work of captured prefills, by number of tokens."""
         self._arrivals = make_arrivals(config.device)
 
@@ -101,10 +101,10 @@ class TritonAttnBackend(AttentionBackend):
     def init_forward_metadata_extend_graph(
         self, forward_batch: ForwardBatch, num_tokens: int, num_requests: int
     ) -> None:
-        config = self._config
-        work = self._captured.get(num_tokens)
+        config, size = self._config, (num_tokens, num_requests)
+        work = self._captured.get(size)
         if work is None:
-            work = self._captured[num_tokens] = plan_any_blocks(
+            work = self._captured[size] = plan_any_blocks(
                 num_tokens,
                 num_requests,
                 group=config.group,

@@ -50,9 +50,13 @@ class KVUpProjection(WeightedLayer):
             Keys without position `[num_tokens, heads, qk_nope_head_dim]`, and values
             `[num_tokens, heads, v_head_dim]`: views of one tensor.
         """
-        weight = self._by_head()[heads]
-        both = apply_linear(latent, weight.flatten(0, 1)).view(len(latent), len(weight), -1)
+        both = self.project(latent, heads)
         return both[..., : self.key_dim], both[..., self.key_dim :]
+
+    def project(self, latent: torch.Tensor, heads: slice) -> torch.Tensor:
+        """As `forward`, in one contiguous tensor: each head's key is followed by its value."""
+        weight = self._by_head()[heads]
+        return apply_linear(latent, weight.flatten(0, 1)).view(len(latent), len(weight), -1)
 
     def absorb(self, q: torch.Tensor) -> torch.Tensor:
         """Map queries to latent space, where their products with latent vectors are the scores.

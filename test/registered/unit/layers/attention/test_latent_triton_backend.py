@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -31,6 +32,10 @@ from sglang.srt.layers.triton_ops.attention.indexer_topk import (  # noqa: E402
     index_scores,
 )
 from sglang.srt.layers.triton_ops.attention.latent_rows import latent_attention  # noqa: E402
+from sglang.srt.layers.triton_ops.attention.masked_attention import (  # noqa: E402
+    mask_of,
+    masked_attention,
+)
 
 FAMILIES = ("deepseek_v2", "deepseek_v3", "deepseek_v32")
 LENS = [300, 7, 100, 64, 33]
@@ -164,6 +169,32 @@ def test_choice_among_unusual_scores(few_tokens: int, monkeypatch: pytest.Monkey
         assert torch.equal(found, slots[want]), (length, list(kinds)[nth % len(kinds)])
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, HALF])
+@pytest.mark.parametrize(("n", "prefix"), [(70, 0), (64, 64), (5, 131)])
+def test_masked_tokens_attend_to_chosen_ones(dtype: torch.dtype, n: int, prefix: int) -> None:
+    """Some heads of a query, written into some heads of the output."""
+    heads, key_dim, rope, value_dim, context = 3, 32, 16, 64, prefix + n
+    q = values(n, heads + 2, key_dim + rope, dtype=dtype)[:, 1 : 1 + heads]
+    projected = values(context, heads, key_dim + value_dim, dtype=dtype, seed=1)
+    rows = values(context, 48 + rope, dtype=dtype, seed=2)
+    generator = torch.Generator().manual_seed(3)
+    # A token that attends to itself alone, and tokens whose chosen ones are in a few blocks.
+    lists = [torch.randperm(prefix + i + 1, generator=generator)[:20] for i in range(n)]
+    chosen = torch.stack([torch.cat((found, found[:1].expand(20 - len(found)))) for found in lists])
+    mask = mask_of(chosen.to(DEVICE), context)
+    out = torch.full((n, heads + 1, value_dim), 7.0, dtype=dtype, device=DEVICE)
+    masked_attention(q, projected, rows, mask, prefix, 0.3, out[:, :heads])
+    shared = rows[:, None, 48:].expand(-1, heads, -1)
+    keys = torch.cat((projected[..., :key_dim], shared), dim=-1).float()
+    scores = torch.einsum("nhd,chd->hnc", q.float(), keys) * 0.3
+    scores = scores.masked_fill(mask[:, :context] == 0, -torch.inf)
+    want = torch.einsum("hnc,chd->nhd", scores.softmax(-1), projected[..., key_dim:].float())
+    rtol = 1e-4 if dtype is torch.float32 else 2e-2
+    torch.testing.assert_close(out[:, :heads].float(), want, rtol=rtol, atol=rtol)
+    assert (out[:, heads] == 7.0).all()
+    assert int(mask.sum()) == sum(len(found) for found in lists)
+
+
 def driver_of(path: Path) -> StepDriver:
     """On a GPU the default; elsewhere its attention is replaced."""
     driver = StepDriver(path, page_size=16, device=DEVICE, disable_cuda_graph=True)
@@ -196,8 +227,33 @@ def test_logits_equal_transformers(
         monkeypatch.setattr(dense_attention, "HEADS_AT_ONCE", 4)
         monkeypatch.setattr(dense_attention, "UNIT", 8)
         monkeypatch.setattr(dense_attention, "PIECE_UNITS", 2)
-    hf = save_tiny_checkpoint(tmp_path, family)
-    driver = driver_of(tmp_path)
+    _check_logits(tmp_path, save_tiny_checkpoint(tmp_path, family))
+
+
+def test_logits_under_a_mask_equal_transformers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first tokens that choose attend under a mask, later ones to rows."""
+    monkeypatch.setattr(backend, "SHORT_TOKENS", 20)
+    monkeypatch.setattr(backend, "TOKENS_AT_ONCE", 8)
+    monkeypatch.setattr(backend, "HEADS_AT_ONCE", 4)
+    monkeypatch.setattr(backend, "MASKED_CONTEXT", 72)
+    monkeypatch.setattr(backend, "MASKED_TOKENS", 5)
+    masked = []
+
+    def attend(q: torch.Tensor, *args: Any) -> None:
+        masked.append(len(q))
+        masked_attention(q, *args)
+
+    monkeypatch.setattr(backend, "masked_attention", attend)
+    sizes = {"qk_rope_head_dim": 16, "head_dim": 16, "v_head_dim": 16}
+    _check_logits(tmp_path, save_tiny_checkpoint(tmp_path, "deepseek_v32", **sizes))
+    # Chunks of tokens 32 to 36, and 37 to 71; the heads in two parts.
+    assert set(masked) == {5, 35}
+
+
+def _check_logits(path: Path, hf: Any) -> None:
+    driver = driver_of(path)
     long, short = prompt(90, 1), prompt(21, 2)
     want_long, want_short = reference(hf, long), reference(hf, short)
     got = [driver.extend([(0, short[:17]), (1, long[:37])]).next_token_logits.clone()]
