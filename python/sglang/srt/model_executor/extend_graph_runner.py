@@ -3,15 +3,15 @@
 A question after a long cached prefix is a prefill of few tokens. The CPU takes longer to launch its
 kernels than the GPU to run them, and delays the first token. A graph for each layer launches the
 kernels at once; one graph for all layers could not wait for the loads of single layers. A step is
-padded to the next captured number of tokens. Padding tokens attend to nothing, and are stored in
-slot 0, the padding page.
+padded to the next captured number of tokens, and of requests. Padding tokens attend to nothing, and
+are stored in slot 0, the padding page. An exact repeat computes one token.
 """
 
 from __future__ import annotations
 
 import bisect
 from collections.abc import Callable, Mapping
-from typing import Final
+from typing import Final, NamedTuple
 
 import torch
 
@@ -29,10 +29,20 @@ from sglang.srt.mem_cache.device.state_spec import PoolName
 from sglang.srt.model_executor.cuda_graph_runner import Forward
 from sglang.srt.model_executor.graph_capture import Graph, GraphCapture
 
-TOKEN_COUNTS: Final = (16, 32, 64, 128, 256)
+TOKEN_COUNTS: Final = (1, 16, 32, 64, 128, 256)
 """Captured numbers of tokens. From about 300 tokens on, the GPU takes longer than the CPU."""
 assert TOKEN_COUNTS[-1] <= SHORT, "layers of linear attention plan longer prefills on the CPU"
 MAX_REQUESTS: Final = 8
+
+
+class Size(NamedTuple):
+    """What a graph computes: so many tokens, of so many requests."""
+
+    tokens: int
+    requests: int
+
+    def __str__(self) -> str:
+        return f"{self.tokens}/{self.requests}"
 
 
 class ExtendGraphRunner:
@@ -80,12 +90,16 @@ class ExtendGraphRunner:
             self._logits_out = torch.empty(
                 (self._max_requests, num_logits), dtype=torch.float32, device=device
             )
-            self._logits: dict[int, VocabLogits] = {}
+            self._logits: dict[Size, VocabLogits] = {}
             capture = GraphCapture()
+            sizes = [
+                Size(tokens, requests)
+                for requests in sorted({1, self._max_requests})
+                for tokens in self._token_counts
+                if tokens >= requests
+            ]
             self._pieces = capture.capture_sizes(
-                "prefills of %s tokens",
-                self._token_counts,
-                lambda size: self._capture(size, capture),
+                "prefills of tokens/requests %s", sizes, lambda size: self._capture(size, capture)
             )
 
     def can_run(self, forward_batch: ForwardBatch) -> bool:
@@ -105,11 +119,11 @@ class ExtendGraphRunner:
             Logits that the next replay overwrites.
         """
         count, requests = len(forward_batch.input_ids), forward_batch.batch_size
-        size = self._token_counts[bisect.bisect_left(self._token_counts, count)]
-        if count < size:
-            self._tokens[:, count:size] = 0
-        if requests < self._max_requests:
-            self._requests[:, requests:] = self._no_request
+        size = self._size_of(count, requests)
+        if count < size.tokens:
+            self._tokens[:, count : size.tokens] = 0
+        if requests < size.requests:
+            self._requests[:, requests : size.requests] = self._no_request
         values = [
             forward_batch.input_ids,
             forward_batch.positions,
@@ -120,11 +134,11 @@ class ExtendGraphRunner:
         ]
         places = [*self._tokens[:, :count].unbind(), *self._requests[:, :requests].unbind()]
         if self._short_plan is not None:
-            values += self._states_of(forward_batch)
-            places = [*places[: len(values) - 2], *self._short_plan]
+            values += self._states_of(forward_batch, size)
+            places = [*places[: len(values) - 2], *_first(self._short_plan, size.requests)]
         torch._foreach_copy_(places[: len(values)], values)
         for backend in self._attn_backends.values():
-            backend.init_forward_metadata_extend_graph(forward_batch, size, self._max_requests)
+            backend.init_forward_metadata_extend_graph(forward_batch, *size)
         first, *others = self._pieces[size]
         first.replay()
         for (layer, pool), piece in zip(self._waits, others, strict=True):
@@ -133,22 +147,28 @@ class ExtendGraphRunner:
             piece.replay()
         return LogitsProcessorOutput(logits=self._logits[size].first(requests))
 
-    def _states_of(self, forward_batch: ForwardBatch) -> list[torch.Tensor]:
+    def _size_of(self, tokens: int, requests: int) -> Size:
+        """The smallest captured size that has room for a step."""
+        padded = 1 if requests == 1 else self._max_requests
+        fitting = bisect.bisect_left(self._token_counts, max(tokens, padded))
+        return Size(self._token_counts[fitting], padded)
+
+    def _states_of(self, forward_batch: ForwardBatch, size: Size) -> list[torch.Tensor]:
         """Slots and plan of a step's states, in the order of the static tensors."""
         states, num_new = forward_batch.states, forward_batch.extend_seq_lens_cpu
         assert states is not None and num_new is not None, "the maker of the batch gave it states"
         plan = ShortPlan.of(
-            num_new, states.track_lens_cpu, forward_batch.input_ids.device, self._max_requests
+            num_new, states.track_lens_cpu, forward_batch.input_ids.device, size.requests
         )
         # These slots are not read if there are no snapshots.
         targets = states.slots if states.track_slots is None else states.track_slots
         return [states.slots, states.read_slots, targets, *plan]
 
-    def _capture(self, size: int, capture: GraphCapture) -> list[Graph]:
+    def _capture(self, size: Size, capture: GraphCapture) -> list[Graph]:
         """Graphs of a forward, cut before the attention of each layer."""
         batch = self._static_batch(size)
         for backend in self._attn_backends.values():
-            backend.init_forward_metadata_extend_graph(batch, size, self._max_requests)
+            backend.init_forward_metadata_extend_graph(batch, *size)
 
         def run(cut: Callable[[], None]) -> None:
             batch.on_layer = lambda layer: cut()
@@ -157,10 +177,11 @@ class ExtendGraphRunner:
 
         return capture.capture_pieces(run)
 
-    def _static_batch(self, size: int) -> ForwardBatch:
+    def _static_batch(self, size: Size) -> ForwardBatch:
         """One request of `size` tokens, all in the padding page."""
-        ids, positions, loc = self._tokens[:, :size]
-        rows, seq_lens, last_rows, slots, first_slots, track_slots = self._requests
+        ids, positions, loc = self._tokens[:, : size.tokens]
+        requests = self._requests[:, : size.requests]
+        rows, seq_lens, last_rows, slots, first_slots, track_slots = requests
         return ForwardBatch(
             forward_mode=ForwardMode.EXTEND,
             input_ids=ids,
@@ -168,14 +189,14 @@ class ExtendGraphRunner:
             req_pool_indices=rows,
             req_pool_indices_cpu=[0],
             seq_lens=seq_lens,
-            seq_lens_cpu=[size],
+            seq_lens_cpu=[size.tokens],
             out_cache_loc=loc,
             req_to_token_pool=self._req_to_token_pool,
             token_to_kv_pool=kv_pool(self._pools),
             pools=self._pools,
             extend_prefix_lens_cpu=[0],
-            extend_seq_lens_cpu=[size],
-            logits_out=self._logits_out,
+            extend_seq_lens_cpu=[size.tokens],
+            logits_out=self._logits_out[: size.requests],
             last_rows_in=last_rows,
             states=None
             if self._short_plan is None
@@ -183,8 +204,13 @@ class ExtendGraphRunner:
                 slots=slots,
                 first_slots=first_slots,
                 track_slots=track_slots,
-                plan=self._short_plan,
+                plan=_first(self._short_plan, size.requests),
             ),
             attn_backends=self._attn_backends,
             is_captured=True,
         )
+
+
+def _first(plan: ShortPlan, requests: int) -> ShortPlan:
+    """The plan of the first requests, in the same memory."""
+    return ShortPlan(plan.bounds[: requests + 1], plan.track_lens[:requests])

@@ -15,6 +15,7 @@ logger = logging.getLogger(__name__)
 _WARM_UP_RUNS: Final = 2
 
 Graph: TypeAlias = torch.cuda.CUDAGraph
+S = TypeVar("S")
 T = TypeVar("T")
 
 
@@ -26,9 +27,7 @@ class GraphCapture:
         gc.collect()  # an object that dies during a capture might be freed within it
         torch.cuda.synchronize()
 
-    def capture_sizes(
-        self, what: str, sizes: Sequence[int], capture: Callable[[int], T]
-    ) -> dict[int, T]:
+    def capture_sizes(self, what: str, sizes: Sequence[S], capture: Callable[[S], T]) -> dict[S, T]:
         """Capture each size, and log the time. Returns the results by size.
 
         Args:

@@ -244,12 +244,21 @@ def test_short_prefills_in_graphs_give_what_launches_give(tmp_path: Path) -> Non
         return replay(runner, batch)
 
     with mock.patch.object(ExtendGraphRunner, "replay", count):
-        for new in ([20, 1, 3], [300], [16], [17], [64, 64, 1, 1, 30, 2, 3, 4], [256], [255, 2]):
+        for new in (
+            [20, 1, 3],
+            [300],
+            [1],
+            [16],
+            [17],
+            [64, 64, 1, 1, 30, 2, 3, 4],
+            [256],
+            [255, 2],
+        ):
             work = [(row, prompt(count, row + count)) for row, count in enumerate(new)]
             got, want = (driver.extend(work).next_token_logits.clone() for driver in drivers)
             assert got.shape == want.shape
             assert (got - want).abs().max() < 0.03 * want.abs().max(), new
-    assert replayed == [24, 16, 17, 169, 256]
+    assert replayed == [24, 1, 16, 17, 169, 256]
     last = [(0, 3), (1, 4)]
     got, want = (driver.decode(last).next_token_logits.clone() for driver in drivers)
     assert (got - want).abs().max() < 0.03 * want.abs().max()
