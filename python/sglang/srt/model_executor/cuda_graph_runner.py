@@ -78,12 +78,14 @@ class CudaGraphRunner:
         *,
         batch_sizes: Sequence[int],
         num_logits: int,
+        show_progress: bool,
     ) -> None:
         """Args:
         forward: The model's `forward`.
         pools: The pools of all the model's state.
         batch_sizes: Ascending.
         num_logits: Number of logits per request on this rank.
+        show_progress: See `progress_bar`.
         """
         for pool in pools.values():
             assert pool.layer_transfer_counter is None, "waits cannot be captured"
@@ -104,7 +106,7 @@ class CudaGraphRunner:
             )
             self._logits: dict[int, VocabLogits] = {}
             self._batches = {size: self._static_batch(size) for size in self._batch_sizes}
-            capture = GraphCapture()
+            capture = GraphCapture(show_progress=show_progress)
             self._graphs = capture.capture_sizes(
                 "decoding of %s requests",
                 self._batch_sizes,

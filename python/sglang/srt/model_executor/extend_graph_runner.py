@@ -56,12 +56,14 @@ class ExtendGraphRunner:
         pools: Mapping[PoolName, BaseDevicePool],
         *,
         num_logits: int,
+        show_progress: bool,
     ) -> None:
         """Args:
         forward: The model's `forward`.
         attn_backends: The backend of each kind of layer; each `captures_extend`.
         pools: The pools of all the model's state.
         num_logits: Number of logits per request on this rank.
+        show_progress: See `progress_bar`.
         """
         for pool in pools.values():
             assert pool.layer_transfer_counter is None, "waits cannot be captured"
@@ -91,7 +93,7 @@ class ExtendGraphRunner:
                 (self._max_requests, num_logits), dtype=torch.float32, device=device
             )
             self._logits: dict[Size, VocabLogits] = {}
-            capture = GraphCapture()
+            capture = GraphCapture(show_progress=show_progress)
             sizes = [
                 Size(tokens, requests)
                 for requests in sorted({1, self._max_requests})

@@ -10,6 +10,8 @@ from typing import Final, TypeAlias, TypeVar
 
 import torch
 
+from sglang.srt.utils.progress import progress_bar
+
 logger = logging.getLogger(__name__)
 
 _WARM_UP_RUNS: Final = 2
@@ -22,7 +24,8 @@ T = TypeVar("T")
 class GraphCapture:
     """Captures graphs into one memory pool; no two of them may be replayed at the same time."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, show_progress: bool = False) -> None:
+        self._show_progress = show_progress
         self._pool = torch.cuda.graph_pool_handle()
         gc.collect()  # an object that dies during a capture might be freed within it
         torch.cuda.synchronize()
@@ -35,8 +38,17 @@ class GraphCapture:
             sizes: Ascending.
         """
         started = time.monotonic()
-        # The largest first: the others fit into its memory.
-        made = {size: capture(size) for size in reversed(sizes)}
+        made = {}
+        with progress_bar(
+            logger.info,
+            desc="Capturing graphs",
+            total=len(sizes),
+            disable=not self._show_progress,
+        ) as progress:
+            # The largest first: the others fit into its memory.
+            for size in reversed(sizes):
+                made[size] = capture(size)
+                progress.update()
         named = what % ", ".join(map(str, sizes))
         logger.info("Captured %s, %.2f s", named, time.monotonic() - started)
         return made

@@ -6,6 +6,7 @@ import contextlib
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -58,6 +59,7 @@ from sglang.srt.model_executor.warm_up import warm_up_batches
 from sglang.srt.model_loader.loader import build_model, load_weights
 from sglang.srt.model_loader.weight_seed import register_weights
 from sglang.srt.model_loader.weight_source import LoadConfig, SeedAddress
+from sglang.srt.utils.progress import progress_bar
 
 logger = logging.getLogger(__name__)
 
@@ -165,7 +167,7 @@ class ModelRunner:
             seed_instance=config.seed_instance,
             device=config.device,
             tp_group=self.tp_group,
-            show_progress=config.show_progress and self._is_first_rank,
+            show_progress=self._shows_progress,
         )
         self.model = build_model(config.model_config, load_config)
         self.state_specs = self.model.state_specs(self.kv_cache_dtype)
@@ -212,7 +214,8 @@ class ModelRunner:
                 get_attention_tp_group().open_symmetric_memory(own)
             self.tp_group = config.tp_group or get_attention_tp_group()
             self.cp_group = config.cp_group or get_attention_cp_group()
-        self._is_first_rank = rendezvous is None or rendezvous.rank == 0
+        is_first_rank = rendezvous is None or rendezvous.rank == 0
+        self._shows_progress = self.config.show_progress and is_first_rank
 
     def init_shared_mooncake_transfer_engine(self) -> None:
         """Start the Transfer Engine that features of this server share, if any needs it.
@@ -321,14 +324,22 @@ class ModelRunner:
         self.token_to_kv_pool_allocator = make_allocator(self.token_to_kv_pool)
         if not self._device_kind.warms_up:
             return
-        for backend in self.attn_backends.values():
-            backend.warm_up()
-        self.token_to_kv_pool_allocator.warm_up()
-        pools = self.req_to_token_pool, self.token_to_kv_pool
-        for batch in warm_up_batches(*pools, longest_pass):
-            self.forward(batch)
+        self._warm_up(longest_pass)
         if self._captures_graphs:
             self._capture(graph_batch_sizes(self.config.cuda_graph_max_bs, max_running_requests))
+
+    def _warm_up(self, longest_pass: int) -> None:
+        """Do the device's one-time work, most of which compiles kernels."""
+        pools = self.req_to_token_pool, self.token_to_kv_pool
+        work: list[Callable[[], object]] = [b.warm_up for b in self.attn_backends.values()]
+        work.append(self.token_to_kv_pool_allocator.warm_up)
+        work += [partial(self.forward, batch) for batch in warm_up_batches(*pools, longest_pass)]
+        with progress_bar(
+            logger.info, desc="Warming up", total=len(work), disable=not self._shows_progress
+        ) as progress:
+            for do_next in work:
+                do_next()
+                progress.update()
 
     def _make_row_pool(self, rows: int) -> ReqToTokenPool:
         context_len, device = self.model_config.context_len, self.config.device
@@ -356,6 +367,7 @@ class ModelRunner:
                 self.pools,
                 batch_sizes=batch_sizes,
                 num_logits=num_logits,
+                show_progress=self._shows_progress,
             )
             self._graphs.append(decoding)
         refusal = uncaptured(backends, lambda backend: backend.captures_extend)
@@ -368,6 +380,7 @@ class ModelRunner:
                 self.req_to_token_pool,
                 self.pools,
                 num_logits=num_logits,
+                show_progress=self._shows_progress,
             )
             self._graphs.append(short_prefills)
 

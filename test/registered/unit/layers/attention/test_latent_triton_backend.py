@@ -246,8 +246,10 @@ def test_logits_under_a_mask_equal_transformers(
         masked_attention(q, *args)
 
     monkeypatch.setattr(backend, "masked_attention", attend)
-    sizes = {"qk_rope_head_dim": 16, "head_dim": 16, "v_head_dim": 16}
-    _check_logits(tmp_path, save_tiny_checkpoint(tmp_path, "deepseek_v32", **sizes))
+    hf = save_tiny_checkpoint(
+        tmp_path, "deepseek_v32", qk_rope_head_dim=16, head_dim=16, v_head_dim=16
+    )
+    _check_logits(tmp_path, hf)
     # Chunks of tokens 32 to 36, and 37 to 71; the heads in two parts.
     assert set(masked) == {5, 35}
 
