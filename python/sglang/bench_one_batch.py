@@ -150,13 +150,7 @@ def make_worker(args: ServerArgs, requests: int, tokens_each: int) -> TpModelWor
     most = args.max_running_requests
     if most is not None and most < requests:
         raise ValueError(f"--max-running-requests {most}: the largest batch has {requests}")
-    config = ModelConfig.from_path(
-        args.model_path,
-        dtype=args.dtype,
-        context_length=args.context_length,
-        trust_remote_code=args.trust_remote_code,
-        quantization=args.quantization,
-    )
+    config = ModelConfig.from_args(args)
     if tokens_each > config.context_len:
         raise ValueError(
             f"--input-len and --output-len: {tokens_each} tokens do not fit into the model's "
@@ -185,13 +179,7 @@ def run(own: argparse.Namespace, args: ServerArgs) -> None:
     measurements, if the result file cannot be written."""
     if own.result_filename:
         Path(own.result_filename).open("ab").close()
-    assert args.model_path is not None
-    config = ModelConfig.from_path(
-        args.model_path,
-        dtype=args.dtype,
-        trust_remote_code=args.trust_remote_code,
-        quantization=args.quantization,
-    )
+    config = ModelConfig.from_args(args)
     device_name = device_runtime(args.device).device_name()
     limits = measure_limits(args.device, config.dtype)
     print(

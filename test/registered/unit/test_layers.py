@@ -50,7 +50,6 @@ LAYERS: Final[tuple[tuple[str, ...], ...]] = (
     ("mem_cache", "managers.cache_controller"),
     ("model_executor.pool_sizing",),
     ("layers",),
-    ("model_executor.forward_batch_info",),
     ("models", "model_loader"),
     (
         "model_executor.model_runner",

@@ -322,11 +322,11 @@ def _shown(value: object) -> str:
     return text if len(text) <= _MAX_SHOWN_CHARS else f"{text[:_MAX_SHOWN_CHARS]}..."
 
 
-def supported_architecture(
+def read_config(
     model_path: str, *, trust_remote_code: bool = False, quantization: str | None = None
-) -> str:
-    """The key of `FIELDS` that the checkpoint in directory `model_path` has; its config.json is
-    checked.
+) -> tuple[str, dict[str, Any]]:
+    """The checked config.json of the checkpoint in directory `model_path`: its key of `FIELDS`, and
+    the whole.
 
     Args:
         trust_remote_code: Whether a config class that comes with the checkpoint may be run.
@@ -366,7 +366,7 @@ def supported_architecture(
         check_fields(raw, name)
     except ValueError as error:
         raise ValueError(f"{directory}: {error}") from None
-    return name
+    return name, raw
 
 
 def is_remote_config(raw: dict[str, Any], architecture: str) -> bool:

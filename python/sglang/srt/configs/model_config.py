@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
@@ -20,11 +20,14 @@ from sglang.srt.configs.config_fields import (
     FIELDS,
     TEXT_CONFIG,
     is_remote_config,
+    read_config,
     read_json,
-    supported_architecture,
 )
 from sglang.srt.configs.quantization_config import QuantizationConfig, quantization_of
 from sglang.srt.configs.rope_config import RopeConfig
+
+if TYPE_CHECKING:
+    from sglang.srt.server_args import ServerArgs
 
 DTYPES = {
     "float32": torch.float32,
@@ -74,6 +77,19 @@ class ModelConfig:
     """Format of the weights in the files; None: they are not quantized."""
 
     @classmethod
+    def from_args(cls, args: ServerArgs) -> ModelConfig:
+        """Read the model that resolved arguments name. Raises as `from_path`."""
+        assert args.model_path is not None, "resolved arguments name the model"
+        return cls.from_path(
+            args.model_path,
+            dtype=args.dtype,
+            context_length=args.context_length,
+            ssm_dtype=args.mamba_ssm_dtype,
+            trust_remote_code=args.trust_remote_code,
+            quantization=args.quantization,
+        )
+
+    @classmethod
     def from_path(
         cls,
         model_path: str,
@@ -98,11 +114,9 @@ class ModelConfig:
             ValueError: Something is missing or not supported. One line with the remedy.
         """
         directory = Path(model_path)
-        architecture = supported_architecture(
+        architecture, raw = read_config(
             model_path, trust_remote_code=trust_remote_code, quantization=quantization
         )
-        raw = read_json(directory / "config.json")
-        assert raw is not None, "its architecture was read"
         whole = _parse_hf_config(directory, raw, architecture)
         hf = whole if FIELDS[architecture].text is None else getattr(whole, TEXT_CONFIG)
         num_heads = positive_int(hf, "num_attention_heads")

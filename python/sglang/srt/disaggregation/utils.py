@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from enum import StrEnum
-from typing import Final, Literal, NamedTuple, overload
+from typing import Any, Final
 
 import msgspec
 import numpy as np
@@ -14,14 +13,7 @@ import torch
 import xxhash
 
 from sglang.srt.arg_groups.disaggregation import DisaggregationMode, TransferBackend
-from sglang.srt.disaggregation.base.conn import (
-    BaseKVManager,
-    BaseKVReceiver,
-    BaseKVSender,
-    KVPoll,
-    KVPoller,
-    KVTransferError,
-)
+from sglang.srt.disaggregation.base.conn import KVPoll, KVPoller, KVTransferError
 from sglang.srt.disaggregation.base.first_token import FirstToken
 from sglang.srt.disaggregation.common.metadata_reader import (
     HEAD_BYTES,
@@ -145,13 +137,13 @@ class MetadataBuffers(ReqToMetadataIdxAllocator):
         # Whole words: such short copies to a GPU do not wait behind long ones.
         raw = raw.ljust(-(-len(raw) // _WORD_BYTES) * _WORD_BYTES, b"\0")
         row = torch.frombuffer(bytearray(raw), dtype=torch.uint8)
-        with self._beside_steps():
+        with self._runtime.waiting_for(self._stream):
             self._rows[index, : len(raw)].copy_(self._runtime.stage_to_device(row))
         return True
 
     def clear(self, index: int) -> None:
         """Mark a row as empty. Peers see that after the return."""
-        with self._beside_steps():
+        with self._runtime.waiting_for(self._stream):
             self._rows[index, :HEAD_BYTES].zero_()
 
     def get_buf(self, index: int, room: int) -> FirstToken:
@@ -161,15 +153,6 @@ class MetadataBuffers(ReqToMetadataIdxAllocator):
             (row,) = self._runtime.copy_to_host([self._rows[index]]).wait()
         assert row is not None
         return unpack_row(row.numpy().tobytes(), room)
-
-    @contextmanager
-    def _beside_steps(self) -> Iterator[None]:
-        """Run the work queued inside beside the scheduler's steps; wait for it at the end."""
-        with self._stream.use():
-            yield
-            event = self._runtime.make_event()
-            event.record()
-        event.synchronize()
 
 
 def poll_and_all_reduce(pollers: Sequence[KVPoller], gloo_group: RankGroup) -> list[KVPoll]:
@@ -229,34 +212,21 @@ class KVClassType(StrEnum):
     RECEIVER = "receiver"
 
 
-@overload
-def get_kv_class(
-    transfer_backend: TransferBackend, class_type: Literal[KVClassType.MANAGER]
-) -> type[BaseKVManager]: ...
-@overload
-def get_kv_class(
-    transfer_backend: TransferBackend, class_type: Literal[KVClassType.SENDER]
-) -> type[BaseKVSender]: ...
-@overload
-def get_kv_class(
-    transfer_backend: TransferBackend, class_type: Literal[KVClassType.RECEIVER]
-) -> type[BaseKVReceiver]: ...
-def get_kv_class(
-    transfer_backend: TransferBackend, class_type: KVClassType
-) -> type[BaseKVManager] | type[BaseKVSender] | type[BaseKVReceiver]:
-    """A class of the transport that `--disaggregation-transfer-backend` names."""
-    kind: type[BaseKVManager] | type[BaseKVSender] | type[BaseKVReceiver]
-    kind = getattr(_TRANSPORTS[transfer_backend], class_type)
-    return kind
-
-
-class _Transport(NamedTuple):
-    manager: type[BaseKVManager]
-    sender: type[BaseKVSender]
-    receiver: type[BaseKVReceiver]
+def get_kv_class(transfer_backend: TransferBackend, class_type: KVClassType) -> Any:
+    """A class of the transport that `--disaggregation-transfer-backend` names: a `BaseKVManager`,
+    `BaseKVSender` or `BaseKVReceiver`."""
+    return _TRANSPORTS[transfer_backend][class_type]
 
 
 _TRANSPORTS: Final = {
-    TransferBackend.MOONCAKE: _Transport(MooncakeKVManager, MooncakeKVSender, MooncakeKVReceiver),
-    TransferBackend.FAKE: _Transport(FakeKVManager, FakeKVSender, FakeKVReceiver),
+    TransferBackend.MOONCAKE: {
+        KVClassType.MANAGER: MooncakeKVManager,
+        KVClassType.SENDER: MooncakeKVSender,
+        KVClassType.RECEIVER: MooncakeKVReceiver,
+    },
+    TransferBackend.FAKE: {
+        KVClassType.MANAGER: FakeKVManager,
+        KVClassType.SENDER: FakeKVSender,
+        KVClassType.RECEIVER: FakeKVReceiver,
+    },
 }

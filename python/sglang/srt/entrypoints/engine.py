@@ -65,13 +65,7 @@ def _load_model_files(
         # same.
         from sglang.srt.configs.model_config import ModelConfig
 
-        config = ModelConfig.from_path(
-            args.model_path,
-            dtype=args.dtype,
-            context_length=args.context_length,
-            trust_remote_code=args.trust_remote_code,
-            quantization=args.quantization,
-        )
+        config = ModelConfig.from_args(args)
         tokenizer = get_tokenizer(
             args.tokenizer_path or args.model_path, trust_remote_code=args.trust_remote_code
         )

@@ -24,7 +24,7 @@ from sglang.srt.arg_groups.remote_weights import (
     reads_weights,
     seed_host_port,
 )
-from sglang.srt.configs.config_fields import supported_architecture
+from sglang.srt.configs.config_fields import read_config
 from sglang.srt.distributed.device_communicators.mooncake_library import (
     MOONCAKE_MISSING,
     STORE_USER,
@@ -97,7 +97,7 @@ def check_host_layout(args: ServerArgs) -> None:
 def check_model(args: ServerArgs) -> None:
     """Check the files of the model: config, weights, tokenizer, chat template."""
     assert args.model_path is not None, "resolved arguments name the model"
-    supported_architecture(
+    read_config(
         args.model_path,
         trust_remote_code=args.trust_remote_code,
         quantization=args.quantization,

@@ -159,6 +159,15 @@ class DeviceRuntime(ABC):
                 forwards.
         """
 
+    @contextlib.contextmanager
+    def waiting_for(self, stream: SideStream) -> Iterator[None]:
+        """Run the work queued inside on `stream`, and wait for that work at the end."""
+        with stream.use():
+            yield
+            event = self.make_event()
+            event.record()
+        event.synchronize()
+
     @abstractmethod
     def synchronize(self) -> None:
         """Wait until the device has completed all queued work."""

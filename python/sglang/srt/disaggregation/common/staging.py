@@ -10,10 +10,10 @@ there.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import threading
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Final
 
@@ -196,14 +196,9 @@ class Staging:
         with self.beside_steps():
             return torch.tensor(pages, dtype=torch.int64, device=self.device)
 
-    @contextlib.contextmanager
-    def beside_steps(self) -> Iterator[None]:
+    def beside_steps(self) -> AbstractContextManager[None]:
         """Run the work queued inside beside the scheduler's steps; wait for it at the end."""
-        with self._stream.use():
-            yield
-            event = self._runtime.make_event()
-            event.record()
-        event.synchronize()
+        return self._runtime.waiting_for(self._stream)
 
     def _make(self) -> StagingBuffer:
         memory = torch.empty(self.num_bytes, dtype=torch.uint8, device=self.device)

@@ -98,15 +98,7 @@ def build_scheduler(
         RankLost: Another rank has ended meanwhile.
     """
     server_args = on_this_machine(server_args, detect_device())
-    assert server_args.model_path is not None, "resolved"
-    model_config = ModelConfig.from_path(
-        server_args.model_path,
-        dtype=server_args.dtype,
-        context_length=server_args.context_length,
-        ssm_dtype=server_args.mamba_ssm_dtype,
-        trust_remote_code=server_args.trust_remote_code,
-        quantization=server_args.quantization,
-    )
+    model_config = ModelConfig.from_args(server_args)
     check_model_flags(server_args, model_config)
     tokenizer = _load_tokenizer(server_args)
 
