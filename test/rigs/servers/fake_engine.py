@@ -211,7 +211,9 @@ class FakeScheduler:
             if told is not None and request.top_logprobs_num
             else None,
             skip_special_tokens=params.skip_special_tokens,
-            shown_chars=one.finder.shown_chars(ended=reason is not None),
+            shown_chars=one.finder.shown_chars(ended=reason is not None)
+            if params.has_text_stops
+            else None,
         )
 
     @staticmethod

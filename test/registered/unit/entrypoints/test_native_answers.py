@@ -16,7 +16,7 @@ from sglang.srt.managers.messages.io_struct import (
     TopLogprobs,
 )
 from sglang.srt.managers.tokenizer.generate_request import GenerateRequest
-from sglang.srt.managers.tokenizer.request_state import RequestState, StopTrimmer
+from sglang.srt.managers.tokenizer.request_state import RequestState
 from sglang.srt.mem_cache.tree.radix_key import token_array
 from sglang.test.ci.ci_register import register_cpu_ci
 
@@ -34,7 +34,7 @@ class Tokens:
 
 def state_with_prompt(request: GenerateRequest, num_tokens: int) -> RequestState:
     """A state whose prompt has come with its logprobs."""
-    state = RequestState(request, 0.0, StopTrimmer([], keep_match=False))
+    state = RequestState(request, 0.0)
     state.note_sent(token_array([65] * num_tokens), request.logprob_start_len)
     tops: TopLogprobs = [(-1.0, 65), (-2.0, 66)][: request.top_logprobs_num]
     state.input_logprobs = [-1.0] * (num_tokens - 1)

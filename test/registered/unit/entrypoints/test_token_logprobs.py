@@ -16,7 +16,7 @@ from sglang.srt.entrypoints.openai.answers import (
     TokenFormatter,
 )
 from sglang.srt.managers.tokenizer.generate_request import GenerateRequest
-from sglang.srt.managers.tokenizer.request_state import RequestState, StopTrimmer
+from sglang.srt.managers.tokenizer.request_state import RequestState
 from sglang.test.ci.ci_register import register_cpu_ci
 
 register_cpu_ci(est_time=3, suite="base-a-test-cpu")
@@ -32,8 +32,7 @@ def ids_of(text: str) -> list[int]:
 
 
 def state_of(*, prompt: list[int] | None = None, output: list[int]) -> RequestState:
-    trimmer = StopTrimmer([], keep_match=False)
-    state = RequestState(GenerateRequest(rid="r", stream=True), 0.0, trimmer)
+    state = RequestState(GenerateRequest(rid="r", stream=True), 0.0)
     if prompt is not None:
         state.logprob_ids = prompt
         state.input_logprobs = [-1.0] * (len(prompt) - 1)

@@ -239,7 +239,7 @@ class RequestOutput(msgspec.Struct, kw_only=True, omit_defaults=True):
     skip_special_tokens: bool = True
     shown_chars: int | None = None
     """Characters of the output that may be shown: up to the stop string or pattern that ended it,
-    or up to the place where a pattern may still match. None: no bound."""
+    or up to the place where one may begin. None: no bound."""
 
 
 class BatchTokenIDOutput(Message):

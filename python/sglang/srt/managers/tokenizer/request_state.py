@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from sglang.srt.managers.messages.io_struct import (
@@ -24,59 +23,6 @@ from sglang.srt.managers.tokenizer.generate_request import (
 from sglang.srt.mem_cache.tree.radix_key import TokenArray
 
 
-class StopTrimmer:
-    """Holds back the tail of a text that a stop could begin in, and cuts the stop.
-
-    The scheduler decides whether a stop was met, and where a pattern may begin to match. The
-    trimmer itself finds the tail that may be the start of a stop string. State: the held text.
-    """
-
-    def __init__(self, stops: Sequence[str], *, keep_match: bool) -> None:
-        """Trim around `stops`. `keep_match`: the match that stops the request stays in the text
-        (`no_stop_trim`), so every call passes its text on."""
-        self._stops = tuple(stops)
-        self._keep_match = keep_match
-        self._held = ""
-        self._num_shown = 0
-        """Characters that were sent."""
-
-    def feed(self, text: str, shown_chars: int | None = None) -> str:
-        """Add `text` to the held text; return the part of both that is certain to be shown. For
-        `shown_chars` see `RequestOutput`."""
-        if self._keep_match:
-            return text
-        text = self._held + text
-        keep = max((_overlap(text, stop) for stop in self._stops), default=0)
-        return self._show(text, len(text) - keep, shown_chars)
-
-    def finish(self, text: str, shown_chars: int | None = None) -> str:
-        """The rest of the text. Text that is not shown now is dropped."""
-        if self._keep_match:
-            return text
-        text = self._held + text
-        return self._show(text, len(text), shown_chars)
-
-    def _show(self, text: str, count: int, shown_chars: int | None) -> str:
-        if shown_chars is not None:
-            count = min(count, max(shown_chars - self._num_shown, 0))
-        self._num_shown += count
-        self._held = text[count:]
-        return text[:count]
-
-
-def _overlap(text: str, stop: str) -> int:
-    """Characters at the end of `text` that `stop` begins with, all of `stop` included.
-
-    A whole stop string is held back too: it ends the request, perhaps only with the next message.
-    """
-    position = text.find(stop[0], max(len(text) - len(stop), 0))
-    while position >= 0:
-        if stop.startswith(text[position:]):
-            return len(text) - position
-        position = text.find(stop[0], position + 1)
-    return 0
-
-
 @dataclass(slots=True)
 class RequestState:
     """State and output of one request. Lists only grow; readers keep their own positions."""
@@ -84,7 +30,6 @@ class RequestState:
     request: GenerateRequest
     created_time: float
     """`time.monotonic()` on arrival."""
-    trimmer: StopTrimmer
     encoding: asyncio.Task[None] | None = None
     """Task that tokenizes a long prompt and then sends the request."""
     is_sent: bool = False
@@ -107,6 +52,10 @@ class RequestState:
     last_token_time: float | None = None
     finished_time: float | None = None
     failure: Exception | None = None
+    _held: str = ""
+    """Text that a stop may be part of."""
+    _num_shown: int = 0
+    """Characters of bounded outputs that were shown."""
     _changed: asyncio.Event = field(default_factory=asyncio.Event)
     _joined: str = ""
     _joined_parts: int = 0
@@ -152,10 +101,10 @@ class RequestState:
         the text of the token that stopped the request, if it is to be shown."""
         output = update.output
         reason = output.finish_reason
-        if reason is None:
-            text = self.trimmer.feed(update.text, output.shown_chars)
-        else:
-            text = self.trimmer.finish(update.text + stop_text, output.shown_chars)
+        text = update.text + stop_text
+        is_bounded = output.shown_chars is not None or self._held
+        if is_bounded and not self.request.no_stop_trim:
+            text = self._trim(text, output.shown_chars)
         if text:
             self.text_parts.append(text)
         self.output_ids.extend(output.output_ids)
@@ -171,6 +120,17 @@ class RequestState:
             self._finish(reason)
         self._changed.set()
         return len(output.output_ids)
+
+    def _trim(self, text: str, shown_chars: int | None) -> str:
+        """The part of the held text and `text` that may be shown; the rest is held. For
+        `shown_chars` see `RequestOutput`: all outputs of a request but its last have it, or none.
+        """
+        text = self._held + text
+        count = len(text) if shown_chars is None else max(shown_chars - self._num_shown, 0)
+        self._held = text[count:]
+        shown = text[:count]
+        self._num_shown += len(shown)
+        return shown
 
     def abort_unsent(self) -> None:
         """Abort the request for its client before it is sent to the scheduler."""

@@ -36,7 +36,7 @@ from sglang.srt.managers.tokenizer.request_limits import (
     check_request,
     tokenized,
 )
-from sglang.srt.managers.tokenizer.request_state import RequestState, StopTrimmer
+from sglang.srt.managers.tokenizer.request_state import RequestState
 from sglang.srt.managers.tokenizer.server_channel import ControlClient, ServerChannel
 from sglang.srt.mem_cache.tree.radix_key import token_array
 from sglang.srt.observability.engine_metrics import ServerMetrics
@@ -145,9 +145,7 @@ class TokenizerManager:
                     raise InvalidRequest(
                         f"rid {rid!r} is in use by a running request: choose another", field="rid"
                     )
-                stops = request.sampling_params.stop_strings
-                trimmer = StopTrimmer(stops, keep_match=request.no_stop_trim)
-                self._states[rid] = RequestState(request, now, trimmer)
+                self._states[rid] = RequestState(request, now)
                 states.append(self._states[rid])
             for request, state, tokens in zip(requests, states, prompts, strict=True):
                 if tokens is None:

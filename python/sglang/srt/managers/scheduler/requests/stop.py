@@ -67,10 +67,14 @@ class StopFinder:
 
     def shown_chars(self, *, ended: bool) -> int | None:
         """Characters of the output that may be shown; see `RequestOutput.shown_chars`. They end at
-        the stop that was found, or while the output grows, where a pattern may still match."""
+        the stop that was found, or while the output grows, where one may begin."""
         if self.match is not None:
             return self.match.begin
-        return None if ended else min((scan.begin for scan in self._scans), default=None)
+        if ended:
+            return None
+        held = max((_overlap(self._text, stop) for stop in self._stops), default=0)
+        end = self._offset + len(self._text) - held
+        return min(end, *(scan.begin for scan in self._scans)) if self._scans else end
 
     def advance(self, output_ids: Sequence[int], *, may_stop: bool) -> StopMatch | None:
         """Search the text that the new tokens of `output_ids`, which is all of the output, add.
@@ -110,6 +114,16 @@ class StopFinder:
         if count > 0:
             self._text = self._text[count:]
             self._offset += count
+
+
+def _overlap(text: str, stop: str) -> int:
+    """Characters at the end of `text` that `stop` begins with, fewer than all of `stop`."""
+    position = text.find(stop[0], max(len(text) - len(stop) + 1, 0))
+    while position >= 0:
+        if stop.startswith(text[position:]):
+            return len(text) - position
+        position = text.find(stop[0], position + 1)
+    return 0
 
 
 class _MatchCredit:
