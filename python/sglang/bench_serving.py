@@ -38,8 +38,6 @@ from sglang.benchmark.serving_metrics import (
 )
 from sglang.benchmark.workload import (
     BenchRequest,
-    RandomShape,
-    SharedPrefixShape,
     TraceScale,
     Vocabulary,
     arrival_times,
@@ -148,21 +146,21 @@ def make_requests(args: argparse.Namespace, vocabulary: Vocabulary) -> list[Benc
     """The prompts of the chosen dataset. A ValueError names a flag that is wrong."""
     match args.dataset_name:
         case "random":
-            shape = RandomShape(
+            return random_requests(
+                vocabulary,
+                args.num_prompts or 1000,
+                args.seed,
                 input_len=args.random_input_len,
                 output_len=args.random_output_len,
                 range_ratio=args.random_range_ratio,
             )
-            return random_requests(vocabulary, shape, args.num_prompts or 1000, args.seed)
         case "generated-shared-prefix":
-            groups = SharedPrefixShape(
-                num_groups=args.gsp_num_groups,
-                prompts_per_group=args.gsp_prompts_per_group,
-                system_prompt_len=args.gsp_system_prompt_len,
-                question_len=args.gsp_question_len,
-                output_len=args.gsp_output_len,
-            )
-            return shared_prefix_requests(vocabulary, groups, args.seed)[: args.num_prompts]
+            sizes = {name: value for name, value in vars(args).items() if name.startswith("gsp_")}
+            for name, value in sizes.items():
+                if value < 1:
+                    raise ValueError(f"--{name.replace('_', '-')} {value}: must be 1 or more")
+            groups = {name.removeprefix("gsp_"): value for name, value in sizes.items()}
+            return shared_prefix_requests(vocabulary, args.seed, **groups)[: args.num_prompts]
         case _:
             scale = TraceScale(
                 length=args.mooncake_length_scale,
@@ -234,9 +232,9 @@ async def _warm_up(
     tokens: Tokens,
 ) -> None:
     """Send requests whose prompts differ from the prompts of the test, which stay uncached."""
-    shape = RandomShape(input_len=64, output_len=4, range_ratio=1.0)
-    count = max(0, args.warmup_requests)
-    for one in random_requests(tokens.vocabulary, shape, count, args.seed + _WARMUP_SEED_OFFSET):
+    count, seed = max(0, args.warmup_requests), args.seed + _WARMUP_SEED_OFFSET
+    sizes = {"input_len": 64, "output_len": 4, "range_ratio": 1}
+    for one in random_requests(tokens.vocabulary, count, seed, **sizes):
         result = await backend.send(session, one, options, tokens.decode(one.prompt_ids))
         if not result.success:
             raise ValueError(f"the warm-up request failed: {result.error}")

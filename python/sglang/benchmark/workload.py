@@ -154,66 +154,52 @@ class BenchRequest:
     """Time to send it, in seconds after the start; None lets the request rate decide."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RandomShape:
-    """Lengths in tokens, uniformly distributed over `[len * range_ratio, len]`."""
-
-    input_len: int
-    output_len: int
-    range_ratio: float = 0.0
-
-    def __post_init__(self) -> None:
-        if self.input_len < 1 or self.output_len < 1:
-            raise ValueError(
-                f"--random-input-len {self.input_len} and --random-output-len {self.output_len}: "
-                "need both >= 1"
-            )
-        if not 0 <= self.range_ratio <= 1:
-            raise ValueError(f"--random-range-ratio {self.range_ratio}: must be in [0, 1]")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SharedPrefixShape:
-    """Groups of prompts: each group shares a system prompt, each prompt has a question. Tokens."""
-
-    num_groups: int
-    prompts_per_group: int
-    system_prompt_len: int
-    question_len: int
-    output_len: int
-
-    def __post_init__(self) -> None:
-        for name in self.__slots__:
-            value = getattr(self, name)
-            if value < 1:
-                raise ValueError(f"--gsp-{name.replace('_', '-')} {value}: must be 1 or more")
-
-
 def random_requests(
-    vocabulary: Vocabulary, shape: RandomShape, count: int, seed: int
+    vocabulary: Vocabulary,
+    count: int,
+    seed: int,
+    *,
+    input_len: int,
+    output_len: int,
+    range_ratio: float = 0.0,
 ) -> list[BenchRequest]:
+    """Lengths in tokens, uniformly distributed over `[len * range_ratio, len]`."""
+    if input_len < 1 or output_len < 1:
+        raise ValueError(
+            f"--random-input-len {input_len} and --random-output-len {output_len}: need both >= 1"
+        )
+    if not 0 <= range_ratio <= 1:
+        raise ValueError(f"--random-range-ratio {range_ratio}: must be in [0, 1]")
     rng = np.random.default_rng(seed)
 
     def lengths(most: int) -> npt.NDArray[np.int64]:
-        return rng.integers(max(1, int(most * shape.range_ratio)), most + 1, size=count)
+        return rng.integers(max(1, int(most * range_ratio)), most + 1, size=count)
 
-    pairs = zip(lengths(shape.input_len), lengths(shape.output_len), strict=True)
+    pairs = zip(lengths(input_len), lengths(output_len), strict=True)
     return [
         BenchRequest(_draw(rng, vocabulary, int(prompt)), int(answer)) for prompt, answer in pairs
     ]
 
 
 def shared_prefix_requests(
-    vocabulary: Vocabulary, shape: SharedPrefixShape, seed: int
+    vocabulary: Vocabulary,
+    seed: int,
+    *,
+    num_groups: int,
+    prompts_per_group: int,
+    system_prompt_len: int,
+    question_len: int,
+    output_len: int,
 ) -> list[BenchRequest]:
-    """All prompts of all groups, in random order."""
+    """All prompts of all groups, in random order: each group shares a system prompt, each prompt
+    has a question. Lengths in tokens."""
     rng = np.random.default_rng(seed)
     requests = []
-    for _ in range(shape.num_groups):
-        system = _draw(rng, vocabulary, shape.system_prompt_len)
-        for _ in range(shape.prompts_per_group):
-            question = _draw(rng, vocabulary, shape.question_len)
-            requests.append(BenchRequest(system + question, shape.output_len))
+    for _ in range(num_groups):
+        system = _draw(rng, vocabulary, system_prompt_len)
+        for _ in range(prompts_per_group):
+            question = _draw(rng, vocabulary, question_len)
+            requests.append(BenchRequest(system + question, output_len))
     return [requests[index] for index in rng.permutation(len(requests))]
 
 

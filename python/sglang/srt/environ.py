@@ -13,8 +13,7 @@ from __future__ import annotations
 
 import os
 import re
-from abc import abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Generic, TypeVar
 
@@ -59,25 +58,31 @@ def parse_gigabytes(text: str) -> float:
 
 
 class EnvField(Generic[T]):
-    """One environment variable, named like its attribute. Subclasses define how it is parsed."""
+    """One environment variable, named like its attribute.
 
-    expects = ""
+    Args:
+        parse: The value that a text means. Raises ValueError for an invalid text.
+        expects: The valid texts, for errors.
+        render: The inverse of `parse`.
+    """
 
-    def __init__(self, default: T, doc: str) -> None:
+    def __init__(
+        self,
+        default: T,
+        doc: str,
+        parse: Callable[[str], T],
+        expects: str,
+        render: Callable[[T], str] = str,
+    ) -> None:
         self.name = ""
         self.default = default
         self.doc = doc
+        self.parse = parse
+        self.expects = expects
+        self.render = render
 
     def __set_name__(self, owner: type, name: str) -> None:
         self.name = name
-
-    @abstractmethod
-    def parse(self, text: str) -> T:
-        """The value that `text` means. Raises ValueError for an invalid text."""
-
-    def render(self, value: T) -> str:
-        """The text of `value` for the environment: the inverse of `parse`."""
-        return str(value)
 
     def is_set(self) -> bool:
         """True if the process environment has the variable."""
@@ -129,185 +134,156 @@ class EnvField(Generic[T]):
                 os.environ[self.name] = before
 
 
-class EnvStr(EnvField[str]):
+def _env_str(default: str, doc: str, choices: tuple[str, ...] = ()) -> EnvField[str]:
     """Any text, or one of `choices`."""
 
-    def __init__(self, default: str, doc: str, choices: tuple[str, ...] = ()) -> None:
-        super().__init__(default, doc)
-        self.choices = choices
-        self.expects = f"one of {', '.join(choices)}" if choices else "text"
-
-    def parse(self, text: str) -> str:
-        if self.choices and text not in self.choices:
+    def parse(text: str) -> str:
+        if choices and text not in choices:
             raise ValueError(text)
         return text
 
+    expects = f"one of {', '.join(choices)}" if choices else "text"
+    return EnvField(default, doc, parse, expects)
 
-class EnvOptionalStr(EnvField[str | None]):
+
+def _env_optional_str(doc: str) -> EnvField[str | None]:
     """Text, or `None` if the variable is not set or empty."""
-
-    expects = "text"
-
-    def __init__(self, doc: str) -> None:
-        super().__init__(None, doc)
-
-    def parse(self, text: str) -> str | None:
-        return text or None
-
-    def render(self, value: str | None) -> str:
-        return value or ""
+    return EnvField(None, doc, lambda text: text or None, "text", lambda value: value or "")
 
 
-class EnvInt(EnvField[int]):
-    expects = "a whole number"
-
-    def parse(self, text: str) -> int:
-        return int(text)
+def _env_int(default: int, doc: str) -> EnvField[int]:
+    return EnvField(default, doc, int, "a whole number")
 
 
-class EnvShare(EnvField[float]):
-    """A number from 0 to 1."""
-
-    expects = "a number from 0 to 1"
-
-    def parse(self, text: str) -> float:
-        share = float(text)
-        if not 0.0 <= share <= 1.0:
-            raise ValueError(text)
-        return share
-
-
-class EnvBool(EnvField[bool]):
-    expects = "1/true/yes/on or 0/false/no/off"
-
-    def parse(self, text: str) -> bool:
-        word = text.strip().lower()
-        if word not in _TRUE | _FALSE:
-            raise ValueError(text)
-        return word in _TRUE
-
-    def render(self, value: bool) -> str:
-        return "1" if value else "0"
-
-
-class EnvOptionalBool(EnvField[bool | None]):
-    """`None` if the variable is not set or empty."""
-
-    expects = EnvBool.expects
-
-    def __init__(self, doc: str) -> None:
-        super().__init__(None, doc)
-
-    def parse(self, text: str) -> bool | None:
-        word = text.strip().lower()
-        if word not in _TRUE | _FALSE:
-            raise ValueError(text)
-        return word in _TRUE if word else None
-
-    def render(self, value: bool | None) -> str:
-        return "" if value is None else str(int(value))
-
-
-class EnvSize(EnvField[int]):
+def _env_size(default: str, doc: str) -> EnvField[int]:
     """A size in bytes; see `parse_size`. The default is text, as a user would write it."""
-
     expects = "a size in bytes or with a unit, e.g. 512mb or 4gb"
+    return EnvField(parse_size(default), doc, parse_size, expects)
 
-    def __init__(self, default: str, doc: str) -> None:
-        super().__init__(parse_size(default), doc)
 
-    def parse(self, text: str) -> int:
-        return parse_size(text)
+def _parse_share(text: str) -> float:
+    share = float(text)
+    if not 0.0 <= share <= 1.0:
+        raise ValueError(text)
+    return share
+
+
+_SWITCH = "1/true/yes/on or 0/false/no/off"
+
+
+def _parse_switch(text: str) -> bool:
+    word = text.strip().lower()
+    if word not in _TRUE | _FALSE:
+        raise ValueError(text)
+    return word in _TRUE
+
+
+def _env_bool(default: bool, doc: str) -> EnvField[bool]:
+    return EnvField(default, doc, _parse_switch, _SWITCH, lambda value: str(int(value)))
+
+
+def _env_optional_bool(doc: str) -> EnvField[bool | None]:
+    """`None` if the variable is not set or empty."""
+    return EnvField(
+        None,
+        doc,
+        lambda text: _parse_switch(text) if text.strip() else None,
+        _SWITCH,
+        lambda value: "" if value is None else str(int(value)),
+    )
 
 
 class Envs:
     """All variables that the engine reads, with default and meaning."""
 
-    MOONCAKE_MASTER = EnvOptionalStr("host:port of mooncake_master.")
-    MOONCAKE_CLIENT = EnvOptionalStr("host:port of a stand-alone Mooncake client to attach to.")
-    MOONCAKE_LOCAL_HOSTNAME = EnvStr(
+    MOONCAKE_MASTER = _env_optional_str("host:port of mooncake_master.")
+    MOONCAKE_CLIENT = _env_optional_str("host:port of a stand-alone Mooncake client to attach to.")
+    MOONCAKE_LOCAL_HOSTNAME = _env_str(
         "localhost", "Name or address under which other Mooncake clients reach this host."
     )
-    MOONCAKE_TE_META_DATA_SERVER = EnvStr(
+    MOONCAKE_TE_META_DATA_SERVER = _env_str(
         "P2PHANDSHAKE", "Mooncake metadata server; P2PHANDSHAKE needs none."
     )
-    MOONCAKE_GLOBAL_SEGMENT_SIZE = EnvSize(
+    MOONCAKE_GLOBAL_SEGMENT_SIZE = _env_size(
         "4gb", "Memory that each engine lends to the store; 0 if store nodes hold the objects."
     )
-    MOONCAKE_LOCAL_BUFFER_SIZE = EnvSize(
+    MOONCAKE_LOCAL_BUFFER_SIZE = _env_size(
         "16mb", "Scratch memory of a Mooncake client; page transfers do not go through it."
     )
-    MOONCAKE_PROTOCOL = EnvStr(
+    MOONCAKE_PROTOCOL = _env_str(
         "rdma", "Mooncake transport: rdma, efa (EFA devices), tcp (no such device), ascend, ..."
     )
-    MOONCAKE_DEVICE = EnvStr("", "RDMA devices, comma separated; empty lets Mooncake choose.")
-    MOONCAKE_MASTER_METRICS_PORT = EnvInt(9003, "HTTP port of mooncake_master's metrics.")
-    MOONCAKE_CHECK_SERVER = EnvBool(
+    MOONCAKE_DEVICE = _env_str("", "RDMA devices, comma separated; empty lets Mooncake choose.")
+    MOONCAKE_MASTER_METRICS_PORT = _env_int(9003, "HTTP port of mooncake_master's metrics.")
+    MOONCAKE_CHECK_SERVER = _env_bool(
         False, "Ask the master's metrics port for its health before connecting."
     )
-    SGLANG_HICACHE_MOONCAKE_CONFIG_PATH = EnvOptionalStr(
+    SGLANG_HICACHE_MOONCAKE_CONFIG_PATH = _env_optional_str(
         "JSON file with Mooncake's settings. Precedence: extra config, this file, these variables."
     )
-    SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR = EnvStr(
+    SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR = _env_str(
         "/tmp/hicache", "Directory of the `file` storage backend."
     )
-    SGLANG_MOONCAKE_ALLOW_TCP_FALLBACK = EnvBool(
+    SGLANG_MOONCAKE_ALLOW_TCP_FALLBACK = _env_bool(
         False, "Use `tcp` in place of `rdma`, with a warning, if there is no RDMA device."
     )
-    SGLANG_MOONCAKE_CUSTOM_MEM_POOL = EnvOptionalStr(
+    SGLANG_MOONCAKE_CUSTOM_MEM_POOL = _env_optional_str(
         "Memory of KV that is transferred: NVLINK, BAREX (Mooncake's allocators) or "
         "INTRA_NODE_NVLINK (plain memory; metadata moves as the pages do)."
     )
-    SGLANG_MOONCAKE_SEND_AUX_TCP = EnvOptionalBool(
+    SGLANG_MOONCAKE_SEND_AUX_TCP = _env_optional_bool(
         "1: metadata of prompts comes over the control connection; 0: Mooncake moves it; unset: as "
         "the pool of the last setting says."
     )
-    ENABLE_ASCEND_TRANSFER_WITH_MOONCAKE = EnvBool(
+    ENABLE_ASCEND_TRANSFER_WITH_MOONCAKE = _env_bool(
         False, "Transfer over Ascend's links, whatever MOONCAKE_PROTOCOL says."
     )
-    ASCEND_NPU_PHY_ID = EnvInt(-1, "Physical id of this process's NPU; -1: the rank's device.")
-    HICACHE_HOST_MEMORY_RESERVE_BYTES = EnvSize(
+    ASCEND_NPU_PHY_ID = _env_int(-1, "Physical id of this process's NPU; -1: the rank's device.")
+    HICACHE_HOST_MEMORY_RESERVE_BYTES = _env_size(
         "1gb", "Host memory that the L2 pools leave to everything else."
     )
 
-    SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT = EnvInt(
+    SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT = _env_int(
         300, "Seconds for which a server waits to hear from the other server of a request."
     )
-    SGLANG_DISAGGREGATION_UNKNOWN_ROOM_TIMEOUT = EnvInt(
+    SGLANG_DISAGGREGATION_UNKNOWN_ROOM_TIMEOUT = _env_int(
         10, "Seconds for which one of the two servers of a request may not know of it yet."
     )
-    SGLANG_DISAGGREGATION_WAITING_TIMEOUT = EnvInt(
+    SGLANG_DISAGGREGATION_WAITING_TIMEOUT = _env_int(
         300, "Seconds for which a decode server waits for the next pages of a prompt."
     )
-    SGLANG_DISAGGREGATION_HEARTBEAT_INTERVAL = EnvInt(
+    SGLANG_DISAGGREGATION_HEARTBEAT_INTERVAL = _env_int(
         5, "Seconds that the other server may be silent, times the next setting."
     )
-    SGLANG_DISAGGREGATION_HEARTBEAT_MAX_FAILURE = EnvInt(
+    SGLANG_DISAGGREGATION_HEARTBEAT_MAX_FAILURE = _env_int(
         2, "Silent intervals after which the other server counts as gone."
     )
-    SGLANG_DISAGGREGATION_SECRET = EnvOptionalStr(
+    SGLANG_DISAGGREGATION_SECRET = _env_optional_str(
         "The secret in the file of --disaggregation-secret-file. A server hides it from its "
         "children."
     )
-    SGLANG_TEST_DISAGG_FAILURE_PROB = EnvShare(
-        0.0, "For tests: the share of requests that fail on a decode server before they decode."
+    SGLANG_TEST_DISAGG_FAILURE_PROB = EnvField(
+        0.0,
+        "For tests: the share of requests that fail on a decode server before they decode.",
+        _parse_share,
+        "a number from 0 to 1",
     )
-    SGLANG_TEST_RAISE_METRIC_ERRORS = EnvBool(
+    SGLANG_TEST_RAISE_METRIC_ERRORS = _env_bool(
         False, "For tests: a metric that cannot count a value raises instead of logging an error."
     )
-    SGLANG_API_KEY = EnvOptionalStr("The key of --api-key, hidden from other users.")
-    SGLANG_ADMIN_API_KEY = EnvOptionalStr("The key of --admin-api-key, hidden from other users.")
-    SGLANG_KERNELS_START_EARLY = EnvBool(
+    SGLANG_API_KEY = _env_optional_str("The key of --api-key, hidden from other users.")
+    SGLANG_ADMIN_API_KEY = _env_optional_str("The key of --admin-api-key, hidden from other users.")
+    SGLANG_KERNELS_START_EARLY = _env_bool(
         True,
         "Let kernels of few tokens start before the kernel before them has ended, on Hopper and "
         "later.",
     )
-    SGLANG_FORWARD_UNKNOWN_TOOLS = EnvBool(
+    SGLANG_FORWARD_UNKNOWN_TOOLS = _env_bool(
         False, "Return calls of tools that the request did not name; otherwise they stay text."
     )
 
-    ONCE = EnvBool(False, "`make serve` ends after its first answer.")
-    MODEL = EnvStr(
+    ONCE = _env_bool(False, "`make serve` ends after its first answer.")
+    MODEL = _env_str(
         "builtin",
         "The model of `make serve` without --model-path: the built-in one, or the built-in hybrid, "
         "which has recurrent states.",
@@ -315,65 +291,67 @@ class Envs:
     )
 
     # Torch's OpenMP library reads these.
-    GOMP_SPINCOUNT = EnvInt(
+    GOMP_SPINCOUNT = _env_int(
         1000,
         "Spins of an idle OpenMP thread of a CPU forward before it sleeps. The library's default "
         "(some ms) makes a forward ten times slower if another process needs one of the cores.",
     )
-    OMP_NUM_THREADS = EnvOptionalStr(
+    OMP_NUM_THREADS = _env_optional_str(
         "Threads of a CPU forward; unset: the ranks of a machine share its cores."
     )
-    OMP_WAIT_POLICY = EnvOptionalStr("OpenMP's wait policy; if set, it overrides GOMP_SPINCOUNT.")
+    OMP_WAIT_POLICY = _env_optional_str(
+        "OpenMP's wait policy; if set, it overrides GOMP_SPINCOUNT."
+    )
 
     # oneDNN and torch's layer above it read these. By default each caches 1,024 shapes of matrix
     # products. A new number of tokens adds five shapes of 0.5 MB each.
-    ONEDNN_PRIMITIVE_CACHE_CAPACITY = EnvInt(
+    ONEDNN_PRIMITIVE_CACHE_CAPACITY = _env_int(
         96, "Matrix products of a CPU whose compiled code is cached; compiling takes 0.3 ms."
     )
-    LRU_CACHE_CAPACITY = EnvInt(16, "Descriptions of matrix products that torch caches.")
+    LRU_CACHE_CAPACITY = _env_int(16, "Descriptions of matrix products that torch caches.")
 
-    GLOO_SOCKET_IFNAME = EnvOptionalStr(
+    GLOO_SOCKET_IFNAME = _env_optional_str(
         "Network interface on which gloo listens; unset: loopback on one machine, else the "
         "one on the way to --dist-init-addr."
     )
-    NCCL_SOCKET_IFNAME = EnvOptionalStr(
+    NCCL_SOCKET_IFNAME = _env_optional_str(
         "Network interfaces of NCCL's sockets, in NCCL's notation (`=eth0` is that one alone); "
         "unset: like gloo's."
     )
 
     # Mooncake's C++ code reads these; `export_default` sets the defaults of this engine.
-    MC_STORE_CLIENT_SETUP_RETRIES = EnvInt(
+    MC_STORE_CLIENT_SETUP_RETRIES = _env_int(
         1, "Mooncake's attempts to reach the master in `setup`; its own default takes 90 s."
     )
-    MC_LOG_LEVEL = EnvStr(
+    MC_LOG_LEVEL = _env_str(
         "ERROR",
         "Least severity that Mooncake logs: INFO, WARNING, ERROR. A full store logs a warning for "
         "each call.",
     )
-    GLOG_minloglevel = EnvInt(
+    GLOG_minloglevel = _env_int(
         2, "The severity until Mooncake's engine has started: 0 info, 1 warning, 2 error."
     )
-    MC_TCP_PROGRESS_TIMEOUT_SEC = EnvInt(
+    MC_TCP_PROGRESS_TIMEOUT_SEC = _env_int(
         10, "Seconds without a byte after which Mooncake ends a TCP transfer (its own default: 30)."
     )
-    MC_TCP_STATUS_TIMEOUT_SEC = EnvInt(
+    MC_TCP_STATUS_TIMEOUT_SEC = _env_int(
         10, "The same while a peer's answer to a request is awaited."
     )
-    MC_TRANSFER_TIMEOUT = EnvInt(
+    MC_TRANSFER_TIMEOUT = _env_int(
         120, "Seconds after which a call of Mooncake's engine gives up (its own default: 30)."
     )
-    MC_FORCE_TCP = EnvOptionalStr("Set: Mooncake's engine uses TCP beside RDMA devices too.")
-    MC_FORCE_MNNVL = EnvOptionalStr("Set: Mooncake's engine uses NVLink between nodes.")
-    MC_INTRANODE_NVLINK = EnvOptionalStr("Set: Mooncake's engine uses NVLink within a node.")
-    USE_BAREX = EnvOptionalStr("1: Mooncake's engine uses Barex on RDMA devices.")
+    MC_FORCE_TCP = _env_optional_str("Set: Mooncake's engine uses TCP beside RDMA devices too.")
+    MC_FORCE_MNNVL = _env_optional_str("Set: Mooncake's engine uses NVLink between nodes.")
+    MC_INTRANODE_NVLINK = _env_optional_str("Set: Mooncake's engine uses NVLink within a node.")
+    USE_BAREX = _env_optional_str("1: Mooncake's engine uses Barex on RDMA devices.")
 
     # Read by torch, not by us.
-    TORCH_SYMM_MEM_DISABLE_MULTICAST = EnvStr(
+    TORCH_SYMM_MEM_DISABLE_MULTICAST = _env_str(
         "1",
         "Memory that GPUs share is not told to the switches; nothing here sends to all at once.",
     )
-    PYTORCH_CUDA_ALLOC_CONF = EnvStr("", "Settings of torch's allocator of GPU memory.")
-    PYTORCH_ALLOC_CONF = EnvStr("", "The same by its newer name.")
+    PYTORCH_CUDA_ALLOC_CONF = _env_str("", "Settings of torch's allocator of GPU memory.")
+    PYTORCH_ALLOC_CONF = _env_str("", "The same by its newer name.")
 
     @classmethod
     def check_own(cls) -> None:

@@ -10,7 +10,7 @@ import os
 import stat
 from typing import Final
 
-from sglang.srt.environ import EnvOptionalStr
+from sglang.srt.environ import EnvField
 
 logger = logging.getLogger(__name__)
 
@@ -18,7 +18,7 @@ MAX_KEY_BYTES: Final = 4096
 
 
 def resolve_key(
-    value: str | None, path: str | None, flag: str, variable: EnvOptionalStr
+    value: str | None, path: str | None, flag: str, variable: EnvField[str | None]
 ) -> str | None:
     """The key from the flag's value, from the file `path` of the flag `-file`, or from `variable`.
 

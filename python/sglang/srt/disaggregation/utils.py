@@ -12,7 +12,9 @@ import numpy as np
 import torch
 import xxhash
 
-from sglang.srt.arg_groups.disaggregation import DisaggregationMode, TransferBackend
+# The types of the flags, under SGLang's names.
+from sglang.srt.arg_groups.disaggregation import DisaggregationMode as DisaggregationMode
+from sglang.srt.arg_groups.disaggregation import TransferBackend as TransferBackend
 from sglang.srt.disaggregation.base.conn import KVPoll, KVPoller, KVTransferError
 from sglang.srt.disaggregation.base.first_token import FirstToken
 from sglang.srt.disaggregation.common.metadata_reader import (
@@ -36,16 +38,6 @@ from sglang.srt.environ import envs
 from sglang.srt.hardware_backend.device_kinds import CUDA, device_kind
 from sglang.srt.hardware_backend.device_runtime import device_runtime
 
-__all__ = [
-    "DisaggregationMode",
-    "KVClassType",
-    "MetadataBuffers",
-    "ReqToMetadataIdxAllocator",
-    "TransferBackend",
-    "get_kv_class",
-    "poll_and_all_reduce",
-]
-"""SGLang's names. `DisaggregationMode` and `TransferBackend` are the types of the flags."""
 NUM_ROWS: Final = 512
 """Rows of a rank, 2 MiB together. Requests that need one more wait."""
 _WORD_BYTES: Final = 4

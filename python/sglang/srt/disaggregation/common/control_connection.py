@@ -27,7 +27,7 @@ from sglang.srt.disaggregation.control.control_link import (
     DeploymentSecret,
     HandshakeFailed,
 )
-from sglang.srt.environ import EnvInt, envs
+from sglang.srt.environ import EnvField, envs
 from sglang.srt.utils.bad_messages import MALFORMED
 
 logger = logging.getLogger(__name__)
@@ -96,7 +96,7 @@ class Timeouts:
         return min(REPEAT_S, self.silence / 4)
 
 
-def seconds(field: EnvInt) -> int:
+def seconds(field: EnvField[int]) -> int:
     """The value of a time limit in the environment. Raises ValueError if the value is not
     positive."""
     value = field.get()

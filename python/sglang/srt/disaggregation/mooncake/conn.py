@@ -46,7 +46,8 @@ from sglang.srt.disaggregation.common.transfer_context import (
     TransferContext,
 )
 from sglang.srt.disaggregation.control.control_link import DeploymentSecret
-from sglang.srt.disaggregation.mooncake.receiver import MooncakeKVReceiver, PrefillServers
+from sglang.srt.disaggregation.mooncake.receiver import MooncakeKVReceiver as MooncakeKVReceiver
+from sglang.srt.disaggregation.mooncake.receiver import PrefillServers
 from sglang.srt.distributed.device_communicators.mooncake_transfer_engine import (
     get_mooncake_transfer_engine,
 )
@@ -55,13 +56,6 @@ from sglang.srt.environ import envs
 from sglang.srt.hardware_backend.device_runtime import device_runtime
 from sglang.srt.mem_cache.tree.on_all_ranks import on_all_ranks
 from sglang.srt.utils.network import address_for_peers
-
-__all__ = [
-    "MooncakeKVBootstrapServer",
-    "MooncakeKVManager",
-    "MooncakeKVReceiver",
-    "MooncakeKVSender",
-]
 
 logger = logging.getLogger(__name__)
 

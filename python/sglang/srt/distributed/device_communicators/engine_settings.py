@@ -24,7 +24,7 @@ from sglang.srt.distributed.device_communicators.transfer_types import (
     COPY_BYTES,
     REQUEST_BYTES,
 )
-from sglang.srt.environ import EnvOptionalStr, envs
+from sglang.srt.environ import EnvField, envs
 from sglang.srt.hardware_backend.device_kinds import CUDA, NPU, device_kind
 from sglang.srt.utils.network import get_free_port
 
@@ -55,7 +55,7 @@ class EngineSettings:
     """Name for the engine: the hostname; on Ascend, with a port and the NPU."""
     ib_device: str
     """InfiniBand devices, comma separated; empty: the transport chooses."""
-    variable: EnvOptionalStr | None = None
+    variable: EnvField[str | None] | None = None
     """Variable that must be set for Mooncake to install this protocol's transport."""
     request_bytes: int = REQUEST_BYTES
     batch_bytes: int = BATCH_BYTES
