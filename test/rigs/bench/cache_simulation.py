@@ -76,7 +76,7 @@ class CacheSizes:
         return cls(l1_pages=l1_pages, l2_pages=total_pages - l1_pages)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class _HiCacheSettings:
     """The server arguments that `HiRadixCache` reads."""
 

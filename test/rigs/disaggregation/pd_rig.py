@@ -51,7 +51,7 @@ def one_rank(endpoint: str, instance_id: str = "instance") -> Route:
     return Route(rank=0, endpoint=endpoint, instance_id=instance_id, num_ranks=1, attn_tp_size=1)
 
 
-@dataclass(frozen=True)
+@dataclass
 class RigSettings:
     """What a transport uses of a server's settings."""
 
@@ -211,10 +211,7 @@ class RecordedEngine:
         self.begin = engine.begin
         self.forget_peer = engine.forget_peer
         self.is_registered = engine.is_registered
-
-    @property
-    def stays_on_host(self) -> bool:
-        return self._engine.stays_on_host
+        self.stays_on_host = engine.stays_on_host
 
     def batch_register(self, ptrs: Sequence[int], lengths: Sequence[int]) -> int:
         self._registered += ptrs

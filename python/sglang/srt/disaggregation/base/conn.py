@@ -71,8 +71,8 @@ class AuxBuffers(Protocol):
     def get_buf_infos(self) -> tuple[list[int], list[int], list[int]]: ...
     def get_buf(self, index: int, room: int) -> FirstToken: ...
     def set_buf(self, index: int, room: int, metadata: FirstToken) -> bool: ...
-    @property
-    def device(self) -> torch.device: ...
+
+    device: torch.device
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,10 +97,8 @@ class KVArgs:
 class ServerSettings(Protocol):
     """The part of `ServerArgs` that a transport uses."""
 
-    @property
-    def host(self) -> str: ...
-    @property
-    def disaggregation_secret(self) -> str | None: ...
+    host: str
+    disaggregation_secret: str | None
 
 
 class BaseKVManager(ABC):

@@ -44,24 +44,15 @@ up to 2,000 for a large model; issuing them takes at most a millisecond."""
 class HiCacheArgs(Protocol):
     """The server arguments that this cache reads."""
 
-    @property
-    def hicache_ratio(self) -> float: ...
-    @property
-    def hicache_size(self) -> float: ...
-    @property
-    def hicache_write_policy(self) -> str: ...
-    @property
-    def hicache_io_backend(self) -> str: ...
-    @property
-    def hicache_mem_layout(self) -> str: ...
-    @property
-    def hicache_storage_backend(self) -> str | None: ...
-    @property
-    def hicache_storage_prefetch_policy(self) -> str: ...
-    @property
-    def hicache_storage_backend_extra_config(self) -> str | None: ...
-    @property
-    def served_model_name(self) -> str | None: ...
+    hicache_ratio: float
+    hicache_size: float
+    hicache_write_policy: str
+    hicache_io_backend: str
+    hicache_mem_layout: str
+    hicache_storage_backend: str | None
+    hicache_storage_prefetch_policy: str
+    hicache_storage_backend_extra_config: str | None
+    served_model_name: str | None
 
 
 class LayerDoneCounter:
