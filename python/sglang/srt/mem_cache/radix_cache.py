@@ -1,7 +1,5 @@
 """Re-exports the radix tree of L1 at SGLang's path."""
 
-from sglang.srt.mem_cache.tree.radix_cache import RadixCache
-from sglang.srt.mem_cache.tree.radix_key import RadixKey
-from sglang.srt.mem_cache.tree.tree_node import TreeNode
-
-__all__ = ["RadixCache", "RadixKey", "TreeNode"]
+from sglang.srt.mem_cache.tree.radix_cache import RadixCache as RadixCache
+from sglang.srt.mem_cache.tree.radix_key import RadixKey as RadixKey
+from sglang.srt.mem_cache.tree.tree_node import TreeNode as TreeNode

@@ -38,8 +38,6 @@ if TYPE_CHECKING:
     from sglang.srt.mem_cache.tree.base_prefix_cache import CacheInitParams
     from sglang.srt.mem_cache.tree.kv_events import KVCacheEvent
 
-__all__ = ["RadixCache", "RadixKey", "TreeNode"]
-
 
 class RadixCache(BasePrefixCache):
     """Prefix cache over a tree.
