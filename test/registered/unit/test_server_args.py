@@ -81,7 +81,6 @@ def test_defaults_that_depend_on_the_device(device: str, backend: str, chunk: in
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (["--kv-cache-dtype", "fp8_e4m3"], "fp8_e4m3 does not work on {}; use auto or"),
         (["--attention-backend", "triton"], "triton does not run on {}; use torch_native"),
         (["--attention-backend", "flashinfer"], "flashinfer does not run on {}; use torch_native"),
         (["--cuda-graph-max-bs", "8"], "--cuda-graph-max-bs 8 has no effect on {}"),
@@ -95,6 +94,13 @@ def test_settings_that_need_a_gpu_are_refused_on_a_cpu(argv: list[str], message:
             prepare(*argv, "--device", device)
         with pytest.raises(ValueError, match=message.format(title)):
             prepare(*argv).on_device(device)
+
+
+def test_fp8_state_is_refused_on_an_npu() -> None:
+    argv = ("--kv-cache-dtype", "fp8_e4m3")
+    prepare(*argv).on_device("cpu")
+    with pytest.raises(ValueError, match="fp8_e4m3 does not work on an NPU; use auto or"):
+        prepare(*argv).on_device("npu")
 
 
 def test_what_needs_a_package_is_left_to_who_looks_for_it() -> None:

@@ -236,7 +236,7 @@ _OTHER_CHOICES: Final[Mapping[str, tuple[tuple[str, ...], str]]] = {
     ),
     "dtype": (("half", "float"), "use float16 or float32"),
     "kv_cache_dtype": (
-        ("bf16", "fp8_e5m2", "fp4_e2m1"), "use bfloat16, or fp8_e4m3 on a GPU"
+        ("bf16", "fp8_e5m2", "fp4_e2m1"), "use bfloat16 or fp8_e4m3"
     ),
     "mamba_ssm_dtype": (("float16",), "use float32 or bfloat16"),
     "disaggregation_transfer_backend": (("nixl", "mori", "ascend"), "use mooncake"),

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Final
 
 _KV_CACHE_DTYPES: Final = ("auto", "float32", "bfloat16", "float16")
+_FP8: Final = "fp8_e4m3"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,6 +28,9 @@ class DeviceKind:
     """Backend of torch.distributed for this kind."""
     kv_cache_dtypes: tuple[str, ...] = _KV_CACHE_DTYPES
     """Choices of `--kv-cache-dtype`."""
+    reads_fp8_heads: bool = False
+    """True if attention reads keys and values per head in fp8; otherwise latent rows alone may be
+    in fp8."""
     prefill_chunk_tokens: int
     """Default of `--chunked-prefill-size`."""
     overlaps_steps: bool = True
@@ -61,6 +65,7 @@ CPU: Final = DeviceKind(
     runtime="sglang.srt.hardware_backend.cpu.runtime.CpuRuntime",
     attention_backends=("torch_native",),
     process_group="gloo",
+    kv_cache_dtypes=(*_KV_CACHE_DTYPES, _FP8),
     prefill_chunk_tokens=2048,
     overlaps_steps=False,
     has_own_memory=False,
@@ -72,7 +77,8 @@ CUDA: Final = DeviceKind(
     runtime="sglang.srt.hardware_backend.cuda.runtime.CudaRuntime",
     attention_backends=("triton", "flashinfer", "torch_native"),
     process_group="nccl",
-    kv_cache_dtypes=(*_KV_CACHE_DTYPES, "fp8_e4m3"),
+    kv_cache_dtypes=(*_KV_CACHE_DTYPES, _FP8),
+    reads_fp8_heads=True,
     prefill_chunk_tokens=8192,
     has_symmetric_memory=True,
     captures_graphs=True,

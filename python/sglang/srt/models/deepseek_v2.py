@@ -18,6 +18,7 @@ from sglang.srt.layers.moe.sparse_moe import RouterOptions, SharedExpertOptions,
 from sglang.srt.layers.placement import Share, TensorPlacement
 from sglang.srt.layers.radix_attention import DSA, MLA, AttentionKind, IndexQuery
 from sglang.srt.layers.rotary_embedding import Rotation, apply_rotary
+from sglang.srt.mem_cache.device.fp8_rows import FP8
 from sglang.srt.mem_cache.device.mla_pool import MLASpec
 from sglang.srt.mem_cache.device.nsa_pool import NSASpec, NSATokenToKVPool
 from sglang.srt.mem_cache.device.state_spec import StateSpec
@@ -269,10 +270,12 @@ class DeepseekV32ForCausalLM(DeepseekV3ForCausalLM):
         return [layer for layer, name in enumerate(types) if name == "sparse"]
 
     def state_specs(self, kv_dtype: torch.dtype) -> tuple[StateSpec, ...]:
-        """Latent rows and, in the same slots, indexer keys of every layer."""
+        """Latent rows and, in the same slots, indexer keys of every layer. Keys are in fp8 if rows
+        are, else as computed."""
         (latent,) = super().state_specs(kv_dtype)
         assert isinstance(latent, MLASpec)
-        rows = NSASpec.beside(latent, self._indexer.head_dim, self._index_dtype)
+        index_dtype = kv_dtype if kv_dtype is FP8 else self._index_dtype
+        rows = NSASpec.beside(latent, self._indexer.head_dim, index_dtype)
         return rows, rows.indexer
 
 

@@ -70,7 +70,8 @@ def test_pools_are_made_in_the_memory_that_is_asked_for(
     ("fields", "message"),
     [
         ({"page_size": 0}, "page_size=0"),
-        ({"kv_cache_dtype": "fp8_e4m3"}, "kv_cache_dtype 'fp8_e4m3' is not supported here"),
+        ({"kv_cache_dtype": "fp8_e5m2"}, "kv_cache_dtype 'fp8_e5m2' is not supported here"),
+        ({"kv_cache_dtype": "fp8_e4m3"}, "a CPU keeps only latent rows .* 'kv' per head; use"),
         ({"attention_backend": "flashinfer"}, "attention backend 'flashinfer'"),
         ({"load_format": "remote_instance"}, "'remote_instance' needs a seed"),
         ({"load_format": "gguf"}, "load format 'gguf' is not supported"),

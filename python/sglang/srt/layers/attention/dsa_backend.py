@@ -23,6 +23,7 @@ from sglang.srt.layers.attention.mla_backend import (
     MLATorchNativeBackend,
     absorb,
     as_latent,
+    as_stored,
     decode_rows,
     extend_segment,
     values_of,
@@ -37,6 +38,7 @@ from sglang.srt.layers.attention.slot_plan import (
 from sglang.srt.layers.forward_batch_info import ForwardBatch
 from sglang.srt.layers.mla.latent_attention import LatentAttention
 from sglang.srt.layers.radix_attention import IndexQuery, RadixAttention
+from sglang.srt.mem_cache.device.fp8_rows import gather_rows, pack, read_rows
 from sglang.srt.mem_cache.device.nsa_pool import NSATokenToKVPool
 
 GATHER_BYTES: Final = 64 << 20
@@ -86,9 +88,9 @@ class Pools(NamedTuple):
     """One layer's buffers. `of` waits until they may be read."""
 
     rows: torch.Tensor
-    """`[slots, 1, row_dim]`."""
+    """Stored rows, `[slots, 1, width]`; see `read_rows`."""
     index_keys: torch.Tensor
-    """`[slots, head_dim]`."""
+    """Stored keys, `[slots, width]`."""
 
     @classmethod
     def of(cls, forward_batch: ForwardBatch, layer_id: int) -> Pools:
@@ -129,6 +131,7 @@ class DSATorchNativeBackend(MLATorchNativeBackend):
         pools = Pools.of(forward_batch, layer.layer_id)
         if forward_batch.forward_mode.is_decode():
             return self._decode(q, as_latent(layer), pools, index)
+        k = as_stored(k, pools.rows, forward_batch, as_latent(layer))
         return self._extend(q, k, as_latent(layer), pools, index, rows is not None)
 
     def _decode(
@@ -200,7 +203,8 @@ class DSATorchNativeBackend(MLATorchNativeBackend):
         context = self._context(request)
         keys = context.read(pools.index_keys)
         first = len(keys) - len(q)
-        step = max(1, GATHER_BYTES // (index.topk * pools.rows[0].nbytes))
+        row_dim = layer.mla.kv_lora_rank + layer.mla.qk_rope_head_dim
+        step = max(1, GATHER_BYTES // (index.topk * row_dim * q.itemsize))
         outs = []
         for begin in range(0, len(q), step):
             block = slice(begin, min(begin + step, len(q)))
@@ -237,8 +241,8 @@ def _attend_rows(
     outs = []
     for begin in range(0, len(q), step):
         of_block = slots[begin : begin + step]
-        rows = pool.index_select(0, of_block.flatten()).view(*of_block.shape, -1)
-        keys = rows.unsqueeze(1).to(q.dtype)
+        rows = gather_rows(pool, of_block.flatten(), layer.mla.kv_lora_rank, q.dtype)
+        keys = rows.view(len(of_block), 1, of_block.shape[1], -1)
         outs.append(attend(absorbed[begin : begin + step], keys, keys, scale=layer.scaling).out)
     return values_of(torch.cat(outs).squeeze(1), layer)
 
@@ -248,19 +252,22 @@ def index_scores(query: IndexQuery, keys: torch.Tensor, *, positions: torch.Tens
 
     Args:
         query: Indexer queries of `n` tokens.
-        keys: `[context, head_dim]`: the indexer's keys, in the order of the context.
+        keys: Stored keys, `[context, width]`, in the order of the context. If they are in fp8,
+            queries are rounded in the same way.
         positions: int64 `[n]`: positions of the querying tokens in the context.
 
     Returns:
         fp32 `[n, context]`; -inf for tokens after the querying one.
     """
     n, heads, dim = query.q.shape
-    q = query.q.reshape(n * heads, dim).float()
+    q = query.q.reshape(n * heads, dim)
+    q = read_rows(pack(q, dim) if keys.dtype is torch.uint8 else q, dim, torch.float32)
     weights = query.weights.unsqueeze(1)
     step = max(1, SCORE_BYTES // (4 * n * heads))
     parts = []
     for begin in range(0, len(keys), step):
-        products = (q @ keys[begin : begin + step].float().t()).relu_()
+        block = read_rows(keys[begin : begin + step], dim, torch.float32)
+        products = (q @ block.t()).relu_()
         parts.append(torch.bmm(weights, products.view(n, heads, -1)).squeeze(1))
     scores = parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
     places = torch.arange(len(keys), device=keys.device)

@@ -5,11 +5,15 @@ head, which all query heads share, and are read as in dense attention. A prefill
 because for many queries scores over keys cost less than scores over rows. It reads its prefix
 piece by piece and joins the pieces by their log-sum-exp, so copies of a prefix take at most
 `PIECE_BYTES`, in addition to keys and values of the new tokens.
+
+In a pool in fp8, new tokens too are read as stored, so that logits do not depend on how a prompt is
+cut.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Final
 
 import torch
@@ -25,6 +29,7 @@ from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBack
 from sglang.srt.layers.forward_batch_info import ForwardBatch
 from sglang.srt.layers.mla.latent_attention import LatentAttention
 from sglang.srt.layers.radix_attention import RadixAttention
+from sglang.srt.mem_cache.device.fp8_rows import gather_rows, read_rows
 
 PIECE_BYTES: Final = 64 << 20
 """Upper bound, in bytes, of one piece of a prefix in one layer, gathered or projected up."""
@@ -44,6 +49,7 @@ class MLATorchNativeBackend(TorchNativeAttnBackend):
     ) -> torch.Tensor:
         latent_layer = as_latent(layer)
         pool = forward_batch.token_to_kv_pool.get_key_buffer(layer.layer_id)
+        k = as_stored(k, pool, forward_batch, latent_layer)
         last_only = rows is not None
         outs = []
         for segment in self._extend_plan:
@@ -66,6 +72,20 @@ def as_latent(layer: RadixAttention) -> LatentAttention:
     return layer
 
 
+def as_stored(
+    new: torch.Tensor, pool: torch.Tensor, forward_batch: ForwardBatch, layer: LatentAttention
+) -> torch.Tensor:
+    """New rows as later steps read them: rounded, if the pool is in fp8.
+
+    Args:
+        new: `[num_tokens, 1, row_dim]`, which the pool has at `forward_batch.out_cache_loc`.
+        pool: The layer's stored rows.
+    """
+    if pool.dtype is not torch.uint8:
+        return new
+    return gather_rows(pool, forward_batch.out_cache_loc, layer.mla.kv_lora_rank, new.dtype)
+
+
 def decode_rows(
     plan: DecodePlan, q: torch.Tensor, pool: torch.Tensor, layer: LatentAttention
 ) -> torch.Tensor:
@@ -73,13 +93,14 @@ def decode_rows(
 
     Args:
         q: `[bs, num_heads, qk_head_dim]`.
-        pool: `[slots, 1, row_dim]`.
+        pool: Stored rows, `[slots, 1, width]`; see `read_rows`.
 
     Returns:
         `[bs, num_heads * v_head_dim]`.
     """
     absorbed = absorb(q, layer).unsqueeze(1)
-    out = decode_by_plan(plan, absorbed, pool, pool, scale=layer.scaling)
+    read = partial(read_rows, elements=layer.mla.kv_lora_rank, dtype=q.dtype)
+    out = decode_by_plan(plan, absorbed, pool, pool, scale=layer.scaling, read=read)
     return values_of(out.squeeze(1), layer)
 
 
@@ -109,7 +130,7 @@ def extend_segment(
     Args:
         queries: `[n, num_heads, qk_head_dim]` of all new tokens, or of the last one only.
         new: `[new tokens, 1, row_dim]`.
-        pool: `[slots, 1, row_dim]`.
+        pool: Stored rows, `[slots, 1, width]`.
         segment: The request's plan, with the slots of its prefix.
 
     Returns:
@@ -121,7 +142,7 @@ def extend_segment(
         running = RunningAttention(_attend_absorbed(queries, new, layer))
     is_absorbed = absorbing_pays(len(queries), layer)
     attend_to = _attend_absorbed if is_absorbed else _attend_projected
-    for piece in _pieces(pool, segment, layer, is_absorbed):
+    for piece in _pieces(pool, segment, layer, is_absorbed, queries.itemsize):
         running.add_(attend_to(queries, piece, layer))
     return running.out[0].transpose(0, 1).reshape(len(queries), -1).to(queries.dtype)
 
@@ -135,33 +156,40 @@ def absorbing_pays(num_queries: int, layer: LatentAttention) -> bool:
 
 
 def _pieces(
-    pool: torch.Tensor, segment: ExtendSegment, layer: LatentAttention, is_absorbed: bool
+    pool: torch.Tensor,
+    segment: ExtendSegment,
+    layer: LatentAttention,
+    is_absorbed: bool,
+    itemsize: int,
 ) -> Iterator[torch.Tensor]:
-    """Rows of a prefix, `[tokens, 1, row_dim]` each; views if its slots are consecutive."""
-    token_bytes = pool[0].nbytes
+    """Stored rows of a prefix, `[tokens, 1, width]` each; views if its slots are consecutive.
+    `itemsize` is that of the queries."""
+    token_bytes, mla = pool[0].nbytes, layer.mla
+    if pool.dtype is torch.uint8:
+        token_bytes += (mla.kv_lora_rank + mla.qk_rope_head_dim) * itemsize
     if not is_absorbed:
-        mla = layer.mla
         # Keys and values of all heads, and the copies of them that attention makes.
-        token_bytes += 2 * layer.num_heads * (mla.qk_head_dim + mla.v_head_dim) * pool.itemsize
+        token_bytes += 2 * layer.num_heads * (mla.qk_head_dim + mla.v_head_dim) * itemsize
     step = max(1, PIECE_BYTES // token_bytes)
     if segment.prefix_run is not None:
         run = segment.prefix_run
         whole = pool.narrow(0, run.slot, run.end)
-        yield from (whole,) if is_absorbed else torch.split(whole, step)
+        is_view = is_absorbed and pool.dtype is not torch.uint8
+        yield from (whole,) if is_view else torch.split(whole, step)
     elif segment.prefix_slots is not None:
         for slots in torch.split(segment.prefix_slots, step):
             yield pool.index_select(0, slots)
 
 
 def _attend_absorbed(queries: torch.Tensor, rows: torch.Tensor, layer: LatentAttention) -> Partial:
-    """Attend from every query to every row. All heads and queries are rows of one matrix.
+    """Attend from every query to every stored row. All heads and queries are rows of one matrix.
 
     Returns:
         `out` `[1, num_heads, n, v_head_dim]`.
     """
     n, heads = len(queries), layer.num_heads
     absorbed = heads_first(absorb(queries, layer)).reshape(1, 1, heads * n, -1)
-    keys = heads_first(rows).to(queries.dtype)
+    keys = heads_first(read_rows(rows, layer.mla.kv_lora_rank, queries.dtype))
     part = attend(absorbed, keys, keys, scale=layer.scaling)
     latent = part.out.view(heads, n, -1)[..., : layer.mla.kv_lora_rank]
     values = layer.up_projection.values_of(latent)
@@ -171,13 +199,13 @@ def _attend_absorbed(queries: torch.Tensor, rows: torch.Tensor, layer: LatentAtt
 def _attend_projected(
     queries: torch.Tensor, rows: torch.Tensor, layer: LatentAttention, *, causal: bool = False
 ) -> Partial:
-    """Attend to keys and values that are projected up from rows.
+    """Attend to keys and values that are projected up from stored rows.
 
     Returns:
         `out` `[1, num_heads, n, v_head_dim]`.
     """
-    row = rows.squeeze(1).to(queries.dtype)
     rank = layer.mla.kv_lora_rank
+    row = read_rows(rows, rank, queries.dtype).squeeze(1)
     keys, values = layer.up_projection.forward(row[:, :rank])
     rope = row[:, rank:].unsqueeze(1).expand(-1, layer.num_heads, -1)
     keys = torch.cat((keys, rope), dim=-1)

@@ -119,8 +119,9 @@ class Indexer(WeightedLayer):
 
     Its small queries and keys rank tokens. A key's score for a query is the sum over the indexer's
     heads of relu(query * key), weighted by a factor per head that the querying token provides
-    (DeepSeek-V3.2, section 2.1). The reference stores keys in fp8 after a Hadamard rotation.
-    Without fp8 the rotation has no effect, so it is omitted.
+    (DeepSeek-V3.2, section 2.1). With keys in fp8, the query of each head is rounded as well. The
+    reference rotates both by a Hadamard matrix first. That changes no product, and the error of
+    fp8 is relative to each element, so it is omitted.
     """
 
     def __init__(

@@ -15,48 +15,57 @@ from sglang.srt.mem_cache.device.base_device_pool import (
     held_layers,
     refuse_memory_saver,
 )
+from sglang.srt.mem_cache.device.fp8_rows import FP8, row_bytes, store_rows
 from sglang.srt.mem_cache.device.mla_pool import (
     MLASpec,
     MLATokenToKVPool,
+    check_fp8,
     check_row_dim,
-    refuse_fp8,
 )
 from sglang.srt.mem_cache.device.state_spec import PoolName, StateBuffer, StateSpec
 
 
 @dataclass(frozen=True, kw_only=True)
 class IndexerSpec(StateSpec):
-    """An indexer key per token: `index_k` `[index_head_dim]`, in the slots of the KV pool.
+    """An indexer key per token: `index_k` `[index_head_dim]`, in the slots of the KV pool; in fp8, as
+    many bytes as `fp8_rows` says.
 
     Raises:
-        ValueError: The dtype is fp8, or `StateSpec` raises it.
+        ValueError: The dtype is fp8 but not e4m3, or `StateSpec` raises it.
     """
 
     name: PoolName = PoolName.INDEXER
     indices_from_pool: PoolName | None = PoolName.KV
+    index_head_dim: int
+    """Elements of a key."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        refuse_fp8(self, "indexer keys")
+        check_fp8(self, "indexer keys")
 
     @classmethod
     def of(cls, layers: Sequence[int], index_head_dim: int, dtype: torch.dtype) -> IndexerSpec:
-        """The spec of keys of `index_head_dim` elements in `layers`."""
-        return cls(
-            layers=tuple(layers), buffers=(StateBuffer("index_k", (index_head_dim,), dtype),)
-        )
+        """The spec of keys of `index_head_dim` elements in `layers`.
 
-    @property
-    def index_head_dim(self) -> int:
-        """Elements of a key."""
-        return self.buffers[0].shape[0]
+        Raises:
+            ValueError: Keys of this size have no form in fp8, or the class raises it.
+        """
+        width = index_head_dim
+        if dtype is FP8:
+            width = row_bytes(index_head_dim, sizes=f"index_head_dim={index_head_dim}")
+        return cls(
+            layers=tuple(layers),
+            buffers=(StateBuffer("index_k", (width,), dtype),),
+            index_head_dim=index_head_dim,
+        )
 
 
 class NSAIndexerPool(PagedDevicePool):
     """Indexer keys of token slots.
 
     Attributes:
-        index_k_buffer: For each layer `[size + page_size, index_head_dim]`.
+        index_k_buffer: For each layer `[size + page_size, index_head_dim]`; in fp8 bytes, which
+            `fp8_rows.read_rows` reads.
     """
 
     host_pool = "sglang.srt.mem_cache.host.pool_kinds.NSAIndexerPoolHost"
@@ -69,7 +78,7 @@ class NSAIndexerPool(PagedDevicePool):
         (self.index_k_buffer,) = self.parts
 
     def get_index_k_buffer(self, layer_id: int) -> torch.Tensor:
-        """Keys of a layer. Waits for a load that fills the layer."""
+        """Keys of a layer, as stored. Waits for a load that fills the layer."""
         return self.index_k_buffer[self.wait_for_layer(layer_id)]
 
     def set_index_k_buffer(
@@ -81,8 +90,8 @@ class NSAIndexerPool(PagedDevicePool):
             loc: int64 `[n]`: slots.
             index_k: `[n, index_head_dim]`, any float dtype.
         """
-        place = self.place_to_write(layer)
-        self.index_k_buffer[place].index_copy_(0, loc, index_k.to(self.dtype))
+        buffer = self.index_k_buffer[self.place_to_write(layer)]
+        store_rows(buffer, loc, index_k, self.index_head_dim)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,15 +149,13 @@ class NSATokenToKVPool(MLATokenToKVPool):
 
         Args:
             index_head_dim: Elements of an indexer key.
-            kv_cache_dim: Elements of a row; refused unless they are the latent vector and the
-                rotated part.
+            kv_cache_dim: See `check_row_dim`.
             index_buf_size: Slots of the keys; refused unless they are as many as those of the rows.
             index_dtype: Dtype of the keys; None: as the rows.
 
         Raises:
             ValueError: As `MLATokenToKVPool`, or for `kv_cache_dim` or `index_buf_size`.
         """
-        check_row_dim("kv_cache_dim", kv_cache_dim, kv_lora_rank, qk_rope_head_dim)
         if index_buf_size not in (None, size):
             raise ValueError(
                 f"index_buf_size={index_buf_size}: keys have the slots of the rows, {size}; leave "
@@ -157,6 +164,7 @@ class NSATokenToKVPool(MLATokenToKVPool):
         refuse_memory_saver(enable_memory_saver)
         held = held_layers(layer_num, start_layer, end_layer, layers)
         rows = MLASpec.of(held, kv_lora_rank, qk_rope_head_dim, dtype)
+        check_row_dim("kv_cache_dim", kv_cache_dim, rows)
         spec = NSASpec.beside(rows, index_head_dim, index_dtype or dtype)
         self._set_up(spec, size, page_size, device)
 
@@ -179,12 +187,12 @@ class NSATokenToKVPool(MLATokenToKVPool):
         """See `NSAIndexerPool`."""
         self.index_pool.set_index_k_buffer(layer, loc, index_k)
 
-    # -- SGLang's names. It keeps fp8 keys, and their scales behind those of a page. Here they are
-    # -- kept in the pool's dtype, without scales.
+    # -- SGLang's names. It keeps fp8 keys, and their scales behind those of a page. Here the scale
+    # -- of a key in fp8 is behind the key; other keys have none.
 
     @property
     def index_k_with_scale_buffer(self) -> list[torch.Tensor]:
-        """For each layer `[size + page_size, index_head_dim]`: the keys, without scales."""
+        """For each layer the keys, see `NSAIndexerPool`."""
         return self.index_pool.index_k_buffer
 
     @property
@@ -199,7 +207,7 @@ class NSATokenToKVPool(MLATokenToKVPool):
     def get_index_k_continuous(
         self, layer_id: int, seq_len: int, page_indices: torch.Tensor
     ) -> torch.Tensor:
-        """A copy of the keys of a sequence, `[seq_len, index_head_dim]`.
+        """A copy of the stored keys of a sequence, `[seq_len, index_head_dim]` or, in fp8, bytes.
 
         Args:
             seq_len: Tokens.
@@ -210,15 +218,15 @@ class NSATokenToKVPool(MLATokenToKVPool):
         return self.get_index_k_buffer(layer_id)[slots.view(-1)[:seq_len]]
 
     def get_index_k_scale_continuous(self, *_: object, **__: object) -> NoReturn:
-        """Refused: there are no scales."""
+        """Refused: there are no scales apart from the keys."""
         raise _no_scales("get_index_k_scale_continuous")
 
     def get_index_k_scale_buffer(self, *_: object, **__: object) -> NoReturn:
-        """Refused: there are no scales."""
+        """Refused: there are no scales apart from the keys."""
         raise _no_scales("get_index_k_scale_buffer")
 
     def set_index_k_scale_buffer(self, *_: object, **__: object) -> NoReturn:
-        """Refused: there are no scales."""
+        """Refused: there are no scales apart from the keys."""
         raise _no_scales("set_index_k_scale_buffer")
 
     def move_kv_cache(self, tgt_loc: torch.Tensor, src_loc: torch.Tensor) -> None:
@@ -233,7 +241,7 @@ class NSATokenToKVPool(MLATokenToKVPool):
 
 def _no_scales(name: str) -> ValueError:
     return ValueError(
-        f"{name}: the indexer's keys are kept as they were computed and have no scales; use "
+        f"{name}: the indexer's keys have no scales, or in fp8 each has its own behind it; use "
         "get_index_k_buffer, get_index_k_continuous or set_index_k_buffer"
     )
 
