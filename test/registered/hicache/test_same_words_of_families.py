@@ -154,5 +154,21 @@ def test_the_same_words_cold_from_every_tier_and_after_a_restart(
         check_every_tier(server, Asked(words, NAMES[backend]))
 
 
+def test_state_in_fp8_gives_the_words_of_a_cold_server(
+    tmp_path: Path, cluster: MooncakeCluster
+) -> None:
+    model = tmp_path / "model"
+    save_tiny_checkpoint(model, "deepseek_v32", vocab_size=2176, eos_token_id=2)
+    args, fp8 = flags("mooncake"), ("--kv-cache-dtype", "fp8_e4m3")
+    alike = ("--tokenizer-path", str(BUILTIN_MODEL_DIR), "--chunked-prefill-size", "64")
+    with ForkedServer("--disable-radix-cache", *alike, *fp8, model=str(model)) as cold:
+        sampling = {"ignore_eos": True}
+        words = cold.generate(IDS, max_new_tokens=WORDS, sampling=sampling).output_ids
+        other = cold.generate(OTHER_PAGES, max_new_tokens=WORDS, sampling=sampling).output_ids
+    assert words != other, "words that would hide wrong pages"
+    with ForkedServer(*args, *fp8, env=cluster.engine_env(), model=str(model)) as server:
+        check_every_tier(server, Asked(words, NAMES["mooncake"]))
+
+
 if __name__ == "__main__":
     raise SystemExit(pytest.main([__file__, "-q", "-x"]))

@@ -57,7 +57,7 @@ def test_both_parts_come_back_or_both_stay_away(
 @pytest.mark.usefixtures("moves")
 @pytest.mark.parametrize("layout", list(HostLayout))
 @pytest.mark.parametrize("kind", [latent_rows, indexer_keys])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float8_e4m3fn])
 def test_latent_rows_and_indexer_keys_come_back_bit_for_bit(
     shared: MooncakeStore,
     kind: Callable[[torch.dtype], PoolKind],

@@ -7,6 +7,7 @@ from typing import Final
 import torch
 
 from rigs.stores.host_pools import PAGE, PoolKind, fill_with_random_bits
+from sglang.srt.mem_cache.device.fp8_rows import FP8
 from sglang.srt.mem_cache.device.mla_pool import MLATokenToKVPool
 from sglang.srt.mem_cache.device.nsa_pool import IndexerSpec, NSAIndexerPool
 from sglang.srt.mem_cache.hicache_storage import PoolName
@@ -20,8 +21,9 @@ def make_mla_pool(
     num_pages: int = 16,
     page_size: int = PAGE,
 ) -> MLATokenToKVPool:
-    """3 layers of rows of 10 + 2 elements, in random bits."""
-    pool = MLATokenToKVPool(num_pages * page_size, page_size, dtype, 10, 2, 3, "cpu")
+    """3 layers of rows of 10 + 2 elements (fp8: 12 + 2, 20 bytes), in random bits."""
+    rank = 12 if dtype is FP8 else 10
+    pool = MLATokenToKVPool(num_pages * page_size, page_size, dtype, rank, 2, 3, "cpu")
     fill_with_random_bits(pool, seed)
     return pool
 
@@ -33,8 +35,8 @@ def make_indexer_pool(
     num_pages: int = 16,
     page_size: int = PAGE,
 ) -> NSAIndexerPool:
-    """2 layers of keys of 6 elements, in random bits."""
-    spec = IndexerSpec.of((0, 2), 6, dtype)
+    """2 layers of keys of 6 elements (fp8: 8, 12 bytes), in random bits."""
+    spec = IndexerSpec.of((0, 2), 8 if dtype is FP8 else 6, dtype)
     pool = NSAIndexerPool(spec, num_pages * page_size, page_size, "cpu")
     fill_with_random_bits(pool, seed)
     return pool

@@ -182,6 +182,7 @@ class SchedulerRig:
                 ),
                 device=self.device,
                 page_size=page_size,
+                kv_cache_dtype=self.server_args.kv_cache_dtype,
                 disable_cuda_graph=True,
                 show_progress=False,
                 tp_group=self._tp_group,

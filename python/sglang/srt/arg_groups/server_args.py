@@ -72,8 +72,8 @@ class ServerArgs:
     )
     kv_cache_dtype: str = flag(
         "auto",
-        "Dtype of keys and values, or latent rows, in every tier; auto: the model's. fp8_e4m3 needs "
-        "a GPU, or a model with latent attention on a CPU.",
+        "Dtype of keys and values, or latent rows, in every tier; auto: the model's. fp8_e4m3 "
+        "needs a GPU, or on a CPU a model with latent attention.",
         choices=("auto", "float32", "bfloat16", "float16", "fp8_e4m3"),
     )
     quantization: str | None = flag(

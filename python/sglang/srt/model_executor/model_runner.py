@@ -48,6 +48,7 @@ from sglang.srt.mem_cache.device.state_pool import state_pool
 from sglang.srt.mem_cache.device.state_spec import (
     ItemKind,
     PoolName,
+    StateSpec,
     bytes_per_state,
     bytes_per_token,
 )
@@ -452,6 +453,7 @@ def _check_fp8_heads(specs: Iterable[StateSpec], kind: DeviceKind) -> None:
     ]
     if heads and not kind.reads_fp8_heads:
         raise ValueError(
-            f"--kv-cache-dtype fp8_e4m3: {kind.title} keeps only latent rows (MLA) in fp8, and this "
-            f"model has state {', '.join(heads)} per head; use --kv-cache-dtype auto or bfloat16"
+            f"--kv-cache-dtype fp8_e4m3: {kind.title} keeps only latent rows (MLA) in fp8, and "
+            f"this model has state {', '.join(heads)} per head; use --kv-cache-dtype auto or "
+            "bfloat16"
         )

@@ -29,6 +29,7 @@ from rigs.stores.host_pools import (
     storage_config,
 )
 from sglang.srt.mem_cache.device.base_device_pool import PagedDevicePool
+from sglang.srt.mem_cache.device.mla_pool import MLATokenToKVPool
 from sglang.srt.mem_cache.device.nsa_pool import IndexerSpec, NSAIndexerPool, NSATokenToKVPool
 from sglang.srt.mem_cache.hicache_storage import (
     CacheOutcome,
@@ -47,7 +48,7 @@ from sglang.test.ci.ci_register import register_cpu_ci
 
 register_cpu_ci(est_time=4, suite="base-a-test-cpu")
 
-DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn)
 MAKERS = pytest.mark.parametrize("make", [make_mla_pool, make_indexer_pool])
 IN_LAYOUTS = pytest.mark.parametrize("layout", list(HostLayout))
 SPLIT = HostLayout.PAGE_FIRST_KV_SPLIT
@@ -62,7 +63,9 @@ def expected_parts(device: PagedDevicePool, page: int, layout: str) -> list[byte
     layers = torch.stack([buffer[page_slots([page])] for buffer in device.parts[0]])
     if layout == "page_first":
         layers = layers.transpose(0, 1)
-    cut = [10, 2] if layout == SPLIT and device.spec.name is PoolName.KV else [layers.shape[-1]]
+    cut = [layers.shape[-1]]
+    if layout == SPLIT and isinstance(device, MLATokenToKVPool):
+        cut = [part.shape[-1] for part in device.split_rows(layers)]
     return [
         part.reshape(-1).view(torch.uint8).numpy().tobytes()
         for part in torch.split(layers, cut, dim=-1)

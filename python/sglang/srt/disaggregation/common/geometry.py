@@ -152,7 +152,10 @@ class PoolGeometry:
             for name in names
             if layout.facts.get(name) != self.facts.get(name)
         ]
-        return "its pages differ: " + "; ".join(unlike)
+        return (
+            f"its pages differ: {'; '.join(unlike)}; start both with the same model, --page-size, "
+            "--dtype and --kv-cache-dtype"
+        )
 
     def why_no_split(self, num_ranks: int) -> str | None:
         """Reason why no server of this model splits its heads over `num_ranks` ranks, or None."""

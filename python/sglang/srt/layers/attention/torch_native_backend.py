@@ -206,11 +206,15 @@ def _attend_gathered(
     Returns:
         `out` `[len(part.rows), num_kv_heads, heads of a group, head_dim]`.
     """
-    shape = (len(part.rows), part.width)
-    k = read(pool_k.index_select(0, part.slots)).unflatten(0, shape).transpose(1, 2)
+    k = _by_row(read(pool_k.index_select(0, part.slots)), part)
     v = k
     if pool_v is not pool_k:
-        v = read(pool_v.index_select(0, part.slots)).unflatten(0, shape).transpose(1, 2)
+        v = _by_row(read(pool_v.index_select(0, part.slots)), part)
     if part.row_index is not None:
         q = q.index_select(0, part.row_index)
     return attend(q, k, v, scale=scale, mask=part.mask)
+
+
+def _by_row(gathered: torch.Tensor, part: Gather) -> torch.Tensor:
+    """View `[len(part.slots), heads, head_dim]` as `[len(part.rows), heads, width, head_dim]`."""
+    return gathered.view(len(part.rows), part.width, *gathered.shape[1:]).transpose(1, 2)

@@ -47,8 +47,9 @@ def row_bytes(elements: int, rest: int = 0, *, sizes: str) -> int:
     """
     if rest % 2 or elements % (GROUP if elements > GROUP else 4):
         raise ValueError(
-            f"config.json: {sizes}: rows in fp8 have a multiple of {GROUP} elements (of 4, if fewer "
-            f"than {GROUP}), then an even number of values; use --kv-cache-dtype auto or bfloat16"
+            f"config.json: {sizes}: rows in fp8 have a multiple of {GROUP} elements (of 4, if "
+            f"fewer than {GROUP}), then an even number of values; use --kv-cache-dtype auto or "
+            "bfloat16"
         )
     return elements + 4 * num_groups(elements) + 2 * rest
 
@@ -86,7 +87,8 @@ def read_rows(stored: torch.Tensor, elements: int, dtype: torch.dtype) -> torch.
     found = stored[..., :elements].view(FP8).to(torch.float32)
     scales = stored[..., elements:scales_end].contiguous().view(torch.float32)
     rest = stored[..., scales_end:].contiguous().view(torch.bfloat16)
-    found.unflatten(-1, (scales.shape[-1], -1)).mul_(scales.unsqueeze(-1))
+    groups = found.view(*scales.shape, -1)
+    found = (groups * scales.unsqueeze(-1)).view(*found.shape)
     return torch.cat((found.to(dtype), rest.to(dtype)), dim=-1)
 
 

@@ -27,8 +27,8 @@ from sglang.srt.mem_cache.device.state_spec import PoolName, StateBuffer, StateS
 
 @dataclass(frozen=True, kw_only=True)
 class IndexerSpec(StateSpec):
-    """An indexer key per token: `index_k` `[index_head_dim]`, in the slots of the KV pool; in fp8, as
-    many bytes as `fp8_rows` says.
+    """An indexer key per token: `index_k` `[index_head_dim]`, in the slots of the KV pool; in fp8,
+    as many bytes as `fp8_rows` says.
 
     Raises:
         ValueError: The dtype is fp8 but not e4m3, or `StateSpec` raises it.

@@ -25,6 +25,7 @@ from sglang.srt.disaggregation.common.transfer_context import RankPlace
 from sglang.srt.distributed.device_communicators.transfer_types import Block
 from sglang.srt.mem_cache.device.base_device_pool import PagedDevicePool
 from sglang.srt.mem_cache.device.memory_pool import MHATokenToKVPool
+from sglang.srt.mem_cache.device.nsa_pool import NSATokenToKVPool
 from sglang.srt.mem_cache.device.state_pool import MambaPool, MambaSpec
 from sglang.srt.mem_cache.device.state_spec import RankShare, RankSplit
 from sglang.test.ci.ci_register import register_cpu_ci
@@ -147,6 +148,18 @@ def test_fp8_is_not_taken_for_bytes() -> None:
     assert fp8.pools[0].buffers[0].page_bytes == other.pools[0].buffers[0].page_bytes
     why = fp8.incompatibility(layout_of(other))
     assert why is not None and "float8_e5m2 there" in why
+
+
+def test_latent_rows_in_another_dtype_are_named() -> None:
+    pools = [
+        NSATokenToKVPool(8, 4, 512, dtype, 64, 1, "cpu", 128)
+        for dtype in (torch.bfloat16, torch.float8_e4m3fn)
+    ]
+    there, here = (geometry_of(pool, pool.index_pool) for pool in pools)
+    why = here.incompatibility(layout_of(there))
+    assert why is not None and "--kv-cache-dtype" in why
+    assert "latent[1, 576] torch.bfloat16 there, latent[1, 656] torch.float8_e4m3fn here" in why
+    assert "index_k[128] torch.bfloat16 there, index_k[132] torch.float8_e4m3fn here" in why
 
 
 def test_a_further_pool_is_named() -> None:

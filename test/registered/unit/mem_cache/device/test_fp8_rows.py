@@ -121,9 +121,9 @@ def test_pools_read_what_both_ways_of_storing_have_rounded() -> None:
 
 
 def test_sizes_without_a_form_in_fp8_are_refused() -> None:
-    with pytest.raises(ValueError, match="kv_lora_rank=192, qk_rope_head_dim=64: .* use --kv"):
+    with pytest.raises(ValueError, match=r"kv_lora_rank=192, qk_rope_head_dim=64: .* use --kv"):
         MLASpec.of((0,), 192, 64, FP8)
-    with pytest.raises(ValueError, match="qk_rope_head_dim=7: .* even number"):
+    with pytest.raises(ValueError, match=r"qk_rope_head_dim=7: .* even number"):
         MLATokenToKVPool(8, 4, FP8, 32, 7, 1, "cpu")
     with pytest.raises(ValueError, match=r"index_head_dim=30: .* \(of 4, if fewer than 128"):
         IndexerSpec.of((0,), 30, FP8)
