@@ -7,8 +7,11 @@ slowly.
 from __future__ import annotations
 
 import importlib.util
+from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
 from sglang.srt.hardware_backend.device_runtime import detect_device
 
@@ -24,3 +27,24 @@ def triton_device() -> str:
     if not knobs.runtime.interpret:
         pytest.skip("needs a GPU, or TRITON_INTERPRET=1", allow_module_level=True)
     return "cpu"
+
+
+def round_as_a_gpu(patch: pytest.MonkeyPatch) -> None:
+    """Let the interpreter round fp32 to fp8 and bf16 to nearest, as a GPU does. Its own conversion
+    cuts bits off, and loses carries."""
+    import triton.language as tl
+    from triton.runtime import interpreter
+
+    convert = interpreter._convert_float
+    dtypes = {
+        tl.float8e4nv: (torch.float8_e4m3fn, torch.uint8),
+        tl.bfloat16: (torch.bfloat16, torch.uint16),
+    }
+
+    def rounded(values: Any, source: Any, target: Any, mode: Any) -> Any:
+        if source != tl.float32 or target not in dtypes:
+            return convert(values, source, target, mode)
+        dtype, bits = dtypes[target]
+        return torch.from_numpy(np.ascontiguousarray(values)).to(dtype).view(bits).numpy()
+
+    patch.setattr(interpreter, "_convert_float", rounded)

@@ -22,6 +22,7 @@ import torch.nn.functional as F
 from sglang.srt.layers.attention.partial_attention import attend, heads_first
 from sglang.srt.layers.mla.latent_attention import LatentAttention
 from sglang.srt.layers.triton_ops.attention.online_softmax import merge_into_
+from sglang.srt.mem_cache.device.row_buffers import gather_rows
 
 UNIT: Final = 1024
 """Lengths are multiples of this many tokens. From this length on, cuDNN is faster than Triton."""
@@ -117,10 +118,11 @@ def attend_projected(
     Args:
         q: `[n, num_heads, qk_head_dim]` on an accelerator.
         new: `[n, 1, row_dim]`: rows of the new tokens.
-        pool: `[slots, 1, row_dim]`.
+        pool: Stored rows, `[slots, 1, width]`; see `read_rows`.
         prefix: int64 `[prefix]`: slots of the prefix; None: no prefix.
         out: `[n, num_heads, v_head_dim]`, the last dimension dense; overwritten.
     """
+    rank, dtype = layer.mla.kv_lora_rank, new.dtype
     known = 0 if prefix is None else len(prefix)
     pad, count = known % UNIT, len(q)
     behind = -(pad + count) % UNIT
@@ -128,7 +130,7 @@ def attend_projected(
     # whose output is dropped. No query sees the padding keys after the last token.
     tail = F.pad(new, (0, 0, 0, 0, pad, behind))
     if prefix is not None and pad:
-        tail[:pad] = pool.index_select(0, prefix[known - pad :])
+        tail[:pad] = gather_rows(pool, prefix[known - pad :], rank, dtype)
     pieces = [] if prefix is None else cut_prefix(known - pad, PIECE_UNITS)
     for begin in range(0, layer.num_heads, HEADS_AT_ONCE):
         heads = slice(begin, begin + HEADS_AT_ONCE)
@@ -136,7 +138,8 @@ def attend_projected(
         found, lse = _attend(own, *_project(tail, layer, heads), layer.scaling, causal=True)
         for first, end in pieces:
             assert prefix is not None
-            keys, values = _project(pool.index_select(0, prefix[first:end]), layer, heads)
+            rows = gather_rows(pool, prefix[first:end], rank, dtype)
+            keys, values = _project(rows, layer, heads)
             part = _attend(own, keys, values, layer.scaling, causal=False)
             lse = merge_into_(found, lse, *part)
         out[:, heads] = found[pad : pad + count]

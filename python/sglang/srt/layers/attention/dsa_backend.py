@@ -38,8 +38,9 @@ from sglang.srt.layers.attention.slot_plan import (
 from sglang.srt.layers.forward_batch_info import ForwardBatch
 from sglang.srt.layers.mla.latent_attention import LatentAttention
 from sglang.srt.layers.radix_attention import IndexQuery, RadixAttention
-from sglang.srt.mem_cache.device.fp8_rows import gather_rows, pack, read_rows
+from sglang.srt.mem_cache.device.fp8_rows import pack, read_rows
 from sglang.srt.mem_cache.device.nsa_pool import NSATokenToKVPool
+from sglang.srt.mem_cache.device.row_buffers import gather_rows
 
 GATHER_BYTES: Final = 64 << 20
 """Upper bound, in bytes, of the chosen rows gathered at a time."""

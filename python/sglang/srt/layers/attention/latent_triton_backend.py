@@ -4,7 +4,8 @@ Decode steps and short prefills absorb the up-projections and attend to the rows
 (`latent_rows.py`). Each token has its own list of slots: its context, or the tokens chosen from it
 (`indexer_topk.py`). No launch depends on lengths, so graphs can capture all of it. Long prefills
 project rows up (`dense_attention.py`). With an indexer, tokens before position `topk` do, and those
-before `MASKED_CONTEXT` under a mask of the chosen tokens (`masked_attention.py`).
+before `MASKED_CONTEXT` under a mask of the chosen tokens (`masked_attention.py`). Rows in fp8 are
+read as stored, also those of the step's own tokens.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from sglang.srt.layers.attention.dense_attention import (
     warm_up_projected,
 )
 from sglang.srt.layers.attention.dsa_backend import Pools
-from sglang.srt.layers.attention.mla_backend import as_latent
+from sglang.srt.layers.attention.mla_backend import as_latent, as_stored
 from sglang.srt.layers.forward_batch_info import ForwardBatch, Segment
 from sglang.srt.layers.mla.latent_attention import LatentAttention
 from sglang.srt.layers.radix_attention import IndexQuery, RadixAttention
@@ -218,6 +219,9 @@ class LatentTritonBackend(AttentionBackend):
             own_index = None if index is None else index.of(tokens)
             self._attend(q[tokens], latent, forward_batch, plan.short, own_index, found)
             out[tokens] = found
+        if plan.long:
+            pool = forward_batch.token_to_kv_pool.get_key_buffer(layer.layer_id)
+            k = as_stored(k, pool, forward_batch, latent)
         for long in plan.long:
             self._extend_long(q, k, latent, forward_batch, long, index, out)
         return out.flatten(1)

@@ -29,7 +29,8 @@ from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBack
 from sglang.srt.layers.forward_batch_info import ForwardBatch
 from sglang.srt.layers.mla.latent_attention import LatentAttention
 from sglang.srt.layers.radix_attention import RadixAttention
-from sglang.srt.mem_cache.device.fp8_rows import gather_rows, read_rows
+from sglang.srt.mem_cache.device.fp8_rows import read_rows
+from sglang.srt.mem_cache.device.row_buffers import gather_rows
 
 PIECE_BYTES: Final = 64 << 20
 """Upper bound, in bytes, of one piece of a prefix in one layer, gathered or projected up."""

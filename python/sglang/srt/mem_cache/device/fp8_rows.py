@@ -13,7 +13,7 @@ key. A row of fewer than 128 elements is one group.
 Source: DeepSeek-V3 technical report, section 3.3 (groups of 128 elements, each with its scale);
 FlashMLA's fp8 KV cache has latent rows with the same bytes.
 
-Buffers of rows in fp8 are uint8. The functions take other buffers too, whose rows are the values.
+Rows in fp8 are uint8; rows of another dtype are the values.
 """
 
 from __future__ import annotations
@@ -60,11 +60,12 @@ def pack(values: torch.Tensor, elements: int) -> torch.Tensor:
     Args:
         values: `[n, elements + rest]`, any float dtype.
     """
-    groups = values[:, :elements].float().view(len(values), num_groups(elements), -1)
+    count = num_groups(elements)
+    groups = values[:, :elements].float().view(len(values), count, elements // count)
     scales = groups.abs().amax(dim=-1, keepdim=True) / FP8_MAX
     scales = torch.where(scales < LEAST_SCALE, 1.0, scales)
     parts = (
-        (groups / scales).to(FP8).view(len(values), -1),
+        (groups / scales).to(FP8).view(len(values), elements),
         scales.squeeze(-1),
         values[:, elements:].to(torch.bfloat16).contiguous(),
     )
@@ -87,30 +88,6 @@ def read_rows(stored: torch.Tensor, elements: int, dtype: torch.dtype) -> torch.
     found = stored[..., :elements].view(FP8).to(torch.float32)
     scales = stored[..., elements:scales_end].contiguous().view(torch.float32)
     rest = stored[..., scales_end:].contiguous().view(torch.bfloat16)
-    groups = found.view(*scales.shape, -1)
+    groups = found.view(*scales.shape, elements // scales.shape[-1])
     found = (groups * scales.unsqueeze(-1)).view(*found.shape)
     return torch.cat((found.to(dtype), rest.to(dtype)), dim=-1)
-
-
-def store_rows(
-    buffer: torch.Tensor, slots: torch.Tensor, values: torch.Tensor, elements: int
-) -> None:
-    """Store values at slots: in fp8 if the buffer is, else in its dtype.
-
-    Args:
-        buffer: `[slots of the pool, ..., width]`; `width` as `stored` in `read_rows`.
-        slots: int64 `[n]`.
-        values: `[n, ..., elements + rest]`, any float dtype; the middle dimensions are 1.
-    """
-    if buffer.dtype is not torch.uint8:
-        buffer.index_copy_(0, slots, values.to(buffer.dtype))
-        return
-    rows = pack(values.reshape(len(values), -1), elements)
-    buffer.index_copy_(0, slots, rows.view(len(rows), *buffer.shape[1:]))
-
-
-def gather_rows(
-    buffer: torch.Tensor, slots: torch.Tensor, elements: int, dtype: torch.dtype
-) -> torch.Tensor:
-    """Values at slots, `[n, ..., elements + rest]` of `dtype`; arguments as in `store_rows`."""
-    return read_rows(buffer.index_select(0, slots), elements, dtype)

@@ -18,8 +18,9 @@ from sglang.srt.mem_cache.device.base_device_pool import (
     held_layers,
     refuse_memory_saver,
 )
-from sglang.srt.mem_cache.device.fp8_rows import FP8, gather_rows, row_bytes, store_rows
+from sglang.srt.mem_cache.device.fp8_rows import FP8, row_bytes
 from sglang.srt.mem_cache.device.memory_pool import KVCache
+from sglang.srt.mem_cache.device.row_buffers import gather_rows, store_rows
 from sglang.srt.mem_cache.device.state_spec import PoolName, StateBuffer, StateSpec
 
 

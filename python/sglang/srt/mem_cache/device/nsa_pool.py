@@ -15,13 +15,14 @@ from sglang.srt.mem_cache.device.base_device_pool import (
     held_layers,
     refuse_memory_saver,
 )
-from sglang.srt.mem_cache.device.fp8_rows import FP8, row_bytes, store_rows
+from sglang.srt.mem_cache.device.fp8_rows import FP8, GROUP, row_bytes
 from sglang.srt.mem_cache.device.mla_pool import (
     MLASpec,
     MLATokenToKVPool,
     check_fp8,
     check_row_dim,
 )
+from sglang.srt.mem_cache.device.row_buffers import store_rows
 from sglang.srt.mem_cache.device.state_spec import PoolName, StateBuffer, StateSpec
 
 
@@ -52,6 +53,11 @@ class IndexerSpec(StateSpec):
         """
         width = index_head_dim
         if dtype is FP8:
+            if index_head_dim > GROUP:
+                raise ValueError(
+                    f"config.json: index_head_dim={index_head_dim}: a key in fp8 has one scale, "
+                    f"for at most {GROUP} elements; use --kv-cache-dtype auto or bfloat16"
+                )
             width = row_bytes(index_head_dim, sizes=f"index_head_dim={index_head_dim}")
         return cls(
             layers=tuple(layers),

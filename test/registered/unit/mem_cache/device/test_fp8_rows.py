@@ -6,10 +6,11 @@ import numpy as np
 import pytest
 import torch
 
-from sglang.srt.mem_cache.device.fp8_rows import FP8, gather_rows, pack, read_rows, store_rows
+from sglang.srt.mem_cache.device.fp8_rows import FP8, pack, read_rows
 from sglang.srt.mem_cache.device.mla_pool import MLASpec, MLATokenToKVPool
 from sglang.srt.mem_cache.device.nsa_pool import IndexerSpec, NSATokenToKVPool
 from sglang.srt.mem_cache.device.pool_registry import make_pools
+from sglang.srt.mem_cache.device.row_buffers import gather_rows, store_rows
 from sglang.test.ci.ci_register import register_cpu_ci
 
 register_cpu_ci(est_time=3, suite="base-a-test-cpu")
@@ -127,6 +128,8 @@ def test_sizes_without_a_form_in_fp8_are_refused() -> None:
         MLATokenToKVPool(8, 4, FP8, 32, 7, 1, "cpu")
     with pytest.raises(ValueError, match=r"index_head_dim=30: .* \(of 4, if fewer than 128"):
         IndexerSpec.of((0,), 30, FP8)
+    with pytest.raises(ValueError, match="index_head_dim=256: a key in fp8 has one scale"):
+        IndexerSpec.of((0,), 256, FP8)
     with pytest.raises(ValueError, match="override_kv_cache_dim=576: rows of 656 bytes are kept"):
         MLATokenToKVPool(8, 4, FP8, 512, 64, 1, "cpu", override_kv_cache_dim=576)
 

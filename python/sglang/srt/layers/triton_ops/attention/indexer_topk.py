@@ -2,6 +2,9 @@
 
 The results are those of `layers/attention/dsa_backend.py`, even for ties: among equal scores the
 first tokens win.
+
+Keys in fp8 are multiplied by queries in fp8: each head's query is rounded like a key, and its scale
+goes into the head's weight (as in DeepSeek-V3.2's reference).
 """
 
 from __future__ import annotations
@@ -13,6 +16,8 @@ import triton
 import triton.language as tl
 
 from sglang.srt.layers.triton_ops.ordered import ordered
+from sglang.srt.mem_cache.device.fp8_rows import FP8_MAX, LEAST_SCALE
+from sglang.srt.mem_cache.device.fp8_rows_triton import typed_views
 
 PROGRAMS: Final = 512
 """Programs of the scores that fill the device."""
@@ -28,11 +33,25 @@ _SCORES_ALIGNMENT: Final = 16
 """Rows of scores start at multiples of this, so that four scores are read at once."""
 
 
+@triton.jit
+def _rounded_queries(
+    q: tl.tensor, weights: tl.tensor, LARGEST: tl.constexpr, LEAST: tl.constexpr
+) -> tuple[tl.tensor, tl.tensor]:
+    """Queries in fp8, one scale for a row, and the weights of rows times these scales."""
+    x = q.to(tl.float32)
+    largest = tl.full([weights.shape[0]], LARGEST, tl.float32)
+    scale = tl.div_rn(tl.max(tl.abs(x), axis=1), largest)
+    scale = tl.where(scale < LEAST, 1.0, scale)
+    code = tl.div_rn(x, tl.broadcast_to(scale[:, None], x.shape))
+    return code.to(tl.float8e4nv), weights * scale
+
+
 @triton.jit(do_not_specialize=["num_tokens"])
 def _score_kernel(
     q_ptr: tl.tensor,
     weights_ptr: tl.tensor,
     keys_ptr: tl.tensor,
+    scales_ptr: tl.tensor,
     table_ptr: tl.tensor,
     rows_ptr: tl.tensor,
     lens_ptr: tl.tensor,
@@ -47,6 +66,9 @@ def _score_kernel(
     HEADS: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK: tl.constexpr,
+    IS_FP8: tl.constexpr,
+    LARGEST: tl.constexpr,
+    LEAST: tl.constexpr,
 ) -> None:
     """Scores of TOKENS tokens that have one list; programs along axis 1 share its blocks."""
     first = tl.program_id(0).to(tl.int64) * TOKENS
@@ -60,16 +82,22 @@ def _score_kernel(
     q_at = (token * q_stride + head * DIM)[:, None] + dims[None, :]
     q = tl.load(q_ptr + q_at, mask=is_there[:, None] & (dims < DIM)[None, :], other=0.0)
     weights = tl.load(weights_ptr + token * NUM_HEADS + head, mask=is_there, other=0.0)
+    row = DIM
+    if IS_FP8:
+        row = DIM + 4
+        q, weights = _rounded_queries(q, weights, LARGEST, LEAST)
     slots = table_ptr + tl.load(rows_ptr + first).to(tl.int64) * table_stride
     for start in range(tl.program_id(1) * BLOCK, longest, tl.num_programs(1) * BLOCK):
         pos = start + tl.arange(0, BLOCK)
         slot = tl.load(slots + pos, mask=pos < longest, other=0).to(tl.int64)
         keys = tl.load(
-            keys_ptr + slot[:, None] * DIM + dims[None, :], mask=(dims < DIM)[None, :], other=0.0
+            keys_ptr + slot[:, None] * row + dims[None, :], mask=(dims < DIM)[None, :], other=0.0
         )
         products = tl.dot(q, tl.trans(keys.to(q.dtype)), input_precision="tf32x3")
         products = tl.maximum(products, 0.0) * weights[:, None]
         scores = tl.sum(tl.reshape(products, [TOKENS, HEADS, BLOCK]), axis=1)
+        if IS_FP8:
+            scores *= tl.load(scales_ptr + slot * (row // 4) + DIM // 4)[None, :]
         at = tokens[:, None] * out_stride + pos[None, :]
         tl.store(out_ptr + at, scores, mask=pos[None, :] < lens[:, None])
 
@@ -90,7 +118,7 @@ def index_scores(
     Args:
         q: Contiguous `[num_tokens, heads, head_dim]` of the indexer.
         weights: Contiguous fp32 `[num_tokens, heads]`.
-        keys: Contiguous `[slots, head_dim]`.
+        keys: Contiguous `[slots, head_dim]`; or in fp8, uint8 `[slots, head_dim + 4]`.
         table: int32 `[lists, max_length]`, the last dimension dense.
         rows: Integer `[num_tokens]`: the list of each token.
         lens: Integer `[num_tokens]`: number of tokens of the list that get a score.
@@ -102,6 +130,8 @@ def index_scores(
     """
     num_tokens, num_heads, dim = q.shape
     assert q.is_contiguous() and weights.is_contiguous() and keys.is_contiguous()
+    is_fp8 = keys.dtype == torch.uint8
+    codes, scales = typed_views(keys)[:2] if is_fp8 else (keys, keys)
     heads = max(16, triton.next_power_of_2(num_heads))
     most_rows, block, num_stages = _LAUNCH if q.element_size() == 2 else _FP32_LAUNCH
     together = max(1, most_rows // heads) if one_list else 1
@@ -112,7 +142,8 @@ def index_scores(
     _score_kernel[(groups, programs)](
         q,
         weights,
-        keys,
+        codes,
+        scales,
         table,
         rows,
         lens,
@@ -125,8 +156,11 @@ def index_scores(
         DIM=dim,
         TOKENS=together,
         HEADS=heads,
-        BLOCK_D=max(16, triton.next_power_of_2(dim)),
+        BLOCK_D=max(32 if is_fp8 else 16, triton.next_power_of_2(dim)),
         BLOCK=block,
+        IS_FP8=is_fp8,
+        LARGEST=FP8_MAX,
+        LEAST=LEAST_SCALE,
         num_warps=8 if together * heads >= 128 else 4,
         num_stages=num_stages,
     )

@@ -5,6 +5,8 @@ each row once. Each token has its own list of slots: its request's row of the ta
 that an indexer has chosen. If there are too few tokens to fill the device, contexts are split over
 programs (Flash-Decoding). The grid depends on the number of tokens and not on lengths, so graphs
 can capture it.
+
+Rows in fp8 are multiplied by their scales in registers, block by block.
 """
 
 from __future__ import annotations
@@ -18,6 +20,8 @@ import triton.language as tl
 
 from sglang.srt.layers.triton_ops.attention.online_softmax import combine_splits, split_range
 from sglang.srt.layers.triton_ops.early_start import await_kernels_before, early_start
+from sglang.srt.mem_cache.device.fp8_rows import num_groups
+from sglang.srt.mem_cache.device.fp8_rows_triton import typed_views
 
 PROGRAMS: Final = 128
 """Programs that fill the device."""
@@ -26,6 +30,37 @@ LAUNCH: Final = (64, 64, 8, 2)
 """Heads and tokens per block, warps, stages: the fastest setting."""
 _FP32_LAUNCH: Final = (16, 16, 8, 1)
 """The same for fp32: twice the shared memory, and three TF32 products for each product."""
+_FP8_LAUNCH: Final = (64, 64, 8, 2)
+"""The same for rows in fp8."""
+
+
+@triton.jit
+def _latent_rows(
+    pool_ptr: tl.tensor,
+    scales_ptr: tl.tensor,
+    slot: tl.tensor,
+    LATENT: tl.constexpr,
+    ROW: tl.constexpr,
+    GROUPS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCK_L: tl.constexpr,
+) -> tl.tensor:
+    """Latent vectors `[BLOCK, BLOCK_L]` of slots; in fp8 (GROUPS > 0) fp32, times their scales.
+    ROW is the distance of rows, in elements."""
+    dims = tl.arange(0, BLOCK_L)
+    at = pool_ptr + slot[:, None] * ROW + dims[None, :]
+    if LATENT == BLOCK_L:
+        latent = tl.load(at)
+    else:
+        latent = tl.load(at, mask=dims[None, :] < LATENT, other=0.0)
+    if GROUPS > 0:
+        COUNT: tl.constexpr = (BLOCK_L + 127) // 128
+        group = tl.arange(0, COUNT)
+        scale_at = scales_ptr + slot[:, None] * (ROW // 4) + LATENT // 4 + group[None, :]
+        scale = tl.load(scale_at, mask=group[None, :] < GROUPS, other=0.0)
+        by_group = tl.reshape(latent.to(tl.float32), [BLOCK, COUNT, BLOCK_L // COUNT])
+        latent = tl.reshape(by_group * scale[:, :, None], [BLOCK, BLOCK_L])
+    return latent
 
 
 @triton.jit(do_not_specialize=["splits", "least"])
@@ -33,6 +68,8 @@ def _latent_kernel(
     latent_q_ptr: tl.tensor,
     rope_q_ptr: tl.tensor,
     pool_ptr: tl.tensor,
+    scales_ptr: tl.tensor,
+    rope_ptr: tl.tensor,
     table_ptr: tl.tensor,
     rows_ptr: tl.tensor,
     lens_ptr: tl.tensor,
@@ -50,6 +87,10 @@ def _latent_kernel(
     NUM_HEADS: tl.constexpr,
     LATENT: tl.constexpr,
     ROPE: tl.constexpr,
+    ROW: tl.constexpr,
+    ROPE_ROW: tl.constexpr,
+    ROPE_AT: tl.constexpr,
+    GROUPS: tl.constexpr,
     MOST: tl.constexpr,
     HEADS: tl.constexpr,
     BLOCK_L: tl.constexpr,
@@ -90,12 +131,9 @@ def _latent_kernel(
         pos = start + tl.arange(0, BLOCK)
         # Past the end: slot 0, the padding page, whose values are finite.
         slot = tl.load(slots + pos, mask=pos < end, other=0).to(tl.int64)
-        row = pool_ptr + slot[:, None] * (LATENT + ROPE)
-        if LATENT == BLOCK_L:
-            latent = tl.load(row + in_latent[None, :])
-        else:
-            latent = tl.load(row + in_latent[None, :], mask=in_latent[None, :] < LATENT, other=0.0)
-        rope = tl.load(row + LATENT + in_rope[None, :], mask=in_rope[None, :] < ROPE, other=0.0)
+        latent = _latent_rows(pool_ptr, scales_ptr, slot, LATENT, ROW, GROUPS, BLOCK, BLOCK_L)
+        rope_at = rope_ptr + slot[:, None] * ROPE_ROW + ROPE_AT + in_rope[None, :]
+        rope = tl.load(rope_at, mask=in_rope[None, :] < ROPE, other=0.0)
         latent = latent.to(q.dtype)
         scores = tl.dot(q, tl.trans(latent), input_precision="tf32x3")
         rope = tl.trans(rope.to(q.dtype))
@@ -143,7 +181,8 @@ def latent_attention(
     Args:
         latent_q: `[num_tokens, num_heads, kv_lora_rank]`, absorbed; the last dimension dense.
         rope_q: `[num_tokens, num_heads, qk_rope_head_dim]`; likewise.
-        pool: Contiguous `[slots, 1, kv_lora_rank + qk_rope_head_dim]`.
+        pool: Contiguous `[slots, 1, kv_lora_rank + qk_rope_head_dim]`; or in fp8, uint8 `[slots, 1,
+            bytes of a row]`.
         table: int32 `[lists, max_length]`, the last dimension dense: slots.
         rows: Integer `[num_tokens]`: the list of each token.
         lens: Integer `[num_tokens]`, at least 1 each: number of tokens of the list to read.
@@ -156,10 +195,18 @@ def latent_attention(
     """
     num_tokens, num_heads, rank = latent_q.shape
     rope_dim = rope_q.shape[-1]
-    assert pool.is_contiguous() and pool.shape[-1] == rank + rope_dim
+    assert pool.is_contiguous()
+    groups = num_groups(rank) if pool.dtype == torch.uint8 else 0
+    row = rope_row = pool.shape[-1]
+    rope_at, views = rank, (pool, pool, pool)
+    if groups:
+        rope_row, rope_at, views = row // 2, (rank + 4 * groups) // 2, typed_views(pool)
+    assert rope_row - rope_at == rope_dim, f"rows of {row} for {rank} and {rope_dim} elements"
     assert latent_q.stride(-1) == rope_q.stride(-1) == table.stride(-1) == 1
     if launch is None:
-        launch = LAUNCH if latent_q.element_size() == 2 else _FP32_LAUNCH
+        launch = _FP8_LAUNCH if groups else LAUNCH
+        if latent_q.element_size() == 4:
+            launch = _FP32_LAUNCH
     heads, block, num_warps, num_stages = launch
     heads = min(heads, max(16, triton.next_power_of_2(num_heads)))
     head_blocks = triton.cdiv(num_heads, heads)
@@ -173,7 +220,7 @@ def latent_attention(
     _latent_kernel[(head_blocks, num_tokens, count)](
         latent_q,
         rope_q,
-        pool,
+        *views,
         table,
         rows,
         lens,
@@ -191,6 +238,10 @@ def latent_attention(
         NUM_HEADS=num_heads,
         LATENT=rank,
         ROPE=rope_dim,
+        ROW=row,
+        ROPE_ROW=rope_row,
+        ROPE_AT=rope_at,
+        GROUPS=groups,
         MOST=most,
         HEADS=heads,
         BLOCK_L=max(16, triton.next_power_of_2(rank)),
