@@ -156,11 +156,12 @@ class DeepseekV32Attention(DeepseekV2AttentionMLA):
         """Store the indexer's keys, and return its queries if a context exceeds `topk` tokens."""
         pool = forward_batch.token_to_kv_pool
         assert isinstance(pool, NSATokenToKVPool)
-        keys = self.indexer.keys(x, rotation)
+        in_fp8 = pool.index_pool.dtype is FP8
+        keys = self.indexer.keys(x, rotation, in_fp8=in_fp8)
         pool.set_index_k_buffer(self.attn, forward_batch.out_cache_loc, keys)
         if forward_batch.longest_context <= self.indexer.config.topk:
             return None
-        return self.indexer.queries(x, q_input, rotation)
+        return self.indexer.queries(x, q_input, rotation, in_fp8=in_fp8)
 
 
 class DeepseekV2ForCausalLM(LlamaForCausalLM):

@@ -119,9 +119,12 @@ class Indexer(WeightedLayer):
 
     Its small queries and keys rank tokens. A key's score for a query is the sum over the indexer's
     heads of relu(query * key), weighted by a factor per head that the querying token provides
-    (DeepSeek-V3.2, section 2.1). With keys in fp8, the query of each head is rounded as well. The
-    reference rotates both by a Hadamard matrix first. That changes no product, and the error of
-    fp8 is relative to each element, so it is omitted.
+    (DeepSeek-V3.2, section 2.1).
+
+    With keys in fp8, the query of each head is rounded as well. Like the reference, `head_dim`
+    being a power of 2, the indexer first multiplies both by a Hadamard matrix. That changes no
+    product, and spreads large elements over all: fp8 errs by a part of each element, so few large
+    ones would decide the error of a product. Without fp8 it has no effect, so it is omitted.
     """
 
     def __init__(
@@ -144,26 +147,41 @@ class Indexer(WeightedLayer):
         # fp32 as in the reference: the head weights decide the ranking of tokens.
         self.heads_weight = replace(placement, dtype=torch.float32).empty(heads, hidden_size)
         self._scale = dim**-0.5 * heads**-0.5
+        self._spreading = hadamard(dim, placement.dtype, placement.device)
 
     def queries(
-        self, hidden: torch.Tensor, q_latent: torch.Tensor, rotation: Rotation
+        self,
+        hidden: torch.Tensor,
+        q_latent: torch.Tensor,
+        rotation: Rotation,
+        *,
+        in_fp8: bool = False,
     ) -> IndexQuery:
         """Queries of tokens, and the weights of their heads.
 
         Args:
             hidden: `[num_tokens, hidden_size]`.
             q_latent: `[num_tokens, q_lora_rank]`, normalised.
+            in_fp8: True if keys are kept in fp8.
         """
         q = apply_linear(q_latent, self.query_weight)
         q = self._rotate_(q.view(len(q), -1, self.config.head_dim), rotation)
+        q = self._spread(q) if in_fp8 else q
         weights = apply_linear(hidden.float(), self.heads_weight) * self._scale
         return IndexQuery(q, weights, self.config.topk)
 
-    def keys(self, hidden: torch.Tensor, rotation: Rotation) -> torch.Tensor:
-        """Keys `[num_tokens, head_dim]` of tokens `[num_tokens, hidden_size]`."""
+    def keys(
+        self, hidden: torch.Tensor, rotation: Rotation, *, in_fp8: bool = False
+    ) -> torch.Tensor:
+        """Keys `[num_tokens, head_dim]` of tokens `[num_tokens, hidden_size]`; `in_fp8`: they will
+        be kept in fp8."""
         k = apply_linear(hidden, self.key_weight)
         k = F.layer_norm(k, k.shape[-1:], self.norm_weight, self.norm_bias, _INDEXER_NORM_EPS)
-        return self._rotate_(k.unsqueeze(1), rotation).squeeze(1)
+        k = self._rotate_(k.unsqueeze(1), rotation).squeeze(1)
+        return self._spread(k) if in_fp8 else k
+
+    def _spread(self, x: torch.Tensor) -> torch.Tensor:
+        return x if self._spreading is None else torch.matmul(x, self._spreading)
 
     def _rotate_(self, x: torch.Tensor, rotation: Rotation) -> torch.Tensor:
         return apply_rotary(x, rotation, x, is_interleaved=self.config.rope_interleave)
@@ -177,3 +195,14 @@ class Indexer(WeightedLayer):
             ("weights_proj.weight", self.heads_weight),
         ):
             yield f"{self.prefix}.{name}", WeightSlot.of(weight)
+
+
+def hadamard(size: int, dtype: torch.dtype, device: torch.device | str) -> torch.Tensor | None:
+    """The Hadamard matrix of Sylvester, `[size, size]`, times `size**-0.5`: orthogonal, and all
+    elements have one magnitude. None: `size` is no power of 2."""
+    if size & (size - 1):
+        return None
+    found = torch.ones(1, 1)
+    while len(found) < size:
+        found = torch.cat((torch.cat((found, found), 1), torch.cat((found, -found), 1)))
+    return (found * size**-0.5).to(device, dtype)

@@ -39,7 +39,8 @@ def nearest_e4m3(x: np.ndarray) -> np.ndarray:
     low, high = E4M3[above - 1], E4M3[above]
     middle = (low + high) / 2
     is_up = (np.abs(x) > middle) | ((np.abs(x) == middle) & (above % 2 == 0))
-    return np.copysign(np.where(is_up, high, low), x)
+    rounded: np.ndarray = np.copysign(np.where(is_up, high, low), x)
+    return rounded
 
 
 @pytest.mark.parametrize(("elements", "rest"), SIZES)
@@ -73,7 +74,7 @@ def test_what_is_read_is_near_what_was_stored(elements: int, rest: int, dtype: t
     assert found.shape == (9, 1, elements + rest)
     # Half a unit of three bits of mantissa, or of the smallest e4m3 times the scale.
     want = rows.double().view(9, 1, -1)
-    groups = want[..., :elements].unflatten(-1, (max(1, elements // 128), -1))
+    groups = want[..., :elements].view(9, 1, max(1, elements // 128), -1)
     least = (groups.abs().amax(-1, keepdim=True) / 448 * 2.0**-10).expand_as(groups).flatten(-2)
     error = (found.double() - want).abs()
     bound = torch.maximum(want[..., :elements].abs() * 2.0**-4, least)
