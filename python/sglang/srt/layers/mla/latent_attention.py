@@ -205,4 +205,5 @@ def hadamard(size: int, dtype: torch.dtype, device: torch.device | str) -> torch
     found = torch.ones(1, 1)
     while len(found) < size:
         found = torch.cat((torch.cat((found, found), 1), torch.cat((found, -found), 1)))
-    return (found * size**-0.5).to(device, dtype)
+    scaled: torch.Tensor = found * size**-0.5
+    return scaled.to(device, dtype)
