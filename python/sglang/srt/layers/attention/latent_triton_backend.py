@@ -4,8 +4,7 @@ Decode steps and short prefills absorb the up-projections and attend to the rows
 (`latent_rows.py`). Each token has its own list of slots: its context, or the tokens chosen from it
 (`indexer_topk.py`). No launch depends on lengths, so graphs can capture all of it. Long prefills
 project rows up (`dense_attention.py`). With an indexer, tokens before position `topk` do, and those
-before `MASKED_CONTEXT` under a mask of the chosen tokens (`masked_attention.py`). Rows in fp8 are
-read as stored, also those of the step's own tokens.
+before `MASKED_CONTEXT` under a mask of the chosen tokens (`masked_attention.py`).
 """
 
 from __future__ import annotations
@@ -95,7 +94,10 @@ class _ExtendPlan:
 
 
 class LatentTritonBackend(AttentionBackend):
-    """Backend of MLA and DSA layers. Without an indexer's query, a token sees its whole context."""
+    """Backend of MLA and DSA layers. Without an indexer's query, a token sees its whole context.
+
+    Rows in fp8 are read as stored, also those of the step's own tokens.
+    """
 
     can_be_captured = True
     captures_extend = True
