@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 
@@ -39,16 +39,12 @@ from sglang.srt.layers.mla.latent_attention import LatentAttention
 from sglang.srt.layers.radix_attention import AttentionKind
 from sglang.srt.mem_cache.allocator import BaseTokenToKVPoolAllocator, make_allocator
 from sglang.srt.mem_cache.device.base_device_pool import BaseDevicePool
-from sglang.srt.mem_cache.device.fp8_rows import FP8
 from sglang.srt.mem_cache.device.memory_pool import HybridReqToTokenPool, KVCache, ReqToTokenPool
-from sglang.srt.mem_cache.device.mla_pool import MLASpec
-from sglang.srt.mem_cache.device.nsa_pool import IndexerSpec
 from sglang.srt.mem_cache.device.pool_registry import kv_pool, make_pools
 from sglang.srt.mem_cache.device.state_pool import state_pool
 from sglang.srt.mem_cache.device.state_spec import (
     ItemKind,
     PoolName,
-    StateSpec,
     bytes_per_state,
     bytes_per_token,
 )
@@ -175,7 +171,6 @@ class ModelRunner:
         )
         self.model = build_model(config.model_config, load_config)
         self.state_specs = self.model.state_specs(self.kv_cache_dtype)
-        _check_fp8_heads(self.state_specs, self._device_kind)
         if self.cp_group.size > 1 and self.state_bytes():
             raise ValueError(
                 f"--attn-cp-size {self.cp_group.size}: a recurrent state of "
@@ -441,19 +436,5 @@ def _resolve_kv_dtype(name: str, model_dtype: torch.dtype, kind: DeviceKind) -> 
             f"kv_cache_dtype {name!r} is not supported here: supported are {', '.join(supported)}"
         )
     if name == "fp8_e4m3":
-        return FP8
+        return torch.float8_e4m3fn
     return model_dtype if name == "auto" else DTYPES[name]
-
-
-def _check_fp8_heads(specs: Iterable[StateSpec], kind: DeviceKind) -> None:
-    heads = [
-        f"'{spec.name}'"
-        for spec in specs
-        if spec.dtype is FP8 and not isinstance(spec, (MLASpec, IndexerSpec))
-    ]
-    if heads and not kind.reads_fp8_heads:
-        raise ValueError(
-            f"--kv-cache-dtype fp8_e4m3: {kind.title} keeps only latent rows (MLA) in fp8, and "
-            f"this model has state {', '.join(heads)} per head; use --kv-cache-dtype auto or "
-            "bfloat16"
-        )

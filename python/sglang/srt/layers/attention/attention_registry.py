@@ -26,6 +26,9 @@ from sglang.srt.layers.radix_attention import (
     SLIDING_WINDOW,
     AttentionKind,
 )
+from sglang.srt.mem_cache.device.fp8_rows import FP8
+from sglang.srt.mem_cache.device.mla_pool import MLASpec
+from sglang.srt.mem_cache.device.nsa_pool import IndexerSpec
 
 logger = logging.getLogger(__name__)
 
@@ -104,8 +107,10 @@ def create_attention_backends(
 
     Raises:
         ValueError: No kind has a backend of that name on the device, a kind has no backend at all,
-            or a backend does not support the model.
+            a backend does not support the model, or the device does not read its state in fp8.
     """
+    for config in configs.values():
+        _check_fp8_heads(config)
     made: dict[AttentionKind, AttentionBackend] = {}
     for kind, config in configs.items():
         best = default_attention_backend(config.device, kind)
@@ -120,6 +125,22 @@ def create_attention_backends(
             logger.info("Layers of kind %r run on %r: %r does not support them", kind, chosen, name)
         made[kind] = create_attention_backend(chosen, config, kind)
     return made
+
+
+def _check_fp8_heads(config: AttentionConfig) -> None:
+    """Raise ValueError if keys and values per head are in fp8 and the device does not read them."""
+    device = device_kind(config.device)
+    heads = [
+        f"'{spec.name}'"
+        for spec in config.specs.values()
+        if spec.dtype is FP8 and not isinstance(spec, (MLASpec, IndexerSpec))
+    ]
+    if heads and not device.reads_fp8_heads:
+        raise ValueError(
+            f"--kv-cache-dtype fp8_e4m3: {device.title} keeps only latent rows (MLA) in fp8, and "
+            f"this model has state {', '.join(heads)} per head; use --kv-cache-dtype auto or "
+            "bfloat16"
+        )
 
 
 def _names(kind: AttentionKind, device: str) -> list[str]:
