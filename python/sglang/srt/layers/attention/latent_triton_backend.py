@@ -35,6 +35,7 @@ from sglang.srt.layers.triton_ops.attention.masked_attention import (
     masked_attention,
     takes,
 )
+from sglang.srt.mem_cache.device.row_buffers import gather_rows
 
 SHORT_TOKENS: Final = 256
 """Requests with at most this many new tokens attend to latent rows; others project rows up."""
@@ -282,7 +283,8 @@ class LatentTritonBackend(AttentionBackend):
         """
         pool, keys = Pools.of(forward_batch, layer.layer_id)
         first, table = lists.longest - len(q), forward_batch.req_to_token_pool.req_to_token
-        rows = pool.index_select(0, table[lists.rows[0], : lists.longest]).squeeze(1)
+        rank, slots = layer.mla.kv_lora_rank, table[lists.rows[0], : lists.longest]
+        rows = gather_rows(pool, slots.long(), rank, q.dtype).squeeze(1)
         masks = []
         for begin in range(0, len(q), TOKENS_AT_ONCE):
             own = slice(begin, min(begin + TOKENS_AT_ONCE, len(q)))
@@ -298,7 +300,7 @@ class LatentTritonBackend(AttentionBackend):
         mask = masks[0] if len(masks) == 1 else torch.cat(masks)
         for begin in range(0, layer.num_heads, HEADS_AT_ONCE):
             heads = slice(begin, begin + HEADS_AT_ONCE)
-            projected = layer.up_projection.project(rows[:, : layer.mla.kv_lora_rank], heads)
+            projected = layer.up_projection.project(rows[:, :rank], heads)
             masked_attention(
                 q[:, heads], projected, rows, mask, first, layer.scaling, out[:, heads]
             )
