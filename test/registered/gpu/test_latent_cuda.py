@@ -38,7 +38,7 @@ def test_state_in_fp8_gives_the_logits_of_a_cpu(tmp_path: Path, family: str) -> 
     torch.testing.assert_close(got, want, rtol=0.02, atol=0.02)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [*FAMILIES, "glm_moe_dsa", "glm_moe_dsa_shared"])
 def test_logits_equal_those_of_a_cpu(tmp_path: Path, family: str) -> None:
     save_tiny_checkpoint(tmp_path, family)
     got, want = (

@@ -134,7 +134,7 @@ def check_every_tier(server: ForkedServer, cold: Asked) -> None:
         ("deepseek_v2", "file", ()),
         ("deepseek_v3", "file", ()),
         ("deepseek_v32", "mooncake", ()),
-        ("glm_moe_dsa", "file", ()),
+        ("glm_moe_dsa_shared", "file", ()),
         ("qwen3_next", "mooncake", STATES),
         ("qwen3_next", "file", HALF_STATES),
         ("ministral", "mooncake", STATES),

@@ -86,6 +86,7 @@ _CLASSES: dict[str, tuple[Any, Any]] = {
     "deepseek_v32": (DeepseekV32Config, DeepseekV32ForCausalLM),
     "glm4_moe": (Glm4MoeConfig, Glm4MoeForCausalLM),
     "glm_moe_dsa": (GlmMoeDsaConfig, GlmMoeDsaForCausalLM),
+    "glm_moe_dsa_shared": (GlmMoeDsaConfig, GlmMoeDsaForCausalLM),
     "llama": (LlamaConfig, LlamaForCausalLM),
     "ministral": (MinistralConfig, MinistralForCausalLM),
     "mistral": (MistralConfig, MistralForCausalLM),
@@ -165,6 +166,12 @@ _FAMILY_SHAPES: dict[str, dict[str, Any]] = {
     "deepseek_v3": {**_LATENT, "n_group": 4, "topk_group": 2},
     "deepseek_v32": {**_INDEXED, "n_group": 4, "topk_group": 2},
     "glm_moe_dsa": {**_INDEXED, "indexer_rope_interleave": True},
+    "glm_moe_dsa_shared": {
+        **_INDEXED,
+        "indexer_rope_interleave": True,
+        "num_hidden_layers": 4,
+        "indexer_types": ["full", "shared", "full", "shared"],
+    },
     "glm4_moe": {
         "n_routed_experts": 8,
         "num_experts_per_tok": 3,

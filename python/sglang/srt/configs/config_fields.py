@@ -171,14 +171,16 @@ _DEEPSEEK_V32: Final = ConfigFields(
         # transformers 5.17 writes the second name, later releases the first.
         "layer_types": ("indexed_attention", "deepseek_sparse_attention"),
         "indexer_rope_interleave": (False,),
-        "indexer_types": ("full",),
-        "index_topk_freq": (1,),
     },
 )
+_SHARED_CHOICE: Final = _words("index_topk_freq index_skip_topk_offset index_topk_pattern")
 
 FIELDS: Final[Mapping[str, ConfigFields]] = {
     "DeepseekV2ForCausalLM": replace(_DEEPSEEK_V3, model_types=_words("deepseek_v2")),
-    "DeepseekV32ForCausalLM": _DEEPSEEK_V32,
+    "DeepseekV32ForCausalLM": replace(
+        _DEEPSEEK_V32,
+        fixed={**_DEEPSEEK_V32.fixed, "indexer_types": ("full",), "index_topk_freq": (1,)},
+    ),
     "DeepseekV3ForCausalLM": _DEEPSEEK_V3,
     "Glm4MoeForCausalLM": ConfigFields(
         model_types=_words("glm4_moe"),
@@ -188,8 +190,8 @@ FIELDS: Final[Mapping[str, ConfigFields]] = {
     "GlmMoeDsaForCausalLM": replace(
         _DEEPSEEK_V32,
         model_types=_words("glm_moe_dsa"),
-        # Layers that reuse the choice of another layer are not supported, so no layer is skipped.
-        harmless=_DEEPSEEK_V32.harmless | _words("index_skip_topk_offset"),
+        read=_DEEPSEEK_V32.read | _words("indexer_types"),
+        read_by_class=_DEEPSEEK_V32.read_by_class | _SHARED_CHOICE,
         fixed={**_DEEPSEEK_V32.fixed, "indexer_rope_interleave": (True,)},
     ),
     "LlamaForCausalLM": ConfigFields(

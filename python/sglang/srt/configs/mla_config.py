@@ -70,13 +70,16 @@ class IndexerConfig:
     rotary_dim: int
     rope_interleave: bool
     """See `MLAConfig`."""
+    full_layers: tuple[int, ...]
+    """Layers with an indexer, ascending. The others share the choice of the last one before."""
 
     @classmethod
     def from_hf(cls, hf_config: PretrainedConfig) -> IndexerConfig:
         """Read a config of DeepSeek-V3.2 or GLM-5.
 
         Raises:
-            ValueError: A size is missing or not a positive integer, or does not fit to another.
+            ValueError: A size is missing or not a positive integer, or does not fit to another; or
+                `indexer_types` does not say what each layer does.
         """
         head_dim = positive_int(hf_config, "index_head_dim")
         rope_dim = positive_int(hf_config, "qk_rope_head_dim")
@@ -92,4 +95,18 @@ class IndexerConfig:
             rotary_dim=rope_dim,
             # `config_fields` allows no other value of `indexer_rope_interleave`.
             rope_interleave=hf_config.model_type == "glm_moe_dsa",
+            full_layers=_full_layers(hf_config),
         )
+
+
+def _full_layers(hf_config: PretrainedConfig) -> tuple[int, ...]:
+    count = positive_int(hf_config, "num_hidden_layers")
+    types: list[str] | None = getattr(hf_config, "indexer_types", None)
+    if types is None:
+        return tuple(range(count))
+    if len(types) != count or not set(types) <= {"full", "shared"} or types[0] != "full":
+        raise ValueError(
+            f"config.json: indexer_types={types} must name each of {count} layers 'full' or "
+            "'shared', and the first one 'full'"
+        )
+    return tuple(layer for layer, name in enumerate(types) if name == "full")

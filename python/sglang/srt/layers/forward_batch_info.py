@@ -18,7 +18,7 @@ from sglang.srt.hardware_backend.device_runtime import Event, on_device
 
 if TYPE_CHECKING:
     from sglang.srt.layers.context_parallel import ContextShare
-    from sglang.srt.layers.radix_attention import Attention, AttentionKind
+    from sglang.srt.layers.radix_attention import Attention, AttentionKind, IndexQuery
     from sglang.srt.mem_cache.device.base_device_pool import BaseDevicePool
     from sglang.srt.mem_cache.device.memory_pool import KVCache, ReqToTokenPool
     from sglang.srt.mem_cache.device.state_spec import PoolName
@@ -148,6 +148,8 @@ class ForwardBatch:
     context_share: ContextShare | None = None
     """Extend only, set by the runner: this batch is one rank's share of a step, and each run of
     tokens counts as a request. None: this is the whole step."""
+    index: IndexQuery | None = None
+    """Queries of the last layer with an indexer whose choice later layers share. Set by it."""
     attn_backends: Mapping[AttentionKind, Attention] | None = None
     """The backend of each kind of the model's layers. Set by the runner, which owns them."""
     pools: Mapping[PoolName, BaseDevicePool] | None = None

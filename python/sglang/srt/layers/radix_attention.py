@@ -36,10 +36,17 @@ class IndexQuery(NamedTuple):
     """fp32 `[num_tokens, heads]`: scaled factors of each head's positive products with keys."""
     topk: int
     """Tokens to choose; contexts of at most `topk` tokens are read as a whole."""
+    chosen: torch.Tensor | None = None
+    """int32 `[num_tokens, topk]`: slots of the chosen tokens, for layers that share the choice. The
+    backend fills it, except for tokens that read their whole context; None: no layer shares it."""
+    is_known: bool = False
+    """True if an earlier layer has filled `chosen`; the queries are not used again."""
 
     def of(self, tokens: slice | torch.Tensor) -> IndexQuery:
-        """The queries of some of the tokens: a slice, or indices (int64 `[n]`)."""
-        return IndexQuery(self.q[tokens], self.weights[tokens], self.topk)
+        """The queries of some of the tokens: a slice, or indices (int64 `[n]`). With a slice, what
+        is written to `chosen` is written to that of all tokens."""
+        chosen = None if self.chosen is None else self.chosen[tokens]
+        return self._replace(q=self.q[tokens], weights=self.weights[tokens], chosen=chosen)
 
 
 class Attention(Protocol):

@@ -127,7 +127,7 @@ class DeepseekV2AttentionMLA(torch.nn.Module):
 
 
 class DeepseekV32Attention(DeepseekV2AttentionMLA):
-    """Latent attention to the tokens that an indexer chooses."""
+    """Latent attention to the tokens that an indexer chooses: its own, or an earlier layer's."""
 
     kind = DSA
 
@@ -139,12 +139,19 @@ class DeepseekV32Attention(DeepseekV2AttentionMLA):
         layer_id: int,
     ) -> None:
         super().__init__(config, options, placement, layer_id)
-        self.indexer = Indexer(
-            IndexerConfig.from_hf(config.hf_config),
-            self.mla,
-            config.hidden_size,
-            placement=placement.at("self_attn").at("indexer"),
-        )
+        settings = IndexerConfig.from_hf(config.hf_config)
+        self.topk = settings.topk
+        after = layer_id + 1
+        self.is_shared = after < config.num_hidden_layers and after not in settings.full_layers
+        """True if the next layer shares the choice."""
+        self.indexer: Indexer | None = None
+        if layer_id in settings.full_layers:
+            self.indexer = Indexer(
+                settings,
+                self.mla,
+                config.hidden_size,
+                placement=placement.at("self_attn").at("indexer"),
+            )
 
     def _index(
         self,
@@ -154,14 +161,23 @@ class DeepseekV32Attention(DeepseekV2AttentionMLA):
         forward_batch: ForwardBatch,
     ) -> IndexQuery | None:
         """Store the indexer's keys, and return its queries if a context exceeds `topk` tokens."""
+        is_short = forward_batch.longest_context <= self.topk
+        if self.indexer is None:
+            assert is_short or forward_batch.index is not None, "an earlier layer has an indexer"
+            return None if is_short else forward_batch.index
         pool = forward_batch.token_to_kv_pool
         assert isinstance(pool, NSATokenToKVPool)
         in_fp8 = pool.index_pool.dtype is FP8
         keys = self.indexer.keys(x, rotation, in_fp8=in_fp8)
         pool.set_index_k_buffer(self.attn, forward_batch.out_cache_loc, keys)
-        if forward_batch.longest_context <= self.indexer.config.topk:
+        if is_short:
             return None
-        return self.indexer.queries(x, q_input, rotation, in_fp8=in_fp8)
+        index = self.indexer.queries(x, q_input, rotation, in_fp8=in_fp8)
+        if self.is_shared:
+            chosen = torch.empty((len(x), self.topk), dtype=torch.int32, device=x.device)
+            index = index._replace(chosen=chosen)
+            forward_batch.index = index._replace(is_known=True)
+        return index
 
 
 class DeepseekV2ForCausalLM(LlamaForCausalLM):
@@ -271,17 +287,19 @@ class DeepseekV32ForCausalLM(DeepseekV3ForCausalLM):
         return [layer for layer, name in enumerate(types) if name == "sparse"]
 
     def state_specs(self, kv_dtype: torch.dtype) -> tuple[StateSpec, ...]:
-        """Latent rows and, in the same slots, indexer keys of every layer. Keys are in fp8 if rows
-        are, else as computed."""
+        """Latent rows and, in the same slots, keys of the layers with an indexer. Keys are in fp8
+        if rows are, else as computed."""
         (latent,) = super().state_specs(kv_dtype)
         assert isinstance(latent, MLASpec)
         index_dtype = kv_dtype if kv_dtype is FP8 else self._index_dtype
-        rows = NSASpec.beside(latent, self._indexer.head_dim, index_dtype)
+        settings = self._indexer
+        rows = NSASpec.beside(latent, settings.head_dim, index_dtype, settings.full_layers)
         return rows, rows.indexer
 
 
 class GlmMoeDsaForCausalLM(DeepseekV32ForCausalLM):
-    """GLM-5: DeepSeek-V3.2 whose indexer rotates neighbours; see `IndexerConfig`."""
+    """GLM-5: DeepSeek-V3.2 whose indexer rotates neighbours; see `IndexerConfig`. In GLM-5.2 most
+    layers have no indexer, and share the choice of an earlier layer."""
 
 
 def _check(value: object, name: str, supported: tuple[str, ...]) -> None:

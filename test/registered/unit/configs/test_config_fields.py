@@ -234,9 +234,6 @@ LLAMA, QWEN2, QWEN3, QWEN3_5, V3, V32, GLM5 = (
         (V3, {"moe_layer_freq": [1, 2]}, "moe_layer_freq=2"),
         (V3, {"index_topk": 2048}, "index_topk=2048"),
         (V32, {"indexer_types": ["full", "shared"]}, "indexer_types='shared'"),
-        (GLM5, {"indexer_types": ["full", "shared"]}, "indexer_types='shared'"),
-        (GLM5, {"index_topk_freq": 4}, "index_topk_freq=4"),
-        (GLM5, {"index_topk_pattern": "FSSS"}, "index_topk_pattern='FSSS'"),
     ],
 )  # fmt: skip
 def test_what_is_not_known_or_not_supported_is_named(

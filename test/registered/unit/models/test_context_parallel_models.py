@@ -26,6 +26,7 @@ CASES = [
     pytest.param("deepseek_v3", LATENT, id="deepseek_v3"),
     pytest.param("deepseek_v32", LATENT, id="deepseek_v32"),
     pytest.param("glm_moe_dsa", LATENT, id="glm_moe_dsa"),
+    pytest.param("glm_moe_dsa_shared", LATENT, id="glm_moe_dsa_shared"),
     pytest.param("glm4_moe", SPLIT, id="glm4_moe"),
 ]
 SIZES = [(2, 2), (4, 2), (4, 4)]

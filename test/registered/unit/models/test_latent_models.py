@@ -44,7 +44,7 @@ FAMILIES = ("deepseek_v2", "deepseek_v3", "deepseek_v32", "glm_moe_dsa")
 DENSE: dict[str, Any] = {"first_k_dense_replace": 2}
 CASES = [
     *(pytest.param(family, DENSE, id=f"{family}-dense") for family in FAMILIES),
-    *(pytest.param(family, {}, id=family) for family in FAMILIES),
+    *(pytest.param(family, {}, id=family) for family in (*FAMILIES, "glm_moe_dsa_shared")),
     *(
         pytest.param(family, {"rope_parameters": YARN, **DENSE}, id=f"{family}-yarn")
         for family in FAMILIES
@@ -195,6 +195,23 @@ def test_the_chosen_tokens_are_the_same_however_a_prompt_is_cut(
     assert not torch.equal(seen[0][0], seen[0][1]), "each layer chooses for itself"
 
 
+def test_only_layers_with_an_indexer_have_keys(tmp_path: Path) -> None:
+    """GLM-5.2 says in its config how often there is one: here in layers 0, 1, 4."""
+    save_tiny_checkpoint(tmp_path, "glm_moe_dsa", num_hidden_layers=6)
+    file = tmp_path / "config.json"
+    fields = json.loads(file.read_text()) | {"index_topk_freq": 3, "index_skip_topk_offset": 2}
+    del fields["indexer_types"]
+    file.write_text(json.dumps(fields))
+    names = [f"model.layers.{layer}.self_attn.indexer." for layer in (2, 3, 5)]
+    weights = load_file(tmp_path / "model.safetensors")
+    left = {name: weights[name] for name in weights if not name.startswith(tuple(names))}
+    assert len(left) < len(weights)
+    save_file(left, tmp_path / "model.safetensors")
+    runner = StepDriver(tmp_path, kv_cache_dtype="bfloat16").runner
+    assert runner.pools[PoolName.INDEXER].spec.layers == (0, 1, 4)
+    assert runner.kv_bytes_per_token() == 6 * (32 + 8) * 2 + 3 * 24 * 4
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_state_is_a_row_for_each_token(tmp_path: Path, family: str) -> None:
     save_tiny_checkpoint(tmp_path, family)
@@ -248,6 +265,9 @@ def test_layers_that_draft_tokens_are_left_out(tmp_path: Path) -> None:
         ("deepseek_v32", {"index_head_dim": 4}, "index_head_dim=4 .* qk_rope_head_dim=8"),
         ("deepseek_v32", {"index_topk": 0}, "index_topk=0"),
         ("deepseek_v32", {"mlp_layer_types": ["dense"]}, "mlp_layer_types"),
+        ("glm_moe_dsa", {"indexer_types": ["full"]}, "indexer_types=.* each of 2 layers"),
+        ("glm_moe_dsa", {"indexer_types": ["full", "none"]}, "indexer_types=.*'none'"),
+        ("glm_moe_dsa", {"indexer_types": ["shared", "full"]}, "the first one 'full'"),
     ],
 )
 def test_what_cannot_be_is_refused_in_one_line(

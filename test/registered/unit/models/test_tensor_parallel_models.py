@@ -32,6 +32,7 @@ CASES = [
     pytest.param("deepseek_v3", {**LATENT, "attention_bias": True}, id="deepseek_v3-biases"),
     pytest.param("deepseek_v32", LATENT, id="deepseek_v32"),
     pytest.param("glm_moe_dsa", LATENT, id="glm_moe_dsa"),
+    pytest.param("glm_moe_dsa_shared", LATENT, id="glm_moe_dsa_shared"),
     pytest.param("glm4_moe", SPLIT, id="glm4_moe"),
     pytest.param("qwen3_next", LINEAR, id="qwen3_next"),
     pytest.param("qwen3_5", {**LINEAR, "linear_num_value_heads": 4}, id="qwen3_5-equal-heads"),

@@ -90,14 +90,15 @@ class Pools(NamedTuple):
 
     rows: torch.Tensor
     """Stored rows, `[slots, 1, width]`; see `read_rows`."""
-    index_keys: torch.Tensor
-    """Stored keys, `[slots, width]`."""
+    index_keys: torch.Tensor | None
+    """Stored keys, `[slots, width]`; None: the layer shares the choice of an earlier one."""
 
     @classmethod
-    def of(cls, forward_batch: ForwardBatch, layer_id: int) -> Pools:
+    def of(cls, forward_batch: ForwardBatch, layer_id: int, index: IndexQuery) -> Pools:
         pool = forward_batch.token_to_kv_pool
         assert isinstance(pool, NSATokenToKVPool)
-        return cls(pool.get_key_buffer(layer_id), pool.get_index_k_buffer(layer_id))
+        keys = None if index.is_known else pool.get_index_k_buffer(layer_id)
+        return cls(pool.get_key_buffer(layer_id), keys)
 
 
 class DSATorchNativeBackend(MLATorchNativeBackend):
@@ -129,7 +130,7 @@ class DSATorchNativeBackend(MLATorchNativeBackend):
             return super().forward(q, k, v, layer, forward_batch, save_kv_cache, rows)
         if save_kv_cache:
             forward_batch.token_to_kv_pool.set_kv_buffer(layer, forward_batch.out_cache_loc, k, v)
-        pools = Pools.of(forward_batch, layer.layer_id)
+        pools = Pools.of(forward_batch, layer.layer_id, index)
         if forward_batch.forward_mode.is_decode():
             return self._decode(q, as_latent(layer), pools, index)
         k = as_stored(k, pools.rows, forward_batch, as_latent(layer))
@@ -202,17 +203,24 @@ class DSATorchNativeBackend(MLATorchNativeBackend):
             `[n, num_heads * v_head_dim]`.
         """
         context = self._context(request)
-        keys = context.read(pools.index_keys)
-        first = len(keys) - len(q)
+        keys = None if pools.index_keys is None else context.read(pools.index_keys)
+        first = len(context.slots) - len(q)
         row_dim = layer.mla.kv_lora_rank + layer.mla.qk_rope_head_dim
         step = max(1, GATHER_BYTES // (index.topk * row_dim * q.itemsize))
         outs = []
         for begin in range(0, len(q), step):
             block = slice(begin, min(begin + step, len(q)))
-            seen = first + block.stop
-            positions = torch.arange(first + begin, seen, device=keys.device)
-            scores = index_scores(index.of(block), keys[:seen], positions=positions)
-            chosen = context.slots[choose_tokens(scores, index.topk)]
+            own = index.of(block)
+            if keys is None:
+                assert own.chosen is not None
+                chosen = own.chosen.long()
+            else:
+                seen = first + block.stop
+                positions = torch.arange(first + begin, seen, device=keys.device)
+                scores = index_scores(own, keys[:seen], positions=positions)
+                chosen = context.slots[choose_tokens(scores, index.topk)]
+                if own.chosen is not None:
+                    own.chosen.copy_(chosen)
             outs.append(_attend_rows(q[block], pools.rows, chosen, layer))
         return torch.cat(outs)
 

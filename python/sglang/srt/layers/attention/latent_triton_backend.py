@@ -3,8 +3,9 @@
 Decode steps and short prefills absorb the up-projections and attend to the rows of the pool
 (`latent_rows.py`). Each token has its own list of slots: its context, or the tokens chosen from it
 (`indexer_topk.py`). No launch depends on lengths, so graphs can capture all of it. Long prefills
-project rows up (`dense_attention.py`). With an indexer, tokens before position `topk` do, and those
-before `MASKED_CONTEXT` under a mask of the chosen tokens (`masked_attention.py`).
+            if index is not None and own_index is not None and own_index.chosen is not None:
+                assert index.chosen is not None
+                index.chosen[tokens] = own_index.chosen
 """
 
 from __future__ import annotations
@@ -222,6 +223,9 @@ class LatentTritonBackend(AttentionBackend):
             own_index = None if index is None else index.of(tokens)
             self._attend(q[tokens], latent, forward_batch, plan.short, own_index, found)
             out[tokens] = found
+            if index is not None and own_index is not None and own_index.chosen is not None:
+                assert index.chosen is not None
+                index.chosen[tokens] = own_index.chosen
         if plan.long:
             pool = forward_batch.token_to_kv_pool.get_key_buffer(layer.layer_id)
             k = as_stored(k, pool, forward_batch, latent)
@@ -251,7 +255,8 @@ class LatentTritonBackend(AttentionBackend):
         if index is None:
             return
         masked = min(segment.end, segment.begin + MASKED_CONTEXT - segment.prefix)
-        if masked - choosing >= MASKED_TOKENS and _can_be_masked(layer):
+        is_alone = index.chosen is None
+        if is_alone and masked - choosing >= MASKED_TOKENS and _can_be_masked(layer):
             own = slice(choosing, masked)
             lists = replace(
                 long.lists.of(slice(choosing - segment.begin, masked - segment.begin)),
@@ -281,7 +286,8 @@ class LatentTritonBackend(AttentionBackend):
             index: Indexer queries of the same tokens.
             out: `[n, num_heads, v_head_dim]`, overwritten.
         """
-        pool, keys = Pools.of(forward_batch, layer.layer_id)
+        pool, keys = Pools.of(forward_batch, layer.layer_id, index)
+        assert keys is not None, "the choice is not shared"
         first, table = lists.longest - len(q), forward_batch.req_to_token_pool.req_to_token
         rank, slots = layer.mla.kv_lora_rank, table[lists.rows[0], : lists.longest]
         rows = gather_rows(pool, slots.long(), rank, q.dtype).squeeze(1)
@@ -343,12 +349,15 @@ class LatentTritonBackend(AttentionBackend):
         if index is None:
             pool = forward_batch.token_to_kv_pool.get_key_buffer(layer.layer_id)
         else:
-            pool, keys = Pools.of(forward_batch, layer.layer_id)
-            slots = table, rows, lists.lens
-            scores = index_scores(
-                index.q, index.weights, keys, *slots, lists.longest, one_list=lists.one_list
-            )
-            table, most = choose_slots(scores, *slots, index.topk), index.topk
+            pool, keys = Pools.of(forward_batch, layer.layer_id, index)
+            chosen, slots = index.chosen, (table, rows, lists.lens)
+            if keys is not None:
+                scores = index_scores(
+                    index.q, index.weights, keys, *slots, lists.longest, one_list=lists.one_list
+                )
+                chosen = choose_slots(scores, *slots, index.topk, out=chosen)
+            assert chosen is not None
+            table, most = chosen, index.topk
             rows = self._own_rows[: len(q)]
         nope = layer.mla.qk_nope_head_dim
         absorbed = layer.up_projection.absorb(q[..., :nope].transpose(0, 1)).transpose(0, 1)

@@ -108,18 +108,26 @@ class NSASpec(MLASpec):
     """
 
     indexer: IndexerSpec
-    """Spec of the keys, in the same layers."""
+    """Spec of the keys, in the same layers or some of them."""
 
     @classmethod
-    def beside(cls, rows: MLASpec, index_head_dim: int, index_dtype: torch.dtype) -> NSASpec:
-        """The spec of `rows` with keys of `index_head_dim` elements."""
+    def beside(
+        cls,
+        rows: MLASpec,
+        index_head_dim: int,
+        index_dtype: torch.dtype,
+        layers: Sequence[int] | None = None,
+    ) -> NSASpec:
+        """The spec of `rows` with keys of `index_head_dim` elements in `layers`; None: in all."""
         return cls(
             layers=rows.layers,
             buffers=rows.buffers,
             share=rows.share,
             kv_lora_rank=rows.kv_lora_rank,
             qk_rope_head_dim=rows.qk_rope_head_dim,
-            indexer=IndexerSpec.of(rows.layers, index_head_dim, index_dtype),
+            indexer=IndexerSpec.of(
+                rows.layers if layers is None else layers, index_head_dim, index_dtype
+            ),
         )
 
 

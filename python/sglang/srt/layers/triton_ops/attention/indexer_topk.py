@@ -412,12 +412,15 @@ def choose_slots(
     rows: torch.Tensor,
     lens: torch.Tensor,
     topk: int,
+    *,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """The slots of the `topk` best tokens of each list, in the list's order.
 
     Args:
         scores: fp32 `[num_tokens, longest]`, from `index_scores`.
         table: As in `index_scores`; `rows` and `lens` likewise.
+        out: Contiguous tensor for the result; None: a new one.
 
     Returns:
         int32 `[num_tokens, topk]`. A list of at most `topk` tokens is returned whole, followed by
@@ -425,7 +428,9 @@ def choose_slots(
     """
     num_tokens, device = len(scores), scores.device
     assert scores.stride(0) % 4 == 0, "rows of scores are read in groups of four"
-    out = torch.empty((num_tokens, topk), dtype=torch.int32, device=device)
+    if out is None:
+        out = torch.empty((num_tokens, topk), dtype=torch.int32, device=device)
+    assert out.is_contiguous()
     width = max(_FEWEST_CANDIDATES, 2 * triton.next_power_of_2(topk))
     candidates = torch.empty((num_tokens, width), dtype=torch.int64, device=device)
     num_warps = _CHOICE_WARPS_OF_FEW if num_tokens <= _FEW_TOKENS else _CHOICE_WARPS
