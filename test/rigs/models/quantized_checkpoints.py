@@ -156,7 +156,7 @@ def awq(group: int = 32) -> Format:
         return {
             f"{layer}.qweight": _pack(integers.T, 4, axis=1, order=order),
             f"{layer}.qzeros": _pack(zeros.T, 4, axis=1, order=order),
-            f"{layer}.scales": torch.from_numpy(scales.T.copy()),
+            f"{layer}.scales": torch.from_numpy(scales.T.astype(np.float16)),
         }, values
 
     return Format(config, encode, multiple=8)
@@ -188,7 +188,7 @@ def gptq(bits: int = 4, group: int = 32, *, act_order: bool = False, version: in
         return {
             f"{layer}.qweight": _pack(integers.T, bits, axis=0),
             f"{layer}.qzeros": _pack(zeros.T - (1 if version == 1 else 0), bits, axis=1),
-            f"{layer}.scales": torch.from_numpy(scales.T.copy()),
+            f"{layer}.scales": torch.from_numpy(scales.T.astype(np.float16)),
             f"{layer}.g_idx": torch.from_numpy(groups.astype(np.int32)),
         }, values
 

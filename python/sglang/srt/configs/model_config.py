@@ -155,7 +155,7 @@ class ModelConfig:
             sliding_window=hf.sliding_window if windowed_layers else None,
             sliding_window_layers=windowed_layers,
             ssm_dtype=DTYPES[ssm_dtype],
-            quantization=quantization_of(raw),
+            quantization=quantization_of(raw, asked=quantization),
         )
 
 

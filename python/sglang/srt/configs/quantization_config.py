@@ -46,15 +46,24 @@ class QuantizationConfig:
     stands for the whole dimension."""
     zero_offset: int = 0
     """Added to packed zero points: GPTQ's first format stores them less one."""
+    is_at_load: bool = False
+    """True if the files have plain weights, which are rounded to this format at load."""
+    is_reordered: bool = False
+    """True if the inputs of a group are spread over the weight (GPTQ's `desc_act`)."""
 
     def __str__(self) -> str:
         """The format in words, for logs."""
         words = f"{self.method}, {self.bits} bits"
+        if self.is_at_load:
+            words += ", rounded at load"
         if self.block is not None:
             sizes = ("all" if size < 0 else str(size) for size in self.block)
             words += f", a scale for {' x '.join(sizes)}"
         return words
 
+
+AT_LOAD: Final = QuantizationConfig(method="fp8", block=(128, 128), is_at_load=True)
+"""What `--quantization fp8` makes of plain weights: DeepSeek's format."""
 
 _ALIASES: Final[Mapping[str, str]] = MappingProxyType(
     {"awq_marlin": "awq", "gptq_marlin": "gptq", "compressed_tensors": "compressed-tensors"}
@@ -79,12 +88,15 @@ def quantization_of(
     if stated is None and isinstance(text, dict):
         stated = text.get(_FIELD)
     if stated is None:
-        if asked is not None:
-            raise ValueError(
-                f"--quantization {asked}: the checkpoint's weights are not quantized, and they are "
-                "not quantized at load: leave the flag out, or serve a quantized checkpoint"
-            )
-        return None
+        if asked is None:
+            return None
+        if _name(asked) == AT_LOAD.method:
+            return AT_LOAD
+        raise ValueError(
+            f"--quantization {asked}: the checkpoint's weights are not quantized, and only fp8 is "
+            "computed at load: leave the flag out, give --quantization fp8, or serve a quantized "
+            "checkpoint"
+        )
     if not isinstance(stated, dict):
         raise ValueError(f"config.json: {_FIELD} must be an object: copy the checkpoint again")
     method = _name(stated.get("quant_method"))
@@ -138,6 +150,7 @@ def _gptq(stated: dict[str, Any]) -> QuantizationConfig:
         bits=stated["bits"],
         block=(1, _group_size(stated)),
         zero_offset=0 if stated.get("checkpoint_format") == "gptq_v2" else 1,
+        is_reordered=bool(stated.get("desc_act")),
     )
 
 

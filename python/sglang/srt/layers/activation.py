@@ -71,7 +71,9 @@ class GatedMLP(torch.nn.Module):
     def _gated(self, x: torch.Tensor) -> torch.Tensor:
         """`[num_tokens, hidden_size]` to this rank's features."""
         weight, kernels = self.gate_up_proj.weight, fused_kernels(x.device)
-        if kernels is not None and len(x) == 1 and self.gate_up_proj.bias is None:
+        may_fuse = kernels is not None and len(x) == 1 and self.gate_up_proj.bias is None
+        if may_fuse and isinstance(weight, torch.Tensor):
+            assert kernels is not None
             config = kernels.plan_gemv(*weight.shape)
             if config is not None:
                 out = x.new_empty((1, len(weight) // 2))

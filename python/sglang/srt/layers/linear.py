@@ -20,6 +20,13 @@ from sglang.srt.layers.placement import (
     WeightedLayer,
     WeightSlot,
 )
+from sglang.srt.layers.quantization.layer_weight import (
+    LayerWeight,
+    new_weight,
+    rows_of,
+    slots_of,
+)
+from sglang.srt.layers.triton_ops.arguments import ScaledWeight
 
 _MAX_UNPADDED_ROWS: Final = 32
 """Batches up to this size are not padded: padding would cost more than compiling for each size."""
@@ -27,7 +34,7 @@ _MAX_UNPADDED_ROWS: Final = 32
 
 def apply_linear(
     x: torch.Tensor,
-    weight: torch.Tensor,
+    weight: LayerWeight,
     bias: torch.Tensor | None = None,
     *,
     out: torch.Tensor | None = None,
@@ -37,13 +44,17 @@ def apply_linear(
 
     Args:
         x: `[num_tokens, input_size]`.
-        weight: `[output_size, input_size]`.
+        weight: `[output_size, input_size]`. With scales it needs a device with fused kernels, which
+            round `x` as `FusedKernels.multiply_scaled` says.
         bias: `[output_size]`.
         out: Tensor for the result, `[num_tokens, output_size]` of `out_dtype`; None: a new one.
         out_dtype: Dtype of the result; None: that of `x`. On CUDA the sums are not rounded to the
             dtype of `x` in between.
     """
     kernels = fused_kernels(x.device)
+    if isinstance(weight, ScaledWeight):
+        assert kernels is not None, "other devices dequantize weights at load"
+        return kernels.multiply_scaled(x, weight, bias, out=out, out_dtype=out_dtype)
     if kernels is not None:
         config = kernels.plan_gemv(*weight.shape) if x.shape[0] == 1 else None
         if config is not None:
@@ -104,8 +115,16 @@ class MergedColumnParallelLinear(WeightedLayer):
         self.parts = [
             (name, (shares,) if isinstance(shares, Share) else shares) for name, shares in parts
         ]
-        output_size = sum(share.size for _, shares in self.parts for share in shares)
-        self.weight = placement.empty(output_size, input_size)
+        runs = [share for _, shares in self.parts for share in shares]
+        output_size = sum(share.size for share in runs)
+        self.weight = new_weight(
+            self,
+            "weight",
+            placement,
+            [f"{self.prefix}.{name}.weight" for name, _ in self.parts],
+            runs,
+            Share(0, input_size, input_size),
+        )
         self.bias = placement.empty(output_size) if bias else None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -116,8 +135,8 @@ class MergedColumnParallelLinear(WeightedLayer):
         begin = 0
         for name, shares in self.parts:
             end = begin + sum(share.size for share in shares)
-            weight = self.weight[begin:end]
-            yield f"{self.prefix}.{name}.weight", WeightSlot.of_runs(weight, shares)
+            weight = rows_of(self.weight, begin, end)
+            yield from slots_of(f"{self.prefix}.{name}.weight", weight, shares)
             if self.bias is not None:
                 bias = self.bias[begin:end]
                 yield f"{self.prefix}.{name}.bias", WeightSlot.of_runs(bias, shares)
@@ -139,13 +158,18 @@ class RowParallelLinear(WeightedLayer):
         super().__init__(placement)
         self.inputs = inputs
         self._group = placement.tp_group
-        self.weight = placement.empty(output_size, inputs.size)
+        self._dtype, self._device = placement.dtype, placement.device
+        outputs = Share(0, output_size, output_size)
+        self.weight = new_weight(
+            self, "weight", placement, [f"{self.prefix}.weight"], [outputs], inputs
+        )
         self.has_bias = bias
         self.bias = placement.empty(output_size) if bias and placement.tp_rank == 0 else None
         kernels = fused_kernels(placement.device)
         self._rows_added: int | None = None
         """Fewest rows for which the product adds the residual itself; None: never."""
-        if kernels is not None and self.bias is None and self._group.size == 1:
+        is_plain = isinstance(self.weight, torch.Tensor)
+        if kernels is not None and is_plain and self.bias is None and self._group.size == 1:
             self._rows_added = kernels.rows_added_in_product
 
     def forward(self, x: torch.Tensor, residual: torch.Tensor) -> tuple[ToAdd, torch.Tensor]:
@@ -159,10 +183,11 @@ class RowParallelLinear(WeightedLayer):
             The tensor that remains to be added to the residual (None: nothing), and the residual.
         """
         if self._rows_added is not None and len(x) >= self._rows_added:
+            assert isinstance(self.weight, torch.Tensor)
             return None, residual.addmm_(x, self.weight.t())
         if self._group.size == 1:
             return self.part(x), residual
-        out = self._group.empty_part((len(x), len(self.weight)), x)
+        out = self._group.empty_part((len(x), self.weight.shape[0]), x)
         return self._group.sum_later(self.part(x, out)), residual
 
     def part(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
@@ -175,9 +200,10 @@ class RowParallelLinear(WeightedLayer):
         return apply_linear(x, self.weight, self.bias, out=out)
 
     def weight_slots(self) -> NamedSlots:
-        yield f"{self.prefix}.weight", WeightSlot.of(self.weight, self.inputs, dim=1)
+        yield from slots_of(f"{self.prefix}.weight", self.weight, inputs=self.inputs)
         name = f"{self.prefix}.bias"
         if self.bias is not None:
             yield name, WeightSlot.of(self.bias)
         elif self.has_bias:
-            yield name, WeightSlot.of(self.weight[:0, 0], Share(0, 0, len(self.weight)))
+            nothing = torch.empty(0, dtype=self._dtype, device=self._device)
+            yield name, WeightSlot.of(nothing, Share(0, 0, self.weight.shape[0]))

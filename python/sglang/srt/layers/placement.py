@@ -12,6 +12,7 @@ from typing import Protocol
 import torch
 
 from sglang.srt.distributed.tensor_group import SingleTensorGroup, TensorGroup
+from sglang.srt.layers.quantization.weight_format import WeightFormats
 from sglang.srt.mem_cache.device.state_spec import RankShare, RankSplit
 
 
@@ -31,6 +32,12 @@ class Share:
         """The same part of a dimension with `count` elements for each element of this one."""
         return Share(self.begin * count, self.end * count, self.total * count)
 
+    def over(self, count: int) -> Share:
+        """The same part of a dimension with one element for `count` elements of this one, which
+        divides it."""
+        assert not any(size % count for size in (self.begin, self.end, self.total)), (self, count)
+        return Share(self.begin // count, self.end // count, self.total // count)
+
     def of_state(self, split: RankSplit) -> RankShare:
         """This part as a rank's share of a `StateSpec`'s heads."""
         return RankShare(split, self.begin, self.end, self.total)
@@ -46,6 +53,8 @@ class TensorPlacement:
     """The ranks that split the layer."""
     prefix: str = ""
     """Prefix of the layer's tensor names in a checkpoint, without the last dot."""
+    formats: WeightFormats | None = None
+    """Formats of the checkpoint's quantized weights; None: every weight in memory has `dtype`."""
 
     @property
     def tp_rank(self) -> int:
@@ -102,10 +111,14 @@ class TensorPlacement:
         begin = min(self.tp_rank * size, total)
         return Share(begin, min(begin + size, total), total)
 
-    def empty(self, *shape: int) -> torch.nn.Parameter:
-        """An uninitialised weight of `shape`, for the loader to fill."""
+    def empty(self, *shape: int, dtype: torch.dtype | None = None) -> torch.nn.Parameter:
+        """An uninitialised weight of `shape`, for the loader to fill.
+
+        Args:
+            dtype: Its dtype; None: the placement's.
+        """
         return torch.nn.Parameter(
-            torch.empty(shape, dtype=self.dtype, device=self.device), requires_grad=False
+            torch.empty(shape, dtype=dtype or self.dtype, device=self.device), requires_grad=False
         )
 
 

@@ -18,7 +18,9 @@ from safetensors import SafetensorError, safe_open
 
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.configs.quantization_config import QuantizationConfig
+from sglang.srt.layers.quantization.weight_format import FormatOf, WeightFormat
 from sglang.srt.model_loader.quantized_weights import QuantizedNames, QuantizedWeight
+from sglang.srt.model_loader.rounded_weights import format_of_rounded, is_rounded, rounded
 from sglang.srt.model_loader.weight_files import (
     REMEDY,
     config_file,
@@ -49,25 +51,28 @@ class CheckpointFiles:
         self._quantization = model_config.quantization
         if self._format == "pt" and self._quantization is not None:
             raise ValueError(
-                f"{self.name}: quantized weights are read from safetensors files only: leave "
-                "--load-format out"
+                f"{self.name}: weights with a format ({self._quantization}) are read from "
+                "safetensors files only: leave --load-format out"
             )
         config = config_file(self.name)
         self._files = weight_files(Path(self.name), self._format)
         self._noted = _signatures([config, *self._files])
         self._identity: str | None = None
 
+    def formats(self) -> FormatOf:
+        """See `WeightSource`. Reads the headers of the files."""
+        found: dict[str, WeightFormat] = {}
+        if self._quantization is not None:
+            with ExitStack() as stack:
+                found = _SafetensorsFiles(self._files, self._quantization, stack).formats()
+        return found.get
+
     def fill(self, slots: WeightSlots) -> None:
+        """See `WeightSource`."""
         if self._format == "pt":
             for file in self._files:
                 _fill_from_pickle(slots, file)
             return
-        if self._quantization is not None:
-            logger.info(
-                "weights are quantized (%s): they are dequantized at load, and activations are not "
-                "quantized",
-                self._quantization,
-            )
         with ExitStack() as stack:
             _SafetensorsFiles(self._files, self._quantization, stack).fill(slots)
 
@@ -80,7 +85,9 @@ class CheckpointFiles:
         """
         if self._identity is None:
             self._check_unchanged()
-            identity = weights_identity(self.name, load_format=self._format)
+            config = self._quantization
+            rounding = str(config) if config is not None and config.is_at_load else ""
+            identity = weights_identity(self.name, load_format=self._format, rounding=rounding)
             self._check_unchanged()  # a file may have changed while it was hashed
             self._identity = identity
         return self._identity
@@ -141,7 +148,30 @@ class _SafetensorsFiles:
             for file, opened in self._opened.items()
             for name in opened.keys()  # noqa: SIM118 - not a dict
         }
-        self._names = None if config is None else QuantizedNames(self._file_of.keys(), config)
+        self._rounds = config is not None and config.is_at_load
+        self._names = (
+            None
+            if config is None or config.is_at_load
+            else QuantizedNames(self._file_of.keys(), config)
+        )
+
+    def formats(self) -> dict[str, WeightFormat]:
+        """Formats of the quantized weights, by name."""
+        assert self._config is not None
+        if self._names is not None:
+            weights = self._names.by_elements.values()
+            return {weight.name: weight.format(self._config, self._dtype_of) for weight in weights}
+        format_ = format_of_rounded(self._config, torch.float32)
+        assert format_ is not None, "fp8"
+        return {name: format_ for name in self._file_of if is_rounded(name)}
+
+    def _dtype_of(self, name: str) -> str:
+        file = self._file_of.get(name)
+        if file is None:
+            return "missing"  # an error when the weight is read
+        with _reading(file, f"tensor {name!r}"):
+            dtype: str = self._opened[file].get_slice(name).get_dtype()
+        return dtype
 
     def fill(self, slots: WeightSlots) -> None:
         """See `WeightSource`."""
@@ -170,18 +200,25 @@ class _SafetensorsFiles:
                 f"{file}: tensor {name!r} is {dtype} and has no scales: the weights and "
                 "quantization_config in config.json are not of the same model"
             )
+        if self._rounds and is_rounded(name):
+            assert self._config is not None
+            whole = opened.get_tensor(name).to(slot.dest.device)
+            found = rounded(whole, self._config, slot.dest.dtype, torch.float32)
+            slots.fill_quantized(name, slot, found)
+            return
         slot.fill(stored if slot.is_split else opened.get_tensor(name))
 
     def _fill_quantized(
         self, slots: WeightSlots, file: Path, weight: QuantizedWeight, config: QuantizationConfig
     ) -> None:
-        elements = _StoredTensor(self._opened[file].get_slice(weight.elements))
+        elements = _StoredTensor(self._opened[file], weight.elements)
         slot = slots.take(weight.name, weight.shape(elements.shape, config), file)
         if slot is None:
             return
         dtype, device = slot.dest.dtype, slot.dest.device
         try:
-            slot.fill(weight.open(elements, self._read, config, dtype, device))
+            opened = weight.open(elements, self._read, config, dtype, device)
+            slots.fill_quantized(weight.name, slot, opened)
         except ValueError as error:
             raise ValueError(
                 f"{file}: tensor {weight.elements!r}: {error}: the weights and quantization_config "
@@ -208,12 +245,14 @@ class _SafetensorsFiles:
 class _StoredTensor:
     """A tensor of a safetensors file: a `RawTensor`."""
 
-    def __init__(self, stored: Any) -> None:
-        self._stored = stored
-        self.shape: tuple[int, ...] = tuple(stored.get_shape())
+    def __init__(self, opened: Any, name: str) -> None:
+        self._opened, self._name = opened, name
+        self._slice = opened.get_slice(name)
+        self.shape: tuple[int, ...] = tuple(self._slice.get_shape())
 
     def __getitem__(self, index: tuple[slice, ...]) -> torch.Tensor:
-        part: torch.Tensor = self._stored[index]
+        is_whole = all(one == slice(None) for one in index)
+        part: torch.Tensor = self._opened.get_tensor(self._name) if is_whole else self._slice[index]
         return part
 
 

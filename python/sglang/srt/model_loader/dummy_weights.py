@@ -10,6 +10,9 @@ import torch
 import xxhash
 
 from sglang.srt.configs.model_config import ModelConfig
+from sglang.srt.layers.quantization.layer_weight import weight_shape
+from sglang.srt.layers.quantization.weight_format import FormatOf
+from sglang.srt.model_loader.rounded_weights import format_of_rounded, is_rounded, rounded
 from sglang.srt.model_loader.weight_files import weights_identity
 from sglang.srt.model_loader.weight_source import LoadConfig, WeightSlots
 
@@ -24,17 +27,31 @@ _MIX_2 = 0x846CA68B - (1 << 32)
 class DummyWeights:
     """Random weights, each determined by the seed and its name.
 
-    A rank generates each whole weight on the device of its part, and keeps the part.
+    A rank generates each whole weight on the device of its part, and keeps the part. Where
+    config.json states a weight format, linear layers and experts are rounded to it: see
+    `rounded_weights.is_rounded`.
     """
 
     name = "random"
 
     def __init__(self, model_config: ModelConfig, load_config: LoadConfig) -> None:
         self._seed = load_config.random_seed
+        self._dtype = model_config.dtype
+        self._config = model_config.quantization
+        self._format = (
+            None if self._config is None else format_of_rounded(self._config, self._dtype)
+        )
         # Computed now, because config.json may change later.
         self._identity = weights_identity(
-            model_config.model_path, load_format="dummy", random_seed=self._seed
+            model_config.model_path,
+            load_format="dummy",
+            random_seed=self._seed,
+            rounding="" if self._format is None else str(self._config),
         )
+
+    def formats(self) -> FormatOf:
+        """See `WeightSource`."""
+        return lambda name: self._format if is_rounded(name) else None
 
     def identity(self) -> str:
         """See `WeightSource`."""
@@ -43,8 +60,15 @@ class DummyWeights:
     def fill(self, slots: WeightSlots) -> None:
         """See `WeightSource`."""
         for name, slot in slots.take_all():
-            dtype, device = slot.dest.dtype, slot.dest.device
-            slot.fill(dummy_tensor(name, slot.shape, self._seed, dtype=dtype, device=device))
+            shape, device = weight_shape(slot), slot.dest.device
+            if self._format is None or len(shape) < 2 or not is_rounded(name):
+                dtype = slot.dest.dtype
+                slot.fill(dummy_tensor(name, shape, self._seed, dtype=dtype, device=device))
+                continue
+            assert self._config is not None
+            whole = dummy_tensor(name, shape, self._seed, dtype=self._dtype, device=device)
+            weight = rounded(whole, self._config, self._dtype, self._format.scales)
+            slots.fill_quantized(name, slot, weight)
 
 
 def dummy_tensor(

@@ -10,7 +10,11 @@ from types import MappingProxyType
 import torch
 
 from sglang.srt.configs.model_config import ModelConfig
+from sglang.srt.configs.quantization_config import QuantizationConfig
+from sglang.srt.layers.fused_kernels import fused_kernels
 from sglang.srt.layers.placement import TensorPlacement
+from sglang.srt.layers.quantization.layer_weight import SCALES
+from sglang.srt.layers.quantization.weight_format import WeightFormats
 from sglang.srt.model_loader.checkpoint_files import CheckpointFiles
 from sglang.srt.model_loader.dummy_weights import DummyWeights
 from sglang.srt.model_loader.remote_weights import RemoteInstanceWeights
@@ -45,15 +49,59 @@ def build_model(model_config: ModelConfig, load_config: LoadConfig) -> CausalLM:
     """This rank's share of a model, on its device, with uninitialized weights.
 
     Raises:
-        ValueError: The model cannot be split over this number of ranks.
+        ValueError: The model cannot be split over this number of ranks; or as `load_weights`.
     """
+    formats = None
+    is_taken = model_config.dtype in (torch.bfloat16, torch.float32)
+    if is_taken and fused_kernels(load_config.device) is not None:
+        formats = WeightFormats(of=_make_source(model_config, load_config).formats())
     placement = TensorPlacement(
         dtype=model_config.dtype,
         device=load_config.device,
         tp_group=load_config.tp_group,
+        formats=formats,
     )
     with torch.inference_mode():
-        return MODEL_CLASSES[model_config.architecture](model_config, placement)
+        model = MODEL_CLASSES[model_config.architecture](model_config, placement)
+    if model_config.quantization is not None:
+        _log_formats(model, model_config.quantization, formats)
+    return model
+
+
+def _log_formats(
+    model: CausalLM, quantization: QuantizationConfig, formats: WeightFormats | None
+) -> None:
+    """Say which weights stay quantized in memory."""
+    names = {name for name, _ in model.weight_slots()}
+    if formats is None:
+        logger.info(
+            "weights are quantized (%s): they are dequantized at load, and activations are not "
+            "quantized",
+            quantization,
+        )
+        return
+    kept = {name for name in names if name + SCALES in names}
+    reasons = formats.dequantized
+    others = sum(formats.of(name) is not None for name in names - kept) - reasons.total()
+    if others > 0:
+        reasons["no plain products"] = others
+    logger.info(
+        "weights are quantized (%s): %d stay so in memory, %d are dequantized at load%s",
+        quantization,
+        len(kept),
+        reasons.total(),
+        "".join(f"; {count}: {reason}" for reason, count in reasons.items()),
+    )
+
+
+def _make_source(model_config: ModelConfig, load_config: LoadConfig) -> WeightSource:
+    make_source = WEIGHT_SOURCES.get(load_config.load_format)
+    if make_source is None:
+        raise ValueError(
+            f"load format {load_config.load_format!r} is not supported: "
+            f"supported are {', '.join(WEIGHT_SOURCES)}"
+        )
+    return make_source(model_config, load_config)
 
 
 def load_weights(
@@ -65,14 +113,8 @@ def load_weights(
         ValueError: In one line: the unknown load format, or the source, the tensor that is missing,
             unexpected, torn or of another shape, and the remedy.
     """
-    make_source = WEIGHT_SOURCES.get(load_config.load_format)
-    if make_source is None:
-        raise ValueError(
-            f"load format {load_config.load_format!r} is not supported: "
-            f"supported are {', '.join(WEIGHT_SOURCES)}"
-        )
     started = time.monotonic()
-    source = make_source(model_config, load_config)
+    source = _make_source(model_config, load_config)
     with (
         torch.inference_mode(),
         progress_bar(

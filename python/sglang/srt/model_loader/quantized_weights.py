@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Final
 
 import torch
@@ -22,6 +23,7 @@ from sglang.srt.layers.quantization.quantized_tensor import (
     ScaledTensor,
     unpack_words,
 )
+from sglang.srt.layers.quantization.weight_format import WeightFormat
 
 _SCALES: Final = ("_scale_inv", "_scale")
 """What follows a weight's name in the name of its scales. Either is multiplied with, in spite of
@@ -31,6 +33,9 @@ _OF_ACTIVATIONS: Final = frozenset(
     q_scale k_scale v_scale prob_scale""".split()
 )
 """Tensors of a layer that quantize activations, keys or values, which are not quantized here."""
+
+_SCALE_DTYPES: Final = MappingProxyType({"F16": torch.float16, "BF16": torch.bfloat16})
+"""Dtypes of the scales of 4-bit integers in memory, as safetensors names them."""
 
 ReadTensor = Callable[[str], torch.Tensor]
 """Reads a whole tensor of the checkpoint by its name."""
@@ -66,6 +71,33 @@ class QuantizedWeight:
                 return stored[1] * count, stored[0]
             case _:
                 return stored
+
+    def format(self, config: QuantizationConfig, dtype_of: Callable[[str], str]) -> WeightFormat:
+        """The format of the weight, as layers ask for it.
+
+        Args:
+            dtype_of: The dtype of a tensor in the files, as safetensors names it.
+        """
+        if config.packing is Packing.NONE:
+            dtype = dtype_of(self.elements)
+            why = None if dtype == "F8_E4M3" else f"elements of {dtype}"
+            return WeightFormat(block=config.block or (1, -1), why_dequantized=why)
+        assert config.block is not None
+        scales = _SCALE_DTYPES.get(dtype_of(self.scales))
+        why = None
+        if config.bits != 4:
+            why = f"integers of {config.bits} bits"
+        elif config.is_reordered or (config.packing is Packing.ROWS and self.groups is not None):
+            why = "groups of reordered inputs"
+        elif scales is None:
+            why = f"integers with scales of {dtype_of(self.scales)}"
+        return WeightFormat(
+            bits=4,
+            block=config.block,
+            scales=scales or torch.float32,
+            has_zeros=self.zeros is not None,
+            why_dequantized=why,
+        )
 
     def open(
         self,

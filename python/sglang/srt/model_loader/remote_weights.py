@@ -26,7 +26,8 @@ from sglang.srt.distributed.device_communicators.transfer_types import (
     TransferOp,
 )
 from sglang.srt.hardware_backend.device_runtime import device_runtime
-from sglang.srt.model_loader.seed_answer import SeedAnswer, check_seed
+from sglang.srt.layers.quantization.weight_format import FormatOf
+from sglang.srt.model_loader.seed_answer import SeedAnswer, check_seed, formats_of_seed
 from sglang.srt.model_loader.seed_client import DIGEST_TIMEOUT_S, SeedClient
 from sglang.srt.model_loader.weight_files import config_values
 from sglang.srt.model_loader.weight_plan import PartRead, TensorPlan, check_checksums, plan_reads
@@ -83,6 +84,12 @@ class RemoteInstanceWeights:
                 "load format 'remote_instance' needs a seed and a Transfer Engine: start a server "
                 "with --remote-instance-weight-loader-seed-instance-ip and -service-port"
             )
+        if model_config.quantization is not None and model_config.quantization.is_at_load:
+            raise ValueError(
+                f"--quantization {model_config.quantization.method} rounds weights at load, and "
+                "load format 'remote_instance' takes the seed's weights as they are: start the "
+                "seed with the flag, and this server without"
+            )
         self.name = f"the seed at {seed.url}"
         self._host = seed.host
         self._rank = load_config.tp_group.rank
@@ -98,6 +105,13 @@ class RemoteInstanceWeights:
         """The seed's identity. Call it after `fill`."""
         assert self._identity is not None, "asked before the weights were read"
         return self._identity
+
+    def formats(self) -> FormatOf:
+        """Those of the seed's memory, where kept weights have scales beside them."""
+        try:
+            return formats_of_seed(self._client.ask(0).weights.tensors).get
+        except ValueError as error:
+            raise ValueError(f"{self.name}: {error}") from None
 
     def fill(self, slots: WeightSlots) -> None:
         """See `WeightSource`. A seed that stalls causes an error after a timeout.
@@ -179,7 +193,7 @@ class RemoteInstanceWeights:
                 hashing.append(hashers.submit(_take_over, checked, batch, staging, index))
                 num_bytes += batch.num_bytes
                 for plan in batch.done:
-                    slots.take(plan.name, plan.slot.shape, self.name)
+                    slots.take(plan.name, None, self.name)
             seconds = time.monotonic() - started
             for call in hashing:
                 call.result()

@@ -11,6 +11,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from types import MappingProxyType
 from typing import Final, TypeAlias
 
 import msgspec
@@ -18,6 +19,8 @@ import torch
 
 from sglang.srt.hardware_backend.leaf_hash import HASH_NAME
 from sglang.srt.layers.placement import WeightSlot
+from sglang.srt.layers.quantization.layer_weight import SCALES, ZEROS
+from sglang.srt.layers.quantization.weight_format import SCALE_DTYPES, WeightFormat
 
 _MAX_VALUE_CHARS = 80
 
@@ -217,6 +220,45 @@ def place_of(tensor: torch.Tensor) -> MemoryPlace:
     """Place of a contiguous tensor in memory."""
     assert tensor.is_contiguous(), "weights lie in one piece"
     return tensor.data_ptr(), tensor.numel(), tensor.element_size()
+
+
+_SCALE_DTYPES: Final = MappingProxyType(
+    {str(dtype).removeprefix("torch."): dtype for dtype in SCALE_DTYPES}
+)
+
+
+def formats_of_seed(tensors: Mapping[str, TensorPart]) -> dict[str, WeightFormat]:
+    """Formats of the weights that a seed keeps quantized, by name.
+
+    A number of ranks for which the seed's groups do not fit leads to other formats in this server's
+    memory, which `plan_reads` refuses.
+
+    Args:
+        tensors: Those of a rank of the seed.
+
+    Raises:
+        ValueError: Scales have an unknown dtype.
+    """
+    found = {}
+    for name, elements in tensors.items():
+        scales = tensors.get(name + SCALES)
+        if scales is None:
+            continue
+        dtype = _SCALE_DTYPES.get(scales.dtype)
+        if dtype is None or min(scales.shape, default=0) < 1 or len(elements.shape) < 2:
+            raise ValueError(
+                f"tensor {name!r} has scales {scales}: start both with the same release"
+            )
+        is_fp8 = elements.dtype == "float8_e4m3fn"
+        outputs, columns = elements.shape[-2:]
+        inputs = columns if is_fp8 else 2 * columns
+        found[name] = WeightFormat(
+            bits=8 if is_fp8 else 4,
+            block=(outputs // scales.shape[-2], inputs // scales.shape[-1]),
+            scales=dtype,
+            has_zeros=name + ZEROS in tensors,
+        )
+    return found
 
 
 def check_seed(weights: SeedWeights, *, config: Mapping[str, str], protocol: str) -> None:

@@ -92,13 +92,19 @@ def _indexed_files(directory: Path, index_name: str) -> list[Path]:
 
 
 def weights_identity(
-    model_path: str, *, load_format: str, random_seed: int = 0, cache_dir: Path | None = None
+    model_path: str,
+    *,
+    load_format: str,
+    random_seed: int = 0,
+    rounding: str = "",
+    cache_dir: Path | None = None,
 ) -> str:
     """Identity of the weights of the directory `model_path` under `load_format`.
 
     Args:
         load_format: See `LoadConfig`. The identity of "dummy" weights comes from config.json and
             the random seed.
+        rounding: The format that plain or random weights are rounded to, in words; empty: none.
         cache_dir: Directory in which digests are cached; None: `~/.cache/sglang`.
 
     Returns:
@@ -111,13 +117,14 @@ def weights_identity(
     if load_format == "dummy":
         digest = xxhash.xxh3_128(b"dummy 2")  # the generator's version
         digest.update(config.read_bytes())
-        digest.update(f"seed {random_seed}".encode())
+        digest.update(f"seed {random_seed}{rounding}".encode())
         return digest.hexdigest()
     cache = _DigestCache((cache_dir or Path.home() / ".cache" / "sglang") / CACHE_FILE)
     digest = xxhash.xxh3_128(b"files")
     for file in (config, *weight_files(Path(model_path), load_format)):
         digest.update(bytes.fromhex(cache.digest(file)))
     cache.save()
+    digest.update(rounding.encode())
     return digest.hexdigest()
 
 

@@ -9,6 +9,9 @@ from typing import Protocol
 
 from sglang.srt.distributed.tensor_group import SingleTensorGroup, TensorGroup
 from sglang.srt.layers.placement import WeightSlot
+from sglang.srt.layers.quantization.layer_weight import SCALES, ZEROS, weight_shape
+from sglang.srt.layers.quantization.quantized_tensor import QuantizedTensor
+from sglang.srt.layers.quantization.weight_format import FormatOf
 from sglang.srt.models.causal_lm import CausalLM
 from sglang.srt.utils.network import base_url
 
@@ -62,6 +65,14 @@ class WeightSource(Protocol):
                 remedy.
         """
 
+    def formats(self) -> FormatOf:
+        """Formats of the quantized weights that it has, by name. Call it before the model is
+        built.
+
+        Raises:
+            ValueError: As `fill`.
+        """
+
     def fill(self, slots: WeightSlots) -> None:
         """Fill each slot from the tensor of its name, reading only this rank's parts.
 
@@ -98,18 +109,19 @@ class WeightSlots:
         return dict(self._empty)
 
     def take_all(self) -> Iterator[tuple[str, WeightSlot]]:
-        """Take each empty slot. The caller fills a slot before it takes the next."""
+        """Take each empty slot. The caller fills a slot, perhaps with `fill_quantized`, before it
+        takes the next."""
         for name, slot in list(self._empty.items()):
-            del self._empty[name]
-            yield name, slot
-            self._on_taken()
+            if name in self._empty:
+                self._take((name,))
+                yield name, slot
 
-    def take(self, name: str, shape: tuple[int, ...], file: Path | str) -> WeightSlot | None:
+    def take(self, name: str, shape: tuple[int, ...] | None, file: Path | str) -> WeightSlot | None:
         """Take the slot of a checkpoint tensor, to be filled now or filled just before. None: the
         model does not need the tensor.
 
         Args:
-            shape: Shape of the whole tensor.
+            shape: Shape of the whole tensor, or of the weight that it encodes; None: not checked.
             file: The tensor's file, for errors.
 
         Raises:
@@ -128,15 +140,49 @@ class WeightSlots:
             raise ValueError(
                 f"{file}: tensor {name!r} is there twice: remove the stray weight file"
             )
-        if shape != slot.shape:
+        if shape not in (None, wanted := weight_shape(slot)):
             raise ValueError(
                 f"{file}: tensor {name!r} has shape {list(shape)}, config.json asks for "
-                f"{list(slot.shape)}: the weights and config.json are not of the same model"
+                f"{list(wanted)}: the weights and config.json are not of the same model"
             )
+        self._take(names)
+        return slot
+
+    def fill_quantized(self, name: str, slot: WeightSlot, weight: QuantizedTensor) -> None:
+        """Fill a slot with a quantized weight: as it is stored, together with the slots of its
+        scales and zero points, where the layer keeps those; otherwise dequantized.
+
+        Args:
+            name: Name of the weight, whose `slot` was taken.
+
+        Raises:
+            ValueError: The weight has another format than its source said.
+        """
+        beside = {suffix: self._take_beside(name + suffix) for suffix in (SCALES, ZEROS)}
+        scales, zeros = beside[SCALES], beside[ZEROS]
+        if scales is None:
+            slot.fill(weight)
+            return
+        sizes = zip(weight.shape[-2:], scales.shape[-2:], strict=True)
+        height, group = (size // count for size, count in sizes)
+        stored = weight.stored(height, group)
+        if (zeros is None) != (stored.zeros is None):
+            raise ValueError("zero points are there for some weights of a format only")
+        slot.fill(stored.elements)
+        scales.fill(stored.scales)
+        if zeros is not None and stored.zeros is not None:
+            zeros.fill(stored.zeros)
+
+    def _take_beside(self, name: str) -> WeightSlot | None:
+        slot = self._stacked.get(name) or self._all.get(name)
+        if slot is not None:
+            self._take(slot.parts or (name,))
+        return slot
+
+    def _take(self, names: tuple[str, ...]) -> None:
         for part in names:
             del self._empty[part]
             self._on_taken()
-        return slot
 
     def check_filled(self, source: str) -> None:
         """Raise ValueError if a slot is empty.

@@ -22,6 +22,7 @@ from sglang.srt.layers.placement import (
     WeightedLayer,
     WeightSlot,
 )
+from sglang.srt.layers.quantization.layer_weight import LayerWeight, new_weight, slots_of
 from sglang.srt.layers.radix_attention import MLA, AttentionKind, IndexQuery, RadixAttention
 from sglang.srt.layers.rotary_embedding import Rotation, apply_rotary
 
@@ -141,8 +142,13 @@ class Indexer(WeightedLayer):
             raise ValueError("config.json: q_lora_rank is missing: the indexer's queries need it")
         self.config = config
         dim, heads = config.head_dim, config.num_heads
-        self.query_weight = placement.empty(heads * dim, mla.q_lora_rank)
-        self.key_weight = placement.empty(dim, hidden_size)
+
+        def whole(attribute: str, name: str, outputs: int, inputs: int) -> LayerWeight:
+            names, rows = [f"{self.prefix}.{name}.weight"], [Share(0, outputs, outputs)]
+            return new_weight(self, attribute, placement, names, rows, Share(0, inputs, inputs))
+
+        self.query_weight = whole("query_weight", "wq_b", heads * dim, mla.q_lora_rank)
+        self.key_weight = whole("key_weight", "wk", dim, hidden_size)
         self.norm_weight, self.norm_bias = placement.empty(dim), placement.empty(dim)
         # fp32 as in the reference: the head weights decide the ranking of tokens.
         self.heads_weight = replace(placement, dtype=torch.float32).empty(heads, hidden_size)
@@ -187,9 +193,9 @@ class Indexer(WeightedLayer):
         return apply_rotary(x, rotation, x, is_interleaved=self.config.rope_interleave)
 
     def weight_slots(self) -> NamedSlots:
+        yield from slots_of(f"{self.prefix}.wq_b.weight", self.query_weight)
+        yield from slots_of(f"{self.prefix}.wk.weight", self.key_weight)
         for name, weight in (
-            ("wq_b.weight", self.query_weight),
-            ("wk.weight", self.key_weight),
             ("k_norm.weight", self.norm_weight),
             ("k_norm.bias", self.norm_bias),
             ("weights_proj.weight", self.heads_weight),

@@ -9,7 +9,13 @@ import torch
 from sglang.srt.layers.activation import silu_and_mul
 from sglang.srt.layers.fused_kernels import fused_kernels
 from sglang.srt.layers.linear import apply_linear
-from sglang.srt.layers.placement import NamedSlots, TensorPlacement, WeightedLayer, WeightSlot
+from sglang.srt.layers.placement import NamedSlots, Share, TensorPlacement, WeightedLayer
+from sglang.srt.layers.quantization.layer_weight import (
+    matrices_of,
+    new_weight,
+    rows_of,
+    slots_of,
+)
 
 FEW: Final = 8
 _USES_OF_AN_EXPERT: Final = 2
@@ -45,8 +51,11 @@ class RoutedExperts(WeightedLayer):
         assert num_experts <= torch.iinfo(torch.int16).max
         self.num_experts = num_experts
         self.features = placement.share(intermediate_size, "features of an expert")
-        self.gate_up = placement.empty(num_experts, 2 * self.features.size, hidden_size)
-        self.down = placement.empty(num_experts, hidden_size, self.features.size)
+        hidden, lead = Share(0, hidden_size, hidden_size), (num_experts,)
+        gate_up, down = self._quantized_names(placement)
+        both = [self.features, self.features]
+        self.gate_up = new_weight(self, "gate_up", placement, gate_up, both, hidden, lead=lead)
+        self.down = new_weight(self, "down", placement, down, [hidden], self.features, lead=lead)
         self._kernels = fused_kernels(placement.device)
 
     def takes_few(self, num_tokens: int, top_k: int) -> bool:
@@ -67,15 +76,20 @@ class RoutedExperts(WeightedLayer):
         Returns:
             `[num_tokens, hidden_size]` of the dtype of `x`.
         """
-        if x.is_cpu:
-            return self._one_by_one(x, weights, ids)
-        if self._kernels is None:
-            return self._dense(x, weights, ids)
-        ids = ids.contiguous()
-        return self._kernels.run_routed_experts(x, weights, ids, self.gate_up, self.down)
+        if self._kernels is not None:
+            ids = ids.contiguous()
+            return self._kernels.run_routed_experts(x, weights, ids, self.gate_up, self.down)
+        assert isinstance(self.gate_up, torch.Tensor) and isinstance(self.down, torch.Tensor)
+        run = self._one_by_one if x.is_cpu else self._dense
+        return run(x, weights, ids, self.gate_up, self.down)
 
     def _one_by_one(
-        self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor
+        self,
+        x: torch.Tensor,
+        weights: torch.Tensor,
+        ids: torch.Tensor,
+        gate_up: torch.Tensor,
+        down: torch.Tensor,
     ) -> torch.Tensor:
         """One product for each expert that has tokens."""
         flat_ids = ids.flatten()
@@ -89,51 +103,63 @@ class RoutedExperts(WeightedLayer):
             if not count:
                 continue
             end = begin + count
-            inner = silu_and_mul(apply_linear(x[tokens[begin:end]], self.gate_up[expert]))
-            result = apply_linear(inner, self.down[expert], out_dtype=torch.float32)
+            inner = silu_and_mul(apply_linear(x[tokens[begin:end]], gate_up[expert]))
+            result = apply_linear(inner, down[expert], out_dtype=torch.float32)
             out.index_add_(0, tokens[begin:end], result.mul_(scales[begin:end]))
             begin = end
         return out.to(x.dtype)
 
-    def _dense(self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    def _dense(
+        self,
+        x: torch.Tensor,
+        weights: torch.Tensor,
+        ids: torch.Tensor,
+        gate_up: torch.Tensor,
+        down: torch.Tensor,
+    ) -> torch.Tensor:
         """All experts for all tokens, for accelerators without fused kernels."""
         out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
         for expert in range(self.num_experts):
             scales = weights.where(ids == expert, 0.0).sum(dim=1, keepdim=True)
-            inner = silu_and_mul(apply_linear(x, self.gate_up[expert]))
-            result = apply_linear(inner, self.down[expert], out_dtype=torch.float32)
+            inner = silu_and_mul(apply_linear(x, gate_up[expert]))
+            result = apply_linear(inner, down[expert], out_dtype=torch.float32)
             # An expert may overflow for a token that does not use it, and 0 times infinity is NaN.
             out += (result * scales).where(scales != 0.0, 0.0)
         return out.to(x.dtype)
 
     def weight_slots(self) -> NamedSlots:
-        half = self.features.size
-        for expert, (gate_up, down) in enumerate(zip(self.gate_up, self.down, strict=True)):
+        half, own = self.features.size, (self.features,)
+        pairs = zip(matrices_of(self.gate_up), matrices_of(self.down), strict=True)
+        for expert, (gate_up, down) in enumerate(pairs):
             gate, up, last = self._names(expert)
-            yield gate, WeightSlot.of(gate_up[:half], self.features)
-            yield up, WeightSlot.of(gate_up[half:], self.features)
-            yield last, WeightSlot.of(down, self.features, dim=1)
+            yield from slots_of(gate, rows_of(gate_up, 0, half), own)
+            yield from slots_of(up, rows_of(gate_up, half, 2 * half), own)
+            yield from slots_of(last, down, inputs=self.features)
 
     def stacked_slots(self) -> NamedSlots:
-        names = [self._names(expert) for expert in range(len(self.down))]
-        yield (
+        names = [self._names(expert) for expert in range(self.num_experts)]
+        yield from slots_of(
             f"{self.prefix}.gate_up_proj",
-            WeightSlot.of_runs(
-                self.gate_up,
-                (self.features, self.features),
-                dim=1,
-                parts=tuple(name for gate, up, _ in names for name in (gate, up)),
-            ),
+            self.gate_up,
+            (self.features, self.features),
+            parts=tuple(name for gate, up, _ in names for name in (gate, up)),
         )
-        yield (
+        yield from slots_of(
             f"{self.prefix}.down_proj",
-            WeightSlot.of_runs(
-                self.down,
-                (self.features,),
-                dim=2,
-                parts=tuple(last for *_, last in names),
-            ),
+            self.down,
+            inputs=self.features,
+            parts=tuple(last for *_, last in names),
         )
+
+    def _quantized_names(self, placement: TensorPlacement) -> tuple[list[str], list[str]]:
+        """Names to ask for the formats of `gate_up` and `down`: those of stacks, where the
+        checkpoint has quantized stacks."""
+        stacks = [f"{self.prefix}.gate_up_proj"], [f"{self.prefix}.down_proj"]
+        formats = placement.formats
+        if formats is not None and formats.of(stacks[0][0]) is not None:
+            return stacks
+        names = [self._names(expert) for expert in range(self.num_experts)]
+        return [name for one in names for name in one[:2]], [one[2] for one in names]
 
     def _names(self, expert: int) -> tuple[str, str, str]:
         """Checkpoint tensors of one expert: gate, up, down."""

@@ -20,6 +20,7 @@ from sglang.srt.layers.placement import (
     WeightedLayer,
     WeightSlot,
 )
+from sglang.srt.layers.quantization.layer_weight import LayerWeight
 from sglang.srt.layers.triton_ops.arguments import ExpertChoice, ExpertWeights
 
 
@@ -207,8 +208,9 @@ class SparseMoeBlock(torch.nn.Module):
             )
             if shared.has_gate:
                 gate = (f"{shared.name}_gate", Share(0, 1, 1))
+                # A single output, which is dequantized if a checkpoint quantizes it.
                 self.shared_expert_gate = MergedColumnParallelLinear(
-                    hidden_size, [gate], bias=False, placement=placement
+                    hidden_size, [gate], bias=False, placement=replace(placement, formats=None)
                 )
         self._kernels = fused_kernels(placement.device)
         self._choice = self._plan_choice()
@@ -217,6 +219,8 @@ class SparseMoeBlock(torch.nn.Module):
     def _plan_choice(self) -> ExpertChoice:
         """Argument of the kernel that chooses experts."""
         router, gate = self.gate.options, self.shared_expert_gate
+        shared_gate = None if gate is None else gate.weight
+        assert shared_gate is None or isinstance(shared_gate, torch.Tensor)
         return ExpertChoice(
             top_k=router.top_k,
             is_softmax=router.scoring == "softmax",
@@ -227,13 +231,13 @@ class SparseMoeBlock(torch.nn.Module):
             two_of_group=router.group_score == "top2_sum",
             correction_bias=self.gate.correction_bias,
             has_shared=self.shared_expert is not None,
-            shared_gate=None if gate is None else gate.weight,
+            shared_gate=shared_gate,
         )
 
     def _plan_few(self) -> ExpertWeights | None:
         """Argument of the kernels for few tokens; None: they do not support this layer."""
         experts, shared = self.experts, self.shared_expert
-        both: tuple[torch.Tensor, torch.Tensor] | None = None
+        both: tuple[LayerWeight, LayerWeight] | None = None
         if shared is not None:
             both = shared.gate_up_proj.weight, shared.down_proj.weight
             if both[1].shape[1] != experts.features.size:

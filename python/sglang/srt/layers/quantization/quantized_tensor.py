@@ -1,4 +1,4 @@
-"""Quantized weights of a checkpoint, dequantized where they are read.
+"""Quantized weights of a checkpoint, dequantized where they are read, or in memory's layout.
 
 A weight is `[outputs, inputs]`, or such matrices stacked in leading dimensions. Each element is an
 integer or an 8-bit float; it stands for (element - zero point) * scale. A scale belongs to a block
@@ -13,7 +13,7 @@ from __future__ import annotations
 import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Final, Protocol
+from typing import Final, NamedTuple, Protocol
 
 import torch
 
@@ -34,11 +34,19 @@ class RawTensor(Sliceable, Protocol):
     def shape(self) -> tuple[int, ...]: ...
 
 
-class QuantizedTensor(ABC):
-    """A whole weight: a `Sliceable` of dequantized elements.
+class StoredParts(NamedTuple):
+    """The tensors of a whole weight in the layout of `ScaledWeight`."""
+
+    elements: Sliceable
+    scales: torch.Tensor
+    zeros: torch.Tensor | None
+
+
+class TiledTensor(ABC):
+    """A whole tensor: a `Sliceable` whose elements are computed tile by tile where it is read.
 
     Args:
-        shape: Shape of the weight, `[..., outputs, inputs]`.
+        shape: Its shape, `[..., outputs, inputs]`.
         dtype: Dtype of the results.
         device: Device of the results, where they are computed too.
     """
@@ -46,15 +54,15 @@ class QuantizedTensor(ABC):
     def __init__(
         self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | str
     ) -> None:
-        self.shape = shape
-        self._dtype, self._device = dtype, device
+        self.shape, self.device = shape, device
+        self._dtype = dtype
 
     def __getitem__(self, index: tuple[slice, ...]) -> torch.Tensor:
         spans = [one.indices(size) for one, size in zip(index, self.shape, strict=True)]
         assert all(step == 1 for *_, step in spans)
         *lead, rows, columns = [(begin, max(begin, end)) for begin, end, _ in spans]
         sizes = [end - begin for begin, end in (*lead, rows, columns)]
-        out = torch.empty(sizes, dtype=self._dtype, device=self._device)
+        out = torch.empty(sizes, dtype=self._dtype, device=self.device)
         height = max(1, _TILE_ELEMENTS // max(1, sizes[-1]))
         for place in itertools.product(*(range(*span) for span in lead)):
             matrix = out[tuple(at - span[0] for at, span in zip(place, lead, strict=True))]
@@ -66,7 +74,21 @@ class QuantizedTensor(ABC):
 
     @abstractmethod
     def _tile(self, place: tuple[int, ...], rows: slice, columns: slice) -> torch.Tensor:
-        """Elements of the matrix at `place` of the leading dimensions: fp32 `[rows, columns]`."""
+        """Elements `[rows, columns]` of the matrix at `place` of the leading dimensions, of any
+        dtype."""
+
+
+class QuantizedTensor(TiledTensor):
+    """A whole weight. What is read of it is dequantized; tiles are in fp32."""
+
+    @abstractmethod
+    def stored(self, height: int, group: int) -> StoredParts:
+        """The weight as it is kept in memory, where `height` outputs and `group` inputs have one
+        scale; blocks of the weight are multiples of these.
+
+        Raises:
+            ValueError: The inputs of a group are not consecutive.
+        """
 
 
 class ScaledTensor(QuantizedTensor):
@@ -109,9 +131,16 @@ class ScaledTensor(QuantizedTensor):
             )
         self._scales = scales.to(device=device, dtype=torch.float32).reshape(*lead, *blocks)
 
+    def stored(self, height: int, group: int) -> StoredParts:
+        *_, outputs, inputs = self.shape
+        device = self._scales.device
+        rows = torch.arange(0, outputs, height, device=device) // self._block[0]
+        columns = torch.arange(0, inputs, group, device=device) // self._block[1]
+        return StoredParts(self._raw, self._scales[..., rows, :][..., columns], None)
+
     def _tile(self, place: tuple[int, ...], rows: slice, columns: slice) -> torch.Tensor:
         lead = tuple(slice(at, at + 1) for at in place)
-        raw = self._raw[(*lead, rows, columns)].to(self._device).to(torch.float32)
+        raw = self._raw[(*lead, rows, columns)].to(self.device).to(torch.float32)
         raw = raw.view(rows.stop - rows.start, columns.stop - columns.start)
         height, width = self._block
         scales = self._scales[place][_blocks(rows, height)][:, _blocks(columns, width)]
@@ -148,14 +177,25 @@ class PackedTensor(QuantizedTensor):
         self._zeros = None if zeros is None else zeros.to(device=device, dtype=torch.float32)
         self._groups = groups.to(device)
 
-    def _tile(self, place: tuple[int, ...], rows: slice, columns: slice) -> torch.Tensor:
-        packing, bits = self._packing, self._bits
+    def stored(self, height: int, group: int) -> StoredParts:
+        assert height == 1 and self._bits == 4
+        first = self._groups[::group]
+        if not torch.equal(first.repeat_interleave(group), self._groups):
+            raise ValueError("its groups are reordered, which quantization_config does not say")
+        zeros = None if self._zeros is None else self._zeros[:, first]
+        return StoredParts(_PairsInBytes(self), self._scales[:, first], zeros)
+
+    def integers(self, rows: slice, columns: slice) -> torch.Tensor:
+        """The unsigned integers `[rows, columns]`, int32."""
+        packing = self._packing
         if packing is Packing.ROWS:
-            elements = self._unpack(rows, columns, packed_dim=1)
-        elif packing is Packing.COLUMNS:
-            elements = self._unpack(columns, rows, packed_dim=0).t()
-        else:
-            elements = self._unpack(columns, rows, packed_dim=1, order=AWQ_ORDER).t()
+            return self._unpack(rows, columns, packed_dim=1)
+        if packing is Packing.COLUMNS:
+            return self._unpack(columns, rows, packed_dim=0).t()
+        return self._unpack(columns, rows, packed_dim=1, order=AWQ_ORDER).t()
+
+    def _tile(self, place: tuple[int, ...], rows: slice, columns: slice) -> torch.Tensor:
+        bits, elements = self._bits, self.integers(rows, columns)
         groups = self._groups[columns]
         values = elements.to(torch.float32)
         if self._zeros is None:
@@ -172,10 +212,24 @@ class PackedTensor(QuantizedTensor):
         spans = [first, second]
         wanted = spans[packed_dim]
         spans[packed_dim] = slice(wanted.start // count, -(-wanted.stop // count))
-        words = self._packed[tuple(spans)].to(self._device)
+        words = self._packed[tuple(spans)].to(self.device)
         begin = wanted.start % count
         elements = unpack_words(words, self._bits, dim=packed_dim, order=order)
         return elements.narrow(packed_dim, begin, wanted.stop - wanted.start)
+
+
+class _PairsInBytes(TiledTensor):
+    """The 4-bit integers of a weight, two inputs in a byte: uint8 `[outputs, inputs / 2]`."""
+
+    def __init__(self, weight: PackedTensor) -> None:
+        outputs, inputs = weight.shape
+        super().__init__((outputs, inputs // 2), torch.uint8, weight.device)
+        self._weight = weight
+
+    def _tile(self, place: tuple[int, ...], rows: slice, columns: slice) -> torch.Tensor:
+        inputs = slice(2 * columns.start, 2 * columns.stop)
+        integers = self._weight.integers(rows, inputs)
+        return integers[:, ::2] | integers[:, 1::2] << 4
 
 
 def unpack_words(

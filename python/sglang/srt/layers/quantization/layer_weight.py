@@ -1,0 +1,166 @@
+"""The weight of a layer in memory: plain, or with scales where the checkpoint quantizes it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Final, TypeAlias
+
+import torch
+
+from sglang.srt.layers.placement import NamedSlots, Share, TensorPlacement, WeightSlot
+from sglang.srt.layers.quantization.weight_format import BLOCK, WeightFormat
+from sglang.srt.layers.triton_ops.arguments import ScaledWeight
+
+LayerWeight: TypeAlias = torch.Tensor | ScaledWeight
+"""`[..., outputs, inputs]`."""
+
+SCALES: Final = "_scale"
+ZEROS: Final = "_zero_point"
+"""What follows a weight's name in the names of the slots beside that of its elements."""
+
+
+def new_weight(
+    module: torch.nn.Module,
+    attribute: str,
+    placement: TensorPlacement,
+    names: Sequence[str],
+    outputs: Sequence[Share],
+    inputs: Share,
+    *,
+    lead: tuple[int, ...] = (),
+) -> LayerWeight:
+    """An uninitialised weight for the loader to fill, whose tensors are parameters of `module`.
+
+    Args:
+        attribute: Name of the weight in the module.
+        names: Names in the checkpoint of the weights that are merged.
+        outputs: This rank's outputs of each run of these weights.
+        inputs: This rank's inputs.
+        lead: Sizes of the dimensions before outputs and inputs.
+
+    Returns:
+        `[*lead, outputs, inputs]`, with scales if all merged weights have one format, which fits
+        the rank's part; otherwise of the placement's dtype.
+    """
+    rows = sum(share.size for share in outputs)
+    format_ = _common_format(placement, names, inputs)
+    if format_ is None:
+        weight = placement.empty(*lead, rows, inputs.size)
+        module.register_parameter(attribute, weight)
+        return weight
+    group = format_.group(inputs.size, inputs.total)
+    assert group is not None, "it has been checked"
+    is_whole = not any(size % BLOCK for share in outputs for size in (share.size, share.total))
+    height = BLOCK if format_.block[0] == BLOCK and is_whole else 1
+    is_fp8 = format_.bits == 8
+    columns = inputs.size if is_fp8 else inputs.size // 2
+    element_dtype = torch.float8_e4m3fn if is_fp8 else torch.uint8
+    scaled = ScaledWeight(
+        elements=placement.empty(*lead, rows, columns, dtype=element_dtype),
+        scales=placement.empty(*lead, rows // height, inputs.size // group, dtype=format_.scales),
+        zeros=(
+            placement.empty(*lead, rows, inputs.size // group, dtype=torch.uint8)
+            if format_.has_zeros
+            else None
+        ),
+    )
+    for suffix, tensor, _ in _tensors(scaled):
+        assert isinstance(tensor, torch.nn.Parameter)
+        module.register_parameter(f"{attribute}{suffix or '_elements'}", tensor)
+    return scaled
+
+
+def _common_format(
+    placement: TensorPlacement, names: Sequence[str], inputs: Share
+) -> WeightFormat | None:
+    """The format of merged weights; None: they are dequantized at load, or not quantized. Counts
+    those that are dequantized."""
+    if placement.formats is None:
+        return None
+    found = [placement.formats.of(name) for name in names]
+    quantized = [one for one in found if one is not None]
+    if not quantized:
+        return None
+    first = quantized[0]
+    reasons = [one.why_dequantized for one in quantized if one.why_dequantized is not None]
+    if any(one != first for one in found):
+        reasons.append("merged with weights of another format")
+    if first.group(inputs.size, inputs.total) is None:
+        reasons.append(f"groups of {first.block[1]} inputs do not fit {inputs.size} on a rank")
+    if not reasons:
+        return first
+    placement.formats.dequantized[reasons[0]] += len(quantized)
+    return None
+
+
+def _tensors(weight: ScaledWeight) -> Iterator[tuple[str, torch.Tensor, tuple[int, int]]]:
+    """Suffix of the name of each of a weight's tensors, the tensor, and the outputs and inputs that
+    one of its elements stands for."""
+    yield "", weight.elements, (1, 1 if weight.is_fp8 else 2)
+    yield SCALES, weight.scales, (weight.height, weight.group)
+    if weight.zeros is not None:
+        yield ZEROS, weight.zeros, (1, weight.group)
+
+
+def rows_of(weight: LayerWeight, begin: int, end: int) -> LayerWeight:
+    """Outputs `[begin, end)` of a weight, as views. Whole blocks, if scales have blocks."""
+    if isinstance(weight, torch.Tensor):
+        return weight[..., begin:end, :]
+    height = weight.height
+    assert begin % height == 0 and end % height == 0, (begin, end, height)
+    return ScaledWeight(
+        elements=weight.elements[..., begin:end, :],
+        scales=weight.scales[..., begin // height : end // height, :],
+        zeros=None if weight.zeros is None else weight.zeros[..., begin:end, :],
+    )
+
+
+def matrices_of(weight: LayerWeight) -> Iterator[LayerWeight]:
+    """The matrices `[outputs, inputs]` of a stack, as views."""
+    if isinstance(weight, torch.Tensor):
+        yield from weight
+        return
+    for place, elements in enumerate(weight.elements):
+        zeros = None if weight.zeros is None else weight.zeros[place]
+        yield ScaledWeight(elements=elements, scales=weight.scales[place], zeros=zeros)
+
+
+def slots_of(
+    name: str,
+    weight: LayerWeight,
+    outputs: tuple[Share, ...] = (),
+    inputs: Share | None = None,
+    parts: tuple[str, ...] = (),
+) -> NamedSlots:
+    """The slot of a checkpoint's weight, and those of its scales and zero points.
+
+    Args:
+        name: Name of the weight in the checkpoint.
+        weight: This rank's part of it.
+        outputs: This rank's part of each run of the outputs; empty: all are here.
+        inputs: This rank's part of the inputs, if they are split and the outputs are not.
+        parts: See `WeightSlot.parts`.
+    """
+    shares = outputs if inputs is None else (inputs,)
+    if isinstance(weight, torch.Tensor):
+        dim = weight.dim() - (2 if inputs is None else 1)
+        yield name, WeightSlot.of_runs(weight, shares, dim if shares else 0, parts)
+        return
+    dim = len(weight.shape) - (2 if inputs is None else 1)
+    for suffix, tensor, sizes in _tensors(weight):
+        size = sizes[0 if inputs is None else 1]
+        yield (
+            f"{name}{suffix}",
+            WeightSlot.of_runs(
+                tensor,
+                tuple(share.over(size) for share in shares),
+                dim if shares else 0,
+                tuple(f"{part}{suffix}" for part in parts),
+            ),
+        )
+
+
+def weight_shape(slot: WeightSlot) -> tuple[int, ...]:
+    """Shape of the whole weight whose elements, or whose values, fill a slot."""
+    *lead, columns = slot.shape
+    return (*lead, 2 * columns) if slot.dest.dtype == torch.uint8 else slot.shape

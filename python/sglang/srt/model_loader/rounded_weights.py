@@ -1,0 +1,117 @@
+"""Plain weights, rounded to a weight format at load.
+
+fp8 is what `--quantization fp8` makes of a plain checkpoint. Random weights are rounded to the
+format that config.json states. A scale is the greatest magnitude of its block, divided by the
+greatest number of the format. Every rank rounds whole weights, so values do not depend on the
+number of ranks.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Final
+
+import torch
+import torch.nn.functional as F
+
+from sglang.srt.configs.quantization_config import Packing, QuantizationConfig
+from sglang.srt.layers.quantization.quantized_tensor import (
+    WORD_BITS,
+    PackedTensor,
+    QuantizedTensor,
+    ScaledTensor,
+)
+from sglang.srt.layers.quantization.weight_format import WeightFormat
+
+_FP8_MAX: Final = 448.0
+_INT4_MAX: Final = 7
+_PLAIN: Final = re.compile(
+    r"(^|\.)(lm_head|embed_tokens|gate|shared_expert_gate|kv_b_proj|weights_proj|conv1d"
+    r"|in_proj_ba|in_proj_b|in_proj_a|\w*norm)\.weight$"
+)
+_STACKED: Final = re.compile(r"\.experts\.(gate_up_proj|down_proj)$")
+
+
+def is_rounded(name: str) -> bool:
+    """True for a weight that formats round: a matrix of a linear layer or of an expert.
+
+    Head, embedding, routers and other gates are left plain because results depend on them more than
+    on others; convolutions and the up-projection of latent attention because no kernel multiplies
+    them in a format.
+    """
+    is_weight = name.endswith(".weight") or _STACKED.search(name) is not None
+    return is_weight and _PLAIN.search(name) is None
+
+
+def format_of_rounded(config: QuantizationConfig, dtype: torch.dtype) -> WeightFormat | None:
+    """The format of the weights for which `is_rounded` is true; None: it has no rounding here.
+
+    Args:
+        dtype: The model's, in which scales of integers are kept.
+    """
+    if config.packing is Packing.NONE:
+        return WeightFormat(block=config.block or (1, -1))
+    if config.bits != 4 or config.is_reordered or dtype not in (torch.bfloat16, torch.float16):
+        return None
+    assert config.block is not None
+    return WeightFormat(bits=4, block=config.block, scales=dtype)
+
+
+def rounded(
+    values: torch.Tensor, config: QuantizationConfig, dtype: torch.dtype, scales: torch.dtype
+) -> QuantizedTensor:
+    """A weight in the format `format_of_rounded` of a config, which is not None.
+
+    Args:
+        values: The whole weight, `[..., outputs, inputs]`.
+        dtype: Dtype of the values that are read of the result.
+        scales: Dtype that integers' scales are rounded to.
+
+    Raises:
+        ValueError: Inputs are no multiple of 8, or of a group, and the format has 4 bits.
+    """
+    *lead, outputs, inputs = values.shape
+    block = config.block or (1, -1)
+    height, width = (
+        size if size > 0 else whole for size, whole in zip(block, (outputs, inputs), strict=True)
+    )
+    if config.packing is Packing.NONE:
+        found = [_to_fp8(one, height, width) for one in values.reshape(-1, outputs, inputs)]
+        elements, of_blocks = (torch.stack(each) for each in zip(*found, strict=True))
+        raw = elements.view(values.shape)
+        grid = of_blocks.view(*lead, *of_blocks.shape[1:])
+        return ScaledTensor(raw, grid, (height, width), dtype, values.device)
+    width = min(width, inputs)
+    if len(lead) or inputs % (WORD_BITS // 4) or inputs % width:
+        raise ValueError(
+            f"random weights {list(values.shape)} cannot be rounded to 4 bits in groups of "
+            f"{width}: leave quantization_config out of config.json"
+        )
+    groups = values.float().view(outputs, -1, width)
+    of_groups = (groups.abs().amax(-1) / _INT4_MAX).to(scales).float()
+    of_groups = torch.where(of_groups == 0, 1.0, of_groups)
+    integers = (groups / of_groups.unsqueeze(-1)).round_().clamp_(-8, _INT4_MAX).to(torch.int64) + 8
+    shifts = torch.arange(0, WORD_BITS, 4, device=values.device)
+    words = (integers.view(outputs, -1, len(shifts)) << shifts).sum(-1).to(torch.int32)
+    return PackedTensor(
+        words,
+        (outputs, inputs),
+        Packing.ROWS,
+        4,
+        scales=of_groups,
+        zeros=None,
+        groups=torch.arange(inputs) // width,
+        dtype=dtype,
+        device=values.device,
+    )
+
+
+def _to_fp8(matrix: torch.Tensor, height: int, width: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Elements, e4m3, and scales of blocks, fp32."""
+    outputs, inputs = matrix.shape
+    padded = F.pad(matrix.float(), (0, -inputs % width, 0, -outputs % height))
+    blocks = padded.view(-(-outputs // height), height, -(-inputs // width), width)
+    most = blocks.abs().amax((1, 3))
+    scales = torch.where(most == 0, 1.0, most / _FP8_MAX)
+    elements = (blocks / scales[:, None, :, None]).to(torch.float8_e4m3fn)
+    return elements.view(padded.shape)[:outputs, :inputs].contiguous(), scales

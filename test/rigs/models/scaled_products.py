@@ -1,0 +1,119 @@
+"""Products with scaled weights by plain torch, and models that keep such weights on a CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from unittest import mock
+
+import torch
+import torch.nn.functional as F
+
+from sglang.srt.layers import linear
+from sglang.srt.layers.moe import experts
+from sglang.srt.layers.quantization.layer_weight import LayerWeight
+from sglang.srt.layers.triton_ops.arguments import ScaledWeight
+from sglang.srt.model_loader import loader
+
+
+def dequantized(weight: ScaledWeight) -> torch.Tensor:
+    """fp32 `[..., outputs, inputs]`: the values that the elements stand for."""
+    if weight.is_fp8:
+        elements = weight.elements.float()
+    else:
+        pairs = torch.stack((weight.elements & 15, weight.elements >> 4), dim=-1)
+        zeros = 8 if weight.zeros is None else weight.zeros.repeat_interleave(weight.group, -1)
+        elements = pairs.flatten(-2).float() - zeros
+    scales = weight.scales.float().repeat_interleave(weight.height, -2)
+    return elements * scales.repeat_interleave(weight.group, -1)
+
+
+def rounded_activations(x: torch.Tensor, group: int) -> torch.Tensor:
+    """`x` as fp32, rounded to e4m3 with a scale for `group` inputs of a token."""
+    groups = x.float().unflatten(-1, (-1, group))
+    most = groups.abs().amax(-1, keepdim=True)
+    scales = torch.where(most == 0, 1.0, most / 448.0)
+    return ((groups / scales).to(torch.float8_e4m3fn).float() * scales).flatten(-2)
+
+
+class ReferenceKernels:
+    """The kernels of products, for a CPU.
+
+    Args:
+        rounds: Whether activations are rounded, as on a GPU.
+    """
+
+    rows_added_in_product = 512
+
+    def __init__(self, rounds: bool) -> None:
+        self._rounds = rounds
+        self.num_scaled = 0
+        """Number of products with scaled weights, those of experts not included."""
+
+    @staticmethod
+    def plan_gemv(n: int, k: int) -> None:
+        return None
+
+    def multiply_scaled(
+        self,
+        x: torch.Tensor,
+        weight: ScaledWeight,
+        bias: torch.Tensor | None,
+        *,
+        out: torch.Tensor | None,
+        out_dtype: torch.dtype | None,
+    ) -> torch.Tensor:
+        self.num_scaled += 1
+        product = self._product(x, weight)
+        found = (product if bias is None else product + bias.float()).to(out_dtype or x.dtype)
+        return found if out is None else out.copy_(found)
+
+    def run_routed_experts(
+        self,
+        x: torch.Tensor,
+        weights: torch.Tensor,
+        ids: torch.Tensor,
+        gate_up: LayerWeight,
+        down: LayerWeight,
+    ) -> torch.Tensor:
+        out = torch.zeros(x.shape)
+        for expert in range(gate_up.shape[0]):
+            tokens, places = torch.where(ids == expert)
+            gate, up = self._product(x[tokens], of(gate_up, expert)).chunk(2, dim=-1)
+            found = self._product(F.silu(gate) * up, of(down, expert))
+            out.index_add_(0, tokens, found * weights[tokens, places].unsqueeze(1))
+        return out.to(x.dtype)
+
+    def _product(self, x: torch.Tensor, weight: LayerWeight) -> torch.Tensor:
+        if isinstance(weight, torch.Tensor):
+            return F.linear(x.float(), weight.float())
+        is_rounded = weight.is_fp8 and self._rounds
+        own = rounded_activations(x, weight.group) if is_rounded else x.float()
+        return F.linear(own, dequantized(weight))
+
+
+def of(weight: LayerWeight, expert: int) -> LayerWeight:
+    """The weight of one expert."""
+    if isinstance(weight, torch.Tensor):
+        return weight[expert]
+    zeros = None if weight.zeros is None else weight.zeros[expert]
+    return ScaledWeight(elements=weight.elements[expert], scales=weight.scales[expert], zeros=zeros)
+
+
+@contextmanager
+def scaled_products(*, rounds: bool = False) -> Iterator[ReferenceKernels]:
+    """Models that are built meanwhile keep quantized weights as a GPU does, and run meanwhile."""
+    kernels = ReferenceKernels(rounds)
+    with ExitStack() as stack:
+        for module in (loader, linear, experts):
+            stack.enter_context(mock.patch.object(module, "fused_kernels", lambda device: kernels))
+        yield kernels
+
+
+def scaled_weights(module: torch.nn.Module) -> Iterator[tuple[str, LayerWeight]]:
+    """Each weight of a module's layers that formats may concern, by the name of its attribute."""
+    for name, layer in module.named_modules():
+        for attribute in ("weight", "gate_up", "down", "query_weight", "key_weight"):
+            weight = getattr(layer, attribute, None)
+            if isinstance(weight, torch.Tensor | ScaledWeight):
+                yield f"{name}.{attribute}", weight
