@@ -106,7 +106,7 @@ def scaled_products(*, rounds: bool = False) -> Iterator[ReferenceKernels]:
     kernels = ReferenceKernels(rounds)
     with ExitStack() as stack:
         for module in (loader, linear, experts):
-            stack.enter_context(mock.patch.object(module, "fused_kernels", lambda device: kernels))
+            stack.enter_context(mock.patch.object(module, "fused_kernels", return_value=kernels))
         yield kernels
 
 

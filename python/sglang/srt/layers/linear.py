@@ -22,6 +22,7 @@ from sglang.srt.layers.placement import (
 )
 from sglang.srt.layers.quantization.layer_weight import (
     LayerWeight,
+    kept_format,
     new_weight,
     rows_of,
     slots_of,
@@ -117,14 +118,10 @@ class MergedColumnParallelLinear(WeightedLayer):
         ]
         runs = [share for _, shares in self.parts for share in shares]
         output_size = sum(share.size for share in runs)
-        self.weight = new_weight(
-            self,
-            "weight",
-            placement,
-            [f"{self.prefix}.{name}.weight" for name, _ in self.parts],
-            runs,
-            Share(0, input_size, input_size),
-        )
+        inputs = Share(0, input_size, input_size)
+        names = [f"{self.prefix}.{name}.weight" for name, _ in self.parts]
+        format_ = kept_format(placement, names, inputs)
+        self.weight = new_weight(self, "weight", placement, format_, runs, inputs)
         self.bias = placement.empty(output_size) if bias else None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -160,9 +157,8 @@ class RowParallelLinear(WeightedLayer):
         self._group = placement.tp_group
         self._dtype, self._device = placement.dtype, placement.device
         outputs = Share(0, output_size, output_size)
-        self.weight = new_weight(
-            self, "weight", placement, [f"{self.prefix}.weight"], [outputs], inputs
-        )
+        format_ = kept_format(placement, [f"{self.prefix}.weight"], inputs)
+        self.weight = new_weight(self, "weight", placement, format_, [outputs], inputs)
         self.has_bias = bias
         self.bias = placement.empty(output_size) if bias and placement.tp_rank == 0 else None
         kernels = fused_kernels(placement.device)

@@ -7,21 +7,18 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, CompressedTensorsConfig
 
 from rigs.caches.memory_ranks import PlaceInGroup
-from rigs.models.model_oracle import assert_logits_of_batches, logits_of_batches
 from rigs.models.quantized_checkpoints import (
     Format,
     awq,
     fp8_blocks,
     fp8_per_tensor,
     gptq,
-    save_compressed,
     write_quantized,
 )
 from rigs.models.scaled_products import dequantized, scaled_products, scaled_weights
-from rigs.models.tiny_models import StepDriver, save_tiny_checkpoint
+from rigs.models.tiny_models import save_tiny_checkpoint
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.layers.triton_ops.arguments import ScaledWeight
 from sglang.srt.model_loader.loader import get_model

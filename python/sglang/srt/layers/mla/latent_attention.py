@@ -22,7 +22,12 @@ from sglang.srt.layers.placement import (
     WeightedLayer,
     WeightSlot,
 )
-from sglang.srt.layers.quantization.layer_weight import LayerWeight, new_weight, slots_of
+from sglang.srt.layers.quantization.layer_weight import (
+    LayerWeight,
+    kept_format,
+    new_weight,
+    slots_of,
+)
 from sglang.srt.layers.radix_attention import MLA, AttentionKind, IndexQuery, RadixAttention
 from sglang.srt.layers.rotary_embedding import Rotation, apply_rotary
 
@@ -144,8 +149,9 @@ class Indexer(WeightedLayer):
         dim, heads = config.head_dim, config.num_heads
 
         def whole(attribute: str, name: str, outputs: int, inputs: int) -> LayerWeight:
-            names, rows = [f"{self.prefix}.{name}.weight"], [Share(0, outputs, outputs)]
-            return new_weight(self, attribute, placement, names, rows, Share(0, inputs, inputs))
+            rows, columns = Share(0, outputs, outputs), Share(0, inputs, inputs)
+            format_ = kept_format(placement, [f"{self.prefix}.{name}.weight"], columns)
+            return new_weight(self, attribute, placement, format_, [rows], columns)
 
         self.query_weight = whole("query_weight", "wq_b", heads * dim, mla.q_lora_rank)
         self.key_weight = whole("key_weight", "wk", dim, hidden_size)

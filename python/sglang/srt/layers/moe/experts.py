@@ -11,6 +11,7 @@ from sglang.srt.layers.fused_kernels import fused_kernels
 from sglang.srt.layers.linear import apply_linear
 from sglang.srt.layers.placement import NamedSlots, Share, TensorPlacement, WeightedLayer
 from sglang.srt.layers.quantization.layer_weight import (
+    kept_format,
     matrices_of,
     new_weight,
     rows_of,
@@ -52,10 +53,12 @@ class RoutedExperts(WeightedLayer):
         self.num_experts = num_experts
         self.features = placement.share(intermediate_size, "features of an expert")
         hidden, lead = Share(0, hidden_size, hidden_size), (num_experts,)
-        gate_up, down = self._quantized_names(placement)
+        # Kernels take both weights in the same format.
+        names = self._quantized_names(placement)
+        format_ = kept_format(placement, names, hidden, self.features)
         both = [self.features, self.features]
-        self.gate_up = new_weight(self, "gate_up", placement, gate_up, both, hidden, lead=lead)
-        self.down = new_weight(self, "down", placement, down, [hidden], self.features, lead=lead)
+        self.gate_up = new_weight(self, "gate_up", placement, format_, both, hidden, lead=lead)
+        self.down = new_weight(self, "down", placement, format_, [hidden], self.features, lead=lead)
         self._kernels = fused_kernels(placement.device)
 
     def takes_few(self, num_tokens: int, top_k: int) -> bool:
@@ -151,15 +154,14 @@ class RoutedExperts(WeightedLayer):
             parts=tuple(last for *_, last in names),
         )
 
-    def _quantized_names(self, placement: TensorPlacement) -> tuple[list[str], list[str]]:
-        """Names to ask for the formats of `gate_up` and `down`: those of stacks, where the
-        checkpoint has quantized stacks."""
-        stacks = [f"{self.prefix}.gate_up_proj"], [f"{self.prefix}.down_proj"]
+    def _quantized_names(self, placement: TensorPlacement) -> list[str]:
+        """Names of the weights to ask for their format: stacks, where the checkpoint has quantized
+        stacks."""
+        stacks = [f"{self.prefix}.gate_up_proj", f"{self.prefix}.down_proj"]
         formats = placement.formats
-        if formats is not None and formats.of(stacks[0][0]) is not None:
+        if formats is not None and any(formats.of(name) is not None for name in stacks):
             return stacks
-        names = [self._names(expert) for expert in range(self.num_experts)]
-        return [name for one in names for name in one[:2]], [one[2] for one in names]
+        return [name for expert in range(self.num_experts) for name in self._names(expert)]
 
     def _names(self, expert: int) -> tuple[str, str, str]:
         """Checkpoint tensors of one expert: gate, up, down."""

@@ -21,7 +21,7 @@ from sglang.srt.layers.placement import (
     WeightSlot,
 )
 from sglang.srt.layers.quantization.layer_weight import LayerWeight
-from sglang.srt.layers.triton_ops.arguments import ExpertChoice, ExpertWeights
+from sglang.srt.layers.triton_ops.arguments import ExpertChoice, ExpertWeights, ScaledWeight
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -240,7 +240,8 @@ class SparseMoeBlock(torch.nn.Module):
         both: tuple[LayerWeight, LayerWeight] | None = None
         if shared is not None:
             both = shared.gate_up_proj.weight, shared.down_proj.weight
-            if both[1].shape[1] != experts.features.size:
+            kinds = {type(weight) is ScaledWeight for weight in both}
+            if both[1].shape[1] != experts.features.size or len(kinds) > 1:
                 return None
         return ExpertWeights(gate_up=experts.gate_up, down=experts.down, shared=both)
 

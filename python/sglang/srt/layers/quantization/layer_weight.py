@@ -19,62 +19,16 @@ ZEROS: Final = "_zero_point"
 """What follows a weight's name in the names of the slots beside that of its elements."""
 
 
-def new_weight(
-    module: torch.nn.Module,
-    attribute: str,
-    placement: TensorPlacement,
-    names: Sequence[str],
-    outputs: Sequence[Share],
-    inputs: Share,
-    *,
-    lead: tuple[int, ...] = (),
-) -> LayerWeight:
-    """An uninitialised weight for the loader to fill, whose tensors are parameters of `module`.
+def kept_format(
+    placement: TensorPlacement, names: Sequence[str], *inputs: Share
+) -> WeightFormat | None:
+    """The format that some weights keep in memory, all or none of them; None: their values have the
+    placement's dtype. Counts those that are dequantized.
 
     Args:
-        attribute: Name of the weight in the module.
-        names: Names in the checkpoint of the weights that are merged.
-        outputs: This rank's outputs of each run of these weights.
-        inputs: This rank's inputs.
-        lead: Sizes of the dimensions before outputs and inputs.
-
-    Returns:
-        `[*lead, outputs, inputs]`, with scales if all merged weights have one format, which fits
-        the rank's part; otherwise of the placement's dtype.
+        names: Names of the weights in the checkpoint.
+        inputs: This rank's inputs of the weights, in any order.
     """
-    rows = sum(share.size for share in outputs)
-    format_ = _common_format(placement, names, inputs)
-    if format_ is None:
-        weight = placement.empty(*lead, rows, inputs.size)
-        module.register_parameter(attribute, weight)
-        return weight
-    group = format_.group(inputs.size, inputs.total)
-    assert group is not None, "it has been checked"
-    is_whole = not any(size % BLOCK for share in outputs for size in (share.size, share.total))
-    height = BLOCK if format_.block[0] == BLOCK and is_whole else 1
-    is_fp8 = format_.bits == 8
-    columns = inputs.size if is_fp8 else inputs.size // 2
-    element_dtype = torch.float8_e4m3fn if is_fp8 else torch.uint8
-    scaled = ScaledWeight(
-        elements=placement.empty(*lead, rows, columns, dtype=element_dtype),
-        scales=placement.empty(*lead, rows // height, inputs.size // group, dtype=format_.scales),
-        zeros=(
-            placement.empty(*lead, rows, inputs.size // group, dtype=torch.uint8)
-            if format_.has_zeros
-            else None
-        ),
-    )
-    for suffix, tensor, _ in _tensors(scaled):
-        assert isinstance(tensor, torch.nn.Parameter)
-        module.register_parameter(f"{attribute}{suffix or '_elements'}", tensor)
-    return scaled
-
-
-def _common_format(
-    placement: TensorPlacement, names: Sequence[str], inputs: Share
-) -> WeightFormat | None:
-    """The format of merged weights; None: they are dequantized at load, or not quantized. Counts
-    those that are dequantized."""
     if placement.formats is None:
         return None
     found = [placement.formats.of(name) for name in names]
@@ -85,12 +39,64 @@ def _common_format(
     reasons = [one.why_dequantized for one in quantized if one.why_dequantized is not None]
     if any(one != first for one in found):
         reasons.append("merged with weights of another format")
-    if first.group(inputs.size, inputs.total) is None:
-        reasons.append(f"groups of {first.block[1]} inputs do not fit {inputs.size} on a rank")
+    reasons += [
+        f"groups of {first.block[1]} inputs do not fit {share.size} on a rank"
+        for share in inputs
+        if first.group(share.size, share.total) is None
+    ]
     if not reasons:
         return first
     placement.formats.dequantized[reasons[0]] += len(quantized)
     return None
+
+
+def new_weight(
+    module: torch.nn.Module,
+    attribute: str,
+    placement: TensorPlacement,
+    format_: WeightFormat | None,
+    outputs: Sequence[Share],
+    inputs: Share,
+    *,
+    lead: tuple[int, ...] = (),
+) -> LayerWeight:
+    """An uninitialised weight for the loader to fill, whose tensors are parameters of `module`.
+
+    Args:
+        attribute: Name of the weight in the module.
+        format_: From `kept_format`.
+        outputs: This rank's outputs of each run of each of the weights that are merged.
+        inputs: This rank's inputs.
+        lead: Sizes of the dimensions before outputs and inputs.
+
+    Returns:
+        `[*lead, outputs, inputs]`.
+    """
+    rows = sum(share.size for share in outputs)
+    if format_ is None:
+        weight = placement.empty(*lead, rows, inputs.size)
+        module.register_parameter(attribute, weight)
+        return weight
+    group = format_.group(inputs.size, inputs.total)
+    assert group is not None, "it has been checked"
+    is_whole = not any(size % BLOCK for share in outputs for size in (share.size, share.total))
+    height = BLOCK if format_.block[0] == BLOCK and is_whole else 1
+    is_fp8, groups = format_.bits == 8, inputs.size // group
+    scaled = ScaledWeight(
+        elements=(
+            placement.empty(*lead, rows, inputs.size, dtype=torch.float8_e4m3fn)
+            if is_fp8
+            else placement.empty(*lead, rows, inputs.size // 2, dtype=torch.uint8)
+        ),
+        scales=placement.empty(*lead, rows // height, groups, dtype=format_.scales),
+        zeros=(
+            placement.empty(*lead, rows, groups, dtype=torch.uint8) if format_.has_zeros else None
+        ),
+    )
+    for suffix, tensor, _ in _tensors(scaled):
+        assert isinstance(tensor, torch.nn.Parameter)
+        module.register_parameter(f"{attribute}{suffix or '_elements'}", tensor)
+    return scaled
 
 
 def _tensors(weight: ScaledWeight) -> Iterator[tuple[str, torch.Tensor, tuple[int, int]]]:
