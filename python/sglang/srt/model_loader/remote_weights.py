@@ -75,20 +75,21 @@ class RemoteInstanceWeights:
             client: Client of the seed; None: made from `load_config`.
 
         Raises:
-            ValueError: No seed is named, or this process has no Transfer Engine.
+            ValueError: No seed is named, this process has no Transfer Engine, or weights are to be
+                rounded at load.
         """
+        if model_config.quantization is not None and model_config.quantization.is_at_load:
+            raise ValueError(
+                f"--quantization {model_config.quantization.method} rounds weights at load, and "
+                "load format 'remote_instance' takes the seed's weights as they are: start the "
+                "seed with the flag, and this server without"
+            )
         seed = load_config.seed_instance
         engine = engine or get_mooncake_transfer_engine()
         if seed is None or engine is None:
             raise ValueError(
                 "load format 'remote_instance' needs a seed and a Transfer Engine: start a server "
                 "with --remote-instance-weight-loader-seed-instance-ip and -service-port"
-            )
-        if model_config.quantization is not None and model_config.quantization.is_at_load:
-            raise ValueError(
-                f"--quantization {model_config.quantization.method} rounds weights at load, and "
-                "load format 'remote_instance' takes the seed's weights as they are: start the "
-                "seed with the flag, and this server without"
             )
         self.name = f"the seed at {seed.url}"
         self._host = seed.host

@@ -68,33 +68,31 @@ def rounded(
         scales: Dtype that integers' scales are rounded to.
 
     Raises:
-        ValueError: Inputs are no multiple of 8, or of a group, and the format has 4 bits.
+        ValueError: The format has 4 bits, and inputs are no multiple of 8.
     """
     *lead, outputs, inputs = values.shape
-    block = config.block or (1, -1)
-    height, width = (
-        size if size > 0 else whole for size, whole in zip(block, (outputs, inputs), strict=True)
-    )
+    of_block, of_group = config.block or (1, -1)
+    height, width = outputs if of_block < 0 else of_block, inputs if of_group < 0 else of_group
     if config.packing is Packing.NONE:
         found = [_to_fp8(one, height, width) for one in values.reshape(-1, outputs, inputs)]
         elements, of_blocks = (torch.stack(each) for each in zip(*found, strict=True))
-        raw = elements.view(values.shape)
         grid = of_blocks.view(*lead, *of_blocks.shape[1:])
-        return ScaledTensor(raw, grid, (height, width), dtype, values.device)
-    width = min(width, inputs)
-    if len(lead) or inputs % (WORD_BITS // 4) or inputs % width:
-        raise ValueError(
-            f"random weights {list(values.shape)} cannot be rounded to 4 bits in groups of "
-            f"{width}: leave quantization_config out of config.json"
+        return ScaledTensor(
+            elements.view(values.shape), grid, (height, width), dtype, values.device
         )
-    groups = values.float().view(outputs, -1, width)
-    of_groups = (groups.abs().amax(-1) / _INT4_MAX).to(scales).float()
-    of_groups = torch.where(of_groups == 0, 1.0, of_groups)
-    integers = (groups / of_groups.unsqueeze(-1)).round_().clamp_(-8, _INT4_MAX).to(torch.int64) + 8
+    if lead or inputs % (WORD_BITS // 4):
+        raise ValueError(
+            f"random weights {list(values.shape)} cannot be rounded to 4 bits, of which a word has "
+            "8: leave quantization_config out of config.json"
+        )
+    groups = F.pad(values.float(), (0, -inputs % width)).view(outputs, -1, width)
+    most = groups.abs().amax(-1)
+    of_groups = torch.where(most == 0, 1.0, most / _INT4_MAX).to(scales).float()
+    integers = (groups / of_groups.unsqueeze(-1)).round_().clamp_(-8, _INT4_MAX).to(torch.int64)
     shifts = torch.arange(0, WORD_BITS, 4, device=values.device)
-    words = (integers.view(outputs, -1, len(shifts)) << shifts).sum(-1).to(torch.int32)
+    by_word = (integers + 8).flatten(1)[:, :inputs].reshape(outputs, -1, len(shifts))
     return PackedTensor(
-        words,
+        (by_word << shifts).sum(-1).to(torch.int32),
         (outputs, inputs),
         Packing.ROWS,
         4,

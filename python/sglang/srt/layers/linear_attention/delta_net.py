@@ -6,6 +6,7 @@ fp32 and rounded once, after SiLU.
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -117,7 +118,9 @@ class _Projected(NamedTuple):
 
 
 class DeltaNetProjections(torch.nn.Module):
-    """All projections of a layer's input in one product, for either form of checkpoint.
+    """All projections of a layer's input, for either form of checkpoint, in one product. There is
+    one product for each run of projections with the same weight format, because checkpoints leave
+    the small ones plain.
 
     Args:
         options: Options of the rank.
@@ -147,12 +150,21 @@ class DeltaNetProjections(torch.nn.Module):
             }
         )
         self.sizes = [sum(share.size for share in shares) for shares in parts.values()]
-        self.merged = MergedColumnParallelLinear(
-            options.hidden_size, list(parts.items()), bias=False, placement=placement
+        formats = placement.formats
+        runs_of_parts = itertools.groupby(
+            parts.items(),
+            lambda part: formats and formats.of(f"{placement.prefix}.{part[0]}.weight"),
         )
+        self._products = [
+            MergedColumnParallelLinear(
+                options.hidden_size, list(run), bias=False, placement=placement
+            )
+            for _, run in runs_of_parts
+        ]
+        self.products = torch.nn.ModuleList(self._products)
 
     def layout(self) -> DeltaLayout:
-        """Columns of each projection in the output of `merged`."""
+        """Columns of each projection in the output of `columns`."""
         options = self.options
         keys, repeats = options.num_key_heads, options.num_heads // options.num_key_heads
         key_dim, values = options.key_dim, repeats * options.value_dim
@@ -173,10 +185,15 @@ class DeltaNetProjections(torch.nn.Module):
             kernel=options.kernel,
         )  # fmt: skip
 
+    def columns(self, x: torch.Tensor) -> torch.Tensor:
+        """Project `[num_tokens, hidden_size]`; all projections lie side by side."""
+        found = [product.forward(x) for product in self._products]
+        return found[0] if len(found) == 1 else torch.cat(found, dim=-1)
+
     def forward(self, x: torch.Tensor) -> _Projected:
         """Project `[num_tokens, hidden_size]`."""
         shape = (len(x), self.options.num_heads, self.options.value_dim)
-        parts = torch.split(self.merged.forward(x), self.sizes, dim=-1)
+        parts = torch.split(self.columns(x), self.sizes, dim=-1)
         if not self.options.is_grouped:
             qkv, gate, b, a = parts
             return _Projected(qkv, gate.reshape(shape), b, a)
@@ -338,7 +355,7 @@ class GatedDeltaNet(torch.nn.Module):
             track_slots=states.track_slots,
             track_lens=plan.track_lens if plan is not None else None,
         )
-        projected = self.in_proj.merged.forward(x)
+        projected = self.in_proj.columns(x)
         gates = self.gates.conv.squeeze(1), self.gates.a_log, self.gates.dt_bias
         norm = self.norm.weight, self.norm.eps
         if isinstance(plan, ChunkPlan):

@@ -60,7 +60,7 @@ def run_both(
     track: dict[str, list[int]] | None = None,
 ) -> list[tuple[torch.Tensor, MambaPool]]:
     """Outputs and states in torch and by the kernels, the second step for last tokens alone."""
-    dtype = layer.in_proj.merged.weight.dtype
+    dtype = next(layer.in_proj.parameters()).dtype
     count = len(slots) if new is None else sum(new)
     x = randn(count, layer.options.hidden_size, seed=count, dtype=dtype)
     rows = None if new is None else torch.tensor(new, device=DEVICE).cumsum(0) - 1
@@ -169,7 +169,7 @@ def run_from_snapshot(
 ) -> tuple[torch.Tensor, torch.Tensor, MambaPool]:
     """Outputs of all tokens, with a snapshot of four in slot 10 and the state in slot 3; those of
     the others from the snapshot, with the state in slot 4."""
-    dtype = layer.in_proj.merged.weight.dtype
+    dtype = next(layer.in_proj.parameters()).dtype
     x, pool = randn(tokens, 32, seed=7, dtype=dtype), pool_of(layer, HALF, dtype)
     slots = torch.tensor([[3], [4], [10]], device=DEVICE)
     tracked = StateBatch(slots=slots[0], track_slots=slots[2], track_lens_cpu=[4])

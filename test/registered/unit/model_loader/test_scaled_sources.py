@@ -1,0 +1,192 @@
+"""Quantized weights that stay so in memory: random ones, those of a seed, and their identity."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from rigs.models.quantized_checkpoints import awq, fp8_blocks, write_quantized
+from rigs.models.scaled_products import dequantized, scaled_products, scaled_weights
+from rigs.models.tiny_models import save_tiny_checkpoint, tiny_config
+from rigs.models.weight_rig import IDENTITY, weight_rig
+from sglang.srt.configs.model_config import ModelConfig
+from sglang.srt.layers.triton_ops.arguments import ScaledWeight
+from sglang.srt.model_loader import loader
+from sglang.srt.model_loader.loader import build_model, get_model, load_weights
+from sglang.srt.model_loader.remote_weights import RemoteInstanceWeights
+from sglang.srt.model_loader.seed_answer import formats_of_seed
+from sglang.srt.model_loader.weight_source import LoadConfig, SeedAddress
+from sglang.srt.models.causal_lm import CausalLM
+from sglang.test.ci.ci_register import register_cpu_ci
+
+register_cpu_ci(est_time=30, suite="base-a-test-cpu")
+
+FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+AWQ = {"quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemm"}
+WIDE: dict[str, Any] = {
+    "hidden_size": 256,
+    "head_dim": 64,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "intermediate_size": 512,
+}
+
+
+def config_of(path: Path, family: str, dtype: str, quantization: dict[str, Any] | None) -> Path:
+    """A directory with a config.json alone."""
+    config = tiny_config(family)
+    config.architectures = [ARCHITECTURES[family]]
+    config.dtype = dtype
+    config.save_pretrained(path)
+    file = path / "config.json"
+    values = json.loads(file.read_text())
+    if quantization is not None:
+        values["quantization_config"] = quantization
+    file.write_text(json.dumps(values))
+    return path
+
+
+ARCHITECTURES = {
+    "llama": "LlamaForCausalLM",
+    "qwen3_moe": "Qwen3MoeForCausalLM",
+    "deepseek_v32": "DeepseekV32ForCausalLM",
+    "qwen3_next": "Qwen3NextForCausalLM",
+}
+
+
+def dummy_of(path: Path) -> tuple[dict[str, torch.Tensor], str, int]:
+    """Values of a model of random weights, their identity, and the number of those with scales."""
+    load_config = LoadConfig(load_format="dummy", show_progress=False)
+    config = ModelConfig.from_path(str(path))
+    model = build_model(config, load_config)
+    source = load_weights(model, config, load_config)
+    found: dict[str, torch.Tensor] = {}
+    count = 0
+    for name, weight in scaled_weights(model):
+        if name.startswith("model") and "products" in name:
+            continue
+        if isinstance(weight, ScaledWeight):
+            count += 1
+            weight = dequantized(weight).to(config.dtype)
+        found[name] = weight
+    return found, source.identity(), count
+
+
+@pytest.mark.parametrize("family", ARCHITECTURES)
+@pytest.mark.parametrize("quantization", [FP8, AWQ], ids=["fp8", "int4"])
+def test_random_weights_are_rounded_to_the_stated_format(
+    tmp_path: Path, family: str, quantization: dict[str, Any]
+) -> None:
+    plain = config_of(tmp_path / "plain", family, "bfloat16", None)
+    path = config_of(tmp_path / "quantized", family, "bfloat16", quantization)
+    with scaled_products():
+        got, identity, count = dummy_of(path)
+        exact, other, none = dummy_of(plain)
+    want, same, _ = dummy_of(path)
+    assert count and not none and identity == same != other
+    worst = 0.04 if quantization is FP8 else 0.15
+    for name, values in got.items():
+        assert torch.equal(values, want[name]), name
+        error = (values.float() - exact[name].float()).norm()
+        assert error <= worst * exact[name].float().norm(), name
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("plain") / "llama"
+    save_tiny_checkpoint(path, "llama", **WIDE)
+    return path
+
+
+def assert_equal(got: CausalLM, want: CausalLM) -> None:
+    pairs = zip(got.named_parameters(), want.named_parameters(), strict=True)
+    for (name, one), (other_name, other) in pairs:
+        assert name == other_name
+        assert torch.equal(one.view(-1).view(torch.uint8), other.view(-1).view(torch.uint8)), name
+
+
+@pytest.mark.usefixtures("on_a_cpu_over_tcp")
+@pytest.mark.parametrize(
+    ("family", "form"),
+    [("llama", fp8_blocks), ("qwen3_moe", awq), ("deepseek_v3", fp8_blocks)],
+)
+def test_servers_read_from_a_seed_what_it_keeps(
+    tmp_path: Path, family: str, form: Callable[[], Any]
+) -> None:
+    save_tiny_checkpoint(tmp_path / "written", family)
+    path = write_quantized(tmp_path / "written", tmp_path, form())
+    with scaled_products(), weight_rig(path, 2) as rig:
+        for rank in range(2):
+            model, source = rig.read(rank, 2)
+            assert_equal(model, rig.load_rank(rank, 2))
+            assert source.identity() == IDENTITY
+            assert any(isinstance(one, ScaledWeight) for _, one in scaled_weights(model))
+
+
+@pytest.mark.usefixtures("on_a_cpu_over_tcp")
+def test_another_number_of_ranks_reads_what_has_the_same_blocks(
+    plain: Path, tmp_path: Path
+) -> None:
+    """Of two ranks each has whole blocks; of four, none has."""
+    path = write_quantized(plain, tmp_path, fp8_blocks())
+    with scaled_products(), weight_rig(path, 1) as rig:
+        model, _ = rig.read(1, 2)
+        assert_equal(model, rig.load_rank(1, 2))
+        with pytest.raises(ValueError, match=r"tensor '.*qkv_proj|_proj.weight_scale' is .* and"):
+            rig.read(3, 4)
+
+
+@pytest.mark.usefixtures("on_a_cpu_over_tcp")
+def test_the_formats_are_those_of_the_seed(
+    plain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The reader needs a config.json alone."""
+    path = write_quantized(plain, tmp_path, fp8_blocks())
+    with scaled_products(), weight_rig(path, 2) as rig:
+        tensors = rig.client.told[0].weights.tensors
+        formats = formats_of_seed(tensors)
+        want = build_model(rig.config, LoadConfig())
+
+        class Seed:
+            def formats(self) -> Any:
+                return formats.get
+
+        monkeypatch.setattr(loader, "_make_source", lambda *args: Seed())
+        got = build_model(rig.config, LoadConfig(load_format="remote_instance"))
+    shapes = [[(one.dtype, one.shape) for one in model.parameters()] for model in (got, want)]
+    assert shapes[0] == shapes[1]
+    assert len(formats) == 14
+
+
+def test_a_reader_does_not_round_what_it_reads(plain: Path) -> None:
+    config = ModelConfig.from_path(str(plain), quantization="fp8")
+    load_config = LoadConfig(
+        load_format="remote_instance", seed_instance=SeedAddress(host="127.0.0.1", port=1)
+    )
+    with pytest.raises(ValueError, match="--quantization fp8 rounds weights at load, and"):
+        RemoteInstanceWeights(config, load_config)
+
+
+def test_rounded_weights_have_another_identity(plain: Path) -> None:
+    load_config = LoadConfig(show_progress=False)
+    found = []
+    for quantization in (None, "fp8"):
+        config = ModelConfig.from_path(str(plain), quantization=quantization)
+        model = build_model(config, load_config)
+        found.append(load_weights(model, config, load_config).identity())
+    assert found[0] != found[1]
+
+
+def test_pickled_files_are_not_rounded(plain: Path) -> None:
+    config = ModelConfig.from_path(str(plain), quantization="fp8")
+    with pytest.raises(ValueError, match="read from safetensors files only"):
+        get_model(config, LoadConfig(load_format="pt", show_progress=False))
+
+
+if __name__ == "__main__":
+    raise SystemExit(pytest.main([__file__, "-q"]))
