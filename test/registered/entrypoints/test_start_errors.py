@@ -89,7 +89,7 @@ def model_with(tmp_path: Path, **changes: object) -> Path:
     ("flags", "words"),
     [
         pytest.param(["--lora-paths", "a"], ["--lora-paths", "SGLang has it"], id="known"),
-        pytest.param(["--quantization", "fp8"], ["weights are not quantized"], id="format"),
+        pytest.param(["--quantization", "awq"], ["weights are not quantized"], id="format"),
         pytest.param(["--page-sise", "4"], ["--page-sise", "--page-size"], id="typo"),
         pytest.param(["--model-path", "/nowhere/model"], ["/nowhere/model"], id="no-model"),
         pytest.param(["--tokenizer-path", "/nowhere/t"], ["tokenizer path '/nowhere/t'"], id="tok"),

@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 
 from sglang.srt.layers import linear
+from sglang.srt.layers.layer_weight import LayerWeight
 from sglang.srt.layers.moe import experts
-from sglang.srt.layers.quantization.layer_weight import LayerWeight
 from sglang.srt.layers.triton_ops.arguments import ScaledWeight
 from sglang.srt.model_loader import loader
 
@@ -102,9 +102,12 @@ def of(weight: LayerWeight, expert: int) -> LayerWeight:
 
 @contextmanager
 def scaled_products(*, rounds: bool = False) -> Iterator[ReferenceKernels]:
-    """Models that are built meanwhile keep quantized weights as a GPU does, and run meanwhile."""
+    """Models of any dtype that are built meanwhile keep quantized weights as a GPU does. They run
+    only meanwhile."""
     kernels = ReferenceKernels(rounds)
     with ExitStack() as stack:
+        dtypes = loader.KEPT_DTYPES | {torch.float32}
+        stack.enter_context(mock.patch.object(loader, "KEPT_DTYPES", dtypes))
         for module in (loader, linear, experts):
             stack.enter_context(mock.patch.object(module, "fused_kernels", return_value=kernels))
         yield kernels

@@ -78,7 +78,8 @@ class ServerArgs:
     )
     quantization: str | None = flag(
         None,
-        "Weight format of the checkpoint, to be checked; absent: what its config.json says.",
+        "Weight format of the checkpoint, to be checked; absent: what its config.json says. fp8 "
+        "also rounds a plain checkpoint at load.",
         choices=("fp8", "compressed-tensors", "awq", "awq_marlin", "gptq", "gptq_marlin"),
     )
     json_model_override_args: str = flag(

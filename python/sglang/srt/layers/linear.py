@@ -13,19 +13,19 @@ import torch.nn.functional as F
 
 from sglang.srt.distributed.tensor_group import ToAdd
 from sglang.srt.layers.fused_kernels import fused_kernels
+from sglang.srt.layers.layer_weight import (
+    LayerWeight,
+    kept_format,
+    new_weight,
+    rows_of,
+    slots_of,
+)
 from sglang.srt.layers.placement import (
     NamedSlots,
     Share,
     TensorPlacement,
     WeightedLayer,
     WeightSlot,
-)
-from sglang.srt.layers.quantization.layer_weight import (
-    LayerWeight,
-    kept_format,
-    new_weight,
-    rows_of,
-    slots_of,
 )
 from sglang.srt.layers.triton_ops.arguments import ScaledWeight
 

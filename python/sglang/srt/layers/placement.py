@@ -12,7 +12,7 @@ from typing import Protocol
 import torch
 
 from sglang.srt.distributed.tensor_group import SingleTensorGroup, TensorGroup
-from sglang.srt.layers.quantization.weight_format import WeightFormats
+from sglang.srt.layers.weight_format import WeightFormats
 from sglang.srt.mem_cache.device.state_spec import RankShare, RankSplit
 
 

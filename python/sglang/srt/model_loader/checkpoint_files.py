@@ -18,7 +18,7 @@ from safetensors import SafetensorError, safe_open
 
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.configs.quantization_config import QuantizationConfig
-from sglang.srt.layers.quantization.weight_format import FormatOf, WeightFormat
+from sglang.srt.layers.weight_format import FormatOf, WeightFormat
 from sglang.srt.model_loader.quantized_weights import QuantizedNames, QuantizedWeight
 from sglang.srt.model_loader.rounded_weights import format_of_rounded, is_rounded, rounded
 from sglang.srt.model_loader.weight_files import (

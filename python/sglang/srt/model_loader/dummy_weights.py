@@ -10,8 +10,8 @@ import torch
 import xxhash
 
 from sglang.srt.configs.model_config import ModelConfig
-from sglang.srt.layers.quantization.layer_weight import weight_shape
-from sglang.srt.layers.quantization.weight_format import FormatOf
+from sglang.srt.layers.layer_weight import weight_shape
+from sglang.srt.layers.weight_format import FormatOf
 from sglang.srt.model_loader.rounded_weights import format_of_rounded, is_rounded, rounded
 from sglang.srt.model_loader.weight_files import weights_identity
 from sglang.srt.model_loader.weight_source import LoadConfig, WeightSlots

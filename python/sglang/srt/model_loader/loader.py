@@ -6,15 +6,16 @@ import logging
 import time
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
+from typing import Final
 
 import torch
 
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.configs.quantization_config import QuantizationConfig
 from sglang.srt.layers.fused_kernels import fused_kernels
+from sglang.srt.layers.layer_weight import SCALES
 from sglang.srt.layers.placement import TensorPlacement
-from sglang.srt.layers.quantization.layer_weight import SCALES
-from sglang.srt.layers.quantization.weight_format import WeightFormats
+from sglang.srt.layers.weight_format import WeightFormats
 from sglang.srt.model_loader.checkpoint_files import CheckpointFiles
 from sglang.srt.model_loader.dummy_weights import DummyWeights
 from sglang.srt.model_loader.remote_weights import RemoteInstanceWeights
@@ -24,6 +25,10 @@ from sglang.srt.models.registry import MODEL_CLASSES
 from sglang.srt.utils.progress import progress_bar
 
 logger = logging.getLogger(__name__)
+
+KEPT_DTYPES: Final = frozenset((torch.bfloat16, torch.float16))
+"""Dtypes of models whose quantized weights stay so in memory, where there are fused kernels. These
+multiply activations of these dtypes."""
 
 WEIGHT_SOURCES: Mapping[str, Callable[[ModelConfig, LoadConfig], WeightSource]] = MappingProxyType(
     {
@@ -52,8 +57,7 @@ def build_model(model_config: ModelConfig, load_config: LoadConfig) -> CausalLM:
         ValueError: The model cannot be split over this number of ranks; or as `load_weights`.
     """
     formats = None
-    is_taken = model_config.dtype in (torch.bfloat16, torch.float32)
-    if is_taken and fused_kernels(load_config.device) is not None:
+    if model_config.dtype in KEPT_DTYPES and fused_kernels(load_config.device) is not None:
         formats = WeightFormats(of=_make_source(model_config, load_config).formats())
     placement = TensorPlacement(
         dtype=model_config.dtype,

@@ -23,7 +23,7 @@ from sglang.srt.layers.quantization.quantized_tensor import (
     ScaledTensor,
     unpack_words,
 )
-from sglang.srt.layers.quantization.weight_format import WeightFormat
+from sglang.srt.layers.weight_format import WeightFormat
 
 _SCALES: Final = ("_scale_inv", "_scale")
 """What follows a weight's name in the name of its scales. Either is multiplied with, in spite of

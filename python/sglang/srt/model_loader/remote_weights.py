@@ -26,7 +26,7 @@ from sglang.srt.distributed.device_communicators.transfer_types import (
     TransferOp,
 )
 from sglang.srt.hardware_backend.device_runtime import device_runtime
-from sglang.srt.layers.quantization.weight_format import FormatOf
+from sglang.srt.layers.weight_format import FormatOf
 from sglang.srt.model_loader.seed_answer import SeedAnswer, check_seed, formats_of_seed
 from sglang.srt.model_loader.seed_client import DIGEST_TIMEOUT_S, SeedClient
 from sglang.srt.model_loader.weight_files import config_values

@@ -21,7 +21,7 @@ from sglang.srt.layers.quantization.quantized_tensor import (
     QuantizedTensor,
     ScaledTensor,
 )
-from sglang.srt.layers.quantization.weight_format import WeightFormat
+from sglang.srt.layers.weight_format import WeightFormat
 
 _FP8_MAX: Final = 448.0
 _INT4_MAX: Final = 7

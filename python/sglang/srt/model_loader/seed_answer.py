@@ -18,9 +18,9 @@ import msgspec
 import torch
 
 from sglang.srt.hardware_backend.leaf_hash import HASH_NAME
+from sglang.srt.layers.layer_weight import SCALES, ZEROS
 from sglang.srt.layers.placement import WeightSlot
-from sglang.srt.layers.quantization.layer_weight import SCALES, ZEROS
-from sglang.srt.layers.quantization.weight_format import SCALE_DTYPES, WeightFormat
+from sglang.srt.layers.weight_format import SCALE_DTYPES, WeightFormat
 
 _MAX_VALUE_CHARS = 80
 

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Protocol
 
 from sglang.srt.distributed.tensor_group import SingleTensorGroup, TensorGroup
+from sglang.srt.layers.layer_weight import SCALES, ZEROS, weight_shape
 from sglang.srt.layers.placement import WeightSlot
-from sglang.srt.layers.quantization.layer_weight import SCALES, ZEROS, weight_shape
 from sglang.srt.layers.quantization.quantized_tensor import QuantizedTensor
-from sglang.srt.layers.quantization.weight_format import FormatOf
+from sglang.srt.layers.weight_format import FormatOf
 from sglang.srt.models.causal_lm import CausalLM
 from sglang.srt.utils.network import base_url
 

@@ -156,8 +156,16 @@ def test_what_is_asked_for_must_be_there() -> None:
     assert of(AWQ, "awq_marlin") == of(AWQ)
     with pytest.raises(ValueError, match=r"--quantization fp8: config.json says .*'awq'"):
         of(AWQ, "fp8")
-    with pytest.raises(ValueError, match=r"--quantization fp8: the checkpoint's weights are not"):
-        quantization_of({}, asked="fp8")
+    with pytest.raises(ValueError, match=r"--quantization awq: the checkpoint's weights are not"):
+        quantization_of({}, asked="awq")
+
+
+def test_plain_weights_can_be_rounded_to_blocks() -> None:
+    found = quantization_of({}, asked="fp8")
+    assert found is not None and found.is_at_load
+    assert str(found) == "fp8, 8 bits, rounded at load, a scale for 128 x 128"
+    stated = quantization_of({"quantization_config": DEEPSEEK}, asked="fp8")
+    assert stated is not None and not stated.is_at_load
 
 
 def test_logs_name_the_format() -> None:

@@ -14,6 +14,12 @@ import torch
 import torch.nn.functional as F
 
 from sglang.srt.configs.mla_config import IndexerConfig, MLAConfig
+from sglang.srt.layers.layer_weight import (
+    LayerWeight,
+    kept_format,
+    new_weight,
+    slots_of,
+)
 from sglang.srt.layers.linear import apply_linear
 from sglang.srt.layers.placement import (
     NamedSlots,
@@ -21,12 +27,6 @@ from sglang.srt.layers.placement import (
     TensorPlacement,
     WeightedLayer,
     WeightSlot,
-)
-from sglang.srt.layers.quantization.layer_weight import (
-    LayerWeight,
-    kept_format,
-    new_weight,
-    slots_of,
 )
 from sglang.srt.layers.radix_attention import MLA, AttentionKind, IndexQuery, RadixAttention
 from sglang.srt.layers.rotary_embedding import Rotation, apply_rotary

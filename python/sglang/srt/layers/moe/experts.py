@@ -8,15 +8,15 @@ import torch
 
 from sglang.srt.layers.activation import silu_and_mul
 from sglang.srt.layers.fused_kernels import fused_kernels
-from sglang.srt.layers.linear import apply_linear
-from sglang.srt.layers.placement import NamedSlots, Share, TensorPlacement, WeightedLayer
-from sglang.srt.layers.quantization.layer_weight import (
+from sglang.srt.layers.layer_weight import (
     kept_format,
     matrices_of,
     new_weight,
     rows_of,
     slots_of,
 )
+from sglang.srt.layers.linear import apply_linear
+from sglang.srt.layers.placement import NamedSlots, Share, TensorPlacement, WeightedLayer
 
 FEW: Final = 8
 _USES_OF_AN_EXPERT: Final = 2
@@ -82,19 +82,18 @@ class RoutedExperts(WeightedLayer):
         if self._kernels is not None:
             ids = ids.contiguous()
             return self._kernels.run_routed_experts(x, weights, ids, self.gate_up, self.down)
-        assert isinstance(self.gate_up, torch.Tensor) and isinstance(self.down, torch.Tensor)
         run = self._one_by_one if x.is_cpu else self._dense
-        return run(x, weights, ids, self.gate_up, self.down)
+        return run(x, weights, ids)
+
+    def _plain(self) -> tuple[torch.Tensor, torch.Tensor]:
+        assert isinstance(self.gate_up, torch.Tensor) and isinstance(self.down, torch.Tensor)
+        return self.gate_up, self.down
 
     def _one_by_one(
-        self,
-        x: torch.Tensor,
-        weights: torch.Tensor,
-        ids: torch.Tensor,
-        gate_up: torch.Tensor,
-        down: torch.Tensor,
+        self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor
     ) -> torch.Tensor:
         """One product for each expert that has tokens."""
+        gate_up, down = self._plain()
         flat_ids = ids.flatten()
         order = flat_ids.argsort(stable=True)
         tokens = order.div(ids.shape[1], rounding_mode="floor")
@@ -112,15 +111,9 @@ class RoutedExperts(WeightedLayer):
             begin = end
         return out.to(x.dtype)
 
-    def _dense(
-        self,
-        x: torch.Tensor,
-        weights: torch.Tensor,
-        ids: torch.Tensor,
-        gate_up: torch.Tensor,
-        down: torch.Tensor,
-    ) -> torch.Tensor:
+    def _dense(self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
         """All experts for all tokens, for accelerators without fused kernels."""
+        gate_up, down = self._plain()
         out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
         for expert in range(self.num_experts):
             scales = weights.where(ids == expert, 0.0).sum(dim=1, keepdim=True)

@@ -11,6 +11,7 @@ import torch
 from sglang.srt.distributed.tensor_group import PendingSum, ToAdd
 from sglang.srt.layers.activation import GatedMLP
 from sglang.srt.layers.fused_kernels import fused_kernels
+from sglang.srt.layers.layer_weight import LayerWeight
 from sglang.srt.layers.linear import MergedColumnParallelLinear, apply_linear
 from sglang.srt.layers.moe.experts import RoutedExperts
 from sglang.srt.layers.placement import (
@@ -20,7 +21,6 @@ from sglang.srt.layers.placement import (
     WeightedLayer,
     WeightSlot,
 )
-from sglang.srt.layers.quantization.layer_weight import LayerWeight
 from sglang.srt.layers.triton_ops.arguments import ExpertChoice, ExpertWeights, ScaledWeight
 
 

@@ -8,8 +8,8 @@ from typing import Final, TypeAlias
 import torch
 
 from sglang.srt.layers.placement import NamedSlots, Share, TensorPlacement, WeightSlot
-from sglang.srt.layers.quantization.weight_format import BLOCK, WeightFormat
 from sglang.srt.layers.triton_ops.arguments import ScaledWeight
+from sglang.srt.layers.weight_format import BLOCK, WeightFormat
 
 LayerWeight: TypeAlias = torch.Tensor | ScaledWeight
 """`[..., outputs, inputs]`."""
