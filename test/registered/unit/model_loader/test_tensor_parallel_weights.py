@@ -129,7 +129,8 @@ def test_the_first_rank_alone_adds_a_row_parallel_bias() -> None:
         layer = RowParallelLinear(
             Share(rank * 3, rank * 3 + 3, 6), 4, bias=True, placement=placement
         )
-        layer.weight.fill_(1.0)
+        for weight in layer.parameters():
+            weight.fill_(1.0)
         if layer.bias is not None:
             layer.bias.fill_(5.0)
         halves.append(layer.forward(torch.ones(1, 3), torch.zeros(1, 4))[0])

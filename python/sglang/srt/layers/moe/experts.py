@@ -85,7 +85,8 @@ class RoutedExperts(WeightedLayer):
         run = self._one_by_one if x.is_cpu else self._dense
         return run(x, weights, ids)
 
-    def _plain(self) -> tuple[torch.Tensor, torch.Tensor]:
+    def plain(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """`gate_up` and `down` of a layer whose weights have no scales."""
         assert isinstance(self.gate_up, torch.Tensor) and isinstance(self.down, torch.Tensor)
         return self.gate_up, self.down
 
@@ -93,7 +94,7 @@ class RoutedExperts(WeightedLayer):
         self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor
     ) -> torch.Tensor:
         """One product for each expert that has tokens."""
-        gate_up, down = self._plain()
+        gate_up, down = self.plain()
         flat_ids = ids.flatten()
         order = flat_ids.argsort(stable=True)
         tokens = order.div(ids.shape[1], rounding_mode="floor")
@@ -113,7 +114,7 @@ class RoutedExperts(WeightedLayer):
 
     def _dense(self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
         """All experts for all tokens, for accelerators without fused kernels."""
-        gate_up, down = self._plain()
+        gate_up, down = self.plain()
         out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
         for expert in range(self.num_experts):
             scales = weights.where(ids == expert, 0.0).sum(dim=1, keepdim=True)
