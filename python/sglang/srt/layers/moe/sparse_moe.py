@@ -21,7 +21,7 @@ from sglang.srt.layers.placement import (
     WeightedLayer,
     WeightSlot,
 )
-from sglang.srt.layers.triton_ops.arguments import ExpertChoice, ExpertWeights, ScaledWeight
+from sglang.srt.layers.triton_ops.arguments import ExpertChoice, ExpertWeights
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -240,8 +240,7 @@ class SparseMoeBlock(torch.nn.Module):
         both: tuple[LayerWeight, LayerWeight] | None = None
         if shared is not None:
             both = shared.gate_up_proj.weight, shared.down_proj.weight
-            kinds = {type(weight) is ScaledWeight for weight in both}
-            if both[1].shape[1] != experts.features.size or len(kinds) > 1:
+            if both[1].shape[1] != experts.features.size:
                 return None
         return ExpertWeights(gate_up=experts.gate_up, down=experts.down, shared=both)
 
