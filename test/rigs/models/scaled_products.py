@@ -30,7 +30,7 @@ def dequantized(weight: ScaledWeight) -> torch.Tensor:
 
 def rounded_activations(x: torch.Tensor, group: int) -> torch.Tensor:
     """`x` as fp32, rounded to e4m3 with a scale for `group` inputs of a token."""
-    groups = x.float().reshape(*x.shape[:-1], -1, group)
+    groups = x.float().reshape(*x.shape[:-1], x.shape[-1] // group, group)
     most = groups.abs().amax(-1, keepdim=True)
     scales = torch.where(most == 0, 1.0, most / 448.0)
     return ((groups / scales).to(torch.float8_e4m3fn).float() * scales).flatten(-2)
