@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from rigs.models.model_oracle import logits_of_batches
 from rigs.models.quantized_checkpoints import Format, awq, fp8_blocks, write_quantized
