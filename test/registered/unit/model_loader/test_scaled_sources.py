@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 import torch
 
+from rigs.caches.cache_rig import CacheRig, Reused
+from rigs.caches.tier_rigs import three_tiers
 from rigs.models.quantized_checkpoints import awq, fp8_blocks, write_quantized
 from rigs.models.scaled_products import dequantized, scaled_products, scaled_weights
 from rigs.models.tiny_models import save_tiny_checkpoint, tiny_config
@@ -172,14 +174,29 @@ def test_a_reader_does_not_round_what_it_reads(plain: Path) -> None:
         RemoteInstanceWeights(config, load_config)
 
 
-def test_rounded_weights_have_another_identity(plain: Path) -> None:
-    load_config = LoadConfig(show_progress=False)
-    found = []
-    for quantization in (None, "fp8"):
-        config = ModelConfig.from_path(str(plain), quantization=quantization)
-        model = build_model(config, load_config)
-        found.append(load_weights(model, config, load_config).identity())
-    assert found[0] != found[1]
+def identity_of(path: Path, quantization: str | None, load_format: str) -> str:
+    """Identity of the weights of a server with these flags."""
+    load_config = LoadConfig(load_format=load_format, show_progress=False)
+    config = ModelConfig.from_path(str(path), quantization=quantization)
+    return load_weights(build_model(config, load_config), config, load_config).identity()
+
+
+@pytest.mark.parametrize("load_format", ["auto", "dummy"])
+def test_pages_of_rounded_weights_are_not_read_for_plain_ones(
+    plain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, load_format: str
+) -> None:
+    monkeypatch.setenv("SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR", str(tmp_path))
+    exact, rounded = (identity_of(plain, asked, load_format) for asked in (None, "fp8"))
+    settings = three_tiers().hi_settings()
+
+    def server(identity: str) -> CacheRig:
+        return CacheRig(l1_pages=32, settings=settings, weights_identity=identity)
+
+    writer = server(rounded)
+    writer.run(range(32))
+    writer.settle()
+    assert server(exact).run(range(33)) == Reused()
+    assert server(identity_of(plain, "fp8", load_format)).run(range(33)) == Reused(storage=32)
 
 
 def test_pickled_files_are_not_rounded(plain: Path) -> None:
