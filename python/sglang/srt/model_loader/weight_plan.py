@@ -246,7 +246,7 @@ def _check_alike(name: str, theirs: TensorPart, ours: TensorPart) -> None:
     if (theirs.dtype, theirs.shape) != (ours.dtype, ours.shape):
         raise ValueError(
             f"tensor {name!r} is {theirs} there and {ours} here: start both with the same model "
-            "and --dtype"
+            "and --dtype, and quantized weights with the same --tp-size"
         )
     splits = {(part.split_dim, part.split_runs) for part in (theirs, ours) if part.split_runs}
     one_is_whole = not (theirs.split_runs and ours.split_runs)
