@@ -1,0 +1,129 @@
+"""Activations rounded to fp8, with a scale for each group of a token's features.
+
+All kernels that multiply fp8 weights round with `round_groups`, so the rounded activations of a
+token are the same bits in all of them.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import torch
+import triton
+import triton.language as tl
+
+from sglang.srt.layers.triton_ops.early_start import await_kernels_before, early_start
+
+_GROUPS: Final = 16
+"""Groups of 128 that a program rounds."""
+
+
+@triton.jit
+def scale_of(most: tl.tensor) -> tl.tensor:
+    """The scale of groups whose greatest magnitude is `most`, fp32: `most` becomes 448, the
+    greatest number of e4m3. Groups of zeros, or of less than 1e-30, have scale 1."""
+    return tl.where(most > 1e-30, tl.div_rn(most, 448.0), 1.0)
+
+
+@triton.jit
+def round_with(x: tl.tensor, scale: tl.tensor) -> tl.tensor:
+    """`x / scale` in fp8, both fp32 of shapes that broadcast. NaN stays NaN, infinity becomes NaN
+    (its scale is infinite)."""
+    return (x * tl.div_rn(1.0, scale)).to(tl.float8e4nv)
+
+
+@triton.jit
+def round_groups(x: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
+    """Round fp32 groups `[groups, size]`: fp8 of the same shape, and fp32 scales `[groups]`."""
+    scales = scale_of(tl.max(tl.abs(x), axis=1))
+    return round_with(x, scales[:, None]), scales
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _round_groups_kernel(
+    x_ptr: tl.tensor,
+    out_ptr: tl.tensor,
+    scales_ptr: tl.tensor,
+    rows: tl.tensor,
+    stride: tl.tensor,
+    PER_ROW: tl.constexpr,
+    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    EARLY: tl.constexpr,
+) -> None:
+    """Round BLOCK groups of SIZE features, of rows of PER_ROW groups."""
+    await_kernels_before(EARLY)
+    group = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = group < rows * PER_ROW
+    cols = tl.arange(0, SIZE)
+    row = (group // PER_ROW).to(tl.int64)
+    at = x_ptr + (row * stride + group % PER_ROW * SIZE)[:, None] + cols[None, :]
+    x = tl.load(at, mask=inside[:, None], other=0.0).to(tl.float32)
+    rounded, scales = round_groups(x)
+    to = out_ptr + group.to(tl.int64)[:, None] * SIZE + cols[None, :]
+    tl.store(to, rounded, mask=inside[:, None])
+    tl.store(scales_ptr + group % PER_ROW * rows + row, scales, mask=inside)
+
+
+@triton.jit
+def most_of_row(row_ptr: tl.tensor, SIZE: tl.constexpr, BLOCK: tl.constexpr) -> tl.tensor:
+    """The greatest magnitude of a row of SIZE, fp32."""
+    cols = tl.arange(0, BLOCK)
+    most = tl.zeros([BLOCK], tl.float32)
+    for begin in range(0, SIZE, BLOCK):
+        x = tl.load(row_ptr + begin + cols, mask=cols < SIZE - begin, other=0.0)
+        most = tl.maximum(most, tl.abs(x.to(tl.float32)))
+    return tl.max(most, axis=0)
+
+
+@triton.jit
+def _round_rows_kernel(
+    x_ptr: tl.tensor,
+    out_ptr: tl.tensor,
+    scales_ptr: tl.tensor,
+    stride: tl.tensor,
+    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    EARLY: tl.constexpr,
+) -> None:
+    """Round a row of SIZE features, which is one group."""
+    await_kernels_before(EARLY)
+    row = tl.program_id(0).to(tl.int64)
+    scale = scale_of(most_of_row(x_ptr + row * stride, SIZE, BLOCK))
+    cols = tl.arange(0, BLOCK)
+    for begin in range(0, SIZE, BLOCK):
+        inside = cols < SIZE - begin
+        x = tl.load(x_ptr + row * stride + begin + cols, mask=inside, other=0.0)
+        rounded = round_with(x.to(tl.float32), scale)
+        tl.store(out_ptr + row * SIZE + begin + cols, rounded, mask=inside)
+    tl.store(scales_ptr + row, scale)
+
+
+def quantize_activations(x: torch.Tensor, group: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Round each group of a row's features to fp8 e4m3, with one scale: its greatest magnitude
+    divided by 448.
+
+    Args:
+        x: `[num_rows, features]`, dense rows of any stride.
+        group: Features of a group: a power of two that divides `features`, or all features.
+
+    Returns:
+        Contiguous `[num_rows, features]` fp8, and fp32 scales `[num_rows, features / group]`, whose
+        columns are contiguous.
+    """
+    rows, features = x.shape
+    assert x.stride(1) == 1 and features % group == 0
+    out = torch.empty((rows, features), dtype=torch.float8_e4m3fn, device=x.device)
+    scales = torch.empty((features // group, rows), dtype=torch.float32, device=x.device).t()
+    if group == features:
+        block = min(4096, triton.next_power_of_2(features))
+        _round_rows_kernel[(rows,)](
+            x, out, scales, x.stride(0), SIZE=features, BLOCK=block, num_warps=4, **early_start(x)
+        )
+        return out, scales
+    _round_groups_kernel[(triton.cdiv(scales.numel(), _GROUPS),)](
+        x, out, scales, rows, x.stride(0),
+        PER_ROW=features // group, SIZE=group, BLOCK=_GROUPS, num_warps=4,
+        **early_start(x),
+    )  # fmt: skip
+    return out, scales

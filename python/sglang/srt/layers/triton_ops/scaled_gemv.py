@@ -1,0 +1,296 @@
+"""One row times a weight with scales. Reading the weights is the bound, so no tensor cores are
+used."""
+
+from __future__ import annotations
+
+from typing import Final, TypedDict
+
+import torch
+import triton
+import triton.language as tl
+
+from sglang.srt.layers.triton_ops.arguments import ScaledWeight
+from sglang.srt.layers.triton_ops.early_start import await_kernels_before, early_start
+from sglang.srt.layers.triton_ops.rounding import most_of_row, round_with, scale_of
+
+_PIECE: Final = tl.constexpr(16)
+"""Bytes of a weight's row that a thread reads at once."""
+_SPAN: Final = 128
+"""Most inputs of a span: neighbours with the same scales."""
+
+
+class WeightKind(TypedDict):
+    """Sizes of a weight with scales, as kernels take them."""
+
+    FP8: bool
+    ZEROS: bool
+    HEIGHT: int
+    GROUP: int
+    SPAN: int
+
+
+def kind_of(weight: ScaledWeight) -> WeightKind:
+    """The constant arguments of a kernel that reads `weight`."""
+    return {
+        "FP8": weight.is_fp8,
+        "ZEROS": weight.zeros is not None,
+        "HEIGHT": weight.height,
+        "GROUP": weight.group,
+        "SPAN": _SPAN if weight.is_fp8 else min(_SPAN, triton.next_power_of_2(weight.group)),
+    }
+
+
+@triton.jit
+def _add_fp8_(
+    acc: tl.tensor,
+    elements: tl.tensor,
+    scales: tl.tensor,
+    x_ptr: tl.tensor,
+    x_scale: tl.tensor,
+    cols: tl.tensor,
+    inside: tl.tensor,
+    WHOLE: tl.constexpr,
+) -> tl.tensor:
+    """Add the products of some columns to `acc` `[rows, spans, pieces]`.
+
+    `x_scale` is the scale of the row of `x` if it is one group (WHOLE), and then not multiplied.
+    """
+    x = tl.load(x_ptr + cols, mask=inside, other=0.0).to(tl.float32)
+    if WHOLE:
+        rounded = round_with(x, x_scale)
+    else:
+        of_spans = scale_of(tl.max(tl.max(tl.abs(x), axis=2), axis=1))
+        rounded = round_with(x, of_spans[:, None, None])
+        scales *= of_spans[None, :]
+    part = tl.sum(elements.to(tl.float32) * rounded.to(tl.float32)[None, :, :, :], axis=3)
+    return acc + part * scales[:, :, None]
+
+
+@triton.jit
+def _add_int4_(
+    acc: tl.tensor,
+    elements: tl.tensor,
+    scales: tl.tensor,
+    zeros: tl.tensor,
+    x_ptr: tl.tensor,
+    cols: tl.tensor,
+    inside: tl.tensor,
+) -> tl.tensor:
+    """Add the products of some columns to `acc` `[rows, spans, pieces]`.
+
+    A byte is `even + 16 * odd`, so `even * x0 + odd * x1` is
+    `byte * x0 + (16 * odd) * (x1 / 16 - x0)`, which needs no shifts.
+    """
+    x0 = tl.load(x_ptr + 2 * cols, mask=inside, other=0.0).to(tl.float32)
+    x1 = tl.load(x_ptr + 2 * cols + 1, mask=inside, other=0.0).to(tl.float32)
+    total = tl.sum(x0 + x1, axis=2)
+    rest = x1 * 0.0625 - x0
+    products = elements.to(tl.float32) * x0[None, :, :, :]
+    products += (elements & 0xF0).to(tl.float32) * rest[None, :, :, :]
+    part = tl.sum(products, axis=3) - zeros[:, :, None] * total[None, :, :]
+    return acc + part * scales[:, :, None]
+
+
+@triton.jit
+def multiply_rows(
+    x_ptr: tl.tensor,
+    weight_ptr: tl.tensor,
+    scales_ptr: tl.tensor,
+    zeros_ptr: tl.tensor,
+    rows: tl.tensor,
+    K: tl.constexpr,
+    FP8: tl.constexpr,
+    ZEROS: tl.constexpr,
+    HEIGHT: tl.constexpr,
+    GROUP: tl.constexpr,
+    SPAN: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    EARLY: tl.constexpr,
+) -> tl.tensor:
+    """Sums of the products of `x` `[K]` and rows of a weight, fp32 `[rows]`.
+
+    Reads BLOCK_K inputs of the weight before it waits for earlier kernels; see `early_start`.
+
+    Args:
+        rows: int64; indices into the weight, all experts' rows in one.
+    """
+    WHOLE: tl.constexpr = FP8 and GROUP == K
+    SPANS: tl.constexpr = BLOCK_K // SPAN
+    SHARE: tl.constexpr = 1 if FP8 else 2
+    PIECES: tl.constexpr = SPAN // (_PIECE * SHARE)
+    GROUPS: tl.constexpr = K // GROUP
+    BYTES: tl.constexpr = K // SHARE
+    STEP: tl.constexpr = BLOCK_K // SHARE
+    spans = tl.arange(0, SPANS)
+    pieces = tl.arange(0, PIECES) * _PIECE
+    cols = spans[:, None, None] * (SPAN // SHARE) + pieces[None, :, None]
+    cols += tl.arange(0, _PIECE)[None, None, :]
+    weights = (weight_ptr + rows * BYTES)[:, None, None, None] + cols[None, :, :, :]
+    scale_rows = (scales_ptr + rows // HEIGHT * GROUPS)[:, None]
+    zero_rows = (zeros_ptr + rows * GROUPS)[:, None]
+    elements = tl.load(weights, mask=(cols < BYTES)[None, :, :, :], other=0.0)
+    await_kernels_before(EARLY)
+    x_scale = 1.0
+    if WHOLE:
+        x_scale = scale_of(most_of_row(x_ptr, K, BLOCK_K))
+    acc = tl.zeros([rows.shape[0], SPANS, PIECES], tl.float32)
+    for begin in range(0, BYTES, STEP):
+        at = begin + cols
+        inside = at < BYTES
+        # The next columns are read while these are multiplied.
+        is_read = (at < BYTES - STEP)[None, :, :, :]
+        following = tl.load(weights + begin + STEP, mask=is_read, other=0.0)
+        first = begin * SHARE + spans * SPAN
+        group = (first // GROUP)[None, :]
+        scales = tl.load(scale_rows + group, mask=(first < K)[None, :], other=0.0).to(tl.float32)
+        if FP8:
+            acc = _add_fp8_(acc, elements, scales, x_ptr, x_scale, at, inside, WHOLE)
+        else:
+            zeros = tl.full([1, 1], 8.0, tl.float32)
+            if ZEROS:
+                zeros = tl.load(zero_rows + group, mask=(first < K)[None, :], other=0)
+                zeros = zeros.to(tl.float32)
+            acc = _add_int4_(acc, elements, scales, zeros, x_ptr, at, inside)
+        elements = following
+    return tl.sum(tl.sum(acc, axis=2), axis=1) * x_scale
+
+
+@triton.jit
+def gate(totals: tl.tensor, ROWS: tl.constexpr) -> tl.tensor:
+    """`silu(gate) * up` of pairs: `[2 * ROWS]` to `[ROWS]`, fp32."""
+    first, up = tl.split(tl.reshape(totals, [ROWS, 2]))
+    return first / (1.0 + tl.exp(-first)) * up
+
+
+@triton.jit
+def _scaled_gemv_kernel(
+    x_ptr: tl.tensor,
+    weight_ptr: tl.tensor,
+    scales_ptr: tl.tensor,
+    zeros_ptr: tl.tensor,
+    bias_ptr: tl.tensor,
+    out_ptr: tl.tensor,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    FP8: tl.constexpr,
+    ZEROS: tl.constexpr,
+    HEIGHT: tl.constexpr,
+    GROUP: tl.constexpr,
+    SPAN: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BIAS: tl.constexpr,
+    EARLY: tl.constexpr,
+) -> None:
+    """Grid `(n / BLOCK_N,)`: one program computes BLOCK_N outputs."""
+    rows = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    read = tl.minimum(rows, N - 1).to(tl.int64)
+    total = multiply_rows(
+        x_ptr, weight_ptr, scales_ptr, zeros_ptr, read,
+        K, FP8, ZEROS, HEIGHT, GROUP, SPAN, BLOCK_K, EARLY,
+    )  # fmt: skip
+    if BIAS:
+        total += tl.load(bias_ptr + read).to(tl.float32)
+    tl.store(out_ptr + rows, total.to(out_ptr.dtype.element_ty), mask=rows < N)
+
+
+@triton.jit
+def _scaled_gated_gemv_kernel(
+    x_ptr: tl.tensor,
+    weight_ptr: tl.tensor,
+    scales_ptr: tl.tensor,
+    zeros_ptr: tl.tensor,
+    out_ptr: tl.tensor,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    FP8: tl.constexpr,
+    ZEROS: tl.constexpr,
+    HEIGHT: tl.constexpr,
+    GROUP: tl.constexpr,
+    SPAN: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    EARLY: tl.constexpr,
+) -> None:
+    """Compute BLOCK_N features, each from its row of gate and, N rows below, its row of up."""
+    nth = tl.arange(0, 2 * BLOCK_N)
+    rows = tl.minimum(tl.program_id(0) * BLOCK_N + nth // 2, N - 1) + nth % 2 * N
+    totals = multiply_rows(
+        x_ptr, weight_ptr, scales_ptr, zeros_ptr, rows.to(tl.int64),
+        K, FP8, ZEROS, HEIGHT, GROUP, SPAN, BLOCK_K, EARLY,
+    )  # fmt: skip
+    # Rounded at the same points as in `scaled_gemv` and `silu_and_mul`.
+    dtype = out_ptr.dtype.element_ty
+    first, up = tl.split(tl.reshape(totals.to(dtype).to(tl.float32), [BLOCK_N, 2]))
+    activated = (first / (1.0 + tl.exp(-first))).to(dtype).to(tl.float32)
+    features = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    tl.store(out_ptr + features, (activated * up).to(dtype), mask=features < N)
+
+
+def plan_rows(inputs: int, kind: WeightKind) -> int:
+    """Inputs that `multiply_rows` reads at a time."""
+    most = 1024 if kind["FP8"] else 2048
+    return max(kind["SPAN"], min(most, triton.next_power_of_2(inputs)))
+
+
+class GemvPlan(TypedDict):
+    BLOCK_N: int
+    BLOCK_K: int
+    num_warps: int
+
+
+def plan(weight: ScaledWeight) -> GemvPlan:
+    outputs, inputs = weight.shape
+    kind = kind_of(weight)
+    rows = 8 if outputs >= 2048 else 4
+    return {"BLOCK_N": rows, "BLOCK_K": plan_rows(inputs, kind), "num_warps": 4}
+
+
+def scaled_gemv(
+    x: torch.Tensor,
+    weight: ScaledWeight,
+    bias: torch.Tensor | None,
+    out: torch.Tensor,
+    config: GemvPlan | None = None,
+) -> None:
+    """`out[0] = weight @ x[0] + bias`, summed in fp32.
+
+    Args:
+        x: `[1, inputs]`, dense. Rounded as by `quantize_activations` if the weight is fp8.
+        weight: `[outputs, inputs]`.
+        out: `[1, outputs]`, any float dtype.
+    """
+    outputs, inputs = weight.shape
+    assert x.stride(-1) == 1 and out.stride(-1) == 1
+    config = config or plan(weight)
+    _scaled_gemv_kernel[(triton.cdiv(outputs, config["BLOCK_N"]),)](
+        x, weight.elements, weight.scales, _zeros_of(weight),
+        bias if bias is not None else weight.scales, out,
+        N=outputs, K=inputs, BIAS=bias is not None, **kind_of(weight), **config, **early_start(x),
+    )  # fmt: skip
+
+
+def scaled_gated_gemv(
+    x: torch.Tensor, weight: ScaledWeight, out: torch.Tensor, config: GemvPlan | None = None
+) -> None:
+    """`out[0] = silu(gate @ x[0]) * (up @ x[0])` in one launch, rounded at the same points as
+    `scaled_gemv` and `silu_and_mul`.
+
+    Args:
+        x: `[1, inputs]`, dense.
+        weight: `[2 * features, inputs]`: gate, then up.
+        out: `[1, features]`, of the dtype of `x`.
+    """
+    outputs, inputs = weight.shape
+    assert x.stride(-1) == 1 and out.stride(-1) == 1
+    config = config or plan(weight)
+    features, half = outputs // 2, config["BLOCK_N"] // 2
+    _scaled_gated_gemv_kernel[(triton.cdiv(features, half),)](
+        x, weight.elements, weight.scales, _zeros_of(weight), out,
+        N=features, K=inputs, **kind_of(weight), **{**config, "BLOCK_N": half}, **early_start(x),
+    )  # fmt: skip
+
+
+def _zeros_of(weight: ScaledWeight) -> torch.Tensor:
+    """The zero points, or a tensor in their place that no kernel reads."""
+    return weight.elements if weight.zeros is None else weight.zeros

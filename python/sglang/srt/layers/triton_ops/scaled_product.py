@@ -1,0 +1,257 @@
+"""Several rows times an fp8 weight with scales, on tensor cores.
+
+The sum of each group of inputs is multiplied by both scales in fp32 and added to the others, so the
+order of sums is all in which products of one weight differ. Weights are the left operand: they have
+enough rows for tensor cores even where there are few tokens.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+import torch.nn.functional as F
+import triton
+import triton.language as tl
+from torch.nn.functional import ScalingType
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from sglang.srt.layers.triton_ops.arguments import ScaledWeight
+from sglang.srt.layers.triton_ops.early_start import await_kernels_before, early_start
+from sglang.srt.layers.triton_ops.rounding import quantize_activations, round_groups
+
+_DEPTH: Final = 128
+"""Inputs that are multiplied at a time: a group, or a part of one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tiles:
+    """How programs divide a product."""
+
+    outputs: int
+    tokens: int
+    group: int
+    """Tiles of tokens whose programs follow each other with the same weights."""
+    warps: int
+    stages: int
+    """Weights read ahead, in units of 128 inputs."""
+
+
+@triton.jit(do_not_specialize=["tokens", "stride"])
+def _product_kernel(
+    x_ptr: tl.tensor,
+    x_scales_ptr: tl.tensor,
+    weight_ptr: tl.tensor,
+    scales_ptr: tl.tensor,
+    bias_ptr: tl.tensor,
+    out_ptr: tl.tensor,
+    tokens: tl.tensor,
+    stride: tl.tensor,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    HEIGHT: tl.constexpr,
+    GROUP: tl.constexpr,
+    SPLITS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    TILES: tl.constexpr,
+    ROUNDED: tl.constexpr,
+    TMA: tl.constexpr,
+    BIAS: tl.constexpr,
+    EARLY: tl.constexpr,
+) -> None:
+    """Compute a tile of outputs and tokens over a share of the inputs.
+
+    Grid `(tiles of outputs * tiles of tokens, SPLITS)`. With several splits, `out` is fp32
+    `[SPLITS, tokens, N]`. `x` is rounded here unless it is (ROUNDED).
+    """
+    await_kernels_before(EARLY)
+    blocks: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
+    group = tl.program_id(0) // (TILES * blocks)
+    within = tl.program_id(0) % (TILES * blocks)
+    size = tl.minimum(tl.cdiv(tokens, BLOCK_T) - group * TILES, TILES)
+    token = (group * TILES + within % size) * BLOCK_T
+    output = within // size * BLOCK_N
+    rows, own = token + tl.arange(0, BLOCK_T), output + tl.arange(0, BLOCK_N)
+    cols = tl.arange(0, BLOCK_K)
+    read = tl.minimum(own, N - 1)
+    used = rows < tokens
+    x_at = x_ptr
+    if not (ROUNDED and TMA):
+        x_at = x_ptr + (rows.to(tl.int64) * stride)[:, None] + cols[None, :]
+    weights = weight_ptr
+    if not TMA:
+        weights = weight_ptr + read.to(tl.int64)[:, None] * K + cols[None, :]
+    GROUPS: tl.constexpr = K // GROUP
+    STEPS: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
+    SHARE: tl.constexpr = (STEPS + SPLITS - 1) // SPLITS
+    first = tl.program_id(1) * SHARE
+    acc = tl.zeros([BLOCK_N, BLOCK_T], tl.float32)
+    for step in range(first, tl.minimum(first + SHARE, STEPS)):
+        k = step * BLOCK_K
+        inside = cols < K - k
+        if TMA:
+            w = weights.load([output, k])
+        else:
+            w = tl.load(weights + k, mask=inside[None, :], other=0.0)
+        if ROUNDED:
+            if TMA:
+                x = x_at.load([token, k])
+            else:
+                x = tl.load(x_at + k, mask=used[:, None] & inside[None, :], other=0.0)
+        else:
+            loaded = tl.load(x_at + k, mask=used[:, None] & inside[None, :], other=0.0)
+            x, x_scales = round_groups(loaded.to(tl.float32))
+        part = tl.dot(w, x.T)
+        if GROUP == K:
+            acc += part
+        else:
+            if ROUNDED:
+                x_scales = tl.load(x_scales_ptr + step * tokens + rows, mask=used, other=0.0)
+            if HEIGHT % BLOCK_N == 0:
+                scale = tl.load(scales_ptr + output // HEIGHT * GROUPS + step)
+                acc += part * (x_scales * scale)[None, :]
+            else:
+                scales = tl.load(scales_ptr + read // HEIGHT * GROUPS + step)
+                acc += part * (scales[:, None] * x_scales[None, :])
+    if GROUP == K:
+        x_scales = tl.load(x_scales_ptr + rows, mask=used, other=0.0)
+        scales = tl.load(scales_ptr + read // HEIGHT)
+        acc *= scales[:, None] * x_scales[None, :]
+    if BIAS:
+        acc += tl.load(bias_ptr + read).to(tl.float32)[:, None]
+    to = out_ptr + (tl.program_id(1).to(tl.int64) * tokens + rows)[None, :] * N + own[:, None]
+    stored = used[None, :] & (own < N)[:, None]
+    tl.store(to, acc.to(out_ptr.dtype.element_ty), mask=stored)
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def _sum_kernel(
+    parts_ptr: tl.tensor,
+    bias_ptr: tl.tensor,
+    out_ptr: tl.tensor,
+    tokens: tl.tensor,
+    N: tl.constexpr,
+    SPLITS: tl.constexpr,
+    BIAS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    EARLY: tl.constexpr,
+) -> None:
+    """Grid `(tokens, n / BLOCK)`: sum the parts of a token's outputs."""
+    await_kernels_before(EARLY)
+    token = tl.program_id(0).to(tl.int64)
+    cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = cols < N
+    total = tl.zeros([BLOCK], tl.float32)
+    for split in tl.static_range(SPLITS):
+        part = parts_ptr + (split * tokens + token) * N + cols
+        total += tl.load(part, mask=inside, other=0.0)
+    if BIAS:
+        total += tl.load(bias_ptr + cols, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out_ptr + token * N + cols, total.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+_PROGRAMS: Final = 256
+"""Programs that fill a device. With fewer, several share the inputs of a tile."""
+_ROUNDED_IN_PRODUCT: Final = 16
+"""Most tokens that the product rounds itself. Each of its programs rounds all tokens."""
+_FEW_TOKENS: Final = 256
+"""Up to here, reading the weights is the bound."""
+
+
+def plan(tokens: int, weight: ScaledWeight) -> tuple[Tiles, int]:
+    """Tiles of a product, and the number of programs that share a tile's inputs."""
+    outputs, inputs = weight.shape
+    rows = max(16, min(64, triton.next_power_of_2(tokens)))
+    tiles = Tiles(128 if outputs > 16384 else 64, rows, 8, 4, 5 if rows < 64 else 4)
+    if tokens > 64:
+        tiles = Tiles(128, 128, 8, 8, 4)
+    programs = triton.cdiv(outputs, tiles.outputs) * triton.cdiv(tokens, tiles.tokens)
+    splits = 1
+    while programs * splits < _PROGRAMS and inputs >= splits * 2048:
+        splits *= 2
+    return tiles, splits
+
+
+def multiply_fp8(
+    x: torch.Tensor,
+    weight: ScaledWeight,
+    bias: torch.Tensor | None,
+    out: torch.Tensor,
+    config: tuple[Tiles, int] | None = None,
+    rounded: bool | None = None,
+) -> None:
+    """`x @ weight.T + bias` by this module's kernel.
+
+    Args:
+        x: `[num_tokens, inputs]`, dense rows of any stride.
+        weight: fp8 `[outputs, inputs]`.
+        out: Contiguous `[num_tokens, outputs]`, any float dtype.
+        config: From `plan`.
+        rounded: True to round `x` in a launch of its own; None: where that is faster.
+    """
+    tokens, (outputs, inputs) = len(x), weight.shape
+    tiles, splits = config or plan(tokens, weight)
+    if rounded is None:
+        rounded = tokens > _ROUNDED_IN_PRODUCT
+    rounded = rounded or weight.group != _DEPTH
+    x_scales = weight.scales
+    given = x
+    if rounded:
+        given, x_scales = quantize_activations(x, weight.group)
+    assert given.stride(1) == 1 and out.is_contiguous() and weight.group in (_DEPTH, inputs)
+    tma = inputs % 16 == 0
+    elements: Any = weight.elements
+    if tma:
+        elements = TensorDescriptor.from_tensor(elements, [tiles.outputs, _DEPTH])
+    to = out
+    if splits > 1:
+        to = torch.empty((splits, tokens, outputs), dtype=torch.float32, device=x.device)
+    grid = triton.cdiv(outputs, tiles.outputs) * triton.cdiv(tokens, tiles.tokens)
+    _product_kernel[(grid, splits)](
+        TensorDescriptor.from_tensor(given, [tiles.tokens, _DEPTH]) if tma and rounded else given,
+        x_scales, elements, weight.scales, weight.scales if bias is None else bias, to, tokens,
+        given.stride(0), N=outputs, K=inputs, HEIGHT=weight.height, GROUP=weight.group,
+        SPLITS=splits, BLOCK_N=tiles.outputs, BLOCK_T=tiles.tokens, BLOCK_K=_DEPTH,
+        TILES=tiles.group, ROUNDED=rounded, TMA=tma, BIAS=bias is not None and splits == 1,
+        num_warps=tiles.warps, num_stages=tiles.stages, **early_start(x),
+    )  # fmt: skip
+    if splits > 1:
+        block = min(1024, triton.next_power_of_2(outputs))
+        _sum_kernel[(tokens, triton.cdiv(outputs, block))](
+            to, weight.scales if bias is None else bias, out, tokens, N=outputs, SPLITS=splits,
+            BIAS=bias is not None, BLOCK=block, num_warps=4, **early_start(x),
+        )  # fmt: skip
+
+
+def multiply_fp8_by_library(
+    x: torch.Tensor, weight: ScaledWeight, bias: torch.Tensor | None, out_dtype: torch.dtype
+) -> torch.Tensor:
+    """`x @ weight.T + bias` by `torch.nn.functional.scaled_mm`: blocks of 128 inputs with 1 or 128
+    outputs, or one group of inputs."""
+    inputs = weight.shape[1]
+    rounded, x_scales = quantize_activations(x, weight.group)
+    scales = weight.scales
+    if weight.group == inputs:
+        x_recipe = recipe = ScalingType.RowWise
+        scales = scales.t().contiguous() if weight.height == 1 else scales
+        x_scales = x_scales.contiguous()
+    elif weight.height == 1:
+        x_recipe = recipe = ScalingType.BlockWise1x128
+        scales = scales.t().contiguous().t()
+    else:
+        # cuBLAS takes columns of a multiple of four scales.
+        x_recipe, recipe = ScalingType.BlockWise1x128, ScalingType.BlockWise128x128
+        scales = F.pad(scales, (0, -scales.shape[1] % 4)).t()
+    result = F.scaled_mm(
+        rounded,
+        weight.elements.t(),
+        scale_a=x_scales,
+        scale_recipe_a=x_recipe,
+        scale_b=scales,
+        scale_recipe_b=recipe,
+        output_dtype=out_dtype,
+    )
+    return result if bias is None else result.add_(bias)
