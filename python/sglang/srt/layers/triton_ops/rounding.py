@@ -66,14 +66,18 @@ def _round_groups_kernel(
 
 
 @triton.jit
-def most_of_row(row_ptr: tl.tensor, SIZE: tl.constexpr, BLOCK: tl.constexpr) -> tl.tensor:
-    """The greatest magnitude of a row of SIZE, fp32."""
-    cols = tl.arange(0, BLOCK)
-    most = tl.zeros([BLOCK], tl.float32)
+def most_of_rows(
+    rows: tl.tensor, used: tl.tensor, SIZE: tl.constexpr, BLOCK: tl.constexpr
+) -> tl.tensor:
+    """The greatest magnitude of each row of SIZE, fp32, for pointers `rows` `[n]`; 0 for rows that
+    are not used."""
+    cols = tl.arange(0, BLOCK)[None, :]
+    most = tl.zeros([rows.shape[0], BLOCK], tl.float32)
     for begin in range(0, SIZE, BLOCK):
-        x = tl.load(row_ptr + begin + cols, mask=cols < SIZE - begin, other=0.0)
+        inside = used[:, None] & (cols < SIZE - begin)
+        x = tl.load(rows[:, None] + begin + cols, mask=inside, other=0.0)
         most = tl.maximum(most, tl.abs(x.to(tl.float32)))
-    return tl.max(most, axis=0)
+    return tl.max(most, axis=1)
 
 
 @triton.jit
@@ -89,14 +93,15 @@ def _round_rows_kernel(
     """Round a row of SIZE features, which is one group."""
     await_kernels_before(EARLY)
     row = tl.program_id(0).to(tl.int64)
-    scale = scale_of(most_of_row(x_ptr + row * stride, SIZE, BLOCK))
+    one = tl.arange(0, 1)
+    scale = scale_of(most_of_rows(x_ptr + row * stride + one, one == 0, SIZE, BLOCK))
     cols = tl.arange(0, BLOCK)
     for begin in range(0, SIZE, BLOCK):
         inside = cols < SIZE - begin
         x = tl.load(x_ptr + row * stride + begin + cols, mask=inside, other=0.0)
         rounded = round_with(x.to(tl.float32), scale)
         tl.store(out_ptr + row * SIZE + begin + cols, rounded, mask=inside)
-    tl.store(scales_ptr + row, scale)
+    tl.store(scales_ptr + row + one, scale)
 
 
 def quantize_activations(x: torch.Tensor, group: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -11,7 +11,7 @@ import triton.language as tl
 
 from sglang.srt.layers.triton_ops.arguments import ScaledWeight
 from sglang.srt.layers.triton_ops.early_start import await_kernels_before, early_start
-from sglang.srt.layers.triton_ops.rounding import most_of_row, round_with, scale_of
+from sglang.srt.layers.triton_ops.rounding import most_of_rows, round_with, scale_of
 
 _PIECE: Final = tl.constexpr(16)
 """Bytes of a weight's row that a thread reads at once."""
@@ -45,25 +45,25 @@ def _add_fp8_(
     acc: tl.tensor,
     elements: tl.tensor,
     scales: tl.tensor,
-    x_ptr: tl.tensor,
-    x_scale: tl.tensor,
-    cols: tl.tensor,
+    x_at: tl.tensor,
+    x_scales: tl.tensor,
     inside: tl.tensor,
     WHOLE: tl.constexpr,
 ) -> tl.tensor:
-    """Add the products of some columns to `acc` `[rows, spans, pieces]`.
+    """Add the products of some columns to `acc` `[vectors, rows, spans, pieces]`.
 
-    `x_scale` is the scale of the row of `x` if it is one group (WHOLE), and then not multiplied.
+    `x_scales` `[vectors]` are those of `x` if a vector is one group (WHOLE), and then not
+    multiplied.
     """
-    x = tl.load(x_ptr + cols, mask=inside, other=0.0).to(tl.float32)
+    x = tl.load(x_at, mask=inside, other=0.0).to(tl.float32)
     if WHOLE:
-        rounded = round_with(x, x_scale)
+        rounded = round_with(x, x_scales[:, None, None, None])
     else:
-        of_spans = scale_of(tl.max(tl.max(tl.abs(x), axis=2), axis=1))
-        rounded = round_with(x, of_spans[:, None, None])
-        scales *= of_spans[None, :]
-    part = tl.sum(elements.to(tl.float32) * rounded.to(tl.float32)[None, :, :, :], axis=3)
-    return acc + part * scales[:, :, None]
+        of_spans = scale_of(tl.max(tl.max(tl.abs(x), axis=3), axis=2))
+        rounded = round_with(x, of_spans[:, :, None, None])
+        scales *= of_spans[:, None, :]
+    products = elements.to(tl.float32) * rounded.to(tl.float32)[:, None, :, :, :]
+    return acc + tl.sum(products, axis=4) * scales[:, :, :, None]
 
 
 @triton.jit
@@ -72,28 +72,97 @@ def _add_int4_(
     elements: tl.tensor,
     scales: tl.tensor,
     zeros: tl.tensor,
-    x_ptr: tl.tensor,
-    cols: tl.tensor,
+    x_at: tl.tensor,
     inside: tl.tensor,
 ) -> tl.tensor:
-    """Add the products of some columns to `acc` `[rows, spans, pieces]`.
+    """Add the products of some columns to `acc` `[vectors, rows, spans, pieces]`.
 
     A byte is `even + 16 * odd`, so `even * x0 + odd * x1` is
     `byte * x0 + (16 * odd) * (x1 / 16 - x0)`, which needs no shifts.
     """
-    x0 = tl.load(x_ptr + 2 * cols, mask=inside, other=0.0).to(tl.float32)
-    x1 = tl.load(x_ptr + 2 * cols + 1, mask=inside, other=0.0).to(tl.float32)
-    total = tl.sum(x0 + x1, axis=2)
+    x0 = tl.load(x_at, mask=inside, other=0.0).to(tl.float32)
+    x1 = tl.load(x_at + 1, mask=inside, other=0.0).to(tl.float32)
+    totals = tl.sum(x0 + x1, axis=3)
     rest = x1 * 0.0625 - x0
-    products = elements.to(tl.float32) * x0[None, :, :, :]
-    products += (elements & 0xF0).to(tl.float32) * rest[None, :, :, :]
-    part = tl.sum(products, axis=3) - zeros[:, :, None] * total[None, :, :]
-    return acc + part * scales[:, :, None]
+    products = elements.to(tl.float32) * x0[:, None, :, :, :]
+    products += (elements & 0xF0).to(tl.float32) * rest[:, None, :, :, :]
+    part = tl.sum(products, axis=4) - zeros[:, :, :, None] * totals[:, None, :, :]
+    return acc + part * scales[:, :, :, None]
 
 
 @triton.jit
 def multiply_rows(
-    x_ptr: tl.tensor,
+    x: tl.tensor,
+    weight_ptr: tl.tensor,
+    scales_ptr: tl.tensor,
+    zeros_ptr: tl.tensor,
+    rows: tl.tensor,
+    used: tl.tensor,
+    K: tl.constexpr,
+    FP8: tl.constexpr,
+    ZEROS: tl.constexpr,
+    HEIGHT: tl.constexpr,
+    GROUP: tl.constexpr,
+    SPAN: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    EARLY: tl.constexpr,
+) -> tl.tensor:
+    """Sums of the products of vectors and rows of a weight, fp32 `[vectors, rows]`.
+
+    Reads BLOCK_K inputs of the weight before it waits for earlier kernels; see `early_start`.
+
+    Args:
+        x: `[vectors]`, pointers to vectors of K.
+        rows: int64 `[vectors, rows]`: indices into the weight, all experts' rows in one.
+        used: `[vectors]`; the others' sums are 0.
+    """
+    WHOLE: tl.constexpr = FP8 and GROUP == K
+    SPANS: tl.constexpr = BLOCK_K // SPAN
+    SHARE: tl.constexpr = 1 if FP8 else 2
+    PIECES: tl.constexpr = SPAN // (_PIECE * SHARE)
+    GROUPS: tl.constexpr = K // GROUP
+    BYTES: tl.constexpr = K // SHARE
+    STEP: tl.constexpr = BLOCK_K // SHARE
+    spans = tl.arange(0, SPANS)
+    pieces = tl.arange(0, PIECES) * _PIECE
+    cols = (spans * (SPAN // SHARE))[None, :, None, None] + pieces[None, None, :, None]
+    cols += tl.arange(0, _PIECE)[None, None, None, :]
+    weights = (weight_ptr + rows * BYTES)[:, :, None, None, None] + cols[:, None, :, :, :]
+    scale_rows = (scales_ptr + rows // HEIGHT * GROUPS)[:, :, None]
+    zero_rows = (zeros_ptr + rows * GROUPS)[:, :, None]
+    own = used[:, None, None, None]
+    is_read = (own & (cols < BYTES))[:, None, :, :, :]
+    elements = tl.load(weights, mask=is_read, other=0.0)
+    await_kernels_before(EARLY)
+    x_scales = tl.full([x.shape[0]], 1.0, tl.float32)
+    if WHOLE:
+        x_scales = scale_of(most_of_rows(x, used, K, BLOCK_K))
+    x_at = x[:, None, None, None] + cols * SHARE
+    acc = tl.zeros([rows.shape[0], rows.shape[1], SPANS, PIECES], tl.float32)
+    for begin in range(0, BYTES, STEP):
+        # The next columns are read while these are multiplied.
+        is_read = (own & (cols < BYTES - STEP - begin))[:, None, :, :, :]
+        following = tl.load(weights + begin + STEP, mask=is_read, other=0.0)
+        inside = own & (cols < BYTES - begin)
+        first = begin * SHARE + spans * SPAN
+        group = (first // GROUP)[None, None, :]
+        has_scale = used[:, None, None] & (first < K)[None, None, :]
+        scales = tl.load(scale_rows + group, mask=has_scale, other=0.0).to(tl.float32)
+        at = x_at + begin * SHARE
+        if FP8:
+            acc = _add_fp8_(acc, elements, scales, at, x_scales, inside, WHOLE)
+        else:
+            zeros = tl.full([1, 1, 1], 8.0, tl.float32)
+            if ZEROS:
+                zeros = tl.load(zero_rows + group, mask=has_scale, other=0).to(tl.float32)
+            acc = _add_int4_(acc, elements, scales, zeros, at, inside)
+        elements = following
+    return tl.sum(tl.sum(acc, axis=3), axis=2) * x_scales[:, None]
+
+
+@triton.jit
+def multiply_row(
+    x: tl.tensor,
     weight_ptr: tl.tensor,
     scales_ptr: tl.tensor,
     zeros_ptr: tl.tensor,
@@ -107,59 +176,13 @@ def multiply_rows(
     BLOCK_K: tl.constexpr,
     EARLY: tl.constexpr,
 ) -> tl.tensor:
-    """Sums of the products of `x` `[K]` and rows of a weight, fp32 `[rows]`.
-
-    Reads BLOCK_K inputs of the weight before it waits for earlier kernels; see `early_start`.
-
-    Args:
-        rows: int64; indices into the weight, all experts' rows in one.
-    """
-    WHOLE: tl.constexpr = FP8 and GROUP == K
-    SPANS: tl.constexpr = BLOCK_K // SPAN
-    SHARE: tl.constexpr = 1 if FP8 else 2
-    PIECES: tl.constexpr = SPAN // (_PIECE * SHARE)
-    GROUPS: tl.constexpr = K // GROUP
-    BYTES: tl.constexpr = K // SHARE
-    STEP: tl.constexpr = BLOCK_K // SHARE
-    spans = tl.arange(0, SPANS)
-    pieces = tl.arange(0, PIECES) * _PIECE
-    cols = spans[:, None, None] * (SPAN // SHARE) + pieces[None, :, None]
-    cols += tl.arange(0, _PIECE)[None, None, :]
-    weights = (weight_ptr + rows * BYTES)[:, None, None, None] + cols[None, :, :, :]
-    scale_rows = (scales_ptr + rows // HEIGHT * GROUPS)[:, None]
-    zero_rows = (zeros_ptr + rows * GROUPS)[:, None]
-    elements = tl.load(weights, mask=(cols < BYTES)[None, :, :, :], other=0.0)
-    await_kernels_before(EARLY)
-    x_scale = 1.0
-    if WHOLE:
-        x_scale = scale_of(most_of_row(x_ptr, K, BLOCK_K))
-    acc = tl.zeros([rows.shape[0], SPANS, PIECES], tl.float32)
-    for begin in range(0, BYTES, STEP):
-        at = begin + cols
-        inside = at < BYTES
-        # The next columns are read while these are multiplied.
-        is_read = (at < BYTES - STEP)[None, :, :, :]
-        following = tl.load(weights + begin + STEP, mask=is_read, other=0.0)
-        first = begin * SHARE + spans * SPAN
-        group = (first // GROUP)[None, :]
-        scales = tl.load(scale_rows + group, mask=(first < K)[None, :], other=0.0).to(tl.float32)
-        if FP8:
-            acc = _add_fp8_(acc, elements, scales, x_ptr, x_scale, at, inside, WHOLE)
-        else:
-            zeros = tl.full([1, 1], 8.0, tl.float32)
-            if ZEROS:
-                zeros = tl.load(zero_rows + group, mask=(first < K)[None, :], other=0)
-                zeros = zeros.to(tl.float32)
-            acc = _add_int4_(acc, elements, scales, zeros, x_ptr, at, inside)
-        elements = following
-    return tl.sum(tl.sum(acc, axis=2), axis=1) * x_scale
-
-
-@triton.jit
-def gate(totals: tl.tensor, ROWS: tl.constexpr) -> tl.tensor:
-    """`silu(gate) * up` of pairs: `[2 * ROWS]` to `[ROWS]`, fp32."""
-    first, up = tl.split(tl.reshape(totals, [ROWS, 2]))
-    return first / (1.0 + tl.exp(-first)) * up
+    """`multiply_rows` of one vector `x`: sums `[rows]`."""
+    one = tl.arange(0, 1)
+    totals = multiply_rows(
+        x + one, weight_ptr, scales_ptr, zeros_ptr, rows[None, :], one == 0,
+        K, FP8, ZEROS, HEIGHT, GROUP, SPAN, BLOCK_K, EARLY,
+    )  # fmt: skip
+    return tl.reshape(totals, [rows.shape[0]])
 
 
 @triton.jit
@@ -185,7 +208,7 @@ def _scaled_gemv_kernel(
     """Grid `(n / BLOCK_N,)`: one program computes BLOCK_N outputs."""
     rows = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     read = tl.minimum(rows, N - 1).to(tl.int64)
-    total = multiply_rows(
+    total = multiply_row(
         x_ptr, weight_ptr, scales_ptr, zeros_ptr, read,
         K, FP8, ZEROS, HEIGHT, GROUP, SPAN, BLOCK_K, EARLY,
     )  # fmt: skip
@@ -215,7 +238,7 @@ def _scaled_gated_gemv_kernel(
     """Compute BLOCK_N features, each from its row of gate and, N rows below, its row of up."""
     nth = tl.arange(0, 2 * BLOCK_N)
     rows = tl.minimum(tl.program_id(0) * BLOCK_N + nth // 2, N - 1) + nth % 2 * N
-    totals = multiply_rows(
+    totals = multiply_row(
         x_ptr, weight_ptr, scales_ptr, zeros_ptr, rows.to(tl.int64),
         K, FP8, ZEROS, HEIGHT, GROUP, SPAN, BLOCK_K, EARLY,
     )  # fmt: skip
@@ -227,23 +250,29 @@ def _scaled_gated_gemv_kernel(
     tl.store(out_ptr + features, (activated * up).to(dtype), mask=features < N)
 
 
-def plan_rows(inputs: int, kind: WeightKind) -> int:
-    """Inputs that `multiply_rows` reads at a time."""
-    most = 1024 if kind["FP8"] else 2048
-    return max(kind["SPAN"], min(most, triton.next_power_of_2(inputs)))
+def inputs_at_once(inputs: int, kind: WeightKind, most: int) -> int:
+    """BLOCK_K of `multiply_rows`: up to `most`, and a divisor of `inputs` if that is not small."""
+    block = min(most, triton.next_power_of_2(inputs))
+    while inputs % block and block > max(256, kind["SPAN"]):
+        block //= 2
+    return max(kind["SPAN"], block)
 
 
 class GemvPlan(TypedDict):
+    """Sizes of a program."""
+
     BLOCK_N: int
     BLOCK_K: int
     num_warps: int
 
 
 def plan(weight: ScaledWeight) -> GemvPlan:
+    """Rows, columns and warps of a program for a weight `[outputs, inputs]`."""
     outputs, inputs = weight.shape
     kind = kind_of(weight)
     rows = 8 if outputs >= 2048 else 4
-    return {"BLOCK_N": rows, "BLOCK_K": plan_rows(inputs, kind), "num_warps": 4}
+    block_k = inputs_at_once(inputs, kind, 1024 if weight.is_fp8 else 2048)
+    return {"BLOCK_N": rows, "BLOCK_K": block_k, "num_warps": 4}
 
 
 def scaled_gemv(
@@ -264,7 +293,7 @@ def scaled_gemv(
     assert x.stride(-1) == 1 and out.stride(-1) == 1
     config = config or plan(weight)
     _scaled_gemv_kernel[(triton.cdiv(outputs, config["BLOCK_N"]),)](
-        x, weight.elements, weight.scales, _zeros_of(weight),
+        x, weight.elements, weight.scales, zeros_of(weight),
         bias if bias is not None else weight.scales, out,
         N=outputs, K=inputs, BIAS=bias is not None, **kind_of(weight), **config, **early_start(x),
     )  # fmt: skip
@@ -286,11 +315,11 @@ def scaled_gated_gemv(
     config = config or plan(weight)
     features, half = outputs // 2, config["BLOCK_N"] // 2
     _scaled_gated_gemv_kernel[(triton.cdiv(features, half),)](
-        x, weight.elements, weight.scales, _zeros_of(weight), out,
+        x, weight.elements, weight.scales, zeros_of(weight), out,
         N=features, K=inputs, **kind_of(weight), **{**config, "BLOCK_N": half}, **early_start(x),
     )  # fmt: skip
 
 
-def _zeros_of(weight: ScaledWeight) -> torch.Tensor:
+def zeros_of(weight: ScaledWeight) -> torch.Tensor:
     """The zero points, or a tensor in their place that no kernel reads."""
     return weight.elements if weight.zeros is None else weight.zeros
