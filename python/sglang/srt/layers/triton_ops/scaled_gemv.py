@@ -45,9 +45,8 @@ def _add_fp8_(
     acc: tl.tensor,
     elements: tl.tensor,
     scales: tl.tensor,
-    x_at: tl.tensor,
+    x: tl.tensor,
     x_scales: tl.tensor,
-    inside: tl.tensor,
     WHOLE: tl.constexpr,
 ) -> tl.tensor:
     """Add the products of some columns to `acc` `[vectors, rows, spans, pieces]`.
@@ -55,7 +54,7 @@ def _add_fp8_(
     `x_scales` `[vectors]` are those of `x` if a vector is one group (WHOLE), and then not
     multiplied.
     """
-    x = tl.load(x_at, mask=inside, other=0.0).to(tl.float32)
+    x = tl.reshape(x, [acc.shape[0], acc.shape[2], acc.shape[3], _PIECE])
     if WHOLE:
         rounded = round_with(x, x_scales[:, None, None, None])
     else:
@@ -72,16 +71,14 @@ def _add_int4_(
     elements: tl.tensor,
     scales: tl.tensor,
     zeros: tl.tensor,
-    x_at: tl.tensor,
-    inside: tl.tensor,
+    x: tl.tensor,
 ) -> tl.tensor:
     """Add the products of some columns to `acc` `[vectors, rows, spans, pieces]`.
 
     A byte is `even + 16 * odd`, so `even * x0 + odd * x1` is
     `byte * x0 + (16 * odd) * (x1 / 16 - x0)`, which needs no shifts.
     """
-    x0 = tl.load(x_at, mask=inside, other=0.0).to(tl.float32)
-    x1 = tl.load(x_at + 1, mask=inside, other=0.0).to(tl.float32)
+    x0, x1 = tl.split(tl.reshape(x, [acc.shape[0], acc.shape[2], acc.shape[3], _PIECE, 2]))
     totals = tl.sum(x0 + x1, axis=3)
     rest = x1 * 0.0625 - x0
     products = elements.to(tl.float32) * x0[:, None, :, :, :]
@@ -113,7 +110,7 @@ def multiply_rows(
 
     Args:
         x: `[vectors]`, pointers to vectors of K.
-        rows: int64 `[vectors, rows]`: indices into the weight, all experts' rows in one.
+        rows: int64 `[vectors * rows]`: indices into the weight, all experts' rows in one.
         used: `[vectors]`; the others' sums are 0.
     """
     WHOLE: tl.constexpr = FP8 and GROUP == K
@@ -123,39 +120,44 @@ def multiply_rows(
     GROUPS: tl.constexpr = K // GROUP
     BYTES: tl.constexpr = K // SHARE
     STEP: tl.constexpr = BLOCK_K // SHARE
-    spans = tl.arange(0, SPANS)
-    pieces = tl.arange(0, PIECES) * _PIECE
-    cols = (spans * (SPAN // SHARE))[None, :, None, None] + pieces[None, None, :, None]
-    cols += tl.arange(0, _PIECE)[None, None, None, :]
-    weights = (weight_ptr + rows * BYTES)[:, :, None, None, None] + cols[:, None, :, :, :]
-    scale_rows = (scales_ptr + rows // HEIGHT * GROUPS)[:, :, None]
-    zero_rows = (zeros_ptr + rows * GROUPS)[:, :, None]
-    own = used[:, None, None, None]
-    is_read = (own & (cols < BYTES))[:, None, :, :, :]
-    elements = tl.load(weights, mask=is_read, other=0.0)
+    STEPS: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
+    COUNT: tl.constexpr = x.shape[0]
+    ROWS: tl.constexpr = rows.shape[0] // COUNT
+    # Loads have two dimensions, so that neighbours in a row belong to neighbouring threads.
+    cols, x_cols = tl.arange(0, STEP)[None, :], tl.arange(0, BLOCK_K)[None, :]
+    spans = tl.arange(0, SPANS)[None, :]
+    weights = weight_ptr + (rows * BYTES)[:, None] + cols
+    own = tl.reshape(tl.broadcast_to(used[:, None], [COUNT, ROWS]), [COUNT * ROWS])[:, None]
+    scale_rows = scales_ptr + (rows // HEIGHT * GROUPS)[:, None]
+    zero_rows = zeros_ptr + (rows * GROUPS)[:, None]
+    elements = tl.load(weights, mask=own & (cols < BYTES), other=0.0)
     await_kernels_before(EARLY)
-    x_scales = tl.full([x.shape[0]], 1.0, tl.float32)
+    x_scales = tl.full([COUNT], 1.0, tl.float32)
     if WHOLE:
         x_scales = scale_of(most_of_rows(x, used, K, BLOCK_K))
-    x_at = x[:, None, None, None] + cols * SHARE
-    acc = tl.zeros([rows.shape[0], rows.shape[1], SPANS, PIECES], tl.float32)
-    for begin in range(0, BYTES, STEP):
+    acc = tl.zeros([COUNT, ROWS, SPANS, PIECES], tl.float32)
+    for step in range(0, STEPS):
         # The next columns are read while these are multiplied.
-        is_read = (own & (cols < BYTES - STEP - begin))[:, None, :, :, :]
-        following = tl.load(weights + begin + STEP, mask=is_read, other=0.0)
-        inside = own & (cols < BYTES - begin)
-        first = begin * SHARE + spans * SPAN
-        group = (first // GROUP)[None, None, :]
-        has_scale = used[:, None, None] & (first < K)[None, None, :]
+        begin = (step + 1) * STEP
+        following = tl.load(weights + begin, mask=own & (cols < BYTES - begin), other=0.0)
+        first = step * BLOCK_K
+        inside = used[:, None] & (x_cols < K - first)
+        part = tl.load(x[:, None] + first + x_cols, mask=inside, other=0.0).to(tl.float32)
+        group = step * SPANS + spans
+        has_scale = own & (group < (K + SPAN - 1) // SPAN)
+        if GROUP != SPAN:
+            group = group * SPAN // GROUP
         scales = tl.load(scale_rows + group, mask=has_scale, other=0.0).to(tl.float32)
-        at = x_at + begin * SHARE
+        scales = tl.reshape(scales, [COUNT, ROWS, SPANS])
+        tile = tl.reshape(elements, [COUNT, ROWS, SPANS, PIECES, _PIECE])
         if FP8:
-            acc = _add_fp8_(acc, elements, scales, at, x_scales, inside, WHOLE)
+            acc = _add_fp8_(acc, tile, scales, part, x_scales, WHOLE)
         else:
             zeros = tl.full([1, 1, 1], 8.0, tl.float32)
             if ZEROS:
                 zeros = tl.load(zero_rows + group, mask=has_scale, other=0).to(tl.float32)
-            acc = _add_int4_(acc, elements, scales, zeros, at, inside)
+                zeros = tl.reshape(zeros, [COUNT, ROWS, SPANS])
+            acc = _add_int4_(acc, tile, scales, zeros, part)
         elements = following
     return tl.sum(tl.sum(acc, axis=3), axis=2) * x_scales[:, None]
 
@@ -179,7 +181,7 @@ def multiply_row(
     """`multiply_rows` of one vector `x`: sums `[rows]`."""
     one = tl.arange(0, 1)
     totals = multiply_rows(
-        x + one, weight_ptr, scales_ptr, zeros_ptr, rows[None, :], one == 0,
+        x + one, weight_ptr, scales_ptr, zeros_ptr, rows, one == 0,
         K, FP8, ZEROS, HEIGHT, GROUP, SPAN, BLOCK_K, EARLY,
     )  # fmt: skip
     return tl.reshape(totals, [rows.shape[0]])
