@@ -273,7 +273,7 @@ def plan(weight: ScaledWeight) -> GemvPlan:
     outputs, inputs = weight.shape
     kind = kind_of(weight)
     rows = 8 if outputs >= 2048 else 4
-    block_k = inputs_at_once(inputs, kind, 1024 if weight.is_fp8 else 2048)
+    block_k = inputs_at_once(inputs, kind, 512 if weight.is_fp8 else 2048)
     return {"BLOCK_N": rows, "BLOCK_K": block_k, "num_warps": 4}
 
 

@@ -7,11 +7,16 @@ from typing import Final
 import torch
 
 from sglang.srt.layers.triton_ops.arguments import ScaledWeight
+from sglang.srt.layers.triton_ops.int4 import dequantize_int4
 from sglang.srt.layers.triton_ops.scaled_gemv import scaled_gemv
-from sglang.srt.layers.triton_ops.scaled_product import multiply_fp8, multiply_fp8_by_library
+from sglang.srt.layers.triton_ops.scaled_product import (
+    multiply_fp8_by_library,
+    multiply_on_tensor_cores,
+)
 
 _FEW_TOKENS: Final = 128
-"""Up to here the kernels of this project are faster than the library's."""
+"""Up to here the kernels of this project are faster than the library's, and than dequantizing 4-bit
+weights first."""
 
 
 def multiply_scaled(
@@ -35,8 +40,11 @@ def multiply_scaled(
         out_dtype: Dtype of a new result; None: that of `x`.
     """
     tokens, outputs = len(x), weight.shape[0]
+    assert x.dtype in (torch.bfloat16, torch.float16), x.dtype
     dtype = out.dtype if out is not None else out_dtype or x.dtype
-    if tokens > _FEW_TOKENS and x.is_cuda:
+    if tokens > _FEW_TOKENS and not weight.is_fp8:
+        return _dequantize_and_multiply(x, weight, bias, out, dtype)
+    if tokens > _FEW_TOKENS and x.is_cuda and outputs % 16 == 0 and weight.shape[1] % 16 == 0:
         result = multiply_fp8_by_library(x, weight, bias, dtype)
         return result if out is None else out.copy_(result)
     if out is None:
@@ -44,5 +52,24 @@ def multiply_scaled(
     if tokens == 1:
         scaled_gemv(x, weight, bias, out)
     elif tokens:
-        multiply_fp8(x, weight, bias, out)
+        multiply_on_tensor_cores(x, weight, bias, out)
     return out
+
+
+def _dequantize_and_multiply(
+    x: torch.Tensor,
+    weight: ScaledWeight,
+    bias: torch.Tensor | None,
+    out: torch.Tensor | None,
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    """`multiply_scaled` for many tokens and 4-bit weights."""
+    plain = dequantize_int4(weight, x.dtype).t()
+    if dtype == x.dtype:
+        if bias is None:
+            return torch.mm(x, plain) if out is None else torch.mm(x, plain, out=out)
+        return torch.addmm(bias, x, plain) if out is None else torch.addmm(bias, x, plain, out=out)
+    result = torch.mm(x, plain, out_dtype=dtype) if x.is_cuda else torch.mm(x, plain).to(dtype)
+    if bias is not None:
+        result.add_(bias)
+    return result if out is None else out.copy_(result)

@@ -1,8 +1,8 @@
-"""Several rows times an fp8 weight with scales, on tensor cores.
+"""Several rows times a weight with scales, on tensor cores.
 
-The sum of each group of inputs is multiplied by both scales in fp32 and added to the others, so the
-order of sums is all in which products of one weight differ. Weights are the left operand: they have
-enough rows for tensor cores even where there are few tokens.
+With fp8 weights the sum of each group of inputs is multiplied by both scales in fp32 and added to
+the others; 4-bit weights are dequantized to the dtype of `x` first. Weights are the left operand:
+they have enough rows for tensor cores even where there are few tokens.
 """
 
 from __future__ import annotations
@@ -19,7 +19,9 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from sglang.srt.layers.triton_ops.arguments import ScaledWeight
 from sglang.srt.layers.triton_ops.early_start import await_kernels_before, early_start
+from sglang.srt.layers.triton_ops.int4 import load_int4
 from sglang.srt.layers.triton_ops.rounding import quantize_activations, round_groups
+from sglang.srt.layers.triton_ops.scaled_gemv import zeros_of
 
 _DEPTH: Final = 128
 """Inputs that are multiplied at a time: a group, or a part of one."""
@@ -44,12 +46,15 @@ def _product_kernel(
     x_scales_ptr: tl.tensor,
     weight_ptr: tl.tensor,
     scales_ptr: tl.tensor,
+    zeros_ptr: tl.tensor,
     bias_ptr: tl.tensor,
     out_ptr: tl.tensor,
     tokens: tl.tensor,
     stride: tl.tensor,
     N: tl.constexpr,
     K: tl.constexpr,
+    FP8: tl.constexpr,
+    ZEROS: tl.constexpr,
     HEIGHT: tl.constexpr,
     GROUP: tl.constexpr,
     SPLITS: tl.constexpr,
@@ -65,7 +70,7 @@ def _product_kernel(
     """Compute a tile of outputs and tokens over a share of the inputs.
 
     Grid `(tiles of outputs * tiles of tokens, SPLITS)`. With several splits, `out` is fp32
-    `[SPLITS, tokens, N]`. `x` is rounded here unless it is (ROUNDED).
+    `[SPLITS, tokens, N]`. For fp8 weights `x` is rounded here unless it is (ROUNDED).
     """
     await_kernels_before(EARLY)
     blocks: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
@@ -82,7 +87,7 @@ def _product_kernel(
     if not (ROUNDED and TMA):
         x_at = x_ptr + (rows.to(tl.int64) * stride)[:, None] + cols[None, :]
     weights = weight_ptr
-    if not TMA:
+    if FP8 and not TMA:
         weights = weight_ptr + read.to(tl.int64)[:, None] * K + cols[None, :]
     GROUPS: tl.constexpr = K // GROUP
     STEPS: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
@@ -92,7 +97,12 @@ def _product_kernel(
     for step in range(first, tl.minimum(first + SHARE, STEPS)):
         k = step * BLOCK_K
         inside = cols < K - k
-        if TMA:
+        if not FP8:
+            w = load_int4(
+                weight_ptr, scales_ptr, zeros_ptr, read.to(tl.int64), k, K, ZEROS, GROUP, BLOCK_K,
+                x_ptr.dtype.element_ty,
+            )  # fmt: skip
+        elif TMA:
             w = weights.load([output, k])
         else:
             w = tl.load(weights + k, mask=inside[None, :], other=0.0)
@@ -102,12 +112,15 @@ def _product_kernel(
             else:
                 x = tl.load(x_at + k, mask=used[:, None] & inside[None, :], other=0.0)
         else:
-            loaded = tl.load(x_at + k, mask=used[:, None] & inside[None, :], other=0.0)
-            x, x_scales = round_groups(loaded.to(tl.float32))
-        part = tl.dot(w, x.T)
-        if GROUP == K:
-            acc += part
+            x = tl.load(x_at + k, mask=used[:, None] & inside[None, :], other=0.0)
+            if FP8:
+                x, x_scales = round_groups(x.to(tl.float32))
+        if not FP8:
+            acc = tl.dot(w, x.T, acc)
+        elif GROUP == K:
+            acc += tl.dot(w, x.T)
         else:
+            part = tl.dot(w, x.T)
             if ROUNDED:
                 x_scales = tl.load(x_scales_ptr + step * tokens + rows, mask=used, other=0.0)
             if HEIGHT % BLOCK_N == 0:
@@ -116,7 +129,7 @@ def _product_kernel(
             else:
                 scales = tl.load(scales_ptr + read // HEIGHT * GROUPS + step)
                 acc += part * (scales[:, None] * x_scales[None, :])
-    if GROUP == K:
+    if FP8 and GROUP == K:
         x_scales = tl.load(x_scales_ptr + rows, mask=used, other=0.0)
         scales = tl.load(scales_ptr + read // HEIGHT)
         acc *= scales[:, None] * x_scales[None, :]
@@ -175,7 +188,7 @@ def plan(tokens: int, weight: ScaledWeight) -> tuple[Tiles, int]:
     return tiles, splits
 
 
-def multiply_fp8(
+def multiply_on_tensor_cores(
     x: torch.Tensor,
     weight: ScaledWeight,
     bias: torch.Tensor | None,
@@ -187,35 +200,38 @@ def multiply_fp8(
 
     Args:
         x: `[num_tokens, inputs]`, dense rows of any stride.
-        weight: fp8 `[outputs, inputs]`.
+        weight: `[outputs, inputs]`.
         out: Contiguous `[num_tokens, outputs]`, any float dtype.
         config: From `plan`.
-        rounded: True to round `x` in a launch of its own; None: where that is faster.
+        rounded: True to round `x` in a launch of its own; None: where that is faster. For fp8.
     """
     tokens, (outputs, inputs) = len(x), weight.shape
     tiles, splits = config or plan(tokens, weight)
-    if rounded is None:
-        rounded = tokens > _ROUNDED_IN_PRODUCT
-    rounded = rounded or weight.group != _DEPTH
-    x_scales = weight.scales
-    given = x
-    if rounded:
-        given, x_scales = quantize_activations(x, weight.group)
-    assert given.stride(1) == 1 and out.is_contiguous() and weight.group in (_DEPTH, inputs)
-    tma = inputs % 16 == 0
+    assert x.stride(1) == 1 and out.is_contiguous()
+    given, x_scales = x, weight.scales
     elements: Any = weight.elements
-    if tma:
-        elements = TensorDescriptor.from_tensor(elements, [tiles.outputs, _DEPTH])
+    tma = False
+    if weight.is_fp8:
+        assert weight.group in (_DEPTH, inputs)
+        if rounded is None:
+            rounded = tokens > _ROUNDED_IN_PRODUCT
+        rounded = rounded or weight.group != _DEPTH
+        if rounded:
+            given, x_scales = quantize_activations(x, weight.group)
+        tma = inputs % 16 == 0
+        if tma:
+            elements = TensorDescriptor.from_tensor(elements, [tiles.outputs, _DEPTH])
     to = out
     if splits > 1:
         to = torch.empty((splits, tokens, outputs), dtype=torch.float32, device=x.device)
     grid = triton.cdiv(outputs, tiles.outputs) * triton.cdiv(tokens, tiles.tokens)
     _product_kernel[(grid, splits)](
         TensorDescriptor.from_tensor(given, [tiles.tokens, _DEPTH]) if tma and rounded else given,
-        x_scales, elements, weight.scales, weight.scales if bias is None else bias, to, tokens,
-        given.stride(0), N=outputs, K=inputs, HEIGHT=weight.height, GROUP=weight.group,
-        SPLITS=splits, BLOCK_N=tiles.outputs, BLOCK_T=tiles.tokens, BLOCK_K=_DEPTH,
-        TILES=tiles.group, ROUNDED=rounded, TMA=tma, BIAS=bias is not None and splits == 1,
+        x_scales, elements, weight.scales, zeros_of(weight),
+        weight.scales if bias is None else bias, to, tokens, given.stride(0), N=outputs, K=inputs,
+        FP8=weight.is_fp8, ZEROS=weight.zeros is not None, HEIGHT=weight.height,
+        GROUP=weight.group, SPLITS=splits, BLOCK_N=tiles.outputs, BLOCK_T=tiles.tokens, BLOCK_K=_DEPTH,
+        TILES=tiles.group, ROUNDED=bool(rounded), TMA=tma, BIAS=bias is not None and splits == 1,
         num_warps=tiles.warps, num_stages=tiles.stages, **early_start(x),
     )  # fmt: skip
     if splits > 1:
