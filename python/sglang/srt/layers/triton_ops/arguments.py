@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, TypeAlias
 
 import torch
 
@@ -96,18 +96,6 @@ class ExpertChoice:
     """`[1, hidden_size]`: projection whose sigmoid is the shared expert's weight; None: it is 1."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ExpertWeights:
-    """Weights of a layer's experts."""
-
-    gate_up: torch.Tensor
-    """`[num_experts, 2 * features, hidden_size]`."""
-    down: torch.Tensor
-    """`[num_experts, hidden_size, features]`."""
-    shared: tuple[torch.Tensor, torch.Tensor] | None
-    """`gate_up` and `down` of the shared expert, without the first dimension; as many features."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ScaledWeight:
     """Weights whose elements have scales: an element stands for `(element - zero) * scale`."""
@@ -139,3 +127,20 @@ class ScaledWeight:
     def group(self) -> int:
         """Inputs that share a scale."""
         return self.shape[-1] // self.scales.shape[-1]
+
+
+Weight: TypeAlias = torch.Tensor | ScaledWeight
+"""A weight as a layer has it: plain, or with scales."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertWeights:
+    """Weights of a layer's experts."""
+
+    gate_up: Weight
+    """`[num_experts, 2 * features, hidden_size]`."""
+    down: Weight
+    """`[num_experts, hidden_size, features]`, plain if `gate_up` is."""
+    shared: tuple[Weight, Weight] | None
+    """`gate_up` and `down` of the shared expert, without the first dimension; as many features.
+    They may be of another kind than the others' weights."""

@@ -7,13 +7,14 @@ from typing import Final
 from sglang.srt.layers.triton_ops import (
     chunked_delta_net,
     expert_choice,
+    experts,
     fused_delta_net,
-    fused_experts,
     fused_qkv,
     gating,
     norm,
     rotation,
-    routed_experts,
+    scaled_gemv,
+    scaled_linear,
     vocab,
 )
 from sglang.srt.layers.triton_ops import gemv as gemvs
@@ -32,6 +33,8 @@ class FusedKernels:
     plan_gemv = staticmethod(gemvs.plan)
     gemv = staticmethod(gemvs.gemv)
     gated_gemv = staticmethod(gemvs.gated_gemv)
+    multiply_scaled = staticmethod(scaled_linear.multiply_scaled)
+    scaled_gated_gemv = staticmethod(scaled_gemv.scaled_gated_gemv)
     rotate = staticmethod(rotation.rotate)
     rotary_angles = staticmethod(fused_qkv.rotary_angles)
     normalise_rotate_store_ = staticmethod(fused_qkv.normalise_rotate_store_)
@@ -39,8 +42,8 @@ class FusedKernels:
     attend_linearly = staticmethod(fused_delta_net.attend_linearly)
     attend_in_chunks = staticmethod(chunked_delta_net.attend_in_chunks)
     choose_experts = staticmethod(expert_choice.choose_experts)
-    run_experts = staticmethod(fused_experts.run_experts)
-    run_routed_experts = staticmethod(routed_experts.run_routed_experts)
+    run_experts = staticmethod(experts.run_experts)
+    run_routed_experts = staticmethod(experts.run_routed_experts)
     rows_added_in_product = 512
     """Fewest rows for which a matrix product adds the residual itself. A product of this many rows
     hides the reading of the residual. Adding it in the norm would double the norm's time, 1% of a

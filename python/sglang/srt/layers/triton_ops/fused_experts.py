@@ -161,6 +161,7 @@ def run_experts(
     """
     num_tokens, hidden = x.shape
     top_k, places = ids.shape[1], weights.shape[1]
+    assert isinstance(experts.gate_up, torch.Tensor) and isinstance(experts.down, torch.Tensor)
     features = experts.down.shape[-1]
     assert x.is_contiguous() and weights.is_contiguous() and ids.is_contiguous()
     assert experts.gate_up.is_contiguous() and experts.down.is_contiguous()

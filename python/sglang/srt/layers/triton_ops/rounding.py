@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 
 from sglang.srt.layers.triton_ops.early_start import await_kernels_before, early_start
+from sglang.srt.layers.triton_ops.gating import silu_and_mul
 
 _GROUPS: Final = 16
 """Groups of 128 that a program rounds."""
@@ -39,6 +40,13 @@ def round_groups(x: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
     return round_with(x, scales[:, None]), scales
 
 
+@triton.jit
+def gate(gates: tl.tensor, ups: tl.tensor, DTYPE: tl.constexpr) -> tl.tensor:
+    """`silu(gates) * ups`, fp32 rounded to DTYPE at the same points as in `silu_and_mul`."""
+    activated = (gates / (1.0 + tl.exp(-gates))).to(DTYPE).to(tl.float32)
+    return (activated * ups).to(DTYPE).to(tl.float32)
+
+
 @triton.jit(do_not_specialize=["rows"])
 def _round_groups_kernel(
     x_ptr: tl.tensor,
@@ -48,10 +56,14 @@ def _round_groups_kernel(
     stride: tl.tensor,
     PER_ROW: tl.constexpr,
     SIZE: tl.constexpr,
+    GATED: tl.constexpr,
     BLOCK: tl.constexpr,
     EARLY: tl.constexpr,
 ) -> None:
-    """Round BLOCK groups of SIZE features, of rows of PER_ROW groups."""
+    """Round BLOCK groups of SIZE features, of rows of PER_ROW groups.
+
+    GATED: `silu(gate) * up` of rows of gate and up.
+    """
     await_kernels_before(EARLY)
     group = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = group < rows * PER_ROW
@@ -59,6 +71,9 @@ def _round_groups_kernel(
     row = (group // PER_ROW).to(tl.int64)
     at = x_ptr + (row * stride + group % PER_ROW * SIZE)[:, None] + cols[None, :]
     x = tl.load(at, mask=inside[:, None], other=0.0).to(tl.float32)
+    if GATED:
+        up = tl.load(at + PER_ROW * SIZE, mask=inside[:, None], other=0.0)
+        x = gate(x, up.to(tl.float32), x_ptr.dtype.element_ty)
     rounded, scales = round_groups(x)
     to = out_ptr + group.to(tl.int64)[:, None] * SIZE + cols[None, :]
     tl.store(to, rounded, mask=inside[:, None])
@@ -118,8 +133,7 @@ def quantize_activations(x: torch.Tensor, group: int) -> tuple[torch.Tensor, tor
     """
     rows, features = x.shape
     assert x.stride(1) == 1 and features % group == 0
-    out = torch.empty((rows, features), dtype=torch.float8_e4m3fn, device=x.device)
-    scales = torch.empty((features // group, rows), dtype=torch.float32, device=x.device).t()
+    out, scales = _empty_rounded(rows, features, group, x.device)
     if group == features:
         block = min(4096, triton.next_power_of_2(features))
         _round_rows_kernel[(rows,)](
@@ -128,7 +142,32 @@ def quantize_activations(x: torch.Tensor, group: int) -> tuple[torch.Tensor, tor
         return out, scales
     _round_groups_kernel[(triton.cdiv(scales.numel(), _GROUPS),)](
         x, out, scales, rows, x.stride(0),
-        PER_ROW=features // group, SIZE=group, BLOCK=_GROUPS, num_warps=4,
+        PER_ROW=features // group, SIZE=group, GATED=False, BLOCK=_GROUPS, num_warps=4,
         **early_start(x),
     )  # fmt: skip
     return out, scales
+
+
+def quantize_gated(gate_up: torch.Tensor, group: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """`quantize_activations` of `silu_and_mul(gate_up)`, in one launch for groups of 128.
+
+    Args:
+        gate_up: Contiguous `[num_rows, 2 * features]`: gate, then up.
+    """
+    rows, features = len(gate_up), gate_up.shape[1] // 2
+    if group == features:
+        return quantize_activations(silu_and_mul(gate_up), group)
+    out, scales = _empty_rounded(rows, features, group, gate_up.device)
+    _round_groups_kernel[(triton.cdiv(scales.numel(), _GROUPS),)](
+        gate_up, out, scales, rows, gate_up.stride(0),
+        PER_ROW=features // group, SIZE=group, GATED=True, BLOCK=_GROUPS, num_warps=4,
+        **early_start(gate_up),
+    )  # fmt: skip
+    return out, scales
+
+
+def _empty_rounded(
+    rows: int, features: int, group: int, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor]:
+    out = torch.empty((rows, features), dtype=torch.float8_e4m3fn, device=device)
+    return out, torch.empty((features // group, rows), dtype=torch.float32, device=device).t()

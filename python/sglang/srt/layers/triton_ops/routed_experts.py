@@ -69,7 +69,7 @@ def plan_of(uses: float, dtype: torch.dtype) -> Plan:
 
 
 @triton.jit
-def _program(
+def program_of_tiles(
     bound: tl.tensor, BLOCKS: tl.constexpr, GROUP: tl.constexpr
 ) -> tuple[tl.tensor, tl.tensor]:
     """Tile and block of this program, of a grid of `bound * BLOCKS`. Programs of GROUP tiles with
@@ -82,7 +82,7 @@ def _program(
 
 
 @triton.jit
-def _load_weights(
+def load_weights(
     weights: tl.tensor,
     first: tl.tensor,
     end: tl.tensor,
@@ -108,7 +108,7 @@ def _load_weights(
 
 
 @triton.jit
-def _load_rows(
+def load_rows(
     at: tl.tensor,
     used: tl.tensor,
     begin: tl.tensor,
@@ -144,7 +144,7 @@ def _gate_up_kernel(
     TMA: tl.constexpr,
 ) -> None:
     """Compute `silu(gate) * up` of BLOCK_F features for the rows of one tile."""
-    tile, block = _program(bound, tl.cdiv(FEATURES, BLOCK_F), GROUP)
+    tile, block = program_of_tiles(bound, tl.cdiv(FEATURES, BLOCK_F), GROUP)
     expert = tl.load(table_ptr + tile * 3)
     begin = tl.load(table_ptr + tile * 3 + 1)
     num_rows = tl.load(table_ptr + tile * 3 + 2)
@@ -161,9 +161,9 @@ def _gate_up_kernel(
     up = tl.zeros([BLOCK_F, TILE_ROWS], tl.float32)
     for k in range(0, HIDDEN, BLOCK_H):
         # Weights first: their place is known before that of the rows.
-        of_gate = _load_weights(gate_up, first, mid, k, BLOCK_F, HIDDEN, BLOCK_H, TMA)
-        of_up = _load_weights(gate_up, first + FEATURES, end, k, BLOCK_F, HIDDEN, BLOCK_H, TMA)
-        x = _load_rows(x_at, used, k, HIDDEN, BLOCK_H)
+        of_gate = load_weights(gate_up, first, mid, k, BLOCK_F, HIDDEN, BLOCK_H, TMA)
+        of_up = load_weights(gate_up, first + FEATURES, end, k, BLOCK_F, HIDDEN, BLOCK_H, TMA)
+        x = load_rows(x_at, used, k, HIDDEN, BLOCK_H)
         gate = tl.dot(of_gate, x, gate, input_precision="tf32x3")
         up = tl.dot(of_up, x, up, input_precision="tf32x3")
     inner = gate / (1.0 + tl.exp(-gate)) * up
@@ -194,7 +194,7 @@ def _down_kernel(
     TMA: tl.constexpr,
 ) -> None:
     """Compute BLOCK_H features of the weighted output for the rows of one tile."""
-    tile, block = _program(bound, tl.cdiv(HIDDEN, BLOCK_H), GROUP)
+    tile, block = program_of_tiles(bound, tl.cdiv(HIDDEN, BLOCK_H), GROUP)
     expert = tl.load(table_ptr + tile * 3)
     begin = tl.load(table_ptr + tile * 3 + 1)
     num_rows = tl.load(table_ptr + tile * 3 + 2)
@@ -208,8 +208,8 @@ def _down_kernel(
     end = (expert + 1) * HIDDEN
     part = tl.zeros([BLOCK_H, TILE_ROWS], tl.float32)
     for k in range(0, FEATURES, BLOCK_F):
-        weights = _load_weights(down, first, end, k, BLOCK_H, FEATURES, BLOCK_F, TMA)
-        inner = _load_rows(inner_at, used, k, FEATURES, BLOCK_F)
+        weights = load_weights(down, first, end, k, BLOCK_H, FEATURES, BLOCK_F, TMA)
+        inner = load_rows(inner_at, used, k, FEATURES, BLOCK_F)
         part = tl.dot(weights, inner, part, input_precision="tf32x3")
     scales_at = weights_ptr + uses // TOP_K * stride + uses % TOP_K
     part *= tl.load(scales_at, mask=used, other=0.0)[None, :]

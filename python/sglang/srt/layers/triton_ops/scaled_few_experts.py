@@ -10,6 +10,7 @@ import triton.language as tl
 
 from sglang.srt.layers.triton_ops.arguments import ScaledWeight
 from sglang.srt.layers.triton_ops.early_start import await_then_start_next, early_start
+from sglang.srt.layers.triton_ops.rounding import gate
 from sglang.srt.layers.triton_ops.scaled_gemv import (
     inputs_at_once,
     kind_of,
@@ -88,11 +89,13 @@ def _gate_up_kernel(
             x_ptr + user.to(tl.int64) * HIDDEN, weights, scales, zeros, rows,
             HIDDEN, FP8, ZEROS, HEIGHT, GROUP, SPAN, BLOCK_H, False,
         )  # fmt: skip
-        gate, up = tl.split(tl.reshape(totals, [ROWS, 2]))
-        inner = gate / (1.0 + tl.exp(-gate)) * up
+        # Rounded at the same points as for many tokens.
+        dtype = inner_ptr.dtype.element_ty
+        gates, ups = tl.split(tl.reshape(totals.to(dtype).to(tl.float32), [ROWS, 2]))
+        inner = gate(gates, ups, dtype)
         own = tl.where(place < TOP_K, current % per_token, TOP_K)
         to = inner_ptr + (user * PLACES + own).to(tl.int64) * FEATURES + features
-        tl.store(to, inner.to(inner_ptr.dtype.element_ty), mask=features < FEATURES)
+        tl.store(to, inner.to(dtype), mask=features < FEATURES)
         if ONE:
             current += BLOCK_I
         else:

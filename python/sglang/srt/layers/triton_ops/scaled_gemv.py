@@ -11,7 +11,7 @@ import triton.language as tl
 
 from sglang.srt.layers.triton_ops.arguments import ScaledWeight
 from sglang.srt.layers.triton_ops.early_start import await_kernels_before, early_start
-from sglang.srt.layers.triton_ops.rounding import most_of_rows, round_with, scale_of
+from sglang.srt.layers.triton_ops.rounding import gate, most_of_rows, round_with, scale_of
 
 _PIECE: Final = tl.constexpr(16)
 """Bytes of a weight's row that a thread reads at once."""
@@ -136,7 +136,7 @@ def multiply_rows(
     if WHOLE:
         x_scales = scale_of(most_of_rows(x, used, K, BLOCK_K))
     acc = tl.zeros([COUNT, ROWS, SPANS, PIECES], tl.float32)
-    for step in range(0, STEPS):
+    for step in range(STEPS):
         # The next columns are read while these are multiplied.
         begin = (step + 1) * STEP
         following = tl.load(weights + begin, mask=own & (cols < BYTES - begin), other=0.0)
@@ -247,14 +247,14 @@ def _scaled_gated_gemv_kernel(
     # Rounded at the same points as in `scaled_gemv` and `silu_and_mul`.
     dtype = out_ptr.dtype.element_ty
     first, up = tl.split(tl.reshape(totals.to(dtype).to(tl.float32), [BLOCK_N, 2]))
-    activated = (first / (1.0 + tl.exp(-first))).to(dtype).to(tl.float32)
+    gated = gate(first, up, dtype)
     features = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    tl.store(out_ptr + features, (activated * up).to(dtype), mask=features < N)
+    tl.store(out_ptr + features, gated.to(dtype), mask=features < N)
 
 
 def inputs_at_once(inputs: int, kind: WeightKind, most: int) -> int:
     """BLOCK_K of `multiply_rows`: up to `most`, and a divisor of `inputs` if that is not small."""
-    block = min(most, triton.next_power_of_2(inputs))
+    block: int = min(most, triton.next_power_of_2(inputs))
     while inputs % block and block > max(256, kind["SPAN"]):
         block //= 2
     return max(kind["SPAN"], block)

@@ -40,7 +40,7 @@ class Tiles:
     """Weights read ahead, in units of 128 inputs."""
 
 
-@triton.jit(do_not_specialize=["tokens", "stride"])
+@triton.jit(do_not_specialize=["tokens"])
 def _product_kernel(
     x_ptr: tl.tensor,
     x_scales_ptr: tl.tensor,
@@ -230,9 +230,10 @@ def multiply_on_tensor_cores(
         x_scales, elements, weight.scales, zeros_of(weight),
         weight.scales if bias is None else bias, to, tokens, given.stride(0), N=outputs, K=inputs,
         FP8=weight.is_fp8, ZEROS=weight.zeros is not None, HEIGHT=weight.height,
-        GROUP=weight.group, SPLITS=splits, BLOCK_N=tiles.outputs, BLOCK_T=tiles.tokens, BLOCK_K=_DEPTH,
-        TILES=tiles.group, ROUNDED=bool(rounded), TMA=tma, BIAS=bias is not None and splits == 1,
-        num_warps=tiles.warps, num_stages=tiles.stages, **early_start(x),
+        GROUP=weight.group, SPLITS=splits, BLOCK_N=tiles.outputs, BLOCK_T=tiles.tokens,
+        BLOCK_K=_DEPTH, TILES=tiles.group, ROUNDED=bool(rounded), TMA=tma,
+        BIAS=bias is not None and splits == 1, num_warps=tiles.warps, num_stages=tiles.stages,
+        **early_start(x),
     )  # fmt: skip
     if splits > 1:
         block = min(1024, triton.next_power_of_2(outputs))

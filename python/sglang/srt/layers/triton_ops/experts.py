@@ -1,0 +1,87 @@
+"""Experts whose weights are plain or have scales."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from sglang.srt.layers.triton_ops import fused_experts, gemv, routed_experts
+from sglang.srt.layers.triton_ops.arguments import ExpertWeights, ScaledWeight, Weight
+from sglang.srt.layers.triton_ops.gating import silu_and_mul
+from sglang.srt.layers.triton_ops.scaled_few_experts import run_scaled_experts
+from sglang.srt.layers.triton_ops.scaled_gemv import kind_of
+from sglang.srt.layers.triton_ops.scaled_linear import multiply_scaled
+from sglang.srt.layers.triton_ops.scaled_routed_experts import run_scaled_routed_experts
+
+
+def run_experts(
+    x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, experts: ExpertWeights
+) -> torch.Tensor:
+    """The weighted sum of each token's experts, including the shared one, for few tokens.
+
+    A shared expert of another kind than the routed ones is computed by itself, and added to the
+    rounded sum of those.
+
+    Args:
+        x: Contiguous `[num_tokens, hidden_size]`.
+        weights: From `choose_experts`; `ids` likewise, of any integer dtype.
+
+    Returns:
+        `[num_tokens, hidden_size]` of the dtype of `x`.
+    """
+    gate_up, down, shared = experts.gate_up, experts.down, experts.shared
+    if shared is not None and not all(
+        _are_alike(a, b) for a, b in zip(shared, (gate_up, down), strict=True)
+    ):
+        top_k = ids.shape[1]
+        routed = ExpertWeights(gate_up=gate_up, down=down, shared=None)
+        out = run_experts(x, weights[:, :top_k].contiguous(), ids, routed)
+        part = _multiply(silu_and_mul(_multiply(x, shared[0])), shared[1])
+        return out.add_(part * weights[:, top_k:])
+    if isinstance(gate_up, ScaledWeight) and isinstance(down, ScaledWeight):
+        scaled: tuple[ScaledWeight, ScaledWeight] | None = None
+        if shared is not None:
+            assert isinstance(shared[0], ScaledWeight) and isinstance(shared[1], ScaledWeight)
+            scaled = shared[0], shared[1]
+        return run_scaled_experts(x, weights, ids, gate_up, down, scaled)
+    return fused_experts.run_experts(x, weights, ids, experts)
+
+
+def run_routed_experts(
+    x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, gate_up: Weight, down: Weight
+) -> torch.Tensor:
+    """The weighted sum of each token's experts, summed in fp32; bits are the same in each run.
+
+    Args:
+        x: Contiguous `[num_tokens, hidden_size]`.
+        weights: fp32 `[num_tokens, top_k]`, of any stride between tokens.
+        ids: Contiguous `[num_tokens, top_k]`, any integer dtype.
+        gate_up: See `ExpertWeights`; `down` is of the same kind.
+
+    Returns:
+        `[num_tokens, hidden_size]` of the dtype of `x`.
+    """
+    if isinstance(gate_up, ScaledWeight):
+        assert isinstance(down, ScaledWeight)
+        return run_scaled_routed_experts(x, weights, ids, gate_up, down)
+    assert isinstance(down, torch.Tensor)
+    return routed_experts.run_routed_experts(x, weights, ids, gate_up, down)
+
+
+def _are_alike(first: Weight, second: Weight) -> bool:
+    """True if one kernel can read both weights."""
+    if isinstance(first, ScaledWeight) and isinstance(second, ScaledWeight):
+        return kind_of(first) == kind_of(second)
+    return isinstance(first, torch.Tensor) and isinstance(second, torch.Tensor)
+
+
+def _multiply(x: torch.Tensor, weight: Weight) -> torch.Tensor:
+    """`x @ weight.T` of the dtype of `x`."""
+    if isinstance(weight, ScaledWeight):
+        return multiply_scaled(x, weight)
+    config = gemv.plan(*weight.shape) if len(x) == 1 else None
+    if config is None:
+        return F.linear(x, weight)
+    out = x.new_empty((1, len(weight)))
+    gemv.gemv(x, weight, None, out, config)
+    return out

@@ -1,0 +1,220 @@
+"""Experts with scales for many tokens: `routed_experts` for weights of fewer bits.
+
+fp8 activations are rounded before each product, in launches of their own; see `rounding`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+import triton
+import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from sglang.srt.layers.triton_ops.arguments import ScaledWeight
+from sglang.srt.layers.triton_ops.expert_order import ExpertTiles, order_by_expert
+from sglang.srt.layers.triton_ops.gating import silu_and_mul
+from sglang.srt.layers.triton_ops.int4 import load_int4
+from sglang.srt.layers.triton_ops.rounding import quantize_activations, quantize_gated
+from sglang.srt.layers.triton_ops.routed_experts import (
+    load_rows,
+    load_weights,
+    program_of_tiles,
+    sum_of_uses,
+)
+from sglang.srt.layers.triton_ops.scaled_gemv import zeros_of
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Sizes for batches of so many uses of an expert."""
+
+    most_uses: float
+    """Most uses of an expert on average."""
+    tile_rows: int
+    outputs: int
+    """Outputs that a program computes."""
+    depth: int
+    """Inputs that it multiplies at a time."""
+    group: int
+    """Tiles whose programs follow each other with the same outputs, for weights to be shared in the
+    L2 cache."""
+    warps: int
+    stages: int
+    """Weights read ahead, in units of `depth`."""
+
+
+# Field by field: most uses, rows of a tile, then outputs, depth, group, warps and stages.
+_FP8_PLANS: Final = (
+    Plan(12.0, 16, 128, 128, 1, 4, 4),
+    Plan(24.0, 32, 128, 128, 1, 4, 4),
+    Plan(96.0, 64, 128, 128, 4, 4, 4),
+    Plan(float("inf"), 128, 128, 128, 8, 8, 4),
+)
+_INT4_PLANS: Final = (
+    Plan(12.0, 16, 64, 128, 1, 4, 4),
+    Plan(24.0, 32, 64, 128, 1, 4, 4),
+    Plan(96.0, 64, 128, 64, 4, 8, 4),
+    Plan(float("inf"), 128, 128, 64, 8, 8, 3),
+)
+
+
+def plan_of(uses: float, weight: ScaledWeight) -> Plan:
+    """The plan for `uses` of an expert on average."""
+    plans = _FP8_PLANS if weight.is_fp8 else _INT4_PLANS
+    return next(plan for plan in plans if uses <= plan.most_uses)
+
+
+@triton.jit(do_not_specialize=["bound", "num_rows", "stride"])
+def _product_kernel(
+    x_ptr: tl.tensor,
+    x_scales_ptr: tl.tensor,
+    weight_ptr: tl.tensor,
+    scales_ptr: tl.tensor,
+    zeros_ptr: tl.tensor,
+    factors_ptr: tl.tensor,
+    out_ptr: tl.tensor,
+    order_ptr: tl.tensor,
+    table_ptr: tl.tensor,
+    count_ptr: tl.tensor,
+    bound: tl.tensor,
+    num_rows: tl.tensor,
+    stride: tl.tensor,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    FP8: tl.constexpr,
+    ZEROS: tl.constexpr,
+    HEIGHT: tl.constexpr,
+    GROUP: tl.constexpr,
+    TOP_K: tl.constexpr,
+    USES: tl.constexpr,
+    FACTORS: tl.constexpr,
+    TILE_ROWS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    TILES: tl.constexpr,
+    TMA: tl.constexpr,
+) -> None:
+    """Compute BLOCK_N outputs of an expert for the rows of one tile.
+
+    A row of `x` (there are `num_rows`) has USES uses: TOP_K if it is a token, or 1.
+    """
+    tile, block = program_of_tiles(bound, tl.cdiv(N, BLOCK_N), TILES)
+    expert = tl.load(table_ptr + tile * 3)
+    begin = tl.load(table_ptr + tile * 3 + 1)
+    count = tl.load(table_ptr + tile * 3 + 2)
+    if tile >= tl.load(count_ptr):
+        return
+    nth = tl.arange(0, TILE_ROWS)
+    used = nth < count
+    uses = tl.load(order_ptr + begin + nth, mask=used, other=0).to(tl.int64)
+    rows = uses // USES
+    x_at = x_ptr + (rows * K)[None, :] + tl.arange(0, BLOCK_K)[:, None]
+    first = expert * N + block * BLOCK_N
+    end = (expert + 1) * N
+    own = tl.minimum(first + tl.arange(0, BLOCK_N), end - 1).to(tl.int64)
+    GROUPS: tl.constexpr = K // GROUP
+    acc = tl.zeros([BLOCK_N, TILE_ROWS], tl.float32)
+    for k in range(0, K, BLOCK_K):
+        # Weights first: their place is known before that of the rows.
+        if FP8:
+            weights = load_weights(weight_ptr, first, end, k, BLOCK_N, K, BLOCK_K, TMA)
+        else:
+            weights = load_int4(
+                weight_ptr, scales_ptr, zeros_ptr, own, k, K, ZEROS, GROUP, BLOCK_K,
+                x_ptr.dtype.element_ty,
+            )  # fmt: skip
+        x = load_rows(x_at, used, k, K, BLOCK_K)
+        if not FP8:
+            acc = tl.dot(weights, x, acc)
+        elif GROUP == K:
+            acc += tl.dot(weights, x)
+        else:
+            part = tl.dot(weights, x)
+            x_scales = tl.load(x_scales_ptr + k // GROUP * num_rows + rows, mask=used, other=0.0)
+            if HEIGHT % BLOCK_N == 0:
+                scale = tl.load(scales_ptr + first.to(tl.int64) // HEIGHT * GROUPS + k // GROUP)
+                acc += part * (x_scales * scale)[None, :]
+            else:
+                scales = tl.load(scales_ptr + own // HEIGHT * GROUPS + k // GROUP)
+                acc += part * (scales[:, None] * x_scales[None, :])
+    if FP8 and GROUP == K:
+        x_scales = tl.load(x_scales_ptr + rows, mask=used, other=0.0)
+        acc *= tl.load(scales_ptr + own // HEIGHT)[:, None] * x_scales[None, :]
+    if FACTORS:
+        at = factors_ptr + uses // TOP_K * stride + uses % TOP_K
+        acc *= tl.load(at, mask=used, other=0.0)[None, :]
+    outputs = block * BLOCK_N + tl.arange(0, BLOCK_N)
+    to = out_ptr + (uses * N)[None, :] + outputs[:, None]
+    stored = used[None, :] & (outputs < N)[:, None]
+    tl.store(to, acc.to(out_ptr.dtype.element_ty), mask=stored)
+
+
+def _multiply(
+    x: torch.Tensor,
+    x_scales: torch.Tensor | None,
+    weight: ScaledWeight,
+    factors: torch.Tensor | None,
+    tiles: ExpertTiles,
+    plan: Plan,
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    """A product of all uses, `[num_uses, outputs]` of `dtype`.
+
+    Args:
+        x: Contiguous rows of inputs: one for each token, or with `factors` one for each use.
+        x_scales: From `quantize_activations`, for fp8.
+        weight: `[num_experts, outputs, inputs]`.
+        factors: fp32 `[num_tokens, top_k]`, which multiply the results; None: nothing does.
+    """
+    assert x.is_contiguous()
+    outputs, inputs = weight.shape[1:]
+    out = torch.empty((len(tiles.order), outputs), dtype=dtype, device=x.device)
+    tma = weight.is_fp8 and inputs % 16 == 0
+    elements: Any = weight.elements
+    if tma:
+        elements = TensorDescriptor.from_tensor(elements.flatten(0, 1), [plan.outputs, plan.depth])
+    _product_kernel[(tiles.bound * triton.cdiv(outputs, plan.outputs),)](
+        x, weight.scales if x_scales is None else x_scales, elements, weight.scales,
+        zeros_of(weight), weight.scales if factors is None else factors, out, tiles.order,
+        tiles.table, tiles.count, tiles.bound, len(x), 0 if factors is None else factors.stride(0),
+        N=outputs, K=inputs, FP8=weight.is_fp8, ZEROS=weight.zeros is not None,
+        HEIGHT=weight.height, GROUP=weight.group, TOP_K=tiles.top_k,
+        USES=tiles.top_k if factors is None else 1,
+        FACTORS=factors is not None, TILE_ROWS=plan.tile_rows, BLOCK_N=plan.outputs,
+        BLOCK_K=plan.depth, TILES=plan.group, TMA=tma, num_warps=plan.warps,
+        num_stages=plan.stages,
+    )  # fmt: skip
+    return out
+
+
+def run_scaled_routed_experts(
+    x: torch.Tensor,
+    weights: torch.Tensor,
+    ids: torch.Tensor,
+    gate_up: ScaledWeight,
+    down: ScaledWeight,
+    plan: Plan | None = None,
+) -> torch.Tensor:
+    """The weighted sum of each token's experts, summed in fp32; bits are the same in each run.
+
+    Args:
+        x: Contiguous `[num_tokens, hidden_size]`.
+        weights: fp32 `[num_tokens, top_k]`, of any stride between tokens.
+        ids: Contiguous `[num_tokens, top_k]`, any integer dtype.
+        gate_up: See `ExpertWeights`; `down` likewise.
+        plan: Sizes; None: those for the average uses of an expert.
+
+    Returns:
+        `[num_tokens, hidden_size]` of the dtype of `x`.
+    """
+    assert weights.stride(1) == 1
+    num_experts, top_k = gate_up.shape[0], ids.shape[1]
+    plan = plan or plan_of(ids.numel() / num_experts, gate_up)
+    tiles = order_by_expert(ids, num_experts, plan.tile_rows)
+    given, scales = quantize_activations(x, gate_up.group) if gate_up.is_fp8 else (x, None)
+    both = _multiply(given, scales, gate_up, None, tiles, plan, x.dtype)
+    inner, scales = quantize_gated(both, down.group) if down.is_fp8 else (silu_and_mul(both), None)
+    return sum_of_uses(_multiply(inner, scales, down, weights, tiles, plan, x.dtype), top_k)

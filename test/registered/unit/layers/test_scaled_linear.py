@@ -1,0 +1,189 @@
+"""Products with quantized weights are near those of the same operands in fp64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from rigs.models.kernel_layers import DEVICE, HALF, randn, relative_error
+from rigs.models.scaled_weights import (
+    dequantized,
+    fp8_weight,
+    int4_weight,
+    operand,
+    product,
+    rounded,
+)
+from sglang.srt.layers.triton_ops import scaled_product
+from sglang.srt.layers.triton_ops.arguments import ScaledWeight
+from sglang.srt.layers.triton_ops.fused import KERNELS
+from sglang.srt.layers.triton_ops.int4 import dequantize_int4
+from sglang.srt.layers.triton_ops.rounding import quantize_activations, quantize_gated
+from sglang.srt.layers.triton_ops.scaled_gemv import GemvPlan, scaled_gemv
+from sglang.srt.layers.triton_ops.scaled_product import Tiles, multiply_on_tensor_cores
+from sglang.test.ci.ci_register import register_cuda_ci
+
+register_cuda_ci(est_time=60, suite="base-b-test-1-gpu-large")
+
+UNIT = 2e-3 if HALF == torch.float16 else 8e-3
+"""About the error of a result in 16 bits."""
+WEIGHTS = {
+    "fp8 blocks": fp8_weight(256, 384, height=128),
+    "fp8 blocks of one output": fp8_weight(52, 384),
+    "fp8 rows": fp8_weight(48, 200, group=200),
+    "fp8 rows that no tensor core takes": fp8_weight(20, 90, group=90),
+    "int4 groups of 32": int4_weight(36, 256),
+    "int4 groups of 64 with zeros": int4_weight(36, 320, group=64, has_zeros=True),
+    "int4 groups of 128": int4_weight(36, 384, group=128),
+    "int4 rows with zeros": int4_weight(36, 200, group=200, has_zeros=True),
+}
+
+
+def same_bits(got: torch.Tensor, want: torch.Tensor) -> bool:
+    return torch.equal(got.view(torch.uint8), want.view(torch.uint8))
+
+
+@pytest.mark.parametrize("tokens", [1, 3, 40, 150])
+@pytest.mark.parametrize("kind", WEIGHTS)
+def test_products_are_near_fp64(kind: str, tokens: int) -> None:
+    """With and without bias, into new and given tensors, from rows within longer ones."""
+    weight = WEIGHTS[kind]
+    outputs, inputs = weight.shape
+    x = randn(tokens, inputs + 8, seed=tokens, dtype=HALF)[:, :inputs]
+    x[tokens // 2] *= 1000
+    want, bias = product(x, weight), randn(outputs, seed=1, dtype=HALF)
+    got = KERNELS.multiply_scaled(x, weight)
+    assert got.dtype == HALF and relative_error(got, want) < UNIT
+    wide = KERNELS.multiply_scaled(x, weight, bias, out_dtype=torch.float32)
+    assert wide.dtype == torch.float32
+    assert relative_error(wide, want + bias.double()) < (1e-5 if weight.is_fp8 else UNIT)
+    out = torch.full((tokens, outputs), torch.nan, dtype=HALF, device=DEVICE)
+    assert KERNELS.multiply_scaled(x, weight, bias, out=out) is out
+    assert relative_error(out, want + bias.double()) < UNIT
+
+
+@pytest.mark.parametrize("kind", WEIGHTS)
+@pytest.mark.parametrize("config", [(Tiles(64, 16, 2, 4, 3), 1), (Tiles(128, 32, 1, 4, 3), 3)])
+def test_tiles_and_splits_leave_only_the_order_of_sums(
+    kind: str, config: tuple[Tiles, int]
+) -> None:
+    weight = WEIGHTS[kind]
+    x = randn(35, weight.shape[1], seed=2, dtype=HALF)
+    want = product(x, weight)
+    for in_advance in (True, False):
+        out = torch.empty(35, weight.shape[0], device=DEVICE)
+        multiply_on_tensor_cores(x, weight, None, out, config, in_advance)
+        assert relative_error(out, want) < (1e-6 if weight.is_fp8 else UNIT)
+
+
+@pytest.mark.parametrize("kind", WEIGHTS)
+@pytest.mark.parametrize(("rows", "columns"), [(1, 128), (16, 256)])
+def test_rows_and_columns_of_programs_for_one_token(kind: str, rows: int, columns: int) -> None:
+    weight = WEIGHTS[kind]
+    x, out = randn(1, weight.shape[1], seed=3, dtype=HALF), torch.empty(1, weight.shape[0])
+    out = out.to(DEVICE)
+    plan: GemvPlan = {"BLOCK_N": rows, "BLOCK_K": columns, "num_warps": 2}
+    scaled_gemv(x, weight, None, out, plan)
+    assert relative_error(out, product(x, weight)) < 1e-6
+
+
+@pytest.mark.parametrize("kind", WEIGHTS)
+def test_gate_and_up_of_one_token(kind: str) -> None:
+    weight = WEIGHTS[kind]
+    x = randn(1, weight.shape[1], seed=4, dtype=HALF)
+    out = torch.empty(1, weight.shape[0] // 2, dtype=HALF, device=DEVICE)
+    KERNELS.scaled_gated_gemv(x, weight, out)
+    gate, up = product(x, weight).chunk(2, dim=1)
+    assert relative_error(out, F.silu(gate) * up) < 2 * UNIT
+
+
+def test_int4_weights_are_rounded_once() -> None:
+    for kind, weight in WEIGHTS.items():
+        if not weight.is_fp8:
+            assert torch.equal(dequantize_int4(weight, HALF), dequantized(weight).to(HALF)), kind
+
+
+# Rounded activations.
+
+
+@pytest.mark.parametrize("group", [128, 640])
+def test_activations_are_rounded_as_by_torch(group: int) -> None:
+    x = randn(19, 648, seed=5, dtype=HALF)[:, :640] * 3
+    x[4] = 0
+    x[5, 130:] = 0
+    elements, scales = quantize_activations(x, group)
+    want, want_scales = rounded(x, group)
+    assert same_bits(elements, want) and torch.equal(scales, want_scales)
+    assert (scales[4] == 1).all() and (elements[4].float() == 0).all()
+
+
+@pytest.mark.parametrize("group", [128, 256])
+def test_rounding_behind_the_gate_is_that_of_its_two_parts(group: int) -> None:
+    gate_up = randn(7, 512, seed=6, dtype=HALF)
+    elements, scales = quantize_gated(gate_up, group)
+    want, want_scales = quantize_activations(KERNELS.silu_and_mul(gate_up), group)
+    assert same_bits(elements, want) and torch.equal(scales, want_scales)
+
+
+@pytest.mark.parametrize("group", [128, 256])
+def test_every_product_rounds_to_the_same_bits(group: int) -> None:
+    """A weight that is 1 at one input of each output shows the rounded activations."""
+    inputs = 256
+    unit = ScaledWeight(
+        elements=torch.eye(inputs).to(torch.float8_e4m3fn).to(DEVICE),
+        scales=torch.ones(inputs, inputs // group, device=DEVICE),
+    )
+    x = randn(20, inputs, seed=7, dtype=HALF)
+    want = operand(x, unit).float()
+    assert torch.equal(KERNELS.multiply_scaled(x[:1], unit, out_dtype=torch.float32), want[:1])
+    for in_advance in (False, True):
+        out = torch.empty(20, inputs, device=DEVICE)
+        multiply_on_tensor_cores(x, unit, None, out, None, in_advance)
+        assert torch.equal(out, want)
+    if DEVICE == "cuda":
+        library = scaled_product.multiply_fp8_by_library(x, unit, None, torch.float32)
+        assert torch.equal(library, want)
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+@pytest.mark.parametrize("kind", ["fp8 blocks", "fp8 rows", "int4 groups of 32"])
+def test_nan_and_infinity_stay_visible_in_their_row(kind: str, bad: float) -> None:
+    weight = WEIGHTS[kind]
+    for tokens in (1, 3, 40):
+        x = randn(tokens, weight.shape[1], seed=8, dtype=HALF)
+        x[-1, 7] = bad
+        got = KERNELS.multiply_scaled(x, weight)
+        assert not got[-1].isfinite().any()
+        assert got[:-1].isfinite().all()
+
+
+def test_no_tokens_and_wrong_dtypes() -> None:
+    weight = WEIGHTS["fp8 blocks"]
+    assert KERNELS.multiply_scaled(randn(0, 384, seed=1, dtype=HALF), weight).shape == (0, 256)
+    with pytest.raises(AssertionError, match="float32"):
+        KERNELS.multiply_scaled(randn(2, 384, seed=1), weight)
+
+
+# Shapes of models.
+
+
+@pytest.mark.skipif(DEVICE != "cuda", reason="too large for the interpreter")
+@pytest.mark.parametrize("tokens", [1, 2, 16, 17, 64, 128, 129, 1001])
+@pytest.mark.parametrize(
+    ("outputs", "inputs", "height"),
+    [(6144, 4096, 128), (4096, 12288, 128), (576, 7168, 1), (2112, 1536, 1), (1000, 4096, 1)],
+)
+def test_shapes_of_models(outputs: int, inputs: int, height: int, tokens: int) -> None:
+    """Few and many tokens; sizes of which blocks are no divisors."""
+    weights = [fp8_weight(outputs, inputs, height=height), int4_weight(outputs, inputs, group=128)]
+    if height == 1:
+        weights.append(fp8_weight(outputs, inputs, group=inputs))
+    for weight in weights:
+        x = randn(tokens, inputs, seed=tokens, dtype=HALF)
+        want = product(x, weight)
+        assert relative_error(KERNELS.multiply_scaled(x, weight), want) < UNIT
+
+
+if __name__ == "__main__":
+    raise SystemExit(pytest.main([__file__, "-q"]))
