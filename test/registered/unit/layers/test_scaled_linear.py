@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -26,11 +28,12 @@ from sglang.test.ci.ci_register import register_cuda_ci
 
 register_cuda_ci(est_time=60, suite="base-b-test-1-gpu-large")
 
-UNIT = 2e-3 if HALF == torch.float16 else 8e-3
+UNIT = 8e-3 if DEVICE == "cuda" else 2e-3
 """About the error of a result in 16 bits."""
 WEIGHTS = {
-    "fp8 blocks": fp8_weight(256, 384, height=128),
+    "fp8 blocks": fp8_weight(128, 384, height=128),
     "fp8 blocks of one output": fp8_weight(52, 384),
+    "fp8 rows of one block": fp8_weight(48, 128),
     "fp8 rows": fp8_weight(48, 200, group=200),
     "fp8 rows that no tensor core takes": fp8_weight(20, 90, group=90),
     "int4 groups of 32": int4_weight(36, 256),
@@ -78,7 +81,7 @@ def test_tiles_and_splits_leave_only_the_order_of_sums(
 
 
 @pytest.mark.parametrize("kind", WEIGHTS)
-@pytest.mark.parametrize(("rows", "columns"), [(1, 128), (16, 256)])
+@pytest.mark.parametrize(("rows", "columns"), [(4, 128), (16, 256)])
 def test_rows_and_columns_of_programs_for_one_token(kind: str, rows: int, columns: int) -> None:
     weight = WEIGHTS[kind]
     x, out = randn(1, weight.shape[1], seed=3, dtype=HALF), torch.empty(1, weight.shape[0])
@@ -160,7 +163,7 @@ def test_nan_and_infinity_stay_visible_in_their_row(kind: str, bad: float) -> No
 
 def test_no_tokens_and_wrong_dtypes() -> None:
     weight = WEIGHTS["fp8 blocks"]
-    assert KERNELS.multiply_scaled(randn(0, 384, seed=1, dtype=HALF), weight).shape == (0, 256)
+    assert KERNELS.multiply_scaled(randn(0, 384, seed=1, dtype=HALF), weight).shape == (0, 128)
     with pytest.raises(AssertionError, match="float32"):
         KERNELS.multiply_scaled(randn(2, 384, seed=1), weight)
 
@@ -168,18 +171,20 @@ def test_no_tokens_and_wrong_dtypes() -> None:
 # Shapes of models.
 
 
+@functools.cache
+def weights_of_model(outputs: int, inputs: int, height: int) -> list[ScaledWeight]:
+    kinds = [fp8_weight(outputs, inputs, height=height), int4_weight(outputs, inputs, group=128)]
+    return kinds if height > 1 else [*kinds, fp8_weight(outputs, inputs, group=inputs)]
+
+
 @pytest.mark.skipif(DEVICE != "cuda", reason="too large for the interpreter")
-@pytest.mark.parametrize("tokens", [1, 2, 16, 17, 64, 128, 129, 1001])
+@pytest.mark.parametrize("tokens", [1, 16, 64, 129, 1001])
 @pytest.mark.parametrize(
-    ("outputs", "inputs", "height"),
-    [(6144, 4096, 128), (4096, 12288, 128), (576, 7168, 1), (2112, 1536, 1), (1000, 4096, 1)],
+    ("outputs", "inputs", "height"), [(6144, 4096, 128), (576, 7168, 1), (1000, 4096, 1)]
 )
 def test_shapes_of_models(outputs: int, inputs: int, height: int, tokens: int) -> None:
-    """Few and many tokens; sizes of which blocks are no divisors."""
-    weights = [fp8_weight(outputs, inputs, height=height), int4_weight(outputs, inputs, group=128)]
-    if height == 1:
-        weights.append(fp8_weight(outputs, inputs, group=inputs))
-    for weight in weights:
+    """Few and many tokens, and outputs that are no multiple of a block."""
+    for weight in weights_of_model(outputs, inputs, height):
         x = randn(tokens, inputs, seed=tokens, dtype=HALF)
         want = product(x, weight)
         assert relative_error(KERNELS.multiply_scaled(x, weight), want) < UNIT

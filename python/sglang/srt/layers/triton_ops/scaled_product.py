@@ -215,7 +215,7 @@ def multiply_on_tensor_cores(
         assert weight.group in (_DEPTH, inputs)
         if rounded is None:
             rounded = tokens > _ROUNDED_IN_PRODUCT
-        rounded = rounded or weight.group != _DEPTH
+        rounded = rounded or weight.group == inputs
         if rounded:
             given, x_scales = quantize_activations(x, weight.group)
         tma = inputs % 16 == 0

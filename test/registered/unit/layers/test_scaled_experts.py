@@ -1,0 +1,193 @@
+"""Experts with quantized weights give what each expert gives in fp64, for few and many tokens."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from rigs.models.kernel_layers import DEVICE, HALF, randn, relative_error
+from rigs.models.scaled_weights import dequantized, fp8_weight, int4_weight, operand
+from sglang.srt.layers.triton_ops import scaled_routed_experts
+from sglang.srt.layers.triton_ops.arguments import ExpertWeights, ScaledWeight, Weight
+from sglang.srt.layers.triton_ops.fused import KERNELS
+from sglang.test.ci.ci_register import register_cuda_ci
+
+register_cuda_ci(est_time=60, suite="base-b-test-1-gpu-large")
+
+EXPERTS, TOP_K = 5, 3
+Pair = tuple[ScaledWeight, ScaledWeight]
+
+
+def pair(kind: str, *lead: int, seed: int = 0) -> Pair:
+    """`gate_up` and `down` of experts, or of one."""
+    if kind == "fp8 blocks":
+        return (
+            fp8_weight(*lead, 256, 128, height=128, seed=seed),
+            fp8_weight(*lead, 128, 128, height=128, seed=seed + 1),
+        )
+    if kind == "fp8 blocks of one output":
+        return fp8_weight(*lead, 512, 24, group=24, seed=seed), fp8_weight(
+            *lead, 24, 256, seed=seed + 1
+        )
+    if kind == "fp8 rows":
+        return (
+            fp8_weight(*lead, 40, 140, group=140, seed=seed),
+            fp8_weight(*lead, 140, 20, group=20, seed=seed + 1),
+        )
+    has_zeros = kind.endswith("zeros")
+    return (
+        int4_weight(*lead, 64, 64, has_zeros=has_zeros, seed=seed),
+        int4_weight(*lead, 64, 32, has_zeros=has_zeros, seed=seed + 1),
+    )
+
+
+KINDS = ["fp8 blocks", "fp8 blocks of one output", "fp8 rows", "int4", "int4 with zeros"]
+
+
+def choice(tokens: int, places: int = TOP_K) -> tuple[torch.Tensor, torch.Tensor]:
+    """Weights of `places`, ids of `TOP_K` of the experts."""
+    numbers = torch.Generator().manual_seed(tokens)
+    ids = torch.rand(tokens, EXPERTS, generator=numbers).topk(TOP_K, dim=-1).indices
+    return torch.rand(tokens, places, generator=numbers).to(DEVICE), ids.to(DEVICE)
+
+
+def linear(x: torch.Tensor, weight: Weight) -> torch.Tensor:
+    if isinstance(weight, ScaledWeight):
+        return operand(x, weight) @ dequantized(weight).t()
+    return x.double() @ weight.double().t()
+
+
+def expert_of(x: torch.Tensor, gate_up: Weight, down: Weight) -> torch.Tensor:
+    """One expert in fp64, which rounds to 16 bits where the kernels do."""
+    gate, up = linear(x, gate_up).to(x.dtype).chunk(2, dim=1)
+    inner = F.silu(gate.double()).to(x.dtype).double() * up.double()
+    return linear(inner.to(x.dtype), down)
+
+
+def nth(weight: ScaledWeight, place: int) -> ScaledWeight:
+    zeros = None if weight.zeros is None else weight.zeros[place]
+    return replace(
+        weight, elements=weight.elements[place], scales=weight.scales[place], zeros=zeros
+    )
+
+
+def reference(
+    x: torch.Tensor,
+    weights: torch.Tensor,
+    ids: torch.Tensor,
+    experts: Pair,
+    shared: tuple[Weight, Weight] | None = None,
+) -> torch.Tensor:
+    out = torch.zeros(x.shape, dtype=torch.float64, device=x.device)
+    for number in range(EXPERTS):
+        scales = weights[:, :TOP_K].double().where(ids == number, 0.0).sum(1, keepdim=True)
+        out += scales * expert_of(x, *(nth(weight, number) for weight in experts))
+    if shared is not None:
+        out += weights[:, TOP_K:].double() * expert_of(x, *shared)
+    return out
+
+
+def bound_of(experts: Pair) -> float:
+    """An order of sums that changes the last bit of an inner feature may change its fp8 bits."""
+    if DEVICE == "cuda":
+        return 2e-2
+    return 1e-2 if experts[0].is_fp8 else 4e-3
+
+
+@pytest.mark.parametrize("with_shared", [True, False])
+@pytest.mark.parametrize("tokens", [1, 3])
+@pytest.mark.parametrize("kind", KINDS)
+def test_few_tokens(kind: str, tokens: int, with_shared: bool) -> None:
+    experts = pair(kind, EXPERTS)
+    shared = pair(kind, seed=7) if with_shared else None
+    x = randn(tokens, experts[0].shape[-1], seed=tokens, dtype=HALF)
+    weights, ids = choice(tokens, TOP_K + with_shared)
+    given = ExpertWeights(gate_up=experts[0], down=experts[1], shared=shared)
+    got = KERNELS.run_experts(x, weights, ids.int(), given)
+    assert got.dtype == HALF
+    assert relative_error(got, reference(x, weights, ids, experts, shared)) < bound_of(experts)
+
+
+@pytest.mark.parametrize("tokens", [1, 3])
+def test_a_shared_expert_of_another_kind(tokens: int) -> None:
+    """Plain beside 4 bits, as in Kimi-K2-Thinking, and fp8 beside 4 bits."""
+    experts = pair("int4", EXPERTS)
+    x, (weights, ids) = randn(tokens, 64, seed=1, dtype=HALF), choice(tokens, TOP_K + 1)
+    plain = randn(64, 64, seed=2, dtype=HALF) / 8, randn(64, 32, seed=3, dtype=HALF) / 8
+    scaled = fp8_weight(64, 64, group=64), fp8_weight(64, 32, group=32)
+    for shared in (plain, scaled):
+        given = ExpertWeights(gate_up=experts[0], down=experts[1], shared=shared)
+        got = KERNELS.run_experts(x, weights, ids, given)
+        assert relative_error(got, reference(x, weights, ids, experts, shared)) < 2e-2
+
+
+@pytest.mark.parametrize("tokens", [0, 1, 30])
+@pytest.mark.parametrize("kind", KINDS)
+def test_many_tokens(kind: str, tokens: int) -> None:
+    experts = pair(kind, EXPERTS)
+    x = randn(tokens, experts[0].shape[-1], seed=tokens, dtype=HALF)
+    weights, ids = choice(tokens, TOP_K + 1)
+    got = KERNELS.run_routed_experts(x, weights, ids, *experts)
+    assert got.shape == x.shape and got.dtype == HALF
+    if tokens:
+        assert relative_error(got, reference(x, weights, ids, experts)) < bound_of(experts)
+
+
+@pytest.mark.parametrize(
+    ("kind", "nth_plan"), [("fp8 rows", n) for n in range(4)] + [("int4", n) for n in range(4)]
+)
+def test_every_plan(kind: str, nth_plan: int) -> None:
+    """Sizes that are no multiples of the blocks, and several groups of tiles."""
+    experts = pair(kind, EXPERTS)
+    fp8 = experts[0].is_fp8
+    plans = scaled_routed_experts._FP8_PLANS if fp8 else scaled_routed_experts._INT4_PLANS
+    x, (weights, ids) = randn(30, experts[0].shape[-1], seed=2, dtype=HALF), choice(30)
+    got = scaled_routed_experts.run_scaled_routed_experts(
+        x, weights, ids, *experts, plans[nth_plan]
+    )
+    assert relative_error(got, reference(x, weights, ids, experts)) < bound_of(experts)
+
+
+@pytest.mark.parametrize("kind", ["fp8 blocks", "int4 with zeros"])
+def test_experts_without_tokens_are_not_read(kind: str) -> None:
+    experts = pair(kind, EXPERTS)
+    for weight in experts:
+        weight.scales[:2] = torch.nan
+    weights, ids = choice(2)
+    ids = ids % 3 + 2
+    x = randn(2, experts[0].shape[-1], seed=3, dtype=HALF)
+    given = ExpertWeights(gate_up=experts[0], down=experts[1], shared=None)
+    assert KERNELS.run_experts(x, weights, ids, given).isfinite().all()
+    assert KERNELS.run_routed_experts(x, weights, ids, *experts).isfinite().all()
+
+
+@pytest.mark.skipif(DEVICE != "cuda", reason="too large for the interpreter")
+@pytest.mark.parametrize("tokens", [1, 8, 300])
+@pytest.mark.parametrize("kind", ["fp8", "int4"])
+def test_shapes_of_models_give_the_same_bits_in_each_run(kind: str, tokens: int) -> None:
+    """Features of DeepSeek-V3.2's and Kimi-K2-Thinking's experts."""
+    if kind == "fp8":
+        experts = (
+            fp8_weight(EXPERTS, 4096, 1024, height=128),
+            fp8_weight(EXPERTS, 1024, 2048, height=128),
+        )
+    else:
+        experts = int4_weight(EXPERTS, 4096, 1024), int4_weight(EXPERTS, 1024, 2048)
+    x, (weights, ids) = randn(tokens, 1024, seed=4, dtype=HALF), choice(tokens)
+    given = ExpertWeights(gate_up=experts[0], down=experts[1], shared=None)
+    want = reference(x, weights, ids, experts)
+    many = KERNELS.run_routed_experts(x, weights, ids, *experts)
+    assert relative_error(many, want) < 2e-2
+    for _ in range(5):
+        assert torch.equal(KERNELS.run_routed_experts(x, weights, ids, *experts), many)
+    if tokens <= 8:
+        few = KERNELS.run_experts(x, weights, ids, given)
+        assert relative_error(few, want) < 2e-2
+        assert torch.equal(KERNELS.run_experts(x, weights, ids, given), few)
+
+
+if __name__ == "__main__":
+    raise SystemExit(pytest.main([__file__, "-q"]))
