@@ -104,7 +104,7 @@ def test_tokens_attend_to_their_lists(
             q = torch.cat((latent_q[i], rope_q[i]), dim=-1).float()
             want = torch.softmax(q @ seen.T * scale, dim=-1) @ seen[:, :rank]
             rtol = 1e-4 if dtype is torch.float32 else 3e-2
-            torch.testing.assert_close(got[i].float(), want, rtol=rtol, atol=rtol)
+            torch.testing.assert_close(got[i].float(), want, rtol=rtol, atol=3 * rtol)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, HALF])
