@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 from rigs.models.kernel_layers import DEVICE, HALF, randn, relative_error
 from rigs.models.scaled_weights import dequantized, fp8_weight, int4_weight, operand
-from sglang.srt.layers.triton_ops import scaled_routed_experts
+from sglang.srt.layers.triton_ops import scaled_few_experts, scaled_routed_experts
 from sglang.srt.layers.triton_ops.arguments import ExpertWeights, ScaledWeight, Weight
 from sglang.srt.layers.triton_ops.fused import KERNELS
 from sglang.test.ci.ci_register import register_cuda_ci
@@ -19,6 +19,13 @@ register_cuda_ci(est_time=60, suite="base-b-test-1-gpu-large")
 
 EXPERTS, TOP_K = 5, 3
 Pair = tuple[ScaledWeight, ScaledWeight]
+
+
+@pytest.fixture(autouse=True)
+def few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The interpreter runs programs one after the other."""
+    if DEVICE == "cpu":
+        monkeypatch.setattr(scaled_few_experts, "_FEATURES", 32)
 
 
 def pair(kind: str, *lead: int, seed: int = 0) -> Pair:
