@@ -166,10 +166,9 @@ class WeightSlots:
         sizes = zip(weight.shape[-2:], scales.shape[-2:], strict=True)
         height, group = (size // count for size, count in sizes)
         stored = weight.stored(height, group)
-        if (zeros is None) != (stored.zeros is None):
-            raise ValueError("zero points are there for some weights of a format only")
         slot.fill(stored.elements)
         scales.fill(stored.scales)
+        assert (zeros is None) == (stored.zeros is None), "the format says whether it has some"
         if zeros is not None and stored.zeros is not None:
             zeros.fill(stored.zeros)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -31,7 +32,7 @@ from sglang.srt.model_loader.weight_source import LoadConfig, WeightSlots
 from sglang.srt.models.causal_lm import CausalLM
 from sglang.test.ci.ci_register import register_cpu_ci
 
-register_cpu_ci(est_time=60, suite="base-a-test-cpu")
+register_cpu_ci(est_time=40, suite="base-a-test-cpu")
 
 FAMILIES = ("llama", "qwen3_moe", "deepseek_v3", "deepseek_v32", "qwen3_next", "qwen3_5_moe")
 FORMATS: dict[str, Callable[[], Format]] = {
@@ -280,6 +281,17 @@ def test_scales_that_do_not_fit_are_named(
         tensors[name] = change
     save_file(tensors, file)
     with scaled_products(), pytest.raises(ValueError, match=words):
+        model_of(path)
+
+
+def test_groups_that_the_config_does_not_tell_are_named(
+    plain: Callable[[str], Path], tmp_path: Path
+) -> None:
+    path = write_quantized(plain("llama"), tmp_path, gptq(act_order=True))
+    config = json.loads((path / "config.json").read_text())
+    config["quantization_config"]["desc_act"] = False
+    (path / "config.json").write_text(json.dumps(config))
+    with scaled_products(), pytest.raises(ValueError, match=r"its groups are reordered, which"):
         model_of(path)
 
 

@@ -1,0 +1,102 @@
+"""Where a rank's part of a quantized weight keeps its format, and in which layout."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from sglang.srt.layers.layer_weight import kept_format, new_weight, slots_of, weight_shape
+from sglang.srt.layers.placement import Share, TensorPlacement
+from sglang.srt.layers.triton_ops.arguments import ScaledWeight
+from sglang.srt.layers.weight_format import WeightFormat, WeightFormats
+from sglang.test.ci.ci_register import register_cpu_ci
+
+register_cpu_ci(est_time=3, suite="base-a-test-cpu")
+
+BLOCKS = WeightFormat(block=(128, 128))
+CHANNELS = WeightFormat(block=(1, -1))
+INT4 = WeightFormat(bits=4, block=(1, 32), scales=torch.bfloat16, has_zeros=True)
+
+
+@pytest.mark.parametrize(
+    ("format_", "share", "total", "group"),
+    [
+        (BLOCKS, 512, 512, 128),
+        (BLOCKS, 256, 512, 128),
+        # Parts of one block, and of the only one.
+        (BLOCKS, 64, 512, 64),
+        (BLOCKS, 96, 96, 96),
+        (BLOCKS, 48, 96, 48),
+        # The last block is not whole; a part lies in two blocks.
+        (BLOCKS, 192, 192, None),
+        (BLOCKS, 96, 192, None),
+        (CHANNELS, 192, 192, 192),
+        (CHANNELS, 96, 192, 96),
+        (WeightFormat(block=(64, 64)), 128, 128, None),
+        (INT4, 96, 96, 32),
+        (INT4, 48, 96, None),
+        (INT4, 16, 96, 16),
+        (WeightFormat(bits=4, block=(1, 16)), 96, 96, None),
+        (WeightFormat(bits=4, block=(1, -1)), 96, 96, 96),
+        # A byte has two inputs.
+        (WeightFormat(bits=4, block=(1, -1)), 33, 99, None),
+    ],
+)
+def test_inputs_that_share_a_scale_on_a_rank(
+    format_: WeightFormat, share: int, total: int, group: int | None
+) -> None:
+    assert format_.group(share, total) == group
+
+
+def placement_of(**formats: WeightFormat) -> TensorPlacement:
+    found = WeightFormats(of=formats.get)
+    return TensorPlacement(dtype=torch.bfloat16, device="cpu", formats=found)
+
+
+def test_weights_keep_a_format_together_or_not_at_all() -> None:
+    placement = placement_of(a=BLOCKS, b=BLOCKS, c=CHANNELS)
+    inputs, ragged = Share(0, 256, 256), Share(0, 192, 192)
+    assert kept_format(placement, ["a", "b"], inputs) == BLOCKS
+    assert kept_format(placement, ["plain", "other"], inputs) is None
+    assert placement.formats is not None and not placement.formats.dequantized
+    assert kept_format(placement, ["a", "c"], inputs) is None
+    assert kept_format(placement, ["a", "b", "plain"], inputs) is None
+    assert kept_format(placement, ["a", "b"], inputs, ragged) is None
+    assert placement.formats.dequantized == {
+        "merged with weights of another format": 4,
+        "groups of 128 inputs do not fit 192 on a rank": 2,
+    }
+
+
+def test_all_tensors_of_a_weight_are_parameters_with_slots() -> None:
+    module, placement = torch.nn.Module(), placement_of()
+    outputs, inputs = Share(8, 16, 24), Share(64, 128, 192)
+    weight = new_weight(module, "weight", placement, INT4, [outputs], inputs, lead=(3,))
+    assert isinstance(weight, ScaledWeight)
+    assert (weight.shape, weight.height, weight.group) == ((3, 8, 64), 1, 32)
+    found = {name: (tuple(one.shape), one.dtype) for name, one in module.named_parameters()}
+    assert found == {
+        "weight_elements": ((3, 8, 32), torch.uint8),
+        "weight_scale": ((3, 8, 2), torch.bfloat16),
+        "weight_zero_point": ((3, 8, 2), torch.uint8),
+    }
+    by_rows = {name: slot.shape for name, slot in slots_of("w", weight, (outputs,))}
+    assert by_rows == {"w": (3, 24, 32), "w_scale": (3, 24, 2), "w_zero_point": (3, 24, 2)}
+    by_columns = dict(slots_of("w", weight, inputs=inputs))
+    assert by_columns["w_scale"].shape == (3, 8, 6)
+    assert by_columns["w_scale"].ranges == [(2, 4)]
+    assert by_columns["w"].ranges == [(32, 64)]
+    assert weight_shape(by_columns["w"]) == (3, 8, 192)
+
+
+def test_runs_of_whole_blocks_have_a_scale_for_each() -> None:
+    module, placement = torch.nn.Module(), placement_of()
+    inputs, whole = Share(0, 256, 256), Share(128, 256, 384)
+    for shares, height in (([whole, whole], 128), ([whole, Share(0, 192, 192)], 1)):
+        weight = new_weight(module, f"of_{height}", placement, BLOCKS, shares, inputs)
+        assert isinstance(weight, ScaledWeight)
+        assert (weight.height, weight.scales.dtype) == (height, torch.float32)
+
+
+if __name__ == "__main__":
+    raise SystemExit(pytest.main([__file__, "-q"]))
