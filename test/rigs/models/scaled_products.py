@@ -40,7 +40,7 @@ class ReferenceKernels:
     """The kernels of products, for a CPU.
 
     Args:
-        rounds: Whether activations are rounded, as on a GPU.
+        rounds: If true, activations are rounded, as on a GPU.
     """
 
     rows_added_in_product = 512

@@ -16,7 +16,7 @@ LayerWeight: TypeAlias = torch.Tensor | ScaledWeight
 
 SCALES: Final = "_scale"
 ZEROS: Final = "_zero_point"
-"""What follows a weight's name in the names of the slots beside that of its elements."""
+"""Suffixes of the slots of scales and zero points. The elements' slot has the weight's name."""
 
 
 def kept_format(

@@ -108,7 +108,7 @@ class RemoteInstanceWeights:
         return self._identity
 
     def formats(self) -> FormatOf:
-        """Those of the seed's memory, where kept weights have scales beside them."""
+        """The formats in the seed's memory."""
         try:
             return formats_of_seed(self._client.ask(0).weights.tensors).get
         except ValueError as error:

@@ -1,4 +1,4 @@
-"""Where a rank's part of a quantized weight keeps its format, and in which layout."""
+"""Layouts of quantized weights in memory, and the parts that keep their format."""
 
 from __future__ import annotations
 

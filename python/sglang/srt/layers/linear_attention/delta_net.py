@@ -40,6 +40,7 @@ from sglang.srt.layers.triton_ops.arguments import (
     DeltaLayout,
     DeltaStates,
 )
+from sglang.srt.layers.weight_format import WeightFormat
 from sglang.srt.mem_cache.device.state_pool import MambaPool
 from sglang.srt.mem_cache.device.state_spec import PoolName
 
@@ -151,15 +152,15 @@ class DeltaNetProjections(torch.nn.Module):
         )
         self.sizes = [sum(share.size for share in shares) for shares in parts.values()]
         formats = placement.formats
-        runs_of_parts = itertools.groupby(
-            parts.items(),
-            lambda part: formats and formats.of(f"{placement.prefix}.{part[0]}.weight"),
-        )
+
+        def format_of(part: tuple[str, object]) -> WeightFormat | None:
+            return None if formats is None else formats.of(f"{placement.prefix}.{part[0]}.weight")
+
         self._products = [
             MergedColumnParallelLinear(
                 options.hidden_size, list(run), bias=False, placement=placement
             )
-            for _, run in runs_of_parts
+            for _, run in itertools.groupby(parts.items(), format_of)
         ]
         self.products = torch.nn.ModuleList(self._products)
 
