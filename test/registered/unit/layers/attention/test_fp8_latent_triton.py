@@ -26,6 +26,9 @@ from sglang.srt.layers.attention.base_attn_backend import AttentionConfig  # noq
 from sglang.srt.layers.radix_attention import IndexQuery  # noqa: E402
 from sglang.srt.layers.triton_ops.attention.indexer_topk import index_scores  # noqa: E402
 from sglang.srt.layers.triton_ops.attention.latent_rows import latent_attention  # noqa: E402
+from sglang.srt.layers.triton_ops.attention.masked_attention import (  # noqa: E402
+    masked_attention,
+)
 from sglang.srt.mem_cache.device import fp8_rows_triton  # noqa: E402
 from sglang.srt.mem_cache.device.fp8_rows import pack, read_rows  # noqa: E402
 
@@ -167,11 +170,38 @@ def test_logits_are_those_of_torch(
     if family == "deepseek_v32":
         dense["mlp_layer_types"] = ["dense", "dense"]
     save_tiny_checkpoint(tmp_path, family, **dense)
+    _check_logits(tmp_path)
+
+
+def test_logits_under_a_mask_are_those_of_torch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first tokens that choose attend under a mask, later ones to rows."""
+    monkeypatch.setattr(backend, "SHORT_TOKENS", 20)
+    monkeypatch.setattr(backend, "TOKENS_AT_ONCE", 8)
+    monkeypatch.setattr(backend, "HEADS_AT_ONCE", 4)
+    monkeypatch.setattr(backend, "MASKED_CONTEXT", 72)
+    monkeypatch.setattr(backend, "MASKED_TOKENS", 5)
+    masked = []
+
+    def attend(q: torch.Tensor, *args: Any) -> None:
+        masked.append(len(q))
+        masked_attention(q, *args)
+
+    monkeypatch.setattr(backend, "masked_attention", attend)
+    dense: dict[str, Any] = {"first_k_dense_replace": 2, "mlp_layer_types": ["dense", "dense"]}
+    sizes: dict[str, Any] = {"qk_rope_head_dim": 16, "head_dim": 16, "v_head_dim": 16}
+    save_tiny_checkpoint(tmp_path, "deepseek_v32", **dense, **sizes)
+    _check_logits(tmp_path)
+    assert set(masked) == {5, 35}
+
+
+def _check_logits(path: Path) -> None:
     long, short = prompt(90, 1), prompt(21, 2)
     both = []
     for driver in (
-        driver_of(tmp_path, DEVICE),
-        StepDriver(tmp_path, page_size=16, device="cpu", kv_cache_dtype="fp8_e4m3"),
+        driver_of(path, DEVICE),
+        StepDriver(path, page_size=16, device="cpu", kv_cache_dtype="fp8_e4m3"),
     ):
         got = [driver.extend([(0, short[:17]), (1, long[:37])]).next_token_logits.clone()]
         got.append(driver.extend([(1, long[37:88])]).next_token_logits.clone())
