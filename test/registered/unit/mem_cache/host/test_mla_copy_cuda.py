@@ -10,6 +10,7 @@ import torch
 from rigs.stores.host_pools import device_bytes, fill_with_random_bits, page_slots
 from sglang.srt.hardware_backend.device_runtime import detect_device, device_runtime
 from sglang.srt.mem_cache.device.base_device_pool import PagedDevicePool
+from sglang.srt.mem_cache.device.fp8_rows import FP8
 from sglang.srt.mem_cache.device.mla_pool import MLATokenToKVPool
 from sglang.srt.mem_cache.device.nsa_pool import IndexerSpec, NSAIndexerPool
 from sglang.srt.mem_cache.host.host_pool import HostKVCache
@@ -42,15 +43,31 @@ def latent(rank: int, rope: int, dtype: torch.dtype = torch.bfloat16) -> MakePoo
     )
 
 
-def indexer(dim: int) -> MakePool:
-    spec = IndexerSpec.of(range(LAYERS), dim, torch.bfloat16)
+def indexer(dim: int, dtype: torch.dtype = torch.bfloat16) -> MakePool:
+    spec = IndexerSpec.of(range(LAYERS), dim, dtype)
     return lambda page, device: NSAIndexerPool(spec, NUM_PAGES * page, page, device)
 
 
 MAKERS = pytest.mark.parametrize(
     "make",
-    [latent(512, 64), latent(512, 64, torch.float32), latent(9, 2), indexer(128), indexer(3)],
-    ids=["latent", "latent-fp32", "latent-odd", "indexer", "indexer-odd"],
+    [
+        latent(512, 64),
+        latent(512, 64, torch.float32),
+        latent(512, 64, FP8),
+        latent(9, 2),
+        indexer(128),
+        indexer(128, FP8),
+        indexer(3),
+    ],
+    ids=[
+        "latent",
+        "latent-fp32",
+        "latent-fp8",
+        "latent-odd",
+        "indexer",
+        "indexer-fp8",
+        "indexer-odd",
+    ],
 )
 
 

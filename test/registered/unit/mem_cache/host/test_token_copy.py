@@ -11,6 +11,7 @@ from rigs.models.triton_device import triton_device
 from rigs.stores.host_pools import PAGE, device_bytes, fill_with_random_bits, page_slots
 from sglang.srt.hardware_backend.device_runtime import device_runtime
 from sglang.srt.mem_cache.device.base_device_pool import PagedDevicePool
+from sglang.srt.mem_cache.device.fp8_rows import FP8
 from sglang.srt.mem_cache.device.mla_pool import MLATokenToKVPool
 from sglang.srt.mem_cache.host.host_copy_cuda import CudaPageCopier, EngineUse
 from sglang.srt.mem_cache.host.host_layout import HostLayout
@@ -37,13 +38,18 @@ def odd_rows(seed: int) -> PagedDevicePool:
     return filled(MLATokenToKVPool(8 * PAGE, PAGE, torch.bfloat16, 8, 1, 3, DEVICE), seed)
 
 
+def fp8_rows(seed: int) -> PagedDevicePool:
+    """Rows of 36 bytes and of 16, moved by four."""
+    return filled(MLATokenToKVPool(8 * PAGE, PAGE, FP8, 32, 8, 3, DEVICE), seed)
+
+
 def filled(pool: PagedDevicePool, seed: int) -> PagedDevicePool:
     fill_with_random_bits(pool, seed)
     return pool
 
 
 @pytest.mark.parametrize("layout", list(HostLayout))
-@pytest.mark.parametrize("make", [heads, latent_rows, odd_rows])
+@pytest.mark.parametrize("make", [heads, latent_rows, odd_rows, fp8_rows])
 def test_tokens_go_to_the_host_and_come_back_bit_for_bit(
     make: Callable[[int], PagedDevicePool], layout: HostLayout
 ) -> None:
