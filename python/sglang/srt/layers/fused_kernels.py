@@ -14,11 +14,11 @@ import torch
 from sglang.srt.hardware_backend.device_kinds import device_kind
 
 if TYPE_CHECKING:
-    from sglang.srt.layers.triton_ops.fused import FusedKernels
+    from sglang.srt.layers.cuda_kernels import FusedKernels
 
 _MODULES: Final[dict[str, str | None]] = {
     "cpu": None,
-    "cuda": "sglang.srt.layers.triton_ops.fused",
+    "cuda": "sglang.srt.layers.cuda_kernels",
     "npu": None,
 }
 """Module with the `KERNELS` of each kind of device; None: no fused kernels."""

@@ -16,8 +16,8 @@ register_cuda_ci(est_time=30, suite="base-b-test-1-gpu-large")
 
 DEVICE = triton_device()
 
+from sglang.srt.layers.cuda_kernels import KERNELS, FusedKernels  # noqa: E402
 from sglang.srt.layers.triton_ops import early_start  # noqa: E402
-from sglang.srt.layers.triton_ops.fused import KERNELS, FusedKernels  # noqa: E402
 
 SIZE, INNER = 512, 1024
 LAYERS, TURNS = (40, 50) if DEVICE == "cuda" else (2, 1)

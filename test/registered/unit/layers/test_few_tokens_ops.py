@@ -20,6 +20,7 @@ from rigs.models.kernel_layers import (
     relative_error,
 )
 from sglang.srt.environ import envs
+from sglang.srt.layers.cuda_kernels import KERNELS
 from sglang.srt.layers.forward_batch_info import StateBatch
 from sglang.srt.layers.layernorm import ZeroCenteredRMSNorm
 from sglang.srt.layers.linear_attention.delta_net import GatedDeltaNet
@@ -34,7 +35,6 @@ from sglang.srt.layers.placement import TensorPlacement
 from sglang.srt.layers.rotary_embedding import Rotation, apply_rotary
 from sglang.srt.layers.triton_ops import early_start
 from sglang.srt.layers.triton_ops.arguments import ExpertChoice
-from sglang.srt.layers.triton_ops.fused import KERNELS
 from sglang.srt.mem_cache.device.state_pool import MambaPool
 from sglang.test.ci.ci_register import register_cuda_ci
 

@@ -18,9 +18,9 @@ DEVICE = triton_device()
 # The interpreter's bf16 is no real one.
 HALF = torch.bfloat16 if DEVICE == "cuda" else torch.float16
 
+from sglang.srt.layers.cuda_kernels import KERNELS  # noqa: E402
 from sglang.srt.layers.triton_ops import expert_order, routed_experts  # noqa: E402
 from sglang.srt.layers.triton_ops.expert_order import ExpertTiles, order_by_expert  # noqa: E402
-from sglang.srt.layers.triton_ops.fused import KERNELS  # noqa: E402
 
 Choice = tuple[torch.Tensor, torch.Tensor]
 

@@ -10,9 +10,9 @@ import torch.nn.functional as F
 
 from rigs.models.kernel_layers import DEVICE, HALF, randn, relative_error
 from rigs.models.scaled_weights import dequantized, fp8_weight, int4_weight, operand
-from sglang.srt.layers.triton_ops import scaled_few_experts, scaled_routed_experts
+from sglang.srt.layers.cuda_kernels import KERNELS
 from sglang.srt.layers.triton_ops.arguments import ExpertWeights, ScaledWeight, Weight
-from sglang.srt.layers.triton_ops.fused import KERNELS
+from sglang.srt.layers.triton_ops.scaled import few_experts, routed_experts
 from sglang.test.ci.ci_register import register_cuda_ci
 
 register_cuda_ci(est_time=60, suite="base-b-test-1-gpu-large")
@@ -25,7 +25,7 @@ Pair = tuple[ScaledWeight, ScaledWeight]
 def few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
     """The interpreter runs programs one after the other."""
     if DEVICE == "cpu":
-        monkeypatch.setattr(scaled_few_experts, "_FEATURES", 32)
+        monkeypatch.setattr(few_experts, "_FEATURES", 32)
 
 
 def pair(kind: str, *lead: int, seed: int = 0) -> Pair:
@@ -150,11 +150,9 @@ def test_every_plan(kind: str, nth_plan: int) -> None:
     """Sizes that are no multiples of the blocks, and several groups of tiles."""
     experts = pair(kind, EXPERTS)
     fp8 = experts[0].is_fp8
-    plans = scaled_routed_experts._FP8_PLANS if fp8 else scaled_routed_experts._INT4_PLANS
+    plans = routed_experts._FP8_PLANS if fp8 else routed_experts._INT4_PLANS
     x, (weights, ids) = randn(30, experts[0].shape[-1], seed=2, dtype=HALF), choice(30)
-    got = scaled_routed_experts.run_scaled_routed_experts(
-        x, weights, ids, *experts, plans[nth_plan]
-    )
+    got = routed_experts.run_scaled_routed_experts(x, weights, ids, *experts, plans[nth_plan])
     assert relative_error(got, reference(x, weights, ids, experts)) < bound_of(experts)
 
 

@@ -17,13 +17,16 @@ from rigs.models.scaled_weights import (
     product,
     rounded,
 )
-from sglang.srt.layers.triton_ops import scaled_product
+from sglang.srt.layers.cuda_kernels import KERNELS
 from sglang.srt.layers.triton_ops.arguments import ScaledWeight
-from sglang.srt.layers.triton_ops.fused import KERNELS
-from sglang.srt.layers.triton_ops.int4 import dequantize_int4
-from sglang.srt.layers.triton_ops.rounding import quantize_activations, quantize_gated
-from sglang.srt.layers.triton_ops.scaled_gemv import GemvPlan, scaled_gemv
-from sglang.srt.layers.triton_ops.scaled_product import Tiles, multiply_on_tensor_cores
+from sglang.srt.layers.triton_ops.scaled.gemv import GemvPlan, scaled_gemv
+from sglang.srt.layers.triton_ops.scaled.int4 import dequantize_int4
+from sglang.srt.layers.triton_ops.scaled.product import (
+    Tiles,
+    multiply_fp8_by_library,
+    multiply_on_tensor_cores,
+)
+from sglang.srt.layers.triton_ops.scaled.rounding import quantize_activations, quantize_gated
 from sglang.test.ci.ci_register import register_cuda_ci
 
 register_cuda_ci(est_time=60, suite="base-b-test-1-gpu-large")
@@ -145,7 +148,7 @@ def test_every_product_rounds_to_the_same_bits(group: int) -> None:
         multiply_on_tensor_cores(x, unit, None, out, None, in_advance)
         assert torch.equal(out, want)
     if DEVICE == "cuda":
-        library = scaled_product.multiply_fp8_by_library(x, unit, None, torch.float32)
+        library = multiply_fp8_by_library(x, unit, None, torch.float32)
         assert torch.equal(library, want)
 
 

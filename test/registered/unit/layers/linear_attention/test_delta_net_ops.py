@@ -17,10 +17,10 @@ from rigs.models.kernel_layers import (
     randn,
     relative_error,
 )
+from sglang.srt.layers.cuda_kernels import KERNELS
 from sglang.srt.layers.forward_batch_info import StateBatch
 from sglang.srt.layers.linear_attention.delta_net import GatedDeltaNet
 from sglang.srt.layers.triton_ops.arguments import MOST_TAPS
-from sglang.srt.layers.triton_ops.fused import KERNELS
 from sglang.srt.mem_cache.device.state_pool import MambaPool
 from sglang.test.ci.ci_register import register_cuda_ci
 

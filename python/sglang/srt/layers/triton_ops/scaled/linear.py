@@ -7,9 +7,9 @@ from typing import Final
 import torch
 
 from sglang.srt.layers.triton_ops.arguments import ScaledWeight
-from sglang.srt.layers.triton_ops.int4 import dequantize_int4
-from sglang.srt.layers.triton_ops.scaled_gemv import scaled_gemv
-from sglang.srt.layers.triton_ops.scaled_product import (
+from sglang.srt.layers.triton_ops.scaled.gemv import scaled_gemv
+from sglang.srt.layers.triton_ops.scaled.int4 import dequantize_int4
+from sglang.srt.layers.triton_ops.scaled.product import (
     multiply_fp8_by_library,
     multiply_on_tensor_cores,
 )

@@ -16,15 +16,15 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from sglang.srt.layers.triton_ops.arguments import ScaledWeight
 from sglang.srt.layers.triton_ops.expert_order import ExpertTiles, order_by_expert
 from sglang.srt.layers.triton_ops.gating import silu_and_mul
-from sglang.srt.layers.triton_ops.int4 import load_int4
-from sglang.srt.layers.triton_ops.rounding import quantize_activations, quantize_gated
 from sglang.srt.layers.triton_ops.routed_experts import (
     load_rows,
     load_weights,
     program_of_tiles,
     sum_of_uses,
 )
-from sglang.srt.layers.triton_ops.scaled_gemv import zeros_of
+from sglang.srt.layers.triton_ops.scaled.gemv import zeros_of
+from sglang.srt.layers.triton_ops.scaled.int4 import load_int4
+from sglang.srt.layers.triton_ops.scaled.rounding import quantize_activations, quantize_gated
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,17 +7,17 @@ from typing import Final
 from sglang.srt.layers.triton_ops import (
     chunked_delta_net,
     expert_choice,
-    experts,
     fused_delta_net,
     fused_qkv,
     gating,
     norm,
     rotation,
-    scaled_gemv,
-    scaled_linear,
     vocab,
 )
 from sglang.srt.layers.triton_ops import gemv as gemvs
+from sglang.srt.layers.triton_ops.scaled import experts
+from sglang.srt.layers.triton_ops.scaled import gemv as scaled_gemvs
+from sglang.srt.layers.triton_ops.scaled.linear import multiply_scaled
 
 
 class FusedKernels:
@@ -33,8 +33,8 @@ class FusedKernels:
     plan_gemv = staticmethod(gemvs.plan)
     gemv = staticmethod(gemvs.gemv)
     gated_gemv = staticmethod(gemvs.gated_gemv)
-    multiply_scaled = staticmethod(scaled_linear.multiply_scaled)
-    scaled_gated_gemv = staticmethod(scaled_gemv.scaled_gated_gemv)
+    multiply_scaled = staticmethod(multiply_scaled)
+    scaled_gated_gemv = staticmethod(scaled_gemvs.scaled_gated_gemv)
     rotate = staticmethod(rotation.rotate)
     rotary_angles = staticmethod(fused_qkv.rotary_angles)
     normalise_rotate_store_ = staticmethod(fused_qkv.normalise_rotate_store_)

@@ -8,10 +8,10 @@ import torch.nn.functional as F
 from sglang.srt.layers.triton_ops import fused_experts, gemv, routed_experts
 from sglang.srt.layers.triton_ops.arguments import ExpertWeights, ScaledWeight, Weight
 from sglang.srt.layers.triton_ops.gating import silu_and_mul
-from sglang.srt.layers.triton_ops.scaled_few_experts import run_scaled_experts
-from sglang.srt.layers.triton_ops.scaled_gemv import kind_of
-from sglang.srt.layers.triton_ops.scaled_linear import multiply_scaled
-from sglang.srt.layers.triton_ops.scaled_routed_experts import run_scaled_routed_experts
+from sglang.srt.layers.triton_ops.scaled.few_experts import run_scaled_experts
+from sglang.srt.layers.triton_ops.scaled.gemv import kind_of
+from sglang.srt.layers.triton_ops.scaled.linear import multiply_scaled
+from sglang.srt.layers.triton_ops.scaled.routed_experts import run_scaled_routed_experts
 
 
 def run_experts(

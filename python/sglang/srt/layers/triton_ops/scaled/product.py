@@ -19,9 +19,9 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from sglang.srt.layers.triton_ops.arguments import ScaledWeight
 from sglang.srt.layers.triton_ops.early_start import await_kernels_before, early_start
-from sglang.srt.layers.triton_ops.int4 import load_int4
-from sglang.srt.layers.triton_ops.rounding import quantize_activations, round_groups
-from sglang.srt.layers.triton_ops.scaled_gemv import zeros_of
+from sglang.srt.layers.triton_ops.scaled.gemv import zeros_of
+from sglang.srt.layers.triton_ops.scaled.int4 import load_int4
+from sglang.srt.layers.triton_ops.scaled.rounding import quantize_activations, round_groups
 
 _DEPTH: Final = 128
 """Inputs that are multiplied at a time: a group, or a part of one."""

@@ -1,0 +1,1 @@
+"""Kernels for weights with scales: fp8 and 4 bits."""
