@@ -49,11 +49,12 @@ def dequantized(weight: ScaledWeight) -> torch.Tensor:
 
 
 def rounded(x: torch.Tensor, group: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """fp8 rows of `x` and their fp32 scales, by torch."""
+    """fp8 rows of `x` and their fp32 scales, by torch, whose division by a number multiplies by its
+    inverse on a GPU but not on a CPU."""
     groups = x.float().view(len(x), -1, group)
     most = groups.abs().amax(-1)
-    scales = torch.where(most > 1e-30, most / 448, 1.0)
-    return (groups * (1 / scales).unsqueeze(-1)).to(torch.float8_e4m3fn).flatten(1), scales
+    scales = torch.where(most > 1e-30, most * (1 / 448), 1.0)
+    return (groups * scales.reciprocal().unsqueeze(-1)).to(torch.float8_e4m3fn).flatten(1), scales
 
 
 def operand(x: torch.Tensor, weight: ScaledWeight) -> torch.Tensor:

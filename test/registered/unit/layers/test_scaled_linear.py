@@ -77,10 +77,9 @@ def test_tiles_and_splits_leave_only_the_order_of_sums(
     weight = WEIGHTS[kind]
     x = randn(35, weight.shape[1], seed=2, dtype=HALF)
     want = product(x, weight)
-    for in_advance in (True, False):
-        out = torch.empty(35, weight.shape[0], device=DEVICE)
-        multiply_on_tensor_cores(x, weight, None, out, config, in_advance)
-        assert relative_error(out, want) < (1e-6 if weight.is_fp8 else UNIT)
+    out = torch.empty(35, weight.shape[0], device=DEVICE)
+    multiply_on_tensor_cores(x, weight, None, out, config)
+    assert relative_error(out, want) < (1e-6 if weight.is_fp8 else UNIT)
 
 
 @pytest.mark.parametrize("kind", WEIGHTS)
@@ -142,11 +141,11 @@ def test_every_product_rounds_to_the_same_bits(group: int) -> None:
     )
     x = randn(20, inputs, seed=7, dtype=HALF)
     want = operand(x, unit).float()
-    assert torch.equal(KERNELS.multiply_scaled(x[:1], unit, out_dtype=torch.float32), want[:1])
-    for in_advance in (False, True):
-        out = torch.empty(20, inputs, device=DEVICE)
-        multiply_on_tensor_cores(x, unit, None, out, None, in_advance)
-        assert torch.equal(out, want)
+    out = torch.empty(20, inputs, device=DEVICE)
+    scaled_gemv(x[:1], unit, None, out[:1])
+    assert torch.equal(out[:1], want[:1])
+    multiply_on_tensor_cores(x, unit, None, out)
+    assert torch.equal(out, want)
     if DEVICE == "cuda":
         library = multiply_fp8_by_library(x, unit, None, torch.float32)
         assert torch.equal(library, want)

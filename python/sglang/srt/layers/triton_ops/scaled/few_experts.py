@@ -21,8 +21,8 @@ from sglang.srt.layers.triton_ops.scaled.rounding import gate
 
 _FEATURES: Final = 4
 """Features that a program of either product computes."""
-_ELEMENTS: Final = 8192
-"""Elements of all experts of a token that a program of the second product reads at a time."""
+_INPUTS: Final = 2048
+"""Inputs, of several experts of a token, that a program of the second product reads at a time."""
 
 
 @triton.jit(do_not_specialize=["tokens"])
@@ -137,20 +137,22 @@ def _down_kernel(
     token = tl.program_id(1).to(tl.int64)
     features = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     read = tl.minimum(features, HIDDEN - 1).to(tl.int64)
-    # Rows of all places in one dimension.
-    at = tl.arange(0, BLOCK_P * ROWS)
-    expert = tl.load(ids_ptr + token * TOP_K + at // ROWS, mask=at < TOP_K * ROWS, other=0)
-    row = tl.minimum(tl.program_id(0) * ROWS + at % ROWS, HIDDEN - 1)
-    places = tl.arange(0, BLOCK_P)
-    chosen = places < TOP_K
     inner = inner_ptr + token * PLACES * FEATURES
-    totals = multiply_rows(
-        inner + places * FEATURES, weight_ptr, scales_ptr, zeros_ptr,
-        expert.to(tl.int64) * HIDDEN + row, chosen,
-        FEATURES, FP8, ZEROS, HEIGHT, GROUP, SPAN, BLOCK_F, EARLY,
-    )  # fmt: skip
-    weights = tl.load(weights_ptr + token * stride + places, mask=chosen, other=0.0)
-    total = tl.sum(totals * weights[:, None], axis=0)
+    total = tl.zeros([ROWS], tl.float32)
+    for begin in tl.static_range(0, TOP_K, BLOCK_P):
+        # Rows of several places in one dimension.
+        at = begin * ROWS + tl.arange(0, BLOCK_P * ROWS)
+        expert = tl.load(ids_ptr + token * TOP_K + at // ROWS, mask=at < TOP_K * ROWS, other=0)
+        row = tl.minimum(tl.program_id(0) * ROWS + at % ROWS, HIDDEN - 1)
+        places = begin + tl.arange(0, BLOCK_P)
+        chosen = places < TOP_K
+        totals = multiply_rows(
+            inner + places * FEATURES, weight_ptr, scales_ptr, zeros_ptr,
+            expert.to(tl.int64) * HIDDEN + row, chosen,
+            FEATURES, FP8, ZEROS, HEIGHT, GROUP, SPAN, BLOCK_F, EARLY and begin == 0,
+        )  # fmt: skip
+        weights = tl.load(weights_ptr + token * stride + places, mask=chosen, other=0.0)
+        total += tl.sum(totals * weights[:, None], axis=0)
     if PLACES > TOP_K:
         shared = multiply_row(
             inner + TOP_K * FEATURES, shared_ptr, shared_scales_ptr, shared_zeros_ptr, read,
@@ -189,20 +191,20 @@ def run_scaled_experts(
     assert all(kind_of(a) == kind_of(b) for a, b in zip(of_shared, (gate_up, down), strict=True))
     inner = torch.empty((num_tokens, places, features), dtype=x.dtype, device=x.device)
     out = torch.empty_like(x)
-    block_h = inputs_at_once(hidden, kind_of(gate_up), 512 if gate_up.is_fp8 else 2048)
+    block_h = inputs_at_once(hidden, kind_of(gate_up), 1024)
     _gate_up_kernel[(triton.cdiv(features, _FEATURES), num_tokens * places)](
         x, *_tensors(gate_up), *_tensors(of_shared[0]), ids, inner, num_tokens,
         HIDDEN=hidden, FEATURES=features, TOP_K=top_k, PLACES=places, **kind_of(gate_up),
         ROWS=_FEATURES, BLOCK_H=block_h, ONE=num_tokens == 1,
-        BLOCK_I=triton.next_power_of_2(num_tokens * top_k), num_warps=4, **early_start(x),
+        BLOCK_I=triton.next_power_of_2(num_tokens * top_k),
+        num_warps=max(1, block_h // 256), **early_start(x),
     )  # fmt: skip
-    block_p = triton.next_power_of_2(top_k)
-    most = _ELEMENTS // (block_p * _FEATURES) * (1 if down.is_fp8 else 2)
+    block_f = inputs_at_once(features, kind_of(down), 1024)
+    block_p = max(1, min(_INPUTS // block_f, triton.next_power_of_2(top_k)))
     _down_kernel[(triton.cdiv(hidden, _FEATURES), num_tokens)](
         inner, *_tensors(down), *_tensors(of_shared[1]), weights, ids, out, weights.stride(0),
         HIDDEN=hidden, FEATURES=features, TOP_K=top_k, PLACES=places, **kind_of(down),
-        ROWS=_FEATURES, BLOCK_P=block_p, BLOCK_F=inputs_at_once(features, kind_of(down), most),
-        num_warps=8, **early_start(x),
+        ROWS=_FEATURES, BLOCK_P=block_p, BLOCK_F=block_f, num_warps=max(1, block_f // 256), **early_start(x),
     )  # fmt: skip
     return out
 

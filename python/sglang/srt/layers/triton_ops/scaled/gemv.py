@@ -13,8 +13,13 @@ from sglang.srt.layers.triton_ops.arguments import ScaledWeight
 from sglang.srt.layers.triton_ops.early_start import await_kernels_before, early_start
 from sglang.srt.layers.triton_ops.scaled.rounding import gate, most_of_rows, round_with, scale_of
 
-_PIECE: Final = tl.constexpr(16)
-"""Bytes of a weight's row that a thread reads at once."""
+_PIECE: Final = tl.constexpr(8)
+"""Inputs that a thread reads at once: 16 bytes of `x`. Weights are read alike, though in 4 or 8
+bytes, so that no numbers move between threads."""
+_SIGN_AND_LOW: Final = tl.constexpr(-0x78100000)
+"""Bits of an fp32 number that one of fp8 sets: the sign, and the lowest bits of the exponent."""
+_HALF_WAY: Final = tl.constexpr(2.0**60)
+"""Two factors that make up for 2^-120, each small enough for fp32."""
 _SPAN: Final = 128
 """Most inputs of a span: neighbours with the same scales."""
 
@@ -52,7 +57,8 @@ def _add_fp8_(
     """Add the products of some columns to `acc` `[vectors, rows, spans, pieces]`.
 
     `x_scales` `[vectors]` are those of `x` if a vector is one group (WHOLE), and then not
-    multiplied.
+    multiplied. An fp8 number's exponent and mantissa, at the place of fp32's low exponent bits, are
+    the number times 2^-120. (Weights that are NaN become numbers.)
     """
     x = tl.reshape(x, [acc.shape[0], acc.shape[2], acc.shape[3], _PIECE])
     if WHOLE:
@@ -61,8 +67,10 @@ def _add_fp8_(
         of_spans = scale_of(tl.max(tl.max(tl.abs(x), axis=3), axis=2))
         rounded = round_with(x, of_spans[:, :, None, None])
         scales *= of_spans[:, None, :]
-    products = elements.to(tl.float32) * rounded.to(tl.float32)[:, None, :, :, :]
-    return acc + tl.sum(products, axis=4) * scales[:, :, :, None]
+    bits = (elements.to(tl.int8, bitcast=True).to(tl.int32) << 20) & _SIGN_AND_LOW
+    small = bits.to(tl.float32, bitcast=True)
+    products = small * (rounded.to(tl.float32) * _HALF_WAY)[:, None, :, :, :]
+    return acc + tl.sum(products, axis=4) * (scales * _HALF_WAY)[:, :, :, None]
 
 
 @triton.jit
@@ -78,7 +86,7 @@ def _add_int4_(
     A byte is `even + 16 * odd`, so `even * x0 + odd * x1` is
     `byte * x0 + (16 * odd) * (x1 / 16 - x0)`, which needs no shifts.
     """
-    x0, x1 = tl.split(tl.reshape(x, [acc.shape[0], acc.shape[2], acc.shape[3], _PIECE, 2]))
+    x0, x1 = tl.split(tl.reshape(x, [acc.shape[0], acc.shape[2], acc.shape[3], _PIECE // 2, 2]))
     totals = tl.sum(x0 + x1, axis=3)
     rest = x1 * 0.0625 - x0
     products = elements.to(tl.float32) * x0[:, None, :, :, :]
@@ -116,7 +124,7 @@ def multiply_rows(
     WHOLE: tl.constexpr = FP8 and GROUP == K
     SPANS: tl.constexpr = BLOCK_K // SPAN
     SHARE: tl.constexpr = 1 if FP8 else 2
-    PIECES: tl.constexpr = SPAN // (_PIECE * SHARE)
+    PIECES: tl.constexpr = SPAN // _PIECE
     GROUPS: tl.constexpr = K // GROUP
     BYTES: tl.constexpr = K // SHARE
     STEP: tl.constexpr = BLOCK_K // SHARE
@@ -124,7 +132,8 @@ def multiply_rows(
     COUNT: tl.constexpr = x.shape[0]
     ROWS: tl.constexpr = rows.shape[0] // COUNT
     # Loads have two dimensions, so that neighbours in a row belong to neighbouring threads.
-    cols, x_cols = tl.arange(0, STEP)[None, :], tl.arange(0, BLOCK_K)[None, :]
+    cols = tl.max_contiguous(tl.arange(0, STEP), _PIECE // SHARE)[None, :]
+    x_cols = tl.arange(0, BLOCK_K)[None, :]
     spans = tl.arange(0, SPANS)[None, :]
     weights = weight_ptr + (rows * BYTES)[:, None] + cols
     own = tl.reshape(tl.broadcast_to(used[:, None], [COUNT, ROWS]), [COUNT * ROWS])[:, None]
@@ -149,7 +158,7 @@ def multiply_rows(
             group = group * SPAN // GROUP
         scales = tl.load(scale_rows + group, mask=has_scale, other=0.0).to(tl.float32)
         scales = tl.reshape(scales, [COUNT, ROWS, SPANS])
-        tile = tl.reshape(elements, [COUNT, ROWS, SPANS, PIECES, _PIECE])
+        tile = tl.reshape(elements, [COUNT, ROWS, SPANS, PIECES, _PIECE // SHARE])
         if FP8:
             acc = _add_fp8_(acc, tile, scales, part, x_scales, WHOLE)
         else:
@@ -273,8 +282,8 @@ def plan(weight: ScaledWeight) -> GemvPlan:
     outputs, inputs = weight.shape
     kind = kind_of(weight)
     rows = 8 if outputs >= 2048 else 4
-    block_k = inputs_at_once(inputs, kind, 512 if weight.is_fp8 else 2048)
-    return {"BLOCK_N": rows, "BLOCK_K": block_k, "num_warps": 4}
+    block_k = inputs_at_once(inputs, kind, 1024)
+    return {"BLOCK_N": rows, "BLOCK_K": block_k, "num_warps": max(1, block_k // 256)}
 
 
 def scaled_gemv(

@@ -14,9 +14,10 @@ from sglang.srt.layers.triton_ops.scaled.product import (
     multiply_on_tensor_cores,
 )
 
-_FEW_TOKENS: Final = 128
-"""Up to here the kernels of this project are faster than the library's, and than dequantizing 4-bit
-weights first."""
+_FEW_TOKENS: Final = 64
+_FEW_OUTPUTS: Final = 4096
+"""Up to this many tokens, or twice as many with few outputs, the kernels of this project are faster
+than the library's, and than dequantizing 4-bit weights first."""
 
 
 def multiply_scaled(
@@ -42,14 +43,15 @@ def multiply_scaled(
     tokens, outputs = len(x), weight.shape[0]
     assert x.dtype in (torch.bfloat16, torch.float16), x.dtype
     dtype = out.dtype if out is not None else out_dtype or x.dtype
-    if tokens > _FEW_TOKENS and not weight.is_fp8:
+    is_many = tokens > _FEW_TOKENS * (2 if outputs <= _FEW_OUTPUTS else 1)
+    if is_many and not weight.is_fp8:
         return _dequantize_and_multiply(x, weight, bias, out, dtype)
-    if tokens > _FEW_TOKENS and x.is_cuda and outputs % 16 == 0 and weight.shape[1] % 16 == 0:
+    if is_many and x.is_cuda and outputs % 16 == 0 and weight.shape[1] % 16 == 0:
         result = multiply_fp8_by_library(x, weight, bias, dtype)
         return result if out is None else out.copy_(result)
     if out is None:
         out = torch.empty((tokens, outputs), dtype=dtype, device=x.device)
-    if tokens == 1:
+    if tokens == 1 and not weight.is_fp8:
         scaled_gemv(x, weight, bias, out)
     elif tokens:
         multiply_on_tensor_cores(x, weight, bias, out)

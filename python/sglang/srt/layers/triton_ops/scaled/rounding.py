@@ -23,7 +23,7 @@ _GROUPS: Final = 16
 def scale_of(most: tl.tensor) -> tl.tensor:
     """The scale of groups whose greatest magnitude is `most`, fp32: `most` becomes 448, the
     greatest number of e4m3. Groups of zeros, or of less than 1e-30, have scale 1."""
-    return tl.where(most > 1e-30, tl.div_rn(most, 448.0), 1.0)
+    return tl.where(most > 1e-30, most * (1.0 / 448.0), 1.0)
 
 
 @triton.jit
@@ -121,7 +121,7 @@ def _round_rows_kernel(
 
 def quantize_activations(x: torch.Tensor, group: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Round each group of a row's features to fp8 e4m3, with one scale: its greatest magnitude
-    divided by 448.
+    times 1/448.
 
     Args:
         x: `[num_rows, features]`, dense rows of any stride.
