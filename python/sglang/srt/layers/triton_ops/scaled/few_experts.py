@@ -204,7 +204,8 @@ def run_scaled_experts(
     _down_kernel[(triton.cdiv(hidden, _FEATURES), num_tokens)](
         inner, *_tensors(down), *_tensors(of_shared[1]), weights, ids, out, weights.stride(0),
         HIDDEN=hidden, FEATURES=features, TOP_K=top_k, PLACES=places, **kind_of(down),
-        ROWS=_FEATURES, BLOCK_P=block_p, BLOCK_F=block_f, num_warps=max(1, block_f // 256), **early_start(x),
+        ROWS=_FEATURES, BLOCK_P=block_p, BLOCK_F=block_f, num_warps=max(1, block_f // 256),
+        **early_start(x),
     )  # fmt: skip
     return out
 

@@ -16,10 +16,6 @@ from sglang.srt.layers.triton_ops.scaled.rounding import gate, most_of_rows, rou
 _PIECE: Final = tl.constexpr(8)
 """Inputs that a thread reads at once: 16 bytes of `x`. Weights are read alike, though in 4 or 8
 bytes, so that no numbers move between threads."""
-_SIGN_AND_LOW: Final = tl.constexpr(-0x78100000)
-"""Bits of an fp32 number that one of fp8 sets: the sign, and the lowest bits of the exponent."""
-_HALF_WAY: Final = tl.constexpr(2.0**60)
-"""Two factors that make up for 2^-120, each small enough for fp32."""
 _SPAN: Final = 128
 """Most inputs of a span: neighbours with the same scales."""
 
@@ -57,8 +53,7 @@ def _add_fp8_(
     """Add the products of some columns to `acc` `[vectors, rows, spans, pieces]`.
 
     `x_scales` `[vectors]` are those of `x` if a vector is one group (WHOLE), and then not
-    multiplied. An fp8 number's exponent and mantissa, at the place of fp32's low exponent bits, are
-    the number times 2^-120. (Weights that are NaN become numbers.)
+    multiplied.
     """
     x = tl.reshape(x, [acc.shape[0], acc.shape[2], acc.shape[3], _PIECE])
     if WHOLE:
@@ -67,10 +62,8 @@ def _add_fp8_(
         of_spans = scale_of(tl.max(tl.max(tl.abs(x), axis=3), axis=2))
         rounded = round_with(x, of_spans[:, :, None, None])
         scales *= of_spans[:, None, :]
-    bits = (elements.to(tl.int8, bitcast=True).to(tl.int32) << 20) & _SIGN_AND_LOW
-    small = bits.to(tl.float32, bitcast=True)
-    products = small * (rounded.to(tl.float32) * _HALF_WAY)[:, None, :, :, :]
-    return acc + tl.sum(products, axis=4) * (scales * _HALF_WAY)[:, :, :, None]
+    products = elements.to(tl.float32) * rounded.to(tl.float32)[:, None, :, :, :]
+    return acc + tl.sum(products, axis=4) * scales[:, :, :, None]
 
 
 @triton.jit
@@ -89,10 +82,57 @@ def _add_int4_(
     x0, x1 = tl.split(tl.reshape(x, [acc.shape[0], acc.shape[2], acc.shape[3], _PIECE // 2, 2]))
     totals = tl.sum(x0 + x1, axis=3)
     rest = x1 * 0.0625 - x0
-    products = elements.to(tl.float32) * x0[:, None, :, :, :]
-    products += (elements & 0xF0).to(tl.float32) * rest[:, None, :, :, :]
-    part = tl.sum(products, axis=4) - zeros[:, :, :, None] * totals[:, None, :, :]
+    # Separate sums, which are chains of multiply-adds.
+    part = tl.sum(elements.to(tl.float32) * x0[:, None, :, :, :], axis=4)
+    part += tl.sum((elements & 0xF0).to(tl.float32) * rest[:, None, :, :, :], axis=4)
+    part -= zeros[:, :, :, None] * totals[:, None, :, :]
     return acc + part * scales[:, :, :, None]
+
+
+@triton.jit
+def _add_step_(
+    acc: tl.tensor,
+    elements: tl.tensor,
+    x: tl.tensor,
+    x_scales: tl.tensor,
+    used: tl.tensor,
+    own: tl.tensor,
+    scale_rows: tl.tensor,
+    zero_rows: tl.tensor,
+    step: tl.tensor,
+    K: tl.constexpr,
+    FP8: tl.constexpr,
+    ZEROS: tl.constexpr,
+    GROUP: tl.constexpr,
+    SPAN: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+) -> tl.tensor:
+    """Add the products of BLOCK_K columns, `elements` `[vectors * rows, BLOCK_K]` as they are
+    stored, to `acc` `[vectors, rows, spans, pieces]`. The other arguments are as in
+    `multiply_rows`, or pointers to scales and zero points of each row."""
+    COUNT: tl.constexpr = acc.shape[0]
+    ROWS: tl.constexpr = acc.shape[1]
+    SPANS: tl.constexpr = acc.shape[2]
+    cols = step * BLOCK_K + tl.arange(0, BLOCK_K)[None, :]
+    inside = used[:, None] & (cols < K)
+    part = tl.load(x[:, None] + cols, mask=inside, other=0.0).to(tl.float32)
+    group = step * SPANS + tl.arange(0, SPANS)[None, :]
+    has_scale = own & (group < (K + SPAN - 1) // SPAN)
+    if GROUP != SPAN:
+        group = group * SPAN // GROUP
+    scales = tl.load(scale_rows + group, mask=has_scale, other=0.0).to(tl.float32)
+    scales = tl.reshape(scales, [COUNT, ROWS, SPANS])
+    PIECE: tl.constexpr = _PIECE if FP8 else _PIECE // 2
+    tile = tl.reshape(elements, [COUNT, ROWS, SPANS, acc.shape[3], PIECE])
+    if FP8:
+        acc = _add_fp8_(acc, tile, scales, part, x_scales, FP8 and GROUP == K)
+    else:
+        zeros = tl.full([1, 1, 1], 8.0, tl.float32)
+        if ZEROS:
+            zeros = tl.load(zero_rows + group, mask=has_scale, other=0).to(tl.float32)
+            zeros = tl.reshape(zeros, [COUNT, ROWS, SPANS])
+        acc = _add_int4_(acc, tile, scales, zeros, part)
+    return acc
 
 
 @triton.jit
@@ -133,8 +173,6 @@ def multiply_rows(
     ROWS: tl.constexpr = rows.shape[0] // COUNT
     # Loads have two dimensions, so that neighbours in a row belong to neighbouring threads.
     cols = tl.max_contiguous(tl.arange(0, STEP), _PIECE // SHARE)[None, :]
-    x_cols = tl.arange(0, BLOCK_K)[None, :]
-    spans = tl.arange(0, SPANS)[None, :]
     weights = weight_ptr + (rows * BYTES)[:, None] + cols
     own = tl.reshape(tl.broadcast_to(used[:, None], [COUNT, ROWS]), [COUNT * ROWS])[:, None]
     scale_rows = scales_ptr + (rows // HEIGHT * GROUPS)[:, None]
@@ -145,29 +183,17 @@ def multiply_rows(
     if WHOLE:
         x_scales = scale_of(most_of_rows(x, used, K, BLOCK_K))
     acc = tl.zeros([COUNT, ROWS, SPANS, PIECES], tl.float32)
-    for step in range(STEPS):
-        # The next columns are read while these are multiplied.
-        begin = (step + 1) * STEP
-        following = tl.load(weights + begin, mask=own & (cols < BYTES - begin), other=0.0)
-        first = step * BLOCK_K
-        inside = used[:, None] & (x_cols < K - first)
-        part = tl.load(x[:, None] + first + x_cols, mask=inside, other=0.0).to(tl.float32)
-        group = step * SPANS + spans
-        has_scale = own & (group < (K + SPAN - 1) // SPAN)
-        if GROUP != SPAN:
-            group = group * SPAN // GROUP
-        scales = tl.load(scale_rows + group, mask=has_scale, other=0.0).to(tl.float32)
-        scales = tl.reshape(scales, [COUNT, ROWS, SPANS])
-        tile = tl.reshape(elements, [COUNT, ROWS, SPANS, PIECES, _PIECE // SHARE])
-        if FP8:
-            acc = _add_fp8_(acc, tile, scales, part, x_scales, WHOLE)
-        else:
-            zeros = tl.full([1, 1, 1], 8.0, tl.float32)
-            if ZEROS:
-                zeros = tl.load(zero_rows + group, mask=has_scale, other=0).to(tl.float32)
-                zeros = tl.reshape(zeros, [COUNT, ROWS, SPANS])
-            acc = _add_int4_(acc, tile, scales, zeros, part)
-        elements = following
+    acc = _add_step_(
+        acc, elements, x, x_scales, used, own, scale_rows, zero_rows, 0,
+        K, FP8, ZEROS, GROUP, SPAN, BLOCK_K,
+    )  # fmt: skip
+    for step in range(1, STEPS):
+        is_read = own & (cols < BYTES - step * STEP)
+        elements = tl.load(weights + step * STEP, mask=is_read, other=0.0)
+        acc = _add_step_(
+            acc, elements, x, x_scales, used, own, scale_rows, zero_rows, step,
+            K, FP8, ZEROS, GROUP, SPAN, BLOCK_K,
+        )  # fmt: skip
     return tl.sum(tl.sum(acc, axis=3), axis=2) * x_scales[:, None]
 
 

@@ -51,7 +51,7 @@ def multiply_scaled(
         return result if out is None else out.copy_(result)
     if out is None:
         out = torch.empty((tokens, outputs), dtype=dtype, device=x.device)
-    if tokens == 1 and not weight.is_fp8:
+    if tokens == 1:
         scaled_gemv(x, weight, bias, out)
     elif tokens:
         multiply_on_tensor_cores(x, weight, bias, out)
