@@ -10,9 +10,8 @@ import torch
 import torch.nn.functional as F
 
 from sglang.srt.layers import linear
-from sglang.srt.layers.layer_weight import LayerWeight
 from sglang.srt.layers.moe import experts
-from sglang.srt.layers.triton_ops.arguments import ScaledWeight
+from sglang.srt.layers.triton_ops.arguments import ScaledWeight, Weight
 from sglang.srt.model_loader import loader
 
 
@@ -73,8 +72,8 @@ class ReferenceKernels:
         x: torch.Tensor,
         weights: torch.Tensor,
         ids: torch.Tensor,
-        gate_up: LayerWeight,
-        down: LayerWeight,
+        gate_up: Weight,
+        down: Weight,
     ) -> torch.Tensor:
         out = torch.zeros(x.shape)
         for expert in range(gate_up.shape[0]):
@@ -84,7 +83,7 @@ class ReferenceKernels:
             out.index_add_(0, tokens, found * weights[tokens, places].unsqueeze(1))
         return out.to(x.dtype)
 
-    def _product(self, x: torch.Tensor, weight: LayerWeight) -> torch.Tensor:
+    def _product(self, x: torch.Tensor, weight: Weight) -> torch.Tensor:
         if isinstance(weight, torch.Tensor):
             return F.linear(x.float(), weight.float())
         is_rounded = weight.is_fp8 and self._rounds
@@ -92,7 +91,7 @@ class ReferenceKernels:
         return F.linear(own, dequantized(weight))
 
 
-def of(weight: LayerWeight, expert: int) -> LayerWeight:
+def of(weight: Weight, expert: int) -> Weight:
     """The weight of one expert."""
     if isinstance(weight, torch.Tensor):
         return weight[expert]
@@ -113,7 +112,7 @@ def scaled_products(*, rounds: bool = False) -> Iterator[ReferenceKernels]:
         yield kernels
 
 
-def scaled_weights(module: torch.nn.Module) -> Iterator[tuple[str, LayerWeight]]:
+def scaled_weights(module: torch.nn.Module) -> Iterator[tuple[str, Weight]]:
     """Each weight of a module's layers that formats may concern, by the name of its attribute."""
     for name, layer in module.named_modules():
         for attribute in ("weight", "gate_up", "down", "query_weight", "key_weight"):

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Final, TypeAlias
+from typing import Final
 
 import torch
 
 from sglang.srt.layers.placement import NamedSlots, Share, TensorPlacement, WeightSlot
-from sglang.srt.layers.triton_ops.arguments import ScaledWeight
+from sglang.srt.layers.triton_ops.arguments import ScaledWeight, Weight
 from sglang.srt.layers.weight_format import BLOCK, WeightFormat
-
-LayerWeight: TypeAlias = torch.Tensor | ScaledWeight
-"""`[..., outputs, inputs]`."""
 
 SCALES: Final = "_scale"
 ZEROS: Final = "_zero_point"
@@ -59,7 +56,7 @@ def new_weight(
     inputs: Share,
     *,
     lead: tuple[int, ...] = (),
-) -> LayerWeight:
+) -> Weight:
     """An uninitialised weight for the loader to fill, whose tensors are parameters of `module`.
 
     Args:
@@ -108,7 +105,7 @@ def _tensors(weight: ScaledWeight) -> Iterator[tuple[str, torch.Tensor, tuple[in
         yield ZEROS, weight.zeros, (1, weight.group)
 
 
-def rows_of(weight: LayerWeight, begin: int, end: int) -> LayerWeight:
+def rows_of(weight: Weight, begin: int, end: int) -> Weight:
     """Outputs `[begin, end)` of a weight, as views. Whole blocks, if scales have blocks."""
     if isinstance(weight, torch.Tensor):
         return weight[..., begin:end, :]
@@ -121,7 +118,7 @@ def rows_of(weight: LayerWeight, begin: int, end: int) -> LayerWeight:
     )
 
 
-def matrices_of(weight: LayerWeight) -> Iterator[LayerWeight]:
+def matrices_of(weight: Weight) -> Iterator[Weight]:
     """The matrices `[outputs, inputs]` of a stack, as views."""
     if isinstance(weight, torch.Tensor):
         yield from weight
@@ -133,7 +130,7 @@ def matrices_of(weight: LayerWeight) -> Iterator[LayerWeight]:
 
 def slots_of(
     name: str,
-    weight: LayerWeight,
+    weight: Weight,
     outputs: tuple[Share, ...] = (),
     inputs: Share | None = None,
     parts: tuple[str, ...] = (),

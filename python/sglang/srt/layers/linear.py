@@ -14,7 +14,6 @@ import torch.nn.functional as F
 from sglang.srt.distributed.tensor_group import ToAdd
 from sglang.srt.layers.fused_kernels import fused_kernels
 from sglang.srt.layers.layer_weight import (
-    LayerWeight,
     kept_format,
     new_weight,
     rows_of,
@@ -27,7 +26,7 @@ from sglang.srt.layers.placement import (
     WeightedLayer,
     WeightSlot,
 )
-from sglang.srt.layers.triton_ops.arguments import ScaledWeight
+from sglang.srt.layers.triton_ops.arguments import ScaledWeight, Weight
 
 _MAX_UNPADDED_ROWS: Final = 32
 """Batches up to this size are not padded: padding would cost more than compiling for each size."""
@@ -35,7 +34,7 @@ _MAX_UNPADDED_ROWS: Final = 32
 
 def apply_linear(
     x: torch.Tensor,
-    weight: LayerWeight,
+    weight: Weight,
     bias: torch.Tensor | None = None,
     *,
     out: torch.Tensor | None = None,

@@ -15,7 +15,6 @@ import torch.nn.functional as F
 
 from sglang.srt.configs.mla_config import IndexerConfig, MLAConfig
 from sglang.srt.layers.layer_weight import (
-    LayerWeight,
     kept_format,
     new_weight,
     slots_of,
@@ -30,6 +29,7 @@ from sglang.srt.layers.placement import (
 )
 from sglang.srt.layers.radix_attention import MLA, AttentionKind, IndexQuery, RadixAttention
 from sglang.srt.layers.rotary_embedding import Rotation, apply_rotary
+from sglang.srt.layers.triton_ops.arguments import Weight
 
 _INDEXER_NORM_EPS = 1e-6
 
@@ -148,7 +148,7 @@ class Indexer(WeightedLayer):
         self.config = config
         dim, heads = config.head_dim, config.num_heads
 
-        def whole(attribute: str, name: str, outputs: int, inputs: int) -> LayerWeight:
+        def whole(attribute: str, name: str, outputs: int, inputs: int) -> Weight:
             rows, columns = Share(0, outputs, outputs), Share(0, inputs, inputs)
             format_ = kept_format(placement, [f"{self.prefix}.{name}.weight"], columns)
             return new_weight(self, attribute, placement, format_, [rows], columns)

@@ -11,7 +11,6 @@ import torch
 from sglang.srt.distributed.tensor_group import PendingSum, ToAdd
 from sglang.srt.layers.activation import GatedMLP
 from sglang.srt.layers.fused_kernels import fused_kernels
-from sglang.srt.layers.layer_weight import LayerWeight
 from sglang.srt.layers.linear import MergedColumnParallelLinear, apply_linear
 from sglang.srt.layers.moe.experts import RoutedExperts
 from sglang.srt.layers.placement import (
@@ -21,7 +20,7 @@ from sglang.srt.layers.placement import (
     WeightedLayer,
     WeightSlot,
 )
-from sglang.srt.layers.triton_ops.arguments import ExpertChoice, ExpertWeights
+from sglang.srt.layers.triton_ops.arguments import ExpertChoice, ExpertWeights, Weight
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -237,7 +236,7 @@ class SparseMoeBlock(torch.nn.Module):
     def _plan_few(self) -> ExpertWeights | None:
         """Argument of the kernels for few tokens; None: they do not support this layer."""
         experts, shared = self.experts, self.shared_expert
-        both: tuple[LayerWeight, LayerWeight] | None = None
+        both: tuple[Weight, Weight] | None = None
         if shared is not None:
             both = shared.gate_up_proj.weight, shared.down_proj.weight
             if both[1].shape[1] != experts.features.size:
