@@ -37,6 +37,7 @@ WEIGHTS = {
     "fp8 blocks": fp8_weight(128, 384, height=128),
     "fp8 blocks of one output": fp8_weight(52, 384),
     "fp8 rows of one block": fp8_weight(48, 128),
+    "fp8, one block": fp8_weight(128, 128, height=128),
     "fp8 rows": fp8_weight(48, 200, group=200),
     "fp8 rows that no tensor core takes": fp8_weight(20, 90, group=90),
     "int4 groups of 32": int4_weight(36, 256),

@@ -240,7 +240,7 @@ def multiply_fp8_by_library(
     scales = weight.scales
     if weight.group == inputs:
         x_recipe = recipe = ScalingType.RowWise
-        scales = scales.t().contiguous() if weight.height == 1 else scales
+        scales = scales.repeat_interleave(weight.height, 0).t().contiguous()
         x_scales = x_scales.contiguous()
     elif weight.height == 1:
         x_recipe = recipe = ScalingType.BlockWise1x128
