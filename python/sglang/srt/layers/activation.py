@@ -9,6 +9,7 @@ from sglang.srt.distributed.tensor_group import ToAdd
 from sglang.srt.layers.fused_kernels import fused_kernels
 from sglang.srt.layers.linear import MergedColumnParallelLinear, RowParallelLinear
 from sglang.srt.layers.placement import TensorPlacement
+from sglang.srt.layers.triton_ops.arguments import ScaledWeight
 
 
 def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
@@ -71,12 +72,13 @@ class GatedMLP(torch.nn.Module):
     def _gated(self, x: torch.Tensor) -> torch.Tensor:
         """`[num_tokens, hidden_size]` to this rank's features."""
         weight, kernels = self.gate_up_proj.weight, fused_kernels(x.device)
-        may_fuse = kernels is not None and len(x) == 1 and self.gate_up_proj.bias is None
-        if may_fuse and isinstance(weight, torch.Tensor):
-            assert kernels is not None
+        if kernels is not None and len(x) == 1 and self.gate_up_proj.bias is None:
+            out = x.new_empty((1, weight.shape[0] // 2))
+            if isinstance(weight, ScaledWeight):
+                kernels.scaled_gated_gemv(x, weight, out)
+                return out
             config = kernels.plan_gemv(*weight.shape)
             if config is not None:
-                out = x.new_empty((1, len(weight) // 2))
                 kernels.gated_gemv(x, weight, out, config)
                 return out
         return silu_and_mul(self.gate_up_proj.forward(x))

@@ -33,6 +33,8 @@ register_cuda_ci(est_time=60, suite="base-b-test-1-gpu-large")
 
 UNIT = 8e-3 if DEVICE == "cuda" else 2e-3
 """About the error of a result in 16 bits."""
+FP8_SUMS = 1e-3 if DEVICE == "cuda" else 1e-5
+"""About the error of sums in fp32: tensor cores add products of fp8 with fewer bits."""
 WEIGHTS = {
     "fp8 blocks": fp8_weight(128, 384, height=128),
     "fp8 blocks of one output": fp8_weight(52, 384),
@@ -64,7 +66,7 @@ def test_products_are_near_fp64(kind: str, tokens: int) -> None:
     assert got.dtype == HALF and relative_error(got, want) < UNIT
     wide = KERNELS.multiply_scaled(x, weight, bias, out_dtype=torch.float32)
     assert wide.dtype == torch.float32
-    assert relative_error(wide, want + bias.double()) < (1e-5 if weight.is_fp8 else UNIT)
+    assert relative_error(wide, want + bias.double()) < (FP8_SUMS if weight.is_fp8 else UNIT)
     out = torch.full((tokens, outputs), torch.nan, dtype=HALF, device=DEVICE)
     assert KERNELS.multiply_scaled(x, weight, bias, out=out) is out
     assert relative_error(out, want + bias.double()) < UNIT
@@ -80,7 +82,7 @@ def test_tiles_and_splits_leave_only_the_order_of_sums(
     want = product(x, weight)
     out = torch.empty(35, weight.shape[0], device=DEVICE)
     multiply_on_tensor_cores(x, weight, None, out, config)
-    assert relative_error(out, want) < (1e-6 if weight.is_fp8 else UNIT)
+    assert relative_error(out, want) < (FP8_SUMS if weight.is_fp8 else UNIT)
 
 
 @pytest.mark.parametrize("kind", WEIGHTS)

@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, CompressedTensorsConfig, FineGrainedFP8Config
 
 from rigs.caches.memory_ranks import PlaceInGroup
+from rigs.models.compressed_checkpoints import save_compressed
 from rigs.models.model_oracle import assert_logits_of_batches
 from rigs.models.quantized_checkpoints import (
     Format,
@@ -20,7 +21,6 @@ from rigs.models.quantized_checkpoints import (
     fp8_blocks,
     fp8_per_tensor,
     gptq,
-    save_compressed,
     write_quantized,
 )
 from rigs.models.tiny_models import StepDriver, save_tiny_checkpoint

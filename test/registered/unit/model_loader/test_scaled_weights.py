@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from rigs.caches.memory_ranks import PlaceInGroup
+from rigs.models.compressed_checkpoints import save_compressed
 from rigs.models.model_oracle import logits_of_batches
 from rigs.models.quantized_checkpoints import (
     Format,
@@ -20,7 +21,6 @@ from rigs.models.quantized_checkpoints import (
     fp8_blocks,
     fp8_per_tensor,
     gptq,
-    save_compressed,
     write_quantized,
 )
 from rigs.models.scaled_products import dequantized, scaled_products, scaled_weights

@@ -24,6 +24,8 @@ PROGRAMS: Final = 512
 _LAUNCH: Final = (128, 128, 3)
 """Rows of a program's products (tokens times heads), keys of a block, stages."""
 _FP32_LAUNCH: Final = (64, 64, 1)
+_MANY_TOKENS: Final = 64
+"""From this many tokens with one list on, its keys in fp8 are copied before they are read."""
 _CHOICE_WARPS: Final = 8
 _FEW_TOKENS: Final = 128
 """Up to this many tokens, each has a multiprocessor to itself."""
@@ -67,10 +69,15 @@ def _score_kernel(
     BLOCK_D: tl.constexpr,
     BLOCK: tl.constexpr,
     IS_FP8: tl.constexpr,
+    IS_LISTED: tl.constexpr,
     LARGEST: tl.constexpr,
     LEAST: tl.constexpr,
 ) -> None:
-    """Scores of TOKENS tokens that have one list; programs along axis 1 share its blocks."""
+    """Scores of TOKENS tokens that have one list; programs along axis 1 share its blocks.
+
+    Keys are at the slots of the list, a scale behind each in fp8; or, if not IS_LISTED, in fp8 in
+    the order of the list, with scales of their own.
+    """
     first = tl.program_id(0).to(tl.int64) * TOKENS
     tokens = first + tl.arange(0, TOKENS)
     lens = tl.load(lens_ptr + tokens, mask=tokens < num_tokens, other=0).to(tl.int32)
@@ -83,21 +90,28 @@ def _score_kernel(
     q = tl.load(q_ptr + q_at, mask=is_there[:, None] & (dims < DIM)[None, :], other=0.0)
     weights = tl.load(weights_ptr + token * NUM_HEADS + head, mask=is_there, other=0.0)
     row = DIM
-    if IS_FP8:
+    if IS_FP8 and IS_LISTED:
         row = DIM + 4
+    if IS_FP8:
         q, weights = _rounded_queries(q, weights, LARGEST, LEAST)
     slots = table_ptr + tl.load(rows_ptr + first).to(tl.int64) * table_stride
     for start in range(tl.program_id(1) * BLOCK, longest, tl.num_programs(1) * BLOCK):
         pos = start + tl.arange(0, BLOCK)
-        slot = tl.load(slots + pos, mask=pos < longest, other=0).to(tl.int64)
-        keys = tl.load(
-            keys_ptr + slot[:, None] * row + dims[None, :], mask=(dims < DIM)[None, :], other=0.0
-        )
+        slot = pos.to(tl.int64)
+        if IS_LISTED:
+            slot = tl.load(slots + pos, mask=pos < longest, other=0).to(tl.int64)
+        is_key = (dims < DIM)[None, :]
+        if not IS_LISTED:
+            is_key &= (pos < longest)[:, None]
+        keys = tl.load(keys_ptr + slot[:, None] * row + dims[None, :], mask=is_key, other=0.0)
         products = tl.dot(q, tl.trans(keys.to(q.dtype)), input_precision="tf32x3")
         products = tl.maximum(products, 0.0) * weights[:, None]
         scores = tl.sum(tl.reshape(products, [TOKENS, HEADS, BLOCK]), axis=1)
         if IS_FP8:
-            scores *= tl.load(scales_ptr + slot * (row // 4) + DIM // 4)[None, :]
+            at_scale = scales_ptr + slot
+            if IS_LISTED:
+                at_scale = scales_ptr + slot * (row // 4) + DIM // 4
+            scores *= tl.load(at_scale, mask=pos < longest, other=0.0)[None, :]
         at = tokens[:, None] * out_stride + pos[None, :]
         tl.store(out_ptr + at, scores, mask=pos[None, :] < lens[:, None])
 
@@ -132,6 +146,12 @@ def index_scores(
     assert q.is_contiguous() and weights.is_contiguous() and keys.is_contiguous()
     is_fp8 = keys.dtype == torch.uint8
     codes, scales = typed_views(keys)[:2] if is_fp8 else (keys, keys)
+    is_listed = not (is_fp8 and one_list and num_tokens >= _MANY_TOKENS)
+    if not is_listed:
+        # Rows of 132 bytes are read four bytes at a time, again for each few tokens.
+        own = keys.index_select(0, table[rows[0], :longest].long())
+        codes = own[:, :dim].contiguous().view(torch.float8_e4m3fn)
+        scales = own[:, dim:].contiguous().view(torch.float32)
     heads = max(16, triton.next_power_of_2(num_heads))
     most_rows, block, num_stages = _LAUNCH if q.element_size() == 2 else _FP32_LAUNCH
     together = max(1, most_rows // heads) if one_list else 1
@@ -159,6 +179,7 @@ def index_scores(
         BLOCK_D=max(32 if is_fp8 else 16, triton.next_power_of_2(dim)),
         BLOCK=block,
         IS_FP8=is_fp8,
+        IS_LISTED=is_listed,
         LARGEST=FP8_MAX,
         LEAST=LEAST_SCALE,
         num_warps=8 if together * heads >= 128 else 4,

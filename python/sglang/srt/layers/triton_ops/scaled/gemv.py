@@ -307,7 +307,7 @@ def plan(weight: ScaledWeight) -> GemvPlan:
     """Rows, columns and warps of a program for a weight `[outputs, inputs]`."""
     outputs, inputs = weight.shape
     kind = kind_of(weight)
-    rows = 8 if outputs >= 2048 else 4
+    rows = 8 if outputs > 4096 else 4
     block_k = inputs_at_once(inputs, kind, 1024)
     return {"BLOCK_N": rows, "BLOCK_K": block_k, "num_warps": max(1, block_k // 256)}
 

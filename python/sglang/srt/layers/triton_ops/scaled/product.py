@@ -235,7 +235,10 @@ def multiply_fp8_by_library(
 ) -> torch.Tensor:
     """`x @ weight.T + bias` by `torch.nn.functional.scaled_mm`: blocks of 128 inputs with 1 or 128
     outputs, or one group of inputs."""
-    inputs = weight.shape[1]
+    tokens, inputs = len(x), weight.shape[1]
+    if weight.group != inputs:
+        # Scales of blocks are read 16 bytes at a time.
+        x = F.pad(x, (0, 0, 0, -tokens % 4))
     rounded, x_scales = quantize_activations(x, weight.group)
     scales = weight.scales
     if weight.group == inputs:
@@ -257,5 +260,5 @@ def multiply_fp8_by_library(
         scale_b=scales,
         scale_recipe_b=recipe,
         output_dtype=out_dtype,
-    )
+    )[:tokens]
     return result if bias is None else result.add_(bias)
