@@ -197,7 +197,7 @@ def test_logits_under_a_mask_are_those_of_torch(
     sizes: dict[str, Any] = {"qk_rope_head_dim": 16, "head_dim": 16, "v_head_dim": 16}
     save_tiny_checkpoint(tmp_path, "deepseek_v32", **dense, **sizes)
     _check_logits(tmp_path)
-    assert set(masked) == {5, 35}
+    assert {5, 35} <= set(masked)
 
 
 def _check_logits(path: Path) -> None:
