@@ -43,8 +43,8 @@ class IndexQuery(NamedTuple):
     """True if an earlier layer has filled `chosen`; the queries are not used again."""
 
     def of(self, tokens: slice | torch.Tensor) -> IndexQuery:
-        """The queries of some of the tokens: a slice, or indices (int64 `[n]`). With a slice, what
-        is written to `chosen` is written to that of all tokens."""
+        """The queries of some of the tokens: a slice, or indices (int64 `[n]`). A slice has a view
+        of `chosen`, indices have a copy."""
         chosen = None if self.chosen is None else self.chosen[tokens]
         return self._replace(q=self.q[tokens], weights=self.weights[tokens], chosen=chosen)
 

@@ -122,8 +122,8 @@ def make_prefill_batch(
     """The tensors of a prefill step.
 
     A batch in which each request computes one token runs as a decode step: attention takes all
-    requests at once, and on CUDA a captured graph is replayed. The exception is a batch that waits
-    for a load from L2, because a graph cannot wait.
+    requests at once, and on CUDA one graph is replayed. The exception is a batch that waits for a
+    load from L2: it has a graph for each layer, and waits for the layer's load in between.
     """
     prefix_lens = [work.req.progress.kv_committed_len for work in works]
     extend_lens = [work.extend_len for work in works]

@@ -16,8 +16,8 @@ from sglang.srt.layers.triton_ops.scaled.product import (
 
 _FEW_TOKENS: Final = 64
 _FEW_OUTPUTS: Final = 4096
-"""Up to this many tokens, or twice as many with few outputs, the kernels of this project are faster
-than the library's, and than dequantizing 4-bit weights first."""
+"""The kernels of this project take up to this many tokens, with few outputs twice as many. For more
+tokens the library is faster, for 4-bit weights after they are dequantized."""
 
 
 def multiply_scaled(
