@@ -123,7 +123,6 @@ SGLANG_FLAGS: Final = (
     _row(_NOT_YET, "tool servers", "tool_server"),
     _row(_NOT_YET, "a whitespace pattern for constrained JSON (there is "
         "--constrained-json-disable-any-whitespace)", "constrained_json_whitespace_pattern"),
-    _row(_NOT_YET, "KV cache events", "kv_events_config"),
     _row(_NOT_YET, "other shapes of streams", "incremental_streaming_output stream_output"),
     _row(_NOT_YET, "what answers would need of the model besides logprobs", """
         enable_custom_logit_processor enable_return_hidden_states enable_return_routed_experts"""),

@@ -335,6 +335,11 @@ class ServerArgs:
     hicache_storage_backend_extra_config: str | None = flag(
         None, "Settings of L3: JSON, or @file with JSON, YAML or TOML.", secret=True
     )
+    kv_events_config: str | None = flag(
+        None,
+        'Publish events of KV blocks (docs/hicache.md): a JSON object, e.g. {"endpoint": '
+        '"tcp://*:5557", "topic": "kv-events"}. They contain the tokens of prompts.',
+    )
     hicache_allow_dynamic_attach: bool = flag(
         False, "Allow the admin key to attach a dynamic backend, which can run any Python code."
     )

@@ -61,6 +61,7 @@ if TYPE_CHECKING:
     from sglang.srt.constrained.xgrammar_backend import XGrammarBackend
     from sglang.srt.managers.detokenizer.detokenizer_manager import DecoderFactory
     from sglang.srt.managers.scheduler.launched_step import TpModelWorker
+    from sglang.srt.mem_cache.tree.kv_events import KVCacheEvent
     from sglang.srt.mem_cache.tree.radix_cache import RadixCache
     from sglang.srt.model_loader.weight_seed import WeightSeed
     from sglang.srt.observability.engine_metrics import SchedulerMetrics
@@ -104,6 +105,8 @@ class SchedulerResources:
     """Gives other servers the addresses of the weights; None: none may read them."""
     make_role: Callable[[SchedulerState, PrefillScheduler], Role] | None = None
     """Makes the role of a prefill or decode server; None: the server does both."""
+    publish_events: Callable[[Sequence[KVCacheEvent]], object] | None = None
+    """Gets the tree's events of KV blocks after each tick that has some; None: it notes none."""
     overlap: bool = False
     """Prepare each step while the device runs the one before it. It pays if launching a forward
     returns at once."""
@@ -173,6 +176,8 @@ class Scheduler:
         self._control.tick()
         self._results.follow_transfers(self._role.tick())
         self._did_forward = not self.is_stopped and self._run_batch()
+        if self._resources.publish_events is not None and (events := state.tree.take_events()):
+            self._resources.publish_events(events)
         if self._did_forward:
             self._is_verified = False
             if self._resources.group.rank == 0:

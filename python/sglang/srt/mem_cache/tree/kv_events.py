@@ -80,7 +80,7 @@ class KVEventBatch(EventBatch, frozen=True):
 
 
 class KVEventLog:
-    """Notes each node that comes to the device or leaves it, in the order of the tree's changes.
+    """Notes each node that comes to a tier or leaves it, in the order of the tree's changes.
 
     Threads: the scheduler's only.
     """
@@ -94,8 +94,8 @@ class KVEventLog:
         events, self._events = self._events, []
         return events
 
-    def stored(self, node: TreeNode) -> None:
-        """Note that `node`, which is in the tree, is on the device now."""
+    def stored(self, node: TreeNode, medium: StorageMedium) -> None:
+        """Note that `node`, which is in the tree, is on `medium` now."""
         hashes = node.page_hashes(self._page_size)
         parent = node.parent.get_last_hash_value() if node.parent is not None else None
         self._note(
@@ -105,14 +105,14 @@ class KVEventLog:
                 token_ids=node.key.token_ids.tolist(),
                 block_size=self._page_size,
                 lora_id=None,
-                medium=StorageMedium.GPU,
+                medium=medium,
             )
         )
 
-    def removed(self, node: TreeNode) -> None:
-        """Note that `node` is about to leave the device."""
+    def removed(self, node: TreeNode, medium: StorageMedium) -> None:
+        """Note that `node` is about to leave `medium`."""
         hashes = _numbers(node.page_hashes(self._page_size))
-        self._note(BlockRemoved(block_hashes=hashes, medium=StorageMedium.GPU))
+        self._note(BlockRemoved(block_hashes=hashes, medium=medium))
 
     def cleared(self) -> None:
         """Note that the tree forgets every node."""

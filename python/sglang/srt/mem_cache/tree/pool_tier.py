@@ -18,6 +18,7 @@ import numpy.typing as npt
 import torch
 
 from sglang.srt.mem_cache.tree.evict_policy import EvictionHeap, get_eviction_strategy
+from sglang.srt.mem_cache.tree.kv_events import StorageMedium
 from sglang.srt.mem_cache.tree.tree_node import PoolSlots, TreeNode
 
 if TYPE_CHECKING:
@@ -245,7 +246,7 @@ class DeviceTier(PoolTier):
         at.set_value(slots)
         at.last_access_time = node.last_access_time
         if self.events is not None:
-            self.events.stored(node)
+            self.events.stored(node, StorageMedium.GPU)
         if at.lock_ref:
             self.protected += slots.numel()
         else:
@@ -258,7 +259,7 @@ class DeviceTier(PoolTier):
         assert at.value is not None and at.lock_ref == 0
         self.evictable -= at.value.numel()
         if self.events is not None:
-            self.events.removed(node)
+            self.events.removed(node, StorageMedium.GPU)
         at.set_value(None)
 
     def lock(self, *nodes: TreeNode) -> None:
@@ -302,7 +303,13 @@ class DeviceTier(PoolTier):
 
 
 class HostTier(PoolTier):
-    """A pool on the host (L2). Pins of a node keep its slots there, of all pools."""
+    """A pool on the host (L2). Pins of a node keep its slots there, of all pools.
+
+    Attributes:
+        events: Gets what happens to the slots; None: nobody wants that.
+    """
+
+    events: KVEventLog | None = None
 
     def get(self, node: TreeNode) -> torch.Tensor | None:
         return self.slots_of(node).host_value
@@ -326,6 +333,8 @@ class HostTier(PoolTier):
             self.free(slots)
             return False
         at.set_host_value(slots)
+        if self.events is not None:
+            self.events.stored(node, StorageMedium.CPU)
         if at.value is None:
             at.last_access_time = node.last_access_time
         if not is_stored:
@@ -334,6 +343,8 @@ class HostTier(PoolTier):
         return True
 
     def _clear(self, node: TreeNode) -> None:
+        if self.events is not None:
+            self.events.removed(node, StorageMedium.CPU)
         self.slots_of(node).set_host_value(None)
 
     def make_room(self, num: int) -> None:

@@ -35,7 +35,7 @@ class PrefixTree:
         page_size: Tokens of a page.
         eviction_policy: Name of the order in which nodes leave a tier.
         components: Kinds of state that nodes have beside pages.
-        events: Gets what happens to pages on the device; None: nobody wants that.
+        events: Gets what happens to pages on the device and the host; None: nobody wants that.
 
     Attributes:
         tiers: All pools on all tiers: the pages on the device first.
@@ -81,6 +81,7 @@ class PrefixTree:
             pools: Those of the components' states, by name.
         """
         self.host = HostTier(self, "pages on the host", pool)
+        self.host.events = self.device.events
         for component in self.components:
             component.add_host(pools[component.pool.spec.name])
 

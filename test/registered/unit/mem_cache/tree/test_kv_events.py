@@ -1,4 +1,4 @@
-"""Events of L1: whoever hears them all knows which pages the device has."""
+"""Events of L1 and L2: whoever hears them all knows which pages the device and the host have."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from sglang.srt.disaggregation.kv_events import (
 )
 from sglang.srt.mem_cache.tree import kv_events
 from sglang.srt.mem_cache.tree.radix_key import RadixKey
+from sglang.srt.mem_cache.tree.tree_node import TreeNode
 from sglang.srt.mem_cache.utils import get_hash_str, hash_str_to_int64
 from sglang.test.ci.ci_register import register_cpu_ci
 
@@ -24,19 +25,23 @@ register_cpu_ci(est_time=3, suite="base-a-test-cpu")
 
 
 class Listener:
-    """Blocks that a cache has, as its events tell."""
+    """Blocks that a tier of a cache has, as its events tell."""
 
-    def __init__(self) -> None:
+    def __init__(self, medium: str = "GPU") -> None:
+        self.medium = medium
         self.tokens: dict[int, tuple[int, ...]] = {}
         """Tokens of blocks, by hash."""
         self.parents: dict[int, int | None] = {}
 
     def hear(self, events: list[KVCacheEvent]) -> None:
         for event in events:
+            if isinstance(event, BlockStored | BlockRemoved) and event.medium != self.medium:
+                continue
             if isinstance(event, BlockStored):
                 parent, size = event.parent_block_hash, event.block_size
-                assert event.medium == "GPU" and event.lora_id is None
-                assert parent is None or parent in self.tokens, "parents come first"
+                assert event.lora_id is None
+                if self.medium == "GPU":  # Copies to the host may end in any order.
+                    assert parent is None or parent in self.tokens, "parents come first"
                 for index, block in enumerate(event.block_hashes):
                     assert block not in self.tokens, "stored twice"
                     self.tokens[block] = tuple(event.token_ids[index * size : (index + 1) * size])
@@ -53,12 +58,11 @@ class Listener:
 
 def on_device(rig: CacheRig) -> set[int]:
     """Numbers of the pages that the tree has on the device."""
-    return {
-        hash_str_to_int64(page)
-        for node in rig.tree.nodes()
-        if node.value is not None
-        for page in node.page_hashes(rig.page_size)
-    }
+    return numbers(rig, [node for node in rig.tree.nodes() if node.value is not None])
+
+
+def numbers(rig: CacheRig, nodes: list[TreeNode]) -> set[int]:
+    return {hash_str_to_int64(page) for node in nodes for page in node.page_hashes(rig.page_size)}
 
 
 def test_a_prompt_is_stored_and_its_eviction_removes_it() -> None:
@@ -91,13 +95,20 @@ def test_a_listener_knows_the_tree_of_a_random_run(tiers: int) -> None:
     rng = random.Random(tiers)
     settings = HiCacheSettings() if tiers == 2 else None
     rig = CacheRig(l1_pages=12, settings=settings, kv_events=True)
-    listener = Listener()
+    device, host = Listener(), Listener("CPU_PINNED")
+    have_been: set[int] = set()
     for _ in range(150):
         prompt = [rng.randrange(3) for _ in range(rng.randrange(1, 30))]
         rig.run(prompt, extra_key=rng.choice([None, None, "a"]))
-        listener.hear(rig.tree.take_events())
-        assert set(listener.tokens) == on_device(rig)
-    assert listener.tokens
+        events = rig.tree.take_events()
+        device.hear(events)
+        host.hear(events)
+        assert set(device.tokens) == on_device(rig)
+        on_host = [node for node in rig.tree.nodes() if node.host_value is not None]
+        assert set(host.tokens) == numbers(rig, on_host)
+        have_been |= set(host.tokens)
+    assert device.tokens and bool(have_been) == (tiers == 2)
+    assert tiers == 1 or have_been - set(host.tokens), "some left the host"
     rig.settle()
 
 

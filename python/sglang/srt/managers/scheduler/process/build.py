@@ -21,6 +21,7 @@ from sglang.srt.constrained.grammar import GrammarLimits
 from sglang.srt.constrained.xgrammar_backend import XGrammarBackend
 from sglang.srt.disaggregation.base.bootstrap_route import Route
 from sglang.srt.disaggregation.base.conn import KVArgs
+from sglang.srt.disaggregation.kv_events import ZmqEventPublisher, make_event_publisher
 from sglang.srt.disaggregation.roles import MakeRole, role_of
 from sglang.srt.disaggregation.utils import KVClassType, MetadataBuffers, get_kv_class
 from sglang.srt.distributed.rank_group import RankGroup, SingleRank
@@ -79,6 +80,8 @@ class BuiltScheduler:
     ready_details: dict[str, Any]
     """Of the ready message. `tiers` has a line per tier: its size, and why that size; `routes` are
     the addresses at which decode servers find a prefill server's ranks, else empty."""
+    event_publisher: ZmqEventPublisher | None
+    """Publishes events of KV blocks; None: there is none, or another rank has it."""
 
 
 def build_scheduler(
@@ -124,7 +127,9 @@ def build_scheduler(
     tiers = init_pools(runner, server_args, group)
     role, routes = _make_role(server_args, runner, group)
     metrics = SchedulerMetrics()
-    tree = _make_tree(server_args, runner, metrics, group)
+    # The ranks' trees are equal, so one of them tells.
+    publisher = make_event_publisher(server_args.kv_events_config) if group.rank == 0 else None
+    tree = _make_tree(server_args, runner, metrics, group, has_events=publisher is not None)
     tiers += tree.tiers()
     resources = SchedulerResources(
         worker=TpModelWorker(runner),
@@ -141,6 +146,7 @@ def build_scheduler(
         ),
         weight_seed=_make_weight_seed(runner, group),
         make_role=role,
+        publish_events=None if publisher is None else publisher.publish,
         overlap=device_runtime(server_args.device).kind.overlaps_steps
         and not server_args.disable_overlap_schedule,
         tick_guard=nullcontext if watchdog is None else watchdog.guard,
@@ -158,7 +164,7 @@ def build_scheduler(
         "tiers": tiers,
         "routes": [msgspec.to_builtins(route) for route in routes],
     }
-    return BuiltScheduler(scheduler, group, server_args, details)
+    return BuiltScheduler(scheduler, group, server_args, details, publisher)
 
 
 def runner_config(
@@ -300,7 +306,12 @@ def _line_of_states(runner: ModelRunner, num_states: int, why: str) -> str:
 
 
 def _make_tree(
-    server_args: ServerArgs, runner: ModelRunner, metrics: SchedulerMetrics, group: RankGroup
+    server_args: ServerArgs,
+    runner: ModelRunner,
+    metrics: SchedulerMetrics,
+    group: RankGroup,
+    *,
+    has_events: bool,
 ) -> RadixCache:
     hierarchical = server_args.enable_hierarchical_cache
     identity = runner.weight_source.identity() if hierarchical else ""
@@ -311,6 +322,7 @@ def _make_tree(
         page_size=runner.config.page_size,
         eviction_policy=server_args.radix_eviction_policy,
         weights_identity=identity,
+        enable_kv_cache_events=has_events,
         tp_cache_group=group,
         metrics_registry=metrics.registry,
         model_pools=ModelPools.of(runner.pools.values(), runner.model_config.num_hidden_layers),

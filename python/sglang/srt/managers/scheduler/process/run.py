@@ -258,5 +258,7 @@ def run_scheduler_process(
     if channel is not None:
         channel.close()
     built.scheduler.close()
+    if built.event_publisher is not None:
+        built.event_publisher.shutdown()
     watchdog.close()
     logger.info("shut down")

@@ -1,0 +1,43 @@
+"""`--kv-events-config`: where events of KV blocks are published, as JSON."""
+
+from __future__ import annotations
+
+from typing import Annotated, Final, Literal
+
+import msgspec
+
+FLAG: Final = "--kv-events-config"
+_MOST: Final = 10_000_000
+
+_Count = Annotated[int, msgspec.Meta(ge=1, le=_MOST)]
+_Endpoint = Annotated[str, msgspec.Meta(pattern=r"^(tcp|ipc)://.")]
+
+
+class KVEventsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Settings of the publisher; names and defaults are SGLang's, but the endpoint's host."""
+
+    publisher: Literal["zmq", "null"] = "zmq"
+    """"null": events are not even noted."""
+    endpoint: _Endpoint = "tcp://127.0.0.1:5557"
+    """Address of a PUB socket. A name of another host is connected to; others are bound."""
+    replay_endpoint: _Endpoint | None = None
+    """Address of a ROUTER socket that sends old batches again; None: there is none."""
+    buffer_steps: _Count = 10_000
+    """Batches that are kept for that."""
+    hwm: _Count = 100_000
+    """Batches that ZMQ keeps for a slow subscriber. Later ones are not sent to it."""
+    max_queue_size: _Count = 100_000
+    """Batches that wait for the publisher's thread. Later ones are lost: a gap in the numbers."""
+    topic: Annotated[str, msgspec.Meta(max_length=256)] = ""
+
+
+def parse_kv_events_config(text: str) -> KVEventsConfig:
+    """Parse the flag's value. Raises ValueError: one line with the field and the remedy."""
+    try:
+        return msgspec.json.decode(text, type=KVEventsConfig)
+    except (msgspec.ValidationError, msgspec.DecodeError) as error:
+        names = ", ".join(KVEventsConfig.__struct_fields__)
+        raise ValueError(
+            f"{FLAG}: {error}: give a JSON object with some of {names}, such as "
+            '\'{"endpoint": "tcp://*:5557"}\''
+        ) from None
