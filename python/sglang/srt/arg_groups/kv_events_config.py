@@ -31,10 +31,13 @@ class KVEventsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     topic: Annotated[str, msgspec.Meta(max_length=256)] = ""
 
 
+_DECODER: Final = msgspec.json.Decoder(KVEventsConfig)
+
+
 def parse_kv_events_config(text: str) -> KVEventsConfig:
     """Parse the flag's value. Raises ValueError: one line with the field and the remedy."""
     try:
-        return msgspec.json.decode(text, type=KVEventsConfig)
+        return _DECODER.decode(text)
     except (msgspec.ValidationError, msgspec.DecodeError) as error:
         names = ", ".join(KVEventsConfig.__struct_fields__)
         raise ValueError(
