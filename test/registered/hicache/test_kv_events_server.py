@@ -18,7 +18,7 @@ from sglang.srt.disaggregation.kv_events import BlockRemoved, BlockStored, KVEve
 from sglang.srt.utils.network import get_free_ports, wait_until
 from sglang.test.ci.ci_register import register_cpu_ci
 
-register_cpu_ci(est_time=20, suite="base-b-test-cpu")
+register_cpu_ci(est_time=40, suite="base-b-test-cpu")
 
 PAGE = 16
 IDS = prompt(1, 70)
@@ -56,13 +56,15 @@ def blocks(endpoint: str, medium: str) -> dict[int, list[int]]:
     return have
 
 
-def test_events_tell_what_each_tier_has(tmp_path: Path) -> None:
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_events_tell_what_each_tier_has(tmp_path: Path, ranks: int) -> None:
+    """The first of several ranks tells."""
     save_tiny_checkpoint(tmp_path, "llama")
     published, replayed = (f"tcp://127.0.0.1:{port}" for port in get_free_ports(2))
     config = json.dumps({"endpoint": published, "replay_endpoint": replayed, "topic": "kv"})
     flags: dict[str, Any] = {
         "tokenizer-path": BUILTIN_MODEL_DIR, "device": "cpu", "page-size": PAGE,
-        "max-total-tokens": 256, "hicache-ratio": 4, "kv-events-config": config,
+        "max-total-tokens": 256, "hicache-ratio": 4, "kv-events-config": config, "tp-size": ranks,
     }  # fmt: skip
     pairs = [text for name, value in flags.items() for text in (f"--{name}", str(value))]
     server = EngineServer("--enable-hierarchical-cache", *pairs, model=str(tmp_path))
