@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, ClassVar, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -113,8 +113,12 @@ class PoolTier(ABC):
         heap: The nodes that may lose their slots, the first to lose them on top.
         dependents: Tiers of pools whose slots leave with these.
         evicted: Counts the slots that leave; None: nothing does.
+        medium: The tier's name in events.
+        events: Gets what happens to the slots; None: nobody wants that.
     """
 
+    medium: ClassVar[StorageMedium]
+    events: KVEventLog | None = None
     first_page = 0
     """Number of padding pages before the first page that may be owned."""
 
@@ -160,6 +164,8 @@ class PoolTier(ABC):
         assert slots is not None and node.parent is not None
         for tier in self.dependents:
             tier.drop(node)
+        if self.events is not None:
+            self.events.removed(node, self.medium)
         self._clear(node)
         self.heap.offer(node.parent)
         if self.evicted is not None:
@@ -221,13 +227,12 @@ class DeviceTier(PoolTier):
     Attributes:
         evictable: Slots in the tree that no lock protects.
         protected: Slots in the tree under a lock.
-        events: Gets what happens to the slots; None: nobody wants that.
     """
 
+    medium = StorageMedium.GPU
     first_page = 1
     evictable = 0
     protected = 0
-    events: KVEventLog | None = None
 
     def get(self, node: TreeNode) -> torch.Tensor | None:
         return self.slots_of(node).value
@@ -246,7 +251,7 @@ class DeviceTier(PoolTier):
         at.set_value(slots)
         at.last_access_time = node.last_access_time
         if self.events is not None:
-            self.events.stored(node, StorageMedium.GPU)
+            self.events.stored(node, self.medium)
         if at.lock_ref:
             self.protected += slots.numel()
         else:
@@ -258,8 +263,6 @@ class DeviceTier(PoolTier):
         at = self.slots_of(node)
         assert at.value is not None and at.lock_ref == 0
         self.evictable -= at.value.numel()
-        if self.events is not None:
-            self.events.removed(node, StorageMedium.GPU)
         at.set_value(None)
 
     def lock(self, *nodes: TreeNode) -> None:
@@ -303,13 +306,9 @@ class DeviceTier(PoolTier):
 
 
 class HostTier(PoolTier):
-    """A pool on the host (L2). Pins of a node keep its slots there, of all pools.
+    """A pool on the host (L2). Pins of a node keep its slots there, of all pools."""
 
-    Attributes:
-        events: Gets what happens to the slots; None: nobody wants that.
-    """
-
-    events: KVEventLog | None = None
+    medium = StorageMedium.CPU
 
     def get(self, node: TreeNode) -> torch.Tensor | None:
         return self.slots_of(node).host_value
@@ -334,7 +333,7 @@ class HostTier(PoolTier):
             return False
         at.set_host_value(slots)
         if self.events is not None:
-            self.events.stored(node, StorageMedium.CPU)
+            self.events.stored(node, self.medium)
         if at.value is None:
             at.last_access_time = node.last_access_time
         if not is_stored:
@@ -343,8 +342,6 @@ class HostTier(PoolTier):
         return True
 
     def _clear(self, node: TreeNode) -> None:
-        if self.events is not None:
-            self.events.removed(node, StorageMedium.CPU)
         self.slots_of(node).set_host_value(None)
 
     def make_room(self, num: int) -> None:
