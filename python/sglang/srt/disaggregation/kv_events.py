@@ -116,7 +116,7 @@ class ZmqEventPublisher:
         while True:
             self._answer()
             try:
-                waiting = self._queue.get(timeout=_WAIT_S)
+                waiting = self._queue.get(timeout=None if self._replay is None else _WAIT_S)
             except queue.Empty:
                 continue
             if waiting is None:
