@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 from enum import StrEnum
-from typing import Any, Final
+from typing import Any, Final, Literal, overload
 
 import msgspec
 import numpy as np
@@ -15,7 +15,14 @@ import xxhash
 # The types of the flags, under SGLang's names.
 from sglang.srt.arg_groups.disaggregation import DisaggregationMode as DisaggregationMode
 from sglang.srt.arg_groups.disaggregation import TransferBackend as TransferBackend
-from sglang.srt.disaggregation.base.conn import KVPoll, KVPoller, KVTransferError
+from sglang.srt.disaggregation.base.conn import (
+    BaseKVManager,
+    BaseKVReceiver,
+    BaseKVSender,
+    KVPoll,
+    KVPoller,
+    KVTransferError,
+)
 from sglang.srt.disaggregation.base.first_token import FirstToken
 from sglang.srt.disaggregation.common.metadata_reader import (
     HEAD_BYTES,
@@ -204,9 +211,20 @@ class KVClassType(StrEnum):
     RECEIVER = "receiver"
 
 
+@overload
+def get_kv_class(
+    transfer_backend: TransferBackend, class_type: Literal[KVClassType.MANAGER]
+) -> type[BaseKVManager]: ...
+@overload
+def get_kv_class(
+    transfer_backend: TransferBackend, class_type: Literal[KVClassType.SENDER]
+) -> type[BaseKVSender]: ...
+@overload
+def get_kv_class(
+    transfer_backend: TransferBackend, class_type: Literal[KVClassType.RECEIVER]
+) -> type[BaseKVReceiver]: ...
 def get_kv_class(transfer_backend: TransferBackend, class_type: KVClassType) -> Any:
-    """A class of the transport that `--disaggregation-transfer-backend` names: a `BaseKVManager`,
-    `BaseKVSender` or `BaseKVReceiver`."""
+    """A class of the transport that `--disaggregation-transfer-backend` names."""
     return _TRANSPORTS[transfer_backend][class_type]
 
 
