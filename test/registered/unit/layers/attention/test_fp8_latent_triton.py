@@ -20,9 +20,9 @@ ON_GPU = DEVICE == "cuda"
 # The interpreter's bf16 is no real one.
 HALF = torch.bfloat16 if ON_GPU else torch.float16
 
+from rigs.models.latent_driver import latent_driver  # noqa: E402
 from sglang.srt.layers.attention import dense_attention, dsa_backend  # noqa: E402
 from sglang.srt.layers.attention import latent_triton_backend as backend  # noqa: E402
-from sglang.srt.layers.attention.base_attn_backend import AttentionConfig  # noqa: E402
 from sglang.srt.layers.radix_attention import IndexQuery  # noqa: E402
 from sglang.srt.layers.triton_ops.attention import indexer_topk  # noqa: E402
 from sglang.srt.layers.triton_ops.attention.indexer_topk import index_scores  # noqa: E402
@@ -135,28 +135,6 @@ def test_scores_are_those_of_rounded_queries_and_keys(
             torch.testing.assert_close(got[i, :length].cpu(), want, rtol=1e-3, atol=0.05)
 
 
-def driver_of(path: Path, device: str) -> StepDriver:
-    """On a GPU the default; elsewhere its attention is replaced."""
-    driver = StepDriver(
-        path, page_size=16, device=device, disable_cuda_graph=True, kv_cache_dtype="fp8_e4m3"
-    )
-    runner = driver.runner
-    if not ON_GPU:
-        (layer, *_) = runner.model.attention_layers()
-        runner.attn_backends[layer.kind] = backend.LatentTritonBackend(
-            AttentionConfig(
-                num_heads=layer.num_heads,
-                specs={spec.name: spec for spec in runner.state_specs},
-                page_size=16,
-                dtype=torch.float32,
-                device=device,
-            )
-        )
-    (only,) = runner.attn_backends.values()
-    assert isinstance(only, backend.LatentTritonBackend)
-    return driver
-
-
 @pytest.mark.parametrize("is_long", [False, True])
 @pytest.mark.parametrize("family", ["deepseek_v2", "deepseek_v32"])
 def test_logits_are_those_of_torch(
@@ -204,7 +182,7 @@ def _check_logits(path: Path) -> None:
     long, short = prompt(90, 1), prompt(21, 2)
     both = []
     for driver in (
-        driver_of(path, DEVICE),
+        latent_driver(path, DEVICE, "fp8_e4m3"),
         StepDriver(path, page_size=16, device="cpu", kv_cache_dtype="fp8_e4m3"),
     ):
         got = [driver.extend([(0, short[:17]), (1, long[:37])]).next_token_logits.clone()]

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from rigs.models.model_oracle import prompt, reference
-from rigs.models.tiny_models import StepDriver, save_tiny_checkpoint
+from rigs.models.tiny_models import save_tiny_checkpoint
 from rigs.models.triton_device import triton_device
 from sglang.test.ci.ci_register import register_cuda_ci
 
@@ -20,12 +20,12 @@ ON_GPU = DEVICE == "cuda"
 # The interpreter's bf16 is no real one.
 HALF = torch.bfloat16 if ON_GPU else torch.float16
 
+from rigs.models.latent_driver import latent_driver  # noqa: E402
 from sglang.srt.layers.attention import (  # noqa: E402
     dense_attention,
     dsa_backend,
 )
 from sglang.srt.layers.attention import latent_triton_backend as backend  # noqa: E402
-from sglang.srt.layers.attention.base_attn_backend import AttentionConfig  # noqa: E402
 from sglang.srt.layers.triton_ops.attention import indexer_topk  # noqa: E402
 from sglang.srt.layers.triton_ops.attention.indexer_topk import (  # noqa: E402
     choose_slots,
@@ -195,26 +195,6 @@ def test_masked_tokens_attend_to_chosen_ones(dtype: torch.dtype, n: int, prefix:
     assert int(mask.sum()) == sum(len(found) for found in lists)
 
 
-def driver_of(path: Path) -> StepDriver:
-    """On a GPU the default; elsewhere its attention is replaced."""
-    driver = StepDriver(path, page_size=16, device=DEVICE, disable_cuda_graph=True)
-    runner = driver.runner
-    if not ON_GPU:
-        (layer, *_) = runner.model.attention_layers()
-        runner.attn_backends[layer.kind] = backend.LatentTritonBackend(
-            AttentionConfig(
-                num_heads=layer.num_heads,
-                specs={spec.name: spec for spec in runner.state_specs},
-                page_size=16,
-                dtype=torch.float32,
-                device=DEVICE,
-            )
-        )
-    (only,) = runner.attn_backends.values()
-    assert isinstance(only, backend.LatentTritonBackend)
-    return driver
-
-
 @pytest.mark.parametrize("is_long", [False, True])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_logits_equal_transformers(
@@ -255,7 +235,7 @@ def test_logits_under_a_mask_equal_transformers(
 
 
 def _check_logits(path: Path, hf: Any) -> None:
-    driver = driver_of(path)
+    driver = latent_driver(path, DEVICE)
     long, short = prompt(90, 1), prompt(21, 2)
     want_long, want_short = reference(hf, long), reference(hf, short)
     got = [driver.extend([(0, short[:17]), (1, long[:37])]).next_token_logits.clone()]

@@ -1,0 +1,33 @@
+"""A driver whose model attends to latent rows by Triton kernels, interpreted on a CPU."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from rigs.models.tiny_models import StepDriver
+from sglang.srt.layers.attention.base_attn_backend import AttentionConfig
+from sglang.srt.layers.attention.latent_triton_backend import LatentTritonBackend
+
+
+def latent_driver(path: Path, device: str, kv_cache_dtype: str = "auto") -> StepDriver:
+    """On a GPU the default; elsewhere its attention is replaced."""
+    driver = StepDriver(
+        path, page_size=16, device=device, disable_cuda_graph=True, kv_cache_dtype=kv_cache_dtype
+    )
+    runner = driver.runner
+    if device != "cuda":
+        (layer, *_) = runner.model.attention_layers()
+        runner.attn_backends[layer.kind] = LatentTritonBackend(
+            AttentionConfig(
+                num_heads=layer.num_heads,
+                specs={spec.name: spec for spec in runner.state_specs},
+                page_size=16,
+                dtype=torch.float32,
+                device=device,
+            )
+        )
+    (only,) = runner.attn_backends.values()
+    assert isinstance(only, LatentTritonBackend)
+    return driver
