@@ -25,7 +25,7 @@ _LAUNCH: Final = (128, 128, 3)
 """Rows of a program's products (tokens times heads), keys of a block, stages."""
 _FP32_LAUNCH: Final = (64, 64, 1)
 _MANY_TOKENS: Final = 64
-"""From this many tokens with one list on, its keys in fp8 are copied before they are read."""
+"""For this many tokens or more that have one list, its keys in fp8 are copied first."""
 _CHOICE_WARPS: Final = 8
 _FEW_TOKENS: Final = 128
 """Up to this many tokens, each has a multiprocessor to itself."""

@@ -1,7 +1,7 @@
 """Several rows times a weight with scales, on tensor cores.
 
-With fp8 weights the sum of each group of inputs is multiplied by both scales in fp32 and added to
-the others; 4-bit weights are dequantized to the dtype of `x` first. Weights are the left operand:
+fp8: each group of inputs has a sum of its own, which both scales multiply in fp32. 4 bits: weights
+are dequantized to the dtype of `x` first. Weights are the left operand:
 they have enough rows for tensor cores even where there are few tokens.
 """
 
@@ -160,7 +160,7 @@ def _sum_kernel(
 
 
 _PROGRAMS: Final = 192
-"""Programs that fill a device. With fewer, several share the inputs of a tile."""
+"""Programs that fill a device. If tiles are fewer, several programs share the inputs of one."""
 
 
 def plan(tokens: int, weight: ScaledWeight) -> tuple[Tiles, int]:
