@@ -3,9 +3,8 @@
 Decode steps and short prefills absorb the up-projections and attend to the rows of the pool
 (`latent_rows.py`). Each token has its own list of slots: its context, or the tokens chosen from it
 (`indexer_topk.py`). No launch depends on lengths, so graphs can capture all of it. Long prefills
-            if index is not None and own_index is not None and own_index.chosen is not None:
-                assert index.chosen is not None
-                index.chosen[tokens] = own_index.chosen
+project rows up (`dense_attention.py`). With an indexer, tokens before position `topk` do, and those
+before `MASKED_CONTEXT` under a mask of the chosen tokens (`masked_attention.py`).
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ TOKENS_AT_ONCE: Final = 1024
 SCORE_BYTES: Final = 256 << 20
 """Upper bound, in bytes, of the indexer's scores computed at a time."""
 
-MASKED_CONTEXT: Final = 10240
+MASKED_CONTEXT: Final = 13312
 """Tokens before this position attend to all keys under a mask. Reading the chosen rows costs a
 token the same everywhere, and a mask as much as there are keys."""
 MASKED_TOKENS: Final = 1024

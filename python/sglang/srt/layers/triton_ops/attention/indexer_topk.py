@@ -21,9 +21,12 @@ from sglang.srt.mem_cache.device.fp8_rows_triton import typed_views
 
 PROGRAMS: Final = 512
 """Programs of the scores that fill the device."""
-_LAUNCH: Final = (128, 128, 3)
-"""Rows of a program's products (tokens times heads), keys of a block, stages."""
-_FP32_LAUNCH: Final = (64, 64, 1)
+_LAUNCH: Final = (256, 64, 8, 3)
+"""Most queries of a program (tokens times heads), keys of a block, warps, stages."""
+_FP8_LAUNCH: Final = (128, 128, 4, 3)
+_FEW_LAUNCH: Final = (64, 128, 4, 3)
+"""The same for one token at a time."""
+_FP32_LAUNCH: Final = (64, 64, 4, 1)
 _MANY_TOKENS: Final = 64
 """For this many tokens or more that have one list, its keys in fp8 are copied first."""
 _CHOICE_WARPS: Final = 8
@@ -76,7 +79,8 @@ def _score_kernel(
     """Scores of TOKENS tokens that have one list; programs along axis 1 share its blocks.
 
     Keys are at the slots of the list, a scale behind each in fp8; or, if not IS_LISTED, in fp8 in
-    the order of the list, with scales of their own.
+    the order of the list, with scales of their own. They are the left operand, so that the sum over
+    heads stays within the four threads that share a row of a product.
     """
     first = tl.program_id(0).to(tl.int64) * TOKENS
     tokens = first + tl.arange(0, TOKENS)
@@ -104,16 +108,16 @@ def _score_kernel(
         if not IS_LISTED:
             is_key &= (pos < longest)[:, None]
         keys = tl.load(keys_ptr + slot[:, None] * row + dims[None, :], mask=is_key, other=0.0)
-        products = tl.dot(q, tl.trans(keys.to(q.dtype)), input_precision="tf32x3")
-        products = tl.maximum(products, 0.0) * weights[:, None]
-        scores = tl.sum(tl.reshape(products, [TOKENS, HEADS, BLOCK]), axis=1)
+        products = tl.dot(keys.to(q.dtype), tl.trans(q), input_precision="tf32x3")
+        products = tl.maximum(products, 0.0) * weights[None, :]
+        scores = tl.sum(tl.reshape(products, [BLOCK, TOKENS, HEADS]), axis=2)
         if IS_FP8:
             at_scale = scales_ptr + slot
             if IS_LISTED:
                 at_scale = scales_ptr + slot * (row // 4) + DIM // 4
-            scores *= tl.load(at_scale, mask=pos < longest, other=0.0)[None, :]
-        at = tokens[:, None] * out_stride + pos[None, :]
-        tl.store(out_ptr + at, scores, mask=pos[None, :] < lens[:, None])
+            scores *= tl.load(at_scale, mask=pos < longest, other=0.0)[:, None]
+        at = tokens[None, :] * out_stride + pos[:, None]
+        tl.store(out_ptr + at, scores, mask=pos[:, None] < lens[None, :])
 
 
 def index_scores(
@@ -153,8 +157,9 @@ def index_scores(
         codes = own[:, :dim].contiguous().view(torch.float8_e4m3fn)
         scales = own[:, dim:].contiguous().view(torch.float32)
     heads = max(16, triton.next_power_of_2(num_heads))
-    most_rows, block, num_stages = _LAUNCH if q.element_size() == 2 else _FP32_LAUNCH
-    together = max(1, most_rows // heads) if one_list else 1
+    launch = _FP8_LAUNCH if is_fp8 else _LAUNCH if one_list else _FEW_LAUNCH
+    most, block, num_warps, num_stages = launch if q.element_size() == 2 else _FP32_LAUNCH
+    together = max(1, most // heads) if one_list else 1
     groups = triton.cdiv(num_tokens, together)
     programs = min(triton.cdiv(longest, block), max(1, PROGRAMS // groups))
     stride = triton.cdiv(longest, _SCORES_ALIGNMENT) * _SCORES_ALIGNMENT
@@ -182,7 +187,7 @@ def index_scores(
         IS_LISTED=is_listed,
         LARGEST=FP8_MAX,
         LEAST=LEAST_SCALE,
-        num_warps=8 if together * heads >= 128 else 4,
+        num_warps=num_warps,
         num_stages=num_stages,
     )
     return scores[:, :longest]

@@ -16,12 +16,40 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-_LAUNCH: Final = (64, 64, 4, 2)
-"""Tokens and keys of a block, warps, stages: the fastest setting. Two programs share a
-multiprocessor, and one multiplies while the other takes exponentials."""
+_LAUNCH: Final = (128, 64, 8, 3)
+"""Tokens and keys of a block, warps, stages: the fastest setting."""
 _FP32_LAUNCH: Final = (32, 32, 4, 1)
-MASK_ALIGNMENT: Final = 128
-"""Rows of a mask have a multiple of this many bytes."""
+_WORD: Final = 64
+"""Keys of a mask's word, a bit each."""
+_WORDS: Final = 64
+"""Words that a program packs."""
+
+
+@triton.jit
+def _pack_kernel(
+    bytes_ptr: tl.tensor,
+    mask_ptr: tl.tensor,
+    words: tl.tensor,
+    WORD: tl.constexpr,
+    WORDS: tl.constexpr,
+) -> None:
+    """Grid `(tokens, words / WORDS)`: bytes that are 0 or 1 become bits."""
+    word = tl.program_id(1) * WORDS + tl.arange(0, WORDS)
+    at = tl.program_id(0).to(tl.int64) * words + word
+    bit = tl.arange(0, WORD)
+    is_word = word < words
+    bits = tl.load(bytes_ptr + at[:, None] * WORD + bit[None, :], mask=is_word[:, None], other=0)
+    packed = tl.sum(bits.to(tl.int64) << bit.to(tl.int64)[None, :], axis=1)
+    tl.store(mask_ptr + at, packed, mask=is_word)
+
+
+@triton.jit
+def _word_of(
+    masks: tl.tensor, start: tl.tensor, is_token: tl.tensor, WORD: tl.constexpr
+) -> tl.tensor:
+    """The bits of the keys from `start` on, for each token."""
+    word = tl.load(masks + start // WORD, mask=is_token, other=0)
+    return word >> (start % WORD)
 
 
 @triton.jit(do_not_specialize=["num_tokens", "first_position"])
@@ -46,6 +74,7 @@ def _masked_kernel(
     RANK: tl.constexpr,
     TOKENS: tl.constexpr,
     KEYS: tl.constexpr,
+    WORD: tl.constexpr,
 ) -> None:
     """Grid `(token blocks, heads)`; the last blocks, which see most keys, begin first."""
     block = tl.num_programs(0) - 1 - tl.program_id(0)
@@ -55,23 +84,29 @@ def _masked_kernel(
     is_token = token < num_tokens
     q = nope.load([begin, head * QUERY_STEP])
     q_rope = rope.load([begin, head * QUERY_STEP + KEY_DIM])
-    masks = mask_ptr + token.to(tl.int64)[:, None] * mask_stride
+    masks = mask_ptr + token.to(tl.int64) * mask_stride
+    key = tl.arange(0, KEYS).to(tl.int64)
+    in_byte, byte = (key % 8)[None, :], (key // 8 * 8)[None, :]
     peak = tl.full([TOKENS], -1e30, tl.float32)
     mass = tl.zeros([TOKENS], tl.float32)
     acc = tl.zeros([TOKENS, VALUE_DIM], tl.float32)
     end = first_position + tl.minimum(begin + TOKENS, num_tokens)
     column = head * (KEY_DIM + VALUE_DIM)
+    bits = _word_of(masks, 0, is_token, WORD)
     for start in range(0, end, KEYS):
+        # Read before the products, so that nothing waits for it; the last one is not used.
+        next_bits = _word_of(masks, start + KEYS, is_token, WORD)
         keys = projected_keys.load([start, column])
         scores = tl.dot(q, tl.trans(keys), input_precision="tf32x3")
         keys = key_ropes.load([start, RANK])
-        scores = tl.dot(q_rope, tl.trans(keys), scores, input_precision="tf32x3") * scale
-        at = start + tl.arange(0, KEYS)
-        is_seen = tl.load(masks + at[None, :], mask=is_token[:, None], other=0)
+        scores = tl.dot(q_rope, tl.trans(keys), scores, input_precision="tf32x3")
+        # A thread has the same two bits of each byte: one shift by a variable, others by constants.
+        is_seen = ((bits[:, None] >> in_byte) >> byte) & 1
         scores = tl.where(is_seen != 0, scores, float("-inf"))
-        new_peak = tl.maximum(peak, tl.max(scores, axis=1))
+        bits = next_bits
+        new_peak = tl.maximum(peak, tl.max(scores, axis=1) * scale)
         shrink = tl.exp2(peak - new_peak)
-        p = tl.exp2(scores - new_peak[:, None])
+        p = tl.exp2(scores * scale - new_peak[:, None])
         mass = mass * shrink + tl.sum(p, axis=1)
         acc = acc * shrink[:, None]
         values = projected_values.load([start, column + KEY_DIM])
@@ -99,11 +134,17 @@ def mask_of(chosen: torch.Tensor, num_keys: int) -> torch.Tensor:
         chosen: Integer `[n, topk]`: positions below `num_keys`.
 
     Returns:
-        uint8 `[n, columns]`, at least `num_keys` columns: 1 for chosen tokens, else 0.
+        int64 `[n, words]`: a bit for each key, the lowest first; 1 if chosen. There is one word
+        more than keys need.
     """
-    columns = triton.cdiv(num_keys, MASK_ALIGNMENT) * MASK_ALIGNMENT
-    mask = torch.zeros((len(chosen), columns), dtype=torch.uint8, device=chosen.device)
-    return mask.scatter_(1, chosen.long(), 1)
+    n, words = len(chosen), triton.cdiv(num_keys, _WORD) + 1
+    chosen_bytes = torch.zeros((n, words * _WORD), dtype=torch.uint8, device=chosen.device)
+    chosen_bytes.scatter_(1, chosen.long(), 1)
+    mask = torch.empty((n, words), dtype=torch.int64, device=chosen.device)
+    _pack_kernel[(n, triton.cdiv(words, _WORDS))](
+        chosen_bytes, mask, words, WORD=_WORD, WORDS=_WORDS
+    )
+    return mask
 
 
 def masked_attention(
@@ -136,7 +177,7 @@ def masked_attention(
     if launch is None:
         launch = _LAUNCH if q.element_size() == 2 else _FP32_LAUNCH
     tokens, keys, num_warps, num_stages = launch
-    assert MASK_ALIGNMENT % keys == 0 and mask.stride(-1) == 1
+    assert _WORD % keys == 0 and mask.stride(-1) == 1
     queries = q.view(n, num_heads * query_dim)
     _masked_kernel[(triton.cdiv(n, tokens), num_heads)](
         TensorDescriptor.from_tensor(queries, [tokens, key_dim]),
@@ -159,6 +200,7 @@ def masked_attention(
         RANK=rows.shape[1] - rope_dim,
         TOKENS=tokens,
         KEYS=keys,
+        WORD=_WORD,
         num_warps=num_warps,
         num_stages=num_stages,
     )
