@@ -27,7 +27,9 @@ PROGRAMS: Final = 128
 """Programs that fill the device."""
 MAX_SPLITS: Final = 64
 LAUNCH: Final = (64, 64, 8, 2)
-"""Heads and tokens per block, warps, stages: the fastest setting."""
+"""Heads and tokens per block, warps, stages: the fastest setting for split contexts."""
+_WHOLE_LAUNCH: Final = (64, 64, 8, 3)
+"""The same for whole contexts."""
 _FP32_LAUNCH: Final = (16, 16, 8, 1)
 """The same for fp32: twice the shared memory, and three TF32 products for each product."""
 _FP8_LAUNCH: Final = (64, 64, 8, 2)
@@ -137,12 +139,12 @@ def _latent_kernel(
         latent = latent.to(q.dtype)
         scores = tl.dot(q, tl.trans(latent), input_precision="tf32x3")
         rope = tl.trans(rope.to(q.dtype))
-        scores = tl.dot(q_rope, rope, scores, input_precision="tf32x3") * scale
+        scores = tl.dot(q_rope, rope, scores, input_precision="tf32x3")
         scores = tl.where(pos[None, :] < end, scores, float("-inf"))
         # Every block has a token that is seen, so no peak stays -inf.
-        new_peak = tl.maximum(peak, tl.max(scores, axis=1))
+        new_peak = tl.maximum(peak, tl.max(scores, axis=1) * scale)
         shrink = tl.exp2(peak - new_peak)
-        p = tl.exp2(scores - new_peak[:, None])
+        p = tl.exp2(scores * scale - new_peak[:, None])
         mass = mass * shrink + tl.sum(p, axis=1)
         acc = acc * shrink[:, None]
         acc = tl.dot(p.to(q.dtype), latent, acc, input_precision="tf32x3")
@@ -186,6 +188,7 @@ def latent_attention(
         table: int32 `[lists, max_length]`, the last dimension dense: slots.
         rows: Integer `[num_tokens]`: the list of each token.
         lens: Integer `[num_tokens]`, at least 1 each: number of tokens of the list to read.
+        scaling: Positive factor of the scores.
         most: Most tokens of a list to read; 0: no limit.
         splits: In the form of `plan_splits`; None: its result.
         launch: In the form of `LAUNCH`; None: the fastest.
@@ -207,10 +210,12 @@ def latent_attention(
         launch = _FP8_LAUNCH if groups else LAUNCH
         if latent_q.element_size() == 4:
             launch = _FP32_LAUNCH
-    heads, block, num_warps, num_stages = launch
-    heads = min(heads, max(16, triton.next_power_of_2(num_heads)))
+    heads = min(launch[0], max(16, triton.next_power_of_2(num_heads)))
     head_blocks = triton.cdiv(num_heads, heads)
     count = plan_splits(num_tokens, head_blocks) if splits is None else splits
+    if launch is LAUNCH and count == 1:
+        launch = _WHOLE_LAUNCH
+    _, block, num_warps, num_stages = launch
     out = latent_q.new_empty((num_tokens, num_heads, rank))
     parts, lse = out, out
     if count > 1:

@@ -166,6 +166,7 @@ def masked_attention(
         rows: Contiguous `[context, rank + rope_dim]`: the rows that were projected.
         mask: From `mask_of`. Each token sees at least one key, and none after itself.
         first_position: Position of the first token in the context.
+        scaling: Positive factor of the scores.
         out: `[n, num_heads, v_head_dim]`, the last dimension dense; overwritten.
         launch: In the form of `_LAUNCH`; None: the fastest.
     """
