@@ -187,6 +187,7 @@ class PrefillRole(Role):
                 progress.output_top_logprobs[0] if progress.output_top_logprobs else None
             ),
             cached=report.cached_tokens_details,
+            cache_report=report.cache,
             queue_seconds=0.0 if room.asked is None else max(0.0, first_step - room.asked),
             prefill_seconds=prefill_seconds,
             state_slot=self._state.pools.req_to_token_pool.state_of(req.slots.row),

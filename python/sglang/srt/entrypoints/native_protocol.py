@@ -144,6 +144,7 @@ def to_requests(body: GenerateBody) -> tuple[list[GenerateRequest], bool]:
                 top_logprobs_num=(columns["top_logprobs_num"][index] or 0) * return_logprob,
                 logprob_start_len=-1 if start is None else start,
                 no_stop_trim=bool(body.no_stop_trim) or keeps_stop,
+                return_cache_report=bool(body.return_cache_report),
                 bootstrap=rooms[index],
                 extra_key=columns["extra_key"][index],
                 cache_salt=columns["cache_salt"][index],

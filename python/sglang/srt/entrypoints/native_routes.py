@@ -106,6 +106,8 @@ class AnswerWriter:
             meta["e2e_latency"] = state.seconds
         if state.stages is not None:
             meta["stages"] = msgspec.to_builtins(state.stages)
+        if self._request.return_cache_report and state.ended:
+            meta["cache_report"] = state.shown_cache_report()
         return meta
 
     def _add_logprobs(self, meta: dict[str, Any], *, ended: bool) -> None:

@@ -14,11 +14,12 @@ from typing import Any
 
 import torch
 
+from sglang.srt.managers.messages.cache_report import CacheReport
 from sglang.srt.mem_cache.device.pool_transfer import PoolTransfer
 from sglang.srt.mem_cache.host.host_pool_group import HostPoolGroup
 from sglang.srt.mem_cache.l2.cache_controller import HiCacheArgs, make_controller
 from sglang.srt.mem_cache.l2.eviction_to_host import EvictionToHost
-from sglang.srt.mem_cache.l2.host_flows import HostBackup, HostLoad
+from sglang.srt.mem_cache.l2.host_flows import HostBackup, HostLoad, NoLoad
 from sglang.srt.mem_cache.l3.hicache_administration import ChangeResult, StorageAdministration
 from sglang.srt.mem_cache.l3.storage_backup import StorageBackup
 from sglang.srt.mem_cache.l3.storage_prefetch import StoragePrefetch
@@ -232,9 +233,11 @@ class HiRadixCache(RadixCache):
         tokens, quota = sum(len(node.key) for node in chain), params.mem_quota
         while chain and not ((quota is None or tokens <= quota) and self.tree.can_end(chain[-1])):
             tokens -= len(chain.pop().key)
-        slots = self.host_load.load(chain, above, params.mamba_quota)
-        if slots is not None:
-            return slots, chain[-1] if chain else above
+            params.refusal = NoLoad.BUDGET
+        loaded = self.host_load.load(chain, above, params.mamba_quota)
+        if isinstance(loaded, torch.Tensor):
+            return loaded, chain[-1] if chain else above
+        params.refusal = loaded or params.refusal
         while above.parent is not None and any(state.value is None for state in above.states):
             above = above.parent  # No prefix may end here now.
         return self.tree.values_of([]), above
@@ -254,6 +257,7 @@ class HiRadixCache(RadixCache):
         *,
         extra_key: str | None = None,
         only_join: bool = False,
+        report: CacheReport | None = None,
     ) -> None:
         if self.store.attached is None:
             return
@@ -267,7 +271,10 @@ class HiRadixCache(RadixCache):
             last_hash,
             prefix_keys,
             only_join=only_join,
+            report=report,
         )
+        if report is not None:
+            self.storage_prefetch.explain(req_id, report, refusal)
         if refusal is not None:
             self.storage_prefetch.note_refusal(refusal)
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import msgspec
 import xxhash
 
+from sglang.srt.managers.messages.cache_report import CacheReport
 from sglang.srt.managers.messages.io_struct import CachedTokensDetails, TopLogprobs
 
 if TYPE_CHECKING:
@@ -30,6 +31,8 @@ class FirstToken(msgspec.Struct, frozen=True, kw_only=True):
     logprob: float | None = None
     top_logprobs: TopLogprobs | None = None
     cached: CachedTokensDetails | None = None
+    cache_report: CacheReport | None = None
+    """Set if the prefill server's request asks for it."""
     state_slot: int | None = None
     """Slot, in the prefill server's pool, of the recurrent state after the prompt's last token;
     None: the model has none."""

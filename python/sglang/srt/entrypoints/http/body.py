@@ -265,6 +265,7 @@ class SharedFields(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     priority: int | None = None
     stream: bool | None = None
     no_stop_trim: bool | None = None
+    return_cache_report: bool | None = None
     bootstrap_host: str | list[str] | None = None
     bootstrap_port: int | list[int | None] | None = None
     bootstrap_room: int | list[int] | None = None

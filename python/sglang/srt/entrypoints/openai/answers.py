@@ -185,6 +185,7 @@ class Answers(ABC):
     def __init__(self, body: CommonBody, context: ServerContext) -> None:
         self._options = body.stream_options
         self._with_tiers = bool(body.return_cached_tokens_details)
+        self._with_report = bool(body.return_cache_report)
         self._cache_report = context.args.enable_cache_report
         self._head: dict[str, Any] = {
             "id": f"{self.id_prefix}-{uuid.uuid4().hex}",
@@ -200,8 +201,8 @@ class Answers(ABC):
             "choices": [await self._choice(index, state) for index, state in enumerate(states)],
             "usage": self._usage(states),
         }
-        if self._with_tiers:
-            answer["sglext"] = _tiers_of(states[0])
+        if extra := self._extra_of(states):
+            answer["sglext"] = extra
         return answer
 
     async def stream(self, states: Sequence[RequestState]) -> AsyncGenerator[dict[str, Any], None]:
@@ -225,11 +226,23 @@ class Answers(ABC):
     def _chunk(self, state: RequestState, choice: dict[str, Any], *, ended: bool) -> dict[str, Any]:
         """A chunk with one choice; `ended` marks the choice's last chunk."""
         chunk = {**self._head, "object": self.chunk_kind, "choices": [choice]}
-        if ended and self._with_tiers:
-            chunk["sglext"] = _tiers_of(state)
+        if ended and (extra := self._extra_of([state])):
+            chunk["sglext"] = extra
         if self._options is not None and self._options.continuous_usage_stats:
             chunk["usage"] = self._usage([state])
         return chunk
+
+    def _extra_of(self, states: Sequence[RequestState]) -> dict[str, Any]:
+        """What `return_cached_tokens_details` and `return_cache_report` add to an answer: the
+        tiers of the first choice; and its report, or a list with that of each choice."""
+        extra: dict[str, Any] = {}
+        if self._with_tiers:
+            tiers = msgspec.to_builtins(states[0].cached_tokens_details)
+            extra["cached_tokens_details"] = tiers
+        if self._with_report:
+            reports = [state.shown_cache_report() for state in states]
+            extra["cache_report"] = reports if len(reports) > 1 else reports[0]
+        return extra
 
     def _usage(self, states: Sequence[RequestState]) -> dict[str, Any]:
         """Token counts over all prompts and samples of one request; a prompt counts once."""
@@ -245,11 +258,6 @@ class Answers(ABC):
             cached = sum(state.cached_tokens_details.total for state in firsts)
             usage["prompt_tokens_details"] = {"cached_tokens": cached}
         return usage
-
-
-def _tiers_of(state: RequestState) -> dict[str, Any]:
-    """The field that `return_cached_tokens_details` adds to an answer."""
-    return {"cached_tokens_details": msgspec.to_builtins(state.cached_tokens_details)}
 
 
 def finish_reason(state: RequestState) -> str | None:

@@ -190,6 +190,7 @@ def to_requests(
         return_logprob=bool(body.logprobs),
         top_logprobs_num=top_logprobs,
         no_stop_trim=bool(body.no_stop_trim),
+        return_cache_report=bool(body.return_cache_report),
         bootstrap=rooms[0],
         extra_key=body.extra_key,
         cache_salt=body.cache_salt,

@@ -74,6 +74,7 @@ def to_requests(body: CompletionBody) -> list[GenerateRequest]:
             top_logprobs_num=body.logprobs or 0,
             logprob_start_len=0 if body.echo and body.logprobs is not None else -1,
             no_stop_trim=bool(body.no_stop_trim),
+            return_cache_report=bool(body.return_cache_report),
             bootstrap=rooms[index],
             extra_key=body.extra_key,
             cache_salt=body.cache_salt,

@@ -19,6 +19,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from sglang.srt.managers.messages.cache_report import CacheReport
 from sglang.srt.sampling.sampling_params import SamplingParams
 
 PackedTokens: TypeAlias = npt.NDArray[np.uint32]
@@ -67,6 +68,7 @@ class TokenizedGenerateReqInput(Message):
     priority: int = 0
     sample_of: str | None = None
     """Id of the request with the same prompt that has to be computed first."""
+    return_cache_report: bool = False
     bootstrap: Bootstrap | None = None
     """Set on a server that only prefills or only decodes; None: this server does both."""
     created_time: float = 0.0
@@ -236,6 +238,8 @@ class RequestOutput(msgspec.Struct, kw_only=True, omit_defaults=True):
     queue_time: float = 0.0
     stages: Stages | None = None
     """Only in the last message."""
+    cache_report: CacheReport | None = None
+    """Only in the last message of a request that asks for it, if it was scheduled."""
     skip_special_tokens: bool = True
     shown_chars: int | None = None
     """Characters of the output that may be shown: up to the stop string or pattern that ended it,

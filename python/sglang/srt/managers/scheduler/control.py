@@ -12,6 +12,7 @@ from sglang.srt.constants import HEALTH_CHECK_RID_PREFIX, LONGEST_STORAGE_CHANGE
 from sglang.srt.distributed.device_communicators.mooncake_transfer_engine import (
     get_mooncake_transfer_engine,
 )
+from sglang.srt.managers.messages.cache_report import CacheReport
 from sglang.srt.managers.messages.io_struct import (
     ABORTED_BY_CLIENT,
     AbortReq,
@@ -384,6 +385,8 @@ class InputHandler:
         match = tree.match_prefix(MatchPrefixParams(key, req=req.slots))
         known = len(match.device_indices) + match.host_hit_length
         req.progress.cached_on_arrival = known
+        if req.spec.return_cache_report:
+            req.report.cache = CacheReport(on_arrival=known)
         tree.note_waiting(req.rid, req.arrival_number, match.last_host_node)
         tree.prefetch_from_storage(
             req.rid,
@@ -391,4 +394,5 @@ class InputHandler:
             key.token_ids[known:],
             extra_key=req.spec.extra_key,
             only_join=queues.is_prompt_ahead(req.spec.sample_of),
+            report=req.report.cache,
         )

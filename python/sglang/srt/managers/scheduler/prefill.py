@@ -20,6 +20,7 @@ from sglang.srt.managers.scheduler.policy import (
     ceil_to_page,
     order_waiting,
 )
+from sglang.srt.managers.scheduler.prefix_report import PrefixEnds, complete_report
 from sglang.srt.managers.scheduler.requests.req import Req
 from sglang.srt.mem_cache.tree.base_prefix_cache import InitLoadBackParams, MatchPrefixParams
 
@@ -40,11 +41,15 @@ class _Prefix:
     """Carries the lock."""
     from_device: int
     from_host: int
+    found: tuple[int, int]
+    """Tokens that L1 and L2 had, before any was loaded."""
     cut: int
     """Tokens after it that a missing recurrent state makes unusable."""
     branching: int | None
     """Tokens before the point where other prompts diverge from this one, if no recurrent state is
     cached there; else None."""
+    no_load: str | None = None
+    """Reason why less than L2 had is loaded."""
 
 
 class PrefillScheduler:
@@ -261,6 +266,7 @@ class PrefillScheduler:
             node=match.last_device_node,
             from_device=len(match.device_indices),
             from_host=0,
+            found=(len(match.device_indices), match.host_hit_length),
             cut=match.mamba_cut_length,
             branching=match.mamba_branching_seqlen,
         )
@@ -274,15 +280,15 @@ class PrefillScheduler:
         if not has_load or not plan.is_admitted:
             return prefix, plan
         quota = free - ceil_to_page(rest, state.limits.page_size)
-        loaded, node = state.tree.init_load_back(
-            InitLoadBackParams(
-                match.best_match_node,
-                host,
-                mem_quota=quota,
-                mamba_quota=state.snapshots.room_to_load(state.queues.decoding),
-                req=req.slots,
-            )
+        params = InitLoadBackParams(
+            match.best_match_node,
+            host,
+            mem_quota=quota,
+            mamba_quota=state.snapshots.room_to_load(state.queues.decoding),
+            req=req.slots,
         )
+        loaded, node = state.tree.init_load_back(params)
+        prefix.no_load = params.refusal
         if node is not prefix.node:
             # The node is deeper by what was loaded, or higher up if a state to load has no room.
             state.tree.inc_lock_ref(node)
@@ -350,6 +356,15 @@ class PrefillScheduler:
             storage=storage,
             storage_backend=tree.storage_backend_name,
         )
+        if report.cache is not None:
+            ends = PrefixEnds(
+                device=prefix.found[0],
+                host=prefix.found[1],
+                used=prefix.from_device + prefix.from_host,
+                cut=prefix.cut,
+                no_load=prefix.no_load,
+            )
+            complete_report(report.cache, ends, tree, req.match_key(), req.progress.num_tokens)
         if not req.is_probe:
             self._uncounted.append((req, prefix.cut))
 

@@ -84,6 +84,9 @@ def _take_new(req: Req) -> RequestOutput:
         input_top_logprobs=progress.input_top_logprobs if is_first else None,
         queue_time=report.queue_time,
         stages=None if progress.finish_reason is None else report.stages,
+        cache_report=(
+            report.cache if progress.finish_reason is not None and report.was_scheduled else None
+        ),
         skip_special_tokens=spec.sampling_params.skip_special_tokens,
         shown_chars=(
             None
@@ -176,6 +179,8 @@ class ResultProcessor:
         req.report.stage_began = time.monotonic()
         if first.cached is not None:
             req.report.cached_tokens_details = first.cached
+        if spec.return_cache_report:
+            req.report.cache = first.cache_report
         self._state.tree.cache_unfinished_req(req.slots, chunked=False)
         if first.token_id is not None:
             self._append_token(req, first.token_id)

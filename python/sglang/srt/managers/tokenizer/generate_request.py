@@ -91,6 +91,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     logprob_start_len: int = -1
     """First prompt token of the prompt logprobs; -1: no prompt logprobs."""
     no_stop_trim: bool = False
+    return_cache_report: bool = False
     bootstrap: Bootstrap | None = None
     """Bootstrap info of a prefill or decode server; None: the server does both."""
     extra_key: str | None = None

@@ -246,6 +246,19 @@ def combine_extra_key(extra_key: str | None, cache_salt: str | None) -> str | No
     return "".join(parts) or None
 
 
+_EXTRA_KEY: Final = re.compile(r"e(\d+):", re.ASCII)
+
+
+def split_extra_key(combined: str | None) -> tuple[str | None, str]:
+    """The `extra_key` in a key of `combine_extra_key`, and the part that `cache_salt` gave: its
+    tag, length and text, or the empty text."""
+    head = _EXTRA_KEY.match(combined or "")
+    if head is None:
+        return None, combined or ""
+    end = head.end() + int(head[1])
+    return (combined or "")[head.end() : end], (combined or "")[end:]
+
+
 def tokenized(
     request: GenerateRequest, tokens: TokenArray, limits: RequestLimits, created_time: float
 ) -> TokenizedGenerateReqInput:
@@ -285,6 +298,7 @@ def tokenized(
         extra_key=combine_extra_key(request.extra_key, request.cache_salt),
         priority=request.priority,
         sample_of=request.sample_of,
+        return_cache_report=request.return_cache_report,
         bootstrap=bootstrap,
         created_time=created_time,
     )

@@ -5,7 +5,11 @@ from __future__ import annotations
 import asyncio
 import time
 from dataclasses import dataclass, field
+from typing import Any
 
+import msgspec
+
+from sglang.srt.managers.messages.cache_report import CacheReport
 from sglang.srt.managers.messages.io_struct import (
     ABORTED_BY_CLIENT,
     CLIENT_ABORT_STATUS,
@@ -49,6 +53,7 @@ class RequestState:
     cached_tokens_details: CachedTokensDetails = field(default_factory=CachedTokensDetails)
     queue_time: float = 0.0
     stages: Stages | None = None
+    cache_report: CacheReport | None = None
     last_token_time: float | None = None
     finished_time: float | None = None
     failure: Exception | None = None
@@ -96,6 +101,20 @@ class RequestState:
             self._joined_parts = len(self.text_parts)
         return self._joined
 
+    def shown_cache_report(self) -> dict[str, Any] | None:
+        """The cache report as answers have it; None: the request has not been scheduled."""
+        report, used = self.cache_report, self.cached_tokens_details
+        if report is None:
+            return None
+        tiers = ("device", "host", "storage")
+        return {
+            "prompt_tokens": self.prompt_tokens,
+            "on_arrival": report.on_arrival,
+            "found": {tier: getattr(report, tier) for tier in tiers},
+            "used": {tier: getattr(used, tier) for tier in tiers},
+            "cuts": msgspec.to_builtins(report.cuts),
+        }
+
     def apply(self, update: TextOutput, stop_text: str = "") -> int:
         """Add the new output of one message, and return the number of new tokens. `stop_text` is
         the text of the token that stopped the request, if it is to be shown."""
@@ -116,6 +135,7 @@ class RequestState:
         self.cached_tokens_details = output.cached_tokens_details
         self.queue_time = output.queue_time
         self.stages = output.stages
+        self.cache_report = output.cache_report
         if reason is not None:
             self._finish(reason)
         self._changed.set()

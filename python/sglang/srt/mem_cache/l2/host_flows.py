@@ -9,6 +9,7 @@ import logging
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
+from enum import StrEnum
 from typing import TYPE_CHECKING, Final
 
 import torch
@@ -27,6 +28,17 @@ logger = logging.getLogger(__name__)
 
 WRITE_POLICIES: Final = ("write_through", "write_through_selective", "write_back")
 _SELECTIVE_HITS: Final = 2
+
+
+class NoLoad(StrEnum):
+    """Reason why pages that L2 has are not loaded."""
+
+    BUDGET = "load_budget"
+    """The device slots that other requests leave are too few."""
+    NO_DEVICE_MEMORY = "no_device_memory"
+    """L1 is full of pages or states in use."""
+    NO_STATE_MEMORY = "no_state_memory"
+    """No slot for the recurrent state at their end may be taken."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,9 +236,9 @@ class HostLoad:
 
     def load(
         self, chain: list[TreeNode], above: TreeNode, most_states: int | None
-    ) -> torch.Tensor | None:
+    ) -> torch.Tensor | NoLoad | None:
         """Queue a load of pages, of the states at their end, or both; return its device slots,
-        empty if only states are loaded. None: nothing is missing, or there is no room.
+        empty if only states are loaded, or why there is no room. None: nothing is missing.
 
         Args:
             chain: The nodes whose pages are loaded, from the top; may be empty.
@@ -241,15 +253,17 @@ class HostLoad:
             if component.of(last).value is None
             and (slot := component.of(last).host_value) is not None
         }
-        if (missing and most_states == 0) or not (chain or missing):
+        if not (chain or missing):
             return None
+        if missing and most_states == 0:
+            return NoLoad.NO_STATE_MEMORY
         for node in pinned:
             node.protect_host()
         reserved = self._reserve(sum(len(node.key) for node in chain), above, missing)
         if reserved is None:
             for node in pinned:
                 self._tree.host.unpin(node)
-            return None
+            return NoLoad.NO_DEVICE_MEMORY
         slots, states = reserved
         none = torch.empty(0, dtype=torch.int64)
         values = [node.host_value for node in chain if node.host_value is not None]

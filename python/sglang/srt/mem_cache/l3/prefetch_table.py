@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 import torch
 
+from sglang.srt.managers.messages.cache_report import CacheReport, Tier
 from sglang.srt.mem_cache.device.pool_transfer import PoolTransfer
 from sglang.srt.mem_cache.storage.types import CacheOutcome
 from sglang.srt.mem_cache.tree.radix_key import PageHash, RadixKey
@@ -175,6 +176,8 @@ class PrefetchTable:
         operations: In order of start, the reads under way, and those terminated that still own host
             pages or a host state. Read only.
         new: Reads that were not submitted yet, a part of `operations`. Read only.
+        reports: By waiting request, the report that gets what the store had for it and why reads
+            fell short, for those that asked for one.
     """
 
     def __init__(self, page_size: int) -> None:
@@ -184,6 +187,7 @@ class PrefetchTable:
         """The reads that a request waits for, in the order of its pages."""
         self._by_page: dict[PageHash, PrefetchOperation] = {}
         self.new: list[PrefetchOperation] = []
+        self.reports: dict[str, CacheReport] = {}
         self._unanswered: list[PrefetchOperation] = []
 
     @property
@@ -281,8 +285,9 @@ class PrefetchTable:
         order of its pages; the pages that are not published are freed at later ticks."""
         reads = self._by_request.pop(request_id, [])
         for read in reads:
-            del read.needs[request_id]
+            self._drop_need(read, request_id, CacheOutcome.LATE)
             self._narrow(read)
+        self.reports.pop(request_id, None)
         return [read for read in reads if not read.needs]
 
     def note_known(self, read: PrefetchOperation, tokens: int) -> None:
@@ -293,13 +298,28 @@ class PrefetchTable:
             # It has ended, and all that landed is known.
             pages = len(read.hashes)
         for request_id in [rid for rid, needed in read.needs.items() if needed <= pages]:
-            del read.needs[request_id]
+            self._drop_need(read, request_id, CacheOutcome.OVERTAKEN)
             self._by_request[request_id].remove(read)
             if not self._by_request[request_id]:
                 del self._by_request[request_id]
         if not read.needs and not read.progress.ended:
             read.cancel()
         self._narrow(read)
+
+    def _drop_need(self, read: PrefetchOperation, request_id: str, cut: CacheOutcome) -> None:
+        """Let a request need nothing of a read any more, and tell its report what that brought;
+        `cut`: why the request leaves a read that goes on."""
+        needed = read.needs.pop(request_id)
+        report = self.reports.get(request_id)
+        if report is None or report.storage is None:
+            return
+        page, begin = self._page_size, report.on_arrival
+        stored = read.start + min(needed, max(0, read.progress.hit)) * page
+        report.storage = max(report.storage, stored - begin)
+        if read.progress.landed < needed:
+            ending = _ending_of(read)
+            at = read.start + read.progress.landed * page
+            report.cut(Tier.STORAGE, at, cut if ending is None else ending)
 
     def _narrow(self, read: PrefetchOperation) -> None:
         """Read no further than the requests need; terminate a read that has none."""
@@ -398,6 +418,19 @@ class PrefetchTable:
             and not read.progress.expired
             for read in self._by_request.get(request_id, ())
         )
+
+
+def _ending_of(read: PrefetchOperation) -> CacheOutcome | None:
+    """Reason why a read brings no more than what has landed; None: it may bring more."""
+    if read.is_cancelled:
+        return CacheOutcome.OVERTAKEN
+    if not read.progress.ended or read.outcome is None:
+        return None
+    if read.outcome is not CacheOutcome.LANDED:
+        return read.outcome
+    # All that the store has was read on this rank. Another rank may have got less.
+    is_common = read.progress.landed == read.landed_pages
+    return CacheOutcome.MISS if is_common else CacheOutcome.SHORT
 
 
 def _with_state(operation: PrefetchOperation, progress: PrefetchProgress) -> PrefetchProgress:

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Final, TypeAlias
 import numpy as np
 import torch
 
+from sglang.srt.managers.messages.cache_report import Tier
 from sglang.srt.mem_cache.l3.prefetch_cost import PrefetchCostModel
 from sglang.srt.mem_cache.l3.prefetch_table import (
     PrefetchOperation,
@@ -30,6 +31,7 @@ from sglang.srt.mem_cache.tree.tree_node import TreeNode
 from sglang.srt.utils.logging_utils import RateLimitedLogger
 
 if TYPE_CHECKING:
+    from sglang.srt.managers.messages.cache_report import CacheReport
     from sglang.srt.mem_cache.l3.store_connection import StoreConnection
     from sglang.srt.mem_cache.tree.hicache_metrics import HiCacheMetrics
     from sglang.srt.mem_cache.tree.pool_tier import PoolTier
@@ -72,8 +74,9 @@ _EXPECTED: Final = (NoRead.TOO_SHORT, NoRead.JOINED, NoRead.SAMPLE, NoRead.MISS)
 """Reasons that are not logged, since they are expected."""
 
 
-_Room: TypeAlias = "tuple[torch.Tensor, dict[StateComponent, torch.Tensor]]"
-"""Host slots for a read, int64: of pages, and of states."""
+_Room: TypeAlias = "tuple[torch.Tensor, dict[StateComponent, torch.Tensor], NoRead]"
+"""Host slots for a read, int64: of pages, and of states; and the reason if they are fewer pages
+than wanted."""
 
 
 class StoragePrefetch:
@@ -118,6 +121,7 @@ class StoragePrefetch:
         prefix_keys: list[PageHash] | None,
         *,
         only_join: bool,
+        report: CacheReport | None = None,
     ) -> NoRead | None:
         """Join the reads of pages of `new` that are under way, and start one for the pages after
         them; return None, or the reason why no read was started. A read begins at the next tick.
@@ -128,6 +132,7 @@ class StoragePrefetch:
             last_hash: Hash of the node's last page, if the caller knows it.
             prefix_keys: Hashes of the pages before, if the caller knows them.
             only_join: Start no read.
+            report: Gets the reason why only a part of `new` is read; None: not wanted.
         """
         is_root = node is self._tree.root
         if node.parent is None and not is_root:
@@ -153,12 +158,16 @@ class StoragePrefetch:
             room = self._make_room(req_id, node, len(rest), least)
         if isinstance(room, NoRead):
             if joined >= least:
+                if report is not None and joined < len(new):
+                    report.cut(Tier.STORAGE, len(above) + joined, room)
                 return NoRead.JOINED
             # The joined pages are too few to wait for.
             self.table.leave(req_id)
             return room
-        pages, states = room
+        pages, states, limit = room
         start = len(above) + joined
+        if report is not None and len(pages) < len(rest):
+            report.cut(Tier.STORAGE, start + len(pages), limit)
         key = RadixKey(np.concatenate([above, new.ids]), new.extra_key)[: start + len(pages)]
         if prefix_keys is None or joined:
             prefix = key[:start] if attached.settings.pass_prefix_keys else key[:0]
@@ -185,7 +194,7 @@ class StoragePrefetch:
     def _make_room(self, req_id: str, node: TreeNode, wanted: int, least: int) -> NoRead | _Room:
         """Allocate host slots for a read of at most `wanted` tokens after `node`, or give the
         reason why there is no read."""
-        page, pool = self.page_size, self._host.pool
+        page, pool, asked = self.page_size, self._host.pool, wanted
         if wanted < least:
             return NoRead.TOO_SHORT
         if not self._store.available:
@@ -197,10 +206,13 @@ class StoragePrefetch:
             req_id, wanted, self._store.prefetch_policy, self._store.rates
         ):
             return NoRead.SLOWER
+        limit = NoRead.QUEUE_FULL if wanted < asked else NoRead.NO_HOST_MEMORY
         # Evictions must not take the node that the read continues.
         node.protect_host()
         self._host.make_room(wanted)
-        wanted = min(wanted, pool.available_size() // page * page)
+        there = pool.available_size() // page * page
+        if there < wanted:
+            wanted, limit = there, NoRead.NO_HOST_MEMORY
         states = self._alloc_states() if wanted >= least and self._tree.components else {}
         self._host.unpin(node)
         if wanted < least or len(states) < len(self._tree.components):
@@ -209,7 +221,7 @@ class StoragePrefetch:
             return NoRead.NO_HOST_MEMORY
         pages = pool.alloc(wanted)
         assert pages is not None
-        return pages, states
+        return pages, states, limit
 
     def _alloc_states(self) -> dict[StateComponent, torch.Tensor]:
         """A host slot for the state of each kind that a read brings, as far as there is room."""
@@ -317,6 +329,15 @@ class StoragePrefetch:
                 self.settle_known(read)
         self._used.clear()
 
+    def explain(self, rid: str, report: CacheReport, refusal: NoRead | None) -> None:
+        """Tell `report` what the store has for request `rid`, until the request leaves its reads;
+        `refusal` is the answer of `join_or_read`, which has just been called."""
+        report.storage = 0
+        if self.table.reads_of(rid):
+            self.table.reports[rid] = report
+        elif refusal is not None:
+            report.cut(Tier.STORAGE, report.on_arrival, refusal)
+
     def note_refusal(self, reason: NoRead) -> None:
         """Count the reason why no read was started, and log it unless it is expected."""
         self._metrics.prefetch_outcomes.labels(reason.value).inc()
@@ -330,9 +351,12 @@ class StoragePrefetch:
     def release(self, rid: str) -> None:
         """Let request `rid` leave its reads: terminate those that no other request waits for, and
         publish their landed pages."""
+        report = self.table.reports.get(rid)
         for read in self.table.leave(rid):
             if self.publish(read, read.progress.landed) is None:
                 self._metrics.prefetch_outcomes.labels(NoRead.ORPHAN.value).inc()
+                if report is not None:
+                    report.cut(Tier.STORAGE, read.start, NoRead.ORPHAN)
             if read.outcome is None and not read.is_cancelled:
                 landed = read.progress.landed * self.page_size
                 self._log.info("late", "an L3 read was cut; %d tokens of it had landed", landed)

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
     from prometheus_client import CollectorRegistry
 
+    from sglang.srt.managers.messages.cache_report import CacheReport
     from sglang.srt.mem_cache.allocator.base import BaseTokenToKVPoolAllocator
     from sglang.srt.mem_cache.device.memory_pool import ReqToTokenPool
     from sglang.srt.mem_cache.device.pool_registry import ModelPools
@@ -181,6 +182,8 @@ class InitLoadBackParams:
     req: CacheableRequest | None = None
     mamba_quota: int | None = None
     """States that may be loaded; None: any number."""
+    refusal: str | None = None
+    """Set by the call: reason why less than the match was loaded (a `NoLoad`)."""
 
 
 class MatchResult(NamedTuple):
@@ -263,9 +266,11 @@ class BasePrefixCache:
         *,
         extra_key: str | None = None,
         only_join: bool = False,
+        report: CacheReport | None = None,
     ) -> None:
         """Start to read the pages after `last_host_node` from L3 in the background. Pages that are
-        being read already are not read again, and with `only_join` no others are read."""
+        being read already are not read again, and with `only_join` no others are read. `report`
+        gets what L3 has and why it brings no more, until the request is scheduled or aborted."""
 
     def check_prefetch_progress(self, req_id: str) -> bool:
         """True if `req_id` need not wait for L3 any longer. Then landed pages are published; the

@@ -16,6 +16,7 @@ import torch
 
 from sglang.srt.constants import HEALTH_CHECK_RID_PREFIX
 from sglang.srt.layers.penalties import TokenHistory
+from sglang.srt.managers.messages.cache_report import CacheReport
 from sglang.srt.managers.messages.io_struct import (
     CachedTokensDetails,
     FinishReason,
@@ -168,6 +169,8 @@ class RequestReport:
     was_scheduled: bool = False
     cached_tokens_details: CachedTokensDetails = _NOTHING_CACHED
     """Cached tokens by tier that its first prefill found."""
+    cache: CacheReport | None = None
+    """Report on these for the client; complete once it was scheduled. None: not asked for."""
     num_sent: int = 0
     """Number of `output_ids` that were sent to the detokenizer."""
     stages: Stages = field(default_factory=Stages)
