@@ -19,6 +19,7 @@ from types import FrameType
 from sglang.srt.arg_groups.cli import FlagErrors
 from sglang.srt.environ import envs
 from sglang.srt.server_args import prepare_server_args
+from sglang.srt.utils.logging_utils import logs_json
 from sglang.srt.utils.network import base_url
 from sglang.srt.utils.process import raise_file_limit, set_title
 
@@ -54,7 +55,11 @@ def _fail(error: Exception) -> int:
     if logger.isEnabledFor(logging.DEBUG):
         logger.debug("the server cannot start", exc_info=error)
     for line in error.lines if isinstance(error, FlagErrors) else [str(error)]:
-        sys.stderr.write(f"error: {' '.join(line.split())}\n")
+        text = " ".join(line.split())
+        if logs_json():
+            logger.critical("%s", text)
+        else:
+            sys.stderr.write(f"error: {text}\n")
     return 1
 
 

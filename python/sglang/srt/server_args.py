@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from sglang.srt.arg_groups.checks import mistakes_of
 from sglang.srt.arg_groups.cli import ignoring, parse_flags, raise_errors
 from sglang.srt.arg_groups.server_args import ServerArgs
-from sglang.srt.utils.logging_utils import LOG_LEVELS, configure_logger
+from sglang.srt.utils.logging_utils import LOG_FORMATS, LOG_LEVELS, configure_logger
 
 __all__ = ["ServerArgs", "prepare_server_args"]
 
@@ -17,7 +17,7 @@ logger = logging.getLogger(__name__)
 
 
 def prepare_server_args(argv: Sequence[str] | None = None) -> ServerArgs:
-    """Parse and resolve a command line, and set up logging at its `--log-level`.
+    """Parse and resolve a command line, and set up logging by `--log-level` and `--log-format`.
 
     Args:
         argv: Arguments without the program's name; None means those of the process.
@@ -34,7 +34,10 @@ def prepare_server_args(argv: Sequence[str] | None = None) -> ServerArgs:
     )
     args = ServerArgs(**parsed.values)
     lines = list(parsed.lines)
-    configure_logger(args.log_level if args.log_level in LOG_LEVELS else LOG_LEVELS[0])
+    configure_logger(
+        args.log_level if args.log_level in LOG_LEVELS else LOG_LEVELS[0],
+        style=args.log_format if args.log_format in LOG_FORMATS else LOG_FORMATS[0],
+    )
     try:
         args = args.with_keys()
     except ValueError as error:

@@ -29,6 +29,7 @@ from sglang.srt.managers.detokenizer.detokenizer_manager import (
     open_sockets,
     serve,
 )
+from sglang.srt.managers.messages.cache_report import CacheCut, CacheReport, Tier
 from sglang.srt.managers.messages.io_struct import (
     ABORTED_BY_CLIENT,
     SCHEDULER_DECODER,
@@ -74,6 +75,15 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
         tokenizer_object=backend, eos_token="<eos>", chat_template=CHAT_TEMPLATE
     )
+
+
+REPORT: Final = CacheReport(
+    on_arrival=1,
+    device=1,
+    storage=2,
+    cuts=[CacheCut(tier=Tier.STORAGE, at=3, reason="damaged")],
+)
+"""The report of every request that asks for one."""
 
 
 @dataclass(slots=True)
@@ -210,6 +220,7 @@ class FakeScheduler:
             input_top_logprobs=[[(-float(t), t)] for t in told]
             if told is not None and request.top_logprobs_num
             else None,
+            cache_report=REPORT if reason and request.return_cache_report else None,
             skip_special_tokens=params.skip_special_tokens,
             shown_chars=one.finder.shown_chars(ended=reason is not None)
             if params.has_text_stops

@@ -24,6 +24,7 @@ from sglang.srt.arg_groups.cli import (
 )
 from sglang.srt.arg_groups.disaggregation import DisaggregationMode, TransferBackend, read_secret
 from sglang.srt.arg_groups.extra_config import parse_extra_config, public_text
+from sglang.srt.arg_groups.observability import ObservabilityArgs
 from sglang.srt.arg_groups.remote_weights import REMOTE_INSTANCE
 from sglang.srt.constants import (
     BUILTIN_MODEL_DIR,
@@ -36,13 +37,12 @@ from sglang.srt.environ import envs, parse_gigabytes
 from sglang.srt.function_call.function_call_parser import TOOL_CALL_PARSERS
 from sglang.srt.hardware_backend.device_kinds import DEVICE_KINDS, device_kind
 from sglang.srt.parser.reasoning_parser import REASONING_PARSERS
-from sglang.srt.utils.logging_utils import LOG_LEVELS
 
 logger = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(kw_only=True)
-class ServerArgs:
+class ServerArgs(ObservabilityArgs):
     """The settings of one engine. `resolve()` returns the copy that the engine uses."""
 
     grpc_mode: ClassVar[bool] = False
@@ -112,10 +112,6 @@ class ServerArgs:
     admin_api_key_file: str | None = flag(
         None, "File with that token; or set SGLANG_ADMIN_API_KEY."
     )
-    log_level: str = flag("info", "Least severity logged.", choices=LOG_LEVELS)
-    log_requests: bool = flag(False, "Log every request's id, lengths and times (no text).")
-    enable_metrics: bool = flag(False, "Serve Prometheus metrics on /metrics.")
-    enable_cache_report: bool = flag(False, "Report cached tokens in the usage of OpenAI answers.")
     stream_interval: int = flag(1, "Tokens between two events of a stream.")
     watchdog_timeout: float = flag(
         300.0,

@@ -202,7 +202,7 @@ class Engine:
                 f"{START_SEED} has no effect here: other servers ask over HTTP for the addresses "
                 "of weights; start a server"
             )
-        configure_logger(server_args.log_level)
+        configure_logger(server_args.log_level, style=server_args.log_format)
         self.server_args = server_args.resolve()
         self._front = EngineFront(self.server_args)
         self._loop = asyncio.new_event_loop()

@@ -218,7 +218,7 @@ def launch_server(server_args: ServerArgs) -> None:
         SystemExit: The server has ended with an error.
     """
     raise_file_limit()
-    configure_logger(server_args.log_level)
+    configure_logger(server_args.log_level, style=server_args.log_format)
     args = server_args.with_keys().resolve()
     envs.SGLANG_DISAGGREGATION_SECRET.clear()  # The processes that need it get it with `args`.
     if status := run_server(args):

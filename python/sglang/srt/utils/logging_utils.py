@@ -1,7 +1,9 @@
-"""Log set-up, and a logger that limits repeated lines."""
+"""Log set-up as text or JSON, and a logger that limits repeated lines."""
 
 from __future__ import annotations
 
+import datetime
+import json
 import logging
 import sys
 import threading
@@ -11,35 +13,72 @@ from dataclasses import dataclass
 from typing import Final
 
 LOG_LEVELS: Final = ("debug", "info", "warning", "error", "critical")
+LOG_FORMATS: Final = ("text", "json")
 
 
 class _EngineHandler(logging.StreamHandler):  # type: ignore[type-arg]
     """The engine's handler on the root logger; its type differs from the embedding program's."""
 
 
-def configure_logger(level: str, prefix: str = "") -> None:
-    """Send this process's log to stderr, `[time prefix] message`.
+class _JsonFormatter(logging.Formatter):
+    """A JSON object for each record, in one line: `time` (ISO 8601, UTC), `level`, `process`,
+    `logger`, `message`; `exception` with the traceback; and what a call gives as
+    `extra={"fields": {...}}`."""
 
-    Another call replaces level and prefix. Handlers of the embedding program stay.
+    def __init__(self, process: str) -> None:
+        super().__init__()
+        self._process = process
+
+    def format(self, record: logging.LogRecord) -> str:
+        at = datetime.datetime.fromtimestamp(record.created, datetime.UTC)
+        line = {
+            **getattr(record, "fields", {}),
+            "time": at.isoformat(timespec="milliseconds"),
+            "level": record.levelname.lower(),
+            "process": self._process,
+            "logger": record.name,
+            "message": record.getMessage(),
+        }
+        if record.exc_info:
+            line["exception"] = self.formatException(record.exc_info)
+        return json.dumps(line, default=str)
+
+
+def logs_json() -> bool:
+    """True if `configure_logger` has set up JSON lines."""
+    handlers = logging.getLogger().handlers
+    return any(isinstance(handler.formatter, _JsonFormatter) for handler in handlers)
+
+
+def configure_logger(level: str, prefix: str = "", style: str = "text") -> None:
+    """Send this process's log to stderr, as lines `[time prefix] message` or JSON objects.
+
+    Another call replaces level, prefix and style. Handlers of the embedding program stay.
 
     Args:
         level: One of `LOG_LEVELS`, any case.
         prefix: Name of this process, e.g. `scheduler`; empty for the server process.
+        style: One of `LOG_FORMATS`.
 
     Raises:
-        ValueError: `level` is unknown.
+        ValueError: `level` or `style` is unknown.
     """
     if level.lower() not in LOG_LEVELS:
         raise ValueError(f"log level {level!r}: choose one of {', '.join(LOG_LEVELS)}")
+    if style not in LOG_FORMATS:
+        raise ValueError(f"log format {style!r}: choose one of {', '.join(LOG_FORMATS)}")
     root = logging.getLogger()
     for handler in list(root.handlers):
         if isinstance(handler, _EngineHandler):
             root.removeHandler(handler)
     handler = _EngineHandler(sys.stderr)
     tag = f" {prefix}" if prefix else ""
-    handler.setFormatter(
-        logging.Formatter(f"[%(asctime)s{tag}] %(levelname).1s %(message)s", "%Y-%m-%d %H:%M:%S")
+    formatter = logging.Formatter(
+        f"[%(asctime)s{tag}] %(levelname).1s %(message)s", "%Y-%m-%d %H:%M:%S"
     )
+    handler.setFormatter(_JsonFormatter(prefix or "server") if style == "json" else formatter)
+    # Python's own warnings are lines of text otherwise.
+    logging.captureWarnings(style == "json")
     root.addHandler(handler)
     root.setLevel(level.upper())
     # These log a line for each HTTP request of a client in this process, and torch logs about its

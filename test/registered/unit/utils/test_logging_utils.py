@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import datetime
+import json
 import logging
+import warnings
 from collections.abc import Iterator
 
 import pytest
 
-from sglang.srt.utils.logging_utils import RateLimitedLogger, configure_logger
+from sglang.srt.utils.logging_utils import RateLimitedLogger, configure_logger, logs_json
 from sglang.test.ci.ci_register import register_cpu_ci
 
 register_cpu_ci(est_time=1, suite="base-a-test-cpu")
@@ -39,6 +42,36 @@ def test_line_has_the_prefix(capsys: pytest.CaptureFixture[str]) -> None:
     logging.getLogger("x").info("tier %d", 2)
     line = capsys.readouterr().err
     assert " scheduler] I tier 2" in line
+
+
+def test_json_lines(capsys: pytest.CaptureFixture[str]) -> None:
+    configure_logger("info", "scheduler 0", "json")
+    assert logs_json()
+    log = logging.getLogger("x")
+    log.info("tier %d:\n%s", 2, "\x1b[31m\u2028", extra={"fields": {"rid": "a", "level": "forged"}})
+    try:
+        raise RuntimeError("broken")
+    except RuntimeError:
+        log.exception("it failed")
+    RateLimitedLogger(log).warning("kind", "seldom")
+    warnings.warn("old", DeprecationWarning, stacklevel=1)
+    text = capsys.readouterr().err
+    lines = [json.loads(line) for line in text.splitlines()]
+    assert len(lines) == text.count("\n") == 4
+    first = lines[0]
+    assert first["message"] == "tier 2:\n\x1b[31m\u2028"
+    assert (first["level"], first["process"], first["logger"]) == ("info", "scheduler 0", "x")
+    assert first["rid"] == "a"
+    assert datetime.datetime.fromisoformat(first["time"]).tzinfo is not None
+    assert lines[1]["exception"].endswith("RuntimeError: broken")
+    assert "old" in lines[3]["message"]
+    configure_logger("info")
+    assert not logs_json()
+
+
+def test_unknown_format_is_refused() -> None:
+    with pytest.raises(ValueError, match="'xml': choose one of text, json"):
+        configure_logger("info", style="xml")
 
 
 def test_libraries_log_warnings_only_except_at_debug() -> None:

@@ -262,7 +262,7 @@ def run_detokenizer_process(
     gets one JSON message, by `send_ready` or `send_error`.
     """
     leave_signals_to_parent()
-    configure_logger(server_args.log_level, "detokenizer")
+    configure_logger(server_args.log_level, "detokenizer", server_args.log_format)
     parent = multiprocessing.parent_process()
     if parent is not None and parent.pid is not None:
         start_parent_watch(parent.pid, ipc.exit_as_orphan)

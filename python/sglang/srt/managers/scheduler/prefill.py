@@ -374,6 +374,7 @@ class PrefillScheduler:
         for req, cut in self._uncounted:
             report, num_prompt = req.report, len(req.spec.input_ids)
             details = report.cached_tokens_details
+            self._state.recent.on_scheduled(req)
             self._state.metrics.on_scheduled(num_prompt, details, report.queue_time)
             self._state.tree.count_lookup(
                 num_prompt,

@@ -137,7 +137,7 @@ class ResultProcessor:
                 req.progress.input_top_logprobs += result.input_logprobs.tops[row]
             self._role.on_computed(work)
             if work.is_last_chunk:
-                req.report.end_prefill(time.monotonic())
+                self._end_prefill(req)
                 self._append(req, row, result)
                 (kept if self._role.keeps(req) else complete).append(req)
         for req, reason in zip(kept, self._stop_checker.check(kept), strict=True):
@@ -162,6 +162,13 @@ class ResultProcessor:
         self._state.counters.decode_tokens += len(alive)
         self._state.counters.decode_steps += 1
 
+    def _end_prefill(self, req: Req) -> None:
+        """Its first token is known, unless it was computed again: then a later one is."""
+        now = time.monotonic()
+        if req.report.stages.prefill is None and not req.is_probe:
+            self._state.recent.on_first_token(req, now)
+        req.report.end_prefill(now)
+
     def follow_transfers(self, update: TransferUpdate) -> None:
         """Take back slots, end the requests whose transfer is done or has failed, and let requests
         decode whose prompt has arrived."""
@@ -176,7 +183,8 @@ class ResultProcessor:
     def _receive(self, req: Req, first: FirstToken) -> None:
         spec, progress = req.spec, req.progress
         progress.kv_committed_len, progress.num_in_flight = progress.num_tokens, 0
-        req.report.stage_began = time.monotonic()
+        req.report.stage_began = now = time.monotonic()
+        self._state.recent.on_first_token(req, now)
         if first.cached is not None:
             req.report.cached_tokens_details = first.cached
         if spec.return_cache_report:

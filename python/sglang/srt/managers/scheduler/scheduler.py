@@ -54,7 +54,7 @@ from sglang.srt.managers.scheduler.requests.stop import StopChecker
 from sglang.srt.managers.scheduler.results import OutputCollector, ResultProcessor
 from sglang.srt.managers.scheduler.role import Role
 from sglang.srt.managers.scheduler.snapshots import Snapshots
-from sglang.srt.managers.scheduler.state import SchedulerState
+from sglang.srt.managers.scheduler.state import RecentRequests, SchedulerState
 from sglang.srt.utils.logging_utils import RateLimitedLogger
 
 if TYPE_CHECKING:
@@ -359,16 +359,19 @@ class Scheduler:
 
     def _log_status(self) -> None:
         state = self.state
-        self._log.info(
+        was_written = self._log.info(
             "status",
-            "running %d, waiting %d, slots %d/%d, prefill tokens %d, decode steps %d",
+            "running %d, waiting %d, slots %d/%d, prefill tokens %d, decode steps %d; %s",
             state.queues.num_holders,
             len(state.queues.waiting),
             state.used_tokens(),
             state.limits.pool_tokens,
             state.counters.prefill_tokens,
             state.counters.decode_steps,
+            state.recent,
         )
+        if was_written:
+            state.recent = RecentRequests()
 
 
 def _make_state(server_args: ServerArgs, resources: SchedulerResources) -> SchedulerState:

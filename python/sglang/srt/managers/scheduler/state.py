@@ -48,6 +48,48 @@ class SchedulerCounters:
     aborted: int = 0
 
 
+@dataclass(slots=True)
+class RecentRequests:
+    """Sums over the requests since the last status line of the log. Counts are tokens, times
+    seconds."""
+
+    scheduled: int = 0
+    prompt_tokens: int = 0
+    device: int = 0
+    host: int = 0
+    storage: int = 0
+    queue_s: float = 0.0
+    """From the arrival to the first step, summed."""
+    first_tokens: int = 0
+    """Number of requests whose first token came."""
+    first_token_s: float = 0.0
+    """From the arrival to that token, summed."""
+
+    def on_scheduled(self, req: Req) -> None:
+        """`req` was scheduled for the first time."""
+        details = req.report.cached_tokens_details
+        self.scheduled += 1
+        self.prompt_tokens += len(req.spec.input_ids)
+        self.device += details.device
+        self.host += details.host
+        self.storage += details.storage
+        self.queue_s += req.report.queue_time
+
+    def on_first_token(self, req: Req, now: float) -> None:
+        """The first token of `req` came at `now`, in seconds of `time.monotonic()`."""
+        self.first_tokens += 1
+        self.first_token_s += max(0.0, now - req.spec.created_time)
+
+    def __str__(self) -> str:
+        queue = self.queue_s / max(1, self.scheduled)
+        first = self.first_token_s / max(1, self.first_tokens)
+        return (
+            f"since the last such line {self.scheduled} prompts of {self.prompt_tokens} tokens "
+            f"(cached: device {self.device}, host {self.host}, storage {self.storage}), mean queue "
+            f"{queue:.3f} s, mean first token {first:.3f} s"
+        )
+
+
 @dataclass(slots=True, kw_only=True)
 class SchedulerState:
     """State that the parts of a scheduler share. Only `queues` has the states of requests."""
@@ -67,6 +109,7 @@ class SchedulerState:
     in_flight: LaunchedStep | None = None
     """The launched step whose results have not been processed."""
     counters: SchedulerCounters = field(default_factory=SchedulerCounters)
+    recent: RecentRequests = field(default_factory=RecentRequests)
     now: float = 0.0
     """`time.monotonic()` of rank 0 at the start of this tick."""
 

@@ -69,6 +69,13 @@ class RequestState:
     def rid(self) -> str:
         return self.request.rid
 
+    @property
+    def first_token_seconds(self) -> float | None:
+        """Time from its arrival to its first token; None: it has none, or has not ended."""
+        if self.seconds is None or self.stages is None or self.stages.decode is None:
+            return None
+        return self.seconds - self.stages.decode
+
     def note_sent(self, input_ids: TokenArray, logprob_start_len: int) -> None:
         """Note that the scheduler got the request; `logprob_start_len` -1: no prompt logprobs."""
         self.is_sent = True

@@ -229,15 +229,7 @@ class TokenizerManager:
         if self.metrics is not None:
             self.metrics.observe_end(state.outcome, state.seconds)
         if self._log_requests:
-            logger.info(
-                "request %s: %d prompt tokens (%d cached), %d output tokens, %.3f s, %s",
-                state.rid,
-                state.prompt_tokens,
-                state.cached_tokens_details.total,
-                len(state.output_ids),
-                time.monotonic() - state.created_time,
-                state.finish_reason.type if state.finish_reason else "left by its client",
-            )
+            log_request(state)
 
     def _handle(self, message: ToServer) -> None:
         if isinstance(message, ControlReqOutput):
@@ -276,6 +268,43 @@ class TokenizerManager:
             self.metrics.observe_first_token(now - state.created_time)
         else:
             self.metrics.observe_next_tokens(now - last, fresh)
+
+
+def log_request(state: RequestState) -> None:
+    """The line of `--log-requests` for a request that has no reader any more."""
+    cached, first_token = state.cached_tokens_details, state.first_token_seconds
+    seconds = time.monotonic() - state.created_time
+    reason = state.finish_reason.type if state.finish_reason else "left by its client"
+    fields = {
+        "rid": state.rid,
+        "prompt_tokens": state.prompt_tokens,
+        "cached_tokens": {
+            "device": cached.device,
+            "host": cached.host,
+            "storage": cached.storage,
+        },
+        "output_tokens": len(state.output_ids),
+        "queue_seconds": state.queue_time,
+        "first_token_seconds": first_token,
+        "seconds": seconds,
+        "finish_reason": reason,
+    }
+    logger.info(
+        "request %s: %d prompt tokens (%d cached: device %d, host %d, storage %d), %d output "
+        "tokens, queue %.3f s, first token %s, %.3f s, %s",
+        state.rid,
+        state.prompt_tokens,
+        cached.total,
+        cached.device,
+        cached.host,
+        cached.storage,
+        len(state.output_ids),
+        state.queue_time,
+        "never" if first_token is None else f"{first_token:.3f} s",
+        seconds,
+        reason,
+        extra={"fields": fields},
+    )
 
 
 def _abort_unsent(states: Iterable[RequestState]) -> None:

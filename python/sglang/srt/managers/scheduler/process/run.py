@@ -213,7 +213,7 @@ def run_scheduler_process(
     """
     leave_signals_to_parent()
     rank = 0 if rendezvous is None else rendezvous.rank
-    configure_logger(server_args.log_level, f"scheduler {rank}")
+    configure_logger(server_args.log_level, f"scheduler {rank}", server_args.log_format)
     ranks_here = ranks_per_node(server_args)
     if ranks_here > 1 and not envs.OMP_NUM_THREADS.is_set():
         torch.set_num_threads(max(torch.get_num_threads() // ranks_here, 1))

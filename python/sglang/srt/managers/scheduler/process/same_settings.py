@@ -18,8 +18,9 @@ if TYPE_CHECKING:
 
 _MACHINE_FIELDS: Final = frozenset(
     {"model_path", "tokenizer_path", "download_dir", "chat_template", "host", "port", "api_key",
-     "api_key_file", "admin_api_key", "admin_api_key_file", "log_level", "log_requests",
-     "enable_metrics", "node_rank", "dist_init_addr", "base_gpu_id", "mem_fraction_static"}
+     "api_key_file", "admin_api_key", "admin_api_key_file", "log_level", "log_format",
+     "log_requests", "enable_metrics", "node_rank", "dist_init_addr", "base_gpu_id",
+     "mem_fraction_static"}
 )  # fmt: skip
 """Fields that may differ between machines: paths, addresses, keys, and the share of the device's
 memory. All ranks use the smallest share."""
