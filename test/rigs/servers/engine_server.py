@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 import urllib.error
 import urllib.request
@@ -26,6 +27,7 @@ EXACT: Final = ("--dtype", "float32")
 token gets other numbers from another kind of CPU, in a batch of another size, in a decode step or
 a prefill: by 0.03 in log probabilities, which is more than likely words are apart."""
 _TIMEOUT_S: Final = 120.0
+_MODEL_LABEL: Final = re.compile(r'(?<=[{,])model_name="[^"]*",?|,model_name="[^"]*"')
 
 
 @dataclass(frozen=True)
@@ -133,13 +135,16 @@ class EngineServer:
         assert reply.status == 200, reply
 
     def metrics(self) -> dict[str, float]:
-        """Name with labels to value, for all samples of `/metrics`."""
+        """Name with labels to value, for all samples of `/metrics`. The label of the model, which
+        all samples have, is left out."""
         text = str(self.request("GET", "/metrics").body)
         samples = {}
         for line in text.splitlines():
             if line and not line.startswith("#"):
                 name, value = line.rsplit(" ", 1)
-                samples[name] = float(value)
+                name, num_labels = _MODEL_LABEL.subn("", name)
+                assert num_labels == 1, f"{name} does not name the model"
+                samples[name.replace("{}", "")] = float(value)
         return samples
 
     def request(

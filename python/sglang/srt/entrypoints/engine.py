@@ -34,7 +34,7 @@ from sglang.srt.managers.tokenizer.generate_request import EngineUnavailable, Ge
 from sglang.srt.managers.tokenizer.request_limits import RequestLimits
 from sglang.srt.managers.tokenizer.server_channel import QUICK_TIMEOUT
 from sglang.srt.managers.tokenizer.tokenizer_manager import TokenizerManager
-from sglang.srt.observability.engine_metrics import ServerMetrics
+from sglang.srt.observability.engine_metrics import ServerMetrics, model_label
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.utils.hf_tokenizer import get_tokenizer
 from sglang.srt.utils.logging_utils import configure_logger
@@ -122,7 +122,7 @@ class EngineFront:
                 prefill_hosts=prefill_hosts(args),
                 draws_rooms=args.disaggregation_transfer_backend == TransferBackend.FAKE,
             ),
-            metrics=ServerMetrics() if args.enable_metrics else None,
+            metrics=ServerMetrics(model_label(args)) if args.enable_metrics else None,
             log_requests=args.log_requests,
         )
         self.context = ServerContext(

@@ -22,3 +22,4 @@ from sglang.srt.mem_cache.storage.types import PrefetchTimeoutConfig as Prefetch
 from sglang.srt.mem_cache.storage.types import StoragePool as StoragePool
 from sglang.srt.mem_cache.storage.types import StorageUnavailable as StorageUnavailable
 from sglang.srt.mem_cache.storage.types import StorageUnreachable as StorageUnreachable
+from sglang.srt.mem_cache.storage.types import StorageUsage as StorageUsage

@@ -27,6 +27,7 @@ from sglang.srt.mem_cache.l3.store_connection import StoreConnection, demands_on
 from sglang.srt.mem_cache.tree.base_prefix_cache import (
     CacheInitParams,
     InitLoadBackParams,
+    Lookup,
     Workload,
 )
 from sglang.srt.mem_cache.tree.digest import CacheState, ReplicatedState
@@ -37,6 +38,7 @@ from sglang.srt.mem_cache.tree.prefix_tree import PrefixTree
 from sglang.srt.mem_cache.tree.radix_cache import RadixCache, make_tree
 from sglang.srt.mem_cache.tree.radix_key import PageHash, RadixKey, TokenArray
 from sglang.srt.mem_cache.tree.tick_sync import Progress, agree
+from sglang.srt.mem_cache.tree.tier_use import HostUse, host_use
 from sglang.srt.mem_cache.tree.tree_node import TreeNode
 
 
@@ -57,9 +59,11 @@ class HiRadixCache(RadixCache):
         host_backup, host_load, storage_backup, storage_prefetch: The flows down and up.
     """
 
+    metrics: HiCacheMetrics
+
     def __init__(self, params: CacheInitParams, server_args: HiCacheArgs) -> None:
         tree = make_tree(params)
-        metrics = self.metrics = HiCacheMetrics(params.metrics_registry)
+        metrics = HiCacheMetrics(params.metrics_registry)
         self._group = params.tp_cache_group
         backend = server_args.hicache_storage_backend
         extra_config = server_args.hicache_storage_backend_extra_config
@@ -84,8 +88,8 @@ class HiRadixCache(RadixCache):
             metrics=metrics,
         )
         _add_host(tree, controller.mem_pool_host)
-        tree.device.evicted = metrics.evicted.labels("device")
         tree.host.evicted = metrics.evicted.labels("host")
+        tree.host.decisions = metrics.decisions
         self.storage_prefetch = StoragePrefetch(tree, store, metrics)
         self.storage_backup = StorageBackup(tree, store, metrics)
         self.host_backup = HostBackup(
@@ -103,7 +107,7 @@ class HiRadixCache(RadixCache):
         self.host_load = HostLoad(tree, controller, evict_from=evict_from, metrics=metrics)
         self._from_storage: dict[str, int] = {}
         """Number of tokens that L3 contributed, by request."""
-        super().__init__(params, tree, evict_from)
+        super().__init__(params, tree, evict_from, metrics)
         metrics.host_total.set(self.host_pool.size)
         counts = {"epoch of L3": lambda: store.epoch}
         for tier in tree.tiers:
@@ -276,7 +280,7 @@ class HiRadixCache(RadixCache):
         if report is not None:
             self.storage_prefetch.explain(req_id, report, refusal)
         if refusal is not None:
-            self.storage_prefetch.note_refusal(refusal)
+            self.storage_prefetch.note_refusal(refusal, len(whole_pages))
 
     def check_prefetch_progress(self, req_id: str) -> bool:
         prefetch = self.storage_prefetch
@@ -389,21 +393,29 @@ class HiRadixCache(RadixCache):
 
     # ---- self check and metrics ------------------------------------------------------------
 
-    def count_lookup(
-        self, prompt_tokens: int, *, device: int, host: int, storage: int, cut: int = 0
-    ) -> None:
-        super().count_lookup(prompt_tokens, device=device, host=host, storage=storage, cut=cut)
-        found = {"device": device, "host": host}
+    def count_lookup(self, lookup: Lookup) -> None:
+        super().count_lookup(lookup)
+        found = {"device": lookup.device, "host": lookup.host}
         if self.storage_backend_name is not None:
-            found["storage"] = storage
-        missing = prompt_tokens
+            found["storage"] = lookup.storage
+        missing = lookup.prompt_tokens
         for tier, tokens in found.items():
             missing -= tokens
             self.metrics.hits.labels(tier).inc(tokens)
             self.metrics.misses.labels(tier).inc(missing)
 
+    def host_use(self) -> HostUse:
+        """The use of the pages of L2."""
+        pages = self.tree.host
+        owned = [slots for tier, _, slots in self._owned_by_operations() if tier is pages]
+        pinned = [(load.node, load.length) for load in self.host_load.loading.values()]
+        pinned += [(op.node, len(op.host_indices)) for op in self.storage_backup.under_way]
+        return host_use(pages, owned, pinned)
+
     def read_metrics(self) -> None:
         super().read_metrics()
+        self.store.read_metrics()
+        self.metrics.host_evictable.set(self.host_use().evictable)
         for component in self.tree.components:
             states = component.host.pool
             component.metrics.set_host(total=states.size, free=states.available_size())

@@ -9,17 +9,20 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Final
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final, Literal
 
-from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client import CollectorRegistry
 
-from sglang.srt.utils.metrics import Counter, Gauge, Histogram
+from sglang.srt.utils.metrics import Counter, Gauge, Histogram, render
 
 if TYPE_CHECKING:
     from sglang.srt.managers.messages.io_struct import CachedTokensDetails
+    from sglang.srt.server_args import ServerArgs
 
 logger = logging.getLogger(__name__)
 
+NO_LABELS: Final[Mapping[str, str]] = {}
 _FIRST_TOKEN_BUCKETS: Final = (
     0.005, 0.01, 0.025, 0.05, 0.1, 0.2, 0.4, 0.8, 1.5, 3.0, 6.0, 12.0, 25.0, 60.0, 120.0,
 )  # fmt: skip
@@ -31,14 +34,23 @@ _REQUEST_BUCKETS: Final = (
 )  # fmt: skip
 
 
+def model_label(server_args: ServerArgs) -> dict[str, str]:
+    """The label of all samples of a server, as SGLang's dashboards select by it: `model_name`."""
+    return {"model_name": server_args.served_model_name or server_args.model_path or ""}
+
+
 class ServerMetrics:
     """Counters and histograms of one server process, in a registry of their own.
 
     Times are seconds. Event loop thread only.
+
+    Args:
+        labels: Labels of every sample.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, labels: Mapping[str, str] = NO_LABELS) -> None:
         self.registry = CollectorRegistry()
+        self._labels = labels
 
         def histogram(name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
             return Histogram(f"sglang:{name}", text, registry=self.registry, buckets=buckets)
@@ -80,10 +92,35 @@ class ServerMetrics:
             self._request.observe(max(seconds, 0.0))
 
     def render(self) -> str:
-        return generate_latest(self.registry).decode()
+        return render(self.registry, self._labels)
 
 
 _QUEUE_SECONDS: Final = (0.001, 0.005, 0.01, 0.05, 0.1, 0.25, 0.5, 1, 2, 5, 10, 30, 60, 120)
+_STAGE_SECONDS: Final = (
+    0.0001, 0.0005, 0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30,
+)  # fmt: skip
+Stage = Literal["match", "prefill", "first_decode"]
+"""Part of a request's time: looking its prompt up in the tree when it arrives; from its first step
+to its first token; from there to its second token."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SchedulerLoad:
+    """Requests and device token slots now."""
+
+    num_running: int
+    num_queued: int
+    pool_tokens: int
+    """Slots of the pool."""
+    free_tokens: int
+    """Slots without an owner."""
+    evictable_tokens: int
+    """Slots of cached tokens that nothing uses."""
+
+    @property
+    def used_tokens(self) -> int:
+        """Slots that are neither free nor evictable."""
+        return self.pool_tokens - self.free_tokens - self.evictable_tokens
 
 
 class SchedulerMetrics:
@@ -92,22 +129,31 @@ class SchedulerMetrics:
     Attributes:
         registry: Registry of these metrics and of the cache's.
         num_generated: Tokens generated so far; a plain number, because it changes at every token.
+        num_prompt: Prompt tokens of scheduled requests.
+        num_cached: Those of them that were reused, by where they were.
+
+    Args:
+        labels: Labels of every sample.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, labels: Mapping[str, str] = NO_LABELS) -> None:
         self.registry = CollectorRegistry()
+        self._labels = labels
         self.num_generated = 0
         self._window = (time.monotonic(), 0)
-        self._num_prompt = 0
-        self._num_cached = dict.fromkeys(("device", "host", "storage"), 0)
+        self.num_prompt = 0
+        self.num_cached = dict.fromkeys(("device", "host", "storage"), 0)
         self._num_exported: dict[Counter, int] = {}
         self._gauges = {
             name: Gauge(f"sglang:{name}", text, registry=self.registry)
             for name, text in (
                 ("num_running_reqs", "Requests that hold token slots"),
                 ("num_queue_reqs", "Requests that wait to be scheduled"),
-                ("num_used_tokens", "Device token slots in use"),
+                ("num_used_tokens", "Device (L1) token slots in use, evictable ones not counted"),
                 ("token_usage", "Share of the device token slots in use"),
+                ("max_total_num_tokens", "Device (L1) capacity in tokens"),
+                ("kv_evictable_tokens", "Device (L1) tokens that are cached and not in use"),
+                ("kv_available_tokens", "Device (L1) token slots without an owner"),
                 ("gen_throughput", "Generated tokens per second since the last reading"),
                 ("cache_hit_rate", "Share of the prompt tokens that were reused"),
             )
@@ -132,16 +178,27 @@ class SchedulerMetrics:
             buckets=_QUEUE_SECONDS,
             registry=self.registry,
         )
+        self._stages = Histogram(
+            "sglang:per_stage_req_latency_seconds",
+            "Parts of a request's time, by stage: match, prefill, first_decode",
+            ["stage"],
+            buckets=_STAGE_SECONDS,
+            registry=self.registry,
+        )
+
+    def observe_stage(self, stage: Stage, seconds: float) -> None:
+        """Record how long a stage of one request took."""
+        self._stages.labels(stage).observe(seconds)
 
     def on_scheduled(
         self, prompt_tokens: int, cached: CachedTokensDetails, queue_time: float
     ) -> None:
         """Count a request that is scheduled for the first time: the tokens of its prompt, those of
         them that were reused, and the seconds since its arrival."""
-        self._num_prompt += prompt_tokens
-        self._num_cached["device"] += cached.device
-        self._num_cached["host"] += cached.host
-        self._num_cached["storage"] += cached.storage
+        self.num_prompt += prompt_tokens
+        self.num_cached["device"] += cached.device
+        self.num_cached["host"] += cached.host
+        self.num_cached["storage"] += cached.storage
         self._queue_time.observe(queue_time)
 
     def on_kernel_compiled(self, name: str) -> None:
@@ -149,26 +206,27 @@ class SchedulerMetrics:
         self._kernels.inc()
         logger.warning("Kernel %s was compiled in service, and delayed a step", name)
 
-    def render(
-        self, *, num_running: int, num_queued: int, used_tokens: int, pool_tokens: int
-    ) -> str:
+    def render(self, load: SchedulerLoad) -> str:
         """Everything in the registry, in Prometheus' text format."""
         self._export(self._generation_tokens, self.num_generated)
-        self._export(self._prompt_tokens, self._num_prompt)
-        for source, tokens in self._num_cached.items():
+        self._export(self._prompt_tokens, self.num_prompt)
+        for source, tokens in self.num_cached.items():
             self._export(self._cached_tokens.labels(source), tokens)
-        num_cached = sum(self._num_cached.values())
+        num_cached = sum(self.num_cached.values())
         values = {
-            "num_running_reqs": num_running,
-            "num_queue_reqs": num_queued,
-            "num_used_tokens": used_tokens,
-            "token_usage": used_tokens / pool_tokens,
+            "num_running_reqs": load.num_running,
+            "num_queue_reqs": load.num_queued,
+            "num_used_tokens": load.used_tokens,
+            "token_usage": load.used_tokens / load.pool_tokens,
+            "max_total_num_tokens": load.pool_tokens,
+            "kv_evictable_tokens": load.evictable_tokens,
+            "kv_available_tokens": load.free_tokens,
             "gen_throughput": self._throughput(),
-            "cache_hit_rate": num_cached / self._num_prompt if self._num_prompt else 0.0,
+            "cache_hit_rate": num_cached / self.num_prompt if self.num_prompt else 0.0,
         }
         for name, value in values.items():
             self._gauges[name].set(value)
-        return generate_latest(self.registry).decode()
+        return render(self.registry, self._labels)
 
     def _export(self, counter: Counter, total: int) -> None:
         """Raise `counter` to the plain number `total`."""

@@ -12,11 +12,13 @@ from __future__ import annotations
 import functools
 import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import prometheus_client
+from prometheus_client import CollectorRegistry
 from prometheus_client.metrics import MetricWrapperBase
+from prometheus_client.metrics_core import Metric
 
 from sglang.srt.environ import envs
 
@@ -62,6 +64,11 @@ def _harmless(call: Callable[Concatenate[_M, _P], None]) -> Callable[Concatenate
 class Counter(_Metric, prometheus_client.Counter):
     """A count that only rises."""
 
+    @property
+    def count(self) -> float:
+        """The count now."""
+        return float(self._value.get())
+
     @_harmless
     def inc(self, amount: float = 1, exemplar: dict[str, str] | None = None) -> None:
         super().inc(amount, exemplar)
@@ -101,3 +108,26 @@ class Histogram(_Metric, prometheus_client.Histogram):
     @_harmless
     def observe(self, amount: float, exemplar: dict[str, str] | None = None) -> None:
         super().observe(amount, exemplar)
+
+
+class _Labelled:
+    """A registry whose samples all have `labels` too."""
+
+    def __init__(self, registry: CollectorRegistry, labels: Mapping[str, str]) -> None:
+        self._registry = registry
+        self._labels = labels
+
+    def collect(self) -> Iterator[Metric]:
+        for family in self._registry.collect():
+            labelled = Metric(family.name, family.documentation, family.type, family.unit)
+            labelled.samples = [
+                sample._replace(labels={**self._labels, **sample.labels})
+                for sample in family.samples
+            ]
+            yield labelled
+
+
+def render(registry: CollectorRegistry, labels: Mapping[str, str]) -> str:
+    """All metrics of `registry` in Prometheus' text format. Each sample gets `labels` here, so that
+    counting does not pay for labels that never change."""
+    return prometheus_client.generate_latest(_Labelled(registry, labels)).decode()

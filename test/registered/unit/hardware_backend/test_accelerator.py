@@ -15,7 +15,7 @@ from sglang.srt.hardware_backend.accelerator import AcceleratorRuntime
 from sglang.srt.hardware_backend.cuda.runtime import CudaRuntime
 from sglang.srt.hardware_backend.device_runtime import device_runtime
 from sglang.srt.hardware_backend.npu import runtime as npu_runtime
-from sglang.srt.observability.engine_metrics import SchedulerMetrics
+from sglang.srt.observability.engine_metrics import SchedulerLoad, SchedulerMetrics
 from sglang.test.ci.ci_register import register_cpu_ci
 
 register_cpu_ci(est_time=3, suite="base-a-test-cpu")
@@ -330,10 +330,13 @@ def test_compiled_kernels_are_counted_and_logged(
     monkeypatch.setattr(triton, "knobs", knobs, raising=False)
     monkeypatch.setitem(sys.modules, "triton", triton)
     metrics = SchedulerMetrics()
+    idle = SchedulerLoad(
+        num_running=0, num_queued=0, pool_tokens=1, free_tokens=1, evictable_tokens=0
+    )
     CudaRuntime("cuda:1", RecordedCalls([], ANSWERS)).on_kernel_compiled(metrics.on_kernel_compiled)
     for name in ("_rule_kernel", "_latent_kernel"):
         knobs.runtime.jit_post_compile_hook(key="k", fn=types.SimpleNamespace(name=name))
-    text = metrics.render(num_running=0, num_queued=0, used_tokens=0, pool_tokens=1)
+    text = metrics.render(idle)
     assert "sglang:kernel_compilations_total 2.0" in text
     assert "_latent_kernel was compiled in service" in caplog.text
 

@@ -216,6 +216,8 @@ class DecodeBatch:
         self._pools = pools
         self._is_stale = False
         self._num_joined = 0
+        self.has_joined = False
+        """True if requests may have joined since the last step."""
         self._return_logprob = False
         self._top_logprobs_nums: list[int] | None = None
         self._seq_lens_cpu: list[int] = []
@@ -236,6 +238,7 @@ class DecodeBatch:
             reqs = [req for req in reqs if not req.ends_in_flight]
         # A request that left comes back only by joining again.
         if queues.num_joined != self._num_joined or len(reqs) != len(self.reqs):
+            self.has_joined |= queues.num_joined != self._num_joined
             self._num_joined = queues.num_joined
             self.reqs = reqs
             self._is_stale = True
@@ -301,6 +304,7 @@ class DecodeBatch:
         self._input_ids = next_token_ids
         self._steps = self._steps + 1
         self._rows_of_last_step = self.reqs.copy()
+        self.has_joined = False
         for req in self.reqs:
             req.progress.num_in_flight += 1
 

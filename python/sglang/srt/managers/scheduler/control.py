@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -194,13 +195,7 @@ class ControlHandler:
     def _metrics(self, message: GetMetricsReq) -> dict[str, Any]:
         state = self._state
         state.tree.read_metrics()
-        text = state.metrics.render(
-            num_running=state.queues.num_holders,
-            num_queued=len(state.queues.waiting),
-            used_tokens=state.used_tokens(),
-            pool_tokens=state.limits.pool_tokens,
-        )
-        return {"text": text}
+        return {"text": state.metrics.render(state.load())}
 
     def _describe_seed(self, message: GetWeightSeedReq) -> dict[str, Any]:
         if self._weight_seed is None:
@@ -382,7 +377,9 @@ class InputHandler:
         L3. A sample shares the pages that are read for the request that computes its prompt."""
         tree, queues = self._state.tree, self._state.queues
         key = req.match_key()
+        began = time.monotonic()
         match = tree.match_prefix(MatchPrefixParams(key, req=req.slots))
+        self._state.metrics.observe_stage("match", time.monotonic() - began)
         known = len(match.device_indices) + match.host_hit_length
         req.progress.cached_on_arrival = known
         if req.spec.return_cache_report:

@@ -111,6 +111,8 @@ class LaunchedStep:
     `Scheduler._launch_prefill`."""
     reqs: list[Req] = field(default_factory=list)
     """The rows of a decode step; empty for a prefill batch."""
+    has_joined: bool = False
+    """True if requests may have joined since the decode step before."""
 
     @property
     def is_prefill(self) -> bool:

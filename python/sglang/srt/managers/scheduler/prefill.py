@@ -22,7 +22,11 @@ from sglang.srt.managers.scheduler.policy import (
 )
 from sglang.srt.managers.scheduler.prefix_report import PrefixEnds, complete_report
 from sglang.srt.managers.scheduler.requests.req import Req
-from sglang.srt.mem_cache.tree.base_prefix_cache import InitLoadBackParams, MatchPrefixParams
+from sglang.srt.mem_cache.tree.base_prefix_cache import (
+    InitLoadBackParams,
+    Lookup,
+    MatchPrefixParams,
+)
 
 if TYPE_CHECKING:
     from sglang.srt.managers.scheduler.state import SchedulerState
@@ -376,13 +380,8 @@ class PrefillScheduler:
             details = report.cached_tokens_details
             self._state.recent.on_scheduled(req)
             self._state.metrics.on_scheduled(num_prompt, details, report.queue_time)
-            self._state.tree.count_lookup(
-                num_prompt,
-                device=details.device,
-                host=details.host,
-                storage=details.storage,
-                cut=cut,
-            )
+            found = details.device, details.host, details.storage
+            self._state.tree.count_lookup(Lookup(req.match_key(), num_prompt, *found, cut))
         self._uncounted.clear()
 
     def _give_up(self, req: Req) -> None:

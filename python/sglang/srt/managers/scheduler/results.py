@@ -122,7 +122,7 @@ class ResultProcessor:
         if step.is_prefill:
             self._on_prefill(step.works, step.result)
         else:
-            self._on_decode(step.reqs, step.result)
+            self._on_decode(step)
 
     def _on_prefill(self, works: list[PrefillWork], result: StepResult) -> None:
         """Let requests with complete prompts decode, here or on another server."""
@@ -147,17 +147,19 @@ class ResultProcessor:
             state.queues.join(req)
         state.counters.prefill_batches += 1
 
-    def _on_decode(self, reqs: list[Req], result: StepResult) -> None:
+    def _on_decode(self, step: LaunchedStep) -> None:
         alive: list[Req] = []
-        for row, req in enumerate(reqs):
+        for row, req in enumerate(step.reqs):
             progress = req.progress
             progress.num_in_flight -= 1
             if progress.finish_reason is not None:
                 continue  # It ended while this step was in flight.
             progress.kv_committed_len += 1
             self._state.snapshots.on_decoded(req)
-            self._append(req, row, result)
+            self._append(req, row, step.result)
             alive.append(req)
+        if step.has_joined:
+            self._observe_first_decode(alive)
         self._end_finished(alive)
         self._state.counters.decode_tokens += len(alive)
         self._state.counters.decode_steps += 1
@@ -165,9 +167,17 @@ class ResultProcessor:
     def _end_prefill(self, req: Req) -> None:
         """Its first token is known, unless it was computed again: then a later one is."""
         now = time.monotonic()
-        if req.report.stages.prefill is None and not req.is_probe:
+        seconds = req.report.end_prefill(now)
+        if seconds is not None and not req.is_probe:
+            self._state.metrics.observe_stage("prefill", seconds)
             self._state.recent.on_first_token(req, now)
-        req.report.end_prefill(now)
+
+    def _observe_first_decode(self, reqs: list[Req]) -> None:
+        """Record how long those of `reqs` that have two tokens waited for the second."""
+        now = time.monotonic()
+        for req in reqs:
+            if len(req.progress.output_ids) == 2 and not req.is_probe:
+                self._state.metrics.observe_stage("first_decode", now - req.report.stage_began)
 
     def follow_transfers(self, update: TransferUpdate) -> None:
         """Take back slots, end the requests whose transfer is done or has failed, and let requests

@@ -331,8 +331,11 @@ class Scheduler:
         result, token_ids = self._forward(batch)
         self._batch_policy.on_decode()
         info.accumulate(token_ids)
+        has_joined = decoding.has_joined
         decoding.advance(token_ids)
-        return LaunchedStep(result=result, launched=started, reqs=list(decoding.reqs))
+        return LaunchedStep(
+            result=result, launched=started, reqs=list(decoding.reqs), has_joined=has_joined
+        )
 
     def _forward(self, batch: ModelWorkerBatch) -> tuple[StepResult, torch.Tensor]:
         """Launch a forward; return its result, and its tokens, int64 `[bs]` on the device."""

@@ -24,6 +24,7 @@ from sglang.srt.managers.scheduler.requests.req import NO_SLOTS
 from sglang.srt.managers.scheduler.requests.request_queues import RequestQueues
 from sglang.srt.mem_cache.tree.base_prefix_cache import EvictParams, Workload
 from sglang.srt.mem_cache.tree.radix_cache import RadixCache
+from sglang.srt.observability.engine_metrics import SchedulerLoad
 
 if TYPE_CHECKING:
     from sglang.srt.managers.scheduler.batch import DecodeBatch
@@ -136,9 +137,19 @@ class SchedulerState:
         busy = self.tree.is_busy()
         return "writes" in busy or "loads" in busy
 
+    def load(self) -> SchedulerLoad:
+        """Requests and device token slots now."""
+        return SchedulerLoad(
+            num_running=self.queues.num_holders,
+            num_queued=len(self.queues.waiting),
+            pool_tokens=self.limits.pool_tokens,
+            free_tokens=self.pools.allocator.available_size(),
+            evictable_tokens=self.tree.evictable_size(),
+        )
+
     def used_tokens(self) -> int:
         """Slots that are neither free nor evictable."""
-        return self.limits.pool_tokens - self.free_tokens()
+        return self.load().used_tokens
 
     def make_room(self, tokens: int) -> None:
         """Evict until `tokens`, rounded up to pages, are free, or nothing is left to evict."""

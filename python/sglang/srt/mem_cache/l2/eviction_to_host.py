@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from sglang.srt.mem_cache.tree.decisions import Decision
 from sglang.srt.mem_cache.tree.tree_node import TreeNode
 from sglang.srt.utils.logging_utils import RateLimitedLogger
 
@@ -158,4 +159,5 @@ class EvictionToHost:
 
     def _note_lost(self, tokens: int) -> None:
         self._metrics.dropped.labels("unwritten").inc(tokens)
+        self._metrics.decisions.note(Decision.DROPPED, "no copy in L2", tokens)
         self._log.info("drop", "%d tokens left L1 without a copy in L2", tokens)

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Final
 
 import torch
 
+from sglang.srt.mem_cache.tree.decisions import Decision
 from sglang.srt.mem_cache.tree.tree_node import TreeNode, parts_of
 from sglang.srt.utils.logging_utils import RateLimitedLogger
 
@@ -161,6 +162,7 @@ class HostBackup:
             operation = self._controller.write(pages, list(states.values()))
         if operation is None:
             return None
+        self._metrics.host_written.inc(len(pages))
         slots = {
             component: transfer.host_indices
             for component, transfer in states.items()
@@ -297,7 +299,8 @@ class HostLoad:
                 states[component] = slot
         short = tokens - self._tree.allocator.available_size()
         if short > 0:
-            self._evict_from(self._tree.device, short)
+            freed = self._evict_from(self._tree.device, short)
+            self._metrics.decisions.note(Decision.EVICTED_DEVICE, "room to load from L2", freed)
         slots = self._tree.allocator.alloc(tokens) if len(states) == len(missing) else None
         self._tree.unlock(above)
         if slots is not None:

@@ -26,6 +26,7 @@ from sglang.srt.mem_cache.l3.circuit_breaker import CircuitBreaker, RecentTimeou
 from sglang.srt.mem_cache.l3.storage_reads import StorageReads
 from sglang.srt.mem_cache.l3.storage_settings import OnUnreachable, StorageSettings
 from sglang.srt.mem_cache.l3.storage_writes import StorageWrites
+from sglang.srt.mem_cache.l3.store_usage import StoreUsage
 from sglang.srt.mem_cache.l3.stored_pools import StoredPools, combined_outcomes
 from sglang.srt.mem_cache.storage import answers
 from sglang.srt.mem_cache.storage.base import HiCacheStorage
@@ -103,6 +104,7 @@ class AttachedStore:
         threshold_pages: Shorter hits are not read.
         read_rate: Speed of reads on this rank. The prefetch thread adds measurements.
         prefill_rate: Speed of prefills on this rank. The scheduler thread adds measurements.
+        usage: How full the store is, for the scheduler thread.
         log: Rate-limited log of both threads.
         timeouts: Recent timeouts by kind of call; each kind has a thread of its own.
         reconnects: How often the store came back: what it held before may be gone.
@@ -139,6 +141,7 @@ class AttachedStore:
         self.read_rate, self.prefill_rate = RateEstimate(), RateEstimate()
         self.log = RateLimitedLogger(logger)
         self.breaker = CircuitBreaker(self._probe, metrics.breaker_open)
+        self.usage = StoreUsage()
         self.timeouts = {"get": RecentTimeouts(), "set": RecentTimeouts()}
         self.reconnects = 0
         self._call_started: dict[str, float] = {}

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Final
 
 from sglang.srt.mem_cache.l3.storage_reads import CheckOperation
 from sglang.srt.mem_cache.l3.storage_writes import StorageOperation
+from sglang.srt.mem_cache.tree.decisions import Decision
 from sglang.srt.mem_cache.tree.radix_key import PageHash
 from sglang.srt.mem_cache.tree.tick_sync import MAX_SETTLED, Progress, Status
 from sglang.srt.mem_cache.tree.tree_node import TreeNode, parts_of
@@ -127,7 +128,7 @@ class StorageBackup:
             if refusal is NoWrite.QUEUE_FULL:
                 self.postponed[node.id] = node
             elif refusal is not None:
-                self._count(refusal)
+                self._count(refusal, node)
 
     def write(self, node: TreeNode) -> NoWrite | None:
         """Queue the write of a node's host pages to L3; return None, or the reason why not."""
@@ -183,8 +184,9 @@ class StorageBackup:
             return NoWrite.QUEUE_FULL
         return None
 
-    def _count(self, refusal: NoWrite) -> None:
+    def _count(self, refusal: NoWrite, node: TreeNode) -> None:
         self._metrics.backup_outcomes.labels(refusal.value).inc()
+        self._metrics.decisions.note(Decision.NO_WRITE, refusal.value, len(node.key))
 
     # ---- one tick --------------------------------------------------------------------------
 
@@ -241,7 +243,7 @@ class StorageBackup:
                 above = above.parent
             if above is not None:
                 del self.postponed[node.id]
-                self._count(NoWrite.SHORT)
+                self._count(NoWrite.SHORT, node)
 
     def _resume_postponed(self) -> None:
         """Queue the postponed writes, in their order, while there is room."""
@@ -249,13 +251,13 @@ class StorageBackup:
             node = next(iter(self.postponed.values()))
             if node.parent is None:
                 # It left the tree while it waited.
-                self._count(NoWrite.EVICTED)
+                self._count(NoWrite.EVICTED, node)
             for part in self._unsaved_path(node):
                 refusal = self.write(part) if part.backuped else NoWrite.EVICTED
                 if refusal is NoWrite.QUEUE_FULL:
                     return
                 if refusal is not None:
-                    self._count(refusal)
+                    self._count(refusal, part)
                     break
             del self.postponed[node.id]
 

@@ -25,6 +25,7 @@ from sglang.srt.mem_cache.l3.prefetch_table import (
     PrefetchPolicy,
     PrefetchTable,
 )
+from sglang.srt.mem_cache.tree.decisions import Decision
 from sglang.srt.mem_cache.tree.radix_key import ChildKey, PageHash, RadixKey
 from sglang.srt.mem_cache.tree.tick_sync import Progress
 from sglang.srt.mem_cache.tree.tree_node import TreeNode
@@ -338,9 +339,12 @@ class StoragePrefetch:
         elif refusal is not None:
             report.cut(Tier.STORAGE, report.on_arrival, refusal)
 
-    def note_refusal(self, reason: NoRead) -> None:
-        """Count the reason why no read was started, and log it unless it is expected."""
+    def note_refusal(self, reason: NoRead, tokens: int) -> None:
+        """Count the reason why no read of `tokens` tokens was started, and log it unless it is
+        expected."""
         self._metrics.prefetch_outcomes.labels(reason.value).inc()
+        if reason is not NoRead.JOINED:
+            self._metrics.decisions.note(Decision.NO_READ, reason.value, tokens)
         if reason not in _EXPECTED:
             self._log.info(
                 f"no-prefetch-{reason.value}", "no L3 read for a prompt: %s", reason.value

@@ -14,6 +14,7 @@ from sglang.srt.mem_cache.device.state_spec import PoolName
 from sglang.srt.mem_cache.l3.storage_writes import PAGES_PER_CALL
 from sglang.srt.mem_cache.l3.stored_pools import usable_pages
 from sglang.srt.mem_cache.storage.types import CacheOutcome
+from sglang.srt.mem_cache.tree.decisions import Decision
 from sglang.srt.mem_cache.tree.radix_key import PageHash
 from sglang.srt.utils.threads import leave_cores_to_model
 
@@ -141,6 +142,10 @@ class StorageReads:
         metrics = self._store.metrics
         metrics.prefetch_outcomes.labels(outcome.value).inc()
         metrics.transfer_seconds.labels("prefetch").observe(seconds)
+        if not outcome:
+            missing = len(operation.hashes) - operation.landed_pages
+            tokens = missing * self._store.page_size
+            metrics.decisions.note(Decision.READ_ENDED, outcome.value, tokens)
         if operation.landed_pages:
             metrics.prefetched.inc(operation.landed_pages * self._store.page_size)
             rate = operation.landed_pages * self._store.page_bytes / max(seconds, 1e-9)

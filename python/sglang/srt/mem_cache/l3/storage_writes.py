@@ -15,6 +15,7 @@ from sglang.srt.mem_cache.device.pool_transfer import PoolTransfer, join_transfe
 from sglang.srt.mem_cache.device.state_spec import PoolName
 from sglang.srt.mem_cache.l3.stored_pools import num_keys
 from sglang.srt.mem_cache.storage.types import CacheOutcome
+from sglang.srt.mem_cache.tree.decisions import Decision
 from sglang.srt.mem_cache.tree.radix_key import PageHash
 from sglang.srt.mem_cache.tree.tree_node import TreeNode
 from sglang.srt.utils.threads import leave_cores_to_model, lower_priority
@@ -111,6 +112,10 @@ class StorageWrites:
         if ended:
             store.metrics.backup_outcomes.labels(outcome.value).inc(len(ended))
             store.metrics.transfer_seconds.labels("backup").observe(seconds)
+        if ended and not outcome:
+            refused = sum(len(operation.hashes) for operation in ended) - landed
+            tokens = refused * store.page_size
+            store.metrics.decisions.note(Decision.NO_WRITE, outcome.value, tokens)
         if landed:
             store.metrics.backuped.inc(landed * store.page_size)
         if sent:

@@ -38,6 +38,7 @@ from sglang.srt.mem_cache.storage.types import (
     HiCacheStorageConfig,
     StoragePool,
     StorageUnreachable,
+    StorageUsage,
 )
 from sglang.srt.mem_cache.tree.hicache_metrics import HiCacheMetrics
 from sglang.srt.mem_cache.tree.tick_sync import Progress, Rates
@@ -307,6 +308,19 @@ class StoreConnection:
             "hicache_storage_transport": client and client.describe_transport(),
             "hicache_storage_prefetch_policy": self.prefetch_policy.value,
         }
+
+    def usage(self) -> StorageUsage | None:
+        """The last known usage of the store; None: unknown. Rank 0 asks for all ranks."""
+        store = self.attached
+        if store is None or self._ranks.rank != 0:
+            return None
+        return store.usage.latest(store.client)
+
+    def read_metrics(self) -> None:
+        """Update the gauges, before the metrics are read."""
+        store = self.attached
+        named = None if store is None else (store.backend, self.namespace())
+        self._metrics.set_storage(named, self.usage())
 
     def describe(self) -> str:
         """One line for the log."""

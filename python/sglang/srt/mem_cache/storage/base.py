@@ -34,6 +34,7 @@ from sglang.srt.mem_cache.storage.types import (
     PoolResults,
     PoolTransferResult,
     StoragePool,
+    StorageUsage,
 )
 
 
@@ -250,6 +251,11 @@ class HiCacheStorage(ABC):
     def get_stats(self) -> dict[str, Any]:
         """Counters since the start: `pages`, `bytes` and so on."""
         return {}
+
+    def get_usage(self) -> StorageUsage | None:
+        """How full the store is; None: the backend cannot tell. Called every ten seconds at most,
+        in a thread of its own, also while other calls run. Raises StorageUnavailable."""
+        return None
 
     def describe_transport(self) -> dict[str, Any] | None:
         """How bytes move to the store, for the server info; None: there is nothing to say. Called

@@ -31,6 +31,8 @@ from sglang.srt.mem_cache.storage.types import (
     HiCacheStorageConfig,
     HiCacheStorageExtraInfo,
     StoragePool,
+    StorageUnavailable,
+    StorageUsage,
 )
 from sglang.srt.utils.logging_utils import RateLimitedLogger
 
@@ -319,6 +321,16 @@ class HiCacheFile(HiCacheStorage):
 
     def get_stats(self) -> dict[str, Any]:
         return self._counters.snapshot()
+
+    def get_usage(self) -> StorageUsage:
+        """That of the file system, which may have other files too."""
+        try:
+            found = os.statvfs(self._files.root)
+        except OSError as error:
+            raise StorageUnavailable(f"{self._files.root}: {error.strerror}") from None
+        free = found.f_bavail * found.f_frsize
+        used = (found.f_blocks - found.f_bfree) * found.f_frsize
+        return StorageUsage(used, used + free)
 
     # -- files -------------------------------------------------------------------------------------
 

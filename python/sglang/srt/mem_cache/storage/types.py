@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any, Final, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol, TypeAlias
 
 import msgspec
 import xxhash
@@ -81,6 +81,16 @@ class PoolTransferResult:
     def update_extra_pool_hit_pages(self, results: Mapping[str, int]) -> None:
         """Record the hits of extra pools, in pages."""
         self.extra_pool_hit_pages.update(results)
+
+
+class StorageUsage(NamedTuple):
+    """How full a whole store is, whoever filled it; None: unknown."""
+
+    used_bytes: int | None = None
+    total_bytes: int | None = None
+    num_objects: int | None = None
+    num_evicted: int | None = None
+    """Objects that the store evicted since its start."""
 
 
 FORMAT_VERSION: Final = 1

@@ -55,6 +55,22 @@ class CacheInitParams:
     """True if `take_events` answers; somebody must call it then."""
 
 
+class Lookup(NamedTuple):
+    """What a prompt found in the cache when it was first scheduled. Counts are tokens."""
+
+    key: RadixKey
+    """The part of the prompt that was looked up."""
+    prompt_tokens: int
+    device: int
+    """Tokens that L1 had."""
+    host: int
+    """Tokens that L2 had, and not L1."""
+    storage: int
+    """Tokens that L3 had, and neither L1 nor L2."""
+    cut: int = 0
+    """Tokens that lacked only a recurrent state."""
+
+
 def not_supported(params: object, *names: str) -> ValueError:
     """The error for fields of `params` that belong to a kind of state that the cache lacks."""
     given = ", ".join(f"{name}={getattr(params, name)!r}" for name in names)

@@ -1,16 +1,21 @@
-"""Prometheus metrics of the hierarchical cache, and of recurrent states, under SGLang's names.
+"""Prometheus metrics of prefix caches, their lower tiers and recurrent states, in SGLang's names.
 
 Counts are tokens, unless a name says states.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from prometheus_client import CollectorRegistry
 
+from sglang.srt.mem_cache.tree.decisions import Decision, DecisionLog
 from sglang.srt.utils.metrics import Counter, Gauge, Histogram
+
+if TYPE_CHECKING:
+    from sglang.srt.mem_cache.storage.types import StorageUsage
 
 _SECONDS: Final = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30)
 
@@ -20,15 +25,58 @@ _PLACES: Final = {
     "free": "without an owner",
 }
 
+_WHY_MISSED: Final = {
+    "evicted": "evicted before",
+    "no_state": "no recurrent state continues it",
+    "logprobs": "logprobs of the prompt are wanted",
+}
+"""Texts for the log of decisions."""
+
 QUEUES: Final = ("writes", "loads", "prefetches", "backups", "checks")
 """Names of the counts in `is_busy` of the tiers."""
 
 
-class HiCacheMetrics:
-    """Counters of the tiers. Threads: prometheus_client's own locks; any thread may count."""
+class CacheMetrics:
+    """Counters of a prefix cache of any number of tiers. Threads: prometheus_client's own locks;
+    any thread may count.
+
+    Attributes:
+        decisions: The last decisions with their reasons.
+        missed: Prompt tokens that were computed, by reason: `evicted` (this server had them before,
+            see `DepartedPrefixes`), `no_state` (the pages are cached, no recurrent state continues
+            them), `logprobs` (the client wants their logprobs), `new` (all others).
+    """
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self.decisions = DecisionLog()
+        self.evicted = Counter(
+            "sglang:evicted_tokens_total", "Tokens evicted, by tier", ["tier"], registry=registry
+        )
+        self.missed = Counter(
+            "sglang:cache_miss_tokens_total",
+            "Prompt tokens that were computed, by the reason why they were not reused",
+            ["reason"],
+            registry=registry,
+        )
+
+    def count_missed(self, **tokens: int) -> None:
+        """Count prompt tokens that were not reused, by reason; see `missed`."""
+        for reason, count in tokens.items():
+            self.missed.labels(reason).inc(count)
+            if reason in _WHY_MISSED:
+                self.decisions.note(Decision.NOT_REUSED, _WHY_MISSED[reason], count)
+
+    def flows(self) -> dict[str, float]:
+        """Counts of tokens since the start, by what happened to them."""
+        return {"evicted_device": self.evicted.labels("device").count}
+
+
+class HiCacheMetrics(CacheMetrics):
+    """Counters of the lower tiers too."""
 
     def __init__(self, registry: CollectorRegistry | None) -> None:
         registry = registry or CollectorRegistry()
+        super().__init__(registry)
 
         def counter(name: str, text: str, *labels: str) -> Counter:
             return Counter(f"sglang:{name}", text, labels, registry=registry)
@@ -41,13 +89,18 @@ class HiCacheMetrics:
 
         self.host_used = gauge("hicache_host_used_tokens", "Host (L2) tokens in use")
         self.host_total = gauge("hicache_host_total_tokens", "Host (L2) capacity in tokens")
+        self.host_evictable = gauge(
+            "hicache_host_evictable_tokens", "Host (L2) tokens that are cached and not in use"
+        )
         self.host_stuck = gauge(
             "hicache_host_stuck_tokens",
             "Host (L2) tokens kept by reads from L3 that hang and that no request waits for",
         )
-        self.evicted = counter("evicted_tokens_total", "Tokens evicted, by tier", "tier")
         self.dropped = counter(
             "hicache_dropped_tokens_total", "Tokens that left every tier unsaved, by cause", "cause"
+        )
+        self.host_written = counter(
+            "hicache_host_written_tokens_total", "Tokens copied from L1 to L2"
         )
         self.load_back = counter("load_back_tokens_total", "Tokens loaded from L2 to L1")
         self.load_back_seconds = seconds("load_back_duration_seconds", "L2 to L1 copies")
@@ -81,6 +134,47 @@ class HiCacheMetrics:
             "kind",
         )
         self.breaker_open = gauge("hicache_breaker_open", "1 while L3 is left alone after failures")
+        self._storage_info = gauge(
+            "hicache_storage_info",
+            "1 for the attached L3: servers share pages if they have the same namespace",
+            "backend",
+            "namespace",
+        )
+        self._storage_used = gauge(
+            "hicache_storage_used_bytes", "L3 (the whole store): bytes in use; NaN if unknown"
+        )
+        self._storage_total = gauge(
+            "hicache_storage_total_bytes", "L3 (the whole store): capacity; NaN if unknown"
+        )
+        self._storage_objects = gauge(
+            "hicache_storage_objects", "L3 (the whole store): objects; NaN if unknown"
+        )
+        self._storage_evicted = gauge(
+            "hicache_storage_evicted_objects",
+            "L3 (the whole store): objects evicted since its start; NaN if unknown",
+        )
+
+    def set_storage(self, attached: tuple[str, str] | None, usage: StorageUsage | None) -> None:
+        """Set the gauges of L3, before the metrics are read: backend and namespace of the attached
+        store, and the last known usage."""
+        self._storage_info.clear()
+        if attached is not None:
+            self._storage_info.labels(*attached).set(1)
+        known = (None,) * 4 if usage is None else usage
+        gauges = (
+            self._storage_used, self._storage_total, self._storage_objects, self._storage_evicted,
+        )  # fmt: skip
+        for gauge, value in zip(gauges, known, strict=True):
+            gauge.set(math.nan if value is None else value)
+
+    def flows(self) -> dict[str, float]:
+        return super().flows() | {
+            "evicted_host": self.evicted.labels("host").count,
+            "written": self.host_written.count,
+            "loaded": self.load_back.count,
+            "stored": self.backuped.count,
+            "read": self.prefetched.count,
+        }
 
 
 class StateMetrics:

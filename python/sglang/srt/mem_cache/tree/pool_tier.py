@@ -17,11 +17,13 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from sglang.srt.mem_cache.tree.decisions import Decision
 from sglang.srt.mem_cache.tree.evict_policy import EvictionHeap, get_eviction_strategy
 from sglang.srt.mem_cache.tree.kv_events import StorageMedium
 from sglang.srt.mem_cache.tree.tree_node import PoolSlots, TreeNode
 
 if TYPE_CHECKING:
+    from sglang.srt.mem_cache.tree.decisions import DecisionLog
     from sglang.srt.mem_cache.tree.kv_events import KVEventLog
     from sglang.srt.mem_cache.tree.prefix_tree import PrefixTree
     from sglang.srt.utils.metrics import Counter
@@ -306,9 +308,14 @@ class DeviceTier(PoolTier):
 
 
 class HostTier(PoolTier):
-    """A pool on the host (L2). Pins of a node keep its slots there, of all pools."""
+    """A pool on the host (L2). Pins of a node keep its slots there, of all pools.
+
+    Attributes:
+        decisions: Gets evictions of pages; None: nobody wants them.
+    """
 
     medium = StorageMedium.CPU
+    decisions: DecisionLog | None = None
 
     def get(self, node: TreeNode) -> torch.Tensor | None:
         return self.slots_of(node).host_value
@@ -348,7 +355,9 @@ class HostTier(PoolTier):
         """Evict until `num` slots are free, or all others are pinned."""
         missing = num - self.pool.available_size()
         if missing > 0:
-            self.evict(missing)
+            freed = self.evict(missing)
+            if self.decisions is not None:
+                self.decisions.note(Decision.EVICTED_HOST, "room for other pages", freed)
 
     def alloc(self, num: int) -> torch.Tensor | None:
         """Take `num` slots, int64; evicts for them if needed. None: too many are pinned."""

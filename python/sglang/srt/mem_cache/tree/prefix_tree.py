@@ -16,6 +16,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 
+from sglang.srt.mem_cache.tree.departed_prefixes import DepartedPrefixes
 from sglang.srt.mem_cache.tree.digest import check_digest
 from sglang.srt.mem_cache.tree.evict_policy import LookAhead
 from sglang.srt.mem_cache.tree.pool_tier import DeviceTier, HostTier, PoolTier, SlotPool
@@ -41,6 +42,7 @@ class PrefixTree:
         tiers: All pools on all tiers: the pages on the device first.
         device: The pages on the device (L1).
         host: The pages on the host (L2), if there is one.
+        departed: The prefixes that have left all tiers.
 
     Raises:
         ValueError: The policy is unknown, or a component does not fit the tree.
@@ -70,6 +72,8 @@ class PrefixTree:
         self.components = tuple(components)
         for index, component in enumerate(self.components):
             component.bind(self, index)
+        self.departed = DepartedPrefixes(page_size)
+        self.root = self._new_node(ROOT_ID, RadixKey([]))
         self.reset()
         self.device.events = events
 
@@ -87,6 +91,8 @@ class PrefixTree:
 
     def reset(self) -> None:
         """Forget every node. The caller clears the pools."""
+        for node in self.nodes():
+            self.departed.add(node)
         self.root = self._new_node(ROOT_ID, RadixKey([]))
         self._walks.clear()
         self._next_node_id = ROOT_ID + 1
@@ -192,6 +198,7 @@ class PrefixTree:
             self._walks.clear()
             for tier in self.tiers:
                 tier.heap.discard(node)
+            self.departed.add(node)
             node.detach(self.page_size)
             node = parent
 

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
+from prometheus_client import CollectorRegistry
 
 from sglang.srt.mem_cache.device.state_pool import StatePool, state_pool
 from sglang.srt.mem_cache.tree.base_prefix_cache import (
@@ -22,11 +23,13 @@ from sglang.srt.mem_cache.tree.base_prefix_cache import (
     IncLockRefResult,
     InsertParams,
     InsertResult,
+    Lookup,
     MatchPrefixParams,
     MatchResult,
     not_supported,
 )
-from sglang.srt.mem_cache.tree.hicache_metrics import StateMetrics
+from sglang.srt.mem_cache.tree.decisions import Decision
+from sglang.srt.mem_cache.tree.hicache_metrics import CacheMetrics, StateMetrics
 from sglang.srt.mem_cache.tree.kv_events import KVEventLog
 from sglang.srt.mem_cache.tree.pool_tier import DeviceTier, PoolTier
 from sglang.srt.mem_cache.tree.prefix_tree import PrefixTree
@@ -47,9 +50,11 @@ class RadixCache(BasePrefixCache):
     Args:
         tree: An empty tree; None: a new one.
         evict_from: Frees slots of a pool in L1: at least so many if possible, and returns how many.
+        metrics: Metrics of the tiers; None: those of L1.
 
     Attributes:
         disable: True if the cache keeps no pages across requests.
+        metrics: Metrics of the tiers.
         state_metrics: Metrics of recurrent states; None: the model has none.
     """
 
@@ -58,7 +63,9 @@ class RadixCache(BasePrefixCache):
         params: CacheInitParams,
         tree: PrefixTree | None = None,
         evict_from: Callable[[DeviceTier, int], int] = DeviceTier.evict,
+        metrics: CacheMetrics | None = None,
     ) -> None:
+        self.metrics = metrics or CacheMetrics(params.metrics_registry or CollectorRegistry())
         self.disable = params.disable
         self.page_size = params.page_size
         self.req_to_token_pool = params.req_to_token_pool
@@ -68,6 +75,7 @@ class RadixCache(BasePrefixCache):
         if self.state_metrics is None and self._mamba_pool is not None:
             self.state_metrics = StateMetrics(params.metrics_registry)
         self._evict_from = evict_from
+        self.tree.device.evicted = self.metrics.evicted.labels("device")
 
     @property
     def root_node(self) -> TreeNode:
@@ -271,6 +279,7 @@ class RadixCache(BasePrefixCache):
             if missing > 0:
                 self._evict_from(tier, missing)
         freed = [tier.pool.available_size() - size for tier, size in before.items()]
+        self.metrics.decisions.note(Decision.EVICTED_DEVICE, "room for new tokens", freed[-1])
         return EvictResult(num_tokens_evicted=freed[-1], mamba_num_evicted=sum(freed[:-1]))
 
     def supports_mamba(self) -> bool:
@@ -320,13 +329,21 @@ class RadixCache(BasePrefixCache):
             "used_mamba_slots": pool.size - free - evictable,
         }
 
-    def count_lookup(
-        self, prompt_tokens: int, *, device: int, host: int, storage: int, cut: int = 0
-    ) -> None:
-        """Count a looked-up prompt for the metrics: the tokens that each tier had and no tier above
-        it, and the tokens that lacked only a recurrent state (`cut`)."""
+    def count_lookup(self, lookup: Lookup) -> None:
+        """Count a looked-up prompt for the metrics, before its own pages enter the tree."""
         if self.state_metrics is not None:
-            self.state_metrics.cut.inc(cut)
+            self.state_metrics.cut.inc(lookup.cut)
+        key, found = lookup.key, lookup.device + lookup.host + lookup.storage
+        known = found + lookup.cut
+        # The last token is always computed.
+        is_whole = known >= len(key) - 1 or self.disable
+        reach = known if is_whole else self.tree.departed.reach(key, known)
+        self.metrics.count_missed(
+            evicted=reach - known,
+            no_state=lookup.cut,
+            logprobs=lookup.prompt_tokens - len(key),
+            new=len(key) - reach,
+        )
 
     def read_metrics(self) -> None:
         """Update the gauges, before the metrics are read."""

@@ -53,7 +53,7 @@ from sglang.srt.model_executor.pool_sizing import (
 from sglang.srt.model_loader.weight_files import config_values
 from sglang.srt.model_loader.weight_seed import WeightSeed
 from sglang.srt.model_loader.weight_source import SeedAddress
-from sglang.srt.observability.engine_metrics import SchedulerMetrics
+from sglang.srt.observability.engine_metrics import SchedulerMetrics, model_label
 from sglang.srt.utils.hf_tokenizer import get_tokenizer
 from sglang.srt.utils.network import address_for_peers
 
@@ -126,7 +126,7 @@ def build_scheduler(
     group = SingleRank() if rendezvous is None else TorchRankGroup.of_world()
     tiers = init_pools(runner, server_args, group)
     role, routes = _make_role(server_args, runner, group)
-    metrics = SchedulerMetrics()
+    metrics = SchedulerMetrics(model_label(server_args))
     # The ranks' trees are equal, so one of them tells.
     publisher = make_event_publisher(server_args.kv_events_config) if group.rank == 0 else None
     tree = _make_tree(server_args, runner, metrics, group, has_events=publisher is not None)

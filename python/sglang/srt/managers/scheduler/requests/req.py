@@ -178,10 +178,13 @@ class RequestReport:
     stage_began: float = 0.0
     """`time.monotonic()` at which the stage that is not over began, once it was scheduled."""
 
-    def end_prefill(self, now: float) -> None:
-        """Its first token is known. Only the first prefill of a request counts."""
-        if self.stages.prefill is None:
-            self.stages.prefill, self.stage_began = now - self.stage_began, now
+    def end_prefill(self, now: float) -> float | None:
+        """Its first token is known. Returns the seconds of the prefill; None: it is not the
+        request's first, and does not count."""
+        if self.stages.prefill is not None:
+            return None
+        self.stages.prefill, self.stage_began = now - self.stage_began, now
+        return self.stages.prefill
 
 
 @dataclass(slots=True, eq=False)

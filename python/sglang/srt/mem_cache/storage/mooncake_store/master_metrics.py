@@ -1,0 +1,47 @@
+"""Usage of a Mooncake Store, from the HTTP metrics of its master."""
+
+from __future__ import annotations
+
+import urllib.error
+import urllib.request
+from typing import Final
+
+from prometheus_client.parser import text_string_to_metric_families
+
+from sglang.srt.mem_cache.storage.types import StorageUnavailable, StorageUsage
+
+_TIMEOUT_S: Final = 1.5
+_MAX_BYTES: Final = 1 << 20
+_USED: Final = "master_allocated_bytes"
+_TOTAL: Final = "master_total_capacity_bytes"
+_OBJECTS: Final = "master_key_count"
+_EVICTED: Final = "master_evicted_key_count"
+
+
+def read_usage(host: str, port: int) -> StorageUsage:
+    """Ask the master at `host`, whose metrics are on `port`. Blocks for a few seconds at most.
+
+    Raises:
+        StorageUnavailable: It does not answer, or with something else.
+    """
+    bracketed = f"[{host}]" if ":" in host else host
+    url = f"http://{bracketed}:{port}/metrics"
+    try:
+        with urllib.request.urlopen(url, timeout=_TIMEOUT_S) as answer:
+            text = answer.read(_MAX_BYTES).decode()
+        values = {
+            sample.name: int(sample.value)
+            for family in text_string_to_metric_families(text)
+            for sample in family.samples
+            if not sample.labels
+        }
+    except (urllib.error.URLError, OSError, ValueError) as error:
+        raise StorageUnavailable(
+            f"no metrics of mooncake_master at {url} ({error}): check --metrics_host and "
+            "--metrics_port of mooncake_master, and MOONCAKE_MASTER_METRICS_PORT"
+        ) from None
+    if _USED not in values or _TOTAL not in values:
+        raise StorageUnavailable(f"{url} has no metrics of mooncake_master")
+    # A counter's name may get `_total` from the parser.
+    evicted = values.get(_EVICTED, values.get(f"{_EVICTED}_total"))
+    return StorageUsage(values[_USED], values[_TOTAL], values.get(_OBJECTS), evicted)
