@@ -21,7 +21,7 @@ from starlette.applications import Starlette
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from sglang.srt.entrypoints import native_routes, server_routes
+from sglang.srt.entrypoints import hicache_routes, native_routes, server_routes
 from sglang.srt.entrypoints.engine import WRITE_BACK_SECONDS, EngineFront
 from sglang.srt.entrypoints.http.errors import install_error_handlers
 from sglang.srt.entrypoints.http.protocol import bounded_protocol
@@ -166,7 +166,12 @@ def create_app(
         yield
         await (stop or context.manager.close)()
 
-    routes = (*native_routes.ROUTES, *server_routes.ROUTES, *openai_routes.ROUTES)
+    routes = (
+        *native_routes.ROUTES,
+        *server_routes.ROUTES,
+        *hicache_routes.ROUTES,
+        *openai_routes.ROUTES,
+    )
     app = Starlette(routes=routes, lifespan=lifespan)
     # A redirect would use the client's own Host header, and always http.
     app.router.redirect_slashes = False

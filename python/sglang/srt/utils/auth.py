@@ -19,11 +19,11 @@ import hmac
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any, Final, TypeVar
+from typing import Any, Final, TypeAlias, TypeVar
 
 from starlette.applications import Starlette
-from starlette.responses import JSONResponse
-from starlette.routing import Match
+from starlette.responses import JSONResponse, Response
+from starlette.routing import BaseRoute, Match
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from sglang.srt.utils.error_answers import error_object
@@ -31,6 +31,10 @@ from sglang.srt.utils.error_answers import error_object
 F = TypeVar("F", bound=Callable[..., Any])
 
 _LEVEL_ATTRIBUTE: Final = "_auth_level"
+_REFUSAL_ATTRIBUTE: Final = "_auth_refusal"
+Refusal: TypeAlias = Callable[[int, str], Response | None]
+"""Makes the body of a refusal from its status and the request's `Accept` header; None: the usual
+one."""
 _OPEN_PATHS: Final = frozenset({"/health", "/health_generate", "/metrics"})
 _OPEN_BELOW: Final = "/metrics/"
 
@@ -57,6 +61,17 @@ def auth_level(level: AuthLevel) -> Callable[[F], F]:
 
     def mark(endpoint: F) -> F:
         setattr(endpoint, _LEVEL_ATTRIBUTE, level)
+        return endpoint
+
+    return mark
+
+
+def refused_with(refusal: Refusal) -> Callable[[F], F]:
+    """Mark an endpoint function whose refused requests get a body of their own. It must hold
+    nothing that the key protects."""
+
+    def mark(endpoint: F) -> F:
+        setattr(endpoint, _REFUSAL_ATTRIBUTE, refusal)
         return endpoint
 
     return mark
@@ -128,25 +143,27 @@ class _ApiKeyMiddleware:
         if scope["type"] == "lifespan":
             await self._app(scope, receive, send)
             return
+        route = _route_for(self._routes_of, scope)
         decision = decide_request_auth(
             method=str(scope.get("method", "GET")).upper(),
             path=str(scope["path"]),
-            authorization_header=_authorization(scope),
+            authorization_header=_header(scope, b"authorization"),
             api_key=self._api_key,
             admin_api_key=self._admin_api_key,
-            auth_level=_level_for(self._routes_of, scope),
+            auth_level=_level_of(route),
         )
         if decision.allowed:
             await self._app(scope, receive, send)
             return
-        await _refusal(decision)(scope, receive, send)
-
-
-def _refusal(decision: AuthDecision) -> JSONResponse:
-    status = decision.error_status_code
-    body = error_object(decision.reason, "authentication_error", status)
-    headers = {"WWW-Authenticate": "Bearer"} if status == 401 else None
-    return JSONResponse(body, status_code=status, headers=headers)
+        own = getattr(getattr(route, "endpoint", None), _REFUSAL_ATTRIBUTE, None)
+        accept = _header(scope, b"accept") or ""
+        status = decision.error_status_code
+        answer = (own and own(status, accept)) or JSONResponse(
+            error_object(decision.reason, "authentication_error", status), status
+        )
+        if status == 401:
+            answer.headers["WWW-Authenticate"] = "Bearer"
+        await answer(scope, receive, send)
 
 
 def _bearer_matches(header: str | None, key: str) -> bool:
@@ -155,22 +172,23 @@ def _bearer_matches(header: str | None, key: str) -> bool:
     return same and scheme.lower() == "bearer"
 
 
-def _authorization(scope: Scope) -> str | None:
+def _header(scope: Scope, wanted: bytes) -> str | None:
     for name, value in scope["headers"]:
-        if name == b"authorization":
+        if name == wanted:
             return bytes(value).decode("utf-8", errors="replace")
     return None
 
 
-def _level_for(app: Starlette, scope: Scope) -> AuthLevel:
-    """The level of the route for `scope`. A route also counts if only its method differs."""
-    partial = AuthLevel.NORMAL
+def _route_for(app: Starlette, scope: Scope) -> BaseRoute | None:
+    """The route for `scope`. One whose method differs also counts, first of all one with a level of
+    its own."""
+    partial: BaseRoute | None = None
     for route in app.routes:
         match, _ = route.matches(scope)
         if match is Match.FULL:
-            return _level_of(route)
-        if match is Match.PARTIAL and partial is AuthLevel.NORMAL:
-            partial = _level_of(route)
+            return route
+        if match is Match.PARTIAL and _level_of(partial) is AuthLevel.NORMAL:
+            partial = route
     return partial
 
 

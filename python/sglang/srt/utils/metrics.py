@@ -65,9 +65,9 @@ class Counter(_Metric, prometheus_client.Counter):
     """A count that only rises."""
 
     @property
-    def count(self) -> float:
-        """The count now."""
-        return float(self._value.get())
+    def count(self) -> int:
+        """The count now, of a counter of whole numbers."""
+        return int(self._value.get())
 
     @_harmless
     def inc(self, amount: float = 1, exemplar: dict[str, str] | None = None) -> None:
@@ -108,6 +108,17 @@ class Histogram(_Metric, prometheus_client.Histogram):
     @_harmless
     def observe(self, amount: float, exemplar: dict[str, str] | None = None) -> None:
         super().observe(amount, exemplar)
+
+
+def counts_by_label(counter: Counter) -> dict[str, int]:
+    """The counts of a counter with one label, by the label's values."""
+    return {
+        value: int(sample.value)
+        for family in counter.collect()
+        for sample in family.samples
+        if sample.name.endswith("_total")
+        for value in sample.labels.values()
+    }
 
 
 class _Labelled:

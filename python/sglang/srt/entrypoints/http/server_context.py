@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, Generic, TypeAlias, TypeVar
 
 from starlette.requests import Request
 
@@ -21,18 +21,19 @@ if TYPE_CHECKING:
     from sglang.srt.managers.tokenizer.chat_template import ChatTemplate
 
 
-Ask: TypeAlias = Callable[[], Coroutine[Any, Any, ApiError | None]]
+T = TypeVar("T")
+Ask: TypeAlias = Callable[[], Coroutine[Any, Any, T]]
 
 
-class SharedAnswer:
+class SharedAnswer(Generic[T]):
     """One answer for all who ask at the same time, or soon after. Event loop thread only."""
 
     def __init__(self, fresh_seconds: float) -> None:
         self._fresh_seconds = fresh_seconds
-        self._work: asyncio.Task[ApiError | None] | None = None
+        self._work: asyncio.Task[T] | None = None
         self._ended = 0.0
 
-    async def latest(self, ask: Ask) -> ApiError | None:
+    async def latest(self, ask: Ask[T]) -> T:
         """The last answer if it is fresh, else the answer in progress, else the answer of a new
         `ask`. Raises as `ask` does.
 
@@ -43,7 +44,7 @@ class SharedAnswer:
             self._work = asyncio.create_task(self._run(ask))
         return await asyncio.shield(self._work)
 
-    async def _run(self, ask: Ask) -> ApiError | None:
+    async def _run(self, ask: Ask[T]) -> T:
         try:
             return await ask()
         finally:
@@ -61,8 +62,10 @@ class ServerContext:
     model_info: dict[str, Any] = field(default_factory=dict)
     started: float = field(default_factory=time.time)  # noqa: TID251 (a date, for clients)
     memory: HeapTrimmer = field(default_factory=HeapTrimmer)
-    probe: SharedAnswer = field(default_factory=lambda: SharedAnswer(1.0))
+    probe: SharedAnswer[ApiError | None] = field(default_factory=lambda: SharedAnswer(1.0))
     """Result of the last health probe: the reason why no token could be generated, or None."""
+    cache_view: SharedAnswer[dict[str, Any]] = field(default_factory=lambda: SharedAnswer(1.0))
+    """The last answer about what is in the cache."""
     renderer: ThreadPoolExecutor = field(default_factory=lambda: started_pool(1, "render"))
     """The thread `render`, for chat templates over long conversations."""
 

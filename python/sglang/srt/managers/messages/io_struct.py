@@ -110,6 +110,10 @@ class GetMetricsReq(ControlReq):
     """Ask for the scheduler's metrics: `data["text"]` has Prometheus' text format."""
 
 
+class GetCacheViewReq(ControlReq):
+    """Ask what is in the cache, for people: see `cache_view`."""
+
+
 class AttachHiCacheStorageReqInput(ControlReq):
     """Attach an L3 backend, or update the policies of the one that is attached."""
 
@@ -272,6 +276,7 @@ ToScheduler: TypeAlias = (
     | FlushCacheReqInput
     | GetInternalStateReq
     | GetMetricsReq
+    | GetCacheViewReq
     | AttachHiCacheStorageReqInput
     | DetachHiCacheStorageReqInput
     | ClearHiCacheReqInput

@@ -25,6 +25,7 @@ from sglang.srt.managers.messages.io_struct import (
     DetachHiCacheStorageReqInput,
     FinishReason,
     FlushCacheReqInput,
+    GetCacheViewReq,
     GetHiCacheStorageReqInput,
     GetInternalStateReq,
     GetMetricsReq,
@@ -36,9 +37,11 @@ from sglang.srt.managers.messages.io_struct import (
     abort_reason,
 )
 from sglang.srt.managers.scheduler.requests.req import Req
+from sglang.srt.mem_cache.cache_view import cache_view
 from sglang.srt.mem_cache.hiradix_cache import HiRadixCache
 from sglang.srt.mem_cache.l3.hicache_administration import StorageAdministration
 from sglang.srt.mem_cache.tree.base_prefix_cache import MatchPrefixParams
+from sglang.srt.observability.flow_history import FlowHistory
 
 if TYPE_CHECKING:
     from sglang.srt.managers.scheduler.grammar import GrammarManager
@@ -80,10 +83,12 @@ class ControlHandler:
         self._flushes: list[_Pending] = []
         self._change: _Pending | None = None
         self._drain_deadline: float | None = None
+        self._history = FlowHistory(state.token_counts)
         self._handlers: dict[type, Callable[[Any], dict[str, Any] | None]] = {
             FlushCacheReqInput: self._flush,
             GetInternalStateReq: self._internal_state,
             GetMetricsReq: self._metrics,
+            GetCacheViewReq: self._view,
             GetWeightSeedReq: self._describe_seed,
             AttachHiCacheStorageReqInput: self._attach,
             DetachHiCacheStorageReqInput: lambda message: self._begin_change(
@@ -139,7 +144,8 @@ class ControlHandler:
 
     def tick(self) -> None:
         """Answer a change of L3 that has ended. Run the pending flushes if the scheduler is idle,
-        and refuse those that have waited too long."""
+        and refuse those that have waited too long. Sample the counts."""
+        self._history.on_tick(self._state.now)
         self._end_change()
         if not self._flushes:
             return
@@ -196,6 +202,16 @@ class ControlHandler:
         state = self._state
         state.tree.read_metrics()
         return {"text": state.metrics.render(state.load())}
+
+    def _view(self, message: GetCacheViewReq) -> dict[str, Any]:
+        state = self._state
+        queues = {"running": state.queues.num_holders, "waiting": len(state.queues.waiting)}
+        return {
+            "model_name": self._public_args["served_model_name"],
+            **cache_view(state.tree),
+            "queues": {**queues, **state.tree.is_busy()},
+            "history": self._history.latest(state.now),
+        }
 
     def _describe_seed(self, message: GetWeightSeedReq) -> dict[str, Any]:
         if self._weight_seed is None:

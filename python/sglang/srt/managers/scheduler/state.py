@@ -147,6 +147,14 @@ class SchedulerState:
             evictable_tokens=self.tree.evictable_size(),
         )
 
+    def token_counts(self) -> dict[str, int]:
+        """Tokens since the start: of prompts, by where they came from (`computed`: nowhere); and by
+        what the tiers did with them."""
+        metrics = self.metrics
+        found = {f"hit_{source}": tokens for source, tokens in metrics.num_cached.items()}
+        computed = metrics.num_prompt - sum(found.values())
+        return {**found, "computed": computed, **self.tree.metrics.flows()}
+
     def used_tokens(self) -> int:
         """Slots that are neither free nor evictable."""
         return self.load().used_tokens

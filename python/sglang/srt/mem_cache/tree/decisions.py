@@ -22,7 +22,7 @@ class Decision(StrEnum):
     """A kind of decision."""
 
     NO_READ = "no read from L3"
-    READ_ENDED = "read from L3 ended early"
+    READ_ENDED = "L3 brought less"
     NO_WRITE = "no write to L3"
     EVICTED_DEVICE = "evicted from L1"
     EVICTED_HOST = "evicted from L2"

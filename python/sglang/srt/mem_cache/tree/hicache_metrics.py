@@ -66,7 +66,7 @@ class CacheMetrics:
             if reason in _WHY_MISSED:
                 self.decisions.note(Decision.NOT_REUSED, _WHY_MISSED[reason], count)
 
-    def flows(self) -> dict[str, float]:
+    def flows(self) -> dict[str, int]:
         """Counts of tokens since the start, by what happened to them."""
         return {"evicted_device": self.evicted.labels("device").count}
 
@@ -167,7 +167,7 @@ class HiCacheMetrics(CacheMetrics):
         for gauge, value in zip(gauges, known, strict=True):
             gauge.set(math.nan if value is None else value)
 
-    def flows(self) -> dict[str, float]:
+    def flows(self) -> dict[str, int]:
         return super().flows() | {
             "evicted_host": self.evicted.labels("host").count,
             "written": self.host_written.count,

@@ -1,0 +1,121 @@
+"""What is in a cache, as plain data for `GET /hicache`: no tokens, no text of prompts.
+
+Threads: the scheduler's only. The cost grows with the operations in flight and with the prefixes
+that are looked at (bounded), not with the cache.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+from sglang.srt.mem_cache.hiradix_cache import HiRadixCache
+from sglang.srt.mem_cache.tree.radix_cache import RadixCache
+from sglang.srt.mem_cache.tree.tier_use import busiest_prefixes
+from sglang.srt.utils.metrics import counts_by_label
+
+_SHOWN_PREFIXES: Final = 12
+
+
+def cache_view(cache: RadixCache) -> dict[str, Any]:
+    """Tiers, prefixes and decisions of `cache`, and its L3.
+
+    Of each tier, `parts` add up to `total` (None: unknown), in its `unit`; `in_flight` are tokens
+    that copies and transfers to and from the tier have not finished.
+    """
+    tiers, store, epoch = [_device(cache), *_device_states(cache)], None, 0
+    if isinstance(cache, HiRadixCache):
+        tiers += _lower_tiers(cache)
+        store, epoch = _store(cache), cache.store.epoch
+    return {
+        "page_size": cache.page_size,
+        "eviction_policy": cache.tree.eviction_policy,
+        "tiers": tiers,
+        "missed": counts_by_label(cache.metrics.missed),
+        "prefixes": busiest_prefixes(cache.tree, epoch, _SHOWN_PREFIXES),
+        "decisions": cache.metrics.decisions.latest(),
+        "store": store,
+    }
+
+
+def _tier(
+    name: str, where: str, unit: str, parts: dict[str, int] | None, in_flight: int = 0
+) -> dict[str, Any]:
+    total = None if parts is None else sum(parts.values())
+    return {
+        "name": name,
+        "where": where,
+        "unit": unit,
+        "total": total,
+        "parts": parts or {},
+        "in_flight": in_flight,
+    }
+
+
+def _device(cache: RadixCache) -> dict[str, Any]:
+    allocator = cache.tree.allocator
+    free, locked = allocator.available_size(), cache.protected_size()
+    evictable = cache.evictable_size()
+    parts = {
+        "requests": allocator.size - free - locked - evictable,
+        "locked": locked,
+        "evictable": evictable,
+        "free": free,
+    }
+    in_flight = 0
+    if isinstance(cache, HiRadixCache):
+        copies = (*cache.host_backup.writing.values(), *cache.host_load.loading.values())
+        in_flight = sum(len(copy.host_indices) for copy in copies)
+    return _tier("L1", "device memory", "tokens", parts, in_flight)
+
+
+def _device_states(cache: RadixCache) -> list[dict[str, Any]]:
+    slots = cache.mamba_slots()
+    if not slots:
+        return []
+    parts = {part: slots[f"{part}_mamba_slots"] for part in ("used", "evictable", "free")}
+    return [_tier("L1 states", "device memory", "states", parts)]
+
+
+def _lower_tiers(cache: HiRadixCache) -> list[dict[str, Any]]:
+    use = cache.host_use()
+    tiers = [_tier("L2", "host memory", "tokens", use._asdict(), use.in_flight + use.locked)]
+    for component in cache.tree.components:
+        pool = component.host.pool
+        free = pool.available_size()
+        parts = {"used": pool.size - free, "free": free}
+        tiers.append(_tier("L2 states", "host memory", "states", parts))
+    store = cache.store
+    if store.attached is not None:
+        usage = store.usage()
+        parts_of_store = None
+        if usage is not None and usage.used_bytes is not None and usage.total_bytes is not None:
+            free = max(0, usage.total_bytes - usage.used_bytes)
+            parts_of_store = {"used": usage.used_bytes, "free": free}
+        reads = sum(len(read.host_indices) for read in cache.storage_prefetch.table.operations)
+        writes = sum(len(write.host_indices) for write in cache.storage_backup.under_way)
+        backend = store.attached.backend
+        tiers.append(_tier("L3", f"store ({backend})", "bytes", parts_of_store, reads + writes))
+    return tiers
+
+
+def _store(cache: HiRadixCache) -> dict[str, Any] | None:
+    store, attached = cache.store, cache.store.attached
+    if attached is None:
+        return None
+    usage = store.usage()
+    client = attached.client
+    return {
+        "backend": attached.backend,
+        "namespace": store.namespace(),
+        "transport": None if client is None else client.describe_transport(),
+        "prefetch_policy": store.prefetch_policy.value,
+        "write_policy": cache.host_backup.write_policy,
+        "is_available": store.available and attached.available and not attached.breaker.is_open,
+        "is_left_alone": attached.breaker.is_open,
+        "read_tokens_per_s": store.rates.reads,
+        "prefill_tokens_per_s": store.rates.prefills,
+        "stuck_tokens": cache.storage_prefetch.table.stuck_tokens(),
+        "usage": None if usage is None else usage._asdict(),
+        "reads": counts_by_label(cache.metrics.prefetch_outcomes),
+        "writes": counts_by_label(cache.metrics.backup_outcomes),
+    }
