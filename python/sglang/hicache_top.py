@@ -1,0 +1,267 @@
+"""What is in a server's cache, in a terminal: tiers, flows, hits, prefixes, decisions, store.
+
+    python -m sglang.hicache_top http://127.0.0.1:30000
+    python -m sglang.hicache_top http://127.0.0.1:30000 --once
+
+It shows what `GET /hicache` answers. The key comes from --admin-api-key-file, SGLANG_ADMIN_API_KEY
+or, for a server without an admin key, SGLANG_API_KEY. Ctrl-C ends it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import math
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from sglang.srt.arg_groups.api_keys import resolve_key
+from sglang.srt.environ import envs
+from sglang.srt.utils.error_answers import error_text
+
+_TIMEOUT_S: Final = 15.0
+_MAX_BYTES: Final = 1 << 22
+_STYLES: Final = {
+    "requests": "blue", "used": "blue", "device": "blue", "locked": "dark_orange3",
+    "evictable": "green", "host": "green", "in_flight": "medium_purple", "storage": "medium_purple",
+    "free": "grey50", "computed": "grey50",
+}  # fmt: skip
+_WORDS: Final = {
+    "requests": "running", "locked": "in use", "evictable": "evictable", "in_flight": "in flight",
+    "used": "used", "free": "free", "device": "L1", "host": "L2", "storage": "L3",
+    "computed": "computed",
+}  # fmt: skip
+_FLOWS: Final = {
+    "written": "L1 to L2: copied", "loaded": "L2 to L1: loaded", "stored": "L2 to L3: written",
+    "read": "L3 to L2: read", "evicted_device": "evicted from L1",
+    "evicted_host": "evicted from L2", "computed": "computed",
+}  # fmt: skip
+_BLOCKS: Final = " ▁▂▃▄▅▆▇█"
+_SPARK: Final = 40
+_HISTORY_S: Final = 300.0
+
+
+class NoAnswer(Exception):
+    """The server did not answer as a server of this engine does. The message is one line."""
+
+
+def ask(url: str, key: str | None) -> dict[str, Any]:
+    """What is in the cache of the server at `url`. Raises NoAnswer with the remedy."""
+    headers = {"Accept": "application/json"}
+    if key is not None:
+        headers["Authorization"] = f"Bearer {key}"
+    try:
+        request = urllib.request.Request(f"{url.rstrip('/')}/hicache", headers=headers)
+        with urllib.request.urlopen(request, timeout=_TIMEOUT_S) as answer:
+            view = json.loads(answer.read(_MAX_BYTES))
+    except urllib.error.HTTPError as error:
+        why = error_text(error.read(_MAX_BYTES))
+        remedy = ""
+        if error.code in (401, 403):
+            remedy = ": give the key by --admin-api-key-file or SGLANG_ADMIN_API_KEY"
+        raise NoAnswer(f"{url} refuses ({error.code}): {why}{remedy}") from None
+    except (OSError, ValueError) as error:
+        raise NoAnswer(f"{url}: {error}; give the address of a running server") from None
+    if not isinstance(view, dict) or "tiers" not in view:
+        raise NoAnswer(f"{url} is no server of this engine")
+    return view
+
+
+def draw(view: Mapping[str, Any], width: int) -> RenderableType:
+    """Everything about a cache, for a terminal of `width` characters."""
+    history = view["history"]
+    title = Text.assemble(
+        ("Prefix cache", "bold"),
+        f"  {view['model_name']}, pages of {view['page_size']} tokens, "
+        f"eviction {view['eviction_policy']}",
+    )
+    queues = ", ".join(f"{name} {count}" for name, count in view["queues"].items())
+    return Group(
+        title,
+        Text(queues, "dim"),
+        *(_tier(tier, width) for tier in view["tiers"]),
+        *_hits(history, view["missed"], width),
+        _flows(history),
+        _prefixes(view["prefixes"]),
+        _decisions(view["decisions"]),
+        _store(view["store"]),
+    )
+
+
+def _short(value: float | None) -> str:
+    if value is None:
+        return "unknown"
+    for size, unit in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e4, "k")):
+        if value >= size:
+            return f"{value / (1e3 if unit == 'k' else size):.1f} {unit}"
+    return f"{value:,.0f}" if value >= 100 or value == int(value) else f"{value:.1f}"
+
+
+def _bar(parts: Mapping[str, int], width: int) -> Text:
+    """A bar of `width` characters, and its legend."""
+    total = sum(parts.values())
+    bar, done = Text(), 0
+    for name, value in parts.items():
+        before = round(done / total * width) if total else 0
+        done += value
+        after = round(done / total * width) if total else 0
+        bar.append(("░" if name in ("free", "computed") else "█") * (after - before), _STYLES[name])
+    bar.append("\n")
+    for name, value in parts.items():
+        share = f"{value / total:.0%}" if total else "0%"
+        bar.append("■ ", _STYLES[name])
+        bar.append(f"{_WORDS[name]} {_short(value)} ({share})   ")
+    return bar
+
+
+def _tier(tier: Mapping[str, Any], width: int) -> Text:
+    unit = tier["unit"]
+    size = f"{_short(tier['total'])}{'B' if unit == 'bytes' else ' ' + unit}"
+    if tier["total"] is None:
+        size = "size unknown"
+    head = Text.assemble(f"\n{tier['name']} ", (f"{tier['where']}, {size}", "dim"))
+    if tier["in_flight"]:
+        head.append(f", {_short(tier['in_flight'])} tokens in flight", "dim")
+    return head.append("\n").append_text(_bar(tier["parts"], width)) if tier["parts"] else head
+
+
+def _hits(
+    history: Sequence[Mapping[str, Any]], missed: Mapping[str, int], width: int
+) -> list[RenderableType]:
+    first, last = history[0]["counts"], history[-1]["counts"]
+    lines: list[RenderableType] = []
+    recent = f"the last {history[0]['age_s']:.0f} s"
+    for title, since in (("since the start", None), (recent, first)):
+        parts = {
+            name: last[counted] - (since[counted] if since else 0)
+            for name in ("device", "host", "storage", "computed")
+            for counted in (name if name == "computed" else f"hit_{name}",)
+        }
+        total = sum(parts.values())
+        share = (total - parts["computed"]) / total if total else 0.0
+        head = Text(f"\n{share:.0%} of the prompts' tokens reused, {title}\n")
+        lines.append(head.append_text(_bar(parts, width)))
+    why = ", ".join(f"{reason} {_short(count)}" for reason, count in missed.items() if count)
+    lines.append(Text(f"computed since the start, by reason: {why or 'none'}", "dim"))
+    return lines
+
+
+def _spark(history: Sequence[Mapping[str, Any]], name: str) -> tuple[str, float]:
+    """Rates over the last five minutes as a line of blocks, and the last rate, per second."""
+    rates, last = [0.0] * _SPARK, 0.0
+    for before, now in itertools.pairwise(history):
+        seconds = before["age_s"] - now["age_s"]
+        if seconds < 0.5:
+            continue
+        last = (now["counts"][name] - before["counts"][name]) / seconds
+        begin, end = (
+            int((1 - min(1.0, sample["age_s"] / _HISTORY_S)) * _SPARK) for sample in (before, now)
+        )
+        for place in range(begin, min(max(end, begin + 1), _SPARK)):
+            rates[place] = max(rates[place], last)
+    most = max(rates) or 1.0
+    return "".join(_BLOCKS[math.ceil(8 * rate / most)] for rate in rates), last
+
+
+def _table(title: str, *columns: str) -> Table:
+    table = Table(title=f"\n{title}", title_justify="left", box=None, pad_edge=False)
+    for column in columns:
+        is_number = column.startswith("#")
+        table.add_column(column.lstrip("#"), justify="right" if is_number else "left")
+    return table
+
+
+def _flows(history: Sequence[Mapping[str, Any]]) -> Table:
+    table = _table("Flows of the last five minutes", "flow", "#tokens/s", "#in all", "")
+    first, last = history[0]["counts"], history[-1]["counts"]
+    for name, label in _FLOWS.items():
+        if name in last:
+            line, rate = _spark(history, name)
+            table.add_row(label, _short(rate), _short(last[name] - first[name]), line)
+    return table
+
+
+def _prefixes(prefixes: Sequence[Mapping[str, Any]]) -> Table:
+    table = _table("Busiest prefixes", "prefix", "#tokens", "#uses", "tiers", "#waiting")
+    for one in prefixes[:8]:
+        where = " ".join(one["tiers"]) + (", in use" if one["locked"] else "")
+        numbers = _short(one["tokens"]), _short(one["uses"])
+        table.add_row(one["hash"], *numbers, where, _short(one["waiting"]))
+    return table
+
+
+def _decisions(decisions: Sequence[Mapping[str, Any]]) -> Table:
+    table = _table("Last decisions", "#ago", "what", "why", "#tokens", "#times")
+    for one in decisions[:10]:
+        numbers = _short(one["tokens"]), _short(one["count"])
+        table.add_row(f"{one['age_s']:.0f} s", one["what"], one["why"], *numbers)
+    return table
+
+
+def _store(store: Mapping[str, Any] | None) -> Text:
+    if store is None:
+        return Text("\nStore (L3): none is attached")
+    state = ("answers", "green") if store["is_available"] else ("does not answer", "red")
+    line = Text.assemble("\nStore (L3): ", store["backend"], " ", state)
+    line.append(f", namespace {store['namespace']}, prefetch {store['prefetch_policy']}")
+    for kind in ("reads", "writes"):
+        counts = ", ".join(f"{why} {_short(count)}" for why, count in store[kind].items())
+        line.append(f"\n{kind}: {counts or 'none'}", "dim")
+    return line
+
+
+def _parser() -> argparse.ArgumentParser:
+    assert __doc__ is not None
+    first_line = __doc__.partition("\n")[0]
+    parser = argparse.ArgumentParser("python -m sglang.hicache_top", description=first_line)
+    parser.add_argument("url", help="address of the server, such as http://127.0.0.1:30000")
+    parser.add_argument("--once", action="store_true", help="show it once and end")
+    parser.add_argument("--interval", type=float, default=2.0, help="seconds between two questions")
+    parser.add_argument("--admin-api-key-file", help="file with the server's key")
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Show the cache until Ctrl-C, or once. Returns 1 if the server does not answer."""
+    parser = _parser()
+    args = parser.parse_args(argv)
+    if not 0.1 <= args.interval <= 3600:
+        parser.error(f"--interval {args.interval}: give seconds from 0.1 to 3600")
+    if not args.url.startswith(("http://", "https://")):
+        parser.error(f"url {args.url!r}: begin it with http:// or https://")
+    try:
+        key = resolve_key(
+            None, args.admin_api_key_file, "--admin-api-key", envs.SGLANG_ADMIN_API_KEY
+        )
+    except ValueError as error:
+        parser.error(str(error))
+    key = key or envs.SGLANG_API_KEY.get()
+    console = Console()
+    try:
+        drawn = draw(ask(args.url, key), console.width)
+        if args.once:
+            console.print(drawn)
+            return 0
+        with Live(drawn, console=console, screen=True, auto_refresh=False) as live:
+            while True:
+                time.sleep(args.interval)
+                live.update(draw(ask(args.url, key), console.width), refresh=True)
+    except NoAnswer as error:
+        sys.stderr.write(f"error: {error}\n")
+        return 1
+    except KeyboardInterrupt:
+        return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,88 @@
+"""The page of `GET /hicache` in a real browser: it shows a server's cache, and nothing goes wrong.
+
+Nightly, because a browser may have to be installed.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from rigs.servers.cache_pictures import SCHEMES, SIZES, server_under_load, show, take_pictures
+from rigs.servers.chromium import Chromium, find_chromium
+from rigs.servers.engine_server import EngineServer
+from sglang.test.ci.ci_register import register_cpu_ci
+
+register_cpu_ci(est_time=90, suite="nightly-cpu", nightly=True)
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[EngineServer]:
+    with server_under_load(num_requests=40) as running:
+        yield running
+
+
+@pytest.fixture
+def browser() -> Iterator[Chromium]:
+    path = find_chromium(may_install=True)
+    assert path is not None, "install Chromium (Debian: apt-get install chromium)"
+    with Chromium(path) as running:
+        yield running
+
+
+def test_it_shows_the_cache_in_both_schemes_and_sizes(
+    server: EngineServer, browser: Chromium, tmp_path: Path
+) -> None:
+    pictures = take_pictures(browser, server, tmp_path)
+    assert len(pictures) == len(SCHEMES) * len(SIZES)
+    for picture in pictures:
+        width, height = struct.unpack(">II", picture.read_bytes()[16:24])
+        assert width == SIZES[picture.stem.rpartition("-")[2]]
+        assert height > 800
+    refusals = [one for one in browser.problems if "401" not in one]
+    assert refusals == [], "before the key is given, 401 is right"
+    assert set(browser.requested) == {f"{server.url}/hicache"}, "it asks no other address"
+    # The narrow page is not wider than the screen.
+    assert browser.evaluate("document.documentElement.scrollWidth") == SIZES["narrow"]
+
+
+def test_the_schemes_differ_and_the_text_stands_out(
+    server: EngineServer, browser: Chromium
+) -> None:
+    colors = []
+    for scheme in SCHEMES:
+        show(browser, server, scheme, SIZES["wide"])
+        colors.append(browser.evaluate(
+            "[getComputedStyle(document.body).backgroundColor,"
+            " getComputedStyle(document.body).color].map(one => one.match(/\\d+/g).map(Number))"
+        ))  # fmt: skip
+    brightness = [[sum(color) / 3 for color in pair] for pair in colors]
+    (light, light_text), (dark, dark_text) = brightness
+    assert light - light_text > 150
+    assert dark_text - dark > 150
+
+
+def test_it_follows_the_server_and_says_so_when_it_is_gone(
+    server: EngineServer, browser: Chromium
+) -> None:
+    show(browser, server, "light", SIZES["wide"])
+    before = browser.evaluate("document.querySelector('#hits .head .end').textContent")
+    browser.wait_for(
+        f"document.querySelector('#hits .head .end').textContent != {before!r}", timeout=120
+    )
+    for part in ("tiers", "flows", "hits", "queues", "decisions", "prefixes", "store"):
+        text = browser.evaluate(f"document.getElementById('{part}').innerText")
+        assert text.strip(), part
+        assert "undefined" not in text, part
+        assert "NaN" not in text, part
+    browser.call("Network.emulateNetworkConditions",
+                 offline=True, latency=0, downloadThroughput=0, uploadThroughput=0)  # fmt: skip
+    browser.wait_for("document.getElementById('state').textContent.startsWith('no answer')")
+    assert not browser.evaluate("document.getElementById('view').hidden"), "the last state stays"
+
+
+if __name__ == "__main__":
+    raise SystemExit(pytest.main([__file__, "-q"]))

@@ -1,0 +1,88 @@
+"""Pictures of `GET /hicache` of a real server under load, as the tests and the docs want them."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import tempfile
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Final
+
+from rigs.servers.chromium import Chromium, Scheme
+from rigs.servers.engine_server import ADMIN_KEY, EngineServer
+from rigs.servers.forked_servers import ForkedServer
+from sglang.srt.environ import envs
+
+PAGE: Final = 64
+SIZES: Final = {"wide": 1280, "narrow": 390}
+SCHEMES: Final[tuple[Scheme, ...]] = ("light", "dark")
+_CLIENTS: Final = 3
+_SYSTEM_PROMPTS: Final = 12
+
+
+@contextlib.contextmanager
+def server_under_load(num_requests: int) -> Iterator[EngineServer]:
+    """A server with three tiers that all are in use, while clients go on asking. Their prompts
+    share a few beginnings, some of them often. `num_requests` have ended at the begin."""
+    noise = random.Random(1)
+    begins = [noise.choices(range(1000), k=10 * PAGE) for _ in range(_SYSTEM_PROMPTS)]
+    stop, done = threading.Event(), threading.Semaphore(0)
+    with (
+        tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder,
+        ForkedServer(
+            "--enable-metrics", "--hicache-storage-backend", "file", "--page-size", str(PAGE),
+            "--max-total-tokens", str(64 * PAGE), "--hicache-ratio", "2",
+            env={envs.SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR.name: folder},
+        ) as server,
+    ):  # fmt: skip
+
+        def ask(seed: int) -> None:
+            own = random.Random(seed)
+            while not stop.is_set():
+                begin = begins[min(int(own.expovariate(0.35)), _SYSTEM_PROMPTS - 1)]
+                rest = own.choices(range(1000), k=own.randrange(400))
+                server.generate([*begin, *rest], max_new_tokens=8)
+                done.release()
+                stop.wait(0.5 * own.random())
+
+        clients = [threading.Thread(target=ask, args=(seed,)) for seed in range(_CLIENTS)]
+        for client in clients:
+            client.start()
+        try:
+            for _ in range(num_requests):
+                assert done.acquire(timeout=120), "the clients have ended"
+            yield server
+        finally:
+            stop.set()
+            for client in clients:
+                client.join()
+
+
+def show(browser: Chromium, server: EngineServer, scheme: Scheme, width: int) -> None:
+    """Open the page, give it the key, and wait until it shows all tiers."""
+    browser.prefer(scheme)
+    browser.open(f"{server.url}/hicache", width=width)
+    browser.wait_for("document.readyState == 'complete' && !document.getElementById('ask').hidden")
+    browser.evaluate(
+        f"document.getElementById('key').value = '{ADMIN_KEY}';"
+        "document.querySelector('#login button').click()"
+    )
+    browser.wait_for(
+        "!document.getElementById('view').hidden"
+        " && [...document.querySelectorAll('#tiers .row')].length == 3"
+        " && document.querySelectorAll('#tiers .unknown').length == 0"
+    )
+
+
+def take_pictures(browser: Chromium, server: EngineServer, folder: Path) -> list[Path]:
+    """Write `hicache-SCHEME-SIZE.png` for each scheme and size to `folder`."""
+    pictures = []
+    for scheme in SCHEMES:
+        for size, width in SIZES.items():
+            show(browser, server, scheme, width)
+            path = folder / f"hicache-{scheme}-{size}.png"
+            path.write_bytes(browser.screenshot())
+            pictures.append(path)
+    return pictures
