@@ -97,8 +97,8 @@ class _Running:
 class FakeScheduler:
     """Answers every request with its own prompt, repeated, one token a step.
 
-    Thread `fake-scheduler`. Outputs end by `stop_token_ids`, `max_new_tokens`, aborts, and stops
-    that the real finder finds in the text. Logprobs are `-token_id`.
+    Thread `fake-scheduler`. Outputs end by `<eos>`, `stop_token_ids`, `max_new_tokens`, aborts,
+    and stops that the real finder finds in the text. Logprobs are `-token_id`.
     """
 
     ipc: IpcAddresses
@@ -108,7 +108,7 @@ class FakeScheduler:
     hold_after: int | None = None
     """Tokens after which a streaming request gets no further tokens."""
     refuse_with: FinishReason | None = None
-    """If set, every new request ends with it."""
+    """If set, every new request ends with it, and so do aborted ones."""
     control_success: bool = True
     received: list[Message] = field(default_factory=list)
     frame_sizes: list[int] = field(default_factory=list)
@@ -161,12 +161,10 @@ class FakeScheduler:
         elif isinstance(message, AbortReq):
             rids = list(self.running) if message.abort_all else [message.rid]
             ended = [rid for rid in rids if self.running.pop(rid, None) is not None]
+            reason = self.refuse_with or ABORTED_BY_CLIENT
             self._send(
                 tokens,
-                [
-                    RequestOutput(rid=r, output_ids=[], finish_reason=ABORTED_BY_CLIENT)
-                    for r in ended
-                ],
+                [RequestOutput(rid=r, output_ids=[], finish_reason=reason) for r in ended],
             )
         elif not isinstance(message, ShutdownReq | DeclineRoomReq):
             data: dict[str, Any] = {"num_running_reqs": len(self.running), "num_waiting_reqs": 0}
@@ -190,7 +188,8 @@ class FakeScheduler:
             one.sent += 1
             output = [ids[i % len(ids)] for i in range(one.sent)]
             match = one.finder.advance(output, may_stop=True) if params.has_text_stops else None
-            if token in (params.stop_token_ids or ()):
+            ends = token == EOS_ID and not params.ignore_eos
+            if ends or token in (params.stop_token_ids or ()):
                 reason = FinishReason(type="stop", matched=token)
             elif match is not None:
                 reason = FinishReason(type="stop", matched=match.stop)

@@ -39,6 +39,12 @@ def opened_reasoning(prompt: str) -> bool | None:
     return True if end.endswith(_START) else None
 
 
+def reasoning_end(output: str) -> int:
+    """The position in `output`, which begins with reasoning, at which the answer's part begins."""
+    end = output.find(_END)
+    return len(output) if end < 0 else end + len(_END)
+
+
 @dataclass
 class ReasoningParseResult:
     """The text that one increment of a stream added to each part."""

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import re
+from collections.abc import Iterator
 from typing import Any, Final
 
 from starlette.applications import Starlette
@@ -54,6 +57,23 @@ def as_api_error(error: Exception) -> ApiError | None:
     if isinstance(error, EngineUnavailable):
         return ApiError(503, str(error))
     return None
+
+
+@contextlib.contextmanager
+def client_names(*changes: tuple[str, str]) -> Iterator[None]:
+    """Context for an API that is served by way of chat completions: refusals of a request (status
+    400) name fields as that API does. `changes` are patterns of chat's names and what replaces
+    them (`re.sub`), in the message and in the field's name."""
+    try:
+        yield
+    except Exception as error:
+        known = as_api_error(error)
+        if known is None or known.status != 400:
+            raise
+        message, param = known.message, known.param or ""
+        for pattern, name in changes:
+            message, param = re.sub(pattern, name, message), re.sub(pattern, name, param)
+        raise ApiError(400, message, param=param or None, code=known.code) from error
 
 
 def _constraint_field(message: str) -> str | None:

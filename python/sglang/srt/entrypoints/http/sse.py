@@ -106,18 +106,22 @@ class ClientLeft(ApiError):
 
 
 class EventStream(Response):
-    """Sends each object of `events` as one event, then `[DONE]`.
+    """Sends each object of `events` as one event, then `[DONE]`; or, if `named`, each with its
+    `type` as the event's name, and nothing at the end.
 
     When the client leaves, the generator is closed, even while it waits for its next item. An error
     after the first event becomes an event of its own.
     """
 
-    def __init__(self, first: object, events: AsyncGenerator[object, None]) -> None:
+    def __init__(
+        self, first: object, events: AsyncGenerator[object, None], *, named: bool = False
+    ) -> None:
         """Take a stream whose `first` event has come, with `unless_client_leaves(request.receive,
         anext(events), events)`: a failure before it is then a plain HTTP error."""
         super().__init__()
         self._first = first
         self._events = events
+        self._named = named
 
     def init_headers(self, headers: Mapping[str, str] | None = None) -> None:
         """Starlette's hook; by default it builds the headers anew for each stream."""
@@ -128,7 +132,7 @@ class EventStream(Response):
             # The first token goes out before anything is set up for the others.
             start = {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
             await send(start)
-            await _send_event(send, self._first)
+            await self._send_event(send, self._first)
             with contextlib.suppress(ClientLeft):
                 await unless_client_leaves(receive, self._pump(send))
         finally:
@@ -136,8 +140,9 @@ class EventStream(Response):
 
     async def _pump(self, send: Send) -> None:
         async for event in self._with_errors():
-            await _send_event(send, event)
-        await _send_part(send, DONE)
+            await self._send_event(send, event)
+        if not self._named:
+            await _send_part(send, DONE)
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _with_errors(self) -> AsyncIterator[object]:
@@ -149,6 +154,10 @@ class EventStream(Response):
             if api_error is None:
                 raise
             yield error_body(api_error)
+
+    async def _send_event(self, send: Send, event: Any) -> None:
+        name = f"event: {event['type']}\n".encode() if self._named else b""
+        await _send_part(send, name + b"data: " + json_bytes(event) + b"\n\n")
 
 
 async def unless_client_leaves(
@@ -195,10 +204,6 @@ async def unless_client_leaves(
 async def _wait_until_gone(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
-
-
-async def _send_event(send: Send, event: object) -> None:
-    await _send_part(send, b"data: " + json_bytes(event) + b"\n\n")
 
 
 async def _send_part(send: Send, body: bytes) -> None:

@@ -8,7 +8,7 @@ from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import msgspec
 from starlette.requests import Request
@@ -268,14 +268,27 @@ def matched_stop(state: RequestState) -> int | str | None:
     return None if state.finish_reason is None else state.finish_reason.matched
 
 
+class Answerer(Protocol):
+    """Writes the answers to one body, whose requests' states grow."""
+
+    async def whole(self, states: Sequence[RequestState]) -> dict[str, Any]:
+        """The only answer of a request that does not stream; all `states` have ended."""
+
+    def stream(self, states: Sequence[RequestState]) -> AsyncGenerator[dict[str, Any], None]:
+        """The events of a stream."""
+
+
 async def respond(
     request: Request,
     manager: TokenizerManager,
     samples: Sequence[GenerateRequest],
-    make_answers: Callable[[], Answers],
+    make_answers: Callable[[], Answerer],
+    *,
+    named_events: bool = False,
 ) -> Response:
     """Run all samples and answer, streaming or not; a failed sample ends the others. `make_answers`
-    is called once the engine has the samples, so that they do not wait for it."""
+    is called once the engine has the samples, so that they do not wait for it. `named_events`: see
+    `EventStream`."""
 
     async def whole() -> dict[str, Any]:
         with manager.submit(samples) as states:
@@ -291,5 +304,5 @@ async def respond(
     if samples[0].stream:
         chunks = stream()
         first = await unless_client_leaves(request.receive, anext(chunks), chunks)
-        return EventStream(first, chunks)
+        return EventStream(first, chunks, named=named_events)
     return json_response(await unless_client_leaves(request.receive, whole()))

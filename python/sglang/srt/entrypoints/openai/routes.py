@@ -17,6 +17,7 @@ from sglang.srt.entrypoints.openai.chat_prompt import chat_prompt, tool_use
 from sglang.srt.entrypoints.openai.protocol import ChatBody, DetokenizeBody, TokenizeBody
 from sglang.srt.entrypoints.openai.serving_chat import MESSAGES_AT_ONCE, chat_completions
 from sglang.srt.entrypoints.openai.serving_completions import completions
+from sglang.srt.entrypoints.openai.serving_responses import responses
 from sglang.srt.managers.tokenizer.request_limits import RequestLimits
 from sglang.srt.managers.tokenizer.tokenizer_manager import TokenizerManager
 
@@ -174,6 +175,7 @@ def _model_card(context: ServerContext) -> dict[str, Any]:
 ROUTES: Final = (
     Route("/v1/chat/completions", chat_completions, methods=["POST"]),
     Route("/v1/completions", completions, methods=["POST"]),
+    Route("/v1/responses", responses, methods=["POST"]),
     Route("/v1/embeddings", embeddings, methods=["POST"]),
     Route("/v1/models", models, methods=["GET"]),
     Route("/v1/models/{name:path}", model, methods=["GET"]),

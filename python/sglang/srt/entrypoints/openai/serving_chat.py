@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import AsyncGenerator, Iterator
-from typing import Any, Final
+from collections.abc import AsyncGenerator, Callable, Iterator
+from typing import Any, Final, TypeVar
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -37,6 +37,8 @@ from sglang.srt.parser.reasoning_parser import (
     ReasoningParseResult,
     opened_reasoning,
 )
+
+T = TypeVar("T")
 
 
 class ChatOutput:
@@ -143,15 +145,21 @@ async def chat_completions(request: Request) -> Response:
     """Answer a conversation, streaming or not."""
     context = context_of(request)
     body = await read_json(request, ChatBody)
-    if len(body.messages) > MESSAGES_AT_ONCE:
-        samples, tools = await asyncio.get_running_loop().run_in_executor(
-            context.renderer, to_requests, body, context
-        )
-    else:
-        samples, tools = to_requests(body, context)
+    samples, tools = await rendered(body, context, to_requests)
     return await respond(
         request, context.manager, samples, lambda: ChatAnswers(body, context, samples[0], tools)
     )
+
+
+async def rendered(
+    body: ChatBody, context: ServerContext, work: Callable[[ChatBody, ServerContext], T]
+) -> T:
+    """The result of `work`, which renders the messages of `body`: long conversations in the thread
+    `render`, which keeps the event loop free."""
+    if len(body.messages) <= MESSAGES_AT_ONCE:
+        return work(body, context)
+    loop = asyncio.get_running_loop()
+    return await loop.run_in_executor(context.renderer, work, body, context)
 
 
 def to_requests(
@@ -199,6 +207,36 @@ def to_requests(
     return expand_samples([request], rooms), tools
 
 
+class OutputSplitting:
+    """Makes a `ChatOutput` for each output of one request."""
+
+    def __init__(
+        self,
+        body: ChatBody,
+        context: ServerContext,
+        request: GenerateRequest,
+        tools: ToolUse | None,
+    ) -> None:
+        self._tools = tools
+        # A grammar that applies from the first token leaves no room for reasoning.
+        constraint = request.sampling_params.constraint
+        # A structural tag allows free text, and with it reasoning.
+        is_free = constraint is None or constraint.kind is ConstraintKind.STRUCTURAL_TAG
+        splits = body.separate_reasoning is not False and is_free
+        self._reasoning_parser = context.args.reasoning_parser if splits else None
+        self._begins_inside = opened_reasoning(request.text or "")
+        self._streams_reasoning = body.stream_reasoning is not False
+
+    def new_output(self) -> ChatOutput:
+        name, tools = self._reasoning_parser, self._tools
+        return ChatOutput(
+            None if name is None else ReasoningParser(name, begins_inside=self._begins_inside),
+            None if tools is None else make_call_parser(tools.shown, tools.parser),
+            parallel=tools is None or tools.parallel,
+            stream_reasoning=self._streams_reasoning,
+        )
+
+
 class ChatAnswers(Answers):
     id_prefix, kind, chunk_kind = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
@@ -211,15 +249,7 @@ class ChatAnswers(Answers):
     ) -> None:
         super().__init__(body, context)
         self._formatter = TokenFormatter(context.manager.tokenizer) if body.logprobs else None
-        self._tools = tools
-        # A grammar that applies from the first token leaves no room for reasoning.
-        constraint = request.sampling_params.constraint
-        # A structural tag allows free text, and with it reasoning.
-        is_free = constraint is None or constraint.kind is ConstraintKind.STRUCTURAL_TAG
-        splits = body.separate_reasoning is not False and is_free
-        self._reasoning_parser = context.args.reasoning_parser if splits else None
-        self._begins_inside = opened_reasoning(request.text or "")
-        self._streams_reasoning = body.stream_reasoning is not False
+        self._new_output = OutputSplitting(body, context, request, tools).new_output
 
     async def _choice(self, index: int, state: RequestState) -> dict[str, Any]:
         output = self._new_output()
@@ -229,15 +259,6 @@ class ChatAnswers(Answers):
             "logprobs": await self._logprobs(state, 0),
             **_end_of(state, output),
         }
-
-    def _new_output(self) -> ChatOutput:
-        name, tools = self._reasoning_parser, self._tools
-        return ChatOutput(
-            None if name is None else ReasoningParser(name, begins_inside=self._begins_inside),
-            None if tools is None else make_call_parser(tools.shown, tools.parser),
-            parallel=tools is None or tools.parallel,
-            stream_reasoning=self._streams_reasoning,
-        )
 
     async def _chunks(
         self, index: int, state: RequestState
