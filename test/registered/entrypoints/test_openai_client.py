@@ -41,9 +41,12 @@ def test_models(client: openai.OpenAI) -> None:
     assert client.models.retrieve("echo").id == "echo"
 
 
-def test_embeddings_are_refused_by_name(client: openai.OpenAI) -> None:
+def test_embeddings_and_rankings_are_refused_by_name(client: openai.OpenAI) -> None:
     with pytest.raises(openai.APIStatusError, match="'echo' generates text") as refusal:
         client.embeddings.create(model="echo", input="hi")
+    assert refusal.value.status_code == 501
+    with pytest.raises(openai.APIStatusError, match=r"no rankings: .*a reranker") as refusal:
+        client.post("/rerank", body={"query": "a", "documents": ["b"]}, cast_to=object)
     assert refusal.value.status_code == 501
 
 

@@ -22,6 +22,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from sglang.srt.entrypoints import hicache_routes, native_routes, server_routes
+from sglang.srt.entrypoints.anthropic import serving_messages
 from sglang.srt.entrypoints.engine import WRITE_BACK_SECONDS, EngineFront
 from sglang.srt.entrypoints.http.errors import install_error_handlers
 from sglang.srt.entrypoints.http.protocol import bounded_protocol
@@ -166,13 +167,8 @@ def create_app(
         yield
         await (stop or context.manager.close)()
 
-    routes = (
-        *native_routes.ROUTES,
-        *server_routes.ROUTES,
-        *hicache_routes.ROUTES,
-        *openai_routes.ROUTES,
-    )
-    app = Starlette(routes=routes, lifespan=lifespan)
+    apis = (native_routes, server_routes, hicache_routes, openai_routes, serving_messages)
+    app = Starlette(routes=[route for api in apis for route in api.ROUTES], lifespan=lifespan)
     # A redirect would use the client's own Host header, and always http.
     app.router.redirect_slashes = False
     app.state.context = context

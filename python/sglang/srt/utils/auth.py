@@ -9,8 +9,8 @@
 A refused request gets 401 if its key is missing or unknown. It gets 403 if its key is of the other
 kind, or if the server has no key of the kind that the endpoint needs.
 
-Probes (`/health`, `/health_generate`, `/metrics` and the paths below it) and CORS preflights need
-no key.
+The key is in `Authorization: Bearer KEY`, or in `X-Api-Key: KEY`. Probes (`/health`,
+`/health_generate`, `/metrics` and the paths below it) and CORS preflights need no key.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import BaseRoute, Match
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from sglang.srt.utils.error_answers import error_object
+from sglang.srt.utils.error_answers import anthropic_error, error_object, is_anthropic
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -147,7 +147,7 @@ class _ApiKeyMiddleware:
         decision = decide_request_auth(
             method=str(scope.get("method", "GET")).upper(),
             path=str(scope["path"]),
-            authorization_header=_header(scope, b"authorization"),
+            authorization_header=_authorization(scope),
             api_key=self._api_key,
             admin_api_key=self._admin_api_key,
             auth_level=_level_of(route),
@@ -156,20 +156,33 @@ class _ApiKeyMiddleware:
             await self._app(scope, receive, send)
             return
         own = getattr(getattr(route, "endpoint", None), _REFUSAL_ATTRIBUTE, None)
-        accept = _header(scope, b"accept") or ""
-        status = decision.error_status_code
-        answer = (own and own(status, accept)) or JSONResponse(
-            error_object(decision.reason, "authentication_error", status), status
-        )
+        status, accept = decision.error_status_code, _header(scope, b"accept") or ""
+        answer = (own and own(status, accept)) or _refusal(decision, str(scope["path"]))
         if status == 401:
             answer.headers["WWW-Authenticate"] = "Bearer"
         await answer(scope, receive, send)
+
+
+def _refusal(decision: AuthDecision, path: str) -> JSONResponse:
+    status = decision.error_status_code
+    body = error_object(decision.reason, "authentication_error", status)
+    if is_anthropic(path):
+        body = anthropic_error(status, decision.reason)
+    return JSONResponse(body, status_code=status)
 
 
 def _bearer_matches(header: str | None, key: str) -> bool:
     scheme, _, token = (header or "").partition(" ")
     same = hmac.compare_digest(token.strip().encode(), key.encode())
     return same and scheme.lower() == "bearer"
+
+
+def _authorization(scope: Scope) -> str | None:
+    """The header `Authorization`; or that of Anthropic's clients, `X-Api-Key`, as a bearer key."""
+    if (own := _header(scope, b"authorization")) is not None:
+        return own
+    key = _header(scope, b"x-api-key")
+    return None if key is None else f"Bearer {key}"
 
 
 def _header(scope: Scope, wanted: bytes) -> str | None:

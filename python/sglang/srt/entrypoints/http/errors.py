@@ -20,7 +20,7 @@ from sglang.srt.managers.tokenizer.generate_request import (
     InvalidRequest,
     RequestFailed,
 )
-from sglang.srt.utils.error_answers import error_object
+from sglang.srt.utils.error_answers import anthropic_error, error_object, is_anthropic
 
 logger = logging.getLogger(__name__)
 
@@ -96,10 +96,15 @@ def error_body(error: ApiError) -> dict[str, Any]:
     return error_object(error.message, kind, error.code or error.status, error.param)
 
 
-def error_response(error: ApiError, headers: dict[str, str] | None = None) -> JSONResponse:
+def error_response(
+    error: ApiError, path: str, headers: dict[str, str] | None = None
+) -> JSONResponse:
+    """The answer to a request to `path`, in the form of the API that it belongs to."""
     if error.status == 503:
         headers = {**(headers or {}), "Retry-After": str(RETRY_AFTER_SECONDS)}
-    return JSONResponse(error_body(error), status_code=error.status, headers=headers)
+    own = is_anthropic(path)
+    body = anthropic_error(error.status, error.message) if own else error_body(error)
+    return JSONResponse(body, status_code=error.status, headers=headers)
 
 
 def install_error_handlers(app: Starlette) -> None:
@@ -108,7 +113,7 @@ def install_error_handlers(app: Starlette) -> None:
     async def known(request: Request, error: Exception) -> Response:
         api_error = as_api_error(error)
         assert api_error is not None, "registered for the types that as_api_error knows"
-        return error_response(api_error)
+        return error_response(api_error, request.url.path)
 
     async def http(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
@@ -116,7 +121,7 @@ def install_error_handlers(app: Starlette) -> None:
         headers = dict(error.headers) if error.headers else None
         if error.status_code == 405:
             headers = {**(headers or {}), "Allow": ", ".join(_methods_at(request))}
-        return error_response(ApiError(error.status_code, message), headers)
+        return error_response(ApiError(error.status_code, message), request.url.path, headers)
 
     async def unknown(request: Request, error: Exception) -> Response:
         logger.error("%s %s failed", request.method, request.url.path, exc_info=error)
@@ -124,6 +129,7 @@ def install_error_handlers(app: Starlette) -> None:
         # the next request that it sends on the connection.
         return error_response(
             ApiError(500, "internal error; the server's log has the cause"),
+            request.url.path,
             {"connection": "close"},
         )
 

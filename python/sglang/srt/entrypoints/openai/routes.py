@@ -74,7 +74,7 @@ async def tokenize(request: Request) -> Response:
     # A chat template writes the special tokens itself.
     adds = body.messages is None if body.add_special_tokens is None else body.add_special_tokens
     texts = [prompt] if isinstance(prompt, str) else prompt
-    _check_texts(texts, context.manager.limits)
+    check_texts(texts, context.manager.limits, "prompt")
     rows = await unless_client_leaves(request.receive, _encode_all(context.manager, texts, adds))
     single = isinstance(prompt, str)
     return json_response(
@@ -129,25 +129,28 @@ async def detokenize(request: Request) -> Response:
     return json_response({"text": texts if rows else texts[0]})
 
 
-async def embeddings(request: Request) -> Response:
+async def other_model(request: Request) -> Response:
     """Refused by name: a client that is told 404 looks for a wrong address."""
     name = context_of(request).model_name
+    work = "embeddings" if request.url.path.endswith("/embeddings") else "rankings"
     raise ApiError(
         501,
-        f"{name!r} generates text, and this server computes no embeddings: use a server of an "
-        "embedding model",
+        f"{name!r} generates text, and this server computes no {work}: use a server of an "
+        "embedding model or a reranker",
     )
 
 
-def _check_texts(texts: list[str], limits: RequestLimits) -> None:
+def check_texts(texts: list[str], limits: RequestLimits, field: str) -> None:
+    """Refuse texts that are too many or too long to tokenize in one request; errors name `field`,
+    which has them."""
     if len(texts) > MAX_BATCH:
-        raise bad_request(f"prompt has {len(texts)} texts, at most {MAX_BATCH} fit", "prompt")
+        raise bad_request(f"{field} has {len(texts)} texts, at most {MAX_BATCH} fit", field)
     total = sum(map(len, texts))
     if total > limits.max_text_chars:
         raise bad_request(
-            f"prompt has {total} characters, at most {limits.max_text_chars} are tokenized in one "
+            f"{field} has {total} characters, at most {limits.max_text_chars} are tokenized in one "
             "request: split it",
-            "prompt",
+            field,
         )
 
 
@@ -176,7 +179,8 @@ ROUTES: Final = (
     Route("/v1/chat/completions", chat_completions, methods=["POST"]),
     Route("/v1/completions", completions, methods=["POST"]),
     Route("/v1/responses", responses, methods=["POST"]),
-    Route("/v1/embeddings", embeddings, methods=["POST"]),
+    Route("/v1/embeddings", other_model, methods=["POST"]),
+    Route("/v1/rerank", other_model, methods=["POST"]),
     Route("/v1/models", models, methods=["GET"]),
     Route("/v1/models/{name:path}", model, methods=["GET"]),
     Route("/tokenize", tokenize, methods=["POST"]),

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import AsyncGenerator, Callable, Iterator
-from typing import Any, Final, TypeVar
+from collections.abc import AsyncGenerator, Iterator
+from typing import Any, Final
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -37,8 +37,6 @@ from sglang.srt.parser.reasoning_parser import (
     ReasoningParseResult,
     opened_reasoning,
 )
-
-T = TypeVar("T")
 
 
 class ChatOutput:
@@ -145,21 +143,24 @@ async def chat_completions(request: Request) -> Response:
     """Answer a conversation, streaming or not."""
     context = context_of(request)
     body = await read_json(request, ChatBody)
-    samples, tools = await rendered(body, context, to_requests)
+    # As `rendered` does; a chat's way to the socket is counted in calls.
+    if len(body.messages) > MESSAGES_AT_ONCE:
+        samples, tools = await rendered(body, context)
+    else:
+        samples, tools = to_requests(body, context)
     return await respond(
         request, context.manager, samples, lambda: ChatAnswers(body, context, samples[0], tools)
     )
 
 
 async def rendered(
-    body: ChatBody, context: ServerContext, work: Callable[[ChatBody, ServerContext], T]
-) -> T:
-    """The result of `work`, which renders the messages of `body`: long conversations in the thread
-    `render`, which keeps the event loop free."""
+    body: ChatBody, context: ServerContext
+) -> tuple[list[GenerateRequest], ToolUse | None]:
+    """`to_requests`, which renders long conversations in the thread `render`."""
     if len(body.messages) <= MESSAGES_AT_ONCE:
-        return work(body, context)
+        return to_requests(body, context)
     loop = asyncio.get_running_loop()
-    return await loop.run_in_executor(context.renderer, work, body, context)
+    return await loop.run_in_executor(context.renderer, to_requests, body, context)
 
 
 def to_requests(

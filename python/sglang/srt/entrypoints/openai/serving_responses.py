@@ -24,7 +24,7 @@ from sglang.srt.entrypoints.openai.output_blocks import (
     Step,
 )
 from sglang.srt.entrypoints.openai.responses_protocol import NAMES, ResponsesBody, chat_body
-from sglang.srt.entrypoints.openai.serving_chat import OutputSplitting, rendered, to_requests
+from sglang.srt.entrypoints.openai.serving_chat import OutputSplitting, rendered
 from sglang.srt.managers.tokenizer.generate_request import GenerateRequest
 from sglang.srt.managers.tokenizer.request_state import RequestState
 from sglang.srt.parser.reasoning_parser import reasoning_end
@@ -38,7 +38,7 @@ async def responses(request: Request) -> Response:
     body = await read_json(request, ResponsesBody)
     chat = chat_body(body)
     with client_names(*NAMES):
-        samples, tools = await rendered(chat, context, to_requests)
+        samples, tools = await rendered(chat, context)
         splitting = OutputSplitting(chat, context, samples[0], tools)
         return await respond(
             request,

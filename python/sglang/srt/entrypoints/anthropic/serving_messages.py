@@ -1,0 +1,170 @@
+"""`POST /v1/messages` and `/v1/messages/count_tokens`: answers, and the events of streams."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, Final
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from sglang.srt.entrypoints.anthropic.protocol import (
+    NAMES,
+    CountTokensBody,
+    MessagesBody,
+    chat_body,
+)
+from sglang.srt.entrypoints.http.body import read_json
+from sglang.srt.entrypoints.http.errors import ApiError, client_names
+from sglang.srt.entrypoints.http.server_context import ServerContext, context_of
+from sglang.srt.entrypoints.http.sse import json_response, unless_client_leaves
+from sglang.srt.entrypoints.openai.answers import respond
+from sglang.srt.entrypoints.openai.output_blocks import (
+    Block,
+    BlockAnswers,
+    BlockKind,
+    Change,
+    Step,
+)
+from sglang.srt.entrypoints.openai.routes import check_texts
+from sglang.srt.entrypoints.openai.serving_chat import OutputSplitting, rendered
+from sglang.srt.managers.messages.io_struct import CLIENT_ABORT_STATUS
+from sglang.srt.managers.tokenizer.request_state import RequestState
+from sglang.srt.utils.error_answers import anthropic_error
+
+
+async def messages(request: Request) -> Response:
+    """Answer a conversation, streaming or not."""
+    context = context_of(request)
+    body = await read_json(request, MessagesBody)
+    chat = chat_body(body)
+    with client_names(*NAMES):
+        samples, tools = await rendered(chat, context)
+        splitting = OutputSplitting(chat, context, samples[0], tools)
+        return await respond(
+            request,
+            context.manager,
+            samples,
+            lambda: MessageAnswers(body, context, splitting),
+            named_events=True,
+        )
+
+
+async def count_tokens(request: Request) -> Response:
+    """The number of tokens of a conversation's prompt."""
+    context = context_of(request)
+    body = await read_json(request, CountTokensBody)
+    chat = chat_body(body)
+    with client_names(*NAMES):
+        samples, _ = await rendered(chat, context)
+        text = samples[0].text or ""
+        check_texts([text], context.manager.limits, "messages")
+        work = context.manager.encoder.encode(text, add_special_tokens=False)
+        ids = await unless_client_leaves(request.receive, work)
+    return json_response({"input_tokens": len(ids)})
+
+
+class MessageAnswers(BlockAnswers):
+    """Answers to one body, with content blocks."""
+
+    def __init__(
+        self, body: MessagesBody, context: ServerContext, splitting: OutputSplitting
+    ) -> None:
+        super().__init__(splitting)
+        self._head = {
+            "id": f"msg_{uuid.uuid4().hex}",
+            "type": "message",
+            "role": "assistant",
+            "model": body.model or context.model_name,
+        }
+
+    async def _answer(self, state: RequestState, blocks: Sequence[Block]) -> dict[str, Any]:
+        content = [_content(block) for block in blocks]
+        return {**self._head, "content": content, **_end(state, blocks), "usage": _usage(state)}
+
+    def _first_events(self, state: RequestState) -> Iterable[dict[str, Any]]:
+        end = {"stop_reason": None, "stop_sequence": None}
+        fields: dict[str, Any] = {"content": [], **end, "usage": _usage(state)}
+        return [{"type": "message_start", "message": {**self._head, **fields}}]
+
+    def _events_of(self, change: Change, state: RequestState) -> Iterator[dict[str, Any]]:
+        block, index = change.block, change.block.index
+        if change.step is Step.OPEN:
+            yield {"type": "content_block_start", "index": index, "content_block": _begun(block)}
+        elif change.step is Step.GROW:
+            kind, field = _DELTAS[block.kind]
+            delta = {"type": kind, field: change.added}
+            yield {"type": "content_block_delta", "index": index, "delta": delta}
+        else:
+            yield {"type": "content_block_stop", "index": index}
+
+    async def _last_events(
+        self, state: RequestState, blocks: Sequence[Block]
+    ) -> Iterable[dict[str, Any]]:
+        end = _end(state, blocks)
+        delta = {"type": "message_delta", "delta": end, "usage": _usage(state)}
+        return [delta, {"type": "message_stop"}]
+
+    def _failure(self, error: ApiError) -> dict[str, Any]:
+        return anthropic_error(error.status, error.message)
+
+
+_DELTAS: Final = {
+    BlockKind.REASONING: ("thinking_delta", "thinking"),
+    BlockKind.TEXT: ("text_delta", "text"),
+    BlockKind.CALL: ("input_json_delta", "partial_json"),
+}
+
+
+def _begun(block: Block) -> dict[str, Any]:
+    """The content block of `block` before its text."""
+    if block.kind is BlockKind.CALL:
+        return {"type": "tool_use", "id": block.call_id, "name": block.name, "input": {}}
+    if block.kind is BlockKind.REASONING:
+        return {"type": "thinking", "thinking": "", "signature": ""}
+    return {"type": "text", "text": ""}
+
+
+def _content(block: Block) -> dict[str, Any]:
+    if block.kind is BlockKind.CALL:
+        try:
+            return {**_begun(block), "input": msgspec.json.decode(block.text)}
+        except (msgspec.DecodeError, RecursionError):
+            return {"type": "text", "text": block.text}  # The length cut the call.
+    return {**_begun(block), _DELTAS[block.kind][1]: block.text}
+
+
+def _end(state: RequestState, blocks: Sequence[Block]) -> dict[str, Any]:
+    """Why the answer ended. Raises ApiError if it was aborted, which the API has no word for."""
+    reason = state.finish_reason
+    assert reason is not None, "an output is described once it has ended"
+    if reason.type == "abort":
+        raise ApiError(CLIENT_ABORT_STATUS, reason.message or "aborted")
+    word, matched = "end_turn", None
+    if reason.type == "length":
+        word = "max_tokens"
+    elif isinstance(reason.matched, str):
+        word, matched = "stop_sequence", reason.matched
+    elif any(block.kind is BlockKind.CALL for block in blocks):
+        word = "tool_use"
+    return {"stop_reason": word, "stop_sequence": matched}
+
+
+def _usage(state: RequestState) -> dict[str, Any]:
+    """The tokens so far; those of the prompt are the first three numbers together."""
+    cached = state.cached_tokens_details.total
+    return {
+        "input_tokens": state.prompt_tokens - cached,
+        "cache_creation_input_tokens": 0,  # A matter of prices; there are none.
+        "cache_read_input_tokens": cached,
+        "output_tokens": len(state.output_ids),
+    }
+
+
+ROUTES: Final = (
+    Route("/v1/messages", messages, methods=["POST"]),
+    Route("/v1/messages/count_tokens", count_tokens, methods=["POST"]),
+)
