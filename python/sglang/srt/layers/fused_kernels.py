@@ -22,16 +22,20 @@ _MODULES: Final[dict[str, str | None]] = {
     "npu": None,
 }
 """Module with the `KERNELS` of each kind of device; None: no fused kernels."""
+_SHAPES_ALONE: Final = "meta"
+"""torch's type of devices whose tensors have no memory."""
 
 
 # Cached in C, because layers that are made without a device ask in each step.
 @functools.cache
 def fused_kernels(device: torch.device | str) -> FusedKernels | None:
-    """Fused kernels of `device`; None: it has none.
+    """Fused kernels of `device`; None: it has none, or nothing is computed on it.
 
     Raises:
         ValueError: The kind of device is not known.
     """
+    if str(device) == _SHAPES_ALONE:
+        return None
     module = _MODULES[device_kind(str(device)).name]
     if module is None:
         return None

@@ -157,7 +157,7 @@ class ModelRunner:
         on_joined()
         self.init_shared_mooncake_transfer_engine()
         self.model_config = config.model_config
-        self.kv_cache_dtype = _resolve_kv_dtype(
+        self.kv_cache_dtype = resolve_kv_dtype(
             config.kv_cache_dtype, config.model_config.dtype, self._device_kind
         )
         self._graphs: list[CudaGraphRunner | ExtendGraphRunner] = []
@@ -429,7 +429,8 @@ def uncaptured(
     return ", ".join(names)
 
 
-def _resolve_kv_dtype(name: str, model_dtype: torch.dtype, kind: DeviceKind) -> torch.dtype:
+def resolve_kv_dtype(name: str, model_dtype: torch.dtype, kind: DeviceKind) -> torch.dtype:
+    """The dtype that `--kv-cache-dtype NAME` means. Raises ValueError that lists the names."""
     supported = kind.kv_cache_dtypes
     if name not in supported:
         raise ValueError(

@@ -32,6 +32,16 @@ class Sizing(NamedTuple):
     reason: str
 
 
+class PoolSizes(NamedTuple):
+    """Sizes of all device pools."""
+
+    tokens: Sizing
+    states: Sizing | None
+    """Recurrent states; None: the model has none."""
+    state_bytes: int
+    """Bytes that all recurrent states take, the padding's included."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceMemory:
     """The memory of a device, and what takes it beside the pools."""
@@ -180,6 +190,48 @@ def size_states(
             f"{3 * state_bytes / MIB:.1f} MiB, or --disable-radix-cache"
         )
     return Sizing(states, reason)
+
+
+def size_pools(
+    memory: DeviceMemory,
+    *,
+    kv_bytes_per_token: int,
+    state_bytes: int,
+    page_size: int,
+    context_len: int,
+    keeps_snapshots: bool,
+    max_total_tokens: int | None = None,
+    full_memory_ratio: float | None = None,
+    max_states: int | None = None,
+    max_running_requests: int | None = None,
+) -> PoolSizes:
+    """Divide the memory between recurrent states and tokens.
+
+    Args:
+        state_bytes: Bytes of one recurrent state over all layers; 0: the model has none.
+
+    The other arguments, and the errors, are those of `size_states` and `size_kv_pool`.
+    """
+    states = None
+    if state_bytes:
+        states = size_states(
+            budget_bytes=memory.pool_budget().amount,
+            state_bytes=state_bytes,
+            keeps_snapshots=keeps_snapshots,
+            full_memory_ratio=full_memory_ratio,
+            max_states=max_states,
+            max_running_requests=max_running_requests,
+        )
+    all_state_bytes = 0 if states is None else (states.amount + 1) * state_bytes
+    tokens = size_kv_pool(
+        memory,
+        kv_bytes_per_token=kv_bytes_per_token,
+        page_size=page_size,
+        max_total_tokens=max_total_tokens,
+        state_bytes=all_state_bytes,
+        context_len=context_len,
+    )
+    return PoolSizes(tokens, states, all_state_bytes)
 
 
 def size_running_requests(

@@ -45,10 +45,8 @@ from sglang.srt.model_executor.model_runner import (
 )
 from sglang.srt.model_executor.pool_sizing import (
     DeviceMemory,
-    Sizing,
-    size_kv_pool,
+    size_pools,
     size_running_requests,
-    size_states,
 )
 from sglang.srt.model_loader.weight_files import config_values
 from sglang.srt.model_loader.weight_seed import WeightSeed
@@ -240,15 +238,17 @@ def init_pools(runner: ModelRunner, server_args: ServerArgs, group: RankGroup) -
     if no size fits. A collective."""
     page_size = runner.config.page_size
     memory = memory_beside(runner, server_args)
-    states = _size_states(runner, server_args, memory)
-    all_state_bytes = 0 if states is None else (states.amount + 1) * runner.state_bytes()
-    size = size_kv_pool(
+    size, states, all_state_bytes = size_pools(
         memory,
         kv_bytes_per_token=runner.kv_bytes_per_token(),
+        state_bytes=runner.state_bytes(),
         page_size=page_size,
-        max_total_tokens=server_args.max_total_tokens,
-        state_bytes=all_state_bytes,
         context_len=runner.model_config.context_len,
+        keeps_snapshots=not server_args.disable_radix_cache,
+        max_total_tokens=server_args.max_total_tokens,
+        full_memory_ratio=server_args.mamba_full_memory_ratio,
+        max_states=server_args.max_mamba_cache_size,
+        max_running_requests=server_args.max_running_requests,
     )
     pool_bytes = (size.amount + page_size) * runner.kv_bytes_per_token()
     rows = size_running_requests(
@@ -276,22 +276,6 @@ def init_pools(runner: ModelRunner, server_args: ServerArgs, group: RankGroup) -
         why_states = states.reason if num_states == [states.amount] else other
         lines.append(_line_of_states(runner, num_states[0], why_states))
     return lines
-
-
-def _size_states(
-    runner: ModelRunner, server_args: ServerArgs, memory: DeviceMemory
-) -> Sizing | None:
-    """Number of recurrent states in L1; None: the model has none."""
-    if not runner.state_bytes():
-        return None
-    return size_states(
-        budget_bytes=memory.pool_budget().amount,
-        state_bytes=runner.state_bytes(),
-        keeps_snapshots=not server_args.disable_radix_cache,
-        full_memory_ratio=server_args.mamba_full_memory_ratio,
-        max_states=server_args.max_mamba_cache_size,
-        max_running_requests=server_args.max_running_requests,
-    )
 
 
 def _line_of_states(runner: ModelRunner, num_states: int, why: str) -> str:

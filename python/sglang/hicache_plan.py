@@ -1,0 +1,491 @@
+"""Plans the cache of a server before it starts: `python -m sglang.hicache_plan --help`.
+
+What a token takes in each pool and tier, what each tier holds, when reading is faster than
+computing, and the flags that follow. No weights are loaded: config.json is enough. With a trace of
+requests it shows the share of the prompts that each tier would have.
+
+The engine's own code gives the sizes: states, pools and the prefetch cost model are those of the
+server. Prefill rates are estimates unless `--prefill-tokens-s` is given. Exit status: 0; 2 if the
+arguments do not work.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import math
+import sys
+from collections.abc import Sequence
+from typing import Any, Final
+
+from sglang.benchmark.workload import read_trace
+from sglang.planning.hit_rates import stack_distances
+from sglang.planning.machine import (
+    ASSUMED,
+    COMPUTE_SHARE,
+    HERE,
+    MACHINES,
+    Machine,
+    find_machine,
+    with_given,
+)
+from sglang.planning.model_costs import (
+    ModelParameters,
+    costs_of_rank,
+    kept_formats,
+    parameters_of,
+)
+from sglang.planning.tiers import (
+    PoolCost,
+    ReadOrCompute,
+    Tier,
+    device_tier,
+    host_tier,
+    pool_cost,
+    read_or_compute,
+    store_bytes_per_token,
+    store_tier,
+)
+from sglang.planning.trace_picture import Curve, check_plot_file, draw
+from sglang.srt.arg_groups.checks import mistakes_of, ranks_per_node
+from sglang.srt.arg_groups.cli import parse_flags, raise_errors
+from sglang.srt.configs.model_config import ModelConfig
+from sglang.srt.constants import GB
+from sglang.srt.entrypoints.local_model import with_local_model
+from sglang.srt.layers.weight_format import FormatOf
+from sglang.srt.model_executor.model_runner import resolve_kv_dtype
+from sglang.srt.server_args import ServerArgs
+from sglang.srt.utils.logging_utils import configure_logger
+
+_RANKS: Final = (1, 2, 4, 8, 16, 32)
+_PREFIXES: Final = (1024, 8192, 32768, 131072)
+_MACHINE_ROWS: Final = {
+    # Field of `Machine`: its title, and the unit in which it is shown.
+    "device_bytes": ("device memory, GB", GB),
+    "host_bytes": ("host memory for the engine, GB", GB),
+    "l2_bytes_per_s": ("copies from host memory, GB/s a rank", GB),
+    "l3_bytes_per_s": ("reads from the store, GB/s a rank", GB),
+    "flop_per_s": ("large product, TFLOP/s", 1e12),
+}
+_NUMBERS: Final = (
+    "device_memory", "host_memory", "l2_gb_s", "l3_gb_s", "l3_size", "prefill_tokens_s",
+)  # fmt: skip
+_FRACTIONS: Final = (1 / 64, 1 / 32, 1 / 16, 1 / 8, 1 / 4, 1 / 2, 1.0)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """All figures, which `--json` prints."""
+
+    model: str
+    architecture: str
+    machine: dict[str, Any]
+    tp_size: int
+    page_size: int
+    parameters: ModelParameters
+    weight_bytes: int
+    """Of a rank."""
+    weights: list[dict[str, Any]]
+    """Bytes of a rank's weights by format and `--tp-size`."""
+    pools: list[PoolCost]
+    tiers: list[Tier]
+    reads: ReadOrCompute
+    flags: list[str]
+    notes: list[str]
+    trace: dict[str, Any] | None = None
+
+
+def parse_args(
+    argv: Sequence[str] | None = None,
+) -> tuple[argparse.Namespace, ServerArgs]:
+    """Parse the tool's own flags and the engine's, and resolve the latter.
+
+    Raises:
+        ValueError: A line for each mistake, with the flag and the remedy.
+        SystemExit: `--help` was given and has been printed.
+    """
+    parser = _own_parser()
+    own, rest = parser.parse_known_args(sys.argv[1:] if argv is None else argv)
+    if own.help:
+        parser.print_help()
+        print("\nand of the engine's, such as --model-path, --tp-size, --kv-cache-dtype:\n")
+    parsed = parse_flags(
+        ServerArgs,
+        ["--help"] if own.help else rest,
+        prog="python -m sglang.hicache_plan",
+        description="Flags of the engine that do not change a size have no effect.",
+    )
+    lines = list(parsed.lines)
+    for name in (
+        "device_memory",
+        "host_memory",
+        "l2_gb_s",
+        "l3_gb_s",
+        "l3_size",
+        "prefill_tokens_s",
+    ):
+        value = getattr(own, name)
+        if value is not None and not (math.isfinite(value) and value > 0):
+            lines.append(f"--{name.replace('_', '-')} {value}: must be a number above 0")
+    args = dataclasses.replace(
+        ServerArgs(**parsed.values), enable_hierarchical_cache=True, log_level="warning"
+    )
+    raise_errors([*lines, *mistakes_of(args, parsed.malformed)])
+    if own.plot is not None:
+        if own.trace is None:
+            raise ValueError("--plot shows a trace: give --trace FILE too")
+        check_plot_file(own.plot)
+    configure_logger("warning")
+    return own, with_local_model(args.resolve())
+
+
+def _own_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m sglang.hicache_plan",
+        usage="%(prog)s [flags]",
+        description=(__doc__ or "").split("\n\n", 1)[1].strip(),
+        add_help=False,
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add("-h", "--help", action="store_true")
+    add(
+        "--machine",
+        default=HERE,
+        help=f"{HERE}: this machine, whose rates are measured; or {', '.join(MACHINES)} [{HERE}]",
+    )
+    number: dict[str, Any] = {"type": float, "metavar": "N"}
+    add("--device-memory", **number, help="GB of each device")
+    add("--host-memory", **number, help="GB of the host for the engine")
+    add("--l2-gb-s", **number, help="GB/s of each rank's copies from host memory")
+    add("--l3-gb-s", **number, help="GB/s of each rank's reads from the store")
+    add("--l3-size", **number, help="GB of the store; absent: no limit")
+    add("--prefill-tokens-s", **number, help="measured tokens/s that the server computes")
+    add("--trace", metavar="FILE", help="requests, JSON lines in Mooncake's format")
+    add("--plot", metavar="FILE", help="write the trace's hit rates here: .png or .svg")
+    add("--weights-only", action="store_true", help="print only what the weights take")
+    add("--json", action="store_true", help="print one JSON object")
+    return parser
+
+
+def make_plan(own: argparse.Namespace, args: ServerArgs) -> Plan:
+    """Compute all figures. Raises ValueError if the model does not work or fit."""
+    config = ModelConfig.from_args(args)
+    machine = _machine(own, args, config)
+    kind = machine.kind
+    args = dataclasses.replace(args, device=kind.name).resolve()
+    assert args.page_size is not None, "resolved"
+    split = args.tp_size // args.attn_cp_size
+    kv_dtype = resolve_kv_dtype(args.kv_cache_dtype, config.dtype, kind)
+    formats = kept_formats(config) if kind.captures_graphs else None
+    costs = costs_of_rank(config, kv_dtype, tp_size=split, formats=formats)
+    parameters = parameters_of(config)
+    device = device_tier(
+        args, machine, costs, context_len=config.context_len, vocab_size=config.vocab_size
+    )
+    host = host_tier(args, machine, device, ranks_here=ranks_per_node(args))
+    store = store_tier(math.inf if own.l3_size is None else own.l3_size * GB, costs, args.page_size)
+    reads = read_or_compute(
+        machine,
+        costs,
+        active_parameters=parameters.active,
+        num_ranks=args.tp_size,
+        prefill_tokens_per_s=own.prefill_tokens_s,
+    )
+    tiers = [device, host, store]
+    server_bytes = store_bytes_per_token(costs, args.page_size)
+    return Plan(
+        model=args.served_model_name or config.model_path,
+        architecture=config.architecture,
+        machine=_machine_figures(machine),
+        tp_size=args.tp_size,
+        page_size=args.page_size,
+        parameters=parameters,
+        weight_bytes=costs.weight_bytes,
+        weights=weights_by_ranks(config),
+        pools=[pool_cost(spec, args.page_size) for spec in costs.specs],
+        tiers=tiers,
+        reads=reads,
+        flags=_flags(args, host),
+        notes=_notes(own, args, machine, device, host, reads),
+        trace=None if own.trace is None else _trace(own, args.page_size, tiers, args, server_bytes),
+    )
+
+
+def _machine(own: argparse.Namespace, args: ServerArgs, config: ModelConfig) -> Machine:
+    found = find_machine(
+        own.machine, config.dtype, device=args.device, num_ranks=ranks_per_node(args)
+    )
+    scaled = {
+        "device_bytes": own.device_memory,
+        "host_bytes": own.host_memory,
+        "l2_bytes_per_s": own.l2_gb_s,
+        "l3_bytes_per_s": own.l3_gb_s,
+    }
+    return with_given(found, **{k: None if v is None else v * GB for k, v in scaled.items()})
+
+
+def _machine_figures(machine: Machine) -> dict[str, Any]:
+    figures = dataclasses.asdict(machine)
+    return {**figures, "kind": machine.kind.name}
+
+
+def weights_by_ranks(config: ModelConfig) -> list[dict[str, Any]]:
+    """Bytes of the first rank's weights, by format and number of ranks that split the layers.
+
+    Formats: that of the files, and, if it is quantized, its weights dequantized. `bytes` has None
+    where a model cannot be split over so many ranks.
+    """
+    kept = kept_formats(config)
+    plain = str(config.dtype).removeprefix("torch.")
+    kinds: list[tuple[str, FormatOf | None]] = [(plain, None)]
+    if kept is not None:
+        kinds = [(str(config.quantization), kept), (f"dequantized, {plain}", None)]
+    rows = []
+    for name, formats in kinds:
+        sizes: dict[int, int | None] = {}
+        for ranks in _RANKS:
+            try:
+                costs = costs_of_rank(config, config.dtype, tp_size=ranks, formats=formats)
+            except ValueError:
+                sizes[ranks] = None
+            else:
+                sizes[ranks] = costs.weight_bytes
+        rows.append({"format": name, "bytes": sizes})
+    return rows
+
+
+def _flags(args: ServerArgs, host: Tier) -> list[str]:
+    flags = ["--enable-hierarchical-cache", f"--hicache-size {int(host.rank_bytes // GB)}"]
+    if args.tp_size > 1:
+        flags.insert(0, f"--tp-size {args.tp_size}")
+    return flags
+
+
+def _notes(
+    own: argparse.Namespace,
+    args: ServerArgs,
+    machine: Machine,
+    device: Tier,
+    host: Tier,
+    reads: ReadOrCompute,
+) -> list[str]:
+    """Consequences of the figures, a sentence each."""
+    notes = []
+    if host.tokens < 2 * device.tokens and args.hicache_write_policy == "write_through":
+        notes.append(
+            "L2 is less than twice L1, which it duplicates under write_through: "
+            "--hicache-write-policy write_back keeps each page in one of them"
+        )
+    if int(host.rank_bytes // GB) == 0:
+        notes.append("L2 is below 1 GB: give --hicache-ratio in place of --hicache-size")
+    least = reads.break_even_bytes_per_s / GB
+    rate = f"L3 at {machine.l3_bytes_per_s.value / GB:.3g} GB/s a rank"
+    even = f"it breaks even at {least:.3g} GB/s"
+    if reads.longest_kept is None:
+        notes.append(f"{rate}: reads of any length are kept; {even}")
+    else:
+        begun = "all begin"
+        if reads.longest_begun is not None:
+            begun = f"none above {reads.longest_begun:,} begins"
+        notes.append(
+            f"{rate}: {even}. On an idle server computing overtakes reads above "
+            f"{reads.longest_kept:,} tokens, and {begun}; while prompts queue, some are read all "
+            "the same. --hicache-storage-prefetch-policy wait_complete reads always, to save "
+            "device time"
+        )
+    if machine.l3_bytes_per_s.source == ASSUMED:
+        notes.append("the rate of L3 is that of Mooncake over TCP: give --l3-gb-s for another")
+    if machine.host_bytes.source == ASSUMED:
+        notes.append("the host's memory is assumed: give --host-memory")
+    if own.prefill_tokens_s is None:
+        notes.append(
+            f"the prefill rate is estimated ({COMPUTE_SHARE:g} of the products' rate, attention "
+            "not counted, so long prompts take longer): sglang.bench_one_batch measures it, "
+            "--prefill-tokens-s takes it"
+        )
+    return notes
+
+
+def _trace(
+    own: argparse.Namespace,
+    page_size: int,
+    tiers: Sequence[Tier],
+    args: ServerArgs,
+    server_bytes: float,
+) -> dict[str, Any]:
+    """Hit rates of the trace by tier and by size; writes the plot."""
+    trace = read_trace(own.trace)
+    if not trace:
+        raise ValueError(f"--trace {own.trace}: there are no requests")
+    distances = stack_distances(trace, page_size)
+    found = 0.0
+    by_tier = []
+    marks = []
+    # With write_back a page is in L1 or in L2; otherwise L2 has L1's pages too, and L3 those of L2.
+    adds = args.hicache_write_policy == "write_back"
+    size = 0.0
+    for tier in tiers:
+        is_sum = adds and tier.name == "L2"
+        size = size + tier.tokens if is_sum else max(size, tier.tokens)
+        rate = distances.hit_rate(size)
+        by_tier.append({"tier": tier.name, "tokens": size, "hit_rate": rate - found})
+        found = rate
+        if math.isfinite(size):
+            marks.append((tier.name, size * server_bytes / GB))
+    sizes = [distances.distinct_tokens * fraction for fraction in _FRACTIONS]
+    rates = [distances.hit_rate(size) for size in sizes]
+    limit = distances.hit_rate(math.inf)
+    if own.plot is not None:
+        curve = Curve(
+            title=f"{own.trace.rsplit('/', 1)[-1]}: {len(trace)} requests, "
+            f"{distances.distinct_tokens:,} different tokens",
+            sizes_gb=[size * server_bytes / GB for size in sizes],
+            hit_rates=rates,
+            limit=limit,
+            marks=marks,
+        )
+        draw(curve, own.plot)
+    return {
+        "requests": len(trace),
+        "prompt_tokens": distances.prompt_tokens,
+        "distinct_tokens": distances.distinct_tokens,
+        "unlimited_hit_rate": limit,
+        "by_tier": by_tier,
+        "by_size": [
+            {"tokens": int(size), "gb": size * server_bytes / GB, "hit_rate": rate}
+            for size, rate in zip(sizes, rates, strict=True)
+        ],
+    }
+
+
+def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Columns of text, the first on the left and the others on the right."""
+    widths = [max(len(row[i]) for row in (head, *rows)) for i in range(len(head))]
+    lines = []
+    for row in (head, *rows):
+        cells = [
+            cell.ljust(width) if i == 0 else cell.rjust(width)
+            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ]
+        lines.append("  " + "  ".join(cells).rstrip())
+    return "\n".join(lines)
+
+
+def _gb(size: float | None) -> str:
+    if size is None:
+        return "-"
+    return "no limit" if math.isinf(size) else f"{size / GB:,.2f}"
+
+
+def _count(number: float) -> str:
+    return "no limit" if math.isinf(number) else f"{int(number):,}"
+
+
+def weights_text(plan_weights: Sequence[dict[str, Any]]) -> str:
+    head = ["weights, GB a rank", *(f"--tp-size {ranks}" for ranks in _RANKS)]
+    rows = [
+        [row["format"], *(_gb(row["bytes"][ranks]) for ranks in _RANKS)] for row in plan_weights
+    ]
+    return _table(head, rows)
+
+
+def to_text(plan: Plan) -> str:
+    """The plan as tables."""
+    machine, reads = plan.machine, plan.reads
+    blocks = [
+        f"{plan.model}: {plan.architecture}, {plan.parameters.total / 1e9:,.2f} billion "
+        f"parameters, {plan.parameters.active / 1e9:,.2f} for each token; --tp-size "
+        f"{plan.tp_size}, pages of {plan.page_size} tokens",
+        f"{machine['name']} ({machine['kind']})\n"
+        + _table(
+            ["machine", "", "source"],
+            [
+                [title, f"{machine[field]['value'] / unit:,.1f}", machine[field]["source"]]
+                for field, (title, unit) in _MACHINE_ROWS.items()
+            ],
+        ),
+        weights_text(plan.weights),
+        _table(
+            ["pool", "one", "layers", "dtype", "bytes, L1 and L2, a rank", "bytes, L3, all ranks"],
+            [
+                [
+                    p.name,
+                    p.item,
+                    str(p.layers),
+                    p.dtype,
+                    f"{p.rank_bytes:,}",
+                    f"{p.store_bytes:,.1f}",
+                ]
+                for p in plan.pools
+            ],
+        ),
+        _table(
+            ["tier", "GB", "tokens", "states", "why"],
+            [
+                [t.name, _gb(t.rank_bytes), _count(t.tokens), f"{t.states:,}", t.reason]
+                for t in plan.tiers
+            ],
+        ),
+        _table(
+            ["prefix, tokens", "compute, s", "from L2, s", "from L3, s"],
+            [
+                [f"{n:,}", *(f"{n / rate:.3f}" for rate in (reads.prefill, reads.load, reads.read))]
+                for n in _PREFIXES
+            ],
+        ),
+    ]
+    if plan.trace is not None:
+        blocks.append(_trace_text(plan.trace))
+    blocks.append("\n".join(f"- {note}" for note in plan.notes))
+    blocks.append(f"flags: {' '.join(plan.flags)}")
+    return "\n\n".join(blocks)
+
+
+def _trace_text(trace: dict[str, Any]) -> str:
+    by_tier = _table(
+        ["prompt tokens found in", "tokens up to it", "share"],
+        [
+            [row["tier"], _count(row["tokens"]), f"{row['hit_rate']:.1%}"]
+            for row in trace["by_tier"]
+        ],
+    )
+    by_size = _table(
+        ["one LRU cache, GB", "tokens", "share"],
+        [[f"{r['gb']:,.2f}", f"{r['tokens']:,}", f"{r['hit_rate']:.1%}"] for r in trace["by_size"]],
+    )
+    return (
+        f"trace: {trace['requests']:,} requests, {trace['prompt_tokens']:,} prompt tokens, "
+        f"{trace['distinct_tokens']:,} different; a cache without a limit has "
+        f"{trace['unlimited_hit_rate']:.1%}\n{by_tier}\n{by_size}"
+    )
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Print the plan and return the exit status."""
+    try:
+        own, args = parse_args(argv)
+        if own.weights_only:
+            rows = weights_by_ranks(ModelConfig.from_args(args))
+            print(json.dumps(rows) if own.json else weights_text(rows))
+            return 0
+        plan = make_plan(own, args)
+    except (ValueError, OSError) as error:
+        sys.stderr.write("".join(f"error: {line}\n" for line in str(error).splitlines()))
+        return 2
+    print(json.dumps(_finite(dataclasses.asdict(plan))) if own.json else to_text(plan))
+    return 0
+
+
+def _finite(value: Any) -> Any:
+    """The value with null in place of infinity, which JSON does not have."""
+    if isinstance(value, dict):
+        return {key: _finite(one) for key, one in value.items()}
+    if isinstance(value, list):
+        return [_finite(one) for one in value]
+    return None if isinstance(value, float) and math.isinf(value) else value
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

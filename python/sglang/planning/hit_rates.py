@@ -1,0 +1,134 @@
+"""Hit rates of a trace for caches of every size, in one pass.
+
+Stack distances: in a list of all pages, the last used first, a page's distance is the number of
+tokens up to its end. Least recently used (LRU) eviction keeps exactly the pages whose distance is
+at most the size of the cache, so one pass gives the hit rate for all sizes. Source: Mattson et al.,
+"Evaluation techniques for storage hierarchies" (1970).
+
+The engine evicts leaves of its tree, the least recently used first. A request uses its whole prefix
+at the same time, so parents are never older than children, and the same pages are left as with a
+list in which a request's pages stand in the order of the prompt.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from sglang.benchmark.workload import BLOCK_TOKENS, TraceRequest
+
+
+@dataclass(slots=True)
+class _Block:
+    """A block of a prompt, together with all blocks before it."""
+
+    last_use: int
+    """Number of the last request that used it."""
+    tokens: int = 0
+    """Tokens of it that were computed, whole pages."""
+    children: dict[int, _Block] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class StackDistances:
+    """Runs of tokens that were used before: run i has distances from `begins[i]` (exclusive) to
+    `ends[i]`."""
+
+    prompt_tokens: int
+    """Tokens of all prompts, in whole pages."""
+    distinct_tokens: int
+    """Tokens of all different pages: the working set."""
+    begins: npt.NDArray[np.int64]
+    ends: npt.NDArray[np.int64]
+
+    def hit_rate(self, size_tokens: float) -> float:
+        """Share of the prompts' tokens that an LRU cache of this size has."""
+        if not self.prompt_tokens:
+            return 0.0
+        hits = np.minimum(self.ends, size_tokens) - self.begins
+        return float(hits.clip(min=0).sum()) / self.prompt_tokens
+
+
+class _Sums:
+    """Sums over the last requests: a Fenwick tree of one number for each request."""
+
+    def __init__(self, size: int) -> None:
+        self._tree = [0] * (size + 1)
+        self._total = 0
+
+    def add(self, index: int, amount: int) -> None:
+        self._total += amount
+        at = index + 1
+        while at < len(self._tree):
+            self._tree[at] += amount
+            at += at & -at
+
+    def after(self, index: int) -> int:
+        """Sum of the numbers behind `index`."""
+        at, up_to = index + 1, 0
+        while at:
+            up_to += self._tree[at]
+            at -= at & -at
+        return self._total - up_to
+
+
+def stack_distances(trace: Sequence[TraceRequest], page_size: int) -> StackDistances:
+    """Replay a trace, one request after the other. Answers are not cached.
+
+    Args:
+        page_size: Tokens; prompts are cached in whole pages, and the last token of a prompt is
+            always computed.
+    """
+    root = _Block(last_use=-1)
+    sums = _Sums(len(trace))
+    prompt_tokens = distinct = 0
+    begins: list[int] = []
+    ends: list[int] = []
+    for number, request in enumerate(trace):
+        cached = request.input_length // page_size * page_size
+        usable = (request.input_length - 1) // page_size * page_size
+        prompt_tokens += cached
+        at, start, last_use, begin = root, 0, -1, 0
+        for block_id in request.hash_ids:
+            want = max(0, min(cached - start, BLOCK_TOKENS))
+            found = at.children.get(block_id)
+            if found is None:
+                found = at.children[block_id] = _Block(last_use=-1)
+            if found.last_use >= 0:
+                # Blocks of one earlier request follow each other in the list.
+                if found.last_use != last_use:
+                    last_use = found.last_use
+                    begin = sums.after(last_use)
+                hit = max(0, min(found.tokens, usable - start))
+                if hit:
+                    begins.append(begin)
+                    ends.append(begin + hit)
+                begin += found.tokens
+            at, start = found, start + BLOCK_TOKENS
+            if not want:
+                break
+        distinct += _use(root, request.hash_ids, number, cached, sums)
+    return StackDistances(
+        prompt_tokens, distinct, np.array(begins, np.int64), np.array(ends, np.int64)
+    )
+
+
+def _use(root: _Block, hash_ids: Iterable[int], number: int, cached: int, sums: _Sums) -> int:
+    """Move the blocks of request `number` to the front of the list. Returns the tokens of new
+    pages."""
+    at, new = root, 0
+    for block_id in hash_ids:
+        want = min(cached, BLOCK_TOKENS)
+        if want <= 0:
+            break
+        at = at.children[block_id]
+        if at.last_use >= 0:
+            sums.add(at.last_use, -at.tokens)
+        new += max(0, want - at.tokens)
+        at.tokens, at.last_use = max(at.tokens, want), number
+        sums.add(number, at.tokens)
+        cached -= BLOCK_TOKENS
+    return new

@@ -1,0 +1,142 @@
+"""Bytes of a model's weights and states on one rank, without its weights.
+
+The engine's own model is built on torch's `meta` device, whose tensors have shapes and no memory.
+So the states are those that its pools are made of, and the weights those that it would allocate.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+
+from sglang.srt.configs.config_fields import read_json
+from sglang.srt.configs.model_config import ModelConfig
+from sglang.srt.distributed.tensor_group import SingleTensorGroup
+from sglang.srt.layers.moe.experts import RoutedExperts
+from sglang.srt.layers.placement import TensorPlacement
+from sglang.srt.layers.vocab_parallel_embedding import VocabParallelEmbedding
+from sglang.srt.layers.weight_format import FormatOf, WeightFormats
+from sglang.srt.mem_cache.device.state_spec import StateSpec
+from sglang.srt.model_loader.loader import KEPT_DTYPES, WEIGHT_SOURCES
+from sglang.srt.model_loader.weight_source import LoadConfig
+from sglang.srt.models.causal_lm import CausalLM
+from sglang.srt.models.registry import MODEL_CLASSES
+
+_META: Final = "meta"
+_EXPERTS_PER_TOKEN: Final = "num_experts_per_tok"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelCosts:
+    """What one rank of a model takes."""
+
+    weight_bytes: int
+    specs: tuple[StateSpec, ...]
+    """Its states, the primary pool's first."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelParameters:
+    """Numbers of parameters of a whole model, without layers that only draft tokens."""
+
+    total: int
+    active: int
+    """Those that a token of a prompt is multiplied with: neither embedding nor head, and of the
+    routed experts those that a token uses."""
+
+
+class _FirstRank(SingleTensorGroup):
+    """The first of several ranks, for shapes alone."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+
+def build_on_meta(
+    config: ModelConfig, tp_size: int = 1, formats: FormatOf | None = None
+) -> CausalLM:
+    """The first rank's share of a model, without memory.
+
+    Args:
+        tp_size: Ranks that split the layers.
+        formats: Formats of weights that stay quantized in memory; None: none does.
+
+    Raises:
+        ValueError: The model cannot be split over so many ranks; names the number.
+    """
+    placement = TensorPlacement(
+        dtype=config.dtype,
+        device=_META,
+        tp_group=_FirstRank(tp_size),
+        formats=None if formats is None else WeightFormats(of=formats),
+    )
+    with torch.inference_mode():
+        return MODEL_CLASSES[config.architecture](config, placement)
+
+
+def costs_of_rank(
+    config: ModelConfig, kv_dtype: torch.dtype, *, tp_size: int, formats: FormatOf | None
+) -> ModelCosts:
+    """What each of `tp_size` ranks takes. Raises as `build_on_meta`."""
+    model = build_on_meta(config, tp_size, formats)
+    return ModelCosts(
+        weight_bytes=sum(p.numel() * p.element_size() for p in model.parameters()),
+        specs=model.state_specs(kv_dtype),
+    )
+
+
+def parameters_of(config: ModelConfig) -> ModelParameters:
+    """Count the parameters of the whole model."""
+    model = build_on_meta(config)
+    total = sum(p.numel() for p in model.parameters())
+    active = total
+    for module in model.modules():
+        if isinstance(module, RoutedExperts):
+            used = getattr(config.hf_config, _EXPERTS_PER_TOKEN)
+            own = sum(p.numel() for p in module.parameters())
+            active -= own - own * used // module.num_experts
+        elif isinstance(module, VocabParallelEmbedding):
+            active -= sum(p.numel() for p in module.parameters())
+    return ModelParameters(total=total, active=active)
+
+
+def kept_formats(config: ModelConfig) -> FormatOf | None:
+    """Formats of the weights that stay quantized in a GPU's memory; None: none does.
+
+    They are read from the headers of the weight files. Without these, they are those of random
+    weights (`--load-format dummy`), except for the layers that config.json leaves plain.
+    """
+    if config.quantization is None or config.dtype not in KEPT_DTYPES:
+        return None
+    directory = Path(config.model_path)
+    if any(directory.glob("*.safetensors")):
+        return WEIGHT_SOURCES["auto"](config, LoadConfig()).formats()
+    found = WEIGHT_SOURCES["dummy"](config, LoadConfig()).formats()
+    raw = read_json(directory / "config.json") or {}
+    patterns = _plain_layers(raw)
+    return lambda name: None if _is_listed(name, patterns) else found(name)
+
+
+def _plain_layers(raw: dict[str, Any]) -> Sequence[str]:
+    """The layers that `quantization_config` leaves plain: names, parts of names, or patterns after
+    `re:`."""
+    text = raw.get("text_config")
+    stated = raw.get("quantization_config") or (text or {}).get("quantization_config") or {}
+    return [
+        str(one) for key in ("ignore", "modules_to_not_convert") for one in stated.get(key) or ()
+    ]
+
+
+def _is_listed(name: str, patterns: Sequence[str]) -> bool:
+    module = name.removesuffix(".weight")
+    return any(
+        re.match(pattern.removeprefix("re:"), module) is not None
+        if pattern.startswith("re:")
+        else pattern in module
+        for pattern in patterns
+    )

@@ -1,0 +1,238 @@
+"""What each tier holds, and when a read from it is faster than computing.
+
+Sizes are decided by the engine's own `size_pools`, and reads by its own prefetch cost model.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final
+
+from sglang.planning.machine import COMPUTE_SHARE, Machine
+from sglang.planning.model_costs import ModelCosts
+from sglang.srt.constants import GB
+from sglang.srt.environ import envs
+from sglang.srt.mem_cache.device.state_spec import (
+    ItemKind,
+    StateSpec,
+    bytes_per_state,
+    bytes_per_token,
+)
+from sglang.srt.mem_cache.l3.prefetch_cost import PendingRead, is_rejected, slower_reads
+from sglang.srt.mem_cache.storage.page_trailer import TRAILER_BYTES
+from sglang.srt.mem_cache.tree.tick_sync import Rates
+from sglang.srt.model_executor.cuda_graph_runner import MAX_BATCH_SIZE, estimate_graph_bytes
+from sglang.srt.model_executor.pool_sizing import DeviceMemory, PoolSizes, size_pools
+from sglang.srt.server_args import ServerArgs
+
+HOST_SHARE: Final = 0.9
+"""Share of the free host memory, less the engine's reserve, that the planner gives to L2."""
+_LONGEST_TOKENS: Final = 1 << 24
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PoolCost:
+    """Bytes of one item of a pool: a token, or the state of one prefix."""
+
+    name: str
+    item: str
+    dtype: str
+    layers: int
+    rank_bytes: int
+    """On one rank: in L1 and in L2."""
+    store_bytes: float
+    """In L3, where ranks share equal bytes: of all ranks together, with the objects' trailers."""
+
+
+def pool_cost(spec: StateSpec, page_size: int) -> PoolCost:
+    """The cost of one pool.
+
+    Args:
+        page_size: Tokens of a page, which has one trailer in each object.
+    """
+    share = spec.share
+    objects = share.total // (share.end - share.begin)
+    tokens = page_size if spec.item is ItemKind.TOKEN else 1
+    return PoolCost(
+        name=spec.name,
+        item=spec.item,
+        dtype=str(spec.dtype).removeprefix("torch."),
+        layers=len(spec.layers),
+        rank_bytes=spec.num_bytes,
+        store_bytes=objects * (spec.num_bytes + TRAILER_BYTES / tokens),
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tier:
+    """One tier of a server."""
+
+    name: str
+    rank_bytes: float
+    """Bytes on each rank; of L3, of the store."""
+    tokens: float
+    """Infinite for a store without a limit."""
+    states: int
+    """Recurrent states."""
+    reason: str
+
+
+def device_tier(
+    args: ServerArgs, machine: Machine, costs: ModelCosts, *, context_len: int, vocab_size: int
+) -> Tier:
+    """L1 of each rank. Raises ValueError if the model does not fit; names the flag."""
+    assert args.page_size is not None, "resolved"
+    kind = machine.kind
+    graphs = 0
+    if kind.captures_graphs and not args.disable_cuda_graph:
+        states = [spec.layer_bytes for spec in costs.specs if spec.item is ItemKind.STATE]
+        graphs = estimate_graph_bytes(
+            args.cuda_graph_max_bs or MAX_BATCH_SIZE, vocab_size, max(states, default=0)
+        )
+    available = int(machine.device_free_bytes) - costs.weight_bytes
+    if available <= 0:
+        raise ValueError(
+            f"the weights of a rank take {costs.weight_bytes / GB:.1f} GB, and the device has "
+            f"{machine.device_free_bytes / GB:.1f} GB free: use a larger "
+            "--tp-size, or --quantization fp8"
+        )
+    token_bytes, state_bytes = bytes_per_token(costs.specs), bytes_per_state(costs.specs)
+    sizes: PoolSizes = size_pools(
+        DeviceMemory(
+            has_own_memory=kind.has_own_memory,
+            total_bytes=int(machine.device_bytes.value),
+            available_bytes=available,
+            mem_fraction_static=args.mem_fraction_static,
+            weight_bytes=costs.weight_bytes,
+            graph_bytes=graphs,
+        ),
+        kv_bytes_per_token=token_bytes,
+        state_bytes=state_bytes,
+        page_size=args.page_size,
+        context_len=context_len,
+        keeps_snapshots=not args.disable_radix_cache,
+        max_total_tokens=args.max_total_tokens,
+        full_memory_ratio=args.mamba_full_memory_ratio,
+        max_states=args.max_mamba_cache_size,
+        max_running_requests=args.max_running_requests,
+    )
+    return Tier(
+        name="L1",
+        rank_bytes=sizes.tokens.amount * token_bytes + sizes.state_bytes,
+        tokens=sizes.tokens.amount,
+        states=0 if sizes.states is None else sizes.states.amount,
+        reason=sizes.tokens.reason,
+    )
+
+
+def host_tier(args: ServerArgs, machine: Machine, device: Tier, *, ranks_here: int) -> Tier:
+    """L2 of each rank: as large as the flags say, or as the host's memory allows."""
+    reserve = envs.HICACHE_HOST_MEMORY_RESERVE_BYTES.get()
+    most = max(0.0, machine.host_bytes.value - reserve) / ranks_here
+    wanted, reason = HOST_SHARE * most, f"{HOST_SHARE:.0%} of the host's free memory"
+    if args.hicache_size:
+        wanted, reason = args.hicache_size * GB, f"--hicache-size {args.hicache_size:g}"
+    elif args.hicache_ratio != ServerArgs.hicache_ratio:
+        wanted, reason = (
+            args.hicache_ratio * device.rank_bytes,
+            f"--hicache-ratio {args.hicache_ratio:g}",
+        )
+    if wanted > most:
+        raise ValueError(
+            f"{reason} takes {wanted / GB:.1f} GB for each rank, and the host has {most / GB:.1f} "
+            "GB: lower --hicache-size or --hicache-ratio, or give --host-memory"
+        )
+    ratio = wanted / device.rank_bytes
+    return Tier(
+        name="L2",
+        rank_bytes=wanted,
+        tokens=int(device.tokens * ratio),
+        states=int(device.states * ratio),
+        reason=reason,
+    )
+
+
+def store_tier(size_bytes: float, costs: ModelCosts, page_size: int) -> Tier:
+    """L3: as many tokens as fit into `size_bytes`; infinite if it has no limit. Recurrent states
+    are not counted: how many there are depends on the prompts."""
+    per_token = store_bytes_per_token(costs, page_size)
+    return Tier(
+        name="L3",
+        rank_bytes=size_bytes,
+        tokens=size_bytes if math.isinf(size_bytes) else int(size_bytes / per_token),
+        states=0,
+        reason="no limit" if math.isinf(size_bytes) else "--l3-size",
+    )
+
+
+def store_bytes_per_token(costs: ModelCosts, page_size: int) -> float:
+    """Bytes of one token in L3, of all ranks together."""
+    return sum(
+        pool_cost(spec, page_size).store_bytes
+        for spec in costs.specs
+        if spec.item is ItemKind.TOKEN
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReadOrCompute:
+    """Rates of one rank, in tokens per second, and what the engine's cost model makes of them."""
+
+    prefill: float
+    load: float
+    """Copies from L2 to L1."""
+    read: float
+    """Reads from L3 to L2."""
+    longest_begun: int | None
+    """Tokens of the longest read from L3 that begins on an idle server; None: any length does."""
+    longest_kept: int | None
+    """Tokens of the longest one that is not overtaken by computing; None: none is."""
+    break_even_bytes_per_s: float
+    """Rate of L3 at which reading takes as long as computing."""
+
+
+def read_or_compute(
+    machine: Machine,
+    costs: ModelCosts,
+    *,
+    active_parameters: int,
+    num_ranks: int,
+    prefill_tokens_per_s: float | None,
+) -> ReadOrCompute:
+    """Compare reading with computing.
+
+    Args:
+        active_parameters: See `ModelParameters`.
+        num_ranks: Ranks that divide a prefill.
+        prefill_tokens_per_s: Measured rate of the server; None: estimated from the products'.
+    """
+    prefill = prefill_tokens_per_s
+    if prefill is None:
+        prefill = num_ranks * COMPUTE_SHARE * machine.flop_per_s.value / (2 * active_parameters)
+    token_bytes = bytes_per_token(costs.specs)
+    read = machine.l3_bytes_per_s.value / token_bytes
+    rates = Rates(reads=int(read), prefills=int(prefill))
+    return ReadOrCompute(
+        prefill=prefill,
+        load=machine.l2_bytes_per_s.value / token_bytes,
+        read=read,
+        longest_begun=_longest(lambda n: not is_rejected(n, rates, ahead=0, waiting=0)),
+        longest_kept=_longest(
+            lambda n: not slower_reads([PendingRead(n, n, n)], rates, ahead=0, waiting=0)[0]
+        ),
+        break_even_bytes_per_s=prefill * token_bytes,
+    )
+
+
+def _longest(holds: Callable[[int], bool]) -> int | None:
+    """The largest number of tokens for which `holds` is true; None: it is for all. It is true up to
+    some number."""
+    if holds(_LONGEST_TOKENS):
+        return None
+    low, high = 0, _LONGEST_TOKENS
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if holds(middle) else (low, middle)
+    return low

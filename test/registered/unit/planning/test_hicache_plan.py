@@ -1,0 +1,124 @@
+"""The command `sglang.hicache_plan`: figures by hand, files, and refusals."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, Final
+
+import pytest
+
+from rigs.models.published_configs import PUBLISHED
+from sglang.hicache_plan import main
+from sglang.srt.constants import GB
+from sglang.srt.mem_cache.storage.page_trailer import TRAILER_BYTES
+from sglang.test.ci.ci_register import register_cpu_ci
+
+register_cpu_ci(est_time=8, suite="base-a-test-cpu")
+
+EXCERPT: Final = Path(__file__).parents[4] / "benchmark/data/mooncake_synthetic_excerpt.jsonl"
+TOKEN: Final = 36 * 2 * 8 * 128 * 2
+"""Bytes of a token of Qwen3-8B."""
+
+
+@pytest.fixture(scope="module")
+def qwen(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(PUBLISHED["Qwen3-8B"].write(tmp_path_factory.mktemp("qwen")))
+
+
+def plan(capsys: pytest.CaptureFixture[str], *flags: str) -> dict[str, Any]:
+    assert main([*flags, "--machine", "h200", "--json"]) == 0
+    found: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return found
+
+
+def refusal(capsys: pytest.CaptureFixture[str], *flags: str) -> str:
+    assert main(flags) == 2
+    return capsys.readouterr().err
+
+
+def test_figures_by_hand(qwen: str, capsys: pytest.CaptureFixture[str]) -> None:
+    found = plan(
+        capsys, "--model-path", qwen, "--host-memory", "101", "--l3-size", "1000",
+        "--prefill-tokens-s", "10000", "--l3-gb-s", "1.0",
+    )  # fmt: skip
+    (pool,) = found["pools"]
+    assert pool["rank_bytes"] == TOKEN
+    assert pool["store_bytes"] == TOKEN + TRAILER_BYTES / 64
+    device, host, store = found["tiers"]
+    # 88% of 141 GB less the weights and 0.5 GiB and logits for graphs.
+    graphs = (512 << 20) + 256 * 8 * 151936
+    room = 0.88 * 141 * GB - found["weight_bytes"] - graphs
+    assert device["tokens"] == pytest.approx(room / TOKEN, abs=128)
+    assert host["rank_bytes"] == pytest.approx(0.9 * (101 * GB - (1 << 30)), rel=1e-6)
+    assert host["tokens"] == pytest.approx(host["rank_bytes"] / TOKEN, rel=1e-3)
+    assert store["tokens"] == int(1000 * GB / (TOKEN + TRAILER_BYTES / 64))
+    reads = found["reads"]
+    assert (reads["prefill"], reads["load"]) == (10000, pytest.approx(55 * GB / TOKEN))
+    assert reads["break_even_bytes_per_s"] == 10000 * TOKEN
+    # n / 6781 = 1.25 n / 10000 + 0.01 s, and the same with a factor of 2: never.
+    assert reads["longest_kept"] == pytest.approx(0.01 / (TOKEN / GB - 1.25e-4), abs=5)
+    assert reads["longest_begun"] is None
+    assert found["flags"] == ["--enable-hierarchical-cache", "--hicache-size 89"]
+
+
+def test_ranks_share_the_host_and_divide_the_heads(
+    qwen: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = plan(capsys, "--model-path", qwen, "--tp-size", "4", "--host-memory", "401")
+    assert found["pools"][0]["rank_bytes"] == TOKEN / 4
+    assert found["pools"][0]["store_bytes"] == TOKEN + 4 * TRAILER_BYTES / 64
+    assert found["tiers"][1]["rank_bytes"] == pytest.approx(0.9 / 4 * (401 * GB - (1 << 30)))
+    assert found["flags"][0] == "--tp-size 4"
+
+
+def test_a_trace_gives_shares_by_tier_and_both_kinds_of_plot(
+    qwen: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = ["--model-path", qwen, "--host-memory", "200", "--max-total-tokens", "200000"]
+    for name, begin in (("p.png", b"\x89PNG"), ("p.svg", b"<svg ")):
+        plot = tmp_path / name
+        trace = plan(capsys, *flags, "--trace", str(EXCERPT), "--plot", str(plot))["trace"]
+        assert plot.read_bytes().startswith(begin)
+    shares = {row["tier"]: row["hit_rate"] for row in trace["by_tier"]}
+    assert 0.2 < shares["L1"] < 0.4 and shares["L2"] > 0.1
+    assert sum(shares.values()) == pytest.approx(trace["unlimited_hit_rate"])
+    rates = [row["hit_rate"] for row in trace["by_size"]]
+    assert rates == sorted(rates) and rates[-1] == trace["unlimited_hit_rate"]
+    assert plot.read_text().count("<circle") == len(rates)
+
+
+def test_the_text_has_every_table(qwen: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--model-path", qwen, "--machine", "h100", "--trace", str(EXCERPT)]) == 0
+    text = capsys.readouterr().out
+    for word in ("8.19 billion", "copies from host memory", "--tp-size 16", "147,456", "L3"):
+        assert word in text
+    assert "give --host-memory" in text and "found in" in text
+
+
+def test_weights_alone(qwen: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--model-path", qwen, "--weights-only"]) == 0
+    assert "16.38" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--machine", "h1000"], "--machine h1000: use here or one of a100"),
+        (["--l3-gb-s", "0"], "--l3-gb-s 0.0: must be a number above 0"),
+        (["--plot", "x.png"], "give --trace FILE too"),
+        (["--trace", str(EXCERPT), "--plot", "x.pdf"], "must end in .png or .svg"),
+        (["--machine", "h200", "--trace", "/none.jsonl"], "/none.jsonl: No such file"),
+        (["--machine", "h200", "--tp-siz", "2"], "did you mean --tp-size?"),
+        (["--machine", "h200", "--device-memory", "10"], "use a larger --tp-size"),
+        (["--machine", "h200", "--hicache-size", "900"], "give --host-memory"),
+    ],
+)
+def test_refusals_name_the_flag_and_the_remedy(
+    qwen: str, flags: list[str], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert words in refusal(capsys, "--model-path", qwen, *flags)
+
+
+if __name__ == "__main__":
+    raise SystemExit(pytest.main([__file__, "-v"]))

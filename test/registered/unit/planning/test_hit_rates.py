@@ -1,0 +1,105 @@
+"""Hit rates by stack distances: by hand, and against replays on the engine's own tree."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Final
+
+import pytest
+
+from rigs.bench.cache_simulation import (
+    Arrangement,
+    CacheSizes,
+    ReplayResult,
+    SimulatedCache,
+    TracePrompts,
+    replay,
+)
+from sglang.benchmark.workload import TraceRequest, TraceScale, read_trace
+from sglang.planning.hit_rates import stack_distances
+from sglang.test.ci.ci_register import register_cpu_ci
+
+register_cpu_ci(est_time=12, suite="base-a-test-cpu")
+
+EXCERPT: Final = Path(__file__).parents[4] / "benchmark/data/mooncake_synthetic_excerpt.jsonl"
+BLOCK: Final = 512
+SCALE: Final = TraceScale(length=8 / BLOCK)
+"""A block of the replay has 8 tokens, which is a page; the pages of the trace have 512."""
+
+
+def request(*blocks: int) -> TraceRequest:
+    """Whole blocks and one token."""
+    return TraceRequest(0, len(blocks) * BLOCK + 1, 1, (*blocks, -1))
+
+
+def rate(trace: list[TraceRequest], blocks: float) -> float:
+    return stack_distances(trace, BLOCK).hit_rate(blocks * BLOCK)
+
+
+def test_a_page_is_found_if_the_cache_holds_all_that_was_used_since() -> None:
+    trace = [request(1, 2), request(3), request(1, 2)]
+    # 1 and 2 are followed by 3, so that they end at 2 and 3 blocks.
+    assert [rate(trace, blocks) for blocks in (1, 2, 3, math.inf)] == [0, 1 / 5, 2 / 5, 2 / 5]
+
+
+def test_a_prefix_that_branches_keeps_the_shared_part_in_front() -> None:
+    trace = [request(1, 2), request(1, 3), request(1, 2)]
+    # The list is then 1 3 2: the second request finds 1, the third finds 1 at 1 block and 2 at 3.
+    assert [rate(trace, blocks) for blocks in (1, 2, 3)] == [2 / 6, 2 / 6, 3 / 6]
+
+
+def test_equal_blocks_behind_different_ones_are_different_pages() -> None:
+    assert rate([request(1, 2), request(3, 2)], math.inf) == 0
+
+
+def test_the_last_token_of_a_prompt_is_computed_and_partial_pages_are_not_kept() -> None:
+    whole = TraceRequest(0, BLOCK, 1, (1,))
+    found = stack_distances([whole, whole], 64)
+    assert found.prompt_tokens == 2 * BLOCK
+    assert found.hit_rate(math.inf) == (BLOCK - 64) / (2 * BLOCK)
+    short = TraceRequest(0, 100, 1, (1,))
+    found = stack_distances([short, short], 64)
+    assert (found.prompt_tokens, found.distinct_tokens) == (128, 64)
+    assert found.hit_rate(math.inf) == 0.5
+
+
+def test_a_trace_without_whole_pages_has_no_hits() -> None:
+    assert stack_distances([TraceRequest(0, 10, 1, (1,))] * 2, 64).hit_rate(math.inf) == 0
+
+
+TRACE: Final = read_trace(EXCERPT)
+
+
+def replayed(sizes: CacheSizes, arrangement: Arrangement) -> tuple[float, float]:
+    """Shares of the prompts' tokens in L1 and in L2 on the engine's tree."""
+    cache = SimulatedCache(sizes, page_size=8, policy="lru", arrangement=arrangement)
+    result = ReplayResult()
+    for so_far in replay(cache, TracePrompts(TRACE, SCALE, 8)):
+        result = so_far
+    cache.close()
+    return (
+        result.device_tokens / result.page_tokens,
+        result.host_tokens / result.page_tokens,
+    )
+
+
+@pytest.mark.parametrize("pages", [300, 900])
+def test_the_engines_tree_of_one_tier_finds_as_much(pages: int) -> None:
+    device, _ = replayed(CacheSizes(l1_pages=pages, l2_pages=0), Arrangement.ONE_TIER)
+    assert device > 0.2
+    assert rate(TRACE, pages) == pytest.approx(device, rel=0.05)
+
+
+@pytest.mark.parametrize(
+    ("arrangement", "both"), [(Arrangement.WRITE_THROUGH, 900), (Arrangement.WRITE_BACK, 1200)]
+)
+def test_the_engines_two_tiers_find_as_much(arrangement: Arrangement, both: int) -> None:
+    device, host = replayed(CacheSizes(l1_pages=300, l2_pages=900), arrangement)
+    assert host > 0.1
+    assert rate(TRACE, 300) == pytest.approx(device, rel=0.05)
+    assert rate(TRACE, both) == pytest.approx(device + host, rel=0.1)
+
+
+if __name__ == "__main__":
+    raise SystemExit(pytest.main([__file__, "-v"]))

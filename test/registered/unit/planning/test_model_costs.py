@@ -1,0 +1,91 @@
+"""Costs of a model without its weights: those of the engine, and those of published checkpoints."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Final
+
+import pytest
+import torch
+
+from rigs.models.published_configs import PUBLISHED
+from sglang.hicache_plan import weights_by_ranks
+from sglang.planning.model_costs import costs_of_rank, kept_formats, parameters_of
+from sglang.srt.configs.model_config import ModelConfig
+from sglang.srt.constants import BUILTIN_HYBRID_MODEL_DIR, BUILTIN_MODEL_DIR, GB
+from sglang.srt.mem_cache.device.state_spec import bytes_per_token
+from sglang.srt.model_executor.model_runner import ModelRunner, ModelRunnerConfig
+from sglang.test.ci.ci_register import register_cpu_ci
+
+register_cpu_ci(est_time=12, suite="base-a-test-cpu")
+
+DOCUMENT: Final = Path(__file__).parents[4] / "docs" / "models.md"
+RANKS: Final = (1, 4, 8, 16)
+
+
+def published(name: str, directory: Path) -> ModelConfig:
+    return ModelConfig.from_path(str(PUBLISHED[name].write(directory)))
+
+
+@pytest.mark.parametrize("model", [BUILTIN_MODEL_DIR, BUILTIN_HYBRID_MODEL_DIR])
+def test_the_engine_has_the_same_states_and_weights(model: Path) -> None:
+    config = ModelConfig.from_path(str(model))
+    runner = ModelRunner(ModelRunnerConfig(model_config=config, show_progress=False))
+    costs = costs_of_rank(config, config.dtype, tp_size=1, formats=None)
+    assert costs.specs == runner.state_specs
+    assert costs.weight_bytes == runner.weight_bytes()
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_parameters_are_as_many_as_published(name: str, tmp_path: Path) -> None:
+    count = parameters_of(published(name, tmp_path)).total
+    assert count / 1e9 == pytest.approx(PUBLISHED[name].billions, rel=0.01)
+
+
+def test_a_token_uses_some_of_the_experts(tmp_path: Path) -> None:
+    # "A22B": 22 billion with the embedding and the head, 2 x 151,936 x 4,096.
+    found = parameters_of(published("Qwen3-235B-A22B", tmp_path))
+    assert found.active + 2 * 151_936 * 4_096 == pytest.approx(22.2e9, rel=0.01)
+
+
+def test_int4_is_as_large_as_the_published_files(tmp_path: Path) -> None:
+    # The files of Kimi-K2-Thinking have 594 GB; experts alone are in 4 bits.
+    config = published("Kimi-K2-Thinking", tmp_path)
+    costs = costs_of_rank(config, config.dtype, tp_size=1, formats=kept_formats(config))
+    assert costs.weight_bytes == pytest.approx(594e9, rel=0.005)
+
+
+def test_a_latent_row_is_on_every_rank_and_heads_are_divided(tmp_path: Path) -> None:
+    config = published("DeepSeek-V3", tmp_path)
+    for ranks in (1, 8):
+        costs = costs_of_rank(config, torch.float8_e4m3fn, tp_size=ranks, formats=None)
+        assert bytes_per_token(costs.specs) == 61 * 656
+    config = published("Qwen3-8B", tmp_path)
+    sizes = [
+        bytes_per_token(costs_of_rank(config, config.dtype, tp_size=n, formats=None).specs)
+        for n in (1, 4, 8)
+    ]
+    assert sizes == [36 * 2 * 8 * 128 * 2, 36 * 2 * 2 * 128 * 2, 36 * 2 * 128 * 2]
+
+
+def test_the_documents_table_is_what_the_tool_says(tmp_path: Path) -> None:
+    text = DOCUMENT.read_text(encoding="utf-8").split("## Memory of the weights")[1]
+    table = [line for line in text.split("\n## ")[0].splitlines() if line.startswith("| ")]
+    rows = [[cell.strip() for cell in line.strip("| ").split("|")] for line in table[2:]]
+    assert [row[0] for row in rows] == list(PUBLISHED)
+    for name, _, *cells in rows:
+        config = published(name, tmp_path)
+        formats = kept_formats(config)
+        # All columns take a minute.
+        for ranks in RANKS if name == "Qwen3-8B" else (8,):
+            costs = costs_of_rank(config, config.dtype, tp_size=ranks, formats=formats)
+            assert cells[RANKS.index(ranks)] == f"{costs.weight_bytes / GB:.1f}", (name, ranks)
+
+
+def test_more_ranks_than_a_model_can_have_are_none() -> None:
+    (row,) = weights_by_ranks(ModelConfig.from_path(str(BUILTIN_MODEL_DIR)))
+    assert row["bytes"][2] is not None and row["bytes"][32] is None
+
+
+if __name__ == "__main__":
+    raise SystemExit(pytest.main([__file__, "-v"]))

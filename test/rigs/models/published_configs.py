@@ -1,0 +1,250 @@
+"""Sizes of published checkpoints, as their config.json states them, and their published number of
+parameters. No weights and no other files."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+_FP8: Final = {
+    "quant_method": "fp8",
+    "fmt": "e4m3",
+    "activation_scheme": "dynamic",
+    "weight_block_size": [128, 128],
+}
+_INT4: Final = {
+    "quant_method": "compressed-tensors",
+    "format": "pack-quantized",
+    "quantization_status": "compressed",
+    "ignore": [
+        "lm_head",
+        "re:.*self_attn.*",
+        "re:.*shared_experts.*",
+        "re:.*mlp\\.(gate|up|gate_up|down)_proj.*",
+    ],
+    "config_groups": {
+        "group_0": {
+            "targets": ["Linear"],
+            "weights": {
+                "num_bits": 4,
+                "type": "int",
+                "symmetric": True,
+                "strategy": "group",
+                "group_size": 32,
+            },
+        }
+    },
+}
+_COMMON: Final = {"dtype": "bfloat16", "hidden_act": "silu", "rms_norm_eps": 1e-6}
+_DEEPSEEK: Final = {
+    **_COMMON,
+    "architectures": ["DeepseekV3ForCausalLM"],
+    "model_type": "deepseek_v3",
+    "vocab_size": 129280,
+    "hidden_size": 7168,
+    "intermediate_size": 18432,
+    "moe_intermediate_size": 2048,
+    "num_hidden_layers": 61,
+    "num_attention_heads": 128,
+    "num_key_value_heads": 128,
+    "n_shared_experts": 1,
+    "n_routed_experts": 256,
+    "num_experts_per_tok": 8,
+    "n_group": 8,
+    "topk_group": 4,
+    "routed_scaling_factor": 2.5,
+    "norm_topk_prob": True,
+    "scoring_func": "sigmoid",
+    "topk_method": "noaux_tc",
+    "first_k_dense_replace": 3,
+    "q_lora_rank": 1536,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "max_position_embeddings": 163840,
+    "quantization_config": _FP8,
+}
+_KIMI: Final = {
+    **_DEEPSEEK,
+    "vocab_size": 163840,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 64,
+    "n_routed_experts": 384,
+    "n_group": 1,
+    "topk_group": 1,
+    "routed_scaling_factor": 2.827,
+    "first_k_dense_replace": 1,
+    "max_position_embeddings": 262144,
+}
+_GLM5: Final = {
+    **_DEEPSEEK,
+    "architectures": ["GlmMoeDsaForCausalLM"],
+    "model_type": "glm_moe_dsa",
+    "vocab_size": 154880,
+    "hidden_size": 6144,
+    "intermediate_size": 12288,
+    "num_hidden_layers": 78,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 64,
+    "n_group": 1,
+    "topk_group": 1,
+    "q_lora_rank": 2048,
+    "qk_nope_head_dim": 192,
+    "v_head_dim": 256,
+    "index_head_dim": 128,
+    "index_n_heads": 32,
+    "index_topk": 2048,
+    "max_position_embeddings": 202752,
+}
+_GLM4: Final = {
+    **_COMMON,
+    "architectures": ["Glm4MoeForCausalLM"],
+    "model_type": "glm4_moe",
+    "vocab_size": 151552,
+    "hidden_size": 5120,
+    "intermediate_size": 12288,
+    "moe_intermediate_size": 1536,
+    "num_hidden_layers": 92,
+    "num_attention_heads": 96,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "n_shared_experts": 1,
+    "n_routed_experts": 160,
+    "num_experts_per_tok": 8,
+    "n_group": 1,
+    "topk_group": 1,
+    "routed_scaling_factor": 2.5,
+    "norm_topk_prob": True,
+    "first_k_dense_replace": 3,
+    "use_qk_norm": True,
+    "attention_bias": True,
+    "partial_rotary_factor": 0.5,
+    "max_position_embeddings": 202752,
+}
+_QWEN3: Final = {
+    **_COMMON,
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "vocab_size": 151936,
+    "head_dim": 128,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 40960,
+}
+_QWEN3_MOE: Final = {
+    **_QWEN3,
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "model_type": "qwen3_moe",
+    "num_key_value_heads": 4,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "norm_topk_prob": True,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+}
+_QWEN3_NEXT: Final = {
+    **_COMMON,
+    "architectures": ["Qwen3NextForCausalLM"],
+    "model_type": "qwen3_next",
+    "vocab_size": 151936,
+    "hidden_size": 2048,
+    "intermediate_size": 5120,
+    "num_hidden_layers": 48,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 2,
+    "head_dim": 256,
+    "partial_rotary_factor": 0.25,
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+    "moe_intermediate_size": 512,
+    "shared_expert_intermediate_size": 512,
+    "num_experts": 512,
+    "num_experts_per_tok": 10,
+    "norm_topk_prob": True,
+    "max_position_embeddings": 262144,
+}
+_QWEN3_5: Final = {
+    "architectures": ["Qwen3_5MoeForCausalLM"],
+    "model_type": "qwen3_5_moe_text",
+    "vocab_size": 248320,
+    "hidden_size": 4096,
+    "num_hidden_layers": 60,
+    "num_attention_heads": 32,
+    "linear_num_value_heads": 64,
+    "moe_intermediate_size": 1024,
+    "shared_expert_intermediate_size": 1024,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Published:
+    """One checkpoint.
+
+    Attributes:
+        billions: Parameters that its publisher names, in billions.
+        config: config.json.
+    """
+
+    billions: float
+    config: dict[str, Any]
+
+    def write(self, directory: Path) -> Path:
+        """Write config.json into `directory`, and return it."""
+        (directory / "config.json").write_text(json.dumps(self.config), encoding="utf-8")
+        return directory
+
+
+def _without(config: dict[str, Any], *names: str) -> dict[str, Any]:
+    return {name: value for name, value in config.items() if name not in names}
+
+
+PUBLISHED: Final = {
+    # Publishers count in billions; those of GLM-5 and GLM-4.5 count their draft layer too.
+    "DeepSeek-V3": Published(671, _DEEPSEEK),
+    "DeepSeek-V3.2": Published(
+        671,
+        {
+            **_without(_DEEPSEEK, "scoring_func", "topk_method"),
+            "architectures": ["DeepseekV32ForCausalLM"],
+            "model_type": "deepseek_v32",
+            "index_head_dim": 128,
+            "index_n_heads": 64,
+            "index_topk": 2048,
+        },
+    ),
+    "Kimi-K2-Instruct": Published(1026, _KIMI),
+    "Kimi-K2-Thinking": Published(1026, {**_KIMI, "quantization_config": _INT4}),
+    "GLM-5": Published(744, _without(_GLM5, "quantization_config")),
+    "GLM-5-FP8": Published(744, _GLM5),
+    "GLM-4.6": Published(355, _GLM4),
+    "Qwen3-8B": Published(
+        8.2,
+        {
+            **_QWEN3,
+            "hidden_size": 4096,
+            "intermediate_size": 12288,
+            "num_hidden_layers": 36,
+            "num_attention_heads": 32,
+        },
+    ),
+    "Qwen3-235B-A22B": Published(
+        235,
+        {
+            **_QWEN3_MOE,
+            "hidden_size": 4096,
+            "intermediate_size": 12288,
+            "moe_intermediate_size": 1536,
+            "num_hidden_layers": 94,
+            "num_attention_heads": 64,
+        },
+    ),
+    "Qwen3-Next-80B-A3B": Published(80, _QWEN3_NEXT),
+    "Qwen3.5-397B-A17B": Published(397, {**_without(_QWEN3_NEXT, "intermediate_size"), **_QWEN3_5}),
+}
+"""Checkpoints by name. Kimi-K2's own `model_type` needs code of the checkpoint; it has
+DeepSeek-V3's architecture, whose `model_type` stands here."""
