@@ -1,0 +1,126 @@
+"""What a start would refuse here: Mooncake's transports, the environment, and flags."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Final
+
+from sglang.diagnosis.findings import Finding, State
+from sglang.srt.arg_groups.cli import FlagErrors
+from sglang.srt.arg_groups.foreign_flags import warnings_about_variables
+from sglang.srt.distributed.device_communicators.mooncake_library import load_transfer_engine
+from sglang.srt.distributed.device_communicators.mooncake_protocol import (
+    SUPPORTED_PROTOCOLS,
+    RdmaDevice,
+    resolve_mooncake_protocol,
+    wheel_protocols,
+)
+from sglang.srt.entrypoints import start_checks
+from sglang.srt.environ import envs
+from sglang.srt.server_args import ServerArgs, prepare_server_args
+from sglang.srt.utils.network import check_port_available
+
+
+def check_port(args: ServerArgs) -> None:
+    """Check that a server can listen at `--host` and `--port`."""
+    check_port_available(args.host, args.port)
+
+
+_CHECKS: Final[tuple[Callable[[ServerArgs], None], ...]] = (
+    check_port,
+    start_checks.check_device,
+    start_checks.check_host_layout,
+    start_checks.check_model,
+    start_checks.check_seed,
+    start_checks.check_disaggregation,
+    start_checks.check_storage,
+)
+
+
+def protocols_of_wheel() -> frozenset[str] | str:
+    """Transports that the installed wheel of Mooncake has; a text: why it cannot be loaded."""
+    try:
+        load_transfer_engine()
+        return wheel_protocols()
+    except ValueError as error:
+        return str(error)
+
+
+def transport_findings(
+    devices: Sequence[RdmaDevice], wheel: frozenset[str] | str
+) -> Iterator[Finding]:
+    """Each transport, and why a server would refuse it. The one that MOONCAKE_PROTOCOL names must
+    work, if it is set."""
+    chosen = envs.MOONCAKE_PROTOCOL.get() if envs.MOONCAKE_PROTOCOL.is_set() else None
+    if isinstance(wheel, str):
+        state = State.ABSENT if chosen is None else State.REFUSED
+        yield Finding(
+            section="transports", name="mooncake", value="not loaded", state=state, remedy=wheel
+        )
+        return
+    names = [*SUPPORTED_PROTOCOLS]
+    if chosen is not None and chosen not in names:
+        names.append(chosen)
+    for name in names:
+        try:
+            resolve_mooncake_protocol(
+                name, allow_tcp_fallback=False, devices=devices, supported=wheel
+            )
+        except ValueError as error:
+            yield Finding(
+                section="transports",
+                name=name,
+                value="chosen, refused" if name == chosen else "refused if chosen",
+                state=State.REFUSED if name == chosen else State.ABSENT,
+                remedy=str(error),
+            )
+        else:
+            yield Finding(
+                section="transports", name=name, value="chosen" if name == chosen else "works"
+            )
+
+
+def environment_findings() -> Iterator[Finding]:
+    """Variables of SGLang and Mooncake that are malformed or unknown."""
+    lines = [str(line) for line in warnings_about_variables()]
+    try:
+        envs.check_own()
+    except ValueError as error:
+        yield Finding(
+            section="start", name="environment", value="malformed", state=State.REFUSED,
+            remedy=str(error),
+        )  # fmt: skip
+        return
+    for line in lines:
+        yield Finding(
+            section="start", name="environment", value="no effect", state=State.ABSENT, remedy=line
+        )
+    if not lines:
+        yield Finding(section="start", name="environment", value="all variables are known")
+
+
+def flag_findings(argv: Sequence[str]) -> Iterator[Finding]:
+    """What a server with the flags `argv` would refuse before it loads anything. Model files are
+    read, nothing is downloaded."""
+    try:
+        args = prepare_server_args(["--log-level", "error", *argv])
+    except FlagErrors as error:
+        for line in error.lines:
+            yield _refused("flags", line)
+        return
+    except ValueError as error:
+        yield _refused("flags", str(error))
+        return
+    count = 0
+    for check in _CHECKS:
+        try:
+            check(args)
+        except ValueError as error:
+            count += 1
+            yield _refused(check.__name__.removeprefix("check_").replace("_", " "), str(error))
+    if not count:
+        yield Finding(section="start", name="flags", value=" ".join(argv) or "no flags")
+
+
+def _refused(name: str, line: str) -> Finding:
+    return Finding(section="start", name=name, value="refused", state=State.REFUSED, remedy=line)
