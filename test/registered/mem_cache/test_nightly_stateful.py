@@ -4,26 +4,25 @@ from __future__ import annotations
 
 import importlib.util
 from pathlib import Path
+from typing import Any
 
 import pytest
-from hypothesis.stateful import RuleBasedStateMachine
 
 from rigs.caches.random_runs import run_machine
 from sglang.test.ci.ci_register import register_cpu_ci
 
-register_cpu_ci(est_time=240, suite="nightly-test-cpu", nightly=True)
+register_cpu_ci(est_time=420, suite="nightly-test-cpu", nightly=True)
 
 UNIT_TESTS = Path(__file__).resolve().parents[1] / "unit" / "mem_cache"
 
 
-def machine(file: str, name: str) -> type[RuleBasedStateMachine]:
-    """The class `name` of a file of the unit tests of `mem_cache`."""
+def part_of(file: str, name: str) -> Any:
+    """The class or function `name` of a file of the unit tests of `mem_cache`."""
     spec = importlib.util.spec_from_file_location(Path(file).stem, UNIT_TESTS / file)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    found: type[RuleBasedStateMachine] = getattr(module, name)
-    return found
+    return getattr(module, name)
 
 
 @pytest.mark.parametrize(
@@ -37,7 +36,11 @@ def machine(file: str, name: str) -> type[RuleBasedStateMachine]:
     ],
 )
 def test_long_runs_against_a_dict_of_pages(file: str, name: str, examples: int) -> None:
-    run_machine(machine(file, name), examples, steps=60)
+    run_machine(part_of(file, name), examples, steps=60)
+
+
+def test_a_listener_knows_all_tiers_after_20_000_prompts(tmp_path: Path) -> None:
+    part_of("tree/test_kv_events.py", "random_run")(3, tmp_path, seed=7, steps=20_000)
 
 
 if __name__ == "__main__":

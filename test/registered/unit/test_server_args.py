@@ -340,6 +340,13 @@ def test_extra_config_inline_and_absent() -> None:
     assert prepare("--hicache-storage-backend", "file").extra_config() == {}
 
 
+def test_events_are_published_only_if_that_is_asked_for() -> None:
+    assert prepare().kv_events() is None
+    assert prepare("--kv-events-config", '{"publisher": "null"}').kv_events() is None
+    config = prepare("--kv-events-config", '{"hwm": 5}').kv_events()
+    assert config is not None and (config.hwm, config.topic) == (5, "")
+
+
 @pytest.mark.parametrize(
     ("backend", "text", "message"),
     [

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from rigs.caches.cache_rig import RIG_LAYOUTS, HiCacheSettings, RigRequest
+from rigs.caches.event_listener import TierListeners, block_of, blocks_on_disk
 from rigs.caches.state_rig import StateRequest
 from rigs.caches.stepped_rig import SteppedRig, SteppedStateRig
 from sglang.srt.environ import envs
@@ -41,8 +42,9 @@ class Tiers(RuleBasedStateMachine):
         self.waiting: dict[str, list[int]] = {}
         self.known: set[PageHash] = set()
         """The reference: every page that was ever computed."""
-        self.removed = False
-        """True if pages were removed from L3; holes are allowed from then on."""
+        self.listeners: TierListeners | None = None
+        self.lost: set[int] = set()
+        """Blocks that were removed from L3; holes are allowed from then on."""
 
     @initialize(
         page_size=st.sampled_from((1, 2, 4)),
@@ -68,13 +70,15 @@ class Tiers(RuleBasedStateMachine):
         )
         with envs.SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR.override(self.folder.name):
             self.rig = self.make_rig(l1_pages, page_size, eviction, chosen)
+        self.listeners = TierListeners(self.rig)
 
     def make_rig(
         self, l1_pages: int, page_size: int, eviction: str, chosen: HiCacheSettings
     ) -> SteppedRig:
         return SteppedRig(
-            l1_pages=l1_pages, page_size=page_size, eviction_policy=eviction, settings=chosen
-        )
+            l1_pages=l1_pages, page_size=page_size, eviction_policy=eviction, settings=chosen,
+            kv_events=True,
+        )  # fmt: skip
 
     @property
     def page(self) -> int:
@@ -208,13 +212,13 @@ class Tiers(RuleBasedStateMachine):
     @rule(which=st.integers(0, 30))
     def lose_an_object(self, which: int) -> None:
         """The store evicts any object."""
-        self.removed = True
         attached = self.attached()
         assert attached.client is not None
         root = attached.client._files.root  # type: ignore[attr-defined]
         files = sorted(path for path in root.glob("*/??/*") if path.is_file())
         if files:
             files[which % len(files)].unlink()
+            self.lost.add(block_of(files[which % len(files)]))
 
     @precondition(lambda self: self.waiting == {} and not self.running)
     @rule()
@@ -242,6 +246,13 @@ class Tiers(RuleBasedStateMachine):
                 self.own_states(),
             )
 
+    @invariant()
+    def events_tell_what_each_tier_has(self) -> None:
+        if self.listeners is not None:
+            self.listeners.hear()
+            told = set(self.listeners.store.tokens)
+            assert told <= blocks_on_disk(self.folder.name) | self.lost
+
     def own_states(self) -> list[torch.Tensor]:
         """The state slots that requests own."""
         return []
@@ -262,9 +273,14 @@ class Tiers(RuleBasedStateMachine):
         rig.settle()
         assert rig.hi.protected_size() == 0
         attached = rig.hi.store.attached
-        if attached is not None and not self.removed:
+        if attached is not None and not self.lost:
             self._check_prefix_closed(rig, attached)
         rig.flush()
+        assert self.listeners is not None
+        self.listeners.hear()
+        if not self.lost and not rig.tree.tree.components:
+            # A page whose state was never written is stored, but of no use.
+            assert set(self.listeners.store.tokens) == blocks_on_disk(self.folder.name)
         assert rig.allocator.available_size() == rig.allocator.size
         assert rig.hi.host_pool.available_size() == rig.hi.host_pool.size
 
@@ -307,7 +323,7 @@ class StateTiers(Tiers):
     ) -> SteppedRig:
         return self.rig_class(
             l1_pages=l1_pages, page_size=page_size, eviction_policy=eviction, settings=chosen,
-            num_states=max(4, l1_pages // 3, int(1 + 1 / chosen.hicache_ratio)),
+            num_states=max(4, l1_pages // 3, int(1 + 1 / chosen.hicache_ratio)), kv_events=True,
         )  # fmt: skip
 
     @property

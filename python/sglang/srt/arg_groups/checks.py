@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 from sglang.srt.arg_groups.cli import Mistake, check_choices, flag_name, lines_of, refuse_ignored
 from sglang.srt.arg_groups.disaggregation import check_disaggregation
 from sglang.srt.arg_groups.extra_config import FLAG, check_extra_config_keys
-from sglang.srt.arg_groups.kv_events_config import parse_kv_events_config
 from sglang.srt.arg_groups.remote_weights import check_remote_weights
 from sglang.srt.constants import DEFAULT_HIERARCHICAL_PAGE_SIZE, DEFAULT_PAGE_SIZE
 from sglang.srt.hardware_backend.device_kinds import device_kind
@@ -218,13 +217,13 @@ def _stand_in(args: ServerArgs, name: str) -> Any:
     return choices[0] if field.default is None and choices else field.default
 
 
-def _check_events(args: ServerArgs, config: str) -> Iterator[str]:
+def _check_events(args: ServerArgs) -> Iterator[str]:
     try:
-        publisher = parse_kv_events_config(config).publisher
+        config = args.kv_events()
     except ValueError as error:
         yield str(error)
         return
-    if args.disable_radix_cache and publisher != "null":
+    if args.disable_radix_cache and config is not None:
         yield (
             "--kv-events-config has no effect with --disable-radix-cache, since no block is kept: "
             "leave one of them out"
@@ -234,8 +233,7 @@ def _check_events(args: ServerArgs, config: str) -> Iterator[str]:
 def _check_cache(args: ServerArgs) -> Iterator[str]:
     """Refuse settings of the cache that have no effect or contradict each other."""
     hierarchical, page_size = cache_and_page_size(args)
-    if args.kv_events_config is not None:
-        yield from _check_events(args, args.kv_events_config)
+    yield from _check_events(args)
     if args.disable_radix_cache:
         if hierarchical:
             yield (

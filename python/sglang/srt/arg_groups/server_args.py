@@ -24,6 +24,7 @@ from sglang.srt.arg_groups.cli import (
 )
 from sglang.srt.arg_groups.disaggregation import DisaggregationMode, TransferBackend, read_secret
 from sglang.srt.arg_groups.extra_config import parse_extra_config, public_text
+from sglang.srt.arg_groups.kv_events_config import KVEventsConfig, parse_kv_events_config
 from sglang.srt.arg_groups.observability import ObservabilityArgs
 from sglang.srt.arg_groups.remote_weights import REMOTE_INSTANCE
 from sglang.srt.constants import (
@@ -440,6 +441,13 @@ class ServerArgs(ObservabilityArgs):
     def extra_config(self) -> dict[str, Any]:
         """`hicache_storage_backend_extra_config` as an object, which may be empty."""
         return parse_extra_config(self.hicache_storage_backend_extra_config)
+
+    def kv_events(self) -> KVEventsConfig | None:
+        """`kv_events_config` as an object; None: nothing is published. Raises as
+        `parse_kv_events_config`."""
+        text = self.kv_events_config
+        config = None if text is None else parse_kv_events_config(text)
+        return None if config is None or config.publisher == "null" else config
 
     def to_public_dict(self) -> dict[str, Any]:
         """Field name to value for `/server_info` and the log, with secret values hidden."""

@@ -21,11 +21,7 @@ from urllib.parse import urlsplit
 import msgspec
 import zmq
 
-from sglang.srt.arg_groups.kv_events_config import (
-    FLAG,
-    KVEventsConfig,
-    parse_kv_events_config,
-)
+from sglang.srt.arg_groups.kv_events_config import FLAG, KVEventsConfig
 from sglang.srt.mem_cache.tree.kv_events import AllBlocksCleared as AllBlocksCleared
 from sglang.srt.mem_cache.tree.kv_events import BlockRemoved as BlockRemoved
 from sglang.srt.mem_cache.tree.kv_events import BlockStored as BlockStored
@@ -158,12 +154,3 @@ def _is_own(endpoint: str) -> bool:
         or host in ("*", "", "0.0.0.0", "::", "localhost", "::1")
         or (host.startswith("127."))
     )
-
-
-def make_event_publisher(text: str | None) -> ZmqEventPublisher | None:
-    """The publisher that the value of `--kv-events-config` names; None: there is none. Raises as
-    `parse_kv_events_config` and `ZmqEventPublisher`."""
-    if text is None:
-        return None
-    config = parse_kv_events_config(text)
-    return ZmqEventPublisher(config) if config.publisher == "zmq" else None

@@ -86,6 +86,7 @@ class HiRadixCache(RadixCache):
             model_name=server_args.served_model_name,
             prefetch_policy=server_args.hicache_storage_prefetch_policy,
             metrics=metrics,
+            events=tree.device.events,
         )
         _add_host(tree, controller.mem_pool_host)
         tree.host.evicted = metrics.evicted.labels("host")

@@ -13,7 +13,6 @@ from sglang.srt.disaggregation.kv_events import (
     BlockRemoved,
     KVEventBatch,
     ZmqEventPublisher,
-    make_event_publisher,
 )
 from sglang.srt.utils.network import get_free_ports, wait_until
 from sglang.test.ci.ci_register import register_cpu_ci
@@ -174,11 +173,6 @@ def test_a_port_in_use_is_named_with_the_remedy() -> None:
         assert "\n" not in str(caught.value)
     finally:
         first.shutdown()
-
-
-def test_no_publisher_unless_it_is_asked_for() -> None:
-    assert make_event_publisher(None) is None
-    assert make_event_publisher('{"publisher": "null"}') is None
 
 
 if __name__ == "__main__":

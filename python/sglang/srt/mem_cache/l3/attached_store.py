@@ -29,6 +29,7 @@ from sglang.srt.mem_cache.l3.storage_writes import StorageWrites
 from sglang.srt.mem_cache.l3.store_usage import StoreUsage
 from sglang.srt.mem_cache.l3.stored_pools import StoredPools, combined_outcomes
 from sglang.srt.mem_cache.storage import answers
+from sglang.srt.mem_cache.storage.backend_factory import FILE
 from sglang.srt.mem_cache.storage.base import HiCacheStorage
 from sglang.srt.mem_cache.storage.types import (
     CacheOutcome,
@@ -37,6 +38,7 @@ from sglang.srt.mem_cache.storage.types import (
     StorageUnreachable,
 )
 from sglang.srt.mem_cache.tree.hicache_metrics import HiCacheMetrics
+from sglang.srt.mem_cache.tree.kv_events import StorageMedium
 from sglang.srt.mem_cache.tree.radix_key import PageHash
 from sglang.srt.utils.background_call import BackgroundCall
 from sglang.srt.utils.logging_utils import RateLimitedLogger
@@ -175,6 +177,11 @@ class AttachedStore:
         return _CLEAR not in started and all(
             now - begin <= _STUCK_AFTER_S for begin in started.values()
         )
+
+    @property
+    def medium(self) -> StorageMedium:
+        """The store's name in events."""
+        return StorageMedium.DISK if self.backend == FILE else StorageMedium.EXTERNAL
 
     @property
     def backend_name(self) -> str | None:

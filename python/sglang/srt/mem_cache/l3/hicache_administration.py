@@ -137,12 +137,12 @@ class StorageAdministration:
             raise ValueError(_NOT_ATTACHED)
 
         def describe(_: None) -> str:
-            self._store.forget_stored()
+            self._store.note_cleared()
             return f"cleared {attached.backend}"
 
         # If it fails, some of the objects may have been removed nevertheless.
         work = self._unless_too_many_hang(attached.clear)
-        self._begin("clearing", work, describe, on_failure=self._store.forget_stored)
+        self._begin("clearing", work, describe, on_failure=self._store.note_cleared)
 
     def _refuse_while_busy(self) -> None:
         if busy := self._is_busy():

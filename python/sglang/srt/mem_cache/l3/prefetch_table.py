@@ -80,6 +80,8 @@ class PrefetchOperation:
     """`time.monotonic()` seconds."""
     epoch: int
     """The store's epoch when the read began; in a later one its objects may be gone."""
+    asked_at: int = 0
+    """`now` of the log of events when the read began; see `KVEventLog.not_in_store`."""
     extra_transfers: Sequence[PoolTransfer] = ()
     """Host slots in other pools that have their own; see `StoredPools.objects`. Auxiliary pools
     come along by themselves."""
@@ -95,6 +97,9 @@ class PrefetchOperation:
     landed_pages: int = 0
     """Transfer thread: pages that can be used, from the first on: all their parts are there and
     verified, and a state follows the last where a pool has states."""
+    whole_pages: int = field(init=False)
+    """Transfer thread: pages before the first that the store was found to lack, or to have
+    damaged."""
     outcome: CacheOutcome | None = None
     """Transfer thread, last of all: from now on it does not touch `host_indices`."""
     answered: threading.Event = field(default_factory=threading.Event)
@@ -117,7 +122,7 @@ class PrefetchOperation:
 
     def __post_init__(self) -> None:
         self.owned = torch.ones(len(self.host_indices), dtype=torch.bool)
-        self.wanted_pages = len(self.hashes)
+        self.wanted_pages = self.whole_pages = len(self.hashes)
 
     @property
     def has_states(self) -> bool:
@@ -375,6 +380,7 @@ class PrefetchTable:
                 ended,
                 now > operation.deadline,
                 operation.handed_pages,
+                operation.whole_pages,
             )
             seen.append(_with_state(operation, progress) if operation.has_states else progress)
         return seen

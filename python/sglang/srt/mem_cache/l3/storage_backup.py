@@ -102,7 +102,7 @@ class StorageBackup:
             stored.pop()
         hashes = [page for node in stored for page in node.page_hashes(self._tree.page_size)]
         if hashes:
-            self.check = CheckOperation(hashes, self._store.epoch)
+            self.check = CheckOperation(hashes, self._store.epoch, self._store.asked_at)
             self._store.attached.reads.queue.put(self.check)
 
     def on_host_landed(self, nodes: list[TreeNode]) -> None:
@@ -197,13 +197,18 @@ class StorageBackup:
         progress.backups = [
             Status.on(is_good=bool(outcome)) for outcome in itertools.islice(outcomes, MAX_SETTLED)
         ]
-        if self.check is not None and self.check.outcome is not None:
-            progress.check = Status.on(is_good=bool(self.check.outcome))
+        if self.check is not None and self.check.there is not None:
+            progress.check = 1 + self.check.there
 
     def act_on(self, agreed: Progress) -> None:
-        if (check := self.check) is not None and agreed.check is not Status.UNDER_WAY:
+        if (check := self.check) is not None and agreed.check:
             self.check = None
-            if agreed.check is Status.FAILED and check.epoch == self._store.epoch:
+            there = agreed.check - 1
+            if there < len(check.hashes) and check.epoch == self._store.epoch:
+                # A hit ends with a state, if there are states, and the next page may be there. But
+                # a hit would end with the last page.
+                lost = check.hashes[-1 if self._tree.components else there]
+                self._store.note_lost(lost, check.asked_at)
                 self._store.forget_stored()
         refused: set[TreeNode] = set()
         for status in agreed.backups:
@@ -220,7 +225,7 @@ class StorageBackup:
         length = len(operation.host_indices)
         self._tokens -= length
         late = []
-        for node, _, _ in parts_of(operation.node, length):
+        for node, _, _ in reversed(parts_of(operation.node, length)):
             node.backup_op = None
             has_written_state = node is operation.node and bool(operation.extra_transfers)
             has_state = any(state.host_value is not None for state in node.states)
@@ -229,11 +234,11 @@ class StorageBackup:
             elif success:
                 # The epoch of the write's start: if L3 was lost meanwhile, the pages may be lost
                 # too.
-                node.storage_epoch = operation.epoch
+                self._store.note_stored(node, operation.epoch)
             self._tree.host.unpin(node)
         if success and late and self._store.attached is not None:
             # States that came while the pages were written.
-            self._write_all(late[::-1])
+            self._write_all(late)
 
     def _give_up_below(self, refused: set[TreeNode]) -> None:
         """Drop the postponed writes of descendants of refused nodes."""

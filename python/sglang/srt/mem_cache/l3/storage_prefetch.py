@@ -186,6 +186,7 @@ class StoragePrefetch:
             prefix_hashes=prefix_keys,
             deadline=time.monotonic() + seconds,
             epoch=self._store.epoch,
+            asked_at=self._store.asked_at,
             extra_transfers=[kind.transfer(slot) for kind, slot in states.items()],
             states={kind.host: slot for kind, slot in states.items()},
         )
@@ -290,7 +291,7 @@ class StoragePrefetch:
         operation.owned[begin:end] = False
         self._host.put(node, operation.host_indices[begin:end].clone(), is_stored=True)
         node.hash_value = operation.hashes[begin // self.page_size : end // self.page_size]
-        node.storage_epoch = operation.epoch
+        self._store.note_stored(node, operation.epoch)
         if operation.states:
             self._publish_states(operation, node)
 
@@ -381,6 +382,10 @@ class StoragePrefetch:
         progress.prefetches = self.table.report(awaits_answers=awaits_answers)
 
     def act_on(self, agreed: Progress) -> None:
+        for read, progress in zip(self.table.operations, agreed.prefetches, strict=True):
+            is_new = progress.ended and not read.progress.ended
+            if is_new and progress.whole < len(read.hashes):
+                self._store.note_lost(read.hashes[progress.whole], read.asked_at)
         pages, states = self.table.agree(agreed.prefetches)
         for slots in pages:
             self._host.pool.free(slots)

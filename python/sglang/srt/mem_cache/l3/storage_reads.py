@@ -43,8 +43,11 @@ class CheckOperation:
     """Hashes of pages, from the first page of the prompt on."""
     epoch: int
     """The store's epoch when the question was queued."""
-    outcome: CacheOutcome | None = None
-    """Transfer thread: MISS where a page has gone; LANDED otherwise, also without an answer."""
+    asked_at: int
+    """`now` of the log of events then; see `KVEventLog.not_in_store`."""
+    there: int | None = None
+    """Transfer thread: pages that the store has, from the first on; all if it does not answer. None
+    while the check is under way."""
 
 
 class StorageReads:
@@ -64,7 +67,7 @@ class StorageReads:
         leave_cores_to_model()
         while (operations := self.queue.get()) is not None:
             if isinstance(operations, CheckOperation):
-                operations.outcome = self._check(operations.hashes)
+                operations.there = self._check(operations.hashes)
                 continue
             for group in prompts_per_question(operations):
                 self._prefetch_group(group)
@@ -108,6 +111,10 @@ class StorageReads:
                 [group[i].prefix_hashes for i in asked],
             )
             known.update(zip(asked, hits, strict=True))
+            for i, hit in zip(asked, hits, strict=True):
+                # A hit ends with a state, if there are states, and the next page may be there.
+                if hit < reaches[i] and not group[i].has_states:
+                    group[i].whole_pages = hit
         return list(known.values())
 
     def _read_pages(self, operation: PrefetchOperation) -> CacheOutcome:
@@ -130,6 +137,8 @@ class StorageReads:
             # For each call, not for each prompt: long prompts then give rates while they are read.
             store.read_rate.add(landed * store.page_size, time.monotonic() - started)
             if not why:
+                if why in (CacheOutcome.MISS, CacheOutcome.DAMAGED):
+                    operation.whole_pages = begin + landed
                 store.log.warning(
                     f"get-{why}", "L3: page %d of %d is %s; the rest is recomputed",
                     begin + landed, pages, why.value,
@@ -153,29 +162,29 @@ class StorageReads:
         operation.outcome = outcome
         operation.answered.set()
 
-    def _check(self, hashes: Sequence[PageHash]) -> CacheOutcome:
-        """Check that the store still has pages that it had: MISS if not, otherwise LANDED. Also
-        LANDED where it is too early to ask, or the store does not answer."""
+    def _check(self, hashes: Sequence[PageHash]) -> int:
+        """The leading pages that the store still has, of those that it had. All if it is too early
+        to ask, or the store does not answer."""
         # This may be the only probe of a failed store while all prompts are in L1 and L2.
         if not self._store.breaker.allow() or time.monotonic() < self._check_at:
-            return CacheOutcome.LANDED
+            return len(hashes)
         there: int | None = None
         with self._store.reporting_failures("question"):
             (there,) = self._store.hit_pages([hashes], [()])
         if there is None:
-            return CacheOutcome.LANDED
+            return len(hashes)
         is_whole = there == len(hashes)
         longer = min(2 * self._check_pause, _LONGEST_CHECK_PAUSE_S)
         self._check_pause = _CHECK_PAUSE_S if is_whole else longer
         self._check_at = time.monotonic() + self._check_pause
         if is_whole:
-            return CacheOutcome.LANDED
+            return there
         self._store.metrics.pages.labels("check", CacheOutcome.MISS.value).inc()
         logger.warning(
             "L3 has lost page %d of %d of a prompt: whatever prompts use is looked for there "
             "again, and written where it is missing", there, len(hashes),
         )  # fmt: skip
-        return CacheOutcome.MISS
+        return there
 
 
 def pages_per_read(host_pages: int) -> int:

@@ -41,7 +41,10 @@ from sglang.srt.mem_cache.storage.types import (
     StorageUsage,
 )
 from sglang.srt.mem_cache.tree.hicache_metrics import HiCacheMetrics
+from sglang.srt.mem_cache.tree.kv_events import KVEventLog
+from sglang.srt.mem_cache.tree.radix_key import PageHash
 from sglang.srt.mem_cache.tree.tick_sync import Progress, Rates
+from sglang.srt.mem_cache.tree.tree_node import TreeNode
 from sglang.srt.utils.threads import shorten_switch_interval
 
 logger = logging.getLogger(__name__)
@@ -75,6 +78,7 @@ class StoreConnection:
         ranks: All ranks, which share the store.
         weights_identity: Digest of weights and configuration, for the namespace.
         prefetch_policy: Name of the first prefetch policy.
+        events: Gets what L3 has got or lost; None: nobody wants that.
 
     Attributes:
         attached: Client and threads of the attached store; None: none is attached.
@@ -95,6 +99,7 @@ class StoreConnection:
         model_name: str | None,
         prefetch_policy: str,
         metrics: HiCacheMetrics,
+        events: KVEventLog | None = None,
     ) -> None:
         self._host_pools = host_pools
         self._page_size = page_size
@@ -102,6 +107,7 @@ class StoreConnection:
         self._weights_identity = weights_identity
         self._model_name = model_name
         self._metrics = metrics
+        self._events = events
         self.prefetch_policy = _parse_policy(prefetch_policy)
         self.attached: AttachedStore | None = None
         self.is_changing = False
@@ -122,6 +128,29 @@ class StoreConnection:
     def forget_stored(self) -> None:
         """Mark all nodes as not stored: L3 is another one, was cleared, or has lost pages."""
         self.epoch += 1
+
+    @property
+    def asked_at(self) -> int:
+        """Time of a question that is put to the store now, for `note_lost`."""
+        return 0 if self._events is None else self._events.now
+
+    def note_stored(self, node: TreeNode, epoch: int) -> None:
+        """Mark a node whose pages, in all pools, were written to L3 or read from it by an operation
+        that began in `epoch`."""
+        node.storage_epoch = epoch
+        if self._events is not None and epoch == self.epoch and self.attached is not None:
+            self._events.in_store(node, self.attached.medium)
+
+    def note_lost(self, page: PageHash, asked_at: int) -> None:
+        """Note that L3, asked at `asked_at`, was found to lack a page or to have it damaged."""
+        if self._events is not None:
+            self._events.not_in_store(page, asked_at)
+
+    def note_cleared(self) -> None:
+        """Mark all nodes as not stored: L3 may have none of its objects."""
+        self.forget_stored()
+        if self._events is not None:
+            self._events.store_is_gone()
 
     # ---- attaching and detaching -------------------------------------------------------------
 
@@ -173,6 +202,8 @@ class StoreConnection:
         which the caller closes; None if none was attached."""
         store, self.attached = self.attached, None
         self._metrics.breaker_open.set(0)
+        if self._events is not None:
+            self._events.store_is_gone()
         return store
 
     def shutdown(self) -> None:

@@ -22,7 +22,7 @@ from sglang.srt.utils.spelling import did_you_mean
 logger = logging.getLogger(__name__)
 
 DYNAMIC = "dynamic"
-_FILE = "file"
+FILE = "file"
 
 
 class StorageBackendFactory:
@@ -32,7 +32,7 @@ class StorageBackendFactory:
     """
 
     _registry: ClassVar[dict[str, ClassPath]] = {
-        _FILE: ClassPath("sglang.srt.mem_cache.storage.file_store", "HiCacheFile"),
+        FILE: ClassPath("sglang.srt.mem_cache.storage.file_store", "HiCacheFile"),
         "mooncake": ClassPath(
             "sglang.srt.mem_cache.storage.mooncake_store.mooncake_store", "MooncakeStore"
         ),
@@ -86,7 +86,7 @@ class StorageBackendFactory:
                 f"{did_you_mean(backend_name, known)}"
             )
         backend_class = _load(backend_name, path)
-        if backend_name == _FILE:
+        if backend_name == FILE:
             root = envs.SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR.get()
             args: tuple[Any, ...] = (storage_config, root)
             kwargs = {}

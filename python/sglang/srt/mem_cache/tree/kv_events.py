@@ -6,7 +6,8 @@ any thread.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterable, Sequence
 from enum import StrEnum
 from typing import TYPE_CHECKING, Final
 
@@ -20,6 +21,9 @@ if TYPE_CHECKING:
 _MAX_EVENTS: Final = 100_000
 """With more events, it is clear that nobody takes them. The log then drops them and says that all
 blocks are gone, which is safe."""
+_MOST_STORED: Final = 1_000_000
+"""Most blocks of L3 that are remembered, in about 100 MB. Beyond it, listeners are told that the
+oldest are gone."""
 
 
 class StorageMedium(StrEnum):
@@ -30,7 +34,9 @@ class StorageMedium(StrEnum):
     CPU = "CPU_PINNED"
     """Host memory (L2)."""
     DISK = "DISK"
+    """L3 in the backend `file`."""
     EXTERNAL = "EXTERNAL"
+    """L3 in another backend."""
 
 
 class KVCacheEvent(msgspec.Struct, frozen=True, omit_defaults=True, tag=True):
@@ -82,47 +88,121 @@ class KVEventBatch(EventBatch, frozen=True):
 class KVEventLog:
     """Notes each node that comes to a tier or leaves it, in the order of the tree's changes.
 
+    L3 keeps blocks that the tree has forgotten. So the log remembers which of them listeners know.
+
     Threads: the scheduler's only.
+
+    Attributes:
+        now: How often L3 was found to have the blocks of a node: a clock.
     """
 
     def __init__(self, page_size: int) -> None:
         self._page_size = page_size
         self._events: list[KVCacheEvent] = []
+        self.now = 0
+        self._in_store: dict[int, int] = {}
+        """Blocks that listeners believe to be in L3, the latest last, and when (`now`) L3 was last
+        found to have them."""
+        self._store = StorageMedium.EXTERNAL
 
     def take(self) -> list[KVCacheEvent]:
         """The events since the last call."""
         events, self._events = self._events, []
         return events
 
+    # ---- L1 and L2 -------------------------------------------------------------------------
+
     def stored(self, node: TreeNode, medium: StorageMedium) -> None:
         """Note that `node`, which is in the tree, is on `medium` now."""
-        hashes = node.page_hashes(self._page_size)
-        parent = node.parent.get_last_hash_value() if node.parent is not None else None
+        blocks = self._blocks(node)
+        self._note_stored(node, blocks, 0, len(blocks), medium)
+
+    def removed(self, node: TreeNode, medium: StorageMedium) -> None:
+        """Note that `node` is about to leave `medium`."""
+        self._note_removed(self._blocks(node), medium)
+
+    def forgotten(self, nodes: Iterable[TreeNode]) -> None:
+        """Note that the tree is about to forget every node; `nodes` are all of them."""
+        if not self._in_store:
+            self._events = [AllBlocksCleared()]
+            return
+        # `AllBlocksCleared` would be about L3 too.
+        device: list[int] = []
+        host: list[int] = []
+        for node in nodes:
+            blocks = self._blocks(node)
+            device += blocks if node.value is not None else ()
+            host += blocks if node.host_value is not None else ()
+        self._note_removed(device, StorageMedium.GPU)
+        self._note_removed(host, StorageMedium.CPU)
+
+    # ---- L3 --------------------------------------------------------------------------------
+
+    def in_store(self, node: TreeNode, medium: StorageMedium) -> None:
+        """Note that L3, which is `medium`, was found to have the blocks of `node`."""
+        self.now += 1
+        self._store = medium
+        blocks = self._blocks(node)
+        is_new = [self._in_store.pop(block, None) is None for block in blocks]
+        self._in_store.update(dict.fromkeys(blocks, self.now))
+        begin = 0
+        for new, run in itertools.groupby(is_new):
+            end = begin + len(list(run))
+            if new:
+                self._note_stored(node, blocks, begin, end, medium)
+            begin = end
+        too_many = len(self._in_store) - _MOST_STORED
+        if too_many > 0:
+            self._lose(list(itertools.islice(self._in_store, too_many)))
+
+    def not_in_store(self, page: PageHash, asked_at: int) -> None:
+        """Note that L3 was found not to have `page`, or to have it damaged.
+
+        Args:
+            asked_at: `now` when L3 was asked. If it has got the page since then, it has it.
+        """
+        block = hash_str_to_int64(page)
+        if self._in_store.get(block, asked_at + 1) <= asked_at:
+            self._lose([block])
+
+    def store_is_gone(self) -> None:
+        """Note that L3 was cleared or detached."""
+        self._lose(list(self._in_store))
+
+    # ----------------------------------------------------------------------------------------
+
+    def _lose(self, blocks: list[int]) -> None:
+        for block in blocks:
+            del self._in_store[block]
+        self._note_removed(blocks, self._store)
+
+    def _note_stored(
+        self, node: TreeNode, blocks: list[int], begin: int, end: int, medium: StorageMedium
+    ) -> None:
+        above = node.parent.get_last_hash_value() if node.parent is not None else None
+        parent = None if above is None else hash_str_to_int64(above)
+        page = self._page_size
         self._note(
             BlockStored(
-                block_hashes=_numbers(hashes),
-                parent_block_hash=None if parent is None else hash_str_to_int64(parent),
-                token_ids=node.key.token_ids.tolist(),
-                block_size=self._page_size,
+                block_hashes=blocks[begin:end],
+                parent_block_hash=blocks[begin - 1] if begin else parent,
+                token_ids=node.key[begin * page : end * page].token_ids.tolist(),
+                block_size=page,
                 lora_id=None,
                 medium=medium,
             )
         )
 
-    def removed(self, node: TreeNode, medium: StorageMedium) -> None:
-        """Note that `node` is about to leave `medium`."""
-        hashes = _numbers(node.page_hashes(self._page_size))
-        self._note(BlockRemoved(block_hashes=hashes, medium=medium))
-
-    def cleared(self) -> None:
-        """Note that the tree forgets every node."""
-        self._events = [AllBlocksCleared()]
+    def _note_removed(self, blocks: list[int], medium: StorageMedium) -> None:
+        if blocks:
+            self._note(BlockRemoved(block_hashes=blocks, medium=medium))
 
     def _note(self, event: KVCacheEvent) -> None:
         if len(self._events) >= _MAX_EVENTS:
-            self.cleared()
+            self._in_store.clear()
+            self._events = [AllBlocksCleared()]
         self._events.append(event)
 
-
-def _numbers(hashes: Sequence[PageHash]) -> list[int]:
-    return list(map(hash_str_to_int64, hashes))
+    def _blocks(self, node: TreeNode) -> list[int]:
+        """Numbers of the blocks of `node`, which is in the tree."""
+        return [hash_str_to_int64(page) for page in node.page_hashes(self._page_size)]

@@ -289,8 +289,6 @@ class DeviceTier(PoolTier):
     def reset(self) -> None:
         super().reset()
         self.evictable = self.protected = 0
-        if self.events is not None:
-            self.events.cleared()
 
     def check(self, nodes: Sequence[TreeNode], owned: Iterable[tuple[str, torch.Tensor]]) -> None:
         super().check(nodes, owned)

@@ -91,6 +91,8 @@ class PrefixTree:
 
     def reset(self) -> None:
         """Forget every node. The caller clears the pools."""
+        if self.device.events is not None:
+            self.device.events.forgotten(self.nodes())
         for node in self.nodes():
             self.departed.add(node)
         self.root = self._new_node(ROOT_ID, RadixKey([]))

@@ -86,7 +86,7 @@ class RadixCache(BasePrefixCache):
         self.tree.reset()
 
     def take_events(self) -> list[KVCacheEvent]:
-        """Pages that came to L1 and left it since the last call, in order; empty unless
+        """Pages that came to a tier and left it since the last call, in order; empty unless
         `enable_kv_cache_events` is set. Hashes are those of pages, made smaller by
         `hash_str_to_int64`; equal tokens under different extra keys have different hashes."""
         return [] if self.tree.device.events is None else self.tree.device.events.take()

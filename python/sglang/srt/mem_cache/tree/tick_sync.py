@@ -6,7 +6,7 @@ by MIN over the ranks. It also compares a digest of the ranks' states, which mus
 
 Layout of the vector: the digest and its negative, `available`, the two `rates`,
 `-has_reconnected`, `writes`, `loads`, `check`, `administration`; a status for each backup slot;
-for each prefetch slot `hit`, `landed`, `ended`, `-expired` and `-handed`.
+for each prefetch slot `hit`, `landed`, `ended`, `-expired`, `-handed` and `whole`.
 """
 
 from __future__ import annotations
@@ -29,9 +29,10 @@ MAX_SETTLED: Final = 256
 """Most writes to L3 that one tick settles, for the same reason."""
 
 _HEAD: Final = 10
-_SLOT: Final = 5
+_SLOT: Final = 6
 _BACKUPS_END: Final = _HEAD + MAX_SETTLED
 _VECTOR_SIZE: Final = _BACKUPS_END + _SLOT * MAX_PREFETCHES
+_ALL: Final = 1 << 62
 
 
 class Status(IntEnum):
@@ -69,6 +70,8 @@ class PrefetchProgress(NamedTuple):
     """True if its time is up."""
     handed: int = 0
     """Number of leading pages that the store may have written to, or may be writing to."""
+    whole: int = _ALL
+    """Number of leading pages before one that the store was found to lack, or to have damaged."""
 
 
 _NO_RATES: Final = Rates()
@@ -91,8 +94,9 @@ class Progress:
     """Number of copies from L1 to L2 that have ended, from the head of their queue on."""
     loads: int = 0
     """Number of copies from L2 to L1 that have ended, likewise."""
-    check: Status = Status.UNDER_WAY
-    """Status of the check of L3's pages; `FAILED`: L3 has lost pages."""
+    check: int = 0
+    """0 while the check of L3's pages is under way, then 1 and the number of leading pages that L3
+    still has."""
     administration: Status = Status.UNDER_WAY
     """Status of the preparation of an operator's change of L3."""
     backups: Sequence[Status] = ()
@@ -113,7 +117,7 @@ def to_vector(progress: Progress) -> torch.Tensor:
     values += [progress.administration, *progress.backups]
     slots: list[int] = []
     for one in progress.prefetches:
-        slots += [one.hit, one.landed, int(one.ended), -int(one.expired), -one.handed]
+        slots += [one.hit, one.landed, int(one.ended), -int(one.expired), -one.handed, one.whole]
     # Most elements are 0 (such as `UNDER_WAY`): numpy takes 3 us, a list 33 us.
     vector = np.zeros(_VECTOR_SIZE, dtype=np.int64)
     vector[: len(values)] = values
@@ -128,8 +132,8 @@ def from_vector(vector: torch.Tensor, num_prefetches: int) -> Progress:
     begins = range(_BACKUPS_END, _BACKUPS_END + _SLOT * num_prefetches, _SLOT)
     slots = [values[begin : begin + _SLOT] for begin in begins]
     prefetches = [
-        PrefetchProgress(hit, landed, bool(ended), minus_expired < 0, -minus_handed)
-        for hit, landed, ended, minus_expired, minus_handed in slots
+        PrefetchProgress(hit, landed, bool(ended), minus_expired < 0, -minus_handed, whole)
+        for hit, landed, ended, minus_expired, minus_handed, whole in slots
     ]
     return Progress(
         digest=values[0],
@@ -138,7 +142,7 @@ def from_vector(vector: torch.Tensor, num_prefetches: int) -> Progress:
         has_reconnected=values[5] < 0,
         writes=values[6],
         loads=values[7],
-        check=Status(values[8]),
+        check=values[8],
         administration=Status(values[9]),
         backups=[Status(value) for value in ended],
         prefetches=prefetches,

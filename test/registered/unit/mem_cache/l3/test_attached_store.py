@@ -149,10 +149,10 @@ def test_a_wrong_answer_to_a_question_is_a_failing_store(
     assert bench.io.breaker.is_open
     assert "HangingStore.prompts_exist answered" in caplog.text and words in caplog.text
     bench.let_the_pause_pass()
-    check = CheckOperation([PageHash("a"), PageHash("b")], epoch=0)
+    check = CheckOperation([PageHash("a"), PageHash("b")], epoch=0, asked_at=0)
     bench.io.reads.queue.put(check)
-    wait_for(lambda: check.outcome is not None)
-    assert check.outcome is CacheOutcome.LANDED, "nothing is known to be lost"
+    wait_for(lambda: check.there is not None)
+    assert check.there == 2, "nothing is known to be lost"
     assert bench.io.breaker.is_open
 
 

@@ -1,68 +1,31 @@
-"""Events of L1 and L2: whoever hears them all knows which pages the device and the host have."""
+"""Events of all tiers: whoever hears them all knows which pages each tier has."""
 
 from __future__ import annotations
 
+import json
 import random
+from pathlib import Path
+from unittest.mock import patch
 
 import msgspec
 import pytest
 
 from rigs.caches.cache_rig import CacheRig, HiCacheSettings
+from rigs.caches.event_listener import TierListeners, block_of, blocks_on_disk
 from sglang.srt.disaggregation.kv_events import (
     AllBlocksCleared,
     BlockRemoved,
     BlockStored,
-    KVCacheEvent,
     KVEventBatch,
 )
+from sglang.srt.environ import envs
+from sglang.srt.mem_cache.l3 import storage_writes
 from sglang.srt.mem_cache.tree import kv_events
 from sglang.srt.mem_cache.tree.radix_key import RadixKey
-from sglang.srt.mem_cache.tree.tree_node import TreeNode
 from sglang.srt.mem_cache.utils import get_hash_str, hash_str_to_int64
 from sglang.test.ci.ci_register import register_cpu_ci
 
 register_cpu_ci(est_time=3, suite="base-a-test-cpu")
-
-
-class Listener:
-    """Blocks that a tier of a cache has, as its events tell."""
-
-    def __init__(self, medium: str = "GPU") -> None:
-        self.medium = medium
-        self.tokens: dict[int, tuple[int, ...]] = {}
-        """Tokens of blocks, by hash."""
-        self.parents: dict[int, int | None] = {}
-
-    def hear(self, events: list[KVCacheEvent]) -> None:
-        for event in events:
-            if isinstance(event, BlockStored | BlockRemoved) and event.medium != self.medium:
-                continue
-            if isinstance(event, BlockStored):
-                parent, size = event.parent_block_hash, event.block_size
-                assert event.lora_id is None
-                if self.medium == "GPU":  # Copies to the host may end in any order.
-                    assert parent is None or parent in self.tokens, "parents come first"
-                for index, block in enumerate(event.block_hashes):
-                    assert block not in self.tokens, "stored twice"
-                    self.tokens[block] = tuple(event.token_ids[index * size : (index + 1) * size])
-                    self.parents[block] = parent
-                    parent = block
-            elif isinstance(event, BlockRemoved):
-                for block in event.block_hashes:
-                    del self.tokens[block], self.parents[block]
-            else:
-                assert isinstance(event, AllBlocksCleared)
-                self.tokens.clear()
-                self.parents.clear()
-
-
-def on_device(rig: CacheRig) -> set[int]:
-    """Numbers of the pages that the tree has on the device."""
-    return numbers(rig, [node for node in rig.tree.nodes() if node.value is not None])
-
-
-def numbers(rig: CacheRig, nodes: list[TreeNode]) -> set[int]:
-    return {hash_str_to_int64(page) for node in nodes for page in node.page_hashes(rig.page_size)}
 
 
 def test_a_prompt_is_stored_and_its_eviction_removes_it() -> None:
@@ -90,26 +53,61 @@ def test_a_prompt_is_stored_and_its_eviction_removes_it() -> None:
     assert rig.tree.take_events() == [AllBlocksCleared()]
 
 
-@pytest.mark.parametrize("tiers", [1, 2])
-def test_a_listener_knows_the_tree_of_a_random_run(tiers: int) -> None:
-    rng = random.Random(tiers)
-    settings = HiCacheSettings() if tiers == 2 else None
-    rig = CacheRig(l1_pages=12, settings=settings, kv_events=True)
-    device, host = Listener(), Listener("CPU_PINNED")
-    have_been: set[int] = set()
-    for _ in range(150):
+@pytest.mark.parametrize("tiers", [1, 2, 3])
+def test_a_listener_knows_the_tiers_of_a_random_run(tiers: int, tmp_path: Path) -> None:
+    random_run(tiers, tmp_path, seed=tiers, steps=150)
+
+
+def random_run(tiers: int, folder: Path, seed: int, steps: int) -> None:
+    """Send prompts to a cache with `tiers`, and build up their contents from events alone. L3, in
+    `folder`, may lose objects and be cleared."""
+    settings = HiCacheSettings() if tiers > 1 else None
+    if tiers == 3:
+        extra = json.dumps({"prefetch_threshold": 4})
+        settings = HiCacheSettings(
+            hicache_storage_backend="file", hicache_storage_backend_extra_config=extra
+        )
+    with envs.SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR.override(str(folder)):
+        rig = CacheRig(l1_pages=12, settings=settings, kv_events=True)
+    with patch.object(storage_writes, "_GATHER_S", 0.0):
+        follow(rig, tiers, folder, random.Random(seed), steps)
+    rig.close()
+
+
+def follow(rig: CacheRig, tiers: int, folder: Path, rng: random.Random, steps: int) -> None:
+    told = TierListeners(rig)
+    have_been: list[set[int]] = [set(), set()]
+    removed: set[int] = set()
+    for step in range(steps):
         prompt = [rng.randrange(3) for _ in range(rng.randrange(1, 30))]
         rig.run(prompt, extra_key=rng.choice([None, None, "a"]))
-        events = rig.tree.take_events()
-        device.hear(events)
-        host.hear(events)
-        assert set(device.tokens) == on_device(rig)
-        on_host = [node for node in rig.tree.nodes() if node.host_value is not None]
-        assert set(host.tokens) == numbers(rig, on_host)
-        have_been |= set(host.tokens)
-    assert device.tokens and bool(have_been) == (tiers == 2)
-    assert tiers == 1 or have_been - set(host.tokens), "some left the host"
+        told.hear()
+        have_been[0] |= set(told.host.tokens)
+        have_been[1] |= set(told.store.tokens)
+        if rng.random() < 0.02:
+            rig.flush()
+            told.hear()
+            assert not told.device.tokens and not told.host.tokens
+        if step % 10 == 9:
+            rig.settle()
+            told.hear()
+            assert set(told.store.tokens) <= blocks_on_disk(folder) | removed
+            if not removed:
+                assert set(told.store.tokens) == blocks_on_disk(folder)
+        if tiers == 3 and step > steps // 3 and rng.random() < 0.2:
+            files = sorted(folder.glob("*/??/*"))
+            for file in rng.sample(files, min(len(files), 3)):
+                file.unlink()
+                removed.add(block_of(file))
+        if tiers == 3 and step == 2 * steps // 3:
+            rig.settle()
+            assert rig.hi.clear_storage_backend().done
+            told.hear()
+            assert not told.store.tokens
+            removed.clear()
     rig.settle()
+    assert told.device.tokens and [bool(seen) for seen in have_been] == [tiers > 1, tiers > 2]
+    assert tiers == 1 or have_been[0] - set(told.host.tokens), "some left the host"
 
 
 def test_nobody_pays_for_events_that_nobody_wants() -> None:

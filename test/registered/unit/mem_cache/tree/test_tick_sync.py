@@ -69,10 +69,12 @@ def test_as_many_writes_as_there_are_slots_are_settled_in_a_tick() -> None:
 
 
 def test_what_one_rank_has_lost_is_lost_for_all_once_all_have_looked() -> None:
-    found, missing = Progress(check=LANDED), Progress(check=FAILED)
-    assert vote(found, missing).check is FAILED
-    assert vote(found, found).check is LANDED
-    assert vote(missing, Progress()).check is Status.UNDER_WAY
+    found, missing = Progress(check=1 + 8), Progress(check=1 + 3)
+    assert vote(found, missing).check == 1 + 3
+    assert vote(found, found).check == 1 + 8
+    assert vote(missing, Progress()).check == 0, "under way"
+    reads = [Progress(prefetches=[PrefetchProgress(hit=8, whole=whole)]) for whole in (7, 5)]
+    assert vote(*reads, Progress(prefetches=[PrefetchProgress()])).prefetches[0].whole == 5
 
 
 def test_unavailable_or_slow_anywhere_is_so_everywhere() -> None:

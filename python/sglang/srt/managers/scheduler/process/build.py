@@ -21,7 +21,7 @@ from sglang.srt.constrained.grammar import GrammarLimits
 from sglang.srt.constrained.xgrammar_backend import XGrammarBackend
 from sglang.srt.disaggregation.base.bootstrap_route import Route
 from sglang.srt.disaggregation.base.conn import KVArgs
-from sglang.srt.disaggregation.kv_events import ZmqEventPublisher, make_event_publisher
+from sglang.srt.disaggregation.kv_events import ZmqEventPublisher
 from sglang.srt.disaggregation.roles import MakeRole, role_of
 from sglang.srt.disaggregation.utils import KVClassType, MetadataBuffers, get_kv_class
 from sglang.srt.distributed.rank_group import RankGroup, SingleRank
@@ -126,7 +126,8 @@ def build_scheduler(
     role, routes = _make_role(server_args, runner, group)
     metrics = SchedulerMetrics(model_label(server_args))
     # The ranks' trees are equal, so one of them tells.
-    publisher = make_event_publisher(server_args.kv_events_config) if group.rank == 0 else None
+    events = server_args.kv_events()
+    publisher = None if events is None or group.rank else ZmqEventPublisher(events)
     tree = _make_tree(server_args, runner, metrics, group, has_events=publisher is not None)
     tiers += tree.tiers()
     resources = SchedulerResources(
