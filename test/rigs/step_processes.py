@@ -7,17 +7,20 @@ forked file all else is as for `python FILE`: arguments, output, exit status and
 from __future__ import annotations
 
 import atexit
+import json
 import multiprocessing
 import os
 import runpy
+import socket
 import subprocess
 import sys
 import tempfile
 import threading
+import traceback
 from collections.abc import Mapping, Sequence
 from multiprocessing import connection, forkserver
 from pathlib import Path
-from typing import Final
+from typing import Any, Final, NoReturn
 from unittest import mock
 
 from sglang.srt.environ import child_environment
@@ -135,8 +138,64 @@ def _run(path: str, cwd: Path, output: str) -> None:
     sys.argv = [path]
     # Modules beside the file are found, as when Python runs it.
     sys.path[0] = os.path.dirname(os.path.abspath(path))
+    _fork_a_fork_server()
     try:
         runpy.run_path(path, run_name="__main__")
     finally:
         # A process of `multiprocessing` leaves without them. pytest's remove old directories.
         atexit._run_exitfuncs()
+
+
+def _fork_a_fork_server() -> None:
+    """Fork the process from which `multiprocessing` will fork this process's children.
+
+    Python would start a new one, which imports all again, with the first child. This one is forked
+    while the process has no other threads; it gets the environment and the modules to preload with
+    the first child.
+    """
+    server: Any = forkserver._forkserver
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(connection.arbitrary_address("AF_UNIX"))
+    listener.listen()
+    start_r, start_w = os.pipe()
+    alive_r, alive_w = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        os.close(alive_w)
+        os.close(start_w)
+        _serve_forks(start_r, listener.detach(), alive_r)
+    os.close(alive_r)
+    os.close(start_r)
+    address = listener.getsockname()
+    listener.close()
+
+    def ensure_running() -> None:
+        with server._lock:
+            if server._forkserver_pid is None:
+                line = json.dumps([dict(os.environ), server._preload_modules])  # noqa: TID251
+                with open(start_w, "w") as start:
+                    start.write(line + "\n")
+                server._forkserver_address = address
+                server._forkserver_alive_fd = alive_w
+                server._forkserver_pid = pid
+        # Starts one as Python does if this one has died.
+        forkserver.ForkServer.ensure_running(server)
+
+    server.ensure_running = ensure_running
+
+
+def _serve_forks(start: int, listener: int, alive: int) -> NoReturn:
+    """Serve from the first line of the pipe `start` to the end of the pipe `alive`. A file that
+    needs no children ends `start` without a line."""
+    try:
+        with open(start) as pipe:
+            line = pipe.readline()
+        if line:
+            env, modules = json.loads(line)
+            os.environ.clear()  # noqa: TID251 - of a child
+            os.environ.update(env)  # noqa: TID251
+            forkserver.main(listener, alive, modules)
+    except Exception:  # noqa: BLE001
+        traceback.print_exc()
+    finally:
+        os._exit(0)
