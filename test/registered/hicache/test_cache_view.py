@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -78,6 +79,8 @@ def test_parts_of_tiers_add_up_while_requests_run(server: EngineServer) -> None:
 
 
 def test_the_view_and_the_metrics_agree_and_no_prompt_is_shown(server: EngineServer) -> None:
+    for _ in range(3):
+        server.generate(prompt(5), max_new_tokens=1)
     flows = {
         "loaded": "load_back_tokens_total", "stored": "backuped_tokens_total",
         "read": "prefetched_tokens_total", "written": "hicache_host_written_tokens_total",
@@ -98,7 +101,8 @@ def test_the_view_and_the_metrics_agree_and_no_prompt_is_shown(server: EngineSer
     assert seen["store"]["reads"]["landed"] >= 1
     assert f'namespace="{seen["store"]["namespace"]}"' in "".join(samples)
     busiest = seen["prefixes"][0]
-    assert (busiest["tokens"], busiest["uses"]) == (8 * PAGE, 3)
+    assert busiest["tokens"] == 8 * PAGE
+    assert busiest["uses"] >= 3
     assert re.fullmatch("[0-9a-f]{16}", busiest["hash"])
     reasons = {one["what"] for one in seen["decisions"]}
     assert {"evicted from L1", "evicted from L2"} <= reasons
@@ -140,7 +144,7 @@ def test_hicache_top_lives_until_it_is_interrupted(server: EngineServer) -> None
         assert process.stdout is not None
         text = b""
         while text.count(b"Prefix cache") < 3:
-            new = process.stdout.read1()
+            new = os.read(process.stdout.fileno(), 1 << 16)
             assert new, f"it has ended: {text!r}"
             text += new
         process.send_signal(2)

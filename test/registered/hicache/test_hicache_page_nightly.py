@@ -16,7 +16,7 @@ from rigs.servers.chromium import Chromium, find_chromium
 from rigs.servers.engine_server import EngineServer
 from sglang.test.ci.ci_register import register_cpu_ci
 
-register_cpu_ci(est_time=90, suite="nightly-cpu", nightly=True)
+register_cpu_ci(est_time=90, suite="nightly-test-cpu", nightly=True)
 
 
 @pytest.fixture(scope="module")
