@@ -169,6 +169,10 @@ class PrefillRole(Role):
     def keeps(self, req: Req) -> bool:
         return req.spec.bootstrap is not None
 
+    def is_read(self, req: Req) -> bool:
+        bootstrap = req.spec.bootstrap
+        return bootstrap is not None and self._rooms[bootstrap.room].sender.num_sent > 0
+
     def hand_over(self, req: Req, reason: FinishReason | None) -> None:
         bootstrap, spec, progress = req.spec.bootstrap, req.spec, req.progress
         assert bootstrap is not None

@@ -105,7 +105,13 @@ class HiRadixCache(RadixCache):
         )
         self.eviction = EvictionToHost(tree, controller, self.host_backup, metrics)
         evict_from = self.eviction.evict
-        self.host_load = HostLoad(tree, controller, evict_from=evict_from, metrics=metrics)
+        self.host_load = HostLoad(
+            tree,
+            controller,
+            evict_from=evict_from,
+            reduce_min=self._all_reduce_prefetch_groups,
+            metrics=metrics,
+        )
         self._from_storage: dict[str, int] = {}
         """Number of tokens that L3 contributed, by request."""
         super().__init__(params, tree, evict_from, metrics)
@@ -166,10 +172,18 @@ class HiRadixCache(RadixCache):
         if not busy and self.store.answers:
             return
         is_writing = "backups" in busy or "checks" in busy
-        # Copies end in the order of their queues.
+        # Copies end in the order of their queues. A write may have pages that were computed from a
+        # load: what that has brought is checked first.
+        num_settled = controller.num_settled_loads
         writes, loads = (
-            sum(1 for _ in itertools.takewhile(lambda ack: ack.finish_event.query(), acks))
-            for acks in (controller.ack_write_queue, controller.ack_load_queue)
+            sum(1 for _ in itertools.takewhile(has_ended, acks))
+            for acks, has_ended in (
+                (
+                    controller.ack_write_queue,
+                    lambda ack: ack.num_loads <= num_settled and ack.finish_event.query(),
+                ),
+                (controller.ack_load_queue, lambda ack: ack.finish_event.query()),
+            )
         )
         progress = Progress(writes=writes, loads=loads)
         self.store.report(progress)
@@ -249,6 +263,9 @@ class HiRadixCache(RadixCache):
 
     def ready_to_load_host_cache(self) -> int:
         return self.cache_controller.start_loading()
+
+    def verify_load(self, index: int) -> None:
+        self.host_load.settle_until(index + 1)
 
     # ---- L3 --------------------------------------------------------------------------------
 

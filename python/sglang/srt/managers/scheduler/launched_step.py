@@ -113,6 +113,8 @@ class LaunchedStep:
     """The rows of a decode step; empty for a prefill batch."""
     has_joined: bool = False
     """True if requests may have joined since the decode step before."""
+    load: int = -1
+    """The load from L2 that a prefill batch waits for; -1: none."""
 
     @property
     def is_prefill(self) -> bool:

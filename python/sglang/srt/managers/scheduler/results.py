@@ -131,6 +131,8 @@ class ResultProcessor:
         kept: list[Req] = []
         for row, work in enumerate(works):
             req = work.req
+            if req.slots.last_node.is_condemned:
+                continue  # Its prefix was damaged: `Scheduler` lets it start again.
             state.counters.prefill_tokens += work.extend_len
             if result.input_logprobs is not None:
                 req.progress.input_logprobs += result.input_logprobs.values[row]

@@ -61,6 +61,11 @@ class Role:
         """True if a request with a complete prompt stays held here, since it decodes elsewhere."""
         return False
 
+    def is_read(self, req: Req) -> bool:
+        """True if another server may be reading computed pages of `req`, whose prompt is not
+        complete."""
+        return False
+
     def hand_over(self, req: Req, reason: FinishReason | None) -> None:
         """A kept request has its prompt computed and its first token sampled, which may be the
         `reason` why it ends."""

@@ -61,6 +61,7 @@ if TYPE_CHECKING:
     from sglang.srt.constrained.xgrammar_backend import XGrammarBackend
     from sglang.srt.managers.detokenizer.detokenizer_manager import DecoderFactory
     from sglang.srt.managers.scheduler.launched_step import TpModelWorker
+    from sglang.srt.managers.scheduler.requests.req import Req
     from sglang.srt.mem_cache.tree.kv_events import KVCacheEvent
     from sglang.srt.mem_cache.tree.radix_cache import RadixCache
     from sglang.srt.model_loader.weight_seed import WeightSeed
@@ -72,6 +73,10 @@ logger = logging.getLogger(__name__)
 _IDLE_POLL_MS: Final = 1000
 _BUSY_POLL_MS: Final = 1
 _SHUT_DOWN = abort_reason("the server is shutting down", 503)
+
+_DAMAGED = abort_reason(
+    "a page of the cached prefix was damaged while the prompt was read; send the request again", 503
+)
 
 SchedulerOutput = BatchTokenIDOutput | ControlReqOutput
 
@@ -166,6 +171,8 @@ class Scheduler:
         for message in tick.messages:
             self._input.handle(message)
         state.tree.check_hicache_events()
+        if self._damaged():
+            self._settle()
         if self._control.is_drained():
             self._input.abort(None, _SHUT_DOWN)
             self.is_stopped = True
@@ -258,17 +265,36 @@ class Scheduler:
         before, state.in_flight = state.in_flight, launched
         if before is not None:
             self._process(before)
-        if launched is not None and not self._resources.overlap:
+        if (launched is not None and not self._resources.overlap) or self._damaged():
             self._settle()
         return launched is not None or was_in_flight
 
     def _settle(self) -> None:
         """Process the step in flight, after which the state of every request is known."""
-        step, self.state.in_flight = self.state.in_flight, None
+        state = self.state
+        step, state.in_flight = state.in_flight, None
         if step is not None:
             self._process(step)
+        for req in self._damaged():
+            if self._role.is_read(req):
+                state.queues.abort(req, _DAMAGED)
+                continue
+            self._log.warning(
+                "damaged", "request %s starts again: a page of its prefix was damaged", req.rid
+            )
+            state.release(req)
+            state.queues.redo(req)
+            state.counters.redone += 1
+
+    def _damaged(self) -> list[Req]:
+        """The requests whose prefix was condemned while their prompt was computed. No other request
+        has used what they computed, and none of it has left this tick."""
+        computing = self.state.queues.computing
+        return [req for req in computing if req.slots.last_node.is_condemned]
 
     def _process(self, step: LaunchedStep) -> None:
+        if step.load != -1:
+            self.state.tree.verify_load(step.load)
         with explaining_out_of_memory():
             self._results.process(step)
         now = time.monotonic()
@@ -318,7 +344,11 @@ class Scheduler:
         self._batch_policy.on_prefill(state.now)
         self._prefill.on_launched(works)
         return LaunchedStep(
-            result=result, launched=started, works=works, mostly_done=batch.forward.mostly_done
+            result=result,
+            launched=started,
+            works=works,
+            mostly_done=batch.forward.mostly_done,
+            load=load,
         )
 
     def _launch_decode(self) -> LaunchedStep | None:

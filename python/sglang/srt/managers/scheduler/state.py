@@ -44,6 +44,8 @@ class SchedulerCounters:
     decode_steps: int = 0
     decode_tokens: int = 0
     retractions: int = 0
+    redone: int = 0
+    """Requests that started again because a page of their prefix was damaged."""
     decode_stalls: int = 0
     finished: int = 0
     aborted: int = 0

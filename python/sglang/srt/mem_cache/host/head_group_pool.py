@@ -125,6 +125,14 @@ class HeadGroupPool:
         numbers = whole_pages(indices, self.page_size, self._pool.page_num)
         scatter_views(self._pairs(pages), numbers)
 
+    def known_checksums(self, indices: torch.Tensor) -> list[bytes | None]:
+        """None for each page: only whole pages have checksums."""
+        return [None] * (len(indices) // self.page_size)
+
+    def keep_checksums(self, indices: torch.Tensor, known: Sequence[bytes | None]) -> None:
+        """Note that the checksums of these pages are not known: `known` are those of parts."""
+        self._pool.keep_checksums(indices, [None] * len(known))
+
     def get_page_buffer_meta(self, indices: torch.Tensor) -> NoReturn:
         """Refused with ValueError: the bytes are in too many pieces to be moved in place."""
         raise ValueError("a group of heads is scattered over its page; copy it with gather_pages")

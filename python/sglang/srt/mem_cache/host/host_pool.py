@@ -8,6 +8,7 @@ locked, so pools themselves need no lock.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import ClassVar, Self
 
 import numpy as np
@@ -15,8 +16,9 @@ import numpy.typing as npt
 import torch
 
 from sglang.srt.constants import GB
-from sglang.srt.hardware_backend.device_runtime import DeviceRuntime, device_runtime
+from sglang.srt.hardware_backend.device_runtime import DeviceRuntime, HostCopies, device_runtime
 from sglang.srt.mem_cache.device.base_device_pool import BaseDevicePool
+from sglang.srt.mem_cache.device.page_digests import PageHasher, make_page_hasher
 from sglang.srt.mem_cache.host.host_layout import (
     HostLayout,
     PageByteOrder,
@@ -31,6 +33,7 @@ from sglang.srt.mem_cache.host.host_memory import (
     get_allocator_from_storage,
 )
 from sglang.srt.mem_cache.host.host_page_list import HostPageList, whole_pages
+from sglang.srt.mem_cache.host.page_checksums import NO_CHECKSUM, PageChecksums, as_rows
 from sglang.srt.mem_cache.host.page_copier import (
     PageCopier,
     PageLoad,
@@ -65,6 +68,7 @@ class HostKVCache(HostPageList):
     Attributes:
         is_zero_copy: True if L3 moves pages in place; otherwise through `gather_pages` and
             `scatter_pages`.
+        checksums: Checksums of the pages, in the byte order of `page_byte_order`.
 
     Raises:
         ValueError: The layout or allocator is unknown, this kind of state has no such layout, or
@@ -77,6 +81,7 @@ class HostKVCache(HostPageList):
     _parts: tuple[torch.Tensor, ...]
     """Layer by layer in `layer_first`, else page by page; each contiguous."""
     _copier: tuple[BaseDevicePool, PageCopier] | None = None
+    _hasher: tuple[BaseDevicePool, PageHasher | None] | None = None
 
     def __init__(
         self,
@@ -118,6 +123,7 @@ class HostKVCache(HostPageList):
             "lower --hicache-size or --hicache-ratio",
         )
         self.kv_buffer = self.init_kv_buffer()
+        self.checksums = PageChecksums(self.page_num)
         HostPageList.__init__(self, self.page_num, page_size)
 
     def _size_in_pages(self, ratio: float, size_gb: float) -> int:
@@ -247,6 +253,19 @@ class HostKVCache(HostPageList):
         if self._copier is None or self._copier[0] is not device_pool:
             self._copier = (device_pool, make_page_copier(self._paired_with(device_pool)))
         return self._copier[1]
+
+    def page_digests(
+        self, device_pool: BaseDevicePool, device_indices: torch.Tensor
+    ) -> HostCopies | None:
+        """Begin to hash whole pages of the device pool, in order with the current stream: see
+        `PageHasher.digests`. None: pages of its device are not hashed."""
+        if self._hasher is None or self._hasher[0] is not device_pool:
+            parts = self._device_parts(device_pool)
+            by_token = page_byte_order(self.layout) == PageByteOrder.TOKEN_MAJOR
+            hasher = make_page_hasher(parts, self.page_size, by_token=by_token)
+            self._hasher = (device_pool, hasher)
+        hasher = self._hasher[1]
+        return None if hasher is None else hasher.digests(device_indices)
 
     def _paired_with(self, device_pool: BaseDevicePool) -> PoolPair:
         """The pages of this pool and of `device_pool`, layer by layer."""
@@ -402,6 +421,16 @@ class HostKVCache(HostPageList):
             layers = region.view(len(flat), self.layer_num, -1)
             pairs.append((page_view(by_layer), page_view(layers)))
         return pairs
+
+    def known_checksums(self, indices: torch.Tensor) -> list[bytes | None]:
+        """The checksum of each page, 16 bytes; None: it is not known."""
+        checksums = self.checksums.of(whole_pages(indices, self.page_size, self.page_num))
+        return [None if one == NO_CHECKSUM else one for one in checksums]
+
+    def keep_checksums(self, indices: torch.Tensor, known: Sequence[bytes | None]) -> None:
+        """Set the checksum of each page, 16 bytes; None: it is not known."""
+        pages = whole_pages(indices, self.page_size, self.page_num)
+        self.checksums.keep(pages, as_rows([one or NO_CHECKSUM for one in known]))
 
     def page_items(self) -> list[torch.Tensor]:
         """For each buffer of the spec a view of its bytes: uint8 `[page, *outer, length, bytes]`,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
@@ -12,7 +12,9 @@ from sglang.srt.hardware_backend.device_runtime import Event
 from sglang.srt.mem_cache.device.base_device_pool import BaseDevicePool
 from sglang.srt.mem_cache.device.pool_transfer import PoolTransfer, SidecarPoolSpec
 from sglang.srt.mem_cache.device.state_spec import PoolHitPolicy, PoolName, StateSpec
+from sglang.srt.mem_cache.host.host_page_list import whole_pages
 from sglang.srt.mem_cache.host.host_pool import HostKVCache
+from sglang.srt.mem_cache.host.page_checksums import PageDigests
 
 
 @dataclass(slots=True)
@@ -40,6 +42,10 @@ class PoolEntry:
     def spec(self) -> StateSpec:
         """Spec of the pool: layers, buffers, owner of its slots, hit policy."""
         return self.device_pool.spec
+
+
+_Moved: TypeAlias = tuple[PoolEntry, torch.Tensor, torch.Tensor]
+"""A pool, and the host and device slots that a copy moves."""
 
 
 class HostPoolGroup:
@@ -102,25 +108,30 @@ class HostPoolGroup:
 
     # -- copies ------------------------------------------------------------------------------------
 
-    def backup(self, transfers: Sequence[PoolTransfer], io_backend: str) -> None:
+    def backup(self, transfers: Sequence[PoolTransfer], io_backend: str) -> list[PageDigests]:
         """Copy all layers of every transfer's pages to the host; copy thread.
 
         Args:
             transfers: With both index tensors.
             io_backend: Resolved; see host_layout.py.
 
+        Returns:
+            For each transfer the checksums of its pages on the device.
+
         Raises:
             ValueError: A transfer names no pool of the group, lacks slots, or has slots outside
                 its pool.
         """
-        for entry, host, device in self._moved(transfers):
+        moved = list(self._moved(transfers))
+        for entry, host, device in moved:
             entry.host_pool.backup_from_device_all_layer(
                 entry.device_pool, host, device, io_backend
             )
+        return _digests(moved)
 
     def load(
         self, transfers: Sequence[PoolTransfer], layers_done: Sequence[Event], io_backend: str
-    ) -> None:
+    ) -> list[PageDigests]:
         """Copy every transfer's pages to the device, layer by layer; copy thread.
 
         Args:
@@ -129,11 +140,15 @@ class HostPoolGroup:
                 have loaded it; at once where none of `transfers` has it.
             io_backend: Resolved; see host_layout.py.
 
+        Returns:
+            For each transfer the checksums of its pages as they have arrived.
+
         Raises:
             ValueError: As `backup`.
         """
         parts = []
-        for entry, host, device in self._moved(transfers):
+        moved = list(self._moved(transfers))
+        for entry, host, device in moved:
             load = entry.host_pool.begin_load(entry.device_pool, host, device, io_backend)
             parts.append((load, self._layers[entry.name]))
         loaded = set[int]().union(*[layers for _, layers in parts])
@@ -147,10 +162,20 @@ class HostPoolGroup:
                 if own_layer is not None:
                     load.issue(own_layer)
             layers_done[model_layer].record()
+        return _digests(moved)
 
-    def _moved(
-        self, transfers: Sequence[PoolTransfer]
-    ) -> Iterator[tuple[PoolEntry, torch.Tensor, torch.Tensor]]:
+    def forget_checksums(self, transfers: Sequence[PoolTransfer]) -> None:
+        """Note that the pages of `transfers` are going to have other contents. Pools without slots
+        of their own follow."""
+        for transfer in transfers:
+            assert transfer.host_indices is not None
+            names: list[str] = [transfer.name]
+            names += [a.pool_name for a in self.auxiliary_pools if a.indices_from_pool == names[0]]
+            for pool in map(self.get_pool, names):
+                pages = whole_pages(transfer.host_indices, pool.page_size, pool.page_num)
+                pool.checksums.forget(pages)
+
+    def _moved(self, transfers: Sequence[PoolTransfer]) -> Iterator[_Moved]:
         """Entry, host slots and device slots of each transfer, unless it has none: a state may be
         copied without pages."""
         for transfer in transfers:
@@ -216,3 +241,13 @@ class HostPoolGroup:
         """Assert every pool's invariants."""
         for entry in self.entries.values():
             entry.host_pool.check_integrity()
+
+
+def _digests(moved: Sequence[_Moved]) -> list[PageDigests]:
+    """Begin to hash the pages on the device, in order with the current stream."""
+    found = []
+    for entry, host, device in moved:
+        pool = entry.host_pool
+        pages = whole_pages(host, pool.page_size, pool.page_num)
+        found.append(PageDigests(entry.name, pages, pool.page_digests(entry.device_pool, device)))
+    return found

@@ -12,7 +12,7 @@ import itertools
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Protocol
 
 import torch
@@ -27,10 +27,12 @@ from sglang.srt.mem_cache.allocator.base import BaseTokenToKVPoolAllocator
 from sglang.srt.mem_cache.device.pool_registry import ModelPools
 from sglang.srt.mem_cache.device.pool_transfer import PoolTransfer, join_transfers
 from sglang.srt.mem_cache.host.host_pool_group import HostPoolGroup
+from sglang.srt.mem_cache.host.page_checksums import PageDigests
 from sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller import (
     _resolve_shared_pool_transfers,
 )
 from sglang.srt.mem_cache.hybrid_cache.hybrid_pool_assembler import build_kv_host_stack
+from sglang.srt.mem_cache.l2.layer_done_counter import LayerDoneCounter
 from sglang.srt.mem_cache.tree.on_all_ranks import on_all_ranks
 
 if TYPE_CHECKING:
@@ -53,50 +55,6 @@ class HiCacheArgs(Protocol):
     hicache_storage_prefetch_policy: str
     hicache_storage_backend_extra_config: str | None
     served_model_name: str | None
-
-
-class LayerDoneCounter:
-    """Orders the readers of each layer after the load that fills it.
-
-    A load is a producer: it records an event for each layer of the model, regardless of its pools.
-    A forward names the producer that it must wait for; -1 is none. Threads: `update_producer`,
-    `set_consumer` and `wait_until` run on the scheduler's (and the forward's) thread; events are
-    recorded by the load stream.
-    """
-
-    def __init__(self, num_layers: int, device: torch.device | str) -> None:
-        self.num_layers = num_layers
-        self._make_event = device_runtime(device).make_event
-        self._next = 0
-        self._unawaited: list[Event] | None = None
-        """Events of the newest load, until a forward waits for it."""
-        self._waiting_for: list[Event] | None = None
-
-    def update_producer(self) -> tuple[int, list[Event]]:
-        """Register a new load; return its index, and the events for it to record, one per layer.
-
-        It supersedes an earlier load that no forward has waited for: loads run in order, so that
-        waiting for this one is waiting for both.
-        """
-        index = self._next
-        self._next += 1
-        self._unawaited = [self._make_event() for _ in range(self.num_layers)]
-        return index, self._unawaited
-
-    def set_consumer(self, index: int) -> None:
-        """Let the next forward wait for load `index` and all others up to now; -1: for none."""
-        self._waiting_for = None
-        if index != -1:
-            self._waiting_for, self._unawaited = self._unawaited, None
-
-    def wait_until(self, threshold: int) -> None:
-        """Block until layer `threshold` has been loaded, or order the current stream after that."""
-        if self._waiting_for is not None:
-            self._waiting_for[threshold].wait()
-
-    def reset(self) -> None:
-        """Forget all loads. None may be under way."""
-        self._unawaited = self._waiting_for = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,6 +87,7 @@ class _Locating:
     """Tokens of the primary pool whose copies have been issued."""
     started: float = 0.0
     """`time.monotonic()` seconds of the first piece."""
+    digests: list[PageDigests] = field(default_factory=list)
     was_passed_over: bool = False
 
 
@@ -140,6 +99,10 @@ class HiCacheAck:
     operation_ids: list[int]
     started: float
     """`time.monotonic()` seconds."""
+    num_loads: int
+    """Loads that were issued up to now, this one included."""
+    digests: list[PageDigests] = field(default_factory=list)
+    """Checksums of the pages on the device; complete when the copy has ended."""
 
 
 class HiCacheController:
@@ -300,7 +263,7 @@ class HiCacheController:
         finish = self._runtime.make_event() if end == total else None
 
         def copy() -> None:
-            self.mem_pool_host.backup(piece, self.io_backend)
+            write.digests += self.mem_pool_host.backup(piece, self.io_backend)
             if finish is not None:
                 finish.record()
 
@@ -309,9 +272,30 @@ class HiCacheController:
         write.begun = end
         if finish is not None:
             ids = [operation.operation_id for operation in write.operations]
-            self.ack_write_queue.append(HiCacheAck(finish, ids, write.started))
+            self.ack_write_queue.append(
+                HiCacheAck(finish, ids, write.started, self.num_loads, write.digests)
+            )
+
+    def keep_checksums(self, ack: HiCacheAck) -> None:
+        """Keep the checksums of the pages of a write that has ended, before they are published."""
+        for one in ack.digests:
+            checksums, digests = self.mem_pool_host.get_pool(one.pool).checksums, one.wait()
+            if digests is None:
+                checksums.forget(one.pages)
+            else:
+                checksums.keep(one.pages, digests)
 
     # ---- L2 to L1 --------------------------------------------------------------------------
+
+    @property
+    def num_loads(self) -> int:
+        """Loads that were issued since the start."""
+        return self.layer_done_counter.num_producers
+
+    @property
+    def num_settled_loads(self) -> int:
+        """Loads that have left `ack_load_queue`."""
+        return self.num_loads - len(self.ack_load_queue)
 
     def load(
         self,
@@ -354,17 +338,17 @@ class HiCacheController:
         self,
         operations: list[CacheOperation],
         stream: CopyStream,
-        copy: Callable[[list[PoolTransfer]], None],
+        copy: Callable[[list[PoolTransfer]], list[PageDigests]],
     ) -> HiCacheAck:
         """Start one copy for all `operations`."""
         ids = [operation.operation_id for operation in operations]
-        ack = HiCacheAck(self._runtime.make_event(), ids, time.monotonic())
+        ack = HiCacheAck(self._runtime.make_event(), ids, time.monotonic(), self.num_loads)
         transfers = join_transfers([operation.transfers for operation in operations])
         if auxiliary := self.mem_pool_host.auxiliary_pools:
             transfers = _resolve_shared_pool_transfers(transfers, auxiliary)
 
         def run() -> None:
-            copy(transfers)
+            ack.digests.extend(copy(transfers))
             ack.finish_event.record()
 
         stream.submit(run)

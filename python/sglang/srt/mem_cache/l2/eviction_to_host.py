@@ -135,6 +135,8 @@ class EvictionToHost:
             return
         self._controller.start_writing(is_urgent=True)
         self._controller.ack_write_queue[-1].finish_event.synchronize()
+        for ack in self._controller.ack_write_queue:
+            self._controller.keep_checksums(ack)
         for tier, slots in leaving.slots.items():
             tier.free(torch.cat(slots))
         for node in leaving.nodes:

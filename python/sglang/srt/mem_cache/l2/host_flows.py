@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING, Final
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from sglang.srt.mem_cache.tree.decisions import Decision
@@ -19,7 +21,7 @@ from sglang.srt.mem_cache.tree.tree_node import TreeNode, parts_of
 from sglang.srt.utils.logging_utils import RateLimitedLogger
 
 if TYPE_CHECKING:
-    from sglang.srt.mem_cache.l2.cache_controller import HiCacheController
+    from sglang.srt.mem_cache.l2.cache_controller import HiCacheAck, HiCacheController
     from sglang.srt.mem_cache.tree.hicache_metrics import HiCacheMetrics
     from sglang.srt.mem_cache.tree.pool_tier import DeviceTier, PoolTier
     from sglang.srt.mem_cache.tree.prefix_tree import PrefixTree
@@ -143,7 +145,8 @@ class HostBackup:
 
     def _save_states(self, node: TreeNode) -> None:
         """Queue the copy of states whose pages are on the host already, if L2 has room for them."""
-        if node.has_unsaved_state and not any(state.lock_ref for state in node.states):
+        is_wanted = node.has_unsaved_state and not node.is_condemned
+        if is_wanted and not any(state.lock_ref for state in node.states):
             self.write(node)
 
     def queue_copy(self, node: TreeNode, *, with_states: bool = True) -> DeviceCopy | None:
@@ -175,6 +178,7 @@ class HostBackup:
         """Act on the end of the first `num_ended` copies, on which the ranks have agreed."""
         for _ in range(num_ended):
             ack = self._controller.ack_write_queue.popleft()
+            self._controller.keep_checksums(ack)
             self._metrics.transfer_seconds.labels("write").observe(time.monotonic() - ack.started)
             for operation_id in ack.operation_ids:
                 # Absent: an eviction has waited for the copy and settled it.
@@ -191,17 +195,23 @@ class HostBackup:
                 node.write_id = None
                 # A copy of the range, so that the rest is not kept alive.
                 slots = copy.host_indices[begin:end]
+                if node.is_condemned:
+                    host.free(slots)
+                    continue
                 # L3 may have had the pages before the host.
                 host.put(node, slots.clone() if len(parts) > 1 else slots, is_stored=True)
         for component, slots in copy.host_states.items():
-            component.host.put(copy.node, slots)
+            if copy.node.is_condemned:
+                component.host.free(slots)
+            else:
+                component.host.put(copy.node, slots)
             component.device.unlock(copy.node)
         if not has_pages:
             for node, _, _ in parts:
                 host.unpin(node)
         self._tree.unlock(copy.node)
         # Nodes that had become useless were deleted when they were unlocked.
-        landed = [node for node, _, _ in parts if node.parent is not None]
+        landed = [node for node, _, _ in parts if node.parent is not None and not node.is_condemned]
         if self.write_policy != "write_back" and copy.node.states:
             for node in landed:
                 self._save_states(node)  # A state that came while the pages were being copied.
@@ -216,6 +226,7 @@ class HostLoad:
 
     Args:
         evict_from: Frees slots of a pool in L1: at least so many if possible, and returns how many.
+        reduce_min: Element-wise MIN over the ranks.
 
     Attributes:
         loading: The loads under way, by operation. Read only.
@@ -227,12 +238,14 @@ class HostLoad:
         controller: HiCacheController,
         *,
         evict_from: Callable[[DeviceTier, int], int],
+        reduce_min: Callable[[torch.Tensor], torch.Tensor],
         metrics: HiCacheMetrics,
     ) -> None:
         self.loading: dict[int, DeviceCopy] = {}
         self._tree = tree
         self._controller = controller
         self._evict_from = evict_from
+        self._reduce_min = reduce_min
         self._metrics = metrics
         self._log = RateLimitedLogger(logger)
 
@@ -318,12 +331,82 @@ class HostLoad:
         return None if taken is None else torch.tensor(taken)
 
     def settle(self, num_ended: int) -> None:
-        """Act on the end of the first `num_ended` loads, on which the ranks have agreed."""
+        """Act on the end of the first `num_ended` loads, on which the ranks have agreed. A
+        collective.
+
+        Pages that differ from their checksums on any rank are condemned, with all that may have
+        been computed from them; see `PrefixTree.condemn`.
+        """
+        copies: list[DeviceCopy] = []
+        intact: list[int] = []
         for _ in range(num_ended):
             ack = self._controller.ack_load_queue.popleft()
             self._metrics.load_back_seconds.observe(time.monotonic() - ack.started)
+            damaged = self._damaged_pages(ack)
             for operation_id in ack.operation_ids:
-                self._settle(self.loading.pop(operation_id))
+                copies.append(self.loading.pop(operation_id))
+                intact.append(self._intact_tokens(copies[-1], damaged))
+        agreed = self._reduce_min(torch.tensor(intact)).tolist() if copies else []
+        for copy, tokens in zip(copies, agreed, strict=True):
+            if tokens < copy.length:
+                self._condemn(copy, tokens)
+            self._settle(copy)
+
+    def settle_until(self, num_loads: int) -> None:
+        """Wait until the first `num_loads` loads since the start have ended, and act on their end.
+        A collective if one of them is under way."""
+        controller = self._controller
+        missing = num_loads - controller.num_settled_loads
+        if missing > 0:
+            controller.ack_load_queue[missing - 1].finish_event.synchronize()
+            self.settle(missing)
+
+    def _damaged_pages(self, ack: HiCacheAck) -> dict[str, npt.NDArray[np.int64]]:
+        """Host pages of a load, by pool, that have arrived with other bytes than they should."""
+        found = {}
+        for one in ack.digests:
+            checksums = self._controller.mem_pool_host.get_pool(one.pool).checksums
+            digests, known, damaged = one.wait(), 0, one.pages[:0]
+            if digests is not None:
+                known = int(checksums.have(one.pages).sum())
+                damaged = one.pages[checksums.differ(one.pages, digests)]
+            count = self._metrics.checked_pages.labels
+            count("host", "unchecked").inc(len(one.pages) - known)
+            count("host", "intact").inc(known - len(damaged))
+            count("host", "damaged").inc(len(damaged))
+            if len(damaged):
+                logger.error(
+                    "L2: %d of %d pages of pool %s differ from their checksums, the first is host "
+                    "page %d. They are dropped and computed again; if it recurs, test this "
+                    "machine's memory",
+                    len(damaged), len(one.pages), one.pool, damaged[0],
+                )  # fmt: skip
+                found[one.pool] = damaged
+        return found
+
+    def _intact_tokens(self, copy: DeviceCopy, damaged: dict[str, npt.NDArray[np.int64]]) -> int:
+        """How many tokens of a load come before its first damaged page; a state counts as the last
+        page."""
+        intact, page_size = copy.length, self._tree.page_size
+        for pool, pages in damaged.items():
+            state = next((s for c, s in copy.host_states.items() if c.pool.spec.name == pool), None)
+            if state is not None:
+                if np.isin(state.numpy(), pages).any():
+                    intact = min(intact, copy.length - page_size)
+                continue
+            first_slots = copy.host_indices[::page_size].numpy()
+            places = np.flatnonzero(np.isin(first_slots // page_size, pages))
+            if len(places):
+                intact = min(intact, int(places[0]) * page_size)
+        return intact
+
+    def _condemn(self, copy: DeviceCopy, intact: int) -> None:
+        """Condemn what a load has brought after its first `intact` tokens."""
+        parts = parts_of(copy.node, copy.length)
+        node, begin, _ = next(part for part in reversed(parts) if part[2] > intact)
+        self._metrics.dropped.labels("damaged").inc(
+            self._tree.condemn(node, max(0, intact - begin))
+        )
 
     def _settle(self, copy: DeviceCopy) -> None:
         for component in copy.host_states:

@@ -166,6 +166,8 @@ class StorageBackup:
         return None
 
     def _refusal(self, node: TreeNode, above: TreeNode) -> NoWrite | None:
+        if node.is_condemned:
+            return NoWrite.EVICTED
         if not self.has_stored(above) and above.backup_op is None:
             return NoWrite.QUEUE_FULL if above.id in self.postponed else NoWrite.ORPHAN
         if not above.backuped_from_root:

@@ -19,6 +19,8 @@ import numpy as np
 import torch
 
 from sglang.srt.managers.messages.cache_report import Tier
+from sglang.srt.mem_cache.device.pool_transfer import PoolTransfer
+from sglang.srt.mem_cache.device.state_spec import PoolName
 from sglang.srt.mem_cache.l3.prefetch_cost import PrefetchCostModel
 from sglang.srt.mem_cache.l3.prefetch_table import (
     PrefetchOperation,
@@ -189,6 +191,10 @@ class StoragePrefetch:
             asked_at=self._store.asked_at,
             extra_transfers=[kind.transfer(slot) for kind, slot in states.items()],
             states={kind.host: slot for kind, slot in states.items()},
+        )
+        # The backend need not be one that keeps the checksums of what it reads.
+        self._store.host_pools.forget_checksums(
+            [PoolTransfer(PoolName.KV, pages), *operation.extra_transfers]
         )
         self.table.start(operation)
         return None

@@ -101,7 +101,7 @@ class StoreConnection:
         metrics: HiCacheMetrics,
         events: KVEventLog | None = None,
     ) -> None:
-        self._host_pools = host_pools
+        self.host_pools = host_pools
         self._page_size = page_size
         self._ranks = ranks
         self._weights_identity = weights_identity
@@ -226,7 +226,7 @@ class StoreConnection:
             raise ValueError(
                 "extra config on_unreachable: `wait` is for the start; give exit or degrade"
             )
-        group = self._host_pools
+        group = self.host_pools
         shards = {
             name: PoolShards.of(name, entry.spec.share, self._ranks, settings.tp_lcm_size)
             for name, entry in group.entries.items()
@@ -254,7 +254,7 @@ class StoreConnection:
     def namespace(self) -> str:
         """First part of every key: engines with other weights or another format of pages find none
         of these objects."""
-        group = self._host_pools
+        group = self.host_pools
         return CacheNamespace(
             weights_identity=self._weights_identity,
             kv_dtype=str(group.primary_entry.device_pool.dtype),
@@ -281,7 +281,7 @@ class StoreConnection:
     ) -> Callable[[], HiCacheStorage]:
         """Makes clients of a store. If it `waits`, the first one is tried for, within a time limit,
         until the store can be reached."""
-        group = self._host_pools
+        group = self.host_pools
         attn_cp_rank, attn_cp_size = self.get_attn_cp_rank_and_size()
         pools: dict[str, StoragePool] = {}
         for name in [group.primary_entry.name, *group.extra_pools]:

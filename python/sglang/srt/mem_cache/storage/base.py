@@ -23,7 +23,7 @@ import torch
 from sglang.srt.mem_cache.device.pool_transfer import PoolTransfer
 from sglang.srt.mem_cache.device.state_spec import PoolHitPolicy, PoolName
 from sglang.srt.mem_cache.storage import answers
-from sglang.srt.mem_cache.storage.page_trailer import TRAILER_BYTES, is_intact, seal
+from sglang.srt.mem_cache.storage.page_trailer import TRAILER_BYTES, checksum_of, is_intact, seal
 from sglang.srt.mem_cache.storage.plain_pool import as_storage_pool
 from sglang.srt.mem_cache.storage.types import (
     CacheOutcome,
@@ -331,6 +331,7 @@ class HiCacheStorage(ABC):
                 outcomes.append(CacheOutcome.DAMAGED)
                 continue
             pool.scatter_pages(slots, flat[: pool.page_bytes].view(1, -1))
+            pool.keep_checksums(slots, [checksum_of(trailer, verify_checksum=verify)])
             outcomes.append(CacheOutcome.LANDED)
         return outcomes
 
@@ -345,8 +346,12 @@ class HiCacheStorage(ABC):
             value = torch.empty(pool.page_bytes + TRAILER_BYTES, dtype=torch.uint8)
             pool.gather_pages(slots, value[: pool.page_bytes].view(1, -1))
             raw = value.numpy().data
+            (checksum,) = pool.known_checksums(slots)
             raw[pool.page_bytes :] = seal(
-                (raw[: pool.page_bytes],), key, with_checksum=self.storage_config.verify_checksum
+                (raw[: pool.page_bytes],),
+                key,
+                with_checksum=self.storage_config.verify_checksum,
+                checksum=checksum,
             )
             done = answers.flag(self, "set", self.set(key, value))
             outcomes.append(CacheOutcome.LANDED if done else CacheOutcome.FAILED)

@@ -25,7 +25,7 @@ from sglang.srt.mem_cache.device.pool_transfer import PoolTransfer
 from sglang.srt.mem_cache.device.state_spec import PoolHitPolicy
 from sglang.srt.mem_cache.storage.base import HiCacheStorage
 from sglang.srt.mem_cache.storage.counters import StorageCounters
-from sglang.srt.mem_cache.storage.page_trailer import TRAILER_BYTES, is_intact, seal
+from sglang.srt.mem_cache.storage.page_trailer import TRAILER_BYTES, checksum_of, is_intact, seal
 from sglang.srt.mem_cache.storage.types import (
     CacheOutcome,
     HiCacheStorageConfig,
@@ -260,23 +260,28 @@ class HiCacheFile(HiCacheStorage):
         return outcomes
 
     def _get_page(self, key: str, pool: StoragePool, slots: torch.Tensor) -> CacheOutcome:
+        trailer = memoryview(bytearray(TRAILER_BYTES))
         if pool.is_zero_copy:
-            return self._read(key, pool.get_page_views(slots)[0])
-        staging = torch.empty((1, pool.page_bytes), dtype=torch.uint8)
-        outcome = self._read(key, [staging[0].numpy().data])
+            outcome = self._read(key, pool.get_page_views(slots)[0], trailer)
+        else:
+            staging = torch.empty((1, pool.page_bytes), dtype=torch.uint8)
+            outcome = self._read(key, [staging[0].numpy().data], trailer)
+            if outcome:
+                pool.scatter_pages(slots, staging)
         if outcome:
-            pool.scatter_pages(slots, staging)
+            pool.keep_checksums(slots, [checksum_of(trailer, verify_checksum=self._verify)])
         return outcome
 
     def _set_page(self, key: str, pool: StoragePool, slots: torch.Tensor) -> CacheOutcome:
         if self.exists(key):
             self._counters.bump("set_present_pages")
             return CacheOutcome.LANDED
+        (checksum,) = pool.known_checksums(slots)
         if pool.is_zero_copy:
-            return self._write(key, pool.get_page_views(slots)[0])
+            return self._write(key, pool.get_page_views(slots)[0], checksum)
         staging = torch.empty((1, pool.page_bytes), dtype=torch.uint8)
         pool.gather_pages(slots, staging)
-        return self._write(key, [staging[0].numpy().data])
+        return self._write(key, [staging[0].numpy().data], checksum)
 
     # -- plain -------------------------------------------------------------------------------------
 
@@ -288,7 +293,8 @@ class HiCacheFile(HiCacheStorage):
             raise ValueError("target_location: HiCacheFile reads into a tensor of the value's size")
         target: torch.Tensor = target_location
         raw = target.view(-1).view(torch.uint8).numpy().data
-        return target if self._read(key, [raw]) else None
+        trailer = memoryview(bytearray(TRAILER_BYTES))
+        return target if self._read(key, [raw], trailer) else None
 
     def set(
         self,
@@ -342,9 +348,9 @@ class HiCacheFile(HiCacheStorage):
         namespace, _, rest = key.partition("/")
         return self._files.path(namespace, rest)
 
-    def _read(self, key: str, buffers: Sequence[memoryview]) -> CacheOutcome:
+    def _read(self, key: str, buffers: Sequence[memoryview], trailer: memoryview) -> CacheOutcome:
+        """Read an object into `buffers`, and its last bytes into `trailer`."""
         path = self._path(key)
-        trailer = memoryview(bytearray(TRAILER_BYTES))
         try:
             self._files.read(path, [*buffers, trailer])
         except FileNotFoundError:
@@ -361,10 +367,13 @@ class HiCacheFile(HiCacheStorage):
         self._files.remove(path)
         return CacheOutcome.DAMAGED
 
-    def _write(self, key: str, buffers: Sequence[memoryview]) -> CacheOutcome:
+    def _write(
+        self, key: str, buffers: Sequence[memoryview], checksum: bytes | None = None
+    ) -> CacheOutcome:
+        """Write an object; `checksum` is that of `buffers`, if it is known."""
         path = self._path(key)
         try:
-            trailer = seal(buffers, key, with_checksum=self._verify)
+            trailer = seal(buffers, key, with_checksum=self._verify, checksum=checksum)
             self._files.write(path, [*buffers, memoryview(trailer)])
         except OSError as error:
             # The error of a write names no file, and that of an open one that is gone.

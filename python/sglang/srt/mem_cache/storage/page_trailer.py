@@ -19,21 +19,32 @@ from typing import Final, TypeAlias
 
 import xxhash
 
+from sglang.srt.mem_cache.host.page_checksums import NO_CHECKSUM
+
 TRAILER_BYTES: Final = 32
-NO_CHECKSUM: Final = b"no page checksum"
-"""Replaces the checksum. A page with this hash is as unlikely as with any other given hash."""
 _HALF: Final = 16
 
 Buffer: TypeAlias = bytes | bytearray | memoryview
 
 
-def seal(buffers: Iterable[Buffer], object_key: str, *, with_checksum: bool = True) -> bytes:
+def seal(
+    buffers: Iterable[Buffer],
+    object_key: str,
+    *,
+    with_checksum: bool = True,
+    checksum: bytes | None = None,
+) -> bytes:
     """The trailer of an object whose bytes are the concatenated `buffers`, each contiguous.
 
-    Without a checksum, `buffers` are not read.
+    `buffers` are read only if the trailer gets a checksum that is not known.
+
+    Args:
+        checksum: The 16 bytes that the checksum ought to be, if they are known. If the buffers have
+            other bytes by now, readers find the object damaged.
     """
-    checksum = NO_CHECKSUM
-    if with_checksum:
+    if not with_checksum:
+        checksum = NO_CHECKSUM
+    elif checksum is None:
         digest = xxhash.xxh3_128()
         for buffer in buffers:
             digest.update(buffer)
@@ -49,3 +60,8 @@ def is_intact(
     expected = seal(buffers, object_key, with_checksum=verify_checksum)
     begin = 0 if verify_checksum else _HALF
     return len(trailer) == TRAILER_BYTES and bytes(trailer[begin:]) == expected[begin:]
+
+
+def checksum_of(trailer: Buffer, *, verify_checksum: bool) -> bytes | None:
+    """The checksum of an intact object; None: it was not verified."""
+    return bytes(trailer[:_HALF]) if verify_checksum else None

@@ -121,6 +121,13 @@ class PlainPool:
         for row, view in self._rows(indices, pages):
             view[:] = row.tobytes()
 
+    def known_checksums(self, indices: torch.Tensor) -> list[bytes | None]:
+        """None for each page: such a pool keeps no checksums."""
+        return [None] * (len(indices) // self.page_size)
+
+    def keep_checksums(self, indices: torch.Tensor, known: Sequence[bytes | None]) -> None:
+        """No effect: such a pool keeps no checksums."""
+
     def _rows(self, indices: torch.Tensor, pages: torch.Tensor) -> Iterator[tuple[Any, memoryview]]:
         for row, views in zip(pages.numpy(), self.get_page_views(indices), strict=True):
             begin = 0

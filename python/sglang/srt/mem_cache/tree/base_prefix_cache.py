@@ -255,6 +255,11 @@ class BasePrefixCache:
         to the pool's layer counter, or -1 if there is no load to wait for."""
         return -1
 
+    def verify_load(self, index: int) -> None:
+        """Wait until load `index` (a consumer index) has ended and its pages are compared with
+        their checksums; pages that differ are condemned. Call it before results of a step that read
+        these pages are used. A collective."""
+
     def start_writing_host_cache(self) -> None:
         """Start the queued copies to the host now, in order after all launched work; otherwise the
         next tick starts them."""

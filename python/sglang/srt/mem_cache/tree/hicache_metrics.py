@@ -102,6 +102,12 @@ class HiCacheMetrics(CacheMetrics):
         self.host_written = counter(
             "hicache_host_written_tokens_total", "Tokens copied from L1 to L2"
         )
+        self.checked_pages = counter(
+            "hicache_checked_pages_total",
+            "Pages that arrived from a tier, by what their checksum said; one for each pool",
+            "tier",
+            "outcome",
+        )
         self.load_back = counter("load_back_tokens_total", "Tokens loaded from L2 to L1")
         self.load_back_seconds = seconds("load_back_duration_seconds", "L2 to L1 copies")
         self.prefetched = counter("prefetched_tokens_total", "Tokens read from L3")

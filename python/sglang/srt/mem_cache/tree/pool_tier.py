@@ -166,17 +166,23 @@ class PoolTier(ABC):
         assert slots is not None and node.parent is not None
         for tier in self.dependents:
             tier.drop(node)
-        if self.events is not None:
+        if self.events is not None and not node.is_condemned:
             self.events.removed(node, self.medium)
         self._clear(node)
         self.heap.offer(node.parent)
-        if self.evicted is not None:
+        if self.evicted is not None and not node.is_condemned:
             self.evicted.inc(len(slots))
         return slots
 
     @abstractmethod
     def _clear(self, node: TreeNode) -> None:
         """Let `node`, which has slots, have none."""
+
+    def forget(self, node: TreeNode) -> None:
+        """`node` is about to be condemned: its slots, if it has any, are of no more use."""
+        self.heap.discard(node)
+        if self.events is not None and self.get(node) is not None:
+            self.events.removed(node, self.medium)
 
     def drop(self, node: TreeNode) -> None:
         """Take the slots of `node`, if it has any, and free them."""
@@ -242,7 +248,8 @@ class DeviceTier(PoolTier):
     def may_leave(self, node: TreeNode) -> bool:
         at = self.slots_of(node)
         is_inner = self._of is None and node.device_children > 0
-        return at.value is not None and at.lock_ref == 0 and not is_inner
+        is_free = at.lock_ref == 0 and not node.is_condemned
+        return at.value is not None and is_free and not is_inner
 
     def put(self, node: TreeNode, slots: torch.Tensor) -> bool:
         """Give `slots` to `node`; they are the tree's from now on. False: the node has slots of the
@@ -321,7 +328,8 @@ class HostTier(PoolTier):
     def may_leave(self, node: TreeNode) -> bool:
         is_inner = self._of is None and node.host_children > 0
         has_slots = self.slots_of(node).host_value is not None
-        return has_slots and node.host_ref_counter == 0 and not is_inner
+        is_free = node.host_ref_counter == 0 and not node.is_condemned
+        return has_slots and is_free and not is_inner
 
     def put(self, node: TreeNode, slots: torch.Tensor, *, is_stored: bool = False) -> bool:
         """Give `slots`, whose bytes have landed, to `node`. False: the node has slots of the pool

@@ -98,6 +98,8 @@ class PrefixTree:
         self.root = self._new_node(ROOT_ID, RadixKey([]))
         self._walks.clear()
         self._next_node_id = ROOT_ID + 1
+        self._condemned: dict[int, TreeNode] = {}
+        """Nodes out of the tree whose slots are still locked or pinned, by id."""
         self._clock = 0
         self.look_ahead.clear()
         for tier in self.tiers:
@@ -189,6 +191,10 @@ class PrefixTree:
         `node` may have become useless: no child, lock or pin needs it, and no prompt can end
         there."""
         while (parent := node.parent) is not None:
+            if node.is_condemned:
+                self._free_condemned(node)
+                node = parent
+                continue
             if node.children or node.lock_ref or node.host_ref_counter:
                 return
             has_pages = node.value is not None or node.host_value is not None
@@ -203,6 +209,45 @@ class PrefixTree:
             self.departed.add(node)
             node.detach(self.page_size)
             node = parent
+
+    def condemn(self, node: TreeNode, begin: int) -> int:
+        """Take the pages of `node` from token `begin` on, and all nodes below it, out of the tree,
+        because their contents may be wrong. Returns the number of tokens of all tiers.
+
+        No prompt finds them any more, and no copy of them is kept. Their slots are freed when
+        nothing has them locked or pinned; until then they keep their path. A request that has them
+        locked must not insert.
+        """
+        if begin:
+            node.split_off_front(begin, self._take_id(), self.page_size)
+        self._walks.clear()
+        above = node.parent
+        assert above is not None, "the root has no pages"
+        nodes = [node]
+        for at in nodes:
+            nodes.extend(at.children.values())
+        for at in reversed(nodes):
+            self.look_ahead.on_delete(at)
+            at.wanted_by = []
+            for tier in self.tiers:
+                tier.forget(at)
+            at.condemn(self.page_size)
+            self._condemned[at.id] = at
+        for at in reversed(nodes):
+            self.prune(at)
+        for tier in self.tiers:
+            tier.heap.offer(above)
+        self.prune(above)
+        return sum(len(at.key) for at in nodes)
+
+    def _free_condemned(self, node: TreeNode) -> None:
+        """Free the slots of a condemned node unless something needs them."""
+        if node.lock_ref or node.host_ref_counter:
+            return
+        for tier in self.tiers:
+            tier.drop(node)
+        del self._condemned[node.id]
+        node.parent = None
 
     def can_end(self, node: TreeNode) -> bool:
         """True if a prefix that ends with `node`, whose pages are there, can be used."""
@@ -250,7 +295,7 @@ class PrefixTree:
         before = self.device.evictable
         self.device.unlock(*node.path_up())
         delta = self.device.evictable - before
-        if self.components:
+        if self.components or node.is_condemned:
             self.prune(node)  # A node with pages is useless only if it lacks a state.
         return delta
 
@@ -272,7 +317,9 @@ class PrefixTree:
         for tier, owner, slots in owned:
             by_tier[tier].append((owner, slots))
         for tier, others in by_tier.items():
-            tier.check(nodes, others)
+            tier.check([*nodes, *self._condemned.values()], others)
+        for node in self._condemned.values():
+            assert node.lock_ref or node.host_ref_counter, f"{node} is condemned and of no use"
         for node in nodes:
             in_use = node.children or node.lock_ref or node.host_ref_counter
             assert in_use or self.can_end(node), f"{node} is useless"

@@ -159,7 +159,7 @@ class RadixCache(BasePrefixCache):
     def cache_finished_req(self, req: CacheableRequest, is_insert: bool = True) -> None:
         """Take over the whole pages that `req` computed, free the rest of its slots, unlock."""
         kept = req.cache_protected_len
-        if is_insert and not self.disable:
+        if is_insert and not self.disable and not req.last_node.is_condemned:
             whole = self._insertable(req)
             if whole > kept:
                 key, slots = self._committed(req)
@@ -186,7 +186,7 @@ class RadixCache(BasePrefixCache):
         Args:
             chunked: True if more of its prompt follows. A request's use counts when it ends.
         """
-        if self.disable:
+        if self.disable or req.last_node.is_condemned:
             req.prefix_indices = self._slots_of(req, 0)
             return
         begin, whole = req.cache_protected_len, self._insertable(req)

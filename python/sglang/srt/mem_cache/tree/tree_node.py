@@ -106,6 +106,12 @@ class StateSlots(PoolSlots):
         self._count(change * self.weights.host)
         self.host_value = host_value
 
+    def leave_digest(self) -> None:
+        """Leave the digest of the tree, though the node still has the slots."""
+        for value, weight in zip((self.value, self.host_value), self.weights, strict=True):
+            self._count(0 if value is None else -weight)
+        self.tree_digest = TreeDigest()
+
     def _count(self, weight: int) -> None:
         self.tree_digest.change(self.factor, weight)
 
@@ -134,6 +140,7 @@ class TreeNode(PoolSlots):
         "host_children",
         "host_ref_counter",
         "id",
+        "is_condemned",
         "key",
         "parent",
         "prefix",
@@ -183,6 +190,8 @@ class TreeNode(PoolSlots):
         self.prefix: PrefixHash | None = None
         """Hash of all tokens up to the end of this node, once it has been in a tree. It remains
         valid when the node leaves, since a node comes back only at the same place."""
+        self.is_condemned = False
+        """True if its pages may be wrong: see `PrefixTree.condemn`."""
         self.span = 0
         """Factor of the node in the digest; see `span_of`."""
 
@@ -207,20 +216,24 @@ class TreeNode(PoolSlots):
         return any(state.is_on_device_only for state in self.states)
 
     @property
+    def _is_in_tree(self) -> bool:
+        return self.parent is not None and not self.is_condemned
+
+    @property
     def storage_epoch(self) -> int:
         """Epoch of L3 in which these pages were last written or read; -1: never."""
         return self._storage_epoch
 
     @storage_epoch.setter
     def storage_epoch(self, epoch: int) -> None:
-        if self.parent is not None:
+        if self._is_in_tree:
             change = storage_weight(epoch) - storage_weight(self._storage_epoch)
             self.tree_digest.change(self.span, change)
         self._storage_epoch = epoch
 
     def set_value(self, value: torch.Tensor | None) -> None:
         """Put the pages on the device, or take them off."""
-        if self.parent is not None:
+        if self._is_in_tree and self.parent is not None:
             change = (value is not None) - (self.value is not None)
             self.parent.device_children += change
             self.tree_digest.change(self.span, change * DEVICE_WEIGHT)
@@ -228,7 +241,7 @@ class TreeNode(PoolSlots):
 
     def set_host_value(self, host_value: torch.Tensor | None) -> None:
         """Put the pages on the host, or take them off."""
-        if self.parent is not None:
+        if self._is_in_tree and self.parent is not None:
             change = (host_value is not None) - (self.host_value is not None)
             self.parent.host_children += change
             self.tree_digest.change(self.span, change * HOST_WEIGHT)
@@ -258,6 +271,15 @@ class TreeNode(PoolSlots):
         self.parent.host_children -= self.host_value is not None
         self.tree_digest.change(self.span, -self._weight())
         self.parent = None
+
+    def condemn(self, page_size: int) -> None:
+        """Remove this node, which has no children, from its tree, but not from its path: `parent`
+        stays, so that locks and pins can be undone."""
+        parent = self.parent
+        self.detach(page_size)
+        for state in self.states:
+            state.leave_digest()
+        self.parent, self.is_condemned = parent, True
 
     def split_off_front(self, length: int, new_id: int, page_size: int) -> TreeNode:
         """Move the first `length` tokens (whole pages) into a new parent, which is returned.

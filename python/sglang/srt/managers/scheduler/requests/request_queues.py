@@ -37,7 +37,7 @@ _HOLDING_WEIGHT: Final = 0x1BE0CD19137E2179
 class RequestQueues:
     """Every request from its arrival to its end, in one state at a time. Scheduler thread only.
 
-    `arrive`, `admit`, `cut`, `join`, `hold`, `retract`, `finish` and `let_go` are the only
+    `arrive`, `admit`, `cut`, `join`, `hold`, `retract`, `redo`, `finish` and `let_go` are the only
     transitions; each asserts that it is allowed. Each takes constant time. The queues are
     `ReplicatedState`: the same on all ranks.
 
@@ -47,6 +47,7 @@ class RequestQueues:
         join     COMPUTING, HELD -> DECODING
         hold     WAITING, COMPUTING -> HELD
         retract  COMPUTING in parts, DECODING, HELD -> WAITING
+        redo     COMPUTING -> WAITING
         finish   any -> ENDED; a HELD one may keep its slots
         let_go   ENDED -> ENDED, without slots
 
@@ -167,6 +168,12 @@ class RequestQueues:
         is_in_flight = req is not self.partial and self.state_of(req) is RequestState.COMPUTING
         assert not is_in_flight, f"retract: the prompt of request {req.rid} is in flight"
         self._leave(req, "retract", *_HOLDING)
+        self._forget_partial(req)
+        self._enter(req, RequestState.WAITING)
+
+    def redo(self, req: Req) -> None:
+        """Let `req`, whose steps were dropped and which gave its slots back, wait again."""
+        self._leave(req, "redo", RequestState.COMPUTING)
         self._forget_partial(req)
         self._enter(req, RequestState.WAITING)
 

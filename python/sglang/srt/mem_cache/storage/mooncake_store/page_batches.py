@@ -16,7 +16,7 @@ import torch
 
 from sglang.srt.constants import KIB, MIB
 from sglang.srt.mem_cache.host.host_memory import HostTensorAllocator
-from sglang.srt.mem_cache.storage.page_trailer import TRAILER_BYTES, is_intact, seal
+from sglang.srt.mem_cache.storage.page_trailer import TRAILER_BYTES, checksum_of, is_intact, seal
 from sglang.srt.mem_cache.storage.types import CacheOutcome, StoragePool
 
 _BATCH_BYTES: Final = 32 * MIB
@@ -142,9 +142,10 @@ class PoolRows:
         """Stage the pages of a batch if needed, and write its trailers."""
         if not self._in_place:
             self.pool.gather_pages(batch.slots, batch.rows[:, :-TRAILER_BYTES])
+        known = self.pool.known_checksums(batch.slots)
         raw = b"".join(
-            seal(views, key, with_checksum=self._with_checksum)
-            for views, key in zip(batch.views, batch.keys, strict=True)
+            seal(views, key, with_checksum=self._with_checksum, checksum=checksum)
+            for views, key, checksum in zip(batch.views, batch.keys, known, strict=True)
         )
         trailers = np.frombuffer(raw, dtype=np.uint8).reshape(-1, TRAILER_BYTES)
         batch.rows[:, -TRAILER_BYTES:].numpy()[:] = trailers
@@ -166,9 +167,18 @@ class PoolRows:
             ):
                 outcomes[index] = CacheOutcome.DAMAGED
         landed = [index for index, outcome in enumerate(outcomes) if outcome]
-        if self._in_place or not landed:
+        if not landed:
             return
         slots = batch.slots.view(len(batch.keys), -1)
+        self.pool.keep_checksums(
+            slots[landed].reshape(-1),
+            [
+                checksum_of(trailers[index].data, verify_checksum=self._with_checksum)
+                for index in landed
+            ],
+        )
+        if self._in_place:
+            return
         count = len(landed)
         if landed[-1] == count - 1:
             # A prefix, usually all pages: slicing avoids the copy of an index.

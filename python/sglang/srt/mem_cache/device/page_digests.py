@@ -1,0 +1,96 @@
+"""Checksums of pages of a device pool: xxh3-128 of a page's bytes, in the byte order of its copies
+on the host and in L3.
+
+They are computed on the device that has the page, before or after its bytes travel. Here is the
+hasher of pages in CPU memory; `page_digests_cuda.py` has that of pages on CUDA.
+
+A hasher belongs to one pool. It is called where the bytes move: inside a `CopyStream`'s work, or on
+the scheduler's thread.
+"""
+
+from __future__ import annotations
+
+import importlib
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Final, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import xxhash
+
+from sglang.srt.hardware_backend.device_runtime import HostCopies
+
+DIGEST_BYTES: Final = 16
+Parts: TypeAlias = Sequence[Sequence[torch.Tensor]]
+"""For each part of a page (keys, values, latent rows) its layers, `[slots, *item]`."""
+
+
+class PageHasher(ABC):
+    """Hashes whole pages of one pool."""
+
+    @abstractmethod
+    def digests(self, slots: torch.Tensor) -> HostCopies:
+        """Begin to hash pages, in order with the current stream.
+
+        Args:
+            slots: int64 `[pages * page_size]`, the slots of whole pages, on the device or the CPU.
+
+        Returns:
+            One tensor, uint8 `[pages, 16]`: digests, the most significant byte first.
+        """
+
+
+class CpuPageHasher(PageHasher):
+    """Hashes pages of a pool in CPU memory, in the caller's thread. Long pages release the GIL."""
+
+    def __init__(self, parts: Parts, page_size: int, *, by_token: bool) -> None:
+        """Args:
+        by_token: True if the bytes of a part are token by token; False: layer by layer.
+        """
+        self._page_size = page_size
+        self._by_token = by_token
+        self._parts = [[_pages_of(layer, page_size) for layer in layers] for layers in parts]
+
+    def digests(self, slots: torch.Tensor) -> HostCopies:
+        pages = (slots[:: self._page_size] // self._page_size).tolist()
+        raw = b"".join(map(self._digest, pages))
+        rows = np.frombuffer(raw, np.uint8).reshape(-1, DIGEST_BYTES)
+        return HostCopies([torch.from_numpy(rows.copy())])
+
+    def _digest(self, page: int) -> bytes:
+        digest = xxhash.xxh3_128()
+        for layers in self._parts:
+            if self._by_token:
+                digest.update(np.stack([layer[page] for layer in layers], axis=1).data)
+                continue
+            for layer in layers:
+                digest.update(np.ascontiguousarray(layer[page]).data)
+        return digest.digest()
+
+
+def _pages_of(layer: torch.Tensor, page_size: int) -> npt.NDArray[np.uint8]:
+    """The memory of whole pages of a layer, uint8 `[pages, page_size, bytes]`."""
+    whole = len(layer) // page_size
+    rows = layer[: whole * page_size].view(whole, page_size, -1)
+    raw: npt.NDArray[np.uint8] = rows.view(torch.uint8).numpy()
+    return raw
+
+
+_HASHERS: Final = {
+    "cpu": (__name__, "CpuPageHasher"),
+    "cuda": ("sglang.srt.mem_cache.device.page_digests_cuda", "CudaPageHasher"),
+}
+"""Module and class by kind of device."""
+
+
+def make_page_hasher(parts: Parts, page_size: int, *, by_token: bool) -> PageHasher | None:
+    """The hasher of a pool's pages; None: pages of this kind of device are not hashed."""
+    module, name = _HASHERS.get(parts[0][0].device.type, ("", ""))
+    if not module:
+        return None
+    made: PageHasher = getattr(importlib.import_module(module), name)(
+        parts, page_size, by_token=by_token
+    )
+    return made
