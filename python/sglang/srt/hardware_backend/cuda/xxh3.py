@@ -152,6 +152,67 @@ def _join_blocks(table, constants, sums, digests, leaves, COLUMNS: tl.constexpr,
     tl.store(digests + leaf * 2 + 1, low.to(tl.int64, bitcast=True), mask=is_there)
 
 
+@triton.jit(do_not_specialize_on_alignment=["pieces", "places"])
+def _sum_piece_blocks(pieces, places, constants, sums, num_words, num_blocks,
+                      PIECE: tl.constexpr, BLOCKS: tl.constexpr):  # fmt: skip
+    """As `_sum_blocks`, of messages that are scattered in pieces: int64 `[messages, blocks, 8]`."""
+    message = tl.program_id(0)
+    place = tl.load(places + message)
+    first = tl.program_id(1) * BLOCKS
+    block = first + tl.arange(0, BLOCKS)[:, None, None]
+    in_block: tl.constexpr = _BLOCK_WORDS // PIECE
+    piece = block * in_block + tl.arange(0, in_block)[None, :, None]
+    is_there = piece * PIECE < num_words
+    entry = pieces + piece * 2
+    address = tl.load(entry, mask=is_there, other=0)
+    address += place * tl.load(entry + 1, mask=is_there, other=0)
+    cell = address.to(tl.pointer_type(tl.int64))
+    word = tl.arange(0, PIECE)[None, None, :]
+    is_whole = is_there & (word < PIECE)
+    own = tl.load(cell + word, mask=is_whole, other=0)
+    other = tl.load(cell + (word ^ 1), mask=is_whole, other=0)
+    own = tl.reshape(own, (BLOCKS, _STRIPES, _LANES)).to(tl.uint64, bitcast=True)
+    other = tl.reshape(other, (BLOCKS, _STRIPES, _LANES)).to(tl.uint64, bitcast=True)
+    stripe = tl.arange(0, _STRIPES)[None, :, None]
+    lane = tl.arange(0, _LANES)[None, None, :]
+    # The last stripe of a message has different keys; there is none after it.
+    left = num_words - (block * _BLOCK_WORDS + stripe * _LANES)
+    keys = tl.load(constants + tl.where(left == _LANES, _LAST_KEYS, stripe) * _LANES + lane)
+    mixed = own ^ keys.to(tl.uint64, bitcast=True)
+    added = (other + (mixed & 0xFFFFFFFF) * (mixed >> 32)).to(tl.int64, bitcast=True)
+    total = tl.sum(tl.where(left > 0, added, 0), axis=1)
+    block = first + tl.arange(0, BLOCKS)[:, None]
+    lane = tl.arange(0, _LANES)[None, :]
+    at = (message.to(tl.int64) * num_blocks + block) * _LANES + lane
+    tl.store(sums + at, total, mask=block < num_blocks)
+
+
+@triton.jit(do_not_specialize=["messages"], do_not_specialize_on_alignment=["digests"])
+def _join_piece_blocks(constants, sums, digests, messages, num_blocks, num_bytes,
+                       MESSAGES: tl.constexpr):  # fmt: skip
+    """As `_join_blocks`, of messages of equal length."""
+    message = tl.program_id(0) * MESSAGES + tl.arange(0, MESSAGES)
+    is_there = message < messages
+    lane = tl.arange(0, _LANES)[None, :]
+    own = sums + (message.to(tl.int64) * num_blocks)[:, None] * _LANES + lane
+    keys = _words(constants, _SCRAMBLE)[None, :]
+    prime = tl.load(constants + _PRIMES * _LANES + 2).to(tl.uint64, bitcast=True)
+    none = tl.zeros((MESSAGES, _LANES), tl.int64).to(tl.uint64, bitcast=True)
+    accumulators = none + _words(constants, _FIRST)[None, :]
+    for block in tl.range(0, num_blocks, loop_unroll_factor=8):
+        added = tl.load(own + block * _LANES, mask=is_there[:, None], other=0)
+        accumulators += added.to(tl.uint64, bitcast=True)
+        scrambled = (accumulators ^ (accumulators >> 47) ^ keys) * prime
+        accumulators = tl.where(block < num_blocks - 1, scrambled, accumulators)
+    length = tl.zeros((MESSAGES,), tl.int64) + num_bytes
+    low_start = length * tl.load(constants + _PRIMES * _LANES)
+    high_start = ~(length * tl.load(constants + _PRIMES * _LANES + 1))
+    low = _merge(accumulators, _words(constants, _LOW), low_start, MESSAGES)
+    high = _merge(accumulators, _words(constants, _HIGH), high_start, MESSAGES)
+    tl.store(digests + message * 2, high.to(tl.int64, bitcast=True), mask=is_there)
+    tl.store(digests + message * 2 + 1, low.to(tl.int64, bitcast=True), mask=is_there)
+
+
 @functools.cache
 def _constants(device: torch.device) -> torch.Tensor:
     """Int64 `[22, 8]`: keys of the stripes, of the last one, of the scrambling and of both halves;
@@ -228,3 +289,53 @@ def leaf_digests(cells: Sequence[torch.Tensor]) -> list[bytes]:
     counts = [-(-source.numel() // LEAF_BYTES) * DIGEST_BYTES for source in sources]
     ends = np.cumsum(counts)
     return [raw[end - count : end] for end, count in zip(ends, counts, strict=True)]
+
+
+PIECE_BYTES: Final = 64
+"""Pieces are multiples of this, up to `BLOCK_BYTES`."""
+_SHORTEST_BYTES: Final = 256
+"""xxh3 treats messages of at most 240 bytes in another way."""
+_SUM_BYTES: Final = 64 * MIB
+"""Memory for the contributions of blocks, which take a sixteenth of the bytes."""
+
+
+def fits_pieces(num_bytes: int, piece_bytes: int) -> bool:
+    """True if `piece_digests` hashes messages of `num_bytes` in such pieces."""
+    is_power = piece_bytes & (piece_bytes - 1) == 0
+    fits = is_power and PIECE_BYTES <= piece_bytes <= BLOCK_BYTES
+    return fits and num_bytes >= _SHORTEST_BYTES and num_bytes % piece_bytes == 0
+
+
+def piece_digests(pieces: torch.Tensor, places: torch.Tensor, piece_bytes: int) -> torch.Tensor:
+    """xxh3-128 of messages of equal length that are scattered in the same way.
+
+    Args:
+        pieces: int64 `[pieces, 2]` on the device: for each piece of a message, in order, its
+            address at place 0, and the bytes from place to place. Both are multiples of 8.
+        places: int64 `[n]` on the device: where each message is.
+        piece_bytes: Bytes of a piece; see `fits_pieces`.
+
+    Returns:
+        int64 `[n, 2]` on the device, high word first. Queued on the current stream.
+    """
+    num_bytes = len(pieces) * piece_bytes
+    assert fits_pieces(num_bytes, piece_bytes), f"{num_bytes} bytes in pieces of {piece_bytes}"
+    num_blocks = -(-num_bytes // BLOCK_BYTES)
+    device, count = places.device, len(places)
+    digests = torch.empty(count, 2, dtype=torch.int64, device=device)
+    at_once = max(1, _SUM_BYTES // (num_blocks * _LANES.value * _WORD))
+    sums = torch.empty(
+        min(count, at_once), num_blocks, _LANES.value, dtype=torch.int64, device=device
+    )
+    constants = _constants(device)
+    for begin in range(0, count, at_once):
+        part, found = places[begin : begin + at_once], digests[begin : begin + at_once]
+        _sum_piece_blocks[(len(part), triton.cdiv(num_blocks, _BLOCKS_AT_ONCE))](
+            pieces, part, constants, sums, num_bytes // _WORD, num_blocks,
+            PIECE=piece_bytes // _WORD, BLOCKS=_BLOCKS_AT_ONCE,
+        )  # fmt: skip
+        _join_piece_blocks[(triton.cdiv(len(part), _LEAVES_AT_ONCE),)](
+            constants, sums, found, len(part), num_blocks, num_bytes,
+            MESSAGES=_LEAVES_AT_ONCE, num_warps=2,
+        )  # fmt: skip
+    return digests

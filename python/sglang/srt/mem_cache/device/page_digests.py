@@ -11,6 +11,7 @@ the scheduler's thread.
 from __future__ import annotations
 
 import importlib
+import logging
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Final, TypeAlias
@@ -21,6 +22,8 @@ import torch
 import xxhash
 
 from sglang.srt.hardware_backend.device_runtime import HostCopies
+
+logger = logging.getLogger(__name__)
 
 DIGEST_BYTES: Final = 16
 Parts: TypeAlias = Sequence[Sequence[torch.Tensor]]
@@ -85,12 +88,24 @@ _HASHERS: Final = {
 """Module and class by kind of device."""
 
 
-def make_page_hasher(parts: Parts, page_size: int, *, by_token: bool) -> PageHasher | None:
-    """The hasher of a pool's pages; None: pages of this kind of device are not hashed."""
-    module, name = _HASHERS.get(parts[0][0].device.type, ("", ""))
-    if not module:
+class UnfitPages(ValueError):
+    """Pages that a hasher cannot hash. The message has the remedy."""
+
+
+def make_page_hasher(
+    parts: Parts, page_size: int, *, by_token: bool, pool: str
+) -> PageHasher | None:
+    """The hasher of a pool's pages; None, with a line in the log: they are not hashed."""
+    kind = parts[0][0].device.type
+    if kind not in _HASHERS:
+        logger.warning("pages of pool %s get no checksums: %s cannot hash them yet", pool, kind)
         return None
-    made: PageHasher = getattr(importlib.import_module(module), name)(
-        parts, page_size, by_token=by_token
-    )
+    module, name = _HASHERS[kind]
+    try:
+        made: PageHasher = getattr(importlib.import_module(module), name)(
+            parts, page_size, by_token=by_token
+        )
+    except UnfitPages as error:
+        logger.warning("pages of pool %s get no checksums: %s", pool, error)
+        return None
     return made

@@ -262,7 +262,9 @@ class HostKVCache(HostPageList):
         if self._hasher is None or self._hasher[0] is not device_pool:
             parts = self._device_parts(device_pool)
             by_token = page_byte_order(self.layout) == PageByteOrder.TOKEN_MAJOR
-            hasher = make_page_hasher(parts, self.page_size, by_token=by_token)
+            hasher = make_page_hasher(
+                parts, self.page_size, by_token=by_token, pool=device_pool.spec.name
+            )
             self._hasher = (device_pool, hasher)
         hasher = self._hasher[1]
         return None if hasher is None else hasher.digests(device_indices)

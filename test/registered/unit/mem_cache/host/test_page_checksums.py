@@ -97,7 +97,7 @@ def test_every_flipped_bit_differs(layout: str, bit: int) -> None:
 
 def digests_of(
     host: HostKVCache, device: BaseDevicePool, slots: torch.Tensor
-) -> "np.ndarray[tuple[int, int], np.dtype[np.uint8]]":
+) -> np.ndarray[tuple[int, int], np.dtype[np.uint8]]:
     copies = host.page_digests(device, slots)
     assert copies is not None
     (digests,) = copies.wait()
@@ -107,4 +107,4 @@ def digests_of(
 
 
 if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__]))
+    raise SystemExit(pytest.main([__file__, "-q"]))
