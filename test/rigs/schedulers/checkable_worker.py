@@ -15,7 +15,7 @@ from functools import partial
 import numpy as np
 import torch
 
-from rigs.schedulers.checkable_model import VOCAB_SIZE, logprob, word
+from rigs.schedulers.checkable_model import VOCAB_SIZE, WrongContext, logprob, word
 from rigs.schedulers.checkable_pools import CheckablePools, CheckableState
 from rigs.schedulers.checkable_step import Context, StateUse, Step, expect
 from rigs.schedulers.lagging_device import LaggingDevice, LaggingStates
@@ -29,6 +29,8 @@ from sglang.srt.mem_cache.device.base_device_pool import LayerTransferCounter
 from sglang.srt.mem_cache.device.state_pool import MambaPool
 
 _DENSE = CheckableState()
+_NOISE = 0x5EED
+"""Stands for the hash of a wrong context: no prompt has it."""
 
 
 class CheckableWorker(TpModelWorker):
@@ -44,6 +46,8 @@ class CheckableWorker(TpModelWorker):
         context_len: Most tokens of a request.
         state: What the model keeps of a prefix.
         device: Runs the steps; None: a step runs when it is launched.
+        tolerates_damage: True if wrong contexts give wrong words, as with a real model, instead of
+            an error. For runs that damage L2: the engine must drop these words.
     """
 
     def __init__(
@@ -55,7 +59,9 @@ class CheckableWorker(TpModelWorker):
         *,
         state: CheckableState = _DENSE,
         device: LaggingDevice | None = None,
+        tolerates_damage: bool = False,
     ) -> None:
+        self._tolerates_damage = tolerates_damage
         make_states = (
             partial(MambaPool, device="cpu")
             if device is None
@@ -80,6 +86,8 @@ class CheckableWorker(TpModelWorker):
         """Positions checked in all forwards."""
         self.num_whole = 0
         """Contexts that were cached whole, in all forwards."""
+        self.num_wrong = 0
+        """Wrong contexts that were tolerated."""
         self.num_continued = 0
         """Contexts that went on from a state of the tree, in all forwards."""
 
@@ -126,7 +134,7 @@ class CheckableWorker(TpModelWorker):
         for one in step.contexts:
             one.new_tokens[:] = [self._said.get(token, token) for token in one.new_tokens]
         try:
-            step.run(forward.begin_layer)
+            self._run_contexts(step, forward.begin_layer)
         finally:
             if forward.mostly_done is not None:
                 forward.mostly_done.record()
@@ -148,6 +156,20 @@ class CheckableWorker(TpModelWorker):
         self.num_continued += sum(
             one.state is not None and one.state.read != one.state.running for one in step.contexts
         )
+
+    def _run_contexts(self, step: Step, begin_layer: Callable[[int], None]) -> None:
+        """Run a step; a wrong context spoils no other if it is tolerated."""
+        if not self._tolerates_damage:
+            step.run(begin_layer)
+            return
+        for one in step.contexts:
+            alone = Step(self._pools, [one])
+            try:
+                alone.run(begin_layer)
+                step.hashes += alone.hashes
+            except WrongContext:
+                self.num_wrong += 1
+                step.hashes.append([_NOISE] * len(one.new_tokens))
 
     # ---- the batch -----------------------------------------------------------------------------
 

@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+from rigs.caches.host_damage import flip
 from rigs.caches.storage_rigs import counts as counter_values
 from rigs.schedulers import random_seeds
 from rigs.schedulers.checkable_pools import CheckableState
@@ -54,7 +55,7 @@ from sglang.srt.managers.messages.io_struct import (
     ShutdownReq,
     ToScheduler,
 )
-from sglang.srt.mem_cache.device.state_spec import RankShare, RankSplit
+from sglang.srt.mem_cache.device.state_spec import PoolName, RankShare, RankSplit
 from sglang.srt.mem_cache.hiradix_cache import HiRadixCache
 from sglang.srt.mem_cache.l2.host_flows import WRITE_POLICIES
 
@@ -77,6 +78,7 @@ class CheckableRig(SchedulerRig):
         state: What the model keeps, of all heads.
         heads: Heads of a rank; 0: all ranks have the same head.
         most_lag_s: See `LaggingDevice`; 0: steps run when they are launched.
+        tolerates_damage: See `CheckableWorker`.
         args: Arguments of `SchedulerRig`.
     """
 
@@ -89,8 +91,10 @@ class CheckableRig(SchedulerRig):
         state: CheckableState | None = None,
         heads: int = 0,
         most_lag_s: float = 0.0,
+        tolerates_damage: bool = False,
         **args: Any,
     ) -> None:
+        self._tolerates_damage = tolerates_damage
         self._state, self._heads = state or CheckableState(), heads
         self._most_lag_s = most_lag_s
         self._device: LaggingDevice | None = None
@@ -109,7 +113,12 @@ class CheckableRig(SchedulerRig):
         if self._most_lag_s:
             self._device = LaggingDevice(random.Random(self.group.rank), self._most_lag_s)
         worker = CheckableWorker(
-            page_size, pool_tokens, max_requests, state=state, device=self._device
+            page_size,
+            pool_tokens,
+            max_requests,
+            state=state,
+            device=self._device,
+            tolerates_damage=self._tolerates_damage,
         )
         self.model_pools = worker.model_pools
         return worker
@@ -229,6 +238,8 @@ class RandomScheduler:
                 messages.append(self._control())
             if rng.random() < 0.08:
                 self._move_store()
+            if self.setup.damages_l2 and rng.random() < 0.1:
+                self._damage_l2()
             self._step(*messages)
 
     def _step(self, *messages: ToScheduler) -> None:
@@ -411,6 +422,25 @@ class RandomScheduler:
             self.outcome.counts["done" if answer.success else "refused"] += 1
         self.rig.answers.clear()
 
+    def _damage_l2(self) -> None:
+        """Flip a bit of a page or a state that L2 shows."""
+        tree = self.rig.tree
+        assert isinstance(tree, HiRadixCache)
+        entries = tree.cache_controller.mem_pool_host.entries
+        nodes = [node for node in tree.nodes() if node.host_value is not None]
+        if not nodes:
+            return
+        node = self.rng.choice(nodes)
+        states = [one.host_value for one in node.states if one.host_value is not None]
+        name = self.rng.choice(list(entries))
+        slots = states[0] if states and name == PoolName.MAMBA else node.host_value
+        if slots is None or (name == PoolName.MAMBA and not states):
+            return
+        pool = entries[name].host_pool
+        page = self.rng.choice(slots.tolist()) // pool.page_size
+        flip(pool, page, self.rng.randrange(8))
+        self.outcome.counts["damaged in L2"] += 1
+
     def _move_store(self) -> None:
         rng = self.rng
         match rng.randrange(20):
@@ -441,6 +471,8 @@ class RandomScheduler:
         counts["prompts cached whole"] = worker.num_whole
         counts["steps from a state of the tree"] = worker.num_continued
         counts["retractions"] = counters.retractions
+        counts["started again"] = counters.redone
+        counts["wrong contexts"] = worker.num_wrong
         counts["prefill batches"] = counters.prefill_batches
         counts["decode steps"] = counters.decode_steps
         counts.update({f"store: {what}": n for what, n in self.store.happened.items()})
@@ -460,6 +492,7 @@ class RandomScheduler:
                 (tree.metrics.backup_outcomes, "write"),
                 (tree.metrics.evicted, "evicted from"),
                 (tree.metrics.dropped, "dropped"),
+                (tree.metrics.checked_pages, "checked"),
                 (tree.metrics.load_back, "loaded"),
             ):
                 counts.update(

@@ -78,6 +78,8 @@ class Setup:
     """True if writes to L2 begin when the CPU knows the slots, and are issued in pieces."""
     most_lag_s: float
     """See `LaggingDevice`; 0: steps run when they are launched."""
+    damages_l2: bool = False
+    """True if pages of L2 change their bytes now and then."""
 
     @classmethod
     def draw(cls, rng: random.Random) -> Setup:
@@ -103,7 +105,13 @@ class Setup:
             heads=rng.choice((0, 1, 1, 2)),
             writes_like_gpu=rng.random() < 0.4,
             most_lag_s=rng.choice((0.0, 0.001, 0.004)) if setup.overlap else 0.0,
-        )
+        )._with_damage(rng)
+
+    def _with_damage(self, rng: random.Random) -> Setup:
+        """The setup, maybe with damage in L2, if each page there has a checksum in L3 too."""
+        has_checksums = self.tiers == 2 or (self.verify_checksum and self.heads < 2)
+        damages = rng.random() < 0.5 and self.tiers > 1 and has_checksums
+        return dataclasses.replace(self, damages_l2=damages)
 
     @classmethod
     def _draw_dense(cls, rng: random.Random) -> Setup:
@@ -158,6 +166,7 @@ class Setup:
             "state": self.state,
             "heads": self.heads,
             "most_lag_s": self.most_lag_s,
+            "tolerates_damage": self.damages_l2,
             "pool_tokens": self.l1_pages * self.page_size,
             "max_requests": self.max_requests,
             "overlap": self.overlap,
