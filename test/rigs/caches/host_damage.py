@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 
+from sglang.srt.mem_cache.device.state_spec import PoolHitPolicy
 from sglang.srt.mem_cache.hiradix_cache import HiRadixCache
 from sglang.srt.mem_cache.host.host_pool import HostKVCache
+from sglang.srt.mem_cache.tree.radix_cache import RadixCache
 from sglang.srt.mem_cache.tree.radix_key import RadixKey
 
 
@@ -58,6 +62,29 @@ def swap(pool: HostKVCache, page: int, other: int) -> None:
     mine, theirs = read_page(pool, page), read_page(pool, other)
     write_page(pool, page, theirs)
     write_page(pool, other, mine)
+
+
+def flip_any(cache: RadixCache, rng: random.Random) -> bool:
+    """Flip a bit in a page or a state that L2 shows; False: the drawn one has no checksum, or there
+    is none. Backends of third parties keep none of what they read."""
+    assert isinstance(cache, HiRadixCache)
+    nodes = [node for node in cache.nodes() if node.host_value is not None]
+    if not nodes:
+        return False
+    node = rng.choice(nodes)
+    entry = rng.choice(list(cache.cache_controller.mem_pool_host.entries.values()))
+    values = [node.host_value]
+    if entry.spec.hit_policy is PoolHitPolicy.TRAILING_PAGES:
+        values = [state.host_value for state in node.states]
+    slots = [slot for value in values if value is not None for slot in value.tolist()]
+    if not slots:
+        return False
+    pool = entry.host_pool
+    page = rng.choice(slots) // pool.page_size
+    if not pool.checksums.have(np.array([page])).all():
+        return False
+    flip(pool, page, rng.randrange(8))
+    return True
 
 
 def _slots(pool: HostKVCache, page: int) -> torch.Tensor:

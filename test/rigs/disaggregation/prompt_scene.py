@@ -21,6 +21,7 @@ from sglang.srt.disaggregation.common.geometry import PoolGeometry
 from sglang.srt.disaggregation.common.metadata_reader import MetadataReader
 from sglang.srt.disaggregation.common.packing import Packer
 from sglang.srt.disaggregation.common.protocol import RowsLayout
+from sglang.srt.disaggregation.common.room_checksums import RoomChecksums
 from sglang.srt.disaggregation.common.sessions import Sessions
 from sglang.srt.disaggregation.common.staging import Staging
 from sglang.srt.disaggregation.common.transfer_context import LinkCosts, RankPlace, TransferContext
@@ -142,6 +143,7 @@ class Scene:
             geometry=self.here.geometry,
             engine=self.mover,
             staging=self.staging,
+            checksums=RoomChecksums([self.here.pool]),
             metadata=MetadataReader(),
             sessions=self.sessions,
             find_rank=lambda *_: one_rank(self.endpoint),

@@ -15,21 +15,18 @@ A run is a function of its seed, except for the progress of copies and transfers
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import random
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
-from rigs.caches.host_damage import flip
+from rigs.caches.host_damage import flip_any
 from rigs.caches.storage_rigs import counts as counter_values
 from rigs.schedulers import random_seeds
-from rigs.schedulers.checkable_pools import CheckableState
+from rigs.schedulers.checkable_rig import CheckableRig
 from rigs.schedulers.checkable_worker import CheckableWorker
-from rigs.schedulers.lagging_device import LaggingDevice
 from rigs.schedulers.random_checks import (
     assert_stored,
     assert_unpinned,
@@ -39,7 +36,7 @@ from rigs.schedulers.random_checks import (
 from rigs.schedulers.random_requests import RandomRequests, Sent
 from rigs.schedulers.random_seeds import Outcome
 from rigs.schedulers.random_setup import Setup, impatient
-from rigs.schedulers.scheduler_rig import Collected, SchedulerRig
+from rigs.schedulers.scheduler_rig import Collected
 from rigs.schedulers.step_watchdog import Watchdog, log_kept
 from rigs.stores.object_store import FILE, MOODS, ObjectFolder, ObjectStore
 from sglang.srt.constants import BUILTIN_MODEL_DIR
@@ -55,7 +52,6 @@ from sglang.srt.managers.messages.io_struct import (
     ShutdownReq,
     ToScheduler,
 )
-from sglang.srt.mem_cache.device.state_spec import PoolName, RankShare, RankSplit
 from sglang.srt.mem_cache.hiradix_cache import HiRadixCache
 from sglang.srt.mem_cache.l2.host_flows import WRITE_POLICIES
 
@@ -69,64 +65,6 @@ _MOST_WORKING_STEPS: Final = 2500
 """Most forwards between the arrival of a request and its end."""
 _MOODS: Final = (*MOODS, *("quick", "well") * 4, *("crawling",) * 3)
 _IDLE_S: Final = 0.0005
-
-
-class CheckableRig(SchedulerRig):
-    """A scheduler whose model is a `CheckableWorker`.
-
-    Args:
-        state: What the model keeps, of all heads.
-        heads: Heads of a rank; 0: all ranks have the same head.
-        most_lag_s: See `LaggingDevice`; 0: steps run when they are launched.
-        tolerates_damage: See `CheckableWorker`.
-        args: Arguments of `SchedulerRig`.
-    """
-
-    device = "cpu"
-
-    def __init__(
-        self,
-        model_path: Path,
-        *,
-        state: CheckableState | None = None,
-        heads: int = 0,
-        most_lag_s: float = 0.0,
-        tolerates_damage: bool = False,
-        **args: Any,
-    ) -> None:
-        self._tolerates_damage = tolerates_damage
-        self._state, self._heads = state or CheckableState(), heads
-        self._most_lag_s = most_lag_s
-        self._device: LaggingDevice | None = None
-        alignment = self._state.alignment if self._state.num_states else None
-        super().__init__(model_path, snapshot_alignment=alignment, **args)
-
-    def make_worker(
-        self, model_path: Path, page_size: int, pool_tokens: int | None, max_requests: int
-    ) -> CheckableWorker:
-        assert pool_tokens is not None, "the driver draws the size of L1"
-        state, count = self._state, self._heads
-        if count:
-            begin, total = self.group.attn_tp_rank * count, self.group.attn_tp_size * count
-            share = RankShare(RankSplit.HEADS, begin, begin + count, total)
-            state = dataclasses.replace(state, heads=share)
-        if self._most_lag_s:
-            self._device = LaggingDevice(random.Random(self.group.rank), self._most_lag_s)
-        worker = CheckableWorker(
-            page_size,
-            pool_tokens,
-            max_requests,
-            state=state,
-            device=self._device,
-            tolerates_damage=self._tolerates_damage,
-        )
-        self.model_pools = worker.model_pools
-        return worker
-
-    def close(self) -> None:
-        super().close()
-        if self._device is not None:
-            self._device.close()
 
 
 @dataclass(slots=True, kw_only=True)
@@ -239,7 +177,7 @@ class RandomScheduler:
             if rng.random() < 0.08:
                 self._move_store()
             if self.setup.damages_l2 and rng.random() < 0.1:
-                self._damage_l2()
+                self.outcome.counts["damaged in L2"] += flip_any(self.rig.tree, rng)
             self._step(*messages)
 
     def _step(self, *messages: ToScheduler) -> None:
@@ -421,25 +359,6 @@ class RandomScheduler:
             self._unanswered.remove(answer.req_id)
             self.outcome.counts["done" if answer.success else "refused"] += 1
         self.rig.answers.clear()
-
-    def _damage_l2(self) -> None:
-        """Flip a bit of a page or a state that L2 shows."""
-        tree = self.rig.tree
-        assert isinstance(tree, HiRadixCache)
-        entries = tree.cache_controller.mem_pool_host.entries
-        nodes = [node for node in tree.nodes() if node.host_value is not None]
-        if not nodes:
-            return
-        node = self.rng.choice(nodes)
-        states = [one.host_value for one in node.states if one.host_value is not None]
-        name = self.rng.choice(list(entries))
-        slots = states[0] if states and name == PoolName.MAMBA else node.host_value
-        if slots is None or (name == PoolName.MAMBA and not states):
-            return
-        pool = entries[name].host_pool
-        page = self.rng.choice(slots.tolist()) // pool.page_size
-        flip(pool, page, self.rng.randrange(8))
-        self.outcome.counts["damaged in L2"] += 1
 
     def _move_store(self) -> None:
         rng = self.rng

@@ -16,9 +16,12 @@ from functools import partial
 from pathlib import Path
 from typing import ClassVar, Final
 
+import xxhash
+
 from sglang.srt.mem_cache.hicache_storage import StorageUnavailable, StorageUnreachable
 from sglang.srt.mem_cache.storage.backend_factory import StorageBackendFactory
 from sglang.srt.mem_cache.storage.file_store import ObjectFiles
+from sglang.srt.mem_cache.storage.page_trailer import NO_CHECKSUM, TRAILER_BYTES
 
 PLAIN: Final = "chaotic-plain"
 IN_PLACE: Final = "chaotic-in-place"
@@ -216,6 +219,10 @@ class ObjectStore:
     def write(self, key: str, value: bytes) -> None:
         with self._lock:
             self._objects[key] = value
+            if not _is_intact(value):
+                # L2 was damaged before the write; readers see that.
+                self.happened["damaged before its write"] += 1
+                return
             if self._first.setdefault(key, value) != value:
                 self.contradictions.append(key)
 
@@ -361,6 +368,12 @@ class Call:
             return False
         self.store.happened[f"{self._kind} {what}"] += 1
         return True
+
+
+def _is_intact(value: bytes) -> bool:
+    """True if an object has the bytes that its checksum says, or no checksum."""
+    page, checksum = value[:-TRAILER_BYTES], value[-TRAILER_BYTES:-16]
+    return checksum in (NO_CHECKSUM, xxhash.xxh3_128_digest(page))
 
 
 def damaged(value: bytes, other: bytes, rng: random.Random) -> bytes:

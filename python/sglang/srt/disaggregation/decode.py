@@ -313,10 +313,12 @@ class DecodeRole(Role):
         self._transfers.on_read(
             metric.transfer_total_bytes, metric.transfer_latency_s, metric.aux_bytes
         )
+        self._transfers.on_checked(metric.checked)
         self._update.received.append((req, first))
 
     def _fail(self, one: DecodeRequest, why: str) -> None:
         logger.warning("request %s: %s", one.req.rid, why)
+        self._transfers.on_checked(one.receiver.get_transfer_metric().checked)
         self._metrics.on_failure(had_bootstrapped=one.num_tokens is not None)
         self._update.ended.append((one.req, transfer_lost(why)))
 

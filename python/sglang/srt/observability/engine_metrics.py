@@ -306,6 +306,12 @@ class TransferMetrics:
         )
         for way in ways:
             self._metadata.labels(way)
+        self._checked = Counter(
+            "sglang:kv_transfer_checked_pages",
+            "Pages and states that were read, by what their checksum said; one for each pool",
+            ["outcome"],
+            registry=registry,
+        )
 
     def on_read(self, num_bytes: int, seconds: float, metadata_bytes: Mapping[str, int]) -> None:
         """Count a prompt that has arrived: the bytes read of it (0: this server had all of it), the
@@ -316,3 +322,8 @@ class TransferMetrics:
             self._speed.observe(num_bytes / seconds / 1e9)
         for way, count in metadata_bytes.items():
             self._metadata.labels(way).inc(count)
+
+    def on_checked(self, outcomes: Mapping[str, int]) -> None:
+        """Count the pages of a prompt, which may have failed, by outcome of their check."""
+        for outcome, count in outcomes.items():
+            self._checked.labels(outcome).inc(count)

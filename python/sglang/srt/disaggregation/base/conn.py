@@ -52,11 +52,13 @@ class KVTransferMetric:
         transfer_latency_s: Seconds with reads in flight.
         transfer_total_bytes: Bytes of pages and states.
         aux_bytes: Bytes of metadata, by the way that it came.
+        checked: Pages and states by the outcome of their check, one for each pool.
     """
 
     transfer_latency_s: float = 0.0
     transfer_total_bytes: int = 0
     aux_bytes: Mapping[str, int] = field(default_factory=dict)
+    checked: Mapping[str, int] = field(default_factory=dict)
 
 
 class AuxBuffers(Protocol):

@@ -8,7 +8,7 @@ copied (`staging`). In a recurrent state they are contiguous.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Final
 
@@ -183,6 +183,8 @@ class PoolGeometry:
             for source, begin, end in _source_ranks(own, theirs, draw):
                 shard_slice, their = slices[source], theirs[source]
                 is_whole = (own.begin, own.end) == (their.begin, their.end) == (begin, end)
+                if is_whole:
+                    shard_slice.whole_pools.add(own.name)
                 for mine, other in zip(own.buffers, their.buffers, strict=True):
                     if is_whole:
                         ranges = [(0, 0, mine.page_bytes)]
@@ -283,11 +285,13 @@ class ShardSlice:
     Attributes:
         wholes: Buffers of pages with the same heads on both sides.
         cuts: Buffers of pages with other heads.
+        whole_pools: Pools of pages and of states with the same heads on both sides.
     """
 
     wholes: list[WholeBuffer]
     states: list[_States]
     cuts: list[CutBuffer]
+    whole_pools: set[str] = field(default_factory=set)
 
     @property
     def buffers(self) -> list[WholeBuffer | CutBuffer]:

@@ -13,7 +13,7 @@ import msgspec
 from sglang.srt.disaggregation.base.bootstrap_route import MAX_RANK
 from sglang.srt.disaggregation.base.first_token import FirstToken
 
-VERSION: Final = 5
+VERSION: Final = 6
 """Version of the messages and of their meaning."""
 MAX_POLLED_ROOMS: Final = 1024
 """Most rooms of each kind in a `BootstrapPoll`."""
@@ -24,6 +24,12 @@ Reader: TypeAlias = Annotated[str, msgspec.Meta(max_length=64)]
 to the first reader that asks for it."""
 Part: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=MAX_RANK)]
 """Index of the asking rank among the reader's ranks that read from this rank."""
+
+
+Checksum: TypeAlias = Annotated[bytes, msgspec.Meta(max_length=16)]
+"""xxh3-128 of a page or a state in one pool; empty: it is not known."""
+Checksums: TypeAlias = Annotated[list[Checksum], msgspec.Meta(max_length=16)]
+"""Those of a page, or a state, in all pools that have it."""
 
 
 class PoolBuffer(msgspec.Struct, frozen=True, array_like=True):
@@ -174,6 +180,10 @@ class RoomStatus(msgspec.Struct, frozen=True, tag=True):
     row: int | None = None
     """Index of the row of `KVLayout.rows` with the first token; set once all pages are there."""
     failure: str | None = None
+    checksums: list[Checksums] = []
+    """One for each of `pages`; empty: they are not known."""
+    state_checksums: Checksums = []
+    """Of the recurrent state, if the model has one; set once all pages are there."""
 
     @property
     def is_complete(self) -> bool:

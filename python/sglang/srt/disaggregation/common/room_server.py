@@ -79,6 +79,9 @@ class Room:
     named: float | None = None
     """Time at which a decode server last named the room; None: none has."""
     pages: list[int] = field(default_factory=list)
+    checksums: list[list[bytes]] = field(default_factory=list)
+    """Those of `pages`; see `RoomStatus`."""
+    state_checksums: list[bytes] = field(default_factory=list)
     metadata: FirstToken | None = None
     row: int | None = None
     """Index of the row of `MetadataBuffers` that has the metadata too."""
@@ -200,7 +203,7 @@ class RoomServer:
                 else:
                     room.failure = room.failure or failure
                     self._last_failure = time.monotonic()
-                room.pages, room.metadata, room.row = [], None, None
+                room.pages, room.checksums, room.metadata, room.row = [], [], None, None
                 if self._packer is not None:
                     self._packer.end(room.number)
         self.wake()
@@ -420,6 +423,8 @@ class RoomServer:
             is_known=True,
             first_page=first,
             pages=one.pages[first:],
+            checksums=one.checksums[first:],
+            state_checksums=one.state_checksums,
             first_token=one.metadata if is_inline else None,
             row=None if is_inline else one.row,
         )

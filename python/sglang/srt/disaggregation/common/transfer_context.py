@@ -11,6 +11,7 @@ from sglang.srt.disaggregation.base.bootstrap_route import Route
 from sglang.srt.disaggregation.common.control_connection import Timeouts, incompatible
 from sglang.srt.disaggregation.common.geometry import PoolGeometry
 from sglang.srt.disaggregation.common.metadata_reader import MetadataReader
+from sglang.srt.disaggregation.common.room_checksums import RoomChecksums
 from sglang.srt.disaggregation.common.sessions import Engine, Sessions
 from sglang.srt.disaggregation.common.staging import Staging
 from sglang.srt.disaggregation.control.control_link import DeploymentSecret
@@ -108,6 +109,7 @@ class TransferContext:
     geometry: PoolGeometry
     engine: Engine
     staging: Staging
+    checksums: RoomChecksums
     metadata: MetadataReader
     sessions: Sessions
     find_rank: FindRank

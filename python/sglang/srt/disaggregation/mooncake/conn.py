@@ -34,6 +34,7 @@ from sglang.srt.disaggregation.common.geometry import STAGING_BYTES, PoolGeometr
 from sglang.srt.disaggregation.common.metadata_reader import MetadataReader, host_identity
 from sglang.srt.disaggregation.common.packing import Packer
 from sglang.srt.disaggregation.common.protocol import RowsLayout
+from sglang.srt.disaggregation.common.room_checksums import RoomChecksums
 from sglang.srt.disaggregation.common.room_server import RoomServer
 from sglang.srt.disaggregation.common.sessions import Engine, Sessions
 from sglang.srt.disaggregation.common.staging import Staging, register_new
@@ -85,6 +86,7 @@ class MooncakeKVManager(BaseKVManager):
         prepares_staging: Whether to make the staging buffers now; see `Staging.prepare`.
 
     Attributes:
+        checksums: Hashes pages of this rank.
         rooms: Answers decode servers; only on a prefill server.
         prefill_servers: The servers to read from; only on a decode server.
 
@@ -118,6 +120,7 @@ class MooncakeKVManager(BaseKVManager):
         self._host = server_args.host
         self._place = RankPlace(args.ranks.rank, args.ranks.size, args.ranks.attn_tp_size)
         self._secret = DeploymentSecret.of(server_args.disaggregation_secret)
+        self.checksums = RoomChecksums(args.pools)
         self._geometry = PoolGeometry.of(args.pools, args.weights_identity, args.dtype)
         packs = link is not None
         self._reads = reads = disaggregation_mode == DisaggregationMode.DECODE
@@ -134,6 +137,7 @@ class MooncakeKVManager(BaseKVManager):
             geometry=self._geometry,
             engine=engine,
             staging=staging,
+            checksums=self.checksums,
             metadata=MetadataReader(args.aux_buffers, host_identity()),
             sessions=Sessions(engine),
             find_rank=find_rank or functools.partial(find, timeout=_FIND_S, secret=self._secret),
@@ -266,8 +270,10 @@ class MooncakeKVSender(BaseKVSender):
         return len(self._room.pages)
 
     def send(self, kv_indices: Sequence[int]) -> None:
+        checksums = self._mgr.checksums.of_pages(kv_indices)
         with self._rooms.lock:
             self._room.pages += kv_indices
+            self._room.checksums += checksums
         self._rooms.wake()
 
     def send_aux(self, metadata: FirstToken) -> None:
@@ -279,8 +285,10 @@ class MooncakeKVSender(BaseKVSender):
         Args:
             row: Row that has the metadata until the room ends; None: it is sent inline.
         """
+        state_checksums = self._mgr.checksums.of_state(metadata.state_slot)
         with self._rooms.lock:
             room = self._room
+            room.state_checksums = state_checksums
             room.metadata, room.row, room.is_complete = metadata, row, True
         self._rooms.wake()
 

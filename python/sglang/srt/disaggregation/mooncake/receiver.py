@@ -6,6 +6,7 @@ import logging
 import random
 import threading
 import time
+from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Final, NoReturn
 
@@ -203,6 +204,7 @@ class MooncakeKVReceiver(BaseKVReceiver):
             max((shard.seconds for shard in shards), default=0.0),
             sum(shard.num_bytes for shard in shards),
             {way: sum(one.metadata_bytes[way] for one in shards) for way in (CONTROL, TRANSPORT)},
+            sum((one.checked for one in shards), Counter()),
         )
 
     def abort(self, reason: str) -> None:

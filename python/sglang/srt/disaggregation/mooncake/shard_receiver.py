@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
@@ -91,6 +92,7 @@ class ShardReceiver:
         metadata: The metadata, set before `has_ended` if the whole shard was received.
         metadata_bytes: Bytes of the received first token, by the way that it came.
         num_bytes: Bytes of pages and states read so far.
+        checked: Pages and states by the outcome of their check; see `Comparison`.
         seconds: Seconds during which reads were in flight, or pages were packed for them.
         has_ended: True once no read into the pages is in flight.
         timeout: Seconds for each read, for a buffer, and for a further unit of packed pages.
@@ -134,6 +136,10 @@ class ShardReceiver:
         self._in_flight: list[Transfer] = []
         self._buffers: list[StagingBuffer] = []
         self._row_read: RowRead | None = None
+        self._theirs: list[int] = []
+        self._checksums: list[list[bytes]] = []
+        self._state_checksums: list[bytes] = []
+        self.checked: Counter[str] = Counter()
 
     def run(self) -> None:
         """Receive the shard. Never raises. `has_ended` is true afterwards, unless the transport
@@ -199,11 +205,40 @@ class ShardReceiver:
         if theirs is not None and own.state is not None:
             # It is ready with the first token.
             self._read_blocks(self._slice.state_blocks(theirs, own.state), len(own.pages))
+        self._verify(theirs)
         self._fail_at("confirming")
         received = Received(self._room, self._reader, self._part)
         if not connection.ask(received, Released).was_held:
             raise RoomFailed("the prefill server let go of the pages while they were read")
         return first_token
+
+    def _verify(self, their_state: int | None) -> None:
+        """Compare what was read with its checksums; read once more what differs. Raises
+        RoomFailed if it differs again."""
+        own, check, names = self._own, self._context.checksums, self._slice.whole_pools
+        chosen, has_state = list(range(len(own.pages))), their_state is not None
+        for attempt in ("first", "second"):
+            mine = [own.pages[at] for at in chosen]
+            pages = check.compare_pages(names, mine, [self._checksums[at] for at in chosen])
+            state = check.compare_state(
+                names, own.state if has_state else None, self._state_checksums
+            )
+            self.checked += pages.outcomes + state.outcomes
+            if not pages.damaged and not state.damaged:
+                return
+            what = (
+                f"{len(pages.damaged)} pages and {len(state.damaged)} states of pools "
+                f"{', '.join(sorted(pages.pools | state.pools))} differ from their checksums"
+            )
+            logger.error("room %d from %s, %s read: %s", self._room, self.where, attempt, what)
+            if attempt == "second":
+                raise RoomFailed(f"reading from the prefill server failed: {what}")
+            chosen, has_state = [chosen[at] for at in pages.damaged], bool(state.damaged)
+            again = [own.pages[at] for at in chosen]
+            blocks = self._slice.page_blocks([self._theirs[at] for at in chosen], again)
+            if has_state and their_state is not None and own.state is not None:
+                blocks += self._slice.state_blocks(their_state, own.state)
+            self._read_blocks(blocks, len(own.pages))
 
     def _fail_at(self, step: str) -> None:
         if step == self._fails_at:
@@ -222,6 +257,8 @@ class ShardReceiver:
             status = self._connection.ask(question, RoomStatus)
             _check(status)
             coming = have + len(status.pages)
+            if len(status.checksums) not in (0, len(status.pages)):
+                raise RoomFailed("the prefill server answered with checksums of other pages")
             if coming > total or (status.is_complete and coming < total):
                 raise RoomFailed(
                     f"the prefill server computed a prompt of {first_page + coming} pages, "
@@ -236,6 +273,9 @@ class ShardReceiver:
                     )
                 self._read(status.pages, have)
                 have = coming
+                self._theirs += status.pages
+                self._checksums += status.checksums or [[]] * len(status.pages)
+            self._state_checksums = status.state_checksums
             if status.row is not None and not wants_inline:
                 self._row_read = row = RowRead(self._context)
                 metadata = row.run(

@@ -21,6 +21,7 @@ from sglang.srt.disaggregation.common.control_connection import Timeouts
 from sglang.srt.disaggregation.common.geometry import CutBuffer, IncompatibleLayouts, PoolGeometry
 from sglang.srt.disaggregation.common.metadata_reader import MetadataReader
 from sglang.srt.disaggregation.common.protocol import PoolBuffer
+from sglang.srt.disaggregation.common.room_checksums import RoomChecksums
 from sglang.srt.disaggregation.common.sessions import Sessions
 from sglang.srt.disaggregation.common.staging import (
     NUM_BUFFERS,
@@ -193,6 +194,7 @@ class Scene:
             geometry=geometry,
             engine=self.mover,
             staging=Staging(self.mover, torch.device("cpu")),
+            checksums=RoomChecksums([self.own]),
             metadata=MetadataReader(),
             sessions=Sessions(self.mover),
             find_rank=self._find,

@@ -1,0 +1,133 @@
+"""Checksums of the pages and states that rooms move: computed by the prefill server where they are
+made, and by the decode server where they have arrived."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from sglang.srt.hardware_backend.device_runtime import device_runtime
+from sglang.srt.mem_cache.device.base_device_pool import BaseDevicePool
+from sglang.srt.mem_cache.device.page_digests import DIGEST_BYTES, PageHasher, make_page_hasher
+from sglang.srt.mem_cache.device.state_spec import ItemKind
+
+_NONE = b""
+
+
+@dataclass(frozen=True, slots=True)
+class _Pool:
+    name: str
+    page_size: int
+    hasher: PageHasher | None
+
+
+class RoomChecksums:
+    """Hashes pages and states of a rank's pools, concurrently with the device's other work.
+
+    The pages must be complete: no work of the device may be about to write them. Any thread.
+
+    Args:
+        pools: Those of the model, in the same order on servers of the same model.
+    """
+
+    def __init__(self, pools: Sequence[BaseDevicePool]) -> None:
+        self._pools: list[_Pool] = []
+        self._state_pools: list[_Pool] = []
+        for pool in pools:
+            name, is_state = pool.spec.name, pool.spec.item is ItemKind.STATE
+            hasher = make_page_hasher(pool.parts, pool.page_size, by_token=False, pool=name)
+            known = self._state_pools if is_state else self._pools
+            known.append(_Pool(name, pool.page_size, hasher))
+        self._runtime = device_runtime(pools[0].device)
+        self._stream = self._runtime.make_side_stream()
+        self._stream.follow()  # The stream must see the tables of the hashers.
+        self._lock = threading.Lock()
+
+    def of_pages(self, pages: Sequence[int]) -> list[list[bytes]]:
+        """For each page the checksums of its parts in all pools of pages, 16 bytes each; empty
+        where pages are not hashed."""
+        return self._digests(self._pools, pages)
+
+    def of_state(self, slot: int | None) -> list[bytes]:
+        """The checksums of a state in all pools of states; None: there is none."""
+        return [] if slot is None else self._digests(self._state_pools, [slot])[0]
+
+    def compare_pages(
+        self, names: Collection[str], pages: Sequence[int], expected: Sequence[Sequence[bytes]]
+    ) -> Comparison:
+        """Compare pages with the checksums that another server has for them.
+
+        Args:
+            names: Pools whose pages have the same bytes there.
+            pages: Pages of this server.
+            expected: For each page what `of_pages` has returned there; empty: nothing is known.
+        """
+        return _compare(self._pools, names, self.of_pages(pages), expected)
+
+    def compare_state(
+        self, names: Collection[str], slot: int | None, expected: Sequence[bytes]
+    ) -> Comparison:
+        """As `compare_pages`, of a state."""
+        found = [] if slot is None else [self.of_state(slot)]
+        return _compare(self._state_pools, names, found, [expected])
+
+    def _digests(self, pools: Sequence[_Pool], pages: Sequence[int]) -> list[list[bytes]]:
+        self._runtime.enter_thread()
+        columns = []
+        with self._lock, self._stream.use():
+            begun = [
+                None if pool.hasher is None else pool.hasher.digests(_slots(pool, pages))
+                for pool in pools
+            ]
+        for copies in begun:
+            if copies is None:
+                columns.append([_NONE] * len(pages))
+                continue
+            (digests,) = copies.wait()
+            assert digests is not None
+            raw = digests.numpy().tobytes()
+            columns.append([raw[at : at + DIGEST_BYTES] for at in range(0, len(raw), DIGEST_BYTES)])
+        return [[column[index] for column in columns] for index in range(len(pages))]
+
+
+@dataclass(slots=True)
+class Comparison:
+    """Pages or states of a room, compared with their checksums."""
+
+    damaged: list[int] = field(default_factory=list)
+    """Indices of those that differ in some pool, ascending."""
+    pools: set[str] = field(default_factory=set)
+    """The pools in which they differ."""
+    outcomes: Counter[str] = field(default_factory=Counter)
+    """Numbers by outcome, one for each pool: `intact`, `damaged`, `unchecked`."""
+
+
+def _compare(
+    pools: Sequence[_Pool],
+    names: Collection[str],
+    found: Sequence[Sequence[bytes]],
+    expected: Sequence[Sequence[bytes]],
+) -> Comparison:
+    result = Comparison()
+    for index, (mine, theirs) in enumerate(zip(found, expected, strict=True)):
+        known = theirs if len(theirs) == len(mine) else [_NONE] * len(mine)
+        for pool, own, other in zip(pools, mine, known, strict=True):
+            if pool.name not in names or _NONE in (own, other):
+                result.outcomes["unchecked"] += 1
+            elif own == other:
+                result.outcomes["intact"] += 1
+            else:
+                result.outcomes["damaged"] += 1
+                result.pools.add(pool.name)
+                if result.damaged[-1:] != [index]:
+                    result.damaged.append(index)
+    return result
+
+
+def _slots(pool: _Pool, pages: Sequence[int]) -> torch.Tensor:
+    first = torch.tensor(pages, dtype=torch.int64) * pool.page_size
+    return (first[:, None] + torch.arange(pool.page_size)).reshape(-1)
