@@ -242,6 +242,12 @@ class Envs:
     HICACHE_HOST_MEMORY_RESERVE_BYTES = _env_size(
         "1gb", "Host memory that the L2 pools leave to everything else."
     )
+    SGLANG_HICACHE_CHECKED_SHARE = EnvField(
+        1.0,
+        "Share of the pages loaded from L2 that are compared with their checksums.",
+        _parse_share,
+        "a number from 0 to 1",
+    )
 
     SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT = _env_int(
         300, "Seconds for which a server waits to hear from the other server of a request."

@@ -18,9 +18,11 @@ from sglang.srt.disaggregation.common.protocol import (
     Question,
     RoomStatus,
 )
+from sglang.srt.disaggregation.common.room_checksums import RoomChecksums
 from sglang.srt.disaggregation.common.room_server import RoomServer
 from sglang.srt.disaggregation.control.control_link import ControlLink, DeploymentSecret
 from sglang.srt.disaggregation.mooncake.conn import MooncakeKVManager, MooncakeKVSender
+from sglang.srt.mem_cache.device.base_device_pool import BaseDevicePool
 from sglang.srt.utils.network import wait_until
 
 LAYOUT = KVLayout(2, "instance", "session", "layout", {"page size": "4"}, [])
@@ -39,25 +41,42 @@ class Clock:
         return self.now
 
 
+class _NoChecksums:
+    """In place of `RoomChecksums`, where pages are numbers alone."""
+
+    def of_pages(self, pages: Sequence[int]) -> list[list[bytes]]:
+        return []
+
+    def of_state(self, slot: int | None) -> list[bytes]:
+        return []
+
+
 class _Manager:
     """The part of a manager that senders use, without rows of metadata."""
 
-    def __init__(self, rooms: RoomServer) -> None:
+    def __init__(self, rooms: RoomServer, checksums: RoomChecksums | _NoChecksums) -> None:
         self.rooms = rooms
+        self.checksums = checksums
 
     def free_aux(self, row: int) -> None:
         pass
 
 
 class PrefillRooms(RoomServer):
-    """The rooms of a prefill server, each with a sender; rooms are named by their numbers."""
+    """The rooms of a prefill server, each with a sender; rooms are named by their numbers.
 
-    def __init__(self, *args: Any, **fields: Any) -> None:
+    Args:
+        pools: Pools whose pages get checksums.
+        args, fields: Arguments of `RoomServer`.
+    """
+
+    def __init__(self, *args: Any, pools: Sequence[BaseDevicePool] = (), **fields: Any) -> None:
         self.senders: dict[int, MooncakeKVSender] = {}
         self._was_claimed: set[int] = set()
         self._was_given_up: set[int] = set()
         super().__init__(*args, **fields)
-        self._manager = cast(MooncakeKVManager, _Manager(self))
+        checksums = RoomChecksums(pools) if pools else _NoChecksums()
+        self._manager = cast(MooncakeKVManager, _Manager(self, checksums))
 
     def open(self, room: int) -> None:
         self._was_claimed.discard(room)

@@ -124,7 +124,12 @@ class Scene:
         )
         packer = None if unit_bytes is None else Packer(self.there.geometry.page_rows(), self.units)
         self.prefill = PrefillRooms(
-            layout, "127.0.0.1", unwanted_s=300, silent_s=300, packer=packer
+            layout,
+            "127.0.0.1",
+            unwanted_s=300,
+            silent_s=300,
+            packer=packer,
+            pools=[self.there.pool],
         )
         self.endpoint = f"tcp://127.0.0.1:{self.prefill.port}"
         self._readers = itertools.count()

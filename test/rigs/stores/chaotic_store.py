@@ -30,7 +30,7 @@ from sglang.srt.mem_cache.hicache_storage import (
     StoragePool,
 )
 from sglang.srt.mem_cache.storage.file_store import HiCacheFile
-from sglang.srt.mem_cache.storage.page_trailer import TRAILER_BYTES, is_intact, seal
+from sglang.srt.mem_cache.storage.page_trailer import TRAILER_BYTES, checksum_of, is_intact, seal
 
 
 class PlainStore(HiCacheStorage):
@@ -161,6 +161,7 @@ class InPlaceStore(PlainStore):
         _scatter(pool, slots, page.ljust(pool.page_bytes, b"\0"))
         verify = self.storage_config.verify_checksum
         if is_intact(trailer, (page,), key, verify_checksum=verify):
+            pool.keep_checksums(slots, [checksum_of(trailer, verify_checksum=verify)])
             return CacheOutcome.LANDED
         self.store.happened["found damaged"] += 1
         if len(trailer) != TRAILER_BYTES or call.rng.random() < 0.5:
@@ -176,7 +177,9 @@ class InPlaceStore(PlainStore):
         page = torch.empty((1, pool.page_bytes), dtype=torch.uint8)
         pool.gather_pages(slots, page)
         raw = page.numpy().tobytes()
-        trailer = seal((raw,), key, with_checksum=self.storage_config.verify_checksum)
+        (checksum,) = pool.known_checksums(slots)
+        verify = self.storage_config.verify_checksum
+        trailer = seal((raw,), key, with_checksum=verify, checksum=checksum)
         return CacheOutcome.LANDED if call.keep(key, raw + trailer) else CacheOutcome.FAILED
 
 

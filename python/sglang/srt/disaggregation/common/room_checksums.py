@@ -72,8 +72,9 @@ class RoomChecksums:
         self, names: Collection[str], slot: int | None, expected: Sequence[bytes]
     ) -> Comparison:
         """As `compare_pages`, of a state."""
-        found = [] if slot is None else [self.of_state(slot)]
-        return _compare(self._state_pools, names, found, [expected])
+        if slot is None:
+            return Comparison()
+        return _compare(self._state_pools, names, [self.of_state(slot)], [expected])
 
     def _digests(self, pools: Sequence[_Pool], pages: Sequence[int]) -> list[list[bytes]]:
         self._runtime.enter_thread()

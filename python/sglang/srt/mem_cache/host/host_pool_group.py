@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
+import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import torch
 
+from sglang.srt.environ import envs
 from sglang.srt.hardware_backend.device_runtime import Event
 from sglang.srt.mem_cache.device.base_device_pool import BaseDevicePool
 from sglang.srt.mem_cache.device.pool_transfer import PoolTransfer, SidecarPoolSpec
@@ -75,6 +78,7 @@ class HostPoolGroup:
             entry.name: self._layers_of(entry) for entry in entries
         }
         """For each pool, its own layer numbers by the model's."""
+        self._checked_share = envs.SGLANG_HICACHE_CHECKED_SHARE.get()
         self.auxiliary_pools = tuple(
             self._auxiliary(entry) for entry in entries if entry.spec.indices_from_pool
         )
@@ -162,7 +166,7 @@ class HostPoolGroup:
                 if own_layer is not None:
                     load.issue(own_layer)
             layers_done[model_layer].record()
-        return _digests(moved)
+        return _digests(moved, self._checked_share)
 
     def forget_checksums(self, transfers: Sequence[PoolTransfer]) -> None:
         """Note that the pages of `transfers` are going to have other contents. Pools without slots
@@ -243,11 +247,19 @@ class HostPoolGroup:
             entry.host_pool.check_integrity()
 
 
-def _digests(moved: Sequence[_Moved]) -> list[PageDigests]:
-    """Begin to hash the pages on the device, in order with the current stream."""
+def _digests(moved: Sequence[_Moved], share: float = 1.0) -> list[PageDigests]:
+    """Begin to hash pages on the device, in order with the current stream: all, or a random
+    `share` of those of each pool."""
     found = []
     for entry, host, device in moved:
         pool = entry.host_pool
         pages = whole_pages(host, pool.page_size, pool.page_num)
-        found.append(PageDigests(entry.name, pages, pool.page_digests(entry.device_pool, device)))
+        count = math.ceil(share * len(pages))
+        skipped = len(pages) - count
+        if skipped:
+            chosen = sorted(random.sample(range(len(pages)), count))
+            pages = pages[chosen]
+            device = device.view(-1, pool.page_size)[chosen].reshape(-1)
+        copies = pool.page_digests(entry.device_pool, device) if count else None
+        found.append(PageDigests(entry.name, pages, copies, skipped))
     return found

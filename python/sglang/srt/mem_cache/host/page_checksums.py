@@ -64,6 +64,8 @@ class PageDigests:
     """int64 `[n]`: pages of the host pool."""
     copies: HostCopies | None
     """One tensor, uint8 `[n, 16]`; None: pages of this device are not hashed."""
+    skipped: int = 0
+    """Further pages that the copy has moved, which are not hashed this time."""
 
     def wait(self) -> npt.NDArray[np.uint8] | None:
         """The checksums, uint8 `[n, 16]`, once the copy has ended; None as `copies`."""
