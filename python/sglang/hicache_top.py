@@ -79,7 +79,7 @@ def ask(url: str, key: str | None) -> dict[str, Any]:
 
 def draw(view: Mapping[str, Any], width: int) -> RenderableType:
     """Everything about a cache, for a terminal of `width` characters."""
-    history = view["history"]
+    history = [sample for sample in view["history"] if sample["age_s"] <= _HISTORY_S]
     title = Text.assemble(
         ("Prefix cache", "bold"),
         f"  {view['model_name']}, pages of {view['page_size']} tokens, "
@@ -164,9 +164,7 @@ def _spark(history: Sequence[Mapping[str, Any]], name: str) -> tuple[str, float]
         if seconds < 0.5:
             continue
         last = (now["counts"][name] - before["counts"][name]) / seconds
-        begin, end = (
-            int((1 - min(1.0, sample["age_s"] / _HISTORY_S)) * _SPARK) for sample in (before, now)
-        )
+        begin, end = (int((1 - sample["age_s"] / _HISTORY_S) * _SPARK) for sample in (before, now))
         for place in range(begin, min(max(end, begin + 1), _SPARK)):
             rates[place] = max(rates[place], last)
     most = max(rates) or 1.0
