@@ -367,5 +367,22 @@ def test_a_store_by_itself_with_a_pool_of_a_third_party(cluster: MooncakeCluster
     )
 
 
+def test_the_usage_is_that_of_the_whole_store(
+    shared: MooncakeStore, cluster: MooncakeCluster
+) -> None:
+    shared.clear()
+    empty = shared.get_usage()
+    assert empty is not None
+    assert empty.total_bytes == cluster.capacity_bytes() > 0
+    round_trip(shared, "page_first_direct", page_keys(3), [3, 4, 5])
+    full = shared.get_usage()
+    assert full is not None
+    assert empty.used_bytes is not None
+    assert full.used_bytes is not None
+    assert full.used_bytes > empty.used_bytes
+    assert full.num_objects == 3
+    assert full.num_evicted == 0
+
+
 if __name__ == "__main__":
     raise SystemExit(pytest.main([__file__, "-q"]))

@@ -33,6 +33,7 @@ def connect(
         storage_config(
             namespace,
             master_server_address=cluster.master.address,
+            master_metrics_port=cluster.master.metrics_port,
             protocol="tcp",
             global_segment_size=segment,
             **extra,

@@ -9,7 +9,7 @@ import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 
 from sglang.srt.environ import envs
-from sglang.srt.utils.metrics import Counter, Gauge, Histogram
+from sglang.srt.utils.metrics import Counter, Gauge, Histogram, counts_by_label, render
 from sglang.test.ci.ci_register import register_cpu_ci
 
 register_cpu_ci(est_time=1, suite="base-a-test-cpu")
@@ -78,6 +78,29 @@ def test_a_test_gets_the_exception() -> None:
         counter(registry).inc(-1)
     with pytest.raises(ValueError, match="label"):
         counter(registry=CollectorRegistry()).labels("device")
+
+
+def test_every_sample_gets_the_labels_of_the_server() -> None:
+    registry = CollectorRegistry()
+    counter(registry, "tier").labels("device").inc(2)
+    Gauge("free", "Free", registry=registry).set(7)
+    Histogram("wait", "Wait", registry=registry, buckets=(1,)).observe(0.5)
+    lines = render(registry, {"model_name": 'a "b"'}).splitlines()
+    samples = [line for line in lines if not line.startswith("#")]
+    assert all('model_name="a \\"b\\""' in sample for sample in samples)
+    assert 'tokens_total{model_name="a \\"b\\"",tier="device"} 2.0' in samples
+    assert 'wait_bucket{le="1.0",model_name="a \\"b\\""} 1.0' in samples
+    assert "# TYPE tokens_total counter" in lines
+    assert "# TYPE wait histogram" in lines
+
+
+def test_counts_are_read_back() -> None:
+    one = counter(CollectorRegistry(), "reason")
+    assert counts_by_label(one) == {}
+    one.labels("miss").inc(2)
+    one.labels("late").inc()
+    assert counts_by_label(one) == {"miss": 2, "late": 1}
+    assert one.labels("miss").count == 2
 
 
 if __name__ == "__main__":

@@ -1,0 +1,73 @@
+"""Usage of a Mooncake store from its master's metrics, also of a master that is not one."""
+
+from __future__ import annotations
+
+import http.server
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from sglang.srt.mem_cache.hicache_storage import StorageUnavailable
+from sglang.srt.mem_cache.storage.mooncake_store.master_metrics import read_usage
+from sglang.srt.utils.network import get_free_port
+from sglang.test.ci.ci_register import register_cpu_ci
+
+register_cpu_ci(est_time=1, suite="base-a-test-cpu")
+
+TEXT = b"""# HELP master_allocated_bytes Bytes
+# TYPE master_allocated_bytes gauge
+master_allocated_bytes 1.5e+09
+# TYPE master_total_capacity_bytes gauge
+master_total_capacity_bytes 4000000000
+# TYPE master_key_count gauge
+master_key_count 12
+# TYPE master_evicted_key_count counter
+master_evicted_key_count 3
+# TYPE segment_allocated_bytes gauge
+segment_allocated_bytes{segment="master_key_count"} 7
+"""
+
+
+class Master(http.server.BaseHTTPRequestHandler):
+    """Answers with `text`."""
+
+    text = TEXT
+
+    def do_GET(self) -> None:
+        self.send_response(200 if self.path == "/metrics" else 404)
+        self.end_headers()
+        self.wfile.write(self.text)
+
+    def log_message(self, *args: object) -> None:
+        """Stay silent."""
+
+
+@pytest.fixture
+def port() -> Iterator[int]:
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Master)
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    yield server.server_address[1]
+    server.shutdown()
+    server.server_close()
+
+
+def test_bytes_and_objects(port: int) -> None:
+    assert read_usage("127.0.0.1", port) == (1_500_000_000, 4_000_000_000, 12, 3)
+
+
+@pytest.mark.parametrize("text", [b"", b"<html>", b"\xff\xfe", b"master_key_count 1\n"])
+def test_another_server_is_named(port: int, text: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Master, "text", text)
+    with pytest.raises(StorageUnavailable, match=f"http://127.0.0.1:{port}/metrics"):
+        read_usage("127.0.0.1", port)
+
+
+def test_nobody_there_names_the_remedy() -> None:
+    with pytest.raises(StorageUnavailable, match="MOONCAKE_MASTER_METRICS_PORT"):
+        read_usage("127.0.0.1", get_free_port())
+
+
+if __name__ == "__main__":
+    raise SystemExit(pytest.main([__file__, "-q"]))
