@@ -239,6 +239,13 @@ class Envs:
         False, "Transfer over Ascend's links, whatever MOONCAKE_PROTOCOL says."
     )
     ASCEND_NPU_PHY_ID = _env_int(-1, "Physical id of this process's NPU; -1: the rank's device.")
+    OTEL_EXPORTER_OTLP_TRACES_PROTOCOL = _env_optional_str(
+        "Protocol of --otlp-traces-endpoint: grpc or http/protobuf; unset: the endpoint says."
+    )
+    SGLANG_OTLP_EXPORTER_SCHEDULE_DELAY_MILLIS = _env_int(
+        500, "Milliseconds between two exports of spans."
+    )
+    SGLANG_OTLP_EXPORTER_MAX_EXPORT_BATCH_SIZE = _env_int(512, "Most spans of one export.")
     HICACHE_HOST_MEMORY_RESERVE_BYTES = _env_size(
         "1gb", "Host memory that the L2 pools leave to everything else."
     )

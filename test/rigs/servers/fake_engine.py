@@ -11,14 +11,14 @@ import signal
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any, Final, cast
+from typing import TYPE_CHECKING, Any, Final, cast
 
 import zmq
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from sglang.srt.arg_groups.disaggregation import DisaggregationMode, PrefillHosts, prefill_hosts
-from sglang.srt.entrypoints.engine import EngineFront
+from sglang.srt.entrypoints.engine import EngineFront, make_tracer
 from sglang.srt.entrypoints.engine_processes import EngineProcesses
 from sglang.srt.entrypoints.http.server_context import ServerContext
 from sglang.srt.entrypoints.http_server import HttpServer
@@ -54,6 +54,9 @@ from sglang.srt.managers.tokenizer.tokenizer_manager import TokenizerManager
 from sglang.srt.observability.engine_metrics import ServerMetrics
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.utils.network import base_url, get_free_port, wait_until
+
+if TYPE_CHECKING:
+    from sglang.srt.observability.tracing import Tracer
 
 EOS_ID: Final = 256
 CONTEXT_LEN: Final = 200
@@ -246,6 +249,7 @@ class FakeEngine:
         disaggregation_mode: str = DisaggregationMode.NULL,
         max_queued_requests: int = 4096,
         hosts: PrefillHosts | None = None,
+        tracer: Tracer | None = None,
     ) -> TokenizerManager:
         """A manager that uses this engine. At most one at a time."""
         limits = RequestLimits(
@@ -257,7 +261,7 @@ class FakeEngine:
             prefill_hosts=hosts,
         )
         return TokenizerManager(
-            ipc=self.ipc, tokenizer=self.tokenizer, limits=limits, metrics=metrics
+            ipc=self.ipc, tokenizer=self.tokenizer, limits=limits, metrics=metrics, tracer=tracer
         )
 
 
@@ -342,6 +346,7 @@ def front_server(**args: Any) -> Iterator[FrontServer]:
                 server_args.disaggregation_mode,
                 server_args.max_queued_requests,
                 prefill_hosts(server_args),
+                make_tracer(server_args, None if metrics is None else metrics.registry),
             ),
             chat_template=ChatTemplate(engine.tokenizer, server_args.chat_template),
             ready_details={"max_req_input_len": CONTEXT_LEN - 1},
@@ -359,4 +364,6 @@ def front_server(**args: Any) -> Iterator[FrontServer]:
         finally:
             server.should_exit = True
             thread.join()
+            if context.manager.tracer is not None:
+                context.manager.tracer.close()
             front.processes.kill()

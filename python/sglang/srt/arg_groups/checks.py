@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from sglang.srt.arg_groups.cli import Mistake, check_choices, flag_name, lines_of, refuse_ignored
 from sglang.srt.arg_groups.disaggregation import check_disaggregation
 from sglang.srt.arg_groups.extra_config import FLAG, check_extra_config_keys
+from sglang.srt.arg_groups.observability import check_observability
 from sglang.srt.arg_groups.remote_weights import check_remote_weights
 from sglang.srt.constants import DEFAULT_HIERARCHICAL_PAGE_SIZE, DEFAULT_PAGE_SIZE
 from sglang.srt.hardware_backend.device_kinds import device_kind
@@ -202,7 +203,13 @@ def mistakes_of(args: ServerArgs, malformed: Sequence[str] = ()) -> list[str]:
             wrong.setdefault(field, line)
     # The other fields are checked against each other too, with stand-ins for the wrong ones.
     others = dataclasses.replace(args, **{name: _stand_in(args, name) for name in wrong})
-    checks = (check_remote_weights, check_parallelism, check_disaggregation, _check_cache)
+    checks = (
+        check_remote_weights,
+        check_parallelism,
+        check_disaggregation,
+        check_observability,
+        _check_cache,
+    )
     lines = [line for check in checks for line in lines_of(check, others)]
     if others.device != "auto":
         lines += check_device(others, device_kind(others.device))

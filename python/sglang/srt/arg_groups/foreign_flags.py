@@ -144,7 +144,7 @@ SGLANG_FLAGS: Final = (
         decode_log_interval enable_request_time_stats_logging gc_* enable_metrics_for_all_schedulers
         enable_mfu_metrics tokenizer_metrics_* bucket_* collect_tokens_histogram
         prompt_tokens_buckets generation_tokens_buckets export_metrics_* crash_dump_folder
-        enable_trace otlp_* tensorboard_* enable_layerwise_nvtx_marker soft_watchdog_timeout
+        tensorboard_* enable_layerwise_nvtx_marker soft_watchdog_timeout
         load_watch_interval"""),
     _row(_IGNORED, "warming up", "skip_server_warmup warmups"),
     _row(_IGNORED, "loading a checkpoint", """weight_loader_prefetch_* delete_ckpt_after_loading

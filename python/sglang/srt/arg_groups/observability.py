@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
+from typing import Final
 
 from sglang.srt.arg_groups.cli import flag
 from sglang.srt.utils.logging_utils import LOG_FORMATS, LOG_LEVELS
+
+_DEFAULT_COLLECTOR: Final = "localhost:4317"
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -21,3 +25,20 @@ class ObservabilityArgs:
     )
     enable_metrics: bool = flag(False, "Serve Prometheus metrics on /metrics.")
     enable_cache_report: bool = flag(False, "Report cached tokens in the usage of OpenAI answers.")
+    enable_trace: bool = flag(
+        False, "Export a trace of every request through OpenTelemetry (extra `trace`)."
+    )
+    otlp_traces_endpoint: str = flag(
+        _DEFAULT_COLLECTOR,
+        "Collector of traces: HOST:PORT or a URL. OTLP over gRPC, or over HTTP for URLs with a "
+        "path such as /v1/traces.",
+    )
+
+
+def check_observability(args: ObservabilityArgs) -> Iterator[str]:
+    """Refuse a collector that gets nothing."""
+    if not args.enable_trace and args.otlp_traces_endpoint != _DEFAULT_COLLECTOR:
+        yield (
+            f"--otlp-traces-endpoint {args.otlp_traces_endpoint} has no effect without "
+            "--enable-trace: add that, or leave it out"
+        )

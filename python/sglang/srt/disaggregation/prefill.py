@@ -7,6 +7,8 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
+import msgspec
+
 from sglang.srt.disaggregation.base.conn import BaseKVManager, BaseKVSender, KVPoll
 from sglang.srt.disaggregation.base.first_token import FirstToken, prompt_digest, sampling_digest
 from sglang.srt.disaggregation.utils import failure_reasons, poll_and_all_reduce
@@ -17,6 +19,7 @@ from sglang.srt.observability.engine_metrics import DisaggregationMetrics
 from sglang.srt.utils.logging_utils import RateLimitedLogger
 
 if TYPE_CHECKING:
+    from sglang.srt.managers.messages.cache_report import CacheReport
     from sglang.srt.managers.messages.io_struct import Bootstrap, TokenizedGenerateReqInput
     from sglang.srt.managers.scheduler.batch import PrefillWork
     from sglang.srt.managers.scheduler.requests.req import Req
@@ -35,6 +38,14 @@ def room_taken(room: int) -> FinishReason:
     """The end of a request whose room another request has."""
     message = f"bootstrap_room {room} belongs to another request: draw one for each request"
     return FinishReason(type="abort", message=message, status_code=400)
+
+
+def _shared_report(req: Req) -> CacheReport | None:
+    """The cache report of `req` for its decode server, if asked for; times are this machine's."""
+    report = req.report.cache
+    if report is None or not req.spec.return_cache_report:
+        return None
+    return msgspec.structs.replace(report, spans=None)
 
 
 def transfer_lost(why: str) -> FinishReason:
@@ -191,7 +202,7 @@ class PrefillRole(Role):
                 progress.output_top_logprobs[0] if progress.output_top_logprobs else None
             ),
             cached=report.cached_tokens_details,
-            cache_report=report.cache,
+            cache_report=_shared_report(req),
             queue_seconds=0.0 if room.asked is None else max(0.0, first_step - room.asked),
             prefill_seconds=prefill_seconds,
             state_slot=self._state.pools.req_to_token_pool.state_of(req.slots.row),

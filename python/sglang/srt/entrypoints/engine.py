@@ -42,9 +42,11 @@ from sglang.srt.utils.portable_tokenizer import TokenizerData, tokenizer_data
 from sglang.srt.utils.process import postponing_signals
 
 if TYPE_CHECKING:
+    from prometheus_client import CollectorRegistry
     from transformers import PreTrainedTokenizerBase
 
     from sglang.srt.configs.model_config import ModelConfig
+    from sglang.srt.observability.tracing import Tracer
 
 
 logger = logging.getLogger(__name__)
@@ -110,6 +112,7 @@ class EngineFront:
         if self._bootstrap is not None:
             for route in details["routes"]:
                 self._bootstrap.register(Route(**route))
+        metrics = ServerMetrics(model_label(args)) if args.enable_metrics else None
         self.manager = TokenizerManager(
             ipc=self.processes.ipc,
             tokenizer=tokenizer,
@@ -122,8 +125,9 @@ class EngineFront:
                 prefill_hosts=prefill_hosts(args),
                 draws_rooms=args.disaggregation_transfer_backend == TransferBackend.FAKE,
             ),
-            metrics=ServerMetrics(model_label(args)) if args.enable_metrics else None,
+            metrics=metrics,
             log_requests=args.log_requests,
+            tracer=make_tracer(args, None if metrics is None else metrics.registry),
         )
         self.context = ServerContext(
             args=args,
@@ -147,10 +151,25 @@ class EngineFront:
         except EngineUnavailable:
             ended_well = False
         await self.manager.close()
+        if self.manager.tracer is not None:
+            await asyncio.to_thread(self.manager.tracer.close)
         if self._bootstrap is not None:
             await asyncio.to_thread(self._bootstrap.close)
         await asyncio.to_thread(self.processes.kill)
         return ended_well
+
+
+def make_tracer(args: ServerArgs, registry: CollectorRegistry | None) -> Tracer | None:
+    """The tracer of a server with `--enable-trace`, whose packages `check_start` has found; None
+    without. Raises ValueError if the endpoint is wrong."""
+    if not args.enable_trace:
+        return None
+    from sglang.srt.observability import tracing
+
+    exporter = tracing.make_exporter(args.otlp_traces_endpoint)
+    mode = args.disaggregation_mode
+    service = "sglang" if mode == DisaggregationMode.NULL else f"sglang-{mode}"
+    return tracing.Tracer(exporter, service, f"{args.host}:{args.port}", registry)
 
 
 def _model_info(args: ServerArgs, config: ModelConfig, details: dict[str, Any]) -> dict[str, Any]:

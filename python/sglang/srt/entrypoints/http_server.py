@@ -168,7 +168,8 @@ def create_app(
         await (stop or context.manager.close)()
 
     apis = (native_routes, server_routes, hicache_routes, openai_routes, serving_messages)
-    app = Starlette(routes=[route for api in apis for route in api.ROUTES], lifespan=lifespan)
+    routes = [route for api in apis for route in api.ROUTES]
+    app = Starlette(routes=routes, lifespan=lifespan)
     # A redirect would use the client's own Host header, and always http.
     app.router.redirect_slashes = False
     app.state.context = context
@@ -176,6 +177,11 @@ def create_app(
     add_api_key_middleware(
         app, api_key=context.args.api_key, admin_api_key=context.args.admin_api_key
     )
+    if context.manager.tracer is not None:
+        from sglang.srt.observability.tracing import TraceMiddleware
+
+        paths = frozenset(route.path for route in routes)
+        app.add_middleware(TraceMiddleware, tracer=context.manager.tracer, routes=paths)
     # Around the check of keys: preflights have no key, and a page must be able to read the reason
     # of a refusal.
     app.add_middleware(_CrossOriginMiddleware)

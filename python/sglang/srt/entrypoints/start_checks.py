@@ -68,12 +68,28 @@ def check_start(args: ServerArgs) -> None:
     envs.check_own()
     for line in warnings_about_variables():
         logger.warning(line)
+    check_tracing(args)
     check_device(args)
     check_host_layout(args)
     check_model(args)
     check_seed(args)
     check_disaggregation(args)
     check_storage(args)
+
+
+def check_tracing(args: ServerArgs) -> None:
+    """Check the packages of `--enable-trace`, and its endpoint."""
+    if not args.enable_trace:
+        return
+    try:
+        from sglang.srt.observability import tracing
+
+        tracing.make_exporter(args.otlp_traces_endpoint).shutdown()
+    except ImportError as error:
+        raise ValueError(
+            f"--enable-trace needs a package that is not installed ({error.name}): run "
+            ".venv/bin/pip install 'sglang[trace]'"
+        ) from None
 
 
 def check_device(args: ServerArgs) -> None:

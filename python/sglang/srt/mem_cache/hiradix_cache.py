@@ -253,7 +253,7 @@ class HiRadixCache(RadixCache):
         while chain and not ((quota is None or tokens <= quota) and self.tree.can_end(chain[-1])):
             tokens -= len(chain.pop().key)
             params.refusal = NoLoad.BUDGET
-        loaded = self.host_load.load(chain, above, params.mamba_quota)
+        loaded = self.host_load.load(chain, above, params.mamba_quota, params.report)
         if isinstance(loaded, torch.Tensor):
             return loaded, chain[-1] if chain else above
         params.refusal = loaded or params.refusal

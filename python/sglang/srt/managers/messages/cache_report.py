@@ -8,6 +8,7 @@ reasons of a load from L2 those of `NoLoad`, and all others those of `CutReason`
 from __future__ import annotations
 
 from enum import StrEnum
+from typing import Final
 
 import msgspec
 
@@ -51,6 +52,23 @@ class CacheCut(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """What differs, of `CutReason.OTHER_NAMESPACE`."""
 
 
+class Span(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A stage of a traced request, in seconds of this machine's `time.monotonic()`."""
+
+    name: str
+    """`match`, `l3_read`, `load` or `prefill`."""
+    begin: float
+    end: float
+    tokens: int = 0
+    """Tokens that the stage found, moved or computed."""
+    outcome: str | None = None
+    """Why an L3 read brought no more; None: it brought all that was awaited."""
+
+
+MAX_SPANS: Final = 128
+"""Most spans of a report; later ones are left out."""
+
+
 class CacheReport(msgspec.Struct, kw_only=True):
     """What the tiers had of a prompt. Counts are tokens. `CachedTokensDetails` has what was
     used."""
@@ -65,6 +83,17 @@ class CacheReport(msgspec.Struct, kw_only=True):
     """Tokens after `on_arrival` that L3 said it had; None: there is no L3."""
     cuts: list[CacheCut] = []
     """In order of `at`, from the upper tier down; at most one for each tier and one without."""
+
+    spans: list[Span] | None = None
+    """Stages, in order of their ends; None: the request is not traced."""
+
+    def add_span(
+        self, name: str, begin: float, end: float, tokens: int, outcome: str | None = None
+    ) -> None:
+        """Note a stage, if the request is traced."""
+        if self.spans is not None and len(self.spans) < MAX_SPANS:
+            span = Span(name=name, begin=begin, end=end, tokens=tokens, outcome=outcome)
+            self.spans.append(span)
 
     def cut(self, tier: Tier | None, at: int, reason: str, detail: str | None = None) -> None:
         """Note the end of a tier. The first place counts."""

@@ -69,6 +69,8 @@ class TokenizedGenerateReqInput(Message):
     sample_of: str | None = None
     """Id of the request with the same prompt that has to be computed first."""
     return_cache_report: bool = False
+    is_traced: bool = False
+    """True if the last message has a cache report with the times of the request's stages."""
     bootstrap: Bootstrap | None = None
     """Set on a server that only prefills or only decodes; None: this server does both."""
     created_time: float = 0.0
@@ -243,7 +245,8 @@ class RequestOutput(msgspec.Struct, kw_only=True, omit_defaults=True):
     stages: Stages | None = None
     """Only in the last message."""
     cache_report: CacheReport | None = None
-    """Only in the last message of a request that asks for it, if it was scheduled."""
+    """Only in the last message of a request that asks for it or is traced, if it was
+    scheduled."""
     skip_special_tokens: bool = True
     shown_chars: int | None = None
     """Characters of the output that may be shown: up to the stop string or pattern that ended it,

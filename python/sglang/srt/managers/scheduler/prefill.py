@@ -290,6 +290,7 @@ class PrefillScheduler:
             mem_quota=quota,
             mamba_quota=state.snapshots.room_to_load(state.queues.decoding),
             req=req.slots,
+            report=req.report.cache,
         )
         loaded, node = state.tree.init_load_back(params)
         prefix.no_load = params.refusal

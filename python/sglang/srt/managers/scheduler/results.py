@@ -12,7 +12,6 @@ from sglang.srt.managers.messages.io_struct import (
     RequestOutput,
     abort_reason,
 )
-from sglang.srt.managers.scheduler.batch import PrefillWork
 from sglang.srt.managers.scheduler.requests.req import Req
 
 if TYPE_CHECKING:
@@ -120,13 +119,13 @@ class ResultProcessor:
         """Wait for the end of `step`, and give its requests their results."""
         step.result.wait()
         if step.is_prefill:
-            self._on_prefill(step.works, step.result)
+            self._on_prefill(step)
         else:
             self._on_decode(step)
 
-    def _on_prefill(self, works: list[PrefillWork], result: StepResult) -> None:
+    def _on_prefill(self, step: LaunchedStep) -> None:
         """Let requests with complete prompts decode, here or on another server."""
-        state = self._state
+        state, works, result, now = self._state, step.works, step.result, time.monotonic()
         complete: list[Req] = []
         kept: list[Req] = []
         for row, work in enumerate(works):
@@ -137,6 +136,8 @@ class ResultProcessor:
             if result.input_logprobs is not None:
                 req.progress.input_logprobs += result.input_logprobs.values[row]
                 req.progress.input_top_logprobs += result.input_logprobs.tops[row]
+            if req.report.cache is not None:
+                req.report.cache.add_span("prefill", step.launched, now, work.extend_len)
             self._role.on_computed(work)
             if work.is_last_chunk:
                 self._end_prefill(req)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -25,6 +25,9 @@ from sglang.srt.managers.tokenizer.generate_request import (
     RequestFailed,
 )
 from sglang.srt.mem_cache.tree.radix_key import TokenArray
+
+if TYPE_CHECKING:
+    from opentelemetry.context import Context
 
 
 @dataclass(slots=True)
@@ -54,6 +57,8 @@ class RequestState:
     queue_time: float = 0.0
     stages: Stages | None = None
     cache_report: CacheReport | None = None
+    trace_context: Context | None = None
+    """Where its spans belong; None: it is not traced."""
     last_token_time: float | None = None
     finished_time: float | None = None
     failure: Exception | None = None

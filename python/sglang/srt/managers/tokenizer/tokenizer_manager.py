@@ -37,8 +37,9 @@ from sglang.srt.managers.tokenizer.request_limits import (
     tokenized,
 )
 from sglang.srt.managers.tokenizer.request_state import RequestState
+from sglang.srt.managers.tokenizer.request_trace import record_request
 from sglang.srt.managers.tokenizer.server_channel import ControlClient, ServerChannel
-from sglang.srt.mem_cache.tree.radix_key import token_array
+from sglang.srt.mem_cache.tree.radix_key import TokenArray, token_array
 from sglang.srt.observability.engine_metrics import ServerMetrics
 from sglang.srt.utils.logging_utils import RateLimitedLogger
 
@@ -46,6 +47,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from sglang.srt.managers.messages.ipc import IpcAddresses
+    from sglang.srt.observability.tracing import Tracer
 
 logger = logging.getLogger(__name__)
 
@@ -61,6 +63,7 @@ class TokenizerManager:
         limits: RequestLimits,
         metrics: ServerMetrics | None = None,
         log_requests: bool = False,
+        tracer: Tracer | None = None,
     ) -> None:
         self.tokenizer = tokenizer
         self.limits = limits
@@ -68,6 +71,7 @@ class TokenizerManager:
         self._channel = ServerChannel(ipc, self._handle, self.fail_all)
         self.control = ControlClient(self._channel.send)
         self._log_requests = log_requests
+        self.tracer = tracer
         self.encoder = PromptEncoder(tokenizer)
         self._states: dict[str, RequestState] = {}
         self._leaving: set[str] = set()
@@ -145,19 +149,26 @@ class TokenizerManager:
                     raise InvalidRequest(
                         f"rid {rid!r} is in use by a running request: choose another", field="rid"
                     )
-                self._states[rid] = RequestState(request, now)
+                self._states[rid] = state = RequestState(request, now)
+                if self.tracer is not None and not rid.startswith(HEALTH_CHECK_RID_PREFIX):
+                    state.trace_context = self.tracer.parent()
                 states.append(self._states[rid])
             for request, state, tokens in zip(requests, states, prompts, strict=True):
                 if tokens is None:
                     self._encode_later(request, state)
                 else:
-                    message = tokenized(request, tokens, self.limits, now)
-                    self._channel.send(message)
-                    state.note_sent(tokens, message.logprob_start_len)
+                    self._send(state, tokens)
             yield states
         finally:
             for state in states:
                 self._leave(state)
+
+    def _send(self, state: RequestState, tokens: TokenArray) -> None:
+        """Send a request, whose prompt has passed its checks, to the scheduler."""
+        message = tokenized(state.request, tokens, self.limits, state.created_time)
+        message.is_traced = state.trace_context is not None
+        self._channel.send(message)
+        state.note_sent(tokens, message.logprob_start_len)
 
     async def generate_whole(self, request: GenerateRequest) -> RequestState:
         """Run one request to its end; raises as `submit` and `RequestState.wait_for_output` do."""
@@ -189,9 +200,7 @@ class TokenizerManager:
             )
             if not state.ended:
                 check_prompt(request, tokens, self.limits)
-                message = tokenized(request, tokens, self.limits, state.created_time)
-                self._channel.send(message)
-                state.note_sent(tokens, message.logprob_start_len)
+                self._send(state, tokens)
 
         def on_done(task: asyncio.Task[None]) -> None:
             error = None if task.cancelled() else task.exception()
@@ -230,6 +239,8 @@ class TokenizerManager:
             self.metrics.observe_end(state.outcome, state.seconds)
         if self._log_requests:
             log_request(state)
+        if self.tracer is not None:
+            record_request(self.tracer, state)
 
     def _handle(self, message: ToServer) -> None:
         if isinstance(message, ControlReqOutput):

@@ -21,6 +21,7 @@ from sglang.srt.mem_cache.tree.tree_node import TreeNode, parts_of
 from sglang.srt.utils.logging_utils import RateLimitedLogger
 
 if TYPE_CHECKING:
+    from sglang.srt.managers.messages.cache_report import CacheReport
     from sglang.srt.mem_cache.l2.cache_controller import HiCacheAck, HiCacheController
     from sglang.srt.mem_cache.tree.hicache_metrics import HiCacheMetrics
     from sglang.srt.mem_cache.tree.pool_tier import DeviceTier, PoolTier
@@ -56,6 +57,8 @@ class DeviceCopy:
     """Host slots of the pages; empty if only states are copied."""
     host_states: Mapping[StateComponent, torch.Tensor]
     """Host slots of the states of `node` that the copy includes, by kind."""
+    report: CacheReport | None = None
+    """Gets the time of the copy."""
 
 
 class HostBackup:
@@ -250,7 +253,11 @@ class HostLoad:
         self._log = RateLimitedLogger(logger)
 
     def load(
-        self, chain: list[TreeNode], above: TreeNode, most_states: int | None
+        self,
+        chain: list[TreeNode],
+        above: TreeNode,
+        most_states: int | None,
+        report: CacheReport | None = None,
     ) -> torch.Tensor | NoLoad | None:
         """Queue a load of pages, of the states at their end, or both; return its device slots,
         empty if only states are loaded, or why there is no room. None: nothing is missing.
@@ -259,6 +266,7 @@ class HostLoad:
             chain: The nodes whose pages are loaded, from the top; may be empty.
             above: The last node on the device before `chain`.
             most_states: States that may be loaded; None: any number.
+            report: Gets the time of the load; None: not wanted.
         """
         pinned = chain or [above]
         last = pinned[-1]
@@ -295,7 +303,7 @@ class HostLoad:
             component.device.lock(last)
         length = sum(len(node.key) for node in pinned)
         number = operation.operation_id
-        self.loading[number] = DeviceCopy(number, last, length, host_indices, missing)
+        self.loading[number] = DeviceCopy(number, last, length, host_indices, missing, report)
         self._metrics.load_back.inc(done)
         return slots
 
@@ -341,11 +349,15 @@ class HostLoad:
         intact: list[int] = []
         for _ in range(num_ended):
             ack = self._controller.ack_load_queue.popleft()
-            self._metrics.load_back_seconds.observe(time.monotonic() - ack.started)
+            now = time.monotonic()
+            self._metrics.load_back_seconds.observe(now - ack.started)
             damaged = self._damaged_pages(ack)
             for operation_id in ack.operation_ids:
-                copies.append(self.loading.pop(operation_id))
-                intact.append(self._intact_tokens(copies[-1], damaged))
+                copy = self.loading.pop(operation_id)
+                if copy.report is not None:
+                    copy.report.add_span("load", ack.started, now, copy.length)
+                copies.append(copy)
+                intact.append(self._intact_tokens(copy, damaged))
         agreed = self._reduce_min(torch.tensor(intact)).tolist() if copies else []
         for copy, tokens in zip(copies, agreed, strict=True):
             if tokens < copy.length:

@@ -22,13 +22,14 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 import torch
 
-from sglang.srt.managers.messages.cache_report import CacheReport, Tier
 from sglang.srt.mem_cache.device.pool_transfer import PoolTransfer
+from sglang.srt.mem_cache.l3.read_report import report_read
 from sglang.srt.mem_cache.storage.types import CacheOutcome
 from sglang.srt.mem_cache.tree.radix_key import PageHash, RadixKey
 from sglang.srt.mem_cache.tree.tick_sync import MAX_PREFETCHES, PrefetchProgress
 
 if TYPE_CHECKING:
+    from sglang.srt.managers.messages.cache_report import CacheReport
     from sglang.srt.mem_cache.tree.pool_tier import HostTier
 
 _NO_PROGRESS: Final = PrefetchProgress()
@@ -100,6 +101,10 @@ class PrefetchOperation:
     whole_pages: int = field(init=False)
     """Transfer thread: pages before the first that the store was found to lack, or to have
     damaged."""
+    began: float = 0.0
+    """Transfer thread: `time.monotonic()` at which it began to read pages; 0: it has not."""
+    ended: float = 0.0
+    """Transfer thread, before `outcome`: the same at the end."""
     outcome: CacheOutcome | None = None
     """Transfer thread, last of all: from now on it does not touch `host_indices`."""
     answered: threading.Event = field(default_factory=threading.Event)
@@ -315,16 +320,8 @@ class PrefetchTable:
         """Let a request need nothing of a read any more, and tell its report what that brought;
         `cut`: why the request leaves a read that goes on."""
         needed = read.needs.pop(request_id)
-        report = self.reports.get(request_id)
-        if report is None or report.storage is None:
-            return
-        page, begin = self._page_size, report.on_arrival
-        stored = read.start + min(needed, max(0, read.progress.hit)) * page
-        report.storage = max(report.storage, stored - begin)
-        if read.progress.landed < needed:
-            ending = _ending_of(read)
-            at = read.start + read.progress.landed * page
-            report.cut(Tier.STORAGE, at, cut if ending is None else ending)
+        if (report := self.reports.get(request_id)) is not None:
+            report_read(report, read, needed, self._page_size, cut)
 
     def _narrow(self, read: PrefetchOperation) -> None:
         """Read no further than the requests need; terminate a read that has none."""
@@ -424,19 +421,6 @@ class PrefetchTable:
             and not read.progress.expired
             for read in self._by_request.get(request_id, ())
         )
-
-
-def _ending_of(read: PrefetchOperation) -> CacheOutcome | None:
-    """Reason why a read brings no more than what has landed; None: it may bring more."""
-    if read.is_cancelled:
-        return CacheOutcome.OVERTAKEN
-    if not read.progress.ended or read.outcome is None:
-        return None
-    if read.outcome is not CacheOutcome.LANDED:
-        return read.outcome
-    # All that the store has was read on this rank. Another rank may have got less.
-    is_common = read.progress.landed == read.landed_pages
-    return CacheOutcome.MISS if is_common else CacheOutcome.SHORT
 
 
 def _with_state(operation: PrefetchOperation, progress: PrefetchProgress) -> PrefetchProgress:

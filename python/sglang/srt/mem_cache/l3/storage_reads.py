@@ -87,7 +87,7 @@ class StorageReads:
                 operation.answered.set()
                 to_read.append(operation)
         for operation in to_read:
-            started = time.monotonic()
+            started = operation.began = time.monotonic()
             ended = CacheOutcome.FAILED
             with self._store.reporting_failures("read"):
                 ended = self._read_pages(operation)
@@ -159,6 +159,7 @@ class StorageReads:
             metrics.prefetched.inc(operation.landed_pages * self._store.page_size)
             rate = operation.landed_pages * self._store.page_bytes / max(seconds, 1e-9)
             metrics.prefetch_bandwidth.set(rate / 1e9)
+        operation.ended = time.monotonic()
         operation.outcome = outcome
         operation.answered.set()
 

@@ -198,6 +198,8 @@ class InitLoadBackParams:
     req: CacheableRequest | None = None
     mamba_quota: int | None = None
     """States that may be loaded; None: any number."""
+    report: CacheReport | None = None
+    """Gets the time of the load; None: not wanted."""
     refusal: str | None = None
     """Set by the call: reason why less than the match was loaded (a `NoLoad`)."""
 

@@ -393,6 +393,28 @@ def test_shared_reads(rig: ReportRig) -> None:
     assert cuts_of(report) == [(None, 96, "partial_page")]
 
 
+def test_times_of_a_traced_request(rig: ReportRig) -> None:
+    rig.ask("cold", IDS)
+    rig.flush()
+    assert rig.ask("untraced", [1, 2, 3]).spans is None
+    before = time.monotonic()
+    rig.step(rig.request("traced", IDS, is_traced=True))
+    rig.settle()
+    spans = {span.name: span for span in rig.report("traced").spans or ()}
+    assert list(spans) == ["match", "l3_read", "load", "prefill"] or list(spans) == [
+        "match", "l3_read", "prefill", "load",
+    ]  # fmt: skip
+    assert [spans[name].tokens for name in ("match", "l3_read", "load", "prefill")] == [
+        0, 96, 96, 4,
+    ]  # fmt: skip
+    assert spans["l3_read"].outcome is None
+    times = [time for span in spans.values() for time in (span.begin, span.end)]
+    assert before <= min(times) and max(times) <= time.monotonic()
+    assert all(span.begin <= span.end for span in spans.values())
+    assert spans["match"].end <= spans["l3_read"].begin <= spans["l3_read"].end
+    assert spans["l3_read"].end <= spans["prefill"].end
+
+
 def test_the_prefix_before_a_read_has_left_the_tree(rig: ReportRig) -> None:
     rig.ask("cold", IDS)
     rig.flush()
