@@ -20,7 +20,6 @@ from sglang.srt.arg_groups.cli import FlagErrors
 from sglang.srt.environ import envs
 from sglang.srt.server_args import prepare_server_args
 from sglang.srt.utils.logging_utils import logs_json
-from sglang.srt.utils.network import base_url
 from sglang.srt.utils.process import raise_file_limit, set_title
 
 logger = logging.getLogger(__name__)
@@ -32,7 +31,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         args = prepare_server_args(argv)
         envs.SGLANG_DISAGGREGATION_SECRET.clear()  # The processes that need it get it with `args`.
-        url = base_url(args.host, args.port)
+        url = args.url
         logger.info("starting %s for %s; loading it takes a while", args.served_model_name, url)
         # Scripts look for the module's name to find the server's process.
         set_title("server", f"sglang.launch_server {url}")

@@ -29,6 +29,7 @@ def check_port(args: ServerArgs) -> None:
 _CHECKS: Final[tuple[Callable[[ServerArgs], None], ...]] = (
     check_port,
     start_checks.check_device,
+    start_checks.check_tls,
     start_checks.check_host_layout,
     start_checks.check_model,
     start_checks.check_seed,

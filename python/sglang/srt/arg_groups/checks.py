@@ -15,7 +15,7 @@ from sglang.srt.arg_groups.cli import Mistake, check_choices, flag_name, lines_o
 from sglang.srt.arg_groups.disaggregation import check_disaggregation
 from sglang.srt.arg_groups.extra_config import FLAG, check_extra_config_keys
 from sglang.srt.arg_groups.observability import check_observability
-from sglang.srt.arg_groups.remote_weights import check_remote_weights
+from sglang.srt.arg_groups.remote_weights import check_remote_weights, offers_weights
 from sglang.srt.constants import DEFAULT_HIERARCHICAL_PAGE_SIZE, DEFAULT_PAGE_SIZE
 from sglang.srt.hardware_backend.device_kinds import device_kind
 
@@ -204,6 +204,8 @@ def mistakes_of(args: ServerArgs, malformed: Sequence[str] = ()) -> list[str]:
     # The other fields are checked against each other too, with stand-ins for the wrong ones.
     others = dataclasses.replace(args, **{name: _stand_in(args, name) for name in wrong})
     checks = (
+        _check_config,
+        _check_tls,
         check_remote_weights,
         check_parallelism,
         check_disaggregation,
@@ -222,6 +224,30 @@ def _stand_in(args: ServerArgs, name: str) -> Any:
     field = next(one for one in dataclasses.fields(args) if one.name == name)
     choices = field.metadata["choices"]
     return choices[0] if field.default is None and choices else field.default
+
+
+def _check_config(args: ServerArgs) -> Iterator[str]:
+    if args.config is not None:
+        yield (
+            "--config is read on the command line of `sglang serve` and its tools alone: give the "
+            "settings themselves"
+        )
+
+
+def _check_tls(args: ServerArgs) -> Iterator[str]:
+    """Refuse halves of a certificate's settings, and features that would need https of a peer."""
+    if (args.ssl_certfile is None) != (args.ssl_keyfile is None):
+        there, missing = "--ssl-certfile", "--ssl-keyfile"
+        if args.ssl_certfile is None:
+            there, missing = missing, there
+        yield f"{there} needs {missing}: give the certificate and its private key"
+    if args.ssl_certfile is None:
+        yield from refuse_ignored(args, "ssl_keyfile_password", "without --ssl-certfile")
+    elif offers_weights(args):
+        yield (
+            "--ssl-certfile: other servers ask a seed of weights over http: leave it out, and put "
+            "a proxy with TLS in front for clients"
+        )
 
 
 def _check_events(args: ServerArgs) -> Iterator[str]:

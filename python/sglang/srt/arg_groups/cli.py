@@ -11,10 +11,11 @@ import difflib
 import re
 import types
 import typing
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, NoReturn
 
+from sglang.srt.arg_groups.config_file import CONFIG_FLAG, words_of_config
 from sglang.srt.arg_groups.foreign_flags import (
     foreign_flags,
     ignored,
@@ -172,14 +173,16 @@ class ParsedFlags:
 def parse_flags(
     args_class: type, argv: Sequence[str], *, prog: str, description: str
 ) -> ParsedFlags:
-    """Parse `argv`, with one flag per field of the dataclass `args_class`. Raises SystemExit after
-    `--help` has been printed."""
+    """Parse `argv`, with one flag per field of the dataclass `args_class`. Flags of a file that
+    `--config` names stand before those of `argv`, which win. Raises SystemExit after `--help` has
+    been printed."""
     parser = _Parser(prog=prog, description=description, allow_abbrev=False)
     add_flags(parser, args_class)
-    known = {one: f.name for f in _flags(args_class) for one in _flag_names(f)}
+    fields = {one: f for f in _flags(args_class) for one in _flag_names(f)}
+    known = {one: f.name for one, f in fields.items()}
     namespace = parser.parse_args([])
     malformed: list[str] = []
-    lines: list[str] = []
+    argv, lines = _with_config(argv, fields)
     foreign: list[tuple[str, Any]] = []
     for name, group in _groups(argv):
         if name is not None and name not in (*known, "-h", "--help"):
@@ -195,6 +198,27 @@ def parse_flags(
             lines += [f"{word!r} belongs to no flag; flags start with --" for word in strays]
     explained, passed = explain_foreign(foreign, args_class)
     return ParsedFlags(vars(namespace), malformed, [*explained, *lines], passed)
+
+
+def _with_config(
+    argv: Sequence[str], fields: Mapping[str, dataclasses.Field[Any]]
+) -> tuple[list[str], list[str]]:
+    """`argv` with the flags of a file in place of `--config FILE`, and a line for each mistake."""
+    words: list[str] = []
+    others: list[str] = []
+    lines: list[str] = []
+    for name, group in _groups(argv):
+        if name != CONFIG_FLAG or name not in fields:
+            others += group
+            continue
+        paths = [group[0].partition("=")[2], *group[1:]] if "=" in group[0] else group[1:]
+        try:
+            if len(paths) != 1:
+                raise ValueError(f"{CONFIG_FLAG}: give one file")
+            words += words_of_config(paths[0], fields)
+        except ValueError as error:
+            lines.append(str(error))
+    return [*words, *others], lines
 
 
 def _groups(argv: Sequence[str]) -> Iterator[tuple[str | None, list[str]]]:

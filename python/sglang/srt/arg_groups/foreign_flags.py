@@ -103,8 +103,8 @@ SGLANG_FLAGS: Final = (
     _row(_NEVER, "GGUF and other checkpoint formats", "gguf_* model_loader_extra_config={}"),
     _row(_NEVER, "other implementations of a model", "model_impl=auto|sglang"),
     _row(_NEVER, "a gRPC front", "grpc_* smg_*"),
-    _row(_NEVER, "TLS in the server (put a proxy in front)", "ssl_* enable_ssl_*"),
-    _row(_NEVER, "a configuration file for flags", "config"),
+    _row(_NEVER, "certificates of clients, and certificates that change while the server runs (put "
+        "a proxy in front)", "ssl_ca_certs enable_ssl_refresh"),
     _row(_NEVER, "a server without a tokenizer (requests may always have input_ids, and answers "
         "have output_ids)", "skip_tokenizer_init"),
     _row(_NEVER, "a choice between tokenizers of one model", "tokenizer_mode=auto"),

@@ -38,6 +38,7 @@ from sglang.srt.environ import envs, parse_gigabytes
 from sglang.srt.function_call.function_call_parser import TOOL_CALL_PARSERS
 from sglang.srt.hardware_backend.device_kinds import DEVICE_KINDS, device_kind
 from sglang.srt.parser.reasoning_parser import REASONING_PARSERS
+from sglang.srt.utils.network import base_url
 
 logger = logging.getLogger(__name__)
 
@@ -48,6 +49,8 @@ class ServerArgs(ObservabilityArgs):
 
     grpc_mode: ClassVar[bool] = False
     """True if servers speak gRPC; `sglang_router.launch_server` asks."""
+
+    config: str | None = flag(None, "YAML file with flags by name; flags on the command line win.")
 
     # Model
     model_path: str | None = flag(
@@ -105,6 +108,13 @@ class ServerArgs(ObservabilityArgs):
     # Server
     host: str = flag(DEFAULT_HOST, "Address to listen on.")
     port: int = flag(DEFAULT_PORT, "Port to listen on.")
+    ssl_certfile: str | None = flag(
+        None, "Certificate, with those that sign it (PEM): serve https, needs --ssl-keyfile."
+    )
+    ssl_keyfile: str | None = flag(None, "Private key of the certificate (PEM).")
+    ssl_keyfile_password: str | None = flag(
+        None, "Password of that key; better in a --config file.", secret=True
+    )
     api_key: str | None = flag(None, "Bearer token that requests must send.", secret=True)
     api_key_file: str | None = flag(None, "File with that token; or set SGLANG_API_KEY.")
     admin_api_key: str | None = flag(
@@ -437,6 +447,11 @@ class ServerArgs(ObservabilityArgs):
         """This object, which from now on refuses changes: threads share it."""
         self._is_resolved = True
         return self
+
+    @property
+    def url(self) -> str:
+        """`http://host:port`, or https."""
+        return base_url(self.host, self.port, is_tls=self.ssl_certfile is not None)
 
     def extra_config(self) -> dict[str, Any]:
         """`hicache_storage_backend_extra_config` as an object, which may be empty."""

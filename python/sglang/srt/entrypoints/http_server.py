@@ -10,6 +10,7 @@ import math
 import os
 import signal
 import socket
+import ssl
 import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -34,9 +35,9 @@ from sglang.srt.utils.auth import add_api_key_middleware
 from sglang.srt.utils.bounded_listener import Listener, most_connections
 from sglang.srt.utils.logging_utils import configure_logger
 from sglang.srt.utils.network import (
-    base_url,
     check_port_available,
     listening_sockets,
+    tls_context,
     warn_of_open_server,
 )
 from sglang.srt.utils.process import freeze_heap, raise_file_limit
@@ -112,6 +113,7 @@ class BoundedServer(uvicorn.Server):
             count=lambda: len(self.server_state.connections),
             connections=protocol.open_connections,
             most=most_connections(),
+            tls=config.ssl,
         )
 
     async def end_requests(self) -> None:
@@ -246,6 +248,14 @@ def run_server(args: ServerArgs) -> int:
         front.processes.kill()
 
 
+def _tls_factory(args: ServerArgs) -> Callable[..., ssl.SSLContext] | None:
+    """Makes uvicorn's TLS context; None: the server speaks http."""
+    certfile, keyfile = args.ssl_certfile, args.ssl_keyfile
+    if certfile is None or keyfile is None:
+        return None
+    return lambda *_: tls_context(certfile, keyfile, args.ssl_keyfile_password)
+
+
 class HttpServer(BoundedServer):
     """uvicorn with this engine's shutdown.
 
@@ -270,6 +280,7 @@ class HttpServer(BoundedServer):
                 server_header=False,
                 # The client's address is not used.
                 proxy_headers=False,
+                ssl_context_factory=_tls_factory(args),
             )
         )
         self._front = front
@@ -289,7 +300,7 @@ class HttpServer(BoundedServer):
         await super().startup(sockets)
         if self.started:
             self._front.processes.watch(self._on_death)
-            logger.info("%s %s", READY_LINE, base_url(self.config.host, self.config.port))
+            logger.info("%s %s", READY_LINE, self._front.context.args.url)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Drain on the first signal, end at once on the second."""

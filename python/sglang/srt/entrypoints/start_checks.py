@@ -56,7 +56,7 @@ from sglang.srt.mem_cache.storage.types import StorageUnreachable
 from sglang.srt.model_loader.weight_files import weight_files
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.utils.hf_tokenizer import check_tokenizer_files
-from sglang.srt.utils.network import base_url, can_connect, check_port_available
+from sglang.srt.utils.network import base_url, can_connect, check_port_available, tls_context
 
 logger = logging.getLogger(__name__)
 
@@ -70,6 +70,7 @@ def check_start(args: ServerArgs) -> None:
         logger.warning(line)
     check_tracing(args)
     check_device(args)
+    check_tls(args)
     check_host_layout(args)
     check_model(args)
     check_seed(args)
@@ -101,6 +102,12 @@ def check_device(args: ServerArgs) -> None:
             missing = kind.missing_package()
             if missing is not None:
                 raise ValueError(f"{flag_name(field)} {value}: {missing}")
+
+
+def check_tls(args: ServerArgs) -> None:
+    """Check that the certificate and its key can be read and fit each other."""
+    if args.ssl_certfile is not None and args.ssl_keyfile is not None:
+        tls_context(args.ssl_certfile, args.ssl_keyfile, args.ssl_keyfile_password)
 
 
 def check_host_layout(args: ServerArgs) -> None:

@@ -11,6 +11,7 @@ import errno
 import logging
 import resource
 import socket
+import ssl
 from collections.abc import Callable, Sequence
 from typing import Any, Final, Protocol
 
@@ -27,6 +28,8 @@ PAUSE_SECONDS: Final = 0.1
 LEAST_IDLE_SECONDS: Final = 0.25
 """Seconds for which a connection must be idle before it may be closed: its first request may be on
 its way."""
+HANDSHAKE_SECONDS: Final = 10.0
+"""Most seconds of a TLS handshake."""
 SPARE_FILES: Final = 256
 """Number of files kept free for other uses, and for connections that were just closed."""
 _NO_ROOM: Final = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
@@ -85,7 +88,8 @@ def most_connections() -> int:
 
 
 class Listener:
-    """Accepts on `sockets` until `close`. Event loop thread only.
+    """Accepts on `sockets` until `close`, with TLS if there is a context for it. Event loop thread
+    only.
 
     At the limit a new connection takes the place of one that has been idle for a while. If none is
     idle, it waits, which is logged once a minute.
@@ -99,7 +103,9 @@ class Listener:
         count: Callable[[], int],
         connections: OpenConnections,
         most: int,
+        tls: ssl.SSLContext | None = None,
     ) -> None:
+        self._tls = tls
         self._loop = asyncio.get_running_loop()
         self._sockets = sockets
         self._make_protocol = make_protocol
@@ -155,6 +161,11 @@ class Listener:
 
     async def _open(self, peer: socket.socket) -> None:
         try:
-            await self._loop.connect_accepted_socket(self._make_protocol, peer)
+            await self._loop.connect_accepted_socket(
+                self._make_protocol,
+                peer,
+                ssl=self._tls,
+                ssl_handshake_timeout=None if self._tls is None else HANDSHAKE_SECONDS,
+            )
         except OSError:
-            peer.close()  # The client left at once.
+            peer.close()  # The client left at once, or does not speak TLS.

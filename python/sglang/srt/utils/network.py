@@ -7,6 +7,7 @@ import ipaddress
 import logging
 import secrets
 import socket
+import ssl
 import time
 import urllib.request
 from collections.abc import Callable
@@ -56,9 +57,34 @@ def _first_outgoing_port() -> int:
         return 0
 
 
-def base_url(host: str, port: int) -> str:
-    """`http://host:port`, with the brackets that an IPv6 address needs."""
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+def base_url(host: str, port: int, *, is_tls: bool = False) -> str:
+    """`http://host:port`, or https, with the brackets that an IPv6 address needs."""
+    scheme = "https" if is_tls else "http"
+    return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
+
+
+def tls_context(certfile: str, keyfile: str, password: str | None) -> ssl.SSLContext:
+    """The context of a server with this certificate: TLS 1.2 and later.
+
+    Raises:
+        ValueError: A file cannot be read, is not PEM, or the key does not fit; names the flags.
+    """
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    for flag, path in (("--ssl-certfile", certfile), ("--ssl-keyfile", keyfile)):
+        try:
+            Path(path).read_bytes()
+        except OSError as error:
+            raise ValueError(f"{flag} {path}: cannot be read: {error.strerror}") from None
+    try:
+        # A password that is missing would be asked for on the terminal.
+        context.load_cert_chain(certfile, keyfile, password or "")
+    except (ssl.SSLError, ValueError) as error:
+        cause = getattr(error, "reason", None) or error
+        raise ValueError(
+            f"--ssl-certfile {certfile}, --ssl-keyfile {keyfile}: no certificate with its key in "
+            f"PEM ({cause}): check the files and --ssl-keyfile-password"
+        ) from None
+    return context
 
 
 def is_port_available(host: str, port: int) -> bool:

@@ -225,8 +225,9 @@ class BoundedProtocol(HttpToolsProtocol):
         self._unset_keepalive_if_required()
         self.open_connections.add_idle(self)
         self.flow.resume_reading()
-        with contextlib.suppress(OSError):  # The client may be gone.
-            self.transport.write_eof()
+        if self.transport.can_write_eof():  # TLS cannot.
+            with contextlib.suppress(OSError):  # The client may be gone.
+                self.transport.write_eof()
         self._timer = self.loop.call_later(self.discard_seconds, self.transport.close)
 
     # ---- requests come in ------------------------------------------------------------------
