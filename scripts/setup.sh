@@ -3,10 +3,19 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
+# The extra of pyproject.toml with the Mooncake wheel for this machine; empty: the CPU's.
+extra=
+if [ -e /dev/nvidiactl ]; then extra=cuda; fi
+for driver in /sys/class/infiniband/*/device/driver; do
+    case $(readlink -f "$driver") in */efa) extra=efa${extra:+-$extra} && break ;; esac
+done
+
 # The installation depends on these; on the path because the package is installed in place.
-key=$(cat pyproject.toml scripts/setup.sh <(pwd) | sha256sum | cut -d' ' -f1)
+key=$(cat pyproject.toml scripts/setup.sh <(pwd) <(echo "$extra") | sha256sum | cut -d' ' -f1)
 stamp=.venv/setup.stamp
 log=.venv/setup.log
+cuda_index=https://download.pytorch.org/whl/cu130
+pypi=https://pypi.org/simple
 quiet_s=15 # Longest time without output.
 is_current() { [ "$(cat "$stamp" 2>/dev/null)" = "$key" ] && [ -x .venv/bin/python ]; }
 is_current && exit 0
@@ -99,6 +108,7 @@ loads() { "$python" -c "import ctypes; ctypes.CDLL('$1')" 2>/dev/null; }
 # Mooncake's wheel links these libraries, but does not contain them.
 loads libibverbs.so.1 || packages+=(libibverbs1 ibverbs-providers)
 loads libnuma.so.1 || packages+=(libnuma1)
+case $extra in efa*) loads libfabric.so.1 || packages+=(libfabric1) ;; esac
 "$python" -c 'import ensurepip, venv' 2>/dev/null || packages+=(python3-venv)
 
 say "installing into .venv with $("$python" --version); minutes the first time, all of it in $log"
@@ -118,17 +128,34 @@ export PIP_DISABLE_PIP_VERSION_CHECK=1
 pip=(.venv/bin/python -m pip install --progress-bar off --no-compile)
 # pip would compile with one core, after the downloads. What cannot be compiled is not imported.
 compile() { .venv/bin/python -m compileall -q -q -j 0 "$@" || true; }
-if ! [ -e /dev/nvidiactl ]; then
-    # First and with an exact version: the machine's pip configuration chooses the build, and the
-    # next step then does not fetch CUDA's libraries.
-    run "installing torch" "${pip[@]}" torch==2.13.0
-fi
+# First and with an exact version: the machine's pip configuration chooses the build, and on a CPU
+# host the next step then does not fetch CUDA's libraries.
+torch=torch==2.13.0
+run "installing torch" "${pip[@]}" "$torch"
+has_cuda() { .venv/bin/python -c 'import sys, torch; sys.exit(torch.version.cuda is None)'; }
+case $extra in
+    *cuda)
+        # pip's configuration may name an index of CPU builds.
+        has_cuda 2>>"$log" || run "installing torch's CUDA build" \
+            "${pip[@]}" --force-reinstall --index-url "$cuda_index" --extra-index-url "$pypi" "$torch"
+        ;;
+esac
 compile .venv/lib 9>&- & # Beside the next downloads.
 run "installing everything else" "${pip[@]}" --editable '.[test]'
+if [ -n "$extra" ]; then
+    # All wheels of Mooncake install the same files.
+    wheel=$("$python" -c 'import sys, tomllib
+project = tomllib.load(open("pyproject.toml", "rb"))["project"]
+print(project["optional-dependencies"][sys.argv[1]][0])' "$extra")
+    run "removing Mooncake's CPU wheel" \
+        .venv/bin/python -m pip uninstall -y mooncake-transfer-engine-non-cuda
+    run "installing $wheel" "${pip[@]}" --no-deps "$wheel"
+fi
 wait
 run "compiling" compile .venv/lib python
 # `rigs`, which the tests share, is not a part of the package: it is found in place.
 for site in .venv/lib/python3*/site-packages; do echo "$PWD/test" >"$site/rigs.pth"; done
-run "loading mooncake" .venv/bin/python -c 'import mooncake.store'
+# With torch, which brings the libraries of CUDA that Mooncake's CUDA wheels link.
+run "loading mooncake" .venv/bin/python -c 'import torch, mooncake.store'
 echo "$key" >"$stamp"
 say "done"

@@ -9,13 +9,14 @@ import shutil
 import stat
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
 
 from sglang.test.ci.ci_register import register_cpu_ci
 
-register_cpu_ci(est_time=10, suite="base-b-test-cpu")
+register_cpu_ci(est_time=20, suite="base-b-test-cpu")
 
 CHECKOUT = Path(__file__).parents[2]
 SITE = ".venv/lib/python3/site-packages"
@@ -35,7 +36,11 @@ def checkout(tmp_path: Path) -> Path:
     shutil.copy(CHECKOUT / "pyproject.toml", tmp_path)
     text = (CHECKOUT / "scripts" / "setup.sh").read_text(encoding="utf-8")
     # The script's own period is too long for a test.
-    (tmp_path / "scripts" / "setup.sh").write_text(text.replace("quiet_s=15", "quiet_s=1"))
+    text = text.replace("quiet_s=15", "quiet_s=1")
+    # The devices of the machine are those below `dev` and `sys`.
+    for root in ("/dev/", "/sys/"):
+        text = text.replace(f" {root}", f" {tmp_path}{root}")
+    (tmp_path / "scripts" / "setup.sh").write_text(text)
     (tmp_path / "pip.sh").write_text(PIP)
     python = tmp_path / "python"
     python.write_text(
@@ -43,8 +48,10 @@ def checkout(tmp_path: Path) -> Path:
         case "$*" in
             "-m venv .venv") mkdir -p .venv/bin {SITE}; cp "$0" .venv/bin/python ;;
             "-m pip --version") [ -e .venv/bin/python ] ;;
-            "-m pip install"*) bash {tmp_path}/pip.sh ;;
-            *"import mooncake"* | *ctypes* | *ensurepip*) ;;
+            "-m pip install"*) echo "$*" >>{tmp_path}/pip.calls; bash {tmp_path}/pip.sh ;;
+            "-m pip uninstall"*) echo "$*" >>{tmp_path}/pip.calls ;;
+            *torch.version.cuda*) [ -e {tmp_path}/torch-has-cuda ] ;;
+            *mooncake.store* | *ctypes* | *ensurepip*) ;;
             *) exec {sys.executable} "$@" ;;
         esac
         """
@@ -130,6 +137,74 @@ def test_a_failure_is_reported_and_not_recorded_as_done(checkout: Path) -> None:
     assert "ERROR: no space left" in done.stdout
     assert "failed" in done.stderr and done.stderr.splitlines()[-1] == "why"
     assert not (checkout / ".venv" / "setup.stamp").exists()
+
+
+def pip_calls(checkout: Path) -> list[str]:
+    """Arguments of pip's calls, without those that all have."""
+    (checkout / "pip.sh").write_text("true\n")
+    done = set_up(checkout)
+    assert done.returncode == 0, done.stderr
+    common = "-m pip install --progress-bar off --no-compile "
+    return [
+        line.removeprefix(common).removeprefix("-m pip ")
+        for line in (checkout / "pip.calls").read_text().splitlines()
+    ]
+
+
+def plant(checkout: Path, *, gpu: bool = False, driver: str | None = None) -> None:
+    """Device files of a GPU, and an InfiniBand device with a driver."""
+    if gpu:
+        (checkout / "dev").mkdir()
+        (checkout / "dev" / "nvidiactl").touch()
+    if driver is not None:
+        (checkout / "drivers" / driver).mkdir(parents=True)
+        device = checkout / "sys/class/infiniband/dev0/device"
+        device.mkdir(parents=True)
+        (device / "driver").symlink_to(checkout / "drivers" / driver)
+
+
+def test_a_cpu_host_keeps_the_cpu_wheels(checkout: Path) -> None:
+    plant(checkout, driver="mlx5_core")
+    assert pip_calls(checkout) == ["torch==2.13.0", "--editable .[test]"]
+
+
+def test_a_gpu_host_gets_cuda_builds_by_itself(checkout: Path) -> None:
+    plant(checkout, gpu=True)
+    assert pip_calls(checkout) == [
+        "torch==2.13.0",
+        "--force-reinstall --index-url https://download.pytorch.org/whl/cu130 "
+        "--extra-index-url https://pypi.org/simple torch==2.13.0",
+        "--editable .[test]",
+        "uninstall -y mooncake-transfer-engine-non-cuda",
+        f"--no-deps {extra('cuda')}",
+    ]
+
+
+def test_a_cuda_build_of_torch_is_not_fetched_twice(checkout: Path) -> None:
+    plant(checkout, gpu=True)
+    (checkout / "torch-has-cuda").touch()
+    calls = pip_calls(checkout)
+    assert calls[:2] == ["torch==2.13.0", "--editable .[test]"] and len(calls) == 4
+
+
+@pytest.mark.parametrize(("gpu", "name"), [(False, "efa"), (True, "efa-cuda")])
+def test_efa_has_wheels_of_its_own(checkout: Path, gpu: bool, name: str) -> None:
+    plant(checkout, gpu=gpu, driver="efa")
+    assert pip_calls(checkout)[-1] == f"--no-deps {extra(name)}"
+
+
+def test_other_devices_set_up_again(checkout: Path) -> None:
+    assert pip_calls(checkout)[-1] == "--editable .[test]"
+    plant(checkout, gpu=True)
+    assert pip_calls(checkout)[-1] == f"--no-deps {extra('cuda')}"
+
+
+def extra(name: str) -> str:
+    """The wheel of an extra of pyproject.toml."""
+    project = tomllib.loads((CHECKOUT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    (wheel,) = project["optional-dependencies"][name]
+    assert isinstance(wheel, str)
+    return wheel
 
 
 if __name__ == "__main__":
